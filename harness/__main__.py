@@ -1,0 +1,61 @@
+"""``python -m harness``: run and judge recipes from the command line."""
+
+import argparse
+import sys
+from pathlib import Path
+
+from harness.recipe import RecipeError, load_recipe
+from harness.run import REPO, run
+
+CONTROLS = REPO / "tests" / "controls"
+
+
+def run_command(options: argparse.Namespace) -> int:
+    recipe = load_recipe(options.recipe, options.controls)
+    control = recipe.control(options.control) if options.control else None
+    report = run(
+        recipe.path,
+        options.ranks,
+        launcher=options.launcher,
+        control=control,
+        gate=options.gate,
+        order=options.order or recipe.order,
+        deadline_s=options.deadline,
+        keep=options.keep,
+    )
+    print(report.describe())
+    if report.ok:
+        for rank, output in enumerate(report.outputs):
+            print(f"--- rank {rank}\n{output.rstrip()}")
+    if control is None:
+        return 0 if report.ok else 1
+    caught = bool(report.kinds) and report.kinds <= control.fails
+    verdict = "caught" if caught else f"NOT caught as expected: {sorted(control.fails)}"
+    print(f"control '{control.name}': {verdict}")
+    return 0 if caught else 1
+
+
+def main() -> int:
+    parser = argparse.ArgumentParser(prog="python -m harness", description=__doc__)
+    commands = parser.add_subparsers(dest="command", required=True)
+    one = commands.add_parser("run", help="run one recipe, or one of its negative controls")
+    one.add_argument("recipe", type=Path)
+    one.add_argument("--ranks", type=int, default=2)
+    one.add_argument("--control", help="the name of a control in the recipe's controls file")
+    one.add_argument("--gate", help="hold a background step, see harness/gates.py")
+    one.add_argument("--order", action="store_true", help="record stream order (CPU)")
+    one.add_argument("--launcher", choices=("torchrun", "warm"), default="torchrun")
+    one.add_argument("--deadline", type=float, help="seconds")
+    one.add_argument("--keep", type=Path, help="keep the run's files here")
+    one.add_argument("--controls", type=Path, default=CONTROLS, help="directory of controls files")
+    one.set_defaults(do=run_command)
+    options = parser.parse_args()
+    try:
+        return options.do(options)
+    except RecipeError as error:
+        print(f"error: {error}", file=sys.stderr)
+        return 2
+
+
+if __name__ == "__main__":
+    sys.exit(main())

@@ -1,0 +1,133 @@
+"""Gates: events that hold a background step until the recipe has done something.
+
+They replace luck. A gate opens at the moment when a correct recipe needs it open, or when a recipe
+that lacks the line under test has gone past it; so the correct recipe passes under every gate.
+"""
+
+import os
+import threading
+from collections.abc import Callable
+
+import torch
+import torch.distributed as dist
+from torch.distributed.checkpoint import FileSystemWriter
+
+from harness.ledger import GATE_KEY, Ledger, Save
+
+
+def hold_write(ledger: Ledger) -> None:
+    """Hold every asynchronous write until its upload is awaited, or another save is called.
+
+    A recipe that never awaits its last save loads it, or ends, before a byte is written.
+    """
+    opened: dict[str, threading.Event] = {}
+
+    def on_save(save: Save) -> None:
+        for event in opened.values():
+            event.set()
+        if save.kind == "async_save":
+            event = opened[save.directory] = threading.Event()
+            save.on_await.append(lambda phase: event.set() if phase == "upload" else None)
+
+    original = FileSystemWriter.write_data
+
+    def write_data(self, plan, planner):
+        if threading.current_thread() is not threading.main_thread():
+            event = opened.get(str(os.path.abspath(self.path)))
+            if event is not None:
+                event.wait()
+        return original(self, plan, planner)
+
+    ledger.on_save.append(on_save)
+    FileSystemWriter.write_data = write_data
+
+
+class _Held:
+    """A value whose copy waits; it is copied first, so the whole staging copy waits with it."""
+
+    def __init__(self, event: threading.Event) -> None:
+        self.event = event
+
+    def __deepcopy__(self, memo: dict) -> str:
+        self.event.wait()
+        return "held"
+
+
+def hold_staging(ledger: Ledger) -> None:
+    """Hold an asynchronous staging copy until it is awaited, or an optimizer step is complete.
+
+    A recipe that does not wait before ``optimizer.step()`` has every tensor of its checkpoint
+    copied after the step; one that waits too late for a buffer has the buffer copied after forward.
+    """
+    pending: list[threading.Event] = []
+
+    def extra_state(save: Save) -> dict:
+        if save.kind != "async_save":
+            return {}
+        event = threading.Event()
+        pending.append(event)
+        save.on_await.append(lambda phase: event.set())
+        return {GATE_KEY: _Held(event)}
+
+    def after_step(*_) -> None:
+        for event in pending:
+            event.set()
+
+    ledger.extra_state = extra_state
+    ledger.on_save.append(lambda save: after_step())
+    torch.optim.optimizer.register_optimizer_step_post_hook(after_step)
+
+
+def cross_collectives(ledger: Ledger) -> None:
+    """Make even and odd ranks enter the upload's and training's collectives in opposite order.
+
+    Two threads that share one group may do so at any time; here they do it every time. With a
+    group of its own for the upload nothing meets, and both orders are right.
+    """
+    upload_entered, training_entered = threading.Event(), threading.Event()
+    upload_first = int(os.environ["RANK"]) % 2 == 0
+    gather_object = dist.gather_object
+
+    def in_background() -> bool:
+        return threading.current_thread() is not threading.main_thread()
+
+    def upload_gathers(*args, **kwargs):
+        if in_background():
+            if not upload_first:
+                training_entered.wait()
+            upload_entered.set()
+        return gather_object(*args, **kwargs)
+
+    def training_gathers(original: Callable) -> Callable:
+        def gather(*args, **kwargs):
+            during_upload = not in_background() and any(s.in_flight for s in ledger.saves)
+            if during_upload and upload_first:
+                upload_entered.wait()
+            result = original(*args, **kwargs)
+            if during_upload:
+                training_entered.set()
+            return result
+
+        return gather
+
+    for module in (dist, dist.distributed_c10d):
+        module.gather_object = upload_gathers
+        for name in ("all_gather_single", "all_gather_into_tensor"):  # FSDP2's, by torch version
+            if hasattr(module, name):
+                setattr(module, name, training_gathers(getattr(module, name)))
+
+
+GATES: dict[str, Callable[[Ledger], None]] = {
+    gate.__name__: gate for gate in (hold_write, hold_staging, cross_collectives)
+}
+
+
+def install(name: str, ledger: Ledger) -> None:
+    """Put a gate into this rank, before the recipe runs.
+
+    Raises:
+        ValueError: there is no gate of that name.
+    """
+    if name not in GATES:
+        raise ValueError(f"no gate '{name}'; there are {sorted(GATES)}")
+    GATES[name](ledger)

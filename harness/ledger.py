@@ -1,0 +1,223 @@
+"""The ledger of saves: what a rank passed to DCP, hashed at the call, to be found on disk later.
+
+It stands between the recipe and ``dcp.save`` / ``dcp.async_save`` and changes neither. Each line of
+a rank's ``.notes`` file is one event as JSON, written at once, so that it outlives an abort.
+"""
+
+import ctypes
+import hashlib
+import json
+import os
+import threading
+from collections.abc import Callable
+from concurrent.futures import Future
+from pathlib import Path
+from typing import Any
+
+import torch
+import torch.distributed as dist
+import torch.distributed.checkpoint as dcp
+from torch.distributed.checkpoint import state_dict_saver
+from torch.distributed.checkpoint._nested_dict import flatten_state_dict
+from torch.distributed.checkpoint.stateful import Stateful
+from torch.distributed.tensor import DTensor
+
+GATE_KEY = "harness_gate"  # entries under it are the harness's own and are not compared
+
+
+def tensor_sha256(tensor: torch.Tensor) -> str:
+    """SHA-256 of a tensor's elements in row-major order, whatever its dtype or strides."""
+    tensor = tensor.detach().cpu().contiguous()
+    size = tensor.numel() * tensor.element_size()
+    buffer = (ctypes.c_char * size).from_address(tensor.data_ptr()) if size else b""
+    return hashlib.sha256(buffer).hexdigest()
+
+
+class Save:
+    """One call of ``dcp.save`` or ``dcp.async_save`` on this rank."""
+
+    def __init__(self, number: int, directory: str, kind: str) -> None:
+        self.number = number
+        self.directory = directory
+        self.kind = kind
+        self.upload: Future | None = None
+        self.staging: Future | None = None
+        self.on_await: list[Callable[[str], None]] = []  # called with "staging" or "upload"
+        self.clones: dict[str, dict] = {}
+
+    @property
+    def in_flight(self) -> bool:
+        return self.upload is not None and not self.upload.done()
+
+
+class _StatefulSpy(Stateful):
+    """Passes calls on to a Stateful and shows its state dict to the ledger."""
+
+    def __init__(self, inner: Stateful, key: str, save: Save, ledger: "Ledger") -> None:
+        self.inner, self.key, self.save, self.ledger = inner, key, save, ledger
+
+    def state_dict(self) -> dict[str, Any]:
+        state_dict = self.inner.state_dict()
+        self.ledger.capture(self.save, {self.key: state_dict})
+        return state_dict
+
+    def load_state_dict(self, state_dict: dict[str, Any]) -> None:
+        self.inner.load_state_dict(state_dict)
+
+
+class Ledger:
+    """Records this rank's saves; gates listen to it."""
+
+    def __init__(self, notes: Path, writes) -> None:
+        self.notes = open(notes, "w", encoding="utf-8")  # noqa: SIM115 (open until close())
+        self.lock = threading.Lock()
+        self.writes = writes
+        self.saves: list[Save] = []
+        self.backend: str | None = None
+        self.extra_state: Callable[[Save], dict[str, Any]] = lambda save: {}
+        self.on_save: list[Callable[[Save], None]] = []
+
+    def note(self, event: str, **values: Any) -> None:
+        with self.lock:
+            if not self.notes.closed:
+                self.notes.write(json.dumps({"event": event, **values}) + "\n")
+                self.notes.flush()
+
+    def device(self) -> str:
+        """This rank's accelerator by name, or "CPU"."""
+        accelerator = torch.accelerator.current_accelerator()
+        if accelerator is None:
+            return "CPU"
+        return torch.get_device_module(accelerator).get_device_name()
+
+    # Between the recipe and torch
+
+    def install(self) -> None:
+        """Replace the public entry points, in every module a recipe may take them from."""
+        self._save, self._async_save = dcp.save, dcp.async_save
+        dcp.save = self._spy_save
+        for module in (dcp, state_dict_saver):
+            module.async_save = self._spy_async_save
+        self._init_process_group = dist.init_process_group
+        for module in (dist, dist.distributed_c10d):
+            module.init_process_group = self._spy_init
+
+    def _spy_init(self, *args: Any, **kwargs: Any) -> None:
+        self._init_process_group(*args, **kwargs)
+        pairs = (pair.split(":") for pair in str(dist.get_backend_config()).split(","))
+        present = {"cpu", getattr(torch.accelerator.current_accelerator(), "type", "cpu")}
+        backends = {backend for device, backend in pairs if device in present}
+        self.backend = " + ".join(sorted(backends, reverse=True))
+
+    def _begin(self, kind: str, state_dict: dict, kwargs: dict) -> tuple[Save, dict]:
+        writer = kwargs.get("storage_writer")
+        directory = kwargs.get("checkpoint_id") or getattr(writer, "path", "")
+        save = Save(len(self.saves), os.path.abspath(os.fspath(directory)), kind)
+        group = kwargs.get("process_group")
+        shared = dist.is_initialized() and group in (None, dist.group.WORLD)
+        self.note(
+            "save",
+            number=save.number,
+            kind=kind,
+            directory=save.directory,
+            shares_training_group=bool(shared),
+            beside=[s.number for s in self.saves if s.in_flight],
+        )
+        for listener in self.on_save:
+            listener(save)
+        self.saves.append(save)
+        plain = {k: v for k, v in state_dict.items() if not isinstance(v, Stateful)}
+        self.capture(save, plain)
+        spied = {
+            k: _StatefulSpy(v, k, save, self) if isinstance(v, Stateful) else v
+            for k, v in state_dict.items()
+        }
+        return save, self.extra_state(save) | spied
+
+    def _spy_save(self, state_dict: dict, **kwargs: Any) -> Any:
+        if threading.current_thread() is not threading.main_thread():
+            return self._save(state_dict, **kwargs)
+        save, state_dict = self._begin("save", state_dict, kwargs)
+        try:
+            result = self._save(state_dict, **kwargs)
+        except BaseException as error:
+            self.note("failed", number=save.number, error=repr(error), seen=True)
+            raise
+        self.note("written", number=save.number)
+        return result
+
+    def _spy_async_save(self, state_dict: dict, **kwargs: Any) -> Any:
+        save, state_dict = self._begin("async_save", state_dict, kwargs)
+        try:
+            response = self._async_save(state_dict, **kwargs)
+        except BaseException as error:
+            self.note("failed", number=save.number, error=repr(error), seen=True)
+            raise
+        save.upload = getattr(response, "upload_completion", response)
+        unspied = save.upload.exception
+        save.upload.add_done_callback(lambda _: self._ended(save, unspied()))
+        save.staging = getattr(response, "staging_completion", None)
+        self._watch(save, "upload", save.upload)
+        if save.staging is not None:
+            self._watch(save, "staging", save.staging)
+        return response
+
+    def _ended(self, save: Save, error: BaseException | None) -> None:
+        if error is None:
+            self.note("written", number=save.number)
+        else:
+            self.note("failed", number=save.number, error=repr(error), seen=False)
+
+    def _watch(self, save: Save, phase: str, future: Future) -> None:
+        """Note when the recipe waits for ``future``: only then does it learn of an error."""
+        original = {"result": future.result, "exception": future.exception}
+
+        def waiting(method: str) -> Callable:
+            def wait(timeout: float | None = None) -> Any:
+                self.note("awaited", number=save.number, phase=phase)
+                for listener in save.on_await:
+                    listener(phase)
+                return original[method](timeout)
+
+            return wait
+
+        future.result, future.exception = waiting("result"), waiting("exception")
+
+    # What was passed
+
+    def capture(self, save: Save, state_dict: dict[str, Any]) -> None:
+        """Note the bits of every leaf, as they are now on the calling thread's stream.
+
+        An accelerator's tensors are cloned in stream order and hashed when the recipe has ended:
+        copying them now would synchronise, and synchronising hides the very error looked for.
+        """
+        leaves = {}
+        for name, value in flatten_state_dict(state_dict)[0].items():
+            chunk = None
+            if isinstance(value, DTensor):
+                chunks = value.__create_chunk_list__()
+                chunk = [list(chunks[0].offsets), list(chunks[0].sizes)] if chunks else None
+                value = value.to_local()
+                if chunk is None:
+                    continue
+            if isinstance(value, torch.Tensor):
+                if value.device.type == "cpu":
+                    leaves[name] = {"chunk": chunk, "sha256": tensor_sha256(value)}
+                else:
+                    save.clones[name] = {"chunk": chunk, "tensor": value.detach().clone()}
+            elif isinstance(value, (int, float, str, bool, type(None))):
+                leaves[name] = {"value": repr(value)}
+        self.note("leaves", number=save.number, leaves=leaves)
+
+    def close(self) -> None:
+        """Hash what was cloned on an accelerator, and end the notes."""
+        for save in self.saves:
+            leaves = {
+                name: {"chunk": clone["chunk"], "sha256": tensor_sha256(clone["tensor"])}
+                for name, clone in save.clones.items()
+            }
+            if leaves:
+                self.note("leaves", number=save.number, leaves=leaves)
+        self.note("removed", directories=sorted(self.writes.removed))
+        with self.lock:
+            self.notes.close()

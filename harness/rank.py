@@ -1,0 +1,242 @@
+"""Inside a rank: run a recipe as ``__main__`` and leave a record of what it did.
+
+The recipe knows nothing of this. The record says that the recipe's last line was reached, or what
+stopped it, and what it left behind: threads, processes, a process group, files elsewhere.
+``python -m harness.rank SPEC`` is what torchrun starts; :mod:`harness.warm` calls :func:`run`.
+"""
+
+import ast
+import faulthandler
+import json
+import os
+import runpy
+import signal
+import sys
+import threading
+import time
+import traceback
+import warnings
+from pathlib import Path
+
+from harness.leader import command_line, descendants, die_with_parent, write_exit
+
+LEFTOVER_GRACE_S = 5.0  # a finished executor's thread needs a moment to end
+HELPERS = ("multiprocessing.resource_tracker", "torch_shm_manager")  # they end with their parent
+EXIT_OK, EXIT_FAILED = 0, 1
+
+
+class WriteWatch:
+    """Notes, by an audit hook, what this process writes outside the run's directory."""
+
+    WRITING_EVENTS = {"os.mkdir": 0, "os.rename": 1, "os.link": 1, "os.symlink": 1}
+
+    def __init__(self, allowed: list[str]) -> None:
+        self.allowed = tuple(os.path.realpath(p) for p in allowed) + ("/dev/", "/proc/")
+        self.elsewhere: set[str] = set()
+        self.removed: set[str] = set()
+        self.inside_hook = threading.local()
+        sys.addaudithook(self._hook)
+
+    def _hook(self, event: str, args: tuple) -> None:
+        if event == "open":
+            path, _, flags = args
+            writes = isinstance(flags, int) and flags & (os.O_WRONLY | os.O_RDWR | os.O_CREAT)
+        elif event in self.WRITING_EVENTS:
+            path, writes = args[self.WRITING_EVENTS[event]], True
+        elif event in ("shutil.rmtree", "os.rmdir"):
+            self.removed.add(os.path.abspath(os.fsdecode(args[0])))
+            return
+        else:
+            return
+        if not writes or not isinstance(path, (str, bytes, os.PathLike)):
+            return
+        if getattr(self.inside_hook, "busy", False):
+            return
+        self.inside_hook.busy = True
+        try:
+            resolved = os.path.realpath(os.fsdecode(path))
+            if not resolved.startswith(self.allowed):
+                self.elsewhere.add(resolved)
+        finally:
+            self.inside_hook.busy = False
+
+
+class DeprecationWatch:
+    """Notes deprecation warnings that point at the recipe's folder."""
+
+    def __init__(self, folders: list[str]) -> None:
+        self.folders = tuple(folders)
+        self.seen: list[str] = []
+        for category in (DeprecationWarning, PendingDeprecationWarning, FutureWarning):
+            warnings.simplefilter("default", category)
+        self.show = warnings.showwarning
+        warnings.showwarning = self._show
+
+    def _show(self, message, category, filename, lineno, file=None, line=None) -> None:
+        deprecated = (DeprecationWarning, PendingDeprecationWarning, FutureWarning)
+        if issubclass(category, deprecated) and os.path.realpath(filename).startswith(self.folders):
+            self.seen.append(f"{os.path.basename(filename)}:{lineno}: {message}")
+        self.show(message, category, filename, lineno, file, line)
+
+
+def keep_temporary_directories() -> None:
+    """Leave ``TemporaryDirectory`` contents for the judge; the run's directory goes as a whole."""
+    import tempfile
+
+    def detach(self) -> None:
+        self._finalizer.detach()
+
+    tempfile.TemporaryDirectory.cleanup = detach
+    tempfile.tempdir = None
+
+
+def _last_statement_lines(path: str) -> range:
+    """Lines of the recipe's last statement, inside ``if __name__ == "__main__"`` if it ends so."""
+    last = ast.parse(Path(path).read_text(encoding="utf-8")).body[-1]
+    while isinstance(last, (ast.If, ast.With, ast.Try)):
+        last = (getattr(last, "finalbody", None) or last.body)[-1]
+    return range(last.lineno, last.end_lineno + 1)
+
+
+def _exits_at_its_end(error: SystemExit, recipe: str) -> bool:
+    """Whether ``sys.exit`` was called by the recipe's last statement itself, with status 0."""
+    if error.code not in (None, 0):
+        return False
+    frames = traceback.extract_tb(error.__traceback__)
+    own = [i for i, frame in enumerate(frames) if frame.filename == recipe]
+    return bool(own) and own == [len(frames) - 1] and frames[-1].lineno in _last_statement_lines(recipe)
+
+
+def print_from_recipe(error: BaseException, recipe: str) -> None:
+    """Print the traceback from the recipe's own first frame on, without the harness's."""
+    frames = error.__traceback__
+    while frames is not None and frames.tb_frame.f_code.co_filename != recipe:
+        frames = frames.tb_next
+    traceback.print_exception(error.with_traceback(frames or error.__traceback__))
+
+
+def _left_threads() -> list[str]:
+    """Names of the threads that still run after a moment to end."""
+    until = time.monotonic() + LEFTOVER_GRACE_S
+    others = [t for t in threading.enumerate() if t is not threading.current_thread()]
+    for thread in others:
+        thread.join(max(0.0, until - time.monotonic()))
+    return sorted(t.name for t in others if t.is_alive())
+
+
+def _left_processes() -> list[str]:
+    until = time.monotonic() + LEFTOVER_GRACE_S
+    while True:
+        commands = [f"{pid}: {command_line(pid)}" for pid in descendants(os.getpid())]
+        left = [c for c in commands if not any(helper in c for helper in HELPERS)]
+        if not left or time.monotonic() > until:
+            return left
+        time.sleep(0.05)
+
+
+def _redirect(output: Path) -> None:
+    descriptor = os.open(output, os.O_WRONLY | os.O_CREAT | os.O_APPEND, 0o644)
+    os.dup2(descriptor, 1)
+    os.dup2(descriptor, 2)
+    for stream in (sys.stdout, sys.stderr):
+        stream.reconfigure(line_buffering=True)
+
+
+def run(spec: dict) -> int:
+    """Run ``spec["file"]`` in this process, write the record, return the exit status.
+
+    The environment holds RANK, WORLD_SIZE and the rendezvous, as torchrun sets them.
+    """
+    rank = int(os.environ["RANK"])
+    ranks_dir = Path(spec["run_dir"]) / "ranks"
+    (ranks_dir / f"rank{rank}.pid").write_text(str(os.getpid()))
+    _redirect(ranks_dir / f"rank{rank}.out")
+    stacks = open(ranks_dir / f"rank{rank}.stacks", "w")  # noqa: SIM115 (open until the end)
+    faulthandler.enable(all_threads=False)
+    faulthandler.register(signal.SIGUSR1, file=stacks, all_threads=True)
+
+    import torch
+
+    from harness import gates, ledger
+
+    recipe = spec["file"]
+    sys.argv = [recipe, *spec["args"]]
+    sys.path[:] = [*spec["import_from"], *(p for p in sys.path if p not in ("", spec["harness"]))]
+    os.environ.pop("PYTHONPATH", None)
+    keep_temporary_directories()
+    writes = WriteWatch([spec["run_dir"]])
+    deprecations = DeprecationWatch(spec["import_from"])
+    book = ledger.Ledger(ranks_dir / f"rank{rank}.notes", writes)
+    book.install()
+    if spec["gate"]:
+        gates.install(spec["gate"], book)
+    recorder = None
+    if spec["order"]:
+        from harness import streams
+
+        recorder = streams.install()
+
+    record = {
+        "recipe": spec["recipe"],
+        "code_sha256": spec["code_sha256"],
+        "rank": rank,
+        "world_size": int(os.environ["WORLD_SIZE"]),
+        "torch": torch.__version__,
+        "finished": False,
+        "error": None,
+    }
+    started = time.perf_counter()
+    try:
+        runpy.run_path(recipe, run_name="__main__")
+        record["finished"] = True
+    except SystemExit as error:
+        record["finished"] = _exits_at_its_end(error, recipe)
+        record["exit"] = repr(error.code)
+        if not record["finished"]:
+            print_from_recipe(error, recipe)
+    except BaseException as error:
+        record["error"] = "".join(traceback.format_exception_only(error)).strip()
+        print_from_recipe(error, recipe)
+    record["seconds"] = time.perf_counter() - started
+    record["device"] = book.device()
+    record["backend"] = book.backend
+    if recorder is not None:
+        record["conflicts"] = [str(conflict) for conflict in recorder.conflicts]
+        streams.uninstall(recorder)
+    if record["finished"]:
+        record["left_process_group"] = torch.distributed.is_initialized()
+        record["left_threads"] = _left_threads()
+        record["left_processes"] = _left_processes()
+    record["wrote_elsewhere"] = sorted(writes.elsewhere)
+    record["deprecations"] = deprecations.seen
+    book.close()
+    temporary = ranks_dir / f"rank{rank}.tmp"
+    temporary.write_text(json.dumps(record))
+    temporary.rename(ranks_dir / f"rank{rank}.json")
+    sys.stdout.flush()
+    sys.stderr.flush()
+    return EXIT_OK if record["finished"] else EXIT_FAILED
+
+
+def main(spec_path: str) -> None:
+    """Run the rank in a child, keep its wait status, end as it ended.
+
+    The status is written here because torchrun tells nobody what became of each rank.
+    """
+    spec = json.loads(Path(spec_path).read_text())
+    parent, me = os.getppid(), os.getpid()
+    child = os.fork()
+    if child == 0:
+        die_with_parent(me)
+        os._exit(run(spec))
+    die_with_parent(parent)
+    status = os.waitpid(child, 0)[1]
+    write_exit(Path(spec["run_dir"]) / "ranks", int(os.environ["RANK"]), status)
+    if os.WIFSIGNALED(status):
+        signal.signal(os.WTERMSIG(status), signal.SIG_DFL)
+        os.kill(os.getpid(), os.WTERMSIG(status))
+    os._exit(os.waitstatus_to_exitcode(status))
+
+
+if __name__ == "__main__":
+    main(sys.argv[1])

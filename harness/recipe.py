@@ -1,0 +1,155 @@
+"""Recipes as files: finding them, hashing their code, reading their controls."""
+
+import ast
+import hashlib
+import tomllib
+from dataclasses import dataclass, field
+from pathlib import Path
+
+DEFAULT_RANKS = (1, 2, 3, 4)
+DEFAULT_DEADLINE_S = 120.0
+
+
+class RecipeError(ValueError):
+    """A recipe or its controls file is not what the harness needs; the message says what to do."""
+
+
+@dataclass(frozen=True)
+class Control:
+    """A negative control: an edit of the recipe, and the failures that the edit may cause."""
+
+    name: str
+    says: str
+    find: str
+    replace: str
+    fails: frozenset[str]
+    ranks: int = 2
+    gate: str | None = None
+    order: bool = False
+    deadline_s: float = DEFAULT_DEADLINE_S
+
+    def apply(self, source: str) -> str:
+        """Return ``source`` with the edit made.
+
+        Raises:
+            RecipeError: ``find`` does not occur exactly once.
+        """
+        count = source.count(self.find)
+        if count != 1:
+            raise RecipeError(
+                f"control '{self.name}': its 'find' text occurs {count} times in the recipe, not "
+                "once; bring the control up to date with the recipe"
+            )
+        return source.replace(self.find, self.replace)
+
+
+@dataclass(frozen=True)
+class Recipe:
+    """One file: what the page shows, the harness runs and a reader copies."""
+
+    path: Path
+    title: str
+    code_sha256: str
+    ranks: tuple[int, ...] = DEFAULT_RANKS
+    page_ranks: int = 2
+    order: bool = False
+    deadline_s: float = DEFAULT_DEADLINE_S
+    controls: tuple[Control, ...] = field(default=())
+
+    @property
+    def name(self) -> str:
+        return self.path.stem
+
+    @property
+    def folder(self) -> str:
+        return self.path.parent.name
+
+    @property
+    def min_ranks(self) -> int:
+        return min(self.ranks)
+
+    def control(self, name: str) -> Control:
+        for control in self.controls:
+            if control.name == name:
+                return control
+        raise RecipeError(f"recipe '{self.name}' has no control '{name}'")
+
+
+def _parse(path: Path) -> ast.Module:
+    try:
+        return ast.parse(path.read_text(encoding="utf-8"), str(path))
+    except SyntaxError as error:
+        raise RecipeError(f"{path}:{error.lineno}: not valid Python: {error.msg}") from error
+
+
+def code_sha256(path: Path) -> str:
+    """SHA-256 of the file's syntax tree without docstrings; comments are not in the tree.
+
+    Editing prose keeps it, editing code changes it.
+    """
+    tree = _parse(path)
+    for node in ast.walk(tree):
+        body = getattr(node, "body", None)
+        if not isinstance(node, (ast.Module, ast.ClassDef, ast.FunctionDef, ast.AsyncFunctionDef)):
+            continue
+        if ast.get_docstring(node, clean=False) is not None:
+            body[0].value.value = ""
+    return hashlib.sha256(ast.dump(tree).encode()).hexdigest()
+
+
+def _title(path: Path) -> str:
+    docstring = ast.get_docstring(_parse(path)) or ""
+    return next((line for line in docstring.splitlines() if line.strip()), path.stem)
+
+
+def _control_from(table: dict, path: Path, deadline_s: float) -> Control:
+    known = {"name", "says", "find", "replace", "fails", "ranks", "gate", "order", "deadline_s"}
+    if unknown := table.keys() - known:
+        raise RecipeError(f"{path}: unknown keys in a control: {sorted(unknown)}")
+    if missing := {"name", "says", "find", "replace", "fails"} - table.keys():
+        raise RecipeError(f"{path}: control {table.get('name', '?')!r} lacks {sorted(missing)}")
+    values = {"deadline_s": deadline_s} | table
+    return Control(**values | {"fails": frozenset(table["fails"])})
+
+
+def load_controls(path: Path) -> dict:
+    """Read ``tests/controls/<recipe>.toml`` into the keyword arguments of :class:`Recipe`.
+
+    Raises:
+        RecipeError: the file is not valid, or a key is unknown or missing.
+    """
+    try:
+        table = tomllib.loads(path.read_text(encoding="utf-8"))
+    except tomllib.TOMLDecodeError as error:
+        raise RecipeError(f"{path}: {error}") from error
+    known = {"ranks", "page_ranks", "order", "deadline_s", "control"}
+    if unknown := table.keys() - known:
+        raise RecipeError(f"{path}: unknown keys: {sorted(unknown)}; known: {sorted(known)}")
+    deadline_s = table.get("deadline_s", DEFAULT_DEADLINE_S)
+    controls = tuple(_control_from(c, path, deadline_s) for c in table.pop("control", ()))
+    if "ranks" in table:
+        table["ranks"] = tuple(table["ranks"])
+    return table | {"controls": controls}
+
+
+def load_recipe(path: Path, controls_dir: Path | None = None) -> Recipe:
+    """The recipe at ``path``, with its controls if ``controls_dir`` holds ``<stem>.toml``."""
+    path = Path(path).resolve()
+    if not path.is_file():
+        raise RecipeError(f"{path}: no such recipe; pass the path of a Python file")
+    settings = {}
+    if controls_dir is not None and (file := controls_dir / f"{path.stem}.toml").is_file():
+        settings = load_controls(file)
+    return Recipe(path=path, title=_title(path), code_sha256=code_sha256(path), **settings)
+
+
+def discover(root: Path, controls_dir: Path | None = None) -> list[Recipe]:
+    """Every ``*.py`` below ``root`` whose name does not begin with an underscore, by path.
+
+    Raises:
+        RecipeError: there is none.
+    """
+    paths = sorted(p for p in Path(root).rglob("*.py") if not p.name.startswith("_"))
+    if not paths:
+        raise RecipeError(f"{root}: no recipes (*.py) found")
+    return [load_recipe(path, controls_dir) for path in paths]

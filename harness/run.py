@@ -1,0 +1,358 @@
+"""Run a recipe on several ranks and report what it did: the harness's public face."""
+
+import atexit
+import contextlib
+import json
+import os
+import shutil
+import subprocess
+import sys
+import tempfile
+import time
+from dataclasses import asdict, dataclass, field
+from pathlib import Path
+
+from harness.judge import (
+    KINDS,
+    Failure,
+    checkpoint_directories,
+    chunks_by_directory,
+    gather_saves,
+    judge_checkpoints,
+    judge_overlap,
+    judge_ranks,
+    read_ranks,
+    removed_directories,
+)
+from harness.recipe import DEFAULT_DEADLINE_S, Control, RecipeError, code_sha256
+
+REPO = Path(__file__).resolve().parent.parent
+LEADER_MARGIN_S = 60.0  # how long after its deadline a leader may take to end everything
+TAIL_LINES = 25
+LOAD_BACK = Path(__file__).with_name("load_back.py")
+_NOT_PASSED_ON = ("RANK", "LOCAL_", "WORLD_SIZE", "MASTER_", "GROUP_", "TORCHELASTIC", "PYTEST", "COV_")
+
+
+@dataclass
+class Report:
+    """What a run did. ``failures`` is empty if every rank proved its claim."""
+
+    recipe: str
+    path: str
+    code_sha256: str
+    ranks: int
+    launcher: str
+    command: str
+    control: str | None = None
+    gate: str | None = None
+    device: str = ""
+    torch: str = ""
+    python: str = ""
+    seconds: float = 0.0
+    outputs: list[str] = field(default_factory=list)
+    stacks: list[str] = field(default_factory=list)
+    failures: list[Failure] = field(default_factory=list)
+    checkpoints: list[str] = field(default_factory=list)
+
+    @property
+    def ok(self) -> bool:
+        return not self.failures
+
+    @property
+    def kinds(self) -> frozenset[str]:
+        """The kinds of failure that occurred."""
+        return frozenset(failure.kind for failure in self.failures)
+
+    def to_dict(self) -> dict:
+        return asdict(self)
+
+    @classmethod
+    def from_dict(cls, table: dict) -> "Report":
+        return cls(**table | {"failures": [Failure(**f) for f in table["failures"]]})
+
+    def describe(self) -> str:
+        """A text for a person: what failed, the last lines of each rank, how to run it again."""
+        plural = "s" if self.ranks > 1 else ""
+        lines = [f"{self.recipe} on {self.ranks} rank{plural}: " + ("passed" if self.ok else "FAILED")]
+        for failure in self.failures:
+            where = "" if failure.rank is None else f" [rank {failure.rank}]"
+            lines.append(f"  {failure.kind}{where}: {failure.text}")
+            if failure.hint:
+                lines.append(f"    {failure.hint}")
+        if not self.ok:
+            for rank, output in enumerate(self.outputs):
+                lines.append(f"--- rank {rank}, last lines")
+                lines += output.splitlines()[-TAIL_LINES:]
+            for rank, stacks in enumerate(self.stacks):
+                if stacks:
+                    lines.append(f"--- rank {rank}, stacks at the deadline")
+                    lines += stacks.splitlines()[-TAIL_LINES:]
+            lines.append(f"run it again: {self.command}")
+        return "\n".join(lines)
+
+
+class WarmServer:
+    """A warm process of this process's own; see :mod:`harness.warm`."""
+
+    def __init__(self) -> None:
+        self.tmp = tempfile.mkdtemp(prefix="harness-warm-")
+        self.process = subprocess.Popen(
+            [sys.executable, "-m", "harness.warm"],
+            stdin=subprocess.PIPE,
+            stdout=subprocess.PIPE,
+            text=True,
+            cwd=REPO,
+            env=_environment(Path(self.tmp), Path(self.tmp)),
+            start_new_session=True,
+        )
+        if self.process.stdout.readline().strip() != "ready":
+            self.close()
+            raise RuntimeError("the warm process did not start; its error is above")
+
+    def run(self, spec_path: Path) -> None:
+        self.process.stdin.write(f"{spec_path}\n")
+        self.process.stdin.flush()
+        if not self.process.stdout.readline():
+            raise RuntimeError("the warm process ended; run again")
+
+    def close(self) -> None:
+        with contextlib.suppress(BrokenPipeError):
+            self.process.stdin.close()
+        self.process.wait()
+        self.process.stdout.close()
+        shutil.rmtree(self.tmp, ignore_errors=True)
+
+
+_server: WarmServer | None = None
+
+
+def warm_server() -> WarmServer:
+    """This process's warm server, started at the first call."""
+    global _server
+    if _server is None or _server.process.poll() is not None:
+        _server = WarmServer()
+        atexit.register(_server.close)
+    return _server
+
+
+def _environment(home: Path, tmp: Path) -> dict[str, str]:
+    """The environment of a rank: the caller's, without what would leak in or write elsewhere."""
+    env = {k: v for k, v in os.environ.items() if not k.startswith(_NOT_PASSED_ON)}
+    return env | {
+        "HOME": str(home),
+        "XDG_CACHE_HOME": str(home / ".cache"),
+        "TMPDIR": str(tmp),
+        "PYTHONPATH": str(REPO),
+        "PYTHONDONTWRITEBYTECODE": "1",
+        "PYTHONUNBUFFERED": "1",
+        "OMP_NUM_THREADS": "1",
+        "TORCH_NCCL_ASYNC_ERROR_HANDLING": "1",
+    }
+
+
+def _launch(spec_path: Path, spec: dict, launcher: str) -> None:
+    """Have a leader run the spec; return when nothing of it is left."""
+    if launcher == "warm":
+        warm_server().run(spec_path)
+        return
+    leader = subprocess.Popen(
+        [sys.executable, "-m", "harness.leader", str(spec_path)],
+        stdin=subprocess.PIPE,
+        cwd=REPO,
+        start_new_session=True,
+    )
+    try:
+        leader.wait(spec["deadline_s"] + LEADER_MARGIN_S)
+    finally:
+        leader.stdin.close()  # the leader ends everything once this is closed
+        leader.wait()
+
+
+def _write_spec(run_dir: Path, file: Path, ranks: int, **settings) -> tuple[Path, dict]:
+    for name in ("ranks", "work", "tmp", "home", "dir"):
+        (run_dir / name).mkdir()
+    spec = {
+        "run_dir": str(run_dir),
+        "file": str(file),
+        "ranks": ranks,
+        "cwd": str(run_dir / "work"),
+        "env": _environment(run_dir / "home", run_dir / "tmp"),
+        "harness": str(REPO),
+        "gate": None,
+        "order": False,
+    } | settings
+    spec_path = run_dir / "spec.json"
+    spec_path.write_text(json.dumps(spec))
+    return spec_path, spec
+
+
+def load_back(request: dict[str, dict], world_size: int, parent: Path) -> dict:
+    """Load the checkpoints of ``request`` in fresh processes; see :mod:`harness.load_back`."""
+    run_dir = parent / f"load{world_size}"
+    run_dir.mkdir()
+    asked, answered = run_dir / "request.json", run_dir / "answer.json"
+    asked.write_text(json.dumps(request))
+    spec_path, spec = _write_spec(
+        run_dir,
+        LOAD_BACK,
+        world_size,
+        args=[str(asked), str(answered)],
+        import_from=[str(REPO)],
+        recipe="load_back",
+        code_sha256="",
+        deadline_s=DEFAULT_DEADLINE_S,
+    )
+    _launch(spec_path, spec, "warm")
+    if answered.exists():
+        return json.loads(answered.read_text())
+    ranks = read_ranks(run_dir, world_size)
+    error = next((r.output for r in ranks if r.output), "the loading process wrote nothing")
+    return {directory: {"error": error.strip().splitlines()[-1]} for directory in request}
+
+
+def _accepts_dir(source: str) -> bool:
+    return '"--dir"' in source or "'--dir'" in source
+
+
+def reproduce(path: Path, ranks: int, control: Control | None, gate: str | None) -> str:
+    """The command that runs the same again."""
+    with contextlib.suppress(ValueError):
+        path = path.relative_to(Path.cwd())
+    command = f"python -m harness run {path} --ranks {ranks}"
+    if control is not None:
+        return f"{command} --control {control.name}"
+    return command + (f" --gate {gate}" if gate else "")
+
+
+def run(
+    path: Path | str,
+    ranks: int,
+    *,
+    launcher: str = "torchrun",
+    control: Control | None = None,
+    gate: str | None = None,
+    order: bool = False,
+    deadline_s: float | None = None,
+    args: tuple[str, ...] = (),
+    keep: Path | None = None,
+) -> Report:
+    """Run the recipe at ``path`` on ``ranks`` ranks and judge it.
+
+    Args:
+        launcher: ``"torchrun"`` for the real thing, ``"warm"`` to fork from a process that has
+            imported torch.
+        control: run the recipe with this edit, its gate and its deadline.
+        gate: hold a background step, see :mod:`harness.gates`.
+        order: record stream order on CPU, see :mod:`harness.streams`.
+        deadline_s: seconds until every rank is stopped; the control's, or 120, if not given.
+        args: more arguments for the recipe. ``--dir`` is added if its source knows it.
+        keep: a directory that receives the run's files (created; must not exist).
+
+    Raises:
+        RecipeError: there is no such file, ``ranks`` is not positive, or the edit does not fit.
+    """
+    path = Path(path).resolve()
+    if not path.is_file():
+        raise RecipeError(f"{path}: no such recipe; pass the path of a Python file")
+    if ranks < 1:
+        raise RecipeError(f"{ranks} ranks: pass a number of 1 or more")
+    if launcher not in ("torchrun", "warm"):
+        raise RecipeError(f"no launcher '{launcher}'; there are 'torchrun' and 'warm'")
+    source = path.read_text(encoding="utf-8")
+    if control is not None:
+        source, gate, order = control.apply(source), control.gate, control.order
+    if deadline_s is None:
+        deadline_s = control.deadline_s if control else DEFAULT_DEADLINE_S
+    run_dir = Path(tempfile.mkdtemp(prefix=f"harness-{path.stem}-"))
+    try:
+        file = path
+        if control is not None:
+            file = run_dir / "edited" / path.name
+            file.parent.mkdir()
+            file.write_text(source, encoding="utf-8")
+        own_args = ["--dir", str(run_dir / "dir")] if _accepts_dir(source) else []
+        spec_path, spec = _write_spec(
+            run_dir,
+            file,
+            ranks,
+            args=[*own_args, *args],
+            import_from=list(dict.fromkeys([str(file.parent), str(path.parent)])),
+            recipe=path.stem,
+            code_sha256=code_sha256(path),
+            deadline_s=deadline_s,
+            gate=gate,
+            order=order,
+        )
+        started = time.monotonic()
+        _launch(spec_path, spec, launcher)
+        seconds = time.monotonic() - started
+        report = Report(
+            recipe=path.stem,
+            path=str(path),
+            code_sha256=spec["code_sha256"],
+            ranks=ranks,
+            launcher=launcher,
+            command=reproduce(path, ranks, control, gate),
+            control=control.name if control else None,
+            gate=gate,
+            seconds=seconds,
+            python=".".join(map(str, sys.version_info[:3])),
+        )
+        _judge(report, run_dir)
+        return report
+    finally:
+        if keep is not None:
+            shutil.copytree(run_dir, keep)
+        shutil.rmtree(run_dir, ignore_errors=True)
+
+
+def _judge(report: Report, run_dir: Path) -> None:
+    """Fill in what the run left behind."""
+    ranks = read_ranks(run_dir, report.ranks)
+    replaced = {str(run_dir): "<run>"}
+    report.outputs = [_readable(rank.output, replaced) for rank in ranks]
+    outcome_path = run_dir / "outcome.json"
+    if not outcome_path.exists():
+        log = "".join(p.read_text(errors="replace") for p in run_dir.glob("*.out"))
+        text = "the leader ended before the ranks did: " + log.strip()[-2000:]
+        report.failures = [Failure("missing_record", text)]
+        return
+    outcome = json.loads(outcome_path.read_text())
+    if outcome["timed_out"]:
+        report.stacks = [rank.stacks for rank in ranks]
+    saves = gather_saves(ranks)
+    failures = judge_ranks(ranks, outcome["timed_out"], saves)
+    if outcome["left_processes"]:
+        failures.append(Failure("left_process", "; ".join(outcome["left_processes"])))
+    if not failures and any(rank.record is None for rank in ranks):
+        log = run_dir / "torchrun.out"
+        text = "no record of ranks " + ", ".join(str(r.number) for r in ranks if r.record is None)
+        tail = log.read_text(errors="replace").strip()[-2000:] if log.exists() else ""
+        failures.append(Failure("missing_record", f"{text}; {tail}"))
+    directories = checkpoint_directories(run_dir, saves, removed_directories(ranks))
+    if directories:
+        request = chunks_by_directory(directories, saves)
+        sizes = (1, 2) if report.ranks == 1 else (1,)
+        loaded = {size: load_back(request, size, run_dir) for size in sizes}
+        failures += judge_checkpoints(saves, directories, loaded)
+    failures += judge_overlap(saves)
+    for failure in failures:
+        failure.text = _readable(failure.text, replaced)
+    report.failures = failures
+    report.checkpoints = [Path(d).name for d in directories]
+    records = [rank.record for rank in ranks if rank.record]
+    if records:
+        devices = [r["device"] for r in records]
+        backend = records[0]["backend"] or "no process group"
+        count = f"{len(devices)} × " if devices[0] != "CPU" else ""
+        report.device = f"{count}{devices[0]}, {backend}"
+        report.torch = records[0]["torch"]
+
+
+def _readable(text: str, replaced: dict[str, str]) -> str:
+    for old, new in replaced.items():
+        text = text.replace(old, new)
+    return text
+
+
+__all__ = ["KINDS", "Failure", "Report", "load_back", "run", "warm_server"]
