@@ -1,0 +1,78 @@
+# Every target that a person calls has a "## sentence"; make help prints those.
+
+PYTHON ?= python3
+VENV ?= .venv
+PIP_ARGS ?=
+JOBS ?= 2
+export RANKS
+
+.DEFAULT_GOAL := help
+.PHONY: help html html-noplot serve test verify lint linkcheck clean environment
+
+ifeq ($(strip $(VENV)),)
+PY := $(PYTHON)
+else
+PY := $(VENV)/bin/python
+STAMP := $(VENV)/.requirements-installed
+# An environment that was named and is there, but was not made here, is used as it is.
+ifneq ($(origin VENV),file)
+ifneq ($(wildcard $(VENV)/bin/python),)
+ifeq ($(wildcard $(VENV)/.made-by-make),)
+STAMP :=
+endif
+endif
+endif
+endif
+
+SPHINX = $(PY) -m sphinx --keep-going -W -b html
+
+html: environment ## Run every recipe on its ranks and render the pages into _build/html
+	@$(SPHINX) -d _build/doctrees . _build/html
+	@echo "The pages are in $(CURDIR)/_build/html/index.html"
+
+html-noplot: environment ## Render the pages without executing anything, into _build/html-noplot
+	@$(SPHINX) -D execute_recipes=0 -d _build/doctrees-noplot . _build/html-noplot
+	@echo "The pages, nothing executed, are in $(CURDIR)/_build/html-noplot/index.html"
+
+serve: environment ## Show the pages in a browser on a free port and rebuild what is edited
+	@$(PY) -m sphinx_autobuild --port 0 --open-browser -b html -d _build/doctrees \
+	    --ignore "$(CURDIR)/recipes/*" --ignore "$(CURDIR)/_build/*" --ignore "$(CURDIR)/$(VENV)/*" \
+	    --re-ignore "/(__pycache__|\.git|\.pytest_cache|\.ruff_cache)/" . _build/html
+
+test: environment ## Judge every recipe: other rank counts, load-back, removed lines, the pages
+	@$(PY) -m pytest tests -n $(JOBS) $(PYTEST_ARGS)
+
+verify: environment ## Run the recipes on the accelerators present; write harness/verified/
+	@$(PY) -m harness verify
+
+lint: environment ## Check style, formatting, spelling and the freshness of results
+	@$(PY) -m ruff check .
+	@$(PY) -m ruff format --check .
+	@$(PY) -m codespell_lib
+	@$(PY) -m harness lint
+
+linkcheck: html ## Check every internal link and anchor of the built pages; no network
+	@$(PY) tests/check_links.py _build/html
+
+clean: ## Remove what was built; the environment stays
+	@rm -rf _build recipes .pytest_cache .ruff_cache
+	@find . -path "./$(or $(VENV),.venv)" -prune -o -name __pycache__ -type d -exec rm -rf {} +
+	@echo "Removed _build, recipes and the caches."
+
+environment: $(STAMP)
+
+$(STAMP): requirements.txt
+	@$(PYTHON) -c 'import sys; v = sys.version_info[:2]; (3, 11) <= v <= (3, 13) or sys.exit("Python 3.11 to 3.13 is needed, this is %d.%d: pass PYTHON=python3.12, say" % v)'
+	@test -x "$(VENV)/bin/python" || { echo "Making $(VENV)"; $(PYTHON) -m venv "$(VENV)"; }
+	@touch "$(VENV)/.made-by-make"
+	$(VENV)/bin/python -m pip install $(PIP_ARGS) -r requirements.txt
+	@touch "$@"
+
+help: ## List the targets
+	@awk -F ':.*## ' '/^[a-z-]+:.*## / { printf "  make %-12s %s\n", $$1, $$2 }' $(firstword $(MAKEFILE_LIST))
+	@echo
+	@echo "  RANKS=4        show the pages on 4 ranks (a recipe may need more)"
+	@echo "  PYTHON=python3.12  make the environment $(or $(VENV),.venv) with this Python (3.11 to 3.13)"
+	@echo "  PIP_ARGS=...   options for pip install, for example another index"
+	@echo "  VENV=DIR       use the environment in DIR as it is; it is made if there is none"
+	@echo "  VENV= PYTHON=P use the Python P as it is and install nothing"

@@ -1,0 +1,518 @@
+"""Run the recipes on their ranks and show on each page what every rank printed.
+
+sphinx-gallery renders a recipe and executes nothing. When the builder starts, this extension runs
+what is stale through the harness, which starts ranks as processes of their own: a recipe that
+aborts or hangs takes neither Sphinx nor another page along. A page then gets
+
+* under its title: how to run it, the file to download, where it was verified;
+* under its last code block: the output of every rank, the first one open;
+* where its prose says ``.. recipe-controls::``: each negative control, the edit and the failure
+  that was observed.
+
+A run is kept in ``<outdir>/../recipe_runs/`` and is stale when the code, what it imports from its
+folder, the controls, the ranks, torch or the harness changes. A failed run is never kept. When a
+recipe fails or a control is not caught, all pages are rendered, the page shows it, and the build
+ends with an error. ``-D execute_recipes=0`` executes nothing, and the pages say so.
+"""
+
+import ast
+import dataclasses
+import difflib
+import hashlib
+import json
+import logging as python_logging
+import os
+import re
+import time
+from dataclasses import dataclass, field
+from functools import cache
+from pathlib import Path
+
+import torch
+from docutils import nodes
+from sphinx import addnodes
+from sphinx.application import Sphinx
+from sphinx.errors import SphinxError
+from sphinx.util import logging
+from sphinx.util.console import bold
+from sphinx.util.docutils import SphinxDirective
+
+import harness
+from harness.recipe import Control, Recipe, RecipeError, code_sha256, discover
+from harness.run import KINDS, Failure, Report, run
+
+logger = logging.getLogger(__name__)
+
+LAST_LINES = 8
+"""Lines of a failure's message that a page shows."""
+
+ANSI = re.compile(r"\x1b\[[0-9;]*[A-Za-z]")
+
+
+class RecipesFailed(SphinxError):
+    """At least one recipe failed, or a negative control was not caught."""
+
+    category = "Recipes failed"
+
+
+@dataclass
+class RecipeRuns:
+    """One recipe and what was observed of it; reports are missing where nothing was executed."""
+
+    recipe: Recipe
+    report: Report | None = None
+    controls: dict[str, Report] = field(default_factory=dict)
+    misfits: dict[str, str] = field(default_factory=dict)
+    """Why an edit could not be made, by the control's name."""
+    executed: int = 0
+    seconds: float = 0.0
+
+    @property
+    def fingerprint(self) -> str:
+        """Changes when anything that the page shows of these runs changes."""
+        shown = [
+            self.report and self.report.to_dict(),
+            {name: report.to_dict() for name, report in self.controls.items()},
+            self.misfits,
+            [(control.name, control.says) for control in self.recipe.controls],
+            verified_records(self.recipe.name),
+        ]
+        return sha256(json.dumps(shown, sort_keys=True, default=str))
+
+    def problems(self) -> list[str]:
+        """What must end the build, in words."""
+        found = []
+        if self.report is not None and not self.report.ok:
+            found.append(self.report.describe())
+        found += [f"{self.recipe.path.name}: {misfit}" for misfit in self.misfits.values()]
+        for control in self.recipe.controls:
+            report = self.controls.get(control.name)
+            if report is not None and not caught(control, report):
+                found.append(
+                    f"{self.recipe.path.name}: the control {control.name!r} was not caught: "
+                    f"expected {' or '.join(sorted(control.fails))}, observed "
+                    f"{', '.join(sorted(report.kinds)) or 'no failure'}\n"
+                    f"run it again: {report.command}"
+                )
+        return found
+
+
+def caught(control: Control, report: Report) -> bool:
+    """Did the edit make the harness report what its controls file allows, and nothing else?"""
+    return bool(report.kinds) and report.kinds <= control.fails
+
+
+# ---------------------------------------------------------------------------------------------
+# Running what is stale
+
+
+def sha256(*parts: str) -> str:
+    return hashlib.sha256("\0".join(parts).encode()).hexdigest()
+
+
+@cache
+def harness_sha256() -> str:
+    folder = Path(harness.__file__).parent
+    return sha256(*(path.read_text(encoding="utf-8") for path in sorted(folder.rglob("*.py"))))
+
+
+def with_imports(path: Path) -> list[Path]:
+    """``path`` and the files of its folder that it imports, directly or not."""
+    found = [path]
+    for current in found:
+        for node in ast.walk(ast.parse(current.read_text(encoding="utf-8"))):
+            if isinstance(node, ast.Import):
+                names = [alias.name for alias in node.names]
+            elif isinstance(node, ast.ImportFrom):
+                names = [node.module or ""]
+            else:
+                continue
+            neighbours = [current.with_name(f"{name}.py") for name in names if name]
+            found += [file for file in neighbours if file.is_file() and file not in found]
+    return found
+
+
+def page_ranks(recipe: Recipe) -> int:
+    """The ranks of the page's run: ``RANKS`` if set, but never fewer than the recipe needs.
+
+    Raises:
+        SphinxError: ``RANKS`` is not a positive integer.
+    """
+    wanted = os.environ.get("RANKS", "")
+    if not wanted:
+        return recipe.page_ranks
+    if not wanted.isdecimal() or int(wanted) < 1:
+        raise SphinxError(f"RANKS={wanted!r}: give a number of ranks, for example RANKS=4")
+    return max(int(wanted), recipe.min_ranks)
+
+
+def run_key(recipe: Recipe, ranks: int, control: Control | None) -> str:
+    edit = control and repr(dataclasses.replace(control, says="", fails=sorted(control.fails)))
+    code = [code_sha256(path) for path in with_imports(recipe.path)]
+    return sha256(json.dumps([code, ranks, torch.__version__, edit]), harness_sha256())
+
+
+def kept_run(runs: RecipeRuns, store: Path, ranks: int, control: Control | None) -> Report:
+    """The report of one run, from ``store`` if it is fresh there, else by running it now."""
+    recipe = runs.recipe
+    kept = (
+        store / recipe.folder / recipe.name / f"{control.name if control else 'page'}-x{ranks}.json"
+    )
+    key = run_key(recipe, ranks, control)
+    if kept.is_file():
+        content = json.loads(kept.read_text(encoding="utf-8"))
+        if content["key"] == key:
+            return Report.from_dict(content["report"])
+    what = f"with the edit {control.name!r}" if control else f"on {ranks} rank{'s' * (ranks > 1)}"
+    logger.info(f"  {recipe.name} {what} ... ", nonl=True)
+    started = time.monotonic()
+    report = run(
+        recipe.path,
+        ranks,
+        launcher="warm" if control else "torchrun",
+        control=control,
+        deadline_s=control.deadline_s if control else recipe.deadline_s,
+    )
+    seconds = time.monotonic() - started
+    good = caught(control, report) if control else report.ok
+    verdict = ("caught" if control else "passed") if good else "FAILED"
+    logger.info(f"{bold(verdict)} in {seconds:.1f} s")
+    runs.executed += 1
+    runs.seconds += seconds
+    if good:
+        kept.parent.mkdir(parents=True, exist_ok=True)
+        kept.write_text(json.dumps({"key": key, "report": report.to_dict()}), encoding="utf-8")
+    else:
+        kept.unlink(missing_ok=True)
+    return report
+
+
+def run_stale_recipes(app: Sphinx) -> None:
+    """Fill ``app.recipe_runs``, a dict from page name to :class:`RecipeRuns`."""
+    app.recipe_runs = {}
+    if app.builder.format != "html":
+        return
+    source = Path(app.srcdir, app.config.sphinx_gallery_conf["examples_dirs"])
+    pages = app.config.sphinx_gallery_conf["gallery_dirs"]
+    store = Path(app.outdir).parent / "recipe_runs"
+    if app.config.execute_recipes:
+        logger.info(bold("running recipes that are not up to date..."))
+    for recipe in discover(source, Path(app.srcdir, "tests", "controls")):
+        runs = RecipeRuns(recipe)
+        app.recipe_runs[f"{pages}/{recipe.folder}/{recipe.name}"] = runs
+        if not app.config.execute_recipes:
+            continue
+        runs.report = kept_run(runs, store, page_ranks(recipe), None)
+        if runs.report.ok:
+            for control in recipe.controls:
+                try:
+                    runs.controls[control.name] = kept_run(runs, store, control.ranks, control)
+                except RecipeError as error:
+                    logger.info(bold("FAILED"))
+                    runs.misfits[control.name] = str(error)
+
+
+def outdated_pages(app: Sphinx, env, added, changed, removed) -> list[str]:
+    """Read a page again when the runs that it shows have changed."""
+    seen = getattr(env, "recipe_fingerprints", {})
+    env.recipe_fingerprints = {page: runs.fingerprint for page, runs in app.recipe_runs.items()}
+    return [
+        page
+        for page, fingerprint in env.recipe_fingerprints.items()
+        if page in env.found_docs and seen.get(page) != fingerprint
+    ]
+
+
+def summarize(app: Sphinx, exception: Exception | None) -> None:
+    """Say what ran; end the build with an error if something failed."""
+    all_runs = getattr(app, "recipe_runs", {}).values()
+    if exception is not None or not all_runs:
+        return
+    if not app.config.execute_recipes:
+        logger.info(bold(f"{len(all_runs)} recipes, nothing executed"))
+        return
+    ranks = sorted({runs.report.ranks for runs in all_runs})
+    executed = [runs for runs in all_runs if runs.executed]
+    logger.info(
+        bold(
+            f"{len(executed)} of {len(all_runs)} recipes ran on "
+            f"{' or '.join(map(str, ranks))} rank{'s' * (ranks[-1] > 1)} "
+            f"({sum(runs.executed for runs in executed)} runs with their negative controls) "
+            f"in {sum(runs.seconds for runs in executed):.0f} s; the others are unchanged"
+        )
+    )
+    problems = [problem for runs in all_runs for problem in runs.problems()]
+    if problems:
+        raise RecipesFailed("\n\n".join(problems))
+
+
+# ---------------------------------------------------------------------------------------------
+# Parts of a page
+
+
+def html(markup: str) -> nodes.raw:
+    return nodes.raw("", markup, format="html")
+
+
+def code(text: str, language: str = "text", *, copy: bool = False) -> nodes.literal_block:
+    block = nodes.literal_block(text, text, language=language)
+    if not copy:
+        block["classes"].append("no-copy")
+    return block
+
+
+def div(css: str, *children: nodes.Node) -> nodes.container:
+    return nodes.container("", *children, classes=css.split())
+
+
+def paragraph(text: str, css: str = "") -> nodes.paragraph:
+    return nodes.paragraph("", text, classes=css.split())
+
+
+def conditions(report: Report) -> str:
+    """Where and how long a run took, in one line."""
+    return (
+        f"{report.ranks} rank{'s' * (report.ranks > 1)} · {report.device} · "
+        f"torch {report.torch} · {report.seconds:.1f} s"
+    )
+
+
+def rank_blocks(report: Report, opened: set[int]) -> list[nodes.Node]:
+    blocks: list[nodes.Node] = []
+    for rank, output in enumerate(report.outputs):
+        text = ANSI.sub("", output).rstrip() or "(no output)"
+        state = " open" if rank in opened else ""
+        blocks += [
+            html(f'<details class="rank"{state}><summary><strong>Rank {rank}</strong></summary>'),
+            code(text),
+        ]
+        if rank < len(report.stacks) and report.stacks[rank]:
+            blocks += [paragraph("Stacks at the deadline:"), code(report.stacks[rank])]
+        blocks.append(html("</details>"))
+    return blocks
+
+
+def output_of(runs: RecipeRuns) -> nodes.Node:
+    """What stands under the last code block of a page."""
+    report = runs.report
+    if report is None:
+        return div(
+            "sphx-glr-script-out not-executed",
+            paragraph(
+                "Nothing was executed for this page. Built with “make html”, it shows here what "
+                "every rank printed."
+            ),
+        )
+    if report.ok:
+        return div(
+            "sphx-glr-script-out",
+            paragraph(f"Output · {conditions(report)}", "output-conditions"),
+            *rank_blocks(report, opened={0}),
+        )
+    failed_on = {failure.rank for failure in report.failures if failure.rank is not None}
+    return nodes.container(
+        "",
+        paragraph(f"This recipe failed · {conditions(report)}", "output-conditions"),
+        *(failure_block(failure) for failure in report.failures),
+        *rank_blocks(report, opened=failed_on or {0}),
+        paragraph("Reproduce it:", "output-reproduce"),
+        code(report.command, "bash", copy=True),
+        classes=["sphx-glr-script-out", "recipe-failed"],
+        ids=["recipe-failed"],
+    )
+
+
+def failure_block(failure: Failure) -> nodes.Node:
+    where = "" if failure.rank is None else f" on rank {failure.rank}"
+    children: list[nodes.Node] = [
+        nodes.paragraph("", "", nodes.strong("", KINDS[failure.kind]), nodes.Text(where))
+    ]
+    text = ANSI.sub("", failure.text).rstrip()
+    if text:
+        children.append(code("\n".join(text.splitlines()[-LAST_LINES:])))
+    if failure.hint:
+        children.append(paragraph(failure.hint, "failure-hint"))
+    return div("failure", *children)
+
+
+@cache
+def verified_records(name: str) -> list[tuple[str, bool, str, str]]:
+    """(code hash, passed, where, date) of a recipe in each record of ``harness/verified/``."""
+    records = []
+    folder = Path(harness.__file__).parent / "verified"
+    for path in sorted(folder.glob("*.json")):
+        record = json.loads(path.read_text(encoding="utf-8"))
+        mine = record["recipes"].get(name)
+        if mine is None:
+            continue
+        where = f"{record['ranks']} × {record['device']}, torch {record['torch']}"
+        records.append((mine["code_sha256"], mine["ok"], where, record["date"]))
+    return records
+
+
+def badge(recipe: Recipe) -> nodes.Node:
+    current = code_sha256(recipe.path)
+    lines = []
+    for sha, ok, where, date in verified_records(recipe.name):
+        if sha == current and ok:
+            lines.append(("verified", f"Verified on {where}, this code, {date}"))
+        elif sha == current:
+            lines.append(("failed", f"Fails on {where}, this code, {date}"))
+        elif ok:
+            lines.append(("earlier", f"Verified on an earlier version: {where}, {date}"))
+    if not lines:
+        lines = [("unverified", "Not yet verified on an accelerator")]
+    return div("verification", *(paragraph(text, f"badge badge-{css}") for css, text in lines))
+
+
+class RecipeDirective(SphinxDirective):
+    """A directive about the recipe whose page it stands on."""
+
+    def runs(self) -> RecipeRuns:
+        runs = self.env.app.recipe_runs.get(self.env.docname)
+        if runs is None:
+            raise self.error(f"“{self.name}” belongs on the page of a recipe.")
+        return runs
+
+
+class VerificationBadge(RecipeDirective):
+    """``.. verification-badge::`` says on which accelerators this very code has passed."""
+
+    def run(self) -> list[nodes.Node]:
+        return [badge(self.runs().recipe)]
+
+
+class RecipeControls(RecipeDirective):
+    """``.. recipe-controls::`` shows each negative control: the edit and the failure observed."""
+
+    def run(self) -> list[nodes.Node]:
+        runs = self.runs()
+        if not runs.recipe.controls:
+            raise self.error(f"tests/controls/{runs.recipe.name}.toml has no controls to show.")
+        self.env.metadata[self.env.docname]["shows_controls"] = True
+        return [
+            self.control(control, runs.controls.get(control.name), runs.misfits.get(control.name))
+            for control in runs.recipe.controls
+        ]
+
+    def control(self, control: Control, report: Report | None, misfit: str | None) -> nodes.Node:
+        says, messages = self.state.inline_text(control.says, self.lineno)
+        observed: list[nodes.Node]
+        if misfit is not None:
+            observed = [paragraph(misfit, "verdict verdict-missed")]
+        elif report is None:
+            observed = [paragraph("Not executed for this page.", "verdict")]
+        elif caught(control, report):
+            title = f"Caught on {conditions(report)}"
+            observed = [paragraph(title, "verdict"), failure_block(report.failures[0])]
+        else:
+            observed = [
+                paragraph(
+                    "Not caught: the recipe does not need this line, or its checks are blind.",
+                    "verdict verdict-missed",
+                ),
+                *(failure_block(failure) for failure in report.failures),
+            ]
+        return div(
+            "recipe-control",
+            nodes.paragraph("", "", nodes.strong("", "", *says), classes=["control-says"]),
+            *messages,
+            code(diff(self.runs().recipe.path, control), "diff"),
+            *observed,
+        )
+
+
+def diff(path: Path, control: Control) -> str:
+    """The edit of a control as changed lines with one line around them."""
+    before = path.read_text(encoding="utf-8")
+    after = before.replace(control.find, control.replace, 1)
+    lines = difflib.unified_diff(before.splitlines(), after.splitlines(), lineterm="", n=1)
+    return "\n".join(line for line in lines if not line.startswith(("---", "+++", "@@")))
+
+
+# ---------------------------------------------------------------------------------------------
+# Placing them
+
+
+def place(app: Sphinx, doctree: nodes.document) -> None:
+    """Put the run under the title and the output under the last code block of a recipe's page."""
+    page = app.env.docname
+    runs = app.recipe_runs.get(page)
+    if runs is None:
+        return
+    title_section = next(doctree.findall(nodes.section))
+    blocks = [
+        block
+        for block in doctree.findall(nodes.literal_block)
+        if block.get("language", "").lower() == "python"
+    ]
+    last = blocks[-1]
+    last.parent.insert(last.parent.index(last) + 1, output_of(runs))
+
+    downloads = list(doctree.findall(addnodes.download_reference))
+    own = next(node for node in downloads if node["reftarget"].endswith(".py"))
+    title_section.insert(1, header_of(app, runs, own))
+    if runs.report is not None and not runs.report.ok:
+        link = nodes.reference("", "what every rank printed", refid="recipe-failed", internal=True)
+        warning = nodes.paragraph(
+            "",
+            "",
+            nodes.Text("This recipe failed when this page was built: see "),
+            link,
+            nodes.Text("."),
+        )
+        title_section.insert(1, nodes.danger("", warning))
+
+    for node in list(doctree.findall(nodes.note)):
+        if "sphx-glr-download-link-note" in node["classes"]:
+            node.parent.remove(node)
+    for node in list(doctree.findall(nodes.container)):
+        if "sphx-glr-download-zip" in node["classes"]:
+            node.parent.remove(node)
+    if runs.recipe.controls and not app.env.metadata[page].get("shows_controls"):
+        logger.warning(
+            "%s has controls that its page does not show: place “.. recipe-controls::”",
+            runs.recipe.name,
+            location=page,
+        )
+
+
+def header_of(app: Sphinx, runs: RecipeRuns, download: nodes.Node) -> nodes.Node:
+    """How to run the recipe, and the file."""
+    recipe = runs.recipe
+    command = f"torchrun --nproc-per-node={page_ranks(recipe)} {recipe.path.name}"
+    link = download.deepcopy()
+    link.children = [nodes.inline("", f"Download {recipe.path.name}", classes=["download"])]
+    line = nodes.paragraph("", "", link, classes=["recipe-files"])
+    neighbours = with_imports(recipe.path)[1:]
+    if neighbours:
+        line += nodes.Text(" and put beside it ")
+        for number, path in enumerate(neighbours):
+            line += nodes.Text(", " if number else "")
+            other = addnodes.download_reference(
+                "",
+                "",
+                nodes.literal("", path.name),
+                refdoc=download["refdoc"],
+                reftarget=path.name,
+                refexplicit=False,
+                refwarn=False,
+            )
+            line += other
+        line += nodes.Text(", which it imports")
+    return div("recipe-header", code(command, "bash", copy=True), line)
+
+
+def setup(app: Sphinx) -> dict:
+    # sphinx-gallery would say at the end that nothing was executed; summarize() tells what was.
+    python_logging.getLogger("sphinx.sphinx-gallery").addFilter(
+        lambda record: "no examples were executed" not in record.getMessage()
+    )
+    app.add_config_value("execute_recipes", True, "env")
+    app.add_directive("recipe-controls", RecipeControls)
+    app.add_directive("verification-badge", VerificationBadge)
+    app.connect("builder-inited", run_stale_recipes, priority=600)  # after sphinx-gallery: 500
+    app.connect("env-get-outdated", outdated_pages)
+    app.connect("doctree-read", place, priority=400)  # before Sphinx collects downloads: 500
+    app.connect("build-finished", summarize, priority=900)
+    return {"version": "1", "parallel_read_safe": True, "parallel_write_safe": True}

@@ -1,0 +1,175 @@
+"""What the landing page and the section pages list: sections, recipes, their order and pictures.
+
+Nothing here is typed twice: a section is a folder of ``recipes_source/`` with recipes in it, its
+title and sentence stand in its ``GALLERY_HEADER.rst``, a recipe's in its module docstring, and
+its thumbnail is the first ``lanes`` schematic of its page, drawn small.
+"""
+
+import ast
+import re
+from dataclasses import dataclass
+from pathlib import Path
+
+import lanes
+from docutils import nodes
+from docutils.statemachine import StringList
+from sphinx.application import Sphinx
+from sphinx.util.docutils import SphinxDirective
+from sphinx.util.nodes import nested_parse_with_titles
+
+from harness.recipe import Recipe, discover
+
+SOURCE = Path(__file__).parent.parent / "recipes_source"
+SECTION_ORDER = ["checkpoint", "offload", "sharding"]
+READING_ORDER = [
+    "async_save",
+    "pinned_staging",
+    "default_stager",
+    "overlapped_stager",
+    "process_checkpointer",
+]
+
+
+def _position(name: str, order: list[str]) -> tuple[int, str]:
+    """Sort key: the names in ``order`` first, all others after them by name."""
+    return (order.index(name) if name in order else len(order), name)
+
+
+def section_order(folder: str) -> tuple[int, str]:
+    """Key by which sphinx-gallery sorts the folders of ``recipes_source/``."""
+    return _position(Path(folder).name, SECTION_ORDER)
+
+
+def reading_order(filename: str) -> tuple[int, str]:
+    """Key by which sphinx-gallery sorts the recipes of a folder."""
+    return _position(Path(filename).stem, READING_ORDER)
+
+
+@dataclass(frozen=True)
+class Section:
+    """A folder of recipes: its title, its first sentence and its recipes in reading order."""
+
+    folder: str
+    title: str
+    sentence: str
+    recipes: tuple[Recipe, ...]
+
+
+def first_sentence(rst: str) -> str:
+    """The first sentence of the first paragraph after the title of ``rst``."""
+    paragraphs = [p for p in re.split(r"\n\s*\n", rst.strip()) if not p.startswith("..")]
+    text = " ".join(paragraphs[1].split())
+    return re.match(r".*?[.!?](?=\s|$)|.*", text)[0]
+
+
+def read_title(rst: str) -> str:
+    """The first line of ``rst`` that is neither an over- nor an underline."""
+    return next(line for line in rst.strip().splitlines() if re.search(r"\w", line))
+
+
+def sections(source: Path = SOURCE) -> list[Section]:
+    """Every folder of ``source`` that has recipes, in the order of the site."""
+    found: dict[str, list[Recipe]] = {}
+    for recipe in discover(source):
+        found.setdefault(recipe.folder, []).append(recipe)
+    result = []
+    for folder in sorted(found, key=section_order):
+        header = (source / folder / "GALLERY_HEADER.rst").read_text(encoding="utf-8")
+        recipes = sorted(found[folder], key=lambda recipe: reading_order(recipe.path.name))
+        result.append(Section(folder, read_title(header), first_sentence(header), tuple(recipes)))
+    return result
+
+
+def docstring(path: Path) -> str:
+    return ast.get_docstring(ast.parse(path.read_text(encoding="utf-8"))) or ""
+
+
+class RecipeIndex(SphinxDirective):
+    """``.. recipe-index::`` lists every section with a card for each of its recipes."""
+
+    def run(self) -> list[nodes.Node]:
+        rst: list[str] = []
+        for section in sections():
+            rst += [section.title, "^" * len(section.title), ""]
+            rst += [
+                f"{section.sentence} :doc:`All of it </recipes/{section.folder}/index>`",
+                "",
+            ]
+            rst += [
+                ".. grid:: 1 1 2 2",
+                "   :gutter: 3",
+                "   :class-container: recipe-cards",
+                "",
+            ]
+            for recipe in section.recipes:
+                page = f"/recipes/{section.folder}/{recipe.name}"
+                thumb = f"/recipes/{section.folder}/images/thumb/sphx_glr_{recipe.name}_thumb.svg"
+                rst += [
+                    f"   .. grid-item-card:: {recipe.title}",
+                    f"      :link: {page}",
+                    "      :link-type: doc",
+                    f"      :img-top: {thumb}",
+                    "      :img-alt: schematic of its timeline",
+                    "",
+                    f"      {first_sentence(docstring(recipe.path))}",
+                    "",
+                ]
+        container = nodes.section()
+        container.document = self.state.document
+        nested_parse_with_titles(self.state, StringList(rst, "recipe-index"), container)
+        return container.children
+
+
+def thumbnail(path: Path) -> str | None:
+    """SVG of the first ``lanes`` schematic on a recipe's page, without words; None if none."""
+    match = re.search(
+        r"^\.\. lanes::.*\n((?:[ \t]+\S.*\n|[ \t]*\n)+)", docstring(path) + "\n", re.M
+    )
+    if match is None:
+        return None
+    # The directive's caption may go on for some lines; its content begins after a blank one.
+    content = re.split(r"\n[ \t]*\n", "\n" + match[1], maxsplit=1)[1]
+    panel = lanes.parse(content.splitlines())
+    end = max(bar.end for lane in panel.lanes for bar in lane.bars)
+    width, height, gap, margin = 400, 30, 16, 36
+    y = (200 - len(panel.lanes) * (height + gap) + gap) / 2
+    shapes = []
+    for lane in panel.lanes:
+        for bar in lane.bars:
+            x = margin + bar.start / end * (width - 2 * margin)
+            w = (bar.end - bar.start) / end * (width - 2 * margin) - 3
+            shapes.append(
+                f'<rect x="{x:.1f}" y="{y:.1f}" width="{w:.1f}" height="{height}" rx="5" '
+                f'fill="{THUMBNAIL_COLOURS[bar.kind]}"/>'
+            )
+        y += height + gap
+    return (
+        '<svg xmlns="http://www.w3.org/2000/svg" viewBox="0 0 400 200" width="400" height="200">'
+        + "".join(shapes)
+        + "</svg>\n"
+    )
+
+
+# Mid tones, readable on a light and on a dark page: a picture file cannot see the page's theme.
+THUMBNAIL_COLOURS = {
+    "compute": "#7296c8",
+    "copy": "#4aa393",
+    "write": "#c99c3c",
+    "stall": "#d9634d",
+}
+
+
+def draw_thumbnails(app: Sphinx) -> None:
+    """Put each recipe's own picture where sphinx-gallery has put the default one."""
+    for section in sections():
+        folder = Path(app.srcdir, "recipes", section.folder, "images", "thumb")
+        for recipe in section.recipes:
+            svg = thumbnail(recipe.path)
+            if svg is not None:
+                (folder / f"sphx_glr_{recipe.name}_thumb.svg").write_text(svg, encoding="utf-8")
+
+
+def setup(app: Sphinx) -> dict:
+    app.add_directive("recipe-index", RecipeIndex)
+    app.connect("builder-inited", draw_thumbnails, priority=600)  # sphinx-gallery: 500
+    return {"version": "1", "parallel_read_safe": True, "parallel_write_safe": True}

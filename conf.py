@@ -1,0 +1,91 @@
+"""Sphinx configuration of the Overlap Recipes pages.
+
+sphinx-gallery turns each file of ``recipes_source/`` into a page and executes nothing. The
+extension ``rank_output`` runs the recipes on their ranks, outside this process, and puts what
+they printed on the pages. ``-D execute_recipes=0`` leaves that out.
+"""
+
+import sys
+from pathlib import Path
+
+ROOT = Path(__file__).parent
+sys.path[:0] = [str(ROOT), str(ROOT / "_ext")]
+
+project = "Overlap Recipes"
+author = "the Overlap Recipes authors"
+copyright = author
+
+extensions = [
+    "sphinx_gallery.gen_gallery",
+    "sphinx_design",
+    "sphinx_copybutton",
+    "pytorch_sphinx_theme2",
+    "mathml",
+    "lanes",
+    "rank_output",
+    "recipe_index",
+]
+
+root_doc = "index"
+include_patterns = ["index.rst", "recipes/**"]
+templates_path = ["_templates"]
+nitpicky = True
+
+
+sphinx_gallery_conf = {
+    "examples_dirs": "recipes_source",
+    "gallery_dirs": "recipes",
+    "subsection_order": "recipe_index.section_order",
+    "within_subsection_order": "recipe_index.reading_order",
+    "ignore_pattern": r"(^|/)_",
+    "plot_gallery": False,  # ranks run outside Sphinx: see rank_output
+    "notebook_extensions": set(),  # a notebook has one rank
+    "download_all_examples": False,
+    "write_computation_times": False,
+    "show_signature": False,
+    "default_thumb_file": str(ROOT / "_static" / "thumb.svg"),
+}
+plot_gallery = False
+
+copybutton_selector = "div.highlight:not(.no-copy) pre"
+copybutton_prompt_text = r"\$ "
+copybutton_prompt_is_regexp = True
+
+html_theme = "pytorch_sphinx_theme2"
+html_title = project
+html_static_path = ["_static"]
+html_favicon = "_static/img/favicon.svg"
+html_copy_source = False
+html_show_sourcelink = False
+html_show_sphinx = False
+html_sidebars = {
+    "recipes/**": ["recipe-nav.html"],
+    "index": [],
+    "search": [],
+    "genindex": [],
+}
+html_theme_options = {
+    "navbar_start": ["wordmark.html"],
+    "navbar_center": ["navbar-nav.html"],
+    "navbar_end": ["theme-switcher.html"],
+    "navbar_persistent": ["search-button-field.html"],
+    "search_bar_text": "Search the recipes",
+    "show_nav_level": 2,
+    "show_toc_level": 2,
+    "article_header_start": ["breadcrumbs.html"],
+    "article_header_end": [],
+    "article_footer_items": [],
+    "secondary_sidebar_items": ["page-toc"],
+    "primary_sidebar_end": [],
+    "footer_start": ["site-footer.html"],
+    "footer_end": [],
+    "show_prev_next": True,
+    "use_edit_page_button": False,
+    "pygments_light_style": "a11y-high-contrast-light",
+    "pygments_dark_style": "a11y-high-contrast-dark",
+    "llm_description": (
+        "Executable PyTorch recipes that hide data movement behind compute, "
+        "each one run on several ranks and proven before it is published."
+    ),
+}
+html_context = {"default_mode": "auto"}
