@@ -7,10 +7,12 @@ that lacks the line under test has gone past it; so the correct recipe passes un
 import os
 import threading
 from collections.abc import Callable
+from concurrent.futures import Future, wait
 
-import torch
 import torch.distributed as dist
 from torch.distributed.checkpoint import FileSystemWriter
+from torch.distributed.checkpoint.staging import DefaultStager
+from torch.optim.optimizer import register_optimizer_step_post_hook
 
 from harness.ledger import GATE_KEY, Ledger, Save
 
@@ -75,7 +77,24 @@ def hold_staging(ledger: Ledger) -> None:
 
     ledger.extra_state = extra_state
     ledger.on_save.append(lambda save: after_step())
-    torch.optim.optimizer.register_optimizer_step_post_hook(after_step)
+    register_optimizer_step_post_hook(after_step)
+
+
+def finish_staging_first(ledger: Ledger) -> None:
+    """Have every asynchronous staging end before ``async_save`` goes on.
+
+    That is when it reports a failed staging as done (torch 2.13): a recipe that looks at
+    ``staging_completion`` alone sees success.
+    """
+    original = DefaultStager.stage
+
+    def stage(self, state_dict, **kwargs):
+        staged = original(self, state_dict, **kwargs)
+        if isinstance(staged, Future):
+            wait([staged])
+        return staged
+
+    DefaultStager.stage = stage
 
 
 def cross_collectives(ledger: Ledger) -> None:
@@ -118,7 +137,9 @@ def cross_collectives(ledger: Ledger) -> None:
 
 
 GATES: dict[str, Callable[[Ledger], None]] = {
-    gate.__name__: gate for gate in (hold_write, hold_staging, cross_collectives)
+    gate.__name__: gate 
+    for gate in (hold_write, hold_staging, finish_staging_first, cross_collectives)
+
 }
 
 

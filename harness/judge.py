@@ -150,20 +150,20 @@ def chunks_by_directory(directories: list[str], saves: list[SavedState]) -> dict
 
 def _differences(save: SavedState, found: dict) -> list[str]:
     """Leaves of a loaded checkpoint that are not what the ranks passed to the save."""
-    differing = []
+    differing = {}  # by leaf: the first rank's difference
     for rank, leaves in sorted(save.leaves.items()):
         for name, expected in leaves.items():
             loaded = found.get(name)
             if loaded is None:
-                differing.append(f"{name} (rank {rank}: not in the checkpoint)")
+                differing.setdefault(name, f"{name} (rank {rank}: not in the checkpoint)")
             elif "value" in expected:
-                if loaded.get("value") != expected["value"]:
-                    differing.append(f"{name} ({expected['value']} passed, {loaded.get('value')})")
+                if (value := loaded.get("value")) != expected["value"]:
+                    differing.setdefault(name, f"{name} ({value} instead of {expected['value']})")
             else:
                 key = json.dumps(expected["chunk"]) if expected["chunk"] else "whole"
                 if loaded.get("sha256", {}).get(key) != expected["sha256"]:
-                    differing.append(f"{name} (rank {rank})")
-    return differing
+                    differing.setdefault(name, f"{name} (rank {rank})")
+    return list(differing.values())
 
 
 def judge_checkpoints(

@@ -4,12 +4,13 @@ It stands between the recipe and ``dcp.save`` / ``dcp.async_save`` and changes n
 a rank's ``.notes`` file is one event as JSON, written at once, so that it outlives an abort.
 """
 
+import contextlib
 import ctypes
 import hashlib
 import json
 import os
 import threading
-from collections.abc import Callable
+from collections.abc import Callable, Iterator
 from concurrent.futures import Future
 from pathlib import Path
 from typing import Any
@@ -19,6 +20,7 @@ import torch.distributed as dist
 import torch.distributed.checkpoint as dcp
 from torch.distributed.checkpoint import state_dict_saver
 from torch.distributed.checkpoint._nested_dict import flatten_state_dict
+from torch.distributed.checkpoint.staging import AsyncStager
 from torch.distributed.checkpoint.stateful import Stateful
 from torch.distributed.tensor import DTensor
 
@@ -148,8 +150,10 @@ class Ledger:
 
     def _spy_async_save(self, state_dict: dict, **kwargs: Any) -> Any:
         save, state_dict = self._begin("async_save", state_dict, kwargs)
+        stager = kwargs.get("async_stager")
         try:
-            response = self._async_save(state_dict, **kwargs)
+            with self._watched_staging(save, stager):
+                response = self._async_save(state_dict, **kwargs)
         except BaseException as error:
             self.note("failed", number=save.number, error=repr(error), seen=True)
             raise
@@ -161,6 +165,26 @@ class Ledger:
         if save.staging is not None:
             self._watch(save, "staging", save.staging)
         return response
+
+    @contextlib.contextmanager
+    def _watched_staging(self, save: Save, stager: AsyncStager | None) -> Iterator[None]:
+        """Watch the future that the stager itself returns: a recipe may keep it and wait for it."""
+        if stager is None:
+            yield
+            return
+        stage = stager.stage
+
+        def watched(*args: Any, **kwargs: Any) -> Any:
+            staged = stage(*args, **kwargs)
+            if isinstance(staged, Future):
+                self._watch(save, "staging", staged)
+            return staged
+
+        stager.stage = watched
+        try:
+            yield
+        finally:
+            del stager.stage
 
     def _ended(self, save: Save, error: BaseException | None) -> None:
         if error is None:
@@ -174,9 +198,10 @@ class Ledger:
 
         def waiting(method: str) -> Callable:
             def wait(timeout: float | None = None) -> Any:
-                self.note("awaited", number=save.number, phase=phase)
-                for listener in save.on_await:
-                    listener(phase)
+                if threading.current_thread() is threading.main_thread():
+                    self.note("awaited", number=save.number, phase=phase)
+                    for listener in save.on_await:
+                        listener(phase)
                 return original[method](timeout)
 
             return wait

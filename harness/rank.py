@@ -107,6 +107,23 @@ def _exits_at_its_end(error: SystemExit, recipe: str) -> bool:
     return bool(own) and own == [len(frames) - 1] and frames[-1].lineno in _last_statement_lines(recipe)
 
 
+def summary(error: BaseException) -> str:
+    """The error in a line; of a CheckpointException, the first rank's cause.
+
+    If it was raised while another one passed through a ``finally``, that one comes first.
+    """
+    if error.__context__ and not (error.__cause__ or error.__suppress_context__):
+        first = summary(error.__context__)
+        return f"{first} (then {type(error).__name__} while cleaning up)"
+    failures = getattr(error, "failures", None)
+    if isinstance(failures, dict) and failures:
+        rank, failure = next(iter(failures.items()))
+        cause = failure[0] if isinstance(failure, tuple) else failure
+        return f"{type(error).__name__}, rank {rank}: {summary(cause)}"
+    text = str(error).strip()
+    return f"{type(error).__name__}: {text.splitlines()[0][:300]}" if text else type(error).__name__
+
+
 def print_from_recipe(error: BaseException, recipe: str) -> None:
     """Print the traceback from the recipe's own first frame on, without the harness's."""
     frames = error.__traceback__
@@ -195,7 +212,7 @@ def run(spec: dict) -> int:
         if not record["finished"]:
             print_from_recipe(error, recipe)
     except BaseException as error:
-        record["error"] = "".join(traceback.format_exception_only(error)).strip()
+        record["error"] = summary(error)
         print_from_recipe(error, recipe)
     record["seconds"] = time.perf_counter() - started
     record["device"] = book.device()

@@ -8,6 +8,8 @@ from pathlib import Path
 
 DEFAULT_RANKS = (1, 2, 3, 4)
 DEFAULT_DEADLINE_S = 120.0
+STOPPED = frozenset({"raised", "killed", "hung"})
+UNFINISHED = frozenset({"checkpoint_missing", "checkpoint_incomplete"})
 
 
 class RecipeError(ValueError):
@@ -27,6 +29,16 @@ class Control:
     gate: str | None = None
     order: bool = False
     deadline_s: float = DEFAULT_DEADLINE_S
+
+    def caught(self, kinds: frozenset[str]) -> bool:
+        """Whether a run with these kinds of failure failed as the control says, and only so.
+
+        A rank that was stopped leaves its last save unfinished; that alone is no other failure.
+        """
+        unexpected = kinds - self.fails
+        if kinds & self.fails & STOPPED:
+            unexpected -= UNFINISHED
+        return bool(kinds & self.fails) and not unexpected
 
     def apply(self, source: str) -> str:
         """Return ``source`` with the edit made.

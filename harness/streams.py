@@ -1,0 +1,615 @@
+"""Stream order without a GPU: find accesses that no event, wait or synchronisation orders.
+
+On a CPU, ``torch.cpu``'s streams and events do nothing: a program that forgot to wait for an event
+computes the same bits as one that did not. :func:`install` stands in a recording device module for
+them and a ``TorchDispatchMode`` that sees every operator, and keeps *happens-before* by vector
+clocks, the way a race detector does. Two accesses to the same bytes, one of them a write, of which
+neither happens before the other, are a :class:`Conflict`. No timing is involved: an order that is
+missing is found in every run, whether or not the bits came out right.
+
+The model, which is that of a CUDA program:
+
+* Every stream is a lane. An operator runs on the current stream of its thread; it starts after
+  all that was launched on its lane, and after all that its thread knew to be complete at launch.
+* ``event.record``, ``stream.wait_event``, ``wait_stream`` order lanes. ``event.synchronize``,
+  ``stream.synchronize``, ``synchronize()``, ``.item()``, ``torch.equal`` let the host thread know.
+* The main thread's current stream is the default stream. **Another thread has a lane of its own,
+  in which its operators are complete when they return**, until it enters a stream: on a machine
+  with a GPU such threads (staging, upload) work in host memory or on a stream of their own, and
+  never in order with the default stream. ``current_stream()`` gives that lane, so a thread can
+  make itself wait for an event. ``DefaultStager``'s thread, which has a stream of its own only
+  where there is an accelerator, is judged here as it behaves there.
+* Threads know what their starter, the submitter of their work item, a future, a ``threading.Event``
+  or a ``queue.Queue`` they waited for knew. Locks and conditions order nothing here: a program
+  that relies on them alone may be blamed wrongly.
+* All tensors are in host memory here, so a copy to the host cannot be told from one on the device.
+  Copies by the staging code of ``torch.distributed`` with ``non_blocking=False`` are taken as such:
+  the thread waits. Any other copy is queued like an operator.
+* Collectives run on the lane that launches them. A collective whose ``Work`` is never waited for
+  is not found.
+* ``torch.save`` reads its tensors on the calling thread. ``Tensor.numpy()`` and ``tolist()`` hide
+  from the dispatcher and are not seen.
+* Memory that was freed and given to another tensor is another memory. Freeing memory that a
+  stream still uses is not found.
+"""
+
+import concurrent.futures
+import contextlib
+import queue
+import sys
+import sysconfig
+import threading
+from collections.abc import Callable, Iterable, Iterator
+from concurrent.futures import Future, ThreadPoolExecutor
+from dataclasses import dataclass
+from pathlib import Path
+from types import FrameType
+
+import torch
+from torch.multiprocessing.reductions import StorageWeakRef
+from torch.utils._python_dispatch import TorchDispatchMode
+
+Clock = dict[int, int]  # lane -> number of its accesses that are complete
+Range = tuple[int, int]  # first address, address behind the last
+
+MOST_CONFLICTS = 20
+MOST_RANGES = 1024  # of one strided tensor; beyond, its whole span counts as touched
+PAGE_BITS = 20  # storages are looked up by the megabytes that they lie in
+
+NO_ACCESS = ("empty", "new_empty", "set_", "resize_", "detach", "record_stream", "wait_tensor")
+HOST_WAITS = ("_local_scalar_dense", "equal", "nonzero", "is_nonzero")
+STAGING_FILES = ("_state_dict_utils.py", "_state_dict_stager.py")
+UNANNOTATED = ("c10d", "fsdp")  # their schemas do not mark what is written
+
+TORCH = str(Path(torch.__file__).parent)
+NOT_THE_RECIPE = (TORCH, sysconfig.get_path("stdlib"), str(Path(__file__).parent), "<")
+
+
+@dataclass(frozen=True)
+class Access:
+    """One operator's read or write of some bytes."""
+
+    operator: str
+    writes: bool
+    where: str  # "recipe.py:120"
+    lane_name: str
+    lane: int
+    time: int
+    ranges: tuple[Range, ...]
+
+    def __str__(self) -> str:
+        verb = "writes" if self.writes else "reads"
+        return f"{self.where} {verb} ({self.operator}) on {self.lane_name}"
+
+
+@dataclass(frozen=True)
+class Conflict:
+    """Two accesses to the same bytes, at least one a write, that nothing orders."""
+
+    earlier: Access
+    later: Access
+    nbytes: int
+
+    def __str__(self) -> str:
+        return (
+            f"{self.later}, {self.earlier}: {self.nbytes} bytes in common, and no event, wait or "
+            f"synchronisation orders the two"
+        )
+
+
+class Region:
+    """The memory of one storage, as long as it stays where it is, and who touched it last."""
+
+    def __init__(self, storage: torch.UntypedStorage) -> None:
+        self.weak = StorageWeakRef(storage)
+        self.start = storage.data_ptr()
+        self.end = self.start + storage.nbytes()
+        self.accesses: list[Access] = []
+        self.aliases: list[Region] = []
+
+    def alive(self) -> bool:
+        storage = torch.UntypedStorage._new_with_weak_ptr(self.weak.cdata)
+        return storage is not None and storage.data_ptr() == self.start
+
+    def pages(self) -> range:
+        return range(self.start >> PAGE_BITS, ((self.end - 1) >> PAGE_BITS) + 1)
+
+
+class Recorder:
+    """Clocks of all lanes and threads, the memory they touched, and the conflicts found."""
+
+    def __init__(self) -> None:
+        self.conflicts: list[Conflict] = []
+        self.lock = threading.RLock()
+        self.lanes = 0
+        self.regions: dict[int, Region] = {}
+        self.pages: dict[int, set[Region]] = {}
+        self.threads = threading.local()
+        self.default_stream = Stream(recorder=self, name="the default stream")
+        self.streams = [self.default_stream]
+        self.undo: list[Callable[[], None]] = []
+
+    # Lanes and threads
+
+    def new_lane(self) -> int:
+        with self.lock:
+            self.lanes += 1
+            return self.lanes
+
+    def this_thread(self) -> "HostThread":
+        thread = getattr(self.threads, "state", None)
+        if thread is None:
+            thread = self.threads.state = HostThread(self)
+        return thread
+
+    # Accesses
+
+    def access(self, operator: str, tensor: torch.Tensor, writes: bool, on: "Stream", where: str):
+        """Note that ``operator``, running on ``on`` now, reads or writes ``tensor``."""
+        if tensor.device.type != "cpu" or tensor.layout != torch.strided or tensor.numel() == 0:
+            return
+        with self.lock:
+            region = self.region_of(tensor.untyped_storage())
+            access = Access(
+                operator, writes, where, on.name, on.lane, on.clock[on.lane], byte_ranges(tensor)
+            )
+            for other in [region, *region.aliases]:
+                if other is not region and not other.alive():
+                    continue
+                for earlier in other.accesses:
+                    self.compare(earlier, access, on.clock)
+            region.accesses = [
+                old for old in region.accesses if not superseded(old, access, on.clock)
+            ]
+            region.accesses.append(access)
+
+    def compare(self, earlier: Access, later: Access, clock: Clock) -> None:
+        if not (earlier.writes or later.writes) or earlier.lane == later.lane:
+            return
+        if earlier.time <= clock.get(earlier.lane, 0):
+            return
+        common = bytes_in_common(earlier.ranges, later.ranges)
+        if common == 0 or len(self.conflicts) >= MOST_CONFLICTS:
+            return
+        seen = {(c.earlier.where, c.later.where) for c in self.conflicts}
+        if (earlier.where, later.where) not in seen:
+            self.conflicts.append(Conflict(earlier, later, common))
+
+    def region_of(self, storage: torch.UntypedStorage) -> Region:
+        region = self.regions.get(storage._cdata)
+        if region is not None and region.start == storage.data_ptr() and region.alive():
+            return region
+        if region is not None:
+            self.forget(region)
+        region = Region(storage)
+        neighbours = set().union(*(self.pages.get(page, ()) for page in region.pages()))
+        for other in neighbours:
+            if not other.alive():
+                self.forget(other)
+            elif other.start < region.end and region.start < other.end:
+                region.aliases.append(other)
+                other.aliases.append(region)
+        self.regions[storage._cdata] = region
+        for page in region.pages():
+            self.pages.setdefault(page, set()).add(region)
+        return region
+
+    def forget(self, region: Region) -> None:
+        self.regions.pop(region.weak.cdata, None)
+        for page in region.pages():
+            self.pages.get(page, set()).discard(region)
+        for other in region.aliases:
+            other.aliases.remove(region)
+
+
+def join(into: Clock, other: Clock) -> None:
+    for lane, time in other.items():
+        if time > into.get(lane, 0):
+            into[lane] = time
+
+
+def superseded(old: Access, new: Access, clock: Clock) -> bool:
+    """Whether all that must come after ``old`` must come after ``new`` anyway."""
+    return (
+        old.ranges == new.ranges
+        and old.time <= clock.get(old.lane, 0)
+        and (new.writes or not old.writes)
+    )
+
+
+def byte_ranges(tensor: torch.Tensor) -> tuple[Range, ...]:
+    """The addresses that ``tensor`` covers, ascending and disjoint."""
+    item = tensor.element_size()
+    start = tensor.data_ptr()
+    dims = sorted(((st, n) for n, st in zip(tensor.shape, tensor.stride()) if n > 1 and st > 0))
+    run = 1  # elements that lie side by side
+    while dims and dims[0][0] == run:
+        run *= dims.pop(0)[1]
+    starts = [0]
+    for stride, count in dims:
+        if len(starts) * count > MOST_RANGES:
+            span = run + sum(st * (n - 1) for st, n in dims)
+            return ((start, start + span * item),)
+        starts = [first + i * stride for i in range(count) for first in starts]
+    return tuple((start + first * item, start + (first + run) * item) for first in sorted(starts))
+
+
+def bytes_in_common(a: tuple[Range, ...], b: tuple[Range, ...]) -> int:
+    i = j = common = 0
+    while i < len(a) and j < len(b):
+        common += max(0, min(a[i][1], b[j][1]) - max(a[i][0], b[j][0]))
+        if a[i][1] < b[j][1]:
+            i += 1
+        else:
+            j += 1
+    return common
+
+
+def frames() -> Iterator[FrameType]:
+    frame = sys._getframe(1)
+    while frame is not None:
+        yield frame
+        frame = frame.f_back
+
+
+def recipe_line() -> str | None:
+    """The innermost line outside torch, the standard library and the harness."""
+    for frame in frames():
+        if not frame.f_code.co_filename.startswith(NOT_THE_RECIPE):
+            return f"{Path(frame.f_code.co_filename).name}:{frame.f_lineno}"
+    return None
+
+
+def torch_line() -> str:
+    for frame in frames():
+        name = frame.f_code.co_filename
+        if name.startswith(TORCH) and "_python_dispatch" not in name:
+            return f"torch/{Path(name).relative_to(TORCH)}:{frame.f_lineno}"
+    return "unknown line"
+
+
+# -- what stands in for torch.cpu ---------------------------------------------------------------
+
+
+class Stream:
+    """A lane that operators run on in order. Same methods as a CUDA stream."""
+
+    def __init__(self, priority: int = -1, *, recorder: Recorder | None = None, name: str = ""):
+        self.recorder = recorder or RECORDERS[-1]
+        self.lane = self.recorder.new_lane()
+        self.clock: Clock = {self.lane: 0}
+        self.name = name or f"the stream made at {recipe_line() or torch_line()}"
+        if recorder is None:
+            self.recorder.streams.append(self)
+
+    def launch(self, host: "HostThread") -> None:
+        """Begin an operator: after all before it on this lane and all that ``host`` knows."""
+        join(self.clock, host.clock)
+        self.clock[self.lane] += 1
+
+    def wait_event(self, event: "Event | None") -> None:
+        with self.recorder.lock:
+            if event is not None:
+                join(self.clock, event.clock)
+
+    def wait_stream(self, stream: "Stream") -> None:
+        with self.recorder.lock:
+            join(self.clock, stream.clock)
+
+    def record_event(self, event: "Event | None" = None) -> "Event":
+        event = event or Event()
+        event.record(self)
+        return event
+
+    def synchronize(self) -> None:
+        self.recorder.this_thread().learn(self.clock)
+
+    def query(self) -> bool:
+        """True: nothing is ever pending here, and the caller knows it from now on."""
+        self.synchronize()
+        return True
+
+
+class HostThread(Stream):
+    """What one thread knows to be complete; off the main thread also the lane it works in."""
+
+    def __init__(self, recorder: Recorder) -> None:
+        self.is_main = threading.current_thread() is threading.main_thread()
+        self.thread = threading.current_thread()
+        super().__init__(recorder=recorder, name=f"thread {self.thread.name}")
+        self.origin = getattr(self.thread, "order_origin", "")
+        join(self.clock, getattr(self.thread, "order_clock", {}))
+        self.current: Stream = recorder.default_stream if self.is_main else self
+
+    def learn(self, clock: Clock) -> None:
+        with self.recorder.lock:
+            join(self.clock, clock)
+
+    def launch(self, host: "HostThread") -> None:
+        self.clock[self.lane] += 1
+
+    def line(self) -> str:
+        line = recipe_line()
+        if line:
+            return line
+        return f"{torch_line()} (thread started at {self.origin})" if self.origin else torch_line()
+
+
+class Event:
+    """A point in a lane. Same methods as a CUDA event that is not timed."""
+
+    def __init__(self) -> None:
+        self.recorder = RECORDERS[-1]
+        self.clock: Clock = {}
+
+    def record(self, stream: Stream | None = None) -> None:
+        host = self.recorder.this_thread()
+        stream = stream or host.current
+        with self.recorder.lock:
+            self.clock = dict(stream.clock)
+            join(self.clock, host.clock)
+
+    def wait(self, stream: Stream | None = None) -> None:
+        (stream or self.recorder.this_thread().current).wait_event(self)
+
+    def synchronize(self) -> None:
+        self.recorder.this_thread().learn(self.clock)
+
+    def query(self) -> bool:
+        """True: nothing is ever pending here, and the caller knows it from now on."""
+        self.synchronize()
+        return True
+
+
+RECORDERS: list[Recorder] = []  # the last one is in force
+
+
+def current_stream(device=None) -> Stream:
+    return RECORDERS[-1].this_thread().current
+
+
+@contextlib.contextmanager
+def stream(chosen: Stream | None) -> Iterator[Stream | None]:
+    """Make ``chosen`` the current stream of this thread."""
+    thread = RECORDERS[-1].this_thread()
+    before = thread.current
+    thread.current = chosen or before
+    try:
+        yield chosen
+    finally:
+        thread.current = before
+
+
+def synchronize(device=None) -> None:
+    """Wait for every stream."""
+    recorder = RECORDERS[-1]
+    for lane in recorder.streams:
+        recorder.this_thread().learn(lane.clock)
+
+
+# -- what sees the operators --------------------------------------------------------------------
+
+
+def tensors_in(value: object) -> Iterator[torch.Tensor]:
+    if isinstance(value, torch.Tensor):
+        yield value
+    elif isinstance(value, dict):
+        for item in value.values():
+            yield from tensors_in(item)
+    elif isinstance(value, list | tuple):
+        for item in value:
+            yield from tensors_in(item)
+
+
+class OrderMode(TorchDispatchMode):
+    """Gives the recorder every read and write of plain tensors; subclasses are unwrapped first."""
+
+    def __init__(self, recorder: Recorder) -> None:
+        super().__init__()
+        self.recorder = recorder
+
+    def __torch_dispatch__(self, func, types, args=(), kwargs=None):
+        if types:
+            return NotImplemented
+        kwargs = kwargs or {}
+        result = func(*args, **kwargs)
+        name = func._schema.name.partition("::")[2]
+        if not func.is_view and not name.startswith(NO_ACCESS):
+            self.note(func, name, args, kwargs, result)
+        return result
+
+    def note(self, func, name: str, args: tuple, kwargs: dict, result: object) -> None:
+        recorder, host = self.recorder, self.recorder.this_thread()
+        lane, where = host.current, host.line()
+        with recorder.lock:
+            lane.launch(host)
+            touched = set()
+            for index, argument in enumerate(func._schema.arguments):
+                value = args[index] if index < len(args) else kwargs.get(argument.name)
+                for tensor in tensors_in(value):
+                    touched.add(tensor.untyped_storage()._cdata)
+                    recorder.access(name, tensor, is_written(func, argument), lane, where)
+            for tensor in tensors_in(result):
+                if tensor.untyped_storage()._cdata not in touched:
+                    recorder.access(name, tensor, True, lane, where)
+            if name in HOST_WAITS or self.copies_to_host(name, args, kwargs):
+                host.learn(lane.clock)
+
+    @staticmethod
+    def copies_to_host(name: str, args: tuple, kwargs: dict) -> bool:
+        if name != "copy_" or kwargs.get("non_blocking", args[2] if len(args) > 2 else False):
+            return False
+        return any(frame.f_code.co_filename.endswith(STAGING_FILES) for frame in frames())
+
+
+def is_written(func, argument) -> bool:
+    if func.namespace in UNANNOTATED:
+        return "out" in argument.name or argument.name in ("tensor", "tensors", "self")
+    return argument.alias_info is not None and argument.alias_info.is_write
+
+
+# -- what carries knowledge between threads -------------------------------------------------------
+
+
+def patch(recorder: Recorder, owner: object, name: str, make: Callable) -> None:
+    """Replace ``owner.name`` by ``make(original)`` until the recorder is uninstalled."""
+    original = getattr(owner, name)
+    setattr(owner, name, make(original))
+    recorder.undo.append(lambda: setattr(owner, name, original))
+
+
+def give(recorder: Recorder, carrier: object) -> None:
+    """What this thread knows now, whoever takes from ``carrier`` will know."""
+    with recorder.lock:
+        clock = carrier.__dict__.setdefault("order_clock", {})
+        join(clock, recorder.this_thread().clock)
+
+
+def take(recorder: Recorder, carrier: object) -> None:
+    recorder.this_thread().learn(getattr(carrier, "order_clock", {}))
+
+
+def gives(recorder: Recorder) -> Callable:
+    def make(original):
+        def call(self, *args, **kwargs):
+            give(recorder, self)
+            return original(self, *args, **kwargs)
+
+        return call
+
+    return make
+
+
+def takes(recorder: Recorder, when: Callable[[object], bool] = lambda result: True) -> Callable:
+    def make(original):
+        def call(self, *args, **kwargs):
+            taken = True
+            try:
+                result = original(self, *args, **kwargs)
+                taken = when(result)
+                return result
+            finally:
+                if taken:
+                    take(recorder, self)
+
+        return call
+
+    return make
+
+
+def watch_threads(recorder: Recorder) -> None:
+    def start(original):
+        def call(self):
+            self.order_origin = recorder.this_thread().line()
+            self.order_clock = dict(recorder.this_thread().clock)
+            run = self.run
+
+            def watched() -> None:
+                with OrderMode(recorder):
+                    try:
+                        run()
+                    finally:
+                        give(recorder, self)
+
+            self.run = watched
+            return original(self)
+
+        return call
+
+    def submit(original):
+        def call(self, fn, /, *args, **kwargs):
+            clock, line = dict(recorder.this_thread().clock), recorder.this_thread().line()
+
+            def work(*args, **kwargs):
+                thread = recorder.this_thread()
+                thread.learn(clock)
+                thread.origin = line
+                return fn(*args, **kwargs)
+
+            return original(self, work, *args, **kwargs)
+
+        return call
+
+    def wait(original):
+        def call(fs: Iterable[Future], *args, **kwargs):
+            result = original(fs, *args, **kwargs)
+            for future in result.done:
+                take(recorder, future)
+            return result
+
+        return call
+
+    patch(recorder, threading.Thread, "start", start)
+    patch(recorder, threading.Thread, "join", takes(recorder))
+    patch(recorder, ThreadPoolExecutor, "submit", submit)
+    patch(recorder, Future, "set_result", gives(recorder))
+    patch(recorder, Future, "set_exception", gives(recorder))
+    patch(recorder, Future, "result", takes(recorder))
+    patch(recorder, Future, "exception", takes(recorder))
+    patch(recorder, Future, "done", takes(recorder, bool))
+    patch(recorder, concurrent.futures, "wait", wait)
+    patch(recorder, threading.Event, "set", gives(recorder))
+    patch(recorder, threading.Event, "wait", takes(recorder, bool))
+    patch(recorder, threading.Event, "is_set", takes(recorder, bool))
+    patch(recorder, queue.Queue, "put", gives(recorder))
+    patch(recorder, queue.Queue, "get", takes(recorder))
+
+
+def watch_save(recorder: Recorder) -> None:
+    """``torch.save`` reads storages without an operator; on the main thread it waits for them."""
+
+    def save(original):
+        def call(obj, *args, **kwargs):
+            thread = recorder.this_thread()
+            if thread.is_main:
+                thread.learn(thread.current.clock)
+            with recorder.lock:
+                HostThread.launch(thread, thread)
+                for tensor in tensors_in(obj):
+                    recorder.access("torch.save", tensor, False, thread, thread.line())
+            return original(obj, *args, **kwargs)
+
+        return call
+
+    patch(recorder, torch, "save", save)
+
+
+def install() -> Recorder:
+    """Record stream order in this process from now on; call it on the main thread.
+
+    Returns:
+        The recorder; its ``conflicts`` fill as the program runs.
+
+    Raises:
+        RuntimeError: there is an accelerator, whose streams are real and are not recorded.
+    """
+    if torch.accelerator.is_available():
+        raise RuntimeError("stream order is recorded on machines without an accelerator only")
+    recorder = Recorder()
+    RECORDERS.append(recorder)
+    here = sys.modules[__name__]
+    for name in ("Stream", "Event", "stream", "current_stream", "synchronize"):
+        patch(recorder, torch.cpu, name, lambda _, name=name: getattr(here, name))
+    watch_threads(recorder)
+    watch_save(recorder)
+    mode = OrderMode(recorder)
+    mode.__enter__()
+    recorder.undo.append(lambda: mode.__exit__(None, None, None))
+    return recorder
+
+
+def uninstall(recorder: Recorder) -> None:
+    """Put back what :func:`install` replaced."""
+    while recorder.undo:
+        recorder.undo.pop()()
+    RECORDERS.remove(recorder)
+
+
+@contextlib.contextmanager
+def recording() -> Iterator[Recorder]:
+    """``install`` and ``uninstall`` around a block."""
+    recorder = install()
+    try:
+        yield recorder
+    finally:
+        uninstall(recorder)
