@@ -24,6 +24,7 @@ extensions = [
     "lanes",
     "rank_output",
     "recipe_index",
+    "markdown_code",
 ]
 
 root_doc = "index"
@@ -43,6 +44,7 @@ sphinx_gallery_conf = {
     "download_all_examples": False,
     "write_computation_times": False,
     "show_signature": False,
+    "css": (),  # ours styles the pages: _static/css/theme.css
     "default_thumb_file": str(ROOT / "_static" / "thumb.svg"),
 }
 plot_gallery = False

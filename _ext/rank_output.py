@@ -47,6 +47,8 @@ LAST_LINES = 8
 """Lines of a failure's message that a page shows."""
 
 ANSI = re.compile(r"\x1b\[[0-9;]*[A-Za-z]")
+DIRECTORIES = [f"{Path(module.__file__).parent.parent}{os.sep}" for module in (torch, harness)]
+"""Where the packages and this project lie on the machine that builds; left out on the pages."""
 
 
 class RecipesFailed(SphinxError):
@@ -261,6 +263,14 @@ def code(text: str, language: str = "text", *, copy: bool = False) -> nodes.lite
     return block
 
 
+def plain(text: str) -> str:
+    """``text`` of a run as a page shows it: no colours, no machine's directories."""
+    text = ANSI.sub("", text)
+    for directory in DIRECTORIES:
+        text = text.replace(directory, "")
+    return text.rstrip()
+
+
 def div(css: str, *children: nodes.Node) -> nodes.container:
     return nodes.container("", *children, classes=css.split())
 
@@ -280,14 +290,14 @@ def conditions(report: Report) -> str:
 def rank_blocks(report: Report, opened: set[int]) -> list[nodes.Node]:
     blocks: list[nodes.Node] = []
     for rank, output in enumerate(report.outputs):
-        text = ANSI.sub("", output).rstrip() or "(no output)"
+        text = plain(output) or "(no output)"
         state = " open" if rank in opened else ""
         blocks += [
             html(f'<details class="rank"{state}><summary><strong>Rank {rank}</strong></summary>'),
             code(text),
         ]
         if rank < len(report.stacks) and report.stacks[rank]:
-            blocks += [paragraph("Stacks at the deadline:"), code(report.stacks[rank])]
+            blocks += [paragraph("Stacks at the deadline:"), code(plain(report.stacks[rank]))]
         blocks.append(html("</details>"))
     return blocks
 
@@ -327,7 +337,7 @@ def failure_block(failure: Failure) -> nodes.Node:
     children: list[nodes.Node] = [
         nodes.paragraph("", "", nodes.strong("", KINDS[failure.kind]), nodes.Text(where))
     ]
-    text = ANSI.sub("", failure.text).rstrip()
+    text = plain(failure.text)
     if text:
         children.append(code("\n".join(text.splitlines()[-LAST_LINES:])))
     if failure.hint:

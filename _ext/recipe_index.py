@@ -7,6 +7,7 @@ its thumbnail is the first ``lanes`` schematic of its page, drawn small.
 
 import ast
 import re
+import shutil
 from dataclasses import dataclass
 from pathlib import Path
 
@@ -88,13 +89,13 @@ class RecipeIndex(SphinxDirective):
     """``.. recipe-index::`` lists every section with a card for each of its recipes."""
 
     def run(self) -> list[nodes.Node]:
+        self.env.note_reread()  # recipes come and go without an edit of this page
         rst: list[str] = []
         for section in sections():
             rst += [section.title, "^" * len(section.title), ""]
-            rst += [
-                f"{section.sentence} :doc:`All of it </recipes/{section.folder}/index>`",
-                "",
-            ]
+            page = f"/recipes/{section.folder}/index"
+            all_of_it = f":doc:`All {section.title.lower()} recipes <{page}>`."
+            rst += [f"{section.sentence} {all_of_it}", ""]
             rst += [
                 ".. grid:: 1 1 2 2",
                 "   :gutter: 3",
@@ -159,6 +160,21 @@ THUMBNAIL_COLOURS = {
 }
 
 
+def remove_vanished(app: Sphinx) -> None:
+    """Remove what an earlier build left of recipes and sections that are no longer there."""
+    pages = {(recipe.folder, recipe.name) for recipe in discover(SOURCE)}
+    folders = {folder for folder, _ in pages}
+    for root in (Path(app.srcdir, "recipes"), Path(app.outdir, "recipes")):
+        for folder in root.glob("*/"):
+            if folder.name not in folders:
+                shutil.rmtree(folder)
+                continue
+            for file in folder.glob("*.*"):
+                name = file.name.partition(".")[0]
+                if name != "index" and (folder.name, name) not in pages:
+                    file.unlink()
+
+
 def draw_thumbnails(app: Sphinx) -> None:
     """Put each recipe's own picture where sphinx-gallery has put the default one."""
     for section in sections():
@@ -171,5 +187,6 @@ def draw_thumbnails(app: Sphinx) -> None:
 
 def setup(app: Sphinx) -> dict:
     app.add_directive("recipe-index", RecipeIndex)
+    app.connect("builder-inited", remove_vanished, priority=400)
     app.connect("builder-inited", draw_thumbnails, priority=600)  # sphinx-gallery: 500
     return {"version": "1", "parallel_read_safe": True, "parallel_write_safe": True}
