@@ -22,6 +22,8 @@ extensions = [
     "pytorch_sphinx_theme2",
     "mathml",
     "lanes",
+    "results",
+    "timeline",
     "rank_output",
     "recipe_index",
     "markdown_code",
@@ -57,6 +59,7 @@ html_theme = "pytorch_sphinx_theme2"
 html_title = project
 html_static_path = ["_static"]
 html_favicon = "_static/img/favicon.svg"
+html_use_index = False
 html_copy_source = False
 html_show_sourcelink = False
 html_show_sphinx = False

@@ -450,7 +450,14 @@ def place(app: Sphinx, doctree: nodes.document) -> None:
     runs = app.recipe_runs.get(page)
     if runs is None:
         return
-    title_section = next(doctree.findall(nodes.section))
+    title_section = next(doctree.findall(nodes.section), None)
+    if title_section is None:
+        logger.error(
+            "%s has no title: underline the first line of its docstring with =====",
+            runs.recipe.path.name,
+            location=page,
+        )
+        return
     blocks = [
         block
         for block in doctree.findall(nodes.literal_block)

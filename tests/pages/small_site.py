@@ -73,13 +73,16 @@ if __name__ == "__main__":
 '''
 
 
+PARTS = ("conf.py", "index.rst", "_ext", "_static", "_templates", "benchmarks", "harness")
+
+
 class Site:
     """A copy of the site with recipes of its own."""
 
     def __init__(self, root: Path) -> None:
         self.root = root
         root.mkdir(parents=True)
-        for name in ("conf.py", "index.rst", "_ext", "_static", "_templates", "harness"):
+        for name in PARTS:
             source, copy = ROOT / name, root / name
             if source.is_dir():
                 shutil.copytree(

@@ -4,7 +4,7 @@ import json
 import re
 
 from bs4 import BeautifulSoup
-from small_site import HELLO, HELLO_CONTROLS, RAISES
+from small_site import HELLO, HELLO_CONTROLS, RAISES, ROOT
 
 
 def executed(log: str) -> list[str]:
@@ -102,6 +102,34 @@ def test_what_is_broken_fails_the_build_and_shows_on_its_page(site):
     again = executed(site.build().stdout)
     assert again[0] == "blind with the edit 'rank_denied'", "a control not caught must not be kept"
     assert again[-1] == "raises on 2 ranks", "a failed run must not be kept"
+
+
+BAD = {
+    "raises": "a rank raised an exception",
+    "hangs": "ranks were still running at the deadline",
+    "killed": "a rank was ended by a signal",
+    "exits_early": "a rank called sys.exit",
+    "leaves_a_process": "a process outlived the recipe",
+    "leaves_a_thread": "a thread outlived the recipe",
+    "leaves_a_process_group": "a process group was not destroyed",
+}
+
+
+def test_bad_recipes_are_reported_and_the_other_pages_render(site):
+    for name in BAD:
+        source = (ROOT / f"tests/data/bad/{name}.py").read_text(encoding="utf-8")
+        title = f"It {name.replace('_', ' ')}"
+        docstring = f'"""\n{title}\n{"=" * len(title)}\n\nA bad one.\n"""'
+        site.recipe(name, re.sub(r'^""".*?"""', docstring, source, flags=re.DOTALL))
+    site.write("tests/controls/hangs.toml", "deadline_s = 8")
+    built = site.build()
+    assert built.returncode != 0
+    for name, words in BAD.items():
+        assert f"{name} on 2 ranks: FAILED" in built.stderr
+        failed = BeautifulSoup(site.page(f"recipes/toys/{name}"), "html.parser")
+        assert words in failed.select_one("#recipe-failed").get_text()
+    assert "hello from rank 1" in site.page("recipes/toys/hello")
+    assert "recipes/toys/hello.html" in site.page("index")
 
 
 def test_without_execution_nothing_runs_and_the_page_says_so(site):

@@ -1,0 +1,157 @@
+"""The real pages in Chromium: wide and narrow, light and dark."""
+
+import functools
+import http.server
+import os
+import shutil
+import threading
+from collections.abc import Iterator
+from pathlib import Path
+
+import pytest
+from playwright.sync_api import Browser, Page, sync_playwright
+from small_site import ROOT
+
+from harness.recipe import discover
+
+pytestmark = pytest.mark.browser
+
+FLAGS = [
+    "--no-sandbox",
+    "--disable-gpu",
+    "--disable-quic",
+    "--no-first-run",
+    "--disable-background-networking",
+    "--disable-component-update",
+    "--disable-sync",
+]
+PAGES = ["index", "search", "recipes/index"] + [
+    f"recipes/{recipe.folder}/{recipe.name}" for recipe in discover(ROOT / "recipes_source")
+]
+SECTIONS = sorted({page.rsplit("/", 1)[0] + "/index" for page in PAGES if page.count("/") == 2})
+PAGES += SECTIONS
+RECIPES = [page for page in PAGES if page.count("/") == 2 and not page.endswith("/index")]
+
+
+class Quiet(http.server.SimpleHTTPRequestHandler):
+    def log_message(self, *args: object) -> None:
+        """Say nothing: the tests look at what the browser saw."""
+
+
+@pytest.fixture(scope="session")
+def served(built_site: Path) -> Iterator[str]:
+    """The address of the pages, served from this machine on a free port."""
+    handler = functools.partial(Quiet, directory=str(built_site))
+    with http.server.ThreadingHTTPServer(("127.0.0.1", 0), handler) as server:
+        threading.Thread(target=server.serve_forever, daemon=True).start()
+        yield f"http://127.0.0.1:{server.server_port}"
+        server.shutdown()
+
+
+@pytest.fixture(scope="session")
+def chromium() -> Iterator[Browser]:
+    path = shutil.which("chromium") or shutil.which("chromium-browser")
+    if path is None:
+        missing = "no Chromium: install it (Debian, Ubuntu: apt-get install chromium)"
+        if os.environ.get("CI") == "true":
+            pytest.fail(missing)
+        pytest.skip(missing)
+    with sync_playwright() as playwright:
+        browser = playwright.chromium.launch(executable_path=path, args=FLAGS)
+        yield browser
+        browser.close()
+
+
+@pytest.fixture(params=["light", "dark"])
+def theme(request) -> str:
+    return request.param
+
+
+@pytest.fixture(params=[1280, 375])
+def width(request) -> int:
+    return request.param
+
+
+@pytest.fixture
+def visit(chromium: Browser, served: str, theme: str, width: int) -> Iterator:
+    """``visit(page)`` opens a page; what the browser complained about is in ``visit.seen``."""
+    context = chromium.new_context(
+        viewport={"width": width, "height": 900},
+        color_scheme=theme,
+        permissions=["clipboard-read", "clipboard-write"],
+    )
+    tab = context.new_page()
+
+    def visit(page: str) -> Page:
+        tab.goto(f"{served}/{page}.html", wait_until="load")
+        return tab
+
+    visit.seen = []
+    note = visit.seen.append
+    tab.on("request", lambda r: r.url.startswith((served, "data:")) or note(f"request {r.url}"))
+    tab.on("response", lambda r: r.status < 400 or note(f"{r.status} {r.url}"))
+    tab.on("console", lambda m: m.type not in ("error", "warning") or note(f"{m.type} {m.text}"))
+    tab.on("pageerror", lambda error: note(f"error {error}"))
+    yield visit
+    context.close()
+
+
+@pytest.mark.parametrize("page", PAGES)
+def test_a_page_asks_nobody_complains_of_nothing_and_fits(visit, page, width, theme):
+    tab = visit(page)
+    assert visit.seen == []
+    assert tab.evaluate("document.documentElement.scrollWidth") <= width
+    shown = tab.evaluate("document.documentElement.dataset.theme")
+    assert shown == theme
+    background = tab.evaluate("getComputedStyle(document.body).backgroundColor")
+    brightness = sum(map(int, background.removeprefix("rgb(").removesuffix(")").split(","))) / 3
+    assert brightness > 200 if theme == "light" else brightness < 60
+
+
+@pytest.mark.parametrize("page", RECIPES)
+def test_other_ranks_unfold(visit, page):
+    tab = visit(page)
+    ranks = tab.locator(".sphx-glr-script-out details.rank")
+    assert ranks.nth(0).locator("pre").is_visible()
+    for number in range(1, ranks.count()):
+        output = ranks.nth(number).locator("pre")
+        assert not output.is_visible()
+        ranks.nth(number).locator("summary").click()
+        assert output.is_visible()
+    assert visit.seen == []
+
+
+@pytest.mark.parametrize("page", RECIPES)
+def test_the_copy_button_copies_the_source(visit, page):
+    tab = visit(page)
+    source = (ROOT / "recipes_source" / f"{page.removeprefix('recipes/')}.py").read_text()
+    blocks = tab.locator("div.highlight-Python")
+    assert blocks.count() > 0
+    for number in range(blocks.count()):
+        block = blocks.nth(number)
+        block.hover()
+        block.locator("button.copybtn").click()
+        copied = tab.evaluate("navigator.clipboard.readText()")
+        assert copied.strip()
+        assert copied.strip() in source
+    command = tab.locator(".recipe-header")
+    command.locator("button.copybtn").click()
+    copied = tab.evaluate("navigator.clipboard.readText()").strip()
+    assert copied == f"torchrun --nproc-per-node=2 {Path(page).name}.py"
+
+
+def test_the_search_finds_a_recipe_without_asking_anybody(visit):
+    tab = visit("search")
+    tab.goto(tab.url + "?q=checkpoint")
+    tab.locator("ul.search li a").first.wait_for()
+    assert visit.seen == []
+
+
+def test_the_menu_of_a_narrow_page_leads_to_a_recipe(visit, width):
+    if width > 400:
+        return
+    tab = visit(RECIPES[0])
+    tab.locator("button.primary-toggle").click()
+    link = tab.locator(f".bd-sidebar-primary a[href$='{Path(RECIPES[-1]).name}.html']").first
+    link.click()
+    tab.wait_for_url(f"**/{Path(RECIPES[-1]).name}.html")

@@ -1,0 +1,135 @@
+"""The real pages: complete, linked, and free of anything from elsewhere."""
+
+import ast
+import re
+import subprocess
+import sys
+from pathlib import Path
+
+import pytest
+from bs4 import BeautifulSoup
+from small_site import ROOT
+
+from harness.recipe import discover
+
+sys.path.insert(0, str(ROOT / "tests"))
+from check_links import broken_links
+
+RECIPES = discover(ROOT / "recipes_source", ROOT / "tests" / "controls")
+TARGETS = ["html", "html-noplot", "serve", "test", "verify", "lint", "linkcheck", "clean", "help"]
+
+
+def page(site: Path, name: str) -> BeautifulSoup:
+    return BeautifulSoup((site / f"{name}.html").read_text(encoding="utf-8"), "html.parser")
+
+
+def links(soup: BeautifulSoup) -> list[str]:
+    return [a["href"] for a in soup.select("article a[href]")]
+
+
+def test_every_recipe_has_its_controls_and_every_controls_file_its_recipe():
+    recipes = {recipe.name for recipe in RECIPES}
+    files = {path.stem for path in (ROOT / "tests" / "controls").glob("*.toml")}
+    assert recipes == files
+    assert not [recipe.name for recipe in RECIPES if len(recipe.controls) < 4]
+
+
+def test_every_recipe_has_a_page_and_every_page_a_recipe(built_site):
+    pages = {path.relative_to(built_site) for path in built_site.glob("recipes/*/*.html")}
+    pages = {path.with_suffix("") for path in pages if path.name != "index.html"}
+    assert pages == {Path("recipes", recipe.folder, recipe.name) for recipe in RECIPES}
+
+
+def test_index_and_section_pages_list_every_recipe_and_no_other(built_site):
+    wanted = {f"recipes/{recipe.folder}/{recipe.name}.html" for recipe in RECIPES}
+    index = {link for link in links(page(built_site, "index")) if link.startswith("recipes/")}
+    assert {link for link in index if not link.endswith("/index.html")} == wanted
+    for folder in {recipe.folder for recipe in RECIPES}:
+        cards = page(built_site, f"recipes/{folder}/index").select(".sphx-glr-thumbcontainer a")
+        listed = {f"recipes/{folder}/{card['href']}" for card in cards}
+        assert listed == {link for link in wanted if f"/{folder}/" in link}
+    twins = (built_site / "llms.txt").read_text(encoding="utf-8")
+    assert not [link for link in wanted if link.replace(".html", ".md") not in twins]
+
+
+@pytest.mark.parametrize("recipe", RECIPES, ids=lambda recipe: recipe.name)
+def test_a_page_shows_its_ranks_its_controls_and_offers_the_file(built_site, recipe):
+    soup = page(built_site, f"recipes/{recipe.folder}/{recipe.name}")
+    shown = soup.select(".sphx-glr-script-out details.rank")
+    assert len(shown) == recipe.page_ranks
+    controls = soup.select(".recipe-control")
+    assert len(controls) == len(recipe.controls)
+    assert not soup.select(".verdict-missed, #recipe-failed")
+    download = next(
+        a for a in soup.select("a[download]") if a["href"].endswith(f"/{recipe.path.name}")
+    )
+    file = built_site / f"recipes/{recipe.folder}" / download["href"]
+    assert file.read_bytes() == recipe.path.read_bytes()
+
+
+def test_internal_links_lead_somewhere(built_site):
+    assert broken_links(built_site) == []
+
+
+def test_a_broken_link_and_a_broken_anchor_are_found(tmp_path):
+    (tmp_path / "a.html").write_text('<a href="b.html#there">1</a> <a href="b.html#not">2</a>')
+    (tmp_path / "b.html").write_text('<p id="there"><img src="gone.png"></p>')
+    assert broken_links(tmp_path) == [
+        "a.html: b.html#not: no such anchor",
+        "b.html: gone.png: no such file",
+    ]
+
+
+def test_pages_name_no_other_host_to_load_from(built_site):
+    foreign = []
+    for path in built_site.rglob("*.html"):
+        for element in BeautifulSoup(path.read_text(encoding="utf-8"), "html.parser").find_all(
+            ["script", "link", "img", "iframe", "source", "form"]
+        ):
+            for attribute in ("src", "href", "srcset", "action"):
+                if re.match(r"(https?:)?//", element.get(attribute, "")):
+                    foreign.append(f"{path.name}: {element[attribute]}")
+    assert foreign == []
+
+
+def test_nothing_suggests_affiliation(built_site):
+    words = re.compile(
+        r"linux foundation|pytorch foundation|pytorch contributors|pytorch ecosystem|google colab"
+        r"|googletagmanager|fbevents|hubspot|osano|pytorch[-_]?logo",
+        re.IGNORECASE,
+    )
+    found = {
+        f"{path.name}: {match[0]}"
+        for path in (*built_site.rglob("*.html"), *built_site.rglob("*.md"))
+        for match in words.finditer(path.read_text(encoding="utf-8"))
+    }
+    assert found == set()
+
+
+def test_make_help_lists_the_targets():
+    out = subprocess.run(["make", "help"], cwd=ROOT, capture_output=True, text=True, check=True)
+    listed = re.findall(r"^  make (\S+)", out.stdout, re.MULTILINE)
+    assert sorted(listed) == sorted(TARGETS)
+    plain = subprocess.run(["make"], cwd=ROOT, capture_output=True, text=True, check=True)
+    assert plain.stdout == out.stdout
+
+
+def test_requirements_are_pinned_with_a_reason_and_cover_every_import():
+    names = {"bs4": "beautifulsoup4", "sphinx_gallery": "sphinx-gallery"}
+    names |= {"sphinx_design": "sphinx-design", "pydata_sphinx_theme": "pytorch-sphinx-theme2"}
+    lines = [line for line in (ROOT / "requirements.txt").read_text().splitlines() if line.strip()]
+    pins = [line for line in lines if not line.startswith("#")]
+    assert not [line for line in pins if not re.fullmatch(r"[\w-]+==[\w.]+ +# \S.*", line)]
+    pinned = {line.partition("==")[0] for line in pins}
+    files = subprocess.run(["git", "ls-files", "*.py"], cwd=ROOT, capture_output=True, text=True)
+    own = {path.stem for path in ROOT.rglob("*.py") if ".venv" not in path.parts}
+    own |= {"harness", "benchmarks"}
+    imported = set()
+    for name in files.stdout.split():
+        for node in ast.walk(ast.parse((ROOT / name).read_text(encoding="utf-8"))):
+            if isinstance(node, ast.Import):
+                imported |= {alias.name.partition(".")[0] for alias in node.names}
+            elif isinstance(node, ast.ImportFrom) and node.module:
+                imported.add(node.module.partition(".")[0])
+    third_party = imported - set(sys.stdlib_module_names) - own - {"docutils"}  # Sphinx brings it
+    assert {names.get(module, module) for module in third_party} <= pinned
