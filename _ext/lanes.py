@@ -29,6 +29,8 @@ from sphinx.application import Sphinx
 
 KINDS = {"compute": "compute", "copy": "copy", "write": "write", "stall": "training stalls"}
 LONGEST_LABEL = 40
+MOST_LISTED = 8
+"""Bars of one kind that the text of a lane names one by one."""
 
 WIDE, NARROW = 720, 345
 FONT = 13
@@ -142,14 +144,25 @@ def listing(panels: list[Panel], time: Callable[[float], str]) -> list[str]:
     for panel in panels:
         title = f"{panel.title}, " if panel.title else ""
         for lane in panel.lanes:
-            bars = (
-                f"{time(bar.start)} to {time(bar.end)} {bar.label or bar.kind}"
-                + (f" ({KINDS[bar.kind]})" if bar.kind != "compute" else "")
-                for bar in lane.bars
-            )
-            lines.append(f"{title}{lane.name}: {'; '.join(bars)}")
+            lines.append(f"{title}{lane.name}: {'; '.join(_in_words(lane, time))}")
         lines += [f"{title}at {time(mark.at)}: {mark.text}" for mark in panel.marks]
     return lines
+
+
+def _in_words(lane: Lane, time: Callable[[float], str]) -> list[str]:
+    words = []
+    for kind in KINDS:
+        bars = [bar for bar in lane.bars if bar.kind == kind]
+        if len(bars) > MOST_LISTED:
+            words.append(
+                f"{time(bars[0].start)} to {time(bars[-1].end)} {kind} in {len(bars)} blocks"
+            )
+    few = {kind for kind in KINDS if sum(b.kind == kind for b in lane.bars) <= MOST_LISTED}
+    for bar in lane.bars:
+        if bar.kind in few:
+            note = f" ({KINDS[bar.kind]})" if bar.kind != "compute" else ""
+            words.append(f"{time(bar.start)} to {time(bar.end)} {bar.label or bar.kind}{note}")
+    return words
 
 
 class _Drawing:

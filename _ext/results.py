@@ -1,0 +1,385 @@
+"""Measured results on the pages: the ``result-figure`` and ``result-table`` directives.
+
+::
+
+    .. result-figure:: checkpoint_stall
+       :rows: async_save process
+       :where: storage=memory
+
+Both read ``benchmarks/results/<benchmark>.<device>-x<ranks>.json``, one tab a file. ``rows``
+keeps rows by name, ``where`` keeps those with these parameters. A page whose result was measured
+with other recipe code than the present says so; without a file it says "Not measured yet".
+"""
+
+import io
+import re
+from pathlib import Path
+
+import matplotlib
+from docutils import nodes
+from docutils.parsers.rst import directives
+from lanes import LanePicture, picture
+from matplotlib.figure import Figure
+from sphinx import addnodes
+from sphinx.application import Sphinx
+from sphinx.environment import BuildEnvironment
+from sphinx.util import logging
+from sphinx.util.docutils import SphinxDirective
+from sphinx_design.shared import create_component
+
+from benchmarks.result_files import (
+    BENCHMARKS,
+    ROW_RECIPES,
+    Benchmark,
+    Result,
+    ResultError,
+    changed_recipes,
+    files,
+    in_words,
+    load,
+    round_seconds,
+    stale_results,
+)
+
+__all__ = ["ResultDirective", "device_tabs", "earlier_version", "not_measured", "stale_results"]
+
+logger = logging.getLogger(__name__)
+
+REPO = Path(__file__).resolve().parent.parent
+
+# Colours of the figure as matplotlib writes them, and what stands in the page instead: the page's
+# own text and series colours, so that one drawing serves the light and the dark theme.
+TEXT, GRID, PEER = "#010101", "#020202", "#030303"
+SERIES = ("#040404", "#050505", "#060606", "#070707", "#080808", "#090909")
+MARKERS = "osD^vP"
+PAGE_COLOURS = {
+    TEXT: "currentColor",
+    GRID: "var(--result-grid)",
+    PEER: "var(--result-peer)",
+    **{colour: f"var(--result-series-{i})" for i, colour in enumerate(SERIES, 1)},
+}
+
+
+def _pairs(text: str) -> dict[str, str]:
+    pairs = dict(item.partition("=")[::2] for item in text.split())
+    if not all(pairs.values()):
+        raise ValueError("write it as 'storage=memory step=long'")
+    return pairs
+
+
+class ResultDirective(SphinxDirective):
+    """What the two directives share: reading the files, and a tab for each."""
+
+    required_arguments = 1
+    option_spec = {"rows": directives.unchanged_required, "where": _pairs}
+
+    def show(self, result: Result, rows: list[dict]) -> list[nodes.Node]:
+        raise NotImplementedError
+
+    def run(self) -> list[nodes.Node]:
+        name = self.arguments[0]
+        if name not in BENCHMARKS:
+            raise self.error(f"{self.name}: unknown benchmark {name!r}: {', '.join(BENCHMARKS)}")
+        repo = Path(self.config.results_repo)
+        tabs = []
+        for path in remember(self.env, repo, "results", name):
+            try:
+                result = load(path)
+            except ResultError as error:
+                raise self.error(str(error)) from error
+            rows = [row for row in result.rows if self._wanted(row)]
+            if not rows:
+                raise self.error(f"{self.name}: no row of {path.name} is left by rows and where")
+            changed = note_recipes(self.env, repo, result.data["code_sha256"])
+            tabs.append((result.machine, [*earlier_version(changed), *self.show(result, rows)]))
+        return device_tabs(tabs) if tabs else [not_measured(name)]
+
+    def _wanted(self, row: dict) -> bool:
+        rows, where = self.options.get("rows", "").split(), self.options.get("where", {})
+        return (not rows or row["name"] in rows) and all(
+            str(row.get(parameter)) == value for parameter, value in where.items()
+        )
+
+
+class ResultTable(ResultDirective):
+    """``.. result-table:: <benchmark>``: every median with its unit, and where it was measured."""
+
+    def show(self, result: Result, rows: list[dict]) -> list[nodes.Node]:
+        benchmark = BENCHMARKS[result.data["benchmark"]]
+        varied = [p for p in result.varied() if any(p in row for row in rows)]
+        columns = [
+            c for c in benchmark.columns if any(row.get(c.field) is not None for row in rows)
+        ]
+        notes: list[str] = []
+        body = []
+        for row in rows:
+            name = self._name(row["name"])
+            if note := row.get("note"):
+                if note not in notes:
+                    notes.append(note)
+                name += nodes.superscript("", str(notes.index(note) + 1))
+            cells = [nodes.Text(str(row.get(parameter, "–"))) for parameter in varied]
+            cells += [nodes.Text(column.cell(row)) for column in columns]
+            body.append([name, *(nodes.paragraph("", "", cell) for cell in cells)])
+        headings = ["", *(p.capitalize() for p in varied), *(c.heading for c in columns)]
+        table = _table(headings, body)
+        below = [f"{number}. {note}" for number, note in enumerate(notes, 1)]
+        return [table, *(nodes.paragraph("", line) for line in below), *self._origin(result, rows)]
+
+    def _name(self, name: str) -> nodes.paragraph:
+        literal = nodes.literal("", name)
+        stem = ROW_RECIPES.get(name, name)
+        page = next((d for d in self.env.found_docs if d.endswith(f"/{stem}")), None)
+        if page is None:
+            return nodes.paragraph("", "", literal)
+        target = addnodes.pending_xref(
+            "",
+            nodes.inline("", "", literal),
+            refdomain="std",
+            reftype="doc",
+            reftarget=f"/{page}",
+            refdoc=self.env.docname,
+            refexplicit=True,
+            refwarn=True,
+        )
+        return nodes.paragraph("", "", target)
+
+    def _origin(self, result: Result, rows: list[dict]) -> list[nodes.Node]:
+        data = result.data
+        lines = [f"Medians. {result.origin()}. Workload: {in_words(data['workload'])}."]
+        if data["link"]:
+            lines.append(f"The link, measured in the same run: {in_words(data['link'])}.")
+        if bounds := dict.fromkeys(row["bound_from"] for row in rows if row.get("bound_from")):
+            lines.append(f"Bound: {'; '.join(bounds)}.")
+        for name, reason in data.get("not_run", {}).items():
+            lines.append(f"Not run: {name}: {reason.rstrip('.')}.")
+        return [nodes.paragraph("", line, classes=["result-origin"]) for line in lines]
+
+
+def _table(headings: list[str], body: list[list[nodes.Node]]) -> nodes.table:
+    def entry(child: nodes.Node, number: int) -> nodes.entry:
+        return nodes.entry("", child, classes=["result-name" if number == 0 else "result-value"])
+
+    group = nodes.tgroup("", cols=len(headings))
+    texts = zip(headings, *([cell.astext() for cell in row] for row in body), strict=True)
+    group += [nodes.colspec(colwidth=max(map(len, column)) + 1) for column in texts]
+    head = [entry(nodes.paragraph("", text), number) for number, text in enumerate(headings)]
+    group += nodes.thead("", nodes.row("", *head))
+    rows = (nodes.row("", *(entry(c, number) for number, c in enumerate(row))) for row in body)
+    group += nodes.tbody("", *rows)
+    return nodes.table("", group, classes=["result-table"])
+
+
+class ResultFigure(ResultDirective):
+    """``.. result-figure:: <benchmark>``: one drawing for each workload of the result."""
+
+    def show(self, result: Result, rows: list[dict]) -> list[nodes.Node]:
+        benchmark = BENCHMARKS[result.data["benchmark"]]
+        over_tokens = benchmark.lines is not None and len({r.get("tokens") for r in rows}) > 1
+        cases = [p for p in result.varied() if not (over_tokens and p == "tokens")]
+        groups: dict[tuple, list[dict]] = {}
+        for row in rows:
+            groups.setdefault(tuple((p, row[p]) for p in cases if p in row), []).append(row)
+        pictures = []
+        for case, members in groups.items():
+            title = ", ".join(f"{parameter}: {value}" for parameter, value in case)
+            draw = _lines if over_tokens else _bars
+            pictures.append(_as_node(draw(benchmark, members, title), *_words(benchmark, members)))
+        column = benchmark.column(benchmark.lines if over_tokens else benchmark.bars)
+        inline, messages = self.state.inline_text(
+            f"{benchmark.title}: {_first_lower(column.heading)}. Measured on {result.origin()}.",
+            self.lineno,
+        )
+        caption = nodes.caption("", "", *inline)
+        grid = nodes.container("", *pictures, classes=["result-grid"])
+        return [nodes.figure("", grid, caption, classes=["result-figure"]), *messages]
+
+
+def _first_lower(text: str) -> str:
+    return text[0].lower() + text[1:]
+
+
+def _words(benchmark: Benchmark, rows: list[dict]) -> tuple[str, list[str]]:
+    """Alternative text of a drawing, and the drawing in words."""
+    columns = [benchmark.column(field) for field in (benchmark.bars, benchmark.lines) if field]
+    lines = []
+    for row in rows:
+        tokens = f" at {row['tokens']} tokens" if "tokens" in row else ""
+        values = ", ".join(f"{_first_lower(c.heading)} {c.cell(row)}" for c in columns)
+        lines.append(f"{row['name']}{tokens}: {values}")
+    return benchmark.title, lines
+
+
+def _figure(height: float, title: str) -> Figure:
+    figure = Figure(figsize=(4.4, height), layout="constrained")
+    axes = figure.add_subplot()
+    for side in ("top", "right"):
+        axes.spines[side].set_visible(False)
+    for side in ("left", "bottom"):
+        axes.spines[side].set_color(GRID)
+    axes.tick_params(colors=TEXT, color=GRID, labelsize=10)
+    axes.grid(color=GRID, linewidth=0.6)
+    axes.set_axisbelow(True)
+    if title:
+        axes.set_title(title, loc="left", color=TEXT, fontsize=11)
+    return figure
+
+
+def _bars(benchmark: Benchmark, rows: list[dict], title: str) -> Figure:
+    """A bar a row, its name and value written above it: names stay readable on a phone."""
+    field = benchmark.bars
+    rows = [row for row in rows if benchmark.column(field).known(row)]
+    figure = _figure(0.42 * len(rows) + 1.0, title)
+    (axes,) = figure.axes
+    values = [row[field] for row in rows]
+    positive = [v for v in [*values, *(row.get("bound_s") or 0 for row in rows)] if v > 0]
+    left = min(positive, default=1e-3) / 2 if benchmark.logarithmic else 0.0
+    if benchmark.logarithmic:
+        axes.set_xscale("log")
+    # A stall of zero or below has no place on a logarithmic axis: its value is written, no bar.
+    widths = [max(value - left, 0.0) for value in values]
+    colours = [SERIES[0] if row["name"] in ROW_RECIPES else PEER for row in rows]
+    places = range(len(rows))
+    axes.barh(places, widths, left=left, height=0.4, color=colours)
+    axes.set_xlim(left, max([*positive, left * 4]) * 1.15)
+    axes.set_ylim(len(rows) - 0.6, -0.75)
+    axes.set_yticks([])
+    axes.grid(axis="y", visible=False)
+    axes.xaxis.set_major_formatter(lambda value, _: round_seconds(value))
+    axes.xaxis.set_minor_formatter("")
+    for place, row in zip(places, rows, strict=True):
+        text = f"{row['name']}  {benchmark.column(field).cell(row)}"
+        if row.get("loaded_back_bitwise") is False:
+            text += ", saved wrong data"
+        axes.annotate(
+            text, (0, place - 0.26), xycoords=("axes fraction", "data"),
+            xytext=(3, 1), textcoords="offset points", color=TEXT, fontsize=10,
+        )  # fmt: skip
+    for bound in {row["bound_s"] for row in rows if row.get("bound_s")}:
+        axes.axvline(bound, color=TEXT, linestyle="--", linewidth=1)
+    if any(row.get("bound_s") for row in rows):
+        axes.set_xlabel(f"{benchmark.column(field).heading} (dashed: bound)", color=TEXT)
+    else:
+        axes.set_xlabel(benchmark.column(field).heading, color=TEXT)
+    return figure
+
+
+def _lines(benchmark: Benchmark, rows: list[dict], title: str) -> Figure:
+    """A line a row name over tokens."""
+    field = benchmark.lines
+    column = benchmark.column(field)
+    figure = _figure(3.6, title)
+    (axes,) = figure.axes
+    rows = [row for row in rows if column.known(row)]
+    names = dict.fromkeys(row["name"] for row in rows)
+    for number, name in enumerate(names):
+        points = sorted((r["tokens"], r[field]) for r in rows if r["name"] == name)
+        style = {"color": SERIES[number % len(SERIES)], "marker": MARKERS[number % len(MARKERS)]}
+        if number >= len(SERIES):
+            style["linestyle"] = "--"
+        axes.plot(*zip(*points, strict=True), label=name, markersize=5, **style)
+    axes.set_xscale("log", base=2)
+    axes.set_xticks(sorted({row["tokens"] for row in rows}))
+    axes.xaxis.set_major_formatter(lambda value, _: f"{value:,.0f}")
+    axes.yaxis.set_major_formatter(lambda value, _: f"{value:.0%}")
+    axes.set_xlabel("Tokens a step", color=TEXT)
+    axes.set_ylabel(column.heading, color=TEXT)
+    legend = figure.legend(
+        loc="outside upper left", ncols=2, frameon=False, labelcolor=TEXT, fontsize=9.5
+    )
+    legend.set_in_layout(True)
+    return figure
+
+
+def _as_node(figure: Figure, alternative: str, text: list[str]) -> LanePicture:
+    """``figure`` as inline SVG that takes its colours and its font from the page."""
+    settings = {"svg.fonttype": "none", "svg.hashsalt": "\n".join(text), "font.size": 10}
+    buffer = io.StringIO()
+    with matplotlib.rc_context(settings):
+        figure.savefig(buffer, format="svg", transparent=True, metadata={"Date": None})
+    svg = buffer.getvalue()
+    svg = svg[svg.index("<svg") :]
+    svg = re.sub(
+        r"<metadata>.*?</metadata>|<defs>\s*<style.*?</defs>|<!--.*?-->", "", svg, flags=re.S
+    )
+    for drawn, page in PAGE_COLOURS.items():
+        svg = svg.replace(drawn, page)
+    svg = re.sub(r"font: (?:\w+ )?([\d.]+)px [^;\"]*", r"font-size: \1px", svg)
+    words = f'class="result-svg" role="img" aria-label="{alternative}"'
+    svg = re.sub(r'(<svg [^>]*?)width="[^"]*" height="[^"]*"', r"\1", svg, count=1)
+    svg = svg.replace("<svg ", f"<svg {words} ", 1)
+    # The theme's Markdown twin of a page leaves out <aside> and keeps the list.
+    items = "".join(f"<li>{line}</li>" for line in text)
+    return picture(
+        f'<aside role="none" class="result-picture">{svg}</aside><ul hidden>{items}</ul>', text
+    )
+
+
+def remember(
+    env: BuildEnvironment, repo: Path, folder: str, benchmark: str, mode: str | None = None
+) -> list[Path]:
+    """The benchmark's files; the present page is read again when they or their number change."""
+    found = files(repo, folder, benchmark, mode)
+    for path in found:
+        env.note_dependency(str(path))
+    looked_for = env.metadata[env.docname].setdefault("measured_files", [])
+    looked_for.append((folder, benchmark, mode, [path.name for path in found]))
+    return found
+
+
+def _pages_with_new_files(
+    app: Sphinx, env: BuildEnvironment, added: set, changed: set, removed: set
+) -> list[str]:
+    repo = Path(app.config.results_repo)
+    return [
+        page
+        for page, metadata in env.metadata.items()
+        for folder, benchmark, mode, names in metadata.get("measured_files", [])
+        if [path.name for path in files(repo, folder, benchmark, mode)] != names
+    ]
+
+
+def note_recipes(env: BuildEnvironment, repo: Path, hashes: dict[str, str]) -> list[str]:
+    """The recipes that changed since; the present page is read again when one of them does."""
+    for path in (repo / "recipes_source").rglob("*.py"):
+        if path.stem in hashes:
+            env.note_dependency(str(path))
+    return changed_recipes(hashes, repo)
+
+
+def earlier_version(changed: list[str]) -> list[nodes.Node]:
+    """The notice above what was measured with other code than the page shows."""
+    if not changed:
+        return []
+    words = "Measured on an earlier version"
+    which = f" of {', '.join(changed)}: the code has changed since."
+    text = nodes.paragraph("", "", nodes.strong("", words), nodes.Text(which))
+    return [nodes.container("", text, classes=["result-stale"])]
+
+
+def not_measured(name: str) -> nodes.paragraph:
+    return nodes.paragraph("", f"Not measured yet ({name}).", classes=["result-none"])
+
+
+def device_tabs(tabs: list[tuple[str, list[nodes.Node]]]) -> list[nodes.Node]:
+    """One tab a machine; a single one needs no tab. Most ranks first."""
+    if len(tabs) == 1:
+        return tabs[0][1]
+    tab_set = create_component("tab-set", classes=["sd-tab-set"])
+    for number, (label, content) in enumerate(reversed(tabs)):
+        item = create_component("tab-item", classes=["sd-tab-item"], selected=number == 0)
+        item += nodes.rubric(label, label, classes=["sd-tab-label"])
+        item += create_component("tab-content", classes=["sd-tab-content"], children=content)
+        tab_set += item
+    return [tab_set]
+
+
+def setup(app: Sphinx) -> dict[str, object]:
+    app.setup_extension("lanes")
+    app.setup_extension("sphinx_design")
+    app.add_config_value("results_repo", str(REPO), "env")
+    app.add_directive("result-figure", ResultFigure)
+    app.add_directive("result-table", ResultTable)
+    app.connect("env-get-outdated", _pages_with_new_files)
+    app.add_css_file("results.css")
+    return {"parallel_read_safe": True, "parallel_write_safe": True}

@@ -1,0 +1,95 @@
+"""Write the README's table of measured gains from the result files.
+
+    python -m benchmarks.readme_table           # write it
+    python -m benchmarks.readme_table --check   # exit 1 if it differs; list results out of date
+
+The table stands between two markers and is never edited by hand.
+"""
+
+import argparse
+import sys
+from pathlib import Path
+
+from benchmarks.result_files import (
+    BENCHMARKS,
+    Result,
+    ResultError,
+    files,
+    in_words,
+    load,
+    stale_results,
+)
+
+BEGIN, END = "<!-- results:begin -->", "<!-- results:end -->"
+COMMAND = "make readme"
+NO_RESULTS = "No results yet: nothing has been measured on a GPU."
+
+
+def table(repo: Path) -> str:
+    """Markdown: for each benchmark the result file with the most ranks, its first workload."""
+    sections = [
+        _section(load(found[-1])) for name in BENCHMARKS if (found := files(repo, "results", name))
+    ]
+    return "\n\n".join(sections) or NO_RESULTS
+
+
+def _section(result: Result) -> str:
+    benchmark = BENCHMARKS[result.data["benchmark"]]
+    varied = result.varied()
+    first = {parameter: result.rows[0].get(parameter) for parameter in varied}
+    rows = [row for row in result.rows if all(row.get(p) == v for p, v in first.items())]
+    columns = [
+        column for column in map(benchmark.column, benchmark.readme) if any(map(column.known, rows))
+    ]
+    case = "".join(f"; {parameter}: {value}" for parameter, value in first.items())
+    lines = [
+        f"**{benchmark.title}**: {result.origin()}; {in_words(result.data['workload'])}{case}.",
+        "",
+        "| | " + " | ".join(column.heading for column in columns) + " |",
+        "|---|" + "---:|" * len(columns),
+    ]
+    lines += [
+        f"| `{row['name']}` | " + " | ".join(column.cell(row) for column in columns) + " |"
+        for row in rows
+    ]
+    return "\n".join(lines)
+
+
+def with_table(readme: str, repo: Path) -> str:
+    """``readme`` with the present table between its markers.
+
+    Raises:
+        ResultError: the markers are not there exactly once, in order.
+    """
+    before, begin, rest = readme.partition(BEGIN)
+    _, end, after = rest.partition(END)
+    if not begin or not end or BEGIN in rest or END in after:
+        raise ResultError(f"README.md needs the lines {BEGIN} and {END}, once, in this order")
+    return f"{before}{BEGIN}\n{table(repo)}\n{END}{after}"
+
+
+def main(arguments: list[str] | None = None) -> int:
+    parser = argparse.ArgumentParser(description=__doc__.splitlines()[0])
+    parser.add_argument("--check", action="store_true", help="change nothing, exit 1 if it differs")
+    parser.add_argument("--repo", type=Path, default=Path.cwd(), help=argparse.SUPPRESS)
+    options = parser.parse_args(arguments)
+    readme = options.repo / "README.md"
+    try:
+        present = readme.read_text(encoding="utf-8")
+        wanted = with_table(present, options.repo)
+        stale = stale_results(options.repo)
+    except (ResultError, FileNotFoundError) as error:
+        print(f"error: {error}", file=sys.stderr)
+        return 1
+    for line in stale:
+        print(f"stale: {line}")
+    if not options.check:
+        readme.write_text(wanted, encoding="utf-8")
+    elif present != wanted:
+        print(f"README.md: its table is not what the result files say; run: {COMMAND}")
+        return 1
+    return 0
+
+
+if __name__ == "__main__":
+    sys.exit(main())

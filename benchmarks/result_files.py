@@ -1,0 +1,376 @@
+"""The files that measurements leave: ``benchmarks/results`` and ``benchmarks/traces``.
+
+Reading, checking and describing them, for the pages, the README's table and ``make lint``. Nothing
+here measures.
+"""
+
+import json
+import math
+import re
+from collections.abc import Callable
+from dataclasses import dataclass
+from datetime import date
+from pathlib import Path
+
+from harness.recipe import code_sha256
+
+REQUIRED = {
+    "benchmark": str,
+    "code_sha256": dict,
+    "torch": str,
+    "device": str,
+    "driver": str,
+    "ranks": int,
+    "date": str,
+    "workload": dict,
+    "link": dict,
+    "rows": list,
+}
+PARAMETERS = {"storage": ("memory", "disk"), "step": ("long", "short"), "tokens": ()}
+"""What may be varied between rows of one name, and the order in which values are shown."""
+
+TRACE_LANES = ("compute", "copy", "write")
+
+ROW_RECIPES = {
+    "async_save": "async_save",
+    "pinned": "pinned_staging",
+    "default_stager_as_published": "default_stager",
+    "default_stager_ordered": "default_stager",
+    "overlapped": "overlapped_stager",
+    "process": "process_checkpointer",
+}
+"""The recipe that a row measures, where its name is not the row's."""
+
+ROW_ORDER = (
+    *("none", "torch_save", "dcp_save", "async_save", "pinned"),
+    *("default_stager_as_published", "default_stager_ordered", "overlapped", "process"),
+    *("resident", "streamed", "one_stream", "pageable", "fsdp2_cpu_offload", "save_on_cpu"),
+    *("no_communication", "fsdp2", "fsdp2_tuned", "fsdp2_copy_engine"),
+    *("delayed_release", "prefetch"),
+)
+"""Rows in the order in which pages show them; peers, by their package's name, come after."""
+
+
+class ResultError(ValueError):
+    """A result or trace file is not what DESIGN says; the message names file and field."""
+
+
+def seconds(value: float) -> str:
+    """``value`` seconds with three significant digits and a unit: ``2.5 ms``, ``15.9 s``."""
+    for factor, unit in ((1, "s"), (1e3, "ms"), (1e6, "µs")):
+        if abs(value * factor) >= 1 or unit == "µs" or value == 0:
+            return f"{_digits(value * factor)} {unit}"
+    raise AssertionError("unreachable")
+
+
+def round_seconds(value: float) -> str:
+    """:func:`seconds` without zeros after the point, for an axis: ``100 ms``, ``0.5 s``."""
+    number, unit = seconds(value).split()
+    return f"{number.rstrip('0').rstrip('.') if '.' in number else number} {unit}"
+
+
+def byte_count(value: float) -> str:
+    """``value`` bytes with three significant digits and a decimal unit: ``6.44 GB``."""
+    for factor, unit in ((1e9, "GB"), (1e6, "MB"), (1e3, "kB")):
+        if abs(value) >= factor:
+            return f"{_digits(value / factor)} {unit}"
+    return f"{value:.0f} B"
+
+
+def rate(value: float) -> str:
+    return f"{byte_count(value)}/s"
+
+
+def slowdown(value: float) -> str:
+    """A ratio of times as a change: 1.03 is ``+3.0 %``."""
+    return f"{(value - 1) * 100:+.1f} %"
+
+
+def share(value: float) -> str:
+    """A share of one: 0.951 is ``95.1 %``."""
+    return f"{value * 100:.1f} %"
+
+
+def yes_no(value: bool) -> str:
+    return "yes" if value else "no"
+
+
+def _digits(value: float) -> str:
+    if value == 0:
+        return "0"
+    decimals = max(0, 2 - math.floor(math.log10(abs(value))))
+    return f"{value:,.{decimals}f}"
+
+
+@dataclass(frozen=True)
+class Column:
+    """A field of a row: its heading on the page and how its value is written."""
+
+    field: str
+    heading: str
+    write: Callable[[float], str]
+
+    def known(self, row: dict) -> bool:
+        value = row.get(self.field)
+        return value is not None and value == value  # a median of no samples is NaN
+
+    def cell(self, row: dict) -> str:
+        return self.write(row[self.field]) if self.known(row) else "–"
+
+
+@dataclass(frozen=True)
+class Benchmark:
+    """How a benchmark's results are shown.
+
+    ``bars`` is drawn by row, on a logarithmic axis where ``logarithmic``; where rows vary in
+    ``tokens``, ``lines`` is drawn over them instead. ``readme`` names the columns of the README.
+    """
+
+    title: str
+    columns: tuple[Column, ...]
+    readme: tuple[str, ...]
+    bars: str
+    logarithmic: bool = False
+    lines: str | None = None
+
+    def column(self, field: str) -> Column:
+        return next(column for column in self.columns if column.field == field)
+
+
+def largest_sample(samples: dict[str, list]) -> str:
+    return str(max(map(len, samples.values()), default=0))
+
+
+_SAMPLES = Column("samples", "Samples", largest_sample)
+_BOUND = Column("bound_s", "Bound", seconds)
+_MEMORY = (
+    Column("peak_allocated_bytes", "Peak allocated", byte_count),
+    Column("peak_reserved_bytes", "Peak reserved", byte_count),
+)
+
+BENCHMARKS = {
+    "checkpoint_stall": Benchmark(
+        title="Training stall around one save",
+        columns=(
+            Column("exposed_stall_s", "Exposed stall", seconds),
+            Column("first_exposed_stall_s", "First save's stall", seconds),
+            Column("call_s", "Call", seconds),
+            Column("staged_s", "Staged after", seconds),
+            _BOUND,
+            Column("uploaded_s", "Uploaded after", seconds),
+            Column("uploaded_idle_s", "Uploaded, GPU idle", seconds),
+            Column("upload_slowdown", "Step during upload", slowdown),
+            Column("step_s", "Step", seconds),
+            Column("bytes_written", "Written", byte_count),
+            Column("pinned_bytes", "Pinned memory", byte_count),
+            Column("host_peak_bytes", "Host peak", byte_count),
+            Column("loaded_back_bitwise", "Loads back bit by bit", yes_no),
+            Column("elements_differing", "Elements that differ", share),
+            _SAMPLES,
+        ),
+        readme=("exposed_stall_s", "staged_s", "upload_slowdown", "loaded_back_bitwise"),
+        bars="exposed_stall_s",
+        logarithmic=True,
+    ),
+    "offload_step": Benchmark(
+        title="Step time with weights on the host",
+        columns=(
+            Column("step_s", "Step", seconds),
+            _BOUND,
+            Column("eta", "Bound over step", share),
+            *_MEMORY,
+            Column("pinned_bytes", "Pinned memory", byte_count),
+            _SAMPLES,
+        ),
+        readme=("step_s", "eta", "peak_allocated_bytes"),
+        bars="step_s",
+        lines="eta",
+    ),
+    "fsdp_overlap": Benchmark(
+        title="Communication hidden behind compute",
+        columns=(
+            Column("step_s", "Step", seconds),
+            Column("efficiency", "No-communication step over step", share),
+            _BOUND,
+            Column("eta", "Bound over step", share),
+            Column("hidden_share", "Hidden", share),
+            Column("gemm_slowdown", "GEMM beside a gather", slowdown),
+            *_MEMORY,
+            Column("peak_device_bytes", "Peak on device", byte_count),
+            _SAMPLES,
+        ),
+        readme=("step_s", "efficiency", "eta", "peak_device_bytes"),
+        bars="step_s",
+        lines="efficiency",
+    ),
+}
+
+
+@dataclass(frozen=True)
+class Result:
+    """One result file, checked."""
+
+    path: Path
+    data: dict
+
+    @property
+    def machine(self) -> str:
+        return f"{self.data['ranks']} × {self.data['device']}"
+
+    @property
+    def rows(self) -> list[dict]:
+        """The rows in the order in which pages show them."""
+
+        def key(row: dict) -> tuple:
+            case = tuple(
+                _place(row[parameter], order) if parameter in row else (-1, "")
+                for parameter, order in PARAMETERS.items()
+            )
+            return case, _place(row["name"], ROW_ORDER)
+
+        return sorted(self.data["rows"], key=key)
+
+    def varied(self) -> list[str]:
+        """The parameters that rows have."""
+        return [p for p in PARAMETERS if any(p in row for row in self.rows)]
+
+    def origin(self) -> str:
+        """One sentence: where and when this was measured."""
+        data = self.data
+        return (
+            f"{self.machine}, torch {data['torch']}, driver {data['driver']}, "
+            f"{data['ranks']} {'rank' if data['ranks'] == 1 else 'ranks'}, {data['date']}"
+        )
+
+
+def _place(value: object, order: tuple) -> tuple:
+    """Sort key: the values in ``order`` first, all others after them by themselves."""
+    return (order.index(value), "") if value in order else (len(order), value)
+
+
+def in_words(facts: dict) -> str:
+    """``{"tokens_per_step": 8192}`` → ``tokens per step 8192``; ends of names give the unit."""
+    parts = []
+    for key, value in facts.items():
+        unit = re.search(r"_bytes_per_s$|_bytes(?=_|$)|_s$", key)
+        if unit and isinstance(value, int | float):
+            write = {"_bytes_per_s": rate, "_s": seconds}.get(unit[0], byte_count)
+            key, value = key.replace(unit[0], "", 1), write(value)
+        parts.append(f"{key.replace('_', ' ')} {value}")
+    return ", ".join(parts)
+
+
+def files(repo: Path, folder: str, benchmark: str, mode: str | None = None) -> list[Path]:
+    """The files of a benchmark in ``benchmarks/<folder>``, most ranks last."""
+    stem = benchmark if mode is None else f"{benchmark}.{mode}"
+    found = (repo / "benchmarks" / folder).glob(f"{stem}.*-x*.json")
+    return sorted(found, key=lambda path: (*device_and_ranks(path), path.name))
+
+
+def device_and_ranks(path: Path) -> tuple[str, int]:
+    """``checkpoint_stall.h200-x2.json`` → ``("h200", 2)``.
+
+    Raises:
+        ResultError: the name does not end in ``.<device>-x<ranks>.json``.
+    """
+    device, _, ranks = path.stem.rpartition(".")[2].rpartition("-x")
+    if not device or not ranks.isdecimal():
+        raise ResultError(f"{path.name}: name it <benchmark>.<device>-x<ranks>.json")
+    return device, int(ranks)
+
+
+def _read(path: Path) -> dict:
+    try:
+        data = json.loads(path.read_text(encoding="utf-8"))
+    except json.JSONDecodeError as error:
+        raise ResultError(f"{path.name}:{error.lineno}: not JSON: {error.msg}") from error
+    if not isinstance(data, dict):
+        raise ResultError(f"{path.name}: must hold one JSON object")
+    return data
+
+
+def load(path: Path) -> Result:
+    """Read a result file.
+
+    Raises:
+        ResultError: not JSON, a field is missing or of another type, or the file's name says
+            something else than its content.
+    """
+    data = _read(path)
+    for field, kind in REQUIRED.items():
+        if not isinstance(data.get(field), kind):
+            raise ResultError(f"{path.name}: '{field}' is missing or not a {kind.__name__}")
+    if data["benchmark"] not in BENCHMARKS or data["benchmark"] != path.name.split(".")[0]:
+        raise ResultError(
+            f"{path.name}: 'benchmark' is {data['benchmark']!r}; it must be the file's first name "
+            f"and one of {', '.join(BENCHMARKS)}"
+        )
+    if data["ranks"] != device_and_ranks(path)[1]:
+        raise ResultError(f"{path.name}: 'ranks' is {data['ranks']}, the name says otherwise")
+    try:
+        date.fromisoformat(data["date"][:10])
+    except ValueError as error:
+        raise ResultError(f"{path.name}: 'date' must begin with YYYY-MM-DD") from error
+    columns = BENCHMARKS[data["benchmark"]].columns
+    numbers = [column.field for column in columns if column is not _SAMPLES]
+    for number, row in enumerate(data["rows"]):
+        if not isinstance(row.get("name"), str) or not isinstance(row.get("samples"), dict):
+            raise ResultError(f"{path.name}: row {number} needs 'name' (str), 'samples' (dict)")
+        for field in numbers:
+            value = row.get(field)
+            if value is not None and not isinstance(value, int | float):
+                raise ResultError(f"{path.name}: '{field}' of row {row['name']} is not a number")
+    return Result(path, data)
+
+
+def load_trace(path: Path) -> dict:
+    """Read a trace that a page draws: Chrome trace format, ``args.lane`` on drawn events.
+
+    Raises:
+        ResultError: not JSON, no origin in ``otherData``, or an event that cannot be drawn.
+    """
+    data = _read(path)
+    other = data.get("otherData", {})
+    for field in ("device", "ranks", "torch", "date"):
+        if field not in other:
+            raise ResultError(f"{path.name}: 'otherData' lacks '{field}'")
+    drawn = [event for event in data.get("traceEvents", []) if "lane" in event.get("args", {})]
+    if not drawn:
+        raise ResultError(f"{path.name}: no event has 'args.lane'")
+    for event in drawn:
+        if event.get("ph") != "X" or event["args"]["lane"] not in TRACE_LANES:
+            raise ResultError(
+                f"{path.name}: event {event.get('name')!r}: a drawn event has 'ph' \"X\" and "
+                f"'args.lane' in {', '.join(TRACE_LANES)}"
+            )
+    return data
+
+
+def changed_recipes(hashes: dict[str, str], repo: Path) -> list[str]:
+    """The recipes among ``hashes`` (file stem → code hash) whose code is not what was measured."""
+    present = {path.stem: path for path in (repo / "recipes_source").rglob("*.py")}
+    return sorted(
+        name
+        for name, measured in hashes.items()
+        if name not in present or code_sha256(present[name]) != measured
+    )
+
+
+def stale_results(repo: Path) -> list[str]:
+    """One line for each committed result or trace whose recipes' code has changed since.
+
+    Raises:
+        ResultError: a file cannot be read.
+    """
+    lines = []
+    for folder, read in (
+        ("results", lambda path: load(path).data["code_sha256"]),
+        ("traces", lambda path: load_trace(path)["otherData"].get("code_sha256", {})),
+    ):
+        for path in sorted((repo / "benchmarks" / folder).glob("*.json")):
+            if changed := changed_recipes(read(path), repo):
+                lines.append(
+                    f"benchmarks/{folder}/{path.name}: measured on an earlier version of "
+                    f"{', '.join(changed)}"
+                )
+    return lines
