@@ -46,6 +46,7 @@ from pathlib import Path
 from types import FrameType
 
 import torch
+from torch._subclasses.fake_tensor import FakeTensor
 from torch.multiprocessing.reductions import StorageWeakRef
 from torch.utils._python_dispatch import TorchDispatchMode
 
@@ -61,6 +62,7 @@ HOST_WAITS = ("_local_scalar_dense", "equal", "nonzero", "is_nonzero")
 STAGING_FILES = ("_state_dict_utils.py", "_state_dict_stager.py")
 UNANNOTATED = ("c10d", "fsdp")  # their schemas do not mark what is written
 
+PLAIN = frozenset((torch.Tensor, torch.nn.Parameter))
 TORCH = str(Path(torch.__file__).parent)
 NOT_THE_RECIPE = (TORCH, sysconfig.get_path("stdlib"), str(Path(__file__).parent), "<")
 
@@ -137,10 +139,13 @@ class Recorder:
             return self.lanes
 
     def this_thread(self) -> "HostThread":
-        thread = getattr(self.threads, "state", None)
-        if thread is None:
-            thread = self.threads.state = HostThread(self)
-        return thread
+        if not hasattr(self.threads, "state"):
+            self.enter_thread()
+        return self.threads.state
+
+    def enter_thread(self, thread: threading.Thread | None = None) -> None:
+        """Begin this thread's lane; ``thread`` is its object, if it was started while recording."""
+        self.threads.state = HostThread(self, thread)
 
     # Accesses
 
@@ -313,12 +318,13 @@ class Stream:
 class HostThread(Stream):
     """What one thread knows to be complete; off the main thread also the lane it works in."""
 
-    def __init__(self, recorder: Recorder) -> None:
-        self.is_main = threading.current_thread() is threading.main_thread()
-        self.thread = threading.current_thread()
-        super().__init__(recorder=recorder, name=f"thread {self.thread.name}")
-        self.origin = getattr(self.thread, "order_origin", "")
-        join(self.clock, getattr(self.thread, "order_clock", {}))
+    def __init__(self, recorder: Recorder, thread: threading.Thread | None) -> None:
+        # threading.current_thread() would register a dummy for a thread that is just starting
+        self.is_main = threading.get_ident() == threading.main_thread().ident
+        name = "main" if self.is_main else thread.name if thread else str(threading.get_ident())
+        super().__init__(recorder=recorder, name=f"thread {name}")
+        self.origin = getattr(thread, "order_origin", "")
+        join(self.clock, getattr(thread, "order_clock", {}))
         self.current: Stream = recorder.default_stream if self.is_main else self
 
     def learn(self, clock: Clock) -> None:
@@ -409,9 +415,11 @@ class OrderMode(TorchDispatchMode):
         self.recorder = recorder
 
     def __torch_dispatch__(self, func, types, args=(), kwargs=None):
-        if types:
-            return NotImplemented
         kwargs = kwargs or {}
+        if FakeTensor in types:  # shapes only, no memory
+            return func(*args, **kwargs)
+        if not PLAIN.issuperset(types):
+            return NotImplemented
         result = func(*args, **kwargs)
         name = func._schema.name.partition("::")[2]
         if not func.is_view and not name.startswith(NO_ACCESS):
@@ -505,6 +513,7 @@ def watch_threads(recorder: Recorder) -> None:
             run = self.run
 
             def watched() -> None:
+                recorder.enter_thread(self)
                 with OrderMode(recorder):
                     try:
                         run()
