@@ -34,8 +34,8 @@ html-noplot: environment ## Render the pages without executing anything, into _b
 	@$(SPHINX) -D execute_recipes=0 -d _build/doctrees-noplot . _build/html-noplot
 	@echo "The pages, nothing executed, are in $(CURDIR)/_build/html-noplot/index.html"
 
-serve: environment ## Show the pages in a browser on a free port and rebuild what is edited
-	@$(PY) -m sphinx_autobuild --port 0 --open-browser -b html -d _build/doctrees \
+serve: environment ## Serve the pages on a free port and rebuild what is edited
+	@$(PY) -m sphinx_autobuild --port 0 -b html -d _build/doctrees \
 	    --ignore "$(CURDIR)/recipes/*" --ignore "$(CURDIR)/_build/*" --ignore "$(CURDIR)/$(VENV)/*" \
 	    --re-ignore "/(__pycache__|\.git|\.pytest_cache|\.ruff_cache)/" . _build/html
 

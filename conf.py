@@ -8,6 +8,8 @@ they printed on the pages. ``-D execute_recipes=0`` leaves that out.
 import sys
 from pathlib import Path
 
+import pytorch_sphinx_theme2
+
 ROOT = Path(__file__).parent
 sys.path[:0] = [str(ROOT), str(ROOT / "_ext")]
 
@@ -94,3 +96,14 @@ html_theme_options = {
     ),
 }
 html_context = {"default_mode": "auto"}
+
+
+def remove_theme_pictures(app, exception):
+    """Leave the theme's logos and icons out of the pages: none is used, and they are not ours."""
+    theirs = Path(pytorch_sphinx_theme2.get_html_theme_path(), "static", "img")
+    for picture in theirs.iterdir():
+        Path(app.outdir, "_static", "img", picture.name).unlink(missing_ok=True)
+
+
+def setup(app):
+    app.connect("build-finished", remove_theme_pictures)

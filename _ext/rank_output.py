@@ -233,16 +233,14 @@ def summarize(app: Sphinx, exception: Exception | None) -> None:
     if not app.config.execute_recipes:
         logger.info(bold(f"{len(all_runs)} recipes, nothing executed"))
         return
-    ranks = sorted({runs.report.ranks for runs in all_runs})
     executed = [runs for runs in all_runs if runs.executed]
-    logger.info(
-        bold(
-            f"{len(executed)} of {len(all_runs)} recipes ran on "
-            f"{' or '.join(map(str, ranks))} rank{'s' * (ranks[-1] > 1)} "
-            f"({sum(runs.executed for runs in executed)} runs with their negative controls) "
-            f"in {sum(runs.seconds for runs in executed):.0f} s; the others are unchanged"
-        )
+    ranks = sorted({runs.report.ranks for runs in all_runs})
+    done = (
+        f"{len(executed)} of {len(all_runs)} recipes ran on {' or '.join(map(str, ranks))} "
+        f"rank{'s' * (ranks[-1] > 1)} ({sum(runs.executed for runs in executed)} runs with their "
+        f"negative controls) in {sum(runs.seconds for runs in executed):.0f} s"
     )
+    logger.info(bold(done if executed else f"{len(all_runs)} recipes, all unchanged: none ran"))
     problems = [problem for runs in all_runs for problem in runs.problems()]
     if problems:
         raise RecipesFailed("\n\n".join(problems))
