@@ -12,7 +12,9 @@ The model, which is that of a CUDA program:
 * Every stream is a lane. An operator runs on the current stream of its thread; it starts after
   all that was launched on its lane, and after all that its thread knew to be complete at launch.
 * ``event.record``, ``stream.wait_event``, ``wait_stream`` order lanes. ``event.synchronize``,
-  ``stream.synchronize``, ``synchronize()``, ``.item()``, ``torch.equal`` let the host thread know.
+  ``stream.synchronize``, ``synchronize()``, and the recipe's own ``.item()`` and ``torch.equal``
+  let the host thread know. Where torch itself calls ``.item()`` (Adam's step count, a mesh's
+  coordinates), it reads a tensor that is in host memory on any machine, and waits for nothing.
 * The main thread's current stream is the default stream. **Another thread has a lane of its own,
   in which its operators are complete when they return**, until it enters a stream: on a machine
   with a GPU such threads (staging, upload) work in host memory or on a stream of their own, and
@@ -64,6 +66,7 @@ UNANNOTATED = ("c10d", "fsdp")  # their schemas do not mark what is written
 
 PLAIN = frozenset((torch.Tensor, torch.nn.Parameter))
 TORCH = str(Path(torch.__file__).parent)
+DISPATCHERS = tuple(f"{TORCH}/{name}" for name in ("_dynamo", "_compile.py", "utils/_"))
 NOT_THE_RECIPE = (TORCH, sysconfig.get_path("stdlib"), str(Path(__file__).parent), "<")
 
 
@@ -226,7 +229,9 @@ def byte_ranges(tensor: torch.Tensor) -> tuple[Range, ...]:
     """The addresses that ``tensor`` covers, ascending and disjoint."""
     item = tensor.element_size()
     start = tensor.data_ptr()
-    dims = sorted(((st, n) for n, st in zip(tensor.shape, tensor.stride()) if n > 1 and st > 0))
+    dims = sorted(
+        ((st, n) for n, st in zip(tensor.shape, tensor.stride(), strict=True) if st * (n - 1))
+    )
     run = 1  # elements that lie side by side
     while dims and dims[0][0] == run:
         run *= dims.pop(0)[1]
@@ -263,6 +268,15 @@ def recipe_line() -> str | None:
         if not frame.f_code.co_filename.startswith(NOT_THE_RECIPE):
             return f"{Path(frame.f_code.co_filename).name}:{frame.f_lineno}"
     return None
+
+
+def called_by_recipe() -> bool:
+    """Whether the operator was called by the recipe's own line, not by torch or the harness."""
+    for frame in frames():
+        name = frame.f_code.co_filename
+        if name != __file__ and not name.startswith(DISPATCHERS):
+            return not name.startswith(NOT_THE_RECIPE)
+    return False
 
 
 def torch_line() -> str:
@@ -440,7 +454,9 @@ class OrderMode(TorchDispatchMode):
             for tensor in tensors_in(result):
                 if tensor.untyped_storage()._cdata not in touched:
                     recorder.access(name, tensor, True, lane, where)
-            if name in HOST_WAITS or self.copies_to_host(name, args, kwargs):
+            if (name in HOST_WAITS and called_by_recipe()) or self.copies_to_host(
+                name, args, kwargs
+            ):
                 host.learn(lane.clock)
 
     @staticmethod
