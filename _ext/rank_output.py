@@ -373,6 +373,31 @@ def badge(recipe: Recipe) -> nodes.Node:
     return div("verification", *(paragraph(text, f"badge badge-{css}") for css, text in lines))
 
 
+class BuildSummary(SphinxDirective):
+    """``.. build-summary::`` says what this build executed and what came of it."""
+
+    def run(self) -> list[nodes.Node]:
+        self.env.note_reread()  # other runs, another summary, without an edit of this page
+        all_runs = list(self.env.app.recipe_runs.values())
+        reports = [runs.report for runs in all_runs if runs.report is not None]
+        if not reports:
+            return [paragraph("Nothing was executed for these pages.", "build-summary")]
+        passed = sum(report.ok for report in reports)
+        controls = [(control, runs) for runs in all_runs for control in runs.recipe.controls]
+        found = sum(
+            control.name in runs.controls and caught(control, runs.controls[control.name])
+            for control, runs in controls
+        )
+        ranks = " or ".join(str(n) for n in sorted({report.ranks for report in reports}))
+        where = "; ".join(sorted({f"{report.device}, torch {report.torch}" for report in reports}))
+        text = (
+            f"For these pages {passed} of {len(all_runs)} recipes passed on {ranks} ranks, and "
+            f"{found} of {len(controls)} deliberate faults in them were caught ({where})."
+        )
+        css = "build-summary" if passed == len(all_runs) and found == len(controls) else "bad"
+        return [paragraph(text, f"build-summary {css}")]
+
+
 class RecipeDirective(SphinxDirective):
     """A directive about the recipe whose page it stands on."""
 
@@ -524,6 +549,7 @@ def setup(app: Sphinx) -> dict:
         lambda record: "no examples were executed" not in record.getMessage()
     )
     app.add_config_value("execute_recipes", True, "env")
+    app.add_directive("build-summary", BuildSummary)
     app.add_directive("recipe-controls", RecipeControls)
     app.add_directive("verification-badge", VerificationBadge)
     app.connect("builder-inited", run_stale_recipes, priority=600)  # after sphinx-gallery: 500

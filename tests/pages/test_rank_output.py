@@ -17,6 +17,7 @@ def test_every_rank_and_every_control_is_on_the_page(site):
     assert built.returncode == 0, built.stdout + built.stderr
     assert "1 of 1 recipes ran on 2 ranks (2 runs with their negative controls)" in built.stdout
     page = BeautifulSoup(site.page("recipes/toys/hello"), "html.parser")
+    assert "1 of 1 recipes passed on 2 ranks, and 1 of 1 deliberate" in site.page("index")
     output = page.select_one(".sphx-glr-script-out")
     ranks = output.select("details.rank")
     assert [r.pre.get_text().strip() for r in ranks] == ["hello from rank 0", "hello from rank 1"]
@@ -98,6 +99,7 @@ def test_what_is_broken_fails_the_build_and_shows_on_its_page(site):
     assert "Not caught" in site.page("recipes/toys/blind")
     assert "text occurs 0 times" in site.page("recipes/toys/misfit")
     assert "hello from rank 1" in site.page("recipes/toys/hello")
+    assert "4 of 5 recipes passed on 2 ranks, and 2 of 4 deliberate faults" in site.page("index")
 
     again = executed(site.build().stdout)
     assert again[0] == "blind with the edit 'rank_denied'", "a control not caught must not be kept"
@@ -140,6 +142,7 @@ def test_without_execution_nothing_runs_and_the_page_says_so(site):
     page = BeautifulSoup(site.page("recipes/toys/hello", out="html-noplot"), "html.parser")
     output = page.select_one(".sphx-glr-script-out").get_text()
     assert "Nothing was executed for this page" in output
+    assert "Nothing was executed for these pages" in site.page("index", out="html-noplot")
     assert "Not executed for this page" in page.select_one(".recipe-control").get_text()
     assert "hello from rank" not in page.select_one("details.rank, .sphx-glr-script-out").get_text()
 
