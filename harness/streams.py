@@ -22,8 +22,9 @@ The model, which is that of a CUDA program:
   make itself wait for an event. ``DefaultStager``'s thread, which has a stream of its own only
   where there is an accelerator, is judged here as it behaves there.
 * Threads know what their starter, the submitter of their work item, a future, a ``threading.Event``
-  or a ``queue.Queue`` they waited for knew. Locks and conditions order nothing here: a program
-  that relies on them alone may be blamed wrongly.
+  or a ``queue.Queue`` they waited for knew. ``future.done()`` teaches only the recipe's own code.
+  Locks and conditions order nothing here: a program that relies on them alone may be blamed
+  wrongly.
 * All tensors are in host memory here, so a copy to the host cannot be told from one on the device.
   Copies by the staging code of ``torch.distributed`` with ``non_blocking=False`` are taken as such:
   the thread waits. Any other copy is queued like an operator.
@@ -59,7 +60,7 @@ MOST_CONFLICTS = 20
 MOST_RANGES = 1024  # of one strided tensor; beyond, its whole span counts as touched
 PAGE_BITS = 20  # storages are looked up by the megabytes that they lie in
 
-NO_ACCESS = ("empty", "new_empty", "set_", "resize_", "detach", "record_stream", "wait_tensor")
+NO_ACCESS = ("empty", "new_empty", "set_", "resize_", "detach", "is_pinned", "wait_tensor")
 HOST_WAITS = ("_local_scalar_dense", "equal", "nonzero", "is_nonzero")
 STAGING_FILES = ("_state_dict_utils.py", "_state_dict_stager.py")
 UNANNOTATED = ("c10d", "fsdp")  # their schemas do not mark what is written
@@ -282,7 +283,7 @@ def called_by_recipe() -> bool:
 def torch_line() -> str:
     for frame in frames():
         name = frame.f_code.co_filename
-        if name.startswith(TORCH) and "_python_dispatch" not in name:
+        if name.startswith(TORCH) and not name.startswith(DISPATCHERS):
             return f"torch/{Path(name).relative_to(TORCH)}:{frame.f_lineno}"
     return "unknown line"
 
@@ -521,6 +522,12 @@ def takes(recorder: Recorder, when: Callable[[object], bool] = lambda result: Tr
     return make
 
 
+def asked_by_recipe(done: bool) -> bool:
+    """Whether the recipe itself learns that a future is done; torch and the harness ask by luck."""
+    asker = sys._getframe(2).f_code.co_filename
+    return done and not asker.startswith(NOT_THE_RECIPE)
+
+
 def watch_threads(recorder: Recorder) -> None:
     def start(original):
         def call(self):
@@ -571,7 +578,7 @@ def watch_threads(recorder: Recorder) -> None:
     patch(recorder, Future, "set_exception", gives(recorder))
     patch(recorder, Future, "result", takes(recorder))
     patch(recorder, Future, "exception", takes(recorder))
-    patch(recorder, Future, "done", takes(recorder, bool))
+    patch(recorder, Future, "done", takes(recorder, asked_by_recipe))
     patch(recorder, concurrent.futures, "wait", wait)
     patch(recorder, threading.Event, "set", gives(recorder))
     patch(recorder, threading.Event, "wait", takes(recorder, bool))
