@@ -53,7 +53,7 @@ def read_panel(title: str, trace: dict) -> Panel:
             ]
             bars += merge([bar for bar in mine if bar.end > 0], tiny)
         if bars:
-            lanes.append(Lane(name, tuple(bars)))
+            lanes.append(Lane(name, tuple(sorted(bars, key=lambda bar: bar.start))))
     marks = [
         Mark((event["ts"] - start) * US, event["name"])
         for event in trace["traceEvents"]

@@ -1,0 +1,385 @@
+"""Measurements on pages and in the README: where they come from, and when they are out of date."""
+
+import json
+import os
+import re
+import subprocess
+import sys
+from pathlib import Path
+
+import pytest
+from lanes import Bar
+from sphinx.application import Sphinx
+from sphinx.util.docutils import docutils_namespace
+from timeline import merge, read_panel, scale_bar
+
+from benchmarks import readme_table, result_files
+from harness.recipe import code_sha256
+
+REPO = Path(__file__).resolve().parent.parent
+RECIPE = '''"""A recipe."""
+
+
+def save(app):
+    """Save it."""
+    return app  # at once
+'''
+
+
+@pytest.fixture
+def repo(tmp_path) -> Path:
+    """A repository with one recipe, its page, and nothing measured."""
+    repo = tmp_path / "repo"
+    for folder in ("benchmarks/results", "benchmarks/traces", "recipes_source/checkpoint"):
+        (repo / folder).mkdir(parents=True)
+    recipe_of(repo).write_text(RECIPE)
+    (repo / "README.md").write_text(
+        f"# Title\n\n{readme_table.BEGIN}\n{readme_table.END}\n\nAfter.\n"
+    )
+    return repo
+
+
+def recipe_of(repo: Path) -> Path:
+    return repo / "recipes_source" / "checkpoint" / "async_save.py"
+
+
+def row(name: str, stall: float | None, **more) -> dict:
+    return {"name": name, "exposed_stall_s": stall, "samples": {"exposed_stall_s": [stall] * 3}} | {
+        "storage": "memory",
+        "step": "long",
+        **more,
+    }
+
+
+def measure(repo: Path, ranks: int = 2, rows: list[dict] | None = None, **more) -> Path:
+    """Write a result file of made-up values into a repository made for a test."""
+    rows = rows or [
+        row("overlapped", 0.0012, bound_s=0.116, bound_from="state over the pinned rate"),
+        row("async_save", 3.8, loaded_back_bitwise=True, note="the shipped defaults"),
+        row("a_peer", 0.3, loaded_back_bitwise=False),
+    ]
+    data = {
+        "benchmark": "checkpoint_stall",
+        "code_sha256": {"async_save": code_sha256(recipe_of(repo))},
+        "torch": "2.11.0",
+        "device": "Test GPU",
+        "driver": "1.2",
+        "ranks": ranks,
+        "date": "2026-01-02",
+        "workload": {"model": "a stack of layers", "state_bytes_per_rank": 6_440_000_000},
+        "link": {"pinned_d2h_bytes_per_s": 55.4e9},
+        "rows": rows,
+        "not_run": {"another_peer": "ImportError: no wheel"},
+    } | more
+    path = repo / "benchmarks" / "results" / f"checkpoint_stall.test-x{ranks}.json"
+    path.write_text(json.dumps(data))
+    return path
+
+
+def trace(repo: Path, mode: str, **other) -> Path:
+    def event(name, lane, ts, dur, **args):
+        args = {"lane": lane, **args}
+        return {"ph": "X", "name": name, "pid": 0, "tid": 1, "ts": ts, "dur": dur, "args": args}
+
+    data = {
+        "otherData": {"device": "Test GPU", "ranks": 2, "torch": "2.11.0", "date": "2026-01-02"}
+        | other,
+        "traceEvents": [
+            event("step", "compute", 1000, 40_000),
+            event("save", "compute", 41_000, 20_000, stall=True),
+            event("step", "compute", 61_000, 40_000),
+            event("copy", "copy", 42_000, 18_000),
+            event("write", "write", 61_000, 90_000),
+            {"ph": "i", "name": "call returns", "ts": 61_000, "args": {"mark": True}},
+            {"ph": "X", "name": "not drawn", "ts": 0, "dur": 1e9, "args": {}},
+        ],
+    }
+    path = repo / "benchmarks" / "traces" / f"checkpoint_stall.{mode}.test-x2.json"
+    path.write_text(json.dumps(data))
+    return path
+
+
+def render(repo: Path, page: str) -> tuple[str, str]:
+    """Build (or build again) a site of a page and a recipe's page; return HTML and warnings."""
+    source = repo / "site"
+    (source / "recipes" / "checkpoint").mkdir(parents=True, exist_ok=True)
+    (source / "conf.py").write_text(
+        f'extensions = ["lanes", "results", "timeline"]\nresults_repo = {str(repo)!r}\n'
+    )
+    files = {
+        "index.rst": "Title\n=====\n\n.. toctree::\n\n   recipes/checkpoint/async_save\n\n" + page,
+        "recipes/checkpoint/async_save.rst": "Async save\n==========\n",
+    }
+    for name, text in files.items():
+        if not (source / name).exists() or (source / name).read_text() != text:
+            (source / name).write_text(text)
+    warnings = repo / "warnings"
+    with warnings.open("w") as stream, docutils_namespace():
+        trees = repo / "trees"
+        Sphinx(source, source, repo / "out", trees, "html", status=None, warning=stream).build()
+    return (repo / "out" / "index.html").read_text(), warnings.read_text()
+
+
+def edit_code(repo: Path) -> None:
+    recipe_of(repo).write_text(RECIPE.replace("return app", "return [app]"))
+
+
+def edit_prose(repo: Path) -> None:
+    prose = RECIPE.replace("Save it.", "Save it, once.").replace("# at once", "# later")
+    recipe_of(repo).write_text(prose.replace("A recipe.", "Another title.") + "\n# %%\n# Words.\n")
+
+
+def lint(repo: Path, *arguments: str) -> subprocess.CompletedProcess:
+    command = [sys.executable, "-m", "benchmarks.readme_table", "--repo", str(repo), *arguments]
+    environment = os.environ | {"PYTHONPATH": str(REPO)}
+    return subprocess.run(command, cwd=repo, env=environment, capture_output=True, text=True)
+
+
+STALE = "Measured on an earlier version"
+
+
+# -- freshness ---------------------------------------------------------------------------------
+
+
+@pytest.mark.parametrize("directive", ["result-table", "result-figure"])
+def test_editing_code_makes_page_and_lint_say_stale_and_editing_prose_does_not(repo, directive):
+    measure(repo)
+    page = f".. {directive}:: checkpoint_stall"
+    html, warnings = render(repo, page)
+    assert warnings == "" and STALE not in html
+    assert "stale" not in lint(repo).stdout
+
+    edit_prose(repo)
+    assert STALE not in render(repo, page)[0]
+    assert "stale" not in lint(repo).stdout
+
+    edit_code(repo)
+    assert STALE in render(repo, page)[0]
+    said = "stale: benchmarks/results/checkpoint_stall.test-x2.json: measured on an earlier version"
+    assert f"{said} of async_save" in lint(repo).stdout
+
+    recipe_of(repo).write_text(RECIPE)
+    assert STALE not in render(repo, page)[0]
+
+
+def test_a_recipe_that_is_gone_makes_its_result_stale(repo):
+    measure(repo)
+    recipe_of(repo).unlink()
+    assert result_files.stale_results(repo)
+
+
+def test_a_trace_of_other_code_is_stale(repo):
+    trace(repo, "pinned", code_sha256={"async_save": code_sha256(recipe_of(repo))})
+    page = ".. timeline:: checkpoint_stall pinned"
+    assert STALE not in render(repo, page)[0]
+    edit_code(repo)
+    assert STALE in render(repo, page)[0]
+    (line,) = result_files.stale_results(repo)
+    assert line.startswith("benchmarks/traces/checkpoint_stall.pinned.test-x2.json: ")
+
+
+def test_a_page_is_built_again_when_its_first_result_appears(repo):
+    page = ".. result-table:: checkpoint_stall"
+    assert "Not measured yet" in render(repo, page)[0]
+    path = measure(repo)
+    assert "Not measured yet" not in render(repo, page)[0]
+    path.unlink()
+    assert "Not measured yet" in render(repo, page)[0]
+
+
+# -- pages -------------------------------------------------------------------------------------
+
+
+@pytest.mark.parametrize(
+    "page",
+    [
+        ".. result-table:: fsdp_overlap",
+        ".. result-figure:: offload_step",
+        ".. timeline:: checkpoint_stall async_save pinned",
+    ],
+)
+def test_without_a_file_the_page_says_not_measured_yet(repo, page):
+    html, warnings = render(repo, page)
+    assert warnings == "" and "Not measured yet" in html and "<svg" not in html
+
+
+def test_the_table_shows_values_origin_and_links(repo):
+    measure(repo)
+    html, warnings = render(repo, ".. result-table:: checkpoint_stall")
+    assert warnings == ""
+    text = re.sub(r"\s+", " ", re.sub(r"<[^>]+>", " ", html))
+    for words in (
+        *("1.20 ms", "3.80 s", "116 ms", "Storage", "memory", "Samples", "yes", "no"),
+        *("2 × Test GPU", "torch 2.11.0", "driver 1.2", "2 ranks", "2026-01-02"),
+        *("pinned d2h 55.4 GB/s", "state per rank 6.44 GB", "Bound: state over the pinned rate"),
+        *("1. the shipped defaults", "Not run: another_peer: ImportError: no wheel"),
+    ):
+        assert words in text, words
+    assert re.search(r'href="recipes/checkpoint/async_save.html"[^>]*>.*async_save', html)
+    assert "a_peer.html" not in html
+    assert html.index(">async_save<") < html.index("overlapped") < html.index("a_peer")
+
+
+def test_the_figure_takes_its_colours_from_the_page(repo):
+    measure(repo)
+    html, warnings = render(repo, ".. result-figure:: checkpoint_stall")
+    assert warnings == ""
+    (svg,) = re.findall(r"<svg class=\"result-svg\".*?</svg>", html, re.S)
+    assert not re.search(r"#0[1-9]0[1-9]0[1-9]|<style|font:|width=\"\d+[\d.]*pt\"", svg)
+    assert "currentColor" in svg and "var(--result-series-1)" in svg and "var(--result-peer)" in svg
+    for text in ("overlapped  1.20 ms", "a_peer  300 ms, saved wrong data", "storage: memory"):
+        assert text in svg, text
+
+
+def test_a_stall_of_zero_or_below_is_written_without_a_bar(repo):
+    measure(repo, rows=[row("overlapped", -0.0004), row("pinned", 0.12), row("process", None)])
+    html, _ = render(repo, ".. result-figure:: checkpoint_stall")
+    assert "overlapped  -400 µs" in html and "process  " not in html
+
+
+def test_rows_over_tokens_are_lines(repo):
+    rows = [
+        {"name": name, "tokens": tokens, "efficiency": 0.9, "step_s": 0.1, "samples": {}}
+        for name in ("fsdp2", "prefetch")
+        for tokens in (1024, 2048)
+    ]
+    path = measure(repo, rows=rows, benchmark="fsdp_overlap")
+    path.rename(path.with_name("fsdp_overlap.test-x2.json"))
+    html, warnings = render(repo, ".. result-figure:: fsdp_overlap")
+    assert warnings == "" and html.count("<svg class=") == 1
+    assert "1,024" in html and "var(--result-series-2)" in html
+
+
+def test_one_tab_a_file_most_ranks_first(repo):
+    measure(repo, 1)
+    measure(repo, 2)
+    html, _ = render(repo, ".. result-table:: checkpoint_stall")
+    labels = re.findall(r'class="sd-tab-label"[^>]*>\s*([^<]+?)\s*<', html)
+    assert labels == ["2 × Test GPU", "1 × Test GPU"]
+
+
+def test_rows_and_where_choose(repo):
+    measure(repo, rows=[row("async_save", 1.0), row("async_save", 2.0, storage="disk")])
+    options = "   :rows: async_save\n   :where: storage=disk"
+    html, _ = render(repo, f".. result-table:: checkpoint_stall\n{options}")
+    assert "2.00 s" in html and "1.00 s" not in html
+    _, warnings = render(repo, ".. result-table:: checkpoint_stall\n   :rows: nothing")
+    assert "no row of checkpoint_stall.test-x2.json is left" in warnings
+
+
+def test_an_unknown_benchmark_is_reported(repo):
+    assert "unknown benchmark 'stalls'" in render(repo, ".. result-table:: stalls")[1]
+
+
+# -- traces ------------------------------------------------------------------------------------
+
+
+def test_traces_share_an_axis_and_can_be_downloaded(repo):
+    paths = [trace(repo, "async_save"), trace(repo, "pinned")]
+    html, warnings = render(repo, ".. timeline:: checkpoint_stall async_save pinned process")
+    assert warnings == ""
+    assert html.count('<svg class="lanes-svg') == 2 and "50 ms" in html
+    for mode in ("async_save", "pinned"):
+        assert f"{mode}, compute: 0 s to 40.0 ms step; 40.0 ms to 60.0 ms save" in html
+    for path in paths:
+        (copy,) = (repo / "out" / "_downloads").rglob(path.name)
+        assert copy.read_bytes() == path.read_bytes()
+    assert "Not measured yet (checkpoint_stall: process)" in html
+
+
+def test_events_outside_the_lanes_are_not_drawn_and_stalls_are(repo):
+    panel = read_panel("pinned", result_files.load_trace(trace(repo, "pinned")))
+    assert [lane.name for lane in panel.lanes] == ["compute", "copy", "write"]
+    kinds = [bar.kind for bar in panel.lanes[0].bars]
+    assert sorted(kinds) == ["compute", "compute", "stall"]
+    assert panel.marks[0].at == pytest.approx(0.06)
+
+
+def test_slivers_are_merged_and_steps_are_not():
+    slivers = [Bar(i * 1e-3, i * 1e-3 + 0.9e-3, "gemm", "compute") for i in range(100)]
+    assert merge(slivers, 1e-3) == [Bar(0, pytest.approx(0.0999), "gemm", "compute")]
+    steps = [Bar(0, 0.1, "step 1", "compute"), Bar(0.1001, 0.2, "step 2", "compute")]
+    assert merge(steps, 1e-3) == steps
+
+
+@pytest.mark.parametrize(("span", "length"), [(1.0, 0.2), (0.1, 0.02), (4.0, 1.0), (0.8, 0.2)])
+def test_scale_bar(span, length):
+    assert scale_bar(span) == pytest.approx(length)
+
+
+# -- files that cannot be read -----------------------------------------------------------------
+
+
+@pytest.mark.parametrize(
+    ("change", "says"),
+    [
+        ({"driver": None}, "'driver' is missing"),
+        ({"benchmark": "stall"}, "'benchmark' is 'stall'"),
+        ({"ranks": 4}, "'ranks' is 4"),
+        ({"date": "yesterday"}, "'date' must begin"),
+        ({"rows": [{"name": "x"}]}, "row 0 needs"),
+        ({"rows": [row("x", "3 s")]}, "'exposed_stall_s' of row x is not a number"),
+    ],
+)
+def test_a_bad_result_file_fails_lint_and_page(repo, change, says):
+    path = measure(repo)
+    path.write_text(json.dumps(json.loads(path.read_text()) | change))
+    with pytest.raises(result_files.ResultError, match=says):
+        result_files.load(path)
+    process = lint(repo, "--check")
+    assert process.returncode == 1 and path.name in process.stderr
+    _, warnings = render(repo, ".. result-table:: checkpoint_stall")
+    assert path.name in warnings
+
+
+def test_a_bad_trace_is_reported(repo):
+    path = trace(repo, "pinned")
+    path.write_text(path.read_text().replace('"lane": "copy"', '"lane": "copies"'))
+    with pytest.raises(result_files.ResultError, match="'copy': a drawn event"):
+        result_files.load_trace(path)
+    assert path.name in render(repo, ".. timeline:: checkpoint_stall pinned")[1]
+
+
+# -- the README --------------------------------------------------------------------------------
+
+
+def test_the_readme_is_written_checked_and_a_hand_edit_fails(repo):
+    readme = repo / "README.md"
+    assert lint(repo).returncode == 0
+    assert readme_table.NO_RESULTS in readme.read_text()
+    assert lint(repo, "--check").returncode == 0
+
+    measure(repo)
+    process = lint(repo, "--check")
+    assert process.returncode == 1 and "run: make readme" in process.stdout
+    assert lint(repo).returncode == 0
+    written = readme.read_text()
+    assert "| `overlapped` | 1.20 ms |" in written
+    assert written.startswith("# Title\n\n") and written.endswith("\n\nAfter.\n")
+    assert lint(repo, "--check").returncode == 0
+
+    readme.write_text(written.replace("1.20 ms", "1.10 ms"))
+    assert lint(repo, "--check").returncode == 1
+    assert "1.10 ms" in readme.read_text()
+
+
+def test_a_readme_without_markers_is_an_error(repo):
+    (repo / "README.md").write_text("# Title\n")
+    process = lint(repo, "--check")
+    assert process.returncode == 1 and "<!-- results:begin -->" in process.stderr
+
+
+# -- this repository ---------------------------------------------------------------------------
+
+
+def test_every_committed_measurement_can_be_read():
+    for path in (REPO / "benchmarks" / "results").glob("*.json"):
+        result_files.load(path)
+    for path in (REPO / "benchmarks" / "traces").glob("*.json"):
+        result_files.load_trace(path)
+
+
+def test_the_code_hash_is_the_same_under_every_python(repo):
+    """A result is measured under one Python and read under another: 3.12 computed this one."""
+    expected = "976adbfca22b3ca6fc498b9698c616b81605ff7ebd1f5409283a4ea941d56891"
+    assert code_sha256(recipe_of(repo)) == expected
