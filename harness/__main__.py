@@ -7,11 +7,17 @@ from pathlib import Path
 from harness.recipe import RecipeError, load_recipe
 from harness.run import REPO, run
 
+RECIPES = REPO / "recipes_source"
 CONTROLS = REPO / "tests" / "controls"
 
 
+def controls_for(recipe: Path) -> Path | None:
+    """Where the recipe's controls are; only this repository's recipes have any."""
+    return CONTROLS if recipe.resolve().is_relative_to(RECIPES) else None
+
+
 def run_command(options: argparse.Namespace) -> int:
-    recipe = load_recipe(options.recipe, options.controls)
+    recipe = load_recipe(options.recipe, controls_for(options.recipe))
     control = recipe.control(options.control) if options.control else None
     report = run(
         recipe.path,
@@ -47,7 +53,6 @@ def main() -> int:
     one.add_argument("--launcher", choices=("torchrun", "warm"), default="torchrun")
     one.add_argument("--deadline", type=float, help="seconds")
     one.add_argument("--keep", type=Path, help="keep the run's files here")
-    one.add_argument("--controls", type=Path, default=CONTROLS, help="directory of controls files")
     one.set_defaults(do=run_command)
     options = parser.parse_args()
     try:

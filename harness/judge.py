@@ -31,6 +31,7 @@ NOT_AWAITED_HINT = (
     "its future was never awaited: call result() on the last save's future before "
     "destroy_process_group()"
 )
+LOST_PEER = re.compile(r"Connection (closed|reset) by peer|Broken pipe")
 SIGNALS = {6: "SIGABRT", 9: "SIGKILL", 11: "SIGSEGV", 15: "SIGTERM"}
 
 
@@ -214,7 +215,7 @@ def judge_overlap(saves: list[SavedState]) -> list[Failure]:
 
 
 def judge_ranks(ranks: list[Rank], timed_out: bool, saves: list[SavedState]) -> list[Failure]:
-    """What ended each rank, and what it left behind."""
+    """What ended each rank, and what it left behind; ranks that only lost a peer come last."""
     failures = []
     shared = any(s.shares_training_group and s.kind == "async_save" for s in saves) and len(ranks) > 1
     hint = SHARED_GROUP_HINT if shared else ""
@@ -242,7 +243,7 @@ def judge_ranks(ranks: list[Rank], timed_out: bool, saves: list[SavedState]) -> 
             text = "torch.distributed is still initialised at the recipe's end"
             advice = "call dist.destroy_process_group() in a finally block"
             failures.append(Failure("left_process_group", text, rank.number, advice))
-    return failures
+    return sorted(failures, key=lambda failure: bool(LOST_PEER.search(failure.text)))
 
 
 def _judge_missing(rank: Rank, timed_out: bool, hint: str) -> list[Failure]:

@@ -169,10 +169,11 @@ def lead(spec: dict, start: Callable[[], dict[int, int]], alive: Callable[[], bo
     temporary.rename(Path(spec["run_dir"]) / "outcome.json")
 
 
-def stdin_open() -> bool:
-    """False once the process that holds the other end of this process's stdin is gone."""
-    readable, _, _ = select.select([0], [], [], 0)
-    return not readable or bool(os.read(0, 1))
+def held_open(pipe: int) -> bool:
+    """False once the process that holds the writing end of ``pipe`` is gone."""
+    poll = select.poll()
+    poll.register(pipe, 0)
+    return not poll.poll(0)  # a hang-up is reported without being asked for
 
 
 def main(spec_path: str) -> None:
@@ -196,7 +197,7 @@ def main(spec_path: str) -> None:
         )
         return {torchrun.pid: -1}
 
-    lead(spec, start, stdin_open)
+    lead(spec, start, alive=lambda: held_open(0))
 
 
 if __name__ == "__main__":

@@ -188,7 +188,7 @@ def run(spec: dict) -> int:
     if spec["gate"]:
         gates.install(spec["gate"], book)
     recorder = None
-    if spec["order"]:
+    if spec["order"] and not torch.accelerator.is_available():  # real streams are not recorded
         from harness import streams
 
         recorder = streams.install()

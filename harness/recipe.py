@@ -97,7 +97,8 @@ def _parse(path: Path) -> ast.Module:
 def code_sha256(path: Path) -> str:
     """SHA-256 of the file's syntax tree without docstrings; comments are not in the tree.
 
-    Editing prose keeps it, editing code changes it.
+    Editing prose keeps it, editing code changes it. It is the same on every Python version: fields
+    that are empty are left out, since versions differ in which ones they have.
     """
     tree = _parse(path)
     for node in ast.walk(tree):
@@ -106,7 +107,17 @@ def code_sha256(path: Path) -> str:
             continue
         if ast.get_docstring(node, clean=False) is not None:
             body[0].value.value = ""
-    return hashlib.sha256(ast.dump(tree).encode()).hexdigest()
+    return hashlib.sha256(repr(_plain(tree)).encode()).hexdigest()
+
+
+def _plain(node: object) -> object:
+    """A syntax tree as nested lists, without empty fields and positions."""
+    if isinstance(node, list):
+        return [_plain(item) for item in node]
+    if not isinstance(node, ast.AST):
+        return node
+    fields = [(name, _plain(value)) for name, value in ast.iter_fields(node)]
+    return [type(node).__name__, *((name, value) for name, value in fields if value not in (None, []))]
 
 
 def _title(path: Path) -> str:

@@ -322,8 +322,9 @@ def _judge(report: Report, run_dir: Path) -> None:
         report.stacks = [rank.stacks for rank in ranks]
     saves = gather_saves(ranks)
     failures = judge_ranks(ranks, outcome["timed_out"], saves)
-    if outcome["left_processes"]:
-        failures.append(Failure("left_process", "; ".join(outcome["left_processes"])))
+    reported = {p for rank in ranks if rank.record for p in rank.record.get("left_processes", [])}
+    if left := set(outcome["left_processes"]) - reported:
+        failures.append(Failure("left_process", "; ".join(sorted(left))))
     if not failures and any(rank.record is None for rank in ranks):
         log = run_dir / "torchrun.out"
         text = "no record of ranks " + ", ".join(str(r.number) for r in ranks if r.record is None)

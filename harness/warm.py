@@ -48,8 +48,8 @@ def _fork_rank(spec: dict, number: int, port_pipe: tuple[int, int]) -> int:
     os._exit(rank.run(spec))
 
 
-def _lead(spec: dict, server: int) -> None:
-    """In a forked process: run the spec's ranks and end."""
+def _lead(spec: dict, server: int, requests: int) -> None:
+    """In a forked process: run the spec's ranks and end; at once if nobody holds ``requests``."""
     import torch.distributed as dist
 
     os.setsid()
@@ -70,7 +70,7 @@ def _lead(spec: dict, server: int) -> None:
             os.close(writing)
         return pids
 
-    leader.lead(spec, start, alive=lambda: True)  # the server's end is this process's end
+    leader.lead(spec, start, alive=lambda: leader.held_open(requests))
 
 
 def serve() -> None:
@@ -84,12 +84,12 @@ def serve() -> None:
         child = os.fork()
         if child == 0:
             signal.signal(signal.SIGINT, signal.SIG_DFL)
-            null = os.open(os.devnull, os.O_RDWR)
+            requests, null = os.dup(0), os.open(os.devnull, os.O_RDWR)
             log = os.open(Path(spec["run_dir"]) / "leader.out", os.O_WRONLY | os.O_CREAT)
             for target, source in ((0, null), (1, log), (2, log)):
                 os.dup2(source, target)
             try:
-                _lead(spec, me)
+                _lead(spec, me, requests)
             except BaseException:
                 import traceback
 

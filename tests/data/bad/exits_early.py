@@ -1,0 +1,18 @@
+"""Calls sys.exit(0) in the middle: exit code 0, and the claim was never checked."""
+
+import sys
+
+import torch.distributed as dist
+
+
+def main() -> None:
+    dist.init_process_group("gloo")
+    print("training")
+    dist.destroy_process_group()
+    sys.exit(0)
+    raise AssertionError("never reached")
+
+
+if __name__ == "__main__":
+    main()
+    print("proved")

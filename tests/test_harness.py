@@ -1,0 +1,278 @@
+"""The harness reports what a bad recipe did, in words a person can use, and leaves nothing behind."""
+
+import os
+import subprocess
+import sys
+import textwrap
+import time
+from pathlib import Path
+
+import pytest
+from conftest import REPO
+
+from harness.leader import descendants
+from harness.recipe import RecipeError, code_sha256, discover, load_controls, load_recipe
+from harness.run import Report, run
+
+BAD = REPO / "tests" / "data" / "bad"
+EXPECTED = {
+    "raises": ("raised", "ValueError: the loss is not finite"),
+    "hangs": ("hung", "still running at the deadline, in recv"),
+    "killed": ("killed", "ended by SIGKILL"),
+    "exits_early": ("exited_early", "sys.exit(0) before the recipe's last line"),
+    "leaves_a_process": ("left_process", "threading.Event().wait()"),
+    "leaves_a_thread": ("left_thread", "uploader"),
+    "leaves_a_process_group": ("left_process_group", "still initialised"),
+    "writes_elsewhere": ("wrote_elsewhere", "writes_elsewhere.log"),
+    "deprecated": ("deprecation_warning", "old_name is deprecated; use new_name"),
+    "two_saves_in_flight": ("overlapping_saves", "step2 was begun while save 0 was in flight"),
+}
+DEADLINE_S = 20
+
+
+def harness_processes() -> list[int]:
+    return [pid for pid in descendants(os.getpid()) if _runs(pid, "harness.leader")]
+
+
+def _runs(pid: int, text: str) -> bool:
+    try:
+        return text in Path(f"/proc/{pid}/cmdline").read_text()
+    except OSError:
+        return False
+
+
+def test_every_bad_recipe_has_an_expectation() -> None:
+    assert {path.stem for path in BAD.glob("*.py")} == EXPECTED.keys()
+
+
+@pytest.mark.parametrize("launcher", ["warm", "torchrun"])
+@pytest.mark.parametrize("name", EXPECTED)
+def test_bad_recipe_is_reported_within_its_deadline(name: str, launcher: str) -> None:
+    kind, text = EXPECTED[name]
+    started = time.monotonic()
+    report = run(BAD / f"{name}.py", 2, launcher=launcher, deadline_s=DEADLINE_S)
+    assert time.monotonic() - started < DEADLINE_S + 20
+    assert report.failures[0].kind == kind, report.describe()
+    assert text in report.failures[0].text
+    assert not harness_processes()
+    described = report.describe()
+    for wanted in (f"{name} on 2 ranks: FAILED", "rank 0, last lines", "rank 1, last lines"):
+        assert wanted in described
+    assert f"python -m harness run tests/data/bad/{name}.py --ranks 2" in described
+
+
+def test_a_hung_recipe_shows_the_stacks_of_every_rank() -> None:
+    described = run(BAD / "hangs.py", 2, launcher="warm", deadline_s=8).describe()
+    assert described.count("stacks at the deadline") == 2
+    assert "in wait_for_a_message" in described
+
+
+def write(folder: Path, name: str, text: str) -> Path:
+    path = folder / name
+    path.write_text(textwrap.dedent(text))
+    return path
+
+
+SAVES = """
+    import os
+    import torch
+    import torch.distributed as dist
+    import torch.distributed.checkpoint as dcp
+
+    if __name__ == "__main__":
+        dist.init_process_group("gloo")
+        weight = torch.arange(8.0)
+        dcp.save({{"weight": weight}}, checkpoint_id="step1")
+        {after}
+        dist.barrier()
+        dist.destroy_process_group()
+"""
+
+
+@pytest.mark.parametrize(
+    ("after", "kinds"),
+    [
+        ("pass", set()),
+        ("os.path.exists('step1/.metadata') and os.remove('step1/.metadata')", {"checkpoint_incomplete"}),
+        ("dist.barrier(); dist.get_rank() or os.remove('step1/__0_0.distcp')", {"checkpoint_incomplete"}),
+    ],
+)
+def test_a_checkpoint_must_load_in_a_fresh_process(tmp_path, after: str, kinds: set) -> None:
+    recipe = write(tmp_path, "saves.py", SAVES.format(after=after))
+    assert run(recipe, 1, launcher="warm").kinds == kinds
+
+
+def test_a_checkpoint_with_other_values_than_were_passed_is_wrong(tmp_path) -> None:
+    """A stager that hands out the live tensor: what is on disk is a later step."""
+    recipe = write(
+        tmp_path,
+        "live.py",
+        """
+        import torch
+        import torch.distributed as dist
+        import torch.distributed.checkpoint as dcp
+        from torch.distributed.checkpoint.staging import AsyncStager
+
+        class LiveStager(AsyncStager):
+            _synchronize_after_execute = False
+
+            def stage(self, state_dict):
+                state_dict["weight"] += 1
+                return state_dict
+
+            def close(self):
+                pass
+
+        if __name__ == "__main__":
+            dist.init_process_group("gloo")
+            state = {"weight": torch.zeros(4)}
+            dcp.async_save(state, checkpoint_id="step1", async_stager=LiveStager()).result()
+            dist.destroy_process_group()
+        """,
+    )
+    report = run(recipe, 1, launcher="warm")
+    assert report.kinds == {"checkpoint_wrong"}, report.describe()
+    assert "weight" in report.failures[0].text
+
+
+def test_a_plain_tensor_that_differs_between_ranks_is_wrong(tmp_path) -> None:
+    recipe = write(
+        tmp_path,
+        "differs.py",
+        """
+        import torch
+        import torch.distributed as dist
+        import torch.distributed.checkpoint as dcp
+
+        if __name__ == "__main__":
+            dist.init_process_group("gloo")
+            dcp.save({"mean": torch.full((2,), float(dist.get_rank()))}, checkpoint_id="step1")
+            dist.destroy_process_group()
+        """,
+    )
+    report = run(recipe, 2, launcher="warm")
+    assert report.kinds == {"checkpoint_wrong"}, report.describe()
+
+
+@pytest.mark.parametrize("ending", ["sys.exit(0)", "raise SystemExit(main())", "sys.exit(main())"])
+def test_exiting_by_the_last_line_is_no_early_exit(tmp_path, ending: str) -> None:
+    text = f'import sys\n\ndef main():\n    return 0\n\nif __name__ == "__main__":\n    {ending}\n'
+    assert run(write(tmp_path, "exits.py", text), 1, launcher="warm").ok
+
+
+def test_os_exit_leaves_no_record(tmp_path) -> None:
+    report = run(write(tmp_path, "gone.py", "import os\nos._exit(0)\n"), 2, launcher="warm")
+    assert report.kinds == {"missing_record"}, report.describe()
+
+
+def test_the_ranks_die_with_the_process_that_runs_them(tmp_path) -> None:
+    """SIGKILL of the supervisor, under either launcher, ends every rank."""
+    for launcher in ("warm", "torchrun"):
+        pids = tmp_path / launcher
+        pids.mkdir()
+        recipe = write(
+            tmp_path,
+            f"waits_{launcher}.py",
+            f"""
+            import os, pathlib, threading
+            (pathlib.Path({str(pids)!r}) / str(os.getpid())).touch()
+            threading.Event().wait()
+            """,
+        )
+        code = f"from harness.run import run; run({str(recipe)!r}, 2, launcher={launcher!r})"
+        supervisor = subprocess.Popen([sys.executable, "-c", code], cwd=REPO)
+        until = time.monotonic() + 60
+        while len(list(pids.iterdir())) < 2 and time.monotonic() < until:
+            time.sleep(0.05)
+        ranks = [int(path.name) for path in pids.iterdir()]
+        assert len(ranks) == 2
+        supervisor.kill()
+        supervisor.wait()
+        while any(Path(f"/proc/{pid}").exists() for pid in ranks) and time.monotonic() < until:
+            time.sleep(0.05)
+        assert not any(Path(f"/proc/{pid}").exists() for pid in ranks), launcher
+
+
+def test_report_survives_json() -> None:
+    report = run(BAD / "leaves_a_thread.py", 1, launcher="warm")
+    assert Report.from_dict(report.to_dict()) == report
+
+
+# Bad input
+
+
+@pytest.mark.parametrize(
+    ("arguments", "message"),
+    [
+        (("missing.py", 1), "no such recipe; pass the path of a Python file"),
+        ((BAD / "raises.py", 0), "0 ranks: pass a number of 1 or more"),
+    ],
+)
+def test_bad_arguments_say_what_to_do(arguments: tuple, message: str) -> None:
+    with pytest.raises(RecipeError, match=message):
+        run(*arguments)
+
+
+def test_an_empty_folder_says_so(tmp_path) -> None:
+    with pytest.raises(RecipeError, match="no recipes"):
+        discover(tmp_path)
+
+
+CONTROL = """
+    [[control]]
+    name = "n"
+    says = "s"
+    find = "x = 1"
+    replace = "x = 2"
+    fails = ["raised"]
+"""
+
+
+def test_a_control_whose_text_is_gone_says_so(tmp_path) -> None:
+    write(tmp_path, "r.toml", CONTROL)
+    recipe = load_recipe(write(tmp_path, "r.py", "y = 1\n"), tmp_path)
+    with pytest.raises(RecipeError, match="occurs 0 times"):
+        run(recipe.path, 1, control=recipe.control("n"))
+
+
+def test_a_control_whose_text_stands_twice_says_so(tmp_path) -> None:
+    write(tmp_path, "r.toml", CONTROL)
+    recipe = load_recipe(write(tmp_path, "r.py", "x = 1\nx = 1\n"), tmp_path)
+    with pytest.raises(RecipeError, match="occurs 2 times"):
+        run(recipe.path, 1, control=recipe.control("n"))
+
+
+@pytest.mark.parametrize(
+    ("text", "message"),
+    [
+        ("rank = [1]", "unknown keys"),
+        ("[[control]]\nname = 'n'", "lacks"),
+        ("ranks = [", "r.toml"),
+        (CONTROL + "    when = 'now'", "unknown keys in a control"),
+    ],
+)
+def test_a_bad_controls_file_names_what_is_wrong(tmp_path, text: str, message: str) -> None:
+    with pytest.raises(RecipeError, match=message):
+        load_controls(write(tmp_path, "r.toml", text))
+
+
+def test_a_control_that_changes_nothing_visible_is_not_caught(tmp_path) -> None:
+    write(tmp_path, "r.toml", CONTROL)
+    recipe = load_recipe(write(tmp_path, "r.py", "x = 1\n"), tmp_path)
+    control = recipe.control("n")
+    assert not control.caught(run(recipe.path, 1, launcher="warm", control=control).kinds)
+
+
+def test_the_code_hash_follows_code_and_not_prose(tmp_path) -> None:
+    path = write(tmp_path, "r.py", '"""Title."""\n\n# %%\n# Prose.\n\nx = 1\n')
+    before = code_sha256(path)
+    path.write_text('"""Another title."""\n\n# %%\n# Other prose.\nx = 1\n')
+    assert code_sha256(path) == before
+    path.write_text('"""Another title."""\n\nx = 2\n')
+    assert code_sha256(path) != before
+
+
+def test_the_code_hash_is_the_same_on_every_python(tmp_path) -> None:
+    path = write(tmp_path, "r.py", '"""T."""\n\n\ndef f(a: int) -> int:\n    """D."""\n    return a\n')
+    expected = "a277ee19f49d7c7d3879c2e254144d2a777557a91da3bc1aa1191cb81718f079"
+    assert code_sha256(path) == expected

@@ -1,0 +1,54 @@
+"""The three published checkpoint loops, judged like anyone's recipes."""
+
+import subprocess
+import sys
+
+import pytest
+from conftest import REPO
+
+from harness.run import run
+
+PUBLISHED = REPO / "tests" / "data" / "published"
+NAMES = ("basic", "pinned", "default_stager")
+
+
+@pytest.mark.parametrize("name", NAMES)
+def test_on_two_ranks_the_shared_group_is_named_as_the_likely_cause(name: str) -> None:
+    report = run(PUBLISHED / f"{name}.py", 2, launcher="warm", deadline_s=25)
+    assert report.kinds & {"hung", "killed", "raised"}, report.describe()
+    assert "async_save ran on the process group that training uses" in report.failures[0].hint
+
+
+@pytest.mark.parametrize("name", ["basic", "pinned"])
+def test_on_one_rank_the_last_checkpoint_is_missing(name: str) -> None:
+    """Certain, because the write is held until it is awaited: these never await the last one."""
+    report = run(PUBLISHED / f"{name}.py", 1, launcher="warm", gate="hold_write")
+    missing = [f for f in report.failures if f.kind == "checkpoint_missing"]
+    assert [f.text for f in missing] == ["checkpoint_step9: the directory is empty"]
+    assert "never awaited" in missing[0].hint
+
+
+@pytest.mark.parametrize("gate", [None, "hold_write"])
+def test_on_one_rank_the_stager_loop_is_accepted(gate: str | None) -> None:
+    report = run(PUBLISHED / "default_stager.py", 1, launcher="warm", gate=gate)
+    assert report.ok, report.describe()
+
+
+def test_a_folder_of_recipes_is_judged_from_the_command_line() -> None:
+    """``pytest tests --recipes DIR --ranks 1``: two of the three are rejected, one accepted."""
+    done = subprocess.run(
+        [
+            *(sys.executable, "-m", "pytest", "tests", "--recipes", PUBLISHED, "--ranks", "1"),
+            *("-p", "no:cacheprovider", "-q", "-n", "0", "-rf", "--tb=no"),
+        ],
+        cwd=REPO,
+        capture_output=True,
+        text=True,
+        timeout=300,
+    )
+    failed = [line for line in done.stdout.splitlines() if line.startswith("FAILED")]
+    assert done.returncode == 1
+    slow_disk = "test_every_save_is_awaited_however_slow_the_disk"
+    for name, rejected in (("basic", True), ("pinned", True), ("default_stager", False)):
+        assert any(f"{slow_disk}[{name}-1]" in line for line in failed) == rejected, done.stdout
+    assert not any("default_stager" in line for line in failed), done.stdout

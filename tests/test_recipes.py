@@ -1,0 +1,93 @@
+"""Every recipe proves its claim on every rank; every negative control is caught."""
+
+import subprocess
+import sys
+
+import pytest
+from conftest import ranks_under_test, recipes_under_test
+
+from harness.recipe import Control, Recipe
+from harness.run import run
+
+
+def pytest_generate_tests(metafunc: pytest.Metafunc) -> None:
+    recipes = recipes_under_test(metafunc.config)
+    asked = ranks_under_test(metafunc.config)
+    names = set(metafunc.fixturenames)
+    if {"recipe", "ranks"} <= names:
+        cases = [(r, n) for r in recipes for n in (asked or r.ranks)]
+        metafunc.parametrize("recipe,ranks", cases, ids=[f"{r.name}-{n}" for r, n in cases])
+    elif {"recipe", "control"} <= names:
+        cases = [(r, c) for r in recipes for c in r.controls]
+        metafunc.parametrize("recipe,control", cases, ids=[f"{r.name}-{c.name}" for r, c in cases])
+    elif {"recipe", "gate"} <= names:
+        cases = [(r, g) for r in recipes for g in sorted({c.gate for c in r.controls if c.gate})]
+        metafunc.parametrize("recipe,gate", cases, ids=[f"{r.name}-{g}" for r, g in cases])
+    elif "recipe" in names:
+        metafunc.parametrize("recipe", recipes, ids=[r.name for r in recipes])
+
+
+def test_recipe_proves_its_claim(recipe: Recipe, ranks: int) -> None:
+    """On each world size, ranks forked from a warm process."""
+    report = run(
+        recipe.path, ranks, launcher="warm", order=recipe.order, deadline_s=recipe.deadline_s
+    )
+    assert report.ok, report.describe()
+    assert len(report.outputs) == ranks
+
+
+def test_every_save_is_awaited_however_slow_the_disk(recipe: Recipe, ranks: int) -> None:
+    """Each write is held until the recipe waits for it: what is never awaited is never written."""
+    report = run(
+        recipe.path, ranks, launcher="warm", gate="hold_write", deadline_s=recipe.deadline_s
+    )
+    assert report.ok, report.describe()
+
+
+def test_recipe_runs_under_torchrun(recipe: Recipe, pytestconfig: pytest.Config) -> None:
+    ranks = max(ranks_under_test(pytestconfig) or (recipe.page_ranks,))
+    report = run(recipe.path, ranks, launcher="torchrun", deadline_s=recipe.deadline_s)
+    assert report.ok, report.describe()
+
+
+def test_recipe_passes_under_the_gates_of_its_controls(recipe: Recipe, gate: str) -> None:
+    """A gate alone fails nothing: what a control reports is the missing line's doing."""
+    report = run(recipe.path, 2, launcher="warm", gate=gate, deadline_s=recipe.deadline_s)
+    assert report.ok, report.describe()
+
+
+def test_control_is_caught(recipe: Recipe, control: Control) -> None:
+    report = run(recipe.path, control.ranks, launcher="warm", control=control)
+    assert control.caught(report.kinds), (
+        f"{recipe.name} without its line ({control.says}) was expected to fail by "
+        f"{sorted(control.fails)}, and did: {sorted(report.kinds)}\n{report.describe()}"
+    )
+
+
+def test_recipe_has_at_least_four_controls(recipe: Recipe, pytestconfig: pytest.Config) -> None:
+    if pytestconfig.getoption("--recipes"):
+        pytest.skip("recipes of another folder need no controls file")
+    assert len(recipe.controls) >= 4
+
+
+def test_plain_python_runs_one_rank(recipe: Recipe, pytestconfig: pytest.Config, tmp_path) -> None:
+    if pytestconfig.getoption("--recipes"):
+        pytest.skip("recipes of another folder may need torchrun")
+    assert recipe.min_ranks == 1, "needs more ranks; say so in its first lines and test that here"
+    done = subprocess.run(
+        [sys.executable, recipe.path], cwd=tmp_path, capture_output=True, text=True, timeout=120
+    )
+    assert done.returncode == 0, done.stderr
+    assert not list(tmp_path.iterdir()), "it left files in the working directory"
+
+
+def test_importing_a_recipe_does_nothing(recipe: Recipe, pytestconfig: pytest.Config) -> None:
+    if pytestconfig.getoption("--recipes"):
+        pytest.skip("recipes of another folder may work at import")
+    code = (
+        f"import sys; sys.path.insert(0, {str(recipe.path.parent)!r})\n"
+        f"import {recipe.name}, torch.distributed as dist, threading\n"
+        "assert not dist.is_initialized() and threading.active_count() == 1"
+    )
+    done = subprocess.run([sys.executable, "-c", code], capture_output=True, text=True, timeout=120)
+    assert (done.returncode, done.stdout) == (0, ""), done.stdout + done.stderr
