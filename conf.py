@@ -53,7 +53,7 @@ sphinx_gallery_conf = {
 }
 plot_gallery = False
 
-copybutton_selector = "div.highlight:not(.no-copy) pre"
+copybutton_selector = "div:not(.no-copy) > div.highlight pre"
 copybutton_prompt_text = r"\$ "
 copybutton_prompt_is_regexp = True
 
@@ -87,6 +87,7 @@ html_theme_options = {
     "footer_start": ["site-footer.html"],
     "footer_end": [],
     "show_prev_next": True,
+    "back_to_top_button": False,
     "use_edit_page_button": False,
     "pygments_light_style": "a11y-high-contrast-light",
     "pygments_dark_style": "a11y-high-contrast-dark",

@@ -134,6 +134,7 @@ def test_the_copy_button_copies_the_source(visit, page):
         copied = tab.evaluate("navigator.clipboard.readText()")
         assert copied.strip()
         assert copied.strip() in source
+    assert tab.locator(".no-copy button.copybtn").count() == 0
     command = tab.locator(".recipe-header")
     command.locator("button.copybtn").click()
     copied = tab.evaluate("navigator.clipboard.readText()").strip()
