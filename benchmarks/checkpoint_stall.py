@@ -3,9 +3,9 @@
     torchrun --nproc-per-node=2 benchmarks/checkpoint_stall.py --out benchmarks
     python benchmarks/checkpoint_stall.py --small --out /tmp/rehearsal      # a minute on a CPU
 
-One FSDP2 model with fused AdamW is trained all the time; ``--modes``, ``--storages`` and ``--steps``
-choose what is measured. Every row is written when it is known, rows that are there already are
-kept (``--again`` measures them anew), so that a run that is cut off is resumed by the same command.
+One FSDP2 model with fused AdamW is trained all the time; ``--modes``, ``--storages`` and
+``--steps`` choose what is measured. Every row is written when it is known and kept when the
+command runs again (``--again`` measures it anew): a run that is cut off is resumed by its command.
 
 How a number is made
 --------------------
@@ -23,8 +23,9 @@ Nothing else synchronises the training thread between a sample's first and last 
 * ``exposed_stall_s``: sum over the steps that end after the call, up to one step after the end of
   staging, of interval minus ``step_s``. A blocking call is part of it, since the compute stream
   runs empty. It can come out slightly negative: the noise of a median.
-* ``uploaded_s``: host seconds from the call until the checkpoint is complete in storage;
-  ``uploaded_idle_s`` the same with no training beside it.
+* ``uploaded_s``: host seconds from the end of staging until the checkpoint is complete in storage
+  (for a save that does not stage, from the call); ``uploaded_idle_s`` the same with no training
+  beside it.
 * ``upload_slowdown``: mean interval of the steps that lie wholly between the end of staging and
   the end of the upload, over ``step_s``.
 * ``bytes_written``: size of the files of one checkpoint, all ranks.
@@ -43,7 +44,6 @@ import argparse
 import gc
 import importlib
 import json
-import os
 import platform
 import shutil
 import statistics
@@ -54,9 +54,10 @@ import time
 from collections.abc import Callable
 from concurrent.futures import Future
 from contextlib import AbstractContextManager, nullcontext
-from dataclasses import dataclass, field
+from dataclasses import dataclass
 from datetime import date
 from importlib.metadata import PackageNotFoundError, version
+from itertools import pairwise
 from pathlib import Path
 
 import torch
@@ -71,11 +72,29 @@ ROOT = Path(__file__).resolve().parents[1]
 RECIPES = ROOT / "recipes_source" / "checkpoint"
 sys.path[:0] = [str(ROOT), str(RECIPES)]
 
-from async_save import AppState, SampleCounter, leaves, snapshot, start_rank  # noqa: E402
+from async_save import (  # noqa: E402
+    AppState,
+    AsyncCheckpoints,
+    SampleCounter,
+    leaves,
+    snapshot,
+    start_rank,
+)
+from default_stager import REUSE_CRASHES, StagedCheckpoints  # noqa: E402
 from overlapped_stager import OverlappedStager  # noqa: E402
+from pinned_staging import PinnedCheckpoints  # noqa: E402
+from process_checkpointer import ProcessCheckpoints  # noqa: E402
 
 from harness.recipe import code_sha256  # noqa: E402
 
+BOUND_FROM = "bytes of state of a rank over the pinned device-to-host rate of this run"
+MEASURED_RECIPES = (
+    "async_save",
+    "pinned_staging",
+    "default_stager",
+    "overlapped_stager",
+    "process_checkpointer",
+)
 QUIET_STEPS = 8  # before each save
 SETTLED = 2  # of these, not counted: the queue fills
 
@@ -113,8 +132,8 @@ class HostEvent:
 class Training:
     """The model under test and the times of its steps."""
 
-    def __init__(self, size: Size, device: torch.device) -> None:
-        self.size, self.device = size, device
+    def __init__(self, size: Size, device: torch.device, scratch: Path) -> None:
+        self.size, self.device, self.scratch = size, device, scratch
         self.app = self.build()
         self.ends: list = []
         self.tokens = "long"
@@ -207,6 +226,8 @@ class Save:
 class Mode:
     """A way of saving. ``start`` is timed as the call; the rest is what the loop must do for it."""
 
+    stages_beside = False
+
     note: str | None = None
 
     def __init__(self, training: Training) -> None:
@@ -222,8 +243,6 @@ class Mode:
         elif save.staged_at is None and not self.stages_beside:
             save.staged_at = save.returned_at
         return save
-
-    stages_beside = False
 
     def start(self, save: Save) -> None:
         raise NotImplementedError
@@ -273,58 +292,84 @@ class DcpSave(Mode):
         dcp.save({"app": self.app}, checkpoint_id=save.directory, process_group=self.group)
 
 
-class AsyncSave(Mode):
+class RecipeMode(Mode):
+    """The class that a recipe offers for its saves; it writes to ``<directory>/step<N>``."""
+
+    checkpoints: AsyncCheckpoints | ProcessCheckpoints
+
     def start(self, save: Save) -> None:
-        writer = FileSystemWriter(save.directory)
-        save.watch(None, self.async_save(writer))
+        self.checkpoints.root = save.directory
+        self.checkpoints.save(self.app)
+        self.watch(save)
 
-    def async_save(self, writer: FileSystemWriter, **options):
-        return dcp.async_save(
-            {"app": self.app}, storage_writer=writer, process_group=self.group, **options
-        )
+    def watch(self, save: Save) -> None:
+        save.watch(None, self.checkpoints.upload)
+
+    def finish(self, save: Save) -> None:
+        super().finish(save)
+        self.checkpoints.wait()
+
+    def load(self, directory: Path) -> dict[str, object]:
+        (checkpoint,) = directory.iterdir()
+        return super().load(checkpoint)
+
+    def close(self) -> None:
+        self.checkpoints.close()
+        super().close()
 
 
-class Pinned(AsyncSave):
+class AsyncSave(RecipeMode):
     def __init__(self, training: Training) -> None:
         super().__init__(training)
-        self.writer = FileSystemWriter("unused", cache_staged_state_dict=True)
-        if training.device.type == "cpu":
-            self.writer.state_dict_cache = {"app": snapshot_tree(self.app)}
-            self.note = "no accelerator: nothing is pinned"
-
-    def start(self, save: Save) -> None:
-        response = dcp.async_save(
-            {"app": self.app},
-            checkpoint_id=save.directory,
-            storage_writer=self.writer,
-            process_group=self.group,
-        )
-        save.watch(None, response)
+        self.checkpoints = AsyncCheckpoints(Path())
 
 
-def snapshot_tree(app: AppState) -> dict:
-    import copy
+class Pinned(RecipeMode):
+    def __init__(self, training: Training) -> None:
+        super().__init__(training)
+        self.checkpoints = PinnedCheckpoints(Path())
 
-    return copy.deepcopy(app.state_dict())
+
+class DefaultStagerOrdered(RecipeMode):
+    stages_beside = True
+
+    def __init__(self, training: Training) -> None:
+        super().__init__(training)
+        self.checkpoints = StagedCheckpoints(Path(), training.device)
+        built = "a new stager a save" if REUSE_CRASHES else "one stager for all saves"
+        self.note = f"{built}; its stream waits for an event behind the step"
+
+    def watch(self, save: Save) -> None:
+        save.watch(self.checkpoints.stager.staged, self.checkpoints.upload)
+
+    def update(self) -> AbstractContextManager:
+        self.checkpoints.wait_staged()
+        return nullcontext()
 
 
-class DefaultStagerAsPublished(AsyncSave):
+class Process(RecipeMode):
+    note = "the daemons are started before the first save that is timed"
+
+    def __init__(self, training: Training) -> None:
+        super().__init__(training)
+        directory = shared_directory(training.scratch)
+        try:
+            self.checkpoints = ProcessCheckpoints(directory, self.app)
+        finally:
+            remove(directory)
+
+
+class DefaultStagerAsPublished(Mode):
     note = "a new stager a save, never ordered after the step; closed here after each save"
     stages_beside = True
     staging: Future | None = None
 
-    def options(self) -> StagingOptions:
-        if self.training.device.type == "cpu":
-            return StagingOptions(False, False, True, False)
-        return StagingOptions()
-
-    def state(self) -> dict:
-        return {"app": self.app}
-
     def start(self, save: Save) -> None:
-        self.stager = DefaultStager(self.options())
+        on_cpu = self.training.device.type == "cpu"
+        options = StagingOptions(False, False, True, False) if on_cpu else StagingOptions()
+        self.stager = DefaultStager(options)
         response = dcp.async_save(
-            self.state(),
+            {"app": self.app},
             checkpoint_id=save.directory,
             process_group=self.group,
             async_stager=self.stager,
@@ -343,26 +388,7 @@ class DefaultStagerAsPublished(AsyncSave):
         self.stager.close()
 
 
-class OrderAfter:
-    """A value whose copy makes the copying thread's stream wait for the step."""
-
-    def __init__(self, device: torch.device) -> None:
-        self.streams = torch.get_device_module(device)
-        self.stepped = self.streams.Event()
-        self.stepped.record()
-
-    def __deepcopy__(self, memo: dict) -> None:
-        self.streams.current_stream().wait_event(self.stepped)
-
-
-class DefaultStagerOrdered(DefaultStagerAsPublished):
-    note = "a new stager a save; its stream waits for an event behind the step"
-
-    def state(self) -> dict:
-        return {"after": OrderAfter(self.training.device), "app": self.app}
-
-
-class Overlapped(AsyncSave):
+class Overlapped(Mode):
     stages_beside = True
 
     def __init__(self, training: Training) -> None:
@@ -371,7 +397,12 @@ class Overlapped(AsyncSave):
 
     def start(self, save: Save) -> None:
         writer = FileSystemWriter(save.directory, per_thread_copy_ahead=0)
-        response = self.async_save(writer, async_stager=self.stager)
+        response = dcp.async_save(
+            {"app": self.app},
+            storage_writer=writer,
+            process_group=self.group,
+            async_stager=self.stager,
+        )
         self.stager.in_use_until(response.upload_completion)
         save.watch(self.stager.staged, response.upload_completion)
 
@@ -470,10 +501,11 @@ MODES: dict[str, type[Mode]] = {
     "default_stager_as_published": DefaultStagerAsPublished,
     "default_stager_ordered": DefaultStagerOrdered,
     "overlapped": Overlapped,
+    "process": Process,
     "torch_checkpointing": TorchCheckpointing,
     "nvidia-resiliency-ext": NvidiaResiliencyExt,
 }
-BLOCKING = {"torch_save", "dcp_save"}
+BLOCKING = ("torch_save", "dcp_save")
 
 
 # -- one row ----------------------------------------------------------------------------------
@@ -559,12 +591,12 @@ def measure_save(training: Training, mode: Mode, directory: Path, steps_after: i
     ends = training.step_ends()
     mode.finish(save)
     dist.barrier(group=AGREEMENT[0])
-    intervals = [b - a for a, b in zip(ends, ends[1:])]
+    intervals = [b - a for a, b in pairwise(ends)]
     quiet = intervals[SETTLED : QUIET_STEPS - 1]
     step_s = statistics.median(quiet)
 
     staged_at = save.staged_at if save.staged_at is not None else save.uploaded_at
-    after = list(zip(ends, ends[1:]))
+    after = list(pairwise(ends))
     touched = [(a, b) for a, b in after if b > save.called_at and a < staged_at]
     first_free = after.index(touched[-1]) + 1 if touched else len(after)
     touched += after[first_free : first_free + 1]
@@ -573,8 +605,8 @@ def measure_save(training: Training, mode: Mode, directory: Path, steps_after: i
         "quiet": quiet,
         "step_s": step_s,
         "call_s": save.returned_at - save.called_at,
-        "staged_s": save.staged_s or staged_at - save.called_at,
-        "uploaded_s": save.uploaded_at - save.called_at,
+        "staged_s": save.staged_s or (staged_at - save.called_at if save.uploaded else None),
+        "uploaded_s": save.uploaded_at - (staged_at if save.uploaded else save.called_at),
         "exposed_stall_s": sum(b - a - step_s for a, b in touched),
         "upload_slowdown": statistics.mean(beside) / step_s if beside else None,
         "steps_beside_upload": len(beside),
@@ -588,11 +620,11 @@ def upload_when_idle(training: Training, mode: Mode, directory: Path) -> float:
     mode.update()
     mode.finish(save)
     dist.barrier(group=AGREEMENT[0])
-    return save.uploaded_at - save.called_at
+    return save.uploaded_at - (save.staged_at or save.called_at)
 
 
 def judge(training: Training, mode: Mode, directory: Path) -> tuple[bool, float]:
-    """Whether a save called with work queued holds the bits of its own step, and how much differs."""
+    """Whether a save called with work queued holds its own step's bits; the share that differs."""
     training.steps(3, mode)
     expected = snapshot(training.app)
     save = mode.save(directory)
@@ -621,42 +653,34 @@ def measure(
         training.start_clock()
         training.steps(QUIET_STEPS * 2)
         ends = training.step_ends()
-        intervals = [b - a for a, b in zip(ends, ends[1:])][SETTLED:]
+        intervals = [b - a for a, b in pairwise(ends)][SETTLED:]
         return {"step_s": statistics.median(intervals), "samples": {"step_s": intervals}}
 
     blocking = name in BLOCKING
-    first = measure_save(training, mode, storage / "first", 4)
-    written = size_on_disk(storage / "first")
-    remove(storage / "first")
-    # Training must go on until the upload has ended; ranks must agree on the number of steps.
-    steps_after = 4
-    if not blocking:
-        steps_after += int(agreed_max(1.3 * first["uploaded_s"] / first["step_s"]))
     samples: dict[str, list] = {}
-    for i in range(saves):
-        sample = measure_save(training, mode, storage / f"save{i}", steps_after)
-        remove(storage / f"save{i}")
-        steps_after = max(
-            steps_after,
-            0 if blocking else 4 + int(agreed_max(1.3 * sample["uploaded_s"] / sample["step_s"])),
-        )
-        for key, value in sample.items():
-            samples.setdefault(key, []).append(value)
+    steps_after = 4
+    for i in range(-1, saves):  # the first allocates and is kept apart
+        directory = storage / f"save{i}"
+        sample = measure_save(training, mode, directory, steps_after)
+        written = size_on_disk(directory)
+        remove(directory)
+        if i < 0:
+            first = sample
+        else:
+            for key, value in sample.items():
+                samples.setdefault(key, []).append(value)
+        if not blocking:  # train until the upload has ended; all ranks take as many steps
+            needed = (sample["staged_s"] or 0) + 1.3 * sample["uploaded_s"]
+            steps_after = 6 + int(agreed_max(needed / sample["step_s"]))
     idle = None
     if not blocking:
         idle = upload_when_idle(training, mode, storage / "idle")
         remove(storage / "idle")
     right, share = judge(training, mode, storage / "judged")
     remove(storage / "judged")
-    row = {
-        key: statistics.median([v for v in values if v is not None] or [float("nan")])
-        for key, values in samples.items()
-        if key != "quiet"
-    }
-    if not samples["upload_slowdown"] or all(v is None for v in samples["upload_slowdown"]):
-        row["upload_slowdown"] = None
+    known = {key: [v for v in values if v is not None] for key, values in samples.items()}
     return {
-        **row,
+        **{key: statistics.median(v) if v else None for key, v in known.items() if key != "quiet"},
         "first_call_s": first["call_s"],
         "first_exposed_stall_s": first["exposed_stall_s"],
         "uploaded_idle_s": idle,
@@ -742,7 +766,7 @@ def say(started: float, text: str) -> None:
 def run(arguments: argparse.Namespace, device: torch.device) -> None:
     started = time.perf_counter()
     size = SMALL if arguments.small else FULL
-    training = Training(size, device)
+    training = Training(size, device, arguments.memory)
     training.prepare("long")
     state = [x for x in leaves(training.app.state_dict()).values() if isinstance(x, torch.Tensor)]
     state_bytes = sum(x.nbytes for x in state)
@@ -753,17 +777,14 @@ def run(arguments: argparse.Namespace, device: torch.device) -> None:
     label = f"{short_name}-x{dist.get_world_size()}"
     header = {
         "benchmark": "checkpoint_stall",
-        "code_sha256": {
-            "async_save": code_sha256(RECIPES / "async_save.py"),
-            "overlapped_stager": code_sha256(RECIPES / "overlapped_stager.py"),
-        },
+        "code_sha256": {name: code_sha256(RECIPES / f"{name}.py") for name in MEASURED_RECIPES},
         "torch": torch.__version__,
         "device": name,
         "driver": driver_version(),
         "ranks": dist.get_world_size(),
         "date": date.today().isoformat(),
         "workload": {
-            "model": f"{size.layers_per_rank} linear layers a rank, {size.widths[0]} x {size.widths[1]}",
+            "model": "{} linear layers a rank, {} x {}".format(size.layers_per_rank, *size.widths),
             "precision": "float32 weights and Adam state, bfloat16 compute",
             "optimizer": "AdamW, fused",
             "sharding": "fully_shard, one group a layer",
@@ -803,7 +824,8 @@ def run(arguments: argparse.Namespace, device: torch.device) -> None:
                 finally:
                     remove(directory)
                 key = {"name": mode_name, "storage": storage, "step": step}
-                results.add({**key, "bound_s": bound_s, "note": mode.note, **row})
+                bound = {"bound_s": bound_s, "bound_from": BOUND_FROM} if bound_s else {}
+                results.add({**key, **bound, "note": mode.note, **row})
                 shown = {k: v for k, v in row.items() if k != "samples"}
                 say(started, f"{mode_name}, {storage}, {step}: {json.dumps(shown)}")
             if arguments.trace and mode_name != "none":
@@ -829,14 +851,93 @@ def shared_directory(parent: Path) -> Path:
 # -- a small trace ----------------------------------------------------------------------------
 
 
+GAP_US = 200.0  # kernels closer than this are one block
+STALL_US = 5000.0  # a longer gap between blocks is drawn as a stall
+
+
 def trace(
     training: Training, mode: Mode, name: str, directory: Path, path: Path, header: dict
 ) -> None:
-    """Write compute, copy and write lanes around one save, from the profiler's own events.
+    """Write compute, copy and write lanes from two steps before a save to four after its call.
 
-    Kernels closer than ``GAP_US`` are drawn as one block; the write lane is the host's time
-    between the end of staging and the end of the upload.
+    Compute and copy come from the profiler: kernels less than ``GAP_US`` apart are one block, a gap
+    of more than ``STALL_US`` between blocks is marked as a stall. On a CPU, compute is the steps.
+    The write lane runs from the end of staging to the end of the upload, by the host's clock, and
+    is cut at the end of the window.
     """
+    on_cuda = training.device.type == "cuda"
+    activities = [torch.profiler.ProfilerActivity.CPU]
+    activities += [torch.profiler.ProfilerActivity.CUDA] * on_cuda
+    training.start_clock()
+    with torch.profiler.profile(activities=activities) as profile:
+        training.steps(4, mode)
+        save = mode.save(directory)
+        training.steps(4, mode)
+        ends = training.step_ends()
+    mode.finish(save)
+    to_us = time.time_ns() / 1e3 - time.perf_counter() * 1e6  # host clock to the profiler's
+    begin, end = (at * 1e6 + to_us for at in (ends[2], ends[-1]))
+    if on_cuda:
+        with tempfile.TemporaryDirectory() as temporary:
+            profile.export_chrome_trace(f"{temporary}/trace.json")
+            raw = json.loads(Path(temporary, "trace.json").read_text())
+        base = raw.get("baseTimeNanoseconds", 0) / 1e3
+        events = [e | {"ts": e["ts"] + base} for e in raw["traceEvents"] if e.get("ph") == "X"]
+    else:
+        events = []
+        for a, b in pairwise(ends):
+            step = {"cat": "kernel", "name": "step", "ts": a * 1e6 + to_us, "dur": (b - a) * 1e6}
+            events.append(step)
+    events = sorted((e for e in events if begin <= e["ts"] < end), key=lambda e: e["ts"])
+    blocks: list[list] = []  # [label, start, end]
+    for event in events:
+        if event.get("cat") != "kernel" or event["name"].startswith("nccl"):
+            continue
+        label = "optimizer" if "adam" in event["name"].lower() else "forward, backward"
+        start, stop = event["ts"], event["ts"] + event["dur"]
+        if blocks and blocks[-1][0] == label and start - blocks[-1][2] < GAP_US:
+            blocks[-1][2] = max(stop, blocks[-1][2])
+        else:
+            blocks.append([label, start, stop])
+    lanes = [("compute", *block, {}) for block in blocks]
+    lanes += [
+        ("compute", "stall", a[2], b[1], {"stall": True})
+        for a, b in pairwise(blocks)
+        if b[1] - a[2] > STALL_US
+    ]
+    lanes += [
+        ("copy", event["name"], event["ts"], event["ts"] + event["dur"], event["args"])
+        for event in events
+        if event.get("cat") == "gpu_memcpy"
+        and "DtoH" in event["name"]
+        and event["args"].get("bytes", 0) > 2**20
+    ]
+    if save.uploaded is not None and (staged_at := save.staged_at) is not None:
+        start, stop = staged_at * 1e6 + to_us, save.uploaded_at * 1e6 + to_us
+        lanes.append(("write", "write", start, min(stop, end), {"ends_after_window": stop > end}))
+    tids = {"compute": 1, "copy": 2, "write": 3}
+    drawn = [
+        {"ph": "M", "name": "thread_name", "pid": 0, "tid": tid, "args": {"name": lane}}
+        for lane, tid in tids.items()
+    ]
+    for lane, label, start, stop, args in lanes:
+        if stop > start:
+            times = {"ts": round(start - begin, 1), "dur": round(stop - start, 1)}
+            kept = {k: v for k, v in args.items() if k in ("bytes", "stream", "stall")}
+            place = {"pid": 0, "tid": tids[lane]}
+            drawn.append(
+                {"ph": "X", "name": label, **place, **times, "args": {"lane": lane} | kept}
+            )
+    for label, at in (("save called", save.called_at), ("call returns", save.returned_at)):
+        ts = round(at * 1e6 + to_us - begin, 1)
+        mark = {"ph": "i", "name": label, "s": "g", "pid": 0, "tid": 1, "ts": ts}
+        drawn.append(mark | {"args": {"mark": True}})
+    kept = ("benchmark", "device", "ranks", "torch", "date", "code_sha256")
+    other = {"mode": name, "rank": 0} | {key: header[key] for key in kept}
+    if dist.get_rank() == 0:
+        path.parent.mkdir(parents=True, exist_ok=True)
+        data = {"displayTimeUnit": "ms", "otherData": other, "traceEvents": drawn}
+        path.write_text(json.dumps(data) + "\n")
 
 
 def main() -> None:

@@ -1,0 +1,250 @@
+"""The overlapped stager on a CUDA device: the saved step, its orderings, its copies, its memory.
+
+The orderings are broken by the edits in ``tests/controls/overlapped_stager.toml``, which the
+recorder of stream order catches on a CPU. Work is queued on the compute stream before each save,
+and no test waits for the device before it has saved: that would hide what is looked for.
+"""
+
+import importlib.util
+import json
+import random
+import sys
+import threading
+import time
+from pathlib import Path
+
+import pytest
+import torch
+import torch.distributed as dist
+import torch.distributed.checkpoint as dcp
+from torch.distributed.checkpoint import FileSystemWriter
+
+from harness.recipe import load_recipe
+
+pytestmark = pytest.mark.skipif(not torch.cuda.is_available(), reason="needs a CUDA device")
+
+ROOT = Path(__file__).parents[1]
+RECIPE = ROOT / "recipes_source" / "checkpoint" / "overlapped_stager.py"
+QUEUED_S = 1.0  # of work before a save; staging takes milliseconds
+MATRIX = 8192  # rows and columns
+
+
+@pytest.fixture(scope="module", autouse=True)
+def rank():
+    """One rank with NCCL and gloo, and the recipes importable."""
+    sys.path.insert(0, str(RECIPE.parent))
+    dist.init_process_group(store=dist.HashStore(), rank=0, world_size=1)
+    yield
+    dist.destroy_process_group()
+    sys.path.remove(str(RECIPE.parent))
+
+
+def load(tmp_path: Path, control: str | None = None):
+    """The recipe's module, with a control's edit if one is named."""
+    source = RECIPE.read_text()
+    if control is not None:
+        source = load_recipe(RECIPE, ROOT / "tests" / "controls").control(control).apply(source)
+    name = f"stager_{control}"
+    path = tmp_path / f"{name}.py"
+    path.write_text(source)
+    spec = importlib.util.spec_from_file_location(name, path)
+    module = importlib.util.module_from_spec(spec)
+    spec.loader.exec_module(module)
+    return module
+
+
+class Saver:
+    """An application state, its stager and its saves."""
+
+    def __init__(self, module, root: Path, hook: bool = True) -> None:
+        self.basic, self.root = module.basic, root
+        self.device = torch.device("cuda", torch.cuda.current_device())
+        self.app = self.basic.build_app(self.device)
+        self.stager = module.OverlappedStager(self.device, self.app.model.buffers())
+        if hook:
+            self.app.optimizer.register_step_pre_hook(lambda *_: self.stager.before_update())
+        self.group = dist.new_group(backend="gloo")
+        self.uploads: list = []
+        self.expected: dict[int, dict] = {}
+        for _ in range(3):  # kernels are loaded and memory is locked before anything is judged
+            self.step()
+            self.save()
+        self.finish()
+        self.compute = torch.ones(MATRIX, MATRIX, device=self.device, dtype=torch.bfloat16)
+        self.product = torch.empty_like(self.compute)
+        self.queue_work(0.05)
+        torch.cuda.synchronize()
+
+    def step(self) -> None:
+        self.basic.train_step(self.app, self.device)
+
+    def queue_work(self, seconds: float) -> None:
+        """Queue matrix products for about ``seconds`` (600 TFLOP/s) on the compute stream."""
+        for _ in range(max(1, round(seconds * 600e12 / (2 * MATRIX**3)))):
+            torch.mm(self.compute, self.compute, out=self.product)
+
+    def save(self, upload=lambda future: future) -> None:
+        self.expected[self.app.step] = self.basic.snapshot(self.app)
+        writer = FileSystemWriter(self.root / f"step{self.app.step}", per_thread_copy_ahead=0)
+        response = dcp.async_save(
+            {"app": self.app},
+            storage_writer=writer,
+            process_group=self.group,
+            async_stager=self.stager,
+        )
+        self.uploads.append(response.upload_completion)
+        self.stager.in_use_until(upload(response.upload_completion))
+
+    def right(self, step: int) -> bool:
+        loaded = self.basic.load_app(self.root / f"step{step}", self.device)
+        try:
+            self.basic.assert_same_bits(loaded, self.expected[step])
+        except AssertionError:
+            return False
+        return True
+
+    def finish(self) -> None:
+        for upload in self.uploads:
+            upload.result()
+        self.uploads.clear()
+
+    def close(self) -> None:
+        self.finish()
+        self.stager.close()
+        dist.destroy_process_group(self.group)
+
+
+@pytest.fixture
+def saver(tmp_path):
+    savers = []
+
+    def make(control: str | None = None) -> Saver:
+        savers.append(Saver(load(tmp_path, control), tmp_path / str(control)))
+        return savers[-1]
+
+    yield make
+    for made in savers:
+        made.close()
+
+
+def saved_behind_work(saver: Saver) -> bool:
+    """Save right after a step with work queued before it; whether that step is what was saved."""
+    saver.queue_work(QUEUED_S)
+    saver.step()
+    saver.save()
+    stepped = torch.cuda.Event()
+    stepped.record()
+    assert not stepped.query(), "the queued work had ended: nothing was tested"
+    saver.step()
+    saver.finish()
+    return saver.right(saver.app.step - 1)
+
+
+def test_a_save_with_work_queued_holds_its_own_step(saver):
+    made = saver()
+    assert all(saved_behind_work(made) for _ in range(3))
+
+
+def test_without_the_wait_for_the_step_another_step_is_saved(saver):
+    assert not saved_behind_work(saver("copy_not_ordered_after_step"))
+
+
+def third_save_while_first_is_written(saver: Saver) -> bool:
+    """Hold the first of three writes until the stager waits for it or has filled its buffers."""
+    release = threading.Event()
+    original = FileSystemWriter.write_data
+    held = saver.root / f"step{saver.app.step + 1}"
+
+    def write_data(self, plan, planner):
+        if Path(self.path) == held:
+            release.wait()
+        return original(self, plan, planner)
+
+    def opens_when_awaited(upload):
+        result = upload.result
+
+        def awaited(timeout=None):
+            release.set()
+            return result(timeout)
+
+        upload.result = awaited
+        return upload
+
+    FileSystemWriter.write_data = write_data
+    try:
+        for number in range(3):
+            saver.step()
+            saver.save(opens_when_awaited if number == 0 else lambda upload: upload)
+        torch.cuda.synchronize()
+    finally:
+        release.set()
+        FileSystemWriter.write_data = original
+    saver.finish()
+    return saver.right(saver.app.step - 2)
+
+
+def test_buffers_are_kept_until_their_upload_ends(saver):
+    assert third_save_while_first_is_written(saver())
+
+
+@pytest.mark.parametrize("control", ["no_back_pressure", "buffers_free_after_copy"])
+def test_buffers_used_again_too_early_are_detected(saver, control):
+    assert not third_save_while_first_is_written(saver(control))
+
+
+def test_copies_are_pinned_and_beside_compute_on_another_stream(saver, tmp_path):
+    made = saver()
+    activities = [torch.profiler.ProfilerActivity.CPU, torch.profiler.ProfilerActivity.CUDA]
+    with torch.profiler.profile(activities=activities) as profile:
+        made.queue_work(0.02)
+        made.step()
+        made.save()
+        made.queue_work(0.1)
+        made.step()
+        torch.cuda.synchronize()
+    made.finish()
+    profile.export_chrome_trace(str(tmp_path / "trace.json"))
+    events = json.loads((tmp_path / "trace.json").read_text())["traceEvents"]
+    copies = [
+        event
+        for event in events
+        if event.get("cat") == "gpu_memcpy" and event["args"].get("bytes", 0) > 2**20
+    ]
+    copies = [event for event in copies if "DtoH" in event["name"]]
+    kernels = [event for event in events if event.get("cat") == "kernel"]
+    products = [k for k in kernels if k["dur"] > 500]  # the 8192³ products, µs
+    assert copies and all("Pinned" in event["name"] for event in copies)
+    streams = {event["args"]["stream"] for event in copies}
+    assert streams.isdisjoint(event["args"]["stream"] for event in products)
+    copied = sum(event["dur"] for event in copies)
+    beside = sum(
+        max(0, min(c["ts"] + c["dur"], p["ts"] + p["dur"]) - max(c["ts"], p["ts"]))
+        for c in copies
+        for p in products
+    )
+    assert beside > 0.8 * copied, f"{beside:.0f} of {copied:.0f} µs of copies beside products"
+
+
+def resident_bytes() -> int:
+    return int(Path("/proc/self/statm").read_text().split()[1]) * 4096
+
+
+def test_a_hundred_saves_with_random_pauses(saver, tmp_path, monkeypatch):
+    monkeypatch.setattr(sys.modules["async_save"], "HIDDEN", 1024)
+    made = saver()
+    pause = random.Random(0)
+    after_second = None
+    for number in range(100):
+        made.queue_work(pause.choice([0.0, 0.005, 0.02]))
+        made.step()
+        made.save()
+        time.sleep(pause.choice([0.0, 0.0, 0.01, 0.05]))
+        if number == 1:
+            made.finish()
+            after_second = resident_bytes()
+    made.finish()
+    grown = resident_bytes() - after_second
+    steps = sorted(made.expected)[-100:]
+    assert all(made.right(step) for step in steps)
+    state = made.basic.staged_bytes(made.app)
+    assert grown < 2 * state, f"{grown} bytes more than after the second save of {state} bytes"
