@@ -87,7 +87,6 @@ html_theme_options = {
     "footer_start": ["site-footer.html"],
     "footer_end": [],
     "show_prev_next": True,
-    "back_to_top_button": False,
     "use_edit_page_button": False,
     "pygments_light_style": "a11y-high-contrast-light",
     "pygments_dark_style": "a11y-high-contrast-dark",

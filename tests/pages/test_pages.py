@@ -116,7 +116,7 @@ def test_make_help_lists_the_targets():
 
 def test_requirements_are_pinned_with_a_reason_and_cover_every_import():
     names = {"bs4": "beautifulsoup4", "sphinx_gallery": "sphinx-gallery"}
-    names |= {"sphinx_design": "sphinx-design", "pydata_sphinx_theme": "pytorch-sphinx-theme2"}
+    names |= {"sphinx_design": "sphinx-design", "pytorch_sphinx_theme2": "pytorch-sphinx-theme2"}
     lines = [line for line in (ROOT / "requirements.txt").read_text().splitlines() if line.strip()]
     pins = [line for line in lines if not line.startswith("#")]
     assert not [line for line in pins if not re.fullmatch(r"[\w-]+==[\w.]+ +# \S.*", line)]
