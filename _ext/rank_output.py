@@ -278,11 +278,10 @@ def paragraph(text: str, css: str = "") -> nodes.paragraph:
 
 
 def conditions(report: Report) -> str:
-    """Where and how long a run took, in one line."""
-    return (
-        f"{report.ranks} rank{'s' * (report.ranks > 1)} · {report.device} · "
-        f"torch {report.torch} · {report.seconds:.1f} s"
-    )
+    """Where and how long a run took, in one line; ranks that all died left no device."""
+    parts = [f"{report.ranks} rank{'s' * (report.ranks > 1)}", report.device]
+    parts += [report.torch and f"torch {report.torch}", f"{report.seconds:.1f} s"]
+    return " · ".join(filter(None, parts))
 
 
 def rank_blocks(report: Report, opened: set[int]) -> list[nodes.Node]:
