@@ -21,7 +21,7 @@ def run_command(options: argparse.Namespace) -> int:
     control = recipe.control(options.control) if options.control else None
     report = run(
         recipe.path,
-        options.ranks,
+        options.ranks or (control.ranks if control else recipe.page_ranks),
         launcher=options.launcher,
         control=control,
         gate=options.gate,
@@ -46,7 +46,7 @@ def main() -> int:
     commands = parser.add_subparsers(dest="command", required=True)
     one = commands.add_parser("run", help="run one recipe, or one of its negative controls")
     one.add_argument("recipe", type=Path)
-    one.add_argument("--ranks", type=int, default=2)
+    one.add_argument("--ranks", type=int, help="default: the control's, or the page's")
     one.add_argument("--control", help="the name of a control in the recipe's controls file")
     one.add_argument("--gate", help="hold a background step, see harness/gates.py")
     one.add_argument("--order", action="store_true", help="record stream order (CPU)")

@@ -18,29 +18,34 @@ from harness.ledger import GATE_KEY, Ledger, Save
 
 
 def hold_write(ledger: Ledger) -> None:
-    """Hold every asynchronous write until its upload is awaited, or another save is called.
+    """Hold every asynchronous write until its upload is awaited, or another upload begins.
 
-    A recipe that never awaits its last save loads it, or ends, before a byte is written.
+    A recipe that never awaits its last save loads it, or ends, before a byte is written; one that
+    does not wait between saves has two uploads at a time.
     """
     opened: dict[str, threading.Event] = {}
 
     def on_save(save: Save) -> None:
-        for event in opened.values():
-            event.set()
         if save.kind == "async_save":
             event = opened[save.directory] = threading.Event()
             save.on_await.append(lambda phase: event.set() if phase == "upload" else None)
+
+    def on_upload(save: Save) -> None:
+        for directory, event in opened.items():
+            if directory != save.directory:
+                event.set()
 
     original = FileSystemWriter.write_data
 
     def write_data(self, plan, planner):
         if threading.current_thread() is not threading.main_thread():
-            event = opened.get(str(os.path.abspath(self.path)))
+            event = opened.get(os.path.abspath(self.path))
             if event is not None:
                 event.wait()
         return original(self, plan, planner)
 
     ledger.on_save.append(on_save)
+    ledger.on_upload.append(on_upload)
     FileSystemWriter.write_data = write_data
 
 

@@ -17,7 +17,7 @@ KINDS = {
     "checkpoint_missing": "a save that was called is not on disk",
     "checkpoint_incomplete": "a checkpoint directory does not load",
     "checkpoint_wrong": "a checkpoint holds other values than were passed to the save",
-    "overlapping_saves": "a save began while another one was in flight",
+    "overlapping_saves": "an upload began while another one was in flight",
     "wrote_elsewhere": "files were written outside --dir, the working directory and TMPDIR",
     "deprecation_warning": "the recipe uses something deprecated",
     "unordered_access": "two streams touch the same memory in no order",
@@ -105,7 +105,8 @@ def gather_saves(ranks: list[Rank]) -> list[SavedState]:
             if note["event"] == "save":
                 save = saves.setdefault(number, SavedState(note["directory"], number, note["kind"]))
                 save.shares_training_group |= note["shares_training_group"]
-                save.beside = sorted({*save.beside, *note["beside"]})
+            elif note["event"] == "upload":
+                saves[number].beside = sorted({*saves[number].beside, *note["beside"]})
             elif note["event"] == "leaves":
                 saves[number].leaves.setdefault(rank.number, {}).update(note["leaves"])
             elif note["event"] == "written":
@@ -206,11 +207,12 @@ def judge_overlap(saves: list[SavedState]) -> list[Failure]:
     return [
         Failure(
             "overlapping_saves",
-            f"{Path(s.directory).name} was begun while save {s.beside[0]} was in flight",
-            hint="await the upload before the next save",
+            f"{Path(s.directory).name}: its upload began while that of "
+            f"{Path(saves[s.beside[0]].directory).name} was in flight",
+            hint="await each upload before the next one begins",
         )
         for s in saves
-        if s.kind == "async_save" and s.beside
+        if s.beside
     ]
 
 

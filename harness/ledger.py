@@ -4,13 +4,14 @@ It stands between the recipe and ``dcp.save`` / ``dcp.async_save`` and changes n
 a rank's ``.notes`` file is one event as JSON, written at once, so that it outlives an abort.
 """
 
+import concurrent.futures
 import contextlib
 import ctypes
 import hashlib
 import json
 import os
 import threading
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Iterable, Iterator
 from concurrent.futures import Future
 from pathlib import Path
 from typing import Any
@@ -44,12 +45,17 @@ class Save:
         self.kind = kind
         self.upload: Future | None = None
         self.staging: Future | None = None
+        self.uploading = False
         self.on_await: list[Callable[[str], None]] = []  # called with "staging" or "upload"
         self.clones: dict[str, dict] = {}
 
     @property
     def in_flight(self) -> bool:
         return self.upload is not None and not self.upload.done()
+
+    def awaited(self, phase: str) -> None:
+        for listener in self.on_await:
+            listener(phase)
 
 
 class _StatefulSpy(Stateful):
@@ -78,6 +84,7 @@ class Ledger:
         self.backend: str | None = None
         self.extra_state: Callable[[Save], dict[str, Any]] = lambda save: {}
         self.on_save: list[Callable[[Save], None]] = []
+        self.on_upload: list[Callable[[Save], None]] = []
 
     def note(self, event: str, **values: Any) -> None:
         with self.lock:
@@ -97,9 +104,13 @@ class Ledger:
     def install(self) -> None:
         """Replace the public entry points, in every module a recipe may take them from."""
         self._save, self._async_save = dcp.save, dcp.async_save
+        self._wait = concurrent.futures.wait
         dcp.save = self._spy_save
         for module in (dcp, state_dict_saver):
             module.async_save = self._spy_async_save
+        state_dict_saver.save = self._spy_upload
+        for module in (concurrent.futures, concurrent.futures._base):
+            module.wait = self._spy_wait
         self._init_process_group = dist.init_process_group
         for module in (dist, dist.distributed_c10d):
             module.init_process_group = self._spy_init
@@ -123,7 +134,6 @@ class Ledger:
             kind=kind,
             directory=save.directory,
             shares_training_group=bool(shared),
-            beside=[s.number for s in self.saves if s.in_flight],
         )
         for listener in self.on_save:
             listener(save)
@@ -147,6 +157,28 @@ class Ledger:
             raise
         self.note("written", number=save.number)
         return result
+
+    def _spy_upload(self, state_dict: dict, **kwargs: Any) -> Any:
+        """What an upload thread calls once its state is staged."""
+        writer, directory = kwargs.get("storage_writer"), kwargs.get("checkpoint_id")
+        directory = os.path.abspath(os.fspath(directory or getattr(writer, "path", "")))
+        uploads = [s for s in self.saves if s.directory == directory and s.kind == "async_save"]
+        if threading.current_thread() is not threading.main_thread() and uploads:
+            save = uploads[-1]
+            beside = [s.number for s in self.saves if s.uploading and s.in_flight and s is not save]
+            self.note("upload", number=save.number, beside=beside)
+            save.uploading = True
+            for listener in self.on_upload:
+                listener(save)
+        return self._save(state_dict, **kwargs)
+
+    def _spy_wait(self, fs: Iterable[Future], *args: Any, **kwargs: Any) -> Any:
+        futures = list(fs)
+        for save in self.saves:
+            if save.upload in futures:
+                self.note("awaited", number=save.number, phase="upload")
+                save.awaited("upload")
+        return self._wait(futures, *args, **kwargs)
 
     def _spy_async_save(self, state_dict: dict, **kwargs: Any) -> Any:
         save, state_dict = self._begin("async_save", state_dict, kwargs)
@@ -193,15 +225,17 @@ class Ledger:
             self.note("failed", number=save.number, error=repr(error), seen=False)
 
     def _watch(self, save: Save, phase: str, future: Future) -> None:
-        """Note when the recipe waits for ``future``: only then does it learn of an error."""
+        """Note when the recipe waits for ``future``: only then does it learn of an error.
+
+        DCP's own thread waits for staging, never for the upload.
+        """
         original = {"result": future.result, "exception": future.exception}
 
         def waiting(method: str) -> Callable:
             def wait(timeout: float | None = None) -> Any:
-                if threading.current_thread() is threading.main_thread():
+                if phase == "upload" or threading.current_thread() is threading.main_thread():
                     self.note("awaited", number=save.number, phase=phase)
-                    for listener in save.on_await:
-                        listener(phase)
+                    save.awaited(phase)
                 return original[method](timeout)
 
             return wait

@@ -25,7 +25,7 @@ EXPECTED = {
     "leaves_a_process_group": ("left_process_group", "still initialised"),
     "writes_elsewhere": ("wrote_elsewhere", "writes_elsewhere.log"),
     "deprecated": ("deprecation_warning", "old_name is deprecated; use new_name"),
-    "two_saves_in_flight": ("overlapping_saves", "step2 was begun while save 0 was in flight"),
+    "two_saves_in_flight": ("overlapping_saves", "step2: its upload began while that of step1 was in flight"),
 }
 DEADLINE_S = 20
 

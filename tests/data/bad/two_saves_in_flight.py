@@ -17,6 +17,12 @@ class HeldWriter(dcp.FileSystemWriter):
         return super().write_data(plan, planner)
 
 
+class ReleasingWriter(dcp.FileSystemWriter):
+    def write_data(self, plan, planner):
+        FIRST_MAY_WRITE.set()
+        return super().write_data(plan, planner)
+
+
 if __name__ == "__main__":
     dist.init_process_group("gloo")
     groups = [dist.new_group(backend="gloo") for _ in range(2)]
@@ -26,9 +32,8 @@ if __name__ == "__main__":
         state = {"weight": torch.ones(4)}
         first = HeldWriter(Path(directory[0]) / "step1")
         uploads = [dcp.async_save(state, storage_writer=first, process_group=groups[0])]
-        second = Path(directory[0]) / "step2"
-        uploads.append(dcp.async_save(state, checkpoint_id=second, process_group=groups[1]))
-        FIRST_MAY_WRITE.set()
+        second = ReleasingWriter(Path(directory[0]) / "step2")
+        uploads.append(dcp.async_save(state, storage_writer=second, process_group=groups[1]))
         for upload in uploads:
             upload.result()
         dist.barrier()
