@@ -7,7 +7,7 @@ JOBS ?= 2
 export RANKS
 
 .DEFAULT_GOAL := help
-.PHONY: help html html-noplot serve test verify lint linkcheck clean environment
+.PHONY: help html html-noplot serve test verify lint readme linkcheck clean environment
 
 ifeq ($(strip $(VENV)),)
 PY := $(PYTHON)
@@ -49,7 +49,11 @@ lint: environment ## Check style, formatting, spelling and the freshness of resu
 	@$(PY) -m ruff check .
 	@$(PY) -m ruff format --check .
 	@$(PY) -m codespell_lib
-	@$(PY) -m harness lint
+	@$(PY) benchmarks/readme_table.py --check
+	@$(PY) _ext/results.py
+
+readme: environment ## Write the README's table of results from benchmarks/results
+	@$(PY) benchmarks/readme_table.py
 
 linkcheck: html ## Check every internal link and anchor of the built pages; no network
 	@$(PY) tests/check_links.py _build/html
