@@ -49,11 +49,11 @@ lint: environment ## Check style, formatting, spelling and the freshness of resu
 	@$(PY) -m ruff check .
 	@$(PY) -m ruff format --check .
 	@$(PY) -m codespell_lib
-	@$(PY) benchmarks/readme_table.py --check
-	@$(PY) _ext/results.py
+	@PYTHONPATH=. $(PY) benchmarks/readme_table.py --check
+	@PYTHONPATH=. $(PY) _ext/results.py
 
 readme: environment ## Write the README's table of results from benchmarks/results
-	@$(PY) benchmarks/readme_table.py
+	@PYTHONPATH=. $(PY) benchmarks/readme_table.py
 
 linkcheck: html ## Check every internal link and anchor of the built pages; no network
 	@$(PY) tests/check_links.py _build/html

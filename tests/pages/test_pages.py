@@ -16,7 +16,7 @@ sys.path.insert(0, str(ROOT / "tests"))
 from check_links import broken_links
 
 RECIPES = discover(ROOT / "recipes_source", ROOT / "tests" / "controls")
-TARGETS = ["html", "html-noplot", "serve", "test", "verify", "lint", "linkcheck", "clean", "help"]
+TARGETS = {"html", "html-noplot", "serve", "test", "verify", "lint", "readme", "linkcheck", "clean"}
 
 
 def page(site: Path, name: str) -> BeautifulSoup:
@@ -109,7 +109,7 @@ def test_nothing_suggests_affiliation(built_site):
 def test_make_help_lists_the_targets():
     out = subprocess.run(["make", "help"], cwd=ROOT, capture_output=True, text=True, check=True)
     listed = re.findall(r"^  make (\S+)", out.stdout, re.MULTILINE)
-    assert sorted(listed) == sorted(TARGETS)
+    assert sorted(listed) == sorted(TARGETS | {"help"})
     plain = subprocess.run(["make"], cwd=ROOT, capture_output=True, text=True, check=True)
     assert plain.stdout == out.stdout
 
