@@ -1,0 +1,373 @@
+"""
+Save from another process: ``AsyncCheckpointerType.PROCESS``
+============================================================
+
+A thread that writes a checkpoint shares Python's interpreter lock with the training thread, and
+each of its pickles and plans can hold up a kernel launch. ``async_save`` can hand the staged copy
+to a **daemon process** instead. This recipe uses it, and adds what it lacks: it notices when a
+daemon dies, says so on every rank, goes on saving without it, and leaves no process behind.
+
+.. grid:: 1 1 2 2
+
+   .. grid-item-card:: What you learn
+
+      * what runs where, and what the first save costs
+      * why the script needs a ``__main__`` guard
+      * how one rank's dead daemon can hang the others, and how to prevent it
+      * how to end the daemon with public means
+
+   .. grid-item-card:: What you need
+
+      * PyTorch 2.9 or later on Linux, any number of ranks, CPU or GPU
+      * room in ``/dev/shm`` for one copy of each rank's shards
+      * ``async_save.py``, the first recipe of this folder: model, state and comparison come from it
+
+.. verification-badge::
+
+The idea
+--------
+
+The first save starts one daemon a rank; together they form a gloo group of their own, on a port
+that rank 0 picks. From then on, a save stages on the training thread as always, a helper thread
+moves the staged tensors to shared memory and sends their handles through a pipe, and the daemon
+plans, serialises and writes.
+
+.. lanes:: Schematic. The training process only stages; planning and writing happen in the daemon.
+
+   training: 0-4 step 1; 4-5 stage !; 5-9 step 2; 9-13 step 3; 13-17 step 4
+   handover thread: 5-6.4 share ~
+   write in daemon: 6.4-15 plan, serialise, write checkpoint 1 ~
+   @5 async_save returns
+   @15 daemon answers
+"""
+
+# %%
+# Imports
+# -------
+# Only torch, the standard library and the first recipe of this folder.
+
+import argparse
+import logging
+import multiprocessing
+import os
+import shutil
+import signal
+import tempfile
+import time
+from concurrent.futures import Future, wait
+from multiprocessing import resource_sharer
+from pathlib import Path
+
+import torch
+import torch.distributed as dist
+import torch.distributed.checkpoint as dcp
+from async_save import (
+    AppState,
+    assert_same_bits,
+    build_app,
+    directory_of_rank_0,
+    load_app,
+    snapshot,
+    staged_bytes,
+    start_rank,
+    train_step,
+)
+from torch.distributed.checkpoint import FileSystemWriter
+from torch.distributed.checkpoint.state_dict_saver import AsyncCheckpointerType
+
+STEPS = 4
+POLL_S = 0.1  # seconds between two looks at the other ranks while a save is awaited
+MB = 1e6  # bytes
+
+# %%
+# Find the daemon
+# ---------------
+# ``async_save`` shows neither the daemon nor its pid. But it is a child of this process, started
+# by ``multiprocessing``, which lists its children: the new one after the first save is the daemon.
+# So the class below makes its first save at once, of the state as it is before training. That also
+# puts the cost of starting (a Python that imports torch, on every rank) where nobody minds.
+#
+# The child imports this file again, under another name than ``__main__``. Without the guard in the
+# last block it would begin to train, and never serve a save.
+#
+# Agree on how it ended
+# ---------------------
+# When the daemon of one rank dies, that rank's future fails at once. The other daemons are in the
+# middle of a collective: one whose peer is gone fails, but one that waits for a *living* daemon
+# which has given up waits for gloo's timeout, 30 minutes. So no rank trusts its own future: all
+# look at theirs, tell each other, and if any daemon is dead, end their own. Then every future ends.
+#
+# A dead daemon is not replaced: in torch 2.11 to 2.13 every later save of the process fails with
+# ``BrokenPipeError``. A new one can be had only by clearing the private
+# ``_async_process_executor._CHECKPOINT_PROCESS``; the public way on is a thread in place of the
+# daemon.
+
+
+class ProcessCheckpoints:
+    """Saves of one application state by a daemon, each to ``root/step<N>``, one at a time.
+
+    Building it saves ``app`` as it is, which starts the daemons. If one of them dies, the save in
+    flight is reported as failed and the later ones are written by a thread. All methods are
+    collective: every rank calls them in the same order.
+
+    Raises:
+        RuntimeError: the first save failed.
+    """
+
+    def __init__(self, root: Path, app: AppState) -> None:
+        self.root = root
+        self.group = dist.new_group(backend="gloo")
+        self.checkpointer = AsyncCheckpointerType.PROCESS
+        self.upload: Future | None = None
+        self.daemon: multiprocessing.Process | None = None
+        # The daemons meet at MASTER_ADDR. torchrun sets it; without it there is one rank, here.
+        os.environ.setdefault("MASTER_ADDR", "localhost")
+        already_there = set(multiprocessing.active_children())
+        self.save(app)
+        self.wait()
+        started = set(multiprocessing.active_children()) - already_there
+        assert len(started) == 1, f"the first save started {len(started)} processes, not one daemon"
+        self.daemon = started.pop()
+
+    def save(self, app: AppState) -> None:
+        """Stage ``app`` on the calling thread and leave the rest to the daemon.
+
+        Raises:
+            RuntimeError: the save before this one failed; this one has not begun.
+        """
+        self.wait()
+        self.directory = self.root / f"step{app.step}"
+        self.upload = dcp.async_save(
+            {"app": app},
+            storage_writer=FileSystemWriter(self.directory, overwrite=False),
+            process_group=self.group,
+            async_checkpointer_type=self.checkpointer,
+        )
+
+    def wait(self) -> None:
+        """Return when the save in flight is on disk, on all ranks.
+
+        Raises:
+            RuntimeError: the save failed on some rank; its directory is removed.
+        """
+        upload, self.upload = self.upload, None
+        if upload is None:
+            return
+        if self.checkpointer == AsyncCheckpointerType.PROCESS:
+            self._wait_for_all_daemons(upload)
+        error = upload.exception()  # not result(): CheckpointException is no Exception
+        errors: list[str | None] = [None] * dist.get_world_size()
+        first_sentence = f"{type(error).__name__}: {error}".partition(". ")[0] if error else None
+        dist.all_gather_object(errors, first_sentence, group=self.group)
+        causes = {rank: text for rank, text in enumerate(errors) if text}
+        if causes:
+            if dist.get_rank() == 0:
+                shutil.rmtree(self.directory, ignore_errors=True)
+            dist.barrier(group=self.group)
+            raise RuntimeError(f"{self.directory.name} not written: {causes}")
+
+    def _wait_for_all_daemons(self, upload: Future) -> None:
+        """Return when the save has ended on all ranks; if a daemon died, so that it does end."""
+        pending = True
+        while pending:
+            wait([upload], timeout=POLL_S)
+            state = torch.tensor([not upload.done(), self.daemon_died()], dtype=torch.int32)
+            dist.all_reduce(state, op=dist.ReduceOp.MAX, group=self.group)
+            pending, died = state.tolist()
+            if died:
+                self.end_daemon()
+                self.checkpointer = AsyncCheckpointerType.THREAD
+
+    def daemon_died(self) -> bool:
+        return self.daemon is not None and not self.daemon.is_alive()
+
+    def end_daemon(self) -> None:
+        """End this rank's daemon and wait until it has ended; harmless if it has."""
+        self.daemon.kill()
+        self.daemon.join()
+
+    def close(self) -> None:
+        """Wait for the last save, then end the daemon and the thread that passed handles to it.
+
+        Raises:
+            RuntimeError: the last save failed.
+        """
+        try:
+            self.wait()
+        finally:
+            self.end_daemon()
+            resource_sharer.stop()
+            dist.destroy_process_group(self.group)
+
+
+# %%
+# ``wait`` uses the group that DCP got for itself. It may: the daemons talk over a group of their
+# own, and the thread that replaces them is finished when ``exception()`` returns.
+#
+# Stop a daemon, on purpose
+# -------------------------
+# ``SIGSTOP`` freezes a process. A save that is called then cannot be written until the daemon goes
+# on, however fast the machine is. This proves more than a stopwatch: who writes, and that training
+# does not wait for it.
+
+
+def freeze(daemon: multiprocessing.Process) -> None:
+    """Stop the process and return when the kernel says that it has stopped."""
+    os.kill(daemon.pid, signal.SIGSTOP)
+    os.waitpid(daemon.pid, os.WUNTRACED)
+
+
+def train_beside_frozen_daemon(
+    app: AppState, checkpoints: ProcessCheckpoints, device: torch.device
+) -> dict[str, object]:
+    """Call a save that cannot be written yet, train on, let it be written; return its bits."""
+    freeze(checkpoints.daemon)
+    bits = snapshot(app)
+    started = time.perf_counter()
+    checkpoints.save(app)
+    call_s = time.perf_counter() - started
+    for _ in range(STEPS):
+        train_step(app, device)
+    assert not checkpoints.upload.done(), "a frozen daemon wrote: it is not the daemon that writes"
+    os.kill(checkpoints.daemon.pid, signal.SIGCONT)
+    checkpoints.wait()
+    print(f"trained {STEPS} steps while the daemon stood still; the call took {call_s * 1e3:.0f} ms")
+    return bits
+
+
+# %%
+# Kill a daemon, on purpose
+# -------------------------
+# The last rank's daemon is killed in the middle of a save. Every rank must hear of it, the
+# checkpoints from before must be whole, and the same step must save when it is tried again.
+
+
+def lose_a_daemon(
+    app: AppState, checkpoints: ProcessCheckpoints, device: torch.device
+) -> dict[str, object]:
+    """Kill one daemon during a save, then save the same step again; return its bits."""
+    bits = snapshot(app)
+    unlucky = dist.get_rank() == dist.get_world_size() - 1
+    if unlucky:
+        freeze(checkpoints.daemon)
+    checkpoints.save(app)
+    if unlucky:
+        checkpoints.daemon.kill()
+    try:
+        checkpoints.wait()
+    except RuntimeError as error:
+        print(error)
+    else:
+        raise AssertionError("a save whose daemon was killed was not reported")
+    assert not checkpoints.directory.exists(), "an unfinished checkpoint was left"
+    checkpoints.save(app)
+    checkpoints.wait()
+    print(f"step {app.step} saved by a {checkpoints.checkpointer.value} instead")
+    return bits
+
+
+# %%
+# Memory
+# ------
+# Beside the training process, each rank keeps
+#
+# .. math::
+#
+#    \text{host bytes per rank} = \underbrace{\sum_{t\,\in\,\text{state}} \text{numel}(\text{local
+#    shard of } t) \times \text{bytes per element}}_{\text{in /dev/shm, seen by both processes}}
+#    + \text{the daemon's own Python and torch}
+#
+# The first term is that of a thread, in another place. Containers often give ``/dev/shm`` 64 MB;
+# a larger state then ends the process with a bus error. The second term is constant.
+
+
+def private_bytes(pid: int) -> int:
+    """What the process keeps in memory that it does not share with a file or process (Linux)."""
+    _, resident, shared, *_ = map(int, Path(f"/proc/{pid}/statm").read_text().split())
+    return (resident - shared) * os.sysconf("SC_PAGESIZE")
+
+
+# %%
+# Run it, and prove it
+# --------------------
+# Step 0 starts the daemons. Times on a machine that does other things prove nothing, so they are
+# printed, not asserted; what is asserted is every bit of every checkpoint, who wrote it, what was
+# reported, and that nothing is left.
+
+
+def main(directory: Path) -> None:
+    device = start_rank()
+    try:
+        root = directory_of_rank_0(directory)
+        app = build_app(device)
+        train_step(app, device)  # the optimizer has its state from here on
+        expected = {app.step: snapshot(app)}
+        started = time.perf_counter()
+        checkpoints = ProcessCheckpoints(root, app)
+        print(f"first save, which starts the daemon: {time.perf_counter() - started:.1f} s")
+        try:
+            train_step(app, device)
+            step = app.step
+            expected[step] = train_beside_frozen_daemon(app, checkpoints, device)
+            daemon_mb = private_bytes(checkpoints.daemon.pid) / MB
+            print(f"shared memory {staged_bytes(app) / MB:.1f} MB, daemon {daemon_mb:.0f} MB")
+            expected[app.step] = lose_a_daemon(app, checkpoints, device)
+        finally:
+            checkpoints.close()
+        assert not multiprocessing.active_children(), "a daemon was left behind"
+        for step, bits in expected.items():
+            assert_same_bits(load_app(root / f"step{step}", device), bits)
+        print(f"checkpoints of steps {list(expected)} loaded back, every bit equal; no daemon left")
+        dist.barrier()
+    finally:
+        dist.destroy_process_group()
+
+
+if __name__ == "__main__":
+    parser = argparse.ArgumentParser()
+    parser.add_argument("--dir", type=Path, help="where checkpoints go (default: temporary)")
+    with tempfile.TemporaryDirectory() as temporary:
+        main(parser.parse_args().dir or Path(temporary))
+elif __name__ == "__mp_main__":  # imported by the daemon, which logs what it also answers
+    logging.disable(logging.ERROR)
+
+# %%
+# What it buys
+# ------------
+# Compare the two rows that differ only in who writes.
+#
+# .. result-figure:: checkpoint_stall
+#    :rows: async_save process
+#
+# .. result-table:: checkpoint_stall
+#    :rows: none async_save process
+#
+# .. timeline:: checkpoint_stall async_save process
+#
+# When it is not worth it
+# -----------------------
+# * The stall of staging stays: it happens on the training thread, before anything is handed over.
+#   ``overlapped_stager.py`` removes that one.
+# * A training thread that queues work well ahead of the GPU hardly notices a busy interpreter, and
+#   a few large tensors keep it busy for a short time only. Thousands of small ones, or a training
+#   loop with much Python in each step, make the difference.
+# * Whatever the writer, the planner and the state dict hold must be picklable, and classes defined
+#   in the script are found again only through the guard.
+#
+# Known limits
+# ------------
+# * The port is picked by closing a free one and opening it again in the daemon: another program
+#   can take it in between. ``DCP_USE_PREFIX_STORE=1`` has the daemons meet in torchrun's own store
+#   instead, at ``MASTER_ADDR`` and ``MASTER_PORT``.
+# * A daemon that dies while it *starts* leaves the other daemons in their rendezvous until gloo's
+#   timeout: the agreement above knows a daemon only once it has started.
+# * Killed daemons leave a half-written directory. ``wait`` removes it; if the whole job dies, the
+#   next one must look for ``.metadata``, which is written last.
+#
+# Further reading
+# ---------------
+# * `Asynchronous saving with DCP
+#   <https://docs.pytorch.org/docs/stable/distributed.checkpoint.html>`_: ``async_save`` and
+#   ``AsyncCheckpointerType``
+# * `multiprocessing, spawn and the main module
+#   <https://docs.python.org/3/library/multiprocessing.html#the-spawn-and-forkserver-start-methods>`_
