@@ -97,10 +97,9 @@ MB = 1e6  # bytes
 # which has given up waits for gloo's timeout, 30 minutes. So no rank trusts its own future: all
 # look at theirs, tell each other, and if any daemon is dead, end their own. Then every future ends.
 #
-# A dead daemon is not replaced: in torch 2.11 to 2.13 every later save of the process fails with
-# ``BrokenPipeError``. A new one can be had only by clearing the private
-# ``_async_process_executor._CHECKPOINT_PROCESS``; the public way on is a thread in place of the
-# daemon.
+# A dead daemon is not replaced: in torch 2.13 every later save of its rank fails with
+# ``BrokenPipeError``. Only clearing the private ``_async_process_executor._CHECKPOINT_PROCESS``
+# would bring a new one; the public way on is to save by a thread.
 
 
 class ProcessCheckpoints:
@@ -231,7 +230,7 @@ def train_beside_frozen_daemon(
     assert not checkpoints.upload.done(), "a frozen daemon wrote: it is not the daemon that writes"
     os.kill(checkpoints.daemon.pid, signal.SIGCONT)
     checkpoints.wait()
-    print(f"trained {STEPS} steps while the daemon stood still; the call took {call_s * 1e3:.0f} ms")
+    print(f"trained {STEPS} steps while the daemon stood still; call: {call_s * 1e3:.0f} ms")
     return bits
 
 
