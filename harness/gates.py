@@ -142,9 +142,8 @@ def cross_collectives(ledger: Ledger) -> None:
 
 
 GATES: dict[str, Callable[[Ledger], None]] = {
-    gate.__name__: gate 
+    gate.__name__: gate
     for gate in (hold_write, hold_staging, finish_staging_first, cross_collectives)
-
 }
 
 

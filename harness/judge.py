@@ -182,7 +182,9 @@ def judge_checkpoints(
         path = Path(directory)
         if not path.exists() or not any(path.iterdir()):
             state = "is empty" if path.exists() else "does not exist"
-            failures.append(Failure("checkpoint_missing", f"{name}: the directory {state}", hint=hint))
+            failures.append(
+                Failure("checkpoint_missing", f"{name}: the directory {state}", hint=hint)
+            )
             continue
         for world_size, answers in loaded.items():
             answer = answers.get(directory, {"error": "not tried"})
@@ -219,7 +221,9 @@ def judge_overlap(saves: list[SavedState]) -> list[Failure]:
 def judge_ranks(ranks: list[Rank], timed_out: bool, saves: list[SavedState]) -> list[Failure]:
     """What ended each rank, and what it left behind; ranks that only lost a peer come last."""
     failures = []
-    shared = any(s.shares_training_group and s.kind == "async_save" for s in saves) and len(ranks) > 1
+    shared = (
+        any(s.shares_training_group and s.kind == "async_save" for s in saves) and len(ranks) > 1
+    )
     hint = SHARED_GROUP_HINT if shared else ""
     for rank in ranks:
         record = rank.record

@@ -104,7 +104,11 @@ def _exits_at_its_end(error: SystemExit, recipe: str) -> bool:
         return False
     frames = traceback.extract_tb(error.__traceback__)
     own = [i for i, frame in enumerate(frames) if frame.filename == recipe]
-    return bool(own) and own == [len(frames) - 1] and frames[-1].lineno in _last_statement_lines(recipe)
+    return (
+        bool(own)
+        and own == [len(frames) - 1]
+        and frames[-1].lineno in _last_statement_lines(recipe)
+    )
 
 
 def summary(error: BaseException) -> str:

@@ -117,7 +117,10 @@ def _plain(node: object) -> object:
     if not isinstance(node, ast.AST):
         return node
     fields = [(name, _plain(value)) for name, value in ast.iter_fields(node)]
-    return [type(node).__name__, *((name, value) for name, value in fields if value not in (None, []))]
+    return [
+        type(node).__name__,
+        *((name, value) for name, value in fields if value not in (None, [])),
+    ]
 
 
 def _title(path: Path) -> str:

@@ -30,7 +30,16 @@ REPO = Path(__file__).resolve().parent.parent
 LEADER_MARGIN_S = 60.0  # how long after its deadline a leader may take to end everything
 TAIL_LINES = 25
 LOAD_BACK = Path(__file__).with_name("load_back.py")
-_NOT_PASSED_ON = ("RANK", "LOCAL_", "WORLD_SIZE", "MASTER_", "GROUP_", "TORCHELASTIC", "PYTEST", "COV_")
+_NOT_PASSED_ON = (
+    "RANK",
+    "LOCAL_",
+    "WORLD_SIZE",
+    "MASTER_",
+    "GROUP_",
+    "TORCHELASTIC",
+    "PYTEST",
+    "COV_",
+)
 
 
 @dataclass
@@ -73,7 +82,9 @@ class Report:
     def describe(self) -> str:
         """A text for a person: what failed, the last lines of each rank, how to run it again."""
         plural = "s" if self.ranks > 1 else ""
-        lines = [f"{self.recipe} on {self.ranks} rank{plural}: " + ("passed" if self.ok else "FAILED")]
+        lines = [
+            f"{self.recipe} on {self.ranks} rank{plural}: " + ("passed" if self.ok else "FAILED")
+        ]
         for failure in self.failures:
             where = "" if failure.rank is None else f" [rank {failure.rank}]"
             lines.append(f"  {failure.kind}{where}: {failure.text}")

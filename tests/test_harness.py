@@ -1,4 +1,4 @@
-"""The harness reports what a bad recipe did, in words a person can use, and leaves nothing behind."""
+"""The harness reports what a bad recipe did, so that a person can use it, and leaves nothing."""
 
 import os
 import subprocess
@@ -8,7 +8,7 @@ import time
 from pathlib import Path
 
 import pytest
-from conftest import REPO
+from selection import REPO
 
 from harness.leader import descendants
 from harness.recipe import RecipeError, code_sha256, discover, load_controls, load_recipe
@@ -25,7 +25,10 @@ EXPECTED = {
     "leaves_a_process_group": ("left_process_group", "still initialised"),
     "writes_elsewhere": ("wrote_elsewhere", "writes_elsewhere.log"),
     "deprecated": ("deprecation_warning", "old_name is deprecated; use new_name"),
-    "two_saves_in_flight": ("overlapping_saves", "step2: its upload began while that of step1 was in flight"),
+    "two_saves_in_flight": (
+        "overlapping_saves",
+        "began while that of step1 was in flight",
+    ),
 }
 DEADLINE_S = 20
 
@@ -93,8 +96,14 @@ SAVES = """
     ("after", "kinds"),
     [
         ("pass", set()),
-        ("os.path.exists('step1/.metadata') and os.remove('step1/.metadata')", {"checkpoint_incomplete"}),
-        ("dist.barrier(); dist.get_rank() or os.remove('step1/__0_0.distcp')", {"checkpoint_incomplete"}),
+        (
+            "os.remove('step1/.metadata')",
+            {"checkpoint_incomplete"},
+        ),
+        (
+            "os.remove('step1/__0_0.distcp')",
+            {"checkpoint_incomplete"},
+        ),
     ],
 )
 def test_a_checkpoint_must_load_in_a_fresh_process(tmp_path, after: str, kinds: set) -> None:
@@ -273,6 +282,8 @@ def test_the_code_hash_follows_code_and_not_prose(tmp_path) -> None:
 
 
 def test_the_code_hash_is_the_same_on_every_python(tmp_path) -> None:
-    path = write(tmp_path, "r.py", '"""T."""\n\n\ndef f(a: int) -> int:\n    """D."""\n    return a\n')
+    path = write(
+        tmp_path, "r.py", '"""T."""\n\n\ndef f(a: int) -> int:\n    """D."""\n    return a\n'
+    )
     expected = "a277ee19f49d7c7d3879c2e254144d2a777557a91da3bc1aa1191cb81718f079"
     assert code_sha256(path) == expected

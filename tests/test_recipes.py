@@ -4,7 +4,7 @@ import subprocess
 import sys
 
 import pytest
-from conftest import ranks_under_test, recipes_under_test
+from selection import ranks_under_test, recipes_under_test
 
 from harness.recipe import Control, Recipe
 from harness.run import run
@@ -16,9 +16,7 @@ def pytest_generate_tests(metafunc: pytest.Metafunc) -> None:
     names = set(metafunc.fixturenames)
     if {"recipe", "ranks"} <= names:
         few = "slow_disk" in metafunc.function.__name__  # that test asks nothing new of more ranks
-        cases = [
-            (r, n) for r in recipes for n in (asked or r.ranks) if asked or not few or n <= 2
-        ]
+        cases = [(r, n) for r in recipes for n in (asked or r.ranks) if asked or not few or n <= 2]
         metafunc.parametrize("recipe,ranks", cases, ids=[f"{r.name}-{n}" for r, n in cases])
     elif {"recipe", "control"} <= names:
         cases = [(r, c) for r in recipes for c in r.controls]
@@ -67,15 +65,11 @@ def test_control_is_caught(recipe: Recipe, control: Control) -> None:
     )
 
 
-def test_recipe_has_at_least_four_controls(recipe: Recipe, pytestconfig: pytest.Config) -> None:
-    if pytestconfig.getoption("--recipes"):
-        pytest.skip("recipes of another folder need no controls file")
+def test_recipe_has_at_least_four_controls(recipe: Recipe) -> None:
     assert len(recipe.controls) >= 4
 
 
-def test_plain_python_runs_one_rank(recipe: Recipe, pytestconfig: pytest.Config, tmp_path) -> None:
-    if pytestconfig.getoption("--recipes"):
-        pytest.skip("recipes of another folder may need torchrun")
+def test_plain_python_runs_one_rank(recipe: Recipe, tmp_path) -> None:
     assert recipe.min_ranks == 1, "needs more ranks; say so in its first lines and test that here"
     done = subprocess.run(
         [sys.executable, recipe.path], cwd=tmp_path, capture_output=True, text=True, timeout=120
@@ -84,9 +78,7 @@ def test_plain_python_runs_one_rank(recipe: Recipe, pytestconfig: pytest.Config,
     assert not list(tmp_path.iterdir()), "it left files in the working directory"
 
 
-def test_importing_a_recipe_does_nothing(recipe: Recipe, pytestconfig: pytest.Config) -> None:
-    if pytestconfig.getoption("--recipes"):
-        pytest.skip("recipes of another folder may work at import")
+def test_importing_a_recipe_does_nothing(recipe: Recipe) -> None:
     code = (
         f"import sys; sys.path.insert(0, {str(recipe.path.parent)!r})\n"
         f"import {recipe.name}, torch.distributed as dist, threading\n"

@@ -66,7 +66,6 @@ WIDTH, HIDDEN = 512, 8192  # features
 BATCH = 64  # samples per rank and step
 STEPS = 6
 SAVE_EVERY = 2  # steps
-MB = 1e6  # bytes
 
 # %%
 # A rank, with or without torchrun
@@ -244,8 +243,7 @@ def snapshot(app: AppState) -> dict[str, object]:
 
 def same_bits(a: object, b: object) -> bool:
     if isinstance(a, torch.Tensor):  # as bytes: 0.0 and -0.0 are equal numbers
-        a, b = (t.reshape(-1).view(torch.uint8) for t in (a, b))
-        return torch.equal(a, b)
+        return torch.equal(*(t.reshape(-1).view(torch.uint8) for t in (a, b)))
     return a == b
 
 
@@ -342,9 +340,9 @@ def compare_stall(app: AppState, root: Path, device: torch.device) -> None:
     call_s = time.perf_counter() - started
     grown = resident_bytes() - before
     checkpoints.close()
-    upload_s = time.perf_counter() - started
-    print(f"async_save held it for {call_s * 1e3:.0f} ms; on disk after {upload_s * 1e3:.0f} ms")
-    print(f"staging took {grown / MB:.1f} MB, by the formula {staged_bytes(app) / MB:.1f} MB")
+    on_disk_s = time.perf_counter() - started
+    print(f"async_save held it for {call_s * 1e3:.0f} ms; on disk after {on_disk_s * 1e3:.0f} ms")
+    print(f"staging took {grown / 1e6:.1f} MB, by the formula {staged_bytes(app) / 1e6:.1f} MB")
 
 
 def main(directory: Path) -> None:

@@ -177,9 +177,8 @@ def train_and_save(app: AppState, checkpoints: PinnedCheckpoints, device: torch.
         expected[app.step] = snapshot(app)
         started = time.perf_counter()
         checkpoints.save(app)
-        print(
-            f"step {app.step}: save held training for {(time.perf_counter() - started) * 1e3:.0f} ms"
-        )
+        call_s = time.perf_counter() - started
+        print(f"step {app.step}: save held training for {call_s * 1e3:.0f} ms")
         addresses.add(tuple(t.data_ptr() for t in buffers(checkpoints)))
     assert len(addresses) == 1, "a save made buffers of its own"
     checkpoints.wait()
