@@ -50,7 +50,6 @@ lint: environment ## Check style, formatting, spelling and the freshness of resu
 	@$(PY) -m ruff format --check .
 	@$(PY) -m codespell_lib
 	@PYTHONPATH=. $(PY) benchmarks/readme_table.py --check
-	@PYTHONPATH=. $(PY) _ext/results.py
 
 readme: environment ## Write the README's table of results from benchmarks/results
 	@PYTHONPATH=. $(PY) benchmarks/readme_table.py

@@ -1,10 +1,10 @@
 """
-Save from another process: ``AsyncCheckpointerType.PROCESS``
-============================================================
+Save from another process
+=========================
 
 A thread that writes a checkpoint shares Python's interpreter lock with the training thread, and
-each of its pickles and plans can hold up a kernel launch. ``async_save`` can hand the staged copy
-to a **daemon process** instead. This recipe uses it, and adds what it lacks: it notices when a
+each of its pickles and plans can hold up a kernel launch. With ``AsyncCheckpointerType.PROCESS``,
+``async_save`` hands the staged copy to a **daemon process** instead. This recipe uses it, and adds what it lacks: it notices when a
 daemon dies, says so on every rank, goes on saving without it, and leaves no process behind.
 
 .. grid:: 1 1 2 2
@@ -331,6 +331,11 @@ elif __name__ == "__mp_main__":  # imported by the daemon, which logs what it al
     logging.disable(logging.ERROR)
 
 # %%
+# What breaks if you remove a line
+# --------------------------------
+#
+# .. recipe-controls::
+#
 # What it buys
 # ------------
 # Compare the two rows that differ only in who writes.
