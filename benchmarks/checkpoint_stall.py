@@ -33,8 +33,9 @@ Nothing else synchronises the training thread between a sample's first and last 
   plus memory registered with ``cudaHostRegister``.
 * ``host_peak_bytes``: the largest resident set of this rank minus that before the mode began.
   Files in memory-backed storage are not in it.
-* ``loaded_back_bitwise``: a separate save, called with work queued, is loaded and compared with a
-  clone that the compute stream made of the state right before the call.
+* ``loaded_back_bitwise``: a separate save, called with ``QUEUED_S`` of work queued before its step,
+  is loaded and compared with a clone that the compute stream made of the state right before the
+  call. ``elements_differing`` is the share of elements that are not those of the clone.
 * ``bound_s``: bytes of state of this rank over the pinned device-to-host rate measured in this run.
 
 All values are rank 0's; medians over ``--saves`` saves, single values under ``samples``.
@@ -95,6 +96,8 @@ MEASURED_RECIPES = (
     "overlapped_stager",
     "process_checkpointer",
 )
+QUEUED_S = 4.0  # more than a stager takes to lock its memory
+QUEUED_MATRIX = 16384  # rows and columns of the products queued
 QUIET_STEPS = 8  # before each save
 SETTLED = 2  # of these, not counted: the queue fills
 
@@ -181,6 +184,14 @@ class Training:
             end = self.event()
             end.record()
             self.ends.append(end)
+
+    def queue_work(self, seconds: float) -> None:
+        """Queue matrix products for about ``seconds`` (800 TFLOP/s) on the compute stream."""
+        if self.device.type == "cuda":
+            a = torch.randn(QUEUED_MATRIX, QUEUED_MATRIX, device=self.device, dtype=torch.bfloat16)
+            product = torch.empty_like(a)
+            for _ in range(round(seconds * 800e12 / (2 * QUEUED_MATRIX**3))):
+                torch.mm(a, a, out=product)
 
     def start_clock(self) -> None:
         """Tie the device's clock to the host's; the only synchronisation of a sample."""
@@ -516,6 +527,8 @@ class HostMemory:
 
     def __init__(self) -> None:
         gc.collect()
+        if torch.cuda.is_available() and hasattr(torch._C, "_host_emptyCache"):
+            torch._C._host_emptyCache()  # what the mode before had pinned
         Path("/proc/self/clear_refs").write_text("5")  # resets VmHWM
         self.resident_before = self.status("VmRSS")
         self.registered = self.most_registered = 0
@@ -625,7 +638,9 @@ def upload_when_idle(training: Training, mode: Mode, directory: Path) -> float:
 
 def judge(training: Training, mode: Mode, directory: Path) -> tuple[bool, float]:
     """Whether a save called with work queued holds its own step's bits; the share that differs."""
-    training.steps(3, mode)
+    training.steps(2, mode)
+    training.queue_work(QUEUED_S)
+    training.steps(1, mode)
     expected = snapshot(training.app)
     save = mode.save(directory)
     training.steps(3, mode)

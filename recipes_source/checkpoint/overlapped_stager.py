@@ -249,20 +249,20 @@ class OverlappedStager(AsyncStager):
 
         changing = {storage_of(tensor) for tensor in self.changed_by_forward}
         sources = [local(t).clone() if storage_of(t) in changing else local(t) for t in tensors]
-        ready = self.new_event()
+        ready, started, self.copied = self.new_event(), self.new_event(), self.new_event()
         ready.record(self.streams.current_stream())
         with self.streams.stream(self.copy_stream):
             self.copy_stream.wait_event(ready)
+            started.record(self.copy_stream)
             for host, source in zip(buffers.local, sources, strict=True):
                 host.copy_(source, non_blocking=True)
-        self.copied = self.new_event()
         self.copied.record(self.copy_stream)
 
         hosts = iter(buffers.staged)
         state = map_leaves(state_dict, lambda x: next(hosts) if torch.is_tensor(x) else deepcopy(x))
         previous = self.sets[(self.saves - 1) % BUFFER_SETS].upload
         self.unclaimed, self.saves = buffers, self.saves + 1
-        self.staged = self.thread.submit(self.finish_copy, ready, self.copied, sources)
+        self.staged = self.thread.submit(self.finish_copy, started, self.copied, sources)
         return self.thread.submit(self.take_turn, self.staged, previous, state)
 
     def free_buffers(self, tensors: list[torch.Tensor]) -> BufferSet:
@@ -292,10 +292,10 @@ class OverlappedStager(AsyncStager):
         if self.copied is not None:
             self.streams.current_stream().wait_event(self.copied)
 
-    def finish_copy(self, ready, copied, sources: list[torch.Tensor]) -> float | None:
+    def finish_copy(self, started, copied, sources: list[torch.Tensor]) -> float | None:
         """Wait for the copies, keeping ``sources`` alive; return the seconds, if timed."""
         copied.synchronize()
-        return ready.elapsed_time(copied) / 1e3 if self.device.type != "cpu" else None
+        return started.elapsed_time(copied) / 1e3 if self.device.type != "cpu" else None
 
     def take_turn(self, staged: Future, previous: Future | None, state: dict) -> dict:
         """Give ``state`` to its upload once it is copied and the upload before it has ended."""
