@@ -6,6 +6,7 @@ from pathlib import Path
 
 from harness.recipe import RecipeError, load_recipe
 from harness.run import REPO, run
+from harness.verify import WORLD_SIZES, verify
 
 RECIPES = REPO / "recipes_source"
 CONTROLS = REPO / "tests" / "controls"
@@ -54,6 +55,11 @@ def main() -> int:
     one.add_argument("--deadline", type=float, help="seconds")
     one.add_argument("--keep", type=Path, help="keep the run's files here")
     one.set_defaults(do=run_command)
+    every = commands.add_parser("verify", help="run all recipes on the accelerators present")
+    every.add_argument("--recipes", type=Path, default=RECIPES)
+    every.add_argument("--ranks", type=int, nargs="+", default=WORLD_SIZES, help="world sizes")
+    every.add_argument("--out", type=Path, default=REPO / "harness" / "verified")
+    every.set_defaults(do=lambda o: verify(o.recipes, CONTROLS, o.out, tuple(o.ranks)))
     options = parser.parse_args()
     try:
         return options.do(options)

@@ -9,12 +9,20 @@ import threading
 from collections.abc import Callable
 from concurrent.futures import Future, wait
 
+import torch
 import torch.distributed as dist
 from torch.distributed.checkpoint import FileSystemWriter
 from torch.distributed.checkpoint.staging import DefaultStager
-from torch.optim.optimizer import register_optimizer_step_post_hook
+from torch.optim.optimizer import (
+    register_optimizer_step_post_hook,
+    register_optimizer_step_pre_hook,
+)
 
 from harness.ledger import GATE_KEY, Ledger, Save
+
+QUEUED_S = 1.0
+QUEUED_FLOP_PER_S = 600e12  # bf16 products of a large GPU; on a smaller one the queue is longer
+QUEUED_WIDTH = 8192
 
 
 def hold_write(ledger: Ledger) -> None:
@@ -102,6 +110,34 @@ def finish_staging_first(ledger: Ledger) -> None:
     DefaultStager.stage = stage
 
 
+def queue_work(ledger: Ledger) -> None:
+    """Queue about a second of work on the compute stream before each optimizer step but the first.
+
+    The step's kernels then run long after it has returned, as in training that does not wait. The
+    first step loads kernels, which synchronises; it is left alone.
+
+    Raises:
+        RuntimeError: there is no accelerator to queue work on.
+    """
+    device = torch.accelerator.current_accelerator(check_available=True)
+    if device is None:
+        raise RuntimeError("the gate 'queue_work' needs an accelerator")
+    products = round(QUEUED_S * QUEUED_FLOP_PER_S / (2 * QUEUED_WIDTH**3))
+    factors: list[torch.Tensor] = []
+
+    def before_step(*_) -> None:
+        if not factors:
+            factors.append(
+                torch.ones(QUEUED_WIDTH, QUEUED_WIDTH, device=device, dtype=torch.bfloat16)
+            )
+            factors.append(torch.mm(factors[0], factors[0]))
+            return
+        for _ in range(products):
+            torch.mm(factors[0], factors[0], out=factors[1])
+
+    register_optimizer_step_pre_hook(before_step)
+
+
 def cross_collectives(ledger: Ledger) -> None:
     """Make even and odd ranks enter the upload's and training's collectives in opposite order.
 
@@ -143,7 +179,7 @@ def cross_collectives(ledger: Ledger) -> None:
 
 GATES: dict[str, Callable[[Ledger], None]] = {
     gate.__name__: gate
-    for gate in (hold_write, hold_staging, finish_staging_first, cross_collectives)
+    for gate in (hold_write, hold_staging, finish_staging_first, queue_work, cross_collectives)
 }
 
 

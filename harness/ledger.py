@@ -94,7 +94,7 @@ class Ledger:
 
     def device(self) -> str:
         """This rank's accelerator by name, or "CPU"."""
-        accelerator = torch.accelerator.current_accelerator()
+        accelerator = torch.accelerator.current_accelerator(check_available=True)
         if accelerator is None:
             return "CPU"
         return torch.get_device_module(accelerator).get_device_name()
@@ -118,7 +118,10 @@ class Ledger:
     def _spy_init(self, *args: Any, **kwargs: Any) -> None:
         self._init_process_group(*args, **kwargs)
         pairs = (pair.split(":") for pair in str(dist.get_backend_config()).split(","))
-        present = {"cpu", getattr(torch.accelerator.current_accelerator(), "type", "cpu")}
+        present = {
+            "cpu",
+            getattr(torch.accelerator.current_accelerator(check_available=True), "type", "cpu"),
+        }
         backends = {backend for device, backend in pairs if device in present}
         self.backend = " + ".join(sorted(backends, reverse=True))
 

@@ -3,7 +3,7 @@
 import ast
 import hashlib
 import tomllib
-from dataclasses import dataclass, field
+from dataclasses import dataclass, field, fields
 from pathlib import Path
 
 DEFAULT_RANKS = (1, 2, 3, 4)
@@ -28,6 +28,7 @@ class Control:
     ranks: int = 2
     gate: str | None = None
     order: bool = False
+    order_on_device: bool = False  # queued work alone shows it on an accelerator
     deadline_s: float = DEFAULT_DEADLINE_S
 
     def caught(self, kinds: frozenset[str]) -> bool:
@@ -129,7 +130,7 @@ def _title(path: Path) -> str:
 
 
 def _control_from(table: dict, path: Path, deadline_s: float) -> Control:
-    known = {"name", "says", "find", "replace", "fails", "ranks", "gate", "order", "deadline_s"}
+    known = {field.name for field in fields(Control)}
     if unknown := table.keys() - known:
         raise RecipeError(f"{path}: unknown keys in a control: {sorted(unknown)}")
     if missing := {"name", "says", "find", "replace", "fails"} - table.keys():

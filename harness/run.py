@@ -271,7 +271,8 @@ def run(
         raise RecipeError(f"no launcher '{launcher}'; there are 'torchrun' and 'warm'")
     source = path.read_text(encoding="utf-8")
     if control is not None:
-        source, gate, order = control.apply(source), control.gate, control.order
+        source, order = control.apply(source), control.order
+        gate = gate or control.gate
     if deadline_s is None:
         deadline_s = control.deadline_s if control else DEFAULT_DEADLINE_S
     run_dir = Path(tempfile.mkdtemp(prefix=f"harness-{path.stem}-"))

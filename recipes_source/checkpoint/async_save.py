@@ -76,7 +76,7 @@ SAVE_EVERY = 2  # steps
 
 def start_rank() -> torch.device:
     """Join the group that torchrun describes, or a group of one; return this rank's device."""
-    device = torch.accelerator.current_accelerator() or torch.device("cpu")
+    device = torch.accelerator.current_accelerator(check_available=True) or torch.device("cpu")
     if device.type != "cpu":
         device = torch.device(device.type, int(os.environ.get("LOCAL_RANK", "0")))
         torch.accelerator.set_device_index(device.index)

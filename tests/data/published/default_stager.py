@@ -19,7 +19,7 @@ from torch.distributed.fsdp import fully_shard
 
 CHECKPOINT_DIR = "checkpoint"
 CPU_OPTIONS = StagingOptions(False, False, True, False)
-DEVICE = torch.accelerator.current_accelerator() or torch.device("cpu")
+DEVICE = torch.accelerator.current_accelerator(check_available=True) or torch.device("cpu")
 
 
 class AppState(Stateful):
