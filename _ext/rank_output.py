@@ -89,7 +89,7 @@ class RecipeRuns:
         found += [f"{self.recipe.path.name}: {misfit}" for misfit in self.misfits.values()]
         for control in self.recipe.controls:
             report = self.controls.get(control.name)
-            if report is not None and not caught(control, report):
+            if report is not None and not control.caught(report.kinds):
                 found.append(
                     f"{self.recipe.path.name}: the control {control.name!r} was not caught: "
                     f"expected {' or '.join(sorted(control.fails))}, observed "
@@ -97,11 +97,6 @@ class RecipeRuns:
                     f"run it again: {report.command}"
                 )
         return found
-
-
-def caught(control: Control, report: Report) -> bool:
-    """Did the edit make the harness report what its controls file allows, and nothing else?"""
-    return bool(report.kinds) and report.kinds <= control.fails
 
 
 # ---------------------------------------------------------------------------------------------
@@ -176,7 +171,7 @@ def kept_run(runs: RecipeRuns, store: Path, ranks: int, control: Control | None)
         deadline_s=control.deadline_s if control else recipe.deadline_s,
     )
     seconds = time.monotonic() - started
-    good = caught(control, report) if control else report.ok
+    good = control.caught(report.kinds) if control else report.ok
     verdict = ("caught" if control else "passed") if good else "FAILED"
     logger.info(f"{bold(verdict)} in {seconds:.1f} s")
     runs.executed += 1
@@ -384,7 +379,7 @@ class BuildSummary(SphinxDirective):
         passed = sum(report.ok for report in reports)
         controls = [(control, runs) for runs in all_runs for control in runs.recipe.controls]
         found = sum(
-            control.name in runs.controls and caught(control, runs.controls[control.name])
+            control.name in runs.controls and control.caught(runs.controls[control.name].kinds)
             for control, runs in controls
         )
         ranks = " or ".join(str(n) for n in sorted({report.ranks for report in reports}))
@@ -434,7 +429,7 @@ class RecipeControls(RecipeDirective):
             observed = [paragraph(misfit, "verdict verdict-missed")]
         elif report is None:
             observed = [paragraph("Not executed for this page.", "verdict")]
-        elif caught(control, report):
+        elif control.caught(report.kinds):
             title = f"Caught on {conditions(report)}"
             observed = [paragraph(title, "verdict"), failure_block(report.failures[0])]
         else:

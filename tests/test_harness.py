@@ -287,3 +287,20 @@ def test_the_code_hash_is_the_same_on_every_python(tmp_path) -> None:
     )
     expected = "a277ee19f49d7c7d3879c2e254144d2a777557a91da3bc1aa1191cb81718f079"
     assert code_sha256(path) == expected
+
+
+# The template that CONTRIBUTING.md offers
+
+TEMPLATE = load_recipe(REPO / "tests/data/template/recipe.py", REPO / "tests/data/template")
+
+
+@pytest.mark.parametrize("ranks", TEMPLATE.ranks)
+def test_the_template_passes(ranks: int) -> None:
+    report = run(TEMPLATE.path, ranks, launcher="warm")
+    assert report.ok, report.describe()
+
+
+@pytest.mark.parametrize("control", TEMPLATE.controls, ids=lambda control: control.name)
+def test_the_templates_controls_are_caught(control) -> None:
+    report = run(TEMPLATE.path, control.ranks, launcher="warm", control=control)
+    assert control.caught(report.kinds), report.describe()
