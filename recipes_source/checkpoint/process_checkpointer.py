@@ -95,19 +95,20 @@ MB = 1e6  # bytes
 # When the daemon of one rank dies, that rank's future fails at once. The other daemons are in the
 # middle of a collective: one whose peer is gone fails, but one that waits for a *living* daemon
 # which has given up waits for gloo's timeout, 30 minutes. So no rank trusts its own future: all
-# look at theirs, tell each other, and if any daemon is dead, end their own. Then every future ends.
+# look at theirs and tell each other, and when one has failed, all end their daemons. Then every
+# future ends.
 #
-# A dead daemon is not replaced: in torch 2.13 every later save of its rank fails with
-# ``BrokenPipeError``. Only clearing the private ``_async_process_executor._CHECKPOINT_PROCESS``
-# would bring a new one; the public way on is to save by a thread.
+# After that, a thread writes. A dead daemon is not replaced: in torch 2.13 every later save of its
+# rank fails with ``BrokenPipeError``, and only clearing the private
+# ``_async_process_executor._CHECKPOINT_PROCESS`` would bring a new one.
 
 
 class ProcessCheckpoints:
     """Saves of one application state by a daemon, each to ``root/step<N>``, one at a time.
 
-    Building it saves ``app`` as it is, which starts the daemons. If one of them dies, the save in
-    flight is reported as failed and the later ones are written by a thread. All methods are
-    collective: every rank calls them in the same order.
+    Building it saves ``app`` as it is, which starts the daemons. If a save fails, because one of
+    them died or for any other reason, it is reported on every rank and the later ones are written
+    by a thread. All methods are collective: every rank calls them in the same order.
 
     Raises:
         RuntimeError: the first save failed.
@@ -166,19 +167,17 @@ class ProcessCheckpoints:
             raise RuntimeError(f"{self.directory.name} not written: {causes}")
 
     def _wait_for_all_daemons(self, upload: Future) -> None:
-        """Return when the save has ended on all ranks; if a daemon died, so that it does end."""
+        """Return when the save has ended on all ranks; once it failed on one, make it end."""
         pending = True
         while pending:
             wait([upload], timeout=POLL_S)
-            state = torch.tensor([not upload.done(), self.daemon_died()], dtype=torch.int32)
+            done = upload.done()
+            state = torch.tensor([not done, done and upload.exception() is not None]).int()
             dist.all_reduce(state, op=dist.ReduceOp.MAX, group=self.group)
-            pending, died = state.tolist()
-            if died:
+            pending, failed = state.tolist()
+            if failed and self.daemon is not None:
                 self.end_daemon()
                 self.checkpointer = AsyncCheckpointerType.THREAD
-
-    def daemon_died(self) -> bool:
-        return self.daemon is not None and not self.daemon.is_alive()
 
     def end_daemon(self) -> None:
         """End this rank's daemon and wait until it has ended; harmless if it has."""
@@ -364,7 +363,8 @@ elif __name__ == "__mp_main__":  # imported by the daemon, which logs what it al
 #   can take it in between. ``DCP_USE_PREFIX_STORE=1`` has the daemons meet in torchrun's own store
 #   instead, at ``MASTER_ADDR`` and ``MASTER_PORT``.
 # * A daemon that dies while it *starts* leaves the other daemons in their rendezvous until gloo's
-#   timeout: the agreement above knows a daemon only once it has started.
+#   timeout: the agreement above can end a daemon only once it has found it.
+# * A daemon that dies *between* two saves is noticed by the second one.
 # * Killed daemons leave a half-written directory. ``wait`` removes it; if the whole job dies, the
 #   next one must look for ``.metadata``, which is written last.
 #
