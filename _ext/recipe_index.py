@@ -2,7 +2,7 @@
 
 Nothing here is typed twice: a section is a folder of ``recipes_source/`` with recipes in it, its
 title and sentence stand in its ``GALLERY_HEADER.rst``, a recipe's in its module docstring, and
-its thumbnail is the first ``lanes`` schematic of its page, drawn small.
+its thumbnail is the last ``lanes`` schematic of its introduction, drawn small.
 """
 
 import ast
@@ -122,12 +122,15 @@ class RecipeIndex(SphinxDirective):
 
 
 def thumbnail(path: Path) -> str | None:
-    """SVG of the first ``lanes`` schematic on a recipe's page, without words; None if none."""
-    match = re.search(
-        r"^\.\. lanes::.*\n((?:[ \t]+\S.*\n|[ \t]*\n)+)", docstring(path) + "\n", re.M
-    )
-    if match is None:
+    """SVG of the last ``lanes`` schematic of a recipe's docstring, without words; None if none.
+
+    A recipe that draws several ends with its own.
+    """
+    schematic = re.compile(r"^\.\. lanes::.*\n((?:[ \t]+\S.*\n|[ \t]*\n)+)", re.M)
+    matches = list(schematic.finditer(docstring(path) + "\n"))
+    if not matches:
         return None
+    match = matches[-1]
     # The directive's caption may go on for some lines; its content begins after a blank one.
     content = re.split(r"\n[ \t]*\n", "\n" + match[1], maxsplit=1)[1]
     panel = lanes.parse(content.splitlines())
