@@ -243,7 +243,9 @@ def judge_ranks(ranks: list[Rank], timed_out: bool, saves: list[SavedState]) -> 
             ("unordered_access", "conflicts"),
         ):
             if found := record.get(key):
-                text = "; ".join(found[:3]) + (f"; {len(found) - 3} more" if found[3:] else "")
+                shown = 1 if kind == "unordered_access" else 3  # a conflict takes two lines
+                more = f"; {len(found) - shown} more" if found[shown:] else ""
+                text = "; ".join(found[:shown]) + more
                 failures.append(Failure(kind, text, rank.number))
         if record.get("left_process_group"):
             text = "torch.distributed is still initialised at the recipe's end"

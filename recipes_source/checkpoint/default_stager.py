@@ -34,17 +34,17 @@ the same steps:
 
 .. lanes:: Schematic. ``async_save``: staging stops training.
 
-   training:  0-3 forward, backward; 3-4 opt; 4-7 stage !; 7-10 forward, backward; 10-11 opt; 11-14 forward, backward
+   training:  0-3 fwd+bwd; 3-4 opt; 4-7 stage !; 7-10 fwd+bwd; 10-11 opt; 11-14 fwd+bwd
    upload:    7-13 write ~
 
 .. lanes:: Schematic. Pinned buffers: the same stop, at link speed.
 
-   training:  0-3 forward, backward; 3-4 opt; 4-5 stage !; 5-8 forward, backward; 8-9 opt; 9-12 forward, backward
+   training:  0-3 fwd+bwd; 3-4 opt; 4-5 stage !; 5-8 fwd+bwd; 8-9 opt; 9-12 fwd+bwd
    upload:    5-11 write ~
 
 .. lanes:: Schematic. ``DefaultStager``, ordered: the copy runs beside forward and backward.
 
-   training:  0-3 forward, backward; 3-4 opt; 4-7 forward, backward; 7-8 opt; 8-11 forward, backward
+   training:  0-3 fwd+bwd; 3-4 opt; 4-7 fwd+bwd; 7-8 opt; 8-11 fwd+bwd
    staging:   4-5.5 stage ~
    upload:    5.5-11.5 write ~
    @7 wait for staging
