@@ -89,13 +89,6 @@ from process_checkpointer import ProcessCheckpoints  # noqa: E402
 from harness.recipe import code_sha256  # noqa: E402
 
 BOUND_FROM = "bytes of state of a rank over the pinned device-to-host rate of this run"
-MEASURED_RECIPES = (
-    "async_save",
-    "pinned_staging",
-    "default_stager",
-    "overlapped_stager",
-    "process_checkpointer",
-)
 QUEUED_S = 4.0  # more than a stager takes to lock its memory
 QUEUED_MATRIX = 16384  # rows and columns of the products queued
 QUIET_STEPS = 8  # before each save
@@ -237,9 +230,9 @@ class Save:
 class Mode:
     """A way of saving. ``start`` is timed as the call; the rest is what the loop must do for it."""
 
-    stages_beside = False
-
+    recipe: str | None = None  # whose code is measured, by its file's stem
     note: str | None = None
+    stages_beside = False
 
     def __init__(self, training: Training) -> None:
         self.training, self.app = training, training.app
@@ -330,18 +323,23 @@ class RecipeMode(Mode):
 
 
 class AsyncSave(RecipeMode):
+    recipe = "async_save"
+
     def __init__(self, training: Training) -> None:
         super().__init__(training)
         self.checkpoints = AsyncCheckpoints(Path())
 
 
 class Pinned(RecipeMode):
+    recipe = "pinned_staging"
+
     def __init__(self, training: Training) -> None:
         super().__init__(training)
         self.checkpoints = PinnedCheckpoints(Path())
 
 
 class DefaultStagerOrdered(RecipeMode):
+    recipe = "default_stager"
     stages_beside = True
 
     def __init__(self, training: Training) -> None:
@@ -359,6 +357,7 @@ class DefaultStagerOrdered(RecipeMode):
 
 
 class Process(RecipeMode):
+    recipe = "process_checkpointer"
     note = "the daemons are started before the first save that is timed"
 
     def __init__(self, training: Training) -> None:
@@ -397,9 +396,11 @@ class DefaultStagerAsPublished(Mode):
     def finish(self, save: Save) -> None:
         super().finish(save)
         self.stager.close()
+        self.stager = None  # its memory is freed here, not in the next call
 
 
 class Overlapped(Mode):
+    recipe = "overlapped_stager"
     stages_beside = True
 
     def __init__(self, training: Training) -> None:
@@ -738,17 +739,25 @@ def driver_version() -> str | None:
         return None
 
 
+def recipe_hash(mode: str) -> dict[str, str]:
+    """Recipe and code hash of what ``mode`` measures; empty for what is no recipe's."""
+    recipe = MODES[mode].recipe
+    return {recipe: code_sha256(RECIPES / f"{recipe}.py")} if recipe else {}
+
+
 class Results:
-    """The result file: read what is there, replace rows by key, write at once. Rank 0 writes."""
+    """The result file: rows of unchanged recipes are kept, others replaced. Rank 0 writes."""
 
     def __init__(self, path: Path, header: dict) -> None:
         self.path, self.rank = path, dist.get_rank()
-        self.data = {"rows": [], "not_run": {}}
-        if path.exists():
-            self.data = json.loads(path.read_text())
-        if self.data.get("code_sha256", header["code_sha256"]) != header["code_sha256"]:
-            self.data = {"rows": [], "not_run": {}}
-        self.data = header | {k: self.data[k] for k in ("rows", "not_run")}
+        old = json.loads(path.read_text()) if path.exists() else {}
+        hashes = old.get("code_sha256", {})
+        self.data = header | {"code_sha256": {}, "rows": [], "not_run": old.get("not_run", {})}
+        for row in old.get("rows", ()):
+            now = recipe_hash(row["name"])
+            if all(hashes.get(recipe) == sha for recipe, sha in now.items()):
+                self.data["rows"].append(row)
+                self.data["code_sha256"] |= now
 
     @staticmethod
     def key(row: dict) -> tuple:
@@ -760,6 +769,7 @@ class Results:
     def add(self, row: dict) -> None:
         rows = [old for old in self.data["rows"] if self.key(old) != self.key(row)]
         self.data["rows"] = rows + [row]
+        self.data["code_sha256"] |= recipe_hash(row["name"])
         self.data["not_run"].pop(row["name"], None)
         self.write()
 
@@ -792,7 +802,6 @@ def run(arguments: argparse.Namespace, device: torch.device) -> None:
     label = f"{short_name}-x{dist.get_world_size()}"
     header = {
         "benchmark": "checkpoint_stall",
-        "code_sha256": {name: code_sha256(RECIPES / f"{name}.py") for name in MEASURED_RECIPES},
         "torch": torch.__version__,
         "device": name,
         "driver": driver_version(),
@@ -947,8 +956,9 @@ def trace(
         ts = round(at * 1e6 + to_us - begin, 1)
         mark = {"ph": "i", "name": label, "s": "g", "pid": 0, "tid": 1, "ts": ts}
         drawn.append(mark | {"args": {"mark": True}})
-    kept = ("benchmark", "device", "ranks", "torch", "date", "code_sha256")
+    kept = ("benchmark", "device", "ranks", "torch", "date")
     other = {"mode": name, "rank": 0} | {key: header[key] for key in kept}
+    other["code_sha256"] = recipe_hash(name)
     if dist.get_rank() == 0:
         path.parent.mkdir(parents=True, exist_ok=True)
         data = {"displayTimeUnit": "ms", "otherData": other, "traceEvents": drawn}
