@@ -29,6 +29,7 @@ from sphinx_design.shared import create_component
 
 from benchmarks.result_files import (
     BENCHMARKS,
+    PARAMETER_HEADINGS,
     ROW_RECIPES,
     Benchmark,
     Result,
@@ -85,13 +86,15 @@ class ResultDirective(SphinxDirective):
         for path in remember(self.env, repo, "results", name):
             try:
                 result = load(path)
+                absent = result.missing(self.options.get("rows", "").split())
             except ResultError as error:
                 raise self.error(str(error)) from error
-            rows = [row for row in result.rows if self._wanted(row)]
-            if not rows:
-                raise self.error(f"{self.name}: no row of {path.name} is left by rows and where")
             changed = note_recipes(self.env, repo, result.data["code_sha256"])
-            tabs.append((result.machine, [*earlier_version(changed), *self.show(result, rows)]))
+            rows = [row for row in result.rows if self._wanted(row)]
+            shown = [*earlier_version(changed), *self.show(result, rows)] if rows else []
+            if absent or not rows:
+                shown.append(not_measured(f"{name}: {', '.join(absent)}" if absent else name))
+            tabs.append((result.machine, shown))
         return device_tabs(tabs) if tabs else [not_measured(name)]
 
     def _wanted(self, row: dict) -> bool:
@@ -121,7 +124,7 @@ class ResultTable(ResultDirective):
             cells = [nodes.Text(str(row.get(parameter, "–"))) for parameter in varied]
             cells += [nodes.Text(column.cell(row)) for column in columns]
             body.append([name, *(nodes.paragraph("", "", cell) for cell in cells)])
-        headings = ["", *(p.capitalize() for p in varied), *(c.heading for c in columns)]
+        headings = ["", *(PARAMETER_HEADINGS[p] for p in varied), *(c.heading for c in columns)]
         table = _table(headings, body)
         below = [f"{number}. {note}" for number, note in enumerate(notes, 1)]
         return [table, *(nodes.paragraph("", line) for line in below), *self._origin(result, rows)]

@@ -29,6 +29,7 @@ REQUIRED = {
 PARAMETERS = {"storage": ("memory", "disk"), "step": ("long", "short"), "tokens": ()}
 """What may be varied between rows of one name, and the order in which values are shown."""
 
+PARAMETER_HEADINGS = {"storage": "Storage", "step": "Step", "tokens": "Tokens a step"}
 TRACE_LANES = ("compute", "copy", "write")
 
 ROW_RECIPES = {
@@ -159,8 +160,8 @@ BENCHMARKS = {
             _BOUND,
             Column("uploaded_s", "Uploaded after", seconds),
             Column("uploaded_idle_s", "Uploaded, GPU idle", seconds),
-            Column("upload_slowdown", "Step during upload", slowdown),
-            Column("step_s", "Step", seconds),
+            Column("upload_slowdown", "Step time during upload", slowdown),
+            Column("step_s", "Step time", seconds),
             Column("bytes_written", "Written", byte_count),
             Column("pinned_bytes", "Pinned memory", byte_count),
             Column("host_peak_bytes", "Host peak", byte_count),
@@ -175,9 +176,9 @@ BENCHMARKS = {
     "offload_step": Benchmark(
         title="Step time with weights on the host",
         columns=(
-            Column("step_s", "Step", seconds),
+            Column("step_s", "Step time", seconds),
             _BOUND,
-            Column("eta", "Bound over step", share),
+            Column("eta", "Bound over step time", share),
             *_MEMORY,
             Column("pinned_bytes", "Pinned memory", byte_count),
             _SAMPLES,
@@ -189,10 +190,10 @@ BENCHMARKS = {
     "fsdp_overlap": Benchmark(
         title="Communication hidden behind compute",
         columns=(
-            Column("step_s", "Step", seconds),
-            Column("efficiency", "No-communication step over step", share),
+            Column("step_s", "Step time", seconds),
+            Column("efficiency", "No-communication step time over step time", share),
             _BOUND,
-            Column("eta", "Bound over step", share),
+            Column("eta", "Bound over step time", share),
             Column("hidden_share", "Hidden", share),
             Column("gemm_slowdown", "GEMM beside a gather", slowdown),
             *_MEMORY,
@@ -230,6 +231,18 @@ class Result:
 
         return sorted(self.data["rows"], key=key)
 
+    def missing(self, names: list[str]) -> list[str]:
+        """Those of ``names`` that have no row.
+
+        Raises:
+            ResultError: one of them is no row's name, here or anywhere.
+        """
+        absent = [name for name in names if name not in {row["name"] for row in self.rows}]
+        known = {*ROW_ORDER, *self.data.get("not_run", {})}
+        if unknown := [name for name in absent if name not in known]:
+            raise ResultError(f"{self.path.name}: no row is called {', '.join(unknown)}")
+        return absent
+
     def varied(self) -> list[str]:
         """The parameters that rows have."""
         return [p for p in PARAMETERS if any(p in row for row in self.rows)]
@@ -256,6 +269,8 @@ def in_words(facts: dict) -> str:
         if unit and isinstance(value, int | float):
             write = {"_bytes_per_s": rate, "_s": seconds}.get(unit[0], byte_count)
             key, value = key.replace(unit[0], "", 1), write(value)
+        if isinstance(value, dict):
+            value = " or ".join(f"{v} ({case})" for case, v in value.items())
         parts.append(f"{key.replace('_', ' ')} {value}")
     return ", ".join(parts)
 

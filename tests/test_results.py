@@ -66,7 +66,8 @@ def measure(repo: Path, ranks: int = 2, rows: list[dict] | None = None, **more) 
         "driver": "1.2",
         "ranks": ranks,
         "date": "2026-01-02",
-        "workload": {"model": "a stack of layers", "state_bytes_per_rank": 6_440_000_000},
+        "workload": {"model": "a stack of layers", "state_bytes_per_rank": 6_440_000_000}
+        | {"tokens_per_step": {"long": 65536, "short": 8192}},
         "link": {"pinned_d2h_bytes_per_s": 55.4e9},
         "rows": rows,
         "not_run": {"another_peer": "ImportError: no wheel"},
@@ -212,6 +213,7 @@ def test_the_table_shows_values_origin_and_links(repo):
         *("1.20 ms", "3.80 s", "116 ms", "Storage", "memory", "Samples", "yes", "no"),
         *("2 × Test GPU", "torch 2.11.0", "driver 1.2", "2 ranks", "2026-01-02"),
         *("pinned d2h 55.4 GB/s", "state per rank 6.44 GB", "Bound: state over the pinned rate"),
+        "tokens per step 65536 (long) or 8192 (short)",
         *("1. the shipped defaults", "Not run: another_peer: ImportError: no wheel"),
     ):
         assert words in text, words
@@ -264,7 +266,19 @@ def test_rows_and_where_choose(repo):
     html, _ = render(repo, f".. result-table:: checkpoint_stall\n{options}")
     assert "2.00 s" in html and "1.00 s" not in html
     _, warnings = render(repo, ".. result-table:: checkpoint_stall\n   :rows: nothing")
-    assert "no row of checkpoint_stall.test-x2.json is left" in warnings
+    assert "checkpoint_stall.test-x2.json: no row is called nothing" in warnings
+
+
+@pytest.mark.parametrize("directive", ["result-table", "result-figure"])
+def test_a_row_that_is_not_measured_yet_is_named(repo, directive):
+    measure(repo, rows=[row("async_save", 1.0)])
+    html, warnings = render(
+        repo, f".. {directive}:: checkpoint_stall\n   :rows: async_save process"
+    )
+    assert warnings == "" and "1.00 s" in html
+    assert "Not measured yet (checkpoint_stall: process)" in html
+    html, warnings = render(repo, f".. {directive}:: checkpoint_stall\n   :rows: process")
+    assert warnings == "" and "Not measured yet (checkpoint_stall: process)" in html
 
 
 def test_an_unknown_benchmark_is_reported(repo):
