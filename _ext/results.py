@@ -91,8 +91,10 @@ class ResultDirective(SphinxDirective):
                 raise self.error(str(error)) from error
             changed = note_recipes(self.env, repo, result.data["code_sha256"])
             rows = [row for row in result.rows if self._wanted(row)]
-            shown = [*earlier_version(changed), *self.show(result, rows)] if rows else []
-            if absent or not rows:
+            shown = self.show(result, rows) if rows else []
+            if shown:
+                shown = [*earlier_version(changed), *shown]
+            if absent or not shown:
                 shown.append(not_measured(f"{name}: {', '.join(absent)}" if absent else name))
             tabs.append((result.machine, shown))
         return device_tabs(tabs) if tabs else [not_measured(name)]
@@ -183,12 +185,20 @@ class ResultFigure(ResultDirective):
         groups: dict[tuple, list[dict]] = {}
         for row in rows:
             groups.setdefault(tuple((p, row[p]) for p in cases if p in row), []).append(row)
+        column = benchmark.column(benchmark.lines if over_tokens else benchmark.bars)
         pictures = []
         for case, members in groups.items():
+            if not any(map(column.known, members)):
+                continue
             title = ", ".join(f"{parameter}: {value}" for parameter, value in case)
-            draw = _lines if over_tokens else _bars
-            pictures.append(_as_node(draw(benchmark, members, title), *_words(benchmark, members)))
-        column = benchmark.column(benchmark.lines if over_tokens else benchmark.bars)
+            drawn = (
+                _lines(benchmark, members, title)
+                if over_tokens
+                else _bars(benchmark, members, title, rows)
+            )
+            pictures.append(_as_node(drawn, *_words(benchmark, members)))
+        if not pictures:
+            return []
         inline, messages = self.state.inline_text(
             f"{benchmark.title}: {_first_lower(column.heading)}. Measured on {result.origin()}.",
             self.lineno,
@@ -228,14 +238,20 @@ def _figure(height: float, title: str) -> Figure:
     return figure
 
 
-def _bars(benchmark: Benchmark, rows: list[dict], title: str) -> Figure:
-    """A bar a row, its name and value written above it: names stay readable on a phone."""
+def _bars(benchmark: Benchmark, rows: list[dict], title: str, beside: list[dict]) -> Figure:
+    """A bar a row, its name and value written above it: names stay readable on a phone.
+
+    ``beside`` are the rows of all drawings of the figure: they share one axis.
+    """
     field = benchmark.bars
-    rows = [row for row in rows if benchmark.column(field).known(row)]
+    known = benchmark.column(field).known
+    rows = [row for row in rows if known(row)]
     figure = _figure(0.42 * len(rows) + 1.0, title)
     (axes,) = figure.axes
     values = [row[field] for row in rows]
-    positive = [v for v in [*values, *(row.get("bound_s") or 0 for row in rows)] if v > 0]
+    shared = [row for row in beside if known(row)]
+    ends = [*(row[field] for row in shared), *(row.get("bound_s") or 0 for row in shared)]
+    positive = [end for end in ends if end > 0]
     left = min(positive, default=1e-3) / 2 if benchmark.logarithmic else 0.0
     if benchmark.logarithmic:
         axes.set_xscale("log")

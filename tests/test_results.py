@@ -269,6 +269,15 @@ def test_rows_and_where_choose(repo):
     assert "checkpoint_stall.test-x2.json: no row is called nothing" in warnings
 
 
+def test_a_workload_without_a_value_is_not_drawn(repo):
+    rows = [row("async_save", 1.0), row("none", None), row("none", None, step="short")]
+    measure(repo, rows=rows)
+    html, _ = render(repo, ".. result-figure:: checkpoint_stall")
+    assert html.count("<svg class=") == 1 and "step: short" not in html
+    html, warnings = render(repo, ".. result-figure:: checkpoint_stall\n   :rows: none")
+    assert warnings == "" and "<svg" not in html and "Not measured yet" in html
+
+
 @pytest.mark.parametrize("directive", ["result-table", "result-figure"])
 def test_a_row_that_is_not_measured_yet_is_named(repo, directive):
     measure(repo, rows=[row("async_save", 1.0)])
