@@ -51,6 +51,7 @@ def _section(result: Result) -> str:
     lines += [
         f"| `{row['name']}` | " + " | ".join(column.cell(row) for column in columns) + " |"
         for row in rows
+        if any(column.known(row) for column in columns)
     ]
     return "\n".join(lines)
 

@@ -55,6 +55,7 @@ def measure(repo: Path, ranks: int = 2, rows: list[dict] | None = None, **more) 
     """Write a result file of made-up values into a repository made for a test."""
     rows = rows or [
         row("overlapped", 0.0012, bound_s=0.116, bound_from="state over the pinned rate"),
+        row("none", None, step_s=0.3),
         row("async_save", 3.8, loaded_back_bitwise=True, note="the shipped defaults"),
         row("a_peer", 0.3, loaded_back_bitwise=False),
     ]
@@ -377,7 +378,7 @@ def test_the_readme_is_written_checked_and_a_hand_edit_fails(repo):
     assert process.returncode == 1 and "run: make readme" in process.stdout
     assert lint(repo).returncode == 0
     written = readme.read_text()
-    assert "| `overlapped` | 1.20 ms |" in written
+    assert "| `overlapped` | 1.20 ms |" in written and "`none`" not in written
     assert written.startswith("# Title\n\n") and written.endswith("\n\nAfter.\n")
     assert lint(repo, "--check").returncode == 0
 
