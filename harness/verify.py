@@ -53,7 +53,8 @@ def verify_recipe(recipe: Recipe, ranks: int, say: Callable[[str], None]) -> dic
             caught.append(control.name)
         else:
             failures.append(f"control '{control.name}' was not caught: {sorted(broken.kinds)}")
-        say(f"  control {control.name}: {', '.join(sorted(broken.kinds)) or 'NOT caught'}")
+        verdict = "caught" if control.name in caught else "NOT caught"
+        say(f"  control {control.name}: {verdict} {sorted(broken.kinds)}")
     return {
         "code_sha256": recipe.code_sha256,
         "ok": not failures,
