@@ -47,8 +47,6 @@ what it writes to (page-locked memory). What makes it *correct* is four ordering
 
 The training thread never waits for the first three, and for the fourth only when the storage is
 slower than two save intervals.
-
-.. timeline:: checkpoint_stall overlapped
 """
 
 # %%
@@ -379,3 +377,71 @@ if __name__ == "__main__":
     parser.add_argument("--dir", type=Path, help="where checkpoints go (default: temporary)")
     with tempfile.TemporaryDirectory() as temporary:
         main(parser.parse_args().dir or Path(temporary))
+
+# %%
+# What it buys
+# ------------
+# ``Bound`` is the state's bytes over the rate of the link, measured in the same run; a stall of zero
+# is possible where a step is longer than that. ``short`` steps are shorter than the copy: the
+# optimizer then waits for the rest of it. A stall that is slightly negative is the noise of the
+# steps. What the table does not show: two GPUs of one host that copy at once, beside the
+# collectives of training, stage a little slower than one.
+#
+# .. result-figure:: checkpoint_stall
+#    :rows: dcp_save pinned default_stager_as_published default_stager_ordered overlapped torch_checkpointing
+#
+# .. result-table:: checkpoint_stall
+#    :rows: none dcp_save pinned default_stager_as_published default_stager_ordered overlapped torch_checkpointing
+#
+# .. timeline:: checkpoint_stall dcp_save default_stager_as_published overlapped
+#
+# While the upload runs, training shares with it the interpreter's lock and the host's memory. Few
+# large tensors and a training thread that works ahead of the GPU hide that; thousands of small
+# tensors do not (see :doc:`process_checkpointer`).
+#
+# What breaks if you remove a line
+# --------------------------------
+# Each edit was made and run when this page was built. CPU streams do nothing, so the bits come out
+# right even without the events; a recorder of stream order finds what no event orders. On a CUDA
+# device the same edits save another step, or tear the checkpoint, with work queued before the save.
+#
+# .. recipe-controls::
+#
+# Memory
+# ------
+# Pinned host memory, from the first save until ``close()``:
+#
+# .. math::
+#
+#    2 \sum_{t\,\in\,\text{state}} \left\lceil \text{bytes of this rank's shard of } t
+#    \right\rceil_{64}
+#
+# One set would do where saves are so rare that every upload has ended before the next begins: set
+# ``BUFFER_SETS = 1``, and the second save waits for the first. On the device, the clones of
+# the changing buffers live until the copy ends.
+#
+# When it is not worth it
+# -----------------------
+# * A few megabytes of state, or a save an hour: :doc:`async_save` costs next to nothing then.
+# * The host cannot spare two copies of the shards. Take one set, or :doc:`pinned_staging`.
+# * Torch is 2.13 or later and your state keeps its layout: a ``DefaultStager`` that is ordered after
+#   the step and reused (:doc:`default_stager`) needs less code of your own. It still holds the host
+#   before ``optimizer.step()``, where this one makes only the GPU wait.
+#
+# Known limits
+# ------------
+# * The state must keep its layout. Save first when the optimizer has state, which is after its
+#   first step, and build a new stager when a layer is added.
+# * The hook orders ``optimizer.step()``. Whatever else changes weights (an average of weights,
+#   clipping in place, loading) must call ``before_update()`` first.
+# * A tensor that is not contiguous is copied through a temporary one on the device.
+# * Accelerators other than CUDA get pageable buffers: the bits are right, the copy holds the host.
+#
+# Further reading
+# ---------------
+# * `torch.distributed.checkpoint <https://docs.pytorch.org/docs/stable/distributed.checkpoint.html>`__:
+#   ``AsyncStager``, the protocol that this class follows
+# * `CUDA semantics: use pinned memory buffers
+#   <https://docs.pytorch.org/docs/stable/notes/cuda.html#use-pinned-memory-buffers>`__
+# * `Pinned blocks are rounded up to a power of two
+#   <https://github.com/pytorch/pytorch/issues/150517>`__, the reason for the arena
