@@ -1,0 +1,280 @@
+"""The recorder of stream order: each missing edge is found, and no order that is there is missed.
+
+A true positive is a program without one edge; its true negative is the same program with the edge.
+"""
+
+import queue
+import threading
+from concurrent.futures import ThreadPoolExecutor
+
+import pytest
+import torch
+import torch.distributed as dist
+from torch.distributed.fsdp import fully_shard
+
+from harness import streams
+
+pytestmark = pytest.mark.skipif(
+    torch.accelerator.is_available(), reason="an accelerator's streams are real"
+)
+
+
+@pytest.fixture
+def recorder():
+    with streams.recording() as recording:
+        yield recording
+
+
+def write(tensor: torch.Tensor) -> None:
+    tensor.add_(1)
+
+
+def read(tensor: torch.Tensor) -> torch.Tensor:
+    return tensor * 2
+
+
+def on_other_stream(tensor: torch.Tensor, ordered_by: str | None) -> None:
+    """Write on the default stream, then read on another one."""
+    other, event = torch.cpu.Stream(), torch.cpu.Event()
+    write(tensor)
+    event.record()
+    if ordered_by == "wait_event":
+        other.wait_event(event)
+    elif ordered_by == "event.wait":
+        event.wait(other)
+    elif ordered_by == "wait_stream":
+        other.wait_stream(torch.cpu.current_stream())
+    elif ordered_by == "record_event":
+        other.wait_event(torch.cpu.current_stream().record_event())
+    elif ordered_by == "event.synchronize":
+        event.synchronize()
+    elif ordered_by == "stream.synchronize":
+        torch.cpu.current_stream().synchronize()
+    elif ordered_by == "synchronize":
+        torch.cpu.synchronize()
+    elif ordered_by == "item":
+        tensor[0].item()
+    with torch.cpu.stream(other):
+        read(tensor)
+
+
+ORDERS = [
+    *("wait_event", "event.wait", "wait_stream", "record_event"),
+    *("event.synchronize", "stream.synchronize", "synchronize", "item"),
+]
+
+
+@pytest.mark.parametrize("ordered_by", ORDERS)
+def test_an_ordered_read_is_no_conflict(recorder, ordered_by):
+    on_other_stream(torch.zeros(8), ordered_by)
+    assert recorder.conflicts == []
+
+
+def test_an_unordered_read_is_a_conflict_that_names_both_lines(recorder):
+    on_other_stream(torch.zeros(8), None)
+    (conflict,) = recorder.conflicts
+    assert (conflict.earlier.operator, conflict.earlier.writes) == ("add_", True)
+    assert (conflict.later.operator, conflict.later.writes) == ("mul", False)
+    assert conflict.nbytes == 32
+    for line in (conflict.earlier.where, conflict.later.where):
+        assert line.startswith("test_streams.py:")
+    assert "nothing" not in str(conflict) and "no event" in str(conflict)
+
+
+def test_an_event_orders_only_what_was_recorded_before_it(recorder):
+    tensor, other, event = torch.zeros(8), torch.cpu.Stream(), torch.cpu.Event()
+    event.record()
+    write(tensor)
+    other.wait_event(event)
+    with torch.cpu.stream(other):
+        read(tensor)
+    assert len(recorder.conflicts) == 1
+
+
+def test_a_write_after_an_unordered_read_is_a_conflict(recorder):
+    tensor, other = torch.zeros(8), torch.cpu.Stream()
+    other.wait_stream(torch.cpu.current_stream())
+    with torch.cpu.stream(other):
+        read(tensor)
+    write(tensor)
+    assert len(recorder.conflicts) == 1
+
+
+def test_two_reads_need_no_order(recorder):
+    tensor, other = torch.zeros(8), torch.cpu.Stream()
+    other.wait_stream(torch.cpu.current_stream())
+    with torch.cpu.stream(other):
+        read(tensor)
+    read(tensor)
+    assert recorder.conflicts == []
+
+
+@pytest.mark.parametrize(
+    ("first", "second", "conflicts"),
+    [
+        (slice(0, 4), slice(4, 8), 0),
+        (slice(0, 5), slice(4, 8), 1),
+        ((slice(None), 0), (slice(None), 1), 0),
+        ((slice(None), 0), (slice(None), slice(0, 2)), 1),
+    ],
+)
+def test_slices_conflict_only_where_they_overlap(recorder, first, second, conflicts):
+    arena = torch.empty(8, 4)
+    with torch.cpu.stream(torch.cpu.Stream()):
+        write(arena[first])
+    with torch.cpu.stream(torch.cpu.Stream()):
+        write(arena[second])
+    assert len(recorder.conflicts) == conflicts
+
+
+def test_two_storages_over_one_memory_conflict(recorder):
+    memory = bytearray(64)
+    first, second = (torch.frombuffer(memory, dtype=torch.float32) for _ in range(2))
+    with torch.cpu.stream(torch.cpu.Stream()):
+        write(first)
+    with torch.cpu.stream(torch.cpu.Stream()):
+        write(second)
+    assert len(recorder.conflicts) == 1
+
+
+def test_memory_that_is_used_again_is_other_memory(recorder):
+    addresses = []
+    for _ in range(4):
+        with torch.cpu.stream(torch.cpu.Stream()):
+            tensor = torch.zeros(1 << 16)
+            write(tensor)
+            addresses.append(tensor.data_ptr())
+            del tensor
+    assert len(set(addresses)) < len(addresses), "the allocator gave new memory each time"
+    assert recorder.conflicts == []
+
+
+def in_thread(work, handed_over: str) -> None:
+    """Run ``work`` in another thread and learn of its end in the way named, or not at all."""
+    if handed_over == "join":
+        thread = threading.Thread(target=work)
+        thread.start()
+        thread.join()
+        return
+    done, results = threading.Event(), queue.Queue()
+
+    def report() -> None:
+        work()
+        done.set()
+        results.put(None)
+
+    with ThreadPoolExecutor(1) as pool:
+        future = pool.submit(report)
+        if handed_over == "result":
+            future.result()
+        elif handed_over == "event":
+            done.wait()
+        elif handed_over == "queue":
+            results.get()
+        else:
+            while not results.qsize():
+                pass
+
+
+@pytest.mark.parametrize("handed_over", ["join", "result", "event", "queue"])
+def test_what_a_thread_did_is_known_once_it_was_waited_for(recorder, handed_over):
+    tensor = torch.zeros(8)
+    torch.cpu.synchronize()
+    in_thread(lambda: read(tensor), handed_over)
+    write(tensor)
+    assert recorder.conflicts == []
+
+
+def test_what_a_thread_did_is_unknown_if_it_was_not_waited_for(recorder):
+    tensor = torch.zeros(8)
+    torch.cpu.synchronize()
+    finished = []
+
+    def work() -> None:
+        read(tensor)
+        finished.append(True)
+
+    thread = threading.Thread(target=work)
+    thread.start()
+    while not finished:  # it has read, but nothing that the recorder knows says so
+        pass
+    write(tensor)
+    thread.join()
+    assert len(recorder.conflicts) == 1
+
+
+def test_a_thread_is_not_in_order_with_the_default_stream(recorder):
+    tensor = torch.zeros(8)
+    write(tensor)
+    in_thread(lambda: read(tensor), "join")
+    assert len(recorder.conflicts) == 1
+
+
+def test_a_thread_can_wait_for_an_event_in_its_own_lane(recorder):
+    tensor, event = torch.zeros(8), torch.cpu.Event()
+    write(tensor)
+    event.record()
+
+    def staging() -> None:
+        torch.cpu.current_stream().wait_event(event)
+        read(tensor)
+
+    in_thread(staging, "join")
+    assert recorder.conflicts == []
+
+
+def test_saving_reads_in_the_thread_that_saves(recorder, tmp_path):
+    tensor = torch.zeros(8)
+    write(tensor)
+    in_thread(lambda: torch.save(tensor, tmp_path / "unordered.pt"), "join")
+    assert [c.later.operator for c in recorder.conflicts] == ["torch.save"]
+
+
+def test_saving_on_the_main_thread_waits_for_its_stream(recorder, tmp_path):
+    tensor = torch.zeros(8)
+    write(tensor)
+    torch.save(tensor, tmp_path / "ordered.pt")
+    in_thread(lambda: read(tensor), "join")
+    assert recorder.conflicts == []
+
+
+def test_what_the_recipe_asks_of_a_future_teaches_it(recorder):
+    tensor = torch.zeros(8)
+    torch.cpu.synchronize()
+    with ThreadPoolExecutor(1) as pool:
+        future = pool.submit(read, tensor)
+        while not future.done():
+            pass
+        write(tensor)
+    assert recorder.conflicts == []
+
+
+def test_training_with_fsdp2_has_no_conflict(recorder):
+    dist.init_process_group("gloo", store=dist.HashStore(), rank=0, world_size=1)
+    try:
+        model = torch.nn.Sequential(*(torch.nn.Linear(16, 16) for _ in range(3)))
+        for layer in model:
+            fully_shard(layer)
+        fully_shard(model)
+        optimizer = torch.optim.AdamW(model.parameters())
+        for _ in range(3):
+            model(torch.randn(4, 16)).sum().backward()
+            optimizer.step()
+            optimizer.zero_grad()
+    finally:
+        dist.destroy_process_group()
+    assert recorder.regions, "no operator was seen"
+    assert recorder.conflicts == []
+
+
+def test_everything_is_put_back():
+    before = (torch.cpu.Stream, torch.cpu.current_stream, torch.save, threading.Thread.start)
+    with streams.recording():
+        assert torch.cpu.Stream is not before[0]
+    assert before == (
+        torch.cpu.Stream,
+        torch.cpu.current_stream,
+        torch.save,
+        threading.Thread.start,
+    )
+    assert streams.RECORDERS == []
