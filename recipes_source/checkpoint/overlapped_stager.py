@@ -28,7 +28,7 @@ The idea
 
 A GPU has copy engines that work beside its compute cores. Whether a save uses them is decided by
 where the copy is queued (a stream of its own), what it waits for (an event, not the device) and
-what it writes to (page-locked memory). What makes it *correct* is four orderings, drawn as numbers:
+what it writes to (page-locked memory). What makes it *correct* is four orderings; two are drawn:
 
 .. lanes:: Schematic. The copy of step 1 runs beside step 2; the write beside all that follows.
 
@@ -384,8 +384,8 @@ if __name__ == "__main__":
 # ``Bound`` is the state's bytes over the rate of the link, measured in the same run; a stall of zero
 # is possible where a step is longer than that. ``short`` steps are shorter than the copy: the
 # optimizer then waits for the rest of it. A stall that is slightly negative is the noise of the
-# steps. What the table does not show: two GPUs of one host that copy at once, beside the
-# collectives of training, stage a little slower than one.
+# steps. On two GPUs of one host, copies run beside each other and beside the collectives of
+# training: they take a little longer, and the steps themselves vary more than the stall.
 #
 # .. result-figure:: checkpoint_stall
 #    :rows: dcp_save pinned default_stager_as_published default_stager_ordered overlapped torch_checkpointing
