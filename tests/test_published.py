@@ -14,7 +14,7 @@ NAMES = ("basic", "pinned", "default_stager")
 
 @pytest.mark.parametrize("name", NAMES)
 def test_on_two_ranks_the_shared_group_is_named_as_the_likely_cause(name: str) -> None:
-    report = run(PUBLISHED / f"{name}.py", 2, launcher="warm", deadline_s=25)
+    report = run(PUBLISHED / f"{name}.py", 2, launcher="warm", deadline_s=15)
     assert report.kinds & {"hung", "killed", "raised"}, report.describe()
     assert "async_save ran on the process group that training uses" in report.failures[0].hint
 
