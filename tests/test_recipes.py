@@ -15,7 +15,7 @@ def pytest_generate_tests(metafunc: pytest.Metafunc) -> None:
     asked = ranks_under_test(metafunc.config)
     names = set(metafunc.fixturenames)
     if {"recipe", "ranks"} <= names:
-        few = "slow_the_disk" in metafunc.function.__name__  # that test asks nothing new of more ranks
+        few = "slow_the_disk" in metafunc.function.__name__  # more ranks ask nothing new there
         cases = [(r, n) for r in recipes for n in (asked or r.ranks) if asked or not few or n <= 2]
         metafunc.parametrize("recipe,ranks", cases, ids=[f"{r.name}-{n}" for r, n in cases])
     elif {"recipe", "control"} <= names:
