@@ -33,7 +33,7 @@ what it writes to (page-locked memory). What makes it *correct* is four ordering
 .. lanes:: Schematic. The copy of step 1 runs beside step 2; the write beside all that follows.
 
    compute:  0-6 step 1; 6-14 forward, backward; 14-16 step 2; 16-24 forward, backward; 24-26 step 3
-   copy:     6-12 to buffers A; 26-32 to buffers B
+   copy:     6-12 to buffers A ~; 26-32 to buffers B ~
    write:    12-28 write step 1 ~; 32-40 write step 3 ~
    @6 1: the copy waits for the step
    @14 2: the update waits for the copy
