@@ -2,7 +2,7 @@
 
 import json
 import re
-from dataclasses import asdict, dataclass, field
+from dataclasses import dataclass, field
 from pathlib import Path
 
 KINDS = {
@@ -62,7 +62,6 @@ class SavedState:
     """One save as all ranks saw it."""
 
     directory: str
-    order: int
     kind: str
     shares_training_group: bool = False
     written: bool = False
@@ -103,7 +102,7 @@ def gather_saves(ranks: list[Rank]) -> list[SavedState]:
                 continue
             number = note["number"]
             if note["event"] == "save":
-                save = saves.setdefault(number, SavedState(note["directory"], number, note["kind"]))
+                save = saves.setdefault(number, SavedState(note["directory"], note["kind"]))
                 save.shares_training_group |= note["shares_training_group"]
             elif note["event"] == "upload":
                 saves[number].beside = sorted({*saves[number].beside, *note["beside"]})
@@ -274,7 +273,3 @@ def _innermost(stacks: str) -> str:
     main = stacks.rpartition("Current thread")[2] or stacks
     frame = re.search(r'File "([^"]+)", line (\d+) in (\S+)', main)
     return f", in {frame[3]} ({Path(frame[1]).name}:{frame[2]})" if frame else ""
-
-
-def to_dicts(failures: list[Failure]) -> list[dict]:
-    return [asdict(failure) for failure in failures]

@@ -24,7 +24,8 @@ def test_on_one_rank_the_last_checkpoint_is_missing(name: str) -> None:
     """Certain, because the write is held until it is awaited: these never await the last one."""
     report = run(PUBLISHED / f"{name}.py", 1, launcher="warm", gate="hold_write")
     missing = [f for f in report.failures if f.kind == "checkpoint_missing"]
-    assert [f.text for f in missing] == ["checkpoint_step9: the directory is empty"]
+    states = ("is empty", "does not exist")  # destroying the group may come before its planning
+    assert [f.text for f in missing] in [[f"checkpoint_step9: the directory {s}"] for s in states]
     assert "never awaited" in missing[0].hint
 
 
