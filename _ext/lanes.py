@@ -10,9 +10,10 @@ The directive draws a schematic, one lane a line of its content::
 
 A lane is ``name: start-end label; start-end label``. Times have no unit: only order and
 proportion are shown. A label that ends in ``!`` is a stall, one that ends in ``~`` is data moved
-in the background (drawn as a write in a lane named after an upload or a write, as a copy in any
-other), and a plain one is compute. ``@time text`` marks a moment in all lanes. Labels are plain
-text of at most 40 characters; one that does not fit into its bar is written above it.
+in the background, and a plain one is compute. The lane's name says what moves: a write in a lane
+named after an upload or a write, communication in one named after a collective, a copy in any
+other. ``@time text`` marks a moment in all lanes. Labels are plain text of at most 40 characters;
+one that does not fit into its bar is written above it.
 
 ``_ext/timeline.py`` draws measured traces with the same renderer, so a colour means one thing on
 the whole site.
@@ -27,7 +28,13 @@ from docutils import nodes
 from docutils.parsers.rst import Directive
 from sphinx.application import Sphinx
 
-KINDS = {"compute": "compute", "copy": "copy", "write": "write", "stall": "training stalls"}
+KINDS = {
+    "compute": "compute",
+    "copy": "copy",
+    "communication": "communication",
+    "write": "write",
+    "stall": "training stalls",
+}
 LONGEST_LABEL = 40
 MOST_LISTED = 8
 """Bars of one kind that the text of a lane names one by one."""
@@ -43,6 +50,7 @@ _NUMBER = r"\d+(?:\.\d+)?"
 _BAR = re.compile(rf"({_NUMBER})\s*-\s*({_NUMBER})\s+(.*?)\s*([!~]?)$")
 _MARK = re.compile(rf"@\s*({_NUMBER})\s+(\S.*)$")
 _WRITE_LANE = re.compile(r"upload|write|disk|storage|save", re.IGNORECASE)
+_COMMUNICATION_LANE = re.compile(r"gather|reduce|communicat", re.IGNORECASE)
 
 
 @dataclass(frozen=True)
@@ -116,6 +124,8 @@ def parse(content: list[str]) -> Panel:
 def _bars(lane: str, text: str, number: int) -> tuple[Bar, ...]:
     bars: list[Bar] = []
     background = "write" if _WRITE_LANE.search(lane) else "copy"
+    if _COMMUNICATION_LANE.search(lane):
+        background = "communication"
     kinds = {"": "compute", "!": "stall", "~": background}
     for item in filter(None, (part.strip() for part in text.split(";"))):
         match = _BAR.match(item)

@@ -28,6 +28,15 @@ READING_ORDER = [
     "default_stager",
     "overlapped_stager",
     "process_checkpointer",
+    "three_streams",
+    "weight_streaming",
+    "accumulate_and_average",
+    "pipelined_optimizer",
+    "activation_offload",
+    "stream_context",
+    "prefetch_schedule",
+    "copy_engine_gather",
+    "fsdp2_settings",
 ]
 
 
@@ -158,6 +167,7 @@ def thumbnail(path: Path) -> str | None:
 THUMBNAIL_COLOURS = {
     "compute": "#7296c8",
     "copy": "#4aa393",
+    "communication": "#4aa393",
     "write": "#c99c3c",
     "stall": "#d9634d",
 }

@@ -38,7 +38,7 @@ def read_panel(title: str, trace: dict) -> Panel:
     finish = max(event["ts"] + event["dur"] for event in drawn)
     tiny = (finish - start) * US * TINY
     lanes = []
-    for name in TRACE_LANES:
+    for name, kind in TRACE_LANES.items():
         bars: list[Bar] = []
         for stall in (False, True):
             mine = [
@@ -46,7 +46,7 @@ def read_panel(title: str, trace: dict) -> Panel:
                     max(0.0, (event["ts"] - start) * US),
                     (event["ts"] + event["dur"] - start) * US,
                     event["name"],
-                    "stall" if stall else name,
+                    "stall" if stall else kind,
                 )
                 for event in drawn
                 if event["args"]["lane"] == name and event["args"].get("stall", False) is stall

@@ -30,7 +30,13 @@ PARAMETERS = {"storage": ("memory", "disk"), "step": ("long", "short"), "tokens"
 """What may be varied between rows of one name, and the order in which values are shown."""
 
 PARAMETER_HEADINGS = {"storage": "Storage", "step": "Step", "tokens": "Tokens a step"}
-TRACE_LANES = ("compute", "copy", "write")
+TRACE_LANES = {
+    "compute": "compute",
+    **{"copy": "copy", "H2D": "copy", "D2H": "copy"},
+    **{"gather": "communication", "reduce-scatter": "communication"},
+    **{"host": "compute", "write": "write"},
+}
+"""The lanes of a trace, from top to bottom, and the kind of what is drawn in each."""
 
 ROW_RECIPES = {
     "async_save": "async_save",
@@ -39,6 +45,11 @@ ROW_RECIPES = {
     "default_stager_ordered": "default_stager",
     "overlapped": "overlapped_stager",
     "process": "process_checkpointer",
+    "streamed": "weight_streaming",
+    "fsdp2_tuned": "fsdp2_settings",
+    "fsdp2_copy_engine": "copy_engine_gather",
+    "delayed_release": "stream_context",
+    "prefetch": "prefetch_schedule",
 }
 """The recipe that a row measures, where its name is not the row's."""
 

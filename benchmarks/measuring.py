@@ -1,0 +1,310 @@
+"""What every benchmark here needs: clocks, the link's rates, result files, small traces.
+
+Torch and the standard library are enough. ``benchmarks/result_files.py`` reads what this writes.
+"""
+
+import json
+import platform
+import statistics
+import subprocess
+import tempfile
+import time
+from collections.abc import Callable, Iterable
+from dataclasses import dataclass, field
+from datetime import date
+from pathlib import Path
+
+import torch
+import torch.distributed as dist
+
+from harness.recipe import code_sha256
+
+ROOT = Path(__file__).resolve().parents[1]
+SOURCE = ROOT / "recipes_source"
+
+
+# -- clocks -----------------------------------------------------------------------------------
+
+
+class HostEvent:
+    """Stands in for a timing event on a CPU, where work is done when the call returns."""
+
+    def record(self, stream: object = None) -> None:
+        self.at = time.perf_counter()
+
+    def synchronize(self) -> None: ...
+
+    def query(self) -> bool:
+        return True
+
+    def elapsed_time(self, end: "HostEvent") -> float:
+        """Milliseconds to ``end``, as a CUDA event gives them."""
+        return (end.at - self.at) * 1e3
+
+
+def timing_event(device: torch.device) -> HostEvent | torch.cuda.Event:
+    """An event that can be timed, not yet recorded."""
+    return torch.cuda.Event(enable_timing=True) if device.type == "cuda" else HostEvent()
+
+
+def synchronize(device: torch.device) -> None:
+    if device.type == "cuda":
+        torch.cuda.synchronize()
+
+
+def seconds_of(work: Callable[[], object], device: torch.device, repeats: int) -> list[float]:
+    """Seconds on the current stream of each of ``repeats`` calls of ``work``, after one unmeasured.
+
+    The device is synchronised before the first call and after the last only.
+    """
+    work()
+    events = [timing_event(device) for _ in range(repeats + 1)]
+    synchronize(device)
+    events[0].record()
+    for event in events[1:]:
+        work()
+        event.record()
+    synchronize(device)
+    pairs = zip(events, events[1:], strict=False)
+    return [start.elapsed_time(end) / 1e3 for start, end in pairs]
+
+
+# -- the machine ------------------------------------------------------------------------------
+
+
+def nvidia_smi(field: str) -> str | None:
+    """A field of ``nvidia-smi --query-gpu`` for the current device; None where there is none."""
+    query = ["nvidia-smi", f"--query-gpu={field}", "--format=csv,noheader,nounits"]
+    try:
+        lines = subprocess.run(query, capture_output=True, text=True, check=True).stdout
+        return lines.splitlines()[torch.cuda.current_device()].strip()
+    except (OSError, subprocess.CalledProcessError):
+        return None
+
+
+def device_name(device: torch.device) -> str:
+    return torch.cuda.get_device_name() if device.type == "cuda" else f"CPU, {platform.machine()}"
+
+
+def link_rates(device: torch.device, nbytes: int) -> dict[str, float]:
+    """Pinned copy rates of this rank, byte/s: medians of five copies of ``nbytes``.
+
+    ``pinned_d2h`` and ``pinned_h2d`` are one direction alone, ``duplex_d2h`` and ``duplex_h2d``
+    both at once, each on a stream of its own. Empty on a CPU.
+    """
+    if device.type != "cuda":
+        return {}
+    hosts = [torch.empty(nbytes, dtype=torch.uint8, pin_memory=True) for _ in range(2)]
+    there = [torch.empty(nbytes, dtype=torch.uint8, device=device) for _ in range(2)]
+    pairs = {"d2h": (hosts[0], there[0]), "h2d": (there[1], hosts[1])}
+    streams = {direction: torch.cuda.Stream() for direction in pairs}
+
+    def rates(directions: Iterable[str]) -> dict[str, float]:
+        samples: dict[str, list[float]] = {direction: [] for direction in directions}
+        for _ in range(6):
+            timed = {d: (timing_event(device), timing_event(device)) for d in samples}
+            synchronize(device)
+            for direction, (start, end) in timed.items():
+                with torch.cuda.stream(streams[direction]):
+                    target, source = pairs[direction]
+                    start.record()
+                    target.copy_(source, non_blocking=True)
+                    end.record()
+            synchronize(device)
+            for direction, (start, end) in timed.items():
+                samples[direction].append(nbytes / (start.elapsed_time(end) / 1e3))
+        return {direction: statistics.median(found[1:]) for direction, found in samples.items()}
+
+    alone = rates(["d2h"]) | rates(["h2d"])
+    both = rates(["d2h", "h2d"])
+    return {f"pinned_{d}_bytes_per_s": rate for d, rate in alone.items()} | {
+        f"duplex_{d}_bytes_per_s": rate for d, rate in both.items()
+    }
+
+
+# -- result files -----------------------------------------------------------------------------
+
+
+def header(benchmark: str, device: torch.device, workload: dict, link: dict) -> dict:
+    """The top of a result file: what was measured, where and when."""
+    return {
+        "benchmark": benchmark,
+        "torch": torch.__version__,
+        "device": device_name(device),
+        "driver": nvidia_smi("driver_version"),
+        "ranks": dist.get_world_size() if dist.is_initialized() else 1,
+        "date": date.today().isoformat(),
+        "workload": workload,
+        "link": link,
+    }
+
+
+def machine_label(head: dict) -> str:
+    """``h200-x2``: the end of the names of result files and traces."""
+    name = head["device"]
+    short = "cpu" if name.startswith("CPU") else name.split()[-1].lower()
+    return f"{short}-x{head['ranks']}"
+
+
+def recipe_hashes(recipes: Iterable[str]) -> dict[str, str]:
+    """Name → code hash of recipes, found by their file's stem."""
+    return {
+        path.stem: code_sha256(path) for path in SOURCE.rglob("*.py") if path.stem in set(recipes)
+    }
+
+
+@dataclass
+class Results:
+    """A result file that is written row by row; rank 0 writes.
+
+    Rows of an earlier run are kept where the recipes that they measure are unchanged.
+
+    Args:
+        folder: ``benchmarks`` or another folder; the file goes to its ``results/``.
+        head: see :func:`header`.
+        recipes: row name → the recipes that it measures; names without an entry measure none.
+        varied: the parameters that, beside the name, tell rows apart.
+    """
+
+    folder: Path
+    head: dict
+    recipes: dict[str, tuple[str, ...]]
+    varied: tuple[str, ...]
+    data: dict = field(init=False)
+
+    def __post_init__(self) -> None:
+        name = f"{self.head['benchmark']}.{machine_label(self.head)}.json"
+        self.path = self.folder / "results" / name
+        old = json.loads(self.path.read_text()) if self.path.exists() else {}
+        hashes = old.get("code_sha256", {})
+        empty = {"code_sha256": {}, "rows": [], "not_run": old.get("not_run", {})}
+        self.data = self.head | empty
+        for row in old.get("rows", ()):
+            now = self.hashes(row["name"])
+            if all(hashes.get(recipe) == sha for recipe, sha in now.items()):
+                self.data["rows"].append(row)
+                self.data["code_sha256"] |= now
+
+    def hashes(self, name: str) -> dict[str, str]:
+        """Recipe and code hash of what row ``name`` measures; empty for what is no recipe's."""
+        return recipe_hashes(self.recipes.get(name, ()))
+
+    def key(self, row: dict) -> tuple:
+        return (row["name"], *(row.get(parameter) for parameter in self.varied))
+
+    def has(self, name: str, **parameters: object) -> bool:
+        wanted = self.key({"name": name} | parameters)
+        return any(self.key(row) == wanted for row in self.data["rows"])
+
+    def add(self, row: dict) -> None:
+        """Add ``row``, or replace the one with its name and parameters; write the file."""
+        rows = [old for old in self.data["rows"] if self.key(old) != self.key(row)]
+        self.data["rows"] = [*rows, row]
+        self.data["code_sha256"] |= self.hashes(row["name"])
+        self.data["not_run"].pop(row["name"], None)
+        self.write()
+
+    def skip(self, name: str, reason: str) -> None:
+        """Note why ``name`` has no row."""
+        self.data["not_run"][name] = reason
+        self.write()
+
+    def write(self) -> None:
+        if not dist.is_initialized() or dist.get_rank() == 0:
+            self.path.parent.mkdir(parents=True, exist_ok=True)
+            self.path.write_text(json.dumps(self.data, indent=1) + "\n")
+
+
+def say(started: float, text: str) -> None:
+    """Print ``text`` on rank 0 behind the seconds since ``started`` (``time.perf_counter()``)."""
+    if not dist.is_initialized() or dist.get_rank() == 0:
+        print(f"[{time.perf_counter() - started:6.1f} s] {text}", flush=True)
+
+
+# -- small traces -----------------------------------------------------------------------------
+
+
+def profiled_events(profile: torch.profiler.profile) -> list[dict]:
+    """The complete events of an exported trace by start; ``ts`` and ``dur`` in µs since the epoch.
+
+    They have what the profiler's own events lack in torch 2.11: ``args.stream`` and
+    ``args.correlation``.
+    """
+    with tempfile.TemporaryDirectory() as temporary:
+        profile.export_chrome_trace(f"{temporary}/trace.json")
+        raw = json.loads(Path(temporary, "trace.json").read_text())
+    base = raw.get("baseTimeNanoseconds", 0) / 1e3
+    complete = (event for event in raw["traceEvents"] if event.get("ph") == "X")
+    return sorted((e | {"ts": e["ts"] + base} for e in complete), key=lambda event: event["ts"])
+
+
+@dataclass(frozen=True)
+class Drawn:
+    """An event of a small trace: a lane of ``result_files.TRACE_LANES``, times in µs."""
+
+    lane: str
+    label: str
+    start: float
+    stop: float
+    args: dict = field(default_factory=dict)
+
+
+def blocks(events: Iterable[dict], lane: str, gap_us: float, label: Callable) -> list[Drawn]:
+    """Events in order of start as blocks: neighbours with one label less than ``gap_us`` apart.
+
+    Args:
+        label: gives an event's label; None leaves the event out.
+    """
+    found: list[Drawn] = []
+    for event in events:
+        name, start, stop = label(event), event["ts"], event["ts"] + event["dur"]
+        if name is None:
+            continue
+        last = found[-1] if found else None
+        if last and last.label == name and start - last.stop < gap_us:
+            found[-1] = Drawn(lane, name, last.start, max(stop, last.stop))
+        else:
+            found.append(Drawn(lane, name, start, stop))
+    return found
+
+
+def write_trace(
+    folder: Path,
+    head: dict,
+    mode: str,
+    recipes: Iterable[str],
+    drawn: Iterable[Drawn],
+    begin: float,
+    marks: Iterable[tuple[str, float]] = (),
+) -> Path | None:
+    """Write ``traces/<benchmark>.<mode>.<machine>.json`` in Chrome's format; rank 0 writes.
+
+    Args:
+        head: see :func:`header`.
+        recipes: the recipes that ``mode`` measures.
+        begin: µs, on the clock of ``drawn`` and ``marks``; becomes 0.
+        marks: texts and µs, drawn across all lanes.
+    """
+    if dist.is_initialized() and dist.get_rank() != 0:
+        return None
+    drawn = [event for event in drawn if event.stop > event.start]
+    tids = {lane: tid for tid, lane in enumerate(dict.fromkeys(d.lane for d in drawn), 1)}
+    events: list[dict] = [
+        {"ph": "M", "name": "thread_name", "pid": 0, "tid": tid, "args": {"name": lane}}
+        for lane, tid in tids.items()
+    ]
+    for event in drawn:
+        times = {"ts": round(event.start - begin, 1), "dur": round(event.stop - event.start, 1)}
+        place = {"ph": "X", "name": event.label, "pid": 0, "tid": tids[event.lane]}
+        events.append(place | times | {"args": {"lane": event.lane} | event.args})
+    for text, at in marks:
+        mark = {"ph": "i", "name": text, "s": "g", "pid": 0, "tid": 1, "ts": round(at - begin, 1)}
+        events.append(mark | {"args": {"mark": True}})
+    kept = ("benchmark", "device", "ranks", "torch", "date")
+    other = {"mode": mode, "rank": 0} | {key: head[key] for key in kept}
+    other["code_sha256"] = recipe_hashes(recipes)
+    path = folder / "traces" / f"{head['benchmark']}.{mode}.{machine_label(head)}.json"
+    path.parent.mkdir(parents=True, exist_ok=True)
+    data = {"displayTimeUnit": "ms", "otherData": other, "traceEvents": events}
+    path.write_text(json.dumps(data) + "\n")
+    return path
