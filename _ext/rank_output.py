@@ -24,6 +24,7 @@ import logging as python_logging
 import os
 import re
 import time
+from concurrent.futures import ThreadPoolExecutor
 from dataclasses import dataclass, field
 from functools import cache
 from pathlib import Path
@@ -42,6 +43,9 @@ from harness.recipe import Control, Recipe, RecipeError, code_sha256, discover
 from harness.run import KINDS, Failure, Report, run
 
 logger = logging.getLogger(__name__)
+
+AT_A_TIME = 2
+"""Recipes that run side by side; each has several ranks, most of which wait most of the time."""
 
 LAST_LINES = 8
 """Lines of a failure's message that a page shows."""
@@ -67,7 +71,6 @@ class RecipeRuns:
     misfits: dict[str, str] = field(default_factory=dict)
     """Why an edit could not be made, by the control's name."""
     executed: int = 0
-    seconds: float = 0.0
 
     @property
     def fingerprint(self) -> str:
@@ -160,8 +163,6 @@ def kept_run(runs: RecipeRuns, store: Path, ranks: int, control: Control | None)
         content = json.loads(kept.read_text(encoding="utf-8"))
         if content["key"] == key:
             return Report.from_dict(content["report"])
-    what = f"with the edit {control.name!r}" if control else f"on {ranks} rank{'s' * (ranks > 1)}"
-    logger.info(f"  {recipe.name} {what} ... ", nonl=True)
     started = time.monotonic()
     report = run(
         recipe.path,
@@ -173,9 +174,9 @@ def kept_run(runs: RecipeRuns, store: Path, ranks: int, control: Control | None)
     seconds = time.monotonic() - started
     good = control.caught(report.kinds) if control else report.ok
     verdict = ("caught" if control else "passed") if good else "FAILED"
-    logger.info(f"{bold(verdict)} in {seconds:.1f} s")
+    what = f"with the edit {control.name!r}" if control else f"on {ranks} rank{'s' * (ranks > 1)}"
+    logger.info(f"  {recipe.name} {what}: {bold(verdict)} in {seconds:.1f} s")
     runs.executed += 1
-    runs.seconds += seconds
     if good:
         kept.parent.mkdir(parents=True, exist_ok=True)
         kept.write_text(json.dumps({"key": key, "report": report.to_dict()}), encoding="utf-8")
@@ -197,16 +198,25 @@ def run_stale_recipes(app: Sphinx) -> None:
     for recipe in discover(source, Path(app.srcdir, "tests", "controls")):
         runs = RecipeRuns(recipe)
         app.recipe_runs[f"{pages}/{recipe.folder}/{recipe.name}"] = runs
-        if not app.config.execute_recipes:
-            continue
-        runs.report = kept_run(runs, store, page_ranks(recipe), None)
-        if runs.report.ok:
-            for control in recipe.controls:
-                try:
-                    runs.controls[control.name] = kept_run(runs, store, control.ranks, control)
-                except RecipeError as error:
-                    logger.info(bold("FAILED"))
-                    runs.misfits[control.name] = str(error)
+    if app.config.execute_recipes:
+        started = time.monotonic()
+        with ThreadPoolExecutor(AT_A_TIME) as pool:
+            list(pool.map(lambda runs: run_stale(runs, store), app.recipe_runs.values()))
+        app.recipe_runs_seconds = time.monotonic() - started
+
+
+def run_stale(runs: RecipeRuns, store: Path) -> None:
+    """Run one recipe and, if it passes, its negative controls, as far as they are stale."""
+    recipe = runs.recipe
+    runs.report = kept_run(runs, store, page_ranks(recipe), None)
+    if not runs.report.ok:
+        return
+    for control in recipe.controls:
+        try:
+            runs.controls[control.name] = kept_run(runs, store, control.ranks, control)
+        except RecipeError as error:
+            logger.info(f"  {recipe.name} with the edit {control.name!r}: {bold('FAILED')}")
+            runs.misfits[control.name] = str(error)
 
 
 def outdated_pages(app: Sphinx, env, added, changed, removed) -> list[str]:
@@ -233,7 +243,7 @@ def summarize(app: Sphinx, exception: Exception | None) -> None:
     done = (
         f"{len(executed)} of {len(all_runs)} recipes ran on {' or '.join(map(str, ranks))} "
         f"rank{'s' * (ranks[-1] > 1)} ({sum(runs.executed for runs in executed)} runs with their "
-        f"negative controls) in {sum(runs.seconds for runs in executed):.0f} s"
+        f"negative controls) in {app.recipe_runs_seconds:.0f} s"
     )
     logger.info(bold(done if executed else f"{len(all_runs)} recipes, all unchanged: none ran"))
     problems = [problem for runs in all_runs for problem in runs.problems()]

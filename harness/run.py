@@ -8,6 +8,7 @@ import shutil
 import subprocess
 import sys
 import tempfile
+import threading
 import time
 from dataclasses import asdict, dataclass, field
 from pathlib import Path
@@ -134,16 +135,16 @@ class WarmServer:
         shutil.rmtree(self.tmp, ignore_errors=True)
 
 
-_server: WarmServer | None = None
+_servers = threading.local()
 
 
 def warm_server() -> WarmServer:
-    """This process's warm server, started at the first call."""
-    global _server
-    if _server is None or _server.process.poll() is not None:
-        _server = WarmServer()
-        atexit.register(_server.close)
-    return _server
+    """This thread's warm server, started at the first call."""
+    server = getattr(_servers, "warm", None)
+    if server is None or server.process.poll() is not None:
+        server = _servers.warm = WarmServer()
+        atexit.register(server.close)
+    return server
 
 
 def _environment(home: Path, tmp: Path) -> dict[str, str]:

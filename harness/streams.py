@@ -32,8 +32,9 @@ The model, which is that of a CUDA program:
   is not found.
 * ``torch.save`` reads its tensors on the calling thread. ``Tensor.numpy()`` and ``tolist()`` hide
   from the dispatcher and are not seen.
-* Memory that was freed and given to another tensor is another memory. Freeing memory that a
-  stream still uses is not found.
+* Memory that was freed and given to another tensor is another memory. Giving memory back by
+  ``untyped_storage().resize_`` is a write of it on the current lane; giving it back with the last
+  reference to a tensor is not seen.
 """
 
 import concurrent.futures
@@ -606,6 +607,25 @@ def watch_save(recorder: Recorder) -> None:
     patch(recorder, torch, "save", save)
 
 
+def watch_release(recorder: Recorder) -> None:
+    """Shrinking a storage gives its memory back, in the order of the current lane."""
+
+    def resize(original):
+        def call(self, size):
+            if size < self.nbytes() and self.device.type == "cpu":
+                thread = recorder.this_thread()
+                whole = torch.empty(0, dtype=torch.uint8).set_(self)
+                with recorder.lock:
+                    lane = thread.current
+                    lane.launch(thread)
+                    recorder.access("resize_", whole, True, lane, thread.line())
+            return original(self, size)
+
+        return call
+
+    patch(recorder, torch.UntypedStorage, "resize_", resize)
+
+
 def install() -> Recorder:
     """Record stream order in this process from now on; call it on the main thread.
 
@@ -624,6 +644,7 @@ def install() -> Recorder:
         patch(recorder, torch.cpu, name, lambda _, name=name: getattr(here, name))
     watch_threads(recorder)
     watch_save(recorder)
+    watch_release(recorder)
     mode = OrderMode(recorder)
     mode.__enter__()
     recorder.undo.append(lambda: mode.__exit__(None, None, None))

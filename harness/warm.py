@@ -14,6 +14,7 @@ from harness import leader, rank
 
 PRELOADED = (
     "torch",
+    "torch._dynamo",  # what an optimizer's first step imports
     "torch.distributed.checkpoint",
     "torch.distributed.checkpoint.format_utils",
     "torch.distributed.checkpoint.state_dict",

@@ -139,7 +139,7 @@ def test_two_storages_over_one_memory_conflict(recorder):
 
 def test_memory_that_is_used_again_is_other_memory(recorder):
     addresses = []
-    for _ in range(4):
+    for _ in range(16):
         with torch.cpu.stream(torch.cpu.Stream()):
             tensor = torch.zeros(1 << 16)
             write(tensor)
@@ -174,6 +174,18 @@ def in_thread(work, handed_over: str) -> None:
         else:
             while not results.qsize():
                 pass
+
+
+@pytest.mark.parametrize("ordered", [True, False])
+def test_memory_is_given_back_in_the_order_of_its_lane(recorder, ordered):
+    tensor, other = torch.ones(8), torch.cpu.Stream()
+    read(tensor)
+    with torch.cpu.stream(other):
+        if ordered:
+            other.wait_stream(recorder.default_stream)
+        tensor.untyped_storage().resize_(0)
+    assert bool(recorder.conflicts) is not ordered
+    assert all(conflict.later.operator == "resize_" for conflict in recorder.conflicts)
 
 
 @pytest.mark.parametrize("handed_over", ["join", "result", "event", "queue"])
