@@ -1,0 +1,938 @@
+"""Measure a training step whose weights live on the host, against its bound and its peers.
+
+    python benchmarks/offload_step.py --out benchmarks
+    python benchmarks/offload_step.py --small --out /tmp/rehearsal      # a minute on a CPU
+
+One rank, one device. ``--modes`` and ``--tokens`` choose what is measured; every row is written
+when it is known and kept when the command runs again (``--again`` measures it anew), so a run that
+is cut off is resumed by its command. ``--memory`` and ``--beyond`` add the file ``offload_memory``.
+
+The model
+---------
+Twelve blocks ``x + down(gelu(up(rms_norm(x))))`` with two bfloat16 matrices of 8192 x 32768 each:
+0.54 G parameters a block, 1.07 GB to load and 1.07 GB of gradients to store. The weights are drawn
+from a normal distribution with one seed a block, the batch with another: every mode computes with
+the same numbers, and rows say whether its gradients have the bits of ``resident``. Loss: mean
+squared distance to a drawn target.
+
+How a number is made
+--------------------
+* ``step_s``: forward and backward, by the host's clock, from a synchronised device until all
+  gradients are where the mode leaves them and the device is idle: median over steps after a warm-up
+  step. Modes with an optimizer in their name run it too, and steps follow each other without a
+  synchronisation: ``step_s`` is the time of ``OPTIMIZER_STEPS`` steps over their number.
+* ``resident`` keeps all weights and gradients on the device, runs each block without saving
+  anything but its input and runs it again in backward: the kernels of ``streamed``, none of its
+  copies. ``resident_early_stop`` does so with ``torch.utils.checkpoint``, which stops the second run
+  where the last tensor that backward needs is there: seven matrix products a block instead of eight.
+  ``resident_all_saved`` runs no block again. ``resident_zeros`` is ``resident`` with zeros for
+  weights and data: the same kernels, less power.
+* A *phase* is one block's forward or backward. Its compute time is measured by events in a resident
+  step: alone, and *beside* the copies of a streamed step, which start with the phase and for which
+  no kernel waits.
+* ``bound_s`` = first load + sum over phases of max(compute, load, store) + last store of gradients.
+  Compute beside the same copies; loads and stores by the link's rates of this run, the duplex rates
+  where both are under way. Loads: each block once in forward, all but the last two again in
+  backward (two slots keep them). ``eta`` = ``bound_s`` / ``step_s``; ``eta_alone`` is the same with
+  compute measured alone.
+* With an optimizer the bound is the larger of the host's updates of all blocks and ``bound_s`` plus
+  the update of the first block, which lies between its last gradient and its next load.
+* ``over_resident``: ``step_s`` over that of ``resident``.
+* ``sm_clock_mhz``, ``power_w``: medians of what ``nvidia-smi`` reads while the row is measured;
+  nothing is set.
+* ``peak_allocated_bytes``, ``peak_reserved_bytes``: the device allocator's peaks over the steps of
+  the row; ``pinned_bytes``: page-locked host memory, PyTorch's own allocator plus what is registered
+  with ``cudaHostRegister``.
+* ``gradients_bitwise``: whether the first and the last block's gradients have the bits of
+  ``resident`` at these tokens.
+
+A trace's judgement goes to its row: ``trace_layers_overlapped`` of ``trace_layers_judged`` backward
+layers (all but the first two and the last two) have an instant when a matrix product of the layer,
+the load of the next and the store of the one before are all under way; ``copies_pinned`` is whether
+every copy of a block's size is between the device and pinned memory; ``blocking_calls`` counts
+``cudaMalloc``, host allocations and synchronisations on the training thread inside the step.
+"""
+
+import argparse
+import gc
+import importlib
+import signal
+import statistics
+import subprocess
+import sys
+import tempfile
+import time
+from collections import Counter
+from collections.abc import Callable, Iterator
+from dataclasses import dataclass
+from importlib.metadata import PackageNotFoundError, version
+from itertools import pairwise
+from pathlib import Path
+
+import torch
+import torch.distributed as dist
+from torch import nn
+from torch.distributed.fsdp import CPUOffloadPolicy, fully_shard
+from torch.func import functional_call
+from torch.nn import functional as F
+from torch.utils.checkpoint import checkpoint
+
+ROOT = Path(__file__).resolve().parents[1]
+sys.path[:0] = [str(ROOT), str(ROOT / "recipes_source" / "offload")]
+
+from benchmarks.measuring import (  # noqa: E402
+    Drawn,
+    Results,
+    device_name,
+    header,
+    link_rates,
+    profiled_events,
+    say,
+    synchronize,
+    timing_event,
+    write_trace,
+)
+
+BOUND_FROM = (
+    "first load + sum over phases of max(compute, load, store) + last store, compute beside the "
+    "same copies, duplex rates where both directions are under way, all of this run"
+)
+OPTIMIZER_STEPS = 3  # timed together, after one
+MICROBATCHES = 4
+LEARNING_RATE = 1e-4
+TRACED_TOKENS = 8192
+GAP_US = 200.0  # kernels closer than this are one block of a picture
+
+
+@dataclass(frozen=True)
+class Size:
+    """Widths in features, tokens a step, repeats in steps; ``layers`` of the rows without any."""
+
+    width: int
+    hidden: int
+    layers: int
+    tokens: tuple[int, ...]
+    memory_layers: tuple[int, ...]
+    beyond_layers: int
+    beyond_tokens: int
+
+    @property
+    def layer_parameters(self) -> int:
+        return 2 * self.width * self.hidden
+
+    @property
+    def layer_bytes(self) -> int:
+        return 2 * self.layer_parameters
+
+
+# 23 blocks: 12.3 G parameters, 16 bytes each with Adam: 1.3 times a device of 150 GB.
+FULL = Size(8192, 32768, 12, (2048, 4096, 8192, 16384, 32768), (4, 8, 12), 23, 8192)
+SMALL = Size(64, 256, 5, (128, 256), (3, 5), 6, 128)
+
+
+# -- the model --------------------------------------------------------------------------------
+
+
+class Block(nn.Module):
+    def __init__(self, size: Size) -> None:
+        super().__init__()
+        self.up = nn.Linear(size.width, size.hidden, bias=False, dtype=torch.bfloat16)
+        self.down = nn.Linear(size.hidden, size.width, bias=False, dtype=torch.bfloat16)
+
+    def forward(self, x: torch.Tensor) -> torch.Tensor:
+        """Tokens x width to the same."""
+        normed = F.rms_norm(x, x.shape[-1:])
+        return x + self.down(F.gelu(self.up(normed), approximate="tanh"))
+
+
+class Recomputed(nn.Module):
+    """A block of which backward runs the forward again."""
+
+    def __init__(self, block: Block) -> None:
+        super().__init__()
+        self.block = block
+
+    def forward(self, x: torch.Tensor) -> torch.Tensor:
+        return checkpoint(self.block, x, use_reentrant=False)
+
+
+@dataclass(frozen=True)
+class Workload:
+    size: Size
+    device: torch.device
+    layers: int
+
+    def build(self, where: torch.device | str, *, zeros: bool = False) -> Iterator[Block]:
+        """The blocks, one by one, on ``where``; drawn on the device, so alike in all modes."""
+        for index in range(self.layers):
+            with torch.device("meta"):
+                block = Block(self.size)
+            block.to_empty(device=where)
+            generator = torch.Generator(self.device).manual_seed(index)
+            with torch.no_grad():
+                for weight in block.parameters():
+                    deviation = 0.0 if zeros else weight.shape[1] ** -0.5
+                    drawn = torch.empty_like(weight, device=self.device)
+                    weight.copy_(drawn.normal_(0, deviation, generator=generator))
+            yield block
+
+    def batch(self, tokens: int, *, zeros: bool = False) -> tuple[torch.Tensor, Callable]:
+        """Inputs (tokens x width, bfloat16) and the loss of outputs (0-d)."""
+        generator = torch.Generator(self.device).manual_seed(tokens)
+        x, target = (
+            torch.empty(tokens, self.size.width, device=self.device, dtype=torch.bfloat16).normal_(
+                0, 0.0 if zeros else 1.0, generator=generator
+            )
+            for _ in range(2)
+        )
+        return x, lambda y: (y - target).square().mean()
+
+
+# -- the modes --------------------------------------------------------------------------------
+
+
+class Mode:
+    """A way to train. ``step`` is forward and backward; ``finish`` waits for all gradients."""
+
+    recipes: tuple[str, ...] = ()  # whose code is measured, by their files' stems
+    note: str | None = None
+    bounded = False  # loads and stores every block, and runs it again in backward
+    zeros = False
+    optimizer = False
+
+    def __init__(self, work: Workload) -> None:
+        self.work, self.device = work, work.device
+
+    def step(self, x: torch.Tensor, loss_of: Callable) -> torch.Tensor:
+        raise NotImplementedError
+
+    def finish(self) -> None:
+        synchronize(self.device)
+
+    def gradients(self, layer: int) -> list[torch.Tensor] | None:
+        """The gradients of a block after ``finish``, where they can be read."""
+        return None
+
+    def close(self) -> None:
+        """Give back what is not memory of the allocators."""
+
+
+class Resident(Mode):
+    """All weights and gradients on the device; backward runs each block again, whole."""
+
+    early_stop = False
+
+    def __init__(self, work: Workload) -> None:
+        super().__init__(work)
+        self.layers = list(work.build(work.device, zeros=self.zeros))
+        self.weights = [list(layer.parameters()) for layer in self.layers]
+        self.phase: Callable[[], None] = lambda: None  # called where a phase begins and at the end
+
+    def run(self, layer: int, x: torch.Tensor) -> torch.Tensor:
+        if self.early_stop:
+            with torch.enable_grad():
+                return checkpoint(self.layers[layer], x, use_reentrant=False)
+        with torch.no_grad():
+            return self.layers[layer](x)
+
+    def step(self, x: torch.Tensor, loss_of: Callable) -> torch.Tensor:
+        kept = []
+        for layer in range(len(self.layers)):
+            self.phase()
+            x = x.detach().requires_grad_()
+            y = self.run(layer, x)
+            kept.append((x, y if self.early_stop else None))
+            x = y
+        y = x.detach().requires_grad_()
+        loss = loss_of(y)
+        (gradient,) = torch.autograd.grad(loss, y)
+        del x, y
+        for layer in reversed(range(len(self.layers))):
+            self.phase()
+            x, y = kept.pop()
+            if y is None:
+                with torch.enable_grad():
+                    y = self.layers[layer](x)
+            gradient, *found = torch.autograd.grad(y, [x, *self.weights[layer]], gradient)
+            del x, y
+            for weight, weight_gradient in zip(self.weights[layer], found, strict=True):
+                weight.grad = weight_gradient
+        self.phase()
+        return loss.detach()
+
+    def gradients(self, layer: int) -> list[torch.Tensor]:
+        return [weight.grad for weight in self.weights[layer]]
+
+
+class ResidentEarlyStop(Resident):
+    note = "torch.utils.checkpoint: the second run of a block leaves out its last product"
+    early_stop = True
+
+
+class ResidentZeros(Resident):
+    note = "weights and data are zeros"
+    zeros = True
+
+
+class ResidentAllSaved(Resident):
+    """Nothing is run again: autograd saves what it needs, on the device."""
+
+    saving = staticmethod(torch.enable_grad)  # the context in which forward runs
+
+    def step(self, x: torch.Tensor, loss_of: Callable) -> torch.Tensor:
+        for weights in self.weights:
+            for weight in weights:
+                weight.grad = None
+        x = x.detach().requires_grad_()
+        with self.saving():
+            for layer in self.layers:
+                x = layer(x)
+        loss = loss_of(x)
+        loss.backward()
+        return loss.detach()
+
+
+class SaveOnCpu(ResidentAllSaved):
+    note = "torch.autograd.graph.save_on_cpu(pin_memory=True); weights on the device"
+
+    def saving(self):
+        return torch.autograd.graph.save_on_cpu(pin_memory=self.device.type == "cuda")
+
+
+class TorchtuneOffload(ResidentAllSaved):
+    def __init__(self, work: Workload) -> None:
+        training = importlib.import_module("torchtune.training")
+        self.note = f"torchtune {version('torchtune')}, OffloadActivations; weights on the device"
+        super().__init__(work)
+        self.saving = training.OffloadActivations
+
+
+class OneStream(Mode):
+    """Weights and gradients on the host, every copy on the stream of the kernels."""
+
+    bounded = True
+    pinned = True
+    note = "pinned memory, non_blocking copies on the stream that computes"
+
+    def __init__(self, work: Workload) -> None:
+        super().__init__(work)
+        pin = self.pinned and work.device.type == "cuda"
+        with torch.device("meta"):
+            self.block = Block(work.size)
+        self.weights, self.stored = [], []
+        for layer in work.build(work.device):
+            copies = {}
+            for name, weight in layer.named_parameters():
+                copies[name] = torch.empty(weight.shape, dtype=weight.dtype, pin_memory=pin)
+                copies[name].copy_(weight.detach())
+            self.weights.append(copies)
+            stored = {
+                name: torch.zeros(copy.shape, dtype=copy.dtype, pin_memory=pin)
+                for name, copy in copies.items()
+            }
+            self.stored.append(stored)
+
+    def load(self, layer: int) -> dict[str, torch.Tensor]:
+        weights = self.weights[layer].items()
+        return {
+            name: weight.to(self.device, non_blocking=True).requires_grad_()
+            for name, weight in weights
+        }
+
+    def step(self, x: torch.Tensor, loss_of: Callable) -> torch.Tensor:
+        kept = []
+        for layer in range(len(self.weights)):
+            kept.append(x)
+            with torch.no_grad():
+                x = functional_call(self.block, self.load(layer), x)
+        y = x.detach().requires_grad_()
+        loss = loss_of(y)
+        (gradient,) = torch.autograd.grad(loss, y)
+        del x, y
+        for layer in reversed(range(len(self.weights))):
+            x, weights = kept.pop().detach().requires_grad_(), self.load(layer)
+            y = functional_call(self.block, weights, x)
+            gradient, *found = torch.autograd.grad(y, [x, *weights.values()], gradient)
+            for target, weight_gradient in zip(self.stored[layer].values(), found, strict=True):
+                target.copy_(weight_gradient, non_blocking=True)
+        return loss.detach()
+
+    def gradients(self, layer: int) -> list[torch.Tensor]:
+        return list(self.stored[layer].values())
+
+
+class Pageable(OneStream):
+    pinned = False
+    note = "the same code with memory that is not page-locked"
+
+
+class Fsdp2CpuOffload(Mode):
+    note = "fully_shard a block, CPUOffloadPolicy, torch.utils.checkpoint"
+
+    def __init__(self, work: Workload) -> None:
+        super().__init__(work)
+        if not dist.is_initialized():  # one rank, so a store in this process will do
+            dist.init_process_group(store=dist.HashStore(), rank=0, world_size=1)
+        pin = work.device.type == "cuda"
+        mesh = dist.device_mesh.init_device_mesh(work.device.type, (1,))
+        settings = {"mesh": mesh, "offload_policy": CPUOffloadPolicy(pin_memory=pin)}
+        layers = []
+        for block in work.build("cpu"):
+            layers.append(fully_shard(Recomputed(block), **settings))
+        self.model = fully_shard(nn.Sequential(*layers), **settings)
+
+    def step(self, x: torch.Tensor, loss_of: Callable) -> torch.Tensor:
+        for weight in self.model.parameters():
+            weight.grad = None
+        loss = loss_of(self.model(x))
+        loss.backward()
+        return loss.detach()
+
+    def gradients(self, layer: int) -> list[torch.Tensor]:
+        return [weight.grad.to_local() for weight in self.model[layer].parameters()]
+
+    def close(self) -> None:
+        del self.model
+        dist.destroy_process_group()
+
+
+class TorchaoOptimizer(ResidentEarlyStop):
+    optimizer = True
+
+    def __init__(self, work: Workload) -> None:
+        optim = importlib.import_module("torchao.optim")
+        super().__init__(work)
+        self.note = (
+            f"torchao {version('torchao')}, CPUOffloadOptimizer(AdamW, fused): weights and "
+            "gradients on the device, weights and both moments in bfloat16 on the host"
+        )
+        self.model = nn.ModuleList(self.layers)
+        self.adam = optim.CPUOffloadOptimizer(self.model.parameters(), lr=LEARNING_RATE)
+
+    def step(self, x: torch.Tensor, loss_of: Callable) -> torch.Tensor:
+        for layer in self.layers:  # its hooks run where autograd accumulates
+            x = checkpoint(layer, x, use_reentrant=False)
+        loss = loss_of(x)
+        loss.backward()
+        self.adam.step()
+        self.adam.zero_grad()
+        return loss.detach()
+
+
+class DeepspeedZero3(Mode):
+    def __init__(self, work: Workload) -> None:
+        deepspeed = importlib.import_module("deepspeed")
+        super().__init__(work)
+        self.note = (
+            f"deepspeed {version('deepspeed')}, ZeRO-3 with offload_param and offload_optimizer "
+            "(pinned), torch.utils.checkpoint; SGD, whose step is not timed"
+        )
+        model = nn.Sequential(*(Recomputed(block) for block in work.build("cpu")))
+        if not dist.is_initialized():
+            dist.init_process_group(store=dist.HashStore(), rank=0, world_size=1)
+        config = {
+            "train_micro_batch_size_per_gpu": 1,
+            "bf16": {"enabled": True},
+            "zero_allow_untested_optimizer": True,
+            "zero_force_ds_cpu_optimizer": False,
+            "zero_optimization": {
+                "stage": 3,
+                "offload_param": {"device": "cpu", "pin_memory": True},
+                "offload_optimizer": {"device": "cpu", "pin_memory": True},
+                "overlap_comm": True,
+                "stage3_prefetch_bucket_size": work.size.layer_parameters,
+                "stage3_max_live_parameters": 3 * work.size.layer_parameters,
+                "stage3_param_persistence_threshold": 0,
+                "sub_group_size": work.size.layer_parameters,
+            },
+        }
+        optimizer = torch.optim.SGD(model.parameters(), lr=0.0)
+        self.engine, *_ = deepspeed.initialize(model=model, optimizer=optimizer, config=config)
+
+    def step(self, x: torch.Tensor, loss_of: Callable) -> torch.Tensor:
+        loss = loss_of(self.engine(x))
+        self.engine.backward(loss)
+        return loss.detach()
+
+    def close(self) -> None:
+        self.engine.destroy()
+        dist.destroy_process_group()
+
+
+class Streamed(Mode):
+    recipes = ("weight_streaming",)
+    bounded = True
+    slots = 2
+
+    def __init__(self, work: Workload) -> None:
+        super().__init__(work)
+        streaming = importlib.import_module("weight_streaming")
+        self.stack = streaming.StreamedStack(work.build("cpu"), work.device, slots=self.slots)
+
+    def step(self, x: torch.Tensor, loss_of: Callable) -> torch.Tensor:
+        return self.stack.step(x, loss_of)
+
+    def finish(self) -> None:
+        self.stack.wait_for_gradients()
+        synchronize(self.device)
+
+    def gradients(self, layer: int) -> list[torch.Tensor]:
+        return list(self.stack.gradients[layer].views.values())
+
+    def close(self) -> None:
+        self.stack.close()
+
+
+class Streamed3Slots(Streamed):
+    slots = 3
+
+
+MODES: dict[str, type[Mode]] = {
+    "resident": Resident,
+    "streamed": Streamed,
+    "resident_early_stop": ResidentEarlyStop,
+    "resident_zeros": ResidentZeros,
+    "resident_all_saved": ResidentAllSaved,
+    "streamed_3_slots": Streamed3Slots,
+    "one_stream": OneStream,
+    "fsdp2_cpu_offload": Fsdp2CpuOffload,
+    "save_on_cpu": SaveOnCpu,
+    "torchtune": TorchtuneOffload,
+    "torchao": TorchaoOptimizer,
+    "pageable": Pageable,
+    "deepspeed": DeepspeedZero3,
+}
+TRACED = ("streamed", "one_stream", "pageable", "fsdp2_cpu_offload")
+SETTLING = ("resident_zeros",)  # one size is enough
+RECIPES = {name: mode.recipes for name, mode in MODES.items()}
+
+
+# -- phases and the bound ---------------------------------------------------------------------
+
+
+class Phases:
+    """Records where the phases of a resident step begin; with ``copies``, those of streaming.
+
+    A phase's load and store are queued behind the event at its beginning, on a stream each. No
+    kernel waits for them.
+    """
+
+    def __init__(self, work: Workload, copies: bool) -> None:
+        self.work, self.events = work, []
+        self.copies = copies and work.device.type == "cuda"
+        if self.copies:
+            count = work.size.layer_bytes
+            self.host = [torch.empty(count, dtype=torch.uint8, pin_memory=True) for _ in range(2)]
+            self.there = [torch.empty_like(h, device=work.device) for h in self.host]
+            self.streams = [torch.cuda.Stream() for _ in range(2)]
+
+    def __call__(self) -> None:
+        event = timing_event(self.work.device)
+        event.record()
+        phase = len(self.events)
+        self.events.append(event)
+        if self.copies and phase < 2 * self.work.layers:
+            loads, stores = transfers(phase, self.work.layers)
+            for wanted, stream, target, source in (
+                (loads, self.streams[0], self.there[0], self.host[0]),
+                (stores, self.streams[1], self.host[1], self.there[1]),
+            ):
+                if wanted:
+                    stream.wait_event(event)
+                    with torch.cuda.stream(stream):
+                        target.copy_(source, non_blocking=True)
+
+    def seconds(self) -> list[float]:
+        """Of each phase of the last step: forward 0 … L-1, backward L-1 … 0."""
+        synchronize(self.work.device)
+        times = [a.elapsed_time(b) / 1e3 for a, b in pairwise(self.events)]
+        self.events = []
+        return times
+
+
+def transfers(phase: int, layers: int, slots: int = 2) -> tuple[bool, bool]:
+    """Whether a block is loaded and whether gradients are stored in a phase of a streamed step.
+
+    Phases count forward 0 … L-1, then backward L-1 … 0. Forward l loads l+1; backward l loads l-1
+    unless its slot still has it, and stores the gradients of l+1.
+    """
+    if phase < layers:
+        return phase + 1 < layers, False
+    layer = 2 * layers - 1 - phase
+    return 0 <= layer - 1 < layers - slots, layer + 1 < layers
+
+
+def phase_times(mode: Resident, batch: tuple, copies: bool, repeats: int = 3) -> list[float]:
+    """Median seconds of each phase of a resident step; see :meth:`Phases.seconds`."""
+    mode.phase = phases = Phases(mode.work, copies)
+    samples = []
+    for _ in range(repeats + 1):
+        mode.step(*batch)
+        samples.append(phases.seconds())
+    mode.phase = lambda: None
+    return [statistics.median(times) for times in zip(*samples[1:], strict=True)]
+
+
+def bound_s(compute: list[float], nbytes: int, link: dict[str, float], slots: int = 2) -> float:
+    """The shortest forward and backward of ``compute``'s phases, in seconds.
+
+    Args:
+        compute: seconds of each phase, see :func:`phase_times`.
+        nbytes: of a block's weights, and of its gradients.
+        link: see :func:`benchmarks.measuring.link_rates`.
+    """
+    alone = [nbytes / link[f"pinned_{d}_bytes_per_s"] for d in ("h2d", "d2h")]
+    duplex = [nbytes / link[f"duplex_{d}_bytes_per_s"] for d in ("h2d", "d2h")]
+    total = sum(alone)  # the first load and the last store
+    for phase, seconds in enumerate(compute):
+        wanted = transfers(phase, len(compute) // 2, slots)
+        rates = duplex if all(wanted) else alone
+        total += max(seconds, *(t for t, w in zip(rates, wanted, strict=True) if w), 0.0)
+    return total
+
+
+# -- one row ----------------------------------------------------------------------------------
+
+
+class Machine:
+    """What nvidia-smi reads while a row is measured, every 0.1 s in a process of its own."""
+
+    FIELDS = ("clocks.sm", "power.draw")
+
+    def __enter__(self) -> "Machine":
+        self.log = tempfile.TemporaryFile("w+")
+        query = ["nvidia-smi", f"--query-gpu={','.join(self.FIELDS)}", "-lms", "100", "-i", "0"]
+        try:
+            self.process = subprocess.Popen(
+                [*query, "--format=csv,noheader,nounits"], stdout=self.log, text=True
+            )
+        except OSError:
+            self.process = None
+        return self
+
+    def __exit__(self, *_: object) -> None:
+        if self.process is not None:
+            self.process.terminate()
+            self.process.wait()
+        self.log.seek(0)
+        lines = [line.split(",") for line in self.log.read().splitlines() if "," in line]
+        self.log.close()
+        values = [[float(value) for value in line] for line in lines if len(line) == 2]
+        medians = [statistics.median(column) for column in zip(*values, strict=True)]
+        self.row = dict(zip(("sm_clock_mhz", "power_w"), medians, strict=False))
+
+
+class PinnedBytes:
+    """Page-locked host memory since this was made: PyTorch's own and what is registered."""
+
+    def __init__(self) -> None:
+        self.sizes: dict[int, int] = {}
+        self.most = 0
+        if torch.cuda.is_available():
+            torch._C._host_emptyCache()
+            torch.cuda.reset_peak_host_memory_stats()
+            self.runtime = torch.cuda.cudart()
+            self.functions = self.runtime.cudaHostRegister, self.runtime.cudaHostUnregister
+            self.runtime.cudaHostRegister = self.register
+            self.runtime.cudaHostUnregister = self.unregister
+
+    def register(self, address: int, nbytes: int, flags: int):
+        self.sizes[address] = nbytes
+        self.most = max(self.most, sum(self.sizes.values()))
+        return self.functions[0](address, nbytes, flags)
+
+    def unregister(self, address: int):
+        self.sizes.pop(address, None)
+        return self.functions[1](address)
+
+    def row(self) -> dict[str, int]:
+        if not torch.cuda.is_available():
+            return {}
+        own = torch.cuda.host_memory_stats()["allocated_bytes.peak"]
+        return {"pinned_bytes": self.most + own}
+
+    def close(self) -> None:
+        if torch.cuda.is_available():
+            self.runtime.cudaHostRegister, self.runtime.cudaHostUnregister = self.functions
+
+
+class TooLong(Exception):
+    """A mode took more than its time."""
+
+
+def limited(seconds: int) -> None:
+    """Raise :class:`TooLong` in this thread in ``seconds``; 0 takes that back."""
+
+    def stop(*_: object) -> None:
+        raise TooLong(f"stopped after {seconds} s")
+
+    signal.signal(signal.SIGALRM, stop)
+    signal.alarm(seconds)
+
+
+def repeats_for(tokens: int) -> int:
+    return 5 if tokens <= 8192 else 3
+
+
+def step_seconds(mode: Mode, batch: tuple, repeats: int) -> list[float]:
+    """Seconds of ``repeats`` steps after one; with an optimizer, of its steps over their number."""
+    mode.step(*batch)
+    mode.finish()
+    samples = []
+    if mode.optimizer:
+        for _ in range(2):
+            begin = time.perf_counter()
+            for _ in range(OPTIMIZER_STEPS):
+                mode.step(*batch)
+            mode.finish()
+            samples.append((time.perf_counter() - begin) / OPTIMIZER_STEPS)
+        return samples
+    for _ in range(repeats):
+        begin = time.perf_counter()
+        mode.step(*batch)
+        mode.finish()
+        samples.append(time.perf_counter() - begin)
+    return samples
+
+
+def forget_peaks(device: torch.device) -> None:
+    gc.collect()
+    if device.type == "cuda":
+        torch.cuda.empty_cache()
+        torch.cuda.reset_peak_memory_stats()
+
+
+def peaks(device: torch.device) -> dict[str, int]:
+    if device.type != "cuda":
+        return {}
+    return {
+        "peak_allocated_bytes": torch.cuda.max_memory_allocated(),
+        "peak_reserved_bytes": torch.cuda.max_memory_reserved(),
+    }
+
+
+@dataclass
+class Reference:
+    """What rows are compared with, by tokens: phases, gradients and steps of ``resident``."""
+
+    rows: dict[int, dict]
+    gradients: dict[int, list[torch.Tensor]]
+
+    def compare(self, mode: Mode, tokens: int, row: dict, link: dict[str, float]) -> dict:
+        found: dict = {}
+        if (own := judged_gradients(mode)) and (wanted := self.gradients.get(tokens)):
+            pairs = zip(own, wanted, strict=True)
+            found["gradients_bitwise"] = all(torch.equal(a, b) for a, b in pairs)
+        if (resident := self.rows.get(tokens)) is None:
+            return found
+        found["over_resident"] = row["step_s"] / resident["step_s"]
+        if mode.bounded and link:
+            for suffix, compute in (("", "compute_beside_s"), ("_alone", "compute_alone_s")):
+                bound = bound_s(resident["samples"][compute], mode.work.size.layer_bytes, link)
+                found |= {f"bound{suffix}_s": bound, f"eta{suffix}": bound / row["step_s"]}
+            found["bound_from"] = BOUND_FROM
+        return found
+
+
+def judged_gradients(mode: Mode) -> list[torch.Tensor] | None:
+    """The first and the last block's gradients, on the host."""
+    found = [mode.gradients(layer) for layer in (0, mode.work.layers - 1)]
+    if None in found:
+        return None
+    return [gradient.detach().to("cpu", copy=True) for layer in found for gradient in layer]
+
+
+def measure(mode: Mode, tokens: int) -> dict:
+    """The times, clocks and peaks of a row."""
+    batch = mode.work.batch(tokens, zeros=mode.zeros)
+    forget_peaks(mode.device)
+    with Machine() as machine:
+        samples = step_seconds(mode, batch, repeats_for(tokens))
+    row = {"step_s": statistics.median(samples), **peaks(mode.device), **machine.row}
+    return row | {"samples": {"step_s": samples}}
+
+
+# -- traces -----------------------------------------------------------------------------------
+
+
+BLOCKING = ("cudaMalloc", "cudaFree", "cudaHost", "Synchronize", "cuMem")
+
+
+def traced_step(mode: Mode, batch: tuple) -> list[dict]:
+    """The profiler's events of one step after one, on CUDA."""
+    activities = [torch.profiler.ProfilerActivity.CPU, torch.profiler.ProfilerActivity.CUDA]
+    mode.step(*batch)
+    mode.finish()
+    with torch.profiler.profile(activities=activities) as profile:
+        with torch.profiler.record_function("one step"):
+            mode.step(*batch)
+        mode.finish()
+    return profiled_events(profile)
+
+
+def lanes_of(events: list[dict], layers: int, nbytes: int) -> list[Drawn]:
+    """Compute by layer, loads and stores of a traced step.
+
+    A kernel belongs to the phase of the latest matrix product, told by the operator that launched
+    it: a block's forward launches two, its backward six (five where the second run stops early).
+    """
+    operators = {e["args"]["External id"]: e["name"] for e in events if e.get("cat") == "cpu_op"}
+    kernels = [e for e in events if e.get("cat") == "kernel"]
+    is_product = [operators.get(e["args"].get("External id")) == "aten::mm" for e in kernels]
+    in_backward, left = divmod(sum(is_product) - 2 * layers, layers)
+    if left or in_backward not in (5, 6):
+        raise ValueError(f"{sum(is_product)} matrix products in {layers} layers' step")
+    firsts = [2 * layer for layer in range(layers)]
+    firsts += [2 * layers + in_backward * layer for layer in range(layers)]
+    names = [f"forward {layer}" for layer in range(layers)]
+    names += [f"backward {layer}" for layer in reversed(range(layers))]
+    drawn, products = [], 0
+    for kernel, product in zip(kernels, is_product, strict=True):
+        start, stop = kernel["ts"], kernel["ts"] + kernel["dur"]
+        if product and products < len(firsts) * 8 and products in firsts:
+            drawn.append(Drawn("compute", names[firsts.index(products)], start, stop))
+        elif drawn:
+            last = drawn[-1]
+            drawn[-1] = Drawn("compute", last.label, last.start, max(stop, last.stop))
+        products += product
+    for lane, way in (("H2D", "HtoD"), ("D2H", "DtoH")):
+        copies = [e for e in events if e.get("cat") == "gpu_memcpy" and way in e["name"]]
+        for copy in copies:
+            if copy["args"].get("bytes", 0) * 4 >= nbytes:
+                label = copy["name"].removeprefix("Memcpy ")
+                args = {"bytes": copy["args"]["bytes"]}
+                drawn.append(Drawn(lane, label, copy["ts"], copy["ts"] + copy["dur"], args))
+    return drawn
+
+
+def judge_trace(events: list[dict], lanes: list[Drawn], layers: int, slots: int) -> dict:
+    """The fields of a row that come from its trace; loads and stores are one copy a block."""
+    backward = {d.label: d for d in lanes if d.lane == "compute" and d.label.startswith("backw")}
+    loads = [d for d in lanes if d.lane == "H2D"]
+    stores = [d for d in lanes if d.lane == "D2H"]
+    found: dict = {"copies_pinned": all("Pinned" in d.label for d in loads + stores)}
+    if len(loads) == 2 * layers - slots and len(stores) == layers:
+        order = range(layers - 1, -1, -1)
+        load_of = dict(zip([layer for layer in order if layer < layers - slots], loads[layers:]))
+        store_of = dict(zip(order, stores, strict=True))
+        judged = [layer for layer in order][2:-2]
+        overlapped = 0
+        for layer in judged:
+            three = (backward[f"backward {layer}"], load_of[layer - 1], store_of[layer + 1])
+            overlapped += max(d.start for d in three) < min(d.stop for d in three)
+        found |= {"trace_layers_overlapped": overlapped, "trace_layers_judged": len(judged)}
+    (window,) = (e for e in events if e["name"] == "one step" and e.get("cat") == "user_annotation")
+    calls = Counter(
+        event["name"]
+        for event in events
+        if event.get("cat") in ("cuda_runtime", "cuda_driver")
+        and event["tid"] == window["tid"]
+        and window["ts"] <= event["ts"] < window["ts"] + window["dur"]
+        and any(word in event["name"] for word in BLOCKING)
+    )
+    return found | {"blocking_calls": sum(calls.values()), "blocking_calls_named": dict(calls)}
+
+
+# -- the whole run ----------------------------------------------------------------------------
+
+
+def run(arguments: argparse.Namespace, device: torch.device) -> None:
+    started = time.perf_counter()
+    size = SMALL if arguments.small else FULL
+    work = Workload(size, device, size.layers)
+    link = link_rates(device, size.layer_bytes)
+    workload = {
+        "model": f"{size.layers} blocks x + down(gelu(up(rms_norm(x)))), {size.width} x "
+        f"{size.hidden}",
+        "precision": "bfloat16 weights, gradients and compute",
+        "layer_parameters": size.layer_parameters,
+        "layer_bytes": size.layer_bytes,
+    }
+    head = header("offload_step", device, workload, link)
+    results = Results(arguments.out, head, RECIPES, ("tokens",))
+    say(started, f"{device_name(device)}, link {link}")
+    rows = {row["tokens"]: row for row in results.data["rows"] if row["name"] == "resident"}
+    reference = Reference(rows, {})
+    tokens_wanted = arguments.tokens or size.tokens
+    compared = TRACED_TOKENS if TRACED_TOKENS in tokens_wanted else tokens_wanted[0]
+    for name in arguments.modes:
+        tokens_here = [compared] if name in SETTLING else tokens_wanted
+        wanted = [
+            tokens
+            for tokens in tokens_here
+            if arguments.again or not results.has(name, tokens=tokens)
+        ]
+        if not wanted:
+            continue
+        pinned, mode = PinnedBytes(), None
+        limited(arguments.limit)
+        try:
+            mode = MODES[name](work)
+            say(started, f"{name}: built")
+            for tokens in wanted:
+                row = measure(mode, tokens)
+                if name == "resident":
+                    batch = work.batch(tokens)
+                    for field, copies in (("compute_alone_s", False), ("compute_beside_s", True)):
+                        row["samples"][field] = phase_times(mode, batch, copies)
+                    reference.rows[tokens] = row
+                    if tokens == compared:
+                        reference.gradients[tokens] = judged_gradients(mode)
+                    del batch
+                row |= reference.compare(mode, tokens, row, link) | pinned.row()
+                if arguments.trace and tokens == compared and name in TRACED:
+                    row |= trace(mode, name, arguments.out, head)
+                results.add({"name": name, "tokens": tokens, "note": mode.note, **row})
+                shown = {k: v for k, v in row.items() if k not in ("samples", "bound_from")}
+                say(started, f"{name}, {tokens}: {shown}")
+        except (ImportError, PackageNotFoundError) as error:
+            results.skip(name, f"{type(error).__name__}: {error}")
+            say(started, f"{name}: not run, {error}")
+        except Exception as error:  # one mode's failure is a row's, not the run's
+            results.skip(name, f"{type(error).__name__}: {str(error)[:300]}")
+            say(started, f"{name}: failed, {type(error).__name__}: {error}")
+            if arguments.raises:
+                raise
+        finally:
+            limited(0)
+            if mode is not None:
+                mode.close()
+            pinned.close()
+            del mode
+            gc.collect()
+
+
+def trace(mode: Mode, name: str, folder: Path, head: dict) -> dict:
+    """Write the mode's small trace; returns what it says about the row."""
+    if mode.device.type != "cuda":
+        return {}
+    events = traced_step(mode, mode.work.batch(TRACED_TOKENS))
+    lanes = lanes_of(events, mode.work.layers, mode.work.size.layer_bytes)
+    begin = min(d.start for d in lanes)
+    write_trace(folder, head, name, mode.recipes, lanes, begin)
+    return judge_trace(events, lanes, mode.work.layers, getattr(mode, "slots", 0))
+
+
+def main() -> None:
+    parser = argparse.ArgumentParser(description=__doc__.splitlines()[0])
+    parser.add_argument(
+        "--out", type=Path, default=ROOT / "benchmarks", help="results/ and traces/ go here"
+    )
+    parser.add_argument("--modes", type=lambda s: s.split(","), default=list(MODES))
+    parser.add_argument("--tokens", type=lambda s: tuple(map(int, s.split(","))), default=())
+    parser.add_argument("--limit", type=int, default=90, help="seconds a mode may take")
+    parser.add_argument("--small", action="store_true", help="a size for rehearsal on a CPU")
+    parser.add_argument("--again", action="store_true", help="measure rows anew that are there")
+    parser.add_argument("--trace", action="store_true", help="also write traces")
+    parser.add_argument("--raises", action="store_true", help="stop at the first failure")
+    arguments = parser.parse_args()
+    unknown = set(arguments.modes) - set(MODES)
+    if unknown:
+        parser.error(f"no mode {sorted(unknown)}; there are {list(MODES)}")
+    kind = torch.accelerator.current_accelerator(check_available=True)
+    device = torch.device(kind.type if kind else "cpu", 0 if kind else None)
+    run(arguments, device)
+
+
+if __name__ == "__main__":
+    main()
