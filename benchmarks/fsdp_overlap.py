@@ -1,0 +1,933 @@
+"""Measure how much of a sharded model's communication each schedule hides behind compute.
+
+    torchrun --nproc-per-node=2 benchmarks/fsdp_overlap.py --out benchmarks
+    torchrun --nproc-per-node=2 benchmarks/fsdp_overlap.py --small --out /tmp/rehearsal   # on a CPU
+
+``--modes`` and ``--tokens`` choose what is measured. Every row is written when it is known and kept
+when the command runs again (``--again`` measures it anew): a run that is cut off is resumed by its
+command, and a mode that it was cut off in is noted and left out.
+
+How a number is made
+--------------------
+All modes train the same units in bfloat16 (weights, gradients and the state of fused AdamW: no
+casts in any of them) on the same random batch; all ranks have the same batch and seed, so the mean
+of their gradients is each rank's own. ``no_communication`` runs the same kernels: it keeps whole
+weights on the device, updates only the rows that its rank would own, and sends nothing. A mode
+whose loss is not that of the others has no row.
+
+The loop keeps at most two steps queued. The modes take turns, ``--rounds`` times, against drift.
+
+* ``step_s``: median time from the end of a step to the end of the next, events on the compute
+  stream. ``optimizer_s``: the part of it from the end of backward, reductions included.
+* ``efficiency``: ``step_s`` of ``no_communication`` in the same round over this step; the median of
+  the rounds.
+* ``bound_s``: what no order of the same work could beat. The forward pass of ``no_communication``
+  runs beside all gathers of forward but the first, with no order between them, and so do its
+  backward pass, the gathers of backward and all reduce-scatters but the last: each phase lasts as
+  long as the slower of its sides, both at the rate that they have beside each other. To these
+  two come the first gather and the last reduce-scatter, alone, and the optimizer. The transfers are
+  those of the row's own schedule and transport.
+* ``eta``: ``bound_s`` over ``step_s``.
+* ``hidden_share``: in a profiled step, the share of the time in which a collective (or a copy from
+  a peer) runs and the compute stream runs a kernel too.
+* ``gemm_slowdown``: in that step, the time of all matrix products over that of the same products
+  in ``no_communication``; kernels belong to the operator that launched them.
+* ``peak_allocated_bytes``, ``peak_reserved_bytes``: PyTorch's allocator. ``peak_device_bytes``:
+  what the mode added to the memory in use on the device (``mem_get_info``), read after the steps,
+  when the allocator still holds its peak: with symmetric memory and communicators.
+
+All values are rank 0's.
+"""
+
+import argparse
+import gc
+import importlib
+import json
+import statistics
+import sys
+import time
+import traceback
+from bisect import bisect_right
+from collections.abc import Callable, Iterable, Iterator
+from dataclasses import dataclass
+from datetime import timedelta
+from importlib.metadata import version
+from itertools import pairwise
+from pathlib import Path
+
+import torch
+import torch.distributed as dist
+from torch import nn
+from torch.distributed.device_mesh import DeviceMesh
+from torch.distributed.fsdp import fully_shard
+
+ROOT = Path(__file__).resolve().parents[1]
+sys.path[:0] = [str(ROOT), str(ROOT / "recipes_source" / "sharding")]
+
+import copy_engine_gather as copy_engine  # noqa: E402
+
+try:
+    import prefetch_schedule
+except ImportError:
+    prefetch_schedule = None
+import stream_context  # noqa: E402
+
+from benchmarks.measuring import (  # noqa: E402
+    Drawn,
+    Results,
+    blocks,
+    header,
+    profiled_events,
+    say,
+    seconds_of,
+    synchronize,
+    timing_event,
+    write_trace,
+)
+
+LEARNING_RATE = 2e-5
+WARM_UP = 2  # steps after which the loss of modes is compared, and times are taken
+LOSS_TOLERANCE = 0.05  # of the loss: a peer takes a first step with gradients of zero
+COLLECTIVE_TIMEOUT = timedelta(seconds=90)
+
+
+@dataclass(frozen=True)
+class Size:
+    """``width`` and ``hidden`` in features, ``tokens`` a rank and step."""
+
+    units: int
+    width: int
+    hidden: int
+    tokens: tuple[int, ...]
+    trace_tokens: int
+
+
+FULL = Size(8, 8192, 14336, (1024, 2048, 4096, 8192, 16384), 2048)
+SMALL = Size(4, 64, 96, (32, 64), 64)
+
+
+# -- the model --------------------------------------------------------------------------------
+
+
+class Unit(nn.Module):
+    """Two residual multilayer perceptrons: four matrices, ``4 * width * hidden`` parameters."""
+
+    def __init__(self, width: int, hidden: int) -> None:
+        super().__init__()
+        self.up = nn.ModuleList(nn.Linear(width, hidden, bias=False) for _ in range(2))
+        self.down = nn.ModuleList(nn.Linear(hidden, width, bias=False) for _ in range(2))
+
+    def forward(self, x: torch.Tensor) -> torch.Tensor:
+        for up, down in zip(self.up, self.down, strict=True):
+            x = x + down(torch.relu(up(x)))
+        return x
+
+
+class Trainer:
+    """A mode: the model and how it is sharded. A subclass's ``shard`` sets model and optimizer."""
+
+    recipes: tuple[str, ...] = ()
+    note: str | None = None
+    transport = "nccl"
+    trace_only = False
+    model: nn.Module
+    optimizer: torch.optim.Optimizer
+
+    def __init__(self, size: Size, device: torch.device) -> None:
+        self.size, self.device = size, device
+        torch.manual_seed(0)
+        self.shard(self.units())
+
+    def units(self) -> Iterator[Unit]:
+        """Units with random weights, made one by one, so that one unit is unsharded at a time."""
+        for _ in range(self.size.units):
+            with self.device:
+                unit = Unit(self.size.width, self.size.hidden)
+            yield unit.bfloat16()
+
+    @staticmethod
+    def gathers(units: int) -> tuple[int, int]:
+        """How many units are gathered in forward and in backward."""
+        return units, units
+
+    def shard(self, units: Iterator[Unit]) -> None:
+        raise NotImplementedError
+
+    def adamw(self, parameters: Iterable[nn.Parameter]) -> torch.optim.Optimizer:
+        return torch.optim.AdamW(parameters, lr=LEARNING_RATE, fused=True)
+
+    def forward(self, batch: torch.Tensor) -> torch.Tensor:
+        """The loss, a scalar."""
+        return self.model(batch).square().mean()
+
+    def backward(self, loss: torch.Tensor) -> None:
+        loss.backward()
+
+    def update(self) -> None:
+        self.optimizer.step()
+        self.optimizer.zero_grad()
+
+    def close(self) -> None:
+        """Give back what the garbage collector does not: communicators, symmetric memory."""
+
+
+class NoCommunication(Trainer):
+    note = "whole weights stay on the device; each rank updates its own rows; nothing is sent"
+
+    def shard(self, units: Iterator[Unit]) -> None:
+        self.model = nn.Sequential(*units)
+        self.whole = list(self.model.parameters())
+        self.own = [nn.Parameter(self.rows(weight.data)) for weight in self.whole]
+        self.optimizer = self.adamw(self.own)
+
+    @staticmethod
+    def rows(weight: torch.Tensor) -> torch.Tensor:
+        return weight.chunk(dist.get_world_size())[dist.get_rank()]
+
+    def update(self) -> None:
+        for weight, own in zip(self.whole, self.own, strict=True):
+            own.grad = self.rows(weight.grad)
+        super().update()
+        self.drop_gradients()
+
+    def drop_gradients(self) -> None:
+        for weight in self.whole:
+            weight.grad = None
+
+
+class Fsdp2(Trainer):
+    note = "fully_shard on each unit and the root, settings as they come"
+
+    def shard(self, units: Iterator[Unit]) -> None:
+        self.model = nn.Sequential(*(fully_shard(unit) for unit in units))
+        fully_shard(self.model)
+        self.optimizer = self.adamw(self.model.parameters())
+        self.tune(list(self.model))
+
+    def tune(self, units: list[nn.Module]) -> None: ...
+
+
+class Fsdp2Tuned(Fsdp2):
+    recipes = ("fsdp2_settings",)
+
+
+class Fsdp2CopyEngine(Fsdp2):
+    """``fsdp2`` and the one line of the recipe."""
+
+    recipes = ("copy_engine_gather",)
+    note = "fsdp2, its gathers by copy engines"
+    transport = "copy_engine"
+    reduce = False
+
+    def tune(self, units: list[nn.Module]) -> None:
+        plug_in = copy_engine.gather_by_copy_engines
+        if why_not := plug_in(self.model, self.optimizer, reduce=self.reduce):
+            raise RuntimeError(why_not)
+
+
+class Fsdp2CopyEngineReduce(Fsdp2CopyEngine):
+    note = "fsdp2, its gathers and reduce-scatters by copy engines"
+    reduce = True
+
+
+class DelayedRelease(Trainer):
+    recipes = ("stream_context",)
+    note = "gathers on a stream of their own, released late; reduce-scatters on the default stream"
+
+    def shard(self, units: Iterator[Unit]) -> None:
+        self.model = nn.Sequential(*units)
+        mesh = dist.init_device_mesh(self.device.type, (dist.get_world_size(),))
+        self.context = self.build_context(mesh)
+        self.optimizer = self.adamw(self.model.parameters())
+
+    def build_context(self, mesh: DeviceMesh) -> stream_context.FsdpContext:
+        return stream_context.FsdpContext(self.model, list(self.model), mesh)
+
+    def backward(self, loss: torch.Tensor) -> None:
+        self.context.backward(loss)
+
+
+class Sync(DelayedRelease):
+    """``delayed_release`` with its gathers on the compute stream: what a timeline starts from."""
+
+    trace_only = True
+
+    def build_context(self, mesh: DeviceMesh) -> stream_context.FsdpContext:
+        context = super().build_context(mesh)
+        context.gather_stream = context.streams.current_stream()
+        return context
+
+
+class Prefetch(DelayedRelease):
+    recipes = ("stream_context", "prefetch_schedule")
+    buffers = 4
+    note = "gathers in a static order ahead of their unit; reduce-scatters beside backward"
+
+    @classmethod
+    def gathers(cls, units: int) -> tuple[int, int]:
+        return units, units - cls.buffers
+
+    def build_context(self, mesh: DeviceMesh) -> stream_context.FsdpContext:
+        return prefetch_schedule.PrefetchContext(
+            self.model, list(self.model), mesh, buffers=self.buffers
+        )
+
+
+class PrefetchCopyEngine(Prefetch):
+    recipes = ("stream_context", "prefetch_schedule", "copy_engine_gather")
+    note = "prefetch, its gathers by copy engines"
+    transport = "copy_engine"
+
+    def shard(self, units: Iterator[Unit]) -> None:
+        super().shard(units)
+        self.optimizer.register_step_pre_hook(lambda *_: self.memory.barrier())
+        self.optimizer.register_step_post_hook(lambda *_: self.memory.barrier())
+
+    def build_context(self, mesh: DeviceMesh) -> stream_context.FsdpContext:
+        self.memory = copy_engine.PeerMemory(mesh.get_group(), self.device)
+        return prefetch_schedule.PrefetchContext(
+            self.model,
+            list(self.model),
+            mesh,
+            buffers=self.buffers,
+            gather=self.memory.gather,
+            empty=self.memory.empty,
+        )
+
+
+class MegatronFsdp(Trainer):
+    """The megatron-fsdp package: ``fully_shard_model`` and ``fully_shard_optimizer``."""
+
+    def shard(self, units: Iterator[Unit]) -> None:
+        package = importlib.import_module("megatron_fsdp")
+        self.note = (
+            f"megatron-fsdp {version('megatron-fsdp')}, a communicator each for gathers and "
+            f"reduce-scatters"
+        )
+        self.group = dist.new_group()
+        self.model = package.fully_shard_model(
+            module=nn.Sequential(*units),
+            fsdp_unit_modules=[Unit],
+            fsdp_group_ag=self.group,
+            device=self.device,
+            mixed_precision_policy=package.MixedPrecisionPolicy(
+                main_params_dtype=torch.bfloat16, main_grads_dtype=torch.bfloat16
+            ),
+        )
+        self.optimizer = package.fully_shard_optimizer(self.adamw(self.model.parameters()))
+
+    def close(self) -> None:
+        dist.destroy_process_group(self.group)
+
+
+class MegatronFsdpExperimental(Trainer):
+    """The same package's rewrite, ``megatron_fsdp.experimental``."""
+
+    def shard(self, units: Iterator[Unit]) -> None:
+        package = importlib.import_module("megatron_fsdp.experimental")
+        policy = importlib.import_module("megatron_fsdp").MixedPrecisionPolicy
+        precision = policy(main_params_dtype=torch.bfloat16, main_grads_dtype=torch.bfloat16)
+        self.note = f"megatron-fsdp {version('megatron-fsdp')}, megatron_fsdp.experimental"
+        mesh = dist.init_device_mesh(self.device.type, (dist.get_world_size(),))
+        flat = [package.Flat()]
+        placements = package.Placements([0], flat, flat, flat)
+        self.model = nn.Sequential()
+        for unit in units:
+            package.fully_shard(unit, mesh, placements, precision)
+            self.model.append(unit)
+        package.fully_shard(self.model, mesh, placements, precision)
+        self.optimizer = self.adamw(self.model.parameters())
+        package.fully_shard_optimizer(self.optimizer)
+
+
+MODES: dict[str, type[Trainer]] = {
+    "no_communication": NoCommunication,
+    "fsdp2": Fsdp2,
+    "fsdp2_tuned": Fsdp2Tuned,
+    "fsdp2_copy_engine": Fsdp2CopyEngine,
+    "fsdp2_copy_engine_reduce": Fsdp2CopyEngineReduce,
+    "sync": Sync,
+    "delayed_release": DelayedRelease,
+    "prefetch": Prefetch,
+    "prefetch_copy_engine": PrefetchCopyEngine,
+    "megatron-fsdp": MegatronFsdp,
+    "megatron-fsdp-experimental": MegatronFsdpExperimental,
+}
+
+
+# -- steps and their times --------------------------------------------------------------------
+
+
+@dataclass
+class Steps:
+    """Seconds of each timed step and of its part after backward; the first one's loss; clocks."""
+
+    step_s: list[float]
+    optimizer_s: list[float]
+    loss: float
+    clocks_mhz: list[int]
+
+
+def random_batch(size: Size, tokens: int, device: torch.device) -> torch.Tensor:
+    """The same on every rank, of dtype bfloat16 and shape ``(tokens, width)``."""
+    torch.manual_seed(1)
+    batch = torch.randn(tokens, size.width, device=device, dtype=torch.bfloat16)
+    return batch.requires_grad_()  # as the output of an embedding would
+
+
+def take_steps(trainer: Trainer, batch: torch.Tensor, warm_up: int, count: int) -> Steps:
+    """Train for ``warm_up`` steps and ``count`` timed ones, at most two of them queued."""
+    ends, backward_ends, losses, clocks = [], [], [], []
+    for step in range(warm_up + count):
+        if len(ends) >= 2:
+            ends[-2].synchronize()
+        loss = trainer.forward(batch)
+        trainer.backward(loss)
+        backward_ends.append(timing_event(trainer.device))
+        backward_ends[-1].record()
+        trainer.update()
+        batch.grad = None
+        ends.append(timing_event(trainer.device))
+        ends[-1].record()
+        losses.append(loss.detach())
+        if step >= warm_up and trainer.device.type == "cuda":
+            clocks.append(torch.cuda.clock_rate())
+    synchronize(trainer.device)
+    timed = list(zip(ends, backward_ends, strict=True))[warm_up - 1 :]
+    return Steps(
+        [a.elapsed_time(b) / 1e3 for a, b in pairwise(end for end, _ in timed)],
+        [backward.elapsed_time(end) / 1e3 for end, backward in timed[1:]],
+        float(losses[warm_up]),
+        clocks,
+    )
+
+
+def agreed_max(value: float) -> float:
+    """The largest ``value`` of all ranks, by way of the CPU."""
+    tensor = torch.tensor(value, dtype=torch.float64)
+    dist.all_reduce(tensor, dist.ReduceOp.MAX, group=AGREEMENT[0])
+    return tensor.item()
+
+
+AGREEMENT: list = []  # one gloo group for what the benchmark itself must agree on
+
+
+def device_bytes(device: torch.device) -> int:
+    """Bytes in use on the device, whoever allocated them."""
+    if device.type != "cuda":
+        return 0
+    free, total = torch.cuda.mem_get_info()
+    return total - free
+
+
+def release(device: torch.device) -> None:
+    gc.collect()
+    if device.type == "cuda":
+        torch.cuda.synchronize()
+        torch.cuda.empty_cache()
+        torch.cuda.reset_peak_memory_stats()
+
+
+# -- the bound --------------------------------------------------------------------------------
+
+
+class Transfers:
+    """A unit's collectives by themselves, on streams and communicators of their own."""
+
+    def __init__(self, size: Size, device: torch.device) -> None:
+        self.device, ranks = device, dist.get_world_size()
+        parameters = 4 * size.width * size.hidden
+        module = torch.get_device_module(device)
+        self.gather_stream, self.reduce_stream = module.Stream(), module.Stream()
+        self.reduce_group = dist.new_group()
+        with device:
+            self.shard = torch.randn(parameters // ranks, dtype=torch.bfloat16)
+            self.whole = torch.empty(parameters, dtype=torch.bfloat16)
+            self.gradient = torch.randn(parameters, dtype=torch.bfloat16)
+            self.reduced = torch.empty(parameters // ranks, dtype=torch.bfloat16)
+
+    def gather(self) -> None:
+        dist.all_gather_into_tensor(self.whole, self.shard)
+
+    def reduce_scatter(self) -> None:
+        dist.reduce_scatter_tensor(self.reduced, self.gradient, group=self.reduce_group)
+
+    def beside(self, compute: Callable[[], object], gathers: int, reductions: int) -> None:
+        """Queue all three without any order between them; the current stream waits for all."""
+        module = torch.get_device_module(self.device)
+        current = module.current_stream()
+        work = (
+            (self.gather_stream, self.gather, gathers),
+            (self.reduce_stream, self.reduce_scatter, reductions),
+        )
+        for stream, transfer, count in work:
+            stream.wait_stream(current)
+            with module.stream(stream):
+                for _ in range(count):
+                    transfer()
+        compute()
+        for stream, _, _ in work:
+            current.wait_stream(stream)
+
+    def close(self) -> None:
+        dist.destroy_process_group(self.reduce_group)
+
+
+class CopyEngineTransfers(Transfers):
+    """Gathers by copy engines; reduce-scatters as before."""
+
+    def __init__(self, size: Size, device: torch.device) -> None:
+        super().__init__(size, device)
+        self.memory = copy_engine.PeerMemory(dist.group.WORLD, device)
+        shard = self.memory.empty(self.shard.shape, dtype=self.shard.dtype)
+        self.shard = shard.copy_(self.shard)
+
+    def gather(self) -> None:
+        self.memory.gather(self.whole, self.shard)
+
+
+TRANSFERS: dict[str, type[Transfers]] = {"nccl": Transfers, "copy_engine": CopyEngineTransfers}
+
+
+@dataclass(frozen=True)
+class Phases:
+    """Seconds of each phase with its transfers beside it, and of what nothing can hide."""
+
+    forward_s: float
+    backward_s: float
+    first_gather_s: float
+    last_reduce_scatter_s: float
+
+    def bound_s(self, optimizer_s: float) -> float:
+        exposed = self.first_gather_s + self.last_reduce_scatter_s
+        return self.forward_s + self.backward_s + exposed + optimizer_s
+
+
+def measure_phases(
+    trainer: NoCommunication,
+    batch: torch.Tensor,
+    transfers: Transfers,
+    gathers: tuple[int, int],
+    count: int,
+) -> Phases:
+    """Medians of ``count`` passes of ``trainer``, which itself sends nothing."""
+    forward_s, backward_s = [], []
+    for step in range(count + 1):
+        start, middle, end = (timing_event(trainer.device) for _ in range(3))
+        losses: list[torch.Tensor] = []
+
+        def forward(losses: list[torch.Tensor] = losses) -> None:
+            losses.append(trainer.forward(batch))
+
+        def backward(losses: list[torch.Tensor] = losses) -> None:
+            trainer.backward(losses[0])
+
+        start.record()
+        transfers.beside(forward, gathers[0] - 1, 0)
+        middle.record()
+        transfers.beside(backward, gathers[1], trainer.size.units - 1)
+        end.record()
+        trainer.drop_gradients()
+        batch.grad = None
+        end.synchronize()
+        if step:
+            forward_s.append(start.elapsed_time(middle) / 1e3)
+            backward_s.append(middle.elapsed_time(end) / 1e3)
+    return Phases(
+        statistics.median(forward_s),
+        statistics.median(backward_s),
+        statistics.median(seconds_of(transfers.gather, trainer.device, count)),
+        statistics.median(seconds_of(transfers.reduce_scatter, trainer.device, count)),
+    )
+
+
+# -- a profiled step --------------------------------------------------------------------------
+
+
+Intervals = list[tuple[float, float]]
+PHASES = ("forward", "backward", "optimizer")
+PRODUCTS = ("aten::mm", "aten::addmm", "aten::bmm")
+COPY_BYTES = 2**20  # a copy of fewer bytes beside the compute stream is bookkeeping
+BLOCK_GAP_US = 20.0
+STALL_US = 100.0
+
+
+def union(intervals: Iterable[tuple[float, float]]) -> Intervals:
+    """The same stretch of time as disjoint intervals in order."""
+    joined: Intervals = []
+    for start, stop in sorted(intervals):
+        if joined and start <= joined[-1][1]:
+            joined[-1] = (joined[-1][0], max(stop, joined[-1][1]))
+        else:
+            joined.append((start, stop))
+    return joined
+
+
+def length(intervals: Intervals) -> float:
+    return sum(stop - start for start, stop in intervals)
+
+
+def overlap(a: Intervals, b: Intervals) -> float:
+    """Length of the time in both; both as :func:`union` gives them."""
+    both, i, j = 0.0, 0, 0
+    while i < len(a) and j < len(b):
+        both += max(0.0, min(a[i][1], b[j][1]) - max(a[i][0], b[j][0]))
+        if a[i][1] < b[j][1]:
+            i += 1
+        else:
+            j += 1
+    return both
+
+
+def lies_in(at: float, intervals: Intervals) -> bool:
+    """Whether ``at`` lies in one of ``intervals``, which are in order and disjoint."""
+    place = bisect_right(intervals, (at, float("inf"))) - 1
+    return place >= 0 and at < intervals[place][1]
+
+
+class Profiled:
+    """What the device did for one step: by launching operator, phase and stream."""
+
+    def __init__(self, trainer: Trainer, batch: torch.Tensor) -> None:
+        activities = [torch.profiler.ProfilerActivity.CPU]
+        if trainer.device.type == "cuda":
+            activities.append(torch.profiler.ProfilerActivity.CUDA)
+        with torch.profiler.profile(activities=activities) as profile:
+            for step in range(2):
+                with torch.profiler.record_function(f"step {step} forward"):
+                    loss = trainer.forward(batch)
+                with torch.profiler.record_function(f"step {step} backward"):
+                    trainer.backward(loss)
+                with torch.profiler.record_function(f"step {step} optimizer"):
+                    trainer.update()
+                batch.grad = None
+            synchronize(trainer.device)
+        events = profiled_events(profile)
+        self.read_host(events)
+        self.device_events = list(self.of_this_step(events))
+        on_stream: dict[int, float] = {}
+        for event in self.device_events:
+            if event["product"]:
+                stream = event["args"]["stream"]
+                on_stream[stream] = on_stream.get(stream, 0.0) + event["dur"] / 1e6
+        self.compute_stream = max(on_stream, key=on_stream.__getitem__, default=None)
+        self.products_s = sum(on_stream.values())
+
+    def read_host(self, events: list[dict]) -> None:
+        """The phases of the second step, its products' operators and all launches."""
+        self.phases: dict[str, tuple[float, float]] = {}
+        self.operators: dict[object, Intervals] = {}
+        self.launches: dict[int, dict] = {}
+        for event in events:
+            span = event["ts"], event["ts"] + event["dur"]
+            kind, name = event.get("cat"), event["name"]
+            if kind == "user_annotation" and name.startswith("step 1 "):
+                self.phases[name.removeprefix("step 1 ")] = span
+            elif kind == "cpu_op" and name in PRODUCTS:
+                self.operators.setdefault(event["tid"], []).append(span)
+            elif kind in ("cuda_runtime", "cuda_driver"):
+                self.launches[event["args"]["correlation"]] = event
+
+    def of_this_step(self, events: list[dict]) -> Iterator[dict]:
+        """Kernels and copies that the second step launched, with phase and whether a product."""
+        for event in events:
+            if event.get("cat") not in ("kernel", "gpu_memcpy"):
+                continue
+            launch = self.launches.get(event["args"].get("correlation"))
+            if launch is None:
+                continue
+            for phase, (start, stop) in self.phases.items():
+                if start <= launch["ts"] < stop:
+                    product = lies_in(launch["ts"], self.operators.get(launch["tid"], []))
+                    yield event | {"phase": phase, "product": product}
+
+    def lane(self, event: dict) -> str | None:
+        """``compute``, ``gather`` or ``reduce-scatter``; None for what is neither."""
+        name = event["name"]
+        if name.startswith("nccl"):
+            return "reduce-scatter" if "ReduceScatter" in name else "gather"
+        if event["args"]["stream"] == self.compute_stream:
+            return "compute"
+        if event["cat"] == "gpu_memcpy" and event["args"].get("bytes", 0) >= COPY_BYTES:
+            return "gather"
+        return None
+
+    def intervals(self, *lanes: str) -> Intervals:
+        return union(
+            (e["ts"], e["ts"] + e["dur"]) for e in self.device_events if self.lane(e) in lanes
+        )
+
+    def hidden_share(self) -> float | None:
+        transfers = self.intervals("gather", "reduce-scatter")
+        if not transfers:
+            return None
+        return overlap(transfers, self.intervals("compute")) / length(transfers)
+
+    def drawn(self) -> list[Drawn]:
+        """Lanes of a trace; gaps of more than ``STALL_US`` between compute are stalls."""
+        compute = blocks(
+            self.device_events,
+            "compute",
+            BLOCK_GAP_US,
+            lambda event: event["phase"] if self.lane(event) == "compute" else None,
+        )
+        stalls = [
+            Drawn("compute", "stall", a.stop, b.start, {"stall": True})
+            for a, b in pairwise(compute)
+            if b.start - a.stop > STALL_US
+        ]
+        transfers = [
+            Drawn(lane, lane, event["ts"], event["ts"] + event["dur"])
+            for event in self.device_events
+            if (lane := self.lane(event)) in ("gather", "reduce-scatter")
+        ]
+        return [*compute, *stalls, *transfers]
+
+
+# -- the whole run ----------------------------------------------------------------------------
+
+
+CUT_OFF = "the run ended while this was measured"
+BOUND_FROM = (
+    "forward and backward without order beside the row's own transfers, plus the first gather, the "
+    "last reduce-scatter and the optimizer"
+)
+
+
+class Run:
+    """One command: the modes in turns, and a result file that grows."""
+
+    def __init__(self, arguments: argparse.Namespace, device: torch.device) -> None:
+        self.arguments, self.device = arguments, device
+        self.started = time.perf_counter()
+        self.size = SMALL if arguments.small else FULL
+        self.tokens = arguments.tokens or list(self.size.tokens)
+        self.parameters = 4 * self.size.width * self.size.hidden
+        self.transports = list(dict.fromkeys(MODES[mode].transport for mode in arguments.modes))
+        self.head = header("fsdp_overlap", device, self.workload(), {})
+        self.results = Results(
+            arguments.out, self.head, {n: mode.recipes for n, mode in MODES.items()}, ("tokens",)
+        )
+        self.loss: tuple[str, float] | None = None  # which all that send must have
+        self.broken: set[str] = set()
+        if not arguments.again:
+            self.broken = {m for m, why in self.results.data["not_run"].items() if why == CUT_OFF}
+
+    def workload(self) -> dict:
+        size = self.size
+        return {
+            "model": f"{size.units} units of {self.parameters:,} parameters, each four matrices of "
+            f"{size.width} x {size.hidden}",
+            "precision": "bfloat16 weights, gradients and optimizer state",
+            "optimizer": "AdamW, fused",
+            "tokens": "a rank and step",
+            "steps_queued": 2,
+            "rounds": self.arguments.rounds,
+        }
+
+    def measure_link(self) -> None:
+        """Bytes that a rank receives from its peers a second, one unit's collectives alone."""
+        peers = dist.get_world_size() - 1
+        received = 2 * self.parameters * peers / dist.get_world_size()
+        rates = {}
+        for transport in self.transports:
+            transfers = TRANSFERS[transport](self.size, self.device)
+            for name in ("gather", "reduce_scatter"):
+                seconds = statistics.median(seconds_of(getattr(transfers, name), self.device, 10))
+                rates[f"{transport}_{name}_bytes_per_s"] = received / seconds
+            transfers.close()
+        self.results.data["link"] = rates
+        say(self.started, f"link {rates}")
+
+    def row(self, mode: str, tokens: int) -> dict:
+        for row in self.results.data["rows"]:
+            if (row["name"], row["tokens"]) == (mode, tokens):
+                return row
+        samples = {"step_s": [], "optimizer_s": [], "round_step_s": [], "sm_clock_mhz": []}
+        return {"name": mode, "tokens": tokens, "samples": samples}
+
+    def measure(self, mode: str, trainer: Trainer, tokens: int, before: int) -> None:
+        """One round of one row."""
+        release(self.device)
+        batch = random_batch(self.size, tokens, self.device)
+        first = take_steps(trainer, batch, WARM_UP, 1)
+        count = min(20, max(4, round(self.arguments.seconds / agreed_max(first.step_s[0]))))
+        steps = take_steps(trainer, batch, 1, count)
+        row = self.row(mode, tokens)
+        samples = row["samples"]
+        samples["step_s"] += steps.step_s
+        samples["optimizer_s"] += steps.optimizer_s
+        samples["sm_clock_mhz"] += steps.clocks_mhz
+        samples["round_step_s"].append(statistics.median(steps.step_s))
+        row["step_s"] = statistics.median(samples["step_s"])
+        row["optimizer_s"] = statistics.median(samples["optimizer_s"])
+        row["note"] = trainer.note
+        if tokens == self.tokens[0] and mode != "no_communication":  # no step but these before
+            self.compare_losses(mode, first.loss)
+        if self.device.type == "cuda":
+            row["peak_allocated_bytes"] = torch.cuda.max_memory_allocated()
+            row["peak_reserved_bytes"] = torch.cuda.max_memory_reserved()
+            row["peak_device_bytes"] = device_bytes(self.device) - before
+        self.results.add(row)
+        self.relate()
+        shown = {k: v for k, v in row.items() if k not in ("samples", "note", "bound_from")}
+        say(self.started, f"{mode}, {tokens}, {count} steps: {json.dumps(shown)}")
+
+    def compare_losses(self, mode: str, loss: float) -> None:
+        """All modes that send must train alike.
+
+        Raises:
+            ValueError: ``mode`` does not.
+        """
+        self.loss = self.loss or (mode, loss)
+        name, expected = self.loss
+        if not abs(loss - expected) <= LOSS_TOLERANCE * expected:
+            raise ValueError(f"its loss is {loss:.4f}, that of {name} {expected:.4f}")
+
+    def relate(self) -> None:
+        """Fill in what follows from two rows or from a row's bound."""
+        for row in self.results.data["rows"]:
+            reference = self.row("no_communication", row["tokens"])["samples"]["round_step_s"]
+            rounds = row["samples"]["round_step_s"]
+            ratios = [a / b for a, b in zip(reference, rounds, strict=False)]
+            row["efficiency"] = statistics.median(ratios) if ratios else None
+            if "bound_s" in row:
+                row["eta"] = row["bound_s"] / row["step_s"]
+        self.results.write()
+
+    def measure_bounds(self, trainer: NoCommunication, before: int) -> None:
+        """The bounds of all rows from passes of ``no_communication``."""
+        kinds: dict[tuple[str, tuple[int, int]], list[str]] = {}
+        for mode in self.arguments.modes:
+            if mode != "no_communication":
+                kind = MODES[mode].transport, MODES[mode].gathers(self.size.units)
+                kinds.setdefault(kind, []).append(mode)
+        for (transport, gathers), modes in kinds.items():
+            release(self.device)
+            transfers = TRANSFERS[transport](self.size, self.device)
+            for tokens in self.tokens:
+                rows = [self.row(mode, tokens) for mode in modes]
+                rows = [row for row in rows if row["samples"]["step_s"]]
+                if not rows:
+                    continue
+                batch = random_batch(self.size, tokens, self.device)
+                phases = measure_phases(trainer, batch, transfers, gathers, 5)
+                optimizer_s = self.row("no_communication", tokens)["optimizer_s"]
+                for row in rows:
+                    row["bound_s"] = phases.bound_s(optimizer_s)
+                    row["bound_from"] = BOUND_FROM
+                    row["bound_parts_s"] = vars(phases) | {"optimizer_s": optimizer_s}
+                    row["gathers"] = list(gathers)
+                say(self.started, f"{transport}, {gathers}, {tokens} tokens: {phases}")
+            transfers.close()
+            del transfers
+        self.relate()
+
+    def profile(self, mode: str, trainer: Trainer, before: int) -> None:
+        """What the kernels say: shares hidden, slow-down, and the trace."""
+        for tokens in [self.size.trace_tokens] if trainer.trace_only else self.tokens:
+            release(self.device)
+            batch = random_batch(self.size, tokens, self.device)
+            profiled = Profiled(trainer, batch)
+            row = self.row(mode, tokens)
+            if profiled.products_s:
+                row["hidden_share"] = profiled.hidden_share()
+                row["products_s"] = profiled.products_s
+                alone = self.row("no_communication", tokens).get("products_s")
+                row["gemm_slowdown"] = profiled.products_s / alone if alone else None
+                shown = {k: row[k] for k in ("hidden_share", "gemm_slowdown")}
+                say(self.started, f"{mode}, {tokens}, profiled: {shown}")
+            if tokens == self.size.trace_tokens and profiled.device_events:
+                begin = min(event["ts"] for event in profiled.device_events)
+                recipes = MODES[mode].recipes
+                drawn = profiled.drawn()
+                write_trace(self.arguments.out, self.head, mode, recipes, drawn, begin)
+        self.results.write()
+
+    def attempt(self, mode: str, work: Callable[[Trainer, int], object]) -> None:
+        """Build ``mode`` and do ``work``; a failure leaves a reason and the other modes."""
+        if mode in self.broken:
+            return
+        known = any(row["name"] == mode for row in self.results.data["rows"])
+        if not known and not MODES[mode].trace_only:
+            self.results.skip(mode, CUT_OFF)
+        release(self.device)
+        before = device_bytes(self.device)
+        trainer = None
+        try:
+            trainer = MODES[mode](self.size, self.device)
+            work(trainer, before)
+        except Exception as error:  # a peer may raise anything; the other modes must go on
+            self.broken.add(mode)
+            self.results.skip(mode, f"{type(error).__name__}: {str(error).splitlines()[0][:200]}")
+            say(self.started, f"{mode}: not run\n{traceback.format_exc()}")
+        finally:
+            if trainer is not None:
+                trainer.close()
+
+    def all(self) -> None:
+        self.measure_link()
+        for number in range(self.arguments.rounds):
+            for mode in self.arguments.modes:
+                rows = ((tokens, self.row(mode, tokens)) for tokens in self.tokens)
+                wanted = [t for t, row in rows if len(row["samples"]["round_step_s"]) <= number]
+
+                def rounds(
+                    trainer: Trainer, before: int, mode: str = mode, wanted: list[int] = wanted
+                ) -> None:
+                    for tokens in wanted:
+                        self.measure(mode, trainer, tokens, before)
+
+                if wanted and not MODES[mode].trace_only:
+                    self.attempt(mode, rounds)
+        self.attempt("no_communication", self.measure_bounds)
+        if self.arguments.profile:
+            for mode in self.arguments.modes:
+                self.attempt(mode, lambda *given, mode=mode: self.profile(mode, *given))
+
+
+def names(text: str) -> list[str]:
+    return text.split(",")
+
+
+def numbers(text: str) -> list[int]:
+    return [int(number) for number in text.split(",")]
+
+
+def start_rank() -> torch.device:
+    """Join the group that torchrun describes; return this rank's device."""
+    device = torch.accelerator.current_accelerator(check_available=True) or torch.device("cpu")
+    dist.init_process_group(timeout=COLLECTIVE_TIMEOUT)
+    if device.type != "cpu":
+        torch.accelerator.set_device_index(dist.get_node_local_rank())
+        device = torch.device(device.type, dist.get_node_local_rank())
+    return device
+
+
+def main() -> None:
+    parser = argparse.ArgumentParser(description=__doc__.splitlines()[0])
+    parser.add_argument(
+        "--out", type=Path, default=ROOT / "benchmarks", help="results/ and traces/ go here"
+    )
+    parser.add_argument("--modes", type=names, default=list(MODES))
+    parser.add_argument("--tokens", type=numbers, help="a rank and step; default: all sizes")
+    parser.add_argument("--rounds", type=int, default=3, help="turns that each mode takes")
+    parser.add_argument("--seconds", type=float, default=1.0, help="of steps, a row and round")
+    parser.add_argument("--profile", action="store_true", help="also profile, and write traces")
+    parser.add_argument("--small", action="store_true", help="a size for rehearsal on a CPU")
+    parser.add_argument("--again", action="store_true", help="measure rows anew that are there")
+    arguments = parser.parse_args()
+    if unknown := set(arguments.modes) - set(MODES):
+        parser.error(f"no mode {sorted(unknown)}; there are {list(MODES)}")
+    if "no_communication" not in arguments.modes:
+        parser.error("no_communication is what the other modes are compared with: name it too")
+    device = start_rank()
+    AGREEMENT.append(dist.new_group(backend="gloo"))
+    try:
+        Run(arguments, device).all()
+    finally:
+        dist.destroy_process_group()
+
+
+if __name__ == "__main__":
+    main()
