@@ -7,8 +7,9 @@
        :where: storage=memory
 
 Both read ``benchmarks/results/<benchmark>.<device>-x<ranks>.json``, one tab a file. ``rows``
-keeps rows by name, ``where`` keeps those with these parameters. A page whose result was measured
-with other recipe code than the present says so; without a file it says "Not measured yet".
+keeps rows by name, ``where`` keeps those with these parameters. A figure draws the benchmark's own
+field, or another with ``:field: step_s``. A page whose result was measured with other recipe code
+than the present says so; without a file it says "Not measured yet".
 """
 
 import io
@@ -31,14 +32,14 @@ from benchmarks.result_files import (
     BENCHMARKS,
     PARAMETER_HEADINGS,
     ROW_RECIPES,
-    Benchmark,
+    Column,
     Result,
     ResultError,
+    byte_count,
     changed_recipes,
     files,
     in_words,
     load,
-    round_seconds,
     stale_results,
 )
 
@@ -178,25 +179,31 @@ def _table(headings: list[str], body: list[list[nodes.Node]]) -> nodes.table:
 class ResultFigure(ResultDirective):
     """``.. result-figure:: <benchmark>``: one drawing for each workload of the result."""
 
+    option_spec = ResultDirective.option_spec | {"field": directives.unchanged_required}
+
     def show(self, result: Result, rows: list[dict]) -> list[nodes.Node]:
         benchmark = BENCHMARKS[result.data["benchmark"]]
-        over_tokens = benchmark.lines is not None and len({r.get("tokens") for r in rows}) > 1
-        cases = [p for p in result.varied() if not (over_tokens and p == "tokens")]
+        over = benchmark.over
+        as_lines = benchmark.lines is not None and len({row.get(over) for row in rows}) > 1
+        field = self.options.get("field", benchmark.lines if as_lines else benchmark.bars)
+        if field not in (column.field for column in benchmark.columns):
+            raise self.error(f"{self.name}: {benchmark.title} has no field {field!r}")
+        column = benchmark.column(field)
+        cases = [p for p in result.varied() if not (as_lines and p == over)]
         groups: dict[tuple, list[dict]] = {}
         for row in rows:
             groups.setdefault(tuple((p, row[p]) for p in cases if p in row), []).append(row)
-        column = benchmark.column(benchmark.lines if over_tokens else benchmark.bars)
         pictures = []
         for case, members in groups.items():
             if not any(map(column.known, members)):
                 continue
             title = ", ".join(f"{parameter}: {value}" for parameter, value in case)
             drawn = (
-                _lines(benchmark, members, title)
-                if over_tokens
-                else _bars(benchmark, members, title, rows)
+                _lines(column, members, over, title, result.data["workload"])
+                if as_lines
+                else _bars(column, members, title, rows, benchmark.logarithmic)
             )
-            pictures.append(_as_node(drawn, *_words(benchmark, members)))
+            pictures.append(_as_node(drawn, benchmark.title, _words(column, members)))
         if not pictures:
             return []
         inline, messages = self.state.inline_text(
@@ -212,15 +219,13 @@ def _first_lower(text: str) -> str:
     return text[0].lower() + text[1:]
 
 
-def _words(benchmark: Benchmark, rows: list[dict]) -> tuple[str, list[str]]:
-    """Alternative text of a drawing, and the drawing in words."""
-    columns = [benchmark.column(field) for field in (benchmark.bars, benchmark.lines) if field]
+def _words(column: Column, rows: list[dict]) -> list[str]:
+    """A drawing in words, a line a row."""
     lines = []
     for row in rows:
-        tokens = f" at {row['tokens']} tokens" if "tokens" in row else ""
-        values = ", ".join(f"{_first_lower(c.heading)} {c.cell(row)}" for c in columns)
-        lines.append(f"{row['name']}{tokens}: {values}")
-    return benchmark.title, lines
+        at = "".join(f" at {row[p]} {p}" for p in ("tokens", "layers") if p in row)
+        lines.append(f"{row['name']}{at}: {_first_lower(column.heading)} {column.cell(row)}")
+    return lines
 
 
 def _figure(height: float, title: str) -> Figure:
@@ -238,22 +243,24 @@ def _figure(height: float, title: str) -> Figure:
     return figure
 
 
-def _bars(benchmark: Benchmark, rows: list[dict], title: str, beside: list[dict]) -> Figure:
+def _bars(
+    column: Column, rows: list[dict], title: str, beside: list[dict], logarithmic: bool
+) -> Figure:
     """A bar a row, its name and value written above it: names stay readable on a phone.
 
     ``beside`` are the rows of all drawings of the figure: they share one axis.
     """
-    field = benchmark.bars
-    known = benchmark.column(field).known
+    field, known = column.field, column.known
     rows = [row for row in rows if known(row)]
     figure = _figure(0.42 * len(rows) + 1.0, title)
     (axes,) = figure.axes
     values = [row[field] for row in rows]
     shared = [row for row in beside if known(row)]
-    ends = [*(row[field] for row in shared), *(row.get("bound_s") or 0 for row in shared)]
+    ends = [row[field] for row in shared]
+    ends += [row.get("bound_s") or 0 for row in shared if column.in_seconds]
     positive = [end for end in ends if end > 0]
-    left = min(positive, default=1e-3) / 2 if benchmark.logarithmic else 0.0
-    if benchmark.logarithmic:
+    left = min(positive, default=1e-3) / 2 if logarithmic else 0.0
+    if logarithmic:
         axes.set_xscale("log")
     # A stall of zero or below has no place on a logarithmic axis: its value is written, no bar.
     widths = [max(value - left, 0.0) for value in values]
@@ -264,44 +271,70 @@ def _bars(benchmark: Benchmark, rows: list[dict], title: str, beside: list[dict]
     axes.set_ylim(len(rows) - 0.6, -0.75)
     axes.set_yticks([])
     axes.grid(axis="y", visible=False)
-    axes.xaxis.set_major_formatter(lambda value, _: round_seconds(value))
+    axes.xaxis.set_major_formatter(lambda value, _: column.on_axis(value))
     axes.xaxis.set_minor_formatter("")
     for place, row in zip(places, rows, strict=True):
-        text = f"{row['name']}  {benchmark.column(field).cell(row)}"
+        text = f"{row['name']}  {column.cell(row)}"
         if row.get("loaded_back_bitwise") is False:
             text += ", saved wrong data"
         axes.annotate(
             text, (0, place - 0.26), xycoords=("axes fraction", "data"),
             xytext=(3, 1), textcoords="offset points", color=TEXT, fontsize=10,
         )  # fmt: skip
-    for bound in {row["bound_s"] for row in rows if row.get("bound_s")}:
+    bounds = {row["bound_s"] for row in rows if row.get("bound_s")} if column.in_seconds else ()
+    for bound in bounds:
         axes.axvline(bound, color=TEXT, linestyle="--", linewidth=1)
-    if any(row.get("bound_s") for row in rows):
-        axes.set_xlabel(f"{benchmark.column(field).heading} (dashed: bound)", color=TEXT)
+    if bounds:
+        axes.set_xlabel(f"{column.heading} (dashed: bound)", color=TEXT)
     else:
-        axes.set_xlabel(benchmark.column(field).heading, color=TEXT)
+        axes.set_xlabel(column.heading, color=TEXT)
     return figure
 
 
-def _lines(benchmark: Benchmark, rows: list[dict], title: str) -> Figure:
-    """A line a row name over tokens."""
-    field = benchmark.lines
-    column = benchmark.column(field)
+def _lines(column: Column, rows: list[dict], over: str, title: str, workload: dict) -> Figure:
+    """A line a row name over tokens or layers; times on a logarithmic axis, with their bound.
+
+    Ridge points that ``workload`` names (the tokens from which on compute is the bound, not the
+    link) are dotted lines in a drawing of times over tokens.
+    """
     figure = _figure(3.6, title)
     (axes,) = figure.axes
     rows = [row for row in rows if column.known(row)]
     names = dict.fromkeys(row["name"] for row in rows)
     for number, name in enumerate(names):
-        points = sorted((r["tokens"], r[field]) for r in rows if r["name"] == name)
+        mine = sorted((row for row in rows if row["name"] == name), key=lambda row: row[over])
         style = {"color": SERIES[number % len(SERIES)], "marker": MARKERS[number % len(MARKERS)]}
         if number >= len(SERIES):
             style["linestyle"] = "--"
-        axes.plot(*zip(*points, strict=True), label=name, markersize=5, **style)
-    axes.set_xscale("log", base=2)
-    axes.set_xticks(sorted({row["tokens"] for row in rows}))
+        axes.plot(
+            *zip(*((row[over], row[column.field]) for row in mine), strict=True),
+            **style, label=name, markersize=5,
+        )  # fmt: skip
+    values = sorted({row[over] for row in rows})
+    if column.in_seconds:
+        axes.set_yscale("log")
+        axes.yaxis.set_minor_formatter("")
+        bounded = {row[over]: row["bound_s"] for row in rows if row.get("bound_s")}
+        if bounded:
+            points = zip(*sorted(bounded.items()), strict=True)
+            axes.plot(*points, color=TEXT, linestyle="--", linewidth=1, label="bound")
+        if over == "tokens":
+            for name, tokens in workload.items():
+                if name.startswith("ridge_tokens"):
+                    axes.axvline(tokens, color=TEXT, linestyle=":", linewidth=1)
+                    axes.annotate(
+                        name.replace("_", " "), (tokens, 0.02),
+                        xycoords=("data", "axes fraction"), xytext=(3, 0), rotation=90,
+                        textcoords="offset points", color=TEXT, fontsize=9,
+                    )  # fmt: skip
+    elif column.write is byte_count:
+        axes.set_ylim(bottom=0)
+    if over == "tokens":
+        axes.set_xscale("log", base=2)
+    axes.set_xticks(values)
     axes.xaxis.set_major_formatter(lambda value, _: f"{value:,.0f}")
-    axes.yaxis.set_major_formatter(lambda value, _: f"{value:.0%}")
-    axes.set_xlabel("Tokens a step", color=TEXT)
+    axes.yaxis.set_major_formatter(lambda value, _: column.on_axis(value))
+    axes.set_xlabel(PARAMETER_HEADINGS[over], color=TEXT)
     axes.set_ylabel(column.heading, color=TEXT)
     legend = figure.legend(
         loc="outside upper left", ncols=2, frameon=False, labelcolor=TEXT, fontsize=9.5

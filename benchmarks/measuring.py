@@ -3,6 +3,7 @@
 Torch and the standard library are enough. ``benchmarks/result_files.py`` reads what this writes.
 """
 
+import gc
 import json
 import platform
 import statistics
@@ -120,6 +121,58 @@ def link_rates(device: torch.device, nbytes: int) -> dict[str, float]:
     return {f"pinned_{d}_bytes_per_s": rate for d, rate in alone.items()} | {
         f"duplex_{d}_bytes_per_s": rate for d, rate in both.items()
     }
+
+
+class HostMemory:
+    """Peak resident set and peak page-locked bytes of this process since the object was made."""
+
+    def __init__(self) -> None:
+        gc.collect()
+        if torch.cuda.is_available() and hasattr(torch._C, "_host_emptyCache"):
+            torch._C._host_emptyCache()  # what the mode before had pinned
+        Path("/proc/self/clear_refs").write_text("5")  # resets VmHWM
+        self.resident_before = self.status("VmRSS")
+        self.registered = self.most_registered = 0
+        self.sizes: dict[int, int] = {}
+        if torch.cuda.is_available():
+            torch.cuda.reset_peak_host_memory_stats()
+            self.runtime = torch.cuda.cudart()
+            self.register, self.unregister = (
+                self.runtime.cudaHostRegister,
+                self.runtime.cudaHostUnregister,
+            )
+            self.runtime.cudaHostRegister = self.counting_register
+            self.runtime.cudaHostUnregister = self.counting_unregister
+
+    def counting_register(self, address: int, nbytes: int, flags: int):
+        self.sizes[address] = nbytes
+        self.most_registered = max(self.most_registered, sum(self.sizes.values()))
+        return self.register(address, nbytes, flags)
+
+    def counting_unregister(self, address: int):
+        self.sizes.pop(address, None)
+        return self.unregister(address)
+
+    @staticmethod
+    def status(name: str) -> int:
+        for line in Path("/proc/self/status").read_text().splitlines():
+            if line.startswith(name + ":"):
+                return int(line.split()[1]) * 1024
+        raise KeyError(name)
+
+    def peaks(self) -> dict[str, int]:
+        pinned = self.most_registered
+        if torch.cuda.is_available():
+            pinned += torch.cuda.host_memory_stats()["allocated_bytes.peak"]
+        return {
+            "pinned_bytes": pinned,
+            "host_peak_bytes": self.status("VmHWM") - self.resident_before,
+        }
+
+    def close(self) -> None:
+        if torch.cuda.is_available():
+            self.runtime.cudaHostRegister = self.register
+            self.runtime.cudaHostUnregister = self.unregister
 
 
 # -- result files -----------------------------------------------------------------------------

@@ -12,6 +12,7 @@ from pathlib import Path
 
 from benchmarks.result_files import (
     BENCHMARKS,
+    Column,
     Result,
     ResultError,
     files,
@@ -35,7 +36,9 @@ def table(repo: Path) -> str:
 
 def _section(result: Result) -> str:
     benchmark = BENCHMARKS[result.data["benchmark"]]
-    varied = result.varied()
+    if benchmark.lines and benchmark.over == "tokens":
+        return _over_tokens(result, benchmark.column(benchmark.lines))
+    varied = [parameter for parameter in result.varied() if parameter != benchmark.over]
     first = {parameter: result.rows[0].get(parameter) for parameter in varied}
     rows = [row for row in result.rows if all(row.get(p) == v for p, v in first.items())]
     columns = [
@@ -49,10 +52,33 @@ def _section(result: Result) -> str:
         "|---|" + "---:|" * len(columns),
     ]
     lines += [
-        f"| `{row['name']}` | " + " | ".join(column.cell(row) for column in columns) + " |"
+        f"| {_name(row)} | " + " | ".join(column.cell(row) for column in columns) + " |"
         for row in rows
         if any(column.known(row) for column in columns)
     ]
+    return "\n".join(lines)
+
+
+def _name(row: dict) -> str:
+    return f"`{row['name']}`" + (f", {row['layers']} layers" if "layers" in row else "")
+
+
+def _over_tokens(result: Result, column: Column) -> str:
+    """A row a name, a column a number of tokens."""
+    rows = [row for row in result.rows if column.known(row)]
+    tokens = sorted({row["tokens"] for row in rows})
+    cells = {(row["name"], row["tokens"]): column.cell(row) for row in rows}
+    title = f"{BENCHMARKS[result.data['benchmark']].title}: {column.heading[0].lower()}"
+    lines = [
+        f"**{title}{column.heading[1:]}, by tokens a step**: {result.origin()}; "
+        f"{in_words(result.data['workload'])}.",
+        "",
+        "| | " + " | ".join(f"{count:,}" for count in tokens) + " |",
+        "|---|" + "---:|" * len(tokens),
+    ]
+    for name in dict.fromkeys(row["name"] for row in rows):
+        values = (cells.get((name, count), "–") for count in tokens)
+        lines.append(f"| `{name}` | " + " | ".join(values) + " |")
     return "\n".join(lines)
 
 

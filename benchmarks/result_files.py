@@ -26,10 +26,15 @@ REQUIRED = {
     "link": dict,
     "rows": list,
 }
-PARAMETERS = {"storage": ("memory", "disk"), "step": ("long", "short"), "tokens": ()}
+PARAMETERS = {"storage": ("memory", "disk"), "step": ("long", "short"), "tokens": (), "layers": ()}
 """What may be varied between rows of one name, and the order in which values are shown."""
 
-PARAMETER_HEADINGS = {"storage": "Storage", "step": "Step", "tokens": "Tokens a step"}
+PARAMETER_HEADINGS = {
+    "storage": "Storage",
+    "step": "Step",
+    "tokens": "Tokens a step",
+    "layers": "Layers",
+}
 TRACE_LANES = {
     "compute": "compute",
     **{"copy": "copy", "H2D": "copy", "D2H": "copy"},
@@ -46,19 +51,28 @@ ROW_RECIPES = {
     "overlapped": "overlapped_stager",
     "process": "process_checkpointer",
     "streamed": "weight_streaming",
+    "streamed_3_slots": "weight_streaming",
+    "streamed_4_microbatches": "accumulate_and_average",
+    "streamed_adam": "pipelined_optimizer",
+    "activation_offload": "activation_offload",
+    "streamed_activation_offload": "activation_offload",
     "fsdp2_tuned": "fsdp2_settings",
     "fsdp2_copy_engine": "copy_engine_gather",
     "delayed_release": "stream_context",
     "prefetch": "prefetch_schedule",
+    "prefetch_copy_engine": "prefetch_schedule",
 }
 """The recipe that a row measures, where its name is not the row's."""
 
 ROW_ORDER = (
     *("none", "torch_save", "dcp_save", "async_save", "pinned"),
     *("default_stager_as_published", "default_stager_ordered", "overlapped", "process"),
-    *("resident", "streamed", "one_stream", "pageable", "fsdp2_cpu_offload", "save_on_cpu"),
+    *("resident", "resident_early_stop", "resident_all_saved", "resident_zeros"),
+    *("streamed", "streamed_3_slots", "streamed_4_microbatches", "streamed_adam"),
+    *("one_stream", "pageable", "fsdp2_cpu_offload"),
+    *("activation_offload", "streamed_activation_offload", "save_on_cpu"),
     *("no_communication", "fsdp2", "fsdp2_tuned", "fsdp2_copy_engine"),
-    *("delayed_release", "prefetch"),
+    *("delayed_release", "prefetch", "prefetch_copy_engine"),
 )
 """Rows in the order in which pages show them; peers, by their package's name, come after."""
 
@@ -103,6 +117,10 @@ def share(value: float) -> str:
     return f"{value * 100:.1f} %"
 
 
+def count(value: float) -> str:
+    return f"{value:,.0f}"
+
+
 def yes_no(value: bool) -> str:
     return "yes" if value else "no"
 
@@ -129,13 +147,24 @@ class Column:
     def cell(self, row: dict) -> str:
         return self.write(row[self.field]) if self.known(row) else "–"
 
+    @property
+    def in_seconds(self) -> bool:
+        return self.write is seconds
+
+    def on_axis(self, value: float) -> str:
+        """``value`` without zeros after the point: ``100 ms``, ``0.5 s``, ``95 %``."""
+        if value == 0:
+            return "0"
+        number, unit = self.write(value).split()
+        return f"{number.rstrip('0').rstrip('.') if '.' in number else number} {unit}"
+
 
 @dataclass(frozen=True)
 class Benchmark:
     """How a benchmark's results are shown.
 
     ``bars`` is drawn by row, on a logarithmic axis where ``logarithmic``; where rows vary in
-    ``tokens``, ``lines`` is drawn over them instead. ``readme`` names the columns of the README.
+    ``over``, ``lines`` is drawn over it instead. ``readme`` names the columns of the README.
     """
 
     title: str
@@ -144,6 +173,7 @@ class Benchmark:
     bars: str
     logarithmic: bool = False
     lines: str | None = None
+    over: str = "tokens"
 
     def column(self, field: str) -> Column:
         return next(column for column in self.columns if column.field == field)
@@ -185,18 +215,44 @@ BENCHMARKS = {
         logarithmic=True,
     ),
     "offload_step": Benchmark(
-        title="Step time with weights on the host",
+        title="Training with weights on the host",
         columns=(
             Column("step_s", "Step time", seconds),
             _BOUND,
             Column("eta", "Bound over step time", share),
+            Column("eta_alone", "The same, compute measured alone", share),
+            Column("over_resident", "Step time against resident", slowdown),
             *_MEMORY,
             Column("pinned_bytes", "Pinned memory", byte_count),
+            Column("gradients_bitwise", "Gradients equal bit by bit", yes_no),
+            Column("trace_layers_overlapped", "Layers with three lanes active", count),
+            Column("trace_layers_judged", "Of layers judged", count),
+            Column("blocking_calls", "Blocking calls in a step", count),
+            Column("sm_clock_mhz", "SM clock, MHz", count),
+            Column("power_w", "Power, W", count),
             _SAMPLES,
         ),
         readme=("step_s", "eta", "peak_allocated_bytes"),
         bars="step_s",
         lines="eta",
+    ),
+    "offload_memory": Benchmark(
+        title="Memory with weights on the host",
+        columns=(
+            Column("parameters", "Parameters", count),
+            Column("state_bytes", "Weights, gradients, optimizer", byte_count),
+            Column("state_over_device", "Of the device's memory", share),
+            *_MEMORY,
+            Column("pinned_bytes", "Pinned memory", byte_count),
+            Column("step_s", "Step time", seconds),
+            Column("first_loss", "First loss", str),
+            Column("last_loss", "Last loss", str),
+            _SAMPLES,
+        ),
+        readme=("state_bytes", "state_over_device", "peak_reserved_bytes", "step_s"),
+        bars="peak_reserved_bytes",
+        lines="peak_reserved_bytes",
+        over="layers",
     ),
     "fsdp_overlap": Benchmark(
         title="Communication hidden behind compute",

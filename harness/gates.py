@@ -8,6 +8,7 @@ import os
 import threading
 from collections.abc import Callable
 from concurrent.futures import Future, wait
+from datetime import timedelta
 
 import torch
 import torch.distributed as dist
@@ -23,6 +24,17 @@ from harness.ledger import GATE_KEY, Ledger, Save
 QUEUED_S = 1.0
 QUEUED_FLOP_PER_S = 600e12  # bf16 products of a large GPU; on a smaller one the queue is longer
 QUEUED_WIDTH = 8192
+TURN_LIMIT = timedelta(seconds=20)
+COLLECTIVES = (
+    "barrier",
+    "broadcast",
+    "all_reduce",
+    "all_gather",
+    "all_gather_into_tensor",
+    "all_gather_single",
+    "reduce_scatter_tensor",
+    "reduce_scatter_single",
+)
 
 
 def hold_write(ledger: Ledger) -> None:
@@ -177,9 +189,69 @@ def cross_collectives(ledger: Ledger) -> None:
                 setattr(module, name, training_gathers(getattr(module, name)))
 
 
+def _take_turns(waits: Callable[[int], bool]) -> None:
+    """After each collective, hold the ranks that ``waits`` names until all others enter their next.
+
+    What lies between two collectives then runs on one side first and on the other after it: the
+    worst schedule for two ranks that share memory and forgot a barrier, and a legal one for those
+    that did not. All ranks must call the same collectives in the same order.
+    """
+    entered = 0
+    stores: list[dist.Store] = []
+    rank, ranks = int(os.environ["RANK"]), int(os.environ["WORLD_SIZE"])
+
+    def enter() -> None:
+        nonlocal entered
+        entered += 1
+        stores[:] = stores or [dist.distributed_c10d._get_default_store()]
+        stores[0].set(f"turn/{rank}/{entered}", "")
+
+    def in_turn(original: Callable) -> Callable:
+        def collective(*args, **kwargs):
+            enter()
+            result = original(*args, **kwargs)
+            if waits(rank):
+                others = [other for other in range(ranks) if waits(other) != waits(rank)]
+                stores[0].wait([f"turn/{other}/{entered + 1}" for other in others], TURN_LIMIT)
+            return result
+
+        return collective
+
+    def ends(original: Callable) -> Callable:
+        def destroy_process_group(group=None):
+            if group is None:
+                enter()
+            return original(group)
+
+        return destroy_process_group
+
+    for module in (dist, dist.distributed_c10d):
+        for name in filter(lambda name: hasattr(module, name), COLLECTIVES):
+            setattr(module, name, in_turn(getattr(module, name)))
+        module.destroy_process_group = ends(module.destroy_process_group)
+
+
+def rank_0_first(ledger: Ledger) -> None:
+    """Between collectives, let rank 0 run ahead: it writes before the others have read."""
+    _take_turns(lambda rank: rank != 0)
+
+
+def rank_0_last(ledger: Ledger) -> None:
+    """Between collectives, let rank 0 come last: the others read before it has written."""
+    _take_turns(lambda rank: rank == 0)
+
+
 GATES: dict[str, Callable[[Ledger], None]] = {
     gate.__name__: gate
-    for gate in (hold_write, hold_staging, finish_staging_first, queue_work, cross_collectives)
+    for gate in (
+        hold_write,
+        hold_staging,
+        finish_staging_first,
+        queue_work,
+        cross_collectives,
+        rank_0_first,
+        rank_0_last,
+    )
 }
 
 

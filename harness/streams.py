@@ -454,7 +454,7 @@ class OrderMode(TorchDispatchMode):
                     touched.add(tensor.untyped_storage()._cdata)
                     recorder.access(name, tensor, is_written(func, argument), lane, where)
             for tensor in tensors_in(result):
-                if tensor.untyped_storage()._cdata not in touched:
+                if type(tensor) in PLAIN and tensor.untyped_storage()._cdata not in touched:
                     recorder.access(name, tensor, True, lane, where)
             if (name in HOST_WAITS and called_by_recipe()) or self.copies_to_host(
                 name, args, kwargs

@@ -253,6 +253,42 @@ def test_rows_over_tokens_are_lines(repo):
     assert "1,024" in html and "var(--result-series-2)" in html
 
 
+def measured_steps(repo: Path) -> None:
+    rows = [
+        {"name": name, "tokens": tokens, "step_s": tokens / 1e4, "eta": 0.9, "samples": {}}
+        for name in ("resident", "streamed")
+        for tokens in (2048, 4096)
+    ]
+    rows = [row | {"bound_s": row["step_s"] * 0.9} for row in rows]
+    path = measure(repo, rows=rows, benchmark="offload_step", workload={"ridge_tokens": 3000})
+    path.rename(path.with_name("offload_step.test-x2.json"))
+
+
+def test_times_over_tokens_are_drawn_with_their_bound_and_the_ridge(repo):
+    measured_steps(repo)
+    roofline = ".. result-figure:: offload_step\n   :field: step_s"
+    html, warnings = render(repo, roofline)
+    assert warnings == "" and ">bound<" in html and ">ridge tokens<" in html
+    html, _ = render(repo, roofline.replace("step_s", "eta"))
+    assert ">bound<" not in html and ">ridge tokens<" not in html
+
+
+def test_a_field_that_the_benchmark_lacks_is_reported(repo):
+    measured_steps(repo)
+    _, warnings = render(repo, ".. result-figure:: offload_step\n   :field: stall_s")
+    assert "no field 'stall_s'" in warnings
+
+
+def test_rows_over_layers_are_lines(repo):
+    rows = [
+        {"name": "streamed", "layers": n, "peak_reserved_bytes": 7e9, "samples": {}} for n in (4, 8)
+    ]
+    path = measure(repo, rows=rows, benchmark="offload_memory")
+    path.rename(path.with_name("offload_memory.test-x2.json"))
+    html, warnings = render(repo, ".. result-figure:: offload_memory")
+    assert warnings == "" and ">Layers<" in html and "7.00 GB" in html
+
+
 def test_one_tab_a_file_most_ranks_first(repo):
     measure(repo, 1)
     measure(repo, 2)
@@ -385,6 +421,13 @@ def test_the_readme_is_written_checked_and_a_hand_edit_fails(repo):
     readme.write_text(written.replace("1.20 ms", "1.10 ms"))
     assert lint(repo, "--check").returncode == 1
     assert "1.10 ms" in readme.read_text()
+
+
+def test_the_readme_shows_what_varies_in_tokens_as_a_table_over_tokens(repo):
+    measured_steps(repo)
+    assert lint(repo).returncode == 0
+    written = (repo / "README.md").read_text()
+    assert "| | 2,048 | 4,096 |" in written and "| `streamed` | 90.0 % | 90.0 % |" in written
 
 
 def test_a_readme_without_markers_is_an_error(repo):
