@@ -25,12 +25,12 @@ FLAGS = [
     "--disable-component-update",
     "--disable-sync",
 ]
-PAGES = ["index", "search", "recipes/index"] + [
-    f"recipes/{recipe.folder}/{recipe.name}" for recipe in discover(ROOT / "recipes_source")
-]
-SECTIONS = sorted({page.rsplit("/", 1)[0] + "/index" for page in PAGES if page.count("/") == 2})
-PAGES += SECTIONS
-RECIPES = [page for page in PAGES if page.count("/") == 2 and not page.endswith("/index")]
+RECIPES = {
+    f"recipes/{recipe.folder}/{recipe.name}": recipe
+    for recipe in discover(ROOT / "recipes_source", ROOT / "tests" / "controls")
+}
+SECTIONS = sorted({f"recipes/{recipe.folder}/index" for recipe in RECIPES.values()})
+PAGES = ["index", "search", "recipes/index", *SECTIONS, *RECIPES]
 
 
 class Quiet(http.server.SimpleHTTPRequestHandler):
@@ -108,8 +108,9 @@ def test_a_page_asks_nobody_complains_of_nothing_and_fits(visit, page, width, th
     assert brightness > 200 if theme == "light" else brightness < 60
 
 
+@pytest.mark.parametrize("theme", ["light"])
 @pytest.mark.parametrize("page", RECIPES)
-def test_other_ranks_unfold(visit, page):
+def test_other_ranks_unfold(visit, page, theme):
     tab = visit(page)
     ranks = tab.locator(".sphx-glr-script-out details.rank")
     assert ranks.nth(0).locator("pre").is_visible()
@@ -121,10 +122,12 @@ def test_other_ranks_unfold(visit, page):
     assert visit.seen == []
 
 
+@pytest.mark.parametrize("theme", ["light"])
 @pytest.mark.parametrize("page", RECIPES)
-def test_the_copy_button_copies_the_source(visit, page):
+def test_the_copy_button_copies_the_source(visit, page, theme):
     tab = visit(page)
-    source = (ROOT / "recipes_source" / f"{page.removeprefix('recipes/')}.py").read_text()
+    recipe = RECIPES[page]
+    source = recipe.path.read_text()
     blocks = tab.locator("div.highlight-Python")
     assert blocks.count() > 0
     for number in range(blocks.count()):
@@ -138,21 +141,22 @@ def test_the_copy_button_copies_the_source(visit, page):
     command = tab.locator(".recipe-header")
     command.locator("button.copybtn").click()
     copied = tab.evaluate("navigator.clipboard.readText()").strip()
-    assert copied == f"torchrun --nproc-per-node=2 {Path(page).name}.py"
+    assert copied == f"torchrun --nproc-per-node={recipe.page_ranks} {recipe.path.name}"
 
 
-def test_the_search_finds_a_recipe_without_asking_anybody(visit):
+@pytest.mark.parametrize("theme", ["light"])
+def test_the_search_finds_a_recipe_without_asking_anybody(visit, theme):
     tab = visit("search")
     tab.goto(tab.url + "?q=checkpoint")
     tab.locator("ul.search li a").first.wait_for()
     assert visit.seen == []
 
 
-def test_the_menu_of_a_narrow_page_leads_to_a_recipe(visit, width):
-    if width > 400:
-        return
-    tab = visit(RECIPES[0])
+@pytest.mark.parametrize("width", [375])
+@pytest.mark.parametrize("theme", ["light"])
+def test_the_menu_of_a_narrow_page_leads_to_a_recipe(visit, theme, width):
+    first, *_, last = RECIPES
+    tab = visit(first)
     tab.locator("button.primary-toggle").click()
-    link = tab.locator(f".bd-sidebar-primary a[href$='{Path(RECIPES[-1]).name}.html']").first
-    link.click()
-    tab.wait_for_url(f"**/{Path(RECIPES[-1]).name}.html")
+    tab.locator(f".bd-sidebar-primary a[href$='{Path(last).name}.html']").first.click()
+    tab.wait_for_url(f"**/{Path(last).name}.html")
