@@ -4,14 +4,16 @@ Save from another process
 
 A thread that writes a checkpoint shares Python's interpreter lock with the training thread, and
 each of its pickles and plans can hold up a kernel launch. With ``AsyncCheckpointerType.PROCESS``,
-``async_save`` hands the staged copy to a **daemon process** instead. This recipe uses it, and adds what it lacks: it notices when a
-daemon dies, says so on every rank, goes on saving without it, and leaves no process behind.
+``async_save`` hands the staged copy to a **daemon process** instead. This recipe uses it and adds
+what it lacks: buffers that both processes share and that are made once, a dead daemon noticed on
+every rank and survived, no process left behind.
 
 .. grid:: 1 1 2 2
 
    .. grid-item-card:: What you learn
 
       * what runs where, and what the first save costs
+      * one set of buffers, page-locked and shared, for all saves
       * why the script needs a ``__main__`` guard
       * how one rank's dead daemon can hang the others, and how to prevent it
       * how to end the daemon with public means
@@ -28,15 +30,14 @@ The idea
 --------
 
 The first save starts one daemon a rank; together they form a gloo group of their own, on a port
-that rank 0 picks. From then on, a save stages on the training thread as always, a helper thread
-moves the staged tensors to shared memory and sends their handles through a pipe, and the daemon
-plans, serialises and writes.
+that rank 0 picks. From then on, a save is one copy into buffers that the daemon sees too, on the
+training thread; a helper thread sends their handles through a pipe, and the daemon plans,
+serialises and writes.
 
 .. lanes:: Schematic. The training process only stages; planning and writing happen in the daemon.
 
    training: 0-4 step 1; 4-5 stage !; 5-9 step 2; 9-13 step 3; 13-17 step 4
-   handover thread: 5-6.4 share ~
-   write in daemon: 6.4-15 plan, serialise, write checkpoint 1 ~
+   write in daemon: 5.3-15 plan, serialise, write checkpoint 1 ~
    @5 async_save returns
    @15 daemon answers
 """
@@ -55,29 +56,42 @@ import signal
 import tempfile
 import time
 from concurrent.futures import Future, wait
+from contextlib import closing
 from multiprocessing import resource_sharer
 from pathlib import Path
 
+import async_save as basic
 import torch
 import torch.distributed as dist
 import torch.distributed.checkpoint as dcp
-from async_save import (
-    AppState,
-    assert_same_bits,
-    build_app,
-    directory_of_rank_0,
-    load_app,
-    snapshot,
-    staged_bytes,
-    start_rank,
-    train_step,
-)
 from torch.distributed.checkpoint import FileSystemWriter
+from torch.distributed.checkpoint.staging import BlockingAsyncStager, DefaultStager, StagingOptions
 from torch.distributed.checkpoint.state_dict_saver import AsyncCheckpointerType
 
 STEPS = 4
 POLL_S = 0.1  # seconds between two looks at the other ranks while a save is awaited
-MB = 1e6  # bytes
+
+# %%
+# Buffers that both processes see
+# -------------------------------
+# Left to itself, ``async_save`` makes a new copy of the state for every save, in memory that the
+# system has yet to provide, and copies it once more to share it with the daemon. Making memory
+# takes many times longer than filling it. So make it once, page-locked for the device and shared
+# with the daemon; from then on a save is one copy at the rate of the link, and a few handles.
+#
+# ``DefaultStager`` can make such buffers (and is used for that only: in torch 2.11 and 2.12 it
+# cannot stage twice). ``BlockingAsyncStager`` copies into whatever its ``state_dict_cache`` holds,
+# on the current stream: in order behind the optimizer step, and complete when ``async_save``
+# returns.
+
+
+def shared_buffers(state: dict) -> dict:
+    """A copy of ``state`` in shared host memory, page-locked where there is a CUDA device."""
+    pin = torch.cuda.is_available()
+    options = StagingOptions(pin, use_async_staging=False, use_non_blocking_copy=False)
+    with closing(DefaultStager(options)) as stager:
+        return stager.stage(state)
+
 
 # %%
 # Find the daemon
@@ -106,17 +120,20 @@ MB = 1e6  # bytes
 class ProcessCheckpoints:
     """Saves of one application state by a daemon, each to ``root/step<N>``, one at a time.
 
-    Building it saves ``app`` as it is, which starts the daemons. If a save fails, because one of
-    them died or for any other reason, it is reported on every rank and the later ones are written
-    by a thread. All methods are collective: every rank calls them in the same order.
+    Building it makes the buffers and saves ``app`` as it is, which starts the daemons; later states
+    must have the same tensors. If a save fails, because a daemon died or for any other reason, it
+    is reported on every rank and the later ones are written by a thread. All methods are
+    collective: every rank calls them in the same order.
 
     Raises:
         RuntimeError: the first save failed.
     """
 
-    def __init__(self, root: Path, app: AppState) -> None:
+    def __init__(self, root: Path, app: basic.AppState) -> None:
         self.root = root
         self.group = dist.new_group(backend="gloo")
+        self.stager = BlockingAsyncStager(cache_staged_state_dict=True)
+        self.stager.state_dict_cache = shared_buffers({"app": app.state_dict()})
         self.checkpointer = AsyncCheckpointerType.PROCESS
         self.upload: Future | None = None
         self.daemon: multiprocessing.Process | None = None
@@ -129,7 +146,7 @@ class ProcessCheckpoints:
         assert len(started) == 1, f"the first save started {len(started)} processes, not one daemon"
         self.daemon = started.pop()
 
-    def save(self, app: AppState) -> None:
+    def save(self, app: basic.AppState) -> None:
         """Stage ``app`` on the calling thread and leave the rest to the daemon.
 
         Raises:
@@ -140,6 +157,7 @@ class ProcessCheckpoints:
         self.upload = dcp.async_save(
             {"app": app},
             storage_writer=FileSystemWriter(self.directory, overwrite=False),
+            async_stager=self.stager,
             process_group=self.group,
             async_checkpointer_type=self.checkpointer,
         )
@@ -194,19 +212,23 @@ class ProcessCheckpoints:
             self.wait()
         finally:
             self.end_daemon()
+            self.stager.state_dict_cache = None
             resource_sharer.stop()
             dist.destroy_process_group(self.group)
 
 
 # %%
+# ``save`` waits for the save before it, as the first recipe does, and now for more than memory:
+# there is one set of buffers, and the daemon reads from it until it answers.
+#
 # ``wait`` uses the group that DCP got for itself. It may: the daemons talk over a group of their
 # own, and the thread that replaces them is finished when ``exception()`` returns.
 #
 # Stop a daemon, on purpose
 # -------------------------
 # ``SIGSTOP`` freezes a process. A save that is called then cannot be written until the daemon goes
-# on, however fast the machine is. This proves more than a stopwatch: who writes, and that training
-# does not wait for it.
+# on, however fast the machine is. This proves more than a stopwatch: who writes, that training
+# does not wait for it, and that nothing but the shared buffers keeps the step until it is written.
 
 
 def freeze(daemon: multiprocessing.Process) -> None:
@@ -215,21 +237,30 @@ def freeze(daemon: multiprocessing.Process) -> None:
     os.waitpid(daemon.pid, os.WUNTRACED)
 
 
+def assert_in_shared_buffers(bits: dict[str, object], checkpoints: ProcessCheckpoints) -> None:
+    held = basic.leaves(checkpoints.stager.state_dict_cache["app"])
+    for path, leaf in bits.items():
+        if isinstance(leaf, torch.Tensor):
+            assert basic.same_bits(held[path], leaf.cpu()), f"{path} was staged somewhere else"
+            assert held[path].is_shared(), f"{path} is not where the daemon can see it"
+            copied_at_link_rate = held[path].is_pinned() or not leaf.is_cuda or leaf.dim() == 0
+            assert copied_at_link_rate, f"{path} is not page-locked"
+
+
 def train_beside_frozen_daemon(
-    app: AppState, checkpoints: ProcessCheckpoints, device: torch.device
+    app: basic.AppState, checkpoints: ProcessCheckpoints, device: torch.device
 ) -> dict[str, object]:
     """Call a save that cannot be written yet, train on, let it be written; return its bits."""
     freeze(checkpoints.daemon)
-    bits = snapshot(app)
-    started = time.perf_counter()
+    bits = basic.snapshot(app)
     checkpoints.save(app)
-    call_s = time.perf_counter() - started
     for _ in range(STEPS):
-        train_step(app, device)
+        basic.train_step(app, device)
     assert not checkpoints.upload.done(), "a frozen daemon wrote: it is not the daemon that writes"
     os.kill(checkpoints.daemon.pid, signal.SIGCONT)
     checkpoints.wait()
-    print(f"trained {STEPS} steps while the daemon stood still; call: {call_s * 1e3:.0f} ms")
+    assert_in_shared_buffers(bits, checkpoints)
+    print(f"trained {STEPS} steps while the daemon stood still; then it wrote")
     return bits
 
 
@@ -241,10 +272,10 @@ def train_beside_frozen_daemon(
 
 
 def lose_a_daemon(
-    app: AppState, checkpoints: ProcessCheckpoints, device: torch.device
+    app: basic.AppState, checkpoints: ProcessCheckpoints, device: torch.device
 ) -> dict[str, object]:
     """Kill one daemon during a save, then save the same step again; return its bits."""
-    bits = snapshot(app)
+    bits = basic.snapshot(app)
     unlucky = dist.get_rank() == dist.get_world_size() - 1
     if unlucky:
         freeze(checkpoints.daemon)
@@ -275,17 +306,10 @@ def lose_a_daemon(
 #    shard of } t) \times \text{bytes per element}}_{\text{in /dev/shm, seen by both processes}}
 #    + \text{the daemon's own Python and torch}
 #
-# The first term is that of a thread, in another place. Containers often give ``/dev/shm`` 64 MB;
-# a larger state then ends the process with a bus error. The second term is constant.
-
-
-def private_bytes(pid: int) -> int:
-    """What the process keeps in memory that it does not share with a file or process (Linux)."""
-    _, resident, shared, *_ = map(int, Path(f"/proc/{pid}/statm").read_text().split())
-    return (resident - shared) * os.sysconf("SC_PAGESIZE")
-
-
-# %%
+# The first term is there from the first save until ``close()``, page-locked if there is a CUDA
+# device. Containers often give ``/dev/shm`` 64 MB; a larger state then ends the process with a bus
+# error. The second term does not grow with the state.
+#
 # Run it, and prove it
 # --------------------
 # Step 0 starts the daemons. Times on a machine that does other things prove nothing, so they are
@@ -294,27 +318,25 @@ def private_bytes(pid: int) -> int:
 
 
 def main(directory: Path) -> None:
-    device = start_rank()
+    device = basic.start_rank()
     try:
-        root = directory_of_rank_0(directory)
-        app = build_app(device)
-        train_step(app, device)  # the optimizer has its state from here on
-        expected = {app.step: snapshot(app)}
+        root = basic.directory_of_rank_0(directory)
+        app = basic.build_app(device)
+        basic.train_step(app, device)  # the optimizer has its state from here on
+        expected = {app.step: basic.snapshot(app)}
         started = time.perf_counter()
         checkpoints = ProcessCheckpoints(root, app)
         print(f"first save, which starts the daemon: {time.perf_counter() - started:.1f} s")
         try:
-            train_step(app, device)
+            basic.train_step(app, device)
             step = app.step
             expected[step] = train_beside_frozen_daemon(app, checkpoints, device)
-            daemon_mb = private_bytes(checkpoints.daemon.pid) / MB
-            print(f"shared memory {staged_bytes(app) / MB:.1f} MB, daemon {daemon_mb:.0f} MB")
             expected[app.step] = lose_a_daemon(app, checkpoints, device)
         finally:
             checkpoints.close()
         assert not multiprocessing.active_children(), "a daemon was left behind"
         for step, bits in expected.items():
-            assert_same_bits(load_app(root / f"step{step}", device), bits)
+            basic.assert_same_bits(basic.load_app(root / f"step{step}", device), bits)
         print(f"checkpoints of steps {list(expected)} loaded back, every bit equal; no daemon left")
         dist.barrier()
     finally:
