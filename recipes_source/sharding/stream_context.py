@@ -237,7 +237,7 @@ class FsdpContext:
         module.register_forward_hook(lambda _, args, output: self.after_forward(unit, output))
         for p in parameters:
             if p.full.requires_grad:
-                p.full.register_post_accumulate_grad_hook(partial(self.reduce, unit, p))
+                p.full.register_post_accumulate_grad_hook(partial(self.take_gradient, unit, p))
 
     # the schedule
 
@@ -303,20 +303,27 @@ class FsdpContext:
         unit.grads_missing = sum(p.full.requires_grad for p in unit.parameters)
         self.before(unit)
 
-    def reduce(self, unit: Unit, p: ShardedParameter, full: nn.Parameter) -> None:
+    def take_gradient(self, unit: Unit, p: ShardedParameter, full: nn.Parameter) -> None:
         grad, full.grad = full.grad, None
-        p.reduce_scatter(grad, self.group)
+        self.reduce(p, grad)
         unit.grads_missing -= 1
         if unit.grads_missing == 0:
             self.after(unit)
 
+    def reduce(self, p: ShardedParameter, grad: torch.Tensor) -> None:
+        p.reduce_scatter(grad, self.group)
+
+    def end_backward(self) -> None:
+        for unit in self.units:
+            if unit.resident:  # not every one of its parameters got a gradient
+                unit.consumed.record(self.compute_stream)
+                self.release(unit)
+        self.releases.clear()
+
     def backward(self, loss: torch.Tensor) -> None:
         """Add the mean over ranks of the gradients of ``loss`` to the shards' ``.grad``."""
         loss.backward(torch.full_like(loss, 1 / self.ranks))
-        for unit in self.units:  # those of which not every parameter got a gradient
-            if unit.resident and unit not in self.releases:
-                self.after(unit)
-        self.drain(keep=0)
+        self.end_backward()
 
 
 # %%
@@ -413,7 +420,7 @@ def prove_schedule(model: nn.Module, context: FsdpContext, device: torch.device)
     with torch.no_grad():
         loss_of(model, 0, 0, device)
     context.gather = gather
-    assert context.gather_stream != context.compute_stream
+    assert context.gather_stream != context.compute_stream, "one stream for both"
     assert all(stream == context.gather_stream for stream in used), "gathered elsewhere"
     largest = max(unit.nbytes for unit in context.units)
     assert 2 * largest <= context.peak_bytes < 3 * largest, "released too early, or too late"
