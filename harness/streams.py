@@ -25,9 +25,14 @@ The model, which is that of a CUDA program:
   or a ``queue.Queue`` they waited for knew. ``future.done()`` teaches only the recipe's own code.
   Locks and conditions order nothing here: a program that relies on them alone may be blamed
   wrongly.
-* All tensors are in host memory here, so a copy to the host cannot be told from one on the device.
-  Copies by the staging code of ``torch.distributed`` with ``non_blocking=False`` are taken as such:
-  the thread waits. Any other copy is queued like an operator.
+* What ``torch.frombuffer`` maps is *host memory*, as page-locked memory is on any machine, and so
+  is what is computed from it. An operator that touches host memory runs in its thread's own lane
+  and is complete when it returns; a device's tensor in it came by ``.cpu()``, which waits for the
+  current stream. ``copy_`` between host memory and other memory is a transfer: it is queued on the
+  current stream, and the thread waits for it unless it is ``non_blocking``.
+* Any other copy to the host cannot be told from one on the device and is queued like an operator,
+  but those of the staging code of ``torch.distributed`` with ``non_blocking=False``: the thread
+  waits for them.
 * Collectives run on the lane that launches them. A collective whose ``Work`` is never waited for
   is not found.
 * ``torch.save`` reads its tensors on the calling thread. ``Tensor.numpy()`` and ``tolist()`` hide
@@ -113,6 +118,7 @@ class Region:
         self.end = self.start + storage.nbytes()
         self.accesses: list[Access] = []
         self.aliases: list[Region] = []
+        self.on_host = False  # host memory on any machine
 
     def alive(self) -> bool:
         storage = torch.UntypedStorage._new_with_weak_ptr(self.weak.cdata)
@@ -203,6 +209,11 @@ class Recorder:
         for page in region.pages():
             self.pages.setdefault(page, set()).add(region)
         return region
+
+    def on_host(self, tensor: torch.Tensor) -> bool:
+        """Whether ``tensor`` is in memory that the program mapped, or was computed there."""
+        region = self.regions.get(tensor.untyped_storage()._cdata)
+        return region is not None and region.on_host and region.alive()
 
     def forget(self, region: Region) -> None:
         self.regions.pop(region.weak.cdata, None)
@@ -444,8 +455,14 @@ class OrderMode(TorchDispatchMode):
 
     def note(self, func, name: str, args: tuple, kwargs: dict, result: object) -> None:
         recorder, host = self.recorder, self.recorder.this_thread()
-        lane, where = host.current, host.line()
+        where = host.line()
         with recorder.lock:
+            # A tensor of no dimensions, such as Adam's step count, may be anywhere.
+            places = {recorder.on_host(t) for t in tensors_in([args, kwargs]) if t.dim() > 0}
+            by_host = True in places and not (name == "copy_" and False in places)
+            lane = host if by_host else host.current
+            if by_host and False in places:
+                host.learn(host.current.clock)
             lane.launch(host)
             touched = set()
             for index, argument in enumerate(func._schema.arguments):
@@ -456,16 +473,18 @@ class OrderMode(TorchDispatchMode):
             for tensor in tensors_in(result):
                 if type(tensor) in PLAIN and tensor.untyped_storage()._cdata not in touched:
                     recorder.access(name, tensor, True, lane, where)
-            if (name in HOST_WAITS and called_by_recipe()) or self.copies_to_host(
-                name, args, kwargs
+                    if by_host:
+                        recorder.region_of(tensor.untyped_storage()).on_host = True
+            if (name in HOST_WAITS and called_by_recipe()) or self.waits_for_copy(
+                name, args, kwargs, transfer=True in places
             ):
                 host.learn(lane.clock)
 
     @staticmethod
-    def copies_to_host(name: str, args: tuple, kwargs: dict) -> bool:
+    def waits_for_copy(name: str, args: tuple, kwargs: dict, transfer: bool) -> bool:
         if name != "copy_" or kwargs.get("non_blocking", args[2] if len(args) > 2 else False):
             return False
-        return any(frame.f_code.co_filename.endswith(STAGING_FILES) for frame in frames())
+        return transfer or any(f.f_code.co_filename.endswith(STAGING_FILES) for f in frames())
 
 
 def is_written(func, argument) -> bool:
@@ -588,6 +607,19 @@ def watch_threads(recorder: Recorder) -> None:
     patch(recorder, queue.Queue, "get", takes(recorder))
 
 
+def watch_host_memory(recorder: Recorder) -> None:
+    def frombuffer(original):
+        def call(*args, **kwargs):
+            tensor = original(*args, **kwargs)
+            with recorder.lock:
+                recorder.region_of(tensor.untyped_storage()).on_host = True
+            return tensor
+
+        return call
+
+    patch(recorder, torch, "frombuffer", frombuffer)
+
+
 def watch_save(recorder: Recorder) -> None:
     """``torch.save`` reads storages without an operator; on the main thread it waits for them."""
 
@@ -643,6 +675,7 @@ def install() -> Recorder:
     for name in ("Stream", "Event", "stream", "current_stream", "synchronize"):
         patch(recorder, torch.cpu, name, lambda _, name=name: getattr(here, name))
     watch_threads(recorder)
+    watch_host_memory(recorder)
     watch_save(recorder)
     watch_release(recorder)
     mode = OrderMode(recorder)

@@ -129,12 +129,49 @@ def test_slices_conflict_only_where_they_overlap(recorder, first, second, confli
 
 def test_two_storages_over_one_memory_conflict(recorder):
     memory = bytearray(64)
-    first, second = (torch.frombuffer(memory, dtype=torch.float32) for _ in range(2))
-    with torch.cpu.stream(torch.cpu.Stream()):
-        write(first)
-    with torch.cpu.stream(torch.cpu.Stream()):
-        write(second)
+    for tensor in [torch.frombuffer(memory, dtype=torch.float32) for _ in range(2)]:
+        with torch.cpu.stream(torch.cpu.Stream()):
+            tensor.copy_(torch.zeros(16), non_blocking=True)
     assert len(recorder.conflicts) == 1
+
+
+def copy_out_and_in(steps: set[str]) -> None:
+    """A tensor to host memory, changed there by the host, and back; ``steps`` are the waits."""
+    host = torch.frombuffer(bytearray(64), dtype=torch.float32)
+    there, other = torch.ones(16), torch.cpu.Stream()
+    copied, returned = torch.cpu.Event(), torch.cpu.Event()
+    blocking = "blocking copies" in steps
+    with torch.cpu.stream(other):
+        if "device" in steps:
+            other.wait_stream(streams.RECORDERS[-1].default_stream)
+        host.copy_(there, non_blocking=not blocking)
+        copied.record(other)
+    if "host, before it reads" in steps:
+        copied.synchronize()
+    changed = host * 2
+    with torch.cpu.stream(other):
+        there.copy_(changed, non_blocking=not blocking)
+        returned.record(other)
+    if "host, before it writes" in steps:
+        returned.synchronize()
+    changed.zero_()
+
+
+ALL_WAITS = {"device", "host, before it reads", "host, before it writes"}
+
+
+@pytest.mark.parametrize(
+    "steps", [ALL_WAITS, {"device", "blocking copies"}], ids=["events", "blocking"]
+)
+def test_work_of_the_host_in_host_memory_is_complete_when_it_returns(recorder, steps):
+    copy_out_and_in(steps)
+    assert recorder.conflicts == []
+
+
+@pytest.mark.parametrize("missing", sorted(ALL_WAITS))
+def test_the_host_must_wait_for_transfers(recorder, missing):
+    copy_out_and_in(ALL_WAITS - {missing})
+    assert recorder.conflicts
 
 
 def test_memory_that_is_used_again_is_other_memory(recorder):
