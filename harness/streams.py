@@ -457,7 +457,7 @@ class OrderMode(TorchDispatchMode):
         recorder, host = self.recorder, self.recorder.this_thread()
         where = host.line()
         with recorder.lock:
-            # A tensor of no dimensions, such as Adam's step count, may be anywhere.
+            # Beside host memory, one of no dimensions (Adam's step count) is the host's as well.
             places = {recorder.on_host(t) for t in tensors_in([args, kwargs]) if t.dim() > 0}
             by_host = True in places and not (name == "copy_" and False in places)
             lane = host if by_host else host.current
@@ -469,6 +469,8 @@ class OrderMode(TorchDispatchMode):
                 value = args[index] if index < len(args) else kwargs.get(argument.name)
                 for tensor in tensors_in(value):
                     touched.add(tensor.untyped_storage()._cdata)
+                    if by_host and tensor.dim() == 0:
+                        continue
                     recorder.access(name, tensor, is_written(func, argument), lane, where)
             for tensor in tensors_in(result):
                 if type(tensor) in PLAIN and tensor.untyped_storage()._cdata not in touched:
