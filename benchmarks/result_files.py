@@ -67,7 +67,7 @@ ROW_RECIPES = {
 ROW_ORDER = (
     *("none", "torch_save", "dcp_save", "async_save", "pinned"),
     *("default_stager_as_published", "default_stager_ordered", "overlapped", "process"),
-    *("resident", "resident_early_stop", "resident_all_saved", "resident_zeros"),
+    *("resident", "resident_whole_recompute", "resident_all_saved", "resident_zeros"),
     *("streamed", "streamed_3_slots", "streamed_4_microbatches", "streamed_adam"),
     *("one_stream", "pageable", "fsdp2_cpu_offload"),
     *("activation_offload", "streamed_activation_offload", "save_on_cpu"),
