@@ -1,0 +1,411 @@
+"""
+Longer sequences: activations on the host between forward and backward
+======================================================================
+
+What grows with the length of a sequence is what autograd saves for backward. This recipe copies
+those tensors to the host while forward goes on, and back while backward goes on, so that device
+memory holds a window of them and not all.
+
+.. grid:: 1 1 2 2
+
+   .. grid-item-card:: What you learn
+
+      * ``saved_tensors_hooks`` with a stream for each direction and a bound on device memory
+      * to free a tensor whose copy is in flight, without ``record_stream`` and without a wait
+      * what is not worth a copy, and how to tell it
+
+   .. grid-item-card:: What you need
+
+      * PyTorch 2.9 or later, any number of ranks; each works on its own device
+      * host memory for the activations of one step
+      * ``weight_streaming.py`` of this folder: its pinned buffer is used, and its layers
+
+.. verification-badge::
+
+The idea
+--------
+
+Autograd can be told to keep something else than a tensor: a *pack hook* turns each saved tensor
+into a handle, and an *unpack hook* gives a tensor back when backward asks for it. Packing starts a
+copy to the host and unpacking waits for the copy back, which was started some time before:
+
+.. lanes:: Schematic. What layer 3 saved is still on the device when backward begins.
+
+   compute:  0-4 forward 1; 4-8 forward 2; 8-12 forward 3; 12-18 backward 3; 18-24 backward 2; 24-30 backward 1
+   D2H:      4-7 saved by 1 ~; 8-11 saved by 2 ~; 12-15 saved by 3 ~
+   H2D:      12-15 for 2 ~; 18-21 for 1 ~
+   @12 turn-around
+
+Forward fills the pool from its begin, so a budget that is too small leaves on the device what was
+saved *last*. That is what backward wants first: it should stay anyway.
+"""
+
+# %%
+# Imports and sizes
+# -----------------
+# The layers, the loss and the device come from ``weight_streaming.py``, and so does the page-locked
+# buffer of exact size.
+
+import weakref
+from collections import deque
+from collections.abc import Iterable, Iterator
+from contextlib import closing, contextmanager, nullcontext
+
+import torch
+import torch.distributed as dist
+import weight_streaming as streaming
+from torch import nn
+
+SMALLEST = 1 << 20  # bytes; a smaller tensor costs more to launch than its copy frees
+
+TOY = {"window": 24 << 10, "smallest": 512}  # bytes, for the small layers of this page
+
+# %%
+# The unit is a storage
+# ---------------------
+# Autograd saves tensors, memory is held by *storages*. Three views of one projection are three
+# saved tensors and one storage; a transposed view is not contiguous and its storage is. So storages
+# are what is copied: as plain bytes, each **once**, however often and in whatever shape it was
+# saved. A handle remembers its view of it, strides included, so that backward runs the kernels that
+# it would have run.
+#
+# A storage is known here as long as a handle refers to it, that is until autograd has run, or
+# dropped, every node that saved it.
+
+
+class Storage:
+    """A storage that autograd needs: on the device, in the pool, on the device again."""
+
+    def __init__(self, source: torch.Tensor, host: torch.Tensor, index: int, streams) -> None:
+        self.source: torch.Tensor | None = source  # until its copy to the host is complete
+        self.version = source._version
+        self.host, self.index = host, index  # its bytes in the pool, its number in this forward
+        self.back: torch.Tensor | None = None  # its bytes on the device again
+        self.stored, self.loaded = streams.Event(), streams.Event()
+
+    def check_unchanged(self) -> None:
+        if self.source is not None and self.source._version != self.version:
+            raise RuntimeError(
+                f"a tensor of shape {tuple(self.source.shape)} was changed in place after autograd "
+                "saved it, while it was being copied to the host: change a clone instead"
+            )
+
+
+def view_of(memory: torch.UntypedStorage, dtype: torch.dtype, *layout) -> torch.Tensor:
+    """A tensor in ``memory``; ``layout`` is offset, size and stride, or nothing for all of it."""
+    return torch.empty(0, dtype=dtype, device=memory.device).set_(memory, *layout)
+
+
+def total(storages: Iterable[Storage]) -> int:
+    return sum(storage.host.nbytes for storage in storages)
+
+
+# %%
+# The hooks
+# ---------
+# ``pack`` leaves alone what is not worth a copy or must not be copied: parameters (they stay on the
+# device anyway, so a copy would free nothing; every ``Linear`` saves a transposed *view* of its
+# weight, which is recognised by its storage), small tensors, tensors elsewhere, subclasses.
+#
+# Five edges order the copies; *compute* is the stream that forward and backward run on:
+#
+# 1. ``ready``: the copy to the host waits until compute has written the tensor.
+# 2. ``stored``: before the last reference to a source is dropped, **compute** waits until it has
+#    been copied. Its memory then goes back to the pool of the compute stream, and whatever is
+#    allocated there next is written behind the copy. This is what ``record_stream`` would do, but
+#    at a point that the program chooses: when more than ``window`` bytes are on their way.
+# 3. ``free``: memory for a storage that comes back is allocated on compute, so the copy waits for
+#    what compute was still doing with it. By edge 2, this is behind the copy to the host as well.
+# 4. ``loaded``: compute waits for the copy back, right before it reads.
+# 5. Before the pool is used again, compute waits for copies back that nobody has read: those of a
+#    part of the graph that had no backward.
+#
+# The host waits for nothing. Edge 2 makes the *device* wait where the link is slower than forward:
+# this is what keeps its memory bounded.
+
+
+class ActivationOffload:
+    """Keep in host memory what autograd saves, up to a budget.
+
+    Args:
+        device: where the activations are.
+        budget: bytes of host memory, page-locked here and now. What exceeds it stays on the device.
+        window: bytes on the device that are on their way to the host, and as many on their way
+            back. A single larger storage is let through alone. What two layers save is enough.
+        stay: tensors that stay on the device, such as ``model.parameters()``.
+        smallest: bytes; a smaller storage stays.
+        lanes: the streams for copies to the device and to the host; two new ones if None.
+
+    ``wanted`` is what an unlimited budget would have got from the latest forward, in bytes;
+    ``peak`` is the most that has been on its way, both ways together.
+
+    Raises:
+        ValueError: a negative budget, or a window of no bytes.
+        RuntimeError: the host cannot lock as much memory; in backward and forward, a saved tensor
+            was changed in place while it was being copied.
+    """
+
+    def __init__(self, device, budget: int, window: int, stay=(), smallest=SMALLEST, lanes=None):
+        if budget < 0 or window <= 0:
+            raise ValueError(f"budget {budget}, window {window}: pass bytes, 0 or more, 1 or more")
+        self.device, self.budget, self.window = device, budget, window
+        self.stay, self.smallest = list(stay), smallest
+        self.streams = torch.get_device_module(device)
+        self.h2d, self.d2h = lanes or (self.streams.Stream(), self.streams.Stream())
+        pool = torch.empty(budget, dtype=torch.uint8, device="meta")
+        self.pool = streaming.HostBuffer({"pool": pool}, torch.uint8, device)
+        self.used = self.wanted = self.peak = 0
+        self.known: weakref.WeakKeyDictionary = weakref.WeakKeyDictionary()
+        self.in_order: list[weakref.ref[Storage]] = []
+        self.leaving: deque[Storage] = deque()
+        self.arriving: set[Storage] = set()
+
+    @contextmanager
+    def saving(self) -> Iterator[None]:
+        """Around a forward: what autograd saves in it goes to the host."""
+        self.release(0)
+        self.streams.current_stream().wait_stream(self.h2d)
+        self.arriving.clear()
+        if not any(storage() for storage in self.in_order):  # no graph needs the pool
+            self.in_order, self.used = [], 0
+        self.wanted = self.used
+        self.staying = {tensor.untyped_storage().data_ptr() for tensor in self.stay}
+        with torch.autograd.graph.saved_tensors_hooks(self.pack, self.unpack):
+            yield
+
+    def pack(self, tensor: torch.Tensor) -> torch.Tensor | tuple:
+        """Queue the copy of the storage of ``tensor``, unless it is known or should stay."""
+        if type(tensor) not in (torch.Tensor, nn.Parameter) or tensor.device != self.device:
+            return tensor
+        memory = tensor.untyped_storage()
+        if memory.nbytes() < self.smallest or memory.data_ptr() in self.staying:
+            return tensor
+        storage = self.known[memory]() if memory in self.known else None
+        if storage is None or storage.version != tensor._version:
+            storage = self.store(tensor.detach())
+        if storage is None:
+            return tensor
+        self.known[memory] = weakref.ref(storage)
+        layout = tensor.storage_offset(), tensor.size(), tensor.stride()
+        return storage, tensor.dtype, *layout
+
+    def unpack(self, packed: torch.Tensor | tuple) -> torch.Tensor:
+        """The tensor that was packed; what backward needs next is on its way then."""
+        if isinstance(packed, torch.Tensor):
+            return packed
+        storage, dtype, *layout = packed
+        storage.check_unchanged()
+        if storage.source is None:
+            self.release(0)
+            if storage.back is None:
+                self.load(storage)
+            self.streams.current_stream().wait_event(storage.loaded)
+            self.arriving.discard(storage)
+        self.prefetch(storage.index)
+        memory = storage.back if storage.source is None else storage.source
+        return view_of(memory.untyped_storage(), dtype, *layout)
+
+    # To the host
+
+    def store(self, source: torch.Tensor) -> Storage | None:
+        """Queue the copy of a storage to the host; None if the budget does not hold it."""
+        memory = source.untyped_storage()
+        self.wanted += memory.nbytes()
+        if self.used + memory.nbytes() > self.budget:
+            return None
+        host = self.pool.flat[self.used : self.used + memory.nbytes()]
+        self.used += host.nbytes
+        self.release(self.window - host.nbytes)
+        storage = Storage(source, host, len(self.in_order), self.streams)
+        ready = self.streams.current_stream().record_event()
+        with self.streams.stream(self.d2h):
+            self.d2h.wait_event(ready)
+            host.copy_(view_of(memory, torch.uint8), non_blocking=True)
+            storage.stored.record(self.d2h)
+        self.in_order.append(weakref.ref(storage))
+        self.leaving.append(storage)
+        self.peak = max(self.peak, total(self.leaving) + total(self.arriving))
+        return storage
+
+    def release(self, most: int) -> None:
+        """Drop the oldest sources until at most ``most`` bytes are on their way to the host."""
+        while self.leaving and total(self.leaving) > most:
+            storage = self.leaving.popleft()
+            storage.check_unchanged()
+            self.streams.current_stream().wait_event(storage.stored)
+            storage.source = None
+
+    # Back to the device
+
+    def load(self, storage: Storage) -> None:
+        """Queue the copy of a storage back to the device."""
+        storage.back = torch.empty_like(storage.host, device=self.device)
+        free = self.streams.current_stream().record_event()
+        with self.streams.stream(self.h2d):
+            self.h2d.wait_event(free)
+            storage.back.copy_(storage.host, non_blocking=True)
+            storage.loaded.record(self.h2d)
+        self.arriving.add(storage)
+        self.peak = max(self.peak, total(self.leaving) + total(self.arriving))
+
+    def prefetch(self, index: int) -> None:
+        """Load what was saved before number ``index``, last first, as far as the window allows."""
+        for reference in reversed(self.in_order[:index]):
+            storage = reference()
+            if storage and storage.source is None and storage.back is None:
+                if self.arriving and total(self.arriving) + storage.host.nbytes > self.window:
+                    break
+                self.load(storage)
+
+    def close(self) -> None:
+        """Wait for the device and unlock the pool."""
+        self.streams.synchronize()
+        self.pool.close()
+
+
+# %%
+# Run it, and prove it
+# --------------------
+# Every gradient must have the bits of the run that keeps everything on the device: with a pool of
+# exactly the size that is needed, which a forward with a budget of 0 tells, and with half of it.
+# ``logged`` is a figure for the log whose graph nobody runs backward, as happens with metrics: what
+# was loaded for it is never read.
+
+
+def gradients_of(model: nn.Module, batch: torch.Tensor, saving) -> tuple:
+    torch.manual_seed(0)  # dropout
+    with saving:
+        logged = batch.exp().mean()
+        loss = streaming.loss_of(model(batch))
+    return *torch.autograd.grad(loss, list(model.parameters())), logged.detach()
+
+
+def same_bits(ours: Iterable[torch.Tensor], theirs: Iterable[torch.Tensor]) -> bool:
+    return all(torch.equal(*pair) for pair in zip(ours, theirs, strict=True))
+
+
+def prove(device: torch.device, model: nn.Module, batch: torch.Tensor) -> None:
+    expected = gradients_of(model, batch, nullcontext())
+    with closing(ActivationOffload(device, 0, stay=model.parameters(), **TOY)) as trial:
+        assert same_bits(gradients_of(model, batch, trial.saving()), expected)
+    for budget in (trial.wanted, trial.wanted // 2):
+        with closing(ActivationOffload(device, budget, stay=model.parameters(), **TOY)) as offload:
+            for _ in range(streaming.STEPS):
+                assert same_bits(gradients_of(model, batch, offload.saving()), expected)
+        assert budget / 2 < offload.used <= budget and offload.peak <= 2 * TOY["window"]
+        print(f"{offload.used} of {trial.wanted} bytes moved, {offload.peak} at a time: same bits")
+
+
+# %%
+# Weights on the host as well
+# ---------------------------
+# ``weight_streaming`` keeps the input of each layer and runs the layer again in backward. These
+# inputs are then all that grows with the number of layers. Autograd saves them, so the same hooks
+# move them to the host, on the same two lanes, and device memory no longer depends on the depth.
+
+
+def prove_streamed(device: torch.device, model: nn.Sequential, batch: torch.Tensor) -> None:
+    expected = gradients_of(model, batch, nullcontext())
+    stack = streaming.StreamedStack(model, device)
+    budget = len(model) * batch.nbytes
+    offload = ActivationOffload(device, budget, lanes=(stack.h2d, stack.d2h), **TOY)
+    with closing(stack), closing(offload):
+        for _ in range(streaming.STEPS):
+            torch.manual_seed(0)
+            with offload.saving():
+                stack.step(batch, streaming.loss_of)
+            stack.wait_for_gradients()
+            ours = (parameter.grad.to(device) for parameter in stack.layers.parameters())
+            assert same_bits(ours, expected[:-1])
+        assert offload.used == budget
+    print(f"weights and {offload.used} bytes of layer inputs on the host: same bits")
+
+
+def main() -> None:
+    device = streaming.start_rank()
+    try:
+        torch.manual_seed(0)
+        model = nn.Sequential(*streaming.build_layers()).to(device)
+        batch = torch.randn(2, streaming.TOKENS, streaming.WIDTH, device=device, requires_grad=True)
+        prove(device, model, batch)
+        prove_streamed(device, model, batch)
+    finally:
+        dist.destroy_process_group()
+
+
+if __name__ == "__main__":
+    main()
+
+# %%
+# What it buys
+# ------------
+# A stack of transformer layers, forward and backward. ``activation_offload_half`` has a budget of
+# half of what is saved. ``Longest sequence`` is the largest power of two, or one and a half times
+# one, that ran before the device was out of memory.
+#
+# .. result-figure:: activation_offload
+#    :rows: resident activation_offload activation_offload_half save_on_cpu checkpoint torchtune
+#
+# .. result-table:: activation_offload
+#    :rows: resident activation_offload activation_offload_half save_on_cpu checkpoint torchtune
+#
+# ``save_on_cpu`` is PyTorch's own hook with ``pin_memory=True``: it allocates pinned memory in each
+# step and copies on the stream of the kernels. ``checkpoint`` computes every layer twice instead
+# of copying. ``torchtune`` is its ``OffloadActivations``.
+#
+# .. timeline:: activation_offload resident save_on_cpu activation_offload
+#
+# What breaks if you remove a line
+# --------------------------------
+# Each edit was made and run when this page was built. CPU streams do nothing, so the bits come out
+# right even without the events; a recorder of stream order finds what no event orders.
+#
+# .. recipe-controls::
+#
+# Memory
+# ------
+# On the host, the budget, page-locked, exact to 256 bytes. On the device, of what autograd saves:
+#
+# .. math::
+#
+#    \max(0,\; \text{saved} - \text{budget}) + 2 \cdot \text{window} + \text{small tensors}
+#
+# What is saved grows with tokens, so the link hides it or not depending on the model, not on the
+# length of the sequence: a layer of width :math:`d` computes about :math:`24 d^2` operations a
+# token in forward and saves some tens of :math:`d` bytes. Wide layers have time to spare; attention
+# over a long sequence has more.
+#
+# When it is not worth it
+# -----------------------
+# * Recomputation (``torch.utils.checkpoint``) is cheaper where a layer computes faster than the
+#   link carries what it saves. Both together, with this class around a checkpointed model, move
+#   only the layers' inputs.
+# * The step fits the device: nothing is gained.
+# * Forward without backward: use ``torch.no_grad()``, which saves nothing.
+#
+# Known limits
+# ------------
+# * Forward and backward must run on one stream. Tensor subclasses (``DTensor``) stay on the device:
+#   put the hooks inside of what shards.
+# * A storage is copied as a whole, even if a small view of a large one was saved.
+# * A batch that you keep is copied like everything else, though that frees nothing: add it to
+#   ``stay``.
+# * A saved tensor that is changed in place while it is copied is an error when its copy ends or
+#   its backward begins. After that a change is harmless: backward uses the copy. Without hooks,
+#   autograd calls either an error.
+# * Graphs that outlive their step (a loss that is kept and not detached) keep their part of the
+#   pool; what does not fit then stays on the device.
+# * ``retain_graph=True`` keeps on the device what was loaded.
+#
+# Further reading
+# ---------------
+# * `Hooks for autograd saved tensors
+#   <https://docs.pytorch.org/tutorials/intermediate/autograd_saved_tensors_hooks_tutorial.html>`__
+# * `torch.autograd.graph.save_on_cpu
+#   <https://docs.pytorch.org/docs/stable/autograd.html#torch.autograd.graph.save_on_cpu>`__
+# * `torchtune's OffloadActivations
+#   <https://docs.pytorch.org/torchtune/stable/generated/torchtune.training.OffloadActivations.html>`__,
+#   which holds sources with events as well
+# * `record_stream keeps memory longer than needed
+#   <https://github.com/pytorch/pytorch/issues/147168>`__
+# * :doc:`weight_streaming`
