@@ -21,12 +21,13 @@ The loop keeps at most two steps queued. The modes take turns, ``--rounds`` time
   stream. ``optimizer_s``: the part of it from the end of backward, reductions included.
 * ``efficiency``: ``step_s`` of ``no_communication`` in the same round over this step; the median of
   the rounds.
-* ``bound_s``: what no order of the same work could beat. The forward pass of ``no_communication``
-  runs beside all gathers of forward but the first, with no order between them, and so do its
-  backward pass, the gathers of backward and all reduce-scatters but the last: each phase lasts as
-  long as the slower of its sides, both at the rate that they have beside each other. To these
-  two come the first gather and the last reduce-scatter, alone, and the optimizer. The transfers are
-  those of the row's own schedule and transport.
+* ``bound_s``: what no order of the same work should beat. The forward pass of
+  ``no_communication`` runs beside all gathers of forward but the first, with no order between them,
+  and so do its backward pass, the gathers of backward and all reduce-scatters but the last: each
+  phase lasts as long as the slower of its sides, both at the rates that they have beside each
+  other. Gathers and reduce-scatters of backward take turns or run at once, whichever is faster. To
+  these come the first gather and the last reduce-scatter, alone, and the optimizer. The transfers
+  are as many as the row's schedule has, by its transport.
 * ``eta``: ``bound_s`` over ``step_s``.
 * ``hidden_share``: in a profiled step, the share of the time in which a collective (or a copy from
   a peer) runs and the compute stream runs a kernel too.
@@ -60,6 +61,7 @@ import torch.distributed as dist
 from torch import nn
 from torch.distributed.device_mesh import DeviceMesh
 from torch.distributed.fsdp import fully_shard
+from torch.distributed.tensor import DTensor
 
 ROOT = Path(__file__).resolve().parents[1]
 sys.path[:0] = [str(ROOT), str(ROOT / "recipes_source" / "sharding")]
@@ -85,9 +87,10 @@ from benchmarks.measuring import (  # noqa: E402
     write_trace,
 )
 
-LEARNING_RATE = 2e-5
+LEARNING_RATE = 3e-6
 WARM_UP = 2  # steps after which the loss of modes is compared, and times are taken
 LOSS_TOLERANCE = 0.05  # of the loss: a peer takes a first step with gradients of zero
+BOUND_PASSES = 4
 COLLECTIVE_TIMEOUT = timedelta(seconds=90)
 
 
@@ -168,7 +171,13 @@ class Trainer:
         self.optimizer.zero_grad()
 
     def close(self) -> None:
-        """Give back what the garbage collector does not: communicators, symmetric memory."""
+        """Give back memory that cycles through autograd may hold, and communicators."""
+        states = self.optimizer.state.values()
+        tensors = [*self.model.parameters(), *(x for state in states for x in state.values())]
+        for tensor in tensors:
+            local = tensor.to_local() if isinstance(tensor, DTensor) else tensor
+            if local.untyped_storage().resizable():
+                local.untyped_storage().resize_(0)
 
 
 class NoCommunication(Trainer):
@@ -217,17 +226,10 @@ class Fsdp2CopyEngine(Fsdp2):
     recipes = ("copy_engine_gather",)
     note = "fsdp2, its gathers by copy engines"
     transport = "copy_engine"
-    reduce = False
 
     def tune(self, units: list[nn.Module]) -> None:
-        plug_in = copy_engine.gather_by_copy_engines
-        if why_not := plug_in(self.model, self.optimizer, reduce=self.reduce):
+        if why_not := copy_engine.gather_by_copy_engines(self.model, self.optimizer):
             raise RuntimeError(why_not)
-
-
-class Fsdp2CopyEngineReduce(Fsdp2CopyEngine):
-    note = "fsdp2, its gathers and reduce-scatters by copy engines"
-    reduce = True
 
 
 class DelayedRelease(Trainer):
@@ -310,13 +312,12 @@ class MegatronFsdp(Trainer):
             fsdp_unit_modules=[Unit],
             fsdp_group_ag=self.group,
             device=self.device,
-            mixed_precision_policy=package.MixedPrecisionPolicy(
-                main_params_dtype=torch.bfloat16, main_grads_dtype=torch.bfloat16
-            ),
+            mixed_precision_policy=package.MixedPrecisionPolicy(main_params_dtype=None),
         )
         self.optimizer = package.fully_shard_optimizer(self.adamw(self.model.parameters()))
 
     def close(self) -> None:
+        super().close()
         dist.destroy_process_group(self.group)
 
 
@@ -326,7 +327,7 @@ class MegatronFsdpExperimental(Trainer):
     def shard(self, units: Iterator[Unit]) -> None:
         package = importlib.import_module("megatron_fsdp.experimental")
         policy = importlib.import_module("megatron_fsdp").MixedPrecisionPolicy
-        precision = policy(main_params_dtype=torch.bfloat16, main_grads_dtype=torch.bfloat16)
+        precision = policy(main_params_dtype=torch.bfloat16)
         self.note = f"megatron-fsdp {version('megatron-fsdp')}, megatron_fsdp.experimental"
         mesh = dist.init_device_mesh(self.device.type, (dist.get_world_size(),))
         flat = [package.Flat()]
@@ -345,7 +346,6 @@ MODES: dict[str, type[Trainer]] = {
     "fsdp2": Fsdp2,
     "fsdp2_tuned": Fsdp2Tuned,
     "fsdp2_copy_engine": Fsdp2CopyEngine,
-    "fsdp2_copy_engine_reduce": Fsdp2CopyEngineReduce,
     "sync": Sync,
     "delayed_release": DelayedRelease,
     "prefetch": Prefetch,
@@ -452,21 +452,27 @@ class Transfers:
     def reduce_scatter(self) -> None:
         dist.reduce_scatter_tensor(self.reduced, self.gradient, group=self.reduce_group)
 
-    def beside(self, compute: Callable[[], object], gathers: int, reductions: int) -> None:
-        """Queue all three without any order between them; the current stream waits for all."""
+    def beside(
+        self, compute: Callable[[], object], gathers: int, reductions: int, in_turn: bool
+    ) -> None:
+        """Queue compute and transfers with no order between them; the current stream waits for all.
+
+        Args:
+            in_turn: gathers and reduce-scatters on one stream, alternating; else each on its own.
+        """
         module = torch.get_device_module(self.device)
         current = module.current_stream()
-        work = (
-            (self.gather_stream, self.gather, gathers),
-            (self.reduce_stream, self.reduce_scatter, reductions),
-        )
-        for stream, transfer, count in work:
+        streams = self.gather_stream, self.gather_stream if in_turn else self.reduce_stream
+        for stream in streams:
             stream.wait_stream(current)
-            with module.stream(stream):
-                for _ in range(count):
-                    transfer()
+        for number in range(max(gathers, reductions)):
+            transfers = (self.gather, gathers), (self.reduce_scatter, reductions)
+            for stream, (transfer, count) in zip(streams, transfers, strict=True):
+                with module.stream(stream):
+                    if number < count:
+                        transfer()
         compute()
-        for stream, _, _ in work:
+        for stream in streams:
             current.wait_stream(stream)
 
     def close(self) -> None:
@@ -503,16 +509,16 @@ class Phases:
         return self.forward_s + self.backward_s + exposed + optimizer_s
 
 
-def measure_phases(
+def measure_passes(
     trainer: NoCommunication,
     batch: torch.Tensor,
     transfers: Transfers,
     gathers: tuple[int, int],
-    count: int,
-) -> Phases:
-    """Medians of ``count`` passes of ``trainer``, which itself sends nothing."""
+    in_turn: bool,
+) -> tuple[float, float]:
+    """Median seconds of forward and of backward of ``trainer``, which itself sends nothing."""
     forward_s, backward_s = [], []
-    for step in range(count + 1):
+    for step in range(BOUND_PASSES + 1):
         start, middle, end = (timing_event(trainer.device) for _ in range(3))
         losses: list[torch.Tensor] = []
 
@@ -523,9 +529,9 @@ def measure_phases(
             trainer.backward(losses[0])
 
         start.record()
-        transfers.beside(forward, gathers[0] - 1, 0)
+        transfers.beside(forward, gathers[0] - 1, 0, in_turn)
         middle.record()
-        transfers.beside(backward, gathers[1], trainer.size.units - 1)
+        transfers.beside(backward, gathers[1], trainer.size.units - 1, in_turn)
         end.record()
         trainer.drop_gradients()
         batch.grad = None
@@ -533,11 +539,20 @@ def measure_phases(
         if step:
             forward_s.append(start.elapsed_time(middle) / 1e3)
             backward_s.append(middle.elapsed_time(end) / 1e3)
+    return statistics.median(forward_s), statistics.median(backward_s)
+
+
+def measure_phases(
+    trainer: NoCommunication,
+    batch: torch.Tensor,
+    transfers: Transfers,
+    gathers: tuple[int, int],
+) -> Phases:
+    arranged = [measure_passes(trainer, batch, transfers, gathers, turn) for turn in (False, True)]
+    alone = (transfers.gather, transfers.reduce_scatter)
     return Phases(
-        statistics.median(forward_s),
-        statistics.median(backward_s),
-        statistics.median(seconds_of(transfers.gather, trainer.device, count)),
-        statistics.median(seconds_of(transfers.reduce_scatter, trainer.device, count)),
+        *(min(seconds) for seconds in zip(*arranged, strict=True)),
+        *(statistics.median(seconds_of(work, trainer.device, 5)) for work in alone),
     )
 
 
@@ -811,7 +826,7 @@ class Run:
                 if not rows:
                     continue
                 batch = random_batch(self.size, tokens, self.device)
-                phases = measure_phases(trainer, batch, transfers, gathers, 5)
+                phases = measure_phases(trainer, batch, transfers, gathers)
                 optimizer_s = self.row("no_communication", tokens)["optimizer_s"]
                 for row in rows:
                     row["bound_s"] = phases.bound_s(optimizer_s)
