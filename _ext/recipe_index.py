@@ -29,6 +29,7 @@ READING_ORDER = [
     "overlapped_stager",
     "process_checkpointer",
     "three_streams",
+    "host_layers",
     "weight_streaming",
     "accumulate_and_average",
     "pipelined_optimizer",

@@ -127,7 +127,7 @@ class Timeline(SphinxDirective):
         name = f"timeline-{self.env.new_serialno('lanes')}"
         words = (
             f"Measured on {machine} ({'; '.join(origins)}): {', '.join(m for m, _ in traces)}, "
-            "rank 0, one save each, one time axis."
+            "rank 0, one time axis."
         )
         caption = nodes.caption("", words)
         text = listing(panels, seconds)

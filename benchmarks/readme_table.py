@@ -29,7 +29,9 @@ NO_RESULTS = "No results yet: nothing has been measured on a GPU."
 def table(repo: Path) -> str:
     """Markdown: for each benchmark the result file with the most ranks, its first workload."""
     sections = [
-        _section(load(found[-1])) for name in BENCHMARKS if (found := files(repo, "results", name))
+        _section(load(found[-1]))
+        for name, benchmark in BENCHMARKS.items()
+        if benchmark.readme and (found := files(repo, "results", name))
     ]
     return "\n\n".join(sections) or NO_RESULTS
 

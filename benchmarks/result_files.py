@@ -50,11 +50,14 @@ ROW_RECIPES = {
     "default_stager_ordered": "default_stager",
     "overlapped": "overlapped_stager",
     "process": "process_checkpointer",
+    "three_streams": "three_streams",
     "streamed": "weight_streaming",
     "streamed_3_slots": "weight_streaming",
     "streamed_4_microbatches": "accumulate_and_average",
     "streamed_adam": "pipelined_optimizer",
     "activation_offload": "activation_offload",
+    "activation_offload_half": "activation_offload",
+    "checkpoint_activation_offload": "activation_offload",
     "streamed_activation_offload": "activation_offload",
     "fsdp2_tuned": "fsdp2_settings",
     "fsdp2_copy_engine": "copy_engine_gather",
@@ -69,8 +72,10 @@ ROW_ORDER = (
     *("default_stager_as_published", "default_stager_ordered", "overlapped", "process"),
     *("resident", "resident_whole_recompute", "resident_all_saved", "resident_zeros"),
     *("streamed", "streamed_3_slots", "streamed_4_microbatches", "streamed_adam"),
-    *("one_stream", "pageable", "fsdp2_cpu_offload"),
-    *("activation_offload", "streamed_activation_offload", "save_on_cpu"),
+    *("pageable", "pageable_non_blocking", "pinned_blocking", "one_stream"),
+    *("three_streams", "record_stream", "fsdp2_cpu_offload"),
+    *("activation_offload", "activation_offload_half", "checkpoint"),
+    *("checkpoint_activation_offload", "streamed_activation_offload", "save_on_cpu"),
     *("no_communication", "fsdp2", "fsdp2_tuned", "fsdp2_copy_engine"),
     *("delayed_release", "prefetch", "prefetch_copy_engine"),
 )
@@ -164,7 +169,8 @@ class Benchmark:
     """How a benchmark's results are shown.
 
     ``bars`` is drawn by row, on a logarithmic axis where ``logarithmic``; where rows vary in
-    ``over``, ``lines`` is drawn over it instead. ``readme`` names the columns of the README.
+    ``over``, ``lines`` is drawn over it instead. ``readme`` names the columns of the README;
+    without any it is not there.
     """
 
     title: str
@@ -253,6 +259,35 @@ BENCHMARKS = {
         bars="peak_reserved_bytes",
         lines="peak_reserved_bytes",
         over="layers",
+    ),
+    "three_streams": Benchmark(
+        title="Chunks to the device, through a kernel, and back",
+        columns=(
+            Column("step_s", "All chunks", seconds),
+            Column("call_s", "Host held", seconds),
+            _BOUND,
+            Column("eta", "Bound over time", share),
+            Column("hidden_share", "Copies behind kernels", share),
+            Column("peak_allocated_bytes", "Peak allocated", byte_count),
+            Column("pinned_bytes", "Pinned memory", byte_count),
+            _SAMPLES,
+        ),
+        readme=(),
+        bars="step_s",
+    ),
+    "activation_offload": Benchmark(
+        title="Step time with activations on the host",
+        columns=(
+            Column("step_s", "Step time", seconds),
+            Column("over_resident", "Over resident", slowdown),
+            *_MEMORY,
+            Column("pinned_bytes", "Pinned memory", byte_count),
+            Column("longest_tokens", "Longest sequence that ran", count),
+            Column("gradients_bitwise", "Gradients equal bit by bit", yes_no),
+            _SAMPLES,
+        ),
+        readme=(),
+        bars="peak_allocated_bytes",
     ),
     "fsdp_overlap": Benchmark(
         title="Communication hidden behind compute",

@@ -37,9 +37,10 @@ The model, which is that of a CUDA program:
   is not found.
 * ``torch.save`` reads its tensors on the calling thread. ``Tensor.numpy()`` and ``tolist()`` hide
   from the dispatcher and are not seen.
-* Memory that was freed and given to another tensor is another memory. Giving memory back by
-  ``untyped_storage().resize_`` is a write of it on the current lane; giving it back with the last
-  reference to a tensor is not seen.
+* Memory is given back, with the last reference to it, to the stream that allocated it, and goes to
+  that stream's next allocation of its size, as a caching allocator would have it: what other lanes
+  still do with it then conflicts. Giving it back by ``untyped_storage().resize_`` is a write of it
+  on the current lane.
 """
 
 import concurrent.futures
@@ -48,9 +49,10 @@ import queue
 import sys
 import sysconfig
 import threading
+import weakref
 from collections.abc import Callable, Iterable, Iterator
 from concurrent.futures import Future, ThreadPoolExecutor
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from pathlib import Path
 from types import FrameType
 
@@ -117,6 +119,7 @@ class Region:
         self.start = storage.data_ptr()
         self.end = self.start + storage.nbytes()
         self.accesses: list[Access] = []
+        self.home: Stream | None = None  # where it was allocated: what is freed goes back there
         self.aliases: list[Region] = []
         self.on_host = False  # host memory on any machine
 
@@ -140,6 +143,7 @@ class Recorder:
         self.threads = threading.local()
         self.default_stream = Stream(recorder=self, name="the default stream")
         self.streams = [self.default_stream]
+        self.freed: dict[tuple[int, int], list[list[Access]]] = {}  # by lane and bytes
         self.undo: list[Callable[[], None]] = []
 
     # Lanes and threads
@@ -198,6 +202,7 @@ class Recorder:
         if region is not None:
             self.forget(region)
         region = Region(storage)
+        weakref.finalize(storage, self.free, region).atexit = False
         neighbours = set().union(*(self.pages.get(page, ()) for page in region.pages()))
         for other in neighbours:
             if not other.alive():
@@ -209,6 +214,39 @@ class Recorder:
         for page in region.pages():
             self.pages.setdefault(page, set()).add(region)
         return region
+
+    def allocated(self, tensor: torch.Tensor, on: "Stream") -> None:
+        """Note that the memory of ``tensor`` is new on ``on``: there it may be what was freed last.
+
+        A caching allocator gives a freed block to the next of its size on the same stream, whoever
+        else still uses it. Addresses here are another matter, so the accesses that were pending
+        when a block was freed are handed to the next block of its size.
+        """
+        if tensor.device.type != "cpu" or tensor.layout != torch.strided or tensor.numel() == 0:
+            return
+        with self.lock:
+            region = self.region_of(tensor.untyped_storage())
+            region.home = on
+            pending = self.freed.get((on.lane, region.end - region.start))
+            if pending:
+                whole = ((region.start, region.end),)
+                region.accesses += [replace(access, ranges=whole) for access in pending.pop()]
+
+    def free(self, region: Region) -> None:
+        """The last reference to ``region`` is gone: keep what its home stream does not wait for."""
+        home = region.home
+        if self not in RECORDERS or home is None or isinstance(home, HostThread) or region.on_host:
+            return
+        with self.lock:
+            clock = dict(home.clock)
+            join(clock, self.this_thread().clock)
+            pending = [
+                replace(old, operator=f"{old.operator}, memory freed since")
+                for old in region.accesses
+                if old.lane != home.lane and old.time > clock.get(old.lane, 0)
+            ]
+            if pending:
+                self.freed.setdefault((home.lane, region.end - region.start), []).append(pending)
 
     def on_host(self, tensor: torch.Tensor) -> bool:
         """Whether ``tensor`` is in memory that the program mapped, or was computed there."""
@@ -451,6 +489,9 @@ class OrderMode(TorchDispatchMode):
         name = func._schema.name.partition("::")[2]
         if not func.is_view and not name.startswith(NO_ACCESS):
             self.note(func, name, args, kwargs, result)
+        elif name.startswith(("empty", "new_empty")):
+            for tensor in filter(lambda t: type(t) in PLAIN, tensors_in(result)):
+                self.recorder.allocated(tensor, self.recorder.this_thread().current)
         return result
 
     def note(self, func, name: str, args: tuple, kwargs: dict, result: object) -> None:
@@ -474,6 +515,7 @@ class OrderMode(TorchDispatchMode):
                     recorder.access(name, tensor, is_written(func, argument), lane, where)
             for tensor in tensors_in(result):
                 if type(tensor) in PLAIN and tensor.untyped_storage()._cdata not in touched:
+                    recorder.allocated(tensor, lane)
                     recorder.access(name, tensor, True, lane, where)
                     if by_host:
                         recorder.region_of(tensor.untyped_storage()).on_host = True
@@ -653,6 +695,7 @@ def watch_release(recorder: Recorder) -> None:
                     lane = thread.current
                     lane.launch(thread)
                     recorder.access("resize_", whole, True, lane, thread.line())
+                    recorder.region_of(self).home = None  # given back, in order, now
             return original(self, size)
 
         return call
