@@ -151,7 +151,7 @@ def measure(work: Work, run: Callable[[], object], repeats: int) -> dict:
 def profiled(work: Work, run: Callable[[], object]) -> list[dict]:
     """The events of one call, annotated as ``three_streams.judge`` wants it."""
     synchronize(work.device)
-    with torch.profiler.profile() as profile:
+    with torch.profiler.profile(acc_events=True) as profile:
         with torch.profiler.record_function("judged call"):
             run()
         synchronize(work.device)

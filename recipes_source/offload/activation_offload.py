@@ -155,7 +155,7 @@ class ActivationOffload:
         pool = torch.empty(budget, dtype=torch.uint8, device="meta")
         self.pool = streaming.HostBuffer({"pool": pool}, torch.uint8, device)
         self.used = self.wanted = self.peak = 0
-        self.known: weakref.WeakKeyDictionary = weakref.WeakKeyDictionary()
+        self.known = weakref.WeakKeyDictionary()  # storage in memory -> reference to its Storage
         self.in_order: list[weakref.ref[Storage]] = []
         self.leaving: deque[Storage] = deque()
         self.arriving: set[Storage] = set()
@@ -167,7 +167,7 @@ class ActivationOffload:
         self.streams.current_stream().wait_stream(self.h2d)
         self.arriving.clear()
         if not any(storage() for storage in self.in_order):  # no graph needs the pool
-            self.in_order, self.used = [], 0
+            self.in_order, self.used, self.known = [], 0, weakref.WeakKeyDictionary()
         self.wanted = self.used
         self.staying = {tensor.untyped_storage().data_ptr() for tensor in self.stay}
         with torch.autograd.graph.saved_tensors_hooks(self.pack, self.unpack):
@@ -185,7 +185,6 @@ class ActivationOffload:
             storage = self.store(tensor.detach())
         if storage is None:
             return tensor
-        self.known[memory] = weakref.ref(storage)
         layout = tensor.storage_offset(), tensor.size(), tensor.stride()
         return storage, tensor.dtype, *layout
 
@@ -210,7 +209,8 @@ class ActivationOffload:
     def store(self, source: torch.Tensor) -> Storage | None:
         """Queue the copy of a storage to the host; None if the budget does not hold it."""
         memory = source.untyped_storage()
-        self.wanted += memory.nbytes()
+        self.wanted += 0 if memory in self.known else memory.nbytes()
+        self.known[memory] = lambda: None
         if self.used + memory.nbytes() > self.budget:
             return None
         host = self.pool.flat[self.used : self.used + memory.nbytes()]
@@ -222,7 +222,8 @@ class ActivationOffload:
             self.d2h.wait_event(ready)
             host.copy_(view_of(memory, torch.uint8), non_blocking=True)
             storage.stored.record(self.d2h)
-        self.in_order.append(weakref.ref(storage))
+        self.known[memory] = weakref.ref(storage)
+        self.in_order.append(self.known[memory])
         self.leaving.append(storage)
         self.peak = max(self.peak, total(self.leaving) + total(self.arriving))
         return storage

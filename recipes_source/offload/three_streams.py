@@ -229,7 +229,7 @@ def is_my_copy_asynchronous(function: Callable[[], object]) -> Verdict:
     if not torch.accelerator.is_available():
         return Verdict({}, 0.0)
     torch.accelerator.synchronize()
-    with torch.profiler.profile() as profile:
+    with torch.profiler.profile(acc_events=True) as profile:
         with torch.profiler.record_function("judged call"):
             function()
         torch.accelerator.synchronize()
