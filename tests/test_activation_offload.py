@@ -1,0 +1,457 @@
+"""Three streams and activation offload: what a trace is judged to say, what is copied, what fails.
+
+What the recipes' own asserts and the recorder of stream order prove is not repeated here. On a CUDA
+device the edits of ``tests/controls`` are made, and the stream that must be waited for is delayed,
+so that a missing wait gives wrong values every time.
+"""
+
+import importlib.util
+import sys
+import weakref
+from contextlib import closing
+from pathlib import Path
+
+import pytest
+import torch
+from torch import nn
+
+from harness.recipe import load_recipe
+
+ROOT = Path(__file__).parents[1]
+RECIPES = ROOT / "recipes_source" / "offload"
+DELAY_CYCLES = 200_000_000  # of the device's clock: 0.1 s and more; queueing a step takes less
+needs_cuda = pytest.mark.skipif(not torch.cuda.is_available(), reason="needs a CUDA device")
+
+
+@pytest.fixture(autouse=True)
+def importable(monkeypatch):
+    monkeypatch.syspath_prepend(str(RECIPES))
+    monkeypatch.setattr(sys, "dont_write_bytecode", True)
+
+
+def load(tmp_path: Path, recipe: str, control: str | None = None):
+    """The recipe's module, with a control's edit if one is named."""
+    path = RECIPES / f"{recipe}.py"
+    source = path.read_text()
+    if control is not None:
+        source = load_recipe(path, ROOT / "tests" / "controls").control(control).apply(source)
+    copy = tmp_path / f"{recipe}_{control}.py"
+    copy.write_text(source)
+    spec = importlib.util.spec_from_file_location(copy.stem, copy)
+    module = importlib.util.module_from_spec(spec)
+    spec.loader.exec_module(module)
+    return module
+
+
+@pytest.fixture
+def streams(tmp_path):
+    return load(tmp_path, "three_streams")
+
+
+@pytest.fixture
+def recipe(tmp_path):
+    return load(tmp_path, "activation_offload")
+
+
+# -- what a trace says ------------------------------------------------------------------------
+
+COMPUTE, LOAD, STORE = 7, 13, 17  # streams
+
+
+def kernel(ts: float, dur: float) -> dict:
+    return {"cat": "kernel", "name": "gemm", "ts": ts, "dur": dur, "args": {"stream": COMPUTE}}
+
+
+def copied(name: str, stream: int, ts: float, dur: float) -> dict:
+    name = f"Memcpy {name}"
+    return {"cat": "gpu_memcpy", "name": name, "ts": ts, "dur": dur, "args": {"stream": stream}}
+
+
+def called(name: str, ts: float, dur: float) -> dict:
+    return {"cat": "cuda_runtime", "name": name, "ts": ts, "dur": dur}
+
+
+def trace(call_us: float, *events: dict) -> list[dict]:
+    call = {"cat": "user_annotation", "name": "judged call", "ts": 0.0, "dur": call_us}
+    return [call, {"ph": "M", "name": "process_name"}, *events]
+
+
+def test_pageable_copies_hold_the_host(streams):
+    verdict = streams.judge(
+        trace(
+            400,
+            called("cudaMemcpyAsync", 1, 190),
+            copied("HtoD (Pageable -> Device)", COMPUTE, 5, 180),
+            called("cudaStreamSynchronize", 192, 3),
+            kernel(200, 50),
+        )
+    )
+    assert verdict.holds_host
+    found = verdict.copies["HtoD"]
+    assert not found.pinned and not found.own_stream and found.hidden_share == 0
+    assert "PAGEABLE" in str(verdict) and "HELD" in str(verdict)
+
+
+def test_waiting_for_a_pinned_copy_holds_the_host(streams):
+    verdict = streams.judge(
+        trace(
+            400,
+            called("cudaMemcpyAsync", 1, 5),
+            copied("HtoD (Pinned -> Device)", LOAD, 6, 180),
+            called("cudaStreamSynchronize", 7, 180),
+            kernel(200, 50),
+        )
+    )
+    assert verdict.holds_host
+    assert verdict.copies["HtoD"].pinned and verdict.copies["HtoD"].own_stream
+
+
+def test_a_wait_after_the_call_is_not_the_copys(streams):
+    verdict = streams.judge(
+        trace(
+            10,
+            called("cudaMemcpyAsync", 1, 5),
+            copied("DtoH (Device -> Pinned)", STORE, 100, 200),
+            called("cudaDeviceSynchronize", 20, 300),
+            kernel(120, 100),
+            kernel(190, 60),
+        )
+    )
+    assert not verdict.holds_host
+    assert verdict.host_s == pytest.approx(5e-6)
+    assert verdict.copies["DtoH"].hidden_share == pytest.approx(130 / 200)
+
+
+def test_directions_are_judged_apart(streams):
+    verdict = streams.judge(
+        trace(
+            10,
+            copied("HtoD (Pinned -> Device)", LOAD, 0, 100),
+            copied("DtoH (Device -> Pinned)", COMPUTE, 200, 100),
+            kernel(0, 150),
+        )
+    )
+    assert verdict.copies["HtoD"].own_stream and verdict.copies["HtoD"].hidden_share == 1
+    assert not verdict.copies["DtoH"].own_stream and verdict.copies["DtoH"].hidden_share == 0
+
+
+def test_one_pageable_copy_among_pinned_ones_is_named(streams):
+    both = ("HtoD (Pinned -> Device)", "HtoD (Pageable -> Device)")
+    verdict = streams.judge(trace(10, *(copied(name, LOAD, 0, 10) for name in both)))
+    assert not verdict.copies["HtoD"].pinned
+
+
+def test_without_copies_there_is_nothing_to_judge(streams):
+    assert "no device copy to judge" in str(streams.judge(trace(10, kernel(0, 5))))
+
+
+def test_the_pipeline_refuses_a_chunk_that_does_not_fit_its_slots(streams):
+    pipeline = streams.Pipeline(torch.zeros(4, 4))
+    with pytest.raises(ValueError, match=r"slots hold \(4, 4\), not \(4, 5\)"):
+        pipeline.run([torch.zeros(4, 5)], [torch.zeros(4, 5)])
+
+
+# -- what is copied ---------------------------------------------------------------------------
+
+ROWS, WIDTH = 32, 64
+NBYTES = ROWS * WIDTH * 4  # of an activation below
+
+
+def offloading(recipe, budget: int = 1 << 20, window: int = 1 << 20, **options):
+    options = {"smallest": NBYTES // 2} | options
+    return closing(recipe.ActivationOffload(torch.device("cpu"), budget, window, **options))
+
+
+def activation() -> torch.Tensor:
+    torch.manual_seed(0)
+    return torch.randn(ROWS, WIDTH, requires_grad=True)
+
+
+def test_a_storage_is_copied_once_whatever_views_of_it_are_saved(recipe):
+    x = activation()
+    with offloading(recipe) as offload:
+        with offload.saving():
+            base = x * 2  # saves nothing: the factor is a number
+            q, k = base.chunk(2, dim=1)
+            y = (q.t() @ k).sum() + (base.relu() * base).sum()
+        # base (as q.t(), k, base and twice more) and base.relu()
+        assert offload.used == offload.wanted == 2 * NBYTES
+        y.backward()
+    ours, x.grad = x.grad, None
+    base = x * 2
+    q, k = base.chunk(2, dim=1)
+    ((q.t() @ k).sum() + (base.relu() * base).sum()).backward()
+    assert torch.equal(ours, x.grad)
+
+
+def test_parameters_and_their_views_stay(recipe):
+    layer = nn.Linear(WIDTH, WIDTH)
+    x = activation()
+    for stay, wanted in (((), 2 * NBYTES + layer.weight.nbytes), (layer.parameters(), 2 * NBYTES)):
+        with offloading(recipe, stay=stay) as offload:
+            with offload.saving():  # saves x, the weight transposed, and the output of exp
+                layer(x).exp().sum().backward()
+            assert offload.wanted == wanted
+
+
+def test_small_tensors_stay(recipe):
+    with offloading(recipe, smallest=NBYTES + 1) as offload:
+        with offload.saving():
+            activation().exp().sum().backward()
+        assert offload.wanted == 0
+
+
+def chain(x: torch.Tensor, length: int) -> torch.Tensor:
+    """Each link saves its result."""
+    for _ in range(length):
+        x = (x * 0.1).exp()
+    return x
+
+
+def test_sources_are_freed_while_forward_goes_on(recipe):
+    seen: list[weakref.ref] = []
+    with offloading(recipe, window=2 * NBYTES) as offload:
+        pack = offload.pack
+
+        def watched(tensor):
+            seen.append(weakref.ref(tensor.untyped_storage()))
+            return pack(tensor)
+
+        offload.pack = watched
+        x = activation()
+        with offload.saving():
+            y = chain(x, 10).sum()
+        assert len(seen) == 10 and sum(storage() is not None for storage in seen) == 2
+        y.backward()
+        assert offload.peak <= 4 * NBYTES
+    ours, x.grad = x.grad, None
+    chain(x, 10).sum().backward()
+    assert torch.equal(ours, x.grad)
+
+
+def test_what_exceeds_the_budget_stays_and_is_wanted_once(recipe):
+    x = activation()
+    with offloading(recipe, budget=2 * NBYTES) as offload:
+        with offload.saving():
+            y = chain(x, 4)
+            z = (y * y + y.square()).sum()  # y again, three times
+        assert offload.used == 2 * NBYTES and offload.wanted == 4 * NBYTES
+        z.backward()
+
+
+def test_a_storage_larger_than_the_window_goes_alone(recipe):
+    x = activation()
+    with offloading(recipe, window=1) as offload:
+        with offload.saving():
+            chain(x, 5).sum().backward()
+        assert offload.used == 5 * NBYTES and offload.peak <= 2 * NBYTES
+
+
+def test_two_forwards_before_the_first_backward_share_the_pool(recipe):
+    x, z = activation(), activation()
+    with offloading(recipe, window=NBYTES) as offload:
+        with offload.saving():
+            first = chain(x, 4).sum()
+        with offload.saving():
+            second = chain(z, 4).sum()
+        assert offload.used == 8 * NBYTES
+        first.backward()
+        second.backward()
+        with offload.saving():
+            chain(x, 4).sum()
+        assert offload.used == 4 * NBYTES
+    assert torch.equal(x.grad, z.grad)
+
+
+def test_a_graph_may_be_run_backward_twice(recipe):
+    x = activation()
+    with offloading(recipe, window=NBYTES) as offload:
+        with offload.saving():
+            y = chain(x, 4).sum()
+        (once,) = torch.autograd.grad(y, x, retain_graph=True)
+        (again,) = torch.autograd.grad(y, x)
+    assert torch.equal(once, again)
+
+
+# -- what fails -------------------------------------------------------------------------------
+
+
+def test_a_change_in_place_during_the_copy_is_an_error(recipe):
+    with offloading(recipe) as offload:
+        with offload.saving():
+            y = chain(activation(), 2)
+        with torch.no_grad():
+            y.zero_()
+        with pytest.raises(RuntimeError, match="changed in place after autograd saved it"):
+            y.sum().backward()
+
+
+def test_a_change_in_place_after_the_copy_is_harmless(recipe):
+    x = activation()
+    with offloading(recipe, window=1) as offload, offload.saving():
+        middle = (x * 0.1).exp()
+        y = (middle * 0.1).exp().sum()  # its copy makes that of `middle` complete
+        with torch.no_grad():
+            middle.zero_()
+        y.backward()
+    ours, x.grad = x.grad, None
+    chain(x, 2).sum().backward()
+    assert torch.equal(ours, x.grad)
+
+
+@pytest.mark.parametrize(("budget", "window"), [(-1, 1), (1, 0)])
+def test_bytes_that_make_no_sense_are_refused(recipe, budget, window):
+    with pytest.raises(ValueError, match="pass bytes"):
+        recipe.ActivationOffload(torch.device("cpu"), budget, window)
+
+
+def test_more_memory_than_the_host_has_is_refused(recipe):
+    with pytest.raises(RuntimeError, match="cannot lock"):
+        recipe.ActivationOffload(torch.device("cpu"), 1 << 60, 1)
+
+
+# -- on a device ------------------------------------------------------------------------------
+
+
+def delay(stream: torch.cuda.Stream) -> None:
+    with torch.cuda.stream(stream):
+        torch.cuda._sleep(DELAY_CYCLES)
+
+
+def pipeline_is_right(module, delayed: str | None) -> bool:
+    side, device = 1024, torch.device("cuda")
+    torch.manual_seed(0)
+    weight = torch.randn(side, side, device=device)
+    sources = [torch.randn(side, side).pin_memory() for _ in range(module.CHUNKS)]
+    results = [torch.zeros(side, side, pin_memory=True) for _ in sources]
+    expected = [(source.to(device) @ weight).cpu() for source in sources]
+    pipeline = module.Pipeline(weight)
+    torch.cuda.synchronize()
+    if delayed:
+        delay({"compute": torch.cuda.current_stream()}.get(delayed) or getattr(pipeline, delayed))
+    pipeline.run(sources, results).synchronize()
+    torch.cuda.synchronize()
+    return all(torch.equal(*pair) for pair in zip(results, expected, strict=True))
+
+
+PIPELINE_EDGES = {
+    "compute_not_ordered_after_load": "load",
+    "load_not_ordered_after_compute": "compute",
+    "store_not_ordered_after_compute": "compute",
+    "compute_not_ordered_after_store": "store",
+}
+
+
+@needs_cuda
+def test_every_edge_of_the_pipeline_is_needed(tmp_path):
+    whole = load(tmp_path, "three_streams")
+    assert all(pipeline_is_right(whole, delayed) for delayed in ("load", "compute", "store"))
+    needed = {
+        control: not pipeline_is_right(load(tmp_path, "three_streams", control), delayed)
+        for control, delayed in PIPELINE_EDGES.items()
+    }
+    assert all(needed.values()), needed
+
+
+def gradients_are_right(module, delayed: str | None) -> bool:
+    """Two steps on other batches; ``delayed`` is a lane, from the begin of each step."""
+    device, layers, width, rows = torch.device("cuda"), 8, 1024, 4096
+    torch.manual_seed(0)
+    layer = [nn.Sequential(nn.Linear(width, width), nn.Tanh()) for _ in range(layers)]
+    model = nn.Sequential(*layer).to(device)
+    batches = [torch.randn(rows, width, device=device, requires_grad=True) for _ in range(2)]
+    parameters = list(model.parameters())
+
+    def step(batch: torch.Tensor) -> tuple[torch.Tensor, ...]:
+        logged = batch.exp().mean()
+        gradients = torch.autograd.grad(model(batch).square().mean(), parameters)
+        return *gradients, logged.detach()
+
+    expected = [step(batch) for batch in batches]
+    nbytes = batches[0].nbytes
+    offload = module.ActivationOffload(
+        device, 3 * layers * nbytes, 2 * nbytes, stay=parameters, smallest=nbytes
+    )
+    torch.cuda.synchronize()
+    load_back = offload.load
+
+    def load_late(storage) -> None:
+        if delayed == "unread" and storage.index == 0:  # of `logged`, which has no backward
+            delay(offload.h2d)
+        load_back(storage)
+
+    offload.load = load_late
+    with closing(offload):
+        ours = []
+        for batch in batches:
+            lanes = {"compute": torch.cuda.current_stream(), "h2d": offload.h2d, "d2h": offload.d2h}
+            if delayed in lanes:
+                delay(lanes[delayed])
+            with offload.saving():
+                ours.append(step(batch))
+        torch.cuda.synchronize()
+    return all(
+        torch.equal(*pair)
+        for mine, theirs in zip(ours, expected, strict=True)
+        for pair in zip(mine, theirs, strict=True)
+    )
+
+
+OFFLOAD_EDGES = {
+    "store_not_ordered_after_compute": "compute",
+    "source_freed_before_its_copy": "d2h",
+    "load_not_ordered_after_compute": "compute",
+    "backward_not_ordered_after_load": "h2d",
+    "pool_used_again_too_early": "unread",
+}
+
+
+@needs_cuda
+def test_every_edge_of_activation_offload_is_needed(tmp_path):
+    whole = load(tmp_path, "activation_offload")
+    delays = sorted({*OFFLOAD_EDGES.values()})
+    right = {delayed: gradients_are_right(whole, delayed) for delayed in delays}
+    assert all(right.values()), right
+    needed = {
+        control: not gradients_are_right(load(tmp_path, "activation_offload", control), delayed)
+        for control, delayed in OFFLOAD_EDGES.items()
+    }
+    assert all(needed.values()), needed
+
+
+@needs_cuda
+def test_a_step_holds_nobody_and_frees_memory(recipe, streams):
+    device, layers, width, rows = torch.device("cuda"), 8, 4096, 8192
+    layer = [nn.Sequential(nn.Linear(width, width), nn.Tanh()) for _ in range(layers)]
+    model = nn.Sequential(*layer).to(device, torch.bfloat16)
+    batch = torch.randn(rows, width, device=device, dtype=torch.bfloat16)
+    for parameter in model.parameters():
+        parameter.grad = torch.zeros_like(parameter)
+    offload = recipe.ActivationOffload(
+        device, 2 * layers * batch.nbytes, 2 * batch.nbytes, stay=(batch, *model.parameters())
+    )
+
+    def step(saving) -> int:
+        torch.cuda.synchronize()
+        before = torch.cuda.memory_allocated()
+        torch.cuda.reset_peak_memory_stats()
+        with saving:
+            loss = model(batch).float().mean()
+        loss.backward()
+        return torch.cuda.max_memory_allocated() - before
+
+    with closing(offload):
+        resident = step(torch.enable_grad())
+        step(offload.saving())
+        moved = step(offload.saving())
+        assert resident - moved >= (layers - 6) * batch.nbytes, (resident, moved)
+
+        def forward_and_backward() -> None:
+            with offload.saving():
+                loss = model(batch).float().mean()
+            loss.backward()
+
+        verdict = streams.is_my_copy_asynchronous(forward_and_backward)
+        assert not verdict.holds_host, verdict
+        for copies in verdict.copies.values():
+            assert copies.pinned and copies.own_stream and copies.hidden_share > 0.5, verdict
