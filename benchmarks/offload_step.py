@@ -19,14 +19,17 @@ How a number is made
 --------------------
 * ``step_s``: forward and backward, by the host's clock, from a synchronised device until all
   gradients are where the mode leaves them and the device is idle: median over steps after a warm-up
-  step. Modes with an optimizer in their name run it too, and steps follow each other without a
-  synchronisation: ``step_s`` is the time of ``OPTIMIZER_STEPS`` steps over their number.
-* ``resident`` keeps all weights and gradients on the device, runs each block without saving
-  anything but its input and runs it again in backward: the kernels of ``streamed``, none of its
-  copies. ``resident_early_stop`` does so with ``torch.utils.checkpoint``, which stops the second run
-  where the last tensor that backward needs is there: seven matrix products a block instead of eight.
-  ``resident_all_saved`` runs no block again. ``resident_zeros`` is ``resident`` with zeros for
-  weights and data: the same kernels, less power.
+  step.
+* ``in_a_row_s``: the time of ``IN_A_ROW`` steps over their number when nothing waits between them,
+  as when gradients are accumulated: the next step's first load runs beside the last one's last
+  store. ``streamed_adam`` and ``torchao`` run their optimizer in each step; their ``step_s`` is
+  measured like this.
+* ``resident`` keeps all weights and gradients on the device and runs each block again in backward,
+  by ``torch.utils.checkpoint``: the kernels of ``streamed``, none of its copies. The second run
+  stops where the last tensor that backward needs is there, which makes seven matrix products a
+  block. ``resident_whole_recompute`` runs the block to its end: eight. ``resident_all_saved`` runs
+  no block again. ``resident_zeros`` is ``resident`` with zeros for weights and data: the same
+  kernels, less power.
 * A *phase* is one block's forward or backward. Its compute time is measured by events in a resident
   step: alone, and *beside* the copies of a streamed step, which start with the phase and for which
   no kernel waits.
@@ -35,14 +38,15 @@ How a number is made
   where both are under way. Loads: each block once in forward, all but the last two again in
   backward (two slots keep them). ``eta`` = ``bound_s`` / ``step_s``; ``eta_alone`` is the same with
   compute measured alone.
-* With an optimizer the bound is the larger of the host's updates of all blocks and ``bound_s`` plus
-  the update of the first block, which lies between its last gradient and its next load.
+* ``streamed_adam``: its bound is the larger of the updates of all blocks on the host, and the bound
+  above plus the update of the first block, which lies between its gradient's store and its next
+  load. ``update_s`` is the update of one block, alone.
 * ``over_resident``: ``step_s`` over that of ``resident``.
 * ``sm_clock_mhz``, ``power_w``: medians of what ``nvidia-smi`` reads while the row is measured;
   nothing is set.
 * ``peak_allocated_bytes``, ``peak_reserved_bytes``: the device allocator's peaks over the steps of
-  the row; ``pinned_bytes``: page-locked host memory, PyTorch's own allocator plus what is registered
-  with ``cudaHostRegister``.
+  the row; ``pinned_bytes``: page-locked host memory, PyTorch's own plus what is registered with
+  ``cudaHostRegister``.
 * ``gradients_bitwise``: whether the first and the last block's gradients have the bits of
   ``resident`` at these tokens.
 
@@ -56,6 +60,7 @@ every copy of a block's size is between the device and pinned memory; ``blocking
 import argparse
 import gc
 import importlib
+import os
 import signal
 import statistics
 import subprocess
@@ -65,20 +70,24 @@ import time
 from collections import Counter
 from collections.abc import Callable, Iterator
 from dataclasses import dataclass
-from importlib.metadata import PackageNotFoundError, version
-from itertools import pairwise
+from importlib.metadata import version
+from itertools import chain, pairwise
 from pathlib import Path
 
 import torch
 import torch.distributed as dist
 from torch import nn
 from torch.distributed.fsdp import CPUOffloadPolicy, fully_shard
-from torch.func import functional_call
 from torch.nn import functional as F
 from torch.utils.checkpoint import checkpoint
 
 ROOT = Path(__file__).resolve().parents[1]
 sys.path[:0] = [str(ROOT), str(ROOT / "recipes_source" / "offload")]
+
+import accumulate_and_average  # noqa: E402
+import activation_offload  # noqa: E402
+import pipelined_optimizer  # noqa: E402
+import weight_streaming  # noqa: E402
 
 from benchmarks.measuring import (  # noqa: E402
     Drawn,
@@ -93,28 +102,38 @@ from benchmarks.measuring import (  # noqa: E402
     write_trace,
 )
 
+MODEL = "x + down(gelu(up(rms_norm(x)))), {0.width} x {0.hidden}"
 BOUND_FROM = (
     "first load + sum over phases of max(compute, load, store) + last store, compute beside the "
     "same copies, duplex rates where both directions are under way, all of this run"
 )
-OPTIMIZER_STEPS = 3  # timed together, after one
+BOUND_WITH_UPDATES = (
+    "the larger of all blocks' updates on the host, and forward's and backward's bound plus the "
+    "first block's update"
+)
+IN_A_ROW = 3  # steps timed together
 MICROBATCHES = 4
-LEARNING_RATE = 1e-4
-TRACED_TOKENS = 8192
-GAP_US = 200.0  # kernels closer than this are one block of a picture
+ADAMW = {"lr": 3e-6, "betas": (0.9, 0.95)}
+ADAM_BYTES = 16  # a parameter: bf16 weight and gradient, fp32 weight and two moments
+BEYOND_STEPS = 6
 
 
 @dataclass(frozen=True)
 class Size:
-    """Widths in features, tokens a step, repeats in steps; ``layers`` of the rows without any."""
+    """Widths in features, tokens a step; ``beyond``: of the model that does not fit the device."""
 
     width: int
     hidden: int
     layers: int
-    tokens: tuple[int, ...]
+    tokens: tuple[int, int, int, int, int]
     memory_layers: tuple[int, ...]
     beyond_layers: int
     beyond_tokens: int
+
+    @property
+    def judged_tokens(self) -> int:
+        """At which gradients are compared and traces taken."""
+        return self.tokens[2]
 
     @property
     def layer_parameters(self) -> int:
@@ -125,9 +144,9 @@ class Size:
         return 2 * self.layer_parameters
 
 
-# 23 blocks: 12.3 G parameters, 16 bytes each with Adam: 1.3 times a device of 150 GB.
+# 23 blocks are 12.35 G parameters: with Adam 198 GB, 1.3 times a device of 150 GB.
 FULL = Size(8192, 32768, 12, (2048, 4096, 8192, 16384, 32768), (4, 8, 12), 23, 8192)
-SMALL = Size(64, 256, 5, (128, 256), (3, 5), 6, 128)
+SMALL = Size(64, 256, 5, (32, 64, 128, 256, 512), (3, 5), 6, 128)
 
 
 # -- the model --------------------------------------------------------------------------------
@@ -176,16 +195,23 @@ class Workload:
                     weight.copy_(drawn.normal_(0, deviation, generator=generator))
             yield block
 
-    def batch(self, tokens: int, *, zeros: bool = False) -> tuple[torch.Tensor, Callable]:
+    def batch(
+        self, tokens: int, *, zeros: bool = False, seed: int = 0
+    ) -> tuple[torch.Tensor, Callable]:
         """Inputs (tokens x width, bfloat16) and the loss of outputs (0-d)."""
-        generator = torch.Generator(self.device).manual_seed(tokens)
+        generator = torch.Generator(self.device).manual_seed(1000 + seed)
         x, target = (
             torch.empty(tokens, self.size.width, device=self.device, dtype=torch.bfloat16).normal_(
                 0, 0.0 if zeros else 1.0, generator=generator
             )
             for _ in range(2)
         )
-        return x, lambda y: (y - target).square().mean()
+        return x, lambda y: (y - target[: len(y)]).square().mean()
+
+
+def start_group() -> None:
+    """A process group of this process alone; its store needs no port."""
+    dist.init_process_group(store=dist.HashStore(), rank=0, world_size=1)
 
 
 # -- the modes --------------------------------------------------------------------------------
@@ -199,6 +225,9 @@ class Mode:
     bounded = False  # loads and stores every block, and runs it again in backward
     zeros = False
     optimizer = False
+    in_a_row = False  # whether steps that follow each other are measured as well
+    slots = 2
+    sizes: tuple[int, ...] = (2,)  # which of the tokens are measured
 
     def __init__(self, work: Workload) -> None:
         self.work, self.device = work, work.device
@@ -218,9 +247,11 @@ class Mode:
 
 
 class Resident(Mode):
-    """All weights and gradients on the device; backward runs each block again, whole."""
+    """All weights and gradients on the device; backward runs each block again."""
 
-    early_stop = False
+    early_stop = True  # without its last product, as torch.utils.checkpoint does
+    in_a_row = True
+    sizes = (0, 1, 2, 3, 4)
 
     def __init__(self, work: Workload) -> None:
         super().__init__(work)
@@ -237,9 +268,11 @@ class Resident(Mode):
 
     def step(self, x: torch.Tensor, loss_of: Callable) -> torch.Tensor:
         kept = []
+        for weight in chain(*self.weights):
+            weight.grad = None
         for layer in range(len(self.layers)):
             self.phase()
-            x = x.detach().requires_grad_()
+            x = x.detach().requires_grad_(layer > 0)
             y = self.run(layer, x)
             kept.append((x, y if self.early_stop else None))
             x = y
@@ -253,9 +286,11 @@ class Resident(Mode):
             if y is None:
                 with torch.enable_grad():
                     y = self.layers[layer](x)
-            gradient, *found = torch.autograd.grad(y, [x, *self.weights[layer]], gradient)
-            del x, y
-            for weight, weight_gradient in zip(self.weights[layer], found, strict=True):
+            inputs = [*self.weights[layer], *([x] if layer else [])]
+            found = torch.autograd.grad(y, inputs, gradient)
+            gradient = found[-1]
+            del x, y, inputs
+            for weight, weight_gradient in zip(self.weights[layer], found, strict=False):
                 weight.grad = weight_gradient
         self.phase()
         return loss.detach()
@@ -264,26 +299,30 @@ class Resident(Mode):
         return [weight.grad for weight in self.weights[layer]]
 
 
-class ResidentEarlyStop(Resident):
-    note = "torch.utils.checkpoint: the second run of a block leaves out its last product"
-    early_stop = True
+class ResidentWholeRecompute(Resident):
+    note = "backward runs each block again to its end: eight products instead of seven"
+    early_stop = False
+    in_a_row = False
+    sizes = (2,)
 
 
 class ResidentZeros(Resident):
     note = "weights and data are zeros"
     zeros = True
+    in_a_row = False
+    sizes = (2,)
 
 
 class ResidentAllSaved(Resident):
     """Nothing is run again: autograd saves what it needs, on the device."""
 
     saving = staticmethod(torch.enable_grad)  # the context in which forward runs
+    in_a_row = False
+    sizes = (2,)
 
     def step(self, x: torch.Tensor, loss_of: Callable) -> torch.Tensor:
-        for weights in self.weights:
-            for weight in weights:
-                weight.grad = None
-        x = x.detach().requires_grad_()
+        for weight in chain(*self.weights):
+            weight.grad = None
         with self.saving():
             for layer in self.layers:
                 x = layer(x)
@@ -307,72 +346,14 @@ class TorchtuneOffload(ResidentAllSaved):
         self.saving = training.OffloadActivations
 
 
-class OneStream(Mode):
-    """Weights and gradients on the host, every copy on the stream of the kernels."""
-
-    bounded = True
-    pinned = True
-    note = "pinned memory, non_blocking copies on the stream that computes"
-
-    def __init__(self, work: Workload) -> None:
-        super().__init__(work)
-        pin = self.pinned and work.device.type == "cuda"
-        with torch.device("meta"):
-            self.block = Block(work.size)
-        self.weights, self.stored = [], []
-        for layer in work.build(work.device):
-            copies = {}
-            for name, weight in layer.named_parameters():
-                copies[name] = torch.empty(weight.shape, dtype=weight.dtype, pin_memory=pin)
-                copies[name].copy_(weight.detach())
-            self.weights.append(copies)
-            stored = {
-                name: torch.zeros(copy.shape, dtype=copy.dtype, pin_memory=pin)
-                for name, copy in copies.items()
-            }
-            self.stored.append(stored)
-
-    def load(self, layer: int) -> dict[str, torch.Tensor]:
-        weights = self.weights[layer].items()
-        return {
-            name: weight.to(self.device, non_blocking=True).requires_grad_()
-            for name, weight in weights
-        }
-
-    def step(self, x: torch.Tensor, loss_of: Callable) -> torch.Tensor:
-        kept = []
-        for layer in range(len(self.weights)):
-            kept.append(x)
-            with torch.no_grad():
-                x = functional_call(self.block, self.load(layer), x)
-        y = x.detach().requires_grad_()
-        loss = loss_of(y)
-        (gradient,) = torch.autograd.grad(loss, y)
-        del x, y
-        for layer in reversed(range(len(self.weights))):
-            x, weights = kept.pop().detach().requires_grad_(), self.load(layer)
-            y = functional_call(self.block, weights, x)
-            gradient, *found = torch.autograd.grad(y, [x, *weights.values()], gradient)
-            for target, weight_gradient in zip(self.stored[layer].values(), found, strict=True):
-                target.copy_(weight_gradient, non_blocking=True)
-        return loss.detach()
-
-    def gradients(self, layer: int) -> list[torch.Tensor]:
-        return list(self.stored[layer].values())
-
-
-class Pageable(OneStream):
-    pinned = False
-    note = "the same code with memory that is not page-locked"
-
-
 class Fsdp2CpuOffload(Mode):
     note = "fully_shard a block, CPUOffloadPolicy, torch.utils.checkpoint"
+    in_a_row = True
+    sizes = (0, 1, 2, 3, 4)
 
     def __init__(self, work: Workload) -> None:
         super().__init__(work)
-        if not dist.is_initialized():  # one rank, so a store in this process will do
-            dist.init_process_group(store=dist.HashStore(), rank=0, world_size=1)
+        start_group()
         pin = work.device.type == "cuda"
         mesh = dist.device_mesh.init_device_mesh(work.device.type, (1,))
         settings = {"mesh": mesh, "offload_policy": CPUOffloadPolicy(pin_memory=pin)}
@@ -396,8 +377,9 @@ class Fsdp2CpuOffload(Mode):
         dist.destroy_process_group()
 
 
-class TorchaoOptimizer(ResidentEarlyStop):
+class TorchaoOptimizer(Resident):
     optimizer = True
+    sizes = (2,)
 
     def __init__(self, work: Workload) -> None:
         optim = importlib.import_module("torchao.optim")
@@ -407,7 +389,7 @@ class TorchaoOptimizer(ResidentEarlyStop):
             "gradients on the device, weights and both moments in bfloat16 on the host"
         )
         self.model = nn.ModuleList(self.layers)
-        self.adam = optim.CPUOffloadOptimizer(self.model.parameters(), lr=LEARNING_RATE)
+        self.adam = optim.CPUOffloadOptimizer(self.model.parameters(), **ADAMW)
 
     def step(self, x: torch.Tensor, loss_of: Callable) -> torch.Tensor:
         for layer in self.layers:  # its hooks run where autograd accumulates
@@ -418,9 +400,13 @@ class TorchaoOptimizer(ResidentEarlyStop):
         self.adam.zero_grad()
         return loss.detach()
 
+    def gradients(self, layer: int) -> None:
+        return None
+
 
 class DeepspeedZero3(Mode):
     def __init__(self, work: Workload) -> None:
+        os.environ.setdefault("LOCAL_RANK", "0")
         deepspeed = importlib.import_module("deepspeed")
         super().__init__(work)
         self.note = (
@@ -428,8 +414,7 @@ class DeepspeedZero3(Mode):
             "(pinned), torch.utils.checkpoint; SGD, whose step is not timed"
         )
         model = nn.Sequential(*(Recomputed(block) for block in work.build("cpu")))
-        if not dist.is_initialized():
-            dist.init_process_group(store=dist.HashStore(), rank=0, world_size=1)
+        start_group()
         config = {
             "train_micro_batch_size_per_gpu": 1,
             "bf16": {"enabled": True},
@@ -460,14 +445,17 @@ class DeepspeedZero3(Mode):
 
 
 class Streamed(Mode):
-    recipes = ("weight_streaming",)
+    recipes = ("host_layers", "weight_streaming")
     bounded = True
-    slots = 2
+    in_a_row = True
+    sizes = (0, 1, 2, 3, 4)
 
     def __init__(self, work: Workload) -> None:
         super().__init__(work)
-        streaming = importlib.import_module("weight_streaming")
-        self.stack = streaming.StreamedStack(work.build("cpu"), work.device, slots=self.slots)
+        self.stack = self.stack_of(work.build(work.device))
+
+    def stack_of(self, layers: Iterator[Block]):
+        return weight_streaming.StreamedStack(layers, self.device, slots=self.slots)
 
     def step(self, x: torch.Tensor, loss_of: Callable) -> torch.Tensor:
         return self.stack.step(x, loss_of)
@@ -483,27 +471,122 @@ class Streamed(Mode):
         self.stack.close()
 
 
-class Streamed3Slots(Streamed):
-    slots = 3
+class Streamed4Slots(Streamed):
+    slots = 4
+    sizes = (0, 2)
+    note = "four slots for weights: four blocks less to load in backward"
+
+
+class Streamed4Microbatches(Streamed):
+    recipes = (*Streamed.recipes, "accumulate_and_average")
+    bounded = False  # a phase is four microbatches long, which no resident run here is
+    sizes = (2, 4)
+    note = f"the tokens in {MICROBATCHES} microbatches, all of them through a block, then the next"
+
+    def stack_of(self, layers: Iterator[Block]):
+        return accumulate_and_average.LayerMajor(layers, self.device)
+
+    def step(self, x: torch.Tensor, loss_of: Callable) -> torch.Tensor:
+        return self.stack.step(list(x.chunk(MICROBATCHES)), loss_of)
+
+    def gradients(self, layer: int) -> None:
+        return None
+
+
+class StreamedAdam(Streamed):
+    recipes = (*Streamed.recipes, "pipelined_optimizer")
+    optimizer = True
+    sizes = (0, 2, 4)
+    note = "AdamW on the host in each step: fp32 weights and moments, no clipping"
+
+    def stack_of(self, layers: Iterator[Block]):
+        start_group()
+        return pipelined_optimizer.PipelinedAdamW(layers, self.device, adamw=ADAMW)
+
+    def finish(self) -> None:
+        self.stack.finish()
+        synchronize(self.device)
+
+    def update_seconds(self) -> list[float]:
+        """Of one block's update each, on the thread that does it, nothing beside it."""
+        samples = []
+        for layer in range(min(3, self.work.layers)):
+            begin = time.perf_counter()
+            self.stack.updates.submit(self.stack.update, layer).result()
+            samples.append(time.perf_counter() - begin)
+        return samples
+
+    def gradients(self, layer: int) -> None:
+        return None
+
+    def close(self) -> None:
+        super().close()
+        dist.destroy_process_group()
+
+
+class StreamedActivationOffload(Streamed):
+    recipes = (*Streamed.recipes, "activation_offload")
+    note = "saved inputs of blocks on the host as well"
+    sizes = (2, 4)
+    offload = None
+
+    def step(self, x: torch.Tensor, loss_of: Callable) -> torch.Tensor:
+        if self.offload is None or self.tokens != len(x):
+            if self.offload is not None:
+                self.offload.close()
+            lanes = self.stack.h2d, self.stack.d2h
+            self.offload = activation_offload.ActivationOffload(
+                self.device, self.work.layers * x.nbytes, window=2 * x.nbytes, lanes=lanes
+            )
+            self.tokens = len(x)
+        with self.offload.saving():
+            return super().step(x, loss_of)
+
+    def close(self) -> None:
+        super().close()
+        if self.offload is not None:
+            self.offload.close()
+
+
+class OneStream(Streamed):
+    note = "the same code, every copy on the stream of the kernels"
+    in_a_row = False
+
+    def __init__(self, work: Workload) -> None:
+        super().__init__(work)
+        self.stack.h2d = self.stack.d2h = self.stack.streams.current_stream()
+
+
+class Pageable(OneStream):
+    note = "one stream, and memory that is not page-locked"
+    sizes = (0, 2)
+
+    def __init__(self, work: Workload) -> None:
+        super().__init__(work)
+        for buffer in self.stack.weights + self.stack.gradients:
+            buffer.close()
 
 
 MODES: dict[str, type[Mode]] = {
     "resident": Resident,
     "streamed": Streamed,
-    "resident_early_stop": ResidentEarlyStop,
+    "resident_whole_recompute": ResidentWholeRecompute,
     "resident_zeros": ResidentZeros,
     "resident_all_saved": ResidentAllSaved,
-    "streamed_3_slots": Streamed3Slots,
+    "streamed_4_slots": Streamed4Slots,
     "one_stream": OneStream,
     "fsdp2_cpu_offload": Fsdp2CpuOffload,
+    "pageable": Pageable,
+    "streamed_4_microbatches": Streamed4Microbatches,
+    "streamed_activation_offload": StreamedActivationOffload,
     "save_on_cpu": SaveOnCpu,
     "torchtune": TorchtuneOffload,
+    "streamed_adam": StreamedAdam,
     "torchao": TorchaoOptimizer,
-    "pageable": Pageable,
     "deepspeed": DeepspeedZero3,
 }
 TRACED = ("streamed", "one_stream", "pageable", "fsdp2_cpu_offload")
-SETTLING = ("resident_zeros",)  # one size is enough
+MEMORY_MODES = ("resident", "streamed", "streamed_activation_offload")
 RECIPES = {name: mode.recipes for name, mode in MODES.items()}
 
 
@@ -671,28 +754,24 @@ def limited(seconds: int) -> None:
 
 
 def repeats_for(tokens: int) -> int:
-    return 5 if tokens <= 8192 else 3
+    return 5 if tokens <= 4096 else 3
 
 
-def step_seconds(mode: Mode, batch: tuple, repeats: int) -> list[float]:
-    """Seconds of ``repeats`` steps after one; with an optimizer, of its steps over their number."""
-    mode.step(*batch)
-    mode.finish()
-    samples = []
-    if mode.optimizer:
-        for _ in range(2):
-            begin = time.perf_counter()
-            for _ in range(OPTIMIZER_STEPS):
-                mode.step(*batch)
-            mode.finish()
-            samples.append((time.perf_counter() - begin) / OPTIMIZER_STEPS)
-        return samples
-    for _ in range(repeats):
+def step_seconds(mode: Mode, batch: tuple, repeats: int) -> dict[str, list[float]]:
+    """Seconds of single steps and of steps in a row, after one that is not measured."""
+
+    def seconds(steps: int) -> float:
         begin = time.perf_counter()
-        mode.step(*batch)
+        for _ in range(steps):
+            mode.step(*batch)
         mode.finish()
-        samples.append(time.perf_counter() - begin)
-    return samples
+        return (time.perf_counter() - begin) / steps
+
+    seconds(1)
+    if mode.optimizer:
+        return {"step_s": [seconds(IN_A_ROW) for _ in range(2)]}
+    samples = {"step_s": [seconds(1) for _ in range(repeats)]}
+    return samples | ({"in_a_row_s": [seconds(IN_A_ROW)]} if mode.in_a_row else {})
 
 
 def forget_peaks(device: torch.device) -> None:
@@ -727,17 +806,20 @@ class Reference:
             return found
         found["over_resident"] = row["step_s"] / resident["step_s"]
         if mode.bounded and link:
+            update = row.get("update_s", 0.0)
+            nbytes = mode.work.size.layer_bytes
             for suffix, compute in (("", "compute_beside_s"), ("_alone", "compute_alone_s")):
-                bound = bound_s(resident["samples"][compute], mode.work.size.layer_bytes, link)
+                bound = bound_s(resident["samples"][compute], nbytes, link, mode.slots) + update
+                bound = max(bound, mode.work.layers * update)
                 found |= {f"bound{suffix}_s": bound, f"eta{suffix}": bound / row["step_s"]}
-            found["bound_from"] = BOUND_FROM
+            found["bound_from"] = BOUND_WITH_UPDATES if mode.optimizer else BOUND_FROM
         return found
 
 
 def judged_gradients(mode: Mode) -> list[torch.Tensor] | None:
     """The first and the last block's gradients, on the host."""
     found = [mode.gradients(layer) for layer in (0, mode.work.layers - 1)]
-    if None in found:
+    if None in found or mode.zeros:
         return None
     return [gradient.detach().to("cpu", copy=True) for layer in found for gradient in layer]
 
@@ -748,8 +830,8 @@ def measure(mode: Mode, tokens: int) -> dict:
     forget_peaks(mode.device)
     with Machine() as machine:
         samples = step_seconds(mode, batch, repeats_for(tokens))
-    row = {"step_s": statistics.median(samples), **peaks(mode.device), **machine.row}
-    return row | {"samples": {"step_s": samples}}
+    medians = {field: statistics.median(values) for field, values in samples.items()}
+    return {**medians, **peaks(mode.device), **machine.row, "samples": samples}
 
 
 # -- traces -----------------------------------------------------------------------------------
@@ -774,22 +856,22 @@ def lanes_of(events: list[dict], layers: int, nbytes: int) -> list[Drawn]:
     """Compute by layer, loads and stores of a traced step.
 
     A kernel belongs to the phase of the latest matrix product, told by the operator that launched
-    it: a block's forward launches two, its backward six (five where the second run stops early).
+    it: a block's forward launches two, its backward five, the first block's one less, since no
+    gradient of the batch is wanted.
     """
     operators = {e["args"]["External id"]: e["name"] for e in events if e.get("cat") == "cpu_op"}
     kernels = [e for e in events if e.get("cat") == "kernel"]
     is_product = [operators.get(e["args"].get("External id")) == "aten::mm" for e in kernels]
-    in_backward, left = divmod(sum(is_product) - 2 * layers, layers)
-    if left or in_backward not in (5, 6):
-        raise ValueError(f"{sum(is_product)} matrix products in {layers} layers' step")
     firsts = [2 * layer for layer in range(layers)]
-    firsts += [2 * layers + in_backward * layer for layer in range(layers)]
+    firsts += [2 * layers + 5 * layer for layer in range(layers)]
+    if sum(is_product) != firsts[-1] + 4:
+        raise ValueError(f"{sum(is_product)} matrix products, expected {firsts[-1] + 4}")
     names = [f"forward {layer}" for layer in range(layers)]
     names += [f"backward {layer}" for layer in reversed(range(layers))]
     drawn, products = [], 0
     for kernel, product in zip(kernels, is_product, strict=True):
         start, stop = kernel["ts"], kernel["ts"] + kernel["dur"]
-        if product and products < len(firsts) * 8 and products in firsts:
+        if product and products in firsts:
             drawn.append(Drawn("compute", names[firsts.index(products)], start, stop))
         elif drawn:
             last = drawn[-1]
@@ -813,9 +895,9 @@ def judge_trace(events: list[dict], lanes: list[Drawn], layers: int, slots: int)
     found: dict = {"copies_pinned": all("Pinned" in d.label for d in loads + stores)}
     if len(loads) == 2 * layers - slots and len(stores) == layers:
         order = range(layers - 1, -1, -1)
-        load_of = dict(zip([layer for layer in order if layer < layers - slots], loads[layers:]))
+        load_of = dict(zip(order[slots:], loads[layers:], strict=True))
         store_of = dict(zip(order, stores, strict=True))
-        judged = [layer for layer in order][2:-2]
+        judged = order[2:-2]
         overlapped = 0
         for layer in judged:
             three = (backward[f"backward {layer}"], load_of[layer - 1], store_of[layer + 1])
@@ -842,8 +924,7 @@ def run(arguments: argparse.Namespace, device: torch.device) -> None:
     work = Workload(size, device, size.layers)
     link = link_rates(device, size.layer_bytes)
     workload = {
-        "model": f"{size.layers} blocks x + down(gelu(up(rms_norm(x)))), {size.width} x "
-        f"{size.hidden}",
+        "model": f"{size.layers} blocks " + MODEL.format(size),
         "precision": "bfloat16 weights, gradients and compute",
         "layer_parameters": size.layer_parameters,
         "layer_bytes": size.layer_bytes,
@@ -853,60 +934,128 @@ def run(arguments: argparse.Namespace, device: torch.device) -> None:
     say(started, f"{device_name(device)}, link {link}")
     rows = {row["tokens"]: row for row in results.data["rows"] if row["name"] == "resident"}
     reference = Reference(rows, {})
-    tokens_wanted = arguments.tokens or size.tokens
-    compared = TRACED_TOKENS if TRACED_TOKENS in tokens_wanted else tokens_wanted[0]
+
+    def rows(mode: Mode, pinned: PinnedBytes) -> None:
+        say(started, f"{name}: built")
+        for tokens in wanted:
+            row = measure(mode, tokens)
+            if name == "resident":
+                add_phases(mode, tokens, row)
+                reference.rows[tokens] = row
+                if tokens == size.judged_tokens:
+                    reference.gradients[tokens] = judged_gradients(mode)
+            if isinstance(mode, StreamedAdam):
+                row["samples"]["update_s"] = updates = mode.update_seconds()
+                row["update_s"] = statistics.median(updates)
+            row |= reference.compare(mode, tokens, row, link) | pinned.row()
+            row |= {"name": name, "tokens": tokens, "note": mode.note}
+            results.add(row)
+            if arguments.trace and tokens == size.judged_tokens and name in TRACED:
+                row |= trace(mode, name, arguments.out, head)
+                results.add(row)
+            shown = {k: v for k, v in row.items() if k not in ("samples", "bound_from", "note")}
+            say(started, f"{name}, {tokens}: {shown}")
+
     for name in arguments.modes:
-        tokens_here = [compared] if name in SETTLING else tokens_wanted
         wanted = [
-            tokens
-            for tokens in tokens_here
-            if arguments.again or not results.has(name, tokens=tokens)
+            size.tokens[index]
+            for index in MODES[name].sizes
+            if not arguments.tokens or size.tokens[index] in arguments.tokens
         ]
-        if not wanted:
-            continue
-        pinned, mode = PinnedBytes(), None
-        limited(arguments.limit)
-        try:
-            mode = MODES[name](work)
-            say(started, f"{name}: built")
-            for tokens in wanted:
-                row = measure(mode, tokens)
-                if name == "resident":
-                    batch = work.batch(tokens)
-                    for field, copies in (("compute_alone_s", False), ("compute_beside_s", True)):
-                        row["samples"][field] = phase_times(mode, batch, copies)
-                    reference.rows[tokens] = row
-                    if tokens == compared:
-                        reference.gradients[tokens] = judged_gradients(mode)
-                    del batch
-                row |= reference.compare(mode, tokens, row, link) | pinned.row()
-                if arguments.trace and tokens == compared and name in TRACED:
-                    row |= trace(mode, name, arguments.out, head)
-                results.add({"name": name, "tokens": tokens, "note": mode.note, **row})
-                shown = {k: v for k, v in row.items() if k not in ("samples", "bound_from")}
-                say(started, f"{name}, {tokens}: {shown}")
-        except (ImportError, PackageNotFoundError) as error:
-            results.skip(name, f"{type(error).__name__}: {error}")
-            say(started, f"{name}: not run, {error}")
-        except Exception as error:  # one mode's failure is a row's, not the run's
-            results.skip(name, f"{type(error).__name__}: {str(error)[:300]}")
-            say(started, f"{name}: failed, {type(error).__name__}: {error}")
-            if arguments.raises:
-                raise
-        finally:
-            limited(0)
-            if mode is not None:
-                mode.close()
-            pinned.close()
-            del mode
-            gc.collect()
+        if not arguments.again:
+            wanted = [tokens for tokens in wanted if not results.has(name, tokens=tokens)]
+        if wanted:
+            attempt(name, work, results, arguments, rows)
+
+
+def add_phases(mode: Resident, tokens: int, row: dict) -> None:
+    batch = mode.work.batch(tokens)
+    for field, copies in (("compute_alone_s", False), ("compute_beside_s", True)):
+        row["samples"][field] = phase_times(mode, batch, copies)
+
+
+def attempt(
+    name: str, work: Workload, results: Results, arguments: argparse.Namespace, body: Callable
+) -> None:
+    """``body`` with a mode and its page-locked memory; a failure is why there is no row."""
+    pinned, mode = PinnedBytes(), None
+    limited(arguments.limit)
+    try:
+        mode = MODES[name](work)
+        body(mode, pinned)
+    except Exception as error:
+        results.skip(name, f"{type(error).__name__}: {str(error)[:300]}")
+        print(f"{name}: not run, {type(error).__name__}: {error}", flush=True)
+        if arguments.raises:
+            raise
+    finally:
+        limited(0)
+        if mode is not None:
+            mode.close()
+        pinned.close()
+        del mode
+        forget_peaks(work.device)
+
+
+def run_memory(arguments: argparse.Namespace, device: torch.device) -> None:
+    """The file ``offload_memory``: peaks over the number of layers; a model beyond the device."""
+    started = time.perf_counter()
+    size = SMALL if arguments.small else FULL
+    memory = torch.cuda.get_device_properties(device).total_memory if device.type == "cuda" else 0
+    workload = {
+        "model": MODEL.format(size),
+        "tokens": size.judged_tokens,
+        "layer_parameters": size.layer_parameters,
+        "device_memory_bytes": memory,
+        "state": "bf16 weights and gradients; with Adam fp32 weights and two moments besides",
+    }
+    head = header("offload_memory", device, workload, {})
+    results = Results(arguments.out, head, RECIPES, ("layers",))
+    cases = [(name, layers) for layers in size.memory_layers for name in MEMORY_MODES]
+    cases = cases if arguments.memory else []
+    cases += [("streamed_adam", size.beyond_layers)] * arguments.beyond
+
+    def row_of(mode: Mode, pinned: PinnedBytes) -> None:
+        name, layers = case
+        say(started, f"{name}, {layers} layers: built")
+        if mode.optimizer:
+            row = train_beyond(mode, size.beyond_tokens)
+        else:
+            row = measure(mode, size.judged_tokens)
+        parameters = layers * size.layer_parameters
+        state = parameters * (ADAM_BYTES if mode.optimizer else 4)
+        row |= {"parameters": parameters, "state_bytes": state, **pinned.row()}
+        row |= {"state_over_device": state / memory} if memory else {}
+        results.add({"name": name, "layers": layers, "note": mode.note} | row)
+        say(started, f"{name}, {layers} layers: {row}")
+
+    for case in cases:
+        if arguments.again or not results.has(case[0], layers=case[1]):
+            attempt(case[0], Workload(size, device, case[1]), results, arguments, row_of)
+
+
+def train_beyond(mode: Mode, tokens: int) -> dict:
+    """Train the blocks to return their input, a new batch each step; losses, times and peaks."""
+    losses, seconds = [], []
+    forget_peaks(mode.device)
+    for step in range(BEYOND_STEPS):
+        x, _ = mode.work.batch(tokens, seed=step)
+        begin = time.perf_counter()
+        losses.append(mode.step(x, lambda y, x=x: (y - x).float().square().mean()))
+        mode.finish()
+        seconds.append(time.perf_counter() - begin)
+        print(f"step {step}: loss {losses[-1].item():.3f}, {seconds[-1]:.2f} s", flush=True)
+    values = [loss.item() for loss in losses]
+    row = {"step_s": statistics.median(seconds[1:]), **peaks(mode.device)}
+    row |= {"first_loss": values[0], "last_loss": values[-1]}
+    return row | {"samples": {"step_s": seconds, "loss": values}}
 
 
 def trace(mode: Mode, name: str, folder: Path, head: dict) -> dict:
     """Write the mode's small trace; returns what it says about the row."""
     if mode.device.type != "cuda":
         return {}
-    events = traced_step(mode, mode.work.batch(TRACED_TOKENS))
+    events = traced_step(mode, mode.work.batch(mode.work.size.judged_tokens))
     lanes = lanes_of(events, mode.work.layers, mode.work.size.layer_bytes)
     begin = min(d.start for d in lanes)
     write_trace(folder, head, name, mode.recipes, lanes, begin)
@@ -918,9 +1067,11 @@ def main() -> None:
     parser.add_argument(
         "--out", type=Path, default=ROOT / "benchmarks", help="results/ and traces/ go here"
     )
-    parser.add_argument("--modes", type=lambda s: s.split(","), default=list(MODES))
+    parser.add_argument("--modes", type=lambda s: s.split(",") if s else [], default=list(MODES))
     parser.add_argument("--tokens", type=lambda s: tuple(map(int, s.split(","))), default=())
     parser.add_argument("--limit", type=int, default=90, help="seconds a mode may take")
+    parser.add_argument("--memory", action="store_true", help="peaks over the number of layers")
+    parser.add_argument("--beyond", action="store_true", help="train a model beyond the device")
     parser.add_argument("--small", action="store_true", help="a size for rehearsal on a CPU")
     parser.add_argument("--again", action="store_true", help="measure rows anew that are there")
     parser.add_argument("--trace", action="store_true", help="also write traces")
@@ -932,6 +1083,8 @@ def main() -> None:
     kind = torch.accelerator.current_accelerator(check_available=True)
     device = torch.device(kind.type if kind else "cpu", 0 if kind else None)
     run(arguments, device)
+    if arguments.memory or arguments.beyond:
+        run_memory(arguments, device)
 
 
 if __name__ == "__main__":
