@@ -3,28 +3,26 @@ Gather less and earlier: a prefetch schedule
 ============================================
 """
 
-import random
 from collections import deque
+from collections.abc import Iterable
 
-import stream_context as sharding
 import torch
 import torch.distributed as dist
+from stream_context import FsdpContext, Unit, rows
 from torch import nn
 from torch.distributed.device_mesh import DeviceMesh, init_device_mesh
 
 BUFFERS = 4  # units whose full weights may be in memory at once, in training
 GRADIENTS = 8  # full gradients that may wait for their reduce-scatter
-UNITS = 8
-STEPS = 4
 
 
-class PrefetchContext(sharding.FsdpContext):
+class PrefetchContext(FsdpContext):
     """docs"""
 
     def __init__(
         self,
         root: nn.Module,
-        units: list[nn.Module],
+        units: Iterable[nn.Module],
         mesh: DeviceMesh,
         buffers: int = BUFFERS,
         gradients: int = GRADIENTS,
@@ -33,21 +31,20 @@ class PrefetchContext(sharding.FsdpContext):
         super().__init__(root, units, mesh, **options)
         self.buffers, self.gradients = buffers, gradients
         self.reduce_stream = self.streams.Stream(priority=-1)
-        self.reduce_group = dist.new_group(dist.get_process_group_ranks(self.group))
         self.reducing: deque = deque()  # full gradients, and the events behind their reduction
-        self.order: list[sharding.Unit] = []  # of the units in this forward, or the last
-        self.upcoming: list[sharding.Unit] = []  # expected in what is left of this forward
-        self.stack: list[sharding.Unit] = []  # run in this forward; backward comes in reverse
-        self.busy: set[sharding.Unit] = set()  # computing now
-        self.gathers = self.mispredicted = 0
+        self.order: list[Unit] = []  # of the units in this forward, or the last
+        self.upcoming: list[Unit] = []  # expected in what is left of this forward
+        self.stack: list[Unit] = []  # run in this forward; backward comes in reverse
+        self.busy: set[Unit] = set()  # computing now
+        self.mispredicted = 0
 
     # what will be needed, soonest first
 
-    def future(self) -> list[sharding.Unit]:
+    def future(self) -> list[Unit]:
         turn = self.upcoming[::-1] if self.training else []
         return self.upcoming + turn + self.stack[::-1]
 
-    def before_forward(self, unit: sharding.Unit) -> None:
+    def before_forward(self, unit: Unit) -> None:
         if unit is not self.units[-1]:
             if self.upcoming and self.upcoming[0] is not unit:
                 self.mispredicted += 1
@@ -58,7 +55,7 @@ class PrefetchContext(sharding.FsdpContext):
         if self.training and unit is not self.units[-1]:
             self.stack.append(unit)
 
-    def before_backward(self, unit: sharding.Unit) -> None:
+    def before_backward(self, unit: Unit) -> None:
         if unit in self.stack:
             self.mispredicted += self.stack[-1] is not unit
             self.stack.reverse()
@@ -68,14 +65,14 @@ class PrefetchContext(sharding.FsdpContext):
 
     # the schedule
 
-    def before(self, unit: sharding.Unit) -> None:
+    def before(self, unit: Unit) -> None:
         self.busy.add(unit)
         if not unit.resident:
             self.make_room([unit, *self.future()], unit)
             self.unshard(unit)
         self.compute_stream.wait_event(unit.gathered)
 
-    def after(self, unit: sharding.Unit) -> None:
+    def after(self, unit: Unit) -> None:
         unit.consumed.record(self.compute_stream)
         self.busy.discard(unit)
         self.prefetch()
@@ -88,10 +85,10 @@ class PrefetchContext(sharding.FsdpContext):
                     return
                 self.unshard(unit)
 
-    def make_room(self, future: list, unit: sharding.Unit) -> bool:
+    def make_room(self, future: list, unit: Unit) -> bool:
         """Release the unit needed last, if there is no free buffer and it is needed after ``unit``."""
 
-        def when(u: sharding.Unit) -> int:
+        def when(u: Unit) -> int:
             return future.index(u) if u in future else len(future)
 
         resident = [u for u in self.units[:-1] if u.resident]
@@ -103,10 +100,6 @@ class PrefetchContext(sharding.FsdpContext):
             return False
         self.release(last)
         return True
-
-    def unshard(self, unit: sharding.Unit) -> None:
-        super().unshard(unit)
-        self.gathers += bool(unit.parameters)
 
     def begin_forward(self) -> None:
         super().begin_forward()
@@ -126,12 +119,12 @@ class PrefetchContext(sharding.FsdpContext):
 
     # gradients
 
-    def reduce(self, p: sharding.ShardedParameter, grad: torch.Tensor) -> None:
+    def reduce(self, p: rows.ShardedParameter, grad: torch.Tensor) -> None:
         ready, done = self.streams.Event(), self.streams.Event()
         ready.record(self.compute_stream)
         with self.streams.stream(self.reduce_stream):
             self.reduce_stream.wait_event(ready)
-            p.reduce_scatter(grad, self.reduce_group)
+            p.reduce(grad, self.reduce_scatter)
         done.record(self.reduce_stream)
         self.reducing.append((grad, done))
         self.drain_gradients(keep=self.gradients)
@@ -139,7 +132,7 @@ class PrefetchContext(sharding.FsdpContext):
     def drain_gradients(self, keep: int) -> None:
         while len(self.reducing) > keep:
             self.compute_stream.wait_event(self.reducing[0][1])
-            self.reducing.popleft()
+            self.reducing.popleft()  # the memory goes back to the compute stream
 
     def end_backward(self) -> None:
         self.stack.clear()
@@ -148,16 +141,29 @@ class PrefetchContext(sharding.FsdpContext):
         super().end_backward()
 
 
+def compare(shuffled: bool, device: torch.device) -> None:
+    mesh = init_device_mesh(device.type, (dist.get_world_size(),))
+    reference = rows.Stack(device, shuffled)
+    rows.train(reference)
+    for schedule in (FsdpContext, PrefetchContext):
+        model = rows.Stack(device, shuffled)
+        context = schedule(model, model.blocks, mesh)
+        rows.train(model, context.backward)
+        rows.prove_parity(model, reference)
+        print(
+            schedule.__name__,
+            shuffled,
+            getattr(context, "gathers", None),
+            getattr(context, "mispredicted", None),
+            context.peak_bytes,
+        )
+
+
 def main() -> None:
-    device = sharding.start_rank()
+    device = rows.start_rank()
     try:
-        model, reference = sharding.build_model(device), sharding.build_model(device)
-        mesh = init_device_mesh(device.type, (dist.get_world_size(),))
-        context = PrefetchContext(model, [m for m in model if isinstance(m, sharding.Block)], mesh)
-        sharding.train(model, device, context)
-        sharding.train(reference, device, None)
-        sharding.prove_parity(model, reference)
-        print(context.gathers, context.mispredicted, context.peak_bytes)
+        for shuffled in (False, True):
+            compare(shuffled, device)
     finally:
         dist.destroy_process_group()
 

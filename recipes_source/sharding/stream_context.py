@@ -43,100 +43,19 @@ asks for its own weights. The host runs ahead of the device, so the request arri
 """
 
 # %%
-# Imports and sizes
-# -----------------
-# Only torch and the standard library. 509 rows divide by no number of ranks, so that every shard
-# is uneven: the hard case is the tested one.
+# Imports
+# -------
 
-import os
-from collections import defaultdict, deque
-from collections.abc import Callable, Sequence
+from collections import deque
+from collections.abc import Callable, Iterable
 from functools import partial
 
+import sharded_parameter as rows
 import torch
 import torch.distributed as dist
+from sharded_parameter import Collective, ShardedParameter
 from torch import nn
 from torch.distributed.device_mesh import DeviceMesh, init_device_mesh
-from torch.distributed.tensor import DTensor, Shard
-
-WIDTH, HIDDEN = 64, 509  # features
-UNITS = 5
-BATCH = 8  # samples per rank and step
-STEPS = 4
-MICRO_BATCHES = 2  # gradients accumulated over them before a step
-
-all_gather = getattr(dist, "all_gather_single", dist.all_gather_into_tensor)  # torch 2.13 renames
-reduce_scatter = getattr(dist, "reduce_scatter_single", dist.reduce_scatter_tensor)
-
-# %%
-# One parameter, in two forms
-# ---------------------------
-# ``shard`` is what the rank keeps: its rows, as ``torch.chunk`` would cut them, padded to the same
-# number on every rank. ``parameter`` is the same memory as a ``DTensor``: what the optimizer
-# updates and a checkpoint saves. ``full`` is what the layer computes with.
-#
-# Row shards of equal size have a happy property: gathered one behind the other they **are** the
-# full weight. The collective writes straight into ``buffer``, whose first rows ``full`` views;
-# nothing is copied in or out. The price is one collective a parameter.
-#
-# Between uses ``full`` has no memory: its storage is resized to zero, and back before the next
-# gather. The tensor object stays the same all along, and so do the views that autograd saves in
-# forward and reads in backward: they find the gathered weights again, though at another address.
-# ``.data`` gives ``full`` a version counter of its own, since for autograd a gather would
-# otherwise be a forbidden change of a saved tensor. That the *values* are back in time is now
-# this recipe's duty.
-
-
-class ShardedParameter:
-    """A parameter of shape (rows, ...), of which each rank keeps ceil(rows / ranks) rows or less.
-
-    Args:
-        parameter: the full parameter, equal on every rank; at least one dimension.
-        owners: every (module, name) that holds it.
-        dtype: of the gathered weight and of its gradient.
-        empty: allocates the shard; called as ``empty(shape, dtype=, device=)``.
-    """
-
-    def __init__(self, parameter: nn.Parameter, owners: list, mesh: DeviceMesh, dtype, empty):
-        ranks, rank = mesh.size(), mesh.get_local_rank()
-        self.owners, self.mesh = owners, mesh
-        self.shape, self.stride = parameter.shape, parameter.stride()
-        rows = -(-self.shape[0] // ranks)
-        mine = parameter.detach()[rank * rows : (rank + 1) * rows]
-        shape, device = (rows, *self.shape[1:]), parameter.device
-        self.shard = empty(shape, dtype=parameter.dtype, device=device).zero_()
-        self.shard[: len(mine)] = mine
-        self.local = self.shard[: len(mine)]
-        self.parameter = nn.Parameter(self.distributed(self.local), parameter.requires_grad)
-        shape = (ranks * rows, *self.shape[1:])
-        self.buffer = torch.empty(shape, dtype=dtype or parameter.dtype, device=device)
-        self.nbytes = self.buffer.nbytes
-        self.full = nn.Parameter(self.buffer.data[: self.shape[0]], parameter.requires_grad)
-        self.buffer.untyped_storage().resize_(0)
-
-    def distributed(self, local: torch.Tensor) -> DTensor:
-        shape = {"shape": self.shape, "stride": self.stride}
-        return DTensor.from_local(local, self.mesh, [Shard(0)], run_check=False, **shape)
-
-    def reduce_scatter(self, grad: torch.Tensor, group: dist.ProcessGroup) -> None:
-        """Add the sum over all ranks of ``grad`` (rows, ...) to this rank's rows of ``.grad``."""
-        if missing := len(self.buffer) - len(grad):
-            grad = torch.cat([grad, grad.new_zeros(missing, *grad.shape[1:])])
-        reduced = torch.empty_like(self.shard, dtype=grad.dtype)
-        reduce_scatter(reduced, grad.contiguous(), group=group)
-        local = reduced[: len(self.local)].to(self.local.dtype)
-        if self.parameter.grad is None:
-            self.parameter.grad = self.distributed(local)
-        else:
-            self.parameter.grad.to_local().add_(local)
-
-
-# %%
-# One unit
-# --------
-# A unit is a module whose parameters are gathered and released together, as a rule one block of a
-# transformer. Two events tell the streams about each other: ``gathered`` behind its gather,
-# ``consumed`` behind the kernels that read the weights.
 
 
 class Unit:
@@ -150,29 +69,8 @@ class Unit:
         self.grads_missing = 0
 
     def expose(self, full: bool) -> None:
-        """Let the modules see the full parameters, or the shards."""
         for p in self.parameters:
-            for module, name in p.owners:
-                setattr(module, name, p.full if full else p.parameter)
-
-
-# %%
-# The context
-# -----------
-# The root owns one context, and every unit below it, however deeply nested, uses that one: there is
-# one gather stream a rank, so gathers never compete with each other, and one queue, so memory is
-# bounded for the whole model. All of the schedule is in three methods.
-#
-# ``before`` a unit computes, in forward and in backward: drain the queue to one, gather, and let
-# the compute stream wait. ``after`` it: record ``consumed`` and queue the release. ``release``
-# makes the gather stream wait for ``consumed`` and frees there. Freeing on that stream is the
-# point: the caching allocator hands a freed block at once to the next allocation **on the same
-# stream**, and that is the next gather, which comes behind the wait. No ``record_stream``, nothing
-# freed late or at random; the host waits for nothing.
-#
-# The hooks are the ordinary ones. In backward, a hook on the unit's output runs before the unit's
-# gradients, and a hook on each full parameter runs when its gradient is complete: it is then
-# reduced and scattered, here still on the compute stream, and dropped.
+            p.expose(full)
 
 
 class FsdpContext:
@@ -184,58 +82,55 @@ class FsdpContext:
         root: a module whose parameters are on the mesh's device and equal on every rank.
         units: modules inside ``root``, each returning one tensor; they may be nested. Parameters in
             none of them belong to ``root``.
-        mesh: one-dimensional.
+        mesh: one-dimensional, over all ranks.
         dtype: of gathered weights and their gradients; None: the parameter's own. The shards, which
             the optimizer updates, keep theirs.
         gather: queues on the current stream the filling of its first argument, (ranks * rows, ...),
-            from each rank's second, (rows, ...). None: ``all_gather_into_tensor``.
+            from each rank's second, (rows, ...). None: ``all_gather`` on a communicator of its own.
+        reduce_scatter: queues the sum over ranks of its second argument, (ranks * rows, ...), of
+            which the first receives this rank's (rows, ...). None: on the mesh's communicator.
         empty: allocates the shards, like ``torch.empty``.
 
     Raises:
-        ValueError: a parameter has no dimension to shard, or belongs to two units.
+        ValueError: a parameter has no dimension to shard, or modules of two units share it.
     """
 
     def __init__(
         self,
         root: nn.Module,
-        units: Sequence[nn.Module],
+        units: Iterable[nn.Module],
         mesh: DeviceMesh,
         dtype: torch.dtype | None = None,
-        gather: Callable[[torch.Tensor, torch.Tensor], None] | None = None,
+        gather: Collective | None = None,
+        reduce_scatter: Collective | None = None,
         empty: Callable[..., torch.Tensor] = torch.empty,
     ) -> None:
         self.streams = torch.get_device_module(mesh.device_type)
         self.gather_stream = self.streams.Stream(priority=-1)
-        self.mesh, self.group, self.ranks = mesh, mesh.get_group(), mesh.size()
-        self.gather = gather or partial(all_gather, group=self.group)
-        self.releases: deque[Unit] = deque()
+        self.ranks, units = mesh.size(), set(units)
+        self.gather = gather or partial(rows.all_gather, group=dist.new_group())
+        self.reduce_scatter = reduce_scatter or partial(rows.reduce_scatter, group=mesh.get_group())
+        self.releases: deque[Unit] = deque()  # consumed, not yet released
         self.live_bytes = self.peak_bytes = 0  # of full weights
-        self.units: list[Unit] = []
-        owners = defaultdict(list)
-        for module in root.modules():
-            for name, parameter in module.named_parameters(recurse=False, remove_duplicate=False):
-                owners[parameter].append((module, name))
+        self.gathers = 0  # of units
+        self.units: list[Unit] = []  # the root's last
+        owners = rows.owners_of_parameters(root)
         root.register_forward_pre_hook(lambda *_: self.begin_forward())
         for module in reversed(list(root.modules())):  # what is inside comes first
             if module is root or module in units:
                 inside = set(module.modules())
-                mine = [p for p in owners if any(owner in inside for owner, _ in owners[p])]
-                for p in mine:
-                    if p.ndim == 0 or not all(owner in inside for owner, _ in owners[p]):
-                        raise ValueError(f"{owners[p]}: needs a dimension, and a single unit")
-                self.add_unit(
-                    module, [ShardedParameter(p, owners.pop(p), mesh, dtype, empty) for p in mine]
-                )
+                mine = [p for p in owners if owners[p][0][0] in inside]
+                if any(owner not in inside for p in mine for owner, _ in owners[p]):
+                    raise ValueError("two units share a parameter: make one unit of them")
+                shards = [ShardedParameter(p, owners.pop(p), mesh, dtype, empty) for p in mine]
+                self.add_unit(module, Unit(shards, self.streams))
         root.register_forward_hook(lambda *_: self.end_forward())
 
-    def add_unit(self, module: nn.Module, parameters: list[ShardedParameter]) -> None:
-        """Hook ``module`` and its full parameters to the schedule."""
-        unit = Unit(parameters, self.streams)
+    def add_unit(self, module: nn.Module, unit: Unit) -> None:
         self.units.append(unit)
-        unit.expose(full=False)
         module.register_forward_pre_hook(lambda *_: self.before_forward(unit))
         module.register_forward_hook(lambda _, args, output: self.after_forward(unit, output))
-        for p in parameters:
+        for p in unit.parameters:
             if p.full.requires_grad:
                 p.full.register_post_accumulate_grad_hook(partial(self.take_gradient, unit, p))
 
@@ -264,10 +159,10 @@ class FsdpContext:
     def unshard(self, unit: Unit) -> None:
         with self.streams.stream(self.gather_stream):
             for p in unit.parameters:
-                p.buffer.untyped_storage().resize_(p.nbytes)
-                self.gather(p.buffer, p.shard.to(p.buffer.dtype))
+                p.unshard(self.gather)
         unit.gathered.record(self.gather_stream)
         unit.resident = True
+        self.gathers += bool(unit.parameters)
         self.live_bytes += unit.nbytes
         self.peak_bytes = max(self.peak_bytes, self.live_bytes)
 
@@ -275,7 +170,7 @@ class FsdpContext:
         with self.streams.stream(self.gather_stream):
             self.gather_stream.wait_event(unit.consumed)
             for p in unit.parameters:
-                p.buffer.untyped_storage().resize_(0)
+                p.release()
         unit.resident = False
         self.live_bytes -= unit.nbytes
 
@@ -311,7 +206,7 @@ class FsdpContext:
             self.after(unit)
 
     def reduce(self, p: ShardedParameter, grad: torch.Tensor) -> None:
-        p.reduce_scatter(grad, self.group)
+        p.reduce(grad, self.reduce_scatter)
 
     def end_backward(self) -> None:
         for unit in self.units:
@@ -329,87 +224,9 @@ class FsdpContext:
 # %%
 # Run it, and prove it
 # --------------------
-# A stack of residual MLPs stands for a model. Both runs below see the same samples: the sharded
-# one a different part on each rank, the unsharded one all parts on every rank.
 
 
-class Block(nn.Module):
-    """x + an MLP of x, over (batch, WIDTH) float32."""
-
-    def __init__(self) -> None:
-        super().__init__()
-        self.up, self.down = nn.Linear(WIDTH, HIDDEN), nn.Linear(HIDDEN, WIDTH)
-
-    def forward(self, x: torch.Tensor) -> torch.Tensor:
-        return x + self.down(nn.functional.gelu(self.up(x)))
-
-
-def build_model(device: torch.device) -> nn.Sequential:
-    """UNITS blocks and a norm that belongs to the root; equal on every rank."""
-    torch.manual_seed(0)
-    return nn.Sequential(*(Block() for _ in range(UNITS)), nn.LayerNorm(WIDTH)).to(device)
-
-
-def start_rank() -> torch.device:
-    """Join the group that torchrun describes, or a group of one; return this rank's device."""
-    device = torch.accelerator.current_accelerator(check_available=True) or torch.device("cpu")
-    if device.type != "cpu":
-        device = torch.device(device.type, int(os.environ.get("LOCAL_RANK", "0")))
-        torch.accelerator.set_device_index(device.index)
-    if "RANK" in os.environ:
-        dist.init_process_group()
-    else:
-        dist.init_process_group(store=dist.HashStore(), rank=0, world_size=1)
-    return device
-
-
-def loss_of(model: nn.Module, step: int, part: int, device: torch.device) -> torch.Tensor:
-    """The loss on one part of a step's samples: how far the output is from them, reversed."""
-    generator = torch.Generator().manual_seed(1000 * step + part)
-    samples = torch.randn(BATCH, WIDTH, generator=generator).to(device)
-    return nn.functional.mse_loss(model(samples), samples.flip(1))
-
-
-def train(model: nn.Module, device: torch.device, context: FsdpContext | None) -> None:
-    """STEPS steps of AdamW, sharded under ``context``, or on all ranks' samples without one."""
-    rank, ranks = dist.get_rank(), dist.get_world_size()
-    optimizer = torch.optim.AdamW(model.parameters(), lr=1e-3, fused=True)
-    for step in range(STEPS):
-        for micro in range(MICRO_BATCHES):
-            parts = [ranks * micro + r for r in range(ranks)]
-            if context:
-                context.backward(loss_of(model, step, parts[rank], device))
-            else:
-                total = sum(loss_of(model, step, part, device) for part in parts)
-                total.backward(torch.full_like(total, 1 / ranks))
-        optimizer.step()
-        optimizer.zero_grad()
-
-
-# %%
-# Parity: after training, every weight equals that of the unsharded run. A sum of two gradients has
-# one order, so one and two ranks agree **bit for bit**; from three ranks on, the sum's order is the
-# collective's own, and float32 rounding is allowed for.
-
-
-def prove_parity(model: nn.Module, reference: nn.Module) -> None:
-    bitwise = dist.get_world_size() <= 2
-    tolerance = {"rtol": 0, "atol": 0} if bitwise else {"rtol": 1e-4, "atol": 1e-5}
-    expected = dict(reference.named_parameters())
-    for name, parameter in model.named_parameters():
-        assert isinstance(parameter, DTensor), f"{name} is not sharded"
-        torch.testing.assert_close(parameter.full_tensor(), expected[name], **tolerance)
-    how = "bit for bit" if bitwise else f"within {tolerance}"
-    print(f"{STEPS} steps of {MICRO_BATCHES} micro-batches: weights equal the unsharded, {how}")
-
-
-# %%
-# The schedule: every gather was queued on the context's stream, beside the compute stream; and in a
-# forward, two units' weights were in memory at once (less, and nothing could overlap) but never
-# three.
-
-
-def prove_schedule(model: nn.Module, context: FsdpContext, device: torch.device) -> None:
+def prove_schedule(model: rows.Stack, context: FsdpContext) -> None:
     gather, used = context.gather, []
 
     def watched(full: torch.Tensor, shard: torch.Tensor) -> None:
@@ -418,26 +235,28 @@ def prove_schedule(model: nn.Module, context: FsdpContext, device: torch.device)
 
     context.gather, context.peak_bytes = watched, 0
     with torch.no_grad():
-        loss_of(model, 0, 0, device)
+        rows.loss_of(model, 0, dist.get_rank())
     context.gather = gather
     assert context.gather_stream != context.compute_stream, "one stream for both"
     assert all(stream == context.gather_stream for stream in used), "gathered elsewhere"
     largest = max(unit.nbytes for unit in context.units)
     assert 2 * largest <= context.peak_bytes < 3 * largest, "released too early, or too late"
     assert context.live_bytes == 0
-    print(f"{len(used)} gathers; at most {context.peak_bytes / largest:.2f} units in memory")
+    print(
+        f"{len(used)} gathers on their stream; {context.peak_bytes / largest:.2f} units in memory"
+    )
 
 
 def main() -> None:
-    device = start_rank()
+    device = rows.start_rank()
     try:
-        model, reference = build_model(device), build_model(device)
         mesh = init_device_mesh(device.type, (dist.get_world_size(),))
-        context = FsdpContext(model, [m for m in model if isinstance(m, Block)], mesh)
-        train(model, device, context)
-        train(reference, device, None)
-        prove_parity(model, reference)
-        prove_schedule(model, context, device)
+        model, reference = rows.Stack(device, shuffled=True), rows.Stack(device, shuffled=True)
+        context = FsdpContext(model, model.blocks, mesh)
+        rows.train(model, context.backward)
+        rows.train(reference)
+        rows.prove_parity(model, reference)
+        prove_schedule(model, context)
     finally:
         dist.destroy_process_group()
 
