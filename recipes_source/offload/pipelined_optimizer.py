@@ -1,7 +1,57 @@
 """
-Adam on the host, layer by layer
-================================
+Adam on the host, beside backward and forward
+=============================================
+
+AdamW in fp32 needs twelve bytes a parameter for weights and moments, and they are touched once a
+step: they belong in host memory, and so does the update. This recipe updates layer by layer, on
+threads of the host, while the device computes other layers: the same bits as an ordinary AdamW,
+no weight that is a step old.
+
+.. grid:: 1 1 2 2
+
+   .. grid-item-card:: What you learn
+
+      * when a layer may be updated, and who has to wait for it
+      * why the lowest layer goes first
+      * clipping by the global norm without giving up the pipeline
+      * what the host's memory allows, and when it is the wall
+
+   .. grid-item-card:: What you need
+
+      * PyTorch 2.9 or later, any number of ranks; CPU runs everything, a CUDA device overlaps it
+      * host memory: 16 bytes a parameter for each rank, and room for one layer in fp32
+      * ``weight_streaming.py``: layers, lanes and events come from it
+
+.. verification-badge::
+
+The idea
+--------
+
+A layer's weights are read last by its own backward, and next by its own forward. Anywhere between
+the two, the host can update them: nothing is stale, and nothing is approximated. Backward ends with
+layer 0 and forward begins with it, so of all layers whose gradients have arrived, the **lowest** is
+updated first. If the host is the slower one, what is left at the end of backward are the upper
+layers, and their updates run beside the next forward:
+
+.. lanes:: Schematic. Backward and the next forward of four layers, on a host slower than the device.
+
+   compute: 0-4 3; 4-8 2; 8-12 1; 12-16 0; 26-29 0; 32-35 1; 35-38 2; 38-41 3
+   D2H:     4-6 3 ~; 8-10 2 ~; 12-14 1 ~; 16-18 0 ~
+   host:    6-12 Adam 3; 12-18 Adam 2; 18-24 Adam 0; 24-30 Adam 1
+   H2D:     24-26 0 ~; 30-32 1 ~; 32-34 2 ~; 34-36 3 ~
+   @16 forward
+
+Three waits make it right, and each is a wait of one host thread for one layer:
+
+1. **Update after arrival**: the host reads a layer's gradients when its event ``host_done`` says so.
+2. **Load after update**: the copy of a layer's weights to the device is queued when its update has
+   ended.
+3. **Clip after all**: with a limit on the global norm, the first update waits for the last gradient.
 """
+
+# %%
+# Imports
+# -------
 
 import os
 from collections.abc import Iterable
@@ -16,17 +66,67 @@ from torch import nn
 from torch.nn.utils import clip_grads_with_norm_, get_total_norm
 
 LAYERS = 4
+CHUNK = 2**22  # parameters updated at a time: 16 MB of fp32, in the caches from step to step
 STEPS = 5
+MAX_NORM = 0.05  # small enough to clip every step of this model
 SETTINGS = {"lr": 1e-2, "betas": (0.9, 0.95), "weight_decay": 0.1}
+
+# %%
+# Cores
+# -----
+# ``torchrun`` sets ``OMP_NUM_THREADS=1`` when it starts several ranks, and Adam on one core takes
+# minutes for a large model. The number of cores is a property of the calling thread:
+# ``torch.set_num_threads`` in a worker gives them to the worker and leaves the training thread as
+# it is.
 
 
 def host_threads() -> int:
-    """Cores of this rank, less one for its training thread."""
-    cores = len(os.sched_getaffinity(0)) // int(os.environ.get("LOCAL_WORLD_SIZE", "1"))
-    return max(1, cores - 1)
+    """Cores of the machine that this process may use, divided by the ranks that share it."""
+    ranks = int(os.environ.get("LOCAL_WORLD_SIZE", "1"))
+    return max(1, len(os.sched_getaffinity(0)) // ranks)
+
+
+# %%
+# The optimizer
+# -------------
+# For each layer there are fp32 **masters** of its bf16 weights, cut into chunks, and PyTorch's AdamW
+# over each chunk. ``fused=True`` makes one pass over weights, gradients and moments where the
+# default makes many. The memory of the host is what limits an update, so each chunk goes through it
+# once: its gradients are widened to fp32, Adam steps, and the masters are rounded to the page-locked
+# bf16 weights that the next load copies, all while the chunk is in the caches. Adam works element by
+# element, so the cuts change no bit. One thread makes all updates, and one fp32 chunk of gradients
+# serves them all.
+#
+# **Arrivals** are watched by a thread of their own. It takes the layers in the order of the
+# backward, on every rank the same, so it can also average over ranks; a queue of its own order
+# tells the thread of updates what is due. Which layer that one updates next depends on timing. The
+# result does not: no layer's update reads another layer.
+#
+# **Clipping.** ``max_norm`` defers all updates until the norm of all gradients is known. They still
+# run beside the next forward, lowest layer first. Norms are taken tensor by tensor as
+# ``clip_grad_norm_`` does, and give its bits.
+#
+# **Gradients that are not finite** never reach the moments. The mean over ranks carries them to
+# every rank, so that every rank raises, in its next ``forward`` or ``finish``. With ``max_norm``
+# nothing has been updated by then and training can go on with another batch; ``max_norm=math.inf``
+# gives just that, without clipping. Without it, layers that arrived before are updated already.
 
 
 class PipelinedAdamW(streaming.StreamedStack):
+    """A streamed stack that is trained by AdamW on the host, layer by layer.
+
+    Args:
+        layers: the modules, in order, the same on every rank.
+        device: where they run.
+        adamw: arguments of ``torch.optim.AdamW``.
+        max_norm: limit of the global gradient norm, or None.
+        settings: of ``StreamedStack``.
+
+    Every rank of the default process group must build one. Each call of ``step`` is a training
+    step; the loss it returns is that of the weights before. ``masters`` are flat fp32 tensors, one
+    a layer. Parameters that do not require gradients are left as they are.
+    """
+
     def __init__(
         self,
         layers: Iterable[nn.Module],
@@ -34,57 +134,79 @@ class PipelinedAdamW(streaming.StreamedStack):
         *,
         adamw: dict,
         max_norm: float | None = None,
-        threads: int | None = None,
         **settings,
     ) -> None:
         super().__init__(layers, device, **settings)
         self.max_norm = max_norm
-        self.masters, self.gradients32, self.optimizers = [], [], []
-        for weights, gradients in zip(self.weights, self.gradients, strict=True):
-            master = weights.flat[: gradients.flat.numel()].float()
-            gradient = torch.empty_like(master)
-            named = {n: nn.Parameter(view) for n, view in gradients.views_of(master).items()}
-            for name, view in gradients.views_of(gradient).items():
-                named[name].grad = view
-            self.masters.append(master)
-            self.gradients32.append(gradient)
-            self.optimizers.append(torch.optim.AdamW(named.items(), fused=True, **adamw))
+        sizes = [gradients.flat.numel() for gradients in self.gradients]
+        self.masters = [w.flat[:n].float() for w, n in zip(self.weights, sizes, strict=True)]
+        self.scratch, self.chunk = torch.empty(max(sizes)), torch.empty(CHUNK)
+        self.optimizers: list[list[torch.optim.AdamW]] = []
+        for master in self.masters:
+            chunks = [nn.Parameter(chunk) for chunk in master.split(CHUNK)]
+            for chunk in chunks:
+                chunk.grad = self.chunk[: chunk.numel()]
+            self.optimizers.append([torch.optim.AdamW([c], fused=True, **adamw) for c in chunks])
 
-        self.norms: list[list[torch.Tensor]] = [[] for _ in self.weights]
-        self.total_norm: torch.Tensor | None = None
-        self.received: dict[int, Future] = {}
+        self.norms: list[list[torch.Tensor]] = [[] for _ in self.layers]
+        self.received: list[Future] = []
         self.updated: dict[int, Future] = {}
         self.due: PriorityQueue[int] = PriorityQueue()
         self.group = dist.new_group(backend="gloo")
-        team = (torch.set_num_threads, (threads or host_threads(),))
-        self.arrivals = ThreadPoolExecutor(1, "arrivals", *team)
-        self.updates = ThreadPoolExecutor(1, "updates", *team)
+        cores = (torch.set_num_threads, (host_threads(),))
+        self.arrivals = ThreadPoolExecutor(1, "arrivals", *cores)
+        self.updates = ThreadPoolExecutor(1, "updates", *cores)
 
-    # On the training thread
+    # The training thread
 
-    def forward(self, x):
-        for future in self.received.values():
-            future.result()
+    def forward(self, x: torch.Tensor) -> torch.Tensor:
+        """Run all layers, each once it is updated.
+
+        Raises:
+            FloatingPointError: a gradient of the step before is not finite.
+        """
+        self.await_arrivals()
         return super().forward(x)
 
     def load(self, layer: int) -> None:
+        """Queue the copy of a layer's weights into its slot, once they are updated."""
         if layer in self.updated:
             self.updated[layer].result()
         super().load(layer)
 
     def store(self, layer: int) -> None:
-        wait([self.received[layer]] if layer in self.received else [])
+        """Queue the copy of a layer's gradients to the host, and all that follows there."""
         super().store(layer)
-        self.received[layer] = self.arrivals.submit(self.receive, layer)
+        self.received.append(self.arrivals.submit(self.receive, layer))
 
-    # On the thread of arrivals
+    def await_arrivals(self) -> None:
+        received, self.received = self.received, []
+        wait(received)
+        for future in received:
+            future.result()
+
+    def finish(self) -> None:
+        """Wait for all updates: before weights are read, or learning rates changed.
+
+        Raises:
+            FloatingPointError: a gradient of the last step is not finite.
+        """
+        self.await_arrivals()
+        for update in self.updated.values():
+            update.result()
+
+    # The thread of arrivals
 
     def receive(self, layer: int) -> None:
+        """Wait for a layer's gradients, average them, and schedule the layers that are due."""
         self.host_done[layer].synchronize()
-        gradient = self.gradients32[layer].copy_(self.gradients[layer].flat)
-        dist.all_reduce(gradient, group=self.group)
-        gradient /= dist.get_world_size()
-        views = self.gradients[layer].views_of(gradient)
+        host = self.gradients[layer]
+        fp32, views = self.scratch[: host.flat.numel()], host.views
+        if dist.get_world_size() > 1:
+            dist.all_reduce(fp32.copy_(host.flat), group=self.group)
+            host.flat.copy_(fp32.div_(dist.get_world_size()))
+        if self.max_norm is not None:
+            views = host.views_of(fp32.copy_(host.flat))
         self.norms[layer] = [torch.linalg.vector_norm(view) for view in views.values()]
         if self.max_norm is None:
             self.schedule([layer])
@@ -92,41 +214,52 @@ class PipelinedAdamW(streaming.StreamedStack):
             self.schedule(range(len(self.layers)))
 
     def schedule(self, layers: Iterable[int]) -> None:
-        for layer in layers:
-            for name, norm in zip(self.gradients[layer].views, self.norms[layer], strict=True):
-                if not norm.isfinite():
-                    raise FloatingPointError(f"layer {layer}: the gradient of {name!r}")
-        if self.max_norm is not None:
-            self.total_norm = get_total_norm([norm for norms in self.norms for norm in norms])
+        norm = self.norm = get_total_norm([each for layer in layers for each in self.norms[layer]])
+        if not norm.isfinite():
+            what = f"layers {list(layers)} were not updated: the norm of their gradients is {norm}"
+            raise FloatingPointError(f"{what}; try another batch, or a lower learning rate")
         for layer in layers:
             self.updated[layer] = Future()
             self.due.put(layer)
             self.updates.submit(self.update_lowest)
 
-    # On the thread of updates
+    # The thread of updates
 
     def update_lowest(self) -> None:
         layer = self.due.get()
         try:
-            optimizer, master = self.optimizers[layer], self.masters[layer]
-            if self.max_norm is not None:
-                parameters = optimizer.param_groups[0]["params"]
-                clip_grads_with_norm_(parameters, self.max_norm, self.total_norm)
-            optimizer.step()
-            self.weights[layer].flat[: master.numel()].copy_(master)
-            self.updated[layer].set_result(None)
+            self.updated[layer].set_result(self.update(layer))
         except BaseException as error:
             self.updated[layer].set_exception(error)
 
-    def finish(self) -> None:
-        for future in [*self.received.values(), *self.updated.values()]:
-            future.result()
+    def update(self, layer: int) -> None:
+        """Update a layer's masters with its gradients, and its weights with the masters."""
+        gradients = self.gradients[layer].flat
+        weights = self.weights[layer].flat[: gradients.numel()]
+        pieces = zip(gradients.split(CHUNK), weights.split(CHUNK), strict=True)
+        for optimizer, (gradient, weight) in zip(self.optimizers[layer], pieces, strict=True):
+            [master] = optimizer.param_groups[0]["params"]
+            master.grad.copy_(gradient)
+            if self.max_norm is not None:
+                clip_grads_with_norm_([master], self.max_norm, self.norm)
+            optimizer.step()
+            weight.copy_(master.detach())
 
     def close(self) -> None:
+        """End the threads, leave the group, unlock the host memory."""
         self.arrivals.shutdown()
         self.updates.shutdown()
         dist.destroy_process_group(self.group)
         super().close()
+
+
+# %%
+# Run it, and prove it
+# --------------------
+# The measure is ordinary training: all weights resident, gradients averaged over ranks after
+# backward, ``clip_grad_norm_``, and one fused AdamW for all parameters in fp32 on the host. Means
+# over ranks are rounded to the gradients' dtype there as here, which is where they are kept until
+# the update.
 
 
 def build_layers() -> Iterable[nn.Module]:
@@ -140,61 +273,158 @@ def batch_of(step: int, device: torch.device) -> torch.Tensor:
     return torch.randn(shape, generator=generator).to(device, torch.bfloat16)
 
 
-class Resident:
-    """The same training the ordinary way: no pipeline, one optimizer, its steps after backward."""
-
-    def __init__(self, stack: PipelinedAdamW) -> None:
-        self.layers = nn.ModuleList(build_layers())
-        self.layouts = stack.gradients
-        self.group = stack.group
-        self.masters = [
-            {n: nn.Parameter(p.detach().float()) for n, p in layer.named_parameters()}
-            for layer in self.layers
-        ]
-        self.parameters = [p for masters in self.masters for p in masters.values()]
-        self.optimizer = torch.optim.AdamW(self.parameters, fused=True, **SETTINGS)
-
-    def step(self, x: torch.Tensor, max_norm: float | None) -> None:
-        by_layer = streaming.resident_gradients(self.layers, x, streaming.loss_of)
-        for masters, gradients, layout in zip(self.masters, by_layer, self.layouts, strict=True):
-            flat = torch.zeros_like(layout.flat, dtype=torch.float32)
-            for name, view in layout.views_of(flat).items():
-                masters[name].grad = view.copy_(gradients[name])
-            dist.all_reduce(flat, group=self.group)
-            flat /= dist.get_world_size()
-        if max_norm is not None:
-            nn.utils.clip_grad_norm_(self.parameters, max_norm)
-        self.optimizer.step()
-        with torch.no_grad():
-            for layer, masters in zip(self.layers, self.masters, strict=True):
-                for name, parameter in layer.named_parameters():
-                    parameter.copy_(masters[name])
+def train_resident(stack: PipelinedAdamW) -> list[dict[str, nn.Parameter]]:
+    """``STEPS`` ordinary steps from the same start; return the masters by layer and name."""
+    layers = nn.ModuleList(build_layers())
+    masters = [{n: nn.Parameter(p.float()) for n, p in x.state_dict().items()} for x in layers]
+    parameters = [p for named in masters for p in named.values()]
+    optimizer = torch.optim.AdamW(parameters, fused=True, **SETTINGS)
+    for step in range(STEPS):
+        x = batch_of(step, stack.device)
+        found = streaming.resident_gradients(layers, x, streaming.loss_of)
+        for named, gradients, host in zip(masters, found, stack.gradients, strict=True):
+            flat = torch.zeros_like(host.flat, dtype=torch.float32)
+            for name, view in host.views_of(flat).items():
+                named[name].grad = view.copy_(gradients[name])
+            dist.all_reduce(flat, group=stack.group)
+            flat.copy_((flat / dist.get_world_size()).to(host.flat.dtype))
+        nn.utils.clip_grad_norm_(parameters, stack.max_norm or torch.inf)
+        optimizer.step()
+        for layer, named in zip(layers, masters, strict=True):
+            layer.load_state_dict(named)
+    return masters
 
 
-def prove(device: torch.device, max_norm: float | None) -> None:
-    stack = PipelinedAdamW(build_layers(), device, adamw=SETTINGS, max_norm=max_norm)
-    with closing(stack):
-        losses = [stack.step(batch_of(step, device), streaming.loss_of) for step in range(STEPS)]
+def prove(stack: PipelinedAdamW) -> None:
+    """Train, and compare every bit of the masters and weights with the resident run's."""
+    losses = [stack.step(batch_of(i, stack.device), streaming.loss_of) for i in range(STEPS)]
+    stack.finish()
+    for layer, named in enumerate(train_resident(stack)):
+        masters = stack.gradients[layer].views_of(stack.masters[layer])
+        for name, expected in named.items():
+            assert torch.equal(masters[name], expected), f"layer {layer}, {name}"
+            assert torch.equal(stack.weights[layer].views[name], expected.bfloat16()), name
+    print(f"max_norm={stack.max_norm}: loss {losses[0]:.3f} to {losses[-1]:.3f}, same bits")
+
+
+# %%
+# One rank then meets an infinity. Every rank must raise, and no weight may have changed.
+
+
+def prove_nothing_updated(stack: PipelinedAdamW) -> None:
+    before = [weight.clone() for weight in stack.layers.parameters()]
+    scale = torch.inf if dist.get_rank() == 0 else 1.0
+    stack.step(batch_of(STEPS, stack.device) * scale, streaming.loss_of)
+    try:
         stack.finish()
-        resident = Resident(stack)
-        for step in range(STEPS):
-            resident.step(batch_of(step, device), max_norm)
-        for layer, masters in enumerate(resident.masters):
-            for name, view in stack.gradients[layer].views_of(stack.masters[layer]).items():
-                assert torch.equal(view, masters[name]), f"layer {layer}, {name}: masters differ"
-                weight = stack.layers[layer].get_parameter(name)
-                assert torch.equal(weight, masters[name].bfloat16()), f"layer {layer}, {name}"
-        print(f"max_norm {max_norm}: {STEPS} steps", [round(loss.item(), 3) for loss in losses])
+    except FloatingPointError as error:
+        print(error)
+    else:
+        raise AssertionError("a gradient that is not finite was not noticed")
+    assert all(map(torch.equal, before, stack.layers.parameters()))
 
 
 def main() -> None:
     device = streaming.start_rank()
     try:
-        prove(device, max_norm=None)
-        prove(device, max_norm=0.05)
+        for max_norm in (None, MAX_NORM):
+            stack = PipelinedAdamW(build_layers(), device, adamw=SETTINGS, max_norm=max_norm)
+            with closing(stack):
+                prove(stack)
+                if max_norm is not None:
+                    prove_nothing_updated(stack)
     finally:
         dist.destroy_process_group()
 
 
 if __name__ == "__main__":
     main()
+
+# %%
+# What it buys
+# ------------
+# ``streamed`` is forward and backward alone, with weights on the host: what a training step would
+# cost if the update were free. ``streamed_adam`` is the whole step. Its bound is the longer of two
+# times, forward with backward, and the updates of all layers by themselves; and the update of layer
+# 0, which nothing can hide.
+#
+# .. result-figure:: offload_step
+#    :rows: streamed streamed_adam
+#
+# .. result-table:: offload_step
+#    :rows: resident streamed streamed_adam torchao deepspeed
+#
+# .. timeline:: offload_step streamed_adam
+#
+# A model beyond the memory of the device trains like any other:
+#
+# .. result-table:: offload_memory
+#
+# What breaks if you remove a line
+# --------------------------------
+# Each edit was made and run when this page was built. On the CPU a copy is over before anyone
+# looks, so a missing wait changes no bit there; a recorder of stream order finds what nothing
+# orders. On a CUDA device the same edits train on weights and gradients that are half old.
+#
+# .. recipe-controls::
+#
+# Memory
+# ------
+# Host memory for :math:`P` parameters, bf16 weights and gradients page-locked:
+#
+# .. math::
+#
+#    \underbrace{2P}_{\text{weights}} + \underbrace{2P}_{\text{gradients}}
+#    + \underbrace{4P}_{\text{masters}} + \underbrace{8P}_{\text{moments}} = 16\,P \text{ bytes}
+#
+# and with clipping or several ranks 4 bytes for each parameter of the largest layer. On the device
+# there are two slots of weights and two of gradients, 8 bytes for each parameter of the largest
+# layer, however many layers there are.
+#
+# An update reads gradients, masters and moments and writes masters, moments and weights. The memory
+# of the host therefore moves at least
+#
+# .. math::
+#
+#    \underbrace{2 + 12}_{\text{read}} + \underbrace{12 + 2}_{\text{written}}
+#    = 28 \text{ bytes a parameter and step}
+#
+# for the update, 2 to look at the gradients (with clipping 10, for they are widened to take their
+# norms), and 6 to 8 for the copies over the link. **When the host is the wall**: if its memory
+# moves :math:`B` bytes/s and the device computes :math:`F` FLOP/s, a step of :math:`T` tokens with
+# recomputation takes the device :math:`8PT/F` seconds and the updates :math:`28P/B`. The updates
+# are hidden from about :math:`T = 3.5\,F/B` tokens a step on; with hundreds of TFLOP/s and hundreds
+# of GB/s, from some ten thousand. Below that, raise the tokens of a step, with layer-major
+# microbatches (:doc:`accumulate_and_average`) if they do not fit at once: the update costs the same
+# for any number of them.
+#
+# When it is not worth it
+# -----------------------
+# * The moments fit the device: a fused AdamW there takes milliseconds.
+# * Steps of few tokens, see above. An optimizer that keeps less (8-bit moments, none at all) moves
+#   less; it is then another optimizer, and not these bits.
+# * Several ranks of one host share its memory and its cores: each updates all the weights. Sharding
+#   masters and moments over the ranks divides that work.
+#
+# Known limits
+# ------------
+# * Gradients wait for their update in bf16, and so does their mean over ranks: it is made in fp32
+#   and rounded once. ``gradient_dtype=torch.float32`` keeps fp32 throughout, for 2 bytes more per
+#   parameter and stores of twice the size.
+# * The settings of AdamW are the same for all parameters. Change a learning rate in
+#   ``optimizers[layer][chunk].param_groups`` after ``finish()``, not while updates may run.
+# * A checkpoint needs ``masters`` and each optimizer's ``state_dict()``, read after ``finish()``.
+#   When they are loaded, round the weights: ``weights[layer].flat.copy_(masters[layer])``.
+# * Modules outside the stack (an embedding, a head in the loss function) have resident weights and
+#   need an optimizer of their own; ``max_norm`` does not see their gradients.
+# * Cores given to these threads are not reserved. Data loading on the same cores slows updates down.
+#
+# Further reading
+# ---------------
+# * `AdamW <https://docs.pytorch.org/docs/stable/generated/torch.optim.AdamW.html>`__: ``fused``, and
+#   the rest of its arguments
+# * `clip_grads_with_norm_
+#   <https://docs.pytorch.org/docs/stable/generated/torch.nn.utils.clip_grads_with_norm_.html>`__:
+#   clipping in two halves
+# * `ZeRO-Offload: Democratizing Billion-Scale Model Training <https://arxiv.org/abs/2101.06840>`__:
+#   Adam on the host, and an update delayed by a step where this one is not
