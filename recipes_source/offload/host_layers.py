@@ -1,7 +1,51 @@
 """
 Weights that live in host memory: one flat buffer a layer
 =========================================================
+
+Before weights can be streamed to a device they must lie in host memory that the device can read by
+itself, in one piece per layer. This recipe moves any module's parameters there. The module, its
+optimizer and its checkpoints do not notice; a layer then crosses the link in **one copy**.
+
+.. grid:: 1 1 2 2
+
+   .. grid-item-card:: What you learn
+
+      * page-locked memory of exact size, where ``pin_memory`` rounds up to a power of two
+      * to change the memory behind a parameter without changing the parameter
+      * to run any module with weights from somewhere else: ``functional_call``
+      * which layers cannot be streamed, and how to be told so at once
+
+   .. grid-item-card:: What you need
+
+      * PyTorch 2.9 or later, any number of ranks; each works on its own device
+      * host memory for the weights and the gradients, page-locked if the device is a GPU
+
+.. verification-badge::
+
+The idea
+--------
+
+A transformer block has a dozen parameters, some of them a few kilobytes. Copied one by one, each
+pays for its own launch, and the small ones never reach the speed of the link. Side by side in one
+flat tensor they move together:
+
+.. lanes:: Schematic. One layer of six parameters, copied one by one and as one flat buffer.
+
+   one by one: 0-6 q ~; 7-13 k ~; 14-20 v ~; 21-22 a ~; 23-24 b ~; 25-31 o ~
+   flat:       0-26 the whole layer ~
+
+The parameters themselves become *views* of the flat tensor: the optimizer that updates
+``layer.weight`` updates the buffer that is copied. The gradients get a buffer of the same layout.
+Both are page-locked, because a copy from ordinary (pageable) memory holds the host until it is
+done and reaches a fraction of the speed of the link.
+
+Nothing is hidden behind compute yet: that is the next recipe, :doc:`weight_streaming`.
 """
+
+# %%
+# Imports and sizes
+# -----------------
+# Only torch and the standard library.
 
 import mmap
 import os
@@ -20,6 +64,18 @@ WIDTH = 32  # features
 BATCH, TOKENS = 2, 8  # sequences per step, tokens per sequence
 LAYERS = 3
 STEPS = 3
+
+# %%
+# One flat buffer
+# ---------------
+# ``torch.empty(..., pin_memory=True)`` asks a caching allocator that rounds every block up to a
+# power of two: 1.1 GB take 2 GB. An anonymous mapping that is registered with the driver has the
+# size that is asked for, but is yours to unlock.
+#
+# Each part begins at a multiple of 256 elements. This is where a CUDA allocator would let a tensor
+# of its own begin, so matrix products meet the alignment they meet in a model that is resident, and
+# choose the same kernels. ``views_of`` lays the same parts over *any* flat tensor: the copy on the
+# device, fp32 master weights, a sum of gradients.
 
 
 class HostBuffer:
@@ -66,6 +122,28 @@ class HostBuffer:
         if self.pinned:
             torch.cuda.cudart().cudaHostUnregister(self.flat.data_ptr())
             self.pinned = False
+
+# %%
+# A stack of modules on the host
+# ------------------------------
+# ``parameter.data = view`` exchanges the memory behind a parameter and keeps the object. An
+# optimizer that was made before still updates it, and ``state_dict()`` still finds it.
+#
+# Parameters that are trained come first, so the layout of the gradients is the beginning of the
+# layout of the weights. A frozen layer has a gradient buffer of no bytes, and nothing of it will
+# be copied back: fine-tuning with adapters sends home the adapters alone.
+#
+# Some layers cannot be streamed, and are refused before any memory is locked for them:
+#
+# * A parameter that two layers share would be copied twice and updated from half of its gradient.
+#   Shared *inside* a layer it is one parameter with two names, which is fine.
+# * A flat tensor has one dtype. A layer of two dtypes must be split or cast.
+#
+# Buffers (running statistics, masks, tables of positions) are small and may be changed by forward:
+# they move to the device for good.
+#
+# Whether a gradient is finite is asked on the host, where the gradients are, by one pass over them
+# (``aminmax`` returns NaN if there is one). The step on the device is not held up by it.
 
 
 class HostLayers:
@@ -153,6 +231,11 @@ class HostLayers:
         for buffer in self.weights + self.gradients:
             buffer.close()
 
+# %%
+# Something to train
+# ------------------
+# A residual MLP, and a rank to train it on.
+
 
 class Block(nn.Module):
     """x + MLP(norm(x)); x is [..., WIDTH]."""
@@ -181,6 +264,18 @@ def start_rank() -> torch.device:
     else:
         dist.init_process_group(store=dist.HashStore(), rank=0, world_size=1)
     return device
+
+# %%
+# There and back
+# --------------
+# The plainest use: copy each layer's buffer to the device, run the module on the copy, send the
+# gradients back. ``functional_call`` runs a module with the tensors that it is given in place of
+# its parameters; autograd sees the flat copy as the one leaf of the layer, so even its gradient is
+# flat.
+#
+# ``non_blocking=True`` lets the host queue all of this without waiting. Then nobody knows when the
+# gradients have arrived, except the stream. So an event is recorded behind the copies, and the
+# host waits for **it** before it reads a gradient.
 
 
 def gradients_to_host(model: HostLayers, x: torch.Tensor) -> torch.Tensor:
@@ -217,6 +312,12 @@ def train(model: HostLayers) -> None:
         optimizer.step()
         print(f"step {step}: loss {loss.item():.4f}, gradients equal, bit by bit")
 
+# %%
+# The proof: the gradients in host memory have the bits of an ordinary backward on the device; the
+# optimizer, which knows only parameters, changes what the next step copies; the buffers have the
+# size of their tensors, up to alignment, and are locked where there is a GPU; and a layer that
+# cannot be streamed is refused with a reason.
+
 
 def refused(layers: list[nn.Module], device: torch.device) -> str:
     """Why ``HostLayers`` does not take these layers."""
@@ -251,3 +352,56 @@ def main() -> None:
 
 if __name__ == "__main__":
     main()
+
+# %%
+# What breaks if you remove a line
+# --------------------------------
+# Each edit was made and run when this page was built. On the CPU a copy is done when it returns, so
+# the bits come out right even without the wait; a recorder of stream order finds what no event
+# orders. On a GPU the optimizer would read gradients of the step before, or half of each.
+#
+# .. recipe-controls::
+#
+# Memory
+# ------
+# Host memory, page-locked, for parameters of :math:`n_p` elements of :math:`b` bytes:
+#
+# .. math::
+#
+#    b \sum_{p} \left\lceil n_p \right\rceil_{256} \;+\;
+#    b_\text{grad} \sum_{p\,\text{trained}} \left\lceil n_p \right\rceil_{256}
+#
+# Moving a model takes one layer more than that for a moment. If the layers come from a generator,
+# the host never holds the model twice:
+#
+# .. code-block:: python
+#
+#    HostLayers((Block() for _ in range(100)), device)
+#
+# Locking pages takes a good part of a second per gigabyte: do it once, before training.
+#
+# When it is not worth it
+# -----------------------
+# * The model fits the device with its gradients: leave it there.
+# * Only the optimizer's state does not fit: keep weights and gradients on the device and move the
+#   update alone to the host.
+#
+# Known limits
+# ------------
+# * Locked pages cannot be swapped out and belong to nobody else: leave the system some memory.
+# * A parameter that is not contiguous, such as a convolution's in ``channels_last``, is stored
+#   contiguously. Values are the same; another kernel may be chosen.
+# * Call ``close()`` before the buffers are dropped. An address that is still registered cannot be
+#   registered again.
+# * ``DTensor`` parameters (FSDP2, tensor parallelism) are not taken apart: stream plain modules.
+# * Accelerators other than CUDA get pageable memory: the bits are right, the copies hold the host.
+#
+# Further reading
+# ---------------
+# * `torch.func.functional_call
+#   <https://docs.pytorch.org/docs/stable/generated/torch.func.functional_call.html>`__
+# * `CUDA semantics: use pinned memory buffers
+#   <https://docs.pytorch.org/docs/stable/notes/cuda.html#use-pinned-memory-buffers>`__
+# * `Pinned blocks are rounded up to a power of two
+#   <https://github.com/pytorch/pytorch/issues/150517>`__
+# * :doc:`three_streams`, on which copies are asynchronous and which are not
