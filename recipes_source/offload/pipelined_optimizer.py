@@ -33,7 +33,7 @@ layer 0 and forward begins with it, so of all layers whose gradients have arrive
 updated first. If the host is the slower one, what is left at the end of backward are the upper
 layers, and their updates run beside the next forward:
 
-.. lanes:: Schematic. Backward and the next forward of four layers, on a host slower than the device.
+.. lanes:: Schematic. Backward and the next forward of four layers; the host is the slower one.
 
    compute: 0-4 3; 4-8 2; 8-12 1; 12-16 0; 26-29 0; 32-35 1; 35-38 2; 38-41 3
    D2H:     4-6 3 ~; 8-10 2 ~; 12-14 1 ~; 16-18 0 ~
@@ -43,10 +43,10 @@ layers, and their updates run beside the next forward:
 
 Three waits make it right, and each is a wait of one host thread for one layer:
 
-1. **Update after arrival**: the host reads a layer's gradients when its event ``host_done`` says so.
+1. **Update after arrival**: the host reads a layer's gradients after its event ``host_done``.
 2. **Load after update**: the copy of a layer's weights to the device is queued when its update has
    ended.
-3. **Clip after all**: with a limit on the global norm, the first update waits for the last gradient.
+3. **Clip after all**: with a limit on the norm, the first update waits for the last gradient.
 """
 
 # %%
@@ -89,13 +89,13 @@ def host_threads() -> int:
 # %%
 # The optimizer
 # -------------
-# For each layer there are fp32 **masters** of its bf16 weights, cut into chunks, and PyTorch's AdamW
-# over each chunk. ``fused=True`` makes one pass over weights, gradients and moments where the
+# For each layer there are fp32 **masters** of its bf16 weights, cut into chunks, and PyTorch's
+# AdamW over each chunk. ``fused=True`` makes one pass over weights, gradients and moments where the
 # default makes many. The memory of the host is what limits an update, so each chunk goes through it
-# once: its gradients are widened to fp32, Adam steps, and the masters are rounded to the page-locked
-# bf16 weights that the next load copies, all while the chunk is in the caches. Adam works element by
-# element, so the cuts change no bit. One thread makes all updates, and one fp32 chunk of gradients
-# serves them all.
+# once: its gradients are widened to fp32, Adam steps, and the masters are rounded to the
+# page-locked bf16 weights that the next load copies, all while the chunk is in the caches. Adam
+# works element by element, so the cuts change no bit. One thread makes all updates, and one fp32
+# chunk of gradients serves them all.
 #
 # **Arrivals** are watched by a thread of their own. It takes the layers in the order of the
 # backward, on every rank the same, so it can also average over ranks; a queue of its own order
@@ -417,12 +417,12 @@ if __name__ == "__main__":
 #   When they are loaded, round the weights: ``weights[layer].flat.copy_(masters[layer])``.
 # * Modules outside the stack (an embedding, a head in the loss function) have resident weights and
 #   need an optimizer of their own; ``max_norm`` does not see their gradients.
-# * Cores given to these threads are not reserved. Data loading on the same cores slows updates down.
+# * Cores given to these threads are not reserved: data loading on the same ones slows updates.
 #
 # Further reading
 # ---------------
-# * `AdamW <https://docs.pytorch.org/docs/stable/generated/torch.optim.AdamW.html>`__: ``fused``, and
-#   the rest of its arguments
+# * `AdamW <https://docs.pytorch.org/docs/stable/generated/torch.optim.AdamW.html>`__: ``fused``,
+#   and the rest of its arguments
 # * `clip_grads_with_norm_
 #   <https://docs.pytorch.org/docs/stable/generated/torch.nn.utils.clip_grads_with_norm_.html>`__:
 #   clipping in two halves
