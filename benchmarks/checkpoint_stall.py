@@ -4,28 +4,33 @@
     python benchmarks/checkpoint_stall.py --small --out /tmp/rehearsal      # a minute on a CPU
 
 One FSDP2 model with fused AdamW is trained all the time; ``--modes``, ``--storages`` and
-``--steps`` choose what is measured. Every row is written when it is known and kept when the
-command runs again (``--again`` measures it anew): a run that is cut off is resumed by its command.
+``--steps`` choose what is measured. A row is written with its first sample and again with every
+further one. Rows are kept when the command runs again (``--again`` measures them anew): a run that
+is cut off is resumed by its command, and a row that is cut off has fewer samples.
 
 How a number is made
 --------------------
 The loop keeps at most two steps queued, as one that logs the loss of the step before last does.
-Nothing else synchronises the training thread between a sample's first and last step.
+Nothing else synchronises the device between a window's first and last step.
 
-* A step's *interval* runs from the end of the step before it to its own end, both events on the
-  compute stream (host clock on a CPU). It holds everything that delays a step: a held training
-  thread, a waiting stream, slower kernels.
-* ``step_s``: median interval of the steps before the save, when nothing else runs; the quartiles
-  of these are in ``samples``.
+* A *window* is some steps in a row, begun with the device idle after steps like them. A step's
+  *interval* runs from the end of the step before it to its own end, both events on the compute
+  stream (host clock on a CPU). It holds everything that delays a step: a held training thread, a
+  waiting stream, slower kernels.
+* ``step_s``: median interval without a save, the first steps of each window left out.
 * ``call_s``: host seconds from the call to its return.
 * ``staged_s``: seconds until the copy in host memory is complete: for ``overlapped`` between the
   events around its copies on the device, otherwise on the host, from the call on.
 * ``exposed_stall_s``: sum over the steps that end after the call, up to one step after the end of
-  staging, of interval minus ``step_s``. A blocking call is part of it, since the compute stream
-  runs empty. It can come out slightly negative: the noise of a median.
+  staging, of interval minus what that step takes without a save. A blocking call is part of it,
+  since the compute stream runs empty. A GPU's clocks move by more than one per cent within a
+  window, in the same way each time. So where the stall is a small part of a step (``paired``
+  modes), each window with a save follows one without, and steps at the same place of their windows
+  are compared; slow changes (heat) reach both. Elsewhere the baseline is the median of the steps
+  before the save. What is left is noise of either sign.
 * ``uploaded_s``: host seconds from the end of staging until the checkpoint is complete in storage
-  (for a save that does not stage, from the call); ``uploaded_idle_s`` the same with no training
-  beside it.
+  (for a save that does not stage, from the call), training all the while; ``uploaded_idle_s`` the
+  same with no training beside it.
 * ``upload_slowdown``: mean interval of the steps that lie wholly between the end of staging and
   the end of the upload, over ``step_s``.
 * ``bytes_written``: size of the files of one checkpoint, all ranks.
@@ -33,10 +38,15 @@ Nothing else synchronises the training thread between a sample's first and last 
   plus memory registered with ``cudaHostRegister``.
 * ``host_peak_bytes``: the largest resident set of this rank minus that before the mode began.
   Files in memory-backed storage are not in it.
-* ``loaded_back_bitwise``: a separate save, called with ``QUEUED_S`` of work queued before its step,
-  is loaded and compared with a clone that the compute stream made of the state right before the
-  call. ``elements_differing`` is the share of elements that are not those of the clone.
-* ``bound_s``: bytes of state of this rank over the pinned device-to-host rate measured in this run.
+* ``loaded_back_bitwise``: a save is loaded and compared with a clone that the compute stream made
+  of the state right before the call. Where staging runs beside training this is a separate save
+  with ``QUEUED_S`` of work queued before its step; elsewhere it is the first.
+  ``elements_differing`` is the share of elements that are not those of the clone.
+* ``link``: pinned copy rates of rank 0 while nothing else runs, and its device-to-host rate beside
+  training on all ranks at once, every rank copying: as many bytes as the state has, queued behind
+  an optimizer step, in large pieces. With more than one rank the copies share the way out of the
+  GPU with the collectives.
+* ``bound_s``: bytes of state of this rank over the rate beside training.
 
 All values are rank 0's; medians over ``--saves`` saves, single values under ``samples``.
 """
@@ -45,18 +55,15 @@ import argparse
 import gc
 import importlib
 import json
-import platform
 import shutil
 import statistics
-import subprocess
 import sys
 import tempfile
 import time
-from collections.abc import Callable
+from collections.abc import Callable, Iterator
 from concurrent.futures import Future
 from contextlib import AbstractContextManager, nullcontext
 from dataclasses import dataclass
-from datetime import date
 from importlib.metadata import PackageNotFoundError, version
 from itertools import pairwise
 from pathlib import Path
@@ -70,8 +77,7 @@ from torch.distributed.checkpoint.staging import DefaultStager, StagingOptions
 from torch.distributed.fsdp import MixedPrecisionPolicy, fully_shard
 
 ROOT = Path(__file__).resolve().parents[1]
-RECIPES = ROOT / "recipes_source" / "checkpoint"
-sys.path[:0] = [str(ROOT), str(RECIPES)]
+sys.path[:0] = [str(ROOT), str(ROOT / "recipes_source" / "checkpoint")]
 
 from async_save import (  # noqa: E402
     AppState,
@@ -86,13 +92,25 @@ from overlapped_stager import OverlappedStager  # noqa: E402
 from pinned_staging import PinnedCheckpoints  # noqa: E402
 from process_checkpointer import ProcessCheckpoints  # noqa: E402
 
-from harness.recipe import code_sha256  # noqa: E402
+from benchmarks.measuring import (  # noqa: E402
+    Drawn,
+    Results,
+    blocks,
+    header,
+    link_rates,
+    profiled_events,
+    say,
+    synchronize,
+    timing_event,
+    write_trace,
+)
 
-BOUND_FROM = "bytes of state of a rank over the pinned device-to-host rate of this run"
+BOUND_FROM = "bytes of state of a rank over the pinned device-to-host rate beside training"
 QUEUED_S = 4.0  # more than a stager takes to lock its memory
 QUEUED_MATRIX = 16384  # rows and columns of the products queued
-QUIET_STEPS = 8  # before each save
-SETTLED = 2  # of these, not counted: the queue fills
+QUIET_STEPS = 5  # of a window, before its save
+PAIRED_STEPS = 4  # more, of a window without a save
+SETTLED = 2  # at the start of a window, not counted for the step time: the queue fills
 
 
 @dataclass(frozen=True)
@@ -111,18 +129,6 @@ SMALL = Size(4, (256, 128), {"long": 4096, "short": 256}, 2**24)
 
 
 # -- the training loop ------------------------------------------------------------------------
-
-
-class HostEvent:
-    """Stands in for a timing event on a CPU, where work is done when the call returns."""
-
-    def record(self) -> None:
-        self.at = time.perf_counter()
-
-    def synchronize(self) -> None: ...
-
-    def elapsed_time(self, end: "HostEvent") -> float:
-        return (end.at - self.at) * 1e3
 
 
 class Training:
@@ -148,20 +154,13 @@ class Training:
         fully_shard(model, mp_policy=precision)
         return AppState(model, torch.optim.AdamW(model.parameters(), lr=1e-4, fused=True))
 
-    def event(self):
-        return torch.cuda.Event(enable_timing=True) if self.device.type == "cuda" else HostEvent()
-
     def prepare(self, tokens: str) -> None:
         """Choose the step's length and run until it is steady."""
         count = self.size.tokens[tokens] // dist.get_world_size()
         torch.manual_seed(dist.get_rank())
         self.batch = torch.randn(count, self.size.widths[0], device=self.device)
         self.steps(5)
-        self.synchronize()
-
-    def synchronize(self) -> None:
-        if self.device.type == "cuda":
-            torch.cuda.synchronize()
+        synchronize(self.device)
 
     def steps(self, count: int, mode: "Mode | None" = None) -> None:
         for _ in range(count):
@@ -174,7 +173,7 @@ class Training:
             self.app.step += 1
             if mode:
                 mode.after_step()
-            end = self.event()
+            end = timing_event(self.device)
             end.record()
             self.ends.append(end)
 
@@ -187,10 +186,10 @@ class Training:
                 torch.mm(a, a, out=product)
 
     def start_clock(self) -> None:
-        """Tie the device's clock to the host's; the only synchronisation of a sample."""
+        """Begin a window: tie the device's clock to the host's, with the device idle."""
         self.ends.clear()
-        self.synchronize()
-        origin = self.event()
+        synchronize(self.device)
+        origin = timing_event(self.device)
         origin.record()
         origin.synchronize()
         self.origin_at = time.perf_counter()
@@ -232,7 +231,9 @@ class Mode:
 
     recipe: str | None = None  # whose code is measured, by its file's stem
     note: str | None = None
-    stages_beside = False
+    stages_beside = False  # training goes on while the copy is made
+    paired = False  # its stall is a small part of a step
+    uploads_idle = False  # measure the upload with the device idle too
 
     def __init__(self, training: Training) -> None:
         self.training, self.app = training, training.app
@@ -341,6 +342,7 @@ class Pinned(RecipeMode):
 class DefaultStagerOrdered(RecipeMode):
     recipe = "default_stager"
     stages_beside = True
+    uploads_idle = True
 
     def __init__(self, training: Training) -> None:
         super().__init__(training)
@@ -358,6 +360,7 @@ class DefaultStagerOrdered(RecipeMode):
 
 class Process(RecipeMode):
     recipe = "process_checkpointer"
+    uploads_idle = True
     note = "the daemons are started before the first save that is timed"
 
     def __init__(self, training: Training) -> None:
@@ -401,7 +404,7 @@ class DefaultStagerAsPublished(Mode):
 
 class Overlapped(Mode):
     recipe = "overlapped_stager"
-    stages_beside = True
+    stages_beside = paired = uploads_idle = True
 
     def __init__(self, training: Training) -> None:
         super().__init__(training)
@@ -434,7 +437,7 @@ class Overlapped(Mode):
 class TorchCheckpointing(Mode):
     """The torch_checkpointing package: staging thread, shared memory, a writer process."""
 
-    stages_beside = True
+    stages_beside = paired = True
 
     def __init__(self, training: Training) -> None:
         super().__init__(training)
@@ -517,7 +520,7 @@ MODES: dict[str, type[Mode]] = {
     "torch_checkpointing": TorchCheckpointing,
     "nvidia-resiliency-ext": NvidiaResiliencyExt,
 }
-BLOCKING = ("torch_save", "dcp_save")
+RECIPES = {name: (mode.recipe,) if mode.recipe else () for name, mode in MODES.items()}
 
 
 # -- one row ----------------------------------------------------------------------------------
@@ -596,40 +599,74 @@ def size_on_disk(directory: Path) -> int:
     return sum(path.stat().st_size for path in directory.rglob("*") if path.is_file())
 
 
-def measure_save(training: Training, mode: Mode, directory: Path, steps_after: int) -> dict:
-    """One sample of every time in a row; the upload is beside ``steps_after`` steps of training."""
+def window_without_save(training: Training, mode: Mode) -> list[float]:
+    """Step intervals (s) of a window like one with a save; the steps before it are not counted."""
+    training.steps(SETTLED, mode)
+    training.start_clock()
+    training.steps(QUIET_STEPS + PAIRED_STEPS, mode)
+    return [b - a for a, b in pairwise(training.step_ends())]
+
+
+def exposed_stall(
+    ends: list[float], baseline: list[float], called_at: float, staged_at: float
+) -> tuple[float, int]:
+    """Seconds that a save added to a window's steps, and the first step that it did not touch.
+
+    Args:
+        ends: host times (s) of the window's start and of each step's end.
+        baseline: seconds that each step takes without a save; the last value holds for all beyond.
+        called_at, staged_at: host times (s) of the call and of the end of staging.
+    """
+    steps = list(pairwise(ends))
+    touched = [i for i, (a, b) in enumerate(steps) if b > called_at and a < staged_at]
+    first_free = touched[-1] + 1 if touched else len(steps)
+    counted = [i for i in (*touched, first_free) if i < len(steps)]
+    usual = [baseline[min(i, len(baseline) - 1)] for i in counted]
+    taken = [steps[i][1] - steps[i][0] for i in counted]
+    return sum(taken) - sum(usual), first_free
+
+
+def measure_save(
+    training: Training, mode: Mode, directory: Path, judged: bool = False
+) -> tuple[dict, dict | None]:
+    """One sample of every time in a row; what the checkpoint must hold, if it is to be judged.
+
+    Trains until the upload has ended on all ranks, and as many steps as a window without a save.
+    """
+    without = window_without_save(training, mode) if mode.paired else []
     training.start_clock()
     training.steps(QUIET_STEPS, mode)
+    expected = snapshot(training.app) if judged else None
     save = mode.save(directory)
-    training.steps(steps_after, mode)
+    training.steps(PAIRED_STEPS, mode)
+    while agreed_max(float(save.uploaded is not None and not save.uploaded.done())):
+        training.steps(2, mode)
     ends = training.step_ends()
     mode.finish(save)
     dist.barrier(group=AGREEMENT[0])
     intervals = [b - a for a, b in pairwise(ends)]
-    quiet = intervals[SETTLED : QUIET_STEPS - 1]
+    quiet = without[SETTLED:] or intervals[SETTLED : QUIET_STEPS - 1]
     step_s = statistics.median(quiet)
 
     staged_at = save.staged_at if save.staged_at is not None else save.uploaded_at
-    after = list(pairwise(ends))
-    touched = [(a, b) for a, b in after if b > save.called_at and a < staged_at]
-    first_free = after.index(touched[-1]) + 1 if touched else len(after)
-    touched += after[first_free : first_free + 1]
-    beside = [b - a for a, b in after[first_free + 1 :] if b < save.uploaded_at]
+    stall_s, first_free = exposed_stall(ends, [*without, step_s], save.called_at, staged_at)
+    after = list(pairwise(ends))[first_free + 1 :]
+    beside = [b - a for a, b in after if b < save.uploaded_at]
     return {
         "quiet": quiet,
         "step_s": step_s,
         "call_s": save.returned_at - save.called_at,
         "staged_s": save.staged_s or (staged_at - save.called_at if save.uploaded else None),
         "uploaded_s": save.uploaded_at - (staged_at if save.uploaded else save.called_at),
-        "exposed_stall_s": sum(b - a - step_s for a, b in touched),
+        "exposed_stall_s": stall_s,
         "upload_slowdown": statistics.mean(beside) / step_s if beside else None,
         "steps_beside_upload": len(beside),
-    }
+    }, expected
 
 
 def upload_when_idle(training: Training, mode: Mode, directory: Path) -> float:
     """Seconds from the call to the end of the upload while nothing is computed."""
-    training.synchronize()
+    synchronize(training.device)
     save = mode.save(directory)
     mode.update()
     mode.finish(save)
@@ -637,8 +674,8 @@ def upload_when_idle(training: Training, mode: Mode, directory: Path) -> float:
     return save.uploaded_at - (save.staged_at or save.called_at)
 
 
-def judge(training: Training, mode: Mode, directory: Path) -> tuple[bool, float]:
-    """Whether a save called with work queued holds its own step's bits; the share that differs."""
+def save_behind_queued_work(training: Training, mode: Mode, directory: Path) -> dict:
+    """Save right behind a step that runs only after ``QUEUED_S``; return what it must hold."""
     training.steps(2, mode)
     training.queue_work(QUEUED_S)
     training.steps(1, mode)
@@ -646,7 +683,12 @@ def judge(training: Training, mode: Mode, directory: Path) -> tuple[bool, float]
     save = mode.save(directory)
     training.steps(3, mode)
     mode.finish(save)
-    training.synchronize()
+    synchronize(training.device)
+    return expected
+
+
+def judge(mode: Mode, directory: Path, expected: dict) -> dict:
+    """Load the checkpoint in ``directory`` and compare it with ``expected``."""
     loaded = mode.load(directory)
     differing = total = 0
     same = True
@@ -658,134 +700,94 @@ def judge(training: Training, mode: Mode, directory: Path) -> tuple[bool, float]
             same &= torch.equal(found, leaf)
         else:
             same &= loaded.get(path) == leaf
-    return agreed_max(float(not same)) == 0, differing / total
+    everywhere = agreed_max(float(not same)) == 0
+    return {"loaded_back_bitwise": everywhere, "elements_differing": differing / total}
 
 
 def measure(
-    training: Training, name: str, mode: Mode, storage: Path, saves: int, memory: HostMemory
-) -> dict:
-    """All fields of a row but its key; ``storage`` is an empty directory of this row's."""
-    if name == "none":
-        training.start_clock()
-        training.steps(QUIET_STEPS * 2)
-        ends = training.step_ends()
-        intervals = [b - a for a, b in pairwise(ends)][SETTLED:]
-        return {"step_s": statistics.median(intervals), "samples": {"step_s": intervals}}
+    training: Training, mode: Mode, storage: Path, saves: int, memory: HostMemory
+) -> Iterator[dict]:
+    """All fields of a row but its key, first with one sample, then with each further one.
 
-    blocking = name in BLOCKING
-    samples: dict[str, list] = {}
-    steps_after = 4
-    for i in range(-1, saves):  # the first allocates and is kept apart
-        directory = storage / f"save{i}"
-        sample = measure_save(training, mode, directory, steps_after)
-        written = size_on_disk(directory)
-        remove(directory)
-        if i < 0:
-            first = sample
-        else:
-            for key, value in sample.items():
-                samples.setdefault(key, []).append(value)
-        if not blocking:  # train until the upload has ended; all ranks take as many steps
-            needed = (sample["staged_s"] or 0) + 1.3 * sample["uploaded_s"]
-            steps_after = 6 + int(agreed_max(needed / sample["step_s"]))
+    Args:
+        storage: an empty directory of this row's.
+    """
+    judges_first = not mode.stages_beside
+    first, expected = measure_save(training, mode, storage / "first", judges_first)
+    written = size_on_disk(storage / "first")
+    if not judges_first:
+        remove(storage / "first")
+        expected = save_behind_queued_work(training, mode, storage / "first")
+    judged = judge(mode, storage / "first", expected)
+    del expected
+    remove(storage / "first")
     idle = None
-    if not blocking:
+    if mode.uploads_idle:
         idle = upload_when_idle(training, mode, storage / "idle")
         remove(storage / "idle")
-    right, share = judge(training, mode, storage / "judged")
-    remove(storage / "judged")
-    known = {key: [v for v in values if v is not None] for key, values in samples.items()}
-    return {
-        **{key: statistics.median(v) if v else None for key, v in known.items() if key != "quiet"},
-        "first_call_s": first["call_s"],
-        "first_exposed_stall_s": first["exposed_stall_s"],
-        "uploaded_idle_s": idle,
-        "bytes_written": written,
-        "loaded_back_bitwise": right,
-        "elements_differing": share,
-        **memory.peaks(),
-        "samples": samples,
-    }
+    samples: dict[str, list] = {}
+    for i in range(saves):
+        sample, _ = measure_save(training, mode, storage / f"save{i}")
+        remove(storage / f"save{i}")
+        for key, value in sample.items():
+            samples.setdefault(key, []).append(value)
+        known = {key: [v for v in values if v is not None] for key, values in samples.items()}
+        del known["quiet"]
+        yield {
+            **{key: statistics.median(v) if v else None for key, v in known.items()},
+            "first_call_s": first["call_s"],
+            "first_exposed_stall_s": first["exposed_stall_s"],
+            "uploaded_idle_s": idle,
+            "bytes_written": written,
+            **judged,
+            **memory.peaks(),
+            "samples": samples,
+        }
+
+
+def measure_nothing(training: Training, mode: Mode) -> Iterator[dict]:
+    """The row of training without a save."""
+    intervals = [
+        interval for _ in range(2) for interval in window_without_save(training, mode)[SETTLED:]
+    ]
+    yield {"step_s": statistics.median(intervals), "samples": {"step_s": intervals}}
 
 
 # -- the whole run ----------------------------------------------------------------------------
 
 
-def link_rates(device: torch.device, nbytes: int) -> dict[str, float]:
-    """Pinned copy rates, byte/s: the median of five copies of ``nbytes`` each way."""
-    if device.type != "cuda":
-        return {}
-    host = torch.empty(nbytes, dtype=torch.uint8, pin_memory=True)
-    there = torch.empty(nbytes, dtype=torch.uint8, device=device)
-    rates = {}
-    for name, target, source in (("d2h", host, there), ("h2d", there, host)):
-        seconds = []
-        for _ in range(6):
-            start, end = (torch.cuda.Event(enable_timing=True) for _ in range(2))
+def d2h_beside_training(training: Training, nbytes: int, piece: int) -> float:
+    """Pinned device-to-host rate (byte/s) of ``nbytes`` in pieces, queued behind steps; a median.
+
+    All ranks call this together, so that all copy at the same time, beside the next forward.
+    """
+    host = torch.empty(piece, dtype=torch.uint8, pin_memory=True)
+    there = torch.empty(piece, dtype=torch.uint8, device=training.device)
+    stream, pieces, timed = torch.cuda.Stream(), max(1, round(nbytes / piece)), []
+    for _ in range(10):
+        training.steps(1)
+        stream.wait_stream(torch.cuda.current_stream())
+        start, end = timing_event(training.device), timing_event(training.device)
+        with torch.cuda.stream(stream):
             start.record()
-            target.copy_(source, non_blocking=True)
+            for _ in range(pieces):
+                host.copy_(there, non_blocking=True)
             end.record()
-            end.synchronize()
-            seconds.append(start.elapsed_time(end) / 1e3)
-        rates[f"pinned_{name}_bytes_per_s"] = nbytes / statistics.median(seconds[1:])
-    return rates
+        timed.append((start, end))
+    training.steps(1)
+    synchronize(training.device)
+    rates = [pieces * piece / (start.elapsed_time(end) / 1e3) for start, end in timed]
+    return statistics.median(rates[2:])
 
 
-def driver_version() -> str | None:
-    try:
-        query = ["nvidia-smi", "--query-gpu=driver_version", "--format=csv,noheader"]
-        return subprocess.run(query, capture_output=True, text=True, check=True).stdout.split()[0]
-    except (OSError, subprocess.CalledProcessError):
-        return None
-
-
-def recipe_hash(mode: str) -> dict[str, str]:
-    """Recipe and code hash of what ``mode`` measures; empty for what is no recipe's."""
-    recipe = MODES[mode].recipe
-    return {recipe: code_sha256(RECIPES / f"{recipe}.py")} if recipe else {}
-
-
-class Results:
-    """The result file: rows of unchanged recipes are kept, others replaced. Rank 0 writes."""
-
-    def __init__(self, path: Path, header: dict) -> None:
-        self.path, self.rank = path, dist.get_rank()
-        old = json.loads(path.read_text()) if path.exists() else {}
-        hashes = old.get("code_sha256", {})
-        self.data = header | {"code_sha256": {}, "rows": [], "not_run": old.get("not_run", {})}
-        for row in old.get("rows", ()):
-            now = recipe_hash(row["name"])
-            if all(hashes.get(recipe) == sha for recipe, sha in now.items()):
-                self.data["rows"].append(row)
-                self.data["code_sha256"] |= now
-
-    @staticmethod
-    def key(row: dict) -> tuple:
-        return row["name"], row["storage"], row["step"]
-
-    def has(self, *key: str) -> bool:
-        return any(self.key(row) == key for row in self.data["rows"])
-
-    def add(self, row: dict) -> None:
-        rows = [old for old in self.data["rows"] if self.key(old) != self.key(row)]
-        self.data["rows"] = rows + [row]
-        self.data["code_sha256"] |= recipe_hash(row["name"])
-        self.data["not_run"].pop(row["name"], None)
-        self.write()
-
-    def skip(self, name: str, reason: str) -> None:
-        self.data["not_run"][name] = reason
-        self.write()
-
-    def write(self) -> None:
-        if self.rank == 0:
-            self.path.parent.mkdir(parents=True, exist_ok=True)
-            self.path.write_text(json.dumps(self.data, indent=1) + "\n")
-
-
-def say(started: float, text: str) -> None:
-    if dist.get_rank() == 0:
-        print(f"[{time.perf_counter() - started:6.1f} s] {text}", flush=True)
+def measure_link(training: Training, size: Size, state_bytes: int) -> dict[str, float]:
+    """Rates of rank 0's link, the other ranks idle, and beside training on all; empty on a CPU."""
+    if training.device.type != "cuda":
+        return {}
+    alone = link_rates(training.device, size.link_bytes) if dist.get_rank() == 0 else {}
+    dist.barrier(group=AGREEMENT[0])
+    beside = d2h_beside_training(training, state_bytes, size.link_bytes)
+    return alone | {"pinned_d2h_beside_training_bytes_per_s": beside}
 
 
 def run(arguments: argparse.Namespace, device: torch.device) -> None:
@@ -795,41 +797,32 @@ def run(arguments: argparse.Namespace, device: torch.device) -> None:
     training.prepare("long")
     state = [x for x in leaves(training.app.state_dict()).values() if isinstance(x, torch.Tensor)]
     state_bytes = sum(x.nbytes for x in state)
-    link = link_rates(device, size.link_bytes)
-    bound_s = state_bytes / link["pinned_d2h_bytes_per_s"] if link else None
-    name = torch.cuda.get_device_name() if device.type == "cuda" else f"CPU, {platform.machine()}"
-    short_name = name.split()[-1].lower() if device.type == "cuda" else "cpu"
-    label = f"{short_name}-x{dist.get_world_size()}"
-    header = {
-        "benchmark": "checkpoint_stall",
-        "torch": torch.__version__,
-        "device": name,
-        "driver": driver_version(),
-        "ranks": dist.get_world_size(),
-        "date": date.today().isoformat(),
-        "workload": {
-            "model": "{} linear layers a rank, {} x {}".format(size.layers_per_rank, *size.widths),
-            "precision": "float32 weights and Adam state, bfloat16 compute",
-            "optimizer": "AdamW, fused",
-            "sharding": "fully_shard, one group a layer",
-            "tensors": len(state),
-            "state_bytes_per_rank": state_bytes,
-            "tokens_per_step": size.tokens,
-            "steps_queued": 2,
-        },
-        "link": link,
+    link = measure_link(training, size, state_bytes)
+    bound_s = state_bytes / link["pinned_d2h_beside_training_bytes_per_s"] if link else None
+    workload = {
+        "model": "{} linear layers a rank, {} x {}".format(size.layers_per_rank, *size.widths),
+        "precision": "float32 weights and Adam state, bfloat16 compute",
+        "optimizer": "AdamW, fused",
+        "sharding": "fully_shard, one group a layer",
+        "tensors": len(state),
+        "state_bytes_per_rank": state_bytes,
+        "tokens_per_step": size.tokens,
+        "steps_queued": 2,
     }
-    results = Results(arguments.out / "results" / f"checkpoint_stall.{label}.json", header)
+    head = header("checkpoint_stall", device, workload, link)
+    results = Results(arguments.out, head, RECIPES, varied=("storage", "step"))
     say(started, f"{state_bytes / 1e9:.2f} GB of state a rank, link {link}")
     for mode_name in arguments.modes:
         wanted = [
             (storage, step)
             for storage in arguments.storages
             for step in arguments.steps
-            if arguments.again or not results.has(mode_name, storage, step)
+            if arguments.again or not results.has(mode_name, storage=storage, step=step)
         ]
         if not wanted:
             continue
+        if all(row["name"] != mode_name for row in results.data["rows"]):
+            results.skip(mode_name, "begun, and cut off before its first row was complete")
         memory = HostMemory()
         try:
             mode = MODES[mode_name](training)
@@ -843,20 +836,23 @@ def run(arguments: argparse.Namespace, device: torch.device) -> None:
                 directory = shared_directory(
                     arguments.memory if storage == "memory" else arguments.disk
                 )
-                try:
-                    row = measure(training, mode_name, mode, directory, arguments.saves, memory)
-                finally:
-                    remove(directory)
                 key = {"name": mode_name, "storage": storage, "step": step}
                 bound = {"bound_s": bound_s, "bound_from": BOUND_FROM} if bound_s else {}
-                results.add({**key, **bound, "note": mode.note, **row})
+                try:
+                    if mode_name == "none":
+                        rows = measure_nothing(training, mode)
+                    else:
+                        rows = measure(training, mode, directory, arguments.saves, memory)
+                    for row in rows:
+                        results.add({**key, **bound, "note": mode.note, **row})
+                finally:
+                    remove(directory)
                 shown = {k: v for k, v in row.items() if k != "samples"}
                 say(started, f"{mode_name}, {storage}, {step}: {json.dumps(shown)}")
             if arguments.trace and mode_name != "none":
                 training.prepare("long")
                 directory = shared_directory(arguments.memory)
-                path = arguments.out / "traces" / f"checkpoint_stall.{mode_name}.{label}.json"
-                trace(training, mode, mode_name, directory, path, header)
+                trace(training, mode, mode_name, directory, arguments.out, head)
                 remove(directory)
         finally:
             memory.close()
@@ -880,7 +876,7 @@ STALL_US = 5000.0  # a longer gap between blocks is drawn as a stall
 
 
 def trace(
-    training: Training, mode: Mode, name: str, directory: Path, path: Path, header: dict
+    training: Training, mode: Mode, name: str, directory: Path, folder: Path, head: dict
 ) -> None:
     """Write compute, copy and write lanes from two steps before a save to four after its call.
 
@@ -899,70 +895,43 @@ def trace(
         training.steps(4, mode)
         ends = training.step_ends()
     mode.finish(save)
-    to_us = time.time_ns() / 1e3 - time.perf_counter() * 1e6  # host clock to the profiler's
-    begin, end = (at * 1e6 + to_us for at in (ends[2], ends[-1]))
+    offset = time.time_ns() / 1e3 - time.perf_counter() * 1e6
+
+    def profiler_us(host_s: float) -> float:
+        return host_s * 1e6 + offset
+
+    begin, end = profiler_us(ends[2]), profiler_us(ends[-1])
     if on_cuda:
-        with tempfile.TemporaryDirectory() as temporary:
-            profile.export_chrome_trace(f"{temporary}/trace.json")
-            raw = json.loads(Path(temporary, "trace.json").read_text())
-        base = raw.get("baseTimeNanoseconds", 0) / 1e3
-        events = [e | {"ts": e["ts"] + base} for e in raw["traceEvents"] if e.get("ph") == "X"]
+        events = [e for e in profiled_events(profile) if begin <= e["ts"] < end]
     else:
-        events = []
-        for a, b in pairwise(ends):
-            step = {"cat": "kernel", "name": "step", "ts": a * 1e6 + to_us, "dur": (b - a) * 1e6}
-            events.append(step)
-    events = sorted((e for e in events if begin <= e["ts"] < end), key=lambda e: e["ts"])
-    blocks: list[list] = []  # [label, start, end]
-    for event in events:
+        step = {"cat": "kernel", "name": "step"}
+        events = [
+            step | {"ts": profiler_us(a), "dur": (b - a) * 1e6} for a, b in pairwise(ends[2:])
+        ]
+
+    def computes(event: dict) -> str | None:
         if event.get("cat") != "kernel" or event["name"].startswith("nccl"):
-            continue
-        label = "optimizer" if "adam" in event["name"].lower() else "forward, backward"
-        start, stop = event["ts"], event["ts"] + event["dur"]
-        if blocks and blocks[-1][0] == label and start - blocks[-1][2] < GAP_US:
-            blocks[-1][2] = max(stop, blocks[-1][2])
-        else:
-            blocks.append([label, start, stop])
-    lanes = [("compute", *block, {}) for block in blocks]
-    lanes += [
-        ("compute", "stall", a[2], b[1], {"stall": True})
-        for a, b in pairwise(blocks)
-        if b[1] - a[2] > STALL_US
+            return None
+        return "optimizer" if "adam" in event["name"].lower() else "forward, backward"
+
+    drawn = blocks(events, "compute", GAP_US, computes)
+    drawn += [
+        Drawn("compute", "stall", a.stop, b.start, {"stall": True})
+        for a, b in pairwise(drawn)
+        if b.start - a.stop > STALL_US
     ]
-    lanes += [
-        ("copy", event["name"], event["ts"], event["ts"] + event["dur"], event["args"])
-        for event in events
-        if event.get("cat") == "gpu_memcpy"
-        and "DtoH" in event["name"]
-        and event["args"].get("bytes", 0) > 2**20
-    ]
-    if save.uploaded is not None and (staged_at := save.staged_at) is not None:
-        start, stop = staged_at * 1e6 + to_us, save.uploaded_at * 1e6 + to_us
-        lanes.append(("write", "write", start, min(stop, end), {"ends_after_window": stop > end}))
-    tids = {"compute": 1, "copy": 2, "write": 3}
-    drawn = [
-        {"ph": "M", "name": "thread_name", "pid": 0, "tid": tid, "args": {"name": lane}}
-        for lane, tid in tids.items()
-    ]
-    for lane, label, start, stop, args in lanes:
-        if stop > start:
-            times = {"ts": round(start - begin, 1), "dur": round(stop - start, 1)}
-            kept = {k: v for k, v in args.items() if k in ("bytes", "stream", "stall")}
-            place = {"pid": 0, "tid": tids[lane]}
-            drawn.append(
-                {"ph": "X", "name": label, **place, **times, "args": {"lane": lane} | kept}
-            )
-    for label, at in (("save called", save.called_at), ("call returns", save.returned_at)):
-        ts = round(at * 1e6 + to_us - begin, 1)
-        mark = {"ph": "i", "name": label, "s": "g", "pid": 0, "tid": 1, "ts": ts}
-        drawn.append(mark | {"args": {"mark": True}})
-    kept = ("benchmark", "device", "ranks", "torch", "date")
-    other = {"mode": name, "rank": 0} | {key: header[key] for key in kept}
-    other["code_sha256"] = recipe_hash(name)
-    if dist.get_rank() == 0:
-        path.parent.mkdir(parents=True, exist_ok=True)
-        data = {"displayTimeUnit": "ms", "otherData": other, "traceEvents": drawn}
-        path.write_text(json.dumps(data) + "\n")
+    for event in events:
+        nbytes = event.get("args", {}).get("bytes", 0)
+        if event.get("cat") == "gpu_memcpy" and "DtoH" in event["name"] and nbytes > 2**20:
+            args = {"bytes": nbytes, "stream": event["args"].get("stream")}
+            stop = event["ts"] + event["dur"]
+            drawn.append(Drawn("copy", event["name"], event["ts"], stop, args))
+    if save.uploaded is not None and save.staged_at is not None:
+        stop = min(profiler_us(save.uploaded_at), end)
+        drawn.append(Drawn("write", "write", profiler_us(save.staged_at), stop))
+    marks = [("save called", save.called_at), ("call returns", save.returned_at)]
+    marks = [(text, profiler_us(at)) for text, at in marks]
+    write_trace(folder, head, name, RECIPES[name], drawn, begin, marks)
 
 
 def main() -> None:

@@ -1,0 +1,68 @@
+"""The benchmark's stall is what a save adds to the steps that it touches, and nothing else."""
+
+import json
+import subprocess
+import sys
+from itertools import accumulate
+from pathlib import Path
+
+import pytest
+
+from benchmarks.checkpoint_stall import exposed_stall
+
+ROOT = Path(__file__).resolve().parents[1]
+USUAL = [0.36, 0.34, 0.33, 0.35, 0.34, 0.36, 0.34, 0.33]  # seconds, as clocks rise and fall
+CALLED, STAGED = 1.1, 1.3  # in the fourth step
+
+
+def ends(intervals: list[float]) -> list[float]:
+    return list(accumulate(intervals, initial=0.0))
+
+
+def test_steps_as_long_as_without_a_save_are_no_stall() -> None:
+    stall_s, first_free = exposed_stall(ends(USUAL), USUAL, CALLED, STAGED)
+    assert stall_s == pytest.approx(0.0)
+    assert first_free == 4
+
+
+def test_a_window_is_not_compared_with_its_median() -> None:
+    """What a step takes depends on its place: against the median, clocks look like a stall."""
+    stall_s, _ = exposed_stall(ends(USUAL), [0.34], CALLED, STAGED)
+    assert stall_s == pytest.approx(0.01)
+
+
+@pytest.mark.parametrize(("slow", "counted"), [(2, 0.0), (3, 0.05), (4, 0.05), (5, 0.0)])
+def test_the_touched_step_and_one_more_are_counted(slow: int, counted: float) -> None:
+    intervals = USUAL.copy()
+    intervals[slow] += 0.05
+    shift = 0.05 if slow < 3 else 0.0
+    stall_s, _ = exposed_stall(ends(intervals), USUAL, CALLED + shift, STAGED + shift)
+    assert stall_s == pytest.approx(counted)
+
+
+def test_a_blocking_save_longer_than_the_baseline() -> None:
+    """Steps beyond the window without a save are compared with its last value."""
+    intervals = [*USUAL, 3.34, 0.34]
+    called = sum(USUAL) + 0.1
+    stall_s, first_free = exposed_stall(ends(intervals), [*USUAL, 0.34], called, called + 3.0)
+    assert stall_s == pytest.approx(3.0)
+    assert first_free == len(USUAL) + 1
+
+
+def test_a_save_after_the_last_step_touches_none() -> None:
+    assert exposed_stall(ends(USUAL), USUAL, 9.0, 9.1) == (0.0, len(USUAL))
+
+
+def test_rows_are_kept_when_the_command_runs_again(tmp_path: Path) -> None:
+    command = [sys.executable, "benchmarks/checkpoint_stall.py", "--small", "--out", str(tmp_path)]
+    command += ["--modes", "overlapped", "--storages", "memory", "--steps", "short"]
+    command += ["--saves", "1", "--memory", str(tmp_path)]
+    for _ in range(2):
+        run = subprocess.run(command, cwd=ROOT, capture_output=True, text=True, check=False)
+        assert run.returncode == 0, run.stderr
+    assert "overlapped, memory, short" not in run.stdout, "a row that is there was measured again"
+    (result,) = (tmp_path / "results").iterdir()
+    (row,) = json.loads(result.read_text())["rows"]
+    assert row["loaded_back_bitwise"]
+    assert len(row["samples"]["exposed_stall_s"]) == 1
+    assert [path.name for path in tmp_path.iterdir()] == ["results"], "a checkpoint was left"
