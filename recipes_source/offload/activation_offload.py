@@ -18,7 +18,7 @@ memory holds a window of them and not all.
 
       * PyTorch 2.9 or later, any number of ranks; each works on its own device
       * host memory for the activations of one step
-      * ``weight_streaming.py`` of this folder: its pinned buffer is used, and its layers
+      * ``weight_streaming.py`` of this folder and what it imports: the pinned buffer, the layers
 
 .. verification-badge::
 
@@ -43,8 +43,7 @@ saved *last*. That is what backward wants first: it should stay anyway.
 # %%
 # Imports and sizes
 # -----------------
-# The layers, the loss and the device come from ``weight_streaming.py``, and so does the page-locked
-# buffer of exact size.
+# The layers, the loss and the page-locked buffer of exact size are those of ``weight_streaming.py``.
 
 import weakref
 from collections import deque
