@@ -34,9 +34,11 @@ READING_ORDER = [
     "accumulate_and_average",
     "pipelined_optimizer",
     "activation_offload",
+    "sharded_parameter",
     "stream_context",
     "prefetch_schedule",
     "copy_engine_gather",
+    "copy_engine_reduce",
     "fsdp2_settings",
 ]
 

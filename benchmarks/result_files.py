@@ -61,6 +61,7 @@ ROW_RECIPES = {
     "streamed_activation_offload": "activation_offload",
     "fsdp2_tuned": "fsdp2_settings",
     "fsdp2_copy_engine": "copy_engine_gather",
+    "fsdp2_copy_engine_reduce": "copy_engine_reduce",
     "delayed_release": "stream_context",
     "prefetch": "prefetch_schedule",
     "prefetch_copy_engine": "prefetch_schedule",
@@ -76,7 +77,8 @@ ROW_ORDER = (
     *("three_streams", "record_stream", "fsdp2_cpu_offload"),
     *("activation_offload", "activation_offload_half", "checkpoint"),
     *("checkpoint_activation_offload", "streamed_activation_offload", "save_on_cpu"),
-    *("no_communication", "fsdp2", "fsdp2_tuned", "fsdp2_copy_engine"),
+    *("no_communication", "fsdp2", "fsdp2_tuned"),
+    *("fsdp2_copy_engine", "fsdp2_copy_engine_reduce"),
     *("delayed_release", "prefetch", "prefetch_copy_engine"),
 )
 """Rows in the order in which pages show them; peers, by their package's name, come after."""
