@@ -315,7 +315,7 @@ if __name__ == "__main__":
 #
 # * microbatch-major: :math:`4 M` of loads (forward and backward; a little less, since the slots are
 #   kept over the turn-around) and :math:`2 M` of stores;
-# * layer-major: :math:`4` of loads and :math:`4` of stores, whatever *M* is: the stored sum is fp32.
+# * layer-major: :math:`4` of loads and :math:`4` of stores, whatever *M* is; the sum is in fp32.
 #
 # What breaks if you remove a line
 # --------------------------------
@@ -348,8 +348,8 @@ if __name__ == "__main__":
 # * A batch that fits at once is the simplest layer-major there is: one microbatch, no sum.
 # * Steps long enough to hide the loads gain nothing from layer-major. Above the ridge of the figure
 #   microbatch-major costs no time, and layer-major still costs device memory.
-# * Over a network, gloo moves the gradients through the CPU. Ranks of one host do so at the speed of
-#   its memory; for many hosts, average on the devices before the store.
+# * Over a network, gloo moves the gradients through the CPU. Ranks of one host do so at the speed
+#   of its memory; for many hosts, average on the devices before the store.
 #
 # Known limits
 # ------------
