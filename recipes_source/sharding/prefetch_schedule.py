@@ -29,38 +29,37 @@ class PrefetchContext(FsdpContext):
         **options,
     ) -> None:
         super().__init__(root, units, mesh, **options)
-        self.buffers, self.gradients = buffers, gradients
+        self.root, self.buffers, self.gradients = self.units[-1], buffers, gradients
         self.reduce_stream = self.streams.Stream(priority=-1)
         self.reducing: deque = deque()  # full gradients, and the events behind their reduction
         self.order: list[Unit] = []  # of the units in this forward, or the last
         self.upcoming: list[Unit] = []  # expected in what is left of this forward
-        self.stack: list[Unit] = []  # run in this forward; backward comes in reverse
+        self.returning: list[Unit] = []  # expected in backward: the last of forward first
         self.busy: set[Unit] = set()  # computing now
-        self.mispredicted = 0
+        self.late = self.mispredicted = 0  # gathers asked for when needed; units out of order
 
     # what will be needed, soonest first
 
     def future(self) -> list[Unit]:
         turn = self.upcoming[::-1] if self.training else []
-        return self.upcoming + turn + self.stack[::-1]
+        return self.upcoming + turn + self.returning
 
     def before_forward(self, unit: Unit) -> None:
-        if unit is not self.units[-1]:
+        if unit is not self.root:
             if self.upcoming and self.upcoming[0] is not unit:
                 self.mispredicted += 1
                 self.upcoming.clear()
-            self.upcoming = self.upcoming[1:]
+            del self.upcoming[:1]
             self.order.append(unit)
         super().before_forward(unit)
-        if self.training and unit is not self.units[-1]:
-            self.stack.append(unit)
+        if unit is not self.root and self.training:
+            self.returning.insert(0, unit)
 
     def before_backward(self, unit: Unit) -> None:
-        if unit in self.stack:
-            self.mispredicted += self.stack[-1] is not unit
-            self.stack.reverse()
-            self.stack.remove(unit)
-            self.stack.reverse()
+        if unit is not self.root:
+            self.mispredicted += self.returning[:1] != [unit]
+            if unit in self.returning:
+                self.returning.remove(unit)
         super().before_backward(unit)
 
     # the schedule
@@ -68,6 +67,7 @@ class PrefetchContext(FsdpContext):
     def before(self, unit: Unit) -> None:
         self.busy.add(unit)
         if not unit.resident:
+            self.late += 1
             self.make_room([unit, *self.future()], unit)
             self.unshard(unit)
         self.compute_stream.wait_event(unit.gathered)
@@ -78,6 +78,7 @@ class PrefetchContext(FsdpContext):
         self.prefetch()
 
     def prefetch(self) -> None:
+        """Gather what is needed next, as far as there is room."""
         future = self.future()
         for unit in future:
             if not unit.resident:
@@ -85,18 +86,17 @@ class PrefetchContext(FsdpContext):
                     return
                 self.unshard(unit)
 
-    def make_room(self, future: list, unit: Unit) -> bool:
-        """Release the unit needed last, if there is no free buffer and it is needed after ``unit``."""
-
-        def when(u: Unit) -> int:
-            return future.index(u) if u in future else len(future)
-
-        resident = [u for u in self.units[:-1] if u.resident]
+    def make_room(self, future: list[Unit], unit: Unit) -> bool:
+        """Release the unit needed last, if there is no free buffer and ``unit`` is needed before."""
+        resident = [u for u in self.units if u.resident and u is not self.root]
         if len(resident) < self.limit:
             return True
-        idle = [u for u in resident if u not in self.busy]
-        last = max(idle, key=when, default=unit)
-        if when(last) <= when(unit):
+
+        def position(u: Unit) -> int:
+            return future.index(u) if u in future else len(future)
+
+        last = max((u for u in resident if u not in self.busy), key=position, default=unit)
+        if position(last) <= position(unit):
             return False
         self.release(last)
         return True
@@ -107,15 +107,15 @@ class PrefetchContext(FsdpContext):
         self.limit = self.buffers if self.training else self.buffers - 1
         self.end_backward()
         self.upcoming, self.order = self.order, []
-        self.unshard(self.units[-1])
+        self.unshard(self.root)
         self.prefetch()
 
     def end_forward(self) -> None:
         self.upcoming.clear()
-        if not self.training:
-            self.end_backward()
-        else:
+        if self.training:
             self.prefetch()
+        else:
+            self.end_backward()
 
     # gradients
 
@@ -135,35 +135,59 @@ class PrefetchContext(FsdpContext):
             self.reducing.popleft()  # the memory goes back to the compute stream
 
     def end_backward(self) -> None:
-        self.stack.clear()
+        self.returning.clear()
         self.busy.clear()
         self.drain_gradients(keep=0)
         super().end_backward()
 
 
-def compare(shuffled: bool, device: torch.device) -> None:
+PASSES = rows.STEPS * rows.MICRO_BATCHES  # forward and backward, each
+
+
+def watch(collective: rows.Collective, context: FsdpContext, used: list) -> rows.Collective:
+    """``collective``, noting the stream that it is queued on."""
+
+    def call(output: torch.Tensor, source: torch.Tensor) -> None:
+        used.append(context.streams.current_stream())
+        collective(output, source)
+
+    return call
+
+
+def prove(schedule: type[FsdpContext], shuffled: bool, device: torch.device) -> FsdpContext:
+    """Train under ``schedule`` and unsharded; compare the weights, print what it took."""
     mesh = init_device_mesh(device.type, (dist.get_world_size(),))
-    reference = rows.Stack(device, shuffled)
+    model, reference = rows.Stack(device, shuffled), rows.Stack(device, shuffled)
+    context, used = schedule(model, model.blocks, mesh), []
+    context.reduce_scatter = watch(context.reduce_scatter, context, used)
+    rows.train(model, context.backward)
     rows.train(reference)
-    for schedule in (FsdpContext, PrefetchContext):
-        model = rows.Stack(device, shuffled)
-        context = schedule(model, model.blocks, mesh)
-        rows.train(model, context.backward)
-        rows.prove_parity(model, reference)
-        print(
-            schedule.__name__,
-            shuffled,
-            getattr(context, "gathers", None),
-            getattr(context, "mispredicted", None),
-            context.peak_bytes,
-        )
+    rows.prove_parity(model, reference)
+    stream = getattr(context, "reduce_stream", context.compute_stream)
+    assert all(where == stream for where in used) and context.live_bytes == 0
+    units = context.peak_bytes // context.units[0].nbytes
+    order = "another order each pass" if shuffled else "one order"
+    print(f"{schedule.__name__}, {order}: {context.gathers} gathers, {units} units in memory")
+    return context
 
 
 def main() -> None:
     device = rows.start_rank()
     try:
         for shuffled in (False, True):
-            compare(shuffled, device)
+            delayed = prove(FsdpContext, shuffled, device)
+            assert delayed.gathers == PASSES * 2 * (rows.BLOCKS + 1), (
+                "each unit twice, and the root"
+            )
+            ahead = prove(PrefetchContext, shuffled, device)
+            assert ahead.reduce_stream != ahead.compute_stream, "one stream for both"
+            assert ahead.peak_bytes <= BUFFERS * ahead.units[0].nbytes + ahead.root.nbytes
+            print(f"{ahead.late} gathers late, {ahead.mispredicted} units out of order")
+            if shuffled:
+                assert ahead.mispredicted > 0
+            else:
+                assert ahead.gathers == PASSES * (2 * rows.BLOCKS - BUFFERS + 1), "kept too few"
+                assert ahead.late == rows.BLOCKS, "all but the first forward knows the order"
     finally:
         dist.destroy_process_group()
 
