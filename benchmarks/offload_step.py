@@ -31,8 +31,9 @@ How a number is made
   no block again. ``resident_zeros`` is ``resident`` with zeros for weights and data: the same
   kernels, less power.
 * A *phase* is one block's forward or backward. Its compute time is measured by events in a resident
-  step: alone, and *beside* the copies of a streamed step, which start with the phase and for which
-  no kernel waits.
+  step: alone, and *beside* the copies of a streamed step, at the pace of one: a phase begins when
+  the copies of the phase before are complete. This matters where power is the limit: a device that
+  waits for weights may compute faster afterwards.
 * ``bound_s`` = first load + sum over phases of max(compute, load, store) + last store of gradients.
   Compute beside the same copies; loads and stores by the link's rates of this run, the duplex rates
   where both are under way. Loads: each block once in forward, all but the last two again in
@@ -46,7 +47,7 @@ How a number is made
   nothing is set.
 * ``peak_allocated_bytes``, ``peak_reserved_bytes``: the device allocator's peaks over the steps of
   the row; ``pinned_bytes``: page-locked host memory, PyTorch's own plus what is registered with
-  ``cudaHostRegister``.
+  ``cudaHostRegister``; ``host_peak_bytes``: what the resident set grew by.
 * ``gradients_bitwise``: whether the first and the last block's gradients have the bits of
   ``resident`` at these tokens.
 
@@ -54,7 +55,8 @@ A trace's judgement goes to its row: ``trace_layers_overlapped`` of ``trace_laye
 layers (all but the first two and the last two) have an instant when a matrix product of the layer,
 the load of the next and the store of the one before are all under way; ``copies_pinned`` is whether
 every copy of a block's size is between the device and pinned memory; ``blocking_calls`` counts
-``cudaMalloc``, host allocations and synchronisations on the training thread inside the step.
+``cudaMalloc``, host allocations and synchronisations inside the step on the threads that launch
+kernels: the training thread and autograd's.
 """
 
 import argparse
@@ -69,9 +71,9 @@ import tempfile
 import time
 from collections import Counter
 from collections.abc import Callable, Iterator
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from importlib.metadata import version
-from itertools import chain, pairwise
+from itertools import chain
 from pathlib import Path
 
 import torch
@@ -91,6 +93,7 @@ import weight_streaming  # noqa: E402
 
 from benchmarks.measuring import (  # noqa: E402
     Drawn,
+    HostMemory,
     Results,
     device_name,
     header,
@@ -116,6 +119,7 @@ MICROBATCHES = 4
 ADAMW = {"lr": 3e-6, "betas": (0.9, 0.95)}
 ADAM_BYTES = 16  # a parameter: bf16 weight and gradient, fp32 weight and two moments
 BEYOND_STEPS = 6
+PAUSE_US = 200.0  # between kernels of a block of a trace there is less
 
 
 @dataclass(frozen=True)
@@ -594,14 +598,15 @@ RECIPES = {name: mode.recipes for name, mode in MODES.items()}
 
 
 class Phases:
-    """Records where the phases of a resident step begin; with ``copies``, those of streaming.
+    """Times the phases of a resident step; with ``copies``, at the pace of a streamed one.
 
-    A phase's load and store are queued behind the event at its beginning, on a stream each. No
-    kernel waits for them.
+    A phase then queues the load and the store of a streamed step's, on a stream each, and the next
+    phase begins when they are complete, so that clocks and power are those of a streamed step.
     """
 
     def __init__(self, work: Workload, copies: bool) -> None:
-        self.work, self.events = work, []
+        self.work = work
+        self.begins, self.ends = [], []
         self.copies = copies and work.device.type == "cuda"
         if self.copies:
             count = work.size.layer_bytes
@@ -610,10 +615,13 @@ class Phases:
             self.streams = [torch.cuda.Stream() for _ in range(2)]
 
     def __call__(self) -> None:
-        event = timing_event(self.work.device)
-        event.record()
-        phase = len(self.events)
-        self.events.append(event)
+        """End a phase and begin the next."""
+        self.ends.append(self.now())
+        if self.copies:
+            for stream in self.streams:
+                torch.cuda.current_stream().wait_stream(stream)
+        self.begins.append(self.now())
+        phase = len(self.begins) - 1
         if self.copies and phase < 2 * self.work.layers:
             loads, stores = transfers(phase, self.work.layers)
             for wanted, stream, target, source in (
@@ -621,15 +629,21 @@ class Phases:
                 (stores, self.streams[1], self.host[1], self.there[1]),
             ):
                 if wanted:
-                    stream.wait_event(event)
+                    stream.wait_stream(torch.cuda.current_stream())
                     with torch.cuda.stream(stream):
                         target.copy_(source, non_blocking=True)
+
+    def now(self):
+        event = timing_event(self.work.device)
+        event.record()
+        return event
 
     def seconds(self) -> list[float]:
         """Of each phase of the last step: forward 0 … L-1, backward L-1 … 0."""
         synchronize(self.work.device)
-        times = [a.elapsed_time(b) / 1e3 for a, b in pairwise(self.events)]
-        self.events = []
+        pairs = zip(self.begins, self.ends[1:], strict=False)
+        times = [begin.elapsed_time(end) / 1e3 for begin, end in pairs]
+        self.begins, self.ends = [], []
         return times
 
 
@@ -645,7 +659,7 @@ def transfers(phase: int, layers: int, slots: int = 2) -> tuple[bool, bool]:
     return 0 <= layer - 1 < layers - slots, layer + 1 < layers
 
 
-def phase_times(mode: Resident, batch: tuple, copies: bool, repeats: int = 3) -> list[float]:
+def phase_times(mode: Resident, batch: tuple, copies: bool, repeats: int = 2) -> list[float]:
     """Median seconds of each phase of a resident step; see :meth:`Phases.seconds`."""
     mode.phase = phases = Phases(mode.work, copies)
     samples = []
@@ -703,40 +717,6 @@ class Machine:
         values = [[float(value) for value in line] for line in lines if len(line) == 2]
         medians = [statistics.median(column) for column in zip(*values, strict=True)]
         self.row = dict(zip(("sm_clock_mhz", "power_w"), medians, strict=False))
-
-
-class PinnedBytes:
-    """Page-locked host memory since this was made: PyTorch's own and what is registered."""
-
-    def __init__(self) -> None:
-        self.sizes: dict[int, int] = {}
-        self.most = 0
-        if torch.cuda.is_available():
-            torch._C._host_emptyCache()
-            torch.cuda.reset_peak_host_memory_stats()
-            self.runtime = torch.cuda.cudart()
-            self.functions = self.runtime.cudaHostRegister, self.runtime.cudaHostUnregister
-            self.runtime.cudaHostRegister = self.register
-            self.runtime.cudaHostUnregister = self.unregister
-
-    def register(self, address: int, nbytes: int, flags: int):
-        self.sizes[address] = nbytes
-        self.most = max(self.most, sum(self.sizes.values()))
-        return self.functions[0](address, nbytes, flags)
-
-    def unregister(self, address: int):
-        self.sizes.pop(address, None)
-        return self.functions[1](address)
-
-    def row(self) -> dict[str, int]:
-        if not torch.cuda.is_available():
-            return {}
-        own = torch.cuda.host_memory_stats()["allocated_bytes.peak"]
-        return {"pinned_bytes": self.most + own}
-
-    def close(self) -> None:
-        if torch.cuda.is_available():
-            self.runtime.cudaHostRegister, self.runtime.cudaHostUnregister = self.functions
 
 
 class TooLong(Exception):
@@ -802,10 +782,8 @@ class Reference:
         if (own := judged_gradients(mode)) and (wanted := self.gradients.get(tokens)):
             pairs = zip(own, wanted, strict=True)
             found["gradients_bitwise"] = all(torch.equal(a, b) for a, b in pairs)
-        if (resident := self.rows.get(tokens)) is None:
-            return found
-        found["over_resident"] = row["step_s"] / resident["step_s"]
-        if mode.bounded and link:
+        resident = self.rows.get(tokens)
+        if mode.bounded and link and resident:
             update = row.get("update_s", 0.0)
             nbytes = mode.work.size.layer_bytes
             for suffix, compute in (("", "compute_beside_s"), ("_alone", "compute_alone_s")):
@@ -824,12 +802,12 @@ def judged_gradients(mode: Mode) -> list[torch.Tensor] | None:
     return [gradient.detach().to("cpu", copy=True) for layer in found for gradient in layer]
 
 
-def measure(mode: Mode, tokens: int) -> dict:
+def measure(mode: Mode, tokens: int, repeats: int) -> dict:
     """The times, clocks and peaks of a row."""
     batch = mode.work.batch(tokens, zeros=mode.zeros)
     forget_peaks(mode.device)
     with Machine() as machine:
-        samples = step_seconds(mode, batch, repeats_for(tokens))
+        samples = step_seconds(mode, batch, repeats)
     medians = {field: statistics.median(values) for field, values in samples.items()}
     return {**medians, **peaks(mode.device), **machine.row, "samples": samples}
 
@@ -855,9 +833,9 @@ def traced_step(mode: Mode, batch: tuple) -> list[dict]:
 def lanes_of(events: list[dict], layers: int, nbytes: int) -> list[Drawn]:
     """Compute by layer, loads and stores of a traced step.
 
-    A kernel belongs to the phase of the latest matrix product, told by the operator that launched
-    it: a block's forward launches two, its backward five, the first block's one less, since no
-    gradient of the batch is wanted.
+    Phases begin at matrix products, told by the operator that launched them: forward has two in
+    each block, backward five, one less in the first block, since no gradient of the batch is
+    wanted. Kernels after a pause belong to the product that follows.
     """
     operators = {e["args"]["External id"]: e["name"] for e in events if e.get("cat") == "cpu_op"}
     kernels = [e for e in events if e.get("cat") == "kernel"]
@@ -868,14 +846,18 @@ def lanes_of(events: list[dict], layers: int, nbytes: int) -> list[Drawn]:
         raise ValueError(f"{sum(is_product)} matrix products, expected {firsts[-1] + 4}")
     names = [f"forward {layer}" for layer in range(layers)]
     names += [f"backward {layer}" for layer in reversed(range(layers))]
-    drawn, products = [], 0
+    drawn: list[Drawn] = []
+    products, begin = 0, None  # of kernels after a pause, which are the next block's
     for kernel, product in zip(kernels, is_product, strict=True):
         start, stop = kernel["ts"], kernel["ts"] + kernel["dur"]
         if product and products in firsts:
-            drawn.append(Drawn("compute", names[firsts.index(products)], start, stop))
-        elif drawn:
-            last = drawn[-1]
-            drawn[-1] = Drawn("compute", last.label, last.start, max(stop, last.stop))
+            label = names[firsts.index(products)]
+            drawn.append(Drawn("compute", label, start if begin is None else begin, stop))
+            begin = None
+        elif drawn and begin is None and start - drawn[-1].stop < PAUSE_US:
+            drawn[-1] = replace(drawn[-1], stop=stop)
+        elif begin is None:
+            begin = start
         products += product
     for lane, way in (("H2D", "HtoD"), ("D2H", "DtoH")):
         copies = [e for e in events if e.get("cat") == "gpu_memcpy" and way in e["name"]]
@@ -904,13 +886,17 @@ def judge_trace(events: list[dict], lanes: list[Drawn], layers: int, slots: int)
             overlapped += max(d.start for d in three) < min(d.stop for d in three)
         found |= {"trace_layers_overlapped": overlapped, "trace_layers_judged": len(judged)}
     (window,) = (e for e in events if e["name"] == "one step" and e.get("cat") == "user_annotation")
-    calls = Counter(
-        event["name"]
+    calls = [
+        event
         for event in events
         if event.get("cat") in ("cuda_runtime", "cuda_driver")
-        and event["tid"] == window["tid"]
         and window["ts"] <= event["ts"] < window["ts"] + window["dur"]
-        and any(word in event["name"] for word in BLOCKING)
+    ]
+    launching = {call["tid"] for call in calls if "LaunchKernel" in call["name"]}
+    calls = Counter(
+        call["name"]
+        for call in calls
+        if call["tid"] in launching and any(word in call["name"] for word in BLOCKING)
     )
     return found | {"blocking_calls": sum(calls.values()), "blocking_calls_named": dict(calls)}
 
@@ -935,10 +921,10 @@ def run(arguments: argparse.Namespace, device: torch.device) -> None:
     rows = {row["tokens"]: row for row in results.data["rows"] if row["name"] == "resident"}
     reference = Reference(rows, {})
 
-    def rows(mode: Mode, pinned: PinnedBytes) -> None:
+    def rows(mode: Mode, host: HostMemory) -> None:
         say(started, f"{name}: built")
         for tokens in wanted:
-            row = measure(mode, tokens)
+            row = measure(mode, tokens, repeats_for(tokens)) | host.peaks()
             if name == "resident":
                 add_phases(mode, tokens, row)
                 reference.rows[tokens] = row
@@ -947,7 +933,7 @@ def run(arguments: argparse.Namespace, device: torch.device) -> None:
             if isinstance(mode, StreamedAdam):
                 row["samples"]["update_s"] = updates = mode.update_seconds()
                 row["update_s"] = statistics.median(updates)
-            row |= reference.compare(mode, tokens, row, link) | pinned.row()
+            row |= reference.compare(mode, tokens, row, link)
             row |= {"name": name, "tokens": tokens, "note": mode.note}
             results.add(row)
             if arguments.trace and tokens == size.judged_tokens and name in TRACED:
@@ -966,6 +952,10 @@ def run(arguments: argparse.Namespace, device: torch.device) -> None:
             wanted = [tokens for tokens in wanted if not results.has(name, tokens=tokens)]
         if wanted:
             attempt(name, work, results, arguments, rows)
+    for row in results.data["rows"]:
+        if resident := reference.rows.get(row["tokens"]):
+            row["over_resident"] = row["step_s"] / resident["step_s"]
+    results.write()
 
 
 def add_phases(mode: Resident, tokens: int, row: dict) -> None:
@@ -977,12 +967,12 @@ def add_phases(mode: Resident, tokens: int, row: dict) -> None:
 def attempt(
     name: str, work: Workload, results: Results, arguments: argparse.Namespace, body: Callable
 ) -> None:
-    """``body`` with a mode and its page-locked memory; a failure is why there is no row."""
-    pinned, mode = PinnedBytes(), None
+    """``body`` with a mode and its host memory; a failure is why there is no row."""
+    host, mode = HostMemory(), None
     limited(arguments.limit)
     try:
         mode = MODES[name](work)
-        body(mode, pinned)
+        body(mode, host)
     except Exception as error:
         results.skip(name, f"{type(error).__name__}: {str(error)[:300]}")
         print(f"{name}: not run, {type(error).__name__}: {error}", flush=True)
@@ -992,7 +982,7 @@ def attempt(
         limited(0)
         if mode is not None:
             mode.close()
-        pinned.close()
+        host.close()
         del mode
         forget_peaks(work.device)
 
@@ -1015,16 +1005,16 @@ def run_memory(arguments: argparse.Namespace, device: torch.device) -> None:
     cases = cases if arguments.memory else []
     cases += [("streamed_adam", size.beyond_layers)] * arguments.beyond
 
-    def row_of(mode: Mode, pinned: PinnedBytes) -> None:
+    def row_of(mode: Mode, host: HostMemory) -> None:
         name, layers = case
         say(started, f"{name}, {layers} layers: built")
         if mode.optimizer:
             row = train_beyond(mode, size.beyond_tokens)
         else:
-            row = measure(mode, size.judged_tokens)
+            row = measure(mode, size.judged_tokens, repeats=2)
         parameters = layers * size.layer_parameters
         state = parameters * (ADAM_BYTES if mode.optimizer else 4)
-        row |= {"parameters": parameters, "state_bytes": state, **pinned.row()}
+        row |= {"parameters": parameters, "state_bytes": state, **host.peaks()}
         row |= {"state_over_device": state / memory} if memory else {}
         results.add({"name": name, "layers": layers, "note": mode.note} | row)
         say(started, f"{name}, {layers} layers: {row}")
