@@ -69,8 +69,8 @@ STEPS = 3
 # One flat buffer
 # ---------------
 # ``torch.empty(..., pin_memory=True)`` asks a caching allocator that rounds every block up to a
-# power of two: 1.1 GB take 2 GB. An anonymous mapping that is registered with the driver has the
-# size that is asked for, but is yours to unlock.
+# power of two, nearly twice the size for a block that is just above one. An anonymous mapping that
+# is registered with the driver has the size that is asked for, but is yours to unlock.
 #
 # Each part begins at a multiple of 256 elements. This is where a CUDA allocator would let a tensor
 # of its own begin, so matrix products meet the alignment they meet in a model that is resident, and
@@ -122,6 +122,7 @@ class HostBuffer:
         if self.pinned:
             torch.cuda.cudart().cudaHostUnregister(self.flat.data_ptr())
             self.pinned = False
+
 
 # %%
 # A stack of modules on the host
@@ -231,6 +232,7 @@ class HostLayers:
         for buffer in self.weights + self.gradients:
             buffer.close()
 
+
 # %%
 # Something to train
 # ------------------
@@ -264,6 +266,7 @@ def start_rank() -> torch.device:
     else:
         dist.init_process_group(store=dist.HashStore(), rank=0, world_size=1)
     return device
+
 
 # %%
 # There and back
@@ -311,6 +314,7 @@ def train(model: HostLayers) -> None:
             assert theirs.grad is None or torch.equal(ours.grad, theirs.grad.cpu())
         optimizer.step()
         print(f"step {step}: loss {loss.item():.4f}, gradients equal, bit by bit")
+
 
 # %%
 # The proof: the gradients in host memory have the bits of an ordinary backward on the device; the
@@ -378,7 +382,7 @@ if __name__ == "__main__":
 #
 #    HostLayers((Block() for _ in range(100)), device)
 #
-# Locking pages takes a good part of a second per gigabyte: do it once, before training.
+# Locking touches every page and takes seconds for large models: do it once, before training.
 #
 # When it is not worth it
 # -----------------------

@@ -1,7 +1,88 @@
 """
-Train with the weights on the host
-==================================
+Train with the weights on the host: load, compute and store at once
+===================================================================
+
+The weights of every layer live in host memory; the device holds two layers at a time. While layer
+*l* runs its backward, the gradients of layer *l* + 1 go to the host and the weights of layer
+*l* - 1 come, all three **at once on one device**, and the gradients have every bit of a run that
+keeps the whole model resident.
+
+.. grid:: 1 1 2 2
+
+   .. grid-item-card:: What you learn
+
+      * the five events that make three lanes correct, and what breaks without each
+      * two slots on the device, allocated once, for a stack of any depth
+      * backward layer by layer, with a recomputation that repeats no product in vain
+      * the fastest step that the link allows, as a formula
+
+   .. grid-item-card:: What you need
+
+      * PyTorch 2.9 or later, any number of ranks; CPU runs everything, a CUDA device overlaps it
+      * page-locked host memory for weights and gradients
+      * ``host_layers.py``, the recipe before this one: the host's side comes from it
+
+.. verification-badge::
+
+The idea
+--------
+
+A GPU computes, reads host memory and writes host memory with three different engines. Each runs
+what is queued on its stream, in order; between the streams there is no order but the one that
+events make. So: compute stays on the default stream, copies to the device get a stream (``h2d``),
+copies to the host get another (``d2h``).
+
+Layer *l* computes with the weights in slot *l* mod 2. As soon as it is done its slot is refilled:
+in forward with layer *l* + 2, in backward with layer *l* - 2. Backward needs each layer's
+intermediate results; they are computed again from the layer's input, which is all that forward
+keeps.
+
+.. lanes:: Schematic. Four layers, two slots: forward, then backward with recomputation.
+
+   compute: 3-7 F0; 7-11 F1; 11-15 F2; 15-19 F3; 19-28 B3; 28-37 B2; 37-46 B1; 46-55 B0
+   H2D:     0-3 0 ~; 3-6 1 ~; 7-10 2 ~; 11-14 3 ~; 28-31 1 ~; 37-40 0 ~
+   D2H:     28-31 3 ~; 37-40 2 ~; 46-49 1 ~; 55-58 0 ~
+   @19 both slots are kept
+
+At the turn from forward to backward the slots hold exactly the two layers that backward needs
+first. They are kept, and *L* layers cost 2\ *L* - 2 loads a step.
+
+.. list-table:: The five events
+   :header-rows: 1
+
+   * - event
+     - recorded behind
+     - awaited by
+     - without it
+   * - ``ready[slot]``
+     - the load
+     - compute
+     - a layer runs with another layer's weights
+   * - ``free[slot]``
+     - the layer's compute
+     - the next load into the slot
+     - weights change under a running kernel
+   * - ``grad_ready[slot]``
+     - the writing of gradients
+     - the store
+     - the host gets gradients of another layer, or half of them
+   * - ``grad_free[slot]``
+     - the store
+     - the next writing of gradients
+     - gradients change while they are copied
+   * - ``host_done[layer]``
+     - the store
+     - the host
+     - the optimizer reads gradients that have not arrived
+
+The first four are awaited by streams, so the training thread never stops: it queues a step and
+goes on. Only the fifth is awaited by the host, after the step.
 """
+
+# %%
+# Imports and sizes
+# -----------------
+# ``host_layers.py`` holds each layer's parameters and gradients in flat page-locked buffers.
 
 from collections import defaultdict, deque
 from collections.abc import Callable, Iterable, Iterator
@@ -21,6 +102,21 @@ GRADIENT_SLOTS = 2  # one that compute writes, one that the copy to the host rea
 LAYERS, HEADS = 6, 4
 STEPS = 2
 
+# %%
+# A graph without tensors
+# -----------------------
+# Recomputation is ``torch.utils.checkpoint``: it runs a layer with autograd, throws away what the
+# layer would save for backward, and runs it again when backward asks for it. It restores the
+# random state, so dropout repeats itself, and it **stops early**: when the last tensor that
+# backward needs is there, the rest of the layer is not run. In a block that ends in a matrix
+# product that product is not repeated.
+#
+# Each layer's graph is its own, so that one layer can be differentiated at a time. To do this later
+# it is enough to know where the graph begins and ends (``get_gradient_edge``); no tensor is kept
+# but the layer's input, by ``checkpoint``. A leaf at the beginning would keep the input a second
+# time, out of reach of hooks that send it elsewhere (:doc:`activation_offload`). A node of our own
+# keeps nothing.
+
 
 class Entrance(torch.autograd.Function):
     """Where a layer's graph begins: a node that holds no memory, unlike a leaf.
@@ -35,6 +131,29 @@ class Entrance(torch.autograd.Function):
     @staticmethod
     def backward(ctx, grad: torch.Tensor) -> tuple[torch.Tensor, None]:
         return grad, None
+
+
+# %%
+# The streamed stack
+# ------------------
+# ``in_slots`` allocates device memory: ``slots`` flat buffers for weights, two for gradients, each
+# of the size of the largest layer. They are never freed, so no copy can outlive what it reads, and
+# neither ``record_stream`` nor the allocator has a say. Which slot a layer uses is fixed (its index
+# modulo the number of slots): its views of the slot are made once, and are the leaves of its graph.
+#
+# The methods are the steps of the picture. Read ``forward`` and ``backward`` first:
+#
+# * ``load`` waits for ``free``, copies, records ``ready``. It is called as early as the slot's
+#   previous user has been *queued*; the stream, not the host, waits for it to be *done*.
+# * ``compute_forward`` and ``compute_backward`` run between ``await_weights`` and ``release``.
+# * ``await_gradient_slot`` waits for ``grad_free``; ``store`` records ``grad_ready`` behind the
+#   gradients, copies on ``d2h``, and records ``grad_free`` and ``host_done``.
+#
+# None of them asks anything of the device: no ``.item()``, no ``synchronize``, no allocation that
+# has not been made in the first step.
+#
+# ``functional_call`` runs a module with the tensors that it is given in place of its parameters,
+# so any module will do that takes one tensor and returns one.
 
 
 class StreamedStack(HostLayers):
@@ -203,6 +322,15 @@ class StreamedStack(HostLayers):
         self.hand_out_gradients()
 
 
+# %%
+# Run it, and prove it
+# --------------------
+# The yardstick is ordinary training: all weights on the device, each layer under ``checkpoint``.
+# The stack has three kinds of layers, one of them with attention and dropout. Each step compares
+# all gradients **bit by bit**, then an optimizer on the host updates the weights, and the next step
+# must find them updated.
+
+
 def resident_gradients(layers: nn.ModuleList, x: torch.Tensor, loss_function: Callable) -> list:
     """What ordinary training gives: all weights on the device, and ``checkpoint`` as well."""
     resident = deepcopy(layers).to(x.device)
@@ -251,3 +379,101 @@ def main() -> None:
 
 if __name__ == "__main__":
     main()
+
+# %%
+# What it buys
+# ------------
+# One GPU, blocks of two large matrices, forward and backward with recomputation. ``resident`` keeps
+# all weights on the device and computes with the same kernels; ``one_stream`` is this recipe with
+# all copies on the stream of the kernels; ``pageable`` is that without page-locked memory;
+# ``fsdp2_cpu_offload`` is FSDP2's ``CPUOffloadPolicy``.
+#
+# .. result-figure:: offload_step
+#    :rows: resident streamed one_stream fsdp2_cpu_offload
+#    :field: step_s
+#
+# To the left of the ridge (dotted) the link is the wall, to its right the arithmetic. The dashed
+# line is the bound, with all of its rates measured in the same run:
+#
+# .. math::
+#
+#    T \;\ge\; \underbrace{t_\text{load}}_{\text{first}}
+#    + \max(C_\text{forward},\, H2D_\text{forward})
+#    + \max(C_\text{backward},\, H2D_\text{backward},\, D2H_\text{backward})
+#    + \underbrace{t_\text{store}}_{\text{last}}
+#
+# :math:`C` is compute, with recomputation; in forward the first load is counted once. A device of
+# :math:`F` operations a second and a link of :math:`B` bytes a second hide the loads of forward
+# above about :math:`F / B` tokens a step in bf16, and those of backward above a third of that,
+# whatever the model: more tokens do more arithmetic with the same weights.
+#
+# .. result-table:: offload_step
+#    :rows: resident streamed one_stream pageable fsdp2_cpu_offload
+#
+# .. timeline:: offload_step one_stream streamed
+#
+# Device memory does not grow with the number of layers, except by one saved input each:
+#
+# .. result-figure:: offload_memory
+#
+# What breaks if you remove a line
+# --------------------------------
+# Each edit was made and run when this page was built. CPU streams do nothing, so the bits come out
+# right even without the events; a recorder of stream order finds what no event orders. On a CUDA
+# device, with the stream that should be waited for held back, each of these edits gives wrong
+# gradients.
+#
+# .. recipe-controls::
+#
+# Memory
+# ------
+# On the device, with :math:`W_l` and :math:`G_l` the bytes of a layer's weights and gradients and
+# :math:`x_l` those of its input:
+#
+# .. math::
+#
+#    \text{slots} \cdot \max_l W_l + 2 \max_l G_l + \sum_l x_l
+#    + \max_l (G_l + \text{activations of layer } l)
+#
+# On the host, page-locked: :math:`\sum_l (W_l + G_l)`, and the optimizer's state in ordinary
+# memory. The sum of the inputs is what is left of the depth; :doc:`activation_offload` sends it to
+# the host as well.
+#
+# More slots help where layers differ in size, and save one load each (2\ *L* - *slots*).
+#
+# When it is not worth it
+# -----------------------
+# * Few tokens a step: below the ridge the link decides, and the device waits. Use each loaded layer
+#   for several microbatches (:doc:`accumulate_and_average`).
+# * Weights and gradients fit the device, and only the optimizer's state does not: keep them there.
+# * The optimizer on the host takes longer than the step: see :doc:`pipelined_optimizer`.
+# * Several devices of one host share its memory and sometimes its link: sharding the model over
+#   them (FSDP2) may need no host at all.
+#
+# Known limits
+# ------------
+# * Layers run in the order given, once each; every layer takes one tensor and returns one. Wrap
+#   what needs a mask or a position, or keep it in a buffer of the layer.
+# * The weights must not change between ``step`` and ``wait_for_gradients``. A step overwrites the
+#   gradients of the step before; to add them up, see :doc:`accumulate_and_average`.
+# * Gradients are first written by autograd, then copied into the slot: one pass over a layer's
+#   gradients in device memory, on the compute stream.
+# * As with any recomputation, a buffer that forward changes (BatchNorm's statistics) changes twice,
+#   and a layer must not change its input in place.
+# * Hooks on parameters do not run: gradients are asked for by ``torch.autograd.grad``.
+# * Under ``torch.autocast`` pass ``cache_enabled=False``. Its cache would keep a cast copy of every
+#   layer's weights on the device.
+# * The ranks know nothing of each other here. If one of them raises, end the others as ``torchrun``
+#   does.
+#
+# Further reading
+# ---------------
+# * `torch.utils.checkpoint <https://docs.pytorch.org/docs/stable/checkpoint.html>`__
+# * `CUDA semantics: streams
+#   <https://docs.pytorch.org/docs/stable/notes/cuda.html#cuda-streams>`__
+# * `record_stream frees late
+#   <https://github.com/pytorch/pytorch/issues/147168>`__, one reason for slots that are never freed
+# * `FSDP2's CPUOffloadPolicy
+#   <https://docs.pytorch.org/docs/stable/distributed.fsdp.fully_shard.html>`__
+# * `Transformer Engine's CPU offloading
+#   <https://docs.nvidia.com/deeplearning/transformer-engine/user-guide/api/pytorch.html>`__
