@@ -69,9 +69,9 @@ class Section:
 
 
 def first_sentence(rst: str) -> str:
-    """The first sentence of the first paragraph after the title of ``rst``."""
+    """The first sentence of the first paragraph after the title of ``rst``, empty if none."""
     paragraphs = [p for p in re.split(r"\n\s*\n", rst.strip()) if not p.startswith("..")]
-    text = " ".join(paragraphs[1].split())
+    text = " ".join(" ".join(paragraphs[1:2]).split())
     return re.match(r".*?[.!?](?=\s|$)|.*", text)[0]
 
 
