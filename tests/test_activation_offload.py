@@ -239,12 +239,21 @@ def test_what_exceeds_the_budget_stays_and_is_wanted_once(recipe):
         z.backward()
 
 
-def test_a_storage_larger_than_the_window_goes_alone(recipe):
-    x = activation()
+def test_a_storage_larger_than_the_window_goes_alone_and_ahead(recipe):
+    there: list[bool] = []
     with offloading(recipe, window=1) as offload:
+        unpack = offload.unpack
+
+        def watched(packed):
+            storage = packed[0]
+            there.append(storage.source is not None or storage.back is not None)
+            return unpack(packed)
+
+        offload.unpack = watched
         with offload.saving():
-            chain(x, 5).sum().backward()
+            chain(activation(), 5).sum().backward()
         assert offload.used == 5 * NBYTES and offload.peak <= 2 * NBYTES
+        assert there == [True] * 5  # loaded, or never gone, before backward asked
 
 
 def test_two_forwards_before_the_first_backward_share_the_pool(recipe):
