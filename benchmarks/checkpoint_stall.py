@@ -627,16 +627,17 @@ def exposed_stall(
 
 
 def measure_save(
-    training: Training, mode: Mode, directory: Path, judged: bool = False
+    training: Training, mode: Mode, directory: Path, first: bool = False
 ) -> tuple[dict, dict | None]:
-    """One sample of every time in a row; what the checkpoint must hold, if it is to be judged.
+    """One sample of every time in a row; of the first save, also what its checkpoint must hold.
 
     Trains until the upload has ended on all ranks, and as many steps as a window without a save.
+    The first save, which allocates, is not compared with such a window.
     """
-    without = window_without_save(training, mode) if mode.paired else []
+    without = window_without_save(training, mode) if mode.paired and not first else []
     training.start_clock()
     training.steps(QUIET_STEPS, mode)
-    expected = snapshot(training.app) if judged else None
+    expected = snapshot(training.app) if first and not mode.stages_beside else None
     save = mode.save(directory)
     training.steps(PAIRED_STEPS, mode)
     while agreed_max(float(save.uploaded is not None and not save.uploaded.done())):
@@ -712,10 +713,9 @@ def measure(
     Args:
         storage: an empty directory of this row's.
     """
-    judges_first = not mode.stages_beside
-    first, expected = measure_save(training, mode, storage / "first", judges_first)
+    first, expected = measure_save(training, mode, storage / "first", first=True)
     written = size_on_disk(storage / "first")
-    if not judges_first:
+    if expected is None:
         remove(storage / "first")
         expected = save_behind_queued_work(training, mode, storage / "first")
     judged = judge(mode, storage / "first", expected)

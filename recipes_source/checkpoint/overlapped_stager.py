@@ -381,11 +381,13 @@ if __name__ == "__main__":
 # %%
 # What it buys
 # ------------
-# ``Bound`` is the state's bytes over the rate of the link, measured in the same run; a stall of zero
-# is possible where a step is longer than that. ``short`` steps are shorter than the copy: the
-# optimizer then waits for the rest of it. A stall that is slightly negative is the noise of the
-# steps. On two GPUs of one host, copies run beside each other and beside the collectives of
-# training: they take a little longer, and the steps themselves vary more than the stall.
+# ``Bound`` is the state's bytes over the rate of the link, measured in the same run and beside the
+# same training; a stall of zero is possible where a step is longer than that. ``short`` steps are
+# shorter than the copy: the optimizer then waits for the rest of it. On two GPUs of one host, the
+# copy shares its way out of the GPU with the collectives of training, so both rates are given: the
+# link's alone and beside training. A stall this small is less than steps differ from each other;
+# the benchmark compares each window of steps around a save with one without, step by step, and
+# what is left of the noise can make it negative.
 #
 # .. result-figure:: checkpoint_stall
 #    :rows: dcp_save pinned default_stager_as_published default_stager_ordered overlapped torch_checkpointing
@@ -396,8 +398,11 @@ if __name__ == "__main__":
 # .. timeline:: checkpoint_stall dcp_save default_stager_as_published overlapped
 #
 # While the upload runs, training shares with it the interpreter's lock and the host's memory. Few
-# large tensors and a training thread that works ahead of the GPU hide that; thousands of small
-# tensors do not (see :doc:`process_checkpointer`).
+# large tensors and a training thread that works ahead of the GPU hide that, for every way of saving
+# in the table; ``short`` steps leave the training thread less room, and thousands of small tensors
+# take the lock more often (see :doc:`process_checkpointer`). The upload of both ``default_stager``
+# rows is long for another reason: its writer waits for the compute stream once a tensor, which
+# slows the upload and not the training.
 #
 # What breaks if you remove a line
 # --------------------------------

@@ -359,23 +359,30 @@ elif __name__ == "__mp_main__":  # imported by the daemon, which logs what it al
 #
 # What it buys
 # ------------
-# Compare the two rows that differ only in who writes.
+# ``pinned`` and ``process`` both copy into memory that was made once, and differ in who writes;
+# ``async_save`` makes new memory for every save, and so does the daemon's helper if it is left to
+# its defaults.
 #
 # .. result-figure:: checkpoint_stall
-#    :rows: async_save process
+#    :rows: async_save pinned process torch_checkpointing
 #
 # .. result-table:: checkpoint_stall
-#    :rows: none async_save process
+#    :rows: none async_save pinned process torch_checkpointing
 #
 # .. timeline:: checkpoint_stall async_save process
 #
+# ``torch_checkpointing`` is a package with the same division of work: it stages on a thread into
+# shared memory, and a process writes.
+#
 # When it is not worth it
 # -----------------------
-# * The stall of staging stays: it happens on the training thread, before anything is handed over.
-#   ``overlapped_stager.py`` removes that one.
+# * The copy stays on the training thread and holds it, at the rate of the link. The next recipe,
+#   :doc:`overlapped_stager`, puts it beside training.
 # * A training thread that queues work well ahead of the GPU hardly notices a busy interpreter, and
 #   a few large tensors keep it busy for a short time only. Thousands of small ones, or a training
 #   loop with much Python in each step, make the difference.
+# * The state changes its layout: the buffers fit the first state, and torch raises
+#   ``CompanionMismatch`` for another.
 # * Whatever the writer, the planner and the state dict hold must be picklable, and classes defined
 #   in the script are found again only through the guard.
 #
