@@ -340,20 +340,23 @@ if __name__ == "__main__":
 # What it buys
 # ------------
 # A stack of transformer layers, forward and backward. ``activation_offload_half`` has a budget of
-# half of what is saved. ``Longest sequence`` is the largest power of two, or one and a half times
-# one, that ran before the device was out of memory.
+# half of what is saved. The device's memory was limited as on a smaller card; the longest sequence is
+# the longest of a fixed list that ran within the limit and the pool.
 #
 # .. result-figure:: activation_offload
-#    :rows: resident activation_offload activation_offload_half save_on_cpu checkpoint torchtune
+#    :rows: resident activation_offload activation_offload_half checkpoint checkpoint_activation_offload torchtune save_on_cpu
 #
 # .. result-table:: activation_offload
-#    :rows: resident activation_offload activation_offload_half save_on_cpu checkpoint torchtune
+#    :rows: resident activation_offload activation_offload_half checkpoint checkpoint_activation_offload torchtune save_on_cpu
 #
 # ``save_on_cpu`` is PyTorch's own hook with ``pin_memory=True``: it allocates pinned memory in each
 # step and copies on the stream of the kernels. ``checkpoint`` computes every layer twice instead
-# of copying. ``torchtune`` is its ``OffloadActivations``.
+# of copying, and ``checkpoint_activation_offload`` copies the inputs of its layers. ``torchtune`` is
+# its ``OffloadActivations``.
 #
-# .. timeline:: activation_offload resident save_on_cpu activation_offload
+# .. timeline:: activation_offload resident activation_offload checkpoint_activation_offload
+#
+# .. timeline:: activation_offload save_on_cpu
 #
 # What breaks if you remove a line
 # --------------------------------
@@ -370,16 +373,23 @@ if __name__ == "__main__":
 #
 #    \max(0,\; \text{saved} - \text{budget}) + 2 \cdot \text{window} + \text{small tensors}
 #
-# What is saved grows with tokens, so the link hides it or not depending on the model, not on the
-# length of the sequence: a layer of width :math:`d` computes about :math:`24 d^2` operations a
-# token in forward and saves some tens of :math:`d` bytes. Wide layers have time to spare; attention
-# over a long sequence has more.
-#
 # When it is not worth it
 # -----------------------
-# * Recomputation (``torch.utils.checkpoint``) is cheaper where a layer computes faster than the
-#   link carries what it saves. Both together, with this class around a checkpointed model, move
-#   only the layers' inputs.
+# A transformer layer of width :math:`d` computes :math:`24\,d^2` operations a token in forward, and
+# attention over :math:`T` tokens :math:`2\,T d` more; in two-byte numbers it saves about
+# :math:`34\,d` bytes a token. With :math:`F` operations and :math:`B` bytes a second, forward hides
+# its copies where
+#
+# .. math::
+#
+#    12\,d + T \;\ge\; 17\,\frac{F}{B}
+#
+# * Below that the link is the wall, and the step takes as long as the copies do. Backward computes
+#   twice as much for the same bytes, so it is hidden from half of that on. A smaller budget, which
+#   leaves the last layers' activations on the device, shortens both.
+# * Recomputation (``torch.utils.checkpoint``) is cheaper where a layer computes faster than the link
+#   carries what it saves. Put this class around a checkpointed model, and only the layers' inputs
+#   move: :math:`2\,d` bytes a token instead of :math:`34\,d`.
 # * The step fits the device: nothing is gained.
 # * Forward without backward: use ``torch.no_grad()``, which saves nothing.
 #
