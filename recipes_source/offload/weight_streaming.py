@@ -45,7 +45,7 @@ keeps.
    @19 both slots are kept
 
 At the turn from forward to backward the slots hold exactly the two layers that backward needs
-first. They are kept, and *L* layers cost 2\ *L* - 2 loads a step.
+first. They are kept, and *L* layers cost :math:`2L-2` loads a step.
 
 .. list-table:: The five events
    :header-rows: 1
@@ -439,7 +439,7 @@ if __name__ == "__main__":
 # memory. The sum of the inputs is what is left of the depth; :doc:`activation_offload` sends it to
 # the host as well.
 #
-# More slots help where layers differ in size, and save one load each (2\ *L* - *slots*).
+# More slots help where layers differ in size, and save one load each (:math:`2L-\text{slots}`).
 #
 # When it is not worth it
 # -----------------------
