@@ -180,14 +180,28 @@ class Pipeline:
 # %%
 # Is my copy asynchronous?
 # ------------------------
-# Copy this function into your project and give it a step of yours. It profiles one call and reads
-# the exported trace: each copy on the device says which memory it used (``Pinned`` or ``Pageable``)
-# and on which stream it ran; each call of the runtime says how long it kept the host; the kernels
-# say what ran meanwhile. Warm up before: the first call of a kernel loads it, and waits.
+# Put this file beside your code and give it a step of yours, after a first one: the first call of a
+# kernel loads it, and waits.
 #
-# Two things are easily misread. A pinned copy followed by ``.item()`` is asynchronous, but the host
-# waits all the same, for the number. And a stream of its own allows overlap, it does not promise
-# it: what matters is ``hidden_share``.
+# .. code-block:: python
+#
+#    from three_streams import is_my_copy_asynchronous
+#
+#    train_step(batch)
+#    print(is_my_copy_asynchronous(lambda: train_step(batch)))
+#
+# It profiles the call and reads the exported trace, in which you find the same by eye:
+#
+# * Each copy on the device names the memory it used, ``Memcpy HtoD (Pinned -> Device)`` or
+#   ``(Pageable -> Device)``, and the stream it ran on. If kernels run on that stream too, the copy
+#   holds the device.
+# * Each call of the runtime (``cudaMemcpyAsync``, ``cudaStreamSynchronize``) lasts as long as it
+#   kept the host.
+# * The kernels say what ran meanwhile: ``hidden_share`` is the part of the copies' time during which
+#   one did. A stream of its own allows overlap, it does not promise it.
+#
+# One thing is easily misread: ``.item()`` after an asynchronous copy waits too, for the number. The
+# copy is innocent, and the verdict still says that the host was held.
 
 
 @dataclass(frozen=True)
