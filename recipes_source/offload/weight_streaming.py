@@ -49,6 +49,7 @@ first. They are kept, and *L* layers cost :math:`2L-2` loads a step.
 
 .. list-table:: The five events
    :header-rows: 1
+   :widths: 22 20 22 36
 
    * - event
      - recorded behind
@@ -463,6 +464,8 @@ if __name__ == "__main__":
 # * Hooks on parameters do not run: gradients are asked for by ``torch.autograd.grad``.
 # * Under ``torch.autocast`` pass ``cache_enabled=False``. Its cache would keep a cast copy of every
 #   layer's weights on the device.
+# * A step that raises leaves the graphs of the layers it has run. Before you go on, empty them:
+#   ``for graph in stack.graphs: graph.clear()``.
 # * The ranks know nothing of each other here. If one of them raises, end the others as ``torchrun``
 #   does.
 #
