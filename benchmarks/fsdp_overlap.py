@@ -21,13 +21,13 @@ The loop keeps at most two steps queued. The modes take turns, ``--rounds`` time
   stream. ``optimizer_s``: the part of it from the end of backward, reductions included.
 * ``efficiency``: ``step_s`` of ``no_communication`` in the same round over this step; the median of
   the rounds.
-* ``bound_s``: what no order of the same work should beat. The forward pass of
-  ``no_communication`` runs beside all gathers of forward but the first, with no order between them,
-  and so do its backward pass, the gathers of backward and all reduce-scatters but the last: each
-  phase lasts as long as the slower of its sides, both at the rates that they have beside each
-  other. Gathers and reduce-scatters of backward take turns or run at once, whichever is faster. To
-  these come the first gather and the last reduce-scatter, alone, and the optimizer. The transfers
-  are as many as the row's schedule has, by its transport.
+* ``bound_s``: what a schedule of the same work can reach at best. The forward pass of
+  ``no_communication`` runs beside all gathers of forward but the first, which it does not wait for;
+  its backward pass beside the gathers of backward and all reduce-scatters but the last: each phase
+  lasts as long as the slower of its sides, both at the rates that they have beside each other. The
+  transfers are queued all at once, and one beside each unit; the faster counts. To these come the
+  first gather and the last reduce-scatter, alone, and the optimizer. The transfers are as many as
+  the row's schedule has, by its transport.
 * ``eta``: ``bound_s`` over ``step_s``.
 * ``hidden_share``: in a profiled step, the share of the time in which a collective (or a copy from
   a peer) runs and the compute stream runs a kernel too.
@@ -67,6 +67,7 @@ ROOT = Path(__file__).resolve().parents[1]
 sys.path[:0] = [str(ROOT), str(ROOT / "recipes_source" / "sharding")]
 
 import copy_engine_gather as copy_engine  # noqa: E402
+import copy_engine_reduce  # noqa: E402
 
 try:
     import prefetch_schedule
@@ -228,8 +229,18 @@ class Fsdp2CopyEngine(Fsdp2):
     transport = "copy_engine"
 
     def tune(self, units: list[nn.Module]) -> None:
-        if why_not := copy_engine.gather_by_copy_engines(self.model, self.optimizer):
-            raise RuntimeError(why_not)
+        self.gather_objects = copy_engine.gather_by_copy_engines(self.model, self.optimizer)
+        if not self.gather_objects:
+            raise RuntimeError("the ranks cannot read each other's memory")
+
+
+class Fsdp2CopyEngineReduce(Fsdp2CopyEngine):
+    recipes = ("copy_engine_gather", "copy_engine_reduce")
+    note = "fsdp2, its gathers and reduce-scatters by copy engines"
+
+    def tune(self, units: list[nn.Module]) -> None:
+        super().tune(units)
+        copy_engine_reduce.reduce_by_copy_engines(self.model, self.gather_objects)
 
 
 class DelayedRelease(Trainer):
@@ -346,6 +357,7 @@ MODES: dict[str, type[Trainer]] = {
     "fsdp2": Fsdp2,
     "fsdp2_tuned": Fsdp2Tuned,
     "fsdp2_copy_engine": Fsdp2CopyEngine,
+    "fsdp2_copy_engine_reduce": Fsdp2CopyEngineReduce,
     "sync": Sync,
     "delayed_release": DelayedRelease,
     "prefetch": Prefetch,
@@ -453,26 +465,29 @@ class Transfers:
         dist.reduce_scatter_tensor(self.reduced, self.gradient, group=self.reduce_group)
 
     def beside(
-        self, compute: Callable[[], object], gathers: int, reductions: int, in_turn: bool
+        self, compute: Callable[[], object], gathers: int, reductions: int, starts: list | None
     ) -> None:
-        """Queue compute and transfers with no order between them; the current stream waits for all.
+        """Queue ``compute`` and transfers beside it; the current stream waits for all.
 
         Args:
-            in_turn: gathers and reduce-scatters on one stream, alternating; else each on its own.
+            starts: events that ``compute`` leaves where a unit begins: each transfer comes behind
+                the event of the unit that it would be beside. None: nothing orders them.
         """
         module = torch.get_device_module(self.device)
         current = module.current_stream()
-        streams = self.gather_stream, self.gather_stream if in_turn else self.reduce_stream
-        for stream in streams:
+        lanes = (
+            (self.gather_stream, self.gather, range(gathers)),
+            (self.reduce_stream, self.reduce_scatter, range(1, reductions + 1)),
+        )
+        for stream, _, _ in lanes:
             stream.wait_stream(current)
-        for number in range(max(gathers, reductions)):
-            transfers = (self.gather, gathers), (self.reduce_scatter, reductions)
-            for stream, (transfer, count) in zip(streams, transfers, strict=True):
-                with module.stream(stream):
-                    if number < count:
-                        transfer()
         compute()
-        for stream in streams:
+        for stream, transfer, units in lanes:
+            with module.stream(stream):
+                for unit in units:
+                    if starts is not None:
+                        stream.wait_event(starts[unit])
+                    transfer()
             current.wait_stream(stream)
 
     def close(self) -> None:
@@ -514,12 +529,21 @@ def measure_passes(
     batch: torch.Tensor,
     transfers: Transfers,
     gathers: tuple[int, int],
-    in_turn: bool,
+    paced: bool,
 ) -> tuple[float, float]:
     """Median seconds of forward and of backward of ``trainer``, which itself sends nothing."""
-    forward_s, backward_s = [], []
-    for step in range(BOUND_PASSES + 1):
-        start, middle, end = (timing_event(trainer.device) for _ in range(3))
+    starts: list = []
+    module = torch.get_device_module(trainer.device)
+
+    def start_unit(*_) -> None:
+        starts.append(module.Event())
+        starts[-1].record(module.current_stream())
+
+    hooks = [unit.register_forward_pre_hook(start_unit) for unit in trainer.model]
+    hooks += [unit.register_full_backward_pre_hook(start_unit) for unit in trainer.model]
+    passes = []
+    for _ in range(BOUND_PASSES + 1):
+        passes.append([timing_event(trainer.device) for _ in range(3)])
         losses: list[torch.Tensor] = []
 
         def forward(losses: list[torch.Tensor] = losses) -> None:
@@ -528,18 +552,22 @@ def measure_passes(
         def backward(losses: list[torch.Tensor] = losses) -> None:
             trainer.backward(losses[0])
 
-        start.record()
-        transfers.beside(forward, gathers[0] - 1, 0, in_turn)
-        middle.record()
-        transfers.beside(backward, gathers[1], trainer.size.units - 1, in_turn)
-        end.record()
+        passes[-1][0].record()
+        transfers.beside(forward, gathers[0] - 1, 0, starts if paced else None)
+        passes[-1][1].record()
+        starts.clear()
+        transfers.beside(backward, gathers[1], len(trainer.model) - 1, starts if paced else None)
+        passes[-1][2].record()
+        starts.clear()
         trainer.drop_gradients()
         batch.grad = None
-        end.synchronize()
-        if step:
-            forward_s.append(start.elapsed_time(middle) / 1e3)
-            backward_s.append(middle.elapsed_time(end) / 1e3)
-    return statistics.median(forward_s), statistics.median(backward_s)
+    synchronize(trainer.device)
+    for hook in hooks:
+        hook.remove()
+    forward_ms, backward_ms = zip(
+        *((a.elapsed_time(b), b.elapsed_time(c)) for a, b, c in passes[1:]), strict=True
+    )
+    return statistics.median(forward_ms) / 1e3, statistics.median(backward_ms) / 1e3
 
 
 def measure_phases(
@@ -548,7 +576,7 @@ def measure_phases(
     transfers: Transfers,
     gathers: tuple[int, int],
 ) -> Phases:
-    arranged = [measure_passes(trainer, batch, transfers, gathers, turn) for turn in (False, True)]
+    arranged = [measure_passes(trainer, batch, transfers, gathers, paced) for paced in (0, 1)]
     alone = (transfers.gather, transfers.reduce_scatter)
     return Phases(
         *(min(seconds) for seconds in zip(*arranged, strict=True)),
@@ -704,8 +732,8 @@ class Profiled:
 
 CUT_OFF = "the run ended while this was measured"
 BOUND_FROM = (
-    "forward and backward without order beside the row's own transfers, plus the first gather, the "
-    "last reduce-scatter and the optimizer"
+    "forward and backward beside the row's transfers, for which they do not wait, plus the first "
+    "gather, the last reduce-scatter and the optimizer"
 )
 
 
