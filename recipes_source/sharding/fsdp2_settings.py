@@ -1,0 +1,376 @@
+"""
+What FSDP2's own settings do, gather by gather
+==============================================
+
+``fully_shard`` has settings for when weights are gathered, how long they are kept and which group
+gradients are reduced in. This recipe writes down every gather of a training step under each of
+them, in its order beside the compute, and counts the units whose full weights exist at a time.
+
+.. grid:: 1 1 2 2
+
+   .. grid-item-card:: What you learn
+
+      * ``reshard_after_forward``, explicit prefetch, ``unshard(async_op=True)``: what each moves
+      * how many full units each setting keeps, next to the gathers it saves
+      * an evaluation between steps costs a gather in the next backward, and what prevents it
+      * meta-device initialisation and mixed precision, with what is stored in which dtype
+
+   .. grid-item-card:: What you need
+
+      * PyTorch 2.11 or later, any number of ranks, CPU or GPU
+      * a model whose units run in the same order each step
+
+.. verification-badge::
+
+The idea
+--------
+
+A gather is hidden if it is queued before the compute that it runs beside, and it costs one more
+full unit in memory for as long as it is early. Every setting trades between the two. By default,
+forward queues the gather of a unit when the host comes to that unit, and backward one unit ahead;
+the last unit is gathered again at the turn-around, where nothing hides it:
+
+.. lanes:: Schematic: default above, tuned below. Kept units and a deeper prefetch fill the gaps.
+
+   compute (default):  4-9 f0; 9-14 f1; 14-19 f2; 24-32 b2; 32-40 b1; 40-48 b0
+   gather (default):   0-4 g0 ~; 5-9 g1 ~; 10-14 g2 ~; 20-24 g2 ~; 24-28 g1 ~; 32-36 g0 ~
+   compute (tuned):    2-7 f0; 7-12 f1; 12-17 f2; 17-25 b2; 25-33 b1; 33-41 b0
+   gather (tuned):     0-2 g0 ~; 2-6 g1 ~; 6-10 g2 ~; 17-21 g0 ~
+"""
+
+# %%
+# Imports and sizes
+# -----------------
+
+import os
+from collections.abc import Callable, Sequence
+from typing import NamedTuple
+
+import torch
+import torch.distributed as dist
+from torch import nn
+from torch.distributed.checkpoint.state_dict import StateDictOptions, set_model_state_dict
+from torch.distributed.fsdp import FSDPModule, MixedPrecisionPolicy, fully_shard
+from torch.distributed.tensor import DTensor
+
+UNITS, WIDTH, HIDDEN = 5, 16, 40  # blocks, each an FSDP unit; features
+BATCH, STEPS = 4, 3  # samples per rank and step
+FLOAT32 = MixedPrecisionPolicy()
+BFLOAT16 = MixedPrecisionPolicy(param_dtype=torch.bfloat16, reduce_dtype=torch.float32)
+
+all_gather = getattr(dist, "all_gather_single", None) or dist.all_gather_into_tensor
+reduce_scatter = getattr(dist, "reduce_scatter_single", None) or dist.reduce_scatter_tensor
+
+# %%
+# A model that no rank holds in full
+# ----------------------------------
+# On the meta device a model has shapes and no memory. ``fully_shard`` cuts it, ``to_empty``
+# allocates the shards alone, and ``set_model_state_dict`` fills them from rank 0, one tensor at a
+# time. The main weights, gradients and the optimizer's state stay in float32 under mixed precision:
+# only what is gathered and computed with is bfloat16.
+
+
+def blocks() -> nn.Sequential:
+    pairs = [(nn.Linear(WIDTH, HIDDEN), nn.Linear(HIDDEN, WIDTH)) for _ in range(UNITS)]
+    return nn.Sequential(*(nn.Sequential(up, nn.GELU(), down) for up, down in pairs))
+
+
+def build(
+    device: torch.device, policy: MixedPrecisionPolicy, reshard: bool | int = True
+) -> FSDPModule:
+    """Blocks over (batch, WIDTH), each a unit, the same weights each time; shards in float32."""
+    torch.manual_seed(0)
+    full = blocks().state_dict() if dist.get_rank() == 0 else {}
+    with torch.device("meta"):
+        model = blocks()
+    for unit in model:
+        fully_shard(unit, mp_policy=policy, reshard_after_forward=reshard)
+    fully_shard(model, mp_policy=policy).to_empty(device=device)
+    options = StateDictOptions(full_state_dict=True, broadcast_from_rank0=True)
+    set_model_state_dict(model, full, options=options)
+    return model
+
+
+# %%
+# Written down
+# ------------
+# A communication object of one's own sees every gather. Hooks on the activation between a unit's
+# two layers mark its forward and its backward. A unit's weights count as full from its gather until
+# its parameters are shards again.
+
+
+class Journal:
+    """The order of gathers (g), forwards (f) and backwards (b) by unit, and how many are full."""
+
+    def __init__(self, units: Sequence[FSDPModule]) -> None:
+        self.units, self.underway = units, set()
+        self.clear()
+        for number, unit in enumerate(units):
+            unit.set_custom_all_gather(NotedAllGather(self, number))
+            unit[1].register_forward_pre_hook(lambda *_, n=number: self.note("f", n))
+            unit[1].register_full_backward_pre_hook(lambda *_, n=number: self.note("b", n))
+
+    def clear(self) -> None:
+        self.events, self.most_full, self.gathered_bytes = [], 0, 0
+
+    def note(self, what: str, number: int) -> None:
+        self.events.append(f"{what}{number}")
+        self.underway |= {number} if what == "g" else set()
+        full = {n for n, unit in enumerate(self.units) if not isinstance(unit[0].weight, DTensor)}
+        self.underway -= full
+        self.most_full = max(self.most_full, len(full | self.underway))
+
+    def count(self, what: str) -> int:
+        return sum(event.startswith(what) for event in self.events)
+
+
+class NotedAllGather:
+    """FSDP2's own all-gather, noted in a journal."""
+
+    def __init__(self, journal: Journal, number: int) -> None:
+        self.journal, self.number = journal, number
+
+    def allocate(self, size: Sequence[int], *, dtype: torch.dtype, device: torch.device):
+        return torch.empty(size, dtype=dtype, device=device)
+
+    def __call__(self, output_tensor, input_tensor, group, async_op: bool = False):
+        self.journal.note("g", self.number)
+        self.journal.gathered_bytes += output_tensor.nbytes
+        return all_gather(output_tensor, input_tensor, group=group, async_op=async_op)
+
+
+# %%
+# The settings
+# ------------
+# **Keep.** ``set_reshard_after_forward(False)`` keeps a unit's full weights from forward to
+# backward: one gather less, one full unit more. For the last units that costs least, as their
+# backward comes first; for all units it is the communication of plain data parallelism.
+
+
+def keep(units: Sequence[FSDPModule]) -> None:
+    for unit in units:
+        unit.set_reshard_after_forward(False)
+
+
+# %%
+# **Prefetch.** By default, forward's gathers are queued by the host as it reaches each unit: early
+# enough while the host is ahead of the GPU. With a list, a unit's forward queues the gathers of the
+# next ones first. Backward prefetches one unit by default, in the reverse of the order in which the
+# units ran *since the last backward*. Forwards of an evaluation count as well, so that the first
+# unit then prefetches a unit that no one will use. A list of its own, if only of itself, prevents
+# it.
+
+
+def prefetch(units: Sequence[FSDPModule], ahead: int) -> None:
+    for number, unit in enumerate(units):
+        unit.set_modules_to_forward_prefetch(list(units[number + 1 : number + 1 + ahead]))
+        before = list(units[max(0, number - ahead) : number][::-1])
+        unit.set_modules_to_backward_prefetch(before or [unit])
+
+
+# %%
+# **A group for gradients.** Collectives of one group run one after the other, on streams of their
+# own too. In backward, gathers and reduce-scatters alternate; in groups of their own they overlap.
+# From PyTorch 2.13 on, ``model.set_separate_reduce_scatter_group()`` does this; before, it takes an
+# object for ``set_custom_reduce_scatter``.
+
+
+class ReduceScatterInGroup:
+    """FSDP2's own reduce-scatter, in ``group``."""
+
+    def __init__(self, group: dist.ProcessGroup) -> None:
+        self.group, self.calls = group, 0
+
+    def allocate(self, size: Sequence[int], *, dtype: torch.dtype, device: torch.device):
+        return torch.empty(size, dtype=dtype, device=device)
+
+    def __call__(self, output_tensor, input_tensor, group, op, async_op: bool = False):
+        self.calls += 1
+        arguments = {"op": op, "group": self.group, "async_op": async_op}
+        return reduce_scatter(output_tensor, input_tensor, **arguments)
+
+
+def reduce_in_own_group(units: Sequence[FSDPModule]) -> ReduceScatterInGroup:
+    """Give the gradients of ``units``, sharded over all ranks, a group of their own. Collective."""
+    scatter = ReduceScatterInGroup(dist.new_group())
+    for unit in units:
+        unit.set_custom_reduce_scatter(scatter)
+    return scatter
+
+
+# %%
+# All three together: what the tables below call ``fsdp2_tuned``.
+
+
+def tune(units: Sequence[FSDPModule], kept: int = 2, ahead: int = 2) -> ReduceScatterInGroup:
+    """Hide more of the communication of ``units``, in forward order, for a few full units more."""
+    keep(units[len(units) - kept :])
+    prefetch(units, ahead)
+    return reduce_in_own_group(units)
+
+
+# %%
+# Run it, and prove it
+# --------------------
+# Two more settings lie in the step itself. ``unshard(async_op=True)`` begins the first gather,
+# which nothing else hides, before the batch is there. And an evaluation may run before it.
+
+
+class Case(NamedTuple):
+    """A way to train, and what it must do a step if there is more than one rank."""
+
+    gathers: int
+    most_full: int
+    begins: str = "batch g0 f0"
+    setting: Callable[[Sequence[FSDPModule]], object] = lambda units: None
+    policy: MixedPrecisionPolicy = FLOAT32
+    reshard: bool | int = True
+    early: bool = False
+    evaluate: bool = False
+
+
+def train(case: Case, device: torch.device) -> tuple[Journal, list[torch.Tensor]]:
+    """Train for STEPS steps; the journal of the last one, and this rank's losses and weights."""
+    model = build(device, case.policy, case.reshard)
+    scatter = case.setting(list(model))
+    optimizer = torch.optim.AdamW(model.parameters(), lr=1e-2)
+    journal, found = Journal(list(model)), []
+    for number in range(STEPS):
+        journal.clear()
+        if case.early:
+            model[0].unshard(async_op=True)
+        torch.manual_seed(1000 * number + dist.get_rank())
+        batch = torch.randn(BATCH, WIDTH, device=device)
+        journal.events.append("batch")
+        if case.evaluate:
+            with torch.no_grad():
+                model(batch)
+        found.append((model(batch) - batch).square().mean())
+        found[-1].backward()
+        stored = [*model.parameters(), *(p.grad for p in model.parameters())]
+        assert {tensor.dtype for tensor in stored} == {torch.float32}
+        optimizer.step()
+        optimizer.zero_grad()
+    if scatter is not None and dist.get_world_size() > 1:
+        assert scatter.calls == UNITS * STEPS, "gradients went through the shared group"
+    return journal, found + [parameter.to_local() for parameter in model.parameters()]
+
+
+# %%
+# The proof: number of gathers and of full units of each setting are as stated, and no setting
+# changes a bit of a loss or a weight. The printed lines show each step's order. Mixed precision
+# halves the bytes that are gathered and changes the losses a little.
+
+
+def prove(device: torch.device) -> None:
+    ranks, twice = dist.get_world_size(), 2 * UNITS
+    cases = {
+        "default": Case(twice, 2),
+        "keep all": Case(UNITS, UNITS, setting=keep),
+        "keep the last two": Case(twice - 2, 2, setting=lambda units: keep(units[-2:])),
+        "prefetch one": Case(twice, 2, "batch g0 g1 f0", lambda units: prefetch(units, 1)),
+        "prefetch two": Case(twice, 3, "batch g0 g1 g2 f0", lambda units: prefetch(units, 2)),
+        "tuned": Case(twice - 2, 3, "batch g0 g1 g2 f0", tune),
+        "first gather early": Case(twice, 2, "g0 batch f0", early=True),
+        "after an evaluation": Case(UNITS + twice + 1, 2, evaluate=True),
+        "the same, with lists": Case(
+            UNITS + twice, 2, "batch g0 g1 f0", lambda units: prefetch(units, 1), evaluate=True
+        ),
+    }
+    if ranks > 2 and ranks % 2 == 0:
+        cases["reshard to pairs"] = Case(twice, 2, reshard=2)
+    default, expected = train(cases["default"], device)
+    for name, case in cases.items():
+        journal, found = train(case, device)
+        assert all(map(torch.equal, found, expected)), f"{name}: another result"
+        counted, order = (journal.count("g"), journal.most_full), " ".join(journal.events)
+        if ranks > 1:
+            assert counted == (case.gathers, case.most_full), f"{name}: {counted}"
+            assert order.startswith(case.begins), f"{name}: {order}"
+        print(f"{name}: {counted[0]} gathers, {counted[1]} full\n  {order}")
+
+    half, found = train(Case(twice, 2, policy=BFLOAT16), device)
+    assert 2 * half.gathered_bytes == default.gathered_bytes
+    for loss, in_float32 in zip(found[:STEPS], expected, strict=False):
+        torch.testing.assert_close(loss, in_float32, rtol=1e-2, atol=0)
+    print(f"bfloat16: {half.gathered_bytes} bytes gathered instead of {default.gathered_bytes}")
+
+
+def main() -> None:
+    device = torch.accelerator.current_accelerator(check_available=True) or torch.device("cpu")
+    if device.type != "cpu":
+        device = torch.device(device.type, int(os.environ.get("LOCAL_RANK", "0")))
+        torch.accelerator.set_device_index(device.index)
+    alone = {"store": dist.HashStore(), "rank": 0, "world_size": 1}
+    dist.init_process_group(**({} if "RANK" in os.environ else alone))
+    try:
+        prove(device)
+        dist.barrier()
+    finally:
+        dist.destroy_process_group()
+
+
+if __name__ == "__main__":
+    main()
+
+# %%
+# What it buys
+# ------------
+# ``fsdp2_tuned`` is ``tune`` as above: two units kept, two prefetched, gradients in a group of their
+# own. ``no_communication`` is the same work on weights that are never sharded.
+#
+# .. result-figure:: fsdp_overlap
+#    :rows: no_communication fsdp2 fsdp2_tuned prefetch
+#
+# .. result-table:: fsdp_overlap
+#    :rows: no_communication fsdp2 fsdp2_tuned fsdp2_copy_engine prefetch
+#
+# .. timeline:: fsdp_overlap fsdp2 fsdp2_tuned
+#
+# What no setting changes: NCCL's kernels take compute cores from the products beside them
+# (:doc:`copy_engine_gather`), and each gather is copied into and out of a buffer
+# (:doc:`stream_context` gathers each parameter where it is used).
+#
+# What breaks if you remove a line
+# --------------------------------
+# Each edit was made and run when this page was built. No result becomes wrong: what is lost is a
+# claim about gathers, bytes or memory, and the count says so.
+#
+# .. recipe-controls::
+#
+# Memory
+# ------
+# Bytes of full weights at a time, with :math:`k` units kept, :math:`a` prefetched ahead and
+# :math:`U` the bytes of a unit in the gathered dtype:
+#
+# .. math::
+#
+#    \max(k,\; a + 1) \; U \quad (+\, U \text{ while a unit is copied out of its gather's buffer})
+#
+# Kept units cost nothing while :math:`k \le a + 1`: forward ends and backward begins with them.
+# Main weights, gradients and the state of Adam take 16 bytes a parameter over the number of ranks
+# in float32, with or without bfloat16 gathers.
+#
+# When it is not worth it
+# -----------------------
+# * A profile of the default shows no gaps between the products: everything is hidden already.
+# * The order of units changes from step to step. Lists are fixed: they then prefetch the wrong units
+#   and hold their memory. See :doc:`stream_context`, which needs no order.
+#
+# Known limits
+# ------------
+# * A deeper prefetch helps only where the host is late or a gather is longer than the compute
+#   beside it. Communication that is longer than all compute is hidden by no order.
+# * ``reshard_after_forward=<int>`` makes backward's gathers cheap where groups of that many ranks
+#   share a host, and keeps each unit's weights divided by that number instead of by all ranks.
+# * From PyTorch 2.13 on, ``set_reduce_scatter_max_input_buffers(2)`` lets backward go on while a
+#   reduce-scatter is late, for one more buffer of gradients.
+# * A communication object replaces FSDP2's own, and so ``set_symm_mem_for_comm`` refuses to follow
+#   ``set_custom_reduce_scatter``: use ``set_separate_reduce_scatter_group`` with it.
+#
+# Further reading
+# ---------------
+# * `fully_shard <https://docs.pytorch.org/docs/stable/distributed.fsdp.fully_shard.html>`__: every
+#   setting of ``FSDPModule``
+# * `TorchTitan <https://github.com/pytorch/torchtitan>`__ sets prefetch lists and keeps the last
+#   unit in production
