@@ -408,6 +408,9 @@ if __name__ == "__main__":
 #
 # Known limits
 # ------------
+# * "The same bits" has one exception. PyTorch's vectorised Adam leaves the last elements of a
+#   tensor, fewer than 16, to scalar code that rounds differently. Chunks of padded layers have no
+#   such rest; an ordinary optimizer has, for each tensor whose size is not a multiple of 16.
 # * Gradients wait for their update in bf16, and so does their mean over ranks: it is made in fp32
 #   and rounded once. ``gradient_dtype=torch.float32`` keeps fp32 throughout, for 2 bytes more per
 #   parameter and stores of twice the size.
