@@ -5,15 +5,15 @@
 
 One FSDP2 model with fused AdamW is trained all the time; ``--modes``, ``--storages`` and
 ``--steps`` choose what is measured. A row is written with its first sample and again with every
-further one. Rows are kept when the command runs again (``--again`` measures them anew): a run that
-is cut off is resumed by its command, and a row that is cut off has fewer samples.
+further one, so a run that is cut off is resumed by its command: rows are kept, and one with fewer
+samples than ``--saves`` gets the rest (``--again`` measures it anew).
 
 How a number is made
 --------------------
 The loop keeps at most two steps queued, as one that logs the loss of the step before last does.
 Nothing else synchronises the device between a window's first and last step.
 
-* A *window* is some steps in a row, begun with the device idle after steps like them. A step's
+* A *window* is some steps in a row, begun with a device that has rested for ``REST_S``. A step's
   *interval* runs from the end of the step before it to its own end, both events on the compute
   stream (host clock on a CPU). It holds everything that delays a step: a held training thread, a
   waiting stream, slower kernels.
@@ -23,11 +23,11 @@ Nothing else synchronises the device between a window's first and last step.
   events around its copies on the device, otherwise on the host, from the call on.
 * ``exposed_stall_s``: sum over the steps that end after the call, up to one step after the end of
   staging, of interval minus what that step takes without a save. A blocking call is part of it,
-  since the compute stream runs empty. A GPU's clocks move by more than one per cent within a
-  window, in the same way each time. So where the stall is a small part of a step (``paired``
-  modes), each window with a save follows one without, and steps at the same place of their windows
-  are compared; slow changes (heat) reach both. Elsewhere the baseline is the median of the steps
-  before the save. What is left is noise of either sign.
+  since the compute stream runs empty. After a rest a GPU's clocks swing for some seconds, and step
+  times with them by several per cent, alike in every window. So where the stall is a small part of
+  a step (``paired`` modes), each window with a save follows one without, and steps at the same
+  place of their windows are compared. Elsewhere the baseline is the median of the steps before the
+  save. What is left is noise of either sign. ``samples`` has the intervals.
 * ``uploaded_s``: host seconds from the end of staging until the checkpoint is complete in storage
   (for a save that does not stage, from the call), training all the while; ``uploaded_idle_s`` the
   same with no training beside it.
@@ -108,6 +108,7 @@ from benchmarks.measuring import (  # noqa: E402
 BOUND_FROM = "bytes of state of a rank over the pinned device-to-host rate beside training"
 QUEUED_S = 4.0  # more than a stager takes to lock its memory
 QUEUED_MATRIX = 16384  # rows and columns of the products queued
+REST_S = 1.0  # of the device, before each window
 QUIET_STEPS = 5  # of a window, before its save
 PAIRED_STEPS = 4  # more, of a window without a save
 SETTLED = 2  # at the start of a window, not counted for the step time: the queue fills
@@ -186,9 +187,11 @@ class Training:
                 torch.mm(a, a, out=product)
 
     def start_clock(self) -> None:
-        """Begin a window: tie the device's clock to the host's, with the device idle."""
+        """Begin a window: tie the device's clock to the host's, with the device rested."""
         self.ends.clear()
         synchronize(self.device)
+        dist.barrier(group=AGREEMENT[0])
+        time.sleep(REST_S)
         origin = timing_event(self.device)
         origin.record()
         origin.synchronize()
@@ -600,8 +603,7 @@ def size_on_disk(directory: Path) -> int:
 
 
 def window_without_save(training: Training, mode: Mode) -> list[float]:
-    """Step intervals (s) of a window like one with a save; the steps before it are not counted."""
-    training.steps(SETTLED, mode)
+    """Step intervals (s) of a window like one with a save."""
     training.start_clock()
     training.steps(QUIET_STEPS + PAIRED_STEPS, mode)
     return [b - a for a, b in pairwise(training.step_ends())]
@@ -654,7 +656,8 @@ def measure_save(
     after = list(pairwise(ends))[first_free + 1 :]
     beside = [b - a for a, b in after if b < save.uploaded_at]
     return {
-        "quiet": quiet,
+        "intervals": intervals,
+        "intervals_without": without,
         "step_s": step_s,
         "call_s": save.returned_at - save.called_at,
         "staged_s": save.staged_s or (staged_at - save.called_at if save.uploaded else None),
@@ -706,43 +709,53 @@ def judge(mode: Mode, directory: Path, expected: dict) -> dict:
 
 
 def measure(
-    training: Training, mode: Mode, storage: Path, saves: int, memory: HostMemory
+    training: Training,
+    mode: Mode,
+    storage: Path,
+    saves: int,
+    memory: HostMemory,
+    begun: dict | None,
 ) -> Iterator[dict]:
     """All fields of a row but its key, first with one sample, then with each further one.
 
     Args:
         storage: an empty directory of this row's.
+        begun: the row, if it is there and lacks samples; what is measured once is taken from it.
     """
     first, expected = measure_save(training, mode, storage / "first", first=True)
     written = size_on_disk(storage / "first")
-    if expected is None:
-        remove(storage / "first")
-        expected = save_behind_queued_work(training, mode, storage / "first")
-    judged = judge(mode, storage / "first", expected)
+    if begun is None:
+        if expected is None:
+            remove(storage / "first")
+            expected = save_behind_queued_work(training, mode, storage / "first")
+        once = {
+            "first_call_s": first["call_s"],
+            "first_exposed_stall_s": first["exposed_stall_s"],
+            "bytes_written": written,
+            **judge(mode, storage / "first", expected),
+        }
+    else:
+        kept = ("first_call_s", "first_exposed_stall_s", "bytes_written")
+        kept += ("loaded_back_bitwise", "elements_differing", "uploaded_idle_s")
+        once = {key: begun[key] for key in kept}
     del expected
     remove(storage / "first")
-    idle = None
-    if mode.uploads_idle:
-        idle = upload_when_idle(training, mode, storage / "idle")
+    if mode.uploads_idle and begun is None:
+        once["uploaded_idle_s"] = upload_when_idle(training, mode, storage / "idle")
         remove(storage / "idle")
-    samples: dict[str, list] = {}
-    for i in range(saves):
-        sample, _ = measure_save(training, mode, storage / f"save{i}")
-        remove(storage / f"save{i}")
+    samples: dict[str, list] = begun["samples"] if begun else {}
+    while len(samples.get("step_s", ())) < saves:
+        sample, _ = measure_save(training, mode, storage / "save")
+        remove(storage / "save")
         for key, value in sample.items():
             samples.setdefault(key, []).append(value)
         known = {key: [v for v in values if v is not None] for key, values in samples.items()}
-        del known["quiet"]
-        yield {
-            **{key: statistics.median(v) if v else None for key, v in known.items()},
-            "first_call_s": first["call_s"],
-            "first_exposed_stall_s": first["exposed_stall_s"],
-            "uploaded_idle_s": idle,
-            "bytes_written": written,
-            **judged,
-            **memory.peaks(),
-            "samples": samples,
+        medians = {
+            key: statistics.median(values) if values else None
+            for key, values in known.items()
+            if not key.startswith("intervals")
         }
+        yield {**medians, "uploaded_idle_s": None, **once, **memory.peaks(), "samples": samples}
 
 
 def measure_nothing(training: Training, mode: Mode) -> Iterator[dict]:
@@ -790,6 +803,15 @@ def measure_link(training: Training, size: Size, state_bytes: int) -> dict[str, 
     return alone | {"pinned_d2h_beside_training_bytes_per_s": beside}
 
 
+def row_of(results: Results, **key: str) -> dict | None:
+    return next((r for r in results.data["rows"] if results.key(r) == results.key(key)), None)
+
+
+def samples_of(results: Results, name: str, storage: str, step: str) -> int:
+    row = row_of(results, name=name, storage=storage, step=step)
+    return len(row["samples"].get("step_s", ())) if row else 0
+
+
 def run(arguments: argparse.Namespace, device: torch.device) -> None:
     started = time.perf_counter()
     size = SMALL if arguments.small else FULL
@@ -817,7 +839,7 @@ def run(arguments: argparse.Namespace, device: torch.device) -> None:
             (storage, step)
             for storage in arguments.storages
             for step in arguments.steps
-            if arguments.again or not results.has(mode_name, storage=storage, step=step)
+            if arguments.again or samples_of(results, mode_name, storage, step) < arguments.saves
         ]
         if not wanted:
             continue
@@ -842,7 +864,8 @@ def run(arguments: argparse.Namespace, device: torch.device) -> None:
                     if mode_name == "none":
                         rows = measure_nothing(training, mode)
                     else:
-                        rows = measure(training, mode, directory, arguments.saves, memory)
+                        begun = None if arguments.again else row_of(results, **key)
+                        rows = measure(training, mode, directory, arguments.saves, memory, begun)
                     for row in rows:
                         results.add({**key, **bound, "note": mode.note, **row})
                 finally:

@@ -53,16 +53,19 @@ def test_a_save_after_the_last_step_touches_none() -> None:
     assert exposed_stall(ends(USUAL), USUAL, 9.0, 9.1) == (0.0, len(USUAL))
 
 
-def test_rows_are_kept_when_the_command_runs_again(tmp_path: Path) -> None:
+def test_a_row_that_lacks_samples_gets_the_rest(tmp_path: Path) -> None:
     command = [sys.executable, "benchmarks/checkpoint_stall.py", "--small", "--out", str(tmp_path)]
     command += ["--modes", "overlapped", "--storages", "memory", "--steps", "short"]
-    command += ["--saves", "1", "--memory", str(tmp_path)]
-    for _ in range(2):
-        run = subprocess.run(command, cwd=ROOT, capture_output=True, text=True, check=False)
+    rows = []
+    for saves in ("1", "2"):
+        there = [*command, "--memory", str(tmp_path), "--saves", saves]
+        run = subprocess.run(there, cwd=ROOT, capture_output=True, text=True, check=False)
         assert run.returncode == 0, run.stderr
-    assert "overlapped, memory, short" not in run.stdout, "a row that is there was measured again"
-    (result,) = (tmp_path / "results").iterdir()
-    (row,) = json.loads(result.read_text())["rows"]
+        (result,) = (tmp_path / "results").iterdir()
+        rows += json.loads(result.read_text())["rows"]
+    begun, row = rows
     assert row["loaded_back_bitwise"]
-    assert len(row["samples"]["exposed_stall_s"]) == 1
+    assert row["first_call_s"] == begun["first_call_s"], "measured once, and kept"
+    assert row["samples"]["exposed_stall_s"][:1] == begun["samples"]["exposed_stall_s"]
+    assert len(row["samples"]["exposed_stall_s"]) == 2
     assert [path.name for path in tmp_path.iterdir()] == ["results"], "a checkpoint was left"
