@@ -68,6 +68,7 @@ sys.path[:0] = [str(ROOT), str(ROOT / "recipes_source" / "sharding")]
 
 import copy_engine_gather as copy_engine  # noqa: E402
 import copy_engine_reduce  # noqa: E402
+import fsdp2_settings  # noqa: E402
 
 try:
     import prefetch_schedule
@@ -107,6 +108,7 @@ class Size:
 
 
 FULL = Size(8, 8192, 14336, (1024, 2048, 4096, 8192, 16384), 2048)
+SETTING_TOKENS = (1024, 4096)
 SMALL = Size(4, 64, 96, (32, 64), 64)
 
 
@@ -134,6 +136,7 @@ class Trainer:
     note: str | None = None
     transport = "nccl"
     trace_only = False
+    tokens: tuple[int, ...] | None = None  # only these sizes of FULL; None: all
     model: nn.Module
     optimizer: torch.optim.Optimizer
 
@@ -217,8 +220,43 @@ class Fsdp2(Trainer):
     def tune(self, units: list[nn.Module]) -> None: ...
 
 
-class Fsdp2Tuned(Fsdp2):
+class Fsdp2Kept(Fsdp2):
     recipes = ("fsdp2_settings",)
+    note = "fsdp2, its last two units kept from forward to backward"
+    tokens = SETTING_TOKENS
+
+    @staticmethod
+    def gathers(units: int) -> tuple[int, int]:
+        return units, units - 2
+
+    def tune(self, units: list[nn.Module]) -> None:
+        fsdp2_settings.keep(units[-2:])
+
+
+class Fsdp2Prefetch(Fsdp2):
+    recipes = ("fsdp2_settings",)
+    note = "fsdp2, two units prefetched by lists in forward and in backward"
+    tokens = SETTING_TOKENS
+
+    def tune(self, units: list[nn.Module]) -> None:
+        fsdp2_settings.prefetch(units, 2)
+
+
+class Fsdp2ReduceGroup(Fsdp2):
+    recipes = ("fsdp2_settings",)
+    note = "fsdp2, reduce-scatters in a group of their own"
+    tokens = SETTING_TOKENS
+
+    def tune(self, units: list[nn.Module]) -> None:
+        fsdp2_settings.reduce_in_own_group(units)
+
+
+class Fsdp2Tuned(Fsdp2Kept):
+    note = "fsdp2, two units kept, two prefetched, reduce-scatters in a group of their own"
+    tokens = None
+
+    def tune(self, units: list[nn.Module]) -> None:
+        fsdp2_settings.tune(units)
 
 
 class Fsdp2CopyEngine(Fsdp2):
@@ -355,6 +393,9 @@ class MegatronFsdpExperimental(Trainer):
 MODES: dict[str, type[Trainer]] = {
     "no_communication": NoCommunication,
     "fsdp2": Fsdp2,
+    "fsdp2_kept_units": Fsdp2Kept,
+    "fsdp2_prefetch_lists": Fsdp2Prefetch,
+    "fsdp2_reduce_group": Fsdp2ReduceGroup,
     "fsdp2_tuned": Fsdp2Tuned,
     "fsdp2_copy_engine": Fsdp2CopyEngine,
     "fsdp2_copy_engine_reduce": Fsdp2CopyEngineReduce,
@@ -645,7 +686,9 @@ class Profiled:
                     trainer.update()
                 batch.grad = None
             synchronize(trainer.device)
-        events = profiled_events(profile)
+        self.digest(profiled_events(profile))
+
+    def digest(self, events: list[dict]) -> None:
         self.read_host(events)
         self.device_events = list(self.of_this_step(events))
         on_stream: dict[int, float] = {}
@@ -655,6 +698,11 @@ class Profiled:
                 on_stream[stream] = on_stream.get(stream, 0.0) + event["dur"] / 1e6
         self.compute_stream = max(on_stream, key=on_stream.__getitem__, default=None)
         self.products_s = sum(on_stream.values())
+        self.gather_streams = {  # forward reduces nothing
+            event["args"]["stream"]
+            for event in self.device_events
+            if event["phase"] == "forward" and self.is_transfer(event)
+        }
 
     def read_host(self, events: list[dict]) -> None:
         """The phases of the second step, its products' operators and all launches."""
@@ -691,9 +739,13 @@ class Profiled:
             return "reduce-scatter" if "ReduceScatter" in name else "gather"
         if event["args"]["stream"] == self.compute_stream:
             return "compute"
-        if event["cat"] == "gpu_memcpy" and event["args"].get("bytes", 0) >= COPY_BYTES:
-            return "gather"
+        if self.is_transfer(event):
+            return "gather" if event["args"]["stream"] in self.gather_streams else "reduce-scatter"
         return None
+
+    def is_transfer(self, event: dict) -> bool:
+        large = event["cat"] == "gpu_memcpy" and event["args"].get("bytes", 0) >= COPY_BYTES
+        return large and event["args"]["stream"] != self.compute_stream
 
     def intervals(self, *lanes: str) -> Intervals:
         return union(
@@ -789,6 +841,12 @@ class Run:
         samples = {"step_s": [], "optimizer_s": [], "round_step_s": [], "sm_clock_mhz": []}
         return {"name": mode, "tokens": tokens, "samples": samples}
 
+    def tokens_of(self, mode: str) -> list[int]:
+        if MODES[mode].trace_only:
+            return [self.size.trace_tokens]
+        only = MODES[mode].tokens
+        return [t for t in self.tokens if only is None or self.arguments.small or t in only]
+
     def measure(self, mode: str, trainer: Trainer, tokens: int, before: int) -> None:
         """One round of one row."""
         release(self.device)
@@ -868,7 +926,7 @@ class Run:
 
     def profile(self, mode: str, trainer: Trainer, before: int) -> None:
         """What the kernels say: shares hidden, slow-down, and the trace."""
-        for tokens in [self.size.trace_tokens] if trainer.trace_only else self.tokens:
+        for tokens in self.tokens_of(mode):
             release(self.device)
             batch = random_batch(self.size, tokens, self.device)
             profiled = Profiled(trainer, batch)
@@ -912,7 +970,7 @@ class Run:
         self.measure_link()
         for number in range(self.arguments.rounds):
             for mode in self.arguments.modes:
-                rows = ((tokens, self.row(mode, tokens)) for tokens in self.tokens)
+                rows = ((tokens, self.row(mode, tokens)) for tokens in self.tokens_of(mode))
                 wanted = [t for t, row in rows if len(row["samples"]["round_step_s"]) <= number]
 
                 def rounds(
