@@ -13,7 +13,7 @@ from torch import nn
 from torch.distributed.device_mesh import DeviceMesh, init_device_mesh
 
 BUFFERS = 4  # units whose full weights may be in memory at once, in training
-GRADIENTS = 8  # full gradients that may wait for their reduce-scatter
+GRADIENTS = 4  # full gradients that may wait for their reduce-scatter
 
 
 class PrefetchContext(FsdpContext):
@@ -105,17 +105,27 @@ class PrefetchContext(FsdpContext):
         super().begin_forward()
         self.training = torch.is_grad_enabled()
         self.limit = self.buffers if self.training else self.buffers - 1
-        self.end_backward()
-        self.upcoming, self.order = self.order, []
-        self.unshard(self.root)
+        self.predict()
+        if not self.root.resident:
+            self.unshard(self.root)
         self.prefetch()
+
+    def predict(self) -> None:
+        """Nothing in memory is up to date; expect the order of the last forward."""
+        self.release_all()
+        self.upcoming, self.order = self.order, []
 
     def end_forward(self) -> None:
         self.upcoming.clear()
         if self.training:
             self.prefetch()
         else:
-            self.end_backward()
+            self.release_all()
+
+    def release_all(self) -> None:
+        self.returning.clear()
+        self.busy.clear()
+        super().release_all()
 
     # gradients
 
@@ -135,8 +145,6 @@ class PrefetchContext(FsdpContext):
             self.reducing.popleft()  # the memory goes back to the compute stream
 
     def end_backward(self) -> None:
-        self.returning.clear()
-        self.busy.clear()
         self.drain_gradients(keep=0)
         super().end_backward()
 

@@ -126,15 +126,22 @@ def shard_all(model: nn.Module, mesh: DeviceMesh) -> Callable[[torch.Tensor], No
             p.unshard(gather)
             p.expose(full=True)
 
+    def after_forward(*_) -> None:
+        for p in parameters:
+            p.expose(full=False)
+            p.release()
+
     def backward(loss: torch.Tensor) -> None:
+        for p in parameters:
+            p.unshard(gather)
         loss.backward(torch.full_like(loss, 1 / mesh.size()))
         for p in parameters:
             grad, p.full.grad = p.full.grad, None
             p.reduce(grad, scatter)
             p.release()
-            p.expose(full=False)
 
     model.register_forward_pre_hook(before_forward)
+    model.register_forward_hook(after_forward)
     return backward
 
 
@@ -202,21 +209,19 @@ def train(model: Stack, backward: Callable[[torch.Tensor], None] | None = None) 
 
 
 def prove_parity(model: Stack, reference: Stack) -> None:
-    bitwise = dist.get_world_size() <= 2
-    tolerance = {"rtol": 0, "atol": 0} if bitwise else {"rtol": 1e-4, "atol": 1e-5}
+    exact = dist.get_world_size() <= 2
+    tolerance = {"rtol": 0, "atol": 0} if exact else {"rtol": 1e-4, "atol": 1e-5}
     expected = dict(reference.named_parameters())
     for name, parameter in model.named_parameters():
         assert isinstance(parameter, DTensor), f"{name} is not sharded"
         torch.testing.assert_close(parameter.full_tensor(), expected[name], **tolerance)
-    how = "bit for bit" if bitwise else f"within {tolerance}"
-    print(f"weights after {STEPS} steps equal those of the unsharded run, {how}")
+    print(f"{STEPS} steps: weights equal the unsharded, {'every bit' if exact else tolerance}")
 
 
 def prove_checkpoint(model: Stack, directory: Path) -> None:
     """Save the shards, load them as one rank that shards nothing, compare."""
     dcp.save(model.state_dict(), checkpoint_id=directory)
-    file = directory / f"for_rank{dist.get_rank()}.pt"
-    dcp_to_torch_save(directory, file)
+    dcp_to_torch_save(directory, file := directory / f"for_rank{dist.get_rank()}.pt")
     loaded = torch.load(file, map_location=model.norm.weight.device)
     for name, parameter in model.named_parameters():
         assert torch.equal(loaded[name], parameter.full_tensor()), f"{name} differs"
@@ -227,9 +232,8 @@ def main(directory: Path) -> None:
     device = start_rank()
     try:
         dist.broadcast_object_list(agreed := [directory])  # rank 0's is everybody's
-        mesh = init_device_mesh(device.type, (dist.get_world_size(),))
         model, reference = Stack(device), Stack(device)
-        train(model, shard_all(model, mesh))
+        train(model, shard_all(model, init_device_mesh(device.type, (dist.get_world_size(),))))
         train(reference)
         prove_parity(model, reference)
         prove_checkpoint(model, agreed[0] / "weights")

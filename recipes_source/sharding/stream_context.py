@@ -208,12 +208,16 @@ class FsdpContext:
     def reduce(self, p: ShardedParameter, grad: torch.Tensor) -> None:
         p.reduce(grad, self.reduce_scatter)
 
-    def end_backward(self) -> None:
+    def release_all(self) -> None:
+        """Release whatever is in memory: behind backward, or when weights change in another way."""
         for unit in self.units:
-            if unit.resident:  # not every one of its parameters got a gradient
+            if unit.resident:  # in the queue, or not every one of its parameters got a gradient
                 unit.consumed.record(self.compute_stream)
                 self.release(unit)
         self.releases.clear()
+
+    def end_backward(self) -> None:
+        self.release_all()
 
     def backward(self, loss: torch.Tensor) -> None:
         """Add the mean over ranks of the gradients of ``loss`` to the shards' ``.grad``."""
