@@ -13,7 +13,7 @@ How a number is made
 The loop keeps at most two steps queued, as one that logs the loss of the step before last does.
 Nothing else synchronises the device between a window's first and last step.
 
-* A *window* is some steps in a row, begun with a device that has rested for ``REST_S``. A step's
+* A *window* is some steps in a row, begun with a device that has rested (``Size.rest_s``). A step's
   *interval* runs from the end of the step before it to its own end, both events on the compute
   stream (host clock on a CPU). It holds everything that delays a step: a held training thread, a
   waiting stream, slower kernels.
@@ -108,7 +108,6 @@ from benchmarks.measuring import (  # noqa: E402
 BOUND_FROM = "bytes of state of a rank over the pinned device-to-host rate beside training"
 QUEUED_S = 4.0  # more than a stager takes to lock its memory
 QUEUED_MATRIX = 16384  # rows and columns of the products queued
-REST_S = 1.0  # of the device, before each window
 QUIET_STEPS = 5  # of a window, before its save
 PAIRED_STEPS = 4  # more, of a window without a save
 SETTLED = 2  # at the start of a window, not counted for the step time: the queue fills
@@ -122,11 +121,12 @@ class Size:
     widths: tuple[int, int]
     tokens: dict[str, int]
     link_bytes: int
+    rest_s: float  # before each window
 
 
 # 16 layers of 8192 x 4096 with Adam in float32: 6.44 GB of state a rank.
-FULL = Size(16, (8192, 4096), {"long": 65536, "short": 8192}, 2**30)
-SMALL = Size(4, (256, 128), {"long": 4096, "short": 256}, 2**24)
+FULL = Size(16, (8192, 4096), {"long": 65536, "short": 8192}, 2**30, 1.0)
+SMALL = Size(4, (256, 128), {"long": 4096, "short": 256}, 2**24, 0.0)
 
 
 # -- the training loop ------------------------------------------------------------------------
@@ -191,7 +191,7 @@ class Training:
         self.ends.clear()
         synchronize(self.device)
         dist.barrier(group=AGREEMENT[0])
-        time.sleep(REST_S)
+        time.sleep(self.size.rest_s)
         origin = timing_event(self.device)
         origin.record()
         origin.synchronize()
