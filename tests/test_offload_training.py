@@ -274,6 +274,29 @@ def test_training_goes_on_after_a_batch_that_overflows(max_norm):
             assert all(map(torch.equal, before, masters_of(stack)))
 
 
+def test_an_error_is_raised_only_when_the_host_is_done_with_the_gradients(monkeypatch):
+    """The caller may train on at once, and that overwrites them."""
+
+    class Held(PipelinedAdamW):
+        def receive(self, layer):
+            if layer == 0:
+                awaited.wait(PATIENCE_S)
+            super().receive(layer)
+
+    def wait_noted(futures):
+        awaited.set()
+        return wait(futures)
+
+    awaited = threading.Event()
+    monkeypatch.setattr(pipelined_optimizer, "wait", wait_noted)
+    with pipelined(kind=Held) as stack:
+        stack.step(batch(0) * torch.inf, loss_of)
+        received = stack.received
+        with pytest.raises(FloatingPointError):
+            stack.finish()
+        assert all(future.done() for future in received)
+
+
 def test_what_a_worker_raises_reaches_the_training_thread(monkeypatch):
     def fail(*_):
         raise OSError("the host is on fire")
