@@ -1,18 +1,19 @@
 """
-How far copies go: a reduce-scatter by peer reads
-=================================================
+Reduce by copies: push the parts, add them once
+===============================================
 
 The all-gather only moves bytes, so copy engines can do all of it. A reduce-scatter also adds,
-which they cannot. This recipe has them do the transfer and leaves one addition to the compute
-cores, plugged into an unchanged FSDP2 model, and says what that costs.
+which they cannot. Here each rank writes its gradients' parts straight into the memory of the ranks
+that own them, and the compute cores are needed for one addition. It is a drop-in for FSDP2 and for
+schedules of your own.
 
 .. grid:: 1 1 2 2
 
    .. grid-item-card:: What you learn
 
+      * why to push gradients, where weights are pulled
+      * one barrier for each reduce-scatter, and why two slots save the second
       * a communication object for ``set_custom_reduce_scatter``
-      * one barrier for each unit, and why two buffers save the second
-      * what the additions and the extra memory leave of the gain
 
    .. grid-item-card:: What you need
 
@@ -24,27 +25,29 @@ cores, plugged into an unchanged FSDP2 model, and says what that costs.
 The idea
 --------
 
-Each rank writes its gradients to symmetric memory. Behind a barrier it copies *its own part* of
-every other rank's gradients, and adds the parts to its own.
+NCCL's reduce-scatter keeps compute cores busy for as long as the bytes are on their way. Split it:
+the transfer goes to the copy engines, and a kernel adds what has arrived at the full speed of the
+memory.
 
-Weights change once a step, so their readers need two barriers a step. Gradients are new for every
-unit, so their readers need one for every unit, and the writer must not overwrite what others still
-read. Two buffers in turn make one barrier do for both:
+Weights lie still between two updates, so whoever needs them pulls them, and nothing must be agreed
+for each gather. Gradients are new each time and go away at once. They are **pushed**: the copy
+starts when they are computed, without asking whether the other ranks are as far; they need no
+special memory, only the slots do that they are written to. Behind the copies stands one barrier,
+and behind it each rank adds what lies in its slot to its own part.
 
-.. lanes:: Schematic, one rank. Behind barrier 2, every rank has read buffer A of barrier 1.
+.. lanes:: Schematic, one rank. When slot A is written again, every rank has passed barrier 2, and added before.
 
-   compute:         0-6 backward of unit 2; 6-12 unit 1, to buffer B; 12-18 unit 0, to buffer A
-   reduce-scatter:  6-9 copy from A's ~; 9-10 add; 12-15 copy from B's ~; 15-16 add; 18-21 copy from A's ~; 21-22 add
-   @6 1
-   @12 2
-   @18 3
+   compute:  0-6 backward of unit 2; 6-12 unit 1; 12-18 unit 0
+   reduce:   6-9 push to slots A ~; 10-11 add; 12-15 push to slots B ~; 16-17 add; 18-21 push to slots A ~; 22-23 add
+   @9 1
+   @15 2
+   @21 3
 """
 
 # %%
 # Imports
 # -------
 
-import math
 import os
 from collections.abc import Sequence
 
@@ -53,82 +56,91 @@ import torch
 import torch.distributed as dist
 from torch.distributed.fsdp import FSDPModule
 
+SLOTS = 2  # written in turn; one would need a second barrier
+
 # %%
-# The reduce-scatter of all units
-# -------------------------------
-# FSDP2 asks ``allocate`` for two buffers a unit: on the compute stream for the input, in which it
-# lays the gradients so that each rank's part is contiguous, then on its reduce-scatter stream for
-# the output. It fills the next input only when this rank's reduce-scatter of the unit before has
-# ended. So when a buffer comes round again, this rank has passed the barrier of the unit between,
-# and so has every other rank, behind its own reads.
+# Push, barrier, add
+# ------------------
+# A slot has a place for each other rank, so that no two write to the same one. When a rank writes
+# to a slot for the second time, it has passed the barrier of the call between. Every other rank has
+# reached that barrier, too, and so has queued before it the addition that read the slot.
+#
+# ``reduce_scatter(out, gradient)`` is all that a schedule of one's own needs. FSDP2 passes the
+# reduction as well, and asks ``allocate`` for its buffers: they may be anywhere.
 
 
-class CopyEngineReduceScatter:
-    """The reduce-scatter of all units of a model, for ``FSDPModule.set_custom_reduce_scatter``.
+class PushReduceScatter:
+    """The sum or mean over ranks of a gradient, of which each rank gets its part.
 
     Args:
-        memory: used for nothing else: its barriers run on another stream than the optimizer's.
-        numel: elements of the largest unit, with FSDP2's padding.
-        dtype: of the gradients that are reduced.
+        memory: used for nothing else: its barrier runs on the stream of the reductions.
+        numel: elements of the largest part, which is a gradient over the number of ranks.
+        dtype: of the gradients.
+
+    All ranks must call it for the same gradients in the same order, on one stream.
     """
 
     def __init__(self, memory: copy_engine.PeerMemory, numel: int, dtype: torch.dtype) -> None:
+        size = (memory.ranks - 1, numel)
+        self.slots = [memory.empty(size, dtype=dtype) for _ in range(SLOTS)]
         self.memory, self.calls = memory, 0
-        self.inputs = [memory.empty([numel], dtype=dtype) for _ in range(2)]
-        self.input_is_next = True
 
     def allocate(self, size: Sequence[int], *, dtype: torch.dtype, device: torch.device):
-        """The input, a part of the buffer whose turn it is, and then the output."""
-        self.input_is_next = not self.input_is_next
-        if self.input_is_next:
-            return torch.empty(size, dtype=dtype, device=device)
-        self.inputs.reverse()
-        return self.inputs[0][: math.prod(size)]
+        return torch.empty(size, dtype=dtype, device=device)
 
-    def __call__(self, output_tensor, input_tensor, group, op, async_op: bool = False) -> None:
-        """Reduce this rank's part of all ranks' ``input_tensor`` to ``output_tensor``.
+    def __call__(
+        self, output_tensor, input_tensor, group=None, op=dist.ReduceOp.SUM, async_op=False
+    ) -> None:
+        """Queue on the current stream the reduction of this rank's part of ``input_tensor``.
+
+        Args:
+            output_tensor: contiguous, receives the part.
+            input_tensor: contiguous, the parts of all ranks one behind the other.
+            op: SUM or AVG.
 
         Raises:
-            ValueError: ``op`` is neither AVG nor SUM.
+            ValueError: ``op`` is another reduction.
         """
-        if op not in (dist.ReduceOp.AVG, dist.ReduceOp.SUM):
-            raise ValueError(f"{op} is not supported: use gradients' mean or sum")
-        self.calls += 1
+        if op not in (dist.ReduceOp.SUM, dist.ReduceOp.AVG):
+            raise ValueError(f"a push adds or averages: {op} is neither")
         rank, ranks = self.memory.rank, self.memory.ranks
-        of_all_ranks = self.memory.of_all_ranks[self.inputs[0].data_ptr()]
+        slot = self.slots[self.calls % len(self.slots)]
+        self.calls += 1
+        parts, total = input_tensor.view(ranks, -1), output_tensor.view(-1)
+        of_all_ranks = self.memory.of_all_ranks[slot.data_ptr()]
+        for step in range(1, ranks):
+            owner = (rank + step) % ranks
+            place = of_all_ranks[owner][step - 1]
+            place[: len(total)].copy_(parts[owner], non_blocking=True)
         self.memory.barrier()
-        parts = output_tensor.new_empty(ranks - 1, output_tensor.numel())
-        for step, part in enumerate(parts, 1):
-            theirs = of_all_ranks[(rank + step) % ranks][: input_tensor.numel()]
-            part.copy_(theirs.view(ranks, -1)[rank], non_blocking=True)
-        total = input_tensor.view(ranks, -1)[rank]
-        for part in parts:
-            total = torch.add(total, part, out=output_tensor)
+        mine = parts[rank]
+        for arrived in slot:
+            mine = torch.add(mine, arrived[: len(total)], out=total)
         if op == dist.ReduceOp.AVG:
-            output_tensor.div_(ranks)
+            total.div_(ranks)
 
 
 # %%
-# Plugged in
-# ----------
-# One object serves all units, so that they share its two buffers.
+# Plugged into FSDP2
+# ------------------
+# One object serves all units: FSDP2 calls it on its reduce-scatter stream, one unit after another.
 
 
 def reduce_by_copy_engines(
     model: FSDPModule, gathers: Sequence[copy_engine.CopyEngineAllGather]
-) -> CopyEngineReduceScatter:
-    """Have every unit of ``model`` reduce its gradients by peer copies, from now on. Collective.
+) -> PushReduceScatter:
+    """Have every unit of ``model`` reduce its gradients by pushes, from now on. Collective.
 
     Args:
         gathers: what ``gather_by_copy_engines`` returned for ``model``; at least one.
     """
     memory = copy_engine.PeerMemory(gathers[0].memory.group, gathers[0].memory.device)
-    numel = memory.ranks * max(gather.shard.numel() for gather in gathers)
-    scatter = CopyEngineReduceScatter(memory, numel, gathers[0].shard.dtype)
+    numel = max(gather.shard.numel() for gather in gathers)
+    push = PushReduceScatter(memory, numel, gathers[0].shard.dtype)
     for module in model.modules():
         if isinstance(module, FSDPModule):
-            module.set_custom_reduce_scatter(scatter)
-    return scatter
+            module.set_custom_reduce_scatter(push)
+    return push
 
 
 # %%
@@ -145,16 +157,16 @@ def prove(device: torch.device) -> None:
     gathers = copy_engine.gather_by_copy_engines(model, optimizer)
     if not gathers:
         return
-    scatter = reduce_by_copy_engines(model, gathers)
+    push = reduce_by_copy_engines(model, gathers)
     found = copy_engine.train(model, optimizer, device)
     if dist.get_world_size() == 2:
         for name, tensors in expected.items():
             assert all(map(torch.equal, found[name], tensors)), f"{name} are not those of FSDP2"
     for loss, of_fsdp in zip(found["losses"], expected["losses"], strict=True):
         torch.testing.assert_close(loss, of_fsdp, rtol=1e-6, atol=0)
-    assert scatter.calls == copy_engine.UNITS * copy_engine.STEPS, "FSDP2 reduced by itself"
-    kept = sum(buffer.nbytes for buffer in scatter.inputs)
-    print(f"{scatter.calls} reduce-scatters by peer copies, {kept} bytes of symmetric memory more")
+    assert push.calls == copy_engine.UNITS * copy_engine.STEPS, "FSDP2 reduced by itself"
+    kept = sum(slot.nbytes for slot in push.slots)
+    print(f"{push.calls} reduce-scatters by pushes, {kept} bytes of slots")
 
 
 def main() -> None:
@@ -177,52 +189,55 @@ if __name__ == "__main__":
 # %%
 # What it buys
 # ------------
-# The transfer leaves the compute cores alone, the additions do not, and the parts that were copied
-# are written and read once more than in NCCL's ring. Compare it with the recipe before, which
-# leaves the reduce-scatter to NCCL:
+# FSDP2 lays a unit's gradients into one buffer before it reduces them, with or without pushes; a
+# schedule that reduces each parameter as its gradient comes (:doc:`prefetch_schedule`) has no such
+# copy, and gains more. ``prefetch_copy_engine`` gathers by peer copies and reduces by pushes.
 #
 # .. result-figure:: fsdp_overlap
-#    :rows: fsdp2 fsdp2_copy_engine fsdp2_copy_engine_reduce
+#    :rows: fsdp2 fsdp2_copy_engine fsdp2_copy_engine_reduce prefetch prefetch_copy_engine
 #
 # .. result-table:: fsdp_overlap
-#    :rows: fsdp2 fsdp2_copy_engine fsdp2_copy_engine_reduce
+#    :rows: fsdp2 fsdp2_copy_engine fsdp2_copy_engine_reduce prefetch prefetch_copy_engine
+#
+# .. timeline:: fsdp_overlap prefetch prefetch_copy_engine
 #
 # What breaks if you remove a line
 # --------------------------------
-# Each edit was made and run when this page was built. For races between ranks, the ranks take turns
-# in the worst order: rank 0 first or last between any two collectives.
+# Each edit was made and run when this page was built. These are races between ranks, so the ranks
+# take turns in the worst order: rank 0 first or last between any two collectives. The recipe itself
+# passes in both orders.
 #
 # .. recipe-controls::
 #
 # Memory
 # ------
-# Symmetric memory for two inputs of the largest unit, and the copied parts of one on the device,
-# with :math:`N` ranks:
+# Symmetric memory for the slots, with :math:`N` ranks:
 #
 # .. math::
 #
-#    \left(2 + \frac{N-1}{N}\right) \max_{\text{units}} \text{padded numel}
+#    2 \, (N - 1) \max_{\text{gradients}} \frac{\text{padded numel}}{N}
 #    \times \text{bytes of the gradient's dtype}
 #
-# FSDP2 by itself holds one to two inputs. An input in symmetric memory is never given back between
-# steps.
+# "Gradients" are those of a whole unit under FSDP2, and of one parameter in a schedule that reduces
+# them one by one: a few per cent of what FSDP2's slots take.
 #
 # When it is not worth it
 # -----------------------
-# * Mostly. Take it where profiles show NCCL's reduce-scatter slowing the products beside it by more
-#   than the additions take. The all-gather is where copies pay: there are up to twice as many of
-#   those, and nothing has to be added.
-# * On more than a few ranks: every rank copies from all others, and sums as many parts.
+# * Many ranks: every rank writes to all others and adds as many parts, where NCCL's ring adds while
+#   it passes them on.
+# * Communication is hidden, and the products beside it are not slowed down enough to notice.
+# * Under FSDP2, compare it with NCCL's reduce-scatter in your own profile: the copies that FSDP2
+#   makes remain.
 #
 # Known limits
 # ------------
-# * ``set_reduce_scatter_max_input_buffers`` must stay at 1, its default: with more inputs in flight
-#   two buffers are too few.
-# * Gradients in bf16 are rounded after each addition. ``reduce_dtype=torch.float32`` is not passed
-#   on here: the buffers have the dtype that is gathered.
-# * HSDP's all-reduce over hosts is FSDP2's own and follows as before.
+# * Gradients in bfloat16 are rounded after each addition; on two ranks that is as in NCCL.
+# * ``reduce_dtype`` must be the dtype that is gathered.
+# * All ranks must reduce the same gradients: a rank that skips a unit leaves the others waiting.
+# * The barrier's kernel holds one block of a compute core until the last rank has pushed.
 #
 # Further reading
 # ---------------
 # * `Symmetric memory <https://docs.pytorch.org/docs/stable/symmetric_memory.html>`__ in PyTorch,
-#   whose own low-contention reduce-scatter also copies first and adds afterwards
+#   whose own low-contention reduce-scatter pushes into a workspace in the same way, with a barrier
+#   on either side
