@@ -15,7 +15,6 @@ recipe fails or a control is not caught, all pages are rendered, the page shows 
 ends with an error. ``-D execute_recipes=0`` executes nothing, and the pages say so.
 """
 
-import ast
 import dataclasses
 import difflib
 import hashlib
@@ -39,7 +38,14 @@ from sphinx.util.console import bold
 from sphinx.util.docutils import SphinxDirective
 
 import harness
-from harness.recipe import Control, Recipe, RecipeError, code_sha256, discover
+from harness.recipe import (
+    Control,
+    Recipe,
+    RecipeError,
+    code_hashes,
+    discover,
+    with_imports,
+)
 from harness.run import KINDS, Failure, Report, run
 
 logger = logging.getLogger(__name__)
@@ -116,22 +122,6 @@ def harness_sha256() -> str:
     return sha256(*(path.read_text(encoding="utf-8") for path in sorted(folder.rglob("*.py"))))
 
 
-def with_imports(path: Path) -> list[Path]:
-    """``path`` and the files of its folder that it imports, directly or not."""
-    found = [path]
-    for current in found:
-        for node in ast.walk(ast.parse(current.read_text(encoding="utf-8"))):
-            if isinstance(node, ast.Import):
-                names = [alias.name for alias in node.names]
-            elif isinstance(node, ast.ImportFrom):
-                names = [node.module or ""]
-            else:
-                continue
-            neighbours = [current.with_name(f"{name}.py") for name in names if name]
-            found += [file for file in neighbours if file.is_file() and file not in found]
-    return found
-
-
 def page_ranks(recipe: Recipe) -> int:
     """The ranks of the page's run: ``RANKS`` if set, but never fewer than the recipe needs.
 
@@ -148,7 +138,7 @@ def page_ranks(recipe: Recipe) -> int:
 
 def run_key(recipe: Recipe, ranks: int, control: Control | None) -> str:
     edit = control and repr(dataclasses.replace(control, says="", fails=sorted(control.fails)))
-    code = [code_sha256(path) for path in with_imports(recipe.path)]
+    code = code_hashes(recipe.path)
     return sha256(json.dumps([code, ranks, torch.__version__, edit]), harness_sha256())
 
 
@@ -348,8 +338,8 @@ def failure_block(failure: Failure) -> nodes.Node:
 
 
 @cache
-def verified_records(name: str) -> list[tuple[str, bool, str, str]]:
-    """(code hash, passed, where, date) of a recipe in each record of ``harness/verified/``."""
+def verified_records(name: str) -> list[tuple[dict[str, str], bool, str, str]]:
+    """(code hashes, passed, where, date) of a recipe in each record of ``harness/verified/``."""
     records = []
     folder = Path(harness.__file__).parent / "verified"
     for path in sorted(folder.glob("*.json")):
@@ -358,17 +348,17 @@ def verified_records(name: str) -> list[tuple[str, bool, str, str]]:
         if mine is None:
             continue
         where = f"{record['ranks']} × {record['device']}, torch {record['torch']}"
-        records.append((mine["code_sha256"], mine["ok"], where, record["date"]))
+        records.append((mine["code_sha256"], mine["ok"], where, mine["date"]))
     return records
 
 
 def badge(recipe: Recipe) -> nodes.Node:
-    current = code_sha256(recipe.path)
+    current = code_hashes(recipe.path)
     lines = []
-    for sha, ok, where, date in verified_records(recipe.name):
-        if sha == current and ok:
+    for hashes, ok, where, date in verified_records(recipe.name):
+        if hashes == current and ok:
             lines.append(("verified", f"Verified on {where}, this code, {date}"))
-        elif sha == current:
+        elif hashes == current:
             lines.append(("failed", f"Fails on {where}, this code, {date}"))
         elif ok:
             lines.append(("earlier", f"Verified on an earlier version: {where}, {date}"))

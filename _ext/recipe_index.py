@@ -37,6 +37,7 @@ READING_ORDER = [
     "sharded_parameter",
     "stream_context",
     "prefetch_schedule",
+    "update_in_order",
     "copy_engine_gather",
     "copy_engine_reduce",
     "fsdp2_settings",

@@ -65,6 +65,7 @@ ROW_RECIPES = {
     "delayed_release": "stream_context",
     "prefetch": "prefetch_schedule",
     "prefetch_copy_engine": "prefetch_schedule",
+    "update_in_order": "update_in_order",
 }
 """The recipe that a row measures, where its name is not the row's."""
 
@@ -79,7 +80,7 @@ ROW_ORDER = (
     *("checkpoint_activation_offload", "streamed_activation_offload", "save_on_cpu"),
     *("no_communication", "fsdp2", "fsdp2_tuned"),
     *("fsdp2_copy_engine", "fsdp2_copy_engine_reduce"),
-    *("delayed_release", "prefetch", "prefetch_copy_engine"),
+    *("delayed_release", "prefetch", "prefetch_copy_engine", "update_in_order"),
 )
 """Rows in the order in which pages show them; peers, by their package's name, come after."""
 

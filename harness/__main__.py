@@ -59,7 +59,8 @@ def main() -> int:
     every.add_argument("--recipes", type=Path, default=RECIPES)
     every.add_argument("--ranks", type=int, nargs="+", default=WORLD_SIZES, help="world sizes")
     every.add_argument("--out", type=Path, default=REPO / "harness" / "verified")
-    every.set_defaults(do=lambda o: verify(o.recipes, CONTROLS, o.out, tuple(o.ranks)))
+    every.add_argument("--stale", action="store_true", help="only what changed since it passed")
+    every.set_defaults(do=lambda o: verify(o.recipes, CONTROLS, o.out, tuple(o.ranks), o.stale))
     options = parser.parse_args()
     try:
         return options.do(options)

@@ -111,6 +111,27 @@ def code_sha256(path: Path) -> str:
     return hashlib.sha256(repr(_plain(tree)).encode()).hexdigest()
 
 
+def with_imports(path: Path) -> list[Path]:
+    """``path`` and the files of its folder that it imports, directly or not."""
+    found = [path]
+    for current in found:
+        for node in ast.walk(_parse(current)):
+            if isinstance(node, ast.Import):
+                names = [alias.name for alias in node.names]
+            elif isinstance(node, ast.ImportFrom):
+                names = [node.module or ""]
+            else:
+                continue
+            neighbours = [current.with_name(f"{name}.py") for name in names if name]
+            found += [file for file in neighbours if file.is_file() and file not in found]
+    return found
+
+
+def code_hashes(path: Path) -> dict[str, str]:
+    """:func:`code_sha256` of a recipe and of what it imports from its folder, by name."""
+    return {file.stem: code_sha256(file) for file in with_imports(path)}
+
+
 def _plain(node: object) -> object:
     """A syntax tree as nested lists, without empty fields and positions."""
     if isinstance(node, list):

@@ -6,18 +6,20 @@ optimizer step takes the weights of the step before. Controls of that order must
 """
 
 import json
+import os
 import subprocess
 import sys
-from collections.abc import Callable
+from concurrent.futures import ThreadPoolExecutor, as_completed
 from datetime import date
 from pathlib import Path
 
-from harness.recipe import Recipe, RecipeError, discover
+from harness.recipe import Recipe, RecipeError, code_hashes, discover
 from harness.run import Report, run
 
 WORLD_SIZES = (1, 2, 4)
 ON_DEVICE = frozenset({"raised", "checkpoint_wrong"})  # how a missing order shows in real streams
 GATE = "queue_work"
+CORES_A_RANK = 4  # as many recipes run side by side as there are cores for
 
 _PROBE = (
     "import json, torch\n"
@@ -40,11 +42,10 @@ def _failures(report: Report) -> list[str]:
     return [f"{f.kind}: {f.text}" for f in report.failures]
 
 
-def verify_recipe(recipe: Recipe, ranks: int, say: Callable[[str], None]) -> dict:
+def verify_recipe(recipe: Recipe, ranks: int) -> dict:
     """What the record keeps of one recipe: its code, whether it passed, what did not."""
     report = run(recipe.path, ranks, launcher="warm", gate=GATE, deadline_s=recipe.deadline_s)
-    say(report.describe())
-    failures, caught = _failures(report), []
+    lines, failures, caught = [report.describe()], _failures(report), []
     for control in recipe.controls:
         if not control.order_on_device:
             continue
@@ -54,9 +55,11 @@ def verify_recipe(recipe: Recipe, ranks: int, say: Callable[[str], None]) -> dic
         else:
             failures.append(f"control '{control.name}' was not caught: {sorted(broken.kinds)}")
         verdict = "caught" if control.name in caught else "NOT caught"
-        say(f"  control {control.name}: {verdict} {sorted(broken.kinds)}")
+        lines.append(f"  control {control.name}: {verdict} {sorted(broken.kinds)}")
+    print("\n".join(lines), flush=True)
     return {
-        "code_sha256": recipe.code_sha256,
+        "code_sha256": code_hashes(recipe.path),
+        "date": date.today().isoformat(),
         "ok": not failures,
         "failures": failures,
         "controls_caught": caught,
@@ -64,8 +67,19 @@ def verify_recipe(recipe: Recipe, ranks: int, say: Callable[[str], None]) -> dic
     }
 
 
-def verify(recipes: Path, controls: Path, out: Path, sizes: tuple[int, ...]) -> int:
+def fresh(kept: dict, recipe: Recipe) -> bool:
+    """Whether ``kept``, a recipe's part of a record, says that its present code passed."""
+    return kept.get("ok", False) and kept["code_sha256"] == code_hashes(recipe.path)
+
+
+def verify(
+    recipes: Path, controls: Path, out: Path, sizes: tuple[int, ...], stale_only: bool = False
+) -> int:
     """Write ``out/<device>-x<ranks>.json`` for each world size; return the exit status.
+
+    Args:
+        stale_only: keep what a record of the same device and torch says of unchanged recipes that
+            passed, and run the others.
 
     Raises:
         RecipeError: there is no accelerator.
@@ -74,17 +88,23 @@ def verify(recipes: Path, controls: Path, out: Path, sizes: tuple[int, ...]) -> 
     if count == 0:
         raise RecipeError("no accelerator here, so nothing to verify; make test judges on the CPU")
     out.mkdir(parents=True, exist_ok=True)
-    status = 0
+    status = False
     for ranks in (n for n in sizes if n <= count):
-        record = {"device": device, "ranks": ranks, "torch": torch_version}
-        record |= {"date": date.today().isoformat(), "recipes": {}}
+        record = {"device": device, "ranks": ranks, "torch": torch_version, "recipes": {}}
         file = out / f"{device.split()[-1].lower()}-x{ranks}.json"
-        for recipe in discover(recipes, controls):
-            if ranks < recipe.min_ranks:
-                continue
-            result = verify_recipe(recipe, ranks, lambda text: print(text, flush=True))
-            record["recipes"][recipe.name] = result
-            status |= not result["ok"]
-            file.write_text(json.dumps(record, indent=1) + "\n")
-        print(f"wrote {file}", flush=True)
+        found = {r.name: r for r in discover(recipes, controls) if r.min_ranks <= ranks}
+        old = json.loads(file.read_text()) if stale_only and file.exists() else {}
+        if (old.get("device"), old.get("torch")) == (device, torch_version):
+            kept = old["recipes"].items()
+            record["recipes"] = {k: v for k, v in kept if k in found and fresh(v, found[k])}
+        with ThreadPoolExecutor(max(1, (os.cpu_count() or 1) // (CORES_A_RANK * ranks))) as pool:
+            to_run = [recipe for name, recipe in found.items() if name not in record["recipes"]]
+            running = {pool.submit(verify_recipe, recipe, ranks): recipe for recipe in to_run}
+            for done in as_completed(running):
+                record["recipes"][running[done].name] = done.result()
+                record["recipes"] = dict(sorted(record["recipes"].items()))
+                file.write_text(json.dumps(record, indent=1) + "\n")
+        failed = [name for name, result in record["recipes"].items() if not result["ok"]]
+        print(f"wrote {file}; failed: {', '.join(failed) or 'none'}", flush=True)
+        status |= bool(failed)
     return int(status)

@@ -9,7 +9,7 @@ from small_site import HELLO, HELLO_CONTROLS, RAISES, ROOT
 
 def executed(log: str) -> list[str]:
     """The runs that a build made, as the log names them."""
-    return re.findall(r"^  (\w+ (?:on|with).*?) \.\.\. ", log, re.MULTILINE)
+    return re.findall(r"^  (\w+ (?:on|with).*?): .* in ", log, re.MULTILINE)
 
 
 def test_every_rank_and_every_control_is_on_the_page(site):
@@ -171,7 +171,7 @@ def test_the_badge_tells_this_code_from_an_earlier_one(site):
             "ranks": 2,
             "torch": "2.11.0",
             "date": "2026-01-02",
-            "recipes": {"hello": {"code_sha256": sha, "ok": ok}},
+            "recipes": {"hello": {"code_sha256": {"hello": sha}, "ok": ok, "date": "2026-01-02"}},
         }
         site.write("harness/verified/device-x2.json", json.dumps(content))
 
