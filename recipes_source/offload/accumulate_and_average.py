@@ -67,7 +67,7 @@ MICROBATCHES = 3  # per rank and step
 LAYERS = 4
 STEPS = 2  # the second one uses all buffers again
 SUM_DTYPE = torch.float32
-CHUNK = 2**18  # elements added at a time: their fp32 copy, 1 MB, stays in a core's cache
+CHUNK = 2**18  # elements added at a time; their fp32 copy, 1 MB, stays in a cache
 
 # %%
 # Sums on the host
@@ -327,13 +327,12 @@ if __name__ == "__main__":
 #
 # Memory
 # ------
-# Host memory for :math:`P` parameters, with bf16 weights and gradients, beside what the optimizer
-# needs:
+# Host memory for :math:`P` parameters, beside what the optimizer needs: bf16 weights, bf16
+# gradients as they arrive, and the sums,
 #
 # .. math::
 #
-#    \underbrace{2 P}_{\text{weights}} + \underbrace{2 P}_{\text{gradients as they arrive}}
-#    + \underbrace{4 P}_{\text{sums}} \quad\text{bytes}
+#    2P + 2P + 4P = 8\,P \text{ bytes.}
 #
 # Layer-major gradients arrive in fp32, which makes the second term :math:`4 P`. Only the first two
 # are page-locked. On the device, layer-major keeps the inputs of all layers for all microbatches:

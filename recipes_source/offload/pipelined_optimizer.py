@@ -39,6 +39,7 @@ layers, and their updates run beside the next forward:
    D2H:     4-6 3 ~; 8-10 2 ~; 12-14 1 ~; 16-18 0 ~
    host:    6-12 Adam 3; 12-18 Adam 2; 18-24 Adam 0; 24-30 Adam 1
    H2D:     24-26 0 ~; 30-32 1 ~; 32-34 2 ~; 34-36 3 ~
+   @0 backward
    @16 forward
 
 Three waits make it right, and each is a wait of one host thread for one layer:
@@ -66,7 +67,7 @@ from torch import nn
 from torch.nn.utils import clip_grads_with_norm_, get_total_norm
 
 LAYERS = 4
-CHUNK = 2**22  # parameters updated at a time: 16 MB of fp32, in the caches from step to step
+CHUNK = 2**22  # parameters updated at a time, 16 MB in fp32; a multiple of 16
 STEPS = 5
 MAX_NORM = 0.05  # small enough to clip every step of this model
 SETTINGS = {"lr": 1e-2, "betas": (0.9, 0.95), "weight_decay": 0.1}
@@ -370,24 +371,23 @@ if __name__ == "__main__":
 #
 # Memory
 # ------
-# Host memory for :math:`P` parameters, bf16 weights and gradients page-locked:
+# Host memory for :math:`P` parameters: page-locked bf16 weights and gradients, masters, and the two
+# moments of Adam,
 #
 # .. math::
 #
-#    \underbrace{2P}_{\text{weights}} + \underbrace{2P}_{\text{gradients}}
-#    + \underbrace{4P}_{\text{masters}} + \underbrace{8P}_{\text{moments}} = 16\,P \text{ bytes}
+#    2P + 2P + 4P + 8P = 16\,P \text{ bytes,}
 #
 # and with clipping or several ranks 4 bytes for each parameter of the largest layer. On the device
 # there are two slots of weights and two of gradients, 8 bytes for each parameter of the largest
 # layer, however many layers there are.
 #
-# An update reads gradients, masters and moments and writes masters, moments and weights. The memory
-# of the host therefore moves at least
+# An update reads gradients, masters and moments, and writes masters, moments and weights. The
+# memory of the host therefore moves at least
 #
 # .. math::
 #
-#    \underbrace{2 + 12}_{\text{read}} + \underbrace{12 + 2}_{\text{written}}
-#    = 28 \text{ bytes a parameter and step}
+#    (2 + 4 + 8) + (4 + 8 + 2) = 28 \text{ bytes a parameter and step}
 #
 # for the update, 2 to look at the gradients (with clipping 10, for they are widened to take their
 # norms), and 6 to 8 for the copies over the link. **When the host is the wall**: if its memory
