@@ -26,8 +26,8 @@ The loop keeps at most two steps queued. The modes take turns, ``--rounds`` time
   its backward pass beside the gathers of backward and all reduce-scatters but the last: each phase
   lasts as long as the slower of its sides, both at the rates that they have beside each other. The
   transfers are queued all at once, and one beside each unit; the faster counts. To these come the
-  first gather and the last reduce-scatter, alone, and the optimizer. The transfers are as many as
-  the row's schedule has, by its transport.
+  first gather and the last reduce-scatter, alone (not for ``update_in_order``, which hides them),
+  and the optimizer. The transfers are as many as the row's schedule has, by its transport.
 * ``eta``: ``bound_s`` over ``step_s``.
 * ``hidden_share``: in a profiled step, the share of the time in which a collective (or a copy from
   a peer) runs and the compute stream runs a kernel too.
@@ -69,12 +69,9 @@ sys.path[:0] = [str(ROOT), str(ROOT / "recipes_source" / "sharding")]
 import copy_engine_gather as copy_engine  # noqa: E402
 import copy_engine_reduce  # noqa: E402
 import fsdp2_settings  # noqa: E402
-
-try:
-    import prefetch_schedule
-except ImportError:
-    prefetch_schedule = None
+import prefetch_schedule  # noqa: E402
 import stream_context  # noqa: E402
+import update_in_order  # noqa: E402
 
 from benchmarks.measuring import (  # noqa: E402
     Drawn,
@@ -90,9 +87,10 @@ from benchmarks.measuring import (  # noqa: E402
 )
 
 LEARNING_RATE = 3e-6
-WARM_UP = 2  # steps after which the loss of modes is compared, and times are taken
+WARM_UP = 1  # steps before the one by whose loss modes are compared
+FEWEST_STEPS = 3  # timed, a row and round
 LOSS_TOLERANCE = 0.05  # of the loss: a peer takes a first step with gradients of zero
-BOUND_PASSES = 4
+BOUND_PASSES = 3
 COLLECTIVE_TIMEOUT = timedelta(seconds=90)
 
 
@@ -136,6 +134,7 @@ class Trainer:
     note: str | None = None
     transport = "nccl"
     trace_only = False
+    hides_ends = False  # the first gather and the last reduce-scatter, behind the optimizer
     tokens: tuple[int, ...] | None = None  # only these sizes of FULL; None: all
     model: nn.Module
     optimizer: torch.optim.Optimizer
@@ -174,9 +173,12 @@ class Trainer:
         self.optimizer.step()
         self.optimizer.zero_grad()
 
+    def optimizers(self) -> list[torch.optim.Optimizer]:
+        return [self.optimizer]
+
     def close(self) -> None:
         """Give back memory that cycles through autograd may hold, and communicators."""
-        states = self.optimizer.state.values()
+        states = [state for one in self.optimizers() for state in one.state.values()]
         tensors = [*self.model.parameters(), *(x for state in states for x in state.values())]
         for tensor in tensors:
             local = tensor.to_local() if isinstance(tensor, DTensor) else tensor
@@ -274,6 +276,7 @@ class Fsdp2CopyEngine(Fsdp2):
 
 class Fsdp2CopyEngineReduce(Fsdp2CopyEngine):
     recipes = ("copy_engine_gather", "copy_engine_reduce")
+    transport = "copy_engine_both"
     note = "fsdp2, its gathers and reduce-scatters by copy engines"
 
     def tune(self, units: list[nn.Module]) -> None:
@@ -282,7 +285,7 @@ class Fsdp2CopyEngineReduce(Fsdp2CopyEngine):
 
 
 class DelayedRelease(Trainer):
-    recipes = ("stream_context",)
+    recipes = ("sharded_parameter", "stream_context")
     note = "gathers on a stream of their own, released late; reduce-scatters on the default stream"
 
     def shard(self, units: Iterator[Unit]) -> None:
@@ -310,7 +313,7 @@ class Sync(DelayedRelease):
 
 
 class Prefetch(DelayedRelease):
-    recipes = ("stream_context", "prefetch_schedule")
+    recipes = (*DelayedRelease.recipes, "prefetch_schedule")
     buffers = 4
     note = "gathers in a static order ahead of their unit; reduce-scatters beside backward"
 
@@ -325,9 +328,9 @@ class Prefetch(DelayedRelease):
 
 
 class PrefetchCopyEngine(Prefetch):
-    recipes = ("stream_context", "prefetch_schedule", "copy_engine_gather")
-    note = "prefetch, its gathers by copy engines"
-    transport = "copy_engine"
+    recipes = (*Prefetch.recipes, "copy_engine_gather", "copy_engine_reduce")
+    note = "prefetch, its gathers and reduce-scatters by copy engines"
+    transport = "copy_engine_both"
 
     def shard(self, units: Iterator[Unit]) -> None:
         super().shard(units)
@@ -335,15 +338,53 @@ class PrefetchCopyEngine(Prefetch):
         self.optimizer.register_step_post_hook(lambda *_: self.memory.barrier())
 
     def build_context(self, mesh: DeviceMesh) -> stream_context.FsdpContext:
-        self.memory = copy_engine.PeerMemory(mesh.get_group(), self.device)
         return prefetch_schedule.PrefetchContext(
-            self.model,
-            list(self.model),
-            mesh,
-            buffers=self.buffers,
-            gather=self.memory.gather,
-            empty=self.memory.empty,
+            self.model, list(self.model), mesh, **self.copy_engine_options(mesh)
         )
+
+    def copy_engine_options(self, mesh: DeviceMesh) -> dict:
+        group = mesh.get_group()
+        self.memory = copy_engine.PeerMemory(group, self.device)
+        push = copy_engine_reduce.PushReduceScatter(
+            copy_engine.PeerMemory(group, self.device),
+            self.size.width * self.size.hidden // mesh.size(),
+            torch.bfloat16,
+        )
+        return {
+            "buffers": self.buffers,
+            "gather": self.memory.gather,
+            "reduce_scatter": push,
+            "empty": self.memory.empty,
+        }
+
+
+class UpdateInOrder(PrefetchCopyEngine):
+    recipes = (*PrefetchCopyEngine.recipes, "update_in_order")
+    note = "prefetch_copy_engine, its units updated one by one in the order of the next forward"
+    hides_ends = True
+
+    @classmethod
+    def gathers(cls, units: int) -> tuple[int, int]:
+        return units - cls.buffers, units - cls.buffers
+
+    def shard(self, units: Iterator[Unit]) -> None:
+        self.model = nn.Sequential(*units)
+        mesh = dist.init_device_mesh(self.device.type, (dist.get_world_size(),))
+        self.context = update_in_order.UpdateContext(
+            self.model, list(self.model), mesh, **self.copy_engine_options(mesh)
+        )
+        self.context.optimize(self.make_optimizer)
+
+    def make_optimizer(self, parameters: list[nn.Parameter]) -> torch.optim.Optimizer:
+        optimizer = self.adamw(parameters)
+        optimizer.register_step_post_hook(lambda *_: self.memory.barrier())
+        return optimizer
+
+    def update(self) -> None:
+        self.context.step()
+
+    def optimizers(self) -> list[torch.optim.Optimizer]:
+        return list(self.context.optimizers.values())
 
 
 class MegatronFsdp(Trainer):
@@ -403,6 +444,7 @@ MODES: dict[str, type[Trainer]] = {
     "delayed_release": DelayedRelease,
     "prefetch": Prefetch,
     "prefetch_copy_engine": PrefetchCopyEngine,
+    "update_in_order": UpdateInOrder,
     "megatron-fsdp": MegatronFsdp,
     "megatron-fsdp-experimental": MegatronFsdpExperimental,
 }
@@ -548,7 +590,24 @@ class CopyEngineTransfers(Transfers):
         self.memory.gather(self.whole, self.shard)
 
 
-TRANSFERS: dict[str, type[Transfers]] = {"nccl": Transfers, "copy_engine": CopyEngineTransfers}
+class CopyEngineBothTransfers(CopyEngineTransfers):
+    """Gathers and reduce-scatters by copy engines."""
+
+    def __init__(self, size: Size, device: torch.device) -> None:
+        super().__init__(size, device)
+        self.push = copy_engine_reduce.PushReduceScatter(
+            copy_engine.PeerMemory(dist.group.WORLD, device), self.reduced.numel(), torch.bfloat16
+        )
+
+    def reduce_scatter(self) -> None:
+        self.push(self.reduced, self.gradient)
+
+
+TRANSFERS: dict[str, type[Transfers]] = {
+    "nccl": Transfers,
+    "copy_engine": CopyEngineTransfers,
+    "copy_engine_both": CopyEngineBothTransfers,
+}
 
 
 @dataclass(frozen=True)
@@ -560,9 +619,9 @@ class Phases:
     first_gather_s: float
     last_reduce_scatter_s: float
 
-    def bound_s(self, optimizer_s: float) -> float:
-        exposed = self.first_gather_s + self.last_reduce_scatter_s
-        return self.forward_s + self.backward_s + exposed + optimizer_s
+    def bound_s(self, optimizer_s: float, hides_ends: bool) -> float:
+        ends = 0.0 if hides_ends else self.first_gather_s + self.last_reduce_scatter_s
+        return self.forward_s + self.backward_s + ends + optimizer_s
 
 
 def measure_passes(
@@ -594,7 +653,7 @@ def measure_passes(
             trainer.backward(losses[0])
 
         passes[-1][0].record()
-        transfers.beside(forward, gathers[0] - 1, 0, starts if paced else None)
+        transfers.beside(forward, max(0, gathers[0] - 1), 0, starts if paced else None)
         passes[-1][1].record()
         starts.clear()
         transfers.beside(backward, gathers[1], len(trainer.model) - 1, starts if paced else None)
@@ -852,7 +911,9 @@ class Run:
         release(self.device)
         batch = random_batch(self.size, tokens, self.device)
         first = take_steps(trainer, batch, WARM_UP, 1)
-        count = min(20, max(4, round(self.arguments.seconds / agreed_max(first.step_s[0]))))
+        count = min(
+            20, max(FEWEST_STEPS, round(self.arguments.seconds / agreed_max(first.step_s[0])))
+        )
         steps = take_steps(trainer, batch, 1, count)
         row = self.row(mode, tokens)
         samples = row["samples"]
@@ -915,7 +976,7 @@ class Run:
                 phases = measure_phases(trainer, batch, transfers, gathers)
                 optimizer_s = self.row("no_communication", tokens)["optimizer_s"]
                 for row in rows:
-                    row["bound_s"] = phases.bound_s(optimizer_s)
+                    row["bound_s"] = phases.bound_s(optimizer_s, MODES[row["name"]].hides_ends)
                     row["bound_from"] = BOUND_FROM
                     row["bound_parts_s"] = vars(phases) | {"optimizer_s": optimizer_s}
                     row["gathers"] = list(gathers)
@@ -1012,8 +1073,8 @@ def main() -> None:
     )
     parser.add_argument("--modes", type=names, default=list(MODES))
     parser.add_argument("--tokens", type=numbers, help="a rank and step; default: all sizes")
-    parser.add_argument("--rounds", type=int, default=3, help="turns that each mode takes")
-    parser.add_argument("--seconds", type=float, default=1.0, help="of steps, a row and round")
+    parser.add_argument("--rounds", type=int, default=2, help="turns that each mode takes")
+    parser.add_argument("--seconds", type=float, default=0.4, help="of steps, a row and round")
     parser.add_argument("--profile", action="store_true", help="also profile, and write traces")
     parser.add_argument("--small", action="store_true", help="a size for rehearsal on a CPU")
     parser.add_argument("--again", action="store_true", help="measure rows anew that are there")
