@@ -11,14 +11,14 @@ How a number is made
 * ``step_s``: host seconds from the call until the device has finished, all chunks; the device is
   idle before. Medians of ``--repeats`` calls after two unmeasured ones.
 * ``call_s``: host seconds until the call returns: the host can do nothing else.
-* ``bound_s``: of a pipeline whose lanes are busy all the time: (chunks - 1) times the slowest of
-  load, compute and store of one chunk, plus one of each. Compute is measured alone, loads and
-  stores at the link's duplex rates of this run.
+* ``bound_s``: of a pipeline whose slowest lane is busy all the time: (chunks - 1) times the slowest
+  of load, compute and store of one chunk, at the link's duplex rates, plus one of each, at the
+  rates of one direction alone. Rates and compute are measured in this run.
 * ``eta``: ``bound_s`` over ``step_s``.
 * ``hidden_share``: the part of the copies' time on the device during which a kernel ran, from one
   profiled call.
 * ``peak_allocated_bytes``: device memory at its peak minus that before the way began, which holds
-  the matrix and, for ``three_streams``, the slots too.
+  the matrix. The slots of ``three_streams`` are in it.
 * ``pinned_bytes``: sources and results, if page-locked.
 """
 
@@ -49,11 +49,11 @@ from benchmarks.measuring import (  # noqa: E402
     write_trace,
 )
 
-SIDE, SIDE_SMALL = 8192, 64  # rows and columns of a chunk of bfloat16: 134 MB
+SIDE, SIDE_SMALL = 11584, 64  # rows and columns of a chunk of bfloat16: just below 2**28 bytes
 LINK_BYTES, LINK_BYTES_SMALL = 2**30, 2**20
 BOUND_FROM = (
-    "(chunks - 1) x the slowest of load, compute and store of a chunk, plus one of each; duplex "
-    "rates and compute of this run"
+    "(chunks - 1) x the slowest of load, compute and store of a chunk, at duplex rates, plus one "
+    "of each, at the rates of one direction; all of this run"
 )
 RECIPE = ("three_streams",)
 GAP_US = 20.0  # calls of the host closer than this are one block of a picture
@@ -194,9 +194,13 @@ def compute_s(work: Work) -> float:
 def bound_s(work: Work, link: dict[str, float]) -> float | None:
     if not link:
         return None
-    lanes = [work.chunk_bytes / link[f"duplex_{way}_bytes_per_s"] for way in ("h2d", "d2h")]
-    lanes.append(compute_s(work))
-    return (CHUNKS - 1) * max(lanes) + sum(lanes)
+    compute = compute_s(work)
+
+    def lanes(rate: str) -> list[float]:
+        copies = [work.chunk_bytes / link[f"{rate}_{way}_bytes_per_s"] for way in ("h2d", "d2h")]
+        return [compute, *copies]
+
+    return (CHUNKS - 1) * max(lanes("duplex")) + sum(lanes("pinned"))
 
 
 def main() -> None:
@@ -224,7 +228,9 @@ def main() -> None:
     # Every way runs code of the recipe but record_stream, which is measured against it.
     results = Results(arguments.out, head, dict.fromkeys(WAYS, RECIPE), ())
     for way in arguments.ways:
-        work.host(way not in ("pageable", "pageable_non_blocking"))
+        pinned = way not in ("pageable", "pageable_non_blocking")
+        work.host(pinned)
+        run = None  # and with it what the way before held on the device
         if device.type == "cuda":
             before = torch.cuda.memory_allocated()
             torch.cuda.reset_peak_memory_stats()
@@ -234,7 +240,6 @@ def main() -> None:
             row |= {"bound_s": bound, "bound_from": BOUND_FROM, "eta": bound / row["step_s"]}
         if device.type == "cuda":
             row["peak_allocated_bytes"] = torch.cuda.max_memory_allocated() - before
-            pinned = way not in ("pageable", "pageable_non_blocking")
             row["pinned_bytes"] = 2 * CHUNKS * work.chunk_bytes if pinned else 0
             events = profiled(work, run)
             found = judge(events).copies.values()

@@ -363,7 +363,7 @@ def test_every_edge_of_the_pipeline_is_needed(tmp_path):
 
 
 def gradients_are_right(module, delayed: str | None) -> bool:
-    """Two steps on other batches; ``delayed`` is a lane, from the begin of each step."""
+    """Two steps on two batches; ``delayed`` is a lane, from the begin of each step."""
     device, layers, width, rows = torch.device("cuda"), 8, 1024, 4096
     torch.manual_seed(0)
     layer = [nn.Sequential(nn.Linear(width, width), nn.Tanh()) for _ in range(layers)]
@@ -382,14 +382,6 @@ def gradients_are_right(module, delayed: str | None) -> bool:
         device, 3 * layers * nbytes, 2 * nbytes, stay=parameters, smallest=nbytes
     )
     torch.cuda.synchronize()
-    load_back = offload.load
-
-    def load_late(storage) -> None:
-        if delayed == "unread" and storage.index == 0:  # of `logged`, which has no backward
-            delay(offload.h2d)
-        load_back(storage)
-
-    offload.load = load_late
     with closing(offload):
         ours = []
         for batch in batches:
@@ -411,20 +403,49 @@ OFFLOAD_EDGES = {
     "source_freed_before_its_copy": "d2h",
     "load_not_ordered_after_compute": "compute",
     "backward_not_ordered_after_load": "h2d",
-    "pool_used_again_too_early": "unread",
 }
+
+
+def unread_copies_are_awaited(module) -> bool:
+    """Whether memory that an unread copy back was given holds what is written to it next."""
+    device, count = torch.device("cuda"), 1 << 22
+    x = torch.randn(count, device=device, requires_grad=True)
+    offload = module.ActivationOffload(device, 1 << 28, 4 * count, smallest=4 * count)
+    addresses: list[int] = []
+    load_back = offload.load
+
+    def load_late(storage) -> None:
+        delay(offload.h2d)
+        load_back(storage)
+        addresses.append(storage.back.data_ptr())
+
+    offload.load = load_late
+    with closing(offload):
+        with offload.saving():
+            unread = x.exp()  # no backward runs through it
+            used = chain(x, 3).sum()
+        used.backward()
+        del unread, used
+        with offload.saving():
+            claimed = [torch.empty(count, device=device) for _ in range(16)]
+            mine = next(tensor for tensor in claimed if tensor.data_ptr() == addresses[-1])
+            mine.fill_(1)
+        torch.cuda.synchronize()
+    return bool((mine == 1).all())
 
 
 @needs_cuda
 def test_every_edge_of_activation_offload_is_needed(tmp_path):
     whole = load(tmp_path, "activation_offload")
-    delays = sorted({*OFFLOAD_EDGES.values()})
-    right = {delayed: gradients_are_right(whole, delayed) for delayed in delays}
+    right = {delayed: gradients_are_right(whole, delayed) for delayed in OFFLOAD_EDGES.values()}
     assert all(right.values()), right
     needed = {
         control: not gradients_are_right(load(tmp_path, "activation_offload", control), delayed)
         for control, delayed in OFFLOAD_EDGES.items()
     }
+    edited = load(tmp_path, "activation_offload", "pool_used_again_too_early")
+    assert unread_copies_are_awaited(whole)
+    needed["pool_used_again_too_early"] = not unread_copies_are_awaited(edited)
     assert all(needed.values()), needed
 
 

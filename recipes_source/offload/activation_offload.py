@@ -147,10 +147,10 @@ class ActivationOffload:
     def __init__(self, device, budget: int, window: int, stay=(), smallest=SMALLEST, lanes=None):
         if budget < 0 or window <= 0:
             raise ValueError(f"budget {budget}, window {window}: pass bytes, 0 or more, 1 or more")
-        self.device, self.budget, self.window = device, budget, window
-        self.stay, self.smallest = list(stay), smallest
-        self.streams = torch.get_device_module(device)
-        self.h2d, self.d2h = lanes or (self.streams.Stream(), self.streams.Stream())
+        self.device = torch.empty(0, device=device).device  # "cuda" is "cuda:0", say
+        self.budget, self.window, self.smallest, self.stay = budget, window, smallest, list(stay)
+        self.streams = streams = torch.get_device_module(device)
+        self.h2d, self.d2h = lanes or (streams.Stream(), streams.Stream())
         pool = torch.empty(budget, dtype=torch.uint8, device="meta")
         self.pool = streaming.HostBuffer({"pool": pool}, torch.uint8, device)
         self.used = self.wanted = self.peak = 0
