@@ -137,7 +137,10 @@ def queue_work(ledger: Ledger) -> None:
     products = round(QUEUED_S * QUEUED_FLOP_PER_S / (2 * QUEUED_WIDTH**3))
     factors: list[torch.Tensor] = []
 
-    def before_step(*_) -> None:
+    def before_step(optimizer: torch.optim.Optimizer, *_) -> None:
+        tensors = (tensor for group in optimizer.param_groups for tensor in group["params"])
+        if all(tensor.device.type == "cpu" for tensor in tensors):
+            return  # the host's own step: no stream holds it
         if not factors:
             factors.append(
                 torch.ones(QUEUED_WIDTH, QUEUED_WIDTH, device=device, dtype=torch.bfloat16)
