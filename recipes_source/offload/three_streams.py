@@ -334,7 +334,7 @@ if __name__ == "__main__":
 # %%
 # What it buys
 # ------------
-# The same chunks, four ways. ``Host held`` is the time until the call returned: the host could do
+# The same chunks, in each of the ways. ``Host held`` is the time until the call returned: the host could do
 # nothing else. ``Bound`` is what the link and the kernels allow: the slowest of the three lanes,
 # plus the first copy in and the last one out, which nothing can hide.
 #
@@ -345,9 +345,14 @@ if __name__ == "__main__":
 #    :rows: pageable pageable_non_blocking pinned_blocking one_stream three_streams record_stream
 #
 # A picture of each, from a profile of one call. The lane ``host`` is what the Python thread spends
-# in copies and waits:
+# in copies and waits. These two hold the host, and with it everything:
 #
-# .. timeline:: three_streams pageable pinned_blocking one_stream three_streams
+# .. timeline:: three_streams pageable pinned_blocking
+#
+# These two return at once. The first holds the device, which does one thing after another; the
+# second holds nobody:
+#
+# .. timeline:: three_streams one_stream three_streams
 #
 # **Both directions at once** is what the link calls duplex. Below the table are the rates of one
 # direction alone and of both together. Duplex is nearly, not exactly, twice the traffic: plan a
