@@ -13,8 +13,8 @@ with one call.
 
       * symmetric memory: tensors that the other ranks read without asking
       * where the two barriers of a training step must stand, and why two are enough
-      * a communication object for ``set_custom_all_gather`` and ``set_custom_reduce_scatter``
-      * what copies cannot take over, and what that costs
+      * a communication object for ``set_custom_all_gather``, and what FSDP2 expects of it
+      * weights that live where the other ranks read them, in the ``Parameter`` they had before
 
    .. grid-item-card:: What you need
 
@@ -38,10 +38,10 @@ enough, whatever the number of units, prefetches and micro-batches between two s
 
 .. lanes:: Schematic, one rank. All gathers lie between two barriers; none has a barrier of its own.
 
-   compute:  0-5 unit 0; 5-10 unit 1; 10-15 unit 2; 15-24 backward; 26-29 step; 31-36 unit 0
-   gather:   0-4 copy unit 1 ~; 5-9 copy unit 2 ~; 13-17 copy unit 1 ~; 18-22 copy unit 0 ~; 31-35 copy unit 1 ~
-   @25 1: all ranks have read
-   @30 2: all ranks have updated
+   compute:  0-5 unit 0; 5-10 unit 1; 10-15 unit 2; 15-24 backward; 26-29 step; 35-40 unit 0
+   gather:   0-4 unit 1 ~; 5-9 unit 2 ~; 13-17 unit 1 ~; 18-22 unit 0 ~; 31-35 unit 0 ~; 36-40 unit 1 ~
+   @25 1
+   @30 2
 
 1. **Update after reads**: no rank changes its shards before every rank has made its copies.
 2. **Reads after update**: no rank copies before every rank has changed its shards.
@@ -424,7 +424,7 @@ if __name__ == "__main__":
 # * ``unit.unshard(async_op=True)`` is right, but its copies run on the stream that calls it.
 # * The barrier kernel occupies one block of a compute core until the slowest rank has come: twice a
 #   step.
-# * Gradients are reduced by NCCL as before. Copy engines cannot add.
+# * Gradients are reduced by NCCL as before; :doc:`copy_engine_reduce` changes that.
 #
 # Further reading
 # ---------------

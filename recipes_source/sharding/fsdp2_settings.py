@@ -30,12 +30,12 @@ full unit in memory for as long as it is early. Every setting trades between the
 forward queues the gather of a unit when the host comes to that unit, and backward one unit ahead;
 the last unit is gathered again at the turn-around, where nothing hides it:
 
-.. lanes:: Schematic: default above, tuned below. Kept units and a deeper prefetch fill the gaps.
+.. lanes:: Schematic. Below, units 1 and 2 are kept over the turn-around and gathers are queued earlier.
 
    compute (default):  4-9 f0; 9-14 f1; 14-19 f2; 24-32 b2; 32-40 b1; 40-48 b0
    gather (default):   0-4 g0 ~; 5-9 g1 ~; 10-14 g2 ~; 20-24 g2 ~; 24-28 g1 ~; 32-36 g0 ~
-   compute (tuned):    2-7 f0; 7-12 f1; 12-17 f2; 17-25 b2; 25-33 b1; 33-41 b0
-   gather (tuned):     0-2 g0 ~; 2-6 g1 ~; 6-10 g2 ~; 17-21 g0 ~
+   compute (tuned):    4-9 f0; 9-14 f1; 14-19 f2; 19-27 b2; 27-35 b1; 35-43 b0
+   gather (tuned):     0-4 g0 ~; 4-8 g1 ~; 8-12 g2 ~; 19-23 g0 ~
 """
 
 # %%
