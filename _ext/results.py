@@ -21,6 +21,7 @@ from docutils import nodes
 from docutils.parsers.rst import directives
 from lanes import LanePicture, picture
 from matplotlib.figure import Figure
+from matplotlib.ticker import LogLocator, NullLocator
 from sphinx import addnodes
 from sphinx.application import Sphinx
 from sphinx.environment import BuildEnvironment
@@ -90,8 +91,8 @@ class ResultDirective(SphinxDirective):
                 absent = result.missing(self.options.get("rows", "").split())
             except ResultError as error:
                 raise self.error(str(error)) from error
-            changed = note_recipes(self.env, repo, result.data["code_sha256"])
             rows = [row for row in result.rows if self._wanted(row)]
+            changed = note_recipes(self.env, repo, result.hashes_of(rows))
             shown = self.show(result, rows) if rows else []
             if shown:
                 shown = [*earlier_version(changed), *shown]
@@ -313,7 +314,8 @@ def _lines(column: Column, rows: list[dict], over: str, title: str, workload: di
     values = sorted({row[over] for row in rows})
     if column.in_seconds:
         axes.set_yscale("log")
-        axes.yaxis.set_minor_formatter("")
+        axes.yaxis.set_major_locator(LogLocator(subs=(1, 2, 5)))
+        axes.yaxis.set_minor_locator(NullLocator())
         bounded = {row[over]: row["bound_s"] for row in rows if row.get("bound_s")}
         if bounded:
             points = zip(*sorted(bounded.items()), strict=True)

@@ -252,7 +252,7 @@ class Results:
     def add(self, row: dict) -> None:
         """Add ``row``, or replace the one with its name and parameters; write the file."""
         rows = [old for old in self.data["rows"] if self.key(old) != self.key(row)]
-        self.data["rows"] = [*rows, row]
+        self.data["rows"] = [*rows, row | {"recipes": list(self.recipes.get(row["name"], ()))}]
         self.data["code_sha256"] |= self.hashes(row["name"])
         self.data["not_run"].pop(row["name"], None)
         self.write()

@@ -10,6 +10,7 @@ import re
 from collections.abc import Callable
 from dataclasses import dataclass
 from datetime import date
+from itertools import chain
 from pathlib import Path
 
 from harness.recipe import code_sha256
@@ -335,6 +336,12 @@ class Result:
             return case, _place(row["name"], ROW_ORDER)
 
         return sorted(self.data["rows"], key=key)
+
+    def hashes_of(self, rows: list[dict]) -> dict[str, str]:
+        """Recipe → code hash, as measured, of the recipes that ``rows`` measure."""
+        named = (row.get("recipes", [ROW_RECIPES.get(row["name"])]) for row in rows)
+        measured = set(chain.from_iterable(named))
+        return {name: sha for name, sha in self.data["code_sha256"].items() if name in measured}
 
     def missing(self, names: list[str]) -> list[str]:
         """Those of ``names`` that have no row.

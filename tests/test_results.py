@@ -164,6 +164,14 @@ def test_editing_code_makes_page_and_lint_say_stale_and_editing_prose_does_not(r
     assert STALE not in render(repo, page)[0]
 
 
+def test_a_page_is_stale_only_where_its_own_rows_are(repo):
+    measure(repo)
+    edit_code(repo)
+    for rows, stale in (("async_save", True), ("overlapped none", False)):
+        html, _ = render(repo, f".. result-table:: checkpoint_stall\n   :rows: {rows}")
+        assert (STALE in html) is stale
+
+
 def test_a_recipe_that_is_gone_makes_its_result_stale(repo):
     measure(repo)
     recipe_of(repo).unlink()
