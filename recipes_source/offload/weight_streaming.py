@@ -399,15 +399,17 @@ if __name__ == "__main__":
 #
 # .. math::
 #
-#    T \;\ge\; \underbrace{t_\text{load}}_{\text{first}}
-#    + \max(C_\text{forward},\, H2D_\text{forward})
-#    + \max(C_\text{backward},\, H2D_\text{backward},\, D2H_\text{backward})
-#    + \underbrace{t_\text{store}}_{\text{last}}
+#    t_\text{first load}
+#    + \sum_{\text{phases}} \max(\text{compute},\; \text{load},\; \text{store})
+#    + t_\text{last store}
 #
-# :math:`C` is compute, with recomputation; in forward the first load is counted once. A device of
-# :math:`F` operations a second and a link of :math:`B` bytes a second hide the loads of forward
-# above about :math:`F / B` tokens a step in bf16, and those of backward above a third of that,
-# whatever the model: more tokens do more arithmetic with the same weights.
+# A phase is the forward or the backward of one layer, with the copies that can run beside it: in
+# forward a load, in backward a load (but for the last phases, which have nothing left to load) and
+# the store of the layer before. The first load and the last store have nothing beside them.
+#
+# A device of :math:`F` operations a second and a link of :math:`B` bytes a second hide the loads of
+# forward above about :math:`F / B` tokens a step in bf16, and those of backward above a third of
+# that, whatever the model: more tokens do more arithmetic with the same weights.
 #
 # .. result-table:: offload_step
 #    :rows: resident streamed streamed_4_slots one_stream pageable fsdp2_cpu_offload
