@@ -404,8 +404,9 @@ if __name__ == "__main__":
 #    + t_\text{last store}
 #
 # A phase is the forward or the backward of one layer, with the copies that can run beside it: in
-# forward a load, in backward a load (but for the last phases, which have nothing left to load) and
-# the store of the layer before. The first load and the last store have nothing beside them.
+# forward the load of the next layer; in backward the load of the layer below, unless it is still in
+# its slot, and the store of the layer above. The first load and the last store have no compute
+# beside them.
 #
 # A device of :math:`F` operations a second and a link of :math:`B` bytes a second hide the loads of
 # forward above about :math:`F / B` tokens a step in bf16, and those of backward above a third of
