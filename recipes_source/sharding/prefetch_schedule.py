@@ -52,8 +52,11 @@ class PrefetchContext(FsdpContext):
             del self.upcoming[:1]
             self.order.append(unit)
         super().before_forward(unit)
+
+    def after_forward(self, unit: Unit, output: torch.Tensor) -> None:
         if unit is not self.root and self.training:
             self.returning.insert(0, unit)
+        super().after_forward(unit, output)
 
     def before_backward(self, unit: Unit) -> None:
         if unit is not self.root:

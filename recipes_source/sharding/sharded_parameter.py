@@ -196,7 +196,7 @@ def loss_of(model: Stack, turn: int, rank: int) -> torch.Tensor:
 def train(model: Stack, backward: Callable[[torch.Tensor], None] | None = None) -> None:
     """STEPS steps of AdamW; without ``backward``, unsharded, on the samples of all ranks."""
     ranks = dist.get_world_size()
-    optimizer = torch.optim.AdamW(model.parameters(), lr=1e-3, fused=True)
+    optimizer = torch.optim.AdamW(model.parameters(), lr=1e-3)
     for turn in range(STEPS * MICRO_BATCHES):
         if backward:
             backward(loss_of(model, turn, dist.get_rank()))

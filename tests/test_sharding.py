@@ -1,0 +1,33 @@
+"""Sharded training trains what unsharded training trains, and its checkpoints fit any world size.
+
+``tests/data/sharded_training.py`` is what the ranks run: every schedule, uneven shards and shards
+of no row, nested units, tied and frozen parameters, gradient accumulation, units in another order
+each time, float32 weights with bfloat16 compute.
+"""
+
+from pathlib import Path
+
+import pytest
+
+from harness.run import Report, run
+
+TRAINING = Path(__file__).parent / "data" / "sharded_training.py"
+
+
+def run_ranks(ranks: int, *args: str, keep: Path | None = None) -> Report:
+    report = run(TRAINING, ranks, launcher="warm", args=args, keep=keep)
+    assert report.ok, report.describe()
+    return report
+
+
+@pytest.mark.parametrize("ranks", [1, 2, 3, 4])
+def test_every_schedule_gives_the_weights_and_losses_of_the_unsharded_run(ranks: int) -> None:
+    run_ranks(ranks, "train")
+
+
+@pytest.mark.parametrize(("saving", "loading"), [(1, 2), (3, 2), (2, 4)])
+def test_a_checkpoint_of_async_save_goes_on_at_another_world_size(
+    saving: int, loading: int, tmp_path: Path
+) -> None:
+    run_ranks(saving, "save", keep=tmp_path / "saved")
+    run_ranks(loading, "load", "--saved", str(tmp_path / "saved" / "dir"))
