@@ -54,6 +54,7 @@ the device, are stored once:
 # The streamed stack is that of ``weight_streaming.py``; only its ``store``, ``step`` and the two
 # methods that compute a layer are extended here.
 
+import os
 from collections.abc import Callable, Iterable
 from concurrent.futures import Future, ThreadPoolExecutor
 from contextlib import closing
@@ -67,7 +68,7 @@ MICROBATCHES = 3  # per rank and step
 LAYERS = 4
 STEPS = 2  # the second one uses all buffers again
 SUM_DTYPE = torch.float32
-CHUNK = 2**18  # elements added at a time; their fp32 copy, 1 MB, stays in a cache
+CHUNK = 2**18  # elements that a core adds at a time; their fp32 copy, 1 MB, stays in a cache
 
 # %%
 # Sums on the host
@@ -88,8 +89,18 @@ CHUNK = 2**18  # elements added at a time; their fp32 copy, 1 MB, stays in a cac
 # its own keeps it apart from the collectives of training. gloo's ``all_reduce`` gives every rank
 # the same bits, and the same again in the next run. It has no mean, so the sum is divided.
 #
+# **Cores.** One core adds at a few GB/s. ``torchrun`` sets ``OMP_NUM_THREADS=1`` when it starts
+# several ranks, and ``torch.set_num_threads``, called in the worker, gives it more and leaves the
+# training thread as it is.
+#
 # As with PyTorch's ``DistributedDataParallel``, the result is a sum over microbatches and a mean
 # over ranks: divide the loss by the number of microbatches if you want a mean there as well.
+
+
+def host_threads() -> int:
+    """Cores of the machine that this process may use, divided by the ranks that share it."""
+    ranks = int(os.environ.get("LOCAL_WORLD_SIZE", "1"))
+    return max(1, len(os.sched_getaffinity(0)) // ranks)
 
 
 class HostSums(streaming.StreamedStack):
@@ -99,7 +110,7 @@ class HostSums(streaming.StreamedStack):
         layers: the modules, in order, the same on every rank.
         device: where they run.
         backwards: backward passes that make one sum.
-        threads: cores that the worker adds with.
+        threads: cores that the worker adds with; ``host_threads()`` if None.
         settings: of ``StreamedStack``.
 
     Every rank of the default process group must build one. ``sums`` are flat fp32 tensors, one a
@@ -112,11 +123,12 @@ class HostSums(streaming.StreamedStack):
         device: torch.device,
         *,
         backwards: int,
-        threads: int = 1,
+        threads: int | None = None,
         **settings,
     ) -> None:
         super().__init__(layers, device, **settings)
-        self.backwards = backwards
+        threads = threads or host_threads()
+        self.backwards, self.chunk = backwards, CHUNK * threads
         self.sums = [torch.empty_like(g.flat, dtype=SUM_DTYPE) for g in self.gradients]
         self.added: dict[int, Future] = {}
         self.group = dist.new_group(backend="gloo")
@@ -134,7 +146,7 @@ class HostSums(streaming.StreamedStack):
         """Worker: add a layer's gradients when they have arrived; average a complete sum."""
         self.host_done[layer].synchronize()
         total, gradient = self.sums[layer], self.gradients[layer].flat
-        for part, new in zip(total.split(CHUNK), gradient.split(CHUNK), strict=True):
+        for part, new in zip(total.split(self.chunk), gradient.split(self.chunk), strict=True):
             if backward == 0:
                 part.copy_(new)
             else:
@@ -302,8 +314,9 @@ if __name__ == "__main__":
 # What it buys
 # ------------
 # The link is the wall where a layer's load takes longer than its compute. Layer-major microbatches
-# divide the loads for each token by their number *M*, so the wall moves to *M* times fewer tokens:
-# ``streamed_4_microbatches`` is the same step in four microbatches.
+# divide the loads for each token by their number *M*: ``streamed_4_microbatches`` takes its tokens
+# in four, so that the memory that one microbatch needs is that of ``streamed`` at a quarter of the
+# tokens. Compare it with four steps of that.
 #
 # .. result-figure:: offload_step
 #    :rows: resident streamed streamed_4_microbatches
@@ -339,8 +352,8 @@ if __name__ == "__main__":
 # the same as for one batch of all their tokens.
 #
 # The host's own memory traffic is 6 bytes for each parameter of the first microbatch and 10 for
-# each other one, and about 10 more for the mean over ranks. One core adds at several GB/s only:
-# where the host's part takes longer than the backward of a layer, raise ``threads``.
+# each other one, and about 10 more for the mean over ranks. Where that takes longer than the
+# backward of a layer, training waits for the host.
 #
 # When it is not worth it
 # -----------------------
@@ -354,8 +367,6 @@ if __name__ == "__main__":
 # ------------
 # * All ranks need the same number of backward passes a step: a rank with fewer leaves the others
 #   waiting in ``all_reduce`` until gloo's timeout.
-# * ``torchrun`` sets ``OMP_NUM_THREADS=1`` for several ranks. The worker's cores are ``threads``,
-#   one unless you say more.
 # * Layer-major draws the random numbers of dropout in another order than microbatch-major: as good,
 #   but other bits.
 # * A gradient that is not finite is added like any other: :doc:`pipelined_optimizer` looks for it.
