@@ -22,12 +22,13 @@ The loop keeps at most two steps queued. The modes take turns, ``--rounds`` time
 * ``efficiency``: ``step_s`` of ``no_communication`` in the same round over this step; the median of
   the rounds.
 * ``bound_s``: what a schedule of the same work can reach at best. The forward pass of
-  ``no_communication`` runs beside all gathers of forward but the first, which it does not wait for;
-  its backward pass beside the gathers of backward and all reduce-scatters but the last: each phase
-  lasts as long as the slower of its sides, both at the rates that they have beside each other. The
-  transfers are queued all at once, and one beside each unit; the faster counts. To these come the
-  first gather and the last reduce-scatter, alone (not for ``update_in_order``, which hides them),
-  and the optimizer. The transfers are as many as the row's schedule has, by its transport.
+  ``no_communication`` runs beside all gathers of forward but the first, its backward pass beside
+  the gathers of backward and all reduce-scatters but the last. It waits for none of them; each may
+  begin when the unit begins that it would be hidden behind. A phase lasts as long as the slower of
+  its sides, both at the rates that they have beside each other. To the two phases come what nothing
+  can hide: the gather of the first parameter, the reduce-scatter of the last (neither for
+  ``update_in_order``, which hides them), and the optimizer. The transfers are as many as the row's
+  schedule has, by its transport, one a parameter.
 * ``eta``: ``bound_s`` over ``step_s``.
 * ``hidden_share``: in a profiled step, the share of the time in which a collective (or a copy from
   a peer) runs and the compute stream runs a kernel too.
@@ -52,6 +53,7 @@ from bisect import bisect_right
 from collections.abc import Callable, Iterable, Iterator
 from dataclasses import dataclass
 from datetime import timedelta
+from functools import partial
 from importlib.metadata import version
 from itertools import pairwise
 from pathlib import Path
@@ -72,6 +74,7 @@ import fsdp2_settings  # noqa: E402
 import prefetch_schedule  # noqa: E402
 import stream_context  # noqa: E402
 import update_in_order  # noqa: E402
+from sharded_parameter import all_gather, reduce_scatter  # noqa: E402
 
 from benchmarks.measuring import (  # noqa: E402
     Drawn,
@@ -87,8 +90,7 @@ from benchmarks.measuring import (  # noqa: E402
 )
 
 LEARNING_RATE = 3e-6
-WARM_UP = 1  # steps before the one by whose loss modes are compared
-FEWEST_STEPS = 3  # timed, a row and round
+WARM_UP = 2  # steps before those that are timed; modes are compared by the loss behind them
 LOSS_TOLERANCE = 0.05  # of the loss: a peer takes a first step with gradients of zero
 BOUND_PASSES = 3
 COLLECTIVE_TIMEOUT = timedelta(seconds=90)
@@ -96,25 +98,29 @@ COLLECTIVE_TIMEOUT = timedelta(seconds=90)
 
 @dataclass(frozen=True)
 class Size:
-    """``width`` and ``hidden`` in features, ``tokens`` a rank and step."""
+    """``width``, ``hidden`` in features, ``tokens`` a rank and step; ``steps`` timed of each."""
 
     units: int
     width: int
     hidden: int
     tokens: tuple[int, ...]
+    steps: tuple[int, ...]
     trace_tokens: int
 
 
-FULL = Size(8, 8192, 14336, (1024, 2048, 4096, 8192, 16384), 2048)
+FULL = Size(8, 8192, 14336, (1024, 2048, 4096, 8192, 16384), (8, 6, 4, 3, 3), 2048)
 SETTING_TOKENS = (1024, 4096)
-SMALL = Size(4, 64, 96, (32, 64), 64)
+SMALL = Size(4, 64, 96, (32, 64), (3, 3), 64)
+
+
+PARAMETERS = 4  # of a unit
 
 
 # -- the model --------------------------------------------------------------------------------
 
 
 class Unit(nn.Module):
-    """Two residual multilayer perceptrons: four matrices, ``4 * width * hidden`` parameters."""
+    """Two residual multilayer perceptrons: four matrices of ``width * hidden`` parameters."""
 
     def __init__(self, width: int, hidden: int) -> None:
         super().__init__()
@@ -314,7 +320,7 @@ class Sync(DelayedRelease):
 
 class Prefetch(DelayedRelease):
     recipes = (*DelayedRelease.recipes, "prefetch_schedule")
-    buffers = 4
+    buffers = 3
     note = "gathers in a static order ahead of their unit; reduce-scatters beside backward"
 
     @classmethod
@@ -470,10 +476,10 @@ def random_batch(size: Size, tokens: int, device: torch.device) -> torch.Tensor:
     return batch.requires_grad_()  # as the output of an embedding would
 
 
-def take_steps(trainer: Trainer, batch: torch.Tensor, warm_up: int, count: int) -> Steps:
-    """Train for ``warm_up`` steps and ``count`` timed ones, at most two of them queued."""
+def take_steps(trainer: Trainer, batch: torch.Tensor, count: int) -> Steps:
+    """Train for ``WARM_UP`` steps and ``count`` timed ones, at most two of them queued."""
     ends, backward_ends, losses, clocks = [], [], [], []
-    for step in range(warm_up + count):
+    for step in range(WARM_UP + count):
         if len(ends) >= 2:
             ends[-2].synchronize()
         loss = trainer.forward(batch)
@@ -485,26 +491,16 @@ def take_steps(trainer: Trainer, batch: torch.Tensor, warm_up: int, count: int) 
         ends.append(timing_event(trainer.device))
         ends[-1].record()
         losses.append(loss.detach())
-        if step >= warm_up and trainer.device.type == "cuda":
+        if step >= WARM_UP and trainer.device.type == "cuda":
             clocks.append(torch.cuda.clock_rate())
     synchronize(trainer.device)
-    timed = list(zip(ends, backward_ends, strict=True))[warm_up - 1 :]
+    timed = list(zip(ends, backward_ends, strict=True))[WARM_UP - 1 :]
     return Steps(
         [a.elapsed_time(b) / 1e3 for a, b in pairwise(end for end, _ in timed)],
         [backward.elapsed_time(end) / 1e3 for end, backward in timed[1:]],
-        float(losses[warm_up]),
+        float(losses[WARM_UP]),
         clocks,
     )
-
-
-def agreed_max(value: float) -> float:
-    """The largest ``value`` of all ranks, by way of the CPU."""
-    tensor = torch.tensor(value, dtype=torch.float64)
-    dist.all_reduce(tensor, dist.ReduceOp.MAX, group=AGREEMENT[0])
-    return tensor.item()
-
-
-AGREEMENT: list = []  # one gloo group for what the benchmark itself must agree on
 
 
 def device_bytes(device: torch.device) -> int:
@@ -527,50 +523,48 @@ def release(device: torch.device) -> None:
 
 
 class Transfers:
-    """A unit's collectives by themselves, on streams and communicators of their own."""
+    """A parameter's collectives by themselves, on streams and communicators of their own."""
 
     def __init__(self, size: Size, device: torch.device) -> None:
         self.device, ranks = device, dist.get_world_size()
-        parameters = 4 * size.width * size.hidden
         module = torch.get_device_module(device)
         self.gather_stream, self.reduce_stream = module.Stream(), module.Stream()
         self.reduce_group = dist.new_group()
+        numel = size.width * size.hidden
         with device:
-            self.shard = torch.randn(parameters // ranks, dtype=torch.bfloat16)
-            self.whole = torch.empty(parameters, dtype=torch.bfloat16)
-            self.gradient = torch.randn(parameters, dtype=torch.bfloat16)
-            self.reduced = torch.empty(parameters // ranks, dtype=torch.bfloat16)
+            self.shard = torch.randn(numel // ranks, dtype=torch.bfloat16)
+            self.whole = torch.empty(numel, dtype=torch.bfloat16)
+            self.gradient = torch.randn(numel, dtype=torch.bfloat16)
+            self.reduced = torch.empty(numel // ranks, dtype=torch.bfloat16)
 
     def gather(self) -> None:
-        dist.all_gather_into_tensor(self.whole, self.shard)
+        all_gather(self.whole, self.shard)
 
     def reduce_scatter(self) -> None:
-        dist.reduce_scatter_tensor(self.reduced, self.gradient, group=self.reduce_group)
+        reduce_scatter(self.reduced, self.gradient, group=self.reduce_group)
 
     def beside(
-        self, compute: Callable[[], object], gathers: int, reductions: int, starts: list | None
+        self, compute: Callable[[], object], gathers: int, reductions: int, starts: list
     ) -> None:
-        """Queue ``compute`` and transfers beside it; the current stream waits for all.
+        """Queue ``compute`` and units' transfers beside it; the current stream waits for all.
 
         Args:
-            starts: events that ``compute`` leaves where a unit begins: each transfer comes behind
-                the event of the unit that it would be beside. None: nothing orders them.
+            starts: to which ``compute`` adds an event where each unit begins. The first gather may
+                begin with the first unit, the first reduce-scatter with the second.
         """
         module = torch.get_device_module(self.device)
         current = module.current_stream()
-        lanes = (
+        starts.clear()
+        compute()
+        for stream, transfer, units in (
             (self.gather_stream, self.gather, range(gathers)),
             (self.reduce_stream, self.reduce_scatter, range(1, reductions + 1)),
-        )
-        for stream, _, _ in lanes:
-            stream.wait_stream(current)
-        compute()
-        for stream, transfer, units in lanes:
+        ):
             with module.stream(stream):
                 for unit in units:
-                    if starts is not None:
-                        stream.wait_event(starts[unit])
-                    transfer()
+                    stream.wait_event(starts[unit])
+                    for _ in range(PARAMETERS):
+                        transfer()
             current.wait_stream(stream)
 
     def close(self) -> None:
@@ -624,14 +618,13 @@ class Phases:
         return self.forward_s + self.backward_s + ends + optimizer_s
 
 
-def measure_passes(
+def measure_phases(
     trainer: NoCommunication,
     batch: torch.Tensor,
     transfers: Transfers,
     gathers: tuple[int, int],
-    paced: bool,
-) -> tuple[float, float]:
-    """Median seconds of forward and of backward of ``trainer``, which itself sends nothing."""
+) -> Phases:
+    """Medians of ``BOUND_PASSES`` passes of ``trainer``, which waits for none of the transfers."""
     starts: list = []
     module = torch.get_device_module(trainer.device)
 
@@ -642,7 +635,7 @@ def measure_passes(
     hooks = [unit.register_forward_pre_hook(start_unit) for unit in trainer.model]
     hooks += [unit.register_full_backward_pre_hook(start_unit) for unit in trainer.model]
     passes = []
-    for _ in range(BOUND_PASSES + 1):
+    for _ in range(1 + BOUND_PASSES):
         passes.append([timing_event(trainer.device) for _ in range(3)])
         losses: list[torch.Tensor] = []
 
@@ -653,33 +646,19 @@ def measure_passes(
             trainer.backward(losses[0])
 
         passes[-1][0].record()
-        transfers.beside(forward, max(0, gathers[0] - 1), 0, starts if paced else None)
+        transfers.beside(forward, max(0, gathers[0] - 1), 0, starts)
         passes[-1][1].record()
-        starts.clear()
-        transfers.beside(backward, gathers[1], len(trainer.model) - 1, starts if paced else None)
+        transfers.beside(backward, gathers[1], len(trainer.model) - 1, starts)
         passes[-1][2].record()
-        starts.clear()
         trainer.drop_gradients()
         batch.grad = None
     synchronize(trainer.device)
     for hook in hooks:
         hook.remove()
-    forward_ms, backward_ms = zip(
-        *((a.elapsed_time(b), b.elapsed_time(c)) for a, b, c in passes[1:]), strict=True
-    )
-    return statistics.median(forward_ms) / 1e3, statistics.median(backward_ms) / 1e3
-
-
-def measure_phases(
-    trainer: NoCommunication,
-    batch: torch.Tensor,
-    transfers: Transfers,
-    gathers: tuple[int, int],
-) -> Phases:
-    arranged = [measure_passes(trainer, batch, transfers, gathers, paced) for paced in (0, 1)]
     alone = (transfers.gather, transfers.reduce_scatter)
     return Phases(
-        *(min(seconds) for seconds in zip(*arranged, strict=True)),
+        statistics.median(a.elapsed_time(b) for a, b, _ in passes[1:]) / 1e3,
+        statistics.median(b.elapsed_time(c) for _, b, c in passes[1:]) / 1e3,
         *(statistics.median(seconds_of(work, trainer.device, 5)) for work in alone),
     )
 
@@ -843,8 +822,8 @@ class Profiled:
 
 CUT_OFF = "the run ended while this was measured"
 BOUND_FROM = (
-    "forward and backward beside the row's transfers, for which they do not wait, plus the first "
-    "gather, the last reduce-scatter and the optimizer"
+    "forward and backward beside the row's transfers, for which they do not wait, plus the gather "
+    "of the first parameter, the reduce-scatter of the last and the optimizer"
 )
 
 
@@ -856,7 +835,7 @@ class Run:
         self.started = time.perf_counter()
         self.size = SMALL if arguments.small else FULL
         self.tokens = arguments.tokens or list(self.size.tokens)
-        self.parameters = 4 * self.size.width * self.size.hidden
+        self.parameters = PARAMETERS * self.size.width * self.size.hidden
         self.transports = list(dict.fromkeys(MODES[mode].transport for mode in arguments.modes))
         self.head = header("fsdp_overlap", device, self.workload(), {})
         self.results = Results(
@@ -880,9 +859,9 @@ class Run:
         }
 
     def measure_link(self) -> None:
-        """Bytes that a rank receives from its peers a second, one unit's collectives alone."""
+        """Bytes that a rank receives from its peers a second, one parameter's collectives alone."""
         peers = dist.get_world_size() - 1
-        received = 2 * self.parameters * peers / dist.get_world_size()
+        received = 2 * self.parameters / PARAMETERS * peers / dist.get_world_size()
         rates = {}
         for transport in self.transports:
             transfers = TRANSFERS[transport](self.size, self.device)
@@ -906,15 +885,18 @@ class Run:
         only = MODES[mode].tokens
         return [t for t in self.tokens if only is None or self.arguments.small or t in only]
 
+    def rounds_done(self, mode: str, tokens: int) -> int:
+        return len(self.row(mode, tokens)["samples"]["round_step_s"])
+
+    def measure_all(self, mode: str, sizes: list[int], trainer: Trainer, before: int) -> None:
+        for tokens in sizes:
+            self.measure(mode, trainer, tokens, before)
+
     def measure(self, mode: str, trainer: Trainer, tokens: int, before: int) -> None:
         """One round of one row."""
         release(self.device)
         batch = random_batch(self.size, tokens, self.device)
-        first = take_steps(trainer, batch, WARM_UP, 1)
-        count = min(
-            20, max(FEWEST_STEPS, round(self.arguments.seconds / agreed_max(first.step_s[0])))
-        )
-        steps = take_steps(trainer, batch, 1, count)
+        steps = take_steps(trainer, batch, self.size.steps[self.size.tokens.index(tokens)])
         row = self.row(mode, tokens)
         samples = row["samples"]
         samples["step_s"] += steps.step_s
@@ -925,15 +907,16 @@ class Run:
         row["optimizer_s"] = statistics.median(samples["optimizer_s"])
         row["note"] = trainer.note
         if tokens == self.tokens[0] and mode != "no_communication":  # no step but these before
-            self.compare_losses(mode, first.loss)
+            self.compare_losses(mode, steps.loss)
         if self.device.type == "cuda":
             row["peak_allocated_bytes"] = torch.cuda.max_memory_allocated()
             row["peak_reserved_bytes"] = torch.cuda.max_memory_reserved()
             row["peak_device_bytes"] = device_bytes(self.device) - before
         self.results.add(row)
         self.relate()
-        shown = {k: v for k, v in row.items() if k not in ("samples", "note", "bound_from")}
-        say(self.started, f"{mode}, {tokens}, {count} steps: {json.dumps(shown)}")
+        hidden = ("samples", "note", "bound_from", "recipes")
+        shown = {k: v for k, v in self.row(mode, tokens).items() if k not in hidden}
+        say(self.started, f"{mode}, {tokens}{f', {len(steps.step_s)} steps'}: {json.dumps(shown)}")
 
     def compare_losses(self, mode: str, loss: float) -> None:
         """All modes that send must train alike.
@@ -985,9 +968,9 @@ class Run:
             del transfers
         self.relate()
 
-    def profile(self, mode: str, trainer: Trainer, before: int) -> None:
+    def profile(self, mode: str, sizes: list[int], trainer: Trainer, before: int) -> None:
         """What the kernels say: shares hidden, slow-down, and the trace."""
-        for tokens in self.tokens_of(mode):
+        for tokens in sizes:
             release(self.device)
             batch = random_batch(self.size, tokens, self.device)
             profiled = Profiled(trainer, batch)
@@ -1027,25 +1010,24 @@ class Run:
             if trainer is not None:
                 trainer.close()
 
+    def wanted(self, mode: str, number: int) -> list[int]:
+        """The sizes that ``mode`` still has to be measured at in round ``number``, from 0."""
+        again, sizes = self.arguments.repeat, self.arguments.repeat_tokens
+        if MODES[mode].trace_only or (number and again and mode not in again):
+            return []
+        candidates = [t for t in self.tokens_of(mode) if not (number and sizes) or t in sizes]
+        return [t for t in candidates if self.rounds_done(mode, t) <= number]
+
     def all(self) -> None:
         self.measure_link()
         for number in range(self.arguments.rounds):
             for mode in self.arguments.modes:
-                rows = ((tokens, self.row(mode, tokens)) for tokens in self.tokens_of(mode))
-                wanted = [t for t, row in rows if len(row["samples"]["round_step_s"]) <= number]
-
-                def rounds(
-                    trainer: Trainer, before: int, mode: str = mode, wanted: list[int] = wanted
-                ) -> None:
-                    for tokens in wanted:
-                        self.measure(mode, trainer, tokens, before)
-
-                if wanted and not MODES[mode].trace_only:
-                    self.attempt(mode, rounds)
+                if wanted := self.wanted(mode, number):
+                    self.attempt(mode, partial(self.measure_all, mode, wanted))
         self.attempt("no_communication", self.measure_bounds)
-        if self.arguments.profile:
-            for mode in self.arguments.modes:
-                self.attempt(mode, lambda *given, mode=mode: self.profile(mode, *given))
+        for mode in self.arguments.modes:
+            if sizes := [t for t in self.tokens_of(mode) if t in self.arguments.profile]:
+                self.attempt(mode, partial(self.profile, mode, sizes))
 
 
 def names(text: str) -> list[str]:
@@ -1074,8 +1056,9 @@ def main() -> None:
     parser.add_argument("--modes", type=names, default=list(MODES))
     parser.add_argument("--tokens", type=numbers, help="a rank and step; default: all sizes")
     parser.add_argument("--rounds", type=int, default=2, help="turns that each mode takes")
-    parser.add_argument("--seconds", type=float, default=0.4, help="of steps, a row and round")
-    parser.add_argument("--profile", action="store_true", help="also profile, and write traces")
+    parser.add_argument("--repeat", type=names, help="modes that later rounds take; default: all")
+    parser.add_argument("--repeat-tokens", type=numbers, help="sizes that they take; default: all")
+    parser.add_argument("--profile", type=numbers, default=[], help="sizes to profile and trace")
     parser.add_argument("--small", action="store_true", help="a size for rehearsal on a CPU")
     parser.add_argument("--again", action="store_true", help="measure rows anew that are there")
     arguments = parser.parse_args()
@@ -1084,7 +1067,6 @@ def main() -> None:
     if "no_communication" not in arguments.modes:
         parser.error("no_communication is what the other modes are compared with: name it too")
     device = start_rank()
-    AGREEMENT.append(dist.new_group(backend="gloo"))
     try:
         Run(arguments, device).all()
     finally:
