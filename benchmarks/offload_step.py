@@ -485,14 +485,20 @@ class Streamed4Slots(Streamed):
 class Streamed4Microbatches(Streamed):
     recipes = (*Streamed.recipes, "accumulate_and_average")
     bounded = False  # a phase is four microbatches long, which no resident run here is
-    sizes = (2, 4)
-    note = f"the tokens in {MICROBATCHES} microbatches, all of them through a block, then the next"
+    sizes = (2, 3)
+    note = (
+        f"the tokens in {MICROBATCHES} microbatches, all of them through a block, then the next; "
+        "gradients summed and stored in fp32"
+    )
 
     def stack_of(self, layers: Iterator[Block]):
-        return accumulate_and_average.LayerMajor(layers, self.device)
+        return accumulate_and_average.LayerMajor(layers, self.device, gradient_dtype=torch.float32)
 
     def step(self, x: torch.Tensor, loss_of: Callable) -> torch.Tensor:
         return self.stack.step(list(x.chunk(MICROBATCHES)), loss_of)
+
+    def finish(self) -> None:
+        synchronize(self.device)  # fp32 sums are nobody's ``grad``
 
     def gradients(self, layer: int) -> None:
         return None
@@ -501,7 +507,7 @@ class Streamed4Microbatches(Streamed):
 class StreamedAdam(Streamed):
     recipes = (*Streamed.recipes, "pipelined_optimizer")
     optimizer = True
-    sizes = (2, 4)
+    sizes = (2, 3, 4)
     note = "AdamW on the host in each step: fp32 weights and moments, no clipping"
 
     def stack_of(self, layers: Iterator[Block]):
@@ -795,6 +801,12 @@ class Reference:
         return found
 
 
+def gradients_of_resident(work: Workload) -> list[torch.Tensor]:
+    mode = Resident(work)
+    mode.step(*work.batch(work.size.judged_tokens))
+    return judged_gradients(mode)
+
+
 def judged_gradients(mode: Mode) -> list[torch.Tensor] | None:
     """The first and the last block's gradients, on the host."""
     found = [mode.gradients(layer) for layer in (0, mode.work.layers - 1)]
@@ -924,7 +936,7 @@ def run(arguments: argparse.Namespace, device: torch.device) -> None:
         link = link_rates(device, size.layer_bytes)
     head["link"] = results.data["link"] = link
     say(started, f"{device_name(device)}, link {link}")
-    reference = Reference(rows, {})
+    reference = Reference(rows, {size.judged_tokens: gradients_of_resident(work)} if rows else {})
 
     def rows(mode: Mode, host: HostMemory) -> None:
         say(started, f"{name}: built")
