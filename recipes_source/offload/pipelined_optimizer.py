@@ -349,8 +349,8 @@ if __name__ == "__main__":
 # ------------
 # ``streamed`` is forward and backward alone, with weights on the host: what a training step would
 # cost if the update were free. ``streamed_adam`` is the whole step. Its bound is the longer of two
-# times, forward with backward, and the updates of all layers by themselves; and the update of layer
-# 0, which nothing can hide.
+# times: the updates of all layers, measured alone; and forward and backward with the update of
+# layer 0, which lies between the last gradient and the first load, so that nothing can hide it.
 #
 # .. result-figure:: offload_step
 #    :rows: streamed streamed_adam
