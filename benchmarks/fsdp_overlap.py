@@ -916,7 +916,7 @@ class Run:
         self.relate()
         hidden = ("samples", "note", "bound_from", "recipes")
         shown = {k: v for k, v in self.row(mode, tokens).items() if k not in hidden}
-        say(self.started, f"{mode}, {tokens}{f', {len(steps.step_s)} steps'}: {json.dumps(shown)}")
+        say(self.started, f"{mode}, {tokens}: {json.dumps(shown)}")
 
     def compare_losses(self, mode: str, loss: float) -> None:
         """All modes that send must train alike.
