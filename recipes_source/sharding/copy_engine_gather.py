@@ -53,10 +53,8 @@ enough, whatever the number of units, prefetches and micro-batches between two s
 # Symmetric memory is documented but young: its module has an underscore. 49 rows do not divide
 # by 2, 3 or 4 ranks: FSDP2 pads such shards.
 
-import math
 import os
 import shutil
-import socket
 import tempfile
 import warnings
 from collections.abc import Iterator, Sequence
@@ -115,7 +113,7 @@ class PeerMemory:
         """One file a rank, mapped by all and unlinked at once: the mappings keep it alive."""
         agreed = [tempfile.mkdtemp() if self.rank == 0 else None]
         dist.broadcast_object_list(agreed, group=self.group, group_src=0)
-        wanted = {"shared": True, "size": math.prod(size), "dtype": dtype}
+        wanted = {"shared": True, "size": torch.Size(size).numel(), "dtype": dtype}
         flat = [torch.from_file(f"{agreed[0]}/{rank}", **wanted) for rank in range(self.ranks)]
         dist.barrier(self.group)
         if self.rank == 0:
@@ -155,7 +153,7 @@ def why_not(group: dist.ProcessGroup, device: torch.device) -> str | None:
     others = set(range(torch.cuda.device_count())) - {device.index}
     apart = [i for i in others if not torch.cuda.can_device_access_peer(device.index, i)]
     answers: list = [None] * group.size()
-    dist.all_gather_object(answers, (socket.gethostname(), apart), group=group)
+    dist.all_gather_object(answers, (os.uname().nodename, apart), group=group)
     reasons = {
         "there is one rank": group.size() == 1,
         f"no symmetric memory on {device.type}": device.type not in ("cpu", "cuda"),
@@ -175,7 +173,9 @@ def why_not(group: dist.ProcessGroup, device: torch.device) -> str | None:
 #
 # * Where the gathered dtype is the stored one and rows divide evenly, the **parameter itself
 #   moves** into symmetric memory. ``swap_tensors`` keeps the ``Parameter`` object, so an optimizer
-#   that was built before still holds it. Nothing is copied, nothing is stored twice.
+#   that was built before still holds it. Nothing is copied, nothing is stored twice. A slice of the
+#   storage makes it a tensor that can be saved: ``deepcopy``, which DCP uses on the CPU, fails for
+#   a DTensor whose local tensor begins inside a storage.
 # * Else (fp32 weights gathered in bf16, uneven rows) there is a **copy**, brought up to date once
 #   a step, between the update and the second barrier.
 #
@@ -230,6 +230,9 @@ class CopyEngineAllGather:
 
 def move(parameter: nn.Parameter, memory: torch.Tensor) -> None:
     """Let ``parameter``, a DTensor, live in ``memory``, which holds its local values."""
+    start = memory.storage_offset() * memory.itemsize
+    storage = memory.untyped_storage()[start : start + memory.nbytes]  # of its own, as a copy needs
+    memory = memory.new_empty(0).set_(storage, 0, memory.shape)
     mesh, layout = parameter.device_mesh, {"shape": parameter.shape, "stride": parameter.stride()}
     moved = DTensor.from_local(memory, mesh, parameter.placements, **layout)
     torch.utils.swap_tensors(parameter, nn.Parameter(moved, parameter.requires_grad))
@@ -320,8 +323,7 @@ def train(model: FSDPModule, optimizer: torch.optim.Optimizer, device: torch.dev
             unit.reshard()
         optimizer.step()
         optimizer.zero_grad()
-    shards = [parameter.to_local() for parameter in model.parameters()]
-    return {"losses": losses, "norms": norms, "shards": shards}
+    return {"losses": losses, "norms": norms, "shards": [p.to_local() for p in model.parameters()]}
 
 
 # %%

@@ -78,9 +78,14 @@ class PushReduceScatter:
         dtype: of the gradients.
 
     All ranks must call it for the same gradients in the same order, on one stream.
+
+    Raises:
+        ValueError: there is one rank only.
     """
 
     def __init__(self, memory: copy_engine.PeerMemory, numel: int, dtype: torch.dtype) -> None:
+        if memory.ranks == 1:
+            raise ValueError("one rank has nobody to push to: its gradients are reduced already")
         size = (memory.ranks - 1, numel)
         self.slots = [memory.empty(size, dtype=dtype) for _ in range(SLOTS)]
         self.memory, self.calls = memory, 0
