@@ -395,6 +395,8 @@ if __name__ == "__main__":
 # * Locked pages cannot be swapped out and belong to nobody else: leave the system some memory.
 # * A parameter that is not contiguous, such as a convolution's in ``channels_last``, is stored
 #   contiguously. Values are the same; another kernel may be chosen.
+# * PyTorch refuses a ``grad`` of another dtype than its parameter. With ``gradient_dtype`` read
+#   ``gradients[i].views`` instead of handing the gradients out.
 # * Call ``close()`` before the buffers are dropped. An address that is still registered cannot be
 #   registered again.
 # * ``DTensor`` parameters (FSDP2, tensor parallelism) are not taken apart: stream plain modules.
