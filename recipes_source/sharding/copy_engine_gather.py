@@ -368,10 +368,10 @@ if __name__ == "__main__":
 # %%
 # What it buys
 # ------------
-# ``no_communication`` is the same work on weights that are never sharded. The gain is largest where
-# communication is long beside compute. It is a gain of two kinds: a copy over NVLink is somewhat
-# faster than NCCL's gather, and the product beside it keeps its compute cores. It still shares the
-# memory's bandwidth with the copy, so that it is not as fast as alone.
+# ``no_communication`` is the same work on weights that are never sharded. The gain has two parts: a
+# copy over NVLink is somewhat faster than NCCL's gather, and the product beside it keeps its compute
+# cores. It still shares the memory's bandwidth with the copy, so that it is not as fast as alone.
+# Both count most where communication is long beside compute, at few tokens a step.
 #
 # .. result-figure:: fsdp_overlap
 #    :rows: no_communication fsdp2 fsdp2_tuned fsdp2_copy_engine

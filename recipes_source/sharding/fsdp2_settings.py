@@ -327,6 +327,10 @@ if __name__ == "__main__":
 #
 # .. timeline:: fsdp_overlap fsdp2 fsdp2_tuned
 #
+# The gain is where communication is long beside compute. Where all of it was hidden already,
+# gathers and reduce-scatters that overlap take more compute cores at a time and share the link, and
+# the step can become longer. Look at the memory as well as at the time.
+#
 # What no setting changes: NCCL's kernels take compute cores from the products beside them
 # (:doc:`copy_engine_gather`), and each gather is copied into and out of a buffer
 # (:doc:`stream_context` gathers each parameter where it is used).
