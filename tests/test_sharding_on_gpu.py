@@ -477,8 +477,16 @@ def found(tmp_path_factory) -> dict:
     output = tmp_path_factory.mktemp("ranks") / "found.json"
     torchrun = [sys.executable, "-m", "torch.distributed.run", "--standalone"]
     command = [*torchrun, "--nproc-per-node", "2", __file__, str(output)]
-    ended = subprocess.run(command, capture_output=True, text=True, timeout=LIMIT_S)
-    assert ended.returncode == 0, ended.stdout[-2000:] + ended.stderr[-6000:]
+    log = output.with_name("ranks.log")
+    with log.open("w") as written:
+        ranks = subprocess.Popen(command, stdout=written, stderr=subprocess.STDOUT)
+        try:
+            status = ranks.wait(LIMIT_S)
+        except subprocess.TimeoutExpired:
+            ranks.terminate()  # torchrun ends its ranks
+            ranks.wait()
+            status = f"still running after {LIMIT_S} s"
+    assert status == 0, f"{status}\n{log.read_text()[-6000:]}"
     return json.loads(output.read_text())
 
 
