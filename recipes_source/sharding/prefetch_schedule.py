@@ -12,7 +12,7 @@ from stream_context import FsdpContext, Unit, rows
 from torch import nn
 from torch.distributed.device_mesh import DeviceMesh, init_device_mesh
 
-BUFFERS = 4  # units whose full weights may be in memory at once, in training
+BUFFERS = 3  # units whose full weights may be in memory at once
 GRADIENTS = 4  # full gradients that may wait for their reduce-scatter
 
 
@@ -31,7 +31,7 @@ class PrefetchContext(FsdpContext):
         super().__init__(root, units, mesh, **options)
         self.root, self.buffers, self.gradients = self.units[-1], buffers, gradients
         self.reduce_stream = self.streams.Stream(priority=-1)
-        self.reducing: deque = deque()  # full gradients, and the events behind their reduction
+        self.reducing: deque = deque()  # (event behind it, what it reads, what it writes)
         self.order: list[Unit] = []  # of the units in this forward, or the last
         self.upcoming: list[Unit] = []  # expected in what is left of this forward
         self.returning: list[Unit] = []  # expected in backward: the last of forward first
@@ -79,6 +79,8 @@ class PrefetchContext(FsdpContext):
         unit.consumed.record(self.compute_stream)
         self.busy.discard(unit)
         self.prefetch()
+        if self.training and unit.resident and unit is not self.root and unit not in self.future():
+            self.release(unit)
 
     def prefetch(self) -> None:
         """Gather what is needed next, as far as there is room."""
@@ -92,7 +94,7 @@ class PrefetchContext(FsdpContext):
     def make_room(self, future: list[Unit], unit: Unit) -> bool:
         """Release the unit needed last, if there is no free buffer and ``unit`` is needed before."""
         resident = [u for u in self.units if u.resident and u is not self.root]
-        if len(resident) < self.limit:
+        if len(resident) < self.buffers:
             return True
 
         def position(u: Unit) -> int:
@@ -107,7 +109,6 @@ class PrefetchContext(FsdpContext):
     def begin_forward(self) -> None:
         super().begin_forward()
         self.training = torch.is_grad_enabled()
-        self.limit = self.buffers if self.training else self.buffers - 1
         self.predict()
         if not self.root.resident:
             self.unshard(self.root)
@@ -133,18 +134,19 @@ class PrefetchContext(FsdpContext):
     # gradients
 
     def reduce(self, p: rows.ShardedParameter, grad: torch.Tensor) -> None:
+        reduced = torch.empty_like(p.shard, dtype=grad.dtype)  # memory of the compute stream
         ready, done = self.streams.Event(), self.streams.Event()
         ready.record(self.compute_stream)
         with self.streams.stream(self.reduce_stream):
             self.reduce_stream.wait_event(ready)
-            p.reduce(grad, self.reduce_scatter)
+            p.reduce(grad, reduced, self.reduce_scatter)
         done.record(self.reduce_stream)
-        self.reducing.append((grad, done))
+        self.reducing.append((done, grad, reduced))
         self.drain_gradients(keep=self.gradients)
 
     def drain_gradients(self, keep: int) -> None:
         while len(self.reducing) > keep:
-            self.compute_stream.wait_event(self.reducing[0][1])
+            self.compute_stream.wait_event(self.reducing[0][0])
             self.reducing.popleft()  # the memory goes back to the compute stream
 
     def end_backward(self) -> None:

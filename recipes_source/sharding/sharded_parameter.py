@@ -59,17 +59,16 @@ class ShardedParameter:
             raise ValueError(f"{owners[0][1]} has no dimension to shard: make it a vector of one")
         self.mesh, self.owners = mesh, owners
         self.shape, self.stride = parameter.shape, parameter.stride()
-        trained, device = parameter.requires_grad, parameter.device
         rows = -(-self.shape[0] // mesh.size())
         mine = parameter.detach()[mesh.get_local_rank() * rows :][:rows]
         rest = self.shape[1:]
-        self.shard = empty((rows, *rest), dtype=parameter.dtype, device=device).zero_()
+        self.shard = empty((rows, *rest), dtype=parameter.dtype, device=parameter.device).zero_()
         self.local = self.shard[: len(mine)].copy_(mine)
-        self.parameter = nn.Parameter(self.distributed(self.local), trained)
+        self.parameter = nn.Parameter(self.distributed(self.local), parameter.requires_grad)
 
         dtype = dtype or parameter.dtype
-        self.buffer = torch.empty((mesh.size() * rows, *rest), dtype=dtype, device=device)
-        self.full = nn.Parameter(self.buffer.data[: self.shape[0]], trained)
+        self.buffer = torch.empty((mesh.size() * rows, *rest), dtype=dtype, device=parameter.device)
+        self.full = nn.Parameter(self.buffer.data[: self.shape[0]], parameter.requires_grad)
         self.nbytes = self.buffer.nbytes
         self.release()
         self.expose(full=False)
@@ -93,11 +92,13 @@ class ShardedParameter:
         """Give the memory of ``full`` back to the current stream, which must be where it is from."""
         self.buffer.untyped_storage().resize_(0)
 
-    def reduce(self, grad: torch.Tensor, scatter: Collective) -> None:
-        """Add this rank's rows of the sum over ranks of ``grad``, (rows, ...), to ``.grad``."""
+    def reduce(self, grad: torch.Tensor, reduced: torch.Tensor, scatter: Collective) -> None:
+        """Add to ``.grad`` this rank's rows of the sum over ranks of ``grad``, (rows, ...).
+
+        ``reduced`` receives them: shape of the shard, dtype of the gradient.
+        """
         if missing := len(self.buffer) - len(grad):
             grad = torch.cat([grad, grad.new_zeros(missing, *grad.shape[1:])])
-        reduced = torch.empty_like(self.shard, dtype=grad.dtype)
         scatter(reduced, grad.contiguous())
         local = reduced[: len(self.local)].to(self.local.dtype)
         if self.parameter.grad is None:
@@ -137,7 +138,7 @@ def shard_all(model: nn.Module, mesh: DeviceMesh) -> Callable[[torch.Tensor], No
         loss.backward(torch.full_like(loss, 1 / mesh.size()))
         for p in parameters:
             grad, p.full.grad = p.full.grad, None
-            p.reduce(grad, scatter)
+            p.reduce(grad, torch.empty_like(p.shard), scatter)
             p.release()
 
     model.register_forward_pre_hook(before_forward)
@@ -211,10 +212,9 @@ def train(model: Stack, backward: Callable[[torch.Tensor], None] | None = None) 
 def prove_parity(model: Stack, reference: Stack) -> None:
     exact = dist.get_world_size() <= 2
     tolerance = {"rtol": 0, "atol": 0} if exact else {"rtol": 1e-4, "atol": 1e-5}
-    expected = dict(reference.named_parameters())
-    for name, parameter in model.named_parameters():
-        assert isinstance(parameter, DTensor), f"{name} is not sharded"
-        torch.testing.assert_close(parameter.full_tensor(), expected[name], **tolerance)
+    for (name, p), q in zip(model.named_parameters(), reference.parameters(), strict=True):
+        assert isinstance(p, DTensor), f"{name} is not sharded"
+        torch.testing.assert_close(p.full_tensor(), q.detach(), **tolerance)
     print(f"{STEPS} steps: weights equal the unsharded, {'every bit' if exact else tolerance}")
 
 

@@ -206,7 +206,7 @@ class FsdpContext:
             self.after(unit)
 
     def reduce(self, p: ShardedParameter, grad: torch.Tensor) -> None:
-        p.reduce(grad, self.reduce_scatter)
+        p.reduce(grad, torch.empty_like(p.shard, dtype=grad.dtype), self.reduce_scatter)
 
     def release_all(self) -> None:
         """Release whatever is in memory: behind backward, or when weights change in another way."""

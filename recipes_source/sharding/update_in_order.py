@@ -5,6 +5,7 @@ Hide the ends: update in the order of the next forward
 
 from collections.abc import Callable
 from functools import partial
+from itertools import groupby
 
 import prefetch_schedule as prefetch
 import torch
@@ -71,31 +72,51 @@ class UpdateContext(PrefetchContext):
             super().predict()
 
 
-def train(model: rows.Stack, context: UpdateContext) -> None:
+def train(model: rows.Stack, context: UpdateContext) -> list[str]:
+    """Train as ``rows.train`` does; return what the last step queued, in order."""
+    queued, gather = [], context.gather
+
+    def watched(full: torch.Tensor, shard: torch.Tensor) -> None:
+        queued.append("gather")
+        gather(full, shard)
+
+    context.gather = watched
+    for optimizer in context.optimizers.values():
+        optimizer.register_step_post_hook(lambda *_: queued.append("update"))
     for turn in range(prefetch.PASSES):
         context.backward(rows.loss_of(model, turn, dist.get_rank()))
         if turn % rows.MICRO_BATCHES == rows.MICRO_BATCHES - 1:
+            queued.clear()
             context.step()
+    return queued
+
+
+def prove(shuffled: bool, device: torch.device) -> None:
+    mesh = init_device_mesh(device.type, (dist.get_world_size(),))
+    model, reference = rows.Stack(device, shuffled), rows.Stack(device, shuffled)
+    context = UpdateContext(model, model.blocks, mesh)
+    context.optimize(partial(torch.optim.AdamW, lr=1e-3))
+    queued = train(model, context)
+    rows.train(reference)
+    rows.prove_parity(model, reference)
+    assert context.early == rows.STEPS * (prefetch.BUFFERS + 1), "each step fills the buffers"
+    expected = ["update", "gather"] * (prefetch.BUFFERS + 1) + ["update"]
+    assert [name for name, _ in groupby(queued)] == expected, "not each gather behind its update"
+    if not shuffled:
+        kept = prefetch.PASSES * (2 * rows.BLOCKS - prefetch.BUFFERS + 1) + prefetch.BUFFERS + 1
+        assert context.gathers == kept, "no unit is gathered twice for one forward"
+        assert context.late == rows.BLOCKS, "all but the first forward knows the order"
+    order = "another order each pass" if shuffled else "one order"
+    print(f"{order}: {context.early} units gathered behind their update, {context.late} late")
+    context.release_all()
+    assert context.live_bytes == 0
 
 
 def main() -> None:
     device = rows.start_rank()
     try:
-        mesh = init_device_mesh(device.type, (dist.get_world_size(),))
         for shuffled in (False, True):
-            model, reference = rows.Stack(device, shuffled), rows.Stack(device, shuffled)
-            context = UpdateContext(model, model.blocks, mesh)
-            context.optimize(partial(torch.optim.AdamW, lr=1e-3))
-            train(model, context)
-            rows.train(reference)
-            rows.prove_parity(model, reference)
-            print(
-                context.early,
-                context.late,
-                context.gathers,
-                context.mispredicted,
-                context.peak_bytes / context.units[0].nbytes,
-            )
+            prove(shuffled, device)
     finally:
         dist.destroy_process_group()
 
