@@ -135,6 +135,23 @@ def test_modules_around_the_stack_train_as_usual():
     assert torch.equal(head.weight.grad, expected[1])
 
 
+def test_a_step_that_raises_leaves_nothing_once_its_graphs_are_emptied():
+    """As the page says under its known limits."""
+    torch.manual_seed(0)
+    layers, x = [mlp() for _ in range(3)], features()
+    with closing(StreamedStack(layers, CPU)) as stack:
+        with pytest.raises(ZeroDivisionError):
+            stack.step(features(), lambda y: 1 / 0)
+        for graph in stack.graphs:
+            graph.clear()
+        stack.step(x, loss_of)
+        stack.wait_for_gradients()
+        ours = [gradient.clone() for gradient in gradients(stack.layers)]
+        stack.layers.zero_grad()
+        loss_of(nn.Sequential(*stack.layers)(x)).backward()
+        assert all(map(torch.equal, ours, gradients(stack.layers)))
+
+
 def test_evaluation_keeps_nothing():
     layers = [mlp() for _ in range(3)]
     x = features()

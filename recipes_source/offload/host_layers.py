@@ -376,11 +376,7 @@ if __name__ == "__main__":
 #    b_\text{grad} \sum_{p\,\text{trained}} \left\lceil n_p \right\rceil_{256}
 #
 # Moving a model takes one layer more than that for a moment. If the layers come from a generator,
-# the host never holds the model twice:
-#
-# .. code-block:: python
-#
-#    HostLayers((Block() for _ in range(100)), device)
+# the host never holds the model twice.
 #
 # Locking touches every page and takes seconds for large models: do it once, before training.
 #

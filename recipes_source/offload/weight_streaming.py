@@ -155,6 +155,10 @@ class Entrance(torch.autograd.Function):
 #
 # ``functional_call`` runs a module with the tensors that it is given in place of its parameters,
 # so any module will do that takes one tensor and returns one.
+#
+# What is not a layer stays on the device. A head or a loss with weights of its own goes into
+# ``loss_function``, whose backward fills their gradients as usual; for an embedding before the
+# stack, call ``forward`` and ``backward`` yourself: ``backward`` returns the gradient of the input.
 
 
 class StreamedStack(HostLayers):
