@@ -2,8 +2,52 @@
 A parameter in rows: what sharded training keeps, gathers and reduces
 =====================================================================
 
-PROSE
+Fully sharded training (FSDP, ZeRO) keeps a slice of every weight, gradient and optimizer state on
+each rank, and makes a weight whole only while a layer computes with it. This recipe builds the part
+that everything else stands on: **one parameter**, sharded by rows, in plain PyTorch.
+
+.. grid:: 1 1 2 2
+
+   .. grid-item-card:: What you learn
+
+      * a shard layout from which the gathered weight needs no copy
+      * how autograd finds a weight again that was freed after forward
+      * where gradients are averaged, summed and accumulated
+      * ``DTensor`` shards: an optimizer and a checkpoint that need to know nothing
+
+   .. grid-item-card:: What you need
+
+      * PyTorch 2.9 or later, any number of ranks, CPU or GPU
+      * a model that fits on one device before it is sharded
+      * nothing about streams: everything here happens in one order; :doc:`stream_context` overlaps it
+
+.. verification-badge::
+
+The idea
+--------
+
+Data-parallel ranks all hold the same weights, gradients and optimizer states. Sharded, each of
+:math:`N` ranks holds its part, and one collective takes the place of each half of an all-reduce:
+an **all-gather** makes weights whole before they are used, a **reduce-scatter** sums gradients and
+leaves each rank the rows that it updates.
+
+.. lanes:: Schematic of one step, in one order: nothing here is hidden behind anything else.
+
+   compute:  4-10 forward; 14-26 backward; 30-32 update of 1/N
+   gather:   0-4 weights; 10-14 weights again
+   reduce-scatter:  26-30 gradients
+   @10 full weights are freed
+   @30 full gradients are freed
+
+Rows are cut so that the collective does all the moving: gathered one behind the other, the ranks'
+rows **are** the weight, in place.
 """
+
+# %%
+# Imports and sizes
+# -----------------
+# Only torch and the standard library. A layer of 509 rows divides by no number of ranks: the uneven
+# case is the tested one. PyTorch 2.13 gives the two collectives new names; they do the same.
 
 import argparse
 import os
@@ -31,6 +75,29 @@ all_gather = getattr(dist, "all_gather_single", dist.all_gather_into_tensor)  # 
 reduce_scatter = getattr(dist, "reduce_scatter_single", dist.reduce_scatter_tensor)
 
 Collective = Callable[[torch.Tensor, torch.Tensor], object]  # (output, input), queued
+
+
+# %%
+# One parameter, in two forms
+# ---------------------------
+# A rank keeps ``shard``: its rows, cut as ``torch.chunk`` would cut them and padded to the same
+# number on every rank. ``parameter`` is that memory, without the padding, as a ``DTensor``: what the
+# optimizer updates and a checkpoint saves. ``full`` is what the layer computes with.
+#
+# Shards of equal size have a happy property: ``all_gather`` writes them one behind the other, and
+# that is the full weight in row order, with the padding at its end. So the collective fills
+# ``buffer``, and ``full`` is a view of its first rows: **nothing is copied in or out.** Schemes that
+# put a layer's parameters into one flat buffer need fewer collectives, and a copy out of the
+# gathered buffer for every parameter of every layer.
+#
+# Between its uses ``full`` has no memory: the storage is resized to zero, and back before the next
+# gather. The tensor object stays, and with it every view that autograd saved in forward: in backward
+# they look into the same storage and find the weights that were gathered again, at another address.
+#
+# Two details make autograd accept that. ``.data`` gives ``full`` a version counter of its own, since
+# refilling the buffer would otherwise count as a forbidden change of a saved tensor; that the
+# *values* are back in time is now this recipe's duty, not autograd's. And modules must see ``full``
+# in forward and ``parameter`` at all other times: ``expose`` sets the attribute.
 
 
 class ShardedParameter:
@@ -107,6 +174,25 @@ class ShardedParameter:
             self.parameter.grad.to_local().add_(local)
 
 
+# %%
+# ``reduce`` is the way back. Each rank has a gradient of the whole weight, for its own samples; the
+# reduce-scatter sums them over the ranks and leaves each its rows. They are added to ``.grad`` of the
+# sharded parameter, so that micro-batches accumulate in the shard: full gradients never live longer
+# than one backward. Rows that do not divide by the ranks cost one copy into a padded gradient.
+#
+# ``dtype`` is mixed precision in two words: the shard is cast before it is gathered, the reduced
+# gradient when it is added, and weights and optimizer keep the model's own dtype.
+#
+# Every parameter of a model
+# --------------------------
+# A parameter may have several owners (tied weights): each must see the same tensor, so the model is
+# searched for all of them. ``shard_all`` is the smallest schedule there is: everything is gathered
+# before forward, freed behind it, gathered again for backward. It is right, and hides nothing.
+#
+# ``backward`` starts autograd with 1/N where ``loss.backward()`` starts with 1: the sum over ranks is
+# then the mean, and no gradient is divided afterwards.
+
+
 def owners_of_parameters(root: nn.Module) -> dict[nn.Parameter, list[tuple[nn.Module, str]]]:
     """Every parameter of ``root`` with the modules that hold it, more than one if it is tied."""
     owners = {}
@@ -146,6 +232,13 @@ def shard_all(model: nn.Module, mesh: DeviceMesh) -> Callable[[torch.Tensor], No
     return backward
 
 
+# %%
+# Something to train
+# ------------------
+# Residual MLPs and a norm. ``shuffled`` makes each pass run its blocks in another order, as a
+# mixture of experts or a search over architectures would; the pages that follow need it.
+
+
 class Block(nn.Module):
     """x + an MLP of x, over (batch, WIDTH) float32."""
 
@@ -174,6 +267,10 @@ class Stack(nn.Module):
         return self.norm(x)
 
 
+# %%
+# ``init_process_group()`` without a backend takes gloo for CPU tensors and NCCL for CUDA tensors.
+
+
 def start_rank() -> torch.device:
     """Join the group that torchrun describes, or a group of one; return this rank's device."""
     device = torch.accelerator.current_accelerator(check_available=True) or torch.device("cpu")
@@ -185,6 +282,13 @@ def start_rank() -> torch.device:
     else:
         dist.init_process_group(store=dist.HashStore(), rank=0, world_size=1)
     return device
+
+
+# %%
+# Run it, and prove it
+# --------------------
+# The sharded and the unsharded run see the same samples: sharded, each rank its own part; unsharded,
+# every rank all parts, the sum of their losses over the number of ranks.
 
 
 def loss_of(model: Stack, turn: int, rank: int) -> torch.Tensor:
@@ -209,6 +313,14 @@ def train(model: Stack, backward: Callable[[torch.Tensor], None] | None = None) 
             optimizer.zero_grad()
 
 
+# %%
+# The weights after training must be those of the unsharded run. A sum of two gradients has one
+# order, so one and two ranks agree in **every bit**. From three ranks on the order of the sum is the
+# collective's own, and float32 rounding is allowed for. (The optimizer is the plain one for the same
+# reason: on a CPU, ``fused=True`` rounds the last few elements of a tensor differently, and a shard
+# ends elsewhere than the whole.)
+
+
 def prove_parity(model: Stack, reference: Stack) -> None:
     exact = dist.get_world_size() <= 2
     tolerance = {"rtol": 0, "atol": 0} if exact else {"rtol": 1e-4, "atol": 1e-5}
@@ -216,6 +328,12 @@ def prove_parity(model: Stack, reference: Stack) -> None:
         assert isinstance(p, DTensor), f"{name} is not sharded"
         torch.testing.assert_close(p.full_tensor(), q.detach(), **tolerance)
     print(f"{STEPS} steps: weights equal the unsharded, {'every bit' if exact else tolerance}")
+
+
+# %%
+# A checkpoint knows nothing of ranks: DCP writes each rank's rows and that they are rows. Here the
+# shards of all ranks are read back as one process that shards nothing would read them. Plain tensors
+# in place of DTensors would be taken for replicas, and all but one rank's rows dropped in silence.
 
 
 def prove_checkpoint(model: Stack, directory: Path) -> None:
@@ -246,3 +364,52 @@ if __name__ == "__main__":
     parser.add_argument("--dir", type=Path, help="where the checkpoint goes (default: temporary)")
     with tempfile.TemporaryDirectory() as temporary:
         main(parser.parse_args().dir or Path(temporary))
+
+# %%
+# What breaks if you remove a line
+# --------------------------------
+# Each edit was made and run when this page was built.
+#
+# .. recipe-controls::
+#
+# Memory
+# ------
+# For :math:`P` parameters on :math:`N` ranks, :math:`b` bytes each, AdamW keeps on each rank
+#
+# .. math::
+#
+#    4 \, b \, \frac{P}{N} \quad\text{(weights, gradients, two moments)}
+#
+# and, in this schedule, :math:`2 b P` more while it computes: all weights and all gradients at once.
+# Gathering layer by layer brings that down to two or three layers: :doc:`stream_context`.
+#
+# What it costs
+# -------------
+# A step moves, to and from each rank, :math:`2 \frac{N-1}{N}` of the weights in gathers and
+# :math:`\frac{N-1}{N}` of the gradients in reduce-scatters: one and a half times an all-reduce. That
+# is the price of the memory, and whether it costs *time* is a matter of schedule, not of bytes.
+#
+# When it is not worth it
+# -----------------------
+# * Model, gradients and optimizer fit on each device: plain data parallelism moves less.
+# * Many small parameters: each has its own collective here, and a collective of a few kilobytes
+#   costs as much as one of a megabyte. A flat buffer for a layer's small parameters pays for its copy.
+# * Training that needs a library's breadth (activation checkpointing, hybrid sharding, compile):
+#   ``fully_shard`` is built on the same rows and has years of corner cases behind it.
+#
+# Known limits
+# ------------
+# * The full model must exist once on each device, at the start. For a larger one, build it on the
+#   meta device and fill the shards from a checkpoint.
+# * Every rank must compute the same graph: a parameter without a gradient on one rank alone leaves
+#   the others waiting in a collective.
+# * Gradients are read after ``backward()`` only; hooks that want full gradients do not find them.
+#
+# Further reading
+# ---------------
+# * `torch.distributed.tensor <https://docs.pytorch.org/docs/stable/distributed.tensor.html>`__:
+#   ``DTensor``, ``Shard`` and how uneven rows are laid out
+# * `ZeRO: memory optimizations toward training trillion parameter models
+#   <https://arxiv.org/abs/1910.02054>`__: the three stages; this is the third
+# * `fully_shard <https://docs.pytorch.org/docs/stable/distributed.fsdp.fully_shard.html>`__: the
+#   library's own, which shards by rows as well

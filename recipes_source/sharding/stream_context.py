@@ -1,24 +1,25 @@
 """
-Sharded training from scratch: a stream context with delayed release
-====================================================================
+Own the stream: gathers beside compute, released late
+=====================================================
 
-Fully sharded training keeps a slice of every weight on each rank and gathers a layer's weights just
-before it computes. This recipe builds it in plain torch, with the one object that decides whether
-the gathers cost time: a context that owns their stream and knows when memory may be given back.
+Sharded training gathers each layer's weights just before the layer computes. Whether that costs time
+is decided by one object: who owns the stream that gathers run on, and who says when a layer's memory
+may be given back. This recipe is that object, a **context** that the root module owns, on top of
+:doc:`sharded_parameter`.
 
 .. grid:: 1 1 2 2
 
    .. grid-item-card:: What you learn
 
-      * how a module computes with weights that exist only while it needs them
       * why releasing a layer **late** is what lets the next gather run beside it
       * the three orderings between two streams, and what breaks without each
-      * shards as ``DTensor``, so that checkpoints save and reshard them
+      * memory that is freed on the stream that will use it next
+      * a schedule that needs no list of layers and no order known in advance
 
    .. grid-item-card:: What you need
 
       * PyTorch 2.9 or later, any number of ranks; CPU runs everything, CUDA devices overlap it
-      * a model that fits on one device before it is sharded
+      * ``sharded_parameter.py``, the recipe before: shards, toy model and proof come from it
       * layers ("units") that return one tensor each
 
 .. verification-badge::
@@ -26,25 +27,31 @@ the gathers cost time: a context that owns their stream and knows when memory ma
 The idea
 --------
 
-Memory decides the schedule. A layer's full weights can be released when its last kernel has read
-them. Release them right behind the layer, and the next gather, which wants that memory, waits for
-the layer to end: nothing overlaps. Release them **one layer later**, and two layers' weights are in
-memory, one being computed with, one arriving:
+Memory decides the schedule. A unit's full weights may go when its last kernel has read them. Release
+them right behind the unit, and the next gather, which is queued behind that release, waits for the
+unit to end: nothing overlaps. Release them **one unit later**, and two units' weights are in memory:
+one computes, one arrives.
 
-.. lanes:: Schematic. The memory of layer 1 is given to layer 3, behind an event of layer 1.
+.. lanes:: Schematic. Unit 3 is gathered into memory that unit 1 gave back, while unit 2 computes.
 
-   compute:  4-10 layer 1; 10-16 layer 2; 16-22 layer 3; 22-28 layer 4
-   gather:   0-4 W1 ~; 4-8 W2 ~; 10-14 W3 ~; 16-20 W4 ~
-   @10 layer 1 has read W1: its memory is free
-   @16 layer 2 has read W2
+   compute:  4-10 unit 1; 10-16 unit 2; 16-22 unit 3; 22-28 unit 4
+   gather:   0-4 unit 1 ~; 4-8 unit 2 ~; 10-14 unit 3 ~; 16-20 unit 4 ~
+   @10 unit 1 has read its weights
+   @16 unit 2 has
 
-The context needs no list of layers and no order known in advance: each layer, when its turn comes,
-asks for its own weights. The host runs ahead of the device, so the request arrives early.
+1. **Compute after gather**: the compute stream waits for a unit's ``gathered`` event.
+2. **Release after compute**: the gather stream waits for a unit's ``consumed`` event and frees there.
+3. **Gather after update**: the gather stream waits for the optimizer step.
+
+No list of units is needed. Each unit asks for its own weights when its turn comes; the host runs
+ahead of the device, so that it asks early.
 """
 
 # %%
 # Imports
 # -------
+# ``ShardedParameter`` is the parameter in two forms of the recipe before: ``unshard`` and ``release``
+# queue what they do on the current stream, ``reduce`` adds a gradient to the shard.
 
 from collections import deque
 from collections.abc import Callable, Iterable
@@ -56,6 +63,13 @@ import torch.distributed as dist
 from sharded_parameter import Collective, ShardedParameter
 from torch import nn
 from torch.distributed.device_mesh import DeviceMesh, init_device_mesh
+
+# %%
+# One unit
+# --------
+# A unit is a module whose parameters are gathered and released together, as a rule one block of a
+# transformer. Two events tell the streams about each other: ``gathered`` stands behind its gathers,
+# ``consumed`` behind the kernels that read the weights.
 
 
 class Unit:
@@ -71,6 +85,29 @@ class Unit:
     def expose(self, full: bool) -> None:
         for p in self.parameters:
             p.expose(full)
+
+
+# %%
+# The context
+# -----------
+# The root owns one context, and every unit below it, however deeply nested, uses that one: there is
+# one gather stream a rank, so that gathers never compete with each other, and one queue of releases,
+# so that memory is bounded for the model as a whole. The schedule itself is three methods.
+#
+# ``before`` a unit computes, in forward and in backward: drain the queue to one, gather, let the
+# compute stream wait. ``after`` it: record ``consumed``, queue the release. ``drain`` releases the
+# oldest.
+#
+# **Where memory is freed** is the point of it. PyTorch's caching allocator hands a freed block to
+# the next allocation *of the same stream*, at once, whatever other streams still do with it.
+# Weights are allocated on the gather stream, so they are freed there, behind a wait for ``consumed``:
+# whatever the gather stream puts into that memory comes after the wait. No ``record_stream``, which
+# frees late and by chance, and the host waits for nothing.
+#
+# **Two communicators.** A communicator runs its collectives one after the other, in the order in which
+# the host launched them, also when they are on different streams. With one for both, the gather of
+# the next unit in backward stands behind the reduce-scatter of this one, which stands behind its
+# kernels: not a single gather of backward would overlap. So gathers have a communicator of their own.
 
 
 class FsdpContext:
@@ -134,7 +171,7 @@ class FsdpContext:
             if p.full.requires_grad:
                 p.full.register_post_accumulate_grad_hook(partial(self.take_gradient, unit, p))
 
-    # the schedule
+    # The schedule
 
     def before(self, unit: Unit) -> None:
         """Let the compute stream have the full weights of ``unit`` from here on."""
@@ -154,7 +191,7 @@ class FsdpContext:
         while len(self.releases) > keep:
             self.release(self.releases.popleft())
 
-    # what it queues on the gather stream
+    # What it queues on the gather stream
 
     def unshard(self, unit: Unit) -> None:
         with self.streams.stream(self.gather_stream):
@@ -174,7 +211,7 @@ class FsdpContext:
         unit.resident = False
         self.live_bytes -= unit.nbytes
 
-    # when: called by hooks
+    # When: called by hooks
 
     def begin_forward(self) -> None:
         """The weights are as the compute stream leaves them: gather behind the optimizer."""
@@ -226,8 +263,22 @@ class FsdpContext:
 
 
 # %%
+# The hooks are the ordinary ones. Two on each module open and close its forward. A hook on the
+# *output* of a unit runs in backward when the output's gradient is complete, just before the unit's
+# own. A hook on each full parameter runs when its gradient is complete: the gradient is taken from
+# autograd, summed over the ranks, here still on the compute stream, and dropped; behind the last one
+# of a unit, its weights are not needed any more.
+#
+# ``backward`` takes the place of ``loss.backward()``: it starts from 1/N, so that sums over ranks are
+# means, and afterwards releases whatever is left.
+#
 # Run it, and prove it
 # --------------------
+# The model runs its blocks in **another order each pass**, since nothing here knows an order: the
+# weights must be those of the unsharded run all the same.
+#
+# Then the schedule. Every gather was queued on the context's stream. In a forward, two units' weights
+# were in memory at once (with less, nothing could overlap) and never three.
 
 
 def prove_schedule(model: rows.Stack, context: FsdpContext) -> None:
@@ -267,3 +318,67 @@ def main() -> None:
 
 if __name__ == "__main__":
     main()
+
+# %%
+# What it buys
+# ------------
+# ``sync`` is this recipe with its gathers on the compute stream, which is what the recipe before does.
+# What stays visible with delayed release are the reduce-scatters, on the compute stream here, and the
+# first gather of each pass. :doc:`prefetch_schedule` moves the former to a stream of their own and
+# gathers fewer units.
+#
+# .. timeline:: fsdp_overlap sync delayed_release
+#
+# .. result-figure:: fsdp_overlap
+#    :rows: no_communication fsdp2 delayed_release prefetch
+#
+# .. result-table:: fsdp_overlap
+#    :rows: no_communication fsdp2 delayed_release
+#
+# What breaks if you remove a line
+# --------------------------------
+# Each edit was made and run when this page was built. CPU streams do nothing, so the bits come out
+# right even without the events; a recorder of stream order finds what no event orders. It counts a
+# release as a write: whatever comes next may use the memory.
+#
+# .. recipe-controls::
+#
+# Memory
+# ------
+# On each rank, beside shards, gradients and optimizer states:
+#
+# .. math::
+#
+#    \text{root's own weights} \;+\; 2 \, \max_{u} \text{bytes}(u) \;+\; \text{full gradients of one
+#    parameter}
+#
+# The bound holds for forward and backward alike, and for any number of units.
+#
+# When it is not worth it
+# -----------------------
+# * The order of the units is known: :doc:`prefetch_schedule` hides more, with less traffic.
+# * The host is slower than the device (small layers, few tokens): it no longer runs ahead, and a
+#   gather that is asked for late begins late. Schedules that look ahead suffer less.
+# * You do not need to see inside: ``fully_shard`` does the same with more care for corner cases.
+#
+# Known limits
+# ------------
+# * A unit returns one tensor. Wrap a module that returns several.
+# * A full gradient is dropped when its reduce-scatter is queued: right on one stream, and the reason
+#   why :doc:`prefetch_schedule` has to keep it longer.
+# * Every rank must run the same units in the same order; the order itself may change from pass to
+#   pass.
+# * Activation checkpointing around a unit runs its forward again inside backward; this recipe does not
+#   handle that.
+# * A context lives as long as the process: autograd's hooks on the parameters keep it.
+#
+# Further reading
+# ---------------
+# * `Add FSDP stream context delayed release <https://github.com/NVIDIA/Megatron-LM/pull/5124>`__, the
+#   design that this recipe follows, and `what was merged
+#   <https://github.com/NVIDIA/Megatron-LM/pull/5513>`__
+# * `Rethinking PyTorch Fully Sharded Data Parallel from first principles
+#   <https://dev-discuss.pytorch.org/t/rethinking-pytorch-fully-sharded-data-parallel-fsdp-from-first-principles/1019>`__:
+#   why ``record_stream`` and a host that runs ahead do not go together
+# * `Memory of tensors passed between streams
+#   <https://docs.pytorch.org/docs/stable/generated/torch.Tensor.record_stream.html>`__
