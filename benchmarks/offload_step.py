@@ -5,7 +5,8 @@
 
 One rank, one device. ``--modes`` and ``--tokens`` choose what is measured; every row is written
 when it is known and kept when the command runs again (``--again`` measures it anew), so a run that
-is cut off is resumed by its command. ``--memory`` and ``--beyond`` add the file ``offload_memory``.
+is cut off is resumed by its command. Each run measures ``resident`` for itself, since devices of
+one kind differ by some per cent. ``--memory`` and ``--beyond`` add the file ``offload_memory``.
 
 The model
 ---------
@@ -42,7 +43,7 @@ How a number is made
 * ``streamed_adam``: its bound is the larger of the updates of all blocks on the host, and the bound
   above plus the update of the first block, which lies between its gradient's store and its next
   load. ``update_s`` is the update of one block, alone.
-* ``over_resident``: ``step_s`` over that of ``resident``.
+* ``over_resident``: ``step_s`` over ``resident_s``, the step of ``resident`` in the same run.
 * ``sm_clock_mhz``, ``power_w``: medians of what ``nvidia-smi`` reads while the row is measured;
   nothing is set.
 * ``peak_allocated_bytes``, ``peak_reserved_bytes``: the device allocator's peaks over the steps of
@@ -62,7 +63,6 @@ kernels: the training thread and autograd's.
 import argparse
 import gc
 import importlib
-import json
 import os
 import signal
 import statistics
@@ -72,7 +72,7 @@ import tempfile
 import time
 from collections import Counter
 from collections.abc import Callable, Iterator
-from dataclasses import dataclass, replace
+from dataclasses import dataclass, field, replace
 from importlib.metadata import version
 from itertools import chain
 from pathlib import Path
@@ -779,32 +779,39 @@ def peaks(device: torch.device) -> dict[str, int]:
 
 @dataclass
 class Reference:
-    """What rows are compared with, by tokens: phases, gradients and steps of ``resident``."""
+    """What the rows of this run are compared with: link, and by tokens what ``resident`` gave."""
 
-    rows: dict[int, dict]
-    gradients: dict[int, list[torch.Tensor]]
+    link: dict[str, float]
+    rows: dict[int, dict] = field(default_factory=dict)
+    gradients: dict[int, list[torch.Tensor]] = field(default_factory=dict)
 
-    def compare(self, mode: Mode, tokens: int, row: dict, link: dict[str, float]) -> dict:
-        found: dict = {}
-        if (own := judged_gradients(mode)) and (wanted := self.gradients.get(tokens)):
-            pairs = zip(own, wanted, strict=True)
+    def measure(self, mode: Resident, tokens: int) -> dict:
+        """The row of ``resident``, its samples with the phases that bounds are made of."""
+        row = self.rows[tokens] = measure(mode, tokens, repeats_for(tokens))
+        batch = mode.work.batch(tokens)
+        for name, copies in (("compute_alone_s", False), ("compute_beside_s", True)):
+            row["samples"][name] = phase_times(mode, batch, copies)
+        if tokens == mode.work.size.judged_tokens:
+            self.gradients[tokens] = judged_gradients(mode)
+        return row
+
+    def compare(self, mode: Mode, tokens: int, row: dict) -> dict:
+        resident = self.rows[tokens]
+        found = {"resident_s": resident["step_s"]}
+        found["over_resident"] = row["step_s"] / resident["step_s"]
+        if tokens in self.gradients and (own := judged_gradients(mode)):
+            pairs = zip(own, self.gradients[tokens], strict=True)
             found["gradients_bitwise"] = all(torch.equal(a, b) for a, b in pairs)
-        resident = self.rows.get(tokens)
-        if mode.bounded and link and resident:
+        if mode.bounded and self.link:
             update = row.get("update_s", 0.0)
             nbytes = mode.work.size.layer_bytes
-            for suffix, compute in (("", "compute_beside_s"), ("_alone", "compute_alone_s")):
-                bound = bound_s(resident["samples"][compute], nbytes, link, mode.slots) + update
+            for suffix, name in (("", "compute_beside_s"), ("_alone", "compute_alone_s")):
+                compute = resident["samples"][name]
+                bound = bound_s(compute, nbytes, self.link, mode.slots) + update
                 bound = max(bound, mode.work.layers * update)
                 found |= {f"bound{suffix}_s": bound, f"eta{suffix}": bound / row["step_s"]}
             found["bound_from"] = BOUND_WITH_UPDATES if mode.optimizer else BOUND_FROM
         return found
-
-
-def gradients_of_resident(work: Workload) -> list[torch.Tensor]:
-    mode = Resident(work)
-    mode.step(*work.batch(work.size.judged_tokens))
-    return judged_gradients(mode)
 
 
 def judged_gradients(mode: Mode) -> list[torch.Tensor] | None:
@@ -927,30 +934,36 @@ def run(arguments: argparse.Namespace, device: torch.device) -> None:
         "layer_parameters": size.layer_parameters,
         "layer_bytes": size.layer_bytes,
     }
-    head = header("offload_step", device, workload, {})
+    reference = Reference(link_rates(device, size.layer_bytes))
+    head = header("offload_step", device, workload, reference.link)
     results = Results(arguments.out, head, RECIPES, ("tokens",))
-    rows = {row["tokens"]: row for row in results.data["rows"] if row["name"] == "resident"}
-    if rows:  # a run that goes on: bounds are made of its phases and of its link
-        link = json.loads(results.path.read_text())["link"]
-    else:
-        link = link_rates(device, size.layer_bytes)
-    head["link"] = results.data["link"] = link
-    say(started, f"{device_name(device)}, link {link}")
-    reference = Reference(rows, {size.judged_tokens: gradients_of_resident(work)} if rows else {})
+    say(started, f"{device_name(device)}, link {reference.link}")
+    plan = {
+        name: [
+            tokens
+            for tokens in (size.tokens[index] for index in MODES[name].sizes)
+            if (not arguments.tokens or tokens in arguments.tokens)
+            and (arguments.again or not results.has(name, tokens=tokens))
+        ]
+        for name in arguments.modes
+    }
+
+    def residents(mode: Mode, host: HostMemory) -> None:
+        for tokens in sorted(set().union(*plan.values())):
+            row = reference.measure(mode, tokens)
+            if tokens in plan.get("resident", ()):
+                row |= host.peaks() | reference.compare(mode, tokens, row)
+                results.add({"name": "resident", "tokens": tokens} | row)
+            say(started, f"resident, {tokens}: {row}")
 
     def rows(mode: Mode, host: HostMemory) -> None:
         say(started, f"{name}: built")
-        for tokens in wanted:
+        for tokens in plan[name]:
             row = measure(mode, tokens, repeats_for(tokens)) | host.peaks()
-            if name == "resident":
-                add_phases(mode, tokens, row)
-                reference.rows[tokens] = row
-                if tokens == size.judged_tokens:
-                    reference.gradients[tokens] = judged_gradients(mode)
             if isinstance(mode, StreamedAdam):
                 row["samples"]["update_s"] = updates = mode.update_seconds()
                 row["update_s"] = statistics.median(updates)
-            row |= reference.compare(mode, tokens, row, link)
+            row |= reference.compare(mode, tokens, row)
             row |= {"name": name, "tokens": tokens, "note": mode.note}
             results.add(row)
             if arguments.trace and tokens == size.judged_tokens and name in TRACED:
@@ -959,26 +972,11 @@ def run(arguments: argparse.Namespace, device: torch.device) -> None:
             shown = {k: v for k, v in row.items() if k not in ("samples", "bound_from", "note")}
             say(started, f"{name}, {tokens}: {shown}")
 
-    for name in arguments.modes:
-        wanted = [
-            size.tokens[index]
-            for index in MODES[name].sizes
-            if not arguments.tokens or size.tokens[index] in arguments.tokens
-        ]
-        if not arguments.again:
-            wanted = [tokens for tokens in wanted if not results.has(name, tokens=tokens)]
-        if wanted:
+    if any(plan.values()):
+        attempt("resident", work, results, arguments, residents)
+    for name, tokens in plan.items():
+        if tokens and name != "resident":
             attempt(name, work, results, arguments, rows)
-    for row in results.data["rows"]:
-        if resident := reference.rows.get(row["tokens"]):
-            row["over_resident"] = row["step_s"] / resident["step_s"]
-    results.write()
-
-
-def add_phases(mode: Resident, tokens: int, row: dict) -> None:
-    batch = mode.work.batch(tokens)
-    for field, copies in (("compute_alone_s", False), ("compute_beside_s", True)):
-        row["samples"][field] = phase_times(mode, batch, copies)
 
 
 def attempt(
