@@ -2,10 +2,10 @@
 Look ahead: prefetch, fewer gathers, gradients reduced beside backward
 ======================================================================
 
-A schedule that knows which unit comes next can gather it before it is asked for, keep what is needed
-again soon, and move the reduce-scatters out of the way of backward. This recipe puts such a schedule
-beside the delayed release of :doc:`stream_context`, on models whose units keep one order and on
-models whose order changes every pass.
+A schedule that knows which unit comes next can gather it before it is asked for, keep what is
+needed again soon, and move the reduce-scatters out of the way of backward. This recipe puts such a
+schedule beside the delayed release of :doc:`stream_context`, on models whose units keep one order
+and on models whose order changes every pass.
 
 .. grid:: 1 1 2 2
 
@@ -38,9 +38,9 @@ each release make room for the unit that is needed next:
    reduce-scatter:  28-33 4 ~; 36-41 3 ~; 44-49 2 ~; 52-57 1 !
    @20 2, 3 and 4 are kept
 
-With room for :math:`B` of :math:`L` units, a pass gathers :math:`2L - B` units where delayed release
-gathers :math:`2L`. A gather that does not happen costs nothing: no bandwidth, no slower product
-beside it.
+With room for :math:`B` of :math:`L` units, a pass gathers :math:`2L - B` units where delayed
+release gathers :math:`2L`. A gather that does not happen costs nothing: no bandwidth, no slower
+product beside it.
 """
 
 # %%
@@ -65,10 +65,10 @@ GRADIENTS = 4  # full gradients that may wait for their reduce-scatter
 # %%
 # The schedule
 # ------------
-# ``future()`` is all that the schedule believes about what is to come, soonest first: what is left of
-# this forward, expected to be in the order of the last one (``upcoming``); the same in reverse; and
-# the units that have run already, the last first (``returning``). In backward only the last part is
-# left, and that part is no guess: it is the order in which this very forward ran.
+# ``future()`` is all that the schedule believes about what is to come, soonest first: what is left
+# of this forward, expected to be in the order of the last one (``upcoming``); the same in reverse;
+# and the units that have run already, the last first (``returning``). In backward only the last
+# part is left, and that part is no guess: it is the order in which this very forward ran.
 #
 # ``prefetch`` walks along the future and gathers what is not in memory. ``make_room`` decides what
 # must go for it: **the unit that is needed last**, and only if it is needed after the one to be
@@ -76,10 +76,11 @@ GRADIENTS = 4  # full gradients that may wait for their reduce-scatter
 # which is optimal when the future is known. Nothing else is needed for keeping units over the
 # turn-around: at the end of forward, the units needed soonest are those that ran last.
 #
-# A prediction may be wrong. When forward runs another unit than expected, the rest of the prediction
-# is dropped (``upcoming.clear()``) and units are gathered as they are asked for, like under delayed
-# release, until the pass is over. Units gathered in vain have no place in the future, so they are the
-# first to go. The price is time; a unit computes with its own weights or not at all.
+# A prediction may be wrong. When forward runs another unit than expected, the rest of the
+# prediction is dropped (``upcoming.clear()``) and units are gathered as they are asked for, like
+# under delayed release, until the pass is over. Units gathered in vain have no place in the future,
+# so they are the first to go. The price is time; a unit computes with its own weights or not at
+# all.
 #
 # ``release`` is the one of the recipe before: the gather stream waits for the ``consumed`` event of
 # the unit that goes, so a gather never overwrites weights that are still read.
@@ -94,15 +95,15 @@ GRADIENTS = 4  # full gradients that may wait for their reduce-scatter
 # queue's length bounds how much memory waits.
 #
 # The result is allocated from the compute stream's memory for a practical reason: blocks of one
-# stream's pool are of no use to another's, and the gradients' memory would be lacking elsewhere while
-# there are none.
+# stream's pool are of no use to another's, and the gradients' memory would be lacking elsewhere
+# while there are none.
 
 
 class PrefetchContext(FsdpContext):
     """An :class:`FsdpContext` that looks ahead.
 
     Args:
-        buffers: units whose full weights may be in memory at once, beside the root's own; 2 or more.
+        buffers: units whose full weights may be in memory at once, beside the root's; 2 or more.
             Units inside units count as well.
         gradients: full gradients that may wait for their reduce-scatter.
         options: as for :class:`FsdpContext`.
@@ -181,7 +182,7 @@ class PrefetchContext(FsdpContext):
                 self.unshard(unit)
 
     def make_room(self, future: list[Unit], unit: Unit) -> bool:
-        """Release the unit needed last, if there is no free buffer and ``unit`` is needed before."""
+        """Have a free buffer: release the unit needed last, if ``unit`` is needed before it."""
         resident = [u for u in self.units if u.resident and u is not self.root]
         if len(resident) < self.buffers:
             return True
@@ -248,8 +249,8 @@ class PrefetchContext(FsdpContext):
 # --------------------
 # Both schedules train two models, one whose blocks keep their order and one whose blocks run in
 # another order each pass. Whatever the prediction was, the weights must be those of the unsharded
-# run. The number of gathers is exact: with one order, all but the first pass know it, and every pass
-# saves the units that are kept.
+# run. The number of gathers is exact: with one order, all but the first pass know it, and every
+# pass saves the units that are kept.
 
 PASSES = rows.STEPS * rows.MICRO_BATCHES  # forward and backward, each
 
@@ -309,9 +310,9 @@ if __name__ == "__main__":
 # What it buys
 # ------------
 # ``prefetch_copy_engine`` is this schedule with the transports of :doc:`copy_engine_gather` and
-# :doc:`copy_engine_reduce` in place of NCCL: ``gather=`` and ``reduce_scatter=`` take any function that
-# queues its work on the current stream. ``no_communication`` is the same work on weights that are
-# never sharded.
+# :doc:`copy_engine_reduce` in place of NCCL: ``gather=`` and ``reduce_scatter=`` take any function
+# that queues its work on the current stream. ``no_communication`` is the same work on weights that
+# are never sharded.
 #
 # .. result-figure:: fsdp_overlap
 #    :rows: no_communication fsdp2 fsdp2_tuned delayed_release prefetch prefetch_copy_engine
@@ -349,8 +350,8 @@ if __name__ == "__main__":
 # What breaks if you remove a line
 # --------------------------------
 # Each edit was made and run when this page was built. The recorder of stream order knows how the
-# caching allocator works: memory that is freed is the next allocation's of its size on the stream it
-# belongs to, and whatever another stream still does with it is reported.
+# caching allocator works: memory that is freed is the next allocation's of its size on the stream
+# it belongs to, and whatever another stream still does with it is reported.
 #
 # .. recipe-controls::
 #
@@ -375,20 +376,20 @@ if __name__ == "__main__":
 #
 # Known limits
 # ------------
-# * The prediction is the last pass's order. A model that alternates between two orders is mispredicted
-#   every time.
-# * Every rank must run the same units in the same order, and so make the same predictions: collectives
-#   are queued by them.
+# * The prediction is the last pass's order. A model that alternates between two orders is
+#   mispredicted every time.
+# * Every rank must run the same units in the same order, and so make the same predictions:
+#   collectives are queued by them.
 # * Between micro-batches everything is released and gathered anew, although no weight has changed.
-# * The first gather waits for the whole optimizer step, and the optimizer for the last reduce-scatter:
-#   :doc:`update_in_order` hides both.
+# * The first gather waits for the whole optimizer step, and the optimizer for the last
+#   reduce-scatter: :doc:`update_in_order` hides both.
 #
 # Further reading
 # ---------------
 # * `fully_shard <https://docs.pytorch.org/docs/stable/distributed.fsdp.fully_shard.html>`__:
-#   ``set_modules_to_forward_prefetch`` and ``set_modules_to_backward_prefetch`` do this for FSDP2, by
-#   lists that you write (:doc:`fsdp2_settings`)
-# * `Explicit prefetch in Megatron-LM <https://github.com/NVIDIA/Megatron-LM/pull/5719>`__, which took
-#   the place of delayed release there
+#   ``set_modules_to_forward_prefetch`` and ``set_modules_to_backward_prefetch`` do this for FSDP2,
+#   by lists that you write (:doc:`fsdp2_settings`)
+# * `Explicit prefetch in Megatron-LM <https://github.com/NVIDIA/Megatron-LM/pull/5719>`__, which
+#   took the place of delayed release there
 # * `A study of replacement algorithms for a virtual-storage computer
 #   <https://doi.org/10.1147/sj.52.0078>`__, Belady's rule, 1966

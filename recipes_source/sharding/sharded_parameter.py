@@ -19,7 +19,7 @@ that everything else stands on: **one parameter**, sharded by rows, in plain PyT
 
       * PyTorch 2.9 or later, any number of ranks, CPU or GPU
       * a model that fits on one device before it is sharded
-      * nothing about streams: everything here happens in one order; :doc:`stream_context` overlaps it
+      * nothing about streams: all happens in one order here; :doc:`stream_context` overlaps it
 
 .. verification-badge::
 
@@ -81,21 +81,22 @@ Collective = Callable[[torch.Tensor, torch.Tensor], object]  # (output, input), 
 # One parameter, in two forms
 # ---------------------------
 # A rank keeps ``shard``: its rows, cut as ``torch.chunk`` would cut them and padded to the same
-# number on every rank. ``parameter`` is that memory, without the padding, as a ``DTensor``: what the
-# optimizer updates and a checkpoint saves. ``full`` is what the layer computes with.
+# number on every rank. ``parameter`` is that memory, without the padding, as a ``DTensor``: what
+# the optimizer updates and a checkpoint saves. ``full`` is what the layer computes with.
 #
 # Shards of equal size have a happy property: ``all_gather`` writes them one behind the other, and
 # that is the full weight in row order, with the padding at its end. So the collective fills
-# ``buffer``, and ``full`` is a view of its first rows: **nothing is copied in or out.** Schemes that
-# put a layer's parameters into one flat buffer need fewer collectives, and a copy out of the
+# ``buffer``, and ``full`` is a view of its first rows: **nothing is copied in or out.** Schemes
+# that put a layer's parameters into one flat buffer need fewer collectives, and a copy out of the
 # gathered buffer for every parameter of every layer.
 #
 # Between its uses ``full`` has no memory: the storage is resized to zero, and back before the next
-# gather. The tensor object stays, and with it every view that autograd saved in forward: in backward
-# they look into the same storage and find the weights that were gathered again, at another address.
+# gather. The tensor object stays, and with it every view that autograd saved in forward: in
+# backward they look into the same storage and find the weights that were gathered again, at another
+# address.
 #
-# Two details make autograd accept that. ``.data`` gives ``full`` a version counter of its own, since
-# refilling the buffer would otherwise count as a forbidden change of a saved tensor; that the
+# Two details make autograd accept that. ``.data`` gives ``full`` a version counter of its own,
+# since refilling the buffer would otherwise count as a forbidden change of a saved tensor; that the
 # *values* are back in time is now this recipe's duty, not autograd's. And modules must see ``full``
 # in forward and ``parameter`` at all other times: ``expose`` sets the attribute.
 
@@ -156,7 +157,7 @@ class ShardedParameter:
         gather(self.buffer, self.shard.to(self.buffer.dtype))
 
     def release(self) -> None:
-        """Give the memory of ``full`` back to the current stream, which must be where it is from."""
+        """Give the memory of ``full`` back to the current stream, from which it must be."""
         self.buffer.untyped_storage().resize_(0)
 
     def reduce(self, grad: torch.Tensor, reduced: torch.Tensor, scatter: Collective) -> None:
@@ -176,9 +177,10 @@ class ShardedParameter:
 
 # %%
 # ``reduce`` is the way back. Each rank has a gradient of the whole weight, for its own samples; the
-# reduce-scatter sums them over the ranks and leaves each its rows. They are added to ``.grad`` of the
-# sharded parameter, so that micro-batches accumulate in the shard: full gradients never live longer
-# than one backward. Rows that do not divide by the ranks cost one copy into a padded gradient.
+# reduce-scatter sums them over the ranks and leaves each its rows. They are added to ``.grad`` of
+# the sharded parameter, so that micro-batches accumulate in the shard: full gradients never live
+# longer than one backward. Rows that do not divide by the ranks cost one copy into a padded
+# gradient.
 #
 # ``dtype`` is mixed precision in two words: the shard is cast before it is gathered, the reduced
 # gradient when it is added, and weights and optimizer keep the model's own dtype.
@@ -189,8 +191,8 @@ class ShardedParameter:
 # searched for all of them. ``shard_all`` is the smallest schedule there is: everything is gathered
 # before forward, freed behind it, gathered again for backward. It is right, and hides nothing.
 #
-# ``backward`` starts autograd with 1/N where ``loss.backward()`` starts with 1: the sum over ranks is
-# then the mean, and no gradient is divided afterwards.
+# ``backward`` starts autograd with 1/N where ``loss.backward()`` starts with 1: the sum over ranks
+# is then the mean, and no gradient is divided afterwards.
 
 
 def owners_of_parameters(root: nn.Module) -> dict[nn.Parameter, list[tuple[nn.Module, str]]]:
@@ -287,8 +289,8 @@ def start_rank() -> torch.device:
 # %%
 # Run it, and prove it
 # --------------------
-# The sharded and the unsharded run see the same samples: sharded, each rank its own part; unsharded,
-# every rank all parts, the sum of their losses over the number of ranks.
+# The sharded and the unsharded run see the same samples: sharded, each rank its own part;
+# unsharded, every rank all parts, the sum of their losses over the number of ranks.
 
 
 def loss_of(model: Stack, turn: int, rank: int) -> torch.Tensor:
@@ -315,10 +317,10 @@ def train(model: Stack, backward: Callable[[torch.Tensor], None] | None = None) 
 
 # %%
 # The weights after training must be those of the unsharded run. A sum of two gradients has one
-# order, so one and two ranks agree in **every bit**. From three ranks on the order of the sum is the
-# collective's own, and float32 rounding is allowed for. (The optimizer is the plain one for the same
-# reason: on a CPU, ``fused=True`` rounds the last few elements of a tensor differently, and a shard
-# ends elsewhere than the whole.)
+# order, so one and two ranks agree in **every bit**. From three ranks on the order of the sum is
+# the collective's own, and float32 rounding is allowed for. (The optimizer is the plain one for the
+# same reason: on a CPU, ``fused=True`` rounds the last few elements of a tensor differently, and a
+# shard ends elsewhere than the whole.)
 
 
 def prove_parity(model: Stack, reference: Stack) -> None:
@@ -332,8 +334,9 @@ def prove_parity(model: Stack, reference: Stack) -> None:
 
 # %%
 # A checkpoint knows nothing of ranks: DCP writes each rank's rows and that they are rows. Here the
-# shards of all ranks are read back as one process that shards nothing would read them. Plain tensors
-# in place of DTensors would be taken for replicas, and all but one rank's rows dropped in silence.
+# shards of all ranks are read back as one process that shards nothing would read them. Plain
+# tensors in place of DTensors would be taken for replicas, and all but one rank's rows dropped in
+# silence.
 
 
 def prove_checkpoint(model: Stack, directory: Path) -> None:
@@ -380,20 +383,22 @@ if __name__ == "__main__":
 #
 #    4 \, b \, \frac{P}{N} \quad\text{(weights, gradients, two moments)}
 #
-# and, in this schedule, :math:`2 b P` more while it computes: all weights and all gradients at once.
-# Gathering layer by layer brings that down to two or three layers: :doc:`stream_context`.
+# and, in this schedule, :math:`2 b P` more while it computes: all weights and all gradients at
+# once. Gathering layer by layer brings that down to two or three layers: :doc:`stream_context`.
 #
 # What it costs
 # -------------
 # A step moves, to and from each rank, :math:`2 \frac{N-1}{N}` of the weights in gathers and
-# :math:`\frac{N-1}{N}` of the gradients in reduce-scatters: one and a half times an all-reduce. That
-# is the price of the memory, and whether it costs *time* is a matter of schedule, not of bytes.
+# :math:`\frac{N-1}{N}` of the gradients in reduce-scatters: one and a half times an all-reduce.
+# That is the price of the memory, and whether it costs *time* is a matter of schedule, not of
+# bytes.
 #
 # When it is not worth it
 # -----------------------
 # * Model, gradients and optimizer fit on each device: plain data parallelism moves less.
 # * Many small parameters: each has its own collective here, and a collective of a few kilobytes
-#   costs as much as one of a megabyte. A flat buffer for a layer's small parameters pays for its copy.
+#   costs as much as one of a megabyte. A flat buffer for a layer's small parameters pays for its
+#   copy.
 # * Training that needs a library's breadth (activation checkpointing, hybrid sharding, compile):
 #   ``fully_shard`` is built on the same rows and has years of corner cases behind it.
 #

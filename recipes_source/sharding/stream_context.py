@@ -2,10 +2,10 @@
 Own the stream: gathers beside compute, released late
 =====================================================
 
-Sharded training gathers each layer's weights just before the layer computes. Whether that costs time
-is decided by one object: who owns the stream that gathers run on, and who says when a layer's memory
-may be given back. This recipe is that object, a **context** that the root module owns, on top of
-:doc:`sharded_parameter`.
+Sharded training gathers each layer's weights just before the layer computes. Whether that costs
+time is decided by one object: who owns the stream that gathers run on, and who says when a layer's
+memory may be given back. This recipe is that object, a **context** that the root module owns, on
+top of :doc:`sharded_parameter`.
 
 .. grid:: 1 1 2 2
 
@@ -27,10 +27,10 @@ may be given back. This recipe is that object, a **context** that the root modul
 The idea
 --------
 
-Memory decides the schedule. A unit's full weights may go when its last kernel has read them. Release
-them right behind the unit, and the next gather, which is queued behind that release, waits for the
-unit to end: nothing overlaps. Release them **one unit later**, and two units' weights are in memory:
-one computes, one arrives.
+Memory decides the schedule. A unit's full weights may go when its last kernel has read them.
+Release them right behind the unit, and the next gather, which is queued behind that release, waits
+for the unit to end: nothing overlaps. Release them **one unit later**, and two units' weights are
+in memory: one computes, one arrives.
 
 .. lanes:: Schematic. Unit 3 is gathered into memory that unit 1 gave back, while unit 2 computes.
 
@@ -40,7 +40,8 @@ one computes, one arrives.
    @16 unit 2 has
 
 1. **Compute after gather**: the compute stream waits for a unit's ``gathered`` event.
-2. **Release after compute**: the gather stream waits for a unit's ``consumed`` event and frees there.
+2. **Release after compute**: the gather stream waits for a unit's ``consumed`` event and frees
+   there.
 3. **Gather after update**: the gather stream waits for the optimizer step.
 
 No list of units is needed. Each unit asks for its own weights when its turn comes; the host runs
@@ -50,8 +51,8 @@ ahead of the device, so that it asks early.
 # %%
 # Imports
 # -------
-# ``ShardedParameter`` is the parameter in two forms of the recipe before: ``unshard`` and ``release``
-# queue what they do on the current stream, ``reduce`` adds a gradient to the shard.
+# ``ShardedParameter`` is the parameter in two forms of the recipe before: ``unshard`` and
+# ``release`` queue what they do on the current stream, ``reduce`` adds a gradient to the shard.
 
 from collections import deque
 from collections.abc import Callable, Iterable
@@ -91,8 +92,9 @@ class Unit:
 # The context
 # -----------
 # The root owns one context, and every unit below it, however deeply nested, uses that one: there is
-# one gather stream a rank, so that gathers never compete with each other, and one queue of releases,
-# so that memory is bounded for the model as a whole. The schedule itself is three methods.
+# one gather stream a rank, so that gathers never compete with each other, and one queue of
+# releases, so that memory is bounded for the model as a whole. The schedule itself is three
+# methods.
 #
 # ``before`` a unit computes, in forward and in backward: drain the queue to one, gather, let the
 # compute stream wait. ``after`` it: record ``consumed``, queue the release. ``drain`` releases the
@@ -100,14 +102,15 @@ class Unit:
 #
 # **Where memory is freed** is the point of it. PyTorch's caching allocator hands a freed block to
 # the next allocation *of the same stream*, at once, whatever other streams still do with it.
-# Weights are allocated on the gather stream, so they are freed there, behind a wait for ``consumed``:
-# whatever the gather stream puts into that memory comes after the wait. No ``record_stream``, which
-# frees late and by chance, and the host waits for nothing.
+# Weights are allocated on the gather stream, so they are freed there, behind a wait for
+# ``consumed``: whatever the gather stream puts into that memory comes after the wait. No
+# ``record_stream``, which frees late and by chance, and the host waits for nothing.
 #
-# **Two communicators.** A communicator runs its collectives one after the other, in the order in which
-# the host launched them, also when they are on different streams. With one for both, the gather of
-# the next unit in backward stands behind the reduce-scatter of this one, which stands behind its
-# kernels: not a single gather of backward would overlap. So gathers have a communicator of their own.
+# **Two communicators.** A communicator runs its collectives one after the other, in the order in
+# which the host launched them, also when they are on different streams. With one for both, the
+# gather of the next unit in backward stands behind the reduce-scatter of this one, which stands
+# behind its kernels: not a single gather of backward would overlap. So gathers have a communicator
+# of their own.
 
 
 class FsdpContext:
@@ -266,19 +269,19 @@ class FsdpContext:
 # The hooks are the ordinary ones. Two on each module open and close its forward. A hook on the
 # *output* of a unit runs in backward when the output's gradient is complete, just before the unit's
 # own. A hook on each full parameter runs when its gradient is complete: the gradient is taken from
-# autograd, summed over the ranks, here still on the compute stream, and dropped; behind the last one
-# of a unit, its weights are not needed any more.
+# autograd, summed over the ranks, here still on the compute stream, and dropped; behind the last
+# one of a unit, its weights are not needed any more.
 #
-# ``backward`` takes the place of ``loss.backward()``: it starts from 1/N, so that sums over ranks are
-# means, and afterwards releases whatever is left.
+# ``backward`` takes the place of ``loss.backward()``: it starts from 1/N, so that sums over ranks
+# are means, and afterwards releases whatever is left.
 #
 # Run it, and prove it
 # --------------------
 # The model runs its blocks in **another order each pass**, since nothing here knows an order: the
 # weights must be those of the unsharded run all the same.
 #
-# Then the schedule. Every gather was queued on the context's stream. In a forward, two units' weights
-# were in memory at once (with less, nothing could overlap) and never three.
+# Then the schedule. Every gather was queued on the context's stream. In a forward, two units'
+# weights were in memory at once (with less, nothing could overlap) and never three.
 
 
 def prove_schedule(model: rows.Stack, context: FsdpContext) -> None:
@@ -322,10 +325,10 @@ if __name__ == "__main__":
 # %%
 # What it buys
 # ------------
-# ``sync`` is this recipe with its gathers on the compute stream, which is what the recipe before does.
-# What stays visible with delayed release are the reduce-scatters, on the compute stream here, and the
-# first gather of each pass. :doc:`prefetch_schedule` moves the former to a stream of their own and
-# gathers fewer units.
+# ``sync`` is this recipe with its gathers on the compute stream, which is what the recipe before
+# does. What stays visible with delayed release are the reduce-scatters, on the compute stream here,
+# and the first gather of each pass. :doc:`prefetch_schedule` moves the former to a stream of their
+# own and gathers fewer units.
 #
 # .. timeline:: fsdp_overlap sync delayed_release
 #
@@ -364,18 +367,18 @@ if __name__ == "__main__":
 # Known limits
 # ------------
 # * A unit returns one tensor. Wrap a module that returns several.
-# * A full gradient is dropped when its reduce-scatter is queued: right on one stream, and the reason
-#   why :doc:`prefetch_schedule` has to keep it longer.
+# * A full gradient is dropped when its reduce-scatter is queued: right on one stream, and the
+#   reason why :doc:`prefetch_schedule` has to keep it longer.
 # * Every rank must run the same units in the same order; the order itself may change from pass to
 #   pass.
-# * Activation checkpointing around a unit runs its forward again inside backward; this recipe does not
-#   handle that.
+# * Activation checkpointing around a unit runs its forward again inside backward; this recipe does
+#   not handle that.
 # * A context lives as long as the process: autograd's hooks on the parameters keep it.
 #
 # Further reading
 # ---------------
-# * `Add FSDP stream context delayed release <https://github.com/NVIDIA/Megatron-LM/pull/5124>`__, the
-#   design that this recipe follows, and `what was merged
+# * `Add FSDP stream context delayed release <https://github.com/NVIDIA/Megatron-LM/pull/5124>`__,
+#   the design that this recipe follows, and `what was merged
 #   <https://github.com/NVIDIA/Megatron-LM/pull/5513>`__
 # * `Rethinking PyTorch Fully Sharded Data Parallel from first principles
 #   <https://dev-discuss.pytorch.org/t/rethinking-pytorch-fully-sharded-data-parallel-fsdp-from-first-principles/1019>`__:

@@ -2,10 +2,10 @@
 Hide the ends: update in the order of the next forward
 ======================================================
 
-However well a schedule overlaps, two transfers of a step stay exposed: the first gather, which waits
-for the optimizer, and the last reduce-scatter, for which the optimizer waits. The optimizer itself
-hides nothing. This recipe splits it by unit and runs the parts in the order in which the next forward
-needs them, with gathers and reduce-scatters beside them.
+However well a schedule overlaps, two transfers of a step stay exposed: the first gather, which
+waits for the optimizer, and the last reduce-scatter, for which the optimizer waits. The optimizer
+itself hides nothing. This recipe splits it by unit and runs the parts in the order in which the
+next forward needs them, with gathers and reduce-scatters beside them.
 
 .. grid:: 1 1 2 2
 
@@ -26,9 +26,9 @@ needs them, with gathers and reduce-scatters beside them.
 The idea
 --------
 
-AdamW updates each parameter from its own gradient and moments: the parts of the update may run in any
-order. Gradients arrive in the order of backward, the first unit's last. Weights are needed in the
-order of forward, the first unit's first. In between there is just enough freedom:
+AdamW updates each parameter from its own gradient and moments: the parts of the update may run in
+any order. Gradients arrive in the order of backward, the first unit's last. Weights are needed in
+the order of forward, the first unit's first. In between there is just enough freedom:
 
 .. lanes:: Schematic, four units: the updates begin while unit 1 is reduced, and end while it is gathered.
 
@@ -37,9 +37,10 @@ order of forward, the first unit's first. In between there is just enough freedo
    gather:   24-28 1 ~; 28-32 2 ~; 32-36 3 ~; 38-42 4 ~
    @24 unit 1 is up to date
 
-1. Start with the unit that is needed **last**. Its gradient arrived long ago, and its update gives the
-   last reduce-scatter time to end.
-2. Go on in the order of forward. Behind each update, its unit is gathered, as long as there is room.
+1. Start with the unit that is needed **last**. Its gradient arrived long ago, and its update gives
+   the last reduce-scatter time to end.
+2. Go on in the order of forward. Behind each update, its unit is gathered, as long as there is
+   room.
 3. When forward begins, as many units as there are buffers are in memory, or on their way.
 """
 
@@ -61,18 +62,18 @@ from torch.distributed.device_mesh import init_device_mesh
 # %%
 # The context
 # -----------
-# Two waits of the schedule before are taken apart. ``end_backward`` waited for *all* reduce-scatters;
-# now each update waits for the event behind *its* unit's. ``begin_forward`` made gathers wait for the
-# *whole* step; now the gather stream waits for an event behind each update.
+# Two waits of the schedule before are taken apart. ``end_backward`` waited for *all*
+# reduce-scatters; now each update waits for the event behind *its* unit's. ``begin_forward`` made
+# gathers wait for the *whole* step; now the gather stream waits for an event behind each update.
 #
-# ``step`` fills ``upcoming``, which is what the schedule expects of the next forward, with the units
-# that are up to date, and lets it prefetch: it never learns of a unit whose weights are still old.
-# What it gathers, and when it stops, is the rule it had before.
+# ``step`` fills ``upcoming``, which is what the schedule expects of the next forward, with the
+# units that are up to date, and lets it prefetch: it never learns of a unit whose weights are still
+# old. What it gathers, and when it stops, is the rule it had before.
 #
-# ``fresh`` is the responsibility that comes with it. Weights that were gathered before forward began
-# are right only if nothing changes them in between. After ``step`` nothing does, so ``predict`` keeps
-# them; in all other cases it does what it did, and drops everything. A program that loads a checkpoint
-# or swaps weights after ``step`` must call ``release_all()``.
+# ``fresh`` is the responsibility that comes with it. Weights that were gathered before forward
+# began are right only if nothing changes them in between. After ``step`` nothing does, so
+# ``predict`` keeps them; in all other cases it does what it did, and drops everything. A program
+# that loads a checkpoint or swaps weights after ``step`` must call ``release_all()``.
 
 
 class UpdateContext(PrefetchContext):
@@ -139,10 +140,10 @@ class UpdateContext(PrefetchContext):
 # %%
 # Run it, and prove it
 # --------------------
-# The training loop is that of the pages before, with one optimizer a unit. It notes what the last step
-# queued. Expected are an update, then, for the root and for each buffer, an update and its gathers in
-# turn, and updates alone for what is left: the first gather is queued when two units are up to date,
-# not when all are.
+# The training loop is that of the pages before, with one optimizer a unit. It notes what the last
+# step queued. Expected are an update, then, for the root and for each buffer, an update and its
+# gathers in turn, and updates alone for what is left: the first gather is queued when two units are
+# up to date, not when all are.
 
 
 def train(model: rows.Stack, context: UpdateContext) -> list[str]:
@@ -166,8 +167,8 @@ def train(model: rows.Stack, context: UpdateContext) -> list[str]:
 
 # %%
 # Updates in another order give the same bits, so the weights must equal those of one optimizer over
-# all parameters, unsharded. And no gather is wasted: a pass gathers as often as before, plus, once, the
-# units that the last step gathers for a forward that never comes.
+# all parameters, unsharded. And no gather is wasted: a pass gathers as often as before, plus, once,
+# the units that the last step gathers for a forward that never comes.
 
 
 def prove(shuffled: bool, device: torch.device) -> None:
@@ -207,8 +208,8 @@ if __name__ == "__main__":
 # What it buys
 # ------------
 # ``update_in_order`` uses peer copies for both transports, as ``prefetch_copy_engine`` does; what
-# differs is the order of updates alone. The gain is a constant few milliseconds a step: most where steps
-# are short.
+# differs is the order of updates alone. The gain is a constant few milliseconds a step: most where
+# steps are short.
 #
 # .. result-figure:: fsdp_overlap
 #    :rows: no_communication prefetch prefetch_copy_engine update_in_order
@@ -233,20 +234,20 @@ if __name__ == "__main__":
 #
 #    4 \, b \, \frac{P}{N} \;+\; B \, \max_{u} \text{bytes}(u)
 #
-# for :math:`P` parameters of :math:`b` bytes on :math:`N` ranks. Activations are gone by then, so that
-# the peak of a step is elsewhere as a rule.
+# for :math:`P` parameters of :math:`b` bytes on :math:`N` ranks. Activations are gone by then, so
+# that the peak of a step is elsewhere as a rule.
 #
 # When it is not worth it
 # -----------------------
 # * Steps are long: the ends are a fixed cost, and a small share of a long step.
 # * The optimizer is short beside a gather (SGD, or many ranks): there is little to hide behind.
-# * Gradients are clipped by their global norm: every update then waits for every gradient. The gathers
-#   can still follow the order; the last reduce-scatter is exposed again.
+# * Gradients are clipped by their global norm: every update then waits for every gradient. The
+#   gathers can still follow the order; the last reduce-scatter is exposed again.
 #
 # Known limits
 # ------------
-# * One optimizer a unit: learning-rate schedulers, gradient scalers and checkpoints must be given all of
-#   ``optimizers.values()``. ``get_state_dict`` takes several optimizers.
+# * One optimizer a unit: learning-rate schedulers, gradient scalers and checkpoints must be given
+#   all of ``optimizers.values()``. ``get_state_dict`` takes several optimizers.
 # * An optimizer that looks at all parameters at once (a global norm, a line search) is not split.
 # * With many small units, so many calls of the optimizer cost the host time.
 # * Before evaluation in between, nothing needs to be done; before weights change otherwise, call
@@ -255,7 +256,8 @@ if __name__ == "__main__":
 # Further reading
 # ---------------
 # * `How to save memory by fusing the optimizer step into the backward pass
-#   <https://docs.pytorch.org/tutorials/intermediate/optimizer_step_in_backward_tutorial.html>`__: the
-#   same freedom, used for memory
+#   <https://docs.pytorch.org/tutorials/intermediate/optimizer_step_in_backward_tutorial.html>`__:
+#   the same freedom, used for memory
 # * `torch.distributed.checkpoint.state_dict
-#   <https://docs.pytorch.org/docs/stable/distributed.checkpoint.html>`__: states of several optimizers
+#   <https://docs.pytorch.org/docs/stable/distributed.checkpoint.html>`__: states of several
+#   optimizers
