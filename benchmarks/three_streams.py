@@ -11,14 +11,15 @@ How a number is made
 * ``step_s``: host seconds from the call until the device has finished, all chunks; the device is
   idle before. Medians of ``--repeats`` calls after two unmeasured ones.
 * ``call_s``: host seconds until the call returns: the host can do nothing else.
-* ``bound_s``: of a pipeline whose slowest lane is busy all the time: (chunks - 1) times the slowest
-  of load, compute and store of one chunk, at the link's duplex rates, plus one of each, at the
-  rates of one direction alone. Rates and compute are measured in this run.
+* ``bound_s``: of an ideal pipeline with these slots, computed: each lane takes its next chunk as
+  soon as the chunk and the slot are there, kernels take what one alone takes, and the link has the
+  rate of one direction while one copies and its duplex rate while both do, all of this run.
 * ``eta``: ``bound_s`` over ``step_s``.
 * ``hidden_share``: the part of the copies' time on the device during which a kernel ran, from one
   profiled call.
-* ``peak_allocated_bytes``: device memory at its peak minus that before the way began, which holds
-  the matrix. The slots of ``three_streams`` are in it.
+* ``peak_reserved_bytes``: device memory that the allocator took from the driver for this way, the
+  slots of ``three_streams`` included, the matrix not. What is allocated would not show tensors that
+  are freed and that a stream still uses.
 * ``pinned_bytes``: sources and results, if page-locked.
 """
 
@@ -34,7 +35,7 @@ import torch
 ROOT = Path(__file__).resolve().parents[1]
 sys.path[:0] = [str(ROOT), str(ROOT / "recipes_source" / "offload")]
 
-from three_streams import CHUNKS, Pipeline, judge, one_stream  # noqa: E402
+from three_streams import CHUNKS, SLOTS, Pipeline, judge, one_stream  # noqa: E402
 
 from benchmarks.measuring import (  # noqa: E402
     Drawn,
@@ -52,8 +53,8 @@ from benchmarks.measuring import (  # noqa: E402
 SIDE, SIDE_SMALL = 11584, 64  # rows and columns of a chunk of bfloat16: just below 2**28 bytes
 LINK_BYTES, LINK_BYTES_SMALL = 2**30, 2**20
 BOUND_FROM = (
-    "(chunks - 1) x the slowest of load, compute and store of a chunk, at duplex rates, plus one "
-    "of each, at the rates of one direction; all of this run"
+    "an ideal pipeline with as many slots: the kernel alone, and the rate of one direction or of "
+    "both, whichever are under way; all of this run"
 )
 RECIPE = ("three_streams",)
 GAP_US = 20.0  # calls of the host closer than this are one block of a picture
@@ -191,16 +192,28 @@ def compute_s(work: Work) -> float:
     )
 
 
-def bound_s(work: Work, link: dict[str, float]) -> float | None:
-    if not link:
-        return None
-    compute = compute_s(work)
-
-    def lanes(rate: str) -> list[float]:
-        copies = [work.chunk_bytes / link[f"{rate}_{way}_bytes_per_s"] for way in ("h2d", "d2h")]
-        return [compute, *copies]
-
-    return (CHUNKS - 1) * max(lanes("duplex")) + sum(lanes("pinned"))
+def ideal_s(nbytes: int, kernel_s: float, link: dict[str, float]) -> float:
+    """Seconds of an ideal pipeline, see ``bound_s``, for chunks of ``nbytes``."""
+    done = {"h2d": 0, "compute": 0, "d2h": 0}  # chunks that have passed each lane
+    left: dict[str, float] = {}  # of the chunk in each lane that has one, 1.0 is all of it
+    now = 0.0
+    while done["d2h"] < CHUNKS:
+        may_begin = {
+            "h2d": done["h2d"] < min(CHUNKS, done["compute"] + SLOTS),
+            "compute": done["compute"] < min(done["h2d"], done["d2h"] + SLOTS),
+            "d2h": done["d2h"] < done["compute"],
+        }
+        left |= {lane: 1.0 for lane, may in may_begin.items() if may and lane not in left}
+        rate = "duplex" if {"h2d", "d2h"} <= left.keys() else "pinned"
+        speed = {way: link[f"{rate}_{way}_bytes_per_s"] / nbytes for way in ("h2d", "d2h")}
+        speed["compute"] = 1 / kernel_s
+        step = min(part / speed[lane] for lane, part in left.items())
+        now += step
+        left = {lane: part - step * speed[lane] for lane, part in left.items()}
+        for lane in [lane for lane, part in left.items() if part < 1e-9]:
+            del left[lane]
+            done[lane] += 1
+    return now
 
 
 def main() -> None:
@@ -222,8 +235,10 @@ def main() -> None:
         "kernel": f"a product of two {work.weight.shape[0]} x {work.weight.shape[1]} matrices",
         "precision": "bfloat16",
     }
-    if bound := bound_s(work, link):
+    bound = None
+    if link:
         workload["kernel_s"] = compute_s(work)
+        bound = ideal_s(work.chunk_bytes, workload["kernel_s"], link)
     head = header("three_streams", device, workload, link)
     # Every way runs code of the recipe but record_stream, which is measured against it.
     results = Results(arguments.out, head, dict.fromkeys(WAYS, RECIPE), ())
@@ -232,14 +247,15 @@ def main() -> None:
         work.host(pinned)
         run = None  # and with it what the way before held on the device
         if device.type == "cuda":
-            before = torch.cuda.memory_allocated()
+            torch.cuda.empty_cache()
+            before = torch.cuda.memory_reserved()
             torch.cuda.reset_peak_memory_stats()
         run = WAYS[way](work)
         row = {"name": way, "note": NOTES.get(way)} | measure(work, run, arguments.repeats)
         if bound:
             row |= {"bound_s": bound, "bound_from": BOUND_FROM, "eta": bound / row["step_s"]}
         if device.type == "cuda":
-            row["peak_allocated_bytes"] = torch.cuda.max_memory_allocated() - before
+            row["peak_reserved_bytes"] = torch.cuda.max_memory_reserved() - before
             row["pinned_bytes"] = 2 * CHUNKS * work.chunk_bytes if pinned else 0
             events = profiled(work, run)
             found = judge(events).copies.values()

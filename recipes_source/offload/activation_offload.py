@@ -149,8 +149,8 @@ class ActivationOffload:
             raise ValueError(f"budget {budget}, window {window}: pass bytes, 0 or more, 1 or more")
         self.device = torch.empty(0, device=device).device  # "cuda" is "cuda:0", say
         self.budget, self.window, self.smallest, self.stay = budget, window, smallest, list(stay)
-        self.streams = streams = torch.get_device_module(device)
-        self.h2d, self.d2h = lanes or (streams.Stream(), streams.Stream())
+        self.streams = torch.get_device_module(device)
+        self.h2d, self.d2h = lanes or (self.streams.Stream(), self.streams.Stream())
         pool = torch.empty(budget, dtype=torch.uint8, device="meta")
         self.pool = streaming.HostBuffer({"pool": pool}, torch.uint8, device)
         self.used = self.wanted = self.peak = 0
@@ -174,14 +174,14 @@ class ActivationOffload:
 
     def pack(self, tensor: torch.Tensor) -> torch.Tensor | tuple:
         """Queue the copy of the storage of ``tensor``, unless it is known or should stay."""
-        if type(tensor) not in (torch.Tensor, nn.Parameter) or tensor.device != self.device:
-            return tensor
-        memory = tensor.untyped_storage()
-        if memory.nbytes() < self.smallest or memory.data_ptr() in self.staying:
+        tensor = tensor.detach()  # what a hook keeps must not refer to the graph
+        plain = type(tensor) is torch.Tensor and tensor.device == self.device
+        memory = tensor.untyped_storage() if plain else None
+        if not plain or memory.nbytes() < self.smallest or memory.data_ptr() in self.staying:
             return tensor
         storage = self.known[memory]() if memory in self.known else None
         if storage is None or storage.version != tensor._version:
-            storage = self.store(tensor.detach())
+            storage = self.store(tensor)
         if storage is None:
             return tensor
         layout = tensor.storage_offset(), tensor.size(), tensor.stride()
