@@ -21,7 +21,7 @@ import subprocess
 import sys
 import tempfile
 from collections.abc import Callable, Iterator
-from dataclasses import dataclass
+from dataclasses import asdict, dataclass
 from functools import partial
 from pathlib import Path
 
@@ -423,10 +423,9 @@ def trace_step(model: nn.Module, backward: Callable, batch: torch.Tensor, path: 
     return read_overlap(json.loads(path.read_text())["traceEvents"])
 
 
-def measure_overlaps(device: torch.device, runs: int, folder: Path) -> dict:
+def measure_overlaps(device: torch.device, folder: Path) -> Iterator[tuple[str, list[dict]]]:
     path = folder / f"trace{dist.get_rank()}.json"
     tokens = TOKENS if device.type == "cuda" else 16
-    found = {}
     for name, (build, control) in {"alone": (None, None), **OVERLAPS}.items():
         torch.manual_seed(0)
         if build is None:
@@ -436,9 +435,8 @@ def measure_overlaps(device: torch.device, runs: int, folder: Path) -> dict:
         batch = torch.randn(tokens, model[0][0].in_features, device=device, dtype=torch.bfloat16)
         for _ in range(2):
             trace_step(model, backward, batch, path)
-        found[name] = [trace_step(model, backward, batch, path).__dict__ for _ in range(runs)]
+        yield name, [asdict(trace_step(model, backward, batch, path)) for _ in range(RUNS)]
         del model, backward
-    return found
 
 
 # -- the ranks' program ------------------------------------------------------------------------
@@ -457,8 +455,9 @@ def main(output: Path) -> None:
             found["right"][race.name] = not is_wrong(race, None, device)
             found["wrong"][race.name] = is_wrong(race, race.control, device)
             write(found, output)
-        found["overlaps"] = measure_overlaps(device, RUNS, output.parent)
-        write(found, output)
+        for name, runs in measure_overlaps(device, output.parent):
+            found["overlaps"][name] = runs
+            write(found, output)
         dist.barrier()
     finally:
         dist.destroy_process_group()
