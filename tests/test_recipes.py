@@ -80,11 +80,12 @@ def test_plain_python_runs_one_rank(recipe: Recipe, tmp_path) -> None:
     assert not list(tmp_path.iterdir()), "it left files in the working directory"
 
 
-def test_importing_a_recipe_does_nothing(recipe: Recipe) -> None:
-    code = (
-        f"import sys; sys.path.insert(0, {str(recipe.path.parent)!r})\n"
-        f"import {recipe.name}, torch.distributed as dist, threading\n"
-        "assert not dist.is_initialized() and threading.active_count() == 1"
+def test_importing_a_recipe_does_nothing(recipe: Recipe, tmp_path) -> None:
+    """The harness sees what an import leaves: a thread, a process, a group, a file."""
+    importer = tmp_path / "importer.py"
+    importer.write_text(
+        f"import sys\nsys.path.insert(0, {str(recipe.path.parent)!r})\nimport {recipe.name}\n"
     )
-    done = subprocess.run([sys.executable, "-c", code], capture_output=True, text=True, timeout=120)
-    assert (done.returncode, done.stdout) == (0, ""), done.stdout + done.stderr
+    report = run(importer, 1, launcher="warm")
+    assert report.ok, report.describe()
+    assert report.outputs == [""]
