@@ -82,9 +82,9 @@ SETTINGS = {"lr": 1e-2, "betas": (0.9, 0.95), "weight_decay": 0.1}
 
 
 def host_threads() -> int:
-    """Cores of the machine that this process may use, divided by the ranks that share it."""
+    """This rank's part of the machine's cores, less one for the thread that trains."""
     ranks = int(os.environ.get("LOCAL_WORLD_SIZE", "1"))
-    return max(1, len(os.sched_getaffinity(0)) // ranks)
+    return max(1, len(os.sched_getaffinity(0)) // ranks - 1)
 
 
 # %%
@@ -111,7 +111,13 @@ def host_threads() -> int:
 # **Gradients that are not finite** never reach the moments. The mean over ranks carries them to
 # every rank, so that every rank raises, in its next ``forward`` or ``finish``. With ``max_norm``
 # nothing has been updated by then and training can go on with another batch; ``max_norm=math.inf``
-# gives just that, without clipping. Without it, layers that arrived before are updated already.
+# gives just that, without clipping. Without it, each layer is looked at when its turn comes (no sum
+# stays finite over an infinity or a NaN), and the others may be updated already.
+#
+# **Cores.** The update splits each chunk evenly over its cores and waits for the last one. Whatever
+# takes a core from it in between, if only for a moment, holds them all. So the training thread
+# keeps a core for itself, and the wait for ``host_done`` sleeps (``blocking=True``) where it would
+# spin.
 
 
 def row_norms(tensors: Iterable[torch.Tensor]) -> list[torch.Tensor]:
@@ -152,10 +158,12 @@ class PipelinedAdamW(streaming.StreamedStack):
             [torch.optim.AdamW([nn.Parameter(c)], fused=True, **adamw) for c in master.split(CHUNK)]
             for master in self.masters
         ]
+        blocking = {} if device.type == "cpu" else {"blocking": True}  # a wait takes no core
+        self.host_done = [self.streams.Event(**blocking) for _ in self.layers]
         self.norms: list[list[torch.Tensor]] = [[] for _ in self.layers]
         self.received: list[Future] = []
         self.updated: dict[int, Future] = {}
-        self.due: PriorityQueue[int] = PriorityQueue()
+        self.due: PriorityQueue[tuple[int, Future]] = PriorityQueue()
         self.group = dist.new_group(backend="gloo")
         cores = (torch.set_num_threads, (host_threads(),))
         self.arrivals = ThreadPoolExecutor(1, "arrivals", *cores)
@@ -175,7 +183,7 @@ class PipelinedAdamW(streaming.StreamedStack):
     def load(self, layer: int) -> None:
         """Queue the copy of a layer's weights into its slot, once they are updated."""
         if layer in self.updated:
-            self.updated[layer].result()
+            self.updated.pop(layer).result()
         super().load(layer)
 
     def store(self, layer: int) -> None:
@@ -185,8 +193,7 @@ class PipelinedAdamW(streaming.StreamedStack):
 
     def await_arrivals(self) -> None:
         received, self.received = self.received, []
-        wait(received)
-        for future in received:
+        for future in wait(received).done:
             future.result()
 
     def finish(self) -> None:
@@ -196,8 +203,8 @@ class PipelinedAdamW(streaming.StreamedStack):
             FloatingPointError: a gradient of the last step is not finite.
         """
         self.await_arrivals()
-        for update in self.updated.values():
-            update.result()
+        while self.updated:
+            self.updated.popitem()[1].result()
 
     # The thread of arrivals
 
@@ -205,42 +212,41 @@ class PipelinedAdamW(streaming.StreamedStack):
         """Wait for a layer's gradients, average them, and schedule the layers that are due."""
         self.host_done[layer].synchronize()
         host = self.gradients[layer]
-        fp32, views = self.scratch[: host.flat.numel()], host.views
+        fp32 = self.scratch[: host.flat.numel()]
         if dist.get_world_size() > 1:
             dist.all_reduce(fp32.copy_(host.flat), group=self.group)
             host.flat.copy_(fp32.div_(dist.get_world_size()))
-        if self.max_norm is not None:
-            views = host.views_of(fp32.copy_(host.flat))
-        self.norms[layer] = row_norms(views.values())
         if self.max_norm is None:
-            self.schedule([layer])
-        elif layer == 0:
+            return self.schedule([layer])
+        self.norms[layer] = row_norms(host.views_of(fp32.copy_(host.flat)).values())
+        if layer == 0:
+            norm = self.norm = get_total_norm([each for rows in self.norms for each in rows])
+            if not norm.isfinite():
+                raise FloatingPointError(f"gradient norm {norm}: nothing updated, skip this batch")
             self.schedule(range(len(self.layers)))
 
     def schedule(self, layers: Iterable[int]) -> None:
-        norm = self.norm = get_total_norm([each for layer in layers for each in self.norms[layer]])
-        if not norm.isfinite():
-            what = f"layers {list(layers)} were not updated: the norm of their gradients is {norm}"
-            raise FloatingPointError(f"{what}; try another batch, or a lower learning rate")
         for layer in layers:
-            self.updated[layer] = Future()
-            self.due.put(layer)
+            updated = self.updated[layer] = Future()
+            self.due.put((layer, updated))
             self.updates.submit(self.update_lowest)
 
     # The thread of updates
 
     def update_lowest(self) -> None:
-        layer = self.due.get()
+        layer, updated = self.due.get()
         try:
-            self.updated[layer].set_result(self.update(layer))
+            updated.set_result(self.update(layer))
         except BaseException as error:
-            self.updated[layer].set_exception(error)
+            updated.set_exception(error)
 
     def update(self, layer: int) -> None:
         """Update a layer's masters with its gradients, and its weights with the masters."""
-        gradients = self.gradients[layer].flat
-        weights = self.weights[layer].flat[: gradients.numel()]
-        pieces = zip(gradients.split(CHUNK), weights.split(CHUNK), strict=True)
+        host = self.gradients[layer]
+        if self.max_norm is None and not all(x.sum().isfinite() for x in host.views.values()):
+            raise FloatingPointError(f"layer {layer}: gradients not finite, load a checkpoint")
+        weights = self.weights[layer].flat[: host.flat.numel()]
+        pieces = zip(host.flat.split(CHUNK), weights.split(CHUNK), strict=True)
         for optimizer, (gradient, weight) in zip(self.optimizers[layer], pieces, strict=True):
             [master] = optimizer.param_groups[0]["params"]
             master.grad = self.chunk[: gradient.numel()].copy_(gradient)
