@@ -66,9 +66,9 @@ from torch.distributed.device_mesh import DeviceMesh, init_device_mesh
 from torch.distributed.tensor import DTensor, Shard
 
 WIDTH, HIDDEN = 64, 509  # features; 509 is a prime, so every shard of it is uneven
-BLOCKS = 6
+BLOCKS = 5
 BATCH = 8  # samples per rank and micro-batch
-STEPS = 4
+STEPS = 2
 MICRO_BATCHES = 2  # gradients accumulated over them before a step
 
 all_gather = getattr(dist, "all_gather_single", dist.all_gather_into_tensor)  # torch 2.13 renames
@@ -246,7 +246,7 @@ class Block(nn.Module):
 
     def __init__(self) -> None:
         super().__init__()
-        self.up, self.down = nn.Linear(WIDTH, HIDDEN), nn.Linear(HIDDEN, WIDTH)
+        self.up, self.down = nn.Linear(WIDTH, HIDDEN), nn.Linear(HIDDEN, WIDTH, bias=False)
 
     def forward(self, x: torch.Tensor) -> torch.Tensor:
         return x + self.down(nn.functional.gelu(self.up(x)))
