@@ -13,6 +13,10 @@ How a number is made
   tokens; medians of ``--repeats`` steps after three unmeasured ones. The host may queue one step
   ahead.
 * ``over_resident``: ``step_s`` over that of ``resident``, which saves all on the device.
+* ``bound_s``: of what this repository's class moves. All that is saved but one window goes to the
+  host in forward and comes back in backward, at the link's rates of this run; the step cannot take
+  less, nor less than the same step without copies (``resident``, or ``checkpoint``). ``eta`` is
+  ``bound_s`` over ``step_s``.
 * ``peak_allocated_bytes``, ``peak_reserved_bytes``: of these steps, weights and gradients included.
 * ``pinned_bytes``: page-locked host memory in use: the pool's part that is filled, or what
   PyTorch's allocator has handed out.
@@ -60,6 +64,10 @@ from benchmarks.measuring import (  # noqa: E402
 )
 
 GB = 10**9
+BOUND_FROM = (
+    "the longer of the same step without copies, and what is saved, less one window, over the "
+    "link's rate to the host plus over its rate back"
+)
 GAP_US = 100.0  # kernels or copies closer than this are one block of a picture
 
 
@@ -156,6 +164,7 @@ class Way:
 
     note: str | None = None
     recipes: tuple[str, ...] = ()
+    without_copies: str | None = None  # the way that computes the same and copies nothing
     searched = True  # whether the longest sequence is looked for
 
     def __init__(self, training: Training) -> None:
@@ -191,7 +200,8 @@ class Checkpointed(Way):
 
 
 class Offloaded(Way):
-    recipes = ("activation_offload", "weight_streaming")
+    recipes = ("activation_offload",)
+    without_copies = "resident"
 
     def saving(self) -> AbstractContextManager:
         return self.training.offload.saving()
@@ -212,6 +222,7 @@ class HalfOffloaded(Offloaded):
 
 class CheckpointedOffloaded(Offloaded, Checkpointed):
     note = "torch.utils.checkpoint around every layer; the layers' inputs go to the host"
+    without_copies = "checkpoint"
 
 
 class SaveOnCpu(Way):
@@ -238,7 +249,7 @@ WAYS: dict[str, type[Way]] = {
     "resident": Way,
     "activation_offload": Offloaded,
     "activation_offload_half": HalfOffloaded,
-    "checkpoint": Checkpointed,
+    "checkpoint": Checkpointed,  # before the next, whose bound refers to it
     "checkpoint_activation_offload": CheckpointedOffloaded,
     "torchtune": Torchtune,
     "save_on_cpu": SaveOnCpu,
@@ -277,6 +288,14 @@ def measure(training: Training, way: Way, repeats: int) -> dict:
     pairs = zip(ours, training.expected, strict=True)
     row["gradients_bitwise"] = all(torch.equal(*pair) for pair in pairs)
     return row
+
+
+def bound(row: dict, window: int, link: dict[str, float], without_copies_s: float) -> dict:
+    """``bound_s``, ``bound_from`` and ``eta`` of a row."""
+    moved = row["pinned_bytes"] - window
+    rates = [link[f"pinned_{direction}_bytes_per_s"] for direction in ("d2h", "h2d")]
+    bound_s = max(without_copies_s, sum(moved / rate for rate in rates))
+    return {"bound_s": bound_s, "bound_from": BOUND_FROM, "eta": bound_s / row["step_s"]}
 
 
 def longest(training: Training, way: Way, started: float) -> int | None:
@@ -346,14 +365,17 @@ def run(arguments: argparse.Namespace, device: torch.device) -> None:
     head = header("activation_offload", device, workload, link)
     recipes = {name: way.recipes for name, way in WAYS.items()}
     results = Results(arguments.out, head, recipes, ())
-    resident_s = None
+    steps: dict[str, float] = {}
     for name in arguments.ways:
         try:
             way = WAYS[name](training)
             row = measure(training, way, arguments.repeats)
-            if name == "resident":
-                resident_s = row["step_s"]
-            row["over_resident"] = row["step_s"] / resident_s if resident_s else None
+            steps[name] = row["step_s"]
+            if "resident" in steps:
+                row["over_resident"] = row["step_s"] / steps["resident"]
+            if link and way.without_copies in steps:
+                window = training.layer_bytes(size.tokens)
+                row |= bound(row, window, link, steps[way.without_copies])
             say(started, f"{name}: { {k: v for k, v in row.items() if k != 'samples'} }")
             results.add({"name": name, "note": way.note} | row)
             if name in TRACED and device.type == "cuda":
