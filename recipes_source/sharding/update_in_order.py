@@ -208,8 +208,9 @@ if __name__ == "__main__":
 # What it buys
 # ------------
 # ``update_in_order`` uses peer copies for both transports, as ``prefetch_copy_engine`` does; what
-# differs is the order of updates alone. The gain is a constant few milliseconds a step: most where
-# steps are short.
+# differs is the order of updates alone. The gain is bounded by what the ends of a step cost, and the
+# gathers share the memory's bandwidth with the updates beside them. It shows where steps are short;
+# in long steps it is lost in the noise.
 #
 # .. result-figure:: fsdp_overlap
 #    :rows: no_communication prefetch prefetch_copy_engine update_in_order
@@ -239,7 +240,7 @@ if __name__ == "__main__":
 #
 # When it is not worth it
 # -----------------------
-# * Steps are long: the ends are a fixed cost, and a small share of a long step.
+# * Steps are long: the ends are a fixed cost and a small share of a long step.
 # * The optimizer is short beside a gather (SGD, or many ranks): there is little to hide behind.
 # * Gradients are clipped by their global norm: every update then waits for every gradient. The
 #   gathers can still follow the order; the last reduce-scatter is exposed again.
