@@ -284,6 +284,8 @@ BENCHMARKS = {
         columns=(
             Column("step_s", "Step time", seconds),
             Column("over_resident", "Over resident", slowdown),
+            _BOUND,
+            Column("eta", "Bound over step time", share),
             *_MEMORY,
             Column("pinned_bytes", "Pinned memory", byte_count),
             Column("longest_tokens", "Longest sequence that ran", count),
