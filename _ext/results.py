@@ -21,7 +21,7 @@ from docutils import nodes
 from docutils.parsers.rst import directives
 from lanes import LanePicture, picture
 from matplotlib.figure import Figure
-from matplotlib.ticker import LogLocator, NullLocator
+from matplotlib.ticker import LogLocator, MaxNLocator, NullLocator
 from sphinx import addnodes
 from sphinx.application import Sphinx
 from sphinx.environment import BuildEnvironment
@@ -263,6 +263,8 @@ def _bars(
     left = min(positive, default=1e-3) / 2 if logarithmic else 0.0
     if logarithmic:
         axes.set_xscale("log")
+    else:
+        axes.xaxis.set_major_locator(MaxNLocator(4))
     # A stall of zero or below has no place on a logarithmic axis: its value is written, no bar.
     widths = [max(value - left, 0.0) for value in values]
     colours = [SERIES[0] if row["name"] in ROW_RECIPES else PEER for row in rows]
