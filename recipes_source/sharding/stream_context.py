@@ -373,6 +373,8 @@ if __name__ == "__main__":
 #   pass.
 # * Activation checkpointing around a unit runs its forward again inside backward; this recipe does
 #   not handle that.
+# * A unit of frozen parameters alone is told by no gradient that backward is done with it: it stays
+#   in memory until the end of backward. Put it into a unit that trains something.
 # * A context lives as long as the process: autograd's hooks on the parameters keep it.
 #
 # Further reading
