@@ -339,24 +339,32 @@ if __name__ == "__main__":
 # %%
 # What it buys
 # ------------
-# A stack of transformer layers, forward and backward. ``activation_offload_half`` has a budget of
-# half of what is saved. The device's memory was limited as on a smaller card; the longest sequence is
-# the longest of a fixed list that ran within the limit and the pool.
+# A stack of transformer layers, forward and backward, in a device's memory that was limited as on a
+# smaller card. ``checkpoint_activation_offload`` recomputes every layer (``torch.utils.checkpoint``)
+# and so copies nothing but the layers' inputs. The longest sequence is the longest of a fixed list
+# that ran.
 #
 # .. result-figure:: activation_offload
-#    :rows: resident activation_offload activation_offload_half checkpoint checkpoint_activation_offload torchtune save_on_cpu
+#    :rows: resident activation_offload checkpoint_activation_offload
 #
 # .. result-table:: activation_offload
-#    :rows: resident activation_offload activation_offload_half checkpoint checkpoint_activation_offload torchtune save_on_cpu
+#    :rows: resident activation_offload checkpoint_activation_offload
 #
-# ``save_on_cpu`` is PyTorch's own hook with ``pin_memory=True``: it allocates pinned memory in each
-# step and copies on the stream of the kernels. ``checkpoint`` computes every layer twice instead
-# of copying, and ``checkpoint_activation_offload`` copies the inputs of its layers. ``torchtune`` is
-# its ``OffloadActivations``.
+# Without recomputation the link is the wall here: it copies all the time, one way in forward, the
+# other in backward. Kernels run in between.
 #
 # .. timeline:: activation_offload resident activation_offload checkpoint_activation_offload
 #
-# .. timeline:: activation_offload save_on_cpu
+# PyTorch's ``save_on_cpu`` with pinned memory and torchtune's ``OffloadActivations``, on the layers
+# of :doc:`weight_streaming` with all weights on the device:
+#
+# .. result-table:: offload_step
+#    :rows: resident_all_saved save_on_cpu torchtune
+#
+# And weights on the host, with the layers' inputs on the device or on the host as well:
+#
+# .. result-table:: offload_step
+#    :rows: streamed streamed_activation_offload
 #
 # What breaks if you remove a line
 # --------------------------------
