@@ -148,7 +148,9 @@ def thumbnail(path: Path) -> str | None:
     content = re.split(r"\n[ \t]*\n", "\n" + match[1], maxsplit=1)[1]
     panel = lanes.parse(content.splitlines())
     end = max(bar.end for lane in panel.lanes for bar in lane.bars)
-    width, height, gap, margin = 400, 30, 16, 36
+    width, margin, used = 400, 36, 124  # of 200 units of height; the card shows the middle
+    gap = 16 if len(panel.lanes) <= 3 else 10
+    height = min(30, (used - gap * (len(panel.lanes) - 1)) / len(panel.lanes))
     y = (200 - len(panel.lanes) * (height + gap) + gap) / 2
     shapes = []
     for lane in panel.lanes:
@@ -156,7 +158,7 @@ def thumbnail(path: Path) -> str | None:
             x = margin + bar.start / end * (width - 2 * margin)
             w = (bar.end - bar.start) / end * (width - 2 * margin) - 3
             shapes.append(
-                f'<rect x="{x:.1f}" y="{y:.1f}" width="{w:.1f}" height="{height}" rx="5" '
+                f'<rect x="{x:.1f}" y="{y:.1f}" width="{w:.1f}" height="{height:.1f}" rx="5" '
                 f'fill="{THUMBNAIL_COLOURS[bar.kind]}"/>'
             )
         y += height + gap
