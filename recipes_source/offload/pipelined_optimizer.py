@@ -362,13 +362,11 @@ if __name__ == "__main__":
 #    :rows: streamed streamed_adam
 #
 # .. result-table:: offload_step
-#    :rows: resident streamed streamed_adam torchao deepspeed
+#    :rows: resident streamed streamed_adam torchao
 #
 # ``torchao`` is that package's ``CPUOffloadOptimizer``: the weights stay on the device, and what
 # the host keeps of them, and of the moments, is bf16. Its updates move about half as much, and
 # round weights and moments to bf16 in every step.
-#
-# .. timeline:: offload_step streamed_adam
 #
 # A model beyond the memory of the device trains like any other:
 #
