@@ -334,9 +334,10 @@ if __name__ == "__main__":
 # %%
 # What it buys
 # ------------
-# The same chunks, in each of the ways. ``Host held`` is the time until the call returned: the host could do
-# nothing else. ``Bound`` is what the link and the kernels allow: the slowest of the three lanes,
-# plus the first copy in and the last one out, which nothing can hide.
+# The same chunks, in each of the ways. ``Host held`` is the time until the call returned: the host
+# could do nothing else. ``Bound`` is what the link and the kernels allow: the slowest of the three
+# lanes, plus the first copy in and the last one out, which nothing can hide. Where the link is
+# slower than the kernel, kernels cannot hide all copies; the two directions then hide each other.
 #
 # .. result-figure:: three_streams
 #    :rows: pageable pageable_non_blocking pinned_blocking one_stream three_streams
@@ -358,8 +359,9 @@ if __name__ == "__main__":
 # direction alone and of both together. Duplex is nearly, not exactly, twice the traffic: plan a
 # pipeline that loads and stores at the same time with the duplex rates.
 #
-# ``record_stream`` is the same pipeline with new device tensors for every chunk, each marked for
-# the streams that use it: as fast, and its peak memory is a matter of how far the host ran ahead.
+# ``record_stream``, the last row, is the same pipeline with new device tensors for every chunk, each
+# marked for the streams that use it: as fast, and the memory that it reserves is a matter of how far
+# the host ran ahead.
 #
 # What breaks if you remove a line
 # --------------------------------
