@@ -43,7 +43,7 @@ saved *last*. That is what backward wants first: it should stay anyway.
 # %%
 # Imports and sizes
 # -----------------
-# The layers, the loss and the page-locked buffer of exact size are those of ``weight_streaming.py``.
+# The layers, the loss and the page-locked buffer of exact size come from ``weight_streaming.py``.
 
 import weakref
 from collections import deque
@@ -340,9 +340,9 @@ if __name__ == "__main__":
 # What it buys
 # ------------
 # A stack of transformer layers, forward and backward, in a device's memory that was limited as on a
-# smaller card. ``checkpoint_activation_offload`` recomputes every layer (``torch.utils.checkpoint``)
-# and so copies nothing but the layers' inputs. The longest sequence is the longest of a fixed list
-# that ran.
+# smaller card. ``checkpoint_activation_offload`` recomputes every layer, by
+# ``torch.utils.checkpoint``, and so copies nothing but the layers' inputs. The longest sequence is
+# the longest of a fixed list that ran.
 #
 # .. result-figure:: activation_offload
 #    :rows: resident activation_offload checkpoint_activation_offload
@@ -395,9 +395,9 @@ if __name__ == "__main__":
 # * Below that the link is the wall, and the step takes as long as the copies do. Backward computes
 #   twice as much for the same bytes, so it is hidden from half of that on. A smaller budget, which
 #   leaves the last layers' activations on the device, shortens both.
-# * Recomputation (``torch.utils.checkpoint``) is cheaper where a layer computes faster than the link
-#   carries what it saves. Put this class around a checkpointed model, and only the layers' inputs
-#   move: :math:`2\,d` bytes a token instead of :math:`34\,d`.
+# * Recomputation (``torch.utils.checkpoint``) is cheaper where a layer computes faster than the
+#   link carries what it saves. Put this class around a checkpointed model, and only the layers'
+#   inputs move: :math:`2\,d` bytes a token instead of :math:`34\,d`.
 # * The step fits the device: nothing is gained.
 # * Forward without backward: use ``torch.no_grad()``, which saves nothing.
 #

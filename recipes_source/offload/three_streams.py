@@ -197,8 +197,8 @@ class Pipeline:
 #   holds the device.
 # * Each call of the runtime (``cudaMemcpyAsync``, ``cudaStreamSynchronize``) lasts as long as it
 #   kept the host.
-# * The kernels say what ran meanwhile: ``hidden_share`` is the part of the copies' time during which
-#   one did. A stream of its own allows overlap, it does not promise it.
+# * The kernels say what ran meanwhile: ``hidden_share`` is the part of the copies' time during
+#   which one did. A stream of its own allows overlap, it does not promise it.
 #
 # One thing is easily misread: ``.item()`` after an asynchronous copy waits too, for the number. The
 # copy is innocent, and the verdict still says that the host was held.
@@ -359,9 +359,9 @@ if __name__ == "__main__":
 # direction alone and of both together. Duplex is nearly, not exactly, twice the traffic: plan a
 # pipeline that loads and stores at the same time with the duplex rates.
 #
-# ``record_stream``, the last row, is the same pipeline with new device tensors for every chunk, each
-# marked for the streams that use it: as fast, and the memory that it reserves is a matter of how far
-# the host ran ahead.
+# ``record_stream``, the last row, is the same pipeline with new device tensors for every chunk,
+# each marked for the streams that use it: as fast, and the memory that it reserves is a matter of
+# how far the host ran ahead.
 #
 # What breaks if you remove a line
 # --------------------------------
