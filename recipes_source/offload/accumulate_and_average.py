@@ -320,9 +320,10 @@ if __name__ == "__main__":
 #
 # .. result-figure:: offload_step
 #    :rows: resident streamed streamed_4_microbatches
+#    :field: step_s
 #
 # .. result-table:: offload_step
-#    :rows: resident streamed streamed_4_microbatches
+#    :rows: streamed streamed_4_microbatches
 #
 # In bytes over the link for each parameter and step, with weights of 2 bytes:
 #

@@ -359,10 +359,19 @@ if __name__ == "__main__":
 # layer 0, which lies between the last gradient and the first load, so that nothing can hide it.
 #
 # .. result-figure:: offload_step
-#    :rows: streamed streamed_adam
+#    :rows: resident streamed_adam
+#    :field: step_s
+#
+# On the left the updates are the wall: they take what they take, whatever the device does. To the
+# right they disappear behind it.
 #
 # .. result-table:: offload_step
 #    :rows: resident streamed streamed_adam torchao
+#
+# Most is missing from the bound in between, where both are busy about as long as each other. From
+# the last update of a step to the next gradient, the device still has the forward of the layers
+# above and the backward of the top layer to do, and the host waits. While updates run, the copies
+# over the link share the host's memory with them.
 #
 # ``torchao`` is that package's ``CPUOffloadOptimizer``: the weights stay on the device, and what
 # the host keeps of them, and of the moments, is bf16. Its updates move about half as much, and
@@ -371,6 +380,7 @@ if __name__ == "__main__":
 # A model beyond the memory of the device trains like any other:
 #
 # .. result-table:: offload_memory
+#    :rows: streamed_adam
 #
 # What breaks if you remove a line
 # --------------------------------
