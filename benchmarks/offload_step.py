@@ -695,6 +695,21 @@ def bound_s(compute: list[float], nbytes: int, link: dict[str, float], slots: in
     return total
 
 
+def ridge_tokens(compute: list[float], tokens: int, nbytes: int, link: dict) -> dict[str, int]:
+    """From how many tokens on the median phase computes longer than its copies take.
+
+    Compute time is taken to grow in proportion to the tokens.
+    """
+    layers = len(compute) // 2
+    forward, backward = (statistics.median(part) for part in (compute[:layers], compute[layers:]))
+    load = nbytes / link["pinned_h2d_bytes_per_s"]
+    both = nbytes / min(link["duplex_h2d_bytes_per_s"], link["duplex_d2h_bytes_per_s"])
+    return {
+        "ridge_tokens_forward": round(tokens * load / forward),
+        "ridge_tokens_backward": round(tokens * both / backward),
+    }
+
+
 # -- one row ----------------------------------------------------------------------------------
 
 
@@ -954,6 +969,9 @@ def run(arguments: argparse.Namespace, device: torch.device) -> None:
             if tokens in plan.get("resident", ()):
                 row |= host.peaks() | reference.compare(mode, tokens, row)
                 results.add({"name": "resident", "tokens": tokens} | row)
+            if tokens == size.judged_tokens and reference.link:
+                compute = row["samples"]["compute_beside_s"]
+                workload.update(ridge_tokens(compute, tokens, size.layer_bytes, reference.link))
             say(started, f"resident, {tokens}: {row}")
 
     def rows(mode: Mode, host: HostMemory) -> None:
