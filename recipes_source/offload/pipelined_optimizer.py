@@ -366,7 +366,7 @@ if __name__ == "__main__":
 # right they disappear behind it.
 #
 # .. result-table:: offload_step
-#    :rows: resident streamed streamed_adam torchao
+#    :rows: resident streamed streamed_adam torchao deepspeed
 #
 # Most is missing from the bound in between, where both are busy about as long as each other. From
 # the last update of a step to the next gradient, the device still has the forward of the layers
@@ -377,7 +377,7 @@ if __name__ == "__main__":
 # the host keeps of them, and of the moments, is bf16. Its updates move about half as much, and
 # round weights and moments to bf16 in every step.
 #
-# A model beyond the memory of the device trains like any other:
+# A model whose weights, gradients and moments are larger than the memory of the device:
 #
 # .. result-table:: offload_memory
 #    :rows: streamed_adam
@@ -417,7 +417,8 @@ if __name__ == "__main__":
 # are hidden from about :math:`T = 3.5\,F/B` tokens a step on; with hundreds of TFLOP/s and hundreds
 # of GB/s, from some ten thousand. Below that, raise the tokens of a step, with layer-major
 # microbatches (:doc:`accumulate_and_average`) if they do not fit at once: the update costs the same
-# for any number of them.
+# for any number of them. With few cores their arithmetic is the wall before the memory is: time
+# ``update(layer)`` alone, and use that instead of :math:`28P/B`.
 #
 # When it is not worth it
 # -----------------------
