@@ -318,7 +318,7 @@ if __name__ == "__main__":
 #    :rows: no_communication fsdp2 fsdp2_tuned delayed_release prefetch prefetch_copy_engine
 #
 # .. result-table:: fsdp_overlap
-#    :rows: no_communication fsdp2 fsdp2_tuned delayed_release prefetch prefetch_copy_engine megatron-fsdp
+#    :rows: no_communication fsdp2 fsdp2_tuned megatron-fsdp megatron-fsdp-experimental delayed_release prefetch prefetch_copy_engine
 #
 # .. timeline:: fsdp_overlap delayed_release prefetch prefetch_copy_engine
 #
