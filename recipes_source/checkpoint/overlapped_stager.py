@@ -385,9 +385,11 @@ if __name__ == "__main__":
 # same training; a stall of zero is possible where a step is longer than that. ``short`` steps are
 # shorter than the copy: the optimizer then waits for the rest of it. On two GPUs of one host, the
 # copy shares its way out of the GPU with the collectives of training, so both rates are given: the
-# link's alone and beside training. A stall this small is less than steps differ from each other;
-# the benchmark compares each window of steps around a save with one without, step by step, and
-# what is left of the noise can make it negative.
+# link's alone and beside training.
+#
+# A stall this small is less than steps differ from each other, so its sign means nothing: after a
+# rest, a GPU's clocks swing for seconds and step times with them. The benchmark compares windows of
+# steps with and without a save, place by place; a row that was measured before it did says so.
 #
 # .. result-figure:: checkpoint_stall
 #    :rows: dcp_save pinned default_stager_as_published default_stager_ordered overlapped torch_checkpointing

@@ -360,8 +360,8 @@ elif __name__ == "__mp_main__":  # imported by the daemon, which logs what it al
 # What it buys
 # ------------
 # ``pinned`` and ``process`` both copy into memory that was made once, and differ in who writes;
-# ``async_save`` makes new memory for every save, and so does the daemon's helper if it is left to
-# its defaults.
+# ``async_save`` makes new memory for every save, and does so with a daemon too if it is left to its
+# defaults.
 #
 # .. result-figure:: checkpoint_stall
 #    :rows: async_save pinned process torch_checkpointing
@@ -369,7 +369,9 @@ elif __name__ == "__mp_main__":  # imported by the daemon, which logs what it al
 # .. result-table:: checkpoint_stall
 #    :rows: none async_save pinned process torch_checkpointing
 #
-# .. timeline:: checkpoint_stall async_save process
+# What memory that was made once changes, here with a thread that writes:
+#
+# .. timeline:: checkpoint_stall async_save pinned
 #
 # ``torch_checkpointing`` is a package with the same division of work: it stages on a thread into
 # shared memory, and a process writes.
