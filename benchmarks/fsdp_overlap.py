@@ -29,14 +29,16 @@ The loop keeps at most two steps queued. The modes take turns, ``--rounds`` time
   can hide: the gather of the first parameter, the reduce-scatter of the last (neither for
   ``update_in_order``, which hides them), and the optimizer. The transfers are as many as the row's
   schedule has, by its transport, one a parameter.
-* ``eta``: ``bound_s`` over ``step_s``.
+* ``eta``: ``bound_s`` over ``step_s``. Both are measured, and a GPU at its power limit changes its
+  clocks: it can come out a little above 1.
 * ``hidden_share``: in a profiled step, the share of the time in which a collective (or a copy from
   a peer) runs and the compute stream runs a kernel too.
 * ``gemm_slowdown``: in that step, the time of all matrix products over that of the same products
   in ``no_communication``; kernels belong to the operator that launched them.
-* ``peak_allocated_bytes``, ``peak_reserved_bytes``: PyTorch's allocator. ``peak_device_bytes``:
-  what the mode added to the memory in use on the device (``mem_get_info``), read after the steps,
-  when the allocator still holds its peak: with symmetric memory and communicators.
+* ``peak_allocated_bytes``, ``peak_reserved_bytes``: what the mode added in PyTorch's allocator.
+  ``peak_device_bytes``: what it added to the memory in use on the device (``mem_get_info``), read
+  after the steps, when the allocator still holds its peak: with symmetric memory and communicators.
+  All in the mode's first round.
 
 All values are rank 0's.
 """
@@ -514,20 +516,34 @@ def take_steps(trainer: Trainer, batch: torch.Tensor, count: int) -> Steps:
     )
 
 
-def device_bytes(device: torch.device) -> int:
-    """Bytes in use on the device, whoever allocated them."""
-    if device.type != "cuda":
-        return 0
-    free, total = torch.cuda.mem_get_info()
-    return total - free
+class Memory:
+    """What a mode adds to the memory that is in use when it begins; bytes."""
 
+    def __init__(self, device: torch.device) -> None:
+        self.device = device
+        self.release()
+        self.before = self.now()
 
-def release(device: torch.device) -> None:
-    gc.collect()
-    if device.type == "cuda":
-        torch.cuda.synchronize()
-        torch.cuda.empty_cache()
-        torch.cuda.reset_peak_memory_stats()
+    def release(self) -> None:
+        """Give back what is free; peaks count from here."""
+        gc.collect()
+        if self.device.type == "cuda":
+            torch.cuda.synchronize()
+            torch.cuda.empty_cache()
+            torch.cuda.reset_peak_memory_stats()
+
+    def now(self) -> dict[str, int]:
+        if self.device.type != "cuda":
+            return {}
+        free, total = torch.cuda.mem_get_info()
+        return {
+            "peak_allocated_bytes": torch.cuda.max_memory_allocated(),
+            "peak_reserved_bytes": torch.cuda.max_memory_reserved(),
+            "peak_device_bytes": total - free,
+        }
+
+    def peaks(self) -> dict[str, int]:
+        return {name: value - self.before[name] for name, value in self.now().items()}
 
 
 # -- the bound --------------------------------------------------------------------------------
@@ -866,7 +882,6 @@ class Run:
             "optimizer": "AdamW, fused",
             "tokens": "a rank and step",
             "steps_queued": 2,
-            "rounds": self.arguments.rounds,
         }
 
     def measure_link(self) -> None:
@@ -899,13 +914,13 @@ class Run:
     def rounds_done(self, mode: str, tokens: int) -> int:
         return len(self.row(mode, tokens)["samples"]["round_step_s"])
 
-    def measure_all(self, mode: str, sizes: list[int], trainer: Trainer, before: int) -> None:
+    def measure_all(self, mode: str, sizes: list[int], trainer: Trainer, memory: Memory) -> None:
         for tokens in sizes:
-            self.measure(mode, trainer, tokens, before)
+            self.measure(mode, trainer, tokens, memory)
 
-    def measure(self, mode: str, trainer: Trainer, tokens: int, before: int) -> None:
+    def measure(self, mode: str, trainer: Trainer, tokens: int, memory: Memory) -> None:
         """One round of one row."""
-        release(self.device)
+        memory.release()
         batch = random_batch(self.size, tokens, self.device)
         steps = take_steps(trainer, batch, self.size.steps[self.size.tokens.index(tokens)])
         row = self.row(mode, tokens)
@@ -919,10 +934,8 @@ class Run:
         row["note"] = trainer.note
         if tokens == self.tokens[0] and mode != "no_communication":  # no step but these before
             self.compare_losses(mode, steps.loss)
-        if self.device.type == "cuda":
-            row["peak_allocated_bytes"] = torch.cuda.max_memory_allocated()
-            row["peak_reserved_bytes"] = torch.cuda.max_memory_reserved()
-            row["peak_device_bytes"] = device_bytes(self.device) - before
+        if len(samples["round_step_s"]) == 1:  # later, what other modes left may go away meanwhile
+            row |= memory.peaks()
         self.results.add(row)
         self.relate()
         hidden = ("samples", "note", "bound_from", "recipes")
@@ -951,7 +964,7 @@ class Run:
                 row["eta"] = row["bound_s"] / row["step_s"]
         self.results.write()
 
-    def measure_bounds(self, trainer: NoCommunication, before: int) -> None:
+    def measure_bounds(self, trainer: NoCommunication, memory: Memory) -> None:
         """The bounds of all rows from passes of ``no_communication``."""
         kinds: dict[tuple[str, tuple[int, int]], list[str]] = {}
         for mode in self.arguments.modes:
@@ -959,7 +972,7 @@ class Run:
                 kind = MODES[mode].transport, MODES[mode].gathers(self.size.units)
                 kinds.setdefault(kind, []).append(mode)
         for (transport, gathers), modes in kinds.items():
-            release(self.device)
+            memory.release()
             transfers = TRANSFERS[transport](self.size, self.device)
             for tokens in self.tokens:
                 rows = [self.row(mode, tokens) for mode in modes]
@@ -979,10 +992,10 @@ class Run:
             del transfers
         self.relate()
 
-    def profile(self, mode: str, sizes: list[int], trainer: Trainer, before: int) -> None:
+    def profile(self, mode: str, sizes: list[int], trainer: Trainer, memory: Memory) -> None:
         """What the kernels say: shares hidden, slow-down, and the trace."""
         for tokens in sizes:
-            release(self.device)
+            memory.release()
             batch = random_batch(self.size, tokens, self.device)
             profiled = Profiled(trainer, batch)
             row = self.row(mode, tokens)
@@ -1000,19 +1013,18 @@ class Run:
                 write_trace(self.arguments.out, self.head, mode, recipes, drawn, begin)
         self.results.write()
 
-    def attempt(self, mode: str, work: Callable[[Trainer, int], object]) -> None:
+    def attempt(self, mode: str, work: Callable[[Trainer, Memory], object]) -> None:
         """Build ``mode`` and do ``work``; a failure leaves a reason and the other modes."""
         if mode in self.broken:
             return
         known = any(row["name"] == mode for row in self.results.data["rows"])
         if not known and not MODES[mode].trace_only:
             self.results.skip(mode, CUT_OFF)
-        release(self.device)
-        before = device_bytes(self.device)
+        memory = Memory(self.device)
         trainer = None
         try:
             trainer = MODES[mode](self.size, self.device)
-            work(trainer, before)
+            work(trainer, memory)
         except Exception as error:  # a peer may raise anything; the other modes must go on
             self.broken.add(mode)
             self.results.skip(mode, f"{type(error).__name__}: {str(error).splitlines()[0][:200]}")
