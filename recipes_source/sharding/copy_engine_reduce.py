@@ -194,9 +194,12 @@ if __name__ == "__main__":
 # %%
 # What it buys
 # ------------
-# FSDP2 lays a unit's gradients into one buffer before it reduces them, with or without pushes; a
-# schedule that reduces each parameter as its gradient comes (:doc:`prefetch_schedule`) has no such
-# copy, and gains more. ``prefetch_copy_engine`` gathers by peer copies and reduces by pushes.
+# Little under FSDP2, and much in a schedule of one's own. FSDP2 lays a unit's gradients into one
+# buffer before it reduces them: the push begins late, is long, and the addition comes last. Compare
+# ``fsdp2_copy_engine_reduce`` with ``fsdp2_copy_engine``, which leaves gradients to NCCL. A schedule
+# that reduces each parameter as its gradient comes (:doc:`prefetch_schedule`) has many short pushes
+# beside the products that follow: ``prefetch_copy_engine`` gathers by peer copies and pushes, where
+# ``prefetch`` uses NCCL for both.
 #
 # .. result-figure:: fsdp_overlap
 #    :rows: fsdp2 fsdp2_copy_engine fsdp2_copy_engine_reduce prefetch prefetch_copy_engine
@@ -231,8 +234,7 @@ if __name__ == "__main__":
 # * Many ranks: every rank writes to all others and adds as many parts, where NCCL's ring adds while
 #   it passes them on.
 # * Communication is hidden, and the products beside it are not slowed down enough to notice.
-# * Under FSDP2, compare it with NCCL's reduce-scatter in your own profile: the copies that FSDP2
-#   makes remain.
+# * Under FSDP2, unless your own measurement says otherwise: take :doc:`copy_engine_gather` alone.
 #
 # Known limits
 # ------------

@@ -316,14 +316,15 @@ if __name__ == "__main__":
 # %%
 # What it buys
 # ------------
-# ``fsdp2_tuned`` is ``tune`` as above: two units kept, two prefetched, gradients in a group of their
-# own. ``no_communication`` is the same work on weights that are never sharded.
+# ``fsdp2_kept_units``, ``fsdp2_prefetch_lists`` and ``fsdp2_reduce_group`` are one setting each:
+# two units kept, two prefetched, gradients in a group of their own. ``fsdp2_tuned`` is all three,
+# which is ``tune`` as above. ``no_communication`` is the same work on weights that are never sharded.
 #
 # .. result-figure:: fsdp_overlap
 #    :rows: no_communication fsdp2 fsdp2_tuned prefetch
 #
 # .. result-table:: fsdp_overlap
-#    :rows: no_communication fsdp2 fsdp2_tuned fsdp2_copy_engine prefetch
+#    :rows: no_communication fsdp2 fsdp2_kept_units fsdp2_prefetch_lists fsdp2_reduce_group fsdp2_tuned
 #
 # .. timeline:: fsdp_overlap fsdp2 fsdp2_tuned
 #
