@@ -863,7 +863,6 @@ class Run:
         self.size = SMALL if arguments.small else FULL
         self.tokens = arguments.tokens or list(self.size.tokens)
         self.parameters = PARAMETERS * self.size.width * self.size.hidden
-        self.transports = list(dict.fromkeys(MODES[mode].transport for mode in arguments.modes))
         self.head = header("fsdp_overlap", device, self.workload(), {})
         self.results = Results(
             arguments.out, self.head, {n: mode.recipes for n, mode in MODES.items()}, ("tokens",)
@@ -889,8 +888,11 @@ class Run:
         peers = dist.get_world_size() - 1
         received = 2 * self.parameters / PARAMETERS * peers / dist.get_world_size()
         rates = {}
-        for transport in self.transports:
-            transfers = TRANSFERS[transport](self.size, self.device)
+        for transport, transfers_of in (
+            ("nccl", Transfers),
+            ("copy_engine", CopyEngineBothTransfers),
+        ):
+            transfers = transfers_of(self.size, self.device)
             for name in ("gather", "reduce_scatter"):
                 seconds = statistics.median(seconds_of(getattr(transfers, name), self.device, 10))
                 rates[f"{transport}_{name}_bytes_per_s"] = received / seconds
