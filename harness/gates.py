@@ -24,7 +24,7 @@ from harness.ledger import GATE_KEY, Ledger, Save
 QUEUED_S = 1.0
 QUEUED_FLOP_PER_S = 600e12  # bf16 products of a large GPU; on a smaller one the queue is longer
 QUEUED_WIDTH = 8192
-TURN_LIMIT = timedelta(seconds=20)
+TURN_LIMIT = timedelta(seconds=60)
 COLLECTIVES = (
     "barrier",
     "broadcast",
