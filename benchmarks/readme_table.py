@@ -38,9 +38,9 @@ def table(repo: Path) -> str:
 
 def _section(result: Result) -> str:
     benchmark = BENCHMARKS[result.data["benchmark"]]
-    if benchmark.lines and benchmark.over == "tokens":
-        return _over_tokens(result, benchmark.column(benchmark.lines))
-    varied = [parameter for parameter in result.varied() if parameter != benchmark.over]
+    if benchmark.lines:
+        return _over_tokens(result, benchmark.column(benchmark.readme[0]))
+    varied = result.varied()
     first = {parameter: result.rows[0].get(parameter) for parameter in varied}
     rows = [row for row in result.rows if all(row.get(p) == v for p, v in first.items())]
     columns = [
@@ -54,19 +54,15 @@ def _section(result: Result) -> str:
         "|---|" + "---:|" * len(columns),
     ]
     lines += [
-        f"| {_name(row)} | " + " | ".join(column.cell(row) for column in columns) + " |"
+        f"| `{row['name']}` | " + " | ".join(column.cell(row) for column in columns) + " |"
         for row in rows
         if any(column.known(row) for column in columns)
     ]
     return "\n".join(lines)
 
 
-def _name(row: dict) -> str:
-    return f"`{row['name']}`" + (f", {row['layers']} layers" if "layers" in row else "")
-
-
 def _over_tokens(result: Result, column: Column) -> str:
-    """A row a name, a column a number of tokens."""
+    """A row for each name that was measured at every number of tokens, a column for each number."""
     rows = [row for row in result.rows if column.known(row)]
     tokens = sorted({row["tokens"] for row in rows})
     cells = {(row["name"], row["tokens"]): column.cell(row) for row in rows}
@@ -79,8 +75,9 @@ def _over_tokens(result: Result, column: Column) -> str:
         "|---|" + "---:|" * len(tokens),
     ]
     for name in dict.fromkeys(row["name"] for row in rows):
-        values = (cells.get((name, count), "–") for count in tokens)
-        lines.append(f"| `{name}` | " + " | ".join(values) + " |")
+        values = [cells[name, count] for count in tokens if (name, count) in cells]
+        if len(values) == len(tokens):
+            lines.append(f"| `{name}` | " + " | ".join(values) + " |")
     return "\n".join(lines)
 
 

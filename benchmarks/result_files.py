@@ -173,8 +173,8 @@ class Benchmark:
     """How a benchmark's results are shown.
 
     ``bars`` is drawn by row, on a logarithmic axis where ``logarithmic``; where rows vary in
-    ``over``, ``lines`` is drawn over it instead. ``readme`` names the columns of the README;
-    without any it is not there.
+    ``over``, ``lines`` is drawn over it instead. ``readme`` names the columns of the README, the
+    first of them over tokens where ``lines`` is; without any, the README leaves it out.
     """
 
     title: str
@@ -242,7 +242,7 @@ BENCHMARKS = {
             Column("power_w", "Power, W", count),
             _SAMPLES,
         ),
-        readme=("step_s", "eta", "peak_allocated_bytes"),
+        readme=("step_s",),
         bars="step_s",
         lines="eta",
     ),
@@ -259,7 +259,7 @@ BENCHMARKS = {
             Column("last_loss", "Last loss", str),
             _SAMPLES,
         ),
-        readme=("state_bytes", "state_over_device", "peak_reserved_bytes", "step_s"),
+        readme=(),
         bars="peak_reserved_bytes",
         lines="peak_reserved_bytes",
         over="layers",
@@ -307,7 +307,7 @@ BENCHMARKS = {
             Column("peak_device_bytes", "Peak on device", byte_count),
             _SAMPLES,
         ),
-        readme=("step_s", "efficiency", "eta", "peak_device_bytes"),
+        readme=("efficiency",),
         bars="step_s",
         lines="efficiency",
     ),
