@@ -87,7 +87,7 @@ ROW_ORDER = (
 
 
 class ResultError(ValueError):
-    """A result or trace file is not what DESIGN says; the message names file and field."""
+    """A result or trace file cannot be used as it is; the message names file and field."""
 
 
 def seconds(value: float) -> str:
