@@ -40,6 +40,8 @@ _NOT_PASSED_ON = (
     "TORCHELASTIC",
     "PYTEST",
     "COV_",
+    "TORCHINDUCTOR_CACHE_DIR",  # torch sets it in the caller's environment, to a shared place
+    "TRITON_CACHE_DIR",
 )
 
 

@@ -202,6 +202,18 @@ def test_the_ranks_die_with_the_process_that_runs_them(tmp_path) -> None:
         assert not any(Path(f"/proc/{pid}").exists() for pid in ranks), launcher
 
 
+def test_caches_that_torch_set_in_the_caller_are_not_the_recipes(tmp_path, monkeypatch) -> None:
+    """An optimizer's first step writes to a cache; where, torch puts into the environment."""
+    monkeypatch.setenv("TORCHINDUCTOR_CACHE_DIR", str(tmp_path / "shared"))
+    recipe = tmp_path / "recipe.py"
+    recipe.write_text(
+        "import torch\nweight = torch.ones(2, requires_grad=True)\nweight.sum().backward()\n"
+        "torch.optim.AdamW([weight]).step()\n"
+    )
+    report = run(recipe, 1, launcher="torchrun")
+    assert report.ok, report.describe()
+
+
 def test_report_survives_json() -> None:
     report = run(BAD / "leaves_a_thread.py", 1, launcher="warm")
     assert Report.from_dict(report.to_dict()) == report
