@@ -96,8 +96,12 @@ class ResultDirective(SphinxDirective):
             shown = self.show(result, rows) if rows else []
             if shown:
                 shown = [*earlier_version(changed), *shown]
-            if absent or not shown:
-                shown.append(not_measured(f"{name}: {', '.join(absent)}" if absent else name))
+            why = result.data.get("not_run", {})
+            if unexplained := [row for row in absent if row not in why]:
+                shown.append(not_measured(f"{name}: {', '.join(unexplained)}"))
+            elif not shown:
+                shown.append(not_measured(name))
+                shown += [_small(not_run(row, why[row])) for row in absent]
             tabs.append((result.machine, shown))
         return device_tabs(tabs) if tabs else [not_measured(name)]
 
@@ -158,9 +162,19 @@ class ResultTable(ResultDirective):
             lines.append(f"The link, measured in the same run: {in_words(data['link'])}.")
         if bounds := dict.fromkeys(row["bound_from"] for row in rows if row.get("bound_from")):
             lines.append(f"Bound: {'; '.join(bounds)}.")
+        wanted = self.options.get("rows", "").split()
         for name, reason in data.get("not_run", {}).items():
-            lines.append(f"Not run: {name}: {reason.rstrip('.')}.")
-        return [nodes.paragraph("", line, classes=["result-origin"]) for line in lines]
+            if not wanted or name in wanted:
+                lines.append(not_run(name, reason))
+        return [_small(line) for line in lines]
+
+
+def not_run(name: str, reason: str) -> str:
+    return f"Not run: {name}: {reason.rstrip('.')}."
+
+
+def _small(text: str) -> nodes.paragraph:
+    return nodes.paragraph("", text, classes=["result-origin"])
 
 
 def _table(headings: list[str], body: list[list[nodes.Node]]) -> nodes.table:

@@ -298,7 +298,7 @@ BENCHMARKS = {
         title="Communication hidden behind compute",
         columns=(
             Column("step_s", "Step time", seconds),
-            Column("efficiency", "No-communication step time over step time", share),
+            Column("efficiency", "Speed against no communication", share),
             _BOUND,
             Column("eta", "Bound over step time", share),
             Column("hidden_share", "Hidden", share),

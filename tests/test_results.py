@@ -335,6 +335,20 @@ def test_a_row_that_is_not_measured_yet_is_named(repo, directive):
     assert warnings == "" and "Not measured yet (checkpoint_stall: process)" in html
 
 
+def test_why_a_row_was_not_run_is_said_where_it_is_asked_for(repo):
+    measure(repo)
+    said = "Not run: another_peer: ImportError: no wheel."
+    table = ".. result-table:: checkpoint_stall\n   :rows: "
+    for rows, shown in (
+        ("overlapped another_peer", True),
+        ("overlapped", False),
+        ("another_peer", True),
+    ):
+        html, warnings = render(repo, table + rows)
+        assert warnings == "" and (said in html) is shown
+        assert ("Not measured yet" in html) is (rows == "another_peer")
+
+
 def test_an_unknown_benchmark_is_reported(repo):
     assert "unknown benchmark 'stalls'" in render(repo, ".. result-table:: stalls")[1]
 
