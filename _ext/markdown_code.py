@@ -8,7 +8,7 @@ and names its language.
 import re
 from pathlib import Path
 
-from bs4 import BeautifulSoup
+from bs4 import BeautifulSoup, SoupStrainer
 from sphinx.application import Sphinx
 from sphinx.util import logging
 
@@ -21,7 +21,8 @@ LANGUAGE = re.compile(r"highlight-(?!default|none|text)(\w+)")
 def code_blocks(html: str) -> list[str]:
     """The code blocks of a page's article as fenced Markdown, in their order."""
     blocks = []
-    for pre in BeautifulSoup(html, "html.parser").select("article pre"):
+    article = BeautifulSoup(html, "html.parser", parse_only=SoupStrainer("article"))
+    for pre in article.select("pre"):
         box = pre.find_parent(class_=LANGUAGE)
         language = LANGUAGE.search(" ".join(box["class"]))[1].lower() if box else ""
         code = pre.get_text().strip("\n")

@@ -136,9 +136,14 @@ def page_ranks(recipe: Recipe) -> int:
     return max(int(wanted), recipe.min_ranks)
 
 
+@cache
+def present_code(path: Path) -> dict[str, str]:
+    return code_hashes(path)
+
+
 def run_key(recipe: Recipe, ranks: int, control: Control | None) -> str:
     edit = control and repr(dataclasses.replace(control, says="", fails=sorted(control.fails)))
-    code = code_hashes(recipe.path)
+    code = present_code(recipe.path)
     return sha256(json.dumps([code, ranks, torch.__version__, edit]), harness_sha256())
 
 

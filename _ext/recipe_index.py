@@ -9,6 +9,7 @@ import ast
 import re
 import shutil
 from dataclasses import dataclass
+from functools import cache
 from pathlib import Path
 
 import lanes
@@ -81,10 +82,16 @@ def read_title(rst: str) -> str:
     return next(line for line in rst.strip().splitlines() if re.search(r"\w", line))
 
 
+@cache
+def recipes_of(source: Path) -> tuple[Recipe, ...]:
+    """Every recipe below ``source``; read once a build."""
+    return tuple(discover(source))
+
+
 def sections(source: Path = SOURCE) -> list[Section]:
     """Every folder of ``source`` that has recipes, in the order of the site."""
     found: dict[str, list[Recipe]] = {}
-    for recipe in discover(source):
+    for recipe in recipes_of(source):
         found.setdefault(recipe.folder, []).append(recipe)
     result = []
     for folder in sorted(found, key=section_order):
@@ -181,7 +188,7 @@ THUMBNAIL_COLOURS = {
 
 def remove_vanished(app: Sphinx) -> None:
     """Remove what an earlier build left of recipes and sections that are no longer there."""
-    pages = {(recipe.folder, recipe.name) for recipe in discover(SOURCE)}
+    pages = {(recipe.folder, recipe.name) for recipe in recipes_of(SOURCE)}
     folders = {folder for folder, _ in pages}
     for root in (Path(app.srcdir, "recipes"), Path(app.outdir, "recipes")):
         for folder in root.glob("*/"):
