@@ -94,6 +94,7 @@ from process_checkpointer import ProcessCheckpoints  # noqa: E402
 
 from benchmarks.measuring import (  # noqa: E402
     Drawn,
+    HostMemory,
     Results,
     blocks,
     header,
@@ -527,58 +528,6 @@ RECIPES = {name: (mode.recipe,) if mode.recipe else () for name, mode in MODES.i
 
 
 # -- one row ----------------------------------------------------------------------------------
-
-
-class HostMemory:
-    """Peak resident set and peak page-locked bytes of this process since the object was made."""
-
-    def __init__(self) -> None:
-        gc.collect()
-        if torch.cuda.is_available() and hasattr(torch._C, "_host_emptyCache"):
-            torch._C._host_emptyCache()  # what the mode before had pinned
-        Path("/proc/self/clear_refs").write_text("5")  # resets VmHWM
-        self.resident_before = self.status("VmRSS")
-        self.registered = self.most_registered = 0
-        self.sizes: dict[int, int] = {}
-        if torch.cuda.is_available():
-            torch.cuda.reset_peak_host_memory_stats()
-            self.runtime = torch.cuda.cudart()
-            self.register, self.unregister = (
-                self.runtime.cudaHostRegister,
-                self.runtime.cudaHostUnregister,
-            )
-            self.runtime.cudaHostRegister = self.counting_register
-            self.runtime.cudaHostUnregister = self.counting_unregister
-
-    def counting_register(self, address: int, nbytes: int, flags: int):
-        self.sizes[address] = nbytes
-        self.most_registered = max(self.most_registered, sum(self.sizes.values()))
-        return self.register(address, nbytes, flags)
-
-    def counting_unregister(self, address: int):
-        self.sizes.pop(address, None)
-        return self.unregister(address)
-
-    @staticmethod
-    def status(name: str) -> int:
-        for line in Path("/proc/self/status").read_text().splitlines():
-            if line.startswith(name + ":"):
-                return int(line.split()[1]) * 1024
-        raise KeyError(name)
-
-    def peaks(self) -> dict[str, int]:
-        pinned = self.most_registered
-        if torch.cuda.is_available():
-            pinned += torch.cuda.host_memory_stats()["allocated_bytes.peak"]
-        return {
-            "pinned_bytes": pinned,
-            "host_peak_bytes": self.status("VmHWM") - self.resident_before,
-        }
-
-    def close(self) -> None:
-        if torch.cuda.is_available():
-            self.runtime.cudaHostRegister = self.register
-            self.runtime.cudaHostUnregister = self.unregister
 
 
 def agreed_max(value: float) -> float:
