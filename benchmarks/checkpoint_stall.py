@@ -25,14 +25,19 @@ Nothing else synchronises the device between a window's first and last step.
   staging, of interval minus what that step takes without a save. A blocking call is part of it,
   since the compute stream runs empty. After a rest a GPU's clocks swing for some seconds, and step
   times with them by several per cent, alike in every window. So where the stall is a small part of
-  a step (``paired`` modes), each window with a save follows one without, and steps at the same
-  place of their windows are compared. Elsewhere the baseline is the median of the steps before the
-  save. What is left is noise of either sign. ``samples`` has the intervals.
+  a step (``paired`` modes), each window with a save has a partner without, of as many steps, and
+  steps at the same place of their windows are compared. Which of the two comes first alternates,
+  so that what a window owes to its turn cancels over an even number of ``--saves``. Elsewhere the
+  baseline is the median of the steps before the save. ``samples`` has the intervals.
+* ``exposed_stall_low_s``, ``exposed_stall_high_s``: the samples between which the median of all
+  such stalls lies with at least 95 % confidence, whatever their distribution; from six samples on.
+  Row ``none`` compares windows without a save with each other in the same way: what the method
+  reads where there is nothing.
 * ``uploaded_s``: host seconds from the end of staging until the checkpoint is complete in storage
   (for a save that does not stage, from the call), training all the while; ``uploaded_idle_s`` the
   same with no training beside it.
-* ``upload_slowdown``: mean interval of the steps that lie wholly between the end of staging and
-  the end of the upload, over ``step_s``.
+* ``upload_slowdown``: the steps that lie wholly between the end of staging and the end of the
+  upload, over what they take without a save, by the same baseline.
 * ``bytes_written``: size of the files of one checkpoint, all ranks.
 * ``pinned_bytes``: page-locked host memory of this rank, most at any time: PyTorch's own allocator
   plus memory registered with ``cudaHostRegister``.
@@ -55,6 +60,7 @@ import argparse
 import gc
 import importlib
 import json
+import math
 import shutil
 import statistics
 import sys
@@ -110,7 +116,8 @@ BOUND_FROM = "bytes of state of a rank over the pinned device-to-host rate besid
 QUEUED_S = 4.0  # more than a stager takes to lock its memory
 QUEUED_MATRIX = 16384  # rows and columns of the products queued
 QUIET_STEPS = 5  # of a window, before its save
-PAIRED_STEPS = 4  # more, of a window without a save
+STEPS_AFTER = 4  # at least, of a window, after its save
+CONFIDENCE = 0.95  # of the interval around a median
 SETTLED = 2  # at the start of a window, not counted for the step time: the queue fills
 
 
@@ -493,9 +500,14 @@ class NvidiaResiliencyExt(Mode):
     def after_step(self) -> None:
         if self.pending is not None:
             self.checkpoint.finalize_async_save(blocking=False)
-            if self.checkpoint._get_async_calls_queue().get_num_unfinalized_calls() == 0:
+            queue = self.checkpoint._get_async_calls_queue()
+            if queue.get_num_unfinalized_calls() == 0:
                 self.pending.set_result(None)
                 self.pending = None
+            elif not queue.persistent_caller.process.is_alive():  # nobody would answer
+                code = queue.persistent_caller.process.exitcode
+                queue.close(abort=True)
+                raise RuntimeError(f"the writer process ended with exit code {code}")
 
     def finish(self, save: Save) -> None:
         if self.pending is not None:
@@ -551,11 +563,40 @@ def size_on_disk(directory: Path) -> int:
     return sum(path.stat().st_size for path in directory.rglob("*") if path.is_file())
 
 
-def window_without_save(training: Training, mode: Mode) -> list[float]:
-    """Step intervals (s) of a window like one with a save."""
+def window_without_save(training: Training, mode: Mode, steps: int) -> list[float]:
+    """Host times (s) of the start and of each step's end of a window."""
     training.start_clock()
-    training.steps(QUIET_STEPS + PAIRED_STEPS, mode)
-    return [b - a for a, b in pairwise(training.step_ends())]
+    training.steps(steps, mode)
+    return training.step_ends()
+
+
+def window_with_save(
+    training: Training, mode: Mode, directory: Path, first: bool
+) -> tuple[list[float], Save, dict | None]:
+    """The same of a window with a save, the save, and what it must hold if that is known.
+
+    Trains until the upload has ended on all ranks.
+    """
+    training.start_clock()
+    training.steps(QUIET_STEPS, mode)
+    expected = snapshot(training.app) if first and not mode.stages_beside else None
+    save = mode.save(directory)
+    training.steps(STEPS_AFTER, mode)
+    while agreed_max(float(save.uploaded is not None and not save.uploaded.done())):
+        training.steps(2, mode)
+    ends = training.step_ends()
+    mode.finish(save)
+    dist.barrier(group=AGREEMENT[0])
+    return ends, save, expected
+
+
+def intervals_of(ends: list[float]) -> list[float]:
+    return [b - a for a, b in pairwise(ends)]
+
+
+def usual(baseline: list[float], step: int) -> float:
+    """Seconds that a window's step takes without a save; the last value holds for all beyond."""
+    return baseline[min(step, len(baseline) - 1)]
 
 
 def exposed_stall(
@@ -565,55 +606,92 @@ def exposed_stall(
 
     Args:
         ends: host times (s) of the window's start and of each step's end.
-        baseline: seconds that each step takes without a save; the last value holds for all beyond.
+        baseline: see :func:`usual`.
         called_at, staged_at: host times (s) of the call and of the end of staging.
     """
     steps = list(pairwise(ends))
     touched = [i for i, (a, b) in enumerate(steps) if b > called_at and a < staged_at]
     first_free = touched[-1] + 1 if touched else len(steps)
     counted = [i for i in (*touched, first_free) if i < len(steps)]
-    usual = [baseline[min(i, len(baseline) - 1)] for i in counted]
-    taken = [steps[i][1] - steps[i][0] for i in counted]
-    return sum(taken) - sum(usual), first_free
+    added = [steps[i][1] - steps[i][0] - usual(baseline, i) for i in counted]
+    return sum(added), first_free
+
+
+def upload_slowdown(
+    ends: list[float], baseline: list[float], begin: int, uploaded_at: float
+) -> tuple[float | None, int]:
+    """Time of the steps from ``begin`` on that end before ``uploaded_at``, over the usual.
+
+    Returns:
+        The ratio, None if there is no such step, and the number of steps.
+    """
+    taken = [b - a for a, b in list(pairwise(ends))[begin:] if b < uploaded_at]
+    without = sum(usual(baseline, begin + i) for i in range(len(taken)))
+    return (sum(taken) / without if taken else None), len(taken)
+
+
+def median_interval(values: list[float]) -> tuple[float, float] | None:
+    """Two of ``values`` between which the median of their distribution lies with ``CONFIDENCE``.
+
+    The number of values below that median is binomial, whatever the distribution. None if even the
+    smallest and the largest are not enough.
+    """
+    ordered, outside, found = sorted(values), 0.0, None
+    for i in range(len(values) // 2):
+        outside += 2 * math.comb(len(values), i) / 2 ** len(values)
+        if outside > 1 - CONFIDENCE:
+            break
+        found = ordered[i], ordered[-1 - i]
+    return found
+
+
+def stall_interval(stalls: list[float]) -> dict[str, float]:
+    """The fields of a row around ``exposed_stall_s``."""
+    interval = median_interval(stalls)
+    return dict(zip(("exposed_stall_low_s", "exposed_stall_high_s"), interval or (), strict=False))
 
 
 def measure_save(
-    training: Training, mode: Mode, directory: Path, first: bool = False
+    training: Training,
+    mode: Mode,
+    directory: Path,
+    *,
+    first: bool = False,
+    pair_steps: int = 0,
+    quiet_first: bool = True,
 ) -> tuple[dict, dict | None]:
     """One sample of every time in a row; of the first save, also what its checkpoint must hold.
 
-    Trains until the upload has ended on all ranks, and as many steps as a window without a save.
-    The first save, which allocates, is not compared with such a window.
+    Args:
+        first: the mode's first save.
+        pair_steps: steps of the window without a save that this one is compared with; 0: none.
+        quiet_first: whether that window comes before the one with the save.
     """
-    without = window_without_save(training, mode) if mode.paired and not first else []
-    training.start_clock()
-    training.steps(QUIET_STEPS, mode)
-    expected = snapshot(training.app) if first and not mode.stages_beside else None
-    save = mode.save(directory)
-    training.steps(PAIRED_STEPS, mode)
-    while agreed_max(float(save.uploaded is not None and not save.uploaded.done())):
-        training.steps(2, mode)
-    ends = training.step_ends()
-    mode.finish(save)
-    dist.barrier(group=AGREEMENT[0])
-    intervals = [b - a for a, b in pairwise(ends)]
+    without: list[float] = []
+    if pair_steps and quiet_first:
+        without = intervals_of(window_without_save(training, mode, pair_steps))
+    ends, save, expected = window_with_save(training, mode, directory, first)
+    intervals = intervals_of(ends)
+    if pair_steps and not quiet_first:
+        without = intervals_of(window_without_save(training, mode, len(intervals)))
     quiet = without[SETTLED:] or intervals[SETTLED : QUIET_STEPS - 1]
     step_s = statistics.median(quiet)
+    baseline = [*without, step_s]
 
     staged_at = save.staged_at if save.staged_at is not None else save.uploaded_at
-    stall_s, first_free = exposed_stall(ends, [*without, step_s], save.called_at, staged_at)
-    after = list(pairwise(ends))[first_free + 1 :]
-    beside = [b - a for a, b in after if b < save.uploaded_at]
+    stall_s, first_free = exposed_stall(ends, baseline, save.called_at, staged_at)
+    slowdown, beside = upload_slowdown(ends, baseline, first_free + 1, save.uploaded_at)
+    paired = {"intervals_without": without, "quiet_first": quiet_first} if without else {}
     return {
         "intervals": intervals,
-        "intervals_without": without,
+        **paired,
         "step_s": step_s,
         "call_s": save.returned_at - save.called_at,
         "staged_s": save.staged_s or (staged_at - save.called_at if save.uploaded else None),
         "uploaded_s": save.uploaded_at - (staged_at if save.uploaded else save.called_at),
         "exposed_stall_s": stall_s,
-        "upload_slowdown": statistics.mean(beside) / step_s if beside else None,
-        "steps_beside_upload": len(beside),
+        "upload_slowdown": slowdown,
+        "steps_beside_upload": beside,
     }, expected
 
 
@@ -693,26 +771,47 @@ def measure(
         once["uploaded_idle_s"] = upload_when_idle(training, mode, storage / "idle")
         remove(storage / "idle")
     samples: dict[str, list] = begun["samples"] if begun else {}
-    while len(samples.get("step_s", ())) < saves:
-        sample, _ = measure_save(training, mode, storage / "save")
+    steps = len(first["intervals"]) if mode.paired else 0
+    while (number := len(samples.get("step_s", ()))) < saves:
+        sample, _ = measure_save(
+            training, mode, storage / "save", pair_steps=steps, quiet_first=number % 2 == 0
+        )
         remove(storage / "save")
+        steps = len(sample["intervals"]) if mode.paired else 0
         for key, value in sample.items():
             samples.setdefault(key, []).append(value)
         known = {key: [v for v in values if v is not None] for key, values in samples.items()}
         medians = {
             key: statistics.median(values) if values else None
             for key, values in known.items()
-            if not key.startswith("intervals")
+            if key not in ("intervals", "intervals_without", "quiet_first")
         }
-        yield {**medians, "uploaded_idle_s": None, **once, **memory.peaks(), "samples": samples}
+        spread = stall_interval(samples["exposed_stall_s"])
+        shared = {"uploaded_idle_s": None, **once, **memory.peaks(), "samples": samples}
+        yield {**medians, **spread, **shared}
 
 
-def measure_nothing(training: Training, mode: Mode) -> Iterator[dict]:
-    """The row of training without a save."""
-    intervals = [
-        interval for _ in range(2) for interval in window_without_save(training, mode)[SETTLED:]
-    ]
-    yield {"step_s": statistics.median(intervals), "samples": {"step_s": intervals}}
+def measure_nothing(
+    training: Training, mode: Mode, saves: int, begun: dict | None
+) -> Iterator[dict]:
+    """The row of training without a save: windows against windows, as if one had a save.
+
+    The save that is not made is called once the host has queued the quiet steps, two of them not
+    begun on the device, and staged within the step behind them.
+    """
+    samples: dict[str, list] = begun["samples"] if begun else {"step_s": [], "exposed_stall_s": []}
+    called, staged = QUIET_STEPS - 2, QUIET_STEPS
+    for number in range(len(samples["step_s"]), saves):
+        steps = QUIET_STEPS + STEPS_AFTER
+        pair = [window_without_save(training, mode, steps) for _ in range(2)]
+        without, ends = pair if number % 2 == 0 else reversed(pair)
+        baseline = intervals_of(without)
+        between = [(a + b) / 2 for a, b in pairwise(ends)]
+        stall_s, _ = exposed_stall(ends, baseline, between[called], between[staged])
+        samples["step_s"].append(statistics.median(baseline[SETTLED:]))
+        samples["exposed_stall_s"].append(stall_s)
+        medians = {key: statistics.median(values) for key, values in samples.items()}
+        yield {**medians, **stall_interval(samples["exposed_stall_s"]), "samples": samples}
 
 
 # -- the whole run ----------------------------------------------------------------------------
@@ -809,11 +908,11 @@ def run(arguments: argparse.Namespace, device: torch.device) -> None:
                 )
                 key = {"name": mode_name, "storage": storage, "step": step}
                 bound = {"bound_s": bound_s, "bound_from": BOUND_FROM} if bound_s else {}
+                begun = None if arguments.again else row_of(results, **key)
                 try:
                     if mode_name == "none":
-                        rows = measure_nothing(training, mode)
+                        rows = measure_nothing(training, mode, arguments.saves, begun)
                     else:
-                        begun = None if arguments.again else row_of(results, **key)
                         rows = measure(training, mode, directory, arguments.saves, memory, begun)
                     for row in rows:
                         results.add({**key, **bound, "note": mode.note, **row})
@@ -826,6 +925,10 @@ def run(arguments: argparse.Namespace, device: torch.device) -> None:
                 directory = shared_directory(arguments.memory)
                 trace(training, mode, mode_name, directory, arguments.out, head)
                 remove(directory)
+        except BaseException as error:  # CheckpointException is no Exception
+            if mode_name in results.data["not_run"]:
+                results.skip(mode_name, f"{type(error).__name__}: {str(error)[:300]}")
+            raise
         finally:
             memory.close()
             mode.close()

@@ -1,6 +1,8 @@
 """The benchmark's stall is what a save adds to the steps that it touches, and nothing else."""
 
 import json
+import math
+import random
 import subprocess
 import sys
 from itertools import accumulate
@@ -8,7 +10,7 @@ from pathlib import Path
 
 import pytest
 
-from benchmarks.checkpoint_stall import exposed_stall
+from benchmarks.checkpoint_stall import exposed_stall, median_interval, upload_slowdown
 
 ROOT = Path(__file__).resolve().parents[1]
 USUAL = [0.36, 0.34, 0.33, 0.35, 0.34, 0.36, 0.34, 0.33]  # seconds, as clocks rise and fall
@@ -53,19 +55,48 @@ def test_a_save_after_the_last_step_touches_none() -> None:
     assert exposed_stall(ends(USUAL), USUAL, 9.0, 9.1) == (0.0, len(USUAL))
 
 
+def test_steps_beside_the_upload_are_compared_place_by_place() -> None:
+    """The third step is always shorter: that it is so beside an upload is no speed-up."""
+    slower = [USUAL[0], *(1.1 * seconds for seconds in USUAL[1:])]
+    ratio, beside = upload_slowdown(ends(slower), USUAL, 2, ends(slower)[4])
+    assert ratio == pytest.approx(1.1) and beside == 1
+    assert upload_slowdown(ends(slower), USUAL, 2, ends(slower)[2]) == (None, 0)
+
+
+@pytest.mark.parametrize(
+    ("count", "interval"), [(5, None), (6, (0, 5)), (8, (0, 7)), (9, (1, 7)), (12, (2, 9))]
+)
+def test_a_median_needs_six_samples_to_be_bounded(count: int, interval) -> None:
+    assert median_interval(list(range(count))) == interval
+
+
+def test_the_interval_holds_the_median_of_a_skewed_distribution() -> None:
+    draw = random.Random(0)
+    held = 0
+    for _ in range(2000):
+        low, high = median_interval([math.exp(draw.gauss(0, 1)) for _ in range(12)])
+        held += low <= 1 <= high
+    assert 0.95 <= held / 2000 <= 0.975  # 0.961 by the binomial distribution
+
+
 def test_a_row_that_lacks_samples_gets_the_rest(tmp_path: Path) -> None:
     command = [sys.executable, "benchmarks/checkpoint_stall.py", "--small", "--out", str(tmp_path)]
-    command += ["--modes", "overlapped", "--storages", "memory", "--steps", "short"]
-    rows = []
+    command += ["--modes", "none,overlapped", "--storages", "memory", "--steps", "short"]
+    results = []
     for saves in ("1", "2"):
         there = [*command, "--memory", str(tmp_path), "--saves", saves]
         run = subprocess.run(there, cwd=ROOT, capture_output=True, text=True, check=False)
         assert run.returncode == 0, run.stderr
-        (result,) = (tmp_path / "results").iterdir()
-        rows += json.loads(result.read_text())["rows"]
-    begun, row = rows
+        (path,) = (tmp_path / "results").iterdir()
+        results.append({row["name"]: row for row in json.loads(path.read_text())["rows"]})
+    begun, row = (rows["overlapped"] for rows in results)
     assert row["loaded_back_bitwise"]
     assert row["first_call_s"] == begun["first_call_s"], "measured once, and kept"
-    assert row["samples"]["exposed_stall_s"][:1] == begun["samples"]["exposed_stall_s"]
-    assert len(row["samples"]["exposed_stall_s"]) == 2
+    for name in ("none", "overlapped"):
+        first, both = (rows[name]["samples"]["exposed_stall_s"] for rows in results)
+        assert (len(first), len(both)) == (1, 2) and both[:1] == first
     assert [path.name for path in tmp_path.iterdir()] == ["results"], "a checkpoint was left"
+
+    samples = row["samples"]
+    assert samples["quiet_first"] == [True, False], "the window without a save takes turns"
+    assert len(samples["intervals_without"][1]) == len(samples["intervals"][1])
