@@ -56,11 +56,11 @@ def test_a_save_after_the_last_step_touches_none() -> None:
 
 
 def test_steps_beside_the_upload_are_compared_place_by_place() -> None:
-    """The third step is always shorter: that it is so beside an upload is no speed-up."""
+    """The fourth step always takes longer: that it does beside an upload is no slow-down."""
     slower = [USUAL[0], *(1.1 * seconds for seconds in USUAL[1:])]
-    ratio, beside = upload_slowdown(ends(slower), USUAL, 2, ends(slower)[4])
+    ratio, beside = upload_slowdown(ends(slower), USUAL, 3, ends(slower)[5])
     assert ratio == pytest.approx(1.1) and beside == 1
-    assert upload_slowdown(ends(slower), USUAL, 2, ends(slower)[2]) == (None, 0)
+    assert upload_slowdown(ends(slower), USUAL, 3, ends(slower)[3]) == (None, 0)
 
 
 @pytest.mark.parametrize(
@@ -70,13 +70,14 @@ def test_a_median_needs_six_samples_to_be_bounded(count: int, interval) -> None:
     assert median_interval(list(range(count))) == interval
 
 
-def test_the_interval_holds_the_median_of_a_skewed_distribution() -> None:
+@pytest.mark.parametrize("count", [6, 8, 12])
+def test_the_interval_holds_the_median_of_a_skewed_distribution(count: int) -> None:
     draw = random.Random(0)
     held = 0
     for _ in range(2000):
-        low, high = median_interval([math.exp(draw.gauss(0, 1)) for _ in range(12)])
+        low, high = median_interval([math.exp(draw.gauss(0, 1)) for _ in range(count)])
         held += low <= 1 <= high
-    assert 0.95 <= held / 2000 <= 0.975  # 0.961 by the binomial distribution
+    assert held / 2000 >= 0.95
 
 
 def test_a_row_that_lacks_samples_gets_the_rest(tmp_path: Path) -> None:
