@@ -135,7 +135,7 @@ class ResultTable(ResultDirective):
         headings = ["", *(PARAMETER_HEADINGS[p] for p in varied), *(c.heading for c in columns)]
         table = _table(headings, body)
         below = [f"{number}. {note}" for number, note in enumerate(notes, 1)]
-        return [table, *(nodes.paragraph("", line) for line in below), *self._origin(result, rows)]
+        return [table, *map(_small, below), *self._origin(result, rows)]
 
     def _name(self, name: str) -> nodes.paragraph:
         literal = nodes.literal("", name)
@@ -174,7 +174,8 @@ def not_run(name: str, reason: str) -> str:
 
 
 def _small(text: str) -> nodes.paragraph:
-    return nodes.paragraph("", text, classes=["result-origin"])
+    """``text`` as it is: a ``--option`` in it keeps its two hyphens."""
+    return nodes.paragraph("", text, classes=["result-origin"], support_smartquotes=False)
 
 
 def _table(headings: list[str], body: list[list[nodes.Node]]) -> nodes.table:
@@ -237,7 +238,7 @@ def _first_lower(text: str) -> str:
 def _words(column: Column, rows: list[dict]) -> list[str]:
     """A drawing in words, a line a row."""
     lines = []
-    for row in rows:
+    for row in filter(column.known, rows):
         at = "".join(f" at {row[p]} {p}" for p in ("tokens", "layers") if p in row)
         lines.append(f"{row['name']}{at}: {_first_lower(column.heading)} {column.cell(row)}")
     return lines
@@ -341,7 +342,7 @@ def _lines(column: Column, rows: list[dict], over: str, title: str, workload: di
                 if name.startswith("ridge_tokens"):
                     axes.axvline(tokens, color=TEXT, linestyle=":", linewidth=1)
                     axes.annotate(
-                        name.replace("_", " "), (tokens, 0.02),
+                        name.replace("_tokens", "").replace("_", " "), (tokens, 0.02),
                         xycoords=("data", "axes fraction"), xytext=(3, 0), rotation=90,
                         textcoords="offset points", color=TEXT, fontsize=9,
                     )  # fmt: skip

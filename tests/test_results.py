@@ -71,7 +71,7 @@ def measure(repo: Path, ranks: int = 2, rows: list[dict] | None = None, **more) 
         | {"tokens_per_step": {"long": 65536, "short": 8192}},
         "link": {"pinned_d2h_bytes_per_s": 55.4e9},
         "rows": rows,
-        "not_run": {"another_peer": "ImportError: no wheel"},
+        "not_run": {"another_peer": "ImportError: no wheel, see --help"},
     } | more
     path = repo / "benchmarks" / "results" / f"checkpoint_stall.test-x{ranks}.json"
     path.write_text(json.dumps(data))
@@ -223,7 +223,7 @@ def test_the_table_shows_values_origin_and_links(repo):
         *("2 × Test GPU", "torch 2.11.0", "driver 1.2", "2 ranks", "2026-01-02"),
         *("pinned d2h 55.4 GB/s", "state per rank 6.44 GB", "Bound: state over the pinned rate"),
         "tokens per step 65536 (long) or 8192 (short)",
-        *("1. the shipped defaults", "Not run: another_peer: ImportError: no wheel"),
+        *("1. the shipped defaults", "Not run: another_peer: ImportError: no wheel, see --help"),
     ):
         assert words in text, words
     assert re.search(r'href="recipes/checkpoint/async_save.html"[^>]*>.*async_save', html)
@@ -268,7 +268,9 @@ def measured_steps(repo: Path) -> None:
         for tokens in (2048, 4096)
     ]
     rows = [row | {"bound_s": row["step_s"] * 0.9} for row in rows]
-    path = measure(repo, rows=rows, benchmark="offload_step", workload={"ridge_tokens": 3000})
+    path = measure(
+        repo, rows=rows, benchmark="offload_step", workload={"ridge_tokens_forward": 3000}
+    )
     path.rename(path.with_name("offload_step.test-x2.json"))
 
 
@@ -276,9 +278,9 @@ def test_times_over_tokens_are_drawn_with_their_bound_and_the_ridge(repo):
     measured_steps(repo)
     roofline = ".. result-figure:: offload_step\n   :field: step_s"
     html, warnings = render(repo, roofline)
-    assert warnings == "" and ">bound<" in html and ">ridge tokens<" in html
+    assert warnings == "" and ">bound<" in html and ">ridge forward<" in html
     html, _ = render(repo, roofline.replace("step_s", "eta"))
-    assert ">bound<" not in html and ">ridge tokens<" not in html
+    assert ">bound<" not in html and ">ridge forward<" not in html
 
 
 def test_a_field_that_the_benchmark_lacks_is_reported(repo):
@@ -337,7 +339,7 @@ def test_a_row_that_is_not_measured_yet_is_named(repo, directive):
 
 def test_why_a_row_was_not_run_is_said_where_it_is_asked_for(repo):
     measure(repo)
-    said = "Not run: another_peer: ImportError: no wheel."
+    said = "Not run: another_peer: ImportError: no wheel, see --help."
     table = ".. result-table:: checkpoint_stall\n   :rows: "
     for rows, shown in (
         ("overlapped another_peer", True),
