@@ -5,16 +5,16 @@ Save from another process
 A thread that writes a checkpoint shares Python's interpreter lock with the training thread, and
 each of its pickles and plans can hold up a kernel launch. With ``AsyncCheckpointerType.PROCESS``,
 ``async_save`` hands the staged copy to a **daemon process** instead. This recipe uses it and adds
-what it lacks: buffers that both processes share and that are made once, a dead daemon noticed on
-every rank and survived, no process left behind.
+what it lacks: buffers that both processes share and that are made once, a meeting point that no other
+program can take, a dead daemon noticed on every rank and survived, no process left behind.
 
 .. grid:: 1 1 2 2
 
    .. grid-item-card:: What you learn
 
-      * what runs where, and what the first save costs
+      * what runs where, and how to find the daemon that torch hides
       * one set of buffers, page-locked and shared, for all saves
-      * why the script needs a ``__main__`` guard
+      * why the script needs a ``__main__`` guard, and the daemons a store to meet in
       * how one rank's dead daemon can hang the others, and how to prevent it
       * how to end the daemon with public means
 
@@ -29,10 +29,9 @@ every rank and survived, no process left behind.
 The idea
 --------
 
-The first save starts one daemon a rank; together they form a gloo group of their own, on a port
-that rank 0 picks. From then on, a save is one copy into buffers that the daemon sees too, on the
-training thread; a helper thread sends their handles through a pipe, and the daemon plans,
-serialises and writes.
+The first save starts one daemon a rank; together they form a gloo group of their own. From then
+on, a save is one copy into buffers that the daemon sees too, on the training thread; a helper
+thread sends their handles through a pipe, and the daemon plans, serialises and writes.
 
 .. lanes:: Schematic. The training process only stages; planning and writing happen in the daemon.
 
@@ -54,11 +53,11 @@ import os
 import shutil
 import signal
 import tempfile
-import time
 from concurrent.futures import Future, wait
 from contextlib import closing
 from multiprocessing import resource_sharer
 from pathlib import Path
+from unittest import mock
 
 import async_save as basic
 import torch
@@ -94,15 +93,23 @@ def shared_buffers(state: dict) -> dict:
 
 
 # %%
-# Find the daemon
-# ---------------
-# ``async_save`` shows neither the daemon nor its pid. But it is a child of this process, started
-# by ``multiprocessing``, which lists its children: the new one after the first save is the daemon.
-# So the class below makes its first save at once, of the state as it is before training. That also
-# puts the cost of starting (a Python that imports torch, on every rank) where nobody minds.
+# Start and find the daemon
+# -------------------------
+# ``async_save`` starts the daemon at the first save, and shows neither it nor its pid. But it is a
+# child of this process, started by ``multiprocessing``, which lists its children: the new one
+# after the first save is the daemon. So the class below begins with a save of nothing, into a
+# directory that it throws away. That also puts the cost of starting (a Python that imports torch,
+# on every rank) where nobody minds.
 #
 # The child imports this file again, under another name than ``__main__``. Without the guard in the
 # last block it would begin to train, and never serve a save.
+#
+# **Where the daemons meet.** Left to itself, rank 0 looks for a free port, closes it, and its
+# daemon opens it again some seconds later; on a busy machine another program has it by then, and
+# the save fails with ``DistNetworkError``. With ``DCP_USE_PREFIX_STORE=1`` the daemons meet in the
+# store at ``MASTER_ADDR`` and ``MASTER_PORT`` instead. torchrun's own store would do once, but it
+# outlives a restart of the workers, and the next daemons would read the addresses of the last
+# ones. So rank 0 opens a store for this purpose, on a port that it keeps.
 #
 # Agree on how it ended
 # ---------------------
@@ -120,31 +127,45 @@ def shared_buffers(state: dict) -> dict:
 class ProcessCheckpoints:
     """Saves of one application state by a daemon, each to ``root/step<N>``, one at a time.
 
-    Building it makes the buffers and saves ``app`` as it is, which starts the daemons; later states
-    must have the same tensors. If a save fails, because a daemon died or for any other reason, it
-    is reported on every rank and the later ones are written by a thread. All methods are
-    collective: every rank calls them in the same order.
+    Building it starts the daemons and makes the buffers; the states saved later must have the same
+    tensors as ``app``. If a save fails, because a daemon died or for any other reason, it is
+    reported on every rank and the later ones are written by a thread. All methods are collective:
+    every rank calls them in the same order.
 
     Raises:
-        RuntimeError: the first save failed.
+        RuntimeError: a daemon did not start; none is left.
     """
 
     def __init__(self, root: Path, app: basic.AppState) -> None:
         self.root = root
         self.group = dist.new_group(backend="gloo")
         self.stager = BlockingAsyncStager(cache_staged_state_dict=True)
-        self.stager.state_dict_cache = shared_buffers({"app": app.state_dict()})
         self.checkpointer = AsyncCheckpointerType.PROCESS
         self.upload: Future | None = None
         self.daemon: multiprocessing.Process | None = None
-        # The daemons meet at MASTER_ADDR. torchrun sets it; without it there is one rank, here.
-        os.environ.setdefault("MASTER_ADDR", "localhost")
-        already_there = set(multiprocessing.active_children())
-        self.save(app)
-        self.wait()
-        started = set(multiprocessing.active_children()) - already_there
-        assert len(started) == 1, f"the first save started {len(started)} processes, not one daemon"
-        self.daemon = started.pop()
+        self.other_children = set(multiprocessing.active_children())
+        self.meeting_point = dist.TCPStore("localhost", 0, is_master=True, wait_for_workers=False)
+        self._start_daemon()
+        self.stager.state_dict_cache = shared_buffers({"app": app.state_dict()})
+
+    def _start_daemon(self) -> None:
+        """Save nothing, so that DCP starts a daemon on each rank; return when all have answered."""
+        where = {"MASTER_ADDR": os.environ.get("MASTER_ADDR", "localhost")}
+        where |= {"MASTER_PORT": str(self.meeting_point.port), "DCP_USE_PREFIX_STORE": "1"}
+        with tempfile.TemporaryDirectory() as unused, mock.patch.dict(os.environ, where):
+            self._hand_over({}, basic.directory_of_rank_0(Path(unused)))
+            self.wait()
+        [self.daemon] = set(multiprocessing.active_children()) - self.other_children
+
+    def _hand_over(self, state: dict, directory: Path) -> None:
+        self.directory = directory
+        self.upload = dcp.async_save(
+            state,
+            storage_writer=FileSystemWriter(directory, overwrite=False),
+            async_stager=self.stager,
+            process_group=self.group,
+            async_checkpointer_type=self.checkpointer,
+        )
 
     def save(self, app: basic.AppState) -> None:
         """Stage ``app`` on the calling thread and leave the rest to the daemon.
@@ -153,20 +174,14 @@ class ProcessCheckpoints:
             RuntimeError: the save before this one failed; this one has not begun.
         """
         self.wait()
-        self.directory = self.root / f"step{app.step}"
-        self.upload = dcp.async_save(
-            {"app": app},
-            storage_writer=FileSystemWriter(self.directory, overwrite=False),
-            async_stager=self.stager,
-            process_group=self.group,
-            async_checkpointer_type=self.checkpointer,
-        )
+        self._hand_over({"app": app}, self.root / f"step{app.step}")
 
     def wait(self) -> None:
         """Return when the save in flight is on disk, on all ranks.
 
         Raises:
-            RuntimeError: the save failed on some rank; its directory is removed.
+            RuntimeError: the save failed on some rank. What it wrote is removed; a checkpoint that
+                was there before it is whole.
         """
         upload, self.upload = self.upload, None
         if upload is None:
@@ -175,11 +190,11 @@ class ProcessCheckpoints:
             self._wait_for_all_daemons(upload)
         error = upload.exception()  # not result(): CheckpointException is no Exception
         errors: list[str | None] = [None] * dist.get_world_size()
-        first_sentence = f"{type(error).__name__}: {error}".partition(". ")[0] if error else None
-        dist.all_gather_object(errors, first_sentence, group=self.group)
+        reason = f"{type(error).__name__}: {error}".splitlines()[-1].partition(". ")[0]
+        dist.all_gather_object(errors, reason if error else None, group=self.group)
         causes = {rank: text for rank, text in enumerate(errors) if text}
         if causes:
-            if dist.get_rank() == 0:
+            if dist.get_rank() == 0 and not (self.directory / ".metadata").exists():
                 shutil.rmtree(self.directory, ignore_errors=True)
             dist.barrier(group=self.group)
             raise RuntimeError(f"{self.directory.name} not written: {causes}")
@@ -193,14 +208,16 @@ class ProcessCheckpoints:
             state = torch.tensor([not done, done and upload.exception() is not None]).int()
             dist.all_reduce(state, op=dist.ReduceOp.MAX, group=self.group)
             pending, failed = state.tolist()
-            if failed and self.daemon is not None:
+            if failed:
                 self.end_daemon()
                 self.checkpointer = AsyncCheckpointerType.THREAD
 
     def end_daemon(self) -> None:
-        """End this rank's daemon and wait until it has ended; harmless if it has."""
-        self.daemon.kill()
-        self.daemon.join()
+        """End this rank's daemon, also one that is starting, and wait until it has ended."""
+        starting = set(multiprocessing.active_children()) - self.other_children
+        for daemon in {self.daemon} if self.daemon else starting:
+            daemon.kill()
+            daemon.join()
 
     def close(self) -> None:
         """Wait for the last save, then end the daemon and the thread that passed handles to it.
@@ -238,13 +255,12 @@ def freeze(daemon: multiprocessing.Process) -> None:
 
 
 def assert_in_shared_buffers(bits: dict[str, object], checkpoints: ProcessCheckpoints) -> None:
-    held = basic.leaves(checkpoints.stager.state_dict_cache["app"])
-    for path, leaf in bits.items():
-        if isinstance(leaf, torch.Tensor):
-            assert basic.same_bits(held[path], leaf.cpu()), f"{path} was staged somewhere else"
-            assert held[path].is_shared(), f"{path} is not where the daemon can see it"
-            copied_at_link_rate = held[path].is_pinned() or not leaf.is_cuda or leaf.dim() == 0
-            assert copied_at_link_rate, f"{path} is not page-locked"
+    for path, held in basic.leaves(checkpoints.stager.state_dict_cache["app"]).items():
+        if isinstance(held, torch.Tensor):
+            leaf = bits[path]
+            assert basic.same_bits(held, leaf.cpu()), f"{path} was staged somewhere else"
+            assert held.is_shared(), f"{path} is not where the daemon can see it"
+            assert held.is_pinned() or leaf.is_cpu or leaf.dim() == 0, f"{path} is not page-locked"
 
 
 def train_beside_frozen_daemon(
@@ -268,13 +284,22 @@ def train_beside_frozen_daemon(
 # Kill a daemon, on purpose
 # -------------------------
 # The last rank's daemon is killed in the middle of a save. Every rank must hear of it, the
-# checkpoints from before must be whole, and the same step must save when it is tried again.
+# checkpoints from before must be whole, and the same step must save when it is tried again. Saved
+# a second time it must fail, and leave what is there: ``wait`` removes what has no ``.metadata``,
+# which is written last, and nothing else.
 
 
-def lose_a_daemon(
-    app: basic.AppState, checkpoints: ProcessCheckpoints, device: torch.device
-) -> dict[str, object]:
-    """Kill one daemon during a save, then save the same step again; return its bits."""
+def expect_failure(checkpoints: ProcessCheckpoints) -> None:
+    try:
+        checkpoints.wait()
+    except RuntimeError as error:
+        print(error)
+    else:
+        raise AssertionError(f"{checkpoints.directory.name}: the failed save was not reported")
+
+
+def lose_a_daemon(app: basic.AppState, checkpoints: ProcessCheckpoints) -> dict[str, object]:
+    """Kill one daemon during a save, then save the same step again, twice; return its bits."""
     bits = basic.snapshot(app)
     unlucky = dist.get_rank() == dist.get_world_size() - 1
     if unlucky:
@@ -282,16 +307,13 @@ def lose_a_daemon(
     checkpoints.save(app)
     if unlucky:
         checkpoints.daemon.kill()
-    try:
-        checkpoints.wait()
-    except RuntimeError as error:
-        print(error)
-    else:
-        raise AssertionError("a save whose daemon was killed was not reported")
+    expect_failure(checkpoints)
     assert not checkpoints.directory.exists(), "an unfinished checkpoint was left"
     checkpoints.save(app)
     checkpoints.wait()
     print(f"step {app.step} saved by a {checkpoints.checkpointer.value} instead")
+    checkpoints.save(app)
+    expect_failure(checkpoints)
     return bits
 
 
@@ -312,9 +334,8 @@ def lose_a_daemon(
 #
 # Run it, and prove it
 # --------------------
-# Step 0 starts the daemons. Times on a machine that does other things prove nothing, so they are
-# printed, not asserted; what is asserted is every bit of every checkpoint, who wrote it, what was
-# reported, and that nothing is left.
+# Asserted are every bit of every checkpoint, who wrote it, what was reported, and that nothing is
+# left.
 
 
 def main(directory: Path) -> None:
@@ -323,21 +344,16 @@ def main(directory: Path) -> None:
         root = basic.directory_of_rank_0(directory)
         app = basic.build_app(device)
         basic.train_step(app, device)  # the optimizer has its state from here on
-        expected = {app.step: basic.snapshot(app)}
-        started = time.perf_counter()
-        checkpoints = ProcessCheckpoints(root, app)
-        print(f"first save, which starts the daemon: {time.perf_counter() - started:.1f} s")
-        try:
+        with closing(ProcessCheckpoints(root, app)) as checkpoints:
             basic.train_step(app, device)
-            step = app.step
-            expected[step] = train_beside_frozen_daemon(app, checkpoints, device)
-            expected[app.step] = lose_a_daemon(app, checkpoints, device)
-        finally:
-            checkpoints.close()
+            saved = [
+                train_beside_frozen_daemon(app, checkpoints, device),
+                lose_a_daemon(app, checkpoints),
+            ]
         assert not multiprocessing.active_children(), "a daemon was left behind"
-        for step, bits in expected.items():
-            basic.assert_same_bits(basic.load_app(root / f"step{step}", device), bits)
-        print(f"checkpoints of steps {list(expected)} loaded back, every bit equal; no daemon left")
+        for bits in saved:
+            basic.assert_same_bits(basic.load_app(root / f"step{bits['/step']}", device), bits)
+        print(f"steps {[bits['/step'] for bits in saved]} loaded back, every bit equal")
         dist.barrier()
     finally:
         dist.destroy_process_group()
@@ -390,11 +406,9 @@ elif __name__ == "__mp_main__":  # imported by the daemon, which logs what it al
 #
 # Known limits
 # ------------
-# * The port is picked by closing a free one and opening it again in the daemon: another program
-#   can take it in between. ``DCP_USE_PREFIX_STORE=1`` has the daemons meet in torchrun's own store
-#   instead, at ``MASTER_ADDR`` and ``MASTER_PORT``.
-# * A daemon that dies while it *starts* leaves the other daemons in their rendezvous until gloo's
-#   timeout: the agreement above can end a daemon only once it has found it.
+# * While ``ProcessCheckpoints`` is built, no other thread may start a process: it would be taken for
+#   the daemon.
+# * On several nodes ``MASTER_ADDR`` must be the node of rank 0, which is what torchrun sets.
 # * A daemon that dies *between* two saves is noticed by the second one.
 # * Killed daemons leave a half-written directory. ``wait`` removes it; if the whole job dies, the
 #   next one must look for ``.metadata``, which is written last.

@@ -1,0 +1,71 @@
+"""What can go wrong around the daemons of ``process_checkpointer``; the argument names it."""
+
+import multiprocessing
+import os
+import socket
+import sys
+import tempfile
+from contextlib import closing
+from pathlib import Path
+
+RECIPES = Path(__file__).parents[2] / "recipes_source" / "checkpoint"
+sys.path.insert(0, str(RECIPES))
+
+import async_save as basic  # noqa: E402
+import process_checkpointer  # noqa: E402
+import torch.distributed as dist  # noqa: E402
+from process_checkpointer import ProcessCheckpoints  # noqa: E402
+from torch.distributed.checkpoint import _async_process_executor  # noqa: E402
+
+
+def port_is_taken(root: Path) -> None:
+    """The port that torch found free is another program's when the daemon comes to open it."""
+    with socket.socket() as other_program:
+        other_program.bind(("", 0))
+        other_program.listen()
+        _async_process_executor.get_free_port = lambda: other_program.getsockname()[1]
+        process_checkpointer.main(root)
+
+
+def daemon_dies_while_it_starts(root: Path) -> None:
+    """The last rank's daemon ends before it meets the others, which wait for it."""
+    device = basic.start_rank()
+    app = basic.build_app(device)
+    try:
+        ProcessCheckpoints(root, app)
+    except RuntimeError as error:
+        print(error)
+    else:
+        raise AssertionError("a daemon that did not start was not reported")
+    assert not multiprocessing.active_children(), "a daemon was left behind"
+    dist.destroy_process_group()
+
+
+def resumed(root: Path) -> None:
+    """Training goes on from a checkpoint, and saves beside it."""
+    device = basic.start_rank()
+    root = basic.directory_of_rank_0(root)
+    app = basic.build_app(device)
+    basic.train_step(app, device)
+    with closing(basic.AsyncCheckpoints(root)) as first_job:
+        first_job.save(app)
+    app = basic.load_app(root / "step1", device)
+    expected = [basic.snapshot(app)]
+    with closing(ProcessCheckpoints(root, app)) as checkpoints:
+        basic.train_step(app, device)
+        checkpoints.save(app)
+        expected.append(basic.snapshot(app))
+    for bits in expected:
+        basic.assert_same_bits(basic.load_app(root / f"step{bits['/step']}", device), bits)
+    dist.destroy_process_group()
+
+
+TROUBLES = (port_is_taken, daemon_dies_while_it_starts, resumed)
+
+if __name__ == "__main__":
+    with tempfile.TemporaryDirectory() as temporary:
+        {trouble.__name__: trouble for trouble in TROUBLES}[sys.argv[1]](Path(temporary))
+elif sys.argv[1] == "daemon_dies_while_it_starts":  # imported by a daemon
+    last = int(os.environ["WORLD_SIZE"]) - 1
+    if int(os.environ["RANK"]) == last:
+        os._exit(3)
