@@ -368,7 +368,8 @@ def badge(recipe: Recipe) -> nodes.Node:
         elif ok:
             lines.append(("earlier", f"Verified on an earlier version: {where}, {date}"))
     if not lines:
-        lines = [("unverified", "Not yet verified on an accelerator")]
+        said = "Not yet verified: “make verify” has not run this code on an accelerator"
+        lines = [("unverified", said)]
     return div("verification", *(paragraph(text, f"badge badge-{css}") for css, text in lines))
 
 
@@ -388,7 +389,8 @@ class BuildSummary(SphinxDirective):
             for control, runs in controls
         )
         ranks = " or ".join(str(n) for n in sorted({report.ranks for report in reports}))
-        where = "; ".join(sorted({f"{report.device}, torch {report.torch}" for report in reports}))
+        devices = {report.device.partition(",")[0] for report in reports}  # without the backend
+        where = ", ".join(sorted(filter(None, devices | {f"torch {r.torch}" for r in reports})))
         text = (
             f"For these pages {passed} of {len(all_runs)} recipes passed on {ranks} ranks, and "
             f"{found} of {len(controls)} deliberate faults in them were caught ({where})."

@@ -40,7 +40,7 @@ TRACE_LANES = {
     "compute": "compute",
     **{"copy": "copy", "H2D": "copy", "D2H": "copy"},
     **{"gather": "communication", "reduce-scatter": "communication"},
-    **{"host": "compute", "write": "write"},
+    **{"host": "stall", "write": "write"},
 }
 """The lanes of a trace, from top to bottom, and the kind of what is drawn in each."""
 
@@ -280,7 +280,7 @@ BENCHMARKS = {
         bars="step_s",
     ),
     "activation_offload": Benchmark(
-        title="Step time with activations on the host",
+        title="Activations on the host",
         columns=(
             Column("step_s", "Step time", seconds),
             Column("longest_tokens", "Longest sequence that ran", count),

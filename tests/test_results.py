@@ -379,6 +379,13 @@ def test_events_outside_the_lanes_are_not_drawn_and_stalls_are(repo):
     assert panel.marks[0].at == pytest.approx(0.06)
 
 
+def test_what_holds_the_host_is_drawn_as_a_stall(repo):
+    path = trace(repo, "pinned")
+    path.write_text(path.read_text().replace('"lane": "write"', '"lane": "host"'))
+    panel = read_panel("pinned", result_files.load_trace(path))
+    assert [(lane.name, lane.bars[0].kind) for lane in panel.lanes][-1] == ("host", "stall")
+
+
 def test_slivers_are_merged_and_steps_are_not():
     slivers = [Bar(i * 1e-3, i * 1e-3 + 0.9e-3, "gemm", "compute") for i in range(100)]
     assert merge(slivers, 1e-3) == [Bar(0, pytest.approx(0.0999), "gemm", "compute")]
