@@ -28,6 +28,7 @@ def run_command(options: argparse.Namespace) -> int:
         gate=options.gate,
         order=options.order or recipe.order,
         deadline_s=options.deadline,
+        args=tuple(options.args),
         keep=options.keep,
     )
     print(report.describe())
@@ -47,6 +48,7 @@ def main() -> int:
     commands = parser.add_subparsers(dest="command", required=True)
     one = commands.add_parser("run", help="run one recipe, or one of its negative controls")
     one.add_argument("recipe", type=Path)
+    one.add_argument("args", nargs="*", help="the recipe's own arguments, after --")
     one.add_argument("--ranks", type=int, help="default: the control's, or the page's")
     one.add_argument("--control", help="the name of a control in the recipe's controls file")
     one.add_argument("--gate", help="hold a background step, see harness/gates.py")

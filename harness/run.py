@@ -4,6 +4,7 @@ import atexit
 import contextlib
 import json
 import os
+import shlex
 import shutil
 import subprocess
 import sys
@@ -228,14 +229,18 @@ def _accepts_dir(source: str) -> bool:
     return '"--dir"' in source or "'--dir'" in source
 
 
-def reproduce(path: Path, ranks: int, control: Control | None, gate: str | None) -> str:
+def reproduce(
+    path: Path, ranks: int, control: Control | None, gate: str | None, args: tuple[str, ...]
+) -> str:
     """The command that runs the same again."""
     with contextlib.suppress(ValueError):
         path = path.relative_to(Path.cwd())
     command = f"python -m harness run {path} --ranks {ranks}"
     if control is not None:
-        return f"{command} --control {control.name}"
-    return command + (f" --gate {gate}" if gate else "")
+        command += f" --control {control.name}"
+    elif gate:
+        command += f" --gate {gate}"
+    return command + (f" -- {shlex.join(args)}" if args else "")
 
 
 def run(
@@ -307,7 +312,7 @@ def run(
             code_sha256=spec["code_sha256"],
             ranks=ranks,
             launcher=launcher,
-            command=reproduce(path, ranks, control, gate),
+            command=reproduce(path, ranks, control, gate, args),
             control=control.name if control else None,
             gate=gate,
             seconds=seconds,

@@ -10,6 +10,7 @@ from pathlib import Path
 import pytest
 from selection import REPO
 
+from harness.__main__ import main
 from harness.leader import descendants
 from harness.recipe import RecipeError, code_sha256, discover, load_controls, load_recipe
 from harness.run import Report, run
@@ -74,6 +75,18 @@ def write(folder: Path, name: str, text: str) -> Path:
     path = folder / name
     path.write_text(textwrap.dedent(text))
     return path
+
+
+def test_a_recipe_gets_its_own_arguments_and_so_does_the_command_that_runs_it_again(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture
+) -> None:
+    path = write(tmp_path, "fails.py", "import sys\nraise ValueError(sys.argv[1:])\n")
+    command = ["harness", "run", str(path), "--ranks", "1", "--launcher", "warm"]
+    monkeypatch.setattr(sys, "argv", [*command, "--", "--layers", "4"])
+    assert main() == 1
+    printed = capsys.readouterr().out
+    assert "ValueError: ['--layers', '4']" in printed
+    assert printed.rstrip().endswith("--ranks 1 -- --layers 4")
 
 
 SAVES = """

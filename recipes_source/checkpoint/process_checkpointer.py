@@ -106,8 +106,8 @@ def shared_buffers(state: dict) -> dict:
 #
 # **Where the daemons meet.** Left to itself, rank 0 looks for a free port, closes it, and its
 # daemon opens it again some seconds later; on a busy machine another program has it by then, and
-# the save fails with ``DistNetworkError``. With ``DCP_USE_PREFIX_STORE=1`` the daemons meet in the
-# store at ``MASTER_ADDR`` and ``MASTER_PORT`` instead. torchrun's own store would do once, but it
+# the save fails with ``DistNetworkError``. With ``DCP_USE_PREFIX_STORE=1`` (torch 2.10 and later;
+# 2.9 ignores it) the daemons meet in the store at ``MASTER_ADDR`` and ``MASTER_PORT`` instead. torchrun's own store would do once, but it
 # outlives a restart of the workers, and the next daemons would read the addresses of the last
 # ones. So rank 0 opens a store for this purpose, on a port that it keeps.
 #
@@ -418,5 +418,7 @@ elif __name__ == "__mp_main__":  # imported by the daemon, which logs what it al
 # * `Asynchronous saving with DCP
 #   <https://docs.pytorch.org/docs/stable/distributed.checkpoint.html>`_: ``async_save`` and
 #   ``AsyncCheckpointerType``
+# * `PyTorch pull request 166560 <https://github.com/pytorch/pytorch/pull/166560>`_, which added
+#   ``DCP_USE_PREFIX_STORE``
 # * `multiprocessing, spawn and the main module
 #   <https://docs.python.org/3/library/multiprocessing.html#the-spawn-and-forkserver-start-methods>`_
