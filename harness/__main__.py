@@ -46,9 +46,12 @@ def run_command(options: argparse.Namespace) -> int:
 def main() -> int:
     parser = argparse.ArgumentParser(prog="python -m harness", description=__doc__)
     commands = parser.add_subparsers(dest="command", required=True)
-    one = commands.add_parser("run", help="run one recipe, or one of its negative controls")
+    one = commands.add_parser(
+        "run",
+        help="run one recipe, or one of its negative controls",
+        epilog="What follows -- is passed to the recipe.",
+    )
     one.add_argument("recipe", type=Path)
-    one.add_argument("args", nargs="*", help="the recipe's own arguments, after --")
     one.add_argument("--ranks", type=int, help="default: the control's, or the page's")
     one.add_argument("--control", help="the name of a control in the recipe's controls file")
     one.add_argument("--gate", help="hold a background step, see harness/gates.py")
@@ -63,7 +66,11 @@ def main() -> int:
     every.add_argument("--out", type=Path, default=REPO / "harness" / "verified")
     every.add_argument("--stale", action="store_true", help="only what changed since it passed")
     every.set_defaults(do=lambda o: verify(o.recipes, CONTROLS, o.out, tuple(o.ranks), o.stale))
-    options = parser.parse_args()
+    own, args = sys.argv[1:], []
+    if "--" in own:
+        at = own.index("--")
+        own, args = own[:at], own[at + 1 :]
+    options = parser.parse_args(own, argparse.Namespace(args=args))
     try:
         return options.do(options)
     except RecipeError as error:
