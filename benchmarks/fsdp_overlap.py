@@ -3,47 +3,68 @@
     torchrun --nproc-per-node=2 benchmarks/fsdp_overlap.py --out benchmarks
     torchrun --nproc-per-node=2 benchmarks/fsdp_overlap.py --small --out /tmp/rehearsal   # on a CPU
 
-``--modes`` and ``--tokens`` choose what is measured. Every row is written when it is known and kept
-when the command runs again (``--again`` measures it anew): a run that is cut off is resumed by its
-command, and a mode that it was cut off in is noted and left out.
+``--modes``, ``--tokens`` and ``--pairs`` choose what is measured, in the order given. Every row is
+written when it is known and kept when the command runs again, until ``--again`` or more ``--pairs``
+ask for it anew: a run that is cut off is resumed by its command, and a mode without a row that it
+was cut off in is noted and left out.
 
 How a number is made
 --------------------
 All modes train the same units in bfloat16 (weights, gradients and the state of fused AdamW: no
 casts in any of them) on the same random batch; all ranks have the same batch and seed, so the mean
-of their gradients is each rank's own. ``no_communication`` runs the same kernels: it keeps whole
-weights on the device, updates only the rows that its rank would own, and sends nothing. A mode
-whose loss is not that of the others has no row.
+of their gradients is each rank's own. ``no_communication``, the reference, runs the same kernels:
+it keeps whole weights on the device, updates only the rows that its rank would own, and sends
+nothing. A mode whose loss is not that of the others has no row.
 
-The loop keeps at most two steps queued. The modes take turns, ``--rounds`` times, against drift.
+**Alone.** A mode is built and takes a few steps at each size with nothing else on the device. From
+them come its loss and its memory:
 
-* ``step_s``: median time from the end of a step to the end of the next, events on the compute
-  stream. ``optimizer_s``: the part of it from the end of backward, reductions included.
-* ``efficiency``: ``step_s`` of ``no_communication`` in the same round over this step; the median of
-  the rounds.
-* ``bound_s``: what a schedule of the same work can reach at best. The forward pass of
-  ``no_communication`` runs beside all gathers of forward but the first, its backward pass beside
-  the gathers of backward and all reduce-scatters but the last. It waits for none of them; each may
-  begin when the unit begins that it would be hidden behind. A phase lasts as long as the slower of
-  its sides, both at the rates that they have beside each other. To the two phases come what nothing
-  can hide: the gather of the first parameter, the reduce-scatter of the last (neither for
-  ``update_in_order``, which hides them), and the optimizer. The transfers are as many as the row's
-  schedule has, by its transport, one a parameter.
-* ``eta``: ``bound_s`` over ``step_s``. Both are measured, and a GPU at its power limit changes its
-  clocks: it can come out a little above 1.
-* ``hidden_share``: in a profiled step, the share of the time in which a collective (or a copy from
-  a peer) runs and the compute stream runs a kernel too.
-* ``gemm_slowdown``: in that step, the time of all matrix products over that of the same products
-  in ``no_communication``; kernels belong to the operator that launched them.
 * ``peak_allocated_bytes``, ``peak_reserved_bytes``: what the mode added in PyTorch's allocator.
   ``peak_device_bytes``: what it added to the memory in use on the device (``mem_get_info``), read
   after the steps, when the allocator still holds its peak: with symmetric memory and communicators.
-  All in the mode's first round.
 
-All values are rank 0's.
+**In windows.** A GPU at its power limit changes its clocks: a second after the load begins, steps
+take longer by a tenth for a while, and a warm device is slower than one that has rested. So a step
+is compared only with steps of the same minute, on a device that never rests. The reference is built
+beside the mode; both fit, since the memory is known by now. Then one size is trained in windows,
+the queue never empty: the reference, the mode, the mode's bound, the mode, the reference, and again
+(``ORDER``). Forth and back, a drift that is linear in time cancels in each such turn. The first
+windows (``WARM_UP_WINDOWS``) are not counted: kernels load, the allocator gets its memory, the
+clocks come down. All ranks begin a window together. Its first steps, half as many as those that are
+timed, are not timed: the queue fills and the clocks follow the load. A window's time is the mean of
+the others, on the slowest rank, whose pace the ranks of a synchronous job have, whether they
+communicate or not; ``samples`` has the times of all ranks, in order.
+
+* ``step_s``: median of the mode's windows. That of ``no_communication``: of all windows that it has
+  beside modes at that size. ``optimizer_s``: the part of it from the end of backward, reductions
+  included.
+* ``efficiency``: step of the reference over this step, each window of the mode with the window of
+  the reference next to it; the median of these ``pairs``. ``efficiency_spread``: the distance of
+  their quartiles.
+* ``bound_s``: what a schedule of the same work can reach at best. In its windows the reference
+  trains with the transfers of the mode's schedule beside it: in its forward pass all gathers of
+  forward but the first, in its backward pass the gathers of backward and all reduce-scatters but
+  the last. It waits for none of them; each may begin when the unit begins that it would be hidden
+  behind. A phase lasts as long as the slower of its sides, both at the rates that they have beside
+  each other. The optimizer follows. To these steps comes what nothing can hide: the gather of the
+  first parameter and the reduce-scatter of the last, measured alone (neither for
+  ``update_in_order``, which hides them). The transfers are as many as the row's schedule has, by
+  its transport, one a parameter.
+* ``eta``: bound over step, each window of the bound with the mode's two around it; the median. Both
+  are measured: it can come out a little above 1.
+
+**Profiled**, two steps after a rest, the second judged, and the reference likewise right before:
+
+* ``hidden_share``: the share of the time in which a collective (or a copy from a peer) runs and the
+  compute stream runs a kernel too.
+* ``gemm_slowdown``: the time of all matrix products over that of the same products in the
+  reference; kernels belong to the operator that launched them.
+
+All values but the windows' are rank 0's.
 """
 
 import argparse
+import contextlib
 import gc
 import importlib
 import json
@@ -52,6 +73,7 @@ import sys
 import time
 import traceback
 from bisect import bisect_right
+from collections import deque
 from collections.abc import Callable, Iterable, Iterator
 from dataclasses import dataclass
 from datetime import timedelta
@@ -92,15 +114,17 @@ from benchmarks.measuring import (  # noqa: E402
 )
 
 LEARNING_RATE = 3e-6
-WARM_UP = 2  # steps before those that are timed; modes are compared by the loss behind them
+WARM_UP = 2  # steps alone before those that are timed; modes are compared by the loss behind them
 LOSS_TOLERANCE = 0.05  # of the loss: a peer takes a first step with gradients of zero
-BOUND_PASSES = 2
+ORDER = ("reference", "mode", "bound", "mode", "reference")
+WARM_UP_WINDOWS = ORDER[:3]
+QUEUED = 2  # steps
 COLLECTIVE_TIMEOUT = timedelta(seconds=90)
 
 
 @dataclass(frozen=True)
 class Size:
-    """``width``, ``hidden`` in features, ``tokens`` a rank and step; ``steps`` timed of each."""
+    """``width``, ``hidden`` in features; ``tokens`` a rank and step, ``steps`` timed of each."""
 
     units: int
     width: int
@@ -110,9 +134,9 @@ class Size:
     trace_tokens: int
 
 
-FULL = Size(8, 8192, 14336, (1024, 2048, 4096, 8192, 16384), (8, 6, 4, 3, 3), 2048)
+FULL = Size(8, 8192, 14336, (1024, 2048, 4096, 8192, 16384), (12, 8, 5, 3, 2), 2048)
 SETTING_TOKENS = (1024, 4096)
-SMALL = Size(4, 64, 96, (32, 64), (3, 3), 64)
+SMALL = Size(4, 64, 96, (32, 64), (2, 2), 64)
 
 
 PARAMETERS = 4  # of a unit
@@ -450,8 +474,9 @@ class MegatronFsdpExperimental(Trainer):
         package.fully_shard_optimizer(self.optimizer)
 
 
+REFERENCE = "no_communication"
 MODES: dict[str, type[Trainer]] = {
-    "no_communication": NoCommunication,
+    REFERENCE: NoCommunication,
     "fsdp2": Fsdp2,
     "fsdp2_kept_units": Fsdp2Kept,
     "fsdp2_prefetch_lists": Fsdp2Prefetch,
@@ -474,12 +499,11 @@ MODES: dict[str, type[Trainer]] = {
 
 @dataclass
 class Steps:
-    """Seconds of each timed step and of its part after backward; the first one's loss; clocks."""
+    """Seconds of each timed step and of its part after backward, and the first one's loss."""
 
     step_s: list[float]
     optimizer_s: list[float]
     loss: float
-    clocks_mhz: list[int]
 
 
 def random_batch(size: Size, tokens: int, device: torch.device) -> torch.Tensor:
@@ -489,39 +513,148 @@ def random_batch(size: Size, tokens: int, device: torch.device) -> torch.Tensor:
     return batch.requires_grad_()  # as the output of an embedding would
 
 
+@dataclass
+class Step:
+    """Events on the compute stream behind each phase of a step; the loss, a scalar on the device.
+
+    On a GPU the step is queued, with at most ``QUEUED`` others.
+    """
+
+    forward_end: torch.cuda.Event
+    backward_end: torch.cuda.Event
+    end: torch.cuda.Event
+    loss: torch.Tensor
+
+
+def take_step(trainer: "Trainer | BoundTrainer", batch: torch.Tensor, queued: deque[Step]) -> Step:
+    """Train for one step; wait for the oldest of ``queued`` first, if there are ``QUEUED``."""
+    if len(queued) == QUEUED:
+        queued.popleft().end.synchronize()
+    forward_end, backward_end, end = (timing_event(batch.device) for _ in range(3))
+    loss = trainer.forward(batch)
+    forward_end.record()
+    trainer.backward(loss)
+    backward_end.record()
+    trainer.update()
+    batch.grad = None
+    end.record()
+    queued.append(Step(forward_end, backward_end, end, loss.detach()))
+    return queued[-1]
+
+
+def seconds_between(start: torch.cuda.Event, end: torch.cuda.Event) -> float:
+    return start.elapsed_time(end) / 1e3
+
+
 def take_steps(trainer: Trainer, batch: torch.Tensor, count: int) -> Steps:
-    """Train for ``WARM_UP`` steps and ``count`` timed ones, at most two of them queued."""
-    ends, backward_ends, losses, clocks = [], [], [], []
-    for step in range(WARM_UP + count):
-        if len(ends) >= 2:
-            ends[-2].synchronize()
-        loss = trainer.forward(batch)
-        trainer.backward(loss)
-        backward_ends.append(timing_event(trainer.device))
-        backward_ends[-1].record()
-        trainer.update()
-        batch.grad = None
-        ends.append(timing_event(trainer.device))
-        ends[-1].record()
-        losses.append(loss.detach())
-        if step >= WARM_UP and trainer.device.type == "cuda":
-            clocks.append(torch.cuda.clock_rate())
-    synchronize(trainer.device)
-    timed = list(zip(ends, backward_ends, strict=True))[WARM_UP - 1 :]
+    """Train for ``WARM_UP`` steps and ``count`` timed ones."""
+    queued: deque[Step] = deque()
+    steps = [take_step(trainer, batch, queued) for _ in range(WARM_UP + count)]
+    synchronize(batch.device)
     return Steps(
-        [a.elapsed_time(b) / 1e3 for a, b in pairwise(end for end, _ in timed)],
-        [backward.elapsed_time(end) / 1e3 for end, backward in timed[1:]],
-        float(losses[WARM_UP]),
-        clocks,
+        [seconds_between(a.end, b.end) for a, b in pairwise(steps[WARM_UP - 1 :])],
+        [seconds_between(step.backward_end, step.end) for step in steps[WARM_UP:]],
+        float(steps[WARM_UP].loss),
     )
 
 
+@dataclass
+class Window:
+    """Of the timed steps of a window, means in seconds; ``clock_mhz`` of the SMs, 0 on a CPU."""
+
+    step_s: float
+    forward_s: float
+    backward_s: float
+    optimizer_s: float
+    clock_mhz: float
+
+
+def begin_together(device: torch.device) -> None:
+    """The work queued on this stream from here on begins when all ranks have come here."""
+    dist.all_reduce(torch.zeros(1, device=device))
+
+
+def take_windows(
+    trainers: "dict[str, Trainer | BoundTrainer]",
+    order: Iterable[str],
+    batch: torch.Tensor,
+    count: int,
+) -> list[Window]:
+    """Train in windows of one of ``trainers`` after another, in ``order``, without a rest between.
+
+    Args:
+        count: timed steps of a window; half as many, at least one, come before them.
+    """
+    queued: deque[Step] = deque()
+    lead_in = max(1, count // 2)
+    taken: list[tuple[list[Step], list[int]]] = []
+    for name in order:
+        begin_together(batch.device)
+        steps, clocks = [], []
+        for _ in range(lead_in + count):
+            steps.append(take_step(trainers[name], batch, queued))
+            clocks.append(torch.cuda.clock_rate() if batch.is_cuda else 0)
+        taken.append((steps[lead_in - 1 :], clocks[lead_in:]))
+    synchronize(batch.device)
+    return [window_of(steps, clocks) for steps, clocks in taken]
+
+
+def window_of(steps: list[Step], clocks: list[int]) -> Window:
+    """The means of all ``steps`` but the first, whose end is where the time begins."""
+    pairs = list(pairwise(steps))
+    return Window(
+        seconds_between(steps[0].end, steps[-1].end) / len(pairs),
+        statistics.mean(seconds_between(a.end, b.forward_end) for a, b in pairs),
+        statistics.mean(seconds_between(b.forward_end, b.backward_end) for _, b in pairs),
+        statistics.mean(seconds_between(b.backward_end, b.end) for _, b in pairs),
+        statistics.median(clocks),
+    )
+
+
+@dataclass(frozen=True)
+class Pairs:
+    """Seconds a step of windows taken in ``ORDER``, each by rank, in order of time.
+
+    There are as many of ``mode`` as of ``reference``, and half as many of ``bound``.
+    """
+
+    reference: list[list[float]]
+    mode: list[list[float]]
+    bound: list[list[float]]
+
+    def efficiencies(self) -> list[float]:
+        """Of each of ``mode``'s windows, with the window of ``reference`` next to it."""
+        pairs = zip(self.reference, self.mode, strict=True)
+        return [max(reference) / max(mode) for reference, mode in pairs]
+
+    def etas(self, ends_s: float) -> list[float]:
+        """Of each of ``bound``'s windows, with the two of ``mode`` around it.
+
+        Args:
+            ends_s: what is to be added to the bound's time.
+        """
+        modes = list(map(max, self.mode))
+        around = zip(self.bound, modes[::2], modes[1::2], strict=True)
+        return [(max(bound) + ends_s) / statistics.mean(two) for bound, *two in around]
+
+
+def of_all_ranks(values: list[float]) -> list[list[float]]:
+    """Each of ``values`` with those of the other ranks, by rank."""
+    gathered: list = [None] * dist.get_world_size()
+    dist.all_gather_object(gathered, values)
+    return [list(of_ranks) for of_ranks in zip(*gathered, strict=True)]
+
+
 class Memory:
-    """What a mode adds to the memory that is in use when it begins; bytes."""
+    """What a mode adds to the memory that is in use when it begins; bytes.
+
+    Memory that a peer has mapped goes back when the peer has released it as well.
+    """
 
     def __init__(self, device: torch.device) -> None:
         self.device = device
         self.release()
+        dist.barrier()
         self.before = self.now()
 
     def release(self) -> None:
@@ -594,6 +727,16 @@ class Transfers:
                         transfer()
             current.wait_stream(stream)
 
+    def ends_s(self) -> dict[str, float]:
+        """Seconds of a parameter's gather and of its reduce-scatter with nothing beside them."""
+        return {
+            name: statistics.median(seconds_of(transfer, self.device, 5))
+            for name, transfer in (
+                ("first_gather_s", self.gather),
+                ("last_reduce_scatter_s", self.reduce_scatter),
+            )
+        }
+
     def close(self) -> None:
         dist.destroy_process_group(self.reduce_group)
 
@@ -631,63 +774,46 @@ TRANSFERS: dict[str, type[Transfers]] = {
 }
 
 
-@dataclass(frozen=True)
-class Phases:
-    """Seconds of each phase with its transfers beside it, and of what nothing can hide."""
+class BoundTrainer:
+    """The reference with a schedule's transfers beside it, for which it does not wait.
 
-    forward_s: float
-    backward_s: float
-    first_gather_s: float
-    last_reduce_scatter_s: float
+    Args:
+        gathers: units gathered in forward and in backward.
+    """
 
-    def bound_s(self, optimizer_s: float, hides_ends: bool) -> float:
-        ends = 0.0 if hides_ends else self.first_gather_s + self.last_reduce_scatter_s
-        return self.forward_s + self.backward_s + ends + optimizer_s
+    def __init__(
+        self, reference: NoCommunication, transfers: Transfers, gathers: tuple[int, int]
+    ) -> None:
+        self.reference, self.transfers, self.gathers = reference, transfers, gathers
+        self.streams = torch.get_device_module(reference.device)
+        self.starts: list = []  # an event where each unit begins, in forward or in backward
+        self.hooks: list = []
 
+    def start_unit(self, *_) -> None:
+        self.starts.append(self.streams.Event())
+        self.starts[-1].record(self.streams.current_stream())
 
-def measure_phases(
-    trainer: NoCommunication,
-    batch: torch.Tensor,
-    transfers: Transfers,
-    gathers: tuple[int, int],
-) -> Phases:
-    """Medians of ``BOUND_PASSES`` passes of ``trainer``, which waits for none of the transfers."""
-    starts: list = []
-    module = torch.get_device_module(trainer.device)
-
-    def start_unit(*_) -> None:
-        starts.append(module.Event())
-        starts[-1].record(module.current_stream())
-
-    hooks = [unit.register_forward_pre_hook(start_unit) for unit in trainer.model]
-    hooks += [unit.register_full_backward_pre_hook(start_unit) for unit in trainer.model]
-    passes = []
-    for _ in range(1 + BOUND_PASSES):
-        passes.append([timing_event(trainer.device) for _ in range(3)])
+    def forward(self, batch: torch.Tensor) -> torch.Tensor:
+        for unit in self.reference.model:
+            self.hooks.append(unit.register_forward_pre_hook(self.start_unit))
+            self.hooks.append(unit.register_full_backward_pre_hook(self.start_unit))
         losses: list[torch.Tensor] = []
 
-        def forward(losses: list[torch.Tensor] = losses) -> None:
-            losses.append(trainer.forward(batch))
+        def compute() -> None:
+            losses.append(self.reference.forward(batch))
 
-        def backward(losses: list[torch.Tensor] = losses) -> None:
-            trainer.backward(losses[0])
+        self.transfers.beside(compute, max(0, self.gathers[0] - 1), 0, self.starts)
+        return losses[0]
 
-        passes[-1][0].record()
-        transfers.beside(forward, max(0, gathers[0] - 1), 0, starts)
-        passes[-1][1].record()
-        transfers.beside(backward, gathers[1], len(trainer.model) - 1, starts)
-        passes[-1][2].record()
-        trainer.drop_gradients()
-        batch.grad = None
-    synchronize(trainer.device)
-    for hook in hooks:
-        hook.remove()
-    alone = (transfers.gather, transfers.reduce_scatter)
-    return Phases(
-        statistics.median(a.elapsed_time(b) for a, b, _ in passes[1:]) / 1e3,
-        statistics.median(b.elapsed_time(c) for _, b, c in passes[1:]) / 1e3,
-        *(statistics.median(seconds_of(work, trainer.device, 5)) for work in alone),
-    )
+    def backward(self, loss: torch.Tensor) -> None:
+        compute = partial(self.reference.backward, loss)
+        reductions = len(self.reference.model) - 1
+        self.transfers.beside(compute, self.gathers[1], reductions, self.starts)
+        while self.hooks:
+            self.hooks.pop().remove()
+
+    def update(self) -> None:
+        self.reference.update()
 
 
 # -- a profiled step --------------------------------------------------------------------------
@@ -849,13 +975,14 @@ class Profiled:
 
 CUT_OFF = "the run ended while this was measured"
 BOUND_FROM = (
-    "forward and backward beside the row's transfers, for which they do not wait, plus the gather "
-    "of the first parameter, the reduce-scatter of the last and the optimizer"
+    "a step without communication beside the row's transfers, for which it does not wait, plus the "
+    "gather of the first parameter and the reduce-scatter of the last"
 )
+OF_PROFILE = ("hidden_share", "products_s", "gemm_slowdown")  # kept when a row is measured anew
 
 
 class Run:
-    """One command: the modes in turns, and a result file that grows."""
+    """One command: one mode after another, and a result file that grows."""
 
     def __init__(self, arguments: argparse.Namespace, device: torch.device) -> None:
         self.arguments, self.device = arguments, device
@@ -867,7 +994,7 @@ class Run:
         self.results = Results(
             arguments.out, self.head, {n: mode.recipes for n, mode in MODES.items()}, ("tokens",)
         )
-        self.loss: tuple[str, float] | None = None  # which all that send must have
+        self.losses: dict[int, tuple[str, float]] = {}  # by tokens: which all that send must have
         self.broken: set[str] = set()
         if not arguments.again:
             self.broken = {m for m, why in self.results.data["not_run"].items() if why == CUT_OFF}
@@ -880,7 +1007,7 @@ class Run:
             "precision": "bfloat16 weights, gradients and optimizer state",
             "optimizer": "AdamW, fused",
             "tokens": "a rank and step",
-            "steps_queued": 2,
+            "steps_queued": QUEUED,
         }
 
     def measure_link(self) -> None:
@@ -901,11 +1028,9 @@ class Run:
         say(self.started, f"link {rates}")
 
     def row(self, mode: str, tokens: int) -> dict:
-        for row in self.results.data["rows"]:
-            if (row["name"], row["tokens"]) == (mode, tokens):
-                return row
-        samples = {"step_s": [], "optimizer_s": [], "round_step_s": [], "sm_clock_mhz": []}
-        return {"name": mode, "tokens": tokens, "samples": samples}
+        """The row as it is known; empty if it is not."""
+        rows = (r for r in self.results.data["rows"] if (r["name"], r["tokens"]) == (mode, tokens))
+        return next(rows, {})
 
     def tokens_of(self, mode: str) -> list[int]:
         if MODES[mode].trace_only:
@@ -913,107 +1038,141 @@ class Run:
         only = MODES[mode].tokens
         return [t for t in self.tokens if only is None or self.arguments.small or t in only]
 
-    def rounds_done(self, mode: str, tokens: int) -> int:
-        return len(self.row(mode, tokens)["samples"]["round_step_s"])
+    def wanted(self, mode: str) -> list[int]:
+        """The sizes that ``mode`` still has to be measured at."""
+        if MODES[mode].trace_only:
+            return []
+        known = {t: self.row(mode, t) for t in self.tokens_of(mode)}
+        if self.arguments.again:
+            return list(known)
+        pairs = 0 if mode == REFERENCE else self.arguments.pairs
+        return [t for t, row in known.items() if not row or row.get("pairs", 0) < pairs]
 
-    def measure_all(self, mode: str, sizes: list[int], trainer: Trainer, memory: Memory) -> None:
+    def batch(self, tokens: int) -> torch.Tensor:
+        return random_batch(self.size, tokens, self.device)
+
+    def steps(self, tokens: int) -> int:
+        return self.size.steps[self.size.tokens.index(tokens)]
+
+    def measure(self, mode: str, sizes: list[int], trainer: Trainer, memory: Memory) -> None:
+        """The rows of one mode: alone first, then in windows with the reference beside it."""
+        alone: dict[int, dict] = {}
         for tokens in sizes:
-            self.measure(mode, trainer, tokens, memory)
+            memory.release()
+            steps = take_steps(trainer, self.batch(tokens), self.steps(tokens))
+            if mode != REFERENCE and not alone:  # no step but these before
+                self.compare_losses(mode, tokens, steps.loss)
+            alone[tokens] = self.row_alone(mode, tokens, trainer, steps) | memory.peaks()
+        if mode == REFERENCE:
+            for row in alone.values():
+                self.add(row)
+            return
+        with (
+            contextlib.closing(NoCommunication(self.size, self.device)) as reference,
+            contextlib.closing(TRANSFERS[trainer.transport](self.size, self.device)) as transfers,
+        ):
+            bound = BoundTrainer(reference, transfers, trainer.gathers(self.size.units))
+            trainers = {"reference": reference, "mode": trainer, "bound": bound}
+            ends = {} if trainer.hides_ends else transfers.ends_s()
+            for tokens, row in alone.items():
+                memory.release()
+                windows = self.measure_windows(trainers, tokens, ends)
+                self.add(row | windows | {"samples": row["samples"] | windows["samples"]})
 
-    def measure(self, mode: str, trainer: Trainer, tokens: int, memory: Memory) -> None:
-        """One round of one row."""
-        memory.release()
-        batch = random_batch(self.size, tokens, self.device)
-        steps = take_steps(trainer, batch, self.size.steps[self.size.tokens.index(tokens)])
-        row = self.row(mode, tokens)
-        samples = row["samples"]
-        samples["step_s"] += steps.step_s
-        samples["optimizer_s"] += steps.optimizer_s
-        samples["sm_clock_mhz"] += steps.clocks_mhz
-        samples["round_step_s"].append(statistics.median(steps.step_s))
-        row["step_s"] = statistics.median(samples["step_s"])
-        row["optimizer_s"] = statistics.median(samples["optimizer_s"])
-        row["note"] = trainer.note
-        if tokens == self.tokens[0] and mode != "no_communication":  # no step but these before
-            self.compare_losses(mode, steps.loss)
-        if len(samples["round_step_s"]) == 1:  # later, what other modes left may go away meanwhile
-            row |= memory.peaks()
-        self.results.add(row)
-        self.relate()
-        hidden = ("samples", "note", "bound_from", "recipes")
-        shown = {k: v for k, v in self.row(mode, tokens).items() if k not in hidden}
-        say(self.started, f"{mode}, {tokens}: {json.dumps(shown)}")
+    def row_alone(self, mode: str, tokens: int, trainer: Trainer, steps: Steps) -> dict:
+        """The fields of a row that steps alone give."""
+        row = {"name": mode, "tokens": tokens, "note": trainer.note}
+        if mode == REFERENCE:
+            row |= {"step_s": statistics.median(steps.step_s), "efficiency": 1.0}
+            row |= {"optimizer_s": statistics.median(steps.optimizer_s)}
+        return row | {"samples": {"alone_step_s": steps.step_s}}
 
-    def compare_losses(self, mode: str, loss: float) -> None:
+    def compare_losses(self, mode: str, tokens: int, loss: float) -> None:
         """All modes that send must train alike.
 
         Raises:
             ValueError: ``mode`` does not.
         """
-        self.loss = self.loss or (mode, loss)
-        name, expected = self.loss
+        name, expected = self.losses.setdefault(tokens, (mode, loss))
         if not abs(loss - expected) <= LOSS_TOLERANCE * expected:
             raise ValueError(f"its loss is {loss:.4f}, that of {name} {expected:.4f}")
 
-    def relate(self) -> None:
-        """Fill in what follows from two rows or from a row's bound."""
-        for row in self.results.data["rows"]:
-            reference = self.row("no_communication", row["tokens"])["samples"]["round_step_s"]
-            rounds = row["samples"]["round_step_s"]
-            ratios = [a / b for a, b in zip(reference, rounds, strict=False)]
-            row["efficiency"] = statistics.median(ratios) if ratios else None
-            if "bound_s" in row:
-                row["eta"] = row["bound_s"] / row["step_s"]
-        self.results.write()
+    def measure_windows(
+        self, trainers: dict[str, Trainer | BoundTrainer], tokens: int, ends: dict[str, float]
+    ) -> dict:
+        """The fields of a row that windows give."""
+        order = ORDER * (self.arguments.pairs // ORDER.count("mode"))
+        taken = take_windows(
+            trainers, [*WARM_UP_WINDOWS, *order], self.batch(tokens), self.steps(tokens)
+        )
+        windows: dict[str, list[Window]] = {name: [] for name in trainers}
+        for name, window in zip(order, taken[len(WARM_UP_WINDOWS) :], strict=True):
+            windows[name].append(window)
+        step_s = {name: of_all_ranks([w.step_s for w in windows[name]]) for name in windows}
+        pairs = Pairs(**step_s)
+        efficiencies, ends_s = pairs.efficiencies(), sum(ends.values())
+        low, _, high = statistics.quantiles(efficiencies, n=4, method="inclusive")
+        parts = {
+            part: statistics.median(getattr(w, part) for w in windows["bound"])
+            for part in ("forward_s", "backward_s", "optimizer_s")
+        }
+        samples = {f"{name}_window_s": times for name, times in step_s.items()}
+        samples |= {f"{n}_clock_mhz": [w.clock_mhz for w in of_n] for n, of_n in windows.items()}
+        return {
+            "step_s": statistics.median(map(max, pairs.mode)),
+            "optimizer_s": statistics.median(w.optimizer_s for w in windows["mode"]),
+            "efficiency": statistics.median(efficiencies),
+            "efficiency_spread": high - low,
+            "pairs": len(efficiencies),
+            "eta": statistics.median(pairs.etas(ends_s)),
+            "bound_s": statistics.median(map(max, pairs.bound)) + ends_s,
+            "bound_from": BOUND_FROM,
+            "bound_parts_s": parts | ends,
+            "gathers": list(trainers["bound"].gathers),
+            "samples": samples,
+        }
 
-    def measure_bounds(self, trainer: NoCommunication, memory: Memory) -> None:
-        """The bounds of all rows from passes of ``no_communication``."""
-        kinds: dict[tuple[str, tuple[int, int]], list[str]] = {}
-        for mode in self.arguments.modes:
-            if mode != "no_communication":
-                kind = MODES[mode].transport, MODES[mode].gathers(self.size.units)
-                kinds.setdefault(kind, []).append(mode)
-        for (transport, gathers), modes in kinds.items():
-            memory.release()
-            transfers = TRANSFERS[transport](self.size, self.device)
-            for tokens in self.tokens:
-                rows = [self.row(mode, tokens) for mode in modes]
-                rows = [row for row in rows if row["samples"]["step_s"]]
-                if not rows:
-                    continue
-                batch = random_batch(self.size, tokens, self.device)
-                phases = measure_phases(trainer, batch, transfers, gathers)
-                optimizer_s = self.row("no_communication", tokens)["optimizer_s"]
-                for row in rows:
-                    row["bound_s"] = phases.bound_s(optimizer_s, MODES[row["name"]].hides_ends)
-                    row["bound_from"] = BOUND_FROM
-                    row["bound_parts_s"] = vars(phases) | {"optimizer_s": optimizer_s}
-                    row["gathers"] = list(gathers)
-                say(self.started, f"{transport}, {gathers}, {tokens} tokens: {phases}")
-            transfers.close()
-            del transfers
-        self.relate()
+    def add(self, row: dict) -> None:
+        """Add ``row``, or put it in the place of an older one; what that had of a profile stays."""
+        mode, tokens = row["name"], row["tokens"]
+        old = self.row(mode, tokens)
+        self.results.add({field: old[field] for field in OF_PROFILE if field in old} | row)
+        self.relate(tokens)
+        hidden = ("samples", "note", "bound_from", "recipes")
+        shown = {k: v for k, v in self.row(mode, tokens).items() if k not in hidden}
+        say(self.started, f"{mode}, {tokens}: {json.dumps(shown)}")
+
+    def relate(self, tokens: int) -> None:
+        """The reference's step is that of all its windows beside modes."""
+        samples = [r["samples"] for r in self.results.data["rows"] if r["tokens"] == tokens]
+        windows = [w for of_row in samples for w in of_row.get("reference_window_s", ())]
+        if windows and (row := self.row(REFERENCE, tokens)):
+            row["step_s"] = statistics.median(map(max, windows))
+            row["samples"]["windows_beside_modes_s"] = windows
+        self.results.write()
 
     def profile(self, mode: str, sizes: list[int], trainer: Trainer, memory: Memory) -> None:
         """What the kernels say: shares hidden, slow-down, and the trace."""
-        for tokens in sizes:
-            memory.release()
-            batch = random_batch(self.size, tokens, self.device)
-            profiled = Profiled(trainer, batch)
-            row = self.row(mode, tokens)
-            if profiled.products_s:
-                row["hidden_share"] = profiled.hidden_share()
-                row["products_s"] = profiled.products_s
-                alone = self.row("no_communication", tokens).get("products_s")
-                row["gemm_slowdown"] = profiled.products_s / alone if alone else None
-                shown = {k: row[k] for k in ("hidden_share", "gemm_slowdown")}
-                say(self.started, f"{mode}, {tokens}, profiled: {shown}")
-            if tokens == self.size.trace_tokens and profiled.device_events:
-                begin = min(event["ts"] for event in profiled.device_events)
-                recipes = MODES[mode].recipes
-                drawn = profiled.drawn()
-                write_trace(self.arguments.out, self.head, mode, recipes, drawn, begin)
+        with contextlib.closing(NoCommunication(self.size, self.device)) as reference:
+            for tokens in sizes:
+                memory.release()
+                batch = self.batch(tokens)
+                alone = Profiled(reference, batch)
+                self.keep_profile(mode, tokens, Profiled(trainer, batch), alone)
         self.results.write()
+
+    def keep_profile(self, mode: str, tokens: int, profiled: Profiled, alone: Profiled) -> None:
+        row = self.row(mode, tokens)
+        if profiled.products_s:
+            row["hidden_share"] = profiled.hidden_share()
+            row["products_s"] = profiled.products_s
+            row["gemm_slowdown"] = profiled.products_s / alone.products_s
+            shown = {k: row[k] for k in ("hidden_share", "gemm_slowdown")}
+            say(self.started, f"{mode}, {tokens}, profiled: {shown}")
+        if tokens == self.size.trace_tokens and profiled.device_events:
+            begin = min(event["ts"] for event in profiled.device_events)
+            recipes = MODES[mode].recipes
+            write_trace(self.arguments.out, self.head, mode, recipes, profiled.drawn(), begin)
 
     def attempt(self, mode: str, work: Callable[[Trainer, Memory], object]) -> None:
         """Build ``mode`` and do ``work``; a failure leaves a reason and the other modes."""
@@ -1035,21 +1194,11 @@ class Run:
             if trainer is not None:
                 trainer.close()
 
-    def wanted(self, mode: str, number: int) -> list[int]:
-        """The sizes that ``mode`` still has to be measured at in round ``number``, from 0."""
-        again, sizes = self.arguments.repeat, self.arguments.repeat_tokens
-        if MODES[mode].trace_only or (number and again and mode not in again):
-            return []
-        candidates = [t for t in self.tokens_of(mode) if not (number and sizes) or t in sizes]
-        return [t for t in candidates if self.rounds_done(mode, t) <= number]
-
     def all(self) -> None:
         self.measure_link()
-        for number in range(self.arguments.rounds):
-            for mode in self.arguments.modes:
-                if wanted := self.wanted(mode, number):
-                    self.attempt(mode, partial(self.measure_all, mode, wanted))
-        self.attempt("no_communication", self.measure_bounds)
+        for mode in self.arguments.modes:
+            if wanted := self.wanted(mode):
+                self.attempt(mode, partial(self.measure, mode, wanted))
         for mode in self.arguments.modes:
             if sizes := [t for t in self.tokens_of(mode) if t in self.arguments.profile]:
                 self.attempt(mode, partial(self.profile, mode, sizes))
@@ -1080,17 +1229,20 @@ def main() -> None:
     )
     parser.add_argument("--modes", type=names, default=list(MODES))
     parser.add_argument("--tokens", type=numbers, help="a rank and step; default: all sizes")
-    parser.add_argument("--rounds", type=int, default=2, help="turns that each mode takes")
-    parser.add_argument("--repeat", type=names, help="modes that later rounds take; default: all")
-    parser.add_argument("--repeat-tokens", type=numbers, help="sizes that they take; default: all")
+    parser.add_argument(
+        "--pairs", type=int, default=8, help="windows of each mode at each size, an even number"
+    )
     parser.add_argument("--profile", type=numbers, default=[], help="sizes to profile and trace")
     parser.add_argument("--small", action="store_true", help="a size for rehearsal on a CPU")
     parser.add_argument("--again", action="store_true", help="measure rows anew that are there")
     arguments = parser.parse_args()
     if unknown := set(arguments.modes) - set(MODES):
         parser.error(f"no mode {sorted(unknown)}; there are {list(MODES)}")
-    if "no_communication" not in arguments.modes:
-        parser.error("no_communication is what the other modes are compared with: name it too")
+    sizes = SMALL.tokens if arguments.small else FULL.tokens
+    if arguments.tokens and not set(arguments.tokens) <= set(sizes):
+        parser.error(f"--tokens: choose from {', '.join(map(str, sizes))}")
+    if arguments.pairs < 2 or arguments.pairs % 2:
+        parser.error("--pairs: an even number, so that each order has as many")
     device = start_rank()
     try:
         Run(arguments, device).all()

@@ -299,6 +299,8 @@ BENCHMARKS = {
         columns=(
             Column("step_s", "Step time", seconds),
             Column("efficiency", "Speed against no communication", share),
+            Column("pairs", "Of pairs of windows", count),
+            Column("efficiency_spread", "Their quartiles apart", share),
             _BOUND,
             Column("eta", "Bound over step time", share),
             Column("hidden_share", "Hidden", share),

@@ -261,6 +261,23 @@ def test_rows_over_tokens_are_lines(repo):
     assert "1,024" in html and "var(--result-series-2)" in html
 
 
+def test_pairs_are_shown_with_their_spread_and_rows_without_them_as_before(repo):
+    paired = {"efficiency": 0.951, "pairs": 8, "efficiency_spread": 0.0042}
+    rows = [
+        {"name": "fsdp2", "tokens": 8192, "efficiency": 0.8, "samples": {"step_s": [0.3]}},
+        {"name": "update_in_order", "tokens": 8192, "samples": {"mode_window_s": [[0.3, 0.3]] * 8}},
+    ]
+    path = measure(repo, rows=[rows[0], rows[1] | paired], benchmark="fsdp_overlap")
+    path = path.rename(path.with_name("fsdp_overlap.test-x2.json"))
+    html, warnings = render(repo, ".. result-table:: fsdp_overlap")
+    assert warnings == "" and "Of pairs of windows" in html
+    assert "80.0 %" in html and "95.1 %" in html and "0.4 %" in html
+    without = json.loads(path.read_text()) | {"rows": rows[:1]}
+    path.write_text(json.dumps(without))
+    html, warnings = render(repo, ".. result-table:: fsdp_overlap")
+    assert warnings == "" and "80.0 %" in html and "Of pairs of windows" not in html
+
+
 def measured_steps(repo: Path) -> None:
     rows = [
         {"name": name, "tokens": tokens, "step_s": tokens / 1e4, "eta": 0.9, "samples": {}}
