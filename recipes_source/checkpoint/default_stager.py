@@ -277,11 +277,15 @@ if __name__ == "__main__":
 # %%
 # What it buys
 # ------------
-# The bound of an ordered, reused stager is zero stall for a step longer than the copy. On PyTorch
-# 2.11 and 2.12 a new stager a save pins its buffers each time, and that is what the rows show.
+# An ordered stager that is used again need not stall a step that is longer than the copy. The rows
+# show something else: they were measured with a PyTorch that needs a new stager for each save,
+# which pins its buffers each time and stalls for longer than ``pinned``. And they show what order
+# is worth: see ``Loads back bit by bit`` and ``Elements that differ`` of
+# ``default_stager_as_published``. (The other columns: :doc:`async_save`; why these uploads take so
+# long: :doc:`overlapped_stager`.)
 #
 # .. result-figure:: checkpoint_stall
-#    :rows: none pinned default_stager_as_published default_stager_ordered
+#    :rows: pinned default_stager_as_published default_stager_ordered
 #
 # .. result-table:: checkpoint_stall
 #    :rows: none async_save pinned default_stager_as_published default_stager_ordered
@@ -296,17 +300,17 @@ if __name__ == "__main__":
 #
 # .. recipe-controls::
 #
+# Memory
+# ------
+# Pinned host memory for one copy of this rank's state, from the first save until ``close()``: the
+# formula of :doc:`async_save`. On the device, one clone of the buffers until staging ends.
+#
 # When it is not worth it
 # -----------------------
 # * Your PyTorch is 2.11 or 2.12: pinning anew for each save costs more than the copy.
 #   :doc:`overlapped_stager` works there.
 # * The step is shorter than the copy: the wait before ``optimizer.step()`` takes what is left.
 # * On CPU: there is no second engine to copy with.
-#
-# Memory
-# ------
-# Pinned host memory for one copy of this rank's state, from the first save until ``close()``: the
-# formula of :doc:`async_save`. On the device, one clone of the buffers until staging ends.
 #
 # Known limits
 # ------------

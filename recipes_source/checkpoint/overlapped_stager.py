@@ -2,9 +2,9 @@
 Stage at the speed of the link: your own ``AsyncStager``
 ========================================================
 
-A checkpoint leaves the GPU over a link that training hardly uses. This recipe writes a stager that
-keeps the link busy and training undisturbed: the copy runs on a stream of its own beside the next
-forward and backward, into pinned memory that is allocated once, and it holds the step it should.
+This recipe writes a stager that copies each checkpoint to the host at the speed of the link and
+leaves training undisturbed. The copy runs on a stream of its own beside the next forward and
+backward, into pinned memory that is allocated once, and it holds the step it should.
 
 .. grid:: 1 1 2 2
 
@@ -381,18 +381,21 @@ if __name__ == "__main__":
 # %%
 # What it buys
 # ------------
-# ``Bound`` is the state's bytes over the rate of the link, measured in the same run and beside the
-# same training; a stall of zero is possible where a step is longer than that. ``short`` steps are
-# shorter than the copy: the optimizer then waits for the rest of it. On two GPUs of one host, the
-# copy shares its way out of the GPU with the collectives of training, so both rates are given: the
-# link's alone and beside training.
+# The dashed line, ``Bound``, is the state's bytes over the rate of the link, measured in the same
+# run beside training: the least that ``Staged after`` can be. The stall can be zero where a step is
+# longer than that. ``short`` steps are shorter than the copy: the optimizer then waits for the rest
+# of it. On two GPUs of one host, the copy shares its way out of the GPU with the collectives of
+# training, so both rates are given: the link's alone and beside training. (The other columns:
+# :doc:`async_save`.)
 #
 # A stall this small is less than steps differ from each other, so its sign means nothing: after a
 # rest, a GPU's clocks swing for seconds and step times with them. The benchmark compares windows of
-# steps with and without a save, place by place; a row that was measured before it did says so.
+# steps with and without a save, place by place; a row that was measured otherwise says so. A stall
+# of zero or less has no bar.
 #
 # .. result-figure:: checkpoint_stall
 #    :rows: dcp_save pinned default_stager_as_published default_stager_ordered overlapped torch_checkpointing
+#    :where: storage=memory
 #
 # .. result-table:: checkpoint_stall
 #    :rows: none dcp_save pinned default_stager_as_published default_stager_ordered overlapped torch_checkpointing

@@ -246,10 +246,13 @@ if __name__ == "__main__":
 # %%
 # What it buys
 # ------------
-# The bound is the state's bytes over the link's pinned bandwidth, both measured in the same run.
+# The stall of a copy at the rate of the link. The dashed line, ``Bound``, is the state's bytes over
+# that rate, measured in the same run beside training (the other columns: :doc:`async_save`). A
+# stall may come out a little below it: a copy for which training stops has the link to itself, and
+# after the pause the GPU runs the next steps faster, which counts for the save.
 #
 # .. result-figure:: checkpoint_stall
-#    :rows: none async_save pinned
+#    :rows: async_save pinned
 #
 # .. result-table:: checkpoint_stall
 #    :rows: none async_save pinned

@@ -316,7 +316,7 @@ if __name__ == "__main__":
 # The link is the wall where a layer's load takes longer than its compute. Layer-major microbatches
 # divide the loads for each token by their number *M*: ``streamed_4_microbatches`` takes its tokens
 # in four, so that the memory that one microbatch needs is that of ``streamed`` at a quarter of the
-# tokens. Compare it with four steps of that.
+# tokens. Compare it with four steps of that (what the columns say: :doc:`weight_streaming`).
 #
 # .. result-figure:: offload_step
 #    :rows: resident streamed streamed_4_microbatches

@@ -2,9 +2,9 @@
 Longer sequences: activations on the host between forward and backward
 ======================================================================
 
-What grows with the length of a sequence is what autograd saves for backward. This recipe copies
-those tensors to the host while forward goes on, and back while backward goes on, so that device
-memory holds a window of them and not all.
+Longer sequences fit when the tensors that autograd saves for backward, which grow with the length,
+wait in host memory. This recipe copies them there while forward goes on, and back while backward
+goes on, so that device memory holds a window of them and not all.
 
 .. grid:: 1 1 2 2
 
@@ -351,7 +351,9 @@ if __name__ == "__main__":
 #    :rows: resident activation_offload checkpoint_activation_offload
 #
 # Without recomputation the link is the wall here: it copies all the time, one way in forward, the
-# other in backward. Kernels run in between.
+# other in backward. Kernels run in between. For layers like these, recomputation that sends the
+# inputs alone to the host is faster and reaches further; when it is not, is a matter of width and
+# length (see below).
 #
 # .. timeline:: activation_offload resident activation_offload checkpoint_activation_offload
 #
@@ -361,7 +363,8 @@ if __name__ == "__main__":
 # .. result-table:: offload_step
 #    :rows: resident_all_saved save_on_cpu torchtune
 #
-# And weights on the host, with the layers' inputs on the device or on the host as well:
+# And weights on the host, with the layers' inputs on the device or on the host as well (what the
+# columns say: :doc:`weight_streaming`):
 #
 # .. result-table:: offload_step
 #    :rows: streamed streamed_activation_offload

@@ -2,9 +2,9 @@
 Weights that live in host memory: one flat buffer a layer
 =========================================================
 
-Before weights can be streamed to a device they must lie in host memory that the device can read by
-itself, in one piece per layer. This recipe moves any module's parameters there. The module, its
-optimizer and its checkpoints do not notice; a layer then crosses the link in **one copy**.
+This recipe moves any module's parameters into host memory that the device can read by itself, in
+one piece per layer: a layer then crosses the link in **one copy**. The module, its optimizer and
+its checkpoints do not notice. It is what must be done before weights can be streamed.
 
 .. grid:: 1 1 2 2
 

@@ -357,13 +357,14 @@ if __name__ == "__main__":
 # cost if the update were free. ``streamed_adam`` is the whole step. Its bound is the longer of two
 # times: the updates of all layers, measured alone; and forward and backward with the update of
 # layer 0, which lies between the last gradient and the first load, so that nothing can hide it.
+# What the columns say: :doc:`weight_streaming`.
 #
 # .. result-figure:: offload_step
 #    :rows: resident streamed_adam
 #    :field: step_s
 #
 # On the left the updates are the wall: they take what they take, whatever the device does. To the
-# right they disappear behind it.
+# right most of them is hidden behind it, and the step comes near to that of ``streamed``.
 #
 # .. result-table:: offload_step
 #    :rows: resident streamed streamed_adam torchao deepspeed
@@ -377,7 +378,8 @@ if __name__ == "__main__":
 # the host keeps of them, and of the moments, is bf16. Its updates move about half as much, and
 # round weights and moments to bf16 in every step.
 #
-# A model whose weights, gradients and moments are larger than the memory of the device:
+# Weights, gradients and moments may also be larger than the memory of the device. The benchmark can
+# train such a model (``python benchmarks/offload_step.py --modes "" --beyond``):
 #
 # .. result-table:: offload_memory
 #    :rows: streamed_adam

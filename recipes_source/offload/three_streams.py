@@ -2,9 +2,10 @@
 Three streams: copy in, compute and copy out at once
 ====================================================
 
-Data that does not fit the device is copied in, computed with, and copied out again. This recipe
-lets the three happen **at the same time on one device**, and gives you a function that tells, from
-a profile of your own code, whether its copies are asynchronous, and on whose behalf.
+Data that does not fit the device is copied in, computed with and copied out again: with a stream
+for each, the three happen **at the same time on one device**. This recipe builds that pipeline, and
+gives you a function that tells, from a profile of your own code, whether its copies are
+asynchronous, and whom they hold if they are not.
 
 .. grid:: 1 1 2 2
 
@@ -345,8 +346,8 @@ if __name__ == "__main__":
 # .. result-table:: three_streams
 #    :rows: pageable pageable_non_blocking pinned_blocking one_stream three_streams record_stream
 #
-# A picture of each, from a profile of one call. The lane ``host`` is what the Python thread spends
-# in copies and waits. These two hold the host, and with it everything:
+# A picture of each, from a profile of one call. The lane ``host`` shows when a copy or a wait holds
+# the Python thread. These two hold it all the time, and with it everything:
 #
 # .. timeline:: three_streams pageable pinned_blocking
 #

@@ -2,10 +2,9 @@
 Gather without the compute cores: peer copies in stock FSDP2
 ============================================================
 
-While FSDP2 gathers the next weights, NCCL's kernels take compute cores from the matrix product
-beside them. This recipe moves the all-gather to the GPU's copy engines: each rank reads the
-other ranks' shards straight from their memory. It plugs into an unchanged ``fully_shard`` model
-with one call.
+This recipe moves FSDP2's all-gather to the GPU's copy engines: each rank reads the other ranks'
+shards straight from their memory. NCCL's kernels take compute cores from the matrix product beside
+them; a copy engine takes none. It plugs into an unchanged ``fully_shard`` model with one call.
 
 .. grid:: 1 1 2 2
 
@@ -371,13 +370,14 @@ if __name__ == "__main__":
 # ``no_communication`` is the same work on weights that are never sharded. The gain has two parts: a
 # copy over NVLink is somewhat faster than NCCL's gather, and the product beside it keeps its compute
 # cores. It still shares the memory's bandwidth with the copy, so that it is not as fast as alone.
-# Both count most where communication is long beside compute, at few tokens a step.
+# Both count most where communication is long beside compute, at few tokens a step. What the columns
+# say: :doc:`stream_context`.
 #
 # .. result-figure:: fsdp_overlap
 #    :rows: no_communication fsdp2 fsdp2_tuned fsdp2_copy_engine
 #
 # .. result-table:: fsdp_overlap
-#    :rows: no_communication fsdp2 fsdp2_tuned fsdp2_copy_engine prefetch prefetch_copy_engine
+#    :rows: no_communication fsdp2 fsdp2_tuned fsdp2_copy_engine
 #
 # .. timeline:: fsdp_overlap fsdp2 fsdp2_copy_engine
 #

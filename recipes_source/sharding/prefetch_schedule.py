@@ -311,8 +311,8 @@ if __name__ == "__main__":
 # ------------
 # ``prefetch_copy_engine`` is this schedule with the transports of :doc:`copy_engine_gather` and
 # :doc:`copy_engine_reduce` in place of NCCL: ``gather=`` and ``reduce_scatter=`` take any function
-# that queues its work on the current stream. ``no_communication`` is the same work on weights that
-# are never sharded.
+# that queues its work on the current stream. ``megatron-fsdp`` is NVIDIA's package, with its stable
+# and its experimental schedule. What the columns say: :doc:`stream_context`.
 #
 # .. result-figure:: fsdp_overlap
 #    :rows: no_communication fsdp2 fsdp2_tuned delayed_release prefetch prefetch_copy_engine
@@ -371,7 +371,7 @@ if __name__ == "__main__":
 # -----------------------
 # * Units run in another order each pass: every pass gathers in vain what it predicted, then falls
 #   back. :doc:`stream_context` does no worse with less memory.
-# * Communication is short beside compute (many tokens a step): both schedules hide it.
+# * Communication is short beside compute (many tokens a step): the two schedules differ little then.
 # * Two units' weights are all that fits: ``buffers=2`` works, and keeps both over the turn-around.
 #
 # Known limits

@@ -34,8 +34,8 @@ leaves each rank the rows that it updates.
 .. lanes:: Schematic of one step, in one order: nothing here is hidden behind anything else.
 
    compute:  4-10 forward; 14-26 backward; 30-32 update of 1/N
-   gather:   0-4 weights; 10-14 weights again
-   reduce-scatter:  26-30 gradients
+   gather:   0-4 weights !; 10-14 weights again !
+   reduce-scatter:  26-30 gradients !
    @10 full weights are freed
    @30 full gradients are freed
 
@@ -333,10 +333,10 @@ def prove_parity(model: Stack, reference: Stack) -> None:
 
 
 # %%
-# A checkpoint knows nothing of ranks: DCP writes each rank's rows and that they are rows. Here the
-# shards of all ranks are read back as one process that shards nothing would read them. Plain
-# tensors in place of DTensors would be taken for replicas, and all but one rank's rows dropped in
-# silence.
+# A checkpoint knows nothing of ranks: DCP (``torch.distributed.checkpoint``) writes each rank's
+# rows and that they are rows. Here the shards of all ranks are read back as one process that shards
+# nothing would read them. Plain tensors in place of DTensors would be taken for replicas, and all
+# but one rank's rows dropped in silence.
 
 
 def prove_checkpoint(model: Stack, directory: Path) -> None:

@@ -2,10 +2,10 @@
 Own the stream: gathers beside compute, released late
 =====================================================
 
-Sharded training gathers each layer's weights just before the layer computes. Whether that costs
-time is decided by one object: who owns the stream that gathers run on, and who says when a layer's
-memory may be given back. This recipe is that object, a **context** that the root module owns, on
-top of :doc:`sharded_parameter`.
+Sharded training gathers each layer's weights just before the layer computes; whether that costs
+time depends on who owns the stream of the gathers, and on when a layer's memory is given back. This
+recipe is the object that decides both, a **context** that the root module owns, on top of
+:doc:`sharded_parameter`.
 
 .. grid:: 1 1 2 2
 
@@ -325,15 +325,23 @@ if __name__ == "__main__":
 # %%
 # What it buys
 # ------------
-# ``sync`` is this recipe with its gathers on the compute stream, which is what the recipe before
-# does. What stays visible with delayed release are the reduce-scatters, on the compute stream here,
-# and the first gather of each pass. :doc:`prefetch_schedule` moves the former to a stream of their
-# own and gathers fewer units.
+# ``sync`` is this recipe with its gathers on the compute stream: one thing after another. What
+# stays visible with delayed release are the reduce-scatters, on the compute stream here, and the
+# first gather of each pass. :doc:`prefetch_schedule` moves the former to a stream of their own and
+# gathers fewer units.
 #
 # .. timeline:: fsdp_overlap sync delayed_release
 #
+# ``no_communication`` is the same work on weights that are never sharded, and the measure of the
+# others: ``Speed against no communication`` is its step time over theirs. ``Bound`` is the step
+# that a schedule with the same transfers can reach at best, measured as well, so that a step may
+# come out a little below it. ``Hidden`` is the share of the communication's time in which a kernel
+# computes, and ``GEMM beside a gather`` how much longer the step's matrix products take than
+# without communication: both are read from the traces that the timelines draw, at the size where
+# the table has them.
+#
 # .. result-figure:: fsdp_overlap
-#    :rows: no_communication fsdp2 delayed_release prefetch
+#    :rows: no_communication fsdp2 delayed_release
 #
 # .. result-table:: fsdp_overlap
 #    :rows: no_communication fsdp2 delayed_release

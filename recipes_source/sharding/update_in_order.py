@@ -208,9 +208,10 @@ if __name__ == "__main__":
 # What it buys
 # ------------
 # ``update_in_order`` uses peer copies for both transports, as ``prefetch_copy_engine`` does; what
-# differs is the order of updates alone. The gain is bounded by what the ends of a step cost, and the
-# gathers share the memory's bandwidth with the updates beside them. It shows where steps are short;
-# in long steps it is lost in the noise.
+# differs is the order of updates alone. The gain is bounded by what the ends of a step cost, and
+# the gathers share the memory's bandwidth with the updates beside them. It is largest where steps
+# are shortest; in longer ones it is hardly more than the noise. What the columns say:
+# :doc:`stream_context`.
 #
 # .. result-figure:: fsdp_overlap
 #    :rows: no_communication prefetch prefetch_copy_engine update_in_order
