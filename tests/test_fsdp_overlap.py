@@ -135,14 +135,14 @@ class Event:
 
 
 class OnClock:
-    """A trainer whose step takes ``seconds``, and ``late`` more behind another trainer's."""
+    """A trainer whose step takes ``seconds``; its first two behind another's, ``late`` more."""
 
     def __init__(self, name: str, clock: Clock, seconds: float, late: float = 0.0) -> None:
         self.name, self.clock, self.seconds, self.late = name, clock, seconds, late
 
     def forward(self, batch: torch.Tensor) -> torch.Tensor:
         self.clock.run(0.3 * self.seconds)
-        if self.clock.ran[-1:] != [self.name]:
+        if self.clock.ran[-2:] != [self.name] * 2:
             self.clock.run(self.late)
         self.clock.ran.append(self.name)
         return torch.zeros(())
@@ -162,7 +162,7 @@ def windows_on(clock: Clock, monkeypatch, late: float = 0.0, turns: int = 4) -> 
     monkeypatch.setattr(fsdp_overlap, "begin_together", lambda device: None)
     trainers = {name: OnClock(name, clock, seconds, late) for name, seconds in SECONDS.items()}
     order = [*WARM_UP_WINDOWS, *ORDER * turns]
-    taken = take_windows(trainers, order, torch.zeros(1), 2)
+    taken = take_windows(trainers, order, torch.zeros(1), 4)
     counted = list(zip(order, taken, strict=True))[len(WARM_UP_WINDOWS) :]
     return Pairs(**{n: [[w.step_s] for name, w in counted if name == n] for n in SECONDS})
 
@@ -170,9 +170,9 @@ def windows_on(clock: Clock, monkeypatch, late: float = 0.0, turns: int = 4) -> 
 def test_a_device_that_gets_slower_does_not_change_the_share(monkeypatch) -> None:
     """Each pair alone is off by the drift between its windows; forth and back they cancel."""
     found = windows_on(Clock(drift=0.001), monkeypatch)
-    assert max(abs(share - 0.9) for share in found.efficiencies()) > 0.001
-    assert median(found.efficiencies()) == pytest.approx(0.9, abs=1e-4)
-    assert median(found.etas(0.0)) == pytest.approx(0.98, abs=1e-4)
+    assert max(abs(share - 0.9) for share in found.efficiencies()) > 0.003
+    assert median(found.efficiencies()) == pytest.approx(0.9, abs=2e-4)
+    assert median(found.etas(0.0)) == pytest.approx(0.98, abs=2e-4)
 
 
 def test_the_first_steps_of_a_window_are_not_timed(monkeypatch) -> None:
@@ -183,8 +183,8 @@ def test_the_first_steps_of_a_window_are_not_timed(monkeypatch) -> None:
 def test_windows_follow_each_other_without_another_step_between(monkeypatch) -> None:
     clock = Clock(drift=0.0)
     windows_on(clock, monkeypatch, turns=1)
-    steps = [name for name in (*WARM_UP_WINDOWS, *ORDER) for _ in range(3)]
-    assert clock.ran == steps, "one that is not timed and two that are"
+    steps = [name for name in (*WARM_UP_WINDOWS, *ORDER) for _ in range(6)]
+    assert clock.ran == steps, "two that are not timed and four that are"
 
 
 def test_a_drift_cancels_because_each_kind_is_as_often_first() -> None:
@@ -277,7 +277,7 @@ def test_a_run_that_was_cut_off_measures_what_is_missing(run) -> None:
     more = run([32, 64], pairs=4)
     assert more["mode", 32]["pairs"] == more["mode", 64]["pairs"] == 4
     again = run([32], again=True, modes=["mode"])
-    assert again["mode", 32]["samples"] != rows["mode", 32]["samples"]
+    assert again["mode", 32]["samples"] != more["mode", 32]["samples"]
     assert again["mode", 64] == more["mode", 64]
 
 
