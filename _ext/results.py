@@ -297,7 +297,7 @@ def _bars(
             text += ", saved wrong data"
         axes.annotate(
             text, (0, place - 0.26), xycoords=("axes fraction", "data"),
-            xytext=(3, 1), textcoords="offset points", color=TEXT, fontsize=10,
+            xytext=(3, 2), textcoords="offset points", color=TEXT, fontsize=10,
         )  # fmt: skip
     bounds = {row["bound_s"] for row in rows if row.get("bound_s")} if column.in_seconds else ()
     for bound in bounds:
