@@ -6,26 +6,33 @@ and names its language.
 """
 
 import re
+from html import unescape
 from pathlib import Path
 
-from bs4 import BeautifulSoup, SoupStrainer
 from sphinx.application import Sphinx
 from sphinx.util import logging
 
 logger = logging.getLogger(__name__)
 
 FENCE = re.compile(r"^```\w*\n.*?\n```$", re.MULTILINE | re.DOTALL)
-LANGUAGE = re.compile(r"highlight-(?!default|none|text)(\w+)")
+BLOCK = re.compile(
+    r'<div class="[^"]*\bhighlight-(?P<language>\w+)[^"]*"><div class="highlight"><pre>'
+    r"(?P<code>.*?)</pre>",
+    re.DOTALL,
+)
+NO_LANGUAGE = {"default", "none", "text"}
+TAG = re.compile(r"<[^>]*>")
 
 
 def code_blocks(html: str) -> list[str]:
-    """The code blocks of a page's article as fenced Markdown, in their order."""
+    """The code blocks of a page as fenced Markdown, in their order.
+
+    Read as Sphinx writes them; parsing the pages as HTML takes seconds in every build.
+    """
     blocks = []
-    article = BeautifulSoup(html, "html.parser", parse_only=SoupStrainer("article"))
-    for pre in article.select("pre"):
-        box = pre.find_parent(class_=LANGUAGE)
-        language = LANGUAGE.search(" ".join(box["class"]))[1].lower() if box else ""
-        code = pre.get_text().strip("\n")
+    for block in BLOCK.finditer(html):
+        language = "" if block["language"] in NO_LANGUAGE else block["language"].lower()
+        code = unescape(TAG.sub("", block["code"])).strip("\n")
         blocks.append(f"```{language}\n{code}\n```")
     return blocks
 
