@@ -33,6 +33,7 @@ extensions = [
 
 root_doc = "index"
 include_patterns = ["index.rst", "recipes/**"]
+exclude_patterns = ["_build", ".venv", ".git"]  # Sphinx need not walk through them
 templates_path = ["_templates"]
 nitpicky = True
 

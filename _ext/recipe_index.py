@@ -6,6 +6,7 @@ its thumbnail is the last ``lanes`` schematic of its introduction, drawn small.
 """
 
 import ast
+import os
 import re
 import shutil
 from dataclasses import dataclass
@@ -202,13 +203,20 @@ def remove_vanished(app: Sphinx) -> None:
 
 
 def draw_thumbnails(app: Sphinx) -> None:
-    """Put each recipe's own picture where sphinx-gallery has put the default one."""
+    """Put each recipe's own picture where sphinx-gallery has put the default one.
+
+    It gets the time of what it is drawn from: pages that show it are read again when that changes.
+    """
+    code = max(Path(module).stat().st_mtime_ns for module in (__file__, lanes.__file__))
     for section in sections():
         folder = Path(app.srcdir, "recipes", section.folder, "images", "thumb")
         for recipe in section.recipes:
             svg = thumbnail(recipe.path)
             if svg is not None:
-                (folder / f"sphx_glr_{recipe.name}_thumb.svg").write_text(svg, encoding="utf-8")
+                picture = folder / f"sphx_glr_{recipe.name}_thumb.svg"
+                picture.write_text(svg, encoding="utf-8")
+                drawn_from = max(code, recipe.path.stat().st_mtime_ns)
+                os.utime(picture, ns=(drawn_from, drawn_from))
 
 
 def setup(app: Sphinx) -> dict:
