@@ -330,7 +330,7 @@ def output_of(runs: RecipeRuns) -> nodes.Node:
 
 
 def failure_block(failure: Failure) -> nodes.Node:
-    where = "" if failure.rank is None else f" on rank {failure.rank}"
+    where = "" if failure.rank is None else f" (rank {failure.rank})"
     children: list[nodes.Node] = [
         nodes.paragraph("", "", nodes.strong("", KINDS[failure.kind]), nodes.Text(where))
     ]
