@@ -29,10 +29,10 @@ Nothing else synchronises the device between a window's first and last step.
   steps at the same place of their windows are compared. Which of the two comes first alternates,
   so that what a window owes to its turn cancels over an even number of ``--saves``. Elsewhere the
   baseline is the median of the steps before the save. ``samples`` has the intervals.
-* ``exposed_stall_low_s``, ``exposed_stall_high_s``: the samples between which the median of all
-  such stalls lies with at least 95 % confidence, whatever their distribution; from six samples on.
-  Row ``none`` compares windows without a save with each other in the same way: what the method
-  reads where there is nothing.
+* ``exposed_stall_low_s``, ``exposed_stall_high_s``: between them the centre of all such stalls lies
+  with at least 95 % confidence, by Wilcoxon's signed ranks, which asks of their distribution that
+  it be symmetric and nothing more; from six samples on. Row ``none`` compares windows without a
+  save with each other in the same way: what the method reads where there is nothing.
 * ``uploaded_s``: host seconds from the end of staging until the checkpoint is complete in storage
   (for a save that does not stage, from the call), training all the while; ``uploaded_idle_s`` the
   same with no training beside it.
@@ -60,18 +60,18 @@ import argparse
 import gc
 import importlib
 import json
-import math
 import shutil
 import statistics
 import sys
 import tempfile
 import time
+from collections import Counter
 from collections.abc import Callable, Iterator
 from concurrent.futures import Future
 from contextlib import AbstractContextManager, nullcontext
 from dataclasses import dataclass
 from importlib.metadata import PackageNotFoundError, version
-from itertools import pairwise
+from itertools import combinations_with_replacement, pairwise
 from pathlib import Path
 
 import torch
@@ -117,7 +117,7 @@ QUEUED_S = 4.0  # more than a stager takes to lock its memory
 QUEUED_MATRIX = 16384  # rows and columns of the products queued
 QUIET_STEPS = 5  # of a window, before its save
 STEPS_AFTER = 4  # at least, of a window, after its save
-CONFIDENCE = 0.95  # of the interval around a median
+CONFIDENCE = 0.95  # of the interval around a stall
 SETTLED = 2  # at the start of a window, not counted for the step time: the queue fills
 
 
@@ -630,24 +630,29 @@ def upload_slowdown(
     return (sum(taken) / without if taken else None), len(taken)
 
 
-def median_interval(values: list[float]) -> tuple[float, float] | None:
-    """Two of ``values`` between which the median of their distribution lies with ``CONFIDENCE``.
+def centre_interval(values: list[float]) -> tuple[float, float] | None:
+    """What holds the centre of a symmetric distribution, with ``CONFIDENCE``, by its samples.
 
-    The number of values below that median is binomial, whatever the distribution. None if even the
-    smallest and the largest are not enough.
+    Of the means of all pairs, how many are below the centre is distributed as the sum of those
+    ranks 1 … n whose coin shows heads (Wilcoxon's signed-rank test, turned around). None where even
+    the smallest and the largest sample are not enough.
     """
-    ordered, outside, found = sorted(values), 0.0, None
-    for i in range(len(values) // 2):
-        outside += 2 * math.comb(len(values), i) / 2 ** len(values)
+    means = sorted((a + b) / 2 for a, b in combinations_with_replacement(values, 2))
+    ways = Counter({0: 1})  # to get each sum of ranks
+    for rank in range(1, len(values) + 1):
+        ways += Counter({total + rank: count for total, count in ways.items()})
+    outside, found = 0.0, None
+    for i in range(len(means) // 2):
+        outside += 2 * ways[i] / 2 ** len(values)
         if outside > 1 - CONFIDENCE:
             break
-        found = ordered[i], ordered[-1 - i]
+        found = means[i], means[-1 - i]
     return found
 
 
 def stall_interval(stalls: list[float]) -> dict[str, float]:
     """The fields of a row around ``exposed_stall_s``."""
-    interval = median_interval(stalls)
+    interval = centre_interval(stalls)
     return dict(zip(("exposed_stall_low_s", "exposed_stall_high_s"), interval or (), strict=False))
 
 
