@@ -36,7 +36,7 @@ is in, averages the sum over the ranks:
    compute: 0-6 layer 3; 6-12 layer 2; 12-18 layer 1; 18-24 layer 0
    D2H:     6-9 3 ~; 12-15 2 ~; 18-21 1 ~
    host:    9-11 add 3; 15-17 add 2; 21-23 add 1
-   reduce:  11-14 mean 3 ~; 17-20 mean 2 ~; 23-24 1 ~
+   reduce:  11-14 mean 3 ~; 17-20 mean 2 ~; 23-26 mean 1 ~
 
 Microbatch after microbatch, every layer crosses the link once for each of them. Turn the two loops
 inside out and each layer is loaded once, used for all microbatches, and its gradients, summed on

@@ -33,8 +33,8 @@ leaves each rank the rows that it updates.
 
 .. lanes:: Schematic of one step, in one order: nothing here is hidden behind anything else.
 
-   compute:  4-10 forward; 14-26 backward; 30-32 update of 1/N
-   gather:   0-4 weights !; 10-14 weights again !
+   compute:  4-10 forward; 14-26 backward; 30-35 update
+   gather:   0-4 weights !; 10-14 again !
    reduce-scatter:  26-30 gradients !
    @10 full weights are freed
    @30 full gradients are freed
