@@ -23,17 +23,18 @@ them come its loss and its memory:
   ``peak_device_bytes``: what it added to the memory in use on the device (``mem_get_info``), read
   after the steps, when the allocator still holds its peak: with symmetric memory and communicators.
 
-**In windows.** A GPU at its power limit changes its clocks: a second after the load begins, steps
-take longer by a tenth for a while, and a warm device is slower than one that has rested. So a step
-is compared only with steps of the same minute, on a device that never rests. The reference is built
-beside the mode; both fit, since the memory is known by now. Then one size is trained in windows,
-the queue never empty: the reference, the mode, the mode's bound, the mode, the reference, and again
-(``ORDER``). Forth and back, a drift that is linear in time cancels in each such turn. The first
-windows (``WARM_UP_WINDOWS``) are not counted: kernels load, the allocator gets its memory, the
-clocks come down. All ranks begin a window together. Its first steps, half as many as those that are
-timed, are not timed: the queue fills and the clocks follow the load. A window's time is the mean of
-the others, on the slowest rank, whose pace the ranks of a synchronous job have, whether they
-communicate or not; ``samples`` has the times of all ranks, in order.
+**In windows.** A GPU at its power limit changes its clocks: on H200s, steps took longer by a tenth
+for a while, a second after the load began, and a warm device is slower than one that has rested. So
+a step is compared only with steps of the same minute, on a device that never rests. The reference
+is built beside the mode, so the device must hold both; they share the allocator and nothing else.
+Then one size is trained in windows, the queue never empty: the reference, the mode, the mode's
+bound, the mode, the reference, and again (``ORDER``). Forth and back, a drift that is linear in
+time cancels in each such turn. The first windows (``WARM_UP_WINDOWS``) are not counted: kernels
+load, the allocator gets its memory, the clocks come down. All ranks begin a window together. Its
+first steps, half as many as those that are timed, are not timed: the queue fills and the clocks
+follow the load. A window's time is the mean of the others, on the slowest rank, whose pace the
+ranks of a synchronous job have, whether they communicate or not; ``samples`` has the times of all
+ranks, in order.
 
 * ``step_s``: median of the mode's windows. That of ``no_communication``: of all windows that it has
   beside modes at that size. ``optimizer_s``: the part of it from the end of backward, reductions
@@ -1182,6 +1183,7 @@ class Run:
         if not known and not MODES[mode].trace_only:
             self.results.skip(mode, CUT_OFF)
         memory = Memory(self.device)
+        say(self.started, f"{mode}; in use before it: {memory.before}")
         trainer = None
         try:
             trainer = MODES[mode](self.size, self.device)
