@@ -983,12 +983,21 @@ OF_PROFILE = ("hidden_share", "products_s", "gemm_slowdown")  # kept when a row 
 
 
 class Run:
-    """One command: one mode after another, and a result file that grows."""
+    """One command: one mode after another, and a result file that grows.
+
+    Raises:
+        ValueError: the ranks do not divide the rows of every weight.
+    """
 
     def __init__(self, arguments: argparse.Namespace, device: torch.device) -> None:
         self.arguments, self.device = arguments, device
         self.started = time.perf_counter()
         self.size = SMALL if arguments.small else FULL
+        if self.size.width % dist.get_world_size() or self.size.hidden % dist.get_world_size():
+            raise ValueError(
+                f"start a number of ranks that divides {self.size.width} and {self.size.hidden}: "
+                "transfers of the bound have one size"
+            )
         self.tokens = arguments.tokens or list(self.size.tokens)
         self.parameters = PARAMETERS * self.size.width * self.size.hidden
         self.head = header("fsdp_overlap", device, self.workload(), {})

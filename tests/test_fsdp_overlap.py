@@ -326,6 +326,12 @@ def test_the_bound_trains_like_the_reference_and_leaves_no_hooks(one_rank) -> No
     assert not any(hooks_of(unit) for unit in beside.model)
 
 
+def test_ranks_that_do_not_divide_the_weights_are_refused(run, monkeypatch) -> None:
+    monkeypatch.setattr(dist, "get_world_size", lambda group=None: 3)
+    with pytest.raises(ValueError, match="divides 64 and 96"):
+        run([32])
+
+
 def hooks_of(module: nn.Module) -> list:
     return [*module._forward_pre_hooks.values(), *module._backward_pre_hooks.values()]
 
