@@ -921,6 +921,8 @@ def run(arguments: argparse.Namespace, device: torch.device) -> None:
                         rows = measure(training, mode, directory, arguments.saves, memory, begun)
                     for row in rows:
                         results.add({**key, **bound, "note": mode.note, **row})
+                        count = f"{len(row['samples']['step_s'])} of {arguments.saves}"
+                        say(started, f"{mode_name}: {count}, stall {row['exposed_stall_s']:.4f} s")
                 finally:
                     remove(directory)
                 shown = {k: v for k, v in row.items() if k != "samples"}
