@@ -117,7 +117,8 @@ class ResultTable(ResultDirective):
 
     def show(self, result: Result, rows: list[dict]) -> list[nodes.Node]:
         benchmark = BENCHMARKS[result.data["benchmark"]]
-        varied = [p for p in result.varied() if any(p in row for row in rows)]
+        values = {p: {row.get(p) for row in rows} for p in result.varied()}
+        varied = [p for p, shown in values.items() if len(shown) > 1]
         columns = [
             c for c in benchmark.columns if any(row.get(c.field) is not None for row in rows)
         ]
@@ -135,7 +136,8 @@ class ResultTable(ResultDirective):
         headings = ["", *(PARAMETER_HEADINGS[p] for p in varied), *(c.heading for c in columns)]
         table = _table(headings, body)
         below = [f"{number}. {note}" for number, note in enumerate(notes, 1)]
-        return [table, *map(_small, below), *self._origin(result, rows)]
+        same = {p: shown.pop() for p, shown in values.items() if len(shown) == 1}
+        return [table, *map(_small, below), *self._origin(result, rows, same)]
 
     def _name(self, name: str) -> nodes.paragraph:
         literal = nodes.literal("", name)
@@ -155,9 +157,12 @@ class ResultTable(ResultDirective):
         )
         return nodes.paragraph("", "", target)
 
-    def _origin(self, result: Result, rows: list[dict]) -> list[nodes.Node]:
+    def _origin(self, result: Result, rows: list[dict], same: dict) -> list[nodes.Node]:
+        """Where the rows were measured; parameters that are the ``same`` in all have no column."""
         data = result.data
-        lines = [f"Medians. {result.origin()}. Workload: {in_words(data['workload'])}."]
+        shared = ", ".join(f"{p}: {value}" for p, value in same.items() if value is not None)
+        medians = f"Medians ({shared})" if shared else "Medians"
+        lines = [f"{medians}. {result.origin()}. Workload: {in_words(data['workload'])}."]
         if data["link"]:
             lines.append(f"The link, measured in the same run: {in_words(data['link'])}.")
         if bounds := dict.fromkeys(row["bound_from"] for row in rows if row.get("bound_from")):

@@ -219,7 +219,8 @@ def test_the_table_shows_values_origin_and_links(repo):
     assert warnings == ""
     text = re.sub(r"\s+", " ", re.sub(r"<[^>]+>", " ", html))
     for words in (
-        *("1.20 ms", "3.80 s", "116 ms", "Storage", "memory", "Samples", "yes", "no"),
+        *("1.20 ms", "3.80 s", "116 ms", "Samples", "yes", "no"),
+        "Medians (storage: memory, step: long). 2 × Test GPU",
         *("2 × Test GPU", "torch 2.11.0", "driver 1.2", "2 ranks", "2026-01-02"),
         *("pinned d2h 55.4 GB/s", "state per rank 6.44 GB", "Bound: state over the pinned rate"),
         "tokens per step 65536 (long) or 8192 (short)",
@@ -331,6 +332,12 @@ def test_rows_and_where_choose(repo):
     assert "2.00 s" in html and "1.00 s" not in html
     _, warnings = render(repo, ".. result-table:: checkpoint_stall\n   :rows: nothing")
     assert "checkpoint_stall.test-x2.json: no row is called nothing" in warnings
+
+
+def test_a_parameter_that_all_rows_share_has_no_column(repo):
+    measure(repo, rows=[row("async_save", 1.0), row("async_save", 2.0, storage="disk")])
+    html, _ = render(repo, ".. result-table:: checkpoint_stall")
+    assert ">Storage<" in html and ">Step<" not in html and "Medians (step: long)." in html
 
 
 def test_a_workload_without_a_value_is_not_drawn(repo):
