@@ -173,8 +173,9 @@ def why_not(group: dist.ProcessGroup, device: torch.device) -> str | None:
 # * Where the gathered dtype is the stored one and rows divide evenly, the **parameter itself
 #   moves** into symmetric memory. ``swap_tensors`` keeps the ``Parameter`` object, so an optimizer
 #   that was built before still holds it. Nothing is copied, nothing is stored twice. A slice of the
-#   storage makes it a tensor that can be saved: ``deepcopy``, which DCP uses on the CPU, fails for
-#   a DTensor whose local tensor begins inside a storage.
+#   storage makes it a tensor that can be saved: ``deepcopy``, with which
+#   ``torch.distributed.checkpoint`` stages on the CPU, fails for a DTensor whose local tensor begins
+#   inside a storage.
 # * Else (fp32 weights gathered in bf16, uneven rows) there is a **copy**, brought up to date once
 #   a step, between the update and the second barrier.
 #
