@@ -368,6 +368,9 @@ if __name__ == "__main__":
 # ------------
 # * All ranks need the same number of backward passes a step: a rank with fewer leaves the others
 #   waiting in ``all_reduce`` until gloo's timeout.
+# * Backward passes are counted, not announced. Call ``finish`` after a multiple of ``backwards``:
+#   earlier, the sums are one rank's own, and the next backward adds to them. After a backward that
+#   raised the count is wrong: build a new stack.
 # * Layer-major draws the random numbers of dropout in another order than microbatch-major: as good,
 #   but other bits.
 # * A gradient that is not finite is added like any other: :doc:`pipelined_optimizer` looks for it.

@@ -36,7 +36,7 @@ copy to the host and unpacking waits for the copy back, which was started some t
    H2D:      12-15 for 2 ~; 18-21 for 1 ~
    @12 turn-around
 
-Forward fills the pool from its begin, so a budget that is too small leaves on the device what was
+Forward fills the pool from its start, so a budget that is too small leaves on the device what was
 saved *last*. That is what backward wants first: it should stay anyway.
 """
 
@@ -412,10 +412,15 @@ if __name__ == "__main__":
 # * A batch that you keep is copied like everything else, though that frees nothing: add it to
 #   ``stay``.
 # * A saved tensor that is changed in place while it is copied is an error when its copy ends or
-#   its backward begins. After that a change is harmless: backward uses the copy. Without hooks,
-#   autograd calls either an error.
-# * Graphs that outlive their step (a loss that is kept and not detached) keep their part of the
-#   pool; what does not fit then stays on the device.
+#   its backward begins. After that a change is harmless: backward uses the copy. What stays on the
+#   device (small, in ``stay``, beyond the budget) is **not** checked: a change in place gives wrong
+#   gradients. Without hooks, autograd calls all three an error: run once without.
+# * A lazily conjugated or negated view of a complex tensor (``x.conj()``) comes back without its
+#   conjugation, and gradients are wrong: save ``x.conj().resolve_conj()``. Sparse tensors are not
+#   supported.
+# * The pool is used from its start again only when no graph needs it. A loss that is kept without a
+#   backward, or a forward that always begins before the backward of the one before, fills it step
+#   by step, until everything stays on the device.
 # * ``retain_graph=True`` keeps on the device what was loaded.
 #
 # Further reading

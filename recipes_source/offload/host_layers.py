@@ -391,8 +391,14 @@ if __name__ == "__main__":
 # * Locked pages cannot be swapped out and belong to nobody else: leave the system some memory.
 # * A parameter that is not contiguous, such as a convolution's in ``channels_last``, is stored
 #   contiguously. Values are the same; another kernel may be chosen.
-# * PyTorch refuses a ``grad`` of another dtype than its parameter. With ``gradient_dtype`` read
-#   ``gradients[i].views`` instead of handing the gradients out.
+# * The memory behind a parameter must stay the buffer. ``load_state_dict`` copies into it;
+#   ``load_state_dict(assign=True)``, ``layers.to(dtype)``, ``vector_to_parameters`` and
+#   ``parameter.data = ...`` do not, and the device goes on with the old weights without an error.
+# * Which parameters are trained is fixed when the layers are taken; ``requires_grad_`` has no effect
+#   afterwards.
+# * By default PyTorch refuses a ``grad`` of another dtype than its parameter, so
+#   ``hand_out_gradients`` raises with ``gradient_dtype``: read ``gradients[i].views`` instead, or set
+#   ``parameter.grad_dtype = None`` where PyTorch has it.
 # * Call ``close()`` before the buffers are dropped. An address that is still registered cannot be
 #   registered again.
 # * ``DTensor`` parameters (FSDP2, tensor parallelism) are not taken apart: stream plain modules.

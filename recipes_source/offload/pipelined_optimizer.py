@@ -112,7 +112,8 @@ def host_threads() -> int:
 # every rank, so that every rank raises, in its next ``forward`` or ``finish``. With ``max_norm``
 # nothing has been updated by then and training can go on with another batch; ``max_norm=math.inf``
 # gives just that, without clipping. Without it, each layer is looked at when its turn comes (no sum
-# stays finite over an infinity or a NaN), and the others may be updated already.
+# stays finite over an infinity or a NaN), and the others may be updated already: build a new stack
+# and load a checkpoint into it. This one still holds the failed updates and half a forward.
 #
 # **Cores.** The update splits each chunk evenly over its cores and waits for the last one. Whatever
 # takes a core from it in between, if only for a moment, holds them all. So the training thread
@@ -444,6 +445,7 @@ if __name__ == "__main__":
 #   When they are loaded, round the weights: ``weights[layer].flat.copy_(masters[layer])``.
 # * Modules outside the stack (an embedding, a head in the loss function) have resident weights and
 #   need an optimizer of their own; ``max_norm`` does not see their gradients.
+# * fp16 gradients whose sum exceeds 65504 are taken for infinite: use bf16, or ``max_norm=math.inf``.
 # * Cores given to these threads are not reserved: data loading on the same ones slows updates.
 #
 # Further reading

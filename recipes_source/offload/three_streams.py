@@ -386,7 +386,8 @@ if __name__ == "__main__":
 # When it is not worth it
 # -----------------------
 # * A lane that is much longer than the two others hides them, and is not hidden by anything. If a
-#   chunk's copy takes ten times its computation, three streams gain a tenth.
+#   chunk's copy in takes ten times its computation and little is copied out, three streams gain a
+#   tenth.
 # * Small chunks: launching a copy costs the host some microseconds. Below a megabyte, pack several
 #   tensors into one copy.
 # * Data that fits the device: leave it there.
@@ -395,6 +396,8 @@ if __name__ == "__main__":
 # ------------
 # * ``is_my_copy_asynchronous`` reads the names that the CUDA profiler gives. Kernels and copies
 #   that a CUDA graph launches are counted; other accelerators name theirs differently.
+# * Copies within the device (``DtoD``) are listed and counted too: long ones can hide that the host
+#   was held. Judge the lines of ``HtoD`` and ``DtoH`` by themselves.
 # * Pageable sources on a system where the device reads all host memory by itself (NVIDIA Grace
 #   Hopper) behave differently from what is said here.
 # * The pipeline pins nothing by itself: pinning takes longer than copying, so do it once.

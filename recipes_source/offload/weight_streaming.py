@@ -481,8 +481,12 @@ if __name__ == "__main__":
 # * Hooks on parameters do not run: gradients are asked for by ``torch.autograd.grad``.
 # * Under ``torch.autocast`` pass ``cache_enabled=False``. Its cache would keep a cast copy of every
 #   layer's weights on the device.
-# * A step that raises leaves the graphs of the layers it has run. Before you go on, empty them:
+# * A forward that records gradients waits for its backward, oldest first: evaluate under
+#   ``torch.no_grad()``. A step that raises, or a forward whose backward is left out, would give its
+#   graphs to the next backward, without an error. Empty them before you go on:
 #   ``for graph in stack.graphs: graph.clear()``.
+# * ``step`` does not pass on the gradient of its input: with an embedding before the stack, call
+#   the stack and then ``backward``.
 # * The ranks know nothing of each other here. If one of them raises, end the others as ``torchrun``
 #   does.
 #
