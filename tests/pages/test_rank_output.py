@@ -70,6 +70,23 @@ def test_only_what_is_stale_runs_again(site):
     assert "good day from rank 2" not in site.page(page)
 
 
+def pages_read(log: str) -> set[str]:
+    return set(re.findall(r"reading sources\.\.\. \[ *\d+%\] (\S+)", log))
+
+
+def test_an_unchanged_build_reads_the_landing_page_alone(site):
+    def drawn(end: int) -> str:
+        schematic = f".. lanes:: One rank.\n\n   rank: 0-{end} hello\n\n"
+        return HELLO.replace(".. verification-badge::", schematic + ".. verification-badge::")
+
+    site.recipe("hello", drawn(2), HELLO_CONTROLS)
+    build = ("-D", "execute_recipes=0")
+    assert "recipes/toys/index" in pages_read(site.build(*build).stdout)
+    assert pages_read(site.build(*build).stdout) == {"index"}
+    site.recipe("hello", drawn(3))
+    assert "recipes/toys/index" in pages_read(site.build(*build).stdout)
+
+
 def test_an_edited_import_makes_a_recipe_stale(site):
     site.recipe(
         "second", HELLO.replace("import os\n", "import os\n\nimport hello\n"), HELLO_CONTROLS
