@@ -207,13 +207,19 @@ def test_upper_layers_are_updated_while_backward_is_still_running():
 
 def test_the_lowest_layer_that_has_arrived_is_updated_first():
     class Held(PipelinedAdamW):
+        def receive(self, layer):
+            if layer < len(self.layers) - 1:
+                uppermost_taken.wait(PATIENCE_S)
+            super().receive(layer)
+
         def update(self, layer):
             if not order:
+                uppermost_taken.set()
                 all_arrived.wait(PATIENCE_S)
             order.append(layer)
             super().update(layer)
 
-    order, all_arrived = [], threading.Event()
+    order, uppermost_taken, all_arrived = [], threading.Event(), threading.Event()
     with pipelined(kind=Held) as stack:
         stack.step(batch(0), loss_of)
         wait(stack.received)
