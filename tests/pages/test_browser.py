@@ -128,19 +128,24 @@ def test_the_copy_button_copies_the_source(visit, page, theme):
     tab = visit(page)
     recipe = RECIPES[page]
     source = recipe.path.read_text()
+
+    def copied_by(button) -> str:
+        tab.evaluate("navigator.clipboard.writeText('')")
+        button.click()
+        tab.wait_for_function("async () => (await navigator.clipboard.readText()) !== ''")
+        return tab.evaluate("navigator.clipboard.readText()").strip()
+
     blocks = tab.locator("div.highlight-Python")
     assert blocks.count() > 0
     for number in range(blocks.count()):
         block = blocks.nth(number)
         block.hover()
-        block.locator("button.copybtn").click()
-        copied = tab.evaluate("navigator.clipboard.readText()")
-        assert copied.strip()
-        assert copied.strip() in source
+        copied = copied_by(block.locator("button.copybtn"))
+        assert copied == block.locator("pre").inner_text().strip()
+        assert copied in source
     assert tab.locator(".no-copy button.copybtn").count() == 0
     command = tab.locator(".recipe-header")
-    command.locator("button.copybtn").click()
-    copied = tab.evaluate("navigator.clipboard.readText()").strip()
+    copied = copied_by(command.locator("button.copybtn"))
     assert copied == f"torchrun --nproc-per-node={recipe.page_ranks} {recipe.path.name}"
 
 
