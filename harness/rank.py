@@ -170,11 +170,11 @@ def run(spec: dict) -> int:
     """
     rank = int(os.environ["RANK"])
     ranks_dir = Path(spec["run_dir"]) / "ranks"
-    (ranks_dir / f"rank{rank}.pid").write_text(str(os.getpid()))
     _redirect(ranks_dir / f"rank{rank}.out")
     stacks = open(ranks_dir / f"rank{rank}.stacks", "w")  # noqa: SIM115 (open until the end)
     faulthandler.enable(all_threads=False)
     faulthandler.register(signal.SIGUSR1, file=stacks, all_threads=True)
+    (ranks_dir / f"rank{rank}.pid").write_text(str(os.getpid()))  # SIGUSR1 is safe from now on
 
     import torch
 

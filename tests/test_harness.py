@@ -31,7 +31,13 @@ EXPECTED = {
         "began while that of step1 was in flight",
     ),
 }
-DEADLINE_S = 20
+
+
+def deadline_of(name: str, launcher: str) -> float:
+    """Short for what hangs; what ends by itself gets the time a busy machine needs."""
+    if name != "hangs":
+        return 120
+    return 20 if launcher == "warm" else 60
 
 
 def harness_processes() -> list[int]:
@@ -53,9 +59,10 @@ def test_every_bad_recipe_has_an_expectation() -> None:
 @pytest.mark.parametrize("name", EXPECTED)
 def test_bad_recipe_is_reported_within_its_deadline(name: str, launcher: str) -> None:
     kind, text = EXPECTED[name]
+    deadline_s = deadline_of(name, launcher)
     started = time.monotonic()
-    report = run(BAD / f"{name}.py", 2, launcher=launcher, deadline_s=DEADLINE_S)
-    assert time.monotonic() - started < DEADLINE_S + 20
+    report = run(BAD / f"{name}.py", 2, launcher=launcher, deadline_s=deadline_s)
+    assert time.monotonic() - started < deadline_s + 20
     assert report.failures[0].kind == kind, report.describe()
     assert text in report.failures[0].text
     assert not harness_processes()
@@ -66,7 +73,7 @@ def test_bad_recipe_is_reported_within_its_deadline(name: str, launcher: str) ->
 
 
 def test_a_hung_recipe_shows_the_stacks_of_every_rank() -> None:
-    described = run(BAD / "hangs.py", 2, launcher="warm", deadline_s=8).describe()
+    described = run(BAD / "hangs.py", 2, launcher="warm", deadline_s=20).describe()
     assert described.count("stacks at the deadline") == 2
     assert "in wait_for_a_message" in described
 
