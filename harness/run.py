@@ -40,6 +40,7 @@ _NOT_PASSED_ON = (
     "GROUP_",
     "TORCHELASTIC",
     "PYTEST",
+    "PYTHONOPTIMIZE",  # it would drop the assertions that are a recipe's claims
     "COV_",
     "TORCHINDUCTOR_CACHE_DIR",  # torch sets it in the caller's environment, to a shared place
     "TRITON_CACHE_DIR",

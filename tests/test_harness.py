@@ -8,7 +8,7 @@ import time
 from pathlib import Path
 
 import pytest
-from selection import REPO
+from selection import REPO, may_save
 
 from harness.__main__ import main
 from harness.leader import descendants
@@ -232,6 +232,45 @@ def test_caches_that_torch_set_in_the_caller_are_not_the_recipes(tmp_path, monke
     )
     report = run(recipe, 1, launcher="torchrun")
     assert report.ok, report.describe()
+
+
+def test_the_claims_of_a_recipe_are_checked_whatever_the_caller_optimises(
+    tmp_path, monkeypatch
+) -> None:
+    monkeypatch.setenv("PYTHONOPTIMIZE", "1")
+    recipe = write(tmp_path, "claims.py", "assert 1 == 2, 'the claim is wrong'\n")
+    report = run(recipe, 1, launcher="torchrun")
+    assert report.kinds == {"raised"}, report.describe()
+
+
+@pytest.mark.parametrize(
+    ("source", "saves"),
+    [
+        ("from torch.distributed import checkpoint as dcp", True),
+        ("import torch.distributed.checkpoint as dcp", True),
+        ("from torch.distributed.checkpoint.state_dict_saver import save", True),
+        ("import helper_that_saves", True),
+        ("from torch.distributed import checkpoints_of_another_kind", False),
+        ("import torch.distributed as dist  # not torch.distributed.checkpoint", False),
+    ],
+)
+def test_a_recipe_that_may_save_is_found_by_what_it_imports(tmp_path, source, saves) -> None:
+    write(tmp_path, "helper_that_saves.py", "from torch.distributed.checkpoint import save\n")
+    assert may_save(load_recipe(write(tmp_path, "recipe.py", source + "\n"))) == saves
+
+
+def test_every_recipe_of_another_folder_meets_a_slow_disk(tmp_path) -> None:
+    write(tmp_path, "recipe.py", "print('no import at all')\n")
+    done = subprocess.run(
+        [
+            *(sys.executable, "-m", "pytest", "tests", "--recipes", tmp_path, "--ranks", "1"),
+            *("-p", "no:cacheprovider", "-q", "-n", "0", "--collect-only"),
+        ],
+        cwd=REPO,
+        capture_output=True,
+        text=True,
+    )
+    assert "test_every_save_is_awaited_however_slow_the_disk[recipe-1]" in done.stdout, done.stdout
 
 
 def test_report_survives_json() -> None:
