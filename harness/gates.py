@@ -5,7 +5,10 @@ that lacks the line under test has gone past it; so the correct recipe passes un
 """
 
 import os
+import selectors
+import sys
 import threading
+import time
 from collections.abc import Callable
 from concurrent.futures import Future, wait
 from datetime import timedelta
@@ -19,12 +22,14 @@ from torch.optim.optimizer import (
     register_optimizer_step_pre_hook,
 )
 
-from harness.ledger import GATE_KEY, Ledger, Save
+from harness.ledger import GATE_KEY, HARNESS, TORCH, Ledger, Save
 
 QUEUED_S = 1.0
 QUEUED_FLOP_PER_S = 600e12  # bf16 products of a large GPU; on a smaller one the queue is longer
 QUEUED_WIDTH = 8192
 TURN_LIMIT = timedelta(seconds=60)
+THREAD_START = threading.Thread.start.__code__
+PASS_ON = (threading.__file__, __file__, f"{HARNESS}/streams.py")  # they wait for their callers
 COLLECTIVES = (
     "barrier",
     "broadcast",
@@ -37,23 +42,87 @@ COLLECTIVES = (
 )
 
 
+def _main_thread_waits() -> bool:
+    """Whether the recipe's main thread called the patched function that asks, to wait."""
+    if threading.current_thread() is not threading.main_thread():
+        return False
+    frame = sys._getframe(2)
+    while frame.f_code.co_filename in PASS_ON:
+        if frame.f_code is THREAD_START:
+            return False  # it waits for the new thread to begin
+        frame = frame.f_back
+    return not frame.f_code.co_filename.startswith((TORCH, HARNESS))
+
+
+def _when_main_thread_waits(listener: Callable[[], None]) -> None:
+    """Have ``listener`` called whenever the recipe's main thread waits, looks whether an event is
+    set, or has completed an optimizer step.
+
+    Conditions are what events, queues, barriers and futures wait with.
+    """
+
+    def listening(original: Callable) -> Callable:
+        def call(*args, **kwargs):
+            if _main_thread_waits():
+                listener()
+            return original(*args, **kwargs)
+
+        return call
+
+    for owner, name in (
+        (threading.Condition, "wait"),
+        (threading.Event, "is_set"),
+        (threading.Thread, "join"),
+        (selectors.DefaultSelector, "select"),
+        (time, "sleep"),
+    ):
+        setattr(owner, name, listening(getattr(owner, name)))
+    register_optimizer_step_post_hook(lambda *_: listener())
+
+
 def hold_write(ledger: Ledger) -> None:
     """Hold every asynchronous write until its upload is awaited, or another upload begins.
 
     A recipe that never awaits its last save loads it, or ends, before a byte is written; one that
     does not wait between saves has two uploads at a time.
+
+    Other ways to learn of the end open the gate too. One is to ask ``done()`` in a loop: the second
+    time opens it. Another is a callback: what opens it is that the main thread then waits for
+    anything, or takes an optimizer step. If after that the recipe ends without having seen
+    ``done()`` say yes, or before the callback, its save is noted as *unfinished*. A loop that only
+    reads a variable, which the callback sets, waits forever.
     """
     opened: dict[str, threading.Event] = {}
+    called_back: list[tuple[Save, threading.Event]] = []
+    polled: list[Save] = []
 
     def on_save(save: Save) -> None:
         if save.kind == "async_save":
             event = opened[save.directory] = threading.Event()
             save.on_await.append(lambda phase: event.set() if phase == "upload" else None)
+            save.on_poll.append(lambda: on_poll(save, event))
+            save.on_callback.append(lambda: called_back.append((save, event)))
 
     def on_upload(save: Save) -> None:
         for directory, event in opened.items():
             if directory != save.directory:
                 event.set()
+
+    def on_poll(save: Save, event: threading.Event) -> None:
+        if save in polled:
+            event.set()
+        polled.append(save)
+
+    def on_wait() -> None:
+        for _, event in called_back:
+            event.set()
+
+    def on_end() -> None:
+        callers = [save for save, _ in called_back]
+        for save in ledger.saves:
+            not_called = save.in_flight if save in callers else save in polled
+            if not save.end_known and not_called:
+                ledger.note("unfinished", number=save.number)
 
     original = FileSystemWriter.write_data
 
@@ -66,6 +135,8 @@ def hold_write(ledger: Ledger) -> None:
 
     ledger.on_save.append(on_save)
     ledger.on_upload.append(on_upload)
+    ledger.on_end.append(on_end)
+    _when_main_thread_waits(on_wait)
     FileSystemWriter.write_data = write_data
 
 

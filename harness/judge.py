@@ -61,13 +61,15 @@ class Rank:
 class SavedState:
     """One save as all ranks saw it."""
 
-    directory: str
+    directory: str  # where it is now, if a rank has renamed it
     kind: str
     shares_training_group: bool = False
     written: bool = False
     failed: str = ""
     awaited: bool = False
-    beside: list[int] = field(default_factory=list)
+    unfinished: bool = False
+    removed: bool = False
+    beside: list[str] = field(default_factory=list)  # directories of uploads in flight
     leaves: dict[int, dict] = field(default_factory=dict)  # by rank
 
 
@@ -94,41 +96,75 @@ def read_ranks(run_dir: Path, count: int) -> list[Rank]:
 
 
 def gather_saves(ranks: list[Rank]) -> list[SavedState]:
-    """The saves of a run, in the order they were called."""
-    saves: dict[int, SavedState] = {}
+    """The saves of a run, in the order they were called.
+
+    Ranks took part in the same save if it is each one's n-th into the same directory: ranks may
+    save alone, and into directories of their own.
+    """
+    saves: dict[tuple[str, int], SavedState] = {}  # by directory and n
     for rank in ranks:
+        own: dict[int, SavedState] = {}  # by the rank's own number
+        uses: dict[str, int] = {}
         for note in rank.notes:
             if "number" not in note:
                 continue
             number = note["number"]
             if note["event"] == "save":
-                save = saves.setdefault(number, SavedState(note["directory"], note["kind"]))
+                directory = note["directory"]
+                use = uses[directory] = uses.get(directory, 0) + 1
+                save = saves.setdefault((directory, use), SavedState(directory, note["kind"]))
                 save.shares_training_group |= note["shares_training_group"]
+                own[number] = save
             elif note["event"] == "upload":
-                saves[number].beside = sorted({*saves[number].beside, *note["beside"]})
+                beside = {own[other].directory for other in note["beside"]}
+                own[number].beside = sorted({*own[number].beside, *beside})
             elif note["event"] == "leaves":
-                saves[number].leaves.setdefault(rank.number, {}).update(note["leaves"])
+                own[number].leaves.setdefault(rank.number, {}).update(note["leaves"])
             elif note["event"] == "written":
-                saves[number].written = True
+                own[number].written = True
             elif note["event"] == "awaited":
-                saves[number].awaited |= note["phase"] == "upload"
+                own[number].awaited |= note["phase"] == "upload"
+            elif note["event"] == "unfinished":
+                own[number].unfinished = True
             elif note["event"] == "failed":
-                saves[number].failed = note["error"]
+                own[number].failed = note["error"]
     for save in saves.values():  # a synchronous save reports to its caller
         save.awaited |= save.kind == "save"
-    return [saves[number] for number in sorted(saves)]
+    for rank in ranks:
+        _follow(rank, saves)
+    return list(saves.values())
 
 
-def removed_directories(ranks: list[Rank]) -> set[str]:
-    return {d for rank in ranks for note in rank.notes for d in note.get("directories", [])}
+def _follow(rank: Rank, saves: dict[tuple[str, int], SavedState]) -> None:
+    """Follow a rank's renamed and removed directories.
+
+    They concern the saves that the rank itself has called before, and those that it never calls.
+    """
+    own = {note["directory"] for note in rank.notes if note["event"] == "save"}
+    uses: dict[str, int] = {}
+    for note in rank.notes:
+        if note["event"] == "save":
+            uses[note["directory"]] = uses.get(note["directory"], 0) + 1
+            continue
+        if note["event"] not in ("renamed", "removed"):
+            continue
+        for (directory, use), save in saves.items():
+            called = directory not in own or use <= uses.get(directory, 0)
+            if not called or not _within(save.directory, note["path"]):
+                continue
+            if note["event"] == "renamed":
+                save.directory = note["to"] + save.directory.removeprefix(note["path"])
+            else:
+                save.removed = True
 
 
-def checkpoint_directories(run_dir: Path, saves: list[SavedState], removed: set[str]) -> list[str]:
+def checkpoint_directories(run_dir: Path, saves: list[SavedState]) -> list[str]:
     """Every directory that should hold a checkpoint: named by a save, or with a shard in it."""
     shards = {str(p.parent) for p in run_dir.rglob("*.distcp")}
     metadata = {str(p.parent) for p in run_dir.rglob(".metadata")}
     named = {s.directory for s in saves if not (s.failed and s.awaited)}
-    gone = {d for d in named if not Path(d).exists() and any(_within(d, r) for r in removed)}
+    last_save = {s.directory: s for s in saves}
+    gone = {d for d in named if not Path(d).exists() and last_save[d].removed}
     return sorted((shards | metadata | named) - gone)
 
 
@@ -185,6 +221,10 @@ def judge_checkpoints(
                 Failure("checkpoint_missing", f"{name}: the directory {state}", hint=hint)
             )
             continue
+        if any(s.unfinished for s in saves if s.directory == directory):
+            text = f"{name}: the recipe ended before it knew that the save had"
+            failures.append(Failure("checkpoint_missing", text, hint=hint))
+            continue
         for world_size, answers in loaded.items():
             answer = answers.get(directory, {"error": "not tried"})
             where = f"{name}, loaded on {world_size} rank{'s' * (world_size > 1)}"
@@ -209,7 +249,7 @@ def judge_overlap(saves: list[SavedState]) -> list[Failure]:
         Failure(
             "overlapping_saves",
             f"{Path(s.directory).name}: its upload began while that of "
-            f"{Path(saves[s.beside[0]].directory).name} was in flight",
+            f"{Path(s.beside[0]).name} was in flight",
             hint="await each upload before the next one begins",
         )
         for s in saves

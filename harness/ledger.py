@@ -10,6 +10,7 @@ import ctypes
 import hashlib
 import json
 import os
+import sys
 import threading
 from collections.abc import Callable, Iterable, Iterator
 from concurrent.futures import Future
@@ -25,6 +26,8 @@ from torch.distributed.checkpoint.staging import AsyncStager
 from torch.distributed.checkpoint.stateful import Stateful
 from torch.distributed.tensor import DTensor
 
+TORCH = str(Path(torch.__file__).parent)
+HARNESS = str(Path(__file__).parent)
 GATE_KEY = "harness_gate"  # entries under it are the harness's own and are not compared
 
 
@@ -34,6 +37,11 @@ def tensor_sha256(tensor: torch.Tensor) -> str:
     size = tensor.numel() * tensor.element_size()
     buffer = (ctypes.c_char * size).from_address(tensor.data_ptr()) if size else b""
     return hashlib.sha256(buffer).hexdigest()
+
+
+def by_recipe() -> bool:
+    """Whether the caller of the function that asks was called by neither torch nor the harness."""
+    return not sys._getframe(2).f_code.co_filename.startswith((TORCH, HARNESS))
 
 
 class Save:
@@ -46,14 +54,19 @@ class Save:
         self.upload: Future | None = None
         self.staging: Future | None = None
         self.uploading = False
+        self.upload_done: Callable[[], bool] = lambda: True  # asks without being seen to ask
+        self.end_known = False  # whether the recipe waited for the upload, or saw that it is done
         self.on_await: list[Callable[[str], None]] = []  # called with "staging" or "upload"
+        self.on_poll: list[Callable[[], None]] = []  # the recipe saw that the upload is not done
+        self.on_callback: list[Callable[[], None]] = []  # the recipe asked to be called at its end
         self.clones: dict[str, dict] = {}
 
     @property
     def in_flight(self) -> bool:
-        return self.upload is not None and not self.upload.done()
+        return self.upload is not None and not self.upload_done()
 
     def awaited(self, phase: str) -> None:
+        self.end_known |= phase == "upload"
         for listener in self.on_await:
             listener(phase)
 
@@ -76,15 +89,15 @@ class _StatefulSpy(Stateful):
 class Ledger:
     """Records this rank's saves; gates listen to it."""
 
-    def __init__(self, notes: Path, writes) -> None:
+    def __init__(self, notes: Path) -> None:
         self.notes = open(notes, "w", encoding="utf-8")  # noqa: SIM115 (open until close())
         self.lock = threading.Lock()
-        self.writes = writes
         self.saves: list[Save] = []
         self.backend: str | None = None
         self.extra_state: Callable[[Save], dict[str, Any]] = lambda save: {}
         self.on_save: list[Callable[[Save], None]] = []
         self.on_upload: list[Callable[[Save], None]] = []
+        self.on_end: list[Callable[[], None]] = []
 
     def note(self, event: str, **values: Any) -> None:
         with self.lock:
@@ -104,13 +117,13 @@ class Ledger:
     def install(self) -> None:
         """Replace the public entry points, in every module a recipe may take them from."""
         self._save, self._async_save = dcp.save, dcp.async_save
-        self._wait = concurrent.futures.wait
+        self._wait, self._as_completed = concurrent.futures.wait, concurrent.futures.as_completed
         dcp.save = self._spy_save
         for module in (dcp, state_dict_saver):
             module.async_save = self._spy_async_save
         state_dict_saver.save = self._spy_upload
         for module in (concurrent.futures, concurrent.futures._base):
-            module.wait = self._spy_wait
+            module.wait, module.as_completed = self._spy_wait, self._spy_as_completed
         self._init_process_group = dist.init_process_group
         for module in (dist, dist.distributed_c10d):
             module.init_process_group = self._spy_init
@@ -177,11 +190,24 @@ class Ledger:
 
     def _spy_wait(self, fs: Iterable[Future], *args: Any, **kwargs: Any) -> Any:
         futures = list(fs)
+        self._await_uploads(futures)
+        return self._wait(futures, *args, **kwargs)
+
+    def _spy_as_completed(
+        self, fs: Iterable[Future], *args: Any, **kwargs: Any
+    ) -> Iterator[Future]:
+        futures = list(fs)
+        self._await_uploads(futures)
+        yield from self._as_completed(futures, *args, **kwargs)
+
+    def _await_uploads(self, futures: list[Future]) -> None:
         for save in self.saves:
             if save.upload in futures:
-                self.note("awaited", number=save.number, phase="upload")
-                save.awaited("upload")
-        return self._wait(futures, *args, **kwargs)
+                self._note_await(save, "upload")
+
+    def _note_await(self, save: Save, phase: str) -> None:
+        self.note("awaited", number=save.number, phase=phase)
+        save.awaited(phase)
 
     def _spy_async_save(self, state_dict: dict, **kwargs: Any) -> Any:
         save, state_dict = self._begin("async_save", state_dict, kwargs)
@@ -196,7 +222,9 @@ class Ledger:
         unspied = save.upload.exception
         save.upload.add_done_callback(lambda _: self._ended(save, unspied()))
         save.staging = getattr(response, "staging_completion", None)
+        save.upload_done = save.upload.done
         self._watch(save, "upload", save.upload)
+        self._watch_end(save, save.upload)
         if save.staging is not None:
             self._watch(save, "staging", save.staging)
         return response
@@ -237,13 +265,41 @@ class Ledger:
         def waiting(method: str) -> Callable:
             def wait(timeout: float | None = None) -> Any:
                 if phase == "upload" or threading.current_thread() is threading.main_thread():
-                    self.note("awaited", number=save.number, phase=phase)
-                    save.awaited(phase)
+                    self._note_await(save, phase)
                 return original[method](timeout)
 
             return wait
 
         future.result, future.exception = waiting("result"), waiting("exception")
+
+    def _watch_end(self, save: Save, future: Future) -> None:
+        """See the recipe ask whether the upload is done, or ask to be called when it is.
+
+        Torch's own callbacks are registered before.
+        """
+        add_done_callback = future.add_done_callback
+
+        def done() -> bool:
+            is_done = save.upload_done()
+            if by_recipe():
+                if is_done:
+                    self._note_await(save, "upload")
+                else:
+                    for listener in save.on_poll:
+                        listener()
+            return is_done
+
+        def call_back(callback: Callable[[Future], object]) -> None:
+            add_done_callback(callback)
+            for listener in save.on_callback:
+                listener()
+
+        future.done, future.add_done_callback = done, call_back
+
+    def end(self) -> None:
+        """The recipe has reached its last line."""
+        for listener in self.on_end:
+            listener()
 
     # What was passed
 
@@ -280,6 +336,5 @@ class Ledger:
             }
             if leaves:
                 self.note("leaves", number=save.number, leaves=leaves)
-        self.note("removed", directories=sorted(self.writes.removed))
         with self.lock:
             self.notes.close()

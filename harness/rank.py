@@ -16,6 +16,7 @@ import threading
 import time
 import traceback
 import warnings
+from collections.abc import Callable
 from pathlib import Path
 
 from harness.leader import command_line, descendants, die_with_parent, write_exit
@@ -26,14 +27,19 @@ EXIT_OK, EXIT_FAILED = 0, 1
 
 
 class WriteWatch:
-    """Notes, by an audit hook, what this process writes outside the run's directory."""
+    """Notes, by an audit hook, what this process writes outside the run's directory.
+
+    Directories that it renames or removes are passed on at once, before it happens: ``on_renamed``
+    and ``on_removed`` take absolute paths.
+    """
 
     WRITING_EVENTS = {"os.mkdir": 0, "os.rename": 1, "os.link": 1, "os.symlink": 1}
 
     def __init__(self, allowed: list[str]) -> None:
         self.allowed = tuple(os.path.realpath(p) for p in allowed) + ("/dev/", "/proc/")
         self.elsewhere: set[str] = set()
-        self.removed: set[str] = set()
+        self.on_renamed: Callable[[str, str], None] = lambda old, new: None
+        self.on_removed: Callable[[str], None] = lambda path: None
         self.inside_hook = threading.local()
         sys.addaudithook(self._hook)
 
@@ -43,8 +49,11 @@ class WriteWatch:
             writes = isinstance(flags, int) and flags & (os.O_WRONLY | os.O_RDWR | os.O_CREAT)
         elif event in self.WRITING_EVENTS:
             path, writes = args[self.WRITING_EVENTS[event]], True
+            if event == "os.rename" and os.path.isdir(args[0]):
+                self.on_renamed(*(os.path.abspath(os.fsdecode(end)) for end in args[:2]))
         elif event in ("shutil.rmtree", "os.rmdir"):
-            self.removed.add(os.path.abspath(os.fsdecode(args[0])))
+            if args[1] in (None, -1):  # else relative to an open directory that rmtree empties
+                self.on_removed(os.path.abspath(os.fsdecode(args[0])))
             return
         else:
             return
@@ -187,7 +196,9 @@ def run(spec: dict) -> int:
     keep_temporary_directories()
     writes = WriteWatch([spec["run_dir"]])
     deprecations = DeprecationWatch(spec["import_from"])
-    book = ledger.Ledger(ranks_dir / f"rank{rank}.notes", writes)
+    book = ledger.Ledger(ranks_dir / f"rank{rank}.notes")
+    writes.on_renamed = lambda old, new: book.note("renamed", path=old, to=new)
+    writes.on_removed = lambda path: book.note("removed", path=path)
     book.install()
     if spec["gate"]:
         gates.install(spec["gate"], book)
@@ -225,6 +236,7 @@ def run(spec: dict) -> int:
         record["conflicts"] = [str(conflict) for conflict in recorder.conflicts]
         streams.uninstall(recorder)
     if record["finished"]:
+        book.end()
         record["left_process_group"] = torch.distributed.is_initialized()
         record["left_threads"] = _left_threads()
         record["left_processes"] = _left_processes()

@@ -24,7 +24,6 @@ from harness.judge import (
     judge_overlap,
     judge_ranks,
     read_ranks,
-    removed_directories,
 )
 from harness.recipe import DEFAULT_DEADLINE_S, Control, RecipeError, code_sha256
 
@@ -351,7 +350,7 @@ def _judge(report: Report, run_dir: Path) -> None:
         text = "no record of ranks " + ", ".join(str(r.number) for r in ranks if r.record is None)
         tail = log.read_text(errors="replace").strip()[-2000:] if log.exists() else ""
         failures.append(Failure("missing_record", f"{text}; {tail}"))
-    directories = checkpoint_directories(run_dir, saves, removed_directories(ranks))
+    directories = checkpoint_directories(run_dir, saves)
     if directories:
         request = chunks_by_directory(directories, saves)
         sizes = (1, 2) if report.ranks == 1 else (1,)

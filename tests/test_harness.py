@@ -183,6 +183,164 @@ def test_a_plain_tensor_that_differs_between_ranks_is_wrong(tmp_path) -> None:
     assert report.kinds == {"checkpoint_wrong"}, report.describe()
 
 
+SAVES_IN_BACKGROUND = """
+    import asyncio, concurrent.futures, os, threading, time
+    import torch
+    import torch.distributed as dist
+    import torch.distributed.checkpoint as dcp
+
+    class NeverFinished(dcp.FileSystemWriter):
+        def finish(self, *args, **kwargs):
+            threading.Event().wait()
+
+    async def until_done(future):
+        await asyncio.wrap_future(future)
+
+    if __name__ == "__main__":
+        dist.init_process_group("gloo")
+        group = dist.new_group(backend="gloo")
+        ended = threading.Event()
+        writer = {writer}("step1")
+        saved = dcp.async_save(
+            {{"weight": torch.ones(4)}}, storage_writer=writer, process_group=group
+        )
+        {ending}
+        dist.destroy_process_group()
+"""
+CALL_BACK = "saved.add_done_callback(lambda _: ended.set())"
+UNTIL_WRITTEN = "[None for _ in iter(lambda: os.path.exists('step1/__0_0.distcp'), True)]"
+
+
+def save_in_background(
+    folder: Path, ending: str, writer: str = "dcp.FileSystemWriter", order: bool = False
+) -> Report:
+    text = SAVES_IN_BACKGROUND.format(writer=writer, ending=ending)
+    recipe = write(folder, "saves_in_background.py", text)
+    return run(recipe, 1, launcher="warm", gate="hold_write", order=order, deadline_s=30)
+
+
+@pytest.mark.parametrize(
+    "ending",
+    [
+        "while not saved.done(): pass",
+        "for future in concurrent.futures.as_completed([saved]): future.result()",
+        f"{CALL_BACK}; ended.wait()",
+        f"{CALL_BACK}\n        while not ended.is_set(): pass",
+        "asyncio.run(until_done(saved))",
+    ],
+)
+def test_a_recipe_may_learn_of_the_end_of_a_held_write_in_any_way(tmp_path, ending: str) -> None:
+    report = save_in_background(tmp_path, ending)
+    assert report.ok, report.describe()
+
+
+@pytest.mark.parametrize(
+    ("ending", "writer", "text"),
+    [
+        ("saved.done()", "dcp.FileSystemWriter", "the directory is empty"),
+        (f"saved.done(); saved.done(); {UNTIL_WRITTEN}", "NeverFinished", "before it knew"),
+        (CALL_BACK, "dcp.FileSystemWriter", "the directory is empty"),
+        (f"{CALL_BACK}; time.sleep(0); {UNTIL_WRITTEN}", "NeverFinished", "before it knew"),
+    ],
+)
+def test_to_ask_once_or_to_be_called_back_is_not_to_wait(tmp_path, ending, writer, text) -> None:
+    report = save_in_background(tmp_path, ending, writer)
+    assert "checkpoint_missing" in report.kinds, report.describe()
+    missing = [failure for failure in report.failures if failure.kind == "checkpoint_missing"]
+    assert text in missing[0].text
+    assert "never awaited" in missing[0].hint
+
+
+def test_a_poll_orders_what_the_recipe_does_next_after_the_upload(tmp_path) -> None:
+    report = save_in_background(tmp_path, "while not saved.done(): pass", order=True)
+    assert report.ok, report.describe()
+
+
+SAVES_AND_MOVES = """
+    import os, shutil
+    import torch
+    import torch.distributed as dist
+    import torch.distributed.checkpoint as dcp
+
+    class FullDisk(dcp.FileSystemWriter):
+        def prepare_local_plan(self, plan):
+            raise OSError("No space left on device")
+
+    def save(value, directory, **settings):
+        dcp.save({{"weight": torch.full((4,), float(value))}}, checkpoint_id=directory, **settings)
+
+    if __name__ == "__main__":
+        dist.init_process_group("gloo")
+        rank = dist.get_rank()
+        {does}
+        dist.barrier()
+        dist.destroy_process_group()
+"""
+FAILS_UNSEEN = (
+    "dcp.async_save({}, storage_writer=FullDisk('step1'), "
+    "process_group=dist.new_group(backend='gloo'))"
+)
+
+
+def save_and_move(folder: Path, does: str, ranks: int = 2) -> Report:
+    text = SAVES_AND_MOVES.format(does=does.replace("\n", "\n        "))
+    return run(write(folder, "saves_and_moves.py", text), ranks, launcher="warm")
+
+
+@pytest.mark.parametrize(
+    ("does", "checkpoints"),
+    [
+        ("save(1, 'aside')\nif rank == 0: os.replace('aside', 'step1')", ["step1"]),
+        (
+            "for n in (1, 2):\n    save(n, 'aside')\n"
+            "    if rank == 0: os.rename('aside', f'step{n}')\n    dist.barrier()",
+            ["step1", "step2"],
+        ),
+        (
+            "os.makedirs('aside', exist_ok=True)\nsave(1, 'aside/step1')\n"
+            "if rank == 0: shutil.move('aside', 'published')",
+            ["step1"],
+        ),
+    ],
+)
+def test_a_checkpoint_is_judged_where_it_was_renamed_to(tmp_path, does, checkpoints) -> None:
+    report = save_and_move(tmp_path, does)
+    assert report.ok, report.describe()
+    assert report.checkpoints == checkpoints
+
+
+def test_a_renamed_checkpoint_must_still_load(tmp_path) -> None:
+    does = "save(1, 'aside')\nos.remove('aside/.metadata')\nos.rename('aside', 'step1')"
+    report = save_and_move(tmp_path, does, ranks=1)
+    assert report.kinds == {"checkpoint_incomplete"}, report.describe()
+
+
+@pytest.mark.parametrize(
+    "does",
+    [
+        "save(rank, f'rank{rank}', no_dist=True)",
+        "if rank == 0: save(7, 'vocabulary', no_dist=True)\ndist.barrier()\nsave(1, 'step1')",
+    ],
+)
+def test_ranks_may_save_alone(tmp_path, does: str) -> None:
+    report = save_and_move(tmp_path, does)
+    assert report.ok, report.describe()
+    assert len(report.checkpoints) == 2
+
+
+def test_a_directory_emptied_before_the_save_excuses_nothing(tmp_path) -> None:
+    does = f"shutil.rmtree('step1', ignore_errors=True)\n{FAILS_UNSEEN}"
+    report = save_and_move(tmp_path, does, ranks=1)
+    assert report.kinds == {"checkpoint_missing"}, report.describe()
+
+
+def test_a_checkpoint_removed_after_its_save_is_not_missed(tmp_path) -> None:
+    does = "for n in range(3):\n    save(n, f'step{n}')\nif rank == 0: shutil.rmtree('step0')"
+    report = save_and_move(tmp_path, does)
+    assert report.ok, report.describe()
+    assert report.checkpoints == ["step1", "step2"]
+
+
 @pytest.mark.parametrize("ending", ["sys.exit(0)", "raise SystemExit(main())", "sys.exit(main())"])
 def test_exiting_by_the_last_line_is_no_early_exit(tmp_path, ending: str) -> None:
     text = f'import sys\n\ndef main():\n    return 0\n\nif __name__ == "__main__":\n    {ending}\n'
