@@ -31,6 +31,14 @@ RECIPES = {
 }
 SECTIONS = sorted({f"recipes/{recipe.folder}/index" for recipe in RECIPES.values()})
 PAGES = ["index", "search", "recipes/index", *SECTIONS, *RECIPES]
+CLIPBOARD_ONCE_FILLED = """async () => {
+    for (let look = 0; look < 500; look++) {
+        const text = await navigator.clipboard.readText();
+        if (text) return text;
+        await new Promise((resolve) => setTimeout(resolve, 10));
+    }
+    return "";
+}"""
 
 
 class Quiet(http.server.SimpleHTTPRequestHandler):
@@ -132,8 +140,7 @@ def test_the_copy_button_copies_the_source(visit, page, theme):
     def copied_by(button) -> str:
         tab.evaluate("navigator.clipboard.writeText('')")
         button.click()
-        tab.wait_for_function("async () => (await navigator.clipboard.readText()) !== ''")
-        return tab.evaluate("navigator.clipboard.readText()").strip()
+        return tab.evaluate(CLIPBOARD_ONCE_FILLED).strip()
 
     blocks = tab.locator("div.highlight-Python")
     assert blocks.count() > 0
