@@ -14,8 +14,8 @@ from harness.run import Report, run
 TRAINING = Path(__file__).parent / "data" / "sharded_training.py"
 
 
-def run_ranks(ranks: int, *args: str, keep: Path | None = None) -> Report:
-    report = run(TRAINING, ranks, launcher="warm", args=args, keep=keep)
+def run_ranks(ranks: int, *args: str, order: bool = False, keep: Path | None = None) -> Report:
+    report = run(TRAINING, ranks, launcher="warm", args=args, order=order, keep=keep)
     assert report.ok, report.describe()
     return report
 
@@ -31,3 +31,24 @@ def test_a_checkpoint_of_async_save_goes_on_at_another_world_size(
 ) -> None:
     run_ranks(saving, "save", keep=tmp_path / "saved")
     run_ranks(loading, "load", "--saved", str(tmp_path / "saved" / "dir"))
+
+
+@pytest.mark.parametrize("ranks", [1, 2])
+@pytest.mark.parametrize("parameters", ["frozen", "shared"])
+def test_units_with_frozen_beside_trained_or_with_shared_parameters_train_as_unsharded(
+    parameters: str, ranks: int
+) -> None:
+    run_ranks(ranks, parameters, order=True)
+
+
+@pytest.mark.parametrize("before_the_step", ["raised", "called_alone", "no_backward"])
+def test_no_forward_computes_with_weights_from_before_a_step(before_the_step: str) -> None:
+    run_ranks(2, before_the_step)
+
+
+def test_activations_of_a_unit_may_be_computed_again_in_backward() -> None:
+    run_ranks(2, "recomputed", order=True)
+
+
+def test_a_unit_that_returns_two_tensors_is_refused_with_a_way_out() -> None:
+    run_ranks(1, "refused")

@@ -199,7 +199,6 @@ class PrefetchContext(FsdpContext):
     def begin_forward(self) -> None:
         super().begin_forward()
         self.training = torch.is_grad_enabled()
-        self.predict()
         if not self.root.resident:
             self.unshard(self.root)
         self.prefetch()

@@ -159,9 +159,7 @@ class FsdpContext:
         for module in reversed(list(root.modules())):  # what is inside comes first
             if module is root or module in units:
                 inside = set(module.modules())
-                mine = [p for p in owners if owners[p][0][0] in inside]
-                if any(owner not in inside for p in mine for owner, _ in owners[p]):
-                    raise ValueError("two units share a parameter: make one unit of them")
+                mine = [p for p in owners if all(owner in inside for owner, _ in owners[p])]
                 shards = [ShardedParameter(p, owners.pop(p), mesh, dtype, empty) for p in mine]
                 self.add_unit(module, Unit(shards, self.streams))
         root.register_forward_hook(lambda *_: self.end_forward())
@@ -211,6 +209,7 @@ class FsdpContext:
             self.gather_stream.wait_event(unit.consumed)
             for p in unit.parameters:
                 p.release()
+        unit.expose(full=False)  # still full behind a forward that raised
         unit.resident = False
         self.live_bytes -= unit.nbytes
 
@@ -220,6 +219,11 @@ class FsdpContext:
         """The weights are as the compute stream leaves them: gather behind the optimizer."""
         self.compute_stream = self.streams.current_stream()
         self.gather_stream.wait_stream(self.compute_stream)
+        self.predict()
+
+    def predict(self) -> None:
+        """Nothing in memory is up to date, and what comes next is not known."""
+        self.release_all()
 
     def before_forward(self, unit: Unit) -> None:
         self.before(unit)
@@ -228,6 +232,9 @@ class FsdpContext:
     def after_forward(self, unit: Unit, output: torch.Tensor) -> None:
         unit.expose(full=False)
         self.after(unit)
+        if not isinstance(output, torch.Tensor):
+            found = type(output).__name__
+            raise TypeError(f"a unit or the root returned a {found}: wrap it to return one tensor")
         if output.requires_grad:
             output.register_hook(lambda _: self.before_backward(unit))
 
@@ -235,7 +242,7 @@ class FsdpContext:
         self.drain(keep=0)
 
     def before_backward(self, unit: Unit) -> None:
-        unit.grads_missing = sum(p.full.requires_grad for p in unit.parameters)
+        unit.grads_missing = len(unit.parameters)  # a frozen one's never comes
         self.before(unit)
 
     def take_gradient(self, unit: Unit, p: ShardedParameter, full: nn.Parameter) -> None:

@@ -1,11 +1,13 @@
 """Train toy models sharded and not, in one run of several ranks; see ``tests/test_sharding.py``.
 
 ``train`` compares every schedule with the unsharded run. ``save`` and ``load`` go to and come from
-a checkpoint of ``async_save.py``, on world sizes that differ.
+a checkpoint of ``async_save.py``, on world sizes that differ. The other modes train a small stack
+that a schedule must not trip over, or disturb it before each step.
 """
 
 import argparse
 import sys
+from collections.abc import Callable
 from functools import partial
 from pathlib import Path
 
@@ -15,6 +17,7 @@ import torch.distributed.checkpoint as dcp
 from torch import nn
 from torch.distributed.device_mesh import init_device_mesh
 from torch.distributed.tensor import DTensor
+from torch.utils.checkpoint import checkpoint
 
 RECIPES = Path(__file__).resolve().parents[2] / "recipes_source"
 sys.path[:0] = [str(RECIPES / "sharding"), str(RECIPES / "checkpoint")]
@@ -25,6 +28,7 @@ from prefetch_schedule import PrefetchContext  # noqa: E402
 from stream_context import FsdpContext  # noqa: E402
 from update_in_order import UpdateContext  # noqa: E402
 
+SCHEDULES = (FsdpContext, PrefetchContext, UpdateContext)
 PAIRS = 3
 PASSES = 20  # forward and backward: 20 steps in one order, 10 of two micro-batches if shuffled
 WIDTH = 10
@@ -97,22 +101,29 @@ def train_unsharded(shuffled: bool, dtype: torch.dtype) -> tuple[Model, list[tor
     return model, losses
 
 
-def train_sharded(
-    schedule: type[FsdpContext], shuffled: bool, dtype: torch.dtype
-) -> tuple[Model, list[torch.Tensor], FsdpContext]:
-    model = Model(shuffled)
+def shard(
+    model: nn.Module, schedule: type[FsdpContext], dtype: torch.dtype | None = None
+) -> tuple[FsdpContext, Callable[[], None]]:
+    """The context of ``model``, and an optimizer's step that drops the gradients."""
     mesh = init_device_mesh("cpu", (dist.get_world_size(),))
     context = schedule(model, model.units(), mesh, dtype=dtype)
     if schedule is UpdateContext:
         context.optimize(ADAMW)
-        step = context.step
-    else:
-        optimizer = ADAMW([p for p in model.parameters() if p.requires_grad])
+        return context, context.step
+    optimizer = ADAMW([p for p in model.parameters() if p.requires_grad])
 
-        def step() -> None:
-            optimizer.step()
-            optimizer.zero_grad()
+    def step() -> None:
+        optimizer.step()
+        optimizer.zero_grad()
 
+    return context, step
+
+
+def train_sharded(
+    schedule: type[FsdpContext], shuffled: bool, dtype: torch.dtype
+) -> tuple[Model, list[torch.Tensor], FsdpContext]:
+    model = Model(shuffled)
+    context, step = shard(model, schedule, dtype)
     losses = []
     for turn in range(PASSES):
         loss = loss_of(model, turn, dist.get_rank(), dtype)
@@ -138,7 +149,7 @@ def compare(model: Model, reference: Model, losses: list, expected: list) -> Non
 def train() -> None:
     for shuffled in (False, True):
         reference, expected = train_unsharded(shuffled, torch.float32)
-        for schedule in (FsdpContext, PrefetchContext, UpdateContext):
+        for schedule in SCHEDULES:
             model, losses, context = train_sharded(schedule, shuffled, torch.float32)
             compare(model, reference, losses, expected)
             if schedule is not FsdpContext:
@@ -148,6 +159,118 @@ def train() -> None:
         for schedule in (FsdpContext, UpdateContext):
             model, losses, _ = train_sharded(schedule, False, torch.bfloat16)
             compare(model, reference, losses, expected)
+
+
+class Adapted(nn.Module):
+    """x + a layer, frozen if asked, and beside it a trained one of low rank."""
+
+    def __init__(self, frozen: bool) -> None:
+        super().__init__()
+        self.base = nn.Linear(WIDTH, WIDTH).requires_grad_(not frozen)
+        self.down, self.up = nn.Linear(WIDTH, 2, bias=False), nn.Linear(2, WIDTH, bias=False)
+
+    def forward(self, x: torch.Tensor) -> torch.Tensor:
+        return x + self.base(x) + self.up(self.down(x))
+
+
+class Layers(nn.Module):
+    """``PAIRS`` units, with ``frozen`` parameters, ``shared`` ones, or ``recomputed``.
+
+    Shared are one weight by two units, another by a unit and, before or behind it, the root.
+    """
+
+    def __init__(
+        self, frozen: bool = False, shared: bool = False, recomputed: bool = False
+    ) -> None:
+        super().__init__()
+        torch.manual_seed(0)
+        self.first = nn.Linear(WIDTH, WIDTH, bias=False)
+        self.layers = nn.ModuleList(Adapted(frozen) for _ in range(PAIRS))
+        self.last, self.recomputed = nn.Linear(WIDTH, WIDTH), recomputed
+        if shared:
+            self.layers[0].base.weight = self.first.weight
+            self.last.weight = self.layers[1].base.weight
+            self.layers[2].up.weight = self.layers[1].up.weight
+
+    def forward(self, x: torch.Tensor, turn: int) -> torch.Tensor:
+        x = self.first(x)
+        for layer in self.layers:
+            x = checkpoint(layer, x, use_reentrant=False) if self.recomputed else layer(x)
+        return self.last(x)
+
+    def units(self) -> list[nn.Module]:
+        return list(self.layers)
+
+
+def follow(disturb: Callable[[Layers], None] = lambda model: None, **options: bool) -> None:
+    """Train under every schedule, ``disturb`` the model before each step; compare as it goes."""
+    ranks = range(dist.get_world_size())
+    for schedule in SCHEDULES:
+        model, reference = Layers(**options), Layers(**options)
+        context, step = shard(model, schedule)
+        optimizer = ADAMW([p for p in reference.parameters() if p.requires_grad])
+        for turn in range(4):
+            losses = [loss_of(reference, turn, rank, torch.float32) for rank in ranks]
+            loss = loss_of(model, turn, dist.get_rank(), torch.float32)
+            assert torch.equal(loss, losses[dist.get_rank()]), f"{schedule.__name__}: {turn}"
+            context.backward(loss)
+            for part in losses:
+                part.backward(torch.tensor(1 / len(ranks)))
+            disturb(model)
+            step()
+            optimizer.step()
+            optimizer.zero_grad()
+        context.release_all()
+        assert context.live_bytes == 0
+        for (name, p), q in zip(model.named_parameters(), reference.parameters(), strict=True):
+            assert isinstance(p, DTensor), f"{schedule.__name__}: {name} is left full"
+            assert torch.equal(p.full_tensor(), q), f"{schedule.__name__}: {name}"
+
+
+def raise_in_forward(model: Layers) -> None:
+    def fail(*_) -> None:
+        raise MemoryError("of this test")
+
+    hook = model.layers[1].up.register_forward_pre_hook(fail)
+    try:
+        model(torch.ones(1, WIDTH), 0)
+    except MemoryError:
+        hook.remove()
+
+
+def call_a_unit(model: Layers) -> None:
+    with torch.no_grad():
+        model.layers[0](torch.ones(1, WIDTH))
+
+
+def skip_backward(model: Layers) -> None:
+    assert model(torch.ones(1, WIDTH), 0).requires_grad
+
+
+def refuse() -> None:
+    """A unit that returns two tensors is refused, with a way out."""
+    for schedule in SCHEDULES:
+        model = Layers()
+        model.layers[1].register_forward_hook(lambda *_: (_[-1], 0))
+        shard(model, schedule)
+        try:
+            model(torch.ones(1, WIDTH), 0)
+        except TypeError as error:
+            assert "tuple" in str(error) and "one tensor" in str(error), error
+        else:
+            raise AssertionError("two tensors were accepted")
+
+
+MODES = {
+    "train": train,
+    "frozen": partial(follow, frozen=True),
+    "shared": partial(follow, shared=True),
+    "recomputed": partial(follow, recomputed=True),
+    "raised": partial(follow, raise_in_forward),
+    "called_alone": partial(follow, call_a_unit),
+    "no_backward": partial(follow, skip_backward),
+    "refused": refuse,
+}
 
 
 def build_app(seed: int) -> tuple[async_save.AppState, PrefetchContext]:
@@ -210,14 +333,14 @@ def load(directory: Path) -> None:
 
 if __name__ == "__main__":
     parser = argparse.ArgumentParser()
-    parser.add_argument("what", choices=("train", "save", "load"))
+    parser.add_argument("what", choices=(*MODES, "save", "load"))
     parser.add_argument("--dir", type=Path, help="of the checkpoint that is saved")
     parser.add_argument("--saved", type=Path, help="of the checkpoint that is loaded")
     asked = parser.parse_args()
     rows.start_rank()
     try:
-        if asked.what == "train":
-            train()
+        if asked.what in MODES:
+            MODES[asked.what]()
         elif asked.what == "save":
             save(asked.dir)
         else:
