@@ -90,10 +90,13 @@ class ResultError(ValueError):
     """A result or trace file cannot be used as it is; the message names file and field."""
 
 
+ROUNDS_UP_TO_ONE = 0.9995  # with three significant digits: 999.6 ms are 1.00 s
+
+
 def seconds(value: float) -> str:
     """``value`` seconds with three significant digits and a unit: ``2.5 ms``, ``15.9 s``."""
     for factor, unit in ((1, "s"), (1e3, "ms"), (1e6, "µs")):
-        if abs(value * factor) >= 1 or unit == "µs" or value == 0:
+        if abs(value * factor) >= ROUNDS_UP_TO_ONE or unit == "µs" or value == 0:
             return f"{_digits(value * factor)} {unit}"
     raise AssertionError("unreachable")
 
@@ -107,7 +110,7 @@ def round_seconds(value: float) -> str:
 def byte_count(value: float) -> str:
     """``value`` bytes with three significant digits and a decimal unit: ``6.44 GB``."""
     for factor, unit in ((1e9, "GB"), (1e6, "MB"), (1e3, "kB")):
-        if abs(value) >= factor:
+        if abs(value) >= ROUNDS_UP_TO_ONE * factor:
             return f"{_digits(value / factor)} {unit}"
     return f"{value:.0f} B"
 
@@ -137,6 +140,7 @@ def yes_no(value: bool) -> str:
 def _digits(value: float) -> str:
     if value == 0:
         return "0"
+    value = float(f"{value:.2e}")  # rounded first: it may gain a digit
     decimals = max(0, 2 - math.floor(math.log10(abs(value))))
     return f"{value:,.{decimals}f}"
 
@@ -205,6 +209,8 @@ BENCHMARKS = {
         title="Training stall around one save",
         columns=(
             Column("exposed_stall_s", "Exposed stall", seconds),
+            Column("exposed_stall_low_s", "95 % from", seconds),
+            Column("exposed_stall_high_s", "to", seconds),
             Column("first_exposed_stall_s", "First save's stall", seconds),
             Column("call_s", "Call", seconds),
             Column("staged_s", "Staged after", seconds),

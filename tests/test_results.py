@@ -140,6 +140,12 @@ def lint(repo: Path, *arguments: str) -> subprocess.CompletedProcess:
 STALE = "Measured on an earlier version"
 
 
+def test_a_figure_that_rounds_up_gets_the_larger_unit():
+    written = [result_files.seconds(value) for value in (0.9996, 0.9994, 0.0009996)]
+    assert written == ["1.00 s", "999 ms", "1.00 ms"]
+    assert result_files.byte_count(999.7e6) == "1.00 GB"
+
+
 # -- freshness ---------------------------------------------------------------------------------
 
 
