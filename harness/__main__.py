@@ -4,7 +4,7 @@ import argparse
 import sys
 from pathlib import Path
 
-from harness.recipe import RecipeError, load_recipe
+from harness.recipe import GATES, RecipeError, load_recipe
 from harness.run import REPO, run
 from harness.verify import WORLD_SIZES, verify
 
@@ -20,14 +20,17 @@ def controls_for(recipe: Path) -> Path | None:
 def run_command(options: argparse.Namespace) -> int:
     recipe = load_recipe(options.recipe, controls_for(options.recipe))
     control = recipe.control(options.control) if options.control else None
+    ranks, deadline_s = (
+        (control.ranks, control.deadline_s) if control else (recipe.page_ranks, recipe.deadline_s)
+    )
     report = run(
         recipe.path,
-        options.ranks or (control.ranks if control else recipe.page_ranks),
+        ranks if options.ranks is None else options.ranks,
         launcher=options.launcher,
         control=control,
         gate=options.gate,
         order=options.order or recipe.order,
-        deadline_s=options.deadline,
+        deadline_s=deadline_s if options.deadline is None else options.deadline,
         args=tuple(options.args),
         keep=options.keep,
     )
@@ -54,11 +57,11 @@ def main() -> int:
     one.add_argument("recipe", type=Path)
     one.add_argument("--ranks", type=int, help="default: the control's, or the page's")
     one.add_argument("--control", help="the name of a control in the recipe's controls file")
-    one.add_argument("--gate", help="hold a background step, see harness/gates.py")
+    one.add_argument("--gate", choices=GATES, help="hold a background step, see harness/gates.py")
     one.add_argument("--order", action="store_true", help="record stream order (CPU)")
     one.add_argument("--launcher", choices=("torchrun", "warm"), default="torchrun")
     one.add_argument("--deadline", type=float, help="seconds")
-    one.add_argument("--keep", type=Path, help="keep the run's files here")
+    one.add_argument("--keep", type=Path, help="keep the run's files here (a new directory)")
     one.set_defaults(do=run_command)
     every = commands.add_parser("verify", help="run all recipes on the accelerators present")
     every.add_argument("--recipes", type=Path, default=RECIPES)

@@ -191,8 +191,11 @@ def run(spec: dict) -> int:
 
     recipe = spec["file"]
     sys.argv = [recipe, *spec["args"]]
-    sys.path[:] = [*spec["import_from"], *(p for p in sys.path if p not in ("", spec["harness"]))]
-    os.environ.pop("PYTHONPATH", None)
+    first = [*spec["import_from"], *spec["pythonpath"]]
+    sys.path[:] = [*first, *(p for p in sys.path if p not in ("", spec["harness"], *first))]
+    os.environ["PYTHONPATH"] = os.pathsep.join(spec["pythonpath"])
+    if not spec["pythonpath"]:
+        del os.environ["PYTHONPATH"]
     keep_temporary_directories()
     writes = WriteWatch([spec["run_dir"]])
     deprecations = DeprecationWatch(spec["import_from"])

@@ -9,6 +9,15 @@ from pathlib import Path
 DEFAULT_RANKS = (1, 2, 3, 4)
 DEFAULT_DEADLINE_S = 120.0
 STOPPED = frozenset({"raised", "killed", "hung"})
+GATES = (  # by name; harness.gates, which needs torch, explains them
+    "hold_write",
+    "hold_staging",
+    "finish_staging_first",
+    "queue_work",
+    "cross_collectives",
+    "rank_0_first",
+    "rank_0_last",
+)
 UNFINISHED = frozenset({"checkpoint_missing", "checkpoint_incomplete"})
 
 

@@ -25,7 +25,7 @@ from harness.judge import (
     judge_ranks,
     read_ranks,
 )
-from harness.recipe import DEFAULT_DEADLINE_S, Control, RecipeError, code_sha256
+from harness.recipe import DEFAULT_DEADLINE_S, GATES, Control, RecipeError, code_sha256
 
 REPO = Path(__file__).resolve().parent.parent
 LEADER_MARGIN_S = 60.0  # how long after its deadline a leader may take to end everything
@@ -117,7 +117,7 @@ class WarmServer:
             stdout=subprocess.PIPE,
             text=True,
             cwd=REPO,
-            env=_environment(Path(self.tmp), Path(self.tmp)),
+            env=_environment(Path(self.tmp), Path(self.tmp)) | {"PYTHONPATH": str(REPO)},
             start_new_session=True,
         )
         if self.process.stdout.readline().strip() != "ready":
@@ -125,10 +125,15 @@ class WarmServer:
             raise RuntimeError("the warm process did not start; its error is above")
 
     def run(self, spec_path: Path) -> None:
-        self.process.stdin.write(f"{spec_path}\n")
-        self.process.stdin.flush()
-        if not self.process.stdout.readline():
-            raise RuntimeError("the warm process ended; run again")
+        """Run a spec; if that is interrupted, end it and this server."""
+        try:
+            self.process.stdin.write(f"{spec_path}\n")
+            self.process.stdin.flush()
+            if not self.process.stdout.readline():
+                raise RuntimeError("the warm process ended; run again")
+        except BaseException:
+            self.close()  # its answer to this spec would be taken for the answer to the next one
+            raise
 
     def close(self) -> None:
         with contextlib.suppress(BrokenPipeError):
@@ -150,6 +155,12 @@ def warm_server() -> WarmServer:
     return server
 
 
+def _callers_path() -> list[str]:
+    """The caller's PYTHONPATH without this repository, which a recipe does not see."""
+    entries = os.environ.get("PYTHONPATH", "").split(os.pathsep)
+    return [path for path in map(os.path.abspath, filter(None, entries)) if path != str(REPO)]
+
+
 def _environment(home: Path, tmp: Path) -> dict[str, str]:
     """The environment of a rank: the caller's, without what would leak in or write elsewhere."""
     env = {k: v for k, v in os.environ.items() if not k.startswith(_NOT_PASSED_ON)}
@@ -157,7 +168,7 @@ def _environment(home: Path, tmp: Path) -> dict[str, str]:
         "HOME": str(home),
         "XDG_CACHE_HOME": str(home / ".cache"),
         "TMPDIR": str(tmp),
-        "PYTHONPATH": str(REPO),
+        "PYTHONPATH": os.pathsep.join([str(REPO), *_callers_path()]),
         "PYTHONDONTWRITEBYTECODE": "1",
         "PYTHONUNBUFFERED": "1",
         "OMP_NUM_THREADS": "1",
@@ -193,6 +204,7 @@ def _write_spec(run_dir: Path, file: Path, ranks: int, **settings) -> tuple[Path
         "cwd": str(run_dir / "work"),
         "env": _environment(run_dir / "home", run_dir / "tmp"),
         "harness": str(REPO),
+        "pythonpath": _callers_path(),
         "gate": None,
         "order": False,
     } | settings
@@ -201,7 +213,9 @@ def _write_spec(run_dir: Path, file: Path, ranks: int, **settings) -> tuple[Path
     return spec_path, spec
 
 
-def load_back(request: dict[str, dict], world_size: int, parent: Path) -> dict:
+def load_back(
+    request: dict[str, dict], world_size: int, parent: Path, deadline_s: float
+) -> dict[str, dict]:
     """Load the checkpoints of ``request`` in fresh processes; see :mod:`harness.load_back`."""
     run_dir = parent / f"load{world_size}"
     run_dir.mkdir()
@@ -215,11 +229,16 @@ def load_back(request: dict[str, dict], world_size: int, parent: Path) -> dict:
         import_from=[str(REPO)],
         recipe="load_back",
         code_sha256="",
-        deadline_s=DEFAULT_DEADLINE_S,
+        deadline_s=deadline_s,
     )
     _launch(spec_path, spec, "warm")
     if answered.exists():
         return json.loads(answered.read_text())
+    outcome = run_dir / "outcome.json"
+    if outcome.exists() and json.loads(outcome.read_text())["timed_out"]:
+        return {
+            directory: {"error": f"did not load within {deadline_s:g} s"} for directory in request
+        }
     ranks = read_ranks(run_dir, world_size)
     error = next((r.output for r in ranks if r.output), "the loading process wrote nothing")
     return {directory: {"error": error.strip().splitlines()[-1]} for directory in request}
@@ -230,16 +249,23 @@ def _accepts_dir(source: str) -> bool:
 
 
 def reproduce(
-    path: Path, ranks: int, control: Control | None, gate: str | None, args: tuple[str, ...]
+    path: Path,
+    ranks: int,
+    control: Control | None,
+    gate: str | None,
+    order: bool,
+    args: tuple[str, ...],
 ) -> str:
     """The command that runs the same again."""
     with contextlib.suppress(ValueError):
         path = path.relative_to(Path.cwd())
-    command = f"python -m harness run {path} --ranks {ranks}"
+    command = f"python -m harness run {shlex.quote(str(path))} --ranks {ranks}"
     if control is not None:
         command += f" --control {control.name}"
-    elif gate:
+    if gate and (control is None or gate != control.gate):
         command += f" --gate {gate}"
+    if order and control is None:  # a control says itself whether it is about order
+        command += " --order"
     return command + (f" -- {shlex.join(args)}" if args else "")
 
 
@@ -268,7 +294,8 @@ def run(
         keep: a directory that receives the run's files (created; must not exist).
 
     Raises:
-        RecipeError: there is no such file, ``ranks`` is not positive, or the edit does not fit.
+        RecipeError: there is no such file or gate, ``ranks`` is not positive, ``keep`` exists, or
+            the edit does not fit.
     """
     path = Path(path).resolve()
     if not path.is_file():
@@ -277,6 +304,10 @@ def run(
         raise RecipeError(f"{ranks} ranks: pass a number of 1 or more")
     if launcher not in ("torchrun", "warm"):
         raise RecipeError(f"no launcher '{launcher}'; there are 'torchrun' and 'warm'")
+    if gate is not None and gate not in GATES:
+        raise RecipeError(f"no gate '{gate}'; there are {', '.join(GATES)}")
+    if keep is not None and keep.exists():
+        raise RecipeError(f"{keep} exists already; pass a directory that does not")
     source = path.read_text(encoding="utf-8")
     if control is not None:
         source, order = control.apply(source), control.order
@@ -312,21 +343,21 @@ def run(
             code_sha256=spec["code_sha256"],
             ranks=ranks,
             launcher=launcher,
-            command=reproduce(path, ranks, control, gate, args),
+            command=reproduce(path, ranks, control, gate, order, args),
             control=control.name if control else None,
             gate=gate,
             seconds=seconds,
             python=".".join(map(str, sys.version_info[:3])),
         )
-        _judge(report, run_dir)
+        _judge(report, run_dir, deadline_s)
         return report
     finally:
         if keep is not None:
-            shutil.copytree(run_dir, keep)
+            shutil.copytree(run_dir, keep, symlinks=True)
         shutil.rmtree(run_dir, ignore_errors=True)
 
 
-def _judge(report: Report, run_dir: Path) -> None:
+def _judge(report: Report, run_dir: Path, deadline_s: float) -> None:
     """Fill in what the run left behind."""
     ranks = read_ranks(run_dir, report.ranks)
     replaced = {str(run_dir): "<run>"}
@@ -354,7 +385,8 @@ def _judge(report: Report, run_dir: Path) -> None:
     if directories:
         request = chunks_by_directory(directories, saves)
         sizes = (1, 2) if report.ranks == 1 else (1,)
-        loaded = {size: load_back(request, size, run_dir) for size in sizes}
+        limit = max(deadline_s, DEFAULT_DEADLINE_S)
+        loaded = {size: load_back(request, size, run_dir, limit) for size in sizes}
         failures += judge_checkpoints(saves, directories, loaded)
     failures += judge_overlap(saves)
     for failure in failures:

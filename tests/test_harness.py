@@ -1,9 +1,11 @@
 """The harness reports what a bad recipe did, so that a person can use it, and leaves nothing."""
 
 import os
+import signal
 import subprocess
 import sys
 import textwrap
+import threading
 import time
 from pathlib import Path
 
@@ -13,7 +15,7 @@ from selection import REPO, may_save
 from harness.__main__ import main
 from harness.leader import descendants
 from harness.recipe import RecipeError, code_sha256, discover, load_controls, load_recipe
-from harness.run import Report, run
+from harness.run import Report, load_back, reproduce, run
 
 BAD = REPO / "tests" / "data" / "bad"
 EXPECTED = {
@@ -429,6 +431,130 @@ def test_every_recipe_of_another_folder_meets_a_slow_disk(tmp_path) -> None:
         text=True,
     )
     assert "test_every_save_is_awaited_however_slow_the_disk[recipe-1]" in done.stdout, done.stdout
+
+
+def test_a_recipe_sees_the_callers_library_and_not_the_harness(tmp_path, monkeypatch) -> None:
+    library = tmp_path / "library"
+    library.mkdir()
+    write(library, "callers_library.py", "answer = 42\n")
+    monkeypatch.setenv("PYTHONPATH", f"{REPO}{os.pathsep}{library}")
+    text = f"""
+        import importlib.util, os, subprocess, sys
+        import callers_library
+        assert os.environ["PYTHONPATH"] == {str(library)!r}
+        assert {str(REPO)!r} not in sys.path
+        subprocess.run([sys.executable, "-c", "import callers_library"], check=True)
+    """
+    recipe = write(tmp_path, "recipe.py", text)
+    for launcher in ("warm", "torchrun"):
+        report = run(recipe, 1, launcher=launcher)
+        assert report.ok, report.describe()
+
+
+def test_an_interrupted_run_does_not_answer_for_the_next_one(tmp_path) -> None:
+    begun = tmp_path / "begun"
+    waits = write(
+        tmp_path,
+        "waits.py",
+        f"import threading\nopen({str(begun)!r}, 'w').close()\nthreading.Event().wait()\n",
+    )
+
+    def interrupt() -> None:
+        while not begun.exists():
+            time.sleep(0.05)
+        os.kill(os.getpid(), signal.SIGUSR2)
+
+    def interrupted(*_) -> None:
+        raise KeyboardInterrupt
+
+    before = signal.signal(signal.SIGUSR2, interrupted)
+    threading.Thread(target=interrupt).start()
+    try:
+        with pytest.raises(KeyboardInterrupt):
+            run(waits, 1, launcher="warm", keep=tmp_path / "kept")
+    finally:
+        signal.signal(signal.SIGUSR2, before)
+    report = run(write(tmp_path, "says.py", "print('hello')\n"), 1, launcher="warm")
+    assert report.ok and report.outputs == ["hello\n"], report.describe()
+
+
+def test_a_checkpoint_that_takes_too_long_to_load_says_so(tmp_path, monkeypatch) -> None:
+    waits = write(tmp_path, "waits.py", "import threading\nthreading.Event().wait()\n")
+    monkeypatch.setattr("harness.run.LOAD_BACK", waits)
+    answer = load_back({"step1": {}}, 1, tmp_path, deadline_s=0.5)
+    assert answer == {"step1": {"error": "did not load within 0.5 s"}}
+
+
+@pytest.mark.parametrize(("deadline_s", "loads_within_s"), [(30, 120), (300, 300)])
+def test_a_checkpoint_has_as_long_to_load_as_its_recipe(
+    tmp_path, monkeypatch, deadline_s: float, loads_within_s: float
+) -> None:
+    limits = []
+
+    def record(request: dict, world_size: int, parent: Path, deadline_s: float) -> dict:
+        limits.append(deadline_s)
+        return {}
+
+    monkeypatch.setattr("harness.run.load_back", record)
+    recipe = write(tmp_path, "saves.py", SAVES.format(after="pass"))
+    run(recipe, 1, launcher="warm", deadline_s=deadline_s)
+    assert set(limits) == {loads_within_s}
+
+
+def test_the_command_that_runs_it_again_is_complete(tmp_path) -> None:
+    write(tmp_path, "r.toml", CONTROL)
+    control = load_recipe(write(tmp_path, "r.py", "x = 1\n"), tmp_path).control("n")
+    path = tmp_path / "a recipe.py"
+    command = reproduce(path, 2, None, "hold_write", True, ("a b",))
+    end = f"run '{path}' --ranks 2 --gate hold_write --order -- 'a b'"
+    assert command.endswith(end)
+    assert reproduce(path, 2, control, "queue_work", False, ()).endswith(
+        "--control n --gate queue_work"
+    )
+
+
+def test_a_kept_run_keeps_its_links(tmp_path) -> None:
+    recipe = write(tmp_path, "links.py", "import os\nos.symlink('gone', 'link')\n")
+    run(recipe, 1, launcher="warm", keep=tmp_path / "kept")
+    assert (tmp_path / "kept" / "work" / "link").is_symlink()
+
+
+@pytest.mark.parametrize(
+    ("options", "message"),
+    [
+        (["--ranks", "0"], "0 ranks: pass a number of 1 or more"),
+        (["--gate", "hold_all"], "invalid choice: 'hold_all'"),
+        (["--keep", "."], "exists already; pass a directory that does not"),
+    ],
+)
+def test_a_bad_option_is_refused_before_anything_runs(
+    tmp_path, monkeypatch, capsys, options: list[str], message: str
+) -> None:
+    ran = tmp_path / "ran"
+    recipe = write(tmp_path, "runs.py", f"open({str(ran)!r}, 'w').close()\n")
+    monkeypatch.setattr(
+        sys, "argv", ["harness", "run", str(recipe), "--launcher", "warm", *options]
+    )
+    try:
+        status = main()
+    except SystemExit as error:
+        status = error.code
+    assert status == 2
+    assert message in capsys.readouterr().err
+    assert not ran.exists()
+
+
+def test_the_command_line_takes_a_recipes_own_deadline(tmp_path, monkeypatch, capsys) -> None:
+    write(tmp_path, "waits.toml", "deadline_s = 0.5")
+    recipe = write(tmp_path, "waits.py", "import threading\nthreading.Event().wait()\n")
+    monkeypatch.setattr("harness.__main__.controls_for", lambda recipe: tmp_path)
+    monkeypatch.setattr(
+        sys, "argv", ["harness", "run", str(recipe), "--ranks", "1", "--launcher", "warm"]
+    )
+    started = time.monotonic()
+    assert main() == 1
+    assert "still running at the deadline" in capsys.readouterr().out
+    assert time.monotonic() - started < 60
 
 
 def test_report_survives_json() -> None:
