@@ -421,6 +421,10 @@ if __name__ == "__main__":
 # * Whatever else changes weights in place (loading a checkpoint, an average of weights swapped in)
 #   must stand between barriers like the update. Do it, then take the hooks' way: barrier,
 #   change, ``publish()`` of every gather, barrier.
+# * Load in place: ``load_state_dict(assign=True)`` replaces parameters, and the other ranks go on
+#   reading the old ones, without an error.
+# * Call ``gather_by_copy_engines`` while no gradients wait for an update: a parameter that moves
+#   loses its ``.grad``.
 # * All ranks must call ``optimizer.step()`` equally often: a rank that skips a step (a gradient
 #   scaler that found infinities on one rank alone) leaves the others waiting.
 # * ``reshard_after_forward`` as an integer gathers over other groups and raises ``ValueError``.

@@ -228,7 +228,7 @@ if __name__ == "__main__":
 #    \times \text{bytes of the gradient's dtype}
 #
 # "Gradients" are those of a whole unit under FSDP2, and of one parameter in a schedule that reduces
-# them one by one: a few per cent of what FSDP2's slots take.
+# them one by one: a quarter of what FSDP2's slots take, if a unit has four matrices of one size.
 #
 # When it is not worth it
 # -----------------------
@@ -240,7 +240,9 @@ if __name__ == "__main__":
 # Known limits
 # ------------
 # * Gradients in bfloat16 are rounded after each addition; on two ranks that is as in NCCL.
-# * ``reduce_dtype`` must be the dtype that is gathered.
+# * Parts travel in the dtype that is gathered and are added in ``reduce_dtype``. bf16 weights
+#   reduced in fp32 lose nothing, unless gradients were accumulated in fp32 before
+#   (``set_requires_gradient_sync(False)``): those are rounded on the way, without an error.
 # * All ranks must reduce the same gradients: a rank that skips a unit leaves the others waiting.
 # * The barrier's kernel holds one block of a compute core until the last rank has pushed.
 #

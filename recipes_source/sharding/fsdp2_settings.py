@@ -62,12 +62,12 @@ all_gather = getattr(dist, "all_gather_single", None) or dist.all_gather_into_te
 reduce_scatter = getattr(dist, "reduce_scatter_single", None) or dist.reduce_scatter_tensor
 
 # %%
-# A model that no rank holds in full
-# ----------------------------------
+# A model that no device holds in full
+# ------------------------------------
 # On the meta device a model has shapes and no memory. ``fully_shard`` cuts it, ``to_empty``
 # allocates the shards alone, and ``set_model_state_dict`` fills them from rank 0, one tensor at a
-# time. The main weights, gradients and the optimizer's state stay in float32 under mixed precision:
-# only what is gathered and computed with is bfloat16.
+# time; rank 0 alone has it in full, in host memory. The main weights, gradients and the optimizer's
+# state stay in float32 under mixed precision: only what is gathered and computed with is bfloat16.
 
 
 def blocks() -> nn.Sequential:
@@ -354,7 +354,8 @@ if __name__ == "__main__":
 #
 #    \max(k,\; a + 1) \; U \quad (+\, U \text{ while a unit is copied out of its gather's buffer})
 #
-# Kept units cost nothing while :math:`k \le a + 1`: forward ends and backward begins with them.
+# Kept units allocate nothing more while :math:`k \le a + 1`: forward ends and backward begins with
+# them. What the allocator reserves may still grow by a unit.
 # Main weights, gradients and the state of Adam take 16 bytes a parameter over the number of ranks
 # in float32, with or without bfloat16 gathers.
 #
@@ -372,6 +373,8 @@ if __name__ == "__main__":
 #   share a host, and keeps each unit's weights divided by that number instead of by all ranks.
 # * From PyTorch 2.13 on, ``set_reduce_scatter_max_input_buffers(2)`` lets backward go on while a
 #   reduce-scatter is late, for one more buffer of gradients.
+# * ``to_empty`` leaves buffers that are not in the state dict (``persistent=False``, such as tables
+#   of positions) uninitialised: fill them yourself.
 # * A communication object replaces FSDP2's own, and so ``set_symm_mem_for_comm`` refuses to follow
 #   ``set_custom_reduce_scatter``: use ``set_separate_reduce_scatter_group`` with it.
 #

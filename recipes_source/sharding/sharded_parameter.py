@@ -108,7 +108,8 @@ class ShardedParameter:
         parameter: the full parameter, equal on every rank, at least one dimension.
         owners: every (module, name) that holds it.
         mesh: one-dimensional.
-        dtype: of the gathered weight and of its gradient; None: the parameter's own.
+        dtype: of the gathered weight and of its gradient; None: the parameter's own. Inputs are
+            not cast: pass them in it.
         empty: allocates the shard; called as ``empty(shape, dtype=, device=)``.
 
     Raises:
@@ -406,8 +407,9 @@ if __name__ == "__main__":
 # ------------
 # * The full model must exist once on each device, at the start. For a larger one, build it on the
 #   meta device and fill the shards from a checkpoint.
-# * Every rank must compute the same graph: a parameter without a gradient on one rank alone leaves
-#   the others waiting in a collective.
+# * Every parameter must be trained and get a gradient in every backward, on every rank:
+#   ``shard_all`` raises ``TypeError`` for one that is frozen or was not used. :doc:`stream_context`
+#   takes both.
 # * Gradients are read after ``backward()`` only; hooks that want full gradients do not find them.
 #
 # Further reading

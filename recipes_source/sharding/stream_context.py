@@ -120,11 +120,11 @@ class FsdpContext:
 
     Args:
         root: a module whose parameters are on the mesh's device and equal on every rank.
-        units: modules inside ``root``, each returning one tensor; they may be nested. Parameters in
-            none of them belong to ``root``.
+        units: modules inside ``root``, which like it return one tensor each; they may be nested. A
+            parameter belongs to the smallest unit that holds all of its owners, or to ``root``.
         mesh: one-dimensional, over all ranks.
         dtype: of gathered weights and their gradients; None: the parameter's own. The shards, which
-            the optimizer updates, keep theirs.
+            the optimizer updates, keep theirs; inputs are not cast: pass them in it.
         gather: queues on the current stream the filling of its first argument, (ranks * rows, ...),
             from each rank's second, (rows, ...). None: ``all_gather`` on a communicator of its own.
         reduce_scatter: queues the sum over ranks of its second argument, (ranks * rows, ...), of
@@ -132,7 +132,8 @@ class FsdpContext:
         empty: allocates the shards, like ``torch.empty``.
 
     Raises:
-        ValueError: a parameter has no dimension to shard, or modules of two units share it.
+        ValueError: a parameter has no dimension to shard.
+        TypeError: in forward, a unit or ``root`` did not return one tensor.
     """
 
     def __init__(
@@ -370,7 +371,8 @@ if __name__ == "__main__":
 #    \text{root's own weights} \;+\; 2 \, \max_{u} \text{bytes}(u) \;+\; \text{full gradients of one
 #    parameter}
 #
-# The bound holds for forward and backward alike, and for any number of units.
+# The bound holds for forward and backward alike, and for any number of units. Units around the one
+# that computes come on top, and so does every unit, if two forwards share one backward.
 #
 # When it is not worth it
 # -----------------------
@@ -381,15 +383,18 @@ if __name__ == "__main__":
 #
 # Known limits
 # ------------
-# * A unit returns one tensor. Wrap a module that returns several.
+# * A unit returns one tensor, and so does the root. Wrap a module that returns several.
 # * A full gradient is dropped when its reduce-scatter is queued: right on one stream, and the
 #   reason why :doc:`prefetch_schedule` has to keep it longer.
 # * Every rank must run the same units in the same order; the order itself may change from pass to
 #   pass.
-# * Activation checkpointing around a unit runs its forward again inside backward; this recipe does
-#   not handle that.
-# * A unit of frozen parameters alone is told by no gradient that backward is done with it: it stays
-#   in memory until the end of backward. Put it into a unit that trains something.
+# * Activation checkpointing inside a unit raises. Put it around each unit, with
+#   ``use_reentrant=False``.
+# * A unit with frozen parameters, alone or beside trained ones (LoRA), stays in memory until the end
+#   of backward: no gradient tells when they were read last.
+# * A forward that raised leaves full parameters in its modules and in memory, a unit that is called
+#   alone leaves them in memory. The root's next forward drops them; to save, read or change
+#   parameters before it, call ``release_all()`` first.
 # * A context lives as long as the process: autograd's hooks on the parameters keep it.
 #
 # Further reading

@@ -253,6 +253,8 @@ if __name__ == "__main__":
 #   all of ``optimizers.values()``. ``get_state_dict`` takes several optimizers.
 # * An optimizer that looks at all parameters at once (a global norm, a line search) is not split.
 # * With many small units, so many calls of the optimizer cost the host time.
+# * Nothing waits for the reduce-scatters behind backward. Before you read a ``.grad`` (to log its
+#   norm, say), call ``context.drain_gradients(keep=0)``.
 # * Before evaluation in between, nothing needs to be done; before weights change otherwise, call
 #   ``release_all()``.
 #
