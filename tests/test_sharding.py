@@ -2,7 +2,7 @@
 
 ``tests/data/sharded_training.py`` is what the ranks run: every schedule, uneven shards and shards
 of no row, nested units, tied and frozen parameters, gradient accumulation, units in another order
-each time, float32 weights with bfloat16 compute.
+each time, float32 weights with bfloat16 compute; and what may come between two steps.
 """
 
 from pathlib import Path
