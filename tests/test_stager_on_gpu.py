@@ -161,13 +161,13 @@ def third_save_while_first_is_written(saver: Saver) -> bool:
         return original(self, plan, planner)
 
     def opens_when_awaited(upload):
-        result = upload.result
+        exception = upload.exception
 
         def awaited(timeout=None):
             release.set()
-            return result(timeout)
+            return exception(timeout)
 
-        upload.result = awaited
+        upload.exception = awaited
         return upload
 
     FileSystemWriter.write_data = write_data

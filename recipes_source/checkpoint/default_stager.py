@@ -77,6 +77,7 @@ from async_save import (
 from torch.distributed.checkpoint import FileSystemWriter
 from torch.distributed.checkpoint.staging import DefaultStager, StagingOptions
 from torch.distributed.checkpoint.stateful import Stateful
+from torch.distributed.tensor import DTensor
 
 STEPS = 6
 SAVE_EVERY = 2  # steps
@@ -111,7 +112,15 @@ class ValueAfter:
 # -------------------------------
 # The next forward begins at once, and changes buffers (BatchNorm's statistics, a token count)
 # while they wait to be copied; waiting before ``optimizer.step()`` is too late for them. They are
-# small: clone them on the compute stream, where the clone is in order by itself.
+# small: clone them on the compute stream, where the clone is in order by itself. They are found by
+# their memory, not by their names: the state dict leaves out a buffer that is not persistent, drops
+# the prefixes of DDP and ``torch.compile``, and names a shared buffer twice.
+
+
+def storage_of(tensor: torch.Tensor) -> int:
+    """The address of this rank's part of ``tensor``."""
+    local = tensor.to_local() if isinstance(tensor, DTensor) else tensor
+    return local.untyped_storage().data_ptr()
 
 
 class StagedApp(Stateful):
@@ -122,8 +131,10 @@ class StagedApp(Stateful):
 
     def state_dict(self) -> dict:
         state = self.app.state_dict()
-        for name, _ in self.app.model.named_buffers():
-            state["model"][name] = state["model"][name].clone()
+        changing = {storage_of(buffer) for buffer in self.app.model.buffers()}
+        for name, value in state["model"].items():
+            if torch.is_tensor(value) and storage_of(value) in changing:
+                state["model"][name] = value.clone()
         after_step = torch.get_device_module(self.device).Event()
         after_step.record()
         return {"step": ValueAfter(state.pop("step"), after_step, self.device)} | state
@@ -192,9 +203,15 @@ class StagedCheckpoints(AsyncCheckpoints):
         self.upload = response.upload_completion
 
     def wait_staged(self) -> None:
-        """Return when the copy is complete and the weights may change; raise what stopped it."""
+        """Return when the copy is complete and the weights may change.
+
+        Raises:
+            BaseException: what stopped the copy, once; :meth:`wait` raises it too.
+        """
         if self.stager.staged is not None:
-            self.stager.staged.result()
+            self.stager.staged.exception()  # waits; if that is interrupted, it is staging still
+            staged, self.stager.staged = self.stager.staged, None
+            staged.result()
 
     def close(self) -> None:
         try:

@@ -69,7 +69,6 @@ import async_save as basic
 import torch
 import torch.distributed as dist
 import torch.distributed.checkpoint as dcp
-from torch.distributed.checkpoint import FileSystemWriter
 from torch.distributed.checkpoint.staging import AsyncStager
 from torch.distributed.device_mesh import DeviceMesh
 from torch.distributed.tensor import DTensor
@@ -150,9 +149,9 @@ def in_host_memory(tensor: torch.Tensor, local_copy: torch.Tensor) -> torch.Tens
 # One set of buffers
 # ------------------
 # A set is laid out for the tensors of the first state it sees and used for every save after that.
-# It remembers the upload that reads it. Four small functions read the state: ``local`` is what
-# this rank holds of a tensor, ``storage_of`` finds out whether two tensors share memory,
-# ``layout`` is what must not change between saves, ``map_leaves`` copies the nesting.
+# Four small functions read the state: ``local`` is what this rank holds of a tensor,
+# ``storage_of`` finds out whether two tensors share memory, ``layout`` is what must not change
+# between saves, ``map_leaves`` copies the nesting.
 
 
 def local(tensor: torch.Tensor) -> torch.Tensor:
@@ -185,7 +184,6 @@ class BufferSet:
         self.arena = PinnedArena(self.nbytes, device)
         self.local = list(map(self.arena.tensor, offsets, map(local, tensors)))
         self.staged = list(map(in_host_memory, tensors, self.local))
-        self.upload: Future | None = None
 
 
 # %%
@@ -202,7 +200,8 @@ class BufferSet:
 #
 # ``in_use_until`` takes the upload's future, which ``stage`` cannot know. With it the stager knows
 # when a set of buffers is free again (ordering 4), and lets the uploads take turns: two at once on
-# one process group would mix their messages.
+# one process group would mix their messages. ``await_uploads`` is the only place where their
+# errors come out, those of the earlier saves too: the future of the last save knows its own alone.
 #
 # ``staged`` is a future of the stager's own: when staging has already failed by the time
 # ``async_save`` looks at it, ``AsyncSaveResponse.staging_completion`` reports success.
@@ -227,7 +226,7 @@ class OverlappedStager(AsyncStager):
         self.changed_by_forward = list(changed_by_forward)
         self.sets: list[BufferSet] = []
         self.saves = 0
-        self.unclaimed: BufferSet | None = None  # filled, its upload not known yet
+        self.uploads: list[Future | None] = []  # not awaited, in order; None: not known yet
         self.copied = None  # event behind the latest copies
         self.thread = ThreadPoolExecutor(1, thread_name_prefix="stager")
 
@@ -238,8 +237,7 @@ class OverlappedStager(AsyncStager):
 
         Raises:
             ValueError: the tensors differ from the first state's in number, shape or sharding.
-            RuntimeError: the save before this one was not passed to ``in_use_until``.
-            BaseException: what made that earlier upload fail, ``CheckpointException`` for one.
+            RuntimeError, BaseException: those of :meth:`await_uploads`; nothing is staged.
         """
         tensors: list[torch.Tensor] = []
         map_leaves(state_dict, lambda x: tensors.append(x) if torch.is_tensor(x) else None)
@@ -258,28 +256,38 @@ class OverlappedStager(AsyncStager):
 
         hosts = iter(buffers.staged)
         state = map_leaves(state_dict, lambda x: next(hosts) if torch.is_tensor(x) else deepcopy(x))
-        previous = self.sets[(self.saves - 1) % BUFFER_SETS].upload
-        self.unclaimed, self.saves = buffers, self.saves + 1
+        self.saves += 1
+        self.uploads.append(None)
         self.staged = self.thread.submit(self.finish_copy, started, self.copied, sources)
-        return self.thread.submit(self.take_turn, self.staged, previous, state)
+        return self.thread.submit(self.take_turn, self.staged, self.uploads[:-1], state)
 
     def free_buffers(self, tensors: list[torch.Tensor]) -> BufferSet:
         """The next set of buffers, once no upload reads it."""
-        if self.unclaimed is not None:
-            raise RuntimeError("call in_use_until(response.upload_completion) after async_save")
         if not self.sets:
             self.sets = [BufferSet(tensors, self.device) for _ in range(BUFFER_SETS)]
         buffers = self.sets[self.saves % BUFFER_SETS]
         if layout(tensors) != layout(buffers.staged):
             raise ValueError("these tensors do not match those staged first: build a new stager")
-        upload, buffers.upload = buffers.upload, None
-        if upload is not None:
-            upload.result()
+        self.await_uploads(keep=BUFFER_SETS - 1)
         return buffers
+
+    def await_uploads(self, keep: int = 0) -> None:
+        """Return when all uploads but the latest ``keep`` have ended.
+
+        Raises:
+            RuntimeError: the latest save was not passed to ``in_use_until``.
+            BaseException: what made the earliest upload fail, ``CheckpointException`` for one. Call
+                again to await the later ones.
+        """
+        if None in self.uploads:
+            raise RuntimeError("call in_use_until(response.upload_completion) after async_save")
+        while len(self.uploads) > keep:
+            self.uploads[0].exception()  # waits; if that is interrupted, the upload stays first
+            self.uploads.pop(0).result()
 
     def in_use_until(self, upload: Future) -> None:
         """Keep the buffers of the latest ``stage`` until ``upload`` is done."""
-        self.unclaimed.upload, self.unclaimed = upload, None
+        self.uploads[-1] = upload
 
     def new_event(self):
         """An event that can be timed, except on the CPU, which has nothing to time."""
@@ -295,14 +303,17 @@ class OverlappedStager(AsyncStager):
         copied.synchronize()
         return started.elapsed_time(copied) / 1e3 if self.device.type != "cpu" else None
 
-    def take_turn(self, staged: Future, previous: Future | None, state: dict) -> dict:
-        """Give ``state`` to its upload once it is copied and the upload before it has ended."""
+    def take_turn(self, staged: Future, earlier: list[Future], state: dict) -> dict:
+        """Give ``state`` to its upload once it is copied and the ``earlier`` uploads have ended."""
         staged.result()
-        wait([previous] if previous else [])
+        wait(earlier)
         return state
 
     def close(self) -> None:
-        """Wait for the copies and unlock the buffers. Await the last upload before."""
+        """Unlock the buffers when no copy or upload uses them. Call ``await_uploads`` before: the
+        errors of the uploads do not come out here.
+        """
+        wait([upload for upload in self.uploads if upload])
         self.thread.shutdown(wait=True)
         for buffers in self.sets:
             buffers.arena.close()
@@ -330,13 +341,14 @@ def train_and_save(app: basic.AppState, stager: OverlappedStager, root: Path) ->
         for _ in range(basic.SAVE_EVERY):
             basic.train_step(app, stager.device)
         expected[app.step] = basic.snapshot(app)
-        writer = FileSystemWriter(root / f"step{app.step}", per_thread_copy_ahead=0)
+        directory = root / f"step{app.step}"
+        writer = dcp.FileSystemWriter(directory, overwrite=False, per_thread_copy_ahead=0)
         response = dcp.async_save(
             {"app": app}, storage_writer=writer, process_group=group, async_stager=stager
         )
         stager.in_use_until(response.upload_completion)
     basic.train_step(app, stager.device)
-    response.upload_completion.result()
+    stager.await_uploads()
     dist.destroy_process_group(group)
     return expected
 
@@ -346,9 +358,7 @@ def train_and_save(app: basic.AppState, stager: OverlappedStager, root: Path) ->
 # once; the buffers are as large as the state, up to alignment, and locked where there is a device.
 
 
-def prove(
-    app: basic.AppState, stager: OverlappedStager, root: Path, expected: dict[int, dict]
-) -> None:
+def prove(app: basic.AppState, stager: OverlappedStager, root: Path, expected: dict) -> None:
     for step, bits in expected.items():
         basic.assert_same_bits(basic.load_app(root / f"step{step}", stager.device), bits)
     print(f"checkpoints of steps {list(expected)} loaded back, every bit equal")
