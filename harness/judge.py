@@ -271,7 +271,9 @@ def judge_ranks(ranks: list[Rank], timed_out: bool, saves: list[SavedState]) -> 
             continue
         if record["error"]:
             failures.append(Failure("raised", record["error"], rank.number, hint))
-        elif not record["finished"]:
+        for error in record.get("thread_errors", []):
+            failures.append(Failure("raised", error, rank.number, hint))
+        if not record["finished"] and not record["error"]:
             text = f"sys.exit({record.get('exit', '')}) before the recipe's last line"
             failures.append(Failure("exited_early", text, rank.number))
         for kind, key in (

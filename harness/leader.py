@@ -107,9 +107,9 @@ def _rank_pids(ranks_dir: Path) -> dict[int, int]:
 
 def dump_stacks(ranks_dir: Path) -> None:
     """Have every living rank write all its Python stacks to ``rank<r>.stacks``."""
-    asked = []
+    asked, own = [], descendants(os.getpid())  # a process id may belong to somebody else by now
     for rank, pid in _rank_pids(ranks_dir).items():
-        if (stat := _stat(pid)) and stat[0] != "Z":
+        if pid in own:
             with contextlib.suppress(ProcessLookupError):
                 os.kill(pid, signal.SIGUSR1)
                 asked.append(ranks_dir / f"rank{rank}.stacks")

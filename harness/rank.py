@@ -6,6 +6,7 @@ stopped it, and what it left behind: threads, processes, a process group, files 
 """
 
 import ast
+import concurrent.futures
 import faulthandler
 import json
 import os
@@ -21,8 +22,10 @@ from pathlib import Path
 
 from harness.leader import command_line, descendants, die_with_parent, write_exit
 
+HARNESS = os.path.dirname(__file__)
 LEFTOVER_GRACE_S = 5.0  # a finished executor's thread needs a moment to end
 HELPERS = ("multiprocessing.resource_tracker", "torch_shm_manager")  # they end with their parent
+STARTERS = (threading.__file__, os.path.dirname(concurrent.futures.__file__), HARNESS)
 EXIT_OK, EXIT_FAILED = 0, 1
 
 
@@ -68,6 +71,57 @@ class WriteWatch:
                 self.elsewhere.add(resolved)
         finally:
             self.inside_hook.busy = False
+
+
+class ThreadWatch:
+    """Remembers which line started each thread, and what no thread's caller will see raised."""
+
+    def __init__(self, folders: list[str], compiler: str) -> None:
+        self.folders = tuple(folders)
+        self.compiler = compiler
+        self.started: dict[threading.Thread, tuple[str, str]] = {}  # file that did, recipe's line
+        self.errors: list[str] = []
+        start, excepthook = threading.Thread.start, threading.excepthook
+
+        def watched(thread: threading.Thread) -> None:
+            self.started[thread] = self._starter()
+            start(thread)
+
+        def noted(args: threading.ExceptHookArgs) -> None:
+            name = args.thread.name if args.thread else "a thread"
+            if args.exc_value is not None and args.exc_type is not SystemExit:
+                self.errors.append(f"{summary(args.exc_value)} (in thread {name}, seen by nobody)")
+            excepthook(args)
+
+        threading.Thread.start, threading.excepthook = watched, noted
+
+    def _starter(self) -> tuple[str, str]:
+        starter, frame = "", sys._getframe(2)
+        while frame is not None:
+            file = frame.f_code.co_filename
+            starter = starter or ("" if file.startswith(STARTERS) else file)
+            if file.startswith(self.folders):
+                return starter, f", started at {os.path.basename(file)}:{frame.f_lineno}"
+            frame = frame.f_back
+        return starter, ""
+
+    def left(self) -> list[str]:
+        """The threads that keep the interpreter from ending, after a moment to end.
+
+        Those of torch's compiler, which end with it, are not counted.
+        """
+        until = time.monotonic() + LEFTOVER_GRACE_S
+        left = []
+        for thread in threading.enumerate():
+            starter, line = self.started.get(thread, ("", ""))
+            if thread is threading.current_thread() or thread.daemon:
+                continue
+            if starter.startswith(self.compiler):
+                continue
+            thread.join(max(0.0, until - time.monotonic()))
+            if thread.is_alive():
+                left.append(f"{thread.name}{line}")
+        return sorted(left)
 
 
 class DeprecationWatch:
@@ -145,15 +199,6 @@ def print_from_recipe(error: BaseException, recipe: str) -> None:
     traceback.print_exception(error.with_traceback(frames or error.__traceback__))
 
 
-def _left_threads() -> list[str]:
-    """Names of the threads that still run after a moment to end."""
-    until = time.monotonic() + LEFTOVER_GRACE_S
-    others = [t for t in threading.enumerate() if t is not threading.current_thread()]
-    for thread in others:
-        thread.join(max(0.0, until - time.monotonic()))
-    return sorted(t.name for t in others if t.is_alive())
-
-
 def _left_processes() -> list[str]:
     until = time.monotonic() + LEFTOVER_GRACE_S
     while True:
@@ -199,6 +244,7 @@ def run(spec: dict) -> int:
     keep_temporary_directories()
     writes = WriteWatch([spec["run_dir"]])
     deprecations = DeprecationWatch(spec["import_from"])
+    threads = ThreadWatch(spec["import_from"], os.path.join(torch.__path__[0], "_inductor"))
     book = ledger.Ledger(ranks_dir / f"rank{rank}.notes")
     writes.on_renamed = lambda old, new: book.note("renamed", path=old, to=new)
     writes.on_removed = lambda path: book.note("removed", path=path)
@@ -241,8 +287,9 @@ def run(spec: dict) -> int:
     if record["finished"]:
         book.end()
         record["left_process_group"] = torch.distributed.is_initialized()
-        record["left_threads"] = _left_threads()
+        record["left_threads"] = threads.left()
         record["left_processes"] = _left_processes()
+    record["thread_errors"] = threads.errors
     record["wrote_elsewhere"] = sorted(writes.elsewhere)
     record["deprecations"] = deprecations.seen
     book.close()

@@ -2,6 +2,7 @@
 
 import ast
 import hashlib
+import os
 import tomllib
 from dataclasses import dataclass, field, fields
 from pathlib import Path
@@ -203,10 +204,20 @@ def load_recipe(path: Path, controls_dir: Path | None = None) -> Recipe:
 def discover(root: Path, controls_dir: Path | None = None) -> list[Recipe]:
     """Every ``*.py`` below ``root`` whose name does not begin with an underscore, by path.
 
+    Hidden folders and virtual environments are left out.
+
     Raises:
         RecipeError: there is none.
     """
-    paths = sorted(p for p in Path(root).rglob("*.py") if not p.name.startswith("_"))
+    paths = []
+    for folder, folders, files in os.walk(root):
+        folders[:] = [
+            name
+            for name in folders
+            if not name.startswith(".") and not Path(folder, name, "pyvenv.cfg").exists()
+        ]
+        recipes = (name for name in files if name.endswith(".py") and not name.startswith("_"))
+        paths += [Path(folder, name) for name in recipes]
     if not paths:
         raise RecipeError(f"{root}: no recipes (*.py) found")
-    return [load_recipe(path, controls_dir) for path in paths]
+    return [load_recipe(path, controls_dir) for path in sorted(paths)]

@@ -13,7 +13,7 @@ import pytest
 from selection import REPO, may_save
 
 from harness.__main__ import main
-from harness.leader import descendants
+from harness.leader import descendants, dump_stacks
 from harness.recipe import RecipeError, code_sha256, discover, load_controls, load_recipe
 from harness.run import Report, load_back, reproduce, run
 
@@ -555,6 +555,86 @@ def test_the_command_line_takes_a_recipes_own_deadline(tmp_path, monkeypatch, ca
     assert main() == 1
     assert "still running at the deadline" in capsys.readouterr().out
     assert time.monotonic() - started < 60
+
+
+def test_a_daemon_thread_does_not_keep_a_program_from_ending(tmp_path) -> None:
+    text = (
+        "import threading\nthreading.Thread(target=threading.Event().wait, daemon=True).start()\n"
+    )
+    report = run(write(tmp_path, "monitored.py", text), 1, launcher="warm")
+    assert report.ok, report.describe()
+
+
+def test_the_threads_of_torchs_compiler_are_not_the_recipes(tmp_path) -> None:
+    text = """
+        import os, threading
+
+        os.environ["TORCHINDUCTOR_COMPILE_THREADS"] = "2"
+        from torch._inductor.async_compile import AsyncCompile
+
+        AsyncCompile.submit(threading.active_count)
+        assert any(not t.daemon for t in threading.enumerate() if t.name != "MainThread")
+    """
+    report = run(write(tmp_path, "compiles.py", text), 1, launcher="warm")
+    assert report.ok, report.describe()
+
+
+def test_a_left_thread_is_named_with_the_line_that_started_it(tmp_path) -> None:
+    text = "import threading\n\nthreading.Thread(target=threading.Event().wait).start()\n"
+    report = run(write(tmp_path, "leaves.py", text), 1, launcher="warm")
+    assert report.kinds == {"left_thread"}, report.describe()
+    assert "started at leaves.py:3" in report.failures[0].text
+
+
+def test_what_a_thread_raises_unseen_is_reported(tmp_path) -> None:
+    text = """
+        import threading
+
+        def work():
+            raise OSError("No space left on device")
+
+        thread = threading.Thread(target=work)
+        thread.start()
+        thread.join()
+    """
+    report = run(write(tmp_path, "recipe.py", text), 1, launcher="warm")
+    assert report.kinds == {"raised"}, report.describe()
+    assert "OSError: No space left on device (in thread Thread-" in report.failures[0].text
+
+
+def test_a_save_is_seen_by_whatever_name_it_is_imported(tmp_path) -> None:
+    text = """
+        import torch
+        import torch.distributed as dist
+        from torch.distributed.checkpoint.state_dict_saver import save
+
+        dist.init_process_group("gloo")
+        save({"mean": torch.full((2,), float(dist.get_rank()))}, checkpoint_id="step1")
+        dist.destroy_process_group()
+    """
+    report = run(write(tmp_path, "recipe.py", text), 2, launcher="warm")
+    assert report.kinds == {"checkpoint_wrong"}, report.describe()
+
+
+def test_hidden_folders_and_virtual_environments_hold_no_recipes(tmp_path) -> None:
+    for folder in ("recipes", ".hidden", "environment"):
+        (tmp_path / folder).mkdir()
+        write(tmp_path / folder, "recipe.py", "")
+    (tmp_path / "environment" / "pyvenv.cfg").touch()
+    assert [recipe.folder for recipe in discover(tmp_path)] == ["recipes"]
+
+
+def test_a_process_of_somebody_else_is_never_asked_for_its_stacks(tmp_path, monkeypatch) -> None:
+    child = subprocess.Popen([sys.executable, "-c", "input()"], stdin=subprocess.PIPE)
+    asked = []
+    with monkeypatch.context() as patched:
+        patched.setattr("harness.leader.os.kill", lambda pid, signal: asked.append(pid))
+        patched.setattr("harness.leader.STACK_DUMP_S", 0)
+        (tmp_path / "rank0.pid").write_text(str(os.getppid()))
+        (tmp_path / "rank1.pid").write_text(str(child.pid))
+        dump_stacks(tmp_path)
+    child.communicate(b"\n")
+    assert asked == [child.pid]
 
 
 def test_report_survives_json() -> None:

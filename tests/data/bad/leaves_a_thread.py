@@ -3,4 +3,4 @@
 import threading
 
 if __name__ == "__main__":
-    threading.Thread(target=threading.Event().wait, name="uploader", daemon=True).start()
+    threading.Thread(target=threading.Event().wait, name="uploader").start()
