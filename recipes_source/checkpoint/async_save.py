@@ -201,9 +201,10 @@ class AsyncCheckpoints:
         Raises:
             RuntimeError: the save failed, on this rank or another; earlier checkpoints are whole.
         """
-        upload, self.upload = self.upload, None
-        if upload is None:
+        if self.upload is None:
             return
+        self.upload.exception()  # waits; if that is interrupted, the save is still in flight
+        upload, self.upload = self.upload, None
         try:
             upload.result()
         except CheckpointException as error:
@@ -236,10 +237,8 @@ def leaves(tree: object, path: str = "") -> dict[str, object]:
 
 def snapshot(app: AppState) -> dict[str, object]:
     """A copy of every leaf, for :func:`assert_same_bits`; its tensors take the state's bytes."""
-    return {
-        path: leaf.detach().clone() if isinstance(leaf, torch.Tensor) else leaf
-        for path, leaf in leaves(app.state_dict()).items()
-    }
+    live = leaves(app.state_dict())
+    return {p: leaf.detach().clone() if torch.is_tensor(leaf) else leaf for p, leaf in live.items()}
 
 
 def same_bits(a: object, b: object) -> bool:

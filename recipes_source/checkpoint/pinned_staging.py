@@ -95,7 +95,7 @@ class PinnedCheckpoints(AsyncCheckpoints):
         """Stage ``app`` into the buffers of the first save and leave the writing to a thread.
 
         Raises:
-            ValueError: ``app`` has other keys or shapes than the buffers were made for.
+            ValueError: ``app`` has other keys, shapes, dtypes or shards than the buffers.
             RuntimeError: the save before this one failed; this one has not begun.
         """
         self.wait()
@@ -115,8 +115,8 @@ class PinnedCheckpoints(AsyncCheckpoints):
         wanted, held = layout(state), layout(self.writer.state_dict_cache)
         if wanted != held:
             raise ValueError(
-                "the state's keys or shapes have changed since its buffers were pinned: "
-                f"{sorted(wanted ^ held)[:2]}; call release() and save again"
+                "the state's layout has changed since its buffers were pinned: "
+                f"{sorted(wanted ^ held, key=str)[:2]}; call release() and save again"
             )
 
     def release(self) -> None:
@@ -125,18 +125,23 @@ class PinnedCheckpoints(AsyncCheckpoints):
         self.writer.state_dict_cache = None
 
 
-def layout(state: dict) -> set[tuple[str, tuple[int, ...]]]:
-    """Path and shape of every tensor in a nested state dict."""
-    tensors = {p: t for p, t in leaves(state).items() if isinstance(t, torch.Tensor)}
-    return {(path, tuple(tensor.shape)) for path, tensor in tensors.items()}
+def layout(tree: object, path: str = "") -> set[tuple]:
+    """Every path in a nested state dict; of a tensor also what its buffer was made for."""
+    if isinstance(tree, torch.Tensor):
+        return {(path, tuple(tree.shape), tree.dtype, getattr(tree, "placements", None))}
+    if isinstance(tree, dict | list | tuple):
+        children = tree.items() if isinstance(tree, dict) else enumerate(tree)
+        return {(path,)}.union(*(layout(child, f"{path}/{key}") for key, child in children))
+    return {(path,)}
 
 
 # %%
 # Two details in ``save``:
 #
 # * **A changed state** (a layer frozen or added, a first save before the optimizer had any state)
-#   does not fit the buffers. Torch then raises ``CompanionMismatch`` and names neither key nor way
-#   out, so ``check_layout`` comes first and does both, before anything is copied.
+#   does not fit the buffers. Other keys make torch raise ``CompanionMismatch``, which names neither
+#   key nor way out; another dtype is converted in silence, float32 to the bfloat16 of its buffer.
+#   So ``check_layout`` comes first, before anything is copied.
 # * **Without an accelerator** torch refuses to make the cache, because there is nothing to pin it
 #   for (``Cannot access accelerator device when none is available``, torch 2.13). Setting
 #   ``state_dict_cache`` beforehand keeps all else as it is: the same buffers, the same reuse.

@@ -1,0 +1,44 @@
+"""Saves of the checkpoint recipes survive full disks, interrupts and states that change."""
+
+from pathlib import Path
+
+import pytest
+
+from harness.run import run
+
+TROUBLES = Path(__file__).parent / "data" / "checkpoint_troubles.py"
+
+
+def survives(trouble: str, ranks: int = 1) -> None:
+    report = run(TROUBLES, ranks, launcher="warm", args=(trouble,), deadline_s=60)
+    assert report.ok, report.describe()
+
+
+@pytest.mark.parametrize("trouble", ["interrupted", "interrupted_refill"])
+def test_a_save_after_an_interrupted_wait_does_not_run_beside_the_one_awaited(trouble: str) -> None:
+    survives(trouble)
+
+
+def test_buffers_of_another_dtype_are_not_filled_in_silence() -> None:
+    survives("other_dtype")
+
+
+def test_a_state_with_another_plain_value_is_refused_by_its_name() -> None:
+    survives("other_settings")
+
+
+@pytest.mark.parametrize("ranks", [1, 2])
+def test_the_overlapped_stager_leaves_the_checkpoints_of_an_earlier_run_whole(ranks: int) -> None:
+    survives("same_directory", ranks)
+
+
+def test_the_overlapped_stager_reports_a_failed_save_although_the_last_one_succeeds() -> None:
+    survives("last_but_one_fails")
+
+
+def test_the_default_stager_clones_the_buffers_that_the_state_dict_names_otherwise() -> None:
+    survives("buffers_by_any_name")
+
+
+def test_the_default_stager_trains_and_saves_after_a_failed_staging() -> None:
+    survives("staging_fails")
