@@ -107,7 +107,7 @@ class UpdateContext(PrefetchContext):
 
     def step(self) -> None:
         """Update all units and drop their gradients; gather what the next forward needs first."""
-        self.release_all()
+        self.release_all()  # what a forward without backward has left
         self.fresh, self.upcoming = True, []
         *first, last = dict.fromkeys([self.root, *self.order])
         rest = [unit for unit in self.units if unit not in [*first, last]]
