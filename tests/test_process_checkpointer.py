@@ -22,3 +22,8 @@ def test_a_daemon_that_dies_while_it_starts_is_reported_on_every_rank_and_none_i
 def test_a_job_that_goes_on_from_a_checkpoint_keeps_it() -> None:
     report = run(TROUBLES, 2, launcher="warm", args=("resumed",), deadline_s=60)
     assert report.ok, report.describe()
+
+
+def test_a_save_after_an_interrupted_wait_does_not_run_beside_the_one_awaited() -> None:
+    report = run(TROUBLES, 1, launcher="warm", args=("interrupted",), deadline_s=60)
+    assert report.ok, report.describe()

@@ -183,12 +183,12 @@ class ProcessCheckpoints:
             RuntimeError: the save failed on some rank. What it wrote is removed; a checkpoint that
                 was there before it is whole.
         """
-        upload, self.upload = self.upload, None
-        if upload is None:
+        if self.upload is None:
             return
         if self.checkpointer == AsyncCheckpointerType.PROCESS:
-            self._wait_for_all_daemons(upload)
-        error = upload.exception()  # not result(): CheckpointException is no Exception
+            self._wait_for_all_daemons(self.upload)
+        error = self.upload.exception()  # not result(): CheckpointException is no Exception
+        self.upload = None  # not before: an interrupted wait leaves the save in flight
         errors: list[str | None] = [None] * dist.get_world_size()
         reason = f"{type(error).__name__}: {error}".splitlines()[-1].partition(". ")[0]
         dist.all_gather_object(errors, reason if error else None, group=self.group)
@@ -324,13 +324,13 @@ def lose_a_daemon(app: basic.AppState, checkpoints: ProcessCheckpoints) -> dict[
 #
 # .. math::
 #
-#    \text{host bytes per rank} = \underbrace{\sum_{t\,\in\,\text{state}} \text{numel}(\text{local
-#    shard of } t) \times \text{bytes per element}}_{\text{in /dev/shm, seen by both processes}}
-#    + \text{the daemon's own Python and torch}
+#    \text{bytes in /dev/shm per rank} = \sum_{t\,\in\,\text{state}} \text{numel}(\text{local
+#    shard of } t) \times \text{bytes per element}
 #
-# The first term is there from the first save until ``close()``, page-locked if there is a CUDA
-# device. Containers often give ``/dev/shm`` 64 MB; a larger state then ends the process with a bus
-# error. The second term does not grow with the state.
+# for the buffers that both processes see, and the daemon's own Python and torch. The buffers are
+# there until ``close()``, page-locked if there is a CUDA device. Containers often give ``/dev/shm``
+# 64 MB; a larger state then ends the process with a bus error. The daemon itself does not grow with
+# the state.
 #
 # Run it, and prove it
 # --------------------
@@ -368,11 +368,6 @@ elif __name__ == "__mp_main__":  # imported by the daemon, which logs what it al
     logging.disable(logging.ERROR)
 
 # %%
-# What breaks if you remove a line
-# --------------------------------
-#
-# .. recipe-controls::
-#
 # What it buys
 # ------------
 # ``pinned`` and ``process`` both copy into memory that was made once, and differ in who writes;
@@ -392,10 +387,15 @@ elif __name__ == "__mp_main__":  # imported by the daemon, which logs what it al
 # ``torch_checkpointing`` is a package with the same division of work: it stages on a thread into
 # shared memory, and a process writes.
 #
+# What breaks if you remove a line
+# --------------------------------
+#
+# .. recipe-controls::
+#
 # When it is not worth it
 # -----------------------
-# * The copy stays on the training thread and holds it, at the rate of the link. The next recipe,
-#   :doc:`overlapped_stager`, puts it beside training.
+# * The copy stays on the training thread and holds it, at the rate of the link.
+#   :doc:`overlapped_stager` puts it beside training.
 # * A training thread that queues work well ahead of the GPU hardly notices a busy interpreter, and
 #   a few large tensors keep it busy for a short time only. Thousands of small ones, or a training
 #   loop with much Python in each step, make the difference.
@@ -410,6 +410,8 @@ elif __name__ == "__mp_main__":  # imported by the daemon, which logs what it al
 #   the daemon.
 # * On several nodes ``MASTER_ADDR`` must be the node of rank 0, which is what torchrun sets.
 # * A daemon that dies *between* two saves is noticed by the second one.
+# * A daemon that dies just after ``.metadata`` was written is reported, though the checkpoint is
+#   whole; saving that step again is then refused.
 # * Killed daemons leave a half-written directory. ``wait`` removes it; if the whole job dies, the
 #   next one must look for ``.metadata``, which is written last.
 #

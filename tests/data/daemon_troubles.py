@@ -2,6 +2,7 @@
 
 import multiprocessing
 import os
+import signal
 import socket
 import sys
 import tempfile
@@ -60,7 +61,41 @@ def resumed(root: Path) -> None:
     dist.destroy_process_group()
 
 
-TROUBLES = (port_is_taken, daemon_dies_while_it_starts, resumed)
+def interrupted(root: Path) -> None:
+    """The wait for a daemon that stands still is interrupted; the emergency save comes at once."""
+    device = basic.start_rank()
+    app = basic.build_app(device)
+    basic.train_step(app, device)
+    expected, waits, wait = [], [], process_checkpointer.wait
+    with closing(ProcessCheckpoints(root, app)) as checkpoints:
+
+        def interrupted_once(uploads: list, timeout: float) -> None:
+            waits.append(timeout)
+            if len(waits) == 1:
+                raise KeyboardInterrupt
+            os.kill(checkpoints.daemon.pid, signal.SIGCONT)
+            wait(uploads, timeout)
+
+        process_checkpointer.wait = interrupted_once
+        process_checkpointer.freeze(checkpoints.daemon)
+        for _ in range(2):
+            expected.append(basic.snapshot(app))
+            try:
+                checkpoints.save(app)
+            except KeyboardInterrupt:
+                checkpoints.save(app)
+            else:
+                first = checkpoints.upload
+                basic.train_step(app, device)
+        beside = not first.done()
+        os.kill(checkpoints.daemon.pid, signal.SIGCONT)
+    assert not beside, "the emergency save filled buffers that were being written"
+    for bits in expected:
+        basic.assert_same_bits(basic.load_app(root / f"step{bits['/step']}", device), bits)
+    dist.destroy_process_group()
+
+
+TROUBLES = (port_is_taken, daemon_dies_while_it_starts, resumed, interrupted)
 
 if __name__ == "__main__":
     with tempfile.TemporaryDirectory() as temporary:
