@@ -405,10 +405,17 @@ if __name__ == "__main__":
 # * A rank that dies during the upload fails it on the others too (``Connection closed by peer``);
 #   the directory then has no ``.metadata`` and is no checkpoint. Delete it before you save that
 #   step again.
+# * An exception from ``save`` on one rank alone must end the job. If that rank saves again, DCP
+#   pairs it with the others' earlier save and reports success for a checkpoint that does not load.
+# * A rank that has written waits for the slowest one. After 30 minutes, gloo's timeout, the save
+#   fails on it; where ranks can be that far apart, give ``new_group`` a longer ``timeout=``.
+# * Several nodes need a file system that they share: all ranks write to one directory.
 # * ``FileSystemWriter(thread_count=2)`` or more loses the error of a writing thread: a full disk
 #   looks like success (`pytorch#191391 <https://github.com/pytorch/pytorch/issues/191391>`__).
 #   Keep the default of 1.
 # * The directory itself is not flushed: after a power cut the last checkpoint may be gone.
+# * ``resident_bytes`` calls ``malloc_trim``: this page runs on Linux with glibc. The class does not
+#   need it.
 #
 # Further reading
 # ---------------

@@ -333,7 +333,9 @@ if __name__ == "__main__":
 # ------------
 # * The value that orders the copy must come first in the state dict: what is copied before it is
 #   not ordered.
-# * If staging fails on one rank alone, the others wait for it in the upload until gloo's timeout.
+# * An exception from ``save`` or from staging on one rank alone must end the job. If that rank saves
+#   again, DCP pairs it with the others' earlier save and reports success for a checkpoint that does
+#   not load.
 # * Parameters that forward changes (spectral norm, some quantisers) need the clone that buffers get.
 #
 # Further reading

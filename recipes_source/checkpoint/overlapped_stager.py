@@ -454,6 +454,10 @@ if __name__ == "__main__":
 #   first step, and build a new stager when a layer is added.
 # * The hook orders ``optimizer.step()``. Whatever else changes weights (an average of weights,
 #   clipping in place, loading) must call ``before_update()`` first.
+# * The tensors of ``changed_by_forward`` are found by their memory: call ``to_empty`` and whatever
+#   else gives them new memory before the stager is built.
+# * A ``NamedTuple`` in the state raises ``TypeError``.
+# * An exception from ``async_save`` on one rank alone must end the job, as in :doc:`async_save`.
 # * A tensor that is not contiguous is copied through a temporary one on the device.
 # * Accelerators other than CUDA get pageable buffers: the bits are right, the copy holds the host.
 #
