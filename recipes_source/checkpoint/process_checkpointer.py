@@ -5,8 +5,8 @@ Save from another process
 A thread that writes a checkpoint shares Python's interpreter lock with the training thread, and
 each of its pickles and plans can hold up a kernel launch. With ``AsyncCheckpointerType.PROCESS``,
 ``async_save`` hands the staged copy to a **daemon process** instead. This recipe uses it and adds
-what it lacks: buffers that both processes share and that are made once, a meeting point that no other
-program can take, a dead daemon noticed on every rank and survived, no process left behind.
+what it lacks: buffers that both processes share and that are made once, a meeting point that no
+other program can take, a dead daemon noticed on every rank and survived, no process left behind.
 
 .. grid:: 1 1 2 2
 
@@ -107,9 +107,10 @@ def shared_buffers(state: dict) -> dict:
 # **Where the daemons meet.** Left to itself, rank 0 looks for a free port, closes it, and its
 # daemon opens it again some seconds later; on a busy machine another program has it by then, and
 # the save fails with ``DistNetworkError``. With ``DCP_USE_PREFIX_STORE=1`` (torch 2.10 and later;
-# 2.9 ignores it) the daemons meet in the store at ``MASTER_ADDR`` and ``MASTER_PORT`` instead. torchrun's own store would do once, but it
-# outlives a restart of the workers, and the next daemons would read the addresses of the last
-# ones. So rank 0 opens a store for this purpose, on a port that it keeps.
+# 2.9 ignores it) the daemons meet in the store at ``MASTER_ADDR`` and ``MASTER_PORT`` instead.
+# torchrun's own store would do once, but it outlives a restart of the workers, and the next daemons
+# would read the addresses of the last ones. So rank 0 opens a store for this purpose, on a port
+# that it keeps.
 #
 # Agree on how it ended
 # ---------------------
