@@ -31,6 +31,7 @@ NOT_AWAITED_HINT = (
     "its future was never awaited: call result() on the last save's future before "
     "destroy_process_group()"
 )
+MOST_SHOWN = 80  # characters of a value that differs
 LOST_PEER = re.compile(r"Connection (closed|reset) by peer|Broken pipe")
 SIGNALS = {6: "SIGABRT", 9: "SIGKILL", 11: "SIGSEGV", 15: "SIGTERM"}
 
@@ -185,6 +186,11 @@ def chunks_by_directory(directories: list[str], saves: list[SavedState]) -> dict
     return request
 
 
+def _short(value: str | None) -> str:
+    text = str(value)
+    return text if len(text) <= MOST_SHOWN else f"{text[:MOST_SHOWN]}..."
+
+
 def _differences(save: SavedState, found: dict) -> list[str]:
     """Leaves of a loaded checkpoint that are not what the ranks passed to the save."""
     differing = {}  # by leaf: the first rank's difference
@@ -195,7 +201,8 @@ def _differences(save: SavedState, found: dict) -> list[str]:
                 differing.setdefault(name, f"{name} (rank {rank}: not in the checkpoint)")
             elif "value" in expected:
                 if (value := loaded.get("value")) != expected["value"]:
-                    differing.setdefault(name, f"{name} ({value} instead of {expected['value']})")
+                    values = f"{_short(value)} instead of {_short(expected['value'])}"
+                    differing.setdefault(name, f"{name} ({values})")
             else:
                 key = json.dumps(expected["chunk"]) if expected["chunk"] else "whole"
                 if loaded.get("sha256", {}).get(key) != expected["sha256"]:

@@ -39,6 +39,13 @@ def tensor_sha256(tensor: torch.Tensor) -> str:
     return hashlib.sha256(buffer).hexdigest()
 
 
+def is_plain(value: object) -> bool:
+    """Whether the repr of a value says all about it."""
+    if isinstance(value, (list, tuple)):
+        return type(value) in (list, tuple) and all(map(is_plain, value))
+    return isinstance(value, (int, float, str, bytes, bool, type(None)))
+
+
 def by_recipe() -> bool:
     """Whether the caller of the function that asks was called by neither torch nor the harness."""
     return not sys._getframe(2).f_code.co_filename.startswith((TORCH, HARNESS))
@@ -324,7 +331,7 @@ class Ledger:
                     leaves[name] = {"chunk": chunk, "sha256": tensor_sha256(value)}
                 else:
                     save.clones[name] = {"chunk": chunk, "tensor": value.detach().clone()}
-            elif isinstance(value, (int, float, str, bool, type(None))):
+            elif is_plain(value):
                 leaves[name] = {"value": repr(value)}
         self.note("leaves", number=save.number, leaves=leaves)
 

@@ -166,6 +166,46 @@ def test_a_checkpoint_with_other_values_than_were_passed_is_wrong(tmp_path) -> N
     assert "weight" in report.failures[0].text
 
 
+LISTS = """
+    import torch.distributed as dist
+    import torch.distributed.checkpoint as dcp
+    from torch.distributed.checkpoint.staging import AsyncStager
+
+    class LaterStager(AsyncStager):
+        _synchronize_after_execute = False
+
+        def stage(self, state_dict):
+            state_dict["{key}"] = {later}
+            return state_dict
+
+        def close(self):
+            pass
+
+    if __name__ == "__main__":
+        dist.init_process_group("gloo")
+        state = {{"losses": [1, 2.5, None], "shape": (1, "a"), "random": b"state"}}
+        dcp.async_save(state, checkpoint_id="step1", async_stager=LaterStager()).result()
+        dist.destroy_process_group()
+"""
+
+
+@pytest.mark.parametrize(
+    ("key", "later"),
+    [("losses", "[1, 2.5, None, 3]"), ("shape", "(1, 'b')"), ("random", "b'other'")],
+)
+def test_lists_tuples_and_bytes_are_compared_too(tmp_path, key: str, later: str) -> None:
+    recipe = write(tmp_path, "later.py", LISTS.format(key=key, later=later))
+    report = run(recipe, 1, launcher="warm")
+    assert report.kinds == {"checkpoint_wrong"}, report.describe()
+    assert f"{key} ({later} instead of" in report.failures[0].text
+
+
+def test_lists_tuples_and_bytes_that_are_as_passed_are_right(tmp_path) -> None:
+    recipe = write(tmp_path, "same.py", LISTS.format(key="shape", later="(1, 'a')"))
+    report = run(recipe, 1, launcher="warm")
+    assert report.ok, report.describe()
+
+
 def test_a_plain_tensor_that_differs_between_ranks_is_wrong(tmp_path) -> None:
     recipe = write(
         tmp_path,
@@ -193,6 +233,7 @@ SAVES_IN_BACKGROUND = """
 
     class NeverFinished(dcp.FileSystemWriter):
         def finish(self, *args, **kwargs):
+            open("finishing", "w").close()
             threading.Event().wait()
 
     async def until_done(future):
@@ -210,7 +251,7 @@ SAVES_IN_BACKGROUND = """
         dist.destroy_process_group()
 """
 CALL_BACK = "saved.add_done_callback(lambda _: ended.set())"
-UNTIL_WRITTEN = "[None for _ in iter(lambda: os.path.exists('step1/__0_0.distcp'), True)]"
+UNTIL_FINISHING = "[None for _ in iter(lambda: os.path.exists('finishing'), True)]"
 
 
 def save_in_background(
@@ -240,9 +281,9 @@ def test_a_recipe_may_learn_of_the_end_of_a_held_write_in_any_way(tmp_path, endi
     ("ending", "writer", "text"),
     [
         ("saved.done()", "dcp.FileSystemWriter", "the directory is empty"),
-        (f"saved.done(); saved.done(); {UNTIL_WRITTEN}", "NeverFinished", "before it knew"),
+        (f"saved.done(); saved.done(); {UNTIL_FINISHING}", "NeverFinished", "before it knew"),
         (CALL_BACK, "dcp.FileSystemWriter", "the directory is empty"),
-        (f"{CALL_BACK}; time.sleep(0); {UNTIL_WRITTEN}", "NeverFinished", "before it knew"),
+        (f"{CALL_BACK}; time.sleep(0); {UNTIL_FINISHING}", "NeverFinished", "before it knew"),
     ],
 )
 def test_to_ask_once_or_to_be_called_back_is_not_to_wait(tmp_path, ending, writer, text) -> None:
