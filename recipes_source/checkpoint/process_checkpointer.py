@@ -154,7 +154,7 @@ class ProcessCheckpoints:
         where = {"MASTER_ADDR": os.environ.get("MASTER_ADDR", "localhost")}
         where |= {"MASTER_PORT": str(self.meeting_point.port), "DCP_USE_PREFIX_STORE": "1"}
         with tempfile.TemporaryDirectory() as unused, mock.patch.dict(os.environ, where):
-            self._hand_over({}, basic.directory_of_rank_0(Path(unused)))
+            self._hand_over({}, basic.directory_of_rank_0(Path(unused, "start_of_daemons")))
             self.wait()
         [self.daemon] = set(multiprocessing.active_children()) - self.other_children
 
