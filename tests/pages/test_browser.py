@@ -1,5 +1,6 @@
 """The real pages in Chromium: wide and narrow, light and dark."""
 
+import contextlib
 import functools
 import http.server
 import os
@@ -44,6 +45,11 @@ CLIPBOARD_ONCE_FILLED = """async () => {
 class Quiet(http.server.SimpleHTTPRequestHandler):
     def log_message(self, *args: object) -> None:
         """Say nothing: the tests look at what the browser saw."""
+
+    def copyfile(self, source, outputfile) -> None:
+        """Send the file; a page that is left while it loads takes the connection with it."""
+        with contextlib.suppress(BrokenPipeError, ConnectionResetError):
+            super().copyfile(source, outputfile)
 
 
 @pytest.fixture(scope="session")
