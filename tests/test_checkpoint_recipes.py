@@ -1,17 +1,11 @@
 """Saves of the checkpoint recipes survive full disks, interrupts and states that change."""
 
-from pathlib import Path
+from functools import partial
 
 import pytest
+import troubles
 
-from harness.run import run
-
-TROUBLES = Path(__file__).parent / "data" / "checkpoint_troubles.py"
-
-
-def survives(trouble: str, ranks: int = 1) -> None:
-    report = run(TROUBLES, ranks, launcher="warm", args=(trouble,), deadline_s=60)
-    assert report.ok, report.describe()
+survives = partial(troubles.survives, "checkpoint_troubles")
 
 
 @pytest.mark.parametrize("trouble", ["interrupted", "interrupted_refill"])
@@ -29,7 +23,7 @@ def test_a_state_with_another_plain_value_is_refused_by_its_name() -> None:
 
 @pytest.mark.parametrize("ranks", [1, 2])
 def test_the_overlapped_stager_leaves_the_checkpoints_of_an_earlier_run_whole(ranks: int) -> None:
-    survives("same_directory", ranks)
+    survives("same_directory", ranks=ranks)
 
 
 def test_the_overlapped_stager_reports_a_failed_save_although_the_last_one_succeeds() -> None:
