@@ -5,6 +5,7 @@ Torch and the standard library are enough. ``benchmarks/result_files.py`` reads 
 
 import gc
 import json
+import os
 import platform
 import statistics
 import subprocess
@@ -179,8 +180,12 @@ class HostMemory:
 
 
 def header(benchmark: str, device: torch.device, workload: dict, link: dict) -> dict:
-    """The top of a result file: what was measured, where and when."""
-    return {
+    """The top of a result file: what was measured, where and when.
+
+    ``MEASURED_BESIDE`` in the environment says what else the machine did at the time.
+    """
+    beside = os.environ.get("MEASURED_BESIDE")
+    return ({"beside": beside} if beside else {}) | {
         "benchmark": benchmark,
         "torch": torch.__version__,
         "device": device_name(device),

@@ -374,6 +374,7 @@ class Result:
         return (
             f"{self.machine}, torch {data['torch']}, driver {data['driver']}, "
             f"{data['ranks']} {'rank' if data['ranks'] == 1 else 'ranks'}, {data['date']}"
+            + (f", beside {data['beside']}" if "beside" in data else "")
         )
 
 

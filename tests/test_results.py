@@ -238,6 +238,12 @@ def test_the_table_shows_values_origin_and_links(repo):
     assert html.index(">async_save<") < html.index("overlapped") < html.index("a_peer")
 
 
+def test_the_origin_says_what_else_the_machine_did(repo):
+    measure(repo, beside="another job on two other GPUs")
+    html, _ = render(repo, ".. result-table:: checkpoint_stall")
+    assert "2026-01-02, beside another job on two other GPUs." in html
+
+
 def test_the_figure_takes_its_colours_from_the_page(repo):
     measure(repo)
     html, warnings = render(repo, ".. result-figure:: checkpoint_stall")
