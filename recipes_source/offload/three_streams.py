@@ -234,7 +234,7 @@ class Verdict:
 
     def __str__(self) -> str:
         if not self.copies:
-            return "no device copy to judge: no accelerator, or nothing was copied"
+            return "no device copy to judge: no accelerator, or nothing was copied to or from it"
         host = f"host {'HELD' if self.holds_host else 'free'}, {self.host_s:.1e} s in copy calls"
         return "; ".join([host, *(f"{name} {found}" for name, found in self.copies.items())])
 
@@ -263,8 +263,10 @@ def judge(events: list[dict]) -> Verdict:
     busy = {kernel["args"]["stream"] for kernel in kernels}
     copies: dict[str, list[dict]] = {}
     for event in events:
-        if event.get("cat") == "gpu_memcpy":  # "Memcpy HtoD (Pinned -> Device)"
-            copies.setdefault(event["name"].split()[1], []).append(event)
+        if event.get("cat") == "gpu_memcpy":
+            direction = event["name"].split()[1]  # of "Memcpy HtoD (Pinned -> Device)"
+            if direction in ("HtoD", "DtoH"):
+                copies.setdefault(direction, []).append(event)
     found = {}
     for direction, each in copies.items():
         pinned = not any("Pageable" in event["name"] for event in each)
