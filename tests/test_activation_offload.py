@@ -230,6 +230,88 @@ def test_sources_are_freed_while_forward_goes_on(recipe):
     assert torch.equal(ours, x.grad)
 
 
+UNLIKE_THEIR_BYTES = {
+    "conjugated": lambda: torch.randn(ROWS, WIDTH, dtype=torch.complex64).conj(),
+    "negated": lambda: torch.randn(ROWS, WIDTH, dtype=torch.complex64).conj().imag,
+    "sparse": lambda: torch.randn(ROWS, WIDTH).to_sparse(),
+    "sparse in rows": lambda: torch.randn(ROWS, WIDTH).to_sparse_csr(),
+    "quantized": lambda: torch.quantize_per_tensor(torch.randn(ROWS, WIDTH), 0.1, 0, torch.qint8),
+}
+WHOLE = {
+    "expanded": lambda: torch.randn(ROWS, 1).expand(ROWS, WIDTH),
+    "overlapping": lambda: torch.randn(ROWS + WIDTH).as_strided((ROWS, WIDTH), (1, 1)),
+    "a view": lambda: torch.randn(ROWS, WIDTH)[3:5, 7::9],
+    "empty": lambda: torch.randn(ROWS, WIDTH)[:0],
+    "8 bits": lambda: torch.randn(ROWS, WIDTH).to(torch.float8_e4m3fn),
+    "bits": lambda: torch.randn(ROWS, WIDTH) > 0,
+    "a real part": lambda: torch.randn(ROWS, WIDTH, dtype=torch.complex64).real,
+}
+
+
+class Keep(torch.autograd.Function):
+    """Saves a tensor for backward, and shows in ``came_back`` what backward was given."""
+
+    @staticmethod
+    def forward(ctx, x, kept, came_back):
+        ctx.save_for_backward(kept)
+        ctx.came_back = came_back
+        return x.clone()
+
+    @staticmethod
+    def backward(ctx, gradient):
+        ctx.came_back.extend(ctx.saved_tensors)
+        return gradient, None, None
+
+
+@pytest.mark.filterwarnings("ignore:.*(Sparse CSR|quantized tensor creation):UserWarning")
+@pytest.mark.parametrize("kind", [*UNLIKE_THEIR_BYTES, *WHOLE])
+def test_every_kind_of_tensor_comes_back_as_it_was(recipe, kind):
+    torch.manual_seed(0)
+    kept, came_back = (UNLIKE_THEIR_BYTES | WHOLE)[kind](), []
+    with offloading(recipe, smallest=1) as offload:
+        with offload.saving():
+            y = Keep.apply(torch.zeros(1, requires_grad=True), kept, came_back)
+        offload.release(0)
+        y.backward()
+        assert (offload.used == 0) == (kind in UNLIKE_THEIR_BYTES)
+    (back,) = came_back
+    assert (back.dtype, back.layout, back.shape) == (kept.dtype, kept.layout, kept.shape)
+    if kept.layout == torch.strided:
+        assert back.stride() == kept.stride()
+    if kept.is_quantized:
+        kept, back = kept.dequantize(), back.dequantize()
+    assert torch.equal(back.to_dense(), kept.to_dense())
+
+
+@pytest.mark.parametrize("budget", [1 << 20, 0])
+def test_gradients_through_conjugated_views_are_right(recipe, budget):
+    torch.manual_seed(0)
+    a, b = (torch.randn(ROWS, WIDTH, dtype=torch.complex64, requires_grad=True) for _ in range(2))
+
+    def gradients(saving):
+        with saving:
+            loss = (a * b.conj() * (a.conj().imag * a.real)).abs().sum()
+        return torch.autograd.grad(loss, (a, b))
+
+    with offloading(recipe, budget) as offload:
+        ours = gradients(offload.saving())
+        assert (offload.used > 0) == (budget > 0)
+    for mine, right in zip(ours, gradients(nullcontext()), strict=True):
+        assert torch.equal(mine, right)
+
+
+@pytest.mark.filterwarnings("ignore:.*nested tensors is in prototype:UserWarning")
+def test_nested_tensors_stay(recipe):
+    parts = [torch.randn(rows, WIDTH) for rows in (ROWS, ROWS // 2)]
+    x = torch.nested.nested_tensor(parts).requires_grad_()
+    with offloading(recipe) as offload:
+        with offload.saving():  # saves x
+            loss = torch.nested.to_padded_tensor(x.sin(), 0.0).sum()
+        loss.backward()
+    for part, gradient in zip(parts, x.grad.unbind(), strict=True):
+        assert torch.equal(gradient, part.cos())
+
+
 def test_what_exceeds_the_budget_stays_and_is_wanted_once(recipe):
     x = activation()
     with offloading(recipe, budget=2 * NBYTES) as offload:
@@ -305,14 +387,63 @@ def test_a_graph_without_backward_leaves_nothing(recipe, budget):
 # -- what fails -------------------------------------------------------------------------------
 
 
-def test_a_change_in_place_during_the_copy_is_an_error(recipe):
+STAYS = {
+    "nothing": lambda x: {},  # its copy is on its way
+    "small": lambda x: {"smallest": NBYTES + 1},
+    "beyond the budget": lambda x: {"budget": 0},
+    "asked for": lambda x: {"stay": [x]},
+}
+
+
+@pytest.mark.parametrize("why", STAYS)
+def test_a_change_in_place_of_what_the_device_holds_is_an_error(recipe, why):
+    x = activation()
+    middle = x * 1
+    with offloading(recipe, **STAYS[why](middle)) as offload:
+        with offload.saving():
+            y = middle.square().sum()
+        with torch.no_grad():
+            middle.mul_(2)
+        with pytest.raises(RuntimeError, match="changed in place after autograd saved it"):
+            y.backward()
+
+
+def test_a_change_in_place_during_a_copy_is_an_error_when_the_copy_ends(recipe):
+    middle = activation() * 1
     with offloading(recipe) as offload:
         with offload.saving():
-            y = chain(activation(), 2)
+            y = middle.square()
         with torch.no_grad():
-            y.zero_()
+            middle.mul_(2)
         with pytest.raises(RuntimeError, match="changed in place after autograd saved it"):
-            y.sum().backward()
+            offload.release(0)
+    del y  # without a backward
+
+
+def test_a_change_in_place_of_a_conjugated_view_is_an_error(recipe):
+    x = torch.randn(ROWS, WIDTH, dtype=torch.complex64, requires_grad=True)
+    middle = x * 1
+    with offloading(recipe) as offload:
+        with offload.saving():
+            y = (middle.conj() * x).abs().sum()
+        with torch.no_grad():
+            middle.mul_(2)
+        with pytest.raises(RuntimeError, match="changed in place after autograd saved it"):
+            y.backward()
+
+
+def test_operations_in_place_that_autograd_allows_are_no_error(recipe):
+    x = activation()
+
+    def gradient(saving):
+        with saving:
+            loss = (x * 1).add_(1).exp_().relu().square().sum()
+        return torch.autograd.grad(loss, x)[0]
+
+    right = gradient(nullcontext())
+    for smallest in (1, NBYTES + 1):
+        with offloading(recipe, smallest=smallest) as offload:
+            assert torch.equal(gradient(offload.saving()), right)
 
 
 def test_a_change_in_place_after_the_copy_is_harmless(recipe):
@@ -326,6 +457,11 @@ def test_a_change_in_place_after_the_copy_is_harmless(recipe):
     ours, x.grad = x.grad, None
     chain(x, 2).sum().backward()
     assert torch.equal(ours, x.grad)
+
+
+def test_a_device_may_be_named(recipe):
+    with closing(recipe.ActivationOffload("cpu", budget=1, window=1)) as offload:
+        assert offload.device == torch.device("cpu")
 
 
 @pytest.mark.parametrize(("budget", "window"), [(-1, 1), (1, 0)])

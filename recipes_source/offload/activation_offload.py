@@ -82,12 +82,14 @@ class Storage:
         self.back: torch.Tensor | None = None  # its bytes on the device again
         self.stored, self.loaded = streams.Event(), streams.Event()
 
-    def check_unchanged(self) -> None:
-        if self.source is not None and self.source._version != self.version:
-            raise RuntimeError(
-                f"a tensor of shape {tuple(self.source.shape)} was changed in place after autograd "
-                "saved it, while it was being copied to the host: change a clone instead"
-            )
+
+def unchanged(tensor: torch.Tensor, version: int) -> torch.Tensor:
+    """The tensor, or a RuntimeError: autograd compares versions itself only without hooks."""
+    if tensor._version != version:
+        raise RuntimeError(
+            f"a tensor {tuple(tensor.shape)} was changed in place after autograd saved it: clone it"
+        )
+    return tensor
 
 
 def view_of(memory: torch.UntypedStorage, dtype: torch.dtype, *layout) -> torch.Tensor:
@@ -104,7 +106,8 @@ def total(storages: Iterable[Storage]) -> int:
 # ---------
 # ``pack`` leaves alone what is not worth a copy or must not be copied: parameters (they stay on the
 # device anyway, so a copy would free nothing; every ``Linear`` saves a transposed *view* of its
-# weight, which is recognised by its storage), small tensors, tensors elsewhere, subclasses.
+# weight, which is recognised by its storage), small tensors, tensors elsewhere, and what bytes and
+# strides do not describe: subclasses, sparse tensors, the lazily conjugated view ``x.conj()``.
 #
 # Five edges order the copies; *compute* is the stream that forward and backward run on:
 #
@@ -141,7 +144,7 @@ class ActivationOffload:
     Raises:
         ValueError: a negative budget, or a window of no bytes.
         RuntimeError: the host cannot lock as much memory; in backward and forward, a saved tensor
-            was changed in place while it was being copied.
+            was changed in place while the device held it.
     """
 
     def __init__(self, device, budget: int, window: int, stay=(), smallest=SMALLEST, lanes=None):
@@ -152,7 +155,7 @@ class ActivationOffload:
         self.streams = torch.get_device_module(device)
         self.h2d, self.d2h = lanes or (self.streams.Stream(), self.streams.Stream())
         pool = torch.empty(budget, dtype=torch.uint8, device="meta")
-        self.pool = streaming.HostBuffer({"pool": pool}, torch.uint8, device)
+        self.pool = streaming.HostBuffer({"pool": pool}, torch.uint8, self.device)
         self.used = self.wanted = self.peak = 0
         self.known = weakref.WeakKeyDictionary()  # storage in memory -> reference to its Storage
         self.in_order: list[weakref.ref[Storage]] = []
@@ -172,35 +175,35 @@ class ActivationOffload:
         with torch.autograd.graph.saved_tensors_hooks(self.pack, self.unpack):
             yield
 
-    def pack(self, tensor: torch.Tensor) -> torch.Tensor | tuple:
+    def pack(self, tensor: torch.Tensor) -> tuple:
         """Queue the copy of the storage of ``tensor``, unless it is known or should stay."""
         tensor = tensor.detach()  # what a hook keeps must not refer to the graph
-        plain = type(tensor) is torch.Tensor and tensor.device == self.device
-        memory = tensor.untyped_storage() if plain else None
-        if not plain or memory.nbytes() < self.smallest or memory.data_ptr() in self.staying:
-            return tensor
+        special = tensor.is_conj() or tensor.is_neg() or tensor.is_nested or tensor.is_quantized
+        plain = type(tensor) is torch.Tensor and tensor.layout == torch.strided and not special
+        memory = tensor.untyped_storage() if plain and tensor.device == self.device else None
+        if not memory or memory.nbytes() < self.smallest or memory.data_ptr() in self.staying:
+            return tensor, tensor._version
         storage = self.known[memory]() if memory in self.known else None
         if storage is None or storage.version != tensor._version:
             storage = self.store(tensor)
         if storage is None:
-            return tensor
-        layout = tensor.storage_offset(), tensor.size(), tensor.stride()
-        return storage, tensor.dtype, *layout
+            return tensor, tensor._version
+        return storage, tensor.dtype, tensor.storage_offset(), tensor.size(), tensor.stride()
 
-    def unpack(self, packed: torch.Tensor | tuple) -> torch.Tensor:
+    def unpack(self, packed: tuple) -> torch.Tensor:
         """The tensor that was packed; what backward needs next is on its way then."""
-        if isinstance(packed, torch.Tensor):
-            return packed
+        if isinstance(packed[0], torch.Tensor):
+            return unchanged(*packed)
         storage, dtype, *layout = packed
-        storage.check_unchanged()
-        if storage.source is None:
+        left = storage.source is None
+        if left:
             self.release(0)
             if storage.back is None:
                 self.load(storage)
             self.streams.current_stream().wait_event(storage.loaded)
             self.arriving.discard(storage)
         self.prefetch(storage.index)
-        memory = storage.back if storage.source is None else storage.source
+        memory = storage.back if left else unchanged(storage.source, storage.version)
         return view_of(memory.untyped_storage(), dtype, *layout)
 
     # To the host
@@ -231,7 +234,7 @@ class ActivationOffload:
         """Drop the oldest sources until at most ``most`` bytes are on their way to the host."""
         while self.leaving and total(self.leaving) > most:
             storage = self.leaving.popleft()
-            storage.check_unchanged()
+            unchanged(storage.source, storage.version)
             self.streams.current_stream().wait_event(storage.stored)
             storage.source = None
 
@@ -406,18 +409,17 @@ if __name__ == "__main__":
 #
 # Known limits
 # ------------
-# * Forward and backward must run on one stream. Tensor subclasses (``DTensor``) stay on the device:
-#   put the hooks inside of what shards.
+# * Forward and backward must run on one stream.
+# * What bytes and strides do not describe stays on the device: tensor subclasses, sparse, nested and
+#   quantized tensors, lazily conjugated or negated views (``x.conj()``).
+# * Not for ``fully_shard``: it frees gathered weights without a wait for a copy that may still read
+#   them, and they are not the tensors that ``model.parameters()`` gives to ``stay``.
 # * A storage is copied as a whole, even if a small view of a large one was saved.
 # * A batch that you keep is copied like everything else, though that frees nothing: add it to
 #   ``stay``.
-# * A saved tensor that is changed in place while it is copied is an error when its copy ends or
-#   its backward begins. After that a change is harmless: backward uses the copy. What stays on the
-#   device (small, in ``stay``, beyond the budget) is **not** checked: a change in place gives wrong
-#   gradients. Without hooks, autograd calls all three an error: run once without.
-# * A lazily conjugated or negated view of a complex tensor (``x.conj()``) comes back without its
-#   conjugation, and gradients are wrong: save ``x.conj().resolve_conj()``. Sparse tensors are not
-#   supported.
+# * A saved tensor that is changed in place is an error, as without hooks, when its backward begins;
+#   if it is being copied, by the end of its copy, even where no backward follows. After its copy a
+#   change is harmless, and no error: backward uses the copy.
 # * The pool is used from its start again only when no graph needs it. A loss that is kept without a
 #   backward, or a forward that always begins before the backward of the one before, fills it step
 #   by step, until everything stays on the device.
