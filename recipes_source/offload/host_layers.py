@@ -53,6 +53,7 @@ from collections.abc import Iterable
 from contextlib import closing
 from copy import deepcopy
 from itertools import accumulate
+from weakref import finalize
 
 import torch
 import torch.distributed as dist
@@ -62,8 +63,7 @@ from torch.func import functional_call
 ALIGNMENT = 256  # elements: where a parameter may begin, 512 bytes of bf16 as on a CUDA device
 WIDTH = 32  # features
 BATCH, TOKENS = 2, 8  # sequences per step, tokens per sequence
-LAYERS = 3
-STEPS = 3
+LAYERS, STEPS = 3, 3
 
 # %%
 # One flat buffer
@@ -104,7 +104,9 @@ class HostBuffer:
             self.pinned = device.type == "cuda" and nbytes > 0
             if self.pinned:
                 cuda, address = torch.cuda.cudart(), self.flat.data_ptr()
+                memory.madvise(mmap.MADV_DONTFORK)
                 torch.cuda.check_error(int(cuda.cudaHostRegister(address, nbytes, 0)))
+                self.unlock = finalize(self, cuda.cudaHostUnregister, address)
         except (OSError, RuntimeError) as error:
             raise RuntimeError(
                 f"cannot lock {nbytes} more bytes of host memory ({error}): free some, raise "
@@ -120,7 +122,7 @@ class HostBuffer:
     def close(self) -> None:
         """Unlock the pages. The memory itself lives as long as a tensor that uses it."""
         if self.pinned:
-            torch.cuda.cudart().cudaHostUnregister(self.flat.data_ptr())
+            self.unlock()
             self.pinned = False
 
 
@@ -172,12 +174,10 @@ class HostLayers:
         self.layers = nn.ModuleList()
         self.weights: list[HostBuffer] = []
         self.gradients: list[HostBuffer] = []
-        try:
-            for layer in layers:
-                self.take(layer)
-        except BaseException:
-            self.close()
-            raise
+        for layer in layers:
+            self.take(layer)
+        if not self.layers:
+            raise ValueError("there is no layer: give one at least")
 
     def take(self, layer: nn.Module) -> None:
         """Move the parameters of ``layer`` into a buffer of their own."""

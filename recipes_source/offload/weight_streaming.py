@@ -100,8 +100,7 @@ from torch.utils.checkpoint import checkpoint
 
 SLOTS = 2  # layers whose weights are on the device at a time
 GRADIENT_SLOTS = 2  # one that compute writes, one that the copy to the host reads
-LAYERS, HEADS = 6, 4
-STEPS = 2
+LAYERS, HEADS, STEPS = 6, 4, 2
 
 # %%
 # A graph without tensors
@@ -179,10 +178,11 @@ class StreamedStack(HostLayers):
     def __init__(
         self, layers: Iterable, device: torch.device, slots: int = SLOTS, slot_bytes=0, **options
     ) -> None:
+        if slots < 1:
+            raise ValueError(f"slots must be 1 or more, not {slots}")
         super().__init__(layers, device, **options)
         sizes = [buffer.flat.nbytes for buffer in self.weights]
         if slot_bytes and slot_bytes < max(sizes):
-            self.close()
             raise ValueError(
                 f"layer {sizes.index(max(sizes))} takes {max(sizes)} bytes, a slot may take "
                 f"{slot_bytes}: raise slot_bytes, or split the layer"
@@ -268,16 +268,13 @@ class StreamedStack(HostLayers):
         """
         for layer in reversed(range(len(self.layers))):
             self.await_weights(layer)
-            self.await_gradient_slot(layer)
+            self.streams.current_stream().wait_event(self.grad_free[layer % GRADIENT_SLOTS])
             grad_y = self.compute_backward(layer, grad_y)
             self.release(layer)
             if layer >= self.slots:
                 self.load(layer - self.slots)
             self.store(layer)
         return grad_y
-
-    def await_gradient_slot(self, layer: int) -> None:
-        self.streams.current_stream().wait_event(self.grad_free[layer % GRADIENT_SLOTS])
 
     def compute_backward(self, layer: int, grad_y: torch.Tensor) -> torch.Tensor | None:
         """Write the layer's gradients to its slot; return its input's."""
@@ -314,10 +311,12 @@ class StreamedStack(HostLayers):
 
         Modules that ``loss_function`` uses stay on the device and get their gradients as usual.
         """
+        self.graphs = [deque() for _ in self.layers]
         y = self.forward(x).requires_grad_()
         loss = loss_function(y)
         loss.backward()
-        self.backward(y.grad)
+        if (grad_x := self.backward(y.grad)) is not None:
+            x.backward(grad_x)
         return loss.detach()
 
     def wait_for_gradients(self) -> None:
