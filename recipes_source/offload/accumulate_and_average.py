@@ -55,6 +55,7 @@ the device, are stored once:
 # methods that compute a layer are extended here.
 
 import os
+from collections import deque
 from collections.abc import Callable, Iterable
 from concurrent.futures import Future, ThreadPoolExecutor
 from contextlib import closing
@@ -134,6 +135,15 @@ class HostSums(streaming.StreamedStack):
         self.group = dist.new_group(backend="gloo")
         self.worker = ThreadPoolExecutor(1, "host sums", torch.set_num_threads, (threads,))
 
+    def backward(self, grad_y: torch.Tensor) -> torch.Tensor | None:
+        """As in ``StreamedStack``, but refused with a RuntimeError after one that raised."""
+        self.refuse_half_sums()
+        return super().backward(grad_y)
+
+    def refuse_half_sums(self) -> None:
+        if self.stores % len(self.layers):
+            raise RuntimeError("a backward was left half-way, its sums are lost: build a new stack")
+
     def store(self, layer: int) -> None:
         """Queue the copy of a layer's gradients to the host, and have the worker add them."""
         if layer in self.added:
@@ -159,8 +169,10 @@ class HostSums(streaming.StreamedStack):
         """Wait for the sums; return them by layer and name (fp32, host, until the next backward).
 
         Raises:
+            RuntimeError: a backward raised half-way.
             Exception: what made the worker fail, such as a rank that has gone.
         """
+        self.refuse_half_sums()
         for added in self.added.values():
             added.result()
         return [g.views_of(total) for g, total in zip(self.gradients, self.sums, strict=True)]
@@ -192,10 +204,13 @@ class LayerMajor(streaming.StreamedStack):
         self, batches: list[torch.Tensor], loss_function: Callable[[torch.Tensor], torch.Tensor]
     ) -> torch.Tensor:
         """Queue forward and backward of all microbatches; return their losses (1-D, device)."""
+        self.graphs = [deque() for _ in self.layers]
         outputs = [y.detach().requires_grad_() for y in self.forward(batches)]
         losses = [loss_function(y) for y in outputs]
         torch.autograd.backward(losses)
-        self.backward([y.grad for y in outputs])
+        grads = self.backward([y.grad for y in outputs])
+        if entered := [i for i, grad in enumerate(grads) if grad is not None]:
+            torch.autograd.backward([batches[i] for i in entered], [grads[i] for i in entered])
         return torch.stack(losses).detach()
 
     def compute_forward(self, layer: int, xs: list[torch.Tensor]) -> list[torch.Tensor]:
