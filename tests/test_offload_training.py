@@ -286,8 +286,8 @@ def test_training_goes_on_after_a_batch_that_overflows(max_norm):
         if max_norm is None:
             before = [master.clone() for master in masters_of(stack)]
             stack.step(batch(4) * torch.inf, loss_of)
-            for layer in (0, 1, 3):
-                with pytest.raises(FloatingPointError, match=f"layer {layer}: .*checkpoint"):
+            for _ in range(5):
+                with pytest.raises(FloatingPointError, match="layer 0: .*checkpoint"):
                     stack.forward(batch(5))
             assert all(map(torch.equal, before, masters_of(stack)))
 

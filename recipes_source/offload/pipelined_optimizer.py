@@ -142,13 +142,7 @@ class PipelinedAdamW(streaming.StreamedStack):
     """
 
     def __init__(
-        self,
-        layers: Iterable[nn.Module],
-        device: torch.device,
-        *,
-        adamw: dict,
-        max_norm: float | None = None,
-        **settings,
+        self, layers: Iterable, device: torch.device, *, adamw: dict, max_norm=None, **settings
     ) -> None:
         super().__init__(layers, device, **settings)
         self.max_norm = max_norm
@@ -162,6 +156,7 @@ class PipelinedAdamW(streaming.StreamedStack):
         blocking = {} if device.type == "cpu" else {"blocking": True}  # a wait takes no core
         self.host_done = [self.streams.Event(**blocking) for _ in self.layers]
         self.norms: list[list[torch.Tensor]] = [[] for _ in self.layers]
+        self.norm = torch.zeros(())
         self.received: list[Future] = []
         self.updated: dict[int, Future] = {}
         self.due: PriorityQueue[tuple[int, Future]] = PriorityQueue()
@@ -177,6 +172,7 @@ class PipelinedAdamW(streaming.StreamedStack):
 
         Raises:
             FloatingPointError: a gradient of the step before is not finite.
+            RuntimeError: the backward of the step before raised half-way.
         """
         self.await_arrivals()
         return super().forward(x)
@@ -184,7 +180,7 @@ class PipelinedAdamW(streaming.StreamedStack):
     def load(self, layer: int) -> None:
         """Queue the copy of a layer's weights into its slot, once they are updated."""
         if layer in self.updated:
-            self.updated.pop(layer).result()
+            self.updated[layer].result()
         super().load(layer)
 
     def store(self, layer: int) -> None:
@@ -193,9 +189,13 @@ class PipelinedAdamW(streaming.StreamedStack):
         self.received.append(self.arrivals.submit(self.receive, layer))
 
     def await_arrivals(self) -> None:
-        received, self.received = self.received, []
-        for future in wait(received).done:
+        for future in wait(self.received).done:
             future.result()
+        if len(self.received) % len(self.layers):
+            raise RuntimeError("a backward was left half-way: load a checkpoint into a new stack")
+        received, self.received = self.received, []
+        if received and not self.norm.isfinite():
+            raise FloatingPointError(f"gradient norm {self.norm}: nothing updated, skip this batch")
 
     def finish(self) -> None:
         """Wait for all updates: before weights are read, or learning rates changed.
@@ -204,8 +204,8 @@ class PipelinedAdamW(streaming.StreamedStack):
             FloatingPointError: a gradient of the last step is not finite.
         """
         self.await_arrivals()
-        while self.updated:
-            self.updated.popitem()[1].result()
+        for updated in self.updated.values():
+            updated.result()
 
     # The thread of arrivals
 
@@ -221,10 +221,9 @@ class PipelinedAdamW(streaming.StreamedStack):
             return self.schedule([layer])
         self.norms[layer] = row_norms(host.views_of(fp32.copy_(host.flat)).values())
         if layer == 0:
-            norm = self.norm = get_total_norm([each for rows in self.norms for each in rows])
-            if not norm.isfinite():
-                raise FloatingPointError(f"gradient norm {norm}: nothing updated, skip this batch")
-            self.schedule(range(len(self.layers)))
+            self.norm = get_total_norm([each for rows in self.norms for each in rows])
+            if self.norm.isfinite():
+                self.schedule(range(len(self.layers)))
 
     def schedule(self, layers: Iterable[int]) -> None:
         for layer in layers:
@@ -244,8 +243,9 @@ class PipelinedAdamW(streaming.StreamedStack):
     def update(self, layer: int) -> None:
         """Update a layer's masters with its gradients, and its weights with the masters."""
         host = self.gradients[layer]
-        if self.max_norm is None and not all(x.sum().isfinite() for x in host.views.values()):
-            raise FloatingPointError(f"layer {layer}: gradients not finite, load a checkpoint")
+        finite = (x.sum().isfinite() or x.isfinite().all() for x in host.views.values())
+        if self.max_norm is None and not all(finite):
+            raise FloatingPointError(f"layer {layer}: inf/NaN, load a checkpoint into a new stack")
         weights = self.weights[layer].flat[: host.flat.numel()]
         pieces = zip(host.flat.split(CHUNK), weights.split(CHUNK), strict=True)
         for optimizer, (gradient, weight) in zip(self.optimizers[layer], pieces, strict=True):
