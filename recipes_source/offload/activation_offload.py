@@ -11,7 +11,7 @@ goes on, so that device memory holds a window of them and not all.
    .. grid-item-card:: What you learn
 
       * ``saved_tensors_hooks`` with a stream for each direction and a bound on device memory
-      * to free a tensor whose copy is in flight, without ``record_stream`` and without a wait
+      * to free a tensor whose copy is in flight, with no ``record_stream`` and no wait of the host
       * what is not worth a copy, and how to tell it
 
    .. grid-item-card:: What you need
@@ -109,6 +109,9 @@ def total(storages: Iterable[Storage]) -> int:
 # weight, which is recognised by its storage), small tensors, tensors elsewhere, and what bytes and
 # strides do not describe: subclasses, sparse tensors, the lazily conjugated view ``x.conj()``.
 #
+# Without hooks, autograd raises where a saved tensor was changed in place. With hooks it cannot tell,
+# so ``unchanged`` compares the versions of what the device still holds.
+#
 # Five edges order the copies; *compute* is the stream that forward and backward run on:
 #
 # 1. ``ready``: the copy to the host waits until compute has written the tensor.
@@ -138,8 +141,8 @@ class ActivationOffload:
         smallest: bytes; a smaller storage stays.
         lanes: the streams for copies to the device and to the host; two new ones if None.
 
-    ``wanted`` is what an unlimited budget would have got from the latest forward, in bytes;
-    ``peak`` is the most that has been on its way, both ways together.
+    In bytes: ``used`` is what the pool holds after the latest forward, ``wanted`` what one without
+    a limit would hold, ``peak`` the most that has been on its way, both ways together.
 
     Raises:
         ValueError: a negative budget, or a window of no bytes.
@@ -354,9 +357,9 @@ if __name__ == "__main__":
 #    :rows: resident activation_offload checkpoint_activation_offload
 #
 # Without recomputation the link is the wall here: it copies all the time, one way in forward, the
-# other in backward. Kernels run in between. For layers like these, recomputation that sends the
-# inputs alone to the host is faster and reaches further; when it is not, is a matter of width and
-# length (see below).
+# other in backward, and the kernels wait for it. Recomputation, with the layers' inputs alone on
+# the host, is faster here and reaches further. With wider layers or longer sequences it may not be
+# (see below).
 #
 # .. timeline:: activation_offload resident activation_offload checkpoint_activation_offload
 #
@@ -381,29 +384,30 @@ if __name__ == "__main__":
 #
 # Memory
 # ------
-# On the host, the budget, page-locked, exact to 256 bytes. On the device, of what autograd saves:
+# On the host, the budget, page-locked. On the device, of what autograd saves, beside what backward
+# is just reading:
 #
 # .. math::
 #
-#    \max(0,\; \text{saved} - \text{budget}) + 2 \cdot \text{window} + \text{small tensors}
+#    \max(0,\; \text{saved} - \text{budget}) + 2 \cdot \text{window} + \text{what is never copied}
 #
 # When it is not worth it
 # -----------------------
-# A transformer layer of width :math:`d` computes :math:`24\,d^2` operations a token in forward, and
-# attention over :math:`T` tokens :math:`2\,T d` more; in two-byte numbers it saves about
-# :math:`34\,d` bytes a token. With :math:`F` operations and :math:`B` bytes a second, forward hides
-# its copies where
+# A transformer layer of width :math:`d`, with an MLP of :math:`4\,d`, computes :math:`24\,d^2`
+# operations a token in forward, and causal attention over :math:`T` tokens :math:`2\,T d` more. In
+# two-byte numbers, without dropout, it saves about :math:`32\,d` bytes a token. With :math:`F`
+# operations and :math:`B` bytes a second, forward hides its copies where
 #
 # .. math::
 #
-#    12\,d + T \;\ge\; 17\,\frac{F}{B}
+#    12\,d + T \;\ge\; 16\,\frac{F}{B}
 #
 # * Below that the link is the wall, and the step takes as long as the copies do. Backward computes
 #   twice as much for the same bytes, so it is hidden from half of that on. A smaller budget, which
 #   leaves the last layers' activations on the device, shortens both.
 # * Recomputation (``torch.utils.checkpoint``) is cheaper where a layer computes faster than the
 #   link carries what it saves. Put this class around a checkpointed model, and only the layers'
-#   inputs move: :math:`2\,d` bytes a token instead of :math:`34\,d`.
+#   inputs move: :math:`2\,d` bytes a token instead of :math:`32\,d`.
 # * The step fits the device: nothing is gained.
 # * Forward without backward: use ``torch.no_grad()``, which saves nothing.
 #
