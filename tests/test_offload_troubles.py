@@ -217,7 +217,7 @@ def test_a_start_that_fails_leaves_no_page_locked(locked, start):
 
 
 def test_locked_pages_are_not_given_to_forked_processes(locked):
-    """A child would get a copy of them all, or (before Linux 5.12) the parent the copy."""
+    """Whoever writes first would get a copy, and the device would keep the original."""
     with closing(HostLayers(layers_of(), CUDA)) as model:
         address = model.weights[0].flat.data_ptr()
         lines = iter(Path("/proc/self/smaps").read_text().splitlines())

@@ -51,8 +51,8 @@ the device, are stored once:
 # %%
 # Imports
 # -------
-# The streamed stack is that of ``weight_streaming.py``; only its ``store``, ``step`` and the two
-# methods that compute a layer are extended here.
+# The streamed stack is that of ``weight_streaming.py``; only its ``backward``, ``store``, ``step``
+# and the two methods that compute a layer are extended here.
 
 import os
 from collections import deque
@@ -384,8 +384,10 @@ if __name__ == "__main__":
 # * All ranks need the same number of backward passes a step: a rank with fewer leaves the others
 #   waiting in ``all_reduce`` until gloo's timeout.
 # * Backward passes are counted, not announced. Call ``finish`` after a multiple of ``backwards``:
-#   earlier, the sums are one rank's own, and the next backward adds to them. After a backward that
-#   raised the count is wrong: build a new stack.
+#   earlier, the sums are one rank's own, and the next backward adds to them.
+# * A backward that raised half-way has added some layers and not others, on this rank: every later
+#   backward and ``finish`` refuses. Build a new stack. A loss function or a forward that raised has
+#   added nothing; the microbatch can be repeated.
 # * Layer-major draws the random numbers of dropout in another order than microbatch-major: as good,
 #   but other bits.
 # * A gradient that is not finite is added like any other: :doc:`pipelined_optimizer` looks for it.

@@ -70,7 +70,15 @@ LAYERS, STEPS = 3, 3
 # ---------------
 # ``torch.empty(..., pin_memory=True)`` asks a caching allocator that rounds every block up to a
 # power of two, nearly twice the size for a block that is just above one. An anonymous mapping that
-# is registered with the driver has the size that is asked for, but is yours to unlock.
+# is registered with the driver has the size that is asked for, but is yours to unlock. ``close``
+# does it; ``finalize`` does it for a buffer that is dropped without, for instance because the next
+# one did not fit.
+#
+# A process that forks, as a ``DataLoader`` may do for its workers, shares its memory with the child
+# until one of them writes, and the writer gets a copy. The device would go on with the original: it
+# knows locked pages by their physical address. Kernels that know of this copy all locked pages for
+# each child, others may part the process from its device. ``MADV_DONTFORK`` spares the child these
+# pages.
 #
 # Each part begins at a multiple of 256 elements. This is where a CUDA allocator would let a tensor
 # of its own begin, so matrix products meet the alignment they meet in a model that is resident, and
@@ -165,7 +173,8 @@ class HostLayers:
     gradients come first, so that the gradients' layout is the beginning of the weights'.
 
     Raises:
-        ValueError: a layer has several dtypes, or shares a parameter with one before it.
+        ValueError: a layer has several dtypes, or shares a parameter with one before it, or there
+            is none.
         RuntimeError: the host cannot lock as much memory as weights and gradients take.
     """
 
@@ -399,8 +408,10 @@ if __name__ == "__main__":
 # * By default PyTorch refuses a ``grad`` of another dtype than its parameter, so
 #   ``hand_out_gradients`` raises with ``gradient_dtype``: read ``gradients[i].views`` instead, or set
 #   ``parameter.grad_dtype = None`` where PyTorch has it.
-# * Call ``close()`` before the buffers are dropped. An address that is still registered cannot be
-#   registered again.
+# * Locked memory does not exist in a forked process: one that reads the weights there ends with a
+#   segmentation fault. Give it a clone, or start it with ``spawn``.
+# * Buffers that are dropped without ``close()`` are unlocked as well, but nobody then waits for
+#   copies that are still under way.
 # * ``DTensor`` parameters (FSDP2, tensor parallelism) are not taken apart: stream plain modules.
 # * Accelerators other than CUDA get pageable memory: the bits are right, the copies hold the host.
 #

@@ -112,8 +112,14 @@ def host_threads() -> int:
 # every rank, so that every rank raises, in its next ``forward`` or ``finish``. With ``max_norm``
 # nothing has been updated by then and training can go on with another batch; ``max_norm=math.inf``
 # gives just that, without clipping. Without it, each layer is looked at when its turn comes (no sum
-# stays finite over an infinity or a NaN), and the others may be updated already: build a new stack
-# and load a checkpoint into it. This one still holds the failed updates and half a forward.
+# stays finite over an infinity or a NaN; one that overflows is looked into), and the others may be
+# updated already.
+#
+# **Half an update** is never trained on. If some layers have been updated and others cannot be,
+# because their gradients are not finite, a thread of the host failed or the backward raised
+# half-way, then every later ``forward`` and ``finish`` raises: the error stays where it is found
+# again. Load a checkpoint into a new stack. A loss function or a forward that raises leaves nothing
+# of its batch behind, and the next ``step`` goes on.
 #
 # **Cores.** The update splits each chunk evenly over its cores and waits for the last one. Whatever
 # takes a core from it in between, if only for a moment, holds them all. So the training thread
@@ -133,7 +139,7 @@ class PipelinedAdamW(streaming.StreamedStack):
         layers: the modules, in order, the same on every rank.
         device: where they run.
         adamw: arguments of ``torch.optim.AdamW``.
-        max_norm: limit of the global gradient norm, or None.
+        max_norm: limit of the global gradient norm (a float), or None.
         settings: of ``StreamedStack``.
 
     Every rank of the default process group must build one. Each call of ``step`` is a training
@@ -202,6 +208,7 @@ class PipelinedAdamW(streaming.StreamedStack):
 
         Raises:
             FloatingPointError: a gradient of the last step is not finite.
+            RuntimeError: the backward of the last step raised half-way.
         """
         self.await_arrivals()
         for updated in self.updated.values():
@@ -445,7 +452,10 @@ if __name__ == "__main__":
 #   When they are loaded, round the weights: ``weights[layer].flat.copy_(masters[layer])``.
 # * Modules outside the stack (an embedding, a head in the loss function) have resident weights and
 #   need an optimizer of their own; ``max_norm`` does not see their gradients.
-# * fp16 gradients whose sum exceeds 65504 are taken for infinite: use bf16, or ``max_norm=math.inf``.
+# * A backward that raised half-way ends the stack with ``max_norm`` as well, although nothing has
+#   been updated: other ranks may have come further.
+# * Every rank must take the same steps. If one leaves out a batch because its forward raised, its
+#   next gradients are averaged with those of the others for that batch, without an error.
 # * Cores given to these threads are not reserved: data loading on the same ones slows updates.
 #
 # Further reading

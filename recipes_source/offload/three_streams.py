@@ -398,8 +398,7 @@ if __name__ == "__main__":
 # ------------
 # * ``is_my_copy_asynchronous`` reads the names that the CUDA profiler gives. Kernels and copies
 #   that a CUDA graph launches are counted; other accelerators name theirs differently.
-# * Copies within the device (``DtoD``) are listed and counted too: long ones can hide that the host
-#   was held. Judge the lines of ``HtoD`` and ``DtoH`` by themselves.
+# * Copies within the device and between devices (``DtoD``, ``PtoP``) are not judged.
 # * Pageable sources on a system where the device reads all host memory by itself (NVIDIA Grace
 #   Hopper) behave differently from what is said here.
 # * The pipeline pins nothing by itself: pinning takes longer than copying, so do it once.

@@ -146,8 +146,9 @@ class Entrance(torch.autograd.Function):
 # * ``load`` waits for ``free``, copies, records ``ready``. It is called as early as the slot's
 #   previous user has been *queued*; the stream, not the host, waits for it to be *done*.
 # * ``compute_forward`` and ``compute_backward`` run between ``await_weights`` and ``release``.
-# * ``await_gradient_slot`` waits for ``grad_free``; ``store`` records ``grad_ready`` behind the
-#   gradients, copies on ``d2h``, and records ``grad_free`` and ``host_done``.
+#   What writes gradients into a slot has waited for ``grad_free``.
+# * ``store`` records ``grad_ready`` behind the gradients, copies on ``d2h``, and records
+#   ``grad_free`` and ``host_done``.
 #
 # None of them asks anything of the device: no ``.item()``, no ``synchronize``, no allocation that
 # has not been made in the first step.
@@ -156,8 +157,11 @@ class Entrance(torch.autograd.Function):
 # so any module will do that takes one tensor and returns one.
 #
 # What is not a layer stays on the device. A head or a loss with weights of its own goes into
-# ``loss_function``, whose backward fills their gradients as usual; for an embedding before the
-# stack, call ``forward`` and ``backward`` yourself: ``backward`` returns the gradient of the input.
+# ``loss_function``, whose backward fills their gradients as usual. An embedding goes before the
+# stack: ``step`` hands the gradient of its input on to what made it.
+#
+# ``step`` begins without graphs. One that an evaluation or a step that raised has left behind would
+# otherwise be taken for this step's, and give its gradients.
 
 
 class StreamedStack(HostLayers):
@@ -166,12 +170,12 @@ class StreamedStack(HostLayers):
     Every layer takes one tensor and returns one.
 
     Args:
-        slots: layers whose weights are on the device at a time, 1 or more.
+        slots: layers whose weights are on the device at a time.
         slot_bytes: the most that a slot may take; 0 for as much as the largest layer needs.
         layers, device, options: as for ``HostLayers``.
 
     Raises:
-        ValueError: a layer does not fit into a slot; or as ``HostLayers``.
+        ValueError: less than 1 slot, a layer that does not fit into one; or as ``HostLayers``.
         RuntimeError: as ``HostLayers``.
     """
 
@@ -309,7 +313,8 @@ class StreamedStack(HostLayers):
     def step(self, x: torch.Tensor, loss_function: Callable) -> torch.Tensor:
         """Queue forward and backward; return the loss (0-d, on the device).
 
-        Modules that ``loss_function`` uses stay on the device and get their gradients as usual.
+        Modules that made ``x`` or that ``loss_function`` uses stay on the device and get their
+        gradients as usual.
         """
         self.graphs = [deque() for _ in self.layers]
         y = self.forward(x).requires_grad_()
@@ -480,12 +485,11 @@ if __name__ == "__main__":
 # * Hooks on parameters do not run: gradients are asked for by ``torch.autograd.grad``.
 # * Under ``torch.autocast`` pass ``cache_enabled=False``. Its cache would keep a cast copy of every
 #   layer's weights on the device.
-# * A forward that records gradients waits for its backward, oldest first: evaluate under
-#   ``torch.no_grad()``. A step that raises, or a forward whose backward is left out, would give its
-#   graphs to the next backward, without an error. Empty them before you go on:
-#   ``for graph in stack.graphs: graph.clear()``.
-# * ``step`` does not pass on the gradient of its input: with an embedding before the stack, call
-#   the stack and then ``backward``.
+# * Evaluate under ``torch.no_grad()``, or the inputs of all layers are kept until the next ``step``.
+#   If you call ``forward`` and ``backward`` yourself, each backward takes the oldest forward that
+#   has recorded gradients, so none may be left out, and ``step`` forgets them all.
+# * ``step`` runs the backward of what made its input at its end, so ``loss_function`` must not have
+#   gone through that graph before.
 # * The ranks know nothing of each other here. If one of them raises, end the others as ``torchrun``
 #   does.
 #
