@@ -283,6 +283,24 @@ def test_every_kind_of_tensor_comes_back_as_it_was(recipe, kind):
     assert torch.equal(back.to_dense(), kept.to_dense())
 
 
+@pytest.mark.parametrize("window", [1, 1 << 20])
+def test_parts_of_a_storage_with_versions_of_their_own_are_not_mixed_up(recipe, window):
+    x = activation()
+
+    def gradient(saving):
+        with saving:
+            one, two = (x * 1).unsafe_chunk(2, dim=1)
+            first = one.exp_().square().sum()  # saves `one`, and with it the memory of `two`
+            middle = chain(x, 2).sum()  # by now, the first copy has been made
+            loss = first + middle + two.exp_().square().sum()
+        return torch.autograd.grad(loss, x)[0]
+
+    right = gradient(nullcontext())
+    with offloading(recipe, window=window) as offload:
+        assert torch.equal(gradient(offload.saving()), right)
+        assert offload.used == 2 * NBYTES  # of `chain`
+
+
 @pytest.mark.parametrize("budget", [1 << 20, 0])
 def test_gradients_through_conjugated_views_are_right(recipe, budget):
     torch.manual_seed(0)

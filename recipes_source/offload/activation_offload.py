@@ -77,8 +77,8 @@ class Storage:
 
     def __init__(self, source: torch.Tensor, host: torch.Tensor, index: int, streams) -> None:
         self.source: torch.Tensor | None = source  # until its copy to the host is complete
-        self.version = source._version
-        self.host, self.index = host, index  # its bytes in the pool, its number in this forward
+        # Its bytes in the pool, and its number in this forward:
+        self.version, self.host, self.index = source._version, host, index
         self.back: torch.Tensor | None = None  # its bytes on the device again
         self.stored, self.loaded = streams.Event(), streams.Event()
 
@@ -107,7 +107,9 @@ def total(storages: Iterable[Storage]) -> int:
 # ``pack`` leaves alone what is not worth a copy or must not be copied: parameters (they stay on the
 # device anyway, so a copy would free nothing; every ``Linear`` saves a transposed *view* of its
 # weight, which is recognised by its storage), small tensors, tensors elsewhere, and what bytes and
-# strides do not describe: subclasses, sparse tensors, the lazily conjugated view ``x.conj()``.
+# strides do not describe: subclasses, sparse tensors, the lazily conjugated view ``x.conj()``. Nor
+# does it copy parts of a storage that are no views of the whole, such as ``unsafe_chunk`` makes:
+# each has a version of its own, so that no copy of the whole is known to hold all of them.
 #
 # Without hooks, autograd raises where a saved tensor was changed in place. With hooks it cannot tell,
 # so ``unchanged`` compares the versions of what the device still holds.
@@ -180,11 +182,13 @@ class ActivationOffload:
 
     def pack(self, tensor: torch.Tensor) -> tuple:
         """Queue the copy of the storage of ``tensor``, unless it is known or should stay."""
+        base = tensor if tensor._base is None else tensor._base  # with it, views share a version
         tensor = tensor.detach()  # what a hook keeps must not refer to the graph
         special = tensor.is_conj() or tensor.is_neg() or tensor.is_nested or tensor.is_quantized
         plain = type(tensor) is torch.Tensor and tensor.layout == torch.strided and not special
         memory = tensor.untyped_storage() if plain and tensor.device == self.device else None
-        if not memory or memory.nbytes() < self.smallest or memory.data_ptr() in self.staying:
+        whole = memory and self.smallest <= memory.nbytes() == base.nbytes
+        if not whole or memory.data_ptr() in self.staying:
             return tensor, tensor._version
         storage = self.known[memory]() if memory in self.known else None
         if storage is None or storage.version != tensor._version:
@@ -321,8 +325,7 @@ def prove_streamed(device: torch.device, model: nn.Sequential, batch: torch.Tens
             with offload.saving():
                 stack.step(batch, streaming.loss_of)
             stack.wait_for_gradients()
-            ours = (parameter.grad.to(device) for parameter in stack.layers.parameters())
-            assert same_bits(ours, expected[:-1])
+            assert same_bits((p.grad.to(device) for p in stack.layers.parameters()), expected[:-1])
         assert offload.used == budget
     print(f"weights and {offload.used} bytes of layer inputs on the host: same bits")
 
@@ -418,7 +421,8 @@ if __name__ == "__main__":
 #   quantized tensors, lazily conjugated or negated views (``x.conj()``).
 # * Not for ``fully_shard``: it frees gathered weights without a wait for a copy that may still read
 #   them, and they are not the tensors that ``model.parameters()`` gives to ``stay``.
-# * A storage is copied as a whole, even if a small view of a large one was saved.
+# * A storage is copied as a whole, even if a small view of a large one was saved. Parts of one that
+#   are not views stay on the device (``unsafe_chunk``, some compiled kernels, ``view.detach()``).
 # * A batch that you keep is copied like everything else, though that frees nothing: add it to
 #   ``stay``.
 # * A saved tensor that is changed in place is an error, as without hooks, when its backward begins;
