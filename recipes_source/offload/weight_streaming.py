@@ -485,7 +485,7 @@ if __name__ == "__main__":
 # * Hooks on parameters do not run: gradients are asked for by ``torch.autograd.grad``.
 # * Under ``torch.autocast`` pass ``cache_enabled=False``. Its cache would keep a cast copy of every
 #   layer's weights on the device.
-# * Evaluate under ``torch.no_grad()``, or the inputs of all layers are kept until the next ``step``.
+# * Evaluate under ``torch.no_grad()``, or all layers' inputs are kept until the next ``step``.
 #   If you call ``forward`` and ``backward`` yourself, each backward takes the oldest forward that
 #   has recorded gradients, so none may be left out, and ``step`` forgets them all.
 # * ``step`` runs the backward of what made its input at its end, so ``loss_function`` must not have
