@@ -77,7 +77,7 @@ class Storage:
 
     def __init__(self, source: torch.Tensor, host: torch.Tensor, index: int, streams) -> None:
         self.source: torch.Tensor | None = source  # until its copy to the host is complete
-        # Its bytes in the pool, and its number in this forward:
+        # The version that is copied, its bytes in the pool, its number in this forward:
         self.version, self.host, self.index = source._version, host, index
         self.back: torch.Tensor | None = None  # its bytes on the device again
         self.stored, self.loaded = streams.Event(), streams.Event()
