@@ -3,12 +3,17 @@
 Torch and the standard library are enough. The saves run behind queued work
 (:func:`harness.gates.queue_work`), which no CPU can imitate: a copy that is not ordered after the
 optimizer step takes the weights of the step before. Controls of that order must be caught.
+
+As many recipes run side by side as there are cores for, on the same accelerators. One that judges
+by time, whether its copies hide behind its kernels, say, then judges its neighbours too. So a
+recipe that failed beside others is run once more by itself, and what that run says counts.
 """
 
 import json
 import os
 import subprocess
 import sys
+from collections.abc import Iterator
 from concurrent.futures import ThreadPoolExecutor, as_completed
 from datetime import date
 from pathlib import Path
@@ -43,7 +48,7 @@ def _failures(report: Report) -> list[str]:
 
 
 def verify_recipe(recipe: Recipe, ranks: int) -> dict:
-    """What the record keeps of one recipe: its code, whether it passed, what did not."""
+    """What the record keeps of one run of a recipe: its code, whether it passed, what did not."""
     report = run(recipe.path, ranks, launcher="warm", gate=GATE, deadline_s=recipe.deadline_s)
     lines, failures, caught = [report.describe()], _failures(report), []
     for control in recipe.controls:
@@ -72,6 +77,29 @@ def fresh(kept: dict, recipe: Recipe) -> bool:
     return kept.get("ok", False) and kept["code_sha256"] == code_hashes(recipe.path)
 
 
+def verify_all(recipes: list[Recipe], ranks: int) -> Iterator[tuple[str, dict]]:
+    """The name of each recipe and what the record keeps of it, as they are done.
+
+    Of a recipe that failed beside others, that is its run by itself, marked ``alone``, with what
+    had failed under ``beside_others``.
+    """
+    workers = max(1, (os.cpu_count() or 1) // (CORES_A_RANK * ranks))
+    beside_others = min(workers, len(recipes)) > 1
+    to_repeat: list[tuple[Recipe, list[str]]] = []
+    with ThreadPoolExecutor(workers) as pool:
+        running = {pool.submit(verify_recipe, recipe, ranks): recipe for recipe in recipes}
+        for done in as_completed(running):
+            recipe, result = running[done], done.result()
+            if beside_others and not result["ok"]:
+                to_repeat.append((recipe, result["failures"]))
+            else:
+                yield recipe.name, result
+    for recipe, failures in to_repeat:
+        print(f"{recipe.name} failed beside others; once more, by itself:", flush=True)
+        said = {"alone": True, "beside_others": failures}
+        yield recipe.name, verify_recipe(recipe, ranks) | said
+
+
 def verify(
     recipes: Path, controls: Path, out: Path, sizes: tuple[int, ...], stale_only: bool = False
 ) -> int:
@@ -97,13 +125,10 @@ def verify(
         if (old.get("device"), old.get("torch")) == (device, torch_version):
             kept = old["recipes"].items()
             record["recipes"] = {k: v for k, v in kept if k in found and fresh(v, found[k])}
-        with ThreadPoolExecutor(max(1, (os.cpu_count() or 1) // (CORES_A_RANK * ranks))) as pool:
-            to_run = [recipe for name, recipe in found.items() if name not in record["recipes"]]
-            running = {pool.submit(verify_recipe, recipe, ranks): recipe for recipe in to_run}
-            for done in as_completed(running):
-                record["recipes"][running[done].name] = done.result()
-                record["recipes"] = dict(sorted(record["recipes"].items()))
-                file.write_text(json.dumps(record, indent=1) + "\n")
+        to_run = [recipe for name, recipe in found.items() if name not in record["recipes"]]
+        for name, result in verify_all(to_run, ranks):
+            record["recipes"] = dict(sorted((record["recipes"] | {name: result}).items()))
+            file.write_text(json.dumps(record, indent=1) + "\n")
         failed = [name for name, result in record["recipes"].items() if not result["ok"]]
         print(f"wrote {file}; failed: {', '.join(failed) or 'none'}", flush=True)
         status |= bool(failed)

@@ -1,7 +1,9 @@
 """The verification record: what passed on an accelerator, tied to the code that ran."""
 
 import json
+import os
 from pathlib import Path
+from threading import Barrier
 
 import pytest
 
@@ -13,17 +15,30 @@ from harness.run import Report
 
 @pytest.fixture
 def machine(tmp_path: Path, monkeypatch: pytest.MonkeyPatch):
-    """A machine of two test accelerators, where ``ran`` notes what is run and nothing is."""
+    """A machine of two test accelerators, where ``ran`` notes what is run and nothing is.
+
+    With ``side_by_side`` it has the cores to run both recipes at once. The first run of each, for
+    one number of ranks, then lasts until the other is there, and fails if the recipe is ``busy``.
+    """
     recipes = tmp_path / "recipes"
     recipes.mkdir()
     (recipes / "first.py").write_text('"""First."""\n')
     (recipes / "second.py").write_text('"""Second."""\nimport first\n')
-    ran, broken = [], set()
+    ran, in_flight, broken, busy, both = [], set(), set(), set(), Barrier(2)
 
     def run(path: Path, ranks: int, **_) -> Report:
+        first = verify.side_by_side and (path.stem, ranks) not in ran
         ran.append((path.stem, ranks))
+        in_flight.add(path.stem)
+        if first:
+            both.wait(10)
+        beside = in_flight - {path.stem}
+        if first:
+            both.wait(10)
+        in_flight.remove(path.stem)
         report = Report(path.stem, str(path), "", ranks, "warm", "command")
-        report.failures = [Failure("raised", "it broke")] * (path.stem in broken)
+        if path.stem in broken or (beside and path.stem in busy):
+            report.failures = [Failure("raised", f"it broke beside {sorted(beside)}")]
         return report
 
     monkeypatch.setattr(verification, "run", run)
@@ -35,7 +50,8 @@ def machine(tmp_path: Path, monkeypatch: pytest.MonkeyPatch):
         status = verification.verify(recipes, tmp_path, out, (1, 2, 4), stale_only)
         return status, sorted(ran), json.loads((out / "t1-x2.json").read_text())["recipes"]
 
-    verify.recipes, verify.broken = recipes, broken
+    verify.recipes, verify.broken, verify.busy, verify.side_by_side = recipes, broken, busy, False
+    monkeypatch.setattr(os, "cpu_count", lambda: 64 if verify.side_by_side else 1)
     return verify
 
 
@@ -51,9 +67,36 @@ def test_every_recipe_runs_on_as_many_ranks_as_there_are_accelerators(machine):
 
 def test_a_failure_is_recorded_and_ends_with_an_error(machine):
     machine.broken.add("second")
-    status, _, record = machine()
+    status, ran, record = machine()
     assert status == 1 and record["first"]["ok"]
-    assert record["second"]["failures"] == ["raised: it broke"]
+    assert record["second"]["failures"] == ["raised: it broke beside []"]
+    assert ran == EVERYTHING, "it was alone already: a second run would be a second chance"
+
+
+def test_what_failed_beside_others_is_judged_by_a_run_of_its_own(machine, capsys):
+    machine.side_by_side = True
+    machine.busy.update(("first", "second"))
+    status, ran, record = machine()
+    said = capsys.readouterr().out
+    assert status == 0 and ran == sorted(2 * EVERYTHING)
+    for name, other in (("first", "second"), ("second", "first")):
+        result = record[name]
+        assert result["ok"] and result["alone"] and not result["failures"]
+        assert result["beside_others"] == [f"raised: it broke beside ['{other}']"]
+        assert f"{name} failed beside others; once more, by itself:" in said
+
+
+def test_what_fails_by_itself_too_stays_failed(machine):
+    machine.side_by_side = True
+    machine.broken.add("second")
+    status, ran, record = machine()
+    assert status == 1 and ran == sorted([*EVERYTHING, ("second", 1), ("second", 2)])
+    assert not record["second"]["ok"] and record["second"]["alone"]
+    assert record["second"]["failures"] == ["raised: it broke beside []"]
+    assert record["first"]["ok"] and "alone" not in record["first"]
+    machine.broken.clear()
+    machine.side_by_side = False
+    assert machine(stale_only=True)[1] == [("second", 1), ("second", 2)]
 
 
 def test_stale_runs_what_changed_what_imports_it_and_what_failed(machine):
