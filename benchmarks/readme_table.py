@@ -3,11 +3,13 @@
     python -m benchmarks.readme_table           # write it
     python -m benchmarks.readme_table --check   # exit 1 if it differs; list results out of date
 
-The table stands between two markers and is never edited by hand.
+The table stands between two markers and is never edited by hand. Where the code of a recipe has
+changed since, it says so.
 """
 
 import argparse
 import sys
+from itertools import chain
 from pathlib import Path
 
 from benchmarks.result_files import (
@@ -15,6 +17,7 @@ from benchmarks.result_files import (
     Column,
     Result,
     ResultError,
+    changed_recipes,
     files,
     in_words,
     load,
@@ -29,23 +32,37 @@ NO_RESULTS = "No results yet: nothing has been measured on a GPU."
 def table(repo: Path) -> str:
     """Markdown: for each benchmark the result file with the most ranks, its first workload."""
     sections = [
-        _section(load(found[-1]))
+        _section(load(found[-1]), repo)
         for name, benchmark in BENCHMARKS.items()
         if benchmark.readme and (found := files(repo, "results", name))
     ]
     return "\n\n".join(sections) or NO_RESULTS
 
 
-def _section(result: Result) -> str:
+def _names(result: Result, rows: list[dict], repo: Path) -> tuple[dict[str, str], list[str]]:
+    """How a row of each name begins, and what stands below the table of ``rows``.
+
+    A dagger marks rows whose recipes' code is not what was measured.
+    """
+    changed = {row["name"]: changed_recipes(result.hashes_of([row]), repo) for row in rows}
+    cells = {name: f"| `{name}`{' †' if earlier else ''} | " for name, earlier in changed.items()}
+    recipes = ", ".join(f"`{name}`" for name in sorted({*chain.from_iterable(changed.values())}))
+    note = ["", f"† Measured on an earlier version of {recipes}: the code has changed since."]
+    return cells, note if recipes else []
+
+
+def _section(result: Result, repo: Path) -> str:
     benchmark = BENCHMARKS[result.data["benchmark"]]
     if benchmark.lines:
-        return _over_tokens(result, benchmark.column(benchmark.readme[0]))
+        return _over_tokens(result, benchmark.column(benchmark.readme[0]), repo)
     varied = result.varied()
     first = {parameter: result.rows[0].get(parameter) for parameter in varied}
     rows = [row for row in result.rows if all(row.get(p) == v for p, v in first.items())]
     columns = [
         column for column in map(benchmark.column, benchmark.readme) if any(map(column.known, rows))
     ]
+    rows = [row for row in rows if any(column.known(row) for column in columns)]
+    names, note = _names(result, rows, repo)
     case = "".join(f"; {parameter}: {value}" for parameter, value in first.items())
     lines = [
         f"**{benchmark.title}**: {result.origin()}; {in_words(result.data['workload'])}{case}.",
@@ -54,14 +71,13 @@ def _section(result: Result) -> str:
         "|---|" + "---:|" * len(columns),
     ]
     lines += [
-        f"| `{row['name']}` | " + " | ".join(column.cell(row) for column in columns) + " |"
+        names[row["name"]] + " | ".join(column.cell(row) for column in columns) + " |"
         for row in rows
-        if any(column.known(row) for column in columns)
     ]
-    return "\n".join(lines)
+    return "\n".join(lines + note)
 
 
-def _over_tokens(result: Result, column: Column) -> str:
+def _over_tokens(result: Result, column: Column, repo: Path) -> str:
     """A row for each name that was measured at every number of tokens, a column for each number."""
     rows = [row for row in result.rows if column.known(row)]
     tokens = sorted({row["tokens"] for row in rows})
@@ -74,11 +90,11 @@ def _over_tokens(result: Result, column: Column) -> str:
         "| | " + " | ".join(f"{count:,}" for count in tokens) + " |",
         "|---|" + "---:|" * len(tokens),
     ]
-    for name in dict.fromkeys(row["name"] for row in rows):
-        values = [cells[name, count] for count in tokens if (name, count) in cells]
-        if len(values) == len(tokens):
-            lines.append(f"| `{name}` | " + " | ".join(values) + " |")
-    return "\n".join(lines)
+    everywhere = [row for row in rows if all((row["name"], count) in cells for count in tokens)]
+    names, note = _names(result, everywhere, repo)
+    for name, begin in names.items():
+        lines.append(begin + " | ".join(cells[name, count] for count in tokens) + " |")
+    return "\n".join(lines + note)
 
 
 def with_table(readme: str, repo: Path) -> str:
@@ -112,7 +128,7 @@ def main(arguments: list[str] | None = None) -> int:
     if not options.check:
         readme.write_text(wanted, encoding="utf-8")
     elif present != wanted:
-        print(f"README.md: its table is not what the result files say; run: {COMMAND}")
+        print(f"README.md: its table is not what results and recipes say; run: {COMMAND}")
         return 1
     return 0
 

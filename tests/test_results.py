@@ -497,6 +497,31 @@ def test_the_readme_shows_what_varies_in_tokens_as_a_table_over_tokens(repo):
     assert "| | 2,048 | 4,096 |" in written and "| `streamed` | 205 ms | 410 ms |" in written
 
 
+@pytest.mark.parametrize("over_tokens", [False, True])
+def test_the_readme_marks_what_was_measured_on_an_earlier_version(repo, over_tokens):
+    if over_tokens:
+        steps = {"tokens": 2048, "step_s": 0.2, "samples": {}}
+        rows = [steps | {"name": "overlapped"}, steps | {"name": "async_save"}]
+        path = measure(repo, rows=rows, benchmark="offload_step")
+        path.rename(path.with_name("offload_step.test-x2.json"))
+    else:
+        measure(repo)
+    readme = repo / "README.md"
+    note = "\n\n† Measured on an earlier version of `async_save`: the code has changed since."
+    assert lint(repo).returncode == 0 and "†" not in readme.read_text()
+
+    edit_prose(repo)
+    assert lint(repo, "--check").returncode == 0
+
+    edit_code(repo)
+    process = lint(repo, "--check")
+    assert process.returncode == 1 and "run: make readme" in process.stdout
+    assert lint(repo).returncode == 0
+    written = readme.read_text()
+    assert "| `async_save` † | " in written and "| `overlapped` | " in written
+    assert written.count(note) == 1
+
+
 def test_a_readme_without_markers_is_an_error(repo):
     (repo / "README.md").write_text("# Title\n")
     process = lint(repo, "--check")
