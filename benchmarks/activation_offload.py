@@ -138,12 +138,11 @@ class Training:
             device,
             size.pool_bytes,
             window=self.layer_bytes(size.tokens),
-            stay=self.model.parameters(),
             smallest=size.smallest,
         )
 
     def layer_bytes(self, tokens: int) -> int:
-        """About half of what a layer saves: 17 of its 34 bytes a token and feature."""
+        """A little more than half of what a layer saves: 17 of 32 bytes a token and feature."""
         return 17 * tokens * self.size.width
 
     def batch(self, tokens: int) -> torch.Tensor:

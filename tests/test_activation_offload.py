@@ -17,6 +17,7 @@ import torch
 from torch import nn
 
 from harness.recipe import load_recipe
+from harness.run import run
 
 ROOT = Path(__file__).parents[1]
 RECIPES = ROOT / "recipes_source" / "offload"
@@ -185,14 +186,89 @@ def test_a_storage_is_copied_once_whatever_views_of_it_are_saved(recipe):
     assert torch.equal(ours, x.grad)
 
 
-def test_parameters_and_their_views_stay(recipe):
-    layer = nn.Linear(WIDTH, WIDTH)
+@pytest.mark.parametrize("trained", [True, False])
+def test_parameters_and_their_views_stay(recipe, trained):
+    layer = nn.Linear(WIDTH, WIDTH).requires_grad_(trained)
+    gain = nn.Parameter(torch.ones(ROWS, WIDTH), requires_grad=trained)
+    x = activation().exp()
+    with offloading(recipe) as offload:
+        with offload.saving():  # saves the weight transposed, gain itself, and the output of exp
+            outputs = layer(x).exp() * gain
+        assert layer.weight.nbytes >= offload.smallest and gain.nbytes == NBYTES
+        # the output of exp, and x, which the gradient of the weight needs
+        assert offload.wanted == NBYTES * (1 + trained)
+        outputs.sum().backward()
+
+
+def test_what_is_asked_for_stays(recipe):
     x = activation()
-    for stay, wanted in (((), 2 * NBYTES + layer.weight.nbytes), (layer.parameters(), 2 * NBYTES)):
+    for stay, wanted in (((), 2 * NBYTES), ([x], NBYTES)):
         with offloading(recipe, stay=stay) as offload:
-            with offload.saving():  # saves x, the weight transposed, and the output of exp
-                layer(x).exp().sum().backward()
+            with offload.saving():  # saves x, and the output of exp
+                (x * x).exp().sum().backward()
             assert offload.wanted == wanted
+
+
+SHARDED = f"""
+import sys
+
+sys.path.insert(0, {str(RECIPES)!r})
+
+from contextlib import closing, nullcontext
+
+import torch
+import torch.distributed as dist
+from activation_offload import ActivationOffload, same_bits
+from torch import nn
+from torch.distributed.fsdp import fully_shard
+from weight_streaming import start_rank
+
+
+def build(device):
+    torch.manual_seed(0)
+    blocks = (
+        nn.Sequential(nn.Linear(64, 256), nn.GELU(), nn.LayerNorm(256), nn.Linear(256, 64))
+        for _ in range(4)
+    )
+    return nn.Sequential(*blocks).to(device)
+
+
+def gradients_of(model, batch, saving):
+    model.zero_grad()
+    with saving:
+        loss = model(batch).square().mean()
+    loss.backward()
+    return [parameter.grad.to_local() for parameter in model.parameters()]
+
+
+device = start_rank()
+batch = torch.randn(32, 64, device=device)
+plain = build(device)
+options = {{"window": 64 << 10, "smallest": 512}}
+with closing(ActivationOffload(device, 1 << 20, stay=plain.parameters(), **options)) as offload:
+    with offload.saving():
+        plain(batch).square().mean().backward()
+    activations = offload.wanted
+assert activations >= 4 * 3 * 32 * 256 * 4, activations
+for reshard in (True, False):
+    model = build(device)
+    for part in (*model, model):
+        fully_shard(part, reshard_after_forward=reshard)
+    expected = gradients_of(model, batch, nullcontext())
+    with closing(ActivationOffload(device, 1 << 20, **options)) as offload:
+        for _ in range(3):
+            assert same_bits(gradients_of(model, batch, offload.saving()), expected)
+            assert offload.wanted == activations, f"{{offload.wanted}} of {{activations}} bytes"
+dist.destroy_process_group()
+"""
+
+
+def test_no_gathered_weight_of_fully_shard_is_copied(tmp_path):
+    """It may be freed while a copy still reads it."""
+    script = tmp_path / "sharded.py"
+    script.write_text(SHARDED)
+    report = run(script, 2, launcher="warm")
+    assert report.ok, report.describe()
 
 
 def test_small_tensors_stay(recipe):

@@ -104,12 +104,12 @@ def total(storages: Iterable[Storage]) -> int:
 # %%
 # The hooks
 # ---------
-# ``pack`` leaves alone what is not worth a copy or must not be copied: parameters (they stay on the
-# device anyway, so a copy would free nothing; every ``Linear`` saves a transposed *view* of its
-# weight, which is recognised by its storage), small tensors, tensors elsewhere, and what bytes and
-# strides do not describe: subclasses, sparse tensors, the lazily conjugated view ``x.conj()``. Nor
-# does it copy parts of a storage that are no views of the whole, such as ``unsafe_chunk`` makes:
-# each has a version of its own, so that no copy of the whole is known to hold all of them.
+# ``pack`` leaves alone what is not worth a copy or must not be copied: parameters (a copy would free
+# nothing, for the module holds them; every ``Linear`` saves a transposed *view* of its weight, which
+# is recognised by its base), small tensors, tensors elsewhere, and what bytes and strides do not
+# describe: subclasses, sparse tensors, the lazily conjugated view ``x.conj()``. Nor does it copy
+# parts of a storage that are no views of the whole, such as ``unsafe_chunk`` makes: each has a
+# version of its own, so that no copy of the whole is known to hold all of them.
 #
 # Without hooks, autograd raises where a saved tensor was changed in place. With hooks it cannot tell,
 # so ``unchanged`` compares the versions of what the device still holds.
@@ -139,7 +139,7 @@ class ActivationOffload:
         budget: bytes of host memory, page-locked here and now. What exceeds it stays on the device.
         window: bytes on the device that are on their way to the host, and as many on their way
             back. A single larger storage is let through alone. What two layers save is enough.
-        stay: tensors that stay on the device, such as ``model.parameters()``.
+        stay: what else stays on the device, such as a batch that you keep; parameters do anyway.
         smallest: bytes; a smaller storage stays.
         lanes: the streams for copies to the device and to the host; two new ones if None.
 
@@ -188,7 +188,7 @@ class ActivationOffload:
         plain = type(tensor) is torch.Tensor and tensor.layout == torch.strided and not special
         memory = tensor.untyped_storage() if plain and tensor.device == self.device else None
         whole = memory and self.smallest <= memory.nbytes() == base.nbytes
-        if not whole or memory.data_ptr() in self.staying:
+        if not whole or isinstance(base, nn.Parameter) or memory.data_ptr() in self.staying:
             return tensor, tensor._version
         storage = self.known[memory]() if memory in self.known else None
         if storage is None or storage.version != tensor._version:
@@ -296,10 +296,10 @@ def same_bits(ours: Iterable[torch.Tensor], theirs: Iterable[torch.Tensor]) -> b
 
 def prove(device: torch.device, model: nn.Module, batch: torch.Tensor) -> None:
     expected = gradients_of(model, batch, nullcontext())
-    with closing(ActivationOffload(device, 0, stay=model.parameters(), **TOY)) as trial:
+    with closing(ActivationOffload(device, 0, stay=[batch], **TOY)) as trial:
         assert same_bits(gradients_of(model, batch, trial.saving()), expected)
     for budget in (trial.wanted, trial.wanted // 2):
-        with closing(ActivationOffload(device, budget, stay=model.parameters(), **TOY)) as offload:
+        with closing(ActivationOffload(device, budget, stay=[batch], **TOY)) as offload:
             for _ in range(streaming.STEPS):
                 assert same_bits(gradients_of(model, batch, offload.saving()), expected)
         assert budget / 2 < offload.used <= budget and offload.peak <= 2 * TOY["window"]
@@ -419,8 +419,8 @@ if __name__ == "__main__":
 # * Forward and backward must run on one stream.
 # * What bytes and strides do not describe stays on the device: tensor subclasses, sparse, nested and
 #   quantized tensors, lazily conjugated or negated views (``x.conj()``).
-# * Not for ``fully_shard``: it frees gathered weights without a wait for a copy that may still read
-#   them, and they are not the tensors that ``model.parameters()`` gives to ``stay``.
+# * ``fully_shard`` frees gathered weights without a wait for a copy that may still read them. None
+#   is copied as long as it is saved as a parameter or a view of one; ``weight.detach()`` is neither.
 # * A storage is copied as a whole, even if a small view of a large one was saved. Parts of one that
 #   are not views stay on the device (``unsafe_chunk``, some compiled kernels, ``view.detach()``).
 # * A batch that you keep is copied like everything else, though that frees nothing: add it to
