@@ -187,6 +187,33 @@ def test_sums_have_the_bits_of_ordinary_accumulation(chunk, monkeypatch):
                 assert all(map(torch.equal, found, expected))
 
 
+@pytest.fixture
+def poisoned_memory() -> Iterator[None]:
+    """Memory that is allocated and not written holds NaN."""
+    torch.use_deterministic_algorithms(True)
+    yield
+    torch.use_deterministic_algorithms(False)
+
+
+@pytest.mark.parametrize("max_norm", NORMS)
+def test_nothing_is_computed_from_the_padding(max_norm, poisoned_memory):
+    """Between the parameters of a layer; what the device's slots held there goes everywhere."""
+    ordinary, dtype = Ordinary(torch.bfloat16), torch.bfloat16
+    major = LayerMajorSums(layers_of(dtype), CPU, backwards=1)
+    with pipelined(max_norm, dtype=dtype) as stack, closing(major):
+        for seed in range(3):
+            stack.step(batch(seed, dtype), loss_of)
+            ordinary.step([batch(seed, dtype)], max_norm)
+        stack.finish()
+        stack.check_finite()
+        assert_same(stack, ordinary)
+        assert stack.masters[0].isnan().any(), "the padding was meant to hold NaN"
+        major.step([batch(0, dtype)], loss_of)
+        sums = [view for layer in major.finish() for view in layer.values()]
+        assert all(total.isfinite().all() for total in sums)
+        assert major.sums[0].isnan().any(), "the padding was meant to hold NaN"
+
+
 # Timing: each test holds one side until the other has done what it must be able to do
 
 

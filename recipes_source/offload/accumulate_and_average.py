@@ -4,8 +4,8 @@ Sum gradients on the host: accumulation and data parallelism
 
 Gradients that arrive in host memory one layer at a time have to be summed there, over microbatches
 and over ranks, while the device is already computing the next ones. This recipe does both beside
-the backward, to the last bit of an ordinary run, and then cuts the traffic by the number of
-microbatches.
+the backward, to the last bit of an ordinary run (on three ranks or more, to the rounding of a sum),
+and then lets one load of a layer, and one store, serve all microbatches of a step.
 
 .. grid:: 1 1 2 2
 
@@ -31,12 +31,12 @@ that queues the training must not wait for it, or the device runs dry; a worker 
 waits for the event ``host_done``, adds the gradients to a sum in fp32, and when the last microbatch
 is in, averages the sum over the ranks:
 
-.. lanes:: Schematic. Backward of layers 3, 2 and 1; each sum is made while the next layer computes.
+.. lanes:: Schematic. Backward of four layers; each but the last is summed while the next computes.
 
    compute: 0-6 layer 3; 6-12 layer 2; 12-18 layer 1; 18-24 layer 0
-   D2H:     6-9 3 ~; 12-15 2 ~; 18-21 1 ~
-   host:    9-11 add 3; 15-17 add 2; 21-23 add 1
-   reduce:  11-14 mean 3 ~; 17-20 mean 2 ~; 23-26 mean 1 ~
+   D2H:     6-9 3 ~; 12-15 2 ~; 18-21 1 ~; 24-27 0 ~
+   host:    9-11 add 3; 15-17 add 2; 21-23 add 1; 27-29 add 0
+   reduce:  11-14 mean 3 ~; 17-20 mean 2 ~; 23-26 mean 1 ~; 29-32 mean 0 ~
 
 Microbatch after microbatch, every layer crosses the link once for each of them. Turn the two loops
 inside out and each layer is loaded once, used for all microbatches, and its gradients, summed on
@@ -90,9 +90,9 @@ CHUNK = 2**18  # elements that a core adds at a time; their fp32 copy, 1 MB, sta
 # its own keeps it apart from the collectives of training. gloo's ``all_reduce`` gives every rank
 # the same bits, and the same again in the next run. It has no mean, so the sum is divided.
 #
-# **Cores.** One core adds at a few GB/s. ``torchrun`` sets ``OMP_NUM_THREADS=1`` when it starts
-# several ranks, and ``torch.set_num_threads``, called in the worker, gives it more and leaves the
-# training thread as it is.
+# **Cores.** One core adds slower than the host's memory allows. ``torchrun`` sets
+# ``OMP_NUM_THREADS=1`` when it starts several ranks, and ``torch.set_num_threads``, called in the
+# worker, gives it more and leaves the training thread as it is.
 #
 # As with PyTorch's ``DistributedDataParallel``, the result is a sum over microbatches and a mean
 # over ranks: divide the loss by the number of microbatches if you want a mean there as well.

@@ -104,15 +104,15 @@ def total(storages: Iterable[Storage]) -> int:
 # %%
 # The hooks
 # ---------
-# ``pack`` leaves alone what is not worth a copy or must not be copied: parameters (a copy would free
-# nothing, for the module holds them; every ``Linear`` saves a transposed *view* of its weight, which
-# is recognised by its base), small tensors, tensors elsewhere, and what bytes and strides do not
-# describe: subclasses, sparse tensors, the lazily conjugated view ``x.conj()``. Nor does it copy
-# parts of a storage that are no views of the whole, such as ``unsafe_chunk`` makes: each has a
+# ``pack`` leaves alone what is not worth a copy or must not be copied: parameters (a copy would
+# free nothing, for the module holds them; every ``Linear`` saves a transposed *view* of its weight,
+# which is recognised by its base), small tensors, tensors elsewhere, and what bytes and strides do
+# not describe: subclasses, sparse tensors, the lazily conjugated view ``x.conj()``. Nor does it
+# copy parts of a storage that are no views of the whole, such as ``unsafe_chunk`` makes: each has a
 # version of its own, so that no copy of the whole is known to hold all of them.
 #
-# Without hooks, autograd raises where a saved tensor was changed in place. With hooks it cannot tell,
-# so ``unchanged`` compares the versions of what the device still holds.
+# Without hooks, autograd raises where a saved tensor was changed in place. With hooks it cannot
+# tell, so ``unchanged`` compares the versions of what the device still holds.
 #
 # Five edges order the copies; *compute* is the stream that forward and backward run on:
 #
@@ -417,10 +417,10 @@ if __name__ == "__main__":
 # Known limits
 # ------------
 # * Forward and backward must run on one stream.
-# * What bytes and strides do not describe stays on the device: tensor subclasses, sparse, nested and
-#   quantized tensors, lazily conjugated or negated views (``x.conj()``).
+# * What bytes and strides do not describe stays on the device: tensor subclasses, sparse, nested
+#   and quantized tensors, lazily conjugated or negated views (``x.conj()``).
 # * ``fully_shard`` frees gathered weights without a wait for a copy that may still read them. None
-#   is copied as long as it is saved as a parameter or a view of one; ``weight.detach()`` is neither.
+#   is copied if it is saved as a parameter or a view of one; ``weight.detach()`` is neither.
 # * A storage is copied as a whole, even if a small view of a large one was saved. Parts of one that
 #   are not views stay on the device (``unsafe_chunk``, some compiled kernels, ``view.detach()``).
 # * A batch that you keep is copied like everything else, though that frees nothing: add it to

@@ -2,9 +2,10 @@
 Weights that live in host memory: one flat buffer a layer
 =========================================================
 
-This recipe moves any module's parameters into host memory that the device can read by itself, in
-one piece per layer: a layer then crosses the link in **one copy**. The module, its optimizer and
-its checkpoints do not notice. It is what must be done before weights can be streamed.
+This recipe moves the parameters of a model's layers into host memory that the device can read by
+itself, in one piece per layer: a layer then crosses the link in **one copy**. The modules, their
+optimizer and their checkpoints do not notice. It is what must be done before weights can be
+streamed.
 
 .. grid:: 1 1 2 2
 
@@ -18,7 +19,7 @@ its checkpoints do not notice. It is what must be done before weights can be str
    .. grid-item-card:: What you need
 
       * PyTorch 2.9 or later, any number of ranks; each works on its own device
-      * host memory for the weights and the gradients, page-locked if the device is a GPU
+      * host memory for the weights and the gradients, page-locked for a CUDA device
 
 .. verification-badge::
 
@@ -367,6 +368,20 @@ if __name__ == "__main__":
     main()
 
 # %%
+# What it buys
+# ------------
+# Pages that are locked are read and written by the device itself, at the speed of the link, beside
+# its kernels. ``pageable`` and ``one_stream`` copy the same buffers on the stream of the kernels,
+# not locked and locked; ``streamed`` has streams for the copies, as the next recipe,
+# :doc:`weight_streaming`, which also tells what the columns say:
+#
+# .. result-table:: offload_step
+#    :rows: pageable one_stream streamed
+#    :where: tokens=8192
+#
+# What one copy a layer gains over one a parameter is not in this table: its layers are two large
+# matrices each. It is larger where parameters are smaller.
+#
 # What breaks if you remove a line
 # --------------------------------
 # Each edit was made and run when this page was built. On the CPU a copy is done when it returns, so
@@ -403,11 +418,11 @@ if __name__ == "__main__":
 # * The memory behind a parameter must stay the buffer. ``load_state_dict`` copies into it;
 #   ``load_state_dict(assign=True)``, ``layers.to(dtype)``, ``vector_to_parameters`` and
 #   ``parameter.data = ...`` do not, and the device goes on with the old weights without an error.
-# * Which parameters are trained is fixed when the layers are taken; ``requires_grad_`` has no effect
-#   afterwards.
+# * Which parameters are trained is fixed when the layers are taken; ``requires_grad_`` has no
+#   effect afterwards.
 # * By default PyTorch refuses a ``grad`` of another dtype than its parameter, so
-#   ``hand_out_gradients`` raises with ``gradient_dtype``: read ``gradients[i].views`` instead, or set
-#   ``parameter.grad_dtype = None`` where PyTorch has it.
+#   ``hand_out_gradients`` raises with ``gradient_dtype``: read ``gradients[i].views`` instead, or
+#   set ``parameter.grad_dtype = None`` where PyTorch has it.
 # * Locked memory does not exist in a forked process: one that reads the weights there ends with a
 #   segmentation fault. Give it a clone, or start it with ``spawn``.
 # * Buffers that are dropped without ``close()`` are unlocked as well, but nobody then waits for

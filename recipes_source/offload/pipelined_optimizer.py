@@ -371,8 +371,9 @@ if __name__ == "__main__":
 #    :rows: resident streamed_adam
 #    :field: step_s
 #
-# On the left the updates are the wall: they take what they take, whatever the device does. To the
-# right most of them is hidden behind it, and the step comes near to that of ``streamed``.
+# On the left the updates are the wall: a step takes at least as long as they do, however few its
+# tokens. To the right most of them is hidden behind the device's work, and the step comes near to
+# that of ``streamed``.
 #
 # .. result-table:: offload_step
 #    :rows: resident streamed streamed_adam torchao deepspeed
@@ -424,10 +425,10 @@ if __name__ == "__main__":
 # norms), and 6 to 8 for the copies over the link. **When the host is the wall**: if its memory
 # moves :math:`B` bytes/s and the device computes :math:`F` FLOP/s, a step of :math:`T` tokens with
 # recomputation takes the device :math:`8PT/F` seconds and the updates :math:`28P/B`. The updates
-# are hidden from about :math:`T = 3.5\,F/B` tokens a step on; with hundreds of TFLOP/s and hundreds
-# of GB/s, from some ten thousand. Below that, raise the tokens of a step, with layer-major
-# microbatches (:doc:`accumulate_and_average`) if they do not fit at once: the update costs the same
-# for any number of them. With few cores their arithmetic is the wall before the memory is: time
+# are hidden from about :math:`T = 3.5\,F/B` tokens a step on; from there, the bound in the figure
+# above grows with the tokens. Below that, raise the tokens of a step, with layer-major microbatches
+# (:doc:`accumulate_and_average`) if they do not fit at once: the update costs the same for any
+# number of them. With few cores their arithmetic is the wall before the memory is: time
 # ``update(layer)`` alone, and use that instead of :math:`28P/B`.
 #
 # When it is not worth it
@@ -449,7 +450,11 @@ if __name__ == "__main__":
 # * The settings of AdamW are the same for all parameters. Change a learning rate in
 #   ``optimizers[layer][chunk].param_groups`` after ``finish()``, not while updates may run.
 # * A checkpoint needs ``masters`` and each optimizer's ``state_dict()``, read after ``finish()``.
-#   When they are loaded, round the weights: ``weights[layer].flat.copy_(masters[layer])``.
+#   When they are loaded, round the weights: ``weights[layer].flat[: len(m)].copy_(m)``, where ``m``
+#   is ``masters[layer]``.
+# * The padding between parameters holds anything, NaN as well, in the masters, the moments and a
+#   checkpoint of them; nothing else is computed from it. Look at the masters by name:
+#   ``gradients[layer].views_of(masters[layer])``.
 # * Modules outside the stack (an embedding, a head in the loss function) have resident weights and
 #   need an optimizer of their own; ``max_norm`` does not see their gradients.
 # * A backward that raised half-way ends the stack with ``max_norm`` as well, although nothing has

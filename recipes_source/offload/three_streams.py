@@ -65,7 +65,7 @@ import torch
 
 CHUNKS = 8
 SLOTS = 2  # chunks on the device at a time: one is computed with, one comes in
-SIDE = 2048  # rows and columns of a chunk of float32: 16.8 MB
+SIDE = 2048  # rows and columns of a chunk of float32, 16 MiB
 SIDE_ON_CPU = 64
 
 # %%
@@ -197,7 +197,8 @@ class Pipeline:
 #   ``(Pageable -> Device)``, and the stream it ran on. If kernels run on that stream too, the copy
 #   holds the device.
 # * Each call of the runtime (``cudaMemcpyAsync``, ``cudaStreamSynchronize``) lasts as long as it
-#   kept the host.
+#   kept the host. The verdict calls the host held if these calls took more than half of the time
+#   that the copies took on the device.
 # * The kernels say what ran meanwhile: ``hidden_share`` is the part of the copies' time during
 #   which one did. A stream of its own allows overlap, it does not promise it.
 #
@@ -388,9 +389,9 @@ if __name__ == "__main__":
 # When it is not worth it
 # -----------------------
 # * A lane that is much longer than the two others hides them, and is not hidden by anything. If a
-#   chunk's copy in takes ten times its computation and little is copied out, three streams gain a
-#   tenth.
-# * Small chunks: launching a copy costs the host some microseconds. Below a megabyte, pack several
+#   chunk's copy in takes ten times its computation and little is copied out, three streams gain
+#   about a tenth.
+# * Small chunks: where a copy takes no longer than the host takes to launch it, pack several
 #   tensors into one copy.
 # * Data that fits the device: leave it there.
 #

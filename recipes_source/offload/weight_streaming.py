@@ -150,8 +150,9 @@ class Entrance(torch.autograd.Function):
 # * ``store`` records ``grad_ready`` behind the gradients, copies on ``d2h``, and records
 #   ``grad_free`` and ``host_done``.
 #
-# None of them asks anything of the device: no ``.item()``, no ``synchronize``, no allocation that
-# has not been made in the first step.
+# None of them asks anything of the device: no ``.item()``, no ``synchronize``. What autograd
+# allocates in each layer comes from PyTorch's caching allocator, which needs nothing new from the
+# driver for steps of one size after the first.
 #
 # ``functional_call`` runs a module with the tensors that it is given in place of its parameters,
 # so any module will do that takes one tensor and returns one.
@@ -395,7 +396,7 @@ if __name__ == "__main__":
 # Blocks of two large matrices, forward and backward with recomputation, no optimizer. ``resident``
 # keeps all weights on the device and computes with the same kernels. ``streamed`` is this recipe
 # and ``streamed_4_slots`` the same with four slots; ``one_stream`` has all copies on the stream of
-# the kernels, ``pageable`` all buffers unlocked. ``fsdp2_cpu_offload`` is FSDP2's
+# the kernels, and ``pageable`` unlocked buffers besides. ``fsdp2_cpu_offload`` is FSDP2's
 # ``CPUOffloadPolicy``.
 #
 # .. result-figure:: offload_step
