@@ -17,18 +17,20 @@ Nothing else synchronises the device between a window's first and last step.
   *interval* runs from the end of the step before it to its own end, both events on the compute
   stream (host clock on a CPU). It holds everything that delays a step: a held training thread, a
   waiting stream, slower kernels.
-* ``step_s``: median interval without a save, the first steps of each window left out.
+* ``step_s``: median interval without a save, the first steps of each window left out. In a window
+  that has no partner (see below) these are the steps that end before the call.
 * ``call_s``: host seconds from the call to its return.
 * ``staged_s``: seconds until the copy in host memory is complete: for ``overlapped`` between the
   events around its copies on the device, otherwise on the host, from the call on.
 * ``exposed_stall_s``: sum over the steps that end after the call, up to one step after the end of
   staging, of interval minus what that step takes without a save. A blocking call is part of it,
   since the compute stream runs empty. After a rest a GPU's clocks swing for some seconds, and step
-  times with them by several per cent, alike in every window. So where the stall is a small part of
-  a step (``paired`` modes), each window with a save has a partner without, of as many steps, and
-  steps at the same place of their windows are compared. Which of the two comes first alternates,
-  so that what a window owes to its turn cancels over an even number of ``--saves``. Elsewhere the
-  baseline is the median of the steps before the save. ``samples`` has the intervals.
+  times with them by several per cent, much alike in every window; the save comes when that is over
+  (``Size.quiet_steps``). Where the stall is a small part of a step (``paired`` modes), each window
+  with a save has a partner without, of as many steps, and steps at the same place of their windows
+  are compared. Which of the two comes first alternates, so that what a window owes to its turn
+  cancels over an even number of ``--saves``. Elsewhere the baseline is the mean of the steps before
+  the save, whole swings of the clock. ``samples`` has the intervals.
 * ``exposed_stall_low_s``, ``exposed_stall_high_s``: between them the centre of all such stalls lies
   with at least 95 % confidence, by Wilcoxon's signed ranks, which asks of their distribution that
   it be symmetric and nothing more; from six samples on. Row ``none`` compares windows without a
@@ -37,7 +39,9 @@ Nothing else synchronises the device between a window's first and last step.
   (for a save that does not stage, from the call), training all the while; ``uploaded_idle_s`` the
   same with no training beside it.
 * ``upload_slowdown``: the steps that lie wholly between the end of staging and the end of the
-  upload, over what they take without a save, by the same baseline.
+  upload, over what they take without a save, by the same baseline. A save that leaves the GPU
+  without work is a rest too: behind it the clocks swing anew, and a change of less than one per
+  cent means nothing.
 * ``bytes_written``: size of the files of one checkpoint, all ranks.
 * ``pinned_bytes``: page-locked host memory of this rank, most at any time: PyTorch's own allocator
   plus memory registered with ``cudaHostRegister``.
@@ -47,6 +51,8 @@ Nothing else synchronises the device between a window's first and last step.
   of the state right before the call. Where staging runs beside training this is a separate save
   with ``QUEUED_S`` of work queued before its step; elsewhere it is the first.
   ``elements_differing`` is the share of elements that are not those of the clone.
+* ``quiet_steps``: steps of a window before its save. A row measured with another number is measured
+  anew.
 * ``link``: pinned copy rates of rank 0 while nothing else runs, and its device-to-host rate beside
   training on all ranks at once, every rank copying: as many bytes as the state has, queued behind
   an optimizer step, in large pieces. With more than one rank the copies share the way out of the
@@ -115,7 +121,7 @@ from benchmarks.measuring import (  # noqa: E402
 BOUND_FROM = "bytes of state of a rank over the pinned device-to-host rate beside training"
 QUEUED_S = 4.0  # more than a stager takes to lock its memory
 QUEUED_MATRIX = 16384  # rows and columns of the products queued
-QUIET_STEPS = 5  # of a window, before its save
+QUEUED_STEPS = 2  # at most, on the device
 STEPS_AFTER = 4  # at least, of a window, after its save
 CONFIDENCE = 0.95  # of the interval around a stall
 SETTLED = 2  # at the start of a window, not counted for the step time: the queue fills
@@ -130,11 +136,22 @@ class Size:
     tokens: dict[str, int]
     link_bytes: int
     rest_s: float  # before each window
+    quiet_steps: dict[str, int]  # of a window, before its save
 
 
-# 16 layers of 8192 x 4096 with Adam in float32: 6.44 GB of state a rank.
-FULL = Size(16, (8192, 4096), {"long": 65536, "short": 8192}, 2**30, 1.0)
-SMALL = Size(4, (256, 128), {"long": 4096, "short": 256}, 2**24, 0.0)
+# 16 layers of 8192 x 4096 with Adam in float32: 6.44 GB of state a rank. On an H200 that has
+# rested, step times swing with a period of about a second, three long steps: by five per cent at
+# first, where a window's slowest step may be one place later than its partner's, and by one per
+# cent after five seconds. So the save comes then, and from SETTLED to the call there are whole
+# periods.
+FULL = Size(
+    *(16, (8192, 4096), {"long": 65536, "short": 8192}, 2**30, 1.0),
+    quiet_steps={"long": 16, "short": 90},
+)
+SMALL = Size(
+    *(4, (256, 128), {"long": 4096, "short": 256}, 2**24, 0.0),
+    quiet_steps={"long": 7, "short": 7},
+)
 
 
 # -- the training loop ------------------------------------------------------------------------
@@ -147,7 +164,6 @@ class Training:
         self.size, self.device, self.scratch = size, device, scratch
         self.app = self.build()
         self.ends: list = []
-        self.tokens = "long"
 
     def build(self) -> AppState:
         torch.manual_seed(0)
@@ -165,6 +181,7 @@ class Training:
 
     def prepare(self, tokens: str) -> None:
         """Choose the step's length and run until it is steady."""
+        self.quiet_steps = self.size.quiet_steps[tokens]
         count = self.size.tokens[tokens] // dist.get_world_size()
         torch.manual_seed(dist.get_rank())
         self.batch = torch.randn(count, self.size.widths[0], device=self.device)
@@ -173,8 +190,8 @@ class Training:
 
     def steps(self, count: int, mode: "Mode | None" = None) -> None:
         for _ in range(count):
-            if len(self.ends) >= 2:
-                self.ends[-2].synchronize()
+            if len(self.ends) >= QUEUED_STEPS:
+                self.ends[-QUEUED_STEPS].synchronize()
             self.app.model(self.batch).square().mean().backward()
             with mode.update() if mode else nullcontext():
                 self.app.optimizer.step()
@@ -578,7 +595,7 @@ def window_with_save(
     Trains until the upload has ended on all ranks.
     """
     training.start_clock()
-    training.steps(QUIET_STEPS, mode)
+    training.steps(training.quiet_steps, mode)
     expected = snapshot(training.app) if first and not mode.stages_beside else None
     save = mode.save(directory)
     training.steps(STEPS_AFTER, mode)
@@ -679,25 +696,32 @@ def measure_save(
     intervals = intervals_of(ends)
     if pair_steps and not quiet_first:
         without = intervals_of(window_without_save(training, mode, len(intervals)))
-    quiet = without[SETTLED:] or intervals[SETTLED : QUIET_STEPS - 1]
-    step_s = statistics.median(quiet)
-    baseline = [*without, step_s]
+    times = times_of(ends, save, without, training.quiet_steps)
+    paired = {"intervals_without": without, "quiet_first": quiet_first} if without else {}
+    return {"intervals": intervals, **paired, **times}, expected
 
+
+def times_of(ends: list[float], save: Save, without: list[float], quiet_steps: int) -> dict:
+    """The times of one save, by the step ends of its window and the intervals of its partner.
+
+    Args:
+        without: empty where the window has no partner.
+        quiet_steps: of the window, before the call; ``QUEUED_STEPS`` of them end after it.
+    """
+    quiet = without[SETTLED:] or intervals_of(ends)[SETTLED : quiet_steps - QUEUED_STEPS]
+    baseline = [*without, statistics.mean(quiet)]
     staged_at = save.staged_at if save.staged_at is not None else save.uploaded_at
     stall_s, first_free = exposed_stall(ends, baseline, save.called_at, staged_at)
     slowdown, beside = upload_slowdown(ends, baseline, first_free + 1, save.uploaded_at)
-    paired = {"intervals_without": without, "quiet_first": quiet_first} if without else {}
     return {
-        "intervals": intervals,
-        **paired,
-        "step_s": step_s,
+        "step_s": statistics.median(quiet),
         "call_s": save.returned_at - save.called_at,
         "staged_s": save.staged_s or (staged_at - save.called_at if save.uploaded else None),
         "uploaded_s": save.uploaded_at - (staged_at if save.uploaded else save.called_at),
         "exposed_stall_s": stall_s,
         "upload_slowdown": slowdown,
         "steps_beside_upload": beside,
-    }, expected
+    }
 
 
 def upload_when_idle(training: Training, mode: Mode, directory: Path) -> float:
@@ -801,13 +825,13 @@ def measure_nothing(
 ) -> Iterator[dict]:
     """The row of training without a save: windows against windows, as if one had a save.
 
-    The save that is not made is called once the host has queued the quiet steps, two of them not
-    begun on the device, and staged within the step behind them.
+    The save that is not made is called once the host has queued the quiet steps, the last of them
+    not begun on the device, and staged within the step behind them.
     """
     samples: dict[str, list] = begun["samples"] if begun else {"step_s": [], "exposed_stall_s": []}
-    called, staged = QUIET_STEPS - 2, QUIET_STEPS
+    called, staged = training.quiet_steps - QUEUED_STEPS, training.quiet_steps
     for number in range(len(samples["step_s"]), saves):
-        steps = QUIET_STEPS + STEPS_AFTER
+        steps = training.quiet_steps + STEPS_AFTER
         pair = [window_without_save(training, mode, steps) for _ in range(2)]
         without, ends = pair if number % 2 == 0 else reversed(pair)
         baseline = intervals_of(without)
@@ -856,13 +880,10 @@ def measure_link(training: Training, size: Size, state_bytes: int) -> dict[str, 
     return alone | {"pinned_d2h_beside_training_bytes_per_s": beside}
 
 
-def row_of(results: Results, **key: str) -> dict | None:
-    return next((r for r in results.data["rows"] if results.key(r) == results.key(key)), None)
-
-
-def samples_of(results: Results, name: str, storage: str, step: str) -> int:
-    row = row_of(results, name=name, storage=storage, step=step)
-    return len(row["samples"].get("step_s", ())) if row else 0
+def row_begun(results: Results, quiet_steps: int, **key: str) -> dict | None:
+    """The row of this name, storage and step if it was measured in windows like these."""
+    found = (row for row in results.data["rows"] if results.key(row) == results.key(key))
+    return next((row for row in found if row.get("quiet_steps") == quiet_steps), None)
 
 
 def run(arguments: argparse.Namespace, device: torch.device) -> None:
@@ -882,18 +903,20 @@ def run(arguments: argparse.Namespace, device: torch.device) -> None:
         "tensors": len(state),
         "state_bytes_per_rank": state_bytes,
         "tokens_per_step": size.tokens,
-        "steps_queued": 2,
+        "steps_queued": QUEUED_STEPS,
     }
     head = header("checkpoint_stall", device, workload, link)
     results = Results(arguments.out, head, RECIPES, varied=("storage", "step"))
     say(started, f"{state_bytes / 1e9:.2f} GB of state a rank, link {link}")
     for mode_name in arguments.modes:
-        wanted = [
-            (storage, step)
-            for storage in arguments.storages
-            for step in arguments.steps
-            if arguments.again or samples_of(results, mode_name, storage, step) < arguments.saves
-        ]
+        wanted = []
+        for storage in arguments.storages:
+            for step in arguments.steps:
+                key = {"name": mode_name, "storage": storage, "step": step}
+                begun = row_begun(results, size.quiet_steps[step], **key)
+                begun = None if arguments.again else begun
+                if begun is None or len(begun["samples"]["step_s"]) < arguments.saves:
+                    wanted.append((key, begun))
         if not wanted:
             continue
         if all(row["name"] != mode_name for row in results.data["rows"]):
@@ -906,27 +929,27 @@ def run(arguments: argparse.Namespace, device: torch.device) -> None:
             say(started, f"{mode_name}: not run, {error}")
             continue
         try:
-            for storage, step in wanted:
-                training.prepare(step)
+            for key, begun in wanted:
+                training.prepare(key["step"])
                 directory = shared_directory(
-                    arguments.memory if storage == "memory" else arguments.disk
+                    arguments.memory if key["storage"] == "memory" else arguments.disk
                 )
-                key = {"name": mode_name, "storage": storage, "step": step}
-                bound = {"bound_s": bound_s, "bound_from": BOUND_FROM} if bound_s else {}
-                begun = None if arguments.again else row_of(results, **key)
+                fixed = {**key, "quiet_steps": training.quiet_steps, "note": mode.note}
+                if bound_s:
+                    fixed |= {"bound_s": bound_s, "bound_from": BOUND_FROM}
                 try:
                     if mode_name == "none":
                         rows = measure_nothing(training, mode, arguments.saves, begun)
                     else:
                         rows = measure(training, mode, directory, arguments.saves, memory, begun)
                     for row in rows:
-                        results.add({**key, **bound, "note": mode.note, **row})
+                        results.add({**fixed, **row})
                         count = f"{len(row['samples']['step_s'])} of {arguments.saves}"
                         say(started, f"{mode_name}: {count}, stall {row['exposed_stall_s']:.4f} s")
                 finally:
                     remove(directory)
                 shown = {k: v for k, v in row.items() if k != "samples"}
-                say(started, f"{mode_name}, {storage}, {step}: {json.dumps(shown)}")
+                say(started, f"{mode_name}, {key['storage']}, {key['step']}: {json.dumps(shown)}")
             if arguments.trace and mode_name != "none":
                 training.prepare("long")
                 directory = shared_directory(arguments.memory)

@@ -9,11 +9,24 @@ from pathlib import Path
 
 import pytest
 
-from benchmarks.checkpoint_stall import centre_interval, exposed_stall, upload_slowdown
+from benchmarks.checkpoint_stall import (
+    FULL,
+    SMALL,
+    Save,
+    centre_interval,
+    exposed_stall,
+    row_begun,
+    times_of,
+    upload_slowdown,
+)
+from benchmarks.measuring import Results
 
 ROOT = Path(__file__).resolve().parents[1]
 USUAL = [0.36, 0.34, 0.33, 0.35, 0.34, 0.36, 0.34, 0.33]  # seconds, as clocks rise and fall
 CALLED, STAGED = 1.1, 1.3  # in the fourth step
+# A window of long steps on an H200 that had rested, ms.
+RESTED = [322, 330, 354, 334, 330, 346, 335, 331, 342, 336, 333, 340, 336, 334, 339, 337, 335, 338]
+RESTED += [336, 336, 338, 337, 336, 337]
 
 
 def ends(intervals: list[float]) -> list[float]:
@@ -62,6 +75,31 @@ def test_steps_beside_the_upload_are_compared_place_by_place() -> None:
     assert upload_slowdown(ends(slower), USUAL, 3, ends(slower)[3]) == (None, 0)
 
 
+def test_the_swing_of_a_rested_device_is_neither_a_speed_up_nor_part_of_a_stall() -> None:
+    """A blocking save is compared with the steps before it, and the clocks swing anew behind it."""
+    quiet, copy_s = FULL.quiet_steps["long"], 0.116
+    window = [ms / 1e3 for ms in RESTED]
+    intervals = [*window[:quiet], copy_s + window[0], *window[1:13]]
+    after = ends(intervals)
+    save = Save(Path(), called_at=after[quiet - 2] + 0.01, returned_at=after[quiet] + copy_s)
+    save.staged_at, save.uploaded_at = save.returned_at, after[-1] + 0.01
+    times = times_of(after, save, [], quiet)
+    assert times["upload_slowdown"] == pytest.approx(1.0, abs=0.005)
+    faster_steps_s = 2 * 0.337 - window[0] - window[1]  # right behind the pause
+    assert times["exposed_stall_s"] == pytest.approx(copy_s - faster_steps_s, abs=0.01)
+    assert times["steps_beside_upload"] == 11
+
+
+def test_a_row_of_other_windows_gets_no_samples(tmp_path: Path) -> None:
+    head = {"benchmark": "checkpoint_stall", "device": "CPU", "ranks": 1}
+    results = Results(tmp_path, head, {}, varied=("storage", "step"))
+    key = {"name": "overlapped", "storage": "memory", "step": "long"}
+    results.add({**key, "quiet_steps": 5, "samples": {}})
+    assert row_begun(results, 5, **key) is results.data["rows"][0]
+    assert row_begun(results, 16, **key) is None
+    assert row_begun(results, 5, **key | {"step": "short"}) is None
+
+
 def test_five_samples_bound_no_stall() -> None:
     assert centre_interval([1.0, 2.0, 3.0, 4.0, 5.0]) is None
     assert centre_interval([6.0, 2.0, 3.0, 4.0, 5.0, 1.0]) == (1.0, 6.0)
@@ -102,6 +140,7 @@ def test_a_row_that_lacks_samples_gets_the_rest(tmp_path: Path) -> None:
         assert (len(first), len(both)) == (1, 2) and both[:1] == first
     assert [path.name for path in tmp_path.iterdir()] == ["results"], "a checkpoint was left"
 
+    assert all(found["quiet_steps"] == SMALL.quiet_steps["short"] for found in results[1].values())
     samples = row["samples"]
     assert samples["quiet_first"] == [True, False], "the window without a save takes turns"
     assert len(samples["intervals_without"][1]) == len(samples["intervals"][1])
