@@ -391,17 +391,22 @@ if __name__ == "__main__":
 # %%
 # What it buys
 # ------------
-# The dashed line, ``Bound``, is the state's bytes over the rate of the link, measured in the same
-# run beside training: the least that ``Staged after`` can be. The stall can be zero where a step is
-# longer than that. ``short`` steps are shorter than the copy: the optimizer then waits for the rest
-# of it. On two GPUs of one host, the copy shares its way out of the GPU with the collectives of
-# training, so both rates are given: the link's alone and beside training. (The other columns:
-# :doc:`async_save`.)
+# A dashed line, ``Bound``, is the state's bytes over the rate of the link, measured in the same
+# run beside training (rows of several runs have several): the least that ``Staged after`` can be.
+# The stall can be zero where a step is longer than that. ``short`` steps are shorter than the
+# copy: the optimizer then waits for the rest of it, which is most of the stall. On two GPUs of
+# one host, the copy shares its way out of the GPU with the collectives of training, so both rates
+# are given: the link's alone and beside training. (The other columns: :doc:`async_save`.)
 #
-# A stall this small is less than steps differ from each other, so its sign means nothing: after a
-# rest, a GPU's clocks swing for seconds and step times with them. The benchmark compares windows of
-# steps with and without a save, place by place; a row that was measured otherwise says so. A stall
-# of zero or less has no bar.
+# A stall this small is less than steps differ from each other: after a rest, a GPU's clocks swing
+# for seconds and step times with them. So for ``overlapped`` the benchmark compares windows of
+# steps with and without a save, place by place, many times, and the table says how well the stall
+# is known: with 95 % confidence the true one lies between the columns ``95 % from`` and ``to``.
+# Where zero does, too, the sign of ``Exposed stall`` means nothing. Row ``none``, where it has a
+# stall, is what this method reads without a save. On two GPUs the interval of ``long`` steps lies
+# within one per cent of a step. On one GPU it is wider, and holds zero: whole windows differ more
+# from each other there. Rows without an interval have too few samples for one, or a stall so
+# large that the steps before the save serve as comparison. A stall of zero or less has no bar.
 #
 # .. result-figure:: checkpoint_stall
 #    :rows: dcp_save pinned default_stager_as_published default_stager_ordered overlapped torch_checkpointing
@@ -412,12 +417,14 @@ if __name__ == "__main__":
 #
 # .. timeline:: checkpoint_stall dcp_save default_stager_as_published overlapped
 #
-# While the upload runs, training shares with it the interpreter's lock and the host's memory. Few
-# large tensors and a training thread that works ahead of the GPU hide that, for every way of saving
-# in the table; ``short`` steps leave the training thread less room, and thousands of small tensors
-# take the lock more often (see :doc:`process_checkpointer`). The upload of both ``default_stager``
-# rows is long for another reason: its writer waits for the compute stream once a tensor, which
-# slows the upload and not the training.
+# While the upload runs, training shares with it the interpreter's lock and the host's memory.
+# With ``long`` steps, few large tensors and a training thread that works ahead of the GPU hide
+# that, for every way of saving in the table. ``short`` steps leave the training thread less room
+# and become slower (``Step time during upload``); over all steps beside an upload that can cost
+# more than the stall. Thousands of small tensors take the lock more often (see
+# :doc:`process_checkpointer`). The upload of both ``default_stager`` rows is long for another
+# reason: its writer waits for the compute stream once a tensor, which slows the upload and not
+# the training.
 #
 # What breaks if you remove a line
 # --------------------------------

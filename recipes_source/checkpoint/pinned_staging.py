@@ -76,8 +76,8 @@ MB = 1e6  # bytes
 # One writer for all saves
 # ------------------------
 # The cache belongs to the writer (``state_dict_cache``), so the writer must outlive the save:
-# a new one per save would pin everything again, which is slower than not pinning at all. Each save
-# names its directory by ``checkpoint_id``; the writer turns to it.
+# a new one per save would begin each save without buffers, as the first one does (its stall is in
+# the table below). Each save names its directory by ``checkpoint_id``; the writer turns to it.
 #
 # Waiting for the upload before the next save (``self.wait()``) now guards more than memory. There
 # is one buffer, and the upload reads from it: a second save would overwrite the first one's values
@@ -252,9 +252,14 @@ if __name__ == "__main__":
 # What it buys
 # ------------
 # The stall of a copy at the rate of the link. The dashed line, ``Bound``, is the state's bytes over
-# that rate, measured in the same run beside training (the other columns: :doc:`async_save`). A
-# stall may come out a little below it: a copy for which training stops has the link to itself, and
-# after the pause the GPU runs the next steps faster, which counts for the save.
+# that rate, measured in the same run beside training (the other columns: :doc:`async_save`).
+#
+# A stall can come out below the bound, for three reasons. A copy for which training stops has the
+# link to itself. After the pause the GPU runs the next steps faster, which counts for the save. And
+# the save is compared with the steps before it: where a rested GPU's swinging clocks made those
+# slow, the stall comes out too small, by up to a few per cent of a step for each step counted. The
+# link is no faster than ``Bound`` says beside training, and than its own rate below the table says
+# alone.
 #
 # .. result-figure:: checkpoint_stall
 #    :rows: async_save pinned

@@ -373,7 +373,9 @@ elif __name__ == "__mp_main__":  # imported by the daemon, which logs what it al
 # ------------
 # ``pinned`` and ``process`` both copy into memory that was made once, and differ in who writes;
 # ``async_save`` makes new memory for every save, and does so with a daemon too if it is left to its
-# defaults.
+# defaults. With these few large tensors, what the daemon spares the training thread is too little
+# to be read from ``Step time during upload``, where a few per cent mean nothing
+# (:doc:`async_save`). Why a stall can come out below ``Bound``: :doc:`pinned_staging`.
 #
 # .. result-figure:: checkpoint_stall
 #    :rows: async_save pinned process torch_checkpointing
