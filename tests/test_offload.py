@@ -6,9 +6,11 @@ from collections.abc import Callable
 from contextlib import closing
 from copy import deepcopy
 from pathlib import Path
+from textwrap import dedent
 
 import pytest
 import torch
+import torch.distributed as dist
 from torch import nn
 
 sys.path.insert(0, str(Path(__file__).parents[1] / "recipes_source" / "offload"))
@@ -18,6 +20,7 @@ import weight_streaming
 from host_layers import ALIGNMENT, HostBuffer, HostLayers
 from weight_streaming import StreamedStack, resident_gradients
 
+PAGES = Path(host_layers.__file__).parent
 CPU = torch.device("cpu")
 WIDTH = 16
 BATCH = 8
@@ -297,3 +300,61 @@ def test_the_toys_of_the_recipe_are_compared_with_ordinary_training():
     for layer, named in zip(layers, ours, strict=True):
         for name, gradient in named.items():
             assert torch.equal(gradient, layer.get_parameter(name).grad)
+
+
+# What a reader copies
+
+
+def snippets(page: str) -> list[str]:
+    """The code blocks of a page's prose."""
+    lines = [line.removeprefix("# ").rstrip("#\n") for line in page.splitlines()]
+    found = []
+    for number, line in enumerate(lines):
+        if line == ".. code-block:: python":
+            block = []
+            for following in lines[number + 1 :]:
+                if following and not following.startswith(" "):
+                    break
+                block.append(following)
+            found.append(dedent("\n".join(block)).strip())
+    return found
+
+
+@pytest.mark.parametrize(
+    "name", ["three_streams", "weight_streaming", "activation_offload", "pipelined_optimizer"]
+)
+def test_what_a_reader_copies_runs(name):
+    """With what is said to be the reader's own; it trains, and leaves no group."""
+    device = torch.accelerator.current_accelerator(check_available=True) or CPU
+    torch.manual_seed(0)
+    layers = [mlp().to(device) for _ in range(3)]
+    model = nn.Sequential(*layers)
+    before = [parameter.detach().cpu().clone() for parameter in model.parameters()]
+    optimizer = torch.optim.AdamW(model.parameters())
+
+    def train_step(batch: torch.Tensor) -> None:
+        loss_of(model(batch)).backward()
+        optimizer.step()
+
+    def loss_of(y: torch.Tensor) -> torch.Tensor:
+        return y.square().mean()
+
+    yours = {
+        "torch": torch,
+        "device": device,
+        "layers": layers,
+        "model": model,
+        "optimizer": optimizer,
+        "settings": {"lr": 1e-3},
+        "max_norm": 1.0,
+        "batch": features().to(device),
+        "batches": [features().to(device) for _ in range(3)],
+        "loss_of": loss_of,
+        "train_step": train_step,
+        "budget": 1 << 20,
+        "window": 1 << 16,
+    }
+    [snippet] = snippets((PAGES / f"{name}.py").read_text())
+    exec(compile(snippet, name, "exec"), yours)
+    assert not any(map(torch.equal, before, (p.cpu() for p in model.parameters())))
+    assert not dist.is_initialized()

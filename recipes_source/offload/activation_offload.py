@@ -38,6 +38,26 @@ copy to the host and unpacking waits for the copy back, which was started some t
 
 Forward fills the pool from its start, so a budget that is too small leaves on the device what was
 saved *last*. That is what backward wants first: it should stay anyway.
+
+In your training
+----------------
+
+Around the forward of a model of yours; this file imports two others, ``weight_streaming.py`` and
+``host_layers.py``. Budget and window are bytes: a window of what two layers save is enough, and
+after a forward with a budget of 0 ``offload.wanted`` says how much a budget can use.
+
+.. code-block:: python
+
+   from activation_offload import ActivationOffload
+
+   offload = ActivationOffload(device, budget, window)
+   for batch in batches:
+       with offload.saving():
+           loss = loss_of(model(batch))
+       loss.backward()
+       optimizer.step()
+       optimizer.zero_grad()
+   offload.close()
 """
 
 # %%

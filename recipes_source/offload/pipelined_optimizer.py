@@ -48,6 +48,25 @@ Three waits make it right, and each is a wait of one host thread for one layer:
 2. **Load after update**: the copy of a layer's weights to the device is queued when its update has
    ended.
 3. **Clip after all**: with a limit on the norm, the first update waits for the last gradient.
+
+In your training
+----------------
+
+Layers, batches, loss and ``settings``, the arguments of AdamW, are yours; this file imports two
+others, ``weight_streaming.py`` and ``host_layers.py``:
+
+.. code-block:: python
+
+   from pipelined_optimizer import PipelinedAdamW
+   from weight_streaming import start_rank
+
+   device = start_rank()
+   stack = PipelinedAdamW(layers, device, adamw=settings, max_norm=max_norm)
+   for batch in batches:
+       loss = stack.step(batch, loss_of)
+   stack.finish()
+   stack.close()
+   torch.distributed.destroy_process_group()
 """
 
 # %%

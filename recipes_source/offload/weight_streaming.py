@@ -78,6 +78,23 @@ first. They are kept, and *L* layers cost :math:`2L-2` loads a step.
 
 The first four are awaited by streams, so the training thread never stops: it queues a step and
 goes on. Only the fifth is awaited by the host, after the step.
+
+In your training
+----------------
+
+Layers, device, batches and loss are yours; put this file and ``host_layers.py`` beside them:
+
+.. code-block:: python
+
+   from weight_streaming import StreamedStack
+
+   stack = StreamedStack(layers, device)
+   optimizer = torch.optim.AdamW(stack.layers.parameters(), fused=True)
+   for batch in batches:
+       loss = stack.step(batch, loss_of)
+       stack.wait_for_gradients()
+       optimizer.step()
+   stack.close()
 """
 
 # %%
