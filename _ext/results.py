@@ -162,7 +162,7 @@ class ResultTable(ResultDirective):
         data = result.data
         shared = ", ".join(f"{p}: {value}" for p, value in same.items() if value is not None)
         medians = f"Medians ({shared})" if shared else "Medians"
-        lines = [f"{medians}. {result.origin()}. Workload: {in_words(data['workload'])}."]
+        lines = [f"{medians}. {result.origin(rows)}. Workload: {in_words(data['workload'])}."]
         if data["link"]:
             lines.append(f"The link, measured in the same run: {in_words(data['link'])}.")
         if bounds := dict.fromkeys(row["bound_from"] for row in rows if row.get("bound_from")):
@@ -228,7 +228,8 @@ class ResultFigure(ResultDirective):
         if not pictures:
             return []
         inline, messages = self.state.inline_text(
-            f"{benchmark.title}: {_first_lower(column.heading)}. Measured on {result.origin()}.",
+            f"{benchmark.title}: {_first_lower(column.heading)}. "
+            f"Measured on {result.origin(rows)}.",
             self.lineno,
         )
         caption = nodes.caption("", "", *inline)

@@ -180,12 +180,8 @@ class HostMemory:
 
 
 def header(benchmark: str, device: torch.device, workload: dict, link: dict) -> dict:
-    """The top of a result file: what was measured, where and when.
-
-    ``MEASURED_BESIDE`` in the environment says what else the machine did at the time.
-    """
-    beside = os.environ.get("MEASURED_BESIDE")
-    return ({"beside": beside} if beside else {}) | {
+    """The top of a result file: what was measured, where and when."""
+    return {
         "benchmark": benchmark,
         "torch": torch.__version__,
         "device": device_name(device),
@@ -215,7 +211,8 @@ def recipe_hashes(recipes: Iterable[str]) -> dict[str, str]:
 class Results:
     """A result file that is written row by row; rank 0 writes.
 
-    Rows of an earlier run are kept where the recipes that they measure are unchanged.
+    Rows of an earlier run are kept where the recipes that they measure are unchanged. What else the
+    machine did, by ``MEASURED_BESIDE`` in the environment, goes to each row as ``beside``.
 
     Args:
         folder: ``benchmarks`` or another folder; the file goes to its ``results/``.
@@ -257,7 +254,9 @@ class Results:
     def add(self, row: dict) -> None:
         """Add ``row``, or replace the one with its name and parameters; write the file."""
         rows = [old for old in self.data["rows"] if self.key(old) != self.key(row)]
-        self.data["rows"] = [*rows, row | {"recipes": list(self.recipes.get(row["name"], ()))}]
+        beside = os.environ.get("MEASURED_BESIDE")
+        row = row | {"recipes": list(self.recipes.get(row["name"], ()))}
+        self.data["rows"] = [*rows, row | ({"beside": beside} if beside else {})]
         self.data["code_sha256"] |= self.hashes(row["name"])
         self.data["not_run"].pop(row["name"], None)
         self.write()

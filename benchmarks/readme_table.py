@@ -65,7 +65,7 @@ def _section(result: Result, repo: Path) -> str:
     names, note = _names(result, rows, repo)
     case = "".join(f"; {parameter}: {value}" for parameter, value in first.items())
     lines = [
-        f"**{benchmark.title}**: {result.origin()}; {in_words(result.data['workload'])}{case}.",
+        f"**{benchmark.title}**: {result.origin(rows)}; {in_words(result.data['workload'])}{case}.",
         "",
         "| | " + " | ".join(column.heading for column in columns) + " |",
         "|---|" + "---:|" * len(columns),
@@ -82,15 +82,15 @@ def _over_tokens(result: Result, column: Column, repo: Path) -> str:
     rows = [row for row in result.rows if column.known(row)]
     tokens = sorted({row["tokens"] for row in rows})
     cells = {(row["name"], row["tokens"]): column.cell(row) for row in rows}
+    everywhere = [row for row in rows if all((row["name"], count) in cells for count in tokens)]
     title = f"{BENCHMARKS[result.data['benchmark']].title}: {column.heading[0].lower()}"
     lines = [
-        f"**{title}{column.heading[1:]}, by tokens a step**: {result.origin()}; "
+        f"**{title}{column.heading[1:]}, by tokens a step**: {result.origin(everywhere)}; "
         f"{in_words(result.data['workload'])}.",
         "",
         "| | " + " | ".join(f"{count:,}" for count in tokens) + " |",
         "|---|" + "---:|" * len(tokens),
     ]
-    everywhere = [row for row in rows if all((row["name"], count) in cells for count in tokens)]
     names, note = _names(result, everywhere, repo)
     for name, begin in names.items():
         lines.append(begin + " | ".join(cells[name, count] for count in tokens) + " |")

@@ -368,14 +368,20 @@ class Result:
         """The parameters that rows have."""
         return [p for p in PARAMETERS if any(p in row for row in self.rows)]
 
-    def origin(self) -> str:
-        """One sentence: where and when this was measured."""
+    def origin(self, rows: list[dict]) -> str:
+        """One sentence: where and when ``rows`` were measured, and beside what else."""
         data = self.data
-        return (
+        place = (
             f"{self.machine}, torch {data['torch']}, driver {data['driver']}, "
             f"{data['ranks']} {'rank' if data['ranks'] == 1 else 'ranks'}, {data['date']}"
-            + (f", beside {data['beside']}" if "beside" in data else "")
         )
+        for other in dict.fromkeys(row["beside"] for row in rows if "beside" in row):
+            names = dict.fromkeys(row["name"] for row in rows if row.get("beside") == other)
+            which = (
+                "" if all(row.get("beside") == other for row in rows) else f" ({', '.join(names)})"
+            )
+            place += f", beside {other}{which}"
+        return place
 
 
 def _place(value: object, order: tuple) -> tuple:

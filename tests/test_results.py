@@ -238,10 +238,16 @@ def test_the_table_shows_values_origin_and_links(repo):
     assert html.index(">async_save<") < html.index("overlapped") < html.index("a_peer")
 
 
-def test_the_origin_says_what_else_the_machine_did(repo):
-    measure(repo, beside="another job on two other GPUs")
+def test_the_origin_says_what_else_the_machine_did_and_for_which_rows(repo):
+    job = {"beside": "another job on two other GPUs"}
+    measure(repo, rows=[row("overlapped", 0.001, **job), row("async_save", 3.8, **job)])
     html, _ = render(repo, ".. result-table:: checkpoint_stall")
     assert "2026-01-02, beside another job on two other GPUs." in html
+    measure(repo, rows=[row("overlapped", 0.001, **job), row("async_save", 3.8)])
+    html, _ = render(repo, ".. result-table:: checkpoint_stall")
+    assert "2026-01-02, beside another job on two other GPUs (overlapped)." in html
+    html, _ = render(repo, ".. result-table:: checkpoint_stall\n   :rows: async_save\n")
+    assert "2026-01-02. Workload" in html
 
 
 def test_the_figure_takes_its_colours_from_the_page(repo):
