@@ -43,6 +43,13 @@ def accelerators() -> tuple[str, int, str]:
     return tuple(json.loads(answer.stdout.splitlines()[-1]))
 
 
+def usable_cores() -> int:
+    """Cores that this process may run on; all of them where the system does not say."""
+    if hasattr(os, "sched_getaffinity"):
+        return len(os.sched_getaffinity(0))
+    return os.cpu_count() or 1
+
+
 def _failures(report: Report) -> list[str]:
     return [f"{f.kind}: {f.text}" for f in report.failures]
 
@@ -83,7 +90,7 @@ def verify_all(recipes: list[Recipe], ranks: int) -> Iterator[tuple[str, dict]]:
     Of a recipe that failed beside others, that is its run by itself, marked ``alone``, with what
     had failed under ``beside_others``.
     """
-    workers = max(1, (os.cpu_count() or 1) // (CORES_A_RANK * ranks))
+    workers = max(1, usable_cores() // (CORES_A_RANK * ranks))
     beside_others = min(workers, len(recipes)) > 1
     to_repeat: list[tuple[Recipe, list[str]]] = []
     with ThreadPoolExecutor(workers) as pool:

@@ -51,7 +51,7 @@ def machine(tmp_path: Path, monkeypatch: pytest.MonkeyPatch):
         return status, sorted(ran), json.loads((out / "t1-x2.json").read_text())["recipes"]
 
     verify.recipes, verify.broken, verify.busy, verify.side_by_side = recipes, broken, busy, False
-    monkeypatch.setattr(os, "cpu_count", lambda: 64 if verify.side_by_side else 1)
+    monkeypatch.setattr(verification, "usable_cores", lambda: 64 if verify.side_by_side else 1)
     return verify
 
 
@@ -114,3 +114,13 @@ def test_without_an_accelerator_there_is_nothing_to_verify(machine, monkeypatch)
     monkeypatch.setattr(verification, "accelerators", lambda: ("", 0, "2.13.0"))
     with pytest.raises(RecipeError, match="no accelerator here"):
         machine()
+
+
+@pytest.mark.skipif(not hasattr(os, "sched_getaffinity"), reason="no affinity on this system")
+def test_only_the_cores_that_this_process_may_use_count():
+    allowed = os.sched_getaffinity(0)
+    os.sched_setaffinity(0, {min(allowed)})
+    try:
+        assert verification.usable_cores() == 1
+    finally:
+        os.sched_setaffinity(0, allowed)
