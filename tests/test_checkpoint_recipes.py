@@ -36,3 +36,20 @@ def test_the_default_stager_clones_the_buffers_that_the_state_dict_names_otherwi
 
 def test_the_default_stager_trains_and_saves_after_a_failed_staging() -> None:
     survives("staging_fails")
+
+
+@pytest.mark.parametrize("ranks", [1, 2])
+def test_a_save_before_the_first_step_leaves_the_training_as_it_is(ranks: int) -> None:
+    survives("saved_before_the_first_step", ranks=ranks)
+
+
+def test_an_optimizer_that_counts_no_steps_can_be_saved_before_the_first() -> None:
+    survives("saved_before_the_first_step_by_sgd")
+
+
+def test_the_overlapped_stager_takes_a_rank_that_holds_nothing() -> None:
+    survives("nothing_on_this_rank", ranks=2)
+
+
+def test_the_overlapped_stager_refuses_a_state_that_grew_on_every_rank() -> None:
+    survives("grown_on_another_rank", ranks=2)

@@ -22,3 +22,11 @@ def test_a_job_that_goes_on_from_a_checkpoint_keeps_it() -> None:
 
 def test_a_save_after_an_interrupted_wait_does_not_run_beside_the_one_awaited() -> None:
     survives("interrupted", ranks=1)
+
+
+def test_a_state_of_more_tensors_than_open_files_is_written_by_the_daemon() -> None:
+    survives("more_tensors_than_open_files")
+
+
+def test_a_start_without_memory_for_the_buffers_leaves_no_daemon() -> None:
+    survives("no_memory_for_the_buffers")

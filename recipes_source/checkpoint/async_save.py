@@ -121,6 +121,11 @@ class SampleCounter(nn.Module):
 # DCP calls ``state_dict()`` on every ``Stateful`` it is given, always on the caller's thread.
 # ``get_state_dict`` names parameters and optimizer state alike and returns each rank's shards as
 # DTensors, which is why the checkpoint can be loaded on another number of ranks.
+#
+# An optimizer that has not stepped has no state, so ``get_state_dict`` makes it step once, with
+# gradients and a learning rate of zero. Adam counts that step, and from then on corrects its
+# moments for one step too many: saving would change the training. So the count is set back.
+# (Torch 2.9 to 2.13, `issue 164929 <https://github.com/pytorch/pytorch/issues/164929>`_.)
 
 
 class AppState(Stateful):
@@ -132,7 +137,12 @@ class AppState(Stateful):
         self.step = 0
 
     def state_dict(self) -> dict:
+        never_stepped = not self.optimizer.state
         model, optimizer = get_state_dict(self.model, self.optimizer)
+        if never_stepped:
+            for state in self.optimizer.state.values():
+                if "step" in state:
+                    state["step"].zero_()
         return {"model": model, "optimizer": optimizer, "step": self.step}
 
     def load_state_dict(self, state_dict: dict) -> None:

@@ -174,6 +174,10 @@ class WatchedStager(DefaultStager):
 # The stager is built once: its pinned buffers are what makes the second staging fast, and one that
 # is never closed keeps its thread and its memory. In torch 2.11 and 2.12 the second use of a stager
 # raises ``KeyError``; there, each save has to pay for a new one.
+#
+# The writer is told not to copy ahead (``per_thread_copy_ahead=0``). What it writes is in host
+# memory already; by default it would synchronise with the compute stream once a tensor all the
+# same, and an upload would take as many training steps as there are tensors.
 
 
 class StagedCheckpoints(AsyncCheckpoints):
@@ -194,9 +198,11 @@ class StagedCheckpoints(AsyncCheckpoints):
         if REUSE_CRASHES:
             self.stager.close()
             self.stager = WatchedStager(self.device)
+        directory = self.root / f"step{app.step}"
+        writer = FileSystemWriter(directory, overwrite=False, per_thread_copy_ahead=0)
         response = dcp.async_save(
             {"app": StagedApp(app, self.device)},
-            storage_writer=FileSystemWriter(self.root / f"step{app.step}", overwrite=False),
+            storage_writer=writer,
             async_stager=self.stager,
             process_group=self.group,
         )

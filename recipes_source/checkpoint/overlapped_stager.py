@@ -164,7 +164,7 @@ def storage_of(tensor: torch.Tensor) -> int:
 
 
 def layout(tensors: list[torch.Tensor]) -> list[tuple]:
-    return [(local(t).shape, t.dtype, getattr(t, "placements", None)) for t in tensors]
+    return [(t.shape, local(t).shape, t.dtype, getattr(t, "placements", None)) for t in tensors]
 
 
 def map_leaves(tree: object, function: Callable[[object], object]) -> object:
@@ -181,7 +181,7 @@ class BufferSet:
     def __init__(self, tensors: list[torch.Tensor], device: torch.device) -> None:
         sizes = [-(-local(tensor).nbytes // ALIGNMENT) * ALIGNMENT for tensor in tensors]
         *offsets, self.nbytes = accumulate(sizes, initial=0)
-        self.arena = PinnedArena(self.nbytes, device)
+        self.arena = PinnedArena(max(self.nbytes, ALIGNMENT), device)  # a rank may hold nothing
         self.local = list(map(self.arena.tensor, offsets, map(local, tensors)))
         self.staged = list(map(in_host_memory, tensors, self.local))
 
@@ -202,6 +202,10 @@ class BufferSet:
 # when a set of buffers is free again (ordering 4), and lets the uploads take turns: two at once on
 # one process group would mix their messages. ``await_uploads`` is the only place where their
 # errors come out, those of the earlier saves too: the future of the last save knows its own alone.
+#
+# The thread that waits for copies is told which device is meant. A new thread takes the first one,
+# and to wait for an event there is to open a context on it: half a gigabyte of the first GPU for
+# each rank of the node.
 #
 # ``staged`` is a future of the stager's own: when staging has already failed by the time
 # ``async_save`` looks at it, ``AsyncSaveResponse.staging_completion`` reports success.
@@ -228,7 +232,8 @@ class OverlappedStager(AsyncStager):
         self.saves = 0
         self.uploads: list[Future | None] = []  # not awaited, in order; None: not known yet
         self.copied = None  # event behind the latest copies
-        self.thread = ThreadPoolExecutor(1, thread_name_prefix="stager")
+        on_this_device = (self.streams.set_device, (self.streams.current_device(),))
+        self.thread = ThreadPoolExecutor(1, "stager", *on_this_device)
 
     def stage(self, state_dict: dict) -> Future[dict]:
         """Queue the copy of ``state_dict``; return the future of its copy in host memory.

@@ -50,6 +50,7 @@ import argparse
 import logging
 import multiprocessing
 import os
+import resource
 import shutil
 import signal
 import tempfile
@@ -93,6 +94,17 @@ def shared_buffers(state: dict) -> dict:
 
 
 # %%
+# Each tensor in shared memory is an open file, and passing it on opens another. A thousand tensors
+# are more than the usual limit of a process, which it may raise by itself; the daemon inherits it.
+
+
+def allow_open_files() -> None:
+    """Raise this process's limit of open files as far as it may."""
+    _, most = resource.getrlimit(resource.RLIMIT_NOFILE)
+    resource.setrlimit(resource.RLIMIT_NOFILE, (most, most))
+
+
+# %%
 # Start and find the daemon
 # -------------------------
 # ``async_save`` starts the daemon at the first save, and shows neither it nor its pid. But it is a
@@ -120,6 +132,9 @@ def shared_buffers(state: dict) -> dict:
 # look at theirs and tell each other, and when one has failed, all end their daemons. Then every
 # future ends.
 #
+# The writer is told not to copy ahead (``per_thread_copy_ahead=0``): it would look for the compute
+# stream, and every daemon would take half a gigabyte of the first GPU for a context of its own.
+#
 # After that, a thread writes. A dead daemon is not replaced: in torch 2.13 every later save of its
 # rank fails with ``BrokenPipeError``, and only clearing the private
 # ``_async_process_executor._CHECKPOINT_PROCESS`` would bring a new one.
@@ -138,6 +153,7 @@ class ProcessCheckpoints:
     """
 
     def __init__(self, root: Path, app: basic.AppState) -> None:
+        allow_open_files()
         self.root = root
         self.group = dist.new_group(backend="gloo")
         self.stager = BlockingAsyncStager(cache_staged_state_dict=True)
@@ -147,7 +163,11 @@ class ProcessCheckpoints:
         self.other_children = set(multiprocessing.active_children())
         self.meeting_point = dist.TCPStore("localhost", 0, is_master=True, wait_for_workers=False)
         self._start_daemon()
-        self.stager.state_dict_cache = shared_buffers({"app": app.state_dict()})
+        try:
+            self.stager.state_dict_cache = shared_buffers({"app": app.state_dict()})
+        except BaseException:
+            self.end_daemon()
+            raise
 
     def _start_daemon(self) -> None:
         """Save nothing, so that DCP starts a daemon on each rank; return when all have answered."""
@@ -162,7 +182,7 @@ class ProcessCheckpoints:
         self.directory = directory
         self.upload = dcp.async_save(
             state,
-            storage_writer=FileSystemWriter(directory, overwrite=False),
+            storage_writer=FileSystemWriter(directory, overwrite=False, per_thread_copy_ahead=0),
             async_stager=self.stager,
             process_group=self.group,
             async_checkpointer_type=self.checkpointer,
@@ -331,7 +351,8 @@ def lose_a_daemon(app: basic.AppState, checkpoints: ProcessCheckpoints) -> dict[
 # for the buffers that both processes see, and the daemon's own Python and torch. The buffers are
 # there until ``close()``, page-locked if there is a CUDA device. Containers often give ``/dev/shm``
 # 64 MB; a larger state then ends the process with a bus error. The daemon itself does not grow with
-# the state.
+# the state. Both processes hold a file open for each tensor, and a second one while a save is
+# handed over.
 #
 # Run it, and prove it
 # --------------------

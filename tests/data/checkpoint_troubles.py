@@ -20,6 +20,9 @@ import torch.distributed as dist  # noqa: E402
 import torch.distributed.checkpoint as dcp  # noqa: E402
 from torch import nn  # noqa: E402
 from torch.distributed.checkpoint import CheckpointException, FileSystemWriter  # noqa: E402
+from torch.distributed.device_mesh import init_device_mesh  # noqa: E402
+from torch.distributed.fsdp import fully_shard  # noqa: E402
+from torch.distributed.tensor import Shard, distribute_tensor  # noqa: E402
 
 basic.WIDTH, basic.HIDDEN = 16, 64
 WRITE = FileSystemWriter.write_data
@@ -244,10 +247,70 @@ def staging_fails(root: Path, device: torch.device) -> None:
     assert_right(root, device, saved)
 
 
+def saved_before_the_first_step(root: Path, device: torch.device) -> None:
+    """A checkpoint of step 0 is written, and another job goes on from it."""
+    never_saved, app = basic.build_app(device), basic.build_app(device)
+    with closing(basic.AsyncCheckpoints(root)) as checkpoints:
+        checkpoints.save(app)
+    resumed = basic.load_app(root / "step0", device)
+    for trained in (never_saved, app, resumed):
+        for _ in range(2):
+            basic.train_step(trained, device)
+    for trained in (app, resumed):
+        basic.assert_same_bits(trained, basic.snapshot(never_saved))
+
+
+def saved_before_the_first_step_by_sgd(root: Path, device: torch.device) -> None:
+    """Optimizers that keep no count of their steps."""
+    for momentum in (0.0, 0.9):
+        model = nn.Linear(basic.WIDTH, 2).to(device)
+        app = basic.AppState(model, torch.optim.SGD(model.parameters(), 0.1, momentum))
+        before = [parameter.clone() for parameter in model.parameters()]
+        app.state_dict()
+        for parameter, value in zip(model.parameters(), before, strict=True):
+            assert torch.equal(parameter, value)
+
+
+def stager_for(app: basic.AppState, device: torch.device) -> overlapped_stager.OverlappedStager:
+    stager = overlapped_stager.OverlappedStager(device, app.model.buffers())
+    stager.stage({"app": app.state_dict()}).result()
+    stager.in_use_until(done := Future())
+    done.set_result(None)
+    return stager
+
+
+def nothing_on_this_rank(root: Path, device: torch.device) -> None:
+    """Every tensor of the last rank is an empty shard."""
+    ranks = dist.get_world_size()
+    layer = nn.Linear(basic.WIDTH, ranks - 1, bias=False)
+    app = basic.AppState(fully_shard(layer), torch.optim.SGD(layer.parameters()))
+    with closing(stager_for(app, device)) as stager:
+        expected = 0 if dist.get_rank() == ranks - 1 else basic.WIDTH
+        assert sum(tensor.numel() for tensor in stager.sets[0].local) == expected
+
+
+def grown_on_another_rank(root: Path, device: torch.device) -> None:
+    """A tensor grows, and only the last rank holds more of it than before."""
+    ranks = dist.get_world_size()
+    mesh = init_device_mesh(device.type, (ranks,))
+    small, large = (
+        distribute_tensor(torch.zeros(rows, 2), mesh, [Shard(0)])
+        for rows in (2 * ranks - 1, 2 * ranks)
+    )
+    stager = overlapped_stager.OverlappedStager(device)
+    with closing(stager):
+        stager.stage({"x": small}).result()
+        stager.in_use_until(done := Future())
+        done.set_result(None)
+        assert isinstance(raised(lambda: stager.stage({"x": large})), ValueError)
+
+
 TROUBLES = (
     *(interrupted, other_dtype, other_settings),
     *(same_directory, last_but_one_fails, interrupted_refill),
     *(buffers_by_any_name, staging_fails),
+    *(saved_before_the_first_step, saved_before_the_first_step_by_sgd),
+    *(nothing_on_this_rank, grown_on_another_rank),
 )
 
 if __name__ == "__main__":

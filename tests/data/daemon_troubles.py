@@ -2,6 +2,7 @@
 
 import multiprocessing
 import os
+import resource
 import signal
 import socket
 import sys
@@ -14,8 +15,10 @@ sys.path.insert(0, str(RECIPES))
 
 import async_save as basic  # noqa: E402
 import process_checkpointer  # noqa: E402
+import torch  # noqa: E402
 import torch.distributed as dist  # noqa: E402
 from process_checkpointer import ProcessCheckpoints  # noqa: E402
+from torch import nn  # noqa: E402
 from torch.distributed.checkpoint import _async_process_executor  # noqa: E402
 
 
@@ -95,7 +98,40 @@ def interrupted(root: Path) -> None:
     dist.destroy_process_group()
 
 
+def more_tensors_than_open_files(root: Path) -> None:
+    """The limit of open files, as the shell set it, is below the number of tensors."""
+    basic.start_rank()
+    usual, most = 256, 2048
+    resource.setrlimit(resource.RLIMIT_NOFILE, (usual, most))
+    model = nn.ParameterList(nn.Parameter(torch.full((2,), float(i))) for i in range(2 * usual))
+    app = basic.AppState(model, torch.optim.SGD(model.parameters()))
+    with closing(ProcessCheckpoints(root, app)) as checkpoints:
+        checkpoints.save(app)
+        checkpoints.wait()
+        assert checkpoints.checkpointer.value == "process", "a thread wrote it"
+    dist.destroy_process_group()
+
+
+def no_memory_for_the_buffers(root: Path) -> None:
+    """The daemon has started when the shared buffers cannot be made."""
+    device = basic.start_rank()
+
+    def no_memory(state: dict) -> None:
+        raise OSError(12, "Cannot allocate memory")
+
+    process_checkpointer.shared_buffers = no_memory
+    try:
+        ProcessCheckpoints(root, basic.build_app(device))
+    except OSError as error:
+        assert error.errno == 12
+    else:
+        raise AssertionError("it was built without buffers")
+    assert not multiprocessing.active_children(), "a daemon was left behind"
+    dist.destroy_process_group()
+
+
 TROUBLES = (port_is_taken, daemon_dies_while_it_starts, resumed, interrupted)
+TROUBLES += (more_tensors_than_open_files, no_memory_for_the_buffers)
 
 if __name__ == "__main__":
     with tempfile.TemporaryDirectory() as temporary:
