@@ -96,6 +96,7 @@ from async_save import (  # noqa: E402
     AsyncCheckpoints,
     SampleCounter,
     leaves,
+    same_bits,
     snapshot,
     start_rank,
 )
@@ -757,7 +758,7 @@ def judge(mode: Mode, directory: Path, expected: dict) -> dict:
             found = loaded[path].to(leaf.device)
             differing += int((found != leaf).sum())
             total += leaf.numel()
-            same &= torch.equal(found, leaf)
+            same &= same_bits(found, leaf)
         else:
             same &= loaded.get(path) == leaf
     everywhere = agreed_max(float(not same)) == 0

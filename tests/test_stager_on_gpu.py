@@ -5,6 +5,7 @@ recorder of stream order catches on a CPU. Work is queued on the compute stream 
 and no test waits for the device before it has saved: that would hide what is looked for.
 """
 
+import importlib
 import importlib.util
 import json
 import random
@@ -196,7 +197,7 @@ def test_copies_are_pinned_and_beside_compute_on_another_stream(saver, tmp_path)
     made = saver()
     activities = [torch.profiler.ProfilerActivity.CPU, torch.profiler.ProfilerActivity.CUDA]
     with torch.profiler.profile(activities=activities) as profile:
-        made.queue_work(0.02)
+        made.queue_work(0.1)
         made.step()
         made.save()
         made.queue_work(0.1)
@@ -230,7 +231,7 @@ def resident_bytes() -> int:
 
 
 def test_a_hundred_saves_with_random_pauses(saver, tmp_path, monkeypatch):
-    monkeypatch.setattr(sys.modules["async_save"], "HIDDEN", 1024)
+    monkeypatch.setattr(importlib.import_module("async_save"), "HIDDEN", 1024)
     made = saver()
     pause = random.Random(0)
     after_second = None

@@ -425,6 +425,11 @@ if __name__ == "__main__":
 # * A rank that has written waits for the slowest one. After 30 minutes, gloo's timeout, the save
 #   fails on it; where ranks can be that far apart, give ``new_group`` a longer ``timeout=``.
 # * Several nodes need a file system that they share: all ranks write to one directory.
+# * A parameter that no backward has reached yet has no optimizer state, so neither has the checkpoint;
+#   the new job's optimizer has, and ``dcp.load`` ends with ``Missing key``. Freeze such a parameter
+#   (``requires_grad=False``) on both sides, or save after each has had a gradient.
+# * A DTensor without dimensions (a scale, replicated by hand) is not copied by torch 2.13's stagers:
+#   what it holds at the time of the write is what is saved. :doc:`overlapped_stager` copies it.
 # * ``FileSystemWriter(thread_count=2)`` or more loses the error of a writing thread: a full disk
 #   looks like success (`pytorch#191391 <https://github.com/pytorch/pytorch/issues/191391>`__).
 #   Keep the default of 1.

@@ -304,8 +304,8 @@ if __name__ == "__main__":
 # show something else: they were measured with a PyTorch that needs a new stager for each save,
 # which pins its buffers each time and stalls for longer than ``pinned``. And they show what order
 # is worth: see ``Loads back bit by bit`` and ``Elements that differ`` of
-# ``default_stager_as_published``. (The other columns: :doc:`async_save`; why these uploads take so
-# long: :doc:`overlapped_stager`.)
+# ``default_stager_as_published``. (The other columns: :doc:`async_save`; why the upload of
+# ``default_stager_as_published`` takes so long: :doc:`overlapped_stager`.)
 #
 # .. result-figure:: checkpoint_stall
 #    :rows: pinned default_stager_as_published default_stager_ordered

@@ -427,9 +427,9 @@ if __name__ == "__main__":
 # that, for every way of saving in the table. ``short`` steps leave the training thread less room
 # and become slower (``Step time during upload``); over all steps beside an upload that can cost
 # more than the stall. Thousands of small tensors take the lock more often (see
-# :doc:`process_checkpointer`). The upload of both ``default_stager`` rows is long for another
+# :doc:`process_checkpointer`). The upload of ``default_stager_as_published`` is long for another
 # reason: its writer waits for the compute stream once a tensor, which slows the upload and not
-# the training.
+# the training. All other writers here are told not to copy ahead.
 #
 # What breaks if you remove a line
 # --------------------------------

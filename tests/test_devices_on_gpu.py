@@ -1,0 +1,21 @@
+"""A rank of several on a node leaves the other ranks' devices alone."""
+
+import subprocess
+import sys
+from pathlib import Path
+
+import pytest
+import torch
+
+pytestmark = pytest.mark.skipif(
+    not torch.cuda.is_available() or torch.cuda.device_count() < 2, reason="needs two CUDA devices"
+)
+
+
+@pytest.mark.parametrize(
+    "recipe", ["overlapped_stager", "accumulate_and_average", "pipelined_optimizer"]
+)
+def test_threads_open_no_context_on_a_device_that_is_not_the_ranks(recipe: str) -> None:
+    script = Path(__file__).parent / "data" / "second_device.py"
+    run = subprocess.run([sys.executable, str(script), recipe], capture_output=True, text=True)
+    assert run.returncode == 0, run.stderr[-2000:]
