@@ -1,6 +1,5 @@
 """Weights on the host: any stack of modules, exact memory, and clear errors for bad input."""
 
-import gc
 import sys
 from collections.abc import Callable
 from contextlib import closing
@@ -253,15 +252,36 @@ def test_memory_that_cannot_be_locked_is_refused_and_the_rest_unlocked(monkeypat
         if code:
             raise RuntimeError("out of memory")
 
+    def launch(size: tuple, device: torch.device) -> None:
+        launched.append(device)
+        raise RuntimeError("the error before, reported by this kernel")
+
+    launched = []
     monkeypatch.setattr(torch.cuda, "cudart", Driver)
     monkeypatch.setattr(torch.cuda, "check_error", check_error)
     monkeypatch.setattr(torch.cuda, "synchronize", lambda: None)
+    monkeypatch.setattr(torch, "ones", launch)
+    layers = [mlp(), mlp()]
     with pytest.raises(RuntimeError, match="cannot lock .* more bytes .*out of memory") as refused:
-        HostLayers([mlp(), mlp()], torch.device("cuda"))
-    assert len(locked) == 4
-    del refused  # and with it the frames that hold the first buffers
-    gc.collect()
+        HostLayers(layers, torch.device("cuda"))
     assert len(locked) == 1, "only the address that was refused may be left in the list"
+    assert launched == [torch.device("cuda")], "the reader's next kernel will report the error"
+    assert refused.tb, "the frames were meant to be alive"
+
+
+@pytest.mark.parametrize("kind", [HostLayers, StreamedStack])
+@pytest.mark.parametrize("current", [0, 2])
+def test_a_device_that_is_not_the_current_one_is_refused(monkeypatch, kind, current):
+    monkeypatch.setattr(torch.accelerator, "current_device_index", lambda: current)
+    with pytest.raises(ValueError, match="make cuda:1 current: .*set_device_index"):
+        kind([mlp()], torch.device("cuda:1"))
+
+
+def test_the_current_device_is_not_refused(monkeypatch):
+    monkeypatch.setattr(torch.accelerator, "current_device_index", lambda: 1)
+    for device in ("cuda:1", "cuda", "cpu", "cpu:0"):
+        with pytest.raises(ValueError, match="there is no layer"):
+            HostLayers([], torch.device(device))
 
 
 def test_an_output_that_is_no_tensor_is_refused():

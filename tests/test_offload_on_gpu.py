@@ -219,6 +219,22 @@ def test_device_memory_grows_by_saved_inputs_alone(tmp_path, device):
     assert 0 <= peaks[12] - peaks[4] <= 8 * x.nbytes
 
 
+def test_a_refusal_to_lock_is_reported_once(monkeypatch, device):
+    """By the error that says what to do, not by the next kernel as well."""
+    host_layers = importlib.import_module("host_layers")
+    register = torch.cuda.cudart().cudaHostRegister
+
+    class Driver:
+        @staticmethod
+        def cudaHostRegister(address: int, nbytes: int, flags: int) -> int:
+            return register(address, nbytes, 1 << 20)  # no such flag: the driver refuses
+
+    monkeypatch.setattr(torch.cuda, "cudart", Driver)
+    with pytest.raises(RuntimeError, match="cannot lock .* more bytes"):
+        host_layers.HostLayers([mlp(FEATURES)], device)
+    assert torch.ones(2, device=device).sum().item() == 2
+
+
 def test_host_memory_is_page_locked_and_unlocked(tmp_path, device):
     module = load(tmp_path)
     for _ in range(2):  # the second registers memory again

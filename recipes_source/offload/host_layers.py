@@ -51,7 +51,7 @@ Nothing is hidden behind compute yet: that is the next recipe, :doc:`weight_stre
 import mmap
 import os
 from collections.abc import Iterable
-from contextlib import closing
+from contextlib import closing, suppress
 from copy import deepcopy
 from itertools import accumulate
 from weakref import finalize
@@ -72,8 +72,10 @@ LAYERS, STEPS = 3, 3
 # ``torch.empty(..., pin_memory=True)`` asks a caching allocator that rounds every block up to a
 # power of two, nearly twice the size for a block that is just above one. An anonymous mapping that
 # is registered with the driver has the size that is asked for, but is yours to unlock. ``close``
-# does it; ``finalize`` does it for a buffer that is dropped without, for instance because the next
-# one did not fit.
+# does it, once; ``finalize`` does it for a buffer that is dropped without.
+#
+# A call of the driver that fails is remembered, and the next kernel of the thread reports it, far
+# from its cause. So a refusal to lock is followed by a kernel of no use, which takes the report.
 #
 # A process that forks, as a ``DataLoader`` may do for its workers, shares its memory with the child
 # until one of them writes, and the writer gets a copy. The device would go on with the original: it
@@ -110,13 +112,15 @@ class HostBuffer:
             memory = mmap.mmap(-1, nbytes or 1, flags=mmap.MAP_PRIVATE | mmap.MAP_ANONYMOUS)
             memory.madvise(getattr(mmap, "MADV_HUGEPAGE", mmap.MADV_NORMAL))  # fewer to lock
             self.flat = torch.frombuffer(memory, dtype=torch.uint8)[:nbytes].view(dtype)
-            self.pinned = device.type == "cuda" and nbytes > 0
-            if self.pinned:
+            self.unlock = lambda: None
+            if device.type == "cuda" and nbytes:
                 cuda, address = torch.cuda.cudart(), self.flat.data_ptr()
                 memory.madvise(mmap.MADV_DONTFORK)
                 torch.cuda.check_error(int(cuda.cudaHostRegister(address, nbytes, 0)))
                 self.unlock = finalize(self, cuda.cudaHostUnregister, address)
         except (OSError, RuntimeError) as error:
+            with suppress(Exception):
+                torch.ones((), device=device)  # is told of the error in place of your next kernel
             raise RuntimeError(
                 f"cannot lock {nbytes} more bytes of host memory ({error}): free some, raise "
                 "`ulimit -l`, or keep fewer layers on the host"
@@ -130,9 +134,7 @@ class HostBuffer:
 
     def close(self) -> None:
         """Unlock the pages. The memory itself lives as long as a tensor that uses it."""
-        if self.pinned:
-            self.unlock()
-            self.pinned = False
+        self.unlock()
 
 
 # %%
@@ -151,6 +153,13 @@ class HostBuffer:
 #   Shared *inside* a layer it is one parameter with two names, which is fine.
 # * A flat tensor has one dtype. A layer of two dtypes must be split or cast.
 #
+# Streams and events belong to the device that is **current** when they are made, whatever device the
+# tensors are on. A stack for ``cuda:1`` in a process whose current device is ``cuda:0`` would order
+# the wrong device, and compute wrong gradients without an error. It is refused as well.
+#
+# If a layer is refused or does not fit, what has been locked for those before it is unlocked at
+# once, so that whoever catches the error can try again with less.
+#
 # Buffers (running statistics, masks, tables of positions) are small and may be changed by forward:
 # they move to the device for good.
 #
@@ -167,7 +176,7 @@ class HostLayers:
 
     Args:
         layers: the modules, taken one by one: from a generator, the host never holds them twice.
-        device: where they will run.
+        device: where they will run; if it has an index, it must be the current device.
         gradient_dtype: of the gradients; each layer's own if None.
 
     ``weights[i]`` and ``gradients[i]`` are the buffers of layer i. Parameters that require
@@ -175,17 +184,22 @@ class HostLayers:
 
     Raises:
         ValueError: a layer has several dtypes, or shares a parameter with one before it, or there
-            is none.
+            is none; the device is not the current one.
         RuntimeError: the host cannot lock as much memory as weights and gradients take.
     """
 
     def __init__(self, layers: Iterable, device: torch.device, gradient_dtype=None) -> None:
+        named = device.type != "cpu" and device.index is not None
+        if named and device.index != torch.accelerator.current_device_index():
+            raise ValueError(f"make {device} current: torch.accelerator.set_device_index")
         self.device, self.gradient_dtype = device, gradient_dtype
-        self.layers = nn.ModuleList()
-        self.weights: list[HostBuffer] = []
-        self.gradients: list[HostBuffer] = []
-        for layer in layers:
-            self.take(layer)
+        self.layers, self.weights, self.gradients = nn.ModuleList(), [], []
+        try:
+            for layer in layers:
+                self.take(layer)
+        except BaseException:
+            HostLayers.close(self)
+            raise
         if not self.layers:
             raise ValueError("there is no layer: give one at least")
 
@@ -271,10 +285,8 @@ def start_rank() -> torch.device:
     if device.type != "cpu":
         device = torch.device(device.type, int(os.environ.get("LOCAL_RANK", "0")))
         torch.accelerator.set_device_index(device.index)
-    if "RANK" in os.environ:
-        dist.init_process_group()
-    else:
-        dist.init_process_group(store=dist.HashStore(), rank=0, world_size=1)
+    alone = {"store": dist.HashStore(), "rank": 0, "world_size": 1}
+    dist.init_process_group(**({} if "RANK" in os.environ else alone))
     return device
 
 
@@ -333,25 +345,14 @@ def train(model: HostLayers) -> None:
 # cannot be streamed is refused with a reason.
 
 
-def refused(layers: list[nn.Module], device: torch.device) -> str:
-    """Why ``HostLayers`` does not take these layers."""
-    try:
-        HostLayers(layers, device)
-    except ValueError as reason:
-        return str(reason)
-    raise AssertionError("these layers were taken")
-
-
 def main() -> None:
     device = start_rank()
     try:
         torch.manual_seed(dist.get_rank())
         ordinary = nn.ModuleList(Block() for _ in range(LAYERS))
-        for block in ordinary:
-            block.norm.weight.requires_grad_(False)
+        ordinary[1].norm.weight.requires_grad_(False)
         with closing(HostLayers(deepcopy(ordinary), device)) as model:
-            for name, tensor in model.layers.state_dict().items():
-                assert torch.equal(tensor.cpu(), ordinary.state_dict()[name])
+            assert all(map(torch.equal, model.layers.parameters(), ordinary.parameters()))
             train(model)
             buffers = model.weights + model.gradients
             assert all(buffer.flat.is_pinned() == (device.type == "cuda") for buffer in buffers)
@@ -359,7 +360,12 @@ def main() -> None:
             tensors = [tensor for buffer in buffers for tensor in buffer.views.values()]
             assert nbytes - sum(t.nbytes for t in tensors) < 4 * ALIGNMENT * len(tensors)
         print(f"{len(buffers)} buffers, {nbytes} bytes")
-        print("shared:", refused([ordinary[0], ordinary[0]], device))
+        try:
+            HostLayers([ordinary[0], ordinary[0]], device)
+        except ValueError as reason:
+            print("refused:", reason)
+        else:
+            raise AssertionError("a parameter that layers share was taken")
     finally:
         dist.destroy_process_group()
 
