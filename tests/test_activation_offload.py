@@ -433,6 +433,44 @@ def test_a_storage_larger_than_the_window_goes_alone_and_ahead(recipe):
         assert there == [True] * 5  # loaded, or never gone, before backward asked
 
 
+def test_what_is_never_read_keeps_nothing_from_coming_early(recipe):
+    late: list[int] = []
+    with offloading(recipe, window=NBYTES) as offload:
+        load_back, prefetch = offload.load, offload.prefetch
+
+        def watched(storage) -> None:
+            late.append(storage.index)
+            load_back(storage)
+
+        def prefetched(index: int) -> None:
+            offload.load = load_back
+            prefetch(index)
+            offload.load = watched
+
+        offload.load, offload.prefetch = watched, prefetched
+        with offload.saving():
+            first = chain(activation(), 6)
+            metric = first.exp()  # number 6; no backward runs through it
+            loss = chain(first, 3).sum()
+        loss.backward()
+        del metric
+    assert late == [5]  # the metric came instead of it; the others were there
+
+
+def test_what_nobody_has_read_leaves_the_device_with_the_next_forward(recipe):
+    with offloading(recipe, window=2 * NBYTES) as offload:
+        with offload.saving():
+            metric = activation().exp()  # kept with its graph
+            loss = chain(activation(), 4).sum()
+        loss.backward()
+        (unread,) = offload.arriving
+        assert unread.back is not None
+        with offload.saving():
+            pass
+        assert unread.back is None and not offload.arriving
+        metric.sum().backward()  # comes again
+
+
 def test_two_forwards_before_the_first_backward_share_the_pool(recipe):
     x, z = activation(), activation()
     with offloading(recipe, window=NBYTES) as offload:
@@ -502,16 +540,38 @@ def test_a_change_in_place_of_what_the_device_holds_is_an_error(recipe, why):
             y.backward()
 
 
-def test_a_change_in_place_during_a_copy_is_an_error_when_the_copy_ends(recipe):
+def test_a_change_in_place_during_a_copy_is_an_error_when_backward_reads_it(recipe):
     middle = activation() * 1
     with offloading(recipe) as offload:
         with offload.saving():
-            y = middle.square()
+            y = middle.square().sum()
         with torch.no_grad():
             middle.mul_(2)
+        offload.release(0)  # where the copy ends; nobody may ever read it
         with pytest.raises(RuntimeError, match="changed in place after autograd saved it"):
-            offload.release(0)
-    del y  # without a backward
+            y.backward()
+
+
+@pytest.mark.parametrize("window", [1 << 20, 1])  # what is saved fits it, or nothing does
+def test_what_backward_is_done_with_may_be_changed_in_place(recipe, window):
+    """A batch that is refilled, and a weight that is no ``nn.Parameter``."""
+
+    def trained(saving) -> torch.Tensor:
+        torch.manual_seed(0)
+        batch, weight = torch.empty(ROWS, WIDTH), torch.randn(WIDTH, WIDTH, requires_grad=True)
+        for _ in range(3):
+            batch.normal_()
+            with saving():
+                loss = (batch @ weight).tanh().square().mean()
+            loss.backward()
+            with torch.no_grad():
+                weight.sub_(0.1 * weight.grad)
+            weight.grad = None
+        return weight
+
+    with offloading(recipe, window=window) as offload:
+        assert torch.equal(trained(offload.saving), trained(nullcontext))
+        assert offload.used > 0
 
 
 def test_a_change_in_place_of_a_conjugated_view_is_an_error(recipe):

@@ -97,18 +97,16 @@ class Storage:
 
     def __init__(self, source: torch.Tensor, host: torch.Tensor, index: int, streams) -> None:
         self.source: torch.Tensor | None = source  # until its copy to the host is complete
-        # The version that is copied, its bytes in the pool, its number in this forward:
-        self.version, self.host, self.index = source._version, host, index
+        # The version that is copied, that of a released source, bytes in the pool, number in forward:
+        self.version, self.latest, self.host, self.index = source._version, None, host, index
         self.back: torch.Tensor | None = None  # its bytes on the device again
         self.stored, self.loaded = streams.Event(), streams.Event()
 
 
-def unchanged(tensor: torch.Tensor, version: int) -> torch.Tensor:
+def unchanged(tensor: torch.Tensor, saved: int, latest: int) -> torch.Tensor:
     """The tensor, or a RuntimeError: autograd compares versions itself only without hooks."""
-    if tensor._version != version:
-        raise RuntimeError(
-            f"a tensor {tuple(tensor.shape)} was changed in place after autograd saved it: clone it"
-        )
+    if latest != saved:
+        raise RuntimeError(f"changed in place after autograd saved it: {tensor.shape}, clone it")
     return tensor
 
 
@@ -131,8 +129,9 @@ def total(storages: Iterable[Storage]) -> int:
 # copy parts of a storage that are no views of the whole, such as ``unsafe_chunk`` makes: each has a
 # version of its own, so that no copy of the whole is known to hold all of them.
 #
-# Without hooks, autograd raises where a saved tensor was changed in place. With hooks it cannot
-# tell, so ``unchanged`` compares the versions of what the device still holds.
+# Without hooks, autograd raises where backward reads a saved tensor that was changed in place. With
+# hooks it cannot tell, so ``unchanged`` compares the versions there: the version that was saved, and
+# the latest that the device held. A tensor that backward is done with may be changed.
 #
 # Five edges order the copies; *compute* is the stream that forward and backward run on:
 #
@@ -145,7 +144,8 @@ def total(storages: Iterable[Storage]) -> int:
 #    what compute was still doing with it. By edge 2, this is behind the copy to the host as well.
 # 4. ``loaded``: compute waits for the copy back, right before it reads.
 # 5. Before the pool is used again, compute waits for copies back that nobody has read: those of a
-#    part of the graph that had no backward.
+#    part of the graph that had no backward. Until then they stay on the device, but the window
+#    counts only what backward has not passed, so that they do not keep the rest from coming early.
 #
 # The host waits for nothing. Edge 2 makes the *device* wait where the link is slower than forward:
 # this is what keeps its memory bounded.
@@ -168,8 +168,8 @@ class ActivationOffload:
 
     Raises:
         ValueError: a negative budget, or a window of no bytes.
-        RuntimeError: the host cannot lock as much memory; in backward and forward, a saved tensor
-            was changed in place while the device held it.
+        RuntimeError: the host cannot lock as much memory; in backward, a saved tensor was changed
+            in place while the device held it.
     """
 
     def __init__(self, device, budget: int, window: int, stay=(), smallest=SMALLEST, lanes=None):
@@ -184,15 +184,15 @@ class ActivationOffload:
         self.used = self.wanted = self.peak = 0
         self.known = weakref.WeakKeyDictionary()  # storage in memory -> reference to its Storage
         self.in_order: list[weakref.ref[Storage]] = []
-        self.leaving: deque[Storage] = deque()
-        self.arriving: set[Storage] = set()
+        self.leaving, self.arriving = deque[Storage](), set[Storage]()
 
     @contextmanager
     def saving(self) -> Iterator[None]:
         """Around a forward: what autograd saves in it goes to the host."""
         self.release(0)
         self.streams.current_stream().wait_stream(self.h2d)
-        self.arriving.clear()
+        while self.arriving:
+            self.arriving.pop().back = None
         if not any(storage() for storage in self.in_order):  # no graph needs the pool
             self.in_order, self.used, self.known = [], 0, weakref.WeakKeyDictionary()
         self.wanted = self.used
@@ -213,14 +213,13 @@ class ActivationOffload:
         storage = self.known[memory]() if memory in self.known else None
         if storage is None or storage.version != tensor._version:
             storage = self.store(tensor)
-        if storage is None:
-            return tensor, tensor._version
-        return storage, tensor.dtype, tensor.storage_offset(), tensor.size(), tensor.stride()
+        view = tensor.dtype, tensor.storage_offset(), tensor.size(), tensor.stride()
+        return (storage, *view) if storage else (tensor, tensor._version)
 
     def unpack(self, packed: tuple) -> torch.Tensor:
         """The tensor that was packed; what backward needs next is on its way then."""
         if isinstance(packed[0], torch.Tensor):
-            return unchanged(*packed)
+            return unchanged(*packed, latest=packed[0]._version)
         storage, dtype, *layout = packed
         left = storage.source is None
         if left:
@@ -230,8 +229,9 @@ class ActivationOffload:
             self.streams.current_stream().wait_event(storage.loaded)
             self.arriving.discard(storage)
         self.prefetch(storage.index)
-        memory = storage.back if left else unchanged(storage.source, storage.version)
-        return view_of(memory.untyped_storage(), dtype, *layout)
+        memory = storage.back if left else storage.source
+        latest = storage.latest if left else storage.source._version
+        return unchanged(view_of(memory.untyped_storage(), dtype, *layout), storage.version, latest)
 
     # To the host
 
@@ -261,9 +261,8 @@ class ActivationOffload:
         """Drop the oldest sources until at most ``most`` bytes are on their way to the host."""
         while self.leaving and total(self.leaving) > most:
             storage = self.leaving.popleft()
-            unchanged(storage.source, storage.version)
             self.streams.current_stream().wait_event(storage.stored)
-            storage.source = None
+            storage.latest, storage.source = storage.source._version, None
 
     # Back to the device
 
@@ -280,10 +279,10 @@ class ActivationOffload:
 
     def prefetch(self, index: int) -> None:
         """Load what was saved before number ``index``, last first, as far as the window allows."""
-        for reference in reversed(self.in_order[:index]):
-            storage = reference()
+        for storage in (reference() for reference in reversed(self.in_order[:index])):
             if storage and storage.source is None and storage.back is None:
-                if self.arriving and total(self.arriving) + storage.host.nbytes > self.window:
+                coming = total(other for other in self.arriving if other.index < index)
+                if coming and coming + storage.host.nbytes > self.window:
                     break
                 self.load(storage)
 
@@ -408,7 +407,7 @@ if __name__ == "__main__":
 # Memory
 # ------
 # On the host, the budget, page-locked. On the device, of what autograd saves, beside what backward
-# is just reading:
+# is just reading and what it has passed without reading it:
 #
 # .. math::
 #
@@ -445,9 +444,11 @@ if __name__ == "__main__":
 #   are not views stay on the device (``unsafe_chunk``, some compiled kernels, ``view.detach()``).
 # * A batch that you keep is copied like everything else, though that frees nothing: add it to
 #   ``stay``.
-# * A saved tensor that is changed in place is an error, as without hooks, when its backward begins;
-#   if it is being copied, by the end of its copy, even where no backward follows. After its copy a
-#   change is harmless, and no error: backward uses the copy.
+# * A saved tensor that is changed in place is an error, as without hooks, when backward reads it,
+#   and none if backward has read it or never does. After the device let go of it a change is
+#   harmless, and no error: backward uses the copy.
+# * A part of a graph that gets no backward, such as that of a metric, is copied back as well if more
+#   was saved after it, and what came back stays on the device until the next forward.
 # * The pool is used from its start again only when no graph needs it. A loss that is kept without a
 #   backward, or a forward that always begins before the backward of the one before, fills it step
 #   by step, until everything stays on the device.
