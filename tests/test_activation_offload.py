@@ -11,6 +11,7 @@ import sys
 import weakref
 from contextlib import closing, nullcontext
 from pathlib import Path
+from types import SimpleNamespace
 
 import pytest
 import torch
@@ -616,6 +617,26 @@ def test_a_change_in_place_after_the_copy_is_harmless(recipe):
 def test_a_device_may_be_named(recipe):
     with closing(recipe.ActivationOffload("cpu", budget=1, window=1)) as offload:
         assert offload.device == torch.device("cpu")
+
+
+@pytest.mark.parametrize(
+    ("named", "refused"), [("cuda:1", True), ("cuda:0", False), ("cuda", False)]
+)
+def test_a_device_that_is_not_the_current_one_is_refused(recipe, monkeypatch, named, refused):
+    """Copies to it would be queued on streams of the current one."""
+    empty = torch.empty
+
+    def on_two_devices(*size, device, **options):
+        if torch.device(device).type != "cuda":
+            return empty(*size, device=device, **options)
+        index = torch.device(device).index or 0  # the current device is the first
+        return SimpleNamespace(device=torch.device("cuda", index))
+
+    monkeypatch.setattr(torch, "empty", on_two_devices)
+    told = r"cuda:1 is not the current device: call torch\.accelerator\.set_device_index\(i\) first"
+    with pytest.raises(ValueError, match=told) if refused else nullcontext():
+        offload = recipe.ActivationOffload(torch.device(named), 0, 1, lanes=("h2d", "d2h"))
+        assert offload.device == torch.device("cuda:0")
 
 
 @pytest.mark.parametrize(("budget", "window"), [(-1, 1), (1, 0)])

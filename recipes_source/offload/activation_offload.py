@@ -155,7 +155,7 @@ class ActivationOffload:
     """Keep in host memory what autograd saves, up to a budget.
 
     Args:
-        device: where the activations are.
+        device: where the activations are; the current device, since its streams are used.
         budget: bytes of host memory, page-locked here and now. What exceeds it stays on the device.
         window: bytes on the device that are on their way to the host, and as many on their way
             back. A single larger storage is let through alone. What two layers save is enough.
@@ -167,7 +167,7 @@ class ActivationOffload:
     a limit would hold, ``peak`` the most that has been on its way, both ways together.
 
     Raises:
-        ValueError: a negative budget, or a window of no bytes.
+        ValueError: a negative budget, a window of no bytes, a device that is not the current one.
         RuntimeError: the host cannot lock as much memory; in backward, a saved tensor was changed
             in place while the device held it.
     """
@@ -176,6 +176,9 @@ class ActivationOffload:
         if budget < 0 or window <= 0:
             raise ValueError(f"budget {budget}, window {window}: pass bytes, 0 or more, 1 or more")
         self.device = torch.empty(0, device=device).device  # "cuda" is "cuda:0", say
+        if self.device != torch.empty(0, device=self.device.type).device:
+            first = "call torch.accelerator.set_device_index(i) first"
+            raise ValueError(f"{device} is not the current device: {first}")
         self.budget, self.window, self.smallest, self.stay = budget, window, smallest, list(stay)
         self.streams = torch.get_device_module(device)
         self.h2d, self.d2h = lanes or (self.streams.Stream(), self.streams.Stream())
