@@ -452,9 +452,9 @@ if __name__ == "__main__":
 #   harmless, and no error: backward uses the copy.
 # * A part of a graph that gets no backward, such as that of a metric, is copied back as well if more
 #   was saved after it, and what came back stays on the device until the next forward.
-# * The pool is used from its start again only when no graph needs it. A loss that is kept without a
-#   backward, or a forward that always begins before the backward of the one before, fills it step
-#   by step, until everything stays on the device.
+# * The pool is used from its start again only when no graph needs it. A loss or a metric that is
+#   kept without a backward (keep ``metric.detach()``), or a forward that always begins before the
+#   backward of the one before, fills it step by step, until everything stays on the device.
 # * ``retain_graph=True`` keeps on the device what was loaded.
 #
 # Further reading
