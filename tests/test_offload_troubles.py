@@ -20,6 +20,8 @@ from host_layers import HostLayers
 from pipelined_optimizer import PipelinedAdamW
 from weight_streaming import StreamedStack
 
+from harness import streams
+
 CPU, CUDA = torch.device("cpu"), torch.device("cuda")
 WIDTH = 16
 SETTINGS = {"lr": 1e-2}
@@ -114,17 +116,32 @@ def test_a_layer_major_step_differentiates_its_own_forward(trouble):
         assert all(map(torch.equal, found, expected_gradients([batch(0), batch(1)])))
 
 
-def test_several_forwards_may_wait_for_their_backwards():
-    with closing(StreamedStack(layers_of(), CPU)) as stack:
+@pytest.mark.parametrize("slots", [1, 2, 3, 9])
+def test_several_forwards_may_wait_for_their_backwards(slots):
+    with closing(StreamedStack(layers_of(), CPU, slots=slots)) as stack:
         outputs = [stack.forward(batch(seed)).requires_grad_() for seed in range(3)]
         for seed, y in enumerate(outputs):
             loss_of(y).backward()
-            stack.load(2)
-            stack.load(3)
             stack.backward(y.grad)
             stack.wait_for_gradients()
             found = [parameter.grad for parameter in stack.layers.parameters()]
             assert all(map(torch.equal, found, expected_gradients([batch(seed)])))
+
+
+@pytest.mark.skipif(torch.accelerator.is_available(), reason="an accelerator's streams are real")
+def test_slots_are_loaded_after_what_had_their_memory_before():
+    class InUsedMemory(StreamedStack):
+        def in_slots(self, *args):
+            slots = super().in_slots(*args)
+            for flat in slots[0]:
+                flat.zero_()  # as a kernel would that was queued before the memory was freed
+            return slots
+
+    with streams.recording() as recorder:
+        with closing(InUsedMemory(layers_of(), CPU)) as stack:
+            stack.step(batch(0), loss_of)
+            stack.wait_for_gradients()
+        assert recorder.conflicts == []
 
 
 # An input that is trained

@@ -155,13 +155,16 @@ class Entrance(torch.autograd.Function):
 # ------------------
 # ``in_slots`` allocates device memory: ``slots`` flat buffers for weights, two for gradients, each
 # of the size of the largest layer. They are never freed, so no copy can outlive what it reads, and
-# neither ``record_stream`` nor the allocator has a say. Which slot a layer uses is fixed (its index
+# neither ``record_stream`` nor the allocator has a say. Their memory may have been another tensor's,
+# whose kernels are still queued: ``h2d`` waits for these once, before it loads anything. Which slot a layer uses is fixed (its index
 # modulo the number of slots): its views of the slot are made once, and are the leaves of its graph.
 #
 # The methods are the steps of the picture. Read ``forward`` and ``backward`` first:
 #
 # * ``load`` waits for ``free``, copies, records ``ready``. It is called as early as the slot's
 #   previous user has been *queued*; the stream, not the host, waits for it to be *done*.
+#   ``held`` says which layer each slot was loaded with last. Backward finds its layers there, unless
+#   another forward or backward came in between; then it loads them.
 # * ``compute_forward`` and ``compute_backward`` run between ``await_weights`` and ``release``.
 #   What writes gradients into a slot has waited for ``grad_free``.
 # * ``store`` records ``grad_ready`` behind the gradients, copies on ``d2h``, and records
@@ -190,36 +193,34 @@ class StreamedStack(HostLayers):
     Args:
         slots: layers whose weights are on the device at a time.
         slot_bytes: the most that a slot may take; 0 for as much as the largest layer needs.
-        layers, device, options: as for ``HostLayers``.
+        layers, device, kwargs: as for ``HostLayers``.
 
     Raises:
         ValueError: less than 1 slot, a layer that does not fit into one; or as ``HostLayers``.
         RuntimeError: as ``HostLayers``.
     """
 
-    def __init__(
-        self, layers: Iterable, device: torch.device, slots: int = SLOTS, slot_bytes=0, **options
-    ) -> None:
+    def __init__(self, layers: Iterable, device: torch.device, slots=SLOTS, slot_bytes=0, **kwargs):
         if slots < 1:
             raise ValueError(f"slots must be 1 or more, not {slots}")
-        super().__init__(layers, device, **options)
+        super().__init__(layers, device, **kwargs)
         sizes = [buffer.flat.nbytes for buffer in self.weights]
         if slot_bytes and slot_bytes < max(sizes):
             raise ValueError(
                 f"layer {sizes.index(max(sizes))} takes {max(sizes)} bytes, a slot may take "
                 f"{slot_bytes}: raise slot_bytes, or split the layer"
             )
-        self.slots, self.loads, self.stores = slots, 0, 0
+        self.slots, self.loads, self.stores, self.held = slots, 0, 0, {}  # held[slot]: its layer
         self.streams = torch.get_device_module(device)
         self.h2d, self.d2h = self.streams.Stream(), self.streams.Stream()
-        self.ready, self.free, self.grad_ready, self.grad_free, self.host_done = (
-            defaultdict(self.streams.Event) for _ in range(5)
-        )
+        events = (defaultdict(self.streams.Event) for _ in range(5))
+        self.ready, self.free, self.grad_ready, self.grad_free, self.host_done = events
         self.flats, self.views = self.in_slots(self.weights, slots)
         self.gradient_flats, self.gradient_views = self.in_slots(self.gradients, GRADIENT_SLOTS)
         for views, trained in zip(self.views, self.gradient_views, strict=True):
             for name in trained:
                 views[name].requires_grad_()
+        self.h2d.wait_stream(self.streams.current_stream())
         self.graphs: list[deque] = [deque() for _ in sizes]  # begin and end of each, oldest first
         self.door = torch.empty(0, requires_grad=True)
 
@@ -239,6 +240,7 @@ class StreamedStack(HostLayers):
         with self.streams.stream(self.h2d):
             self.flats[layer].copy_(self.weights[layer].flat, non_blocking=True)
         self.ready[layer % self.slots].record(self.h2d)
+        self.held[layer % self.slots] = layer
         self.loads += 1
 
     def await_weights(self, layer: int) -> None:
@@ -275,8 +277,7 @@ class StreamedStack(HostLayers):
         y = functional_call(self.layers[layer], self.views[layer], (x,))
         if not isinstance(y, torch.Tensor):
             raise TypeError(
-                f"layer {layer} returned a {type(y).__name__}: wrap it in a module that takes "
-                "one tensor and returns one"
+                f"layer {layer} returned a {type(y).__name__}: wrap it so that it returns one"
             )
         return y
 
@@ -289,6 +290,8 @@ class StreamedStack(HostLayers):
             The gradient of the stack's input, or None if that does not require one.
         """
         for layer in reversed(range(len(self.layers))):
+            if self.held.get(layer % self.slots) != layer:
+                self.load(layer)
             self.await_weights(layer)
             self.streams.current_stream().wait_event(self.grad_free[layer % GRADIENT_SLOTS])
             grad_y = self.compute_backward(layer, grad_y)
@@ -476,7 +479,8 @@ if __name__ == "__main__":
 #    + \max_l (G_l + \text{activations of layer } l)
 #
 # On the host, page-locked: :math:`\sum_l (W_l + G_l)`, and the optimizer's state in ordinary
-# memory. The sum of the inputs is what is left of the depth; :doc:`activation_offload` sends it to
+# memory. The stack's output and its gradient are kept until the step has been queued; both have the
+# size of one more input. The sum of the inputs is what is left of the depth; :doc:`activation_offload` sends it to
 # the host as well.
 #
 # More slots help where layers differ in size, and save one load each (:math:`2L-\text{slots}`).
@@ -498,6 +502,8 @@ if __name__ == "__main__":
 #   gradients of the step before; to add them up, see :doc:`accumulate_and_average`.
 # * Gradients are first written by autograd, then copied into the slot: one pass over a layer's
 #   gradients in device memory, on the compute stream.
+# * A layer whose output does not depend on its input, or is made under ``no_grad``, ends the
+#   backward with an error of autograd's, unless it is the first: leave it out of the stack.
 # * As with any recomputation, a buffer that forward changes (BatchNorm's statistics) changes twice,
 #   and a layer must not change its input in place.
 # * Hooks on parameters do not run: gradients are asked for by ``torch.autograd.grad``.
