@@ -6,6 +6,7 @@ import sys
 from collections.abc import Iterator
 from contextlib import closing
 from pathlib import Path
+from types import SimpleNamespace
 
 import pytest
 import torch
@@ -399,6 +400,16 @@ def test_a_finite_sum_too_large_for_fp16_is_no_infinity():
         stack.step(x, lambda y: (y.float() * 1e6).sum())
         with pytest.raises(FloatingPointError, match="layer 0"):
             stack.finish()
+
+
+# Three streams
+
+
+def test_a_pipeline_for_another_device_is_refused(monkeypatch):
+    monkeypatch.setattr(torch.accelerator, "current_device_index", lambda: 0)
+    weight = SimpleNamespace(device=torch.device("cuda:1"))
+    with pytest.raises(ValueError, match="make cuda:1 current first: .*set_device_index"):
+        three_streams.Pipeline(weight)
 
 
 # The judge of copies

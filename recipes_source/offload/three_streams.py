@@ -131,12 +131,22 @@ class Slot:
 # tensor may be freed while it is in use. The memory then comes back when the allocator next asks
 # whether that stream has got there. A host that runs ahead allocates all its chunks before that:
 # right results, and device memory that depends on timing. Slots that are never freed need neither.
+#
+# Streams and events belong to the device that is current when they are made. A weight on another
+# device would be computed with in no order at all, so it is refused.
 
 
 class Pipeline:
-    """Multiply chunks from the host by ``weight``, ``(side, side)`` on the device, overlapped."""
+    """Multiply chunks from the host by ``weight``, ``(side, side)`` on the device, overlapped.
+
+    Raises:
+        ValueError: the weight is not on the current device.
+    """
 
     def __init__(self, weight: torch.Tensor) -> None:
+        at = weight.device
+        if at.type != "cpu" and at.index != torch.accelerator.current_device_index():
+            raise ValueError(f"make {at} current first: torch.accelerator.set_device_index")
         self.weight = weight
         self.streams = torch.get_device_module(weight.device)
         self.load, self.store = self.streams.Stream(), self.streams.Stream()
@@ -146,7 +156,7 @@ class Pipeline:
         """Queue ``source @ weight`` into each result; return the event behind the last copy.
 
         The sources must be complete when this is called. Until the event has been synchronised
-        with, results must not be read, and neither sources nor results be changed or freed.
+        with, keep the pipeline, do not read results, and change or free neither these nor sources.
 
         Raises:
             ValueError: host memory that is not pinned, or a chunk that does not fit the slots.
