@@ -187,6 +187,26 @@ def test_sums_have_the_bits_of_ordinary_accumulation(chunk, monkeypatch):
                 assert all(map(torch.equal, found, expected))
 
 
+def test_layer_major_losses_are_differentiated_one_after_the_other():
+    """A head in the loss function gets the bits of ordinary accumulation, and one graph lives."""
+    torch.manual_seed(0)
+    head, batches = nn.Linear(WIDTH, WIDTH).bfloat16(), [batch(i, torch.bfloat16) for i in range(5)]
+    model, seen = nn.Sequential(*layers_of(torch.bfloat16)), []
+    for x in batches:
+        loss_of(head(model(x))).backward()
+    expected = head.weight.grad.clone()
+    head.zero_grad()
+
+    def loss_of_head(y: torch.Tensor) -> torch.Tensor:
+        assert all(before.grad is not None for before in seen), "the graph before is still there"
+        seen.append(y)
+        return loss_of(head(y))
+
+    with closing(LayerMajor(layers_of(torch.bfloat16), CPU)) as stack:
+        assert stack.step(batches, loss_of_head).shape == (5,)
+    assert torch.equal(head.weight.grad, expected)
+
+
 @pytest.fixture
 def poisoned_memory() -> Iterator[None]:
     """Memory that is allocated and not written holds NaN."""
@@ -394,6 +414,23 @@ def test_a_checkpoint_of_the_host_tensors_continues_bit_by_bit(tmp_path):
         assert_same(stack, ordinary)
 
 
+@pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16], ids=["fp32", "bf16"])
+def test_weights_that_are_loaded_into_a_stack_are_trained_on(dtype):
+    ordinary = Ordinary(dtype)
+    pretrained = {name: x + 0.25 for name, x in ordinary.layers.state_dict().items()}
+    with pipelined(0.5, dtype=dtype) as stack:
+        stack.layers.load_state_dict(pretrained)
+        stack.reload()
+        ordinary.layers.load_state_dict(pretrained)
+        for master, weight in zip(ordinary.masters, ordinary.weights, strict=True):
+            master.data.copy_(weight)
+        for seed in range(3):
+            stack.step(batch(seed, dtype), loss_of)
+            ordinary.step([batch(seed, dtype)], 0.5)
+        stack.finish()
+        assert_same(stack, ordinary)
+
+
 def test_the_host_threads_get_cores_of_their_own(monkeypatch):
     before = torch.get_num_threads()
     monkeypatch.setattr(pipelined_optimizer, "host_threads", lambda: 3)
@@ -402,6 +439,28 @@ def test_the_host_threads_get_cores_of_their_own(monkeypatch):
         assert stack.arrivals.submit(torch.get_num_threads).result() == 3
     assert torch.get_num_threads() == before
     torch.set_num_threads(before)
+
+
+def test_threads_that_wait_for_events_use_the_device_of_their_rank(monkeypatch):
+    told = {}
+
+    def set_device(device: str) -> None:
+        told[threading.current_thread().name] = device
+
+    monkeypatch.setattr(torch.cpu, "current_device", lambda: "this rank's")
+    monkeypatch.setattr(torch.cpu, "set_device", set_device)
+    with closing(HostSums(layers_of(), CPU, backwards=1)) as sums, pipelined() as adam:
+        for stack, waits in ((sums, "add"), (adam, "receive")):
+            plain = getattr(stack, waits)
+
+            def checked(*args, plain=plain):
+                assert told[threading.current_thread().name] == "this rank's"
+                plain(*args)
+
+            setattr(stack, waits, checked)
+            stack.step(batch(0), loss_of)
+            stack.finish()
+    assert len(told) == 2, "and no other thread, least of all the one that trains"
 
 
 def test_bytes_for_a_parameter():

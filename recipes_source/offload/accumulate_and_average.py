@@ -94,6 +94,10 @@ CHUNK = 2**18  # elements that a core adds at a time; their fp32 copy, 1 MB, sta
 # ``OMP_NUM_THREADS=1`` when it starts several ranks, and ``torch.set_num_threads``, called in the
 # worker, gives it more and leaves the training thread as it is.
 #
+# **Device.** A new thread's current device is the first one, whatever device its rank uses. To wait
+# for an event there is to open a context on it: half a gigabyte of the first GPU for each rank of
+# the host. So the worker is first told the device.
+#
 # As with PyTorch's ``DistributedDataParallel``, the result is a sum over microbatches and a mean
 # over ranks: divide the loss by the number of microbatches if you want a mean there as well.
 
@@ -134,6 +138,7 @@ class HostSums(streaming.StreamedStack):
         self.added: dict[int, Future] = {}
         self.group = dist.new_group(backend="gloo")
         self.worker = ThreadPoolExecutor(1, "host sums", torch.set_num_threads, (threads,))
+        self.worker.submit(self.streams.set_device, self.streams.current_device())
 
     def backward(self, grad_y: torch.Tensor) -> torch.Tensor | None:
         """As in ``StreamedStack``, but refused with a RuntimeError after one that raised."""
@@ -193,6 +198,10 @@ class HostSums(streaming.StreamedStack):
 # microbatches in fp32, in their order, into the gradient slot (``gradient_dtype``), which is then
 # stored once. The additions are those that the host made before, so the bits are the same.
 #
+# The loss of each microbatch is differentiated before the next one is computed, as in ordinary
+# accumulation: one microbatch's logits are alive at a time, and the gradients of a head in the loss
+# function are added in that order.
+#
 # What it costs is memory on the device: the inputs of all layers for all microbatches, and gradient
 # slots of twice the size.
 
@@ -206,12 +215,15 @@ class LayerMajor(streaming.StreamedStack):
         """Queue forward and backward of all microbatches; return their losses (1-D, device)."""
         self.graphs = [deque() for _ in self.layers]
         outputs = [y.detach().requires_grad_() for y in self.forward(batches)]
-        losses = [loss_function(y) for y in outputs]
-        torch.autograd.backward(losses)
+        losses = []
+        for y in outputs:
+            loss = loss_function(y)
+            loss.backward()
+            losses.append(loss.detach())
         grads = self.backward([y.grad for y in outputs])
         if entered := [i for i, grad in enumerate(grads) if grad is not None]:
             torch.autograd.backward([batches[i] for i in entered], [grads[i] for i in entered])
-        return torch.stack(losses).detach()
+        return torch.stack(losses)
 
     def compute_forward(self, layer: int, xs: list[torch.Tensor]) -> list[torch.Tensor]:
         """Run one layer on every microbatch."""
@@ -387,7 +399,8 @@ if __name__ == "__main__":
 #   earlier, the sums are one rank's own, and the next backward adds to them.
 # * A backward that raised half-way has added some layers and not others, on this rank: every later
 #   backward and ``finish`` refuses. Build a new stack. A loss function or a forward that raised has
-#   added nothing; the microbatch can be repeated.
+#   added nothing to the sums; the microbatch can be repeated. With layer-major, modules in the loss
+#   function have by then the gradients of the microbatches before.
 # * Layer-major draws the random numbers of dropout in another order than microbatch-major: as good,
 #   but other bits.
 # * A gradient that is not finite is added like any other: :doc:`pipelined_optimizer` looks for it.

@@ -120,7 +120,9 @@ def host_threads() -> int:
 # **Arrivals** are watched by a thread of their own. It takes the layers in the order of the
 # backward, on every rank the same, so it can also average over ranks; a queue of its own order
 # tells the thread of updates what is due. Which layer that one updates next depends on timing. The
-# result does not: no layer's update reads another layer.
+# result does not: no layer's update reads another layer. This thread is first told the device of
+# its rank: a new thread takes the first one, and to wait for an event there is to open a context on
+# it, half a gigabyte of the first GPU for each rank of the host.
 #
 # **Clipping.** ``max_norm`` defers all updates until the norm of all gradients is known. They still
 # run beside the next forward, lowest layer first. On the CPU, PyTorch takes the norm of a whole
@@ -166,9 +168,7 @@ class PipelinedAdamW(streaming.StreamedStack):
     a layer. Parameters that do not require gradients are left as they are.
     """
 
-    def __init__(
-        self, layers: Iterable, device: torch.device, *, adamw: dict, max_norm=None, **settings
-    ) -> None:
+    def __init__(self, layers, device: torch.device, *, adamw: dict, max_norm=None, **settings):
         super().__init__(layers, device, **settings)
         self.max_norm = max_norm
         sizes = [gradients.flat.numel() for gradients in self.gradients]
@@ -180,14 +180,14 @@ class PipelinedAdamW(streaming.StreamedStack):
         ]
         blocking = {} if device.type == "cpu" else {"blocking": True}  # a wait takes no core
         self.host_done = [self.streams.Event(**blocking) for _ in self.layers]
-        self.norms: list[list[torch.Tensor]] = [[] for _ in self.layers]
-        self.norm = torch.zeros(())
+        self.norms, self.norm = [[] for _ in self.layers], torch.zeros(())  # by rows; of all
         self.received: list[Future] = []
         self.updated: dict[int, Future] = {}
         self.due: PriorityQueue[tuple[int, Future]] = PriorityQueue()
         self.group = dist.new_group(backend="gloo")
         cores = (torch.set_num_threads, (host_threads(),))
         self.arrivals = ThreadPoolExecutor(1, "arrivals", *cores)
+        self.arrivals.submit(self.streams.set_device, self.streams.current_device())
         self.updates = ThreadPoolExecutor(1, "updates", *cores)
 
     # The training thread
@@ -232,6 +232,11 @@ class PipelinedAdamW(streaming.StreamedStack):
         self.await_arrivals()
         for updated in self.updated.values():
             updated.result()
+
+    def reload(self) -> None:
+        """Make the weights the masters, when something else has changed them since ``finish()``."""
+        for master, weights in zip(self.masters, self.weights, strict=True):
+            master.copy_(weights.flat[: master.numel()])
 
     # The thread of arrivals
 
@@ -468,9 +473,12 @@ if __name__ == "__main__":
 #   parameter and stores of twice the size.
 # * The settings of AdamW are the same for all parameters. Change a learning rate in
 #   ``optimizers[layer][chunk].param_groups`` after ``finish()``, not while updates may run.
+# * What else changes weights, such as ``layers.load_state_dict(pretrained)``, does it between
+#   ``finish()`` and ``reload()``. Without the latter the masters stay as they were, and the next
+#   update undoes the change without an error. The moments stay in any case.
 # * A checkpoint needs ``masters`` and each optimizer's ``state_dict()``, read after ``finish()``.
 #   When they are loaded, round the weights: ``weights[layer].flat[: len(m)].copy_(m)``, where ``m``
-#   is ``masters[layer]``.
+#   is ``masters[layer]``; ``reload()`` would go the other way, and lose what bf16 does not hold.
 # * The padding between parameters holds anything, NaN as well, in the masters, the moments and a
 #   checkpoint of them; nothing else is computed from it. Look at the masters by name:
 #   ``gradients[layer].views_of(masters[layer])``.
