@@ -380,16 +380,16 @@ if __name__ == "__main__":
 # memory anew, pageable, and copies the state into it. In the figure this alone stalls training for
 # longer than ``dcp_save`` takes for everything; only the write runs beside training.
 # :doc:`pinned_staging` changes the memory and nothing else, and comes down to the dashed line,
-# ``Bound``, or below it: the bytes of the state over the rate of the link.
+# ``Bound``: the bytes of the state over the rate of the link.
 #
 # ``Exposed stall`` is what one save adds to the time of training. ``Call`` is how long the call
 # holds the training thread, the steps still queued on the GPU included. ``Staged after`` counts
-# from the call, ``Uploaded after`` from the end of staging. ``none`` is training without a save.
+# from the call, ``Uploaded after`` from the end of staging. ``none`` is training without a save;
+# ``95 % from`` and ``to`` are explained in :doc:`overlapped_stager`.
 #
-# ``Step time during upload`` is against steps without the save: in all rows but the paired ones of
-# :doc:`overlapped_stager`, those right before it. After a rest or a stall a GPU's clocks swing for
-# some seconds and step times with them, so a change of a few per cent, up or down, says nothing
-# about the upload; a negative one is no speed-up.
+# ``Step time during upload`` is against steps without a save. After a stall a GPU's clocks swing
+# for some seconds and step times with them, so a change of a per cent or two, up or down, says
+# nothing about the upload; a negative one is no speed-up.
 #
 # .. result-figure:: checkpoint_stall
 #    :rows: dcp_save async_save

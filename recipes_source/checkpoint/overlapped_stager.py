@@ -397,39 +397,41 @@ if __name__ == "__main__":
 # What it buys
 # ------------
 # A dashed line, ``Bound``, is the state's bytes over the rate of the link, measured in the same
-# run beside training (rows of several runs have several): the least that ``Staged after`` can be.
-# The stall can be zero where a step is longer than that. ``short`` steps are shorter than the
-# copy: the optimizer then waits for the rest of it, which is most of the stall. On two GPUs of
-# one host, the copy shares its way out of the GPU with the collectives of training, so both rates
-# are given: the link's alone and beside training. (The other columns: :doc:`async_save`.)
+# run beside training (rows of several runs have several): about what ``Staged after`` is here. On
+# two GPUs of one host, the copy shares its way out of the GPU with the collectives of training, so
+# both rates are given: the link's alone and beside training. The stall can be zero where a step is
+# longer than the copy. ``short`` steps are not: nothing hides the rest, and the optimizer waits for
+# it. ``disk`` lengthens the upload, not the stall. (The other columns: :doc:`async_save`; the
+# peers: :doc:`process_checkpointer`.)
 #
 # A stall this small is less than steps differ from each other: after a rest, a GPU's clocks swing
 # for seconds and step times with them. So for ``overlapped`` the benchmark compares windows of
 # steps with and without a save, place by place, many times, and the table says how well the stall
-# is known: with 95 % confidence the true one lies between the columns ``95 % from`` and ``to``.
-# Where zero does, too, the sign of ``Exposed stall`` means nothing. Row ``none``, where it has a
-# stall, is what this method reads without a save. On two GPUs the interval of ``long`` steps lies
-# within one per cent of a step. On one GPU it is wider, and holds zero: whole windows differ more
-# from each other there. Rows without an interval have too few samples for one, or a stall so
-# large that the steps before the save serve as comparison. A stall of zero or less has no bar.
+# is known: with 95 % confidence the true one lies between the columns ``95 % from`` and ``to``. For
+# ``long`` steps the interval holds zero, on one GPU and on two, and reaches no further than about
+# one per cent of a step; the sign of such a stall means nothing, and one of zero or less has no
+# bar. Row ``none`` is what this method reads without a save. Rows without an interval have too few
+# samples for one, or a stall so large that the steps before the save serve as comparison.
 #
 # .. result-figure:: checkpoint_stall
-#    :rows: dcp_save pinned default_stager_as_published default_stager_ordered overlapped torch_checkpointing
+#    :rows: dcp_save pinned default_stager_as_published default_stager_ordered overlapped torch_checkpointing nvidia-resiliency-ext
 #    :where: storage=memory
 #
 # .. result-table:: checkpoint_stall
-#    :rows: none dcp_save pinned default_stager_as_published default_stager_ordered overlapped torch_checkpointing
+#    :rows: none dcp_save pinned default_stager_as_published default_stager_ordered overlapped torch_checkpointing nvidia-resiliency-ext
 #
-# .. timeline:: checkpoint_stall dcp_save default_stager_as_published overlapped
+# .. timeline:: checkpoint_stall dcp_save default_stager_ordered overlapped
 #
 # While the upload runs, training shares with it the interpreter's lock and the host's memory.
 # With ``long`` steps, few large tensors and a training thread that works ahead of the GPU hide
 # that, for every way of saving in the table. ``short`` steps leave the training thread less room
-# and become slower (``Step time during upload``); over all steps beside an upload that can cost
-# more than the stall. Thousands of small tensors take the lock more often (see
-# :doc:`process_checkpointer`). The upload of ``default_stager_as_published`` is long for another
-# reason: its writer waits for the compute stream once a tensor, which slows the upload and not
-# the training. All other writers here are told not to copy ahead.
+# and become slower (``Step time during upload`` of ``pinned``); over all steps beside an upload
+# that can cost more than the stall. Of ``overlapped`` with ``short`` steps there is one window, and
+# its steps were slow from well before the save: its stall and its upload are not the save's alone.
+# Thousands of small tensors take the lock more often (see :doc:`process_checkpointer`). The upload
+# of ``default_stager_as_published`` is long for another reason: its writer waits for the compute
+# stream once a tensor, which slows the upload and not the training. None of the others that write
+# beside training copies ahead.
 #
 # What breaks if you remove a line
 # --------------------------------

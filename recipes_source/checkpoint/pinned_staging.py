@@ -254,18 +254,17 @@ if __name__ == "__main__":
 # The stall of a copy at the rate of the link. The dashed line, ``Bound``, is the state's bytes over
 # that rate, measured in the same run beside training (the other columns: :doc:`async_save`).
 #
-# A stall can come out below the bound, for three reasons. A copy for which training stops has the
-# link to itself. After the pause the GPU runs the next steps faster, which counts for the save. And
-# the save is compared with the steps before it: where a rested GPU's swinging clocks made those
-# slow, the stall comes out too small, by up to a few per cent of a step for each step counted. The
-# link is no faster than ``Bound`` says beside training, and than its own rate below the table says
-# alone.
+# A stall can come out below the bound, for two reasons. A copy for which training stops has the
+# link to itself; below the table is the link's rate alone. And after the pause the GPU runs the
+# next step a little faster, which counts for the save.
 #
 # .. result-figure:: checkpoint_stall
 #    :rows: async_save pinned
+#    :where: step=long
 #
 # .. result-table:: checkpoint_stall
 #    :rows: none async_save pinned
+#    :where: step=long
 #
 # .. timeline:: checkpoint_stall async_save pinned
 #

@@ -395,21 +395,24 @@ elif __name__ == "__mp_main__":  # imported by the daemon, which logs what it al
 # ``pinned`` and ``process`` both copy into memory that was made once, and differ in who writes;
 # ``async_save`` makes new memory for every save, and does so with a daemon too if it is left to its
 # defaults. With these few large tensors, what the daemon spares the training thread is too little
-# to be read from ``Step time during upload``, where a few per cent mean nothing
-# (:doc:`async_save`). Why a stall can come out below ``Bound``: :doc:`pinned_staging`.
+# to be read from ``Step time during upload`` (the columns: :doc:`async_save`). Why a stall can come
+# out below ``Bound``: :doc:`pinned_staging`.
+#
+# Two packages divide the work in the same way. ``nvidia-resiliency-ext`` stages on the training
+# thread into pinned memory, and a persistent process writes one file a rank, which cannot be
+# resharded; its first save starts the process and makes the memory, and takes long.
+# ``torch_checkpointing`` stages on a thread, partly beside the next step, into shared memory, and a
+# process writes.
 #
 # .. result-figure:: checkpoint_stall
-#    :rows: async_save pinned process torch_checkpointing
+#    :rows: async_save pinned process torch_checkpointing nvidia-resiliency-ext
+#    :where: step=long
 #
 # .. result-table:: checkpoint_stall
-#    :rows: none async_save pinned process torch_checkpointing
+#    :rows: none async_save pinned process torch_checkpointing nvidia-resiliency-ext
+#    :where: step=long
 #
-# What memory that was made once changes, here with a thread that writes:
-#
-# .. timeline:: checkpoint_stall async_save pinned
-#
-# ``torch_checkpointing`` is a package with the same division of work: it stages on a thread into
-# shared memory, and a process writes.
+# .. timeline:: checkpoint_stall pinned process torch_checkpointing nvidia-resiliency-ext
 #
 # What breaks if you remove a line
 # --------------------------------
