@@ -333,7 +333,8 @@ if __name__ == "__main__":
 #
 # PyTorch's staging thread does not know its rank's device (seen on 2.11): on every rank of a node
 # but the first it opens a context on the first GPU too, about half a gigabyte there for each.
-# :doc:`overlapped_stager` tells its thread which device is meant.
+# :doc:`overlapped_stager` tells its thread which device is meant; the daemons of
+# :doc:`process_checkpointer` open none.
 #
 # When it is not worth it
 # -----------------------
