@@ -342,8 +342,10 @@ if __name__ == "__main__":
 # ------------
 # The link is the wall where a layer's load takes longer than its compute. Layer-major microbatches
 # divide the loads for each token by their number *M*: ``streamed_4_microbatches`` takes its tokens
-# in four, so that the memory that one microbatch needs is that of ``streamed`` at a quarter of the
-# tokens. Compare it with four steps of that (what the columns say: :doc:`weight_streaming`).
+# in four, so that the activations of a layer take the memory that they take in ``streamed`` at a
+# quarter of the tokens. Compare it with four steps of that, not with ``streamed`` at the same
+# tokens: one batch of them all is faster, and here, where gradients in fp32 outweigh activations,
+# smaller as well (what the columns say: :doc:`weight_streaming`).
 #
 # .. result-figure:: offload_step
 #    :rows: resident streamed streamed_4_microbatches
@@ -386,8 +388,8 @@ if __name__ == "__main__":
 # When it is not worth it
 # -----------------------
 # * A batch that fits at once is the simplest layer-major there is: one microbatch, no sum.
-# * Steps long enough to hide the loads gain nothing from layer-major. Above the ridge of the figure
-#   microbatch-major costs no time, and layer-major still costs device memory.
+# * Steps long enough to hide the loads gain nothing from layer-major. To the right of both ridges
+#   of the figure microbatch-major costs no time, and layer-major still costs device memory.
 # * Over a network, gloo moves the gradients through the CPU. Ranks of one host do so at the speed
 #   of its memory; for many hosts, average on the devices before the store.
 #

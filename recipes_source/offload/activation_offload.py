@@ -130,7 +130,7 @@ def total(storages: Iterable[Storage]) -> int:
 # version of its own, so that no copy of the whole is known to hold all of them.
 #
 # Without hooks, autograd raises where backward reads a saved tensor that was changed in place. With
-# hooks it cannot tell, so ``unchanged`` compares the versions there: the version that was saved, and
+# hooks it cannot tell, so ``unchanged`` compares the versions there: the one that was saved, and
 # the latest that the device held. A tensor that backward is done with may be changed.
 #
 # Five edges order the copies; *compute* is the stream that forward and backward run on:
@@ -149,13 +149,17 @@ def total(storages: Iterable[Storage]) -> int:
 #
 # The host waits for nothing. Edge 2 makes the *device* wait where the link is slower than forward:
 # this is what keeps its memory bounded.
+#
+# Streams and events belong to the device that is **current** when they are made, whatever device
+# the tensors are on. Activations on another device would be copied in no order at all, so a device
+# that is not the current one is refused: call ``torch.accelerator.set_device_index`` first.
 
 
 class ActivationOffload:
     """Keep in host memory what autograd saves, up to a budget.
 
     Args:
-        device: where the activations are; the current device, since its streams are used.
+        device: where the activations are; it must be the current device.
         budget: bytes of host memory, page-locked here and now. What exceeds it stays on the device.
         window: bytes on the device that are on their way to the host, and as many on their way
             back. A single larger storage is let through alone. What two layers save is enough.
@@ -371,19 +375,29 @@ if __name__ == "__main__":
 # What it buys
 # ------------
 # A stack of transformer layers, forward and backward, in a device's memory that was limited as on a
-# smaller card. ``checkpoint_activation_offload`` recomputes every layer, by
-# ``torch.utils.checkpoint``, and so copies nothing but the layers' inputs. The longest sequence is
-# the longest of a fixed list that ran.
+# smaller card. ``activation_offload_half`` has a budget for half of what is saved. ``checkpoint``
+# recomputes every layer, by ``torch.utils.checkpoint``, and copies nothing;
+# ``checkpoint_activation_offload`` does so too and copies the layers' inputs. The longest sequence
+# is the longest of a fixed list that ran.
 #
 # .. result-figure:: activation_offload
-#    :rows: resident activation_offload checkpoint_activation_offload
+#    :rows: resident activation_offload activation_offload_half checkpoint
+#           checkpoint_activation_offload
 #
 # .. result-table:: activation_offload
-#    :rows: resident activation_offload checkpoint_activation_offload
+#    :rows: resident activation_offload activation_offload_half checkpoint
+#           checkpoint_activation_offload
 #
 # Without recomputation the link is the wall here: it copies all the time, one way in forward, the
-# other in backward, and the kernels wait for it. Recomputation, with the layers' inputs alone on
-# the host, is faster here and reaches further. With wider layers or longer sequences it may not be
+# other in backward, and the kernels wait for it. Half of the budget takes away about half of what
+# that costs, and half of the memory that it frees. It stays further from its bound: the copies have
+# only the first layers to run beside, and the bound lets them run beside all.
+#
+# Recomputation is faster here and reaches further, to the end of the list with and without copies.
+# To copy the layers' inputs as well costs no time, and frees nothing at the tokens of this table:
+# memory is at its peak at the end of backward, when all gradients are there and the inputs are
+# gone. It frees memory where the inputs outweigh the gradients: with layers of width :math:`d`, from
+# :math:`12\,d` tokens on. With wider layers or longer sequences recomputation may be the slower one
 # (see below).
 #
 # .. timeline:: activation_offload resident activation_offload checkpoint_activation_offload
@@ -450,8 +464,8 @@ if __name__ == "__main__":
 # * A saved tensor that is changed in place is an error, as without hooks, when backward reads it,
 #   and none if backward has read it or never does. After the device let go of it a change is
 #   harmless, and no error: backward uses the copy.
-# * A part of a graph that gets no backward, such as that of a metric, is copied back as well if more
-#   was saved after it, and what came back stays on the device until the next forward.
+# * A part of a graph that gets no backward, such as that of a metric, is copied back as well if
+#   more was saved after it, and what came back stays on the device until the next forward.
 # * The pool is used from its start again only when no graph needs it. A loss or a metric that is
 #   kept without a backward (keep ``metric.detach()``), or a forward that always begins before the
 #   backward of the one before, fills it step by step, until everything stays on the device.

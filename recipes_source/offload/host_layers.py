@@ -153,9 +153,10 @@ class HostBuffer:
 #   Shared *inside* a layer it is one parameter with two names, which is fine.
 # * A flat tensor has one dtype. A layer of two dtypes must be split or cast.
 #
-# Streams and events belong to the device that is **current** when they are made, whatever device the
-# tensors are on. A stack for ``cuda:1`` in a process whose current device is ``cuda:0`` would order
-# the wrong device, and compute wrong gradients without an error. It is refused as well.
+# Streams and events belong to the device that is **current** when they are made, whatever device
+# the tensors are on. A stack for ``cuda:1`` in a process whose current device is ``cuda:0`` would
+# order the wrong device, and compute wrong gradients without an error. So a device that is not the
+# current one is refused as well: call ``torch.accelerator.set_device_index`` first.
 #
 # If a layer is refused or does not fit, what has been locked for those before it is unlocked at
 # once, so that whoever catches the error can try again with less.
@@ -183,8 +184,8 @@ class HostLayers:
     gradients come first, so that the gradients' layout is the beginning of the weights'.
 
     Raises:
-        ValueError: a layer has several dtypes, or shares a parameter with one before it, or there
-            is none; the device is not the current one.
+        ValueError: a layer has several dtypes, or shares a parameter with one before it; there is
+            no layer; the device is not the current one.
         RuntimeError: the host cannot lock as much memory as weights and gradients take.
     """
 

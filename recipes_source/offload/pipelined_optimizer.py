@@ -395,21 +395,27 @@ if __name__ == "__main__":
 #    :rows: resident streamed_adam
 #    :field: step_s
 #
+# ``streamed_adam`` is the host's row more than the device's. An update takes what the cores and the
+# memory of the host make of it, beside whatever else runs there; between hosts of the same device
+# that differs by half again. Here it had half of the machine's cores. Read the row against its own
+# bound, which is of the same host, and time ``update(layer)`` on yours.
+#
 # On the left the updates are the wall: a step takes at least as long as they do, however few its
-# tokens. To the right most of them is hidden behind the device's work, and the step comes near to
-# that of ``streamed``.
+# tokens. (The bound is not quite level there: the updates were timed anew at each size.) To the
+# right most of them is hidden behind the device's work.
 #
 # .. result-table:: offload_step
 #    :rows: resident streamed streamed_adam torchao deepspeed
 #
-# Most is missing from the bound in between, where both are busy about as long as each other. From
-# the last update of a step to the next gradient, the device still has the forward of the layers
-# above and the backward of the top layer to do, and the host waits. While updates run, the copies
-# over the link share the host's memory with them.
+# Most is missing from the bound where both are busy about as long as each other, here on the right.
+# From the last update of a step to the next gradient, the device still has the forward of the
+# layers above and the backward of the top layer to do, and the host waits. While updates run, the
+# copies over the link share the host's memory with them.
 #
 # ``torchao`` is that package's ``CPUOffloadOptimizer``: the weights stay on the device, and what
 # the host keeps of them, and of the moments, is bf16. Its updates move about half as much, and
-# round weights and moments to bf16 in every step.
+# round weights and moments to bf16 in every step. It was measured in another run: its time and that
+# of ``streamed_adam`` do not compare.
 #
 # Weights, gradients and moments may also be larger than the memory of the device. The benchmark can
 # train such a model (``python benchmarks/offload_step.py --modes "" --beyond``):
@@ -449,8 +455,8 @@ if __name__ == "__main__":
 # norms), and 6 to 8 for the copies over the link. **When the host is the wall**: if its memory
 # moves :math:`B` bytes/s and the device computes :math:`F` FLOP/s, a step of :math:`T` tokens with
 # recomputation takes the device :math:`8PT/F` seconds and the updates :math:`28P/B`. The updates
-# are hidden from about :math:`T = 3.5\,F/B` tokens a step on; from there, the bound in the figure
-# above grows with the tokens. Below that, raise the tokens of a step, with layer-major microbatches
+# are hidden from about :math:`T = 3.5\,F/B` tokens a step on, and only from there does the bound
+# grow with the tokens. Below that, raise the tokens of a step, with layer-major microbatches
 # (:doc:`accumulate_and_average`) if they do not fit at once: the update costs the same for any
 # number of them. With few cores their arithmetic is the wall before the memory is: time
 # ``update(layer)`` alone, and use that instead of :math:`28P/B`.

@@ -132,8 +132,9 @@ class Slot:
 # whether that stream has got there. A host that runs ahead allocates all its chunks before that:
 # right results, and device memory that depends on timing. Slots that are never freed need neither.
 #
-# Streams and events belong to the device that is current when they are made. A weight on another
-# device would be computed with in no order at all, so it is refused.
+# Streams and events belong to the device that is **current** when they are made, whatever device
+# the tensors are on. A weight on another device would be computed with in no order at all, so it is
+# refused.
 
 
 class Pipeline:
@@ -350,8 +351,9 @@ if __name__ == "__main__":
 # ------------
 # The same chunks, in each of the ways. ``Host held`` is the time until the call returned: the host
 # could do nothing else. ``Bound`` is what the link and the kernels allow: the slowest of the three
-# lanes, plus the first copy in and the last one out, which nothing can hide. Where the link is
-# slower than the kernel, kernels cannot hide all copies; the two directions then hide each other.
+# lanes, plus the first copy in and the last one out, which nothing can hide. A time a little below
+# it says that a rate of the link was read too low. Where a copy takes longer than the kernel, as
+# here, no pipeline hides all copies behind kernels; the two directions then hide each other.
 #
 # .. result-figure:: three_streams
 #    :rows: pageable pageable_non_blocking pinned_blocking one_stream three_streams
@@ -375,7 +377,8 @@ if __name__ == "__main__":
 #
 # ``record_stream``, the last row, is the same pipeline with new device tensors for every chunk,
 # each marked for the streams that use it: as fast, and the memory that it reserves is a matter of
-# how far the host ran ahead.
+# how far the host ran ahead. ``Reserved`` is what the allocator took from the driver for a way:
+# nothing where it found room in what it already had.
 #
 # What breaks if you remove a line
 # --------------------------------

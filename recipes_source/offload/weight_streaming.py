@@ -155,16 +155,17 @@ class Entrance(torch.autograd.Function):
 # ------------------
 # ``in_slots`` allocates device memory: ``slots`` flat buffers for weights, two for gradients, each
 # of the size of the largest layer. They are never freed, so no copy can outlive what it reads, and
-# neither ``record_stream`` nor the allocator has a say. Their memory may have been another tensor's,
-# whose kernels are still queued: ``h2d`` waits for these once, before it loads anything. Which slot a layer uses is fixed (its index
-# modulo the number of slots): its views of the slot are made once, and are the leaves of its graph.
+# neither ``record_stream`` nor the allocator has a say. Their memory may have been another
+# tensor's, whose kernels are still queued: ``h2d`` waits for these once, before it loads anything.
+# Which slot a layer uses is fixed (its index modulo the number of slots): its views of the slot are
+# made once, and are the leaves of its graph.
 #
 # The methods are the steps of the picture. Read ``forward`` and ``backward`` first:
 #
 # * ``load`` waits for ``free``, copies, records ``ready``. It is called as early as the slot's
 #   previous user has been *queued*; the stream, not the host, waits for it to be *done*.
-#   ``held`` says which layer each slot was loaded with last. Backward finds its layers there, unless
-#   another forward or backward came in between; then it loads them.
+#   ``held`` says which layer each slot was loaded with last. Backward finds the topmost layers
+#   there, unless another forward or backward came in between; then it loads them.
 # * ``compute_forward`` and ``compute_backward`` run between ``await_weights`` and ``release``.
 #   What writes gradients into a slot has waited for ``grad_free``.
 # * ``store`` records ``grad_ready`` behind the gradients, copies on ``d2h``, and records
@@ -442,20 +443,23 @@ if __name__ == "__main__":
 # that, whatever the model: more tokens do more arithmetic with the same weights.
 #
 # ``Bound over step time`` is 100 % for a step that nothing could make faster; the column beside it
-# takes the kernels' times from a step without copies. The columns after the memory are read from
-# the trace, at the size that is drawn below: in how many layers of backward a kernel, a load and a
-# store are under way at the same instant, and how often the training thread waits for the device.
+# takes the kernels' times from a step without copies. Three columns are read from the trace, at the
+# size that is drawn below: in how many layers of backward, of those judged, a kernel, a load and a
+# store are under way at the same instant, and how many calls of a step only wait or take memory. A
+# copy of unlocked memory holds its thread as well, but is not among these calls.
 #
 # .. result-table:: offload_step
 #    :rows: resident streamed streamed_4_slots one_stream pageable fsdp2_cpu_offload
 #
-# Where the bound is not quite reached or seems to be passed, clocks are the reason: a GPU at its
-# limit of power computes faster in the pauses that copies leave it, and rates differ between runs.
-# ``fsdp2_cpu_offload`` takes less device memory than the slots here, and more time at every size.
+# Where the bound seems to be passed by a little, its rates are too low: to the left those of the
+# link, which were read once in the run; to the right those of the kernels, for a GPU at its limit
+# of power computes faster in the pauses that copies leave it. ``fsdp2_cpu_offload`` takes less
+# device memory than the slots here, and more time at every size.
 #
 # .. timeline:: offload_step fsdp2_cpu_offload one_stream streamed
 #
-# Device memory does not grow with the number of layers, except by one saved input each:
+# Device memory does not grow with the number of layers, except by one saved input each, and with
+# these on the host as well (``streamed_activation_offload``) not at all:
 #
 # .. result-figure:: offload_memory
 #
@@ -478,10 +482,12 @@ if __name__ == "__main__":
 #    \text{slots} \cdot \max_l W_l + 2 \max_l G_l + \sum_l x_l
 #    + \max_l (G_l + \text{activations of layer } l)
 #
+# The stack's output and its gradient come on top until the step has been queued, each of the size
+# of one more input. The sum of the inputs is what is left of the depth; :doc:`activation_offload`
+# sends it to the host as well.
+#
 # On the host, page-locked: :math:`\sum_l (W_l + G_l)`, and the optimizer's state in ordinary
-# memory. The stack's output and its gradient are kept until the step has been queued; both have the
-# size of one more input. The sum of the inputs is what is left of the depth; :doc:`activation_offload` sends it to
-# the host as well.
+# memory.
 #
 # More slots help where layers differ in size, and save one load each (:math:`2L-\text{slots}`).
 #
