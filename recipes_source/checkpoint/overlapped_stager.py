@@ -426,12 +426,10 @@ if __name__ == "__main__":
 # With ``long`` steps, few large tensors and a training thread that works ahead of the GPU hide
 # that, for every way of saving in the table. ``short`` steps leave the training thread less room
 # and become slower (``Step time during upload`` of ``pinned``); over all steps beside an upload
-# that can cost more than the stall. Of ``overlapped`` with ``short`` steps there is one window, and
-# its steps were slow from well before the save: its stall and its upload are not the save's alone.
-# Thousands of small tensors take the lock more often (see :doc:`process_checkpointer`). The upload
-# of ``default_stager_as_published`` is long for another reason: its writer waits for the compute
-# stream once a tensor, which slows the upload and not the training. None of the others that write
-# beside training copies ahead.
+# that can cost more than the stall. Thousands of small tensors take the lock more often (see
+# :doc:`process_checkpointer`). The upload of ``default_stager_as_published`` is long for another
+# reason: its writer waits for the compute stream once a tensor, which slows the upload and not the
+# training. None of the others that write beside training copies ahead.
 #
 # What breaks if you remove a line
 # --------------------------------
