@@ -288,7 +288,8 @@ def _bars(
         axes.xaxis.set_major_locator(MaxNLocator(4))
     # A stall of zero or below has no place on a logarithmic axis: its value is written, no bar.
     widths = [max(value - left, 0.0) for value in values]
-    colours = [SERIES[0] if row["name"] in ROW_RECIPES else PEER for row in rows]
+    ours = [row.get("recipes", row["name"] in ROW_RECIPES) for row in rows]
+    colours = [SERIES[0] if recipes else PEER for recipes in ours]
     places = range(len(rows))
     axes.barh(places, widths, left=left, height=0.4, color=colours)
     axes.set_xlim(left, max([*positive, left * 4]) * 1.15)
@@ -305,9 +306,13 @@ def _bars(
             text, (0, place - 0.26), xycoords=("axes fraction", "data"),
             xytext=(3, 2), textcoords="offset points", color=TEXT, fontsize=10,
         )  # fmt: skip
-    bounds = {row["bound_s"] for row in rows if row.get("bound_s")} if column.in_seconds else ()
-    for bound in bounds:
-        axes.axvline(bound, color=TEXT, linestyle="--", linewidth=1)
+    bounds = {
+        place: row["bound_s"]
+        for place, row in zip(places, rows, strict=True)
+        if column.in_seconds and row.get("bound_s")
+    }
+    for place, bound in bounds.items():  # across its own bar, below the text
+        axes.vlines(bound, place - 0.2, place + 0.32, color=TEXT, linestyle=(0, (2, 1)))
     if bounds:
         axes.set_xlabel(f"{column.heading} (dashed: bound)", color=TEXT)
     else:

@@ -39,19 +39,25 @@ def read_panel(title: str, trace: dict) -> Panel:
     tiny = (finish - start) * US * TINY
     lanes = []
     for name, kind in TRACE_LANES.items():
-        bars: list[Bar] = []
-        for stall in (False, True):
-            mine = [
-                Bar(
-                    max(0.0, (event["ts"] - start) * US),
-                    (event["ts"] + event["dur"] - start) * US,
-                    event["name"],
-                    "stall" if stall else kind,
-                )
-                for event in drawn
-                if event["args"]["lane"] == name and event["args"].get("stall", False) is stall
-            ]
-            bars += merge([bar for bar in mine if bar.end > 0], tiny)
+        stalls, others = (
+            merge(
+                [
+                    Bar(
+                        max(0.0, (event["ts"] - start) * US),
+                        (event["ts"] + event["dur"] - start) * US,
+                        event["name"],
+                        "stall" if stall else kind,
+                    )
+                    for event in drawn
+                    if event["args"]["lane"] == name
+                    and event["args"].get("stall", False) is stall
+                    and event["ts"] + event["dur"] > start
+                ],
+                tiny,
+            )
+            for stall in (True, False)
+        )
+        bars = stalls + [bar for bar in others if not hidden(bar, stalls, tiny)]
         if bars:
             lanes.append(Lane(name, tuple(sorted(bars, key=lambda bar: bar.start))))
     marks = [
@@ -77,6 +83,12 @@ def merge(bars: list[Bar], tiny: float) -> list[Bar]:
         else:
             merged.append(bar)
     return merged
+
+
+def hidden(bar: Bar, stalls: list[Bar], tiny: float) -> bool:
+    """Whether ``bar`` is a sliver within a stall, which drawn would look like much more."""
+    within = (stall.start - tiny < bar.start and bar.end < stall.end + tiny for stall in stalls)
+    return bar.end - bar.start < tiny and any(within)
 
 
 def scale_bar(span: float) -> float:

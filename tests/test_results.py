@@ -393,6 +393,15 @@ def test_why_a_row_was_not_run_is_said_where_it_is_asked_for(repo):
         assert ("Not measured yet" in html) is (rows == "another_peer")
 
 
+def test_bars_of_what_is_no_recipes_are_drawn_as_a_peers_with_bounds_of_their_own(repo):
+    figure = ".. result-figure:: checkpoint_stall\n   :rows: default_stager_as_published\n"
+    for recipes, colour in ([], "peer"), (["default_stager"], "series-1"):
+        published = {"recipes": recipes, "bound_s": 0.1}
+        measure(repo, rows=[row("default_stager_as_published", 1.2, **published)])
+        html, _ = render(repo, figure)
+        assert f"var(--result-{colour})" in html and "(dashed: bound)" in html
+
+
 def test_an_unknown_benchmark_is_reported(repo):
     assert "unknown benchmark 'stalls'" in render(repo, ".. result-table:: stalls")[1]
 
@@ -426,6 +435,26 @@ def test_what_holds_the_host_is_drawn_as_a_stall(repo):
     path.write_text(path.read_text().replace('"lane": "write"', '"lane": "host"'))
     panel = read_panel("pinned", result_files.load_trace(path))
     assert [(lane.name, lane.bars[0].kind) for lane in panel.lanes][-1] == ("host", "stall")
+
+
+def test_a_sliver_between_stalls_is_not_drawn_and_a_step_between_them_is(repo):
+    path = trace(repo, "pinned")
+    data = json.loads(path.read_text())
+    held = [
+        {"ph": "X", "name": name, "ts": ts, "dur": dur, "args": {"lane": "compute"} | stall}
+        for name, ts, dur, stall in [
+            ("stall", 110_000, 20_000, {"stall": True}),
+            ("sliver", 130_000, 100, {}),
+            ("stall", 130_100, 20_000, {"stall": True}),
+            ("step", 150_100, 10_000, {}),
+            ("stall", 160_100, 20_000, {"stall": True}),
+        ]
+    ]
+    data["traceEvents"] += held
+    path.write_text(json.dumps(data))
+    bars = read_panel("pinned", result_files.load_trace(path)).lanes[0].bars
+    late = [(bar.label, bar.kind) for bar in bars if bar.start > 0.1]
+    assert late == [("stall", "stall")] * 2 + [("step", "compute"), ("stall", "stall")]
 
 
 def test_slivers_are_merged_and_steps_are_not():
