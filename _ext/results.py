@@ -288,8 +288,8 @@ def _bars(
         axes.xaxis.set_major_locator(MaxNLocator(4))
     # A stall of zero or below has no place on a logarithmic axis: its value is written, no bar.
     widths = [max(value - left, 0.0) for value in values]
-    ours = [row.get("recipes", row["name"] in ROW_RECIPES) for row in rows]
-    colours = [SERIES[0] if recipes else PEER for recipes in ours]
+    ours = [row["name"] in ROW_RECIPES and row.get("recipes", True) for row in rows]
+    colours = [SERIES[0] if mine else PEER for mine in ours]
     places = range(len(rows))
     axes.barh(places, widths, left=left, height=0.4, color=colours)
     axes.set_xlim(left, max([*positive, left * 4]) * 1.15)

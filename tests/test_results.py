@@ -393,13 +393,20 @@ def test_why_a_row_was_not_run_is_said_where_it_is_asked_for(repo):
         assert ("Not measured yet" in html) is (rows == "another_peer")
 
 
-def test_bars_of_what_is_no_recipes_are_drawn_as_a_peers_with_bounds_of_their_own(repo):
-    figure = ".. result-figure:: checkpoint_stall\n   :rows: default_stager_as_published\n"
-    for recipes, colour in ([], "peer"), (["default_stager"], "series-1"):
-        published = {"recipes": recipes, "bound_s": 0.1}
-        measure(repo, rows=[row("default_stager_as_published", 1.2, **published)])
-        html, _ = render(repo, figure)
-        assert f"var(--result-{colour})" in html and "(dashed: bound)" in html
+@pytest.mark.parametrize(
+    ("name", "recipes", "colour"),
+    [
+        ("default_stager_as_published", [], "peer"),
+        ("default_stager_ordered", ["default_stager"], "series-1"),
+        ("one_stream", ["weight_streaming"], "peer"),
+    ],
+)
+def test_a_bar_is_in_the_recipes_colour_where_the_row_is_what_the_recipe_shows(
+    repo, name, recipes, colour
+):
+    measure(repo, rows=[row(name, 1.2, recipes=recipes, bound_s=0.1)])
+    html, _ = render(repo, ".. result-figure:: checkpoint_stall")
+    assert f"var(--result-{colour})" in html and "(dashed: bound)" in html
 
 
 def test_an_unknown_benchmark_is_reported(repo):
