@@ -33,7 +33,7 @@ KINDS = {
     "copy": "copy",
     "communication": "communication",
     "write": "write",
-    "stall": "training stalls",
+    "stall": "stalls",
 }
 LONGEST_LABEL = 40
 MOST_LISTED = 8
