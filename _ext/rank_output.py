@@ -15,7 +15,6 @@ recipe fails or a control is not caught, all pages are rendered, the page shows 
 ends with an error. ``-D execute_recipes=0`` executes nothing, and the pages say so.
 """
 
-import dataclasses
 import difflib
 import hashlib
 import json
@@ -38,6 +37,7 @@ from sphinx.util.console import bold
 from sphinx.util.docutils import SphinxDirective
 
 import harness
+from harness.kept import KeptRun
 from harness.recipe import (
     Control,
     Recipe,
@@ -116,12 +116,6 @@ def sha256(*parts: str) -> str:
     return hashlib.sha256("\0".join(parts).encode()).hexdigest()
 
 
-@cache
-def harness_sha256() -> str:
-    folder = Path(harness.__file__).parent
-    return sha256(*(path.read_text(encoding="utf-8") for path in sorted(folder.rglob("*.py"))))
-
-
 def page_ranks(recipe: Recipe) -> int:
     """The ranks of the page's run: ``RANKS`` if set, but never fewer than the recipe needs.
 
@@ -136,28 +130,11 @@ def page_ranks(recipe: Recipe) -> int:
     return max(int(wanted), recipe.min_ranks)
 
 
-@cache
-def present_code(path: Path) -> dict[str, str]:
-    return code_hashes(path)
-
-
-def run_key(recipe: Recipe, ranks: int, control: Control | None) -> str:
-    edit = control and repr(dataclasses.replace(control, says="", fails=sorted(control.fails)))
-    code = present_code(recipe.path)
-    return sha256(json.dumps([code, ranks, torch.__version__, edit]), harness_sha256())
-
-
 def kept_run(runs: RecipeRuns, store: Path, ranks: int, control: Control | None) -> Report:
     """The report of one run, from ``store`` if it is fresh there, else by running it now."""
-    recipe = runs.recipe
-    kept = (
-        store / recipe.folder / recipe.name / f"{control.name if control else 'page'}-x{ranks}.json"
-    )
-    key = run_key(recipe, ranks, control)
-    if kept.is_file():
-        content = json.loads(kept.read_text(encoding="utf-8"))
-        if content["key"] == key:
-            return Report.from_dict(content["report"])
+    recipe, kept = runs.recipe, KeptRun(store, runs.recipe, ranks, control)
+    if report := kept.report():
+        return report
     started = time.monotonic()
     report = run(
         recipe.path,
@@ -167,16 +144,10 @@ def kept_run(runs: RecipeRuns, store: Path, ranks: int, control: Control | None)
         deadline_s=control.deadline_s if control else recipe.deadline_s,
     )
     seconds = time.monotonic() - started
-    good = control.caught(report.kinds) if control else report.ok
-    verdict = ("caught" if control else "passed") if good else "FAILED"
+    verdict = ("caught" if control else "passed") if kept.keep(report) else "FAILED"
     what = f"with the edit {control.name!r}" if control else f"on {ranks} rank{'s' * (ranks > 1)}"
     logger.info(f"  {recipe.name} {what}: {bold(verdict)} in {seconds:.1f} s")
     runs.executed += 1
-    if good:
-        kept.parent.mkdir(parents=True, exist_ok=True)
-        kept.write_text(json.dumps({"key": key, "report": report.to_dict()}), encoding="utf-8")
-    else:
-        kept.unlink(missing_ok=True)
     return report
 
 

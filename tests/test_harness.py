@@ -1,5 +1,6 @@
 """The harness reports what a bad recipe did, so that a person can use it, and leaves nothing."""
 
+import dataclasses
 import os
 import signal
 import subprocess
@@ -13,6 +14,9 @@ import pytest
 from selection import REPO, may_save
 
 from harness.__main__ import main
+from harness.judge import Failure
+from harness.kept import KeptRun
+from harness.kept import _present_code as kept_code
 from harness.leader import descendants, dump_stacks
 from harness.recipe import RecipeError, code_sha256, discover, load_controls, load_recipe
 from harness.run import Report, load_back, reproduce, run
@@ -552,6 +556,36 @@ def test_the_command_that_runs_it_again_is_complete(tmp_path) -> None:
     assert reproduce(path, 2, control, "queue_work", False, ()).endswith(
         "--control n --gate queue_work"
     )
+
+
+def test_a_run_is_kept_until_code_edit_or_ranks_change_and_only_if_it_ended_as_it_must(
+    tmp_path,
+) -> None:
+    write(tmp_path, "r.toml", CONTROL)
+    store, path = tmp_path / "store", write(tmp_path, "r.py", "x = 1\n")
+
+    def kept(ranks: int = 1, control: str = "", **changed: object) -> KeptRun:
+        kept_code.cache_clear()
+        recipe = load_recipe(path, tmp_path)
+        edit = dataclasses.replace(recipe.control(control), **changed) if control else None
+        return KeptRun(store, recipe, ranks, edit)
+
+    passed = Report("r", str(path), "", 1, "torchrun", "command")
+    raised = dataclasses.replace(passed, failures=[Failure("raised", "as it must")])
+    assert kept().report() is None
+    assert kept().keep(passed) and kept(control="n").keep(raised)
+    assert kept().report() == passed and kept(control="n").report() == raised
+    assert kept(ranks=2).report() is None
+    assert kept(control="n", says="other words").report() == raised
+    assert kept(control="n", replace="x = 3").report() is None
+    path.write_text("x = 1  # another comment\n")
+    assert kept().report() == passed
+    path.write_text("x = 2\n")
+    assert kept().report() is None
+    path.write_text("x = 1\n")
+    assert kept().report() == passed
+    assert not kept().keep(raised) and not kept(control="n").keep(passed)
+    assert kept().report() is None and kept(control="n").report() is None
 
 
 def test_a_kept_run_keeps_its_links(tmp_path) -> None:

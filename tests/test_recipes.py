@@ -2,12 +2,20 @@
 
 import subprocess
 import sys
+from pathlib import Path
 
 import pytest
-from selection import may_save, ranks_under_test, recipes_under_test
+from selection import REPO, may_save, ranks_under_test, recipes_under_test
 
+from harness.kept import KeptRun
 from harness.recipe import Control, Recipe
-from harness.run import run
+from harness.run import Report, run
+
+
+@pytest.fixture
+def store(pytestconfig: pytest.Config, tmp_path: Path) -> Path:
+    """Where the pages' build keeps its runs; other people's recipes are run every time."""
+    return tmp_path if pytestconfig.getoption("--recipes") else REPO / "_build" / "recipe_runs"
 
 
 def pytest_generate_tests(metafunc: pytest.Metafunc) -> None:
@@ -48,9 +56,19 @@ def test_every_save_is_awaited_however_slow_the_disk(recipe: Recipe, ranks: int)
     assert report.ok, report.describe()
 
 
-def test_recipe_runs_under_torchrun(recipe: Recipe, pytestconfig: pytest.Config) -> None:
+def run_or_kept(kept: KeptRun, **options: object) -> Report:
+    """The report that the pages' build has kept of this run; without one, run it and keep it."""
+    report = kept.report()
+    if report is None:
+        report = run(kept.recipe.path, kept.ranks, control=kept.control, **options)
+        kept.keep(report)
+    return report
+
+
+def test_recipe_runs_under_torchrun(recipe: Recipe, pytestconfig: pytest.Config, store) -> None:
     ranks = max(ranks_under_test(pytestconfig) or (recipe.page_ranks,))
-    report = run(recipe.path, ranks, launcher="torchrun", deadline_s=recipe.deadline_s)
+    kept = KeptRun(store, recipe, ranks)
+    report = run_or_kept(kept, launcher="torchrun", deadline_s=recipe.deadline_s)
     assert report.ok, report.describe()
 
 
@@ -60,8 +78,9 @@ def test_recipe_passes_under_the_gates_of_its_controls(recipe: Recipe, gate: str
     assert report.ok, report.describe()
 
 
-def test_control_is_caught(recipe: Recipe, control: Control) -> None:
-    report = run(recipe.path, control.ranks, launcher="warm", control=control)
+def test_control_is_caught(recipe: Recipe, control: Control, store: Path) -> None:
+    kept = KeptRun(store, recipe, control.ranks, control)
+    report = run_or_kept(kept, launcher="warm", deadline_s=control.deadline_s)
     assert control.caught(report.kinds), (
         f"{recipe.name} without its line ({control.says}) was expected to fail by "
         f"{sorted(control.fails)}, and did: {sorted(report.kinds)}\n{report.describe()}"

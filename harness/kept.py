@@ -1,0 +1,80 @@
+"""Runs that are kept: what was observed of this very code need not be observed again.
+
+The pages' build and the tests both run each recipe by torchrun and each of its negative controls.
+Whoever comes second takes what the first has kept. A kept run is fresh as long as the recipe, what
+it imports from its folder, the edit, the number of ranks, torch and the harness are what they were.
+Only runs that ended as they must are kept.
+"""
+
+import dataclasses
+import hashlib
+import json
+import os
+import threading
+from functools import cache
+from pathlib import Path
+
+import torch
+
+from harness.recipe import Control, Recipe, code_hashes
+from harness.run import Report
+
+
+@cache
+def _harness_sha256() -> str:
+    texts = (
+        path.read_text(encoding="utf-8") for path in sorted(Path(__file__).parent.rglob("*.py"))
+    )
+    return hashlib.sha256("\0".join(texts).encode()).hexdigest()
+
+
+@cache
+def _present_code(path: Path) -> dict[str, str]:
+    return code_hashes(path)
+
+
+@dataclasses.dataclass(frozen=True)
+class KeptRun:
+    """One run of a recipe on ``ranks`` ranks, as it is or with a control's edit, below ``store``.
+
+    A recipe as it is was started by torchrun, one with an edit from a warm process.
+    """
+
+    store: Path
+    recipe: Recipe
+    ranks: int
+    control: Control | None = None
+
+    @property
+    def file(self) -> Path:
+        name = self.control.name if self.control else "page"
+        return self.store / self.recipe.folder / self.recipe.name / f"{name}-x{self.ranks}.json"
+
+    @property
+    def key(self) -> str:
+        edit = self.control and repr(
+            dataclasses.replace(self.control, says="", fails=sorted(self.control.fails))
+        )
+        code = _present_code(self.recipe.path)
+        what = json.dumps([code, self.ranks, torch.__version__, edit, _harness_sha256()])
+        return hashlib.sha256(what.encode()).hexdigest()
+
+    def report(self) -> Report | None:
+        """What was observed, None if that is not there or no longer fresh."""
+        if not self.file.is_file():
+            return None
+        content = json.loads(self.file.read_text(encoding="utf-8"))
+        return Report.from_dict(content["report"]) if content["key"] == self.key else None
+
+    def keep(self, report: Report) -> bool:
+        """Keep ``report`` if it is as it must be, else drop what was kept; say which."""
+        good = self.control.caught(report.kinds) if self.control else report.ok
+        if good:
+            self.file.parent.mkdir(parents=True, exist_ok=True)
+            content = {"key": self.key, "report": report.to_dict()}
+            part = self.file.with_suffix(f".{os.getpid()}-{threading.get_ident()}")
+            part.write_text(json.dumps(content), encoding="utf-8")
+            part.replace(self.file)  # others read it at any time
+        else:
+            self.file.unlink(missing_ok=True)
+        return good
