@@ -46,7 +46,7 @@ from harness.recipe import (
     discover,
     with_imports,
 )
-from harness.run import KINDS, Failure, Report, run
+from harness.run import KINDS, Failure, Report
 
 logger = logging.getLogger(__name__)
 
@@ -136,15 +136,9 @@ def kept_run(runs: RecipeRuns, store: Path, ranks: int, control: Control | None)
     if report := kept.report():
         return report
     started = time.monotonic()
-    report = run(
-        recipe.path,
-        ranks,
-        launcher="warm" if control else "torchrun",
-        control=control,
-        deadline_s=control.deadline_s if control else recipe.deadline_s,
-    )
+    report = kept.run()
     seconds = time.monotonic() - started
-    verdict = ("caught" if control else "passed") if kept.keep(report) else "FAILED"
+    verdict = ("caught" if control else "passed") if kept.as_it_must(report) else "FAILED"
     what = f"with the edit {control.name!r}" if control else f"on {ranks} rank{'s' * (ranks > 1)}"
     logger.info(f"  {recipe.name} {what}: {bold(verdict)} in {seconds:.1f} s")
     runs.executed += 1

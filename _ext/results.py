@@ -306,14 +306,11 @@ def _bars(
             text, (0, place - 0.26), xycoords=("axes fraction", "data"),
             xytext=(3, 2), textcoords="offset points", color=TEXT, fontsize=10,
         )  # fmt: skip
-    bounds = {
-        place: row["bound_s"]
-        for place, row in zip(places, rows, strict=True)
-        if column.in_seconds and row.get("bound_s")
-    }
-    for place, bound in bounds.items():  # across its own bar, below the text
-        axes.vlines(bound, place - 0.2, place + 0.32, color=TEXT, linestyle=(0, (2, 1)))
-    if bounds:
+    bounds = [row.get("bound_s") if column.in_seconds else None for row in rows]
+    for place, bound in zip(places, bounds, strict=True):
+        if bound:  # across its own bar, below the text
+            axes.vlines(bound, place - 0.2, place + 0.32, color=TEXT, linestyle=(0, (2, 1)))
+    if any(bounds):
         axes.set_xlabel(f"{column.heading} (dashed: bound)", color=TEXT)
     else:
         axes.set_xlabel(column.heading, color=TEXT)

@@ -31,32 +31,28 @@ TINY = 1 / 400
 """Share of the axis below which neither a bar nor a gap can be told apart."""
 
 
+def end_of(event: dict) -> float:
+    return event["ts"] + event["dur"]
+
+
 def read_panel(title: str, trace: dict) -> Panel:
     """The drawn events of ``trace`` as lanes, in seconds from its start."""
     drawn = [event for event in trace["traceEvents"] if "lane" in event.get("args", {})]
     start = trace["otherData"].get("start_ts", min(event["ts"] for event in drawn))
-    finish = max(event["ts"] + event["dur"] for event in drawn)
+    finish = max(map(end_of, drawn))
     tiny = (finish - start) * US * TINY
+
+    def bar_of(event: dict, kind: str) -> Bar:
+        return Bar(
+            max(0.0, event["ts"] - start) * US, (end_of(event) - start) * US, event["name"], kind
+        )
+
     lanes = []
     for name, kind in TRACE_LANES.items():
-        stalls, others = (
-            merge(
-                [
-                    Bar(
-                        max(0.0, (event["ts"] - start) * US),
-                        (event["ts"] + event["dur"] - start) * US,
-                        event["name"],
-                        "stall" if stall else kind,
-                    )
-                    for event in drawn
-                    if event["args"]["lane"] == name
-                    and event["args"].get("stall", False) is stall
-                    and event["ts"] + event["dur"] > start
-                ],
-                tiny,
-            )
-            for stall in (True, False)
-        )
+        mine = [event for event in drawn if event["args"]["lane"] == name and end_of(event) > start]
+        stalls = [bar_of(event, "stall") for event in mine if event["args"].get("stall", False)]
+        others = [bar_of(event, kind) for event in mine if not event["args"].get("stall", False)]
+        stalls, others = merge(stalls, tiny), merge(others, tiny)
         bars = stalls + [bar for bar in others if not hidden(bar, stalls, tiny)]
         if bars:
             lanes.append(Lane(name, tuple(sorted(bars, key=lambda bar: bar.start))))

@@ -376,11 +376,9 @@ class Result:
             f"{data['ranks']} {'rank' if data['ranks'] == 1 else 'ranks'}, {data['date']}"
         )
         for other in dict.fromkeys(row["beside"] for row in rows if "beside" in row):
-            names = dict.fromkeys(row["name"] for row in rows if row.get("beside") == other)
-            which = (
-                "" if all(row.get("beside") == other for row in rows) else f" ({', '.join(names)})"
-            )
-            place += f", beside {other}{which}"
+            beside = [row for row in rows if row.get("beside") == other]
+            names = ", ".join(dict.fromkeys(row["name"] for row in beside))
+            place += f", beside {other}" + (f" ({names})" if len(beside) < len(rows) else "")
         return place
 
 

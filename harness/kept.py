@@ -17,7 +17,7 @@ from pathlib import Path
 import torch
 
 from harness.recipe import Control, Recipe, code_hashes
-from harness.run import Report
+from harness.run import Report, run
 
 
 @cache
@@ -37,7 +37,7 @@ def _present_code(path: Path) -> dict[str, str]:
 class KeptRun:
     """One run of a recipe on ``ranks`` ranks, as it is or with a control's edit, below ``store``.
 
-    A recipe as it is was started by torchrun, one with an edit from a warm process.
+    A recipe as it is is started by torchrun, one with an edit from a warm process.
     """
 
     store: Path
@@ -66,10 +66,13 @@ class KeptRun:
         content = json.loads(self.file.read_text(encoding="utf-8"))
         return Report.from_dict(content["report"]) if content["key"] == self.key else None
 
-    def keep(self, report: Report) -> bool:
-        """Keep ``report`` if it is as it must be, else drop what was kept; say which."""
-        good = self.control.caught(report.kinds) if self.control else report.ok
-        if good:
+    def as_it_must(self, report: Report) -> bool:
+        """Whether the recipe passed, or the control was caught."""
+        return self.control.caught(report.kinds) if self.control else report.ok
+
+    def keep(self, report: Report) -> None:
+        """Keep ``report`` if it is as it must be, else drop what was kept."""
+        if self.as_it_must(report):
             self.file.parent.mkdir(parents=True, exist_ok=True)
             content = {"key": self.key, "report": report.to_dict()}
             part = self.file.with_suffix(f".{os.getpid()}-{threading.get_ident()}")
@@ -77,4 +80,15 @@ class KeptRun:
             part.replace(self.file)  # others read it at any time
         else:
             self.file.unlink(missing_ok=True)
-        return good
+
+    def run(self) -> Report:
+        """Run it now, whatever was kept, and keep what is observed."""
+        report = run(
+            self.recipe.path,
+            self.ranks,
+            launcher="warm" if self.control else "torchrun",
+            control=self.control,
+            deadline_s=(self.control or self.recipe).deadline_s,
+        )
+        self.keep(report)
+        return report

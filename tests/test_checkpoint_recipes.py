@@ -53,3 +53,7 @@ def test_the_overlapped_stager_takes_a_rank_that_holds_nothing() -> None:
 
 def test_the_overlapped_stager_refuses_a_state_that_grew_on_every_rank() -> None:
     survives("grown_on_another_rank", ranks=2)
+
+
+def test_the_overlapped_stager_waits_for_copies_on_the_device_of_its_rank() -> None:
+    survives("thread_with_another_device")

@@ -9,7 +9,7 @@ from selection import REPO, may_save, ranks_under_test, recipes_under_test
 
 from harness.kept import KeptRun
 from harness.recipe import Control, Recipe
-from harness.run import Report, run
+from harness.run import run
 
 
 @pytest.fixture
@@ -56,19 +56,10 @@ def test_every_save_is_awaited_however_slow_the_disk(recipe: Recipe, ranks: int)
     assert report.ok, report.describe()
 
 
-def run_or_kept(kept: KeptRun, **options: object) -> Report:
-    """The report that the pages' build has kept of this run; without one, run it and keep it."""
-    report = kept.report()
-    if report is None:
-        report = run(kept.recipe.path, kept.ranks, control=kept.control, **options)
-        kept.keep(report)
-    return report
-
-
 def test_recipe_runs_under_torchrun(recipe: Recipe, pytestconfig: pytest.Config, store) -> None:
     ranks = max(ranks_under_test(pytestconfig) or (recipe.page_ranks,))
     kept = KeptRun(store, recipe, ranks)
-    report = run_or_kept(kept, launcher="torchrun", deadline_s=recipe.deadline_s)
+    report = kept.report() or kept.run()
     assert report.ok, report.describe()
 
 
@@ -80,7 +71,7 @@ def test_recipe_passes_under_the_gates_of_its_controls(recipe: Recipe, gate: str
 
 def test_control_is_caught(recipe: Recipe, control: Control, store: Path) -> None:
     kept = KeptRun(store, recipe, control.ranks, control)
-    report = run_or_kept(kept, launcher="warm", deadline_s=control.deadline_s)
+    report = kept.report() or kept.run()
     assert control.caught(report.kinds), (
         f"{recipe.name} without its line ({control.says}) was expected to fail by "
         f"{sorted(control.fails)}, and did: {sorted(report.kinds)}\n{report.describe()}"

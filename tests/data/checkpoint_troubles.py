@@ -305,12 +305,31 @@ def grown_on_another_rank(root: Path, device: torch.device) -> None:
         assert isinstance(raised(lambda: stager.stage({"x": large})), ValueError)
 
 
+def thread_with_another_device(root: Path, device: torch.device) -> None:
+    """A new thread begins on the first device, whichever device its rank uses."""
+    told: dict[str, object] = {}
+    streams = torch.get_device_module(device)
+    streams.current_device = lambda: "this rank's"
+    streams.set_device = lambda named: told.update({threading.current_thread().name: named})
+    with closing(overlapped_stager.OverlappedStager(device)) as stager:
+        plain, waited = stager.finish_copy, []
+
+        def finish_copy(*copies) -> float | None:
+            waited.append(told.get(threading.current_thread().name))
+            return plain(*copies)
+
+        stager.finish_copy = finish_copy
+        stager.stage({"x": torch.ones(2, device=device)}).result()
+        stager.uploads.clear()
+    assert waited == ["this rank's"], waited
+
+
 TROUBLES = (
     *(interrupted, other_dtype, other_settings),
     *(same_directory, last_but_one_fails, interrupted_refill),
     *(buffers_by_any_name, staging_fails),
     *(saved_before_the_first_step, saved_before_the_first_step_by_sgd),
-    *(nothing_on_this_rank, grown_on_another_rank),
+    *(nothing_on_this_rank, grown_on_another_rank, thread_with_another_device),
 )
 
 if __name__ == "__main__":
