@@ -1,0 +1,200 @@
+"""The models and loops that every benchmark trains: stock Llamas in stock loops.
+
+``llama`` builds transformers' ``LlamaForCausalLM`` from a config, with random weights and SDPA;
+``shard`` puts ``fully_shard`` on it; ``StockLoop`` trains it as a script does::
+
+    model = shard(llama("llama-1b", device))
+    loop = StockLoop(model, tokens=16384, length=4096, reads=True)
+    loop.step()
+
+A loop that *reads* moves scalars from the device in mid-step and waits for them: a stock Llama does
+so in every forward without cache and mask, where it looks for packed sequences, and so does
+``loss.item()``. One that is *free* reads nothing: the Llama is told that nothing is packed, and
+nobody looks at the loss. All else is the same. ``tests/test_workloads.py`` counts the reads.
+
+Needs transformers (written for 5.17 to 5.23); recipes do not.
+"""
+
+from dataclasses import dataclass
+from unittest import mock
+
+import torch
+import torch.distributed as dist
+from torch import nn
+from torch.distributed.fsdp import MixedPrecisionPolicy, fully_shard
+from transformers import LlamaConfig, LlamaForCausalLM, masking_utils
+
+LEARNING_RATE = 1e-4  # at its highest
+WARM_UP = 1000  # steps in which the rate rises: each step has another
+LARGEST_NORM = 1.0  # gradients are clipped to it
+
+
+@dataclass(frozen=True)
+class Shape:
+    """A Llama's sizes: widths in features, ``vocabulary`` in tokens."""
+
+    width: int
+    mlp: int
+    layers: int
+    heads: int
+    kv_heads: int
+    vocabulary: int
+    tied: bool
+
+
+LLAMAS = {
+    "llama-1b": Shape(2048, 8192, 16, 32, 8, 128_256, tied=True),  # Llama 3.2 1B
+    "llama-8b-blocks": Shape(4096, 14_336, 12, 32, 8, 32_000, tied=False),  # 12 of Llama 3 8B's 32
+    "llama-8b": Shape(4096, 14_336, 32, 32, 8, 128_256, tied=False),  # Llama 3 8B
+    "llama-tiny": Shape(64, 128, 2, 4, 2, 256, tied=True),  # for tests and rehearsals on a CPU
+}
+VOCABULARY_ON_ONE = 32_000  # of llama-1b on one GPU: 12.7 GB of weights and Adam's state
+"""Llama 3.2 1B's 128,256 tokens would make a third of its parameters on one GPU the embedding."""
+
+
+def llama(
+    name: str,
+    device: torch.device | str,
+    *,
+    vocabulary: int | None = None,
+    layers: int | None = None,
+    seed: int = 0,
+) -> LlamaForCausalLM:
+    """A stock Llama with random float32 weights on ``device``; the same on every rank.
+
+    Args:
+        name: of :data:`LLAMAS`.
+        vocabulary, layers: other than its shape's. Without ``vocabulary``, ``llama-1b`` has
+            :data:`VOCABULARY_ON_ONE` where one rank trains it.
+    """
+    shape = LLAMAS[name]
+    alone = not dist.is_initialized() or dist.get_world_size() == 1
+    if vocabulary is None and name == "llama-1b" and alone:
+        vocabulary = VOCABULARY_ON_ONE
+    config = LlamaConfig(
+        hidden_size=shape.width,
+        intermediate_size=shape.mlp,
+        num_hidden_layers=layers or shape.layers,
+        num_attention_heads=shape.heads,
+        num_key_value_heads=shape.kv_heads,
+        vocab_size=vocabulary or shape.vocabulary,
+        tie_word_embeddings=shape.tied,
+        max_position_embeddings=131_072,
+        attn_implementation="sdpa",
+        bos_token_id=0,
+        eos_token_id=0,
+    )
+    torch.manual_seed(seed)
+    with torch.device(device):
+        return LlamaForCausalLM(config).train()
+
+
+def compile_blocks(model: LlamaForCausalLM, **options: object) -> LlamaForCausalLM:
+    """Compile each decoder layer by itself, in place; before :func:`shard`.
+
+    ``options`` go to ``torch.compile``.
+    """
+    for layer in model.model.layers:
+        layer.compile(**options)
+    return model
+
+
+def shard(
+    model: LlamaForCausalLM, reduce_dtype: torch.dtype = torch.float32, **options: object
+) -> LlamaForCausalLM:
+    """``fully_shard`` each layer and the rest, in place: float32 weights, bfloat16 compute.
+
+    Works for one rank too, where it gives the precision alone. ``options`` go to ``fully_shard``.
+    """
+    precision = MixedPrecisionPolicy(param_dtype=torch.bfloat16, reduce_dtype=reduce_dtype)
+    for layer in model.model.layers:
+        fully_shard(layer, mp_policy=precision, **options)
+    return fully_shard(model, mp_policy=precision, **options)
+
+
+def rising_rate(step: int) -> float:
+    """The share of the learning rate in ``step``: another one in each."""
+    return min(1.0, (step + 1) / WARM_UP)
+
+
+def nothing_packed(position_ids: torch.Tensor) -> None:
+    """Answers transformers' ``find_packed_sequence_indices`` without looking."""
+
+
+class StockLoop:
+    """Train ``model`` on random tokens: clip, update, next rate, and a look at the loss.
+
+    Args:
+        model: returns an output with a ``loss`` for ``input_ids`` and ``labels``.
+        tokens: of a microbatch, on this rank; ``length`` of them make a sequence.
+        reads: see above.
+        accumulate: microbatches a step; ranks meet in the last alone.
+        optimizer: fused AdamW unless given.
+        clip: whether gradients are clipped.
+
+    Attributes:
+        steps: taken so far.
+        loss: of the last step, where the loop reads it.
+    """
+
+    def __init__(
+        self,
+        model: nn.Module,
+        tokens: int,
+        length: int,
+        *,
+        reads: bool = True,
+        accumulate: int = 1,
+        optimizer: torch.optim.Optimizer | None = None,
+        clip: bool = True,
+    ) -> None:
+        self.model, self.reads, self.accumulate, self.clip = model, reads, accumulate, clip
+        parameters = [p for p in model.parameters() if p.requires_grad]
+        self.parameters = parameters
+        self.optimizer = optimizer or torch.optim.AdamW(parameters, lr=LEARNING_RATE, fused=True)
+        self.schedule = torch.optim.lr_scheduler.LambdaLR(self.optimizer, rising_rate)
+        self.device = parameters[0].device
+        rank = dist.get_rank() if dist.is_initialized() else 0
+        draw = torch.Generator().manual_seed(1 + rank)
+        vocabulary = model.get_input_embeddings().num_embeddings
+        count = max(1, tokens // length)
+        self.batches = [
+            torch.randint(vocabulary, (count, length), generator=draw) for _ in range(accumulate)
+        ]
+        if self.device.type == "cuda":
+            self.batches = [batch.pin_memory() for batch in self.batches]
+        self.steps = 0
+        self.loss: float | None = None
+
+    def forward_backward(self) -> torch.Tensor:
+        """Leave the gradients of a step; return its mean loss (a scalar on the device)."""
+        total = torch.zeros((), device=self.device)
+        for number, batch in enumerate(self.batches, 1):
+            if hasattr(self.model, "set_requires_gradient_sync"):
+                self.model.set_requires_gradient_sync(number == self.accumulate)
+            ids = batch.to(self.device, non_blocking=True)
+            if self.reads:
+                loss = self.model(input_ids=ids, labels=ids, use_cache=False).loss
+            else:
+                with mock.patch.object(
+                    masking_utils, "find_packed_sequence_indices", nothing_packed
+                ):
+                    loss = self.model(input_ids=ids, labels=ids, use_cache=False).loss
+            loss = loss / self.accumulate
+            loss.backward()
+            total += loss.detach()
+        return total
+
+    def update(self) -> None:
+        if self.clip:
+            nn.utils.clip_grad_norm_(self.parameters, LARGEST_NORM)
+        self.optimizer.step()
+        self.schedule.step()
+        self.optimizer.zero_grad()
+
+    def step(self) -> None:
+        loss = self.forward_backward()
+        self.update()
+        self.steps += 1
+        if self.reads:
+            self.loss = loss.item()

@@ -1,0 +1,94 @@
+"""The loops of the benchmarks read from the device as often as they say."""
+
+import pytest
+import torch
+import torch.distributed as dist
+from torch.utils._python_dispatch import TorchDispatchMode
+
+from benchmarks.workloads import LLAMAS, StockLoop, compile_blocks, llama, shard
+
+LENGTH = 16  # tokens
+
+
+@pytest.fixture
+def one_rank():
+    dist.init_process_group("gloo", store=dist.HashStore(), rank=0, world_size=1)
+    yield
+    dist.destroy_process_group()
+
+
+class Reads(TorchDispatchMode):
+    """Counts the scalars that are moved to the host."""
+
+    count = 0
+
+    def __torch_dispatch__(self, function, types, args=(), kwargs=None):
+        if function is torch.ops.aten._local_scalar_dense.default:
+            self.count += 1
+        return function(*args, **(kwargs or {}))
+
+
+def tiny(**options) -> StockLoop:
+    return StockLoop(shard(llama("llama-tiny", "cpu")), 2 * LENGTH, LENGTH, **options)
+
+
+@pytest.mark.parametrize("accumulate", [1, 3])
+def test_a_stock_loop_reads_in_each_forward_and_at_the_end_of_a_step(one_rank, accumulate) -> None:
+    loop = tiny(reads=True, accumulate=accumulate)
+    loop.step()
+    with Reads() as reads:
+        loop.step()
+    assert reads.count == accumulate + 1
+    assert loop.loss is not None
+
+
+def test_a_free_loop_reads_nothing(one_rank) -> None:
+    loop = tiny(reads=False, accumulate=2)
+    with Reads() as reads:
+        loop.step()
+        loop.step()
+    assert reads.count == 0
+    assert loop.loss is None
+
+
+def test_both_loops_train_the_same_weights(one_rank) -> None:
+    loops = [tiny(reads=reads, accumulate=2) for reads in (True, False)]
+    for loop in loops:
+        for _ in range(3):
+            loop.step()
+    reading, free = ([p.full_tensor() for p in loop.parameters] for loop in loops)
+    assert all(torch.equal(a, b) for a, b in zip(reading, free, strict=True))
+
+
+def test_the_rate_changes_in_every_step_and_the_tied_head_is_one_parameter(one_rank) -> None:
+    loop = tiny()
+    rates = []
+    for _ in range(3):
+        loop.step()
+        rates += loop.schedule.get_last_lr()
+    assert len(set(rates)) == 3
+    assert loop.model.lm_head.weight is loop.model.model.embed_tokens.weight
+    assert all(p.dtype == torch.float32 for p in loop.parameters)
+
+
+def test_a_block_compiled_by_itself_trains(one_rank) -> None:
+    graphs = []
+
+    def backend(graph, inputs):
+        graphs.append(graph)
+        return graph.forward
+
+    model = compile_blocks(llama("llama-tiny", "cpu"), backend=backend)
+    StockLoop(shard(model), LENGTH, LENGTH).step()
+    assert graphs
+
+
+@pytest.mark.parametrize(
+    ("name", "vocabulary", "billions"),
+    [("llama-1b", 128_256, 1.24), ("llama-1b", None, 1.04), ("llama-8b-blocks", None, 2.88)],
+)
+def test_sizes(name, vocabulary, billions) -> None:
+    with torch.device("meta"):
+        model = llama(name, "meta", vocabulary=vocabulary)
+    assert sum(p.numel() for p in model.parameters()) / 1e9 == pytest.approx(billions, abs=0.01)
+    assert len(model.model.layers) == LLAMAS[name].layers
