@@ -3,15 +3,18 @@
 Torch and the standard library are enough. ``benchmarks/result_files.py`` reads what this writes.
 """
 
+import faulthandler
 import gc
 import json
 import os
 import platform
+import random
 import statistics
 import subprocess
 import tempfile
 import time
-from collections.abc import Callable, Iterable
+import traceback
+from collections.abc import Callable, Iterable, Iterator, Mapping
 from dataclasses import dataclass, field
 from datetime import date
 from pathlib import Path
@@ -69,6 +72,117 @@ def seconds_of(work: Callable[[], object], device: torch.device, repeats: int) -
     synchronize(device)
     pairs = zip(events, events[1:], strict=False)
     return [start.elapsed_time(end) / 1e3 for start, end in pairs]
+
+
+class StepClock:
+    """When steps ended on the device, by the host's clock (s, ``time.perf_counter()``).
+
+    ``tick()`` behind each step; the host stays at most ``queued`` steps ahead of the device, as in
+    a loop that looks at the loss of the step before last.
+    """
+
+    def __init__(self, device: torch.device, queued: int = 2) -> None:
+        self.device, self.queued = device, queued
+        self.start()
+
+    def start(self) -> None:
+        """Begin anew, with the device idle."""
+        synchronize(self.device)
+        origin = timing_event(self.device)
+        origin.record()
+        origin.synchronize()
+        self.origin_at, self.events = time.perf_counter(), [origin]
+
+    def tick(self) -> None:
+        end = timing_event(self.device)
+        end.record()
+        self.events.append(end)
+        if len(self.events) > self.queued:
+            self.events[-self.queued].synchronize()
+
+    def ends(self) -> list[float]:
+        """The start, and the end of each step."""
+        self.events[-1].synchronize()
+        return [self.origin_at + self.events[0].elapsed_time(end) / 1e3 for end in self.events]
+
+
+# -- samples ----------------------------------------------------------------------------------
+
+CONFIDENCE = 0.95
+FEWEST = 6  # samples for an interval
+
+
+def median_interval(
+    values: list[float], confidence: float = CONFIDENCE, draws: int = 4000
+) -> tuple[float, float] | None:
+    """What holds the median with ``confidence``: percentiles of the medians of drawn samples.
+
+    The bootstrap, with the same draws every time. None for fewer than ``FEWEST`` values.
+    """
+    if len(values) < FEWEST:
+        return None
+    draw = random.Random(0)
+    medians = sorted(statistics.median(draw.choices(values, k=len(values))) for _ in range(draws))
+    outside = round(draws * (1 - confidence) / 2)
+    return medians[outside], medians[-1 - outside]
+
+
+def summary(field: str, values: list[float]) -> dict[str, float]:
+    """``field``: the median; ``field`` with ``_low`` and ``_high`` before its unit: its interval.
+
+    ``staging_cost_s`` has ``staging_cost_low_s`` and ``staging_cost_high_s``.
+    """
+    stem, unit = (field[:-2], "_s") if field.endswith("_s") else (field, "")
+    low, high = median_interval(values) or (None, None)
+    found = {field: statistics.median(values) if values else None}
+    return found | {f"{stem}_low{unit}": low, f"{stem}_high{unit}": high}
+
+
+def trimmed_mean(values: list[float], share: float = 0.1) -> float:
+    """The mean without the ``share`` lowest and highest; of few values their median."""
+    cut = max(1, round(share * len(values)))
+    return statistics.mean(sorted(values)[cut:-cut] or [statistics.median(values)])
+
+
+def in_turn(
+    windows: Mapping[str, Callable[[], object]], rounds: int, go_on: Callable[[], bool]
+) -> Iterator[dict]:
+    """Each window once a round, in another order every other round; results by name.
+
+    Ends before a round where ``go_on()`` says no, which all ranks must do alike.
+    """
+    for number in range(rounds):
+        if not go_on():
+            return
+        order = list(windows) if number % 2 == 0 else list(reversed(windows))
+        yield {name: windows[name]() for name in order}
+
+
+class Agreement:
+    """What all ranks must see alike: a gloo group of its own, since NCCL would queue kernels."""
+
+    def __init__(self) -> None:
+        self.group = dist.new_group(backend="gloo") if dist.is_initialized() else None
+
+    def largest(self, value: float) -> float:
+        if self.group is None:
+            return value
+        tensor = torch.tensor(value, dtype=torch.float64)
+        dist.all_reduce(tensor, dist.ReduceOp.MAX, group=self.group)
+        return tensor.item()
+
+    def any(self, value: bool) -> bool:
+        return self.largest(float(value)) > 0
+
+    def barrier(self) -> None:
+        if self.group is not None:
+            dist.barrier(group=self.group)
+
+    def from_rank_0(self, value: object) -> object:
+        agreed = [value]
+        if self.group is not None:
+            dist.broadcast_object_list(agreed, group=self.group)
+        return agreed[0]
 
 
 # -- the machine ------------------------------------------------------------------------------
@@ -270,6 +384,61 @@ class Results:
         if not dist.is_initialized() or dist.get_rank() == 0:
             self.path.parent.mkdir(parents=True, exist_ok=True)
             self.path.write_text(json.dumps(self.data, indent=1) + "\n")
+
+
+@dataclass(frozen=True)
+class Task:
+    """Something to measure: the seconds that it needs, and the work, which adds its rows.
+
+    ``done`` says whether its rows are there already.
+    """
+
+    name: str
+    seconds: float
+    work: Callable[[], None]
+    done: Callable[[], bool] = lambda: False
+
+
+CUT_OFF = "begun, and cut off"
+
+
+def run_tasks(
+    tasks: Iterable[Task], results: Results, until: float, agreement: Agreement, patience: float = 3
+) -> None:
+    """Do ``tasks`` in order; one that fails is noted in ``results``, and the next begins.
+
+    Those that are noted there already are not tried again.
+
+    One that no longer fits before ``until`` (``time.time()``) is left out. One that takes
+    ``patience`` times its seconds ends the process (a rank that waits for another does not come
+    back); the same command then goes on behind it.
+    """
+    started = time.perf_counter()
+    for task in tasks:
+        if agreement.any(task.done() or task.name in results.data["not_run"]):
+            continue
+        if agreement.any(time.time() + task.seconds > until):
+            say(started, f"{task.name}: left out, it needs {task.seconds:.0f} s")
+            continue
+        results.skip(task.name, CUT_OFF)
+        faulthandler.dump_traceback_later(patience * task.seconds + 10, exit=True)
+        begun = time.perf_counter()
+        try:
+            task.work()
+            results.data["not_run"].pop(task.name, None)
+            results.write()
+        except (KeyboardInterrupt, SystemExit):
+            raise
+        except BaseException as error:  # CheckpointException is no Exception
+            results.skip(task.name, f"{type(error).__name__}: {str(error)[:300]}")
+            say(started, f"{task.name}: {results.data['not_run'][task.name]}")
+            traceback.print_exc()
+        finally:
+            faulthandler.cancel_dump_traceback_later()
+            gc.collect()
+            if torch.cuda.is_available():
+                torch.cuda.empty_cache()
+        say(started, f"{task.name}: took {time.perf_counter() - begun:.1f} s")
 
 
 def say(started: float, text: str) -> None:

@@ -1,0 +1,116 @@
+"""What all benchmarks share: intervals of medians, turns, tasks in order."""
+
+import random
+import statistics
+import subprocess
+import sys
+import time
+from pathlib import Path
+
+import pytest
+import torch
+
+from benchmarks.measuring import (
+    CUT_OFF,
+    Agreement,
+    Results,
+    StepClock,
+    Task,
+    in_turn,
+    median_interval,
+    run_tasks,
+    summary,
+    trimmed_mean,
+)
+
+ROOT = Path(__file__).resolve().parents[1]
+
+
+@pytest.mark.parametrize("count", [8, 12, 20])
+def test_the_interval_holds_the_median_of_heavy_tails(count: int) -> None:
+    draw, held, runs = random.Random(0), 0, 300
+    for _ in range(runs):
+        low, high = median_interval([draw.gauss(0, 1) ** 3 for _ in range(count)], draws=400)
+        held += low <= 0 <= high
+    assert held / runs >= 0.92
+
+
+def test_few_samples_have_no_interval_and_the_same_samples_the_same() -> None:
+    assert median_interval([1.0] * 5) is None
+    values = [0.3, 0.1, 0.2, 0.9, 0.5, 0.4]
+    assert median_interval(values) == median_interval(values)
+    low, high = median_interval(values)
+    assert low <= statistics.median(values) <= high
+
+
+def test_the_names_of_an_interval_keep_the_unit_at_their_end() -> None:
+    assert summary("cost_s", [2.0]) == {"cost_s": 2.0, "cost_low_s": None, "cost_high_s": None}
+    found = summary("upload_slowdown", [1.0] * 6)
+    assert found == {"upload_slowdown": 1.0, "upload_slowdown_low": 1.0, "upload_slowdown_high": 1}
+
+
+def test_an_outlier_does_not_move_the_trimmed_mean() -> None:
+    assert trimmed_mean([1.0] * 9 + [100.0]) == 1.0
+    assert trimmed_mean([1.0, 2.0]) == 1.5
+
+
+def test_windows_take_turns_and_end_when_time_does() -> None:
+    order: list[str] = []
+    windows = {name: lambda name=name: order.append(name) or name for name in "ab"}
+    rounds = in_turn(windows, 5, lambda: len(order) < 6)
+    assert [sorted(found) for found in rounds] == [["a", "b"]] * 3
+    assert order == ["a", "b", "b", "a", "a", "b"]
+
+
+def test_the_clock_gives_the_ends_of_steps() -> None:
+    clock = StepClock(torch.device("cpu"))
+    for _ in range(3):
+        time.sleep(0.002)
+        clock.tick()
+    ends = clock.ends()
+    assert len(ends) == 4 and ends == sorted(ends)
+    assert ends[-1] <= time.perf_counter()
+
+
+def results_in(folder: Path) -> Results:
+    head = {"benchmark": "any", "device": "CPU", "ranks": 1}
+    return Results(folder, head, {}, varied=())
+
+
+def test_a_task_that_fails_is_noted_and_the_next_begins(tmp_path: Path) -> None:
+    results, done = results_in(tmp_path), []
+
+    def fail() -> None:
+        raise ValueError("no such device")
+
+    tasks = [
+        Task("fails", 1, fail),
+        Task("is there", 1, lambda: done.append("again"), lambda: True),
+        Task("does not fit", 1e6, lambda: done.append("too long")),
+        Task("works", 1, lambda: done.append("works")),
+    ]
+    run_tasks(tasks, results, time.time() + 100, Agreement())
+    assert done == ["works"]
+    assert results.data["not_run"] == {"fails": "ValueError: no such device"}
+    run_tasks([Task("fails", 1, lambda: done.append("fails"))], results, 1e12, Agreement())
+    assert done == ["works"]
+
+
+def test_a_task_that_hangs_ends_the_process_and_is_not_tried_again(tmp_path: Path) -> None:
+    program = f"""
+import sys, time
+from pathlib import Path
+sys.path[:0] = [{str(ROOT)!r}, {str(ROOT / "tests")!r}]
+from test_measuring import *
+results = results_in(Path({str(tmp_path)!r}))
+tasks = [Task("hangs", -9.9, lambda: time.sleep(60)), Task("works", 1, lambda: print("done"))]
+run_tasks(tasks, results, time.time() + 100, Agreement(), patience=1)
+"""
+    runs = [
+        subprocess.run([sys.executable, "-c", program], capture_output=True, text=True)
+        for _ in range(2)
+    ]
+    assert runs[0].returncode != 0 and "done" not in runs[0].stdout
+    assert "sleep" in runs[0].stderr or "Timeout" in runs[0].stderr
+    assert runs[1].returncode == 0 and "done" in runs[1].stdout
+    assert results_in(tmp_path).data["not_run"] == {"hangs": CUT_OFF}
