@@ -41,6 +41,7 @@ from benchmarks.result_files import (
     files,
     in_words,
     load,
+    shown,
     stale_results,
 )
 
@@ -108,7 +109,7 @@ class ResultDirective(SphinxDirective):
     def _wanted(self, row: dict) -> bool:
         rows, where = self.options.get("rows", "").split(), self.options.get("where", {})
         return (not rows or row["name"] in rows) and all(
-            str(row.get(parameter)) == value for parameter, value in where.items()
+            shown(row.get(parameter)) == value for parameter, value in where.items()
         )
 
 
@@ -118,7 +119,7 @@ class ResultTable(ResultDirective):
     def show(self, result: Result, rows: list[dict]) -> list[nodes.Node]:
         benchmark = BENCHMARKS[result.data["benchmark"]]
         values = {p: {row.get(p) for row in rows} for p in result.varied()}
-        varied = [p for p, shown in values.items() if len(shown) > 1]
+        varied = [p for p, found in values.items() if len(found) > 1]
         columns = [
             c for c in benchmark.columns if any(row.get(c.field) is not None for row in rows)
         ]
@@ -130,13 +131,13 @@ class ResultTable(ResultDirective):
                 if note not in notes:
                     notes.append(note)
                 name += nodes.superscript("", str(notes.index(note) + 1))
-            cells = [nodes.Text(str(row.get(parameter, "–"))) for parameter in varied]
+            cells = [nodes.Text(shown(row.get(parameter))) for parameter in varied]
             cells += [nodes.Text(column.cell(row)) for column in columns]
             body.append([name, *(nodes.paragraph("", "", cell) for cell in cells)])
         headings = ["", *(PARAMETER_HEADINGS[p] for p in varied), *(c.heading for c in columns)]
         table = _table(headings, body)
         below = [f"{number}. {note}" for number, note in enumerate(notes, 1)]
-        same = {p: shown.pop() for p, shown in values.items() if len(shown) == 1}
+        same = {p: found.pop() for p, found in values.items() if len(found) == 1}
         return [table, *map(_small, below), *self._origin(result, rows, same)]
 
     def _name(self, name: str) -> nodes.paragraph:
@@ -160,7 +161,7 @@ class ResultTable(ResultDirective):
     def _origin(self, result: Result, rows: list[dict], same: dict) -> list[nodes.Node]:
         """Where the rows were measured; parameters that are the ``same`` in all have no column."""
         data = result.data
-        shared = ", ".join(f"{p}: {value}" for p, value in same.items() if value is not None)
+        shared = ", ".join(f"{p}: {shown(value)}" for p, value in same.items() if value is not None)
         medians = f"Medians ({shared})" if shared else "Medians"
         lines = [f"{medians}. {result.origin(rows)}. Workload: {in_words(data['workload'])}."]
         if data["link"]:
@@ -215,10 +216,10 @@ class ResultFigure(ResultDirective):
         for row in rows:
             groups.setdefault(tuple((p, row[p]) for p in cases if p in row), []).append(row)
         pictures = []
+        groups = {case: rows for case, rows in groups.items() if any(map(column.known, rows))}
+        same = dict(set.intersection(*map(set, groups))) if groups else {}
         for case, members in groups.items():
-            if not any(map(column.known, members)):
-                continue
-            title = ", ".join(f"{parameter}: {value}" for parameter, value in case)
+            title = ", ".join(f"{p}: {shown(value)}" for p, value in case if p not in same)
             drawn = (
                 _lines(column, members, over, title, result.data["workload"])
                 if as_lines
@@ -227,8 +228,10 @@ class ResultFigure(ResultDirective):
             pictures.append(_as_node(drawn, benchmark.title, _words(column, members)))
         if not pictures:
             return []
+        shared = ", ".join(f"{p}: {shown(same[p])}" for p in cases if p in same)
         inline, messages = self.state.inline_text(
-            f"{benchmark.title}: {_first_lower(column.heading)}. "
+            f"{benchmark.title}: {_first_lower(column.heading)}"
+            f"{f' ({shared})' if shared else ''}. "
             f"Measured on {result.origin(rows)}.",
             self.lineno,
         )

@@ -21,6 +21,7 @@ from benchmarks.result_files import (
     files,
     in_words,
     load,
+    shown,
     stale_results,
 )
 
@@ -63,7 +64,7 @@ def _section(result: Result, repo: Path) -> str:
     ]
     rows = [row for row in rows if any(column.known(row) for column in columns)]
     names, note = _names(result, rows, repo)
-    case = "".join(f"; {parameter}: {value}" for parameter, value in first.items())
+    case = "".join(f"; {p}: {shown(value)}" for p, value in first.items() if value is not None)
     lines = [
         f"**{benchmark.title}**: {result.origin(rows)}; {in_words(result.data['workload'])}{case}.",
         "",

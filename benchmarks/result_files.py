@@ -27,15 +27,35 @@ REQUIRED = {
     "link": dict,
     "rows": list,
 }
-PARAMETERS = {"storage": ("memory", "disk"), "step": ("long", "short"), "tokens": (), "layers": ()}
+PARAMETERS = {
+    "model": ("llama-1b", "llama-8b-blocks", "llama-8b", "llama-tiny", "synthetic"),
+    "loop": ("reads", "free"),
+    "compiled": (False, True),
+    "storage": ("memory", "disk"),
+    "step": ("long", "short"),
+    **{"tokens": (), "layers": (), "every": ()},
+}
 """What may be varied between rows of one name, and the order in which values are shown."""
 
 PARAMETER_HEADINGS = {
+    "model": "Model",
+    "loop": "Loop",
+    "compiled": "Compiled",
     "storage": "Storage",
     "step": "Step",
     "tokens": "Tokens a step",
     "layers": "Layers",
+    "every": "Steps from save to save",
 }
+
+
+def shown(value: object) -> str:
+    """A parameter's value as pages show it and as ``:where:`` names it."""
+    if isinstance(value, bool):
+        return yes_no(value)
+    return "–" if value is None else str(value)
+
+
 TRACE_LANES = {
     "compute": "compute",
     **{"copy": "copy", "H2D": "copy", "D2H": "copy"},
@@ -50,6 +70,8 @@ ROW_RECIPES = {
     "default_stager_as_published": "default_stager",
     "default_stager_ordered": "default_stager",
     "overlapped": "overlapped_stager",
+    "overlapped_snapshot": "overlapped_stager",
+    "overlapped_writer": "overlapped_writer",
     "process": "process_checkpointer",
     "three_streams": "three_streams",
     "streamed": "weight_streaming",
@@ -72,7 +94,9 @@ ROW_RECIPES = {
 
 ROW_ORDER = (
     *("none", "torch_save", "dcp_save", "async_save", "pinned"),
-    *("default_stager_as_published", "default_stager_ordered", "overlapped", "process"),
+    *("default_stager_as_published", "default_stager_ordered"),
+    *("overlapped", "overlapped_snapshot", "overlapped_writer", "process"),
+    *("all_at_once", "kernel_between_pieces", "one_piece_at_a_time"),
     *("resident", "resident_whole_recompute", "resident_all_saved", "resident_zeros"),
     *("streamed", "streamed_4_slots", "streamed_4_microbatches", "streamed_adam"),
     *("pageable", "pageable_non_blocking", "pinned_blocking", "one_stream"),
@@ -197,6 +221,14 @@ def largest_sample(samples: dict[str, list]) -> str:
     return str(max(map(len, samples.values()), default=0))
 
 
+def _interval(stem: str, write: Callable[[float], str], unit: str = "") -> tuple[Column, Column]:
+    """The columns of a median's interval, right behind the median's."""
+    return (
+        Column(f"{stem}_low{unit}", "95 % from", write),
+        Column(f"{stem}_high{unit}", "to", write),
+    )
+
+
 _SAMPLES = Column("samples", "Samples", largest_sample)
 _BOUND = Column("bound_s", "Bound", seconds)
 _MEMORY = (
@@ -206,19 +238,24 @@ _MEMORY = (
 
 BENCHMARKS = {
     "checkpoint_stall": Benchmark(
-        title="Training stall around one save",
+        title="What one save costs training",
         columns=(
-            Column("exposed_stall_s", "Exposed stall", seconds),
-            Column("exposed_stall_low_s", "95 % from", seconds),
-            Column("exposed_stall_high_s", "to", seconds),
-            Column("first_exposed_stall_s", "First save's stall", seconds),
+            Column("staging_cost_s", "Staging costs", seconds),
+            *_interval("staging_cost", seconds, "_s"),
+            Column("cost_s", "The whole save costs", seconds),
+            *_interval("cost", seconds, "_s"),
+            Column("upload_slowdown", "Step time during upload", slowdown),
+            *_interval("upload_slowdown", slowdown),
+            Column("first_exposed_stall_s", "The first save costs", seconds),
             Column("call_s", "Call", seconds),
             Column("staged_s", "Staged after", seconds),
             _BOUND,
             Column("uploaded_s", "Uploaded after", seconds),
             Column("uploaded_idle_s", "Uploaded, GPU idle", seconds),
-            Column("upload_slowdown", "Step time during upload", slowdown),
+            Column("write_bytes_per_s", "Written at", rate),
+            Column("storage_bytes_per_s", "The storage takes", rate),
             Column("step_s", "Step time", seconds),
+            Column("tensors", "Tensors", count),
             Column("bytes_written", "Written", byte_count),
             Column("pinned_bytes", "Pinned memory", byte_count),
             Column("host_peak_bytes", "Host peak", byte_count),
@@ -226,9 +263,41 @@ BENCHMARKS = {
             Column("elements_differing", "Elements that differ", share),
             _SAMPLES,
         ),
-        readme=("exposed_stall_s", "staged_s", "upload_slowdown", "loaded_back_bitwise"),
-        bars="exposed_stall_s",
+        readme=(
+            *("staging_cost_s", "cost_s", "upload_slowdown", "write_bytes_per_s"),
+            "loaded_back_bitwise",
+        ),
+        bars="staging_cost_s",
         logarithmic=True,
+    ),
+    "save_interval": Benchmark(
+        title="How often one can save",
+        columns=(
+            Column("kept", "Throughput kept", share),
+            *_interval("kept", share),
+            Column("step_s", "Step time", seconds),
+            Column("saves", "Saves", count),
+            Column("saves_skipped", "Skipped, the last not written yet", count),
+            _SAMPLES,
+        ),
+        readme=(),
+        bars="kept",
+        lines="kept",
+        over="every",
+    ),
+    "staging_pieces": Benchmark(
+        title="Copies to the host beside a loop that reads",
+        columns=(
+            Column("staging_cost_s", "Copies cost", seconds),
+            *_interval("staging_cost", seconds, "_s"),
+            Column("staged_s", "Copied after", seconds),
+            _BOUND,
+            Column("call_s", "Call", seconds),
+            Column("step_s", "Step time", seconds),
+            _SAMPLES,
+        ),
+        readme=(),
+        bars="staging_cost_s",
     ),
     "offload_step": Benchmark(
         title="Training with weights on the host",

@@ -44,7 +44,7 @@ def recipe_of(repo: Path) -> Path:
 
 
 def row(name: str, stall: float | None, **more) -> dict:
-    return {"name": name, "exposed_stall_s": stall, "samples": {"exposed_stall_s": [stall] * 3}} | {
+    return {"name": name, "staging_cost_s": stall, "samples": {"staging_cost_s": [stall] * 3}} | {
         "storage": "memory",
         "step": "long",
         **more,
@@ -257,8 +257,28 @@ def test_the_figure_takes_its_colours_from_the_page(repo):
     (svg,) = re.findall(r"<svg class=\"result-svg\".*?</svg>", html, re.S)
     assert not re.search(r"#0[1-9]0[1-9]0[1-9]|<style|font:|width=\"\d+[\d.]*pt\"", svg)
     assert "currentColor" in svg and "var(--result-series-1)" in svg and "var(--result-peer)" in svg
-    for text in ("overlapped  1.20 ms", "a_peer  300 ms, saved wrong data", "storage: memory"):
+    for text in ("overlapped  1.20 ms", "a_peer  300 ms, saved wrong data"):
         assert text in svg, text
+    assert "staging costs (storage: memory, step: long). Measured on" in html
+    assert "storage: memory" not in svg
+
+
+def test_what_drawings_share_stands_below_them_and_what_parts_them_above(repo):
+    stock = {"model": "llama-1b", "loop": "reads"}
+    measure(
+        repo,
+        rows=[
+            row("async_save", 1.0, **stock, compiled=False),
+            row("async_save", 2.0, **stock, compiled=True),
+        ],
+    )
+    html, warnings = render(repo, ".. result-figure:: checkpoint_stall")
+    assert warnings == "" and "(model: llama-1b, loop: reads, storage: memory, step: long)" in html
+    drawings = re.findall(r"<svg class=\"result-svg\".*?</svg>", html, re.S)
+    assert ["compiled: yes" in drawing for drawing in drawings] == [False, True]
+    assert "llama-1b" not in "".join(drawings)
+    html, _ = render(repo, ".. result-table:: checkpoint_stall\n   :where: compiled=yes")
+    assert "2.00 s" in html and "1.00 s" not in html and "compiled: yes" in html
 
 
 def test_a_stall_of_zero_or_below_is_written_without_a_bar(repo):
@@ -487,7 +507,7 @@ def test_scale_bar(span, length):
         ({"ranks": 4}, "'ranks' is 4"),
         ({"date": "yesterday"}, "'date' must begin"),
         ({"rows": [{"name": "x"}]}, "row 0 needs"),
-        ({"rows": [row("x", "3 s")]}, "'exposed_stall_s' of row x is not a number"),
+        ({"rows": [row("x", "3 s")]}, "'staging_cost_s' of row x is not a number"),
     ],
 )
 def test_a_bad_result_file_fails_lint_and_page(repo, change, says):
