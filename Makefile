@@ -7,7 +7,7 @@ JOBS ?= 2
 export RANKS
 
 .DEFAULT_GOAL := help
-.PHONY: help html html-noplot serve test verify lint readme linkcheck clean environment
+.PHONY: help html html-noplot serve test check verify lint readme linkcheck clean environment
 
 ifeq ($(strip $(VENV)),)
 PY := $(PYTHON)
@@ -39,17 +39,21 @@ serve: environment ## Serve the pages on a free port and rebuild what is edited
 	    --ignore "$(CURDIR)/recipes/*" --ignore "$(CURDIR)/_build/*" --ignore "$(CURDIR)/$(VENV)/*" \
 	    --re-ignore "/(__pycache__|\.git|\.pytest_cache|\.ruff_cache)/" . _build/html
 
-test: environment ## Judge every recipe: other rank counts, load-back, removed lines, the pages
+test: environment ## Judge every recipe: 1 to 3 ranks, load-back, removed lines, the pages
 	@$(PY) -m pytest tests -n $(JOBS) $(PYTEST_ARGS)
+
+check: environment ## Judge every recipe on two ranks, and run the fast tests
+	@$(PY) -m pytest tests -n $(JOBS) --check $(PYTEST_ARGS)
 
 verify: environment ## Run the recipes on the accelerators present; write harness/verified/
 	@$(PY) -m harness verify
 
-lint: environment ## Check style, formatting, spelling and the freshness of results
+lint: environment ## Check style, spelling, the freshness of results, the size of rooms and pages
 	@$(PY) -m ruff check .
 	@$(PY) -m ruff format --check .
 	@$(PY) -m codespell_lib
 	@PYTHONPATH=. $(PY) benchmarks/readme_table.py --check
+	@$(PY) tests/sizes.py
 
 readme: environment ## Write the README's table of results from benchmarks/results
 	@PYTHONPATH=. $(PY) benchmarks/readme_table.py

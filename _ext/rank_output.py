@@ -24,7 +24,7 @@ import re
 import time
 from concurrent.futures import ThreadPoolExecutor
 from dataclasses import dataclass, field
-from functools import cache
+from functools import cache, partial
 from pathlib import Path
 
 import torch
@@ -60,6 +60,8 @@ ANSI = re.compile(r"\x1b\[[0-9;]*[A-Za-z]")
 DIRECTORIES = [f"{Path(module.__file__).parent.parent}{os.sep}" for module in (torch, harness)]
 """Where the packages and this project lie on the machine that builds; left out on the pages."""
 
+VERIFIED = Path(harness.__file__).parent / "verified"
+
 
 class RecipesFailed(SphinxError):
     """At least one recipe failed, or a negative control was not caught."""
@@ -77,6 +79,7 @@ class RecipeRuns:
     misfits: dict[str, str] = field(default_factory=dict)
     """Why an edit could not be made, by the control's name."""
     executed: int = 0
+    seconds: float = 0.0
 
     @property
     def fingerprint(self) -> str:
@@ -130,9 +133,11 @@ def page_ranks(recipe: Recipe) -> int:
     return max(int(wanted), recipe.min_ranks)
 
 
-def kept_run(runs: RecipeRuns, store: Path, ranks: int, control: Control | None) -> Report:
+def kept_run(
+    runs: RecipeRuns, store: Path, launcher: str, ranks: int, control: Control | None
+) -> Report:
     """The report of one run, from ``store`` if it is fresh there, else by running it now."""
-    recipe, kept = runs.recipe, KeptRun(store, runs.recipe, ranks, control)
+    recipe, kept = runs.recipe, KeptRun(store, runs.recipe, ranks, control, launcher)
     if report := kept.report():
         return report
     started = time.monotonic()
@@ -142,6 +147,7 @@ def kept_run(runs: RecipeRuns, store: Path, ranks: int, control: Control | None)
     what = f"with the edit {control.name!r}" if control else f"on {ranks} rank{'s' * (ranks > 1)}"
     logger.info(f"  {recipe.name} {what}: {bold(verdict)} in {seconds:.1f} s")
     runs.executed += 1
+    runs.seconds += seconds
     return report
 
 
@@ -161,19 +167,21 @@ def run_stale_recipes(app: Sphinx) -> None:
     if app.config.execute_recipes:
         started = time.monotonic()
         with ThreadPoolExecutor(AT_A_TIME) as pool:
-            list(pool.map(lambda runs: run_stale(runs, store), app.recipe_runs.values()))
+            run = partial(run_stale, store=store, launcher=app.config.rank_launcher)
+            list(pool.map(run, app.recipe_runs.values()))
         app.recipe_runs_seconds = time.monotonic() - started
 
 
-def run_stale(runs: RecipeRuns, store: Path) -> None:
+def run_stale(runs: RecipeRuns, store: Path, launcher: str) -> None:
     """Run one recipe and, if it passes, its negative controls, as far as they are stale."""
     recipe = runs.recipe
-    runs.report = kept_run(runs, store, page_ranks(recipe), None)
+    runs.report = kept_run(runs, store, launcher, page_ranks(recipe), None)
     if not runs.report.ok:
         return
     for control in recipe.controls:
         try:
-            runs.controls[control.name] = kept_run(runs, store, control.ranks, control)
+            found = kept_run(runs, store, launcher, control.ranks, control)
+            runs.controls[control.name] = found
         except RecipeError as error:
             logger.info(f"  {recipe.name} with the edit {control.name!r}: {bold('FAILED')}")
             runs.misfits[control.name] = str(error)
@@ -206,6 +214,8 @@ def summarize(app: Sphinx, exception: Exception | None) -> None:
         f"negative controls) in {app.recipe_runs_seconds:.0f} s"
     )
     logger.info(bold(done if executed else f"{len(all_runs)} recipes, all unchanged: none ran"))
+    for runs in sorted(executed, key=lambda runs: -runs.seconds):
+        logger.info(f"  {runs.seconds:6.1f} s  {runs.executed:2} runs  {runs.recipe.name}")
     problems = [problem for runs in all_runs for problem in runs.problems()]
     if problems:
         raise RecipesFailed("\n\n".join(problems))
@@ -311,8 +321,7 @@ def failure_block(failure: Failure) -> nodes.Node:
 def verified_records(name: str) -> list[tuple[dict[str, str], bool, str, str]]:
     """(code hashes, passed, where, date) of a recipe in each record of ``harness/verified/``."""
     records = []
-    folder = Path(harness.__file__).parent / "verified"
-    for path in sorted(folder.glob("*.json")):
+    for path in sorted(VERIFIED.glob("*.json")):
         record = json.loads(path.read_text(encoding="utf-8"))
         mine = record["recipes"].get(name)
         if mine is None:
@@ -355,7 +364,9 @@ class BuildSummary(SphinxDirective):
         )
         ranks = " or ".join(str(n) for n in sorted({report.ranks for report in reports}))
         devices = {report.device.partition(",")[0] for report in reports}  # without the backend
-        where = ", ".join(sorted(filter(None, devices | {f"torch {r.torch}" for r in reports})))
+        where = ", ".join(
+            sorted(filter(None, devices | {f"torch {r.torch}" for r in reports if r.torch}))
+        )
         text = (
             f"For these pages {passed} of {len(all_runs)} recipes passed on {ranks} ranks, and "
             f"{found} of {len(controls)} deliberate faults in them were caught ({where})."
@@ -500,7 +511,7 @@ def header_of(app: Sphinx, runs: RecipeRuns, download: nodes.Node) -> nodes.Node
                 "",
                 nodes.literal("", path.name),
                 refdoc=download["refdoc"],
-                reftarget=path.name,
+                reftarget=os.path.relpath(path, recipe.path.parent),
                 refexplicit=False,
                 refwarn=False,
             )
@@ -515,6 +526,7 @@ def setup(app: Sphinx) -> dict:
         lambda record: "no examples were executed" not in record.getMessage()
     )
     app.add_config_value("execute_recipes", True, "env")
+    app.add_config_value("rank_launcher", "torchrun", "env")  # or "warm": forks, much sooner
     app.add_directive("build-summary", BuildSummary)
     app.add_directive("recipe-controls", RecipeControls)
     app.add_directive("verification-badge", VerificationBadge)

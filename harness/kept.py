@@ -37,13 +37,14 @@ def _present_code(path: Path) -> dict[str, str]:
 class KeptRun:
     """One run of a recipe on ``ranks`` ranks, as it is or with a control's edit, below ``store``.
 
-    A recipe as it is is started by torchrun, one with an edit from a warm process.
+    A recipe as it is is started by ``launcher``, one with an edit from a warm process.
     """
 
     store: Path
     recipe: Recipe
     ranks: int
     control: Control | None = None
+    launcher: str = "torchrun"
 
     @property
     def file(self) -> Path:
@@ -86,7 +87,7 @@ class KeptRun:
         report = run(
             self.recipe.path,
             self.ranks,
-            launcher="warm" if self.control else "torchrun",
+            launcher="warm" if self.control else self.launcher,
             control=self.control,
             deadline_s=(self.control or self.recipe).deadline_s,
         )

@@ -22,6 +22,7 @@ from pathlib import Path
 PR_SET_PDEATHSIG = 1
 PR_SET_CHILD_SUBREAPER = 36
 POLL_S = 0.02
+START_S = 120.0  # how long ranks may take to begin: the deadline counts from there
 STACK_DUMP_S = 3.0  # how long a rank gets to write its stacks after the deadline
 GRACE_AFTER_FAILURE_S = 10.0  # how long the other ranks get to fail by themselves
 LEFTOVER_GRACE_S = 3.0  # helpers such as multiprocessing's resource tracker end with their parent
@@ -118,6 +119,10 @@ def dump_stacks(ranks_dir: Path) -> None:
         time.sleep(POLL_S)
 
 
+def all_began(ranks_dir: Path, ranks: int) -> bool:
+    return len(list(ranks_dir.glob("*.began"))) == ranks
+
+
 def write_exit(ranks_dir: Path, rank: int, status: int) -> None:
     """Keep a rank's wait status, where the judge looks for it."""
     code = os.waitstatus_to_exitcode(status)
@@ -135,7 +140,7 @@ def lead(spec: dict, start: Callable[[], dict[int, int]], alive: Callable[[], bo
     prctl(PR_SET_CHILD_SUBREAPER, 1)
     ranks_dir = Path(spec["run_dir"]) / "ranks"
     started = time.monotonic()
-    deadline = started + spec["deadline_s"]
+    deadline, began = started + START_S + spec["deadline_s"], False
     outcome = Outcome()
     running = start()
     while running:
@@ -149,6 +154,8 @@ def lead(spec: dict, start: Callable[[], dict[int, int]], alive: Callable[[], bo
         if not alive():
             kill_all()
             return
+        if not began and all_began(ranks_dir, spec["ranks"]):
+            began, deadline = True, min(deadline, time.monotonic() + spec["deadline_s"])
         if running and time.monotonic() > deadline:
             failed_already = any(p.read_text() != "0" for p in ranks_dir.glob("*.exit"))
             outcome.timed_out = not failed_already

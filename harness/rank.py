@@ -266,6 +266,7 @@ def run(spec: dict) -> int:
         "finished": False,
         "error": None,
     }
+    (ranks_dir / f"rank{rank}.began").touch()  # the deadline counts from here
     started = time.perf_counter()
     try:
         runpy.run_path(recipe, run_name="__main__")

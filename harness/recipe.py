@@ -2,6 +2,7 @@
 
 import ast
 import hashlib
+import importlib.util
 import os
 import tomllib
 from dataclasses import dataclass, field, fields
@@ -77,7 +78,13 @@ class Recipe:
     page_ranks: int = 2
     order: bool = False
     deadline_s: float = DEFAULT_DEADLINE_S
+    needs: tuple[str, ...] = ()  # packages beside torch
     controls: tuple[Control, ...] = field(default=())
+
+    @property
+    def missing(self) -> list[str]:
+        """What it needs and is not installed."""
+        return [name for name in self.needs if importlib.util.find_spec(name) is None]
 
     @property
     def name(self) -> str:
@@ -121,8 +128,18 @@ def code_sha256(path: Path) -> str:
     return hashlib.sha256(repr(_plain(tree)).encode()).hexdigest()
 
 
+def _beside(path: Path, name: str) -> Path | None:
+    """The file that ``import name`` in the recipe at ``path`` means: in its folder, else in another
+    folder of its gallery (sphinx-gallery knows one by its header)."""
+    folders = [h.parent for h in sorted(path.parent.parent.glob("*/GALLERY_HEADER.rst"))]
+    if path.parent not in folders:
+        folders = []
+    files = (folder / f"{name}.py" for folder in [path.parent, *folders])
+    return next((file for file in files if file.is_file()), None)
+
+
 def with_imports(path: Path) -> list[Path]:
-    """``path`` and the files of its folder that it imports, directly or not."""
+    """``path`` and the files of its gallery that it imports, directly or not."""
     found = [path]
     for current in found:
         for node in ast.walk(_parse(current)):
@@ -132,13 +149,13 @@ def with_imports(path: Path) -> list[Path]:
                 names = [node.module or ""]
             else:
                 continue
-            neighbours = [current.with_name(f"{name}.py") for name in names if name]
-            found += [file for file in neighbours if file.is_file() and file not in found]
+            neighbours = [_beside(current, name) for name in names if name.isidentifier()]
+            found += [file for file in neighbours if file is not None and file not in found]
     return found
 
 
 def code_hashes(path: Path) -> dict[str, str]:
-    """:func:`code_sha256` of a recipe and of what it imports from its folder, by name."""
+    """:func:`code_sha256` of a recipe and of what it imports from its gallery, by name."""
     return {file.stem: code_sha256(file) for file in with_imports(path)}
 
 
@@ -180,14 +197,13 @@ def load_controls(path: Path) -> dict:
         table = tomllib.loads(path.read_text(encoding="utf-8"))
     except tomllib.TOMLDecodeError as error:
         raise RecipeError(f"{path}: {error}") from error
-    known = {"ranks", "page_ranks", "order", "deadline_s", "control"}
+    known = {"ranks", "page_ranks", "order", "deadline_s", "needs", "control"}
     if unknown := table.keys() - known:
         raise RecipeError(f"{path}: unknown keys: {sorted(unknown)}; known: {sorted(known)}")
     deadline_s = table.get("deadline_s", DEFAULT_DEADLINE_S)
     controls = tuple(_control_from(c, path, deadline_s) for c in table.pop("control", ()))
-    if "ranks" in table:
-        table["ranks"] = tuple(table["ranks"])
-    return table | {"controls": controls}
+    lists = {key: tuple(table[key]) for key in ("ranks", "needs") if key in table}
+    return table | lists | {"controls": controls}
 
 
 def load_recipe(path: Path, controls_dir: Path | None = None) -> Recipe:

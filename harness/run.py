@@ -25,7 +25,15 @@ from harness.judge import (
     judge_ranks,
     read_ranks,
 )
-from harness.recipe import DEFAULT_DEADLINE_S, GATES, Control, RecipeError, code_sha256
+from harness.leader import START_S
+from harness.recipe import (
+    DEFAULT_DEADLINE_S,
+    GATES,
+    Control,
+    RecipeError,
+    code_sha256,
+    with_imports,
+)
 
 REPO = Path(__file__).resolve().parent.parent
 LEADER_MARGIN_S = 60.0  # how long after its deadline a leader may take to end everything
@@ -188,7 +196,7 @@ def _launch(spec_path: Path, spec: dict, launcher: str) -> None:
         start_new_session=True,
     )
     try:
-        leader.wait(spec["deadline_s"] + LEADER_MARGIN_S)
+        leader.wait(START_S + spec["deadline_s"] + LEADER_MARGIN_S)
     finally:
         leader.stdin.close()  # the leader ends everything once this is closed
         leader.wait()
@@ -289,7 +297,8 @@ def run(
         control: run the recipe with this edit, its gate and its deadline.
         gate: hold a background step, see :mod:`harness.gates`.
         order: record stream order on CPU, see :mod:`harness.streams`.
-        deadline_s: seconds until every rank is stopped; the control's, or 120, if not given.
+        deadline_s: seconds from the recipe's first line until every rank is stopped; the
+            control's, or 120, if not given.
         args: more arguments for the recipe. ``--dir`` is added if its source knows it.
         keep: a directory that receives the run's files (created; must not exist).
 
@@ -327,7 +336,7 @@ def run(
             file,
             ranks,
             args=[*own_args, *args],
-            import_from=list(dict.fromkeys([str(file.parent), str(path.parent)])),
+            import_from=list(dict.fromkeys(str(f.parent) for f in [file, *with_imports(path)])),
             recipe=path.stem,
             code_sha256=code_sha256(path),
             deadline_s=deadline_s,
@@ -384,7 +393,8 @@ def _judge(report: Report, run_dir: Path, deadline_s: float) -> None:
     directories = checkpoint_directories(run_dir, saves)
     if directories:
         request = chunks_by_directory(directories, saves)
-        sizes = (1, 2) if report.ranks == 1 else (1,)
+        plain = not (report.control or report.gate)
+        sizes = (1, 2) if plain and report.ranks == 1 else (1,)  # reshard once a recipe
         limit = max(deadline_s, DEFAULT_DEADLINE_S)
         loaded = {size: load_back(request, size, run_dir, limit) for size in sizes}
         failures += judge_checkpoints(saves, directories, loaded)

@@ -128,6 +128,8 @@ def verify(
         record = {"device": device, "ranks": ranks, "torch": torch_version, "recipes": {}}
         file = out / f"{device.split()[-1].lower()}-x{ranks}.json"
         found = {r.name: r for r in discover(recipes, controls) if r.min_ranks <= ranks}
+        for name in [name for name, recipe in found.items() if recipe.missing]:
+            print(f"left out: {name} needs {', '.join(found.pop(name).missing)}, not installed")
         old = json.loads(file.read_text()) if stale_only and file.exists() else {}
         if (old.get("device"), old.get("torch")) == (device, torch_version):
             kept = old["recipes"].items()

@@ -2,6 +2,7 @@
 
 import os
 import sys
+from collections import Counter
 from pathlib import Path
 
 import pytest
@@ -20,7 +21,9 @@ ASKED_OF_ANY_RECIPE = (
 def pytest_addoption(parser: pytest.Parser) -> None:
     group = parser.getgroup("recipes")
     group.addoption("--recipes", metavar="DIR", help="judge the recipes below DIR, nothing else")
-    group.addoption("--ranks", metavar="N,N", help="world sizes to run them on (default 1,2,3,4)")
+    group.addoption("--ranks", metavar="N,N", help="world sizes to run them on (default 1,2,3)")
+    group.addoption("--all-ranks", action="store_true", help="every world size of each recipe")
+    group.addoption("--check", action="store_true", help="recipes at two ranks and the fast tests")
     parser.addini("declared_skips", "how many tests may be skipped where CI=true", default="0")
 
 
@@ -37,6 +40,57 @@ def pytest_collection_modifyitems(config: pytest.Config, items: list[pytest.Item
         asked = [item for item in items if item.name.startswith(ASKED_OF_ANY_RECIPE)]
         config.hook.pytest_deselected(items=[item for item in items if item not in asked])
         items[:] = asked
+    if config.getoption("--check"):
+        fast = [item for item in items if is_fast(item)]
+        config.hook.pytest_deselected(items=[item for item in items if item not in fast])
+        items[:] = fast
+
+
+STARTS_PROCESSES = {"run", "survives", "subprocess", "Popen", "spawn", "main", "Process"}
+NEED_A_SITE = {"site", "built_site", "toy_site", "visit"}
+
+
+def is_fast(item: pytest.Item) -> bool:
+    """Whether neither a test nor what it calls in its file starts a process or needs pages.
+
+    Of the recipes' own tests, the run at two ranks counts as fast.
+    """
+    if item.name.startswith("test_recipe_proves_its_claim"):
+        return item.callspec.params["ranks"] == max(2, item.callspec.params["recipe"].min_ranks)
+    if item.path.name == "test_recipes.py" or NEED_A_SITE & set(item.fixturenames):
+        return False
+    seen, names = set(), [item.function.__name__]
+    for name in names:
+        if name in STARTS_PROCESSES:
+            return False
+        code = getattr(getattr(item.module, name, None), "__code__", None)
+        if name not in seen and code is not None:
+            seen.add(name)
+            names += [*code.co_names, *nested_names(code)]
+    return True
+
+
+def nested_names(code) -> list[str]:
+    inner = [constant for constant in code.co_consts if hasattr(constant, "co_names")]
+    return [name for one in inner for name in [*one.co_names, *nested_names(one)]]
+
+
+def pytest_terminal_summary(terminalreporter, config: pytest.Config) -> None:
+    """The seconds that each file and each recipe took, over all workers."""
+    files, recipes = Counter(), Counter()
+    for reports in terminalreporter.stats.values():
+        for report in reports:
+            if not isinstance(report, pytest.TestReport):
+                continue
+            file, _, test = report.nodeid.partition("::")
+            files[file] += report.duration
+            if file.endswith("test_recipes.py") and "[" in test:
+                recipes[test.partition("[")[2].rstrip("]").partition("-")[0]] += report.duration
+    for title, seconds in (("file", files), ("recipe", recipes)):
+        if sum(seconds.values()) >= 10:
+            terminalreporter.section(f"seconds by {title}")
+            for name, taken in seconds.most_common():
+                terminalreporter.write_line(f"{taken:8.1f} s  {name}")
 
 
 @pytest.hookimpl(trylast=True)

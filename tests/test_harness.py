@@ -41,9 +41,7 @@ EXPECTED = {
 
 def deadline_of(name: str, launcher: str) -> float:
     """Short for what hangs; what ends by itself gets the time a busy machine needs."""
-    if name != "hangs":
-        return 120
-    return 20 if launcher == "warm" else 60
+    return 3 if name == "hangs" else 120
 
 
 def harness_processes() -> list[int]:
@@ -66,9 +64,7 @@ def test_every_bad_recipe_has_an_expectation() -> None:
 def test_bad_recipe_is_reported_within_its_deadline(name: str, launcher: str) -> None:
     kind, text = EXPECTED[name]
     deadline_s = deadline_of(name, launcher)
-    started = time.monotonic()
     report = run(BAD / f"{name}.py", 2, launcher=launcher, deadline_s=deadline_s)
-    assert time.monotonic() - started < deadline_s + 20
     assert report.failures[0].kind == kind, report.describe()
     assert text in report.failures[0].text
     assert not harness_processes()
@@ -76,12 +72,17 @@ def test_bad_recipe_is_reported_within_its_deadline(name: str, launcher: str) ->
     for wanted in (f"{name} on 2 ranks: FAILED", "rank 0, last lines", "rank 1, last lines"):
         assert wanted in described
     assert f"python -m harness run tests/data/bad/{name}.py --ranks 2" in described
+    if name == "hangs":
+        assert described.count("stacks at the deadline") == 2
+        assert "in wait_for_a_message" in described
 
 
-def test_a_hung_recipe_shows_the_stacks_of_every_rank() -> None:
-    described = run(BAD / "hangs.py", 2, launcher="warm", deadline_s=20).describe()
-    assert described.count("stacks at the deadline") == 2
-    assert "in wait_for_a_message" in described
+def test_the_deadline_counts_from_the_recipes_first_line(tmp_path, monkeypatch) -> None:
+    """However long a busy machine takes to import torch."""
+    slow = write(tmp_path, "sitecustomize.py", "import time\ntime.sleep(2)\n")
+    monkeypatch.setenv("PYTHONPATH", str(slow.parent))
+    report = run(write(tmp_path, "recipe.py", "x = 1\n"), 1, launcher="torchrun", deadline_s=1)
+    assert report.ok, report.describe()
 
 
 def write(folder: Path, name: str, text: str) -> Path:

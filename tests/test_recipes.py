@@ -1,5 +1,7 @@
 """Every recipe proves its claim on every rank; every negative control is caught."""
 
+import os
+import shutil
 import subprocess
 import sys
 from pathlib import Path
@@ -8,8 +10,10 @@ import pytest
 from selection import REPO, may_save, ranks_under_test, recipes_under_test
 
 from harness.kept import KeptRun
-from harness.recipe import Control, Recipe
+from harness.recipe import Control, Recipe, with_imports
 from harness.run import run
+
+MOST_RANKS = 3
 
 
 @pytest.fixture
@@ -26,8 +30,9 @@ def pytest_generate_tests(metafunc: pytest.Metafunc) -> None:
         if "slow_the_disk" in metafunc.function.__name__:
             if not metafunc.config.getoption("--recipes"):  # anyone's may save by other ways
                 recipes = [recipe for recipe in recipes if may_save(recipe)]
-            asked = asked or (1, 2)  # more ranks ask nothing new
-        cases = [(r, n) for r in recipes for n in (asked or r.ranks)]
+            cases = [(r, n) for r in recipes for n in (asked or [max(2, r.min_ranks)])]
+        else:
+            cases = [(r, n) for r in recipes for n in (asked or ranks_of(r, metafunc.config))]
         metafunc.parametrize("recipe,ranks", cases, ids=[f"{r.name}-{n}" for r, n in cases])
     elif {"recipe", "control"} <= names:
         cases = [(r, c) for r in recipes for c in r.controls]
@@ -39,9 +44,30 @@ def pytest_generate_tests(metafunc: pytest.Metafunc) -> None:
         metafunc.parametrize("recipe", recipes, ids=[r.name for r in recipes])
 
 
-def test_recipe_proves_its_claim(recipe: Recipe, ranks: int) -> None:
-    """On each world size, ranks forked from a warm process."""
-    report = run(
+def ranks_of(recipe: Recipe, config: pytest.Config) -> list[int]:
+    """The world sizes of ``make test``; a fourth rank asks what the third has asked."""
+    few = [n for n in recipe.ranks if n <= MOST_RANKS or config.getoption("--all-ranks")]
+    return few or [recipe.min_ranks]
+
+
+@pytest.fixture(autouse=True)
+def installed(request: pytest.FixtureRequest) -> None:
+    """What a recipe needs is installed where CI=true; elsewhere the tests of it are skipped."""
+    recipe = request.getfixturevalue("recipe")
+    if recipe.missing and os.environ.get("CI") != "true":
+        pytest.skip(f"{recipe.name} needs {', '.join(recipe.missing)}, not installed")
+
+
+def test_recipe_proves_its_claim(
+    recipe: Recipe, ranks: int, pytestconfig: pytest.Config, store: Path
+) -> None:
+    """On each world size, ranks forked from a warm process.
+
+    A fresh run of the page stands for that on as many ranks.
+    """
+    kept = KeptRun(store, recipe, ranks)
+    report = None if pytestconfig.getoption("--recipes") else kept.report()
+    report = report or run(
         recipe.path, ranks, launcher="warm", order=recipe.order, deadline_s=recipe.deadline_s
     )
     assert report.ok, report.describe()
@@ -83,20 +109,32 @@ def test_recipe_has_at_least_four_controls(recipe: Recipe) -> None:
 
 
 def test_plain_python_runs_one_rank(recipe: Recipe, tmp_path) -> None:
-    assert recipe.min_ranks == 1, "needs more ranks; say so in its first lines and test that here"
+    """As a reader does it: the file, and beside it what it imports, in a folder of their own."""
+    downloads, work = tmp_path / "downloads", tmp_path / "work"
+    downloads.mkdir()
+    work.mkdir()
+    for file in with_imports(recipe.path):
+        shutil.copy(file, downloads)
     done = subprocess.run(
-        [sys.executable, recipe.path], cwd=tmp_path, capture_output=True, text=True, timeout=120
+        [sys.executable, "-B", downloads / recipe.path.name],
+        cwd=work,
+        capture_output=True,
+        text=True,
+        timeout=120,
     )
-    assert done.returncode == 0, done.stderr
-    assert not list(tmp_path.iterdir()), "it left files in the working directory"
+    assert not list(work.iterdir()), "it left files in the working directory"
+    if recipe.min_ranks == 1:
+        assert done.returncode == 0, done.stderr
+    else:
+        assert done.returncode != 0
+        assert str(recipe.min_ranks) in done.stderr, "say how many ranks it needs"
 
 
 def test_importing_a_recipe_does_nothing(recipe: Recipe, tmp_path) -> None:
     """The harness sees what an import leaves: a thread, a process, a group, a file."""
     importer = tmp_path / "importer.py"
-    importer.write_text(
-        f"import sys\nsys.path.insert(0, {str(recipe.path.parent)!r})\nimport {recipe.name}\n"
-    )
+    folders = sorted({str(file.parent) for file in with_imports(recipe.path)})
+    importer.write_text(f"import sys\nsys.path[:0] = {folders!r}\nimport {recipe.name}\n")
     report = run(importer, 1, launcher="warm")
     assert report.ok, report.describe()
     assert report.outputs == [""]

@@ -1,13 +1,14 @@
 """Built pages to test: the real ones, and a small site of recipes made for the tests."""
 
 import os
+import re
 import subprocess
 import sys
 from pathlib import Path
 
 import pytest
 from filelock import FileLock
-from small_site import HELLO, HELLO_CONTROLS, ROOT, Site
+from small_site import BAD, HELLO, HELLO_CONTROLS, NO_CONTROLS, RAISES, ROOT, Site
 
 
 @pytest.fixture
@@ -23,6 +24,38 @@ def shared(tmp_path_factory: pytest.TempPathFactory) -> Path:
     """A directory that all workers of this test run share."""
     own = tmp_path_factory.getbasetemp()
     return own.parent if "PYTEST_XDIST_WORKER" in os.environ else own
+
+
+@pytest.fixture(scope="session")
+def toy_site(shared: Path) -> Site:
+    """A site of good and bad recipes, built once; tests read it and change copies only."""
+    with FileLock(shared / "toys.lock"):
+        log = shared / "toys.log"
+        if log.exists():
+            site = Site.__new__(Site)
+            site.root, site.log = shared / "toys", log.read_text()
+            return site
+        site = Site(shared / "toys")
+        for name in ("hello", "prose", "edited"):
+            site.recipe(name, HELLO, HELLO_CONTROLS)
+        site.write("recipes_source/more/GALLERY_HEADER.rst", "More\n====\n\nThey import.\n")
+        imports = NO_CONTROLS.replace("import os\n", "import os\n\nimport hello\n")
+        site.recipe("second", imports, folder="more")
+        site.recipe("blind", HELLO, HELLO_CONTROLS.replace('"rank < 0"', '"rank > -1"'))
+        site.recipe("misfit", HELLO, HELLO_CONTROLS.replace("rank >= 0", "rank >= 1"))
+        site.recipe("silent", NO_CONTROLS, HELLO_CONTROLS)
+        for name in BAD:
+            source = (ROOT / f"tests/data/bad/{name}.py").read_text(encoding="utf-8")
+            title = f"It {name.replace('_', ' ')}"
+            docstring = f'"""\n{title}\n{"=" * len(title)}\n\nA bad one.\n"""'
+            site.recipe(name, re.sub(r'^""".*?"""', docstring, source, flags=re.DOTALL))
+        site.recipe("raises", RAISES)
+        site.write("tests/controls/hangs.toml", "deadline_s = 2")
+        built = site.build("-D", "rank_launcher=warm")
+        assert built.returncode != 0
+        site.log = built.stderr
+        log.write_text(site.log)
+        return site
 
 
 @pytest.fixture(scope="session")

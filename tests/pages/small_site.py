@@ -72,15 +72,31 @@ if __name__ == "__main__":
         raise RuntimeError("no such luck")
 '''
 
+NO_CONTROLS = HELLO.replace("# .. recipe-controls::\n", "")
+
+BAD = {  # of tests/data/bad
+    "raises": "a rank raised an exception",
+    "hangs": "ranks were still running at the deadline",
+    "killed": "a rank was ended by a signal",
+    "exits_early": "a rank called sys.exit",
+    "leaves_a_process": "a process outlived the recipe",
+    "leaves_a_thread": "a thread outlived the recipe",
+    "leaves_a_process_group": "a process group was not destroyed",
+}
 
 PARTS = ("conf.py", "index.rst", "_ext", "_static", "_templates", "benchmarks", "harness")
 
 
 class Site:
-    """A copy of the site with recipes of its own."""
+    """A copy of the site with recipes of its own; ``log`` is what its first build said."""
 
-    def __init__(self, root: Path) -> None:
+    log = ""
+
+    def __init__(self, root: Path, copy_of: "Site | None" = None) -> None:
         self.root = root
+        if copy_of is not None:
+            shutil.copytree(copy_of.root, root)
+            return
         root.mkdir(parents=True)
         for name in PARTS:
             source, copy = ROOT / name, root / name
@@ -99,8 +115,10 @@ class Site:
         path.parent.mkdir(parents=True, exist_ok=True)
         path.write_text(textwrap.dedent(text).lstrip("\n"), encoding="utf-8")
 
-    def recipe(self, name: str, source: str, controls: str | None = None) -> None:
-        self.write(f"recipes_source/toys/{name}.py", source)
+    def recipe(
+        self, name: str, source: str, controls: str | None = None, folder: str = "toys"
+    ) -> None:
+        self.write(f"recipes_source/{folder}/{name}.py", source)
         if controls is not None:
             self.write(f"tests/controls/{name}.toml", controls)
 

@@ -16,7 +16,8 @@ sys.path.insert(0, str(ROOT / "tests"))
 from check_links import broken_links
 
 RECIPES = discover(ROOT / "recipes_source", ROOT / "tests" / "controls")
-TARGETS = {"html", "html-noplot", "serve", "test", "verify", "lint", "readme", "linkcheck", "clean"}
+TARGETS = {"html", "html-noplot", "serve", "test", "check", "verify", "lint", "readme", "linkcheck"}
+TARGETS |= {"clean"}
 
 
 def page(site: Path, name: str) -> BeautifulSoup:
