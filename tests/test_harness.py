@@ -11,6 +11,7 @@ import time
 from pathlib import Path
 
 import pytest
+import sizes
 from selection import REPO, may_save
 
 from harness.__main__ import main
@@ -18,7 +19,14 @@ from harness.judge import Failure
 from harness.kept import KeptRun
 from harness.kept import _present_code as kept_code
 from harness.leader import descendants, dump_stacks
-from harness.recipe import RecipeError, code_sha256, discover, load_controls, load_recipe
+from harness.recipe import (
+    RecipeError,
+    code_hashes,
+    code_sha256,
+    discover,
+    load_controls,
+    load_recipe,
+)
 from harness.run import Report, load_back, reproduce, run
 
 BAD = REPO / "tests" / "data" / "bad"
@@ -817,3 +825,61 @@ def test_the_template_passes(ranks: int) -> None:
 def test_the_templates_controls_are_caught(control) -> None:
     report = run(TEMPLATE.path, control.ranks, launcher="warm", control=control)
     assert control.caught(report.kinds), report.describe()
+
+
+# Recipes of a gallery
+
+
+def gallery(root: Path) -> Path:
+    for folder in ("first", "second"):
+        (root / folder).mkdir()
+        (root / folder / "GALLERY_HEADER.rst").touch()
+    write(root / "first", "taken.py", "value = 1\n")
+    return write(root / "second", "takes.py", "import taken\nassert taken.value == 1\n")
+
+
+def test_a_recipe_may_import_one_of_another_folder_of_its_gallery(tmp_path) -> None:
+    path = gallery(tmp_path)
+    before = code_hashes(path)
+    assert before.keys() == {"takes", "taken"}
+    report = run(path, 1, launcher="warm")
+    assert report.ok, report.describe()
+    (tmp_path / "first" / "taken.py").write_text("value = 2\n")
+    assert code_hashes(path) != before
+
+
+def test_what_a_recipe_needs_and_is_not_there_is_named(tmp_path) -> None:
+    write(tmp_path, "r.toml", 'needs = ["torch", "no_such_package"]')
+    recipe = load_recipe(write(tmp_path, "r.py", "x = 1\n"), tmp_path)
+    assert recipe.missing == ["no_such_package"]
+
+
+def test_code_and_prose_are_counted(tmp_path) -> None:
+    text = '''
+        """
+        Title here
+        ==========
+
+        Five words stand in this. :doc:`And` more::
+
+            not these
+
+        .. lanes:: none of these
+
+           nor: 1-2 these
+        """
+
+        # %%
+        # Head
+        # ----
+        # Three more words.
+
+        x = (
+            1,  # one
+
+            2,
+        )
+    '''
+    path = write(tmp_path, "r.py", text)
+    assert sizes.lines_of_code(path) == 4
+    assert sizes.words_of_prose(path) == 2 + 8 + 1 + 3
