@@ -1,8 +1,8 @@
 """Sphinx configuration of the Overlap Recipes pages.
 
 sphinx-gallery turns each file of ``recipes_source/`` into a page and executes nothing. The
-extension ``rank_output`` runs the recipes on their ranks, outside this process, and puts what
-they printed on the pages. ``-D execute_recipes=0`` leaves that out.
+extension ``rankproof.sphinx_ext`` runs the recipes on their ranks, outside this process, and puts
+what they printed on the pages. ``-D execute_recipes=0`` leaves that out.
 """
 
 import sys
@@ -12,6 +12,7 @@ import pytorch_sphinx_theme2
 
 ROOT = Path(__file__).parent
 sys.path[:0] = [str(ROOT), str(ROOT / "_ext")]
+import harness  # noqa: E402, F401 (puts rankproof on the path)
 
 project = "Overlap Recipes"
 author = "the Overlap Recipes authors"
@@ -26,7 +27,7 @@ extensions = [
     "lanes",
     "results",
     "timeline",
-    "rank_output",
+    "rankproof.sphinx_ext",
     "recipe_index",
     "markdown_code",
 ]
@@ -44,7 +45,7 @@ sphinx_gallery_conf = {
     "subsection_order": "recipe_index.section_order",
     "within_subsection_order": "recipe_index.reading_order",
     "ignore_pattern": r"(^|/)_",
-    "plot_gallery": False,  # ranks run outside Sphinx: see rank_output
+    "plot_gallery": False,  # ranks run outside Sphinx: see rankproof.sphinx_ext
     "notebook_extensions": set(),  # a notebook has one rank
     "download_all_examples": False,
     "write_computation_times": False,

@@ -21,7 +21,6 @@ ROOMS = {  # ceiling, files
     "the rest of _ext": (1100, ["_ext/*.py"]),
     "benchmarks": (2600, ["benchmarks/*.py"]),
 }
-MOVES_TO_THE_HARNESS = "_ext/rank_output.py"
 NOT_YET = {
     "harness, with the Sphinx extension that it ships",
     "benchmarks",
@@ -91,11 +90,6 @@ def measured() -> list[tuple[str, int, int]]:
     found = []
     for name, (ceiling, patterns) in ROOMS.items():
         files = {file for pattern in patterns for file in ROOT.glob(pattern)}
-        extension = ROOT / MOVES_TO_THE_HARNESS
-        if name.startswith("harness") and extension.exists():
-            files.add(extension)
-        elif name.endswith("_ext"):
-            files.discard(extension)
         found.append((name, sum(map(lines_of_code, files)), ceiling))
     for file in sorted(ROOT.glob("benchmarks/*.py")):
         found.append((str(file.relative_to(ROOT)), lines_of_code(file), BENCHMARK))

@@ -12,9 +12,6 @@ from pathlib import Path
 
 import pytest
 import sizes
-from selection import REPO, may_save
-
-from harness.__main__ import main
 from harness.judge import Failure
 from harness.kept import KeptRun
 from harness.kept import _present_code as kept_code
@@ -27,7 +24,10 @@ from harness.recipe import (
     load_controls,
     load_recipe,
 )
-from harness.run import Report, load_back, reproduce, run
+from harness.run import HOME, Report, load_back, reproduce, run
+from selection import REPO, may_save
+
+from harness.__main__ import main
 
 BAD = REPO / "tests" / "data" / "bad"
 EXPECTED = {
@@ -53,7 +53,7 @@ def deadline_of(name: str, launcher: str) -> float:
 
 
 def harness_processes() -> list[int]:
-    return [pid for pid in descendants(os.getpid()) if _runs(pid, "harness.leader")]
+    return [pid for pid in descendants(os.getpid()) if _runs(pid, "rankproof.leader")]
 
 
 def _runs(pid: int, text: str) -> bool:
@@ -491,12 +491,12 @@ def test_a_recipe_sees_the_callers_library_and_not_the_harness(tmp_path, monkeyp
     library = tmp_path / "library"
     library.mkdir()
     write(library, "callers_library.py", "answer = 42\n")
-    monkeypatch.setenv("PYTHONPATH", f"{REPO}{os.pathsep}{library}")
+    monkeypatch.setenv("PYTHONPATH", f"{HOME}{os.pathsep}{library}")
     text = f"""
         import importlib.util, os, subprocess, sys
         import callers_library
         assert os.environ["PYTHONPATH"] == {str(library)!r}
-        assert {str(REPO)!r} not in sys.path
+        assert {HOME!r} not in sys.path
         subprocess.run([sys.executable, "-c", "import callers_library"], check=True)
     """
     recipe = write(tmp_path, "recipe.py", text)
@@ -633,7 +633,7 @@ def test_a_bad_option_is_refused_before_anything_runs(
 def test_the_command_line_takes_a_recipes_own_deadline(tmp_path, monkeypatch, capsys) -> None:
     write(tmp_path, "waits.toml", "deadline_s = 0.5")
     recipe = write(tmp_path, "waits.py", "import threading\nthreading.Event().wait()\n")
-    monkeypatch.setattr("harness.__main__.controls_for", lambda recipe: tmp_path)
+    monkeypatch.setattr("rankproof.__main__.controls_for", lambda recipe: tmp_path)
     monkeypatch.setattr(
         sys, "argv", ["harness", "run", str(recipe), "--ranks", "1", "--launcher", "warm"]
     )
@@ -714,8 +714,8 @@ def test_a_process_of_somebody_else_is_never_asked_for_its_stacks(tmp_path, monk
     child = subprocess.Popen([sys.executable, "-c", "input()"], stdin=subprocess.PIPE)
     asked = []
     with monkeypatch.context() as patched:
-        patched.setattr("harness.leader.os.kill", lambda pid, signal: asked.append(pid))
-        patched.setattr("harness.leader.STACK_DUMP_S", 0)
+        patched.setattr("rankproof.leader.os.kill", lambda pid, signal: asked.append(pid))
+        patched.setattr("rankproof.leader.STACK_DUMP_S", 0)
         (tmp_path / "rank0.pid").write_text(str(os.getppid()))
         (tmp_path / "rank1.pid").write_text(str(child.pid))
         dump_stacks(tmp_path)

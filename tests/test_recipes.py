@@ -7,11 +7,10 @@ import sys
 from pathlib import Path
 
 import pytest
-from selection import REPO, may_save, ranks_under_test, recipes_under_test
-
 from harness.kept import KeptRun
 from harness.recipe import Control, Recipe, with_imports
 from harness.run import run
+from selection import REPO, may_save, ranks_under_test, recipes_under_test
 
 MOST_RANKS = 3
 

@@ -84,7 +84,16 @@ BAD = {  # of tests/data/bad
     "leaves_a_process_group": "a process group was not destroyed",
 }
 
-PARTS = ("conf.py", "index.rst", "_ext", "_static", "_templates", "benchmarks", "harness")
+PARTS = (
+    "conf.py",
+    "pyproject.toml",
+    "index.rst",
+    "_ext",
+    "_static",
+    "_templates",
+    "benchmarks",
+    "harness",
+)
 
 
 class Site:

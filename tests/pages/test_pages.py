@@ -8,9 +8,8 @@ from pathlib import Path
 
 import pytest
 from bs4 import BeautifulSoup
-from small_site import ROOT
-
 from harness.recipe import discover
+from small_site import ROOT
 
 sys.path.insert(0, str(ROOT / "tests"))
 from check_links import broken_links

@@ -1,7 +1,7 @@
 """Run every recipe on the accelerators that are there, and write down which code passed.
 
 Torch and the standard library are enough. The saves run behind queued work
-(:func:`harness.gates.queue_work`), which no CPU can imitate: a copy that is not ordered after the
+(:func:`rankproof.gates.queue_work`), which no CPU can imitate: a copy that is not ordered after the
 optimizer step takes the weights of the step before. Controls of that order must be caught.
 
 As many recipes run side by side as there are cores for, on the same accelerators. One that judges
@@ -18,8 +18,8 @@ from concurrent.futures import ThreadPoolExecutor, as_completed
 from datetime import date
 from pathlib import Path
 
-from harness.recipe import Recipe, RecipeError, code_hashes, discover
-from harness.run import Report, run
+from rankproof.recipe import Recipe, RecipeError, code_hashes, discover
+from rankproof.run import Report, run
 
 WORLD_SIZES = (1, 2, 4)
 ON_DEVICE = frozenset({"raised", "checkpoint_wrong"})  # how a missing order shows in real streams

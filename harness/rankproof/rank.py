@@ -2,7 +2,7 @@
 
 The recipe knows nothing of this. The record says that the recipe's last line was reached, or what
 stopped it, and what it left behind: threads, processes, a process group, files elsewhere.
-``python -m harness.rank SPEC`` is what torchrun starts; :mod:`harness.warm` calls :func:`run`.
+``python -m rankproof.rank SPEC`` is what torchrun starts; :mod:`rankproof.warm` calls :func:`run`.
 """
 
 import ast
@@ -20,7 +20,7 @@ import warnings
 from collections.abc import Callable
 from pathlib import Path
 
-from harness.leader import command_line, descendants, die_with_parent, write_exit
+from rankproof.leader import command_line, descendants, die_with_parent, write_exit
 
 HARNESS = os.path.dirname(__file__)
 LEFTOVER_GRACE_S = 5.0  # a finished executor's thread needs a moment to end
@@ -231,8 +231,7 @@ def run(spec: dict) -> int:
     (ranks_dir / f"rank{rank}.pid").write_text(str(os.getpid()))  # SIGUSR1 is safe from now on
 
     import torch
-
-    from harness import gates, ledger
+    from rankproof import gates, ledger
 
     recipe = spec["file"]
     sys.argv = [recipe, *spec["args"]]
@@ -253,7 +252,7 @@ def run(spec: dict) -> int:
         gates.install(spec["gate"], book)
     recorder = None
     if spec["order"] and not torch.accelerator.is_available():  # real streams are not recorded
-        from harness import streams
+        from rankproof import streams
 
         recorder = streams.install()
 

@@ -174,7 +174,7 @@ def _within(path: str, parent: str) -> bool:
 
 
 def chunks_by_directory(directories: list[str], saves: list[SavedState]) -> dict[str, dict]:
-    """What :mod:`harness.load_back` is to hash: by directory and leaf, the chunks ranks passed."""
+    """What :mod:`rankproof.load_back` is to hash: by directory and leaf, the chunks passed."""
     request: dict[str, dict] = {directory: {} for directory in directories}
     for save in saves:
         for leaves in save.leaves.values():

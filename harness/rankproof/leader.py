@@ -2,8 +2,8 @@
 
 A leader is the head of a session of its own and a *subreaper*: whatever its ranks start and
 abandon becomes its child, so that it can name and end it by id. It is started in one of two ways:
-``python -m harness.leader SPEC`` runs real ``torchrun``; :mod:`harness.warm` forks one that forks
-the ranks. It imports no torch.
+``python -m rankproof.leader SPEC`` runs real ``torchrun``; :mod:`rankproof.warm` forks one that
+forks the ranks. It imports no torch.
 """
 
 import contextlib
@@ -133,7 +133,7 @@ def lead(spec: dict, start: Callable[[], dict[int, int]], alive: Callable[[], bo
     """Start ranks, wait for them, judge nothing, write ``outcome.json``.
 
     Args:
-        spec: the run's description, see :func:`harness.run.run`.
+        spec: the run's description, see :func:`rankproof.run.run`.
         start: starts the processes and returns ``{pid: rank}``; rank -1 is torchrun.
         alive: False once whoever asked for the run is gone: then everything ends at once.
     """
@@ -193,7 +193,7 @@ def main(spec_path: str) -> None:
         torchrun = subprocess.Popen(
             [
                 *(sys.executable, "-m", "torch.distributed.run", "--standalone"),
-                *(f"--nproc-per-node={spec['ranks']}", "-m", "harness.rank", spec_path),
+                *(f"--nproc-per-node={spec['ranks']}", "-m", "rankproof.rank", spec_path),
             ],
             stdin=subprocess.DEVNULL,
             stdout=log,

@@ -6,6 +6,7 @@ import json
 import os
 import shlex
 import shutil
+import site
 import subprocess
 import sys
 import tempfile
@@ -14,7 +15,7 @@ import time
 from dataclasses import asdict, dataclass, field
 from pathlib import Path
 
-from harness.judge import (
+from rankproof.judge import (
     KINDS,
     Failure,
     checkpoint_directories,
@@ -25,8 +26,8 @@ from harness.judge import (
     judge_ranks,
     read_ranks,
 )
-from harness.leader import START_S
-from harness.recipe import (
+from rankproof.leader import START_S
+from rankproof.recipe import (
     DEFAULT_DEADLINE_S,
     GATES,
     Control,
@@ -35,7 +36,9 @@ from harness.recipe import (
     with_imports,
 )
 
-REPO = Path(__file__).resolve().parent.parent
+HOME = str(Path(__file__).resolve().parent.parent)  # what to put on a path to import rankproof
+INSTALLED = HOME in map(os.path.realpath, site.getsitepackages())  # it is on every path already
+COMMAND = os.environ.get("RANKPROOF_COMMAND", "rankproof")  # how a person calls this
 LEADER_MARGIN_S = 60.0  # how long after its deadline a leader may take to end everything
 TAIL_LINES = 25
 LOAD_BACK = Path(__file__).with_name("load_back.py")
@@ -115,17 +118,17 @@ class Report:
 
 
 class WarmServer:
-    """A warm process of this process's own; see :mod:`harness.warm`."""
+    """A warm process of this process's own; see :mod:`rankproof.warm`."""
 
     def __init__(self) -> None:
-        self.tmp = tempfile.mkdtemp(prefix="harness-warm-")
+        self.tmp = tempfile.mkdtemp(prefix="rankproof-warm-")
         self.process = subprocess.Popen(
-            [sys.executable, "-m", "harness.warm"],
+            [sys.executable, "-m", "rankproof.warm"],
             stdin=subprocess.PIPE,
             stdout=subprocess.PIPE,
             text=True,
-            cwd=REPO,
-            env=_environment(Path(self.tmp), Path(self.tmp)) | {"PYTHONPATH": str(REPO)},
+            cwd=HOME,
+            env=_environment(Path(self.tmp), Path(self.tmp)) | {"PYTHONPATH": HOME},
             start_new_session=True,
         )
         if self.process.stdout.readline().strip() != "ready":
@@ -166,7 +169,7 @@ def warm_server() -> WarmServer:
 def _callers_path() -> list[str]:
     """The caller's PYTHONPATH without this repository, which a recipe does not see."""
     entries = os.environ.get("PYTHONPATH", "").split(os.pathsep)
-    return [path for path in map(os.path.abspath, filter(None, entries)) if path != str(REPO)]
+    return [path for path in map(os.path.abspath, filter(None, entries)) if path != HOME]
 
 
 def _environment(home: Path, tmp: Path) -> dict[str, str]:
@@ -176,7 +179,7 @@ def _environment(home: Path, tmp: Path) -> dict[str, str]:
         "HOME": str(home),
         "XDG_CACHE_HOME": str(home / ".cache"),
         "TMPDIR": str(tmp),
-        "PYTHONPATH": os.pathsep.join([str(REPO), *_callers_path()]),
+        "PYTHONPATH": os.pathsep.join([HOME, *_callers_path()]),
         "PYTHONDONTWRITEBYTECODE": "1",
         "PYTHONUNBUFFERED": "1",
         "OMP_NUM_THREADS": "1",
@@ -190,9 +193,9 @@ def _launch(spec_path: Path, spec: dict, launcher: str) -> None:
         warm_server().run(spec_path)
         return
     leader = subprocess.Popen(
-        [sys.executable, "-m", "harness.leader", str(spec_path)],
+        [sys.executable, "-m", "rankproof.leader", str(spec_path)],
         stdin=subprocess.PIPE,
-        cwd=REPO,
+        cwd=HOME,
         start_new_session=True,
     )
     try:
@@ -211,7 +214,7 @@ def _write_spec(run_dir: Path, file: Path, ranks: int, **settings) -> tuple[Path
         "ranks": ranks,
         "cwd": str(run_dir / "work"),
         "env": _environment(run_dir / "home", run_dir / "tmp"),
-        "harness": str(REPO),
+        "harness": "" if INSTALLED else HOME,
         "pythonpath": _callers_path(),
         "gate": None,
         "order": False,
@@ -224,7 +227,7 @@ def _write_spec(run_dir: Path, file: Path, ranks: int, **settings) -> tuple[Path
 def load_back(
     request: dict[str, dict], world_size: int, parent: Path, deadline_s: float
 ) -> dict[str, dict]:
-    """Load the checkpoints of ``request`` in fresh processes; see :mod:`harness.load_back`."""
+    """Load the checkpoints of ``request`` in fresh processes; see :mod:`rankproof.load_back`."""
     run_dir = parent / f"load{world_size}"
     run_dir.mkdir()
     asked, answered = run_dir / "request.json", run_dir / "answer.json"
@@ -234,7 +237,7 @@ def load_back(
         LOAD_BACK,
         world_size,
         args=[str(asked), str(answered)],
-        import_from=[str(REPO)],
+        import_from=[HOME],
         recipe="load_back",
         code_sha256="",
         deadline_s=deadline_s,
@@ -267,7 +270,7 @@ def reproduce(
     """The command that runs the same again."""
     with contextlib.suppress(ValueError):
         path = path.relative_to(Path.cwd())
-    command = f"python -m harness run {shlex.quote(str(path))} --ranks {ranks}"
+    command = f"{COMMAND} run {shlex.quote(str(path))} --ranks {ranks}"
     if control is not None:
         command += f" --control {control.name}"
     if gate and (control is None or gate != control.gate):
@@ -295,8 +298,8 @@ def run(
         launcher: ``"torchrun"`` for the real thing, ``"warm"`` to fork from a process that has
             imported torch.
         control: run the recipe with this edit, its gate and its deadline.
-        gate: hold a background step, see :mod:`harness.gates`.
-        order: record stream order on CPU, see :mod:`harness.streams`.
+        gate: hold a background step, see :mod:`rankproof.gates`.
+        order: record stream order on CPU, see :mod:`rankproof.streams`.
         deadline_s: seconds from the recipe's first line until every rank is stopped; the
             control's, or 120, if not given.
         args: more arguments for the recipe. ``--dir`` is added if its source knows it.
@@ -323,7 +326,7 @@ def run(
         gate = gate or control.gate
     if deadline_s is None:
         deadline_s = control.deadline_s if control else DEFAULT_DEADLINE_S
-    run_dir = Path(tempfile.mkdtemp(prefix=f"harness-{path.stem}-"))
+    run_dir = Path(tempfile.mkdtemp(prefix=f"rankproof-{path.stem}-"))
     try:
         file = path
         if control is not None:

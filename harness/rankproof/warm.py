@@ -1,6 +1,6 @@
 """A process that has imported torch once and forks ranks from there: about 1 s a run, not 4 to 8.
 
-``python -m harness.warm`` reads one spec path a line, runs it under a forked leader, and answers
+``python -m rankproof.warm`` reads one spec path a line, runs it under a forked leader, and answers
 with one line when nothing of it is left. It starts no thread and touches no accelerator.
 """
 
@@ -10,7 +10,7 @@ import signal
 import sys
 from pathlib import Path
 
-from harness import leader, rank
+from rankproof import leader, rank
 
 PRELOADED = (
     "torch",

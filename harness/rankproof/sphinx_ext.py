@@ -27,26 +27,26 @@ from dataclasses import dataclass, field
 from functools import cache, partial
 from pathlib import Path
 
+import rankproof
 import torch
 from docutils import nodes
+from rankproof.kept import KeptRun
+from rankproof.recipe import (
+    Control,
+    Recipe,
+    RecipeError,
+    Settings,
+    code_hashes,
+    discover,
+    with_imports,
+)
+from rankproof.run import KINDS, Failure, Report
 from sphinx import addnodes
 from sphinx.application import Sphinx
 from sphinx.errors import SphinxError
 from sphinx.util import logging
 from sphinx.util.console import bold
 from sphinx.util.docutils import SphinxDirective
-
-import harness
-from harness.kept import KeptRun
-from harness.recipe import (
-    Control,
-    Recipe,
-    RecipeError,
-    code_hashes,
-    discover,
-    with_imports,
-)
-from harness.run import KINDS, Failure, Report
 
 logger = logging.getLogger(__name__)
 
@@ -57,10 +57,10 @@ LAST_LINES = 8
 """Lines of a failure's message that a page shows."""
 
 ANSI = re.compile(r"\x1b\[[0-9;]*[A-Za-z]")
-DIRECTORIES = [f"{Path(module.__file__).parent.parent}{os.sep}" for module in (torch, harness)]
+DIRECTORIES = [f"{Path(module.__file__).parent.parent}{os.sep}" for module in (torch, rankproof)]
 """Where the packages and this project lie on the machine that builds; left out on the pages."""
 
-VERIFIED = Path(harness.__file__).parent / "verified"
+VERIFIED = Path("verified")  # of the project that is built
 
 
 class RecipesFailed(SphinxError):
@@ -153,6 +153,10 @@ def kept_run(
 
 def run_stale_recipes(app: Sphinx) -> None:
     """Fill ``app.recipe_runs``, a dict from page name to :class:`RecipeRuns`."""
+    global VERIFIED
+    settings = Settings.of(Path(app.srcdir))
+    VERIFIED = settings.root / settings.verified
+    DIRECTORIES.append(f"{Path(app.srcdir).resolve()}{os.sep}")
     app.recipe_runs = {}
     if app.builder.format != "html":
         return
@@ -161,7 +165,7 @@ def run_stale_recipes(app: Sphinx) -> None:
     store = Path(app.outdir).parent / "recipe_runs"
     if app.config.execute_recipes:
         logger.info(bold("running recipes that are not up to date..."))
-    for recipe in discover(source, Path(app.srcdir, "tests", "controls")):
+    for recipe in discover(source, settings.controls_of(source)):
         runs = RecipeRuns(recipe)
         app.recipe_runs[f"{pages}/{recipe.folder}/{recipe.name}"] = runs
     if app.config.execute_recipes:
@@ -319,7 +323,7 @@ def failure_block(failure: Failure) -> nodes.Node:
 
 @cache
 def verified_records(name: str) -> list[tuple[dict[str, str], bool, str, str]]:
-    """(code hashes, passed, where, date) of a recipe in each record of ``harness/verified/``."""
+    """(code hashes, passed, where, date) of a recipe in each verification record."""
     records = []
     for path in sorted(VERIFIED.glob("*.json")):
         record = json.loads(path.read_text(encoding="utf-8"))

@@ -12,11 +12,10 @@ from pathlib import Path
 import torch
 import torch.distributed as dist
 import torch.distributed.checkpoint as dcp
+from rankproof.ledger import tensor_sha256
 from torch.distributed.checkpoint.metadata import BytesStorageMetadata, Metadata
 from torch.distributed.device_mesh import init_device_mesh
 from torch.distributed.tensor import DTensor, Shard, distribute_tensor
-
-from harness.ledger import tensor_sha256
 
 
 def empty_state(metadata: Metadata, world_size: int) -> dict:

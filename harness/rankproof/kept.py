@@ -15,9 +15,8 @@ from functools import cache
 from pathlib import Path
 
 import torch
-
-from harness.recipe import Control, Recipe, code_hashes
-from harness.run import Report, run
+from rankproof.recipe import Control, Recipe, code_hashes
+from rankproof.run import Report, run
 
 
 @cache

@@ -4,6 +4,7 @@ import ast
 import hashlib
 import importlib.util
 import os
+import shlex
 import tomllib
 from dataclasses import dataclass, field, fields
 from pathlib import Path
@@ -11,7 +12,7 @@ from pathlib import Path
 DEFAULT_RANKS = (1, 2, 3, 4)
 DEFAULT_DEADLINE_S = 120.0
 STOPPED = frozenset({"raised", "killed", "hung"})
-GATES = (  # by name; harness.gates, which needs torch, explains them
+GATES = (  # by name; rankproof.gates, which needs torch, explains them
     "hold_write",
     "hold_staging",
     "finish_staging_first",
@@ -68,6 +69,58 @@ class Control:
 
 
 @dataclass(frozen=True)
+class Settings:
+    """``[tool.rankproof]`` of a pyproject.toml, or a rankproof.toml: what holds for a folder."""
+
+    root: Path = field(default_factory=Path.cwd)  # the paths and patterns below are relative to it
+    recipes: str = "."
+    controls: str | None = None
+    verified: str = "verified"
+    pattern: str = "*.py"
+    exclude: tuple[str, ...] = ()
+    ranks: tuple[int, ...] = (2,)
+    deadline_s: float = 120.0
+    args: dict[str, str] = field(default_factory=dict)  # by file name or pattern
+
+    @classmethod
+    def of(cls, path: Path) -> "Settings":
+        """The settings of the nearest file that has some, from ``path`` upwards.
+
+        Raises:
+            RecipeError: a key is unknown, or the file is not valid.
+        """
+        path = Path(path).resolve()
+        for folder in (path, *path.parents):
+            for name in ("rankproof.toml", "pyproject.toml"):
+                file = folder / name
+                if not file.is_file():
+                    continue
+                table = _toml(file)
+                if name == "pyproject.toml":
+                    table = table.get("tool", {}).get("rankproof")
+                if table is None:
+                    continue
+                if unknown := table.keys() - {f.name for f in fields(cls)} | table.keys() & {
+                    "root"
+                }:
+                    raise RecipeError(f"{file}: unknown keys: {sorted(unknown)}")
+                lists = {k: tuple(v) for k, v in table.items() if isinstance(v, list)}
+                return cls(root=folder, **table | lists)
+        return cls(root=path if path.is_dir() else path.parent)
+
+    def controls_of(self, recipe: Path) -> Path | None:
+        """The folder of the recipe's controls; only recipes below ``recipes`` have any."""
+        own = Path(recipe).resolve().is_relative_to(self.root / self.recipes)
+        return self.root / self.controls if self.controls and own else None
+
+    def args_of(self, recipe: Path) -> tuple[str, ...]:
+        for pattern, args in self.args.items():
+            if Path(recipe).match(pattern):
+                return tuple(shlex.split(args))
+        return ()
+
+
+@dataclass(frozen=True)
 class Recipe:
     """One file: what the page shows, the harness runs and a reader copies."""
 
@@ -103,6 +156,13 @@ class Recipe:
             if control.name == name:
                 return control
         raise RecipeError(f"recipe '{self.name}' has no control '{name}'")
+
+
+def _toml(path: Path) -> dict:
+    try:
+        return tomllib.loads(path.read_text(encoding="utf-8"))
+    except tomllib.TOMLDecodeError as error:
+        raise RecipeError(f"{path}: {error}") from error
 
 
 def _parse(path: Path) -> ast.Module:
@@ -193,10 +253,7 @@ def load_controls(path: Path) -> dict:
     Raises:
         RecipeError: the file is not valid, or a key is unknown or missing.
     """
-    try:
-        table = tomllib.loads(path.read_text(encoding="utf-8"))
-    except tomllib.TOMLDecodeError as error:
-        raise RecipeError(f"{path}: {error}") from error
+    table = _toml(path)
     known = {"ranks", "page_ranks", "order", "deadline_s", "needs", "control"}
     if unknown := table.keys() - known:
         raise RecipeError(f"{path}: unknown keys: {sorted(unknown)}; known: {sorted(known)}")

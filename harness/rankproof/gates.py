@@ -15,14 +15,13 @@ from datetime import timedelta
 
 import torch
 import torch.distributed as dist
+from rankproof.ledger import GATE_KEY, HARNESS, TORCH, Ledger, Save
 from torch.distributed.checkpoint import FileSystemWriter
 from torch.distributed.checkpoint.staging import DefaultStager
 from torch.optim.optimizer import (
     register_optimizer_step_post_hook,
     register_optimizer_step_pre_hook,
 )
-
-from harness.ledger import GATE_KEY, HARNESS, TORCH, Ledger, Save
 
 QUEUED_S = 1.0
 QUEUED_FLOP_PER_S = 600e12  # bf16 products of a large GPU; on a smaller one the queue is longer
@@ -316,5 +315,5 @@ def rank_0_last(ledger: Ledger) -> None:
 
 
 def install(name: str, ledger: Ledger) -> None:
-    """Put a gate, one of :data:`harness.recipe.GATES`, into this rank, before the recipe runs."""
+    """Put a gate, one of :data:`rankproof.recipe.GATES`, into this rank, before the recipe runs."""
     globals()[name](ledger)
