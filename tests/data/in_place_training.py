@@ -1,0 +1,510 @@
+"""Train many programs under stock FSDP2 and in place, and compare every bit.
+
+One process a rank runs them all; see ``tests/test_sharding_in_place.py``.
+"""
+
+import os
+import sys
+import traceback
+import warnings
+from collections.abc import Callable, Iterator
+from dataclasses import dataclass, field
+from functools import partial
+from pathlib import Path
+
+import torch
+import torch.distributed as dist
+from torch import nn
+from torch.distributed.checkpoint.state_dict import (
+    get_model_state_dict,
+    set_model_state_dict,
+)
+from torch.distributed.device_mesh import init_device_mesh
+from torch.distributed.fsdp import MixedPrecisionPolicy, fully_shard
+from torch.distributed.tensor import DTensor
+from torch.utils.checkpoint import checkpoint
+
+sys.path.insert(0, str(Path(__file__).resolve().parents[2] / "recipes_source" / "sharding"))
+
+import in_place_gather  # noqa: E402
+import in_place_reduce  # noqa: E402
+
+WIDTH, BLOCKS, STEPS = 10, 4, 3
+DEVICE = torch.accelerator.current_accelerator(check_available=True) or torch.device("cpu")
+FP32 = MixedPrecisionPolicy(param_dtype=torch.bfloat16, reduce_dtype=torch.float32)
+BF16 = MixedPrecisionPolicy(param_dtype=torch.bfloat16, reduce_dtype=torch.bfloat16)
+NONE = MixedPrecisionPolicy(param_dtype=torch.bfloat16)
+PLAIN = MixedPrecisionPolicy()
+POLICIES = {"fp32": FP32, "bf16": BF16, "None": NONE, "plain": PLAIN}
+
+
+class Block(nn.Module):
+    """Uneven rows over two ranks, and a vector."""
+
+    def __init__(self, adapter: torch.dtype | None = None) -> None:
+        super().__init__()
+        self.up, self.down = nn.Linear(WIDTH, 7), nn.Linear(7, WIDTH)
+        self.norm = nn.LayerNorm(WIDTH)
+        self.adapter = None
+        if adapter:
+            for p in self.parameters():
+                p.requires_grad_(False)
+            self.adapter = nn.Linear(WIDTH, WIDTH, bias=False, dtype=adapter)
+
+    def forward(self, x: torch.Tensor) -> torch.Tensor:
+        y = x + self.down(torch.tanh(self.up(self.norm(x))))
+        return y if self.adapter is None else y + self.adapter(x.to(self.adapter.weight.dtype))
+
+
+class Model(nn.Module):
+    def __init__(self, tied: bool = False, adapter: torch.dtype | None = None) -> None:
+        super().__init__()
+        torch.manual_seed(0)
+        self.embed = nn.Embedding(13, WIDTH)
+        self.blocks = nn.ModuleList(Block(adapter) for _ in range(BLOCKS))
+        self.norm, self.output = nn.LayerNorm(WIDTH), nn.Linear(WIDTH, 13, bias=False)
+        self.recompute = self.depth = None
+        if tied:
+            self.output.weight = self.embed.weight
+
+    def forward(self, ids: torch.Tensor) -> torch.Tensor:
+        x = self.embed(ids)
+        for block in self.blocks[: self.depth]:
+            x = checkpoint(block, x, **self.recompute) if self.recompute else block(x)
+        return self.output(self.norm(x)).float()
+
+
+@dataclass
+class Program:
+    """How a user builds and trains; ``loop`` yields what must be equal."""
+
+    build: Callable[[MixedPrecisionPolicy], nn.Module]
+    loop: Callable[[nn.Module, torch.optim.Optimizer], Iterator]
+    optimizer: Callable = field(default=partial(torch.optim.AdamW, lr=1e-2, foreach=False))
+    policies: tuple[str, ...] = ("fp32",)
+
+
+def batch(turn: int) -> torch.Tensor:
+    draw = torch.Generator().manual_seed(10 * turn + dist.get_rank())
+    return torch.randint(13, (3, 5), generator=draw).to(DEVICE)
+
+
+def loss_of(model: nn.Module, turn: int) -> torch.Tensor:
+    ids = batch(turn)
+    return nn.functional.cross_entropy(model(ids).flatten(0, 1), ids.flatten())
+
+
+def shard(policy, *, model=None, grouped=False, mesh=None, root=True, **options):
+    model = model or Model()
+    options |= {"mp_policy": policy} | ({"mesh": mesh} if mesh else {})
+    for block in model.blocks:
+        fully_shard(block, **options)
+    if grouped:
+        fully_shard(model.embed, **options)
+        fully_shard([model.norm, model.output], **options)
+    return fully_shard(model, **options) if root else model
+
+
+def state(model: nn.Module) -> dict[str, torch.Tensor]:
+    return {
+        k: v.to_local().clone() if isinstance(v, DTensor) else v.clone()
+        for k, v in model.state_dict().items()
+    }
+
+
+def train(model, optimizer, steps=STEPS, start=0, clip=True, set_to_none=True):
+    for turn in range(start, start + steps):
+        loss = loss_of(model, turn)
+        yield loss.detach()
+        loss.backward()
+        if clip:
+            yield nn.utils.clip_grad_norm_(model.parameters(), 0.1).full_tensor()
+        optimizer.step()
+        optimizer.zero_grad(set_to_none=set_to_none)
+
+
+def accumulate(model, optimizer, sync: bool):
+    for turn in range(STEPS):
+        for micro in range(3):
+            if not sync:
+                model.set_requires_gradient_sync(micro == 2)
+            loss = loss_of(model, 3 * turn + micro)
+            yield loss.detach()
+            loss.backward()
+        optimizer.step()
+        optimizer.zero_grad()
+
+
+def evaluate(model, how, turn):
+    """Stock FSDP2 cannot train after an inference_mode before its first step: it shall, here."""
+    with how() if hasattr(model, "copies") else torch.no_grad():
+        return loss_of(model, turn).clone()
+
+
+def evaluating(model, optimizer, how, before=True):
+    if before:
+        yield evaluate(model, how, 90)
+    for turn in range(STEPS):
+        yield from train(model, optimizer, 1, turn)
+        yield evaluate(model, how, 91 + turn)
+        yield evaluate(model, how, 95 + turn)
+
+
+def swap(model, weights):
+    with torch.no_grad():
+        for p, w in zip(model.shards, weights, strict=True):
+            kept = p.to_local().clone()
+            p.to_local().copy_(w)
+            w.copy_(kept)
+
+
+def averaging(model, optimizer):
+    """An EMA swapped in for an evaluation, and out again."""
+    ema = [p.to_local().detach().clone() for p in model.parameters()]
+    for turn in range(STEPS):
+        yield from train(model, optimizer, 1, turn)
+        with torch.no_grad():
+            for e, p in zip(ema, model.shards, strict=True):
+                e.lerp_(p.to_local(), 0.5)
+        swap(model, ema)
+        yield evaluate(model, torch.no_grad, turn)
+        swap(model, ema)
+        yield evaluate(model, torch.no_grad, turn)
+
+
+def changing(model, optimizer, change):
+    yield from train(model, optimizer, 2)
+    change(model)
+    yield from train(model, optimizer, 2, 2)
+
+
+def by_state_dict(model, assign=False):
+    model.load_state_dict({k: v + 0.125 for k, v in model.state_dict().items()}, assign=assign)
+
+
+def by_set_state_dict(model):
+    set_model_state_dict(model, {k: v * 1.25 for k, v in get_model_state_dict(model).items()})
+
+
+def by_data_copy(model):
+    for p in model.parameters():
+        p.data.copy_(p.data * 0.5)
+
+
+def by_local_fill(model):
+    for p in model.shards:
+        p.to_local().detach().mul_(-1.5)
+
+
+def by_broadcast(model):
+    for p in model.parameters():
+        if (local := p.to_local().detach()).numel():
+            if DEVICE.type == "cpu":
+                local.numpy()[:] = 0.01  # no version counter moves
+            else:
+                local.data.fill_(0.01)
+
+
+def by_apply(model):
+    model._apply(lambda t: t * 0.75)
+
+
+def no_backward(model, optimizer):
+    yield from train(model, optimizer, 1)
+    yield loss_of(model, 50).detach()
+    model.reshard()
+    by_local_fill(model)
+    yield loss_of(model, 51).detach()
+    model.reshard()
+    by_local_fill(model)
+    yield from train(model, optimizer, 1, 1)
+
+
+def by_hand(model, optimizer):
+    """Full weights looked at between steps."""
+    for turn in range(STEPS):
+        yield from train(model, optimizer, 1, turn)
+        for block in model.blocks:
+            block.unshard()
+            yield block.up.weight.detach().clone()
+            block.reshard()
+        model.blocks[0].unshard(async_op=True)
+
+
+def encoder_alone(model, optimizer):
+    for turn in range(STEPS):
+        yield from train(model, optimizer, 1, turn)
+        for _ in range(2):
+            with torch.no_grad():
+                yield model.blocks[1](torch.ones(2, WIDTH, device=DEVICE))
+            by_local_fill(model)
+
+
+def early_exit(model, optimizer):
+    yield from train(model, optimizer, 1)
+    for turn in range(1, STEPS):
+        model.depth = 2
+        yield evaluate(model, torch.no_grad, 60 + turn)
+        model.reshard()
+        model.depth = None
+        yield from train(model, optimizer, 1, turn)
+    model.depth = 2
+    yield from train(model, optimizer, 1, 7)
+
+
+def two_optimizers(model, optimizer):
+    second = torch.optim.SGD(model.blocks[1].parameters(), lr=1e-2, momentum=0.9)
+    for turn in range(STEPS):
+        yield from train(model, optimizer, 1, turn)
+        loss = loss_of(model, 20 + turn)
+        yield loss.detach()
+        loss.backward()
+        second.step()
+        optimizer.zero_grad()
+
+
+def in_backward(model, optimizer):
+    """An optimizer a parameter, stepped as its gradient is there."""
+    for p in model.parameters():
+        own = torch.optim.SGD([p], lr=1e-2)
+        p.register_post_accumulate_grad_hook(lambda _, own=own: (own.step(), own.zero_grad()))
+    for turn in range(STEPS):
+        loss = loss_of(model, turn)
+        yield loss.detach()
+        loss.backward()
+
+
+def kept_gradients(model, optimizer):
+    yield from train(model, optimizer, set_to_none=False)
+
+
+def twice(model, optimizer):
+    """Two forwards, one backward; then a graph that is kept for a second backward."""
+    for turn in range(STEPS):
+        loss = loss_of(model, turn) + loss_of(model, 30 + turn)
+        yield loss.detach()
+        loss.backward()
+        optimizer.step()
+        optimizer.zero_grad()
+
+
+def divided(model, optimizer, factor):
+    for module in (*model.blocks, model):
+        module.set_gradient_divide_factor(factor)
+        if factor != dist.get_world_size():
+            module.set_force_sum_reduction_for_comms(True)
+    yield from train(model, optimizer, clip=False)
+
+
+def raising(model, optimizer):
+    yield from train(model, optimizer, 1)
+
+    def fail(*_):
+        raise MemoryError("of this test")
+
+    hook = model.blocks[2].norm.register_forward_pre_hook(fail)
+    try:
+        loss_of(model, 1)
+    except MemoryError:
+        hook.remove()
+    if hasattr(model, "reset_iter_state"):
+        model.reset_iter_state()
+        yield from train(model, optimizer, 2, 1)
+
+
+def recomputed(policy, **how):
+    model = shard(policy)
+    model.recompute = how
+    return model
+
+
+def wrapped(policy):
+    """Checkpoint inside each unit."""
+    from torch.distributed.algorithms._checkpoint.checkpoint_wrapper import checkpoint_wrapper
+
+    model = Model()
+    for n, block in enumerate(model.blocks):
+        model.blocks[n] = checkpoint_wrapper(block)
+    return shard(policy, model=model)
+
+
+def compiled(policy, whole):
+    model = Model()
+    if not whole:
+        for block in model.blocks:
+            block.compile(backend="aot_eager")
+    model = shard(policy, model=model)
+    if whole:
+        model.compile(backend="aot_eager")
+    return model
+
+
+def adapted(policy, dtype):
+    model = Model(adapter=dtype)
+    for p in (*model.embed.parameters(), *model.norm.parameters(), *model.output.parameters()):
+        p.requires_grad_(False)
+    if dtype != torch.float32:
+        for block in model.blocks:
+            block.norm.to(torch.float64)
+            block.norm.to(torch.float32)
+            block.up.to(torch.bfloat16), block.down.to(torch.bfloat16)
+    return shard(policy, model=model)
+
+
+def ignoring(policy):
+    model = Model()
+    ignored = {model.blocks[0].norm.weight, model.norm.bias}
+    for p in ignored:
+        p.requires_grad_(False)
+    return shard(policy, model=model, ignored_params=ignored)
+
+
+def on_meta(policy):
+    with torch.device("meta"):
+        model = Model()
+    model = shard(policy, model=model)
+
+    def fill():
+        model.to_empty(device=DEVICE)
+        torch.manual_seed(3)
+        for p in model.parameters():
+            p.to_local().detach().copy_(torch.randn(p.to_local().shape) / 5)
+
+    model.fill = fill
+    return model
+
+
+def from_meta(model, optimizer):
+    model.fill()
+    optimizer = torch.optim.SGD(model.parameters(), lr=0.1)
+    yield from train(model, optimizer)
+
+
+def hybrid(policy):
+    ranks = dist.get_world_size()
+    mesh = init_device_mesh(DEVICE.type, (1, ranks), mesh_dim_names=("replicate", "shard"))
+    return shard(policy, mesh=mesh)
+
+
+def replicated(policy):
+    ranks = dist.get_world_size()
+    mesh = init_device_mesh(DEVICE.type, (ranks, 1), mesh_dim_names=("replicate", "shard"))
+    return shard(policy, mesh=mesh)
+
+
+def tied(policy):
+    return shard(policy, model=Model(tied=True))
+
+
+def tied_in_a_group(policy):
+    model = Model(tied=True)
+    for block in model.blocks:
+        fully_shard(block, mp_policy=policy)
+    fully_shard([model.embed, model.output], mp_policy=policy)
+    return fully_shard(model, mp_policy=policy)
+
+
+EVERY = tuple(POLICIES)
+NO_GRAD, INFERENCE = torch.no_grad, torch.inference_mode
+PROGRAMS = {
+    "plain": Program(shard, train, policies=EVERY),
+    "fused": Program(shard, train, partial(torch.optim.AdamW, lr=1e-2, fused=True)),
+    "kept_gradients": Program(shard, kept_gradients),
+    "tied": Program(tied, train, policies=EVERY),
+    "tied_in_a_group": Program(tied_in_a_group, train),
+    "torchtitans_grouping": Program(partial(shard, grouped=True), train, policies=EVERY),
+    "no_root": Program(partial(shard, root=False), partial(train, clip=False), policies=("plain",)),
+    "lora": Program(partial(adapted, dtype=torch.float32), train, policies=EVERY),
+    "lora_mixed": Program(partial(adapted, dtype=torch.bfloat16), train),
+    "ignored": Program(ignoring, partial(train, clip=False), policies=("plain",)),
+    "accumulation": Program(shard, partial(accumulate, sync=True), policies=EVERY),
+    "accumulation_without_sync": Program(shard, partial(accumulate, sync=False), policies=EVERY),
+    "kept": Program(partial(shard, reshard_after_forward=False), train),
+    "reshard_to_int": Program(partial(shard, reshard_after_forward=2), train),
+    "reshard_to_int_one": Program(partial(shard, reshard_after_forward=1), train),
+    "checkpoint": Program(partial(recomputed, use_reentrant=False), train),
+    "checkpoint_reentrant": Program(partial(recomputed, use_reentrant=True), train),
+    "checkpoint_wrapper": Program(wrapped, train),
+    "hsdp": Program(hybrid, train, policies=EVERY),
+    "replicated": Program(replicated, train),
+    "compiled_blocks": Program(partial(compiled, whole=False), train),
+    "compiled_whole": Program(partial(compiled, whole=True), train),
+    "evaluation": Program(shard, partial(evaluating, how=NO_GRAD)),
+    "inference_mode": Program(shard, partial(evaluating, how=INFERENCE)),
+    "inference_grouped": Program(partial(shard, grouped=True), partial(evaluating, how=INFERENCE)),
+    "ema": Program(partial(shard, grouped=True), averaging),
+    "load_state_dict": Program(shard, partial(changing, change=by_state_dict)),
+    "load_assign": Program(shard, partial(changing, change=partial(by_state_dict, assign=True))),
+    "set_state_dict": Program(shard, partial(changing, change=by_set_state_dict)),
+    "data_copy": Program(shard, partial(changing, change=by_data_copy)),
+    "local_in_place": Program(shard, partial(changing, change=by_local_fill)),
+    "behind_torchs_back": Program(shard, partial(changing, change=by_broadcast)),
+    "apply": Program(shard, partial(changing, change=by_apply)),
+    "from_meta": Program(on_meta, from_meta),
+    "no_backward": Program(partial(shard, grouped=True), no_backward),
+    "unshard_by_hand": Program(shard, by_hand),
+    "encoder_alone": Program(partial(shard, grouped=True), encoder_alone),
+    "early_exit": Program(shard, early_exit),
+    "two_optimizers": Program(shard, two_optimizers),
+    "optimizer_in_backward": Program(shard, in_backward, policies=EVERY),
+    "two_forwards": Program(shard, twice, policies=EVERY),
+    "sum_not_mean": Program(shard, partial(divided, factor=1.0), policies=EVERY),
+    "raising": Program(shard, raising),
+}
+
+
+def run(program: Program, policy, in_place: bool) -> list:
+    model = program.build(policy)
+    if in_place:
+        with warnings.catch_warnings(record=True) as warned:
+            warnings.simplefilter("always")
+            copies = in_place_gather.gather_in_place(model)
+            pushed = in_place_reduce.reduce_in_place(model)
+        model.copies = copies
+        reasons = [str(w.message) for w in warned if "gathers as before" in str(w.message)]
+        assert (copies is None) == bool(reasons), "a fall back must say why"
+    torch.manual_seed(1)
+    model.shards = list(model.parameters())  # as an optimizer holds them
+    optimizer = program.optimizer([p for p in model.parameters() if p.requires_grad])
+    found = list(program.loop(model, optimizer))
+    if in_place and copies is not None:
+        assert copies.gathers and copies.published, "nothing was gathered by copies"
+        if pushed is not None:
+            assert pushed.calls, "nothing was pushed"
+            assert not pushed.under_way
+    return [*found, *state(model).values(), len(found)]
+
+
+def compare(name: str, policy: str) -> str | None:
+    expected, found = (run(PROGRAMS[name], POLICIES[policy], way) for way in (False, True))
+    if len(expected) != len(found):
+        return f"{len(found)} values instead of {len(expected)}"
+    for number, (a, b) in enumerate(zip(expected, found, strict=True)):
+        same = torch.equal(a, b) if torch.is_tensor(a) else a == b
+        if not same or (torch.is_tensor(a) and a.isnan().any()):
+            return f"value {number} of {len(expected)} differs: {a} {b}"[:600]
+    return None
+
+
+def main() -> None:
+    if DEVICE.type != "cpu":
+        torch.accelerator.set_device_index(int(os.environ["LOCAL_RANK"]))
+        torch.use_deterministic_algorithms(True)
+    dist.init_process_group()
+    wanted = sys.argv[1].split(",") if len(sys.argv) > 1 else list(PROGRAMS)
+    failures = 0
+    for name, policy in ((n, policy) for n in wanted for policy in PROGRAMS[n].policies):
+        try:
+            wrong = compare(name, policy)
+        except Exception:
+            wrong = traceback.format_exc(limit=-8)
+        failures += wrong is not None
+        if dist.get_rank() == 0 or wrong:
+            print(f"{name}, reduce in {policy}: {wrong or 'every bit'}", flush=True)
+        dist.barrier()
+    dist.destroy_process_group()
+    sys.exit(bool(failures))
+
+
+if __name__ == "__main__":
+    main()
