@@ -1,94 +1,50 @@
-"""Measure how much of a sharded model's communication each schedule hides behind compute.
+"""Measure what communication costs a sharded stock Llama, and what each way of hiding it leaves.
 
-    torchrun --nproc-per-node=2 benchmarks/fsdp_overlap.py --out benchmarks
-    torchrun --nproc-per-node=2 benchmarks/fsdp_overlap.py --small --out /tmp/rehearsal   # on a CPU
+    torchrun --nproc-per-node=2 benchmarks/fsdp_overlap.py --out benchmarks --seconds 300
+    torchrun --nproc-per-node=2 benchmarks/fsdp_overlap.py --small --out /tmp/rehearsal  # on a CPU
 
-``--modes``, ``--tokens`` and ``--pairs`` choose what is measured, in the order given. Every row is
-written when it is known and kept when the command runs again, until ``--again`` or more ``--pairs``
-ask for it anew: a run that is cut off is resumed by its command, and a mode without a row that it
-was cut off in is noted and left out.
+    for way in fsdp2 fsdp2_in_place; do  # memory: a fresh process each
+        torchrun --nproc-per-node=2 benchmarks/fsdp_overlap.py --memory $way; done
+    torchrun --nproc-per-node=2 benchmarks/fsdp_overlap.py --bitwise 200
+
+Tasks run in order of importance (``--tasks`` names some); rows are written as they are known; the
+same command goes on where one was cut off.
 
 How a number is made
 --------------------
-All modes train the same units in bfloat16 (weights, gradients and the state of fused AdamW: no
-casts in any of them) on the same random batch; all ranks have the same batch and seed, so the mean
-of their gradients is each rank's own. ``no_communication``, the reference, runs the same kernels:
-it keeps whole weights on the device, updates only the rows that its rank would own, and sends
-nothing. A mode whose loss is not that of the others has no row.
+Every way trains the same stock Llama (``workloads.py``: ``llama-8b-blocks``, float32 weights,
+bfloat16 gathers, fused AdamW, clipping) on the same tokens. Some ways are on the device at a time,
+with the reference, and take turns: a window is a few steps that are not timed and some that are, and begins
+on all ranks together. Every other round the order is reversed. A window's time is that of the
+slowest rank.
 
-**Alone.** A mode is built and takes a few steps at each size with nothing else on the device. From
-them come its loss and its memory:
+* ``step_s``: median of a way's windows, with the bootstrap's 95 % interval.
+* ``efficiency``: the reference's window over this way's of the same round; median, interval.
+* ``speed_over_fsdp2``: stock FSDP2's window over this way's of the same round, likewise.
+* ``no_communication``, the reference: whole bfloat16 weights on each rank, which updates its own
+  float32 rows and casts them into its weights. Nothing is sent, gathered or copied.
+* ``fsdp2_no_collectives``: stock FSDP2, its collectives replaced by copies on the device;
+  ``speed_over_no_collectives`` is against it.
+* ``peak_*_bytes``: of a fresh process for each way, which trains at one size after another.
+* ``bitwise_steps``: steps after which every weight and loss was that of stock FSDP2, bit by bit,
+  under deterministic algorithms.
 
-* ``peak_allocated_bytes``, ``peak_reserved_bytes``: what the mode added in PyTorch's allocator.
-  ``peak_device_bytes``: what it added to the memory in use on the device (``mem_get_info``), read
-  after the steps, when the allocator still holds its peak: with symmetric memory and communicators.
-
-**In windows.** A GPU at its power limit changes its clocks: on H200s, steps took longer by a tenth
-for a while, a second after the load began, and a warm device is slower than one that has rested. So
-a step is compared only with steps of the same minute, on a device that never rests. The reference
-is built beside the mode, so the device must hold both; they share the allocator and nothing else.
-Then one size is trained in windows, the queue never empty: the reference, the mode, the mode's
-bound, the mode, the reference, and again (``ORDER``). Forth and back, a drift that is linear in
-time cancels in each such turn. The first windows (``WARM_UP_WINDOWS``) are not counted: kernels
-load, the allocator gets its memory, the clocks come down. All ranks begin a window together. Its
-first steps, half as many as those that are timed, are not timed: the queue fills and the clocks
-follow the load. A window's time is the mean of the others, on the slowest rank, whose pace the
-ranks of a synchronous job have, whether they communicate or not; ``samples`` has the times of all
-ranks, in order.
-
-* ``step_s``: median of the mode's windows. That of ``no_communication``: of all windows that it has
-  beside modes at that size. ``optimizer_s``: the part of it from the end of backward, reductions
-  included.
-* ``efficiency``: step of the reference over this step, each window of the mode with the window of
-  the reference next to it; the median of these ``pairs``. ``efficiency_spread``: the distance of
-  their quartiles.
-* ``bound_s``: what a schedule of the same work can reach at best. In its windows the reference
-  trains with the transfers of the mode's schedule beside it: in its forward pass all gathers of
-  forward but the first, in its backward pass the gathers of backward and all reduce-scatters but
-  the last. It waits for none of them; each may begin when the unit begins that it would be hidden
-  behind. A phase lasts as long as the slower of its sides, both at the rates that they have beside
-  each other. The optimizer follows. To these steps comes what nothing can hide: the gather of the
-  first parameter and the reduce-scatter of the last, measured alone (neither for
-  ``update_in_order``, which hides them). The transfers are as many as the row's schedule has, by
-  its transport, one a parameter.
-* ``eta``: bound over step, each window of the bound with the mode's two around it; the median. Both
-  are measured: it can come out a little above 1.
-
-**Profiled**, two steps after a rest, the second judged, and the reference likewise right before:
-
-* ``hidden_share``: the share of the time in which a collective (or a copy from a peer) runs and the
-  compute stream runs a kernel too.
-* ``gemm_slowdown``: the time of all matrix products over that of the same products in the
-  reference; kernels belong to the operator that launched them.
-
-All values but the windows' are rank 0's.
+The synthetic stack (eight units of four bfloat16 matrices, one Adam in bfloat16) stays for one
+comparison: stock FSDP2 in place with a schedule of our own that needs no FSDP2.
 """
 
 import argparse
-import contextlib
-import gc
-import importlib
-import json
-import statistics
 import sys
 import time
-import traceback
-from bisect import bisect_right
-from collections import deque
-from collections.abc import Callable, Iterable, Iterator
-from dataclasses import dataclass
+from collections.abc import Callable
+from dataclasses import asdict, dataclass
 from datetime import timedelta
-from functools import partial
-from importlib.metadata import version
-from itertools import pairwise
 from pathlib import Path
 
 import torch
 import torch.distributed as dist
 from torch import nn
-from torch.distributed.device_mesh import DeviceMesh
-from torch.distributed.fsdp import fully_shard
-from torch.distributed.tensor import DTensor
+from torch.distributed.fsdp import FSDPModule, MixedPrecisionPolicy, fully_shard
 
 ROOT = Path(__file__).resolve().parents[1]
 sys.path[:0] = [str(ROOT), str(ROOT / "recipes_source" / "sharding")]
@@ -96,54 +52,182 @@ sys.path[:0] = [str(ROOT), str(ROOT / "recipes_source" / "sharding")]
 import copy_engine_gather as copy_engine  # noqa: E402
 import copy_engine_reduce  # noqa: E402
 import fsdp2_settings  # noqa: E402
+import in_place_gather  # noqa: E402
+import in_place_reduce  # noqa: E402
 import prefetch_schedule  # noqa: E402
-import stream_context  # noqa: E402
-import update_in_order  # noqa: E402
-from sharded_parameter import all_gather, reduce_scatter  # noqa: E402
 
+from benchmarks import workloads  # noqa: E402
 from benchmarks.measuring import (  # noqa: E402
-    Drawn,
+    Agreement,
     Results,
-    blocks,
+    Task,
     header,
-    profiled_events,
+    in_turn,
+    run_tasks,
     say,
     seconds_of,
+    summary,
     synchronize,
     timing_event,
-    write_trace,
 )
 
-LEARNING_RATE = 3e-6
-WARM_UP = 2  # steps alone before those that are timed; modes are compared by the loss behind them
-LOSS_TOLERANCE = 0.05  # of the loss: a peer takes a first step with gradients of zero
-ORDER = ("reference", "mode", "bound", "mode", "reference")
-WARM_UP_WINDOWS = ORDER[:3]
-QUEUED = 2  # steps
-COLLECTIVE_TIMEOUT = timedelta(seconds=90)
+LENGTH = 4096  # tokens of a sequence
+STEPS = {1024: 8, 2048: 6, 4096: 4, 8192: 3, 12_288: 2, 16_384: 2}  # timed ones of a window
+ROUNDS = 8
+REFERENCE = "no_communication"
+COLLECTIVE_TIMEOUT = timedelta(seconds=120)
 
 
 @dataclass(frozen=True)
-class Size:
-    """``width``, ``hidden`` in features; ``tokens`` a rank and step, ``steps`` timed of each."""
+class Case:
+    """What is trained: the fields that tell rows of one name apart."""
 
-    units: int
-    width: int
-    hidden: int
-    tokens: tuple[int, ...]
-    steps: tuple[int, ...]
-    trace_tokens: int
-
-
-FULL = Size(8, 8192, 14336, (1024, 2048, 4096, 8192, 16384), (12, 8, 5, 3, 2), 2048)
-SETTING_TOKENS = (1024, 4096)
-SMALL = Size(4, 64, 96, (32, 64), (2, 2), 64)
+    model: str = "llama-8b-blocks"
+    loop: str = "reads"
+    compiled: bool = False
+    reduce_dtype: str = "float32"
+    activation_checkpointing: bool = False
 
 
-PARAMETERS = 4  # of a unit
+# -- ways to train the Llama ------------------------------------------------------------------
 
 
-# -- the model --------------------------------------------------------------------------------
+class Way:
+    """A sharded Llama; a subclass's ``shard`` says how. ``loop(tokens)`` trains it."""
+
+    recipes: tuple[str, ...] = ()
+    note = ""
+
+    def __init__(self, case: Case, device: torch.device, layers: int | None = None) -> None:
+        self.case = case
+        self.model = workloads.llama(case.model, device, layers=layers)
+        if case.activation_checkpointing:
+            self.model.gradient_checkpointing_enable({"use_reentrant": False})
+        if case.compiled:
+            workloads.compile_blocks(self.model)
+        self.shard()
+        self.optimizer = self.build_optimizer()
+
+    def build_optimizer(self) -> torch.optim.Optimizer:
+        parameters = self.model.parameters()
+        return torch.optim.AdamW(parameters, lr=workloads.LEARNING_RATE, fused=True)
+
+    def shard(self) -> None:
+        """As torchtitan groups units: embedding, each layer, norm and head."""
+        dtype = getattr(torch, self.case.reduce_dtype)
+        policy = {"mp_policy": MixedPrecisionPolicy(torch.bfloat16, dtype)}
+        inner = self.model.model
+        for layer in inner.layers:
+            fully_shard(layer, **policy)
+        if not self.model.config.tie_word_embeddings:
+            fully_shard(inner.embed_tokens, **policy)
+            fully_shard([inner.norm, self.model.lm_head], **policy)
+        fully_shard(self.model, **policy)
+        parts = (inner.embed_tokens, *inner.layers, self.model.lm_head)
+        self.tune([part for part in parts if isinstance(part, FSDPModule)])
+
+    def tune(self, units: list[FSDPModule]) -> None: ...
+
+    def loop(self, tokens: int) -> workloads.StockLoop:
+        options = {"reads": self.case.loop == "reads", "optimizer": self.optimizer}
+        return workloads.StockLoop(self.model, tokens, min(tokens, LENGTH), **options)
+
+
+class Fsdp2(Way):
+    note = "fully_shard on embedding, layers, norm with head; settings as they come"
+
+
+class Tuned(Way):
+    recipes = ("fsdp2_settings",)
+    note = "fsdp2, two units kept, two prefetched, reduce-scatters in a group of their own"
+
+    def tune(self, units: list[FSDPModule]) -> None:
+        fsdp2_settings.tune(units)
+
+
+class ReduceGroup(Way):
+    recipes = ("fsdp2_settings",)
+    note = "fsdp2, reduce-scatters in a group of their own"
+
+    def tune(self, units: list[FSDPModule]) -> None:
+        fsdp2_settings.reduce_in_own_group(units)
+
+
+class InPlace(Way):
+    recipes = ("in_place_gather", "in_place_reduce")
+    note = "fsdp2, gathered by peer copies and reduced by pushes, without copies around them"
+
+    def tune(self, units: list[FSDPModule]) -> None:
+        self.copy = in_place_gather.gather_in_place(self.model)
+        self.pushed = in_place_reduce.reduce_in_place(self.model)
+        if self.copy is None or self.pushed is None:
+            raise RuntimeError("the ranks cannot read each other's memory")
+
+
+class LocalCopies:
+    """Stands in for a collective: moves as many bytes on the device."""
+
+    def allocate(self, size, *, dtype: torch.dtype, device: torch.device) -> torch.Tensor:
+        return torch.empty(size, dtype=dtype, device=device)
+
+    def __call__(self, output_tensor, input_tensor, group, op=None, async_op=False) -> None:
+        ranks, rank = group.size(), group.rank()
+        if output_tensor.numel() < input_tensor.numel():
+            output_tensor.copy_(input_tensor.view(ranks, -1)[rank])
+            return
+        for other, part in enumerate(output_tensor.view(ranks, -1)):
+            if other != rank:  # FSDP2 has put this rank's part in its place
+                part.copy_(input_tensor)
+
+
+class NoCollectives(Way):
+    note = "fsdp2, its collectives replaced by copies on the device"
+
+    def tune(self, units: list[FSDPModule]) -> None:
+        for unit in units:
+            unit.set_custom_all_gather(LocalCopies())
+            unit.set_custom_reduce_scatter(LocalCopies())
+
+
+class WholeLoop(workloads.StockLoop):
+    """Updates float32 rows of whole weights in bfloat16."""
+
+    def __init__(self, way: "NoCommunication", tokens: int, reads: bool) -> None:
+        options = {"reads": reads, "optimizer": way.optimizer}
+        super().__init__(way.model, tokens, min(tokens, LENGTH), **options)
+        self.whole, self.parameters = self.parameters, way.own
+
+    def update(self) -> None:
+        for own in self.parameters:
+            own.grad = torch.empty_like(own)
+        rows = [rows_of(whole.grad) for whole in self.whole]
+        torch._foreach_copy_([own.grad for own in self.parameters], rows)
+        for whole in self.whole:
+            whole.grad = None
+        super().update()
+        with torch.no_grad():
+            torch._foreach_copy_([rows_of(whole) for whole in self.whole], self.parameters)
+
+
+def rows_of(tensor: torch.Tensor) -> torch.Tensor:
+    return tensor.chunk(dist.get_world_size())[dist.get_rank()]
+
+
+class NoCommunication(Way):
+    note = "whole bfloat16 weights; each rank updates its own float32 rows; nothing is sent"
+
+    def shard(self) -> None:
+        self.own = [nn.Parameter(rows_of(p.detach()).clone()) for p in self.model.parameters()]
+        self.model.to(torch.bfloat16)
+
+    def build_optimizer(self) -> torch.optim.Optimizer:
+        return torch.optim.AdamW(self.own, lr=workloads.LEARNING_RATE, fused=True)
+
+    def loop(self, tokens: int) -> WholeLoop:
+        return WholeLoop(self, tokens, self.case.loop == "reads")
+
+
+# -- the synthetic stack ----------------------------------------------------------------------
 
 
 class Unit(nn.Module):
@@ -160,44 +244,32 @@ class Unit(nn.Module):
         return x
 
 
-class Trainer:
-    """A mode: the model and how it is sharded. A subclass's ``shard`` sets model and optimizer."""
+class Stack:
+    """Eight units of 0.47 G parameters, bfloat16 throughout; ``shard`` says how they are shared."""
 
     recipes: tuple[str, ...] = ()
-    note: str | None = None
-    transport = "nccl"
-    trace_only = False
-    hides_ends = False  # the first gather and the last reduce-scatter, behind the optimizer
-    tokens: tuple[int, ...] | None = None  # only these sizes of FULL; None: all
-    model: nn.Module
-    optimizer: torch.optim.Optimizer
+    note = "fully_shard on each unit and the root"
 
-    def __init__(self, size: Size, device: torch.device) -> None:
-        self.size, self.device = size, device
+    def __init__(self, case: Case, device: torch.device) -> None:
+        self.device, self.small = device, device.type == "cpu"
+        self.width, self.hidden = (64, 96) if self.small else (8192, 14_336)
+        units = []
         torch.manual_seed(0)
-        self.shard(self.units())
+        for _ in range(4 if self.small else 8):
+            with device:
+                units.append(self.shard_unit(Unit(self.width, self.hidden).bfloat16()))
+        self.model = nn.Sequential(*units)
+        self.shard()
 
-    def units(self) -> Iterator[Unit]:
-        """Units with random weights, made one by one, so that one unit is unsharded at a time."""
-        for _ in range(self.size.units):
-            with self.device:
-                unit = Unit(self.size.width, self.size.hidden)
-            yield unit.bfloat16()
+    def shard_unit(self, unit: Unit) -> nn.Module:
+        return fully_shard(unit)
 
-    @staticmethod
-    def gathers(units: int) -> tuple[int, int]:
-        """How many units are gathered in forward and in backward."""
-        return units, units
+    def shard(self) -> None:
+        fully_shard(self.model)
+        self.build_optimizer(self.model.parameters())
 
-    def shard(self, units: Iterator[Unit]) -> None:
-        raise NotImplementedError
-
-    def adamw(self, parameters: Iterable[nn.Parameter]) -> torch.optim.Optimizer:
-        return torch.optim.AdamW(parameters, lr=LEARNING_RATE, fused=True)
-
-    def forward(self, batch: torch.Tensor) -> torch.Tensor:
-        """The loss, a scalar."""
-        return self.model(batch).square().mean()
+    def build_optimizer(self, parameters) -> None:
+        self.optimizer = torch.optim.AdamW(parameters, lr=3e-6, fused=True)
 
     def backward(self, loss: torch.Tensor) -> None:
         loss.backward()
@@ -206,1057 +278,334 @@ class Trainer:
         self.optimizer.step()
         self.optimizer.zero_grad()
 
-    def optimizers(self) -> list[torch.optim.Optimizer]:
-        return [self.optimizer]
+    def loop(self, tokens: int) -> "Stack":
+        torch.manual_seed(1)
+        batch = torch.randn(tokens, self.width, device=self.device, dtype=torch.bfloat16)
+        self.batch, self.loss, self.ends = batch.requires_grad_(), None, []
+        return self
 
-    def close(self) -> None:
-        """Give back memory that cycles through autograd may hold, and communicators."""
-        states = [state for one in self.optimizers() for state in one.state.values()]
-        tensors = [*self.model.parameters(), *(x for state in states for x in state.values())]
-        for tensor in tensors:
-            local = tensor.to_local() if isinstance(tensor, DTensor) else tensor
-            if local.untyped_storage().resizable():
-                local.untyped_storage().resize_(0)
+    def step(self) -> None:
+        if len(self.ends) == 2:
+            self.ends.pop(0).synchronize()
+        loss = self.model(self.batch).square().mean()
+        self.backward(loss)
+        self.update()
+        self.batch.grad = None
+        self.ends.append(timing_event(self.device))
+        self.ends[-1].record()
+        self.loss = loss.detach()
 
 
-class NoCommunication(Trainer):
-    note = "whole weights stay on the device; each rank updates its own rows; nothing is sent"
+class StackWhole(Stack):
+    note = "whole weights; each rank updates its own rows; nothing is sent"
 
-    def shard(self, units: Iterator[Unit]) -> None:
-        self.model = nn.Sequential(*units)
+    def shard_unit(self, unit: Unit) -> nn.Module:
+        return unit
+
+    def shard(self) -> None:
         self.whole = list(self.model.parameters())
-        self.own = [nn.Parameter(self.rows(weight.data)) for weight in self.whole]
-        self.optimizer = self.adamw(self.own)
-
-    @staticmethod
-    def rows(weight: torch.Tensor) -> torch.Tensor:
-        return weight.chunk(dist.get_world_size())[dist.get_rank()]
+        self.own = [nn.Parameter(rows_of(weight.data)) for weight in self.whole]
+        self.build_optimizer(self.own)
 
     def update(self) -> None:
         for weight, own in zip(self.whole, self.own, strict=True):
-            own.grad = self.rows(weight.grad)
+            own.grad = rows_of(weight.grad)
         super().update()
-        self.drop_gradients()
-
-    def drop_gradients(self) -> None:
         for weight in self.whole:
             weight.grad = None
 
 
-class Fsdp2(Trainer):
-    note = "fully_shard on each unit and the root, settings as they come"
+class StackInPlace(Stack):
+    recipes = InPlace.recipes
+    note = InPlace.note
 
-    def shard(self, units: Iterator[Unit]) -> None:
-        self.model = nn.Sequential(*(fully_shard(unit) for unit in units))
-        fully_shard(self.model)
-        self.optimizer = self.adamw(self.model.parameters())
-        self.tune(list(self.model))
-
-    def tune(self, units: list[nn.Module]) -> None: ...
+    def shard(self) -> None:
+        super().shard()
+        in_place_gather.gather_in_place(self.model)
+        in_place_reduce.reduce_in_place(self.model)
 
 
-class Fsdp2Kept(Fsdp2):
-    recipes = ("fsdp2_settings",)
-    note = "fsdp2, its last two units kept from forward to backward"
-    tokens = SETTING_TOKENS
+class OwnSchedule(StackWhole):
+    recipes = ("stream_context", "prefetch_schedule", "copy_engine_gather", "copy_engine_reduce")
+    note = "a static schedule without FSDP2, gathers and reductions by copies, three buffers"
 
-    @staticmethod
-    def gathers(units: int) -> tuple[int, int]:
-        return units, units - 2
-
-    def tune(self, units: list[nn.Module]) -> None:
-        fsdp2_settings.keep(units[-2:])
-
-
-class Fsdp2Prefetch(Fsdp2):
-    recipes = ("fsdp2_settings",)
-    note = "fsdp2, two units prefetched by lists in forward and in backward"
-    tokens = SETTING_TOKENS
-
-    def tune(self, units: list[nn.Module]) -> None:
-        fsdp2_settings.prefetch(units, 2)
-
-
-class Fsdp2ReduceGroup(Fsdp2):
-    recipes = ("fsdp2_settings",)
-    note = "fsdp2, reduce-scatters in a group of their own"
-    tokens = SETTING_TOKENS
-
-    def tune(self, units: list[nn.Module]) -> None:
-        fsdp2_settings.reduce_in_own_group(units)
-
-
-class Fsdp2Tuned(Fsdp2Kept):
-    note = "fsdp2, two units kept, two prefetched, reduce-scatters in a group of their own"
-    tokens = None
-
-    def tune(self, units: list[nn.Module]) -> None:
-        fsdp2_settings.tune(units)
-
-
-class Fsdp2CopyEngine(Fsdp2):
-    """``fsdp2`` and the one line of the recipe."""
-
-    recipes = ("copy_engine_gather",)
-    note = "fsdp2, its gathers by copy engines"
-    transport = "copy_engine"
-
-    def tune(self, units: list[nn.Module]) -> None:
-        self.gather_objects = copy_engine.gather_by_copy_engines(self.model, self.optimizer)
-        if not self.gather_objects:
-            raise RuntimeError("the ranks cannot read each other's memory")
-
-
-class Fsdp2CopyEngineReduce(Fsdp2CopyEngine):
-    recipes = ("copy_engine_gather", "copy_engine_reduce")
-    transport = "copy_engine_both"
-    note = "fsdp2, its gathers and reduce-scatters by copy engines"
-    tokens = SETTING_TOKENS
-
-    def tune(self, units: list[nn.Module]) -> None:
-        super().tune(units)
-        copy_engine_reduce.reduce_by_copy_engines(self.model, self.gather_objects)
-
-
-class DelayedRelease(Trainer):
-    recipes = ("sharded_parameter", "stream_context")
-    note = "gathers on a stream of their own, released late; reduce-scatters on the default stream"
-
-    def shard(self, units: Iterator[Unit]) -> None:
-        self.model = nn.Sequential(*units)
-        mesh = dist.init_device_mesh(self.device.type, (dist.get_world_size(),))
-        self.context = self.build_context(mesh)
-        self.optimizer = self.adamw(self.model.parameters())
-
-    def build_context(self, mesh: DeviceMesh) -> stream_context.FsdpContext:
-        return stream_context.FsdpContext(self.model, list(self.model), mesh)
+    def shard(self) -> None:
+        ranks = dist.get_world_size()
+        memory = copy_engine.PeerMemory(dist.group.WORLD, self.device)
+        pushes = copy_engine.PeerMemory(dist.group.WORLD, self.device)
+        push = copy_engine_reduce.PushReduceScatter(
+            pushes, self.width * self.hidden // ranks, torch.bfloat16
+        )
+        options = {"gather": memory.gather, "empty": memory.empty, "reduce_scatter": push}
+        mesh = dist.init_device_mesh(self.device.type, (ranks,))
+        units = list(self.model)
+        self.context = prefetch_schedule.PrefetchContext(
+            self.model, units, mesh, buffers=3, **options
+        )
+        self.build_optimizer(self.model.parameters())
+        self.optimizer.register_step_pre_hook(lambda *_: memory.barrier())
+        self.optimizer.register_step_post_hook(lambda *_: memory.barrier())
 
     def backward(self, loss: torch.Tensor) -> None:
         self.context.backward(loss)
 
-
-class Sync(DelayedRelease):
-    """``delayed_release`` with its gathers on the compute stream: what a timeline starts from."""
-
-    trace_only = True
-
-    def build_context(self, mesh: DeviceMesh) -> stream_context.FsdpContext:
-        context = super().build_context(mesh)
-        context.gather_stream = context.streams.current_stream()
-        return context
-
-
-class Prefetch(DelayedRelease):
-    recipes = (*DelayedRelease.recipes, "prefetch_schedule")
-    buffers = 3
-    note = "gathers in a static order ahead of their unit; reduce-scatters beside backward"
-
-    @classmethod
-    def gathers(cls, units: int) -> tuple[int, int]:
-        return units, units - cls.buffers
-
-    def build_context(self, mesh: DeviceMesh) -> stream_context.FsdpContext:
-        return prefetch_schedule.PrefetchContext(
-            self.model, list(self.model), mesh, buffers=self.buffers
-        )
-
-
-class PrefetchCopyEngine(Prefetch):
-    recipes = (*Prefetch.recipes, "copy_engine_gather", "copy_engine_reduce")
-    note = "prefetch, its gathers and reduce-scatters by copy engines"
-    transport = "copy_engine_both"
-
-    def shard(self, units: Iterator[Unit]) -> None:
-        super().shard(units)
-        self.optimizer.register_step_pre_hook(lambda *_: self.memory.barrier())
-        self.optimizer.register_step_post_hook(lambda *_: self.memory.barrier())
-
-    def build_context(self, mesh: DeviceMesh) -> stream_context.FsdpContext:
-        return prefetch_schedule.PrefetchContext(
-            self.model, list(self.model), mesh, **self.copy_engine_options(mesh)
-        )
-
-    def copy_engine_options(self, mesh: DeviceMesh) -> dict:
-        group = mesh.get_group()
-        self.memory = copy_engine.PeerMemory(group, self.device)
-        push = copy_engine_reduce.PushReduceScatter(
-            copy_engine.PeerMemory(group, self.device),
-            self.size.width * self.size.hidden // mesh.size(),
-            torch.bfloat16,
-        )
-        return {
-            "buffers": self.buffers,
-            "gather": self.memory.gather,
-            "reduce_scatter": push,
-            "empty": self.memory.empty,
-        }
-
-
-class PeerUpdateContext(update_in_order.UpdateContext):
-    """With gathers by peer copies: none of a unit before all ranks have updated it.
-
-    No rank updates a unit before its peers have copied it: their pushes of its gradients, for
-    which the update waits, come behind those copies.
-    """
-
-    memory: copy_engine.PeerMemory
-
-    def update(self, unit: stream_context.Unit) -> None:
-        super().update(unit)
-        with self.streams.stream(self.gather_stream):
-            self.memory.barrier()
-
-
-class UpdateInOrder(PrefetchCopyEngine):
-    recipes = (*PrefetchCopyEngine.recipes, "update_in_order")
-    note = "prefetch_copy_engine, its units updated one by one in the order of the next forward"
-    hides_ends = True
-
-    @classmethod
-    def gathers(cls, units: int) -> tuple[int, int]:
-        return units - cls.buffers, units - cls.buffers
-
-    def shard(self, units: Iterator[Unit]) -> None:
-        self.model = nn.Sequential(*units)
-        mesh = dist.init_device_mesh(self.device.type, (dist.get_world_size(),))
-        options = self.copy_engine_options(mesh)
-        self.context = PeerUpdateContext(self.model, list(self.model), mesh, **options)
-        self.context.memory = self.memory
-        self.context.optimize(self.adamw)
-
     def update(self) -> None:
-        self.context.step()
-
-    def optimizers(self) -> list[torch.optim.Optimizer]:
-        return list(self.context.optimizers.values())
+        Stack.update(self)
 
 
-class MegatronFsdp(Trainer):
-    """The megatron-fsdp package: ``fully_shard_model`` and ``fully_shard_optimizer``."""
-
-    def shard(self, units: Iterator[Unit]) -> None:
-        package = importlib.import_module("megatron_fsdp")
-        self.note = (
-            f"megatron-fsdp {version('megatron-fsdp')}, a communicator each for gathers and "
-            f"reduce-scatters"
-        )
-        self.group = dist.new_group()
-        self.model = package.fully_shard_model(
-            module=nn.Sequential(*units),
-            fsdp_unit_modules=[Unit],
-            fsdp_group_ag=self.group,
-            device=self.device,
-            mixed_precision_policy=package.MixedPrecisionPolicy(main_params_dtype=None),
-        )
-        self.optimizer = package.fully_shard_optimizer(self.adamw(self.model.parameters()))
-
-    def close(self) -> None:
-        super().close()
-        dist.destroy_process_group(self.group)
-
-
-class MegatronFsdpExperimental(Trainer):
-    """The same package's rewrite, ``megatron_fsdp.experimental``."""
-
-    def shard(self, units: Iterator[Unit]) -> None:
-        package = importlib.import_module("megatron_fsdp.experimental")
-        policy = importlib.import_module("megatron_fsdp").MixedPrecisionPolicy
-        precision = policy(main_params_dtype=torch.bfloat16)
-        self.note = f"megatron-fsdp {version('megatron-fsdp')}, megatron_fsdp.experimental"
-        mesh = dist.init_device_mesh(self.device.type, (dist.get_world_size(),))
-        flat = [package.Flat()]
-        placements = package.Placements([0], flat, flat, flat)
-        self.model = nn.Sequential()
-        for unit in units:
-            package.fully_shard(unit, mesh, placements, precision)
-            self.model.append(unit)
-        package.fully_shard(self.model, mesh, placements, precision)
-        self.optimizer = self.adamw(self.model.parameters())
-        package.fully_shard_optimizer(self.optimizer)
-
-
-REFERENCE = "no_communication"
-MODES: dict[str, type[Trainer]] = {
+WAYS = {
     REFERENCE: NoCommunication,
+    "fsdp2_no_collectives": NoCollectives,
     "fsdp2": Fsdp2,
-    "fsdp2_kept_units": Fsdp2Kept,
-    "fsdp2_prefetch_lists": Fsdp2Prefetch,
-    "fsdp2_reduce_group": Fsdp2ReduceGroup,
-    "fsdp2_tuned": Fsdp2Tuned,
-    "fsdp2_copy_engine": Fsdp2CopyEngine,
-    "fsdp2_copy_engine_reduce": Fsdp2CopyEngineReduce,
-    "sync": Sync,
-    "delayed_release": DelayedRelease,
-    "prefetch": Prefetch,
-    "prefetch_copy_engine": PrefetchCopyEngine,
-    "update_in_order": UpdateInOrder,
-    "megatron-fsdp": MegatronFsdp,
-    "megatron-fsdp-experimental": MegatronFsdpExperimental,
+    "fsdp2_tuned": Tuned,
+    "fsdp2_reduce_group": ReduceGroup,
+    "fsdp2_in_place": InPlace,
+}
+STACKS = {
+    REFERENCE: StackWhole,
+    "fsdp2": Stack,
+    "fsdp2_in_place": StackInPlace,
+    "prefetch_copy_engine": OwnSchedule,
 }
 
 
-# -- steps and their times --------------------------------------------------------------------
-
-
-@dataclass
-class Steps:
-    """Seconds of each timed step and of its part after backward, and the first one's loss."""
-
-    step_s: list[float]
-    optimizer_s: list[float]
-    loss: float
-
-
-def random_batch(size: Size, tokens: int, device: torch.device) -> torch.Tensor:
-    """The same on every rank, of dtype bfloat16 and shape ``(tokens, width)``."""
-    torch.manual_seed(1)
-    batch = torch.randn(tokens, size.width, device=device, dtype=torch.bfloat16)
-    return batch.requires_grad_()  # as the output of an embedding would
-
-
-@dataclass
-class Step:
-    """Events on the compute stream behind each phase of a step; the loss, a scalar on the device.
-
-    On a GPU the step is queued, with at most ``QUEUED`` others.
-    """
-
-    forward_end: torch.cuda.Event
-    backward_end: torch.cuda.Event
-    end: torch.cuda.Event
-    loss: torch.Tensor
-
-
-def take_step(trainer: "Trainer | BoundTrainer", batch: torch.Tensor, queued: deque[Step]) -> Step:
-    """Train for one step; wait for the oldest of ``queued`` first, if there are ``QUEUED``."""
-    if len(queued) == QUEUED:
-        queued.popleft().end.synchronize()
-    forward_end, backward_end, end = (timing_event(batch.device) for _ in range(3))
-    loss = trainer.forward(batch)
-    forward_end.record()
-    trainer.backward(loss)
-    backward_end.record()
-    trainer.update()
-    batch.grad = None
-    end.record()
-    queued.append(Step(forward_end, backward_end, end, loss.detach()))
-    return queued[-1]
-
-
-def seconds_between(start: torch.cuda.Event, end: torch.cuda.Event) -> float:
-    return start.elapsed_time(end) / 1e3
-
-
-def take_steps(trainer: Trainer, batch: torch.Tensor, count: int) -> Steps:
-    """Train for ``WARM_UP`` steps and ``count`` timed ones."""
-    queued: deque[Step] = deque()
-    steps = [take_step(trainer, batch, queued) for _ in range(WARM_UP + count)]
-    synchronize(batch.device)
-    return Steps(
-        [seconds_between(a.end, b.end) for a, b in pairwise(steps[WARM_UP - 1 :])],
-        [seconds_between(step.backward_end, step.end) for step in steps[WARM_UP:]],
-        float(steps[WARM_UP].loss),
-    )
-
-
-@dataclass
-class Window:
-    """Of the timed steps of a window, means in seconds; ``clock_mhz`` of the SMs, 0 on a CPU."""
-
-    step_s: float
-    forward_s: float
-    backward_s: float
-    optimizer_s: float
-    clock_mhz: float
-
-
-def begin_together(device: torch.device) -> None:
-    """The work queued on this stream from here on begins when all ranks have come here."""
-    dist.all_reduce(torch.zeros(1, device=device))
-
-
-def take_windows(
-    trainers: "dict[str, Trainer | BoundTrainer]",
-    order: Iterable[str],
-    batch: torch.Tensor,
-    count: int,
-) -> list[Window]:
-    """Train in windows of one of ``trainers`` after another, in ``order``, without a rest between.
-
-    Args:
-        count: timed steps of a window; half as many, at least one, come before them.
-    """
-    queued: deque[Step] = deque()
-    lead_in = max(1, count // 2)
-    taken: list[tuple[list[Step], list[int]]] = []
-    for name in order:
-        begin_together(batch.device)
-        steps, clocks = [], []
-        for _ in range(lead_in + count):
-            steps.append(take_step(trainers[name], batch, queued))
-            clocks.append(torch.cuda.clock_rate() if batch.is_cuda else 0)
-        taken.append((steps[lead_in - 1 :], clocks[lead_in:]))
-    synchronize(batch.device)
-    return [window_of(steps, clocks) for steps, clocks in taken]
-
-
-def window_of(steps: list[Step], clocks: list[int]) -> Window:
-    """The means of all ``steps`` but the first, whose end is where the time begins."""
-    pairs = list(pairwise(steps))
-    return Window(
-        seconds_between(steps[0].end, steps[-1].end) / len(pairs),
-        statistics.mean(seconds_between(a.end, b.forward_end) for a, b in pairs),
-        statistics.mean(seconds_between(b.forward_end, b.backward_end) for _, b in pairs),
-        statistics.mean(seconds_between(b.backward_end, b.end) for _, b in pairs),
-        statistics.median(clocks),
-    )
-
-
-@dataclass(frozen=True)
-class Pairs:
-    """Seconds a step of windows taken in ``ORDER``, each by rank, in order of time.
-
-    There are as many of ``mode`` as of ``reference``, and half as many of ``bound``.
-    """
-
-    reference: list[list[float]]
-    mode: list[list[float]]
-    bound: list[list[float]]
-
-    def efficiencies(self) -> list[float]:
-        """Of each of ``mode``'s windows, with the window of ``reference`` next to it."""
-        pairs = zip(self.reference, self.mode, strict=True)
-        return [max(reference) / max(mode) for reference, mode in pairs]
-
-    def etas(self, ends_s: float) -> list[float]:
-        """Of each of ``bound``'s windows, with the two of ``mode`` around it.
-
-        Args:
-            ends_s: what is to be added to the bound's time.
-        """
-        modes = list(map(max, self.mode))
-        around = zip(self.bound, modes[::2], modes[1::2], strict=True)
-        return [(max(bound) + ends_s) / statistics.mean(two) for bound, *two in around]
-
-
-def of_all_ranks(values: list[float]) -> list[list[float]]:
-    """Each of ``values`` with those of the other ranks, by rank."""
-    gathered: list = [None] * dist.get_world_size()
-    dist.all_gather_object(gathered, values)
-    return [list(of_ranks) for of_ranks in zip(*gathered, strict=True)]
-
-
-class Memory:
-    """What a mode adds to the memory that is in use when it begins; bytes.
-
-    Memory that a peer has mapped goes back when the peer has released it as well.
-    """
-
-    def __init__(self, device: torch.device) -> None:
-        self.device = device
-        self.release()
-        dist.barrier()
-        self.before = self.now()
-
-    def release(self) -> None:
-        """Give back what is free; peaks count from here."""
-        gc.collect()
-        if self.device.type == "cuda":
-            torch.cuda.synchronize()
-            torch.cuda.empty_cache()
-            torch.cuda.reset_peak_memory_stats()
-
-    def now(self) -> dict[str, int]:
-        if self.device.type != "cuda":
-            return {}
-        free, total = torch.cuda.mem_get_info()
-        return {
-            "peak_allocated_bytes": torch.cuda.max_memory_allocated(),
-            "peak_reserved_bytes": torch.cuda.max_memory_reserved(),
-            "peak_device_bytes": total - free,
-        }
-
-    def peaks(self) -> dict[str, int]:
-        return {name: value - self.before[name] for name, value in self.now().items()}
-
-
-# -- the bound --------------------------------------------------------------------------------
-
-
-class Transfers:
-    """A parameter's collectives by themselves, on streams and communicators of their own."""
-
-    def __init__(self, size: Size, device: torch.device) -> None:
-        self.device, ranks = device, dist.get_world_size()
-        module = torch.get_device_module(device)
-        self.gather_stream, self.reduce_stream = module.Stream(), module.Stream()
-        self.reduce_group = dist.new_group()
-        numel = size.width * size.hidden
-        with device:
-            self.shard = torch.randn(numel // ranks, dtype=torch.bfloat16)
-            self.whole = torch.empty(numel, dtype=torch.bfloat16)
-            self.gradient = torch.randn(numel, dtype=torch.bfloat16)
-            self.reduced = torch.empty(numel // ranks, dtype=torch.bfloat16)
-
-    def gather(self) -> None:
-        all_gather(self.whole, self.shard)
-
-    def reduce_scatter(self) -> None:
-        reduce_scatter(self.reduced, self.gradient, group=self.reduce_group)
-
-    def beside(
-        self, compute: Callable[[], object], gathers: int, reductions: int, starts: list
-    ) -> None:
-        """Queue ``compute`` and units' transfers beside it; the current stream waits for all.
-
-        Args:
-            starts: to which ``compute`` adds an event where each unit begins. The first gather may
-                begin with the first unit, the first reduce-scatter with the second.
-        """
-        module = torch.get_device_module(self.device)
-        current = module.current_stream()
-        starts.clear()
-        compute()
-        for stream, transfer, units in (
-            (self.gather_stream, self.gather, range(gathers)),
-            (self.reduce_stream, self.reduce_scatter, range(1, reductions + 1)),
-        ):
-            with module.stream(stream):
-                for unit in units:
-                    stream.wait_event(starts[unit])
-                    for _ in range(PARAMETERS):
-                        transfer()
-            current.wait_stream(stream)
-
-    def ends_s(self) -> dict[str, float]:
-        """Seconds of a parameter's gather and of its reduce-scatter with nothing beside them."""
-        return {
-            name: statistics.median(seconds_of(transfer, self.device, 5))
-            for name, transfer in (
-                ("first_gather_s", self.gather),
-                ("last_reduce_scatter_s", self.reduce_scatter),
-            )
-        }
-
-    def close(self) -> None:
-        dist.destroy_process_group(self.reduce_group)
-
-
-class CopyEngineTransfers(Transfers):
-    """Gathers by copy engines; reduce-scatters as before."""
-
-    def __init__(self, size: Size, device: torch.device) -> None:
-        super().__init__(size, device)
-        self.memory = copy_engine.PeerMemory(dist.group.WORLD, device)
-        shard = self.memory.empty(self.shard.shape, dtype=self.shard.dtype)
-        self.shard = shard.copy_(self.shard)
-
-    def gather(self) -> None:
-        self.memory.gather(self.whole, self.shard)
-
-
-class CopyEngineBothTransfers(CopyEngineTransfers):
-    """Gathers and reduce-scatters by copy engines."""
-
-    def __init__(self, size: Size, device: torch.device) -> None:
-        super().__init__(size, device)
-        self.push = copy_engine_reduce.PushReduceScatter(
-            copy_engine.PeerMemory(dist.group.WORLD, device), self.reduced.numel(), torch.bfloat16
-        )
-
-    def reduce_scatter(self) -> None:
-        self.push(self.reduced, self.gradient)
-
-
-TRANSFERS: dict[str, type[Transfers]] = {
-    "nccl": Transfers,
-    "copy_engine": CopyEngineTransfers,
-    "copy_engine_both": CopyEngineBothTransfers,
-}
-
-
-class BoundTrainer:
-    """The reference with a schedule's transfers beside it, for which it does not wait.
-
-    Args:
-        gathers: units gathered in forward and in backward.
-    """
-
-    def __init__(
-        self, reference: NoCommunication, transfers: Transfers, gathers: tuple[int, int]
-    ) -> None:
-        self.reference, self.transfers, self.gathers = reference, transfers, gathers
-        self.streams = torch.get_device_module(reference.device)
-        self.starts: list = []  # an event where each unit begins, in forward or in backward
-        self.hooks: list = []
-
-    def start_unit(self, *_) -> None:
-        self.starts.append(self.streams.Event())
-        self.starts[-1].record(self.streams.current_stream())
-
-    def forward(self, batch: torch.Tensor) -> torch.Tensor:
-        for unit in self.reference.model:
-            self.hooks.append(unit.register_forward_pre_hook(self.start_unit))
-            self.hooks.append(unit.register_full_backward_pre_hook(self.start_unit))
-        losses: list[torch.Tensor] = []
-
-        def compute() -> None:
-            losses.append(self.reference.forward(batch))
-
-        self.transfers.beside(compute, max(0, self.gathers[0] - 1), 0, self.starts)
-        return losses[0]
-
-    def backward(self, loss: torch.Tensor) -> None:
-        compute = partial(self.reference.backward, loss)
-        reductions = len(self.reference.model) - 1
-        self.transfers.beside(compute, self.gathers[1], reductions, self.starts)
-        while self.hooks:
-            self.hooks.pop().remove()
-
-    def update(self) -> None:
-        self.reference.update()
-
-
-# -- a profiled step --------------------------------------------------------------------------
-
-
-Intervals = list[tuple[float, float]]
-PHASES = ("forward", "backward", "optimizer")
-PRODUCTS = ("aten::mm", "aten::addmm", "aten::bmm")
-COPY_BYTES = 2**20  # a copy of fewer bytes beside the compute stream is bookkeeping
-BLOCK_GAP_US = 20.0
-STALL_US = 100.0
-
-
-def union(intervals: Iterable[tuple[float, float]]) -> Intervals:
-    """The same stretch of time as disjoint intervals in order."""
-    joined: Intervals = []
-    for start, stop in sorted(intervals):
-        if joined and start <= joined[-1][1]:
-            joined[-1] = (joined[-1][0], max(stop, joined[-1][1]))
-        else:
-            joined.append((start, stop))
-    return joined
-
-
-def length(intervals: Intervals) -> float:
-    return sum(stop - start for start, stop in intervals)
-
-
-def overlap(a: Intervals, b: Intervals) -> float:
-    """Length of the time in both; both as :func:`union` gives them."""
-    both, i, j = 0.0, 0, 0
-    while i < len(a) and j < len(b):
-        both += max(0.0, min(a[i][1], b[j][1]) - max(a[i][0], b[j][0]))
-        if a[i][1] < b[j][1]:
-            i += 1
-        else:
-            j += 1
-    return both
-
-
-def lies_in(at: float, intervals: Intervals) -> bool:
-    """Whether ``at`` lies in one of ``intervals``, which are in order and disjoint."""
-    place = bisect_right(intervals, (at, float("inf"))) - 1
-    return place >= 0 and at < intervals[place][1]
-
-
-class Profiled:
-    """What the device did for one step: by launching operator, phase and stream."""
-
-    def __init__(self, trainer: Trainer, batch: torch.Tensor) -> None:
-        activities = [torch.profiler.ProfilerActivity.CPU]
-        if trainer.device.type == "cuda":
-            activities.append(torch.profiler.ProfilerActivity.CUDA)
-        with torch.profiler.profile(activities=activities) as profile:
-            for step in range(2):
-                with torch.profiler.record_function(f"step {step} forward"):
-                    loss = trainer.forward(batch)
-                with torch.profiler.record_function(f"step {step} backward"):
-                    trainer.backward(loss)
-                with torch.profiler.record_function(f"step {step} optimizer"):
-                    trainer.update()
-                batch.grad = None
-            synchronize(trainer.device)
-        self.digest(profiled_events(profile))
-
-    def digest(self, events: list[dict]) -> None:
-        self.read_host(events)
-        self.device_events = list(self.of_this_step(events))
-        on_stream: dict[int, float] = {}
-        for event in self.device_events:
-            if event["product"]:
-                stream = event["args"]["stream"]
-                on_stream[stream] = on_stream.get(stream, 0.0) + event["dur"] / 1e6
-        self.compute_stream = max(on_stream, key=on_stream.__getitem__, default=None)
-        self.products_s = sum(on_stream.values())
-        self.gather_streams = {  # forward reduces nothing
-            event["args"]["stream"]
-            for event in self.device_events
-            if event["phase"] == "forward" and self.is_transfer(event)
-        }
-
-    def read_host(self, events: list[dict]) -> None:
-        """The phases of the second step, its products' operators and all launches."""
-        self.phases: dict[str, tuple[float, float]] = {}
-        self.operators: dict[object, Intervals] = {}
-        self.launches: dict[int, dict] = {}
-        for event in events:
-            span = event["ts"], event["ts"] + event["dur"]
-            kind, name = event.get("cat"), event["name"]
-            if kind == "user_annotation" and name.startswith("step 1 "):
-                self.phases[name.removeprefix("step 1 ")] = span
-            elif kind == "cpu_op" and name in PRODUCTS:
-                self.operators.setdefault(event["tid"], []).append(span)
-            elif kind in ("cuda_runtime", "cuda_driver"):
-                self.launches[event["args"]["correlation"]] = event
-
-    def of_this_step(self, events: list[dict]) -> Iterator[dict]:
-        """Kernels and copies that the second step launched, with phase and whether a product."""
-        for event in events:
-            if event.get("cat") not in ("kernel", "gpu_memcpy"):
-                continue
-            launch = self.launches.get(event["args"].get("correlation"))
-            if launch is None:
-                continue
-            for phase, (start, stop) in self.phases.items():
-                if start <= launch["ts"] < stop:
-                    product = lies_in(launch["ts"], self.operators.get(launch["tid"], []))
-                    yield event | {"phase": phase, "product": product}
-
-    def lane(self, event: dict) -> str | None:
-        """``compute``, ``gather`` or ``reduce-scatter``; None for what is neither."""
-        name = event["name"]
-        if name.startswith("nccl"):
-            return "reduce-scatter" if "ReduceScatter" in name else "gather"
-        if event["args"]["stream"] == self.compute_stream:
-            return "compute"
-        if self.is_transfer(event):
-            return "gather" if event["args"]["stream"] in self.gather_streams else "reduce-scatter"
-        return None
-
-    def is_transfer(self, event: dict) -> bool:
-        large = event["cat"] == "gpu_memcpy" and event["args"].get("bytes", 0) >= COPY_BYTES
-        return large and event["args"]["stream"] != self.compute_stream
-
-    def intervals(self, *lanes: str) -> Intervals:
-        return union(
-            (e["ts"], e["ts"] + e["dur"]) for e in self.device_events if self.lane(e) in lanes
-        )
-
-    def hidden_share(self) -> float | None:
-        transfers = self.intervals("gather", "reduce-scatter")
-        if not transfers:
-            return None
-        return overlap(transfers, self.intervals("compute")) / length(transfers)
-
-    def drawn(self) -> list[Drawn]:
-        """Lanes of a trace; gaps of more than ``STALL_US`` between compute are stalls."""
-        compute = blocks(
-            self.device_events,
-            "compute",
-            BLOCK_GAP_US,
-            lambda event: event["phase"] if self.lane(event) == "compute" else None,
-        )
-        stalls = [
-            Drawn("compute", "stall", a.stop, b.start, {"stall": True})
-            for a, b in pairwise(compute)
-            if b.start - a.stop > STALL_US
-        ]
-        transfers = [
-            Drawn(lane, lane, event["ts"], event["ts"] + event["dur"])
-            for event in self.device_events
-            if (lane := self.lane(event)) in ("gather", "reduce-scatter")
-        ]
-        return [*compute, *stalls, *transfers]
-
-
-# -- the whole run ----------------------------------------------------------------------------
-
-
-CUT_OFF = "the run ended while this was measured"
-BOUND_FROM = (
-    "a step without communication beside the row's transfers, for which it does not wait, plus the "
-    "gather of the first parameter and the reduce-scatter of the last"
-)
-OF_PROFILE = ("hidden_share", "products_s", "gemm_slowdown")  # kept when a row is measured anew
+# -- windows ----------------------------------------------------------------------------------
 
 
 class Run:
-    """One command: one mode after another, and a result file that grows.
+    """One command: a result file that grows.
 
     Raises:
-        ValueError: the ranks do not divide the rows of every weight.
+        ValueError: there is one rank, which has nothing to communicate.
     """
 
     def __init__(self, arguments: argparse.Namespace, device: torch.device) -> None:
+        if dist.get_world_size() == 1:
+            raise ValueError("start at least two ranks: one has nothing to communicate")
         self.arguments, self.device = arguments, device
-        self.started = time.perf_counter()
-        self.size = SMALL if arguments.small else FULL
-        if self.size.width % dist.get_world_size() or self.size.hidden % dist.get_world_size():
-            raise ValueError(
-                f"start a number of ranks that divides {self.size.width} and {self.size.hidden}: "
-                "transfers of the bound have one size"
-            )
-        self.tokens = arguments.tokens or list(self.size.tokens)
-        self.parameters = PARAMETERS * self.size.width * self.size.hidden
-        self.head = header("fsdp_overlap", device, self.workload(), {})
-        self.results = Results(
-            arguments.out, self.head, {n: mode.recipes for n, mode in MODES.items()}, ("tokens",)
-        )
-        self.losses: dict[int, tuple[str, float]] = {}  # by tokens: which all that send must have
-        self.broken: set[str] = set()
-        if not arguments.again:
-            self.broken = {m for m, why in self.results.data["not_run"].items() if why == CUT_OFF}
+        self.started, self.agreement = time.perf_counter(), Agreement()
+        recipes = {name: way.recipes for name, way in (STACKS | WAYS).items()}
+        recipes |= {"prefetch_copy_engine": OwnSchedule.recipes}
+        head = header("fsdp_overlap", device, self.workload(), {})
+        varied = ("tokens", *Case.__dataclass_fields__)
+        self.results = Results(arguments.out, head, recipes, varied)
 
     def workload(self) -> dict:
-        size = self.size
         return {
-            "model": f"{size.units} units of {self.parameters:,} parameters, each four matrices of "
-            f"{size.width} x {size.hidden}",
-            "precision": "bfloat16 weights, gradients and optimizer state",
+            "model": "stock blocks of Llama 3 8B (workloads.py), or a stack of matrices",
+            "precision": "float32 weights, bfloat16 gathers; the stack bfloat16 throughout",
             "optimizer": "AdamW, fused",
             "tokens": "a rank and step",
-            "steps_queued": QUEUED,
         }
 
-    def measure_link(self) -> None:
-        """Bytes that a rank receives from its peers a second, one parameter's collectives alone."""
-        peers = dist.get_world_size() - 1
-        received = 2 * self.parameters / PARAMETERS * peers / dist.get_world_size()
-        rates = {}
-        for transport, transfers_of in (
-            ("nccl", Transfers),
-            ("copy_engine", CopyEngineBothTransfers),
-        ):
-            transfers = transfers_of(self.size, self.device)
-            for name in ("gather", "reduce_scatter"):
-                seconds = statistics.median(seconds_of(getattr(transfers, name), self.device, 10))
-                rates[f"{transport}_{name}_bytes_per_s"] = received / seconds
-            transfers.close()
-        self.results.data["link"] = rates
-        say(self.started, f"link {rates}")
+    def case(self, **options: object) -> Case:
+        if self.arguments.small and "model" not in options:
+            options["model"] = "llama-tiny"
+        return Case(**options)
 
-    def row(self, mode: str, tokens: int) -> dict:
-        """The row as it is known; empty if it is not."""
-        rows = (r for r in self.results.data["rows"] if (r["name"], r["tokens"]) == (mode, tokens))
-        return next(rows, {})
+    def row(self, name: str, case: Case, tokens: int) -> dict:
+        """The row as it is known, or a new one."""
+        empty = {"name": name, "tokens": tokens, **asdict(case)}
+        key = self.results.key(empty)
+        return next((r for r in self.results.data["rows"] if self.results.key(r) == key), empty)
 
-    def tokens_of(self, mode: str) -> list[int]:
-        if MODES[mode].trace_only:
-            return [self.size.trace_tokens]
-        only = MODES[mode].tokens
-        return [t for t in self.tokens if only is None or self.arguments.small or t in only]
+    def measured(self, ways: list[str], case: Case, sizes: list[int]) -> bool:
+        rows = [self.row(name, case, tokens) for name in ways for tokens in sizes]
+        return all("efficiency" in row for row in rows)
 
-    def wanted(self, mode: str) -> list[int]:
-        """The sizes that ``mode`` still has to be measured at."""
-        if MODES[mode].trace_only:
-            return []
-        known = {t: self.row(mode, t) for t in self.tokens_of(mode)}
-        if self.arguments.again:
-            return list(known)
-        pairs = 0 if mode == REFERENCE else self.arguments.pairs
-        return [t for t, row in known.items() if not row or row.get("pairs", 0) < pairs]
+    def windows_of(self, loop: object, count: int) -> Callable[[], float]:
+        return lambda: self.window(loop, count)
 
-    def batch(self, tokens: int) -> torch.Tensor:
-        return random_batch(self.size, tokens, self.device)
+    def window(self, loop: object, count: int) -> float:
+        """Seconds a step of ``count`` steps on the slowest rank, behind half as many."""
+        dist.all_reduce(torch.zeros(1, device=self.device))
+        for _ in range(max(1, count // 2)):
+            loop.step()
+        begin, end = timing_event(self.device), timing_event(self.device)
+        begin.record()
+        for _ in range(count):
+            loop.step()
+        end.record()
+        end.synchronize()
+        return self.agreement.largest(begin.elapsed_time(end) / 1e3 / count)
 
-    def steps(self, tokens: int) -> int:
-        return self.size.steps[self.size.tokens.index(tokens)]
-
-    def measure(self, mode: str, sizes: list[int], trainer: Trainer, memory: Memory) -> None:
-        """The rows of one mode: alone first, then in windows with the reference beside it."""
-        alone: dict[int, dict] = {}
+    def compare(self, ways: list[str], case: Case, sizes: list[int], rounds: int = ROUNDS) -> None:
+        """Rows of ``ways``, the reference among them, in windows that take turns."""
+        kinds = STACKS if case.model == "synthetic" else WAYS
+        built = {name: kinds[name](case, self.device) for name in ways}
         for tokens in sizes:
-            memory.release()
-            steps = take_steps(trainer, self.batch(tokens), self.steps(tokens))
-            if mode != REFERENCE and not alone:  # no step but these before
-                self.compare_losses(mode, tokens, steps.loss)
-            alone[tokens] = self.row_alone(mode, tokens, trainer, steps) | memory.peaks()
-        if mode == REFERENCE:
-            for row in alone.values():
-                self.add(row)
-            return
-        with (
-            contextlib.closing(NoCommunication(self.size, self.device)) as reference,
-            contextlib.closing(TRANSFERS[trainer.transport](self.size, self.device)) as transfers,
-        ):
-            bound = BoundTrainer(reference, transfers, trainer.gathers(self.size.units))
-            trainers = {"reference": reference, "mode": trainer, "bound": bound}
-            ends = {} if trainer.hides_ends else transfers.ends_s()
-            for tokens, row in alone.items():
-                memory.release()
-                windows = self.measure_windows(trainers, tokens, ends)
-                self.add(row | windows | {"samples": row["samples"] | windows["samples"]})
+            loops = {name: way.loop(tokens) for name, way in built.items()}
+            losses = {}
+            for name, loop in loops.items():
+                for _ in range(3):
+                    loop.step()
+                losses[name] = float(loop.loss) if loop.loss is not None else 0.0
+            say(self.started, f"{case}, {tokens} tokens, losses {losses}")
+            count = 1 if self.arguments.small else STEPS[tokens]
+            windows = {n: self.windows_of(loop, count) for n, loop in loops.items()}
+            samples = list(in_turn(windows, rounds, lambda: True))
+            for name in ways:
+                self.add(name, built[name].note, case, tokens, samples)
+            del loops, windows
+            if self.device.type == "cuda":
+                torch.cuda.empty_cache()
 
-    def row_alone(self, mode: str, tokens: int, trainer: Trainer, steps: Steps) -> dict:
-        """The fields of a row that steps alone give."""
-        row = {"name": mode, "tokens": tokens, "note": trainer.note}
-        if mode == REFERENCE:
-            row |= {"step_s": statistics.median(steps.step_s), "efficiency": 1.0}
-            row |= {"optimizer_s": statistics.median(steps.optimizer_s)}
-        return row | {"samples": {"alone_step_s": steps.step_s}}
+    def add(self, name: str, note: str, case: Case, tokens: int, samples: list[dict]) -> None:
+        row = self.row(name, case, tokens) | {"note": note}
+        if other := samples[0].get("fsdp2_no_collectives"):
+            over = [s["fsdp2_no_collectives"] / s[name] for s in samples]
+            row |= summary("speed_over_no_collectives", over)
+        if other is None or "efficiency" not in row:  # else its windows beside FSDP2 count
+            row |= {"pairs": len(samples)} | summary("step_s", [s[name] for s in samples])
+            row |= summary("efficiency", [s[REFERENCE] / s[name] for s in samples])
+            row |= {"samples": {"window_s": [s[name] for s in samples]}}
+        if "fsdp2" in samples[0]:
+            row |= summary("speed_over_fsdp2", [s["fsdp2"] / s[name] for s in samples])
+        self.results.add(row)
+        shown = {k: v for k, v in row.items() if isinstance(v, float)}
+        say(self.started, f"{name}, {tokens}: {shown}")
 
-    def compare_losses(self, mode: str, tokens: int, loss: float) -> None:
-        """All modes that send must train alike.
+    def memory(self, name: str) -> None:
+        """Peaks of ``name`` alone, in this process, which has done nothing else."""
+        case = self.case()
+        before = self.in_use()
+        way = WAYS[name](case, self.device)
+        for tokens in self.sizes(1024, 2048, 4096, 12_288):
+            loop = way.loop(tokens)
+            if self.device.type == "cuda":
+                torch.cuda.empty_cache()
+                torch.cuda.reset_peak_memory_stats()
+            for _ in range(4):
+                loop.step()
+            synchronize(self.device)
+            row = self.row(name, case, tokens) | self.peaks(before)
+            self.results.add({"note": way.note} | row)
+            say(self.started, f"{name}, {tokens}: {self.peaks(before)}")
+
+    def in_use(self) -> int:
+        if self.device.type != "cuda":
+            return 0
+        free, total = torch.cuda.mem_get_info()
+        return total - free
+
+    def peaks(self, before: int) -> dict[str, int]:
+        if self.device.type != "cuda":
+            return {}
+        return {
+            "peak_allocated_bytes": torch.cuda.max_memory_allocated(),
+            "peak_reserved_bytes": torch.cuda.max_memory_reserved(),
+            "peak_device_bytes": self.in_use() - before,  # the allocator still holds its peak
+        }
+
+    def bitwise(self, steps: int) -> None:
+        """Losses and weights of in place and stock FSDP2 after ``steps``, all bits.
 
         Raises:
-            ValueError: ``mode`` does not.
+            AssertionError: a bit differs; the message names the first step or weight.
         """
-        name, expected = self.losses.setdefault(tokens, (mode, loss))
-        if not abs(loss - expected) <= LOSS_TOLERANCE * expected:
-            raise ValueError(f"its loss is {loss:.4f}, that of {name} {expected:.4f}")
+        torch.use_deterministic_algorithms(True)
+        torch.utils.deterministic.fill_uninitialized_memory = False
+        case, tokens, found = self.case(), self.sizes(512)[0], []
+        for name in ("fsdp2", "fsdp2_in_place"):
+            way = WAYS[name](case, self.device, layers=4)
+            loop, losses = way.loop(tokens), []
+            for _ in range(steps):
+                loop.step()
+                losses.append(loop.loss)
+            found.append((losses, {n: p.to_local().cpu() for n, p in way.model.named_parameters()}))
+            say(self.started, f"{name}: losses {losses[0]} ... {losses[-1]}")
+            del way, loop
+        (expected, weights), (losses, in_place) = found
+        different = [n for n, (a, b) in enumerate(zip(losses, expected, strict=True)) if a != b]
+        assert not different, f"losses differ from step {different[0]} on"
+        for name, weight in weights.items():
+            assert torch.equal(weight, in_place[name]), f"{name} differs"
+        assert losses[0] != losses[-1], "nothing was learned, so nothing was compared"
+        row = self.row("fsdp2_in_place", case, tokens)
+        self.results.add(row | {"note": "four layers", "bitwise_steps": steps})
+        say(self.started, f"every bit of stock FSDP2 after {steps} steps")
 
-    def measure_windows(
-        self, trainers: dict[str, Trainer | BoundTrainer], tokens: int, ends: dict[str, float]
-    ) -> dict:
-        """The fields of a row that windows give."""
-        order = ORDER * (self.arguments.pairs // ORDER.count("mode"))
-        taken = take_windows(
-            trainers, [*WARM_UP_WINDOWS, *order], self.batch(tokens), self.steps(tokens)
-        )
-        windows: dict[str, list[Window]] = {name: [] for name in trainers}
-        for name, window in zip(order, taken[len(WARM_UP_WINDOWS) :], strict=True):
-            windows[name].append(window)
-        step_s = {name: of_all_ranks([w.step_s for w in windows[name]]) for name in windows}
-        pairs = Pairs(**step_s)
-        efficiencies, ends_s = pairs.efficiencies(), sum(ends.values())
-        low, _, high = statistics.quantiles(efficiencies, n=4, method="inclusive")
-        parts = {
-            part: statistics.median(getattr(w, part) for w in windows["bound"])
-            for part in ("forward_s", "backward_s", "optimizer_s")
+    def link(self) -> None:
+        """Bytes a rank receives from its peers a second, by NCCL and by copies, nothing beside."""
+        nbytes = 1 << (12 if self.arguments.small else 28)
+        memory = in_place_gather.PeerMemory(dist.group.WORLD, self.device)
+        shards, ranks = memory.empty([nbytes], torch.uint8), memory.ranks
+        whole = torch.empty(ranks, nbytes, dtype=torch.uint8, device=self.device)
+
+        def copies() -> None:
+            for rank, shard in enumerate(shards):
+                if rank != memory.rank:
+                    whole[rank].copy_(shard, non_blocking=True)
+
+        works = {
+            "nccl": lambda: fsdp2_settings.all_gather(whole.view(-1), shards[memory.rank]),
+            "copies": copies,
         }
-        samples = {f"{name}_window_s": times for name, times in step_s.items()}
-        samples |= {f"{n}_clock_mhz": [w.clock_mhz for w in of_n] for n, of_n in windows.items()}
-        return {
-            "step_s": statistics.median(map(max, pairs.mode)),
-            "optimizer_s": statistics.median(w.optimizer_s for w in windows["mode"]),
-            "efficiency": statistics.median(efficiencies),
-            "efficiency_spread": high - low,
-            "pairs": len(efficiencies),
-            "eta": statistics.median(pairs.etas(ends_s)),
-            "bound_s": statistics.median(map(max, pairs.bound)) + ends_s,
-            "bound_from": BOUND_FROM,
-            "bound_parts_s": parts | ends,
-            "gathers": list(trainers["bound"].gathers),
-            "samples": samples,
-        }
-
-    def add(self, row: dict) -> None:
-        """Add ``row``, or put it in the place of an older one; what that had of a profile stays."""
-        mode, tokens = row["name"], row["tokens"]
-        old = self.row(mode, tokens)
-        self.results.add({field: old[field] for field in OF_PROFILE if field in old} | row)
-        self.relate(tokens)
-        hidden = ("samples", "note", "bound_from", "recipes")
-        shown = {k: v for k, v in self.row(mode, tokens).items() if k not in hidden}
-        say(self.started, f"{mode}, {tokens}: {json.dumps(shown)}")
-
-    def relate(self, tokens: int) -> None:
-        """The reference's step is that of all its windows beside modes."""
-        samples = [r["samples"] for r in self.results.data["rows"] if r["tokens"] == tokens]
-        windows = [w for of_row in samples for w in of_row.get("reference_window_s", ())]
-        if windows and (row := self.row(REFERENCE, tokens)):
-            row["step_s"] = statistics.median(map(max, windows))
-            row["samples"]["windows_beside_modes_s"] = windows
+        for name, work in works.items():
+            seconds = sorted(seconds_of(work, self.device, 9))[4]
+            self.results.data["link"][f"{name}_bytes_per_s"] = (ranks - 1) * nbytes / seconds
+        say(self.started, f"link {self.results.data['link']}")
         self.results.write()
 
-    def profile(self, mode: str, sizes: list[int], trainer: Trainer, memory: Memory) -> None:
-        """What the kernels say: shares hidden, slow-down, and the trace."""
-        with contextlib.closing(NoCommunication(self.size, self.device)) as reference:
-            for tokens in sizes:
-                memory.release()
-                batch = self.batch(tokens)
-                alone = Profiled(reference, batch)
-                self.keep_profile(mode, tokens, Profiled(trainer, batch), alone)
-        self.results.write()
+    def sizes(self, *tokens: int) -> list[int]:
+        return [64, 128][: len(tokens)] if self.arguments.small else list(tokens)
 
-    def keep_profile(self, mode: str, tokens: int, profiled: Profiled, alone: Profiled) -> None:
-        row = self.row(mode, tokens)
-        if profiled.products_s:
-            row["hidden_share"] = profiled.hidden_share()
-            row["products_s"] = profiled.products_s
-            row["gemm_slowdown"] = profiled.products_s / alone.products_s
-            shown = {k: row[k] for k in ("hidden_share", "gemm_slowdown")}
-            say(self.started, f"{mode}, {tokens}, profiled: {shown}")
-        if tokens == self.size.trace_tokens and profiled.device_events:
-            begin = min(event["ts"] for event in profiled.device_events)
-            recipes = MODES[mode].recipes
-            write_trace(self.arguments.out, self.head, mode, recipes, profiled.drawn(), begin)
+    def tasks(self) -> list[Task]:
+        """What to measure, the most important first."""
+        first = [REFERENCE, "fsdp2", "fsdp2_in_place"]
+        second = [REFERENCE, "fsdp2_no_collectives", "fsdp2_tuned", "fsdp2_in_place"]
+        group = [REFERENCE, "fsdp2", "fsdp2_reduce_group"]
+        all_stacks, bf16 = list(STACKS), {"reduce_dtype": "bfloat16"}
+        wanted: list[tuple[str, float, list[str], dict, tuple[int, ...], int]] = [
+            ("eager", 60, first, {}, (4096, 12_288), ROUNDS),
+            ("short", 60, first, {}, (2048, 1024), ROUNDS),
+            ("compiled", 110, first, {"compiled": True}, (4096, 2048), ROUNDS),
+            ("baselines", 70, second, {}, (4096, 1024), 6),
+            ("synthetic", 60, all_stacks, {"model": "synthetic", "loop": "free"}, (2048, 1024), 6),
+            ("free", 40, first, {"loop": "free"}, (1024, 2048), 6),
+            ("bf16", 40, first, bf16, (2048,), 6),
+            ("compiled_short", 80, first, {"compiled": True}, (1024,), ROUNDS),
+            ("long", 40, [REFERENCE, "fsdp2_no_collectives", "fsdp2_in_place"], {}, (12_288,), 6),
+            ("group", 40, group, {}, (2048, 4096), 6),
+            ("recompute", 50, first, {"activation_checkpointing": True}, (2048, 8192), 6),
+        ]
+        found = [Task("link", 5, self.link, lambda: bool(self.results.data["link"]))]
+        for name, seconds, ways, options, tokens, rounds in wanted:
+            case, sizes = self.case(**options), self.sizes(*tokens)
+            work = self.task(ways, case, sizes, 2 if self.arguments.small else rounds)
+            found.append(
+                Task(name, seconds, work, lambda w=ways, c=case, s=sizes: self.measured(w, c, s))
+            )
+        named = self.arguments.tasks
+        return [task for task in found if named is None or task.name in named]
 
-    def attempt(self, mode: str, work: Callable[[Trainer, Memory], object]) -> None:
-        """Build ``mode`` and do ``work``; a failure leaves a reason and the other modes."""
-        if mode in self.broken:
-            return
-        known = any(row["name"] == mode for row in self.results.data["rows"])
-        if not known and not MODES[mode].trace_only:
-            self.results.skip(mode, CUT_OFF)
-        memory = Memory(self.device)
-        say(self.started, f"{mode}; in use before it: {memory.before}")
-        trainer = None
-        try:
-            trainer = MODES[mode](self.size, self.device)
-            work(trainer, memory)
-        except Exception as error:  # a peer may raise anything; the other modes must go on
-            self.broken.add(mode)
-            self.results.skip(mode, f"{type(error).__name__}: {str(error).splitlines()[0][:200]}")
-            say(self.started, f"{mode}: not run\n{traceback.format_exc()}")
-        finally:
-            if trainer is not None:
-                trainer.close()
-
-    def all(self) -> None:
-        self.measure_link()
-        for mode in self.arguments.modes:
-            if wanted := self.wanted(mode):
-                self.attempt(mode, partial(self.measure, mode, wanted))
-        for mode in self.arguments.modes:
-            if sizes := [t for t in self.tokens_of(mode) if t in self.arguments.profile]:
-                self.attempt(mode, partial(self.profile, mode, sizes))
+    def task(self, ways: list[str], case: Case, sizes: list[int], rounds: int) -> Callable:
+        return lambda: self.compare(ways, case, sizes, rounds)
 
 
-def names(text: str) -> list[str]:
-    return text.split(",")
-
-
-def numbers(text: str) -> list[int]:
-    return [int(number) for number in text.split(",")]
-
-
-def start_rank() -> torch.device:
-    """Join the group that torchrun describes; return this rank's device."""
+def main() -> None:
+    parser = argparse.ArgumentParser(description=__doc__.splitlines()[0])
+    parser.add_argument("--out", type=Path, default=ROOT / "benchmarks", help="results/ go here")
+    parser.add_argument("--seconds", type=float, default=3600, help="begin no task that ends later")
+    parser.add_argument("--tasks", type=lambda text: text.split(","), help="these alone")
+    parser.add_argument("--memory", choices=list(WAYS), help="measure this way's memory alone")
+    parser.add_argument("--bitwise", type=int, help="compare all bits after so many steps")
+    parser.add_argument("--small", action="store_true", help="a size for rehearsal on a CPU")
+    arguments = parser.parse_args()
     device = torch.accelerator.current_accelerator(check_available=True) or torch.device("cpu")
     dist.init_process_group(timeout=COLLECTIVE_TIMEOUT)
     if device.type != "cpu":
         torch.accelerator.set_device_index(dist.get_node_local_rank())
         device = torch.device(device.type, dist.get_node_local_rank())
-    return device
-
-
-def main() -> None:
-    parser = argparse.ArgumentParser(description=__doc__.splitlines()[0])
-    parser.add_argument(
-        "--out", type=Path, default=ROOT / "benchmarks", help="results/ and traces/ go here"
-    )
-    parser.add_argument("--modes", type=names, default=list(MODES))
-    parser.add_argument("--tokens", type=numbers, help="a rank and step; default: all sizes")
-    parser.add_argument(
-        "--pairs", type=int, default=8, help="windows of each mode at each size, an even number"
-    )
-    parser.add_argument("--profile", type=numbers, default=[], help="sizes to profile and trace")
-    parser.add_argument("--small", action="store_true", help="a size for rehearsal on a CPU")
-    parser.add_argument("--again", action="store_true", help="measure rows anew that are there")
-    arguments = parser.parse_args()
-    if unknown := set(arguments.modes) - set(MODES):
-        parser.error(f"no mode {sorted(unknown)}; there are {list(MODES)}")
-    sizes = SMALL.tokens if arguments.small else FULL.tokens
-    if arguments.tokens and not set(arguments.tokens) <= set(sizes):
-        parser.error(f"--tokens: choose from {', '.join(map(str, sizes))}")
-    if arguments.pairs < 2 or arguments.pairs % 2:
-        parser.error("--pairs: an even number, so that each order has as many")
-    device = start_rank()
     try:
-        Run(arguments, device).all()
+        run = Run(arguments, device)
+        if arguments.memory:
+            run.memory(arguments.memory)
+        elif arguments.bitwise:
+            run.bitwise(arguments.bitwise)
+        else:
+            until = run.agreement.from_rank_0(time.time() + arguments.seconds)
+            run_tasks(run.tasks(), run.results, until, run.agreement)
     finally:
         dist.destroy_process_group()
 

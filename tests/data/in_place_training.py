@@ -492,6 +492,8 @@ def main() -> None:
         torch.use_deterministic_algorithms(True)
     dist.init_process_group()
     wanted = sys.argv[1].split(",") if len(sys.argv) > 1 else list(PROGRAMS)
+    if wanted == ["half"]:
+        wanted = list(PROGRAMS)[int(sys.argv[2]) :: 2]
     failures = 0
     for name, policy in ((n, policy) for n in wanted for policy in PROGRAMS[n].policies):
         try:
@@ -503,7 +505,7 @@ def main() -> None:
             print(f"{name}, reduce in {policy}: {wrong or 'every bit'}", flush=True)
         dist.barrier()
     dist.destroy_process_group()
-    sys.exit(bool(failures))
+    assert not failures, f"{failures} programs differ"
 
 
 if __name__ == "__main__":
