@@ -14,7 +14,7 @@ How a number is made
 --------------------
 Every way trains the same stock Llama (``workloads.py``: ``llama-8b-blocks``, float32 weights,
 bfloat16 gathers, fused AdamW, clipping) on the same tokens. Some ways are on the device at a time,
-with the reference, and take turns: a window is a few steps that are not timed and some that are, and begins
+the reference among them, and take turns: a window is a few steps that are not timed and some that are, and begins
 on all ranks together. Every other round the order is reversed. A window's time is that of the
 slowest rank.
 
