@@ -145,10 +145,13 @@ class RecipeIndex(SphinxDirective):
 def thumbnail(path: Path) -> str | None:
     """SVG of the last ``lanes`` schematic of a recipe's docstring, without words; None if none.
 
-    A recipe that draws several ends with its own.
+    A recipe that draws several ends with its own. One that begins with its code draws below it.
     """
     schematic = re.compile(r"^\.\. lanes::.*\n((?:[ \t]+\S.*\n|[ \t]*\n)+)", re.M)
     matches = list(schematic.finditer(docstring(path) + "\n"))
+    if not matches:
+        below = re.sub(r"^# ?", "", path.read_text(encoding="utf-8"), flags=re.MULTILINE)
+        matches = list(schematic.finditer(below))
     if not matches:
         return None
     match = matches[-1]
