@@ -59,7 +59,9 @@ def main(directory: Path, ordered: bool) -> None:
     optimizer = default_adamw(lr=1e-2)
     optimizer.implementation = "for-loop"
     optimizers = optimizer.build(model_parts=[model])
-    schedulers = LRSchedulersContainer.Config(warmup_steps=1).build(optimizers=optimizers, training_steps=9)
+    schedulers = LRSchedulersContainer.Config(warmup_steps=1).build(
+        optimizers=optimizers, training_steps=9
+    )
     manager = torchtitan_dcp.CheckpointManager.Config(
         enable=True,
         folder=str(directory),
