@@ -14,9 +14,9 @@ How a number is made
 --------------------
 Every way trains the same stock Llama (``workloads.py``: ``llama-8b-blocks``, float32 weights,
 bfloat16 gathers, fused AdamW, clipping) on the same tokens. Some ways are on the device at a time,
-the reference among them, and take turns: a window is a few steps that are not timed and some that are, and begins
-on all ranks together. Every other round the order is reversed. A window's time is that of the
-slowest rank.
+the reference among them, and take turns: a window is a few steps that are not timed and some that
+are, and begins on all ranks together. Every other round the order is reversed. A window's time is
+that of the slowest rank.
 
 * ``step_s``: median of a way's windows, with the bootstrap's 95 % interval.
 * ``efficiency``: the reference's window over this way's of the same round; median, interval.
@@ -72,7 +72,7 @@ from benchmarks.measuring import (  # noqa: E402
 )
 
 LENGTH = 4096  # tokens of a sequence
-STEPS = {1024: 8, 2048: 6, 4096: 4, 8192: 3, 12_288: 2, 16_384: 2}  # timed ones of a window
+STEPS = {1024: 5, 2048: 4, 4096: 3, 8192: 2, 12_288: 2, 16_384: 1}  # timed ones of a window
 ROUNDS = 8
 REFERENCE = "no_communication"
 COLLECTIVE_TIMEOUT = timedelta(seconds=120)
@@ -443,7 +443,8 @@ class Run:
             say(self.started, f"{case}, {tokens} tokens, losses {losses}")
             count = 1 if self.arguments.small else STEPS[tokens]
             windows = {n: self.windows_of(loop, count) for n, loop in loops.items()}
-            samples = list(in_turn(windows, rounds, lambda: True))
+            often = rounds if tokens <= LENGTH else min(rounds, 6)
+            samples = list(in_turn(windows, often, lambda: True))
             for name in ways:
                 self.add(name, built[name].note, case, tokens, samples)
             del loops, windows
@@ -557,15 +558,13 @@ class Run:
         group = [REFERENCE, "fsdp2", "fsdp2_reduce_group"]
         all_stacks, bf16 = list(STACKS), {"reduce_dtype": "bfloat16"}
         wanted: list[tuple[str, float, list[str], dict, tuple[int, ...], int]] = [
-            ("eager", 60, first, {}, (4096, 12_288), ROUNDS),
-            ("short", 60, first, {}, (2048, 1024), ROUNDS),
-            ("compiled", 110, first, {"compiled": True}, (4096, 2048), ROUNDS),
-            ("baselines", 70, second, {}, (4096, 1024), 6),
+            ("eager", 100, first, {}, (4096, 12_288, 1024, 2048), ROUNDS),
+            ("baselines", 40, second, {}, (4096,), 6),
+            ("compiled", 90, first, {"compiled": True}, (4096, 1024, 2048), 6),
+            ("long", 40, [REFERENCE, "fsdp2_no_collectives", "fsdp2_in_place"], {}, (12_288,), 6),
             ("synthetic", 60, all_stacks, {"model": "synthetic", "loop": "free"}, (2048, 1024), 6),
             ("free", 40, first, {"loop": "free"}, (1024, 2048), 6),
             ("bf16", 40, first, bf16, (2048,), 6),
-            ("compiled_short", 80, first, {"compiled": True}, (1024,), ROUNDS),
-            ("long", 40, [REFERENCE, "fsdp2_no_collectives", "fsdp2_in_place"], {}, (12_288,), 6),
             ("group", 40, group, {}, (2048, 4096), 6),
             ("recompute", 50, first, {"activation_checkpointing": True}, (2048, 8192), 6),
         ]

@@ -310,13 +310,12 @@ class InPlaceGather:
 # --------
 
 
-def gather_in_place(model: FSDPModule, kept: int = 2, ahead: int = 2) -> PublishedCopy | None:
+def gather_in_place(model: FSDPModule, ahead: int = 2) -> PublishedCopy | None:
     """Have every unit of ``model`` gather by peer copies, from its next forward on. Collective.
 
     Args:
         model: the module that the training loop calls.
-        kept: the last units of the first forward whose weights stay from forward to backward.
-        ahead: units whose gathers are queued before they are needed; 0 leaves FSDP2's settings.
+        ahead: units that forward gathers before they are needed; 0 leaves FSDP2's own settings.
 
     Returns:
         What the peers read; None, after a warning that says why, if FSDP2 gathers as before.
@@ -326,46 +325,41 @@ def gather_in_place(model: FSDPModule, kept: int = 2, ahead: int = 2) -> Publish
     """
     groups = param_groups(model)
     shard_group = getattr(groups[0].mesh_info, "shard_process_group", None)
-    device = groups[0].device
-    reasons = [why_stock(group, shard_group) for group in groups]
-    chosen = [group for group, reason in zip(groups, reasons, strict=True) if reason is None]
-    reason = why_not(shard_group, device) if chosen else None
-    for why in sorted({*filter(None, reasons), *filter(None, [reason])}):
-        warnings.warn(f"FSDP2 gathers as before: {why}", stacklevel=2)
-    if not chosen or reason:
+    reasons = {group: why_stock(group, shard_group) for group in groups}
+    chosen = [group for group, reason in reasons.items() if reason is None]
+    found = set(filter(None, reasons.values()))
+    if chosen and (reason := why_not(shard_group, chosen[0].device)):
+        chosen, found = [], {reason, *found}
+    for reason in sorted(found):
+        warnings.warn(f"FSDP2 gathers as before: {reason}", stacklevel=2)
+    if not chosen:
         return None
-    copy = PublishedCopy(chosen, PeerMemory(shard_group, device))
+    copy = PublishedCopy(chosen, PeerMemory(shard_group, chosen[0].device))
     for group in chosen:
         group.copy = copy
         become(group, InPlaceGather)
 
     @torch.compiler.disable
     def begin(*_) -> None:
-        if copy.order is None and kept:
-            for unit in last:
-                unit.reshard()  # a forward without backward left them; weights may have changed
         copy.begin_forward()
 
     @torch.compiler.disable
     def end(*_) -> None:
         copy.end_forward()
-        if not torch.is_grad_enabled():
-            for unit in last:
-                unit.reshard()  # as FSDP2 leaves them
-        if copy.order:
-            order, copy.order = list(dict.fromkeys(copy.order)), None
-            last.extend(order[max(0, len(order) - kept) :])
-            for unit in last:
-                unit.set_reshard_after_forward(False, recurse=False)
-            for number, unit in enumerate(order if ahead else []):
-                unit.set_modules_to_forward_prefetch(order[number + 1 : number + 1 + ahead])
-                before = order[max(0, number - ahead) : number][::-1]
-                unit.set_modules_to_backward_prefetch(before or [unit])
+        if copy.order:  # of the first forward
+            prefetch(list(dict.fromkeys(copy.order)), ahead)
+            copy.order = None
 
-    last: list[FSDPModule] = []
     model.register_forward_pre_hook(begin, prepend=True)
     model.register_forward_hook(end, always_call=True)
     return copy
+
+
+def prefetch(units: Sequence[FSDPModule], ahead: int) -> None:
+    """Gather ``ahead`` units early in forward and one in backward, in which units take longer."""
+    for number, unit in enumerate(units if ahead else ()):
+        unit.set_modules_to_forward_prefetch(list(units[number + 1 : number + 1 + ahead]))
+        unit.set_modules_to_backward_prefetch([units[max(0, number - 1)]])
 
 
 # %%

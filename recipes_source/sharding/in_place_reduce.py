@@ -61,17 +61,21 @@ class PushedGradients:
     @torch.no_grad()
     def reduce(self, group, taken: list) -> None:
         """Queue the reduction of ``taken``, parameters and gradients of one unit."""
-        current = self.streams.current_stream()
+        current, totals = self.streams.current_stream(), []
+        for batch in batches(taken):
+            numel = sum(p.padded_sharded_param_size.numel() for p, _ in batch)
+            size = {"dtype": group._orig_dtype, "device": self.memory.device}
+            totals.append(torch.empty(numel, **size))  # where activations were just freed
         self.stream.wait_stream(current)
         with self.streams.stream(self.stream):
-            for batch in batches(taken):
-                self.reduce_batch(group, batch)
+            for batch, total in zip(batches(taken), totals, strict=True):
+                self.reduce_batch(group, batch, total)
             event = self.stream.record_event()
         self.calls += 1
-        self.under_way.append((event, taken))
+        self.under_way.append((event, taken, totals))
         self.drain(WAITING)
 
-    def reduce_batch(self, group, batch: list) -> None:
+    def reduce_batch(self, group, batch: list, total: torch.Tensor) -> None:
         rank, ranks = self.memory.rank, self.memory.ranks
         parameters, gradients = tuple(p for p, _ in batch), [g for _, g in batch]
         dtype = group._reduce_dtype or gradients[0].dtype
@@ -88,10 +92,11 @@ class PushedGradients:
         mine = [g[rank * n : (rank + 1) * n] for g, n in zip(flat, numels, strict=True)]
         torch._foreach_copy_([p[: len(m)] for p, m in zip(places[rank], mine, strict=True)], mine)
         self.memory.barrier()
-        total = torch.empty(arrived.shape[1], dtype=dtype, device=arrived.device)
+        reduced = total if total.dtype == dtype else torch.empty_like(total, dtype=dtype)
         divisor = group.gradient_divide_factor or ranks
-        (torch.sum if divisor == 1 else torch.mean)(arrived, 0, dtype=dtype, out=total)
-        total = total.to(group._orig_dtype)
+        (torch.sum if divisor == 1 else torch.mean)(arrived, 0, dtype=dtype, out=reduced)
+        if reduced is not total:
+            total.copy_(reduced)
         start = 0
         for p, numel in zip(parameters, numels, strict=True):
             shape, stride = p.sharded_size, p.contiguous_sharded_stride
@@ -110,8 +115,7 @@ class PushedGradients:
     def drain(self, keep: int) -> None:
         """Let the compute stream wait for all but the last ``keep`` units; free their gradients."""
         while len(self.under_way) > keep:
-            event, _ = self.under_way.popleft()
-            self.streams.current_stream().wait_event(event)
+            self.streams.current_stream().wait_event(self.under_way.popleft()[0])
 
 
 def batches(taken: list) -> Iterator[list]:
