@@ -1,1067 +1,632 @@
-"""Measure what one checkpoint save costs a training loop, for every way of saving.
+"""Measure what one checkpoint save costs a stock training loop, for every way of saving.
 
-    torchrun --nproc-per-node=2 benchmarks/checkpoint_stall.py --out benchmarks
+    torchrun --nproc-per-node=2 benchmarks/checkpoint_stall.py --until $(($(date +%s) + 300))
     python benchmarks/checkpoint_stall.py --small --out /tmp/rehearsal      # a minute on a CPU
 
-One FSDP2 model with fused AdamW is trained all the time; ``--modes``, ``--storages`` and
-``--steps`` choose what is measured. A row is written with its first sample and again with every
-further one, so a run that is cut off is resumed by its command: rows are kept, and one with fewer
-samples than ``--saves`` gets the rest (``--again`` measures it anew).
+A stock Llama (``workloads.py``) trains all the time. What is measured is a list of tasks, the most
+important first (``--list`` prints it with the seconds each needs, ``--only`` picks); tasks that no
+longer fit before ``--until`` are left out, one that fails is noted, and rows are written as they
+come, so that the same command goes on where it was cut off.
 
 How a number is made
 --------------------
-The loop keeps at most two steps queued, as one that logs the loss of the step before last does.
-Nothing else synchronises the device between a window's first and last step.
+* A *window* is some steps in a row. A step's *interval* runs from the end of the step before it to
+  its own end, both events on the compute stream (host clock on a CPU). It holds everything that
+  delays a step: a held training thread, a waiting stream, slower kernels. The GPU never rests, so
+  its clocks are settled; a loop that reads nothing is kept at most two steps ahead of the device.
+* Windows with and without a save take turns. What a step takes without a save is the trimmed mean
+  of the windows without one in the same round and in the rounds beside it.
+* ``staging_cost_s``: the steps from the call to one step after the copy, minus what they take
+  without a save. Every way has made its copy before the update of the step after the call, or says
+  when it ended. A blocking call is part of it.
+* ``cost_s``: the same of all steps from the call to the end of the upload: everything that a save
+  costs training.
+* ``upload_slowdown``: steps that lie wholly between, over what they take without a save.
+* ``_low``, ``_high``: the bootstrap's 95 % interval of the median, from six samples on.
+* Row ``none`` is windows without a save, read in the same way, as if a save as long as the others'
+  had been called: what the method reads where there is nothing.
+* ``call_s``: host seconds from the call to its return; ``staged_s`` to the end of the copy, where
+  the way tells; ``uploaded_s`` from there until the checkpoint is complete in storage.
+* ``write_bytes_per_s``: bytes of a rank over ``uploaded_s``. ``storage_bytes_per_s``: the best of
+  1, 2, 4 and 8 threads that write 64 MB pieces into new files and sync them, all ranks at once.
+* ``loaded_back_bitwise``: a save behind ``queued_s`` of work on the device is loaded and compared
+  with a clone that the compute stream made of the state right before the call.
+* ``kept`` (``save_interval``): steps without saves over steps with a save every so many; the writer
+  deletes the checkpoint before the last. For 100 it is computed from ``cost_s``.
 
-* A *window* is some steps in a row, begun with a device that has rested (``Size.rest_s``). A step's
-  *interval* runs from the end of the step before it to its own end, both events on the compute
-  stream (host clock on a CPU). It holds everything that delays a step: a held training thread, a
-  waiting stream, slower kernels.
-* ``step_s``: median interval without a save, the first steps of each window left out. In a window
-  that has no partner (see below) these are the steps that end before the call.
-* ``call_s``: host seconds from the call to its return.
-* ``staged_s``: seconds until the copy in host memory is complete: for ``overlapped`` between the
-  events around its copies on the device, otherwise on the host, from the call on.
-* ``exposed_stall_s``: sum over the steps that end after the call, up to one step after the end of
-  staging, of interval minus what that step takes without a save. A blocking call is part of it,
-  since the compute stream runs empty. After a rest a GPU's clocks swing for some seconds, and step
-  times with them by several per cent, much alike in every window; the save comes when that is over
-  (``Size.quiet_steps``). Where the stall is a small part of a step (``paired`` modes), each window
-  with a save has a partner without, of as many steps, and steps at the same place of their windows
-  are compared. Which of the two comes first alternates, so that what a window owes to its turn
-  cancels over an even number of ``--saves``. Elsewhere the baseline is the mean of the steps before
-  the save, whole swings of the clock. ``samples`` has the intervals.
-* ``exposed_stall_low_s``, ``exposed_stall_high_s``: between them the centre of all such stalls lies
-  with at least 95 % confidence, by Wilcoxon's signed ranks, which asks of their distribution that
-  it be symmetric and nothing more; from six samples on. Row ``none`` compares windows without a
-  save with each other in the same way: what the method reads where there is nothing.
-* ``uploaded_s``: host seconds from the end of staging until the checkpoint is complete in storage
-  (for a save that does not stage, from the call), training all the while; ``uploaded_idle_s`` the
-  same with no training beside it.
-* ``upload_slowdown``: the steps that lie wholly between the end of staging and the end of the
-  upload, over what they take without a save, by the same baseline. A save that leaves the GPU
-  without work is a rest too: behind it the clocks swing anew, and a change of less than one per
-  cent means nothing.
-* ``bytes_written``: size of the files of one checkpoint, all ranks.
-* ``pinned_bytes``: page-locked host memory of this rank, most at any time: PyTorch's own allocator
-  plus memory registered with ``cudaHostRegister``.
-* ``host_peak_bytes``: the largest resident set of this rank minus that before the mode began.
-  Files in memory-backed storage are not in it.
-* ``loaded_back_bitwise``: a save is loaded and compared with a clone that the compute stream made
-  of the state right before the call. Where staging runs beside training this is a separate save
-  with ``QUEUED_S`` of work queued before its step; elsewhere it is the first.
-  ``elements_differing`` is the share of elements that are not those of the clone.
-* ``quiet_steps``: steps of a window before its save. A row measured with another number is measured
-  anew.
-* ``link``: pinned copy rates of rank 0 while nothing else runs, and its device-to-host rate beside
-  training on all ranks at once, every rank copying: as many bytes as the state has, queued behind
-  an optimizer step, in large pieces. With more than one rank the copies share the way out of the
-  GPU with the collectives.
-* ``bound_s``: bytes of state of this rank over the rate beside training.
-
-All values are rank 0's; medians over ``--saves`` saves, single values under ``samples``.
+All values are rank 0's, medians over windows; single values under ``samples``.
 """
 
 import argparse
 import gc
-import importlib
 import json
 import shutil
 import statistics
 import sys
 import tempfile
 import time
-from collections import Counter
-from collections.abc import Callable, Iterator
-from concurrent.futures import Future
-from contextlib import AbstractContextManager, nullcontext
-from dataclasses import dataclass
-from importlib.metadata import PackageNotFoundError, version
-from itertools import combinations_with_replacement, pairwise
+from collections.abc import Iterator
+from contextlib import contextmanager
+from dataclasses import dataclass, replace
+from functools import partial
+from itertools import pairwise
 from pathlib import Path
 
 import torch
 import torch.distributed as dist
-import torch.distributed.checkpoint as dcp
-from torch import nn
-from torch.distributed.checkpoint import FileSystemWriter
-from torch.distributed.checkpoint.staging import DefaultStager, StagingOptions
-from torch.distributed.fsdp import MixedPrecisionPolicy, fully_shard
 
 ROOT = Path(__file__).resolve().parents[1]
-sys.path[:0] = [str(ROOT), str(ROOT / "recipes_source" / "checkpoint")]
+sys.path.insert(0, str(ROOT))
 
-from async_save import (  # noqa: E402
+from benchmarks.checkpoint_ways import (  # noqa: E402
+    PIECES,
+    WAYS,
+    AllAtOnce,
     AppState,
-    AsyncCheckpoints,
-    SampleCounter,
+    Save,
+    Way,
+    differences,
     leaves,
-    same_bits,
+    like,
     snapshot,
     start_rank,
 )
-from default_stager import REUSE_CRASHES, StagedCheckpoints  # noqa: E402
-from overlapped_stager import OverlappedStager  # noqa: E402
-from pinned_staging import PinnedCheckpoints  # noqa: E402
-from process_checkpointer import ProcessCheckpoints  # noqa: E402
-
 from benchmarks.measuring import (  # noqa: E402
+    Agreement,
     Drawn,
     HostMemory,
     Results,
-    blocks,
+    StepClock,
+    Task,
+    compute_lane,
     header,
+    in_turn,
+    intervals_of,
     link_rates,
+    medians,
     profiled_events,
+    queue_work,
+    run_tasks,
     say,
+    size_on_disk,
+    storage_rates,
+    summary,
     synchronize,
-    timing_event,
+    trimmed_mean,
     write_trace,
 )
+from benchmarks.workloads import StockLoop, compile_blocks, llama, shard  # noqa: E402
 
-BOUND_FROM = "bytes of state of a rank over the pinned device-to-host rate beside training"
-QUEUED_S = 4.0  # more than a stager takes to lock its memory
-QUEUED_MATRIX = 16384  # rows and columns of the products queued
-QUEUED_STEPS = 2  # at most, on the device
-STEPS_AFTER = 4  # at least, of a window, after its save
-CONFIDENCE = 0.95  # of the interval around a stall
-SETTLED = 2  # at the start of a window, not counted for the step time: the queue fills
+BOUND_FROM = "bytes of state of a rank over the rate of its link"
+LEAD = 2  # steps of a window before its save
+AFTER = 1  # and after the upload has ended
+QUIET = 6, 10  # steps of a window without a save, at least and at most
+INTERVALS = ("staging_cost_s", "cost_s", "upload_slowdown")  # get a bootstrap interval
+RECIPES = {name: way.recipes for name, way in (WAYS | PIECES).items()}
+PARAMETERS = ("model", "loop", "compiled", "storage", "step", "tokens")
+
+
+@dataclass(frozen=True)
+class Case:
+    """What the loop does: a row's parameters."""
+
+    model: str = "llama-1b"
+    loop: str = "reads"
+    compiled: bool = False
+    storage: str = "memory"
+    step: str = "long"
 
 
 @dataclass(frozen=True)
 class Size:
-    """Widths in features, tokens a step (all ranks together), link test in bytes."""
-
-    layers_per_rank: int
-    widths: tuple[int, int]
-    tokens: dict[str, int]
+    model: str
+    tokens: dict[str, int]  # a step and rank
+    length: int  # tokens of a sequence
+    probe_bytes: int  # that a rank writes to learn what the storage takes
     link_bytes: int
-    rest_s: float  # before each window
-    quiet_steps: dict[str, int]  # of a window, before its save
 
 
-# 16 layers of 8192 x 4096 with Adam in float32: 6.44 GB of state a rank. On an H200 that has
-# rested, step times swing with a period of about a second, three long steps: by five per cent at
-# first, where a window's slowest step may be one place later than its partner's, and by one per
-# cent after five seconds. So the save comes then, and from SETTLED to the call there are whole
-# periods.
-FULL = Size(
-    *(16, (8192, 4096), {"long": 65536, "short": 8192}, 2**30, 1.0),
-    quiet_steps={"long": 16, "short": 90},
-)
-SMALL = Size(
-    *(4, (256, 128), {"long": 4096, "short": 256}, 2**24, 0.0),
-    quiet_steps={"long": 7, "short": 7},
-)
-
-
-# -- the training loop ------------------------------------------------------------------------
-
-
-class Training:
-    """The model under test and the times of its steps."""
-
-    def __init__(self, size: Size, device: torch.device, scratch: Path) -> None:
-        self.size, self.device, self.scratch = size, device, scratch
-        self.app = self.build()
-        self.ends: list = []
-
-    def build(self) -> AppState:
-        torch.manual_seed(0)
-        wide, narrow = self.size.widths
-        count = self.size.layers_per_rank * dist.get_world_size()
-        shapes = [(wide, narrow) if i % 2 == 0 else (narrow, wide) for i in range(count)]
-        with torch.device(self.device):
-            layers = [nn.Linear(*shape, bias=False) for shape in shapes]
-            model = nn.Sequential(SampleCounter(), *layers)
-        precision = MixedPrecisionPolicy(param_dtype=torch.bfloat16, reduce_dtype=torch.float32)
-        for layer in layers:
-            fully_shard(layer, mp_policy=precision)
-        fully_shard(model, mp_policy=precision)
-        return AppState(model, torch.optim.AdamW(model.parameters(), lr=1e-4, fused=True))
-
-    def prepare(self, tokens: str) -> None:
-        """Choose the step's length and run until it is steady."""
-        self.quiet_steps = self.size.quiet_steps[tokens]
-        count = self.size.tokens[tokens] // dist.get_world_size()
-        torch.manual_seed(dist.get_rank())
-        self.batch = torch.randn(count, self.size.widths[0], device=self.device)
-        self.steps(5)
-        synchronize(self.device)
-
-    def steps(self, count: int, mode: "Mode | None" = None) -> None:
-        for _ in range(count):
-            if len(self.ends) >= QUEUED_STEPS:
-                self.ends[-QUEUED_STEPS].synchronize()
-            self.app.model(self.batch).square().mean().backward()
-            with mode.update() if mode else nullcontext():
-                self.app.optimizer.step()
-            self.app.optimizer.zero_grad()
-            self.app.step += 1
-            if mode:
-                mode.after_step()
-            end = timing_event(self.device)
-            end.record()
-            self.ends.append(end)
-
-    def queue_work(self, seconds: float) -> None:
-        """Queue matrix products for about ``seconds`` (800 TFLOP/s) on the compute stream."""
-        if self.device.type == "cuda":
-            a = torch.randn(QUEUED_MATRIX, QUEUED_MATRIX, device=self.device, dtype=torch.bfloat16)
-            product = torch.empty_like(a)
-            for _ in range(round(seconds * 800e12 / (2 * QUEUED_MATRIX**3))):
-                torch.mm(a, a, out=product)
-
-    def start_clock(self) -> None:
-        """Begin a window: tie the device's clock to the host's, with the device rested."""
-        self.ends.clear()
-        synchronize(self.device)
-        dist.barrier(group=AGREEMENT[0])
-        time.sleep(self.size.rest_s)
-        origin = timing_event(self.device)
-        origin.record()
-        origin.synchronize()
-        self.origin_at = time.perf_counter()
-        self.ends.append(origin)
-
-    def step_ends(self) -> list[float]:
-        """Host times (s) at which the steps since ``start_clock`` ended on the device."""
-        self.ends[-1].synchronize()
-        return [self.origin_at + self.ends[0].elapsed_time(end) / 1e3 for end in self.ends]
-
-
-# -- the ways of saving -----------------------------------------------------------------------
+FULL = {  # steps of 0.3 s and the shortest that an H200 reaches
+    1: Size("llama-1b", {"long": 16384, "short": 2048}, 2048, 4 * 10**9, 2**30),
+    2: Size("llama-1b", {"long": 14336, "short": 2048}, 2048, 4 * 10**9, 2**30),
+}
+SMALL = Size("llama-tiny", {"long": 256, "short": 64}, 32, 2**20, 2**20)
 
 
 @dataclass
-class Save:
-    """One save under way: when it was called and returned, what completes it (host times, s)."""
-
-    directory: Path
-    called_at: float
-    returned_at: float = 0.0
-    staged_at: float | None = None
-    uploaded_at: float | None = None
-    uploaded: Future | None = None
-    staged_s: float | None = None
-
-    def watch(self, staged: Future | None, uploaded: Future) -> None:
-        def note(name: str) -> Callable[[Future], None]:
-            return lambda _: setattr(self, name, time.perf_counter())
-
-        if staged is not None:
-            staged.add_done_callback(note("staged_at"))
-        uploaded.add_done_callback(note("uploaded_at"))
-        self.uploaded = uploaded
-
-
-class Mode:
-    """A way of saving. ``start`` is timed as the call; the rest is what the loop must do for it."""
-
-    recipe: str | None = None  # whose code is measured, by its file's stem
-    note: str | None = None
-    stages_beside = False  # training goes on while the copy is made
-    paired = False  # its stall is a small part of a step
-    uploads_idle = False  # measure the upload with the device idle too
-
-    def __init__(self, training: Training) -> None:
-        self.training, self.app = training, training.app
-        self.group = dist.new_group(backend="gloo")
-
-    def save(self, directory: Path) -> Save:
-        save = Save(directory, time.perf_counter())
-        self.start(save)
-        save.returned_at = time.perf_counter()
-        if save.uploaded is None:  # it blocked until all was written
-            save.staged_at = save.uploaded_at = save.returned_at
-        elif save.staged_at is None and not self.stages_beside:
-            save.staged_at = save.returned_at
-        return save
-
-    def start(self, save: Save) -> None:
-        raise NotImplementedError
-
-    def update(self) -> AbstractContextManager:
-        """Around ``optimizer.step()``."""
-        return nullcontext()
-
-    def after_step(self) -> None:
-        """After each step, on the training thread."""
-
-    def finish(self, save: Save) -> None:
-        if save.uploaded is not None:
-            save.uploaded.result()
-            while save.uploaded_at is None:  # callbacks run just after the result is there
-                time.sleep(1e-4)
-
-    def load(self, directory: Path) -> dict[str, object]:
-        """The leaves of a state loaded from ``directory``."""
-        app = self.training.build()
-        dcp.load({"app": app}, checkpoint_id=directory, process_group=self.group)
-        return leaves(app.state_dict())
-
-    def close(self) -> None:
-        dist.destroy_process_group(self.group)
-
-
-class Nothing(Mode):
-    def start(self, save: Save) -> None: ...
-
-
-class TorchSave(Mode):
-    note = "one file a rank, its local shards; not reshardable"
-
-    def start(self, save: Save) -> None:
-        save.directory.mkdir(parents=True, exist_ok=True)
-        torch.save(leaves(self.app.state_dict()), save.directory / f"{dist.get_rank()}.pt")
-        dist.barrier(group=self.group)
-
-    def load(self, directory: Path) -> dict[str, object]:
-        path = directory / f"{dist.get_rank()}.pt"
-        return torch.load(path, map_location=self.training.device)
-
-
-class DcpSave(Mode):
-    def start(self, save: Save) -> None:
-        dcp.save({"app": self.app}, checkpoint_id=save.directory, process_group=self.group)
-
-
-class RecipeMode(Mode):
-    """The class that a recipe offers for its saves; it writes to ``<directory>/step<N>``."""
-
-    checkpoints: AsyncCheckpoints | ProcessCheckpoints
-
-    def start(self, save: Save) -> None:
-        self.checkpoints.root = save.directory
-        self.checkpoints.save(self.app)
-        self.watch(save)
-
-    def watch(self, save: Save) -> None:
-        save.watch(None, self.checkpoints.upload)
-
-    def finish(self, save: Save) -> None:
-        super().finish(save)
-        self.checkpoints.wait()
-
-    def load(self, directory: Path) -> dict[str, object]:
-        (checkpoint,) = directory.iterdir()
-        return super().load(checkpoint)
-
-    def close(self) -> None:
-        self.checkpoints.close()
-        super().close()
-
-
-class AsyncSave(RecipeMode):
-    recipe = "async_save"
-
-    def __init__(self, training: Training) -> None:
-        super().__init__(training)
-        self.checkpoints = AsyncCheckpoints(Path())
-
-
-class Pinned(RecipeMode):
-    recipe = "pinned_staging"
-
-    def __init__(self, training: Training) -> None:
-        super().__init__(training)
-        self.checkpoints = PinnedCheckpoints(Path())
-
-
-class DefaultStagerOrdered(RecipeMode):
-    recipe = "default_stager"
-    stages_beside = True
-    uploads_idle = True
-
-    def __init__(self, training: Training) -> None:
-        super().__init__(training)
-        self.checkpoints = StagedCheckpoints(Path(), training.device)
-        built = "a new stager a save" if REUSE_CRASHES else "one stager for all saves"
-        self.note = f"{built}; its stream waits for an event behind the step"
-
-    def watch(self, save: Save) -> None:
-        save.watch(self.checkpoints.stager.staged, self.checkpoints.upload)
-
-    def update(self) -> AbstractContextManager:
-        self.checkpoints.wait_staged()
-        return nullcontext()
-
-
-class Process(RecipeMode):
-    recipe = "process_checkpointer"
-    uploads_idle = True
-    note = "the daemons are started before the first save that is timed"
-
-    def __init__(self, training: Training) -> None:
-        super().__init__(training)
-        directory = shared_directory(training.scratch)
-        try:
-            self.checkpoints = ProcessCheckpoints(directory, self.app)
-        finally:
-            remove(directory)
-
-
-class DefaultStagerAsPublished(Mode):
-    note = "a new stager a save, never ordered after the step; closed here after each save"
-    stages_beside = True
-    staging: Future | None = None
-
-    def start(self, save: Save) -> None:
-        on_cpu = self.training.device.type == "cpu"
-        options = StagingOptions(False, False, True, False) if on_cpu else StagingOptions()
-        self.stager = DefaultStager(options)
-        response = dcp.async_save(
-            {"app": self.app},
-            checkpoint_id=save.directory,
-            process_group=self.group,
-            async_stager=self.stager,
-        )
-        save.watch(response.staging_completion, response.upload_completion)
-        self.staging = response.staging_completion
-
-    def update(self) -> AbstractContextManager:
-        if self.staging is not None:
-            self.staging.result()
-            self.staging = None
-        return nullcontext()
-
-    def finish(self, save: Save) -> None:
-        super().finish(save)
-        self.stager.close()
-        self.stager = None  # its memory is freed here, not in the next call
-
-
-class Overlapped(Mode):
-    recipe = "overlapped_stager"
-    stages_beside = paired = uploads_idle = True
-
-    def __init__(self, training: Training) -> None:
-        super().__init__(training)
-        self.stager = OverlappedStager(training.device, self.app.model.buffers())
-
-    def start(self, save: Save) -> None:
-        writer = FileSystemWriter(save.directory, per_thread_copy_ahead=0)
-        response = dcp.async_save(
-            {"app": self.app},
-            storage_writer=writer,
-            process_group=self.group,
-            async_stager=self.stager,
-        )
-        self.stager.in_use_until(response.upload_completion)
-        save.watch(self.stager.staged, response.upload_completion)
-
-    def update(self) -> AbstractContextManager:
-        self.stager.before_update()
-        return nullcontext()
-
-    def finish(self, save: Save) -> None:
-        super().finish(save)
-        save.staged_s = self.stager.staged.result()
-
-    def close(self) -> None:
-        self.stager.close()
-        super().close()
-
-
-class TorchCheckpointing(Mode):
-    """The torch_checkpointing package: staging thread, shared memory, a writer process."""
-
-    stages_beside = paired = True
-
-    def __init__(self, training: Training) -> None:
-        super().__init__(training)
-        package = importlib.import_module("torch_checkpointing")
-        self.note = f"torch_checkpointing {version('torch_checkpointing')}; no resharder declared"
-        self.manager = package.CheckpointManager(package.CheckpointManager.Config())
-
-    def start(self, save: Save) -> None:
-        uploaded = self.manager.save(str(save.directory), self.app.state_dict())
-        # The manager does not give out its staging future; without it only the upload has an end.
-        save.watch(getattr(self.manager, "_staging_future", None), uploaded)
-
-    def update(self) -> AbstractContextManager:
-        return self.manager.lock()
-
-    def load(self, directory: Path) -> dict[str, object]:
-        app = self.training.build()
-        target = app.state_dict()
-        loaded = dict(self.manager.load(str(directory), into=target))
-        return leaves(loaded)
-
-    def close(self) -> None:
-        self.manager.close()
-        super().close()
-
-
-class NvidiaResiliencyExt(Mode):
-    """nvidia-resiliency-ext's TorchAsyncCheckpoint: torch.save in a persistent process."""
-
-    def __init__(self, training: Training) -> None:
-        super().__init__(training)
-        module = importlib.import_module(
-            "nvidia_resiliency_ext.checkpointing.async_ckpt.torch_ckpt"
-        )
-        self.note = (
-            f"nvidia-resiliency-ext {version('nvidia-resiliency-ext')}, TorchAsyncCheckpoint: "
-            f"one file a rank, not reshardable; its end is seen at the end of a step"
-        )
-        self.checkpoint = module.TorchAsyncCheckpoint()
-        self.pending: Future | None = None
-
-    def start(self, save: Save) -> None:
-        save.directory.mkdir(parents=True, exist_ok=True)
-        path = save.directory / f"{dist.get_rank()}.pt"
-        self.checkpoint.async_save(leaves(self.app.state_dict()), path)
-        self.pending = Future()
-        save.watch(None, self.pending)
-
-    def after_step(self) -> None:
-        if self.pending is not None:
-            self.checkpoint.finalize_async_save(blocking=False)
-            queue = self.checkpoint._get_async_calls_queue()
-            if queue.get_num_unfinalized_calls() == 0:
-                self.pending.set_result(None)
-                self.pending = None
-            elif not queue.persistent_caller.process.is_alive():  # nobody would answer
-                code = queue.persistent_caller.process.exitcode
-                queue.close(abort=True)
-                raise RuntimeError(f"the writer process ended with exit code {code}")
-
-    def finish(self, save: Save) -> None:
-        if self.pending is not None:
-            self.checkpoint.finalize_async_save(blocking=True)
-            self.pending.set_result(None)
-            self.pending = None
-        super().finish(save)
-
-    load = TorchSave.load
-
-    def close(self) -> None:
-        self.checkpoint.close()
-        super().close()
-
-
-MODES: dict[str, type[Mode]] = {
-    "none": Nothing,
-    "torch_save": TorchSave,
-    "dcp_save": DcpSave,
-    "async_save": AsyncSave,
-    "pinned": Pinned,
-    "default_stager_as_published": DefaultStagerAsPublished,
-    "default_stager_ordered": DefaultStagerOrdered,
-    "overlapped": Overlapped,
-    "process": Process,
-    "torch_checkpointing": TorchCheckpointing,
-    "nvidia-resiliency-ext": NvidiaResiliencyExt,
-}
-RECIPES = {name: (mode.recipe,) if mode.recipe else () for name, mode in MODES.items()}
+class Window:
+    """Host times (s) of a window's start and of each step's end, and its save."""
+
+    ends: list[float]
+    save: Save
+
+    def times(self, usual: float) -> dict:
+        """What the save cost, with steps that take ``usual`` seconds without one."""
+        steps, ends, save = intervals_of(self.ends), self.ends[1:], self.save
+        staged_at = save.staged_at or save.returned_at
+
+        def step_of(moment: float) -> int:  # the last one holds for all beyond
+            return next((i for i, end in enumerate(ends) if end >= moment), len(steps) - 1)
+
+        first = step_of(save.called_at)
+        # the copy has ended before the update of step LEAD; behind it one step more is counted
+        free = min(max(LEAD, step_of(staged_at)) + 1, len(steps) - 1)
+        last = max(free, step_of(save.uploaded_at))
+        beside = steps[free + 1 : last]
+        blocked = save.staged_at == save.uploaded_at
+        begun = save.called_at if blocked else save.staged_at or save.called_at
+        return {
+            "staging_cost_s": sum(steps[first : free + 1]) - usual * (free + 1 - first),
+            "cost_s": sum(steps[first : last + 1]) - usual * (last + 1 - first),
+            "upload_slowdown": statistics.mean(beside) / usual if beside else None,
+            "steps_beside_upload": len(beside),
+            "step_s": usual,
+            "call_s": save.returned_at - save.called_at,
+            "staged_s": save.staged_at - save.called_at if save.staged_at else None,
+            "uploaded_s": save.uploaded_at - begun,
+        }
+
+
+class Training:
+    """The model under test, its loop, and windows of it."""
+
+    def __init__(self, size: Size, device: torch.device, storages: dict[str, Path]) -> None:
+        self.size, self.device, self.storages = size, device, storages
+        self.agreement = Agreement()
+        model = shard(llama(size.model, device))
+        self.loop = StockLoop(model, size.tokens["long"], size.length)
+        self.app = AppState(model, self.loop.optimizer)
+        self.case = Case(size.model)
+        self.way: Way | None = None
+        self.clock = StepClock(device)
+        self.steps(6)
+
+    def prepare(self, case: Case) -> None:
+        """Train as ``case`` says until it is steady."""
+        if case == self.case:
+            return
+        if case.compiled and not self.case.compiled:
+            compile_blocks(self.loop.model)
+        if self.case.compiled and not case.compiled:
+            for layer in self.loop.model.model.layers:
+                layer._compiled_call_impl = None
+        self.loop.set_batches(self.size.tokens[case.step], self.size.length)
+        self.loop.reads = case.loop == "reads"
+        self.case = case
+        self.clock.start()
+        self.steps(6)
+
+    def steps(self, count: int) -> None:
+        for _ in range(count):
+            self.loop.step()
+            self.app.step += 1
+            if self.way is not None:
+                self.way.after_step()
+            self.clock.tick()
+
+    def quiet(self, like: Window | None = None) -> Window:
+        """A window without a save, read as if it had one that took as long as that of ``like``."""
+        steps = min(max(QUIET[0], len(like.ends) - 1 if like else 0), QUIET[1])
+        self.clock.start()
+        self.steps(LEAD)
+        now = time.perf_counter()
+        taken = like.save.uploaded_at - like.save.called_at if like else 0.0
+        self.steps(steps - LEAD)
+        return Window(self.clock.ends(), Save(Path(), now, now, now, now + taken))
+
+    def saving(self, directory: Path) -> Window:
+        """A window with a save: until its upload has ended on all ranks, and some steps more."""
+        self.agreement.barrier()
+        self.clock.start()
+        self.steps(LEAD)
+        save = self.way.save(directory)
+        self.steps(2 + AFTER)
+        while self.agreement.any(save.uploaded is not None and not save.uploaded.done()):
+            self.steps(2)
+        self.steps(AFTER)
+        ends = self.clock.ends()
+        self.way.finish(save)
+        self.agreement.barrier()
+        return Window(ends, save)
+
+    def new_directory(self) -> Path:
+        rank_0 = dist.get_rank() == 0
+        parent = self.storages[self.case.storage]
+        return self.agreement.from_rank_0(Path(tempfile.mkdtemp(dir=parent)) if rank_0 else None)
+
+    def remove(self, directory: Path) -> None:
+        self.agreement.barrier()
+        if dist.get_rank() == 0:
+            shutil.rmtree(directory, ignore_errors=True)
+        self.agreement.barrier()
 
 
 # -- one row ----------------------------------------------------------------------------------
 
 
-def agreed_max(value: float) -> float:
-    """The largest ``value`` of all ranks, so that they take equal numbers of steps."""
-    tensor = torch.tensor(value, dtype=torch.float64)
-    dist.all_reduce(tensor, dist.ReduceOp.MAX, group=AGREEMENT[0])
-    return tensor.item()
+def usual_step(rounds: list[list[float]], number: int, own: bool = True) -> float:
+    """What a step takes without a save, by the quiet windows around round ``number``."""
+    near = range(max(0, number - 1), min(len(rounds), number + 2))
+    return trimmed_mean([s for i in near if own or i != number for s in rounds[i][1:]])
 
 
-AGREEMENT: list = []  # one gloo group for what the benchmark itself must agree on
+class Measurement:
+    """The results and everything that adds to them; a method a kind of task."""
 
+    def __init__(self, training: Training, out: Path, head: dict, started: float) -> None:
+        self.training, self.out, self.head, self.started = training, out, head, started
+        found = [
+            Results(out, head | {"benchmark": name}, RECIPES, (*PARAMETERS, *more))
+            for name, *more in (
+                ["checkpoint_stall"],
+                ["save_interval", "every"],
+                ["staging_pieces"],
+            )
+        ]
+        self.results, self.intervals, self.pieces = found
+        rows = self.results.data["rows"]
+        self.results.data["rows"] = [row for row in rows if row.get("loop")]  # of stock models
+        self.storage: dict[str, float] = {}
+        self.name: str | None = None  # of the way that is open
+        self.first: Window | None = None  # its first save
+        self.memory: HostMemory | None = None
 
-def remove(directory: Path) -> None:
-    dist.barrier(group=AGREEMENT[0])
-    if dist.get_rank() == 0:
-        shutil.rmtree(directory, ignore_errors=True)
-    dist.barrier(group=AGREEMENT[0])
+    def row(self, results: Results, case: Case, name: str) -> dict | None:
+        key = results.key({"name": name, **self.key(case)})
+        return next((row for row in results.data["rows"] if results.key(row) == key), None)
 
+    def key(self, case: Case) -> dict:
+        return {**vars(case), "tokens": self.training.size.tokens[case.step]}
 
-def size_on_disk(directory: Path) -> int:
-    return sum(path.stat().st_size for path in directory.rglob("*") if path.is_file())
+    def has(self, case: Case, name: str, samples: int, results: Results | None = None) -> bool:
+        row = self.row(results or self.results, case, name)
+        return row is not None and len(row["samples"].get("step_s", ())) >= samples
 
+    def fixed(self, case: Case, name: str, way: Way | None) -> dict:
+        workload, link = self.head["workload"], self.head["link"]
+        fixed = {"name": name, **self.key(case), "note": way.note if way else None}
+        fixed["tensors"] = workload["tensors"]
+        if link:
+            bound_s = workload["state_bytes_per_rank"] / link["pinned_d2h_bytes_per_s"]
+            fixed |= {"bound_s": bound_s, "bound_from": BOUND_FROM}
+        return fixed
 
-def window_without_save(training: Training, mode: Mode, steps: int) -> list[float]:
-    """Host times (s) of the start and of each step's end of a window."""
-    training.start_clock()
-    training.steps(steps, mode)
-    return training.step_ends()
+    @contextmanager
+    def opened(self, case: Case, name: str) -> Iterator[Path]:
+        """Train as ``case`` says with the way ``name``; yields a directory for its saves.
 
+        A way stays open for the tasks behind it: it may have locked all of its memory.
+        """
+        training = self.training
+        if name != self.name:
+            self.close()
+            self.memory, scratch = HostMemory(), training.storages["memory"]
+            training.way = (WAYS | PIECES)[name](training.app, training.device, scratch)
+            training.way.attach()
+            self.name = name
+        try:
+            training.prepare(case)
+            directory = training.new_directory()
+            if self.first is None:
+                self.first = training.saving(directory / "first")
+                self.written = size_on_disk(directory / "first")
+                training.remove(directory / "first")
+            yield directory
+            training.remove(directory)
+        except BaseException as error:  # it may not answer any more
+            training.way.abandon(type(error), error, error.__traceback__)
+            training.way = None
+            self.close()
+            raise
 
-def window_with_save(
-    training: Training, mode: Mode, directory: Path, first: bool
-) -> tuple[list[float], Save, dict | None]:
-    """The same of a window with a save, the save, and what it must hold if that is known.
+    def close(self) -> None:
+        way, self.training.way = self.training.way, None
+        if self.memory is not None:
+            self.memory.close()
+        self.name = self.memory = self.first = None
+        if way is not None:
+            way.close()
+        gc.collect()
 
-    Trains until the upload has ended on all ranks.
-    """
-    training.start_clock()
-    training.steps(training.quiet_steps, mode)
-    expected = snapshot(training.app) if first and not mode.stages_beside else None
-    save = mode.save(directory)
-    training.steps(STEPS_AFTER, mode)
-    while agreed_max(float(save.uploaded is not None and not save.uploaded.done())):
-        training.steps(2, mode)
-    ends = training.step_ends()
-    mode.finish(save)
-    dist.barrier(group=AGREEMENT[0])
-    return ends, save, expected
+    def cost(self, case: Case, name: str, rounds: int, results: Results | None = None) -> None:
+        """The row of ``name``: ``rounds`` pairs of windows; beside it that of ``none``."""
+        results, training = results or self.results, self.training
+        saves: list[Window] = []
+        without: list[Window] = []
+        with self.opened(case, name) as directory:
+            fixed = self.fixed(case, name, training.way)
 
+            def save() -> None:
+                place = directory / f"save{len(saves)}"
+                saves.append(training.saving(place))
+                training.remove(place)
 
-def intervals_of(ends: list[float]) -> list[float]:
-    return [b - a for a, b in pairwise(ends)]
+            def quiet() -> None:
+                without.append(training.quiet(saves[-1]))
 
+            for _ in in_turn({"save": save, "quiet": quiet}, rounds, lambda: True):
+                quiet_steps = [intervals_of(window.ends) for window in without]
+                usual = [usual_step(quiet_steps, i) for i in range(len(saves))]
+                row = medians([w.times(u) for w, u in zip(saves, usual, strict=True)], INTERVALS)
+                first = self.first.times(usual[0])
+                row |= {
+                    "exposed_stall_s": row["staging_cost_s"],
+                    "first_call_s": first["call_s"],
+                    "first_exposed_stall_s": first["staging_cost_s"],
+                    "bytes_written": self.written,
+                    **self.memory.peaks(),
+                    **self.rates(case, self.written, row["uploaded_s"]),
+                }
+                results.add({**(self.row(results, case, name) or {}), **fixed, **row})
+        if rounds > 2 and not self.has(case, "none", rounds, results):
+            own = [usual_step(quiet_steps, i, own=False) for i in range(rounds)]
+            row = medians([w.times(u) for w, u in zip(without, own, strict=True)], INTERVALS)
+            row |= dict.fromkeys(("call_s", "staged_s", "uploaded_s"))  # there was no save
+            results.add({**self.fixed(case, "none", None), **row})
+        told = ("staging_cost_s", "cost_s", "upload_slowdown", "call_s", "uploaded_s", "step_s")
+        row = self.row(results, case, name)
+        say(self.started, f"{name}: {json.dumps({key: row[key] for key in told})}")
 
-def usual(baseline: list[float], step: int) -> float:
-    """Seconds that a window's step takes without a save; the last value holds for all beyond."""
-    return baseline[min(step, len(baseline) - 1)]
-
-
-def exposed_stall(
-    ends: list[float], baseline: list[float], called_at: float, staged_at: float
-) -> tuple[float, int]:
-    """Seconds that a save added to a window's steps, and the first step that it did not touch.
-
-    Args:
-        ends: host times (s) of the window's start and of each step's end.
-        baseline: see :func:`usual`.
-        called_at, staged_at: host times (s) of the call and of the end of staging.
-    """
-    steps = list(pairwise(ends))
-    touched = [i for i, (a, b) in enumerate(steps) if b > called_at and a < staged_at]
-    first_free = touched[-1] + 1 if touched else len(steps)
-    counted = [i for i in (*touched, first_free) if i < len(steps)]
-    added = [steps[i][1] - steps[i][0] - usual(baseline, i) for i in counted]
-    return sum(added), first_free
-
-
-def upload_slowdown(
-    ends: list[float], baseline: list[float], begin: int, uploaded_at: float
-) -> tuple[float | None, int]:
-    """Time of the steps from ``begin`` on that end before ``uploaded_at``, over the usual.
-
-    Returns:
-        The ratio, None if there is no such step, and the number of steps.
-    """
-    taken = [b - a for a, b in list(pairwise(ends))[begin:] if b < uploaded_at]
-    without = sum(usual(baseline, begin + i) for i in range(len(taken)))
-    return (sum(taken) / without if taken else None), len(taken)
-
-
-def centre_interval(values: list[float]) -> tuple[float, float] | None:
-    """What holds the centre of a symmetric distribution, with ``CONFIDENCE``, by its samples.
-
-    Of the means of all pairs, how many are below the centre is distributed as the sum of those
-    ranks 1 … n whose coin shows heads (Wilcoxon's signed-rank test, turned around). None where even
-    the smallest and the largest sample are not enough.
-    """
-    means = sorted((a + b) / 2 for a, b in combinations_with_replacement(values, 2))
-    ways = Counter({0: 1})  # to get each sum of ranks
-    for rank in range(1, len(values) + 1):
-        ways += Counter({total + rank: count for total, count in ways.items()})
-    outside, found = 0.0, None
-    for i in range(len(means) // 2):
-        outside += 2 * ways[i] / 2 ** len(values)
-        if outside > 1 - CONFIDENCE:
-            break
-        found = means[i], means[-1 - i]
-    return found
-
-
-def stall_interval(stalls: list[float]) -> dict[str, float]:
-    """The fields of a row around ``exposed_stall_s``."""
-    interval = centre_interval(stalls)
-    return dict(zip(("exposed_stall_low_s", "exposed_stall_high_s"), interval or (), strict=False))
-
-
-def measure_save(
-    training: Training,
-    mode: Mode,
-    directory: Path,
-    *,
-    first: bool = False,
-    pair_steps: int = 0,
-    quiet_first: bool = True,
-) -> tuple[dict, dict | None]:
-    """One sample of every time in a row; of the first save, also what its checkpoint must hold.
-
-    Args:
-        first: the mode's first save.
-        pair_steps: steps of the window without a save that this one is compared with; 0: none.
-        quiet_first: whether that window comes before the one with the save.
-    """
-    without: list[float] = []
-    if pair_steps and quiet_first:
-        without = intervals_of(window_without_save(training, mode, pair_steps))
-    ends, save, expected = window_with_save(training, mode, directory, first)
-    intervals = intervals_of(ends)
-    if pair_steps and not quiet_first:
-        without = intervals_of(window_without_save(training, mode, len(intervals)))
-    times = times_of(ends, save, without, training.quiet_steps)
-    paired = {"intervals_without": without, "quiet_first": quiet_first} if without else {}
-    return {"intervals": intervals, **paired, **times}, expected
-
-
-def times_of(ends: list[float], save: Save, without: list[float], quiet_steps: int) -> dict:
-    """The times of one save, by the step ends of its window and the intervals of its partner.
-
-    Args:
-        without: empty where the window has no partner.
-        quiet_steps: of the window, before the call; ``QUEUED_STEPS`` of them end after it.
-    """
-    quiet = without[SETTLED:] or intervals_of(ends)[SETTLED : quiet_steps - QUEUED_STEPS]
-    baseline = [*without, statistics.mean(quiet)]
-    staged_at = save.staged_at if save.staged_at is not None else save.uploaded_at
-    stall_s, first_free = exposed_stall(ends, baseline, save.called_at, staged_at)
-    slowdown, beside = upload_slowdown(ends, baseline, first_free + 1, save.uploaded_at)
-    return {
-        "step_s": statistics.median(quiet),
-        "call_s": save.returned_at - save.called_at,
-        "staged_s": save.staged_s or (staged_at - save.called_at if save.uploaded else None),
-        "uploaded_s": save.uploaded_at - (staged_at if save.uploaded else save.called_at),
-        "exposed_stall_s": stall_s,
-        "upload_slowdown": slowdown,
-        "steps_beside_upload": beside,
-    }
-
-
-def upload_when_idle(training: Training, mode: Mode, directory: Path) -> float:
-    """Seconds from the call to the end of the upload while nothing is computed."""
-    synchronize(training.device)
-    save = mode.save(directory)
-    mode.update()
-    mode.finish(save)
-    dist.barrier(group=AGREEMENT[0])
-    return save.uploaded_at - (save.staged_at or save.called_at)
-
-
-def save_behind_queued_work(training: Training, mode: Mode, directory: Path) -> dict:
-    """Save right behind a step that runs only after ``QUEUED_S``; return what it must hold."""
-    training.steps(2, mode)
-    training.queue_work(QUEUED_S)
-    training.steps(1, mode)
-    expected = snapshot(training.app)
-    save = mode.save(directory)
-    training.steps(3, mode)
-    mode.finish(save)
-    synchronize(training.device)
-    return expected
-
-
-def judge(mode: Mode, directory: Path, expected: dict) -> dict:
-    """Load the checkpoint in ``directory`` and compare it with ``expected``."""
-    loaded = mode.load(directory)
-    differing = total = 0
-    same = True
-    for path, leaf in expected.items():
-        if isinstance(leaf, torch.Tensor):
-            found = loaded[path].to(leaf.device)
-            differing += int((found != leaf).sum())
-            total += leaf.numel()
-            same &= same_bits(found, leaf)
-        else:
-            same &= loaded.get(path) == leaf
-    everywhere = agreed_max(float(not same)) == 0
-    return {"loaded_back_bitwise": everywhere, "elements_differing": differing / total}
-
-
-def measure(
-    training: Training,
-    mode: Mode,
-    storage: Path,
-    saves: int,
-    memory: HostMemory,
-    begun: dict | None,
-) -> Iterator[dict]:
-    """All fields of a row but its key, first with one sample, then with each further one.
-
-    Args:
-        storage: an empty directory of this row's.
-        begun: the row, if it is there and lacks samples; what is measured once is taken from it.
-    """
-    first, expected = measure_save(training, mode, storage / "first", first=True)
-    written = size_on_disk(storage / "first")
-    if begun is None:
-        if expected is None:
-            remove(storage / "first")
-            expected = save_behind_queued_work(training, mode, storage / "first")
-        once = {
-            "first_call_s": first["call_s"],
-            "first_exposed_stall_s": first["exposed_stall_s"],
-            "bytes_written": written,
-            **judge(mode, storage / "first", expected),
+    def rates(self, case: Case, written: int, uploaded_s: float) -> dict:
+        rate = written / dist.get_world_size() / uploaded_s if written else None
+        return {
+            "write_bytes_per_s": rate,
+            "storage_bytes_per_s": self.storage.get(case.storage) if written else None,
         }
-    else:
-        kept = ("first_call_s", "first_exposed_stall_s", "bytes_written")
-        kept += ("loaded_back_bitwise", "elements_differing", "uploaded_idle_s")
-        once = {key: begun[key] for key in kept}
-    del expected
-    remove(storage / "first")
-    if mode.uploads_idle and begun is None:
-        once["uploaded_idle_s"] = upload_when_idle(training, mode, storage / "idle")
-        remove(storage / "idle")
-    samples: dict[str, list] = begun["samples"] if begun else {}
-    steps = len(first["intervals"]) if mode.paired else 0
-    while (number := len(samples.get("step_s", ()))) < saves:
-        sample, _ = measure_save(
-            training, mode, storage / "save", pair_steps=steps, quiet_first=number % 2 == 0
-        )
-        remove(storage / "save")
-        steps = len(sample["intervals"]) if mode.paired else 0
-        for key, value in sample.items():
-            samples.setdefault(key, []).append(value)
-        known = {key: [v for v in values if v is not None] for key, values in samples.items()}
-        medians = {
-            key: statistics.median(values) if values else None
-            for key, values in known.items()
-            if key not in ("intervals", "intervals_without", "quiet_first")
-        }
-        spread = stall_interval(samples["exposed_stall_s"])
-        shared = {"uploaded_idle_s": None, **once, **memory.peaks(), "samples": samples}
-        yield {**medians, **spread, **shared}
+
+    def judge(self, case: Case, name: str) -> None:
+        """Load back what was saved right behind a step that had not run yet."""
+        training = self.training
+        with self.opened(replace(case, loop="free"), name) as directory:
+            way = training.way
+            queue_work(training.device, way.queued_s)
+            training.steps(1)
+            expected = snapshot(training.app)
+            save = way.save(directory / "judged")
+            training.steps(3)
+            way.finish(save)
+            synchronize(training.device)
+            training.agreement.barrier()
+            loaded = way.load(directory / "judged", like(training.app.state_dict()))
+        wrong, share = differences(expected, loaded)
+        same = not training.agreement.any(wrong)
+        verdict = {"loaded_back_bitwise": same, "elements_differing": share}
+        say(self.started, f"{name}: {verdict}")
+        row = self.row(self.results, case, name)
+        if row is not None:
+            self.results.add(row | verdict)
+
+    def probe(self, case: Case) -> None:
+        """Learn what the storage takes; rows of it that are there get the figure too."""
+        training = self.training
+        training.prepare(replace(training.case, storage=case.storage))
+        rates = storage_rates(training.size.probe_bytes, training.agreement, training.new_directory)
+        best = self.storage[case.storage] = max(rates.values())
+        say(self.started, f"{case.storage} takes {best / 1e9:.2f} GB/s a rank: {rates}")
+        self.head["workload"][f"{case.storage}_storage_bytes_per_s"] = best
+        for row in list(self.results.data["rows"]):
+            if row["storage"] == case.storage and row.get("write_bytes_per_s"):
+                self.results.add(row | {"storage_bytes_per_s": best})
+
+    def interval(self, case: Case, name: str, every: int, saves: int) -> None:
+        """Throughput kept with a save every ``every`` steps; without ``saves``, from their cost."""
+        training = self.training
+        if not saves:
+            return self.interval_by_cost(case, name, every)
+        with self.opened(case, name) as directory:
+            way, usual = training.way, [training.quiet()]
+            lead = 2 if every < 20 else 0  # until both sets of buffers are in use
+            training.clock.start()
+            for number in range(lead + saves):
+                save = way.save(directory / f"{number}")
+                if number >= 2 and dist.get_rank() == 0:
+                    before = directory / f"{number - 2}"
+                    save.uploaded.add_done_callback(
+                        lambda _, old=before: shutil.rmtree(old, ignore_errors=True)
+                    )
+                training.steps(every)
+            ends = training.clock.ends()
+            way.finish(save)
+            usual.append(training.quiet())
+        step_s = trimmed_mean([s for w in usual for s in intervals_of(w.ends)[1:]])
+        starts = ends[lead * every :: every]
+        kept = [every * step_s / (b - a) for a, b in pairwise(starts)]
+        whole = len(kept) * every * step_s / (starts[-1] - starts[0])
+        row = summary("kept", kept) | {"kept": whole, "step_s": step_s, "saves": len(kept)}
+        fixed = self.fixed(case, name, way) | {"every": every}
+        self.intervals.add({**fixed, **row, "samples": {"kept": kept}})
+        say(self.started, f"{name} every {every}: {whole:.4f}")
+
+    def interval_by_cost(self, case: Case, name: str, every: int) -> None:
+        row = self.row(self.results, case, name)
+        step_s = row["step_s"]
+        kept = [every * step_s / (every * step_s + cost) for cost in row["samples"]["cost_s"]]
+        fixed = self.fixed(case, name, None) | {"every": every, "step_s": step_s}
+        fixed["note"] = "computed from what one save costs"
+        self.intervals.add({**fixed, **summary("kept", kept), "samples": {"kept": kept}})
+
+    def trace(self, case: Case, name: str, results: Results) -> None:
+        with self.opened(case, name) as directory:
+            self.training.steps(2)
+            trace(self.training, name, directory / "save", self.out, results.data)
+
+    def copies(self, case: Case) -> None:
+        """The rows of the ways to queue copies, and a trace of the worst and of the best."""
+        try:
+            for name in PIECES:
+                self.cost(case, name, 4, self.pieces)
+            for name in ("all_at_once", "one_piece_at_a_time"):
+                self.trace(case, name, self.pieces)
+        finally:
+            self.close()
+            AllAtOnce.memory = None
 
 
-def measure_nothing(
-    training: Training, mode: Mode, saves: int, begun: dict | None
-) -> Iterator[dict]:
-    """The row of training without a save: windows against windows, as if one had a save.
+# -- a small trace ----------------------------------------------------------------------------
 
-    The save that is not made is called once the host has queued the quiet steps, the last of them
-    not begun on the device, and staged within the step behind them.
+READ_US = 5000.0  # a read of the forward that takes longer waits for more than the forward
+
+
+def trace(training: Training, name: str, directory: Path, folder: Path, head: dict) -> None:
+    """Write compute, D2H, host and write lanes from a step before a save to two after its call.
+
+    The host's lane has the forward's read where it waits.
     """
-    samples: dict[str, list] = begun["samples"] if begun else {"step_s": [], "exposed_stall_s": []}
-    called, staged = training.quiet_steps - QUEUED_STEPS, training.quiet_steps
-    for number in range(len(samples["step_s"]), saves):
-        steps = training.quiet_steps + STEPS_AFTER
-        pair = [window_without_save(training, mode, steps) for _ in range(2)]
-        without, ends = pair if number % 2 == 0 else reversed(pair)
-        baseline = intervals_of(without)
-        between = [(a + b) / 2 for a, b in pairwise(ends)]
-        stall_s, _ = exposed_stall(ends, baseline, between[called], between[staged])
-        samples["step_s"].append(statistics.median(baseline[SETTLED:]))
-        samples["exposed_stall_s"].append(stall_s)
-        medians = {key: statistics.median(values) for key, values in samples.items()}
-        yield {**medians, **stall_interval(samples["exposed_stall_s"]), "samples": samples}
+    on_cuda = training.device.type == "cuda"
+    activities = [torch.profiler.ProfilerActivity.CPU]
+    activities += [torch.profiler.ProfilerActivity.CUDA] * on_cuda
+    training.clock.start()
+    with torch.profiler.profile(activities=activities) as profile:
+        training.steps(2)
+        save = training.way.save(directory)
+        training.steps(2)
+        ends = training.clock.ends()
+    training.way.finish(save)
+    offset = time.time_ns() / 1e3 - time.perf_counter() * 1e6
+    begin, end = (at * 1e6 + offset for at in (ends[1], ends[-1]))
+    events = [e for e in profiled_events(profile) if begin <= e["ts"] < end]
+    if not on_cuda:
+        steps = [(a * 1e6 + offset, (b - a) * 1e6) for a, b in pairwise(ends[1:])]
+        events += [{"cat": "kernel", "name": "step", "ts": at, "dur": dur} for at, dur in steps]
+    drawn = compute_lane(events)
+    for event in events:
+        stop = event["ts"] + event["dur"]
+        nbytes = event.get("args", {}).get("bytes", 0)
+        if event.get("cat") == "gpu_memcpy" and "DtoH" in event["name"] and nbytes > 2**20:
+            drawn.append(Drawn("D2H", "copy", event["ts"], stop))
+        elif event["name"] == "aten::is_nonzero" and event["dur"] > READ_US:
+            drawn.append(Drawn("host", "read waits", event["ts"], stop))
+    if save.uploaded is not None and name not in PIECES:
+        written = min(save.uploaded_at * 1e6 + offset, end)
+        begun = (save.staged_at or save.returned_at) * 1e6 + offset
+        drawn.append(Drawn("write", "write", begun, written))
+    marks = [("save called", save.called_at), ("call returns", save.returned_at)]
+    marks = [(text, at * 1e6 + offset) for text, at in marks]
+    write_trace(folder, head, name, RECIPES[name], drawn, begin, marks)
 
 
 # -- the whole run ----------------------------------------------------------------------------
 
 
-def d2h_beside_training(training: Training, nbytes: int, piece: int) -> float:
-    """Pinned device-to-host rate (byte/s) of ``nbytes`` in pieces, queued behind steps; a median.
+def tasks_of(measurement: Measurement, ours: str, model: str, pairs: int) -> Iterator[Task]:
+    """What is measured, the most important first, with the seconds it takes on H200s."""
+    alone = dist.get_world_size() == 1
+    gb = 12.7 if alone else 7.4  # of state a rank, of the full size
+    long = Case(model)
+    short, free = replace(long, step="short"), replace(long, loop="free")
+    compiled, disk = replace(long, compiled=True), replace(long, storage="disk")
+    results, intervals = measurement.results, measurement.intervals
 
-    All ranks call this together, so that all copy at the same time, beside the next forward.
-    """
-    host = torch.empty(piece, dtype=torch.uint8, pin_memory=True)
-    there = torch.empty(piece, dtype=torch.uint8, device=training.device)
-    stream, pieces, timed = torch.cuda.Stream(), max(1, round(nbytes / piece)), []
-    for _ in range(10):
-        training.steps(1)
-        stream.wait_stream(torch.cuda.current_stream())
-        start, end = timing_event(training.device), timing_event(training.device)
-        with torch.cuda.stream(stream):
-            start.record()
-            for _ in range(pieces):
-                host.copy_(there, non_blocking=True)
-            end.record()
-        timed.append((start, end))
-    training.steps(1)
-    synchronize(training.device)
-    rates = [pieces * piece / (start.elapsed_time(end) / 1e3) for start, end in timed]
-    return statistics.median(rates[2:])
+    def cost(case: Case, name: str, rounds: int) -> Task:
+        other = [v for k, v in vars(case).items() if v != getattr(long, k) and k != "compiled"]
+        title = " ".join([name, *other] + ["compiled"] * case.compiled)
+        work = partial(measurement.cost, case, name, rounds)
+        seconds = 4 + gb + rounds * (3 + 0.5 * gb) + 20 * case.compiled
+        return Task(title, seconds, work, partial(measurement.has, case, name, rounds))
 
+    def judged(name: str) -> Task:
+        def done() -> bool:
+            row = measurement.row(results, long, name)
+            return row is None or row.get("loaded_back_bitwise") is not None
 
-def measure_link(training: Training, size: Size, state_bytes: int) -> dict[str, float]:
-    """Rates of rank 0's link, the other ranks idle, and beside training on all; empty on a CPU."""
-    if training.device.type != "cuda":
-        return {}
-    alone = link_rates(training.device, size.link_bytes) if dist.get_rank() == 0 else {}
-    dist.barrier(group=AGREEMENT[0])
-    beside = d2h_beside_training(training, state_bytes, size.link_bytes)
-    return alone | {"pinned_d2h_beside_training_bytes_per_s": beside}
+        return Task(f"{name} loaded back", 4 + 3 * gb, partial(measurement.judge, long, name), done)
 
+    def interval(name: str, every: int, saves: int) -> Task:
+        def done() -> bool:
+            rows = intervals.data["rows"]
+            return any((row["name"], row["every"]) == (name, every) for row in rows)
 
-def row_begun(results: Results, quiet_steps: int, **key: str) -> dict | None:
-    """The row of this name, storage and step if it was measured in windows like these."""
-    found = (row for row in results.data["rows"] if results.key(row) == results.key(key))
-    return next((row for row in found if row.get("quiet_steps") == quiet_steps), None)
+        work = partial(measurement.interval, long, name, every, saves)
+        seconds = 4 + (2 + saves) * max(0.3 * every, gb / 2) if saves else 1
+        return Task(f"{name} every {every}", seconds, work, done)
+
+    def probe(case: Case, seconds: float) -> Task:
+        return Task(f"{case.storage} probe", seconds, partial(measurement.probe, case))
+
+    yield probe(long, 5 + gb)
+    yield cost(long, ours, pairs)
+    if alone:
+        copies = partial(measurement.copies, long)
+        names = ("none", *PIECES)
+        there = partial(lambda: all(measurement.has(long, n, 4, measurement.pieces) for n in names))
+        yield Task("copies alone", 75, copies, there)
+    yield judged(ours)
+    yield interval(ours, 20, 2)
+    yield interval(ours, 100, 0)
+    yield cost(short, ours, 6)
+    yield cost(long, "torch_checkpointing", 2)
+    for name in ("nvidia-resiliency-ext", "torchtitan_async_with_pinned_mem", "torchtitan_async"):
+        yield cost(long, name, 1)
+    yield cost(long, "default_stager_as_published", 1)
+    yield judged("default_stager_as_published")
+    for name in ("dcp_save", "async_save", "pinned", "lm-resiliency"):
+        yield cost(long, name, 1)
+    if ours != "overlapped":
+        yield cost(long, "overlapped", 3)
+    yield Task(f"trace {ours}", 15, partial(measurement.trace, long, ours, results))
+    yield cost(free, ours, 3)
+    yield interval(ours, 5, 3)
+    yield interval(ours, 1, 4)
+    yield probe(disk, 5 + 4 * gb)
+    yield cost(disk, ours, 1)
+    yield cost(short, "overlapped_snapshot", 3)
+    for name in ("default_stager_ordered", "process", "torch_save"):
+        yield cost(long, name, 1)
+    yield cost(compiled, ours, 3)
+    for case in (free, compiled):
+        yield cost(case, "torch_checkpointing", 1)
+    for name in ("overlapped", "torch_checkpointing", "dcp_save", "async_save", "pinned"):
+        yield judged(name)
 
 
 def run(arguments: argparse.Namespace, device: torch.device) -> None:
     started = time.perf_counter()
-    size = SMALL if arguments.small else FULL
-    training = Training(size, device, arguments.memory)
-    training.prepare("long")
-    state = [x for x in leaves(training.app.state_dict()).values() if isinstance(x, torch.Tensor)]
-    state_bytes = sum(x.nbytes for x in state)
-    link = measure_link(training, size, state_bytes)
-    bound_s = state_bytes / link["pinned_d2h_beside_training_bytes_per_s"] if link else None
+    ranks = dist.get_world_size()
+    size = SMALL if arguments.small else FULL[min(ranks, max(FULL))]
+    storages = {"memory": arguments.memory, "disk": arguments.disk}
+    training = Training(size, device, storages)
+    state = leaves(training.app.state_dict()).values()
+    state = {x.data_ptr(): x.nbytes for x in state if isinstance(x, torch.Tensor)}
+    link = link_rates(device, size.link_bytes) if dist.get_rank() == 0 else {}
+    link = training.agreement.from_rank_0(link)
     workload = {
-        "model": "{} linear layers a rank, {} x {}".format(size.layers_per_rank, *size.widths),
+        "model": f"stock {size.model}, vocabulary {training.loop.model.config.vocab_size}",
         "precision": "float32 weights and Adam state, bfloat16 compute",
-        "optimizer": "AdamW, fused",
+        "optimizer": "AdamW, fused; gradients clipped, another rate each step",
         "sharding": "fully_shard, one group a layer",
         "tensors": len(state),
-        "state_bytes_per_rank": state_bytes,
-        "tokens_per_step": size.tokens,
-        "steps_queued": QUEUED_STEPS,
+        "state_bytes_per_rank": sum(state.values()),
+        "tokens_per_step": {name: count * ranks for name, count in size.tokens.items()},
     }
     head = header("checkpoint_stall", device, workload, link)
-    results = Results(arguments.out, head, RECIPES, varied=("storage", "step"))
-    say(started, f"{state_bytes / 1e9:.2f} GB of state a rank, link {link}")
-    for mode_name in arguments.modes:
-        wanted = []
-        for storage in arguments.storages:
-            for step in arguments.steps:
-                key = {"name": mode_name, "storage": storage, "step": step}
-                begun = row_begun(results, size.quiet_steps[step], **key)
-                begun = None if arguments.again else begun
-                if begun is None or len(begun["samples"]["step_s"]) < arguments.saves:
-                    wanted.append((key, begun))
-        if not wanted:
-            continue
-        if all(row["name"] != mode_name for row in results.data["rows"]):
-            results.skip(mode_name, "begun, and cut off before its first row was complete")
-        memory = HostMemory()
-        try:
-            mode = MODES[mode_name](training)
-        except (ImportError, PackageNotFoundError) as error:
-            results.skip(mode_name, f"{type(error).__name__}: {error}")
-            say(started, f"{mode_name}: not run, {error}")
-            continue
-        try:
-            for key, begun in wanted:
-                training.prepare(key["step"])
-                directory = shared_directory(
-                    arguments.memory if key["storage"] == "memory" else arguments.disk
-                )
-                fixed = {**key, "quiet_steps": training.quiet_steps, "note": mode.note}
-                if bound_s:
-                    fixed |= {"bound_s": bound_s, "bound_from": BOUND_FROM}
-                try:
-                    if mode_name == "none":
-                        rows = measure_nothing(training, mode, arguments.saves, begun)
-                    else:
-                        rows = measure(training, mode, directory, arguments.saves, memory, begun)
-                    for row in rows:
-                        results.add({**fixed, **row})
-                        count = f"{len(row['samples']['step_s'])} of {arguments.saves}"
-                        say(started, f"{mode_name}: {count}, stall {row['exposed_stall_s']:.4f} s")
-                finally:
-                    remove(directory)
-                shown = {k: v for k, v in row.items() if k != "samples"}
-                say(started, f"{mode_name}, {key['storage']}, {key['step']}: {json.dumps(shown)}")
-            if arguments.trace and mode_name != "none":
-                training.prepare("long")
-                directory = shared_directory(arguments.memory)
-                trace(training, mode, mode_name, directory, arguments.out, head)
-                remove(directory)
-        except BaseException as error:  # CheckpointException is no Exception
-            if mode_name in results.data["not_run"]:
-                results.skip(mode_name, f"{type(error).__name__}: {str(error)[:300]}")
-            raise
-        finally:
-            memory.close()
-            mode.close()
-            del mode
-            gc.collect()
-
-
-def shared_directory(parent: Path) -> Path:
-    """A new directory below ``parent``, made by rank 0."""
-    agreed = [Path(tempfile.mkdtemp(dir=parent)) if dist.get_rank() == 0 else None]
-    dist.broadcast_object_list(agreed, group=AGREEMENT[0])
-    return agreed[0]
-
-
-# -- a small trace ----------------------------------------------------------------------------
-
-
-GAP_US = 200.0  # kernels closer than this are one block
-STALL_US = 5000.0  # a longer gap between blocks is drawn as a stall
-
-
-def trace(
-    training: Training, mode: Mode, name: str, directory: Path, folder: Path, head: dict
-) -> None:
-    """Write compute, copy and write lanes from two steps before a save to four after its call.
-
-    Compute and copy come from the profiler: kernels less than ``GAP_US`` apart are one block, a gap
-    of more than ``STALL_US`` between blocks is marked as a stall. On a CPU, compute is the steps.
-    The write lane runs from the end of staging to the end of the upload, by the host's clock, and
-    is cut at the end of the window.
-    """
-    on_cuda = training.device.type == "cuda"
-    activities = [torch.profiler.ProfilerActivity.CPU]
-    activities += [torch.profiler.ProfilerActivity.CUDA] * on_cuda
-    training.start_clock()
-    with torch.profiler.profile(activities=activities) as profile:
-        training.steps(4, mode)
-        save = mode.save(directory)
-        training.steps(4, mode)
-        ends = training.step_ends()
-    mode.finish(save)
-    offset = time.time_ns() / 1e3 - time.perf_counter() * 1e6
-
-    def profiler_us(host_s: float) -> float:
-        return host_s * 1e6 + offset
-
-    begin, end = profiler_us(ends[2]), profiler_us(ends[-1])
-    if on_cuda:
-        events = [e for e in profiled_events(profile) if begin <= e["ts"] < end]
-    else:
-        step = {"cat": "kernel", "name": "step"}
-        events = [
-            step | {"ts": profiler_us(a), "dur": (b - a) * 1e6} for a, b in pairwise(ends[2:])
-        ]
-
-    def computes(event: dict) -> str | None:
-        if event.get("cat") != "kernel" or event["name"].startswith("nccl"):
-            return None
-        return "optimizer" if "adam" in event["name"].lower() else "forward, backward"
-
-    drawn = blocks(events, "compute", GAP_US, computes)
-    drawn += [
-        Drawn("compute", "stall", a.stop, b.start, {"stall": True})
-        for a, b in pairwise(drawn)
-        if b.start - a.stop > STALL_US
-    ]
-    for event in events:
-        nbytes = event.get("args", {}).get("bytes", 0)
-        if event.get("cat") == "gpu_memcpy" and "DtoH" in event["name"] and nbytes > 2**20:
-            args = {"bytes": nbytes, "stream": event["args"].get("stream")}
-            stop = event["ts"] + event["dur"]
-            drawn.append(Drawn("copy", event["name"], event["ts"], stop, args))
-    if save.uploaded is not None and save.staged_at is not None:
-        stop = min(profiler_us(save.uploaded_at), end)
-        drawn.append(Drawn("write", "write", profiler_us(save.staged_at), stop))
-    marks = [("save called", save.called_at), ("call returns", save.returned_at)]
-    marks = [(text, profiler_us(at)) for text, at in marks]
-    write_trace(folder, head, name, RECIPES[name], drawn, begin, marks)
+    measurement = Measurement(training, arguments.out, head, started)
+    if arguments.retry:
+        measurement.results.data["not_run"].clear()
+    tasks = list(tasks_of(measurement, arguments.ours, size.model, arguments.pairs))
+    tasks = [task for task in tasks if not arguments.only or task.name in arguments.only]
+    if arguments.list:
+        for task in tasks:
+            print(f"{task.seconds:6.0f} s  {task.name}{' (done)' if task.done() else ''}")
+        return
+    say(started, f"{sum(state.values()) / 1e9:.2f} GB of state a rank, link {link}")
+    run_tasks(tasks, measurement.results, arguments.until, training.agreement)
+    measurement.close()
 
 
 def main() -> None:
     parser = argparse.ArgumentParser(description=__doc__.splitlines()[0])
-    parser.add_argument(
-        "--out", type=Path, default=ROOT / "benchmarks", help="results/ and traces/ go here"
-    )
-    parser.add_argument("--modes", type=lambda s: s.split(","), default=list(MODES))
-    parser.add_argument("--storages", type=lambda s: s.split(","), default=["memory", "disk"])
-    parser.add_argument("--steps", type=lambda s: s.split(","), default=["long", "short"])
-    parser.add_argument("--saves", type=int, default=3, help="samples a row")
-    parser.add_argument(
-        "--memory", type=Path, default=Path("/dev/shm"), help="memory-backed storage"
-    )
+    parser.add_argument("--out", type=Path, default=Path(__file__).parent, help="for the results")
+    parser.add_argument("--until", type=float, default=1e12, help="seconds since the epoch")
+    parser.add_argument("--only", type=lambda s: s.split(","), help="the tasks of these names")
+    parser.add_argument("--list", action="store_true", help="print the tasks and end")
+    parser.add_argument("--retry", action="store_true", help="also tasks that failed before")
+    parser.add_argument("--ours", default="overlapped_writer", help="the way measured most")
+    parser.add_argument("--pairs", type=int, default=12, help="of windows, of that way's main row")
+    parser.add_argument("--memory", type=Path, default=Path("/dev/shm"), help="storage in memory")
     parser.add_argument("--disk", type=Path, default=Path(tempfile.gettempdir()), help="local disk")
     parser.add_argument("--small", action="store_true", help="a size for rehearsal on a CPU")
-    parser.add_argument("--again", action="store_true", help="measure rows anew that are there")
-    parser.add_argument("--trace", action="store_true", help="also write a trace of each mode")
     arguments = parser.parse_args()
-    unknown = set(arguments.modes) - set(MODES)
-    if unknown:
-        parser.error(f"no mode {sorted(unknown)}; there are {list(MODES)}")
     device = start_rank()
-    AGREEMENT.append(dist.new_group(backend="gloo"))
     try:
         run(arguments, device)
     finally:

@@ -9,14 +9,17 @@ import json
 import os
 import platform
 import random
+import shutil
 import statistics
 import subprocess
 import tempfile
 import time
 import traceback
 from collections.abc import Callable, Iterable, Iterator, Mapping
+from concurrent.futures import ThreadPoolExecutor
 from dataclasses import dataclass, field
 from datetime import date
+from itertools import pairwise
 from pathlib import Path
 
 import torch
@@ -138,6 +141,21 @@ def summary(field: str, values: list[float]) -> dict[str, float]:
     return found | {f"{stem}_low{unit}": low, f"{stem}_high{unit}": high}
 
 
+def intervals_of(ends: list[float]) -> list[float]:
+    """What lies between moments."""
+    return [b - a for a, b in pairwise(ends)]
+
+
+def medians(samples: list[dict], intervals: Iterable[str] = ()) -> dict:
+    """The medians of samples by field, with the ``intervals`` of some, and ``samples`` by field."""
+    fields = {key: [sample[key] for sample in samples] for key in samples[0]}
+    known = {key: [v for v in values if v is not None] for key, values in fields.items()}
+    row = {key: statistics.median(values) if values else None for key, values in known.items()}
+    for key in intervals:
+        row |= summary(key, known[key])
+    return row | {"samples": fields}
+
+
 def trimmed_mean(values: list[float], share: float = 0.1) -> float:
     """The mean without the ``share`` lowest and highest; of few values their median."""
     cut = max(1, round(share * len(values)))
@@ -183,6 +201,18 @@ class Agreement:
         if self.group is not None:
             dist.broadcast_object_list(agreed, group=self.group)
         return agreed[0]
+
+
+QUEUED_MATRIX = 16384  # rows and columns
+
+
+def queue_work(device: torch.device, seconds: float) -> None:
+    """Queue products of matrices for about ``seconds`` (800 TFLOP/s); nothing on a CPU."""
+    if device.type == "cuda":
+        a = torch.randn(QUEUED_MATRIX, QUEUED_MATRIX, device=device, dtype=torch.bfloat16)
+        product = torch.empty_like(a)
+        for _ in range(round(seconds * 800e12 / (2 * QUEUED_MATRIX**3))):
+            torch.mm(a, a, out=product)
 
 
 # -- the machine ------------------------------------------------------------------------------
@@ -236,6 +266,48 @@ def link_rates(device: torch.device, nbytes: int) -> dict[str, float]:
     return {f"pinned_{d}_bytes_per_s": rate for d, rate in alone.items()} | {
         f"duplex_{d}_bytes_per_s": rate for d, rate in both.items()
     }
+
+
+PIECE_BYTES = 64 * 2**20  # of a write, and of a copy that is queued in pieces
+
+
+def size_on_disk(directory: Path) -> int:
+    return sum(path.stat().st_size for path in directory.rglob("*") if path.is_file())
+
+
+def write_pieces(path: Path, data: memoryview, nbytes: int) -> None:
+    """``nbytes`` in pieces of ``data`` to a new file, in storage when it returns."""
+    file = os.open(path, os.O_WRONLY | os.O_CREAT | os.O_EXCL)
+    for offset in range(0, nbytes, len(data)):
+        os.pwrite(file, data[: nbytes - offset], offset)
+    os.fsync(file)
+    os.close(file)
+
+
+def storage_rates(
+    nbytes: int, agreement: Agreement, new_directory: Callable[[], Path]
+) -> dict[int, float]:
+    """What a rank writes to new files (byte/s, synced), all at once, by its number of threads.
+
+    Args:
+        nbytes: that each rank writes for each of 1, 2, 4 and 8 threads.
+        new_directory: makes one, the same for all ranks; removed here.
+    """
+    rank = dist.get_rank() if dist.is_initialized() else 0
+    data = memoryview(os.urandom(2**20) * (PIECE_BYTES // 2**20))
+    rates = {}
+    for writers in (1, 2, 4, 8):
+        directory, share = new_directory(), nbytes // writers
+        with ThreadPoolExecutor(writers) as pool:
+            agreement.barrier()
+            begun = time.perf_counter()
+            paths = [directory / f"{rank}.{number}" for number in range(writers)]
+            list(pool.map(write_pieces, paths, [data] * writers, [share] * writers))
+            rates[writers] = writers * share / agreement.largest(time.perf_counter() - begun)
+        agreement.barrier()
+        if rank == 0:
+            shutil.rmtree(directory)
+    return rates
 
 
 class HostMemory:
@@ -403,7 +475,7 @@ CUT_OFF = "begun, and cut off"
 
 
 def run_tasks(
-    tasks: Iterable[Task], results: Results, until: float, agreement: Agreement, patience: float = 3
+    tasks: Iterable[Task], results: Results, until: float, agreement: Agreement, patience: float = 2
 ) -> None:
     """Do ``tasks`` in order; one that fails is noted in ``results``, and the next begins.
 
@@ -492,6 +564,23 @@ def blocks(events: Iterable[dict], lane: str, gap_us: float, label: Callable) ->
         else:
             found.append(Drawn(lane, name, start, stop))
     return found
+
+
+GAP_US = 200.0  # kernels closer than this are one block
+STALL_US = 5000.0  # a longer gap between blocks is drawn as a stall
+
+
+def compute_lane(events: Iterable[dict]) -> list[Drawn]:
+    """A training loop's kernels as blocks, and the gaps between them as stalls."""
+
+    def label(event: dict) -> str | None:
+        if event.get("cat") != "kernel" or event["name"].startswith("nccl"):
+            return None
+        return "optimizer" if "adam" in event["name"].lower() else "forward, backward"
+
+    drawn = blocks(events, "compute", GAP_US, label)
+    gaps = [(a.stop, b.start) for a, b in pairwise(drawn) if b.start - a.stop > STALL_US]
+    return drawn + [Drawn("compute", "stall", *gap, {"stall": True}) for gap in gaps]
 
 
 def write_trace(

@@ -154,17 +154,19 @@ class StockLoop:
         self.optimizer = optimizer or torch.optim.AdamW(parameters, lr=LEARNING_RATE, fused=True)
         self.schedule = torch.optim.lr_scheduler.LambdaLR(self.optimizer, rising_rate)
         self.device = parameters[0].device
-        rank = dist.get_rank() if dist.is_initialized() else 0
-        draw = torch.Generator().manual_seed(1 + rank)
-        vocabulary = model.get_input_embeddings().num_embeddings
-        count = max(1, tokens // length)
-        self.batches = [
-            torch.randint(vocabulary, (count, length), generator=draw) for _ in range(accumulate)
-        ]
-        if self.device.type == "cuda":
-            self.batches = [batch.pin_memory() for batch in self.batches]
+        self.set_batches(tokens, length)
         self.steps = 0
         self.loss: float | None = None
+
+    def set_batches(self, tokens: int, length: int) -> None:
+        """Draw the batches of all further steps, from now on of so many tokens."""
+        rank = dist.get_rank() if dist.is_initialized() else 0
+        draw = torch.Generator().manual_seed(1 + rank)
+        vocabulary = self.model.get_input_embeddings().num_embeddings
+        shape = (max(1, tokens // length), length)
+        batches = [torch.randint(vocabulary, shape, generator=draw) for _ in range(self.accumulate)]
+        on_gpu = self.device.type == "cuda"
+        self.batches = [batch.pin_memory() if on_gpu else batch for batch in batches]
 
     def forward_backward(self) -> torch.Tensor:
         """Leave the gradients of a step; return its mean loss (a scalar on the device)."""

@@ -1,0 +1,612 @@
+"""The ways of saving that ``checkpoint_stall.py`` compares: PyTorch's, the recipes', others.
+
+A way is used as its own documentation says. What its package leaves to the training loop (to wait
+before the update, to ask whether the write has ended) it does in hooks around the optimizer's step
+and behind each step, so that the loop is the same for all.
+"""
+
+import importlib
+import sys
+import threading
+import time
+from concurrent.futures import Future
+from dataclasses import dataclass
+from importlib.metadata import version
+from pathlib import Path
+
+import torch
+import torch.distributed as dist
+import torch.distributed.checkpoint as dcp
+from torch.distributed.checkpoint.staging import DefaultStager, StagingOptions
+from torch.distributed.checkpoint.state_dict_saver import AsyncCheckpointerType
+from torch.distributed.tensor import DTensor
+
+sys.path.insert(0, str(Path(__file__).resolve().parents[1] / "recipes_source" / "checkpoint"))
+
+from async_save import (  # noqa: E402
+    AppState,
+    AsyncCheckpoints,
+    leaves,
+    same_bits,
+    snapshot,
+    start_rank,
+)
+from default_stager import REUSE_CRASHES, StagedCheckpoints  # noqa: E402
+from pinned_staging import PinnedCheckpoints  # noqa: E402
+
+from benchmarks.measuring import PIECE_BYTES, timing_event  # noqa: E402
+
+__all__ = ["snapshot", "start_rank"]
+
+
+@dataclass
+class Save:
+    """One save under way: when it was called and returned, what completes it (host times, s)."""
+
+    directory: Path
+    called_at: float = 0.0
+    returned_at: float = 0.0
+    staged_at: float | None = None  # where the way tells
+    uploaded_at: float | None = None
+    uploaded: Future | None = None  # None: the call returned when all was written
+
+    def watch(self, uploaded: Future, staged: Future | None = None) -> None:
+        self.uploaded = uploaded
+        uploaded.add_done_callback(lambda _: self.note("uploaded_at"))
+        if staged is not None:
+            staged.add_done_callback(lambda _: self.note("staged_at"))
+
+    def note(self, moment: str) -> None:
+        setattr(self, moment, time.perf_counter())
+
+
+class Way:
+    """A way of saving ``app``. ``start`` is timed as the call."""
+
+    recipes: tuple[str, ...] = ()  # whose code is measured, by their files' stems
+    note: str | None = None
+    queued_s = 1.0  # of work before the save that is loaded back: more than staging takes to begin
+
+    def __init__(self, app: AppState, device: torch.device, scratch: Path) -> None:
+        self.app, self.device, self.scratch = app, device, scratch
+        self.group = dist.new_group(backend="gloo")
+        self.hooks: list = []
+
+    def attach(self) -> None:
+        """From now on the loop does what this way asks of it."""
+        optimizer = self.app.optimizer
+        self.hooks = [
+            optimizer.register_step_pre_hook(lambda *_: self.before_update()),
+            optimizer.register_step_post_hook(lambda *_: self.after_update()),
+        ]
+
+    def save(self, directory: Path) -> Save:
+        save = Save(directory, called_at=time.perf_counter())
+        self.start(save)
+        save.returned_at = time.perf_counter()
+        if save.uploaded is None:
+            save.staged_at = save.uploaded_at = save.returned_at
+        return save
+
+    def start(self, save: Save) -> None:
+        raise NotImplementedError
+
+    def before_update(self) -> None: ...
+
+    def after_update(self) -> None: ...
+
+    def after_step(self) -> None: ...
+
+    def finish(self, save: Save) -> None:
+        """Return when ``save`` is complete; raise what it failed with."""
+        if save.uploaded is not None:
+            save.uploaded.result()
+            while save.uploaded_at is None:  # callbacks run just after the result is there
+                time.sleep(1e-4)
+
+    def load(self, directory: Path, target: dict) -> dict[str, object]:
+        """The leaves of the state in ``directory``; ``target`` is like it, with other values."""
+        state = {"app": target}
+        dcp.load(state, checkpoint_id=directory, process_group=self.group)
+        return leaves(state["app"])
+
+    def close(self) -> None:
+        self.abandon()
+        dist.destroy_process_group(self.group)
+
+    def abandon(self, *error: object) -> None:
+        """Leave the loop alone, without asking other ranks."""
+        for hook in self.hooks:
+            hook.remove()
+
+
+# -- PyTorch as it is -------------------------------------------------------------------------
+
+
+class Nothing(Way):
+    def start(self, save: Save) -> None: ...
+
+
+class TorchSave(Way):
+    note = "one file a rank, its local shards; not reshardable"
+
+    def start(self, save: Save) -> None:
+        save.directory.mkdir(parents=True, exist_ok=True)
+        torch.save(leaves(self.app.state_dict()), save.directory / f"{dist.get_rank()}.pt")
+        dist.barrier(group=self.group)
+
+    def load(self, directory: Path, target: dict) -> dict[str, object]:
+        return torch.load(directory / f"{dist.get_rank()}.pt", map_location=self.device)
+
+
+class DcpSave(Way):
+    def start(self, save: Save) -> None:
+        dcp.save({"app": self.app}, checkpoint_id=save.directory, process_group=self.group)
+
+
+class DefaultStagerAsPublished(Way):
+    note = "a new stager a save, never ordered after the step; closed here after each save"
+    queued_s = 4.0
+    staging: Future | None = None
+
+    def start(self, save: Save) -> None:
+        on_cpu = self.device.type == "cpu"
+        options = StagingOptions(False, False, True, False) if on_cpu else StagingOptions()
+        self.stager = DefaultStager(options)
+        response = dcp.async_save(
+            {"app": self.app},
+            checkpoint_id=save.directory,
+            process_group=self.group,
+            async_stager=self.stager,
+        )
+        save.watch(response.upload_completion, response.staging_completion)
+        self.staging = response.staging_completion
+
+    def before_update(self) -> None:
+        if self.staging is not None:
+            self.staging.result()
+            self.staging = None
+
+    def finish(self, save: Save) -> None:
+        super().finish(save)
+        self.stager.close()
+        self.stager = None  # its memory is freed here, not in the next call
+
+
+class Process(Way):
+    note = "async_save with PyTorch's process for writing; staged on the training thread"
+
+    def start(self, save: Save) -> None:
+        uploaded = dcp.async_save(
+            {"app": self.app},
+            checkpoint_id=save.directory,
+            process_group=self.group,
+            async_checkpointer_type=AsyncCheckpointerType.PROCESS,
+        )
+        save.watch(uploaded)
+
+    def close(self) -> None:
+        end_daemon()
+        super().close()
+
+
+def end_daemon() -> None:
+    """PyTorch keeps its process for writing to itself; without the object the process ends."""
+    executor = importlib.import_module("torch.distributed.checkpoint._async_process_executor")
+    executor._CHECKPOINT_PROCESS = None
+
+
+# -- the recipes ------------------------------------------------------------------------------
+
+
+class RecipeWay(Way):
+    """A class of ``async_save`` and what builds on it: it writes to ``<root>/step<N>``."""
+
+    checkpoints: AsyncCheckpoints
+
+    def start(self, save: Save) -> None:
+        self.checkpoints.root = save.directory
+        self.checkpoints.save(self.app)
+        save.watch(self.checkpoints.upload)
+
+    def finish(self, save: Save) -> None:
+        super().finish(save)
+        self.checkpoints.wait()
+
+    def load(self, directory: Path, target: dict) -> dict[str, object]:
+        (checkpoint,) = directory.iterdir()
+        return super().load(checkpoint, target)
+
+    def close(self) -> None:
+        self.checkpoints.close()
+        super().close()
+
+
+class AsyncSave(RecipeWay):
+    recipes = ("async_save",)
+
+    def __init__(self, *place: object) -> None:
+        super().__init__(*place)
+        self.checkpoints = AsyncCheckpoints(Path())
+
+
+class Pinned(RecipeWay):
+    recipes = ("pinned_staging",)
+
+    def __init__(self, *place: object) -> None:
+        super().__init__(*place)
+        self.checkpoints = PinnedCheckpoints(Path())
+
+
+class DefaultStagerOrdered(RecipeWay):
+    recipes = ("default_stager",)
+    queued_s = 4.0
+
+    def __init__(self, *place: object) -> None:
+        super().__init__(*place)
+        self.checkpoints = StagedCheckpoints(Path(), self.device)
+        built = "a new stager a save" if REUSE_CRASHES else "one stager for all saves"
+        self.note = f"{built}; its stream waits for an event behind the step"
+
+    def before_update(self) -> None:
+        self.checkpoints.wait_staged()
+
+
+class Overlapped(Way):
+    recipes = ("overlapped_stager",)
+    options: dict[str, object] = {}
+
+    def __init__(self, *place: object) -> None:
+        super().__init__(*place)
+        module = importlib.import_module(self.recipes[-1])
+        saves = getattr(module, "OverlappedWriter", None) or module.OverlappedSaves
+        self.saves = saves(self.device, self.app.model.buffers(), **self.options)
+        self.saves.__enter__()
+
+    def start(self, save: Save) -> None:
+        save.watch(self.saves.save({"app": self.app}, save.directory))
+
+    def close(self) -> None:
+        self.saves.__exit__(None, None, None)
+        super().close()
+
+    def abandon(self, *error: object) -> None:
+        super().abandon()
+        if error:
+            self.saves.__exit__(*error)
+
+
+class OverlappedWriter(Overlapped):
+    recipes = ("overlapped_stager", "overlapped_writer")
+
+
+class OverlappedSnapshot(OverlappedWriter):
+    note = "first copied on the device, within 64 GB of its memory"
+    options = {"snapshot_bytes": 64 * 10**9}
+
+
+# -- other packages ---------------------------------------------------------------------------
+
+
+class TorchCheckpointing(Way):
+    """The torch_checkpointing package: staging thread, shared memory, a writer process."""
+
+    def __init__(self, *place: object) -> None:
+        super().__init__(*place)
+        package = importlib.import_module("torch_checkpointing")
+        self.note = f"torch_checkpointing {version('torch_checkpointing')}; no resharder declared"
+        self.manager = package.CheckpointManager(package.CheckpointManager.Config())
+
+    def start(self, save: Save) -> None:
+        uploaded = self.manager.save(str(save.directory), self.app.state_dict())
+        # The manager does not give out its staging future; without it only the upload has an end.
+        save.watch(uploaded, getattr(self.manager, "_staging_future", None))
+
+    def before_update(self) -> None:
+        self.held = self.manager.lock()
+        self.held.__enter__()
+
+    def after_update(self) -> None:
+        self.held.__exit__(None, None, None)
+
+    def load(self, directory: Path, target: dict) -> dict[str, object]:
+        return leaves(dict(self.manager.load(str(directory), into=target)))
+
+    def close(self) -> None:
+        self.manager.close()
+        super().close()
+
+
+class Polled(Way):
+    """A way whose package has to be asked, at the end of each step, whether it has ended."""
+
+    pending: Future | None = None
+
+    def wait_for(self, save: Save) -> None:
+        self.pending = Future()
+        save.watch(self.pending)
+
+    def ended(self, wait: bool) -> bool:
+        raise NotImplementedError
+
+    def after_step(self) -> None:
+        if self.pending is not None and self.ended(wait=False):
+            self.pending.set_result(None)
+            self.pending = None
+
+    def finish(self, save: Save) -> None:
+        if self.pending is not None and self.ended(wait=True):
+            self.pending.set_result(None)
+            self.pending = None
+        super().finish(save)
+
+
+class NvidiaResiliencyExt(Polled):
+    """nvidia-resiliency-ext's TorchAsyncCheckpoint: torch.save in a persistent process."""
+
+    def __init__(self, *place: object) -> None:
+        super().__init__(*place)
+        module = importlib.import_module(
+            "nvidia_resiliency_ext.checkpointing.async_ckpt.torch_ckpt"
+        )
+        self.note = (
+            f"nvidia-resiliency-ext {version('nvidia-resiliency-ext')}, TorchAsyncCheckpoint: "
+            f"one file a rank, not reshardable; its end is seen at the end of a step"
+        )
+        self.checkpoint = module.TorchAsyncCheckpoint()
+
+    def start(self, save: Save) -> None:
+        save.directory.mkdir(parents=True, exist_ok=True)
+        path = save.directory / f"{dist.get_rank()}.pt"
+        self.checkpoint.async_save(leaves(self.app.state_dict()), path)
+        self.wait_for(save)
+
+    def ended(self, wait: bool) -> bool:
+        self.checkpoint.finalize_async_save(blocking=wait)
+        queue = self.checkpoint._get_async_calls_queue()
+        if queue.get_num_unfinalized_calls() == 0:
+            return True
+        if not queue.persistent_caller.process.is_alive():  # nobody would answer
+            code = queue.persistent_caller.process.exitcode
+            queue.close(abort=True)
+            raise RuntimeError(f"the writer process ended with exit code {code}")
+        return False
+
+    load = TorchSave.load
+
+    def close(self) -> None:
+        self.checkpoint.close()
+        super().close()
+
+
+class LmResiliency(Polled):
+    """lm-resiliency's copies in the memory of host and peer; nothing reaches storage."""
+
+    def __init__(self, *place: object) -> None:
+        super().__init__(*place)
+        module = importlib.import_module("lm_resiliency.checkpointing")
+        self.note = (
+            f"lm-resiliency {version('lm-resiliency')}: in the host's memory and a peer's; nothing "
+            f"is written, and its end is seen at the end of a step"
+        )
+        config = module.InMemoryCkptConfig(
+            interval=1,
+            replication_jump=1,
+            disk_flush_interval=0,
+            disk_folder=str(self.scratch),
+            run_id="benchmark",
+            pin_memory=self.device.type == "cuda",
+        )
+        self.manager = module.InMemoryCheckpointManager(config)
+
+    def start(self, save: Save) -> None:
+        save.directory.mkdir(parents=True, exist_ok=True)
+        self.manager.save(leaves(self.app.state_dict()), self.app.step)
+        self.wait_for(save)
+
+    def ended(self, wait: bool) -> bool:
+        thread = self.manager._completion_thread
+        if not wait and thread is not None and thread.is_alive():
+            return False
+        source = getattr(self.manager._replicator, "in_flight", False)
+        if not wait and source and dist.get_world_size() > 1:
+            return False
+        self.manager.finalize_replication()
+        return True
+
+    def close(self) -> None:
+        self.manager.close()
+        super().close()
+
+
+class Torchtitan(Way):
+    """torchtitan's CheckpointManager, with model and optimizer as its states."""
+
+    mode = "async"
+
+    def __init__(self, *place: object) -> None:
+        super().__init__(*place)
+        module = importlib.import_module("torchtitan.components.checkpointer")
+        self.note = f"torchtitan {version('torchtitan')}, async_mode {self.mode}"
+        manager = module.CheckpointManager
+        config = manager.Config(
+            enable=True, folder=".", interval=1, keep_latest_k=0, async_mode=self.mode
+        )
+        self.manager = manager(
+            config,
+            dataloader=None,
+            model_parts=[self.app.model],
+            optimizers=self.app,
+            lr_schedulers=None,
+            states={},
+            sd_adapter=None,
+        )
+        for name in ("model", "dataloader", "lr_scheduler"):  # the state of all ways, once
+            del self.manager.states[name]
+
+    def start(self, save: Save) -> None:
+        self.manager.folder = str(save.directory)
+        self.manager.save(self.app.step)
+        save.watch(self.manager.save_future, self.manager.staging_future)
+
+    def load(self, directory: Path, target: dict) -> dict[str, object]:
+        (checkpoint,) = directory.iterdir()
+        state = {"optimizer": target}
+        dcp.load(state, checkpoint_id=checkpoint, process_group=self.group)
+        return leaves(state["optimizer"])
+
+    def close(self) -> None:
+        self.manager.close()
+        super().close()
+
+
+class TorchtitanPinned(Torchtitan):
+    mode = "async_with_pinned_mem"
+    queued_s = 4.0
+
+    def start(self, save: Save) -> None:
+        if REUSE_CRASHES and self.manager.stager is not None:
+            self.manager.stager.close()
+            self.manager.stager = None
+            self.note = (
+                f"{self.note.split(';')[0]}; a new stager a save: this torch fails to use one twice"
+            )
+        super().start(save)
+
+    def before_update(self) -> None:
+        self.manager.maybe_wait_for_staging()
+
+    def close(self) -> None:
+        super().close()
+        end_daemon()
+
+
+# -- copies alone -----------------------------------------------------------------------------
+
+
+class AllAtOnce(Way):
+    """All of the state to pinned memory, and nothing else: how its copies are queued."""
+
+    kernel_between = False
+    memory: torch.Tensor | None = None  # kept by the class: to lock it takes seconds
+
+    def __init__(self, *place: object) -> None:
+        super().__init__(*place)
+        shards = [x for x in leaves(self.app.state_dict()).values() if isinstance(x, torch.Tensor)]
+        shards = {x.data_ptr(): x.detach() for x in shards if x.device == self.device}.values()
+        flat = [x.reshape(-1).view(torch.uint8) for x in shards if x.numel()]
+        self.sources = [piece for x in flat for piece in x.split(PIECE_BYTES)]
+        total = sum(piece.nbytes for piece in self.sources)
+        on_gpu = self.device.type == "cuda"
+        if AllAtOnce.memory is None:
+            AllAtOnce.memory = torch.empty(total, dtype=torch.uint8, pin_memory=on_gpu)
+        self.targets = AllAtOnce.memory.split([piece.nbytes for piece in self.sources])
+        self.module = torch.get_device_module(self.device)
+        self.stream = self.module.Stream(self.device) if on_gpu else self.module.Stream()
+        self.scratch_cell = torch.zeros(1, device=self.device)
+        self.copied = None
+
+    def start(self, save: Save) -> None:
+        save.watch(Future())
+        self.stream.wait_stream(self.module.current_stream())
+        self.begun, self.copied = timing_event(self.device), timing_event(self.device)
+        with self.module.stream(self.stream):
+            self.begun.record()
+        self.queue(save)
+
+    def queue(self, save: Save) -> None:
+        with self.module.stream(self.stream):
+            for target, source in zip(self.targets, self.sources, strict=True):
+                target.copy_(source, non_blocking=True)
+                if self.kernel_between:
+                    self.scratch_cell.add_(1)
+            self.copied.record()
+        threading.Thread(target=self.end, args=(save,)).start()
+
+    def end(self, save: Save) -> None:
+        self.copied.synchronize()
+        save.note("staged_at")
+        save.uploaded.set_result(None)
+
+    def before_update(self) -> None:
+        if self.copied is not None and self.device.type == "cuda":
+            self.module.current_stream().wait_event(self.copied)
+
+
+class KernelBetweenPieces(AllAtOnce):
+    kernel_between = True
+
+
+class OnePieceAtATime(AllAtOnce):
+    """A thread queues a piece when the piece before it has ended."""
+
+    thread: threading.Thread | None = None
+
+    def queue(self, save: Save) -> None:
+        self.thread = threading.Thread(target=self.pace, args=(save,))
+        self.thread.start()
+
+    def pace(self, save: Save) -> None:
+        on_gpu = self.device.type == "cuda"
+        with self.module.stream(self.stream):
+            for target, source in zip(self.targets, self.sources, strict=True):
+                target.copy_(source, non_blocking=True)
+                if on_gpu:
+                    ended = torch.cuda.Event(blocking=True)
+                    ended.record()
+                    ended.synchronize()
+            self.copied.record()
+        self.end(save)
+
+    def before_update(self) -> None:
+        if self.thread is not None:
+            self.thread.join()
+
+
+PIECES: dict[str, type[Way]] = {
+    "all_at_once": AllAtOnce,
+    "kernel_between_pieces": KernelBetweenPieces,
+    "one_piece_at_a_time": OnePieceAtATime,
+}
+WAYS: dict[str, type[Way]] = {
+    "none": Nothing,
+    "torch_save": TorchSave,
+    "dcp_save": DcpSave,
+    "async_save": AsyncSave,
+    "pinned": Pinned,
+    "default_stager_as_published": DefaultStagerAsPublished,
+    "default_stager_ordered": DefaultStagerOrdered,
+    "overlapped": Overlapped,
+    "overlapped_writer": OverlappedWriter,
+    "overlapped_snapshot": OverlappedSnapshot,
+    "process": Process,
+    "torch_checkpointing": TorchCheckpointing,
+    "nvidia-resiliency-ext": NvidiaResiliencyExt,
+    "lm-resiliency": LmResiliency,
+    "torchtitan_async": Torchtitan,
+    "torchtitan_async_with_pinned_mem": TorchtitanPinned,
+}
+
+
+def like(tree: object) -> object:
+    """``tree`` with tensors of other values, to be loaded into."""
+    if isinstance(tree, dict):
+        return {key: like(value) for key, value in tree.items()}
+    if isinstance(tree, list):
+        return [like(value) for value in tree]
+    if isinstance(tree, DTensor | torch.Tensor):
+        return torch.full_like(tree, 2)
+    return tree
+
+
+def differences(expected: dict[str, object], loaded: dict[str, object]) -> tuple[bool, float]:
+    """Whether any leaf differs in a bit, and the share of elements that differ."""
+    wrong, differing, total = False, 0, 0
+    for path, leaf in expected.items():
+        found = loaded.get(path)
+        if isinstance(leaf, torch.Tensor):
+            found = found.to(leaf.device)
+            differing += int((found != leaf).sum())
+            total += leaf.numel()
+        wrong |= not same_bits(found, leaf)
+    return wrong, differing / total
