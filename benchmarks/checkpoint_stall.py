@@ -130,7 +130,7 @@ FULL = {  # steps of 0.3 s and the shortest that an H200 reaches
     1: Size("llama-1b", {"long": 16384, "short": 2048}, 2048, 4 * 10**9, 2**30),
     2: Size("llama-1b", {"long": 14336, "short": 2048}, 2048, 4 * 10**9, 2**30),
 }
-SMALL = Size("llama-tiny", {"long": 256, "short": 64}, 32, 2**20, 2**20)
+SMALL = Size("llama-tiny", {"long": 64, "short": 32}, 32, 2**20, 2**20)
 
 
 @dataclass
