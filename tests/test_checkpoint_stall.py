@@ -1,6 +1,7 @@
 """What a save costs is what it adds to the steps that it touches, and nothing else."""
 
 import json
+import os
 import subprocess
 import sys
 from itertools import accumulate
@@ -112,7 +113,8 @@ def test_a_stock_loop_is_measured_on_a_cpu(tmp_path: Path) -> None:
     command = [sys.executable, "benchmarks/checkpoint_stall.py", "--small", "--out", str(tmp_path)]
     command += ["--ours", ours, "--pairs", "3", "--only", ",".join(tasks)]
     command += ["--memory", str(tmp_path), "--disk", str(tmp_path)]
-    run = subprocess.run(command, cwd=ROOT, capture_output=True, text=True, check=False)
+    environment = os.environ | {"OMP_NUM_THREADS": "1"}
+    run = subprocess.run(command, cwd=ROOT, env=environment, capture_output=True, text=True)
     assert run.returncode == 0, run.stderr
     assert sorted(path.name for path in tmp_path.iterdir()) == ["results"], "a checkpoint was left"
     found = {}
@@ -130,5 +132,5 @@ def test_a_stock_loop_is_measured_on_a_cpu(tmp_path: Path) -> None:
     for field in ("call_s", "uploaded_s", "write_bytes_per_s", "storage_bytes_per_s", "tensors"):
         assert row[field] > 0, field
     assert row["bytes_written"] > 1e5 and row["host_peak_bytes"] >= 0
-    assert sorted(row["every"] for row in found["save_interval"]) == [1, 100]
-    assert all(row["kept"] > 0 for row in found["save_interval"])
+    (often,) = found["save_interval"]
+    assert often["every"] == 100 and often["kept"] > 0
