@@ -8,9 +8,8 @@ import troubles
 survives = partial(troubles.survives, "checkpoint_troubles")
 
 
-@pytest.mark.parametrize("trouble", ["interrupted", "interrupted_refill"])
-def test_a_save_after_an_interrupted_wait_does_not_run_beside_the_one_awaited(trouble: str) -> None:
-    survives(trouble)
+def test_a_save_after_an_interrupted_wait_does_not_run_beside_the_one_awaited() -> None:
+    survives("interrupted")
 
 
 def test_buffers_of_another_dtype_are_not_filled_in_silence() -> None:
@@ -19,15 +18,6 @@ def test_buffers_of_another_dtype_are_not_filled_in_silence() -> None:
 
 def test_a_state_with_another_plain_value_is_refused_by_its_name() -> None:
     survives("other_settings")
-
-
-@pytest.mark.parametrize("ranks", [1, 2])
-def test_the_overlapped_stager_leaves_the_checkpoints_of_an_earlier_run_whole(ranks: int) -> None:
-    survives("same_directory", ranks=ranks)
-
-
-def test_the_overlapped_stager_reports_a_failed_save_although_the_last_one_succeeds() -> None:
-    survives("last_but_one_fails")
 
 
 def test_the_default_stager_clones_the_buffers_that_the_state_dict_names_otherwise() -> None:
@@ -45,15 +35,3 @@ def test_a_save_before_the_first_step_leaves_the_training_as_it_is(ranks: int) -
 
 def test_an_optimizer_that_counts_no_steps_can_be_saved_before_the_first() -> None:
     survives("saved_before_the_first_step_by_sgd")
-
-
-def test_the_overlapped_stager_takes_a_rank_that_holds_nothing() -> None:
-    survives("nothing_on_this_rank", ranks=2)
-
-
-def test_the_overlapped_stager_refuses_a_state_that_grew_on_every_rank() -> None:
-    survives("grown_on_another_rank", ranks=2)
-
-
-def test_the_overlapped_stager_waits_for_copies_on_the_device_of_its_rank() -> None:
-    survives("thread_with_another_device")

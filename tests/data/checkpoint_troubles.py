@@ -13,16 +13,12 @@ sys.path.insert(0, str(RECIPES))
 
 import async_save as basic  # noqa: E402
 import default_stager  # noqa: E402
-import overlapped_stager  # noqa: E402
 import pinned_staging  # noqa: E402
 import torch  # noqa: E402
 import torch.distributed as dist  # noqa: E402
 import torch.distributed.checkpoint as dcp  # noqa: E402
 from torch import nn  # noqa: E402
-from torch.distributed.checkpoint import CheckpointException, FileSystemWriter  # noqa: E402
-from torch.distributed.device_mesh import init_device_mesh  # noqa: E402
-from torch.distributed.fsdp import fully_shard  # noqa: E402
-from torch.distributed.tensor import Shard, distribute_tensor  # noqa: E402
+from torch.distributed.checkpoint import FileSystemWriter  # noqa: E402
 
 basic.WIDTH, basic.HIDDEN = 16, 64
 WRITE = FileSystemWriter.write_data
@@ -135,64 +131,6 @@ def other_settings(root: Path, device: torch.device) -> None:
         assert isinstance(error, ValueError) and "initial_lr" in str(error), repr(error)
 
 
-# -- two at a time: OverlappedStager --------------------------------------------------------------
-
-
-def train_and_save(root: Path, device: torch.device, seed: int = 0) -> dict[int, dict]:
-    app = basic.build_app(device, seed)
-    with closing(overlapped_stager.OverlappedStager(device, app.model.buffers())) as stager:
-        return overlapped_stager.train_and_save(app, stager, root)
-
-
-def same_directory(root: Path, device: torch.device) -> None:
-    """A second run is given the directory of the first."""
-    saved = train_and_save(root, device)
-    error = raised(lambda: train_and_save(root, device, seed=1))
-    assert isinstance(error, CheckpointException), f"overwritten: {error!r}"
-    assert_right(root, device, saved)
-
-
-def last_but_one_fails(root: Path, device: torch.device) -> None:
-    """The disk is full for the last save but one, and the last one succeeds."""
-    steps = overlapped_stager.SAVES * basic.SAVE_EVERY
-    write_when(f"step{steps - basic.SAVE_EVERY}", disk_is_full)
-    error = raised(lambda: train_and_save(root, device))
-    assert "No space left" in str(error), f"a failed save was not reported: {error!r}"
-    assert (root / f"step{steps}" / ".metadata").exists()
-
-
-def interrupted_refill(root: Path, device: torch.device) -> None:
-    """The wait for a set of buffers is interrupted; the emergency save comes at once."""
-    app, saved, uploads, release = basic.build_app(device), {}, [], threading.Event()
-    write_when("step1", release.wait)
-    group = dist.new_group(backend="gloo")
-    with closing(overlapped_stager.OverlappedStager(device, app.model.buffers())) as stager:
-        app.optimizer.register_step_pre_hook(lambda *_: stager.before_update())
-
-        def save() -> None:
-            saved[app.step] = basic.snapshot(app)
-            writer = FileSystemWriter(root / f"step{app.step}", per_thread_copy_ahead=0)
-            response = dcp.async_save(
-                {"app": app}, storage_writer=writer, process_group=group, async_stager=stager
-            )
-            stager.in_use_until(response.upload_completion)
-            uploads.append(response.upload_completion)
-
-        for _ in range(overlapped_stager.BUFFER_SETS):
-            basic.train_step(app, device)
-            save()
-        interrupt_the_first_wait(uploads[0], release.set)
-        basic.train_step(app, device)
-        assert isinstance(raised(save), KeyboardInterrupt)
-        save()
-        beside = not uploads[0].done()
-        release.set()
-        for upload in uploads:
-            upload.result()
-        assert not beside, "the emergency save filled buffers that were being written"
-    assert_right(root, device, saved)
-
-
 # -- staged beside training: StagedCheckpoints ----------------------------------------------------
 
 
@@ -271,65 +209,10 @@ def saved_before_the_first_step_by_sgd(root: Path, device: torch.device) -> None
             assert torch.equal(parameter, value)
 
 
-def stager_for(app: basic.AppState, device: torch.device) -> overlapped_stager.OverlappedStager:
-    stager = overlapped_stager.OverlappedStager(device, app.model.buffers())
-    stager.stage({"app": app.state_dict()}).result()
-    stager.in_use_until(done := Future())
-    done.set_result(None)
-    return stager
-
-
-def nothing_on_this_rank(root: Path, device: torch.device) -> None:
-    """Every tensor of the last rank is an empty shard."""
-    ranks = dist.get_world_size()
-    layer = nn.Linear(basic.WIDTH, ranks - 1, bias=False)
-    app = basic.AppState(fully_shard(layer), torch.optim.SGD(layer.parameters()))
-    with closing(stager_for(app, device)) as stager:
-        expected = 0 if dist.get_rank() == ranks - 1 else basic.WIDTH
-        assert sum(tensor.numel() for tensor in stager.sets[0].local) == expected
-
-
-def grown_on_another_rank(root: Path, device: torch.device) -> None:
-    """A tensor grows, and only the last rank holds more of it than before."""
-    ranks = dist.get_world_size()
-    mesh = init_device_mesh(device.type, (ranks,))
-    small, large = (
-        distribute_tensor(torch.zeros(rows, 2), mesh, [Shard(0)])
-        for rows in (2 * ranks - 1, 2 * ranks)
-    )
-    stager = overlapped_stager.OverlappedStager(device)
-    with closing(stager):
-        stager.stage({"x": small}).result()
-        stager.in_use_until(done := Future())
-        done.set_result(None)
-        assert isinstance(raised(lambda: stager.stage({"x": large})), ValueError)
-
-
-def thread_with_another_device(root: Path, device: torch.device) -> None:
-    """A new thread begins on the first device, whichever device its rank uses."""
-    told: dict[str, object] = {}
-    streams = torch.get_device_module(device)
-    streams.current_device = lambda: "this rank's"
-    streams.set_device = lambda named: told.update({threading.current_thread().name: named})
-    with closing(overlapped_stager.OverlappedStager(device)) as stager:
-        plain, waited = stager.finish_copy, []
-
-        def finish_copy(*copies) -> float | None:
-            waited.append(told.get(threading.current_thread().name))
-            return plain(*copies)
-
-        stager.finish_copy = finish_copy
-        stager.stage({"x": torch.ones(2, device=device)}).result()
-        stager.uploads.clear()
-    assert waited == ["this rank's"], waited
-
-
 TROUBLES = (
     *(interrupted, other_dtype, other_settings),
-    *(same_directory, last_but_one_fails, interrupted_refill),
     *(buffers_by_any_name, staging_fails),
     *(saved_before_the_first_step, saved_before_the_first_step_by_sgd),
-    *(nothing_on_this_rank, grown_on_another_rank, thread_with_another_device),
 )
 
 if __name__ == "__main__":

@@ -4,6 +4,7 @@ Ends with exit code 1 if that opened a context on the first device, which nothin
 """
 
 import sys
+import tempfile
 from collections.abc import Callable
 from contextlib import closing
 from pathlib import Path
@@ -18,9 +19,8 @@ sys.path[:0] = [str(RECIPES / "checkpoint"), str(RECIPES / "offload")]
 def overlapped_stager(device: torch.device) -> None:
     import overlapped_stager as recipe
 
-    with closing(recipe.OverlappedStager(device)) as stager:
-        stager.stage({"x": torch.ones(1024, device=device)}).result()
-        stager.uploads.clear()
+    with tempfile.TemporaryDirectory() as root, recipe.OverlappedSaves(device) as saves:
+        saves.save({"x": torch.ones(1024, device=device)}, Path(root) / "step1")
 
 
 def accumulate_and_average(device: torch.device) -> None:

@@ -1,0 +1,434 @@
+"""What can go wrong around `OverlappedSaves`; prints a line for each trouble that it survives."""
+
+import sys
+import tempfile
+import threading
+from collections import namedtuple
+from collections.abc import Callable
+from concurrent.futures import Future
+from pathlib import Path
+
+RECIPES = Path(__file__).parents[2] / "recipes_source" / "checkpoint"
+sys.path.insert(0, str(RECIPES))
+
+import async_save as basic  # noqa: E402
+import overlapped_stager as recipe  # noqa: E402
+import torch  # noqa: E402
+import torch.distributed as dist  # noqa: E402
+import torch.distributed.checkpoint as dcp  # noqa: E402
+from staging_copies import CopyPlan  # noqa: E402
+from torch import nn  # noqa: E402
+from torch.distributed.device_mesh import init_device_mesh  # noqa: E402
+from torch.distributed.tensor import Shard, distribute_tensor  # noqa: E402
+
+basic.WIDTH, basic.HIDDEN = 16, 64
+
+
+FAULTS: dict[int, BaseException | None] = {}  # by thread
+WRITE = dcp.FileSystemWriter.write_data
+
+
+def write_data(self, plan, planner):
+    fault = FAULTS.get(threading.get_ident())
+    if fault is not None:
+        raise fault
+    return WRITE(self, plan, planner)
+
+
+dcp.FileSystemWriter.write_data = write_data
+
+
+class Gated(recipe.OverlappedSaves):
+    """Saves whose writes wait for `gates[directory name]`, fail by `faults`, and are counted."""
+
+    def __init__(self, *args, **kwargs) -> None:
+        super().__init__(*args, **kwargs)
+        self.gates: dict[str, threading.Event] = {}
+        self.faults: dict[str, BaseException] = {}
+        self.began: list[str] = []
+        self.under_way = self.most_under_way = 0
+        self.states: list[dict] = []
+
+    def write(self, state: dict, directory: Path) -> None:
+        name = directory.name.removesuffix(".incomplete")
+        self.began.append(name)
+        self.states.append(state)
+        self.under_way += 1
+        self.most_under_way = max(self.most_under_way, self.under_way)
+        if name in self.gates:
+            assert self.gates[name].wait(30)
+        FAULTS[threading.get_ident()] = self.faults.get(name)
+        try:
+            super().write(state, directory)
+        finally:
+            self.under_way -= 1
+
+
+def raised(call: Callable[[], object]) -> BaseException | None:
+    try:
+        call()
+    except BaseException as error:
+        return error
+    return None
+
+
+def right(root: Path, device: torch.device, expected: dict[str, dict]) -> None:
+    for name, bits in expected.items():
+        basic.assert_same_bits(basic.load_app(root / name, device), bits)
+
+
+class Run:
+    """A small training whose steps are saved and kept to compare with."""
+
+    def __init__(self, root: Path, device: torch.device, seed: int = 0) -> None:
+        self.root, self.device = root, device
+        self.app, self.expected = basic.build_app(device, seed), {}
+
+    def step_and_save(self, saves: recipe.OverlappedSaves) -> Future | None:
+        basic.train_step(self.app, self.device)
+        name = f"step{self.app.step}"
+        self.expected[name] = basic.snapshot(self.app)
+        return saves.save({"app": self.app}, self.root / name)
+
+    def right(self) -> None:
+        right(self.root, self.device, self.expected)
+
+
+# -- any number of ranks ------------------------------------------------------------------------
+
+
+def an_older_checkpoint_of_the_name_is_replaced_whole(root: Path, device: torch.device) -> None:
+    for seed in (0, 1):
+        run = Run(root, device, seed)
+        with recipe.OverlappedSaves(device, run.app.model.buffers()) as saves:
+            run.step_and_save(saves)
+        run.right()
+    assert sorted(path.name for path in root.iterdir()) == ["step1"]
+
+
+def a_failed_save_is_told_on_every_rank_and_costs_no_other(
+    root: Path, device: torch.device
+) -> None:
+    run = Run(root, device)
+    with Gated(device, run.app.model.buffers()) as saves:
+        if dist.get_rank() == dist.get_world_size() - 1:
+            saves.faults["step2"] = OSError(28, "No space left on device")
+        futures = [run.step_and_save(saves) for _ in range(4)]
+        told = raised(saves.wait)
+        assert "No space left" in str(told), repr(told)
+        assert [future.exception() is None for future in futures] == [True, False, True, True]
+        saves.wait()
+    del run.expected["step2"]
+    run.right()
+    assert not (root / "step2").exists()
+
+
+def a_rank_that_cannot_stage_is_told_to_all(root: Path, device: torch.device) -> None:
+    run = Run(root, device)
+    with recipe.OverlappedSaves(device, run.app.model.buffers()) as saves:
+        run.step_and_save(saves)
+        plan, saves.plan = saves.plan, None
+        arena, recipe.PinnedArena = recipe.PinnedArena, refuse_on_the_last_rank
+        failed = run.step_and_save(saves)
+        assert "cannot lock" in str(failed.exception(30)), failed
+        recipe.PinnedArena = arena
+        assert "cannot lock" in str(raised(saves.wait))
+        run.step_and_save(saves)
+        assert plan is not saves.plan
+    del run.expected["step2"]
+    run.right()
+
+
+def refuse_on_the_last_rank(nbytes: int, device: torch.device):
+    from staging_copies import PinnedArena
+
+    if dist.get_rank() == dist.get_world_size() - 1:
+        raise RuntimeError("cannot lock memory")
+    return PinnedArena(nbytes, device)
+
+
+def a_busy_rank_makes_all_ranks_skip(root: Path, device: torch.device) -> None:
+    run = Run(root, device)
+    with Gated(device, run.app.model.buffers(), if_busy="skip") as saves:
+        gate = threading.Event()
+        saves.gates = {"step1": gate} if dist.get_rank() == 0 else {}
+        futures = [run.step_and_save(saves) for _ in range(4)]
+        gate.set()
+        assert [future is None for future in futures] == [False, False, True, True], futures
+        assert saves.skipped == 2
+    right(root, device, {name: run.expected[name] for name in ("step1", "step2")})
+
+
+def a_block_left_by_one_rank_does_not_hang_and_leaves_nothing_wrong(
+    root: Path, device: torch.device
+) -> None:
+    run, gate = Run(root, device), threading.Event()
+    recipe.EXIT_S = 0.5
+    try:
+        with Gated(device, run.app.model.buffers()) as saves:
+            run.step_and_save(saves).result(30)
+            saves.gates["step2"] = gate
+            waiting = [run.step_and_save(saves) for _ in range(2)]
+            if dist.get_rank() == 0:
+                raise KeyError("one rank ends")
+            gate.set()
+            assert "ended by an exception" in str(waiting[1].exception(30))
+            raised(saves.wait)
+    except KeyError:
+        gate.set()
+        assert "ended by an exception" in str(waiting[1].exception(30))
+    finally:
+        recipe.EXIT_S = 30.0
+    waiting[0].result(30)
+    for group in saves.groups:
+        raised(lambda g=group: dist.destroy_process_group(g))
+    del run.expected["step3"]
+    run.right()
+    dist.barrier()
+    assert sorted(path.name for path in root.iterdir()) == ["step1", "step2"]
+
+
+def an_upload_that_outlives_its_group_has_no_name(root: Path, device: torch.device) -> None:
+    run, gate = Run(root, device), threading.Event()
+    recipe.EXIT_S = 0.1
+    try:
+        with Gated(device, run.app.model.buffers()) as saves:
+            saves.gates["step1"] = gate
+            upload = run.step_and_save(saves)
+            raise KeyError("all ranks end")
+    except KeyError:
+        for group in saves.groups:
+            dist.destroy_process_group(group)
+    finally:
+        recipe.EXIT_S = 30.0
+    gate.set()
+    failed = upload.exception(60) is not None
+    dist.barrier()
+    if failed:
+        assert not (root / "step1").exists()
+    else:
+        run.right()
+
+
+def a_tensor_that_grew_is_planned_anew(root: Path, device: torch.device) -> None:
+    ranks = dist.get_world_size()
+    mesh = init_device_mesh(device.type, (ranks,))
+    with recipe.OverlappedSaves(device) as saves:
+        for rows in (2 * ranks - 1, 2 * ranks, 1, 0):
+            full = torch.arange(2.0 * rows).view(rows, 2)
+            saves.save({"x": distribute_tensor(full, mesh, [Shard(0)])}, root / f"rows{rows}")
+    for rows in (2 * ranks - 1, 2 * ranks, 1):
+        loaded = {"x": distribute_tensor(torch.zeros(rows, 2), mesh, [Shard(0)])}
+        dcp.load(loaded, checkpoint_id=root / f"rows{rows}")
+        assert torch.equal(loaded["x"].full_tensor(), torch.arange(2.0 * rows).view(rows, 2))
+
+
+# -- one rank ---------------------------------------------------------------------------------
+
+
+def writes_take_turns(root: Path, device: torch.device) -> None:
+    run = Run(root, device)
+    with Gated(device, run.app.model.buffers()) as saves:
+        saves.gates["step1"] = threading.Event()
+        for _ in range(2):
+            run.step_and_save(saves)
+        saves.queued.result()
+        assert saves.began in ([], ["step1"])
+        saves.gates["step1"].set()
+        run.step_and_save(saves)
+    assert saves.most_under_way == 1 and saves.began == ["step1", "step2", "step3"]
+    run.right()
+
+
+def a_save_after_an_interrupted_wait_waits_for_its_buffers(
+    root: Path, device: torch.device
+) -> None:
+    run = Run(root, device)
+    with Gated(device, run.app.model.buffers()) as saves:
+        gate = saves.gates["step1"] = threading.Event()
+        for _ in range(2):
+            run.step_and_save(saves)
+        wait = recipe.wait
+
+        def interrupted(*_):
+            raise KeyboardInterrupt
+
+        recipe.wait = interrupted
+        assert isinstance(raised(lambda: run.step_and_save(saves)), KeyboardInterrupt)
+        recipe.wait = wait
+        threading.Timer(0.2, gate.set).start()
+        saves.save({"app": run.app}, root / "step3")
+    run.right()
+
+
+def saves_outside_the_block_are_refused(root: Path, device: torch.device) -> None:
+    saves = recipe.OverlappedSaves(device)
+    assert "with OverlappedSaves" in str(raised(lambda: saves.save({}, root / "x")))
+    for group in saves.groups:
+        dist.destroy_process_group(group)
+
+
+def every_optimizer_is_ordered_and_none_afterwards(root: Path, device: torch.device) -> None:
+    weights = [nn.Parameter(torch.zeros(3, device=device)) for _ in range(2)]
+    optimizers = [torch.optim.SGD([weight], lr=1.0) for weight in weights]
+    asked = []
+
+    class Asked(recipe.OverlappedSaves):
+        def before_update(self, *args) -> None:
+            asked.append(args[:1])
+            super().before_update(*args)
+
+    with Asked(device) as saves:
+        saves.save({"w": weights}, root / "w")
+        for weight, optimizer in zip(weights, optimizers, strict=True):
+            weight.grad = torch.ones_like(weight)
+            optimizer.step()
+    optimizers[0].step()
+    assert [args[0] for args in asked if args] == optimizers
+    loaded = {"w": [torch.ones(3), torch.ones(3)]}
+    dcp.load(loaded, checkpoint_id=root / "w")
+    assert all(torch.equal(weight, torch.zeros(3)) for weight in loaded["w"])
+
+
+def weights_that_moved_are_saved_where_they_are(root: Path, device: torch.device) -> None:
+    model = nn.Sequential(nn.Linear(4, 4), nn.Linear(4, 4)).to(device)
+    optimizer = torch.optim.AdamW(model.parameters(), fused=True)
+    kept = None
+
+    def state() -> dict:
+        return {
+            "model": dict(model.named_parameters()),
+            "moments": [dict(optimizer.state[p]) for p in model.parameters()],
+        }
+
+    def step() -> None:
+        optimizer.zero_grad()
+        model(torch.ones(2, 4, device=device)).sum().backward()
+        optimizer.step()
+
+    def load_a_copy() -> None:
+        optimizer.load_state_dict(torch.load(kept))
+
+    def new_memory() -> None:
+        model[0].weight.data = torch.full((4, 4), 2.0, device=device)
+
+    def assigned() -> None:
+        full = {name: torch.full_like(p, 3.0) for name, p in model.state_dict().items()}
+        model.load_state_dict(full, assign=True)
+        optimizer.param_groups[0]["params"] = list(model.parameters())
+        optimizer.state.clear()
+        step()
+
+    def swapped() -> None:
+        torch.utils.swap_tensors(model[0].weight, nn.Parameter(torch.full((4, 4), 5.0)))
+
+    step()
+    kept = root / "kept"
+    torch.save(optimizer.state_dict(), kept)
+    with recipe.OverlappedSaves(device) as saves:
+        for move in (step, load_a_copy, step, new_memory, assigned, swapped):
+            move()
+            expected = torch.utils._pytree.tree_map(lambda t: t.detach().clone(), state())
+            saves.save(state(), root / move.__name__).result(30)
+            zeros = torch.utils._pytree.tree_map(torch.zeros_like, expected)
+            dcp.load(zeros, checkpoint_id=root / move.__name__)
+            pairs = zip(*map(torch.utils._pytree.tree_leaves, (zeros, expected)), strict=True)
+            assert all(torch.equal(a, b) for a, b in pairs), move.__name__
+
+
+def leaves_of_every_kind_are_as_they_were(root: Path, device: torch.device) -> None:
+    pair = namedtuple("pair", "a b")
+    tied = nn.Parameter(torch.randn(300, 1024, device=device))
+    sparse = torch.eye(3, device=device).to_sparse()
+    state = {
+        "size": torch.Size([2, 3]),
+        "pair": pair(torch.ones(2, device=device), "text"),
+        "list": [1, 2.5, None, torch.tensor(7, device=device)],
+        "kinds": [
+            torch.tensor([True, False], device=device),
+            torch.randn(5, dtype=torch.bfloat16, device=device),
+            torch.randn(3, dtype=torch.complex64, device=device),
+            torch.randn(3, dtype=torch.float64, device=device),
+            torch.randn(4, device=device).to(torch.float8_e4m3fn),
+            torch.empty(0, 3, device=device),
+            torch.randn(3, 4, device=device).t(),
+            torch.randn(1024, 512, device=device).t(),
+            torch.arange(3, dtype=torch.uint8, device=device),
+        ],
+        "embedding": tied,
+        "head": tied,
+        "sparse": sparse,
+    }
+    with Gated(device) as saves:
+        saves.write = lambda state, directory: (directory.mkdir(), saves.states.append(state))
+        saves.save(state, root / "kinds").result(30)
+        (staged,) = saves.states
+        for tensor, host in zip(state["kinds"], staged["kinds"], strict=True):
+            as_bits = [t.contiguous().view(torch.uint8).flatten().cpu() for t in (tensor, host)]
+            assert host.shape == tensor.shape and host.dtype == tensor.dtype
+            assert torch.equal(*as_bits), tensor.dtype
+        assert staged["size"] == state["size"] and type(staged["size"]) is torch.Size
+        assert staged["pair"].b == "text" and torch.equal(staged["pair"].a.cpu(), torch.ones(2))
+        assert staged["list"][:3] == state["list"][:3] and int(staged["list"][3]) == 7
+        assert torch.equal(staged["sparse"].to_dense().cpu(), torch.eye(3))
+        assert staged["head"].data_ptr() == staged["embedding"].data_ptr()
+
+
+def snapshots_free_the_update_from_the_copies(root: Path, device: torch.device) -> None:
+    large = [torch.randn(1 << 19, device=device) for _ in range(3)]
+    plan = CopyPlan(large, device, snapshot_bytes=2 * large[0].nbytes)
+    assert len(plan.in_place) == 1 and len(plan.snapshots) == 2
+    with recipe.OverlappedSaves(device, snapshot_bytes=1 << 30) as saves:
+        saves.save({"x": large}, root / "x")
+        expected = [x.clone() for x in large]
+        assert not saves.plan.in_place
+    loaded = {"x": [torch.zeros(1 << 19) for _ in large]}
+    dcp.load(loaded, checkpoint_id=root / "x")
+    assert all(torch.equal(a, b.cpu()) for a, b in zip(loaded["x"], expected, strict=True))
+
+
+def threads_are_told_their_device(root: Path, device: torch.device) -> None:
+    told: dict[str, object] = {}
+    streams = torch.get_device_module(device)
+    set_device = streams.set_device
+    streams.set_device = lambda named: told.update({threading.current_thread().name: named})
+    with recipe.OverlappedSaves(device) as saves:
+        saves.save({"x": torch.ones(2, device=device)}, root / "x")
+    streams.set_device = set_device
+    assert set(told.values()) == {device} and {"write", "copy_0"} <= set(told), told
+
+
+ON_ALL_RANKS = (
+    an_older_checkpoint_of_the_name_is_replaced_whole,
+    a_failed_save_is_told_on_every_rank_and_costs_no_other,
+    a_rank_that_cannot_stage_is_told_to_all,
+    a_busy_rank_makes_all_ranks_skip,
+    a_block_left_by_one_rank_does_not_hang_and_leaves_nothing_wrong,
+    an_upload_that_outlives_its_group_has_no_name,
+    a_tensor_that_grew_is_planned_anew,
+)
+ON_ONE_RANK = (
+    writes_take_turns,
+    a_save_after_an_interrupted_wait_waits_for_its_buffers,
+    saves_outside_the_block_are_refused,
+    every_optimizer_is_ordered_and_none_afterwards,
+    weights_that_moved_are_saved_where_they_are,
+    leaves_of_every_kind_are_as_they_were,
+    snapshots_free_the_update_from_the_copies,
+    threads_are_told_their_device,
+)
+
+if __name__ == "__main__":
+    device = basic.start_rank()
+    troubles = ON_ALL_RANKS if dist.get_world_size() > 1 else ON_ONE_RANK
+    with tempfile.TemporaryDirectory() as temporary:
+        root = basic.directory_of_rank_0(Path(temporary))
+        for trouble in troubles:
+            if sys.argv[1:] not in ([], ["all"], [trouble.__name__]):
+                continue
+            place = root / trouble.__name__
+            place.mkdir(exist_ok=True)
+            trouble(place, device)
+            dist.barrier()
+            print(f"survived {trouble.__name__}", flush=True)
+    dist.destroy_process_group()
