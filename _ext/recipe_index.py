@@ -28,6 +28,7 @@ READING_ORDER = [
     "async_save",
     "pinned_staging",
     "default_stager",
+    "staging_copies",
     "overlapped_stager",
     "process_checkpointer",
     "three_streams",

@@ -29,7 +29,7 @@ TWO_RANKS = [
 @cache
 def output(ranks: int) -> str:
     """What the first rank prints of all troubles for so many ranks."""
-    return troubles.survives("stager_troubles", "all", ranks).ranks[0].output
+    return troubles.survives("stager_troubles", "all", ranks).outputs[0]
 
 
 @pytest.mark.parametrize("trouble", ONE_RANK)

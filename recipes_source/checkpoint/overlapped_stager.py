@@ -99,7 +99,8 @@ EXIT_S = 30.0  # for a write under way when training ends by an exception
 #
 # A block that is left by an exception starts no more writes, gives the one under way half a minute,
 # and leaves. It calls no collective: the other ranks may never come. Threads that still wait for
-# them are daemons and end with the program; what they were writing keeps its ``.incomplete``.
+# them are daemons and end with the program; what they were writing
+# never gets its name.
 #
 # ``write`` is stock DCP, with two settings. ``per_thread_copy_ahead=0``: the writer would otherwise
 # wait for the compute stream once a tensor. ``set_crc32_options(False)``: the sums take half of the
@@ -219,6 +220,8 @@ class OverlappedSaves:
             self.together(self.commit, aside, directory)
             done.set_result(directory)
         except BaseException as failure:  # CheckpointException is no Exception
+            if self.rank == 0:
+                shutil.rmtree(aside, ignore_errors=True)  # a full disk needs the room
             logging.getLogger(__name__).error("no checkpoint in %s: %s", directory, failure)
             self.failures.append(failure)
             done.set_exception(failure)
