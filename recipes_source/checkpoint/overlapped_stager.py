@@ -330,8 +330,8 @@ if __name__ == "__main__":
 # .. result-table:: checkpoint_stall
 #    :rows: none dcp_save async_save pinned default_stager_ordered overlapped overlapped_writer
 #
-# The thread that writes shares the interpreter with training. Where that is felt (many small tensors,
-# steps bound by the host), :doc:`overlapped_writer` writes the same checkpoints without it.
+# The thread that writes shares the interpreter with training. That is felt where steps are bound by
+# the host and the state has many small tensors.
 #
 # What breaks if you remove a line
 # --------------------------------
@@ -353,10 +353,8 @@ if __name__ == "__main__":
 # * The hook orders optimizers. Whatever else writes weights in place between a save and the next
 #   step (an EMA swap, a load) calls ``saves.before_update()`` first.
 # * ``changed_by_forward`` are found by their memory: pass them after ``to_empty`` and the like.
-# * ``get_state_dict`` takes milliseconds for hundreds of tensors, on the training thread:
-#   :doc:`kept_state` asks once.
-# * The directory is not flushed, and an older checkpoint of the same name is replaced: for crashes
-#   of the host, retention and a pointer to the newest see :doc:`durable_saves`.
+# * ``get_state_dict`` takes milliseconds for hundreds of tensors, on the training thread.
+# * The directory is not flushed, and an older checkpoint of the same name is replaced.
 #
 # Further reading
 # ---------------

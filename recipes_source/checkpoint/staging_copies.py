@@ -156,7 +156,7 @@ def in_host_memory(tensor: torch.Tensor, host: torch.Tensor) -> torch.Tensor:
 # ------------------------------
 # Dense tensors and DTensors stay where they are and are copied later. Everything else (step counts,
 # learning rates, sparse tensors) is read at once. A dict with an attribute ``tensors`` promises
-# that it stays as it is; it is not walked again (:doc:`kept_state`).
+# that it stays as it is; it is not walked again.
 
 
 def is_staged(leaf: object) -> bool:
