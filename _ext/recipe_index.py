@@ -25,6 +25,7 @@ from harness.recipe import Recipe, discover
 SOURCE = Path(__file__).parent.parent / "recipes_source"
 SECTION_ORDER = ["checkpoint", "offload", "sharding"]
 READING_ORDER = [
+    "state_to_save",
     "async_save",
     "pinned_staging",
     "default_stager",

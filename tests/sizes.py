@@ -26,8 +26,6 @@ NOT_YET = {
     "benchmarks",
     "benchmarks/fsdp_overlap.py",
     "benchmarks/offload_step.py",
-    "recipes_source/checkpoint/async_save.py",
-    "page checkpoint/async_save",
     "recipes_source/checkpoint/overlapped_stager.py",
     "page checkpoint/overlapped_stager",
     "recipes_source/checkpoint/process_checkpointer.py",

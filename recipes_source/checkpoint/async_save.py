@@ -2,24 +2,31 @@
 Save without stopping: ``async_save``
 =====================================
 
-``torch.distributed.checkpoint.async_save`` writes a sharded checkpoint while training goes on:
-the training thread only copies the state to host memory, a background thread does the rest.
-This recipe shows what it moves away, what it leaves on the training thread, and the five lines
-without which it exits 0 with a checkpoint missing.
+A synchronous save stops every rank until the last byte is on disk. ``async_save`` of
+``torch.distributed.checkpoint`` (DCP) stops it for a copy to host memory; a thread writes that copy
+beside the next steps. Used as it comes it can lose the last checkpoint, end a run for one full disk,
+or leave a directory that loads and is wrong. Copy ``NamedWhenComplete`` and
+``AsyncCheckpoints`` from this file, and ``AppState`` from :doc:`state_to_save`; then a loop is:
+
+.. literalinclude:: async_save.py
+   :pyobject: train
+
+**Do not bother** if the state is small or saves are rare (call ``dcp.save``), or if host memory does
+not hold a second copy of what each rank of the node holds. If the copy itself takes too long,
+:doc:`pinned_staging` makes it fast and :doc:`overlapped_stager` hides it.
 
 .. grid:: 1 1 2 2
 
    .. grid-item-card:: What you learn
 
       * what a save costs the training thread, and what runs beside it
-      * a process group of its own, one save in flight, the last save awaited
-      * errors that ``except Exception`` does not catch
-      * the host memory it takes, as a formula and as observed
+      * how a checkpoint that is not whole is told from one that is
+      * what a failed save, a rank that raises and a step back may not break
 
    .. grid-item-card:: What you need
 
       * PyTorch 2.9 or later, any number of ranks, CPU or GPU
-      * a model sharded with ``fully_shard`` (FSDP2); DDP and plain modules work alike
+      * a model sharded with ``fully_shard`` (FSDP2); DDP and plain modules: see *Memory*
       * host memory for one copy of each rank's shards
 
 .. verification-badge::
@@ -27,9 +34,8 @@ without which it exits 0 with a checkpoint missing.
 The idea
 --------
 
-A synchronous save holds every rank until the last byte is written. An asynchronous one splits it:
-*staging* copies each rank's shards to host memory, *upload* serialises and writes that copy.
-After staging, the optimizer may change the weights again.
+An asynchronous save has two parts: *staging* copies each rank's shards to host memory, *upload*
+serialises and writes that copy. After staging, the optimizer may change the weights again.
 
 .. lanes:: Schematic. Only staging stops training; the upload runs beside the next steps.
 
@@ -39,329 +45,226 @@ After staging, the optimizer may change the weights again.
 """
 
 # %%
-# Imports and sizes
-# -----------------
-# Only torch and the standard library. The model is small so that the page runs anywhere; its
-# Adam state makes the checkpoint three times the size of its parameters.
+# To copy
+# -------
+# The first recipe of this folder has the application state, the model and the test.
 
 import argparse
-import ctypes
-import os
+import logging
 import tempfile
 import time
+from collections.abc import Iterable, Iterator
 from concurrent.futures import Future
+from dataclasses import replace
+from datetime import timedelta
 from pathlib import Path
 
 import torch
 import torch.distributed as dist
 import torch.distributed.checkpoint as dcp
-from torch import nn
+from state_to_save import (  # noqa: F401 (later recipes take the model and the test from here)
+    AppState,
+    SampleCounter,
+    assert_same_bits,
+    build_app,
+    directory_of_rank_0,
+    leaves,
+    load_app,
+    next_batch,
+    same_bits,
+    snapshot,
+    staged_bytes,
+    start_rank,
+    train_step,
+)
 from torch.distributed.checkpoint import CheckpointException, FileSystemWriter
-from torch.distributed.checkpoint.state_dict import get_state_dict, set_state_dict
-from torch.distributed.checkpoint.stateful import Stateful
-from torch.distributed.fsdp import fully_shard
-from torch.distributed.tensor import DTensor
+from torch.distributed.checkpoint.metadata import Metadata
+from torch.distributed.checkpoint.planner import SavePlan
 
-WIDTH, HIDDEN = 512, 8192  # features
-BATCH = 64  # samples per rank and step
-STEPS = 6
-SAVE_EVERY = 2  # steps
+LOG = logging.getLogger(__name__)
+PATIENCE = timedelta(minutes=10)  # how long a rank that has written waits for the slowest one
 
 # %%
-# A rank, with or without torchrun
-# --------------------------------
-# ``init_process_group()`` without a backend takes gloo for CPU tensors and NCCL for CUDA tensors,
-# whichever are built in. No port is fixed: torchrun passes one, and a single rank needs none.
-
-
-def start_rank() -> torch.device:
-    """Join the group that torchrun describes, or a group of one; return this rank's device."""
-    device = torch.accelerator.current_accelerator(check_available=True) or torch.device("cpu")
-    if device.type != "cpu":
-        device = torch.device(device.type, int(os.environ.get("LOCAL_RANK", "0")))
-        torch.accelerator.set_device_index(device.index)
-    if "RANK" in os.environ:
-        dist.init_process_group()
-    else:
-        dist.init_process_group(store=dist.HashStore(), rank=0, world_size=1)
-    return device
-
-
-def directory_of_rank_0(directory: Path) -> Path:
-    """The directory that rank 0 was given: a checkpoint is one directory for all ranks."""
-    agreed = [directory]
-    dist.broadcast_object_list(agreed)
-    return agreed[0]
-
-
-# %%
-# Something to train
-# ------------------
-# ``SampleCounter`` stands for every buffer that forward changes (BatchNorm's running statistics, a
-# token count). All ranks agree on its value: DCP (``torch.distributed.checkpoint``) takes a plain
-# tensor for replicated and keeps **one** rank's copy of it, so a buffer that differs between ranks
-# would be lost in silence.
-
-
-class SampleCounter(nn.Module):
-    """Count the samples that all ranks have seen, in a buffer (int64 scalar)."""
-
-    def __init__(self) -> None:
-        super().__init__()
-        self.register_buffer("samples", torch.zeros((), dtype=torch.int64))
-
-    def forward(self, x: torch.Tensor) -> torch.Tensor:
-        self.samples += x.shape[0] * dist.get_world_size()
-        return x
-
-
-# %%
-# The application state
-# ---------------------
-# DCP calls ``state_dict()`` on every ``Stateful`` it is given, always on the caller's thread.
-# ``get_state_dict`` names parameters and optimizer state alike and returns each rank's shards as
-# DTensors, which is why the checkpoint can be loaded on another number of ranks.
+# A name for what is whole
+# ------------------------
+# DCP writes ``.metadata`` last, and yet ``.metadata`` proves nothing. If an exception destroys the
+# process group while an upload waits its turn, its thread finds no group, takes this rank for the
+# only one, and each rank writes files and ``.metadata`` over those of the others: the directory
+# loads without an error, half of its weights never written. The same happens to what the directory
+# held before, if a step is saved twice.
 #
-# An optimizer that has not stepped has no state, so ``get_state_dict`` makes it step once, with
-# gradients and a learning rate of zero. Adam counts that step, and from then on corrects its
-# moments for one step too many: saving would change the training. So the count is set back.
-# (Torch 2.9 to 2.13, `issue 164929 <https://github.com/pytorch/pytorch/issues/164929>`_.)
+# So the files go to ``<directory>.incomplete``, and rank 0 takes the suffix away when all ranks
+# have reported. **A directory without the suffix is whole; one with it is none.** Two checks make
+# that true: every rank takes part, and all for the same checkpoint. A rank whose ``save`` raised,
+# and which goes on all the same, would pair its next save with this one of the others.
 
 
-class AppState(Stateful):
-    """All that a restart needs: model, optimizer and the number of steps taken."""
+class NamedWhenComplete(FileSystemWriter):
+    """Write a checkpoint of ``ranks`` ranks that has its name only once all have written it."""
 
-    def __init__(self, model: nn.Module, optimizer: torch.optim.Optimizer) -> None:
-        self.model = model
-        self.optimizer = optimizer
-        self.step = 0
+    def __init__(self, directory: Path, ranks: int, **options) -> None:
+        super().__init__(f"{directory}.incomplete", **options)
+        self.ranks = ranks
 
-    def state_dict(self) -> dict:
-        never_stepped = not self.optimizer.state
-        model, optimizer = get_state_dict(self.model, self.optimizer)
-        if never_stepped:
-            for state in self.optimizer.state.values():
-                if "step" in state:
-                    state["step"].zero_()
-        return {"model": model, "optimizer": optimizer, "step": self.step}
+    def prepare_local_plan(self, plan: SavePlan) -> SavePlan:
+        return replace(super().prepare_local_plan(plan), storage_data=self.path.name)
 
-    def load_state_dict(self, state_dict: dict) -> None:
-        model, optim = state_dict["model"], state_dict["optimizer"]
-        set_state_dict(self.model, self.optimizer, model_state_dict=model, optim_state_dict=optim)
-        self.step = state_dict["step"]
+    def prepare_global_plan(self, plans: list[SavePlan]) -> list[SavePlan]:
+        """On rank 0, before any rank writes."""
+        if [plan.storage_data for plan in plans] != [self.path.name] * self.ranks:
+            raise RuntimeError(f"not all {self.ranks} ranks write {self.path.name}")
+        for file in self.path.iterdir():  # of a save that was cut off
+            file.unlink()
+        return super().prepare_global_plan([replace(plan, storage_data=None) for plan in plans])
 
-
-def build_app(device: torch.device, seed: int = 0) -> AppState:
-    """An MLP over (batch, WIDTH) float32, sharded over all ranks, and its AdamW; no step taken."""
-    torch.manual_seed(seed)
-    up, down = nn.Linear(WIDTH, HIDDEN), nn.Linear(HIDDEN, WIDTH)
-    model = fully_shard(nn.Sequential(SampleCounter(), up, nn.GELU(), down).to(device))
-    return AppState(model, torch.optim.AdamW(model.parameters(), lr=1e-3))
-
-
-def forward_backward(app: AppState, device: torch.device) -> None:
-    """Leave the gradients of one batch, which depends on the step and the rank alone."""
-    torch.manual_seed(1000 * app.step + dist.get_rank())
-    batch = torch.randn(BATCH, WIDTH, device=device)
-    app.model(batch).square().mean().backward()
-
-
-def train_step(app: AppState, device: torch.device) -> None:
-    forward_backward(app, device)
-    app.optimizer.step()
-    app.optimizer.zero_grad()
-    app.step += 1
+    def finish(self, metadata: Metadata, results: list) -> None:
+        """On rank 0, when all have written."""
+        super().finish(metadata, results)
+        named = self.path.with_suffix("")
+        if named.exists():  # from before the job went back to an earlier step
+            named.rename(f"{named}.replaced-{time.time_ns()}")
+        self.path.rename(named)
 
 
 # %%
-# The save, with its five lines
-# -----------------------------
+# The saves
+# ---------
 # 1. **A group of its own.** The upload thread talks to the other ranks. If training uses the same
 #    gloo group at the same time, their messages mix, and the ranks abort or hang.
 # 2. **One save in flight.** Two would need two copies of the state in host memory, and uploads
 #    that share a group, a writer or a stager damage each other without an error.
-# 3. **A fresh directory a save.** Shards go straight to their final names; only ``.metadata``
-#    comes last. Written in place, a failed save leaves old and new shards mixed, and they load.
-# 4. **Errors wait in the future.** Nobody sees them until ``result()``, and then as a
-#    ``CheckpointException``, which derives from ``BaseException``.
-# 5. **The last save is awaited**, before the process group goes: ``close()``.
+# 3. **A failed save costs one checkpoint.** Its error waits in the future, often as a
+#    ``CheckpointException``, which derives from ``BaseException``. The next ``save`` logs it and
+#    begins; only at the end, when no save follows, is it raised.
+# 4. **The last save is awaited**, also when an exception leaves the ``with``: nothing new is begun
+#    there, and if the other ranks never come to this save, ``PATIENCE`` ends the wait. (The thread
+#    cannot be interrupted, and Python waits for it at exit in any case.)
 
 
 class AsyncCheckpoints:
-    """Asynchronous saves of one application state, each to ``root/step<N>``, one at a time."""
+    """Asynchronous saves of one application state, each to ``root/step<N>``, one at a time.
+
+    All ranks construct it, call ``save`` at the same steps and leave its ``with`` block.
+    """
 
     def __init__(self, root: Path) -> None:
         self.root = root
-        self.group = dist.new_group(backend="gloo")
+        self.group = dist.new_group(backend="gloo", timeout=PATIENCE)
         self.upload: Future | None = None
+        self.uploading = ""  # which checkpoint
 
     def save(self, app: AppState) -> None:
         """Stage ``app`` on the calling thread and leave the writing to a thread.
 
-        Raises:
-            RuntimeError: the save before this one failed; this one has not begun.
+        Waits for the save before this one. If that has failed, the error is logged.
         """
-        self.wait()
-        writer = FileSystemWriter(self.root / f"step{app.step}", overwrite=False)
+        self.end_last()
+        self.uploading = f"step{app.step}"
+        writer = NamedWhenComplete(self.root / self.uploading, self.group.size())
         self.upload = dcp.async_save({"app": app}, storage_writer=writer, process_group=self.group)
 
     def wait(self) -> None:
         """Return when the save in flight is on disk.
 
         Raises:
-            RuntimeError: the save failed, on this rank or another; earlier checkpoints are whole.
+            RuntimeError: it failed, on this rank or another; other checkpoints are whole.
         """
         if self.upload is None:
             return
-        self.upload.exception()  # waits; if that is interrupted, the save is still in flight
-        upload, self.upload = self.upload, None
+        error = self.upload.exception()  # waits; if that is interrupted, it is still in flight
+        self.upload = None
+        if error is not None:
+            failures = getattr(error, "failures", {})
+            causes = {rank: cause for rank, (cause, _) in failures.items()} or repr(error)
+            raise RuntimeError(f"{self.uploading} is not saved: {causes}") from error
+
+    def end_last(self) -> None:
+        """Wait for the save in flight, and log its error: training goes on without it."""
         try:
-            upload.result()
-        except CheckpointException as error:
-            causes = {rank: cause for rank, (cause, _) in error.failures.items()}
-            raise RuntimeError(f"checkpoint not written: {causes}") from error
+            self.wait()
+        except RuntimeError as error:
+            LOG.error("%s", error)
 
     def close(self) -> None:
-        self.wait()
-        dist.destroy_process_group(self.group)
+        """Wait as :meth:`wait` does, and give the process group back."""
+        try:
+            self.wait()
+        finally:
+            dist.destroy_process_group(self.group)
 
+    def __enter__(self) -> "AsyncCheckpoints":
+        return self
 
-# %%
-# What to compare
-# ---------------
-# A checkpoint is right when loading it gives back the very bits that were passed to ``save``, so
-# the proof keeps a copy of every leaf of the state: weights, both Adam moments, the optimizer's
-# step counts and settings, the buffer, the step.
-
-
-def leaves(tree: object, path: str = "") -> dict[str, object]:
-    """The leaves of a nested state dict by their path; of a DTensor, this rank's shard."""
-    if isinstance(tree, dict):
-        tree = tree.items()
-    elif isinstance(tree, list):
-        tree = enumerate(tree)
-    else:
-        return {path: tree.to_local() if isinstance(tree, DTensor) else tree}
-    return {p: leaf for key, value in tree for p, leaf in leaves(value, f"{path}/{key}").items()}
-
-
-def snapshot(app: AppState) -> dict[str, object]:
-    """A copy of every leaf, for :func:`assert_same_bits`; its tensors take the state's bytes."""
-    live = leaves(app.state_dict())
-    return {p: leaf.detach().clone() if torch.is_tensor(leaf) else leaf for p, leaf in live.items()}
-
-
-def same_bits(a: object, b: object) -> bool:
-    if isinstance(a, torch.Tensor):  # as bytes: 0.0 and -0.0 are equal numbers
-        return torch.equal(*(t.reshape(-1).view(torch.uint8) for t in (a, b)))
-    return a == b
-
-
-def assert_same_bits(app: AppState, expected: dict[str, object]) -> None:
-    """Raise AssertionError naming the leaves of ``app`` that differ in any bit."""
-    found = leaves(app.state_dict())
-    assert found.keys() == expected.keys(), f"other keys: {found.keys() ^ expected.keys()}"
-    differing = [path for path, leaf in expected.items() if not same_bits(found[path], leaf)]
-    assert not differing, f"step {expected['/step']}: {differing[:3]} of {len(differing)} differ"
-
-
-def load_app(directory: Path, device: torch.device) -> AppState:
-    """A new application state, initialised with another seed, then loaded from ``directory``."""
-    app = build_app(device, seed=1)
-    dcp.load({"app": app}, checkpoint_id=directory)
-    return app
-
-
-# %%
-# The memory it takes
-# -------------------
-# Staging keeps one copy of this rank's part of the state in host memory until the upload ends:
-#
-# .. math::
-#
-#    \text{host bytes per rank} = \sum_{t\,\in\,\text{state}} \text{numel}(\text{local shard of } t)
-#    \times \text{bytes per element}
-#
-# For parameters and AdamW in float32 that is 12 bytes a parameter over the number of ranks, plus
-# the replicated tensors, which every rank stages although only one writes them.
-
-
-def staged_bytes(app: AppState) -> int:
-    """Bytes that staging ``app`` takes in this rank's host memory."""
-    tensors = [leaf for leaf in leaves(app.state_dict()).values() if isinstance(leaf, torch.Tensor)]
-    return sum(t.numel() * t.element_size() for t in tensors)
-
-
-def resident_bytes() -> int:
-    """This process's resident set (Linux), bytes, without what the allocator keeps for later."""
-    ctypes.CDLL(None).malloc_trim(0)
-    pages = int(Path("/proc/self/statm").read_text().split()[1])
-    return pages * os.sysconf("SC_PAGESIZE")
+    def __exit__(self, kind: type | None, *_) -> None:
+        if kind is not None:
+            self.end_last()  # its error must not replace the one that leaves the block
+        self.close()
 
 
 # %%
 # Run it, and prove it
 # --------------------
-# First the training loop, and the proof: every checkpoint, the last one too, gives back the bits
-# of its step in a newly built model.
+# The loop of the first screen takes its batches from here. When it asks for the next one, it has
+# saved: what the state is then is what the checkpoint must hold.
+
+STEPS = 6
+SAVE_EVERY = 2  # steps
 
 
-def train_and_load_back(app: AppState, root: Path, device: torch.device) -> None:
-    checkpoints = AsyncCheckpoints(root)
-    expected = {}
-    for _ in range(STEPS):
-        train_step(app, device)
+def train(app: AppState, batches: Iterable[torch.Tensor], root: Path) -> None:
+    with AsyncCheckpoints(root) as checkpoints:
+        for batch in batches:
+            app.model(batch).square().mean().backward()
+            app.optimizer.step()
+            app.optimizer.zero_grad()
+            app.step += 1
+            if app.step % SAVE_EVERY == 0:
+                checkpoints.save(app)
+
+
+def watched_batches(app: AppState, device: torch.device, saved: dict) -> Iterator[torch.Tensor]:
+    """Batches up to step STEPS; ``saved`` gets what each checkpoint must hold."""
+    while app.step < STEPS:
+        yield next_batch(app, device)
         if app.step % SAVE_EVERY == 0:
-            expected[app.step] = snapshot(app)
-            checkpoints.save(app)
-    checkpoints.wait()
-    for step, bits in expected.items():
+            saved[app.step] = snapshot(app)
+
+
+def assert_right(root: Path, device: torch.device, saved: dict[int, dict]) -> None:
+    for step, bits in saved.items():
         assert_same_bits(load_app(root / f"step{step}", device), bits)
-    print(f"checkpoints of steps {list(expected)} loaded back, every bit equal")
+    print(f"checkpoints of steps {list(saved)} loaded back, every bit equal")
 
-    checkpoints.save(app)
+
+def fail_to_save(app: AppState, root: Path, device: torch.device) -> None:
+    """Two saves that fail: one where a file is in the way, one that lacks a rank."""
+    (root / "step7.incomplete").touch()
+    with AsyncCheckpoints(root) as checkpoints:
+        while app.step < STEPS + 2:
+            train_step(app, device)
+            checkpoints.save(app)
+    assert not (root / "step7").exists()
+    assert_right(root, device, {8: snapshot(app)})
     try:
-        checkpoints.close()
-    except RuntimeError as error:
-        print(f"step {app.step} a second time: {error}")
-    else:
-        raise AssertionError("a checkpoint was overwritten")
-    assert_same_bits(load_app(root / f"step{app.step}", device), expected[app.step])
-
-
-# %%
-# The last lines above save step 6 a second time, on purpose: the writer refuses to overwrite, the
-# error arrives as an ordinary exception on every rank, and the checkpoint that was there is whole.
-#
-# Then both saves side by side. Times on a machine that does other things prove nothing, so they
-# are printed, not asserted.
-
-
-def compare_stall(app: AppState, root: Path, device: torch.device) -> None:
-    """Print how long ``dcp.save`` and ``async_save`` each hold the training thread."""
-    started = time.perf_counter()
-    dcp.save({"app": app}, checkpoint_id=root / "synchronous")
-    print(f"dcp.save held training for {(time.perf_counter() - started) * 1e3:.0f} ms")
-
-    checkpoints = AsyncCheckpoints(root / "asynchronous")
-    before = resident_bytes()
-    started = time.perf_counter()
-    checkpoints.save(app)
-    call_s = time.perf_counter() - started
-    grown = resident_bytes() - before
-    checkpoints.close()
-    on_disk_s = time.perf_counter() - started
-    print(f"async_save held it for {call_s * 1e3:.0f} ms; on disk after {on_disk_s * 1e3:.0f} ms")
-    print(f"staging took {grown / 1e6:.1f} MB, by the formula {staged_bytes(app) / 1e6:.1f} MB")
+        writer = NamedWhenComplete(root / "step9", dist.get_world_size() + 1)
+        dcp.save({"app": app}, storage_writer=writer)
+    except CheckpointException as error:
+        print("refused:", error.failures[0][0])
+    assert not (root / "step9").exists(), "a checkpoint that lacks a rank has a name"
 
 
 def main(directory: Path) -> None:
     device = start_rank()
     try:
         root = directory_of_rank_0(directory)
-        app = build_app(device)
-        train_and_load_back(app, root, device)
-        compare_stall(app, root, device)
+        app, saved = build_app(device), {}
+        train(app, watched_batches(app, device, saved), root)
+        assert_right(root, device, saved)
+
+        app = load_app(root / f"step{SAVE_EVERY}", device)  # go back, and come this way again
+        train(app, watched_batches(app, device, saved), root)
+        assert_right(root, device, saved)
+        fail_to_save(app, root, device)
         dist.barrier()
     finally:
         dist.destroy_process_group()
@@ -377,19 +280,11 @@ if __name__ == "__main__":
 # What it buys
 # ------------
 # For a large state on a GPU: the right order, and not yet the time. Every save here makes host
-# memory anew, pageable, and copies the state into it. In the figure this alone stalls training for
-# longer than ``dcp_save`` takes for everything; only the write runs beside training.
+# memory anew, pageable, and copies the state into it, which alone may stall training for longer
+# than ``dcp_save`` takes for everything; only the write runs beside training.
 # :doc:`pinned_staging` changes the memory and nothing else, and comes down to the dashed line,
-# ``Bound``: the bytes of the state over the rate of the link.
-#
-# ``Exposed stall`` is what one save adds to the time of training. ``Call`` is how long the call
-# holds the training thread, the steps still queued on the GPU included. ``Staged after`` counts
-# from the call, ``Uploaded after`` from the end of staging. ``none`` is training without a save;
-# ``95 % from`` and ``to`` are explained in :doc:`overlapped_stager`.
-#
-# ``Step time during upload`` is against steps without a save. After a stall a GPU's clocks swing
-# for some seconds and step times with them, so a change of a per cent or two, up or down, says
-# nothing about the upload; a negative one is no speed-up.
+# ``Bound``: the bytes of the state over the rate of the link. How the rows are measured and what
+# the columns say stands in :doc:`overlapped_stager`.
 #
 # .. result-figure:: checkpoint_stall
 #    :rows: dcp_save async_save
@@ -400,6 +295,20 @@ if __name__ == "__main__":
 #
 # .. timeline:: checkpoint_stall dcp_save async_save
 #
+# Memory
+# ------
+# Staging keeps one copy of this rank's part of the state in host memory until the upload ends:
+#
+# .. math::
+#
+#    \text{host bytes per rank} = \sum_{t\,\in\,\text{state}} \text{numel}(\text{local shard of } t)
+#    \times \text{bytes per element}
+#
+# For parameters and AdamW in float32 that is 12 bytes a parameter over the number of ranks. **Under
+# DDP nothing is sharded:** each rank stages all of it, eight copies on a node of eight, although
+# each tensor is written once. There, pass ``{}`` instead of ``{"app": app}`` on ranks other than 0:
+# then one rank of the job stages, and writes, alone.
+#
 # What breaks if you remove a line
 # --------------------------------
 # Each edit below was made and run when this page was built. Where luck would decide (a write that
@@ -408,34 +317,19 @@ if __name__ == "__main__":
 #
 # .. recipe-controls::
 #
-# When it is not worth it
-# -----------------------
-# * The state is small or saves are rare: a synchronous save costs less than a second copy.
-# * Host memory does not hold another copy of the shards of every rank on the node.
-# * Staging itself is the problem: :doc:`pinned_staging` makes it fast, :doc:`default_stager` and
-#   :doc:`overlapped_stager` move it beside the next step.
-#
 # Known limits
 # ------------
-# * A rank that dies during the upload fails it on the others too (``Connection closed by peer``);
-#   the directory then has no ``.metadata`` and is no checkpoint. Delete it before you save that
-#   step again.
-# * An exception from ``save`` on one rank alone must end the job. If that rank saves again, DCP
-#   pairs it with the others' earlier save and reports success for a checkpoint that does not load.
-# * A rank that has written waits for the slowest one. After 30 minutes, gloo's timeout, the save
-#   fails on it; where ranks can be that far apart, give ``new_group`` a longer ``timeout=``.
+# * A rank that dies during the upload fails it on the others too (``Connection closed by peer``).
+#   Their group is gone, so every later save is logged as failed: end the job.
+# * A rank whose ``save`` raises (host memory, a value that cannot be copied) must end the job. If
+#   it goes on, no save of the job is taken any more; the logs say so, and nothing wrong is named.
 # * Several nodes need a file system that they share: all ranks write to one directory.
-# * A parameter that no backward has reached yet has no optimizer state, so neither has the checkpoint;
-#   the new job's optimizer has, and ``dcp.load`` ends with ``Missing key``. Freeze such a parameter
-#   (``requires_grad=False``) on both sides, or save after each has had a gradient.
 # * A DTensor without dimensions (a scale, replicated by hand) is not copied by torch 2.13's stagers:
 #   what it holds at the time of the write is what is saved. :doc:`overlapped_stager` copies it.
 # * ``FileSystemWriter(thread_count=2)`` or more loses the error of a writing thread: a full disk
-#   looks like success (`pytorch#191391 <https://github.com/pytorch/pytorch/issues/191391>`__).
-#   Keep the default of 1.
+#   looks like success (`pytorch#191391 <https://github.com/pytorch/pytorch/issues/191391>`__), and
+#   the directory gets its name. Keep the default of 1.
 # * The directory itself is not flushed: after a power cut the last checkpoint may be gone.
-# * ``resident_bytes`` calls ``malloc_trim``: this page runs on Linux with glibc. The class does not
-#   need it.
 #
 # Further reading
 # ---------------

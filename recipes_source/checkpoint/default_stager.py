@@ -4,23 +4,28 @@ Stage while the next step runs: ``DefaultStager``
 
 With a ``DefaultStager`` the staging copy, too, leaves the training thread: it runs while the next
 step's forward and backward compute, and only ``optimizer.step()`` waits for it. Used as published,
-it can write the weights of the step before; this recipe shows the order it needs.
+it can write the weights of the step before; this recipe gives it the order it needs. Copy
+``ValueAfter``, ``StagedApp`` and ``StagedCheckpoints`` beside the classes of :doc:`async_save`; the
+loop stays as it is there:
 
-It builds on :doc:`async_save` and changes when staging happens.
+.. literalinclude:: default_stager.py
+   :pyobject: train
+
+**Do not bother** on a CPU (there is no second engine to copy with), with PyTorch 2.11 or 2.12 (they
+pin memory anew for each save, which takes longer than the copy), or if the step is shorter than the
+copy: its end waits for what is left. :doc:`overlapped_stager` works with all versions.
 
 .. grid:: 1 1 2 2
 
    .. grid-item-card:: What you learn
 
-      * staging and upload as two futures, and where to wait for each
+      * staging and upload as two futures, and what each is good for
       * how to order the copy after the optimizer step, on the device, without stopping anyone
       * how to keep buffers whole that forward changes
-      * how a failed staging hides, and how to see it
 
    .. grid-item-card:: What you need
 
-      * PyTorch 2.9 or later (on 2.11 and 2.12, one stager a save: see below), any number of ranks
-      * an accelerator, to gain anything: on CPU the copy competes with training for cores
+      * PyTorch 2.9 or later, any number of ranks
       * page-locked host memory for one copy of each rank's shards
 
 .. verification-badge::
@@ -53,10 +58,12 @@ the same steps:
 # %%
 # Imports
 # -------
-# Model, load-back and comparison are those of :doc:`async_save`.
+# Model, test and the writer that names what is whole are those of :doc:`async_save`.
 
 import argparse
 import tempfile
+from collections.abc import Iterable, Iterator
+from concurrent.futures import Future
 from pathlib import Path
 from typing import Any
 
@@ -66,18 +73,19 @@ import torch.distributed.checkpoint as dcp
 from async_save import (
     AppState,
     AsyncCheckpoints,
+    NamedWhenComplete,
     assert_same_bits,
     build_app,
     directory_of_rank_0,
-    forward_backward,
     load_app,
+    next_batch,
     snapshot,
     start_rank,
 )
-from torch.distributed.checkpoint import FileSystemWriter
 from torch.distributed.checkpoint.staging import DefaultStager, StagingOptions
 from torch.distributed.checkpoint.stateful import Stateful
 from torch.distributed.tensor import DTensor
+from torch.optim.optimizer import register_optimizer_step_pre_hook
 
 STEPS = 6
 SAVE_EVERY = 2  # steps
@@ -144,33 +152,18 @@ class StagedApp(Stateful):
 
 
 # %%
-# Two futures, and a third
-# ------------------------
+# Two futures
+# -----------
 # With an asynchronous stager, ``async_save`` returns a response with two futures. Wait for
 #
-# * ``staging_completion`` before ``optimizer.step()``, which would change what is being copied;
+# * ``staging_completion`` before any optimizer steps: it would change what is being copied. A hook
+#   that torch calls before the step of every optimizer does it, so that none is forgotten;
 # * ``upload_completion`` before the next save, which would refill the buffers being written, and
 #   before the end.
 #
-# ``staging_completion`` cannot be trusted with a failure: if staging has ended by the time
-# ``async_save`` looks, it is set to success whatever happened (torch 2.13). The future that the
-# stager itself returned tells the truth, so this stager keeps it.
-
-
-class WatchedStager(DefaultStager):
-    """A ``DefaultStager`` that keeps the future of its last staging in ``staged``."""
-
-    def __init__(self, device: torch.device) -> None:
-        on_cpu = device.type == "cpu"  # the other options need an accelerator
-        super().__init__(StagingOptions(False, False, True, False) if on_cpu else StagingOptions())
-        self.staged = None
-
-    def stage(self, state_dict: dict, **kwargs: Any):
-        self.staged = super().stage(state_dict, **kwargs)
-        return self.staged
-
-
-# %%
+# Only the second one tells whether the save has failed: if staging has ended by the time
+# ``async_save`` looks, ``staging_completion`` is set to success whatever happened (torch 2.13).
+#
 # The stager is built once: its pinned buffers are what makes the second staging fast, and one that
 # is never closed keeps its thread and its memory. In torch 2.11 and 2.12 the second use of a stager
 # raises ``KeyError``; there, each save has to pay for a new one.
@@ -180,46 +173,48 @@ class WatchedStager(DefaultStager):
 # same, and an upload would take as many training steps as there are tensors.
 
 
+def new_stager(device: torch.device) -> DefaultStager:
+    on_cpu = device.type == "cpu"  # the other options need an accelerator
+    return DefaultStager(StagingOptions(False, False, True, False) if on_cpu else StagingOptions())
+
+
 class StagedCheckpoints(AsyncCheckpoints):
     """Saves that stage in the background, each to ``root/step<N>``, one at a time."""
 
     def __init__(self, root: Path, device: torch.device) -> None:
         super().__init__(root)
         self.device = device
-        self.stager = WatchedStager(device)
+        self.stager = new_stager(device)
+        self.staged: Future | None = None
+        self.hook = register_optimizer_step_pre_hook(lambda *_: self.wait_staged())
 
     def save(self, app: AppState) -> None:
-        """Begin to stage ``app``; call :meth:`wait_staged` before its next optimizer step.
+        """Begin to stage ``app``.
 
-        Raises:
-            RuntimeError: the save before this one failed; this one has not begun.
+        Waits for the save before this one. If that has failed, the error is logged.
         """
-        self.wait()
+        self.end_last()
         if REUSE_CRASHES:
             self.stager.close()
-            self.stager = WatchedStager(self.device)
-        directory = self.root / f"step{app.step}"
-        writer = FileSystemWriter(directory, overwrite=False, per_thread_copy_ahead=0)
+            self.stager = new_stager(self.device)
+        self.uploading = f"step{app.step}"
+        directory, ranks = self.root / self.uploading, self.group.size()
         response = dcp.async_save(
             {"app": StagedApp(app, self.device)},
-            storage_writer=writer,
+            storage_writer=NamedWhenComplete(directory, ranks, per_thread_copy_ahead=0),
             async_stager=self.stager,
             process_group=self.group,
         )
-        self.upload = response.upload_completion
+        self.staged, self.upload = response.staging_completion, response.upload_completion
 
     def wait_staged(self) -> None:
-        """Return when the copy is complete and the weights may change.
-
-        Raises:
-            BaseException: what stopped the copy, once; :meth:`wait` raises it too.
-        """
-        if self.stager.staged is not None:
-            self.stager.staged.exception()  # waits; if that is interrupted, it is staging still
-            staged, self.stager.staged = self.stager.staged, None
-            staged.result()
+        """Return when the copy has ended, well or not, and the weights may change."""
+        if self.staged is not None:
+            self.staged.exception()  # waits; if that is interrupted, it is staging still
+            self.staged = None
 
     def close(self) -> None:
+        self.hook.remove()
         try:
             super().close()
         finally:
@@ -227,23 +222,29 @@ class StagedCheckpoints(AsyncCheckpoints):
 
 
 # %%
-# The training step, with its wait
-# --------------------------------
-
-
-def train_step(app: AppState, checkpoints: StagedCheckpoints, device: torch.device) -> None:
-    forward_backward(app, device)
-    checkpoints.wait_staged()
-    app.optimizer.step()
-    app.optimizer.zero_grad()
-    app.step += 1
-
-
-# %%
 # Run it, and prove it
 # --------------------
-# The proof keeps a copy of the state at each save and compares it with what is loaded back:
-# weights, optimizer, buffer and step. A save that cannot be staged must say so.
+# As in :doc:`async_save`, what the state is when the loop asks for its next batch is what the
+# checkpoint must hold. A save that cannot be staged must say so.
+
+
+def train(app: AppState, batches: Iterable[torch.Tensor], root: Path, device: torch.device) -> None:
+    with StagedCheckpoints(root, device) as checkpoints:
+        for batch in batches:
+            app.model(batch).square().mean().backward()
+            app.optimizer.step()
+            app.optimizer.zero_grad()
+            app.step += 1
+            if app.step % SAVE_EVERY == 0:
+                checkpoints.save(app)
+
+
+def watched_batches(app: AppState, device: torch.device, saved: dict) -> Iterator[torch.Tensor]:
+    """Batches up to step STEPS; ``saved`` gets what each checkpoint must hold."""
+    while app.step < STEPS:
+        yield next_batch(app, device)
+        if app.step % SAVE_EVERY == 0:
+            saved[app.step] = snapshot(app)
 
 
 class Unstageable:
@@ -253,39 +254,29 @@ class Unstageable:
         raise TypeError("cannot copy an open file")
 
 
-def assert_failed_staging_is_seen(app: AppState, checkpoints: StagedCheckpoints) -> None:
+def assert_failed_staging_is_seen(app: AppState, root: Path, device: torch.device) -> None:
     app.optimizer.param_groups[0]["log"] = Unstageable()
-    app.step += 1
+    checkpoints = StagedCheckpoints(root / "unstageable", device)
     checkpoints.save(app)
-    for wait in (checkpoints.wait_staged, checkpoints.wait):
-        try:
-            wait()
-        except TypeError as error:
-            print(f"{wait.__name__} for step {app.step}: {error}")
-        else:
-            raise AssertionError(f"{wait.__name__}: a failed staging looked like success")
+    checkpoints.wait_staged()
+    try:
+        checkpoints.close()
+    except RuntimeError as error:
+        print(error)
+    else:
+        raise AssertionError("a failed staging looked like success")
 
 
 def main(directory: Path) -> None:
     device = start_rank()
     try:
         root = directory_of_rank_0(directory)
-        app = build_app(device)
-        checkpoints = StagedCheckpoints(root, device)
-        expected = {}
-        try:
-            for _ in range(STEPS):
-                train_step(app, checkpoints, device)
-                if app.step % SAVE_EVERY == 0:
-                    expected[app.step] = snapshot(app)
-                    checkpoints.save(app)
-            checkpoints.wait()
-            for step, bits in expected.items():
-                assert_same_bits(load_app(root / f"step{step}", device), bits)
-            print(f"checkpoints of steps {list(expected)} loaded back, every bit equal")
-            assert_failed_staging_is_seen(app, checkpoints)
-        finally:
-            checkpoints.close()
+        app, saved = build_app(device), {}
+        train(app, watched_batches(app, device, saved), root, device)
+        for step, bits in saved.items():
+            assert_same_bits(load_app(root / f"step{step}", device), bits)
+        print(f"checkpoints of steps {list(saved)} loaded back, every bit equal")
+        assert_failed_staging_is_seen(app, root, device)
         dist.barrier()
     finally:
         dist.destroy_process_group()
@@ -306,7 +297,7 @@ if __name__ == "__main__":
 # also frees those of the save before, in its call; of ``default_stager_as_published`` the benchmark
 # frees them between the saves. And the rows show what order is worth: see ``Loads back bit by bit``
 # and ``Elements that differ`` of ``default_stager_as_published``. Its upload takes long because its
-# writer copies ahead (see above). (The other columns: :doc:`async_save`.)
+# writer copies ahead (see above). (The other columns: :doc:`overlapped_stager`.)
 #
 # .. result-figure:: checkpoint_stall
 #    :rows: pinned default_stager_as_published default_stager_ordered
@@ -333,23 +324,14 @@ if __name__ == "__main__":
 #
 # PyTorch's staging thread does not know its rank's device (seen on 2.11): on every rank of a node
 # but the first it opens a context on the first GPU too, about half a gigabyte there for each.
-# :doc:`overlapped_stager` tells its thread which device is meant; the daemons of
-# :doc:`process_checkpointer` open none.
-#
-# When it is not worth it
-# -----------------------
-# * Your PyTorch is 2.11 or 2.12: pinning anew for each save costs more than the copy.
-#   :doc:`overlapped_stager` works there.
-# * The step is shorter than the copy: the wait before ``optimizer.step()`` takes what is left.
-# * On CPU: there is no second engine to copy with.
+# :doc:`overlapped_stager` tells its thread which device is meant.
 #
 # Known limits
 # ------------
 # * The value that orders the copy must come first in the state dict: what is copied before it is
 #   not ordered.
-# * An exception from ``save`` or from staging on one rank alone must end the job. If that rank saves
-#   again, DCP pairs it with the others' earlier save and reports success for a checkpoint that does
-#   not load.
+# * A device-to-host read in mid-step waits for the whole copy, on the device: see
+#   :doc:`overlapped_stager`. The limits of :doc:`async_save` hold here, too.
 # * Parameters that forward changes (spectral norm, some quantisers) need the clone that buffers get.
 #
 # Further reading

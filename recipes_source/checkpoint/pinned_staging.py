@@ -3,10 +3,17 @@ Stage into pinned memory, kept between saves
 ============================================
 
 A writer with ``cache_staged_state_dict=True`` copies every checkpoint into the same page-locked
-("pinned") buffers: the first save pays for them, each later one runs at the speed of the link
-between device and host. The price is that this memory stays taken until you release it.
+("pinned") buffers: the first save pays for them, each later one stops training only for a copy at
+the speed of the link. Copy ``PinnedCheckpoints`` and ``layout`` beside the classes of
+:doc:`async_save`; the loop stays as it is there, with
 
-This recipe builds on :doc:`async_save` and changes its staging, nothing else.
+.. literalinclude:: pinned_staging.py
+   :pyobject: train_and_save
+
+**Do not bother** without an accelerator (nothing is pinned there), if saves are rare (the memory is
+held all the time, the gain comes once a save), or if page-locked memory is short: it cannot be
+swapped. If a copy at link speed is still too long a stop, :doc:`overlapped_stager` runs it beside
+the next step.
 
 .. grid:: 1 1 2 2
 
@@ -15,12 +22,10 @@ This recipe builds on :doc:`async_save` and changes its staging, nothing else.
       * why the first save is slow and the others are not
       * what stays allocated between saves, and how to give it back
       * what a state with other keys does to the cache, and what to do then
-      * what is left of it on a machine without an accelerator
 
    .. grid-item-card:: What you need
 
       * PyTorch 2.9 or later, any number of ranks
-      * an accelerator, to gain anything: without one nothing is pinned, and the page says so
       * page-locked host memory for one copy of each rank's shards, all the time
 
 .. verification-badge::
@@ -46,7 +51,6 @@ slow: the system must touch and lock every page. So pin once, and keep it.
 import argparse
 import copy
 import tempfile
-import time
 import weakref
 from pathlib import Path
 
@@ -56,6 +60,7 @@ import torch.distributed.checkpoint as dcp
 from async_save import (
     AppState,
     AsyncCheckpoints,
+    NamedWhenComplete,
     assert_same_bits,
     build_app,
     directory_of_rank_0,
@@ -66,7 +71,6 @@ from async_save import (
     train_step,
 )
 from torch import nn
-from torch.distributed.checkpoint import FileSystemWriter
 from torch.distributed.fsdp import fully_shard
 
 SAVES = 3
@@ -76,12 +80,12 @@ MB = 1e6  # bytes
 # One writer for all saves
 # ------------------------
 # The cache belongs to the writer (``state_dict_cache``), so the writer must outlive the save:
-# a new one per save would begin each save without buffers, as the first one does (its stall is in
-# the table below). Each save names its directory by ``checkpoint_id``; the writer turns to it.
+# a new one per save would begin each save without buffers, as the first one does. ``reset`` turns
+# it to the next directory.
 #
-# Waiting for the upload before the next save (``self.wait()``) now guards more than memory. There
-# is one buffer, and the upload reads from it: a second save would overwrite the first one's values
-# while they are being written.
+# Waiting for the upload before the next save (``end_last``) now guards more than memory. There is
+# one set of buffers, and the upload reads from it: a second save would overwrite the first one's
+# values while they are being written.
 
 
 class PinnedCheckpoints(AsyncCheckpoints):
@@ -89,24 +93,25 @@ class PinnedCheckpoints(AsyncCheckpoints):
 
     def __init__(self, root: Path) -> None:
         super().__init__(root)
-        self.writer = FileSystemWriter(root, cache_staged_state_dict=True, overwrite=False)
+        ranks = self.group.size()
+        self.writer = NamedWhenComplete(root, ranks, cache_staged_state_dict=True)
 
     def save(self, app: AppState) -> None:
         """Stage ``app`` into the buffers of the first save and leave the writing to a thread.
 
+        Waits for the save before this one. If that has failed, the error is logged.
+
         Raises:
             ValueError: ``app`` has other keys, shapes, dtypes or shards than the buffers.
-            RuntimeError: the save before this one failed; this one has not begun.
         """
-        self.wait()
+        self.end_last()
         state = {"app": app.state_dict()}
         self.check_layout(state)
         if not torch.accelerator.is_available() and self.writer.state_dict_cache is None:
             self.writer.state_dict_cache = copy.deepcopy(state)
-        directory = self.root / f"step{app.step}"
-        self.upload = dcp.async_save(
-            state, checkpoint_id=directory, storage_writer=self.writer, process_group=self.group
-        )
+        self.uploading = f"step{app.step}"
+        self.writer.reset(self.root / f"{self.uploading}.incomplete")
+        self.upload = dcp.async_save(state, storage_writer=self.writer, process_group=self.group)
 
     def check_layout(self, state: dict) -> None:
         """Raise ValueError unless ``state`` fits the buffers that there are."""
@@ -121,7 +126,7 @@ class PinnedCheckpoints(AsyncCheckpoints):
 
     def release(self) -> None:
         """Give the buffers back; the next save allocates and pins them anew."""
-        self.wait()
+        self.end_last()
         self.writer.state_dict_cache = None
 
 
@@ -170,24 +175,27 @@ def buffers(checkpoints: PinnedCheckpoints) -> list[torch.Tensor]:
 # %%
 # Run it, and prove it
 # --------------------
-# Three claims: every save went through the same buffers, pinned ones if there is an accelerator;
-# every checkpoint gives back the bits of its step all the same; ``release`` leaves none alive.
+# Every save went through the same buffers, pinned ones if there is an accelerator; every checkpoint
+# gives back the bits of its step all the same; ``release`` leaves none alive.
 
 
-def train_and_save(app: AppState, checkpoints: PinnedCheckpoints, device: torch.device) -> dict:
-    """Train and save after every step; return the bits that each checkpoint must hold."""
-    expected, addresses = {}, set()
-    for _ in range(SAVES):
+def train_and_save(app: AppState, checkpoints: PinnedCheckpoints, device: torch.device) -> None:
+    while app.step < SAVES:
         train_step(app, device)
-        expected[app.step] = snapshot(app)
-        started = time.perf_counter()
         checkpoints.save(app)
-        call_s = time.perf_counter() - started
-        print(f"step {app.step}: save held training for {call_s * 1e3:.0f} ms")
-        addresses.add(tuple(t.data_ptr() for t in buffers(checkpoints)))
-    assert len(addresses) == 1, "a save made buffers of its own"
-    checkpoints.wait()
-    return expected
+
+
+class Watched(PinnedCheckpoints):
+    """Keeps what each checkpoint must hold, and where the buffers of each save lie."""
+
+    def __init__(self, root: Path) -> None:
+        super().__init__(root)
+        self.expected, self.addresses = {}, set()
+
+    def save(self, app: AppState) -> None:
+        self.expected[app.step] = snapshot(app)
+        super().save(app)
+        self.addresses.add(tuple(t.data_ptr() for t in buffers(self)))
 
 
 def add_head(app: AppState, device: torch.device) -> None:
@@ -212,31 +220,31 @@ def main(directory: Path) -> None:
     try:
         root = directory_of_rank_0(directory)
         app = build_app(device)
-        checkpoints = PinnedCheckpoints(root)
-        expected = train_and_save(app, checkpoints, device)
-        for step, bits in expected.items():
-            assert_same_bits(load_app(root / f"step{step}", device), bits)
-        print(f"checkpoints of steps {list(expected)} loaded back, every bit equal")
+        with Watched(root) as checkpoints:
+            train_and_save(app, checkpoints, device)
+            checkpoints.wait()
+            for step, bits in checkpoints.expected.items():
+                assert_same_bits(load_app(root / f"step{step}", device), bits)
+            print(f"checkpoints of steps {list(checkpoints.expected)}: every bit equal")
+            assert len(checkpoints.addresses) == 1, "a save made buffers of its own"
 
-        kept = buffers(checkpoints)
-        pinned = all(t.is_pinned() for t in kept) if device.type != "cpu" else None
-        assert pinned is not False, "the buffers are pageable"
-        size = sum(t.numel() * t.element_size() for t in kept) / MB
-        print(f"{size:.1f} MB stay allocated", "" if pinned else "(no accelerator: nothing pinned)")
+            kept = buffers(checkpoints)
+            assert device.type == "cpu" or all(t.is_pinned() for t in kept), "pageable buffers"
+            size = sum(t.numel() * t.element_size() for t in kept) / MB
+            print(f"{size:.1f} MB stay allocated", "(not pinned)" if device.type == "cpu" else "")
 
-        add_head(app, device)
-        assert_change_is_refused(app, checkpoints)
-        alive = [weakref.ref(t) for t in kept]
-        del kept
-        checkpoints.release()
-        assert not any(ref() is not None for ref in alive), "release() left buffers allocated"
-        expected = snapshot(app)
-        checkpoints.save(app)
-        checkpoints.close()
+            add_head(app, device)
+            assert_change_is_refused(app, checkpoints)
+            alive = [weakref.ref(t) for t in kept]
+            del kept
+            checkpoints.release()
+            assert not any(ref() is not None for ref in alive), "release() left buffers allocated"
+            checkpoints.save(app)
         train_step(app, device)
-        dcp.load({"app": app}, checkpoint_id=root / f"step{expected['/step']}")
-        assert_same_bits(app, expected)
-        print(f"released; step {app.step}, with the new layer, saved and loaded back")
+        step, bits = checkpoints.expected.popitem()
+        dcp.load({"app": app}, checkpoint_id=root / f"step{step}")
+        assert_same_bits(app, bits)
+        print(f"released; step {step}, with the new layer, saved and loaded back")
         dist.barrier()
     finally:
         dist.destroy_process_group()
@@ -252,7 +260,7 @@ if __name__ == "__main__":
 # What it buys
 # ------------
 # The stall of a copy at the rate of the link. The dashed line, ``Bound``, is the state's bytes over
-# that rate, measured in the same run beside training (the other columns: :doc:`async_save`).
+# that rate, measured in the same run beside training (the other columns: :doc:`overlapped_stager`).
 #
 # A stall can come out below the bound, for two reasons. A copy for which training stops has the
 # link to itself; below the table is the link's rate alone. And after the pause the GPU runs the
@@ -274,18 +282,12 @@ if __name__ == "__main__":
 #
 # .. recipe-controls::
 #
-# When it is not worth it
-# -----------------------
-# * Page-locked memory is short: it cannot be swapped, and other ranks, the data loader and the
-#   file cache need memory too.
-# * Saves are rare: the memory is held all the time, the gain comes once a save.
-# * Even a copy at link speed is too long a stop: :doc:`default_stager` and
-#   :doc:`overlapped_stager` run it beside the next step.
-#
 # Known limits
 # ------------
 # * The cache holds one state. Saving two different objects through one writer fails like a changed
 #   state does.
+# * A value that is neither tensor, number, text, list, tuple nor dict (a dtype, a set) raises at the
+#   call. Those of :doc:`async_save` hold here, too.
 # * ``state_dict_cache`` is set here on machines without an accelerator only. Setting it on others,
 #   to memory that is not pinned, gives up the gain in silence.
 #

@@ -13,6 +13,7 @@ sys.path.insert(0, str(RECIPES))
 
 import async_save as basic  # noqa: E402
 import overlapped_stager as recipe  # noqa: E402
+import state_to_save  # noqa: E402
 import torch  # noqa: E402
 import torch.distributed as dist  # noqa: E402
 import torch.distributed.checkpoint as dcp  # noqa: E402
@@ -21,7 +22,7 @@ from torch import nn  # noqa: E402
 from torch.distributed.device_mesh import init_device_mesh  # noqa: E402
 from torch.distributed.tensor import Shard, distribute_tensor  # noqa: E402
 
-basic.WIDTH, basic.HIDDEN = 16, 64
+state_to_save.WIDTH, state_to_save.HIDDEN = 16, 64
 
 
 FAULTS: dict[int, BaseException | None] = {}  # by thread

@@ -1,0 +1,499 @@
+"""What can go wrong around the saves of three recipes; the argument names it."""
+
+import contextlib
+import logging
+import shutil
+import sys
+import tempfile
+import threading
+import time
+from collections.abc import Callable, Iterator
+from concurrent.futures import Future
+from contextlib import closing
+from datetime import timedelta
+from functools import partial
+from pathlib import Path
+from typing import NamedTuple
+
+RECIPES = Path(__file__).parents[2] / "recipes_source" / "checkpoint"
+sys.path.insert(0, str(RECIPES))
+
+import async_save as basic  # noqa: E402
+import default_stager  # noqa: E402
+import pinned_staging  # noqa: E402
+import state_to_save  # noqa: E402
+import torch  # noqa: E402
+import torch.distributed as dist  # noqa: E402
+import torch.distributed.checkpoint as dcp  # noqa: E402
+from torch import nn  # noqa: E402
+from torch.distributed.checkpoint import FileSystemWriter, state_dict_saver  # noqa: E402
+
+state_to_save.WIDTH, state_to_save.HIDDEN = WIDTH, HIDDEN = 16, 64
+WRITE = FileSystemWriter.write_data
+
+
+def ways(root: Path, device: torch.device) -> Iterator[basic.AsyncCheckpoints]:
+    """Each class that saves, with a directory of its own."""
+    yield basic.AsyncCheckpoints(root / "async_save")
+    yield pinned_staging.PinnedCheckpoints(root / "pinned_staging")
+    yield default_stager.StagedCheckpoints(root / "default_stager", device)
+
+
+def raised(call: Callable[[], object]) -> BaseException | None:
+    """What ``call`` raises."""
+    try:
+        call()
+    except BaseException as error:
+        return error
+    return None
+
+
+def write_when(name: str, before_write: Callable[[], object]) -> None:
+    """Call ``before_write`` before this rank's part of a checkpoint ``name`` is written."""
+
+    def write_data(self, plan, planner):
+        if Path(self.path).name.removesuffix(".incomplete") == name:
+            before_write()
+        return WRITE(self, plan, planner)
+
+    FileSystemWriter.write_data = write_data
+
+
+def disk_is_full() -> None:
+    raise OSError(28, "No space left on device")
+
+
+def interrupt_the_first_wait(upload: Future, then: Callable[[], object]) -> None:
+    """Make the first wait for ``upload`` raise KeyboardInterrupt and the others begin with it."""
+    waits = []
+
+    def interrupted(original: Callable) -> Callable:
+        def wait(timeout=None):
+            waits.append(timeout)
+            if len(waits) == 1:
+                raise KeyboardInterrupt
+            then()
+            return original(timeout)
+
+        return wait
+
+    upload.result, upload.exception = interrupted(upload.result), interrupted(upload.exception)
+
+
+def assert_right(root: Path, device: torch.device, saved: dict[int, dict]) -> None:
+    for step, bits in saved.items():
+        basic.assert_same_bits(basic.load_app(root / f"step{step}", device), bits)
+
+
+@contextlib.contextmanager
+def uploads_held() -> Iterator[Callable[[], None]]:
+    """No upload begins before the function that this gives is called."""
+    released, plain = threading.Event(), state_dict_saver.save
+
+    def save(*args, **kwargs):
+        released.wait()
+        return plain(*args, **kwargs)
+
+    state_dict_saver.save = save
+    try:
+        yield released.set
+    finally:
+        released.set()
+        state_dict_saver.save = plain
+
+
+@contextlib.contextmanager
+def logged() -> Iterator[list[str]]:
+    """The errors that are logged meanwhile."""
+    messages: list[str] = []
+    handler = logging.Handler(logging.ERROR)
+    handler.emit = lambda record: messages.append(record.getMessage())
+    logging.getLogger().addHandler(handler)
+    try:
+        yield messages
+    finally:
+        logging.getLogger().removeHandler(handler)
+
+
+def remove_incomplete(root: Path) -> None:
+    """Take away what failed saves have left; it is not what this is about."""
+    dist.barrier()
+    if dist.get_rank() == 0:
+        for directory in root.rglob("*.incomplete"):
+            shutil.rmtree(directory)
+    dist.barrier()
+
+
+def group_gone(root: Path, device: torch.device) -> None:
+    """The process group is destroyed in a ``finally`` while an upload waits its turn."""
+    rank, ranks = dist.get_rank(), dist.get_world_size()
+    for checkpoints in ways(root, device):
+        app = basic.build_app(device)
+        basic.train_step(app, device)
+        bits = basic.snapshot(app)
+        dist.barrier()
+        with uploads_held() as release:
+            checkpoints.save(app)
+            upload = checkpoints.upload
+            store = dist.distributed_c10d._get_default_store()
+            dist.destroy_process_group()
+            time.sleep(0.5 * rank)  # one after another, as threads may
+            release()
+            error = upload.exception()
+        dist.init_process_group(
+            "gloo", store=dist.PrefixStore("again", store), rank=rank, world_size=ranks
+        )
+        dist.barrier()
+        named = checkpoints.root / "step1"
+        if named.exists():
+            print(f"{type(checkpoints).__name__}: {error!r}")
+            basic.assert_same_bits(basic.load_app(named, device), bits)
+        assert error is not None, "a save without its group reported success"
+        if hasattr(checkpoints, "stager"):
+            checkpoints.stager.close()
+        remove_incomplete(root)
+
+
+def one_rank_raises(root: Path, device: torch.device) -> None:
+    """The last rank raises behind its save; the others never come to theirs."""
+    basic.PATIENCE = timedelta(seconds=3)
+    with basic.AsyncCheckpoints(root) as checkpoints:
+        app = basic.build_app(device)
+        basic.train_step(app, device)
+        if dist.get_rank() == dist.get_world_size() - 1:
+            checkpoints.save(app)
+            raise ArithmeticError("the loss is not finite")
+        basic.train_step(app, device)
+
+
+OPTIMIZERS = {
+    "Adam": partial(torch.optim.Adam, weight_decay=0.1, amsgrad=True),
+    "AdamW": torch.optim.AdamW,
+    "Adamax": partial(torch.optim.Adamax, weight_decay=0.1),
+    "Adadelta": partial(torch.optim.Adadelta, weight_decay=0.1),
+    "Adagrad": partial(torch.optim.Adagrad, weight_decay=0.1),
+    "NAdam": torch.optim.NAdam,
+    "RAdam": partial(torch.optim.RAdam, weight_decay=0.1),
+    "ASGD": torch.optim.ASGD,
+    "RMSprop": partial(torch.optim.RMSprop, weight_decay=0.1, momentum=0.9, centered=True),
+    "Rprop": torch.optim.Rprop,
+    "SGD": torch.optim.SGD,
+    "SGD momentum": partial(torch.optim.SGD, momentum=0.9, weight_decay=0.1),
+    "SGD dampening": partial(torch.optim.SGD, momentum=0.9, dampening=0.5),
+    "Adafactor": torch.optim.Adafactor,
+    "Muon": torch.optim.Muon,
+}
+
+
+class CountsInInt(torch.optim.SGD):
+    """An optimizer whose state holds a plain ``step``."""
+
+    def step(self, closure: Callable | None = None) -> None:
+        for group in self.param_groups:
+            for parameter in group["params"]:
+                state = self.state[parameter]
+                state["step"] = state.get("step", 0) + 1
+                if parameter.grad is not None:
+                    parameter.data.add_(parameter.grad, alpha=-group["lr"] / state["step"])
+
+
+def app_with(optimizer: Callable, seed: int = 0) -> basic.AppState:
+    torch.manual_seed(seed)
+    model = nn.Linear(WIDTH, WIDTH, bias=False)
+    return basic.AppState(model, optimizer(model.parameters(), lr=0.01))
+
+
+def before_the_first_step(root: Path, device: torch.device) -> None:
+    """A checkpoint of step 0 changes neither this training nor that of a job that resumes."""
+    changed = {}
+    for name, optimizer in (OPTIMIZERS | {"int step": CountsInInt}).items():
+        never_saved, app, resumed = (app_with(optimizer, seed) for seed in (0, 0, 1))
+        where = root / name
+        try:
+            dcp.save({"app": app}, checkpoint_id=where)
+            dcp.load({"app": resumed}, checkpoint_id=where)
+        except Exception as error:
+            changed[name] = repr(error)
+            continue
+        for trained in (never_saved, app, resumed):
+            for _ in range(5):
+                basic.train_step(trained, device)
+        for kind, trained in (("same job", app), ("resumed", resumed)):
+            if not torch.equal(trained.model.weight, never_saved.model.weight):
+                off = (trained.model.weight - never_saved.model.weight).abs().max().item()
+                changed[f"{name}, {kind}"] = f"off by {off:.0e}"
+    assert not changed, changed
+
+
+def disk_full_once(root: Path, device: torch.device) -> None:
+    """The disk is full for one save: it is reported, the next one is taken, training goes on."""
+    for checkpoints in ways(root, device):
+        app, saved = basic.build_app(device), {}
+        write_when("step2", disk_is_full)
+        with logged() as messages, closing(checkpoints):
+            for _ in range(3):
+                basic.train_step(app, device)
+                saved[app.step] = basic.snapshot(app)
+                checkpoints.save(app)
+        del saved[2]
+        assert any("step2" in text and "No space left" in text for text in messages), messages
+        for step, bits in saved.items():
+            basic.assert_same_bits(basic.load_app(checkpoints.root / f"step{step}", device), bits)
+        assert not (checkpoints.root / "step2").exists()
+        write_when("", disk_is_full)
+        remove_incomplete(root)
+
+
+def last_save_fails(root: Path, device: torch.device) -> None:
+    """Nothing comes after the last save, so its failure is raised at the end."""
+    for checkpoints in ways(root, device):
+        app = basic.build_app(device)
+        write_when("step1", disk_is_full)
+        basic.train_step(app, device)
+        checkpoints.save(app)
+        error = raised(checkpoints.close)
+        assert isinstance(error, RuntimeError) and "No space left" in str(error), repr(error)
+        remove_incomplete(root)
+
+
+def cut_off_before(root: Path, device: torch.device) -> None:
+    """Files of a save that was cut off lie where a later job saves the same step."""
+    for checkpoints in ways(root, device):
+        left = checkpoints.root / "step1.incomplete"
+        if dist.get_rank() == 0:
+            left.mkdir(parents=True)
+            for name in ("__0_0.distcp", "__7_0.distcp", ".metadata", ".metadata.tmp"):
+                (left / name).write_bytes(b"of another job")
+        dist.barrier()
+        app = basic.build_app(device)
+        basic.train_step(app, device)
+        bits = basic.snapshot(app)
+        with closing(checkpoints):
+            checkpoints.save(app)
+        basic.assert_same_bits(basic.load_app(checkpoints.root / "step1", device), bits)
+        files = {file.name for file in (checkpoints.root / "step1").iterdir()}
+        assert "__7_0.distcp" not in files, files
+        dist.barrier()
+
+
+def went_back(root: Path, device: torch.device) -> None:
+    """A job goes back to step 1 while checkpoints of steps 2 and 3 are there."""
+    for checkpoints in ways(root, device):
+        app, first = basic.build_app(device), {}
+        with closing(checkpoints):
+            for _ in range(3):
+                basic.train_step(app, device)
+                checkpoints.save(app)
+            first = basic.snapshot(app)
+            checkpoints.wait()
+            app = basic.load_app(checkpoints.root / "step1", device)
+            app.model.get_parameter("1.weight").data.zero_()  # another history
+            second = {}
+            for _ in range(2):
+                basic.train_step(app, device)
+                checkpoints.save(app)
+                second[app.step] = basic.snapshot(app)
+        assert_right(checkpoints.root, device, second)
+        (replaced,) = checkpoints.root.glob("step3.replaced-*")
+        basic.assert_same_bits(basic.load_app(replaced, device), first)
+        dist.barrier()
+
+
+def ranks_disagree(root: Path, device: torch.device) -> None:
+    """One rank failed to save step 1 and saves step 2 where the others save step 1."""
+    for checkpoints in ways(root, device):
+        app = basic.build_app(device)
+        app.step = 1 + dist.get_rank()
+        checkpoints.save(app)
+        error = raised(checkpoints.wait)
+        assert isinstance(error, RuntimeError), repr(error)
+        assert not list(checkpoints.root.glob("step[12]"))
+        checkpoints.close()
+        remove_incomplete(root)
+
+
+class Parts(NamedTuple):
+    tensor: torch.Tensor
+    number: int
+
+
+class Holding(nn.Module):
+    """An application state of anything."""
+
+    def __init__(self, value: object) -> None:
+        super().__init__()
+        self.step, self.value, self.model = 1, value, self
+
+    def state_dict(self) -> dict:
+        return {"model": {}, "step": 1, "value": self.value}
+
+
+def kinds_of_leaves(root: Path, device: torch.device) -> None:
+    """What DCP cannot write raises, at the call or at the end; nothing wrong gets a name."""
+    logging.disable(logging.CRITICAL)
+    written = {
+        "size": torch.Size([2, 3]),
+        "tuple": (torch.ones(2), 1),
+        "named tuple": Parts(torch.ones(2), 3),
+        "list": [torch.ones(2), 1],
+    }
+    refused = {
+        "sparse": torch.eye(3).to_sparse(),
+        "compressed": torch.eye(3).to_sparse_csr(),
+        "nested": torch.nested.nested_tensor([torch.ones(2), torch.ones(3)], layout=torch.jagged),
+    }
+    for name, value in (written | refused).items():
+        for checkpoints in ways(root / name, device):
+            with closing(checkpoints):
+                error = raised(lambda c=checkpoints, v=value: c.save(Holding(v)))
+                error = raised(checkpoints.wait) or error
+            assert (error is None) == (name in written), f"{name}: {error!r}"
+            assert (checkpoints.root / "step1").exists() == (name in written)
+    remove_incomplete(root)
+
+
+def replicated(root: Path, device: torch.device) -> None:
+    """Under DDP each rank stages all; what ranks other than 0 do not pass, they do not stage."""
+    torch.manual_seed(0)
+    model = nn.parallel.DistributedDataParallel(nn.Linear(WIDTH, HIDDEN))
+    app = basic.AppState(model, torch.optim.AdamW(model.parameters()))
+    basic.train_step(app, device)
+    plain = sum(p.nbytes for p in model.parameters())
+    assert basic.staged_bytes(app) >= 3 * plain, "a rank stages less than all of it"
+    state = {"app": app.state_dict()} if dist.get_rank() == 0 else {}
+    group = dist.new_group(backend="gloo")
+    writer = basic.NamedWhenComplete(root / "once", dist.get_world_size())
+    dcp.async_save(state, storage_writer=writer, process_group=group).result()
+    bits = basic.snapshot(app)
+    basic.train_step(app, device)
+    dcp.load({"app": app}, checkpoint_id=root / "once")
+    basic.assert_same_bits(app, bits)
+
+
+# -- one way of the three ----------------------------------------------------------
+
+
+def interrupted(root: Path, device: torch.device) -> None:
+    """A wait is interrupted during the write; the emergency save comes at once."""
+    for kind in (basic.AsyncCheckpoints, pinned_staging.PinnedCheckpoints):
+        app, saved, release = basic.build_app(device), {}, threading.Event()
+        write_when("step1", release.wait)
+        with closing(kind(root / kind.__name__)) as checkpoints:
+            basic.train_step(app, device)
+            saved[app.step] = basic.snapshot(app)
+            checkpoints.save(app)
+            first = checkpoints.upload
+            interrupt_the_first_wait(first, release.set)
+            basic.train_step(app, device)
+            assert isinstance(raised(lambda c=checkpoints, a=app: c.save(a)), KeyboardInterrupt)
+            saved[app.step] = basic.snapshot(app)
+            checkpoints.save(app)
+            beside = not first.done()
+            release.set()
+            assert not beside, f"{kind.__name__}: the emergency save ran beside the first one"
+        assert_right(checkpoints.root, device, saved)
+
+
+class PlainState:
+    """A state of one tensor, ``weight``."""
+
+    def __init__(self, weight: torch.Tensor) -> None:
+        self.step, self.weight, self.settings = 1, weight, {}
+
+    def state_dict(self) -> dict:
+        return {"weight": self.weight, "step": self.step, "settings": self.settings}
+
+
+def other_dtype(root: Path, device: torch.device) -> None:
+    """The buffers are bfloat16, then the state is float32."""
+    third = torch.full((4,), 1 / 3, device=device)
+    app = PlainState(third.bfloat16())
+    with closing(pinned_staging.PinnedCheckpoints(root)) as checkpoints:
+        checkpoints.save(app)
+        app.step, app.weight = 2, third
+        error = raised(lambda: checkpoints.save(app))
+        assert isinstance(error, ValueError) and "release()" in str(error), repr(error)
+        checkpoints.release()
+        checkpoints.save(app)
+        checkpoints.wait()
+        loaded = {"app": {"weight": torch.zeros(4, device=device)}}
+        dcp.load(loaded, checkpoint_id=root / "step2")
+        assert torch.equal(loaded["app"]["weight"], third)
+
+
+def other_settings(root: Path, device: torch.device) -> None:
+    """A plain value more, and nothing else."""
+    app = PlainState(torch.ones(4, device=device))
+    with closing(pinned_staging.PinnedCheckpoints(root)) as checkpoints:
+        checkpoints.save(app)
+        app.step, app.settings = 2, {"initial_lr": 0.1}
+        error = raised(lambda: checkpoints.save(app))
+        assert isinstance(error, ValueError) and "initial_lr" in str(error), repr(error)
+
+
+class WithTable(basic.SampleCounter):
+    """A counter beside a buffer that the state dict leaves out."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.register_buffer("table", torch.ones(3), persistent=False)
+
+
+def staged_app(layers: list[nn.Module], wrap: Callable = lambda model: model) -> basic.AppState:
+    model = wrap(nn.Sequential(*layers, nn.Linear(WIDTH, WIDTH)))
+    return basic.AppState(model, torch.optim.AdamW(model.parameters()))
+
+
+def buffers_by_any_name(root: Path, device: torch.device) -> None:
+    """Buffers that the state dict leaves out, names otherwise, or names twice."""
+    counters = [basic.SampleCounter(), basic.SampleCounter()]
+    counters[1].samples = counters[0].samples
+    apps = {
+        "not persistent": staged_app([WithTable()]),
+        "DDP": staged_app([basic.SampleCounter()], nn.parallel.DistributedDataParallel),
+        "compiled": staged_app(
+            [basic.SampleCounter()], lambda model: torch.compile(model, backend="eager")
+        ),
+        "shared": staged_app(counters),
+    }
+    for name, app in apps.items():
+        live = {buffer.data_ptr() for buffer in app.model.buffers()}
+        state = default_stager.StagedApp(app, device).state_dict()["model"]
+        counts = {key: value for key, value in state.items() if key.endswith("samples")}
+        assert len(counts) == (2 if name == "shared" else 1), counts
+        for key, value in counts.items():
+            assert value.data_ptr() not in live, f"{name}: {key} is the live buffer"
+
+
+def staging_fails(root: Path, device: torch.device) -> None:
+    """One state cannot be staged, the next one can."""
+    app = basic.build_app(device)
+    with logged() as messages, default_stager.StagedCheckpoints(root, device) as checkpoints:
+        basic.train_step(app, device)
+        settings = app.optimizer.param_groups[0]
+        settings["log"] = default_stager.Unstageable()
+        checkpoints.save(app)
+        del settings["log"]
+        basic.train_step(app, device)
+        checkpoints.save(app)
+        saved = {app.step: basic.snapshot(app)}
+    assert any("step1" in text and "open file" in text for text in messages), messages
+    assert not (root / "step1").exists()
+    assert_right(root, device, saved)
+
+
+TROUBLES = (
+    *(interrupted, other_dtype, other_settings, buffers_by_any_name, staging_fails),
+    *(group_gone, one_rank_raises, before_the_first_step, disk_full_once, last_save_fails),
+    *(cut_off_before, went_back, ranks_disagree, kinds_of_leaves, replicated),
+)
+
+if __name__ == "__main__":
+    device = basic.start_rank()
+    try:
+        with tempfile.TemporaryDirectory() as temporary:
+            root = basic.directory_of_rank_0(Path(temporary))
+            {trouble.__name__: trouble for trouble in TROUBLES}[sys.argv[1]](root, device)
+            dist.barrier()
+    finally:
+        dist.destroy_process_group()
