@@ -231,7 +231,7 @@ def resident_bytes() -> int:
 
 
 def test_a_hundred_saves_with_random_pauses(saver, tmp_path, monkeypatch):
-    monkeypatch.setattr(importlib.import_module("async_save"), "HIDDEN", 1024)
+    monkeypatch.setattr(importlib.import_module("state_to_save"), "HIDDEN", 1024)
     made = saver()
     pause = random.Random(0)
     after_second = None
