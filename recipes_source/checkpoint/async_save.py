@@ -68,6 +68,7 @@ from state_to_save import (  # noqa: F401 (later recipes take the model and the 
     assert_same_bits,
     build_app,
     directory_of_rank_0,
+    forward_backward,
     leaves,
     load_app,
     next_batch,

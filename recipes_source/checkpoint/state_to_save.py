@@ -154,8 +154,12 @@ def next_batch(app: AppState, device: torch.device) -> torch.Tensor:
     return torch.randn(BATCH, WIDTH, device=device)
 
 
-def train_step(app: AppState, device: torch.device) -> None:
+def forward_backward(app: AppState, device: torch.device) -> None:
     app.model(next_batch(app, device)).square().mean().backward()
+
+
+def train_step(app: AppState, device: torch.device) -> None:
+    forward_backward(app, device)
     app.optimizer.step()
     app.optimizer.zero_grad()
     app.step += 1

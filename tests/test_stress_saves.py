@@ -1,0 +1,23 @@
+"""Every way of saving, in a loop of a stock Llama that does all that may disturb a save."""
+
+from pathlib import Path
+
+import pytest
+
+from harness.run import run
+
+SCRIPT = Path(__file__).parent / "stress_saves.py"
+
+
+@pytest.mark.parametrize(
+    "saves,ways",
+    [
+        (100, ["async_save"]),
+        (20, ["pinned_staging", "default_stager"]),
+    ],
+)
+def test_every_checkpoint_is_right_and_memory_is_flat(saves: int, ways: list[str]) -> None:
+    args = ("--saves", str(saves), "--ways", *ways)
+    report = run(SCRIPT, 2, launcher="warm", args=args, deadline_s=240)
+    assert report.ok, report.describe()
+    assert report.outputs[0].count("every bit right") == len(ways)
