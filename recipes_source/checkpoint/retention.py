@@ -1,0 +1,322 @@
+"""
+Keep, list, verify and prune checkpoints
+========================================
+
+Checkpoints fill disks, and what deletes them is what loses them: a cleaner that removes the good one
+before the new one is durable, a second job in the same directory, a crash in the middle of a
+deletion. This recipe adds to :doc:`durable_saves` the keeping of house: the newest few and every
+n-th stay, one job a directory, room is looked at before a save, leftovers of a crash are removed. The
+same file is a command.
+
+.. code-block:: python
+
+    from retention import RetainedSaves
+
+    with RetainedSaves(root, device, model.buffers(), keep_last=3, keep_every=10_000) as saves:
+        ...  # saves.save({"app": app_state}, root / f"step{step}")
+
+.. code-block:: bash
+
+    python retention.py list ROOT
+    python retention.py verify ROOT     # reads every byte; exit code 1 if anything has changed
+    python retention.py prune ROOT --keep-last 3 --dry-run
+
+If your cluster's storage has room for all checkpoints of a run, do not delete at all.
+
+.. grid:: 1 1 2 2
+
+   .. grid-item-card:: What you learn
+
+      * to delete only after something newer is durable, and so that a crash leaves no half
+      * a lease that a crash gives back
+      * failing before the first byte when the disk cannot hold the save
+      * how often to save: Young's formula when a save costs next to nothing
+
+   .. grid-item-card:: What you need
+
+      * PyTorch 2.9 or later, any number of ranks, a file system that all ranks share
+      * ``durable_saves.py`` of this folder, which this recipe extends
+
+.. verification-badge::
+
+The idea
+--------
+
+.. lanes:: Schematic. A deletion begins when the new checkpoint and the pointer to it are durable.
+
+   commit:    0-4 rename step8; 4-6 flush; 6-9 pointer
+   deletion:  9-12 rename step2; 12-14 flush; 14-20 remove its files
+   @9 step8 is durable
+   @14 step2 is no checkpoint any more
+"""
+
+# %%
+# Imports and names
+# -----------------
+
+import argparse
+import errno
+import fcntl
+import math
+import os
+import shutil
+import sys
+import tempfile
+from pathlib import Path
+
+import async_save as basic
+import torch
+import torch.distributed as dist
+from durable_saves import DurableSaves, committed_steps, faults, flush, newest_step
+from overlapped_stager import local
+
+LEASE = "lease"  # in the root: locked by the job that writes here
+LEFTOVERS = ("*.incomplete", "*.deleted")  # what a crash can leave behind
+STEPS, SAVE_EVERY = 12, 2  # of the run that proves it
+
+# %%
+# What stays, what goes
+# ---------------------
+# Only checkpoints that are whole count: three damaged ones are no reason to delete the fourth. A
+# damaged one is not deleted either, ``list`` shows it.
+#
+# A directory cannot be deleted in one step. So it first loses its name, in one rename, and the
+# rename is flushed; from there on a crash leaves something that nobody takes for a checkpoint.
+
+
+def to_delete(root: Path, keep_last: int, keep_every: int = 0) -> list[int]:
+    """Steps below ``root`` that neither rule keeps; ``keep_every`` 0 keeps no n-th."""
+    whole = [step for step in committed_steps(root) if not faults(root / f"step{step}")]
+    return [step for step in whole[keep_last:] if not keep_every or step % keep_every]
+
+
+def delete(root: Path, step: int) -> None:
+    doomed = root / f"step{step}.deleted"
+    (root / f"step{step}").rename(doomed)
+    flush(root)
+    shutil.rmtree(doomed)
+
+
+# %%
+# One job a directory
+# -------------------
+# Two jobs that write to one root (a scheduler that started one twice, a restart while the old ranks
+# still write) would remove each other's unfinished saves. The lease is a lock on a file. The kernel
+# gives it back when the process that holds it ends, however it ends: nobody cleans up after a crash,
+# and no age has to be guessed. With the lease in hand, whatever has the name of an unfinished save
+# is a leftover.
+
+
+def take_lease(root: Path) -> int:
+    """Lock ``root`` for this process; return the lock's file descriptor: closing it gives it back.
+
+    Raises:
+        RuntimeError: another process holds it.
+    """
+    root.mkdir(parents=True, exist_ok=True)
+    lease = os.open(root / LEASE, os.O_RDWR | os.O_CREAT, 0o644)
+    try:
+        fcntl.flock(lease, fcntl.LOCK_EX | fcntl.LOCK_NB)
+    except OSError as error:
+        os.close(lease)
+        raise RuntimeError(
+            f"another job writes to {root}: stop it, or take another root"
+        ) from error
+    return lease
+
+
+def remove_leftovers(root: Path) -> None:
+    for pattern in LEFTOVERS:
+        for leftover in root.glob(pattern):
+            shutil.rmtree(leftover)
+
+
+# %%
+# The save
+# --------
+# Three steps of ``DurableSaves`` get something before or behind them. The room is looked at on every
+# rank before a byte is written: a disk that is full in the middle of a save fails it too, but by then
+# the save has taken the room of everybody else on that disk. The bytes of this rank times the number
+# of ranks are near enough, shards are equally large.
+
+
+class RetainedSaves(DurableSaves):
+    """Durable saves below ``root``, of which the latest ``keep_last`` and every step that
+    ``keep_every`` divides are kept.
+
+    Raises:
+        RuntimeError: another job writes to ``root``; on every rank.
+    """
+
+    def __init__(
+        self,
+        root: Path,
+        device: torch.device,
+        changed_by_forward=(),
+        keep_last: int = 3,
+        keep_every: int = 0,
+        if_busy: str = "wait",
+    ) -> None:
+        self.root, self.keep_last, self.keep_every = root, keep_last, keep_every
+        self.lease = None
+        super().__init__(device, changed_by_forward, if_busy)
+        try:
+            self.agree("open", self.open)
+        except RuntimeError:
+            self.__exit__(*sys.exc_info())
+            raise
+
+    def open(self) -> None:
+        if self.rank == 0:
+            self.lease = take_lease(self.root)
+            remove_leftovers(self.root)
+
+    def __exit__(self, *error: object) -> None:
+        try:
+            super().__exit__(*error)
+        finally:
+            if self.lease is not None:
+                os.close(self.lease)
+
+    def prepare(self, state: dict, directory: Path) -> None:
+        super().prepare(state, directory)
+        needed = nbytes(state) * dist.get_world_size()
+        free = shutil.disk_usage(self.root).free  # raises if the root is gone
+        if free < needed:
+            raise OSError(errno.ENOSPC, f"{needed} bytes to write, {free} free", str(self.root))
+
+    def name_it(self, aside: Path, directory: Path) -> None:
+        super().name_it(aside, directory)
+        if self.rank == 0:
+            for step in to_delete(self.root, self.keep_last, self.keep_every):
+                delete(self.root, step)
+
+
+def nbytes(state: object) -> int:
+    """Bytes of this rank's part of the tensors in nested dicts and lists."""
+    if isinstance(state, dict):
+        return sum(nbytes(value) for value in state.values())
+    if isinstance(state, list | tuple):
+        return sum(nbytes(value) for value in state)
+    return local(state).nbytes if torch.is_tensor(state) else 0
+
+
+# %%
+# How often to save
+# -----------------
+# A failure costs what was computed since the last durable checkpoint, half an interval on average. A
+# save costs ``cost_s`` of training. With a failure every ``mtbf_s`` seconds, the sum is smallest at
+# Young's interval, :math:`\sqrt{2 \cdot \text{cost} \cdot \text{MTBF}}`; Daly's refinement matters only
+# where a save costs a good part of the MTBF. When a save is hidden its cost is small and the formula
+# asks for saves closer together than the storage can take. Then the upload decides: save when the
+# last one has ended.
+
+
+def seconds_between_saves(cost_s: float, mtbf_s: float, upload_s: float) -> float:
+    """Interval that loses least; ``cost_s``: what a save adds to training, ``upload_s``: its writing."""
+    return max(math.sqrt(2 * cost_s * mtbf_s), upload_s)
+
+
+# %%
+# The command
+# -----------
+
+
+def show(root: Path, digests: bool) -> bool:
+    """Print a line a checkpoint, the newest first; return whether all are whole."""
+    wrong = {step: faults(root / f"step{step}", digests) for step in committed_steps(root)}
+    for step, found in wrong.items():
+        files = list((root / f"step{step}").iterdir())
+        size = sum(file.stat().st_size for file in files) / 1e9
+        print(f"step{step}  {size:.3f} GB  {len(files)} files  {'; '.join(found) or 'whole'}")
+    leftovers = [path.name for pattern in LEFTOVERS for path in root.glob(pattern)]
+    print(f"resume from: {newest_step(root, digests)}; unfinished: {leftovers}")
+    return not any(wrong.values())
+
+
+def prune(root: Path, keep_last: int, keep_every: int, dry_run: bool) -> None:
+    lease = None if dry_run else take_lease(root)
+    for step in to_delete(root, keep_last, keep_every):
+        print(f"step{step}: {'would be deleted' if dry_run else 'deleted'}")
+        if not dry_run:
+            delete(root, step)
+    if lease is not None:
+        os.close(lease)
+
+
+# %%
+# Run it, and prove it
+# --------------------
+# A root with the leftovers of a crash in it; a loop that saves every second step, keeps two and every
+# sixth; a second job that is refused; a state that no disk holds.
+
+
+def train(app: basic.AppState, root: Path, device: torch.device) -> dict[int, dict]:
+    """Save every second step; return the bits of each save."""
+    saved = {}
+    with RetainedSaves(root, device, app.model.buffers(), keep_last=2, keep_every=6) as saves:
+        assert not [path for pattern in LEFTOVERS for path in root.glob(pattern)]
+        refused("a second job", take_lease, root)
+        huge = torch.zeros(1).expand(10**15)
+        refused("no room", saves.prepare, {"x": huge}, root / "step0.incomplete")
+        for _ in range(STEPS):
+            basic.train_step(app, device)
+            if app.step % SAVE_EVERY == 0:
+                saved[app.step] = basic.snapshot(app)
+                saves.save({"app": app}, root / f"step{app.step}")
+    return saved
+
+
+def refused(what: str, action, *args: object) -> None:
+    try:
+        action(*args)
+    except (RuntimeError, OSError) as error:
+        print(f"{what}: {error}")
+    else:
+        raise AssertionError(f"{what} was not refused")
+
+
+def prove(root: Path, device: torch.device, saved: dict[int, dict]) -> None:
+    assert committed_steps(root) == [12, 10, 6], committed_steps(root)
+    for step in committed_steps(root):
+        basic.assert_same_bits(basic.load_app(root / f"step{step}", device), saved[step])
+    assert show(root, digests=True)
+    prune(root, keep_last=1, keep_every=0, dry_run=True)
+    assert committed_steps(root) == [12, 10, 6], "a dry run has deleted"
+    print(
+        f"a save that costs 10 ms, a failure a day: every {seconds_between_saves(0.01, 86400, 8):.0f} s"
+    )
+
+
+def main(directory: Path) -> None:
+    device = basic.start_rank()
+    try:
+        root = basic.directory_of_rank_0(directory)
+        if dist.get_rank() == 0:
+            (root / "step2.incomplete").mkdir(parents=True)
+            (root / "step1.deleted").mkdir()
+        saved = train(basic.build_app(device), root, device)
+        prove(root, device, saved)
+        dist.barrier()
+    finally:
+        dist.destroy_process_group()
+
+
+if __name__ == "__main__":
+    parser = argparse.ArgumentParser()
+    parser.add_argument("command", nargs="?", choices=["list", "verify", "prune"])
+    parser.add_argument("root", nargs="?", type=Path)
+    parser.add_argument("--keep-last", type=int, default=3)
+    parser.add_argument("--keep-every", type=int, default=0, help="keep steps that this divides")
+    parser.add_argument("--dry-run", action="store_true", help="only say what would be deleted")
+    parser.add_argument("--dir", type=Path, help="where the proof writes (default: temporary)")
+    options = parser.parse_args()
+    if options.command and not options.root:
+        parser.error("name the root")
+    if options.command == "prune":
+        prune(options.root, options.keep_last, options.keep_every, options.dry_run)
+    elif options.command:
+        sys.exit(not show(options.root, digests=options.command == "verify"))
+    else:
+        with tempfile.TemporaryDirectory() as temporary:
+            main(options.dir or Path(temporary))
