@@ -11,9 +11,9 @@ training goes on.
 
     from durable_saves import DurableSaves, newest_step
 
-    with DurableSaves(root, device, model.buffers()) as saves:  # refuses a second job on root
+    with DurableSaves(device, model.buffers()) as saves:
         for step, batch in enumerate(data):
-            train_step(batch)
+            basic.train_step(batch)
             if step % 1000 == 0:
                 saves.save({"app": app_state}, root / f"step{step}")
 
@@ -29,7 +29,6 @@ bother for a run that you would simply start again.
       * the order: write aside, flush, agree, rename, flush, then the pointer
       * what tells a complete checkpoint from one that loads and is wrong
       * failed saves that do not end training: disk full, permission, a directory that is gone
-      * one job a directory: a lease that a crash gives back
 
    .. grid-item-card:: What you need
 
@@ -43,16 +42,16 @@ The idea
 
 .. lanes:: Schematic. Until the rename nothing has the checkpoint's name; after it, all is flushed.
 
-   every rank:  0-8 write shards; 8-11 flush, digest
-   rank 0:      12-14 manifest; 14-16 flush directory; 16-17 rename; 17-19 flush; 19-21 pointer
-   @12 all agree
-   @17 committed
+   every rank:  0-8 write shards; 8-10 flush; 10-13 digests, manifest
+   rank 0:      14-15 rename; 15-18 flush; 18-21 pointer
+   @14 all agree
+   @18 durable
 
 Five rules, each of them a line below:
 
 1. **Aside.** Shards are written to ``step8.incomplete``. Whatever stops the save leaves that name.
 2. **Flushed before named.** A file that is closed is still in the page cache. Each rank flushes its
-   files, rank 0 the directory that lists them, and only then does the rename happen.
+   files and the directory that lists them, and only then does the rename happen.
 3. **Agreed.** Rank 0 renames when *every* rank has said that its part is on storage. If one failed,
    all ranks raise the same error, and what was written is removed: a full disk gets its room back.
 4. **One rename** makes the checkpoint. Then the directory above is flushed, or the rename itself may
@@ -69,34 +68,22 @@ import hashlib
 import json
 import os
 import shutil
-import sys
 import tempfile
-from collections.abc import Callable
 from concurrent.futures import Future
 from contextlib import suppress
-from datetime import timedelta
+from functools import partial
 from pathlib import Path
 
+import async_save as basic
 import torch
 import torch.distributed as dist
-from async_save import (
-    AppState,
-    assert_same_bits,
-    build_app,
-    directory_of_rank_0,
-    load_app,
-    snapshot,
-    start_rank,
-    train_step,
-)
 from overlapped_stager import OverlappedSaves
-from torch.distributed.checkpoint import CheckpointException
 from torch.distributed.checkpoint.format_utils import dcp_to_torch_save
 
-MANIFEST = "manifest.json"  # in each checkpoint: its files, their sizes and digests
+ASIDE = ".incomplete"  # what a checkpoint is called until it is one
+MANIFEST = "manifest.{}.json"  # of each rank, in each checkpoint: its files, sizes, digests
 POINTER = "latest"  # in the root: the name of the newest checkpoint, for people and other programs
 STEPS, SAVE_EVERY = 10, 2  # of the run that proves it
-GROUP_TIMEOUT = timedelta(minutes=10)  # longer than the slowest rank takes to write
 
 # %%
 # Flushing
@@ -142,17 +129,22 @@ def described(file: Path) -> dict[str, object]:
 
 def faults(directory: Path, digests: bool = False) -> list[str]:
     """What is wrong with the checkpoint ``directory``, a line a file; nothing if it is whole."""
+    parts = sorted(directory.glob(MANIFEST.format("*")))
     try:
-        files = json.loads((directory / MANIFEST).read_text())["files"]
-    except (OSError, ValueError) as error:
-        return [f"{MANIFEST}: {error}"]
+        manifests = [json.loads(part.read_text()) for part in parts]
+        files = {name: what for part in manifests for name, what in part["files"].items()}
+        ranks = {part["ranks"] for part in manifests}
+    except (OSError, ValueError, KeyError, TypeError, AttributeError) as error:
+        return [f"a manifest cannot be read: {error!r}"]
+    if ranks != {len(parts)}:
+        return [f"{len(parts)} manifests, of a job of {ranks or 'no'} ranks"]
     found = []
     for name, expected in files.items():
         file = directory / name
         if not file.is_file():
             found.append(f"{name}: missing")
-        elif file.stat().st_size != expected["bytes"]:
-            found.append(f"{name}: {file.stat().st_size} bytes, not {expected['bytes']}")
+        elif file.stat().st_size != expected.get("bytes"):
+            found.append(f"{name}: {file.stat().st_size} bytes, not {expected.get('bytes')}")
         elif digests and described(file) != expected:
             found.append(f"{name}: its content has changed")
     return found
@@ -174,134 +166,95 @@ def newest_step(root: Path, digests: bool = False) -> int | None:
 # The save
 # --------
 # ``OverlappedSaves`` stages beside training and then calls, on its writing thread, ``write`` with
-# the directory aside, and ``commit`` when all ranks have written. This class extends both. Training
-# takes no part in it, so the agreement has a process group of its own.
+# the directory aside and ``commit``. Each of the two begins on all ranks only when the step before
+# has succeeded on all, and raises on all what failed on one: that is rule 3, and it is why a rank
+# may leave the loop in the middle of ``write`` without leaving the others waiting.
 #
-# ``agree`` is the heart: each rank does its part, tells the others how it went, and either all go
-# on or all raise. ``BaseException``, because DCP's ``CheckpointException`` derives from it.
+# Each rank writes a manifest of its own files, so the digests of a thousand ranks need no gathering.
+# Each says how many there must be: a rank that took itself for a job of its own is found out.
 
 
 class DurableSaves(OverlappedSaves):
-    """Overlapped saves below ``root`` that are durable once their future is done.
+    """Overlapped saves that are durable once their future is done.
 
-    The future of a save that failed raises the same ``RuntimeError`` on every rank; rank 0 prints
-    it at once. Nothing of it stays on disk, older checkpoints are untouched, the next save is taken.
-
-    Raises:
-        RuntimeError: another job writes to ``root``.
+    The future of a save that failed raises a ``RuntimeError`` on every rank. Nothing of such a save
+    stays on disk, older checkpoints are untouched, training goes on and the next save is taken.
     """
 
-    def __init__(self, device: torch.device, changed_by_forward=(), if_busy="wait") -> None:
-        super().__init__(device, changed_by_forward, if_busy)
-        self.rank = dist.get_rank()
-        self.committers = dist.new_group(backend="gloo", timeout=GROUP_TIMEOUT)
-        self.latest: Future | None = None
+    latest: Future | None = None
 
     def save(self, state_dict: dict, directory: Path) -> Future | None:
-        """As :meth:`OverlappedSaves.save`; ``directory`` is ``root/step<N>``."""
-        self.latest = super().save(state_dict, directory) or self.latest
-        return self.latest
+        """As ``OverlappedSaves.save``; ``directory`` is ``root/step<N>``."""
+        upload = super().save(state_dict, directory)
+        if upload is not None:
+            self.latest = upload
+            upload.add_done_callback(
+                partial(self.tidy, directory.with_name(directory.name + ASIDE))
+            )
+        return upload
+
+    def tidy(self, aside: Path, upload: Future) -> None:
+        """Give back the room that a failed save has taken."""
+        if upload.exception() is not None and self.rank == 0:
+            shutil.rmtree(aside, ignore_errors=True)
 
     def wait(self) -> None:
         """Return when all saves have ended.
 
         Raises:
-            RuntimeError: the latest one failed. Of earlier ones the failure is told already.
+            RuntimeError: the latest one failed. Failures of earlier ones have been logged.
         """
         with suppress(RuntimeError):
             super().wait()
         if self.latest is not None:
             self.latest.result()
 
-    def agree(self, what: str, action: Callable, *args: object) -> list:
-        """Every rank's ``action(*args)``; on every rank a RuntimeError if it failed on any."""
-        result, failed = None, {}
-        try:
-            result = action(*args)
-        except CheckpointException as error:  # DCP has asked the others already
-            failed = {rank: repr(cause) for rank, (cause, _) in error.failures.items()}
-        except BaseException as error:
-            failed = {self.rank: repr(error)}
-        outcomes = [(result, failed)] * dist.get_world_size()
-        dist.all_gather_object(outcomes, (result, failed), group=self.committers)
-        failed = {rank: cause for _, failures in outcomes for rank, cause in failures.items()}
-        if failed:
-            raise RuntimeError(f"{what} failed, by rank: {failed}")
-        return [result for result, _ in outcomes]
-
     def write(self, state: dict, directory: Path) -> None:
-        """Write this rank's part of ``state`` and flush it; on rank 0, the manifest of all."""
-        try:
-            self.agree("prepare", self.prepare, state, directory)
-            self.agree("write", super().write, state, directory)
-            parts = self.agree("flush", self.flush_part, directory)
-            self.agree("manifest", self.write_manifest, directory, parts)
-        except RuntimeError as error:
-            self.give_up(directory, error)
-
-    def prepare(self, state: dict, directory: Path) -> None:
-        """Remove what a crash has left of an earlier save of this step."""
-        if self.rank == 0 and directory.exists():
-            shutil.rmtree(directory)
-
-    def flush_part(self, directory: Path) -> dict[str, dict]:
-        """Flush the files that this rank wrote; return what the manifest says of them."""
+        """Write this rank's part of ``state``, flush it and describe it."""
+        super().write(state, directory)
         files = list(directory.glob(f"__{self.rank}_*"))
         if self.rank == 0:
             files.append(directory / ".metadata")
         for file in files:
             flush(file)
-        return {file.name: described(file) for file in files}
-
-    def write_manifest(self, directory: Path, parts: list[dict[str, dict]]) -> None:
-        if self.rank == 0:
-            files = {name: what for part in parts for name, what in part.items()}
-            manifest = {"ranks": len(parts), "torch": torch.__version__, "files": files}
-            write_durably(directory / MANIFEST, json.dumps(manifest, indent=1))
+        ranks = dist.get_world_size() if dist.is_initialized() else 1
+        manifest = {"ranks": ranks, "files": {file.name: described(file) for file in files}}
+        write_durably(directory / MANIFEST.format(self.rank), json.dumps(manifest, indent=1))
 
     def commit(self, aside: Path, directory: Path) -> None:
-        """Give the checkpoint its name, durably; then tell the pointer. All ranks call it."""
-        try:
-            self.agree("commit", self.name_it, aside, directory)
-        except RuntimeError as error:
-            self.give_up(aside, error)
-
-    def name_it(self, aside: Path, directory: Path) -> None:
-        if self.rank == 0:
-            aside.rename(directory)
-            flush(directory.parent)
-            write_durably(directory.with_name(POINTER), directory.name)
-
-    def give_up(self, aside: Path, error: RuntimeError) -> None:
-        """Give back the room that a failed save takes, and say at once why it failed."""
-        if self.rank == 0:
-            shutil.rmtree(aside, ignore_errors=True)
-            print(f"{aside.name}: not saved, training goes on: {error}", file=sys.stderr)
-        raise error
+        """Give the checkpoint its name, durably; then tell the pointer."""
+        if self.rank != 0:
+            return
+        if directory.exists():
+            if not faults(directory, digests=True):
+                raise FileExistsError(f"{directory} is there and whole")
+            directory.rename(directory.with_name(directory.name + ".damaged"))
+        aside.rename(directory)
+        flush(directory.parent)
+        write_durably(directory.with_name(POINTER), directory.name)
 
 
 # %%
 # Run it, and prove it
 # --------------------
 # A loop that saves every second step. Two of its saves must fail: the last rank alone has something
-# in its state that cannot be pickled, and something stands where a checkpoint is to be named. Both
-# fail on every rank, leave nothing, and the save after them is taken.
+# in its state that cannot be pickled, and step 8 is to take the name of step 6. Both fail on every
+# rank, leave nothing and harm nothing, and the save after them is taken.
 
 
-def train(app: AppState, root: Path, device: torch.device) -> dict[int, dict]:
+def train(app: basic.AppState, root: Path, device: torch.device) -> dict[int, dict]:
     """Save every second step; return the bits of those whose save did not fail."""
     saved, uploads = {}, {}
-    if dist.get_rank() == 0:
-        (root / "step8" / "of somebody else").mkdir(parents=True)
     with DurableSaves(device, app.model.buffers()) as saves:
         for _ in range(STEPS):
-            train_step(app, device)
+            basic.train_step(app, device)
             if app.step % SAVE_EVERY == 0:
                 state = {"app": app}
                 if app.step == 4 and dist.get_rank() == dist.get_world_size() - 1:
                     state["collate"] = lambda batch: batch
-                saved[app.step] = snapshot(app)
-                uploads[app.step] = saves.save(state, root / f"step{app.step}")
+                saved[app.step] = basic.snapshot(app)
+                name = "step6" if app.step == 8 else f"step{app.step}"
+                uploads[app.step] = saves.save(state, root / name)
         failed = {step for step, upload in uploads.items() if upload.exception()}
         assert failed == {4, 8}, f"failed: {failed}"
     return {step: bits for step, bits in saved.items() if step not in failed}
@@ -315,9 +268,9 @@ def train(app: AppState, root: Path, device: torch.device) -> dict[int, dict]:
 
 def prove(root: Path, device: torch.device, expected: dict[int, dict]) -> None:
     for step, bits in expected.items():
-        assert_same_bits(load_app(root / f"step{step}", device), bits)
+        basic.assert_same_bits(basic.load_app(root / f"step{step}", device), bits)
         assert not faults(root / f"step{step}", digests=True)
-    assert committed_steps(root) == [10, 8, 6, 2] and not list(root.glob("*.incomplete"))
+    assert committed_steps(root) == [10, 6, 2] and not list(root.glob("*.incomplete"))
     assert (root / POINTER).read_text() == "step10" and newest_step(root) == 10
     print(f"steps {sorted(expected)} are whole, every bit equal; {POINTER} names step10")
 
@@ -339,10 +292,10 @@ def damage(root: Path) -> None:
 
 
 def main(directory: Path) -> None:
-    device = start_rank()
+    device = basic.start_rank()
     try:
-        root = directory_of_rank_0(directory)
-        expected = train(build_app(device), root, device)
+        root = basic.directory_of_rank_0(directory)
+        expected = train(basic.build_app(device), root, device)
         prove(root, device, expected)
         dist.barrier()
         if dist.get_rank() == 0:

@@ -68,7 +68,7 @@ import async_save as basic
 import torch
 import torch.distributed as dist
 from durable_saves import DurableSaves, committed_steps, faults, flush, newest_step
-from overlapped_stager import local
+from torch.distributed.tensor import DTensor
 
 LEASE = "lease"  # in the root: locked by the job that writes here
 LEFTOVERS = ("*.incomplete", "*.deleted")  # what a crash can leave behind
@@ -134,10 +134,10 @@ def remove_leftovers(root: Path) -> None:
 # %%
 # The save
 # --------
-# Three steps of ``DurableSaves`` get something before or behind them. The room is looked at on every
-# rank before a byte is written: a disk that is full in the middle of a save fails it too, but by then
-# the save has taken the room of everybody else on that disk. The bytes of this rank times the number
-# of ranks are near enough, shards are equally large.
+# ``open_root`` comes before the first save, ``look_for_room`` before each one is written, the deletions
+# after each commit. A disk that is full in the middle of a save fails it too, but by then the save has
+# taken the room of everybody else on that disk. The bytes of this rank times the number of ranks are
+# near enough, since shards are equally large.
 
 
 class RetainedSaves(DurableSaves):
@@ -149,24 +149,17 @@ class RetainedSaves(DurableSaves):
     """
 
     def __init__(
-        self,
-        root: Path,
-        device: torch.device,
-        changed_by_forward=(),
-        keep_last: int = 3,
-        keep_every: int = 0,
-        if_busy: str = "wait",
+        self, root: Path, *args, keep_last: int = 3, keep_every: int = 0, **kwargs
     ) -> None:
+        super().__init__(*args, **kwargs)
         self.root, self.keep_last, self.keep_every = root, keep_last, keep_every
-        self.lease = None
-        super().__init__(device, changed_by_forward, if_busy)
-        try:
-            self.agree("open", self.open)
-        except RuntimeError:
-            self.__exit__(*sys.exc_info())
-            raise
+        self.lease: int | None = None
 
-    def open(self) -> None:
+    def __enter__(self) -> "RetainedSaves":
+        self.together(self.open_root)
+        return super().__enter__()
+
+    def open_root(self) -> None:
         if self.rank == 0:
             self.lease = take_lease(self.root)
             remove_leftovers(self.root)
@@ -178,15 +171,18 @@ class RetainedSaves(DurableSaves):
             if self.lease is not None:
                 os.close(self.lease)
 
-    def prepare(self, state: dict, directory: Path) -> None:
-        super().prepare(state, directory)
-        needed = nbytes(state) * dist.get_world_size()
+    def write(self, state: dict, directory: Path) -> None:
+        self.together(self.look_for_room, state)
+        super().write(state, directory)
+
+    def look_for_room(self, state: dict) -> None:
+        needed = nbytes(state) * (dist.get_world_size() if dist.is_initialized() else 1)
         free = shutil.disk_usage(self.root).free  # raises if the root is gone
         if free < needed:
             raise OSError(errno.ENOSPC, f"{needed} bytes to write, {free} free", str(self.root))
 
-    def name_it(self, aside: Path, directory: Path) -> None:
-        super().name_it(aside, directory)
+    def commit(self, aside: Path, directory: Path) -> None:
+        super().commit(aside, directory)
         if self.rank == 0:
             for step in to_delete(self.root, self.keep_last, self.keep_every):
                 delete(self.root, step)
@@ -198,7 +194,9 @@ def nbytes(state: object) -> int:
         return sum(nbytes(value) for value in state.values())
     if isinstance(state, list | tuple):
         return sum(nbytes(value) for value in state)
-    return local(state).nbytes if torch.is_tensor(state) else 0
+    if isinstance(state, DTensor):
+        state = state.to_local()
+    return state.nbytes if torch.is_tensor(state) else 0
 
 
 # %%
@@ -258,7 +256,7 @@ def train(app: basic.AppState, root: Path, device: torch.device) -> dict[int, di
         assert not [path for pattern in LEFTOVERS for path in root.glob(pattern)]
         refused("a second job", take_lease, root)
         huge = torch.zeros(1).expand(10**15)
-        refused("no room", saves.prepare, {"x": huge}, root / "step0.incomplete")
+        refused("no room", saves.look_for_room, {"x": huge})
         for _ in range(STEPS):
             basic.train_step(app, device)
             if app.step % SAVE_EVERY == 0:

@@ -1,0 +1,326 @@
+"""
+Resume: the same run, on the same or another number of ranks
+============================================================
+
+A resumed run is the same run only if all that decides the next step comes back: weights, optimizer,
+schedule, step, random numbers, the place in the data. This recipe saves and loads these on any number
+of ranks, has all ranks agree on which checkpoint it is, goes back to an older one when asked, and says
+what differs when a checkpoint does not fit.
+
+.. code-block:: python
+
+    from resume_and_reshard import Run, resume
+
+    run = Run(model, optimizer, schedule)  # its state_dict() is what you save: {"run": run}
+    step = resume(run, root)               # on all ranks; 0 if there is no checkpoint yet
+    resume(run, root, step=40_000)         # go back; newer ones are set aside, not deleted
+
+Do not bother with random numbers and data position if you would not notice a few batches twice.
+
+.. grid:: 1 1 2 2
+
+   .. grid-item-card:: What you learn
+
+      * which rank gets which state when their number changes
+      * the newest whole checkpoint, agreed on, and a rollback that the next restart respects
+      * to load a part, or under other names, and to read an error that lists what differs
+      * what you trust when you load
+
+   .. grid-item-card:: What you need
+
+      * PyTorch 2.9 or later, any number of ranks
+      * checkpoints of :doc:`durable_saves`
+
+.. verification-badge::
+
+The idea
+--------
+
+Each part of the state belongs to one of three kinds:
+
+* **sharded** (weights, optimizer): saved as DTensors, which DCP cuts anew for any number of ranks;
+* **of all** (step, schedule, place in the data): equal on every rank, so it is counted for all ranks
+  together. The place in the data is the number of samples that *all* have taken: whatever their
+  number, rank ``r`` of ``n`` next takes every ``n``-th sample from there on;
+* **of one rank** (random numbers): saved under the rank's own name. As many ranks as before: each takes
+  its own again, and the run goes on bit by bit. Another number: no assignment is the right one, so
+  every rank seeds anew from the step and its rank, and says so.
+"""
+
+# %%
+# Imports and sizes
+# -----------------
+
+import argparse
+import tempfile
+from pathlib import Path
+
+import async_save as basic
+import torch
+import torch.distributed as dist
+import torch.distributed.checkpoint as dcp
+from durable_saves import DurableSaves, committed_steps, faults, newest_step
+from torch import nn
+from torch.distributed.checkpoint.state_dict import get_state_dict, set_state_dict
+from torch.distributed.checkpoint.stateful import Stateful
+from torch.distributed.fsdp import fully_shard
+
+WIDTH, SAMPLES_A_STEP = 64, 12  # features; samples of all ranks together, for 1 to 4 and 6 ranks
+STEPS, INTERRUPTED_AT = 8, (2, 3, 5)
+TOLERANCE = 1e-5  # of a loss, relative, on another number of ranks: sums in another order
+
+# %%
+# All that decides the next step
+# ------------------------------
+# ``load_state_dict`` is called by ``dcp.load`` with what it has read *into the state that it was given*.
+# Keys that are not there are errors, so a rank may only ask for random numbers that were saved: how
+# many ranks there were is in the checkpoint's metadata.
+
+
+class Run(Stateful):
+    """Model, optimizer, schedule, step, place in the data and random numbers of one training run."""
+
+    def __init__(self, model: nn.Module, optimizer: torch.optim.Optimizer, schedule) -> None:
+        self.model, self.optimizer, self.schedule = model, optimizer, schedule
+        self.step = self.samples = 0
+        self.ranks_saved = dist.get_world_size()
+
+    def state_dict(self) -> dict:
+        model, optimizer = get_state_dict(self.model, self.optimizer)
+        state = {"model": model, "optimizer": optimizer, "schedule": self.schedule.state_dict()}
+        state |= {"step": self.step, "samples": self.samples}
+        if self.ranks_saved == dist.get_world_size():
+            state[f"random_of_rank_{dist.get_rank()}"] = torch.get_rng_state()
+        return state
+
+    def load_state_dict(self, state: dict) -> None:
+        model, optimizer = state["model"], state["optimizer"]
+        set_state_dict(
+            self.model, self.optimizer, model_state_dict=model, optim_state_dict=optimizer
+        )
+        self.schedule.load_state_dict(state["schedule"])
+        self.step, self.samples = state["step"], state["samples"]
+        random = state.get(f"random_of_rank_{dist.get_rank()}")
+        if random is not None:
+            torch.set_rng_state(random)
+        else:
+            torch.manual_seed(1_000_003 * self.step + dist.get_rank())
+            print(f"{dist.get_world_size()} ranks, {self.ranks_saved} saved: seeded anew")
+
+
+# %%
+# Which checkpoint
+# ----------------
+# Rank 0 looks, all agree. A rank that cannot see what rank 0 sees (another mount, a stale cache of a
+# network file system) must stop the job here and not go on from another step. After a rollback the
+# newer checkpoints would be chosen again at the next restart, and be in the way of new ones: they lose
+# their name.
+
+
+def choose(root: Path, step: int | None = None) -> int | None:
+    """The step to resume from, the same on all ranks; None: there is no whole checkpoint.
+
+    Raises:
+        RuntimeError: a rank does not see it, or sees something else.
+    """
+    chosen = [step if step is not None else newest_step(root, digests=True)]
+    dist.broadcast_object_list(chosen)
+    step = chosen[0]
+    wrong = faults(root / f"step{step}") if step is not None else []
+    seen: list[list[str]] = [[]] * dist.get_world_size()
+    dist.all_gather_object(seen, wrong)
+    if any(seen):
+        raise RuntimeError(f"step {step} is not whole, by rank: {dict(enumerate(seen))}")
+    if dist.get_rank() == 0:
+        for newer in committed_steps(root):
+            if step is None or newer > step:
+                aside = root / f"step{newer}.set-aside"
+                (root / f"step{newer}").rename(aside)
+                print(f"{aside.name}: newer than what is resumed")
+    dist.barrier()
+    return step
+
+
+def resume(run: Run, root: Path, step: int | None = None) -> int:
+    """Load the newest whole checkpoint below ``root``, or that of ``step``; return its step or 0.
+
+    Raises:
+        RuntimeError: it does not fit; the message lists what differs.
+    """
+    step = choose(root, step)
+    if step is None:
+        return 0
+    directory = root / f"step{step}"
+    saved = dcp.FileSystemReader(directory).read_metadata().state_dict_metadata
+    run.ranks_saved = sum(key.startswith("run.random_of_rank_") for key in saved)
+    if wrong := differences(run.model.state_dict(), directory, "run.model."):
+        raise RuntimeError(f"{directory} does not fit this model:\n" + "\n".join(wrong))
+    dcp.load({"run": run}, checkpoint_id=directory)
+    run.ranks_saved = dist.get_world_size()
+    return run.step
+
+
+# %%
+# A part of it, other names, and what differs
+# -------------------------------------------
+# ``dcp.load`` writes into the tensors that it is given, under the keys that it is given. So a part is
+# loaded by asking for a part, and a renamed parameter by asking for it under its old name. What does
+# not fit is best said before the load, whose own error names one key and stops.
+
+
+def differences(tensors: dict[str, torch.Tensor], directory: Path, prefix: str) -> list[str]:
+    """What in ``directory``, below ``prefix``, is not as in ``tensors``: a line each."""
+    saved = dcp.FileSystemReader(directory).read_metadata().state_dict_metadata
+    saved = {key.removeprefix(prefix): m for key, m in saved.items() if key.startswith(prefix)}
+    found = [f"  {key}: only in the model" for key in tensors if key not in saved]
+    found += [f"  {key}: only in the checkpoint" for key in saved if key not in tensors]
+    for key in tensors.keys() & saved.keys():
+        if tuple(saved[key].size) != tuple(tensors[key].shape):
+            found.append(f"  {key}: {tuple(tensors[key].shape)}, saved {tuple(saved[key].size)}")
+    return sorted(found)
+
+
+def load_weights(model: nn.Module, directory: Path, old_names: dict[str, str]) -> None:
+    """Load the weights alone; ``old_names``: what some of them were called when they were saved."""
+    tensors = {old_names.get(key, key): tensor for key, tensor in model.state_dict().items()}
+    dcp.load({"run": {"model": tensors}}, checkpoint_id=directory)
+
+
+# %%
+# What you trust: to load a checkpoint is to run code. ``.metadata`` is a pickle, and so is every leaf
+# that is no tensor. Digests tell that a file has not changed, not who wrote it.
+
+# %%
+# Run it, and prove it
+# --------------------
+# A model whose input gets noise, so that random numbers matter, and a rate that changes every step.
+
+
+def build(device: torch.device) -> Run:
+    torch.manual_seed(0)
+    model = nn.Sequential(nn.Linear(WIDTH, WIDTH), nn.GELU(), nn.Linear(WIDTH, WIDTH)).to(device)
+    fully_shard(model)
+    optimizer = torch.optim.AdamW(model.parameters(), lr=1e-2)
+    schedule = torch.optim.lr_scheduler.ExponentialLR(optimizer, 0.9)
+    torch.manual_seed(1 + dist.get_rank())
+    return Run(model, optimizer, schedule)
+
+
+def train_step(run: Run, device: torch.device, noise: float) -> float:
+    """One step on the next samples of the one stream that all ranks share; the mean loss of all."""
+    ranks = dist.get_world_size()
+    own = range(run.samples + dist.get_rank(), run.samples + SAMPLES_A_STEP, ranks)
+    samples = [torch.sin(torch.arange(WIDTH) * (sample + 1.0)) for sample in own]
+    batch = torch.stack(samples) + noise * torch.randn(len(samples), WIDTH)
+    loss = run.model(batch.to(device)).square().mean()
+    loss.backward()
+    run.optimizer.step()
+    run.optimizer.zero_grad()
+    run.schedule.step()
+    run.step, run.samples = run.step + 1, run.samples + SAMPLES_A_STEP
+    total = loss.detach()
+    dist.all_reduce(total)
+    return total.item() / ranks
+
+
+def train(run: Run, root: Path, device: torch.device, until: int, noise: float) -> list[float]:
+    """Train to step ``until`` and save there; return the losses."""
+    with DurableSaves(device) as saves:
+        losses = [train_step(run, device, noise) for _ in range(until - run.step)]
+        saves.save({"run": run}, root / f"step{until}")
+    return losses
+
+
+def interrupted(root: Path, device: torch.device, noise: float) -> tuple[Run, list[float]]:
+    """A run that is thrown away and resumed at each of ``INTERRUPTED_AT``."""
+    losses = []
+    for until in (*INTERRUPTED_AT, STEPS):
+        run = build(device)
+        resume(run, root)
+        losses += train(run, root, device, until, noise)
+    return run, losses
+
+
+def prove_same_ranks(root: Path, device: torch.device) -> list[float]:
+    """Return the losses of a run without noise, for those who go on with another number of ranks."""
+    for noise in (0.1, 0.0):
+        whole = build(device)
+        losses = train(whole, root / f"whole{noise}", device, STEPS, noise)
+        resumed, again = interrupted(root / f"interrupted{noise}", device, noise)
+        assert losses == again, "the losses differ"
+        expected, found = basic.leaves(whole.state_dict()), basic.leaves(resumed.state_dict())
+        assert expected.keys() == found.keys()
+        assert all(basic.same_bits(found[path], leaf) for path, leaf in expected.items())
+    print(f"interrupted at {INTERRUPTED_AT}: all {STEPS} losses and every bit as without")
+    return losses
+
+
+def prove_parts(root: Path, device: torch.device) -> None:
+    directory = root / f"step{STEPS}"
+    run = build(device)
+    names = {f"input.{kind}": f"0.{kind}" for kind in ("weight", "bias")}
+    renamed = nn.ModuleDict({"input": nn.Linear(WIDTH, WIDTH)}).to(device)
+    load_weights(renamed, directory, names)
+    resume(run, root)
+    whole = run.model.state_dict()["0.weight"].full_tensor()
+    assert basic.same_bits(renamed["input"].weight.detach(), whole)
+    narrow = nn.Linear(WIDTH // 2, WIDTH)
+    wrong = differences({"0.weight": narrow.weight, "9.bias": narrow.bias}, directory, "run.model.")
+    print("\n".join(["what differs:", *wrong]))
+    assert len(wrong) == 5
+
+
+def prove_fewer_ranks(root: Path, device: torch.device, losses: list[float]) -> None:
+    """Go back to the first interruption, on the ranks that are there now."""
+    run = build(device)
+    assert resume(run, root, step=INTERRUPTED_AT[0]) == INTERRUPTED_AT[0]
+    again = train(run, root, device, STEPS, noise=0.0)
+    expected = losses[INTERRUPTED_AT[0] :]
+    assert all(abs(a - b) <= TOLERANCE * abs(b) for a, b in zip(again, expected, strict=True))
+    print(f"on {dist.get_world_size()} ranks from step {INTERRUPTED_AT[0]}: losses as before")
+    assert newest_step(root) == STEPS and committed_steps(root) == [STEPS, INTERRUPTED_AT[0]]
+
+
+def main(directory: Path) -> None:
+    device = basic.start_rank()
+    rank, fewer = dist.get_rank(), max(dist.get_world_size() - 1, 1)
+    try:
+        root = basic.directory_of_rank_0(directory)
+        losses = prove_same_ranks(root, device)
+        prove_parts(root / "interrupted0.0", device)
+    finally:
+        dist.destroy_process_group()
+    if rank < fewer:  # one rank does not come back
+        store = dist.FileStore(str(root / "rendezvous"), fewer)
+        dist.init_process_group(store=store, rank=rank, world_size=fewer)
+        try:
+            prove_fewer_ranks(root / "interrupted0.0", device, losses)
+        finally:
+            dist.destroy_process_group()
+
+
+if __name__ == "__main__":
+    parser = argparse.ArgumentParser()
+    parser.add_argument("--dir", type=Path, help="where checkpoints go (default: temporary)")
+    with tempfile.TemporaryDirectory() as temporary:
+        main(parser.parse_args().dir or Path(temporary))
+
+# %%
+# What breaks if you remove a line
+# --------------------------------
+#
+# .. recipe-controls::
+#
+# When it is not worth it
+# -----------------------
+# * A run whose result does not depend on the order of its samples may seed anew and start its data
+#   where it likes; it is then another run, which is often good enough.
+#
+# Known limits
+# ------------
+# * Bits are equal on the same number of ranks of the same hardware with deterministic kernels. On
+#   another number sums are taken in another order: the state is equal when it has been loaded, the
+#   losses are near.
+# * Samples come in one stream here. A shuffling loader saves its seed and position instead, a loader
+#   with workers also what the workers have taken ahead (``torchdata``'s ``StatefulDataLoader``).
+# * CUDA has random numbers of its own: save ``torch.cuda.get_rng_state()`` beside the host's.

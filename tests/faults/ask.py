@@ -1,0 +1,64 @@
+"""What the tests ask of the faults: ``python -m faults.ask trials 16 1``; a line of JSON answers."""
+
+import json
+import random
+import shutil
+import sys
+from pathlib import Path
+
+from faults import edits, job, power_cut, soak
+
+SECOND_COMMIT = 7  # the hit of point "rename" on rank 0 just before the second checkpoint is named
+
+
+def trials(scratch: Path, count: str, seed: str) -> list[dict]:
+    """The first ``count`` trials of ``seed``."""
+    observer = soak.Observer(scratch)
+    return [observer.trial(n, *observer.plan(n, int(seed))) for n in range(int(count))]
+
+
+def again(scratch: Path, number: str, seed: str) -> list[dict]:
+    """One trial, twice: what it struck must be the same."""
+    observer = soak.Observer(scratch)
+    results = []
+    for _ in range(2):
+        results.append(observer.trial(int(number), *observer.plan(int(number), int(seed))))
+    return results
+
+
+def killed(scratch: Path, name: str = "") -> dict:
+    """A kill just before a checkpoint gets its name, with a line of the recipes edited or not."""
+    edit = edits.BY_KILL[name] if name else None
+    observer = soak.Observer(scratch, edit)
+    fault = job.Fault("kill", "rename", 0, SECOND_COMMIT)
+    return observer.trial(0, fault, random.Random(0))
+
+
+def cut(scratch: Path, seed: str, chances: str, *names: str) -> dict:
+    """The states that a power cut may leave, and the first that is wrong, for each edit named."""
+    answers = {}
+    for number, name in enumerate(("", *names)):
+        root, log = scratch / f"root{number}", scratch / f"log{number}"
+        edit = edits.BY_POWER_CUT[name] if name else None
+        root.mkdir()
+        told = soak.run_job(
+            root, scratch / f"job{number}", edit=edit, log=power_cut.OperationLog(root, log)
+        )
+        assert len(told.ended) == soak.RANKS, told
+        states, wrong = 0, None
+        for state, durable, what in power_cut.cuts(log, scratch, int(seed), int(chances)):
+            states += 1
+            found = power_cut.judge(state, durable, job.durable_saves.newest_step, job.durable_saves.faults)
+            if found:
+                wrong = f"{what}: {found}"
+                break
+        answers[name] = {"states": states, "wrong": wrong, "committed": sorted(told.durable())}
+    return answers
+
+
+if __name__ == "__main__":
+    scratch = soak.scratch_directory()
+    try:
+        print(json.dumps(globals()[sys.argv[1]](scratch, *sys.argv[2:])))
+    finally:
+        shutil.rmtree(scratch)
