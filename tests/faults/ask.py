@@ -48,7 +48,9 @@ def cut(scratch: Path, seed: str, chances: str, *names: str) -> dict:
         states, wrong = 0, None
         for state, durable, what in power_cut.cuts(log, scratch, int(seed), int(chances)):
             states += 1
-            found = power_cut.judge(state, durable, job.durable_saves.newest_step, job.durable_saves.faults)
+            found = power_cut.judge(
+                state, durable, job.durable_saves.newest_step, job.durable_saves.faults
+            )
             if found:
                 wrong = f"{what}: {found}"
                 break

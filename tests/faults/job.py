@@ -101,7 +101,9 @@ def run(
     tell(pipe, event="resumed", step=chosen[0], digest=digest(app))
     points.install()
     if log is not None:
-        dcp.FileSystemWriter = partial(dcp.FileSystemWriter, sync_files=False)  # we flush, or nobody
+        dcp.FileSystemWriter = partial(
+            dcp.FileSystemWriter, sync_files=False
+        )  # or we do not
         log.install()
     if mine and fault.kind == "slow":
         points.write_delay_s = SLOW_WRITE_S

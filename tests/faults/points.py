@@ -1,4 +1,4 @@
-"""Where a save can be hit: hooks around what it calls, counted, so that a seed finds its point again.
+"""Where a save can be hit: hooks around what it calls, counted: a seed finds its point again.
 
 The recipes know nothing of this. A rank that is to be hit counts its hits of each point; the fault
 strikes at a given one. Counts of one point are the same in every run, whatever the threads do.

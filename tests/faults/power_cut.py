@@ -1,9 +1,9 @@
 """What a power cut may leave: a log of file operations, replayed to the states that it allows.
 
-A kill loses nothing that was written, so no kill can prove a flush. Here every operation of all ranks
-below the root is logged; a cut may come after any of them. What is certain after a cut: the content
-that a file had at its last ``fsync``, the names that a directory had at its own. Of everything later
-any part may be there: a name without its content, content of zeros, one rename of two.
+A kill loses nothing that was written, so no kill can prove a flush. Here every operation of all
+ranks below the root is logged; a cut may come after any of them. What is certain after a cut: the
+content that a file had at its last ``fsync``, the names that a directory had at its own. Of all that
+came later any part may be there: a name without its content, content of zeros, one rename of two.
 """
 
 import json

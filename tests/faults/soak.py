@@ -1,7 +1,7 @@
 """Trials: a job is struck, another resumes, and an observer outside both says what was lost.
 
-``python -m faults.soak --trials 500 --seed 1``, from ``tests``; ``make soak``. A trial is one line of
-output; ``--only N`` repeats trial N alone. The last line counts.
+``python -m faults.soak --trials 500 --seed 1``, from ``tests``; ``make soak``. A trial is one line
+of output; ``--only N`` repeats trial N alone. The last line counts.
 """
 
 import argparse
@@ -219,7 +219,9 @@ class Observer:
         root.mkdir()
         mounted = fault.kind == "full" and mount_tmpfs(root)
         try:
-            first = run_job(root, self.scratch / f"{number}.struck", fault, rng.random() < 0.5, self.edit)
+            first = run_job(
+                root, self.scratch / f"{number}.struck", fault, rng.random() < 0.5, self.edit
+            )
             damaged = damage(root, fault.kind, rng) if fault.kind in DAMAGE else None
             pointer = self.judge_pointer(root, damaged)
             (root / job.BALLAST).unlink(missing_ok=True)
