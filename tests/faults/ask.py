@@ -1,4 +1,4 @@
-"""What the tests ask of the faults: ``python -m faults.ask trials 16 1``; a line of JSON answers."""
+"""What the tests ask of the faults: ``python -m faults.ask trials 16 1`` answers a line of JSON."""
 
 import json
 import random

@@ -101,9 +101,7 @@ def run(
     tell(pipe, event="resumed", step=chosen[0], digest=digest(app))
     points.install()
     if log is not None:
-        dcp.FileSystemWriter = partial(
-            dcp.FileSystemWriter, sync_files=False
-        )  # or we do not
+        dcp.FileSystemWriter = partial(dcp.FileSystemWriter, sync_files=False)  # or we do not
         log.install()
     if mine and fault.kind == "slow":
         points.write_delay_s = SLOW_WRITE_S

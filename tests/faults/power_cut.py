@@ -2,7 +2,7 @@
 
 A kill loses nothing that was written, so no kill can prove a flush. Here every operation of all
 ranks below the root is logged; a cut may come after any of them. What is certain after a cut: the
-content that a file had at its last ``fsync``, the names that a directory had at its own. Of all that
+content that a file had at its last ``fsync``, the names that a directory had at its own. Of what
 came later any part may be there: a name without its content, content of zeros, one rename of two.
 """
 
