@@ -292,6 +292,7 @@ def damage(root: Path) -> None:
 
 
 def main(directory: Path) -> None:
+    basic.HIDDEN = 512  # small: all of it is flushed, many times
     device = basic.start_rank()
     try:
         root = basic.directory_of_rank_0(directory)

@@ -164,6 +164,7 @@ def train(app: basic.AppState, root: Path, device: torch.device, on_step) -> int
 
 
 def main(directory: Path) -> None:
+    basic.HIDDEN = 512  # small: all of it is flushed, many times
     device = basic.start_rank()
     try:
         root = basic.directory_of_rank_0(directory)

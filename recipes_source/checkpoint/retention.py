@@ -287,6 +287,7 @@ def prove(root: Path, device: torch.device, saved: dict[int, dict]) -> None:
 
 
 def main(directory: Path) -> None:
+    basic.HIDDEN = 512  # small: all of it is flushed, many times
     device = basic.start_rank()
     try:
         root = basic.directory_of_rank_0(directory)
