@@ -45,6 +45,9 @@ test: environment ## Judge every recipe: 1 to 3 ranks, load-back, removed lines,
 check: environment ## Judge every recipe on two ranks, and run the fast tests
 	@$(PY) -m pytest tests -n $(JOBS) --check $(PYTEST_ARGS)
 
+soak: environment ## Strike saves TRIALS times (500), resume, and count what is lost; SEED=1
+	@PYTHONPATH=tests $(PY) -m faults.soak --trials $(or $(TRIALS),500) --seed $(or $(SEED),1)
+
 verify: environment ## Run the recipes on the accelerators present; write harness/verified/
 	@$(PY) -m harness verify
 

@@ -311,3 +311,41 @@ if __name__ == "__main__":
     parser.add_argument("--dir", type=Path, help="where checkpoints go (default: temporary)")
     with tempfile.TemporaryDirectory() as temporary:
         main(parser.parse_args().dir or Path(temporary))
+
+# %%
+# What breaks if you remove a line
+# --------------------------------
+# Each edit was made and run when this page was built. What a flush is for, no run can show: nothing
+# that was written is lost by a kill. So the tests also log every file operation of a job and look at
+# each state that a power cut could leave after each of them; without one of the flushes, some of these
+# states have a checkpoint under its name that is not whole.
+#
+# .. recipe-controls::
+#
+# When it is not worth it
+# -----------------------
+# * The run is short, or its last checkpoint is of no more use than its first.
+# * Your storage commits by itself: an object store names an object when it is complete, and has no
+#   rename.
+#
+# What it costs
+# -------------
+# Nothing on the training thread. On the writing thread: the flush takes as long as the storage needs to
+# take the bytes, which a save without it only puts off; the digest reads the files again, from memory,
+# at the rate of one core's SHA-256; each rank writes one more small file. Memory: none.
+#
+# Known limits
+# ------------
+# * ``fsync`` is a request. Disks with a volatile cache that lie about it, and network file systems that
+#   are mounted to ignore it, lose what they said they had.
+# * A rank that dies or hangs during a save fails it on the others when the group's deadline has passed
+#   (``DEADLINE_S`` of :doc:`overlapped_stager`). What it left has the name ``.incomplete``.
+# * Digests are computed from what the file system gives back right after the write: they find what
+#   changes later, not what memory changed before.
+# * All ranks write to one directory that they share.
+#
+# Further reading
+# ---------------
+# * :doc:`retention`: what to delete and when, one job a directory, a command that verifies
+# * :doc:`resume_and_reshard`, :doc:`preemption`: the other end of a save
+# * `fsync(2) <https://man7.org/linux/man-pages/man2/fsync.2.html>`__, on files and directories

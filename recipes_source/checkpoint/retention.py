@@ -319,3 +319,32 @@ if __name__ == "__main__":
     else:
         with tempfile.TemporaryDirectory() as temporary:
             main(options.dir or Path(temporary))
+
+# %%
+# What breaks if you remove a line
+# --------------------------------
+#
+# .. recipe-controls::
+#
+# When it is not worth it
+# -----------------------
+# * Somebody else cleans up by age or by quota: let one of the two do it, not both.
+#
+# The room it takes
+# -----------------
+# ``keep_last`` + 1 checkpoints, for the new one is written before the oldest goes, and one for each
+# ``keep_every`` steps. A checkpoint of float32 weights and AdamW's two moments is 12 bytes a parameter.
+#
+# Known limits
+# ------------
+# * A lock on a file holds on one host. On NFS it holds between hosts from version 4 on, on Lustre where
+#   it is mounted with ``flock``; object stores have none.
+# * The room is looked at once, and others may take it later. The save then fails as any other.
+# * ``list`` looks at names and sizes. Only ``verify`` reads what is in the files.
+# * A checkpoint that was found damaged when its step was saved again is kept as ``step<N>.damaged``.
+#
+# Further reading
+# ---------------
+# * J. W. Young, *A first order approximation to the optimum checkpoint interval*, 1974
+# * J. T. Daly, *A higher order estimate of the optimum checkpoint interval for restart dumps*, 2006
+# * :doc:`resume_and_reshard`: the other end of a save
