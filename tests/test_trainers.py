@@ -1,8 +1,9 @@
 """What a trainer's own asynchronous save does, found without a GPU."""
 
 import pytest
-from selection import REPO
+from selection import CONTROLS, REPO
 
+from harness.recipe import Control, load_recipe
 from harness.run import run
 
 PINNED = REPO / "tests" / "data" / "torchtitan_pinned.py"
@@ -26,3 +27,39 @@ def test_an_event_behind_the_step_orders_it() -> None:
     pytest.importorskip("torchtitan")
     report = run(PINNED, 1, launcher="warm", order=True, args=("--ordered",))
     assert report.ok, report.describe()
+
+
+TRAINERS = REPO / "recipes_source" / "trainers"
+RAISES = 'if {step} == 5 and dist.get_rank() == 1:\n{indent}    raise RuntimeError("rank 1 stops")'
+LOOPS = {  # where each recipe's training has made a step, and how it counts them
+    "torchtitan_checkpointer": ("                losses[self.step] = loss.item()\n", "self.step"),
+    "lightning_strategy": (
+        "        self.losses[self.global_step + 1] = loss.item()\n",
+        "self.global_step + 1",
+    ),
+    "transformers_trainer": (
+        "        super()._save_checkpoint(model, trial)\n",
+        "self.state.global_step + 1",
+    ),
+}
+
+
+@pytest.mark.parametrize("name", LOOPS)
+def test_nobody_hangs_when_one_rank_stops(name: str) -> None:
+    """One rank raises beside a save: every trainer leaves, and no clean-up waits for the others."""
+    recipe = load_recipe(TRAINERS / f"{name}.py", CONTROLS)
+    if recipe.missing:
+        pytest.skip(f"needs {', '.join(recipe.missing)}")
+    line, step = LOOPS[name]
+    indent = " " * (len(line) - len(line.lstrip()))
+    control = Control(
+        name="one_rank_stops",
+        says="Raise on one rank",
+        find=line,
+        replace=line + indent + RAISES.format(step=step, indent=indent) + "\n",
+        fails=frozenset({"raised"}),
+        deadline_s=recipe.deadline_s,
+    )
+    report = run(recipe.path, 2, launcher="warm", control=control, deadline_s=60)
+    assert control.caught(report.kinds), report.describe()
+    assert any("rank 1 stops" in failure.text for failure in report.failures), report.describe()

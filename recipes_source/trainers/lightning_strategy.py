@@ -1,0 +1,302 @@
+"""
+Save beside training in Lightning
+=================================
+
+A strategy whose sharded checkpoints are staged and written beside training. Lightning's own
+``ModelParallelStrategy`` moves model and optimizer to the CPU and writes them while training stands
+still, and ``AsyncCheckpointIO`` does nothing for it. Put the class beside ``overlapped_stager.py``
+and pass ``strategy=OverlappedStrategy(...)``; ``ModelCheckpoint`` decides when, as before.
+
+Do not bother if a save takes seconds and an epoch lies between two of them.
+
+.. verification-badge::
+"""
+
+import io
+import sys
+from pathlib import Path
+
+import torch
+from lightning.pytorch.strategies import ModelParallelStrategy
+from torch.distributed.checkpoint.state_dict import get_model_state_dict, get_optimizer_state_dict
+
+sys.path.append(str(Path(__file__).resolve().parents[1] / "checkpoint"))  # where it lies here
+from overlapped_stager import OverlappedSaves
+
+
+class LightningSaves(OverlappedSaves):
+    def write(self, state: dict, directory: Path) -> None:
+        super().write(state["sharded"], directory)
+        if torch.distributed.get_rank() == 0:
+            (directory / "meta.pt").write_bytes(state["meta"])
+
+
+class OverlappedStrategy(ModelParallelStrategy):
+    """``ModelParallelStrategy`` that saves beside training."""
+
+    def setup(self, trainer) -> None:
+        super().setup(trainer)
+        self.saves = LightningSaves(self.root_device, self.model.buffers()).__enter__()
+        self.latest, self.outdated = None, []
+
+    def lightning_module_state_dict(self) -> dict:
+        return get_model_state_dict(self.model)
+
+    def optimizer_state(self, optimizer) -> dict:
+        return get_optimizer_state_dict(self.model, getattr(optimizer, "_optimizer", optimizer))
+
+    def save_checkpoint(self, checkpoint: dict, filepath: str, storage_options=None) -> None:
+        self.on_train_end()
+        sharded = {"state_dict": checkpoint.pop("state_dict")}
+        for number, state in enumerate(checkpoint.pop("optimizer_states", [])):
+            sharded[f"optimizer_{number}"] = state
+        meta = io.BytesIO()
+        torch.save(checkpoint, meta)
+        self.latest = self.saves.save({"sharded": sharded, "meta": meta.getvalue()}, Path(filepath))
+
+    def remove_checkpoint(self, filepath: str) -> None:
+        self.outdated.append(filepath)  # it may be the only complete one
+
+    def on_train_end(self) -> None:
+        if self.latest and self.latest.exception() is None:  # it waits
+            while self.outdated:
+                super().remove_checkpoint(self.outdated.pop())
+
+    def optimizer_step(self, optimizer, closure, model=None, **kwargs):
+        loss = closure()
+        return super().optimizer_step(optimizer, lambda: loss, model, **kwargs)
+
+    def teardown(self) -> None:
+        self.saves.__exit__(*sys.exc_info())
+        super().teardown()
+
+
+# %%
+# What each method is for
+# -----------------------
+#
+# .. lanes:: Schematic. The copy runs beside the next step, the write beside the steps after it.
+#
+#    training:  0-6 step 1; 6-7 save; 7-15 step 2; 15-23 step 3; 23-31 step 4
+#    copy:      7-13 to host memory ~
+#    write:     13-26 last-step=1.ckpt.incomplete ~; 26-27 its name ~
+#
+# ``lightning_module_state_dict``, ``optimizer_state``
+#    Lightning's copy both to the CPU, on the training thread, before a strategy may save them. These
+#    give the live tensors.
+# ``save_checkpoint``
+#    What is no tensor of model or optimizer (loops, callbacks, schedules) is a few kilobytes. It is
+#    serialised at once and lies beside the shards as ``meta.pt``, where Lightning's loading looks.
+# ``remove_checkpoint``, ``on_train_end``
+#    ``ModelCheckpoint`` deletes the old checkpoint as soon as a save has *returned*. Here that is
+#    before the new one is complete, so deletions wait until it is, and are put off if it failed.
+# ``optimizer_step``
+#    Lightning runs forward and backward **inside** ``optimizer.step``, as its closure, so whatever a
+#    hook does before the step happens before forward. ``OverlappedSaves`` makes the step wait for
+#    the copy, and the copy would be beside nothing. Here forward and backward come first.
+# ``setup``, ``teardown``
+#    ``OverlappedSaves`` is a context manager, and this one lasts as long as a ``fit``. Lightning calls
+#    ``teardown`` when training has raised, too; then ``sys.exc_info()`` says so, and nobody waits for
+#    other ranks.
+#
+# A checkpoint gets its name when it is complete. Files called ``last-{step}`` are what
+# ``fit(ckpt_path="last")`` looks for, and only if they end in ``.ckpt``: what a killed run leaves
+# ends in ``.incomplete``. ``save_last="link"`` would set its link too early.
+#
+# Something to train
+# ------------------
+# Two things a resume needs are not Lightning's to keep. The position in the data: a loader that has
+# ``state_dict`` is asked for it. The random numbers: Lightning stores none, so here each step's
+# dropout has a seed of its own.
+
+import argparse
+import logging
+import multiprocessing
+import os
+import signal
+import tempfile
+import warnings
+from collections.abc import Iterator
+
+import torch.distributed as dist
+from lightning.fabric.plugins.environments import TorchElasticEnvironment
+from lightning.pytorch import LightningModule, Trainer
+from lightning.pytorch.callbacks import ModelCheckpoint
+from torch.distributed.fsdp import fully_shard
+from torch.nn.functional import dropout
+from torch.optim.optimizer import register_optimizer_step_pre_hook
+
+STEPS, SAVE_EVERY, KILLED_AT = 8, 2, 4  # killed while it writes the checkpoint of that step
+WIDTH, SAMPLES = 32, 8
+
+
+class Batches:
+    """Random batches of this rank; it goes on where its state says."""
+
+    def __init__(self) -> None:
+        self.batch = 0
+
+    def __len__(self) -> int:
+        return 2 * STEPS
+
+    def __iter__(self) -> Iterator[torch.Tensor]:
+        while self.batch < len(self):
+            seed = self.batch * dist.get_world_size() + dist.get_rank()
+            self.batch += 1
+            yield torch.randn(SAMPLES, WIDTH, generator=torch.Generator().manual_seed(seed))
+
+    def state_dict(self) -> dict:
+        return {"batch": self.batch}
+
+    def load_state_dict(self, state_dict: dict) -> None:
+        self.batch = state_dict["batch"]
+
+
+class Model(LightningModule):
+    def __init__(self) -> None:
+        super().__init__()
+        self.layers = torch.nn.Sequential(*[torch.nn.Linear(WIDTH, WIDTH) for _ in range(3)])
+        self.losses: dict[int, float] = {}
+
+    def configure_model(self) -> None:
+        for module in (*self.layers, self.layers):
+            fully_shard(module, mesh=self.device_mesh["data_parallel"])
+
+    def training_step(self, batch: torch.Tensor, number: int) -> torch.Tensor:
+        torch.manual_seed(self.global_step * dist.get_world_size() + dist.get_rank())
+        loss = (dropout(self.layers(batch), 0.1) - batch.flip(1)).square().mean()
+        self.losses[self.global_step + 1] = loss.item()
+        return loss
+
+    def configure_optimizers(self) -> dict:
+        optimizer = torch.optim.AdamW(self.parameters(), lr=1e-2)
+        schedule = torch.optim.lr_scheduler.CosineAnnealingLR(optimizer, STEPS)
+        return {
+            "optimizer": optimizer,
+            "lr_scheduler": {"scheduler": schedule, "interval": "step"},
+        }
+
+
+def train(folder: Path, seed: int, save: bool = True, resume: str | None = None) -> dict:
+    """Train to the end, from ``resume`` if there is one; return the loss of each step."""
+    torch.manual_seed(seed)
+    model = Model()
+    checkpoints = ModelCheckpoint(folder, filename="last-{step}", every_n_train_steps=SAVE_EVERY)
+    trainer = Trainer(
+        max_steps=STEPS,
+        accelerator="auto",
+        devices=int(os.environ["LOCAL_WORLD_SIZE"]),
+        strategy=OverlappedStrategy(dist.get_world_size(), tensor_parallel_size=1),
+        plugins=[TorchElasticEnvironment()],
+        callbacks=[checkpoints] if save else [],
+        enable_checkpointing=save,
+        enable_progress_bar=False,
+        enable_model_summary=False,
+        logger=False,
+    )
+    forwards = []  # before each optimizer step: how many forwards there were
+
+    def before_step(*_) -> None:
+        forwards.append(len(model.losses))
+
+    hook = register_optimizer_step_pre_hook(before_step)
+    trainer.fit(model, Batches(), ckpt_path=resume)
+    hook.remove()
+    assert forwards[-1] == len(model.losses), "the step waits for the copy before forward"
+    return model.losses
+
+
+# %%
+# Kill it, resume it
+# ------------------
+# The first run is a process of its own on each rank, and is ended by SIGKILL in the worst moment:
+# all files of the checkpoint are written, its name is not. The second run resumes; its model begins
+# with other random weights, so what it knows it has from the checkpoint. The third is never
+# interrupted and never saves.
+
+
+def start_rank(run: str) -> None:
+    """Join a group for this run: torchrun's ranks, or a group of one."""
+    if "RANK" in os.environ:
+        store, rank, ranks = next(dist.rendezvous("env://"))
+        store = dist.PrefixStore(run, store)  # the killed run has left its keys in the store
+    else:
+        store, rank, ranks = dist.HashStore(), 0, 1
+        os.environ.update(RANK="0", LOCAL_RANK="0", WORLD_SIZE="1", LOCAL_WORLD_SIZE="1")
+    if torch.accelerator.is_available():
+        torch.accelerator.set_device_index(int(os.environ["LOCAL_RANK"]))
+    dist.init_process_group(store=store, rank=rank, world_size=ranks)
+
+
+def killed_run(folder: Path) -> None:
+    start_rank("killed")
+    write = LightningSaves.write
+
+    def write_and_die(self: LightningSaves, state: dict, directory: Path) -> None:
+        write(self, state, directory)
+        if f"step={KILLED_AT}" in directory.name:
+            os.kill(os.getpid(), signal.SIGKILL)
+
+    LightningSaves.write = write_and_die
+    train(folder, seed=0)
+
+
+def main(directory: Path) -> None:
+    # A fork has imported all this already; but a process that has used CUDA must not be forked.
+    start = "spawn" if torch.accelerator.is_available() else "fork"
+    first = multiprocessing.get_context(start).Process(target=killed_run, args=(directory,))
+    first.start()
+    first.join()
+    assert first.exitcode != 0, "the first run was to be killed"
+
+    start_rank("resumed")
+    try:
+        if dist.get_rank() == 0:
+            print("after the kill:", *sorted(path.name for path in directory.iterdir()))
+        dist.barrier()
+        resumed = train(directory, seed=1, resume="last")
+        print(f"resumed at step {min(resumed)}: loss {resumed[STEPS]:.6f} at the end")
+        assert min(resumed) == KILLED_AT - SAVE_EVERY + 1, "not the last complete checkpoint"
+        expected = train(directory, seed=0, save=False)
+        assert resumed == {step: expected[step] for step in resumed}, "another run"
+        print(f"steps {min(resumed)} to {STEPS}: the losses of the run without a kill, bit by bit")
+        dist.barrier()
+        print("kept:", *sorted(path.name for path in directory.iterdir()))
+    finally:
+        dist.destroy_process_group()
+
+
+if __name__ == "__main__":
+    warnings.filterwarnings("ignore")
+    logging.getLogger("lightning.pytorch").setLevel(logging.ERROR)
+    parser = argparse.ArgumentParser()
+    parser.add_argument("--dir", type=Path, help="where checkpoints go (default: temporary)")
+    with tempfile.TemporaryDirectory() as temporary:
+        main(parser.parse_args().dir or Path(temporary))
+
+# %%
+# What breaks if you remove a line
+# --------------------------------
+# Each edit was made and run when this page was built.
+#
+# .. recipe-controls::
+#
+# Memory and known limits
+# -----------------------
+# * Host memory, the price in small state of many tensors, and what else must call
+#   ``before_update()`` (a weight-averaging callback that swaps weights, say):
+#   :doc:`/recipes/checkpoint/overlapped_stager`.
+# * It is for ``save_distributed_checkpoint=True``, the default. ``storage_options`` are ignored.
+# * Lightning calls a barrier after each save. With NCCL the host waits there for the steps that are
+#   queued; the GPU does not.
+# * One checkpoint more than ``save_top_k`` lies on the disk while a save is written.
+# * A save that failed is logged and raises when ``fit`` ends, so a full disk does not end training.
+# * With ``automatic_optimization = False`` you call ``optimizer.step()`` yourself, after backward, and
+#   ``optimizer_step`` is not needed.
+#
+# Further reading
+# ---------------
+# * Lightning: `ModelParallelStrategy
+#   <https://lightning.ai/docs/pytorch/stable/advanced/model_parallel/tp_fsdp.html>`__
+# * `Asynchronous sharded checkpoints asked for
+#   <https://github.com/Lightning-AI/pytorch-lightning/issues/21557>`__

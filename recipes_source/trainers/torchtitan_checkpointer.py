@@ -1,0 +1,287 @@
+"""
+Save beside training in torchtitan
+==================================
+
+Forty lines give torchtitan's checkpoints to ``OverlappedSaves``: copied beside the next step,
+written by a thread, and named when complete. Put them beside ``overlapped_stager.py``, and give
+their ``Config`` to your job as ``checkpoint``; nothing else changes.
+
+Do not bother if you save a few megabytes, or once an hour: torchtitan's ``async_mode="async"`` is
+slower only in the call.
+
+.. verification-badge::
+"""
+
+import sys
+from concurrent.futures import Future
+from contextlib import ExitStack
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Literal
+
+from torchtitan.components.checkpointer.dcp import AsyncMode, CheckpointManager
+
+sys.path.append(str(Path(__file__).resolve().parents[1] / "checkpoint"))  # where it lies here
+from overlapped_stager import OverlappedSaves
+
+
+class OverlappedCheckpointManager(CheckpointManager):
+    """torchtitan's ``CheckpointManager``, which saves beside training."""
+
+    @dataclass(kw_only=True, slots=True)
+    class Config(CheckpointManager.Config):
+        async_mode: Literal["disabled", "async"] = "async"
+
+    def __init__(self, config: Config, *, model_parts: list, **others) -> None:
+        self.block = ExitStack()
+        super().__init__(config, model_parts=model_parts, **others)
+        if self.enable:
+            buffers = [buffer for part in model_parts for buffer in part.buffers()]
+            device = next(model_parts[0].parameters()).device
+            self.saves = self.block.enter_context(OverlappedSaves(device, buffers))
+
+    def dcp_save(
+        self, state_dict: dict, checkpoint_id: str, async_mode: AsyncMode, **options
+    ) -> Future | None:
+        if async_mode == AsyncMode.DISABLED:  # the last step: its weights may have another dtype
+            return super().dcp_save(state_dict, checkpoint_id, async_mode, **options)
+        return self.saves.save(state_dict, Path(checkpoint_id))
+
+    def _find_load_step(self, folder: str = "") -> int:
+        found = Path(folder or self.folder).glob("step-*/.metadata")
+        steps = [path.parent.name.removeprefix("step-") for path in found]
+        return max((int(step) for step in steps if step.isdigit()), default=-1)
+
+    def _close(self) -> None:
+        self.block.__exit__(*sys.exc_info())
+        super()._close()
+
+
+# %%
+# What each method is for
+# -----------------------
+#
+# .. lanes:: Schematic. The copy runs beside the next step, the write beside the steps after it.
+#
+#    training:  0-6 step 1; 6-7 save; 7-15 step 2; 15-23 step 3; 23-31 step 4
+#    copy:      7-13 to host memory ~
+#    write:     13-26 step-1.incomplete ~; 26-27 its name ~
+#
+# ``Config``
+#    torchtitan builds the class whose ``Config`` it is given, so a subclass needs one of its own.
+#    In your ``config_registry.py``: ``checkpoint=OverlappedCheckpointManager.Config(interval=100)``.
+#
+# ``dcp_save``
+#    torchtitan collects the state (model, optimizers, schedulers, data loader, train state) and
+#    decides when. It keeps the future that is returned, and waits for it before the next save and
+#    before the last.
+#
+# ``_find_load_step``
+#    torchtitan takes a folder for a checkpoint if its name *contains* ``step-`` and a number, and if
+#    it holds ``.metadata``. A run that was killed leaves ``step-4.incomplete``, which can have both.
+#    Here the whole name counts.
+#
+# ``__init__``, ``_close``
+#    ``OverlappedSaves`` is a context manager, and this one lasts as long as the checkpoint manager.
+#    torchtitan calls ``close`` at the end, which waits for what is being written, and when training
+#    has raised; then ``sys.exc_info()`` says so, and nobody waits for other ranks.
+#
+# No hook is needed before the optimizer: ``OverlappedSaves`` orders every ``optimizer.step()`` in the
+# process after its copies. torchtitan's own ``async_with_pinned_mem`` has a wait there
+# (``maybe_wait_for_staging``), but its copy does not wait for the step *before* it: with work
+# queued, that checkpoint holds weights of the step before (:doc:`/recipes/checkpoint/default_stager`).
+#
+# Something to train
+# ------------------
+# torchtitan's optimizers, schedulers and checkpoints, with its loop written out: its ``Trainer``
+# needs a GPU. Model and data are small; the state of the data loader is the number of its batches.
+
+import argparse
+import multiprocessing
+import os
+import signal
+import tempfile
+import warnings
+from collections.abc import Iterator
+
+import torch
+import torch.distributed as dist
+from torch.distributed.fsdp import fully_shard
+from torchtitan.components.dataloader import BaseDataLoader
+from torchtitan.components.optimizer import LRSchedulersContainer, default_adamw
+
+STEPS, SAVE_EVERY, KILLED_AT = 8, 2, 4  # killed while it writes the checkpoint of that step
+WIDTH, SAMPLES = 32, 8
+
+
+class Batches(BaseDataLoader):
+    """Random batches of this rank; it goes on where its state says."""
+
+    def __init__(self) -> None:
+        self.batch = 0
+
+    def __iter__(self) -> Iterator[torch.Tensor]:
+        while True:
+            seed = self.batch * dist.get_world_size() + dist.get_rank()
+            self.batch += 1
+            yield torch.randn(SAMPLES, WIDTH, generator=torch.Generator().manual_seed(seed))
+
+    def state_dict(self) -> dict:
+        return {"batch": self.batch}
+
+    def load_state_dict(self, state_dict: dict) -> None:
+        self.batch = state_dict["batch"]
+
+
+class Training:
+    """What torchtitan's ``Trainer`` builds, and its loop."""
+
+    def __init__(self, device: torch.device, folder: Path | None, seed: int) -> None:
+        torch.manual_seed(seed)
+        layers = [torch.nn.Linear(WIDTH, WIDTH, device=device) for _ in range(3)]
+        self.model = torch.nn.Sequential(*layers)
+        for module in (*layers, self.model):
+            fully_shard(module)
+        self.device, self.step = device, 0
+        self.data = Batches()
+        optimizer = default_adamw(lr=1e-2)
+        optimizer.implementation = "for-loop" if device.type == "cpu" else "fused"
+        self.optimizers = optimizer.build(model_parts=[self.model])
+        schedule = LRSchedulersContainer.Config(warmup_steps=2)
+        self.schedulers = schedule.build(optimizers=self.optimizers, training_steps=STEPS)
+        self.checkpointer = OverlappedCheckpointManager.Config(
+            enable=folder is not None,
+            folder=str(folder),
+            interval=SAVE_EVERY,
+            last_save_model_only=False,
+            initial_load_model_only=False,
+        ).build(
+            dataloader=self.data,
+            model_parts=[self.model],
+            optimizers=self.optimizers,
+            lr_schedulers=self.schedulers,
+            states={"train_state": self},
+            sd_adapter=None,
+        )
+
+    def state_dict(self) -> dict:
+        return {"step": self.step}
+
+    def load_state_dict(self, state_dict: dict) -> None:
+        self.step = state_dict["step"]
+
+    def train(self) -> dict[int, float]:
+        """Resume if there is a checkpoint, train to the end; return the loss of each step."""
+        self.checkpointer.load()
+        losses = {}
+        try:
+            for batch in self.data:
+                self.step += 1
+                batch = batch.to(self.device)
+                loss = (self.model(batch) - batch.flip(1)).square().mean()
+                loss.backward()
+                torch.nn.utils.clip_grad_norm_(self.model.parameters(), 1.0)
+                self.checkpointer.maybe_wait_for_staging()
+                self.optimizers.step()
+                self.schedulers.step()
+                self.optimizers.zero_grad()
+                losses[self.step] = loss.item()
+                self.checkpointer.save(self.step, last_step=self.step == STEPS)
+                if self.step == STEPS:
+                    return losses
+        finally:
+            self.checkpointer.close()
+
+
+# %%
+# Kill it, resume it
+# ------------------
+# The first run is a process of its own on each rank, and is ended by SIGKILL in the worst moment:
+# all files of the checkpoint are written, its name is not. The second run resumes; its model begins
+# with other random weights, so what it knows it has from the checkpoint. The third is never
+# interrupted and never saves.
+
+
+def start_rank(run: str) -> torch.device:
+    """Join a group for this run: torchrun's ranks, or a group of one; return this rank's device."""
+    device = torch.accelerator.current_accelerator(check_available=True) or torch.device("cpu")
+    if device.type != "cpu":
+        device = torch.device(device.type, int(os.environ.get("LOCAL_RANK", "0")))
+        torch.accelerator.set_device_index(device.index)
+    if "RANK" in os.environ:
+        store, rank, ranks = next(dist.rendezvous("env://"))
+        store = dist.PrefixStore(run, store)  # the killed run has left its keys in the store
+    else:
+        store, rank, ranks = dist.HashStore(), 0, 1
+    dist.init_process_group(store=store, rank=rank, world_size=ranks)
+    return device
+
+
+def killed_run(folder: Path) -> None:
+    training = Training(start_rank("killed"), folder, seed=0)
+    write = training.checkpointer.saves.write
+
+    def write_and_die(state: dict, directory: Path) -> None:
+        write(state, directory)
+        if f"step-{KILLED_AT}" in directory.name:
+            os.kill(os.getpid(), signal.SIGKILL)
+
+    training.checkpointer.saves.write = write_and_die
+    training.train()
+
+
+def main(directory: Path) -> None:
+    # A fork has imported all this already; but a process that has used CUDA must not be forked.
+    start = "spawn" if torch.accelerator.is_available() else "fork"
+    first = multiprocessing.get_context(start).Process(target=killed_run, args=(directory,))
+    first.start()
+    first.join()
+    assert first.exitcode != 0, "the first run was to be killed"
+
+    device = start_rank("resumed")
+    try:
+        if dist.get_rank() == 0:
+            print("after the kill:", *sorted(path.name for path in directory.iterdir()))
+        dist.barrier()
+        resumed = Training(device, directory, seed=1).train()
+        print(f"resumed at step {min(resumed)}: loss {resumed[STEPS]:.6f} at the end")
+        assert min(resumed) == KILLED_AT - SAVE_EVERY + 1, "not the last complete checkpoint"
+        expected = Training(device, None, seed=0).train()
+        assert resumed == {step: expected[step] for step in resumed}, "another run"
+        print(f"steps {min(resumed)} to {STEPS}: the losses of the run without a kill, bit by bit")
+        dist.barrier()
+        left = sorted(path.name for path in directory.iterdir())
+        assert left == [f"step-{step}" for step in range(SAVE_EVERY, STEPS + 1, SAVE_EVERY)], left
+    finally:
+        dist.destroy_process_group()
+
+
+if __name__ == "__main__":
+    warnings.filterwarnings("ignore", "To get the last learning rate")  # torchtitan's own
+    parser = argparse.ArgumentParser()
+    parser.add_argument("--dir", type=Path, help="where checkpoints go (default: temporary)")
+    with tempfile.TemporaryDirectory() as temporary:
+        main(parser.parse_args().dir or Path(temporary))
+
+# %%
+# What breaks if you remove a line
+# --------------------------------
+# Each edit was made and run when this page was built.
+#
+# .. recipe-controls::
+#
+# Memory and known limits
+# -----------------------
+# * Host memory, the price in small state of many tensors, and what else must call
+#   ``before_update()``: :doc:`/recipes/checkpoint/overlapped_stager`.
+# * The last step is saved as torchtitan does it, synchronously, because its weights may be
+#   converted; so is a save in safetensors (``last_save_in_hf``).
+# * torchtitan waits for the save before at each save, and raises what failed there.
+# * ``keep_latest_k`` counts the folder that is being written; torchtitan asks for two at least.
+# * torchtitan collects garbage at each save, tens of milliseconds with many objects. That is in
+#   its ``save`` and not changed here.
+# * ``folder`` must be a file system's: a remote URI is not written to.
+#
+# Further reading
+# ---------------
+# * torchtitan: `checkpointing <https://github.com/pytorch/torchtitan/blob/main/docs/checkpoint.md>`__

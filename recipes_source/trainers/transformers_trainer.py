@@ -1,0 +1,311 @@
+"""
+Save beside training in transformers' Trainer
+=============================================
+
+``Trainer`` with FSDP2 saves by accelerate, which writes model and optimizer one after the other
+while training stands still. This subclass hands both to ``OverlappedSaves``. Put it beside
+``overlapped_stager.py`` and write ``OverlappedTrainer`` where you wrote ``Trainer``; resume as
+before, by ``train(resume_from_checkpoint=True)``.
+
+Do not bother if a save takes seconds and an epoch lies between two of them.
+
+.. verification-badge::
+"""
+
+import shutil
+import sys
+import tempfile
+from concurrent.futures import wait
+from pathlib import Path
+
+import torch
+from torch.distributed.checkpoint.state_dict import get_model_state_dict, get_optimizer_state_dict
+from transformers import Trainer
+from transformers.trainer_utils import rotate_checkpoints
+
+sys.path.append(str(Path(__file__).resolve().parents[1] / "checkpoint"))  # where it lies here
+from overlapped_stager import OverlappedSaves
+
+
+class TrainerSaves(OverlappedSaves):
+    """Writes the folders that accelerate loads, and beside them ``Trainer``'s small files."""
+
+    def write(self, state: dict, directory: Path) -> None:
+        super().write({"model": state["model"]}, directory / "pytorch_model_fsdp_0")
+        super().write({"optimizer": state["optimizer"]}, directory / "optimizer_0")
+        shutil.copytree(state["small_files"], directory, dirs_exist_ok=True)
+
+
+class OverlappedTrainer(Trainer):
+    """``Trainer`` with FSDP2 and ``state_dict_type`` SHARDED_STATE_DICT; saves beside training."""
+
+    def train(self, *args, **kwargs):
+        with (
+            tempfile.TemporaryDirectory() as self.aside,
+            TrainerSaves(self.args.device, self.model.buffers()) as self.saves,
+        ):
+            return super().train(*args, **kwargs)
+
+    def _save_checkpoint(self, model: torch.nn.Module, trial: None) -> None:
+        wait(self.saves.uploads)  # those before have ended: what is older than them may go
+        if self.args.should_save:
+            rotate_checkpoints(self.args.output_dir, self.args.save_total_limit)
+        super()._save_checkpoint(model, trial)
+        name = f"checkpoint-{self.state.global_step}"
+        state = {
+            "model": get_model_state_dict(self.model),
+            "optimizer": get_optimizer_state_dict(self.model, self.optimizer),
+            "small_files": str(Path(self.aside, name)),
+        }
+        self.saves.save(state, Path(self.args.output_dir, name))
+
+    def _get_output_dir(self, trial: None) -> str:
+        return self.aside
+
+    def _save_optimizer_and_scheduler(self, output_dir: str) -> None:
+        Path(output_dir).mkdir(parents=True, exist_ok=True)
+        if self.args.should_save:
+            torch.save(self.lr_scheduler.state_dict(), Path(output_dir, "scheduler.pt"))
+
+
+# %%
+# What each method is for
+# -----------------------
+#
+# .. lanes:: Schematic. The copy runs beside the next step, the write beside the steps after it.
+#
+#    training:  0-6 step 1; 6-7 save; 7-15 step 2; 15-23 step 3; 23-31 step 4
+#    copy:      7-13 to host memory ~
+#    write:     13-26 checkpoint-1.incomplete ~; 26-27 its name ~
+#
+# ``_save_checkpoint``
+#    ``Trainer``'s own method writes schedule, random numbers and ``trainer_state.json``, a few
+#    kilobytes, to a temporary folder of this rank, because ``_get_output_dir`` names that one. Model
+#    and optimizer follow as live tensors: nothing is copied before ``save`` returns.
+# ``_save_optimizer_and_scheduler``
+#    What is left of accelerate's synchronous save: the schedule.
+# ``TrainerSaves.write``
+#    Runs on the writing thread, in ``checkpoint-4.incomplete``. The folders are those that accelerate
+#    writes, so ``resume_from_checkpoint`` and ``accelerate merge-weights`` find what they know.
+# ``train``
+#    Its ``with`` waits for the last upload; after an exception it does not wait for other ranks.
+#
+# A checkpoint gets its name when it is complete, with its small files in it. ``Trainer`` looks for
+# ``checkpoint-`` and a number, and nothing else, so a run that was killed resumes at the last
+# complete one. Without this, ``trainer_state.json`` is in ``checkpoint-4`` before the weights are,
+# and ``Trainer`` would choose it.
+#
+# For the same reason ``save_total_limit`` is applied to what is complete: ``Trainer`` deletes old
+# checkpoints when a save has returned, which here is before the new one is there. One more than the
+# limit lies on the disk while a save is written.
+#
+# No hook is needed before the optimizer: ``OverlappedSaves`` orders every ``optimizer.step()`` in
+# the process after its copies.
+#
+# Without Trainer
+# ---------------
+# A loop of your own on accelerate calls ``accelerator.save_state``. The same in this way: accelerate
+# writes its small files (schedule, samplers, random numbers), the rest goes to ``saves``.
+# ``accelerator.load_state(directory)`` reads it.
+
+from unittest import mock
+
+from accelerate import Accelerator, PartialState
+
+
+def save_state(
+    accelerator: Accelerator, saves: TrainerSaves, model, optimizer, aside: str, directory: Path
+) -> None:
+    """``accelerator.save_state(directory)`` beside training; ``aside`` is a folder of this rank."""
+    with (
+        mock.patch("accelerate.accelerator.save_fsdp_model"),
+        mock.patch("accelerate.accelerator.save_fsdp_optimizer"),
+    ):
+        accelerator.save_state(aside)
+    state = {
+        "model": get_model_state_dict(model),
+        "optimizer": get_optimizer_state_dict(model, optimizer),
+        "small_files": aside,
+    }
+    saves.save(state, directory)
+
+
+# %%
+# Something to train
+# ------------------
+# A stock Llama, two small layers of it, with dropout: it draws random numbers, so a resume that
+# forgets their state shows. accelerate shards on accelerators only; on a CPU, the last lines tell
+# it what it would have found. You need them for tests without a GPU, if at all.
+
+import argparse
+import multiprocessing
+import os
+import signal
+
+import torch.distributed as dist
+import transformers
+from accelerate.utils import DistributedType, FullyShardedDataParallelPlugin
+from transformers import LlamaConfig, LlamaForCausalLM, PrinterCallback, TrainingArguments
+from transformers.trainer_utils import get_last_checkpoint
+
+STEPS, SAVE_EVERY, KILLED_AT = 8, 2, 4  # killed while it writes the checkpoint of that step
+SAMPLES, TOKENS = 64, 16
+
+MODEL = LlamaConfig(
+    vocab_size=64, hidden_size=64, intermediate_size=64, num_hidden_layers=2, attention_dropout=0.1
+)
+SHARDING = {"version": 2, "state_dict_type": "SHARDED_STATE_DICT"}
+
+
+class TrainerOnAnyDevice(OverlappedTrainer):
+    def create_accelerator_and_postprocess(self) -> None:
+        super().create_accelerator_and_postprocess()
+        if self.args.device.type == "cpu":
+            PartialState().distributed_type = DistributedType.FSDP
+            state = self.accelerator.state
+            state.distributed_type = DistributedType.FSDP
+            state.fsdp_plugin = FullyShardedDataParallelPlugin(**self.args.fsdp_plugin_args)
+            self.is_fsdp_enabled = True
+
+
+def build_trainer(folder: Path, seed: int, save: bool = True) -> Trainer:
+    torch.manual_seed(seed)
+    model = LlamaForCausalLM(MODEL)
+    numbers = torch.Generator().manual_seed(0)
+    texts = torch.randint(0, MODEL.vocab_size, (SAMPLES, TOKENS), generator=numbers)
+    arguments = TrainingArguments(
+        output_dir=str(folder),
+        max_steps=STEPS,
+        save_strategy="steps" if save else "no",
+        save_steps=SAVE_EVERY,
+        save_total_limit=2,
+        logging_steps=1,
+        per_device_train_batch_size=2,
+        learning_rate=1e-2,
+        use_cpu=not torch.accelerator.is_available(),
+        fsdp=True,
+        fsdp_config=SHARDING,
+        report_to=[],
+        disable_tqdm=True,
+    )
+    data = [{"input_ids": text, "labels": text} for text in texts]
+    trainer = TrainerOnAnyDevice(model, arguments, train_dataset=data)
+    trainer.remove_callback(PrinterCallback)
+    return trainer
+
+
+def losses(trainer: Trainer) -> dict[int, float]:
+    """The loss of each step, the resumed run's also of those before the kill."""
+    return {entry["step"]: entry["loss"] for entry in trainer.state.log_history if "loss" in entry}
+
+
+# %%
+# Kill it, resume it
+# ------------------
+# The first run is a process of its own on each rank, and is ended by SIGKILL in the worst moment:
+# all files of the checkpoint are written, its name is not. The second run resumes; its model begins
+# with other random weights, so what it knows it has from the checkpoint. The third is never
+# interrupted and never saves.
+
+
+def prove_without_trainer(trainer: Trainer, directory: Path) -> None:
+    """Save by :func:`save_state`, forget the weights, have accelerate load them."""
+    weights = list(trainer.model.parameters())
+    expected = [weight.to_local().clone() for weight in weights]
+    accelerator, optimizer = trainer.accelerator, trainer.optimizer
+    with tempfile.TemporaryDirectory() as aside, TrainerSaves(trainer.args.device) as saves:
+        save_state(accelerator, saves, trainer.model, optimizer, aside, directory)
+    with torch.no_grad():
+        for weight in weights:
+            weight.zero_()
+    accelerator.load_state(str(directory))
+    for weight, bits in zip(weights, expected, strict=True):
+        assert torch.equal(weight.to_local(), bits), "accelerate loads other weights"
+    print("accelerator.load_state gives back the weights that save_state wrote beside training")
+
+
+def start_rank(run: str) -> None:
+    """Join a group for this run: torchrun's ranks, or a group of one."""
+    if "RANK" in os.environ:
+        store, rank, ranks = next(dist.rendezvous("env://"))
+        store = dist.PrefixStore(run, store)  # the killed run has left its keys in the store
+    else:
+        store, rank, ranks = dist.HashStore(), 0, 1
+        os.environ["LOCAL_RANK"] = "0"  # accelerate asks for it
+    if torch.accelerator.is_available():
+        torch.accelerator.set_device_index(int(os.environ["LOCAL_RANK"]))
+    dist.init_process_group(store=store, rank=rank, world_size=ranks)
+
+
+def killed_run(folder: Path) -> None:
+    start_rank("killed")
+    write = TrainerSaves.write
+
+    def write_and_die(self: TrainerSaves, state: dict, directory: Path) -> None:
+        write(self, state, directory)
+        if f"checkpoint-{KILLED_AT}" in directory.name:
+            os.kill(os.getpid(), signal.SIGKILL)
+
+    TrainerSaves.write = write_and_die
+    build_trainer(folder, seed=0).train()
+
+
+def main(directory: Path) -> None:
+    # A fork has imported all this already; but a process that has used CUDA must not be forked.
+    start = "spawn" if torch.accelerator.is_available() else "fork"
+    first = multiprocessing.get_context(start).Process(target=killed_run, args=(directory,))
+    first.start()
+    first.join()
+    assert first.exitcode != 0, "the first run was to be killed"
+
+    start_rank("resumed")
+    try:
+        last = get_last_checkpoint(directory)
+        if dist.get_rank() == 0:
+            print("after the kill:", *sorted(path.name for path in directory.iterdir()))
+        assert Path(last).name == f"checkpoint-{KILLED_AT - SAVE_EVERY}", "not complete, yet chosen"
+        dist.barrier()
+        resumed = build_trainer(directory, seed=1)
+        resumed.train(resume_from_checkpoint=True)
+        expected = build_trainer(directory, seed=0, save=False)
+        expected.train()
+        assert losses(resumed) == losses(expected), (losses(resumed), losses(expected))
+        print(f"resumed from {Path(last).name}, loss {losses(resumed)[STEPS]:.6f} at the end:")
+        print("the losses of the run without a kill, bit by bit")
+        dist.barrier()
+        print("kept:", *sorted(path.name for path in directory.iterdir()))
+        prove_without_trainer(expected, directory / "by_accelerate")
+    finally:
+        dist.destroy_process_group()
+
+
+if __name__ == "__main__":
+    transformers.logging.set_verbosity_error()
+    parser = argparse.ArgumentParser()
+    parser.add_argument("--dir", type=Path, help="where checkpoints go (default: temporary)")
+    with tempfile.TemporaryDirectory() as temporary:
+        main(parser.parse_args().dir or Path(temporary))
+
+# %%
+# What breaks if you remove a line
+# --------------------------------
+# Each edit was made and run when this page was built.
+#
+# .. recipe-controls::
+#
+# Memory and known limits
+# -----------------------
+# * Host memory, the price in small state of many tensors, and what else must call
+#   ``before_update()``: :doc:`/recipes/checkpoint/overlapped_stager`.
+# * ``load_best_model_at_end`` would look for the best checkpoint before it is complete, and a
+#   hyperparameter search in folders of its own: neither is supported. Nor is ``push_to_hub``.
+# * With LoRA the frozen weights are saved too. Pass ``StateDictOptions(ignore_frozen_params=True)``
+#   to ``get_model_state_dict`` if your resume loads adapters only.
+# * A save that failed is logged and raises when ``train`` ends, so a full disk does not end training.
+# * Call ``save_model()`` after ``train()`` for a model in the Hub's format, as before.
+#
+# Further reading
+# ---------------
+# * accelerate: `FSDP2 <https://huggingface.co/docs/accelerate/concept_guides/fsdp1_vs_fsdp2>`__
+# * `Asynchronous checkpoints asked for in accelerate
+#   <https://github.com/huggingface/accelerate/issues/3746>`__
