@@ -57,7 +57,7 @@ are still queued at once: no thread paces them, and the event behind the last is
    compute:     0-4 forward; 4-16 waits ~; 16-24 forward, backward
    one stream:  1-16 copies ~
    read:        16-17 item
-   compute:     26-30 forward; 30-31 ~; 31-42 forward, backward
+   compute:     26-30 forward; 30-31 read ~; 31-42 forward, backward
    first:       27-29 piece ~; 31-33 piece ~; 35-37 piece ~
    second:      29-31 piece ~; 33-35 piece ~; 37-39 piece ~
    read:        30-31 item
