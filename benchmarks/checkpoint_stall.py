@@ -260,7 +260,7 @@ class Measurement:
             for name, *more in (
                 ["checkpoint_stall"],
                 ["save_interval", "every"],
-                ["staging_pieces"],
+                ["staging_copies"],
             )
         ]
         self.results, self.intervals, self.pieces = found
@@ -455,7 +455,7 @@ class Measurement:
         try:
             for name in PIECES:
                 self.cost(case, name, 4, self.pieces)
-            for name in ("all_at_once", "one_piece_at_a_time"):
+            for name in ("cure_at_once", "cure_turns"):
                 self.trace(case, name, self.pieces)
         finally:
             self.close()

@@ -34,9 +34,11 @@ from async_save import (  # noqa: E402
 from default_stager import REUSE_CRASHES, StagedCheckpoints  # noqa: E402
 from pinned_staging import PinnedCheckpoints  # noqa: E402
 
-from benchmarks.measuring import PIECE_BYTES, timing_event  # noqa: E402
+from benchmarks.measuring import timing_event  # noqa: E402
 
 __all__ = ["snapshot", "start_rank"]
+
+PIECE_BYTES = 32 * 2**20  # of a copy that is queued in pieces
 
 
 @dataclass
@@ -253,7 +255,7 @@ class DefaultStagerOrdered(RecipeWay):
 
 
 class Overlapped(Way):
-    recipes = ("overlapped_stager",)
+    recipes = ("staging_copies", "overlapped_stager")
     options: dict[str, object] = {}
 
     def __init__(self, *place: object) -> None:
@@ -265,6 +267,13 @@ class Overlapped(Way):
 
     def start(self, save: Save) -> None:
         save.watch(self.saves.save({"app": self.app}, save.directory))
+        threading.Thread(target=self.see_copy, args=(save, self.saves.queued)).start()
+
+    def see_copy(self, save: Save, queued: Future) -> None:
+        _, arrived = queued.result()
+        while not arrived.query():
+            time.sleep(1e-3)
+        save.note("staged_at")
 
     def close(self) -> None:
         self.saves.__exit__(None, None, None)
@@ -277,7 +286,7 @@ class Overlapped(Way):
 
 
 class OverlappedWriter(Overlapped):
-    recipes = ("overlapped_stager", "overlapped_writer")
+    recipes = ("staging_copies", "overlapped_stager", "overlapped_writer")
 
 
 class OverlappedSnapshot(OverlappedWriter):
@@ -509,9 +518,7 @@ class AllAtOnce(Way):
     def start(self, save: Save) -> None:
         save.watch(Future())
         self.stream.wait_stream(self.module.current_stream())
-        self.begun, self.copied = timing_event(self.device), timing_event(self.device)
-        with self.module.stream(self.stream):
-            self.begun.record()
+        self.copied = timing_event(self.device)
         self.queue(save)
 
     def queue(self, save: Save) -> None:
@@ -533,8 +540,25 @@ class AllAtOnce(Way):
             self.module.current_stream().wait_event(self.copied)
 
 
-class KernelBetweenPieces(AllAtOnce):
+class KernelBetween(AllAtOnce):
     kernel_between = True
+
+
+class InTurns(AllAtOnce):
+    """Two streams take turns: neither ever has a second copy ready."""
+
+    recipes = ("staging_copies",)
+
+    def queue(self, save: Save) -> None:
+        first, second = self.stream, self.module.Stream()
+        for target, source in zip(self.targets, self.sources, strict=True):
+            with self.module.stream(first):
+                target.copy_(source, non_blocking=True)
+                self.copied.record()
+            if self.device.type == "cuda":
+                second.wait_event(self.copied)
+            first, second = second, first
+        threading.Thread(target=self.end, args=(save,)).start()
 
 
 class OnePieceAtATime(AllAtOnce):
@@ -564,9 +588,10 @@ class OnePieceAtATime(AllAtOnce):
 
 
 PIECES: dict[str, type[Way]] = {
-    "all_at_once": AllAtOnce,
-    "kernel_between_pieces": KernelBetweenPieces,
-    "one_piece_at_a_time": OnePieceAtATime,
+    "cure_at_once": AllAtOnce,
+    "cure_tiny_kernel": KernelBetween,
+    "cure_paced": OnePieceAtATime,
+    "cure_turns": InTurns,
 }
 WAYS: dict[str, type[Way]] = {
     "none": Nothing,

@@ -69,6 +69,7 @@ ROW_RECIPES = {
     "pinned": "pinned_staging",
     "default_stager_as_published": "default_stager",
     "default_stager_ordered": "default_stager",
+    "cure_turns": "staging_copies",
     "overlapped": "overlapped_stager",
     "overlapped_snapshot": "overlapped_stager",
     "overlapped_writer": "overlapped_writer",
@@ -98,7 +99,7 @@ ROW_ORDER = (
     *("none", "torch_save", "dcp_save", "async_save", "pinned"),
     *("default_stager_as_published", "default_stager_ordered"),
     *("overlapped", "overlapped_snapshot", "overlapped_writer", "process"),
-    *("all_at_once", "kernel_between_pieces", "one_piece_at_a_time"),
+    *("cure_at_once", "cure_tiny_kernel", "cure_paced", "cure_turns"),
     *("resident", "resident_whole_recompute", "resident_all_saved", "resident_zeros"),
     *("streamed", "streamed_4_slots", "streamed_4_microbatches", "streamed_adam"),
     *("pageable", "pageable_non_blocking", "pinned_blocking", "one_stream"),
@@ -288,7 +289,7 @@ BENCHMARKS = {
         lines="kept",
         over="every",
     ),
-    "staging_pieces": Benchmark(
+    "staging_copies": Benchmark(
         title="Copies to the host beside a loop that reads",
         columns=(
             Column("staging_cost_s", "Copies cost", seconds),
