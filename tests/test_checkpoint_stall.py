@@ -108,7 +108,7 @@ def test_a_checkpoint_that_lacks_a_leaf_or_a_bit_is_not_the_same() -> None:
 
 def test_a_stock_loop_is_measured_on_a_cpu(tmp_path: Path) -> None:
     """Its rows have every field that pages show."""
-    ours = "async_save"
+    ours = "overlapped"
     tasks = ["memory probe", ours, f"{ours} loaded back", f"{ours} every 100"]
     command = [sys.executable, "benchmarks/checkpoint_stall.py", "--small", "--out", str(tmp_path)]
     command += ["--ours", ours, "--pairs", "3", "--only", ",".join(tasks)]
