@@ -372,8 +372,10 @@ if __name__ == "__main__":
 # A stock Llama reads one scalar in every forward when it is called without a cache. ``cost`` is what
 # the steps from the save to one step after the copy took longer than the same steps without a save.
 #
-# .. result-table:: checkpoint_stall
-#    :rows: cure_at_once cure_tiny_kernel cure_paced cure_turns
+# .. result-table:: staging_copies
+#    :rows: none cure_at_once cure_tiny_kernel cure_paced cure_turns
+#
+# .. timeline:: staging_copies cure_at_once cure_turns
 #
 # A kernel between the pieces helps as well, and makes the copies longer. A thread that queues a
 # piece when the one before has ended helps, too, and its copies wait for the interpreter. A CUDA
