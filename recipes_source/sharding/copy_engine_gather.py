@@ -6,6 +6,12 @@ This recipe moves FSDP2's all-gather to the GPU's copy engines: each rank reads 
 shards straight from their memory. NCCL's kernels take compute cores from the matrix product beside
 them; a copy engine takes none. It plugs into an unchanged ``fully_shard`` model with one call.
 
+.. warning::
+
+   To train a stock FSDP2 model, take :doc:`in_place_gather`: it is faster, and weights may change by
+   any road. Here they may change in ``optimizer.step()`` of the one optimizer alone: after a load, an
+   average swapped in or a second optimizer the other ranks go on reading old ones, without an error.
+
 .. grid:: 1 1 2 2
 
    .. grid-item-card:: What you learn
@@ -223,7 +229,14 @@ class CopyEngineAllGather:
         """
         same = input_tensor.shape == self.shard.shape and input_tensor.dtype == self.shard.dtype
         if not same or (self.calls == 0 and not torch.equal(input_tensor, self.shard)):
-            raise ValueError("FSDP2 gathers something else: pass its param_dtype as dtype")
+            here = f"{tuple(self.shard.shape)} of {self.shard.dtype}"
+            there = f"{tuple(input_tensor.shape)} of {input_tensor.dtype}"
+            raise ValueError(
+                f"FSDP2 gathers {there}, laid out here: {here}. Another dtype: pass param_dtype as "
+                "dtype. Another shape: units of several modules or reshard_after_forward as an "
+                "integer are not for this recipe. The same of both: weights changed outside the "
+                "optimizer's step"
+            )
         self.calls += 1
         self.memory.gather(output_tensor, self.shard, own=False)
 
@@ -342,7 +355,8 @@ def prove(device: torch.device, dtype: torch.dtype | None) -> None:
     gathers = gather_by_copy_engines(model, optimizer, dtype=dtype)
     found = train(model, optimizer, device)
     for name, tensors in expected.items():
-        assert all(map(torch.equal, found[name], tensors)), f"{name} are not those of FSDP2"
+        pairs = zip(found[name], tensors, strict=True)
+        assert all(torch.equal(a, b) for a, b in pairs), f"{name} are not those of FSDP2"
     assert all(gather.calls == 3 * STEPS for gather in gathers), "FSDP2 gathered by itself"
     print(f"{dtype or 'as stored'}: {len(gathers)} units by peer copies, every bit equal")
 

@@ -166,7 +166,8 @@ def prove(device: torch.device) -> None:
     found = copy_engine.train(model, optimizer, device)
     if dist.get_world_size() == 2:
         for name, tensors in expected.items():
-            assert all(map(torch.equal, found[name], tensors)), f"{name} are not those of FSDP2"
+            pairs = zip(found[name], tensors, strict=True)
+            assert all(torch.equal(a, b) for a, b in pairs), f"{name} are not those of FSDP2"
     for loss, of_fsdp in zip(found["losses"], expected["losses"], strict=True):
         torch.testing.assert_close(loss, of_fsdp, rtol=1e-6, atol=0)
     assert push.calls == copy_engine.UNITS * copy_engine.STEPS, "FSDP2 reduced by itself"

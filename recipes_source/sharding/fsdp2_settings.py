@@ -282,7 +282,8 @@ def prove(device: torch.device) -> None:
     default, expected = train(cases["default"], device)
     for name, case in cases.items():
         journal, found = train(case, device)
-        assert all(map(torch.equal, found, expected)), f"{name}: another result"
+        pairs = zip(found, expected, strict=True)
+        assert all(torch.equal(a, b) for a, b in pairs), f"{name}: another result"
         counted, order = (journal.count("g"), journal.most_full), " ".join(journal.events)
         if ranks > 1:
             assert counted == (case.gathers, case.most_full), f"{name}: {counted}"
@@ -345,7 +346,7 @@ if __name__ == "__main__":
 # share the link, and the step can become longer.
 #
 # What no setting changes: NCCL's kernels take compute cores from the products beside them
-# (:doc:`copy_engine_gather`), and each gather is copied into and out of a buffer
+# (:doc:`in_place_gather`), and each gather is copied into and out of a buffer
 # (:doc:`stream_context` gathers each parameter where it is used).
 #
 # What breaks if you remove a line

@@ -2,17 +2,65 @@
 FSDP2 without copies around its reductions
 ==========================================
 
+One call, and a ``fully_shard`` model sends each gradient straight to the rank that owns it, from
+where autograd left it, in the dtype that it is held in. On two ranks every bit stays stock FSDP2's,
+for ``reduce_dtype`` float32, bfloat16 and None. In your training:
+
+.. code-block:: python
+
+   from in_place_gather import gather_in_place  # the recipe before
+   from in_place_reduce import reduce_in_place
+
+   fully_shard(model)  # as before, units first
+   gather_in_place(model)
+   reduce_in_place(model)
+
+Stock FSDP2 copies a unit's gradients into a buffer of ``reduce_dtype`` on the compute stream,
+between the unit's backward and the next one's, and reduces that with a kernel that takes compute
+cores: with bfloat16 gradients reduced in float32, twice the bytes cross the link. Do not bother with
+many ranks: each sends to all others, and adds as many parts.
+
+.. grid:: 1 1 2 2
+
+   .. grid-item-card:: What you learn
+
+      * gradients taken before FSDP2 looks for them, a unit at a time
+      * push, one barrier, one sum: why two slots save a second barrier
+      * sums that round as FSDP2's do, whatever travels
+
+   .. grid-item-card:: What you need
+
+      * PyTorch 2.11 or later; ranks on one host, each GPU with peer access to the others
+      * ``peer_memory.py`` beside it; the proof trains as ``in_place_gather.py`` does
+
+.. verification-badge::
+
+The idea
+--------
+
+A reduce-scatter is a transfer, which copy engines can make, and a sum, which needs the cores for as
+long as reading and writing take. Weights lie still between two updates, so whoever needs them pulls
+them. Gradients are new each time: they are **pushed** as soon as they are there, into a slot of the
+rank that owns them, and only the slots need memory that others can write to. Behind the pushes
+stands one barrier, and behind that one kernel sums what all ranks have left in the slot.
+
+.. lanes:: Schematic, one rank. When slot A is written again, every rank has passed barrier 2, and summed before.
+
+   compute:  0-6 backward 2; 6-12 backward 1; 12-18 backward 0
+   reduce:   6-9 push to slots A ~; 10-11 sum; 12-15 push to slots B ~; 16-17 sum; 18-21 push to slots A ~; 22-23 sum
+   @9 1
+   @15 2
+   @21 3
 """
 
 # %%
-# Imports
-# -------
+# Imports and sizes
+# -----------------
 
-import os
 from collections import deque
 from collections.abc import Iterator
 
-import in_place_gather as in_place
+import peer_memory
 import torch
 import torch.distributed as dist
 from torch.distributed.fsdp import FSDPModule, MixedPrecisionPolicy
@@ -25,10 +73,34 @@ NAMES = """
 """
 
 
+# %%
+# Push, barrier, sum
+# ------------------
+# A slot has a row for each rank, so that no two write to the same one. A rank that writes to a slot
+# for the second time has passed the barrier of the batch between; every other rank has reached that
+# barrier too, and so has queued before it the sum that read the slot.
+#
+# A batch is a few matrices of one unit, not a parameter and not a whole unit: one barrier serves
+# all, and the next batch is pushed while backward goes on. Where the parts of a batch go is worked
+# out once, in ``plan``.
+#
+# **What is rounded, and when.** FSDP2 casts gradients to ``reduce_dtype``, sums, divides, and casts
+# to the parameter's dtype. Parts travel here in the dtype that they are held in, which loses
+# nothing; the sum is made in float32 and rounded once to ``reduce_dtype``. Of two summands that is
+# the same bit. A gradient that is wider than ``reduce_dtype`` is rounded before it is sent, as
+# FSDP2 does. PyTorch 2.15 reads ``reduce_dtype=None`` from the parameter: so does this, as it asks
+# FSDP2's group.
+#
+# **Where sums are kept.** They become ``.grad`` and live to the update. Their memory is taken from
+# the compute stream's allocator, which has just got the activations' back: of the reducing stream
+# it would be memory beside the activations' peak. So the reducing stream waits for the compute
+# before it writes there, and nothing is let go before its event.
+
+
 class PushedGradients:
     """Reduces gradients of one group of ranks by pushes into slots of their owners."""
 
-    def __init__(self, memory: in_place.PeerMemory) -> None:
+    def __init__(self, memory: peer_memory.PeerMemory) -> None:
         self.memory, self.streams = memory, torch.get_device_module(memory.device)
         self.stream = self.streams.Stream(priority=-1)
         self.slots: list[list[torch.Tensor]] = []  # two, each by rank: (ranks, bytes)
@@ -135,6 +207,15 @@ def batches(taken: list) -> Iterator[list]:
         yield batch
 
 
+# %%
+# What FSDP2 calls
+# ----------------
+# FSDP2 calls ``post_backward`` when a unit's gradients are there. They are taken first, so that it
+# finds none, reshards the unit and returns. What it reduces in other ways stays its own: HSDP's
+# second reduction, float16 with its two divisions, hooks, factors that are neither 1 nor the number
+# of ranks. Gradients that ``set_requires_gradient_sync(False)`` holds back wait as they do there.
+
+
 class InPlaceReduce:
     """Methods of an FSDP2 group of parameters, around its own."""
 
@@ -173,62 +254,106 @@ class InPlaceReduce:
         self.pushed.drain(0)
 
 
+# %%
+# One call
+# --------
+
+
 def reduce_in_place(model: FSDPModule) -> PushedGradients | None:
     """Have every unit of ``model`` reduce its gradients by pushes, from now on. Collective."""
-    groups = in_place.param_groups(model)
-    shard_group = getattr(groups[0].mesh_info, "shard_process_group", None)
-    chosen = [
-        group
-        for group in groups
-        if in_place.why_stock(group, shard_group) is None
-        and not hasattr(group.mesh_info, "replicate_process_group")
-    ]
-    if not chosen or in_place.why_not(shard_group, chosen[0].device):
+    groups = peer_memory.copying_groups(model)
+    chosen = [g for g in groups if not hasattr(g.mesh_info, "replicate_process_group")]
+    if not chosen:
         return None
-    pushed = PushedGradients(in_place.PeerMemory(shard_group, chosen[0].device))
+    group = chosen[0].mesh_info.shard_process_group
+    pushed = PushedGradients(peer_memory.PeerMemory(group, chosen[0].device))
     for group in chosen:
         if missing := [name for name in NAMES.split() if not hasattr(group, name)]:
             raise RuntimeError(f"FSDP2 of torch {torch.__version__} has no {missing}: not for it")
         group.pushed = pushed
-        in_place.become(group, InPlaceReduce)
+        peer_memory.become(group, InPlaceReduce)
     return pushed
 
 
 # %%
 # Run it, and prove it
 # --------------------
+# A sum of two does not depend on its order: on one and two ranks every loss and weight must have
+# the bits of stock FSDP2, in each reduction's dtype. More ranks sum in another order.
 
 
 def prove(device: torch.device) -> None:
+    import in_place_gather as in_place
+
     for dtypes in ((), (torch.bfloat16, torch.float32), (torch.bfloat16, torch.bfloat16)):
         policy = MixedPrecisionPolicy(*dtypes)
-        expected = in_place.train(in_place.build(device, policy), device)
-        model = in_place.build(device, policy)
+        expected = in_place.train(peer_memory.build(device, policy), device)
+        model = peer_memory.build(device, policy)
         in_place.gather_in_place(model)
         pushed = reduce_in_place(model)
         found = in_place.train(model, device)
         if dist.get_world_size() <= 2:
-            assert in_place.same(found, expected), "not the bits of stock FSDP2"
+            assert peer_memory.same(found, expected), "not the bits of stock FSDP2"
         for tensor, of_fsdp in zip(found, expected, strict=True):
             torch.testing.assert_close(tensor, of_fsdp, rtol=0.05, atol=0.01)
         if pushed is not None:
-            assert pushed.calls == in_place.UNITS * in_place.STEPS, "FSDP2 reduced by itself"
+            assert pushed.calls == peer_memory.UNITS * in_place.STEPS, "FSDP2 reduced by itself"
             print(f"{pushed.calls} reductions by pushes")
 
 
 def main() -> None:
-    device = torch.accelerator.current_accelerator(check_available=True) or torch.device("cpu")
-    if device.type != "cpu":
-        device = torch.device(device.type, int(os.environ.get("LOCAL_RANK", "0")))
-        torch.accelerator.set_device_index(device.index)
-    alone = {"store": dist.HashStore(), "rank": 0, "world_size": 1}
-    dist.init_process_group(**({} if "RANK" in os.environ else alone))
-    try:
-        prove(device)
-        dist.barrier()
-    finally:
-        dist.destroy_process_group()
+    peer_memory.run(prove)
 
 
 if __name__ == "__main__":
     main()
+
+# %%
+# What it buys
+# ------------
+# ``fsdp2_in_place`` gathers and reduces in place. The table of :doc:`in_place_gather` has all ways;
+# this one has the bits: ``bitwise_steps`` of a stock Llama on two GPUs under deterministic
+# algorithms, after which every weight was that of stock FSDP2. A race would show there, where the
+# noise of losses hides it.
+#
+# .. result-table:: fsdp_overlap
+#    :rows: fsdp2 fsdp2_reduce_group fsdp2_in_place
+#
+# **Two communicators: do they pay?** ``fsdp2_reduce_group`` is stock FSDP2 with its reduce-scatters
+# in a group of their own (:doc:`fsdp2_settings`), so that they do not wait for gathers. In place
+# there is no communicator to share.
+#
+# What breaks if you remove a line
+# --------------------------------
+# Each edit was made and run when this page was built. For races between ranks these take turns in
+# the worst order; a recorder of stream order reports a wait that is missing.
+#
+# .. recipe-controls::
+#
+# Memory
+# ------
+# Two slots of symmetric memory, outside the allocator's statistics, for batches of at most
+# :math:`B` bytes of gradients or one parameter:
+#
+# .. math::
+#
+#    2 \, \max(B, \text{bytes of the largest gradient})
+#
+# and the gradients of two units until they have been pushed.
+#
+# When it is not worth it
+# -----------------------
+# * Many ranks: every rank writes to all others, where NCCL's ring adds while it passes parts on.
+# * One enormous parameter, an embedding say, makes slots of its size.
+#
+# Known limits
+# ------------
+# * All ranks must reduce the same gradients in the same order: one that skips a unit leaves the
+#   others waiting, as in FSDP2.
+# * Accumulation in float32 makes gradients twice as wide: slots grow once, in a collective.
+# * The barrier's kernel holds one block of a compute core until the last rank has pushed.
+#
+# Further reading
+# ---------------
+# * `Reduce-scatters in a group of their own <https://github.com/pytorch/pytorch/issues/186335>`__
+# * `Symmetric memory <https://docs.pytorch.org/docs/stable/symmetric_memory.html>`__ in PyTorch

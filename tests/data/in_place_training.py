@@ -461,7 +461,7 @@ def run(program: Program, policy, in_place: bool) -> list:
             copies = in_place_gather.gather_in_place(model)
             pushed = in_place_reduce.reduce_in_place(model)
         model.copies = copies
-        reasons = [str(w.message) for w in warned if "gathers as before" in str(w.message)]
+        reasons = [str(w.message) for w in warned if "communicates as before" in str(w.message)]
         assert (copies is None) == bool(reasons), "a fall back must say why"
     torch.manual_seed(1)
     model.shards = list(model.parameters())  # as an optimizer holds them

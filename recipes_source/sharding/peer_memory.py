@@ -1,0 +1,330 @@
+"""
+Memory that the other ranks read, and what FSDP2 keeps in it
+============================================================
+
+Ranks of one host can read each other's GPU memory. A gather is then a few copies that a copy engine
+makes, with no kernel on the compute cores and no partner that must take part. This page has the
+parts that the next two are made of; alone it speeds up nothing. To have FSDP2 use them, begin with
+:doc:`in_place_gather`.
+
+.. grid:: 1 1 2 2
+
+   .. grid-item-card:: What you learn
+
+      * symmetric memory: tensors that the other ranks read without asking, and a barrier
+      * when ranks cannot read each other, found out on all of them before the first copy
+      * where FSDP2 keeps a unit's shards and its full weights
+
+   .. grid-item-card:: What you need
+
+      * PyTorch 2.11 or later; ranks on one host, each GPU with peer access to the others
+      * on the CPU the same file runs over memory-mapped files
+
+.. verification-badge::
+
+The idea
+--------
+
+A collective needs all ranks at the same time. A copy needs one rank, if what it reads lies still
+and lies where it can be read. "Still" is what barriers are for: one before the shards change, one
+behind.
+
+.. lanes:: Schematic, two ranks. Between the barriers rank 1 writes; outside them anyone reads.
+
+   rank 0:  0-6 read ~; 12-18 read ~; 18-24 read ~
+   rank 1:  0-4 read ~; 7-10 write; 12-20 read ~
+   @6 1
+   @11 2
+"""
+
+# %%
+# Imports and sizes
+# -----------------
+# Symmetric memory is documented but young: its module has an underscore. 49 rows do not divide by
+# 2, 3 or 4 ranks: FSDP2 pads such shards.
+
+import os
+import shutil
+import tempfile
+import warnings
+from collections.abc import Callable, Sequence
+
+import torch
+import torch.distributed as dist
+import torch.distributed._symmetric_memory as symmetric_memory
+from torch import nn
+from torch.distributed.fsdp import FSDPModule, MixedPrecisionPolicy, fully_shard
+
+UNITS, WIDTH, HIDDEN = 4, 24, 49  # blocks, each an FSDP unit; features
+
+# %%
+# A tensor on every rank
+# ----------------------
+# ``symmetric_memory.empty`` allocates, ``rendezvous`` exchanges the handles of all ranks and
+# ``get_buffer`` gives another rank's memory as a tensor of this rank's device: copying it is a copy
+# on the device, for PyTorch. ``barrier`` is a kernel of one block on the current stream; the host
+# does not wait. On the CPU the tensors are files that all ranks map, and the barrier is gloo's.
+
+
+class PeerMemory:
+    """Tensors of this rank that every rank of ``group`` can read and write, and a barrier.
+
+    Use one object for each stream that calls ``barrier``: two barriers at a time on one object
+    would take each other's signals.
+    """
+
+    def __init__(self, group: dist.ProcessGroup, device: torch.device) -> None:
+        self.group, self.device = group, device
+        self.rank, self.ranks = group.rank(), group.size()
+        if device.type == "cuda":
+            signals = symmetric_memory.empty(1, dtype=torch.int32, device=device)
+            self.signals = symmetric_memory.rendezvous(signals, group)
+
+    def empty(self, size: Sequence[int], dtype: torch.dtype) -> list[torch.Tensor]:
+        """Uninitialised memory of every rank, by rank; a slow collective with equal arguments."""
+        if self.device.type == "cuda":
+            mine = symmetric_memory.empty(*size, dtype=dtype, device=self.device)
+            handle = symmetric_memory.rendezvous(mine, self.group)
+            others = [handle.get_buffer(rank, mine.shape, dtype) for rank in range(self.ranks)]
+            return [mine if rank == self.rank else t for rank, t in enumerate(others)]
+        agreed = [tempfile.mkdtemp() if self.rank == 0 else None]
+        dist.broadcast_object_list(agreed, group=self.group, group_src=0)
+        wanted = {"shared": True, "size": torch.Size(size).numel(), "dtype": dtype}
+        flat = [torch.from_file(f"{agreed[0]}/{rank}", **wanted) for rank in range(self.ranks)]
+        dist.barrier(self.group)
+        if self.rank == 0:
+            shutil.rmtree(agreed[0])  # the mappings keep the files alive
+        return [tensor.view(size) for tensor in flat]
+
+    def barrier(self) -> None:
+        """All that any rank has queued before, on this stream, is done before what follows."""
+        if self.device.type == "cuda":
+            self.signals.barrier()
+        else:
+            dist.barrier(self.group)
+
+
+# %%
+# When peers cannot be read
+# -------------------------
+# Every rank must come to the same answer, so what each sees is exchanged. Devices are told apart by
+# their UUID: with one visible GPU a rank, all of them are number 0.
+
+
+def why_not(group: dist.ProcessGroup, device: torch.device) -> str | None:
+    """Why the ranks of ``group`` cannot read each other's memory; None if they can. Collective."""
+    seen, mine = {}, None
+    if device.type == "cuda":
+        seen = {
+            str(torch.cuda.get_device_properties(i).uuid): i
+            for i in range(torch.cuda.device_count())
+        }
+        mine = next(uuid for uuid, index in seen.items() if index == device.index)
+    answers: list = [None] * group.size()
+    dist.all_gather_object(answers, (os.uname().nodename, mine), group=group)
+    others = [seen.get(uuid) for _, uuid in answers if uuid != mine]
+    apart = any(
+        not torch.cuda.can_device_access_peer(device.index, i) for i in others if i is not None
+    )
+    verdicts: list = [None] * group.size()
+    dist.all_gather_object(verdicts, (None in others, apart), group=group)
+    reasons = {
+        "there is one rank": group.size() == 1,
+        f"no symmetric memory on {device.type}": device.type not in ("cpu", "cuda"),
+        "the ranks are on several hosts": len({host for host, _ in answers}) > 1,
+        "a rank does not see the others' GPUs (CUDA_VISIBLE_DEVICES)": any(v[0] for v in verdicts),
+        "not every GPU has peer access to every other": any(v[1] for v in verdicts),
+    }
+    return next((reason for reason, holds in reasons.items() if holds), None)
+
+
+# %%
+# FSDP2's groups of parameters
+# ----------------------------
+# FSDP2 gathers the parameters of a unit together, as one ``FSDPParamGroup``. There is no public way
+# to it. What the next two pages use is listed here and looked for at the call, so that a PyTorch
+# that changes it is a clear error and not another model. Found in 2.11 and 2.13; public names for
+# "the groups of a module", "gather", "gathered" and "reduce" would replace them all.
+#
+# ==============================================  =================================================
+# name                                            what for
+# ==============================================  =================================================
+# ``_get_fsdp_state``, ``_fsdp_param_group(s)``   the groups of a module
+# ``unshard``, ``wait_for_unshard``               replaced: queue a gather, wait for it
+# ``post_backward``, ``finalize_backward``        wrapped: gradients are there, backward has ended
+# ``_all_gather_result``, ``_to_unsharded``       "under way", and the change to full weights
+# ``all_gather_outputs``, ``_sharded_param_data`` full weights and padded shards, flat
+# ``_training_state``, ``reduce_grads``, ...      what the user has set, and where the step is
+# ==============================================  =================================================
+
+GROUP_NAMES = """
+    unshard wait_for_unshard finalize_backward lazy_init fsdp_params is_sharded is_unsharded
+    _to_unsharded _all_gather_result _training_state unshard_in_backward mesh_info comm_ctx modules
+"""
+PARAMETER_NAMES = """
+    sharded_param padded_sharded_param_size _sharded_param_data fsdp_placement all_gather_outputs
+    init_all_gather_outputs init_unsharded_param free_unsharded_param offload_to_cpu
+"""
+
+
+def param_groups(model: nn.Module) -> list:
+    """FSDP2's groups of parameters that are gathered together, one or none a unit.
+
+    Raises:
+        RuntimeError: this PyTorch's FSDP2 lacks a private name that is used here.
+    """
+    groups: dict = {}
+    for module in model.modules():
+        if isinstance(module, FSDPModule):
+            state = module._get_fsdp_state()
+            several = getattr(state, "_fsdp_param_groups", None)  # PyTorch 2.12 on
+            for group in [state._fsdp_param_group] if several is None else several:
+                groups |= {id(group): group} if group is not None else {}
+    if not groups:
+        raise RuntimeError("no parameter of the model is sharded: call fully_shard first")
+    for group in groups.values():
+        missing = [n for n in GROUP_NAMES.split() if not hasattr(group, n)]
+        missing += [n for n in PARAMETER_NAMES.split() if not hasattr(group.fsdp_params[0], n)]
+        if missing or not hasattr(torch._C, "_current_graph_task_id"):
+            raise RuntimeError(f"FSDP2 of torch {torch.__version__} has no {missing}: not for it")
+    return list(groups.values())
+
+
+def why_stock(group, shard_group: dist.ProcessGroup | None) -> str | None:
+    """Why FSDP2 must gather this group as before; None if copies can."""
+    parameters = group.fsdp_params
+    local = [p.sharded_param.to_local() for p in parameters]
+    reasons = {
+        "weights are replicated, not sharded": not hasattr(group.mesh_info, "shard_process_group"),
+        "another process group": getattr(group.mesh_info, "shard_process_group", None)
+        != shard_group,
+        "weights are offloaded to the CPU": any(p.offload_to_cpu for p in parameters),
+        "sharded on a dimension other than 0": any(p.fsdp_placement.dim != 0 for p in parameters),
+        "tensors with an all-gather of their own": any(
+            hasattr(t, "fsdp_pre_all_gather") for t in local
+        ),
+    }
+    return next((reason for reason, holds in reasons.items() if holds), None)
+
+
+def copying_groups(model: nn.Module) -> list:
+    """The groups of ``model`` whose ranks can copy from each other. Collective.
+
+    Warns why, where FSDP2 must gather as before.
+    """
+    groups = param_groups(model)
+    shard_group = getattr(groups[0].mesh_info, "shard_process_group", None)
+    reasons = {group: why_stock(group, shard_group) for group in groups}
+    chosen = [group for group, reason in reasons.items() if reason is None]
+    found = set(filter(None, reasons.values()))
+    if chosen and (reason := why_not(shard_group, chosen[0].device)):
+        chosen, found = [], {reason, *found}
+    for reason in sorted(found):
+        warnings.warn(f"FSDP2 communicates as before: {reason}", stacklevel=3)
+    return chosen
+
+
+def become(group, mixin: type) -> None:
+    """Let ``mixin``'s methods come before those of FSDP2, for this group alone."""
+    group.__class__ = type(mixin.__name__ + type(group).__name__, (mixin, type(group)), {})
+
+
+# %%
+# Run it, and prove it
+# --------------------
+# A unit gathered by copies has the bits of FSDP2's own gather. The full weight is the padded shards
+# one behind the other.
+
+
+def start_rank() -> torch.device:
+    """Join the group that torchrun describes, or one of this process alone; its device."""
+    device = torch.accelerator.current_accelerator(check_available=True) or torch.device("cpu")
+    if device.type != "cpu":
+        device = torch.device(device.type, int(os.environ.get("LOCAL_RANK", "0")))
+        torch.accelerator.set_device_index(device.index)
+    alone = {"store": dist.HashStore(), "rank": 0, "world_size": 1}
+    dist.init_process_group(**({} if "RANK" in os.environ else alone))
+    return device
+
+
+def run(prove: Callable[[torch.device], None]) -> None:
+    """``prove`` on this rank's device, in the group of all ranks."""
+    device = start_rank()
+    try:
+        prove(device)
+        dist.barrier()
+    finally:
+        dist.destroy_process_group()
+
+
+def build(device: torch.device, policy: MixedPrecisionPolicy) -> FSDPModule:
+    """Blocks over (batch, WIDTH), float32 weights; 49 rows divide by none of 2, 3 and 4 ranks."""
+    torch.manual_seed(0)
+    pairs = [(nn.Linear(WIDTH, HIDDEN), nn.Linear(HIDDEN, WIDTH)) for _ in range(UNITS)]
+    model = nn.Sequential(*(nn.Sequential(up, nn.GELU(), down) for up, down in pairs)).to(device)
+    for unit in (*model, model):
+        fully_shard(unit, mp_policy=policy)
+        unit.set_modules_to_backward_prefetch([unit])  # the default one trips over evaluations
+    return model
+
+
+def same(found: Sequence[torch.Tensor], expected: Sequence[torch.Tensor]) -> bool:
+    return all(torch.equal(a, b) for a, b in zip(found, expected, strict=True))
+
+
+def prove(device: torch.device) -> None:
+    group, *_ = param_groups(build(device, MixedPrecisionPolicy()))
+    if reason := why_not(dist.group.WORLD, device):
+        print(f"nothing to read: {reason}")
+        return
+    memory = PeerMemory(dist.group.WORLD, device)
+    for p in group.fsdp_params:
+        size = p.padded_sharded_param_size
+        shards = memory.empty([size.numel()], torch.float32)
+        full = torch.empty(memory.ranks, size.numel(), device=device)
+        for round_number in range(2):
+            memory.barrier()
+            shards[memory.rank].copy_(p._sharded_param_data + round_number)
+            memory.barrier()
+            for row, shard in zip(full, shards, strict=True):
+                row.copy_(shard, non_blocking=True)
+            expected = p.sharded_param.detach().full_tensor() + round_number
+            found = full.view(-1)[: expected.numel()].view(expected.shape)
+            assert torch.equal(found, expected), "not the bits of FSDP2's gather"
+    print(f"read the shards of {memory.ranks} ranks by copies")
+
+
+def main() -> None:
+    run(prove)
+
+
+if __name__ == "__main__":
+    main()
+
+# %%
+# What breaks if you remove a line
+# --------------------------------
+# Each edit was made and run when this page was built. A missing barrier is a race between ranks,
+# and a race may be won: for those edits the ranks take turns in the worst order.
+#
+# .. recipe-controls::
+#
+# Memory
+# ------
+# What you ask for, on each rank, outside the allocator's statistics: look at
+# ``torch.cuda.mem_get_info``. It is freed with the object.
+#
+# When it is not worth it
+# -----------------------
+# * Ranks are on several hosts: shard inside the host and replicate across hosts (HSDP).
+# * Few bytes: below some tens of kilobytes a launch costs more than it moves.
+#
+# Known limits
+# ------------
+# * The barrier's kernel holds one block of a compute core until the slowest rank has come.
+# * A rank that dies leaves the others spinning: start ranks under a supervisor that ends them all.
+#
+# Further reading
+# ---------------
+# * `Symmetric memory <https://docs.pytorch.org/docs/stable/symmetric_memory.html>`__ in PyTorch
+# * `fully_shard <https://docs.pytorch.org/docs/stable/distributed.fsdp.fully_shard.html>`__
