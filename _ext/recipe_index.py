@@ -29,6 +29,7 @@ READING_ORDER = [
     "async_save",
     "pinned_staging",
     "default_stager",
+    "kept_state",
     "staging_copies",
     "overlapped_stager",
     "process_checkpointer",

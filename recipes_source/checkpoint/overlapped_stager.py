@@ -129,14 +129,12 @@ class OverlappedSaves:
         self.plan: CopyPlan | None = None
         self.sets: list[tuple[PinnedArena, list[torch.Tensor]]] = []
         self.queued: Future | None = None  # of the latest copies: the events behind them
-        self.uploads: list[Future] = []
-        self.failures: list[BaseException] = []
+        self.uploads, self.failures = [], []
         self.saves = self.skipped = 0
         self.running = self.abandoned = False
         self.rank, self.groups = 0, []
         if dist.is_initialized():
-            deadline = timedelta(seconds=DEADLINE_S)
-            self.rank = dist.get_rank()
+            self.rank, deadline = dist.get_rank(), timedelta(seconds=DEADLINE_S)
             self.groups = [dist.new_group(backend="gloo", timeout=deadline) for _ in range(2)]
 
     def __enter__(self) -> "OverlappedSaves":
@@ -197,9 +195,8 @@ class OverlappedSaves:
 
     def copy(self, plan: CopyPlan, arena: PinnedArena, ready) -> tuple:
         """Queue the copies behind ``ready``, on the copying thread."""
-        first, second = self.copy_streams
-        first.wait_event(ready)
-        return plan.copy_in_turns(arena, self.streams, first, second)
+        self.copy_streams[0].wait_event(ready)
+        return plan.copy_in_turns(arena, self.streams, *self.copy_streams)
 
     def before_update(self, *_) -> None:
         """Make the current stream wait until the latest save has read the state."""

@@ -236,6 +236,10 @@ class CopyPlan:
         device: whose copies run beside training; what lies elsewhere is read at the save.
         changed_by_forward: tensors that forward changes in place: read at the save, too.
         snapshot_bytes: of device memory, for copies that need not be on the host before the update.
+
+    ``offsets`` are bytes in an arena, by identity. ``snapshots`` are pairs (copy, shard), ``packs``
+    pairs (tensor of bytes, bytes of many small tensors). ``in_place`` are pairs (offset, bytes of a
+    tensor itself), ``from_copies`` pairs (offset, bytes of a snapshot or a pack).
     """
 
     def __init__(
@@ -243,12 +247,8 @@ class CopyPlan:
     ) -> None:
         self.tensors, self.addresses = tensors, addresses_of(tensors)
         self.shards = [shard_of(tensor.detach()) for tensor in tensors]
-        self.nbytes = ALIGNMENT
-        self.offsets: dict[tuple, int] = {}  # in an arena, by identity
-        self.snapshots: list[tuple] = []  # (copy, shard)
-        self.packs: list[tuple] = []  # (one tensor of bytes, those of many small ones)
-        self.in_place: list[tuple] = []  # (offset, bytes of a tensor itself)
-        self.from_copies: list[tuple] = []  # (offset, bytes of a snapshot or a pack)
+        self.nbytes, self.offsets = ALIGNMENT, {}
+        self.snapshots, self.packs, self.in_place, self.from_copies = [], [], [], []
 
         changing = {shard_of(t).untyped_storage().data_ptr() for t in changed_by_forward}
         unique = {identity(shard): shard for shard in self.shards if shard.numel()}
@@ -257,10 +257,10 @@ class CopyPlan:
             shard = source
             within_budget = SMALL <= shard.nbytes <= snapshot_bytes
             read_at_save = shard.untyped_storage().data_ptr() in changing or shard.device != device
+            snapshot_bytes -= shard.nbytes if within_budget else 0
             if within_budget or read_at_save or not shard.is_contiguous():
                 source = torch.empty(shard.shape, dtype=shard.dtype, device=shard.device)
                 self.snapshots.append((source, shard))
-                snapshot_bytes -= shard.nbytes if within_budget else 0
             group = large if shard.nbytes >= SMALL else small.setdefault(shard.device, [])
             group.append((shard, source))
 
@@ -337,10 +337,10 @@ class CopyPlan:
 def main() -> None:
     import async_save as basic
 
-    device = basic.start_rank()
+    device, tensors = basic.start_rank(), []
     streams = torch.get_device_module(device)
     first, second = streams.Stream(), streams.Stream()
-    app, tensors = basic.build_app(device), []
+    app = basic.build_app(device)
     basic.train_step(app, device)
     read({"app": app}, tensors)
     tensors.append(tensors[0])  # as if it were tied
