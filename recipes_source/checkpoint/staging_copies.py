@@ -338,9 +338,8 @@ def main() -> None:
     import async_save as basic
 
     device, tensors = basic.start_rank(), []
-    streams = torch.get_device_module(device)
+    streams, app = torch.get_device_module(device), basic.build_app(device)
     first, second = streams.Stream(), streams.Stream()
-    app = basic.build_app(device)
     basic.train_step(app, device)
     read({"app": app}, tensors)
     tensors.append(tensors[0])  # as if it were tied
