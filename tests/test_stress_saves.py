@@ -12,12 +12,12 @@ SCRIPT = Path(__file__).parent / "stress_saves.py"
 @pytest.mark.parametrize(
     "saves,ways",
     [
-        (100, ["async_save"]),
-        (20, ["pinned_staging", "default_stager"]),
+        (200, ["overlapped"]),
+        (12, ["async_save", "pinned_staging", "default_stager"]),
     ],
 )
 def test_every_checkpoint_is_right_and_memory_is_flat(saves: int, ways: list[str]) -> None:
     args = ("--saves", str(saves), "--ways", *ways)
-    report = run(SCRIPT, 2, launcher="warm", args=args, deadline_s=240)
+    report = run(SCRIPT, 2, launcher="warm", args=args, deadline_s=400)
     assert report.ok, report.describe()
     assert report.outputs[0].count("every bit right") == len(ways)

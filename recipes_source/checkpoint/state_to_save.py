@@ -4,7 +4,7 @@ What to save, and how to know that it is right
 
 A restart goes on where the job stopped only if everything that training reads is in the checkpoint
 and nothing was changed by saving it. ``AppState`` is that state for a sharded model and any
-optimizer; :func:`assert_same_bits` is the test that the other checkpoint recipes use on themselves.
+optimizer; ``assert_same_bits`` is the test that the other checkpoint recipes use on themselves.
 To save, to load:
 
 .. literalinclude:: state_to_save.py
