@@ -223,20 +223,20 @@ class OverlappedSaves:
             self.failures.append(failure)
             done.set_exception(failure)
 
-    def together(self, work: Callable[..., None], *args) -> None:
-        """Do ``work`` on all ranks; raise on all if it fails on one."""
+    def together(self, work: Callable, *args) -> list:
+        """Do ``work`` on all ranks; return what each returned, or raise on all if it fails on one."""
         error = None
         try:
-            work(*args)
+            report = work(*args), None
         except BaseException as failure:
-            error = failure
-        reports = [f"rank {self.rank}: {error!r}" if error else None]
+            error, report = failure, (None, f"rank {self.rank}: {failure!r}")
+        reports = [report] * (dist.get_world_size() if self.groups else 1)
         if self.groups:
-            everyone = [None] * dist.get_world_size()
-            dist.all_gather_object(everyone, reports[0], group=self.groups[0])
-            reports = everyone
-        if any(reports):
-            raise RuntimeError("; ".join(report for report in reports if report)) from error
+            dist.all_gather_object(reports, report, group=self.groups[0])
+        failures = "; ".join(failure for _, failure in reports if failure)
+        if failures:
+            raise RuntimeError(failures) from error
+        return [result for result, _ in reports]
 
     def begin(self, staged: Future, aside: Path) -> None:
         if self.abandoned:
