@@ -32,7 +32,7 @@ READING_ORDER = [
     "kept_state",
     "staging_copies",
     "overlapped_stager",
-    "process_checkpointer",
+    "overlapped_writer",
     "durable_saves",
     "retention",
     "resume_and_reshard",

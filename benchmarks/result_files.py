@@ -73,7 +73,6 @@ ROW_RECIPES = {
     "overlapped": "overlapped_stager",
     "overlapped_snapshot": "overlapped_stager",
     "overlapped_writer": "overlapped_writer",
-    "process": "process_checkpointer",
     "three_streams": "three_streams",
     "streamed": "weight_streaming",
     "streamed_4_slots": "weight_streaming",

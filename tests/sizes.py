@@ -25,8 +25,6 @@ NOT_YET = {
     "harness, with the Sphinx extension that it ships",
     "benchmarks",
     "benchmarks/offload_step.py",
-    "recipes_source/checkpoint/process_checkpointer.py",
-    "page checkpoint/process_checkpointer",
     "page offload/accumulate_and_average",
     "page offload/activation_offload",
     "page offload/host_layers",

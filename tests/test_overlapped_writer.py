@@ -1,0 +1,37 @@
+"""Bytes written by a kept plan: what they hold, what is noticed, who hears of an error."""
+
+from functools import partial
+
+import pytest
+import troubles
+
+survives = partial(troubles.survives, "writer_troubles")
+
+
+@pytest.mark.parametrize("ranks", [1, 3])
+def test_every_kind_of_tensor_and_object_is_read_back_bit_by_bit(ranks: int) -> None:
+    survives("all_kinds", ranks)
+
+
+def test_a_changed_layout_is_planned_anew_by_all_ranks() -> None:
+    survives("changed_layouts", ranks=2)
+
+
+def test_a_rank_without_room_is_heard_of_on_every_rank_and_harms_nothing() -> None:
+    survives("no_room", ranks=2)
+
+
+def test_metadata_is_written_when_all_ranks_have_ended() -> None:
+    survives("metadata_last", ranks=2)
+
+
+def test_a_file_system_that_takes_less_than_it_is_given_gets_the_rest() -> None:
+    survives("little_at_a_time", ranks=2)
+
+
+def test_ten_thousand_tensors_cost_a_few_calls() -> None:
+    survives("many_tensors")
+
+
+def test_a_tensor_that_is_not_dense_is_serialised_at_every_save() -> None:
+    survives("sparse")
