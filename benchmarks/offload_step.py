@@ -1,1119 +1,502 @@
-"""Measure a training step whose weights live on the host, against its bound and its peers.
+"""Measure whole training steps of a stock Llama whose layers and optimizer live on the host.
 
-    python benchmarks/offload_step.py --out benchmarks
-    python benchmarks/offload_step.py --small --out /tmp/rehearsal      # a minute on a CPU
+    python benchmarks/offload_step.py --out benchmarks                        # one H200 or H100
+    python benchmarks/offload_step.py --out benchmarks --what peers           # other packages
+    python benchmarks/offload_step.py --small --out /tmp/rehearsal            # a minute on a CPU
 
-One rank, one device. ``--modes`` and ``--tokens`` choose what is measured; every row is written
-when it is known and kept when the command runs again (``--again`` measures it anew), so a run that
-is cut off is resumed by its command. Each run measures ``resident`` for itself, since devices of
-one kind differ by some per cent. ``--memory`` and ``--beyond`` add the file ``offload_memory``.
+One rank, one device. Rows are written as they are known; the same command goes on where it was cut
+off. ``--until`` (seconds from now) leaves out what no longer fits.
 
-The model
----------
-Twelve blocks ``x + down(gelu(up(rms_norm(x))))`` with two bfloat16 matrices of 8192 x 32768 each:
-0.54 G parameters a block, 1.07 GB to load and 1.07 GB of gradients to store. The weights are drawn
-from a normal distribution with one seed a block, the batch with another: every mode computes with
-the same numbers, and rows say whether its gradients have the bits of ``resident``. Loss: mean
-squared distance to a drawn target.
+The model is ``llama-8b`` of ``workloads.py`` in bf16 with fp32 masters, trained by its loop: another
+learning rate in each step, gradients clipped, ``loss.item()`` behind every step. Sequences of 4,096
+tokens. Every layer runs under ``torch.utils.checkpoint`` in all rows.
 
 How a number is made
 --------------------
-* ``step_s``: forward and backward, by the host's clock, from a synchronised device until all
-  gradients are where the mode leaves them and the device is idle: median over steps after a warm-up
-  step.
-* ``in_a_row_s``: the time of ``IN_A_ROW`` steps over their number when nothing waits between them,
-  as when gradients are accumulated: the next step's first load runs beside the last one's last
-  store. ``streamed_adam`` and ``torchao`` run their optimizer in each step; their ``step_s`` is
-  measured like this.
-* ``resident`` keeps all weights and gradients on the device and runs each block again in backward,
-  by ``torch.utils.checkpoint``: the kernels of ``streamed``, none of its copies. The second run
-  stops where the last tensor that backward needs is there, which makes seven matrix products a
-  block. ``resident_whole_recompute`` runs the block to its end: eight. ``resident_all_saved`` runs
-  no block again. ``resident_zeros`` is ``resident`` with zeros for weights and data: the same
-  kernels, less power.
-* A *phase* is one block's forward or backward. Its compute time is measured by events in a resident
-  step: alone, and *beside* the copies of a streamed step, at the pace of one: a phase begins when
-  the copies of the phase before are complete. This matters where power is the limit: a device that
-  waits for weights may compute faster afterwards.
-* ``bound_s`` = first load + sum over phases of max(compute, load, store) + last store of gradients.
-  Compute beside the same copies; loads and stores by the link's rates of this run, the duplex rates
-  where both are under way. Loads: each block once in forward, all but the last two again in
-  backward (two slots keep them). ``eta`` = ``bound_s`` / ``step_s``; ``eta_alone`` is the same with
-  compute measured alone.
-* ``streamed_adam``: its bound is the larger of the updates of all blocks on the host, and the bound
-  above plus the update of the first block, which lies between its gradient's store and its next
-  load. ``update_s`` is the update of one block, alone.
-* ``over_resident``: ``step_s`` over ``resident_s``, the step of ``resident`` in the same run.
-* ``sm_clock_mhz``, ``power_w``: medians of what ``nvidia-smi`` reads while the row is measured;
-  nothing is set.
-* ``peak_allocated_bytes``, ``peak_reserved_bytes``: the device allocator's peaks over the steps of
-  the row; ``pinned_bytes``: page-locked host memory, PyTorch's own plus what is registered with
-  ``cudaHostRegister``; ``host_peak_bytes``: what the resident set grew by.
-* ``gradients_bitwise``: whether the first and the last block's gradients have the bits of
-  ``resident`` at these tokens.
-
-A trace's judgement goes to its row: ``trace_layers_overlapped`` of ``trace_layers_judged`` backward
-layers (all but the first two and the last two) have an instant when a matrix product of the layer,
-the load of the next and the store of the one before are all under way; ``copies_pinned`` is whether
-every copy of a block's size is between the device and pinned memory; ``blocking_calls`` counts
-``cudaMalloc``, host allocations and synchronisations inside the step on the threads that launch
-kernels: the training thread and autograd's.
+* ``step_s``: median time from the end of a step to the end of the next, by the host's clock; a step
+  ends when its loss is here. What updates are still to be made then, the next step waits for.
+* ``resident``: everything on the device, measured at two depths and extrapolated to 32 layers by a
+  straight line, as are ``forward_s`` and ``backward_s`` (events on the device).
+* ``streamed_adam``: ``streamed_model.py`` and ``whole_step.py``, clipped. ``device_state_bytes``
+  are the weights, gradients and optimizer states on the device, slots included; what a budget of
+  24 GB leaves for layers is used. ``streamed_adam_in_backward`` does not clip, and updates each
+  layer as its gradients arrive.
+* ``kept``: ``resident`` over the row's step. ``bound_s``: backward and the longer of forward and
+  update; without clipping, the longer of both together and update. Update: 28 bytes for each
+  parameter on the host at ``update_bytes_per_s``. ``of_bound``: ``bound_s`` over ``step_s``.
+* ``host``: ``update_bytes_per_s`` is what the update of layers alone moves, by 28 bytes a
+  parameter; ``yardstick_bytes_per_s`` an in-place ``mul_`` over the same masters by the same
+  threads, read and written.
+* ``larger_than_device``: ``FIFTY`` steps; weights, gradients and Adam's state against the memory of
+  the device, the loss of the first and of the last step, the memory reserved after the fifth and
+  after the last one.
+* ``fsdp2_cpu_offload``: FSDP2 with ``CPUOffloadPolicy`` on one rank, where it cannot prefetch as it
+  does on more; fused AdamW on the host. ``torchao``: its ``CPUOffloadOptimizer`` with gradients
+  offloaded, weights on the device, moments in bf16 and no clipping. Both extrapolated as
+  ``resident`` is.
 """
 
 import argparse
 import gc
-import importlib
-import os
-import signal
 import statistics
-import subprocess
 import sys
-import tempfile
+import threading
 import time
-from collections import Counter
-from collections.abc import Callable, Iterator
-from dataclasses import dataclass, field, replace
+from collections.abc import Callable, Iterable
+from concurrent.futures import wait
+from dataclasses import dataclass
 from importlib.metadata import version
-from itertools import chain
 from pathlib import Path
 
 import torch
 import torch.distributed as dist
-from torch import nn
-from torch.distributed.fsdp import CPUOffloadPolicy, fully_shard
-from torch.nn import functional as F
-from torch.utils.checkpoint import checkpoint
+from torch.distributed.fsdp import CPUOffloadPolicy, MixedPrecisionPolicy, fully_shard
 
 ROOT = Path(__file__).resolve().parents[1]
 sys.path[:0] = [str(ROOT), str(ROOT / "recipes_source" / "offload")]
 
-import accumulate_and_average  # noqa: E402
-import activation_offload  # noqa: E402
-import pipelined_optimizer  # noqa: E402
-import weight_streaming  # noqa: E402
+import host_adam  # noqa: E402
+from host_adam import BLOCK, LayerUpdate  # noqa: E402
+from streamed_model import StreamedModel  # noqa: E402
+from whole_step import HostAdamW  # noqa: E402
 
 from benchmarks.measuring import (  # noqa: E402
-    Drawn,
+    Agreement,
     HostMemory,
     Results,
+    Task,
     device_name,
     header,
     link_rates,
-    profiled_events,
+    run_tasks,
     say,
     synchronize,
     timing_event,
-    write_trace,
 )
+from benchmarks.workloads import LARGEST_NORM, LLAMAS, StockLoop, llama  # noqa: E402
 
-MODEL = "x + down(gelu(up(rms_norm(x)))), {0.width} x {0.hidden}"
-BOUND_FROM = (
-    "first load + sum over phases of max(compute, load, store) + last store, compute beside the "
-    "same copies, duplex rates where both directions are under way, all of this run"
+RECIPES = (
+    "host_layers",
+    "layer_as_node",
+    "weight_streaming",
+    "streamed_model",
+    "host_adam",
+    "whole_step",
 )
-BOUND_WITH_UPDATES = (
-    "the larger of all blocks' updates on the host, and forward's and backward's bound plus the "
-    "first block's update"
-)
-IN_A_ROW = 3  # steps timed together
-MICROBATCHES = 4
-ADAMW = {"lr": 3e-6, "betas": (0.9, 0.95)}
-ADAM_BYTES = 16  # a parameter: bf16 weight and gradient, fp32 weight and two moments
-BEYOND_STEPS = 6
-PAUSE_US = 200.0  # between kernels of a block of a trace there is less
+UPDATE_BYTES = 28  # a parameter: gradient, master and moments read; master, moments, weight written
+STATE_BYTES = 16  # a parameter: bf16 weight and gradient, fp32 master and moments
+DEVICE_STATE = 24e9  # bytes of weights, gradients and optimizer state that the device may hold
+FIFTY = 50
+BOUND = "backward + max(forward, update) of this run"
+BOUND_IN_BACKWARD = "max(forward + backward, update) of this run"
 
 
 @dataclass(frozen=True)
 class Size:
-    """Widths in features, tokens a step; ``beyond``: of the model that does not fit the device."""
-
-    width: int
-    hidden: int
+    name: str
     layers: int
-    tokens: tuple[int, int, int, int, int]
-    memory_layers: tuple[int, ...]
-    beyond_layers: int
-    beyond_tokens: int
+    depths: tuple[int, int]
+    tokens: tuple[int, ...]
+    length: int
+    steps: int
 
-    @property
-    def judged_tokens(self) -> int:
-        """At which gradients are compared and traces taken."""
-        return self.tokens[2]
 
-    @property
-    def layer_parameters(self) -> int:
-        return 2 * self.width * self.hidden
+FULL = Size("llama-8b", 32, (4, 8), (16384, 8192, 32768), 4096, 4)
+SMALL = Size("llama-tiny", 6, (2, 4), (64, 32, 128), 32, 3)
 
-    @property
-    def layer_bytes(self) -> int:
-        return 2 * self.layer_parameters
 
+# -- loops ------------------------------------------------------------------------------------
 
-# 23 blocks are 12.35 G parameters: with Adam 198 GB, 1.3 times a device of 150 GB.
-FULL = Size(8192, 32768, 12, (2048, 4096, 8192, 16384, 32768), (4, 8, 12), 23, 8192)
-SMALL = Size(64, 256, 5, (32, 64, 128, 256, 512), (3, 5), 6, 128)
 
+def train(loop: StockLoop, steps: int, warm: int = 2) -> list[float]:
+    """Seconds of each of ``steps`` steps that follow each other."""
+    ends = []
+    for _ in range(warm + steps):
+        loop.step()
+        ends.append(time.perf_counter())
+    return [later - end for end, later in zip(ends[warm - 1 :], ends[warm:], strict=False)]
 
-# -- the model --------------------------------------------------------------------------------
 
+class PhaseClock:
+    """Seconds of a step's forward, and of its backward, on the device."""
 
-class Block(nn.Module):
-    def __init__(self, size: Size) -> None:
-        super().__init__()
-        self.up = nn.Linear(size.width, size.hidden, bias=False, dtype=torch.bfloat16)
-        self.down = nn.Linear(size.hidden, size.width, bias=False, dtype=torch.bfloat16)
-
-    def forward(self, x: torch.Tensor) -> torch.Tensor:
-        """Tokens x width to the same."""
-        normed = F.rms_norm(x, x.shape[-1:])
-        return x + self.down(F.gelu(self.up(normed), approximate="tanh"))
-
-
-class Recomputed(nn.Module):
-    """A block of which backward runs the forward again."""
-
-    def __init__(self, block: Block) -> None:
-        super().__init__()
-        self.block = block
-
-    def forward(self, x: torch.Tensor) -> torch.Tensor:
-        return checkpoint(self.block, x, use_reentrant=False)
-
-
-@dataclass(frozen=True)
-class Workload:
-    size: Size
-    device: torch.device
-    layers: int
-
-    def build(self, where: torch.device | str, *, zeros: bool = False) -> Iterator[Block]:
-        """The blocks, one by one, on ``where``; drawn on the device, so alike in all modes."""
-        for index in range(self.layers):
-            with torch.device("meta"):
-                block = Block(self.size)
-            block.to_empty(device=where)
-            generator = torch.Generator(self.device).manual_seed(index)
-            with torch.no_grad():
-                for weight in block.parameters():
-                    deviation = 0.0 if zeros else weight.shape[1] ** -0.5
-                    drawn = torch.empty_like(weight, device=self.device)
-                    weight.copy_(drawn.normal_(0, deviation, generator=generator))
-            yield block
-
-    def batch(
-        self, tokens: int, *, zeros: bool = False, seed: int = 0
-    ) -> tuple[torch.Tensor, Callable]:
-        """Inputs (tokens x width, bfloat16) and the loss of outputs (0-d)."""
-        generator = torch.Generator(self.device).manual_seed(1000 + seed)
-        x, target = (
-            torch.empty(tokens, self.size.width, device=self.device, dtype=torch.bfloat16).normal_(
-                0, 0.0 if zeros else 1.0, generator=generator
-            )
-            for _ in range(2)
-        )
-        return x, lambda y: (y - target[: len(y)]).square().mean()
-
-
-def start_group() -> None:
-    """A process group of this process alone; its store needs no port."""
-    dist.init_process_group(store=dist.HashStore(), rank=0, world_size=1)
-
-
-# -- the modes --------------------------------------------------------------------------------
-
-
-class Mode:
-    """A way to train. ``step`` is forward and backward; ``finish`` waits for all gradients."""
-
-    recipes: tuple[str, ...] = ()  # whose code is measured, by their files' stems
-    note: str | None = None
-    bounded = False  # loads and stores every block, and runs it again in backward
-    zeros = False
-    optimizer = False
-    in_a_row = False  # whether steps that follow each other are measured as well
-    slots = 2
-    sizes: tuple[int, ...] = (2,)  # which of the tokens are measured
-
-    def __init__(self, work: Workload) -> None:
-        self.work, self.device = work, work.device
-
-    def step(self, x: torch.Tensor, loss_of: Callable) -> torch.Tensor:
-        raise NotImplementedError
-
-    def finish(self) -> None:
-        synchronize(self.device)
-
-    def gradients(self, layer: int) -> list[torch.Tensor] | None:
-        """The gradients of a block after ``finish``, where they can be read."""
-        return None
-
-    def close(self) -> None:
-        """Give back what is not memory of the allocators."""
-
-
-class Resident(Mode):
-    """All weights and gradients on the device; backward runs each block again."""
-
-    early_stop = True  # without its last product, as torch.utils.checkpoint does
-    in_a_row = True
-    sizes = (0, 1, 2, 3, 4)
-
-    def __init__(self, work: Workload) -> None:
-        super().__init__(work)
-        self.layers = list(work.build(work.device, zeros=self.zeros))
-        self.weights = [list(layer.parameters()) for layer in self.layers]
-        self.phase: Callable[[], None] = lambda: None  # called where a phase begins and at the end
-
-    def run(self, layer: int, x: torch.Tensor) -> torch.Tensor:
-        if self.early_stop:
-            with torch.enable_grad():
-                return checkpoint(self.layers[layer], x, use_reentrant=False)
-        with torch.no_grad():
-            return self.layers[layer](x)
-
-    def step(self, x: torch.Tensor, loss_of: Callable) -> torch.Tensor:
-        kept = []
-        for weight in chain(*self.weights):
-            weight.grad = None
-        for layer in range(len(self.layers)):
-            self.phase()
-            x = x.detach().requires_grad_(layer > 0)
-            y = self.run(layer, x)
-            kept.append((x, y if self.early_stop else None))
-            x = y
-        y = x.detach().requires_grad_()
-        loss = loss_of(y)
-        (gradient,) = torch.autograd.grad(loss, y)
-        del x, y
-        for layer in reversed(range(len(self.layers))):
-            self.phase()
-            x, y = kept.pop()
-            if y is None:
-                with torch.enable_grad():
-                    y = self.layers[layer](x)
-            inputs = [*self.weights[layer], *([x] if layer else [])]
-            found = torch.autograd.grad(y, inputs, gradient)
-            gradient = found[-1]
-            del x, y, inputs
-            for weight, weight_gradient in zip(self.weights[layer], found, strict=False):
-                weight.grad = weight_gradient
-        self.phase()
-        return loss.detach()
-
-    def gradients(self, layer: int) -> list[torch.Tensor]:
-        return [weight.grad for weight in self.weights[layer]]
-
-
-class ResidentWholeRecompute(Resident):
-    note = "backward runs each block again to its end: eight products instead of seven"
-    early_stop = False
-    in_a_row = False
-    sizes = (2,)
-
-
-class ResidentZeros(Resident):
-    note = "weights and data are zeros"
-    zeros = True
-    in_a_row = False
-    sizes = (2,)
-
-
-class ResidentAllSaved(Resident):
-    """Nothing is run again: autograd saves what it needs, on the device."""
-
-    saving = staticmethod(torch.enable_grad)  # the context in which forward runs
-    in_a_row = False
-    sizes = (2,)
-
-    def step(self, x: torch.Tensor, loss_of: Callable) -> torch.Tensor:
-        for weight in chain(*self.weights):
-            weight.grad = None
-        with self.saving():
-            for layer in self.layers:
-                x = layer(x)
-        loss = loss_of(x)
-        loss.backward()
-        return loss.detach()
-
-
-class SaveOnCpu(ResidentAllSaved):
-    note = "torch.autograd.graph.save_on_cpu(pin_memory=True); weights on the device"
-
-    def saving(self):
-        return torch.autograd.graph.save_on_cpu(pin_memory=self.device.type == "cuda")
-
-
-class TorchtuneOffload(ResidentAllSaved):
-    def __init__(self, work: Workload) -> None:
-        training = importlib.import_module("torchtune.training")
-        self.note = f"torchtune {version('torchtune')}, OffloadActivations; weights on the device"
-        super().__init__(work)
-        self.saving = training.OffloadActivations
-
-
-class Fsdp2CpuOffload(Mode):
-    note = "fully_shard a block, CPUOffloadPolicy, torch.utils.checkpoint"
-    in_a_row = True
-    sizes = (0, 1, 2, 3, 4)
-
-    def __init__(self, work: Workload) -> None:
-        super().__init__(work)
-        start_group()
-        pin = work.device.type == "cuda"
-        mesh = dist.device_mesh.init_device_mesh(work.device.type, (1,))
-        settings = {"mesh": mesh, "offload_policy": CPUOffloadPolicy(pin_memory=pin)}
-        layers = []
-        for block in work.build("cpu"):
-            layers.append(fully_shard(Recomputed(block), **settings))
-        self.model = fully_shard(nn.Sequential(*layers), **settings)
-
-    def step(self, x: torch.Tensor, loss_of: Callable) -> torch.Tensor:
-        for weight in self.model.parameters():
-            weight.grad = None
-        loss = loss_of(self.model(x))
-        loss.backward()
-        return loss.detach()
-
-    def gradients(self, layer: int) -> list[torch.Tensor]:
-        return [weight.grad.to_local() for weight in self.model[layer].parameters()]
-
-    def close(self) -> None:
-        del self.model
-        dist.destroy_process_group()
-
-
-class TorchaoOptimizer(Resident):
-    optimizer = True
-    sizes = (2,)
-
-    def __init__(self, work: Workload) -> None:
-        optim = importlib.import_module("torchao.optim")
-        super().__init__(work)
-        self.note = (
-            f"torchao {version('torchao')}, CPUOffloadOptimizer(AdamW, fused): weights and "
-            "gradients on the device, weights and both moments in bfloat16 on the host"
-        )
-        self.model = nn.ModuleList(self.layers)
-        self.adam = optim.CPUOffloadOptimizer(self.model.parameters(), **ADAMW)
-
-    def step(self, x: torch.Tensor, loss_of: Callable) -> torch.Tensor:
-        for layer in self.layers:  # its hooks run where autograd accumulates
-            x = checkpoint(layer, x, use_reentrant=False)
-        loss = loss_of(x)
-        loss.backward()
-        self.adam.step()
-        self.adam.zero_grad()
-        return loss.detach()
-
-    def gradients(self, layer: int) -> None:
-        return None
-
-
-class DeepspeedZero3(Mode):
-    def __init__(self, work: Workload) -> None:
-        os.environ.setdefault("LOCAL_RANK", "0")
-        deepspeed = importlib.import_module("deepspeed")
-        super().__init__(work)
-        self.note = (
-            f"deepspeed {version('deepspeed')}, ZeRO-3 with offload_param and offload_optimizer "
-            "(pinned), torch.utils.checkpoint; SGD, whose step is not timed"
-        )
-        model = nn.Sequential(*(Recomputed(block) for block in work.build("cpu")))
-        start_group()
-        config = {
-            "train_micro_batch_size_per_gpu": 1,
-            "bf16": {"enabled": True},
-            "zero_allow_untested_optimizer": True,
-            "zero_force_ds_cpu_optimizer": False,
-            "zero_optimization": {
-                "stage": 3,
-                "offload_param": {"device": "cpu", "pin_memory": True},
-                "offload_optimizer": {"device": "cpu", "pin_memory": True},
-                "overlap_comm": True,
-                "stage3_prefetch_bucket_size": work.size.layer_parameters,
-                "stage3_max_live_parameters": 3 * work.size.layer_parameters,
-                "stage3_param_persistence_threshold": 0,
-                "sub_group_size": work.size.layer_parameters,
-            },
-        }
-        optimizer = torch.optim.SGD(model.parameters(), lr=0.0)
-        self.engine, *_ = deepspeed.initialize(model=model, optimizer=optimizer, config=config)
-
-    def step(self, x: torch.Tensor, loss_of: Callable) -> torch.Tensor:
-        loss = loss_of(self.engine(x))
-        self.engine.backward(loss)
-        return loss.detach()
-
-    def close(self) -> None:
-        self.engine.destroy()
-        dist.destroy_process_group()
-
-
-class Streamed(Mode):
-    recipes = ("host_layers", "weight_streaming")
-    bounded = True
-    in_a_row = True
-    sizes = (0, 1, 2, 3, 4)
-
-    def __init__(self, work: Workload) -> None:
-        super().__init__(work)
-        self.stack = self.stack_of(work.build(work.device))
-
-    def stack_of(self, layers: Iterator[Block]):
-        return weight_streaming.StreamedStack(layers, self.device, slots=self.slots)
-
-    def step(self, x: torch.Tensor, loss_of: Callable) -> torch.Tensor:
-        return self.stack.step(x, loss_of)
-
-    def finish(self) -> None:
-        self.stack.wait_for_gradients()
-        synchronize(self.device)
-
-    def gradients(self, layer: int) -> list[torch.Tensor]:
-        return list(self.stack.gradients[layer].views.values())
-
-    def close(self) -> None:
-        self.stack.close()
-
-
-class Streamed4Slots(Streamed):
-    slots = 4
-    sizes = (0, 2)
-    note = "four slots for weights: four blocks less to load in backward"
-
-
-class Streamed4Microbatches(Streamed):
-    recipes = (*Streamed.recipes, "accumulate_and_average")
-    bounded = False  # a phase is four microbatches long, which no resident run here is
-    sizes = (2, 3)
-    note = (
-        f"the tokens in {MICROBATCHES} microbatches, all of them through a block, then the next; "
-        "gradients summed and stored in fp32"
-    )
-
-    def stack_of(self, layers: Iterator[Block]):
-        return accumulate_and_average.LayerMajor(layers, self.device, gradient_dtype=torch.float32)
-
-    def step(self, x: torch.Tensor, loss_of: Callable) -> torch.Tensor:
-        return self.stack.step(list(x.chunk(MICROBATCHES)), loss_of)
-
-    def finish(self) -> None:
-        synchronize(self.device)  # fp32 sums are nobody's ``grad``
-
-    def gradients(self, layer: int) -> None:
-        return None
-
-
-class StreamedAdam(Streamed):
-    recipes = (*Streamed.recipes, "pipelined_optimizer")
-    optimizer = True
-    sizes = (2, 3, 4)
-    note = "AdamW on the host in each step: fp32 weights and moments, no clipping"
-
-    def stack_of(self, layers: Iterator[Block]):
-        start_group()
-        return pipelined_optimizer.PipelinedAdamW(layers, self.device, adamw=ADAMW)
-
-    def finish(self) -> None:
-        self.stack.finish()
-        synchronize(self.device)
-
-    def update_seconds(self) -> list[float]:
-        """Of one block's update each, on the thread that does it, nothing beside it."""
-        samples = []
-        for layer in range(min(3, self.work.layers)):
-            begin = time.perf_counter()
-            self.stack.updates.submit(self.stack.update, layer).result()
-            samples.append(time.perf_counter() - begin)
-        return samples
-
-    def gradients(self, layer: int) -> None:
-        return None
-
-    def close(self) -> None:
-        super().close()
-        dist.destroy_process_group()
-
-
-class StreamedActivationOffload(Streamed):
-    recipes = (*Streamed.recipes, "activation_offload")
-    note = "saved inputs of blocks on the host as well"
-    sizes = (2, 4)
-    offload = None
-
-    def step(self, x: torch.Tensor, loss_of: Callable) -> torch.Tensor:
-        if self.offload is None or self.tokens != len(x):
-            if self.offload is not None:
-                self.offload.close()
-            lanes = self.stack.h2d, self.stack.d2h
-            self.offload = activation_offload.ActivationOffload(
-                self.device, self.work.layers * x.nbytes, window=2 * x.nbytes, lanes=lanes
-            )
-            self.tokens = len(x)
-        with self.offload.saving():
-            return super().step(x, loss_of)
-
-    def close(self) -> None:
-        super().close()
-        if self.offload is not None:
-            self.offload.close()
-
-
-class OneStream(Streamed):
-    note = "the same code, every copy on the stream of the kernels"
-    in_a_row = False
-
-    def __init__(self, work: Workload) -> None:
-        super().__init__(work)
-        self.stack.h2d = self.stack.d2h = self.stack.streams.current_stream()
-
-
-class Pageable(OneStream):
-    note = "one stream, and memory that is not page-locked"
-    sizes = (0, 2)
-
-    def __init__(self, work: Workload) -> None:
-        super().__init__(work)
-        for buffer in self.stack.weights + self.stack.gradients:
-            buffer.close()
-
-
-MODES: dict[str, type[Mode]] = {
-    "resident": Resident,
-    "streamed": Streamed,
-    "resident_whole_recompute": ResidentWholeRecompute,
-    "resident_zeros": ResidentZeros,
-    "resident_all_saved": ResidentAllSaved,
-    "streamed_4_slots": Streamed4Slots,
-    "one_stream": OneStream,
-    "fsdp2_cpu_offload": Fsdp2CpuOffload,
-    "pageable": Pageable,
-    "streamed_4_microbatches": Streamed4Microbatches,
-    "streamed_activation_offload": StreamedActivationOffload,
-    "save_on_cpu": SaveOnCpu,
-    "torchtune": TorchtuneOffload,
-    "streamed_adam": StreamedAdam,
-    "torchao": TorchaoOptimizer,
-    "deepspeed": DeepspeedZero3,
-}
-TRACED = ("streamed", "one_stream", "pageable", "fsdp2_cpu_offload")
-MEMORY_MODES = ("resident", "streamed", "streamed_activation_offload")
-RECIPES = {name: mode.recipes for name, mode in MODES.items()}
-
-
-# -- phases and the bound ---------------------------------------------------------------------
-
-
-class Phases:
-    """Times the phases of a resident step; with ``copies``, at the pace of a streamed one.
-
-    A phase then queues the load and the store of a streamed step's, on a stream each, and the next
-    phase begins when they are complete, so that clocks and power are those of a streamed step.
-    """
-
-    def __init__(self, work: Workload, copies: bool) -> None:
-        self.work = work
-        self.begins, self.ends = [], []
-        self.copies = copies and work.device.type == "cuda"
-        if self.copies:
-            count = work.size.layer_bytes
-            self.host = [torch.empty(count, dtype=torch.uint8, pin_memory=True) for _ in range(2)]
-            self.there = [torch.empty_like(h, device=work.device) for h in self.host]
-            self.streams = [torch.cuda.Stream() for _ in range(2)]
-
-    def __call__(self) -> None:
-        """End a phase and begin the next."""
-        self.ends.append(self.now())
-        if self.copies:
-            for stream in self.streams:
-                torch.cuda.current_stream().wait_stream(stream)
-        self.begins.append(self.now())
-        phase = len(self.begins) - 1
-        if self.copies and phase < 2 * self.work.layers:
-            loads, stores = transfers(phase, self.work.layers)
-            for wanted, stream, target, source in (
-                (loads, self.streams[0], self.there[0], self.host[0]),
-                (stores, self.streams[1], self.host[1], self.there[1]),
-            ):
-                if wanted:
-                    stream.wait_stream(torch.cuda.current_stream())
-                    with torch.cuda.stream(stream):
-                        target.copy_(source, non_blocking=True)
-
-    def now(self):
-        event = timing_event(self.work.device)
-        event.record()
-        return event
-
-    def seconds(self) -> list[float]:
-        """Of each phase of the last step: forward 0 … L-1, backward L-1 … 0."""
-        synchronize(self.work.device)
-        pairs = zip(self.begins, self.ends[1:], strict=False)
-        times = [begin.elapsed_time(end) / 1e3 for begin, end in pairs]
-        self.begins, self.ends = [], []
-        return times
-
-
-def transfers(phase: int, layers: int, slots: int = 2) -> tuple[bool, bool]:
-    """Whether a block is loaded and whether gradients are stored in a phase of a streamed step.
-
-    Phases count forward 0 … L-1, then backward L-1 … 0. Forward l loads l+1; backward l loads l-1
-    unless its slot still has it, and stores the gradients of l+1.
-    """
-    if phase < layers:
-        return phase + 1 < layers, False
-    layer = 2 * layers - 1 - phase
-    return 0 <= layer - 1 < layers - slots, layer + 1 < layers
-
-
-def phase_times(mode: Resident, batch: tuple, copies: bool, repeats: int = 2) -> list[float]:
-    """Median seconds of each phase of a resident step; see :meth:`Phases.seconds`."""
-    mode.phase = phases = Phases(mode.work, copies)
-    samples = []
-    for _ in range(repeats + 1):
-        mode.step(*batch)
-        samples.append(phases.seconds())
-    mode.phase = lambda: None
-    return [statistics.median(times) for times in zip(*samples[1:], strict=True)]
-
-
-def bound_s(compute: list[float], nbytes: int, link: dict[str, float], slots: int = 2) -> float:
-    """The shortest forward and backward of ``compute``'s phases, in seconds.
-
-    Args:
-        compute: seconds of each phase, see :func:`phase_times`.
-        nbytes: of a block's weights, and of its gradients.
-        link: see :func:`benchmarks.measuring.link_rates`.
-    """
-    alone = [nbytes / link[f"pinned_{d}_bytes_per_s"] for d in ("h2d", "d2h")]
-    duplex = [nbytes / link[f"duplex_{d}_bytes_per_s"] for d in ("h2d", "d2h")]
-    total = sum(alone)  # the first load and the last store
-    for phase, seconds in enumerate(compute):
-        wanted = transfers(phase, len(compute) // 2, slots)
-        rates = duplex if all(wanted) else alone
-        total += max(seconds, *(t for t, w in zip(rates, wanted, strict=True) if w), 0.0)
-    return total
-
-
-def ridge_tokens(compute: list[float], tokens: int, nbytes: int, link: dict) -> dict[str, int]:
-    """From how many tokens on the median phase computes longer than its copies take.
-
-    Compute time is taken to grow in proportion to the tokens.
-    """
-    layers = len(compute) // 2
-    forward, backward = (statistics.median(part) for part in (compute[:layers], compute[layers:]))
-    load = nbytes / link["pinned_h2d_bytes_per_s"]
-    both = nbytes / min(link["duplex_h2d_bytes_per_s"], link["duplex_d2h_bytes_per_s"])
-    return {
-        "ridge_tokens_forward": round(tokens * load / forward),
-        "ridge_tokens_backward": round(tokens * both / backward),
-    }
-
-
-# -- one row ----------------------------------------------------------------------------------
-
-
-class Machine:
-    """What nvidia-smi reads while a row is measured, every 0.1 s in a process of its own."""
-
-    FIELDS = ("clocks.sm", "power.draw")
-
-    def __enter__(self) -> "Machine":
-        self.log = tempfile.TemporaryFile("w+")
-        query = ["nvidia-smi", f"--query-gpu={','.join(self.FIELDS)}", "-lms", "100", "-i", "0"]
-        try:
-            self.process = subprocess.Popen(
-                [*query, "--format=csv,noheader,nounits"], stdout=self.log, text=True
-            )
-        except OSError:
-            self.process = None
-        return self
-
-    def __exit__(self, *_: object) -> None:
-        if self.process is not None:
-            self.process.terminate()
-            self.process.wait()
-        self.log.seek(0)
-        lines = [line.split(",") for line in self.log.read().splitlines() if "," in line]
-        self.log.close()
-        values = [[float(value) for value in line] for line in lines if len(line) == 2]
-        medians = [statistics.median(column) for column in zip(*values, strict=True)]
-        self.row = dict(zip(("sm_clock_mhz", "power_w"), medians, strict=False))
-
-
-class TooLong(Exception):
-    """A mode took more than its time."""
-
-
-def limited(seconds: int) -> None:
-    """Raise :class:`TooLong` in this thread in ``seconds``; 0 takes that back."""
-
-    def stop(*_: object) -> None:
-        raise TooLong(f"stopped after {seconds} s")
-
-    signal.signal(signal.SIGALRM, stop)
-    signal.alarm(seconds)
-
-
-def repeats_for(tokens: int) -> int:
-    return 5 if tokens <= 4096 else 3
-
-
-def step_seconds(mode: Mode, batch: tuple, repeats: int) -> dict[str, list[float]]:
-    """Seconds of single steps and of steps in a row, after one that is not measured."""
-
-    def seconds(steps: int) -> float:
-        begin = time.perf_counter()
-        for _ in range(steps):
-            mode.step(*batch)
-        mode.finish()
-        return (time.perf_counter() - begin) / steps
-
-    seconds(1)
-    if mode.optimizer:
-        return {"step_s": [seconds(IN_A_ROW) for _ in range(2)]}
-    samples = {"step_s": [seconds(1) for _ in range(repeats)]}
-    return samples | ({"in_a_row_s": [seconds(IN_A_ROW)]} if mode.in_a_row else {})
-
-
-def forget_peaks(device: torch.device) -> None:
-    gc.collect()
-    if device.type == "cuda":
-        torch.cuda.empty_cache()
-        torch.cuda.reset_peak_memory_stats()
-
-
-def peaks(device: torch.device) -> dict[str, int]:
-    if device.type != "cuda":
-        return {}
-    return {
-        "peak_allocated_bytes": torch.cuda.max_memory_allocated(),
-        "peak_reserved_bytes": torch.cuda.max_memory_reserved(),
-    }
-
-
-@dataclass
-class Reference:
-    """What the rows of this run are compared with: link, and by tokens what ``resident`` gave."""
-
-    link: dict[str, float]
-    rows: dict[int, dict] = field(default_factory=dict)
-    gradients: dict[int, list[torch.Tensor]] = field(default_factory=dict)
-
-    def measure(self, mode: Resident, tokens: int) -> dict:
-        """The row of ``resident``, its samples with the phases that bounds are made of."""
-        row = self.rows[tokens] = measure(mode, tokens, repeats_for(tokens))
-        batch = mode.work.batch(tokens)
-        for name, copies in (("compute_alone_s", False), ("compute_beside_s", True)):
-            row["samples"][name] = phase_times(mode, batch, copies)
-        if tokens == mode.work.size.judged_tokens:
-            self.gradients[tokens] = judged_gradients(mode)
-        return row
-
-    def compare(self, mode: Mode, tokens: int, row: dict) -> dict:
-        resident = self.rows[tokens]
-        found = {"resident_s": resident["step_s"]}
-        found["over_resident"] = row["step_s"] / resident["step_s"]
-        if tokens in self.gradients and (own := judged_gradients(mode)):
-            pairs = zip(own, self.gradients[tokens], strict=True)
-            found["gradients_bitwise"] = all(torch.equal(a, b) for a, b in pairs)
-        if mode.bounded and self.link:
-            update = row.get("update_s", 0.0)
-            nbytes = mode.work.size.layer_bytes
-            for suffix, name in (("", "compute_beside_s"), ("_alone", "compute_alone_s")):
-                compute = resident["samples"][name]
-                bound = bound_s(compute, nbytes, self.link, mode.slots) + update
-                bound = max(bound, mode.work.layers * update)
-                found |= {f"bound{suffix}_s": bound, f"eta{suffix}": bound / row["step_s"]}
-            found["bound_from"] = BOUND_WITH_UPDATES if mode.optimizer else BOUND_FROM
-        return found
-
-
-def judged_gradients(mode: Mode) -> list[torch.Tensor] | None:
-    """The first and the last block's gradients, on the host."""
-    found = [mode.gradients(layer) for layer in (0, mode.work.layers - 1)]
-    if None in found or mode.zeros:
-        return None
-    return [gradient.detach().to("cpu", copy=True) for layer in found for gradient in layer]
-
-
-def measure(mode: Mode, tokens: int, repeats: int) -> dict:
-    """The times, clocks and peaks of a row."""
-    batch = mode.work.batch(tokens, zeros=mode.zeros)
-    forget_peaks(mode.device)
-    with Machine() as machine:
-        samples = step_seconds(mode, batch, repeats)
-    medians = {field: statistics.median(values) for field, values in samples.items()}
-    return {**medians, **peaks(mode.device), **machine.row, "samples": samples}
-
-
-# -- traces -----------------------------------------------------------------------------------
-
-
-BLOCKING = ("cudaMalloc", "cudaFree", "cudaHost", "Synchronize", "cuMem")
-
-
-def traced_step(mode: Mode, batch: tuple) -> list[dict]:
-    """The profiler's events of one step after one, on CUDA."""
-    activities = [torch.profiler.ProfilerActivity.CPU, torch.profiler.ProfilerActivity.CUDA]
-    mode.step(*batch)
-    mode.finish()
-    with torch.profiler.profile(activities=activities) as profile:
-        with torch.profiler.record_function("one step"):
-            mode.step(*batch)
-        mode.finish()
-    return profiled_events(profile)
-
-
-def lanes_of(events: list[dict], layers: int, nbytes: int) -> list[Drawn]:
-    """Compute by layer, loads and stores of a traced step.
-
-    Phases begin at matrix products, told by the operator that launched them: forward has two in
-    each block, backward five, one less in the first block, since no gradient of the batch is
-    wanted. Kernels after a pause belong to the product that follows.
-    """
-    operators = {e["args"]["External id"]: e["name"] for e in events if e.get("cat") == "cpu_op"}
-    kernels = [e for e in events if e.get("cat") == "kernel"]
-    is_product = [operators.get(e["args"].get("External id")) == "aten::mm" for e in kernels]
-    firsts = [2 * layer for layer in range(layers)]
-    firsts += [2 * layers + 5 * layer for layer in range(layers)]
-    if sum(is_product) != firsts[-1] + 4:
-        raise ValueError(f"{sum(is_product)} matrix products, expected {firsts[-1] + 4}")
-    names = [f"forward {layer}" for layer in range(layers)]
-    names += [f"backward {layer}" for layer in reversed(range(layers))]
-    drawn: list[Drawn] = []
-    products, begin = 0, None  # of kernels after a pause, which are the next block's
-    for kernel, product in zip(kernels, is_product, strict=True):
-        start, stop = kernel["ts"], kernel["ts"] + kernel["dur"]
-        if product and products in firsts:
-            label = names[firsts.index(products)]
-            drawn.append(Drawn("compute", label, start if begin is None else begin, stop))
-            begin = None
-        elif drawn and begin is None and start - drawn[-1].stop < PAUSE_US:
-            drawn[-1] = replace(drawn[-1], stop=stop)
-        elif begin is None:
-            begin = start
-        products += product
-    for lane, way in (("H2D", "HtoD"), ("D2H", "DtoH")):
-        copies = [e for e in events if e.get("cat") == "gpu_memcpy" and way in e["name"]]
-        for copy in copies:
-            if copy["args"].get("bytes", 0) * 4 >= nbytes:
-                label = copy["name"].removeprefix("Memcpy ")
-                args = {"bytes": copy["args"]["bytes"]}
-                drawn.append(Drawn(lane, label, copy["ts"], copy["ts"] + copy["dur"], args))
-    return drawn
-
-
-def judge_trace(events: list[dict], lanes: list[Drawn], layers: int, slots: int) -> dict:
-    """The fields of a row that come from its trace; loads and stores are one copy a block."""
-    backward = {d.label: d for d in lanes if d.lane == "compute" and d.label.startswith("backw")}
-    loads = [d for d in lanes if d.lane == "H2D"]
-    stores = [d for d in lanes if d.lane == "D2H"]
-    found: dict = {"copies_pinned": all("Pinned" in d.label for d in loads + stores)}
-    if len(loads) == 2 * layers - slots and len(stores) == layers:
-        order = range(layers - 1, -1, -1)
-        load_of = dict(zip(order[slots:], loads[layers:], strict=True))
-        store_of = dict(zip(order, stores, strict=True))
-        judged = order[2:-2]
-        overlapped = 0
-        for layer in judged:
-            three = (backward[f"backward {layer}"], load_of[layer - 1], store_of[layer + 1])
-            overlapped += max(d.start for d in three) < min(d.stop for d in three)
-        found |= {"trace_layers_overlapped": overlapped, "trace_layers_judged": len(judged)}
-    (window,) = (e for e in events if e["name"] == "one step" and e.get("cat") == "user_annotation")
-    calls = [
-        event
-        for event in events
-        if event.get("cat") in ("cuda_runtime", "cuda_driver")
-        and window["ts"] <= event["ts"] < window["ts"] + window["dur"]
-    ]
-    launching = {call["tid"] for call in calls if "LaunchKernel" in call["name"]}
-    calls = Counter(
-        call["name"]
-        for call in calls
-        if call["tid"] in launching and any(word in call["name"] for word in BLOCKING)
-    )
-    return found | {"blocking_calls": sum(calls.values()), "blocking_calls_named": dict(calls)}
-
-
-# -- the whole run ----------------------------------------------------------------------------
-
-
-def run(arguments: argparse.Namespace, device: torch.device) -> None:
-    started = time.perf_counter()
-    size = SMALL if arguments.small else FULL
-    work = Workload(size, device, size.layers)
-    workload = {
-        "model": f"{size.layers} blocks " + MODEL.format(size),
-        "precision": "bfloat16 weights, gradients and compute",
-        "layer_parameters": size.layer_parameters,
-        "layer_bytes": size.layer_bytes,
-    }
-    reference = Reference(link_rates(device, size.layer_bytes))
-    head = header("offload_step", device, workload, reference.link)
-    results = Results(arguments.out, head, RECIPES, ("tokens",))
-    say(started, f"{device_name(device)}, link {reference.link}")
-    plan = {
-        name: [
-            tokens
-            for tokens in (size.tokens[index] for index in MODES[name].sizes)
-            if (not arguments.tokens or tokens in arguments.tokens)
-            and (arguments.again or not results.has(name, tokens=tokens))
+    def __init__(self, loop: StockLoop, device: torch.device) -> None:
+        self.device, self.marks = device, []
+        self.hooks = [
+            loop.model.register_forward_pre_hook(lambda *_: self.mark()),
+            loop.model.register_forward_hook(lambda *_: self.mark()),
+            loop.optimizer.register_step_pre_hook(lambda *_: self.mark()),
         ]
-        for name in arguments.modes
+
+    def mark(self) -> None:
+        self.marks.append(timing_event(self.device))
+        self.marks[-1].record()
+
+    def close(self) -> tuple[float, float]:
+        for hook in self.hooks:
+            hook.remove()
+        synchronize(self.device)
+        phases = []
+        for first in (0, 1):
+            pairs = zip(self.marks[first::3], self.marks[first + 1 :: 3], strict=True)
+            phases.append(statistics.median([a.elapsed_time(b) / 1e3 for a, b in pairs]))
+        return phases[0], phases[1]
+
+
+def parameters_by_decay(model: torch.nn.Module) -> list[dict]:
+    """Two groups: matrices, and what is not decayed."""
+    trained = [p for p in model.parameters() if p.requires_grad]
+    return [
+        {"params": [p for p in trained if p.ndim > 1]},
+        {"params": [p for p in trained if p.ndim < 2], "weight_decay": 0.0},
+    ]
+
+
+class Ours:
+    """A Llama whose layers are on the host as far as they do not fit ``budget``."""
+
+    def __init__(self, size: Size, device: torch.device, layers: int, budget: float) -> None:
+        self.size, self.device = size, device
+        self.model = llama(size.name, device, layers=layers).bfloat16()
+        self.streamed = StreamedModel(self.model, self.model.model.layers, device, budget=budget)
+        if device.type == "cuda":
+            torch.cuda.empty_cache()
+        groups = parameters_by_decay(self.model)
+        self.optimizer = HostAdamW(groups, self.streamed, lr=1e-4, max_norm=LARGEST_NORM)
+
+    def loop(self, tokens: int, clip: bool = True) -> StockLoop:
+        """With the optimizer's own clipping, or with updates in backward."""
+        self.streamed.wait()
+        self.optimizer.zero_grad()
+        self.optimizer.max_norm = LARGEST_NORM if clip else None
+        self.optimizer.in_backward = not clip
+        self.optimizer.skipped = 0
+        for group in self.optimizer.param_groups:
+            group.pop("initial_lr", None)
+            group["lr"] = 1e-4
+        count = max(1, tokens // self.size.length)
+        options = {"optimizer": self.optimizer, "clip": False}
+        return StockLoop(self.model, count * self.size.length, self.size.length, **options)
+
+    @property
+    def host_parameters(self) -> int:
+        layers = self.streamed.layers
+        return sum(p.numel() for layer in layers for p in layer.trained.values())
+
+    @property
+    def device_state_bytes(self) -> int:
+        flats = [*self.streamed.flats, *self.streamed.gradient_flats]
+        slots = {flat.untyped_storage().data_ptr(): flat for each in flats for flat in each}
+        resident = sum(STATE_BYTES * p.numel() for p in self.optimizer.residents)
+        return resident + sum(flat.untyped_storage().nbytes() for flat in slots.values())
+
+    def close(self) -> None:
+        self.streamed.wait()
+        self.optimizer.close()
+
+
+def fsdp2_cpu_offload(size: Size, device: torch.device, layers: int) -> tuple:
+    """FSDP2's policy on one rank: fp32 weights and fused AdamW on the host."""
+    if not dist.is_initialized():
+        dist.init_process_group(store=dist.HashStore(), rank=0, world_size=1)
+    model = llama(size.name, device, layers=layers).cpu()
+    model.gradient_checkpointing_enable({"use_reentrant": False})
+    options = {
+        "mesh": dist.device_mesh.init_device_mesh(device.type, (1,)),
+        "mp_policy": MixedPrecisionPolicy(param_dtype=torch.bfloat16),
+        "offload_policy": CPUOffloadPolicy(pin_memory=device.type == "cuda"),
     }
-
-    def residents(mode: Mode, host: HostMemory) -> None:
-        for tokens in sorted(set().union(*plan.values())):
-            row = reference.measure(mode, tokens)
-            if tokens in plan.get("resident", ()):
-                row |= host.peaks() | reference.compare(mode, tokens, row)
-                results.add({"name": "resident", "tokens": tokens} | row)
-            if tokens == size.judged_tokens and reference.link:
-                compute = row["samples"]["compute_beside_s"]
-                workload.update(ridge_tokens(compute, tokens, size.layer_bytes, reference.link))
-            say(started, f"resident, {tokens}: {row}")
-
-    def rows(mode: Mode, host: HostMemory) -> None:
-        say(started, f"{name}: built")
-        for tokens in plan[name]:
-            row = measure(mode, tokens, repeats_for(tokens)) | host.peaks()
-            if isinstance(mode, StreamedAdam):
-                row["samples"]["update_s"] = updates = mode.update_seconds()
-                row["update_s"] = statistics.median(updates)
-            row |= reference.compare(mode, tokens, row)
-            row |= {"name": name, "tokens": tokens, "note": mode.note}
-            results.add(row)
-            if arguments.trace and tokens == size.judged_tokens and name in TRACED:
-                row |= trace(mode, name, arguments.out, head)
-                results.add(row)
-            shown = {k: v for k, v in row.items() if k not in ("samples", "bound_from", "note")}
-            say(started, f"{name}, {tokens}: {shown}")
-
-    if any(plan.values()):
-        attempt("resident", work, results, arguments, residents)
-    for name, tokens in plan.items():
-        if tokens and name != "resident":
-            attempt(name, work, results, arguments, rows)
+    for layer in model.model.layers:
+        fully_shard(layer, **options)
+    fully_shard(model, **options)
+    return model, torch.optim.AdamW(parameters_by_decay(model), lr=1e-4, fused=True), True
 
 
-def attempt(
-    name: str, work: Workload, results: Results, arguments: argparse.Namespace, body: Callable
-) -> None:
-    """``body`` with a mode and its host memory; a failure is why there is no row."""
-    host, mode = HostMemory(), None
-    limited(arguments.limit)
-    try:
-        mode = MODES[name](work)
-        body(mode, host)
-    except Exception as error:
-        results.skip(name, f"{type(error).__name__}: {str(error)[:300]}")
-        print(f"{name}: not run, {type(error).__name__}: {error}", flush=True)
-        if arguments.raises:
-            raise
-    finally:
-        limited(0)
-        if mode is not None:
-            mode.close()
-        host.close()
-        del mode
-        forget_peaks(work.device)
+def torchao(size: Size, device: torch.device, layers: int) -> tuple:
+    from torchao.optim import CPUOffloadOptimizer
+
+    model = llama(size.name, device, layers=layers).bfloat16()
+    model.gradient_checkpointing_enable({"use_reentrant": False})
+    options = {"offload_gradients": True, "lr": 1e-4, "fused": True}
+    parameters = parameters_by_decay(model)
+    return model, CPUOffloadOptimizer(parameters, torch.optim.AdamW, **options), False
 
 
-def run_memory(arguments: argparse.Namespace, device: torch.device) -> None:
-    """The file ``offload_memory``: peaks over the number of layers; a model beyond the device."""
-    started = time.perf_counter()
-    size = SMALL if arguments.small else FULL
-    memory = torch.cuda.get_device_properties(device).total_memory if device.type == "cuda" else 0
-    workload = {
-        "model": MODEL.format(size),
-        "tokens": size.judged_tokens,
-        "layer_parameters": size.layer_parameters,
-        "device_memory_bytes": memory,
-        "state": "bf16 weights and gradients; with Adam fp32 weights and two moments besides",
-    }
-    head = header("offload_memory", device, workload, {})
-    results = Results(arguments.out, head, RECIPES, ("layers",))
-    cases = [(name, layers) for layers in size.memory_layers for name in MEMORY_MODES]
-    cases = cases if arguments.memory else []
-    cases += [("streamed_adam", size.beyond_layers)] * arguments.beyond
-
-    def row_of(mode: Mode, host: HostMemory) -> None:
-        name, layers = case
-        say(started, f"{name}, {layers} layers: built")
-        if mode.optimizer:
-            row = train_beyond(mode, size.beyond_tokens)
-        else:
-            row = measure(mode, size.judged_tokens, repeats=2)
-        parameters = layers * size.layer_parameters
-        state = parameters * (ADAM_BYTES if mode.optimizer else 4)
-        row |= {"parameters": parameters, "state_bytes": state, **host.peaks()}
-        row |= {"state_over_device": state / memory} if memory else {}
-        results.add({"name": name, "layers": layers, "note": mode.note} | row)
-        say(started, f"{name}, {layers} layers: {row}")
-
-    for case in cases:
-        if arguments.again or not results.has(case[0], layers=case[1]):
-            attempt(case[0], Workload(size, device, case[1]), results, arguments, row_of)
+PEERS = {"fsdp2_cpu_offload": fsdp2_cpu_offload, "torchao": torchao}
 
 
-def train_beyond(mode: Mode, tokens: int) -> dict:
-    """Train the blocks to return their input, a new batch each step; losses, times and peaks."""
-    losses, seconds = [], []
-    forget_peaks(mode.device)
-    for step in range(BEYOND_STEPS):
-        x, _ = mode.work.batch(tokens, seed=step)
-        begin = time.perf_counter()
-        try:
-            loss = mode.step(x, lambda y, x=x: (y - x).float().square().mean())
-            mode.finish()
-        except TooLong:
-            if step < 3:
-                raise
-            break  # enough steps to see the loss fall
-        losses.append(loss)
-        seconds.append(time.perf_counter() - begin)
-        print(f"step {step}: loss {losses[-1].item():.3f}, {seconds[-1]:.2f} s", flush=True)
-    values = [loss.item() for loss in losses]
-    row = {"step_s": statistics.median(seconds[1:]), **peaks(mode.device)}
-    row |= {"first_loss": values[0], "last_loss": values[-1]}
-    return row | {"samples": {"step_s": seconds, "loss": values}}
+# -- what is measured -------------------------------------------------------------------------
 
 
-def trace(mode: Mode, name: str, folder: Path, head: dict) -> dict:
-    """Write the mode's small trace; returns what it says about the row."""
-    if mode.device.type != "cuda":
-        return {}
-    events = traced_step(mode, mode.work.batch(mode.work.size.judged_tokens))
-    lanes = lanes_of(events, mode.work.layers, mode.work.size.layer_bytes)
-    begin = min(d.start for d in lanes)
-    write_trace(folder, head, name, mode.recipes, lanes, begin)
-    return judge_trace(events, lanes, mode.work.layers, getattr(mode, "slots", 0))
+class Benchmark:
+    def __init__(self, options: argparse.Namespace, device: torch.device) -> None:
+        self.size, self.device = SMALL if options.small else FULL, device
+        self.started, self.until = time.perf_counter(), time.time() + options.until
+        shape = LLAMAS[self.size.name]
+        workload = {
+            "model": f"{self.size.name}, vocabulary {shape.vocabulary:,}",
+            "precision": "bfloat16 weights, gradients and compute; fp32 masters and Adam",
+            "loop": "clipping, another learning rate in each step, loss read in each step",
+            "sequence": f"{self.size.length} tokens",
+        }
+        link = link_rates(device, 1 << (20 if options.small else 30))
+        head = header("offload_step", device, workload, link)
+        ours = ("host", "streamed_adam", "streamed_adam_in_backward", "larger_than_device")
+        recipes = dict.fromkeys(ours, RECIPES)
+        self.results = Results(options.out, head, recipes, ("model", "tokens"))
+        self.ours: Ours | None = None
+
+    def say(self, text: str) -> None:
+        say(self.started, text)
+
+    def row(self, name: str, tokens: int | None, memory: HostMemory | None, **fields) -> None:
+        row = {"name": name, "model": self.size.name, "loop": "reads", "compiled": False}
+        row |= {"tokens": tokens} if tokens else {}
+        if self.device.type == "cuda":
+            row["peak_allocated_bytes"] = torch.cuda.max_memory_allocated()
+            row["peak_reserved_bytes"] = torch.cuda.max_memory_reserved()
+        row |= memory.peaks() if memory else {}
+        self.results.add(row | fields)
+        shown = {k: f"{v:.4g}" if isinstance(v, float) else v for k, v in fields.items()}
+        self.say(f"{name} {tokens or ''} { ({k: v for k, v in shown.items() if k != 'samples'}) }")
+
+    def found(self, name: str, tokens: int | None = None) -> dict:
+        """A row of this file; empty where there is none."""
+        key = {"name": name, "model": self.size.name} | ({"tokens": tokens} if tokens else {})
+        rows = self.results.data["rows"]
+        return next((r for r in rows if all(r.get(k) == v for k, v in key.items())), {})
+
+    def clear(self) -> None:
+        gc.collect()
+        if self.device.type == "cuda":
+            torch.cuda.empty_cache()
+            torch.cuda.reset_peak_memory_stats()
+
+    def extrapolated(self, by_depth: dict[int, float]) -> float:
+        (few, short), (many, long) = sorted(by_depth.items())
+        return long + (long - short) / (many - few) * (self.size.layers - many)
+
+    def resident(self) -> None:
+        """Step, forward and backward at two depths, at all tokens."""
+        seconds: dict[tuple, dict] = {}
+        for depth in self.size.depths:
+            ours = Ours(self.size, self.device, depth, budget=float("inf"))
+            for tokens in self.size.tokens:
+                loop = ours.loop(tokens)
+                try:
+                    train(loop, 1)
+                except torch.OutOfMemoryError as error:
+                    self.results.skip(f"resident {tokens}", str(error)[:200])
+                    continue
+                phases = PhaseClock(loop, self.device)
+                steps = train(loop, self.size.steps, warm=1)
+                forward, backward = phases.close()
+                fields = {"step_s": min(steps), "forward_s": forward, "backward_s": backward}
+                for field, value in fields.items():
+                    seconds.setdefault((tokens, field), {})[depth] = value
+            ours.close()
+            del ours, loop
+            self.clear()
+        for tokens in (t for t in self.size.tokens if len(seconds.get((t, "step_s"), ())) == 2):
+            depths = {f: seconds[tokens, f] for f in ("step_s", "forward_s", "backward_s")}
+            fields = {f: self.extrapolated(by_depth) for f, by_depth in depths.items()}
+            samples = {f"{f} of {d} layers": [s] for f, v in depths.items() for d, s in v.items()}
+            extra = {"extrapolated": True, "optimizer_in_step": True, "samples": samples}
+            self.row("resident", tokens, None, **fields, **extra)
+
+    def build(self) -> Ours:
+        if self.ours is None:
+            self.clear()
+            self.memory = HostMemory()
+            begun = time.perf_counter()
+            shape = LLAMAS[self.size.name]
+            outside = 2 * shape.vocabulary * shape.width * STATE_BYTES
+            heads = 2 * shape.width**2 * (1 + shape.kv_heads / shape.heads)
+            slots = STATE_BYTES / 2 * (heads + 3 * shape.width * shape.mlp)  # two, bf16, each way
+            budget = max(0.0, DEVICE_STATE - outside - slots) if self.size is FULL else 0
+            self.ours = Ours(self.size, self.device, self.size.layers, budget)
+            self.say(
+                f"built in {time.perf_counter() - begun:.0f} s, "
+                f"{self.ours.host_parameters / 1e9:.2f} G parameters on the host, "
+                f"{len(self.ours.streamed.resident)} layers and "
+                f"{self.ours.device_state_bytes / 1e9:.1f} GB of state on the device"
+            )
+        return self.ours
+
+    def host(self) -> None:
+        """The update of some layers alone, and a plain pass over their masters."""
+        optimizer = self.build().optimizer
+        host = optimizer.host
+        layers = range(min(4, len(host.blocks)))
+        numel = sum(block[3].numel() for layer in layers for block in host.blocks[layer])
+
+        def update() -> None:
+            still = [group | {"lr": 0.0} for group in optimizer.settings()]
+            jobs = {layer: LayerUpdate(still) for layer in layers}
+            host.start(jobs, steps=1)
+            for job in jobs.values():
+                job.result()
+
+        def multiply() -> None:
+            masters = [b[3] for layer in layers for b in host.blocks[layer]]
+            parts = [masters[i::64] for i in range(64)]
+            wait([host.workers.submit(lambda p: [x.mul_(1.0) for x in p], p) for p in parts])
+
+        def seconds(work: Callable[[], None]) -> list[float]:
+            work()
+            times = []
+            for _ in range(5):
+                begun = time.perf_counter()
+                work()
+                times.append(time.perf_counter() - begun)
+            return times
+
+        update_s, multiply_s = seconds(update), seconds(multiply)
+        moved = UPDATE_BYTES * numel / statistics.median(update_s)
+        plain = 8 * numel / statistics.median(multiply_s)
+        fields = {"update_bytes_per_s": moved, "yardstick_bytes_per_s": plain}
+        by_block = {}
+        for size in (2**17, 2**18, 2**19, 2**20):
+            self.cut(layers, size)
+            by_block[f"update_s in blocks of {size}"] = seconds(update)
+        self.cut(layers, BLOCK)
+        fields |= {"share_of_yardstick": moved / plain, "threads": host.workers._max_workers}
+        samples = {"update_s": update_s, "multiply_s": multiply_s, **by_block}
+        self.row("host", None, None, **fields, samples=samples)
+
+    def cut(self, layers: Iterable[int], size: int) -> None:
+        """Cut layers into blocks of another size."""
+        host = self.ours.optimizer.host
+        host_adam.BLOCK, host.of_thread = size, threading.local()
+        for index in layers:
+            layer, host.blocks[index] = self.ours.streamed.layers[index], []
+            for name, parameter in layer.trained.items():
+                pieces = [layer.gradients[0].views[name], layer.weights[0].views[name]]
+                pieces += host.state[parameter].values()
+                parts = zip(*(piece.view(-1).split(size) for piece in pieces), strict=True)
+                group = host.group_of[parameter]
+                host.blocks[index] += [(group, *part) for part in parts]
+
+    def streamed(self, tokens: int, clip: bool) -> None:
+        ours = self.build()
+        self.clear()
+        loop = ours.loop(tokens, clip)
+        steps = train(loop, self.size.steps)
+        ours.streamed.wait()
+        step = statistics.median(steps)
+        resident, host = self.found("resident", tokens), self.found("host")
+        fields = {"step_s": step, "optimizer_in_step": True, "skipped": ours.optimizer.skipped}
+        if host:
+            update_s = UPDATE_BYTES * ours.host_parameters / host["update_bytes_per_s"]
+            fields["update_s"] = update_s
+        if host and resident:
+            forward, backward = resident["forward_s"], resident["backward_s"]
+            in_backward = max(forward + backward, update_s)
+            bound = backward + max(forward, update_s) if clip else in_backward
+            fields |= {"bound_s": bound, "of_bound": bound / step, "eta": bound / step}
+            fields |= {"bound_from": BOUND if clip else BOUND_IN_BACKWARD}
+            fields |= {"kept": resident["step_s"] / step}
+        fields |= {"host_parameters": ours.host_parameters}
+        fields |= {"device_state_bytes": ours.device_state_bytes}
+        fields |= {"layers_on_device": len(ours.streamed.resident)}
+        name = "streamed_adam" if clip else "streamed_adam_in_backward"
+        self.row(name, tokens, self.memory, **fields, samples={"step_s": steps})
+
+    def larger(self) -> None:
+        """Many steps: the loss, and whether memory grows."""
+        ours = self.build()
+        self.clear()
+        tokens = min(self.size.tokens)
+        loop = ours.loop(tokens)
+        losses, reserved, begun = [], [], time.perf_counter()
+        for _ in range(FIFTY if self.size is FULL else 6):
+            loop.step()
+            losses.append(loop.loss)
+            if self.device.type == "cuda":
+                reserved.append(torch.cuda.memory_reserved())
+        ours.streamed.wait()
+        parameters = sum(p.numel() for p in self.ours.model.parameters())
+        fields = {"step_s": (time.perf_counter() - begun) / len(losses), "parameters": parameters}
+        fields |= {"first_loss": losses[0], "last_loss": losses[-1], "steps": len(losses)}
+        fields |= {"state_bytes": STATE_BYTES * parameters, "optimizer_in_step": True}
+        if reserved:
+            memory = torch.cuda.get_device_properties(0).total_memory
+            fields |= {"state_over_device": STATE_BYTES * parameters / memory}
+        samples = {"loss": losses, "reserved_bytes": reserved}
+        self.row("larger_than_device", tokens, self.memory, **fields, samples=samples)
+
+    def peer(self, name: str, tokens: int) -> None:
+        by_depth = {}
+        for depth in self.size.depths:
+            model, optimizer, clip = PEERS[name](self.size, self.device, depth)
+            count = max(1, tokens // self.size.length) * self.size.length
+            loop = StockLoop(model, count, self.size.length, optimizer=optimizer, clip=clip)
+            loop.device = self.device
+            by_depth[depth] = statistics.median(train(loop, 2, warm=1))
+            del loop, model, optimizer
+            self.clear()
+        step = self.extrapolated(by_depth)
+        resident = self.found("resident", tokens).get("step_s")
+        note = {"note": f"torchao {version('torchao')}"} if name == "torchao" else {}
+        fields = {"step_s": step, "extrapolated": True, "optimizer_in_step": True} | note
+        fields |= {"kept": resident / step} if resident else {}
+        samples = {f"step_s of {depth} layers": [s] for depth, s in by_depth.items()}
+        self.row(name, tokens, None, **fields, samples=samples)
+
+    def tasks(self, what: str) -> list[Task]:
+        full, known = self.size is FULL, self.results.has
+        model = {"model": self.size.name}
+        found = []
+        if what in ("ours", "all"):
+            last = {"tokens": self.size.tokens[-1]}
+            done = lambda: known("resident", **model, **last)  # noqa: E731
+            found.append(Task("resident", 60 if full else 20, self.resident, done))
+            found.append(
+                Task("host", 150 if full else 20, self.host, lambda: known("host", **model))
+            )
+            for clip, name in ((True, "streamed_adam"), (False, "streamed_adam_in_backward")):
+                for tokens in self.size.tokens:
+                    found.append(
+                        Task(
+                            f"{name} {tokens}",
+                            35 if full else 10,
+                            lambda tokens=tokens, clip=clip: self.streamed(tokens, clip),
+                            lambda name=name, tokens=tokens: known(name, tokens=tokens, **model),
+                        )
+                    )
+            done = lambda: known("larger_than_device", tokens=min(self.size.tokens), **model)  # noqa: E731
+            found.append(Task("larger_than_device", 200 if full else 20, self.larger, done))
+        if what in ("peers", "all"):
+            for name in PEERS:
+                for tokens in self.size.tokens:
+                    found.append(
+                        Task(
+                            f"{name} {tokens}",
+                            60 if full else 20,
+                            lambda name=name, tokens=tokens: self.peer(name, tokens),
+                            lambda name=name, tokens=tokens: known(name, tokens=tokens, **model),
+                        )
+                    )
+        return found
 
 
 def main() -> None:
     parser = argparse.ArgumentParser(description=__doc__.splitlines()[0])
-    parser.add_argument(
-        "--out", type=Path, default=ROOT / "benchmarks", help="results/ and traces/ go here"
-    )
-    parser.add_argument("--modes", type=lambda s: s.split(",") if s else [], default=list(MODES))
-    parser.add_argument("--tokens", type=lambda s: tuple(map(int, s.split(","))), default=())
-    parser.add_argument("--limit", type=int, default=90, help="seconds a mode may take")
-    parser.add_argument("--memory", action="store_true", help="peaks over the number of layers")
-    parser.add_argument("--beyond", action="store_true", help="train a model beyond the device")
-    parser.add_argument("--small", action="store_true", help="a size for rehearsal on a CPU")
-    parser.add_argument("--again", action="store_true", help="measure rows anew that are there")
-    parser.add_argument("--trace", action="store_true", help="also write traces")
-    parser.add_argument("--raises", action="store_true", help="stop at the first failure")
-    arguments = parser.parse_args()
-    unknown = set(arguments.modes) - set(MODES)
-    if unknown:
-        parser.error(f"no mode {sorted(unknown)}; there are {list(MODES)}")
+    parser.add_argument("--out", type=Path, required=True, help="folder of results/")
+    parser.add_argument("--what", choices=("ours", "peers", "all"), default="ours")
+    parser.add_argument("--small", action="store_true", help="a tiny Llama, for a CPU")
+    parser.add_argument("--until", type=float, default=3600, help="seconds from now")
+    options = parser.parse_args()
     kind = torch.accelerator.current_accelerator(check_available=True)
     device = torch.device(kind.type if kind else "cpu", 0 if kind else None)
-    run(arguments, device)
-    if arguments.memory or arguments.beyond:
-        run_memory(arguments, device)
+    benchmark = Benchmark(options, device)
+    benchmark.say(f"{device_name(device)}, torch {torch.__version__}")
+    tasks = benchmark.tasks(options.what)
+    run_tasks(tasks, benchmark.results, benchmark.until, Agreement())
+    if benchmark.ours is not None:
+        benchmark.ours.close()
+    if dist.is_initialized():
+        dist.destroy_process_group()
 
 
 if __name__ == "__main__":

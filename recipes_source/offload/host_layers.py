@@ -51,7 +51,7 @@ Nothing is hidden behind compute yet: that is the next recipe, :doc:`weight_stre
 import mmap
 import os
 from collections.abc import Iterable
-from contextlib import closing, suppress
+from contextlib import suppress
 from copy import deepcopy
 from itertools import accumulate
 from weakref import finalize
@@ -138,124 +138,102 @@ class HostBuffer:
 
 
 # %%
-# A stack of modules on the host
-# ------------------------------
+# A layer on the host
+# -------------------
 # ``parameter.data = view`` exchanges the memory behind a parameter and keeps the object. An
 # optimizer that was made before still updates it, and ``state_dict()`` still finds it.
 #
-# Parameters that are trained come first, so the layout of the gradients is the beginning of the
-# layout of the weights. A frozen layer has a gradient buffer of no bytes, and nothing of it will
-# be copied back: fine-tuning with adapters sends home the adapters alone.
+# What is trained comes first, so the layout of the gradients is the beginning of that of the
+# weights. A frozen layer has no gradient buffer, and nothing of it will be copied back: fine-tuning
+# with adapters sends home the adapters alone. A flat tensor has one dtype, so a layer with adapters
+# in fp32 on weights in bf16 has two buffers.
 #
-# Some layers cannot be streamed, and are refused before any memory is locked for them:
+# Some layers cannot be streamed, and are refused before any memory is locked for them: a parameter
+# that two layers share would be copied twice and updated from half of its gradient. (Shared *inside*
+# a layer it is one parameter with two names, which is fine.) Streams and events belong to the device
+# that is **current** when they are made, whatever device the tensors are on, so a device that is not
+# the current one is refused as well. If a layer does not fit, what has been locked for those before
+# it is unlocked at once, so that whoever catches the error can try again with less.
 #
-# * A parameter that two layers share would be copied twice and updated from half of its gradient.
-#   Shared *inside* a layer it is one parameter with two names, which is fine.
-# * A flat tensor has one dtype. A layer of two dtypes must be split or cast.
-#
-# Streams and events belong to the device that is **current** when they are made, whatever device
-# the tensors are on. A stack for ``cuda:1`` in a process whose current device is ``cuda:0`` would
-# order the wrong device, and compute wrong gradients without an error. So a device that is not the
-# current one is refused as well: call ``torch.accelerator.set_device_index`` first.
-#
-# If a layer is refused or does not fit, what has been locked for those before it is unlocked at
-# once, so that whoever catches the error can try again with less.
-#
-# Buffers (running statistics, masks, tables of positions) are small and may be changed by forward:
-# they move to the device for good.
-#
-# Whether a gradient is finite is asked on the host, where the gradients are, by one pass over them
-# (``aminmax`` returns NaN if there is one). The step on the device is not held up by it.
+# Buffers of modules (running statistics, masks, tables of positions) are small and may be changed
+# by forward: they move to the device for good.
 
 
-class HostLayers:
-    """Layers whose parameters and gradients are in page-locked host memory, a buffer each.
+class HostLayer:
+    """A layer whose parameters and gradients are in page-locked host memory.
 
-    ``layers.parameters()`` are what an optimizer on the host updates, ``layers.state_dict()`` what
-    is saved: the modules keep their ``nn.Parameter`` objects, and only the memory behind them is
-    another. Buffers of modules move to the device and stay there.
-
-    Args:
-        layers: the modules, taken one by one: from a generator, the host never holds them twice.
-        device: where they will run; if it has an index, it must be the current device.
-        gradient_dtype: of the gradients; each layer's own if None.
-
-    ``weights[i]`` and ``gradients[i]`` are the buffers of layer i. Parameters that require
-    gradients come first, so that the gradients' layout is the beginning of the weights'.
+    ``weights`` are its buffers, one for each dtype, what is trained first; ``gradients`` are laid
+    out as the first of them. ``trained`` are parameters by name.
 
     Raises:
-        ValueError: a layer has several dtypes, or shares a parameter with one before it; there is
-            no layer; the device is not the current one.
         RuntimeError: the host cannot lock as much memory as weights and gradients take.
     """
 
-    def __init__(self, layers: Iterable, device: torch.device, gradient_dtype=None) -> None:
-        named = device.type != "cpu" and device.index is not None
-        if named and device.index != torch.accelerator.current_device_index():
-            raise ValueError(f"make {device} current: torch.accelerator.set_device_index")
-        self.device, self.gradient_dtype = device, gradient_dtype
-        self.layers, self.weights, self.gradients = nn.ModuleList(), [], []
+    def __init__(self, layer: nn.Module, device: torch.device, gradient_dtype=None) -> None:
+        self.module, groups = layer, {}
+        for name, parameter in layer.named_parameters():
+            kind = not parameter.requires_grad, str(parameter.dtype)
+            groups.setdefault(kind, {})[name] = parameter
+        in_order = [groups[kind] for kind in sorted(groups)]
+        self.trained = {n: p for named in in_order for n, p in named.items() if p.requires_grad}
+        self.weights, self.gradients = [], []
         try:
-            for layer in layers:
-                self.take(layer)
+            for named in in_order:
+                some = next(iter(named.values()))
+                self.weights.append(HostBuffer(named, some.dtype, device))
+                if some.requires_grad:
+                    self.gradients.append(HostBuffer(named, gradient_dtype or some.dtype, device))
         except BaseException:
-            HostLayers.close(self)
+            self.close()
             raise
-        if not self.layers:
-            raise ValueError("there is no layer: give one at least")
-
-    def take(self, layer: nn.Module) -> None:
-        """Move the parameters of ``layer`` into a buffer of their own."""
-        index = len(self.layers)
-        named = sorted(layer.named_parameters(), key=lambda item: not item[1].requires_grad)
-        known = {id(parameter) for parameter in self.layers.parameters()}
-        if shared := [name for name, parameter in named if id(parameter) in known]:
-            raise ValueError(
-                f"layer {index} shares {shared} with a layer before it: keep a shared parameter "
-                "on the device, in a module before the first layer or in the loss function"
-            )
-        dtypes = {parameter.dtype for _, parameter in named} or {torch.float32}
-        if len(dtypes) > 1:
-            raise ValueError(
-                f"layer {index} mixes {sorted(map(str, dtypes))}: give it one dtype with "
-                "layer.to(dtype), or split it"
-            )
-        dtype = dtypes.pop()
-        trained = {name: parameter for name, parameter in named if parameter.requires_grad}
-        self.weights.append(HostBuffer(dict(named), dtype, self.device))
-        self.gradients.append(HostBuffer(trained, self.gradient_dtype or dtype, self.device))
-        for name, parameter in named:
-            parameter.data = self.weights[index].views[name].copy_(parameter.data)
+        for named, buffer in zip(in_order, self.weights, strict=True):
+            for name, parameter in named.items():
+                parameter.data = buffer.views[name].copy_(parameter.data)
         for module in layer.modules():
             for name, buffer in module.named_buffers(recurse=False):
-                setattr(module, name, buffer.to(self.device))
-        self.layers.append(layer)
+                setattr(module, name, buffer.to(device))
 
     def hand_out_gradients(self) -> None:
-        """Make the gradient buffers what the parameters call ``grad``."""
-        for layer, gradients in zip(self.layers, self.gradients, strict=True):
-            for name, view in gradients.views.items():
-                layer.get_parameter(name).grad = view
-
-    def check_finite(self) -> None:
-        """Look at all gradients in host memory.
-
-        Raises:
-            FloatingPointError: one is infinite or not a number.
-        """
-        for layer, gradients in enumerate(self.gradients):
-            for name, view in gradients.views.items():
-                if view.numel() and not torch.stack(torch.aminmax(view)).isfinite().all():
-                    raise FloatingPointError(
-                        f"layer {layer}: the gradient of {name!r} is not finite; skip this step, "
-                        "and lower the learning rate or scale the loss"
-                    )
+        """Make the gradient buffers what the parameters call ``grad``, if their dtype allows it."""
+        for buffer in self.gradients:
+            for name, view in buffer.views.items():
+                if view.dtype == self.trained[name].dtype:
+                    self.trained[name].grad = view
 
     def close(self) -> None:
-        """Wait for the device, and unlock all memory."""
-        torch.get_device_module(self.device).synchronize()
+        """Unlock the memory."""
         for buffer in self.weights + self.gradients:
             buffer.close()
+
+
+def move_to_host(layers: Iterable, device: torch.device, gradient_dtype=None) -> list[HostLayer]:
+    """A ``HostLayer`` of each; from a generator, the host never holds them twice.
+
+    Args:
+        device: where they will run; if it has an index, it must be the current device.
+        gradient_dtype: of the gradients; that of their parameters if None.
+
+    Raises:
+        ValueError: a layer shares a parameter with one before it; another device is the current one.
+        RuntimeError: the host cannot lock as much memory.
+    """
+    named = device.type != "cpu" and device.index is not None
+    if named and device.index != torch.accelerator.current_device_index():
+        raise ValueError(f"make {device} current: torch.accelerator.set_device_index")
+    moved, known = [], set()
+    try:
+        for layer in layers:
+            if shared := [n for n, p in layer.named_parameters() if p in known]:
+                raise ValueError(
+                    f"layer {len(moved)} shares {shared} with a layer before it: keep a shared "
+                    "parameter on the device, in a module that is no layer"
+                )
+            known.update(layer.parameters())
+            moved.append(HostLayer(layer, device, gradient_dtype))
+    except BaseException:
+        [layer.close() for layer in moved]
+        raise
+    return moved
 
 
 # %%
@@ -304,36 +282,40 @@ def start_rank() -> torch.device:
 # host waits for **it** before it reads a gradient.
 
 
-def gradients_to_host(model: HostLayers, x: torch.Tensor) -> torch.Tensor:
+def gradients_to_host(model: list[HostLayer], x: torch.Tensor) -> torch.Tensor:
     """Forward and backward with one copy a layer and direction; returns the loss."""
-    weights = []
-    for layer, host in zip(model.layers, model.weights, strict=True):
-        flat = torch.empty_like(host.flat, device=model.device).copy_(host.flat, non_blocking=True)
-        weights.append(flat.requires_grad_())
-        x = functional_call(layer, host.views_of(flat), (x,))
+    flats = []
+    for layer in model:
+        views = {}
+        for host in layer.weights:
+            flat = torch.empty_like(host.flat, device=x.device).copy_(host.flat, non_blocking=True)
+            flats.append(flat.requires_grad_(len(views) == 0 and bool(layer.gradients)))
+            views |= host.views_of(flat)
+        x = functional_call(layer.module, views, (x,))
     loss = loss_of(x)
     loss.backward()
-    for host, flat in zip(model.gradients, weights, strict=True):
-        host.flat.copy_(flat.grad[: host.flat.numel()], non_blocking=True)
+    hosts = [host for layer in model for host in layer.gradients]
+    for host, flat in zip(hosts, (flat for flat in flats if flat.requires_grad), strict=True):
+        host.flat.copy_(flat.grad, non_blocking=True)
     return loss.detach()
 
 
-def train(model: HostLayers) -> None:
+def train(model: list[HostLayer], ordinary: nn.Module, device: torch.device) -> None:
     """Train with an optimizer on the host; compare each step with all of it on the device."""
-    streams = torch.get_device_module(model.device)
-    optimizer = torch.optim.AdamW(model.layers.parameters(), lr=1e-2, fused=True)
+    streams = torch.get_device_module(device)
+    optimizer = torch.optim.AdamW(ordinary.parameters(), lr=1e-2, fused=True)
     for step in range(STEPS):
-        x = torch.randn(BATCH, TOKENS, WIDTH, device=model.device)
-        resident = deepcopy(model.layers).to(model.device)
-        loss_of(nn.Sequential(*resident)(x)).backward()
+        x = torch.randn(BATCH, TOKENS, WIDTH, device=device)
+        resident = deepcopy(ordinary).to(device)
+        loss_of(resident(x)).backward()
 
         loss = gradients_to_host(model, x)
         done = streams.Event()
         done.record(streams.current_stream())
         done.synchronize()
-        model.hand_out_gradients()
-        model.check_finite()
-        for ours, theirs in zip(model.layers.parameters(), resident.parameters(), strict=True):
+        for layer in model:
+            layer.hand_out_gradients()
+        for ours, theirs in zip(ordinary.parameters(), resident.parameters(), strict=True):
             assert theirs.grad is None or torch.equal(ours.grad, theirs.grad.cpu())
         optimizer.step()
         print(f"step {step}: loss {loss.item():.4f}, gradients equal, bit by bit")
@@ -350,21 +332,23 @@ def main() -> None:
     device = start_rank()
     try:
         torch.manual_seed(dist.get_rank())
-        ordinary = nn.ModuleList(Block() for _ in range(LAYERS))
+        ordinary = nn.Sequential(*(Block() for _ in range(LAYERS)))
         ordinary[1].norm.weight.requires_grad_(False)
-        with closing(HostLayers(deepcopy(ordinary), device)) as model:
-            assert all(map(torch.equal, model.layers.parameters(), ordinary.parameters()))
-            train(model)
-            buffers = model.weights + model.gradients
-            assert all(buffer.flat.is_pinned() == (device.type == "cuda") for buffer in buffers)
-            nbytes = sum(buffer.flat.nbytes for buffer in buffers)
-            tensors = [tensor for buffer in buffers for tensor in buffer.views.values()]
-            assert nbytes - sum(t.nbytes for t in tensors) < 4 * ALIGNMENT * len(tensors)
-        print(f"{len(buffers)} buffers, {nbytes} bytes")
+        values = deepcopy(ordinary)
+        model = move_to_host(ordinary, device)
+        assert all(map(torch.equal, ordinary.parameters(), values.parameters()))
+        train(model, ordinary, device)
+        buffers = [buffer for layer in model for buffer in layer.weights + layer.gradients]
+        assert all(buffer.flat.is_pinned() == (device.type == "cuda") for buffer in buffers)
+        nbytes = sum(buffer.flat.nbytes for buffer in buffers)
+        tensors = [tensor for buffer in buffers for tensor in buffer.views.values()]
+        assert nbytes - sum(t.nbytes for t in tensors) < 4 * ALIGNMENT * len(tensors)
+        for layer in model:
+            layer.close()
         try:
-            HostLayers([ordinary[0], ordinary[0]], device)
+            move_to_host([ordinary[0], ordinary[0]], device)
         except ValueError as reason:
-            print("refused:", reason)
+            print(f"{len(buffers)} buffers, {nbytes} bytes; refused:", reason)
         else:
             raise AssertionError("a parameter that layers share was taken")
     finally:

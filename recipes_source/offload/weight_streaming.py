@@ -91,7 +91,7 @@ Layers, device, batches and loss are yours; put this file and ``host_layers.py``
    stack = StreamedStack(layers, device)
    optimizer = torch.optim.AdamW(stack.layers.parameters(), fused=True)
    for batch in batches:
-       loss = stack.step(batch, loss_of)
+       loss = stack.step(batch, node.loss_of)
        stack.wait_for_gradients()
        optimizer.step()
    stack.close()
@@ -100,151 +100,95 @@ Layers, device, batches and loss are yours; put this file and ``host_layers.py``
 # %%
 # Imports and sizes
 # -----------------
-# ``host_layers.py`` holds each layer's parameters and gradients in flat page-locked buffers.
+# ``layer_as_node.py`` hands us the backward of a layer.
 
-from collections import defaultdict, deque
-from collections.abc import Callable, Iterable, Iterator
+from collections import defaultdict
+from collections.abc import Iterable
 from contextlib import closing
-from copy import deepcopy
+from functools import partial
 
+import layer_as_node as node
 import torch
 import torch.distributed as dist
-from host_layers import BATCH, TOKENS, WIDTH, Block, HostBuffer, HostLayers, loss_of, start_rank
 from torch import nn
-from torch.autograd.graph import get_gradient_edge
 from torch.func import functional_call
-from torch.utils.checkpoint import checkpoint
 
 SLOTS = 2  # layers whose weights are on the device at a time
 GRADIENT_SLOTS = 2  # one that compute writes, one that the copy to the host reads
-LAYERS, HEADS, STEPS = 6, 4, 2
-
-# %%
-# A graph without tensors
-# -----------------------
-# Recomputation is ``torch.utils.checkpoint``: it runs a layer with autograd, throws away what the
-# layer would save for backward, and runs it again when backward asks for it. It restores the
-# random state, so dropout repeats itself, and it **stops early**: when the last tensor that
-# backward needs is there, the rest of the layer is not run. In a block that ends in a matrix
-# product that product is not repeated.
-#
-# Each layer's graph is its own, so that one layer can be differentiated at a time. To do this later
-# it is enough to know where the graph begins and ends (``get_gradient_edge``); no tensor is kept
-# but the layer's input, by ``checkpoint``. A leaf at the beginning would keep the input a second
-# time, out of reach of hooks that send it elsewhere (:doc:`activation_offload`). A node of our own
-# keeps nothing.
+LAYERS, STEPS = 5, 2
 
 
-class Entrance(torch.autograd.Function):
-    """Where a layer's graph begins: a node that holds no memory, unlike a leaf.
-
-    ``door`` is any tensor that requires gradients.
-    """
-
-    @staticmethod
-    def forward(ctx, x: torch.Tensor, door: torch.Tensor) -> torch.Tensor:
-        return x.view_as(x)
-
-    @staticmethod
-    def backward(ctx, grad: torch.Tensor) -> tuple[torch.Tensor, None]:
-        return grad, None
-
-
-# %%
-# The streamed stack
-# ------------------
-# ``in_slots`` allocates device memory: ``slots`` flat buffers for weights, two for gradients, each
-# of the size of the largest layer. They are never freed, so no copy can outlive what it reads, and
-# neither ``record_stream`` nor the allocator has a say. Their memory may have been another
-# tensor's, whose kernels are still queued: ``h2d`` waits for these once, before it loads anything.
-# Which slot a layer uses is fixed (its index modulo the number of slots): its views of the slot are
-# made once, and are the leaves of its graph.
-#
-# The methods are the steps of the picture. Read ``forward`` and ``backward`` first:
-#
-# * ``load`` waits for ``free``, copies, records ``ready``. It is called as early as the slot's
-#   previous user has been *queued*; the stream, not the host, waits for it to be *done*.
-#   ``held`` says which layer each slot was loaded with last. Backward finds the topmost layers
-#   there, unless another forward or backward came in between; then it loads them.
-# * ``compute_forward`` and ``compute_backward`` run between ``await_weights`` and ``release``.
-#   What writes gradients into a slot has waited for ``grad_free``.
-# * ``store`` records ``grad_ready`` behind the gradients, copies on ``d2h``, and records
-#   ``grad_free`` and ``host_done``.
-#
-# None of them asks anything of the device: no ``.item()``, no ``synchronize``. What autograd
-# allocates in each layer comes from PyTorch's caching allocator, which needs nothing new from the
-# driver for steps of one size after the first.
-#
-# ``functional_call`` runs a module with the tensors that it is given in place of its parameters,
-# so any module will do that takes one tensor and returns one.
-#
-# What is not a layer stays on the device. A head or a loss with weights of its own goes into
-# ``loss_function``, whose backward fills their gradients as usual. An embedding goes before the
-# stack: ``step`` hands the gradient of its input on to what made it.
-#
-# ``step`` begins without graphs. One that an evaluation or a step that raised has left behind would
-# otherwise be taken for this step's, and give its gradients.
-
-
-class StreamedStack(HostLayers):
-    """Layers that run one after the other, each with its weights on the device for its turn only.
-
-    Every layer takes one tensor and returns one.
+class StreamedLayers:
+    """Layers whose weights are on the device for their turn only.
 
     Args:
+        layers, device, gradient_dtype: as for ``move_to_host``.
         slots: layers whose weights are on the device at a time.
-        slot_bytes: the most that a slot may take; 0 for as much as the largest layer needs.
-        layers, device, kwargs: as for ``HostLayers``.
 
-    Raises:
-        ValueError: less than 1 slot, a layer that does not fit into one; or as ``HostLayers``.
-        RuntimeError: as ``HostLayers``.
+    ``layers[i]`` is a ``HostLayer``; ``views[i]`` are the weights of layer i in its slot on the
+    device, ``totals[i]`` its gradients.
     """
 
-    def __init__(self, layers: Iterable, device: torch.device, slots=SLOTS, slot_bytes=0, **kwargs):
+    def __init__(self, layers: Iterable, device: torch.device, slots=SLOTS, gradient_dtype=None):
         if slots < 1:
             raise ValueError(f"slots must be 1 or more, not {slots}")
-        super().__init__(layers, device, **kwargs)
-        sizes = [buffer.flat.nbytes for buffer in self.weights]
-        if slot_bytes and slot_bytes < max(sizes):
-            raise ValueError(
-                f"layer {sizes.index(max(sizes))} takes {max(sizes)} bytes, a slot may take "
-                f"{slot_bytes}: raise slot_bytes, or split the layer"
-            )
-        self.slots, self.loads, self.stores, self.held = slots, 0, 0, {}  # held[slot]: its layer
+        layers = list(layers)
+        self.layers = node.move_to_host(layers, device, gradient_dtype)
+        self.device, self.slots, self.loads, self.stores = device, slots, 0, 0
+        self.held: dict[int, int] = {}  # slot: the layer that was loaded into it last
+        self.last, self.recorded = -1, set()  # layer that ran last; layers that wait for a backward
         self.streams = torch.get_device_module(device)
         self.h2d, self.d2h = self.streams.Stream(), self.streams.Stream()
         events = (defaultdict(self.streams.Event) for _ in range(5))
-        self.ready, self.free, self.grad_ready, self.grad_free, self.host_done = events
-        self.flats, self.views = self.in_slots(self.weights, slots)
-        self.gradient_flats, self.gradient_views = self.in_slots(self.gradients, GRADIENT_SLOTS)
-        for views, trained in zip(self.views, self.gradient_views, strict=True):
-            for name in trained:
-                views[name].requires_grad_()
+        self.ready, self.free, self.grad_ready, self.grad_free, self.sum_ready = events
+        blocking = {} if device.type == "cpu" else {"blocking": True}  # a wait takes no core
+        self.host_done = defaultdict(partial(self.streams.Event, **blocking))
+        self.flats, self.views = self.in_slots([x.weights for x in self.layers], slots)
+        buffers = [x.gradients for x in self.layers]
+        self.gradient_flats, self.totals = self.in_slots(buffers, GRADIENT_SLOTS)
         self.h2d.wait_stream(self.streams.current_stream())
-        self.graphs: list[deque] = [deque() for _ in sizes]  # begin and end of each, oldest first
-        self.door = torch.empty(0, requires_grad=True)
+        self.plain = [node.Plain(layer) for layer in layers]
+        for index, layer in enumerate(layers):
+            for name in self.totals[index]:
+                self.views[index][name].requires_grad_()
+            layer.forward = partial(self.call, index)
 
-    def in_slots(self, buffers: list[HostBuffer], count: int) -> tuple[list, list]:
-        """Flat device tensors like the buffers, and their parts, in slots that take turns."""
-        hosts = [buffer.flat for buffer in buffers]
-        nbytes = max(host.nbytes for host in hosts)
-        slots = [torch.empty(nbytes, dtype=torch.uint8, device=self.device) for _ in range(count)]
-        flats = [slots[i % count][: host.nbytes].view(host.dtype) for i, host in enumerate(hosts)]
-        return flats, [b.views_of(flat) for b, flat in zip(buffers, flats, strict=True)]
+    def in_slots(self, layers: list[list[node.HostBuffer]], count: int) -> tuple[list, list]:
+        """Device tensors like each layer's buffers, and their parts by name; slots take turns."""
+        sizes = [sum(host.flat.nbytes for host in buffers) for buffers in layers]
+        size = max(sizes, default=0)
+        slots = [torch.empty(size, dtype=torch.uint8, device=self.device) for _ in range(count)]
+        flats, views = [], []
+        for layer, buffers in enumerate(layers):
+            at, mine, named = 0, [], {}
+            for host in buffers:
+                part = slots[layer % count][at : at + host.flat.nbytes].view(host.flat.dtype)
+                at += part.nbytes
+                mine.append(part)
+                named |= host.views_of(part)
+            flats.append(mine)
+            views.append(named)
+        return flats, views
 
     # Weights to the device
 
     def load(self, layer: int) -> None:
-        """Queue the copy of a layer's weights into its slot."""
-        self.h2d.wait_event(self.free[layer % self.slots])
+        """Queue the copy of a layer's weights into its slot, unless it holds them."""
+        slot = layer % self.slots
+        if self.held.get(slot) == layer:
+            return
+        self.before_load(layer)
+        self.h2d.wait_event(self.free[slot])
         with self.streams.stream(self.h2d):
-            self.flats[layer].copy_(self.weights[layer].flat, non_blocking=True)
-        self.ready[layer % self.slots].record(self.h2d)
-        self.held[layer % self.slots] = layer
+            for flat, host in zip(self.flats[layer], self.layers[layer].weights, strict=True):
+                flat.copy_(host.flat, non_blocking=True)
+        self.ready[slot].record(self.h2d)
+        self.held[slot] = layer
         self.loads += 1
 
     def await_weights(self, layer: int) -> None:
+        """Make what is queued from here on wait for a layer's weights."""
+        self.load(layer)
         self.streams.current_stream().wait_event(self.ready[layer % self.slots])
 
     def release(self, layer: int) -> None:
@@ -253,145 +197,129 @@ class StreamedStack(HostLayers):
 
     # Forward
 
-    def forward(self, x: torch.Tensor) -> torch.Tensor:
-        """Run all layers; keep the input of each, and its graph without the tensors in it."""
-        self.load(0)
-        for layer in range(len(self.layers)):
-            self.await_weights(layer)
-            x = self.compute_forward(layer, x)
-            self.release(layer)
-            first = layer + self.slots if layer else 1
-            for later in range(first, min(layer + self.slots + 1, len(self.layers))):
-                self.load(later)
-        return x
+    def call(self, index: int, *args, **kwargs):
+        """What ``layer.forward`` is now."""
+        if index <= self.last:  # a new forward: the host may have changed the weights
+            self.held.clear()
+        self.last = index
+        self.await_weights(index)
+        wanted = self.layers[index].trained or any(
+            x.requires_grad for x in node.tensors_in((args, kwargs))
+        )
+        if torch.is_grad_enabled() and wanted:
+            result = node.as_node(self, index, args, kwargs)
+            self.recorded.add(index)
+        else:
+            with torch.no_grad():
+                result = self.run(index, args, kwargs)
+        self.release(index)
+        for later in range(index + 1, min(index + self.slots + 1, len(self.layers))):
+            self.load(later)
+        return result
 
-    def compute_forward(self, layer: int, x: torch.Tensor) -> torch.Tensor:
-        """Run one layer on x; remember where its graph begins and ends. Returns y, detached."""
-        x = Entrance.apply(x.detach(), self.door) if layer or x.requires_grad else x
-        y = checkpoint(self.run, layer, x, use_reentrant=False)
-        if torch.is_grad_enabled():
-            edges = [get_gradient_edge(t) if t.requires_grad else None for t in (x, y)]
-            self.graphs[layer].append(edges)
-        return y.detach()
+    def run(self, index: int, args: tuple, kwargs: dict):
+        views = {f"layer.{name}": view for name, view in self.views[index].items()}
+        return functional_call(self.plain[index], views, args, kwargs)
 
-    def run(self, layer: int, x: torch.Tensor) -> torch.Tensor:
-        y = functional_call(self.layers[layer], self.views[layer], (x,))
-        if not isinstance(y, torch.Tensor):
-            raise TypeError(
-                f"layer {layer} returned a {type(y).__name__}: wrap it so that it returns one"
-            )
-        return y
+    # Backward
 
-    # Backward, and gradients to the host
+    def backward(self, index: int, begins: list, pairs: list) -> list[torch.Tensor | None]:
+        """Run a layer again, send its gradients to the host; return those of its inputs.
 
-    def backward(self, grad_y: torch.Tensor) -> torch.Tensor | None:
-        """Run all layers again, last first, and send their gradients to the host.
-
-        Returns:
-            The gradient of the stack's input, or None if that does not require one.
+        Args:
+            begins: where its inputs enter its graph.
+            pairs: where its outputs leave it, with their gradients.
         """
-        for layer in reversed(range(len(self.layers))):
-            if self.held.get(layer % self.slots) != layer:
-                self.load(layer)
-            self.await_weights(layer)
-            self.streams.current_stream().wait_event(self.grad_free[layer % GRADIENT_SLOTS])
-            grad_y = self.compute_backward(layer, grad_y)
-            self.release(layer)
-            if layer >= self.slots:
-                self.load(layer - self.slots)
-            self.store(layer)
-        return grad_y
+        if not pairs:
+            return [None] * len(begins)
+        self.await_weights(index)
+        adds = self.load_sum(index)
+        ends, grads = zip(*pairs, strict=True)
+        names = list(self.totals[index])
+        wanted = [self.views[index][name] for name in names] + begins
+        found = torch.autograd.grad(ends, wanted, grads, allow_unused=True)
+        self.recorded.discard(index)
+        self.release(index)
+        for earlier in range(index - 1, max(index - self.slots, 0) - 1, -1):
+            if earlier in self.recorded:
+                self.load(earlier)
+        if names:
+            self.write(index, dict(zip(names, found, strict=False)), adds)
+            self.after_gradients(index)
+            self.store(index)
+            self.layers[index].hand_out_gradients()
+            self.after_store(index)
+        return list(found[len(names) :])
 
-    def compute_backward(self, layer: int, grad_y: torch.Tensor) -> torch.Tensor | None:
-        """Write the layer's gradients to its slot; return its input's."""
-        grad_x, gradients = self.differentiate(layer, grad_y)
-        for name, gradient in gradients.items():
-            self.gradient_views[layer][name].copy_(gradient)
-        return grad_x
+    # Gradients to the host
 
-    def differentiate(self, layer: int, grad_y: torch.Tensor) -> tuple[torch.Tensor | None, dict]:
-        """Gradients of the oldest forward of this layer: its input's, its parameters'."""
-        begin, end = self.graphs[layer].popleft()
-        names = list(self.gradient_views[layer])
-        if end is None:
-            return None, dict.fromkeys(names, torch.zeros(()))
-        wanted = [self.views[layer][name] for name in names] + ([begin] if begin else [])
-        found = torch.autograd.grad([end], wanted, [grad_y], materialize_grads=True)
-        return found[-1] if begin else None, dict(zip(names, found, strict=False))
+    def load_sum(self, layer: int) -> bool:
+        """Whether the slot will hold a sum of earlier microbatches; not here, but in a later recipe."""
+        return False
+
+    def write(self, layer: int, gradients: dict[str, torch.Tensor | None], adds: bool) -> None:
+        """Write gradients to the layer's slot, or add them to the sum that is there."""
+        slot = layer % GRADIENT_SLOTS
+        here = self.sum_ready[slot] if adds else self.grad_free[slot]
+        self.streams.current_stream().wait_event(here)
+        for name, total in self.totals[layer].items():
+            gradient = gradients[name] if gradients[name] is not None else torch.zeros_like(total)
+            total.add_(gradient) if adds else total.copy_(gradient)
 
     def store(self, layer: int) -> None:
         """Queue the copy of a layer's gradients to the host."""
-        slot = layer % GRADIENT_SLOTS
+        slot, mine = layer % GRADIENT_SLOTS, self.layers[layer]
         self.grad_ready[slot].record(self.streams.current_stream())
         self.d2h.wait_event(self.grad_ready[slot])
         with self.streams.stream(self.d2h):
-            self.gradients[layer].flat.copy_(self.gradient_flats[layer], non_blocking=True)
+            for flat, host in zip(self.gradient_flats[layer], mine.gradients, strict=True):
+                host.flat.copy_(flat, non_blocking=True)
         self.grad_free[slot].record(self.d2h)
         self.host_done[layer].record(self.d2h)
         self.stores += 1
 
-    # A step, and the host's side of it
+    # The host's side
 
-    def step(self, x: torch.Tensor, loss_function: Callable) -> torch.Tensor:
-        """Queue forward and backward; return the loss (0-d, on the device).
+    def after_gradients(self, layer: int) -> None:
+        """Called when a layer's gradients are in its slot; a later recipe needs it."""
 
-        Modules that made ``x`` or that ``loss_function`` uses stay on the device and get their
-        gradients as usual.
-        """
-        self.graphs = [deque() for _ in self.layers]
-        y = self.forward(x).requires_grad_()
-        loss = loss_function(y)
-        loss.backward()
-        if (grad_x := self.backward(y.grad)) is not None:
-            x.backward(grad_x)
-        return loss.detach()
+    def after_store(self, layer: int) -> None:
+        """Called when their copy to the host is queued; a later recipe needs it."""
 
-    def wait_for_gradients(self) -> None:
-        """Wait until all gradients are in host memory, and set each parameter's ``grad``."""
-        for layer in range(len(self.layers)):
-            self.host_done[layer].synchronize()
-        self.hand_out_gradients()
+    def before_load(self, layer: int) -> None:
+        """Called before the host's weights of a layer are read; a later recipe updates them."""
+
+    def wait(self) -> None:
+        """Wait until all gradients are in host memory and no copy reads it: then it may change."""
+        for event in (*self.ready.values(), *self.host_done.values(), *self.sum_ready.values()):
+            event.synchronize()
+
+    def close(self) -> None:
+        """Give the layers their forward back, wait for the device, unlock the host's memory."""
+        for plain in self.plain:
+            del plain.layer.forward
+        self.streams.synchronize()
+        for layer in self.layers:
+            layer.close()
 
 
 # %%
 # Run it, and prove it
 # --------------------
-# The yardstick is ordinary training: all weights on the device, each layer under ``checkpoint``.
-# The stack has three kinds of layers, one of them with attention and dropout. Each step compares
-# all gradients **bit by bit**, then an optimizer on the host updates the weights, and the next step
-# must find them updated.
 
 
-def resident_gradients(layers: nn.ModuleList, x: torch.Tensor, loss_function: Callable) -> list:
-    """What ordinary training gives: all weights on the device, and ``checkpoint`` as well."""
-    resident = deepcopy(layers).to(x.device)
-    for layer in resident:
-        x = checkpoint(layer, x, use_reentrant=False)
-    loss_function(x).backward()
-    return [{name: p.grad.cpu() for name, p in layer.named_parameters()} for layer in resident]
-
-
-def build_layers() -> Iterator[nn.Module]:
-    """``LAYERS`` modules of three kinds; [BATCH, TOKENS, WIDTH] in and out."""
-    yield nn.Linear(WIDTH, WIDTH)
-    yield from (Block() for _ in range(LAYERS - 2))
-    yield nn.TransformerEncoderLayer(WIDTH, HEADS, 4 * WIDTH, batch_first=True)
-
-
-def train(stack: StreamedStack) -> None:
-    optimizer = torch.optim.AdamW(stack.layers.parameters(), lr=1e-2, fused=True)
+def train(stack: StreamedLayers, model: nn.Sequential, resident: nn.Sequential) -> None:
+    optimizer = torch.optim.AdamW(model.parameters(), lr=1e-2, fused=True)
     for step in range(STEPS):
-        torch.manual_seed(STEPS * dist.get_rank() + step)
-        x = torch.randn(BATCH, TOKENS, WIDTH, device=stack.device)
-        torch.manual_seed(step)  # of dropout
-        expected = resident_gradients(stack.layers, x, loss_of)
-        torch.manual_seed(step)
-        loss = stack.step(x, loss_of)
-        stack.wait_for_gradients()
-        stack.check_finite()
-        for layer, gradients in zip(stack.layers, expected, strict=True):
-            for name, gradient in gradients.items():
-                assert torch.equal(layer.get_parameter(name).grad, gradient)
+        resident.load_state_dict(model.state_dict())
+        resident.zero_grad()
+        x = torch.randn(node.BATCH, node.TOKENS, node.WIDTH, device=stack.device)
+        for each in (resident, model):
+            loss = node.loss_of(each(x))
+            loss.backward()
+        stack.wait()
+        for ours, theirs in zip(model.parameters(), resident.parameters(), strict=True):
+            assert torch.equal(ours.grad, theirs.grad.cpu())
         optimizer.step()
         print(f"step {step}: loss {loss.item():.4f}, gradients of {LAYERS} layers bit-identical")
     assert stack.loads == STEPS * (2 * LAYERS - SLOTS) and stack.stores == STEPS * LAYERS
@@ -399,11 +327,12 @@ def train(stack: StreamedStack) -> None:
 
 
 def main() -> None:
-    device = start_rank()
+    device = node.start_rank()
     try:
         torch.manual_seed(dist.get_rank())
-        with closing(StreamedStack(build_layers(), device)) as stack:
-            train(stack)
+        model, resident = (nn.Sequential(*(node.Block() for _ in range(LAYERS))) for _ in range(2))
+        with closing(StreamedLayers(model, device)) as stack:
+            train(stack, model, resident.to(device))
     finally:
         dist.destroy_process_group()
 

@@ -1,0 +1,196 @@
+"""
+Any layer as one node: run again in backward, differentiated by you
+===================================================================
+
+HEAD
+"""
+
+# %%
+# Imports and sizes
+# -----------------
+# The toys and the start of a rank are those of ``host_layers.py``.
+
+from functools import partial
+
+import torch
+import torch.distributed as dist
+from host_layers import BATCH, TOKENS, WIDTH, Block, HostBuffer, loss_of, move_to_host, start_rank
+from torch import nn
+from torch.autograd.graph import get_gradient_edge
+from torch.func import functional_call
+from torch.utils.checkpoint import checkpoint
+
+__all__ = [
+    "BATCH",
+    "TOKENS",
+    "WIDTH",
+    "Block",
+    "HostBuffer",
+    "loss_of",
+    "move_to_host",
+    "start_rank",
+]
+LAYERS = 3
+
+# %%
+# Any arguments
+# -------------
+
+
+def tensors_in(tree) -> list[torch.Tensor]:
+    """All tensors in nested tuples, lists and dicts."""
+    if isinstance(tree, torch.Tensor):
+        return [tree]
+    values = tree.values() if isinstance(tree, dict) else tree
+    nested = isinstance(tree, (tuple, list, dict))
+    return [tensor for value in values for tensor in tensors_in(value)] if nested else []
+
+
+def exchanged(tree, others: dict[int, torch.Tensor]):
+    """The same nest with other tensors: ``others`` maps ``id(tensor)`` to what takes its place."""
+    if type(tree) in (tuple, list):
+        return type(tree)(exchanged(value, others) for value in tree)
+    if type(tree) is dict:
+        return {key: exchanged(value, others) for key, value in tree.items()}
+    return others.get(id(tree), tree)
+
+
+# %%
+# A graph inside a node
+# ---------------------
+
+
+class Entrance(torch.autograd.Function):
+    """Where a layer's graph begins: a node that holds no memory, unlike a leaf."""
+
+    @staticmethod
+    def forward(ctx, x: torch.Tensor, door: torch.Tensor) -> torch.Tensor:
+        return x.view_as(x)
+
+    @staticmethod
+    def backward(ctx, grad: torch.Tensor) -> tuple[torch.Tensor, None]:
+        return grad, None
+
+
+class Through(torch.autograd.Function):
+    """A layer as one node of the model's graph; ``call`` holds its arguments, then its result."""
+
+    @staticmethod
+    def forward(ctx, owner, index: int, call: dict, door, *inputs) -> tuple[torch.Tensor, ...]:
+        ctx.owner, ctx.index = owner, index
+        ctx.set_materialize_grads(False)
+        with torch.enable_grad():
+            entered = {id(x): Entrance.apply(x.detach(), door) for x in inputs}
+            args, kwargs = exchanged((call["args"], call["kwargs"]), entered)
+            call["result"] = checkpoint(owner.run, index, args, kwargs, use_reentrant=False)
+        outputs = tensors_in(call["result"])
+        ctx.begins = [get_gradient_edge(entered[id(x)]) for x in inputs]
+        ctx.ends = [get_gradient_edge(y) if y.requires_grad else None for y in outputs]
+        detached = tuple(y.detach() for y in outputs)
+        ctx.mark_non_differentiable(*(d for d, e in zip(detached, ctx.ends, strict=True) if not e))
+        return detached
+
+    @staticmethod
+    def backward(ctx, *grads) -> tuple:
+        pairs = [(e, g) for e, g in zip(ctx.ends, grads, strict=True) if e and g is not None]
+        begins = ctx.begins
+        del ctx.ends, ctx.begins  # the graph inside is used once, and freed with its inputs
+        return None, None, None, None, *ctx.owner.backward(ctx.index, begins, pairs)
+
+
+class Plain(nn.Module):
+    """A layer as it was: runs the forward that it had before ``layer.forward`` was exchanged."""
+
+    def __init__(self, layer: nn.Module) -> None:
+        super().__init__()
+        self.layer, self.original = layer, layer.forward
+
+    def forward(self, *args, **kwargs):
+        return self.original(*args, **kwargs)
+
+
+def as_node(owner, index: int, args: tuple, kwargs: dict):
+    """Run a layer so that backward runs it again and is ``owner``'s.
+
+    Args:
+        owner: its ``run(index, args, kwargs)`` computes the layer; its ``backward(index, begins,
+            pairs)`` gets where the inputs that require gradients enter the layer's graph, and where
+            its outputs leave it with their gradients, and returns the gradients of the inputs.
+    """
+    call = {"args": args, "kwargs": kwargs}
+    inputs = [x for x in tensors_in((args, kwargs)) if x.requires_grad]
+    outputs = Through.apply(owner, index, call, torch.empty(0, requires_grad=True), *inputs)
+    pairs = zip(tensors_in(call["result"]), outputs, strict=True)
+    return exchanged(call["result"], {id(inner): outer for inner, outer in pairs})
+
+
+# %%
+# Run it, and prove it
+# --------------------
+
+
+class Noted(nn.Module):
+    """Takes keyword arguments and drops features, returns a tuple."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.block, self.dropout = Block(), nn.Dropout(0.2)
+
+    def forward(self, x: torch.Tensor, *, scale: dict) -> tuple[torch.Tensor, torch.Tensor]:
+        y = self.dropout(self.block(x)) * scale["by"]
+        return y, y.argmax(-1)
+
+
+class Owner:
+    """Weights that wait elsewhere: here in a list, in the next recipe in the memory of the host."""
+
+    def __init__(self, layers: nn.ModuleList) -> None:
+        self.plain, self.runs, self.gradients = [Plain(layer) for layer in layers], [], {}
+        self.weights = [dict(plain.named_parameters()) for plain in self.plain]
+        for index, layer in enumerate(layers):
+            layer.forward = partial(self.call, index)
+
+    def call(self, index: int, *args, **kwargs):
+        return as_node(self, index, args, kwargs)
+
+    def run(self, index: int, args: tuple, kwargs: dict):
+        self.runs.append(index)
+        return functional_call(self.plain[index], self.weights[index], args, kwargs)
+
+    def backward(self, index: int, begins: list, pairs: list) -> list[torch.Tensor | None]:
+        ends, grads = zip(*pairs, strict=True)
+        weights = list(self.weights[index].values())
+        found = torch.autograd.grad(ends, weights + begins, grads)
+        self.gradients[index] = found[: len(weights)]
+        return list(found[len(weights) :])
+
+
+def output_of(layers: nn.ModuleList, x: torch.Tensor) -> torch.Tensor:
+    torch.manual_seed(0)  # of dropout
+    for layer in layers:
+        x, _ = layer(x, scale={"by": torch.full((), 0.5, device=x.device)})
+    return x
+
+
+def main() -> None:
+    device = start_rank()
+    try:
+        torch.manual_seed(dist.get_rank())
+        layers = nn.ModuleList(Noted() for _ in range(LAYERS)).to(device)
+        x = torch.randn(BATCH, TOKENS, WIDTH, device=device, requires_grad=True)
+        loss_of(output_of(layers, x)).backward()
+        expected = [p.grad for p in layers.parameters()] + [x.grad]
+        x.grad = None
+        owner = Owner(layers)
+        loss_of(output_of(layers, x)).backward()
+        found = [gradient for index in range(LAYERS) for gradient in owner.gradients[index]]
+        assert all(map(torch.equal, [*found, x.grad], expected))
+        forward = list(range(LAYERS))
+        assert owner.runs == forward + forward[::-1]
+        print(f"layers ran in the order {owner.runs}: the same gradients, bit by bit")
+    finally:
+        dist.destroy_process_group()
+
+
+if __name__ == "__main__":
+    main()
