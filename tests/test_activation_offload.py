@@ -222,7 +222,7 @@ import torch.distributed as dist
 from activation_offload import ActivationOffload, same_bits
 from torch import nn
 from torch.distributed.fsdp import fully_shard
-from weight_streaming import start_rank
+from host_layers import start_rank
 
 
 def build(device):

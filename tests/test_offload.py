@@ -1,7 +1,10 @@
-"""Weights on the host: any stack of modules, exact memory, and clear errors for bad input."""
+"""Weights, gradients and Adam on the host: a stock Llama in a stock loop, and clear errors."""
 
+import gc
+import math
 import sys
-from collections.abc import Callable
+import threading
+from collections.abc import Iterator
 from contextlib import closing
 from copy import deepcopy
 from pathlib import Path
@@ -11,224 +14,479 @@ import pytest
 import torch
 import torch.distributed as dist
 from torch import nn
+from torch.nn.utils import clip_grads_with_norm_
 
 sys.path.insert(0, str(Path(__file__).parents[1] / "recipes_source" / "offload"))
 
 import host_layers
-import weight_streaming
-from host_layers import ALIGNMENT, HostBuffer, HostLayers
-from weight_streaming import StreamedStack, resident_gradients
+from host_adam import HostUpdates
+from host_layers import ALIGNMENT, HostBuffer, HostLayer, move_to_host
+from streamed_model import StreamedModel, resident_bytes
+from weight_streaming import StreamedLayers
+from whole_step import HostAdamW
+
+transformers = pytest.importorskip("transformers")
 
 PAGES = Path(host_layers.__file__).parent
-CPU = torch.device("cpu")
-WIDTH = 16
-BATCH = 8
+CPU, CUDA = torch.device("cpu"), torch.device("cuda")
+LAYERS, WORDS, WIDTH = 5, 96, 32
+RATE, MAX_NORM = 1e-2, 0.5
+PATIENCE_S = 60  # only a failing test waits this long
 
 
-def mlp(dtype: torch.dtype = torch.float32) -> nn.Module:
-    return nn.Sequential(nn.Linear(WIDTH, 24), nn.GELU(), nn.Linear(24, WIDTH)).to(dtype)
+@pytest.fixture(autouse=True)
+def one_thread() -> Iterator[None]:
+    threads = torch.get_num_threads()
+    torch.set_num_threads(1)
+    yield
+    torch.set_num_threads(threads)
 
 
-class Tied(nn.Module):
-    """Two names for one parameter, inside one layer."""
-
-    def __init__(self) -> None:
-        super().__init__()
-        self.first, self.second = nn.Linear(WIDTH, WIDTH), nn.Linear(WIDTH, WIDTH)
-        self.second.weight = self.first.weight
-
-    def forward(self, x: torch.Tensor) -> torch.Tensor:
-        return self.second(self.first(x).relu())
+def llama(dtype: torch.dtype = torch.float32, **options) -> nn.Module:
+    torch.manual_seed(0)
+    sizes = {"hidden_size": WIDTH, "intermediate_size": 2 * WIDTH, "num_hidden_layers": LAYERS}
+    sizes |= {"num_attention_heads": 4, "num_key_value_heads": 2, "vocab_size": WORDS}
+    config = transformers.LlamaConfig(**sizes | options)
+    return transformers.LlamaForCausalLM(config).to(dtype).train()
 
 
-class Cast(nn.Module):
-    """A layer of another dtype than its neighbours."""
-
-    def __init__(self) -> None:
-        super().__init__()
-        self.mlp = mlp(torch.bfloat16)
-
-    def forward(self, x: torch.Tensor) -> torch.Tensor:
-        return self.mlp(x.bfloat16()).float()
+def batch(seed: int) -> dict[str, torch.Tensor]:
+    """Tokens, labels, and a mask: the first sequence is padded on the left."""
+    ids = torch.randint(WORDS, (2, 12), generator=torch.Generator().manual_seed(seed))
+    mask = torch.ones_like(ids)
+    mask[0, :4] = 0
+    return {"input_ids": ids, "attention_mask": mask, "labels": ids}
 
 
-def tokens() -> torch.Tensor:
-    return torch.randint(10, (2, BATCH))
+def streamed_of(model: nn.Module, **options) -> StreamedModel:
+    return StreamedModel(model, model.model.layers, CPU, **options)
 
 
-def features() -> torch.Tensor:
-    return torch.randn(2, BATCH, WIDTH)
+def same(ours: nn.Module, theirs: nn.Module) -> bool:
+    return all(map(torch.equal, ours.parameters(), theirs.parameters()))
 
 
-STACKS: dict[str, tuple[Callable, Callable]] = {
-    "equal": (features, lambda: [mlp() for _ in range(5)]),
-    "one": (features, lambda: [mlp()]),
-    "embedding": (tokens, lambda: [nn.Embedding(10, WIDTH), mlp(), nn.Linear(WIDTH, 4)]),
-    "convolution": (features, lambda: [nn.Conv1d(BATCH, 6, 3), nn.BatchNorm1d(6), nn.PReLU()]),
-    "dropout": (features, lambda: [mlp(), nn.Dropout(), mlp(), nn.Dropout(), mlp()]),
-    "attention": (
-        features,
-        lambda: [
-            mlp(),
-            nn.TransformerEncoderLayer(WIDTH, 2, 32, batch_first=True),
-            nn.LayerNorm(WIDTH),
-        ],
-    ),
-    "dtypes": (features, lambda: [mlp(), Cast(), Cast(), mlp()]),
-    "tied": (features, lambda: [Tied(), mlp(), Tied()]),
-    "frozen": (features, lambda: [mlp().requires_grad_(False), mlp(), mlp().requires_grad_(False)]),
-    "in part frozen": (features, lambda: [mlp(), partly_frozen(), mlp()]),
-}
+def groups_of(model: nn.Module) -> list[dict]:
+    trained = [p for p in model.parameters() if p.requires_grad]
+    matrices, others = ([p for p in trained if (p.ndim > 1) is wanted] for wanted in (True, False))
+    return [{"params": matrices}, {"params": others, "weight_decay": 0.0}]
 
 
-def partly_frozen() -> nn.Module:
-    layer = mlp()
-    layer[0].requires_grad_(False)
-    return layer
+def falling(optimizer: torch.optim.Optimizer) -> torch.optim.lr_scheduler.LRScheduler:
+    return torch.optim.lr_scheduler.LambdaLR(optimizer, lambda step: 1 / (step + 1))
 
 
-def gradients(module: nn.Module) -> list[torch.Tensor]:
-    return [p.grad for p in module.parameters() if p.requires_grad]
-
-
-def loss_of(y: torch.Tensor) -> torch.Tensor:
-    return (y * torch.linspace(-1, 1, y.shape[-1])).square().sum()
+# The model's own forward
 
 
 @pytest.mark.parametrize("slots", [1, 2, 3, 9])
-@pytest.mark.parametrize("stack", STACKS)
-def test_gradients_are_those_of_the_resident_run(stack, slots):
-    make_input, make_layers = STACKS[stack]
-    torch.manual_seed(0)
-    ordinary, x = nn.ModuleList(make_layers()), make_input()
-    with closing(StreamedStack(deepcopy(ordinary), CPU, slots=slots)) as streamed:
-        for seed in range(2):  # the second step meets slots that are in use
-            torch.manual_seed(seed)
-            y = x
-            for layer in ordinary:
-                y = torch.utils.checkpoint.checkpoint(layer, y, use_reentrant=False)
-            ordinary.zero_grad()
-            expected = loss_of(y)
-            expected.backward()
-            torch.manual_seed(seed)
-            loss = streamed.step(x, loss_of)
-            streamed.wait_for_gradients()
-            assert torch.equal(loss, expected)
-            for ours, theirs in zip(gradients(streamed.layers), gradients(ordinary), strict=True):
-                assert torch.equal(ours, theirs)
-        count = len(ordinary)
-        assert streamed.loads == 2 * (2 * count - min(slots, count))
-        assert streamed.stores == 2 * count
+@pytest.mark.parametrize("options", [{}, {"tie_word_embeddings": True}])
+def test_a_stock_loop_gives_the_resident_runs_bits(options, slots):
+    """Masks, labels, accumulation, clipping and an optimizer of torch on every parameter."""
+    resident, model = llama(**options), llama(**options)
+    with closing(streamed_of(model, slots=slots)) as streamed:
+        optimizers = [torch.optim.AdamW(m.parameters(), RATE) for m in (resident, model)]
+        for step in range(3):
+            for each in (resident, model):
+                for microbatch in range(2):
+                    each(**batch(2 * step + microbatch)).loss.backward()
+            streamed.wait()
+            for each, optimizer in zip((resident, model), optimizers, strict=True):
+                nn.utils.clip_grad_norm_(each.parameters(), MAX_NORM)
+                optimizer.step()
+                optimizer.zero_grad()
+            assert same(model, resident)
 
 
-def test_modules_around_the_stack_train_as_usual():
-    torch.manual_seed(0)
-    before, head = nn.Linear(4, WIDTH), nn.Linear(WIDTH, 3)
-    layers, x = nn.Sequential(mlp(), mlp(), mlp()), torch.randn(BATCH, 4)
-    loss_of(head(layers(before(x)))).backward()
-    expected = [before.weight.grad.clone(), head.weight.grad.clone()]
-    before.zero_grad()
-    head.zero_grad()
-    with closing(StreamedStack(layers, CPU)) as stack:
-        entered = before(x)
-        y = stack.forward(entered).requires_grad_()
-        loss_of(head(y)).backward()
-        entered.backward(stack.backward(y.grad))
-    assert torch.equal(before.weight.grad, expected[0])
-    assert torch.equal(head.weight.grad, expected[1])
+def test_dropout_is_drawn_again_as_it_was():
+    resident, model = llama(attention_dropout=0.2), llama(attention_dropout=0.2)
+    resident.gradient_checkpointing_enable()
+    with closing(streamed_of(model)) as streamed:
+        for each in (resident, model):
+            torch.manual_seed(3)
+            each(**batch(0)).loss.backward()
+        streamed.wait()
+        for ours, theirs in zip(model.parameters(), resident.parameters(), strict=True):
+            assert torch.equal(ours.grad, theirs.grad)
 
 
-def test_evaluation_keeps_nothing():
-    layers = [mlp() for _ in range(3)]
-    x = features()
-    expected = nn.Sequential(*layers)(x)
-    with closing(StreamedStack(layers, CPU)) as stack, torch.no_grad():
-        assert torch.equal(stack.forward(x), expected)
-        assert not any(stack.graphs)
+@pytest.mark.parametrize("budget_layers", [0, 2])
+def test_generate_returns_the_resident_models_tokens(budget_layers):
+    model = llama().eval()
+    inputs = {name: value for name, value in batch(0).items() if name != "labels"}
+    options = {"max_new_tokens": 8, "do_sample": False, "pad_token_id": 0}
+    expected = model.generate(**inputs, **options)
+    budget = budget_layers * resident_bytes(model.model.layers[0])
+    with closing(streamed_of(model, budget=budget)):
+        assert torch.equal(model.generate(**inputs, **options), expected)
 
 
-def test_parameters_stay_what_optimizers_and_checkpoints_know():
-    torch.manual_seed(0)
-    layers = [mlp(), mlp()]
-    known = [p for layer in layers for p in layer.parameters()]
-    optimizer = torch.optim.SGD(known, lr=0.1)  # made before the move
-    with closing(StreamedStack(layers, CPU)) as stack:
-        assert all(a is b for a, b in zip(stack.layers.parameters(), known, strict=True))
-        before = stack.weights[0].flat.clone()
-        stack.step(features(), loss_of)
-        stack.wait_for_gradients()
+def test_a_cache_is_not_continued_where_a_layer_runs_twice():
+    model = llama()
+    ids = batch(0)["input_ids"]
+    with closing(streamed_of(model)):
+        with torch.no_grad():
+            cache = model(ids, use_cache=True).past_key_values
+        with pytest.raises(ValueError, match="cannot go on with a cache: use torch.no_grad"):
+            model(ids, past_key_values=cache)
+
+
+def test_state_dicts_have_the_original_keys_and_load_both_ways():
+    model, plain = llama(), llama(initializer_range=0.5)
+    keys = list(model.state_dict())
+    with closing(streamed_of(model)):
+        assert list(model.state_dict()) == keys
+        model.load_state_dict(plain.state_dict())
+        with torch.no_grad():
+            expected = plain(**batch(0)).logits
+            assert torch.equal(model(**batch(0)).logits, expected)
+        fresh = llama()
+        fresh.load_state_dict(model.state_dict())
+        assert same(fresh, plain)
+    with torch.no_grad():
+        assert torch.equal(model(**batch(0)).logits, expected), "closed, it is an ordinary model"
+
+
+def test_evaluation_between_forward_and_backward_changes_nothing():
+    resident, model = llama(), llama()
+    resident(**batch(0)).loss.backward()
+    with closing(streamed_of(model)) as streamed:
+        loss = model(**batch(0)).loss
+        model.eval()
+        with torch.no_grad():
+            model(**batch(1))
+        model.train()
+        loss.backward()
+        streamed.wait()
+        for ours, theirs in zip(model.parameters(), resident.parameters(), strict=True):
+            assert torch.equal(ours.grad, theirs.grad)
+
+
+def test_frozen_layers_have_no_gradients_and_no_backward_below_the_lowest_trained_one():
+    resident, model = llama(), llama()
+    for each in (resident, model):
+        each.requires_grad_(False)
+        each.model.layers[3].requires_grad_(True)
+    resident(**batch(0)).loss.backward()
+    with closing(streamed_of(model)) as streamed:
+        backwards, plain = [], streamed.backward
+        streamed.backward = lambda index, *rest: backwards.append(index) or plain(index, *rest)
+        model(**batch(0)).loss.backward()
+        streamed.wait()
+        assert backwards == [4, 3] and streamed.stores == 1
+        for ours, theirs in zip(model.parameters(), resident.parameters(), strict=True):
+            assert (ours.grad is None) == (theirs.grad is None)
+            assert ours.grad is None or torch.equal(ours.grad, theirs.grad)
+
+
+def test_adapters_in_fp32_on_a_base_in_bf16():
+    peft = pytest.importorskip("peft")
+    config = {"r": 4, "target_modules": ["q_proj", "down_proj"], "lora_dropout": 0.0}
+    models = []
+    for _ in range(2):
+        model = llama(torch.bfloat16)
+        torch.manual_seed(1)
+        adapted = peft.get_peft_model(model, peft.LoraConfig(**config))
+        for name, parameter in adapted.named_parameters():
+            if "lora_" in name:
+                parameter.data = parameter.data.float() + 0.01
+        models.append(adapted)
+    resident, model = models
+    layers = model.base_model.model.model.layers
+    inputs = batch(0)
+    with torch.autocast("cpu", torch.bfloat16, cache_enabled=False):
+        resident(**inputs).loss.backward()
+    with closing(StreamedModel(model, layers, CPU)) as streamed:
+        with torch.autocast("cpu", torch.bfloat16, cache_enabled=False):
+            model(**inputs).loss.backward()
+        streamed.wait()
+        pairs = list(zip(model.parameters(), resident.parameters(), strict=True))
+        assert all(torch.equal(a.grad, b.grad) for a, b in pairs if b.requires_grad)
+        saved = peft.get_peft_model_state_dict(model)
+        home = sum(buffer.flat.nbytes for layer in streamed.layers for buffer in layer.gradients)
+        assert sum(t.nbytes for t in saved.values()) <= home < 0.2 * sum(p.nbytes for p, _ in pairs)
+
+
+# Whole steps
+
+
+class Resident:
+    """Ordinary training in bf16: fp32 masters, one fused AdamW, one norm of all gradients."""
+
+    def __init__(self, model: nn.Module, max_norm: float | None = MAX_NORM) -> None:
+        self.model, self.max_norm, groups = model, max_norm, groups_of(model)
+        self.parameters = [p for group in groups for p in group["params"]]
+        self.masters = [nn.Parameter(p.detach().float()) for p in self.parameters]
+        taken = iter(self.masters)
+        for group in groups:
+            group["params"] = [next(taken) for _ in group["params"]]
+        self.optimizer = torch.optim.AdamW(groups, lr=RATE, fused=True)
+        self.schedule = falling(self.optimizer)
+
+    def step(self, *losses: torch.Tensor) -> None:
+        for master in self.masters:
+            master.grad = torch.zeros_like(master)
+        for loss in losses:
+            loss.backward()
+            for master, parameter in zip(self.masters, self.parameters, strict=True):
+                master.grad += parameter.grad.float()
+                parameter.grad = None
+        norm = torch.linalg.vector_norm(torch.stack([m.grad.norm() for m in self.masters]))
+        if norm.isfinite():
+            clip_grads_with_norm_(self.masters, self.max_norm or math.inf, norm)
+            self.optimizer.step()
+        self.schedule.step()
+        self.set_weights()
+
+    def set_weights(self) -> None:
+        for master, parameter in zip(self.masters, self.parameters, strict=True):
+            parameter.data.copy_(master)
+
+
+def whole(model: nn.Module, streamed: StreamedModel, **options) -> HostAdamW:
+    options = {"lr": RATE, "max_norm": MAX_NORM} | options
+    return HostAdamW(groups_of(model), streamed, **options)
+
+
+@pytest.mark.parametrize("budget_layers", [0, 2, LAYERS])
+@pytest.mark.parametrize("tied", [False, True])
+def test_whole_steps_in_a_run_with_troubles(tied, budget_layers):
+    """A schedule, a NaN batch, an evaluation, a load and a swap of weights, in mid-run."""
+    options = {"tie_word_embeddings": tied}
+    resident, model = llama(torch.bfloat16, **options), llama(torch.bfloat16, **options)
+    budget = budget_layers * resident_bytes(model.model.layers[0])
+    reference, streamed = Resident(resident), streamed_of(model, budget=budget)
+    with closing(whole(model, streamed)) as optimizer:
+        schedule = falling(optimizer)
+        for step in range(7):
+            expected, loss = resident(**batch(step)).loss, model(**batch(step)).loss
+            assert torch.equal(loss, expected), step
+            bad = torch.nan if step == 2 else 1
+            reference.step(expected * bad)
+            (loss * bad).backward()
+            optimizer.step()
+            schedule.step()
+            if step == 3:
+                with torch.no_grad():
+                    logits = model(**batch(9)).logits
+                    assert torch.equal(logits, resident(**batch(9)).logits)
+            if step == 4:
+                other = llama(torch.bfloat16, **options, initializer_range=0.05).state_dict()
+                model.load_state_dict(other)
+                resident.load_state_dict(other)
+                for master, parameter in zip(reference.masters, reference.parameters, strict=True):
+                    master.data.copy_(parameter)
+            if step == 5:
+                streamed.wait()
+                for each in (model, resident):
+                    for parameter in each.parameters():
+                        parameter.data.mul_(0.5)
+                optimizer.reload()
+                for master, parameter in zip(reference.masters, reference.parameters, strict=True):
+                    master.data.copy_(parameter)
+        streamed.wait()
+        assert same(model, resident)
+        assert optimizer.skipped == 1
+
+
+def test_a_bad_batch_leaves_every_weight_and_moment_as_it_was():
+    model = llama(torch.bfloat16)
+    with closing(whole(model, streamed := streamed_of(model))) as optimizer:
+        for step in range(2):
+            model(**batch(step)).loss.backward()
+            optimizer.step()
+        before = deepcopy(optimizer.state_dict()["state"])
+        weights = [parameter.clone() for parameter in model.parameters()]
+        (model(**batch(2)).loss * torch.inf).backward()
         optimizer.step()
-        assert not torch.equal(stack.weights[0].flat, before)
-        optimizer.zero_grad()  # sets .grad to None; the next step gives the same buffers out
-        stack.step(features(), loss_of)
-        stack.wait_for_gradients()
-        first = next(iter(stack.gradients[0].views.values()))
-        assert known[0].grad.data_ptr() == first.data_ptr()
-        copy = nn.ModuleList([mlp(), mlp()])
-        copy.load_state_dict(stack.layers.state_dict())
-        for ours, theirs in zip(copy.parameters(), known, strict=True):
-            assert torch.equal(ours, theirs)
+        streamed.wait()
+        assert all(map(torch.equal, model.parameters(), weights))
+        for number, kept in optimizer.state_dict()["state"].items():
+            assert all(torch.equal(kept[name], value) for name, value in before[number].items())
+
+
+def test_microbatches_are_summed_in_fp32_alike_on_host_and_device():
+    resident, model = llama(torch.bfloat16), llama(torch.bfloat16)
+    for parameter in (*model.model.layers.parameters(), *resident.model.layers.parameters()):
+        parameter.requires_grad_(True)
+    for each in (model, resident):
+        for name, parameter in each.named_parameters():
+            parameter.requires_grad_(".layers." in name)
+    reference, streamed = Resident(resident), streamed_of(model, gradient_dtype=torch.float32)
+    with closing(whole(model, streamed)) as optimizer:
+        for step in range(3):
+            batches = [batch(3 * step + i) for i in range(3)]
+            reference.step(*[resident(**each).loss for each in batches])
+            for number, each in enumerate(batches):
+                if number < 2:
+                    with optimizer.no_sync():
+                        model(**each).loss.backward()
+                else:
+                    model(**each).loss.backward()
+            for group in optimizer.param_groups:
+                group["lr"] = RATE / (step + 1)
+            optimizer.step()
+        streamed.wait()
+        assert same(model, resident)
+
+
+def test_updates_in_backward_give_the_bits_of_updates_after_it():
+    resident, model = llama(torch.bfloat16), llama(torch.bfloat16)
+    reference, streamed = Resident(resident, None), streamed_of(model)
+    with closing(whole(model, streamed, max_norm=None, in_backward=True)) as optimizer:
+        schedule = falling(optimizer)
+        for step in range(4):
+            reference.step(resident(**batch(step)).loss)
+            model(**batch(step)).loss.backward()
+            optimizer.step()
+            schedule.step()
+        streamed.wait()
+        assert same(model, resident)
+        with pytest.raises(FloatingPointError, match="load a checkpoint"):
+            (model(**batch(4)).loss * torch.nan).backward()
+            optimizer.step()
+            streamed.wait()
+        for _ in range(2):
+            with pytest.raises(FloatingPointError, match="load a checkpoint"):
+                streamed.wait()
+
+
+def test_the_next_forward_begins_while_upper_layers_are_still_to_be_updated():
+    model = llama(torch.bfloat16)
+    began, waited = threading.Event(), []
+    with closing(whole(model, streamed := streamed_of(model), threads=1)) as optimizer:
+        host, plain = optimizer.host, streamed.run
+
+        def update_lowest():
+            if host.due.queue[0][0] == LAYERS - 1:
+                waited.append(began.wait(PATIENCE_S))
+            HostUpdates.update_lowest(host)
+
+        def run(index, *args):
+            if optimizer.steps and index == 0:
+                began.set()
+            return plain(index, *args)
+
+        model(**batch(0)).loss.backward()
+        host.update_lowest, streamed.run = update_lowest, run
+        optimizer.step()
+        while not optimizer.steps:
+            threading.Event().wait(0.01)
+        model(**batch(1))
+        streamed.wait()
+    assert waited and all(waited)
+
+
+def test_settings_travel_with_the_step():
+    """What is changed behind ``step()`` is the next step's, while updates are still to be made."""
+    model = llama(torch.bfloat16)
+    held = threading.Event()
+    with closing(whole(model, streamed := streamed_of(model))) as optimizer:
+        plain = optimizer.host.start
+
+        def start(*args):
+            held.wait(PATIENCE_S)
+            plain(*args)
+
+        optimizer.host.start = start
+        weights = [parameter.clone() for parameter in model.model.layers.parameters()]
+        model(**batch(0)).loss.backward()
+        optimizer.param_groups[0]["lr"] = optimizer.param_groups[1]["lr"] = 0.0
+        optimizer.step()
+        optimizer.param_groups[0]["lr"] = optimizer.param_groups[1]["lr"] = 1.0
+        held.set()
+        streamed.wait()
+        assert all(map(torch.equal, model.model.layers.parameters(), weights))
+
+
+def test_the_optimizers_state_is_saved_and_loaded():
+    models = [llama(torch.bfloat16) for _ in range(2)]
+    with (
+        closing(whole(models[0], streams := streamed_of(models[0]))) as first,
+        closing(whole(models[1], others := streamed_of(models[1]))) as second,
+    ):
+        for step in range(2):
+            models[0](**batch(step)).loss.backward()
+            first.step()
+        second.load_state_dict(deepcopy(first.state_dict()))
+        assert same(*models)
+        for model, optimizer in zip(models, (first, second), strict=True):
+            model(**batch(2)).loss.backward()
+            optimizer.step()
+        streams.wait()
+        others.wait()
+        assert same(*models)
+
+
+def test_what_a_thread_raises_reaches_the_training_thread():
+    model = llama(torch.bfloat16)
+    with closing(whole(model, streamed := streamed_of(model))) as optimizer:
+        optimizer.host.blocks[1][0] = None
+        model(**batch(0)).loss.backward()
+        optimizer.step()
+        for _ in range(2):
+            with pytest.raises(TypeError):
+                streamed.wait()
+        with pytest.raises(TypeError):
+            model(**batch(1))
+
+
+def test_bad_arguments_are_refused():
+    model = llama()
+    with closing(streamed_of(model)) as streamed:
+        with pytest.raises(ValueError, match="drop max_norm"):
+            whole(model, streamed, in_backward=True)
+        with pytest.raises(ValueError, match="all parameters that are trained"):
+            HostAdamW(model.lm_head.parameters(), streamed)
+    with pytest.raises(ValueError, match="slots must be 1 or more, not 0"):
+        streamed_of(llama(), slots=0)
+
+
+# The host's memory
+
+
+def linear(*sizes: int) -> nn.Sequential:
+    return nn.Sequential(*(nn.Linear(a, b) for a, b in zip(sizes, sizes[1:], strict=False)))
 
 
 def test_host_memory_is_the_sum_of_the_tensors_aligned():
-    layer = nn.Linear(1000, 1000)
-    with closing(HostLayers([layer], CPU)) as model:
-        assert model.weights[0].flat.numel() == -(-1_000_000 // ALIGNMENT) * ALIGNMENT + 1024
-        assert model.gradients[0].flat.numel() == model.weights[0].flat.numel()
-        assert model.weights[0].flat.untyped_storage().nbytes() == model.weights[0].flat.nbytes
-        for view in model.weights[0].views.values():
-            assert view.data_ptr() % 512 == 0
+    layer = HostLayer(nn.Linear(1000, 1000), CPU)
+    assert layer.weights[0].flat.numel() == -(-1_000_000 // ALIGNMENT) * ALIGNMENT + 1024
+    assert layer.gradients[0].flat.numel() == layer.weights[0].flat.numel()
+    assert all(view.data_ptr() % 512 == 0 for view in layer.weights[0].views.values())
 
 
-def test_frozen_parameters_have_no_gradient_memory():
-    with closing(HostLayers([partly_frozen()], CPU)) as model:
-        names = list(model.gradients[0].views)
-        assert names == ["2.weight", "2.bias"]
-        assert list(model.weights[0].views)[: len(names)] == names
-        assert model.gradients[0].offsets[: len(names)] == model.weights[0].offsets[: len(names)]
-
-
-def test_device_slots_are_as_many_and_as_large_as_asked():
-    with closing(StreamedStack([mlp(), nn.Linear(WIDTH, WIDTH), mlp()], CPU, slots=2)) as stack:
-        storages = {flat.untyped_storage().data_ptr() for flat in stack.flats}
-        assert len(storages) == 2
-        largest = max(buffer.flat.nbytes for buffer in stack.weights)
-        assert {flat.untyped_storage().nbytes() for flat in stack.flats} == {largest}
+def test_frozen_parameters_and_other_dtypes_have_buffers_of_their_own():
+    module = linear(8, 8, 8)
+    module[0].requires_grad_(False).bfloat16()
+    layer = HostLayer(module, CPU)
+    assert [buffer.flat.dtype for buffer in layer.weights] == [torch.float32, torch.bfloat16]
+    assert list(layer.gradients[0].views) == ["1.weight", "1.bias"] == list(layer.trained)
 
 
 def test_a_generator_is_taken_layer_by_layer():
     def layers():
-        first = mlp()
+        first = linear(8, 8)
         yield first
         moved = first[0].weight.untyped_storage()
         assert moved.nbytes() > first[0].weight.nbytes, "the first layer has not been moved yet"
-        yield mlp()
+        yield linear(8, 8)
 
-    with closing(HostLayers(layers(), CPU)) as model:
-        assert len(model.layers) == 2
-
-
-# Bad input
+    assert len(move_to_host(layers(), CPU)) == 2
 
 
 def test_a_parameter_that_layers_share_is_refused():
-    first, second = mlp(), mlp()
+    first, second = linear(8, 8), linear(8, 8)
     second[0].weight = first[0].weight
     with pytest.raises(ValueError, match=r"layer 1 shares \['0.weight'\].*keep a shared"):
-        StreamedStack([first, second], CPU)
+        move_to_host([first, second], CPU)
 
 
-def test_a_layer_of_two_dtypes_is_refused():
-    layer = mlp()
-    layer[0].half()
-    with pytest.raises(ValueError, match=r"layer 1 mixes .*float16.*\.to\(dtype\)"):
-        StreamedStack([mlp(), layer], CPU)
-
-
-def test_a_layer_that_does_not_fit_into_a_slot_is_refused():
-    small, large = nn.Linear(WIDTH, WIDTH), nn.Linear(WIDTH, 64 * WIDTH)
-    with pytest.raises(ValueError, match="layer 1 takes .* a slot may take 4096: raise slot_bytes"):
-        StreamedStack([small, large], CPU, slot_bytes=4096)
+@pytest.mark.parametrize("current", [0, 2])
+def test_a_device_that_is_not_the_current_one_is_refused(monkeypatch, current):
+    monkeypatch.setattr(torch.accelerator, "current_device_index", lambda: current)
+    with pytest.raises(ValueError, match="make cuda:1 current: .*set_device_index"):
+        StreamedLayers([linear(8, 8)], torch.device("cuda:1"))
 
 
 def test_more_memory_than_the_host_can_map_is_refused():
@@ -237,8 +495,9 @@ def test_more_memory_than_the_host_can_map_is_refused():
         HostBuffer(like, torch.float32, CPU)
 
 
+@pytest.mark.skipif(torch.cuda.is_available(), reason="stands in for the driver")
 def test_memory_that_cannot_be_locked_is_refused_and_the_rest_unlocked(monkeypatch):
-    locked = []
+    locked, launched = [], []
 
     class Driver:
         def cudaHostRegister(self, address: int, nbytes: int, flags: int) -> int:
@@ -256,70 +515,15 @@ def test_memory_that_cannot_be_locked_is_refused_and_the_rest_unlocked(monkeypat
         launched.append(device)
         raise RuntimeError("the error before, reported by this kernel")
 
-    launched = []
     monkeypatch.setattr(torch.cuda, "cudart", Driver)
     monkeypatch.setattr(torch.cuda, "check_error", check_error)
-    monkeypatch.setattr(torch.cuda, "synchronize", lambda: None)
     monkeypatch.setattr(torch, "ones", launch)
-    layers = [mlp(), mlp()]
     with pytest.raises(RuntimeError, match="cannot lock .* more bytes .*out of memory") as refused:
-        HostLayers(layers, torch.device("cuda"))
+        move_to_host([linear(8, 8), linear(8, 8)], CUDA)
     assert len(locked) == 1, "only the address that was refused may be left in the list"
-    assert launched == [torch.device("cuda")], "the reader's next kernel will report the error"
+    assert launched == [CUDA], "the reader's next kernel will report the error"
     assert refused.tb, "the frames were meant to be alive"
-
-
-@pytest.mark.parametrize("kind", [HostLayers, StreamedStack])
-@pytest.mark.parametrize("current", [0, 2])
-def test_a_device_that_is_not_the_current_one_is_refused(monkeypatch, kind, current):
-    monkeypatch.setattr(torch.accelerator, "current_device_index", lambda: current)
-    with pytest.raises(ValueError, match="make cuda:1 current: .*set_device_index"):
-        kind([mlp()], torch.device("cuda:1"))
-
-
-def test_the_current_device_is_not_refused(monkeypatch):
-    monkeypatch.setattr(torch.accelerator, "current_device_index", lambda: 1)
-    for device in ("cuda:1", "cuda", "cpu", "cpu:0"):
-        with pytest.raises(ValueError, match="there is no layer"):
-            HostLayers([], torch.device(device))
-
-
-def test_an_output_that_is_no_tensor_is_refused():
-    with (
-        closing(StreamedStack([mlp(), nn.GRU(WIDTH, WIDTH)], CPU)) as stack,
-        pytest.raises(TypeError, match="layer 1 returned a tuple: wrap it"),
-    ):
-        stack.step(features(), loss_of)
-
-
-@pytest.mark.parametrize("value", [float("nan"), float("inf"), -float("inf")])
-def test_a_gradient_that_is_not_finite_is_named(value):
-    with closing(StreamedStack([mlp(), mlp()], CPU)) as stack:
-        stack.step(features(), loss_of)
-        stack.wait_for_gradients()
-        stack.check_finite()
-        stack.layers[1][2].bias.grad[3] = value
-        with pytest.raises(FloatingPointError, match="layer 1: the gradient of '2.bias'"):
-            stack.check_finite()
-
-
-def test_a_loss_that_overflows_is_found():
-    with closing(StreamedStack([mlp(torch.float32), mlp()], CPU)) as stack:
-        stack.step(features(), lambda y: y.sum() * 1e38 * 1e38)
-        stack.wait_for_gradients()
-        with pytest.raises(FloatingPointError, match="skip this step"):
-            stack.check_finite()
-
-
-def test_the_toys_of_the_recipe_are_compared_with_ordinary_training():
-    """``resident_gradients`` is the recipe's own yardstick: it must be that of plain autograd."""
-    torch.manual_seed(0)
-    layers, x = nn.ModuleList([host_layers.Block(), host_layers.Block()]), torch.randn(2, 3, 32)
-    ours = resident_gradients(layers, x, weight_streaming.loss_of)
-    weight_streaming.loss_of(nn.Sequential(*layers)(x)).backward()
-    for layer, named in zip(layers, ours, strict=True):
-        for name, gradient in named.items():
-            assert torch.equal(gradient, layer.get_parameter(name).grad)
+    gc.collect()
 
 
 # What a reader copies
@@ -340,41 +544,43 @@ def snippets(page: str) -> list[str]:
     return found
 
 
-@pytest.mark.parametrize(
-    "name", ["three_streams", "weight_streaming", "activation_offload", "pipelined_optimizer"]
-)
+PASTED = ["three_streams", "activation_offload", "weight_streaming", "streamed_model", "whole_step"]
+
+
+@pytest.mark.parametrize("name", PASTED)
 def test_what_a_reader_copies_runs(name):
     """With what is said to be the reader's own; it trains, and leaves no group."""
     device = torch.accelerator.current_accelerator(check_available=True) or CPU
     torch.manual_seed(0)
-    layers = [mlp().to(device) for _ in range(3)]
-    model = nn.Sequential(*layers)
+    model = (
+        llama() if name in ("streamed_model", "whole_step") else linear(16, 24, 24, 16).to(device)
+    )
     before = [parameter.detach().cpu().clone() for parameter in model.parameters()]
+    made = batch if name in ("streamed_model", "whole_step") else lambda _: torch.randn(2, 16)
+    batches = [made(seed) for seed in range(3)]
     optimizer = torch.optim.AdamW(model.parameters())
-
-    def train_step(batch: torch.Tensor) -> None:
-        loss_of(model(batch)).backward()
-        optimizer.step()
 
     def loss_of(y: torch.Tensor) -> torch.Tensor:
         return y.square().mean()
 
-    yours = {
+    def train_step(x: torch.Tensor) -> None:
+        loss_of(model(x)).backward()
+        optimizer.step()
+
+    yours: dict[str, object] = {
         "torch": torch,
         "device": device,
-        "layers": layers,
         "model": model,
+        "layers": list(model) if isinstance(model, nn.Sequential) else model.model.layers,
         "optimizer": optimizer,
-        "settings": {"lr": 1e-3},
-        "max_norm": 1.0,
-        "batch": features().to(device),
-        "batches": [features().to(device) for _ in range(3)],
+        "batch": batches[0],
+        "batches": batches,
         "loss_of": loss_of,
         "train_step": train_step,
         "budget": 1 << 20,
         "window": 1 << 16,
     }
-    [snippet] = snippets((PAGES / f"{name}.py").read_text())
+    snippet, *_ = snippets((PAGES / f"{name}.py").read_text())
     exec(compile(snippet, name, "exec"), yours)
     assert not any(map(torch.equal, before, (p.cpu() for p in model.parameters())))
     assert not dist.is_initialized()

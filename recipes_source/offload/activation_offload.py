@@ -18,7 +18,7 @@ goes on, so that device memory holds a window of them and not all.
 
       * PyTorch 2.9 or later, any number of ranks; each works on its own device
       * host memory for the activations of one step
-      * ``weight_streaming.py`` of this folder and what it imports: the pinned buffer, the layers
+      * ``host_layers.py`` of this folder: the pinned buffer, the layers
 
 .. verification-badge::
 
@@ -42,7 +42,7 @@ saved *last*. That is what backward wants first: it should stay anyway.
 In your training
 ----------------
 
-Around the forward of a model of yours; this file imports two others, ``weight_streaming.py`` and
+Around the forward of a model of yours; this file imports two others, ``host_layers.py`` and
 ``host_layers.py``. Budget and window are bytes: a window of what two layers save is enough, and
 after a forward with a budget of 0 ``offload.wanted`` says how much a budget can use.
 
@@ -63,20 +63,21 @@ after a forward with a budget of 0 ``offload.wanted`` says how much a budget can
 # %%
 # Imports and sizes
 # -----------------
-# The layers, the loss and the page-locked buffer of exact size come from ``weight_streaming.py``.
+# The layers, the loss and the page-locked buffer of exact size come from ``host_layers.py``.
 
 import weakref
 from collections import deque
 from collections.abc import Iterable, Iterator
 from contextlib import closing, contextmanager, nullcontext
 
+import host_layers as toys
 import torch
 import torch.distributed as dist
-import weight_streaming as streaming
 from torch import nn
 
 SMALLEST = 1 << 20  # bytes; a smaller tensor costs more to launch than its copy frees
 
+LAYERS, HEADS = 4, 4
 TOY = {"window": 24 << 10, "smallest": 512}  # bytes, for the small layers of this page
 
 # %%
@@ -187,7 +188,7 @@ class ActivationOffload:
         self.streams = torch.get_device_module(device)
         self.h2d, self.d2h = lanes or (self.streams.Stream(), self.streams.Stream())
         pool = torch.empty(budget, dtype=torch.uint8, device="meta")
-        self.pool = streaming.HostBuffer({"pool": pool}, torch.uint8, self.device)
+        self.pool = toys.HostBuffer({"pool": pool}, torch.uint8, self.device)
         self.used = self.wanted = self.peak = 0
         self.known = weakref.WeakKeyDictionary()  # storage in memory -> reference to its Storage
         self.in_order: list[weakref.ref[Storage]] = []
@@ -308,11 +309,18 @@ class ActivationOffload:
 # was loaded for it is never read.
 
 
+def build_layers() -> Iterator[nn.Module]:
+    """Layers of three kinds, one with attention and dropout."""
+    yield nn.Linear(toys.WIDTH, toys.WIDTH)
+    yield from (toys.Block() for _ in range(LAYERS))
+    yield nn.TransformerEncoderLayer(toys.WIDTH, HEADS, 4 * toys.WIDTH, batch_first=True)
+
+
 def gradients_of(model: nn.Module, batch: torch.Tensor, saving) -> tuple:
     torch.manual_seed(0)  # dropout
     with saving:
         logged = batch.exp().mean()
-        loss = streaming.loss_of(model(batch))
+        loss = toys.loss_of(model(batch))
     return *torch.autograd.grad(loss, list(model.parameters())), logged.detach()
 
 
@@ -326,44 +334,19 @@ def prove(device: torch.device, model: nn.Module, batch: torch.Tensor) -> None:
         assert same_bits(gradients_of(model, batch, trial.saving()), expected)
     for budget in (trial.wanted, trial.wanted // 2):
         with closing(ActivationOffload(device, budget, stay=[batch], **TOY)) as offload:
-            for _ in range(streaming.STEPS):
+            for _ in range(toys.STEPS):
                 assert same_bits(gradients_of(model, batch, offload.saving()), expected)
         assert budget / 2 < offload.used <= budget and offload.peak <= 2 * TOY["window"]
         print(f"{offload.used} of {trial.wanted} bytes moved, {offload.peak} at a time: same bits")
 
 
-# %%
-# Weights on the host as well
-# ---------------------------
-# ``weight_streaming`` keeps the input of each layer and runs the layer again in backward. These
-# inputs are then all that grows with the number of layers. Autograd saves them, so the same hooks
-# move them to the host, on the same two lanes, and device memory no longer depends on the depth.
-
-
-def prove_streamed(device: torch.device, model: nn.Sequential, batch: torch.Tensor) -> None:
-    expected = gradients_of(model, batch, nullcontext())
-    stack = streaming.StreamedStack(model, device)
-    budget = len(model) * batch.nbytes
-    offload = ActivationOffload(device, budget, lanes=(stack.h2d, stack.d2h), **TOY)
-    with closing(stack), closing(offload):
-        for _ in range(streaming.STEPS):
-            torch.manual_seed(0)
-            with offload.saving():
-                stack.step(batch, streaming.loss_of)
-            stack.wait_for_gradients()
-            assert same_bits((p.grad.to(device) for p in stack.layers.parameters()), expected[:-1])
-        assert offload.used == budget
-    print(f"weights and {offload.used} bytes of layer inputs on the host: same bits")
-
-
 def main() -> None:
-    device = streaming.start_rank()
+    device = toys.start_rank()
     try:
         torch.manual_seed(0)
-        model = nn.Sequential(*streaming.build_layers()).to(device)
-        batch = torch.randn(2, streaming.TOKENS, streaming.WIDTH, device=device, requires_grad=True)
+        model = nn.Sequential(*build_layers()).to(device)
+        batch = torch.randn(2, toys.TOKENS, toys.WIDTH, device=device, requires_grad=True)
         prove(device, model, batch)
-        prove_streamed(device, model, batch)
     finally:
         dist.destroy_process_group()
 
@@ -401,18 +384,6 @@ if __name__ == "__main__":
 # (see below).
 #
 # .. timeline:: activation_offload resident activation_offload checkpoint_activation_offload
-#
-# PyTorch's ``save_on_cpu`` with pinned memory and torchtune's ``OffloadActivations``, on the layers
-# of :doc:`weight_streaming` with all weights on the device:
-#
-# .. result-table:: offload_step
-#    :rows: resident_all_saved save_on_cpu torchtune
-#
-# And weights on the host, with the layers' inputs on the device or on the host as well (what the
-# columns say: :doc:`weight_streaming`):
-#
-# .. result-table:: offload_step
-#    :rows: streamed streamed_activation_offload
 #
 # What breaks if you remove a line
 # --------------------------------

@@ -359,20 +359,6 @@ if __name__ == "__main__":
     main()
 
 # %%
-# What it buys
-# ------------
-# Pages that are locked are read and written by the device itself, at the speed of the link, beside
-# its kernels. ``pageable`` and ``one_stream`` copy the same buffers on the stream of the kernels,
-# not locked and locked; ``streamed`` has streams for the copies, as the next recipe,
-# :doc:`weight_streaming`, which also tells what the columns say:
-#
-# .. result-table:: offload_step
-#    :rows: pageable one_stream streamed
-#    :where: tokens=8192
-#
-# What one copy a layer gains over one a parameter is not in this table: its layers are two large
-# matrices each. It is larger where parameters are smaller.
-#
 # What breaks if you remove a line
 # --------------------------------
 # Each edit was made and run when this page was built. On the CPU a copy is done when it returns, so

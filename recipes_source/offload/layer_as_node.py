@@ -2,7 +2,41 @@
 Any layer as one node: run again in backward, differentiated by you
 ===================================================================
 
-HEAD
+A layer whose weights are not there yet, or not any more, cannot leave autograd alone: somebody must
+bring its weights before backward touches it, and take its gradients away. This recipe puts any layer
+into the model's graph as **one node**. Its backward is a function of yours.
+
+.. grid:: 1 1 2 2
+
+   .. grid-item-card:: What you learn
+
+      * a graph inside a node, differentiated when you say so
+      * layers with keyword arguments, nested inputs, several outputs
+      * a recomputation that repeats no product in vain, and no random number
+
+   .. grid-item-card:: What you need
+
+      * PyTorch 2.9 or later, any number of ranks
+      * ``host_layers.py``, for the toys of the proof
+
+.. verification-badge::
+
+The idea
+--------
+
+Forward runs the layer under ``torch.utils.checkpoint``, which keeps its inputs alone, in a graph of
+its own, and gives detached results to the model's graph. When backward comes to the node, it hands
+your function the two ends of the inner graph. One call of ``torch.autograd.grad`` between them runs
+the layer again and returns all of its gradients at once: no hooks on parameters, no guess when the
+last gradient of a layer has come.
+
+.. lanes:: Schematic. Three layers; in backward each runs again inside its node.
+
+   compute: 0-4 F0; 4-8 F1; 8-12 F2; 12-21 again and B2; 21-30 again and B1; 30-39 again and B0
+   yours:   12-13 W2 ~; 20-21 G2 ~; 21-22 W1 ~; 29-30 G1 ~; 30-31 W0 ~; 38-39 G0 ~
+
+It is a building block: :doc:`weight_streaming` fills in the function. If all you want is less memory,
+``torch.utils.checkpoint`` by itself is simpler.
 """
 
 # %%
@@ -35,6 +69,9 @@ LAYERS = 3
 # %%
 # Any arguments
 # -------------
+# Layers of libraries take masks, positions and caches, by keyword, nested in tuples. Tensors that
+# require gradients must enter the inner graph, and those that leave it the outer one; all else is
+# passed as it is.
 
 
 def tensors_in(tree) -> list[torch.Tensor]:
@@ -58,6 +95,16 @@ def exchanged(tree, others: dict[int, torch.Tensor]):
 # %%
 # A graph inside a node
 # ---------------------
+# ``checkpoint`` restores the random state for the second run, so dropout repeats itself, and it
+# **stops early**: when the last tensor that backward needs is there, the rest of the layer is not
+# run. In a block that ends in a matrix product, that product is not repeated.
+#
+# To differentiate the inner graph later it is enough to know where it begins and ends
+# (``get_gradient_edge``). A leaf at the beginning would keep the input a second time; a node of our
+# own keeps nothing. After use the ends are dropped, and with them the layer's input.
+#
+# ``Plain`` runs the forward that a layer had before its ``forward`` was exchanged, so that
+# ``functional_call`` can give it weights from elsewhere.
 
 
 class Entrance(torch.autograd.Function):
@@ -127,6 +174,8 @@ def as_node(owner, index: int, args: tuple, kwargs: dict):
 # %%
 # Run it, and prove it
 # --------------------
+# The same layers, ordinary and as nodes: the gradients of all weights and of the input must have the
+# same bits, with dropout, and every layer must have run twice, the second time last first.
 
 
 class Noted(nn.Module):
@@ -194,3 +243,32 @@ def main() -> None:
 
 if __name__ == "__main__":
     main()
+
+# %%
+# What breaks if you remove a line
+# --------------------------------
+# Each edit was made and run when this page was built. CPU streams do nothing, so a missing wait
+# changes no bit there; a recorder of stream order finds what nothing orders.
+#
+# .. recipe-controls::
+#
+# When it is not worth it
+# -----------------------
+# * The weights are on the device anyway: use ``torch.utils.checkpoint``.
+# * A layer is run several times in one forward with different weights: each run is a node of its own,
+#   and ``owner`` must know which weights it had.
+#
+# Memory: the inputs of each layer, and what autograd saves in one layer at a time.
+#
+# Known limits
+# ------------
+# * The inner graph is used once: ``backward(retain_graph=True)`` twice raises.
+# * Second derivatives are not recorded.
+# * Tensors inside objects other than tuples, lists and dicts are passed as they are, without gradient.
+# * A buffer that forward changes (BatchNorm's statistics) changes twice, as with any recomputation.
+#
+# Further reading
+# ---------------
+# * `torch.utils.checkpoint <https://docs.pytorch.org/docs/stable/checkpoint.html>`__
+# * `Extending torch.autograd
+#   <https://docs.pytorch.org/docs/stable/notes/extending.html>`__

@@ -2,7 +2,58 @@
 Stream a stock model: weights on the host, the model's own forward
 ==================================================================
 
-HEAD
+One call moves the layers of a model that you did not write into host memory. Its own forward runs
+on, with masks, positions and a cache; so do ``loss.backward()``, ``generate()``, ``state_dict()``
+with the original keys, ``eval()``, and any optimizer. The device holds two layers at a time, and the
+gradients have every bit of a run that keeps the model resident.
+
+Weights, gradients and an optimizer that fit the device should stay there: streaming never makes a
+step faster.
+
+.. code-block:: python
+
+   from streamed_model import StreamedModel
+
+   streamed = StreamedModel(model, layers, device)  # layers: model.model.layers, say
+   optimizer = torch.optim.AdamW(model.parameters())
+   for batch in batches:
+       inputs = {name: tensor.to(device) for name, tensor in batch.items()}
+       model(**inputs).loss.backward()
+       streamed.wait()  # from here on the host may read gradients
+       torch.nn.utils.clip_grad_norm_(model.parameters(), 1.0)
+       optimizer.step()
+       optimizer.zero_grad()
+   streamed.close()
+
+.. grid:: 1 1 2 2
+
+   .. grid-item-card:: What you learn
+
+      * to exchange a layer's forward, and nothing else of the model
+      * who must wait for whom when a checkpoint is loaded or weights are swapped
+      * sums of microbatches, without a thread
+      * a budget: some layers stay on the device
+
+   .. grid-item-card:: What you need
+
+      * PyTorch 2.9 or later, any number of ranks; CPU runs everything, a CUDA device overlaps it
+      * host memory for weights and gradients, page-locked
+      * ``weight_streaming.py`` and what it imports
+
+.. verification-badge::
+
+The idea
+--------
+
+The model's loop over its layers stays as it is, and each layer stays where the model keeps it. Only
+``layer.forward`` is another: it waits for the layer's weights, runs the layer's old forward with
+them as one node of the graph, and has the next layers loaded.
+
+.. lanes:: Schematic. The model's own forward, then backward; two layers are on the device.
+
+   compute: 0-2 embed; 3-7 F0; 7-11 F1; 11-15 F2; 15-17 head; 17-26 B2; 26-35 B1; 35-44 B0
+   H2D:     0-3 0 ~; 3-6 1 ~; 7-10 2 ~; 26-29 0 ~
+   D2H:     26-29 2 ~; 35-38 1 ~; 44-47 0 ~
 """
 
 # %%
@@ -30,6 +81,24 @@ SETTINGS = {"lr": 1e-2, "betas": (0.9, 0.95), "eps": 1e-8, "weight_decay": 0.1}
 # %%
 # The streamed model
 # ------------------
+# **A cache.** ``generate()`` runs under ``no_grad`` and each layer gets its cache: the tokens are the
+# resident model's. In training, backward runs a layer again, and a cache would grow twice; so it is
+# left out, as transformers does under checkpointing, and one that is not empty is refused.
+#
+# **Sums.** Gradients add up until ``zero_grad()``, as they do anywhere. The sum lives on the host: it
+# is loaded into the gradient slot beside the layer's backward, added to there, and stored. That is
+# one more load of a layer's gradients; adding on the host would move more of its memory, and need a
+# thread. ``gradient_dtype=torch.float32`` keeps sums of bf16 gradients in fp32 (the next recipes'
+# optimizer reads them; ``parameter.grad`` cannot hold them).
+#
+# **Who waits.** ``wait()`` ends all copies from and to the host. ``state_dict()``,
+# ``load_state_dict()`` and every optimizer's ``step()`` call it by hooks. Call it yourself before you
+# read a gradient, and before you change a weight in any other way: an EMA swap behind an evaluation
+# would otherwise race with its loads.
+#
+# **A budget.** Layers that stay on the device are neither loaded nor stored, and an optimizer updates
+# them at once. So it is spent on the lowest layers: the next forward needs these first, while the
+# host still updates the others. They run again in backward like the others.
 
 
 def resident_bytes(layer: nn.Module) -> int:
@@ -97,7 +166,6 @@ class StreamedModel(StreamedLayers):
         if layer not in self.summed:
             return False
         self.h2d.wait_event(self.grad_free[slot])
-        self.h2d.wait_event(self.host_done[layer])
         with self.streams.stream(self.h2d):
             for flat, host in zip(self.gradient_flats[layer], mine.gradients, strict=True):
                 flat.copy_(host.flat, non_blocking=True)
@@ -144,6 +212,10 @@ def without_cache(kwargs: dict) -> dict:
 # %%
 # Run it, and prove it
 # --------------------
+# The model is one of torch's own, between an embedding and a head that share their weight; layers
+# have dropout and take a mask. Every step, an ordinary copy loads the streamed model's state, and
+# all gradients of two microbatches are compared bit by bit. ``tests/test_offload.py`` does this with
+# transformers' Llama, adapters of peft, and ``generate()``.
 
 
 class Model(nn.Module):
@@ -252,3 +324,40 @@ def main() -> None:
 
 if __name__ == "__main__":
     main()
+
+# %%
+# What breaks if you remove a line
+# --------------------------------
+# Each edit was made and run when this page was built. CPU streams do nothing, so a missing wait
+# changes no bit there; a recorder of stream order finds what nothing orders.
+#
+# .. recipe-controls::
+#
+# Memory
+# ------
+# On the device: embedding, head and what else is no layer, with their gradients; for the layers two
+# slots of weights and two of gradients, one input a layer, and what one layer saves for backward. On
+# the host: weights and gradients of the layers, page-locked.
+#
+# When it is not worth it
+# -----------------------
+# * The model fits with its optimizer.
+# * Few tokens a step: see the ridge on :doc:`weight_streaming`.
+# * A large vocabulary at many tokens: the logits in fp32 may be larger than all that was moved away.
+#
+# Known limits
+# ------------
+# * ``model.to(...)`` and ``load_state_dict(assign=True)`` exchange the memory behind parameters, and
+#   the device goes on with the old one. Choose the dtype before; load by copy.
+# * Which parameters are trained is fixed when the model is taken. Frozen layers are computed, but
+#   nothing of them is stored, and below the lowest trained one there is no backward.
+# * Leave the model's own gradient checkpointing off: each layer runs again anyway.
+# * A layer that is compiled must be so before: ``layer.forward = torch.compile(layer.forward)``.
+# * Ranks know nothing of each other here: :doc:`whole_step` averages.
+#
+# Further reading
+# ---------------
+# * `functional_call
+#   <https://docs.pytorch.org/docs/stable/generated/torch.func.functional_call.html>`__
+# * `Hooks of state_dict and load_state_dict
+#   <https://docs.pytorch.org/docs/stable/generated/torch.nn.Module.html>`__

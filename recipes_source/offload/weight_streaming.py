@@ -20,7 +20,7 @@ that keeps the whole model resident.
 
       * PyTorch 2.9 or later, any number of ranks; CPU runs everything, a CUDA device overlaps it
       * page-locked host memory for weights and gradients
-      * ``host_layers.py``, the recipe before this one: the host's side comes from it
+      * ``layer_as_node.py`` and ``host_layers.py``, the recipes before this one
 
 .. verification-badge::
 
@@ -82,17 +82,19 @@ goes on. Only the fifth is awaited by the host, after the step.
 In your training
 ----------------
 
-Layers, device, batches and loss are yours; put this file and ``host_layers.py`` beside them:
+Layers that run one after the other, device, batches and loss are yours; put this file and what it
+imports beside them. Masks, caches, tied weights and ``state_dict`` are in :doc:`streamed_model`:
 
 .. code-block:: python
 
-   from weight_streaming import StreamedStack
+   from weight_streaming import StreamedLayers
 
-   stack = StreamedStack(layers, device)
-   optimizer = torch.optim.AdamW(stack.layers.parameters(), fused=True)
+   stack = StreamedLayers(layers, device)
+   optimizer = torch.optim.AdamW(model.parameters())
    for batch in batches:
-       loss = stack.step(batch, node.loss_of)
-       stack.wait_for_gradients()
+       optimizer.zero_grad()
+       loss_of(model(batch.to(device))).backward()
+       stack.wait()
        optimizer.step()
    stack.close()
 """
@@ -116,6 +118,24 @@ from torch.func import functional_call
 SLOTS = 2  # layers whose weights are on the device at a time
 GRADIENT_SLOTS = 2  # one that compute writes, one that the copy to the host reads
 LAYERS, STEPS = 5, 2
+
+# %%
+# The streamed layers
+# -------------------
+# ``in_slots`` allocates device memory: ``slots`` flat buffers for weights, two for gradients, each of
+# the size of the largest layer. They are never freed, so no copy can outlive what it reads, and
+# neither ``record_stream`` nor the allocator has a say. Which slot a layer uses is fixed (its index
+# modulo the number of slots): its views of the slot are made once, and are the leaves of its graph.
+#
+# Read ``call`` and ``backward`` first. ``load`` waits for ``free``, copies, records ``ready``. It is
+# called as early as the slot's previous user has been *queued*; the stream, not the host, waits for
+# it to be *done*. ``held`` says which layer each slot was loaded with last. A forward that begins
+# anew forgets it, since the host may have changed the weights. Backward finds the topmost layers
+# there; if an evaluation came in between, it loads them.
+#
+# Each layer's ``forward`` is exchanged for ``call``. The modules stay where they are: names,
+# ``train()``, ``eval()`` and hooks are the model's own. A layer without trained weights whose input
+# needs no gradient is no node: there is no backward below the lowest trained layer.
 
 
 class StreamedLayers:
@@ -306,6 +326,9 @@ class StreamedLayers:
 # %%
 # Run it, and prove it
 # --------------------
+# The yardstick is ordinary training with all weights on the device. Each step compares all gradients
+# **bit by bit**, then an optimizer on the host updates the weights, and the next step must find them
+# updated.
 
 
 def train(stack: StreamedLayers, model: nn.Sequential, resident: nn.Sequential) -> None:
@@ -343,18 +366,7 @@ if __name__ == "__main__":
 # %%
 # What it buys
 # ------------
-# Blocks of two large matrices, forward and backward with recomputation, no optimizer. ``resident``
-# keeps all weights on the device and computes with the same kernels. ``streamed`` is this recipe
-# and ``streamed_4_slots`` the same with four slots; ``one_stream`` has all copies on the stream of
-# the kernels, and ``pageable`` unlocked buffers besides. ``fsdp2_cpu_offload`` is FSDP2's
-# ``CPUOffloadPolicy``.
-#
-# .. result-figure:: offload_step
-#    :rows: resident streamed one_stream fsdp2_cpu_offload
-#    :field: step_s
-#
-# To the left of the ridge (dotted) the link is the wall, to its right the arithmetic. The dashed
-# line is the bound, with all of its rates measured in the same run:
+# Whole steps, with an optimizer, are on :doc:`whole_step`. Forward and backward alone are bound by
 #
 # .. math::
 #
@@ -362,42 +374,15 @@ if __name__ == "__main__":
 #    + \sum_{\text{phases}} \max(\text{compute},\; \text{load},\; \text{store})
 #    + t_\text{last store}
 #
-# A phase is the forward or the backward of one layer, with the copies that can run beside it: in
-# forward the load of the next layer; in backward the load of the layer below, unless it is still in
-# its slot, and the store of the layer above. The first load and the last store have no compute
-# beside them.
-#
-# A device of :math:`F` operations a second and a link of :math:`B` bytes a second hide the loads of
+# A phase is the forward or the backward of one layer, with the copies that can run beside it. A
+# device of :math:`F` operations a second and a link of :math:`B` bytes a second hide the loads of
 # forward above about :math:`F / B` tokens a step in bf16, and those of backward above a third of
 # that, whatever the model: more tokens do more arithmetic with the same weights.
 #
-# ``Bound over step time`` is 100 % for a step that nothing could make faster; the column beside it
-# takes the kernels' times from a step without copies. Three columns are read from the trace, at the
-# size that is drawn below: in how many layers of backward, of those judged, a kernel, a load and a
-# store are under way at the same instant, and how many calls of a step only wait or take memory. A
-# copy of unlocked memory holds its thread as well, but is not among these calls.
-#
-# .. result-table:: offload_step
-#    :rows: resident streamed streamed_4_slots one_stream pageable fsdp2_cpu_offload
-#
-# Where the bound seems to be passed by a little, its rates are too low: to the left those of the
-# link, which were read once in the run; to the right those of the kernels, for a GPU at its limit
-# of power computes faster in the pauses that copies leave it. ``fsdp2_cpu_offload`` takes less
-# device memory than the slots here, and more time at every size.
-#
-# .. timeline:: offload_step fsdp2_cpu_offload one_stream streamed
-#
-# Device memory does not grow with the number of layers, except by one saved input each, and with
-# these on the host as well (``streamed_activation_offload``) not at all:
-#
-# .. result-figure:: offload_memory
-#
 # What breaks if you remove a line
 # --------------------------------
-# Each edit was made and run when this page was built. CPU streams do nothing, so the bits come out
-# right even without the events; a recorder of stream order finds what no event orders. On a CUDA
-# device, with the stream that should be waited for held back, each of these edits gives wrong
-# gradients.
+# Each edit was made and run when this page was built. CPU streams do nothing, so a missing wait
+# changes no bit there; a recorder of stream order finds what nothing orders.
 #
 # .. recipe-controls::
 #
@@ -411,55 +396,29 @@ if __name__ == "__main__":
 #    \text{slots} \cdot \max_l W_l + 2 \max_l G_l + \sum_l x_l
 #    + \max_l (G_l + \text{activations of layer } l)
 #
-# The stack's output and its gradient come on top until the step has been queued, each of the size
-# of one more input. The sum of the inputs is what is left of the depth; :doc:`activation_offload`
-# sends it to the host as well.
-#
-# On the host, page-locked: :math:`\sum_l (W_l + G_l)`, and the optimizer's state in ordinary
-# memory.
-#
-# More slots help where layers differ in size, and save one load each (:math:`2L-\text{slots}`).
+# On the host, page-locked: :math:`\sum_l (W_l + G_l)`, and the optimizer's state in ordinary memory.
 #
 # When it is not worth it
 # -----------------------
-# * Few tokens a step: below the ridge the link decides, and the device waits. Use each loaded layer
-#   for several microbatches (:doc:`accumulate_and_average`).
+# * Few tokens a step: below the ridge the link decides, and the device waits.
 # * Weights and gradients fit the device, and only the optimizer's state does not: keep them there.
-# * The optimizer on the host takes longer than the step: see :doc:`pipelined_optimizer`.
 # * Several devices of one host share its memory and sometimes its link: sharding the model over
 #   them (FSDP2) may need no host at all.
 #
 # Known limits
 # ------------
-# * Layers run in the order given, once each; every layer takes one tensor and returns one. Wrap
-#   what needs a mask or a position, or keep it in a buffer of the layer.
-# * The weights must not change between ``step`` and ``wait_for_gradients``. A step overwrites the
-#   gradients of the step before; to add them up, see :doc:`accumulate_and_average`.
-# * Gradients are first written by autograd, then copied into the slot: one pass over a layer's
-#   gradients in device memory, on the compute stream.
-# * A layer whose output does not depend on its input, or is made under ``no_grad``, ends the
-#   backward with an error of autograd's, unless it is the first: leave it out of the stack.
-# * As with any recomputation, a buffer that forward changes (BatchNorm's statistics) changes twice,
-#   and a layer must not change its input in place.
+# * The weights must not change between a forward and its backward, or before ``wait()``.
+# * A backward overwrites the gradients of the one before; :doc:`streamed_model` adds them up.
 # * Hooks on parameters do not run: gradients are asked for by ``torch.autograd.grad``.
-# * Under ``torch.autocast`` pass ``cache_enabled=False``. Its cache would keep a cast copy of every
+# * Under ``torch.autocast`` pass ``cache_enabled=False``: its cache would keep a cast copy of every
 #   layer's weights on the device.
-# * Evaluate under ``torch.no_grad()``, or all layers' inputs are kept until the next ``step``.
-#   If you call ``forward`` and ``backward`` yourself, each backward takes the oldest forward that
-#   has recorded gradients, so none may be left out, and ``step`` forgets them all.
-# * ``step`` runs the backward of what made its input at its end, so ``loss_function`` must not have
-#   gone through that graph before.
-# * The ranks know nothing of each other here. If one of them raises, end the others as ``torchrun``
-#   does.
+# * Layers run in the order given. One that is called out of order is loaded when it is called.
 #
 # Further reading
 # ---------------
-# * `torch.utils.checkpoint <https://docs.pytorch.org/docs/stable/checkpoint.html>`__
 # * `CUDA semantics: streams
 #   <https://docs.pytorch.org/docs/stable/notes/cuda.html#cuda-streams>`__
 # * `record_stream frees late
 #   <https://github.com/pytorch/pytorch/issues/147168>`__, one reason for slots that are never freed
 # * `FSDP2's CPUOffloadPolicy
 #   <https://docs.pytorch.org/docs/stable/distributed.fsdp.fully_shard.html>`__
-# * `Transformer Engine's CPU offloading
-#   <https://docs.nvidia.com/deeplearning/transformer-engine/user-guide/api/pytorch.html>`__

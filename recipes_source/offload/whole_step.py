@@ -2,7 +2,61 @@
 A whole step: clipped, scheduled, averaged, and nothing waits
 =============================================================
 
-HEAD
+Clipping needs the norm of **all** gradients, on the host and on the device, before any weight
+changes. A schedule changes the rate behind ``step()``. A batch that overflows must change nothing.
+This optimizer does all of it with Adam on the host, and the thread that trains waits for nothing but
+the weights of the layer that it needs next.
+
+.. code-block:: python
+
+   from streamed_model import StreamedModel
+   from whole_step import HostAdamW
+
+   streamed = StreamedModel(model, layers, device)  # layers: model.model.layers, say
+   optimizer = HostAdamW(model.parameters(), streamed, lr=1e-3, max_norm=1.0)
+   schedule = torch.optim.lr_scheduler.LambdaLR(optimizer, lambda step: 1 / (step + 1))
+   for batch in batches:
+       inputs = {name: tensor.to(device) for name, tensor in batch.items()}
+       model(**inputs).loss.backward()
+       optimizer.step()
+       schedule.step()
+   streamed.wait()  # before weights are read, and before anything else changes them
+   optimizer.close()
+
+It is not worth it where the moments fit the device, or where a step has so few tokens that the
+host's memory decides (see below).
+
+.. grid:: 1 1 2 2
+
+   .. grid-item-card:: What you learn
+
+      * a norm of everything, and a decision that no thread waits for
+      * settings that travel with the step
+      * accumulation and means over ranks, inside the stack and outside of it
+      * what clipping costs: it leaves only the next forward to hide the update
+
+   .. grid-item-card:: What you need
+
+      * PyTorch 2.9 or later, any number of ranks
+      * host memory: 16 bytes a parameter of the layers for each rank
+      * ``host_adam.py`` and what it imports
+
+.. verification-badge::
+
+The idea
+--------
+
+The device takes the norms where the gradients are, layer by layer. ``step()`` adds them up there,
+updates what stays on the device, and sends two numbers to the host behind the last gradients: the
+norm, and the factor of clipping. A thread waits for them, and has the layers updated or not; the
+device decides by the same number. Layer 0 is updated first, and the next forward begins with it:
+
+.. lanes:: Schematic. A clipped step: the update hides behind the next forward alone.
+
+   compute: 0-4 B2; 4-8 B1; 8-12 B0; 12-13 norm; 19-24 F0; 25-30 F1; 31-36 F2
+   D2H:     4-6 2 ~; 8-10 1 ~; 12-14 0 ~; 14-15 n ~
+   host:    15-18 Adam 0; 18-21 Adam 1; 21-24 Adam 2
+   H2D:     18-19 0 ~; 24-25 1 ~; 30-31 2 ~
 """
 
 # %%
@@ -24,6 +78,12 @@ DEFAULTS = {"lr": 1e-3, "betas": (0.9, 0.999), "eps": 1e-8, "weight_decay": 1e-2
 STEPS, BAD_STEP, MAX_NORM = 5, 2, 0.5
 ON_DEVICE = 1e-2  # how far weights may differ where the device's Adam rounds in another way
 
+# %%
+# What stays on the device
+# ------------------------
+# Embedding, head, and layers within the budget have their moments on the device. ``found_inf`` makes
+# the kernel of AdamW change nothing, without anybody looking at the number.
+
 
 def state_on_device(parameter: nn.Parameter) -> dict[str, torch.Tensor]:
     """Of a parameter that stays on the device: step, fp32 master and moments."""
@@ -39,6 +99,23 @@ def update_on_device(settings: dict, parameter: nn.Parameter, state: dict, scale
     adam.adam_step(settings, state["master"], gradient, state, state["step"], skip)
     if parameter.dtype != torch.float32:
         parameter.copy_(state["master"])
+
+
+# %%
+# The optimizer
+# -------------
+# * ``reduce`` runs in backward, when a layer's gradients are in their slot: it averages them over the
+#   ranks in fp32, rounds once, and takes their norms. The modules outside the stack are averaged in
+#   ``step``. Under ``no_sync()`` microbatches are only summed.
+# * ``settings()`` copies rates and decays of all groups. The threads get the copy, so a schedule may
+#   change the groups at once.
+# * ``step`` takes the gradients. ``zero_grad()`` drops gradients that are not to be used.
+# * ``in_backward=True`` updates each layer when its gradients arrive: the update hides behind backward
+#   as well, and nothing is clipped. A gradient that is not finite then comes too late to undo what was
+#   updated, so it raises, in whatever waits next. To clip exactly and hide the update behind backward
+#   one would have to update ahead and roll back (SuperOffload's way).
+# * ``load_state_dict`` of the model ends in a hook that makes masters of the weights. What changes
+#   weights in another way calls ``streamed.wait()`` before and ``reload()`` behind it.
 
 
 class HostAdamW(torch.optim.Optimizer):
@@ -205,6 +282,9 @@ class HostAdamW(torch.optim.Optimizer):
 # %%
 # Run it, and prove it
 # --------------------
+# Ordinary training on the device, with masters, means over ranks, clipping, a rate that changes every
+# step, and one loss that is not a number: all weights must have its bits. (A device's Adam rounds in
+# another way than the host's, so on a GPU they must be close.)
 
 
 def train(optimizer: HostAdamW, device: torch.device) -> None:
@@ -242,3 +322,47 @@ def main() -> None:
 
 if __name__ == "__main__":
     main()
+
+# %%
+# What it buys
+# ------------
+# ``benchmarks/offload_step.py`` trains a stock Llama of 8 G parameters, clipped and with a schedule,
+# with 24 GB of state on the device. With backward :math:`B`, forward :math:`F` and update :math:`U` a
+# step takes at least
+#
+# .. math::
+#
+#    B + \max(F, U), \qquad\text{and with } \texttt{in\_backward}\quad \max(B + F, U).
+#
+# What breaks if you remove a line
+# --------------------------------
+# Each edit was made and run when this page was built. CPU streams do nothing, so a missing wait
+# changes no bit there; a recorder of stream order finds what nothing orders.
+#
+# .. recipe-controls::
+#
+# Memory
+# ------
+# Host, for :math:`P` parameters of layers: weights and gradients in bf16, masters and moments in fp32,
+# :math:`16\,P` bytes; with sums in fp32 :math:`18\,P`. Device: 16 bytes for each other parameter, and
+# the slots of :doc:`weight_streaming`.
+#
+# When it is not worth it
+# -----------------------
+# If the host's memory moves :math:`M` bytes/s and the device computes :math:`C` FLOP/s, forward takes
+# :math:`2PT/C` seconds for :math:`T` tokens and the update :math:`28P/M`. A clipped update is hidden
+# from :math:`T = 14\,C/M` tokens a step on; below that, accumulate, or give the device a budget.
+#
+# Known limits
+# ------------
+# * Each rank keeps and updates all weights of the layers. Several ranks of a host do it several times.
+# * Every rank must take the same steps: a mean over ranks is a collective.
+# * With weights in bf16 and ``gradient_dtype`` unset, sums of microbatches are rounded to bf16 each time,
+#   as ``parameter.grad`` is anywhere.
+# * ``load_state_dict`` rounds the weights from the masters; load the model first.
+#
+# Further reading
+# ---------------
+# * `clip_grads_with_norm_
+#   <https://docs.pytorch.org/docs/stable/generated/torch.nn.utils.clip_grads_with_norm_.html>`__
+# * `SuperOffload <https://arxiv.org/abs/2509.21271>`__: speculate, validate, roll back

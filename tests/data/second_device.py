@@ -23,24 +23,17 @@ def overlapped_stager(device: torch.device) -> None:
         saves.save({"x": torch.ones(1024, device=device)}, Path(root) / "step1")
 
 
-def accumulate_and_average(device: torch.device) -> None:
-    import accumulate_and_average as recipe
+def whole_step(device: torch.device) -> None:
+    import whole_step as recipe
 
-    with closing(recipe.HostSums(recipe.build_layers(), device, backwards=1)) as stack:
-        stack.step(recipe.batches_of(0, 0, device)[0], recipe.streaming.loss_of)
-        stack.finish()
-
-
-def pipelined_optimizer(device: torch.device) -> None:
-    import pipelined_optimizer as recipe
-
-    layers, settings = recipe.build_layers(), recipe.SETTINGS
-    with closing(recipe.PipelinedAdamW(layers, device, adamw=settings)) as stack:
-        recipe.prove(stack)
+    model = recipe.streaming.Model().bfloat16()
+    streamed = recipe.streaming.StreamedModel(model, model.encoder.layers, device)
+    with closing(recipe.HostAdamW(model.parameters(), streamed)) as optimizer:
+        recipe.train(optimizer, device)
 
 
 RECIPES_WITH_THREADS: dict[str, Callable[[torch.device], None]] = {
-    use.__name__: use for use in (overlapped_stager, accumulate_and_average, pipelined_optimizer)
+    use.__name__: use for use in (overlapped_stager, whole_step)
 }
 
 if __name__ == "__main__":
