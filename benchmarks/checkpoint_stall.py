@@ -276,7 +276,8 @@ class Measurement:
         return next((row for row in results.data["rows"] if results.key(row) == key), None)
 
     def key(self, case: Case) -> dict:
-        return {**vars(case), "tokens": self.training.size.tokens[case.step]}
+        tokens = self.training.size.tokens[case.step] * dist.get_world_size()
+        return {**vars(case), "tokens": tokens}
 
     def has(self, case: Case, name: str, samples: int, results: Results | None = None) -> bool:
         row = self.row(results or self.results, case, name)
@@ -419,8 +420,8 @@ class Measurement:
             training.clock.start()
             for number in range(lead + saves):
                 save = way.save(directory / f"{number}")
-                if number >= 2 and dist.get_rank() == 0:
-                    before = directory / f"{number - 2}"
+                if number and dist.get_rank() == 0:
+                    before = directory / f"{number - 1}"
                     save.uploaded.add_done_callback(
                         lambda _, old=before: shutil.rmtree(old, ignore_errors=True)
                     )
@@ -510,8 +511,7 @@ def trace(training: Training, name: str, directory: Path, folder: Path, head: di
 
 def tasks_of(measurement: Measurement, ours: str, model: str, pairs: int) -> Iterator[Task]:
     """What is measured, the most important first, with the seconds it takes on H200s."""
-    alone = dist.get_world_size() == 1
-    gb = 12.7 if alone else 7.4  # of state a rank, of the full size
+    gb = 12.7 if dist.get_world_size() == 1 else 7.4  # of state a rank, of the full size
     long = Case(model)
     short, free = replace(long, step="short"), replace(long, loop="free")
     compiled, disk = replace(long, compiled=True), replace(long, storage="disk")
@@ -545,14 +545,12 @@ def tasks_of(measurement: Measurement, ours: str, model: str, pairs: int) -> Ite
 
     yield probe(long, 5 + gb)
     yield cost(long, ours, pairs)
-    if alone:
-        copies = partial(measurement.copies, long)
-        names = ("none", *PIECES)
-        there = partial(lambda: all(measurement.has(long, n, 4, measurement.pieces) for n in names))
-        yield Task("copies alone", 75, copies, there)
     yield judged(ours)
     yield interval(ours, 20, 2)
     yield interval(ours, 100, 0)
+    names = ("none", *PIECES)
+    there = lambda: all(measurement.has(long, n, 4, measurement.pieces) for n in names)  # noqa: E731
+    yield Task("copies alone", 25 + 3 * gb, partial(measurement.copies, long), there)
     yield cost(short, ours, 6)
     yield cost(long, "torch_checkpointing", 2)
     for name in ("nvidia-resiliency-ext", "torchtitan_async_with_pinned_mem", "torchtitan_async"):
