@@ -1,4 +1,4 @@
-"""``pytest tests`` runs every claim; with ``--recipes DIR`` it judges that folder alone."""
+"""``pytest tests`` runs every claim; with ``--rankproof DIR`` it judges that folder alone."""
 
 import os
 import sys
@@ -10,36 +10,24 @@ import pytest
 TESTS = Path(__file__).resolve().parent
 REPO = TESTS.parent
 sys.path[:0] = [str(REPO), str(REPO / "_ext"), str(TESTS)]
+import harness  # noqa: E402, F401 (puts rankproof on the path)
 
-ASKED_OF_ANY_RECIPE = (
-    "test_recipe_proves_its_claim",
-    "test_every_save_is_awaited_however_slow_the_disk",
-    "test_recipe_runs_under_torchrun",
-)
+pytest_plugins = ["rankproof.plugin"]  # --rankproof DIR judges that folder, nothing else
 
 
 def pytest_addoption(parser: pytest.Parser) -> None:
     group = parser.getgroup("recipes")
-    group.addoption("--recipes", metavar="DIR", help="judge the recipes below DIR, nothing else")
     group.addoption("--ranks", metavar="N,N", help="world sizes to run them on (default 1,2,3)")
     group.addoption("--all-ranks", action="store_true", help="every world size of each recipe")
     group.addoption("--check", action="store_true", help="recipes at two ranks and the fast tests")
     parser.addini("declared_skips", "how many tests may be skipped where CI=true", default="0")
 
 
-def pytest_ignore_collect(collection_path: Path, config: pytest.Config) -> bool | None:
-    if collection_path.is_relative_to(TESTS / "data"):
-        return True
-    if config.getoption("--recipes") and collection_path != TESTS:
-        return collection_path.name != "test_recipes.py"
-    return None
+def pytest_ignore_collect(collection_path: Path) -> bool | None:
+    return True if collection_path.is_relative_to(TESTS / "data") else None
 
 
 def pytest_collection_modifyitems(config: pytest.Config, items: list[pytest.Item]) -> None:
-    if config.getoption("--recipes"):
-        asked = [item for item in items if item.name.startswith(ASKED_OF_ANY_RECIPE)]
-        config.hook.pytest_deselected(items=[item for item in items if item not in asked])
-        items[:] = asked
     if config.getoption("--check"):
         fast = [item for item in items if is_fast(item)]
         config.hook.pytest_deselected(items=[item for item in items if item not in fast])

@@ -1,23 +1,19 @@
 """Which recipes and which world sizes the command line asks for."""
 
-import ast
 from pathlib import Path
 
 import pytest
 
-from harness.recipe import Recipe, RecipeError, discover, with_imports
+from harness.recipe import Recipe, RecipeError, discover
 
 REPO = Path(__file__).resolve().parent.parent
 RECIPES = REPO / "recipes_source"
 CONTROLS = REPO / "tests" / "controls"
 
 
-def recipes_under_test(config: pytest.Config) -> list[Recipe]:
-    """This gallery's recipes, or those of ``--recipes``."""
-    folder = config.getoption("--recipes")
+def recipes_under_test() -> list[Recipe]:
+    """This gallery's recipes."""
     try:
-        if folder:
-            return discover(Path(folder))
         return discover(RECIPES, CONTROLS)
     except RecipeError as error:
         raise pytest.UsageError(str(error)) from error
@@ -35,20 +31,3 @@ def ranks_under_test(config: pytest.Config) -> list[int] | None:
     if not ranks or min(ranks) < 1:
         raise pytest.UsageError(f"--ranks {text}: pass numbers of 1 or more, like 1,2,4")
     return ranks
-
-
-def imported_modules(source: str) -> set[str]:
-    """Dotted names of what the source imports; with ``from a import b``, both ``a`` and ``a.b``."""
-    found = set()
-    for node in ast.walk(ast.parse(source)):
-        if isinstance(node, ast.Import):
-            found |= {alias.name for alias in node.names}
-        elif isinstance(node, ast.ImportFrom) and node.module:
-            found |= {node.module, *(f"{node.module}.{alias.name}" for alias in node.names)}
-    return found
-
-
-def may_save(recipe: Recipe) -> bool:
-    """Whether a recipe, or what it imports from its folder, imports torch's checkpointing."""
-    modules = {m for file in with_imports(recipe.path) for m in imported_modules(file.read_text())}
-    return any(f"{name}.".startswith("torch.distributed.checkpoint.") for name in modules)

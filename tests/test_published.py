@@ -35,21 +35,21 @@ def test_on_one_rank_the_stager_loop_is_accepted(gate: str | None) -> None:
     assert report.ok, report.describe()
 
 
-def test_a_folder_of_recipes_is_judged_from_the_command_line() -> None:
-    """``pytest tests --recipes DIR --ranks 1``: two of the three are rejected, one accepted."""
+def test_a_folder_of_scripts_is_judged_from_the_command_line() -> None:
+    """``pytest --rankproof DIR``: two of the three are rejected, one accepted."""
     done = subprocess.run(
         [
-            *(sys.executable, "-m", "pytest", "tests", "--recipes", PUBLISHED, "--ranks", "1"),
-            *("-p", "no:cacheprovider", "-q", "-n", "0", "-rf", "--tb=no"),
+            *(sys.executable, "-m", "pytest", "tests", "--rankproof", PUBLISHED),
+            *("--rankproof-ranks", "1", "--rankproof-launcher", "warm"),
+            *("-p", "no:cacheprovider", "-q", "-n", "0", "-rf", "--tb=short"),
         ],
         cwd=REPO,
         capture_output=True,
         text=True,
         timeout=300,
     )
+    assert done.returncode == 1, done.stdout + done.stderr
     failed = [line for line in done.stdout.splitlines() if line.startswith("FAILED")]
-    assert done.returncode == 1
-    slow_disk = "test_every_save_is_awaited_however_slow_the_disk"
     for name, rejected in (("basic", True), ("pinned", True), ("default_stager", False)):
-        assert any(f"{slow_disk}[{name}-1]" in line for line in failed) == rejected, done.stdout
-    assert not any("default_stager" in line for line in failed), done.stdout
+        assert any(f"{name}.py-1" in line for line in failed) == rejected, done.stdout
+    assert "never_awaited" in done.stdout

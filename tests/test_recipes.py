@@ -7,28 +7,28 @@ import sys
 from pathlib import Path
 
 import pytest
+from selection import REPO, ranks_under_test, recipes_under_test
+
 from harness.kept import KeptRun
-from harness.recipe import Control, Recipe, with_imports
+from harness.recipe import Control, Recipe, may_save, with_imports
 from harness.run import run
-from selection import REPO, may_save, ranks_under_test, recipes_under_test
 
 MOST_RANKS = 3
 
 
 @pytest.fixture
-def store(pytestconfig: pytest.Config, tmp_path: Path) -> Path:
-    """Where the pages' build keeps its runs; other people's recipes are run every time."""
-    return tmp_path if pytestconfig.getoption("--recipes") else REPO / "_build" / "recipe_runs"
+def store() -> Path:
+    """Where the pages' build keeps its runs."""
+    return REPO / "_build" / "recipe_runs"
 
 
 def pytest_generate_tests(metafunc: pytest.Metafunc) -> None:
-    recipes = recipes_under_test(metafunc.config)
+    recipes = recipes_under_test()
     asked = ranks_under_test(metafunc.config)
     names = set(metafunc.fixturenames)
     if {"recipe", "ranks"} <= names:
         if "slow_the_disk" in metafunc.function.__name__:
-            if not metafunc.config.getoption("--recipes"):  # anyone's may save by other ways
-                recipes = [recipe for recipe in recipes if may_save(recipe)]
+            recipes = [recipe for recipe in recipes if may_save(recipe.path)]
             cases = [(r, n) for r in recipes for n in (asked or [max(2, r.min_ranks)])]
         else:
             cases = [(r, n) for r in recipes for n in (asked or ranks_of(r, metafunc.config))]
@@ -57,16 +57,13 @@ def installed(request: pytest.FixtureRequest) -> None:
         pytest.skip(f"{recipe.name} needs {', '.join(recipe.missing)}, not installed")
 
 
-def test_recipe_proves_its_claim(
-    recipe: Recipe, ranks: int, pytestconfig: pytest.Config, store: Path
-) -> None:
+def test_recipe_proves_its_claim(recipe: Recipe, ranks: int, store: Path) -> None:
     """On each world size, ranks forked from a warm process.
 
     A fresh run of the page stands for that on as many ranks.
     """
     kept = KeptRun(store, recipe, ranks)
-    report = None if pytestconfig.getoption("--recipes") else kept.report()
-    report = report or run(
+    report = kept.report() or run(
         recipe.path, ranks, launcher="warm", order=recipe.order, deadline_s=recipe.deadline_s
     )
     assert report.ok, report.describe()

@@ -8,13 +8,13 @@ import sys
 from pathlib import Path
 
 import pytest
-from harness.recipe import code_sha256
 from lanes import Bar
 from sphinx.application import Sphinx
 from sphinx.util.docutils import docutils_namespace
 from timeline import merge, read_panel, scale_bar
 
 from benchmarks import readme_table, result_files
+from harness.recipe import code_sha256
 
 REPO = Path(__file__).resolve().parent.parent
 RECIPE = '''"""A recipe."""

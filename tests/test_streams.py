@@ -138,7 +138,7 @@ def test_two_storages_over_one_memory_conflict(recorder):
 def copy_out_and_in(steps: set[str]) -> None:
     """A tensor to host memory, changed there by the host, and back; ``steps`` are the waits."""
     host = torch.frombuffer(bytearray(64), dtype=torch.float32)
-    there, other = torch.ones(16), torch.cpu.Stream()
+    there, other = torch.ones(16, device="cpu"), torch.cpu.Stream()
     copied, returned = torch.cpu.Event(), torch.cpu.Event()
     blocking = "blocking copies" in steps
     with torch.cpu.stream(other):

@@ -1,11 +1,17 @@
-"""``python -m rankproof``: run and judge recipes from the command line."""
+"""Run scripts on several ranks and judge them by what they did: the command line.
+
+Exit status: 0 passed, 1 judged bad, 2 not judged, and why. A bad option is a 2, too.
+"""
 
 import argparse
+import json
 import sys
 from pathlib import Path
+from xml.etree import ElementTree
 
-from rankproof.recipe import GATES, RecipeError, Settings, load_recipe
-from rankproof.run import COMMAND, run
+from rankproof import __version__
+from rankproof.recipe import GATES, RecipeError, Settings, find_recipes, load_recipe
+from rankproof.run import COMMAND, LAUNCHERS, Report, run
 from rankproof.verify import WORLD_SIZES, verify
 
 
@@ -15,32 +21,84 @@ def controls_for(recipe: Path) -> Path | None:
 
 
 def run_command(options: argparse.Namespace) -> int:
+    if options.recipe.is_dir():
+        return folder_command(options)
     recipe = load_recipe(options.recipe, controls_for(options.recipe))
     control = recipe.control(options.control) if options.control else None
     ranks, deadline_s = (
         (control.ranks, control.deadline_s) if control else (recipe.page_ranks, recipe.deadline_s)
     )
-    report = run(
-        recipe.path,
-        ranks if options.ranks is None else options.ranks,
-        launcher=options.launcher,
-        control=control,
-        gate=options.gate,
-        order=options.order or recipe.order,
-        deadline_s=deadline_s if options.deadline is None else options.deadline,
-        args=tuple(options.args),
-        keep=options.keep,
-    )
-    print(report.describe())
-    if report.ok:
-        for rank, output in enumerate(report.outputs):
-            print(f"--- rank {rank}\n{output.rstrip()}")
+    reports = [
+        run(
+            recipe.path,
+            count,
+            launcher=options.launcher,
+            control=control,
+            gate=options.gate,
+            order=options.order or recipe.order,
+            deadline_s=deadline_s if options.deadline is None else options.deadline,
+            args=tuple(options.args) or Settings.of(recipe.path).args_of(recipe.path),
+            keep=options.keep,
+            through=tuple(options.allow),
+        )
+        for count in options.ranks or [ranks]
+    ]
+    status = tell(reports, options, outputs=True)
     if control is None:
-        return 0 if report.ok else 1
-    caught = control.caught(report.kinds)
+        return status
+    caught = all(control.caught(report.kinds) for report in reports)
     verdict = "caught" if caught else f"NOT caught as expected: {sorted(control.fails)}"
     print(f"control '{control.name}': {verdict}")
     return 0 if caught else 1
+
+
+def folder_command(options: argparse.Namespace) -> int:
+    """Judge every script of a folder, as its settings say."""
+    settings = Settings.of(options.recipe)
+    reports = [
+        run(
+            path,
+            ranks,
+            launcher=options.launcher,
+            gate=options.gate,
+            order=options.order,
+            deadline_s=options.deadline or settings.deadline_s,
+            args=settings.args_of(path),
+            through=tuple(options.allow),
+        )
+        for path in find_recipes(options.recipe, settings)
+        for ranks in options.ranks or settings.ranks
+    ]
+    return tell(reports, options, outputs=False)
+
+
+def tell(reports: list[Report], options: argparse.Namespace, outputs: bool) -> int:
+    """Print the reports, write what was asked for, return the exit status."""
+    if options.json:
+        print(json.dumps([r.to_dict() | {"verdict": r.verdict} for r in reports], indent=1))
+    else:
+        for report in reports:
+            print(report.describe())
+            for rank, output in enumerate(report.outputs if report.ok and outputs else []):
+                print(f"--- rank {rank}\n{output.rstrip()}")
+    if options.junit:
+        options.junit.write_text(junit(reports), encoding="utf-8")
+    codes = {report.exit_code for report in reports}
+    return 1 if 1 in codes else max(codes)
+
+
+def junit(reports: list[Report]) -> str:
+    """The reports as JUnit's XML: what failed is a failure, what was not judged is skipped."""
+    suite = ElementTree.Element("testsuite", name="rankproof", tests=str(len(reports)))
+    for report in reports:
+        name = f"{report.recipe}-{report.ranks}"
+        case = ElementTree.SubElement(suite, "testcase", classname=report.path, name=name)
+        case.set("time", f"{report.seconds:.1f}")
+        said = "; ".join(report.unjudged) or "; ".join(f.text for f in report.failures)
+        if report.verdict != "passed":
+            kind = "failure" if report.failures else "skipped"
+            ElementTree.SubElement(case, kind, message=said).text = report.describe()
+    return ElementTree.tostring(suite, encoding="unicode")
 
 
 def verify_command(options: argparse.Namespace) -> int:
@@ -51,22 +109,35 @@ def verify_command(options: argparse.Namespace) -> int:
     return verify(recipes, controls, out, tuple(options.ranks), options.stale)
 
 
+def world_sizes(text: str) -> list[int]:
+    sizes = [int(part) for part in text.split(",")]
+    if min(sizes) < 1:
+        raise argparse.ArgumentTypeError(f"{text} ranks: pass a number of 1 or more")
+    return sizes
+
+
 def main() -> int:
-    parser = argparse.ArgumentParser(prog=COMMAND, description=__doc__)
+    parser = argparse.ArgumentParser(
+        prog=COMMAND, description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter
+    )
+    parser.add_argument("--version", action="version", version=f"rankproof {__version__}")
     commands = parser.add_subparsers(dest="command", required=True)
     one = commands.add_parser(
         "run",
-        help="run one recipe, or one of its negative controls",
-        epilog="What follows -- is passed to the recipe.",
+        help="run one script, one of its negative controls, or all scripts of a folder",
+        epilog="What follows -- is passed to the script.",
     )
-    one.add_argument("recipe", type=Path)
-    one.add_argument("--ranks", type=int, help="default: the control's, or the page's")
+    one.add_argument("recipe", type=Path, metavar="path")
+    one.add_argument("--ranks", type=world_sizes, metavar="N,N", help="default: 2, or as set")
     one.add_argument("--control", help="the name of a control in the recipe's controls file")
     one.add_argument("--gate", choices=GATES, help="hold a background step, see rankproof/gates.py")
     one.add_argument("--order", action="store_true", help="record stream order (CPU)")
-    one.add_argument("--launcher", choices=("torchrun", "warm"), default="torchrun")
-    one.add_argument("--deadline", type=float, help="seconds")
+    one.add_argument("--launcher", choices=LAUNCHERS, default="auto")
+    one.add_argument("--deadline", type=float, metavar="SECONDS", help="from the first line on")
     one.add_argument("--keep", type=Path, help="keep the run's files here (a new directory)")
+    one.add_argument("--allow", type=Path, action="append", default=[], help="it may write here")
+    one.add_argument("--json", action="store_true", help="print the reports as JSON")
+    one.add_argument("--junit", type=Path, metavar="FILE", help="write JUnit's XML")
     one.set_defaults(do=run_command)
     every = commands.add_parser("verify", help="run all recipes on the accelerators present")
     every.add_argument("--recipes", type=Path, help="default: by the project's settings")

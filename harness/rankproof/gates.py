@@ -4,6 +4,7 @@ They replace luck. A gate opens at the moment when a correct recipe needs it ope
 that lacks the line under test has gone past it; so the correct recipe passes under every gate.
 """
 
+import hashlib
 import os
 import selectors
 import sys
@@ -12,17 +13,21 @@ import time
 from collections.abc import Callable
 from concurrent.futures import Future, wait
 from datetime import timedelta
+from pathlib import Path
 
 import torch
 import torch.distributed as dist
-from rankproof.ledger import GATE_KEY, HARNESS, TORCH, Ledger, Save
-from torch.distributed.checkpoint import FileSystemWriter
-from torch.distributed.checkpoint.staging import DefaultStager
 from torch.optim.optimizer import (
     register_optimizer_step_post_hook,
     register_optimizer_step_pre_hook,
 )
 
+from rankproof.imports import DCP, HARNESS, after_import, torch_folder
+from rankproof.ledger import GATE_KEY, Ledger, Save
+
+NEED_SAVES = ("hold_write", "hold_staging", "finish_staging_first")
+OPEN = "gates"  # folder of the run: a file in it opens the gate of a save on every rank
+LOOK_S = 0.05
 QUEUED_S = 1.0
 QUEUED_FLOP_PER_S = 600e12  # bf16 products of a large GPU; on a smaller one the queue is longer
 QUEUED_WIDTH = 8192
@@ -50,7 +55,7 @@ def _main_thread_waits() -> bool:
         if frame.f_code is THREAD_START:
             return False  # it waits for the new thread to begin
         frame = frame.f_back
-    return not frame.f_code.co_filename.startswith((TORCH, HARNESS))
+    return not frame.f_code.co_filename.startswith((torch_folder(), HARNESS))
 
 
 def _when_main_thread_waits(listener: Callable[[], None]) -> None:
@@ -80,7 +85,7 @@ def _when_main_thread_waits(listener: Callable[[], None]) -> None:
 
 
 def hold_write(ledger: Ledger) -> None:
-    """Hold every asynchronous write until its upload is awaited, or another upload begins.
+    """Hold every asynchronous write until a rank awaits its upload, or another upload begins.
 
     A recipe that never awaits its last save loads it, or ends, before a byte is written; one that
     does not wait between saves has two uploads at a time.
@@ -91,13 +96,15 @@ def hold_write(ledger: Ledger) -> None:
     ``done()`` say yes, or before the callback, its save is noted as *unfinished*. A loop that only
     reads a variable, which the callback sets, waits forever.
     """
+    from torch.distributed.checkpoint import FileSystemWriter
+
     opened: dict[str, threading.Event] = {}
     called_back: list[tuple[Save, threading.Event]] = []
     polled: list[Save] = []
 
     def on_save(save: Save) -> None:
         if save.kind == "async_save":
-            event = opened[save.directory] = threading.Event()
+            event = opened[save.directory] = _Gate(ledger.run_dir / OPEN, save)
             save.on_await.append(lambda phase: event.set() if phase == "upload" else None)
             save.on_poll.append(lambda: on_poll(save, event))
             save.on_callback.append(lambda: called_back.append((save, event)))
@@ -122,6 +129,8 @@ def hold_write(ledger: Ledger) -> None:
             not_called = save.in_flight if save in callers else save in polled
             if not save.end_known and not_called:
                 ledger.note("unfinished", number=save.number)
+        for event in opened.values():
+            event.abandon()
 
     original = FileSystemWriter.write_data
 
@@ -130,6 +139,8 @@ def hold_write(ledger: Ledger) -> None:
             event = opened.get(os.path.abspath(self.path))
             if event is not None:
                 event.wait()
+                if event.abandoned:
+                    raise RuntimeError("held until the end: nobody has awaited this save")
         return original(self, plan, planner)
 
     ledger.on_save.append(on_save)
@@ -137,6 +148,31 @@ def hold_write(ledger: Ledger) -> None:
     ledger.on_end.append(on_end)
     _when_main_thread_waits(on_wait)
     FileSystemWriter.write_data = write_data
+
+
+class _Gate(threading.Event):
+    """An event that opens on every rank: one may await for all, before a barrier that all join."""
+
+    def __init__(self, folder: Path, save: Save) -> None:
+        super().__init__()
+        key = hashlib.sha256(f"{save.number} {save.directory}".encode()).hexdigest()
+        self.file = folder / key
+        self.abandoned = False
+
+    def abandon(self) -> None:
+        """The recipe has ended: if it has not awaited the save by now, nothing is written."""
+        self.abandoned = not self.is_set() and not self.file.exists()
+        super().set()
+
+    def set(self) -> None:
+        super().set()
+        self.file.parent.mkdir(exist_ok=True)
+        self.file.touch()
+
+    def wait(self, timeout: float | None = None) -> bool:
+        while not super().wait(LOOK_S) and not self.file.exists():
+            pass
+        return True
 
 
 class _Held:
@@ -181,6 +217,8 @@ def finish_staging_first(ledger: Ledger) -> None:
     That is when it reports a failed staging as done (torch 2.13): a recipe that looks at
     ``staging_completion`` alone sees success.
     """
+    from torch.distributed.checkpoint.staging import DefaultStager
+
     original = DefaultStager.stage
 
     def stage(self, state_dict, **kwargs):
@@ -316,4 +354,7 @@ def rank_0_last(ledger: Ledger) -> None:
 
 def install(name: str, ledger: Ledger) -> None:
     """Put a gate, one of :data:`rankproof.recipe.GATES`, into this rank, before the recipe runs."""
-    globals()[name](ledger)
+    if name in NEED_SAVES:
+        after_import(DCP, lambda: globals()[name](ledger))
+    else:
+        globals()[name](ledger)

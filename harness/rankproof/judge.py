@@ -11,6 +11,7 @@ KINDS = {
     "killed": "a rank was ended by a signal",
     "exited_early": "a rank called sys.exit before the recipe's last line",
     "missing_record": "a rank ended without reaching the recipe's last line",
+    "never_awaited": "a save is never awaited",
     "left_process": "a process outlived the recipe",
     "left_thread": "a thread outlived the recipe",
     "left_process_group": "a process group was not destroyed",
@@ -31,6 +32,7 @@ NOT_AWAITED_HINT = (
     "its future was never awaited: call result() on the last save's future before "
     "destroy_process_group()"
 )
+INCOMPLETE = ".incomplete"  # the end of the name of a save that is not complete
 MOST_SHOWN = 80  # characters of a value that differs
 LOST_PEER = re.compile(r"Connection (closed|reset) by peer|Broken pipe")
 SIGNALS = {6: "SIGABRT", 9: "SIGKILL", 11: "SIGSEGV", 15: "SIGTERM"}
@@ -55,6 +57,7 @@ class Rank:
     stacks: str = ""
     exit: int | None = None  # exit code, minus the signal's number, None if it was ended from above
     record: dict | None = None
+    ended: bool = True  # False: it reached its end, and the interpreter's was never reached
     notes: list[dict] = field(default_factory=list)
 
 
@@ -68,6 +71,8 @@ class SavedState:
     written: bool = False
     failed: str = ""
     awaited: bool = False
+    never_awaited: bool = False
+    unjudged: str = ""
     unfinished: bool = False
     removed: bool = False
     beside: list[str] = field(default_factory=list)  # directories of uploads in flight
@@ -89,7 +94,8 @@ def read_ranks(run_dir: Path, count: int) -> list[Rank]:
                 output=text(".out"),
                 stacks=text(".stacks"),
                 exit=int(code) if (code := text(".exit")) else None,
-                record=json.loads(record) if (record := text(".json")) else None,
+                record=json.loads(record) if (record := text(".json") or text(".ended")) else None,
+                ended=bool(text(".json")),
                 notes=[json.loads(line) for line in text(".notes").splitlines() if line],
             )
         )
@@ -115,6 +121,7 @@ def gather_saves(ranks: list[Rank]) -> list[SavedState]:
                 use = uses[directory] = uses.get(directory, 0) + 1
                 save = saves.setdefault((directory, use), SavedState(directory, note["kind"]))
                 save.shares_training_group |= note["shares_training_group"]
+                save.unjudged = note["unjudged"]
                 own[number] = save
             elif note["event"] == "upload":
                 beside = {own[other].directory for other in note["beside"]}
@@ -125,12 +132,15 @@ def gather_saves(ranks: list[Rank]) -> list[SavedState]:
                 own[number].written = True
             elif note["event"] == "awaited":
                 own[number].awaited |= note["phase"] == "upload"
+            elif note["event"] == "never_awaited":
+                own[number].never_awaited = True
             elif note["event"] == "unfinished":
                 own[number].unfinished = True
             elif note["event"] == "failed":
                 own[number].failed = note["error"]
     for save in saves.values():  # a synchronous save reports to its caller
         save.awaited |= save.kind == "save"
+        save.never_awaited &= not save.awaited  # one rank may await for all
     for rank in ranks:
         _follow(rank, saves)
     return list(saves.values())
@@ -160,13 +170,30 @@ def _follow(rank: Rank, saves: dict[tuple[str, int], SavedState]) -> None:
 
 
 def checkpoint_directories(run_dir: Path, saves: list[SavedState]) -> list[str]:
-    """Every directory that should hold a checkpoint: named by a save, or with a shard in it."""
+    """Every directory that should hold a checkpoint: named by a save, or with a shard in it.
+
+    One that still has the name of an unfinished save is none.
+    """
     shards = {str(p.parent) for p in run_dir.rglob("*.distcp")}
     metadata = {str(p.parent) for p in run_dir.rglob(".metadata")}
-    named = {s.directory for s in saves if not (s.failed and s.awaited)}
+    named = {s.directory for s in saves if not (s.failed and s.awaited) and not s.unjudged}
     last_save = {s.directory: s for s in saves}
     gone = {d for d in named if not Path(d).exists() and last_save[d].removed}
-    return sorted((shards | metadata | named) - gone)
+    foreign = {s.directory for s in saves if s.unjudged}
+    return sorted(d for d in (shards | metadata | named) - gone - foreign if not _unfinished(d))
+
+
+def _unfinished(directory: str) -> bool:
+    return any(part.endswith(INCOMPLETE) for part in Path(directory).parts)
+
+
+def judge_unfinished(run_dir: Path, saves: list[SavedState]) -> list[Failure]:
+    """A run that went well leaves no save under its unfinished name, unless that save failed."""
+    failed = {s.directory for s in saves if s.failed and s.awaited}
+    found = {str(p.parent) for p in run_dir.rglob("*.distcp")} | {s.directory for s in saves}
+    left = {d for d in found if _unfinished(d) and Path(d).exists()} - failed
+    text = "it still has the name of an unfinished save, and the run went well"
+    return [Failure("checkpoint_incomplete", f"{Path(d).name}: {text}") for d in sorted(left)]
 
 
 def _within(path: str, parent: str) -> bool:
@@ -180,7 +207,7 @@ def chunks_by_directory(directories: list[str], saves: list[SavedState]) -> dict
         for leaves in save.leaves.values():
             for name, leaf in leaves.items():
                 if leaf.get("chunk") and save.directory in request:
-                    chunks = request[save.directory].setdefault(name, [])
+                    chunks = request[save.directory].setdefault(leaf.get("of", name), [])
                     if leaf["chunk"] not in chunks:
                         chunks.append(leaf["chunk"])
     return request
@@ -195,8 +222,11 @@ def _differences(save: SavedState, found: dict) -> list[str]:
     """Leaves of a loaded checkpoint that are not what the ranks passed to the save."""
     differing = {}  # by leaf: the first rank's difference
     for rank, leaves in sorted(save.leaves.items()):
-        for name, expected in leaves.items():
+        for key, expected in leaves.items():
+            name = expected.get("of", key)
             loaded = found.get(name)
+            if "unjudged" in expected or ("pickle" in expected and loaded is not None):
+                continue
             if loaded is None:
                 differing.setdefault(name, f"{name} (rank {rank}: not in the checkpoint)")
             elif "value" in expected:
@@ -235,6 +265,8 @@ def judge_checkpoints(
         for world_size, answers in loaded.items():
             answer = answers.get(directory, {"error": "not tried"})
             where = f"{name}, loaded on {world_size} rank{'s' * (world_size > 1)}"
+            if "unjudged" in answer:
+                continue
             if "error" in answer:
                 text = f"{where}: {answer['error']}"
                 failures.append(Failure("checkpoint_incomplete", text, hint=hint))
@@ -248,6 +280,40 @@ def judge_checkpoints(
                 failures.append(Failure("checkpoint_wrong", text))
                 break
     return failures
+
+
+def judge_awaiting(saves: list[SavedState]) -> list[Failure]:
+    text = "the recipe ended without having waited for it"
+    return [
+        Failure("never_awaited", f"{Path(s.directory).name}: {text}", hint=NOT_AWAITED_HINT)
+        for s in saves
+        if s.never_awaited
+    ]
+
+
+def unjudged(saves: list[SavedState], directories: list[str], loaded: dict) -> list[str]:
+    """What was not compared, and why."""
+    found = [f"{Path(s.directory).name or 'a save'}: {s.unjudged}" for s in saves if s.unjudged]
+    known = {s.directory for s in saves}
+    for directory in directories:
+        name = Path(directory).name
+        for answer in loaded.values():
+            if reason := answer.get(directory, {}).get("unjudged"):
+                found.append(f"{name}: {reason}")
+        if directory not in known:
+            found.append(f"{name}: it loads; what was passed to its save was not seen")
+    for save in saves:
+        answers = [answer.get(save.directory, {}).get("leaves", {}) for answer in loaded.values()]
+        for leaves in save.leaves.values():
+            for name, leaf in leaves.items():
+                where = f"{Path(save.directory).name}: {name}"
+                if "unjudged" in leaf:
+                    found.append(f"{where} is not compared: {leaf['unjudged']}")
+                elif "pickle" in leaf and any(
+                    name in a and a[name].get("pickle") != leaf["pickle"] for a in answers
+                ):
+                    found.append(f"{where}, a {leaf['type']}, does not compare by its pickle")
+    return list(dict.fromkeys(found))
 
 
 def judge_overlap(saves: list[SavedState]) -> list[Failure]:
@@ -276,6 +342,8 @@ def judge_ranks(ranks: list[Rank], timed_out: bool, saves: list[SavedState]) -> 
         if record is None:
             failures += _judge_missing(rank, timed_out, hint)
             continue
+        if record["finished"] and (not rank.ended or rank.exit not in (None, 0, -15)):
+            failures += _judge_exit(rank, timed_out, hint)
         if record["error"]:
             failures.append(Failure("raised", record["error"], rank.number, hint))
         for error in record.get("thread_errors", []):
@@ -284,14 +352,12 @@ def judge_ranks(ranks: list[Rank], timed_out: bool, saves: list[SavedState]) -> 
             text = f"sys.exit({record.get('exit', '')}) before the recipe's last line"
             failures.append(Failure("exited_early", text, rank.number))
         for kind, key in (
-            ("left_thread", "left_threads"),
-            ("left_process", "left_processes"),
             ("wrote_elsewhere", "wrote_elsewhere"),
             ("deprecation_warning", "deprecations"),
             ("unordered_access", "conflicts"),
         ):
             if found := record.get(key):
-                shown = 1 if kind == "unordered_access" else 3  # a conflict takes two lines
+                shown = 3
                 more = f"; {len(found) - shown} more" if found[shown:] else ""
                 text = "; ".join(found[:shown]) + more
                 failures.append(Failure(kind, text, rank.number))
@@ -315,6 +381,18 @@ def _judge_missing(rank: Rank, timed_out: bool, hint: str) -> list[Failure]:
         text = f"ended by {signal}" + (f": {cause.group(1)}" if cause else "")
         return [Failure("killed", text, rank.number, hint)]
     return [Failure("missing_record", f"ended with exit code {rank.exit}", rank.number, hint)]
+
+
+def _judge_exit(rank: Rank, timed_out: bool, hint: str) -> list[Failure]:
+    """What kept an interpreter from ending well after the recipe's last line."""
+    threads = rank.record.get("threads_at_the_end")
+    main = rank.stacks.rpartition("Current thread")[2] or rank.stacks
+    if rank.exit in (None, -15) and timed_out and threads and "in _shutdown" in main:
+        return [Failure("left_thread", "; ".join(threads[:3]), rank.number)]
+    failures = _judge_missing(rank, timed_out, hint)
+    for failure in failures:
+        failure.text += ", after the recipe's last line"
+    return failures
 
 
 def _innermost(stacks: str) -> str:

@@ -15,6 +15,7 @@ from functools import cache
 from pathlib import Path
 
 import torch
+
 from rankproof.recipe import Control, Recipe, code_hashes
 from rankproof.run import Report, run
 

@@ -19,12 +19,15 @@ from collections.abc import Callable
 from dataclasses import asdict, dataclass, field
 from pathlib import Path
 
+from rankproof import private
+
 PR_SET_PDEATHSIG = 1
 PR_SET_CHILD_SUBREAPER = 36
 POLL_S = 0.02
 START_S = 120.0  # how long ranks may take to begin: the deadline counts from there
 STACK_DUMP_S = 3.0  # how long a rank gets to write its stacks after the deadline
 GRACE_AFTER_FAILURE_S = 10.0  # how long the other ranks get to fail by themselves
+GRACE_AT_EXIT_S = 15.0  # how long interpreters may take to end when all have run the last line
 LEFTOVER_GRACE_S = 3.0  # helpers such as multiprocessing's resource tracker end with their parent
 
 
@@ -35,7 +38,8 @@ class Outcome:
     timed_out: bool = False
     seconds: float = 0.0
     left_processes: list[str] = field(default_factory=list)
-    unfinished: list[int] = field(default_factory=list)  # ranks ended by the leader
+    private: list[str] = field(default_factory=list)  # places where what was written lay aside
+    written: list[str] = field(default_factory=list)  # what was left there
 
 
 def prctl(option: int, value: int) -> None:
@@ -119,8 +123,15 @@ def dump_stacks(ranks_dir: Path) -> None:
         time.sleep(POLL_S)
 
 
-def all_began(ranks_dir: Path, ranks: int) -> bool:
-    return len(list(ranks_dir.glob("*.began"))) == ranks
+def _count(ranks_dir: Path, suffix: str) -> int:
+    return len(list(ranks_dir.glob(f"*.{suffix}")))
+
+
+def failed_already(ranks_dir: Path) -> bool:
+    """Whether a rank has ended otherwise than it must, or is on its way to."""
+    if any(path.read_text() not in ("0", "") for path in ranks_dir.glob("*.exit")):
+        return True
+    return any(not json.loads(p.read_text())["finished"] for p in ranks_dir.glob("*.ended"))
 
 
 def write_exit(ranks_dir: Path, rank: int, status: int) -> None:
@@ -141,7 +152,10 @@ def lead(spec: dict, start: Callable[[], dict[int, int]], alive: Callable[[], bo
     ranks_dir = Path(spec["run_dir"]) / "ranks"
     started = time.monotonic()
     deadline, began = started + START_S + spec["deadline_s"], False
-    outcome = Outcome()
+    exits_by = float("inf")
+    layers = private.enter(spec["run_dir"], spec["through"])
+    outcome = Outcome(private=sorted(layers))
+    os.chdir(spec["cwd"])
     running = start()
     while running:
         for pid, status in _reap().items():
@@ -149,17 +163,20 @@ def lead(spec: dict, start: Callable[[], dict[int, int]], alive: Callable[[], bo
             if rank is None or rank < 0:
                 continue
             write_exit(ranks_dir, rank, status)
-            if status != 0:
-                deadline = min(deadline, time.monotonic() + GRACE_AFTER_FAILURE_S)
         if not alive():
             kill_all()
             return
-        if not began and all_began(ranks_dir, spec["ranks"]):
-            began, deadline = True, min(deadline, time.monotonic() + spec["deadline_s"])
-        if running and time.monotonic() > deadline:
-            failed_already = any(p.read_text() != "0" for p in ranks_dir.glob("*.exit"))
-            outcome.timed_out = not failed_already
-            outcome.unfinished = sorted(r for r in running.values() if r >= 0)
+        now = time.monotonic()
+        if not began and _count(ranks_dir, "began") == spec["processes"]:
+            began, deadline = True, min(deadline, now + spec["deadline_s"])
+        failed = failed_already(ranks_dir)
+        if exits_by == float("inf"):
+            if failed:
+                exits_by = now + GRACE_AFTER_FAILURE_S
+            elif _count(ranks_dir, "ended") == spec["processes"]:
+                exits_by = now + min(GRACE_AT_EXIT_S, spec["deadline_s"])
+        if running and now > min(deadline, exits_by):
+            outcome.timed_out = not failed
             dump_stacks(ranks_dir)
             kill_all()
             running = {}
@@ -170,6 +187,7 @@ def lead(spec: dict, start: Callable[[], dict[int, int]], alive: Callable[[], bo
         time.sleep(POLL_S)
     outcome.left_processes = [f"{pid}: {command_line(pid)}" for pid in left]
     kill_all()
+    outcome.written = private.left_in(layers)
     outcome.seconds = time.monotonic() - started
     temporary = Path(spec["run_dir"]) / "outcome.tmp"
     temporary.write_text(json.dumps(asdict(outcome)))
@@ -184,17 +202,18 @@ def held_open(pipe: int) -> bool:
 
 
 def main(spec_path: str) -> None:
-    """Run ``torchrun`` as the spec says."""
+    """Run ``torchrun``, or the file as one process, as the spec says."""
     spec = json.loads(Path(spec_path).read_text())
 
     def start() -> dict[int, int]:
         me = os.getpid()
         log = open(Path(spec["run_dir"]) / "torchrun.out", "wb")  # noqa: SIM115 (torchrun's for good)
+        rank = ("-m", "rankproof.rank", spec_path)
+        if spec["launcher"] == "torchrun":
+            standalone = ("torch.distributed.run", "--standalone")
+            rank = ("-m", *standalone, f"--nproc-per-node={spec['ranks']}", *rank)
         torchrun = subprocess.Popen(
-            [
-                *(sys.executable, "-m", "torch.distributed.run", "--standalone"),
-                *(f"--nproc-per-node={spec['ranks']}", "-m", "rankproof.rank", spec_path),
-            ],
+            [sys.executable, *rank],
             stdin=subprocess.DEVNULL,
             stdout=log,
             stderr=log,

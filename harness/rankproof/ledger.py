@@ -1,7 +1,9 @@
 """The ledger of saves: what a rank passed to DCP, hashed at the call, to be found on disk later.
 
-It stands between the recipe and ``dcp.save`` / ``dcp.async_save`` and changes neither. Each line of
-a rank's ``.notes`` file is one event as JSON, written at once, so that it outlives an abort.
+It stands between the recipe and ``dcp.save`` / ``dcp.async_save`` and changes neither, once the
+recipe has imported them. It never raises into a recipe: what it cannot judge it notes as such.
+Each line of a rank's ``.notes`` file is one event as JSON, written at once, so that it outlives an
+abort.
 """
 
 import concurrent.futures
@@ -10,7 +12,7 @@ import ctypes
 import hashlib
 import json
 import os
-import sys
+import pickle
 import threading
 from collections.abc import Callable, Iterable, Iterator
 from concurrent.futures import Future
@@ -19,15 +21,9 @@ from typing import Any
 
 import torch
 import torch.distributed as dist
-import torch.distributed.checkpoint as dcp
-from torch.distributed.checkpoint import state_dict_saver
-from torch.distributed.checkpoint._nested_dict import flatten_state_dict
-from torch.distributed.checkpoint.staging import AsyncStager
-from torch.distributed.checkpoint.stateful import Stateful
-from torch.distributed.tensor import DTensor
 
-TORCH = str(Path(torch.__file__).parent)
-HARNESS = str(Path(__file__).parent)
+from rankproof.imports import DCP, after_import, called_by_recipe
+
 GATE_KEY = "harness_gate"  # entries under it are the harness's own and are not compared
 
 
@@ -46,9 +42,22 @@ def is_plain(value: object) -> bool:
     return isinstance(value, (int, float, str, bytes, bool, type(None)))
 
 
-def by_recipe() -> bool:
-    """Whether the caller of the function that asks was called by neither torch nor the harness."""
-    return not sys._getframe(2).f_code.co_filename.startswith((TORCH, HARNESS))
+def pickled_sha256(value: object) -> str:
+    return hashlib.sha256(pickle.dumps(value)).hexdigest()
+
+
+def why_not_loaded(writer: object, directory: object) -> str:
+    """Why a save cannot be loaded back by :mod:`rankproof.load_back`, empty if it can."""
+    names = {kind.__name__ for kind in type(writer).__mro__}
+    if writer is not None and (
+        "FileSystemWriter" not in names or names & {"FsspecWriter", "HuggingFaceStorageWriter"}
+    ):
+        return f"written by {type(writer).__name__}, not loaded back"
+    if not directory:
+        return "written to no path that the harness knows, not loaded back"
+    if "://" in str(directory):
+        return f"written to {directory}, not loaded back"
+    return ""
 
 
 class Save:
@@ -66,6 +75,7 @@ class Save:
         self.on_await: list[Callable[[str], None]] = []  # called with "staging" or "upload"
         self.on_poll: list[Callable[[], None]] = []  # the recipe saw that the upload is not done
         self.on_callback: list[Callable[[], None]] = []  # the recipe asked to be called at its end
+        self.called_back = False
         self.clones: dict[str, dict] = {}
 
     @property
@@ -78,10 +88,10 @@ class Save:
             listener(phase)
 
 
-class _StatefulSpy(Stateful):
+class _StatefulSpy:
     """Passes calls on to a Stateful and shows its state dict to the ledger."""
 
-    def __init__(self, inner: Stateful, key: str, save: Save, ledger: "Ledger") -> None:
+    def __init__(self, inner: Any, key: str, save: Save, ledger: "Ledger") -> None:
         self.inner, self.key, self.save, self.ledger = inner, key, save, ledger
 
     def state_dict(self) -> dict[str, Any]:
@@ -97,6 +107,7 @@ class Ledger:
     """Records this rank's saves; gates listen to it."""
 
     def __init__(self, notes: Path) -> None:
+        self.run_dir = notes.parent.parent
         self.notes = open(notes, "w", encoding="utf-8")  # noqa: SIM115 (open until close())
         self.lock = threading.Lock()
         self.saves: list[Save] = []
@@ -123,17 +134,23 @@ class Ledger:
 
     def install(self) -> None:
         """Replace the public entry points, in every module a recipe may take them from."""
-        self._save, self._async_save = dcp.save, dcp.async_save
+        after_import(DCP, self._install_saves)
         self._wait, self._as_completed = concurrent.futures.wait, concurrent.futures.as_completed
-        dcp.save = self._spy_save
-        for module in (dcp, state_dict_saver):
-            module.async_save = self._spy_async_save
-        state_dict_saver.save = self._spy_upload
         for module in (concurrent.futures, concurrent.futures._base):
             module.wait, module.as_completed = self._spy_wait, self._spy_as_completed
         self._init_process_group = dist.init_process_group
         for module in (dist, dist.distributed_c10d):
             module.init_process_group = self._spy_init
+
+    def _install_saves(self) -> None:
+        import torch.distributed.checkpoint as dcp
+        from torch.distributed.checkpoint import state_dict_saver
+
+        self._save, self._async_save = dcp.save, dcp.async_save
+        dcp.save = self._spy_save
+        for module in (dcp, state_dict_saver):
+            module.async_save = self._spy_async_save
+        state_dict_saver.save = self._spy_upload
 
     def _spy_init(self, *args: Any, **kwargs: Any) -> None:
         self._init_process_group(*args, **kwargs)
@@ -148,7 +165,9 @@ class Ledger:
     def _begin(self, kind: str, state_dict: dict, kwargs: dict) -> tuple[Save, dict]:
         writer = kwargs.get("storage_writer")
         directory = kwargs.get("checkpoint_id") or getattr(writer, "path", "")
-        save = Save(len(self.saves), os.path.abspath(os.fspath(directory)), kind)
+        unjudged = why_not_loaded(writer, directory)
+        place = str(directory) if unjudged else os.path.abspath(os.fspath(directory))
+        save = Save(len(self.saves), place, kind)
         group = kwargs.get("process_group")
         shared = dist.is_initialized() and group in (None, dist.group.WORLD)
         self.note(
@@ -157,21 +176,17 @@ class Ledger:
             kind=kind,
             directory=save.directory,
             shares_training_group=bool(shared),
+            unjudged=unjudged,
         )
         for listener in self.on_save:
             listener(save)
         self.saves.append(save)
-        plain = {k: v for k, v in state_dict.items() if not isinstance(v, Stateful)}
-        self.capture(save, plain)
-        spied = {
-            k: _StatefulSpy(v, k, save, self) if isinstance(v, Stateful) else v
-            for k, v in state_dict.items()
-        }
-        return save, self.extra_state(save) | spied
+        stateful = [k for k, v in state_dict.items() if _is_stateful(v)]
+        self.capture(save, {k: v for k, v in state_dict.items() if k not in stateful})
+        spied = {k: _StatefulSpy(state_dict[k], k, save, self) for k in stateful}
+        return save, self.extra_state(save) | state_dict | spied
 
     def _spy_save(self, state_dict: dict, **kwargs: Any) -> Any:
-        if threading.current_thread() is not threading.main_thread():
-            return self._save(state_dict, **kwargs)
         save, state_dict = self._begin("save", state_dict, kwargs)
         try:
             result = self._save(state_dict, **kwargs)
@@ -186,7 +201,7 @@ class Ledger:
         writer, directory = kwargs.get("storage_writer"), kwargs.get("checkpoint_id")
         directory = os.path.abspath(os.fspath(directory or getattr(writer, "path", "")))
         uploads = [s for s in self.saves if s.directory == directory and s.kind == "async_save"]
-        if threading.current_thread() is not threading.main_thread() and uploads:
+        if uploads and not called_by_recipe():
             save = uploads[-1]
             beside = [s.number for s in self.saves if s.uploading and s.in_flight and s is not save]
             self.note("upload", number=save.number, beside=beside)
@@ -238,7 +253,7 @@ class Ledger:
         return response
 
     @contextlib.contextmanager
-    def _watched_staging(self, save: Save, stager: AsyncStager | None) -> Iterator[None]:
+    def _watched_staging(self, save: Save, stager: Any) -> Iterator[None]:
         """Watch the future that the stager itself returns: a recipe may keep it and wait for it."""
         if stager is None:
             yield
@@ -289,7 +304,7 @@ class Ledger:
 
         def done() -> bool:
             is_done = save.upload_done()
-            if by_recipe():
+            if called_by_recipe():
                 if is_done:
                     self._note_await(save, "upload")
                 else:
@@ -299,12 +314,13 @@ class Ledger:
 
         def call_back(callback: Callable[[Future], object]) -> None:
             add_done_callback(callback)
+            save.called_back = True
             for listener in save.on_callback:
                 listener()
 
         future.done, future.add_done_callback = done, call_back
 
-    def end(self) -> None:
+    def last_line(self) -> None:
         """The recipe has reached its last line."""
         for listener in self.on_end:
             listener()
@@ -317,32 +333,70 @@ class Ledger:
         An accelerator's tensors are cloned in stream order and hashed when the recipe has ended:
         copying them now would synchronise, and synchronising hides the very error looked for.
         """
-        leaves = {}
-        for name, value in flatten_state_dict(state_dict)[0].items():
-            chunk = None
-            if isinstance(value, DTensor):
-                chunks = value.__create_chunk_list__()
-                chunk = [list(chunks[0].offsets), list(chunks[0].sizes)] if chunks else None
-                value = value.to_local()
-                if chunk is None:
-                    continue
-            if isinstance(value, torch.Tensor):
-                if value.device.type == "cpu":
-                    leaves[name] = {"chunk": chunk, "sha256": tensor_sha256(value)}
-                else:
-                    save.clones[name] = {"chunk": chunk, "tensor": value.detach().clone()}
-            elif is_plain(value):
-                leaves[name] = {"value": repr(value)}
+        leaves: dict[str, Any] = {}
+        try:
+            for name, value in self._flat(state_dict).items():
+                try:
+                    self._leaf(save, name, value, leaves)
+                except Exception as error:  # the harness's own trouble is no trouble of the recipe
+                    leaves[name] = {"unjudged": f"{type(value).__name__}: {error!r}"[:200]}
+        except Exception as error:
+            leaves["(all)"] = {"unjudged": f"the state dict is not read: {error!r}"[:200]}
         self.note("leaves", number=save.number, leaves=leaves)
 
-    def close(self) -> None:
-        """Hash what was cloned on an accelerator, and end the notes."""
+    @staticmethod
+    def _flat(state_dict: dict[str, Any]) -> dict[str, Any]:
+        from torch.distributed.checkpoint._nested_dict import flatten_state_dict
+
+        return flatten_state_dict(state_dict)[0]
+
+    def _leaf(self, save: Save, name: str, value: Any, leaves: dict[str, Any]) -> None:
+        parts = [(None, value)]
+        if hasattr(value, "__create_chunk_list__"):  # a DTensor
+            chunks = value.__create_chunk_list__()
+            parts = [([list(c.offsets), list(c.sizes)], value.to_local()) for c in chunks[:1]]
+        elif hasattr(value, "local_shards"):  # a ShardedTensor
+            parts = [
+                ([list(s.metadata.shard_offsets), list(s.metadata.shard_sizes)], s.tensor)
+                for s in value.local_shards()
+            ]
+        for number, (chunk, part) in enumerate(parts):
+            key = f"{name}#{number}" if number else name
+            of = {"of": name} if number else {}
+            if not isinstance(part, torch.Tensor):
+                if is_plain(part):
+                    leaves[key] = {"value": repr(part)}
+                else:
+                    with contextlib.suppress(TypeError, AttributeError, pickle.PicklingError):
+                        leaves[key] = {"pickle": pickled_sha256(part), "type": type(part).__name__}
+            elif part.device.type == "cpu":
+                leaves[key] = {"chunk": chunk, "sha256": tensor_sha256(part)} | of
+            else:
+                save.clones[key] = {"chunk": chunk, "tensor": part.detach().clone()} | of
+
+    def hash_clones(self) -> None:
+        """Hash what was cloned on an accelerator."""
         for save in self.saves:
             leaves = {
-                name: {"chunk": clone["chunk"], "sha256": tensor_sha256(clone["tensor"])}
+                name: clone | {"sha256": tensor_sha256(clone.pop("tensor"))}
                 for name, clone in save.clones.items()
             }
+            save.clones.clear()
             if leaves:
                 self.note("leaves", number=save.number, leaves=leaves)
+
+    def close(self, finished: bool) -> None:
+        """The interpreter ends: what was not awaited by now never is."""
+        self.hash_clones()
+        for save in self.saves:
+            known = save.end_known or (save.called_back and not save.in_flight)
+            if finished and save.upload is not None and not known:
+                self.note("never_awaited", number=save.number)
         with self.lock:
             self.notes.close()
+
+
+def _is_stateful(value: object) -> bool:
+    from torch.distributed.checkpoint.stateful import Stateful
+
+    return isinstance(value, Stateful)

@@ -1,32 +1,43 @@
 """Inside a rank: run a recipe as ``__main__`` and leave a record of what it did.
 
-The recipe knows nothing of this. The record says that the recipe's last line was reached, or what
-stopped it, and what it left behind: threads, processes, a process group, files elsewhere.
+The recipe knows nothing of this. The interpreter is let end by itself: it joins threads, ends
+executors and worker processes and calls what the recipe has registered with ``atexit``. Only then,
+in the very last ``atexit`` callback, is the record written. It says whether the recipe's last line
+was reached or what stopped it, and what is left: a process group, files elsewhere.
 ``python -m rankproof.rank SPEC`` is what torchrun starts; :mod:`rankproof.warm` calls :func:`run`.
 """
 
 import ast
+import atexit
 import concurrent.futures
+import contextlib
 import faulthandler
+import itertools
 import json
+import linecache
 import os
-import runpy
 import signal
 import sys
 import threading
 import time
 import traceback
+import types
 import warnings
 from collections.abc import Callable
 from pathlib import Path
 
-from rankproof.leader import command_line, descendants, die_with_parent, write_exit
+from rankproof.imports import HARNESS
+from rankproof.leader import die_with_parent, write_exit
 
-HARNESS = os.path.dirname(__file__)
-LEFTOVER_GRACE_S = 5.0  # a finished executor's thread needs a moment to end
-HELPERS = ("multiprocessing.resource_tracker", "torch_shm_manager")  # they end with their parent
 STARTERS = (threading.__file__, os.path.dirname(concurrent.futures.__file__), HARNESS)
 EXIT_OK, EXIT_FAILED = 0, 1
+AT_LAST: list[Callable[[], None]] = []  # called after everything else that is to be called at exit
+
+
+@atexit.register
+def _at_last() -> None:  # registered before the recipe's own, so called after them
+    for call in AT_LAST:
+        call()
 
 
 class WriteWatch:
@@ -39,7 +50,7 @@ class WriteWatch:
     WRITING_EVENTS = {"os.mkdir": 0, "os.rename": 1, "os.link": 1, "os.symlink": 1}
 
     def __init__(self, allowed: list[str]) -> None:
-        self.allowed = tuple(os.path.realpath(p) for p in allowed) + ("/dev/", "/proc/")
+        self.allowed = (*(os.path.realpath(p) for p in allowed), "/dev/", "/proc/")
         self.elsewhere: set[str] = set()
         self.on_renamed: Callable[[str, str], None] = lambda old, new: None
         self.on_removed: Callable[[str], None] = lambda path: None
@@ -105,23 +116,27 @@ class ThreadWatch:
             frame = frame.f_back
         return starter, ""
 
-    def left(self) -> list[str]:
-        """The threads that keep the interpreter from ending, after a moment to end.
+    def alive(self) -> list[str]:
+        """The threads that the interpreter will wait for when it ends, but torch's compiler's."""
+        return sorted(
+            f"{thread.name}{self.started.get(thread, ('', ''))[1]}"
+            for thread in threading.enumerate()
+            if thread is not threading.current_thread()
+            and not thread.daemon
+            and not self.started.get(thread, ("", ""))[0].startswith(self.compiler)
+        )
 
-        Those of torch's compiler, which end with it, are not counted.
-        """
-        until = time.monotonic() + LEFTOVER_GRACE_S
-        left = []
-        for thread in threading.enumerate():
-            starter, line = self.started.get(thread, ("", ""))
-            if thread is threading.current_thread() or thread.daemon:
-                continue
-            if starter.startswith(self.compiler):
-                continue
-            thread.join(max(0.0, until - time.monotonic()))
-            if thread.is_alive():
-                left.append(f"{thread.name}{line}")
-        return sorted(left)
+
+def watch_exit(errors: list[str]) -> None:
+    """Note what a callback of ``atexit`` raises: the interpreter prints it, and exits 0."""
+    hook = sys.unraisablehook
+
+    def noted(unraisable) -> None:
+        if "atexit" in (unraisable.err_msg or ""):
+            errors.append(f"{summary(unraisable.exc_value)} (in a callback of atexit)")
+        hook(unraisable)
+
+    sys.unraisablehook = noted
 
 
 class DeprecationWatch:
@@ -142,36 +157,75 @@ class DeprecationWatch:
         self.show(message, category, filename, lineno, file, line)
 
 
-def keep_temporary_directories() -> None:
-    """Leave ``TemporaryDirectory`` contents for the judge; the run's directory goes as a whole."""
+def keep_temporary_directories(kept: Path) -> None:
+    """Move a ``TemporaryDirectory`` aside where it is removed: its path is gone, as it must be,
+    and the judge still finds what was in it."""
     import tempfile
 
-    def detach(self) -> None:
-        self._finalizer.detach()
+    remove, count = tempfile.TemporaryDirectory._rmtree, itertools.count()
 
-    tempfile.TemporaryDirectory.cleanup = detach
+    def move(cls, name, *args, **kwargs) -> None:
+        try:
+            os.rename(name, kept / f"rank{os.environ.get('RANK', 0)}-{os.getpid()}-{next(count)}")
+        except OSError:  # on another file system
+            remove(name, *args, **kwargs)
+
+    tempfile.TemporaryDirectory._rmtree = classmethod(move)
     tempfile.tempdir = None
 
 
-def _last_statement_lines(path: str) -> range:
-    """Lines of the recipe's last statement, inside ``if __name__ == "__main__"`` if it ends so."""
-    last = ast.parse(Path(path).read_text(encoding="utf-8")).body[-1]
-    while isinstance(last, (ast.If, ast.With, ast.Try)):
-        last = (getattr(last, "finalbody", None) or last.body)[-1]
-    return range(last.lineno, last.end_lineno + 1)
+def _may_end_here(body: list[ast.stmt], line: int) -> bool:
+    """Whether nothing but a ``finally`` follows the statement of ``body`` that holds ``line``."""
+    for number, statement in enumerate(body):
+        if not statement.lineno <= line <= statement.end_lineno:
+            continue
+        if isinstance(statement, ast.For | ast.While | ast.AsyncFor):
+            return False
+        if isinstance(statement, ast.FunctionDef | ast.ClassDef):
+            return _may_end_here(statement.body, line)
+        if number + 1 < len(body):
+            return False
+        parts = [getattr(statement, name, []) for name in ("body", "orelse", "finalbody")]
+        parts += [handler.body for handler in getattr(statement, "handlers", [])]
+        parts += [case.body for case in getattr(statement, "cases", [])]
+        held = [p for p in parts if p and p[0].lineno <= line <= p[-1].end_lineno]
+        return all(_may_end_here(part, line) for part in held)
+    return True
 
 
 def _exits_at_its_end(error: SystemExit, recipe: str) -> bool:
-    """Whether ``sys.exit`` was called by the recipe's last statement itself, with status 0."""
-    if error.code not in (None, 0):
+    """Whether ``sys.exit`` with status 0 left nothing of the recipe out.
+
+    That may happen anywhere, in ``main()`` or in a library that the recipe's last line called, as
+    long as nothing but a ``finally`` follows in any of the recipe's functions it passed through.
+    """
+    if error.code not in (None, 0, False):
         return False
-    frames = traceback.extract_tb(error.__traceback__)
-    own = [i for i, frame in enumerate(frames) if frame.filename == recipe]
-    return (
-        bool(own)
-        and own == [len(frames) - 1]
-        and frames[-1].lineno in _last_statement_lines(recipe)
-    )
+    tree = ast.parse(Path(recipe).read_text(encoding="utf-8"))
+    functions = [n for n in ast.walk(tree) if isinstance(n, ast.FunctionDef | ast.AsyncFunctionDef)]
+    for frame in traceback.extract_tb(error.__traceback__):
+        if frame.filename != recipe:
+            continue
+        holding = [f for f in functions if f.lineno <= frame.lineno <= f.end_lineno]
+        inner = min(holding, key=lambda f: f.end_lineno - f.lineno, default=tree)
+        if frame.name == "<module>":
+            inner = tree
+        if not _may_end_here(inner.body, frame.lineno):
+            return False
+    return True
+
+
+def _cleaning_up(error: BaseException) -> bool:
+    """Whether ``error`` was raised in a ``finally`` or by leaving a ``with``, not in an except."""
+    for frame, line in traceback.walk_tb(error.__traceback__):
+        if frame.f_code.co_name in ("__exit__", "__aexit__"):
+            return True
+        with contextlib.suppress(SyntaxError):
+            tree = ast.parse("".join(linecache.getlines(frame.f_code.co_filename)))
+            bodies = [node.finalbody for node in ast.walk(tree) if isinstance(node, ast.Try)]
+            if any(b and b[0].lineno <= line <= b[-1].end_lineno for b in bodies):
+                return True
+    return False
 
 
 def summary(error: BaseException) -> str:
@@ -179,7 +233,8 @@ def summary(error: BaseException) -> str:
 
     If it was raised while another one passed through a ``finally``, that one comes first.
     """
-    if error.__context__ and not (error.__cause__ or error.__suppress_context__):
+    hidden = error.__cause__ or error.__suppress_context__
+    if error.__context__ and not hidden and _cleaning_up(error):
         first = summary(error.__context__)
         return f"{first} (then {type(error).__name__} while cleaning up)"
     failures = getattr(error, "failures", None)
@@ -188,6 +243,8 @@ def summary(error: BaseException) -> str:
         cause = failure[0] if isinstance(failure, tuple) else failure
         return f"{type(error).__name__}, rank {rank}: {summary(cause)}"
     text = str(error).strip()
+    if text.startswith("-- Process"):  # torch.multiprocessing quotes a traceback
+        text = f"{text.split(':')[0].strip('- ')}: {text.splitlines()[-1]}"
     return f"{type(error).__name__}: {text.splitlines()[0][:300]}" if text else type(error).__name__
 
 
@@ -199,16 +256,6 @@ def print_from_recipe(error: BaseException, recipe: str) -> None:
     traceback.print_exception(error.with_traceback(frames or error.__traceback__))
 
 
-def _left_processes() -> list[str]:
-    until = time.monotonic() + LEFTOVER_GRACE_S
-    while True:
-        commands = [f"{pid}: {command_line(pid)}" for pid in descendants(os.getpid())]
-        left = [c for c in commands if not any(helper in c for helper in HELPERS)]
-        if not left or time.monotonic() > until:
-            return left
-        time.sleep(0.05)
-
-
 def _redirect(output: Path) -> None:
     descriptor = os.open(output, os.O_WRONLY | os.O_CREAT | os.O_APPEND, 0o644)
     os.dup2(descriptor, 1)
@@ -217,12 +264,12 @@ def _redirect(output: Path) -> None:
         stream.reconfigure(line_buffering=True)
 
 
-def run(spec: dict) -> int:
-    """Run ``spec["file"]`` in this process, write the record, return the exit status.
+def run(spec: dict) -> None:
+    """Run ``spec["file"]`` in this process and exit; the record is written at the very end.
 
     The environment holds RANK, WORLD_SIZE and the rendezvous, as torchrun sets them.
     """
-    rank = int(os.environ["RANK"])
+    rank = int(os.environ.get("RANK", 0))
     ranks_dir = Path(spec["run_dir"]) / "ranks"
     _redirect(ranks_dir / f"rank{rank}.out")
     stacks = open(ranks_dir / f"rank{rank}.stacks", "w")  # noqa: SIM115 (open until the end)
@@ -231,24 +278,29 @@ def run(spec: dict) -> int:
     (ranks_dir / f"rank{rank}.pid").write_text(str(os.getpid()))  # SIGUSR1 is safe from now on
 
     import torch
-    from rankproof import gates, ledger
 
-    recipe = spec["file"]
+    from rankproof import ledger
+
+    recipe, own_pid = spec["file"], os.getpid()
     sys.argv = [recipe, *spec["args"]]
     first = [*spec["import_from"], *spec["pythonpath"]]
-    sys.path[:] = [*first, *(p for p in sys.path if p not in ("", spec["harness"], *first))]
+    dropped = ("", spec["harness"], spec["cwd"], *first)
+    sys.path[:] = [*first, *(p for p in sys.path if p not in dropped)]
     os.environ["PYTHONPATH"] = os.pathsep.join(spec["pythonpath"])
     if not spec["pythonpath"]:
         del os.environ["PYTHONPATH"]
-    keep_temporary_directories()
-    writes = WriteWatch([spec["run_dir"]])
+    keep_temporary_directories(Path(spec["run_dir"]) / "kept")
+    writes = WriteWatch([spec["run_dir"], *spec["through"]])
     deprecations = DeprecationWatch(spec["import_from"])
     threads = ThreadWatch(spec["import_from"], os.path.join(torch.__path__[0], "_inductor"))
+    watch_exit(threads.errors)
     book = ledger.Ledger(ranks_dir / f"rank{rank}.notes")
     writes.on_renamed = lambda old, new: book.note("renamed", path=old, to=new)
     writes.on_removed = lambda path: book.note("removed", path=path)
     book.install()
     if spec["gate"]:
+        from rankproof import gates
+
         gates.install(spec["gate"], book)
     recorder = None
     if spec["order"] and not torch.accelerator.is_available():  # real streams are not recorded
@@ -260,15 +312,36 @@ def run(spec: dict) -> int:
         "recipe": spec["recipe"],
         "code_sha256": spec["code_sha256"],
         "rank": rank,
-        "world_size": int(os.environ["WORLD_SIZE"]),
+        "world_size": int(os.environ.get("WORLD_SIZE", 1)),
         "torch": torch.__version__,
         "finished": False,
         "error": None,
     }
+
+    def keep(suffix: str, content: dict) -> None:
+        temporary = ranks_dir / f"rank{rank}.tmp"
+        temporary.write_text(json.dumps(content))
+        temporary.rename(ranks_dir / f"rank{rank}.{suffix}")
+
+    def at_last() -> None:
+        if os.getpid() != own_pid:  # a process that the recipe has forked
+            return
+        record["left_process_group"] = record["finished"] and _group_is_left()
+        record["thread_errors"] = threads.errors
+        record["wrote_elsewhere"] = sorted(writes.elsewhere)
+        record["deprecations"] = deprecations.seen
+        book.close(finished=record["finished"])
+        keep("json", record)
+        sys.stdout.flush()
+        sys.stderr.flush()
+        if spec["launcher"] == "warm":  # what this process was forked from need not be taken down
+            os._exit(EXIT_OK if record["finished"] else EXIT_FAILED)
+
+    AT_LAST.append(at_last)
     (ranks_dir / f"rank{rank}.began").touch()  # the deadline counts from here
     started = time.perf_counter()
     try:
-        runpy.run_path(recipe, run_name="__main__")
+        _run_as_main(recipe)
         record["finished"] = True
     except SystemExit as error:
         record["finished"] = _exits_at_its_end(error, recipe)
@@ -279,26 +352,29 @@ def run(spec: dict) -> int:
         record["error"] = summary(error)
         print_from_recipe(error, recipe)
     record["seconds"] = time.perf_counter() - started
-    record["device"] = book.device()
-    record["backend"] = book.backend
+    record["device"], record["backend"] = book.device(), book.backend
     if recorder is not None:
-        record["conflicts"] = [str(conflict) for conflict in recorder.conflicts]
+        record |= recorder.report()
         streams.uninstall(recorder)
+    book.hash_clones()
     if record["finished"]:
-        book.end()
-        record["left_process_group"] = torch.distributed.is_initialized()
-        record["left_threads"] = threads.left()
-        record["left_processes"] = _left_processes()
-    record["thread_errors"] = threads.errors
-    record["wrote_elsewhere"] = sorted(writes.elsewhere)
-    record["deprecations"] = deprecations.seen
-    book.close()
-    temporary = ranks_dir / f"rank{rank}.tmp"
-    temporary.write_text(json.dumps(record))
-    temporary.rename(ranks_dir / f"rank{rank}.json")
-    sys.stdout.flush()
-    sys.stderr.flush()
-    return EXIT_OK if record["finished"] else EXIT_FAILED
+        book.last_line()
+    keep("ended", record | {"threads_at_the_end": threads.alive(), "thread_errors": threads.errors})
+    sys.exit(EXIT_OK if record["finished"] else EXIT_FAILED)
+
+
+def _run_as_main(recipe: str) -> None:
+    """Run the file as the interpreter would: its module is ``__main__`` until the very end."""
+    module = types.ModuleType("__main__")
+    module.__file__ = recipe
+    module.__builtins__ = __builtins__
+    sys.modules["__main__"] = module
+    exec(compile(Path(recipe).read_bytes(), recipe, "exec"), module.__dict__)
+
+
+def _group_is_left() -> bool:
+    distributed = sys.modules.get("torch.distributed")
+    return distributed is not None and distributed.is_available() and distributed.is_initialized()
 
 
 def main(spec_path: str) -> None:
@@ -311,10 +387,10 @@ def main(spec_path: str) -> None:
     child = os.fork()
     if child == 0:
         die_with_parent(me)
-        os._exit(run(spec))
+        run(spec)
     die_with_parent(parent)
     status = os.waitpid(child, 0)[1]
-    write_exit(Path(spec["run_dir"]) / "ranks", int(os.environ["RANK"]), status)
+    write_exit(Path(spec["run_dir"]) / "ranks", int(os.environ.get("RANK", 0)), status)
     if os.WIFSIGNALED(status):
         signal.signal(os.WTERMSIG(status), signal.SIG_DFL)
         os.kill(os.getpid(), os.WTERMSIG(status))

@@ -22,6 +22,7 @@ GATES = (  # by name; rankproof.gates, which needs torch, explains them
     "rank_0_last",
 )
 UNFINISHED = frozenset({"checkpoint_missing", "checkpoint_incomplete"})
+NOT_AWAITED = frozenset({"never_awaited"})
 
 
 class RecipeError(ValueError):
@@ -48,10 +49,11 @@ class Control:
 
         A rank that was stopped leaves its last save unfinished; that alone is no other failure.
         """
-        unexpected = kinds - self.fails
-        if kinds & self.fails & STOPPED:
-            unexpected -= UNFINISHED
-        return bool(kinds & self.fails) and not unexpected
+        fails = self.fails | NOT_AWAITED if self.fails & UNFINISHED else self.fails
+        unexpected = kinds - fails
+        if kinds & fails & STOPPED:
+            unexpected -= UNFINISHED | NOT_AWAITED
+        return bool(kinds & fails) and not unexpected
 
     def apply(self, source: str) -> str:
         """Return ``source`` with the edit made.
@@ -202,16 +204,27 @@ def with_imports(path: Path) -> list[Path]:
     """``path`` and the files of its gallery that it imports, directly or not."""
     found = [path]
     for current in found:
-        for node in ast.walk(_parse(current)):
-            if isinstance(node, ast.Import):
-                names = [alias.name for alias in node.names]
-            elif isinstance(node, ast.ImportFrom):
-                names = [node.module or ""]
-            else:
-                continue
-            neighbours = [_beside(current, name) for name in names if name.isidentifier()]
-            found += [file for file in neighbours if file is not None and file not in found]
+        names = sorted(name for name in imported_modules(current) if name.isidentifier())
+        neighbours = [_beside(current, name) for name in names]
+        found += [file for file in neighbours if file is not None and file not in found]
     return found
+
+
+def imported_modules(path: Path) -> set[str]:
+    """Dotted names of what a file imports; with ``from a import b``, both ``a`` and ``a.b``."""
+    found = set()
+    for node in ast.walk(_parse(path)):
+        if isinstance(node, ast.Import):
+            found |= {alias.name for alias in node.names}
+        elif isinstance(node, ast.ImportFrom) and node.module:
+            found |= {node.module, *(f"{node.module}.{alias.name}" for alias in node.names)}
+    return found
+
+
+def may_save(path: Path) -> bool:
+    """Whether a file, or one of its gallery that it imports, imports torch's checkpointing."""
+    modules = {module for file in with_imports(path) for module in imported_modules(file)}
+    return any(f"{name}.".startswith("torch.distributed.checkpoint.") for name in modules)
 
 
 def code_hashes(path: Path) -> dict[str, str]:
@@ -274,13 +287,23 @@ def load_recipe(path: Path, controls_dir: Path | None = None) -> Recipe:
     return Recipe(path=path, title=_title(path), code_sha256=code_sha256(path), **settings)
 
 
-def discover(root: Path, controls_dir: Path | None = None) -> list[Recipe]:
+DEFINING = (ast.Import, ast.ImportFrom, ast.FunctionDef, ast.AsyncFunctionDef, ast.ClassDef)
+
+
+def is_helper(path: Path) -> bool:
+    """Whether a file only defines things: it has no main guard and calls nothing by itself."""
+    for node in _parse(path).body:
+        constant = isinstance(node, ast.Expr) and isinstance(node.value, ast.Constant)
+        named = isinstance(node, ast.Assign | ast.AnnAssign)
+        if not (isinstance(node, DEFINING) or constant or named):
+            return False
+    return True
+
+
+def python_files(root: Path) -> list[Path]:
     """Every ``*.py`` below ``root`` whose name does not begin with an underscore, by path.
 
     Hidden folders and virtual environments are left out.
-
-    Raises:
-        RecipeError: there is none.
     """
     paths = []
     for folder, folders, files in os.walk(root):
@@ -291,6 +314,36 @@ def discover(root: Path, controls_dir: Path | None = None) -> list[Recipe]:
         ]
         recipes = (name for name in files if name.endswith(".py") and not name.startswith("_"))
         paths += [Path(folder, name) for name in recipes]
+    return sorted(paths)
+
+
+def find_recipes(root: Path, settings: Settings) -> list[Path]:
+    """The scripts of anyone's folder: what its settings name, without files that only define.
+
+    Raises:
+        RecipeError: there is none.
+    """
+    found = [
+        path
+        for path in python_files(root)
+        if path.match(settings.pattern)
+        and not any(path.match(pattern) for pattern in settings.exclude)
+        and not is_helper(path)
+    ]
+    if not found:
+        raise RecipeError(
+            f"{root}: no scripts found that match {settings.pattern} and do something"
+        )
+    return found
+
+
+def discover(root: Path, controls_dir: Path | None = None) -> list[Recipe]:
+    """Every recipe of a gallery, by path; see :func:`python_files`.
+
+    Raises:
+        RecipeError: there is none.
+    """
+    paths = python_files(root)
     if not paths:
         raise RecipeError(f"{root}: no recipes (*.py) found")
-    return [load_recipe(path, controls_dir) for path in sorted(paths)]
+    return [load_recipe(path, controls_dir) for path in paths]

@@ -1,5 +1,6 @@
 """Run a recipe on several ranks and report what it did: the harness's public face."""
 
+import ast
 import atexit
 import contextlib
 import json
@@ -21,10 +22,13 @@ from rankproof.judge import (
     checkpoint_directories,
     chunks_by_directory,
     gather_saves,
+    judge_awaiting,
     judge_checkpoints,
     judge_overlap,
     judge_ranks,
+    judge_unfinished,
     read_ranks,
+    unjudged,
 )
 from rankproof.leader import START_S
 from rankproof.recipe import (
@@ -33,6 +37,7 @@ from rankproof.recipe import (
     Control,
     RecipeError,
     code_sha256,
+    may_save,
     with_imports,
 )
 
@@ -41,6 +46,9 @@ INSTALLED = HOME in map(os.path.realpath, site.getsitepackages())  # it is on ev
 COMMAND = os.environ.get("RANKPROOF_COMMAND", "rankproof")  # how a person calls this
 LEADER_MARGIN_S = 60.0  # how long after its deadline a leader may take to end everything
 TAIL_LINES = 25
+LAUNCHERS = ("auto", "torchrun", "warm", "python")
+OWN_STARTS = ("spawn", "start_processes")
+RENDEZVOUS = ("MASTER_PORT", "MASTER_ADDR", "RANK", "WORLD_SIZE")
 LOAD_BACK = Path(__file__).with_name("load_back.py")
 _NOT_PASSED_ON = (
     "RANK",
@@ -77,10 +85,22 @@ class Report:
     stacks: list[str] = field(default_factory=list)
     failures: list[Failure] = field(default_factory=list)
     checkpoints: list[str] = field(default_factory=list)
+    judged: dict[str, int | str] = field(default_factory=dict)
+    unjudged: list[str] = field(default_factory=list)
+    notes: list[str] = field(default_factory=list)
 
     @property
     def ok(self) -> bool:
         return not self.failures
+
+    @property
+    def verdict(self) -> str:
+        """``passed``, ``failed``, or ``not judged`` where something was not, see ``unjudged``."""
+        return "failed" if self.failures else "not judged" if self.unjudged else "passed"
+
+    @property
+    def exit_code(self) -> int:
+        return {"passed": 0, "failed": 1, "not judged": 2}[self.verdict]
 
     @property
     def kinds(self) -> frozenset[str]:
@@ -97,14 +117,18 @@ class Report:
     def describe(self) -> str:
         """A text for a person: what failed, the last lines of each rank, how to run it again."""
         plural = "s" if self.ranks > 1 else ""
-        lines = [
-            f"{self.recipe} on {self.ranks} rank{plural}: " + ("passed" if self.ok else "FAILED")
-        ]
+        shown = self.verdict if self.verdict == "passed" else self.verdict.upper()
+        lines = [f"{self.recipe} on {self.ranks} rank{plural}: {shown}"]
         for failure in self.failures:
             where = "" if failure.rank is None else f" [rank {failure.rank}]"
             lines.append(f"  {failure.kind}{where}: {failure.text}")
             if failure.hint:
                 lines.append(f"    {failure.hint}")
+        lines += [f"  not judged: {reason}" for reason in self.unjudged]
+        if self.ok and self.judged:
+            said = ", ".join(f"{value} {what}" for what, value in self.judged.items())
+            lines.append(f"  judged: {said}")
+        lines += [f"  note: {note}" for note in self.notes]
         if not self.ok:
             for rank, output in enumerate(self.outputs):
                 lines.append(f"--- rank {rank}, last lines")
@@ -120,15 +144,15 @@ class Report:
 class WarmServer:
     """A warm process of this process's own; see :mod:`rankproof.warm`."""
 
-    def __init__(self) -> None:
+    def __init__(self, saves: bool) -> None:
         self.tmp = tempfile.mkdtemp(prefix="rankproof-warm-")
         self.process = subprocess.Popen(
-            [sys.executable, "-m", "rankproof.warm"],
+            [sys.executable, "-m", "rankproof.warm", *["--saves"] * saves],
             stdin=subprocess.PIPE,
             stdout=subprocess.PIPE,
             text=True,
             cwd=HOME,
-            env=_environment(Path(self.tmp), Path(self.tmp)) | {"PYTHONPATH": HOME},
+            env=_environment(Path(self.tmp)) | {"PYTHONPATH": HOME},
             start_new_session=True,
         )
         if self.process.stdout.readline().strip() != "ready":
@@ -157,11 +181,14 @@ class WarmServer:
 _servers = threading.local()
 
 
-def warm_server() -> WarmServer:
-    """This thread's warm server, started at the first call."""
-    server = getattr(_servers, "warm", None)
+def warm_server(saves: bool = True) -> WarmServer:
+    """This thread's warm server, started at the first call; without ``saves``, one that has not
+    imported torch's checkpointing: what a script does not import is not there."""
+    name = f"saves{saves}"
+    server = getattr(_servers, name, None)
     if server is None or server.process.poll() is not None:
-        server = _servers.warm = WarmServer()
+        server = WarmServer(saves)
+        setattr(_servers, name, server)
         atexit.register(server.close)
     return server
 
@@ -172,13 +199,12 @@ def _callers_path() -> list[str]:
     return [path for path in map(os.path.abspath, filter(None, entries)) if path != HOME]
 
 
-def _environment(home: Path, tmp: Path) -> dict[str, str]:
+def _environment(tmp: Path) -> dict[str, str]:
     """The environment of a rank: the caller's, without what would leak in or write elsewhere."""
     env = {k: v for k, v in os.environ.items() if not k.startswith(_NOT_PASSED_ON)}
     return env | {
-        "HOME": str(home),
-        "XDG_CACHE_HOME": str(home / ".cache"),
         "TMPDIR": str(tmp),
+        "TRITON_CACHE_DIR": str(tmp / "triton"),
         "PYTHONPATH": os.pathsep.join([HOME, *_callers_path()]),
         "PYTHONDONTWRITEBYTECODE": "1",
         "PYTHONUNBUFFERED": "1",
@@ -187,10 +213,17 @@ def _environment(home: Path, tmp: Path) -> dict[str, str]:
     }
 
 
+def _caches() -> tuple[str, ...]:
+    """Where programs keep what they have downloaded or compiled: listed, no failure."""
+    named = [os.environ.get(name, "") for name in ("XDG_CACHE_HOME", "HF_HOME", "TORCH_HOME")]
+    usual = [f"~/{name}" for name in (".cache", ".triton", ".nv", ".config/matplotlib")]
+    return tuple(os.path.realpath(os.path.expanduser(p)) + "/" for p in [*named, *usual] if p)
+
+
 def _launch(spec_path: Path, spec: dict, launcher: str) -> None:
     """Have a leader run the spec; return when nothing of it is left."""
     if launcher == "warm":
-        warm_server().run(spec_path)
+        warm_server(spec["saves"]).run(spec_path)
         return
     leader = subprocess.Popen(
         [sys.executable, "-m", "rankproof.leader", str(spec_path)],
@@ -206,14 +239,18 @@ def _launch(spec_path: Path, spec: dict, launcher: str) -> None:
 
 
 def _write_spec(run_dir: Path, file: Path, ranks: int, **settings) -> tuple[Path, dict]:
-    for name in ("ranks", "work", "tmp", "home", "dir"):
+    for name in ("ranks", "work", "tmp", "dir", "kept"):
         (run_dir / name).mkdir()
     spec = {
         "run_dir": str(run_dir),
         "file": str(file),
         "ranks": ranks,
         "cwd": str(run_dir / "work"),
-        "env": _environment(run_dir / "home", run_dir / "tmp"),
+        "env": _environment(run_dir / "tmp"),
+        "launcher": "warm",
+        "processes": ranks,
+        "saves": True,
+        "through": [],
         "harness": "" if INSTALLED else HOME,
         "pythonpath": _callers_path(),
         "gate": None,
@@ -255,6 +292,19 @@ def load_back(
     return {directory: {"error": error.strip().splitlines()[-1]} for directory in request}
 
 
+def own_ranks(source: str) -> tuple[str, str]:
+    """Where a script starts its ranks itself, and where it sets their rendezvous; empty if not."""
+    starts = sets = ""
+    for node in ast.walk(ast.parse(source)):
+        if isinstance(node, ast.Call) and getattr(node.func, "attr", "") in OWN_STARTS:
+            starts = starts or f"{node.func.attr}, line {node.lineno}"
+        if isinstance(node, ast.Assign) and isinstance(node.targets[0], ast.Subscript):
+            key = node.targets[0].slice
+            if isinstance(key, ast.Constant) and key.value in RENDEZVOUS:
+                sets = sets or f"{key.value}, line {node.lineno}"
+    return starts, sets
+
+
 def _accepts_dir(source: str) -> bool:
     return '"--dir"' in source or "'--dir'" in source
 
@@ -291,12 +341,14 @@ def run(
     deadline_s: float | None = None,
     args: tuple[str, ...] = (),
     keep: Path | None = None,
+    through: tuple[Path, ...] = (),
 ) -> Report:
     """Run the recipe at ``path`` on ``ranks`` ranks and judge it.
 
     Args:
         launcher: ``"torchrun"`` for the real thing, ``"warm"`` to fork from a process that has
-            imported torch.
+            imported torch, ``"python"`` for a script that starts its ranks itself (``ranks`` is
+            then its own affair), ``"auto"`` for python or torchrun, as the script needs it.
         control: run the recipe with this edit, its gate and its deadline.
         gate: hold a background step, see :mod:`rankproof.gates`.
         order: record stream order on CPU, see :mod:`rankproof.streams`.
@@ -304,6 +356,7 @@ def run(
             control's, or 120, if not given.
         args: more arguments for the recipe. ``--dir`` is added if its source knows it.
         keep: a directory that receives the run's files (created; must not exist).
+        through: directories that the recipe may write to and that keep what it writes.
 
     Raises:
         RecipeError: there is no such file or gate, ``ranks`` is not positive, ``keep`` exists, or
@@ -314,8 +367,10 @@ def run(
         raise RecipeError(f"{path}: no such recipe; pass the path of a Python file")
     if ranks < 1:
         raise RecipeError(f"{ranks} ranks: pass a number of 1 or more")
-    if launcher not in ("torchrun", "warm"):
-        raise RecipeError(f"no launcher '{launcher}'; there are 'torchrun' and 'warm'")
+    if launcher not in LAUNCHERS:
+        raise RecipeError(f"no launcher '{launcher}'; there are {', '.join(LAUNCHERS)}")
+    if not sys.platform.startswith("linux"):
+        raise RecipeError("ranks are judged on Linux only: it needs subreapers and /proc")
     if gate is not None and gate not in GATES:
         raise RecipeError(f"no gate '{gate}'; there are {', '.join(GATES)}")
     if keep is not None and keep.exists():
@@ -326,6 +381,24 @@ def run(
         gate = gate or control.gate
     if deadline_s is None:
         deadline_s = control.deadline_s if control else DEFAULT_DEADLINE_S
+    starts, sets = own_ranks(source)
+    if launcher == "auto":
+        launcher = "python" if starts else "torchrun"
+    processes = 1 if launcher == "python" else ranks
+    report = Report(
+        recipe=path.stem,
+        path=str(path),
+        code_sha256=code_sha256(path),
+        ranks=processes,
+        launcher=launcher,
+        command=reproduce(path, ranks, control, gate, order, args),
+        control=control.name if control else None,
+        gate=gate,
+        python=".".join(map(str, sys.version_info[:3])),
+    )
+    if starts and launcher != "python":
+        report.unjudged = [f"it starts its ranks itself ({starts}): use --launcher python"]
+        return report
     run_dir = Path(tempfile.mkdtemp(prefix=f"rankproof-{path.stem}-"))
     try:
         file = path
@@ -338,30 +411,28 @@ def run(
             run_dir,
             file,
             ranks,
+            launcher=launcher,
+            processes=processes,
+            saves=may_save(path),
+            through=[str(Path(folder).resolve()) for folder in through],
             args=[*own_args, *args],
             import_from=list(dict.fromkeys(str(f.parent) for f in [file, *with_imports(path)])),
             recipe=path.stem,
-            code_sha256=code_sha256(path),
+            code_sha256=report.code_sha256,
             deadline_s=deadline_s,
             gate=gate,
             order=order,
         )
         started = time.monotonic()
         _launch(spec_path, spec, launcher)
-        seconds = time.monotonic() - started
-        report = Report(
-            recipe=path.stem,
-            path=str(path),
-            code_sha256=spec["code_sha256"],
-            ranks=ranks,
-            launcher=launcher,
-            command=reproduce(path, ranks, control, gate, order, args),
-            control=control.name if control else None,
-            gate=gate,
-            seconds=seconds,
-            python=".".join(map(str, sys.version_info[:3])),
-        )
-        _judge(report, run_dir, deadline_s)
+        report.seconds = time.monotonic() - started
+        _judge(report, run_dir, deadline_s, order)
+        if report.failures and sets and launcher != "python":
+            report.unjudged = [
+                f"it sets its ranks' rendezvous itself ({sets}), which a launcher does for it; "
+                f"what came of it: {report.failures[0].text}"
+            ]
+            report.failures = []
         return report
     finally:
         if keep is not None:
@@ -369,7 +440,7 @@ def run(
         shutil.rmtree(run_dir, ignore_errors=True)
 
 
-def _judge(report: Report, run_dir: Path, deadline_s: float) -> None:
+def _judge(report: Report, run_dir: Path, deadline_s: float, order: bool) -> None:
     """Fill in what the run left behind."""
     ranks = read_ranks(run_dir, report.ranks)
     replaced = {str(run_dir): "<run>"}
@@ -384,16 +455,21 @@ def _judge(report: Report, run_dir: Path, deadline_s: float) -> None:
     if outcome["timed_out"]:
         report.stacks = [rank.stacks for rank in ranks]
     saves = gather_saves(ranks)
+    _divide_writes(report, outcome, ranks)
     failures = judge_ranks(ranks, outcome["timed_out"], saves)
-    reported = {p for rank in ranks if rank.record for p in rank.record.get("left_processes", [])}
-    if left := set(outcome["left_processes"]) - reported:
+    if left := outcome["left_processes"]:
         failures.append(Failure("left_process", "; ".join(sorted(left))))
+    if outcome["written"]:
+        failures.append(Failure("wrote_elsewhere", _first(outcome["written"])))
     if not failures and any(rank.record is None for rank in ranks):
         log = run_dir / "torchrun.out"
         text = "no record of ranks " + ", ".join(str(r.number) for r in ranks if r.record is None)
         tail = log.read_text(errors="replace").strip()[-2000:] if log.exists() else ""
         failures.append(Failure("missing_record", f"{text}; {tail}"))
-    directories = checkpoint_directories(run_dir, saves)
+    if not failures:
+        failures += judge_unfinished(run_dir, saves)
+    failures += judge_awaiting(saves)
+    directories, loaded = checkpoint_directories(run_dir, saves), {}
     if directories:
         request = chunks_by_directory(directories, saves)
         plain = not (report.control or report.gate)
@@ -405,6 +481,8 @@ def _judge(report: Report, run_dir: Path, deadline_s: float) -> None:
     for failure in failures:
         failure.text = _readable(failure.text, replaced)
     report.failures = failures
+    report.unjudged = [_readable(text, replaced) for text in unjudged(saves, directories, loaded)]
+    report.judged = _judged(report, saves, loaded, ranks, order)
     report.checkpoints = [Path(d).name for d in directories]
     records = [rank.record for rank in ranks if rank.record]
     if records:
@@ -413,6 +491,58 @@ def _judge(report: Report, run_dir: Path, deadline_s: float) -> None:
         count = f"{len(devices)} × " if devices[0] != "CPU" else ""
         report.device = f"{count}{devices[0]}, {backend}"
         report.torch = records[0]["torch"]
+
+
+def _first(found: list[str], most: int = 3) -> str:
+    more = f"; {len(found) - most} more" if found[most:] else ""
+    return "; ".join(found[:most]) + more
+
+
+def _divide_writes(report: Report, outcome: dict, ranks: list) -> None:
+    """Leave what is a failure in ``outcome`` and the records; caches go into the notes.
+
+    Where places were private, what was left in them counts, not what was ever opened there.
+    """
+    caches, private = _caches(), tuple(f"{place}/" for place in outcome["private"])
+    cached = [path for path in outcome["written"] if path.startswith(caches)]
+    outcome["written"] = [path for path in outcome["written"] if path not in cached]
+    for rank in ranks:
+        if rank.record is not None:
+            seen = rank.record.get("wrote_elsewhere", [])
+            cached += [p for p in seen if p.startswith(caches) and p not in cached]
+            left = [p for p in seen if not p.startswith((*caches, *private))]
+            rank.record["wrote_elsewhere"] = left
+    if cached:
+        report.notes.append(f"written to caches: {_first(cached)}")
+    if not private:
+        report.notes.append(
+            "not judged: files that C++ code or subprocesses write outside the run's directory, "
+            "for this system lets nobody make private mounts"
+        )
+
+
+def _judged(report: Report, saves: list, loaded: dict, ranks: list, order: bool) -> dict:
+    """What a pass rests on."""
+    answers = [
+        a["leaves"] for by_name in loaded.values() for a in by_name.values() if "leaves" in a
+    ]
+    leaves = [leaf for answer in answers for leaf in answer.values()]
+    judged: dict[str, int | str] = {"saves": len(saves)}
+    if leaves:
+        judged["leaves"] = len(leaves)
+        judged["bytes"] = sum(leaf.get("bytes", 0) for leaf in leaves)
+        judged["rank(s) loaded on"] = " and ".join(map(str, loaded))
+    if report.gate:
+        judged["held by the gate"] = report.gate
+    records = [rank.record for rank in ranks if rank.record and "streams" in rank.record]
+    if records:
+        judged["streams"] = max(record["streams"] for record in records)
+        judged["accesses"] = sum(record["accesses"] for record in records)
+    if records and not judged["streams"]:
+        report.notes.append("no stream was made, so there was no order to judge")
+    if order and not records:
+        report.notes.append("stream order is not judged where there is an accelerator")
+    return judged
 
 
 def _readable(text: str, replaced: dict[str, str]) -> str:

@@ -27,9 +27,16 @@ from dataclasses import dataclass, field
 from functools import cache, partial
 from pathlib import Path
 
-import rankproof
 import torch
 from docutils import nodes
+from sphinx import addnodes
+from sphinx.application import Sphinx
+from sphinx.errors import SphinxError
+from sphinx.util import logging
+from sphinx.util.console import bold
+from sphinx.util.docutils import SphinxDirective
+
+import rankproof
 from rankproof.kept import KeptRun
 from rankproof.recipe import (
     Control,
@@ -41,12 +48,6 @@ from rankproof.recipe import (
     with_imports,
 )
 from rankproof.run import KINDS, Failure, Report
-from sphinx import addnodes
-from sphinx.application import Sphinx
-from sphinx.errors import SphinxError
-from sphinx.util import logging
-from sphinx.util.console import bold
-from sphinx.util.docutils import SphinxDirective
 
 logger = logging.getLogger(__name__)
 

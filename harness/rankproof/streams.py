@@ -35,8 +35,8 @@ The model, which is that of a CUDA program:
   waits for them.
 * Collectives run on the lane that launches them. A collective whose ``Work`` is never waited for
   is not found.
-* ``torch.save`` reads its tensors on the calling thread. ``Tensor.numpy()`` and ``tolist()`` hide
-  from the dispatcher and are not seen.
+* ``torch.save``, ``Tensor.numpy()`` and ``tolist()`` read their tensors on the calling thread.
+* What ``torch.randn`` and the like make without a ``device`` is made by the host, as a batch is.
 * Memory is given back, with the last reference to it, to the stream that allocated it, and goes to
   that stream's next allocation of its size, as a caching allocator would have it: what other lanes
   still do with it then conflicts. Giving it back by ``untyped_storage().resize_`` is a write of it
@@ -73,6 +73,18 @@ HOST_WAITS = ("_local_scalar_dense", "equal", "nonzero", "is_nonzero")
 STAGING_FILES = ("_state_dict_utils.py", "_state_dict_stager.py")
 UNANNOTATED = ("c10d", "fsdp")  # their schemas do not mark what is written
 
+FACTORIES = (
+    "tensor",
+    "as_tensor",
+    "from_numpy",
+    "arange",
+    "full",
+    "ones",
+    "zeros",
+    "rand",
+    "randn",
+)
+FACTORIES += ("randint", "randperm", "linspace", "eye")
 PLAIN = frozenset((torch.Tensor, torch.nn.Parameter))
 TORCH = str(Path(torch.__file__).parent)
 DISPATCHERS = tuple(f"{TORCH}/{name}" for name in ("_dynamo", "_compile.py", "utils/_"))
@@ -123,6 +135,7 @@ class Region:
         self.home: Stream | None = None  # where it was allocated: what is freed goes back there
         self.aliases: list[Region] = []
         self.on_host = False  # host memory on any machine
+        self.used_by: set[int] = set()  # lanes that record_stream names: freed behind their work
 
     def alive(self) -> bool:
         storage = torch.UntypedStorage._new_with_weak_ptr(self.weak.cdata)
@@ -137,6 +150,7 @@ class Recorder:
 
     def __init__(self) -> None:
         self.conflicts: list[Conflict] = []
+        self.count = 0
         self.lock = threading.RLock()
         self.lanes = 0
         self.regions: dict[int, Region] = {}
@@ -170,6 +184,7 @@ class Recorder:
         if tensor.device.type != "cpu" or tensor.layout != torch.strided or tensor.numel() == 0:
             return
         with self.lock:
+            self.count += 1
             region = self.region_of(tensor.untyped_storage())
             access = Access(
                 operator, writes, where, on.name, on.lane, on.clock[on.lane], byte_ranges(tensor)
@@ -244,7 +259,9 @@ class Recorder:
             pending = [
                 replace(old, operator=f"{old.operator}, memory freed since")
                 for old in region.accesses
-                if old.lane != home.lane and old.time > clock.get(old.lane, 0)
+                if old.lane != home.lane
+                and old.lane not in region.used_by
+                and old.time > clock.get(old.lane, 0)
             ]
             if pending:
                 self.freed.setdefault((home.lane, region.end - region.start), []).append(pending)
@@ -253,6 +270,14 @@ class Recorder:
         """Whether ``tensor`` is in memory that the program mapped, or was computed there."""
         region = self.regions.get(tensor.untyped_storage()._cdata)
         return region is not None and region.on_host and region.alive()
+
+    def report(self) -> dict:
+        """What was found, for a rank's record."""
+        return {
+            "conflicts": [str(conflict) for conflict in self.conflicts],
+            "streams": len(self.streams) - 1,
+            "accesses": self.count,
+        }
 
     def forget(self, region: Region) -> None:
         self.regions.pop(region.weak.cdata, None)
@@ -345,7 +370,9 @@ def torch_line() -> str:
 class Stream:
     """A lane that operators run on in order. Same methods as a CUDA stream."""
 
-    def __init__(self, priority: int = -1, *, recorder: Recorder | None = None, name: str = ""):
+    def __init__(
+        self, device=None, priority: int = -1, *, recorder: Recorder | None = None, name: str = ""
+    ):
         self.recorder = recorder or RECORDERS[-1]
         self.lane = self.recorder.new_lane()
         self.clock: Clock = {self.lane: 0}
@@ -366,6 +393,16 @@ class Stream:
     def wait_stream(self, stream: "Stream") -> None:
         with self.recorder.lock:
             join(self.clock, stream.clock)
+
+    def __enter__(self) -> "Stream":
+        thread = self.recorder.this_thread()
+        thread.entered.append(thread.current)
+        thread.current = self
+        return self
+
+    def __exit__(self, *_: object) -> None:
+        thread = self.recorder.this_thread()
+        thread.current = thread.entered.pop()
 
     def record_event(self, event: "Event | None" = None) -> "Event":
         event = event or Event()
@@ -392,6 +429,8 @@ class HostThread(Stream):
         self.origin = getattr(thread, "order_origin", "")
         join(self.clock, getattr(thread, "order_clock", {}))
         self.current: Stream = recorder.default_stream if self.is_main else self
+        self.entered: list[Stream] = []
+        self.makes_host_values = False
 
     def learn(self, clock: Clock) -> None:
         with self.recorder.lock:
@@ -410,7 +449,7 @@ class HostThread(Stream):
 class Event:
     """A point in a lane. Same methods as a CUDA event that is not timed."""
 
-    def __init__(self) -> None:
+    def __init__(self, *_: object, **__: object) -> None:
         self.recorder = RECORDERS[-1]
         self.clock: Clock = {}
 
@@ -502,7 +541,8 @@ class OrderMode(TorchDispatchMode):
             # Beside host memory, one of no dimensions (Adam's step count) is the host's as well.
             places = {recorder.on_host(t) for t in tensors_in([args, kwargs]) if t.dim() > 0}
             by_host = True in places and not (name == "copy_" and False in places)
-            lane = host if by_host else host.current
+            made_here = host.makes_host_values and not any(True for _ in tensors_in([args, kwargs]))
+            lane = host if by_host or made_here else host.current
             if by_host and False in places:
                 host.learn(host.current.clock)
             lane.launch(host)
@@ -686,6 +726,59 @@ def watch_save(recorder: Recorder) -> None:
     patch(recorder, torch, "save", save)
 
 
+def watch_host_values(recorder: Recorder) -> None:
+    """What is made without a ``device`` is made by the host, complete when the call returns."""
+
+    def make(original):
+        def call(*args, **kwargs):
+            thread = recorder.this_thread()
+            before = thread.makes_host_values
+            thread.makes_host_values = kwargs.get("device") is None
+            try:
+                return original(*args, **kwargs)
+            finally:
+                thread.makes_host_values = before
+
+        return call
+
+    for name in FACTORIES:
+        patch(recorder, torch, name, make)
+
+
+def watch_reads(recorder: Recorder) -> None:
+    """``tolist`` and ``numpy`` read on the calling thread: host memory as it is by then, device
+    memory after waiting for the current stream."""
+
+    def make(original):
+        def call(self, *args, **kwargs):
+            if type(self) in PLAIN and called_by_recipe():
+                thread = recorder.this_thread()
+                with recorder.lock:
+                    if not recorder.on_host(self):
+                        thread.learn(thread.current.clock)
+                    HostThread.launch(thread, thread)
+                    recorder.access(original.__name__, self, False, thread, thread.line())
+            return original(self, *args, **kwargs)
+
+        return call
+
+    for name in ("tolist", "numpy"):
+        patch(recorder, torch.Tensor, name, make)
+
+
+def watch_record_stream(recorder: Recorder) -> None:
+    """Memory that ``record_stream`` names is given back behind that stream's work."""
+
+    def make(original):
+        def call(self, stream):
+            with recorder.lock:
+                recorder.region_of(self.untyped_storage()).used_by.add(stream.lane)
+
+        return call
+
+    patch(recorder, torch.Tensor, "record_stream", make)
+
+
 def watch_release(recorder: Recorder) -> None:
     """Shrinking a storage gives its memory back, in the order of the current lane."""
 
@@ -722,9 +815,14 @@ def install() -> Recorder:
     here = sys.modules[__name__]
     for name in ("Stream", "Event", "stream", "current_stream", "synchronize"):
         patch(recorder, torch.cpu, name, lambda _, name=name: getattr(here, name))
+    for name in ("Stream", "Event"):
+        patch(recorder, torch, name, lambda _, name=name: getattr(here, name))
     watch_threads(recorder)
     watch_host_memory(recorder)
     watch_save(recorder)
+    watch_host_values(recorder)
+    watch_reads(recorder)
+    watch_record_stream(recorder)
     watch_release(recorder)
     mode = OrderMode(recorder)
     mode.__enter__()

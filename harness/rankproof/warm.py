@@ -1,7 +1,8 @@
 """A process that has imported torch once and forks ranks from there: about 1 s a run, not 4 to 8.
 
-``python -m rankproof.warm`` reads one spec path a line, runs it under a forked leader, and answers
-with one line when nothing of it is left. It starts no thread and touches no accelerator.
+``python -m rankproof.warm [--saves]`` reads one spec path a line, runs it under a forked leader,
+and answers with one line when nothing of it is left. It starts no thread and touches no
+accelerator.
 """
 
 import json
@@ -15,12 +16,14 @@ from rankproof import leader, rank
 PRELOADED = (
     "torch",
     "torch._dynamo",  # what an optimizer's first step imports
-    "torch.distributed.checkpoint",
-    "torch.distributed.checkpoint.format_utils",
-    "torch.distributed.checkpoint.state_dict",
     "torch.distributed.fsdp",
     "torch.distributed.tensor",
     "torch.utils._python_dispatch",
+)
+FOR_SAVES = (
+    "torch.distributed.checkpoint",
+    "torch.distributed.checkpoint.format_utils",
+    "torch.distributed.checkpoint.state_dict",
 )
 
 
@@ -46,7 +49,7 @@ def _fork_rank(spec: dict, number: int, port_pipe: tuple[int, int]) -> int:
         "TORCHELASTIC_MAX_RESTARTS": "0",
         "TORCHELASTIC_RUN_ID": "warm",
     }
-    os._exit(rank.run(spec))
+    rank.run(spec)
 
 
 def _lead(spec: dict, server: int, requests: int) -> None:
@@ -72,11 +75,13 @@ def _lead(spec: dict, server: int, requests: int) -> None:
         return pids
 
     leader.lead(spec, start, alive=lambda: leader.held_open(requests))
+    os._exit(0)
 
 
-def serve() -> None:
+def serve(saves: bool) -> None:
+    """Serve; with ``saves``, for scripts that import torch's checkpointing themselves."""
     os.environ["PYTORCH_NVML_BASED_CUDA_CHECK"] = "1"  # a CUDA driver started here breaks forks
-    for module in PRELOADED:
+    for module in PRELOADED + (FOR_SAVES if saves else ()):
         __import__(module)
     me = os.getpid()
     print("ready", flush=True)
@@ -91,16 +96,17 @@ def serve() -> None:
                 os.dup2(source, target)
             try:
                 _lead(spec, me, requests)
+            except SystemExit:
+                raise  # in a rank: its interpreter ends as any does
             except BaseException:
                 import traceback
 
                 traceback.print_exc()
                 sys.stderr.flush()
                 os._exit(1)
-            os._exit(0)
         status = os.waitpid(child, 0)[1]
         print(os.waitstatus_to_exitcode(status), flush=True)
 
 
 if __name__ == "__main__":
-    serve()
+    serve("--saves" in sys.argv)

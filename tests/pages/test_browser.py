@@ -10,9 +10,10 @@ from collections.abc import Iterator
 from pathlib import Path
 
 import pytest
-from harness.recipe import discover
 from playwright.sync_api import Browser, Page, sync_playwright
 from small_site import ROOT
+
+from harness.recipe import discover
 
 pytestmark = pytest.mark.browser
 

@@ -8,8 +8,9 @@ from pathlib import Path
 
 import pytest
 from bs4 import BeautifulSoup
-from harness.recipe import discover
 from small_site import ROOT
+
+from harness.recipe import discover
 
 sys.path.insert(0, str(ROOT / "tests"))
 from check_links import broken_links

@@ -9,10 +9,11 @@ from pathlib import Path
 import pytest
 import torch
 from bs4 import BeautifulSoup
-from rankproof import sphinx_ext as rank_output
-from rankproof.recipe import code_sha256, load_recipe
 from small_site import BAD, HELLO, HELLO_CONTROLS, Site
 from sphinx.errors import SphinxError
+
+from rankproof import sphinx_ext as rank_output
+from rankproof.recipe import code_sha256, load_recipe
 
 EDIT = "with the edit 'rank_denied'"
 

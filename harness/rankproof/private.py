@@ -1,0 +1,86 @@
+"""Private mounts: what a script, its C++ code or its subprocesses write elsewhere lands aside.
+
+A leader makes a mount namespace for its ranks and lays an *overlay* over the home directory,
+``/tmp`` and the like: everything that is there can be read, and what is written goes to a layer
+that only this run sees. When the ranks have ended, the layer holds what they have left. No root is
+needed where the system lets users make namespaces; where it does not, :func:`enter` says so.
+"""
+
+import contextlib
+import ctypes
+import os
+import stat
+from pathlib import Path
+
+CLONE_NEWNS, CLONE_NEWUSER = 0x20000, 0x10000000
+MS_BIND, MS_REC, MS_PRIVATE = 0x1000, 0x4000, 0x40000
+PLACES = ("/tmp", "/var/tmp", "/dev/shm")
+
+
+def _mount(source: str, target: str, kind: str, flags: int = 0, options: str = "") -> None:
+    libc = ctypes.CDLL(None, use_errno=True)
+    texts = [text.encode() for text in (source, target, kind)]
+    if libc.mount(*texts, ctypes.c_ulong(flags), options.encode() or None) != 0:
+        raise OSError(ctypes.get_errno(), f"mount of {target}")
+
+
+def _enter_namespace() -> bool:
+    libc = ctypes.CDLL(None, use_errno=True)
+    user, group = os.geteuid(), os.getegid()
+    if libc.unshare(CLONE_NEWNS) == 0:
+        return True
+    if libc.unshare(CLONE_NEWNS | CLONE_NEWUSER) != 0:
+        return False
+    Path("/proc/self/setgroups").write_text("deny")
+    Path("/proc/self/uid_map").write_text(f"{user} {user} 1")
+    Path("/proc/self/gid_map").write_text(f"{group} {group} 1")
+    return True
+
+
+def _places() -> list[str]:
+    wanted = {os.path.realpath(p) for p in (*PLACES, os.path.expanduser("~")) if os.path.isdir(p)}
+    inside = {p for p in wanted for other in wanted if p.startswith(f"{other}/")}
+    return sorted(wanted - inside - {"/"})
+
+
+def enter(run_dir: str, through: list[str]) -> dict[str, str]:
+    """Give this process, of one thread, and its children private layers; by place, the layer.
+
+    ``run_dir`` and the directories in ``through`` stay what they are. Empty where that is not
+    allowed, and then nothing has changed.
+    """
+    layers: dict[str, str] = {}
+    if not _enter_namespace():
+        return layers
+    kept = {path: os.open(path, os.O_PATH) for path in (*through, run_dir) if os.path.isdir(path)}
+    _mount("none", "/", "none", MS_REC | MS_PRIVATE)
+    root = Path(run_dir, "layers")
+    root.mkdir()
+    _mount("tmpfs", str(root), "tmpfs")
+    for number, place in enumerate(_places()):
+        upper, work = root / f"{number}", root / f"{number}.work"
+        upper.mkdir()
+        work.mkdir()
+        options = f"lowerdir={place},upperdir={upper},workdir={work}"
+        with contextlib.suppress(OSError):  # a file system that cannot be a layer
+            _mount("overlay", place, "overlay", 0, options)
+            layers[place] = os.path.join(run_dir, "layers", str(number))
+        root = Path(f"/proc/self/fd/{kept[run_dir]}", "layers")  # /tmp may be another one by now
+    for path, descriptor in kept.items():
+        _mount(f"/proc/self/fd/{descriptor}", path, "none", MS_BIND | MS_REC)
+        os.close(descriptor)
+    return layers
+
+
+def left_in(layers: dict[str, str]) -> list[str]:
+    """Files that were written, and those that were removed (``-path``), by their own names."""
+    found = []
+    for place, upper in layers.items():
+        for folder, _, files in os.walk(upper):
+            for file in files:
+                path = os.path.join(folder, file)
+                own = place + path.removeprefix(upper)
+                status = os.lstat(path)
+                gone = stat.S_ISCHR(status.st_mode) and status.st_rdev == 0  # an overlay's mark
+                found.append(f"-{own}" if gone else own)
+    return sorted(found)

@@ -1,0 +1,15 @@
+"""Memory that another stream still reads goes to the next tensor."""
+
+import torch
+
+if __name__ == "__main__":
+    side = torch.Stream()
+    x = torch.ones(64, device="cpu").mul(2)
+    side.wait_stream(torch.cpu.current_stream())
+    with side:
+        y = x + 1
+    del x
+    z = torch.empty(64, device="cpu")
+    z.fill_(3)
+    torch.cpu.current_stream().wait_stream(side)
+    print((y + z).sum().item())

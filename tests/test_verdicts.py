@@ -1,0 +1,196 @@
+"""Other people's scripts, good and bad: the verdict, the exit status, the cause that is named.
+
+    PYTHONPATH=. python tests/test_verdicts.py --times 5 --launchers warm torchrun
+
+prints the table after as many runs of each. Not judged, with its cause, counts as right for what
+the harness cannot know; passed without being judged does not.
+"""
+
+import argparse
+import re
+import sys
+from collections import Counter
+from dataclasses import dataclass
+from pathlib import Path
+
+import pytest
+
+REPO = Path(__file__).resolve().parent.parent
+sys.path.insert(0, str(REPO))
+
+from harness.run import Report, run  # noqa: E402
+
+DATA = REPO / "tests" / "data"
+EXIT = {"passed": 0, "failed": 1, "not judged": 2}
+
+
+@dataclass(frozen=True)
+class Case:
+    """What must come of a script; ``cause`` is a pattern of the report's first lines."""
+
+    verdict: str
+    cause: str = ""
+    kind: str = ""
+    launcher: str = ""  # the only one that it is for
+    gate: str | None = None
+    order: bool = False
+    args: tuple[str, ...] = ()
+    deadline_s: float = 120.0
+
+
+def good(cause: str = "passed", **settings) -> Case:
+    return Case("passed", cause, **settings)
+
+
+def bad(kind: str, cause: str, **settings) -> Case:
+    return Case("failed", cause, kind, **settings)
+
+
+def unknown(cause: str, **settings) -> Case:
+    return Case("not judged", cause, **settings)
+
+
+GOOD = {
+    "fsdp1": good("judged: 1 saves, 2 leaves"),
+    "ddp": good("judged: 0 saves"),
+    "spawns": good(launcher="python"),
+    "sets_its_port": unknown("sets its ranks' rendezvous itself .MASTER_PORT, line", deadline_s=5),
+    "exits_like_click": good(),
+    "exits_like_absl": good(),
+    "exits_by_unittest": good(),
+    "exits_in_main": good(),
+    "exits_before_a_finally": good(),
+    "atexit_destroys_the_group": good(),
+    "executor_ends_at_exit": good(),
+    "persistent_workers": good(),
+    "rank_0_awaits_alone": good("held by the gate", gate="hold_write"),
+    "temporary_directory_is_gone": good("1 saves, 1 leaves|2 saves, 2 leaves"),
+    "reads_home": good(args=(str(Path.home()),)),
+    "writes_to_a_cache": good("note: written to caches: .*rankproof-test/downloaded"),
+    "cleans_up_in_tmp": good(),
+    "fsspec_writer": unknown("step1: written by FsspecWriter, not loaded back"),
+    "writer_without_a_path": unknown("written by Memory, not loaded back"),
+    "saves_own_class": unknown("holds objects of the script's own classes"),
+    "saves_from_a_thread": good("judged: 1 saves, 1 leaves"),
+    "renames_when_complete": good("judged: 1 saves, 1 leaves"),
+    "handles_an_exception": good(),
+    "torch_stream_in_order": good("1 streams", order=True),
+    "record_stream_is_right": good("1 streams", order=True),
+    "batch_from_the_host": good("1 streams", order=True),
+    "exits_in_main.order": good("no stream was made, so there was no order to judge", order=True),
+}
+BAD = {
+    "raises": bad("raised", "ValueError: the loss is not finite"),
+    "hangs": bad("hung", "still running at the deadline, in recv", deadline_s=3),
+    "killed": bad("killed", "ended by SIGKILL"),
+    "exits_early": bad("exited_early", r"sys.exit.0. before the recipe's last line"),
+    "leaves_a_process": bad("left_process", "Event"),
+    "leaves_a_thread": bad("left_thread", "uploader", deadline_s=4),
+    "leaves_a_process_group": bad("left_process_group", "still initialised"),
+    "writes_elsewhere": bad("wrote_elsewhere", "writes_elsewhere.log"),
+    "deprecated": bad("deprecation_warning", "old_name is deprecated; use new_name"),
+    "two_saves_in_flight": bad("overlapping_saves", "began while that of step1 was in flight"),
+    "never_awaits": bad("never_awaited", "step1: the recipe ended without having waited for it"),
+    "atexit_hangs": bad("hung", "after the recipe's last line", deadline_s=4),
+    "atexit_raises": bad("raised", "OSError: the last log was not written .in a callback of atexi"),
+    "atexit_crashes": bad("killed", "ended by SIGABRT, after the recipe's last line"),
+    "atexit_exits": bad("missing_record", "ended with exit code 3, after the recipe's last line"),
+    "writes_tmp_from_cpp": bad("wrote_elsewhere", "/tmp/rankproof-cpp.bin"),
+    "writes_shared_memory": bad("wrote_elsewhere", "/dev/shm/rankproof-left"),
+    "writes_home": bad("wrote_elsewhere", "rankproof-left.txt"),
+    "subprocess_writes": bad("wrote_elsewhere", "/var/tmp/rankproof-left"),
+    "thread_saves_what_changes": bad("checkpoint_wrong", "1 of 1 leaves are not what was passed"),
+    "live_stager": bad("checkpoint_wrong", "1 of 1 leaves are not what was passed to async_save"),
+    "live_stager_fsspec": unknown("step1: written by FsspecWriter, not loaded back"),
+    "live_stager_huggingface": unknown("step1: written by HuggingFaceStorageWriter, not loaded"),
+    "writes_nothing_to_no_path": unknown("written by Memory, not loaded back"),
+    "left_unfinished": bad("checkpoint_incomplete", "still has the name of an unfinished save"),
+    "metadata_removed": bad("checkpoint_incomplete", "No such file|metadata"),
+    "differs_between_ranks": bad("checkpoint_wrong", "x .rank 1"),
+    "thread_raises": bad("raised", "OSError: No space left on device .in thread"),
+    "exits_with_an_error": bad("exited_early", "sys.exit.1. before"),
+    "exits_at_once": bad("missing_record", "ended with exit code 0|no record of ranks"),
+    "exits_on_one_rank": bad("exited_early", r"rank 1.: sys.exit.0. before"),
+    "spawned_rank_raises": bad("raised", "the loss is not finite", launcher="python"),
+    "raises_while_handling": bad("raised", "raised .rank .*: ValueError: the batch is empty"),
+    "barrier_on_one_rank": bad("hung", "still running at the deadline", deadline_s=3),
+    "torch_streams_unordered": bad("unordered_access", ":9 writes(.|\n)*:10 writes", order=True),
+    "reads_before_the_copy": bad("unordered_access", "tolist", order=True),
+    "freed_without_record_stream": bad("unordered_access", "memory freed since", order=True),
+}
+CASES = [("good", name, case) for name, case in GOOD.items()]
+CASES += [("bad", name, case) for name, case in BAD.items()]
+
+
+def judge(folder: str, name: str, case: Case, launcher: str) -> Report:
+    script = DATA / folder / f"{name.partition('.')[0]}.py"
+    return run(
+        script,
+        2,
+        launcher=case.launcher or launcher,
+        gate=case.gate,
+        order=case.order,
+        args=case.args,
+        deadline_s=case.deadline_s,
+    )
+
+
+def is_right(report: Report, case: Case) -> bool:
+    """Whether verdict, exit status, kind and the cause in the first lines are as they must be."""
+    said = report.describe().partition("--- rank")[0]
+    return (
+        report.verdict == case.verdict
+        and report.exit_code == EXIT[case.verdict]
+        and (not case.kind or report.failures[0].kind == case.kind)
+        and re.search(case.cause, said) is not None
+    )
+
+
+@pytest.mark.parametrize(("folder", "name", "case"), CASES, ids=[name for _, name, _ in CASES])
+def test_a_script_gets_its_verdict_and_its_cause(folder: str, name: str, case: Case) -> None:
+    report = judge(folder, name, case, "warm")
+    if case.kind == "wrote_elsewhere" and "private mounts" in "".join(report.notes):
+        pytest.skip("no private mounts on this system")
+    assert is_right(report, case), report.describe()
+
+
+def test_every_script_is_in_the_table() -> None:
+    for folder, cases in (("good", GOOD), ("bad", BAD)):
+        stems = {path.stem for path in (DATA / folder).glob("*.py")}
+        assert stems == {name.partition(".")[0] for name in cases}
+
+
+def test_a_script_that_starts_its_ranks_itself_is_not_judged_by_another_launcher() -> None:
+    report = run(DATA / "good" / "spawns.py", 2, launcher="warm")
+    assert (report.verdict, report.exit_code) == ("not judged", 2)
+    assert "it starts its ranks itself (spawn, line 28): use --launcher python" in report.describe()
+
+
+def main() -> int:
+    parser = argparse.ArgumentParser()
+    parser.add_argument("--times", type=int, default=1)
+    parser.add_argument("--launchers", nargs="+", default=["warm"])
+    parser.add_argument("--only", nargs="+", default=[])
+    options, wrong = parser.parse_args(), 0
+    for folder, name, case in CASES:
+        if options.only and name not in options.only:
+            continue
+        for launcher in [case.launcher] if case.launcher else options.launchers:
+            reports = [judge(folder, name, case, launcher) for _ in range(options.times)]
+            right = sum(is_right(report, case) for report in reports)
+            wrong += right < options.times
+            codes = dict(Counter(report.exit_code for report in reports))
+            seconds = sum(report.seconds for report in reports) / options.times
+            print(
+                f"{folder:4} {name:32} {launcher:8} {case.verdict:10} {case.kind:21} "
+                f"{right}/{options.times} right, exit {codes}, {seconds:.1f} s  /{case.cause}/",
+                flush=True,
+            )
+            for report in reports:
+                if not is_right(report, case):
+                    print("    " + report.describe()[:1500].replace("\n", "\n    "), flush=True)
+    return int(wrong > 0)
+
+
+if __name__ == "__main__":
+    sys.exit(main())
