@@ -54,6 +54,7 @@ sphinx_gallery_conf = {
     "default_thumb_file": str(ROOT / "_static" / "thumb.svg"),
 }
 plot_gallery = False
+rankproof_header = True
 
 copybutton_selector = "div:not(.no-copy) > div.highlight pre"
 copybutton_prompt_text = r"\$ "

@@ -24,6 +24,7 @@ from pathlib import Path
 
 import torch
 import torch.distributed as dist
+
 from harness.recipe import code_sha256
 
 ROOT = Path(__file__).resolve().parents[1]

@@ -8,6 +8,7 @@ road, several optimizers, checkpointing, compilation, HSDP.
 from pathlib import Path
 
 import pytest
+
 from harness.run import run
 
 TRAINING = Path(__file__).parent / "data" / "in_place_training.py"

@@ -114,7 +114,7 @@ BAD = {
     "spawned_rank_raises": bad("raised", "the loss is not finite", launcher="python"),
     "raises_while_handling": bad("raised", "raised .rank .*: ValueError: the batch is empty"),
     "barrier_on_one_rank": bad("hung", "still running at the deadline", deadline_s=3),
-    "torch_streams_unordered": bad("unordered_access", ":9 writes(.|\n)*:10 writes", order=True),
+    "torch_streams_unordered": bad("unordered_access", ":11 writes(.|\n)*:12 writes", order=True),
     "reads_before_the_copy": bad("unordered_access", "tolist", order=True),
     "freed_without_record_stream": bad("unordered_access", "memory freed since", order=True),
 }

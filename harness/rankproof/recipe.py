@@ -49,7 +49,8 @@ class Control:
 
         A rank that was stopped leaves its last save unfinished; that alone is no other failure.
         """
-        fails = self.fails | NOT_AWAITED if self.fails & UNFINISHED else self.fails
+        awaits = self.fails & (UNFINISHED | {"overlapping_saves"})  # an edit about awaiting
+        fails = self.fails | NOT_AWAITED if awaits else self.fails
         unexpected = kinds - fails
         if kinds & fails & STOPPED:
             unexpected -= UNFINISHED | NOT_AWAITED

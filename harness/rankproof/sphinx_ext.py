@@ -23,7 +23,7 @@ import os
 import re
 import time
 from concurrent.futures import ThreadPoolExecutor
-from dataclasses import dataclass, field
+from dataclasses import dataclass, field, replace
 from functools import cache, partial
 from pathlib import Path
 
@@ -45,6 +45,8 @@ from rankproof.recipe import (
     Settings,
     code_hashes,
     discover,
+    find_recipes,
+    load_recipe,
     with_imports,
 )
 from rankproof.run import KINDS, Failure, Report
@@ -152,6 +154,14 @@ def kept_run(
     return report
 
 
+def galleries(app: Sphinx) -> list[tuple[Path, str]]:
+    """Each folder of scripts and the folder of its pages, as sphinx-gallery is told them."""
+    conf = app.config.sphinx_gallery_conf
+    pairs = [conf["examples_dirs"], conf["gallery_dirs"]]
+    sources, pages = ([value] if isinstance(value, str) else value for value in pairs)
+    return [(Path(app.srcdir, s), p) for s, p in zip(sources, pages, strict=True)]
+
+
 def run_stale_recipes(app: Sphinx) -> None:
     """Fill ``app.recipe_runs``, a dict from page name to :class:`RecipeRuns`."""
     global VERIFIED
@@ -161,14 +171,19 @@ def run_stale_recipes(app: Sphinx) -> None:
     app.recipe_runs = {}
     if app.builder.format != "html":
         return
-    source = Path(app.srcdir, app.config.sphinx_gallery_conf["examples_dirs"])
-    pages = app.config.sphinx_gallery_conf["gallery_dirs"]
     store = Path(app.outdir).parent / "recipe_runs"
     if app.config.execute_recipes:
         logger.info(bold("running recipes that are not up to date..."))
-    for recipe in discover(source, settings.controls_of(source)):
-        runs = RecipeRuns(recipe)
-        app.recipe_runs[f"{pages}/{recipe.folder}/{recipe.name}"] = runs
+    for source, pages in galleries(app):
+        if controls := settings.controls_of(source):
+            recipes = discover(source, controls)
+        else:
+            recipes = [load_recipe(path) for path in find_recipes(source, settings)]
+        for recipe in recipes:
+            if app.config.rankproof_ranks:
+                recipe = replace(recipe, page_ranks=app.config.rankproof_ranks)
+            page = recipe.path.relative_to(source.resolve()).with_suffix("").as_posix()
+            app.recipe_runs[f"{pages}/{page}"] = RecipeRuns(recipe)
     if app.config.execute_recipes:
         started = time.monotonic()
         with ThreadPoolExecutor(AT_A_TIME) as pool:
@@ -471,9 +486,8 @@ def place(app: Sphinx, doctree: nodes.document) -> None:
     last = blocks[-1]
     last.parent.insert(last.parent.index(last) + 1, output_of(runs))
 
-    downloads = list(doctree.findall(addnodes.download_reference))
-    own = next(node for node in downloads if node["reftarget"].endswith(".py"))
-    title_section.insert(1, header_of(app, runs, own))
+    if app.config.rankproof_header:
+        add_header(runs, doctree, title_section)
     if runs.report is not None and not runs.report.ok:
         link = nodes.reference("", "what every rank printed", refid="recipe-failed", internal=True)
         warning = nodes.paragraph(
@@ -485,12 +499,6 @@ def place(app: Sphinx, doctree: nodes.document) -> None:
         )
         title_section.insert(1, nodes.danger("", warning))
 
-    for node in list(doctree.findall(nodes.note)):
-        if "sphx-glr-download-link-note" in node["classes"]:
-            node.parent.remove(node)
-    for node in list(doctree.findall(nodes.container)):
-        if "sphx-glr-download-zip" in node["classes"]:
-            node.parent.remove(node)
     if runs.recipe.controls and not app.env.metadata[page].get("shows_controls"):
         logger.warning(
             "%s has controls that its page does not show: place “.. recipe-controls::”",
@@ -499,7 +507,21 @@ def place(app: Sphinx, doctree: nodes.document) -> None:
         )
 
 
-def header_of(app: Sphinx, runs: RecipeRuns, download: nodes.Node) -> nodes.Node:
+def add_header(runs: RecipeRuns, doctree: nodes.document, title_section: nodes.section) -> None:
+    """Put command and file under the title, and sphinx-gallery's own links away."""
+    downloads = list(doctree.findall(addnodes.download_reference))
+    own = next(node for node in downloads if node["reftarget"].endswith(".py"))
+    title_section.insert(1, header_of(runs, own))
+    for kind, css in (
+        (nodes.note, "sphx-glr-download-link-note"),
+        (nodes.container, "sphx-glr-download-zip"),
+    ):
+        for node in list(doctree.findall(kind)):
+            if css in node["classes"]:
+                node.parent.remove(node)
+
+
+def header_of(runs: RecipeRuns, download: nodes.Node) -> nodes.Node:
     """How to run the recipe, and the file."""
     recipe = runs.recipe
     command = f"torchrun --nproc-per-node={page_ranks(recipe)} {recipe.path.name}"
@@ -531,6 +553,8 @@ def setup(app: Sphinx) -> dict:
         lambda record: "no examples were executed" not in record.getMessage()
     )
     app.add_config_value("execute_recipes", True, "env")
+    app.add_config_value("rankproof_ranks", None, "env")  # of recipes without settings: 2
+    app.add_config_value("rankproof_header", False, "env")  # how to run it, the file, its imports
     app.add_config_value("rank_launcher", "torchrun", "env")  # or "warm": forks, much sooner
     app.add_directive("build-summary", BuildSummary)
     app.add_directive("recipe-controls", RecipeControls)
