@@ -64,10 +64,12 @@ readme: environment ## Write the README's table of results from benchmarks/resul
 linkcheck: html ## Check every internal link and anchor of the built pages; no network
 	@$(PY) tests/check_links.py _build/html
 
-clean: ## Remove what was built; the environment stays
-	@rm -rf _build recipes .pytest_cache .ruff_cache
+clean: ## Remove what was built; the environment stays, and so does what is yours in recipes/
+	@if [ -f recipes/.generated ]; then (cd recipes && xargs -d '\n' rm -f -- < .generated); rm -f recipes/.generated; fi
+	@if [ -d recipes ]; then find recipes -depth -type d -empty -delete; fi
+	@rm -rf _build .pytest_cache .ruff_cache
 	@find . -path "./$(or $(VENV),.venv)" -prune -o -name __pycache__ -type d -exec rm -rf {} +
-	@echo "Removed _build, recipes and the caches."
+	@echo "Removed _build, what it made in recipes, and the caches."
 
 environment: $(STAMP)
 

@@ -208,12 +208,15 @@ def remove_vanished(app: Sphinx) -> None:
     folders = {folder for folder, _ in pages}
     for root in (Path(app.srcdir, "recipes"), Path(app.outdir, "recipes")):
         for folder in root.glob("*/"):
-            if folder.name not in folders:
+            if folder.name not in folders and not any(
+                f"{folder.name}/" in o for o in app.own_files
+            ):
                 shutil.rmtree(folder)
                 continue
             for file in folder.glob("*.*"):
                 name = file.name.partition(".")[0]
-                if name != "index" and (folder.name, name) not in pages:
+                own = f"{folder.name}/{file.name}" in app.own_files  # somebody keeps it there
+                if name != "index" and (folder.name, name) not in pages and not own:
                     file.unlink()
 
 
@@ -234,8 +237,30 @@ def draw_thumbnails(app: Sphinx) -> None:
                 os.utime(picture, ns=(drawn_from, drawn_from))
 
 
+def before_generating(app: Sphinx) -> None:
+    """Remember what was in ``recipes/`` and was not made by a build."""
+    root = Path(app.srcdir, "recipes")
+    listed = root / ".generated"
+    made = set(listed.read_text().splitlines()) if listed.exists() else set()
+    app.own_files = {name for name in files_below(root) if name not in made}
+
+
+def mark_generated(app: Sphinx) -> None:
+    """List what the build has put into ``recipes/``: make clean removes that and nothing else."""
+    root = Path(app.srcdir, "recipes")
+    if root.is_dir():
+        made = sorted(files_below(root) - app.own_files - {".generated"})
+        (root / ".generated").write_text("".join(f"{name}\n" for name in made))
+
+
+def files_below(root: Path) -> set[str]:
+    return {str(path.relative_to(root)) for path in root.rglob("*") if path.is_file()}
+
+
 def setup(app: Sphinx) -> dict:
     app.add_directive("recipe-index", RecipeIndex)
+    app.connect("builder-inited", before_generating, priority=300)
     app.connect("builder-inited", remove_vanished, priority=400)
     app.connect("builder-inited", draw_thumbnails, priority=600)  # sphinx-gallery: 500
+    app.connect("builder-inited", mark_generated, priority=900)
     return {"version": "1", "parallel_read_safe": True, "parallel_write_safe": True}
