@@ -279,7 +279,7 @@ def gather_in_place(model: FSDPModule, ahead: int = 2) -> PublishedCopy | None:
 # %%
 # Run it, and prove it
 # --------------------
-# After each step the proof calls a block alone, so that units are gathered in vain, changes the
+# After each step the proof calls two blocks alone, so that others are gathered in vain, changes the
 # weights in a way that no optimizer knows of, and evaluates. Every loss and every final weight must
 # have the bits of stock FSDP2. ``tests/data/in_place_training.py`` in the repository does the same
 # with 43 programs: tied weights, LoRA with two dtypes, ``fully_shard([norm, output])``, ignored
@@ -300,7 +300,7 @@ def train(model: FSDPModule, device: torch.device) -> list[torch.Tensor]:
         optimizer.step()
         optimizer.zero_grad()
         with torch.no_grad():
-            found.append(model[1](batch).square().mean())  # those ahead are gathered in vain
+            found.append(model[-1](model[1](batch)).square().mean())  # others are gathered in vain
             for shard in shards:
                 shard.mul_(0.75)  # as a load or a swapped average would
             found.append(model(batch).square().mean())
