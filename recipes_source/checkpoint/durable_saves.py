@@ -71,7 +71,6 @@ import shutil
 import tempfile
 from concurrent.futures import Future
 from contextlib import suppress
-from functools import partial
 from pathlib import Path
 
 import async_save as basic
@@ -80,7 +79,6 @@ import torch.distributed as dist
 from overlapped_stager import OverlappedSaves
 from torch.distributed.checkpoint.format_utils import dcp_to_torch_save
 
-ASIDE = ".incomplete"  # what a checkpoint is called until it is one
 MANIFEST = "manifest.{}.json"  # of each rank, in each checkpoint: its files, sizes, digests
 POINTER = "latest"  # in the root: the name of the newest checkpoint, for people and other programs
 STEPS, SAVE_EVERY = 10, 2  # of the run that proves it
@@ -188,15 +186,7 @@ class DurableSaves(OverlappedSaves):
         upload = super().save(state_dict, directory)
         if upload is not None:
             self.latest = upload
-            upload.add_done_callback(
-                partial(self.tidy, directory.with_name(directory.name + ASIDE))
-            )
         return upload
-
-    def tidy(self, aside: Path, upload: Future) -> None:
-        """Give back the room that a failed save has taken."""
-        if upload.exception() is not None and self.rank == 0:
-            shutil.rmtree(aside, ignore_errors=True)
 
     def wait(self) -> None:
         """Return when all saves have ended.
