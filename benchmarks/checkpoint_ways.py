@@ -19,6 +19,7 @@ import torch.distributed as dist
 import torch.distributed.checkpoint as dcp
 from torch.distributed.checkpoint.staging import DefaultStager, StagingOptions
 from torch.distributed.checkpoint.state_dict_saver import AsyncCheckpointerType
+from torch.distributed.checkpoint.stateful import Stateful
 from torch.distributed.tensor import DTensor
 
 sys.path.insert(0, str(Path(__file__).resolve().parents[1] / "recipes_source" / "checkpoint"))
@@ -32,6 +33,7 @@ from async_save import (  # noqa: E402
     start_rank,
 )
 from default_stager import REUSE_CRASHES, StagedCheckpoints  # noqa: E402
+from kept_state import TrainingState  # noqa: E402
 from pinned_staging import PinnedCheckpoints  # noqa: E402
 
 from benchmarks.measuring import timing_event  # noqa: E402
@@ -254,8 +256,20 @@ class DefaultStagerOrdered(RecipeWay):
         self.checkpoints.wait_staged()
 
 
+class KeptApp(Stateful):
+    """The state of the other ways, with the same keys, asked for once."""
+
+    def __init__(self, app: AppState) -> None:
+        self.app, self.kept = app, TrainingState(app.model, app.optimizer)
+
+    def state_dict(self) -> dict:
+        kept = self.kept.state_dict()
+        others = {"step": self.app.step, "stepped": True}
+        return {"model": kept["model"], "optimizer": kept["optim"], **others}
+
+
 class Overlapped(Way):
-    recipes = ("staging_copies", "overlapped_stager")
+    recipes = ("kept_state", "staging_copies", "overlapped_stager")
     options: dict[str, object] = {}
 
     def __init__(self, *place: object) -> None:
@@ -264,9 +278,10 @@ class Overlapped(Way):
         saves = getattr(module, "OverlappedWriter", None) or module.OverlappedSaves
         self.saves = saves(self.device, self.app.model.buffers(), **self.options)
         self.saves.__enter__()
+        self.kept = KeptApp(self.app)
 
     def start(self, save: Save) -> None:
-        save.watch(self.saves.save({"app": self.app}, save.directory))
+        save.watch(self.saves.save({"app": self.kept}, save.directory))
         threading.Thread(target=self.see_copy, args=(save, self.saves.queued)).start()
 
     def see_copy(self, save: Save, queued: Future) -> None:
@@ -286,7 +301,7 @@ class Overlapped(Way):
 
 
 class OverlappedWriter(Overlapped):
-    recipes = ("staging_copies", "overlapped_stager", "overlapped_writer")
+    recipes = ("kept_state", "staging_copies", "overlapped_stager", "overlapped_writer")
 
 
 class OverlappedSnapshot(OverlappedWriter):
@@ -512,6 +527,7 @@ class AllAtOnce(Way):
         self.targets = AllAtOnce.memory.split([piece.nbytes for piece in self.sources])
         self.module = torch.get_device_module(self.device)
         self.stream = self.module.Stream(self.device) if on_gpu else self.module.Stream()
+        self.second = self.module.Stream()
         self.scratch_cell = torch.zeros(1, device=self.device)
         self.copied = None
 
@@ -544,23 +560,6 @@ class KernelBetween(AllAtOnce):
     kernel_between = True
 
 
-class InTurns(AllAtOnce):
-    """Two streams take turns: neither ever has a second copy ready."""
-
-    recipes = ("staging_copies",)
-
-    def queue(self, save: Save) -> None:
-        first, second = self.stream, self.module.Stream()
-        for target, source in zip(self.targets, self.sources, strict=True):
-            with self.module.stream(first):
-                target.copy_(source, non_blocking=True)
-                self.copied.record()
-            if self.device.type == "cuda":
-                second.wait_event(self.copied)
-            first, second = second, first
-        threading.Thread(target=self.end, args=(save,)).start()
-
-
 class OnePieceAtATime(AllAtOnce):
     """A thread queues a piece when the piece before it has ended."""
 
@@ -585,6 +584,29 @@ class OnePieceAtATime(AllAtOnce):
     def before_update(self) -> None:
         if self.thread is not None:
             self.thread.join()
+
+
+class InTurns(OnePieceAtATime):
+    """Two streams take turns, queued by a thread: neither ever has a second copy ready."""
+
+    recipes = ("staging_copies",)
+
+    def pace(self, save: Save) -> None:
+        if self.device.type == "cuda":
+            self.module.set_device(self.device)
+        first, second = self.stream, self.second
+        for target, source in zip(self.targets, self.sources, strict=True):
+            with self.module.stream(first):
+                target.copy_(source, non_blocking=True)
+                self.copied.record()
+            if self.device.type == "cuda":
+                second.wait_event(self.copied)
+            first, second = second, first
+        threading.Thread(target=self.end, args=(save,)).start()
+
+    def before_update(self) -> None:
+        super().before_update()
+        AllAtOnce.before_update(self)
 
 
 PIECES: dict[str, type[Way]] = {

@@ -54,6 +54,7 @@ import copy_engine_reduce  # noqa: E402
 import fsdp2_settings  # noqa: E402
 import in_place_gather  # noqa: E402
 import in_place_reduce  # noqa: E402
+import peer_memory  # noqa: E402
 import prefetch_schedule  # noqa: E402
 
 from benchmarks import workloads  # noqa: E402
@@ -529,7 +530,7 @@ class Run:
     def link(self) -> None:
         """Bytes a rank receives from its peers a second, by NCCL and by copies, nothing beside."""
         nbytes = 1 << (12 if self.arguments.small else 28)
-        memory = in_place_gather.PeerMemory(dist.group.WORLD, self.device)
+        memory = peer_memory.PeerMemory(dist.group.WORLD, self.device)
         shards, ranks = memory.empty([nbytes], torch.uint8), memory.ranks
         whole = torch.empty(ranks, nbytes, dtype=torch.uint8, device=self.device)
 
