@@ -73,7 +73,7 @@ from concurrent.futures import Future
 from contextlib import suppress
 from pathlib import Path
 
-import async_save as basic
+import state_to_save as basic
 import torch
 import torch.distributed as dist
 from overlapped_stager import OverlappedSaves

@@ -71,7 +71,7 @@ import threading
 import time
 from pathlib import Path
 
-import async_save as basic
+import state_to_save as basic
 import torch
 import torch.distributed as dist
 from durable_saves import DurableSaves, newest_step

@@ -55,7 +55,7 @@ import argparse
 import tempfile
 from pathlib import Path
 
-import async_save as basic
+import state_to_save as basic
 import torch
 import torch.distributed as dist
 import torch.distributed.checkpoint as dcp

@@ -64,7 +64,7 @@ import sys
 import tempfile
 from pathlib import Path
 
-import async_save as basic
+import state_to_save as basic
 import torch
 import torch.distributed as dist
 from durable_saves import DurableSaves, committed_steps, faults, flush, newest_step

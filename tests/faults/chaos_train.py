@@ -15,7 +15,7 @@ import durable_saves
 import retention
 import torch.distributed as dist
 import torch.distributed.checkpoint as dcp
-from async_save import build_app, start_rank, train_step
+from state_to_save import build_app, start_rank, train_step
 
 STEPS, SAVE_EVERY = 6, 2
 

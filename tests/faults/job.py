@@ -10,10 +10,10 @@ from datetime import timedelta
 from functools import partial
 from pathlib import Path
 
-import async_save as basic
 import durable_saves
 import overlapped_stager
 import retention
+import state_to_save as basic
 import torch
 import torch.distributed as dist
 import torch.distributed.checkpoint as dcp

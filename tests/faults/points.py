@@ -14,7 +14,7 @@ from collections.abc import Callable, Iterator
 from contextlib import contextmanager
 from pathlib import Path
 
-import async_save
+import state_to_save
 import torch
 from torch.distributed.checkpoint import DefaultSavePlanner
 from torch.distributed.checkpoint.filesystem import FileSystem
@@ -83,7 +83,7 @@ class Points:
         setattr(owner, name, call)
 
     def install(self) -> None:
-        self.around(async_save.AppState, "state_dict", lambda *_: "state_dict")
+        self.around(state_to_save.AppState, "state_dict", lambda *_: "state_dict")
         for name in ("create_local_plan", "create_global_plan", "finish_plan"):
             self.around(DefaultSavePlanner, name, lambda *_, **__: "planning")
         self.around(torch.Tensor, "copy_", self.staging)
