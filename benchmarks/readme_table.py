@@ -79,8 +79,12 @@ def _section(result: Result, repo: Path) -> str:
 
 
 def _over_tokens(result: Result, column: Column, repo: Path) -> str:
-    """A row for each name that was measured at every number of tokens, a column for each number."""
-    rows = [row for row in result.rows if column.known(row)]
+    """A row for each name that was measured at every number of tokens, a column for each number.
+
+    Rows of the synthetic model are left out where there are rows of a stock one.
+    """
+    known = [row for row in result.rows if column.known(row)]
+    rows = [row for row in known if row.get("model") not in (None, "synthetic")] or known
     tokens = sorted({row["tokens"] for row in rows})
     cells = {(row["name"], row["tokens"]): column.cell(row) for row in rows}
     everywhere = [row for row in rows if all((row["name"], count) in cells for count in tokens)]

@@ -245,8 +245,7 @@ class OverlappedWriter(OverlappedSaves):
         if any(self.together(self.differs, planner, state)):
             layout, group = Layout(directory), self.groups[0] if self.groups else None
             dcp.save(state, storage_writer=layout, process_group=group, no_dist=group is None)
-            layout.made_for, self.layout = self.wanted, layout
-            self.plans += 1
+            layout.made_for, self.layout, self.plans = self.wanted, layout, self.plans + 1
         others = self.together(self.write_files, planner, directory)
         if self.rank == 0:
             self.layout.write_metadata(directory, others)
@@ -280,12 +279,12 @@ class OverlappedWriter(OverlappedSaves):
             place = _StorageInfo(layout.names[0], layout.ends[0] + len(tail), len(data))
             places.append(WriteResult(item.index, len(data), place))
             tail += data
-        first = calls[0] + [(layout.ends[0], len(tail), [tail])]
+        first = [*calls[0], (layout.ends[0], len(tail), [tail])]
 
         directory.mkdir(parents=True, exist_ok=True)
         with ThreadPoolExecutor(len(calls), "write") as threads:
             paths = [directory / name for name in layout.names]
-            list(threads.map(write_file, paths, [first] + calls[1:]))
+            list(threads.map(write_file, paths, [first, *calls[1:]]))
         return places
 
 
@@ -312,9 +311,8 @@ def whole(tree: object) -> object:
     """A nested state dict on the CPU, with the shards of all ranks put together."""
     if isinstance(tree, dict):
         return {key: whole(value) for key, value in tree.items()}
-    if hasattr(tree, "full_tensor"):
-        tree = tree.full_tensor()
-    return tree.cpu() if hasattr(tree, "cpu") else tree
+    tree = tree.full_tensor() if hasattr(tree, "full_tensor") else tree
+    return tree.cpu() if torch.is_tensor(tree) else tree
 
 
 def main(directory: Path) -> None:
@@ -335,8 +333,7 @@ def main(directory: Path) -> None:
         if saves.rank == 0:
             dcp_to_torch_save(root / f"step{step}", root / "whole.pt")
             found = basic.leaves(torch.load(root / "whole.pt", "cpu", weights_only=False))
-            for path, leaf in basic.leaves(state).items():
-                assert basic.same_bits(found[path], leaf), f"{path} differs"
+            assert all(basic.same_bits(found[p], x) for p, x in basic.leaves(state).items()), step
     print(f"planned once; steps {list(expected)} loaded on all ranks and on one, every bit equal")
     dist.destroy_process_group()
 
