@@ -126,12 +126,10 @@ class OverlappedSaves:
         self.changed_by_forward = list(changed_by_forward)
         self.streams = torch.get_device_module(device)
         self.copy_streams = self.streams.Stream(), self.streams.Stream()
-        self.plan: CopyPlan | None = None
-        self.sets: list[tuple[PinnedArena, list[torch.Tensor]]] = []
+        self.plan, self.sets = None, []  # a CopyPlan; for each set its arena and the tensors there
         self.queued: Future | None = None  # of the latest copies: the events behind them
         self.uploads, self.failures = [], []
-        self.saves = self.skipped = 0
-        self.running = self.abandoned = False
+        self.saves, self.skipped, self.running, self.abandoned = 0, 0, False, False
         self.rank, self.groups = 0, []
         if dist.is_initialized():
             self.rank, deadline = dist.get_rank(), timedelta(seconds=DEADLINE_S)
@@ -173,7 +171,8 @@ class OverlappedSaves:
             staged.set_exception(failure)
         job = staged, hosts, state, Path(directory), self.uploads[-1:], done
         self.uploads = [*self.uploads[-BUFFER_SETS:], done]
-        Thread(target=self.write_in_turn, args=job, name="write", daemon=True).start()
+        self.writer = Thread(target=self.write_in_turn, args=job, name="write", daemon=True)
+        self.writer.start()
         return done
 
     def busy_on_any_rank(self) -> bool:
@@ -229,7 +228,8 @@ class OverlappedSaves:
         try:
             report = work(*args), None
         except BaseException as failure:
-            error, report = failure, (None, f"rank {self.rank}: {failure!r}")
+            causes = [cause for cause, _ in getattr(failure, "failures", {}).values()]  # DCP's
+            error, report = failure, (None, f"rank {self.rank}: {(causes or [failure])[0]!r}")
         reports = [report] * (dist.get_world_size() if self.groups else 1)
         if self.groups:
             dist.all_gather_object(reports, report, group=self.groups[0])
@@ -275,15 +275,14 @@ class OverlappedSaves:
     def __exit__(self, kind, error, trace) -> None:
         self.hook.remove()
         self.running, self.abandoned = False, kind is not None
-        try:
-            if self.abandoned:
-                wait(self.uploads, EXIT_S)
-            else:
-                self.wait()
-        finally:
-            self.copier.shutdown()
-            for group in self.groups if all(upload.done() for upload in self.uploads) else []:
-                dist.destroy_process_group(group)
+        wait(self.uploads, EXIT_S if self.abandoned else None)
+        self.copier.shutdown()
+        if self.uploads:
+            self.writer.join(EXIT_S)  # a thread that outlives the interpreter aborts the program
+        for group in self.groups if all(upload.done() for upload in self.uploads) else []:
+            dist.destroy_process_group(group)
+        if not self.abandoned:
+            self.wait()
 
 
 # %%
@@ -297,8 +296,7 @@ def main(directory: Path) -> None:
     import async_save as basic
 
     device = basic.start_rank()
-    root = basic.directory_of_rank_0(directory)
-    app, expected = basic.build_app(device), {}
+    root, app, expected = basic.directory_of_rank_0(directory), basic.build_app(device), {}
     with OverlappedSaves(device, app.model.buffers()) as saves:
         for step in range(1, 6):
             basic.train_step(app, device)

@@ -332,7 +332,7 @@ if __name__ == "__main__":
 #
 # .. math::
 #
-#    B + \max(F, U), \qquad\text{and with } \texttt{in\_backward}\quad \max(B + F, U).
+#    B + \max(F, U), \qquad\text{and with in\_backward}\quad \max(B + F, U).
 #
 # What breaks if you remove a line
 # --------------------------------

@@ -146,16 +146,16 @@ def why_not(group: dist.ProcessGroup, device: torch.device) -> str | None:
 # that changes it is a clear error and not another model. Found in 2.11 and 2.13; public names for
 # "the groups of a module", "gather", "gathered" and "reduce" would replace them all.
 #
-# ==============================================  =================================================
-# name                                            what for
-# ==============================================  =================================================
-# ``_get_fsdp_state``, ``_fsdp_param_group(s)``   the groups of a module
-# ``unshard``, ``wait_for_unshard``               replaced: queue a gather, wait for it
-# ``post_backward``, ``finalize_backward``        wrapped: gradients are there, backward has ended
-# ``_all_gather_result``, ``_to_unsharded``       "under way", and the change to full weights
-# ``all_gather_outputs``, ``_sharded_param_data`` full weights and padded shards, flat
-# ``_training_state``, ``reduce_grads``, ...      what the user has set, and where the step is
-# ==============================================  =================================================
+# ===============================================  ================================================
+# name                                             what for
+# ===============================================  ================================================
+# ``_get_fsdp_state``, ``_fsdp_param_group(s)``    the groups of a module
+# ``unshard``, ``wait_for_unshard``                replaced: queue a gather, wait for it
+# ``post_backward``, ``finalize_backward``         wrapped: gradients are there, backward has ended
+# ``_all_gather_result``, ``_to_unsharded``        "under way", and the change to full weights
+# ``all_gather_outputs``, ``_sharded_param_data``  full weights and padded shards, flat
+# ``_training_state``, ``reduce_grads``, ...       what the user has set, and where the step is
+# ===============================================  ================================================
 
 GROUP_NAMES = """
     unshard wait_for_unshard finalize_backward lazy_init fsdp_params is_sharded is_unsharded
