@@ -104,6 +104,7 @@ def all_kinds(root: Path) -> None:
     with OverlappedWriter(CPU) as saves:
         for step in range(4):
             state["plain"] = {**state["plain"], "step": 10**step, "history": list(range(50 * step))}
+            saves.before_update()  # no optimizer's hook says that the state is about to change
             state["count"].add_(1)
             for tensor in [*state["shards"].values(), state["kinds"]["torch.bfloat16"], tied]:
                 tensor.mul_(-1.5)
