@@ -2,8 +2,8 @@
 Ask for the state once
 ======================
 
-``get_state_dict`` takes milliseconds for a small model and a tenth of a second for ten thousand
-tensors, at every save, on the training thread. Almost nothing of what it returns changes: the same
+``get_state_dict`` takes milliseconds for a small model and far longer for thousands of tensors,
+at every save, on the training thread. Almost nothing of what it returns changes: the same
 tensors lie in the same places. ``TrainingState`` asks once, and from then on looks whether model and
 optimizers still hold the very tensors that it knows.
 
@@ -21,7 +21,7 @@ optimizers still hold the very tensors that it knows.
    .. grid-item-card:: What you learn
 
       * what stays the same from save to save, and what can replace it behind your back
-      * how to notice that at fifty nanoseconds a tensor
+      * how to notice that by comparing identities alone
 
    .. grid-item-card:: When not to bother
 

@@ -205,7 +205,7 @@ def read(tree: object, tensors: list[torch.Tensor]) -> object:
 # with ``snapshot_bytes``, as many as you can afford where a step is shorter than the copy.
 #
 # Optimizers, loads and ``p.data = ...`` may give a tensor other memory. The address of each tensor is
-# compared at every save, which takes a fraction of a microsecond; version counters would not do,
+# compared at every save, which takes next to no time; version counters would not do,
 # since a fused optimizer leaves them as they are.
 
 
