@@ -70,8 +70,8 @@ STEPS = 4
 # change no bit.
 #
 # **Teams.** A block costs a handful of Python calls, and only one thread at a time runs Python. With
-# one thread for each of 15 cores and blocks of 2**18 parameters, the lock alone took longer than the
-# memory: the time halved with each doubling of the block. So a few threads take larger blocks, and
+# a thread for each core and small blocks, the time halved with each doubling of the block, which
+# points at the interpreter's lock; nobody has profiled it. So a few threads take larger blocks, and
 # each has a team of cores (``torch.set_num_threads`` is a property of the calling thread).
 
 
