@@ -1,8 +1,8 @@
 """What the landing page and the section pages list: sections, recipes, their order and pictures.
 
 Nothing here is typed twice: a section is a folder of ``recipes_source/`` with recipes in it, its
-title and sentence stand in its ``GALLERY_HEADER.rst``, a recipe's in its module docstring, and
-its thumbnail is the last ``lanes`` schematic of its introduction, drawn small.
+title, sentence and order stand in its ``GALLERY_HEADER.rst``, a recipe's title and sentence in its
+module docstring, and its thumbnail is the last ``lanes`` schematic of its introduction, drawn small.
 """
 
 import ast
@@ -23,54 +23,32 @@ from sphinx.util.nodes import nested_parse_with_titles
 from harness.recipe import Recipe, discover
 
 SOURCE = Path(__file__).parent.parent / "recipes_source"
-SECTION_ORDER = ["checkpoint", "offload", "sharding"]
-READING_ORDER = [
-    "state_to_save",
-    "async_save",
-    "pinned_staging",
-    "default_stager",
-    "kept_state",
-    "staging_copies",
-    "overlapped_stager",
-    "overlapped_writer",
-    "durable_saves",
-    "retention",
-    "resume_and_reshard",
-    "preemption",
-    "three_streams",
-    "host_layers",
-    "layer_as_node",
-    "weight_streaming",
-    "streamed_model",
-    "host_adam",
-    "whole_step",
-    "activation_offload",
-    "peer_memory",
-    "in_place_gather",
-    "in_place_reduce",
-    "sharded_parameter",
-    "stream_context",
-    "prefetch_schedule",
-    "update_in_order",
-    "copy_engine_gather",
-    "copy_engine_reduce",
-    "fsdp2_settings",
-]
 
 
-def _position(name: str, order: list[str]) -> tuple[int, str]:
-    """Sort key: the names in ``order`` first, all others after them by name."""
+@cache
+def reading_orders(source: Path) -> list[str]:
+    """The names after ``.. order:`` in every ``GALLERY_HEADER.rst``: folders, then recipes."""
+    names: list[str] = []
+    for header in sorted(source.rglob("GALLERY_HEADER.rst"), key=lambda path: len(path.parts)):
+        found = re.search(r"^\.\. order:(.*(?:\n   .*)*)", header.read_text("utf-8"), re.MULTILINE)
+        names += found[1].split() if found else []
+    return names
+
+
+def _position(name: str) -> tuple[int, str]:
+    """Sort key: the names with an order first, all others after them by name."""
+    order = reading_orders(SOURCE)
     return (order.index(name) if name in order else len(order), name)
 
 
 def section_order(folder: str) -> tuple[int, str]:
     """Key by which sphinx-gallery sorts the folders of ``recipes_source/``."""
-    return _position(Path(folder).name, SECTION_ORDER)
+    return _position(Path(folder).name)
 
 
 def reading_order(filename: str) -> tuple[int, str]:
     """Key by which sphinx-gallery sorts the recipes of a folder."""
-    return _position(Path(filename).stem, READING_ORDER)
+    return _position(Path(filename).stem)
 
 
 @dataclass(frozen=True)
