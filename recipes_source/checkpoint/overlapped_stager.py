@@ -71,6 +71,7 @@ from collections.abc import Callable
 from concurrent.futures import Future, ThreadPoolExecutor, wait
 from datetime import timedelta
 from pathlib import Path
+from queue import SimpleQueue
 from threading import Thread
 
 import torch
@@ -138,6 +139,9 @@ class OverlappedSaves:
     def __enter__(self) -> "OverlappedSaves":
         self.hook = register_optimizer_step_pre_hook(self.before_update)
         self.copier = ThreadPoolExecutor(1, "copy", self.streams.set_device, (self.device,))
+        self.jobs: SimpleQueue = SimpleQueue()
+        self.writer = Thread(target=self.write_in_turn, name="write", daemon=True)
+        self.writer.start()
         self.running = True
         return self
 
@@ -169,10 +173,8 @@ class OverlappedSaves:
             self.queued = staged
         except Exception as failure:  # the other ranks are saving: they will be told
             staged.set_exception(failure)
-        job = staged, hosts, state, Path(directory), self.uploads[-1:], done
+        self.jobs.put((staged, hosts, state, Path(directory), done))
         self.uploads = [*self.uploads[-BUFFER_SETS:], done]
-        self.writer = Thread(target=self.write_in_turn, args=job, name="write", daemon=True)
-        self.writer.start()
         return done
 
     def busy_on_any_rank(self) -> bool:
@@ -203,24 +205,24 @@ class OverlappedSaves:
             has_been_read, _ = self.queued.result()
             self.streams.current_stream().wait_event(has_been_read)
 
-    def write_in_turn(self, staged, hosts, state, directory: Path, previous, done: Future) -> None:
-        """Write one state after the ``previous`` one, aside; name it when it is complete."""
-        aside = directory.with_name(directory.name + ".incomplete")
-        try:
-            self.streams.set_device(self.device)
-            wait(previous)
-            self.together(self.begin, staged, aside)
-            remaining = iter(hosts)
-            state = walk(state, lambda leaf: next(remaining) if is_staged(leaf) else leaf)
-            self.together(self.write, state, aside)
-            self.together(self.commit, aside, directory)
-            done.set_result(directory)
-        except BaseException as failure:  # CheckpointException is no Exception
-            if self.rank == 0:
-                shutil.rmtree(aside, ignore_errors=True)  # a full disk needs the room
-            logging.getLogger(__name__).error("no checkpoint in %s: %s", directory, failure)
-            self.failures.append(failure)
-            done.set_exception(failure)
+    def write_in_turn(self) -> None:
+        """Write one checkpoint after the other, on the writing thread."""
+        self.streams.set_device(self.device)
+        for staged, hosts, state, directory, done in iter(self.jobs.get, None):
+            aside = directory.with_name(directory.name + ".incomplete")
+            try:
+                self.together(self.begin, staged, aside)
+                remaining = iter(hosts)
+                state = walk(state, lambda leaf: next(remaining) if is_staged(leaf) else leaf)
+                self.together(self.write, state, aside)
+                self.together(self.commit, aside, directory)
+                done.set_result(directory)
+            except BaseException as failure:  # CheckpointException is no Exception
+                if self.rank == 0:
+                    shutil.rmtree(aside, ignore_errors=True)  # a full disk needs the room
+                logging.getLogger(__name__).error("no checkpoint in %s: %s", directory, failure)
+                self.failures.append(failure)
+                done.set_exception(failure)
 
     def together(self, work: Callable, *args) -> list:
         """Do ``work`` on all ranks; return what each returned, or raise on all if it fails on one."""
@@ -275,10 +277,10 @@ class OverlappedSaves:
     def __exit__(self, kind, error, trace) -> None:
         self.hook.remove()
         self.running, self.abandoned = False, kind is not None
+        self.jobs.put(None)
         wait(self.uploads, EXIT_S if self.abandoned else None)
         self.copier.shutdown()
-        if self.uploads:
-            self.writer.join(EXIT_S)  # a thread that outlives the interpreter aborts the program
+        self.writer.join(EXIT_S)  # a thread that outlives the interpreter aborts the program
         for group in self.groups if all(upload.done() for upload in self.uploads) else []:
             dist.destroy_process_group(group)
         if not self.abandoned:

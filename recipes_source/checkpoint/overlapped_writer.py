@@ -78,7 +78,7 @@ from overlapped_stager import BUFFER_SETS, OverlappedSaves, is_staged
 from torch.distributed.checkpoint.filesystem import WriteResult, _StorageInfo
 from torch.distributed.checkpoint.format_utils import dcp_to_torch_save
 
-WRITERS = 4  # threads a rank, each with a file of its own
+WRITERS = 8  # threads a rank, each with a file of its own
 PIECE = 64 << 20  # bytes that one system call writes
 
 # %%

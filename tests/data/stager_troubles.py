@@ -47,6 +47,7 @@ class Gated(recipe.OverlappedSaves):
         self.gates: dict[str, threading.Event] = {}
         self.faults: dict[str, BaseException] = {}
         self.began: list[str] = []
+        self.at_gate = threading.Event()
         self.under_way = self.most_under_way = 0
         self.states: list[dict] = []
 
@@ -57,6 +58,7 @@ class Gated(recipe.OverlappedSaves):
         self.under_way += 1
         self.most_under_way = max(self.most_under_way, self.under_way)
         if name in self.gates:
+            self.at_gate.set()
             assert self.gates[name].wait(30)
         FAULTS[threading.get_ident()] = self.faults.get(name)
         try:
@@ -196,6 +198,7 @@ def an_upload_that_outlives_its_group_has_no_name(root: Path, device: torch.devi
         with Gated(device, run.app.model.buffers()) as saves:
             saves.gates["step1"] = gate
             upload = run.step_and_save(saves)
+            assert saves.at_gate.wait(30)
             raise KeyError("all ranks end")
     except KeyError:
         for group in saves.groups:
