@@ -138,7 +138,8 @@ class HostUpdates:
         self, streamed: streaming.StreamedModel, group_of: dict, threads: int | None = None
     ) -> None:
         self.streamed, self.group_of, self.state = streamed, group_of, {}
-        self.blocks = [self.take(layer) for layer in streamed.layers]
+        self.buffers = [self.take(layer) for layer in streamed.layers]
+        self.blocks = [self.cut(layer) for layer in range(len(streamed.layers))]
         self.updates: dict[int, LayerUpdate] = {}
         self.due: PriorityQueue = PriorityQueue()
         self.of_thread = threading.local()
@@ -153,25 +154,39 @@ class HostUpdates:
         streamed.before_load, streamed.before_host = self.await_layer, self.wait
 
     def take(self, layer) -> list[tuple]:
-        """Masters and moments of a ``HostLayer``; returns blocks: group and slices of each."""
-        blocks = []
+        """Buffers of a ``HostLayer``: gradients, weights, and new ones of masters and moments."""
         if missing := [n for n, p in layer.trained.items() if p not in self.group_of]:
             raise ValueError(
                 f"give the optimizer all parameters that are trained; it lacks {missing}"
             )
+        taken = []
         for weights, gradients in zip(layer.weights, layer.gradients, strict=False):
-            flat = weights.flat
-            kept = {"master": flat if flat.dtype == torch.float32 else flat.float()}
-            kept |= {name: torch.zeros_like(kept["master"]) for name in MOMENTS}
-            views = {name: weights.views_of(fp32) for name, fp32 in kept.items()}
-            ends = [*weights.offsets[1:], flat.numel()]
+            like = {name: layer.trained[name] for name in weights.shapes}
+            kept = {"master": weights} | {name: self.in_fp32(like) for name in MOMENTS}
+            if weights.flat.dtype != torch.float32:
+                kept["master"] = self.in_fp32(like)
+                kept["master"].flat.copy_(weights.flat)
+            for name, parameter in like.items():
+                self.state[parameter] = {which: fp32.views[name] for which, fp32 in kept.items()}
+            taken.append((gradients, weights, *kept.values()))
+        return taken
+
+    @staticmethod
+    def in_fp32(like: dict) -> streaming.node.HostBuffer:
+        """A buffer of zeros that no device reads."""
+        return streaming.node.HostBuffer(like, torch.float32, torch.device("cpu"))
+
+    def cut(self, layer: int) -> list[tuple]:
+        """A layer's blocks: their group, and their slice of each buffer."""
+        blocks = []
+        for buffers in self.buffers[layer]:
+            weights = buffers[1]
+            ends = [*weights.offsets[1:], weights.flat.numel()]
             for name, begin, end in zip(weights.shapes, weights.offsets, ends, strict=True):
-                parameter = layer.trained[name]
-                self.state[parameter] = {which: named[name] for which, named in views.items()}
+                group = self.group_of[self.streamed.layers[layer].trained[name]]
                 for at in range(begin, end, BLOCK):
                     part = slice(at, min(at + BLOCK, end))
-                    pieces = (x[part] for x in (gradients.flat, flat, *kept.values()))
-                    blocks.append((self.group_of[parameter], *pieces))
+                    blocks.append((group, *(buffer.flat[part] for buffer in buffers)))
         return blocks
 
     # The training thread
@@ -223,20 +238,22 @@ class HostUpdates:
         """Update a block of the lowest layer that is due."""
         layer, number, update, job = self.due.get()
         try:
-            if not hasattr(self.of_thread, "scratch"):
-                self.of_thread.scratch = torch.empty(BLOCK)
-            group, gradient, weight, master, *moments = self.blocks[layer][number]
-            fp32 = self.of_thread.scratch[: gradient.numel()].copy_(gradient)
-            if update.scale != 1:
-                fp32.mul_(update.scale)
-            state = dict(zip(MOMENTS, moments, strict=True))
-            step = torch.tensor(update.steps)
-            adam_step(update.settings[group], master, fp32, state, step)
-            if weight.dtype != torch.float32:
-                weight.copy_(master)
+            self.update_block(layer, number, update)
             job.set_result(None)
         except BaseException as error:
             job.set_exception(error)
+
+    def update_block(self, layer: int, number: int, update: LayerUpdate) -> None:
+        if not hasattr(self.of_thread, "scratch"):
+            self.of_thread.scratch = torch.empty(BLOCK)
+        group, gradient, weight, master, *moments = self.blocks[layer][number]
+        fp32 = self.of_thread.scratch[: gradient.numel()].copy_(gradient)
+        if update.scale != 1:
+            fp32.mul_(update.scale)
+        state = dict(zip(MOMENTS, moments, strict=True))
+        adam_step(update.settings[group], master, fp32, state, torch.tensor(update.steps))
+        if weight.dtype != torch.float32:
+            weight.copy_(master)
 
     def close(self) -> None:
         """End the threads."""

@@ -83,16 +83,27 @@ LAYERS, STEPS = 3, 3
 # each child, others may part the process from its device. ``MADV_DONTFORK`` spares the child these
 # pages.
 #
+# A page that nobody has used yet is given out when it is first touched, and locking touches one
+# after the other. So the pages are filled before, by all threads: several times faster. Large pages
+# are fewer to find, for the driver, and later for the host's Adam.
+#
 # Each part begins at a multiple of 256 elements. This is where a CUDA allocator would let a tensor
 # of its own begin, so matrix products meet the alignment they meet in a model that is resident, and
 # choose the same kernels. ``views_of`` lays the same parts over *any* flat tensor: the copy on the
 # device, fp32 master weights, a sum of gradients.
 
 
+def private_memory(nbytes: int) -> mmap.mmap:
+    """Memory of this process alone, in large pages where the system has them."""
+    memory = mmap.mmap(-1, nbytes, flags=mmap.MAP_PRIVATE | mmap.MAP_ANONYMOUS)
+    memory.madvise(getattr(mmap, "MADV_HUGEPAGE", mmap.MADV_NORMAL))
+    return memory
+
+
 class HostBuffer:
     """Named tensors side by side in one 1-D host tensor of exact size, page-locked for CUDA.
 
-    ``flat`` is that tensor, ``views`` its parts by name.
+    ``flat`` is that tensor, of zeros, ``views`` its parts by name.
 
     Args:
         like: names and shapes of the parts; their values are not taken.
@@ -103,15 +114,16 @@ class HostBuffer:
         RuntimeError: the host has not that much memory, or will not lock it.
     """
 
+    memory = staticmethod(private_memory)  # bytes -> mmap; a later recipe shares it between ranks
+
     def __init__(self, like: dict, dtype: torch.dtype, device: torch.device) -> None:
         self.shapes = {name: tensor.shape for name, tensor in like.items()}
         sizes = [-(-tensor.numel() // ALIGNMENT) * ALIGNMENT for tensor in like.values()]
         *self.offsets, numel = accumulate(sizes, initial=0)
         nbytes = numel * dtype.itemsize
         try:
-            memory = mmap.mmap(-1, nbytes or 1, flags=mmap.MAP_PRIVATE | mmap.MAP_ANONYMOUS)
-            memory.madvise(getattr(mmap, "MADV_HUGEPAGE", mmap.MADV_NORMAL))  # fewer to lock
-            self.flat = torch.frombuffer(memory, dtype=torch.uint8)[:nbytes].view(dtype)
+            memory = self.memory(nbytes or 1)
+            self.flat = torch.frombuffer(memory, dtype=torch.uint8)[:nbytes].view(dtype).zero_()
             self.unlock = lambda: None
             if device.type == "cuda" and nbytes:
                 cuda, address = torch.cuda.cudart(), self.flat.data_ptr()
@@ -379,7 +391,7 @@ if __name__ == "__main__":
 # Moving a model takes one layer more than that for a moment. If the layers come from a generator,
 # the host never holds the model twice.
 #
-# Locking touches every page and takes seconds for large models: do it once, before training.
+# Locking takes seconds for large models: do it once, before training.
 #
 # When it is not worth it
 # -----------------------

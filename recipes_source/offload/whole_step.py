@@ -134,6 +134,8 @@ class HostAdamW(torch.optim.Optimizer):
     build one.
     """
 
+    updates = adam.HostUpdates  # of the layers; a later recipe shares them between ranks
+
     def __init__(
         self, params, streamed, *, max_norm=None, in_backward=False, threads=None, **settings
     ):
@@ -143,7 +145,7 @@ class HostAdamW(torch.optim.Optimizer):
         self.streamed, self.max_norm, self.in_backward = streamed, max_norm, in_backward
         self.ranks = dist.get_world_size() if dist.is_initialized() else 1
         self.group_of = {p: i for i, group in enumerate(self.param_groups) for p in group["params"]}
-        self.host = adam.HostUpdates(streamed, self.group_of, threads)
+        self.host = self.updates(streamed, self.group_of, threads)
         self.synchronises, self.skipped, self.steps = True, 0, torch.zeros(())
         for parameter, kept in self.host.state.items():
             self.state[parameter] = {"step": self.steps, **kept}
