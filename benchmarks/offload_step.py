@@ -1,15 +1,17 @@
 """Measure whole training steps of a stock Llama whose layers and optimizer live on the host.
 
-    python benchmarks/offload_step.py --out benchmarks                        # one H200 or H100
+    python benchmarks/offload_step.py --out benchmarks                        # one H200
     python benchmarks/offload_step.py --out benchmarks --what peers           # other packages
+    python benchmarks/offload_step.py --out benchmarks --what larger          # one H100
+    torchrun --nproc-per-node 2 benchmarks/offload_step.py --out benchmarks --what peers
     python benchmarks/offload_step.py --small --out /tmp/rehearsal            # a minute on a CPU
 
-One rank, one device. Rows are written as they are known; the same command goes on where it was cut
-off. ``--until`` (seconds from now) leaves out what no longer fits.
+Rows are written as they are known; the same command goes on where it was cut off. ``--until``
+(seconds from now) leaves out what no longer fits.
 
 The model is ``llama-8b`` of ``workloads.py`` in bf16 with fp32 masters, trained by its loop: a new
 learning rate each step, gradients clipped, ``loss.item()`` behind every step. Sequences of 4,096
-tokens. Every layer runs under ``torch.utils.checkpoint`` in all rows.
+tokens, the same batch in every step. Every layer runs under ``torch.utils.checkpoint`` in all rows.
 
 How a number is made
 --------------------
@@ -26,25 +28,32 @@ How a number is made
   parameter on the host at ``update_bytes_per_s``. ``of_bound``: ``bound_s`` over ``step_s``.
 * ``host``: ``update_bytes_per_s`` is what the update of layers alone moves, by 28 bytes a
   parameter; ``yardstick_bytes_per_s`` an in-place ``mul_`` over the same masters by the same
-  threads, read and written.
-* ``larger_than_device``: ``FIFTY`` steps; weights, gradients and Adam's state against the memory of
-  the device, the loss of the first and of the last step, the memory reserved after the fifth and
-  after the last one.
-* ``fsdp2_cpu_offload``: FSDP2 with ``CPUOffloadPolicy`` on one rank, where it cannot prefetch as it
-  does on more; fused AdamW on the host. ``torchao``: its ``CPUOffloadOptimizer`` with gradients
-  offloaded, weights on the device, moments in bf16 and no clipping. Both extrapolated as
-  ``resident`` is.
+  threads, read and written. ``sweep``: the update of two layers with other teams and blocks; the
+  best is taken for all rows of the run if it gains more than 5 % over what the recipe has.
+* ``larger_than_device``: as deep as the host's and the device's memory allow. ``FIFTY`` steps of
+  one batch; ``state_bytes`` are weights, gradients and Adam's state, ``fits_resident`` the
+  parameters that would fit the device with the same optimizer and batch, from the memory that two
+  depths reserve. Samples: loss, memory reserved on the device, the process's memory, step by step.
+* Peers train the same model in the same loop, at two depths, extrapolated as ``resident`` is.
+  ``fsdp2_cpu_offload``: FSDP2 with ``CPUOffloadPolicy``, fp32 weights and fused AdamW on the host;
+  on one rank it cannot prefetch as it does on more. ``torchao``: its ``CPUOffloadOptimizer`` with
+  gradients offloaded, weights on the device, weights and moments in bf16 and no clipping.
+  ``deepspeed_offload``: ZeRO stage 3, weights and optimizer there. ``deepspeed_superoffload``:
+  the same with ``super_offload``. ``deepspeed_zenflow``: stage 2, optimizer on the host, ZenFlow.
+  On several ranks ``tokens`` are each rank's.
 """
 
 import argparse
 import gc
+import os
 import statistics
 import sys
 import threading
 import time
-from collections.abc import Callable, Iterable
-from concurrent.futures import wait
+from collections.abc import Callable
+from concurrent.futures import ThreadPoolExecutor, wait
 from dataclasses import dataclass
+from functools import partial
 from importlib.metadata import version
 from pathlib import Path
 
@@ -56,7 +65,7 @@ ROOT = Path(__file__).resolve().parents[1]
 sys.path[:0] = [str(ROOT), str(ROOT / "recipes_source" / "offload")]
 
 import host_adam  # noqa: E402
-from host_adam import BLOCK, LayerUpdate  # noqa: E402
+from host_adam import LayerUpdate  # noqa: E402
 from streamed_model import StreamedModel  # noqa: E402
 from whole_step import HostAdamW  # noqa: E402
 
@@ -73,7 +82,7 @@ from benchmarks.measuring import (  # noqa: E402
     synchronize,
     timing_event,
 )
-from benchmarks.workloads import LARGEST_NORM, LLAMAS, StockLoop, llama  # noqa: E402
+from benchmarks.workloads import LARGEST_NORM, LLAMAS, StockLoop, llama, rising_rate  # noqa: E402
 
 RECIPES = (
     "host_layers",
@@ -83,10 +92,14 @@ RECIPES = (
     "host_adam",
     "whole_step",
 )
+CPU = torch.device("cpu")
 UPDATE_BYTES = 28  # a parameter: gradient, master and moments read; master, moments, weight written
 STATE_BYTES = 16  # a parameter: bf16 weight and gradient, fp32 master and moments
 DEVICE_STATE = 24e9  # bytes of weights, gradients and optimizer state that the device may hold
+LARGER_HOST_STATE = 96e9  # bytes that the host holds of the model that is larger than the device
+LARGER_SHARE = 0.72  # of the device's memory for state; the rest for logits and activations
 FIFTY = 50
+TEAMS, BLOCKS = (2, 4, 8, 16), (2**19, 2**20, 2**21, 2**22)
 BOUND = "backward + max(forward, update) of this run"
 BOUND_IN_BACKWARD = "max(forward + backward, update) of this run"
 
@@ -156,7 +169,7 @@ class Ours:
     """A Llama whose layers are on the host as far as they do not fit ``budget``."""
 
     def __init__(self, size: Size, device: torch.device, layers: int, budget: float) -> None:
-        self.size, self.device = size, device
+        self.size, self.device, self.memory = size, device, HostMemory()
         self.model = llama(size.name, device, layers=layers).bfloat16()
         self.streamed = StreamedModel(self.model, self.model.model.layers, device, budget=budget)
         if device.type == "cuda":
@@ -193,44 +206,112 @@ class Ours:
     def close(self) -> None:
         self.streamed.wait()
         self.optimizer.close()
+        self.memory.close()
 
 
-def fsdp2_cpu_offload(size: Size, device: torch.device, layers: int) -> tuple:
-    """FSDP2's policy on one rank: fp32 weights and fused AdamW on the host."""
-    if not dist.is_initialized():
-        dist.init_process_group(store=dist.HashStore(), rank=0, world_size=1)
-    model = llama(size.name, device, layers=layers).cpu()
-    model.gradient_checkpointing_enable({"use_reentrant": False})
+def fsdp2_cpu_offload(loop: StockLoop, size: Size, device: torch.device) -> None:
+    model = loop.model.float()
     options = {
-        "mesh": dist.device_mesh.init_device_mesh(device.type, (1,)),
+        "mesh": dist.device_mesh.init_device_mesh(device.type, (dist.get_world_size(),)),
         "mp_policy": MixedPrecisionPolicy(param_dtype=torch.bfloat16),
         "offload_policy": CPUOffloadPolicy(pin_memory=device.type == "cuda"),
     }
     for layer in model.model.layers:
         fully_shard(layer, **options)
     fully_shard(model, **options)
-    return model, torch.optim.AdamW(parameters_by_decay(model), lr=1e-4, fused=True), True
+    loop.use(torch.optim.AdamW(parameters_by_decay(model), lr=1e-4, fused=True))
 
 
-def torchao(size: Size, device: torch.device, layers: int) -> tuple:
+def torchao(loop: StockLoop, size: Size, device: torch.device) -> None:
     from torchao.optim import CPUOffloadOptimizer
 
-    model = llama(size.name, device, layers=layers).bfloat16()
-    model.gradient_checkpointing_enable({"use_reentrant": False})
     options = {"offload_gradients": True, "lr": 1e-4, "fused": True}
-    parameters = parameters_by_decay(model)
-    return model, CPUOffloadOptimizer(parameters, torch.optim.AdamW, **options), False
+    groups = parameters_by_decay(loop.model)
+    loop.use(CPUOffloadOptimizer(groups, torch.optim.AdamW, **options))
+    loop.clip = False
 
 
-PEERS = {"fsdp2_cpu_offload": fsdp2_cpu_offload, "torchao": torchao}
+def deepspeed(loop: StockLoop, size: Size, device: torch.device, **zero) -> None:
+    import deepspeed
+
+    os.environ.setdefault("LOCAL_RANK", "0")
+    on_host = {"device": "cpu", "pin_memory": device.type == "cuda"}
+    stages = {"stage": 3, "offload_optimizer": on_host, "overlap_comm": True} | zero
+    config = {
+        "train_micro_batch_size_per_gpu": len(loop.batches[0]),
+        "bf16": {"enabled": True},
+        "gradient_clipping": LARGEST_NORM,
+        "zero_optimization": {"stage": 3, "offload_optimizer": on_host, "overlap_comm": True}
+        | zero,
+        "zero_allow_untested_optimizer": True,
+    }
+    if stages["stage"] == 3:
+        stages["offload_param"] = on_host
+    if stages.pop("super_offload", False):
+        stages["offload_optimizer"] = on_host | {"super_offload": True}
+    groups = parameters_by_decay(loop.model)
+    optimizer = deepspeed.ops.adam.DeepSpeedCPUAdam(groups, lr=1e-4, adamw_mode=True)
+    engine, *_ = deepspeed.initialize(model=loop.model, optimizer=optimizer, config=config)
+    loop.model, loop.engine = engine, engine
+
+
+ZENFLOW = {"topk_ratio": 0.05, "update_interval": 4, "full_warm_up_rounds": 0}
+ZENFLOW |= {"overlap_step": True, "select_strategy": "step", "select_interval": 1000}
+PEERS = {
+    "torchao": torchao,
+    "deepspeed_offload": deepspeed,
+    "deepspeed_superoffload": partial(deepspeed, super_offload=True),
+    "deepspeed_zenflow": partial(deepspeed, stage=2, zenflow=ZENFLOW),
+    "fsdp2_cpu_offload": fsdp2_cpu_offload,
+}
+
+
+class PeerLoop(StockLoop):
+    """The stock loop, with what a peer puts in place of model and optimizer."""
+
+    engine = None  # DeepSpeed's, which clips and steps by itself
+
+    def use(self, optimizer: torch.optim.Optimizer) -> None:
+        self.optimizer, self.parameters = optimizer, list(self.model.parameters())
+        self.schedule = torch.optim.lr_scheduler.LambdaLR(optimizer, rising_rate)
+
+    def step(self) -> None:
+        if self.engine is None:
+            return super().step()
+        ids = self.batches[0].to(self.device, non_blocking=True)
+        loss = self.engine(input_ids=ids, labels=ids, use_cache=False).loss
+        self.engine.backward(loss)
+        for group in self.engine.optimizer.param_groups:
+            group["lr"] = 1e-4 * rising_rate(self.steps)
+        self.engine.step()
+        self.steps += 1
+        self.loss = loss.item()
 
 
 # -- what is measured -------------------------------------------------------------------------
 
 
+def processor() -> str:
+    """The model of the host's processor."""
+    lines = Path("/proc/cpuinfo").read_text().splitlines()
+    return next((x.split(": ")[1] for x in lines if x.startswith("model name")), "unknown")
+
+
+def seconds_of(work: Callable[[], None], repeats: int) -> list[float]:
+    """Of each of ``repeats`` calls, after one unmeasured."""
+    work()
+    times = []
+    for _ in range(repeats):
+        begun = time.perf_counter()
+        work()
+        times.append(time.perf_counter() - begun)
+    return times
+
+
 class Benchmark:
     def __init__(self, options: argparse.Namespace, device: torch.device) -> None:
         self.size, self.device = SMALL if options.small else FULL, device
+        self.host_state = options.host_state
         self.started, self.until = time.perf_counter(), time.time() + options.until
         shape = LLAMAS[self.size.name]
         workload = {
@@ -238,10 +319,11 @@ class Benchmark:
             "precision": "bfloat16 weights, gradients and compute; fp32 masters and Adam",
             "loop": "clipping, another learning rate in each step, loss read in each step",
             "sequence": f"{self.size.length} tokens",
+            "processor": f"{processor()}, {len(os.sched_getaffinity(0))} cores",
         }
         link = link_rates(device, 1 << (20 if options.small else 30))
         head = header("offload_step", device, workload, link)
-        ours = ("host", "streamed_adam", "streamed_adam_in_backward", "larger_than_device")
+        ours = "sweep", "host", "streamed_adam", "streamed_adam_in_backward", "larger_than_device"
         recipes = dict.fromkeys(ours, RECIPES)
         self.results = Results(options.out, head, recipes, ("model", "tokens"))
         self.ours: Ours | None = None
@@ -276,6 +358,79 @@ class Benchmark:
         (few, short), (many, long) = sorted(by_depth.items())
         return long + (long - short) / (many - few) * (self.size.layers - many)
 
+    # The host's Adam
+
+    def set_teams(self, host: host_adam.HostUpdates, team: int, block: int, layers: range) -> None:
+        """Have ``layers`` updated by teams of so many cores, in blocks of so many parameters."""
+        host_adam.TEAM, host_adam.BLOCK = team, block
+        threads = host_adam.host_threads()
+        teams = max(1, threads // team)
+        host.workers.shutdown()
+        host.of_thread = threading.local()
+        host.workers = ThreadPoolExecutor(teams, "adam", torch.set_num_threads, (threads // teams,))
+        for layer in layers:
+            host.blocks[layer] = host.cut(layer)
+
+    @staticmethod
+    def update(optimizer: HostAdamW, layers: range) -> None:
+        """An update that changes no weight: its rate is zero."""
+        still = [group | {"lr": 0.0} for group in optimizer.settings()]
+        jobs = {layer: LayerUpdate(still) for layer in layers}
+        optimizer.host.start(jobs, steps=1)
+        for job in jobs.values():
+            job.result()
+
+    @staticmethod
+    def multiply(optimizer: HostAdamW, layers: range) -> None:
+        masters = [block[3] for layer in layers for block in optimizer.host.blocks[layer]]
+        parts = [masters[i::16] for i in range(16)]
+        work = lambda part: [x.mul_(1.0) for x in part]  # noqa: E731
+        wait([optimizer.host.workers.submit(work, part) for part in parts])
+
+    def sweep(self) -> None:
+        ours, layers = Ours(self.size, self.device, 2, budget=0), range(2)
+        host, samples, as_it_is = ours.optimizer.host, {}, (host_adam.TEAM, host_adam.BLOCK)
+        moved = UPDATE_BYTES * ours.host_parameters
+        rates = {}
+        for team in TEAMS:
+            for block in BLOCKS:
+                self.set_teams(host, team, block, layers)
+                times = seconds_of(lambda: self.update(ours.optimizer, layers), 2)
+                samples[f"update_s, teams of {team}, blocks of {block}"] = times
+                rates[team, block] = moved / min(times)
+            self.say(
+                f"teams of {team}: { {b: f'{rates[team, b] / 1e9:.1f}' for b in BLOCKS} } GB/s"
+            )
+        host_adam.TEAM, host_adam.BLOCK = as_it_is
+        best = max(rates, key=rates.get)
+        ours.close()
+        fields = {"team": best[0], "block": best[1], "update_bytes_per_s": rates[best]}
+        fields |= {"as_it_is_bytes_per_s": rates[as_it_is]}
+        self.row("sweep", None, None, **fields, samples=samples)
+
+    def take_best(self) -> None:
+        """Of the sweep, if it was made and gains something."""
+        best = self.found("sweep")
+        if best and best["update_bytes_per_s"] > 1.05 * best["as_it_is_bytes_per_s"]:
+            host_adam.TEAM, host_adam.BLOCK = best["team"], best["block"]
+
+    def host(self) -> None:
+        """The update of some layers alone, and a plain pass over their masters."""
+        optimizer = self.build().optimizer
+        layers = range(min(4, len(optimizer.host.blocks)))
+        numel = sum(block[3].numel() for layer in layers for block in optimizer.host.blocks[layer])
+        update_s = seconds_of(lambda: self.update(optimizer, layers), 5)
+        multiply_s = seconds_of(lambda: self.multiply(optimizer, layers), 5)
+        moved = UPDATE_BYTES * numel / statistics.median(update_s)
+        plain = 8 * numel / statistics.median(multiply_s)
+        fields = {"update_bytes_per_s": moved, "yardstick_bytes_per_s": plain}
+        fields |= {"share_of_yardstick": moved / plain, "threads": host_adam.host_threads()}
+        fields |= {"team": host_adam.TEAM, "block": host_adam.BLOCK, "processor": processor()}
+        samples = {"update_s": update_s, "multiply_s": multiply_s}
+        self.row("host", None, None, **fields, samples=samples)
+
+    # Steps
+
     def resident(self) -> None:
         """Step, forward and backward at two depths, at all tokens."""
         seconds: dict[tuple, dict] = {}
@@ -284,7 +439,7 @@ class Benchmark:
             for tokens in self.size.tokens:
                 loop = ours.loop(tokens)
                 try:
-                    train(loop, 1)
+                    train(loop, 1, warm=1)
                 except torch.OutOfMemoryError as error:
                     self.results.skip(f"resident {tokens}", str(error)[:200])
                     continue
@@ -304,78 +459,34 @@ class Benchmark:
             extra = {"extrapolated": True, "optimizer_in_step": True, "samples": samples}
             self.row("resident", tokens, None, **fields, **extra)
 
+    def around_layers(self) -> float:
+        """Bytes of state on the device that are no layer's: embedding, head, and slots."""
+        shape = LLAMAS[self.size.name]
+        copies = 1 if shape.tied else 2
+        return copies * shape.vocabulary * shape.width * STATE_BYTES + 8 * self.layer_parameters()
+
+    def layer_parameters(self) -> int:
+        shape = LLAMAS[self.size.name]
+        attention = 2 * shape.width**2 * (1 + shape.kv_heads / shape.heads)
+        return round(attention + 3 * shape.width * shape.mlp + 2 * shape.width)
+
     def build(self) -> Ours:
         if self.ours is None:
             self.clear()
-            self.memory = HostMemory()
+            self.take_best()
             begun = time.perf_counter()
-            shape = LLAMAS[self.size.name]
-            outside = 2 * shape.vocabulary * shape.width * STATE_BYTES
-            heads = 2 * shape.width**2 * (1 + shape.kv_heads / shape.heads)
-            slots = STATE_BYTES / 2 * (heads + 3 * shape.width * shape.mlp)  # two, bf16, each way
-            budget = max(0.0, DEVICE_STATE - outside - slots) if self.size is FULL else 0
-            self.ours = Ours(self.size, self.device, self.size.layers, budget)
-            self.say(
-                f"built in {time.perf_counter() - begun:.0f} s, "
-                f"{self.ours.host_parameters / 1e9:.2f} G parameters on the host, "
-                f"{len(self.ours.streamed.resident)} layers and "
-                f"{self.ours.device_state_bytes / 1e9:.1f} GB of state on the device"
-            )
+            budget = DEVICE_STATE - self.around_layers() if self.size is FULL else 0
+            self.ours = Ours(self.size, self.device, self.size.layers, max(0, budget))
+            self.tell(self.ours, begun)
         return self.ours
 
-    def host(self) -> None:
-        """The update of some layers alone, and a plain pass over their masters."""
-        optimizer = self.build().optimizer
-        host = optimizer.host
-        layers = range(min(4, len(host.blocks)))
-        numel = sum(block[3].numel() for layer in layers for block in host.blocks[layer])
-
-        def update() -> None:
-            still = [group | {"lr": 0.0} for group in optimizer.settings()]
-            jobs = {layer: LayerUpdate(still) for layer in layers}
-            host.start(jobs, steps=1)
-            for job in jobs.values():
-                job.result()
-
-        def multiply() -> None:
-            masters = [b[3] for layer in layers for b in host.blocks[layer]]
-            parts = [masters[i::16] for i in range(16)]
-            wait([host.workers.submit(lambda p: [x.mul_(1.0) for x in p], p) for p in parts])
-
-        def seconds(work: Callable[[], None]) -> list[float]:
-            work()
-            times = []
-            for _ in range(5):
-                begun = time.perf_counter()
-                work()
-                times.append(time.perf_counter() - begun)
-            return times
-
-        update_s, multiply_s = seconds(update), seconds(multiply)
-        moved = UPDATE_BYTES * numel / statistics.median(update_s)
-        plain = 8 * numel / statistics.median(multiply_s)
-        fields = {"update_bytes_per_s": moved, "yardstick_bytes_per_s": plain}
-        by_block = {}
-        for size in (2**19, 2**21, 2**22):
-            self.cut(layers, size)
-            by_block[f"update_s in blocks of {size}"] = seconds(update)
-        self.cut(layers, BLOCK)
-        fields |= {"share_of_yardstick": moved / plain, "threads": host_adam.host_threads()}
-        samples = {"update_s": update_s, "multiply_s": multiply_s, **by_block}
-        self.row("host", None, None, **fields, samples=samples)
-
-    def cut(self, layers: Iterable[int], size: int) -> None:
-        """Cut layers into blocks of another size."""
-        host = self.ours.optimizer.host
-        host_adam.BLOCK, host.of_thread = size, threading.local()
-        for index in layers:
-            layer, host.blocks[index] = self.ours.streamed.layers[index], []
-            for name, parameter in layer.trained.items():
-                pieces = [layer.gradients[0].views[name], layer.weights[0].views[name]]
-                pieces += host.state[parameter].values()
-                parts = zip(*(piece.view(-1).split(size) for piece in pieces), strict=True)
-                group = host.group_of[parameter]
-                host.blocks[index] += [(group, *part) for part in parts]
+    def tell(self, ours: Ours, begun: float) -> None:
+        self.say(
+            f"built in {time.perf_counter() - begun:.0f} s, "
+            f"{ours.host_parameters / 1e9:.2f} G parameters on the host, "
+            f"{len(ours.streamed.resident)} layers and "
+            f"{ours.device_state_bytes / 1e9:.1f} GB of state on the device"
+        )
 
     def streamed(self, tokens: int, clip: bool) -> None:
         ours = self.build()
@@ -400,99 +511,148 @@ class Benchmark:
         fields |= {"device_state_bytes": ours.device_state_bytes}
         fields |= {"layers_on_device": len(ours.streamed.resident)}
         name = "streamed_adam" if clip else "streamed_adam_in_backward"
-        self.row(name, tokens, self.memory, **fields, samples={"step_s": steps})
+        self.row(name, tokens, ours.memory, **fields, samples={"step_s": steps})
+
+    # Larger than the device
+
+    def fits_resident(self, tokens: int) -> float:
+        """Parameters of the deepest model that the device would hold and train, extrapolated."""
+        reserved = {}
+        for depth in self.size.depths:
+            self.clear()
+            ours = Ours(self.size, self.device, depth, budget=float("inf"))
+            self.clear()  # the weights in fp32, from which it was built, are not its own
+            train(ours.loop(tokens), 1, warm=1)
+            reserved[depth] = torch.cuda.max_memory_reserved()
+            outside = sum(p.numel() for p in ours.model.parameters())
+            outside -= depth * self.layer_parameters()
+            ours.close()
+            del ours
+        (few, less), (many, more) = sorted(reserved.items())
+        total = torch.cuda.get_device_properties(0).total_memory
+        depth = many + (total - more) * (many - few) // (more - less)
+        return outside + depth * self.layer_parameters()
 
     def larger(self) -> None:
         """Many steps: the loss, and whether memory grows."""
-        ours = self.build()
+        full, tokens = self.size is FULL, min(self.size.tokens)
+        on_device, layers, fields = 0, self.size.layers, {}
+        if self.device.type == "cuda":
+            total = torch.cuda.get_device_properties(0).total_memory
+            fields["fits_resident"] = self.fits_resident(tokens)
+        if full:
+            state = STATE_BYTES * self.layer_parameters()
+            budget = LARGER_SHARE * total - self.around_layers()
+            layers = int(self.host_state // state) + int(budget // state)
+            on_device = budget
         self.clear()
-        tokens = min(self.size.tokens)
-        loop = ours.loop(tokens)
-        losses, reserved, begun = [], [], time.perf_counter()
-        for _ in range(FIFTY if self.size is FULL else 6):
+        self.take_best()
+        begun = time.perf_counter()
+        ours = Ours(self.size, self.device, layers, budget=on_device)
+        self.tell(ours, begun)
+        self.clear()
+        parameters = sum(p.numel() for p in ours.model.parameters())
+        fields |= {"parameters": parameters, "state_bytes": STATE_BYTES * parameters}
+        fields |= {"layers": layers, "layers_on_device": len(ours.streamed.resident)}
+        fields |= {"host_parameters": ours.host_parameters, "optimizer_in_step": True}
+        fields |= {"device_state_bytes": ours.device_state_bytes}
+        if self.device.type == "cuda":
+            fields |= {"state_over_device": STATE_BYTES * parameters / total}
+            fields |= {"over_resident": parameters / fields["fits_resident"]}
+        loop, begun = ours.loop(tokens), time.perf_counter()
+        samples: dict[str, list] = {"loss": [], "reserved_bytes": [], "process_bytes": []}
+        for step in range(1, 1 + (FIFTY if full else 6)):
             loop.step()
-            losses.append(loop.loss)
+            samples["loss"].append(loop.loss)
+            samples["process_bytes"].append(HostMemory.status("VmRSS"))
             if self.device.type == "cuda":
-                reserved.append(torch.cuda.memory_reserved())
-        ours.streamed.wait()
-        parameters = sum(p.numel() for p in self.ours.model.parameters())
-        fields = {"step_s": (time.perf_counter() - begun) / len(losses), "parameters": parameters}
-        fields |= {"first_loss": losses[0], "last_loss": losses[-1], "steps": len(losses)}
-        fields |= {"state_bytes": STATE_BYTES * parameters, "optimizer_in_step": True}
-        if reserved:
-            memory = torch.cuda.get_device_properties(0).total_memory
-            fields |= {"state_over_device": STATE_BYTES * parameters / memory}
-        samples = {"loss": losses, "reserved_bytes": reserved}
-        self.row("larger_than_device", tokens, self.memory, **fields, samples=samples)
+                samples["reserved_bytes"].append(torch.cuda.memory_reserved())
+            if time.time() > self.until - 10:
+                break
+            if step % 10 == 0:
+                fields |= {"step_s": (time.perf_counter() - begun) / step, "steps": step}
+                fields |= {"first_loss": samples["loss"][0], "last_loss": loop.loss}
+                self.row("larger_than_device", tokens, ours.memory, **fields, samples=samples)
+        fields |= {"step_s": (time.perf_counter() - begun) / step, "steps": step}
+        fields |= {"first_loss": samples["loss"][0], "last_loss": loop.loss}
+        fields |= {"skipped": ours.optimizer.skipped}
+        self.row("larger_than_device", tokens, ours.memory, **fields, samples=samples)
+        ours.close()
 
-    def peer(self, name: str, tokens: int) -> None:
-        by_depth = {}
+    # Peers
+
+    def peer(self, name: str) -> None:
+        """Whole steps at two depths, at all tokens."""
+        if not dist.is_initialized():
+            dist.init_process_group(store=dist.HashStore(), rank=0, world_size=1)
+        seconds: dict[int, dict] = {tokens: {} for tokens in self.size.tokens}
         for depth in self.size.depths:
-            model, optimizer, clip = PEERS[name](self.size, self.device, depth)
-            count = max(1, tokens // self.size.length) * self.size.length
-            loop = StockLoop(model, count, self.size.length, optimizer=optimizer, clip=clip)
-            loop.device = self.device
-            by_depth[depth] = statistics.median(train(loop, 2, warm=1))
-            del loop, model, optimizer
+            model = llama(self.size.name, self.device, layers=depth).bfloat16()
+            model.gradient_checkpointing_enable({"use_reentrant": False})
+            loop = PeerLoop(model, self.size.length, self.size.length)
+            del model
+            PEERS[name](loop, self.size, self.device)
+            for tokens in self.size.tokens:
+                count = max(1, tokens // self.size.length) * self.size.length
+                loop.set_batches(count, self.size.length)
+                seconds[tokens][depth] = statistics.median(train(loop, 2, warm=1))
+                self.say(f"{name}, {depth} layers, {tokens} tokens: {seconds[tokens][depth]:.3f} s")
+            if loop.engine is not None:
+                loop.engine.destroy()
+            del loop
             self.clear()
-        step = self.extrapolated(by_depth)
-        resident = self.found("resident", tokens).get("step_s")
-        note = {"note": f"torchao {version('torchao')}"} if name == "torchao" else {}
-        fields = {"step_s": step, "extrapolated": True, "optimizer_in_step": True} | note
-        fields |= {"kept": resident / step} if resident else {}
-        samples = {f"step_s of {depth} layers": [s] for depth, s in by_depth.items()}
-        self.row(name, tokens, None, **fields, samples=samples)
+        package = name.split("_")[0]
+        note = f"{package} {version(package)}" if package in ("torchao", "deepspeed") else None
+        for tokens, by_depth in seconds.items():
+            step, resident = self.extrapolated(by_depth), self.found("resident", tokens)
+            fields = {"step_s": step, "extrapolated": True, "optimizer_in_step": True}
+            fields |= {"note": note} if note else {}
+            fields |= {"kept": resident["step_s"] / step} if resident else {}
+            samples = {f"step_s of {depth} layers": [s] for depth, s in by_depth.items()}
+            self.row(name, tokens, None, **fields, samples=samples)
 
     def tasks(self, what: str) -> list[Task]:
-        full, known = self.size is FULL, self.results.has
-        model = {"model": self.size.name}
-        found = []
+        full, found = self.size is FULL, []
+
+        def add(name: str, seconds: float, work: Callable[[], None], *tokens: int) -> None:
+            keys = [{"tokens": t} for t in tokens] or [{}]
+            rows = [(name, {"model": self.size.name} | key) for key in keys]
+            done = lambda: all(self.results.has(row, **key) for row, key in rows)  # noqa: E731
+            title = f"{name} {tokens[0]}" if len(tokens) == 1 else name
+            found.append(Task(title, seconds if full else 15, work, done))
+
         if what in ("ours", "all"):
-            last = {"tokens": self.size.tokens[-1]}
-            done = lambda: known("resident", **model, **last)  # noqa: E731
-            found.append(Task("resident", 60 if full else 20, self.resident, done))
-            found.append(
-                Task("host", 80 if full else 20, self.host, lambda: known("host", **model))
-            )
+            add("sweep", 25, self.sweep)
+            add("resident", 60, self.resident, *self.size.tokens)
+            add("host", 60, self.host)
             for clip, name in ((True, "streamed_adam"), (False, "streamed_adam_in_backward")):
                 for tokens in self.size.tokens:
-                    found.append(
-                        Task(
-                            f"{name} {tokens}",
-                            20 if full else 10,
-                            lambda tokens=tokens, clip=clip: self.streamed(tokens, clip),
-                            lambda name=name, tokens=tokens: known(name, tokens=tokens, **model),
-                        )
-                    )
-            done = lambda: known("larger_than_device", tokens=min(self.size.tokens), **model)  # noqa: E731
-            found.append(Task("larger_than_device", 200 if full else 20, self.larger, done))
+                    add(name, 35, partial(self.streamed, tokens, clip), tokens)
+        if what in ("larger",):
+            add("larger_than_device", 220, self.larger, min(self.size.tokens))
         if what in ("peers", "all"):
             for name in PEERS:
-                for tokens in self.size.tokens:
-                    found.append(
-                        Task(
-                            f"{name} {tokens}",
-                            60 if full else 20,
-                            lambda name=name, tokens=tokens: self.peer(name, tokens),
-                            lambda name=name, tokens=tokens: known(name, tokens=tokens, **model),
-                        )
-                    )
+                add(name, 70, partial(self.peer, name), *self.size.tokens)
         return found
 
 
 def main() -> None:
     parser = argparse.ArgumentParser(description=__doc__.splitlines()[0])
     parser.add_argument("--out", type=Path, required=True, help="folder of results/")
-    parser.add_argument("--what", choices=("ours", "peers", "all"), default="ours")
+    parser.add_argument("--what", choices=("ours", "peers", "larger", "all"), default="ours")
+    parser.add_argument("--host-state", type=float, default=LARGER_HOST_STATE, help="bytes; larger")
     parser.add_argument("--small", action="store_true", help="a tiny Llama, for a CPU")
     parser.add_argument("--until", type=float, default=3600, help="seconds from now")
     options = parser.parse_args()
     kind = torch.accelerator.current_accelerator(check_available=True)
-    device = torch.device(kind.type if kind else "cpu", 0 if kind else None)
+    device = torch.device(kind.type, int(os.environ.get("LOCAL_RANK", "0"))) if kind else CPU
+    if kind:
+        torch.accelerator.set_device_index(device.index)
+    if "RANK" in os.environ:
+        dist.init_process_group()
     benchmark = Benchmark(options, device)
     benchmark.say(f"{device_name(device)}, torch {torch.__version__}")
-    tasks = benchmark.tasks(options.what)
-    run_tasks(tasks, benchmark.results, benchmark.until, Agreement())
+    run_tasks(benchmark.tasks(options.what), benchmark.results, benchmark.until, Agreement())
     if benchmark.ours is not None:
         benchmark.ours.close()
     if dist.is_initialized():
