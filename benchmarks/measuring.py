@@ -9,6 +9,7 @@ import json
 import os
 import platform
 import random
+import re
 import shutil
 import statistics
 import subprocess
@@ -382,7 +383,9 @@ def header(benchmark: str, device: torch.device, workload: dict, link: dict) -> 
 def machine_label(head: dict) -> str:
     """``h200-x2``: the end of the names of result files and traces."""
     name = head["device"]
-    short = "cpu" if name.startswith("CPU") else name.split()[-1].lower()
+    model = re.search(r"\b[A-Z]+\d\w*", name)  # "NVIDIA H100 80GB HBM3" is an H100
+    short = model.group() if model else name.split()[-1]
+    short = "cpu" if name.startswith("CPU") else short.lower()
     return f"{short}-x{head['ranks']}"
 
 
