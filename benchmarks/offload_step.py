@@ -79,6 +79,7 @@ from benchmarks.measuring import (  # noqa: E402
     link_rates,
     run_tasks,
     say,
+    seconds_of,
     synchronize,
     timing_event,
 )
@@ -297,17 +298,6 @@ def processor() -> str:
     return next((x.split(": ")[1] for x in lines if x.startswith("model name")), "unknown")
 
 
-def seconds_of(work: Callable[[], None], repeats: int) -> list[float]:
-    """Of each of ``repeats`` calls, after one unmeasured."""
-    work()
-    times = []
-    for _ in range(repeats):
-        begun = time.perf_counter()
-        work()
-        times.append(time.perf_counter() - begun)
-    return times
-
-
 class Benchmark:
     def __init__(self, options: argparse.Namespace, device: torch.device) -> None:
         self.size, self.device = SMALL if options.small else FULL, device
@@ -395,7 +385,7 @@ class Benchmark:
         for team in TEAMS:
             for block in BLOCKS:
                 self.set_teams(host, team, block, layers)
-                times = seconds_of(lambda: self.update(ours.optimizer, layers), 2)
+                times = seconds_of(lambda: self.update(ours.optimizer, layers), CPU, 2)
                 samples[f"update_s, teams of {team}, blocks of {block}"] = times
                 rates[team, block] = moved / min(times)
             self.say(
@@ -419,8 +409,8 @@ class Benchmark:
         optimizer = self.build().optimizer
         layers = range(min(4, len(optimizer.host.blocks)))
         numel = sum(block[3].numel() for layer in layers for block in optimizer.host.blocks[layer])
-        update_s = seconds_of(lambda: self.update(optimizer, layers), 5)
-        multiply_s = seconds_of(lambda: self.multiply(optimizer, layers), 5)
+        update_s = seconds_of(lambda: self.update(optimizer, layers), CPU, 5)
+        multiply_s = seconds_of(lambda: self.multiply(optimizer, layers), CPU, 5)
         moved = UPDATE_BYTES * numel / statistics.median(update_s)
         plain = 8 * numel / statistics.median(multiply_s)
         fields = {"update_bytes_per_s": moved, "yardstick_bytes_per_s": plain}
@@ -497,16 +487,14 @@ class Benchmark:
         step = statistics.median(steps)
         resident, host = self.found("resident", tokens), self.found("host")
         fields = {"step_s": step, "optimizer_in_step": True, "skipped": ours.optimizer.skipped}
-        if host:
-            update_s = UPDATE_BYTES * ours.host_parameters / host["update_bytes_per_s"]
-            fields["update_s"] = update_s
         if host and resident:
+            update_s = UPDATE_BYTES * ours.host_parameters / host["update_bytes_per_s"]
             forward, backward = resident["forward_s"], resident["backward_s"]
             in_backward = max(forward + backward, update_s)
             bound = backward + max(forward, update_s) if clip else in_backward
             fields |= {"bound_s": bound, "of_bound": bound / step, "eta": bound / step}
             fields |= {"bound_from": BOUND if clip else BOUND_IN_BACKWARD}
-            fields |= {"kept": resident["step_s"] / step}
+            fields |= {"kept": resident["step_s"] / step, "update_s": update_s}
         fields |= {"host_parameters": ours.host_parameters}
         fields |= {"device_state_bytes": ours.device_state_bytes}
         fields |= {"layers_on_device": len(ours.streamed.resident)}
@@ -555,28 +543,24 @@ class Benchmark:
         fields |= {"parameters": parameters, "state_bytes": STATE_BYTES * parameters}
         fields |= {"layers": layers, "layers_on_device": len(ours.streamed.resident)}
         fields |= {"host_parameters": ours.host_parameters, "optimizer_in_step": True}
-        fields |= {"device_state_bytes": ours.device_state_bytes}
         if self.device.type == "cuda":
             fields |= {"state_over_device": STATE_BYTES * parameters / total}
             fields |= {"over_resident": parameters / fields["fits_resident"]}
         loop, begun = ours.loop(tokens), time.perf_counter()
         samples: dict[str, list] = {"loss": [], "reserved_bytes": [], "process_bytes": []}
-        for step in range(1, 1 + (FIFTY if full else 6)):
+        for step in range(1, 1 + (FIFTY if full else 10)):
             loop.step()
             samples["loss"].append(loop.loss)
             samples["process_bytes"].append(HostMemory.status("VmRSS"))
             if self.device.type == "cuda":
                 samples["reserved_bytes"].append(torch.cuda.memory_reserved())
-            if time.time() > self.until - 10:
-                break
-            if step % 10 == 0:
+            late = time.time() > self.until - 10
+            if step % 10 == 0 or late:
                 fields |= {"step_s": (time.perf_counter() - begun) / step, "steps": step}
                 fields |= {"first_loss": samples["loss"][0], "last_loss": loop.loss}
                 self.row("larger_than_device", tokens, ours.memory, **fields, samples=samples)
-        fields |= {"step_s": (time.perf_counter() - begun) / step, "steps": step}
-        fields |= {"first_loss": samples["loss"][0], "last_loss": loop.loss}
-        fields |= {"skipped": ours.optimizer.skipped}
-        self.row("larger_than_device", tokens, ours.memory, **fields, samples=samples)
+            if late:
+                break
         ours.close()
 
     # Peers
