@@ -278,9 +278,7 @@ def main() -> None:
         optimizer = torch.optim.AdamW(masters, fused=True, **streaming.SETTINGS)
         updates = HostUpdates(streamed, dict.fromkeys(trained, 0))
         for step in range(STEPS):
-            streaming.loss_of(
-                model, step, device
-            ).backward()  # a layer is loaded when it is updated
+            streaming.loss_of(model, step, device).backward()  # loads a layer when it is updated
             streamed.wait()
             for master, parameter in zip(masters, trained, strict=True):
                 master.grad = parameter.grad.float()
@@ -335,8 +333,8 @@ if __name__ == "__main__":
 # * PyTorch's vectorised Adam leaves the last elements of a tensor, fewer than 16, to scalar code that
 #   rounds differently. Padded layers have no such rest; an ordinary optimizer has, for each tensor
 #   whose size is not a multiple of 16.
-# * Each rank of a host updates all weights, on its part of the cores. Sharing the work and the memory
-#   between ranks is not done here.
+# * Each rank of a host updates all weights, on its part of the cores. To share work and memory:
+#   :doc:`one_copy_a_host`.
 # * Cores given to these threads are not reserved: data loading on the same ones slows updates.
 #
 # Further reading

@@ -63,8 +63,7 @@ from torch.func import functional_call
 
 ALIGNMENT = 256  # elements: where a parameter may begin, 512 bytes of bf16 as on a CUDA device
 WIDTH = 32  # features
-BATCH, TOKENS = 2, 8  # sequences per step, tokens per sequence
-LAYERS, STEPS = 3, 3
+BATCH, TOKENS, LAYERS, STEPS = 2, 8, 3, 3  # sequences a step, tokens of each; layers, steps
 
 # %%
 # One flat buffer
@@ -314,7 +313,6 @@ def gradients_to_host(model: list[HostLayer], x: torch.Tensor) -> torch.Tensor:
 
 def train(model: list[HostLayer], ordinary: nn.Module, device: torch.device) -> None:
     """Train with an optimizer on the host; compare each step with all of it on the device."""
-    streams = torch.get_device_module(device)
     optimizer = torch.optim.AdamW(ordinary.parameters(), lr=1e-2, fused=True)
     for step in range(STEPS):
         x = torch.randn(BATCH, TOKENS, WIDTH, device=device)
@@ -322,8 +320,7 @@ def train(model: list[HostLayer], ordinary: nn.Module, device: torch.device) -> 
         loss_of(resident(x)).backward()
 
         loss = gradients_to_host(model, x)
-        done = streams.Event()
-        done.record(streams.current_stream())
+        done = torch.get_device_module(device).current_stream().record_event()
         done.synchronize()
         for layer in model:
             layer.hand_out_gradients()
@@ -355,8 +352,7 @@ def main() -> None:
         nbytes = sum(buffer.flat.nbytes for buffer in buffers)
         tensors = [tensor for buffer in buffers for tensor in buffer.views.values()]
         assert nbytes - sum(t.nbytes for t in tensors) < 4 * ALIGNMENT * len(tensors)
-        for layer in model:
-            layer.close()
+        [layer.close() for layer in model]
         try:
             move_to_host([ordinary[0], ordinary[0]], device)
         except ValueError as reason:
