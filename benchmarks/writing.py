@@ -49,7 +49,6 @@ memory = memoryview(mmap.mmap(int(sys.argv[1]), 0, access=mmap.ACCESS_READ))
 def write_file(job):
     path, pieces = job
     file = os.open(path, os.O_WRONLY | os.O_CREAT | os.O_TRUNC, 0o666)
-    os.posix_fallocate(file, 0, max(1, sum(size for _, size, _ in pieces)))
     for offset, size, parts in pieces:
         parts = [memory[p[0] : p[1]] if isinstance(p, tuple) else p for p in parts]
         assert os.pwritev(file, parts, offset) == size

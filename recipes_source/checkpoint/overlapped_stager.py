@@ -129,7 +129,7 @@ class OverlappedSaves:
         self.copy_streams = self.streams.Stream(), self.streams.Stream()
         self.plan, self.sets = None, []  # a CopyPlan; for each set its arena and the tensors there
         self.queued: Future | None = None  # of the latest copies: the events behind them
-        self.uploads, self.failures = [], []
+        self.uploads, self.failures, self.jobs = [], [], SimpleQueue()
         self.saves, self.skipped, self.running, self.abandoned = 0, 0, False, False
         self.rank, self.groups = 0, []
         if dist.is_initialized():
@@ -139,7 +139,6 @@ class OverlappedSaves:
     def __enter__(self) -> "OverlappedSaves":
         self.hook = register_optimizer_step_pre_hook(self.before_update)
         self.copier = ThreadPoolExecutor(1, "copy", self.streams.set_device, (self.device,))
-        self.jobs: SimpleQueue = SimpleQueue()
         self.writer = Thread(target=self.write_in_turn, name="write", daemon=True)
         self.writer.start()
         self.running = True
@@ -167,10 +166,12 @@ class OverlappedSaves:
         try:
             arena, hosts = self.prepare(tensors)
             self.before_update()
+            compute, copying = self.streams.current_stream(), self.copy_streams[0]
+            compute.wait_stream(copying)  # which may read older snapshots
             self.plan.take_snapshots()
-            ready = self.streams.current_stream().record_event()
-            staged = self.copier.submit(self.copy, self.plan, arena, ready)
-            self.queued = staged
+            copying.wait_stream(compute)
+            streams = self.streams, *self.copy_streams
+            self.queued = staged = self.copier.submit(self.plan.copy_in_turns, arena, *streams)
         except Exception as failure:  # the other ranks are saving: they will be told
             staged.set_exception(failure)
         self.jobs.put((staged, hosts, state, Path(directory), done))
@@ -194,11 +195,6 @@ class OverlappedSaves:
         self.saves += 1
         return self.sets[self.saves % BUFFER_SETS]
 
-    def copy(self, plan: CopyPlan, arena: PinnedArena, ready) -> tuple:
-        """Queue the copies behind ``ready``, on the copying thread."""
-        self.copy_streams[0].wait_event(ready)
-        return plan.copy_in_turns(arena, self.streams, *self.copy_streams)
-
     def before_update(self, *_) -> None:
         """Make the current stream wait until the latest save has read the state."""
         if self.queued is not None and self.queued.exception(DEADLINE_S) is None:
@@ -208,21 +204,25 @@ class OverlappedSaves:
     def write_in_turn(self) -> None:
         """Write one checkpoint after the other, on the writing thread."""
         self.streams.set_device(self.device)
-        for staged, hosts, state, directory, done in iter(self.jobs.get, None):
-            aside = directory.with_name(directory.name + ".incomplete")
-            try:
-                self.together(self.begin, staged, aside)
-                remaining = iter(hosts)
-                state = walk(state, lambda leaf: next(remaining) if is_staged(leaf) else leaf)
-                self.together(self.write, state, aside)
-                self.together(self.commit, aside, directory)
-                done.set_result(directory)
-            except BaseException as failure:  # CheckpointException is no Exception
-                if self.rank == 0:
-                    shutil.rmtree(aside, ignore_errors=True)  # a full disk needs the room
-                logging.getLogger(__name__).error("no checkpoint in %s: %s", directory, failure)
-                self.failures.append(failure)
-                done.set_exception(failure)
+        for job in iter(self.jobs.get, None):
+            self.write_aside(*job)
+
+    def write_aside(self, staged, hosts, state, directory: Path, done: Future) -> None:
+        """Write one state under another name; give it its own when it is complete."""
+        aside = directory.with_name(directory.name + ".incomplete")
+        try:
+            self.together(self.begin, staged, aside)
+            remaining = iter(hosts)
+            state = walk(state, lambda leaf: next(remaining) if is_staged(leaf) else leaf)
+            self.together(self.write, state, aside)
+            self.together(self.commit, aside, directory)
+            done.set_result(directory)
+        except BaseException as failure:  # CheckpointException is no Exception
+            if self.rank == 0:
+                shutil.rmtree(aside, ignore_errors=True)  # a full disk needs the room
+            logging.getLogger(__name__).error("no checkpoint in %s: %s", directory, failure)
+            self.failures.append(failure)
+            done.set_exception(failure)
 
     def together(self, work: Callable, *args) -> list:
         """Do ``work`` on all ranks; return what each returned, or raise on all if it fails on one."""

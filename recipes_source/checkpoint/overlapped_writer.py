@@ -196,16 +196,16 @@ class Layout(dcp.FileSystemWriter):
 # %%
 # Write bytes
 # -----------
-# A system call gives up the interpreter's lock until it returns. Room is reserved first: a full
-# disk is noticed before anything is written, and the file system need not look for room while
-# it takes the bytes. ``fsync`` makes the storage have them; a directory's entries need it too.
+# A system call gives up the interpreter's lock until it returns. A full disk is an ``OSError`` of the
+# call that found no room. To reserve the room first (``posix_fallocate``) would notice it earlier, and
+# makes a memory file system walk its pages twice. ``fsync`` makes the storage have the bytes; a
+# directory's entries need it too.
 
 
 def write_file(path: Path, pieces: list[tuple[int, int, list]]) -> None:
     """Write a file and return when the storage has it."""
     with open(path, "wb") as stream:
-        file, nbytes = stream.fileno(), sum(size for _, size, _ in pieces)
-        os.posix_fallocate(file, 0, max(nbytes, 1))
+        file = stream.fileno()
         for offset, size, buffers in pieces:
             written = os.pwritev(file, buffers, offset)
             while written < size:  # some file systems take less at a time
@@ -387,8 +387,6 @@ if __name__ == "__main__":
 # * The zip checksums of tensors are 0. ``torch.load`` and DCP never look; ``unzip`` does.
 # * A tied weight is written once by each rank that writes it. Replicated tied weights can fall to two
 #   ranks, which write one copy each.
-# * ``posix_fallocate`` writes zeros where a file system cannot reserve room, and the bytes are
-#   written twice: drop the line there.
 # * A tensor that is not dense, a sparse one for example, is serialised anew at every save. DCP cannot
 #   load sparse ones back.
 #

@@ -76,7 +76,6 @@ from weakref import finalize
 
 import torch
 from torch import nn
-from torch.distributed.checkpoint.stateful import Stateful
 from torch.distributed.device_mesh import DeviceMesh
 from torch.distributed.tensor import DTensor
 
@@ -188,7 +187,7 @@ def read(tree: object, tensors: list[torch.Tensor]) -> object:
             return leaf.detach().to("cpu", copy=True)
         return leaf if is_staged(leaf) else deepcopy(leaf)
 
-    if isinstance(tree, Stateful):
+    if hasattr(tree, "state_dict"):
         tree = tree.state_dict()
     if hasattr(tree, "tensors"):  # see kept_state.py: a dict that stays as it is
         tensors += tree.tensors
