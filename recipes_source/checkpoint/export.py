@@ -1,0 +1,375 @@
+"""
+Export to Hugging Face, beside training
+=======================================
+
+Evaluation, serving and everybody else want one set of safetensors files with an index, not shards of
+ranks. This recipe writes it beside training, from the host memory that a save has staged: every rank
+writes its own rows to where they belong in the final files. Nothing is gathered, nothing is
+written twice.
+
+.. code-block:: python
+
+    from export import Exports, weights
+
+    config = model.config.to_dict()  # of a model of transformers
+    with Exports(device, config=config, dtype=torch.bfloat16) as exports:
+        for step, batch in enumerate(data):
+            train_step(batch)
+            if step % 1000 == 0:
+                exports.save(weights(model), root / f"hf{step}")
+
+    AutoModelForCausalLM.from_pretrained(root / "hf1000")  # somewhere else, without this file
+
+.. code-block:: bash
+
+    python export.py step1000 hf1000  # a checkpoint of DCP that is there already
+
+Do not bother if one process has room for all weights and training may wait: ``model.save_pretrained``.
+
+.. grid:: 1 1 2 2
+
+   .. grid-item-card:: What you learn
+
+      * what a safetensors file is, and why ranks can fill one together
+      * a storage writer of DCP that knows the whole plan before it writes
+      * the ways back: into a sharded model, to ``torch.save``
+
+   .. grid-item-card:: What you need
+
+      * PyTorch 2.9 or later, any number of ranks, a file system that all ranks share
+      * ``overlapped_stager.py`` of this folder; ``safetensors`` to read, not to write
+
+.. verification-badge::
+
+The idea
+--------
+
+A safetensors file is a length, a header in JSON (name, dtype, shape, place of each tensor) and then
+the tensors' bytes, row by row. All of the header is known before a byte is written, so the place of
+each shard is, too:
+
+.. lanes:: Schematic. Two ranks write into one file; before, it was gathered, or written twice.
+
+   write rank 0:  0-1 header; 1-5 rows 0 to 511; 6-7 index
+   write rank 1:  1-5 rows 512 to 1023
+   consolidated:  1-5 write shards; 5-9 read shards; 9-17 rank 0 writes
+   @5 all have written
+
+``fully_shard`` cuts tensors into rows, and the rows of a rank lie together: one system call each.
+Other cuts (columns, two dimensions) work too, with a call a row.
+"""
+
+# %%
+# Imports and sizes
+# -----------------
+
+import argparse
+import ctypes
+import dataclasses
+import itertools
+import json
+import math
+import operator
+import os
+import tempfile
+from pathlib import Path
+
+import state_to_save as basic
+import torch
+import torch.distributed as dist
+import torch.distributed.checkpoint as dcp
+from overlapped_stager import OverlappedSaves
+from torch import nn
+from torch.distributed.checkpoint.state_dict import get_model_state_dict
+
+try:
+    from safetensors.torch import load_file
+except ImportError as error:
+    raise SystemExit("pip install safetensors") from error
+
+NAMES = "F64", "F32", "F16", "BF16", "I64", "I32", "U8", "BOOL"  # in a header
+DTYPES = torch.float64, torch.float32, torch.float16, torch.bfloat16, torch.int64, torch.int32
+DTYPES = dict(zip((*DTYPES, torch.uint8, torch.bool), NAMES, strict=True))
+
+# %%
+# What is exported
+# ----------------
+# The names are those of the model. A tied weight has two names and is one tensor: it goes under the
+# first, as ``save_pretrained`` does it, and whoever loads the model ties it again.
+
+
+def weights(model: nn.Module) -> dict[str, torch.Tensor]:
+    """Parameters and persistent buffers by name, each tied one once; shards stay shards."""
+    own = {name for name, _ in (*model.named_parameters(), *model.named_buffers())}
+    return {name: x for name, x in get_model_state_dict(model).items() if name in own}
+
+
+# %%
+# Where everything goes
+# ---------------------
+
+
+def lay_out(tensors: dict[str, tuple], file_bytes: int) -> dict[str, dict]:
+    """Of each file its header. ``tensors``: shape and dtype by name."""
+    headers, end = [{}], 0
+    for name, (shape, dtype) in tensors.items():
+        nbytes = math.prod(shape) * dtype.itemsize
+        if end and end + nbytes > file_bytes:
+            headers, end = [*headers, {}], 0
+        place = {"dtype": DTYPES[dtype], "shape": list(shape), "data_offsets": [end, end + nbytes]}
+        headers[-1][name], end = place, end + nbytes
+    names = [f"model-{n + 1:05}-of-{len(headers):05}.safetensors" for n in range(len(headers))]
+    return dict(zip(names if len(names) > 1 else ["model.safetensors"], headers, strict=True))
+
+
+def encoded(header: dict) -> bytes:
+    """What stands before the bytes of the tensors."""
+    text = json.dumps({"__metadata__": {"format": "pt"}, **header}).encode()
+    text += b" " * (-len(text) % 8)
+    return len(text).to_bytes(8, "little") + text
+
+
+def runs(chunk, shape: torch.Size) -> tuple[int, list[int]]:
+    """Elements of ``chunk`` that lie together in a tensor of ``shape``, and where each such run begins."""
+    whole = len(shape)
+    while whole and chunk.sizes[whole - 1] == shape[whole - 1]:
+        whole -= 1
+    outer = max(whole - 1, 0)  # the dimensions behind this one lie together
+    strides = [math.prod(shape[d + 1 :]) for d in range(len(shape))]
+    last = chunk.offsets[outer] * strides[outer] if shape else 0
+    rows = zip(chunk.offsets[:outer], chunk.sizes[:outer], strict=True)
+    indices = itertools.product(*(range(offset, offset + size) for offset, size in rows))
+    begins = [last + sum(map(operator.mul, index, strides)) for index in indices]
+    return math.prod(chunk.sizes[outer:]), begins
+
+
+# %%
+# The writer
+# ----------
+# DCP asks every rank what it holds, lets rank 0 see all of it at once, and sends each rank its part of
+# the plan back. What several ranks hold is then in one part only. This is where the files are laid
+# out and made; after it, ranks write without a word to each other.
+
+
+class SafetensorsWriter(dcp.HuggingFaceStorageWriter):
+    """For ``dcp.save`` of ``weights``: files that ``from_pretrained`` loads, in ``directory``.
+
+    Args:
+        config: goes to ``config.json``.
+        dtype: of what is written of floating-point tensors, by default their own.
+        file_bytes: of tensors in a file, at most, if no tensor is larger.
+    """
+
+    def __init__(self, directory: Path, config=None, dtype=None, file_bytes=5_000_000_000) -> None:
+        super().__init__(str(directory))
+        self.config, self.dtype, self.file_bytes = config, dtype, file_bytes
+
+    def stored(self, dtype: torch.dtype) -> torch.dtype:
+        return self.dtype if self.dtype is not None and dtype.is_floating_point else dtype
+
+    def prepare_global_plan(self, plans: list) -> list:
+        """On rank 0: lay out the files and make them, each with its header and its full size."""
+        items = sorted((item.index.fqn, item.tensor_data) for plan in plans for item in plan.items)
+        if others := [name for name, data in items if data is None]:
+            raise ValueError(f"an export has tensors alone, not {others}")
+        tensors = {n: (data.size, self.stored(data.properties.dtype)) for n, data in items}
+        self.files = lay_out(tensors, self.file_bytes)
+        for name, header in self.files.items():
+            with (self.path / name).open("wb") as file:
+                file.write(encoded(header))
+                nbytes = max(place["data_offsets"][1] for place in header.values())
+                os.posix_fallocate(file.fileno(), 0, file.tell() + nbytes)
+        return [dataclasses.replace(plan, storage_data=self.files) for plan in plans]
+
+    def write_data(self, plan, planner) -> torch.futures.Future:
+        for name, header in plan.storage_data.items():
+            begin = len(encoded(header))
+            with (self.path / name).open("r+b") as file:
+                for item in plan.items:
+                    if place := header.get(item.index.fqn):
+                        offset = begin + place["data_offsets"][0]
+                        self.write_item(file.fileno(), offset, item, planner.resolve_data(item))
+                os.fsync(file.fileno())
+        return super().write_data(dataclasses.replace(plan, items=[]), planner)  # it is done
+
+    def write_item(self, file: int, offset: int, item, tensor: torch.Tensor) -> None:
+        tensor = tensor.detach().to("cpu", self.stored(tensor.dtype)).contiguous()
+        memory = memoryview((ctypes.c_char * tensor.nbytes).from_address(tensor.data_ptr()))
+        length, begins = runs(item.tensor_data.chunk, item.tensor_data.size)
+        for n, begin in enumerate(begins):
+            run = memory[n * length * tensor.itemsize : (n + 1) * length * tensor.itemsize]
+            at = offset + begin * tensor.itemsize
+            while run:  # a call takes two gigabytes at most
+                written = os.pwrite(file, run[: 1 << 30], at)
+                run, at = run[written:], at + written
+
+    def finish(self, metadata, results) -> None:
+        """On rank 0, when all have written: the small files."""
+        small = {"config.json": self.config} if self.config else {}
+        if len(self.files) > 1:
+            index = {name: file for file, header in self.files.items() for name in header}
+            small["model.safetensors.index.json"] = {"metadata": {}, "weight_map": index}
+        for name, content in small.items():
+            (self.path / name).write_text(json.dumps(content, indent=2))
+
+
+# %%
+# Beside training
+# ---------------
+# Stagers and threads are those of :doc:`overlapped_stager`: the weights are copied beside the next
+# step, written aside, and the directory has its name when all ranks have written.
+
+
+class Exports(OverlappedSaves):
+    """``OverlappedSaves`` whose saves are exports; ``options`` are those of ``SafetensorsWriter``."""
+
+    def __init__(self, device: torch.device, changed_by_forward=(), **options) -> None:
+        super().__init__(device, changed_by_forward)
+        self.options = options
+
+    def write(self, state: dict, directory: Path) -> None:
+        writer = SafetensorsWriter(directory, **self.options)
+        group = self.groups[0] if self.groups else None
+        dcp.save(state, storage_writer=writer, process_group=group, no_dist=group is None)
+
+
+# %%
+# From a checkpoint, and back
+# ---------------------------
+# A checkpoint of DCP is exported by asking it for its tensors below a prefix. The way back into a
+# sharded model is torch's own reader: each rank reads its rows. ``torch.save`` wants everything
+# in the memory of one process.
+
+
+def convert(checkpoint: Path, directory: Path, prefix: str = "app.model.", **options) -> None:
+    """Export the tensors of a DCP checkpoint whose names begin with ``prefix``, in this process."""
+    saved = dcp.FileSystemReader(checkpoint).read_metadata().state_dict_metadata
+    asked = {name: about for name, about in saved.items() if name.startswith(prefix)}
+    state = {name: torch.empty(x.size, dtype=x.properties.dtype) for name, x in asked.items()}
+    dcp.load(state, checkpoint_id=checkpoint, no_dist=True)
+    state = {name.removeprefix(prefix): tensor for name, tensor in state.items()}
+    dcp.save(state, storage_writer=SafetensorsWriter(directory, **options), no_dist=True)
+
+
+def load_export(model: nn.Module, directory: Path) -> None:
+    """Load an export into ``model``, sharded or not, of any number of ranks."""
+    dcp.load(weights(model), storage_reader=dcp.HuggingFaceStorageReader(str(directory)))
+
+
+def read_all(directory: Path) -> dict[str, torch.Tensor]:
+    """All tensors of an export, for ``torch.save``."""
+    parts = [load_file(file) for file in sorted(directory.glob("*.safetensors"))]
+    return {name: tensor for part in parts for name, tensor in part.items()}
+
+
+# %%
+# Run it, and prove it
+# --------------------
+# Two exports beside training, the second in bfloat16, and a checkpoint of the first's step.
+
+
+def full(tensors: dict[str, torch.Tensor]) -> dict[str, torch.Tensor]:
+    """Copies on the CPU, of DTensors with the rows of all ranks."""
+    wholes = ((name, getattr(x, "full_tensor", x.detach)()) for name, x in tensors.items())
+    return {name: whole.to("cpu", copy=True) for name, whole in wholes}
+
+
+def assert_equal(found: dict[str, torch.Tensor], expected: dict[str, torch.Tensor]) -> None:
+    assert found.keys() == expected.keys()
+    differing = [name for name, x in expected.items() if not basic.same_bits(found[name], x)]
+    assert not differing, differing
+
+
+def main(directory: Path) -> None:
+    device = basic.start_rank()
+    try:
+        root, app = basic.directory_of_rank_0(directory), basic.build_app(device)
+        options = {"config": {"model_type": "mlp"}, "file_bytes": 10_000_000}
+        basic.train_step(app, device)
+        with Exports(device, app.model.buffers(), **options) as exports:
+            expected = full(weights(app.model))
+            dcp.save({"app": app}, checkpoint_id=root / "step1")
+            exports.save(weights(app.model), root / "hf")
+            basic.train_step(app, device)
+            exports.wait()
+            exports.options["dtype"] = torch.bfloat16
+            smaller = full(weights(app.model))
+            exports.save(weights(app.model), root / "bf16")
+            basic.train_step(app, device)
+        again = basic.build_app(device, seed=1)
+        load_export(again.model, root / "hf")
+        assert_equal(full(weights(again.model)), expected)
+        if dist.get_rank() == 0:
+            prove(root, expected, options)
+            stored = read_all(root / "bf16")
+            assert_equal(stored, {n: x.to(stored[n].dtype) for n, x in smaller.items()})
+        dist.barrier()
+    finally:
+        dist.destroy_process_group()
+
+
+def prove(root: Path, expected: dict[str, torch.Tensor], options: dict) -> None:
+    """Read the files with the library that is not ours; compare with a conversion; torch.save."""
+    assert_equal(read_all(root / "hf"), expected)
+    convert(root / "step1", root / "converted", **options)
+    for file in sorted((root / "hf").iterdir()):
+        assert file.read_bytes() == (root / "converted" / file.name).read_bytes(), file.name
+    torch.save(read_all(root / "hf"), root / "weights.pt")
+    assert_equal(torch.load(root / "weights.pt", map_location="cpu", weights_only=True), expected)
+    print(sorted(file.name for file in (root / "hf").iterdir()))
+    print("beside training, converted, loaded on all ranks, by torch.load: every bit equal")
+
+
+if __name__ == "__main__":
+    parser = argparse.ArgumentParser()
+    parser.add_argument("checkpoint", nargs="?", type=Path, help="of DCP, to be exported ...")
+    parser.add_argument("export", nargs="?", type=Path, help="... to this directory")
+    parser.add_argument("--dir", type=Path, help="where the proof writes (default: temporary)")
+    asked = parser.parse_args()
+    if asked.checkpoint:
+        convert(asked.checkpoint, asked.export)
+    else:
+        with tempfile.TemporaryDirectory() as temporary:
+            main(asked.dir or Path(temporary))
+
+# %%
+# What breaks if you remove a line
+# --------------------------------
+#
+# .. recipe-controls::
+#
+# The tests train a stock Llama on two ranks, export it beside training, and load it in a process that
+# has ``transformers`` and none of these files: ``from_pretrained`` gives the logits of the trained
+# model, bit by bit, with its embedding and head tied.
+#
+# What torch has
+# --------------
+# ``dcp.HuggingFaceStorageWriter``, of which this writer is a kind, does one of two things: it takes the
+# full state on rank 0, gathered, or it writes shards of ranks, which rank 0 reads again and merges into the final
+# files. ``dcp.HuggingFaceStorageReader`` reads both, and what is written here. For ``torch.save``
+# there are ``dcp_to_torch_save`` and ``torch_save_to_dcp`` in
+# ``torch.distributed.checkpoint.format_utils``, which take whole checkpoints.
+#
+# What it costs
+# -------------
+# On the training thread, what a save costs. Host memory: the staged weights, twice (``BUFFER_SETS``),
+# and one tensor of this rank where the dtype changes. Storage: the weights once, in the dtype of the
+# export; no optimizer.
+#
+# When it is not worth it
+# -----------------------
+# * You keep the checkpoint of that step anyway: ``convert`` makes the export later, on another machine.
+#
+# Known limits
+# ------------
+# * Nothing is quantized, and names are not translated: a model whose names differ from those of
+#   ``transformers`` needs a table.
+# * ``weights`` leaves out what an optimizer averages; export the average's model instead.
+# * The tokenizer and the generation settings are small files of rank 0: write them beside the export.
+# * ``posix_fallocate`` reserves the room of all files before a byte is written. Where a file system
+#   cannot, it writes zeros: drop the line there.
+#
+# Further reading
+# ---------------
+# * `The safetensors format <https://huggingface.co/docs/safetensors/index>`__
+# * :doc:`overlapped_stager`: staging, threads, and the name that is the proof

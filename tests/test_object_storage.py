@@ -1,0 +1,296 @@
+"""Checkpoints in an object store, against servers on loopback: one commit, nothing torn."""
+
+import json
+import os
+import re
+import shutil
+import signal
+import subprocess
+import sys
+import threading
+from collections.abc import Iterator
+from pathlib import Path
+
+import pytest
+import torch
+import torch.distributed.checkpoint as dcp
+from object_servers import KEY, SECRET, Proxy, rclone, seaweedfs
+from selection import REPO
+
+from harness.recipe import with_imports
+
+pytest.importorskip("s3fs")
+RECIPE = REPO / "recipes_source" / "checkpoint" / "object_storage.py"
+sys.path.insert(0, str(RECIPE.parent))
+
+import object_storage  # noqa: E402
+from torch.distributed.checkpoint._fsspec_filesystem import FsspecWriter  # noqa: E402
+
+BIG = 3_000_000  # float32 numbers: three parts of the least size that S3 allows
+PART = 5 << 20
+
+
+@pytest.fixture(scope="module")
+def server(tmp_path_factory: pytest.TempPathFactory) -> Iterator[str]:
+    with seaweedfs(tmp_path_factory.mktemp("seaweedfs")) as url:
+        yield url
+
+
+@pytest.fixture
+def proxy(server: str, monkeypatch: pytest.MonkeyPatch) -> Iterator[Proxy]:
+    """A proxy before the server, as this process's S3; a bucket named ``bucket``."""
+    proxy = Proxy(server)
+    as_s3(proxy.url, monkeypatch)
+    fs, _ = object_storage.open_root("s3://bucket")
+    if not fs.exists("bucket"):
+        fs.mkdir("bucket")
+    yield proxy
+    proxy.close()
+
+
+def as_s3(url: str, monkeypatch: pytest.MonkeyPatch, secret: str = SECRET) -> None:
+    import s3fs
+
+    for name in list(os.environ):
+        if name.startswith("AWS_"):
+            monkeypatch.delenv(name)
+    settings = {"ACCESS_KEY_ID": KEY, "SECRET_ACCESS_KEY": secret, "ENDPOINT_URL": url}
+    settings |= {"DEFAULT_REGION": "us-east-1", "EC2_METADATA_DISABLED": "true", "MAX_ATTEMPTS": 2}
+    for name, value in settings.items():
+        monkeypatch.setenv(f"AWS_{name}", str(value))
+    s3fs.S3FileSystem.clear_instance_cache()
+
+
+@pytest.fixture
+def url(request: pytest.FixtureRequest, monkeypatch: pytest.MonkeyPatch) -> str:
+    monkeypatch.setattr(object_storage, "PIECE", PART)
+    return f"s3://bucket/{request.node.name}"
+
+
+def save(url: str, *steps: int, module=object_storage, numbers: int = 10) -> list:
+    """Save each of ``steps`` in turn; return what each failed of, or None."""
+    with module.ObjectSaves(url, torch.device("cpu")) as saves:
+        uploads = [saves.save({"x": torch.full((numbers,), float(n))}, n) for n in steps]
+        failed = [upload.exception() for upload in uploads]
+        saves.failures.clear()
+    return failed
+
+
+def is_there(url: str, step: int, numbers: int = 10) -> bool:
+    state = {"x": torch.zeros(numbers)}
+    object_storage.load(state, url, step)
+    return bool((state["x"] == step).all())
+
+
+def unfinished(url: str) -> list:
+    fs, path = object_storage.open_root(url)
+    bucket, _, prefix = path.partition("/")
+    return [u for u in fs.list_multipart_uploads(bucket) if u["Key"].startswith(prefix)]
+
+
+def edited(tmp_path: Path, find: str, replace: str):
+    """The recipe with an edit, as a module."""
+    for file in with_imports(RECIPE):
+        shutil.copy(file, tmp_path)
+    source = RECIPE.read_text()
+    assert source.count(find) == 1
+    (tmp_path / "object_storage_edited.py").write_text(source.replace(find, replace))
+    sys.path.insert(0, str(tmp_path))
+    try:
+        import object_storage_edited
+
+        return object_storage_edited
+    finally:
+        sys.path.remove(str(tmp_path))
+        sys.modules.pop("object_storage_edited", None)
+
+
+def test_the_recipe_proves_its_claim_on_s3(proxy: Proxy, url: str) -> None:
+    command = [sys.executable, "-m", "torch.distributed.run", "--standalone", "--nproc-per-node=2"]
+    done = subprocess.run(
+        [*command, RECIPE, "--url", url], capture_output=True, text=True, timeout=120
+    )
+    assert done.returncode == 0, done.stderr[-3000:]
+    assert "every bit equal" in done.stdout
+    assert sorted(object_storage.committed(url)) == [2, 6, 10]
+    assert SECRET not in done.stdout + done.stderr + repr(object_storage.committed(url))
+
+
+def test_of_two_jobs_at_one_step_one_commits(proxy: Proxy, url: str) -> None:
+    with (
+        object_storage.ObjectSaves(url, torch.device("cpu")) as one,
+        object_storage.ObjectSaves(url, torch.device("cpu")) as other,
+    ):
+        uploads = [one.save({"x": torch.full((10,), 4.0)}, 4)]
+        uploads += [other.save({"x": torch.full((10,), 4.0)}, 4)]
+        failed = [upload.exception() for upload in uploads]
+        one.failures.clear(), other.failures.clear()
+    assert sum(failure is None for failure in failed) == 1, failed
+    assert "another writer was first" in str(failed)
+    assert is_there(url, 4)
+
+
+LOST_ANSWER = ("        if fs.cat_file(path) != data:\n", "        if True:\n")
+
+
+def test_a_commit_whose_answer_was_lost_is_ours(proxy: Proxy, url: str, tmp_path: Path) -> None:
+    lost: set[str] = set()
+
+    def trouble(method: str, path: str) -> str | None:
+        if method == "PUT" and path.split("?")[0].endswith(".json") and path not in lost:
+            lost.add(path)
+            return "lost answer"
+        return None
+
+    proxy.trouble = trouble
+    assert save(url, 1) == [None] and is_there(url, 1) and lost
+    module = edited(tmp_path, *LOST_ANSWER)
+    assert "another writer" in str(save(f"{url}-edited", 1, module=module)), "the test is blind"
+
+
+def test_a_server_that_is_slow_down_now_and_then(proxy: Proxy, url: str) -> None:
+    seen: set[tuple[str, str]] = set()
+
+    def trouble(method: str, path: str) -> str | None:
+        first = method == "PUT" and (method, path) not in seen
+        seen.add((method, path))
+        return "slow down" if first else None
+
+    proxy.trouble = trouble
+    assert save(url, 1) == [None] and is_there(url, 1)
+
+
+def test_an_upload_that_breaks_leaves_nothing(proxy: Proxy, url: str) -> None:
+    """One part is refused: the save fails, the parts are given back, the next save is taken."""
+    saves = iter(range(2))
+
+    def trouble(method: str, path: str) -> str | None:
+        return "refuse" if "partNumber=2" in path and next(saves, 1) == 0 else None
+
+    proxy.trouble = trouble
+    failed = save(url, 1, 2, numbers=BIG)
+    assert failed[0] is not None and failed[1] is None
+    assert list(object_storage.committed(url)) == [2] and is_there(url, 2, BIG)
+    fs, root = object_storage.open_root(url)
+    assert not fs.glob(f"{root}/step1.*/*.distcp") and not unfinished(url)
+
+
+KILLED = """
+import sys, torch, object_storage
+object_storage.PIECE = {part}
+with object_storage.ObjectSaves({url!r}, torch.device("cpu")) as saves:
+    saves.save({{"x": torch.full(({numbers},), 2.0)}}, 2)
+"""
+
+
+def test_a_kill_in_an_upload_leaves_what_only_the_rule_removes(proxy: Proxy, url: str) -> None:
+    assert save(url, 1) == [None]
+    proxy.trouble = lambda method, path: "hold" if "partNumber=2" in path else None
+    code = KILLED.format(part=PART, url=url, numbers=BIG)
+    job = subprocess.Popen([sys.executable, "-c", code], cwd=RECIPE.parent)
+    try:
+        assert proxy.held.wait(60), "the upload has not come to its second part"
+    finally:
+        job.send_signal(signal.SIGKILL)
+        job.wait()
+    proxy.trouble = lambda method, path: None
+    assert list(object_storage.committed(url)) == [1] and is_there(url, 1)
+    assert len(unfinished(url)) == 1, "parts that no listing shows"
+    assert save(url, 2, numbers=BIG) == [None] and is_there(url, 2, BIG)
+
+    block = re.search(r"code-block:: json\n#\n((?:#     .*\n)+)", RECIPE.read_text()).group(1)
+    rules = json.loads(re.sub(r"^# ", "", block, flags=re.MULTILINE))
+    fs, _ = object_storage.open_root(url)
+    call = "put_bucket_lifecycle_configuration"
+    fs.call_s3(call, Bucket="bucket", LifecycleConfiguration=rules)
+    assert (
+        fs.call_s3("get_bucket_lifecycle_configuration", Bucket="bucket")["Rules"] == rules["Rules"]
+    )
+
+
+def test_credentials_stand_in_the_environment_alone(
+    proxy: Proxy, url: str, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    with pytest.raises(ValueError, match="environment") as refused:
+        object_storage.open_root(f"s3://{KEY}:{SECRET}@bucket/run")
+    assert SECRET not in str(refused.value)
+    as_s3(proxy.url, monkeypatch, secret="not-" + SECRET)
+    with pytest.raises(RuntimeError, match="rank 0: PermissionError") as refused:
+        save(url, 1)
+    assert SECRET not in str(refused.value)
+
+
+def test_a_store_that_takes_two_commits_is_refused(
+    url: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    with rclone(tmp_path) as end_point:
+        as_s3(end_point, monkeypatch)
+        fs, _ = object_storage.open_root("s3://bucket")
+        fs.mkdir("bucket")
+        with pytest.raises(RuntimeError, match="ignores If-None-Match"):
+            save(url, 1)
+
+
+class Breaks:
+    """A leaf that cannot be pickled, behind one that can."""
+
+    def __deepcopy__(self, memo):
+        return self
+
+    def __reduce__(self):
+        raise OSError("no more")
+
+
+def test_fsspec_writer_publishes_half_a_file(proxy: Proxy, url: str) -> None:
+    """What torch's own writer does where ours leaves nothing: a shard under its name, cut short."""
+    state = {"a": [0.5] * 1000, "b": Breaks()}
+    with pytest.raises(BaseException, match="no more"):
+        dcp.save(state, storage_writer=FsspecWriter(url), no_dist=True)
+    fs, root = object_storage.open_root(url)
+    assert fs.glob(f"{root}/*.distcp"), "it has learned to discard"
+
+    assert save(f"{url}-ours", 1) == [None]
+    with object_storage.ObjectSaves(f"{url}-ours", torch.device("cpu")) as saves:
+        assert saves.save(state, 2).exception() is not None
+        saves.failures.clear()
+    assert not fs.glob(f"{root}-ours/step2.*/*.distcp")
+
+
+def test_fsspec_writer_swallows_the_error_of_a_thread(
+    proxy: Proxy, url: str, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """pytorch#191391, with S3: a file is not sent, the save succeeds, the load does not."""
+    failed = threading.Event()
+    create_stream = object_storage.dcp_fsspec.FileSystem.create_stream
+
+    def fails_in_a_thread(self, path, mode):
+        if threading.current_thread() is threading.main_thread():
+            assert failed.wait(60) or mode == "rb"
+            return create_stream(self, path, mode)
+        failed.set()
+        raise OSError("no more")
+
+    state = {f"x{n}": torch.full((10,), float(n)) for n in range(4)}
+    with monkeypatch.context() as patched:
+        patched.setattr(object_storage.dcp_fsspec.FileSystem, "create_stream", fails_in_a_thread)
+        patched.setattr(threading, "excepthook", lambda args: None)
+        dcp.save(state, storage_writer=FsspecWriter(url, thread_count=2), no_dist=True)
+    fs, root = object_storage.open_root(url)
+    assert fs.exists(f"{root}/.metadata") and len(fs.glob(f"{root}/*.distcp")) == 1
+    with pytest.raises(BaseException, match="x"):
+        dcp.load(state, storage_reader=object_storage.dcp_fsspec.FsspecReader(url), no_dist=True)
+
+
+def test_fsspec_writer_syncs_disks_and_sends_nothing(
+    proxy: Proxy, url: str, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """pytorch#183878. On s3fs nothing is lost if all goes well: closing the file sends it."""
+    fs, root = object_storage.open_root(url)
+    at_sync: list[list[str]] = []
+    monkeypatch.setattr(os, "sync", lambda: at_sync.append(fs.glob(f"{root}/*")))
+    dcp.save({"x": torch.ones(10)}, storage_writer=FsspecWriter(url), no_dist=True)
+    assert at_sync and at_sync[0] == [], "at the first sync nothing had been sent"
+    assert fs.exists(f"{root}/__0_0.distcp")
+
+    at_sync.clear()
+    assert save(f"{url}-ours", 1) == [None] and not at_sync
