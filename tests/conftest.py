@@ -35,7 +35,7 @@ def pytest_collection_modifyitems(config: pytest.Config, items: list[pytest.Item
 
 
 STARTS_PROCESSES = {"run", "survives", "subprocess", "Popen", "spawn", "main", "Process"}
-NEED_A_SITE = {"site", "built_site", "toy_site", "visit"}
+NEED_A_SITE = {"site", "built_site", "toy_site", "visit", "server"}  # or another server
 
 
 def is_fast(item: pytest.Item) -> bool:

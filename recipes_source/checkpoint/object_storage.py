@@ -386,8 +386,8 @@ if __name__ == "__main__":
 # * **S3** shows an object to all as soon as the write has been answered, in listings too, and knows
 #   ``If-None-Match`` since 2024. SeaweedFS refuses as it should, the test that this page rests on.
 # * **rclone's** ``serve s3`` ignores ``If-None-Match``: ``check_store`` says so, and nothing is saved.
-# * **Google Cloud Storage and Azure** have conditions of other names. gcsfs and adlfs map
-#   ``mode="create"`` to them in their newer releases; ``check_store`` tells whether yours does.
+# * **Google Cloud Storage and Azure** have conditions of other names, behind the same
+#   ``mode="create"`` of fsspec where gcsfs and adlfs know it: ``check_store`` tells.
 #
 # When it is not worth it
 # -----------------------
@@ -401,6 +401,7 @@ if __name__ == "__main__":
 #
 # Known limits
 # ------------
+# * Tested on SeaweedFS and rclone; nobody has run this on the stores of Amazon, Google or Microsoft.
 # * One connection a rank. A store answers many at once; several ranks a host use several.
 # * Nothing is deleted here. Delete the commit first, then its objects; objects that no commit names may
 #   go when a commit of their step or a later one is there.

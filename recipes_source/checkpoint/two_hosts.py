@@ -1,0 +1,369 @@
+"""
+Two hosts: local disks, a partner's copy, restart with fewer
+============================================================
+
+Beyond one machine a job loses machines. Its checkpoints must then be somewhere else: in a directory
+that all hosts share, or on the disks of the hosts that are left. This recipe does the second: each
+rank writes to its own host and sends a copy to a partner host, beside training. Any one host may be lost; the
+job goes on with the others, or with a new one, from the newest checkpoint that they have between them.
+
+.. code-block:: python
+
+    from two_hosts import PartnerSaves, gather
+
+    local = Path("/local/run")                    # of this host; no other host sees it
+    step = gather(local)                          # on all ranks; None: begin anew
+    if step is not None:
+        dcp.load({"app": app}, checkpoint_id=local / f"step{step}")
+    with PartnerSaves(device, model.buffers()) as saves:
+        ...  # saves.save({"app": app}, local / f"step{step}")
+
+.. code-block:: bash
+
+    torchrun --nnodes=1:2 --nproc-per-node=8 --max-restarts=3 --rdzv-id=run --rdzv-backend=c10d \\
+        --rdzv-endpoint=host0:29400 train.py         # the same line on every host
+
+If your hosts share a directory that is fast enough, take :doc:`durable_saves` and skip this page's
+code; its job files and its table of promises hold there, too.
+
+.. grid:: 1 1 2 2
+
+   .. grid-item-card:: What you learn
+
+      * a copy on a partner, sent by the thread that writes
+      * which step all can load, when some have files that others miss
+      * job files for torchrun, Slurm and Kubernetes
+      * what NFS, Lustre and S3 promise, and what they do not
+
+   .. grid-item-card:: What you need
+
+      * PyTorch 2.9 or later, any number of ranks and hosts, as many ranks on each
+      * ``overlapped_stager.py`` of this folder
+
+.. verification-badge::
+
+The idea
+--------
+
+.. lanes:: Schematic. Host B is lost in step 7: its part of step 6 is on host A.
+
+   write host A:  0-4 own shards; 4-8 copy of B's; 8-9 rename; 18-21 gather
+   write host B:  0-4 own shards; 4-8 copy of A's; 8-9 rename
+   training:      0-9 step 7; 9-12 step 8; 12-18 restart !; 18-21 load; 21-26 step 7
+   @8 all agree
+   @12 B is lost
+
+The ranks of host h send their files to host h + 1. When all have said that both copies are written,
+every host gives its directory its name. A host may be lost before it does, and another one after it:
+so at a restart hosts tell each other which files they have under a name. The newest step of which
+every file is somewhere is the one to load. What a host misses, it is given.
+"""
+
+# %%
+# Imports and sizes
+# -----------------
+
+import argparse
+import json
+import os
+import shutil
+import tempfile
+from pathlib import Path
+
+import state_to_save as basic
+import torch
+import torch.distributed as dist
+from overlapped_stager import OverlappedSaves
+
+PIECE = 64 << 20  # bytes that are sent at a time
+KEEP = 2  # checkpoints on each host: one may have its name on some hosts only
+LISTING = "files.json"  # names and sizes of all files of a checkpoint, on any host
+STEPS, SAVE_EVERY = 6, 2  # of the run that proves it
+
+# %%
+# Files between hosts
+# -------------------
+# A file that is sent is mapped, not read: its bytes go from the page cache to the network. What
+# arrives is written aside and renamed, so a file that has its name has its bytes.
+
+
+def pieces_of(file: Path) -> tuple[torch.Tensor, ...]:
+    size = file.stat().st_size
+    return torch.from_file(str(file), size=size, dtype=torch.uint8).split(PIECE) if size else ()
+
+
+def receive(file: Path, size: int, into) -> None:
+    """Write ``file`` from ``size`` bytes that ``into`` puts into one tensor after another."""
+    aside = file.with_name(f"{file.name}.{os.getpid()}")
+    with aside.open("wb") as stream:
+        for begin in range(0, size, PIECE):
+            memory = bytearray(min(PIECE, size - begin))
+            into(torch.frombuffer(memory, dtype=torch.uint8))
+            stream.write(memory)
+        os.fsync(stream.fileno())
+    aside.replace(file)
+
+
+# %%
+# The save
+# --------
+# DCP does not mind that each host writes to a directory of its own. It writes ``.metadata`` on rank
+# 0, small and needed by all: every host gets it. Sending and receiving run on the writing thread,
+# over the stager's own group: training's collectives are not disturbed, and a partner that is gone
+# fails the save after ``DEADLINE_S`` of :doc:`overlapped_stager`, on every rank that is left.
+
+
+class PartnerSaves(OverlappedSaves):
+    """Overlapped saves to directories of each host, with copies on the next host.
+
+    Args:
+        per_host: ranks of each host, by default as torchrun has started them.
+    """
+
+    def __init__(self, *args, per_host: int | None = None, **kwargs) -> None:
+        super().__init__(*args, **kwargs)
+        self.per_host = per_host or int(os.environ.get("LOCAL_WORLD_SIZE", "1"))
+        self.first_of_host = self.rank % self.per_host == 0
+
+    def begin(self, staged, aside: Path) -> None:
+        super().begin(staged, aside)
+        if self.first_of_host:
+            shutil.rmtree(aside, ignore_errors=True)  # what a job that died has left here
+
+    def write(self, state: dict, directory: Path) -> None:
+        super().write(state, directory)
+        names = directory.glob(f"__{self.rank}_*.distcp")
+        files = self.together(lambda: {file.name: file.stat().st_size for file in names})
+        copy = [(directory / ".metadata").read_bytes()] if self.rank == 0 else None
+        metadata = self.together(lambda: copy)[0][0]
+        if len(files) > self.per_host:
+            self.exchange(directory, files)
+        if self.first_of_host:
+            (directory / ".metadata").write_bytes(metadata)
+            files.append({".metadata": len(metadata)})
+            listing = {name: size for own in files for name, size in own.items()}
+            (directory / LISTING).write_text(json.dumps(listing))
+
+    def exchange(self, directory: Path, files: list[dict[str, int]]) -> None:
+        """Send this rank's files to the next host, and take those of the host before."""
+        group, ranks = self.groups[0], len(files)
+        to, source = (self.rank + self.per_host) % ranks, (self.rank - self.per_host) % ranks
+        sends = []
+        for name in files[self.rank]:
+            sends += [dist.isend(piece, to, group) for piece in pieces_of(directory / name)]
+        for name, size in files[source].items():
+            receive(directory / name, size, lambda piece: dist.recv(piece, source, group))
+        for send in sends:
+            send.wait()
+
+    def commit(self, aside: Path, directory: Path) -> None:
+        if self.first_of_host:
+            shutil.rmtree(directory, ignore_errors=True)
+            aside.rename(directory)
+            for step in sorted(steps_in(directory.parent))[:-KEEP]:
+                shutil.rmtree(directory.with_name(f"step{step}"))
+
+
+# %%
+# The restart
+# -----------
+
+
+def steps_in(local: Path) -> list[int]:
+    """The steps that have a name and a listing on this host."""
+    found = [listing.parent.name.removeprefix("step") for listing in local.glob(f"step*/{LISTING}")]
+    return [int(step) for step in found if step.isdigit()]
+
+
+def held(directory: Path) -> tuple[dict, dict]:
+    """What the checkpoint consists of, and which of it is here: sizes of files by name."""
+    sizes = {file.name: file.stat().st_size for file in directory.iterdir()}
+    return json.loads((directory / LISTING).read_text()), sizes
+
+
+def gather(local: Path) -> int | None:
+    """Bring the newest checkpoint that the hosts have between them to ``local`` of every host.
+
+    All ranks call it. Returns its step; None if there is none.
+    """
+    group = dist.new_group(backend="gloo")
+    hosts: list[dict] = [{}] * dist.get_world_size()
+    own = {step: held(local / f"step{step}") for step in steps_in(local)}
+    dist.all_gather_object(hosts, own, group)
+    for step in sorted({step for host in hosts for step in host}, reverse=True):
+        views = [host.get(step, ({}, {})) for host in hosts]
+        listing = next(listing for listing, _ in views if listing)
+        owners = [
+            (name, size, [rank for rank, (_, sizes) in enumerate(views) if sizes.get(name) == size])
+            for name, size in listing.items()
+        ]
+        if all(ranks for _, _, ranks in owners):
+            break
+    else:
+        return None
+    directory = local / f"step{step}"
+    directory.mkdir(parents=True, exist_ok=True)
+    for name, size, ranks in owners:
+        if dist.get_rank() == ranks[0]:
+            for piece in pieces_of(directory / name):
+                dist.broadcast(piece, ranks[0], group)
+        else:
+            receive(
+                directory / name, size, lambda piece, r=ranks[0]: dist.broadcast(piece, r, group)
+            )
+    (directory / f"{LISTING}.{os.getpid()}").write_text(json.dumps(listing))
+    (directory / f"{LISTING}.{os.getpid()}").replace(directory / LISTING)
+    for torn in steps_in(local):
+        if torn > step:
+            shutil.rmtree(local / f"step{torn}", ignore_errors=True)
+    dist.barrier(group)
+    dist.destroy_process_group(group)
+    return step
+
+
+# %%
+# Run it, and prove it
+# --------------------
+# On one machine every rank plays a host of its own, with a directory of its own. Six steps, a save at
+# every second. Then the first host is replaced by one with an empty disk, and the last has a step that
+# nobody has all of: every host gathers step 6, and has the bits that were saved.
+
+
+def train(app: basic.AppState, local: Path, device: torch.device) -> None:
+    with PartnerSaves(device, app.model.buffers(), per_host=1) as saves:
+        for _ in range(STEPS):
+            basic.train_step(app, device)
+            if app.step % SAVE_EVERY == 0:
+                saves.save({"app": app}, local / f"step{app.step}")
+
+
+def main(directory: Path) -> None:
+    basic.HIDDEN = 512  # small: it is copied often
+    device = basic.start_rank()
+    try:
+        rank, ranks = dist.get_rank(), dist.get_world_size()
+        local = basic.directory_of_rank_0(directory) / f"host{rank}"
+        assert gather(local) is None
+        app = basic.build_app(device)
+        train(app, local, device)
+        assert sorted(steps_in(local)) == [4, 6]
+        if rank == ranks - 1:  # a step of which no host has rank 0's files
+            torn = shutil.copytree(local / "step6", local / "step7")
+            (torn / "__0_0.distcp").unlink()
+        if ranks > 1 and rank == 0:
+            shutil.rmtree(local)
+        dist.barrier()
+        assert gather(local) == STEPS
+        loaded = basic.load_app(local / f"step{STEPS}", device)
+        basic.assert_same_bits(loaded, basic.snapshot(app))
+        print(f"host {rank}: step {STEPS} is here, every bit equal")
+        dist.barrier()
+    finally:
+        dist.destroy_process_group()
+
+
+if __name__ == "__main__":
+    parser = argparse.ArgumentParser()
+    parser.add_argument("--dir", type=Path, help="where the hosts' disks are (default: temporary)")
+    with tempfile.TemporaryDirectory() as temporary:
+        main(parser.parse_args().dir or Path(temporary))
+
+# %%
+# What breaks if you remove a line
+# --------------------------------
+#
+# .. recipe-controls::
+#
+# The tests make two hosts of network namespaces, each with a torchrun of its own. The link between
+# them is cut in the middle of a save; the first goes on alone, from a step that it has. The link comes
+# back, the second host is started anew with an empty disk, and both end with the bits of a run that was left alone.
+#
+# Starting it
+# -----------
+# **torchrun**: the same line on every host. ``--nnodes=1:2`` lets one host go on when the other is
+# lost; the host of ``--rdzv-endpoint`` keeps the rendezvous, and when *it* is lost the job ends and the
+# scheduler has to start it again. In containers and where a host has several networks, say which:
+# ``--local-addr``, ``GLOO_SOCKET_IFNAME``, ``NCCL_SOCKET_IFNAME``, and ``--rdzv-conf is_host=1`` on the one
+# that keeps the rendezvous, ``is_host=0`` on the others.
+#
+# How soon a loss is noticed is yours to set: the ``timeout`` of ``init_process_group``, ``DEADLINE_S``
+# of :doc:`overlapped_stager`, and ``last_call_timeout`` in ``--rdzv-conf``, which is how long a restart
+# waits for more hosts.
+#
+# **Slurm**:
+#
+# .. code-block:: bash
+#
+#     #SBATCH --nodes=2 --ntasks-per-node=1 --gpus-per-node=8 --requeue --signal=TERM@120
+#     head=$(scontrol show hostnames "$SLURM_JOB_NODELIST" | head -n 1)
+#     srun --kill-on-bad-exit=0 torchrun --nnodes=1:2 --nproc-per-node=8 --max-restarts=3 \
+#         --rdzv-id="$SLURM_JOB_ID" --rdzv-backend=c10d --rdzv-endpoint="$head:29400" train.py
+#
+# **Kubernetes**: an indexed job and a service without an address of its own, so that pods have names.
+#
+# .. code-block:: yaml
+#
+#     apiVersion: v1
+#     kind: Service
+#     metadata: {name: run}
+#     spec: {clusterIP: None, selector: {job-name: run}}
+#     ---
+#     apiVersion: batch/v1
+#     kind: Job
+#     metadata: {name: run}
+#     spec:
+#       completionMode: Indexed
+#       completions: 2
+#       parallelism: 2
+#       backoffLimit: 20
+#       template:
+#         spec:
+#           subdomain: run
+#           restartPolicy: OnFailure
+#           terminationGracePeriodSeconds: 120
+#           containers:
+#           - name: train
+#             image: your/image
+#             command: [torchrun, --nnodes=1:2, --nproc-per-node=8, --max-restarts=3, --rdzv-id=run,
+#                       --rdzv-backend=c10d, --rdzv-endpoint=run-0.run:29400, train.py]
+#             resources: {limits: {nvidia.com/gpu: 8}}
+#             volumeMounts: [{name: local, mountPath: /local}]
+#           volumes: [{name: local, hostPath: {path: /var/lib/run}}]
+#
+# What storage promises
+# ---------------------
+# .. list-table::
+#    :header-rows: 1
+#
+#    * -
+#      - when others see a write
+#      - rename
+#      - lock
+#    * - local disk
+#      - never: other hosts have none of it
+#      - atomic
+#      - ``flock``, on this host
+#    * - NFS
+#      - after ``close``, at their next ``open``; listings may be some seconds old
+#      - atomic on the server; a repeated request may report an error for a rename that was done
+#      - between hosts from version 4 on
+#    * - Lustre
+#      - at once
+#      - atomic
+#      - between hosts if mounted with ``flock``, not with ``localflock``
+#    * - S3
+#      - at once when the write has been answered
+#      - none: :doc:`object_storage`
+#      - none; ``If-None-Match``
+#
+# Known limits
+# ------------
+# * One host may be lost, or several that are no neighbours. Two neighbours take a part with them.
+# * ``gather`` gives every host the whole checkpoint. With many hosts let each fetch what its ranks read,
+#   or go to a shared directory for restarts with other numbers of ranks.
+# * Sizes are compared, not digests: :doc:`durable_saves` has them.
+#
+# What it costs
+# -------------
+# Disk of each host: ``KEEP`` + 1 checkpoints of its own ranks, twice. Memory: ``PIECE`` a rank. Network:
+# each shard once, at the pace of gloo's sockets, beside training's own traffic.
