@@ -50,7 +50,7 @@ class WriteWatch:
     WRITING_EVENTS = {"os.mkdir": 0, "os.rename": 1, "os.link": 1, "os.symlink": 1}
 
     def __init__(self, allowed: list[str]) -> None:
-        self.allowed = (*(os.path.realpath(p) for p in allowed), "/dev/", "/proc/")
+        self.allowed = (*(os.path.realpath(p) for p in allowed), "/dev/", "/proc/", "/memfd:")
         self.elsewhere: set[str] = set()
         self.on_renamed: Callable[[str, str], None] = lambda old, new: None
         self.on_removed: Callable[[str], None] = lambda path: None
