@@ -2,6 +2,7 @@
 
 import gc
 import math
+import os
 import sys
 import threading
 from collections.abc import Iterator
@@ -21,6 +22,7 @@ sys.path.insert(0, str(Path(__file__).parents[1] / "recipes_source" / "offload")
 import host_layers
 from host_adam import HostUpdates
 from host_layers import ALIGNMENT, HostBuffer, HostLayer, move_to_host
+from one_copy_a_host import FAILED, Host, SharedAdamW, SharedModel
 from streamed_model import StreamedModel, resident_bytes
 from weight_streaming import StreamedLayers
 from whole_step import HostAdamW
@@ -223,7 +225,7 @@ class Resident:
         self.optimizer = torch.optim.AdamW(groups, lr=RATE, fused=True)
         self.schedule = falling(self.optimizer)
 
-    def step(self, *losses: torch.Tensor) -> None:
+    def step(self, *losses: torch.Tensor, mean_in: torch.dtype | None = None) -> None:
         for master in self.masters:
             master.grad = torch.zeros_like(master)
         for loss in losses:
@@ -231,6 +233,8 @@ class Resident:
             for master, parameter in zip(self.masters, self.parameters, strict=True):
                 master.grad += parameter.grad.float()
                 parameter.grad = None
+        for master in self.masters if mean_in else ():
+            master.grad = (master.grad / len(losses)).to(mean_in).float()
         norm = torch.linalg.vector_norm(torch.stack([m.grad.norm() for m in self.masters]))
         if norm.isfinite():
             clip_grads_with_norm_(self.masters, self.max_norm or math.inf, norm)
@@ -442,6 +446,102 @@ def test_bad_arguments_are_refused():
         streamed_of(llama(), slots=0)
 
 
+# Ranks of one host
+
+
+@pytest.fixture
+def group() -> Iterator[None]:
+    dist.init_process_group("gloo", store=dist.HashStore(), rank=0, world_size=1)
+    yield
+    dist.destroy_process_group()
+
+
+@pytest.mark.usefixtures("group")
+def test_a_layer_is_loaded_when_all_ranks_of_the_host_have_updated_it():
+    """A second rank is played: it ends its part of layer 0 late, and fails in layer 1."""
+    model = llama(torch.bfloat16)
+    streamed = SharedModel(model, model.model.layers, CPU, Host())
+    with closing(SharedAdamW(groups_of(model), streamed, lr=RATE)) as optimizer:
+        host, waited = optimizer.host, threading.Event()
+        host.done = torch.zeros(LAYERS, 2, dtype=torch.int64)
+        model(**batch(0)).loss.backward()
+        optimizer.step()
+
+        def second_rank() -> None:
+            HostUpdates.wait(host)  # the first rank's part is done
+            waited.set()
+            host.done[0, 1] = 1
+
+        late = threading.Thread(target=second_rank)
+        late.start()
+        host.await_layer(0)
+        assert waited.is_set()
+        late.join()
+        host.done[1, 1] = FAILED
+        with pytest.raises(RuntimeError, match="a rank of this host could not update layer 1"):
+            streamed.wait()
+        host.done[:, 1] = 1
+
+
+@pytest.mark.usefixtures("group")
+def test_a_failed_block_is_told_to_the_other_ranks():
+    model = llama(torch.bfloat16)
+    streamed = SharedModel(model, model.model.layers, CPU, Host())
+    with closing(SharedAdamW(groups_of(model), streamed, lr=RATE)) as optimizer:
+        optimizer.host.blocks[1][0] = None
+        model(**batch(0)).loss.backward()
+        optimizer.step()
+        with pytest.raises(TypeError):
+            streamed.wait()
+        assert optimizer.host.done[1].tolist() == [FAILED]
+
+
+def train_shared(rank: int, store: str, weights: str) -> None:
+    """One of two ranks: a bad batch, an evaluation behind each step, a load in mid-run."""
+    os.environ["LOCAL_WORLD_SIZE"] = "2"
+    torch.set_num_threads(1)
+    dist.init_process_group("gloo", store=dist.FileStore(store, 2), rank=rank, world_size=2)
+    model = llama(torch.bfloat16)
+    streamed = SharedModel(model, model.model.layers, CPU, Host())
+    with closing(SharedAdamW(groups_of(model), streamed, lr=RATE, max_norm=MAX_NORM)) as optimizer:
+        schedule = falling(optimizer)
+        for step in range(5):
+            (model(**batch(2 * step + rank)).loss * (torch.nan if step == 1 else 1)).backward()
+            optimizer.step()
+            schedule.step()
+            if step == 2:
+                model.load_state_dict(llama(torch.bfloat16, initializer_range=0.05).state_dict())
+            if rank == step % 2:  # one is late
+                with torch.no_grad():
+                    model(**batch(9))
+        streamed.wait_for_all()
+        if rank == 1:
+            torch.save([p.detach().clone() for p in model.parameters()], weights)
+        dist.barrier()
+    dist.destroy_process_group()
+
+
+def test_two_ranks_of_a_host_have_the_bits_of_one_with_two_microbatches(tmp_path):
+    store, weights = str(tmp_path / "store"), str(tmp_path / "weights")
+    ranks = torch.multiprocessing.start_processes(
+        train_shared, (store, weights), nprocs=2, join=False, start_method="spawn"
+    )
+    model = llama(torch.bfloat16)
+    reference = Resident(model)
+    for step in range(5):
+        bad = torch.nan if step == 1 else 1
+        losses = [model(**batch(2 * step + rank)).loss * bad for rank in range(2)]
+        reference.step(*losses, mean_in=torch.bfloat16)
+        if step == 2:
+            other = llama(torch.bfloat16, initializer_range=0.05)
+            model.load_state_dict(other.state_dict())
+            for master, parameter in zip(reference.masters, reference.parameters, strict=True):
+                master.data.copy_(parameter)
+    while not ranks.join():
+        pass
+    assert all(map(torch.equal, torch.load(weights), model.parameters()))
+
+
 # The host's memory
 
 
@@ -544,7 +644,8 @@ def snippets(page: str) -> list[str]:
     return found
 
 
-PASTED = ["three_streams", "activation_offload", "weight_streaming", "streamed_model", "whole_step"]
+STOCK = ("streamed_model", "whole_step", "one_copy_a_host")  # pages that take a stock Llama
+PASTED = ["three_streams", "activation_offload", "weight_streaming", *STOCK]
 
 
 @pytest.mark.parametrize("name", PASTED)
@@ -552,11 +653,9 @@ def test_what_a_reader_copies_runs(name):
     """With what is said to be the reader's own; it trains, and leaves no group."""
     device = torch.accelerator.current_accelerator(check_available=True) or CPU
     torch.manual_seed(0)
-    model = (
-        llama() if name in ("streamed_model", "whole_step") else linear(16, 24, 24, 16).to(device)
-    )
+    model = llama() if name in STOCK else linear(16, 24, 24, 16).to(device)
     before = [parameter.detach().cpu().clone() for parameter in model.parameters()]
-    made = batch if name in ("streamed_model", "whole_step") else lambda _: torch.randn(2, 16)
+    made = batch if name in STOCK else lambda _: torch.randn(2, 16)
     batches = [made(seed) for seed in range(3)]
     optimizer = torch.optim.AdamW(model.parameters())
 
@@ -581,6 +680,10 @@ def test_what_a_reader_copies_runs(name):
         "window": 1 << 16,
     }
     snippet, *_ = snippets((PAGES / f"{name}.py").read_text())
+    if name == "one_copy_a_host":
+        dist.init_process_group("gloo", store=dist.HashStore(), rank=0, world_size=1)
     exec(compile(snippet, name, "exec"), yours)
+    if name == "one_copy_a_host":
+        dist.destroy_process_group()
     assert not any(map(torch.equal, before, (p.cpu() for p in model.parameters())))
     assert not dist.is_initialized()

@@ -357,7 +357,7 @@ if __name__ == "__main__":
 #
 # Known limits
 # ------------
-# * Each rank keeps and updates all weights of the layers. Several ranks of a host do it several times.
+# * Each rank keeps and updates all weights of the layers; :doc:`one_copy_a_host` shares them.
 # * Every rank must take the same steps: a mean over ranks is a collective.
 # * With weights in bf16 and ``gradient_dtype`` unset, sums of microbatches are rounded to bf16 each time,
 #   as ``parameter.grad`` is anywhere.

@@ -1,0 +1,354 @@
+"""
+One copy a host: ranks share weights, Adam's state and its work
+===============================================================
+
+Several ranks of one host would each keep all weights of the layers on it, with masters and moments,
+and each update all of them. This recipe keeps **one copy a host**, in memory that all of its ranks
+map, and each rank updates its part. The model gets the bits of one rank that takes all batches as
+microbatches.
+
+.. code-block:: python
+
+   from one_copy_a_host import Host, SharedAdamW, SharedModel
+
+   streamed = SharedModel(model, layers, device, Host())  # layers: model.model.layers, say
+   optimizer = SharedAdamW(model.parameters(), streamed, lr=1e-3, max_norm=1.0)
+   for batch in batches:
+       inputs = {name: tensor.to(device) for name, tensor in batch.items()}
+       model(**inputs).loss.backward()
+       optimizer.step()
+   streamed.wait()
+   optimizer.close()
+
+It is not worth it for one rank a host: :doc:`whole_step` is the same then.
+
+.. grid:: 1 1 2 2
+
+   .. grid-item-card:: What you learn
+
+      * memory that several ranks map, without a file and without ``/dev/shm``
+      * who may write what, and how the others know that it is written
+      * what to wait for before a load
+
+   .. grid-item-card:: What you need
+
+      * PyTorch 2.9 or later, Linux, ``torchrun`` or ``LOCAL_WORLD_SIZE`` set
+      * ``whole_step.py`` and what it imports
+
+.. verification-badge::
+
+The idea
+--------
+
+Gradients are averaged over all ranks before they leave the device, so every rank has all of them,
+in memory of its own. A rank updates every *n*-th block of a layer, and the weights of that block in
+the shared memory. Then it says so, by a number in shared memory that only it writes. Before a rank
+loads a layer it waits for the numbers of all:
+
+.. lanes:: Schematic. Two ranks update two layers; each loads a layer when both have updated it.
+
+   rank 0 host: 0-4 half of 0; 4-8 half of 1
+   rank 1 host: 0-5 half of 0; 5-10 half of 1
+   rank 0 H2D:  5-7 0 ~; 10-12 1 ~
+   rank 1 H2D:  5-7 0 ~; 10-12 1 ~
+
+Nobody writes weights that another rank still reads. A step updates layers when the norm of all
+gradients is known, and it is known when every rank has computed its last backward.
+"""
+
+# %%
+# Imports and sizes
+# -----------------
+# ``whole_step.py`` has the optimizer; this page shares what it keeps.
+
+import mmap
+import os
+import re
+import threading
+import time
+from collections.abc import Iterable, Iterator
+from contextlib import closing, contextmanager
+from copy import deepcopy
+from pathlib import Path
+
+import torch
+import torch.distributed as dist
+import whole_step as whole
+from torch.nn.utils import clip_grads_with_norm_
+from whole_step import adam, streaming
+
+FAILED = -1  # in place of the number of updates
+POLL_S = 1e-4  # seconds between two looks at what other ranks have done
+
+# %%
+# Memory of all ranks
+# -------------------
+# An anonymous file (``memfd_create``) has no name, needs no mount, and is gone with the last rank
+# that maps it, however it ends. The others open it through ``/proc``, while the first still holds it
+# open.
+
+
+class Host:
+    """The ranks of this host. Every rank of the job must make one, and call what waits alike."""
+
+    def __init__(self) -> None:
+        size = int(os.environ.get("LOCAL_WORLD_SIZE", "1"))
+        self.group, _ = dist.new_subgroups(size, backend="gloo")
+        self.rank, self.ranks = dist.get_rank(self.group), size
+
+    def barrier(self) -> None:
+        dist.barrier(self.group)
+
+    def memory(self, nbytes: int) -> mmap.mmap:
+        """The same memory on all ranks of the host."""
+        file = os.memfd_create("one_copy_a_host") if self.rank == 0 else -1
+        where = [f"/proc/{os.getpid()}/fd/{file}"]
+        dist.broadcast_object_list(where, group=self.group, group_src=0)
+        file = file if self.rank == 0 else os.open(where[0], os.O_RDWR)
+        os.ftruncate(file, nbytes)
+        memory = mmap.mmap(file, nbytes)
+        self.barrier()  # the first rank keeps the file open until here
+        os.close(file)
+        return memory
+
+    @contextmanager
+    def shares(self) -> Iterator[None]:
+        """Host buffers made in here are shared."""
+        buffer = streaming.node.HostBuffer
+        private, buffer.memory = buffer.memory, staticmethod(self.memory)
+        try:
+            yield
+        finally:
+            buffer.memory = staticmethod(private)
+            self.barrier()  # every rank has filled them, all with the same values
+
+
+# %%
+# A model whose weights are shared
+# --------------------------------
+# Each layer's weights move from a rank's own memory to that of all. All ranks write the same values,
+# those of the first, so it does not matter who is last. Loading a state waits for all ranks before
+# and behind: one that is ahead must not write what another still reads.
+
+
+class SharedModel(streaming.StreamedModel):
+    """A streamed model of which a host holds one copy.
+
+    Args:
+        model, layers, device, settings: as for ``StreamedModel``; weights become those of rank 0.
+        host: its ranks. ``model.load_state_dict`` must be called by all of them, or by none.
+    """
+
+    def __init__(self, model, layers: Iterable, device, host: Host, **settings) -> None:
+        self.host = host
+        for parameter in model.parameters():
+            dist.broadcast(parameter.data, 0)
+        super().__init__(model, layers, device, **settings)
+        for layer in self.layers:
+            with host.shares():
+                for number, own in enumerate(layer.weights):
+                    shared = streaming.node.HostBuffer(own.views, own.flat.dtype, device)
+                    shared.flat.copy_(own.flat)
+                    named = dict(layer.module.named_parameters())
+                    for name, view in shared.views.items():
+                        named[name].data = view
+                    layer.weights[number] = shared
+                    own.close()
+        self.hooks += [
+            model.register_load_state_dict_pre_hook(lambda *_: self.wait_for_all()),
+            model.register_load_state_dict_post_hook(lambda *_: host.barrier()),
+        ]
+
+    def wait_for_all(self) -> None:
+        """Wait until no rank of the host reads or writes shared memory."""
+        self.wait()
+        self.host.barrier()
+
+
+# %%
+# An update in parts
+# ------------------
+# ``done[layer, rank]`` counts the updates of a layer that a rank has ended. A step that is skipped
+# counts as well. What goes wrong on one rank is raised by all: a rank that waited for a part that
+# does not come would wait for ever.
+
+
+class SharedUpdates(adam.HostUpdates):
+    """Updates this rank's blocks of each layer, in memory of all ranks of the host."""
+
+    def __init__(self, streamed: SharedModel, group_of: dict, threads: int | None = None) -> None:
+        self.host, self.lock, layers = streamed.host, threading.Lock(), len(streamed.layers)
+        with self.host.shares():
+            super().__init__(streamed, group_of, threads)
+            memory = self.host.memory(8 * max(1, layers) * self.host.ranks)
+        self.blocks = [blocks[self.host.rank :: self.host.ranks] for blocks in self.blocks]
+        self.done = torch.frombuffer(memory, dtype=torch.int64).view(-1, self.host.ranks)
+        self.announced = [0] * layers
+
+    def announce(self, layers: Iterable[int], settings: list[dict]) -> dict:
+        announced = super().announce(layers, settings)
+        for layer, update in announced.items():
+            self.announced[layer] += 1
+            update.left, update.number = len(self.blocks[layer]), self.announced[layer]
+        return announced
+
+    def start(self, announced: dict, steps: float, scale: float = 1.0) -> None:
+        super().start(announced, steps, scale)
+        for layer, update in announced.items():
+            if not self.blocks[layer]:
+                self.done[layer, self.host.rank] = update.number
+
+    def drop(self, announced: dict, error: BaseException | None = None) -> None:
+        for layer, update in announced.items():
+            self.done[layer, self.host.rank] = FAILED if error else update.number
+        super().drop(announced, error)
+
+    def update_block(self, layer: int, number: int, update: adam.LayerUpdate) -> None:
+        try:
+            super().update_block(layer, number, update)
+        except BaseException:
+            self.done[layer, self.host.rank] = FAILED
+            raise
+        with self.lock:
+            update.left -= 1
+            if update.left == 0:
+                self.done[layer, self.host.rank] = update.number
+
+    # The training thread
+
+    def await_others(self, layer: int) -> None:
+        """Wait until every rank of the host has updated its part of a layer."""
+        while (self.done[layer] < self.announced[layer]).any():
+            if (self.done[layer] == FAILED).any():
+                raise RuntimeError(f"a rank of this host could not update layer {layer}")
+            time.sleep(POLL_S)
+
+    def await_layer(self, layer: int) -> None:
+        super().await_layer(layer)
+        self.await_others(layer)
+
+    def wait(self) -> None:
+        super().wait()
+        [self.await_others(layer) for layer in self.updates]
+
+
+class SharedAdamW(whole.HostAdamW):
+    """``HostAdamW`` for a ``SharedModel``; ``load_state_dict``: by all ranks of a host, or by none."""
+
+    updates = SharedUpdates
+
+    def load_state_dict(self, state_dict: dict) -> None:
+        self.streamed.wait_for_all()
+        super().load_state_dict(state_dict)
+        self.streamed.host.barrier()
+
+
+# %%
+# Run it, and prove it
+# --------------------
+# One rank takes the batches of all ranks as microbatches, adds their gradients in fp32 and rounds
+# the mean once. All weights must have its bits, on every rank, through a step that is skipped. (From
+# three ranks on, the library chooses the order of additions; a device's Adam rounds in another way
+# than the host's: then they must be close.)
+#
+# ``Pss`` in ``/proc/self/smaps`` counts a page that *n* processes map as the *n*-th part of one. So
+# the sum over the ranks says how often the host holds what they share.
+
+
+def train_alone(model: torch.nn.Module, device: torch.device) -> None:
+    """Ordinary training on the batches of all ranks, with the steps of ``whole_step.py``."""
+    masters = {p: torch.nn.Parameter(p.detach().float()) for p in model.parameters()}
+    groups, ranks = streaming.groups_of(masters.values()), dist.get_world_size()
+    optimizer = torch.optim.AdamW(groups, fused=True, **streaming.SETTINGS)
+    schedule, in_order = streaming.schedule_of(optimizer), [p for g in groups for p in g["params"]]
+    for step in range(whole.STEPS):
+        for rank in range(ranks):
+            loss = streaming.loss_of(model, 1000 * rank + step, device)
+            (loss * (torch.nan if step == whole.BAD_STEP else 1)).backward()
+            for p, master in masters.items():
+                master.grad = p.grad.float() + (0 if rank == 0 else master.grad)
+            model.zero_grad()
+        for p, master in masters.items():
+            master.grad = (master.grad / ranks).to(p.dtype).float()
+        norm = torch.linalg.vector_norm(torch.stack([p.grad.norm() for p in in_order]))
+        if norm.isfinite():
+            clip_grads_with_norm_(in_order, whole.MAX_NORM, norm)
+            optimizer.step()
+        schedule.step()
+        for p, master in masters.items():
+            p.data.copy_(master)
+
+
+def bytes_held(host: Host) -> tuple[int, int]:
+    """Of what the ranks share: what one rank maps, and what the host holds of it."""
+    maps = Path("/proc/self/smaps").read_text()
+    ours = r"one_copy_a_host.*?\nSize: +(\d+) kB.*?\nPss: +(\d+) kB"
+    mapped, held = zip(*re.findall(ours, maps, re.DOTALL), strict=True)
+    total = torch.tensor(sum(map(int, held)))
+    dist.all_reduce(total, group=host.group)
+    return 1024 * sum(map(int, mapped)), 1024 * total.item()
+
+
+def main() -> None:
+    device = streaming.node.start_rank()
+    try:
+        torch.manual_seed(0)
+        model = streaming.Model().bfloat16()
+        ordinary = deepcopy(model).to(device)
+        streamed = SharedModel(model, model.encoder.layers, device, Host())
+        groups, trained = streaming.groups_of(model.parameters()), model.encoder.parameters()
+        options = streaming.SETTINGS | {"max_norm": whole.MAX_NORM}
+        with closing(SharedAdamW(groups, streamed, **options)) as optimizer:
+            whole.train(optimizer, device)
+            streamed.wait_for_all()
+            assert optimizer.skipped == 1
+            mapped, held = bytes_held(streamed.host)
+            assert held <= mapped and mapped >= 14 * sum(p.numel() for p in trained)
+        train_alone(ordinary, device)
+        exact = device.type == "cpu" and dist.get_world_size() <= 2
+        for ours, theirs in zip(model.parameters(), ordinary.parameters(), strict=True):
+            close = {"rtol": 0, "atol": 0 if exact else whole.ON_DEVICE}
+            torch.testing.assert_close(ours.to(device), theirs, **close)
+        print(f"{dist.get_world_size()} ranks map {mapped} bytes, the host holds {held}")
+        print(f"{whole.STEPS} steps: the weights of one rank that takes all batches")
+    finally:
+        dist.destroy_process_group()
+
+
+if __name__ == "__main__":
+    main()
+
+# %%
+# What breaks if you remove a line
+# --------------------------------
+# Each edit was made and run when this page was built.
+#
+# .. recipe-controls::
+#
+# Memory
+# ------
+# A host with :math:`n` ranks, for :math:`P` parameters of layers: weights in bf16, masters and moments
+# once, :math:`14\,P` bytes, and each rank's gradients, :math:`2\,n\,P`. While the model is taken, each
+# rank holds its weights in memory of its own as well.
+#
+# When it is not worth it
+# -----------------------
+# * One rank a host.
+# * The state fits the devices in parts: shard it (FSDP2), and leave it there.
+#
+# Known limits
+# ------------
+# * Gradients are averaged by an all-reduce of fp32 between the devices, and each rank stores all of
+#   them, though it updates a part.
+# * Shared memory has large pages only where the system allows it
+#   (``/sys/kernel/mm/transparent_hugepage/shmem_enabled``); without, locking takes longer.
+# * A rank that dies leaves the others waiting for its part, until ``torchrun`` ends them.
+# * Ranks of a host must be numbered one after the other, as ``torchrun`` does.
+# * A change of weights by other means than ``load_state_dict`` needs ``wait_for_all()`` before, by all
+#   ranks, and ``reload()`` and a barrier behind it.
+# * Other processors than x86-64 may need a fence between a part and its number.
+#
+# Further reading
+# ---------------
+# * `memfd_create <https://man7.org/linux/man-pages/man2/memfd_create.2.html>`__
+# * `Proportional set size <https://man7.org/linux/man-pages/man5/proc_pid_smaps.5.html>`__
