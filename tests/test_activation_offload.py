@@ -201,6 +201,16 @@ def test_parameters_and_their_views_stay(recipe, trained):
         outputs.sum().backward()
 
 
+def test_casts_of_parameters_under_autocast_stay(recipe):
+    layer, x = nn.Linear(WIDTH, WIDTH), activation()
+    with offloading(recipe, smallest=NBYTES // 4) as offload:
+        with offload.saving(), torch.autocast("cpu", torch.bfloat16):
+            y = layer(x)  # saves the casts of x and of the weight
+        assert layer.weight.nbytes // 2 >= offload.smallest
+        assert offload.wanted == NBYTES // 2, "the cast of x alone"
+        y.sum().backward()
+
+
 def test_what_is_asked_for_stays(recipe):
     x = activation()
     for stay, wanted in (((), 2 * NBYTES), ([x], NBYTES)):

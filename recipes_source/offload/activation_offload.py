@@ -42,9 +42,9 @@ saved *last*. That is what backward wants first: it should stay anyway.
 In your training
 ----------------
 
-Around the forward of a model of yours; this file imports two others, ``host_layers.py`` and
-``host_layers.py``. Budget and window are bytes: a window of what two layers save is enough, and
-after a forward with a budget of 0 ``offload.wanted`` says how much a budget can use.
+Around the forward of a model of yours; this file imports ``host_layers.py``. Budget and window are
+bytes: a window of what two layers save is enough, and after a forward with a budget of 0
+``offload.wanted`` says how much a budget can use.
 
 .. code-block:: python
 
@@ -83,14 +83,10 @@ TOY = {"window": 24 << 10, "smallest": 512}  # bytes, for the small layers of th
 # %%
 # The unit is a storage
 # ---------------------
-# Autograd saves tensors, memory is held by *storages*. Three views of one projection are three
-# saved tensors and one storage; a transposed view is not contiguous and its storage is. So storages
-# are what is copied: as plain bytes, each **once**, however often and in whatever shape it was
-# saved. A handle remembers its view of it, strides included, so that backward runs the kernels that
-# it would have run.
-#
-# A storage is known here as long as a handle refers to it, that is until autograd has run, or
-# dropped, every node that saved it.
+# Autograd saves tensors, memory is held by *storages*: three views of one projection are three saved
+# tensors and one storage. So storages are copied, as plain bytes, each **once**. A handle remembers
+# its view, strides included, so that backward runs the kernels that it would have run. A storage is
+# known here until autograd has run, or dropped, every node that saved it.
 
 
 class Storage:
@@ -111,6 +107,13 @@ def unchanged(tensor: torch.Tensor, saved: int, latest: int) -> torch.Tensor:
     return tensor
 
 
+def cast_of(tensor: torch.Tensor) -> torch.Tensor:
+    """The leaf of which a tensor is a cast, as autocast makes them of weights; else the tensor."""
+    node = tensor.grad_fn
+    cast = node is not None and node.name() == "ToCopyBackward0"
+    return getattr(node.next_functions[0][0], "variable", tensor) if cast else tensor
+
+
 def view_of(memory: torch.UntypedStorage, dtype: torch.dtype, *layout) -> torch.Tensor:
     """A tensor in ``memory``; ``layout`` is offset, size and stride, or nothing for all of it."""
     return torch.empty(0, dtype=dtype, device=memory.device).set_(memory, *layout)
@@ -123,37 +126,28 @@ def total(storages: Iterable[Storage]) -> int:
 # %%
 # The hooks
 # ---------
-# ``pack`` leaves alone what is not worth a copy or must not be copied: parameters (a copy would
-# free nothing, for the module holds them; every ``Linear`` saves a transposed *view* of its weight,
-# which is recognised by its base), small tensors, tensors elsewhere, and what bytes and strides do
-# not describe: subclasses, sparse tensors, the lazily conjugated view ``x.conj()``. Nor does it
-# copy parts of a storage that are no views of the whole, such as ``unsafe_chunk`` makes: each has a
-# version of its own, so that no copy of the whole is known to hold all of them.
+# ``pack`` leaves alone what is not worth a copy or must not be copied: parameters (every ``Linear``
+# saves a transposed *view* of its weight, which is recognised by its base) and their casts, which
+# autocast keeps, small tensors, tensors elsewhere, what bytes and strides do not describe, and parts of a storage that are no views of the
+# whole, such as ``unsafe_chunk`` makes.
 #
 # Without hooks, autograd raises where backward reads a saved tensor that was changed in place. With
-# hooks it cannot tell, so ``unchanged`` compares the versions there: the one that was saved, and
-# the latest that the device held. A tensor that backward is done with may be changed.
+# hooks it cannot tell, so ``unchanged`` compares versions there.
 #
 # Five edges order the copies; *compute* is the stream that forward and backward run on:
 #
 # 1. ``ready``: the copy to the host waits until compute has written the tensor.
 # 2. ``stored``: before the last reference to a source is dropped, **compute** waits until it has
-#    been copied. Its memory then goes back to the pool of the compute stream, and whatever is
-#    allocated there next is written behind the copy. This is what ``record_stream`` would do, but
-#    at a point that the program chooses: when more than ``window`` bytes are on their way.
+#    been copied; whatever is allocated in its memory next is written behind the copy. The program
+#    chooses when: as soon as more than ``window`` bytes are on their way.
 # 3. ``free``: memory for a storage that comes back is allocated on compute, so the copy waits for
 #    what compute was still doing with it. By edge 2, this is behind the copy to the host as well.
 # 4. ``loaded``: compute waits for the copy back, right before it reads.
 # 5. Before the pool is used again, compute waits for copies back that nobody has read: those of a
-#    part of the graph that had no backward. Until then they stay on the device, but the window
-#    counts only what backward has not passed, so that they do not keep the rest from coming early.
+#    part of the graph that had no backward.
 #
 # The host waits for nothing. Edge 2 makes the *device* wait where the link is slower than forward:
 # this is what keeps its memory bounded.
-#
-# Streams and events belong to the device that is **current** when they are made, whatever device
-# the tensors are on. Activations on another device would be copied in no order at all, so a device
-# that is not the current one is refused: call ``torch.accelerator.set_device_index`` first.
 
 
 class ActivationOffload:
@@ -216,7 +210,11 @@ class ActivationOffload:
         plain = type(tensor) is torch.Tensor and tensor.layout == torch.strided and not special
         memory = tensor.untyped_storage() if plain and tensor.device == self.device else None
         whole = memory and self.smallest <= memory.nbytes() == base.nbytes
-        if not whole or isinstance(base, nn.Parameter) or memory.data_ptr() in self.staying:
+        if (
+            not whole
+            or isinstance(cast_of(base), nn.Parameter)
+            or memory.data_ptr() in self.staying
+        ):
             return tensor, tensor._version
         storage = self.known[memory]() if memory in self.known else None
         if storage is None or storage.version != tensor._version:
@@ -304,9 +302,8 @@ class ActivationOffload:
 # Run it, and prove it
 # --------------------
 # Every gradient must have the bits of the run that keeps everything on the device: with a pool of
-# exactly the size that is needed, which a forward with a budget of 0 tells, and with half of it.
-# ``logged`` is a figure for the log whose graph nobody runs backward, as happens with metrics: what
-# was loaded for it is never read.
+# exactly the size that is needed, and with half of it. ``logged`` is a figure whose graph nobody
+# runs backward, as happens with metrics: what was loaded for it is never read.
 
 
 def build_layers() -> Iterator[nn.Module]:
@@ -357,33 +354,10 @@ if __name__ == "__main__":
 # %%
 # What it buys
 # ------------
-# A stack of transformer layers, forward and backward, in a device's memory that was limited as on a
-# smaller card. ``activation_offload_half`` has a budget for half of what is saved. ``checkpoint``
-# recomputes every layer, by ``torch.utils.checkpoint``, and copies nothing;
-# ``checkpoint_activation_offload`` does so too and copies the layers' inputs. The longest sequence
-# is the longest of a fixed list that ran.
-#
-# .. result-figure:: activation_offload
-#    :rows: resident activation_offload activation_offload_half checkpoint
-#           checkpoint_activation_offload
+# Layers of a stock Llama, forward and backward. Below ``checkpoint``, each layer runs again in
+# backward, and the layers' inputs go to the host; ``selective`` keeps what attention returned.
 #
 # .. result-table:: activation_offload
-#    :rows: resident activation_offload activation_offload_half checkpoint
-#           checkpoint_activation_offload
-#
-# Without recomputation the link is the wall here: it copies all the time, one way in forward, the
-# other in backward, and the kernels wait for it. Half of the budget takes away about half of what
-# that costs, and half of the memory that it frees. It stays further from its bound: the copies have
-# only the first layers to run beside, and the bound lets them run beside all.
-#
-# Recomputation is faster here and reaches further, to the end of the list with and without copies.
-# To copy the layers' inputs as well costs no time, and frees nothing at the tokens of this table:
-# memory is at its peak at the end of backward, when all gradients are there and the inputs are
-# gone. It frees memory where the inputs outweigh the gradients: with layers of width :math:`d`, from
-# :math:`12\,d` tokens on. With wider layers or longer sequences recomputation may be the slower one
-# (see below).
-#
-# .. timeline:: activation_offload resident activation_offload checkpoint_activation_offload
 #
 # What breaks if you remove a line
 # --------------------------------
@@ -412,12 +386,9 @@ if __name__ == "__main__":
 #
 #    12\,d + T \;\ge\; 16\,\frac{F}{B}
 #
-# * Below that the link is the wall, and the step takes as long as the copies do. Backward computes
-#   twice as much for the same bytes, so it is hidden from half of that on. A smaller budget, which
-#   leaves the last layers' activations on the device, shortens both.
-# * Recomputation (``torch.utils.checkpoint``) is cheaper where a layer computes faster than the
-#   link carries what it saves. Put this class around a checkpointed model, and only the layers'
-#   inputs move: :math:`2\,d` bytes a token instead of :math:`32\,d`.
+# * Below that the link is the wall, and recomputation (``torch.utils.checkpoint``) is cheaper. Put
+#   this class around a checkpointed model, and only the layers' inputs move: :math:`2\,d` bytes a
+#   token. That frees memory where the inputs outweigh the gradients: from :math:`12\,d` tokens on.
 # * The step fits the device: nothing is gained.
 # * Forward without backward: use ``torch.no_grad()``, which saves nothing.
 #
@@ -428,18 +399,14 @@ if __name__ == "__main__":
 #   and quantized tensors, lazily conjugated or negated views (``x.conj()``).
 # * ``fully_shard`` frees gathered weights without a wait for a copy that may still read them. None
 #   is copied if it is saved as a parameter or a view of one; ``weight.detach()`` is neither.
-# * A storage is copied as a whole, even if a small view of a large one was saved. Parts of one that
-#   are not views stay on the device (``unsafe_chunk``, some compiled kernels, ``view.detach()``).
-# * A batch that you keep is copied like everything else, though that frees nothing: add it to
-#   ``stay``.
-# * A saved tensor that is changed in place is an error, as without hooks, when backward reads it,
-#   and none if backward has read it or never does. After the device let go of it a change is
-#   harmless, and no error: backward uses the copy.
-# * A part of a graph that gets no backward, such as that of a metric, is copied back as well if
-#   more was saved after it, and what came back stays on the device until the next forward.
+# * Under autocast the cast of a weight that is not trained is copied: no graph tells whose it is.
+# * A storage is copied as a whole, even if a small view of a large one was saved.
+# * A batch that you keep is copied like everything else: add it to ``stay``.
+# * A part of a graph that gets no backward is copied back as well if more was saved after it, and
+#   stays on the device until the next forward.
 # * The pool is used from its start again only when no graph needs it. A loss or a metric that is
-#   kept without a backward (keep ``metric.detach()``), or a forward that always begins before the
-#   backward of the one before, fills it step by step, until everything stays on the device.
+#   kept without a backward (keep ``metric.detach()``) fills it step by step, until everything stays
+#   on the device.
 # * ``retain_graph=True`` keeps on the device what was loaded.
 #
 # Further reading

@@ -311,6 +311,9 @@ if __name__ == "__main__":
 #
 #    (2 + 4 + 8) + (4 + 8 + 2) = 28 \text{ bytes a parameter.}
 #
+# .. result-table:: offload_step
+#    :rows: host
+#
 # What breaks if you remove a line
 # --------------------------------
 # Each edit was made and run when this page was built. CPU streams do nothing, so a missing wait

@@ -26,9 +26,8 @@ streamed.
 The idea
 --------
 
-A transformer block has a dozen parameters, some of them a few kilobytes. Copied one by one, each
-pays for its own launch, and the small ones never reach the speed of the link. Side by side in one
-flat tensor they move together:
+Copied one by one, each parameter of a block pays for its own launch, and the small ones never reach
+the speed of the link. Side by side in one flat tensor they move together:
 
 .. lanes:: Schematic. One layer of six parameters, copied one by one and as one flat buffer.
 
@@ -77,18 +76,15 @@ BATCH, TOKENS, LAYERS, STEPS = 2, 8, 3, 3  # sequences a step, tokens of each; l
 # from its cause. So a refusal to lock is followed by a kernel of no use, which takes the report.
 #
 # A process that forks, as a ``DataLoader`` may do for its workers, shares its memory with the child
-# until one of them writes, and the writer gets a copy. The device would go on with the original: it
-# knows locked pages by their physical address. Kernels that know of this copy all locked pages for
-# each child, others may part the process from its device. ``MADV_DONTFORK`` spares the child these
-# pages.
+# until one of them writes, and the writer gets a copy; the device would go on with the original.
+# ``MADV_DONTFORK`` spares the child these pages.
 #
 # A page that nobody has used yet is given out when it is first touched, and locking touches one
 # after the other. So the pages are filled before, by all threads: several times faster. Large pages
 # are fewer to find, for the driver, and later for the host's Adam.
 #
-# Each part begins at a multiple of 256 elements. This is where a CUDA allocator would let a tensor
-# of its own begin, so matrix products meet the alignment they meet in a model that is resident, and
-# choose the same kernels. ``views_of`` lays the same parts over *any* flat tensor: the copy on the
+# Each part begins at a multiple of 256 elements, as a CUDA allocator would let it begin, so matrix
+# products choose the kernels that they choose in a model that is resident. ``views_of`` lays the same parts over *any* flat tensor: the copy on the
 # device, fp32 master weights, a sum of gradients.
 
 
@@ -283,14 +279,12 @@ def start_rank() -> torch.device:
 # %%
 # There and back
 # --------------
-# The plainest use: copy each layer's buffer to the device, run the module on the copy, send the
-# gradients back. ``functional_call`` runs a module with the tensors that it is given in place of
-# its parameters; autograd sees the flat copy as the one leaf of the layer, so even its gradient is
-# flat.
+# Copy each layer's buffer to the device, run the module on the copy, send the gradients back.
+# ``functional_call`` runs a module with the tensors that it is given in place of its parameters;
+# autograd sees the flat copy as the one leaf of the layer, so even its gradient is flat.
 #
-# ``non_blocking=True`` lets the host queue all of this without waiting. Then nobody knows when the
-# gradients have arrived, except the stream. So an event is recorded behind the copies, and the
-# host waits for **it** before it reads a gradient.
+# ``non_blocking=True`` lets the host queue all of this without waiting. So an event is recorded
+# behind the copies, and the host waits for **it** before it reads a gradient.
 
 
 def gradients_to_host(model: list[HostLayer], x: torch.Tensor) -> torch.Tensor:
@@ -332,9 +326,8 @@ def train(model: list[HostLayer], ordinary: nn.Module, device: torch.device) -> 
 
 # %%
 # The proof: the gradients in host memory have the bits of an ordinary backward on the device; the
-# optimizer, which knows only parameters, changes what the next step copies; the buffers have the
-# size of their tensors, up to alignment, and are locked where there is a GPU; and a layer that
-# cannot be streamed is refused with a reason.
+# optimizer changes what the next step copies; the buffers have the size of their tensors, up to
+# alignment; and a layer that cannot be streamed is refused with a reason.
 
 
 def main() -> None:
@@ -384,8 +377,7 @@ if __name__ == "__main__":
 #    b \sum_{p} \left\lceil n_p \right\rceil_{256} \;+\;
 #    b_\text{grad} \sum_{p\,\text{trained}} \left\lceil n_p \right\rceil_{256}
 #
-# Moving a model takes one layer more than that for a moment. If the layers come from a generator,
-# the host never holds the model twice.
+# Moving a model takes one layer more than that for a moment, if the layers come from a generator.
 #
 # Locking takes seconds for large models: do it once, before training.
 #
@@ -401,17 +393,14 @@ if __name__ == "__main__":
 # * A parameter that is not contiguous, such as a convolution's in ``channels_last``, is stored
 #   contiguously. Values are the same; another kernel may be chosen.
 # * The memory behind a parameter must stay the buffer. ``load_state_dict`` copies into it;
-#   ``load_state_dict(assign=True)``, ``layers.to(dtype)``, ``vector_to_parameters`` and
-#   ``parameter.data = ...`` do not, and the device goes on with the old weights without an error.
+#   ``load_state_dict(assign=True)``, ``layers.to(dtype)`` and ``parameter.data = ...`` do not, and
+#   the device goes on with the old weights without an error.
 # * Which parameters are trained is fixed when the layers are taken; ``requires_grad_`` has no
 #   effect afterwards.
 # * By default PyTorch refuses a ``grad`` of another dtype than its parameter, so
 #   ``hand_out_gradients`` raises with ``gradient_dtype``: read ``gradients[i].views`` instead, or
 #   set ``parameter.grad_dtype = None`` where PyTorch has it.
-# * Locked memory does not exist in a forked process: one that reads the weights there ends with a
-#   segmentation fault. Give it a clone, or start it with ``spawn``.
-# * Buffers that are dropped without ``close()`` are unlocked as well, but nobody then waits for
-#   copies that are still under way.
+# * Locked memory does not exist in a forked process: give it a clone, or start it with ``spawn``.
 # * ``DTensor`` parameters (FSDP2, tensor parallelism) are not taken apart: stream plain modules.
 # * Accelerators other than CUDA get pageable memory: the bits are right, the copies hold the host.
 #

@@ -25,17 +25,16 @@ asynchronous, and whom they hold if they are not.
 The idea
 --------
 
-"Is my copy asynchronous?" is two questions. *Does the host wait for it?* decides whether the next
-operation can be queued meanwhile. *Does the device wait for it?* decides whether the next kernel
-can run meanwhile. They have different answers:
+Whether the host waits for a copy decides whether the next operation can be queued meanwhile;
+whether the device waits for it, whether the next kernel can run meanwhile.
 
-* **Pageable memory holds the host.** The driver must put the data through page-locked memory of its
-  own, and ``cudaMemcpyAsync`` returns when it has done so, whatever ``non_blocking`` says.
-* **Page-locked ("pinned") memory** can be read by the device itself. ``non_blocking=True`` then
-  returns at once. Without it PyTorch waits right after the copy: this is the
-  ``cudaStreamSynchronize`` in your trace.
-* **One stream holds the device.** A stream does one thing after another. A copy that is queued on
-  the stream of the kernels runs between two kernels, never beside one.
+* **Pageable memory holds the host**, whatever ``non_blocking`` says: the driver puts the data
+  through page-locked memory of its own.
+* **Page-locked ("pinned") memory** is read by the device itself. ``non_blocking=True`` then returns
+  at once. Without it PyTorch waits right after the copy: the ``cudaStreamSynchronize`` in your
+  trace.
+* **One stream holds the device**: a copy on the stream of the kernels runs between two kernels,
+  never beside one.
 * **Three streams hold nobody.** A GPU has copy engines for each direction, beside its compute
   cores. Give each direction a stream of its own, and say by events what must wait for what.
 
@@ -71,12 +70,9 @@ SIDE_ON_CPU = 64
 # %%
 # The way everybody begins
 # ------------------------
-# One stream, and copies that are written as part of the computation. With pageable tensors, or
-# without ``non_blocking``, the host waits for each copy. With pinned tensors and
-# ``non_blocking=True`` the host runs ahead, but the device still does one thing after another.
-#
-# The result of a non-blocking copy to the host is there when the *device* has come that far. Python
-# does not know: reading ``result`` right after this function returns garbage, without an error.
+# One stream, and copies that are written as part of the computation. The result of a non-blocking
+# copy to the host is there when the *device* has come that far. Python does not know: reading
+# ``result`` right after this function returns garbage, without an error.
 
 
 def one_stream(
@@ -94,9 +90,8 @@ def one_stream(
 # %%
 # A slot and its three events
 # ---------------------------
-# A slot is device memory for one chunk: as it comes in, and as it goes out. Slots are allocated
-# once and used in turn, so that device memory does not grow with the number of chunks. Each slot
-# has three events, one for each hand-over:
+# A slot is device memory for one chunk: as it comes in, and as it goes out. Slots are used in turn,
+# so device memory does not grow with the number of chunks. Three events, one for each hand-over:
 #
 # * ``ready``: the input has arrived. Compute may read it.
 # * ``done``: compute has read the input and written the output. The input may be overwritten, and
@@ -125,12 +120,11 @@ class Slot:
 # ------------
 # Nothing in the loop waits: the host queues every chunk and goes on. ``a.wait_event(e)`` makes the
 # *stream* ``a`` wait, on the device. Read the loop as three programs that run at the same time, one
-# a stream; the events are the only thing that holds one of them until another has come far enough.
+# a stream, held by events alone.
 #
-# Why not ``record_stream``? It tells the allocator that another stream uses a tensor, so that the
-# tensor may be freed while it is in use. The memory then comes back when the allocator next asks
-# whether that stream has got there. A host that runs ahead allocates all its chunks before that:
-# right results, and device memory that depends on timing. Slots that are never freed need neither.
+# With ``record_stream`` a tensor may be freed while another stream uses it, and its memory comes
+# back when the allocator next asks. A host that runs ahead allocates all its chunks before that:
+# right results, and device memory that depends on timing. Slots that are never freed do without.
 #
 # Streams and events belong to the device that is **current** when they are made, whatever device
 # the tensors are on. A weight on another device would be computed with in no order at all, so it is
@@ -208,13 +202,10 @@ class Pipeline:
 #   ``(Pageable -> Device)``, and the stream it ran on. If kernels run on that stream too, the copy
 #   holds the device.
 # * Each call of the runtime (``cudaMemcpyAsync``, ``cudaStreamSynchronize``) lasts as long as it
-#   kept the host. The verdict calls the host held if these calls took more than half of the time
-#   that the copies took on the device.
-# * The kernels say what ran meanwhile: ``hidden_share`` is the part of the copies' time during
-#   which one did. A stream of its own allows overlap, it does not promise it.
-#
-# One thing is easily misread: ``.item()`` after an asynchronous copy waits too, for the number. The
-# copy is innocent, and the verdict still says that the host was held.
+#   kept the host: held, if these calls took more than half of the copies' time on the device. An
+#   ``.item()`` counts as well.
+# * ``hidden_share`` is the part of the copies' time during which a kernel ran. A stream of its own
+#   allows overlap, it does not promise it.
 
 
 @dataclass(frozen=True)
@@ -302,9 +293,8 @@ def beside(copy: dict, kernels: list[dict]) -> float:
 # %%
 # Run it, and prove it
 # --------------------
-# The pipeline runs twice, so that slots are used again within a call and between calls. Its results
-# must be those of the serial version, bit by bit. Then each way is judged. What a device must show
-# is asserted; on the CPU there is no device copy, and the verdict says so.
+# The pipeline runs twice, so that slots are used again. Its results must be those of the serial
+# version, bit by bit. Then each way is judged; on the CPU there is no device copy to judge.
 
 
 def main() -> None:
@@ -349,11 +339,10 @@ if __name__ == "__main__":
 # %%
 # What it buys
 # ------------
-# The same chunks, in each of the ways. ``Host held`` is the time until the call returned: the host
-# could do nothing else. ``Bound`` is what the link and the kernels allow: the slowest of the three
-# lanes, plus the first copy in and the last one out, which nothing can hide. A time a little below
-# it says that a rate of the link was read too low. Where a copy takes longer than the kernel, as
-# here, no pipeline hides all copies behind kernels; the two directions then hide each other.
+# The same chunks, in each of the ways. ``Host held`` is the time until the call returned. ``Bound``
+# is what the link and the kernels allow: the slowest of the three lanes, plus the first copy in and
+# the last one out. Where a copy takes longer than the kernel, as here, the two directions hide each
+# other.
 #
 # .. result-figure:: three_streams
 #    :rows: pageable pageable_non_blocking pinned_blocking one_stream three_streams
@@ -361,24 +350,13 @@ if __name__ == "__main__":
 # .. result-table:: three_streams
 #    :rows: pageable pageable_non_blocking pinned_blocking one_stream three_streams record_stream
 #
-# A picture of each, from a profile of one call. The lane ``host`` shows when a copy or a wait holds
-# the Python thread. These two hold it all the time, and with it everything:
+# From a profile of one call; the lane ``host`` shows when a copy or a wait holds the Python thread:
 #
-# .. timeline:: three_streams pageable pinned_blocking
+# .. timeline:: three_streams pageable one_stream three_streams
 #
-# These two return at once. The first holds the device, which does one thing after another; the
-# second holds nobody:
-#
-# .. timeline:: three_streams one_stream three_streams
-#
-# **Both directions at once** is what the link calls duplex. Below the table are the rates of one
-# direction alone and of both together. Duplex is nearly, not exactly, twice the traffic: plan a
-# pipeline that loads and stores at the same time with the duplex rates.
-#
-# ``record_stream``, the last row, is the same pipeline with new device tensors for every chunk,
-# each marked for the streams that use it: as fast, and the memory that it reserves is a matter of
-# how far the host ran ahead. ``Reserved`` is what the allocator took from the driver for a way:
-# nothing where it found room in what it already had.
+# Plan a pipeline that loads and stores at the same time with the duplex rates below the table.
+# ``record_stream`` is the same pipeline with new device tensors for every chunk: as fast, and the
+# memory that it reserves is a matter of how far the host ran ahead.
 #
 # What breaks if you remove a line
 # --------------------------------
@@ -395,17 +373,12 @@ if __name__ == "__main__":
 #
 #    \text{slots} \cdot (\text{bytes of an input} + \text{bytes of an output})
 #
-# On the host, all sources and results are pinned. If that is too much, two pinned slots a direction
-# do, and a thread that fills and empties them; it must wait on the host (``event.synchronize()``)
-# before it touches one. PyTorch's allocator rounds each pinned tensor up to a power of two.
+# On the host, all sources and results are pinned, each rounded up to a power of two.
 #
 # When it is not worth it
 # -----------------------
-# * A lane that is much longer than the two others hides them, and is not hidden by anything. If a
-#   chunk's copy in takes ten times its computation and little is copied out, three streams gain
-#   about a tenth.
-# * Small chunks: where a copy takes no longer than the host takes to launch it, pack several
-#   tensors into one copy.
+# * A lane that is much longer than the two others is not hidden by anything.
+# * Small chunks: pack several tensors into one copy.
 # * Data that fits the device: leave it there.
 #
 # Known limits
@@ -413,8 +386,8 @@ if __name__ == "__main__":
 # * ``is_my_copy_asynchronous`` reads the names that the CUDA profiler gives. Kernels and copies
 #   that a CUDA graph launches are counted; other accelerators name theirs differently.
 # * Copies within the device and between devices (``DtoD``, ``PtoP``) are not judged.
-# * Pageable sources on a system where the device reads all host memory by itself (NVIDIA Grace
-#   Hopper) behave differently from what is said here.
+# * Where the device reads all host memory by itself (NVIDIA Grace Hopper), pageable memory behaves
+#   in another way.
 # * The pipeline pins nothing by itself: pinning takes longer than copying, so do it once.
 #
 # Further reading
@@ -424,8 +397,7 @@ if __name__ == "__main__":
 # * `CUDA semantics: streams
 #   <https://docs.pytorch.org/docs/stable/notes/cuda.html#cuda-streams>`__
 # * `CUDA: API synchronization behavior
-#   <https://docs.nvidia.com/cuda/cuda-runtime-api/api-sync-behavior.html>`__, what a copy from
-#   pageable memory does to the host
+#   <https://docs.nvidia.com/cuda/cuda-runtime-api/api-sync-behavior.html>`__
 # * `record_stream keeps memory longer than needed
 #   <https://github.com/pytorch/pytorch/issues/147168>`__
 # * `Pinned blocks are rounded up to a power of two

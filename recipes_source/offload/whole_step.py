@@ -336,6 +336,8 @@ if __name__ == "__main__":
 #
 #    B + \max(F, U), \qquad\text{and with in\_backward}\quad \max(B + F, U).
 #
+# .. result-table:: offload_step
+#
 # What breaks if you remove a line
 # --------------------------------
 # Each edit was made and run when this page was built. CPU streams do nothing, so a missing wait
