@@ -20,6 +20,7 @@ job goes on with the others, or with a new one, from the newest checkpoint that 
 
 .. code-block:: bash
 
+    export TORCH_DISABLE_SHARE_RDZV_TCP_STORE=1          # see "Starting it"
     torchrun --nnodes=1:2 --nproc-per-node=8 --max-restarts=3 --rdzv-id=run --rdzv-backend=c10d \\
         --rdzv-endpoint=host0:29400 train.py         # the same line on every host
 
@@ -286,6 +287,10 @@ if __name__ == "__main__":
 # ``--local-addr``, ``GLOO_SOCKET_IFNAME``, ``NCCL_SOCKET_IFNAME``, and ``--rdzv-conf is_host=1`` on the one
 # that keeps the rendezvous, ``is_host=0`` on the others.
 #
+# For a **new** host to join, torch 2.13 needs ``TORCH_DISABLE_SHARE_RDZV_TCP_STORE=1`` on all. Without
+# it the oldest torchrun publishes its address in the first round alone; a host that is new in a
+# later round waits for it a minute, and then the whole job ends with a ``DistStoreError``.
+#
 # How soon a loss is noticed is yours to set: the ``timeout`` of ``init_process_group``, ``DEADLINE_S``
 # of :doc:`overlapped_stager`, and ``last_call_timeout`` in ``--rdzv-conf``, which is how long a restart
 # waits for more hosts.
@@ -296,6 +301,7 @@ if __name__ == "__main__":
 #
 #     #SBATCH --nodes=2 --ntasks-per-node=1 --gpus-per-node=8 --requeue --signal=TERM@120
 #     head=$(scontrol show hostnames "$SLURM_JOB_NODELIST" | head -n 1)
+#     export TORCH_DISABLE_SHARE_RDZV_TCP_STORE=1
 #     srun --kill-on-bad-exit=0 torchrun --nnodes=1:2 --nproc-per-node=8 --max-restarts=3 \
 #         --rdzv-id="$SLURM_JOB_ID" --rdzv-backend=c10d --rdzv-endpoint="$head:29400" train.py
 #
@@ -326,6 +332,7 @@ if __name__ == "__main__":
 #             image: your/image
 #             command: [torchrun, --nnodes=1:2, --nproc-per-node=8, --max-restarts=3, --rdzv-id=run,
 #                       --rdzv-backend=c10d, --rdzv-endpoint=run-0.run:29400, train.py]
+#             env: [{name: TORCH_DISABLE_SHARE_RDZV_TCP_STORE, value: "1"}]
 #             resources: {limits: {nvidia.com/gpu: 8}}
 #             volumeMounts: [{name: local, mountPath: /local}]
 #           volumes: [{name: local, hostPath: {path: /var/lib/run}}]

@@ -1,0 +1,57 @@
+"""A job on two hosts loses its link, then a host, and ends as if nothing had been."""
+
+import json
+import os
+import re
+import shutil
+import subprocess
+import sys
+from pathlib import Path
+
+import pytest
+from selection import REPO
+
+DATA = REPO / "tests" / "data"
+NAMESPACES = ["unshare", "-nm" if os.geteuid() == 0 else "-Urnm"]
+
+
+def why_not() -> str | None:
+    if missing := [name for name in ("unshare", "nsenter", "ip") if not shutil.which(name)]:
+        return f"{', '.join(missing)} not installed (util-linux, iproute2)"
+    make = [*NAMESPACES, "sh", "-c", "mount -t tmpfs none /run && ip netns add a"]
+    tried = subprocess.run(make, capture_output=True, text=True)
+    return f"no network namespaces here: {tried.stderr.strip()}" if tried.returncode else None
+
+
+def test_a_link_is_cut_in_a_save_and_a_host_is_replaced(tmp_path: Path) -> None:
+    """Two torchruns; the first goes on alone; then a new host joins it, with an empty disk."""
+    if reason := why_not():
+        pytest.skip(reason)
+    command = [*NAMESPACES, sys.executable, DATA / "two_hosts.py", tmp_path]
+    done = subprocess.run(command, capture_output=True, text=True, timeout=280)
+    assert done.returncode == 0, done.stderr[:500] + done.stderr[-6000:]
+    print(json.loads(done.stdout.splitlines()[-1]))
+
+    logs = {host: (tmp_path / f"{host}.log").read_text() for host in "ab"}
+    resumed = [
+        (int(s), int(n)) for s, n in re.findall(r"a: resumed (\d+) on (\d) ranks", logs["a"])
+    ]
+    assert [ranks for _, ranks in resumed][:1] == [2] and (resumed[-1][1], resumed[0][0]) == (2, 0)
+    alone = [step for step, ranks in resumed if ranks == 1]
+    assert alone and alone[0] >= 5, f"it began anew: {resumed}"
+    assert resumed[-1][0] >= alone[0], f"the new host brought it back: {resumed}"
+
+    alone_all_along = {"RANK": "0", "WORLD_SIZE": "1", "MASTER_ADDR": "127.0.0.1", "HOST": "c"}
+    ended = subprocess.run(
+        [sys.executable, DATA / "two_hosts_train.py", tmp_path / "c"],
+        env={**os.environ, **alone_all_along, "MASTER_PORT": "0"},
+        capture_output=True,
+        text=True,
+        timeout=120,
+    )
+    bits = {
+        host: re.findall(r"ended with (.*)", text)
+        for host, text in {**logs, "c": ended.stdout}.items()
+    }
+    assert len(bits["c"]) == 1, ended.stderr[-3000:]
+    assert bits["a"] == bits["b"] == bits["c"], bits
