@@ -316,7 +316,7 @@ if __name__ == "__main__":
 # -----------------------
 # * The run is short, or its last checkpoint is of no more use than its first.
 # * Your storage commits by itself: an object store names an object when it is complete, and has no
-#   rename.
+#   rename. See :doc:`object_storage`.
 #
 # What it costs
 # -------------

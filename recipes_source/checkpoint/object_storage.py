@@ -2,7 +2,7 @@
 Checkpoints in an object store
 ==============================
 
-An object store has no rename, no directory and no lock, and the steps of :doc:`durable_saves` do not
+An object store has no rename, no directory and no lock, so the steps that make files durable do not
 carry over. It has two better things: an object is there whole or not at all, and a write can be told
 to fail if the name is taken. This recipe builds a commit on these two. It runs on whatever fsspec
 reaches; the tests run it against an S3 server.

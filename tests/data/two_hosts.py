@@ -7,12 +7,13 @@ with ``-Urnm``. Everything that it makes ends with it.
 import json
 import os
 import shutil
-import signal
 import subprocess
 import sys
 import time
 from collections.abc import Callable
 from pathlib import Path
+
+import psutil
 
 SCRIPT = Path(__file__).with_name("two_hosts_train.py")
 ADDRESSES = {"a": "10.77.0.1", "b": "10.77.0.2"}
@@ -58,16 +59,10 @@ def start(host: str) -> None:
 
 def kill(host: str) -> None:
     """Everything of that host at once, as when its power goes."""
-    ended = subprocess.run(["pgrep", "-s", str(jobs[host].pid)], capture_output=True, text=True)
-    for process in {*ended.stdout.split(), *workers(jobs[host].pid)}:
-        os.kill(int(process), signal.SIGKILL)
+    agent = psutil.Process(jobs[host].pid)
+    for process in (agent, *agent.children(recursive=True)):
+        process.kill()
     jobs[host].wait()
-
-
-def workers(pid: int) -> list[str]:
-    children = subprocess.run(["pgrep", "-P", str(pid)], capture_output=True, text=True)
-    below = children.stdout.split()
-    return below + [other for child in below for other in workers(int(child))]
 
 
 def said(host: str, text: str) -> list[str]:
