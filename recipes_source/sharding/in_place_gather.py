@@ -62,51 +62,74 @@ a block called alone, publishes for itself.
 
 import types
 from collections.abc import Sequence
+from dataclasses import dataclass
+from itertools import accumulate
 
 import peer_memory
 import torch
 import torch.distributed as dist
+from torch import nn
 from torch.distributed.fsdp import FSDPModule, MixedPrecisionPolicy
+from torch.utils._pytree import tree_leaves
 
 BATCH, STEPS = 8, 4  # samples per rank and step
-ALIGNMENT = 512  # bytes, of each shard in the published copy
+ALIGNMENT, GRAIN = 512, 8 << 20  # bytes, of each weight in a slot and of a slot
 SMALL = 1 << 18  # bytes: smaller shards go by one kernel instead of a copy each
 
 # %%
-# The published copy
-# ------------------
-# All is laid out at the first gather, behind whatever you did to the model before: meta-device
-# initialisation, loads, casts. FSDP2 keeps each full weight as the shards of all ranks one behind
-# the other, in a storage that it frees and allocates again; views of it are made once, so that a
-# gather is one ``copy_`` a weight and rank. Norms and biases of a unit share one kernel.
+# Memory that units share
+# -----------------------
+# A unit's full weights lie where they did in the step before: autograd keeps views of them, and a
+# view cannot be moved. Units that are never needed together can lie in the same place. A unit gets
+# its ``Slot`` when it is first gathered: one that is free and was last given away more than
+# ``ahead`` units ago, else a new one. A stack of equal blocks needs :math:`1 + \text{ahead}`.
 #
-# Freed memory is the trap. A weight's storage comes from the allocator of the compute stream, which
-# may still be computing with what lay there. The copies run on another stream and must wait for it.
-# And whoever publishes reads weights: the compute stream waits, lest an update overtake it.
+# Where two units of one slot are needed after all, a prefetch waits until it is a demand, and a unit
+# outside forward and backward gets a slot of its own. In between there is no way out but an error.
+#
+# FSDP2 keeps each full weight as the shards of all ranks one behind the other. A gather casts this
+# rank's shards to their place, passes a barrier, and copies the others' shards from where they were
+# cast to. Views are made once: a gather is one kernel for all casts, one ``copy_`` a weight and
+# peer, and one kernel for all norms and biases.
+#
+# **One barrier is enough.** Who fills a slot again has passed the barrier of the gather between;
+# every other rank has reached that one too, and so has queued before it the copies of the gather
+# before. If there was no gather between, there is a barrier more.
 
 
-def dtype_of(p) -> torch.dtype:
-    """What a parameter is gathered in."""
-    return p.param_dtype or p.orig_dtype
+@dataclass(eq=False)
+class Slot:
+    """Memory of full weights, by rank, for all units that share it."""
+
+    of_ranks: list[torch.Tensor]  # bytes
+    number: int  # of the unit that it was last given to
+    group: object = None  # whose weights are in it
+    in_forward: int = 0  # in which forward they were gathered
+    exclusive: bool = False  # its unit keeps it until the end of backward
+
+    def busy(self) -> bool:
+        group = self.group
+        return group is not None and (group.is_unsharded or group._all_gather_result is not None)
 
 
-class PublishedCopy:
-    """The shards of all units in the dtype that is gathered, where the other ranks read them."""
+class Gathers:
+    """The slots of all units of one model, and the stream of their gathers."""
 
     def __init__(self, groups: Sequence, memory: peer_memory.PeerMemory, ahead: int) -> None:
         self.groups, self.memory, self.ahead = groups, memory, ahead
         self.streams = torch.get_device_module(memory.device)
         self.stream = self.streams.Stream(priority=-1)
-        self.parameters = [p for group in groups for p in group.fsdp_params]
-        self.slots: list[torch.Tensor] = []
-        self.in_forward, self.stale = False, True
-        self.gathers = self.published = 0
+        self.slots: list[Slot] = []
+        self.last: Slot | None = None  # of the last gather
+        self.given = self.gathers = self.kept = self.forwards = 0
+        self.in_forward = False
         self.order: list[FSDPModule] | None = []  # of the units, in the first forward
 
     @torch.compiler.disable
     def begin_forward(self, *_) -> None:
         self.drop()
-        self.in_forward = self.stale = True
+        self.in_forward = True
+        self.forwards += 1
 
     @torch.compiler.disable
     def end_forward(self, *_) -> None:
@@ -128,73 +151,80 @@ class PublishedCopy:
         return self.in_forward or torch._C._current_graph_task_id() != -1
 
     @torch.inference_mode(False)
-    def allocate(self) -> None:
-        """Memory, views and FSDP2's full weights, once: behind whatever the user did to the model."""
-        for group in self.groups:
-            group.lazy_init()
-        nbytes = [
-            p.padded_sharded_param_size.numel() * dtype_of(p).itemsize for p in self.parameters
+    def give(self, group, exclusive: bool = False) -> None:
+        """A slot for ``group``, and views of it; a new one is a slow collective."""
+        if group.slot is None:
+            group.lazy_init()  # behind whatever the user did to the model
+            self.given += 1
+        parameters, ranks = group.fsdp_params, self.memory.ranks
+        nbytes = [p.padded_sharded_param_size.numel() * dtype_of(p).itemsize for p in parameters]
+        places = [0, *accumulate(-(-ranks * n // ALIGNMENT) * ALIGNMENT for n in nbytes)]
+        size = -(-places[-1] // GRAIN) * GRAIN
+        fit = [
+            slot
+            for slot in self.slots
+            if not (slot.busy() or slot.exclusive or exclusive)
+            and self.given - slot.number > max(1, self.ahead)
+            and size <= slot.of_ranks[0].nbytes <= 2 * size
         ]
-        aligned = [-(-n // ALIGNMENT) * ALIGNMENT for n in nbytes]
-        of_ranks = [m.split(aligned) for m in self.memory.empty([sum(aligned)], torch.uint8)]
-        places = dict(zip(self.parameters, zip(nbytes, *of_ranks, strict=True), strict=True))
-        rank, ranks = self.memory.rank, self.memory.ranks
-        for group in self.groups:
-            copies, group.full = [], []
-            for p in group.fsdp_params:
-                size, *parts = places[p]
-                shards = [part[:size].view(dtype_of(p)) for part in parts]
-                self.slots.append(shards[rank])
-                p.init_all_gather_outputs(
-                    [len(shards[0])], [dtype_of(p)], ranks, self.memory.device
-                )
-                (full,) = p.all_gather_outputs
-                group.full.append((full.untyped_storage(), full.nbytes))
-                full.untyped_storage().resize_(full.nbytes)
-                p.init_unsharded_param()
-                rows = full.data.view(ranks, -1)  # .data: autograd does not see what fills it
-                for step in range(ranks):
-                    source = (rank + step) % ranks  # no two ranks read from one at a time
-                    copies.append((rows[source], shards[source]))
-                if group.is_sharded:
-                    p.free_unsharded_param()
-            small = [pair for pair in copies if pair[1].nbytes <= SMALL]
-            group.large = [pair for pair in copies if pair[1].nbytes > SMALL]
-            group.small = [list(tensors) for tensors in zip(*small, strict=True)]
-
-    def publish(self) -> None:
-        """On the stream of the gathers, between two barriers: nobody reads while anybody writes."""
-        self.memory.barrier()
-        torch._foreach_copy_(self.slots, [p._sharded_param_data for p in self.parameters])
-        self.memory.barrier()
-        self.published += 1
+        if not fit:
+            fit = [Slot(self.memory.empty([size], torch.uint8), 0, exclusive=exclusive)]
+            self.slots.append(fit[0])
+        group.slot = min(fit, key=lambda slot: slot.of_ranks[0].nbytes)
+        group.slot.number, group.own, copies = self.given, [], []
+        for p, n, place in zip(parameters, nbytes, places, strict=False):
+            flat = [t[place : place + ranks * n].view(dtype_of(p)) for t in group.slot.of_ranks]
+            rows = [t.data.view(ranks, -1) for t in flat]  # autograd does not see what fills it
+            rank = self.memory.rank
+            group.own.append(rows[rank][rank])
+            for step in range(1, ranks):
+                source = (rank + step) % ranks  # no two ranks read from one at a time
+                copies.append((rows[rank][source], rows[source][source]))
+            p.all_gather_outputs = [flat[rank]]
+            p.init_unsharded_param()
+            full = getattr(p._unsharded_param, "_local_tensor", p._unsharded_param)
+            full.data = flat[rank].as_strided(full.size(), full.stride(), flat[rank].storage_offset())
+            p.free_unsharded_param = lambda: None  # its memory is the slot's
+        small = [pair for pair in copies if pair[1].nbytes <= SMALL]
+        group.large = [pair for pair in copies if pair[1].nbytes > SMALL]
+        group.small = [list(tensors) for tensors in zip(*small, strict=True)]
 
     @torch.no_grad()
     def gather(self, group) -> None:
-        """Queue the copies of a unit's full weights behind all that the current stream does."""
-        if not self.slots:
-            self.allocate()
-        for storage, nbytes in group.full:
-            storage.resize_(nbytes)
-        current = self.streams.current_stream()
-        self.stream.wait_stream(current)  # which may still use that memory
-        if hasattr(group.comm_ctx, "all_gather_stream"):
-            self.stream.wait_stream(group.comm_ctx.all_gather_stream)
-        with self.streams.stream(self.stream):
-            if (self.stale and self.in_forward) or not self.in_step():
-                self.publish()
-                self.stale = False
-                current.wait_event(self.stream.record_event())  # weights may change behind it
-            for full, shard in group.large:
-                full.copy_(shard, non_blocking=True)
-            if group.small:
-                torch._foreach_copy_(group.small[0], group.small[1])
-            event = self.stream.record_event()
+        """Queue the gather of a unit's full weights behind all that the current stream does."""
+        if group.slot is None:
+            self.give(group)
+        slot, current = group.slot, self.streams.current_stream()
+        forward = group._training_state.name == "FORWARD" and self.in_forward
+        backward = group._training_state.name == "PRE_BACKWARD"
+        if slot.group is group and slot.in_forward == self.forwards and backward:
+            event = current.record_event()  # nothing has taken its place since the forward
+            slot.in_forward, self.kept = 0, self.kept + 1
+        else:
+            self.stream.wait_stream(current)  # which may still compute with what the slot has
+            if hasattr(group.comm_ctx, "all_gather_stream"):
+                self.stream.wait_stream(group.comm_ctx.all_gather_stream)
+            with self.streams.stream(self.stream):
+                if slot is self.last:
+                    self.memory.barrier()  # others may still copy from it
+                torch._foreach_copy_(group.own, [p._sharded_param_data for p in group.fsdp_params])
+                self.memory.barrier()
+                for full, shard in group.large:
+                    full.copy_(shard, non_blocking=True)
+                if group.small:
+                    torch._foreach_copy_(group.small[0], group.small[1])
+                event = self.stream.record_event()
+            self.last, slot.group, self.gathers = slot, group, self.gathers + 1
+            slot.in_forward = self.forwards if forward else 0
         under_way = {"all_gather_event": event, "all_gather_work": None}
         group._all_gather_result = types.SimpleNamespace(**under_way)
-        self.gathers += 1
-        if self.order is not None and self.in_forward:
+        if self.order is not None and forward:
             self.order.append(group.modules[0])
+
+
+def dtype_of(p) -> torch.dtype:
+    """What a parameter is gathered in."""
+    return p.param_dtype or p.orig_dtype
 
 
 # %%
@@ -205,39 +235,83 @@ class PublishedCopy:
 #
 # A unit that was gathered ahead and did not run (an evaluation that leaves early) must not be found
 # later with weights of then: what is under way is dropped when a forward begins and ends.
+#
+# A unit whose inputs have no gradient, an encoder's first say, is full until the end of backward: it
+# shares its slot with none. An embedding's backward needs no weights, so it is not gathered for it.
 
 
 class InPlaceGather:
     """Methods of an FSDP2 group of parameters, in place of its own."""
 
+    slot: Slot | None = None
+    in_graph = False  # a backward may come that has views of the slot
+    refused = False  # a prefetch found the slot in use
+
     def unshard(self, async_op: bool = False) -> None:
-        backward = self._training_state.name == "PRE_BACKWARD"
-        if not self.copy.in_step():
+        if not self.all.in_step():
             self.drop()  # weights may have changed since
         there = self._all_gather_result is not None or self.is_unsharded
-        if not there and (self.unshard_in_backward or not backward):
-            self.copy.gather(self)
+        backward = self._training_state.name == "PRE_BACKWARD"
+        if there or (backward and not self.unshard_in_backward):
+            return
+        self.refused = self.slot is not None and self.slot.busy()
+        if not self.refused:
+            self.all.gather(self)
 
     def wait_for_unshard(self) -> None:
+        if self.refused:
+            if self.slot.busy():
+                self.make_room()
+            self.refused = False
+            self.all.gather(self)
         if self.copied():
             self._to_unsharded()
+            self.in_graph |= self._training_state.name == "FORWARD" and torch.is_grad_enabled()
+
+    def make_room(self) -> None:
+        """Have the slot for this unit, or another one.
+
+        Raises:
+            RuntimeError: another unit is in it, and autograd knows where this one is.
+        """
+        other = self.slot.group
+        if not other.is_unsharded:
+            other.drop()
+        elif not self.in_graph:
+            self.all.give(self, exclusive=True)
+        else:
+            names = [type(group.modules[0]).__name__ for group in (self, other)]
+            raise RuntimeError(
+                f"{' and '.join(names)} are needed at the same time, which they were not in the "
+                "first forward: call gather_in_place with a larger `ahead`"
+            )
+
+    def pre_forward(self, module, args, kwargs):
+        graph = torch.is_grad_enabled() and self.unshard_in_backward and not self.in_graph
+        if graph and self.is_sharded and not (self.slot and self.slot.exclusive):
+            if not any(getattr(t, "requires_grad", False) for t in tree_leaves((args, kwargs))):
+                self.drop()
+                self.all.give(self, exclusive=True)  # full until the end of backward
+        return super().pre_forward(module, args, kwargs)
 
     def finalize_backward(self) -> None:
         self.drop()
+        self.in_graph = False
+        if self.slot:
+            self.slot.in_forward = 0
         super().finalize_backward()
 
     def drop(self) -> None:
-        """Free what was gathered and not used."""
-        if self.copied():
-            for p in self.fsdp_params:
-                p.free_unsharded_param()
+        """Forget what was gathered and not used."""
+        self.copied()
+        self.refused = False
 
     def copied(self) -> bool:
-        """Whether copies were under way; the current stream now waits for them."""
+        """Whether a gather was under way; the current stream now waits for it."""
         if self._all_gather_result is None:
             return False
         event, self._all_gather_result = self._all_gather_result.all_gather_event, None
-        self.copy.streams.current_stream().wait_event(event)
+        self.all.streams.current_stream().wait_event(event)
         return True
 
 
@@ -246,11 +320,11 @@ class InPlaceGather:
 # --------
 # Forward needs lists to prefetch by: without one FSDP2 relies on its host running ahead, and a gather
 # that waits for the compute stream would come too late. They are made from the order of the first
-# forward. More full units in flight cost memory; ``unit.set_reshard_after_forward(False)`` keeps
-# units over the turn-around, as in :doc:`fsdp2_settings`.
+# forward. The last units of a forward are the first of its backward: their weights are still in
+# their slots, and are not gathered again.
 
 
-def gather_in_place(model: FSDPModule, ahead: int = 2) -> PublishedCopy | None:
+def gather_in_place(model: FSDPModule, ahead: int = 2) -> Gathers | None:
     """Have every unit of ``model`` gather by peer copies, from its next forward on. Collective.
 
     Args:
@@ -258,7 +332,7 @@ def gather_in_place(model: FSDPModule, ahead: int = 2) -> PublishedCopy | None:
         ahead: units that forward gathers before they are needed; 0 leaves FSDP2's own settings.
 
     Returns:
-        What the peers read; None, after a warning that says why, if FSDP2 gathers as before.
+        The slots; None, after a warning that says why, if FSDP2 gathers as before.
 
     Raises:
         RuntimeError: nothing is sharded, or this PyTorch's FSDP2 is another one.
@@ -267,13 +341,16 @@ def gather_in_place(model: FSDPModule, ahead: int = 2) -> PublishedCopy | None:
     if not chosen:
         return None
     group = chosen[0].mesh_info.shard_process_group
-    copy = PublishedCopy(chosen, peer_memory.PeerMemory(group, chosen[0].device), ahead)
+    gathers = Gathers(chosen, peer_memory.PeerMemory(group, chosen[0].device), ahead)
     for group in chosen:
-        group.copy = copy
+        group.all = gathers
+        infos = [p._module_info for p in group.fsdp_params]
+        if all(type(m) is nn.Embedding for i in infos for m in (i.module, *i.shared_modules)):
+            group.unshard_in_backward = False
         peer_memory.become(group, InPlaceGather)
-    model.register_forward_pre_hook(copy.begin_forward, prepend=True)
-    model.register_forward_hook(copy.end_forward, always_call=True)
-    return copy
+    model.register_forward_pre_hook(gathers.begin_forward, prepend=True)
+    model.register_forward_hook(gathers.end_forward, always_call=True)
+    return gathers
 
 
 # %%
@@ -311,12 +388,12 @@ def prove(device: torch.device) -> None:
     for policy in (MixedPrecisionPolicy(), MixedPrecisionPolicy(torch.bfloat16, torch.float32)):
         expected = train(peer_memory.build(device, policy), device)
         model = peer_memory.build(device, policy)
-        copy = gather_in_place(model)
+        gathers = gather_in_place(model)
         assert peer_memory.same(train(model, device), expected), "not the bits of stock FSDP2"
-        if copy is not None:
-            assert copy.gathers > copy.published > STEPS, "FSDP2 gathered by itself"
-            size = sum(slot.nbytes for slot in copy.slots)
-            print(f"{copy.gathers} gathers of {size} published bytes a rank, every bit FSDP2's")
+        if gathers is not None:
+            assert gathers.gathers > STEPS * peer_memory.UNITS, "FSDP2 gathered by itself"
+            size = sum(slot.of_ranks[0].nbytes for slot in gathers.slots) >> 20
+            print(f"{gathers.gathers} gathers into {len(gathers.slots)} slots of {size} MiB in all")
 
 
 def main() -> None:
