@@ -4,11 +4,12 @@
     torchrun --nproc-per-node=2 benchmarks/fsdp_overlap.py --small --out /tmp/rehearsal  # on a CPU
 
     for way in fsdp2 fsdp2_in_place; do  # memory: a fresh process each
-        torchrun --nproc-per-node=2 benchmarks/fsdp_overlap.py --memory $way; done
-    torchrun --nproc-per-node=2 benchmarks/fsdp_overlap.py --bitwise 200
+        torchrun --nproc-per-node=2 benchmarks/fsdp_overlap.py --tasks memory_$way; done
+    torchrun --nproc-per-node=2 benchmarks/fsdp_overlap.py --tasks bitwise,losses,sums
+    python benchmarks/fsdp_overlap.py --join FOLDER  # rows measured elsewhere, of the present code
 
-Tasks run in order of importance (``--tasks`` names some); rows are written as they are known; the
-same command goes on where one was cut off.
+Tasks run in the order in which ``--tasks`` names them, by default that of ``TASKS``; rows are
+written as they are known; the same command goes on where one was cut off.
 
 How a number is made
 --------------------
@@ -28,17 +29,24 @@ that of the slowest rank.
 * ``peak_*_bytes``: of a fresh process for each way, which trains at one size after another.
 * ``bitwise_steps``: steps after which every weight and loss was that of stock FSDP2, bit by bit,
   under deterministic algorithms.
+* ``loss_difference``: from stock FSDP2's losses over ``losses_steps`` steps, the mean of the last
+  tenth; of a second stock run it is the noise.
+* ``sum_error``: of gradients against the sum of all ranks' in float64, root of the mean square, of
+  that of the sum. Beyond two ranks sums depend on their order.
 
 The synthetic stack (eight units of four bfloat16 matrices, one Adam in bfloat16) stays for one
 comparison: stock FSDP2 in place with a schedule of our own that needs no FSDP2.
 """
 
 import argparse
+import importlib
+import json
 import sys
 import time
 from collections.abc import Callable
-from dataclasses import asdict, dataclass
+from dataclasses import asdict, dataclass, field
 from datetime import timedelta
+from functools import partial
 from pathlib import Path
 
 import torch
@@ -100,7 +108,7 @@ class Way:
     note = ""
 
     def __init__(self, case: Case, device: torch.device, layers: int | None = None) -> None:
-        self.case = case
+        self.case, self.device = case, device
         self.model = workloads.llama(case.model, device, layers=layers)
         if case.activation_checkpointing:
             self.model.gradient_checkpointing_enable({"use_reentrant": False})
@@ -163,6 +171,39 @@ class InPlace(Way):
         self.pushed = in_place_reduce.reduce_in_place(self.model)
         if self.copy is None or self.pushed is None:
             raise RuntimeError("the ranks cannot read each other's memory")
+
+
+class MegatronFsdp(Way):
+    """NVIDIA's package; ``options`` as its guide for speed sets them."""
+
+    options: dict = {}
+    note = "megatron-fsdp, settings as they come, bfloat16 gradients, without clipping"
+
+    def shard(self) -> None:
+        package = importlib.import_module("megatron_fsdp")
+        unit = type(self.model.model.layers[0])
+        self.model = package.fully_shard_model(
+            module=self.model.to(torch.bfloat16),
+            fsdp_unit_modules=[unit],
+            fsdp_group_ag=dist.new_group(),
+            device=self.device,
+            **self.options,
+        )
+        self.model.get_input_embeddings = self.model.module.get_input_embeddings
+
+    def build_optimizer(self) -> torch.optim.Optimizer:
+        package = importlib.import_module("megatron_fsdp")
+        return package.fully_shard_optimizer(super().build_optimizer())
+
+    def loop(self, tokens: int) -> workloads.StockLoop:
+        loop = super().loop(tokens)
+        loop.clip = False
+        return loop
+
+
+class MegatronFsdpGuide(MegatronFsdp):
+    options = {"nccl_ub": True, "fsdp_double_buffer": True, "disable_symmetric_registration": True}
+    note = "megatron-fsdp, registered double buffers, no multicast, without clipping"
 
 
 class LocalCopies:
@@ -361,6 +402,8 @@ WAYS = {
     "fsdp2_tuned": Tuned,
     "fsdp2_reduce_group": ReduceGroup,
     "fsdp2_in_place": InPlace,
+    "megatron-fsdp": MegatronFsdp,
+    "megatron-fsdp-guide": MegatronFsdpGuide,
 }
 STACKS = {
     REFERENCE: StackWhole,
@@ -368,6 +411,43 @@ STACKS = {
     "fsdp2_in_place": StackInPlace,
     "prefetch_copy_engine": OwnSchedule,
 }
+
+
+# -- what to measure --------------------------------------------------------------------------
+
+
+@dataclass(frozen=True)
+class Windows:
+    """Ways in turn: about ``seconds`` on two GPUs, ``rounds`` of each size."""
+
+    seconds: float
+    ways: tuple[str, ...]
+    tokens: tuple[int, ...]
+    options: dict = field(default_factory=dict)
+    rounds: int = ROUNDS
+
+
+THREE = (REFERENCE, "fsdp2", "fsdp2_in_place")
+FOUR = (REFERENCE, "fsdp2_no_collectives", "fsdp2", "fsdp2_in_place")
+TASKS = {  # the most important first
+    "eager": Windows(75, FOUR, (4096, 12_288)),
+    "small": Windows(60, THREE, (1024, 2048)),
+    "compiled": Windows(75, THREE, (2048, 4096), {"compiled": True}, 6),
+    "compiled_small": Windows(50, THREE, (1024,), {"compiled": True}, 6),
+    "group": Windows(45, (REFERENCE, "fsdp2", "fsdp2_reduce_group"), (2048, 4096), {}, 6),
+    "tuned": Windows(60, (REFERENCE, "fsdp2_tuned", "fsdp2_in_place"), (4096, 2048, 12_288), {}, 6),
+    "large": Windows(80, THREE, (8192, 16_384), {}, 6),
+    "synthetic": Windows(70, tuple(STACKS), (2048, 1024), {"model": "synthetic", "loop": "free"}, 6),
+    "free": Windows(45, THREE, (1024, 2048), {"loop": "free"}, 6),
+    "bf16": Windows(50, THREE, (2048, 8192), {"reduce_dtype": "bfloat16"}, 6),
+    "recompute": Windows(60, THREE, (2048, 8192), {"activation_checkpointing": True}, 6),
+    "megatron": Windows(60, (REFERENCE, "fsdp2_in_place", "megatron-fsdp"), (2048, 8192), {}, 4),
+    "megatron_guide": Windows(60, (REFERENCE, "megatron-fsdp-guide"), (2048, 8192), {}, 4),
+    "four": Windows(110, (*FOUR, "fsdp2_tuned"), (2048, 4096), {}, 4),  # more GPUs than two
+    "four_long": Windows(60, THREE, (12_288,), {}, 4),
+}
+RECIPES = {name: way.recipes for name, way in (STACKS | WAYS).items()}
+VARIED = ("tokens", *Case.__dataclass_fields__)
 
 
 # -- windows ----------------------------------------------------------------------------------
@@ -385,11 +465,8 @@ class Run:
             raise ValueError("start at least two ranks: one has nothing to communicate")
         self.arguments, self.device = arguments, device
         self.started, self.agreement = time.perf_counter(), Agreement()
-        recipes = {name: way.recipes for name, way in (STACKS | WAYS).items()}
-        recipes |= {"prefetch_copy_engine": OwnSchedule.recipes}
         head = header("fsdp_overlap", device, self.workload(), {})
-        varied = ("tokens", *Case.__dataclass_fields__)
-        self.results = Results(arguments.out, head, recipes, varied)
+        self.results = Results(arguments.out, head, RECIPES, VARIED)
 
     def workload(self) -> dict:
         return {
@@ -410,7 +487,7 @@ class Run:
         key = self.results.key(empty)
         return next((r for r in self.results.data["rows"] if self.results.key(r) == key), empty)
 
-    def measured(self, ways: list[str], case: Case, sizes: list[int]) -> bool:
+    def measured(self, ways: tuple[str, ...], case: Case, sizes: list[int]) -> bool:
         rows = [self.row(name, case, tokens) for name in ways for tokens in sizes]
         return all("efficiency" in row for row in rows)
 
@@ -430,7 +507,9 @@ class Run:
         end.synchronize()
         return self.agreement.largest(begin.elapsed_time(end) / 1e3 / count)
 
-    def compare(self, ways: list[str], case: Case, sizes: list[int], rounds: int = ROUNDS) -> None:
+    def compare(
+        self, ways: tuple[str, ...], case: Case, sizes: list[int], rounds: int = ROUNDS
+    ) -> None:
         """Rows of ``ways``, the reference among them, in windows that take turns."""
         kinds = STACKS if case.model == "synthetic" else WAYS
         built = {name: kinds[name](case, self.device) for name in ways}
@@ -499,7 +578,17 @@ class Run:
             "peak_device_bytes": self.in_use() - before,  # the allocator still holds its peak
         }
 
-    def bitwise(self, steps: int) -> None:
+    def trained(self, name: str, steps: int, layers: int, tokens: int) -> tuple[Way, list[float]]:
+        way = WAYS[name](self.case(), self.device, layers=layers)
+        loop, losses = way.loop(tokens), []
+        for _ in range(steps):
+            loop.step()
+            losses.append(loop.loss)
+        say(self.started, f"{name}: losses {losses[0]} ... {losses[-1]}")
+        assert losses[0] != losses[-1], "nothing was learned, so nothing was compared"
+        return way, losses
+
+    def bitwise(self, steps: int, layers: int = 4) -> None:
         """Losses and weights of in place and stock FSDP2 after ``steps``, all bits.
 
         Raises:
@@ -507,25 +596,58 @@ class Run:
         """
         torch.use_deterministic_algorithms(True)
         torch.utils.deterministic.fill_uninitialized_memory = False
-        case, tokens, found = self.case(), self.sizes(512)[0], []
+        tokens, found = self.sizes(512)[0], []
         for name in ("fsdp2", "fsdp2_in_place"):
-            way = WAYS[name](case, self.device, layers=4)
-            loop, losses = way.loop(tokens), []
-            for _ in range(steps):
-                loop.step()
-                losses.append(loop.loss)
+            way, losses = self.trained(name, steps, layers, tokens)
             found.append((losses, {n: p.to_local().cpu() for n, p in way.model.named_parameters()}))
-            say(self.started, f"{name}: losses {losses[0]} ... {losses[-1]}")
-            del way, loop
+            del way
+        torch.use_deterministic_algorithms(False)
         (expected, weights), (losses, in_place) = found
         different = [n for n, (a, b) in enumerate(zip(losses, expected, strict=True)) if a != b]
         assert not different, f"losses differ from step {different[0]} on"
         for name, weight in weights.items():
             assert torch.equal(weight, in_place[name]), f"{name} differs"
-        assert losses[0] != losses[-1], "nothing was learned, so nothing was compared"
-        row = self.row("fsdp2_in_place", case, tokens)
-        self.results.add(row | {"note": "four layers", "bitwise_steps": steps})
+        row = self.row("fsdp2_in_place", self.case(), tokens)
+        self.results.add(row | {"note": f"{layers} layers", "bitwise_steps": steps})
         say(self.started, f"every bit of stock FSDP2 after {steps} steps")
+
+    def losses(self, steps: int, layers: int = 2) -> None:
+        """How far losses are from stock FSDP2's, beside those of a second stock run."""
+        tokens = self.sizes(512)[0]
+        _, expected = self.trained("fsdp2", steps, layers, tokens)
+        for name in ("fsdp2", "fsdp2_in_place"):
+            _, losses = self.trained(name, steps, layers, tokens)
+            apart = [abs(a - b) for a, b in zip(losses, expected, strict=True)]
+            tail = apart[-max(1, steps // 10) :]
+            known = {"losses_steps": steps, "loss_difference": sum(tail) / len(tail)}
+            row = self.row(name, self.case(), tokens) | {"last_loss": losses[-1]} | known
+            self.results.add({"note": f"{layers} layers"} | row)
+            say(self.started, f"{name}: {known}, at most {max(apart)}")
+
+    def sums(self, layers: int = 2) -> None:
+        """Errors of reduced gradients against the float64 sum of all ranks'."""
+        tokens, ranks = self.sizes(512)[0], dist.get_world_size()
+        for name in ("fsdp2", "fsdp2_in_place"):
+            way = WAYS[name](self.case(), self.device, layers=layers)
+            loop, square = way.loop(tokens), torch.zeros(2, dtype=torch.float64)
+            loop.step()
+            groups = peer_memory.param_groups(way.model)
+            parameters = [p for group in groups for p in group.fsdp_params]
+            whole: list = [None] * len(parameters)
+            for number, p in enumerate(parameters):
+                keep = partial(lambda n, kept, g: kept.__setitem__(n, g.double()), number, whole)
+                p.unsharded_param.register_hook(keep)
+            loop.forward_backward()
+            for p, gradient in zip(parameters, whole, strict=True):
+                dist.all_reduce(gradient)
+                expected = rows_of(gradient / ranks)
+                found = p.sharded_param.grad.to_local().double()
+                square += torch.stack([(found - expected).norm(), expected.norm()]).cpu() ** 2
+            error = (square[0] / square[1]).sqrt().item()
+            row = self.row(name, self.case(), tokens) | {"sum_error": self.agreement.largest(error)}
+            self.results.add({"note": f"{layers} layers"} | row)
+            say(self.started, f"{name}: error of sums {error:.3g}")
+            del way, loop, whole, groups, parameters
 
     def link(self) -> None:
         """Bytes a rank receives from its peers a second, by NCCL and by copies, nothing beside."""
@@ -553,34 +675,41 @@ class Run:
         return [64, 128][: len(tokens)] if self.arguments.small else list(tokens)
 
     def tasks(self) -> list[Task]:
-        """What to measure, the most important first."""
-        first = [REFERENCE, "fsdp2", "fsdp2_in_place"]
-        second = [REFERENCE, "fsdp2_no_collectives", "fsdp2_tuned", "fsdp2_in_place"]
-        group = [REFERENCE, "fsdp2", "fsdp2_reduce_group"]
-        all_stacks, bf16 = list(STACKS), {"reduce_dtype": "bfloat16"}
-        wanted: list[tuple[str, float, list[str], dict, tuple[int, ...], int]] = [
-            ("eager", 100, first, {}, (4096, 12_288, 1024, 2048), ROUNDS),
-            ("baselines", 40, second, {}, (4096,), 6),
-            ("compiled", 90, first, {"compiled": True}, (4096, 1024, 2048), 6),
-            ("long", 40, [REFERENCE, "fsdp2_no_collectives", "fsdp2_in_place"], {}, (12_288,), 6),
-            ("synthetic", 60, all_stacks, {"model": "synthetic", "loop": "free"}, (2048, 1024), 6),
-            ("free", 40, first, {"loop": "free"}, (1024, 2048), 6),
-            ("bf16", 40, first, bf16, (2048,), 6),
-            ("group", 40, group, {}, (2048, 4096), 6),
-            ("recompute", 50, first, {"activation_checkpointing": True}, (2048, 8192), 6),
-        ]
-        found = [Task("link", 5, self.link, lambda: bool(self.results.data["link"]))]
-        for name, seconds, ways, options, tokens, rounds in wanted:
-            case, sizes = self.case(**options), self.sizes(*tokens)
-            work = self.task(ways, case, sizes, 2 if self.arguments.small else rounds)
-            found.append(
-                Task(name, seconds, work, lambda w=ways, c=case, s=sizes: self.measured(w, c, s))
-            )
-        named = self.arguments.tasks
-        return [task for task in found if named is None or task.name in named]
+        """What was asked for, in that order, or all ``TASKS``."""
+        small = self.arguments.small
+        found = {
+            "link": Task("link", 5, self.link, lambda: bool(self.results.data["link"])),
+            "bitwise": Task("bitwise", 60, lambda: self.bitwise(5 if small else 200)),
+            "losses": Task("losses", 130, lambda: self.losses(20 if small else 1000)),
+            "sums": Task("sums", 25, self.sums),
+        }
+        for name, wanted in TASKS.items():
+            case, sizes = self.case(**wanted.options), self.sizes(*wanted.tokens)
+            rounds = 2 if small else wanted.rounds
+            work = partial(self.compare, wanted.ways, case, sizes, rounds)
+            done = partial(self.measured, wanted.ways, case, sizes)
+            found[name] = Task(name, wanted.seconds, work, done)
+        for name in WAYS:
+            found[f"memory_{name}"] = Task(f"memory_{name}", 20, partial(self.memory, name))
+        return [found[name] for name in self.arguments.tasks or ("link", *TASKS)]
 
-    def task(self, ways: list[str], case: Case, sizes: list[int], rounds: int) -> Callable:
-        return lambda: self.compare(ways, case, sizes, rounds)
+
+def join(folder: Path) -> None:
+    """Add the rows of ``folder``'s files to ours of the same name; theirs are of the present code.
+
+    Raises:
+        AssertionError: a row is of other code than ours.
+    """
+    for path in sorted((folder / "results").glob("fsdp_overlap.*.json")):
+        theirs = json.loads(path.read_text())
+        head = {k: v for k, v in theirs.items() if k not in ("rows", "code_sha256", "not_run")}
+        ours = Results(ROOT / "benchmarks", head, RECIPES, VARIED)
+        assert ours.path.name == path.name, f"{path.name} would become {ours.path.name}"
+        for row in theirs["rows"]:
+            for recipe, sha in ours.hashes(row["name"]).items():
+                assert theirs["code_sha256"][recipe] == sha, f"{recipe} has changed since"
+            ours.add(row)
+        print(f"{path.name}: {len(theirs['rows'])} rows joined, {len(ours.data['rows'])} in all")
 
 
 def main() -> None:
@@ -588,10 +717,11 @@ def main() -> None:
     parser.add_argument("--out", type=Path, default=ROOT / "benchmarks", help="results/ go here")
     parser.add_argument("--seconds", type=float, default=3600, help="begin no task that ends later")
     parser.add_argument("--tasks", type=lambda text: text.split(","), help="these alone")
-    parser.add_argument("--memory", choices=list(WAYS), help="measure this way's memory alone")
-    parser.add_argument("--bitwise", type=int, help="compare all bits after so many steps")
+    parser.add_argument("--join", type=Path, help="add this folder's results/ to ours")
     parser.add_argument("--small", action="store_true", help="a size for rehearsal on a CPU")
     arguments = parser.parse_args()
+    if arguments.join:
+        return join(arguments.join)
     device = torch.accelerator.current_accelerator(check_available=True) or torch.device("cpu")
     dist.init_process_group(timeout=COLLECTIVE_TIMEOUT)
     if device.type != "cpu":
@@ -599,13 +729,8 @@ def main() -> None:
         device = torch.device(device.type, dist.get_node_local_rank())
     try:
         run = Run(arguments, device)
-        if arguments.memory:
-            run.memory(arguments.memory)
-        elif arguments.bitwise:
-            run.bitwise(arguments.bitwise)
-        else:
-            until = run.agreement.from_rank_0(time.time() + arguments.seconds)
-            run_tasks(run.tasks(), run.results, until, run.agreement)
+        until = run.agreement.from_rank_0(time.time() + arguments.seconds)
+        run_tasks(run.tasks(), run.results, until, run.agreement)
     finally:
         dist.destroy_process_group()
 

@@ -23,17 +23,23 @@ def rows_of(folder: Path, *arguments: str) -> dict:
 
 def test_windows_of_all_ways_become_rows_and_a_second_run_adds_what_is_missing(tmp_path) -> None:
     first = rows_of(tmp_path, "--tasks", "eager")
-    assert {name for name, *_ in first} == {"no_communication", "fsdp2", "fsdp2_in_place"}
+    ways = {"no_communication", "fsdp2_no_collectives", "fsdp2", "fsdp2_in_place"}
+    assert {name for name, *_ in first} == ways
     row = first["fsdp2_in_place", "llama-tiny", 64]
     assert len(row["samples"]["window_s"]) == row["pairs"] == 2
     assert row["efficiency"] > 0 and row["speed_over_fsdp2"] > 0
+    assert row["speed_over_no_collectives"] > 0
     assert row["recipes"] == ["in_place_gather", "in_place_reduce"]
-    both = rows_of(tmp_path, "--tasks", "eager,baselines")
+    both = rows_of(tmp_path, "--tasks", "tuned,eager,synthetic")
     again = both["fsdp2_in_place", "llama-tiny", 64]
-    assert again["samples"] == row["samples"] and again["speed_over_no_collectives"] > 0
-    assert both["fsdp2_no_collectives", "llama-tiny", 64]["efficiency"] > 0
+    assert again["samples"] == row["samples"]
+    assert both["fsdp2_tuned", "llama-tiny", 64]["efficiency"] > 0
+    assert both["prefetch_copy_engine", "synthetic", 64]["efficiency"] > 0
 
 
 def test_every_bit_is_compared(tmp_path) -> None:
-    rows = rows_of(tmp_path, "--bitwise", "5")
-    assert rows["fsdp2_in_place", "llama-tiny", 64]["bitwise_steps"] == 5
+    rows = rows_of(tmp_path, "--tasks", "bitwise,losses,sums,memory_fsdp2_in_place")
+    row = rows["fsdp2_in_place", "llama-tiny", 64]
+    assert row["bitwise_steps"] == 5
+    assert row["loss_difference"] == 0 and row["losses_steps"] == 20
+    assert 0 <= row["sum_error"] < 1e-6

@@ -183,7 +183,9 @@ class Gathers:
             p.all_gather_outputs = [flat[rank]]
             p.init_unsharded_param()
             full = getattr(p._unsharded_param, "_local_tensor", p._unsharded_param)
-            full.data = flat[rank].as_strided(full.size(), full.stride(), flat[rank].storage_offset())
+            full.data = flat[rank].as_strided(
+                full.size(), full.stride(), flat[rank].storage_offset()
+            )
             p.free_unsharded_param = lambda: None  # its memory is the slot's
         small = [pair for pair in copies if pair[1].nbytes <= SMALL]
         group.large = [pair for pair in copies if pair[1].nbytes > SMALL]
@@ -287,11 +289,12 @@ class InPlaceGather:
             )
 
     def pre_forward(self, module, args, kwargs):
+        inputs = tree_leaves((args, kwargs))
+        alone = not any(getattr(t, "requires_grad", False) for t in inputs)
         graph = torch.is_grad_enabled() and self.unshard_in_backward and not self.in_graph
-        if graph and self.is_sharded and not (self.slot and self.slot.exclusive):
-            if not any(getattr(t, "requires_grad", False) for t in tree_leaves((args, kwargs))):
-                self.drop()
-                self.all.give(self, exclusive=True)  # full until the end of backward
+        if alone and graph and self.is_sharded and not (self.slot and self.slot.exclusive):
+            self.drop()
+            self.all.give(self, exclusive=True)  # full until the end of backward
         return super().pre_forward(module, args, kwargs)
 
     def finalize_backward(self) -> None:

@@ -57,6 +57,7 @@ stands one barrier, and behind that one kernel sums what all ranks have left in 
 # Imports and sizes
 # -----------------
 
+import importlib.util
 from collections import deque
 from collections.abc import Iterator
 
@@ -66,6 +67,8 @@ import torch.distributed as dist
 from torch.distributed.fsdp import FSDPModule, MixedPrecisionPolicy
 
 BATCH_BYTES = 128 << 20  # of gradients that are pushed between two barriers
+ALIGNMENT = 512  # bytes, of a slot's rows
+SMALL = 1 << 18  # bytes: smaller parts go by one kernel instead of a copy each
 WAITING = 2  # units whose gradients are kept until they have been pushed
 
 NAMES = """
@@ -108,12 +111,14 @@ class PushedGradients:
         self.under_way: deque = deque()
         self.retired: list = []
         self.calls = self.batches = 0
+        fused = memory.device.type == "cuda" and importlib.util.find_spec("triton") is not None
+        self.average = torch.compile(average, dynamic=True) if fused else average
 
     def slot(self, nbytes: int) -> list[torch.Tensor]:
         """The slot whose turn it is, by rank. Larger ones, which are rare, are a collective."""
         if not self.slots or self.slots[0][0].shape[1] < nbytes:
             self.retired.append(self.slots)  # others may still write to them
-            size = (self.memory.ranks, nbytes)
+            size = (self.memory.ranks, -(-nbytes // ALIGNMENT) * ALIGNMENT)
             self.slots = [self.memory.empty(size, torch.uint8) for _ in range(2)]
             self.plans.clear()
         return self.slots[self.batches % 2]
@@ -162,13 +167,21 @@ class PushedGradients:
                 part = grad[owner * numel : (owner + 1) * numel]  # the last may be short or empty
                 place[: len(part)].copy_(part, non_blocking=True)
         mine = [g[rank * n : (rank + 1) * n] for g, n in zip(flat, numels, strict=True)]
-        torch._foreach_copy_([p[: len(m)] for p, m in zip(places[rank], mine, strict=True)], mine)
+        mine = [(p[: len(m)], m) for p, m in zip(places[rank], mine, strict=True)]
+        for place, part in mine:
+            if part.nbytes > SMALL:
+                place.copy_(part, non_blocking=True)  # no kernel
+        if small := [pair for pair in mine if pair[1].nbytes <= SMALL]:
+            torch._foreach_copy_(*map(list, zip(*small, strict=True)))
         self.memory.barrier()
-        reduced = total if total.dtype == dtype else torch.empty_like(total, dtype=dtype)
         divisor = group.gradient_divide_factor or ranks
-        (torch.sum if divisor == 1 else torch.mean)(arrived, 0, dtype=dtype, out=reduced)
-        if reduced is not total:
-            total.copy_(reduced)
+        if divisor == ranks and dtype == total.dtype == torch.float32:
+            self.average(total, list(arrived))
+        else:
+            reduced = total if total.dtype == dtype else torch.empty_like(total, dtype=dtype)
+            (torch.sum if divisor == 1 else torch.mean)(arrived, 0, dtype=dtype, out=reduced)
+            if reduced is not total:
+                total.copy_(reduced)
         start = 0
         for p, numel in zip(parameters, numels, strict=True):
             shape, stride = p.sharded_size, p.contiguous_sharded_stride
@@ -188,6 +201,11 @@ class PushedGradients:
         """Let the compute stream wait for all but the last ``keep`` units; free their gradients."""
         while len(self.under_way) > keep:
             self.streams.current_stream().wait_event(self.under_way.popleft()[0])
+
+
+def average(total: torch.Tensor, rows: list[torch.Tensor]) -> None:
+    """The mean of ``rows`` in float32, into ``total``; compiled it is one pass."""
+    total.copy_(sum(row.float() for row in rows) / len(rows))
 
 
 def batches(taken: list) -> Iterator[list]:
