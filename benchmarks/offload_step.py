@@ -100,7 +100,7 @@ DEVICE_STATE = 24e9  # bytes of weights, gradients and optimizer state that the 
 LARGER_HOST_STATE = 96e9  # bytes that the host holds of the model that is larger than the device
 LARGER_SHARE = 0.72  # of the device's memory for state; the rest for logits and activations
 FIFTY = 50
-TEAMS, BLOCKS = (2, 4, 8, 16), (2**19, 2**20, 2**21, 2**22)
+TEAMS, BLOCKS = (1, 2, 4), (2**17, 2**18, 2**19, 2**20, 2**21)
 BOUND = "backward + max(forward, update) of this run"
 BOUND_IN_BACKWARD = "max(forward + backward, update) of this run"
 
@@ -354,10 +354,11 @@ class Benchmark:
         """Have ``layers`` updated by teams of so many cores, in blocks of so many parameters."""
         host_adam.TEAM, host_adam.BLOCK = team, block
         threads = host_adam.host_threads()
-        teams = max(1, threads // team)
+        host.teams = max(1, threads // team)
+        cores = (torch.set_num_threads, (threads // host.teams,))
         host.workers.shutdown()
         host.of_thread = threading.local()
-        host.workers = ThreadPoolExecutor(teams, "adam", torch.set_num_threads, (threads // teams,))
+        host.workers = ThreadPoolExecutor(host.teams, "adam", *cores)
         for layer in layers:
             host.blocks[layer] = host.cut(layer)
 
@@ -368,7 +369,7 @@ class Benchmark:
         jobs = {layer: LayerUpdate(still) for layer in layers}
         optimizer.host.start(jobs, steps=1)
         for job in jobs.values():
-            job.result()
+            job.ended.result()
 
     @staticmethod
     def multiply(optimizer: HostAdamW, layers: range) -> None:
@@ -379,9 +380,8 @@ class Benchmark:
 
     def sweep(self) -> None:
         ours, layers = Ours(self.size, self.device, 2, budget=0), range(2)
-        host, samples, as_it_is = ours.optimizer.host, {}, (host_adam.TEAM, host_adam.BLOCK)
-        moved = UPDATE_BYTES * ours.host_parameters
-        rates = {}
+        host, as_it_is = ours.optimizer.host, (host_adam.TEAM, host_adam.BLOCK)
+        moved, samples, rates = UPDATE_BYTES * ours.host_parameters, {}, {}
         for team in TEAMS:
             for block in BLOCKS:
                 self.set_teams(host, team, block, layers)

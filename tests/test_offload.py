@@ -361,10 +361,10 @@ def test_the_next_forward_begins_while_upper_layers_are_still_to_be_updated():
     with closing(whole(model, streamed := streamed_of(model), threads=1)) as optimizer:
         host, plain = optimizer.host, streamed.run
 
-        def update_lowest():
-            if host.due.queue[0][0] == LAYERS - 1:
+        def update_block(layer, *rest):
+            if layer == LAYERS - 1:
                 waited.append(began.wait(PATIENCE_S))
-            HostUpdates.update_lowest(host)
+            HostUpdates.update_block(host, layer, *rest)
 
         def run(index, *args):
             if optimizer.steps and index == 0:
@@ -372,7 +372,7 @@ def test_the_next_forward_begins_while_upper_layers_are_still_to_be_updated():
             return plain(index, *args)
 
         model(**batch(0)).loss.backward()
-        host.update_lowest, streamed.run = update_lowest, run
+        host.update_block, streamed.run = update_block, run
         optimizer.step()
         while not optimizer.steps:
             threading.Event().wait(0.01)

@@ -47,16 +47,15 @@ import os
 import threading
 from collections.abc import Callable, Iterable
 from concurrent.futures import Future, ThreadPoolExecutor
-from queue import PriorityQueue
+from heapq import heappop, heappush
 
 import streamed_model as streaming
 import torch
 import torch.distributed as dist
 from torch import nn
-from torch.optim.adamw import adamw
 
-BLOCK = 2**20  # parameters that a team updates at a time: their fp32 gradients stay in its caches
-TEAM = 4  # cores that share a block, or a few more
+BLOCK = 2**20  # parameters that a team updates at a time
+TEAM = 2  # cores that share a block
 MOMENTS = ("exp_avg", "exp_avg_sq")
 STEPS = 4
 
@@ -66,13 +65,15 @@ STEPS = 4
 # The memory of the host is what limits an update, so each block goes through it once: its gradients
 # are widened to fp32 in a buffer that stays in the cache, Adam steps, and the masters are rounded to
 # the page-locked bf16 weights that the next load copies. ``fused=True`` makes one pass over weights,
-# gradients and moments where the default makes many. Adam works element by element, so the cuts
-# change no bit.
+# gradients and moments where the default makes many. ``_fused_adamw_`` is what it calls; the function
+# that torch documents calls it too, with three times the Python around it. Adam works element by
+# element, so the cuts change no bit.
 #
-# **Teams.** A block costs a handful of Python calls, and only one thread at a time runs Python. With
-# a thread for each core and small blocks, the time halved with each doubling of the block, which
-# points at the interpreter's lock; nobody has profiled it. So a few threads take larger blocks, and
-# each has a team of cores (``torch.set_num_threads`` is a property of the calling thread).
+# **Teams.** What a block reads twice should stay in its cores' caches, so blocks should be small. But
+# each costs a few Python calls, and only one thread at a time runs Python: with a thread for each
+# core and small blocks, the time halved with each doubling of the block. So fewer threads take
+# larger blocks, and each has a team of cores (``torch.set_num_threads`` is a property of the calling
+# thread). ``offload_step.py`` tries sizes of both.
 
 
 def host_threads() -> int:
@@ -81,25 +82,12 @@ def host_threads() -> int:
     return max(1, len(os.sched_getaffinity(0)) // ranks - 1)
 
 
-def adam_step(settings: dict, master, gradient, state: dict, step, skip=None) -> None:
-    """One step of AdamW for an fp32 tensor; ``step`` counts; nothing changes if ``skip`` is 1."""
-    adamw(
-        [master],
-        [gradient],
-        [state["exp_avg"]],
-        [state["exp_avg_sq"]],
-        [],
-        [step],
-        fused=True,
-        found_inf=skip,
-        amsgrad=False,
-        maximize=False,
-        beta1=settings["betas"][0],
-        beta2=settings["betas"][1],
-        lr=float(settings["lr"]),
-        weight_decay=settings["weight_decay"],
-        eps=settings["eps"],
-    )
+def fused_adamw(settings: dict, gradient, step, master, exp_avg, exp_avg_sq, skip=None) -> None:
+    """One step of AdamW in fp32, the one that ``step`` counts; none if ``skip`` is 1."""
+    numbers = {"lr": float(settings["lr"]), "weight_decay": settings["weight_decay"]}
+    numbers |= dict(zip(("beta1", "beta2"), settings["betas"], strict=True), eps=settings["eps"])
+    tensors = [master], [gradient], [exp_avg], [exp_avg_sq], [], [step]
+    torch._fused_adamw_(*tensors, amsgrad=False, maximize=False, found_inf=skip, **numbers)
 
 
 # %%
@@ -111,17 +99,12 @@ def adam_step(settings: dict, master, gradient, state: dict, step, skip=None) ->
 
 
 class LayerUpdate:
-    """An update of a layer that is to come; ``settings`` (by group), ``scale``, ``steps``: its step's."""
+    """An update of a layer that is to come; ``settings`` (by group), ``scale``, ``step``: its step's."""
 
     def __init__(self, settings: list[dict]) -> None:
-        self.settings, self.scale, self.steps = settings, 1.0, 0.0
-        self.begun, self.jobs = Future(), []
-
-    def result(self) -> None:
-        """Wait until all of it is done; raises what went wrong."""
-        self.begun.result()
-        for job in self.jobs:
-            job.result()
+        self.settings, self.scale, self.step = settings, 1.0, torch.zeros(())
+        self.waiting = self.left = 0  # blocks that nobody has begun; that are not ended
+        self.ended = Future()
 
 
 class HostUpdates:
@@ -141,12 +124,12 @@ class HostUpdates:
         self.buffers = [self.take(layer) for layer in streamed.layers]
         self.blocks = [self.cut(layer) for layer in range(len(streamed.layers))]
         self.updates: dict[int, LayerUpdate] = {}
-        self.due: PriorityQueue = PriorityQueue()
-        self.of_thread = threading.local()
+        self.due: list[tuple] = []  # a heap, the lowest layer first
+        self.lock, self.of_thread = threading.Lock(), threading.local()
         threads = threads or host_threads()
-        teams = max(1, threads // TEAM)
-        cores = (torch.set_num_threads, (threads // teams,))
-        self.workers = ThreadPoolExecutor(teams, "adam", *cores)
+        self.teams = max(1, threads // TEAM)
+        cores = (torch.set_num_threads, (threads // self.teams,))
+        self.workers = ThreadPoolExecutor(self.teams, "adam", *cores)
         self.arrivals = ThreadPoolExecutor(1, "arrivals")
         self.arrivals.submit(streamed.streams.set_device, streamed.streams.current_device())
         self.latest: Future = Future()  # of the thread of arrivals
@@ -202,13 +185,13 @@ class HostUpdates:
         if self.latest.done():
             self.latest.result()
         if layer in self.updates:
-            self.updates[layer].result()
+            self.updates[layer].ended.result()
 
     def wait(self) -> None:
         """Wait until all that was announced is updated."""
         self.latest.result()
         for update in self.updates.values():
-            update.result()
+            update.ended.result()
 
     def later(self, work: Callable, *args) -> None:
         """Have the thread of arrivals do something; what it raises, ``wait`` raises."""
@@ -219,41 +202,59 @@ class HostUpdates:
     def start(self, announced: dict[int, LayerUpdate], steps: float, scale: float = 1.0) -> None:
         """Hand out the blocks of all layers; gradients are multiplied by ``scale``."""
         for layer, update in announced.items():
-            update.steps, update.scale = float(steps), scale
-            for number in range(len(self.blocks[layer])):
-                update.jobs.append(Future())
-                self.due.put((layer, number, update, update.jobs[-1]))
-                self.workers.submit(self.update_lowest)
-            update.begun.set_result(None)
+            update.step, update.scale = torch.tensor(steps + 1.0), scale
+            update.waiting = update.left = len(self.blocks[layer])
+            if update.left:
+                with self.lock:
+                    heappush(self.due, (layer, id(update), update))
+            else:
+                self.end(layer, update)
+        for _ in range(self.teams):
+            self.workers.submit(self.work)
 
-    @staticmethod
-    def drop(announced: dict[int, LayerUpdate], error: BaseException | None = None) -> None:
+    def drop(self, announced: dict, error: BaseException | None = None) -> None:
         """Update none of these layers; whoever waits for one gets the error, if there is one."""
-        for update in announced.values():
-            update.begun.set_exception(error) if error else update.begun.set_result(None)
+        for layer, update in announced.items():
+            self.end(layer, update, error)
+
+    def end(self, layer: int, update: LayerUpdate, error: BaseException | None = None) -> None:
+        """Let those go on who wait for a layer."""
+        if not update.ended.done():
+            update.ended.set_exception(error) if error else update.ended.set_result(None)
 
     # The threads of the host
 
-    def update_lowest(self) -> None:
-        """Update a block of the lowest layer that is due."""
-        layer, number, update, job = self.due.get()
-        try:
-            self.update_block(layer, number, update)
-            job.set_result(None)
-        except BaseException as error:
-            job.set_exception(error)
+    def work(self) -> None:
+        """Update blocks of the lowest layer that is due, until none is."""
+        while True:
+            with self.lock:
+                if not self.due:
+                    return
+                layer, _, update = self.due[0]
+                update.waiting -= 1
+                number = update.waiting
+                if number == 0:
+                    heappop(self.due)
+            try:
+                self.update_block(layer, number, update)
+            except BaseException as error:
+                self.end(layer, update, error)
+            with self.lock:
+                update.left -= 1
+                last = update.left == 0
+            if last:
+                self.end(layer, update)
 
     def update_block(self, layer: int, number: int, update: LayerUpdate) -> None:
         if not hasattr(self.of_thread, "scratch"):
             self.of_thread.scratch = torch.empty(BLOCK)
-        group, gradient, weight, master, *moments = self.blocks[layer][number]
+        group, gradient, weight, *tensors = self.blocks[layer][number]
         fp32 = self.of_thread.scratch[: gradient.numel()].copy_(gradient)
         if update.scale != 1:
             fp32.mul_(update.scale)
-        state = dict(zip(MOMENTS, moments, strict=True))
-        adam_step(update.settings[group], master, fp32, state, torch.tensor(update.steps))
+        fused_adamw(update.settings[group], fp32, update.step, *tensors)
         if weight.dtype != torch.float32:
-            weight.copy_(master)
+            weight.copy_(tensors[0])
 
     def close(self) -> None:
         """End the threads."""

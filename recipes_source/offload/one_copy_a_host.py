@@ -64,7 +64,6 @@ gradients is known, and it is known when every rank has computed its last backwa
 import mmap
 import os
 import re
-import threading
 import time
 from collections.abc import Iterable, Iterator
 from contextlib import closing, contextmanager
@@ -177,7 +176,7 @@ class SharedUpdates(adam.HostUpdates):
     """Updates this rank's blocks of each layer, in memory of all ranks of the host."""
 
     def __init__(self, streamed: SharedModel, group_of: dict, threads: int | None = None) -> None:
-        self.host, self.lock, layers = streamed.host, threading.Lock(), len(streamed.layers)
+        self.host, layers = streamed.host, len(streamed.layers)
         with self.host.shares():
             super().__init__(streamed, group_of, threads)
             memory = self.host.memory(8 * max(1, layers) * self.host.ranks)
@@ -189,30 +188,13 @@ class SharedUpdates(adam.HostUpdates):
         announced = super().announce(layers, settings)
         for layer, update in announced.items():
             self.announced[layer] += 1
-            update.left, update.number = len(self.blocks[layer]), self.announced[layer]
+            update.number = self.announced[layer]
         return announced
 
-    def start(self, announced: dict, steps: float, scale: float = 1.0) -> None:
-        super().start(announced, steps, scale)
-        for layer, update in announced.items():
-            if not self.blocks[layer]:
-                self.done[layer, self.host.rank] = update.number
-
-    def drop(self, announced: dict, error: BaseException | None = None) -> None:
-        for layer, update in announced.items():
+    def end(self, layer: int, update, error: BaseException | None = None) -> None:
+        if not update.ended.done():
             self.done[layer, self.host.rank] = FAILED if error else update.number
-        super().drop(announced, error)
-
-    def update_block(self, layer: int, number: int, update: adam.LayerUpdate) -> None:
-        try:
-            super().update_block(layer, number, update)
-        except BaseException:
-            self.done[layer, self.host.rank] = FAILED
-            raise
-        with self.lock:
-            update.left -= 1
-            if update.left == 0:
-                self.done[layer, self.host.rank] = update.number
+        super().end(layer, update, error)
 
     # The training thread
 

@@ -96,7 +96,9 @@ def state_on_device(parameter: nn.Parameter) -> dict[str, torch.Tensor]:
 def update_on_device(settings: dict, parameter: nn.Parameter, state: dict, scale, skip) -> None:
     """The same step there; ``scale`` and ``skip`` are on the device as well, nothing waits."""
     gradient = parameter.grad.float().mul_(scale)
-    adam.adam_step(settings, state["master"], gradient, state, state["step"], skip)
+    state["step"] += 1 - skip
+    tensors = (state[name] for name in ("step", "master", *adam.MOMENTS))
+    adam.fused_adamw(settings, gradient, *tensors, skip)
     if parameter.dtype != torch.float32:
         parameter.copy_(state["master"])
 
@@ -209,11 +211,11 @@ class HostAdamW(torch.optim.Optimizer):
         if self.max_norm is not None:
             scale = (self.max_norm / (norm + 1e-6)).clamp(max=1.0)
         skip = (~norm.isfinite()).float()
-        for p in residents:
-            update_on_device(settings[self.group_of[p]], p, self.state[p], scale, skip)
         layers = [] if self.in_backward else sorted(self.streamed.summed)
         announced, known = self.host.announce(layers, settings), self.to_host(norm, scale)
         self.host.later(self.arrive, announced, True, *known)
+        for p in residents:
+            update_on_device(settings[self.group_of[p]], p, self.state[p], scale, skip)
         self.zero_grad()
 
     def settings(self) -> list[dict]:
