@@ -7,7 +7,7 @@ JOBS ?= 2
 export RANKS
 
 .DEFAULT_GOAL := help
-.PHONY: help html html-noplot serve test check verify lint readme linkcheck clean environment
+.PHONY: help html html-noplot serve test check verify lint new-recipe readme linkcheck clean environment
 
 ifeq ($(strip $(VENV)),)
 PY := $(PYTHON)
@@ -58,6 +58,15 @@ lint: environment ## Check style, spelling, the freshness of results, the size o
 	@$(PY) -m codespell_lib
 	@PYTHONPATH=. $(PY) benchmarks/readme_table.py --check
 	@$(PY) tests/sizes.py
+
+new-recipe: ## Start a recipe that passes at once: NAME=checkpoint/my_recipe
+	@echo "$(NAME)" | grep -qE '^[a-z_]+/[a-z0-9_]+$$' || { echo "say NAME=<folder>/<name>"; exit 2; }
+	@test -d "recipes_source/$(dir $(NAME))" || { echo "no folder recipes_source/$(dir $(NAME))"; exit 2; }
+	@test ! -e "recipes_source/$(NAME).py" || { echo "recipes_source/$(NAME).py is there already"; exit 2; }
+	@cp tests/data/template/recipe.py "recipes_source/$(NAME).py"
+	@cp tests/data/template/recipe.toml "tests/controls/$(notdir $(NAME)).toml"
+	@echo "Edit recipes_source/$(NAME).py and tests/controls/$(notdir $(NAME)).toml, then:"
+	@echo "  python -m harness run recipes_source/$(NAME).py --ranks 2"
 
 readme: environment ## Write the README's table of results from benchmarks/results
 	@PYTHONPATH=. $(PY) benchmarks/readme_table.py

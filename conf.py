@@ -5,14 +5,25 @@ extension ``rankproof.sphinx_ext`` runs the recipes on their ranks, outside this
 what they printed on the pages. ``-D execute_recipes=0`` leaves that out.
 """
 
+import os
+import re
+import subprocess
 import sys
+from importlib.metadata import version as installed
 from pathlib import Path
+from urllib.parse import urlsplit
 
 import pytorch_sphinx_theme2
 
 ROOT = Path(__file__).parent
 sys.path[:0] = [str(ROOT), str(ROOT / "_ext")]
 import harness  # noqa: E402, F401 (puts rankproof on the path)
+
+# Where the pages will stand and where their source is, without a slash at the end. What needs one
+# of them is left out where it is not set; a sitemap needs an address, so it has a neutral one.
+SITE_URL = os.environ.get("SITE_URL", "")
+REPO_URL = os.environ.get("REPO_URL", "")
+SITE = (SITE_URL or "https://overlap-recipes.example") + "/"
 
 project = "Overlap Recipes"
 author = "the Overlap Recipes authors"
@@ -30,10 +41,14 @@ extensions = [
     "rankproof.sphinx_ext",
     "recipe_index",
     "markdown_code",
+    "guide",
+    "notfound.extension",
+    "sphinx_sitemap",
+    "sphinxext.opengraph",
 ]
 
 root_doc = "index"
-include_patterns = ["index.rst", "recipes/**"]
+include_patterns = ["index.rst", "guide/**", "recipes/**"]
 exclude_patterns = ["_build", ".venv", ".git"]  # Sphinx need not walk through them
 templates_path = ["_templates"]
 nitpicky = True
@@ -60,6 +75,15 @@ copybutton_selector = "div:not(.no-copy) > div.highlight pre"
 copybutton_prompt_text = r"\$ "
 copybutton_prompt_is_regexp = True
 
+html_baseurl = SITE_URL and SITE
+site_url = SITE
+sitemap_url_scheme = "{link}"
+sitemap_excludes = ["search.html", "genindex.html", "404.html"]
+notfound_urls_prefix = urlsplit(SITE).path
+ogp_site_url = SITE
+ogp_image = "_static/img/page.png"
+ogp_social_cards = {"enable": False}  # one picture for all pages
+
 html_theme = "pytorch_sphinx_theme2"
 html_title = project
 html_static_path = ["_static"]
@@ -70,6 +94,7 @@ html_show_sourcelink = False
 html_show_sphinx = False
 html_sidebars = {
     "recipes/**": ["recipe-nav.html"],
+    "guide/**": ["recipe-nav.html"],
     "index": [],
     "search": [],
     "genindex": [],
@@ -98,7 +123,24 @@ html_theme_options = {
         "each one run on several ranks and proven before it is published."
     ),
 }
-html_context = {"default_mode": "auto"}
+
+
+def commit() -> str:
+    """The commit of these pages, empty outside a clone."""
+    command = ["git", "-C", str(ROOT), "rev-parse", "HEAD"]
+    try:
+        return subprocess.run(command, capture_output=True, text=True).stdout.strip()
+    except OSError:
+        return ""
+
+
+html_context = {
+    "default_mode": "auto",
+    "repo_url": REPO_URL,
+    "commit": commit() or "main",
+    "versions": f"torch {installed('torch')}, Python {sys.version.split()[0]}",
+}
+html_js_files = ["controls.js", "zoom.js"]
 
 
 def remove_theme_pictures(app, exception):
@@ -108,5 +150,18 @@ def remove_theme_pictures(app, exception):
         Path(app.outdir, "_static", "img", picture.name).unlink(missing_ok=True)
 
 
+def write_feed(app, exception):
+    """The changelog as an Atom feed, ``changelog.xml``, beside the pages."""
+    from recipe_index import TEMPLATES
+
+    log = ROOT / "guide" / "changelog.rst"
+    if exception is None and app.builder.format == "html" and log.exists():
+        entry = re.compile(r"^(\d{4}-\d\d-\d\d)\n-+\n\n(.*?)(?=\n\d{4}-|\Z)", re.S | re.M)
+        found = entry.findall(log.read_text(encoding="utf-8"))
+        feed = TEMPLATES.get_template("changelog.xml").render(entries=found, site=SITE)
+        Path(app.outdir, "changelog.xml").write_text(feed, encoding="utf-8")
+
+
 def setup(app):
+    app.connect("build-finished", write_feed)
     app.connect("build-finished", remove_theme_pictures)

@@ -1,8 +1,9 @@
 """What the landing page and the section pages list: sections, recipes, their order and pictures.
 
 Nothing here is typed twice: a section is a folder of ``recipes_source/`` with recipes in it, its
-title, sentence and order stand in its ``GALLERY_HEADER.rst``, a recipe's title and sentence in its
-module docstring, and its thumbnail is the last ``lanes`` schematic of its introduction, drawn small.
+title, sentence and order stand in its ``GALLERY_HEADER.rst``, a recipe's title and sentence in
+its module docstring, and its thumbnail is the last ``lanes`` schematic of its introduction, drawn
+small.
 """
 
 import ast
@@ -16,6 +17,7 @@ from pathlib import Path
 import lanes
 from docutils import nodes
 from docutils.statemachine import StringList
+from jinja2 import Environment, FileSystemLoader
 from sphinx.application import Sphinx
 from sphinx.util.docutils import SphinxDirective
 from sphinx.util.nodes import nested_parse_with_titles
@@ -23,6 +25,8 @@ from sphinx.util.nodes import nested_parse_with_titles
 from harness.recipe import Recipe, discover
 
 SOURCE = Path(__file__).parent.parent / "recipes_source"
+FOLDER = SOURCE.parent / "_templates"
+TEMPLATES = Environment(loader=FileSystemLoader(FOLDER), trim_blocks=True)
 
 
 @cache
@@ -101,34 +105,12 @@ class RecipeIndex(SphinxDirective):
 
     def run(self) -> list[nodes.Node]:
         self.env.note_reread()  # recipes come and go without an edit of this page
-        rst: list[str] = []
-        for section in sections():
-            rst += [section.title, "^" * len(section.title), ""]
-            page = f"/recipes/{section.folder}/index"
-            all_of_it = f":doc:`All {section.title.lower()} recipes <{page}>`."
-            rst += [f"{section.sentence} {all_of_it}", ""]
-            rst += [
-                ".. grid:: 1 1 2 2",
-                "   :gutter: 3",
-                "   :class-container: recipe-cards",
-                "",
-            ]
-            for recipe in section.recipes:
-                page = f"/recipes/{section.folder}/{recipe.name}"
-                thumb = f"/recipes/{section.folder}/images/thumb/sphx_glr_{recipe.name}_thumb.svg"
-                rst += [
-                    f"   .. grid-item-card:: {recipe.title}",
-                    f"      :link: {page}",
-                    "      :link-type: doc",
-                    f"      :img-top: {thumb}",
-                    "      :img-alt: schematic of its timeline",
-                    "",
-                    f"      {first_sentence(docstring(recipe.path))}",
-                    "",
-                ]
+        cards = TEMPLATES.get_template("recipe_cards.rst")
+        rst = cards.render(sections=sections(), sentence=lambda r: first_sentence(docstring(r)))
         container = nodes.section()
         container.document = self.state.document
-        nested_parse_with_titles(self.state, StringList(rst, "recipe-index"), container)
+        lines = StringList(rst.splitlines(), "recipe-index")
+        nested_parse_with_titles(self.state, lines, container)
         return container.children
 
 
@@ -149,35 +131,7 @@ def thumbnail(path: Path) -> str | None:
     content = re.split(r"\n[ \t]*\n", "\n" + match[1], maxsplit=1)[1]
     panel = lanes.parse(content.splitlines())
     end = max(bar.end for lane in panel.lanes for bar in lane.bars)
-    width, margin, used = 400, 36, 124  # of 200 units of height; the card shows the middle
-    gap = 16 if len(panel.lanes) <= 3 else 10
-    height = min(30, (used - gap * (len(panel.lanes) - 1)) / len(panel.lanes))
-    y = (200 - len(panel.lanes) * (height + gap) + gap) / 2
-    shapes = []
-    for lane in panel.lanes:
-        for bar in lane.bars:
-            x = margin + bar.start / end * (width - 2 * margin)
-            w = (bar.end - bar.start) / end * (width - 2 * margin) - 3
-            shapes.append(
-                f'<rect x="{x:.1f}" y="{y:.1f}" width="{w:.1f}" height="{height:.1f}" rx="5" '
-                f'fill="{THUMBNAIL_COLOURS[bar.kind]}"/>'
-            )
-        y += height + gap
-    return (
-        '<svg xmlns="http://www.w3.org/2000/svg" viewBox="0 0 400 200" width="400" height="200">'
-        + "".join(shapes)
-        + "</svg>\n"
-    )
-
-
-# Mid tones, readable on a light and on a dark page: a picture file cannot see the page's theme.
-THUMBNAIL_COLOURS = {
-    "compute": "#7296c8",
-    "copy": "#4aa393",
-    "communication": "#4aa393",
-    "write": "#c99c3c",
-    "stall": "#d9634d",
-}
+    return TEMPLATES.get_template("thumb.svg").render(lanes=panel.lanes, end=end)
 
 
 def remove_vanished(app: Sphinx) -> None:
@@ -203,7 +157,7 @@ def draw_thumbnails(app: Sphinx) -> None:
 
     It gets the time of what it is drawn from: pages that show it are read again when that changes.
     """
-    code = max(Path(module).stat().st_mtime_ns for module in (__file__, lanes.__file__))
+    code = max(Path(module).stat().st_mtime_ns for module in (__file__, FOLDER / "thumb.svg"))
     for section in sections():
         folder = Path(app.srcdir, "recipes", section.folder, "images", "thumb")
         for recipe in section.recipes:

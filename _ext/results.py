@@ -64,6 +64,11 @@ PAGE_COLOURS = {
 }
 
 
+DECIDING = 3
+"""Columns of a table: the first that many decide, the others are shown on demand."""
+SHOW_ALL = '<details class="result-all"><summary>All that was measured</summary>'
+
+
 def _pairs(text: str) -> dict[str, str]:
     pairs = dict(item.partition("=")[::2] for item in text.split())
     if not all(pairs.values()):
@@ -120,9 +125,7 @@ class ResultTable(ResultDirective):
         benchmark = BENCHMARKS[result.data["benchmark"]]
         values = {p: {row.get(p) for row in rows} for p in result.varied()}
         varied = [p for p, found in values.items() if len(found) > 1]
-        columns = [
-            c for c in benchmark.columns if any(row.get(c.field) is not None for row in rows)
-        ]
+        columns = [c for c in benchmark.columns if not is_end(c) and any(map(c.known, rows))]
         notes: list[str] = []
         body = []
         for row in rows:
@@ -131,14 +134,22 @@ class ResultTable(ResultDirective):
                 if note not in notes:
                     notes.append(note)
                 name += nodes.superscript("", str(notes.index(note) + 1))
-            cells = [nodes.Text(shown(row.get(parameter))) for parameter in varied]
-            cells += [nodes.Text(column.cell(row)) for column in columns]
-            body.append([name, *(nodes.paragraph("", "", cell) for cell in cells)])
-        headings = ["", *(PARAMETER_HEADINGS[p] for p in varied), *(c.heading for c in columns)]
-        table = _table(headings, body)
+            body.append([name, *(nodes.paragraph("", shown(row.get(p))) for p in varied)])
+        headings = ["Way", *(PARAMETER_HEADINGS[p] for p in varied)]
+        tables = []
+        for first in range(0, len(columns), DECIDING):
+            part = columns[first : first + DECIDING]
+            cells = [[node.deepcopy() for node in begin] for begin in body]
+            for line, row in zip(cells, rows, strict=True):
+                line += [cell_with_interval(column, row) for column in part]
+            tables.append(_table([*headings, *(c.heading for c in part)], cells))
+        rest = tables[1:]
+        if rest:
+            rest.insert(0, nodes.raw("", SHOW_ALL, format="html"))
+            rest.append(nodes.raw("", "</details>", format="html"))
         below = [f"{number}. {note}" for number, note in enumerate(notes, 1)]
         same = {p: found.pop() for p, found in values.items() if len(found) == 1}
-        return [table, *map(_small, below), *self._origin(result, rows, same)]
+        return [tables[0], *map(_small, below), *self._origin(result, rows, same), *rest]
 
     def _name(self, name: str) -> nodes.paragraph:
         literal = nodes.literal("", name)
@@ -146,16 +157,7 @@ class ResultTable(ResultDirective):
         page = next((d for d in self.env.found_docs if d.endswith(f"/{stem}")), None)
         if page is None:
             return nodes.paragraph("", "", literal)
-        target = addnodes.pending_xref(
-            "",
-            nodes.inline("", "", literal),
-            refdomain="std",
-            reftype="doc",
-            reftarget=f"/{page}",
-            refdoc=self.env.docname,
-            refexplicit=True,
-            refwarn=True,
-        )
+        target = link(self.env.docname, "doc", f"/{page}", nodes.inline("", "", literal))
         return nodes.paragraph("", "", target)
 
     def _origin(self, result: Result, rows: list[dict], same: dict) -> list[nodes.Node]:
@@ -173,6 +175,28 @@ class ResultTable(ResultDirective):
             if not wanted or name in wanted:
                 lines.append(not_run(name, reason))
         return [_small(line) for line in lines]
+
+
+def is_end(column: Column) -> bool:
+    """Whether a column is one end of the interval of the column before it."""
+    return bool(re.search(r"_(low|high)(_s)?$", column.field))
+
+
+def cell_with_interval(column: Column, row: dict) -> nodes.paragraph:
+    """A value, and below it the interval in which it lies, where the row has one."""
+    stem, unit = re.fullmatch(r"(.*?)(_s)?", column.field).groups(default="")
+    low, high = (row.get(f"{stem}_{end}{unit}") for end in ("low", "high"))
+    cell = nodes.paragraph("", column.cell(row))
+    if low is not None and high is not None and low != high:
+        ends = f" ({column.write(low)} to {column.write(high)})"
+        cell += nodes.inline("", ends, classes=["result-interval"])
+    return cell
+
+
+def link(page: str, kind: str, target: str, shown: nodes.Node) -> addnodes.pending_xref:
+    """``shown`` on ``page``, which leads to a document (``doc``) or a word (``term``)."""
+    where = {"refdomain": "std", "reftype": kind, "reftarget": target, "refdoc": page}
+    return addnodes.pending_xref("", shown, **where, refexplicit=True, refwarn=True)
 
 
 def not_run(name: str, reason: str) -> str:
@@ -373,6 +397,36 @@ def _lines(column: Column, rows: list[dict], over: str, title: str, workload: di
     return figure
 
 
+class ResultGain(ResultDirective):
+    """``.. result-gain:: <benchmark>``: rows of one field in a sentence, the first in bold."""
+
+    option_spec = ResultDirective.option_spec | {"field": directives.unchanged_required}
+
+    def run(self) -> list[nodes.Node]:
+        repo = Path(self.config.results_repo)
+        for path in reversed(remember(self.env, repo, "results", self.arguments[0])):
+            result = load(path)
+            if shown := self.show(result, [row for row in result.rows if self._wanted(row)]):
+                return shown
+        return [not_measured(self.arguments[0])]
+
+    def show(self, result: Result, rows: list[dict]) -> list[nodes.Node]:
+        column = BENCHMARKS[result.data["benchmark"]].column(self.options["field"])
+        order = self.options["rows"].split()
+        found = sorted(filter(column.known, rows), key=lambda row: order.index(row["name"]))
+        if not found:
+            return []
+        changed = note_recipes(self.env, Path(self.config.results_repo), result.hashes_of(found))
+        text = nodes.paragraph("", f"{column.heading}: ", classes=["result-gain"])
+        for number, row in enumerate(found):
+            text += nodes.Text(", " if number else "")
+            text += (nodes.emphasis if number else nodes.strong)("", column.cell(row))
+            text += [nodes.Text(" "), nodes.literal("", row["name"])]
+        earlier = ", an earlier version" if changed else ""
+        text += nodes.Text(f". Stock {found[0]['model']}, {result.machine}{earlier}.")
+        return [text]
+
+
 def _as_node(figure: Figure, alternative: str, text: list[str]) -> LanePicture:
     """``figure`` as inline SVG that takes its colours and its font from the page."""
     settings = {"svg.fonttype": "none", "svg.hashsalt": "\n".join(text), "font.size": 10}
@@ -462,6 +516,7 @@ def setup(app: Sphinx) -> dict[str, object]:
     app.add_config_value("results_repo", str(REPO), "env")
     app.add_directive("result-figure", ResultFigure)
     app.add_directive("result-table", ResultTable)
+    app.add_directive("result-gain", ResultGain)
     app.connect("env-get-outdated", _pages_with_new_files)
     app.add_css_file("results.css")
     return {"parallel_read_safe": True, "parallel_write_safe": True}

@@ -36,7 +36,9 @@ def broken_links(root: Path) -> list[str]:
                 parts = urlsplit(link)
                 if parts.scheme or parts.netloc:
                     continue
-                target = (page.parent / unquote(parts.path)).resolve() if parts.path else page
+                base = root if parts.path.startswith("/") else page.parent  # 404.html's do
+                path = unquote(parts.path).lstrip("/")
+                target = (base / path).resolve() if parts.path else page
                 if target.is_dir():
                     target /= "index.html"
                 where = f"{page.relative_to(root)}: {link}"

@@ -84,10 +84,26 @@ BAD = {  # of tests/data/bad
     "leaves_a_process_group": "a process group was not destroyed",
 }
 
+INDEX = """
+Toys
+====
+
+.. build-summary::
+
+Recipes
+-------
+
+.. recipe-index::
+
+.. toctree::
+   :glob:
+
+   recipes/*/index
+"""
+
 PARTS = (
     "conf.py",
     "pyproject.toml",
-    "index.rst",
     "_ext",
     "_static",
     "_templates",
@@ -115,6 +131,7 @@ class Site:
                 )
             else:
                 shutil.copy(source, copy)
+        self.write("index.rst", INDEX)
         self.write("recipes_source/GALLERY_HEADER.rst", "Recipes\n=======\n\nAll of them.\n")
         self.write("recipes_source/toys/GALLERY_HEADER.rst", "Toys\n====\n\nThey test the site.\n")
         self.write("tests/controls/README", "")

@@ -2,17 +2,22 @@
 
 import contextlib
 import functools
+import gzip
 import http.server
+import json
 import os
+import random
 import shutil
 import threading
 from collections.abc import Iterator
 from pathlib import Path
 
 import pytest
+from axe_playwright_python.sync_playwright import Axe
 from playwright.sync_api import Browser, Page, sync_playwright
 from small_site import ROOT
 
+from benchmarks import will_it_hide
 from harness.recipe import discover
 
 pytestmark = pytest.mark.browser
@@ -31,7 +36,8 @@ RECIPES = {
     for recipe in discover(ROOT / "recipes_source", ROOT / "tests" / "controls")
 }
 SECTIONS = sorted({f"recipes/{recipe.folder}/index" for recipe in RECIPES.values()})
-PAGES = ["index", "search", "recipes/index", *SECTIONS, *RECIPES]
+GUIDE = sorted(f"guide/{path.stem}" for path in (ROOT / "guide").glob("*.rst"))
+PAGES = ["index", "search", "recipes/index", *GUIDE, *SECTIONS, *RECIPES]
 CLIPBOARD_ONCE_FILLED = """async () => {
     for (let look = 0; look < 500; look++) {
         const text = await navigator.clipboard.readText();
@@ -112,7 +118,7 @@ def visit(chromium: Browser, served: str, theme: str, width: int) -> Iterator:
 
 LOOKS = [("light", 1280), ("dark", 1280), ("dark", 375)]
 FIRST = next(iter(RECIPES))
-ONE_OF_EACH = ["index", "search", "recipes/index", SECTIONS[0], FIRST]
+ONE_OF_EACH = ["index", "search", "recipes/index", SECTIONS[0], FIRST, *GUIDE]
 NARROW = [pytest.param(page, "light", 375, id=page) for page in PAGES]
 OTHERS = [
     pytest.param(page, *look, id=f"{page}-{look[0]}-{look[1]}")
@@ -183,3 +189,186 @@ def test_the_menu_of_a_narrow_page_leads_to_a_recipe(visit):
     tab.locator("button.primary-toggle").click()
     tab.locator(f".bd-sidebar-primary a[href$='{Path(last).name}.html']").first.click()
     tab.wait_for_url(f"**/{Path(last).name}.html")
+
+
+# -- for everybody, and light -------------------------------------------------------------------
+
+LARGEST_PAGE = 250_000  # bytes of HTML
+LARGEST_VISIT = 1_000_000  # bytes, packed, of a page and all that it loads
+OF_EACH_FOLDER = list({recipe.folder: page for page, recipe in RECIPES.items()}.values())
+
+
+@pytest.mark.parametrize("width", [1280])
+@pytest.mark.parametrize("theme", ["light", "dark"])
+@pytest.mark.parametrize("page", [*ONE_OF_EACH, *OF_EACH_FOLDER])
+def test_axe_finds_nothing(visit, page, theme, width):
+    """All of its rules, none switched off; whatever unfolds is unfolded."""
+    tab = visit(page)
+    tab.evaluate("for (const d of document.querySelectorAll('article details')) d.open = true")
+    found = Axe().run(tab).response["violations"]
+    assert [(rule["id"], rule["nodes"][0]["html"]) for rule in found] == []
+
+
+def test_axe_sees_what_is_wrong(visit):
+    tab = visit("index")
+    tab.evaluate("""document.querySelector('article').insertAdjacentHTML('beforeend',
+        '<img src="_static/img/favicon.svg"><p style="color: #999; background: #fff">pale</p>')""")
+    found = {rule["id"] for rule in Axe().run(tab).response["violations"]}
+    assert found == {"image-alt", "color-contrast"}
+
+
+@pytest.mark.parametrize("width", [1280])
+def test_a_first_visit_is_light_and_soon_ready(visit, built_site, width):
+    sizes: dict[str, int] = {}
+
+    def weigh(response) -> None:
+        if response.url.startswith("http"):
+            sizes[response.url] = len(gzip.compress(response.body()))
+
+    tab = visit("search")  # the browser has started
+    tab.on("response", weigh)
+    visit("index")
+    tab.wait_for_load_state("networkidle")
+    assert sum(sizes.values()) <= LARGEST_VISIT
+    ready = "performance.getEntriesByType('navigation')[0].domContentLoadedEventEnd"
+    assert min(visit(FIRST).evaluate(ready) for _ in range(3)) < 1000
+    heavy = {p: (built_site / f"{p}.html").stat().st_size for p in PAGES}
+    assert {page: size for page, size in heavy.items() if size > LARGEST_PAGE} == {}
+
+
+@pytest.mark.parametrize("width", [1280])
+def test_no_column_of_a_table_is_cut_off(visit, width):
+    cut = """() => [...document.querySelectorAll('article table')]
+        .filter((t) => t.checkVisibility() && t.getBoundingClientRect().right
+            > document.querySelector('article').getBoundingClientRect().right + 1)
+        .map((t) => t.innerText.slice(0, 80))"""
+    found = {page: visit(page).evaluate(cut) for page in PAGES}
+    assert {page: tables for page, tables in found.items() if tables} == {}
+
+
+# -- what moves ---------------------------------------------------------------------------------
+
+
+@pytest.mark.parametrize("width", [1280])
+@pytest.mark.parametrize("question", range(3))
+def test_from_the_landing_page_to_copied_code_in_two_clicks(visit, question, width):
+    tab = visit("index")
+    tab.locator(".questions .sd-card a.sd-stretched-link").nth(question).click()
+    tab.wait_for_url("**/recipes/**")
+    tab.evaluate("navigator.clipboard.writeText('')")
+    block = tab.locator("article div.highlight-python, article div.highlight-Python").first
+    block.locator("button.copybtn").click()
+    assert tab.evaluate(CLIPBOARD_ONCE_FILLED).strip() == block.locator("pre").inner_text().strip()
+
+
+def test_the_calculator_has_the_formulas_that_are_held_against_the_rows(visit):
+    tab = visit("guide/will_it_hide")
+    draw = random.Random(0)
+    for _ in range(200):
+        x = {
+            **{"parameters": 10 ** draw.uniform(7, 12), "ranks": draw.choice([1, 2, 8, 512])},
+            **{"tokens": draw.randint(1, 10**6), "state_bytes": draw.choice([4, 8, 12])},
+            **{"gather_bytes": draw.choice([1, 2, 4]), "reduce_bytes": draw.choice([2, 4])},
+            **{"units": draw.randint(1, 100), "activation_bytes": draw.uniform(0, 1e7)},
+            **{"flops": 10 ** draw.uniform(13, 16), "memory": 10 ** draw.uniform(11, 13)},
+            **{"link": 10 ** draw.uniform(9, 12), "peer": 10 ** draw.uniform(9, 12)},
+            **{"storage": 10 ** draw.uniform(8, 11), "step_s": draw.choice([0, 0.01, 1.0])},
+            **{
+                "reads": draw.random() < 0.5,
+                "way": draw.choice(["blocking", "at_once", "in_turn"]),
+            },
+            "failure_s": 10 ** draw.uniform(3, 6),
+        }
+        assert tab.evaluate("x => predict(x)", x) == pytest.approx(will_it_hide.predict(x))
+
+
+def test_the_calculator_by_keyboard_and_its_address(visit):
+    tab = visit("guide/will_it_hide")
+    cost = tab.locator("#hide-out tr", has_text="A save costs training").locator("td")
+    tab.get_by_label("Way of saving").focus()
+    tab.keyboard.press("End")  # blocking
+    blocking = cost.inner_text()
+    tab.keyboard.press("Home")  # in turn
+    assert cost.inner_text() != blocking
+    tab.get_by_label("Ranks").focus()
+    tab.keyboard.press("Control+A")
+    tab.keyboard.type("64")
+    state = tab.locator("#hide-out tr", has_text="State of a rank").locator("td").inner_text()
+    again = tab.context.new_page()
+    again.goto(tab.url)
+    assert again.get_by_label("Ranks").input_value() == "64"
+    there = again.locator("#hide-out tr", has_text="State of a rank").locator("td").inner_text()
+    assert there == state
+    tab.get_by_label("Ranks").fill("none")
+    assert tab.get_by_label("Ranks").get_attribute("aria-invalid") == "true"
+    assert "number above 0" in tab.locator("#hide-note").inner_text()
+    assert visit.seen == []
+
+
+def test_every_preset_of_the_calculator_fills_the_form(visit):
+    tab = visit("guide/will_it_hide")
+    presets = json.loads(tab.locator("#hide-presets").text_content())
+    assert set(presets["sheets"]) == set(will_it_hide.DATA_SHEETS) and presets["machines"]
+    for machine, (flops, *_) in presets["sheets"].items():
+        tab.get_by_label("Preset").first.select_option(machine)
+        assert float(tab.locator("[name=flops]").input_value()) == pytest.approx(flops / 1e12)
+        assert "upper limits" in tab.locator("#hide-note").inner_text()
+    for machine in presets["machines"]:
+        tab.get_by_label("Preset").first.select_option(machine)
+        assert tab.locator("#hide-note").inner_text() == ""
+    assert visit.seen == []
+
+
+@pytest.mark.parametrize("width", [1280])
+def test_the_explorer_filters_and_sorts(visit, width):
+    tab = visit("guide/results")
+    rows = tab.locator("#explorer-rows tbody tr")
+    everything = rows.count()
+    tab.get_by_label("Model").select_option("llama-1b")
+    shown = rows.locator("visible=true")
+    assert 0 < shown.count() < everything
+    assert {shown.nth(i).locator("td").nth(3).inner_text() for i in range(shown.count())} == {
+        "llama-1b"
+    }
+    assert tab.locator("#explorer-count").inner_text() == f"{shown.count()} of {everything} rows"
+    tab.get_by_role("button", name="Value").click()
+    values = [float(v) for v in shown.locator("td:nth-child(2)").evaluate_all(
+        "cells => cells.map((c) => c.dataset.value).filter((v) => v !== '')")]  # fmt: skip
+    assert values == sorted(values)
+    assert visit.seen == []
+
+
+TIMELINES = [p for p, r in RECIPES.items() if ".. timeline::" in r.path.read_text()]
+
+
+def test_a_trace_is_drawn_larger_and_small_again(visit):
+    tab = visit(TIMELINES[0])
+    svg = tab.locator("figure.lanes:has(.zoom) svg:visible").first
+    width = svg.evaluate("e => e.getBoundingClientRect().width")
+    tab.get_by_role("button", name="Larger").first.click()
+    assert svg.evaluate("e => e.getBoundingClientRect().width") > 1.8 * width
+    assert tab.evaluate("document.documentElement.scrollWidth") <= 375
+    tab.get_by_role("button", name="Smaller").first.click()
+    assert svg.evaluate("e => e.getBoundingClientRect().width") == pytest.approx(width)
+    assert visit.seen == []
+
+
+def test_a_line_is_toggled_and_its_failure_is_beside_the_code(visit):
+    tab = visit(FIRST)
+    button = tab.get_by_role("button", name="Show it in the code").first
+    removed = button.locator("xpath=ancestor::*[contains(@class, 'recipe-control')]")
+    lines = removed.locator(".highlight-diff pre").inner_text().splitlines()
+    button.click()
+    shown = tab.locator(".toggled")
+    assert [f"-{line}" for line in shown.locator("del").inner_text().splitlines()] == [
+        line for line in lines if line.startswith("-")
+    ]
+    recorded = removed.locator(".failure p").first.inner_text()
+    assert recorded in shown.locator("figcaption").inner_text()
+    assert tab.get_by_role("button", name="Put the line back").evaluate(
+        "e => e === document.activeElement"
+    )
+    tab.keyboard.press("Enter")
+    assert shown.count() == 0
+    assert button.evaluate("e => e === document.activeElement")
+    assert visit.seen == []

@@ -1,10 +1,13 @@
 """The real pages: complete, linked, and free of anything from elsewhere."""
 
 import ast
+import json
 import re
+import shutil
 import subprocess
 import sys
 from pathlib import Path
+from xml.etree import ElementTree
 
 import pytest
 from bs4 import BeautifulSoup
@@ -14,10 +17,11 @@ from harness.recipe import discover
 
 sys.path.insert(0, str(ROOT / "tests"))
 from check_links import broken_links
+from sizes import lines_of_code
 
 RECIPES = discover(ROOT / "recipes_source", ROOT / "tests" / "controls")
 TARGETS = {"html", "html-noplot", "serve", "test", "check", "verify", "lint", "readme", "linkcheck"}
-TARGETS |= {"clean", "soak"}
+TARGETS |= {"clean", "soak", "new-recipe"}
 
 
 def page(site: Path, name: str) -> BeautifulSoup:
@@ -113,6 +117,59 @@ def test_make_help_lists_the_targets():
     assert sorted(listed) == sorted(TARGETS | {"help"})
     plain = subprocess.run(["make"], cwd=ROOT, capture_output=True, text=True, check=True)
     assert plain.stdout == out.stdout
+
+
+def test_a_new_recipe_passes_at_once(tmp_path):
+    parts = ["Makefile", "harness", "pyproject.toml", "tests/data/template", "recipes_source"]
+    for part in parts:
+        copy = shutil.copytree if (ROOT / part).is_dir() else shutil.copy
+        (tmp_path / part).parent.mkdir(parents=True, exist_ok=True)
+        copy(ROOT / part, tmp_path / part)
+    (tmp_path / "tests" / "controls").mkdir()
+    make = ["make", "new-recipe", "NAME=checkpoint/mine"]
+    subprocess.run(make, cwd=tmp_path, check=True, capture_output=True)
+    again = subprocess.run(make, cwd=tmp_path, capture_output=True, text=True)
+    assert again.returncode != 0 and "there already" in again.stdout
+    run = [sys.executable, "-m", "harness", "run", "recipes_source/checkpoint/mine.py"]
+    for options in (["--ranks", "2"], ["--control", "no_sum"]):
+        ran = subprocess.run([*run, *options], cwd=tmp_path, capture_output=True, text=True)
+        assert ran.returncode == 0, ran.stdout + ran.stderr
+
+
+def feed_and_sitemap(site: Path) -> str:
+    return (site / "changelog.xml").read_text() + (site / "sitemap.xml").read_text()
+
+
+def test_a_feed_a_sitemap_and_a_page_for_what_is_not_there(built_site):
+    for name in ("changelog.xml", "sitemap.xml"):
+        ElementTree.parse(built_site / name)
+    assert "guide/changelog.html" in feed_and_sitemap(built_site)
+    assert "search.html" not in (built_site / "sitemap.xml").read_text()
+    missing = page(built_site, "404")
+    assert all(a["href"].startswith(("/", "http", "#")) for a in missing.select("a[href]"))
+
+
+def test_what_needs_an_address_is_there_where_it_is_set_and_left_out_where_not(site):
+    site.build("-D", "execute_recipes=0", out="none")
+    assert "Report a problem" not in site.page("index", out="none")
+    assert 'rel="canonical"' not in site.page("index", out="none")
+    addresses = {"SITE_URL": "https://a.example/x", "REPO_URL": "https://b.example/r"}
+    site.build("-D", "execute_recipes=0", out="both", **addresses)
+    text = site.page("recipes/toys/hello", out="both")
+    assert 'rel="canonical" href="https://a.example/x/recipes/toys/hello.html"' in text
+    assert re.search(r"https://b.example/r/blob/\w+/recipes_source/toys/hello.py", text)
+    assert "https://b.example/r/issues/new?title=recipes/toys/hello" in text
+    assert "torch%20" in text
+    assert "https://a.example/x/recipes" in (site.root / "_build/both/sitemap.xml").read_text()
+
+
+def test_the_upstream_scripts_are_short_and_recorded():
+    record = json.loads((ROOT / "guide" / "defects.json").read_text())
+    for script in (ROOT / "tests" / "upstream").glob("[!r]*.py"):
+        assert lines_of_code(script) <= 20, script.name
+        assert re.search(r"^Avoided by recipes_source/(\S+)\.$", script.read_text(), re.M)
+        for version, run in record.items():
+            assert script.stem in run["found"], f"{script.name} was not run on torch {version}"
 
 
 def test_requirements_are_pinned_with_a_reason_and_cover_every_import():

@@ -1,0 +1,69 @@
+"""The guide: templates with what was measured in them, and words that lead to the glossary."""
+
+import json
+import re
+from functools import cache
+from pathlib import Path
+
+from docutils import nodes
+from recipe_index import TEMPLATES
+from results import link
+from sphinx.application import Sphinx
+from sphinx.util.docutils import SphinxDirective
+
+from benchmarks import result_files, will_it_hide
+
+ROOT = Path(__file__).parent.parent
+GLOSSARY = ROOT / "guide" / "glossary.rst"
+
+
+class Template(SphinxDirective):
+    """``.. template:: <name>``: a template of ``_templates/guide`` with results and data in it."""
+
+    required_arguments = 1
+
+    def run(self) -> list[nodes.Node]:
+        self.env.note_reread()  # what it shows changes without an edit of this page
+        found = sorted((ROOT / "benchmarks" / "results").glob("*.json"))
+        html = TEMPLATES.get_template(f"guide/{self.arguments[0]}").render(
+            results=[result_files.load(path) for path in found],
+            data=lambda name: json.loads((ROOT / "guide" / name).read_text(encoding="utf-8")),
+            figures=result_files,
+            calculator=will_it_hide,
+            scripts=sorted((ROOT / "tests" / "upstream").glob("[!r]*.py")),
+        )
+        return [nodes.raw("", html, format="html")]
+
+
+@cache
+def terms() -> dict[str, str]:
+    """Each term of the glossary and its plural, in lower case, and the term."""
+    found = re.findall(r"^   (\w.*)$", GLOSSARY.read_text(encoding="utf-8"), re.MULTILINE)
+    return {name.lower(): term for term in found for name in (term, f"{term}s")}
+
+
+def link_first_uses(app: Sphinx, doctree: nodes.document) -> None:
+    """Link the first use of each term in the sentences of a recipe's page."""
+    if app.env.docname not in getattr(app, "recipe_runs", {}) or not GLOSSARY.exists():
+        return
+    left = dict(terms())
+    for text in list(doctree.findall(nodes.Text)):
+        sentence = isinstance(text.parent, nodes.paragraph) and not text.parent["classes"]
+        if not sentence or isinstance(text.parent.parent, nodes.entry):
+            continue
+        names = "|".join(sorted(map(re.escape, left), key=len, reverse=True))
+        match = re.search(rf"(?<![\w-])({names})(?![\w-])", text, re.IGNORECASE)
+        if not left or match is None:
+            continue
+        term = left[match[0].lower()]
+        left = {name: other for name, other in left.items() if other != term}
+        shown = nodes.inline("", match[0], classes=["glossary-term"])
+        reference = link(app.env.docname, "term", term, shown)
+        parts = [nodes.Text(text[: match.start()]), reference, nodes.Text(text[match.end() :])]
+        text.parent.replace(text, parts)
+
+
+def setup(app: Sphinx) -> dict:
+    app.add_directive("template", Template)
+    app.connect("doctree-read", link_first_uses)
+    return {"version": "1", "parallel_read_safe": True, "parallel_write_safe": True}

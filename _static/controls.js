@@ -1,0 +1,64 @@
+// Toggle a line: on a recipe's page, each edit under "What breaks" gets a switch. It strikes the line
+// in the code above and shows the failure that was recorded beside it. Without scripts the page has both.
+"use strict";
+
+function toggles() {
+  const code = [...document.querySelectorAll("article div.highlight-Python pre, article div.highlight-python pre")];
+  for (const control of document.querySelectorAll(".recipe-control")) {
+    const diff = control.querySelector(".highlight-diff pre");
+    const removed = diff ? diff.innerText.split("\n").filter((line) => line.startsWith("-")).map((line) => line.slice(1)) : [];
+    const block = code.find((pre) => removed.length && pre.innerText.includes(removed.join("\n")));
+    if (!block) continue;
+    const button = document.createElement("button");
+    button.type = "button";
+    button.className = "toggle-line";
+    button.textContent = "Show it in the code";
+    button.setAttribute("aria-pressed", "false");
+    button.addEventListener("click", () => show(control, block, removed));
+    control.querySelector(".control-says")?.after(button);
+  }
+}
+
+function show(control, block, removed) {
+  document.querySelector(".toggled")?.remove();
+  const added = control.querySelector(".highlight-diff pre").innerText.split("\n")
+    .filter((line) => line.startsWith("+")).map((line) => line.slice(1));
+  const [before, after] = block.innerText.split(removed.join("\n"), 2);
+  const lines = (text, from, to) => text.split("\n").slice(from, to).join("\n");
+  const panel = document.createElement("figure");
+  panel.className = "toggled";
+  const pre = document.createElement("pre");
+  const part = (tag, text) => {
+    const element = document.createElement(tag);
+    element.textContent = text;
+    pre.append(element);
+  };
+  part("span", `${lines(before, -6, undefined)}`);
+  part("del", removed.join("\n"));
+  if (added.length) part("ins", `\n${added.join("\n")}`);
+  part("span", lines(after, 0, 5));
+  const failure = document.createElement("figcaption");
+  const recorded = control.querySelector(".failure");
+  failure.append(recorded ? recorded.cloneNode(true) : "Not executed for this page.");
+  for (const copy of failure.querySelectorAll("button, [id]")) {
+    if (copy.tagName === "BUTTON") copy.remove();
+    else copy.removeAttribute("id");
+  }
+  const back = document.createElement("button");
+  back.type = "button";
+  back.className = "toggle-line";
+  back.textContent = "Put the line back";
+  const pressed = control.querySelector(".toggle-line");
+  back.addEventListener("click", () => {
+    panel.remove();
+    pressed.setAttribute("aria-pressed", "false");
+    pressed.focus();
+  });
+  pressed.setAttribute("aria-pressed", "true");
+  panel.append(pre, failure, back);
+  block.closest('div[class*="highlight-"]').after(panel);
+  back.focus({ preventScroll: true });
+  panel.scrollIntoView({ block: "center" });
+}
+
+toggles();
