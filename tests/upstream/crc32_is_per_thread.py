@@ -1,0 +1,12 @@
+"""``set_crc32_options(False)`` does not reach the thread in which DCP writes.
+
+Avoided by recipes_source/checkpoint/overlapped_writer.py.
+"""
+
+from concurrent.futures import ThreadPoolExecutor
+
+from torch.serialization import get_crc32_options, set_crc32_options
+
+set_crc32_options(False)
+with ThreadPoolExecutor() as pool:
+    print("holds" if pool.submit(get_crc32_options).result() else "fixed")
