@@ -2,10 +2,13 @@
 Own the stream: gathers beside compute, released late
 =====================================================
 
-Sharded training gathers each layer's weights just before the layer computes; whether that costs
-time depends on who owns the stream of the gathers, and on when a layer's memory is given back. This
-recipe is the object that decides both, a **context** that the root module owns, on top of
-:doc:`sharded_parameter`.
+Sharded training gathers each layer's weights just before the layer computes. Whether that costs
+time depends on two things: which stream the gathers are on, and when a layer's memory is given
+back. This recipe is the object that decides both, a **context** that the root module owns. It
+stands on :doc:`sharded_parameter`.
+
+**Do not bother** unless you want to see inside: ``fully_shard`` does the same with more care for
+corner cases, and :doc:`in_place_gather` makes it faster.
 
 .. grid:: 1 1 2 2
 
@@ -91,26 +94,24 @@ class Unit:
 # %%
 # The context
 # -----------
-# The root owns one context, and every unit below it, however deeply nested, uses that one: there is
-# one gather stream a rank, so that gathers never compete with each other, and one queue of
-# releases, so that memory is bounded for the model as a whole. The schedule itself is three
-# methods.
+# The root owns one context, and every unit below it uses that one. So a rank has one gather stream,
+# and gathers never compete. It has one queue of releases, and memory is bounded for the whole
+# model. The schedule is three methods.
 #
 # ``before`` a unit computes, in forward and in backward: drain the queue to one, gather, let the
 # compute stream wait. ``after`` it: record ``consumed``, queue the release. ``drain`` releases the
 # oldest.
 #
 # **Where memory is freed** is the point of it. PyTorch's caching allocator hands a freed block to
-# the next allocation *of the same stream*, at once, whatever other streams still do with it.
-# Weights are allocated on the gather stream, so they are freed there, behind a wait for
-# ``consumed``: whatever the gather stream puts into that memory comes after the wait. No
-# ``record_stream``, which frees late and by chance, and the host waits for nothing.
+# the next allocation *of the same stream* at once, whatever other streams still do with it. Weights
+# are allocated on the gather stream, so they are freed there, behind a wait for ``consumed``.
+# Whatever comes into that memory comes after the wait. ``record_stream`` would free late and by
+# chance.
 #
-# **Two communicators.** A communicator runs its collectives one after the other, in the order in
-# which the host launched them, also when they are on different streams. With one for both, the
-# gather of the next unit in backward stands behind the reduce-scatter of this one, which stands
-# behind its kernels: not a single gather of backward would overlap. So gathers have a communicator
-# of their own.
+# **Two communicators.** A communicator runs its collectives in the order in which the host launched
+# them, on whatever streams. With one for both, the next gather of backward waits for this unit's
+# reduce-scatter, which waits for its kernels: no gather of backward overlaps. So gathers have a
+# communicator of their own.
 
 
 class FsdpContext:
@@ -333,24 +334,17 @@ if __name__ == "__main__":
 # %%
 # What it buys
 # ------------
-# ``sync`` is this recipe with its gathers on the compute stream: one thing after another. What
-# stays visible with delayed release are the reduce-scatters, on the compute stream here, the first
-# gather of forward and that of backward, and the ends of gathers that take longer, beside products,
-# than a unit computes. :doc:`prefetch_schedule` moves the reduce-scatters to a stream of their own
-# and gathers fewer units.
+# ``sync`` is this recipe with its gathers on the compute stream: one thing after another. Delayed
+# release leaves exposed: the reduce-scatters, which are on the compute stream here; the first gather
+# of forward and of backward; and the ends of gathers that take longer than a unit computes.
+# :doc:`prefetch_schedule` moves the reduce-scatters to a stream of their own and gathers fewer units.
 #
 # .. timeline:: fsdp_overlap sync delayed_release
 #
-# ``no_communication`` is the same work on weights that are never sharded, and the measure of the
-# others: ``Speed against no communication`` is its step time over theirs. The two are trained in
-# turn, in short windows, and the value is the median over pairs of windows that follow each other;
-# ``Their quartiles apart`` says how far the pairs disagree. ``Bound`` is the step that a schedule
-# with the same transfers can reach at best, measured in windows as well, so that a step may come
-# out a little below it. ``Hidden`` is the share of the communication's time in which a kernel
-# computes, and ``GEMM beside a gather`` how much longer the step's matrix products take than
-# without communication: both are read from the traces that the timelines draw, at the size where
-# the table has them. (A device at its power limit raises its clocks when it has less to do: in a
-# schedule with pauses the products can be hardly slower.)
+# ``no_communication`` is the same work on weights that are never sharded
+# (:doc:`how it is measured </guide/measured>`). *Hidden* is the share of the communication's time in
+# which a kernel computes, *GEMM beside a gather* how much longer the step's matmuls take than
+# without communication. Both are read from the traces that the timelines draw.
 #
 # .. result-figure:: fsdp_overlap
 #    :rows: no_communication fsdp2 delayed_release
@@ -364,9 +358,9 @@ if __name__ == "__main__":
 #
 # What breaks if you remove a line
 # --------------------------------
-# Each edit was made and run when this page was built. CPU streams do nothing, so the bits come out
-# right even without the events; a recorder of stream order finds what no event orders. It counts a
-# release as a write: whatever comes next may use the memory.
+# CPU streams do nothing, so the bits come out right even without the events. A recorder of stream
+# order finds what no event orders. It counts a release as a write: whatever comes next may use the
+# memory.
 #
 # .. recipe-controls::
 #
@@ -385,9 +379,8 @@ if __name__ == "__main__":
 # When it is not worth it
 # -----------------------
 # * The order of the units is known: :doc:`prefetch_schedule` hides more, with less traffic.
-# * The host is slower than the device (small layers, few tokens): it no longer runs ahead, and a
-#   gather that is asked for late begins late. Schedules that look ahead suffer less.
-# * You do not need to see inside: ``fully_shard`` does the same with more care for corner cases.
+# * The host is slower than the device (small layers, few tokens). Then a gather is asked for late.
+#   Schedules that look ahead suffer less.
 #
 # Known limits
 # ------------
