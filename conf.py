@@ -86,7 +86,7 @@ ogp_social_cards = {"enable": False}  # one picture for all pages
 
 html_theme = "pytorch_sphinx_theme2"
 html_title = project
-html_static_path = ["_static"]
+html_static_path = ["_static", "benchmarks/results"]  # result files to download
 html_favicon = "_static/img/favicon.svg"
 html_use_index = False
 html_copy_source = False

@@ -65,8 +65,12 @@ PAGE_COLOURS = {
 
 
 DECIDING = 3
-"""Columns of a table: the first that many decide, the others are shown on demand."""
-SHOW_ALL = '<details class="result-all"><summary>All that was measured</summary>'
+"""Columns of a table: the first that decide; page guide/results has all of them."""
+CASES = {
+    **dict.fromkeys(("model", "loop", "storage"), shown),
+    "compiled": lambda compiled: "compiled" if compiled else "eager",
+}
+"""Parameters that stand below a row's name, and how; the others have a column."""
 
 
 def _pairs(text: str) -> dict[str, str]:
@@ -134,22 +138,17 @@ class ResultTable(ResultDirective):
                 if note not in notes:
                     notes.append(note)
                 name += nodes.superscript("", str(notes.index(note) + 1))
-            body.append([name, *(nodes.paragraph("", shown(row.get(p))) for p in varied)])
-        headings = ["Way", *(PARAMETER_HEADINGS[p] for p in varied)]
-        tables = []
-        for first in range(0, len(columns), DECIDING):
-            part = columns[first : first + DECIDING]
-            cells = [[node.deepcopy() for node in begin] for begin in body]
-            for line, row in zip(cells, rows, strict=True):
-                line += [cell_with_interval(column, row) for column in part]
-            tables.append(_table([*headings, *(c.heading for c in part)], cells))
-        rest = tables[1:]
-        if rest:
-            rest.insert(0, nodes.raw("", SHOW_ALL, format="html"))
-            rest.append(nodes.raw("", "</details>", format="html"))
+            if case := ", ".join(CASES[p](row[p]) for p in varied if p in CASES and p in row):
+                name += nodes.inline("", f" {case}", classes=["result-interval"])
+            numbers = [nodes.paragraph("", shown(row.get(p))) for p in varied if p not in CASES]
+            body.append([name, *numbers])
+        headings = ["Way", *(PARAMETER_HEADINGS[p] for p in varied if p not in CASES)]
+        for line, row in zip(body, rows, strict=True):
+            line += [cell_with_interval(column, row) for column in columns[:DECIDING]]
+        table = _table([*headings, *(c.heading for c in columns[:DECIDING])], body)
         below = [f"{number}. {note}" for number, note in enumerate(notes, 1)]
         same = {p: found.pop() for p, found in values.items() if len(found) == 1}
-        return [tables[0], *map(_small, below), *self._origin(result, rows, same), *rest]
+        return [table, *map(_small, below), *self._origin(result, rows, same), self._others()]
 
     def _name(self, name: str) -> nodes.paragraph:
         literal = nodes.literal("", name)
@@ -159,6 +158,12 @@ class ResultTable(ResultDirective):
             return nodes.paragraph("", "", literal)
         target = link(self.env.docname, "doc", f"/{page}", nodes.inline("", "", literal))
         return nodes.paragraph("", "", target)
+
+    def _others(self) -> nodes.paragraph:
+        """A way to the columns that the table leaves out."""
+        up = "../" * self.env.docname.count("/")
+        link = nodes.reference("", "Everything that was measured", refuri=f"{up}guide/results.html")
+        return nodes.paragraph("", "", link, nodes.Text("."), classes=["result-origin"])
 
     def _origin(self, result: Result, rows: list[dict], same: dict) -> list[nodes.Node]:
         """Where the rows were measured; parameters that are the ``same`` in all have no column."""

@@ -225,7 +225,7 @@ def test_the_table_shows_values_origin_and_links(repo):
     assert warnings == ""
     text = re.sub(r"\s+", " ", re.sub(r"<[^>]+>", " ", html))
     for words in (
-        *("1.20 ms", "3.80 s", "116 ms", "Samples", "yes", "no"),
+        *("1.20 ms", "3.80 s", "Everything that was measured"),
         "Medians (storage: memory, step: long). 2 × Test GPU",
         *("2 × Test GPU", "torch 2.11.0", "driver 1.2", "2 ranks", "2026-01-02"),
         *("pinned d2h 55.4 GB/s", "state per rank 6.44 GB", "Bound: state over the pinned rate"),
@@ -375,7 +375,16 @@ def test_rows_and_where_choose(repo):
 def test_a_parameter_that_all_rows_share_has_no_column(repo):
     measure(repo, rows=[row("async_save", 1.0), row("async_save", 2.0, storage="disk")])
     html, _ = render(repo, ".. result-table:: checkpoint_stall")
-    assert ">Storage<" in html and ">Step<" not in html and "Medians (step: long)." in html
+    assert "> memory<" in html and "> disk<" in html
+    assert ">Step<" not in html and "Medians (step: long)." in html
+
+
+def test_a_table_has_the_three_columns_that_decide_and_the_rest_elsewhere(repo):
+    measure(repo)
+    html, _ = render(repo, ".. result-table:: checkpoint_stall")
+    headings = re.findall(r"<th[^>]*><p>(.*?)</p>", html)
+    assert headings[0] == "Way" and len(headings) == 4
+    assert 'href="guide/results.html"' in html
 
 
 def test_a_workload_without_a_value_is_not_drawn(repo):

@@ -6,6 +6,7 @@ import re
 import shutil
 import subprocess
 import sys
+import tomllib
 from pathlib import Path
 from xml.etree import ElementTree
 
@@ -111,6 +112,14 @@ def test_nothing_suggests_affiliation(built_site):
     assert found == set()
 
 
+@pytest.mark.parametrize("recipe", RECIPES, ids=lambda recipe: recipe.name)
+def test_a_file_that_a_reader_copies_says_its_licence_and_version(recipe):
+    version = tomllib.loads((ROOT / "pyproject.toml").read_text())["project"]["version"]
+    licence, origin = recipe.path.read_text().splitlines()[:2]
+    assert licence == "# SPDX-License-Identifier: BSD-3-Clause"
+    assert origin == f"# Overlap Recipes {version}, {recipe.folder}/{recipe.path.name}"
+
+
 def test_make_help_lists_the_targets():
     out = subprocess.run(["make", "help"], cwd=ROOT, capture_output=True, text=True, check=True)
     listed = re.findall(r"^  make (\S+)", out.stdout, re.MULTILINE)
@@ -174,6 +183,7 @@ def test_the_upstream_scripts_are_short_and_recorded():
 
 def test_requirements_are_pinned_with_a_reason_and_cover_every_import():
     names = {"bs4": "beautifulsoup4", "sphinx_gallery": "sphinx-gallery"}
+    names |= {"axe_playwright_python": "axe-playwright-python"}
     names |= {"sphinx_design": "sphinx-design", "pytorch_sphinx_theme2": "pytorch-sphinx-theme2"}
     lines = [line for line in (ROOT / "requirements.txt").read_text().splitlines() if line.strip()]
     pins = [line for line in lines if not line.startswith("#")]
@@ -182,7 +192,7 @@ def test_requirements_are_pinned_with_a_reason_and_cover_every_import():
     files = subprocess.run(["git", "ls-files", "*.py"], cwd=ROOT, capture_output=True, text=True)
     own = {path.stem for path in ROOT.rglob("*.py") if ".venv" not in path.parts}
     own |= {"harness", "benchmarks", "rankproof", "faults"}
-    peers = {"torchao"}  # on the GPU machine; its row says so where it is not there
+    peers = {"torchao", "deepspeed"}  # on the GPU machine; its row says so where it is not there
     imported = set()
     for name in files.stdout.split():
         for node in ast.walk(ast.parse((ROOT / name).read_text(encoding="utf-8"))):
@@ -191,5 +201,5 @@ def test_requirements_are_pinned_with_a_reason_and_cover_every_import():
             elif isinstance(node, ast.ImportFrom) and node.module:
                 imported.add(node.module.partition(".")[0])
     third_party = imported - set(sys.stdlib_module_names) - own - peers
-    third_party -= {"docutils"}  # Sphinx brings it
+    third_party -= {"docutils", "jinja2"}  # Sphinx brings them
     assert {names.get(module, module) for module in third_party} <= pinned
