@@ -26,7 +26,6 @@ NOT_YET = {
     "benchmarks",
     "recipes_source/sharding/copy_engine_gather.py",
     "page sharding/copy_engine_gather",
-    "page sharding/stream_context",
 }
 NO_CODE = {
     tokenize.COMMENT,

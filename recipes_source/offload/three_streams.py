@@ -2,10 +2,9 @@
 Three streams: copy in, compute and copy out at once
 ====================================================
 
-Data that does not fit the device is copied in, computed with and copied out again: with a stream
-for each, the three happen **at the same time on one device**. This recipe builds that pipeline, and
-gives you a function that tells, from a profile of your own code, whether its copies are
-asynchronous, and whom they hold if they are not.
+Data that does not fit the device is copied in, computed with, and copied out again. With a stream
+for each, all three happen **at the same time on one device**. This recipe builds that pipeline. It
+also has a function that tells from a profile whether your own copies are asynchronous.
 
 .. grid:: 1 1 2 2
 
