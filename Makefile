@@ -63,7 +63,7 @@ new-recipe: ## Start a recipe that passes at once: NAME=checkpoint/my_recipe
 	@echo "$(NAME)" | grep -qE '^[a-z_]+/[a-z0-9_]+$$' || { echo "say NAME=<folder>/<name>"; exit 2; }
 	@test -d "recipes_source/$(dir $(NAME))" || { echo "no folder recipes_source/$(dir $(NAME))"; exit 2; }
 	@test ! -e "recipes_source/$(NAME).py" || { echo "recipes_source/$(NAME).py is there already"; exit 2; }
-	@cp tests/data/template/recipe.py "recipes_source/$(NAME).py"
+	@sed 's|<folder>/<name>|$(NAME)|' tests/data/template/recipe.py > "recipes_source/$(NAME).py"
 	@cp tests/data/template/recipe.toml "tests/controls/$(notdir $(NAME)).toml"
 	@echo "Edit recipes_source/$(NAME).py and tests/controls/$(notdir $(NAME)).toml, then:"
 	@echo "  python -m harness run recipes_source/$(NAME).py --ranks 2"

@@ -140,7 +140,7 @@ html_context = {
     "commit": commit() or "main",
     "versions": f"torch {installed('torch')}, Python {sys.version.split()[0]}",
 }
-html_js_files = ["controls.js", "zoom.js"]
+html_js_files = [(name, {"defer": "defer"}) for name in ("controls.js", "zoom.js")]
 
 
 def remove_theme_pictures(app, exception):

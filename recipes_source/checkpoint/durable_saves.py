@@ -1,3 +1,5 @@
+# SPDX-License-Identifier: BSD-3-Clause
+# Overlap Recipes 0.1.0, checkpoint/durable_saves.py
 """
 Commit a checkpoint: durable on every rank, or not there
 ========================================================

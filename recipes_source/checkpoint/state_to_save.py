@@ -1,3 +1,5 @@
+# SPDX-License-Identifier: BSD-3-Clause
+# Overlap Recipes 0.1.0, checkpoint/state_to_save.py
 """
 What to save, and how to know that it is right
 ==============================================

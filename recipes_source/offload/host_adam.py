@@ -1,3 +1,5 @@
+# SPDX-License-Identifier: BSD-3-Clause
+# Overlap Recipes 0.1.0, offload/host_adam.py
 """
 Adam on the host, at the speed of its memory
 ============================================

@@ -1,3 +1,5 @@
+# SPDX-License-Identifier: BSD-3-Clause
+# Overlap Recipes 0.1.0, offload/host_layers.py
 """
 Weights that live in host memory: one flat buffer a layer
 =========================================================

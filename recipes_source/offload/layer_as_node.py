@@ -1,3 +1,5 @@
+# SPDX-License-Identifier: BSD-3-Clause
+# Overlap Recipes 0.1.0, offload/layer_as_node.py
 """
 Any layer as one node: run again in backward, differentiated by you
 ===================================================================

@@ -1,3 +1,5 @@
+# SPDX-License-Identifier: BSD-3-Clause
+# Overlap Recipes 0.1.0, offload/one_copy_a_host.py
 """
 One copy a host: ranks share weights, Adam's state and its work
 ===============================================================

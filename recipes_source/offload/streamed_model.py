@@ -1,3 +1,5 @@
+# SPDX-License-Identifier: BSD-3-Clause
+# Overlap Recipes 0.1.0, offload/streamed_model.py
 """
 Stream a stock model: weights on the host, the model's own forward
 ==================================================================

@@ -1,3 +1,5 @@
+# SPDX-License-Identifier: BSD-3-Clause
+# Overlap Recipes 0.1.0, offload/weight_streaming.py
 """
 Train with the weights on the host: load, compute and store at once
 ===================================================================

@@ -1,3 +1,5 @@
+# SPDX-License-Identifier: BSD-3-Clause
+# Overlap Recipes 0.1.0, offload/whole_step.py
 """
 A whole step: clipped, scheduled, averaged, and nothing waits
 =============================================================

@@ -1,3 +1,5 @@
+# SPDX-License-Identifier: BSD-3-Clause
+# Overlap Recipes 0.1.0, sharding/copy_engine_gather.py
 """
 Gather without the compute cores: peer copies in stock FSDP2
 ============================================================

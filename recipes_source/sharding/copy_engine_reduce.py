@@ -1,3 +1,5 @@
+# SPDX-License-Identifier: BSD-3-Clause
+# Overlap Recipes 0.1.0, sharding/copy_engine_reduce.py
 """
 Reduce by copies: push the parts, add them once
 ===============================================

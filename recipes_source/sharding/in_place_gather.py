@@ -1,3 +1,5 @@
+# SPDX-License-Identifier: BSD-3-Clause
+# Overlap Recipes 0.1.0, sharding/in_place_gather.py
 """
 FSDP2 without copies around its gathers
 =======================================

@@ -1,3 +1,5 @@
+# SPDX-License-Identifier: BSD-3-Clause
+# Overlap Recipes 0.1.0, sharding/peer_memory.py
 """
 Memory that the other ranks read, and what FSDP2 keeps in it
 ============================================================

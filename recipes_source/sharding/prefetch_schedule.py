@@ -1,3 +1,5 @@
+# SPDX-License-Identifier: BSD-3-Clause
+# Overlap Recipes 0.1.0, sharding/prefetch_schedule.py
 """
 Look ahead: prefetch, fewer gathers, gradients reduced beside backward
 ======================================================================

@@ -1,3 +1,5 @@
+# SPDX-License-Identifier: BSD-3-Clause
+# Overlap Recipes 0.1.0, sharding/sharded_parameter.py
 """
 A parameter in rows: what sharded training keeps, gathers and reduces
 =====================================================================

@@ -1,3 +1,5 @@
+# SPDX-License-Identifier: BSD-3-Clause
+# Overlap Recipes 0.1.0, sharding/stream_context.py
 """
 Own the stream: gathers beside compute, released late
 =====================================================

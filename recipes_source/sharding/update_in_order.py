@@ -1,3 +1,5 @@
+# SPDX-License-Identifier: BSD-3-Clause
+# Overlap Recipes 0.1.0, sharding/update_in_order.py
 """
 Hide the ends: update in the order of the next forward
 ======================================================

@@ -256,7 +256,8 @@ def test_from_the_landing_page_to_copied_code_in_two_clicks(visit, question, wid
     tab.locator(".questions .sd-card a.sd-stretched-link").nth(question).click()
     tab.wait_for_url("**/recipes/**")
     tab.evaluate("navigator.clipboard.writeText('')")
-    block = tab.locator("article div.highlight-python, article div.highlight-Python").first
+    code = "article div[class*='highlight-']:not(.highlight-bash):not(.no-copy)"
+    block = tab.locator(code).first
     block.hover()
     block.locator("button.copybtn").click()
     assert tab.evaluate(CLIPBOARD_ONCE_FILLED).strip() == block.locator("pre").inner_text().strip()
