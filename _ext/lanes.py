@@ -331,13 +331,16 @@ def draw(
 ) -> str:
     """HTML of a drawing: one SVG for wide columns, one for narrow ones, a legend and the text.
 
+    A measured timeline, with ``label_every_bar`` off, has one, which scrolls in a narrow column.
+
     ``name`` is unique on the page; ``caption`` names the picture to a screen reader and ``text``
     (from :func:`listing`) describes it. ``scale`` is (duration, text) of a scale bar, in the unit
     of the bars. With ``label_every_bar`` a label wider than its bar is written above it, otherwise
     it is left out.
     """
     pictures = []
-    for size, width in (("wide", WIDE), ("narrow", NARROW)):
+    sizes = {"wide": WIDE, "narrow": NARROW} if label_every_bar else {"only": WIDE}
+    for size, width in sizes.items():
         drawing = _Drawing(panels, width, f"{name}-{size}", label_every_bar)
         for panel in panels:
             drawing.panel(panel)

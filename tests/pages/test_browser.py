@@ -253,7 +253,7 @@ def test_no_column_of_a_table_is_cut_off(visit, width):
 @pytest.mark.parametrize("question", range(3))
 def test_from_the_landing_page_to_copied_code_in_two_clicks(visit, question, width):
     tab = visit("index")
-    tab.locator(".questions .sd-card a.sd-stretched-link").nth(question).click()
+    tab.locator(".questions .sd-card").nth(question).click()
     tab.wait_for_url("**/recipes/**")
     tab.evaluate("navigator.clipboard.writeText('')")
     code = "article div[class*='highlight-']:not(.highlight-bash):not(.no-copy)"
