@@ -75,7 +75,7 @@ BATCH, TOKENS, LAYERS, STEPS = 2, 8, 3, 3  # sequences a step, tokens of each; l
 # does it, once; ``finalize`` does it for a buffer that is dropped without.
 #
 # A call of the driver that fails is remembered, and the next kernel of the thread reports it, far
-# from its cause. So a refusal to lock is followed by a kernel of no use, which takes the report.
+# from its cause. So after a refusal to lock, one empty kernel is launched: the error is reported there.
 #
 # A process that forks, as a ``DataLoader`` may do for its workers, shares its memory with the child
 # until one of them writes, and the writer gets a copy; the device would go on with the original.
@@ -85,9 +85,9 @@ BATCH, TOKENS, LAYERS, STEPS = 2, 8, 3, 3  # sequences a step, tokens of each; l
 # after the other. So the pages are filled before, by all threads: several times faster. Large pages
 # are fewer to find, for the driver, and later for the host's Adam.
 #
-# Each part begins at a multiple of 256 elements, as a CUDA allocator would let it begin, so matrix
-# products choose the kernels that they choose in a model that is resident. ``views_of`` lays the same parts over *any* flat tensor: the copy on the
-# device, fp32 master weights, a sum of gradients.
+# Each part begins at a multiple of 256 elements, as a CUDA allocator would let it begin, so matmuls
+# choose the kernels that they choose in a resident model. ``views_of`` lays the same parts over
+# *any* flat tensor: the copy on the device, float32 master weights, a sum of gradients.
 
 
 def private_memory(nbytes: int) -> mmap.mmap:

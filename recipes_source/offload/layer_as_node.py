@@ -14,7 +14,7 @@ into the model's graph as **one node**. Its backward is a function of yours.
 
       * a graph inside a node, differentiated when you say so
       * layers with keyword arguments, nested inputs, several outputs
-      * a recomputation that repeats no product in vain, and no random number
+      * a recomputation that repeats no matmul in vain, and no random number
 
    .. grid-item-card:: What you need
 
@@ -99,7 +99,7 @@ def exchanged(tree, others: dict[int, torch.Tensor]):
 # ---------------------
 # ``checkpoint`` restores the random state for the second run, so dropout repeats itself, and it
 # **stops early**: when the last tensor that backward needs is there, the rest of the layer is not
-# run. In a block that ends in a matrix product, that product is not repeated.
+# run. In a block that ends in a matmul, that matmul is not repeated.
 #
 # To differentiate the inner graph later it is enough to know where it begins and ends
 # (``get_gradient_edge``). A leaf at the beginning would keep the input a second time; a node of our

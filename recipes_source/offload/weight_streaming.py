@@ -15,7 +15,7 @@ that keeps the whole model resident.
 
       * the five events that make three lanes correct, and what breaks without each
       * two slots on the device, allocated once, for a stack of any depth
-      * backward layer by layer, with a recomputation that repeats no product in vain
+      * backward layer by layer, with a recomputation that repeats no matmul in vain
       * the fastest step that the link allows, as a formula
 
    .. grid-item-card:: What you need

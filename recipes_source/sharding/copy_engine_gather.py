@@ -5,7 +5,7 @@ Gather without the compute cores: peer copies in stock FSDP2
 ============================================================
 
 This recipe moves FSDP2's all-gather to the GPU's copy engines: each rank reads the other ranks'
-shards straight from their memory. NCCL's kernels take compute cores from the matrix product beside
+shards straight from their memory. NCCL's kernels take compute cores from the matmul beside
 them; a copy engine takes none. It plugs into an unchanged ``fully_shard`` model with one call.
 
 .. warning::
@@ -385,7 +385,7 @@ if __name__ == "__main__":
 # What it buys
 # ------------
 # ``no_communication`` is the same work on weights that are never sharded. The gain has two parts: a
-# copy over NVLink is somewhat faster than NCCL's gather, and the product beside it keeps its compute
+# copy over NVLink is somewhat faster than NCCL's gather, and the matmul beside it keeps its compute
 # cores. It still shares the memory's bandwidth with the copy, so that it is not as fast as alone.
 # Both count most where communication is long beside compute, at few tokens a step. At every size
 # the row is ahead of ``fsdp2`` and of ``fsdp2_tuned``, whose gathers stay NCCL's, and takes less of
@@ -426,7 +426,7 @@ if __name__ == "__main__":
 # When it is not worth it
 # -----------------------
 # * Communication is hidden already: at many tokens a step, what is left is the bandwidth that
-#   copies and products share, and that the copy engines take as well.
+#   copies and matmuls share, and that the copy engines take as well.
 # * Ranks are on several hosts. Shard inside the host and replicate across hosts (HSDP) if that
 #   fits.
 # * PyTorch 2.13 or later with a recent NCCL: ``FSDPModule.set_symm_mem_for_comm()`` with NCCL's

@@ -200,7 +200,7 @@ if __name__ == "__main__":
 # Under FSDP2 it costs time, in a schedule of one's own it saves much. FSDP2 lays a unit's gradients
 # into one buffer before it reduces them: the push begins late, is long, and the addition comes
 # last. A schedule that reduces each parameter as its gradient comes (:doc:`prefetch_schedule`) has
-# many short pushes beside the products that follow: ``prefetch_copy_engine`` gathers by peer copies
+# many short pushes beside the matmuls that follow: ``prefetch_copy_engine`` gathers by peer copies
 # and pushes, where ``prefetch`` uses NCCL for both. It is ahead at every size, most at few tokens a
 # step, and takes less of the device's memory. What the columns say: :doc:`stream_context`.
 #
@@ -244,7 +244,7 @@ if __name__ == "__main__":
 # -----------------------
 # * Many ranks: every rank writes to all others and adds as many parts, where NCCL's ring adds while
 #   it passes them on.
-# * Communication is hidden, and the products beside it are not slowed down enough to notice.
+# * Communication is hidden, and the matmuls beside it are not slowed down enough to notice.
 # * Under FSDP2, unless your own measurement says otherwise: take :doc:`copy_engine_gather` alone.
 #
 # Known limits

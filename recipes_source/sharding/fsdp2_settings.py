@@ -347,7 +347,7 @@ if __name__ == "__main__":
 # hidden already, gathers and reduce-scatters that overlap take more compute cores at a time and
 # share the link, and the step can become longer.
 #
-# What no setting changes: NCCL's kernels take compute cores from the products beside them
+# What no setting changes: NCCL's kernels take compute cores from the matmuls beside them
 # (:doc:`in_place_gather`), and each gather is copied into and out of a buffer
 # (:doc:`stream_context` gathers each parameter where it is used).
 #
@@ -374,7 +374,7 @@ if __name__ == "__main__":
 #
 # When it is not worth it
 # -----------------------
-# * A profile of the default shows no gaps between the products: everything is hidden already.
+# * A profile of the default shows no gaps between the matmuls: everything is hidden already.
 # * The order of units changes from step to step. Lists are fixed: they then prefetch the wrong units
 #   and hold their memory. See :doc:`stream_context`, which needs no order.
 #

@@ -42,7 +42,7 @@ each release make room for the unit that is needed next:
 
 With room for :math:`B` of :math:`L` units, a pass gathers :math:`2L - B` units where delayed
 release gathers :math:`2L`. A gather that does not happen costs nothing: no bandwidth, no slower
-product beside it.
+matmul beside it.
 """
 
 # %%
