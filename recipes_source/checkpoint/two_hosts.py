@@ -250,9 +250,9 @@ def main(directory: Path) -> None:
         app = basic.build_app(device)
         train(app, local, device)
         assert sorted(steps_in(local)) == [4, 6]
-        if rank == ranks - 1:  # a step of which no host has rank 0's files
+        if rank == ranks - 1:  # a step of which nobody else has anything, and this host not all
             torn = shutil.copytree(local / "step6", local / "step7")
-            (torn / "__0_0.distcp").unlink()
+            (torn / f"__{rank}_0.distcp").unlink()
         if ranks > 1 and rank == 0:
             shutil.rmtree(local)
         dist.barrier()
