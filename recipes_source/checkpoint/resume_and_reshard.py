@@ -13,9 +13,11 @@ what differs when a checkpoint does not fit.
 
     from resume_and_reshard import Run, resume
 
-    run = Run(model, optimizer, schedule)  # its state_dict() is what you save: {"run": run}
-    step = resume(run, root)               # on all ranks; 0 if there is no checkpoint yet
-    resume(run, root, step=40_000)         # go back; newer ones are set aside, not deleted
+    run = Run(model, optimizer, schedule)
+    with RetainedSaves(root, device, model.buffers()) as saves:  # first: one job a directory
+        step = resume(run, root)  # on all ranks; 0 if there is no checkpoint yet
+        # or: resume(run, root, step=40_000) goes back; newer ones are set aside, not deleted
+        ...                       # saves.save({"run": run}, root / f"step{run.step}")
 
 Do not bother with random numbers and data position if you would not notice a few batches twice.
 
@@ -55,6 +57,7 @@ Each part of the state belongs to one of three kinds:
 
 import argparse
 import tempfile
+import time
 from pathlib import Path
 
 import state_to_save as basic
@@ -63,8 +66,6 @@ import torch.distributed as dist
 import torch.distributed.checkpoint as dcp
 from durable_saves import DurableSaves, committed_steps, faults, newest_step
 from torch import nn
-from torch.distributed.checkpoint.state_dict import get_state_dict, set_state_dict
-from torch.distributed.checkpoint.stateful import Stateful
 from torch.distributed.fsdp import fully_shard
 
 WIDTH, SAMPLES_A_STEP = 64, 12  # features; samples of all ranks together, for 1 to 4 and 6 ranks
@@ -79,35 +80,41 @@ TOLERANCE = 1e-5  # of a loss, relative, on another number of ranks: sums in ano
 # many ranks there were is in the checkpoint's metadata.
 
 
-class Run(Stateful):
-    """Model, optimizer, schedule, step, place in the data and random numbers of one training run."""
+class Run(basic.AppState):
+    """Model, optimizer, step, schedule, place in the data and random numbers of one training run.
+
+    ``optimizer`` may be a list; ``schedule`` is whatever has ``state_dict`` and ``load_state_dict``.
+    """
 
     def __init__(self, model: nn.Module, optimizer: torch.optim.Optimizer, schedule) -> None:
-        self.model, self.optimizer, self.schedule = model, optimizer, schedule
-        self.step = self.samples = 0
-        self.ranks_saved = dist.get_world_size()
+        super().__init__(model, optimizer)
+        self.schedule, self.samples, self.ranks_saved = schedule, 0, dist.get_world_size()
 
     def state_dict(self) -> dict:
-        model, optimizer = get_state_dict(self.model, self.optimizer)
-        state = {"model": model, "optimizer": optimizer, "schedule": self.schedule.state_dict()}
-        state |= {"step": self.step, "samples": self.samples}
+        state = super().state_dict() | {"schedule": self.schedule.state_dict()}
+        state["samples"] = self.samples
         if self.ranks_saved == dist.get_world_size():
-            state[f"random_of_rank_{dist.get_rank()}"] = torch.get_rng_state()
+            random = {kind: source.get_rng_state() for kind, source in random_numbers().items()}
+            state[f"random_of_rank_{dist.get_rank()}"] = random
         return state
 
     def load_state_dict(self, state: dict) -> None:
-        model, optimizer = state["model"], state["optimizer"]
-        set_state_dict(
-            self.model, self.optimizer, model_state_dict=model, optim_state_dict=optimizer
-        )
+        super().load_state_dict(state)
         self.schedule.load_state_dict(state["schedule"])
-        self.step, self.samples = state["step"], state["samples"]
+        self.samples = state["samples"]
         random = state.get(f"random_of_rank_{dist.get_rank()}")
         if random is not None:
-            torch.set_rng_state(random)
+            for kind, source in random_numbers().items():
+                source.set_rng_state(random[kind])
         else:
             torch.manual_seed(1_000_003 * self.step + dist.get_rank())
             print(f"{dist.get_world_size()} ranks, {self.ranks_saved} saved: seeded anew")
+
+
+def random_numbers() -> dict:
+    """What has random numbers: the host, and this rank's accelerator if there is one."""
+    device = torch.accelerator.current_accelerator(check_available=True)
+    return {"host": torch} | ({"device": torch.get_device_module(device)} if device else {})
 
 
 # %%
@@ -116,7 +123,8 @@ class Run(Stateful):
 # Rank 0 looks, all agree. A rank that cannot see what rank 0 sees (another mount, a stale cache of a
 # network file system) must stop the job here and not go on from another step. After a rollback the
 # newer checkpoints would be chosen again at the next restart, and be in the way of new ones: they lose
-# their name.
+# their name. Only those that were there when the choice began: a second job, started by mistake, must
+# not take the name of what the first one saves meanwhile.
 
 
 def choose(root: Path, step: int | None = None) -> int | None:
@@ -125,6 +133,7 @@ def choose(root: Path, step: int | None = None) -> int | None:
     Raises:
         RuntimeError: a rank does not see it, or sees something else.
     """
+    there = committed_steps(root)
     chosen = [step if step is not None else newest_step(root, digests=True)]
     dist.broadcast_object_list(chosen)
     step = chosen[0]
@@ -134,9 +143,9 @@ def choose(root: Path, step: int | None = None) -> int | None:
     if any(seen):
         raise RuntimeError(f"step {step} is not whole, by rank: {dict(enumerate(seen))}")
     if dist.get_rank() == 0:
-        for newer in committed_steps(root):
+        for newer in there:
             if step is None or newer > step:
-                aside = root / f"step{newer}.set-aside"
+                aside = root / f"step{newer}.set-aside-{time.time_ns()}"
                 (root / f"step{newer}").rename(aside)
                 print(f"{aside.name}: newer than what is resumed")
     dist.barrier()
@@ -154,7 +163,7 @@ def resume(run: Run, root: Path, step: int | None = None) -> int:
         return 0
     directory = root / f"step{step}"
     saved = dcp.FileSystemReader(directory).read_metadata().state_dict_metadata
-    run.ranks_saved = sum(key.startswith("run.random_of_rank_") for key in saved)
+    run.ranks_saved = sum(key.startswith("run.random") and key.endswith("host") for key in saved)
     if wrong := differences(run.model.state_dict(), directory, "run.model."):
         raise RuntimeError(f"{directory} does not fit this model:\n" + "\n".join(wrong))
     dcp.load({"run": run}, checkpoint_id=directory)
@@ -320,9 +329,12 @@ if __name__ == "__main__":
 #
 # Known limits
 # ------------
+# * A load writes into the weights, at once. In mid-run call ``saves.wait()`` before it: what a save is
+#   still copying would be torn.
 # * Bits are equal on the same number of ranks of the same hardware with deterministic kernels. On
 #   another number sums are taken in another order: the state is equal when it has been loaded, the
 #   losses are near.
 # * Samples come in one stream here. A shuffling loader saves its seed and position instead, a loader
 #   with workers also what the workers have taken ahead (``torchdata``'s ``StatefulDataLoader``).
-# * CUDA has random numbers of its own: save ``torch.cuda.get_rng_state()`` beside the host's.
+# * Random numbers are those of torch, of the host and of the rank's accelerator. Where ``random`` or
+#   NumPy decide something, their states belong into ``random_numbers``, as further entries.

@@ -59,6 +59,7 @@ The idea
 import argparse
 import errno
 import fcntl
+import logging
 import math
 import os
 import shutil
@@ -72,6 +73,7 @@ import torch.distributed as dist
 from durable_saves import DurableSaves, committed_steps, faults, flush, newest_step
 from torch.distributed.tensor import DTensor
 
+LOG = logging.getLogger(__name__)
 LEASE = "lease"  # in the root: locked by the job that writes here
 LEFTOVERS = ("*.incomplete", "*.deleted")  # what a crash can leave behind
 STEPS, SAVE_EVERY = 12, 2  # of the run that proves it
@@ -87,7 +89,13 @@ STEPS, SAVE_EVERY = 12, 2  # of the run that proves it
 
 
 def to_delete(root: Path, keep_last: int, keep_every: int = 0) -> list[int]:
-    """Steps below ``root`` that neither rule keeps; ``keep_every`` 0 keeps no n-th."""
+    """Steps below ``root`` that neither rule keeps; ``keep_every`` 0 keeps no n-th.
+
+    Raises:
+        ValueError: nothing would be kept.
+    """
+    if keep_last < 1:
+        raise ValueError(f"keep_last is {keep_last}: keep one checkpoint at least")
     whole = [step for step in committed_steps(root) if not faults(root / f"step{step}")]
     return [step for step in whole[keep_last:] if not keep_every or step % keep_every]
 
@@ -105,8 +113,9 @@ def delete(root: Path, step: int) -> None:
 # Two jobs that write to one root (a scheduler that started one twice, a restart while the old ranks
 # still write) would remove each other's unfinished saves. The lease is a lock on a file. The kernel
 # gives it back when the process that holds it ends, however it ends: nobody cleans up after a crash,
-# and no age has to be guessed. With the lease in hand, whatever has the name of an unfinished save
-# is a leftover.
+# and no age has to be guessed. A fork (a data loader's worker) would hold it, too, and outlive a killed
+# rank by seconds, so it lets go at once. With the lease in hand, whatever has the name of an unfinished
+# save is a leftover.
 
 
 def take_lease(root: Path) -> int:
@@ -156,6 +165,7 @@ class RetainedSaves(DurableSaves):
         super().__init__(*args, **kwargs)
         self.root, self.keep_last, self.keep_every = root, keep_last, keep_every
         self.lease: int | None = None
+        to_delete(root, keep_last)  # raises now, and not at the first save
 
     def __enter__(self) -> "RetainedSaves":
         self.together(self.open_root)
@@ -164,14 +174,20 @@ class RetainedSaves(DurableSaves):
     def open_root(self) -> None:
         if self.rank == 0:
             self.lease = take_lease(self.root)
+            os.register_at_fork(after_in_child=self.give_back)
             remove_leftovers(self.root)
+
+    def give_back(self) -> None:
+        """Close this process's lease; a process forked from it has one of its own to close."""
+        if self.lease is not None:
+            os.close(self.lease)
+            self.lease = None
 
     def __exit__(self, *error: object) -> None:
         try:
             super().__exit__(*error)
         finally:
-            if self.lease is not None:
-                os.close(self.lease)
+            self.give_back()
 
     def write(self, state: dict, directory: Path) -> None:
         self.together(self.look_for_room, state)
@@ -187,7 +203,10 @@ class RetainedSaves(DurableSaves):
         super().commit(aside, directory)
         if self.rank == 0:
             for step in to_delete(self.root, self.keep_last, self.keep_every):
-                delete(self.root, step)
+                try:
+                    delete(self.root, step)
+                except OSError as error:  # the new checkpoint is durable all the same
+                    LOG.error("step%d cannot be deleted: %s", step, error)
 
 
 def nbytes(state: object) -> int:
@@ -235,13 +254,12 @@ def show(root: Path, digests: bool) -> bool:
 
 
 def prune(root: Path, keep_last: int, keep_every: int, dry_run: bool) -> None:
-    lease = None if dry_run else take_lease(root)
+    if not dry_run:
+        take_lease(root)  # until this process ends
     for step in to_delete(root, keep_last, keep_every):
         print(f"step{step}: {'would be deleted' if dry_run else 'deleted'}")
         if not dry_run:
             delete(root, step)
-    if lease is not None:
-        os.close(lease)
 
 
 # %%
@@ -283,9 +301,7 @@ def prove(root: Path, device: torch.device, saved: dict[int, dict]) -> None:
     assert show(root, digests=True)
     prune(root, keep_last=1, keep_every=0, dry_run=True)
     assert committed_steps(root) == [12, 10, 6], "a dry run has deleted"
-    print(
-        f"a save that costs 10 ms, a failure a day: every {seconds_between_saves(0.01, 86400, 8):.0f} s"
-    )
+    print(f"10 ms a save, a failure a day: every {seconds_between_saves(0.01, 86400, 8):.0f} s")
 
 
 def main(directory: Path) -> None:

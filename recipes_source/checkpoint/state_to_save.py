@@ -70,26 +70,31 @@ from torch.distributed.tensor import DTensor
 
 
 class AppState(Stateful):
-    """All that a restart needs: model, optimizer and the number of steps taken."""
+    """All that a restart needs: model, optimizer or a list of them, and the number of steps taken."""
 
-    def __init__(self, model: nn.Module, optimizer: torch.optim.Optimizer) -> None:
+    def __init__(self, model: nn.Module, optimizer: torch.optim.Optimizer | list) -> None:
         self.model = model
         self.optimizer = optimizer
+        self.optimizers = optimizer if isinstance(optimizer, list) else [optimizer]
         self.step = 0
 
     def state_dict(self) -> dict:
-        stepped = bool(self.optimizer.state)
+        stepped = any(optimizer.state for optimizer in self.optimizers)
         model, optimizer = get_state_dict(self.model, self.optimizer)
         if not stepped:
-            self.optimizer.state.clear()
+            self.forget_steps()
         return {"model": model, "optimizer": optimizer, "step": self.step, "stepped": stepped}
 
     def load_state_dict(self, state_dict: dict) -> None:
         model, optim = state_dict["model"], state_dict["optimizer"]
         set_state_dict(self.model, self.optimizer, model_state_dict=model, optim_state_dict=optim)
         if not state_dict["stepped"]:
-            self.optimizer.state.clear()
+            self.forget_steps()
         self.step = state_dict["step"]
+
+    def forget_steps(self) -> None:
+        for optimizer in self.optimizers:
+            optimizer.state.clear()
 
 
 # %%
