@@ -13,19 +13,26 @@ an upload, on one rank before another, or twice.
 
     from preemption import AGAIN, Preemption
 
-    preemption = Preemption(grace_s=60)  # before anything else that takes time
-    with RetainedSaves(root, device, model.buffers()) as saves:
+    preemption = Preemption(grace_s=120)  # before anything else that takes time
+    ...                                   # join the group, build, resume
+    with preemption, RetainedSaves(root, device, model.buffers()) as saves:
         while step < steps:
             train_step()
-            if preemption.agreed():      # on all ranks, in the same step
+            leave = preemption.agreed()   # on all ranks, in the same step
+            if leave or step % 1000 == 0:
                 saves.save({"run": run}, root / f"step{step}")
+            if leave:
                 break
-    sys.exit(AGAIN if step < steps else 0)
+    if step == steps:
+        (root / "finished").touch()
+    sys.exit(0 if step == steps else AGAIN)
 
 .. code-block:: bash
 
-    #SBATCH --signal=TERM@120 --requeue   # SIGTERM to the ranks 120 s before the end
-    srun torchrun --max-restarts 3 ... train.py || test $? -ne 85 || scontrol requeue $SLURM_JOB_ID
+    #SBATCH --requeue --signal=TERM@120   # SIGTERM to srun's tasks 120 s before the end
+    export TORCH_DISABLE_SHARE_RDZV_TCP_STORE=1  # or a restart may not connect: see below
+    srun torchrun --shutdown-timeout 118 --max-restarts 3 ... train.py
+    test -e $ROOT/finished || scontrol requeue $SLURM_JOB_ID
 
 If a save takes longer than the grace you are given, save more often instead: what you lose is then
 bounded by the interval (:doc:`retention`).
@@ -37,7 +44,7 @@ bounded by the interval (:doc:`retention`).
       * a handler that only sets a flag, and why it may do no more
       * one agreement a step that costs training nothing
       * what to do when the deadline comes first, and at the second signal
-      * the exit code for a scheduler, ``torchrun --max-restarts``
+      * what torchrun makes of a signal and of an exit code, and what a scheduler sees
 
    .. grid-item-card:: What you need
 
@@ -59,6 +66,10 @@ The idea
 The signal does not reach all ranks in the same step. A rank that stopped at once would leave the
 others waiting in a collective. So each rank tells the others whether it was asked, in a small
 all-reduce that is started in one step and read in the next: by then it has ended, nobody waits.
+
+SIGTERM has a second meaning. When a rank dies, torchrun sends it to the others, which may hang in a
+collective that the dead one never joins. A handler that only sets a flag would keep them there until
+torchrun's patience ends. So a rank that hears the signal also asks whether the others are there.
 """
 
 # %%
@@ -80,44 +91,77 @@ from durable_saves import DurableSaves, newest_step
 
 AGAIN = 85  # exit code: saved, start me again
 TOO_LATE = 86  # the deadline came before the save had ended; older checkpoints are whole
-STEPS, ASKED_IN = 8, 4  # of the run that proves it
+STEPS, SAVE_EVERY, ASKED_IN = 8, 5, 4  # of the run that proves it
 
 # %%
 # The handler
 # -----------
 # A Python signal handler runs on the main thread between two instructions of whatever it was doing:
-# in the middle of a step, of staging, with a lock held. It sets a flag and notes the time, no more. A
-# second signal changes nothing: schedulers repeat themselves, and torchrun passes on its own. The
-# watch is for the save that does not end in time: it ends the process while there is still time for
-# the exit code; the checkpoint that is not named yet is none.
+# in the middle of a step, of staging, with a lock held. It sets a flag and starts two threads, no
+# more. A second signal changes nothing: schedulers repeat themselves, and torchrun passes on its own.
+#
+# ``watch`` is for the save that does not end in time. It ends the process while there is still time
+# for a word; the checkpoint that is not named yet is none. ``listen`` waits for all ranks in a group
+# of its own. They come there when they leave together. If one is gone instead, its connections close,
+# the wait fails at once, and there is nothing left to save together.
 
 
 class Preemption:
-    """Whether this job is asked to leave; ``grace_s``: seconds from SIGTERM to SIGKILL.
+    """Whether this job is asked to leave; a context manager around the loop.
 
-    Build it on the main thread of every rank, after the process group.
+    Args:
+        grace_s: seconds from SIGTERM to SIGKILL.
+        margin_s: so much earlier this process gives up.
+
+    Build it on the main thread of every rank, as early as you can; enter it when the process group
+    is there.
     """
 
     def __init__(self, grace_s: float, margin_s: float = 2.0) -> None:
         self.leave_s = grace_s - margin_s
-        self.asked = False
+        self.asked = self.entered = False
         self.left = threading.Event()
-        self.votes = dist.new_group(backend="gloo")
+        self.listener: threading.Thread | None = None
         self.vote: tuple[torch.Tensor, dist.Work] | None = None
         self.before = signal.signal(signal.SIGTERM, self.on_signal)
 
+    def __enter__(self) -> "Preemption":
+        if dist.is_initialized():
+            self.votes, self.peers = (dist.new_group(backend="gloo") for _ in range(2))
+            self.entered = True
+            if self.asked:  # while the job was starting
+                self.start_listening()
+        return self
+
     def on_signal(self, number: int, frame: object) -> None:
-        if not self.asked:
-            self.asked = True
-            threading.Thread(target=self.watch, name="preemption", daemon=True).start()
+        if self.asked or self.left.is_set():
+            return
+        self.asked = True
+        threading.Thread(target=self.watch, name="deadline", daemon=True).start()
+        if self.entered:
+            self.start_listening()
 
     def watch(self) -> None:
         if not self.left.wait(self.leave_s):
             os.write(2, b"preempted: no time left, the save has not ended\n")
             os._exit(TOO_LATE)
 
+    def start_listening(self) -> None:
+        self.listener = threading.Thread(target=self.listen, name="peers", daemon=True)
+        self.listener.start()
+
+    def listen(self) -> None:
+        try:
+            dist.all_reduce(torch.zeros(1), group=self.peers)
+        except RuntimeError:
+            if not self.left.is_set():
+                os.write(2, b"asked to leave, and another rank has gone already\n")
+                os._exit(1)
+
     def agreed(self) -> bool:
         """Whether any rank was asked before its latest step but one; the same answer on all ranks."""
+        if not self.entered:
+            return self.asked  # one process
         stop = False
         if self.vote is not None:
             asked, work = self.vote
@@ -127,33 +171,40 @@ class Preemption:
         self.vote = asked, dist.all_reduce(asked, dist.ReduceOp.MAX, self.votes, async_op=True)
         return stop
 
-    def close(self) -> None:
-        """After the last save: the watch is off, SIGTERM does what it did before."""
+    def __exit__(self, kind, error, trace) -> None:
         self.left.set()
-        if self.vote is not None:
-            self.vote[1].wait()
-        signal.signal(signal.SIGTERM, self.before)
+        if kind is None and self.entered:
+            if self.vote is not None:
+                self.vote[1].wait()
+            if self.listener is None:
+                self.listen()
+            else:
+                self.listener.join()
+        # Asked once more, a process that is on its way out still gives its own exit code.
+        signal.signal(signal.SIGTERM, signal.SIG_IGN if self.asked else self.before)
 
 
 # %%
 # The loop
 # --------
-# Leaving the ``with`` block waits for the upload: the last save is on disk before the exit code is
-# given. The signal may as well come while an earlier upload is under way; that one ends first, the
-# last one follows it.
+# Leaving the block of ``saves``, the inner one, waits for the upload: the last save is on disk before
+# the exit code is given. The signal may as well come while an earlier upload is under way; that one
+# ends first, the last one follows it. A step that is saved anyway is saved once: the name of a whole
+# checkpoint cannot be given again.
 
 
 def train(app: basic.AppState, root: Path, device: torch.device, on_step) -> int:
     """Train to ``STEPS`` or until asked to leave; return the exit code."""
     preemption = Preemption(grace_s=60)
-    with DurableSaves(device, app.model.buffers()) as saves:
+    with preemption, DurableSaves(device, app.model.buffers()) as saves:
         while app.step < STEPS:
             basic.train_step(app, device)
             on_step(app.step)
-            if preemption.agreed() and app.step < STEPS:
+            leave = preemption.agreed()
+            if leave or app.step % SAVE_EVERY == 0:
                 saves.save({"app": app}, root / f"step{app.step}")
+            if leave:
                 break
-    preemption.close()
     return AGAIN if app.step < STEPS else 0
 
 
@@ -161,8 +212,9 @@ def train(app: basic.AppState, root: Path, device: torch.device, on_step) -> int
 # Run it, and prove it
 # --------------------
 # The last rank alone gets SIGTERM in step 4, and a second one right behind it. All ranks stop after the
-# same step, with its checkpoint on disk; the next start goes on from there and ends as a run that was
-# left alone.
+# same step, which was to be saved anyway, with its checkpoint on disk; the next start goes on from
+# there and ends as a run that was left alone. The tests do the same with the signal in the middle of a
+# step, of staging and of an upload, with a deadline that is too short, and under ``torchrun``.
 
 
 def main(directory: Path) -> None:
@@ -217,12 +269,27 @@ if __name__ == "__main__":
 # * You save every few minutes and a save is hidden: what the signal can still win is one interval.
 # * The grace is shorter than an upload. ``TOO_LATE`` then says so, and the older checkpoint counts.
 #
+# What torchrun makes of it
+# -------------------------
+# * SIGTERM to torchrun goes on to its ranks; after ``--shutdown-timeout`` seconds (30 if you say
+#   nothing) it kills them. torchrun itself then ends with code 1, whatever its ranks' codes were. So a
+#   batch script cannot ask for ``AGAIN``: it asks whether the job has finished. Where ``srun`` starts
+#   the ranks without torchrun, it hands the code on.
+# * A rank that dies: torchrun ends the others and, with ``--max-restarts``, starts all of them again at
+#   once, on the same machine; each resumes from the newest checkpoint. What that takes, from the kill
+#   to the end of the first step:
+#
+# .. result-table:: restart
+#
+# * torchrun keeps one store for all starts (torch 2.13), and a rank that is started again may read there
+#   the address of one that has ended: ``Gloo connectFullMesh failed``. The variable above gives each
+#   start a store of its own.
+# * A signal to the ranks alone (``scancel --full``, ``pkill``) makes them leave with ``AGAIN``; torchrun
+#   takes that for a crash and starts them again on the machine that is going away. Signal torchrun.
+#
 # Known limits
 # ------------
-# * A signal is heard between two Python instructions. A rank that hangs in a kernel or a collective
-#   hears nothing; the scheduler's SIGKILL ends it, and the newest checkpoint is that of the last save.
-# * torchrun passes SIGTERM on to its ranks and kills them after 30 s, unless it is told otherwise
-#   (``TORCHELASTIC_SIGNALS_TO_HANDLE``, and send the signal to the ranks themselves). An exit code
-#   that is not 0 makes ``--max-restarts`` start the ranks again at once, which is what you want after a
-#   crash and not when the machine goes away: there the scheduler starts the job, on other machines.
+# * A signal is heard between two Python instructions. A rank that hangs in a kernel hears nothing; the
+#   scheduler's SIGKILL ends it, and the newest checkpoint is that of the last save.
+# * The grace must hold two steps and a save.
 # * NCCL's watchdog may end a rank whose peers have left. All leave in the same step here, so none waits.
