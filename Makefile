@@ -46,7 +46,7 @@ check: environment ## Judge every recipe on two ranks, and run the fast tests
 	@$(PY) -m pytest tests -n $(JOBS) --check $(PYTEST_ARGS)
 
 soak: environment ## Strike saves TRIALS times (500), resume, and count what is lost; SEED=1
-	@PYTHONPATH=tests $(PY) -m faults.chaos
+	@PYTHONPATH=tests $(PY) -m faults.chaos --control
 	@PYTHONPATH=tests $(PY) -m faults.soak --trials $(or $(TRIALS),500) --seed $(or $(SEED),1)
 
 verify: environment ## Run the recipes on the accelerators present; write harness/verified/

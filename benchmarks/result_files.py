@@ -33,7 +33,7 @@ PARAMETERS = {
     "compiled": (False, True),
     "storage": ("memory", "disk"),
     "step": ("long", "short"),
-    **{"tokens": (), "layers": (), "every": ()},
+    **{"tokens": (), "layers": (), "every": (), "point": ()},
 }
 """What may be varied between rows of one name, and the order in which values are shown."""
 
@@ -46,6 +46,7 @@ PARAMETER_HEADINGS = {
     "tokens": "Tokens a step",
     "layers": "Layers",
     "every": "Steps from save to save",
+    "point": "Struck at",
 }
 
 
@@ -287,6 +288,45 @@ BENCHMARKS = {
         bars="kept",
         lines="kept",
         over="every",
+    ),
+    "soak": Benchmark(
+        title="Saves that are struck",
+        columns=(
+            Column("trials", "Trials", count),
+            Column("lost", "Lost or wrong", count),
+            Column("hung", "Hung", count),
+            Column("left", "Left a process", count),
+            Column("longest_s", "The longest took", seconds),
+        ),
+        readme=(),
+        bars="trials",
+    ),
+    "save_faults": Benchmark(
+        title="The same faults, other ways of saving",
+        columns=(
+            Column("trials", "Trials", count),
+            Column("lost", "Lost what was durable", count),
+            Column("mixed", "Resumed with other bits", count),
+            Column("cannot_resume", "Could not resume", count),
+            Column("hung", "Hung", count),
+            Column("training_ended", "A failed save ended training", count),
+        ),
+        readme=(),
+        bars="lost",
+    ),
+    "restart": Benchmark(
+        title="From a kill to the next step",
+        columns=(
+            Column("noticed_s", "Noticed, ranks ended, started", seconds),
+            *(Column(f"{p}_s", p.capitalize(), seconds) for p in ("import", "join", "build")),
+            Column("choose_s", "Checkpoint chosen, digests read", seconds),
+            Column("load_s", "Loaded", seconds),
+            Column("first_step_s", "First step", seconds),
+            Column("total_s", "In all", seconds),
+            _SAMPLES,
+        ),
+        readme=(),
+        bars="total_s",
     ),
     "staging_copies": Benchmark(
         title="Copies to the host beside a loop that reads",

@@ -314,6 +314,22 @@ if __name__ == "__main__":
 #
 # .. recipe-controls::
 #
+# What it was put through
+# -----------------------
+# ``make soak`` strikes a job of two ranks at a random moment of a save of :doc:`retention`, which
+# commits as above; a second job resumes. An observer outside both knows the bits of each step and when
+# its save was durable on every rank. *Lost or wrong*: that save or a newer one is not what the second
+# job chooses, or differs in a bit, or the two end otherwise than a job that nothing struck. After
+# *truncated* and *flipped* the newest checkpoint is damaged as well.
+#
+# .. result-table:: soak
+#
+# The same faults, where a way of saving comes to that point, and what each resumes from by its own
+# rules. ``async_save`` writes every checkpoint to one directory; ``torch_checkpointing`` says nothing on
+# what to resume from, so it is the newest that has its name.
+#
+# .. result-table:: save_faults
+#
 # When it is not worth it
 # -----------------------
 # * The run is short, or its last checkpoint is of no more use than its first.
@@ -325,6 +341,11 @@ if __name__ == "__main__":
 # Nothing on the training thread. On the writing thread: the flush takes as long as the storage needs to
 # take the bytes, which a save without it only puts off; the digest reads the files again, from memory,
 # at the rate of one core's SHA-256; each rank writes one more small file. Memory: none.
+#
+# Faster
+# ------
+# ``class Saves(RetainedSaves, OverlappedWriter): pass`` writes by the kept plan of
+# :doc:`overlapped_writer` and commits as here.
 #
 # Known limits
 # ------------

@@ -3,4 +3,5 @@
 import sys
 from pathlib import Path
 
-sys.path.insert(0, str(Path(__file__).resolve().parents[2] / "recipes_source" / "checkpoint"))
+REPO = Path(__file__).resolve().parents[2]
+sys.path[:0] = [str(REPO / "recipes_source" / "checkpoint"), str(REPO)]

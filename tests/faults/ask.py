@@ -6,7 +6,10 @@ import shutil
 import sys
 from pathlib import Path
 
-from faults import edits, job, power_cut, soak
+import durable_saves
+
+from faults import edits, power_cut, soak
+from faults.points import Fault
 
 SECOND_COMMIT = 7  # the hit of point "rename" on rank 0 just before the second checkpoint is named
 
@@ -30,8 +33,54 @@ def killed(scratch: Path, name: str = "") -> dict:
     """A kill just before a checkpoint gets its name, with a line of the recipes edited or not."""
     edit = edits.BY_KILL[name] if name else None
     observer = soak.Observer(scratch, edit)
-    fault = job.Fault("kill", "rename", 0, SECOND_COMMIT)
+    fault = Fault("kill", "rename", 0, SECOND_COMMIT)
     return observer.trial(0, fault, random.Random(0))
+
+
+def stock(scratch: Path, seed: str, dropout: str, *ranks: str) -> dict:
+    """A stock Llama, interrupted between runs on so many ranks each."""
+    from faults.stock import interrupted
+
+    return interrupted(scratch, int(seed), [int(count) for count in ranks], float(dropout))
+
+
+def preempted(scratch: Path, *names: str) -> dict:
+    """Each case of :mod:`faults.preempted`."""
+    from faults.preempted import case
+
+    return {name: case(scratch, name) for name in names}
+
+
+def stranger(scratch: Path, *kinds: str) -> dict:
+    """See :mod:`faults.strangers`."""
+    from faults import strangers
+
+    answers = {}
+    for kind in kinds:
+        root = scratch / kind.replace(" ", "-")
+        told = soak.run_ranks(strangers.train, 2, root.with_suffix(".job"), (root, kind))
+        logs = [file.read_text()[-3000:] for file in root.with_suffix(".job").glob("*.log")]
+        answers[kind] = {"ended": told.ended, "logs": logs, "hung": told.hung}
+    return answers
+
+
+def ways_out(scratch: Path) -> dict:
+    from faults import strangers
+
+    return strangers.ways_out(scratch)
+
+
+def trouble(scratch: Path, name: str) -> dict:
+    """See :mod:`faults.troubles`."""
+    from faults import troubles
+
+    return troubles.trouble(scratch, name)
+
+
+def lease(scratch: Path) -> str:
+    from faults import troubles
+
+    return troubles.lease_of_a_killed_rank(scratch)
 
 
 def cut(scratch: Path, seed: str, chances: str, *names: str) -> dict:
@@ -48,9 +97,7 @@ def cut(scratch: Path, seed: str, chances: str, *names: str) -> dict:
         states, wrong = 0, None
         for state, durable, what in power_cut.cuts(log, scratch, int(seed), int(chances)):
             states += 1
-            found = power_cut.judge(
-                state, durable, job.durable_saves.newest_step, job.durable_saves.faults
-            )
+            found = power_cut.judge(state, durable, durable_saves.newest_step, durable_saves.faults)
             if found:
                 wrong = f"{what}: {found}"
                 break

@@ -1,10 +1,18 @@
-"""What ckpt-chaos crashes: ``chaos_train.py OUT`` on the ranks that RANK and WORLD_SIZE name.
+"""What ckpt-chaos crashes: ``chaos_train.py SOCKET`` forks a rank for each ``chaos_start.py``.
 
-It resumes from the newest checkpoint below OUT, saves every second step and keeps all saves.
+A rank resumes from the newest checkpoint below its directory, saves every second step and keeps
+all saves.
 """
 
+import array
+import json
 import os
+import select
+import signal
+import socket
 import sys
+import threading
+import traceback
 from pathlib import Path
 
 sys.path.insert(0, str(Path(__file__).resolve().parents[1]))
@@ -15,16 +23,26 @@ import durable_saves
 import retention
 import torch.distributed as dist
 import torch.distributed.checkpoint as dcp
+from ckpt_chaos.targets.common import arm_from_env
 from state_to_save import build_app, start_rank, train_step
 
 STEPS, SAVE_EVERY = 6, 2
 
 
-def main(root: Path) -> None:
+def by_pointer(root: Path) -> int | None:
+    pointer = root / durable_saves.POINTER
+    return int(pointer.read_text().removeprefix("step")) if pointer.exists() else None
+
+
+def train(root: Path) -> None:
+    edit = os.environ.get("FAULTS_EDIT")  # then it resumes from where the pointer says
+    if edit:
+        edits.BY_KILL[edit].apply()
     device = start_rank()
     try:
         app = build_app(device)
-        chosen = [durable_saves.newest_step(root, digests=True)]
+        newest = by_pointer(root) if edit is not None else durable_saves.newest_step(root, True)
+        chosen = [newest]
         dist.broadcast_object_list(chosen)
         if chosen[0] is not None:
             dcp.load({"app": app}, checkpoint_id=root / f"step{chosen[0]}")
@@ -43,7 +61,66 @@ def main(root: Path) -> None:
         dist.destroy_process_group()
 
 
+def receive(connection: socket.socket) -> tuple[dict, array.array]:
+    """What the other end asks for, and its standard output and error."""
+    header, rights, *_ = connection.recvmsg(4, socket.CMSG_SPACE(8))
+    request = b""
+    while len(request) < int.from_bytes(header, "big"):
+        request += connection.recv(1 << 16)
+    return json.loads(request), array.array("i", rights[0][2])
+
+
+def rank(request: dict, descriptors: array.array) -> None:
+    """In the fork: become the rank that the other end asked for."""
+    for number, descriptor in enumerate(descriptors, 1):
+        os.dup2(descriptor, number)
+    os.environ.clear()
+    os.environ.update(request["environment"])
+    code = 1
+    try:
+        arm_from_env(int(os.environ["RANK"]), lazy=True)
+        train(Path(request["out"]))
+        code = 0
+    except BaseException:
+        traceback.print_exc()
+    finally:
+        threading._shutdown()
+        sys.stdout.flush()
+        sys.stderr.flush()
+        os._exit(code)
+
+
+def serve(place: str) -> None:
+    """Fork a rank for each connection; kill it when the other end has gone, or tell its code."""
+    listening = socket.socket(socket.AF_UNIX)
+    listening.bind(place)
+    listening.listen()
+    ranks: dict[socket.socket, int] = {}
+    while True:
+        for ready in select.select([listening, *ranks], [], [], 0.05)[0]:
+            if ready is listening:
+                connection, _ = listening.accept()
+                request, descriptors = receive(connection)
+                pid = os.fork()
+                if pid == 0:
+                    for inherited in (listening, connection, *ranks):
+                        inherited.close()
+                    rank(request, descriptors)
+                for descriptor in descriptors:
+                    os.close(descriptor)
+                ranks[connection] = pid
+            else:
+                word = ready.recv(1)
+                os.kill(ranks[ready], signal.SIGTERM if word else signal.SIGKILL)
+                if not word:
+                    os.waitpid(ranks.pop(ready), 0)
+        for connection, pid in list(ranks.items()):
+            ended, status = os.waitpid(pid, os.WNOHANG)
+            if ended:
+                del ranks[connection]
+                connection.sendall(str(os.waitstatus_to_exitcode(status)).encode())
+                connection.close()
+
+
 if __name__ == "__main__":
-    if edit := os.environ.get("FAULTS_EDIT"):
-        edits.BY_KILL[edit].apply()
-    main(Path(sys.argv[1]))
+    serve(sys.argv[1])

@@ -14,7 +14,6 @@ class Edit:
     module: str
     find: str
     replace: str
-    keep_last: int = 2
 
     def apply(self) -> None:
         """Give the imported module the edited code, and those that took names from it."""
@@ -43,15 +42,13 @@ DELETE_FIRST = Edit(
     "retention",
     """        super().commit(aside, directory)
         if self.rank == 0:
-            for step in to_delete(self.root, self.keep_last, self.keep_every):
-                delete(self.root, step)
 """,
     """        if self.rank == 0:
-            for step in to_delete(self.root, self.keep_last - 1, self.keep_every):
+            for step in committed_steps(self.root):
                 delete(self.root, step)
         super().commit(aside, directory)
+        if self.rank == 0:
 """,
-    keep_last=1,
 )
 NO_FILE_FLUSH = Edit("durable_saves", "            flush(file)\n", "            pass\n")
 NO_DIRECTORY_FLUSH = Edit("durable_saves", "    flush(path.parent)\n", "")

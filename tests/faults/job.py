@@ -2,42 +2,26 @@
 
 import hashlib
 import os
-import signal
-import threading
-import time
-from dataclasses import dataclass
 from datetime import timedelta
 from functools import partial
 from pathlib import Path
 
-import durable_saves
 import overlapped_stager
-import retention
 import state_to_save as basic
 import torch
+import torch._dynamo  # noqa: F401 (imported here, not by each rank: that takes longer than it trains)
 import torch.distributed as dist
 import torch.distributed.checkpoint as dcp
 
 from faults.edits import Edit
-from faults.points import Points, fill, tell
+from faults.points import BALLAST, Fault, Points, tell
 from faults.power_cut import OperationLog
+from faults.ways import WAYS, Way
 
 basic.WIDTH, basic.HIDDEN = 16, 64
 STEPS, SAVE_EVERY, KEEP_LAST = 10, 2, 2
 GROUP_TIMEOUT = timedelta(seconds=8)  # how long a rank waits for one that is stopped
-SLOW_WRITE_S = 0.001
-BALLAST = "ballast"
 STATE_DICT = basic.AppState.state_dict  # as it is before points are counted
-
-
-@dataclass(frozen=True)
-class Fault:
-    """What strikes which rank, and at which hit of which point."""
-
-    kind: str
-    point: str
-    rank: int
-    hit: int
 
 
 def digest(app: basic.AppState) -> str:
@@ -49,42 +33,25 @@ def digest(app: basic.AppState) -> str:
     return sha256.hexdigest()
 
 
-class Striker:
-    """Does to this rank what the fault says."""
-
-    def __init__(self, fault: Fault, root: Path, pipe: int) -> None:
-        self.fault, self.root, self.pipe = fault, root, pipe
-
-    def __call__(self, what: str) -> None:
-        tell(self.pipe, event="struck", what=what, thread=threading.current_thread().name)
-        kind = self.fault.kind
-        if kind == "raise":
-            raise OSError(5, "injected")
-        if kind == "stop":
-            os.kill(os.getpid(), signal.SIGSTOP)
-        elif kind == "full":
-            fill(self.root)
-        else:  # kill, slow, truncated, flipped: what follows is the observer's
-            os.kill(os.getpid(), signal.SIGKILL)
-
-
 def run(
     rank: int,
     ranks: int,
-    root: Path,
     store: Path,
     pipe: int,
+    root: Path,
     fault: Fault | None,
     edit: Edit | None = None,
     log: OperationLog | None = None,
+    way: str = "retention",
 ) -> None:
     """Resume from what is below ``root``, train to the last step, save on the way."""
     if edit is not None:
         edit.apply()
     torch.set_num_threads(1)
     overlapped_stager.DEADLINE_S = overlapped_stager.EXIT_S = GROUP_TIMEOUT.total_seconds()
-    mine = fault is not None and fault.rank == rank
-    points = Points((fault.point, fault.hit) if mine else None, mine and Striker(fault, root, pipe))
+    if fault is not None and fault.rank != rank:
+        fault = None
+    points = Points(fault, root, pipe)
     dist.init_process_group(
         "gloo",
         store=dist.FileStore(str(store), ranks),
@@ -92,33 +59,30 @@ def run(
         world_size=ranks,
         timeout=GROUP_TIMEOUT,
     )
-    device = torch.device("cpu")
-    app = basic.build_app(device)
-    chosen = [durable_saves.newest_step(root, digests=True) if rank == 0 else None]
-    dist.broadcast_object_list(chosen)
-    if chosen[0] is not None:
-        dcp.load({"app": app}, checkpoint_id=root / f"step{chosen[0]}")
-    tell(pipe, event="resumed", step=chosen[0], digest=digest(app))
+    app = basic.build_app(torch.device("cpu"))
+    saves = WAYS[way](root, app, KEEP_LAST, (fault, root, os.getpid(), pipe))
+    saves.resume()
+    tell(pipe, event="resumed", step=app.step or None, digest=digest(app))
     points.install()
+    saves.install(points)
     if log is not None:
         dcp.FileSystemWriter = partial(dcp.FileSystemWriter, sync_files=False)  # or we do not
         log.install()
-    if mine and fault.kind == "slow":
-        points.write_delay_s = SLOW_WRITE_S
-    keep = edit.keep_last if edit else KEEP_LAST
-    with retention.RetainedSaves(root, device, app.model.buffers(), keep_last=keep) as saves:
+    with saves:
         while app.step < STEPS:
-            basic.train_step(app, device)
+            basic.train_step(app, torch.device("cpu"))
             if app.step % SAVE_EVERY == 0:
-                save(app, saves, root, pipe, log)
-                if mine and fault.kind == "full" and app.step == STEPS - SAVE_EVERY:
-                    saves_ended(saves)
+                save(app, saves, pipe, log)
+                if fault and fault.kind == "full" and app.step == STEPS - SAVE_EVERY:
+                    saves.latest.exception()
                     (root / BALLAST).unlink(missing_ok=True)
-    tell(pipe, event="ended", digest=digest(app), counts=dict(points.counts))
+        tell(pipe, event="trained")
+    tell(pipe, event="counts", counts=dict(points.counts))
+    tell(pipe, event="ended", digest=digest(app))
     dist.destroy_process_group()
 
 
-def save(app: basic.AppState, saves, root: Path, pipe: int, log: OperationLog | None) -> None:
+def save(app: basic.AppState, saves: Way, pipe: int, log: OperationLog | None) -> None:
     step = app.step
     tell(pipe, event="saving", step=step, digest=digest(app))
 
@@ -128,10 +92,4 @@ def save(app: basic.AppState, saves, root: Path, pipe: int, log: OperationLog | 
             log.note(do="committed", step=step, rank=dist.get_rank(), path="")
         tell(pipe, event="failed" if error else "committed", step=step, error=str(error)[:500])
 
-    upload = saves.save({"app": app}, root / f"step{step}")
-    upload.add_done_callback(ended)
-
-
-def saves_ended(saves: retention.RetainedSaves) -> None:
-    while saves.latest is not None and not saves.latest.done():
-        time.sleep(0.01)
+    saves.save().add_done_callback(ended)

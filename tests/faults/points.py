@@ -6,12 +6,15 @@ strikes at a given one. Counts of one point are the same in every run, whatever 
 
 import json
 import os
+import re
+import signal
 import sys
 import threading
 import time
 from collections import Counter
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager
+from dataclasses import dataclass
 from pathlib import Path
 
 import state_to_save
@@ -29,7 +32,17 @@ POINTS = (
     "pointer",
     "deletion",
 )
-STAGERS = ("overlapped_stager.py", "staging_copies.py", "staging.py", "_state_dict_stager.py")
+STAGERS = (
+    "overlapped_stager.py",
+    "staging_copies.py",
+    "staging.py",
+    "_state_dict_stager.py",
+    "_state_dict_utils.py",
+)
+
+
+SLOW_WRITE_S = 0.001
+BALLAST = "ballast"
 
 
 def point_of(path: str) -> str | None:
@@ -39,35 +52,62 @@ def point_of(path: str) -> str | None:
         return "deletion"
     if name.startswith("latest"):
         return "pointer"
-    if name.startswith((".metadata", "manifest")):
+    if name.startswith((".metadata", "manifest", "metadata.pkl")):
         return "metadata"
-    if name.startswith("__"):
+    if name.startswith("__") or name.endswith(".pt"):
         return "writing"
-    if name.endswith(".incomplete"):
+    if name.endswith(".incomplete") or name.startswith("tmp_step"):
         return "rename"
     return None
 
 
-class Points:
-    """Count hits in this process and call ``struck`` at the chosen one."""
+@dataclass(frozen=True)
+class Fault:
+    """What strikes which rank, and at which hit of which point."""
 
-    def __init__(self, strike_at: tuple[str, int] | None, struck: Callable[[str], None]) -> None:
-        self.strike_at = strike_at
-        self.struck = struck
+    kind: str
+    point: str
+    rank: int
+    hit: int
+
+
+class Points:
+    """Count hits in this process; what ``fault`` says strikes at the hit that it names."""
+
+    def __init__(self, fault: Fault | None, root: Path, pipe: int) -> None:
+        self.fault, self.root, self.pipe = fault, root, pipe
         self.counts: Counter[str] = Counter()
-        self.write_delay_s = 0.0
         self.lock = threading.Lock()
+
+    def strike(self, what: str) -> None:
+        tell(self.pipe, event="struck", what=what, thread=threading.current_thread().name)
+        kind = self.fault.kind
+        if kind == "raise":
+            raise OSError(5, "injected")
+        if kind == "stop":
+            os.kill(os.getpid(), signal.SIGSTOP)
+        elif kind == "term":
+            for _ in range(2):
+                os.kill(os.getpid(), signal.SIGTERM)
+        elif kind == "late":
+            os.kill(os.getpid(), signal.SIGTERM)
+            time.sleep(20)
+        elif kind == "full":
+            fill(self.root)
+        else:  # kill, slow, truncated, flipped: what follows is the observer's
+            os.kill(os.getpid(), signal.SIGKILL)
 
     def hit(self, point: str | None, what: str) -> None:
         if point is None:
             return
         with self.lock:
             self.counts[point] += 1
-            strikes = self.strike_at == (point, self.counts[point])
-        if point == "writing" and self.write_delay_s:
-            time.sleep(self.write_delay_s)
+            here = self.fault is not None and self.fault.point == point
+            strikes = here and self.fault.hit == self.counts[point]
+        if here and self.fault.kind == "slow":
+            time.sleep(SLOW_WRITE_S)
         if strikes:
-            self.struck(what)
+            self.strike(what)
 
     def around(self, owner: object, name: str, point: Callable[..., str | None]) -> None:
         """Hit the point that ``point(*args)`` names before and after each call."""
@@ -87,6 +127,7 @@ class Points:
         for name in ("create_local_plan", "create_global_plan", "finish_plan"):
             self.around(DefaultSavePlanner, name, lambda *_, **__: "planning")
         self.around(torch.Tensor, "copy_", self.staging)
+        self.around(torch.UntypedStorage, "copy_", self.staging)
         self.around(os, "rename", self.renamed)
         self.around(os, "replace", lambda _, new: point_of(str(new)))
         self.around(os, "fsync", lambda fd: point_of(os.readlink(f"/proc/self/fd/{fd}")))
@@ -104,7 +145,7 @@ class Points:
     def removed(self, path: object, *, dir_fd: int | None = None) -> str | None:
         if dir_fd is not None:
             path = os.readlink(f"/proc/self/fd/{dir_fd}")
-        return "deletion" if ".deleted" in str(path) else None
+        return "deletion" if re.search(r"\.deleted|/step-\d", str(path)) else None
 
     def watch_streams(self) -> None:
         create_stream, hit = FileSystem.create_stream, self.hit
@@ -135,7 +176,7 @@ def tell(pipe: int, **message: object) -> None:
 
 def fill(root: Path) -> None:
     """Take all the room that is left below ``root``."""
-    with open(root / "ballast", "ab", buffering=0) as ballast:
+    with open(root / BALLAST, "ab", buffering=0) as ballast:
         try:
             while True:
                 ballast.write(bytes(1 << 12))

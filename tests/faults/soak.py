@@ -1,13 +1,16 @@
 """Trials: a job is struck, another resumes, and an observer outside both says what was lost.
 
 ``python -m faults.soak --trials 500 --seed 1``, from ``tests``; ``make soak``. A trial is one line
-of output; ``--only N`` repeats trial N alone. The last line counts.
+of output; ``--only N`` repeats trial N alone; with ``--resume FILE`` the trials that FILE has are
+counted and not run again. The last line counts.
 """
 
 import argparse
+import hashlib
 import json
 import os
 import random
+import re
 import select
 import shutil
 import signal
@@ -18,13 +21,18 @@ import threading
 import time
 import traceback
 from collections import Counter
+from collections.abc import Callable
 from dataclasses import asdict, dataclass, field
 from pathlib import Path
 
+import durable_saves
+
 from faults import job
-from faults.edits import Edit
-from faults.points import POINTS
+from faults.edits import RECIPES, Edit
+from faults.points import BALLAST, POINTS, Fault
 from faults.power_cut import OperationLog
+from faults.ways import WAYS
+from harness.recipe import code_sha256
 
 RANKS = 2
 DEADLINE_S = 25.0  # for a struck job to end by itself, or to be resumed and end
@@ -37,11 +45,12 @@ ALSO = (  # kinds beside kill, which strikes every point
     ("stop", "writing"),
     ("slow", "writing"),
     ("full", "writing"),
-    ("truncated", "rename"),
-    ("flipped", "pointer"),
+    ("truncated", "writing"),
+    ("flipped", "writing"),
 )
 CASES = (*(("kill", point) for point in POINTS), *ALSO)
 DAMAGE = ("truncated", "flipped")
+STRUCK = ("state_to_save", "staging_copies", "overlapped_stager", "durable_saves", "retention")
 
 
 @dataclass
@@ -52,8 +61,11 @@ class Told:
     committed: dict[int, set[int]] = field(default_factory=dict)
     failed: dict[int, dict[int, str]] = field(default_factory=dict)
     resumed: dict[int, tuple[int | None, str]] = field(default_factory=dict)
+    trained: set[int] = field(default_factory=set)
     ended: dict[int, str] = field(default_factory=dict)
+    losses: dict[int, float] = field(default_factory=dict)
     counts: dict[int, dict[str, int]] = field(default_factory=dict)
+    codes: dict[int, int] = field(default_factory=dict)  # of exit; a signal is negative
     struck: str = ""
     hung: list[int] = field(default_factory=list)
     left: list[int] = field(default_factory=list)
@@ -69,17 +81,29 @@ class Told:
             self.failed.setdefault(step, {})[rank] = message["error"]
         elif event == "resumed":
             self.resumed[rank] = (step, message["digest"])
+        elif event == "trained":
+            self.trained.add(rank)
+        elif event == "loss":
+            self.losses[step] = message["loss"]
         elif event == "ended":
-            self.ended[rank], self.counts[rank] = message["digest"], message["counts"]
+            self.ended[rank] = message["digest"]
+        elif event == "counts":
+            counted = Counter(message["counts"]) + Counter(self.counts.get(rank))
+            self.counts[rank] = dict(counted)
         elif event == "struck":
             self.struck = f"{message['what']} in {message['thread']}"
+
+    def goes_on(self, fault: Fault) -> bool:
+        """Whether training has outlived a fault that was to cost it a save and no more."""
+        in_a_save = fault.kind == "raise" and fault.point != "state_dict"
+        return len(self.trained) == RANKS or not (in_a_save or fault.kind == "full")
 
     def durable(self) -> set[int]:
         """Steps whose commit returned on every rank."""
         return {step for step, ranks in self.committed.items() if len(ranks) == RANKS}
 
 
-def fork_rank(rank: int, root: Path, scratch: Path, group: int, *how) -> tuple[int, int]:
+def fork_rank(run: Callable, rank: int, ranks: int, scratch: Path, group: int, *how) -> tuple:
     """A rank in a process group of its own or in ``group``; its id and the pipe that it tells."""
     reading, writing = os.pipe()
     child = os.fork()
@@ -94,8 +118,10 @@ def fork_rank(rank: int, root: Path, scratch: Path, group: int, *how) -> tuple[i
         output = os.open(scratch / f"rank{rank}.log", os.O_WRONLY | os.O_CREAT | os.O_APPEND, 0o644)
         os.dup2(output, 1)
         os.dup2(output, 2)
-        job.run(rank, RANKS, root, scratch / "store", writing, *how)
+        run(rank, ranks, scratch / "store", writing, *how)
         code = 0
+    except SystemExit as exit:
+        code = exit.code
     except BaseException:
         traceback.print_exc()
     finally:
@@ -121,18 +147,34 @@ def alive_in(group: int) -> list[int]:
 def run_job(
     root: Path,
     scratch: Path,
-    fault: job.Fault | None = None,
+    fault: Fault | None = None,
     go_on: bool = False,
     edit: Edit | None = None,
     log: OperationLog | None = None,
+    way: str = "retention",
+    deadline_s: float = DEADLINE_S,
 ) -> Told:
-    """Run one job to its end, or to the deadline; ``go_on``: what was stopped is continued."""
+    """Run one job of :mod:`faults.job`; ``go_on``: what was stopped is continued."""
+    how = (root, fault, edit, log, way)
+    return run_ranks(job.run, RANKS, scratch, how, fault, go_on, deadline_s)
+
+
+def run_ranks(
+    run: Callable,
+    ranks: int,
+    scratch: Path,
+    how: tuple,
+    fault: Fault | None = None,
+    go_on: bool = False,
+    deadline_s: float = DEADLINE_S,
+) -> Told:
+    """Fork ``run(rank, ranks, store, pipe, *how)`` on each rank, to its end or to the deadline."""
     told, started = Told(), time.monotonic()
     scratch.mkdir()
     pids, pipes, buffers = {}, {}, {}
-    for rank in range(RANKS):
+    for rank in range(ranks):
         group = next(iter(pids), 0)
-        pid, pipe = fork_rank(rank, root, scratch, group, fault, edit, log)
+        pid, pipe = fork_rank(run, rank, ranks, scratch, group, *how)
         pids[pid], pipes[pipe], buffers[pipe] = rank, rank, b""
     group, running, stopped_at = next(iter(pids)), dict(pids), None
     while running or pipes:
@@ -151,7 +193,9 @@ def run_job(
             if ended and os.WIFSTOPPED(status):
                 stopped_at = now
             elif ended:
-                del running[pid]
+                told.codes[running.pop(pid)] = os.waitstatus_to_exitcode(status)
+        if not running:
+            stopped_at = None
         if stopped_at is not None and now - stopped_at > NOTICED_S:
             stopped = next(pid for pid, rank in pids.items() if rank == fault.rank)
             if go_on:
@@ -160,11 +204,11 @@ def run_job(
             elif set(running) <= {stopped}:  # the others have given up on it
                 os.kill(stopped, signal.SIGKILL)
                 stopped_at = None
-        if running and now - started > DEADLINE_S:
+        if running and now - started > deadline_s:
             told.hung = sorted(running.values())
             os.killpg(group, signal.SIGKILL)
             started = now  # once
-        if not running and pipes and now - started > DEADLINE_S + 5:
+        if not running and pipes and now - started > deadline_s + 5:
             break  # somebody else holds a pipe: left
     for pipe in pipes:
         os.close(pipe)
@@ -175,13 +219,14 @@ def run_job(
     return told
 
 
-def damage(root: Path, kind: str, rng: random.Random) -> int | None:
-    """Damage a file of the newest checkpoint; return its step."""
-    steps = sorted(int(path.name[4:]) for path in root.glob("step*") if path.name[4:].isdigit())
-    if not steps:
+def damage(root: Path, pattern: str, told: Told, rng: random.Random, kind: str) -> int | None:
+    """Damage a file of the newest checkpoint that was durable; return its step."""
+    step = max(told.durable(), default=None)
+    named = [path for path in root.glob(pattern) if "." not in path.name]
+    here = [path for path in named if re.sub(r"\D", "", path.name) in ("", str(step))]
+    if step is None or not here:
         return None
-    files = sorted(path for path in (root / f"step{steps[-1]}").iterdir())
-    file = rng.choice(files)
+    file = rng.choice(sorted(here[0].iterdir()))
     place = rng.randrange(file.stat().st_size)
     if kind == "truncated":
         os.truncate(file, place)
@@ -191,49 +236,68 @@ def damage(root: Path, kind: str, rng: random.Random) -> int | None:
             byte = stream.read(1)[0]
             stream.seek(place)
             stream.write(bytes([byte ^ (1 << rng.randrange(8))]))
-    return steps[-1]
+    return step
 
 
 class Observer:
     """Knows a run that nothing struck: how often each point is hit, and the bits at the end."""
 
-    def __init__(self, scratch: Path, edit: Edit | None = None) -> None:
-        self.scratch, self.edit = scratch, edit
-        clean = run_job(scratch / "clean", scratch / "clean.job", edit=edit)
+    def __init__(self, scratch: Path, edit: Edit | None = None, way: str = "retention") -> None:
+        self.scratch, self.edit, self.way = scratch, edit, way
+        clean = run_job(
+            scratch / "clean", scratch / "clean.job", edit=edit, way=way, deadline_s=100
+        )
+        self.deadline_s = DEADLINE_S + clean.seconds
         if len(clean.ended) != RANKS or clean.hung or clean.left:
             logs = [file.read_text()[-2000:] for file in (scratch / "clean.job").glob("*.log")]
             raise RuntimeError(f"the job fails with no fault: {clean}\n{''.join(logs)}")
         self.counts, self.end = clean.counts, clean.ended
         shutil.rmtree(scratch / "clean")
 
-    def plan(self, trial: int, seed: int) -> tuple[job.Fault, random.Random]:
-        """The fault of a trial: kinds and points in turn, rank and hit by chance."""
+    def plan(self, trial: int, seed: int) -> tuple[Fault, random.Random] | None:
+        """The fault of a trial: kinds and points in turn, rank and hit by chance.
+
+        None if this way of saving never comes to that point.
+        """
         kind, point = CASES[trial % len(CASES)]
         rng = random.Random(f"{seed}/{trial}")
-        rank = rng.choice([rank for rank in range(RANKS) if self.counts[rank].get(point)])
-        return job.Fault(kind, point, rank, rng.randint(1, self.counts[rank][point])), rng
+        ranks = [rank for rank in range(RANKS) if self.counts[rank].get(point)]
+        if not ranks:
+            return None
+        rank = rng.choice(ranks)
+        return Fault(kind, point, rank, rng.randint(1, self.counts[rank][point])), rng
 
-    def trial(self, number: int, fault: job.Fault, rng: random.Random) -> dict:
+    def trial(self, number: int, fault: Fault, rng: random.Random) -> dict:
         """Strike a job, resume it, judge: the trial's result as one flat dict."""
         root = self.scratch / f"root{number}"
         root.mkdir()
         mounted = fault.kind == "full" and mount_tmpfs(root)
         try:
             first = run_job(
-                root, self.scratch / f"{number}.struck", fault, rng.random() < 0.5, self.edit
+                root,
+                self.scratch / f"{number}.struck",
+                fault,
+                rng.random() < 0.5,
+                self.edit,
+                way=self.way,
+                deadline_s=self.deadline_s,
             )
-            damaged = damage(root, fault.kind, rng) if fault.kind in DAMAGE else None
+            damaged = None
+            if fault.kind in DAMAGE:
+                damaged = damage(root, WAYS[self.way].checkpoints, first, rng, fault.kind)
             pointer = self.judge_pointer(root, damaged)
-            (root / job.BALLAST).unlink(missing_ok=True)
-            second = run_job(root, self.scratch / f"{number}.resumed", edit=self.edit)
-            wrong = pointer + self.judge(fault, first, second, damaged, root)
+            (root / BALLAST).unlink(missing_ok=True)
+            second = run_job(root, self.scratch / f"{number}.resumed", edit=self.edit, way=self.way)
+            outcome, wrong = self.judge(fault, first, second, damaged, root)
         finally:
             if mounted:
                 subprocess.run(["umount", "-l", root], check=True)
-        result = {"trial": number, **asdict(fault), "what": first.struck, "wrong": wrong}
-        result |= {"resumed": second.resumed.get(0, (None,))[0], "hung": first.hung + second.hung}
-        result |= {"left": first.left + second.left, "seconds": first.seconds + second.seconds}
-        if not (wrong or result["hung"] or result["left"]):
+        result = {"trial": number, **asdict(fault), "what": first.struck, "outcome": outcome}
+        result |= {"wrong": pointer + wrong, "resumed": second.resumed.get(0, (None,))[0]}
+        result |= {"hung": first.hung + second.hung, "left": first.left + second.left}
+        result |= {"goes_on": first.goes_on(fault)}
+        result |= {"seconds": first.seconds + second.seconds}
+        if not (result["wrong"] or result["hung"] or result["left"]):
             for folder in (root, *self.scratch.glob(f"{number}.*")):
                 shutil.rmtree(folder)
         return result
@@ -242,27 +306,31 @@ class Observer:
         """The pointer may be late, it may not name what is no checkpoint."""
         pointer = root / "latest"
         name = pointer.read_text() if pointer.exists() else None
-        if name is None or name == f"step{damaged}" or not job.durable_saves.faults(root / name):
+        if name in (None, f"step{damaged}") or not durable_saves.faults(root / name):
             return []
         return [f"the pointer names {name!r}, which is not whole"]
 
-    def judge(self, fault, first: Told, second: Told, damaged: int | None, root: Path) -> list[str]:
-        """What was lost or is wrong."""
+    def judge(
+        self, fault: Fault, first: Told, second: Told, damaged: int | None, root: Path
+    ) -> tuple[str, list[str]]:
+        """What the resume came to, in a word, and all that was lost or is wrong."""
         wrong = [] if first.struck else ["the fault never struck"]
-        durable = first.durable() - {damaged}
-        must = max(durable, default=None)
+        must = max(first.durable() - {damaged}, default=None)
+        if second.hung:
+            return "hung", wrong
         if len(second.resumed) != RANKS:
-            return [*wrong, "no resume"]
+            return "cannot resume", [*wrong, "no resume"]
         chosen = {step for step, _ in second.resumed.values()}
         if len(chosen) != 1:
-            return [*wrong, f"ranks resumed from different steps: {chosen}"]
+            return "mixed", [*wrong, f"ranks resumed from different steps: {chosen}"]
         (step,) = chosen
+        outcome = "right"
         if must is not None and (step is None or step < must):
+            outcome = "lost"
             wrong.append(f"lost: {must} was durable, {step} was chosen")
-        if step is not None and step == damaged:
-            wrong.append(f"{step} is damaged and was chosen")
         for rank, (_, digest) in second.resumed.items():
             if step is not None and first.saving.get(step, {}).get(rank) != digest:
+                outcome = "mixed"
                 wrong.append(f"rank {rank}: not the bits of step {step}")
         if second.ended != self.end:
             wrong.append("the resumed run ends in other bits than the one nothing struck")
@@ -271,9 +339,9 @@ class Observer:
         leftovers = [path.name for path in root.glob("*.incomplete")] + list(root.glob("*.deleted"))
         if leftovers:
             wrong.append(f"not cleaned up: {leftovers}")
-        if fault.kind == "full" and len(first.ended) != RANKS:
-            wrong.append("a full disk ended training")
-        return wrong
+        if not first.goes_on(fault):
+            wrong.append("a save that failed has ended training")
+        return outcome, wrong
 
 
 def mount_tmpfs(root: Path) -> bool:
@@ -289,33 +357,57 @@ def scratch_directory() -> Path:
     return Path(tempfile.mkdtemp(prefix="soak-", dir=memory if memory.is_dir() else None))
 
 
+def code() -> str:
+    """The hash of the recipes that are struck: trials of other code are no trials of this."""
+    hashes = [code_sha256(RECIPES / f"{name}.py") for name in STRUCK]
+    return hashlib.sha256("".join(hashes).encode()).hexdigest()
+
+
+def earlier_results(file: Path | None, seed: int, way: str) -> list[dict]:
+    """What ``file`` has of trials with this seed and code."""
+    if file is None or not file.exists():
+        return []
+    results = [json.loads(line) for line in file.read_text().splitlines()]
+    origin = {"seed": seed, "way": way, "code": code()}
+    if any({key: result[key] for key in origin} != origin for result in results):
+        raise SystemExit(f"{file} has trials of another seed or of other code: take another file")
+    return results
+
+
 def main() -> int:
     parser = argparse.ArgumentParser()
     parser.add_argument("--trials", type=int, default=len(CASES))
     parser.add_argument("--seed", type=int, default=1)
     parser.add_argument("--only", type=int, help="repeat this trial alone")
+    parser.add_argument("--resume", type=Path, metavar="FILE", help="of results, added to")
+    parser.add_argument("--way", choices=WAYS, default="retention", help="of saving")
     options = parser.parse_args()
-    counted, lost, hung, left = Counter(), 0, 0, 0
     trials = range(options.trials) if options.only is None else [options.only]
+    results = earlier_results(options.resume, options.seed, options.way)
+    done = {result["trial"] for result in results}
     scratch = scratch_directory()
-    observer = Observer(scratch)
+    observer = Observer(scratch, way=options.way)
     for number in trials:
-        result = observer.trial(number, *observer.plan(number, options.seed))
-        counted[result["kind"], result["point"]] += 1
-        lost += bool(result["wrong"])
-        hung += bool(result["hung"])
-        left += bool(result["left"])
+        plan = observer.plan(number, options.seed)
+        if number in done or plan is None:
+            continue
+        result = observer.trial(number, *plan)
+        result |= {"seed": options.seed, "way": options.way, "code": code()}
+        results.append(result)
         print(json.dumps(result), flush=True)
+        if options.resume:
+            with options.resume.open("a") as file:
+                file.write(json.dumps(result) + "\n")
+    counted = Counter((result["kind"], result["point"]) for result in results)
     for (kind, point), count in sorted(counted.items()):
         print(f"{kind} at {point}: {count}")
+    lost, hung, left = (sum(bool(r[what]) for r in results) for what in ("wrong", "hung", "left"))
     if lost or hung or left:
         print(f"what is left of them: {scratch}")
     else:
         shutil.rmtree(scratch)
-    print(
-        f"soak: tried {len(trials)}, lost {lost}, hung {hung}, left {left}, seed {options.seed}",
-        flush=True,
-    )
+    tried = f"tried {len(results)}, lost {lost}, hung {hung}, left {left}, seed {options.seed}"
+    print(f"soak: {tried}", flush=True)
     return int(bool(lost or hung or left))
 
 

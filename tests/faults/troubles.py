@@ -1,0 +1,102 @@
+"""Troubles of a save that end no process: each answers what became of it, as a dict."""
+
+import os
+import shutil
+import signal
+import subprocess
+import time
+from pathlib import Path
+
+import durable_saves
+import overlapped_writer
+import retention
+import state_to_save as basic
+import torch
+import torch.distributed as dist
+
+from faults.job import digest
+from faults.points import Fault, Points, tell
+from faults.soak import run_ranks
+
+STEPS, SAVE_EVERY, RANKS = 8, 2, 2
+FROM, TO = 4, 6  # the save of step 4 is in trouble, that of step 6 no more
+
+
+def read_only(root: Path, on: bool) -> None:
+    if on:
+        subprocess.run(["mount", "--bind", root, root], check=True)
+        subprocess.run(["mount", "-o", "remount,bind,ro", root], check=True)
+    else:
+        subprocess.run(["umount", "-l", root], check=True)
+
+
+def gone(root: Path, on: bool) -> None:
+    elsewhere = root.with_name("elsewhere")
+    shutil.move(root, elsewhere) if on else shutil.move(elsewhere, root)
+
+
+class WrittenAsBytes(retention.RetainedSaves, overlapped_writer.OverlappedWriter):
+    """Two recipes in one: durable, kept, and written by the kept plan."""
+
+
+TROUBLES = {"read only": read_only, "gone": gone}
+
+
+def train(rank: int, ranks: int, store: Path, pipe: int, root: Path, name: str) -> None:
+    torch.set_num_threads(1)
+    store = dist.FileStore(str(store), ranks)
+    dist.init_process_group("gloo", store=store, rank=rank, world_size=ranks)
+    app = basic.build_app(torch.device("cpu"))
+    trouble = TROUBLES.get(name)
+    if name == "deletion":
+        Points(Fault("raise", "deletion", 0, 1) if rank == 0 else None, root, pipe).install()
+    kind = WrittenAsBytes if name == "bytes" else retention.RetainedSaves
+    with kind(root, torch.device("cpu"), keep_last=2) as saves:
+        while app.step < STEPS:
+            basic.train_step(app, torch.device("cpu"))
+            if app.step % SAVE_EVERY == 0:
+                if app.step in (FROM, TO) and rank == 0 and trouble:
+                    trouble(root, app.step == FROM)
+                dist.barrier()
+                upload = saves.save({"app": app}, root / f"step{app.step}")
+                error = upload.exception()
+                tell(
+                    pipe, event="failed" if error else "committed", step=app.step, error=str(error)
+                )
+    loaded = basic.load_app(root / f"step{STEPS}", torch.device("cpu"))
+    tell(pipe, event="ended", digest=digest(loaded) == digest(app))
+    dist.destroy_process_group()
+
+
+def trouble(scratch: Path, name: str) -> dict:
+    """A job whose storage is in trouble for one save."""
+    root = scratch / "root"
+    root.mkdir()
+    told = run_ranks(train, RANKS, scratch / "job", (root, name))
+    steps = durable_saves.committed_steps(root)
+    whole = sorted(step for step in steps if not durable_saves.faults(root / f"step{step}", True))
+    logs = [file.read_text() for file in (scratch / "job").glob("*.log")]
+    return {"failed": told.failed, "whole": whole, "same_bits": told.ended, "logs": logs}
+
+
+def lease_of_a_killed_rank(scratch: Path) -> str:
+    """A rank with the lease forks, as a data loader does, and is killed; who holds the lease?"""
+    reading, writing = os.pipe()
+    holder = os.fork()
+    if holder == 0:
+        saves = retention.RetainedSaves(scratch, torch.device("cpu"))
+        saves.__enter__()
+        if os.fork() == 0:
+            os.write(writing, b"forked")
+            time.sleep(5)
+            os._exit(0)
+        time.sleep(60)
+        os._exit(0)
+    os.read(reading, 6)
+    os.kill(holder, signal.SIGKILL)
+    os.waitpid(holder, 0)
+    try:
+        os.close(retention.take_lease(scratch))
+    except RuntimeError as error:
+        return str(error)
+    return "free"
