@@ -187,7 +187,8 @@ def held(directory: Path) -> tuple[dict, dict]:
 def gather(local: Path) -> int | None:
     """Bring the newest checkpoint that the hosts have between them to ``local`` of every host.
 
-    All ranks call it. Returns its step; None if there is none.
+    All ranks call it. Other checkpoints are deleted when all hosts have this one. Returns its step;
+    None if there is none.
     """
     group = dist.new_group(backend="gloo")
     hosts: list[dict] = [{}] * dist.get_world_size()
@@ -216,10 +217,10 @@ def gather(local: Path) -> int | None:
             )
     (directory / f"{LISTING}.{os.getpid()}").write_text(json.dumps(listing))
     (directory / f"{LISTING}.{os.getpid()}").replace(directory / LISTING)
-    for torn in steps_in(local):
-        if torn > step:
-            shutil.rmtree(local / f"step{torn}", ignore_errors=True)
     dist.barrier(group)
+    for other in steps_in(local):  # newer ones that nobody has all of, and parts of older ones
+        if other != step:
+            shutil.rmtree(local / f"step{other}", ignore_errors=True)
     dist.destroy_process_group(group)
     return step
 
