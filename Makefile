@@ -57,6 +57,7 @@ lint: environment ## Check style, spelling, the freshness of results, the size o
 	@$(PY) -m ruff format --check .
 	@$(PY) -m codespell_lib
 	@PYTHONPATH=. $(PY) benchmarks/readme_table.py --check
+	@$(PY) -m benchmarks.will_it_hide --check
 	@$(PY) tests/sizes.py
 
 new-recipe: ## Start a recipe that passes at once: NAME=checkpoint/my_recipe
@@ -68,8 +69,9 @@ new-recipe: ## Start a recipe that passes at once: NAME=checkpoint/my_recipe
 	@echo "Edit recipes_source/$(NAME).py and tests/controls/$(notdir $(NAME)).toml, then:"
 	@echo "  python -m harness run recipes_source/$(NAME).py --ranks 2"
 
-readme: environment ## Write the README's table of results from benchmarks/results
+readme: environment ## Write the README's table of results, and what the calculator predicts of them
 	@PYTHONPATH=. $(PY) benchmarks/readme_table.py
+	@$(PY) -m benchmarks.will_it_hide
 
 linkcheck: html ## Check every internal link and anchor of the built pages; no network
 	@$(PY) tests/check_links.py _build/html
