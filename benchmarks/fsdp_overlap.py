@@ -6,7 +6,7 @@
     for way in fsdp2 fsdp2_in_place; do  # memory: a fresh process each
         torchrun --nproc-per-node=2 benchmarks/fsdp_overlap.py --tasks memory_$way; done
     torchrun --nproc-per-node=2 benchmarks/fsdp_overlap.py --tasks bitwise,losses,sums
-    python benchmarks/fsdp_overlap.py --join FOLDER  # rows measured elsewhere, of the present code
+    python benchmarks/join_rows.py FOLDER  # rows measured elsewhere, of the present code
 
 Tasks run in the order in which ``--tasks`` names them, by default that of ``TASKS``; rows are
 written as they are known; the same command goes on where one was cut off.
@@ -40,7 +40,6 @@ comparison: stock FSDP2 in place with a schedule of our own that needs no FSDP2.
 
 import argparse
 import importlib
-import json
 import sys
 import time
 from collections.abc import Callable
@@ -57,13 +56,10 @@ from torch.distributed.fsdp import FSDPModule, MixedPrecisionPolicy, fully_shard
 ROOT = Path(__file__).resolve().parents[1]
 sys.path[:0] = [str(ROOT), str(ROOT / "recipes_source" / "sharding")]
 
-import copy_engine_gather as copy_engine  # noqa: E402
-import copy_engine_reduce  # noqa: E402
 import fsdp2_settings  # noqa: E402
 import in_place_gather  # noqa: E402
 import in_place_reduce  # noqa: E402
 import peer_memory  # noqa: E402
-import prefetch_schedule  # noqa: E402
 
 from benchmarks import workloads  # noqa: E402
 from benchmarks.measuring import (  # noqa: E402
@@ -79,6 +75,7 @@ from benchmarks.measuring import (  # noqa: E402
     synchronize,
     timing_event,
 )
+from benchmarks.synthetic_stack import STACKS, rows_of  # noqa: E402
 
 LENGTH = 4096  # tokens of a sequence
 STEPS = {1024: 5, 2048: 4, 4096: 3, 8192: 2, 12_288: 2, 16_384: 1}  # timed ones of a window
@@ -163,7 +160,7 @@ class ReduceGroup(Way):
 
 
 class InPlace(Way):
-    recipes = ("in_place_gather", "in_place_reduce")
+    recipes = ("shared_slots", "in_place_gather", "in_place_reduce")
     note = "fsdp2, gathered by peer copies and reduced by pushes, without copies around them"
 
     def tune(self, units: list[FSDPModule]) -> None:
@@ -251,10 +248,6 @@ class WholeLoop(workloads.StockLoop):
             torch._foreach_copy_([rows_of(whole) for whole in self.whole], self.parameters)
 
 
-def rows_of(tensor: torch.Tensor) -> torch.Tensor:
-    return tensor.chunk(dist.get_world_size())[dist.get_rank()]
-
-
 class NoCommunication(Way):
     note = "whole bfloat16 weights; each rank updates its own float32 rows; nothing is sent"
 
@@ -269,132 +262,6 @@ class NoCommunication(Way):
         return WholeLoop(self, tokens, self.case.loop == "reads")
 
 
-# -- the synthetic stack ----------------------------------------------------------------------
-
-
-class Unit(nn.Module):
-    """Two residual multilayer perceptrons: four matrices of ``width * hidden`` parameters."""
-
-    def __init__(self, width: int, hidden: int) -> None:
-        super().__init__()
-        self.up = nn.ModuleList(nn.Linear(width, hidden, bias=False) for _ in range(2))
-        self.down = nn.ModuleList(nn.Linear(hidden, width, bias=False) for _ in range(2))
-
-    def forward(self, x: torch.Tensor) -> torch.Tensor:
-        for up, down in zip(self.up, self.down, strict=True):
-            x = x + down(torch.relu(up(x)))
-        return x
-
-
-class Stack:
-    """Eight units of 0.47 G parameters, bfloat16 throughout; ``shard`` says how they are shared."""
-
-    recipes: tuple[str, ...] = ()
-    note = "fully_shard on each unit and the root"
-
-    def __init__(self, case: Case, device: torch.device) -> None:
-        self.device, self.small = device, device.type == "cpu"
-        self.width, self.hidden = (64, 96) if self.small else (8192, 14_336)
-        units = []
-        torch.manual_seed(0)
-        for _ in range(4 if self.small else 8):
-            with device:
-                units.append(self.shard_unit(Unit(self.width, self.hidden).bfloat16()))
-        self.model = nn.Sequential(*units)
-        self.shard()
-
-    def shard_unit(self, unit: Unit) -> nn.Module:
-        return fully_shard(unit)
-
-    def shard(self) -> None:
-        fully_shard(self.model)
-        self.build_optimizer(self.model.parameters())
-
-    def build_optimizer(self, parameters) -> None:
-        self.optimizer = torch.optim.AdamW(parameters, lr=3e-6, fused=True)
-
-    def backward(self, loss: torch.Tensor) -> None:
-        loss.backward()
-
-    def update(self) -> None:
-        self.optimizer.step()
-        self.optimizer.zero_grad()
-
-    def loop(self, tokens: int) -> "Stack":
-        torch.manual_seed(1)
-        batch = torch.randn(tokens, self.width, device=self.device, dtype=torch.bfloat16)
-        self.batch, self.loss, self.ends = batch.requires_grad_(), None, []
-        return self
-
-    def step(self) -> None:
-        if len(self.ends) == 2:
-            self.ends.pop(0).synchronize()
-        loss = self.model(self.batch).square().mean()
-        self.backward(loss)
-        self.update()
-        self.batch.grad = None
-        self.ends.append(timing_event(self.device))
-        self.ends[-1].record()
-        self.loss = loss.detach()
-
-
-class StackWhole(Stack):
-    note = "whole weights; each rank updates its own rows; nothing is sent"
-
-    def shard_unit(self, unit: Unit) -> nn.Module:
-        return unit
-
-    def shard(self) -> None:
-        self.whole = list(self.model.parameters())
-        self.own = [nn.Parameter(rows_of(weight.data)) for weight in self.whole]
-        self.build_optimizer(self.own)
-
-    def update(self) -> None:
-        for weight, own in zip(self.whole, self.own, strict=True):
-            own.grad = rows_of(weight.grad)
-        super().update()
-        for weight in self.whole:
-            weight.grad = None
-
-
-class StackInPlace(Stack):
-    recipes = InPlace.recipes
-    note = InPlace.note
-
-    def shard(self) -> None:
-        super().shard()
-        in_place_gather.gather_in_place(self.model)
-        in_place_reduce.reduce_in_place(self.model)
-
-
-class OwnSchedule(StackWhole):
-    recipes = ("stream_context", "prefetch_schedule", "copy_engine_gather", "copy_engine_reduce")
-    note = "a static schedule without FSDP2, gathers and reductions by copies, three buffers"
-
-    def shard(self) -> None:
-        ranks = dist.get_world_size()
-        memory = copy_engine.PeerMemory(dist.group.WORLD, self.device)
-        pushes = copy_engine.PeerMemory(dist.group.WORLD, self.device)
-        push = copy_engine_reduce.PushReduceScatter(
-            pushes, self.width * self.hidden // ranks, torch.bfloat16
-        )
-        options = {"gather": memory.gather, "empty": memory.empty, "reduce_scatter": push}
-        mesh = dist.init_device_mesh(self.device.type, (ranks,))
-        units = list(self.model)
-        self.context = prefetch_schedule.PrefetchContext(
-            self.model, units, mesh, buffers=3, **options
-        )
-        self.build_optimizer(self.model.parameters())
-        self.optimizer.register_step_pre_hook(lambda *_: memory.barrier())
-        self.optimizer.register_step_post_hook(lambda *_: memory.barrier())
-
-    def backward(self, loss: torch.Tensor) -> None:
-        self.context.backward(loss)
-
-    def update(self) -> None:
-        Stack.update(self)
-
-
 WAYS = {
     REFERENCE: NoCommunication,
     "fsdp2_no_collectives": NoCollectives,
@@ -404,12 +271,6 @@ WAYS = {
     "fsdp2_in_place": InPlace,
     "megatron-fsdp": MegatronFsdp,
     "megatron-fsdp-guide": MegatronFsdpGuide,
-}
-STACKS = {
-    REFERENCE: StackWhole,
-    "fsdp2": Stack,
-    "fsdp2_in_place": StackInPlace,
-    "prefetch_copy_engine": OwnSchedule,
 }
 
 
@@ -429,6 +290,7 @@ class Windows:
 
 THREE = (REFERENCE, "fsdp2", "fsdp2_in_place")
 FOUR = (REFERENCE, "fsdp2_no_collectives", "fsdp2", "fsdp2_in_place")
+SYNTHETIC = {"model": "synthetic", "loop": "free"}
 TASKS = {  # the most important first
     "eager": Windows(75, FOUR, (4096, 12_288)),
     "small": Windows(60, THREE, (1024, 2048)),
@@ -437,7 +299,7 @@ TASKS = {  # the most important first
     "group": Windows(45, (REFERENCE, "fsdp2", "fsdp2_reduce_group"), (2048, 4096), {}, 6),
     "tuned": Windows(60, (REFERENCE, "fsdp2_tuned", "fsdp2_in_place"), (4096, 2048, 12_288), {}, 6),
     "large": Windows(80, THREE, (8192, 16_384), {}, 6),
-    "synthetic": Windows(70, tuple(STACKS), (2048, 1024), {"model": "synthetic", "loop": "free"}, 6),
+    "synthetic": Windows(70, tuple(STACKS), (2048, 1024), SYNTHETIC, 6),
     "free": Windows(45, THREE, (1024, 2048), {"loop": "free"}, 6),
     "bf16": Windows(50, THREE, (2048, 8192), {"reduce_dtype": "bfloat16"}, 6),
     "recompute": Windows(60, THREE, (2048, 8192), {"activation_checkpointing": True}, 6),
@@ -694,34 +556,13 @@ class Run:
         return [found[name] for name in self.arguments.tasks or ("link", *TASKS)]
 
 
-def join(folder: Path) -> None:
-    """Add the rows of ``folder``'s files to ours of the same name; theirs are of the present code.
-
-    Raises:
-        AssertionError: a row is of other code than ours.
-    """
-    for path in sorted((folder / "results").glob("fsdp_overlap.*.json")):
-        theirs = json.loads(path.read_text())
-        head = {k: v for k, v in theirs.items() if k not in ("rows", "code_sha256", "not_run")}
-        ours = Results(ROOT / "benchmarks", head, RECIPES, VARIED)
-        assert ours.path.name == path.name, f"{path.name} would become {ours.path.name}"
-        for row in theirs["rows"]:
-            for recipe, sha in ours.hashes(row["name"]).items():
-                assert theirs["code_sha256"][recipe] == sha, f"{recipe} has changed since"
-            ours.add(row)
-        print(f"{path.name}: {len(theirs['rows'])} rows joined, {len(ours.data['rows'])} in all")
-
-
 def main() -> None:
     parser = argparse.ArgumentParser(description=__doc__.splitlines()[0])
     parser.add_argument("--out", type=Path, default=ROOT / "benchmarks", help="results/ go here")
     parser.add_argument("--seconds", type=float, default=3600, help="begin no task that ends later")
     parser.add_argument("--tasks", type=lambda text: text.split(","), help="these alone")
-    parser.add_argument("--join", type=Path, help="add this folder's results/ to ours")
     parser.add_argument("--small", action="store_true", help="a size for rehearsal on a CPU")
     arguments = parser.parse_args()
-    if arguments.join:
-        return join(arguments.join)
     device = torch.accelerator.current_accelerator(check_available=True) or torch.device("cpu")
     dist.init_process_group(timeout=COLLECTIVE_TIMEOUT)
     if device.type != "cpu":

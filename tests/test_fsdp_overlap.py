@@ -29,7 +29,7 @@ def test_windows_of_all_ways_become_rows_and_a_second_run_adds_what_is_missing(t
     assert len(row["samples"]["window_s"]) == row["pairs"] == 2
     assert row["efficiency"] > 0 and row["speed_over_fsdp2"] > 0
     assert row["speed_over_no_collectives"] > 0
-    assert row["recipes"] == ["in_place_gather", "in_place_reduce"]
+    assert row["recipes"] == ["shared_slots", "in_place_gather", "in_place_reduce"]
     both = rows_of(tmp_path, "--tasks", "tuned,eager,synthetic")
     again = both["fsdp2_in_place", "llama-tiny", 64]
     assert again["samples"] == row["samples"]

@@ -9,7 +9,7 @@ where they are used. Every bit stays stock FSDP2's. In your training:
 
 .. code-block:: python
 
-   from in_place_gather import gather_in_place  # with peer_memory.py beside it
+   from in_place_gather import gather_in_place  # peer_memory.py, shared_slots.py beside it
    from in_place_reduce import reduce_in_place  # the next recipe: the same for gradients
 
    fully_shard(model)  # as before, units first
@@ -17,45 +17,44 @@ where they are used. Every bit stays stock FSDP2's. In your training:
    reduce_in_place(model)
 
 Stock FSDP2 casts a unit's shards, copies them into a buffer, gathers with a kernel that takes
-compute cores, and copies the result out, twice a unit and step. Here one cast a forward is left, and
-transfers that copy engines make. The host has less to do as well, which is what counts at few
-tokens a step. Do not bother if your ranks are on several hosts, or if
-communication costs you nothing: compare ``no_communication`` below at your tokens.
+compute cores, and copies the result out, twice a unit and step. Here one cast a gather is left, and
+transfers that copy engines make; the last units of a forward are not gathered for its backward at
+all. Do not bother if your ranks are on several hosts, or if communication costs you nothing: compare
+``no_communication`` below at your tokens.
 
 .. grid:: 1 1 2 2
 
    .. grid-item-card:: What you learn
 
-      * why "has a weight changed?" has no reliable answer, and a rule that needs none
-      * two barriers a forward, whatever the number of units
+      * what FSDP2 calls when it gathers, and what has to stand there
+      * why nothing is kept that could be old
       * memory that is refilled while another stream may still read it
 
    .. grid-item-card:: What you need
 
       * PyTorch 2.11 or later; ranks on one host, each GPU with peer access to the others
-      * ``peer_memory.py``, the recipe before
+      * ``peer_memory.py`` and ``shared_slots.py``, the recipes before
 
 .. verification-badge::
 
 The idea
 --------
 
-Peers read a **published copy** of the shards alone, cast to the dtype that is gathered. Your
-parameters stay where they are, and whoever changes them, by an optimizer, a load, an average swapped
-in or behind autograd's back, changes nothing that a peer may be reading.
+A gather writes full weights. If they lie where peers can read, nothing else is needed: each rank
+casts its own shards to their place in the full weights, and copies the others' shards from their
+places. Your parameters stay where they are and are read at each gather, as FSDP2 reads them: a load,
+an average swapped in or a second optimizer needs no hook, because nothing is kept that could be old.
 
-When must the copy be renewed? Asking each parameter whether it has changed does not work: fused
-optimizers, ``p.data.copy_`` and collectives leave version counters as they are. So nothing is asked.
-**Each forward of the model begins by publishing all of it**, between two barriers; from there to the
-end of its backward nobody changes weights. A gather outside a step, such as ``unshard()`` by hand or
-a block called alone, publishes for itself.
+Memory that peers read is dear, so units share it: three **slots** serve any number of equal blocks.
 
-.. lanes:: Schematic, one rank. At 1 all ranks have made the last step's copies, at 2 all have published.
+.. lanes:: Schematic, one rank. Each gather casts, passes its barrier and copies. Unit 3 lies where unit 0 lay.
 
-   compute:  0-4 update; 11-16 unit 0; 16-21 unit 1; 21-26 unit 2; 26-34 backward 2
-   gather:   4-7 publish; 8-11 unit 0 ~; 11-15 unit 1 ~; 15-19 unit 2 ~; 22-26 unit 1 ~
-   @4 1
-   @7 2
+   compute:  5-10 unit 0; 10-15 unit 1; 15-20 unit 2; 20-25 unit 3; 25-33 backward 3
+   gather:   0-1 cast 0; 1-5 slot A ~; 5-6 cast 1; 6-10 slot B ~; 10-11 cast 2; 11-15 slot C ~; 15-16 cast 3; 16-20 slot A ~
+   @1 1
+   @6 2
+   @11 3
+   @16 4
 """
 
 # %%
@@ -64,10 +63,9 @@ a block called alone, publishes for itself.
 
 import types
 from collections.abc import Sequence
-from dataclasses import dataclass
-from itertools import accumulate
 
 import peer_memory
+import shared_slots
 import torch
 import torch.distributed as dist
 from torch import nn
@@ -75,55 +73,29 @@ from torch.distributed.fsdp import FSDPModule, MixedPrecisionPolicy
 from torch.utils._pytree import tree_leaves
 
 BATCH, STEPS = 8, 4  # samples per rank and step
-ALIGNMENT, GRAIN = 512, 8 << 20  # bytes, of each weight in a slot and of a slot
-SMALL = 1 << 18  # bytes: smaller shards go by one kernel instead of a copy each
 
 # %%
-# Memory that units share
-# -----------------------
-# A unit's full weights lie where they did in the step before: autograd keeps views of them, and a
-# view cannot be moved. Units that are never needed together can lie in the same place. A unit gets
-# its ``Slot`` when it is first gathered: one that is free and was last given away more than
-# ``ahead`` units ago, else a new one. A stack of equal blocks needs :math:`1 + \text{ahead}`.
+# One stream of gathers
+# ---------------------
+# :doc:`shared_slots` has the memory: who lies where, and how a slot is filled. Here is when.
 #
-# Where two units of one slot are needed after all, a prefetch waits until it is a demand, and a unit
-# outside forward and backward gets a slot of its own. In between there is no way out but an error.
+# Refilled memory is the trap. A slot may still be read by the compute that used it last, so the
+# gathers' stream waits for all that the current one has queued. A unit whose slot is in use is not
+# prefetched: it is gathered on demand.
 #
-# FSDP2 keeps each full weight as the shards of all ranks one behind the other. A gather casts this
-# rank's shards to their place, passes a barrier, and copies the others' shards from where they were
-# cast to. Views are made once: a gather is one kernel for all casts, one ``copy_`` a weight and
-# peer, and one kernel for all norms and biases.
-#
-# **One barrier is enough.** Who fills a slot again has passed the barrier of the gather between;
-# every other rank has reached that one too, and so has queued before it the copies of the gather
-# before. If there was no gather between, there is a barrier more.
+# The last units of a forward are the first of its backward. Nothing has taken their slots between,
+# and nobody changes weights in a step: they are not gathered again.
 
 
-@dataclass(eq=False)
-class Slot:
-    """Memory of full weights, by rank, for all units that share it."""
-
-    of_ranks: list[torch.Tensor]  # bytes
-    number: int  # of the unit that it was last given to
-    group: object = None  # whose weights are in it
-    in_forward: int = 0  # in which forward they were gathered
-    exclusive: bool = False  # its unit keeps it until the end of backward
-
-    def busy(self) -> bool:
-        group = self.group
-        return group is not None and (group.is_unsharded or group._all_gather_result is not None)
-
-
-class Gathers:
+class Gathers(shared_slots.Slots):
     """The slots of all units of one model, and the stream of their gathers."""
 
     def __init__(self, groups: Sequence, memory: peer_memory.PeerMemory, ahead: int) -> None:
-        self.groups, self.memory, self.ahead = groups, memory, ahead
+        super().__init__(memory, ahead)
+        self.groups = groups
         self.streams = torch.get_device_module(memory.device)
         self.stream = self.streams.Stream(priority=-1)
-        self.slots: list[Slot] = []
-        self.last: Slot | None = None  # of the last gather
-        self.given = self.gathers = self.kept = self.forwards = 0
+        self.gathers = self.kept = self.forwards = 0
         self.in_forward = False
         self.order: list[FSDPModule] | None = []  # of the units, in the first forward
 
@@ -152,47 +124,6 @@ class Gathers:
         """Whether a forward of the model or a backward is under way: nobody changes weights."""
         return self.in_forward or torch._C._current_graph_task_id() != -1
 
-    @torch.inference_mode(False)
-    def give(self, group, exclusive: bool = False) -> None:
-        """A slot for ``group``, and views of it; a new one is a slow collective."""
-        if group.slot is None:
-            group.lazy_init()  # behind whatever the user did to the model
-            self.given += 1
-        parameters, ranks = group.fsdp_params, self.memory.ranks
-        nbytes = [p.padded_sharded_param_size.numel() * dtype_of(p).itemsize for p in parameters]
-        places = [0, *accumulate(-(-ranks * n // ALIGNMENT) * ALIGNMENT for n in nbytes)]
-        size = -(-places[-1] // GRAIN) * GRAIN
-        fit = [
-            slot
-            for slot in self.slots
-            if not (slot.busy() or slot.exclusive or exclusive)
-            and self.given - slot.number > max(1, self.ahead)
-            and size <= slot.of_ranks[0].nbytes <= 2 * size
-        ]
-        if not fit:
-            fit = [Slot(self.memory.empty([size], torch.uint8), 0, exclusive=exclusive)]
-            self.slots.append(fit[0])
-        group.slot = min(fit, key=lambda slot: slot.of_ranks[0].nbytes)
-        group.slot.number, group.own, copies = self.given, [], []
-        for p, n, place in zip(parameters, nbytes, places, strict=False):
-            flat = [t[place : place + ranks * n].view(dtype_of(p)) for t in group.slot.of_ranks]
-            rows = [t.data.view(ranks, -1) for t in flat]  # autograd does not see what fills it
-            rank = self.memory.rank
-            group.own.append(rows[rank][rank])
-            for step in range(1, ranks):
-                source = (rank + step) % ranks  # no two ranks read from one at a time
-                copies.append((rows[rank][source], rows[source][source]))
-            p.all_gather_outputs = [flat[rank]]
-            p.init_unsharded_param()
-            full = getattr(p._unsharded_param, "_local_tensor", p._unsharded_param)
-            full.data = flat[rank].as_strided(
-                full.size(), full.stride(), flat[rank].storage_offset()
-            )
-            p.free_unsharded_param = lambda: None  # its memory is the slot's
-        small = [pair for pair in copies if pair[1].nbytes <= SMALL]
-        group.large = [pair for pair in copies if pair[1].nbytes > SMALL]
-        group.small = [list(tensors) for tensors in zip(*small, strict=True)]
-
     @torch.no_grad()
     def gather(self, group) -> None:
         """Queue the gather of a unit's full weights behind all that the current stream does."""
@@ -209,26 +140,14 @@ class Gathers:
             if hasattr(group.comm_ctx, "all_gather_stream"):
                 self.stream.wait_stream(group.comm_ctx.all_gather_stream)
             with self.streams.stream(self.stream):
-                if slot is self.last:
-                    self.memory.barrier()  # others may still copy from it
-                torch._foreach_copy_(group.own, [p._sharded_param_data for p in group.fsdp_params])
-                self.memory.barrier()
-                for full, shard in group.large:
-                    full.copy_(shard, non_blocking=True)
-                if group.small:
-                    torch._foreach_copy_(group.small[0], group.small[1])
+                self.fill(group)
                 event = self.stream.record_event()
-            self.last, slot.group, self.gathers = slot, group, self.gathers + 1
+            self.gathers += 1
             slot.in_forward = self.forwards if forward else 0
         under_way = {"all_gather_event": event, "all_gather_work": None}
         group._all_gather_result = types.SimpleNamespace(**under_way)
         if self.order is not None and forward:
             self.order.append(group.modules[0])
-
-
-def dtype_of(p) -> torch.dtype:
-    """What a parameter is gathered in."""
-    return p.param_dtype or p.orig_dtype
 
 
 # %%
@@ -247,7 +166,7 @@ def dtype_of(p) -> torch.dtype:
 class InPlaceGather:
     """Methods of an FSDP2 group of parameters, in place of its own."""
 
-    slot: Slot | None = None
+    slot: shared_slots.Slot | None = None
     in_graph = False  # a backward may come that has views of the slot
     refused = False  # a prefetch found the slot in use
 
@@ -424,7 +343,7 @@ if __name__ == "__main__":
 #
 # **When do copy engines pay?** Where the host or the link bounds a step: few tokens, compiled blocks.
 # At many tokens a step the gather is hidden either way, and what is gained is what the removed
-# copies and casts took.
+# copies took.
 #
 # What breaks if you remove a line
 # --------------------------------
@@ -436,30 +355,28 @@ if __name__ == "__main__":
 #
 # Memory
 # ------
-# On each rank, of :math:`N`, outside the allocator's statistics:
-#
-# .. math::
-#
-#    \sum_{p} \frac{\text{padded numel}(p)}{N} \times \text{bytes of the gathered dtype}
-#
-# and :math:`1 + \text{ahead}` full units in forward, two in backward. FSDP2's buffers, as large as a
-# unit each, are gone.
+# The slots (:doc:`shared_slots`): :math:`1 + \text{ahead}` full units. FSDP2's buffers, as large as a
+# unit each, are gone, and so are full weights in the allocator. Units that you keep over the
+# turn-around (``unit.set_reshard_after_forward(False)``, the root) have a slot each.
 #
 # When it is not worth it
 # -----------------------
 # * One rank, several hosts, GPUs that cannot read each other: a warning says which, and FSDP2 gathers
 #   as before. With HSDP it is the ranks of the sharding dimension that must share a host.
-# * Memory is short and weights are large beside activations: the published copy takes two bytes a
-#   parameter over :math:`N`.
 # * PyTorch 2.13 or later with a recent NCCL: ``FSDPModule.set_symm_mem_for_comm()`` with NCCL's
 #   zero-CTA policy gathers by copy engines too. The copies around the gather stay.
 #
 # Known limits
 # ------------
-# * Pass the module that your loop calls. If you call its parts instead, each gather publishes for
-#   itself: right, and slow.
+# * Pass the module that your loop calls. Its parts may be called too; they gather on demand.
 # * ``unshard(async_op=True)`` before a forward gains nothing: the forward gathers that unit anew.
-# * All ranks run the same forwards, evaluations included: each begins with two barriers.
+# * All ranks gather the same units in the same order, as in FSDP2.
+# * Weights lie still from the start of a forward to the end of its backward: the last units' full
+#   weights are those of the forward in its backward, too.
+# * A unit's full weights are another unit's afterwards. FSDP2 frees them instead, so that a reference
+#   kept beyond ``reshard()`` is an error there; here it reads other numbers.
+# * Two units of one slot that are needed together in a graph, though they were not in the first
+#   forward, are an error that says so.
 # * Units that are offloaded, sharded on another dimension, over another group, or that bring an
 #   all-gather of their own (float8) stay FSDP2's, with a warning.
 # * Full weights that you keep over the end of a forward (``set_reshard_after_forward(False)``, the

@@ -61,7 +61,6 @@ stands one barrier, and behind that one kernel sums what all ranks have left in 
 
 import importlib.util
 from collections import deque
-from collections.abc import Iterator
 
 import peer_memory
 import torch
@@ -70,12 +69,9 @@ from torch.distributed.fsdp import FSDPModule, MixedPrecisionPolicy
 
 BATCH_BYTES = 128 << 20  # of gradients that are pushed between two barriers
 ALIGNMENT = 512  # bytes, of a slot's rows
-SMALL = 1 << 18  # bytes: smaller parts go by one kernel instead of a copy each
 WAITING = 2  # units whose gradients are kept until they have been pushed
 
-NAMES = """
-    post_backward finalize_backward reduce_grads gradient_divide_factor _all_reduce_hook
-"""
+NAMES = "post_backward finalize_backward reduce_grads gradient_divide_factor _all_reduce_hook"
 
 
 # %%
@@ -143,8 +139,7 @@ class PushedGradients:
         current, totals = self.streams.current_stream(), []
         for batch in batches(taken):
             numel = sum(p.padded_sharded_param_size.numel() for p, _ in batch)
-            size = {"dtype": group._orig_dtype, "device": self.memory.device}
-            totals.append(torch.empty(numel, **size))  # where activations were just freed
+            totals.append(batch[0][1].new_empty(numel, dtype=group._orig_dtype))  # see above
         self.stream.wait_stream(current)
         with self.streams.stream(self.stream):
             for batch, total in zip(batches(taken), totals, strict=True):
@@ -169,21 +164,16 @@ class PushedGradients:
                 part = grad[owner * numel : (owner + 1) * numel]  # the last may be short or empty
                 place[: len(part)].copy_(part, non_blocking=True)
         mine = [g[rank * n : (rank + 1) * n] for g, n in zip(flat, numels, strict=True)]
-        mine = [(p[: len(m)], m) for p, m in zip(places[rank], mine, strict=True)]
-        for place, part in mine:
-            if part.nbytes > SMALL:
-                place.copy_(part, non_blocking=True)  # no kernel
-        if small := [pair for pair in mine if pair[1].nbytes <= SMALL]:
-            torch._foreach_copy_(*map(list, zip(*small, strict=True)))
+        for place, part in zip(places[rank], mine, strict=True):
+            place[: len(part)].copy_(
+                part, non_blocking=True
+            )  # cheaper beside products than a kernel
         self.memory.barrier()
         divisor = group.gradient_divide_factor or ranks
         if divisor == ranks and dtype == total.dtype == torch.float32:
             self.average(total, list(arrived))
         else:
-            reduced = total if total.dtype == dtype else torch.empty_like(total, dtype=dtype)
-            (torch.sum if divisor == 1 else torch.mean)(arrived, 0, dtype=dtype, out=reduced)
-            if reduced is not total:
-                total.copy_(reduced)
+            total.copy_((torch.sum if divisor == 1 else torch.mean)(arrived, 0, dtype=dtype))
         start = 0
         for p, numel in zip(parameters, numels, strict=True):
             shape, stride = p.sharded_size, p.contiguous_sharded_stride
@@ -210,21 +200,16 @@ def average(total: torch.Tensor, rows: list[torch.Tensor]) -> None:
     total.copy_(sum(row.float() for row in rows) / len(rows))
 
 
-def batches(taken: list) -> Iterator[list]:
+def batches(taken: list) -> list[list]:
     """Parts of ``taken`` of one dtype and at most BATCH_BYTES, or one parameter."""
-    batch: list = []
-    nbytes = 0
+    found: list[list] = [[]]
     for item in taken:
-        gradient = item[1]
-        if batch and (
-            nbytes + gradient.nbytes > BATCH_BYTES or gradient.dtype != batch[0][1].dtype
-        ):
-            yield batch
-            batch, nbytes = [], 0
-        batch.append(item)
-        nbytes += gradient.nbytes
-    if batch:
-        yield batch
+        batch = found[-1]
+        full = sum(g.nbytes for _, g in [*batch, item]) > BATCH_BYTES
+        if batch and (full or item[1].dtype != batch[0][1].dtype):
+            found.append([])
+        found[-1].append(item)
+    return found
 
 
 # %%

@@ -1,0 +1,231 @@
+"""
+A few slots for the full weights of many units
+==============================================
+
+A sharded model needs the full weights of two or three units at a time. Here they lie in a few
+**slots** of memory that all ranks of a host can read, so that a gather is one cast, one barrier and
+the copies of the other ranks' shards: no buffer, no copy-in, no copy-out. To have FSDP2 use it, take
+:doc:`in_place_gather`; this page is how the memory is laid out.
+
+.. grid:: 1 1 2 2
+
+   .. grid-item-card:: What you learn
+
+      * which units can lie in one place, and when they cannot
+      * one barrier a gather, and why it is enough
+      * how autograd finds weights that come and go
+
+   .. grid-item-card:: What you need
+
+      * PyTorch 2.11 or later; ranks on one host, each GPU with peer access to the others
+      * ``peer_memory.py``, the recipe before
+
+.. verification-badge::
+
+The idea
+--------
+
+FSDP2 frees a unit's full weights after use and allocates them again. Memory that peers read cannot
+come and go: to share it with the other ranks is slow. So it stays, and units take turns in it.
+
+.. lanes:: Schematic, one rank, three slots. Each gather casts, passes its barrier and copies. Unit 3 lies where unit 0 lay.
+
+   compute:  5-10 unit 0; 10-15 unit 1; 15-20 unit 2; 20-25 unit 3; 25-33 backward 3
+   gather:   0-1 cast 0; 1-5 slot A ~; 5-6 cast 1; 6-10 slot B ~; 10-11 cast 2; 11-15 slot C ~; 15-16 cast 3; 16-20 slot A ~
+   @1 1
+   @6 2
+   @11 3
+   @16 4
+"""
+
+# %%
+# Imports and sizes
+# -----------------
+
+from dataclasses import dataclass
+from itertools import accumulate
+
+import peer_memory
+import torch
+import torch.distributed as dist
+from torch.distributed.fsdp import MixedPrecisionPolicy
+
+ALIGNMENT, GRAIN = 512, 8 << 20  # bytes, of each weight in a slot and of a slot
+SMALL = 1 << 18  # bytes: smaller shards go by one kernel instead of a copy each
+
+# %%
+# Whose slot is it?
+# -----------------
+# A unit's full weights lie where they did in the step before: autograd keeps views of them, and a
+# view cannot be moved. A unit gets its slot when it is first gathered: one that is free and was last
+# given away more than ``ahead`` units ago, else a new one. So neighbours never share, and a stack of
+# equal blocks needs :math:`1 + \text{ahead}` slots. Who needs its weights from forward to the end of
+# backward has one for itself.
+
+
+@dataclass(eq=False)
+class Slot:
+    """Memory of full weights, by rank, for all units that share it."""
+
+    of_ranks: list[torch.Tensor]  # bytes
+    number: int  # of the unit that it was last given to
+    group: object = None  # whose weights are in it
+    in_forward: int = 0  # in which forward they were gathered
+    exclusive: bool = False  # its unit keeps it until the end of backward
+
+    def busy(self) -> bool:
+        group = self.group
+        return group is not None and (group.is_unsharded or group._all_gather_result is not None)
+
+
+def dtype_of(p) -> torch.dtype:
+    """What a parameter is gathered in."""
+    return p.param_dtype or p.orig_dtype
+
+
+# %%
+# Laid out once, filled each time
+# -------------------------------
+# FSDP2 keeps each full weight as the shards of all ranks one behind the other. A gather casts this
+# rank's shards to their place, passes a barrier, and copies the others' shards from where they were
+# cast to. Views are made once: a gather is one kernel for all casts, one ``copy_`` a weight and
+# peer, and one kernel for all norms and biases.
+#
+# **One barrier is enough.** Who fills a slot again has passed the barrier of the gather between;
+# every other rank has reached that one too, and so has queued before it the copies of the gather
+# before. If there was no gather between, there is a barrier more.
+
+
+class Slots:
+    """The slots of all units of one model."""
+
+    def __init__(self, memory: peer_memory.PeerMemory, ahead: int) -> None:
+        self.memory, self.ahead, self.given = memory, ahead, 0
+        self.slots: list[Slot] = []
+        self.last: Slot | None = None  # of the last gather
+
+    @torch.inference_mode(False)
+    def give(self, group, exclusive: bool = False) -> None:
+        """A slot for ``group``, and views of it; a new one is a slow collective."""
+        if getattr(group, "slot", None) is None:
+            group.lazy_init()  # behind whatever the user did to the model
+            self.given += 1
+        parameters, ranks = group.fsdp_params, self.memory.ranks
+        nbytes = [p.padded_sharded_param_size.numel() * dtype_of(p).itemsize for p in parameters]
+        places = [0, *accumulate(-(-ranks * n // ALIGNMENT) * ALIGNMENT for n in nbytes)]
+        size = -(-places[-1] // GRAIN) * GRAIN
+        fit = [
+            slot
+            for slot in self.slots
+            if not (slot.busy() or slot.exclusive or exclusive)
+            and self.given - slot.number > max(1, self.ahead)
+            and size <= slot.of_ranks[0].nbytes <= 2 * size
+        ]
+        if not fit:
+            fit = [Slot(self.memory.empty([size], torch.uint8), 0, exclusive=exclusive)]
+            self.slots.append(fit[0])
+        group.slot = min(fit, key=lambda slot: slot.of_ranks[0].nbytes)
+        group.slot.number, group.own, copies = self.given, [], []
+        for p, n, place in zip(parameters, nbytes, places, strict=False):
+            flat = [t[place : place + ranks * n].view(dtype_of(p)) for t in group.slot.of_ranks]
+            rows = [t.data.view(ranks, -1) for t in flat]  # autograd does not see what fills it
+            rank = self.memory.rank
+            group.own.append(rows[rank][rank])
+            for step in range(1, ranks):
+                source = (rank + step) % ranks  # no two ranks read from one at a time
+                copies.append((rows[rank][source], rows[source][source]))
+            p.all_gather_outputs = [flat[rank]]
+            p.init_unsharded_param()
+            full = getattr(p._unsharded_param, "_local_tensor", p._unsharded_param)
+            full.data = flat[rank].as_strided(
+                full.size(), full.stride(), flat[rank].storage_offset()
+            )
+            p.free_unsharded_param = lambda: None  # its memory is the slot's
+        small = [pair for pair in copies if pair[1].nbytes <= SMALL]
+        group.large = [pair for pair in copies if pair[1].nbytes > SMALL]
+        group.small = [list(tensors) for tensors in zip(*small, strict=True)]
+
+    @torch.no_grad()
+    def fill(self, group) -> None:
+        """Queue the gather of a unit's full weights on the current stream."""
+        if group.slot is self.last:
+            self.memory.barrier()  # others may still copy from it
+        torch._foreach_copy_(group.own, [p._sharded_param_data for p in group.fsdp_params])
+        self.memory.barrier()
+        for full, shard in group.large:
+            full.copy_(shard, non_blocking=True)
+        if group.small:
+            torch._foreach_copy_(group.small[0], group.small[1])
+        self.last, group.slot.group = group.slot, group
+
+
+# %%
+# Run it, and prove it
+# --------------------
+# Units filled from their slots have the bits of FSDP2's own gather, also when one is filled again at
+# once with other weights. Neighbours lie in different slots.
+
+
+def prove(device: torch.device) -> None:
+    model = peer_memory.build(device, MixedPrecisionPolicy(torch.bfloat16))
+    groups = peer_memory.param_groups(model)
+    if reason := peer_memory.why_not(dist.group.WORLD, device):
+        print(f"nothing to read: {reason}")
+        return
+    slots = Slots(peer_memory.PeerMemory(dist.group.WORLD, device), ahead=2)
+    for group in groups:
+        slots.give(group)
+    for number in range(3):
+        for group in (group for group in groups for _ in range(2)):
+            for p in group.fsdp_params:
+                p._sharded_param_data.add_(number + 1)
+            slots.fill(group)
+            for p in group.fsdp_params:
+                expected = p.sharded_param.detach().full_tensor().bfloat16()
+                assert torch.equal(p._unsharded_param, expected), "not the bits of FSDP2's gather"
+    for first, second in zip(groups, groups[1:], strict=False):
+        assert first.slot is not second.slot, "neighbours share a slot"
+    assert len(slots.slots) == 3 < len(groups) == peer_memory.UNITS
+    print(f"{len(groups)} units of {slots.memory.ranks} ranks in {len(slots.slots)} slots")
+
+
+def main() -> None:
+    peer_memory.run(prove)
+
+
+if __name__ == "__main__":
+    main()
+
+# %%
+# What breaks if you remove a line
+# --------------------------------
+# Each edit was made and run when this page was built. A missing barrier is a race between ranks:
+# for those edits the ranks take turns in the worst order.
+#
+# .. recipe-controls::
+#
+# Memory
+# ------
+# On each rank, outside the allocator's statistics, for units of equal size:
+#
+# .. math::
+#
+#    (1 + \text{ahead}) \times \text{bytes of a full unit, in the dtype that is gathered}
+#
+# and a slot for each size that differs much: an embedding, a head. A slot may be twice as large as
+# its unit, not more.
+#
+# When it is not worth it
+# -----------------------
+# * All units are needed at once: then each has a slot, and nothing is shared.
+#
+# Known limits
+# ------------
+# * A unit's full weights are another unit's afterwards. FSDP2 frees them instead, so that a reference
+#   kept beyond ``reshard()`` is an error there; here it reads other numbers.
+# * Private names of FSDP2: :doc:`peer_memory` lists them.
+#
+# Further reading
+# ---------------
+# * `Symmetric memory <https://docs.pytorch.org/docs/stable/symmetric_memory.html>`__ in PyTorch
+# * `fully_shard <https://docs.pytorch.org/docs/stable/distributed.fsdp.fully_shard.html>`__
