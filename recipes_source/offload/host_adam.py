@@ -137,6 +137,7 @@ class HostUpdates:
         self.latest: Future = Future()  # of the thread of arrivals
         self.latest.set_result(None)
         streamed.before_load, streamed.before_host = self.await_layer, self.wait
+        streamed.may_load = self.is_updated
 
     def take(self, layer) -> list[tuple]:
         """Buffers of a ``HostLayer``: gradients, weights, and new ones of masters and moments."""
@@ -181,6 +182,10 @@ class HostUpdates:
         announced = {layer: LayerUpdate(settings) for layer in layers}
         self.updates |= announced
         return announced
+
+    def is_updated(self, layer: int) -> bool:
+        """Whether a load would not wait: the thread that trains queues the layers before it first."""
+        return layer not in self.updates or self.updates[layer].ended.done()
 
     def await_layer(self, layer: int) -> None:
         """Wait until a layer is updated; raises what kept it from that."""
@@ -233,8 +238,7 @@ class HostUpdates:
                 if not self.due:
                     return
                 layer, _, update = self.due[0]
-                update.waiting -= 1
-                number = update.waiting
+                number = update.waiting = update.waiting - 1
                 if number == 0:
                     heappop(self.due)
             try:
@@ -243,9 +247,8 @@ class HostUpdates:
                 self.end(layer, update, error)
             with self.lock:
                 update.left -= 1
-                last = update.left == 0
-            if last:
-                self.end(layer, update)
+                if update.left == 0:
+                    self.end(layer, update)
 
     def update_block(self, layer: int, number: int, update: LayerUpdate) -> None:
         if not hasattr(self.of_thread, "scratch"):

@@ -207,6 +207,9 @@ class SharedUpdates(adam.HostUpdates):
                 raise RuntimeError(f"a rank of this host could not update layer {layer}")
             time.sleep(POLL_S)
 
+    def is_updated(self, layer: int) -> bool:
+        return super().is_updated(layer) and bool((self.done[layer] >= self.announced[layer]).all())
+
     def await_layer(self, layer: int) -> None:
         super().await_layer(layer)
         self.await_others(layer)

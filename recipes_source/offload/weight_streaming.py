@@ -225,9 +225,8 @@ class StreamedLayers:
             self.held.clear()
         self.last = index
         self.await_weights(index)
-        wanted = self.layers[index].trained or any(
-            x.requires_grad for x in node.tensors_in((args, kwargs))
-        )
+        inputs = node.tensors_in((args, kwargs))
+        wanted = self.layers[index].trained or any(x.requires_grad for x in inputs)
         if torch.is_grad_enabled() and wanted:
             result = node.as_node(self, index, args, kwargs)
             self.recorded.add(index)
@@ -235,7 +234,8 @@ class StreamedLayers:
             with torch.no_grad():
                 result = self.run(index, args, kwargs)
         self.release(index)
-        for later in range(index + 1, min(index + self.slots + 1, len(self.layers))):
+        ahead = range(index + 1, min(index + self.slots + 1, len(self.layers)))
+        for later in filter(self.may_load, ahead):  # the others are loaded when they are called
             self.load(later)
         return result
 
@@ -307,6 +307,10 @@ class StreamedLayers:
 
     def after_store(self, layer: int) -> None:
         """Called when their copy to the host is queued; a later recipe needs it."""
+
+    def may_load(self, layer: int) -> bool:
+        """Whether to load a layer ahead of its call; a later recipe updates some of them first."""
+        return True
 
     def before_load(self, layer: int) -> None:
         """Called before the host's weights of a layer are read; a later recipe updates them."""
