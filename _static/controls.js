@@ -28,6 +28,7 @@ function show(control, block, removed) {
   const panel = document.createElement("figure");
   panel.className = "toggled";
   const pre = document.createElement("pre");
+  pre.tabIndex = 0; // it may scroll
   const part = (tag, text) => {
     const element = document.createElement(tag);
     element.textContent = text;
@@ -61,4 +62,6 @@ function show(control, block, removed) {
   panel.scrollIntoView({ block: "center" });
 }
 
+// What ranks print scrolls in its box: by keyboard, too.
+for (const pre of document.querySelectorAll(".sphx-glr-script-out pre")) pre.tabIndex = 0;
 toggles();
