@@ -1,3 +1,5 @@
+# SPDX-License-Identifier: BSD-3-Clause
+# Overlap Recipes 0.1.0, sharding/shared_slots.py
 """
 A few slots for the full weights of many units
 ==============================================
