@@ -17,7 +17,7 @@ from two_hosts import PartnerSaves, gather  # noqa: E402
 
 STEPS, WAIT_AT, SAVE_EVERY = 120, 60, 5  # it goes on from the second when it is told
 PACE_S = 0.2
-DEADLINE_S = 8  # for the other ranks
+DEADLINE_S = 12  # for the other ranks
 local = Path(sys.argv[1])
 HURRY = local.parent / "hurry"
 
