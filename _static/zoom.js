@@ -17,8 +17,9 @@ for (const downloads of document.querySelectorAll("ul.timeline-downloads")) {
       const middle = (picture.scrollLeft + picture.clientWidth / 2) / picture.scrollWidth;
       scale = Math.min(16, Math.max(1, scale * factor));
       for (const svg of picture.querySelectorAll("svg")) {
+        svg.dataset.width ??= svg.getBoundingClientRect().width;
         svg.style.maxWidth = scale === 1 ? "" : "none";
-        svg.style.width = scale === 1 ? "" : `${100 * scale}%`;
+        svg.style.width = scale === 1 ? "" : `${svg.dataset.width * scale}px`;
       }
       picture.scrollLeft = middle * picture.scrollWidth - picture.clientWidth / 2;
     });

@@ -183,7 +183,7 @@ def test_the_upstream_scripts_are_short_and_recorded():
 
 def test_requirements_are_pinned_with_a_reason_and_cover_every_import():
     names = {"bs4": "beautifulsoup4", "sphinx_gallery": "sphinx-gallery"}
-    names |= {"axe_playwright_python": "axe-playwright-python"}
+    names |= {"axe_playwright_python": "axe-playwright-python", "ckpt_chaos": "ckpt-chaos"}
     names |= {"sphinx_design": "sphinx-design", "pytorch_sphinx_theme2": "pytorch-sphinx-theme2"}
     lines = [line for line in (ROOT / "requirements.txt").read_text().splitlines() if line.strip()]
     pins = [line for line in lines if not line.startswith("#")]
@@ -192,7 +192,8 @@ def test_requirements_are_pinned_with_a_reason_and_cover_every_import():
     files = subprocess.run(["git", "ls-files", "*.py"], cwd=ROOT, capture_output=True, text=True)
     own = {path.stem for path in ROOT.rglob("*.py") if ".venv" not in path.parts}
     own |= {"harness", "benchmarks", "rankproof", "faults", "object_storage_edited"}
-    peers = {"torchao", "deepspeed"}  # on the GPU machine; its row says so where it is not there
+    # On the GPU machine alone, or brought by torchtitan; a row says so where a peer is not there.
+    peers = {"torchao", "deepspeed", "torch_checkpointing"}
     imported = set()
     for name in files.stdout.split():
         for node in ast.walk(ast.parse((ROOT / name).read_text(encoding="utf-8"))):
