@@ -384,6 +384,28 @@ def test_the_next_forward_begins_while_upper_layers_are_still_to_be_updated(slot
     assert waited and all(waited)
 
 
+def test_a_step_without_gradients_is_none():
+    model = llama(torch.bfloat16)
+    with closing(whole(model, streamed := streamed_of(model))) as optimizer:
+        model(**batch(0)).loss.backward()
+        for _ in range(2):
+            optimizer.step()
+        streamed.wait()
+        assert optimizer.steps == 1
+
+
+def test_the_norm_is_of_this_steps_gradients_alone():
+    """A batch that overflows in a layer, dropped before the step, is no part of the next norm."""
+    model = llama(torch.bfloat16)
+    with closing(whole(model, streamed := streamed_of(model))) as optimizer:
+        (model(**batch(0)).loss * torch.nan).backward()
+        optimizer.zero_grad()
+        model.lm_head(torch.ones(1, WIDTH, dtype=torch.bfloat16)).sum().backward()
+        optimizer.step()
+        streamed.wait()
+        assert optimizer.steps == 1 and optimizer.skipped == 0
+
+
 def test_settings_travel_with_the_step():
     """What is changed behind ``step()`` is the next step's, while updates are still to be made."""
     model = llama(torch.bfloat16)

@@ -354,7 +354,9 @@ if __name__ == "__main__":
 # * Which parameters are trained is fixed when the model is taken. Frozen layers are computed, but
 #   nothing of them is stored, and below the lowest trained one there is no backward.
 # * Leave the model's own gradient checkpointing off: each layer runs again anyway.
-# * A layer that is compiled must be so before: ``layer.forward = torch.compile(layer.forward)``.
+# * A layer that is compiled must be so before, and by ``layer.forward = torch.compile(layer.forward)``:
+#   ``layer.compile()`` raises in the first step.
+# * ``deepcopy(model)``, and so ``AveragedModel``, raises: average what ``state_dict()`` gives.
 # * Ranks know nothing of each other here: :doc:`whole_step` averages.
 #
 # Further reading

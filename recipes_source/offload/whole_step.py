@@ -89,8 +89,7 @@ ON_DEVICE = 1e-2  # how far weights may differ where the device's Adam rounds in
 
 def state_on_device(parameter: nn.Parameter) -> dict[str, torch.Tensor]:
     """Of a parameter that stays on the device: step, fp32 master and moments."""
-    master = parameter.detach()
-    master = master if master.dtype == torch.float32 else master.float()
+    master = parameter.detach().float()
     moments = {name: torch.zeros_like(master) for name in adam.MOMENTS}
     return {"step": torch.zeros((), device=master.device), "master": master, **moments}
 
@@ -208,10 +207,11 @@ class HostAdamW(torch.optim.Optimizer):
             self.average(p.grad)
             self.norms[p] = torch.linalg.vector_norm(p.grad, dtype=torch.float32)
         norms = [self.norms[p] for p in self.group_of if p in self.norms]
+        if not norms:
+            return
         norm = torch.linalg.vector_norm(torch.stack(norms))
-        scale, settings = torch.ones_like(norm), self.settings()
-        if self.max_norm is not None:
-            scale = (self.max_norm / (norm + 1e-6)).clamp(max=1.0)
+        limit, settings = self.max_norm, self.settings()
+        scale = ((torch.inf if limit is None else limit) / (norm + 1e-6)).clamp(max=1.0)
         skip = (~norm.isfinite()).float()
         layers = [] if self.in_backward else sorted(self.streamed.summed)
         announced, known = self.host.announce(layers, settings), self.to_host(norm, scale)
@@ -239,6 +239,7 @@ class HostAdamW(torch.optim.Optimizer):
     def zero_grad(self, set_to_none: bool = True) -> None:
         """Forget all gradients, sums on the host as well."""
         super().zero_grad()
+        self.norms.clear()
         self.streamed.summed.clear()
 
     def arrive(self, announced: dict, ends: bool, arrived, copy, source) -> None:
