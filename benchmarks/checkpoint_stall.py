@@ -548,26 +548,26 @@ def tasks_of(measurement: Measurement, ours: str, model: str, pairs: int) -> Ite
     yield judged(ours)
     yield interval(ours, 20, 2)
     yield interval(ours, 100, 0)
-    names = ("none", *PIECES)
-    there = lambda: all(measurement.has(long, n, 4, measurement.pieces) for n in names)  # noqa: E731
-    yield Task("copies alone", 25 + 3 * gb, partial(measurement.copies, long), there)
     yield cost(short, ours, 6)
+    yield cost(short, "overlapped_snapshot", 3)
+    yield probe(disk, 5 + 4 * gb)
+    yield cost(disk, ours, 1)
+    yield Task(f"trace {ours}", 15, partial(measurement.trace, long, ours, results))
     yield cost(long, "torch_checkpointing", 2)
     for name in ("nvidia-resiliency-ext", "torchtitan_async_with_pinned_mem", "torchtitan_async"):
         yield cost(long, name, 1)
     yield cost(long, "default_stager_as_published", 1)
     yield judged("default_stager_as_published")
+    names = ("none", *PIECES)
+    there = lambda: all(measurement.has(long, n, 4, measurement.pieces) for n in names)  # noqa: E731
+    yield Task("copies alone", 25 + 3 * gb, partial(measurement.copies, long), there)
     for name in ("dcp_save", "async_save", "pinned", "lm-resiliency"):
         yield cost(long, name, 1)
     if ours != "overlapped":
         yield cost(long, "overlapped", 3)
-    yield Task(f"trace {ours}", 15, partial(measurement.trace, long, ours, results))
     yield cost(free, ours, 3)
     yield interval(ours, 5, 3)
     yield interval(ours, 1, 4)
-    yield probe(disk, 5 + 4 * gb)
-    yield cost(disk, ours, 1)
-    yield cost(short, "overlapped_snapshot", 3)
     for name in ("default_stager_ordered", "process", "torch_save"):
         yield cost(long, name, 1)
     yield cost(compiled, ours, 3)

@@ -11,6 +11,7 @@ import threading
 import time
 from concurrent.futures import Future
 from dataclasses import dataclass
+from functools import partial
 from importlib.metadata import version
 from pathlib import Path
 
@@ -282,10 +283,14 @@ class Overlapped(Way):
 
     def start(self, save: Save) -> None:
         save.watch(self.saves.save({"app": self.kept}, save.directory))
-        threading.Thread(target=self.see_copy, args=(save, self.saves.queued)).start()
+        # on the copying thread: starting one here would be timed as the call
+        self.saves.queued.add_done_callback(partial(self.when_queued, save))
 
-    def see_copy(self, save: Save, queued: Future) -> None:
+    def when_queued(self, save: Save, queued: Future) -> None:
         _, arrived = queued.result()
+        threading.Thread(target=self.see_copy, args=(save, arrived)).start()
+
+    def see_copy(self, save: Save, arrived) -> None:
         while not arrived.query():
             time.sleep(1e-3)
         save.note("staged_at")
