@@ -43,7 +43,8 @@ def crash(rank: int, points: int, work: Path, edit: str | None = None) -> str:
         "--step-regex": r"resumed from step (\d+)",
         "--result-file": "{out}/final",
         "--fail-on": FAIL_ON if edit is None else "HARD_FAIL",
-        "--work": work / f"rank{rank}{(edit or '').replace(' ', '-')}",
+        "--work": work
+        / ("-".join(["by-pointer", *edit.split()]) if edit is not None else f"rank{rank}"),
     }
     command = [sys.executable, "-m", "ckpt_chaos", "run"]
     command += [str(part) for option in options.items() for part in option]

@@ -20,6 +20,7 @@ sys.path.insert(0, str(Path(__file__).resolve().parents[1]))
 from faults import edits, job  # noqa: I001 (its import finds the recipes)
 
 import durable_saves
+import resume_and_reshard
 import retention
 import torch.distributed as dist
 import torch.distributed.checkpoint as dcp
@@ -41,9 +42,11 @@ def train(root: Path) -> None:
     device = start_rank()
     try:
         app = build_app(device)
-        newest = by_pointer(root) if edit is not None else durable_saves.newest_step(root, True)
-        chosen = [newest]
-        dist.broadcast_object_list(chosen)
+        if edit is None:
+            chosen = [durable_saves.newest_step(root, digests=True)]
+            dist.broadcast_object_list(chosen)
+        else:  # what is newer is set aside, or it would be in the way
+            chosen = [resume_and_reshard.choose(root, by_pointer(root))]
         if chosen[0] is not None:
             dcp.load({"app": app}, checkpoint_id=root / f"step{chosen[0]}")
         print(f"resumed from step {chosen[0] or 0}", flush=True)

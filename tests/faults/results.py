@@ -55,8 +55,9 @@ def save_faults(results: list[dict]) -> list[dict]:
     rows = []
     for way, group in groups.items():
         row = {"name": way, "trials": len(group), "samples": {}}
-        for outcome in ("lost", "mixed", "cannot resume", "hung"):
+        for outcome in ("lost", "mixed", "cannot resume"):
             row[outcome.replace(" ", "_")] = sum(r["outcome"] == outcome for r in group)
+        row["hung"] = sum(bool(result["hung"]) for result in group)
         row["training_ended"] = sum(not result["goes_on"] for result in group)
         rows.append(row | ({"recipes": STRUCK} if way == "retention" else {}))
     return rows
