@@ -50,7 +50,7 @@ soak: environment ## Strike saves TRIALS times (500), resume, and count what is 
 	@PYTHONPATH=tests $(PY) -m faults.soak --trials $(or $(TRIALS),500) --seed $(or $(SEED),1)
 
 verify: environment ## Run the recipes on the accelerators present; write harness/verified/
-	@$(PY) -m harness verify
+	@$(PY) tests/verify.py
 
 lint: environment ## Check style, spelling, the freshness of results, the size of rooms and pages
 	@$(PY) -m ruff check .

@@ -29,20 +29,14 @@ from harness.recipe import (
     load_recipe,
     may_save,
 )
-from harness.run import HOME, Report, load_back, reproduce, run
+from harness.run import HOME, Report, _servers, load_back, reproduce, run
 
 BAD_SCRIPTS = REPO / "tests" / "data" / "bad"
 
 
-def harness_processes() -> list[int]:
-    return [pid for pid in descendants(os.getpid()) if _runs(pid, "rankproof.leader")]
-
-
-def _runs(pid: int, text: str) -> bool:
-    try:
-        return text in Path(f"/proc/{pid}/cmdline").read_text()
-    except OSError:
-        return False
+def harness_processes() -> list[str]:
+    """The processes of this one's servers: each run's leader and ranks are gone."""
+    return [line for line in descendants().values() if "rankproof." in line]
 
 
 @pytest.mark.parametrize("name", ["hangs", "killed", "leaves_a_process"])
@@ -50,7 +44,9 @@ def test_a_bad_recipe_is_reported_under_torchrun_and_nothing_of_it_is_left(name:
     case = BAD[name]
     report = judge("bad", name, case, "torchrun")
     assert is_right(report, case), report.describe()
-    assert not harness_processes()
+    left = harness_processes()
+    assert all("rankproof.server" in line for line in left), left
+    assert len(left) == len(servers()), "a leader is a fork of its server"
     described = report.describe()
     for wanted in (f"{name} on 2 ranks: FAILED", "rank 0, last lines", "rank 1, last lines"):
         assert wanted in described
@@ -66,6 +62,10 @@ def test_the_deadline_counts_from_the_recipes_first_line(tmp_path, monkeypatch) 
     monkeypatch.setenv("PYTHONPATH", str(slow.parent))
     report = run(write(tmp_path, "recipe.py", "x = 1\n"), 1, launcher="torchrun", deadline_s=1)
     assert report.ok, report.describe()
+
+
+def servers() -> list:
+    return [s for s in _servers.by_modules.values() if s.process.poll() is None]
 
 
 def write(folder: Path, name: str, text: str) -> Path:
@@ -742,7 +742,7 @@ def test_a_control_whose_text_stands_twice_says_so(tmp_path) -> None:
         ("rank = [1]", "unknown keys"),
         ("[[control]]\nname = 'n'", "lacks"),
         ("ranks = [", "r.toml"),
-        (CONTROL + "    when = 'now'", "unknown keys in a control"),
+        (CONTROL + "    when = 'now'", "control 'n': unknown keys"),
     ],
 )
 def test_a_bad_controls_file_names_what_is_wrong(tmp_path, text: str, message: str) -> None:

@@ -72,6 +72,7 @@ GOOD = {
     "writer_without_a_path": unknown("written by Memory, not loaded back"),
     "saves_own_class": unknown("holds objects of the script's own classes"),
     "saves_from_a_thread": good("judged: 1 saves, 1 leaves"),
+    "writes_its_plan_itself": good("judged: 2 saves, 2 leaves"),
     "renames_when_complete": good("judged: 1 saves, 1 leaves"),
     "handles_an_exception": good(),
     "torch_stream_in_order": good("1 streams", order=True),
@@ -104,6 +105,9 @@ BAD = {
     "live_stager_fsspec": unknown("step1: written by FsspecWriter, not loaded back"),
     "live_stager_huggingface": unknown("step1: written by HuggingFaceStorageWriter, not loaded"),
     "writes_nothing_to_no_path": unknown("written by Memory, not loaded back"),
+    "changes_what_it_planned": bad(
+        "checkpoint_wrong", "not what was passed to a writer of its own"
+    ),
     "left_unfinished": bad("checkpoint_incomplete", "still has the name of an unfinished save"),
     "metadata_removed": bad("checkpoint_incomplete", "No such file|metadata"),
     "differs_between_ranks": bad("checkpoint_wrong", "x .rank 1"),

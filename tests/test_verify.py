@@ -6,8 +6,8 @@ from pathlib import Path
 from threading import Barrier
 
 import pytest
+import verify as verification
 
-from harness import verify as verification
 from harness.judge import Failure
 from harness.recipe import RecipeError
 from harness.run import Report

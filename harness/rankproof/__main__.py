@@ -12,7 +12,6 @@ from xml.etree import ElementTree
 from rankproof import __version__
 from rankproof.recipe import GATES, RecipeError, Settings, find_recipes, load_recipe
 from rankproof.run import COMMAND, LAUNCHERS, Report, run
-from rankproof.verify import WORLD_SIZES, verify
 
 
 def controls_for(recipe: Path) -> Path | None:
@@ -20,30 +19,34 @@ def controls_for(recipe: Path) -> Path | None:
     return Settings.of(recipe).controls_of(recipe)
 
 
-def run_command(options: argparse.Namespace) -> int:
-    if options.recipe.is_dir():
-        return folder_command(options)
-    recipe = load_recipe(options.recipe, controls_for(options.recipe))
+def judge(options: argparse.Namespace) -> int:
+    """Judge the script, or every script of the folder, as the settings of its project say."""
+    settings, path = Settings.of(options.path), options.path
+    recipe = None if path.is_dir() else load_recipe(path, controls_for(path))
     control = recipe.control(options.control) if options.control else None
-    ranks, deadline_s = (
-        (control.ranks, control.deadline_s) if control else (recipe.page_ranks, recipe.deadline_s)
-    )
+    if recipe is not None:
+        paths, ranks, deadline_s = [recipe.path], [recipe.page_ranks], recipe.deadline_s
+    else:
+        paths, ranks, deadline_s = find_recipes(path, settings), settings.ranks, settings.deadline_s
+    if control is not None:
+        ranks, deadline_s = [control.ranks], control.deadline_s
     reports = [
         run(
-            recipe.path,
+            script,
             count,
             launcher=options.launcher,
             control=control,
             gate=options.gate,
-            order=options.order or recipe.order,
+            order=options.order or (recipe is not None and recipe.order),
             deadline_s=deadline_s if options.deadline is None else options.deadline,
-            args=tuple(options.args) or Settings.of(recipe.path).args_of(recipe.path),
+            args=tuple(options.args) or settings.args_of(script),
             keep=options.keep,
             through=tuple(options.allow),
         )
-        for count in options.ranks or [ranks]
+        for script in paths
+        for count in options.ranks or ranks
     ]
-    status = tell(reports, options, outputs=True)
+    status = tell(reports, options)
     if control is None:
         return status
     caught = all(control.caught(report.kinds) for report in reports)
@@ -52,34 +55,15 @@ def run_command(options: argparse.Namespace) -> int:
     return 0 if caught else 1
 
 
-def folder_command(options: argparse.Namespace) -> int:
-    """Judge every script of a folder, as its settings say."""
-    settings = Settings.of(options.recipe)
-    reports = [
-        run(
-            path,
-            ranks,
-            launcher=options.launcher,
-            gate=options.gate,
-            order=options.order,
-            deadline_s=options.deadline or settings.deadline_s,
-            args=settings.args_of(path),
-            through=tuple(options.allow),
-        )
-        for path in find_recipes(options.recipe, settings)
-        for ranks in options.ranks or settings.ranks
-    ]
-    return tell(reports, options, outputs=False)
-
-
-def tell(reports: list[Report], options: argparse.Namespace, outputs: bool) -> int:
+def tell(reports: list[Report], options: argparse.Namespace) -> int:
     """Print the reports, write what was asked for, return the exit status."""
     if options.json:
         print(json.dumps([r.to_dict() | {"verdict": r.verdict} for r in reports], indent=1))
     else:
         for report in reports:
             print(report.describe())
-            for rank, output in enumerate(report.outputs if report.ok and outputs else []):
+            shown = report.outputs if report.ok and not options.path.is_dir() else []
+            for rank, output in enumerate(shown):
                 print(f"--- rank {rank}\n{output.rstrip()}")
     if options.junit:
         options.junit.write_text(junit(reports), encoding="utf-8")
@@ -101,14 +85,6 @@ def junit(reports: list[Report]) -> str:
     return ElementTree.tostring(suite, encoding="unicode")
 
 
-def verify_command(options: argparse.Namespace) -> int:
-    settings = Settings.of(options.recipes or Path.cwd())
-    recipes = options.recipes or settings.root / settings.recipes
-    out = options.out or settings.root / settings.verified
-    controls = settings.controls_of(recipes)
-    return verify(recipes, controls, out, tuple(options.ranks), options.stale)
-
-
 def world_sizes(text: str) -> list[int]:
     sizes = [int(part) for part in text.split(",")]
     if min(sizes) < 1:
@@ -127,7 +103,7 @@ def main() -> int:
         help="run one script, one of its negative controls, or all scripts of a folder",
         epilog="What follows -- is passed to the script.",
     )
-    one.add_argument("recipe", type=Path, metavar="path")
+    one.add_argument("path", type=Path, help="a script or a folder")
     one.add_argument("--ranks", type=world_sizes, metavar="N,N", help="default: 2, or as set")
     one.add_argument("--control", help="the name of a control in the recipe's controls file")
     one.add_argument("--gate", choices=GATES, help="hold a background step, see rankproof/gates.py")
@@ -138,20 +114,10 @@ def main() -> int:
     one.add_argument("--allow", type=Path, action="append", default=[], help="it may write here")
     one.add_argument("--json", action="store_true", help="print the reports as JSON")
     one.add_argument("--junit", type=Path, metavar="FILE", help="write JUnit's XML")
-    one.set_defaults(do=run_command)
-    every = commands.add_parser("verify", help="run all recipes on the accelerators present")
-    every.add_argument("--recipes", type=Path, help="default: by the project's settings")
-    every.add_argument("--ranks", type=int, nargs="+", default=WORLD_SIZES, help="world sizes")
-    every.add_argument("--out", type=Path, help="default: by the project's settings")
-    every.add_argument("--stale", action="store_true", help="only what changed since it passed")
-    every.set_defaults(do=verify_command)
-    own, args = sys.argv[1:], []
-    if "--" in own:
-        at = own.index("--")
-        own, args = own[:at], own[at + 1 :]
-    options = parser.parse_args(own, argparse.Namespace(args=args))
+    at = sys.argv.index("--") if "--" in sys.argv else len(sys.argv)
+    options = parser.parse_args(sys.argv[1:at], argparse.Namespace(args=sys.argv[at + 1 :]))
     try:
-        return options.do(options)
+        return judge(options)
     except RecipeError as error:
         print(f"error: {error}", file=sys.stderr)
         return 2

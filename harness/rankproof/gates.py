@@ -7,7 +7,6 @@ that lacks the line under test has gone past it; so the correct recipe passes un
 import hashlib
 import os
 import selectors
-import sys
 import threading
 import time
 from collections.abc import Callable
@@ -22,7 +21,7 @@ from torch.optim.optimizer import (
     register_optimizer_step_pre_hook,
 )
 
-from rankproof.imports import DCP, HARNESS, after_import, torch_folder
+from rankproof.imports import DCP, after_import, main_thread_waits
 from rankproof.ledger import GATE_KEY, Ledger, Save
 
 NEED_SAVES = ("hold_write", "hold_staging", "finish_staging_first")
@@ -32,30 +31,9 @@ QUEUED_S = 1.0
 QUEUED_FLOP_PER_S = 600e12  # bf16 products of a large GPU; on a smaller one the queue is longer
 QUEUED_WIDTH = 8192
 TURN_LIMIT = timedelta(seconds=60)
-THREAD_START = threading.Thread.start.__code__
-PASS_ON = (threading.__file__, __file__, f"{HARNESS}/streams.py")  # they wait for their callers
-COLLECTIVES = (
-    "barrier",
-    "broadcast",
-    "all_reduce",
-    "all_gather",
-    "all_gather_into_tensor",
-    "all_gather_single",
-    "reduce_scatter_tensor",
-    "reduce_scatter_single",
-)
-
-
-def _main_thread_waits() -> bool:
-    """Whether the recipe's main thread called the patched function that asks, to wait."""
-    if threading.current_thread() is not threading.main_thread():
-        return False
-    frame = sys._getframe(2)
-    while frame.f_code.co_filename in PASS_ON:
-        if frame.f_code is THREAD_START:
-            return False  # it waits for the new thread to begin
-        frame = frame.f_back
-    return not frame.f_code.co_filename.startswith((torch_folder(), HARNESS))
+GATHERS = ("all_gather_single", "all_gather_into_tensor")  # FSDP2's, by torch version
+COLLECTIVES = ("barrier", "broadcast", "all_reduce", "all_gather", "reduce_scatter_tensor")
+COLLECTIVES += (*GATHERS, "reduce_scatter_single")
 
 
 def _when_main_thread_waits(listener: Callable[[], None]) -> None:
@@ -67,7 +45,7 @@ def _when_main_thread_waits(listener: Callable[[], None]) -> None:
 
     def listening(original: Callable) -> Callable:
         def call(*args, **kwargs):
-            if _main_thread_waits():
+            if main_thread_waits():
                 listener()
             return original(*args, **kwargs)
 
@@ -98,49 +76,45 @@ def hold_write(ledger: Ledger) -> None:
     """
     from torch.distributed.checkpoint import FileSystemWriter
 
-    opened: dict[str, threading.Event] = {}
-    called_back: list[tuple[Save, threading.Event]] = []
-    polled: list[Save] = []
+    gates: dict[Save, _Gate] = {}
+    seen: set[tuple[Save, str]] = set()
 
     def on_save(save: Save) -> None:
         if save.kind == "async_save":
-            event = opened[save.directory] = _Gate(ledger.run_dir / OPEN, save)
-            save.on_await.append(lambda phase: event.set() if phase == "upload" else None)
-            save.on_poll.append(lambda: on_poll(save, event))
-            save.on_callback.append(lambda: called_back.append((save, event)))
+            gates[save] = _Gate(ledger.run_dir / OPEN, save)
+            save.listeners.append(lambda event: on_event(save, event))
 
-    def on_upload(save: Save) -> None:
-        for directory, event in opened.items():
-            if directory != save.directory:
-                event.set()
+    def on_event(save: Save, event: str) -> None:
+        if event == "upload" or (event == "asked" and (save, event) in seen):
+            gates[save].set()
+        seen.add((save, event))
 
-    def on_poll(save: Save, event: threading.Event) -> None:
-        if save in polled:
-            event.set()
-        polled.append(save)
+    def on_upload(begun: Save) -> None:
+        for save, gate in gates.items():
+            if save.directory != begun.directory:
+                gate.set()
 
     def on_wait() -> None:
-        for _, event in called_back:
-            event.set()
+        for save, event in list(seen):
+            if event == "to be called":
+                gates[save].set()
 
     def on_end() -> None:
-        callers = [save for save, _ in called_back]
-        for save in ledger.saves:
-            not_called = save.in_flight if save in callers else save in polled
-            if not save.end_known and not_called:
+        for save, gate in gates.items():
+            asked, called = (save, "asked") in seen, (save, "to be called") in seen
+            if not save.end_known and (save.in_flight if called else asked):
                 ledger.note("unfinished", number=save.number)
-        for event in opened.values():
-            event.abandon()
+            gate.abandon()
 
     original = FileSystemWriter.write_data
 
     def write_data(self, plan, planner):
-        if threading.current_thread() is not threading.main_thread():
-            event = opened.get(os.path.abspath(self.path))
-            if event is not None:
-                event.wait()
-                if event.abandoned:
-                    raise RuntimeError("held until the end: nobody has awaited this save")
+        path = os.path.abspath(self.path)
+        held = [gate for save, gate in gates.items() if save.directory == path]
+        if held and threading.current_thread() is not threading.main_thread():
+            held[-1].wait()
+            if held[-1].abandoned:
+                raise RuntimeError("held until the end: nobody has awaited this save")
         return original(self, plan, planner)
 
     ledger.on_save.append(on_save)
@@ -199,7 +173,7 @@ def hold_staging(ledger: Ledger) -> None:
             return {}
         event = threading.Event()
         pending.append(event)
-        save.on_await.append(lambda phase: event.set())
+        save.listeners.append(lambda what: event.set() if what in ("staging", "upload") else None)
         return {GATE_KEY: _Held(event)}
 
     def after_step(*_) -> None:
@@ -295,9 +269,8 @@ def cross_collectives(ledger: Ledger) -> None:
 
     for module in (dist, dist.distributed_c10d):
         module.gather_object = upload_gathers
-        for name in ("all_gather_single", "all_gather_into_tensor"):  # FSDP2's, by torch version
-            if hasattr(module, name):
-                setattr(module, name, training_gathers(getattr(module, name)))
+        for name in filter(lambda name: hasattr(module, name), GATHERS):
+            setattr(module, name, training_gathers(getattr(module, name)))
 
 
 def _take_turns(waits: Callable[[int], bool]) -> None:

@@ -1,16 +1,19 @@
-"""What the harness needs to know about the script's own imports and its own lines."""
+"""What the harness needs to know about the script's own imports, and about who calls it."""
 
 import importlib.abc
 import importlib.util
 import sys
 import sysconfig
+import threading
 from collections.abc import Callable, Iterator
+from functools import cache
 from pathlib import Path
 from types import FrameType
 
 HARNESS = str(Path(__file__).parent)
 STDLIB = sysconfig.get_path("stdlib") + "/"
 DCP = "torch.distributed.checkpoint"
+THREAD_START = threading.Thread.start.__code__
 
 
 class _AfterImport(importlib.abc.MetaPathFinder):
@@ -40,15 +43,18 @@ def after_import(name: str, call: Callable[[], None]) -> None:
         sys.meta_path.insert(0, _AfterImport(name, call))
 
 
+@cache
 def torch_folder() -> str:
     return sys.modules["torch"].__path__[0] + "/"
 
 
-def frames(depth: int = 2) -> Iterator[FrameType]:
-    """The frames of the calling thread, the caller's caller first."""
-    frame = sys._getframe(depth)
+def frames(passing: tuple[str, ...] = ()) -> Iterator[FrameType]:
+    """This thread's frames, innermost first, without the harness's and those of files ``passing``
+    names by their beginning."""
+    frame = sys._getframe(1)
     while frame is not None:
-        yield frame
+        if not frame.f_code.co_filename.startswith((HARNESS, *passing)):
+            yield frame
         frame = frame.f_back
 
 
@@ -60,10 +66,26 @@ def is_recipe(frame: FrameType) -> bool:
     return "-packages/" in file or not file.startswith(STDLIB)
 
 
-def called_by_recipe() -> bool:
-    """Whether the caller of the function that asks was called by the script or its libraries."""
-    return is_recipe(sys._getframe(2))
+def called_by_recipe(passing: tuple[str, ...] = ()) -> bool:
+    """Whether what the harness stands before was called by the script or its libraries."""
+    caller = next(frames(passing), None)
+    return caller is not None and is_recipe(caller)
+
+
+def main_thread_waits() -> bool:
+    """Whether the script's main thread called, to wait; for a new thread to begin is no waiting."""
+    if threading.current_thread() is not threading.main_thread():
+        return False
+    if any(frame.f_code is THREAD_START for frame in frames()):
+        return False
+    caller = next(frames((threading.__file__,)), None)
+    return caller is not None and not caller.f_code.co_filename.startswith(torch_folder())
 
 
 def line_of(frame: FrameType) -> str:
     return f"{Path(frame.f_code.co_filename).name}:{frame.f_lineno}"
+
+
+def recipe_line() -> str:
+    """The innermost line of the script or its libraries, empty if there is none."""
+    return next((line_of(frame) for frame in frames() if is_recipe(frame)), "")

@@ -21,6 +21,7 @@ KINDS = {
     "overlapping_saves": "an upload began while another one was in flight",
     "wrote_elsewhere": "files were written outside --dir, the working directory and TMPDIR",
     "deprecation_warning": "the recipe uses something deprecated",
+    "misfit": "a control's edit does not fit the recipe",
     "unordered_access": "two streams touch the same memory in no order",
 }
 
@@ -53,12 +54,12 @@ class Rank:
     """What one rank left behind."""
 
     number: int
-    output: str = ""
-    stacks: str = ""
-    exit: int | None = None  # exit code, minus the signal's number, None if it was ended from above
-    record: dict | None = None
-    ended: bool = True  # False: it reached its end, and the interpreter's was never reached
-    notes: list[dict] = field(default_factory=list)
+    output: str
+    stacks: str
+    exit: int | None  # exit code, minus the signal's number, None if it was ended from above
+    record: dict | None
+    ended: bool  # False: it reached its end, and the interpreter's was never reached
+    notes: list[dict]
 
 
 @dataclass
@@ -67,39 +68,44 @@ class SavedState:
 
     directory: str  # where it is now, if a rank has renamed it
     kind: str
-    shares_training_group: bool = False
-    written: bool = False
-    failed: str = ""
-    awaited: bool = False
-    never_awaited: bool = False
     unjudged: str = ""
-    unfinished: bool = False
-    removed: bool = False
+    shares_training_group: bool = False
+    events: set[str] = field(default_factory=set)  # what was noted of it, see the ledger
     beside: list[str] = field(default_factory=list)  # directories of uploads in flight
     leaves: dict[int, dict] = field(default_factory=dict)  # by rank
 
+    @property
+    def name(self) -> str:
+        return Path(self.directory).name or "a save"
+
+    @property
+    def awaited(self) -> bool:
+        """By a rank, which may await for all; a synchronous save reports to its caller."""
+        return self.kind != "async_save" or "awaited" in self.events
+
+    @property
+    def failed(self) -> bool:
+        return "failed" in self.events
+
 
 def read_ranks(run_dir: Path, count: int) -> list[Rank]:
-    ranks = []
-    for number in range(count):
+    def read(number: int) -> Rank:
         stem = run_dir / "ranks" / f"rank{number}"
-
-        def text(suffix: str, stem: Path = stem) -> str:
-            path = stem.with_suffix(suffix)
-            return path.read_text(errors="replace") if path.exists() else ""
-
-        ranks.append(
-            Rank(
-                number=number,
-                output=text(".out"),
-                stacks=text(".stacks"),
-                exit=int(code) if (code := text(".exit")) else None,
-                record=json.loads(record) if (record := text(".json") or text(".ended")) else None,
-                ended=bool(text(".json")),
-                notes=[json.loads(line) for line in text(".notes").splitlines() if line],
-            )
+        files = [stem.with_suffix(f".{s}") for s in ("out", "stacks", "exit", "json", "ended")]
+        texts = [file.read_text(errors="replace") if file.exists() else "" for file in files]
+        output, stacks, code, ended, at_last_line = texts
+        notes = stem.with_suffix(".notes")
+        return Rank(
+            number=number,
+            output=output,
+            stacks=stacks,
+            exit=int(code) if code else None,
+            record=json.loads(ended or at_last_line or "null"),
+            ended=bool(ended),
+            notes=[json.loads(n) for n in notes.read_text().splitlines()] if notes.exists() else [],
         )
-    return ranks
+
+    return [read(number) for number in range(count)]
 
 
 def gather_saves(ranks: list[Rank]) -> list[SavedState]:
@@ -110,37 +116,23 @@ def gather_saves(ranks: list[Rank]) -> list[SavedState]:
     """
     saves: dict[tuple[str, int], SavedState] = {}  # by directory and n
     for rank in ranks:
-        own: dict[int, SavedState] = {}  # by the rank's own number
-        uses: dict[str, int] = {}
+        own: list[SavedState] = []  # by the rank's own number
+        directories: list[str] = []
         for note in rank.notes:
-            if "number" not in note:
-                continue
-            number = note["number"]
-            if note["event"] == "save":
-                directory = note["directory"]
-                use = uses[directory] = uses.get(directory, 0) + 1
-                save = saves.setdefault((directory, use), SavedState(directory, note["kind"]))
-                save.shares_training_group |= note["shares_training_group"]
-                save.unjudged = note["unjudged"]
-                own[number] = save
-            elif note["event"] == "upload":
-                beside = {own[other].directory for other in note["beside"]}
-                own[number].beside = sorted({*own[number].beside, *beside})
-            elif note["event"] == "leaves":
-                own[number].leaves.setdefault(rank.number, {}).update(note["leaves"])
-            elif note["event"] == "written":
-                own[number].written = True
-            elif note["event"] == "awaited":
-                own[number].awaited |= note["phase"] == "upload"
-            elif note["event"] == "never_awaited":
-                own[number].never_awaited = True
-            elif note["event"] == "unfinished":
-                own[number].unfinished = True
-            elif note["event"] == "failed":
-                own[number].failed = note["error"]
-    for save in saves.values():  # a synchronous save reports to its caller
-        save.awaited |= save.kind == "save"
-        save.never_awaited &= not save.awaited  # one rank may await for all
+            event = note["event"]
+            if event == "save":
+                directories.append(directory := note["directory"])
+                key = directory, directories.count(directory)
+                save = SavedState(directory, note["kind"], note["unjudged"])
+                own.append(saves.setdefault(key, save))
+                own[-1].shares_training_group |= note["shares_training_group"]
+            elif "number" in note:
+                save = own[note["number"]]
+                save.events.add(event if note.get("phase") != "staging" else "staging awaited")
+                if event == "upload":
+                    save.beside += [own[other].directory for other in note["beside"]]
+                elif event == "leaves":
+                    save.leaves.setdefault(rank.number, {}).update(note["leaves"])
     for rank in ranks:
         _follow(rank, saves)
     return list(saves.values())
@@ -151,22 +143,28 @@ def _follow(rank: Rank, saves: dict[tuple[str, int], SavedState]) -> None:
 
     They concern the saves that the rank itself has called before, and those that it never calls.
     """
-    own = {note["directory"] for note in rank.notes if note["event"] == "save"}
-    uses: dict[str, int] = {}
+    calls = [note["directory"] for note in rank.notes if note["event"] == "save"]
+    called: list[str] = []
     for note in rank.notes:
         if note["event"] == "save":
-            uses[note["directory"]] = uses.get(note["directory"], 0) + 1
-            continue
+            called.append(note["directory"])
         if note["event"] not in ("renamed", "removed"):
             continue
         for (directory, use), save in saves.items():
-            called = directory not in own or use <= uses.get(directory, 0)
-            if not called or not _within(save.directory, note["path"]):
+            later = directory in calls and use > called.count(directory)
+            if later or not f"{save.directory}/".startswith(f"{note['path']}/"):
                 continue
+            save.events.add(note["event"])
             if note["event"] == "renamed":
                 save.directory = note["to"] + save.directory.removeprefix(note["path"])
-            else:
-                save.removed = True
+
+
+def _found(run_dir: Path, name: str) -> set[str]:
+    return {str(path.parent) for path in run_dir.rglob(name)}
+
+
+def _unfinished(directory: str) -> bool:
+    return any(part.endswith(INCOMPLETE) for part in Path(directory).parts)
 
 
 def checkpoint_directories(run_dir: Path, saves: list[SavedState]) -> list[str]:
@@ -174,30 +172,13 @@ def checkpoint_directories(run_dir: Path, saves: list[SavedState]) -> list[str]:
 
     One that still has the name of an unfinished save is none.
     """
-    shards = {str(p.parent) for p in run_dir.rglob("*.distcp")}
-    metadata = {str(p.parent) for p in run_dir.rglob(".metadata")}
-    named = {s.directory for s in saves if not (s.failed and s.awaited) and not s.unjudged}
-    last_save = {s.directory: s for s in saves}
-    gone = {d for d in named if not Path(d).exists() and last_save[d].removed}
-    foreign = {s.directory for s in saves if s.unjudged}
-    return sorted(d for d in (shards | metadata | named) - gone - foreign if not _unfinished(d))
-
-
-def _unfinished(directory: str) -> bool:
-    return any(part.endswith(INCOMPLETE) for part in Path(directory).parts)
-
-
-def judge_unfinished(run_dir: Path, saves: list[SavedState]) -> list[Failure]:
-    """A run that went well leaves no save under its unfinished name, unless that save failed."""
-    failed = {s.directory for s in saves if s.failed and s.awaited}
-    found = {str(p.parent) for p in run_dir.rglob("*.distcp")} | {s.directory for s in saves}
-    left = {d for d in found if _unfinished(d) and Path(d).exists()} - failed
-    text = "it still has the name of an unfinished save, and the run went well"
-    return [Failure("checkpoint_incomplete", f"{Path(d).name}: {text}") for d in sorted(left)]
-
-
-def _within(path: str, parent: str) -> bool:
-    return path == parent or path.startswith(parent + "/")
+    wanted = _found(run_dir, "*.distcp") | _found(run_dir, ".metadata")
+    wanted |= {s.directory for s in saves if not (s.failed and s.awaited)}
+    for save in {s.directory: s for s in saves}.values():  # the last one to each
+        if "removed" in save.events and not Path(save.directory).exists():
+            wanted.discard(save.directory)
+    wanted -= {s.directory for s in saves if s.unjudged}
+    return sorted(directory for directory in wanted if not _unfinished(directory))
 
 
 def chunks_by_directory(directories: list[str], saves: list[SavedState]) -> dict[str, dict]:
@@ -218,6 +199,11 @@ def _short(value: str | None) -> str:
     return text if len(text) <= MOST_SHOWN else f"{text[:MOST_SHOWN]}..."
 
 
+def some(found: list[str], most: int = 3) -> str:
+    more = f"; {len(found) - most} more" if found[most:] else ""
+    return "; ".join(found[:most]) + more
+
+
 def _differences(save: SavedState, found: dict) -> list[str]:
     """Leaves of a loaded checkpoint that are not what the ranks passed to the save."""
     differing = {}  # by leaf: the first rank's difference
@@ -225,18 +211,19 @@ def _differences(save: SavedState, found: dict) -> list[str]:
         for key, expected in leaves.items():
             name = expected.get("of", key)
             loaded = found.get(name)
+            chunk = json.dumps(expected["chunk"]) if expected.get("chunk") else "whole"
             if "unjudged" in expected or ("pickle" in expected and loaded is not None):
                 continue
             if loaded is None:
-                differing.setdefault(name, f"{name} (rank {rank}: not in the checkpoint)")
-            elif "value" in expected:
-                if (value := loaded.get("value")) != expected["value"]:
-                    values = f"{_short(value)} instead of {_short(expected['value'])}"
-                    differing.setdefault(name, f"{name} ({values})")
+                difference = f"rank {rank}: not in the checkpoint"
+            elif "value" in expected and loaded.get("value") != expected["value"]:
+                values = _short(loaded.get("value")), _short(expected["value"])
+                difference = " instead of ".join(values)
+            elif "sha256" in expected and loaded.get("sha256", {}).get(chunk) != expected["sha256"]:
+                difference = f"rank {rank}"
             else:
-                key = json.dumps(expected["chunk"]) if expected["chunk"] else "whole"
-                if loaded.get("sha256", {}).get(key) != expected["sha256"]:
-                    differing.setdefault(name, f"{name} (rank {rank})")
+                continue
+            differing.setdefault(name, f"{name} ({difference})")
     return list(differing.values())
 
 
@@ -244,99 +231,88 @@ def judge_checkpoints(
     saves: list[SavedState], directories: list[str], loaded: dict[int, dict]
 ) -> list[Failure]:
     """Compare what was loaded, per world size of the loading processes, with what was saved."""
-    last_save = {s.directory: s for s in saves if not s.failed}
     failures = []
     for directory in directories:
-        name = Path(directory).name
-        save = last_save.get(directory)
-        never_awaited = [s for s in saves if s.directory == directory and not s.awaited]
-        hint = NOT_AWAITED_HINT if never_awaited else ""
-        path = Path(directory)
+        path, here = Path(directory), [s for s in saves if s.directory == directory]
+        hint = "" if all(s.awaited for s in here) else NOT_AWAITED_HINT
+        missing = ""
         if not path.exists() or not any(path.iterdir()):
-            state = "is empty" if path.exists() else "does not exist"
-            failures.append(
-                Failure("checkpoint_missing", f"{name}: the directory {state}", hint=hint)
-            )
+            missing = f"the directory {'is empty' if path.exists() else 'does not exist'}"
+        elif any("unfinished" in s.events for s in here):
+            missing = "the recipe ended before it knew that the save had"
+        if missing:
+            failures.append(Failure("checkpoint_missing", f"{path.name}: {missing}", hint=hint))
             continue
-        if any(s.unfinished for s in saves if s.directory == directory):
-            text = f"{name}: the recipe ended before it knew that the save had"
-            failures.append(Failure("checkpoint_missing", text, hint=hint))
-            continue
+        last = next((s for s in reversed(here) if not s.failed), None)
         for world_size, answers in loaded.items():
             answer = answers.get(directory, {"error": "not tried"})
-            where = f"{name}, loaded on {world_size} rank{'s' * (world_size > 1)}"
+            where = f"{path.name}, loaded on {world_size} rank{'s' * (world_size > 1)}"
             if "unjudged" in answer:
                 continue
             if "error" in answer:
                 text = f"{where}: {answer['error']}"
                 failures.append(Failure("checkpoint_incomplete", text, hint=hint))
                 break
-            if save and (differing := _differences(save, answer["leaves"])):
-                total = len(answer["leaves"])
-                text = (
-                    f"{where}: {len(differing)} of {total} leaves are not what was passed to "
-                    f"{save.kind}: {', '.join(differing[:3])}"
-                )
-                failures.append(Failure("checkpoint_wrong", text))
+            if last and (differing := _differences(last, answer["leaves"])):
+                count = f"{len(differing)} of {len(answer['leaves'])}"
+                text = f"{where}: {count} leaves are not what was passed to {last.kind}: "
+                failures.append(Failure("checkpoint_wrong", text + ", ".join(differing[:3])))
                 break
     return failures
 
 
-def judge_awaiting(saves: list[SavedState]) -> list[Failure]:
-    text = "the recipe ended without having waited for it"
-    return [
-        Failure("never_awaited", f"{Path(s.directory).name}: {text}", hint=NOT_AWAITED_HINT)
-        for s in saves
-        if s.never_awaited
-    ]
+def judge_saves(run_dir: Path, saves: list[SavedState], went_well: bool) -> list[Failure]:
+    """Saves that nobody awaited, that run beside each other, or are left half done.
+
+    Two uploads at a time share a group, a writer or a stager, and damage each other unseen. A run
+    that went well leaves no save under its unfinished name, unless that save failed.
+    """
+    failures = []
+    if went_well:
+        known = {s.directory for s in saves if s.failed and s.awaited}
+        left = _found(run_dir, "*.distcp") | {s.directory for s in saves}
+        text = "it still has the name of an unfinished save, and the run went well"
+        for directory in sorted(d for d in left - known if _unfinished(d) and Path(d).exists()):
+            failures.append(Failure("checkpoint_incomplete", f"{Path(directory).name}: {text}"))
+    for save in saves:
+        if "never_awaited" in save.events and not save.awaited:
+            text = f"{save.name}: the recipe ended without having waited for it"
+            failures.append(Failure("never_awaited", text, hint=NOT_AWAITED_HINT))
+    for save in saves:
+        if save.beside:
+            other = Path(min(save.beside)).name
+            text = f"{save.name}: its upload began while that of {other} was in flight"
+            hint = "await each upload before the next one begins"
+            failures.append(Failure("overlapping_saves", text, hint=hint))
+    return failures
 
 
 def unjudged(saves: list[SavedState], directories: list[str], loaded: dict) -> list[str]:
     """What was not compared, and why."""
-    found = [f"{Path(s.directory).name or 'a save'}: {s.unjudged}" for s in saves if s.unjudged]
-    known = {s.directory for s in saves}
+    found = [f"{s.name}: {s.unjudged}" for s in saves if s.unjudged]
     for directory in directories:
         name = Path(directory).name
-        for answer in loaded.values():
-            if reason := answer.get(directory, {}).get("unjudged"):
-                found.append(f"{name}: {reason}")
-        if directory not in known:
+        reasons = [answer.get(directory, {}).get("unjudged") for answer in loaded.values()]
+        found += [f"{name}: {reason}" for reason in reasons if reason]
+        if directory not in {s.directory for s in saves}:
             found.append(f"{name}: it loads; what was passed to its save was not seen")
     for save in saves:
         answers = [answer.get(save.directory, {}).get("leaves", {}) for answer in loaded.values()]
-        for leaves in save.leaves.values():
-            for name, leaf in leaves.items():
-                where = f"{Path(save.directory).name}: {name}"
-                if "unjudged" in leaf:
-                    found.append(f"{where} is not compared: {leaf['unjudged']}")
-                elif "pickle" in leaf and any(
-                    name in a and a[name].get("pickle") != leaf["pickle"] for a in answers
-                ):
-                    found.append(f"{where}, a {leaf['type']}, does not compare by its pickle")
+        for name, leaf in [item for leaves in save.leaves.values() for item in leaves.items()]:
+            pickles = {a[name].get("pickle") for a in answers if name in a}
+            where = f"{save.name}: {name}"
+            if "unjudged" in leaf:
+                found.append(f"{where} is not compared: {leaf['unjudged']}")
+            elif "pickle" in leaf and pickles - {leaf["pickle"]}:
+                found.append(f"{where}, a {leaf['type']}, does not compare by its pickle")
     return list(dict.fromkeys(found))
-
-
-def judge_overlap(saves: list[SavedState]) -> list[Failure]:
-    """Two uploads at a time share a group, a writer or a stager, and damage each other unseen."""
-    return [
-        Failure(
-            "overlapping_saves",
-            f"{Path(s.directory).name}: its upload began while that of "
-            f"{Path(s.beside[0]).name} was in flight",
-            hint="await each upload before the next one begins",
-        )
-        for s in saves
-        if s.beside
-    ]
 
 
 def judge_ranks(ranks: list[Rank], timed_out: bool, saves: list[SavedState]) -> list[Failure]:
     """What ended each rank, and what it left behind; ranks that only lost a peer come last."""
     failures = []
-    shared = (
-        any(s.shares_training_group and s.kind == "async_save" for s in saves) and len(ranks) > 1
-    )
-    hint = SHARED_GROUP_HINT if shared else ""
+    shared = any(s.shares_training_group and s.kind == "async_save" for s in saves)
+    hint = SHARED_GROUP_HINT if shared and len(ranks) > 1 else ""
     for rank in ranks:
         record = rank.record
         if record is None:
@@ -344,23 +320,15 @@ def judge_ranks(ranks: list[Rank], timed_out: bool, saves: list[SavedState]) -> 
             continue
         if record["finished"] and (not rank.ended or rank.exit not in (None, 0, -15)):
             failures += _judge_exit(rank, timed_out, hint)
-        if record["error"]:
-            failures.append(Failure("raised", record["error"], rank.number, hint))
-        for error in record.get("thread_errors", []):
-            failures.append(Failure("raised", error, rank.number, hint))
+        for error in [record["error"], *record["thread_errors"]]:
+            failures += [Failure("raised", error, rank.number, hint)] if error else []
         if not record["finished"] and not record["error"]:
             text = f"sys.exit({record.get('exit', '')}) before the recipe's last line"
             failures.append(Failure("exited_early", text, rank.number))
-        for kind, key in (
-            ("wrote_elsewhere", "wrote_elsewhere"),
-            ("deprecation_warning", "deprecations"),
-            ("unordered_access", "conflicts"),
-        ):
+        kinds = {"deprecations": "deprecation_warning", "conflicts": "unordered_access"}
+        for key, kind in kinds.items():
             if found := record.get(key):
-                shown = 3
-                more = f"; {len(found) - shown} more" if found[shown:] else ""
-                text = "; ".join(found[:shown]) + more
-                failures.append(Failure(kind, text, rank.number))
+                failures.append(Failure(kind, some(found), rank.number))
         if record.get("left_process_group"):
             text = "torch.distributed is still initialised at the recipe's end"
             advice = "call dist.destroy_process_group() in a finally block"
@@ -370,33 +338,34 @@ def judge_ranks(ranks: list[Rank], timed_out: bool, saves: list[SavedState]) -> 
 
 def _judge_missing(rank: Rank, timed_out: bool, hint: str) -> list[Failure]:
     """Why a rank left no record; nothing, if it was ended because another one had failed."""
-    if rank.exit is None or rank.exit == -15:
+    kind, text = "missing_record", f"ended with exit code {rank.exit}"
+    if rank.exit in (None, -15):
         if not timed_out:
             return []
-        where = _innermost(rank.stacks)
-        return [Failure("hung", f"still running at the deadline{where}", rank.number, hint)]
-    if rank.exit < 0:
+        kind, text = "hung", f"still running at the deadline{_innermost(rank.stacks)}"
+    elif rank.exit < 0:
         signal = SIGNALS.get(-rank.exit, f"signal {-rank.exit}")
         cause = re.search(r"what\(\):\s*(.*)", rank.output)
-        text = f"ended by {signal}" + (f": {cause.group(1)}" if cause else "")
-        return [Failure("killed", text, rank.number, hint)]
-    return [Failure("missing_record", f"ended with exit code {rank.exit}", rank.number, hint)]
+        kind, text = "killed", f"ended by {signal}" + (f": {cause[1]}" if cause else "")
+    return [Failure(kind, text, rank.number, hint)]
 
 
 def _judge_exit(rank: Rank, timed_out: bool, hint: str) -> list[Failure]:
     """What kept an interpreter from ending well after the recipe's last line."""
     threads = rank.record.get("threads_at_the_end")
-    main = rank.stacks.rpartition("Current thread")[2] or rank.stacks
-    if rank.exit in (None, -15) and timed_out and threads and "in _shutdown" in main:
-        return [Failure("left_thread", "; ".join(threads[:3]), rank.number)]
+    if rank.exit in (None, -15) and timed_out and threads and "in _shutdown" in _main(rank.stacks):
+        return [Failure("left_thread", some(threads), rank.number)]
     failures = _judge_missing(rank, timed_out, hint)
     for failure in failures:
         failure.text += ", after the recipe's last line"
     return failures
 
 
+def _main(stacks: str) -> str:
+    return stacks.rpartition("Current thread")[2] or stacks
+
+
 def _innermost(stacks: str) -> str:
     """ " in function (file:line)" of the main thread's innermost frame."""
-    main = stacks.rpartition("Current thread")[2] or stacks
-    frame = re.search(r'File "([^"]+)", line (\d+) in (\S+)', main)
+    frame = re.search(r'File "([^"]+)", line (\d+) in (\S+)', _main(stacks))
     return f", in {frame[3]} ({Path(frame[1]).name}:{frame[2]})" if frame else ""

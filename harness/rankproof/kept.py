@@ -16,15 +16,16 @@ from pathlib import Path
 
 import torch
 
-from rankproof.recipe import Control, Recipe, code_hashes
+from rankproof.judge import Failure
+from rankproof.recipe import Control, Recipe, RecipeError, code_hashes
 from rankproof.run import Report, run
+
+HERE = Path(__file__).parent
 
 
 @cache
 def _harness_sha256() -> str:
-    texts = (
-        path.read_text(encoding="utf-8") for path in sorted(Path(__file__).parent.rglob("*.py"))
-    )
+    texts = (path.read_text(encoding="utf-8") for path in sorted(HERE.rglob("*.py")))
     return hashlib.sha256("\0".join(texts).encode()).hexdigest()
 
 
@@ -84,12 +85,17 @@ class KeptRun:
 
     def run(self) -> Report:
         """Run it now, whatever was kept, and keep what is observed."""
-        report = run(
-            self.recipe.path,
-            self.ranks,
-            launcher="warm" if self.control else self.launcher,
-            control=self.control,
-            deadline_s=(self.control or self.recipe).deadline_s,
-        )
+        path, launcher = self.recipe.path, "warm" if self.control else self.launcher
+        try:
+            report = run(
+                path,
+                self.ranks,
+                launcher=launcher,
+                control=self.control,
+                deadline_s=(self.control or self.recipe).deadline_s,
+            )
+        except RecipeError as error:  # the edit does not fit
+            report = Report(path.stem, str(path), "", self.ranks, launcher, "bring it up to date")
+            report.failures = [Failure("misfit", str(error))]
         self.keep(report)
         return report

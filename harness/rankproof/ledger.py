@@ -9,6 +9,7 @@ abort.
 import concurrent.futures
 import contextlib
 import ctypes
+import functools
 import hashlib
 import json
 import os
@@ -24,6 +25,8 @@ import torch.distributed as dist
 
 from rankproof.imports import DCP, after_import, called_by_recipe
 
+DONE, EXCEPTION = Future.done, Future.exception  # as they are when nobody sees who asks
+OWN_WRITER = "a writer of its own"
 GATE_KEY = "harness_gate"  # entries under it are the harness's own and are not compared
 
 
@@ -68,24 +71,21 @@ class Save:
         self.directory = directory
         self.kind = kind
         self.upload: Future | None = None
-        self.staging: Future | None = None
         self.uploading = False
-        self.upload_done: Callable[[], bool] = lambda: True  # asks without being seen to ask
         self.end_known = False  # whether the recipe waited for the upload, or saw that it is done
-        self.on_await: list[Callable[[str], None]] = []  # called with "staging" or "upload"
-        self.on_poll: list[Callable[[], None]] = []  # the recipe saw that the upload is not done
-        self.on_callback: list[Callable[[], None]] = []  # the recipe asked to be called at its end
         self.called_back = False
         self.clones: dict[str, dict] = {}
+        self.listeners: list[Callable[[str], None]] = []
+        """Called when the recipe awaits its "staging" or "upload", has "asked" whether that is done
+        and heard no, or has asked "to be called"."""
 
     @property
     def in_flight(self) -> bool:
-        return self.upload is not None and not self.upload_done()
+        return self.upload is not None and not DONE(self.upload)
 
-    def awaited(self, phase: str) -> None:
-        self.end_known |= phase == "upload"
-        for listener in self.on_await:
-            listener(phase)
+    def tell(self, event: str) -> None:
+        for listener in self.listeners:
+            listener(event)
 
 
 class _StatefulSpy:
@@ -103,6 +103,10 @@ class _StatefulSpy:
         self.inner.load_state_dict(state_dict)
 
 
+def _ignore(*_: Any, **__: Any) -> None:
+    """See nothing."""
+
+
 class Ledger:
     """Records this rank's saves; gates listen to it."""
 
@@ -111,6 +115,8 @@ class Ledger:
         self.notes = open(notes, "w", encoding="utf-8")  # noqa: SIM115 (open until close())
         self.lock = threading.Lock()
         self.saves: list[Save] = []
+        self.futures: dict[Future, tuple[Save, str]] = {}  # and what it is the end of
+        self.planned: tuple[dict, dict] | None = None  # leaves, clones: by hand, not written yet
         self.backend: str | None = None
         self.extra_state: Callable[[Save], dict[str, Any]] = lambda save: {}
         self.on_save: list[Callable[[Save], None]] = []
@@ -151,6 +157,25 @@ class Ledger:
         for module in (dcp, state_dict_saver):
             module.async_save = self._spy_async_save
         state_dict_saver.save = self._spy_upload
+        self._spy(dcp.DefaultSavePlanner, "set_up_planner", self._plans)
+        self._spy(Future, "result", self._waits)
+        self._spy(Future, "exception", self._waits)
+        self._spy(Future, "done", after=self._asks)
+        self._spy(Future, "add_done_callback", after=self._asks_to_be_called)
+
+    @staticmethod
+    def _spy(owner: type, name: str, before: Callable = _ignore, after: Callable = _ignore) -> None:
+        """Show the ledger every call of a method, and what it returned."""
+        original = getattr(owner, name)
+
+        @functools.wraps(original)  # torch reads the signatures of planners
+        def method(own: Any, *args: Any, **kwargs: Any) -> Any:
+            before(own, *args, **kwargs)
+            result = original(own, *args, **kwargs)
+            after(own, result)
+            return result
+
+        setattr(owner, name, method)
 
     def _spy_init(self, *args: Any, **kwargs: Any) -> None:
         self._init_process_group(*args, **kwargs)
@@ -168,8 +193,7 @@ class Ledger:
         unjudged = why_not_loaded(writer, directory)
         place = str(directory) if unjudged else os.path.abspath(os.fspath(directory))
         save = Save(len(self.saves), place, kind)
-        group = kwargs.get("process_group")
-        shared = dist.is_initialized() and group in (None, dist.group.WORLD)
+        shared = dist.is_initialized() and kwargs.get("process_group") in (None, dist.group.WORLD)
         self.note(
             "save",
             number=save.number,
@@ -181,80 +205,54 @@ class Ledger:
         for listener in self.on_save:
             listener(save)
         self.saves.append(save)
+        self.planned = None
         stateful = [k for k, v in state_dict.items() if _is_stateful(v)]
         self.capture(save, {k: v for k, v in state_dict.items() if k not in stateful})
         spied = {k: _StatefulSpy(state_dict[k], k, save, self) for k in stateful}
         return save, self.extra_state(save) | state_dict | spied
 
+    @contextlib.contextmanager
+    def _noting_failure(self, save: Save) -> Iterator[None]:
+        try:
+            yield
+        except BaseException as error:
+            self.note("failed", number=save.number, error=repr(error))
+            raise
+
     def _spy_save(self, state_dict: dict, **kwargs: Any) -> Any:
         save, state_dict = self._begin("save", state_dict, kwargs)
-        try:
-            result = self._save(state_dict, **kwargs)
-        except BaseException as error:
-            self.note("failed", number=save.number, error=repr(error), seen=True)
-            raise
-        self.note("written", number=save.number)
-        return result
+        with self._noting_failure(save):
+            return self._save(state_dict, **kwargs)
 
     def _spy_upload(self, state_dict: dict, **kwargs: Any) -> Any:
         """``state_dict_saver.save``: an upload thread calls it once its state is staged."""
         writer, directory = kwargs.get("storage_writer"), kwargs.get("checkpoint_id")
         directory = os.path.abspath(os.fspath(directory or getattr(writer, "path", "")))
         uploads = [s for s in self.saves if s.directory == directory and s.kind == "async_save"]
-        if uploads and not called_by_recipe():
-            save = uploads[-1]
-            beside = [s.number for s in self.saves if s.uploading and s.in_flight and s is not save]
-            self.note("upload", number=save.number, beside=beside)
-            save.uploading = True
-            for listener in self.on_upload:
-                listener(save)
-            return self._save(state_dict, **kwargs)
-        return self._spy_save(state_dict, **kwargs)  # the recipe calls it by this name
-
-    def _spy_wait(self, fs: Iterable[Future], *args: Any, **kwargs: Any) -> Any:
-        futures = list(fs)
-        self._await_uploads(futures)
-        return self._wait(futures, *args, **kwargs)
-
-    def _spy_as_completed(
-        self, fs: Iterable[Future], *args: Any, **kwargs: Any
-    ) -> Iterator[Future]:
-        futures = list(fs)
-        self._await_uploads(futures)
-        yield from self._as_completed(futures, *args, **kwargs)
-
-    def _await_uploads(self, futures: list[Future]) -> None:
-        for save in self.saves:
-            if save.upload in futures:
-                self._note_await(save, "upload")
-
-    def _note_await(self, save: Save, phase: str) -> None:
-        self.note("awaited", number=save.number, phase=phase)
-        save.awaited(phase)
+        if not uploads or called_by_recipe():
+            return self._spy_save(state_dict, **kwargs)  # the recipe calls it by this name
+        save = uploads[-1]
+        beside = [s.number for s in self.saves if s.uploading and s.in_flight and s is not save]
+        self.note("upload", number=save.number, beside=beside)
+        save.uploading = True
+        for listener in self.on_upload:
+            listener(save)
+        return self._save(state_dict, **kwargs)
 
     def _spy_async_save(self, state_dict: dict, **kwargs: Any) -> Any:
         save, state_dict = self._begin("async_save", state_dict, kwargs)
-        stager = kwargs.get("async_stager")
-        try:
-            with self._watched_staging(save, stager):
-                response = self._async_save(state_dict, **kwargs)
-        except BaseException as error:
-            self.note("failed", number=save.number, error=repr(error), seen=True)
-            raise
+        with self._noting_failure(save), self._watched_staging(save, kwargs.get("async_stager")):
+            response = self._async_save(state_dict, **kwargs)
         save.upload = getattr(response, "upload_completion", response)
-        unspied = save.upload.exception
-        save.upload.add_done_callback(lambda _: self._ended(save, unspied()))
-        save.staging = getattr(response, "staging_completion", None)
-        save.upload_done = save.upload.done
-        self._watch(save, "upload", save.upload)
-        self._watch_end(save, save.upload)
-        if save.staging is not None:
-            self._watch(save, "staging", save.staging)
+        save.upload.add_done_callback(lambda upload: self._ended(save, EXCEPTION(upload)))
+        if hasattr(response, "staging_completion"):
+            self.futures[response.staging_completion] = save, "staging"
+        self.futures[save.upload] = save, "upload"
         return response
 
     @contextlib.contextmanager
     def _watched_staging(self, save: Save, stager: Any) -> Iterator[None]:
-        """Watch the future that the stager itself returns: a recipe may keep it and wait for it."""
+        """See the future that the stager itself returns: a recipe may keep it and wait for it."""
         if stager is None:
             yield
             return
@@ -263,7 +261,7 @@ class Ledger:
         def watched(*args: Any, **kwargs: Any) -> Any:
             staged = stage(*args, **kwargs)
             if isinstance(staged, Future):
-                self._watch(save, "staging", staged)
+                self.futures[staged] = save, "staging"
             return staged
 
         stager.stage = watched
@@ -273,52 +271,60 @@ class Ledger:
             del stager.stage
 
     def _ended(self, save: Save, error: BaseException | None) -> None:
-        if error is None:
-            self.note("written", number=save.number)
-        else:
-            self.note("failed", number=save.number, error=repr(error), seen=False)
+        if error is not None:
+            self.note("failed", number=save.number, error=repr(error))
 
-    def _watch(self, save: Save, phase: str, future: Future) -> None:
-        """Note when the recipe waits for ``future``: only then does it learn of an error.
+    # How the recipe learns of the end of a save
 
-        DCP's own thread waits for staging, never for the upload.
-        """
-        original = {"result": future.result, "exception": future.exception}
+    def _spy_wait(self, fs: Iterable[Future], *args: Any, **kwargs: Any) -> Any:
+        for future in (futures := list(fs)):
+            self._waits(future)
+        return self._wait(futures, *args, **kwargs)
 
-        def waiting(method: str) -> Callable:
-            def wait(timeout: float | None = None) -> Any:
-                if phase == "upload" or threading.current_thread() is threading.main_thread():
-                    self._note_await(save, phase)
-                return original[method](timeout)
+    def _spy_as_completed(self, fs: Iterable[Future], *args: Any, **kwargs: Any) -> Iterator:
+        for future in (futures := list(fs)):
+            self._waits(future)
+        yield from self._as_completed(futures, *args, **kwargs)
 
-            return wait
+    def _waits(self, future: Future, *_: Any, **__: Any) -> None:
+        """For an upload, or on the main thread for staging: DCP's own thread waits for staging."""
+        save, phase = self.futures.get(future, (None, ""))
+        if phase == "upload" or save and threading.current_thread() is threading.main_thread():
+            self.note("awaited", number=save.number, phase=phase)
+            save.end_known |= phase == "upload"
+            save.tell(phase)
 
-        future.result, future.exception = waiting("result"), waiting("exception")
+    def _asks(self, future: Future, is_done: bool) -> None:
+        save, phase = self.futures.get(future, (None, ""))
+        if phase == "upload" and called_by_recipe():
+            if is_done:
+                self._waits(future)
+            else:
+                save.tell("asked")
 
-    def _watch_end(self, save: Save, future: Future) -> None:
-        """See the recipe ask whether the upload is done, or ask to be called when it is.
-
-        Torch's own callbacks are registered before.
-        """
-        add_done_callback = future.add_done_callback
-
-        def done() -> bool:
-            is_done = save.upload_done()
-            if called_by_recipe():
-                if is_done:
-                    self._note_await(save, "upload")
-                else:
-                    for listener in save.on_poll:
-                        listener()
-            return is_done
-
-        def call_back(callback: Callable[[Future], object]) -> None:
-            add_done_callback(callback)
+    def _asks_to_be_called(self, future: Future, _: Any) -> None:
+        save, phase = self.futures.get(future, (None, ""))
+        if phase == "upload":
             save.called_back = True
-            for listener in save.on_callback:
-                listener()
+            save.tell("to be called")
 
-        future.done, future.add_done_callback = done, call_back
+    # Writers of the recipe's own, that DCP is not told of
+
+    def _plans(self, planner: Any, state_dict: dict, *_: Any, **__: Any) -> None:
+        if called_by_recipe():
+            clones: dict[str, dict] = {}
+            self.planned = self.leaves_of(state_dict, clones), clones
+
+    def written_to(self, path: str) -> None:
+        """A file is about to be written: a shard of the plan that the recipe itself has made?"""
+        directory, name = os.path.split(path)
+        planned = self.planned
+        if planned is None or not name.endswith(".distcp"):
+            return
+        if directory not in {save.directory for save in self.saves}:
+            save, _ = self._begin(OWN_WRITER, {}, {"checkpoint_id": directory})
+            leaves, save.clones = planned
+            self.note("leaves", number=save.number, leaves=leaves)
 
     def last_line(self) -> None:
         """The recipe has reached its last line."""
@@ -333,16 +339,19 @@ class Ledger:
         An accelerator's tensors are cloned in stream order and hashed when the recipe has ended:
         copying them now would synchronise, and synchronising hides the very error looked for.
         """
+        self.note("leaves", number=save.number, leaves=self.leaves_of(state_dict, save.clones))
+
+    def leaves_of(self, state_dict: dict[str, Any], clones: dict[str, dict]) -> dict[str, Any]:
         leaves: dict[str, Any] = {}
         try:
             for name, value in self._flat(state_dict).items():
                 try:
-                    self._leaf(save, name, value, leaves)
+                    self._leaf(name, value, leaves, clones)
                 except Exception as error:  # the harness's own trouble is no trouble of the recipe
                     leaves[name] = {"unjudged": f"{type(value).__name__}: {error!r}"[:200]}
         except Exception as error:
             leaves["(all)"] = {"unjudged": f"the state dict is not read: {error!r}"[:200]}
-        self.note("leaves", number=save.number, leaves=leaves)
+        return leaves
 
     @staticmethod
     def _flat(state_dict: dict[str, Any]) -> dict[str, Any]:
@@ -350,7 +359,7 @@ class Ledger:
 
         return flatten_state_dict(state_dict)[0]
 
-    def _leaf(self, save: Save, name: str, value: Any, leaves: dict[str, Any]) -> None:
+    def _leaf(self, name: str, value: Any, leaves: dict, clones: dict) -> None:
         parts = [(None, value)]
         if hasattr(value, "__create_chunk_list__"):  # a DTensor
             chunks = value.__create_chunk_list__()
@@ -372,7 +381,7 @@ class Ledger:
             elif part.device.type == "cpu":
                 leaves[key] = {"chunk": chunk, "sha256": tensor_sha256(part)} | of
             else:
-                save.clones[key] = {"chunk": chunk, "tensor": part.detach().clone()} | of
+                clones[key] = {"chunk": chunk, "tensor": part.detach().clone()} | of
 
     def hash_clones(self) -> None:
         """Hash what was cloned on an accelerator."""

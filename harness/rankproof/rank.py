@@ -4,7 +4,8 @@ The recipe knows nothing of this. The interpreter is let end by itself: it joins
 executors and worker processes and calls what the recipe has registered with ``atexit``. Only then,
 in the very last ``atexit`` callback, is the record written. It says whether the recipe's last line
 was reached or what stopped it, and what is left: a process group, files elsewhere.
-``python -m rankproof.rank SPEC`` is what torchrun starts; :mod:`rankproof.warm` calls :func:`run`.
+``python -m rankproof.rank SPEC`` is what torchrun starts; :mod:`rankproof.server` calls
+:func:`run`.
 """
 
 import ast
@@ -26,10 +27,11 @@ import warnings
 from collections.abc import Callable
 from pathlib import Path
 
-from rankproof.imports import HARNESS
+from rankproof.imports import frames, recipe_line, torch_folder
 from rankproof.leader import die_with_parent, write_exit
 
-STARTERS = (threading.__file__, os.path.dirname(concurrent.futures.__file__), HARNESS)
+STARTERS = (threading.__file__, os.path.dirname(concurrent.futures.__file__))
+DEPRECATED = (DeprecationWarning, PendingDeprecationWarning, FutureWarning)
 EXIT_OK, EXIT_FAILED = 0, 1
 AT_LAST: list[Callable[[], None]] = []  # called after everything else that is to be called at exit
 
@@ -40,11 +42,11 @@ def _at_last() -> None:  # registered before the recipe's own, so called after t
         call()
 
 
-class WriteWatch:
-    """Notes, by an audit hook, what this process writes outside the run's directory.
+class FileWatch:
+    """Sees, by an audit hook, what this process writes, and which directories it moves or removes.
 
-    Directories that it renames or removes are passed on at once, before it happens: ``on_renamed``
-    and ``on_removed`` take absolute paths.
+    ``elsewhere`` is what was written outside the allowed directories. ``on_written``,
+    ``on_renamed`` and ``on_removed`` are called with absolute paths before it happens.
     """
 
     WRITING_EVENTS = {"os.mkdir": 0, "os.rename": 1, "os.link": 1, "os.symlink": 1}
@@ -52,50 +54,50 @@ class WriteWatch:
     def __init__(self, allowed: list[str]) -> None:
         self.allowed = (*(os.path.realpath(p) for p in allowed), "/dev/", "/proc/", "/memfd:")
         self.elsewhere: set[str] = set()
-        self.on_renamed: Callable[[str, str], None] = lambda old, new: None
-        self.on_removed: Callable[[str], None] = lambda path: None
+        self.on_written = self.on_renamed = self.on_removed = lambda *paths: None
         self.inside_hook = threading.local()
         sys.addaudithook(self._hook)
 
     def _hook(self, event: str, args: tuple) -> None:
-        if event == "open":
-            path, _, flags = args
-            writes = isinstance(flags, int) and flags & (os.O_WRONLY | os.O_RDWR | os.O_CREAT)
-        elif event in self.WRITING_EVENTS:
-            path, writes = args[self.WRITING_EVENTS[event]], True
-            if event == "os.rename" and os.path.isdir(args[0]):
-                self.on_renamed(*(os.path.abspath(os.fsdecode(end)) for end in args[:2]))
-        elif event in ("shutil.rmtree", "os.rmdir"):
-            if args[1] in (None, -1):  # else relative to an open directory that rmtree empties
-                self.on_removed(os.path.abspath(os.fsdecode(args[0])))
-            return
-        else:
-            return
-        if not writes or not isinstance(path, (str, bytes, os.PathLike)):
-            return
         if getattr(self.inside_hook, "busy", False):
             return
         self.inside_hook.busy = True
         try:
-            resolved = os.path.realpath(os.fsdecode(path))
-            if not resolved.startswith(self.allowed):
-                self.elsewhere.add(resolved)
+            self._see(event, args)
         finally:
             self.inside_hook.busy = False
+
+    def _see(self, event: str, args: tuple) -> None:
+        if event == "os.rename" and os.path.isdir(args[0]):
+            self.on_renamed(*(os.path.abspath(os.fsdecode(end)) for end in args[:2]))
+        if event in ("shutil.rmtree", "os.rmdir") and args[1] in (None, -1):
+            # else relative to an open directory that rmtree empties
+            self.on_removed(os.path.abspath(os.fsdecode(args[0])))
+        if event == "open":
+            path, _, flags = args
+            writes = isinstance(flags, int) and flags & (os.O_WRONLY | os.O_RDWR | os.O_CREAT)
+        elif writes := event in self.WRITING_EVENTS:
+            path = args[self.WRITING_EVENTS[event]]
+        if writes and isinstance(path, (str, bytes, os.PathLike)):
+            self.on_written(os.path.abspath(os.fsdecode(path)))
+            if not (real := os.path.realpath(os.fsdecode(path))).startswith(self.allowed):
+                self.elsewhere.add(real)
 
 
 class ThreadWatch:
     """Remembers which line started each thread, and what no thread's caller will see raised."""
 
-    def __init__(self, folders: list[str], compiler: str) -> None:
-        self.folders = tuple(folders)
-        self.compiler = compiler
-        self.started: dict[threading.Thread, tuple[str, str]] = {}  # file that did, recipe's line
+    def __init__(self) -> None:
+        self.started: dict[threading.Thread, str] = {}  # the recipe's line
+        self.compilers: set[threading.Thread] = set()  # torch's compiler's own
         self.errors: list[str] = []
         start, excepthook = threading.Thread.start, threading.excepthook
+        compiler = torch_folder() + "_inductor"
 
         def watched(thread: threading.Thread) -> None:
-            self.started[thread] = self._starter()
+            self.started[thread] = recipe_line()
+            if next(frames(STARTERS)).f_code.co_filename.startswith(compiler):
+                self.compilers.add(thread)
             start(thread)
 
         def noted(args: threading.ExceptHookArgs) -> None:
@@ -106,24 +108,13 @@ class ThreadWatch:
 
         threading.Thread.start, threading.excepthook = watched, noted
 
-    def _starter(self) -> tuple[str, str]:
-        starter, frame = "", sys._getframe(2)
-        while frame is not None:
-            file = frame.f_code.co_filename
-            starter = starter or ("" if file.startswith(STARTERS) else file)
-            if file.startswith(self.folders):
-                return starter, f", started at {os.path.basename(file)}:{frame.f_lineno}"
-            frame = frame.f_back
-        return starter, ""
-
     def alive(self) -> list[str]:
         """The threads that the interpreter will wait for when it ends, but torch's compiler's."""
+        left = {t for t in threading.enumerate() if not t.daemon} - self.compilers
+        left.discard(threading.current_thread())
+        lines = {thread: self.started.get(thread) for thread in left}
         return sorted(
-            f"{thread.name}{self.started.get(thread, ('', ''))[1]}"
-            for thread in threading.enumerate()
-            if thread is not threading.current_thread()
-            and not thread.daemon
-            and not self.started.get(thread, ("", ""))[0].startswith(self.compiler)
+            t.name + (f", started at {line}" if line else "") for t, line in lines.items()
         )
 
 
@@ -139,22 +130,19 @@ def watch_exit(errors: list[str]) -> None:
     sys.unraisablehook = noted
 
 
-class DeprecationWatch:
-    """Notes deprecation warnings that point at the recipe's folder."""
+def watch_deprecations(folders: list[str]) -> list[str]:
+    """A list that fills with the deprecation warnings that point at the recipe's folders."""
+    seen, show = [], warnings.showwarning
+    for category in DEPRECATED:
+        warnings.simplefilter("default", category)
 
-    def __init__(self, folders: list[str]) -> None:
-        self.folders = tuple(folders)
-        self.seen: list[str] = []
-        for category in (DeprecationWarning, PendingDeprecationWarning, FutureWarning):
-            warnings.simplefilter("default", category)
-        self.show = warnings.showwarning
-        warnings.showwarning = self._show
+    def noted(message, category, filename, lineno, file=None, line=None) -> None:
+        if issubclass(category, DEPRECATED) and filename.startswith(tuple(folders)):
+            seen.append(f"{os.path.basename(filename)}:{lineno}: {message}")
+        show(message, category, filename, lineno, file, line)
 
-    def _show(self, message, category, filename, lineno, file=None, line=None) -> None:
-        deprecated = (DeprecationWarning, PendingDeprecationWarning, FutureWarning)
-        if issubclass(category, deprecated) and os.path.realpath(filename).startswith(self.folders):
-            self.seen.append(f"{os.path.basename(filename)}:{lineno}: {message}")
-        self.show(message, category, filename, lineno, file, line)
+    warnings.showwarning = noted
+    return seen
 
 
 def keep_temporary_directories(kept: Path) -> None:
@@ -174,23 +162,15 @@ def keep_temporary_directories(kept: Path) -> None:
     tempfile.tempdir = None
 
 
-def _may_end_here(body: list[ast.stmt], line: int) -> bool:
-    """Whether nothing but a ``finally`` follows the statement of ``body`` that holds ``line``."""
-    for number, statement in enumerate(body):
-        if not statement.lineno <= line <= statement.end_lineno:
-            continue
-        if isinstance(statement, ast.For | ast.While | ast.AsyncFor):
-            return False
-        if isinstance(statement, ast.FunctionDef | ast.ClassDef):
-            return _may_end_here(statement.body, line)
-        if number + 1 < len(body):
-            return False
-        parts = [getattr(statement, name, []) for name in ("body", "orelse", "finalbody")]
-        parts += [handler.body for handler in getattr(statement, "handlers", [])]
-        parts += [case.body for case in getattr(statement, "cases", [])]
-        held = [p for p in parts if p and p[0].lineno <= line <= p[-1].end_lineno]
-        return all(_may_end_here(part, line) for part in held)
-    return True
+def _nothing_follows(body: list[ast.stmt], line: int) -> bool:
+    """Whether ``line`` is in the last statement of ``body``, and only a ``finally`` comes after."""
+    last = body[-1]
+    if not last.lineno <= line <= last.end_lineno or isinstance(last, ast.For | ast.While):
+        return False
+    parts = [last, *getattr(last, "handlers", []), *getattr(last, "cases", [])]
+    blocks = [getattr(p, name, []) for p in parts for name in ("body", "orelse", "finalbody")]
+    inner = [b for b in blocks if b and b[0].lineno <= line <= b[-1].end_lineno]
+    return all(_nothing_follows(block, line) for block in inner)
 
 
 def _exits_at_its_end(error: SystemExit, recipe: str) -> bool:
@@ -204,14 +184,14 @@ def _exits_at_its_end(error: SystemExit, recipe: str) -> bool:
     tree = ast.parse(Path(recipe).read_text(encoding="utf-8"))
     functions = [n for n in ast.walk(tree) if isinstance(n, ast.FunctionDef | ast.AsyncFunctionDef)]
     for frame in traceback.extract_tb(error.__traceback__):
-        if frame.filename != recipe:
-            continue
-        holding = [f for f in functions if f.lineno <= frame.lineno <= f.end_lineno]
-        inner = min(holding, key=lambda f: f.end_lineno - f.lineno, default=tree)
-        if frame.name == "<module>":
-            inner = tree
-        if not _may_end_here(inner.body, frame.lineno):
-            return False
+        if frame.filename == recipe:
+            line = frame.lineno
+            holding = [f for f in functions if f.lineno <= line <= f.end_lineno]
+            inner = max(holding, key=lambda f: f.lineno, default=tree)
+            if frame.name == "<module>":
+                inner = tree
+            if not _nothing_follows(inner.body, line):
+                return False
     return True
 
 
@@ -264,6 +244,16 @@ def _redirect(output: Path) -> None:
         stream.reconfigure(line_buffering=True)
 
 
+def _callers_paths(spec: dict) -> None:
+    """Import from where the script would, not from where the harness lies."""
+    first = [*spec["import_from"], *spec["pythonpath"]]
+    dropped = ("", spec["harness"], spec["cwd"], *first)
+    sys.path[:] = [*first, *(p for p in sys.path if p not in dropped)]
+    os.environ["PYTHONPATH"] = os.pathsep.join(spec["pythonpath"])
+    if not spec["pythonpath"]:
+        del os.environ["PYTHONPATH"]
+
+
 def run(spec: dict) -> None:
     """Run ``spec["file"]`` in this process and exit; the record is written at the very end.
 
@@ -283,20 +273,16 @@ def run(spec: dict) -> None:
 
     recipe, own_pid = spec["file"], os.getpid()
     sys.argv = [recipe, *spec["args"]]
-    first = [*spec["import_from"], *spec["pythonpath"]]
-    dropped = ("", spec["harness"], spec["cwd"], *first)
-    sys.path[:] = [*first, *(p for p in sys.path if p not in dropped)]
-    os.environ["PYTHONPATH"] = os.pathsep.join(spec["pythonpath"])
-    if not spec["pythonpath"]:
-        del os.environ["PYTHONPATH"]
+    _callers_paths(spec)
     keep_temporary_directories(Path(spec["run_dir"]) / "kept")
-    writes = WriteWatch([spec["run_dir"], *spec["through"]])
-    deprecations = DeprecationWatch(spec["import_from"])
-    threads = ThreadWatch(spec["import_from"], os.path.join(torch.__path__[0], "_inductor"))
+    files = FileWatch([spec["run_dir"], *spec["through"]])
+    deprecations = watch_deprecations(spec["import_from"])
+    threads = ThreadWatch()
     watch_exit(threads.errors)
     book = ledger.Ledger(ranks_dir / f"rank{rank}.notes")
-    writes.on_renamed = lambda old, new: book.note("renamed", path=old, to=new)
-    writes.on_removed = lambda path: book.note("removed", path=path)
+    files.on_written = book.written_to
+    files.on_renamed = lambda old, new: book.note("renamed", path=old, to=new)
+    files.on_removed = lambda path: book.note("removed", path=path)
     book.install()
     if spec["gate"]:
         from rankproof import gates
@@ -316,22 +302,22 @@ def run(spec: dict) -> None:
         "torch": torch.__version__,
         "finished": False,
         "error": None,
+        "thread_errors": threads.errors,
+        "deprecations": deprecations,
     }
 
-    def keep(suffix: str, content: dict) -> None:
+    def keep(suffix: str) -> None:
         temporary = ranks_dir / f"rank{rank}.tmp"
-        temporary.write_text(json.dumps(content))
+        temporary.write_text(json.dumps(record))
         temporary.rename(ranks_dir / f"rank{rank}.{suffix}")
 
     def at_last() -> None:
         if os.getpid() != own_pid:  # a process that the recipe has forked
             return
         record["left_process_group"] = record["finished"] and _group_is_left()
-        record["thread_errors"] = threads.errors
-        record["wrote_elsewhere"] = sorted(writes.elsewhere)
-        record["deprecations"] = deprecations.seen
+        record["wrote_elsewhere"] = sorted(files.elsewhere)
         book.close(finished=record["finished"])
-        keep("json", record)
+        keep("json")
         sys.stdout.flush()
         sys.stderr.flush()
         if spec["launcher"] == "warm":  # what this process was forked from need not be taken down
@@ -359,7 +345,8 @@ def run(spec: dict) -> None:
     book.hash_clones()
     if record["finished"]:
         book.last_line()
-    keep("ended", record | {"threads_at_the_end": threads.alive(), "thread_errors": threads.errors})
+    record["threads_at_the_end"] = threads.alive()
+    keep("ended")
     sys.exit(EXIT_OK if record["finished"] else EXIT_FAILED)
 
 

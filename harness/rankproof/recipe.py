@@ -12,15 +12,10 @@ from pathlib import Path
 DEFAULT_RANKS = (1, 2, 3, 4)
 DEFAULT_DEADLINE_S = 120.0
 STOPPED = frozenset({"raised", "killed", "hung"})
-GATES = (  # by name; rankproof.gates, which needs torch, explains them
-    "hold_write",
-    "hold_staging",
-    "finish_staging_first",
-    "queue_work",
-    "cross_collectives",
-    "rank_0_first",
-    "rank_0_last",
-)
+GATES = ("hold_write", "hold_staging", "finish_staging_first", "cross_collectives")
+GATES += ("rank_0_first", "rank_0_last", "queue_work")  # rankproof.gates explains them
+DCP = ("torch.distributed.checkpoint", "torch.distributed.checkpoint.format_utils")
+DCP += ("torch.distributed.checkpoint.state_dict",)  # what a script that saves will import
 UNFINISHED = frozenset({"checkpoint_missing", "checkpoint_incomplete"})
 NOT_AWAITED = frozenset({"never_awaited"})
 
@@ -82,7 +77,8 @@ class Settings:
     pattern: str = "*.py"
     exclude: tuple[str, ...] = ()
     ranks: tuple[int, ...] = (2,)
-    deadline_s: float = 120.0
+    deadline_s: float = DEFAULT_DEADLINE_S
+    preload: tuple[str, ...] = ()  # packages to import once for all scripts that import them
     args: dict[str, str] = field(default_factory=dict)  # by file name or pattern
 
     @classmethod
@@ -101,14 +97,9 @@ class Settings:
                 table = _toml(file)
                 if name == "pyproject.toml":
                     table = table.get("tool", {}).get("rankproof")
-                if table is None:
-                    continue
-                if unknown := table.keys() - {f.name for f in fields(cls)} | table.keys() & {
-                    "root"
-                }:
-                    raise RecipeError(f"{file}: unknown keys: {sorted(unknown)}")
-                lists = {k: tuple(v) for k, v in table.items() if isinstance(v, list)}
-                return cls(root=folder, **table | lists)
+                if table is not None:
+                    known = {f.name for f in fields(cls)} - {"root"}
+                    return cls(root=folder, **_checked(table, known, str(file)))
         return cls(root=path if path.is_dir() else path.parent)
 
     def controls_of(self, recipe: Path) -> Path | None:
@@ -159,6 +150,13 @@ class Recipe:
             if control.name == name:
                 return control
         raise RecipeError(f"recipe '{self.name}' has no control '{name}'")
+
+
+def _checked(table: dict, known: set[str], where: str) -> dict:
+    """The table with its lists as tuples, if it has no other keys than ``known``."""
+    if unknown := table.keys() - known:
+        raise RecipeError(f"{where}: unknown keys: {sorted(unknown)}; known: {sorted(known)}")
+    return {key: tuple(v) if isinstance(v, list) else v for key, v in table.items()}
 
 
 def _toml(path: Path) -> dict:
@@ -222,10 +220,20 @@ def imported_modules(path: Path) -> set[str]:
     return found
 
 
+def _imports_of_gallery(path: Path) -> set[str]:
+    return {module for file in with_imports(path) for module in imported_modules(file)}
+
+
 def may_save(path: Path) -> bool:
     """Whether a file, or one of its gallery that it imports, imports torch's checkpointing."""
-    modules = {module for file in with_imports(path) for module in imported_modules(file)}
-    return any(f"{name}.".startswith("torch.distributed.checkpoint.") for name in modules)
+    return any(f"{name}.".startswith(f"{DCP[0]}.") for name in _imports_of_gallery(path))
+
+
+def preloaded(path: Path) -> tuple[str, ...]:
+    """What may be imported before a script begins: what it imports itself and takes long."""
+    packages = Settings.of(path).preload
+    names = (n for n in _imports_of_gallery(path) if n.partition(".")[0] in packages)
+    return (*(DCP if may_save(path) else ()), *sorted(names))
 
 
 def code_hashes(path: Path) -> dict[str, str]:
@@ -240,10 +248,7 @@ def _plain(node: object) -> object:
     if not isinstance(node, ast.AST):
         return node
     fields = [(name, _plain(value)) for name, value in ast.iter_fields(node)]
-    return [
-        type(node).__name__,
-        *((name, value) for name, value in fields if value not in (None, [])),
-    ]
+    return [type(node).__name__, *(pair for pair in fields if pair[1] not in (None, []))]
 
 
 def _title(path: Path) -> str:
@@ -252,12 +257,10 @@ def _title(path: Path) -> str:
 
 
 def _control_from(table: dict, path: Path, deadline_s: float) -> Control:
-    known = {field.name for field in fields(Control)}
-    if unknown := table.keys() - known:
-        raise RecipeError(f"{path}: unknown keys in a control: {sorted(unknown)}")
+    where = f"{path}: control {table.get('name', '?')!r}"
+    values = {"deadline_s": deadline_s} | _checked(table, {f.name for f in fields(Control)}, where)
     if missing := {"name", "says", "find", "replace", "fails"} - table.keys():
-        raise RecipeError(f"{path}: control {table.get('name', '?')!r} lacks {sorted(missing)}")
-    values = {"deadline_s": deadline_s} | table
+        raise RecipeError(f"{where} lacks {sorted(missing)}")
     return Control(**values | {"fails": frozenset(table["fails"])})
 
 
@@ -267,14 +270,11 @@ def load_controls(path: Path) -> dict:
     Raises:
         RecipeError: the file is not valid, or a key is unknown or missing.
     """
-    table = _toml(path)
     known = {"ranks", "page_ranks", "order", "deadline_s", "needs", "control"}
-    if unknown := table.keys() - known:
-        raise RecipeError(f"{path}: unknown keys: {sorted(unknown)}; known: {sorted(known)}")
+    table = _checked(_toml(path), known, str(path))
     deadline_s = table.get("deadline_s", DEFAULT_DEADLINE_S)
     controls = tuple(_control_from(c, path, deadline_s) for c in table.pop("control", ()))
-    lists = {key: tuple(table[key]) for key in ("ranks", "needs") if key in table}
-    return table | lists | {"controls": controls}
+    return table | {"controls": controls}
 
 
 def load_recipe(path: Path, controls_dir: Path | None = None) -> Recipe:
@@ -289,16 +289,16 @@ def load_recipe(path: Path, controls_dir: Path | None = None) -> Recipe:
 
 
 DEFINING = (ast.Import, ast.ImportFrom, ast.FunctionDef, ast.AsyncFunctionDef, ast.ClassDef)
+DEFINING += (ast.Assign, ast.AnnAssign)
 
 
 def is_helper(path: Path) -> bool:
     """Whether a file only defines things: it has no main guard and calls nothing by itself."""
-    for node in _parse(path).body:
-        constant = isinstance(node, ast.Expr) and isinstance(node.value, ast.Constant)
-        named = isinstance(node, ast.Assign | ast.AnnAssign)
-        if not (isinstance(node, DEFINING) or constant or named):
-            return False
-    return True
+    return all(
+        isinstance(node, DEFINING)
+        or (isinstance(node, ast.Expr) and isinstance(node.value, ast.Constant))
+        for node in _parse(path).body
+    )
 
 
 def python_files(root: Path) -> list[Path]:
@@ -308,13 +308,10 @@ def python_files(root: Path) -> list[Path]:
     """
     paths = []
     for folder, folders, files in os.walk(root):
-        folders[:] = [
-            name
-            for name in folders
-            if not name.startswith(".") and not Path(folder, name, "pyvenv.cfg").exists()
-        ]
-        recipes = (name for name in files if name.endswith(".py") and not name.startswith("_"))
-        paths += [Path(folder, name) for name in recipes]
+        hidden = {name for name in folders if name.startswith(".")}
+        hidden |= {name for name in folders if Path(folder, name, "pyvenv.cfg").exists()}
+        folders[:] = set(folders) - hidden
+        paths += [Path(folder, n) for n in files if n.endswith(".py") and not n.startswith("_")]
     return sorted(paths)
 
 
@@ -332,9 +329,7 @@ def find_recipes(root: Path, settings: Settings) -> list[Path]:
         and not is_helper(path)
     ]
     if not found:
-        raise RecipeError(
-            f"{root}: no scripts found that match {settings.pattern} and do something"
-        )
+        raise RecipeError(f"{root}: no scripts that match {settings.pattern} and do something")
     return found
 
 

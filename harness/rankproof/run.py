@@ -19,37 +19,41 @@ from pathlib import Path
 from rankproof.judge import (
     KINDS,
     Failure,
+    Rank,
+    SavedState,
     checkpoint_directories,
     chunks_by_directory,
     gather_saves,
-    judge_awaiting,
     judge_checkpoints,
-    judge_overlap,
     judge_ranks,
-    judge_unfinished,
+    judge_saves,
     read_ranks,
+    some,
     unjudged,
 )
-from rankproof.leader import START_S
 from rankproof.recipe import (
     DEFAULT_DEADLINE_S,
     GATES,
     Control,
     RecipeError,
     code_sha256,
-    may_save,
+    preloaded,
     with_imports,
 )
 
 HOME = str(Path(__file__).resolve().parent.parent)  # what to put on a path to import rankproof
 INSTALLED = HOME in map(os.path.realpath, site.getsitepackages())  # it is on every path already
 COMMAND = os.environ.get("RANKPROOF_COMMAND", "rankproof")  # how a person calls this
-LEADER_MARGIN_S = 60.0  # how long after its deadline a leader may take to end everything
 TAIL_LINES = 25
 LAUNCHERS = ("auto", "torchrun", "warm", "python")
+VERDICTS = {"passed": 0, "failed": 1, "not judged": 2}  # and their exit statuses
 OWN_STARTS = ("spawn", "start_processes")
 RENDEZVOUS = ("MASTER_PORT", "MASTER_ADDR", "RANK", "WORLD_SIZE")
 LOAD_BACK = Path(__file__).with_name("load_back.py")
+NO_MOUNTS = (
+    "not judged: files that C++ code or subprocesses write outside the run's directory, for this "
+    "system lets nobody make private mounts"
+)
 _NOT_PASSED_ON = (
     "RANK",
     "LOCAL_",
@@ -79,7 +83,7 @@ class Report:
     gate: str | None = None
     device: str = ""
     torch: str = ""
-    python: str = ""
+    python: str = ".".join(map(str, sys.version_info[:3]))
     seconds: float = 0.0
     outputs: list[str] = field(default_factory=list)
     stacks: list[str] = field(default_factory=list)
@@ -95,12 +99,12 @@ class Report:
 
     @property
     def verdict(self) -> str:
-        """``passed``, ``failed``, or ``not judged`` where something was not, see ``unjudged``."""
+        """A key of VERDICTS; ``not judged`` where something was not, see ``unjudged``."""
         return "failed" if self.failures else "not judged" if self.unjudged else "passed"
 
     @property
     def exit_code(self) -> int:
-        return {"passed": 0, "failed": 1, "not judged": 2}[self.verdict]
+        return VERDICTS[self.verdict]
 
     @property
     def kinds(self) -> frozenset[str]:
@@ -122,32 +126,28 @@ class Report:
         for failure in self.failures:
             where = "" if failure.rank is None else f" [rank {failure.rank}]"
             lines.append(f"  {failure.kind}{where}: {failure.text}")
-            if failure.hint:
-                lines.append(f"    {failure.hint}")
+            lines += [f"    {failure.hint}"] if failure.hint else []
         lines += [f"  not judged: {reason}" for reason in self.unjudged]
         if self.ok and self.judged:
             said = ", ".join(f"{value} {what}" for what, value in self.judged.items())
             lines.append(f"  judged: {said}")
         lines += [f"  note: {note}" for note in self.notes]
-        if not self.ok:
-            for rank, output in enumerate(self.outputs):
-                lines.append(f"--- rank {rank}, last lines")
-                lines += output.splitlines()[-TAIL_LINES:]
-            for rank, stacks in enumerate(self.stacks):
-                if stacks:
-                    lines.append(f"--- rank {rank}, stacks at the deadline")
-                    lines += stacks.splitlines()[-TAIL_LINES:]
-            lines.append(f"run it again: {self.command}")
-        return "\n".join(lines)
+        if self.ok:
+            return "\n".join(lines)
+        for title, texts in (("last lines", self.outputs), ("stacks at the deadline", self.stacks)):
+            for rank, text in enumerate(texts):
+                if text or title == "last lines":
+                    lines += [f"--- rank {rank}, {title}", *text.splitlines()[-TAIL_LINES:]]
+        return "\n".join([*lines, f"run it again: {self.command}"])
 
 
-class WarmServer:
-    """A warm process of this process's own; see :mod:`rankproof.warm`."""
+class Server:
+    """A process of this process's own that starts runs; see :mod:`rankproof.server`."""
 
-    def __init__(self, saves: bool) -> None:
-        self.tmp = tempfile.mkdtemp(prefix="rankproof-warm-")
+    def __init__(self, modules: tuple[str, ...]) -> None:
+        self.tmp = tempfile.mkdtemp(prefix="rankproof-server-")
         self.process = subprocess.Popen(
-            [sys.executable, "-m", "rankproof.warm", *["--saves"] * saves],
+            [sys.executable, "-m", "rankproof.server", *modules],
             stdin=subprocess.PIPE,
             stdout=subprocess.PIPE,
             text=True,
@@ -155,17 +155,15 @@ class WarmServer:
             env=_environment(Path(self.tmp)) | {"PYTHONPATH": HOME},
             start_new_session=True,
         )
-        if self.process.stdout.readline().strip() != "ready":
-            self.close()
-            raise RuntimeError("the warm process did not start; its error is above")
+        atexit.register(self.close)
 
     def run(self, spec_path: Path) -> None:
-        """Run a spec; if that is interrupted, end it and this server."""
+        """Run a spec; return when nothing of it is left. If interrupted, end it and this server."""
         try:
             self.process.stdin.write(f"{spec_path}\n")
             self.process.stdin.flush()
             if not self.process.stdout.readline():
-                raise RuntimeError("the warm process ended; run again")
+                raise RuntimeError("the harness's server ended; its error is above")
         except BaseException:
             self.close()  # its answer to this spec would be taken for the answer to the next one
             raise
@@ -178,19 +176,20 @@ class WarmServer:
         shutil.rmtree(self.tmp, ignore_errors=True)
 
 
-_servers = threading.local()
+class _Servers(threading.local):
+    """This thread's servers, by what each has imported."""
+
+    def __init__(self) -> None:
+        self.by_modules: dict[tuple[str, ...], Server] = {}
+
+    def get(self, modules: tuple[str, ...]) -> Server:
+        found = self.by_modules.get(modules)
+        if found is None or found.process.poll() is not None:
+            found = self.by_modules[modules] = Server(modules)
+        return found
 
 
-def warm_server(saves: bool = True) -> WarmServer:
-    """This thread's warm server, started at the first call; without ``saves``, one that has not
-    imported torch's checkpointing: what a script does not import is not there."""
-    name = f"saves{saves}"
-    server = getattr(_servers, name, None)
-    if server is None or server.process.poll() is not None:
-        server = WarmServer(saves)
-        setattr(_servers, name, server)
-        atexit.register(server.close)
-    return server
+_servers = _Servers()
 
 
 def _callers_path() -> list[str]:
@@ -220,25 +219,8 @@ def _caches() -> tuple[str, ...]:
     return tuple(os.path.realpath(os.path.expanduser(p)) + "/" for p in [*named, *usual] if p)
 
 
-def _launch(spec_path: Path, spec: dict, launcher: str) -> None:
-    """Have a leader run the spec; return when nothing of it is left."""
-    if launcher == "warm":
-        warm_server(spec["saves"]).run(spec_path)
-        return
-    leader = subprocess.Popen(
-        [sys.executable, "-m", "rankproof.leader", str(spec_path)],
-        stdin=subprocess.PIPE,
-        cwd=HOME,
-        start_new_session=True,
-    )
-    try:
-        leader.wait(START_S + spec["deadline_s"] + LEADER_MARGIN_S)
-    finally:
-        leader.stdin.close()  # the leader ends everything once this is closed
-        leader.wait()
-
-
-def _write_spec(run_dir: Path, file: Path, ranks: int, **settings) -> tuple[Path, dict]:
+def _launch(run_dir: Path, file: Path, ranks: int, modules: tuple[str, ...], **settings) -> None:
+    """Have a server run a file in ``run_dir``; return when nothing of it is left."""
     for name in ("ranks", "work", "tmp", "dir", "kept"):
         (run_dir / name).mkdir()
     spec = {
@@ -249,16 +231,14 @@ def _write_spec(run_dir: Path, file: Path, ranks: int, **settings) -> tuple[Path
         "env": _environment(run_dir / "tmp"),
         "launcher": "warm",
         "processes": ranks,
-        "saves": True,
         "through": [],
         "harness": "" if INSTALLED else HOME,
         "pythonpath": _callers_path(),
         "gate": None,
         "order": False,
     } | settings
-    spec_path = run_dir / "spec.json"
-    spec_path.write_text(json.dumps(spec))
-    return spec_path, spec
+    (run_dir / "spec.json").write_text(json.dumps(spec))
+    _servers.get(modules).run(run_dir / "spec.json")
 
 
 def load_back(
@@ -269,27 +249,24 @@ def load_back(
     run_dir.mkdir()
     asked, answered = run_dir / "request.json", run_dir / "answer.json"
     asked.write_text(json.dumps(request))
-    spec_path, spec = _write_spec(
+    _launch(
         run_dir,
         LOAD_BACK,
         world_size,
+        preloaded(LOAD_BACK),
         args=[str(asked), str(answered)],
         import_from=[HOME],
         recipe="load_back",
         code_sha256="",
         deadline_s=deadline_s,
     )
-    _launch(spec_path, spec, "warm")
     if answered.exists():
         return json.loads(answered.read_text())
-    outcome = run_dir / "outcome.json"
-    if outcome.exists() and json.loads(outcome.read_text())["timed_out"]:
-        return {
-            directory: {"error": f"did not load within {deadline_s:g} s"} for directory in request
-        }
-    ranks = read_ranks(run_dir, world_size)
-    error = next((r.output for r in ranks if r.output), "the loading process wrote nothing")
-    return {directory: {"error": error.strip().splitlines()[-1]} for directory in request}
+    error = f"did not load within {deadline_s:g} s"
+    if not json.loads((run_dir / "outcome.json").read_text())["timed_out"]:
+        outputs = [rank.output.strip() for rank in read_ranks(run_dir, world_size) if rank.output]
+        error = (outputs or ["the loading process wrote nothing"])[0].splitlines()[-1]
+    return {directory: {"error": error} for directory in request}
 
 
 def own_ranks(source: str) -> tuple[str, str]:
@@ -303,10 +280,6 @@ def own_ranks(source: str) -> tuple[str, str]:
             if isinstance(key, ast.Constant) and key.value in RENDEZVOUS:
                 sets = sets or f"{key.value}, line {node.lineno}"
     return starts, sets
-
-
-def _accepts_dir(source: str) -> bool:
-    return '"--dir"' in source or "'--dir'" in source
 
 
 def reproduce(
@@ -363,18 +336,16 @@ def run(
             the edit does not fit.
     """
     path = Path(path).resolve()
-    if not path.is_file():
-        raise RecipeError(f"{path}: no such recipe; pass the path of a Python file")
-    if ranks < 1:
-        raise RecipeError(f"{ranks} ranks: pass a number of 1 or more")
-    if launcher not in LAUNCHERS:
-        raise RecipeError(f"no launcher '{launcher}'; there are {', '.join(LAUNCHERS)}")
-    if not sys.platform.startswith("linux"):
-        raise RecipeError("ranks are judged on Linux only: it needs subreapers and /proc")
-    if gate is not None and gate not in GATES:
-        raise RecipeError(f"no gate '{gate}'; there are {', '.join(GATES)}")
-    if keep is not None and keep.exists():
-        raise RecipeError(f"{keep} exists already; pass a directory that does not")
+    for wrong, message in (
+        (not path.is_file(), f"{path}: no such recipe; pass the path of a Python file"),
+        (ranks < 1, f"{ranks} ranks: pass a number of 1 or more"),
+        (launcher not in LAUNCHERS, f"no launcher '{launcher}'; there are {', '.join(LAUNCHERS)}"),
+        (sys.platform != "linux", "ranks are judged on Linux only: it needs subreapers and /proc"),
+        (gate not in (None, *GATES), f"no gate '{gate}'; there are {', '.join(GATES)}"),
+        (keep and keep.exists(), f"{keep} exists already; pass a directory that does not"),
+    ):
+        if wrong:
+            raise RecipeError(message)
     source = path.read_text(encoding="utf-8")
     if control is not None:
         source, order = control.apply(source), control.order
@@ -394,7 +365,6 @@ def run(
         command=reproduce(path, ranks, control, gate, order, args),
         control=control.name if control else None,
         gate=gate,
-        python=".".join(map(str, sys.version_info[:3])),
     )
     if starts and launcher != "python":
         report.unjudged = [f"it starts its ranks itself ({starts}): use --launcher python"]
@@ -406,16 +376,17 @@ def run(
             file = run_dir / "edited" / path.name
             file.parent.mkdir()
             file.write_text(source, encoding="utf-8")
-        own_args = ["--dir", str(run_dir / "dir")] if _accepts_dir(source) else []
-        spec_path, spec = _write_spec(
+        accepts_dir = '"--dir"' in source or "'--dir'" in source
+        started = time.monotonic()
+        _launch(
             run_dir,
             file,
             ranks,
+            preloaded(path),
             launcher=launcher,
             processes=processes,
-            saves=may_save(path),
             through=[str(Path(folder).resolve()) for folder in through],
-            args=[*own_args, *args],
+            args=[*(["--dir", str(run_dir / "dir")] if accepts_dir else []), *args],
             import_from=list(dict.fromkeys(str(f.parent) for f in [file, *with_imports(path)])),
             recipe=path.stem,
             code_sha256=report.code_sha256,
@@ -423,8 +394,6 @@ def run(
             gate=gate,
             order=order,
         )
-        started = time.monotonic()
-        _launch(spec_path, spec, launcher)
         report.seconds = time.monotonic() - started
         _judge(report, run_dir, deadline_s, order)
         if report.failures and sets and launcher != "python":
@@ -442,33 +411,33 @@ def run(
 
 def _judge(report: Report, run_dir: Path, deadline_s: float, order: bool) -> None:
     """Fill in what the run left behind."""
+
+    def readable(text: str) -> str:
+        return text.replace(str(run_dir), "<run>")
+
     ranks = read_ranks(run_dir, report.ranks)
-    replaced = {str(run_dir): "<run>"}
-    report.outputs = [_readable(rank.output, replaced) for rank in ranks]
-    outcome_path = run_dir / "outcome.json"
-    if not outcome_path.exists():
-        log = "".join(p.read_text(errors="replace") for p in run_dir.glob("*.out"))
-        text = "the leader ended before the ranks did: " + log.strip()[-2000:]
+    report.outputs = [readable(rank.output) for rank in ranks]
+    log = "".join(p.read_text(errors="replace") for p in run_dir.glob("*.out")).strip()[-2000:]
+    if not (run_dir / "outcome.json").exists():
+        text = f"the leader ended before the ranks did: {log}"
         report.failures = [Failure("missing_record", text)]
         return
-    outcome = json.loads(outcome_path.read_text())
+    outcome = json.loads((run_dir / "outcome.json").read_text())
     if outcome["timed_out"]:
         report.stacks = [rank.stacks for rank in ranks]
     saves = gather_saves(ranks)
-    _divide_writes(report, outcome, ranks)
     failures = judge_ranks(ranks, outcome["timed_out"], saves)
     if left := outcome["left_processes"]:
         failures.append(Failure("left_process", "; ".join(sorted(left))))
-    if outcome["written"]:
-        failures.append(Failure("wrote_elsewhere", _first(outcome["written"])))
-    if not failures and any(rank.record is None for rank in ranks):
-        log = run_dir / "torchrun.out"
-        text = "no record of ranks " + ", ".join(str(r.number) for r in ranks if r.record is None)
-        tail = log.read_text(errors="replace").strip()[-2000:] if log.exists() else ""
-        failures.append(Failure("missing_record", f"{text}; {tail}"))
-    if not failures:
-        failures += judge_unfinished(run_dir, saves)
-    failures += judge_awaiting(saves)
+    cached, elsewhere = _written(outcome, ranks)
+    if elsewhere:
+        failures.append(Failure("wrote_elsewhere", some(elsewhere)))
+    report.notes += [f"written to caches: {some(cached)}"] if cached else []
+    report.notes += [] if outcome["private"] else [NO_MOUNTS]
+    if not failures and (missing := [str(r.number) for r in ranks if r.record is None]):
+        text = f"no record of ranks {', '.join(missing)}; {log}"
+        failures.append(Failure("missing_record", text))
+    failures += judge_saves(run_dir, saves, went_well=not failures)
     directories, loaded = checkpoint_directories(run_dir, saves), {}
     if directories:
         request = chunks_by_directory(directories, saves)
@@ -477,56 +446,36 @@ def _judge(report: Report, run_dir: Path, deadline_s: float, order: bool) -> Non
         limit = max(deadline_s, DEFAULT_DEADLINE_S)
         loaded = {size: load_back(request, size, run_dir, limit) for size in sizes}
         failures += judge_checkpoints(saves, directories, loaded)
-    failures += judge_overlap(saves)
     for failure in failures:
-        failure.text = _readable(failure.text, replaced)
+        failure.text = readable(failure.text)
     report.failures = failures
-    report.unjudged = [_readable(text, replaced) for text in unjudged(saves, directories, loaded)]
+    report.unjudged = [readable(text) for text in unjudged(saves, directories, loaded)]
     report.judged = _judged(report, saves, loaded, ranks, order)
     report.checkpoints = [Path(d).name for d in directories]
-    records = [rank.record for rank in ranks if rank.record]
-    if records:
-        devices = [r["device"] for r in records]
-        backend = records[0]["backend"] or "no process group"
-        count = f"{len(devices)} × " if devices[0] != "CPU" else ""
-        report.device = f"{count}{devices[0]}, {backend}"
-        report.torch = records[0]["torch"]
+    if records := [rank.record for rank in ranks if rank.record]:
+        device, backend = records[0]["device"], records[0]["backend"] or "no process group"
+        count = f"{len(records)} × " if device != "CPU" else ""
+        report.device, report.torch = f"{count}{device}, {backend}", records[0]["torch"]
 
 
-def _first(found: list[str], most: int = 3) -> str:
-    more = f"; {len(found) - most} more" if found[most:] else ""
-    return "; ".join(found[:most]) + more
-
-
-def _divide_writes(report: Report, outcome: dict, ranks: list) -> None:
-    """Leave what is a failure in ``outcome`` and the records; caches go into the notes.
+def _written(outcome: dict, ranks: list[Rank]) -> tuple[list[str], list[str]]:
+    """What was written to caches, and elsewhere.
 
     Where places were private, what was left in them counts, not what was ever opened there.
     """
-    caches, private = _caches(), tuple(f"{place}/" for place in outcome["private"])
-    cached = [path for path in outcome["written"] if path.startswith(caches)]
-    outcome["written"] = [path for path in outcome["written"] if path not in cached]
-    for rank in ranks:
-        if rank.record is not None:
-            seen = rank.record.get("wrote_elsewhere", [])
-            cached += [p for p in seen if p.startswith(caches) and p not in cached]
-            left = [p for p in seen if not p.startswith((*caches, *private))]
-            rank.record["wrote_elsewhere"] = left
-    if cached:
-        report.notes.append(f"written to caches: {_first(cached)}")
-    if not private:
-        report.notes.append(
-            "not judged: files that C++ code or subprocesses write outside the run's directory, "
-            "for this system lets nobody make private mounts"
-        )
+    private = tuple(f"{place}/" for place in outcome["private"])
+    seen = {path for rank in ranks for path in (rank.record or {}).get("wrote_elsewhere", [])}
+    cached = {path for path in [*outcome["written"], *seen] if path.startswith(_caches())}
+    seen = {path for path in seen if not path.startswith(private)} | set(outcome["written"])
+    return sorted(cached), sorted(seen - cached)
 
 
-def _judged(report: Report, saves: list, loaded: dict, ranks: list, order: bool) -> dict:
+def _judged(
+    report: Report, saves: list[SavedState], loaded: dict, ranks: list[Rank], order: bool
+) -> dict:
     """What a pass rests on."""
-    answers = [
-        a["leaves"] for by_name in loaded.values() for a in by_name.values() if "leaves" in a
-    ]
-    leaves = [leaf for answer in answers for leaf in answer.values()]
+    answers = [answer for by_name in loaded.values() for answer in by_name.values()]
+    leaves = [leaf for answer in answers for leaf in answer.get("leaves", {}).values()]
     judged: dict[str, int | str] = {"saves": len(saves)}
     if leaves:
         judged["leaves"] = len(leaves)
@@ -538,17 +487,11 @@ def _judged(report: Report, saves: list, loaded: dict, ranks: list, order: bool)
     if records:
         judged["streams"] = max(record["streams"] for record in records)
         judged["accesses"] = sum(record["accesses"] for record in records)
-    if records and not judged["streams"]:
-        report.notes.append("no stream was made, so there was no order to judge")
-    if order and not records:
+        if not judged["streams"]:
+            report.notes.append("no stream was made, so there was no order to judge")
+    elif order:
         report.notes.append("stream order is not judged where there is an accelerator")
     return judged
 
 
-def _readable(text: str, replaced: dict[str, str]) -> str:
-    for old, new in replaced.items():
-        text = text.replace(old, new)
-    return text
-
-
-__all__ = ["KINDS", "Failure", "Report", "load_back", "run", "warm_server"]
+__all__ = ["KINDS", "Failure", "Report", "load_back", "run"]

@@ -16,14 +16,13 @@ ends with an error. ``-D execute_recipes=0`` executes nothing, and the pages say
 """
 
 import difflib
-import hashlib
 import json
 import logging as python_logging
 import os
 import re
 import time
 from concurrent.futures import ThreadPoolExecutor
-from dataclasses import dataclass, field, replace
+from dataclasses import asdict, dataclass, field, replace
 from functools import cache, partial
 from pathlib import Path
 
@@ -41,7 +40,6 @@ from rankproof.kept import KeptRun
 from rankproof.recipe import (
     Control,
     Recipe,
-    RecipeError,
     Settings,
     code_hashes,
     discover,
@@ -79,47 +77,37 @@ class RecipeRuns:
     recipe: Recipe
     report: Report | None = None
     controls: dict[str, Report] = field(default_factory=dict)
-    misfits: dict[str, str] = field(default_factory=dict)
-    """Why an edit could not be made, by the control's name."""
     executed: int = 0
     seconds: float = 0.0
 
     @property
     def fingerprint(self) -> str:
         """Changes when anything that the page shows of these runs changes."""
-        shown = [
-            self.report and self.report.to_dict(),
-            {name: report.to_dict() for name, report in self.controls.items()},
-            self.misfits,
-            [(control.name, control.says) for control in self.recipe.controls],
-            verified_records(self.recipe.name),
-        ]
-        return sha256(json.dumps(shown, sort_keys=True, default=str))
+        reports = [asdict(report) for report in (self.report, *self.controls.values()) if report]
+        says = [(control.name, control.says) for control in self.recipe.controls]
+        return repr([reports, says, verified_records(self.recipe.name)])
+
+    def caught(self, control: Control) -> bool:
+        report = self.controls.get(control.name)
+        return report is not None and control.caught(report.kinds)
 
     def problems(self) -> list[str]:
         """What must end the build, in words."""
-        found = []
-        if self.report is not None and not self.report.ok:
-            found.append(self.report.describe())
-        found += [f"{self.recipe.path.name}: {misfit}" for misfit in self.misfits.values()]
+        found = [self.report.describe()] if self.report and not self.report.ok else []
         for control in self.recipe.controls:
             report = self.controls.get(control.name)
-            if report is not None and not control.caught(report.kinds):
+            if report is not None and not self.caught(control):
+                observed = ", ".join(f"{f.kind} ({f.text})" for f in report.failures)
                 found.append(
                     f"{self.recipe.path.name}: the control {control.name!r} was not caught: "
                     f"expected {' or '.join(sorted(control.fails))}, observed "
-                    f"{', '.join(sorted(report.kinds)) or 'no failure'}\n"
-                    f"run it again: {report.command}"
+                    f"{observed or 'no failure'}\nrun it again: {report.command}"
                 )
         return found
 
 
 # ---------------------------------------------------------------------------------------------
 # Running what is stale
-
-
-def sha256(*parts: str) -> str:
-    return hashlib.sha256("\0".join(parts).encode()).hexdigest()
 
 
 def page_ranks(recipe: Recipe) -> int:
@@ -136,19 +124,17 @@ def page_ranks(recipe: Recipe) -> int:
     return max(int(wanted), recipe.min_ranks)
 
 
-def kept_run(
-    runs: RecipeRuns, store: Path, launcher: str, ranks: int, control: Control | None
-) -> Report:
-    """The report of one run, from ``store`` if it is fresh there, else by running it now."""
-    recipe, kept = runs.recipe, KeptRun(store, runs.recipe, ranks, control, launcher)
+def kept_run(runs: RecipeRuns, kept: KeptRun) -> Report:
+    """The report of one run, as it is kept if that is fresh, else by running it now."""
     if report := kept.report():
         return report
-    started = time.monotonic()
+    started, control = time.monotonic(), kept.control
     report = kept.run()
     seconds = time.monotonic() - started
     verdict = ("caught" if control else "passed") if kept.as_it_must(report) else "FAILED"
-    what = f"with the edit {control.name!r}" if control else f"on {ranks} rank{'s' * (ranks > 1)}"
-    logger.info(f"  {recipe.name} {what}: {bold(verdict)} in {seconds:.1f} s")
+    on = f"on {kept.ranks} rank{'s' * (kept.ranks > 1)}"
+    what = f"with the edit {control.name!r}" if control else on
+    logger.info(f"  {runs.recipe.name} {what}: {bold(verdict)} in {seconds:.1f} s")
     runs.executed += 1
     runs.seconds += seconds
     return report
@@ -194,17 +180,11 @@ def run_stale_recipes(app: Sphinx) -> None:
 
 def run_stale(runs: RecipeRuns, store: Path, launcher: str) -> None:
     """Run one recipe and, if it passes, its negative controls, as far as they are stale."""
-    recipe = runs.recipe
-    runs.report = kept_run(runs, store, launcher, page_ranks(recipe), None)
-    if not runs.report.ok:
-        return
-    for control in recipe.controls:
-        try:
-            found = kept_run(runs, store, launcher, control.ranks, control)
-            runs.controls[control.name] = found
-        except RecipeError as error:
-            logger.info(f"  {recipe.name} with the edit {control.name!r}: {bold('FAILED')}")
-            runs.misfits[control.name] = str(error)
+    ranks = page_ranks(runs.recipe)
+    runs.report = kept_run(runs, KeptRun(store, runs.recipe, ranks, None, launcher))
+    for control in runs.recipe.controls if runs.report.ok else ():
+        kept = KeptRun(store, runs.recipe, control.ranks, control)
+        runs.controls[control.name] = kept_run(runs, kept)
 
 
 def outdated_pages(app: Sphinx, env, added, changed, removed) -> list[str]:
@@ -352,18 +332,15 @@ def verified_records(name: str) -> list[tuple[dict[str, str], bool, str, str]]:
 
 
 def badge(recipe: Recipe) -> nodes.Node:
-    current = code_hashes(recipe.path)
-    lines = []
+    current, lines = code_hashes(recipe.path), []
     for hashes, ok, where, date in verified_records(recipe.name):
-        if hashes == current and ok:
-            lines.append(("verified", f"Verified on {where}, this code, {date}"))
-        elif hashes == current:
-            lines.append(("failed", f"Fails on {where}, this code, {date}"))
+        if hashes == current:
+            css, says = ("verified", "Verified on") if ok else ("failed", "Fails on")
+            lines.append((css, f"{says} {where}, this code, {date}"))
         elif ok:
             lines.append(("earlier", f"Verified on an earlier version: {where}, {date}"))
-    if not lines:
-        said = "Not yet verified: “make verify” has not run this code on an accelerator"
-        lines = [("unverified", said)]
+    unseen = "Not yet verified: “make verify” has not run this code on an accelerator"
+    lines = lines or [("unverified", unseen)]
     return div("verification", *(paragraph(text, f"badge badge-{css}") for css, text in lines))
 
 
@@ -377,19 +354,15 @@ class BuildSummary(SphinxDirective):
         if not reports:
             return [paragraph("Nothing was executed for these pages.", "build-summary")]
         passed = sum(report.ok for report in reports)
-        controls = [(control, runs) for runs in all_runs for control in runs.recipe.controls]
-        found = sum(
-            control.name in runs.controls and control.caught(runs.controls[control.name].kinds)
-            for control, runs in controls
-        )
+        controls = [(runs, control) for runs in all_runs for control in runs.recipe.controls]
+        found = sum(runs.caught(control) for runs, control in controls)
         ranks = " or ".join(str(n) for n in sorted({report.ranks for report in reports}))
         devices = {report.device.partition(",")[0] for report in reports}  # without the backend
-        where = ", ".join(
-            sorted(filter(None, devices | {f"torch {r.torch}" for r in reports if r.torch}))
-        )
+        torches = {report.torch and f"torch {report.torch}" for report in reports}
         text = (
             f"For these pages {passed} of {len(all_runs)} recipes passed on {ranks} ranks, and "
-            f"{found} of {len(controls)} deliberate faults in them were caught ({where})."
+            f"{found} of {len(controls)} deliberate faults in them were caught "
+            f"({', '.join(sorted(filter(None, devices | torches)))})."
         )
         css = "build-summary" if passed == len(all_runs) and found == len(controls) else "bad"
         return [paragraph(text, f"build-summary {css}")]
@@ -420,34 +393,25 @@ class RecipeControls(RecipeDirective):
         if not runs.recipe.controls:
             raise self.error(f"tests/controls/{runs.recipe.name}.toml has no controls to show.")
         self.env.metadata[self.env.docname]["shows_controls"] = True
-        return [
-            self.control(control, runs.controls.get(control.name), runs.misfits.get(control.name))
-            for control in runs.recipe.controls
-        ]
+        return [self.control(control, runs) for control in runs.recipe.controls]
 
-    def control(self, control: Control, report: Report | None, misfit: str | None) -> nodes.Node:
+    def control(self, control: Control, runs: RecipeRuns) -> nodes.Node:
         says, messages = self.state.inline_text(control.says, self.lineno)
-        observed: list[nodes.Node]
-        if misfit is not None:
-            observed = [paragraph(misfit, "verdict verdict-missed")]
-        elif report is None:
+        report = runs.controls.get(control.name)
+        if report is None:
             observed = [paragraph("Not executed for this page.", "verdict")]
-        elif control.caught(report.kinds):
+        elif runs.caught(control):
             title = f"Caught on {conditions(report)}"
             observed = [paragraph(title, "verdict"), failure_block(report.failures[0])]
         else:
-            observed = [
-                paragraph(
-                    "Not caught: the recipe does not need this line, or its checks are blind.",
-                    "verdict verdict-missed",
-                ),
-                *(failure_block(failure) for failure in report.failures),
-            ]
+            missed = "Not caught: the recipe does not need this line, or its checks are blind."
+            observed = [paragraph(missed, "verdict verdict-missed")]
+            observed += [failure_block(failure) for failure in report.failures]
         return div(
             "recipe-control",
             nodes.paragraph("", "", nodes.strong("", "", *says), classes=["control-says"]),
             *messages,
-            code(diff(self.runs().recipe.path, control), "diff"),
+            code(diff(runs.recipe.path, control), "diff"),
             *observed,
         )
 
@@ -472,78 +436,54 @@ def place(app: Sphinx, doctree: nodes.document) -> None:
         return
     title_section = next(doctree.findall(nodes.section), None)
     if title_section is None:
-        logger.error(
-            "%s has no title: underline the first line of its docstring with =====",
-            runs.recipe.path.name,
-            location=page,
-        )
+        file = runs.recipe.path.name
+        text = "%s has no title: underline the first line of its docstring with ====="
+        logger.error(text, file, location=page)
         return
-    blocks = [
-        block
-        for block in doctree.findall(nodes.literal_block)
-        if block.get("language", "").lower() == "python"
+    last = [b for b in doctree.findall(nodes.literal_block) if b["language"].lower() == "python"][
+        -1
     ]
-    last = blocks[-1]
     last.parent.insert(last.parent.index(last) + 1, output_of(runs))
-
     if app.config.rankproof_header:
         add_header(runs, doctree, title_section)
     if runs.report is not None and not runs.report.ok:
         link = nodes.reference("", "what every rank printed", refid="recipe-failed", internal=True)
-        warning = nodes.paragraph(
-            "",
-            "",
-            nodes.Text("This recipe failed when this page was built: see "),
-            link,
-            nodes.Text("."),
-        )
-        title_section.insert(1, nodes.danger("", warning))
-
+        text = nodes.Text("This recipe failed when this page was built: see ")
+        title_section.insert(1, nodes.danger("", nodes.paragraph("", "", text, link)))
     if runs.recipe.controls and not app.env.metadata[page].get("shows_controls"):
-        logger.warning(
-            "%s has controls that its page does not show: place “.. recipe-controls::”",
-            runs.recipe.name,
-            location=page,
-        )
+        text = "%s has controls that its page does not show: place “.. recipe-controls::”"
+        logger.warning(text, runs.recipe.name, location=page)
 
 
 def add_header(runs: RecipeRuns, doctree: nodes.document, title_section: nodes.section) -> None:
     """Put command and file under the title, and sphinx-gallery's own links away."""
     downloads = list(doctree.findall(addnodes.download_reference))
     own = next(node for node in downloads if node["reftarget"].endswith(".py"))
-    title_section.insert(1, header_of(runs, own))
-    for kind, css in (
-        (nodes.note, "sphx-glr-download-link-note"),
-        (nodes.container, "sphx-glr-download-zip"),
-    ):
-        for node in list(doctree.findall(kind)):
-            if css in node["classes"]:
-                node.parent.remove(node)
+    title_section.insert(1, header_of(runs.recipe, own))
+    for node in list(doctree.findall(nodes.Element)):
+        if {"sphx-glr-download-link-note", "sphx-glr-download-zip"} & set(node.get("classes", ())):
+            node.parent.remove(node)
 
 
-def header_of(runs: RecipeRuns, download: nodes.Node) -> nodes.Node:
+def header_of(recipe: Recipe, download: nodes.Element) -> nodes.Node:
     """How to run the recipe, and the file."""
-    recipe = runs.recipe
     command = f"torchrun --nproc-per-node={page_ranks(recipe)} {recipe.path.name}"
     link = download.deepcopy()
     link.children = [nodes.inline("", f"Download {recipe.path.name}", classes=["download"])]
     line = nodes.paragraph("", "", link, classes=["recipe-files"])
     neighbours = with_imports(recipe.path)[1:]
-    if neighbours:
-        line += nodes.Text(" and put beside it ")
-        for number, path in enumerate(neighbours):
-            line += nodes.Text(", " if number else "")
-            other = addnodes.download_reference(
-                "",
-                "",
-                nodes.literal("", path.name),
-                refdoc=download["refdoc"],
-                reftarget=os.path.relpath(path, recipe.path.parent),
-                refexplicit=False,
-                refwarn=False,
-            )
-            line += other
-        line += nodes.Text(", which it imports")
+    for number, path in enumerate(neighbours):
+        line += nodes.Text(", " if number else " and put beside it ")
+        line += addnodes.download_reference(
+            "",
+            "",
+            nodes.literal("", path.name),
+            refdoc=download["refdoc"],
+            reftarget=os.path.relpath(path, recipe.path.parent),
+            refexplicit=False,
+            refwarn=False,
+        )
+    line += nodes.Text(", which it imports" if neighbours else "")
     return div("recipe-header", code(command, "bash", copy=True), line)
 
 

@@ -46,20 +46,19 @@ The model, which is that of a CUDA program:
 import concurrent.futures
 import contextlib
 import queue
-import sys
-import sysconfig
 import threading
 import weakref
 from collections.abc import Callable, Iterable, Iterator
 from concurrent.futures import Future, ThreadPoolExecutor
 from dataclasses import dataclass, replace
 from pathlib import Path
-from types import FrameType
 
 import torch
 from torch._subclasses.fake_tensor import FakeTensor
 from torch.multiprocessing.reductions import StorageWeakRef
 from torch.utils._python_dispatch import TorchDispatchMode
+
+from rankproof.imports import called_by_recipe, frames, recipe_line
 
 Clock = dict[int, int]  # lane -> number of its accesses that are complete
 Range = tuple[int, int]  # first address, address behind the last
@@ -73,23 +72,11 @@ HOST_WAITS = ("_local_scalar_dense", "equal", "nonzero", "is_nonzero")
 STAGING_FILES = ("_state_dict_utils.py", "_state_dict_stager.py")
 UNANNOTATED = ("c10d", "fsdp")  # their schemas do not mark what is written
 
-FACTORIES = (
-    "tensor",
-    "as_tensor",
-    "from_numpy",
-    "arange",
-    "full",
-    "ones",
-    "zeros",
-    "rand",
-    "randn",
-)
-FACTORIES += ("randint", "randperm", "linspace", "eye")
+FACTORIES = ("tensor", "as_tensor", "from_numpy", "arange", "linspace", "eye", "full", "ones")
+FACTORIES += ("zeros", "rand", "randn", "randint", "randperm")
 PLAIN = frozenset((torch.Tensor, torch.nn.Parameter))
 TORCH = str(Path(torch.__file__).parent)
 DISPATCHERS = tuple(f"{TORCH}/{name}" for name in ("_dynamo", "_compile.py", "utils/_"))
-LEDGER = str(Path(__file__).with_name("ledger.py"))
-NOT_THE_RECIPE = (TORCH, sysconfig.get_path("stdlib"), str(Path(__file__).parent), "<")
 
 
 @dataclass(frozen=True)
@@ -332,34 +319,9 @@ def bytes_in_common(a: tuple[Range, ...], b: tuple[Range, ...]) -> int:
     return common
 
 
-def frames() -> Iterator[FrameType]:
-    frame = sys._getframe(1)
-    while frame is not None:
-        yield frame
-        frame = frame.f_back
-
-
-def recipe_line() -> str | None:
-    """The innermost line outside torch, the standard library and the harness."""
-    for frame in frames():
-        if not frame.f_code.co_filename.startswith(NOT_THE_RECIPE):
-            return f"{Path(frame.f_code.co_filename).name}:{frame.f_lineno}"
-    return None
-
-
-def called_by_recipe() -> bool:
-    """Whether the operator was called by the recipe's own line, not by torch or the harness."""
-    for frame in frames():
-        name = frame.f_code.co_filename
-        if name != __file__ and not name.startswith(DISPATCHERS):
-            return not name.startswith(NOT_THE_RECIPE)
-    return False
-
-
 def torch_line() -> str:
-    for frame in frames():
-        name = frame.f_code.co_filename
-        if name.startswith(TORCH) and not name.startswith(DISPATCHERS):
+    for frame in frames(DISPATCHERS):
+        if (name := frame.f_code.co_filename).startswith(TORCH):
             return f"torch/{Path(name).relative_to(TORCH)}:{frame.f_lineno}"
     return "unknown line"
 
@@ -440,10 +402,8 @@ class HostThread(Stream):
         self.clock[self.lane] += 1
 
     def line(self) -> str:
-        line = recipe_line()
-        if line:
-            return line
-        return f"{torch_line()} (thread started at {self.origin})" if self.origin else torch_line()
+        started = f" (thread started at {self.origin})" if self.origin else ""
+        return recipe_line() or torch_line() + started
 
 
 class Event:
@@ -560,7 +520,7 @@ class OrderMode(TorchDispatchMode):
                     recorder.access(name, tensor, True, lane, where)
                     if by_host:
                         recorder.region_of(tensor.untyped_storage()).on_host = True
-            if (name in HOST_WAITS and called_by_recipe()) or self.waits_for_copy(
+            if (name in HOST_WAITS and called_by_recipe(DISPATCHERS)) or self.waits_for_copy(
                 name, args, kwargs, transfer=True in places
             ):
                 host.learn(lane.clock)
@@ -578,158 +538,139 @@ def is_written(func, argument) -> bool:
     return argument.alias_info is not None and argument.alias_info.is_write
 
 
-# -- what carries knowledge between threads -------------------------------------------------------
+# -- what is watched beside operators -------------------------------------------------------------
 
 
-def patch(recorder: Recorder, owner: object, name: str, make: Callable) -> None:
-    """Replace ``owner.name`` by ``make(original)`` until the recorder is uninstalled."""
+def watch(
+    recorder: Recorder,
+    owner: object,
+    name: str,
+    before: Callable | None = None,
+    after: Callable | None = None,
+) -> None:
+    """Call ``before(*args, **kwargs)`` and ``after(first argument, result)`` around
+    ``owner.name``; what ended by an exception has the result True."""
     original = getattr(owner, name)
-    setattr(owner, name, make(original))
+
+    def call(*args, **kwargs):
+        result = True
+        if before:
+            before(*args, **kwargs)
+        try:
+            result = original(*args, **kwargs)
+            return result
+        finally:
+            if after:
+                after(args[0] if args else None, result)
+
+    replace_until_the_end(recorder, owner, name, call)
+
+
+def replace_until_the_end(recorder: Recorder, owner: object, name: str, by: object) -> None:
+    original = getattr(owner, name)
+    setattr(owner, name, by)
     recorder.undo.append(lambda: setattr(owner, name, original))
 
 
-def give(recorder: Recorder, carrier: object) -> None:
-    """What this thread knows now, whoever takes from ``carrier`` will know."""
-    with recorder.lock:
-        clock = carrier.__dict__.setdefault("order_clock", {})
-        join(clock, recorder.this_thread().clock)
-
-
-def take(recorder: Recorder, carrier: object) -> None:
-    recorder.this_thread().learn(getattr(carrier, "order_clock", {}))
-
-
-def gives(recorder: Recorder) -> Callable:
-    def make(original):
-        def call(self, *args, **kwargs):
-            give(recorder, self)
-            return original(self, *args, **kwargs)
-
-        return call
-
-    return make
-
-
-def takes(recorder: Recorder, when: Callable[[object], bool] = lambda result: True) -> Callable:
-    def make(original):
-        def call(self, *args, **kwargs):
-            taken = True
-            try:
-                result = original(self, *args, **kwargs)
-                taken = when(result)
-                return result
-            finally:
-                if taken:
-                    take(recorder, self)
-
-        return call
-
-    return make
-
-
-def asked_by_recipe(done: bool) -> bool:
-    """Whether the recipe itself learns that a future is done; torch and the harness ask by luck."""
-    asker = sys._getframe(2)
-    while asker.f_code.co_filename == LEDGER:  # it passes the recipe's question on
-        asker = asker.f_back
-    return done and not asker.f_code.co_filename.startswith(NOT_THE_RECIPE)
-
-
 def watch_threads(recorder: Recorder) -> None:
-    def start(original):
-        def call(self):
-            self.order_origin = recorder.this_thread().line()
-            self.order_clock = dict(recorder.this_thread().clock)
-            run = self.run
+    """What a thread knew when it gave something, whoever takes that will know."""
 
-            def watched() -> None:
-                recorder.enter_thread(self)
-                with OrderMode(recorder):
-                    try:
-                        run()
-                    finally:
-                        give(recorder, self)
+    def give(carrier: object, *_: object, **__: object) -> None:
+        with recorder.lock:
+            clock = carrier.__dict__.setdefault("order_clock", {})
+            join(clock, recorder.this_thread().clock)
 
-            self.run = watched
-            return original(self)
+    def take(carrier: object, taken: object) -> None:
+        if taken:
+            recorder.this_thread().learn(getattr(carrier, "order_clock", {}))
 
-        return call
+    def start(thread: threading.Thread) -> None:
+        thread.order_origin = recorder.this_thread().line()
+        give(thread)
+        run = thread.run
 
-    def submit(original):
-        def call(self, fn, /, *args, **kwargs):
-            clock, line = dict(recorder.this_thread().clock), recorder.this_thread().line()
+        def watched() -> None:
+            recorder.enter_thread(thread)
+            with OrderMode(recorder):
+                try:
+                    run()
+                finally:
+                    give(thread)
 
-            def work(*args, **kwargs):
-                thread = recorder.this_thread()
-                thread.learn(clock)
-                thread.origin = line
-                return fn(*args, **kwargs)
+        thread.run = watched
 
-            return original(self, work, *args, **kwargs)
+    def submit(self, fn, /, *args, **kwargs):
+        clock, line = dict(recorder.this_thread().clock), recorder.this_thread().line()
 
-        return call
-
-    def wait(original):
-        def call(fs: Iterable[Future], *args, **kwargs):
-            result = original(fs, *args, **kwargs)
-            for future in result.done:
-                take(recorder, future)
-            return result
-
-        return call
-
-    patch(recorder, threading.Thread, "start", start)
-    patch(recorder, threading.Thread, "join", takes(recorder))
-    patch(recorder, ThreadPoolExecutor, "submit", submit)
-    patch(recorder, Future, "set_result", gives(recorder))
-    patch(recorder, Future, "set_exception", gives(recorder))
-    patch(recorder, Future, "result", takes(recorder))
-    patch(recorder, Future, "exception", takes(recorder))
-    patch(recorder, Future, "done", takes(recorder, asked_by_recipe))
-    patch(recorder, concurrent.futures, "wait", wait)
-    patch(recorder, threading.Event, "set", gives(recorder))
-    patch(recorder, threading.Event, "wait", takes(recorder, bool))
-    patch(recorder, threading.Event, "is_set", takes(recorder, bool))
-    patch(recorder, queue.Queue, "put", gives(recorder))
-    patch(recorder, queue.Queue, "get", takes(recorder))
-
-
-def watch_host_memory(recorder: Recorder) -> None:
-    def frombuffer(original):
-        def call(*args, **kwargs):
-            tensor = original(*args, **kwargs)
-            with recorder.lock:
-                recorder.region_of(tensor.untyped_storage()).on_host = True
-            return tensor
-
-        return call
-
-    patch(recorder, torch, "frombuffer", frombuffer)
-
-
-def watch_save(recorder: Recorder) -> None:
-    """``torch.save`` reads storages without an operator; on the main thread it waits for them."""
-
-    def save(original):
-        def call(obj, *args, **kwargs):
+        def work(*args, **kwargs):
             thread = recorder.this_thread()
-            if thread.is_main:
+            thread.learn(clock)
+            thread.origin = line
+            return fn(*args, **kwargs)
+
+        return plain_submit(self, work, *args, **kwargs)
+
+    def waited(_: object, result: object) -> None:
+        for future in getattr(result, "done", ()):
+            take(future, True)
+
+    plain_submit = ThreadPoolExecutor.submit
+    replace_until_the_end(recorder, ThreadPoolExecutor, "submit", submit)
+    watch(recorder, threading.Thread, "start", before=start)
+    watch(recorder, concurrent.futures, "wait", after=waited)
+    watch(recorder, Future, "done", after=lambda f, done: take(f, done and called_by_recipe()))
+    for owner, name in ((Future, "set_result"), (Future, "set_exception")):
+        watch(recorder, owner, name, before=give)
+    for owner, name in ((threading.Event, "set"), (queue.Queue, "put")):
+        watch(recorder, owner, name, before=give)
+    for name in ("wait", "is_set"):
+        watch(recorder, threading.Event, name, after=take)
+    for owner, name in ((threading.Thread, "join"), (queue.Queue, "get"), (Future, "result")):
+        watch(recorder, owner, name, after=lambda carrier, _: take(carrier, True))
+    watch(recorder, Future, "exception", after=lambda future, _: take(future, True))
+
+
+def watch_memory(recorder: Recorder) -> None:
+    """Reads and writes that are no operators, and where memory comes from and goes to."""
+
+    def on_host(_: object, tensor: torch.Tensor) -> None:
+        if isinstance(tensor, torch.Tensor):
+            recorder.region_of(tensor.untyped_storage()).on_host = True
+
+    def reads(name: str, tensors: Iterable[torch.Tensor]) -> None:
+        """On the calling thread: host memory as it is by now, a device's after waiting."""
+        thread = recorder.this_thread()
+        with recorder.lock:
+            tensors = list(tensors)
+            waits = thread.is_main or name != "torch.save"
+            if waits and not all(map(recorder.on_host, tensors)):
                 thread.learn(thread.current.clock)
+            thread.launch(thread)
+            for tensor in tensors:
+                recorder.access(name, tensor, False, thread, thread.line())
+
+    def read(name: str) -> Callable:
+        def before(tensor: torch.Tensor, *_: object, **__: object) -> None:
+            if type(tensor) in PLAIN and called_by_recipe(DISPATCHERS):
+                reads(name, [tensor])
+
+        return before
+
+    def resize(storage: torch.UntypedStorage, size: int) -> None:
+        """Shrinking a storage gives its memory back, in the order of the current lane."""
+        if size < storage.nbytes() and storage.device.type == "cpu":
+            thread = recorder.this_thread()
+            whole = torch.empty(0, dtype=torch.uint8).set_(storage)
             with recorder.lock:
-                HostThread.launch(thread, thread)
-                for tensor in tensors_in(obj):
-                    recorder.access("torch.save", tensor, False, thread, thread.line())
-            return original(obj, *args, **kwargs)
+                thread.current.launch(thread)
+                recorder.access("resize_", whole, True, thread.current, thread.line())
+                recorder.region_of(storage).home = None  # given back, in order, now
 
-        return call
+    def record_stream(tensor: torch.Tensor, stream: Stream) -> None:
+        with recorder.lock:
+            recorder.region_of(tensor.untyped_storage()).used_by.add(stream.lane)
 
-    patch(recorder, torch, "save", save)
-
-
-def watch_host_values(recorder: Recorder) -> None:
-    """What is made without a ``device`` is made by the host, complete when the call returns."""
-
-    def make(original):
+    def make(original: Callable) -> Callable:
         def call(*args, **kwargs):
             thread = recorder.this_thread()
             before = thread.makes_host_values
@@ -741,62 +682,14 @@ def watch_host_values(recorder: Recorder) -> None:
 
         return call
 
-    for name in FACTORIES:
-        patch(recorder, torch, name, make)
-
-
-def watch_reads(recorder: Recorder) -> None:
-    """``tolist`` and ``numpy`` read on the calling thread: host memory as it is by then, device
-    memory after waiting for the current stream."""
-
-    def make(original):
-        def call(self, *args, **kwargs):
-            if type(self) in PLAIN and called_by_recipe():
-                thread = recorder.this_thread()
-                with recorder.lock:
-                    if not recorder.on_host(self):
-                        thread.learn(thread.current.clock)
-                    HostThread.launch(thread, thread)
-                    recorder.access(original.__name__, self, False, thread, thread.line())
-            return original(self, *args, **kwargs)
-
-        return call
-
+    watch(recorder, torch, "frombuffer", after=on_host)
+    watch(recorder, torch, "save", before=lambda o, *_, **__: reads("torch.save", tensors_in(o)))
     for name in ("tolist", "numpy"):
-        patch(recorder, torch.Tensor, name, make)
-
-
-def watch_record_stream(recorder: Recorder) -> None:
-    """Memory that ``record_stream`` names is given back behind that stream's work."""
-
-    def make(original):
-        def call(self, stream):
-            with recorder.lock:
-                recorder.region_of(self.untyped_storage()).used_by.add(stream.lane)
-
-        return call
-
-    patch(recorder, torch.Tensor, "record_stream", make)
-
-
-def watch_release(recorder: Recorder) -> None:
-    """Shrinking a storage gives its memory back, in the order of the current lane."""
-
-    def resize(original):
-        def call(self, size):
-            if size < self.nbytes() and self.device.type == "cpu":
-                thread = recorder.this_thread()
-                whole = torch.empty(0, dtype=torch.uint8).set_(self)
-                with recorder.lock:
-                    lane = thread.current
-                    lane.launch(thread)
-                    recorder.access("resize_", whole, True, lane, thread.line())
-                    recorder.region_of(self).home = None  # given back, in order, now
-            return original(self, size)
-
-        return call
-
-    patch(recorder, torch.UntypedStorage, "resize_", resize)
+        watch(recorder, torch.Tensor, name, before=read(name))
+    watch(recorder, torch.UntypedStorage, "resize_", before=resize)
+    replace_until_the_end(recorder, torch.Tensor, "record_stream", record_stream)
+    for name in FACTORIES:
+        replace_until_the_end(recorder, torch, name, make(getattr(torch, name)))
 
 
 def install() -> Recorder:
@@ -812,18 +705,12 @@ def install() -> Recorder:
         raise RuntimeError("stream order is recorded on machines without an accelerator only")
     recorder = Recorder()
     RECORDERS.append(recorder)
-    here = sys.modules[__name__]
-    for name in ("Stream", "Event", "stream", "current_stream", "synchronize"):
-        patch(recorder, torch.cpu, name, lambda _, name=name: getattr(here, name))
-    for name in ("Stream", "Event"):
-        patch(recorder, torch, name, lambda _, name=name: getattr(here, name))
+    for stand_in in (Stream, Event, stream, current_stream, synchronize):
+        replace_until_the_end(recorder, torch.cpu, stand_in.__name__, stand_in)
+    for stand_in in (Stream, Event):
+        replace_until_the_end(recorder, torch, stand_in.__name__, stand_in)
     watch_threads(recorder)
-    watch_host_memory(recorder)
-    watch_save(recorder)
-    watch_host_values(recorder)
-    watch_reads(recorder)
-    watch_record_stream(recorder)
-    watch_release(recorder)
+    watch_memory(recorder)
     mode = OrderMode(recorder)
     mode.__enter__()
     recorder.undo.append(lambda: mode.__exit__(None, None, None))

@@ -1,5 +1,7 @@
 """Run every recipe on the accelerators that are there, and write down which code passed.
 
+    python tests/verify.py [--ranks 1 2 4] [--stale]    # make verify
+
 Torch and the standard library are enough. The saves run behind queued work
 (:func:`rankproof.gates.queue_work`), which no CPU can imitate: a copy that is not ordered after the
 optimizer step takes the weights of the step before. Controls of that order must be caught.
@@ -9,6 +11,7 @@ by time, whether its copies hide behind its kernels, say, then judges its neighb
 recipe that failed beside others is run once more by itself, and what that run says counts.
 """
 
+import argparse
 import json
 import os
 import subprocess
@@ -18,8 +21,11 @@ from concurrent.futures import ThreadPoolExecutor, as_completed
 from datetime import date
 from pathlib import Path
 
-from rankproof.recipe import Recipe, RecipeError, code_hashes, discover
-from rankproof.run import Report, run
+REPO = Path(__file__).resolve().parent.parent
+sys.path.insert(0, str(REPO))
+
+from harness.recipe import Recipe, RecipeError, code_hashes, discover  # noqa: E402
+from harness.run import Report, run  # noqa: E402
 
 WORLD_SIZES = (1, 2, 4)
 ON_DEVICE = frozenset({"raised", "checkpoint_wrong"})  # how a missing order shows in real streams
@@ -142,3 +148,20 @@ def verify(
         print(f"wrote {file}; failed: {', '.join(failed) or 'none'}", flush=True)
         status |= bool(failed)
     return int(status)
+
+
+def main() -> int:
+    parser = argparse.ArgumentParser(description=__doc__.splitlines()[0])
+    parser.add_argument("--ranks", type=int, nargs="+", default=WORLD_SIZES, help="world sizes")
+    parser.add_argument("--stale", action="store_true", help="only what changed since it passed")
+    options = parser.parse_args()
+    places = REPO / "recipes_source", REPO / "tests" / "controls", REPO / "harness" / "verified"
+    try:
+        return verify(*places, tuple(options.ranks), options.stale)
+    except RecipeError as error:
+        print(f"error: {error}", file=sys.stderr)
+        return 2
+
+
+if __name__ == "__main__":
+    sys.exit(main())
