@@ -7,7 +7,8 @@ JOBS ?= 2
 export RANKS
 
 .DEFAULT_GOAL := help
-.PHONY: help html html-noplot serve test check verify lint new-recipe readme linkcheck clean environment
+.PHONY: help html html-noplot serve test check soak installed verify lint new-recipe readme linkcheck
+.PHONY: clean environment
 
 ifeq ($(strip $(VENV)),)
 PY := $(PYTHON)
@@ -49,6 +50,9 @@ soak: environment ## Strike saves TRIALS times (500), resume, and count what is 
 	@PYTHONPATH=tests $(PY) -m faults.chaos --control
 	@PYTHONPATH=tests $(PY) -m faults.soak --trials $(or $(TRIALS),500) --seed $(or $(SEED),1)
 
+installed: environment ## Install the harness into a bare environment and use it there (weekly)
+	@$(PY) tests/installed.py $(PIP_ARGS)
+
 verify: environment ## Run the recipes on the accelerators present; write harness/verified/
 	@$(PY) tests/verify.py
 
@@ -59,6 +63,8 @@ lint: environment ## Check style, spelling, the freshness of results, the size o
 	@PYTHONPATH=. $(PY) benchmarks/readme_table.py --check
 	@$(PY) -m benchmarks.will_it_hide --check
 	@$(PY) tests/sizes.py
+	@if command -v actionlint >/dev/null; then actionlint; \
+	else echo "actionlint is not installed: .github/workflows is not checked"; fi
 
 new-recipe: ## Start a recipe that passes at once: NAME=checkpoint/my_recipe
 	@echo "$(NAME)" | grep -qE '^[a-z_]+/[a-z0-9_]+$$' || { echo "say NAME=<folder>/<name>"; exit 2; }

@@ -78,8 +78,9 @@ def main_thread_waits() -> bool:
         return False
     if any(frame.f_code is THREAD_START for frame in frames()):
         return False
-    caller = next(frames((threading.__file__,)), None)
-    return caller is not None and not caller.f_code.co_filename.startswith(torch_folder())
+    if not recipe_line():
+        return False  # the harness itself, when the script has ended
+    return not next(frames((threading.__file__,))).f_code.co_filename.startswith(torch_folder())
 
 
 def line_of(frame: FrameType) -> str:

@@ -36,6 +36,7 @@ NOT_AWAITED_HINT = (
 INCOMPLETE = ".incomplete"  # the end of the name of a save that is not complete
 MOST_SHOWN = 80  # characters of a value that differs
 LOST_PEER = re.compile(r"Connection (closed|reset) by peer|Broken pipe")
+FROM_ABOVE = (None, -15, -10)  # ends that the leader made; -10: it was asked for its stacks
 SIGNALS = {6: "SIGABRT", 9: "SIGKILL", 11: "SIGSEGV", 15: "SIGTERM"}
 
 
@@ -318,7 +319,7 @@ def judge_ranks(ranks: list[Rank], timed_out: bool, saves: list[SavedState]) -> 
         if record is None:
             failures += _judge_missing(rank, timed_out, hint)
             continue
-        if record["finished"] and (not rank.ended or rank.exit not in (None, 0, -15)):
+        if record["finished"] and (not rank.ended or rank.exit not in (0, *FROM_ABOVE)):
             failures += _judge_exit(rank, timed_out, hint)
         for error in [record["error"], *record["thread_errors"]]:
             failures += [Failure("raised", error, rank.number, hint)] if error else []
@@ -339,7 +340,7 @@ def judge_ranks(ranks: list[Rank], timed_out: bool, saves: list[SavedState]) -> 
 def _judge_missing(rank: Rank, timed_out: bool, hint: str) -> list[Failure]:
     """Why a rank left no record; nothing, if it was ended because another one had failed."""
     kind, text = "missing_record", f"ended with exit code {rank.exit}"
-    if rank.exit in (None, -15):
+    if rank.exit in FROM_ABOVE:
         if not timed_out:
             return []
         kind, text = "hung", f"still running at the deadline{_innermost(rank.stacks)}"
@@ -353,7 +354,7 @@ def _judge_missing(rank: Rank, timed_out: bool, hint: str) -> list[Failure]:
 def _judge_exit(rank: Rank, timed_out: bool, hint: str) -> list[Failure]:
     """What kept an interpreter from ending well after the recipe's last line."""
     threads = rank.record.get("threads_at_the_end")
-    if rank.exit in (None, -15) and timed_out and threads and "in _shutdown" in _main(rank.stacks):
+    if rank.exit in FROM_ABOVE and timed_out and threads and "in _shutdown" in _main(rank.stacks):
         return [Failure("left_thread", some(threads), rank.number)]
     failures = _judge_missing(rank, timed_out, hint)
     for failure in failures:

@@ -1,0 +1,143 @@
+"""Build rankproof's wheel, install it into a bare environment, and use it there as anyone would.
+
+    python tests/installed.py [options of pip install]     # make installed
+
+A folder of scripts is judged, by the command and by the pytest plugin, and a small gallery that
+knows nothing of this repository is built with three more lines in its ``conf.py``.
+"""
+
+import json
+import os
+import subprocess
+import sys
+import tempfile
+import textwrap
+import zipfile
+from pathlib import Path
+
+ROOT = Path(__file__).resolve().parent.parent
+MOST_BYTES = 200_000
+
+SCRIPTS = {
+    "helpers.py": "def half(x):\n    return x / 2\n",
+    "saves.py": """
+        import torch
+        import torch.distributed as dist
+        import torch.distributed.checkpoint as dcp
+        from helpers import half
+
+        dist.init_process_group("gloo")
+        dcp.save({"weight": half(torch.ones(4))}, checkpoint_id="step1")
+        print("hello from rank", dist.get_rank())
+        dist.destroy_process_group()
+    """,
+    "never_awaits.py": """
+        import torch
+        import torch.distributed as dist
+        import torch.distributed.checkpoint as dcp
+
+        dist.init_process_group("gloo")
+        group = dist.new_group(backend="gloo")
+        dcp.async_save({"weight": torch.ones(4)}, checkpoint_id="step1", process_group=group)
+        dist.barrier()
+        dist.destroy_process_group()
+    """,
+}
+CONF = """
+    project = "Somebody's gallery"
+    extensions = ["sphinx_gallery.gen_gallery"]
+    sphinx_gallery_conf = {"examples_dirs": "examples", "gallery_dirs": "shown"}
+
+    extensions += ["rankproof.sphinx_ext"]
+    sphinx_gallery_conf["plot_gallery"] = False
+    rankproof_ranks = 2
+"""
+PAGE = '''
+    """
+    Hello
+    =====
+
+    Every rank says who it is.
+    """
+
+    # %%
+    # Say it
+    # ------
+
+    import os
+
+    print("hello from rank", os.environ["RANK"], "of", os.environ["WORLD_SIZE"])
+'''
+GALLERY = {
+    "conf.py": CONF,
+    "index.rst": "Somebody's gallery\n==================\n\n.. toctree::\n\n   shown/index\n",
+    "examples/GALLERY_HEADER.rst": "Examples\n========\n",
+    "examples/plot_hello.py": PAGE,
+}
+
+
+def write(folder: Path, files: dict[str, str]) -> None:
+    for name, text in files.items():
+        (folder / name).parent.mkdir(parents=True, exist_ok=True)
+        (folder / name).write_text(textwrap.dedent(text).lstrip("\n"))
+
+
+def call(*command: object, cwd: Path, status: int = 0) -> str:
+    """Run a command as somebody else would; print it and what it said."""
+    env = {k: v for k, v in os.environ.items() if not k.startswith(("PYTHON", "RANKPROOF"))}
+    done = subprocess.run([*map(str, command)], cwd=cwd, env=env, capture_output=True, text=True)
+    said = done.stdout + done.stderr
+    print(
+        f"$ {Path(command[0]).name} {' '.join(map(str, command[1:]))}\n{said[-2500:]}", flush=True
+    )
+    assert done.returncode == status, f"exit status {done.returncode}, not {status}"
+    return said
+
+
+def build_wheel(into: Path) -> Path:
+    """The wheel, at most MOST_BYTES, without a path of this repository in it."""
+    source = ROOT / "harness"
+    pip = (sys.executable, "-m", "pip", "wheel", "-q", "--no-deps", "--no-build-isolation")
+    call(*pip, "--wheel-dir", into, source, cwd=into)
+    (wheel,) = into.glob("rankproof-*.whl")
+    assert wheel.stat().st_size <= MOST_BYTES
+    with zipfile.ZipFile(wheel) as files:
+        texts = {name: files.read(name).decode() for name in files.namelist()}
+    assert not [
+        name for name, text in texts.items() if str(ROOT) in text or "recipes_source" in text
+    ]
+    print(f"{wheel.name}: {wheel.stat().st_size} bytes, {len(texts)} files")
+    return wheel
+
+
+def main(pip_options: list[str]) -> None:
+    with tempfile.TemporaryDirectory(ignore_cleanup_errors=True) as temporary:
+        root = Path(temporary)
+        wheel = build_wheel(root)
+        call(sys.executable, "-m", "venv", root / "bare", cwd=root)
+        bin = root / "bare" / "bin"
+        wanted = (f"{wheel}[pages,tests]", "numpy", *pip_options)
+        call(bin / "python", "-m", "pip", "install", "-q", *wanted, cwd=root)
+        write(root / "scripts", SCRIPTS)
+        write(root / "gallery", GALLERY)
+
+        assert "rankproof 0." in call(bin / "rankproof", "--version", cwd=root)
+        judged = call(bin / "rankproof", "run", "scripts", "--ranks", "2", cwd=root, status=1)
+        assert "saves on 2 ranks: passed\n  judged: 1 saves, 1 leaves" in judged
+        assert "never_awaited: step1: the recipe ended without having waited for it" in judged
+        assert "run it again: rankproof run scripts/never_awaits.py --ranks 2" in judged
+        one = ("run", "scripts/saves.py", "--ranks", "1", "--json")
+        assert json.loads(call(bin / "rankproof", *one, cwd=root))[0]["verdict"] == "passed"
+        tested = call(bin / "pytest", "-q", "--rankproof", "scripts", cwd=root, status=1)
+        assert "2 failed, 2 passed" in tested, "as it is, and with each write held"
+
+        build = (bin / "python", "-m", "sphinx", "-b", "html", ".", "_build/html")
+        call(*build, cwd=root / "gallery")
+        page = (root / "gallery" / "_build" / "html" / "shown" / "plot_hello.html").read_text()
+        for rank in range(2):
+            assert f"hello from rank {rank} of 2" in page
+    print("installed, judged, built: as it must be")
+
+
+if __name__ == "__main__":
+    main(sys.argv[1:])
