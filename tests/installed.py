@@ -8,6 +8,7 @@ knows nothing of this repository is built with three more lines in its ``conf.py
 
 import json
 import os
+import shutil
 import subprocess
 import sys
 import tempfile
@@ -96,7 +97,7 @@ def call(*command: object, cwd: Path, status: int = 0) -> str:
 
 def build_wheel(into: Path) -> Path:
     """The wheel, at most MOST_BYTES, without a path of this repository in it."""
-    source = ROOT / "harness"
+    source = shutil.copytree(ROOT / "harness", into / "source")  # building leaves files beside it
     pip = (sys.executable, "-m", "pip", "wheel", "-q", "--no-deps", "--no-build-isolation")
     call(*pip, "--wheel-dir", into, source, cwd=into)
     (wheel,) = into.glob("rankproof-*.whl")
