@@ -21,7 +21,7 @@ from torch.optim.optimizer import (
     register_optimizer_step_pre_hook,
 )
 
-from rankproof.imports import DCP, after_import, main_thread_waits
+from rankproof.imports import DCP, after_import, around, main_thread_waits
 from rankproof.ledger import GATE_KEY, Ledger, Save
 
 NEED_SAVES = ("hold_write", "hold_staging", "finish_staging_first")
@@ -43,13 +43,9 @@ def _when_main_thread_waits(listener: Callable[[], None]) -> None:
     Conditions are what events, queues, barriers and futures wait with.
     """
 
-    def listening(original: Callable) -> Callable:
-        def call(*args, **kwargs):
-            if main_thread_waits():
-                listener()
-            return original(*args, **kwargs)
-
-        return call
+    def waits(*_: object, **__: object) -> None:
+        if main_thread_waits():
+            listener()
 
     for owner, name in (
         (threading.Condition, "wait"),
@@ -58,7 +54,7 @@ def _when_main_thread_waits(listener: Callable[[], None]) -> None:
         (selectors.DefaultSelector, "select"),
         (time, "sleep"),
     ):
-        setattr(owner, name, listening(getattr(owner, name)))
+        around(owner, name, waits)
     register_optimizer_step_post_hook(lambda *_: listener())
 
 
@@ -193,15 +189,11 @@ def finish_staging_first(ledger: Ledger) -> None:
     """
     from torch.distributed.checkpoint.staging import DefaultStager
 
-    original = DefaultStager.stage
+    def staged(result: object, *_: object, **__: object) -> None:
+        if isinstance(result, Future):
+            wait([result])
 
-    def stage(self, state_dict, **kwargs):
-        staged = original(self, state_dict, **kwargs)
-        if isinstance(staged, Future):
-            wait([staged])
-        return staged
-
-    DefaultStager.stage = stage
+    around(DefaultStager, "stage", after=staged)
 
 
 def queue_work(ledger: Ledger) -> None:
@@ -290,29 +282,19 @@ def _take_turns(waits: Callable[[int], bool]) -> None:
         stores[:] = stores or [dist.distributed_c10d._get_default_store()]
         stores[0].set(f"turn/{rank}/{entered}", "")
 
-    def in_turn(original: Callable) -> Callable:
-        def collective(*args, **kwargs):
+    def held(*_: object, **__: object) -> None:
+        if waits(rank):
+            others = [other for other in range(ranks) if waits(other) != waits(rank)]
+            stores[0].wait([f"turn/{other}/{entered + 1}" for other in others], TURN_LIMIT)
+
+    def ends(group: dist.ProcessGroup | None = None) -> None:
+        if group is None:
             enter()
-            result = original(*args, **kwargs)
-            if waits(rank):
-                others = [other for other in range(ranks) if waits(other) != waits(rank)]
-                stores[0].wait([f"turn/{other}/{entered + 1}" for other in others], TURN_LIMIT)
-            return result
-
-        return collective
-
-    def ends(original: Callable) -> Callable:
-        def destroy_process_group(group=None):
-            if group is None:
-                enter()
-            return original(group)
-
-        return destroy_process_group
 
     for module in (dist, dist.distributed_c10d):
         for name in filter(lambda name: hasattr(module, name), COLLECTIVES):
-            setattr(module, name, in_turn(getattr(module, name)))
-        module.destroy_process_group = ends(module.destroy_process_group)
+            around(module, name, lambda *_, **__: enter(), held)
+        around(module, "destroy_process_group", ends)
 
 
 def rank_0_first(ledger: Ledger) -> None:

@@ -6,7 +6,7 @@ import sys
 import sysconfig
 import threading
 from collections.abc import Callable, Iterator
-from functools import cache
+from functools import cache, wraps
 from pathlib import Path
 from types import FrameType
 
@@ -41,6 +41,31 @@ def after_import(name: str, call: Callable[[], None]) -> None:
         call()
     else:
         sys.meta_path.insert(0, _AfterImport(name, call))
+
+
+def around(
+    owner: object, name: str, before: Callable | None = None, after: Callable | None = None
+) -> Callable[[], None]:
+    """Call ``before(*args, **kwargs)`` and ``after(result, *args, **kwargs)`` with ``owner.name``.
+
+    What raises has no result: None. Returns what puts the original back.
+    """
+    original = getattr(owner, name)
+
+    @wraps(original)  # torch reads the signatures of planners
+    def call(*args, **kwargs):
+        result = None
+        if before:
+            before(*args, **kwargs)
+        try:
+            result = original(*args, **kwargs)
+            return result
+        finally:
+            if after:
+                after(result, *args, **kwargs)
+
+    setattr(owner, name, call)
+    return lambda: setattr(owner, name, original)
 
 
 @cache

@@ -9,7 +9,6 @@ abort.
 import concurrent.futures
 import contextlib
 import ctypes
-import functools
 import hashlib
 import json
 import os
@@ -23,7 +22,7 @@ from typing import Any
 import torch
 import torch.distributed as dist
 
-from rankproof.imports import DCP, after_import, called_by_recipe
+from rankproof.imports import DCP, after_import, around, called_by_recipe
 
 DONE, EXCEPTION = Future.done, Future.exception  # as they are when nobody sees who asks
 OWN_WRITER = "a writer of its own"
@@ -103,10 +102,6 @@ class _StatefulSpy:
         self.inner.load_state_dict(state_dict)
 
 
-def _ignore(*_: Any, **__: Any) -> None:
-    """See nothing."""
-
-
 class Ledger:
     """Records this rank's saves; gates listen to it."""
 
@@ -144,9 +139,8 @@ class Ledger:
         self._wait, self._as_completed = concurrent.futures.wait, concurrent.futures.as_completed
         for module in (concurrent.futures, concurrent.futures._base):
             module.wait, module.as_completed = self._spy_wait, self._spy_as_completed
-        self._init_process_group = dist.init_process_group
         for module in (dist, dist.distributed_c10d):
-            module.init_process_group = self._spy_init
+            around(module, "init_process_group", after=self._sees_backend)
 
     def _install_saves(self) -> None:
         import torch.distributed.checkpoint as dcp
@@ -157,33 +151,16 @@ class Ledger:
         for module in (dcp, state_dict_saver):
             module.async_save = self._spy_async_save
         state_dict_saver.save = self._spy_upload
-        self._spy(dcp.DefaultSavePlanner, "set_up_planner", self._plans)
-        self._spy(Future, "result", self._waits)
-        self._spy(Future, "exception", self._waits)
-        self._spy(Future, "done", after=self._asks)
-        self._spy(Future, "add_done_callback", after=self._asks_to_be_called)
+        around(dcp.DefaultSavePlanner, "set_up_planner", self._plans)
+        around(Future, "result", self._waits)
+        around(Future, "exception", self._waits)
+        around(Future, "done", after=self._asks)
+        around(Future, "add_done_callback", after=self._asks_to_be_called)
 
-    @staticmethod
-    def _spy(owner: type, name: str, before: Callable = _ignore, after: Callable = _ignore) -> None:
-        """Show the ledger every call of a method, and what it returned."""
-        original = getattr(owner, name)
-
-        @functools.wraps(original)  # torch reads the signatures of planners
-        def method(own: Any, *args: Any, **kwargs: Any) -> Any:
-            before(own, *args, **kwargs)
-            result = original(own, *args, **kwargs)
-            after(own, result)
-            return result
-
-        setattr(owner, name, method)
-
-    def _spy_init(self, *args: Any, **kwargs: Any) -> None:
-        self._init_process_group(*args, **kwargs)
+    def _sees_backend(self, *_: Any, **__: Any) -> None:
+        accelerator = torch.accelerator.current_accelerator(check_available=True)
+        present = {"cpu", accelerator.type if accelerator else "cpu"}
         pairs = (pair.split(":") for pair in str(dist.get_backend_config()).split(","))
-        present = {
-            "cpu",
-            getattr(torch.accelerator.current_accelerator(check_available=True), "type", "cpu"),
-        }
         backends = {backend for device, backend in pairs if device in present}
         self.backend = " + ".join(sorted(backends, reverse=True))
 
@@ -294,7 +271,7 @@ class Ledger:
             save.end_known |= phase == "upload"
             save.tell(phase)
 
-    def _asks(self, future: Future, is_done: bool) -> None:
+    def _asks(self, is_done: bool, future: Future) -> None:
         save, phase = self.futures.get(future, (None, ""))
         if phase == "upload" and called_by_recipe():
             if is_done:
@@ -302,7 +279,7 @@ class Ledger:
             else:
                 save.tell("asked")
 
-    def _asks_to_be_called(self, future: Future, _: Any) -> None:
+    def _asks_to_be_called(self, _: None, future: Future, *__: Any) -> None:
         save, phase = self.futures.get(future, (None, ""))
         if phase == "upload":
             save.called_back = True

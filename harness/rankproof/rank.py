@@ -26,8 +26,9 @@ import types
 import warnings
 from collections.abc import Callable
 from pathlib import Path
+from typing import Any
 
-from rankproof.imports import frames, recipe_line, torch_folder
+from rankproof.imports import around, frames, recipe_line, torch_folder
 from rankproof.leader import die_with_parent, write_exit
 
 STARTERS = (threading.__file__, os.path.dirname(concurrent.futures.__file__))
@@ -85,28 +86,30 @@ class FileWatch:
 
 
 class ThreadWatch:
-    """Remembers which line started each thread, and what no thread's caller will see raised."""
+    """Remembers which line started each thread, and what is raised and no caller will see."""
 
     def __init__(self) -> None:
         self.started: dict[threading.Thread, str] = {}  # the recipe's line
         self.compilers: set[threading.Thread] = set()  # torch's compiler's own
         self.errors: list[str] = []
-        start, excepthook = threading.Thread.start, threading.excepthook
-        compiler = torch_folder() + "_inductor"
+        around(threading.Thread, "start", self._starts)
+        around(threading, "excepthook", self._raises)
+        around(sys, "unraisablehook", self._raises_at_exit)
 
-        def watched(thread: threading.Thread) -> None:
-            self.started[thread] = recipe_line()
-            if next(frames(STARTERS)).f_code.co_filename.startswith(compiler):
-                self.compilers.add(thread)
-            start(thread)
+    def _starts(self, thread: threading.Thread) -> None:
+        self.started[thread] = recipe_line()
+        if next(frames(STARTERS)).f_code.co_filename.startswith(torch_folder() + "_inductor"):
+            self.compilers.add(thread)
 
-        def noted(args: threading.ExceptHookArgs) -> None:
-            name = args.thread.name if args.thread else "a thread"
-            if args.exc_value is not None and args.exc_type is not SystemExit:
-                self.errors.append(f"{summary(args.exc_value)} (in thread {name}, seen by nobody)")
-            excepthook(args)
+    def _raises(self, args: threading.ExceptHookArgs) -> None:
+        name = args.thread.name if args.thread else "a thread"
+        if args.exc_value is not None and args.exc_type is not SystemExit:
+            self.errors.append(f"{summary(args.exc_value)} (in thread {name}, seen by nobody)")
 
-        threading.Thread.start, threading.excepthook = watched, noted
+    def _raises_at_exit(self, unraisable: Any) -> None:
+        """The interpreter prints it, and exits 0."""
+        if "atexit" in (unraisable.err_msg or ""):
+            self.errors.append(f"{summary(unraisable.exc_value)} (in a callback of atexit)")
 
     def alive(self) -> list[str]:
         """The threads that the interpreter will wait for when it ends, but torch's compiler's."""
@@ -118,30 +121,17 @@ class ThreadWatch:
         )
 
 
-def watch_exit(errors: list[str]) -> None:
-    """Note what a callback of ``atexit`` raises: the interpreter prints it, and exits 0."""
-    hook = sys.unraisablehook
-
-    def noted(unraisable) -> None:
-        if "atexit" in (unraisable.err_msg or ""):
-            errors.append(f"{summary(unraisable.exc_value)} (in a callback of atexit)")
-        hook(unraisable)
-
-    sys.unraisablehook = noted
-
-
 def watch_deprecations(folders: list[str]) -> list[str]:
     """A list that fills with the deprecation warnings that point at the recipe's folders."""
-    seen, show = [], warnings.showwarning
+    seen: list[str] = []
     for category in DEPRECATED:
         warnings.simplefilter("default", category)
 
-    def noted(message, category, filename, lineno, file=None, line=None) -> None:
+    def noted(message, category, filename, lineno, *_) -> None:
         if issubclass(category, DEPRECATED) and filename.startswith(tuple(folders)):
             seen.append(f"{os.path.basename(filename)}:{lineno}: {message}")
-        show(message, category, filename, lineno, file, line)
 
-    warnings.showwarning = noted
+    around(warnings, "showwarning", noted)
     return seen
 
 
@@ -278,7 +268,6 @@ def run(spec: dict) -> None:
     files = FileWatch([spec["run_dir"], *spec["through"]])
     deprecations = watch_deprecations(spec["import_from"])
     threads = ThreadWatch()
-    watch_exit(threads.errors)
     book = ledger.Ledger(ranks_dir / f"rank{rank}.notes")
     files.on_written = book.written_to
     files.on_renamed = lambda old, new: book.note("renamed", path=old, to=new)

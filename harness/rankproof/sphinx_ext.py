@@ -57,6 +57,10 @@ AT_A_TIME = 2
 LAST_LINES = 8
 """Lines of a failure's message that a page shows."""
 
+NOT_EXECUTED = (
+    "Nothing was executed for this page. Built with “make html”, it shows here what every rank "
+    "printed."
+)
 ANSI = re.compile(r"\x1b\[[0-9;]*[A-Za-z]")
 DIRECTORIES = [f"{Path(module.__file__).parent.parent}{os.sep}" for module in (torch, rankproof)]
 """Where the packages and this project lie on the machine that builds; left out on the pages."""
@@ -274,34 +278,23 @@ def rank_blocks(report: Report, opened: set[int]) -> list[nodes.Node]:
     return blocks
 
 
-def output_of(runs: RecipeRuns) -> nodes.Node:
+def output_of(report: Report | None) -> nodes.Node:
     """What stands under the last code block of a page."""
-    report = runs.report
     if report is None:
-        return div(
-            "sphx-glr-script-out not-executed",
-            paragraph(
-                "Nothing was executed for this page. Built with “make html”, it shows here what "
-                "every rank printed."
-            ),
-        )
+        return div("sphx-glr-script-out not-executed", paragraph(NOT_EXECUTED))
+    failed_on = {failure.rank for failure in report.failures} - {None}
+    title = "Output" if report.ok else "This recipe failed"
+    shown: list[nodes.Node] = [paragraph(f"{title} · {conditions(report)}", "output-conditions")]
+    shown += [failure_block(failure) for failure in report.failures]
+    shown += rank_blocks(report, opened=failed_on or {0})
     if report.ok:
-        return div(
-            "sphx-glr-script-out",
-            paragraph(f"Output · {conditions(report)}", "output-conditions"),
-            *rank_blocks(report, opened={0}),
-        )
-    failed_on = {failure.rank for failure in report.failures if failure.rank is not None}
-    return nodes.container(
-        "",
-        paragraph(f"This recipe failed · {conditions(report)}", "output-conditions"),
-        *(failure_block(failure) for failure in report.failures),
-        *rank_blocks(report, opened=failed_on or {0}),
-        paragraph("Reproduce it:", "output-reproduce"),
-        code(report.command, "bash", copy=True),
-        classes=["sphx-glr-script-out", "recipe-failed"],
-        ids=["recipe-failed"],
+        return div("sphx-glr-script-out", *shown)
+    shown += [paragraph("Reproduce it:", "output-reproduce")]
+    block = div(
+        "sphx-glr-script-out recipe-failed", *shown, code(report.command, "bash", copy=True)
     )
+    block["ids"].append("recipe-failed")
+    return block
 
 
 def failure_block(failure: Failure) -> nodes.Node:
@@ -443,7 +436,7 @@ def place(app: Sphinx, doctree: nodes.document) -> None:
     last = [b for b in doctree.findall(nodes.literal_block) if b["language"].lower() == "python"][
         -1
     ]
-    last.parent.insert(last.parent.index(last) + 1, output_of(runs))
+    last.parent.insert(last.parent.index(last) + 1, output_of(runs.report))
     if app.config.rankproof_header:
         add_header(runs, doctree, title_section)
     if runs.report is not None and not runs.report.ok:

@@ -45,6 +45,7 @@ The model, which is that of a CUDA program:
 
 import concurrent.futures
 import contextlib
+import itertools
 import queue
 import threading
 import weakref
@@ -58,7 +59,7 @@ from torch._subclasses.fake_tensor import FakeTensor
 from torch.multiprocessing.reductions import StorageWeakRef
 from torch.utils._python_dispatch import TorchDispatchMode
 
-from rankproof.imports import called_by_recipe, frames, recipe_line
+from rankproof.imports import around, called_by_recipe, frames, recipe_line
 
 Clock = dict[int, int]  # lane -> number of its accesses that are complete
 Range = tuple[int, int]  # first address, address behind the last
@@ -139,7 +140,7 @@ class Recorder:
         self.conflicts: list[Conflict] = []
         self.count = 0
         self.lock = threading.RLock()
-        self.lanes = 0
+        self.lanes = itertools.count(1)
         self.regions: dict[int, Region] = {}
         self.pages: dict[int, set[Region]] = {}
         self.threads = threading.local()
@@ -149,11 +150,6 @@ class Recorder:
         self.undo: list[Callable[[], None]] = []
 
     # Lanes and threads
-
-    def new_lane(self) -> int:
-        with self.lock:
-            self.lanes += 1
-            return self.lanes
 
     def this_thread(self) -> "HostThread":
         if not hasattr(self.threads, "state"):
@@ -336,7 +332,7 @@ class Stream:
         self, device=None, priority: int = -1, *, recorder: Recorder | None = None, name: str = ""
     ):
         self.recorder = recorder or RECORDERS[-1]
-        self.lane = self.recorder.new_lane()
+        self.lane = next(self.recorder.lanes)
         self.clock: Clock = {self.lane: 0}
         self.name = name or f"the stream made at {recipe_line() or torch_line()}"
         if recorder is None:
@@ -541,38 +537,13 @@ def is_written(func, argument) -> bool:
 # -- what is watched beside operators -------------------------------------------------------------
 
 
-def watch(
-    recorder: Recorder,
-    owner: object,
-    name: str,
-    before: Callable | None = None,
-    after: Callable | None = None,
-) -> None:
-    """Call ``before(*args, **kwargs)`` and ``after(first argument, result)`` around
-    ``owner.name``; what ended by an exception has the result True."""
-    original = getattr(owner, name)
-
-    def call(*args, **kwargs):
-        result = True
-        if before:
-            before(*args, **kwargs)
-        try:
-            result = original(*args, **kwargs)
-            return result
-        finally:
-            if after:
-                after(args[0] if args else None, result)
-
-    replace_until_the_end(recorder, owner, name, call)
-
-
 def replace_until_the_end(recorder: Recorder, owner: object, name: str, by: object) -> None:
     original = getattr(owner, name)
     setattr(owner, name, by)
     recorder.undo.append(lambda: setattr(owner, name, original))
 
 
-def watch_threads(recorder: Recorder) -> None:
+def watch_threads(recorder: Recorder, watch: Callable[..., None]) -> None:
     """What a thread knew when it gave something, whoever takes that will know."""
 
     def give(carrier: object, *_: object, **__: object) -> None:
@@ -580,9 +551,12 @@ def watch_threads(recorder: Recorder) -> None:
             clock = carrier.__dict__.setdefault("order_clock", {})
             join(clock, recorder.this_thread().clock)
 
-    def take(carrier: object, taken: object) -> None:
-        if taken:
-            recorder.this_thread().learn(getattr(carrier, "order_clock", {}))
+    def take(_: object, carrier: object, *__: object, **___: object) -> None:
+        recorder.this_thread().learn(getattr(carrier, "order_clock", {}))
+
+    def take_if(true: object, carrier: object, *_: object, **__: object) -> None:
+        if true:
+            take(true, carrier)
 
     def start(thread: threading.Thread) -> None:
         thread.order_origin = recorder.this_thread().line()
@@ -610,31 +584,30 @@ def watch_threads(recorder: Recorder) -> None:
 
         return plain_submit(self, work, *args, **kwargs)
 
-    def waited(_: object, result: object) -> None:
+    def waited(result: object, *_: object, **__: object) -> None:
         for future in getattr(result, "done", ()):
-            take(future, True)
+            take(True, future)
 
     plain_submit = ThreadPoolExecutor.submit
     replace_until_the_end(recorder, ThreadPoolExecutor, "submit", submit)
-    watch(recorder, threading.Thread, "start", before=start)
-    watch(recorder, concurrent.futures, "wait", after=waited)
-    watch(recorder, Future, "done", after=lambda f, done: take(f, done and called_by_recipe()))
-    for owner, name in ((Future, "set_result"), (Future, "set_exception")):
-        watch(recorder, owner, name, before=give)
-    for owner, name in ((threading.Event, "set"), (queue.Queue, "put")):
-        watch(recorder, owner, name, before=give)
+    watch(threading.Thread, "start", start)
+    watch(concurrent.futures, "wait", after=waited)
+    watch(Future, "done", after=lambda done, future: take_if(done and called_by_recipe(), future))
+    gives = (Future, "set_result"), (Future, "set_exception"), (threading.Event, "set")
+    for owner, name in (*gives, (queue.Queue, "put")):
+        watch(owner, name, give)
     for name in ("wait", "is_set"):
-        watch(recorder, threading.Event, name, after=take)
-    for owner, name in ((threading.Thread, "join"), (queue.Queue, "get"), (Future, "result")):
-        watch(recorder, owner, name, after=lambda carrier, _: take(carrier, True))
-    watch(recorder, Future, "exception", after=lambda future, _: take(future, True))
+        watch(threading.Event, name, after=take_if)
+    takes = (Future, "result"), (Future, "exception"), (threading.Thread, "join")
+    for owner, name in (*takes, (queue.Queue, "get")):
+        watch(owner, name, after=take)
 
 
-def watch_memory(recorder: Recorder) -> None:
+def watch_memory(recorder: Recorder, watch: Callable[..., None]) -> None:
     """Reads and writes that are no operators, and where memory comes from and goes to."""
 
-    def on_host(_: object, tensor: torch.Tensor) -> None:
-        if isinstance(tensor, torch.Tensor):
+    def on_host(tensor: torch.Tensor | None, *_: object, **__: object) -> None:
+        if tensor is not None:
             recorder.region_of(tensor.untyped_storage()).on_host = True
 
     def reads(name: str, tensors: Iterable[torch.Tensor]) -> None:
@@ -682,11 +655,11 @@ def watch_memory(recorder: Recorder) -> None:
 
         return call
 
-    watch(recorder, torch, "frombuffer", after=on_host)
-    watch(recorder, torch, "save", before=lambda o, *_, **__: reads("torch.save", tensors_in(o)))
+    watch(torch, "frombuffer", after=on_host)
+    watch(torch, "save", lambda saved, *_, **__: reads("torch.save", tensors_in(saved)))
     for name in ("tolist", "numpy"):
-        watch(recorder, torch.Tensor, name, before=read(name))
-    watch(recorder, torch.UntypedStorage, "resize_", before=resize)
+        watch(torch.Tensor, name, read(name))
+    watch(torch.UntypedStorage, "resize_", resize)
     replace_until_the_end(recorder, torch.Tensor, "record_stream", record_stream)
     for name in FACTORIES:
         replace_until_the_end(recorder, torch, name, make(getattr(torch, name)))
@@ -709,8 +682,12 @@ def install() -> Recorder:
         replace_until_the_end(recorder, torch.cpu, stand_in.__name__, stand_in)
     for stand_in in (Stream, Event):
         replace_until_the_end(recorder, torch, stand_in.__name__, stand_in)
-    watch_threads(recorder)
-    watch_memory(recorder)
+
+    def watch(*args: object, **kwargs: object) -> None:
+        recorder.undo.append(around(*args, **kwargs))
+
+    watch_threads(recorder, watch)
+    watch_memory(recorder, watch)
     mode = OrderMode(recorder)
     mode.__enter__()
     recorder.undo.append(lambda: mode.__exit__(None, None, None))
