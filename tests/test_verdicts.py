@@ -72,6 +72,7 @@ GOOD = {
     "writer_without_a_path": unknown("written by Memory, not loaded back"),
     "saves_own_class": unknown("holds objects of the script's own classes"),
     "saves_from_a_thread": good("judged: 1 saves, 1 leaves"),
+    "forked_process_saves_too": good("judged: 4 saves, 4 leaves"),
     "writes_its_plan_itself": good("judged: 2 saves, 2 leaves"),
     "renames_when_complete": good("judged: 1 saves, 1 leaves"),
     "handles_an_exception": good(),

@@ -117,16 +117,16 @@ def gather_saves(ranks: list[Rank]) -> list[SavedState]:
     """
     saves: dict[tuple[str, int], SavedState] = {}  # by directory and n
     for rank in ranks:
-        own: list[SavedState] = []  # by the rank's own number
+        own: dict[int, SavedState] = {}  # by number; a process that the rank forks begins anew
         directories: list[str] = []
         for note in rank.notes:
             event = note["event"]
             if event == "save":
                 directories.append(directory := note["directory"])
                 key = directory, directories.count(directory)
-                save = SavedState(directory, note["kind"], note["unjudged"])
-                own.append(saves.setdefault(key, save))
-                own[-1].shares_training_group |= note["shares_training_group"]
+                new = SavedState(directory, note["kind"], note["unjudged"])
+                save = own[note["number"]] = saves.setdefault(key, new)
+                save.shares_training_group |= note["shares_training_group"]
             elif "number" in note:
                 save = own[note["number"]]
                 save.events.add(event if note.get("phase") != "staging" else "staging awaited")

@@ -78,7 +78,6 @@ class Settings:
     exclude: tuple[str, ...] = ()
     ranks: tuple[int, ...] = (2,)
     deadline_s: float = DEFAULT_DEADLINE_S
-    preload: tuple[str, ...] = ()  # packages to import once for all scripts that import them
     args: dict[str, str] = field(default_factory=dict)  # by file name or pattern
 
     @classmethod
@@ -220,20 +219,10 @@ def imported_modules(path: Path) -> set[str]:
     return found
 
 
-def _imports_of_gallery(path: Path) -> set[str]:
-    return {module for file in with_imports(path) for module in imported_modules(file)}
-
-
 def may_save(path: Path) -> bool:
     """Whether a file, or one of its gallery that it imports, imports torch's checkpointing."""
-    return any(f"{name}.".startswith(f"{DCP[0]}.") for name in _imports_of_gallery(path))
-
-
-def preloaded(path: Path) -> tuple[str, ...]:
-    """What may be imported before a script begins: what it imports itself and takes long."""
-    packages = Settings.of(path).preload
-    names = (n for n in _imports_of_gallery(path) if n.partition(".")[0] in packages)
-    return (*(DCP if may_save(path) else ()), *sorted(names))
+    modules = {module for file in with_imports(path) for module in imported_modules(file)}
+    return any(f"{name}.".startswith(f"{DCP[0]}.") for name in modules)
 
 
 def code_hashes(path: Path) -> dict[str, str]:

@@ -32,12 +32,13 @@ from rankproof.judge import (
     unjudged,
 )
 from rankproof.recipe import (
+    DCP,
     DEFAULT_DEADLINE_S,
     GATES,
     Control,
     RecipeError,
     code_sha256,
-    preloaded,
+    may_save,
     with_imports,
 )
 
@@ -253,7 +254,7 @@ def load_back(
         run_dir,
         LOAD_BACK,
         world_size,
-        preloaded(LOAD_BACK),
+        DCP,
         args=[str(asked), str(answered)],
         import_from=[HOME],
         recipe="load_back",
@@ -382,7 +383,7 @@ def run(
             run_dir,
             file,
             ranks,
-            preloaded(path),
+            DCP if may_save(path) else (),
             launcher=launcher,
             processes=processes,
             through=[str(Path(folder).resolve()) for folder in through],

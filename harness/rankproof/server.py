@@ -6,7 +6,6 @@ leader, and answers with one line when nothing of it is left. Before the first r
 to 8. It starts no thread and touches no accelerator.
 """
 
-import contextlib
 import importlib
 import json
 import os
@@ -107,16 +106,6 @@ def _lead(spec: dict, server: int) -> None:
         os._exit(1)
 
 
-def preload(name: str) -> None:
-    """Import a module, or what ``from a import b`` names; what fails here fails in the script."""
-    module, _, attribute = name.rpartition(".")
-    try:
-        importlib.import_module(name)
-    except ImportError:
-        with contextlib.suppress(ImportError):
-            getattr(importlib.import_module(module or name), attribute, None)
-
-
 def serve(modules: list[str]) -> None:
     os.environ["PYTORCH_NVML_BASED_CUDA_CHECK"] = "1"  # a CUDA driver started here breaks forks
     me, answers = os.getpid(), open(os.dup(1), "w")  # noqa: SIM115 (open until the end)
@@ -125,7 +114,7 @@ def serve(modules: list[str]) -> None:
         spec = json.loads(Path(line.strip()).read_text())
         if spec["launcher"] == "warm":
             for module in (*PRELOADED, *modules):
-                preload(module)
+                importlib.import_module(module)
         child = os.fork()
         if child == 0:
             _lead(spec, me)
