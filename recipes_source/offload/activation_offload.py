@@ -356,8 +356,8 @@ if __name__ == "__main__":
 # %%
 # What it buys
 # ------------
-# Layers of a stock Llama, forward and backward. Below ``checkpoint``, each layer runs again in
-# backward, and the layers' inputs go to the host; ``selective`` keeps what attention returned.
+# Forward and backward of the layers named below the table. Under ``checkpoint`` each layer runs again
+# in backward, and with a name behind it the layers' inputs go to the host.
 #
 # .. result-table:: activation_offload
 #
