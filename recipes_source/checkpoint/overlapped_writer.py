@@ -352,12 +352,17 @@ if __name__ == "__main__":
 # What a whole save costs training, and the rate of its writes (the columns: :doc:`async_save`).
 #
 # .. result-table:: checkpoint_stall
-#    :rows: none async_save overlapped overlapped_writer
+#    :rows: none async_save overlapped overlapped_writer overlapped_snapshot torch_checkpointing
+#
+# How often one can save: the throughput that is kept when a save is called every so many steps. The
+# checkpoint before the last is deleted, at the writer's cost.
+#
+# .. result-table:: save_interval
+#    :rows: overlapped_writer
 #
 # ``benchmarks/writing.py`` compares ways of writing without an accelerator. A **process** that maps
-# the same memory and is told what to write is no better than these threads: what is left on the
-# interpreter, looking at the state and serialising what is no tensor, is left there with a process,
-# too. So this recipe has none to start, to find dead or to end.
+# the same memory and is told what to write is no better than these threads, so this
+# recipe has none to start, to find dead or to end.
 #
 # DCP has one: ``AsyncCheckpointerType.PROCESS`` plans and writes in a daemon, so training keeps the
 # lock, at the price of a copy into shared memory on the training thread and an open file a tensor.
