@@ -345,7 +345,7 @@ class Run:
 
     def row(self, name: str, case: Case, tokens: int) -> dict:
         """The row as it is known, or a new one."""
-        empty = {"name": name, "tokens": tokens, **asdict(case)}
+        empty = {"name": name, "tokens": tokens, **asdict(case), "samples": {}}
         key = self.results.key(empty)
         return next((r for r in self.results.data["rows"] if self.results.key(r) == key), empty)
 

@@ -43,6 +43,7 @@ from pathlib import Path
 from statistics import median
 from types import SimpleNamespace
 from typing import NamedTuple
+from unittest import mock
 
 import pytest
 import torch
@@ -360,6 +361,76 @@ def prove_copies(name: str, control: str | None, device: torch.device, widen: Ca
         copy_engine.PeerMemory.gather = gather
 
 
+def before(owner: type, method: str, ranks: tuple[int, ...] = (0, 1)):
+    """Pause on ``ranks`` before each call of ``method``, on the stream that it uses."""
+    original = getattr(owner, method)
+
+    def late(self, *args, **kwargs):
+        pause(ranks=ranks)
+        return original(self, *args, **kwargs)
+
+    return mock.patch.object(owner, method, late)
+
+
+def late_casts(module):
+    """Rank 0 casts late: the others copy what was there."""
+    return before(module.Slots, "fill", ranks=(0,))
+
+
+def late_gathers(module):
+    return before(sys.modules["shared_slots"].Slots, "fill")
+
+
+def late_pushes(module):
+    return before(module.PushedGradients, "reduce_batch", ranks=(0,))
+
+
+def late_reductions(module):
+    return before(module.PushedGradients, "reduce_batch")
+
+
+def late_behind_barriers(module):
+    """Rank 1 is late behind each barrier, which rank 0 has passed as well."""
+    memory = sys.modules["peer_memory"].PeerMemory
+    original = memory.barrier
+
+    def late(self):
+        original(self)
+        pause(ranks=(1,))
+
+    return mock.patch.object(memory, "barrier", late)
+
+
+def late_compute(module):
+    """Pause in each layer, forward and backward: other streams are ahead of the compute."""
+    memory = sys.modules["peer_memory"]
+    original = memory.build
+
+    def build(*args):
+        model = original(*args)
+        for layer in (m for m in model.modules() if isinstance(m, nn.Linear)):
+            layer.register_forward_pre_hook(lambda *_: pause(1))
+            layer.register_full_backward_pre_hook(lambda *_: pause(1))
+        return model
+
+    return mock.patch.object(memory, "build", build)
+
+
+def prove_in_place(name: str, control: str | None, device: torch.device, widen: Callable) -> None:
+    """Run the recipe's own proof in the widened window, to its end on every rank."""
+    load("in_place_gather"), load(name)  # what they import is there
+    module, original, found = load(name, control), torch.equal, []
+
+    def equal(a: torch.Tensor, b: torch.Tensor) -> bool:
+        found.append(original(a, b))
+        return True  # who stops here leaves the others waiting
+
+    judged_by_bits = mock.patch.object(torch.testing, "assert_close", lambda *_, **__: None)
+    with widen(module), mock.patch.object(torch, "equal", equal), judged_by_bits:
+        module.prove(device)
+    assert found and all(found), f"{found.count(False)} of {len(found)} tensors differ"
+
+
 @dataclass(frozen=True)
 class Race:
     recipe: str
@@ -391,6 +462,16 @@ RACES = (
     Race("copy_engine_gather", "no_barrier_before_the_update", prove_copies, slow_rank_reads),
     Race("copy_engine_reduce", "no_barrier", prove_copies, slow_rank_pushes),
     Race("copy_engine_reduce", "one_slot", prove_copies, slow_rank_adds),
+)
+IN_PLACE = (
+    Race("shared_slots", "no_barrier_before_copies", prove_in_place, late_casts),
+    Race("shared_slots", "filled_again_at_once", prove_in_place, late_behind_barriers),
+    Race("in_place_gather", "not_behind_the_compute", prove_in_place, late_compute),
+    Race("in_place_gather", "not_awaited", prove_in_place, late_gathers),
+    Race("in_place_reduce", "no_barrier", prove_in_place, late_pushes),
+    Race("in_place_reduce", "one_slot", prove_in_place, late_behind_barriers),
+    Race("in_place_reduce", "pushed_at_once", prove_in_place, late_compute),
+    Race("in_place_reduce", "not_awaited", prove_in_place, late_reductions),
 )
 
 
@@ -570,7 +651,7 @@ def measure_overlaps(
 # -- the ranks' program ------------------------------------------------------------------------
 
 
-def main(output: Path, runs: int = RUNS, races: tuple[Race, ...] = RACES) -> None:
+def main(output: Path, runs: int = RUNS, races: tuple[Race, ...] = RACES + IN_PLACE) -> None:
     sys.path[:0] = [str(ROOT), str(SHARDING)]
     device = torch.device("cpu")
     if torch.cuda.is_available():
@@ -582,8 +663,10 @@ def main(output: Path, runs: int = RUNS, races: tuple[Race, ...] = RACES) -> Non
         for race in races:
             found["right"][race.name] = not is_wrong(race, None, device)
             found["wrong"][race.name] = is_wrong(race, race.control, device)
+            if dist.get_rank() == 0:
+                print(race.name, found["right"][race.name], found["wrong"][race.name], flush=True)
             write(found, output)
-        for name, traced_runs in measure_overlaps(device, output.parent, runs):
+        for name, traced_runs in measure_overlaps(device, output.parent, runs) if runs else ():
             found["overlaps"][name] = traced_runs
             write(found, output)
         dist.barrier()
@@ -622,7 +705,7 @@ def found(tmp_path_factory) -> dict:
 
 
 @two_devices
-@pytest.mark.parametrize("race", [race.name for race in RACES])
+@pytest.mark.parametrize("race", [race.name for race in RACES + IN_PLACE])
 def test_the_recipe_is_right_where_its_control_is_wrong(found, race):
     assert found["right"][race], "wrong in the widened window, with every ordering in place"
     assert found["wrong"][race], "right without the ordering: the window was missed"
@@ -662,7 +745,7 @@ def test_gathers_on_the_compute_stream_are_found_out(found):
 def test_every_edit_still_fits_its_recipe():
     from harness.recipe import load_recipe
 
-    edits = {(race.recipe, race.control) for race in RACES}
+    edits = {(race.recipe, race.control) for race in RACES + IN_PLACE}
     edits.add(("stream_context", BROKEN.control))
     for recipe, control in edits:
         path = SHARDING / f"{recipe}.py"
@@ -804,5 +887,7 @@ def test_a_schedule_that_hides_nothing_in_forward_is_found_out(name):
 if __name__ == "__main__":
     if sys.argv[2:] == ["--gathers"]:
         main(Path(sys.argv[1]), runs=1, races=())
+    elif sys.argv[2:] == ["--in-place"]:
+        main(Path(sys.argv[1]), runs=0, races=IN_PLACE)
     else:
         main(Path(sys.argv[1]))
