@@ -363,7 +363,7 @@ BENCHMARKS = {
             Column("last_loss", "Last loss", str),
             _SAMPLES,
         ),
-        readme=("step_s",),
+        readme=("kept",),
         bars="step_s",
         lines="eta",
     ),
