@@ -433,7 +433,7 @@ def place(app: Sphinx, doctree: nodes.document) -> None:
         text = "%s has no title: underline the first line of its docstring with ====="
         logger.error(text, file, location=page)
         return
-    last = [b for b in doctree.findall(nodes.literal_block) if b["language"].lower() == "python"][
+    last = [b for b in doctree.findall(nodes.literal_block) if b.get("language", "").lower() == "python"][
         -1
     ]
     last.parent.insert(last.parent.index(last) + 1, output_of(runs.report))

@@ -352,7 +352,7 @@ if __name__ == "__main__":
 # What a whole save costs training, and the rate of its writes (the columns: :doc:`async_save`).
 #
 # .. result-table:: checkpoint_stall
-#    :rows: none async_save overlapped overlapped_writer overlapped_snapshot torch_checkpointing
+#    :rows: none overlapped_writer overlapped_snapshot
 #
 # How often one can save: the throughput that is kept when a save is called every so many steps. The
 # checkpoint before the last is deleted, at the writer's cost.
