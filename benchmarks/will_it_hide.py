@@ -144,6 +144,8 @@ REASONS = {
 HOST = "the host launches kernels more slowly than the device runs them"
 LONG_COPY = "the copy takes more than half a step: what hides depends on where the step reads"
 COMPILED = "compiled kernels keep and move fewer bytes than are counted here"
+RECOMPUTED = "what is computed again depends on what is kept: in no formula here"
+SHARED_HOST = "other training on the same host took part of the memory's rate"
 NO_STEP = "no row without it at these tokens"
 AT_ONCE = {"cure_at_once"}
 
@@ -158,6 +160,10 @@ def outside(benchmark: str, row: dict, x: dict, step: float | None) -> str | Non
     """Why the formulas say nothing about a row of a way that they claim, or None."""
     if row.get("compiled"):
         return COMPILED
+    if row.get("activation_checkpointing"):
+        return RECOMPUTED
+    if row.get("beside") and benchmark in ("checkpoint_stall", "staging_copies"):
+        return SHARED_HOST
     if step is not None and benchmark == "fsdp_overlap":
         return HOST if step_from_flops(x) < 0.4 * step else None
     if step is not None and benchmark in ("checkpoint_stall", "staging_copies"):
@@ -239,8 +245,6 @@ def one_claim(row: dict, x: dict | None, step: float | None, what: str, how: str
     beside = what.startswith("step and")
     measured = row.get("step_s") if beside else row.get(what)
     if x is None or measured is None or (step is None and how != "peak_bytes"):
-        return None
-    if row.get("activation_checkpointing") and how == "peak_bytes":
         return None
     if beside:
         measured += row.get("cost_s", row.get("staging_cost_s"))

@@ -433,9 +433,8 @@ def place(app: Sphinx, doctree: nodes.document) -> None:
         text = "%s has no title: underline the first line of its docstring with ====="
         logger.error(text, file, location=page)
         return
-    last = [b for b in doctree.findall(nodes.literal_block) if b.get("language", "").lower() == "python"][
-        -1
-    ]
+    blocks = doctree.findall(nodes.literal_block)
+    last = [block for block in blocks if block.get("language", "").lower() == "python"][-1]
     last.parent.insert(last.parent.index(last) + 1, output_of(runs.report))
     if app.config.rankproof_header:
         add_header(runs, doctree, title_section)
