@@ -7,16 +7,17 @@ Ask for the state once
 ``get_state_dict`` takes milliseconds for a small model and far longer for thousands of tensors,
 at every save, on the training thread. Almost nothing of what it returns changes: the same
 tensors lie in the same places. ``TrainingState`` asks once, and from then on looks whether model and
-optimizers still hold the very tensors that it knows.
+optimizers still hold the same tensor objects.
 
 .. code-block:: python
 
+   import torch.distributed.checkpoint as dcp
    from kept_state import TrainingState
 
    app = TrainingState(model, optimizer, schedule=scheduler)   # once
 
-   saves.save({"app": app}, root / f"step{step}")              # as always
-   dcp.load({"app": app}, checkpoint_id=root / "step100")
+   saves.save({"app": app}, root / f"step{step}")              # saves: see overlapped_stager
+   dcp.load({"app": app}, checkpoint_id=root / "step100")      # also before the first step
 
 .. grid:: 1 1 2 2
 
@@ -52,10 +53,14 @@ memory instead; the state holds the parameter itself, so whoever copies it sees 
 # -------
 # Torch and the standard library: copy this file as it is.
 
+import argparse
 import operator
+import tempfile
 from itertools import chain
+from pathlib import Path
 
 import torch
+import torch.distributed.checkpoint as dcp
 from torch import nn
 from torch.distributed.checkpoint.state_dict import get_state_dict, set_state_dict
 from torch.distributed.checkpoint.stateful import Stateful
@@ -93,13 +98,17 @@ class Kept(dict):
 
 def memory_of(tensor: torch.Tensor) -> tuple:
     shard = tensor.to_local() if isinstance(tensor, DTensor) else tensor
-    return shard.data_ptr(), tensor.shape, tensor.dtype
+    return shard.data_ptr(), tensor.shape, shard.stride(), tensor.dtype
 
 
 def only_tensors(nested: object) -> bool:
     if isinstance(nested, dict):
         return all(map(only_tensors, nested.values()))
     return isinstance(nested, torch.Tensor)
+
+
+def has_extra_state(module: nn.Module) -> bool:
+    return type(module).get_extra_state is not nn.Module.get_extra_state
 
 
 class TrainingState(Stateful):
@@ -110,46 +119,57 @@ class TrainingState(Stateful):
     """
 
     def __init__(self, model: nn.Module, *optimizers: torch.optim.Optimizer, **others) -> None:
+        if taken := {"model", "optim", "stepped"} & set(others):
+            raise ValueError(f"name it otherwise: {taken} is taken in the checkpoint")
         self.model, self.optimizers, self.others = model, optimizers, others
-        self.asked = 0  # times
+        self.asked, self.kept_model = 0, None  # times; its state
         self.known: list[object] = []
         self.containers: list[dict] = []
 
     def held(self) -> list[object]:
-        """All that the known dicts of the modules, and those of the optimizers, hold now."""
+        """All that modules and optimizers hold now, and under which names."""
         states = [optimizer.state for optimizer in self.optimizers]
         moments = chain.from_iterable(state.values() for state in states)
-        dicts = chain(self.containers, states, moments)
-        return list(chain.from_iterable(held.values() for held in dicts))
+        dicts = list(chain(self.containers, states, moments))
+        groups = chain.from_iterable(optimizer.param_groups for optimizer in self.optimizers)
+        trained = chain.from_iterable(group["params"] for group in groups)
+        return [
+            *chain.from_iterable(dicts),
+            *chain.from_iterable(map(dict.values, dicts)),
+            *trained,
+        ]
 
     def state_dict(self) -> dict:
         """As ``get_state_dict`` would give it, and the ``others``.
 
-        Raises:
-            RuntimeError: an optimizer has never stepped. To ask DCP for its state would make one,
-                and change the training (pytorch#164929).
+        ``stepped`` says of each optimizer whether it had state: to ask for the state of one that
+        has never stepped makes some, and would change the training (pytorch#164929).
         """
         held = self.held()
-        if len(held) != len(self.known) or not all(map(operator.is_, held, self.known)):
+        same = len(held) == len(self.known) and all(map(operator.is_, held, self.known))
+        if not same or not isinstance(self.kept_model, Kept):
             self.ask()
+        stepped = [bool(optimizer.state) for optimizer in self.optimizers]
         groups = chain.from_iterable(optimizer.param_groups for optimizer in self.optimizers)
         now = [{**group, "params": names} for group, names in zip(groups, self.names, strict=True)]
         optim = {"state": self.kept_optim, "param_groups": now}
         others = {name: other.state_dict() for name, other in self.others.items()}
-        return {"model": self.kept_model, "optim": optim, **others}
+        return {"model": self.kept_model, "optim": optim, "stepped": stepped, **others}
 
     def ask(self) -> None:
-        if not all(optimizer.state for optimizer in self.optimizers):
-            raise RuntimeError("save after the first step of each optimizer, which makes its state")
         self.asked += 1
+        new = [optimizer for optimizer in self.optimizers if not optimizer.state]
         model, optim = get_state_dict(self.model, self.optimizers)
+        for optimizer in new:
+            optimizer.state.clear()
         modules = list(self.model.modules())
         self.containers = [module._modules for module in modules]
         self.containers += [module._parameters for module in modules]
         self.containers += [module._buffers for module in modules]
         owners = {memory_of(x): x for x in chain(self.model.parameters(), self.model.buffers())}
-        with_owners = {name: owners.get(memory_of(x), x) for name, x in model.items()}
-        self.kept_model = Kept(with_owners) if only_tensors(model) else model
+        self.kept_model = model
+        if only_tensors(model) and not any(map(has_extra_state, modules)):
+            self.kept_model = Kept({key: owners.get(memory_of(x), x) for key, x in model.items()})
         self.kept_optim = Kept(optim["state"]) if only_tensors(optim["state"]) else optim["state"]
         self.names = [group["params"] for group in optim["param_groups"]]
         self.known = self.held()
@@ -161,6 +181,9 @@ class TrainingState(Stateful):
             model_state_dict=dict(state["model"]),
             optim_state_dict={**state["optim"], "state": dict(state["optim"]["state"])},
         )
+        for optimizer, stepped in zip(self.optimizers, state["stepped"], strict=True):
+            if not stepped:
+                optimizer.state.clear()
         for name, other in self.others.items():
             other.load_state_dict(state[name])
 
@@ -169,7 +192,7 @@ class TrainingState(Stateful):
 # Run it, and prove it
 # --------------------
 # After each of several changes the kept state is compared with one that was just asked for: the same
-# keys, the same memory, the same numbers.
+# keys, the same memory, the same numbers. A new training loads a save of step 3, and one of step 0.
 
 
 def same_state(app: TrainingState) -> bool:
@@ -187,18 +210,31 @@ def same_state(app: TrainingState) -> bool:
     return optim["param_groups"] == kept["optim"]["param_groups"]
 
 
-def main() -> None:
+def main(directory: Path) -> None:
     import async_save as basic
 
     device = basic.start_rank()
-    trained = basic.build_app(device)
+    root, trained = basic.directory_of_rank_0(directory), basic.build_app(device)
     schedule = torch.optim.lr_scheduler.ExponentialLR(trained.optimizer, 0.9)
     app = TrainingState(trained.model, trained.optimizer, schedule=schedule)
+    dcp.save({"app": app}, checkpoint_id=root / "step0")
+    assert not trained.optimizer.state, "the save made a state for the optimizer"
     for _ in range(3):
         basic.train_step(trained, device)
         schedule.step()
         assert same_state(app), "the kept state is not the state"
-    assert app.asked == 1, "three steps were three states"
+    assert app.asked == 2, "three steps were three states"
+
+    dcp.save({"app": app}, checkpoint_id=root / "step3")
+    for step in (3, 0):
+        other = basic.build_app(device, seed=1)
+        rate = torch.optim.lr_scheduler.ExponentialLR(other.optimizer, 0.9)
+        loaded = TrainingState(other.model, other.optimizer, schedule=rate)
+        dcp.load({"app": loaded}, checkpoint_id=root / f"step{step}")
+        assert bool(other.optimizer.state) == (step > 0) and rate.last_epoch == step
+        if step == 3:
+            other.step = trained.step
+            basic.assert_same_bits(other, basic.snapshot(trained))
 
     trained.optimizer.load_state_dict(trained.optimizer.state_dict())
     assert same_state(app), "a loaded optimizer was not noticed"
@@ -212,7 +248,10 @@ def main() -> None:
 
 
 if __name__ == "__main__":
-    main()
+    parser = argparse.ArgumentParser()
+    parser.add_argument("--dir", type=Path, help="where checkpoints go (default: temporary)")
+    with tempfile.TemporaryDirectory() as temporary:
+        main(parser.parse_args().dir or Path(temporary))
 
 # %%
 # What breaks if you remove a line

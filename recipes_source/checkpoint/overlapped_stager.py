@@ -11,7 +11,9 @@ a checkpoint that has its name is complete.
 .. code-block:: python
 
    from overlapped_stager import OverlappedSaves
+   from state_to_save import AppState
 
+   app, root = AppState(model, optimizer), Path("checkpoints")
    with OverlappedSaves(device, model.buffers()) as saves:
        for step, batch in enumerate(batches):
            loss = train_step(batch)
@@ -51,14 +53,14 @@ The idea
 3. **Forward after snapshot**: buffers that forward changes are copied on the device first.
 4. **Refill after write**: a set of buffers is filled again when its write has ended.
 
-The training thread waits for the fourth only, where storage is slower than two save intervals. The
-second needs no line of yours: a hook that torch calls before every optimizer's step sees to it, and
+The training thread waits for storage only where writing a checkpoint takes longer than the time from
+one save to the next, or where the state has changed its layout. The second needs no line of yours: a hook that torch calls before every optimizer's step sees to it, and
 is removed at the end of the ``with`` block.
 
 A checkpoint is written aside, as ``step100.incomplete``. When all ranks have written their part,
-rank 0 gives it its name. **The name is the proof**: ``.metadata`` is not. An upload that outlives its
-process group takes each rank for a job of one, and the ranks write their files over each other; the
-result has a ``.metadata``, loads without an error, and is wrong.
+rank 0 gives it its name. **The name is the proof**: ``.metadata`` is not. If the process group is
+destroyed while a stock ``async_save`` is being written, each rank takes itself for the only one and
+writes over the others' files. The result has a ``.metadata``, loads without an error, and is wrong.
 """
 
 # %%
@@ -69,7 +71,6 @@ import argparse
 import logging
 import shutil
 import tempfile
-from collections.abc import Callable
 from concurrent.futures import Future, ThreadPoolExecutor, wait
 from datetime import timedelta
 from pathlib import Path
@@ -125,27 +126,27 @@ class OverlappedSaves:
     def __init__(
         self, device: torch.device, changed_by_forward=(), if_busy="wait", snapshot_bytes: int = 0
     ) -> None:
-        self.device, self.if_busy, self.snapshot_bytes = device, if_busy, snapshot_bytes
+        self.device = torch.empty(0, device=device).device  # with its index
+        self.if_busy, self.snapshot_bytes = if_busy, snapshot_bytes
         self.changed_by_forward = list(changed_by_forward)
-        self.streams = torch.get_device_module(device)
+        self.streams = torch.get_device_module(self.device)
         self.copy_streams = self.streams.Stream(), self.streams.Stream()
         self.plan, self.sets = None, []  # a CopyPlan; for each set its arena and the tensors there
-        self.queued: Future | None = None  # of the latest copies: the events behind them
         self.uploads, self.failures, self.jobs = [], [], SimpleQueue()
-        self.saves, self.skipped, self.running, self.abandoned = 0, 0, False, False
-        self.rank, self.groups = 0, []
+        self.calls, self.saves, self.skipped, self.running, self.abandoned = 0, 0, 0, False, False
+        self.rank, self.groups, self.queued = 0, [], None  # queued: of the latest copies
         if dist.is_initialized():
             self.rank, deadline = dist.get_rank(), timedelta(seconds=DEADLINE_S)
             self.groups = [dist.new_group(backend="gloo", timeout=deadline) for _ in range(2)]
 
     def __enter__(self) -> "OverlappedSaves":
-        self.hook = register_optimizer_step_pre_hook(self.before_update)
+        self.hook, self.running = register_optimizer_step_pre_hook(self.before_update), True
         self.copier = ThreadPoolExecutor(1, "copy", self.streams.set_device, (self.device,))
         self.writer = Thread(target=self.write_in_turn, name="write", daemon=True)
         self.writer.start()
-        self.running = True
         return self
 
+    @torch.inference_mode(False)
     def save(self, state_dict: dict, directory: Path) -> Future | None:
         """Save ``state_dict`` as it is now to ``directory``; all ranks call it.
 
@@ -161,11 +162,11 @@ class OverlappedSaves:
         if self.if_busy == "skip" and self.busy_on_any_rank():
             self.skipped += 1
             return None
-        wait(self.uploads[: 1 - BUFFER_SETS])
-        tensors: list[torch.Tensor] = []
-        state = read(state_dict, tensors)
-        staged, hosts, done = Future(), [], Future()
+        self.calls, directory = self.calls + 1, Path(directory)
+        wait(self.uploads[: len(self.uploads) + 1 - BUFFER_SETS])
+        tensors, hosts, state, staged, done = [], [], None, Future(), Future()
         try:
+            state = read(state_dict, tensors)
             arena, hosts = self.prepare(tensors)
             self.before_update()
             compute, copying = self.streams.current_stream(), self.copy_streams[0]
@@ -176,7 +177,7 @@ class OverlappedSaves:
             self.queued = staged = self.copier.submit(self.plan.copy_in_turns, arena, *streams)
         except Exception as failure:  # the other ranks are saving: they will be told
             staged.set_exception(failure)
-        self.jobs.put((staged, hosts, state, Path(directory), done))
+        self.jobs.put((self.calls, staged, hosts, state, directory, done))
         self.uploads = [*self.uploads[-BUFFER_SETS:], done]
         return done
 
@@ -209,10 +210,12 @@ class OverlappedSaves:
         for job in iter(self.jobs.get, None):
             self.write_aside(*job)
 
-    def write_aside(self, staged, hosts, state, directory: Path, done: Future) -> None:
+    def write_aside(self, number, staged, hosts, state, directory: Path, done: Future) -> None:
         """Write one state under another name; give it its own when it is complete."""
-        aside = directory.with_name(directory.name + ".incomplete")
+        aside = Path(f"{directory}.incomplete")
         try:
+            if len(set(self.together(lambda: (number, directory.name)))) > 1:
+                raise RuntimeError("the ranks have not called save for the same checkpoint")
             self.together(self.begin, staged, aside)
             remaining = iter(hosts)
             state = walk(state, lambda leaf: next(remaining) if is_staged(leaf) else leaf)
@@ -226,7 +229,7 @@ class OverlappedSaves:
             self.failures.append(failure)
             done.set_exception(failure)
 
-    def together(self, work: Callable, *args) -> list:
+    def together(self, work, *args) -> list:
         """Do ``work`` on all ranks; return what each returned, or raise on all if it fails on one."""
         error = None
         try:
@@ -237,8 +240,7 @@ class OverlappedSaves:
         reports = [report] * (dist.get_world_size() if self.groups else 1)
         if self.groups:
             dist.all_gather_object(reports, report, group=self.groups[0])
-        failures = "; ".join(failure for _, failure in reports if failure)
-        if failures:
+        if failures := "; ".join(failure for _, failure in reports if failure):
             raise RuntimeError(failures) from error
         return [result for result, _ in reports]
 
@@ -259,8 +261,9 @@ class OverlappedSaves:
     def commit(self, aside: Path, directory: Path) -> None:
         """Give the complete checkpoint its name, in place of an older one of that name."""
         if self.rank == 0:
-            replaced = directory.with_name(directory.name + ".replaced")
-            if directory.exists():
+            replaced = Path(f"{directory}.replaced")
+            if (directory / ".metadata").exists():  # nothing else is replaced
+                shutil.rmtree(replaced, ignore_errors=True)
                 directory.rename(replaced)
             aside.rename(directory)
             shutil.rmtree(replaced, ignore_errors=True)
@@ -280,9 +283,8 @@ class OverlappedSaves:
         self.hook.remove()
         self.running, self.abandoned = False, kind is not None
         self.jobs.put(None)
-        wait(self.uploads, EXIT_S if self.abandoned else None)
+        self.writer.join(EXIT_S if self.abandoned else None)
         self.copier.shutdown()
-        self.writer.join(EXIT_S)  # a thread that outlives the interpreter aborts the program
         for group in self.groups if all(upload.done() for upload in self.uploads) else []:
             dist.destroy_process_group(group)
         if not self.abandoned:

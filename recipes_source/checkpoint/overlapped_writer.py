@@ -12,9 +12,13 @@ leave the lock to training, in files that ``dcp.load`` and DCP's tools read as t
 
 .. code-block:: python
 
+   from overlapped_writer import OverlappedWriter
+   from state_to_save import AppState
+
+   app, root = AppState(model, optimizer), Path("checkpoints")
    with OverlappedWriter(device, model.buffers()) as saves:
-       for step in range(steps):
-           train_step(app, device)
+       for step, batch in enumerate(batches):
+           loss = train_step(batch)
            if step % 100 == 0:
                saves.save({"app": app}, root / f"step{step}")
 
@@ -292,10 +296,10 @@ class OverlappedWriter(OverlappedSaves):
 
 # %%
 # ``together`` comes with ``OverlappedSaves``: it calls a function on every rank, gathers what they
-# return, and raises on *every* rank if the function failed on one. Nothing here waits for another
-# rank in any other way, so a full disk on one rank cannot leave the others waiting; a rank that
-# dies closes its connection, which the others see as an error. ``.metadata`` comes when all files
-# are complete, the name of the directory after that.
+# return, and raises on *every* rank if the function failed on one. Besides DCP's own collectives
+# while it plans, nothing here waits for another rank in any other way, so a full disk on one rank
+# cannot leave the others waiting; a rank that dies closes its connection, which the others see as an
+# error. ``.metadata`` comes when all files are complete, the name of the directory after that.
 #
 # ``differs`` decides whether the plan holds. Staged tensors are the same objects at every other
 # save, so looking at their ids is enough, and takes milliseconds for thousands. Only a state with

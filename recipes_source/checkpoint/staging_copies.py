@@ -12,18 +12,22 @@ a checkpoint of this.
 
 .. code-block:: python
 
-   from staging_copies import CopyPlan, PinnedArena
+   from staging_copies import CopyPlan, PinnedArena, read
 
+   tensors = []
+   read({"model": model, "optimizer": optimizer}, tensors)          # lists the tensors
    first, second = torch.cuda.Stream(), torch.cuda.Stream()
-   plan = CopyPlan(tensors, device)                  # once
+   plan = CopyPlan(tensors, device, model.buffers())                # once
    arena = PinnedArena(plan.nbytes, device)          # once; page-locked
    hosts = plan.hosts(arena)                         # the same tensors, in host memory
 
-   first.wait_stream(torch.cuda.current_stream())    # at each save
+   plan.take_snapshots()                             # at each save: what cannot wait
+   first.wait_stream(torch.cuda.current_stream())
    has_been_read, copied = plan.copy_in_turns(arena, torch.cuda, first, second)
    ...                                               # forward, backward, loss.item()
    torch.cuda.current_stream().wait_event(has_been_read)
    optimizer.step()
+   copied.synchronize()                              # on a thread that writes: now hosts are right
 
 .. grid:: 1 1 2 2
 
@@ -204,23 +208,24 @@ def read(tree: object, tensors: list[torch.Tensor]) -> object:
 # --------
 # What does not change is prepared once: which bytes go where. Tied weights are copied once. Small
 # tensors, such as the step count of each parameter, are gathered by one kernel and copied as one.
-# Three kinds of tensors cannot wait until their bytes have travelled, and are copied first on their
-# own device: those that forward changes (BatchNorm's statistics), those that are not contiguous, and,
-# with ``snapshot_bytes``, as many as you can afford where a step is shorter than the copy.
+# Four kinds of tensors cannot wait until their bytes have travelled, and are copied first on their
+# own device: those that forward changes (BatchNorm's statistics), those that are not contiguous,
+# those on another device (step counts on the CPU), and, with ``snapshot_bytes``, as many as you can
+# afford where a step is shorter than the copy.
 #
-# Optimizers, loads and ``p.data = ...`` may give a tensor other memory. The address of each tensor is
-# compared at every save, which takes next to no time; version counters would not do,
-# since a fused optimizer leaves them as they are. ``_local_tensor`` is private by name: ``to_local()``
-# makes a new tensor at every call, and takes eight times as long.
+# Optimizers, loads and ``p.data = ...`` may give a tensor other memory, or another shape over the
+# same. Address, shape and strides of each tensor are compared at every save, which takes next to no
+# time; version counters would not do, since a fused optimizer leaves them as they are.
+# ``_local_tensor`` is private by name: ``to_local()`` makes a new tensor at every call.
 
 
-def addresses_of(tensors: list[torch.Tensor]) -> list[int]:
-    return [(x._local_tensor if isinstance(x, DTensor) else x).data_ptr() for x in tensors]
+def places_of(tensors: list[torch.Tensor]) -> list[tuple]:
+    shards = [x._local_tensor if isinstance(x, DTensor) else x for x in tensors]
+    return [(shard.data_ptr(), shard.shape, shard.stride()) for shard in shards]
 
 
-def layout(tensor: torch.Tensor) -> tuple:
-    sharding = getattr(tensor, "device_mesh", None), getattr(tensor, "placements", None)
-    return tensor.shape, tensor.stride(), tensor.dtype, sharding
+def layout(x: torch.Tensor) -> tuple:
+    return x.shape, x.dtype, getattr(x, "device_mesh", None), getattr(x, "placements", None)
 
 
 def identity(shard: torch.Tensor) -> tuple:
@@ -249,7 +254,8 @@ class CopyPlan:
     def __init__(
         self, tensors: list, device: torch.device, changed_by_forward=(), snapshot_bytes: int = 0
     ) -> None:
-        self.tensors, self.addresses = tensors, addresses_of(tensors)
+        self.tensors, self.places = tensors, places_of(tensors)
+        device = torch.empty(0, device=device).device  # with its index
         self.shards = [shard_of(tensor.detach()) for tensor in tensors]
         self.nbytes, self.offsets = ALIGNMENT, {}
         self.snapshots, self.packs, self.in_place, self.from_copies = [], [], [], []
@@ -289,7 +295,7 @@ class CopyPlan:
 
     def fits(self, tensors: list[torch.Tensor]) -> bool:
         """Whether these are the tensors of the plan, or others of the same memory and layout."""
-        if len(tensors) != len(self.tensors) or addresses_of(tensors) != self.addresses:
+        if len(tensors) != len(self.tensors) or places_of(tensors) != self.places:
             return False
         pairs = zip(tensors, self.tensors, strict=True)
         return all(new is old or layout(new) == layout(old) for new, old in pairs)

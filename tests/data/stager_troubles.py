@@ -244,6 +244,104 @@ def writes_take_turns(root: Path, device: torch.device) -> None:
     run.right()
 
 
+def one_set_of_buffers_is_not_filled_while_it_is_written(root: Path, device: torch.device) -> None:
+    run, wait, recipe.BUFFER_SETS = Run(root, device), recipe.wait, 1
+    try:
+        with Gated(device, run.app.model.buffers()) as saves:
+            gate = saves.gates["step1"] = threading.Event()
+
+            def release_and_wait(uploads: list, *timeout: float):
+                if uploads:
+                    gate.set()
+                return wait(uploads, *timeout)
+
+            recipe.wait = release_and_wait
+            run.step_and_save(saves)
+            assert saves.at_gate.wait(30)
+            run.step_and_save(saves)
+            saves.queued.result()
+            gate.set()
+        run.right()
+    finally:
+        recipe.wait, recipe.BUFFER_SETS = wait, 2
+
+
+class Refuses:
+    """A part of the state that cannot be read once, on the last rank."""
+
+    refuses = False
+
+    def state_dict(self) -> dict:
+        if self.refuses and dist.get_rank() == dist.get_world_size() - 1:
+            raise ValueError("no state now")
+        return {"x": 1}
+
+    def load_state_dict(self, state: dict) -> None: ...
+
+
+def a_rank_whose_state_cannot_be_read_mixes_no_two_saves(root: Path, device: torch.device) -> None:
+    run, part = Run(root, device), Refuses()
+    with recipe.OverlappedSaves(device, run.app.model.buffers()) as saves:
+        for step in (1, 2, 3):
+            basic.train_step(run.app, device)
+            part.refuses = step == 2
+            bits = basic.snapshot(run.app)
+            saves.save({"app": run.app, "part": part}, root / "latest")
+        assert "no state now" in str(raised(saves.wait))
+    right(root, device, {"latest": bits})
+
+
+def a_save_in_inference_mode_is_a_save(root: Path, device: torch.device) -> None:
+    run = Run(root, device)
+    with recipe.OverlappedSaves(device, run.app.model.buffers()) as saves:
+        basic.train_step(run.app, device)
+        run.expected["step1"] = basic.snapshot(run.app)
+        with torch.inference_mode():
+            saves.save({"app": run.app}, root / "step1")
+        run.step_and_save(saves)
+    run.right()
+
+
+def a_directory_that_is_no_checkpoint_is_not_replaced(root: Path, device: torch.device) -> None:
+    run = Run(root, device)
+    (root / "step1").mkdir()
+    (root / "step1" / "precious").write_text("mine")
+    (root / "step2.replaced" / "old").mkdir(parents=True)
+    with recipe.OverlappedSaves(device, run.app.model.buffers()) as saves:
+        run.step_and_save(saves)
+        assert raised(saves.wait) is not None
+        run.step_and_save(saves)
+        saves.wait()
+        saves.save({"app": run.app}, root / "step2")  # in place of a checkpoint
+        saves.wait()
+        saves.save({"app": run.app}, Path("."))
+        assert raised(saves.wait) is not None
+    assert (root / "step1" / "precious").read_text() == "mine"
+    del run.expected["step1"]
+    run.right()
+
+
+def other_strides_over_the_same_memory_are_noticed(root: Path, device: torch.device) -> None:
+    weight = torch.nn.Parameter(torch.arange(16.0, device=device).view(4, 4))
+    with recipe.OverlappedSaves(device) as saves:
+        saves.save({"x": weight}, root / "straight")
+        weight.data = weight.data.t()
+        saves.save({"x": weight}, root / "turned")
+    for name, bits in (("straight", weight.data.t()), ("turned", weight.data)):
+        loaded = {"x": torch.zeros(4, 4, device=device)}
+        dcp.load(loaded, checkpoint_id=root / name, no_dist=True)
+        assert torch.equal(loaded["x"], bits), name
+
+
+def a_device_without_an_index_is_the_current_one(root: Path, device: torch.device) -> None:
+    run = Run(root, device)
+    with recipe.OverlappedSaves(torch.device(device.type), run.app.model.buffers()) as saves:
+        run.step_and_save(saves)
+        assert saves.device == torch.empty(0, device=device).device
+        assert len(saves.plan.snapshots) <= 2  # the buffers of forward and no more
+    run.right()
+
+
 def a_save_after_an_interrupted_wait_waits_for_its_buffers(
     root: Path, device: torch.device
 ) -> None:
@@ -405,6 +503,7 @@ def threads_are_told_their_device(root: Path, device: torch.device) -> None:
 ON_ALL_RANKS = (
     an_older_checkpoint_of_the_name_is_replaced_whole,
     a_failed_save_is_told_on_every_rank_and_costs_no_other,
+    a_rank_whose_state_cannot_be_read_mixes_no_two_saves,
     a_rank_that_cannot_stage_is_told_to_all,
     a_busy_rank_makes_all_ranks_skip,
     a_block_left_by_one_rank_does_not_hang_and_leaves_nothing_wrong,
@@ -413,6 +512,11 @@ ON_ALL_RANKS = (
 )
 ON_ONE_RANK = (
     writes_take_turns,
+    one_set_of_buffers_is_not_filled_while_it_is_written,
+    a_save_in_inference_mode_is_a_save,
+    a_directory_that_is_no_checkpoint_is_not_replaced,
+    other_strides_over_the_same_memory_are_noticed,
+    a_device_without_an_index_is_the_current_one,
     a_save_after_an_interrupted_wait_waits_for_its_buffers,
     saves_outside_the_block_are_refused,
     every_optimizer_is_ordered_and_none_afterwards,

@@ -1,0 +1,93 @@
+"""A state that was kept is the state, whatever a program has put in place of its parts."""
+
+import sys
+from collections.abc import Iterator
+from pathlib import Path
+
+import pytest
+import torch
+import torch.distributed as dist
+import torch.distributed.checkpoint as dcp
+from torch import nn
+from torch.distributed.checkpoint.state_dict import get_state_dict
+
+sys.path.insert(0, str(Path(__file__).parents[1] / "recipes_source" / "checkpoint"))
+
+from kept_state import TrainingState  # noqa: E402
+
+
+@pytest.fixture(autouse=True)
+def rank() -> Iterator[None]:
+    dist.init_process_group("gloo", store=dist.HashStore(), rank=0, world_size=1)
+    yield
+    dist.destroy_process_group()
+
+
+def trained(model: nn.Module, optimizer: torch.optim.Optimizer) -> TrainingState:
+    """After a step and a first state."""
+    model(torch.ones(2, 4)).sum().backward()
+    optimizer.step()
+    app = TrainingState(model, optimizer)
+    app.state_dict()
+    return app
+
+
+def right(app: TrainingState) -> bool:
+    model, _ = get_state_dict(app.model, app.optimizers)
+    kept = app.state_dict()["model"]
+    return list(kept) == list(model) and all(torch.equal(kept[key], model[key]) for key in kept)
+
+
+def test_a_module_under_another_name_is_noticed() -> None:
+    model = nn.Linear(4, 4)
+    model.first = nn.Linear(2, 2)
+    app = trained(model, torch.optim.SGD(model.parameters(), lr=0.1))
+    model.other = model.first
+    del model.first
+    assert "other.weight" in app.state_dict()["model"] and right(app)
+
+
+def test_a_transposed_tie_keeps_both_its_shapes() -> None:
+    model = nn.Sequential(nn.Linear(4, 4, bias=False), nn.Linear(4, 4, bias=False))
+    model[1].weight = nn.Parameter(model[0].weight.t())
+    assert right(trained(model, torch.optim.SGD(model.parameters(), lr=0.1)))
+
+
+def test_an_added_group_is_in_the_state() -> None:
+    model, more = nn.Linear(4, 4), nn.Parameter(torch.ones(3))
+    optimizer = torch.optim.SGD(model.parameters(), lr=0.1)
+    app = trained(model, optimizer)
+    model.more = more
+    optimizer.add_param_group({"params": [more], "lr": 0.5})
+    groups = app.state_dict()["optim"]["param_groups"]
+    assert [group["params"] for group in groups] == [["weight", "bias"], ["more"]] and right(app)
+
+
+def test_extra_state_is_read_at_every_save() -> None:
+    class Counts(nn.Linear):
+        count = 0
+
+        def get_extra_state(self) -> dict:
+            return {"count": self.count}
+
+        def set_extra_state(self, state: dict) -> None: ...
+
+    model = Counts(4, 4)
+    app = trained(model, torch.optim.AdamW(model.parameters()))
+    model.count = 7
+    assert app.state_dict()["model"]["_extra_state"] == {"count": 7}
+
+
+def test_a_name_that_the_checkpoint_uses_is_refused() -> None:
+    model = nn.Linear(4, 4)
+    with pytest.raises(ValueError, match="'optim'"):
+        TrainingState(model, optim=torch.optim.SGD(model.parameters()))
+
+
+def test_an_optimizer_that_never_has_state_saves_and_loads(tmp_path: Path) -> None:
+    model = nn.Linear(4, 4)
+    dcp.save({"app": trained(model, torch.optim.SGD(model.parameters()))}, checkpoint_id=tmp_path)
+    other = nn.Linear(4, 4)
+    app = TrainingState(other, torch.optim.SGD(other.parameters()))
+    dcp.load({"app": app}, checkpoint_id=tmp_path)
+    assert torch.equal(other.weight, model.weight)
