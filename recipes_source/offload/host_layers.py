@@ -316,8 +316,7 @@ def train(model: list[HostLayer], ordinary: nn.Module, device: torch.device) -> 
         loss_of(resident(x)).backward()
 
         loss = gradients_to_host(model, x)
-        done = torch.get_device_module(device).current_stream().record_event()
-        done.synchronize()
+        torch.get_device_module(device).synchronize()
         for layer in model:
             layer.hand_out_gradients()
         for ours, theirs in zip(ordinary.parameters(), resident.parameters(), strict=True):
