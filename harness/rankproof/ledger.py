@@ -298,7 +298,8 @@ class Ledger:
         planned = self.planned
         if planned is None or not name.endswith(".distcp"):
             return
-        if directory not in {save.directory for save in self.saves}:
+        others = {save.directory for save in self.saves if save.kind != OWN_WRITER}
+        if directory not in others:  # a later plan for the same directory is a save of its own
             save, _ = self._begin(OWN_WRITER, {}, {"checkpoint_id": directory})
             leaves, save.clones = planned
             self.note("leaves", number=save.number, leaves=leaves)
