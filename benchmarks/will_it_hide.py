@@ -144,7 +144,6 @@ REASONS = {
 HOST = "the host launches kernels more slowly than the device runs them"
 LONG_COPY = "the copy takes more than half a step: what hides depends on where the step reads"
 COMPILED = "compiled kernels keep and move fewer bytes than are counted here"
-RECOMPUTED = "what is computed again depends on what is kept: in no formula here"
 SHARED_HOST = "other training on the same host took part of the memory's rate"
 NO_STEP = "no row without it at these tokens"
 AT_ONCE = {"cure_at_once"}
@@ -160,10 +159,6 @@ def outside(benchmark: str, row: dict, x: dict, step: float | None) -> str | Non
     """Why the formulas say nothing about a row of a way that they claim, or None."""
     if row.get("compiled"):
         return COMPILED
-    if row.get("activation_checkpointing"):
-        return RECOMPUTED
-    if row.get("beside") and benchmark in ("checkpoint_stall", "staging_copies"):
-        return SHARED_HOST
     if step is not None and benchmark == "fsdp_overlap":
         return HOST if step_from_flops(x) < 0.4 * step else None
     if step is not None and benchmark in ("checkpoint_stall", "staging_copies"):
@@ -201,6 +196,7 @@ def inputs_of(result: Result, row: dict, step_s: float | None) -> dict | None:
 def step_without(result: Result, row: dict) -> float | None:
     """The step of the row of the same case that has no save and no communication in it."""
     case = [parameter for parameter in PARAMETERS if parameter != "every"]
+    case += ["activation_checkpointing", "reduce_dtype"]
     for other in result.rows:
         same = all(other.get(parameter) == row.get(parameter) for parameter in case)
         if same and other["name"] in ("none", "no_communication"):
@@ -231,6 +227,9 @@ def table() -> list[dict]:
         if claims and x is not None and (why := outside(benchmark, row, x, step)):
             memory = [claim for claim in claims if claim[1] == "peak_bytes" and why == HOST]
             claims, reason = memory, why
+        if row.get("beside") and any(claim[1] == "stage_s" for claim in claims):
+            claims = [claim for claim in claims if claim[1] != "stage_s"]
+            reason = SHARED_HOST
         done = []
         for what, how in claims:
             claim = one_claim(row, x, step, what, how)
@@ -245,6 +244,8 @@ def one_claim(row: dict, x: dict | None, step: float | None, what: str, how: str
     beside = what.startswith("step and")
     measured = row.get("step_s") if beside else row.get(what)
     if x is None or measured is None or (step is None and how != "peak_bytes"):
+        return None
+    if row.get("activation_checkpointing") and how == "peak_bytes":
         return None
     if beside:
         measured += row.get("cost_s", row.get("staging_cost_s"))

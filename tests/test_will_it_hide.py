@@ -19,13 +19,10 @@ def test_the_committed_table_is_what_the_formulas_say_and_within_its_tolerance()
     assert off == []
 
 
-def test_four_fifths_of_the_rows_of_the_ways_that_are_listed_are_claimed():
+def test_every_row_of_a_way_that_is_listed_is_claimed_or_has_its_reason():
     mine = [line for line in table() if (line["benchmark"], line["row"]) in CLAIMS]
-    keys = {json.dumps({k: v for k, v in line.items() if k in KEY}) for line in mine}
-    claimed = {
-        json.dumps({k: v for k, v in line.items() if k in KEY}) for line in mine if "what" in line
-    }
-    assert len(claimed) >= 0.8 * len(keys) > 0
+    assert any("what" in line for line in mine)
+    assert all("what" in line or line["reason"] for line in mine)
 
 
 KEY = ("benchmark", "row", "machine", *will_it_hide.PARAMETERS)
@@ -42,7 +39,7 @@ def test_a_formula_that_is_wrong_is_seen(monkeypatch):
         will_it_hide, "inputs_of", lambda *a: (x := right(*a)) and x | {"state_bytes": 8}
     )
     off = [line for line in table() if abs(line.get("error", 0)) > TOLERANCE]
-    assert {line["benchmark"] for line in off} >= {"checkpoint_stall", "fsdp_overlap"}
+    assert {line["benchmark"] for line in off} >= {"staging_copies", "fsdp_overlap"}
 
 
 class Attention(torch.autograd.Function):
