@@ -19,10 +19,14 @@ def test_the_committed_table_is_what_the_formulas_say_and_within_its_tolerance()
     assert off == []
 
 
-def test_every_row_of_a_way_that_is_listed_is_claimed_or_has_its_reason():
+@pytest.mark.xfail(strict=True, reason="compiled and host-bound rows are in no formula yet")
+def test_four_fifths_of_the_rows_of_the_ways_that_are_listed_are_claimed():
     mine = [line for line in table() if (line["benchmark"], line["row"]) in CLAIMS]
-    assert any("what" in line for line in mine)
-    assert all("what" in line or line["reason"] for line in mine)
+    keys = {json.dumps({k: v for k, v in line.items() if k in KEY}) for line in mine}
+    claimed = {
+        json.dumps({k: v for k, v in line.items() if k in KEY}) for line in mine if "what" in line
+    }
+    assert len(claimed) >= 0.8 * len(keys) > 0
 
 
 KEY = ("benchmark", "row", "machine", *will_it_hide.PARAMETERS)

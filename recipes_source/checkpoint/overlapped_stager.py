@@ -10,6 +10,8 @@ a checkpoint that has its name is complete.
 
 .. code-block:: python
 
+   from pathlib import Path
+
    from overlapped_stager import OverlappedSaves
    from state_to_save import AppState
 
@@ -54,8 +56,9 @@ The idea
 4. **Refill after write**: a set of buffers is filled again when its write has ended.
 
 The training thread waits for storage only where writing a checkpoint takes longer than the time from
-one save to the next, or where the state has changed its layout. The second needs no line of yours: a hook that torch calls before every optimizer's step sees to it, and
-is removed at the end of the ``with`` block.
+one save to the next, or where the state has changed its layout. The second needs no line of yours: a
+hook that torch calls before every optimizer's step sees to it, and is removed at the end of the
+``with`` block.
 
 A checkpoint is written aside, as ``step100.incomplete``. When all ranks have written their part,
 rank 0 gives it its name. **The name is the proof**: ``.metadata`` is not. If the process group is

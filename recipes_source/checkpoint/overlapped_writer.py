@@ -12,6 +12,8 @@ leave the lock to training, in files that ``dcp.load`` and DCP's tools read as t
 
 .. code-block:: python
 
+   from pathlib import Path
+
    from overlapped_writer import OverlappedWriter
    from state_to_save import AppState
 
@@ -365,8 +367,8 @@ if __name__ == "__main__":
 #    :rows: overlapped_writer
 #
 # ``benchmarks/writing.py`` compares ways of writing without an accelerator. A **process** that maps
-# the same memory and is told what to write is no better than these threads, so this
-# recipe has none to start, to find dead or to end.
+# the same memory and is told what to write is no better than these threads. So this recipe uses no
+# process.
 #
 # DCP has one: ``AsyncCheckpointerType.PROCESS`` plans and writes in a daemon, so training keeps the
 # lock, at the price of a copy into shared memory on the training thread and an open file a tensor.

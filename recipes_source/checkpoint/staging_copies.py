@@ -384,8 +384,8 @@ if __name__ == "__main__":
 #
 # .. timeline:: staging_copies cure_at_once cure_turns
 #
-# Three cures, two prices. Pieces in turn arrive at the rate of the link; steps beside them are a
-# little slower. A thread that queues a piece when the one before has ended (``cure_paced``) costs
+# ``cure_at_once``, all pieces on one stream, is what to cure; ``cure_turns`` is this recipe. Pieces in
+# turn arrive almost as soon as all at once; steps beside them are a little slower. A thread that queues a piece when the one before has ended (``cure_paced``) costs
 # those steps least and takes almost twice as long: take it where a step is much longer than the
 # copy. A kernel between the pieces needs no second stream and takes as long. A CUDA graph of the
 # same copies cures nothing: its pieces run as if on one stream.
