@@ -345,7 +345,7 @@ if __name__ == "__main__":
 # .. list-table::
 #    :header-rows: 1
 #
-#    * -
+#    * - storage
 #      - when others see a write
 #      - rename
 #      - lock

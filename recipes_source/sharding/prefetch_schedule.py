@@ -322,7 +322,7 @@ if __name__ == "__main__":
 # .. result-table:: fsdp_overlap
 #    :rows: no_communication fsdp2 fsdp2_tuned megatron-fsdp megatron-fsdp-experimental delayed_release prefetch prefetch_copy_engine
 #
-# .. timeline:: fsdp_overlap delayed_release prefetch prefetch_copy_engine
+# .. timeline:: fsdp_overlap delayed_release prefetch
 #
 # At every size ``prefetch`` is ahead of both FSDP2 rows, of delayed release and of the stable
 # ``megatron-fsdp``. The experimental one is the strongest peer: it is ahead of the other peers

@@ -22,7 +22,7 @@ from sizes import lines_of_code
 
 RECIPES = discover(ROOT / "recipes_source", ROOT / "tests" / "controls")
 TARGETS = {"html", "html-noplot", "serve", "test", "check", "verify", "lint", "readme", "linkcheck"}
-TARGETS |= {"clean", "soak", "new-recipe"}
+TARGETS |= {"clean", "soak", "new-recipe", "installed"}
 
 
 def page(site: Path, name: str) -> BeautifulSoup:
