@@ -336,7 +336,7 @@ if __name__ == "__main__":
 #    :header-rows: 1
 #    :stub-columns: 1
 #
-#    * -
+#    * - compared
 #      - delayed release
 #      - prefetch
 #    * - order of units
