@@ -1,12 +1,22 @@
 """`OverlappedSaves` survives what training jobs do; one run on one rank, one on two."""
 
+import sys
 from functools import cache
+from pathlib import Path
 
 import pytest
+import torch
 import troubles
+
+sys.path.insert(0, str(Path(__file__).parents[1] / "recipes_source" / "checkpoint"))
 
 ONE_RANK = [
     "writes_take_turns",
+    "one_set_of_buffers_is_not_filled_while_it_is_written",
+    "a_save_in_inference_mode_is_a_save",
+    "a_directory_that_is_no_checkpoint_is_not_replaced",
+    "other_strides_over_the_same_memory_are_noticed",
+    "a_device_without_an_index_is_the_current_one",
     "a_save_after_an_interrupted_wait_waits_for_its_buffers",
     "saves_outside_the_block_are_refused",
     "every_optimizer_is_ordered_and_none_afterwards",
@@ -18,6 +28,7 @@ ONE_RANK = [
 TWO_RANKS = [
     "an_older_checkpoint_of_the_name_is_replaced_whole",
     "a_failed_save_is_told_on_every_rank_and_costs_no_other",
+    "a_rank_whose_state_cannot_be_read_mixes_no_two_saves",
     "a_rank_that_cannot_stage_is_told_to_all",
     "a_busy_rank_makes_all_ranks_skip",
     "a_block_left_by_one_rank_does_not_hang_and_leaves_nothing_wrong",
@@ -40,3 +51,14 @@ def test_on_one_rank(trouble: str) -> None:
 @pytest.mark.parametrize("trouble", TWO_RANKS)
 def test_on_two_ranks(trouble: str) -> None:
     assert f"survived {trouble}\n" in output(2)
+
+
+def test_a_directory_without_a_name_is_told_and_does_not_hang(tmp_path, monkeypatch) -> None:
+    from overlapped_stager import OverlappedSaves
+
+    monkeypatch.chdir(tmp_path)
+    with OverlappedSaves(torch.device("cpu")) as saves:
+        saves.save({"x": torch.ones(2)}, Path("."))
+        with pytest.raises(RuntimeError, match="OSError"):
+            saves.wait()
+    assert list(tmp_path.iterdir()) == []

@@ -113,5 +113,7 @@ def line_of(frame: FrameType) -> str:
 
 
 def recipe_line() -> str:
-    """The innermost line of the script or its libraries, empty if there is none."""
-    return next((line_of(frame) for frame in frames() if is_recipe(frame)), "")
+    """The innermost line of the script, else of its libraries, empty if there is none."""
+    lines = [frame for frame in frames() if is_recipe(frame)]
+    own = [frame for frame in lines if "-packages/" not in frame.f_code.co_filename]
+    return line_of((own or lines)[0]) if lines else ""

@@ -168,6 +168,13 @@ class Slots:
 # once with other weights. Neighbours lie in different slots.
 
 
+def whole(sharded: torch.Tensor) -> torch.Tensor:
+    """The shards of all ranks, one behind the other, on the CPU."""
+    shards = [None] * dist.get_world_size()
+    dist.all_gather_object(shards, sharded.to_local().cpu())
+    return torch.cat(shards)
+
+
 def prove(device: torch.device) -> None:
     model = peer_memory.build(device, MixedPrecisionPolicy(torch.bfloat16))
     groups = peer_memory.param_groups(model)
@@ -177,14 +184,15 @@ def prove(device: torch.device) -> None:
     slots = Slots(peer_memory.PeerMemory(dist.group.WORLD, device), ahead=2)
     for group in groups:
         slots.give(group)
-    for number in range(3):
-        for group in (group for group in groups for _ in range(2)):
+    for group in groups * 3:
+        expected = [whole(p.sharded_param.detach()) for p in group.fsdp_params]
+        for more in (0, 1):  # the second time while others may still copy from the first
             for p in group.fsdp_params:
-                p._sharded_param_data.add_(number + 1)
+                p._sharded_param_data.add_(more)
             slots.fill(group)
-            for p in group.fsdp_params:
-                expected = p.sharded_param.detach().full_tensor().bfloat16()
-                assert torch.equal(p._unsharded_param, expected), "not the bits of FSDP2's gather"
+            for p, full in zip(group.fsdp_params, expected, strict=True):
+                bits = (full + more).bfloat16().to(device)
+                assert torch.equal(p._unsharded_param, bits), "not the bits of FSDP2's gather"
     for first, second in zip(groups, groups[1:], strict=False):
         assert first.slot is not second.slot, "neighbours share a slot"
     assert len(slots.slots) == 3 < len(groups) == peer_memory.UNITS
