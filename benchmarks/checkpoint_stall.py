@@ -12,10 +12,12 @@ How a number is made
 --------------------
 * A *window* is some steps in a row. A step's *interval* runs from the end of the step before it to
   its own end, both events on the compute stream (host clock on a CPU). It holds everything that
-  delays a step: a held training thread, a waiting stream, slower kernels. The GPU never rests, so
-  its clocks are settled; a loop that reads nothing is kept at most two steps ahead of the device.
+  delays a step: a held training thread, a waiting stream, slower kernels. A loop that reads nothing
+  is kept at most two steps ahead of the device.
 * Windows with and without a save take turns. What a step takes without a save is the trimmed mean
-  of the windows without one in the same round and in the rounds beside it.
+  of the windows without one in the same round and in the rounds beside it, and what a step at its
+  place differs from that (the first steps behind a pause are not like those that follow), as the
+  median over all windows without a save.
 * ``staging_cost_s``: the steps from the call to one step after the copy, minus what they take
   without a save. Every way has made its copy before the update of the step after the call, or says
   when it ended. A blocking call is part of it.
@@ -140,9 +142,10 @@ class Window:
     ends: list[float]
     save: Save
 
-    def times(self, usual: float) -> dict:
-        """What the save cost, with steps that take ``usual`` seconds without one."""
+    def times(self, usual: list[float]) -> dict:
+        """What the save cost; ``usual``: seconds of the steps at each place without a save."""
         steps, ends, save = intervals_of(self.ends), self.ends[1:], self.save
+        usual = [usual[min(i, len(usual) - 1)] for i in range(len(steps))]
         staged_at = save.staged_at or save.returned_at
 
         def step_of(moment: float) -> int:  # the last one holds for all beyond
@@ -152,15 +155,15 @@ class Window:
         # the copy has ended before the update of step LEAD; behind it one step more is counted
         free = min(max(LEAD, step_of(staged_at)) + 1, len(steps) - 1)
         last = max(free, step_of(save.uploaded_at))
-        beside = steps[free + 1 : last]
+        beside = slice(free + 1, last)
         blocked = save.staged_at == save.uploaded_at
         begun = save.called_at if blocked else save.staged_at or save.called_at
         return {
-            "staging_cost_s": sum(steps[first : free + 1]) - usual * (free + 1 - first),
-            "cost_s": sum(steps[first : last + 1]) - usual * (last + 1 - first),
-            "upload_slowdown": statistics.mean(beside) / usual if beside else None,
-            "steps_beside_upload": len(beside),
-            "step_s": usual,
+            "staging_cost_s": sum(steps[first : free + 1]) - sum(usual[first : free + 1]),
+            "cost_s": sum(steps[first : last + 1]) - sum(usual[first : last + 1]),
+            "upload_slowdown": sum(steps[beside]) / sum(usual[beside]) if steps[beside] else None,
+            "steps_beside_upload": len(steps[beside]),
+            "step_s": statistics.mean(usual[1:]),
             "call_s": save.returned_at - save.called_at,
             "staged_s": save.staged_at - save.called_at if save.staged_at else None,
             "uploaded_s": save.uploaded_at - begun,
@@ -244,10 +247,13 @@ class Training:
 # -- one row ----------------------------------------------------------------------------------
 
 
-def usual_step(rounds: list[list[float]], number: int, own: bool = True) -> float:
-    """What a step takes without a save, by the quiet windows around round ``number``."""
+def usual_steps(rounds: list[list[float]], number: int, own: bool = True) -> list[float]:
+    """What the steps of a window take without a save, around round ``number``, by their place."""
     near = range(max(0, number - 1), min(len(rounds), number + 2))
-    return trimmed_mean([s for i in near if own or i != number for s in rounds[i][1:]])
+    level = trimmed_mean([s for i in near if own or i != number for s in rounds[i][1:]])
+    others = [window for i, window in enumerate(rounds) if own or i != number]
+    places = zip(*([s - trimmed_mean(w[1:]) for s in w] for w in others), strict=False)
+    return [level + statistics.median(apart) for apart in places]
 
 
 class Measurement:
@@ -255,7 +261,7 @@ class Measurement:
 
     def __init__(self, training: Training, out: Path, head: dict, started: float) -> None:
         self.training, self.out, self.head, self.started = training, out, head, started
-        found = [
+        self.results, self.intervals, self.pieces = [
             Results(out, head | {"benchmark": name}, RECIPES, (*PARAMETERS, *more))
             for name, *more in (
                 ["checkpoint_stall"],
@@ -263,7 +269,6 @@ class Measurement:
                 ["staging_copies"],
             )
         ]
-        self.results, self.intervals, self.pieces = found
         rows = self.results.data["rows"]
         self.results.data["rows"] = [row for row in rows if row.get("loop")]  # of stock models
         self.storage: dict[str, float] = {}
@@ -347,7 +352,7 @@ class Measurement:
 
             for _ in in_turn({"save": save, "quiet": quiet}, rounds, lambda: True):
                 quiet_steps = [intervals_of(window.ends) for window in without]
-                usual = [usual_step(quiet_steps, i) for i in range(len(saves))]
+                usual = [usual_steps(quiet_steps, i) for i in range(len(saves))]
                 row = medians([w.times(u) for w, u in zip(saves, usual, strict=True)], INTERVALS)
                 first = self.first.times(usual[0])
                 row |= {
@@ -360,7 +365,7 @@ class Measurement:
                 }
                 results.add({**(self.row(results, case, name) or {}), **fixed, **row})
         if rounds > 2 and not self.has(case, "none", rounds, results):
-            own = [usual_step(quiet_steps, i, own=False) for i in range(rounds)]
+            own = [usual_steps(quiet_steps, i, own=False) for i in range(rounds)]
             row = medians([w.times(u) for w, u in zip(without, own, strict=True)], INTERVALS)
             row |= dict.fromkeys(("call_s", "staged_s", "uploaded_s"))  # there was no save
             results.add({**self.fixed(case, "none", None), **row})
@@ -551,7 +556,7 @@ def tasks_of(measurement: Measurement, ours: str, model: str, pairs: int) -> Ite
     yield cost(short, ours, 6)
     yield cost(short, "overlapped_snapshot", 3)
     yield probe(disk, 5 + 4 * gb)
-    yield cost(disk, ours, 1)
+    yield cost(disk, ours, 6)
     yield Task(f"trace {ours}", 15, partial(measurement.trace, long, ours, results))
     yield cost(long, "torch_checkpointing", 2)
     for name in ("nvidia-resiliency-ext", "torchtitan_async_with_pinned_mem", "torchtitan_async"):

@@ -9,7 +9,7 @@ from pathlib import Path
 
 import pytest
 
-from benchmarks.checkpoint_stall import LEAD, Window, usual_step
+from benchmarks.checkpoint_stall import LEAD, Window, usual_steps
 from benchmarks.checkpoint_ways import Save, differences
 from benchmarks.measuring import medians
 
@@ -34,7 +34,7 @@ def window(
 
 
 def test_steps_as_long_as_without_a_save_cost_nothing() -> None:
-    times = window().times(USUAL)
+    times = window().times([USUAL])
     assert times["staging_cost_s"] == pytest.approx(0.0)
     assert times["cost_s"] == pytest.approx(0.0)
     assert times["upload_slowdown"] == pytest.approx(1.0)
@@ -57,13 +57,13 @@ def test_which_steps_are_counted(slow: int, staging: float, whole: float) -> Non
     found.save.called_at += late
     found.save.returned_at += late
     found.save.uploaded_at += late
-    times = found.times(USUAL)
+    times = found.times([USUAL])
     assert times["staging_cost_s"] == pytest.approx(staging)
     assert times["cost_s"] == pytest.approx(whole)
 
 
 def test_a_copy_that_ends_late_takes_more_steps_with_it() -> None:
-    times = window({LEAD + 3: 0.1}, staged=0.7).times(USUAL)
+    times = window({LEAD + 3: 0.1}, staged=0.7).times([USUAL])
     assert times["staging_cost_s"] == pytest.approx(0.1)
     assert times["staged_s"] == pytest.approx(0.7)
     assert times["uploaded_s"] == pytest.approx(0.5)
@@ -72,21 +72,32 @@ def test_a_copy_that_ends_late_takes_more_steps_with_it() -> None:
 def test_a_call_that_blocks_is_part_of_the_cost() -> None:
     found = window({LEAD: 3.0}, call=3.0, uploaded=3.0)
     found.save.staged_at = found.save.uploaded_at
-    times = found.times(USUAL)
+    times = found.times([USUAL])
     assert times["staging_cost_s"] == times["cost_s"] == pytest.approx(3.0)
     assert times["call_s"] == times["uploaded_s"] == pytest.approx(3.0)
     assert times["upload_slowdown"] is None
 
 
 def test_an_upload_longer_than_the_window_counts_to_its_end() -> None:
-    assert window({STEPS - 1: 0.1}, uploaded=99.0).times(USUAL)["cost_s"] == pytest.approx(0.1)
+    assert window({STEPS - 1: 0.1}, uploaded=99.0).times([USUAL])["cost_s"] == pytest.approx(0.1)
 
 
 def test_a_step_is_compared_with_the_windows_around_it() -> None:
-    rounds = [[9.0, 1.0, 1.0, 1.0], [9.0, 2.0, 2.0, 2.0], [9.0, 3.0, 3.0, 3.0]]
-    assert usual_step(rounds, 1) == pytest.approx(2.0)
-    assert usual_step(rounds, 2) == pytest.approx(2.5)
-    assert usual_step(rounds, 2, own=False) == pytest.approx(2.0)
+    rounds = [[1.0, 1.0, 1.0, 1.0], [2.0, 2.0, 2.0, 2.0], [3.0, 3.0, 3.0, 3.0]]
+    assert usual_steps(rounds, 1) == pytest.approx([2.0] * 4)
+    assert usual_steps(rounds, 2) == pytest.approx([2.5] * 4)
+    assert usual_steps(rounds, 2, own=False) == pytest.approx([2.0] * 4)
+
+
+def test_a_step_is_compared_with_steps_at_its_place() -> None:
+    usual = [9.0, 1.1, 0.9, 1.0]
+    assert usual_steps([usual, usual, usual], 1) == pytest.approx(usual)
+    steps = [*usual, 1.0, 1.0, 1.0, 1.0]
+    found = Window(list(accumulate(steps, initial=0.0)), Save(Path(), 10.2, 10.2, 10.3, 14.5))
+    times = found.times(usual)
+    assert times["staging_cost_s"] == pytest.approx(0.0)
+    assert times["cost_s"] == pytest.approx(0.0)
+    assert times["upload_slowdown"] == pytest.approx(1.0)
 
 
 def test_samples_without_a_value_are_left_out_of_the_median() -> None:
