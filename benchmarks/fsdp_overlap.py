@@ -290,23 +290,28 @@ class Windows:
 
 THREE = (REFERENCE, "fsdp2", "fsdp2_in_place")
 FOUR = (REFERENCE, "fsdp2_no_collectives", "fsdp2", "fsdp2_in_place")
+MEGATRON = (REFERENCE, "fsdp2_in_place", "megatron-fsdp")
+GUIDE = (REFERENCE, "fsdp2_in_place", "megatron-fsdp-guide")
 SYNTHETIC = {"model": "synthetic", "loop": "free"}
 TASKS = {  # the most important first
-    "eager": Windows(75, FOUR, (4096, 12_288)),
+    "eager": Windows(90, FOUR, (4096, 12_288)),
     "small": Windows(60, THREE, (1024, 2048)),
     "compiled": Windows(75, THREE, (2048, 4096), {"compiled": True}, 6),
     "compiled_small": Windows(50, THREE, (1024,), {"compiled": True}, 6),
     "group": Windows(45, (REFERENCE, "fsdp2", "fsdp2_reduce_group"), (2048, 4096), {}, 6),
     "tuned": Windows(60, (REFERENCE, "fsdp2_tuned", "fsdp2_in_place"), (4096, 2048, 12_288), {}, 6),
     "large": Windows(80, THREE, (8192, 16_384), {}, 6),
-    "synthetic": Windows(70, tuple(STACKS), (2048, 1024), SYNTHETIC, 6),
+    "synthetic": Windows(70, tuple(STACKS), (2048, 4096, 1024), SYNTHETIC),
     "free": Windows(45, THREE, (1024, 2048), {"loop": "free"}, 6),
     "bf16": Windows(50, THREE, (2048, 8192), {"reduce_dtype": "bfloat16"}, 6),
     "recompute": Windows(60, THREE, (2048, 8192), {"activation_checkpointing": True}, 6),
-    "megatron": Windows(60, (REFERENCE, "fsdp2_in_place", "megatron-fsdp"), (2048, 8192), {}, 4),
-    "megatron_guide": Windows(60, (REFERENCE, "megatron-fsdp-guide"), (2048, 8192), {}, 4),
-    "four": Windows(110, (*FOUR, "fsdp2_tuned"), (2048, 4096), {}, 4),  # more GPUs than two
-    "four_long": Windows(60, THREE, (12_288,), {}, 4),
+    "megatron": Windows(60, MEGATRON, (2048, 8192), {}, 4),
+    "megatron_guide": Windows(60, GUIDE, (2048, 8192), {}, 4),
+    "four": Windows(60, (*FOUR, "fsdp2_tuned"), (4096, 2048), {}, 4),  # more GPUs than two
+    "four_long": Windows(50, (*THREE, "fsdp2_tuned"), (12_288,), {}, 4),
+    "four_megatron": Windows(50, MEGATRON, (4096, 2048, 12_288), {}, 4),
+    "four_guide": Windows(50, GUIDE, (4096, 2048, 12_288), {}, 4),
+    "four_rest": Windows(60, THREE, (1024, 8192, 16_384), {}, 4),
 }
 RECIPES = {name: way.recipes for name, way in (STACKS | WAYS).items()}
 VARIED = ("tokens", *Case.__dataclass_fields__)
@@ -385,8 +390,7 @@ class Run:
             say(self.started, f"{case}, {tokens} tokens, losses {losses}")
             count = 1 if self.arguments.small else STEPS[tokens]
             windows = {n: self.windows_of(loop, count) for n, loop in loops.items()}
-            often = rounds if tokens <= LENGTH else min(rounds, 6)
-            samples = list(in_turn(windows, often, lambda: True))
+            samples = list(in_turn(windows, rounds, lambda: True))
             for name in ways:
                 self.add(name, built[name].note, case, tokens, samples)
             del loops, windows
@@ -534,7 +538,7 @@ class Run:
         self.results.write()
 
     def sizes(self, *tokens: int) -> list[int]:
-        return [64, 128][: len(tokens)] if self.arguments.small else list(tokens)
+        return [64, 128, 192][: len(tokens)] if self.arguments.small else list(tokens)
 
     def tasks(self) -> list[Task]:
         """What was asked for, in that order, or all ``TASKS``."""
