@@ -31,21 +31,21 @@ from sphinx_design.shared import create_component
 
 from benchmarks.result_files import (
     BENCHMARKS,
-    PARAMETER_HEADINGS,
     ROW_RECIPES,
-    Column,
     Result,
     ResultError,
-    byte_count,
+    cell,
     changed_recipes,
+    fields_of,
     files,
+    heading,
     in_words,
+    known,
     load,
-    shown,
-    stale_results,
+    plain,
+    round_number,
+    written,
 )
-
-__all__ = ["ResultDirective", "device_tabs", "earlier_version", "not_measured", "stale_results"]
 
 logger = logging.getLogger(__name__)
 
@@ -67,7 +67,7 @@ PAGE_COLOURS = {
 DECIDING = 3
 """Columns of a table: the first that decide; page guide/results has all of them."""
 CASES = {
-    **dict.fromkeys(("model", "loop", "storage"), shown),
+    **dict.fromkeys(("model", "loop", "storage"), plain),
     "compiled": lambda compiled: "compiled" if compiled else "eager",
 }
 """Parameters that stand below a row's name, and how; the others have a column."""
@@ -118,7 +118,7 @@ class ResultDirective(SphinxDirective):
     def _wanted(self, row: dict) -> bool:
         rows, where = self.options.get("rows", "").split(), self.options.get("where", {})
         return (not rows or row["name"] in rows) and all(
-            shown(row.get(parameter)) == value for parameter, value in where.items()
+            plain(row.get(parameter)) == value for parameter, value in where.items()
         )
 
 
@@ -126,10 +126,9 @@ class ResultTable(ResultDirective):
     """``.. result-table:: <benchmark>``: every median with its unit, and where it was measured."""
 
     def show(self, result: Result, rows: list[dict]) -> list[nodes.Node]:
-        benchmark = BENCHMARKS[result.data["benchmark"]]
         values = {p: {row.get(p) for row in rows} for p in result.varied()}
         varied = [p for p, found in values.items() if len(found) > 1]
-        columns = [c for c in benchmark.columns if not is_end(c) and any(map(c.known, rows))]
+        columns = columns_of(result, rows)
         notes: list[str] = []
         body = []
         for row in rows:
@@ -140,12 +139,10 @@ class ResultTable(ResultDirective):
                 name += nodes.superscript("", str(notes.index(note) + 1))
             if case := ", ".join(CASES[p](row[p]) for p in varied if p in CASES and p in row):
                 name += nodes.inline("", f" {case}", classes=["result-interval"])
-            numbers = [nodes.paragraph("", shown(row.get(p))) for p in varied if p not in CASES]
-            body.append([name, *numbers])
-        headings = ["Way", *(PARAMETER_HEADINGS[p] for p in varied if p not in CASES)]
-        for line, row in zip(body, rows, strict=True):
-            line += [cell_with_interval(column, row) for column in columns[:DECIDING]]
-        table = _table([*headings, *(c.heading for c in columns[:DECIDING])], body)
+            numbers = [nodes.paragraph("", plain(row.get(p))) for p in varied if p not in CASES]
+            body.append([name, *numbers, *(cell_with_interval(row, c) for c in columns)])
+        of_case = [p for p in varied if p not in CASES]
+        table = _table(["Way", *map(heading, [*of_case, *columns])], body)
         below = [f"{number}. {note}" for number, note in enumerate(notes, 1)]
         same = {p: found.pop() for p, found in values.items() if len(found) == 1}
         return [table, *map(_small, below), *self._origin(result, rows, same), self._others()]
@@ -168,7 +165,7 @@ class ResultTable(ResultDirective):
     def _origin(self, result: Result, rows: list[dict], same: dict) -> list[nodes.Node]:
         """Where the rows were measured; parameters that are the ``same`` in all have no column."""
         data = result.data
-        shared = ", ".join(f"{p}: {shown(value)}" for p, value in same.items() if value is not None)
+        shared = ", ".join(f"{p}: {plain(value)}" for p, value in same.items() if value is not None)
         medians = f"Medians ({shared})" if shared else "Medians"
         lines = [f"{medians}. {result.origin(rows)}. Workload: {in_words(data['workload'])}."]
         if data["link"]:
@@ -182,20 +179,24 @@ class ResultTable(ResultDirective):
         return [_small(line) for line in lines]
 
 
-def is_end(column: Column) -> bool:
-    """Whether a column is one end of the interval of the column before it."""
-    return bool(re.search(r"_(low|high)(_s)?$", column.field))
+def columns_of(result: Result, rows: list[dict]) -> list[str]:
+    """The fields that a table of ``rows`` shows: those that decide, or the first that rows have."""
+    fields = result.benchmark.deciding.split()
+    for row in rows:
+        fields += fields_of(row)
+    present = [name for name in dict.fromkeys(fields) if any(known(row, name) for row in rows)]
+    return present[:DECIDING]
 
 
-def cell_with_interval(column: Column, row: dict) -> nodes.paragraph:
+def cell_with_interval(row: dict, name: str) -> nodes.paragraph:
     """A value, and below it the interval in which it lies, where the row has one."""
-    stem, unit = re.fullmatch(r"(.*?)(_s)?", column.field).groups(default="")
+    stem, unit = re.fullmatch(r"(.*?)(_s)?", name).groups(default="")
     low, high = (row.get(f"{stem}_{end}{unit}") for end in ("low", "high"))
-    cell = nodes.paragraph("", column.cell(row))
+    paragraph = nodes.paragraph("", cell(row, name))
     if low is not None and high is not None and low != high:
-        ends = f" ({column.write(low)} to {column.write(high)})"
-        cell += nodes.inline("", ends, classes=["result-interval"])
-    return cell
+        ends = f" ({written(name, low)} to {written(name, high)})"
+        paragraph += nodes.inline("", ends, classes=["result-interval"])
+    return paragraph
 
 
 def link(page: str, kind: str, target: str, shown: nodes.Node) -> addnodes.pending_xref:
@@ -233,33 +234,31 @@ class ResultFigure(ResultDirective):
     option_spec = ResultDirective.option_spec | {"field": directives.unchanged_required}
 
     def show(self, result: Result, rows: list[dict]) -> list[nodes.Node]:
-        benchmark = BENCHMARKS[result.data["benchmark"]]
+        benchmark = result.benchmark
         over = benchmark.over
-        as_lines = benchmark.lines is not None and len({row.get(over) for row in rows}) > 1
+        as_lines = benchmark.lines != "" and len({row.get(over) for row in rows}) > 1
         field = self.options.get("field", benchmark.lines if as_lines else benchmark.bars)
-        if field not in (column.field for column in benchmark.columns):
+        if "field" in self.options and not any(field in row for row in result.rows):
             raise self.error(f"{self.name}: {benchmark.title} has no field {field!r}")
-        column = benchmark.column(field)
+        rows = [row for row in rows if known(row, field)]
         cases = [p for p in result.varied() if not (as_lines and p == over)]
         groups: dict[tuple, list[dict]] = {}
         for row in rows:
             groups.setdefault(tuple((p, row[p]) for p in cases if p in row), []).append(row)
         pictures = []
-        groups = {case: rows for case, rows in groups.items() if any(map(column.known, rows))}
         same = dict(set.intersection(*map(set, groups))) if groups else {}
         for case, members in groups.items():
-            title = ", ".join(f"{p}: {shown(value)}" for p, value in case if p not in same)
-            drawn = (
-                _lines(column, members, over, title, result.data["workload"])
-                if as_lines
-                else _bars(column, members, title, rows, benchmark.logarithmic)
-            )
-            pictures.append(_as_node(drawn, benchmark.title, _words(column, members)))
+            title = ", ".join(f"{p}: {plain(value)}" for p, value in case if p not in same)
+            if as_lines:
+                drawn = _lines(field, members, over, title, result.data["workload"])
+            else:
+                drawn = _bars(field, members, title, rows, benchmark.logarithmic)
+            pictures.append(_as_node(drawn, benchmark.title, _words(field, members)))
         if not pictures:
             return []
-        shared = ", ".join(f"{p}: {shown(same[p])}" for p in cases if p in same)
+        shared = ", ".join(f"{p}: {plain(same[p])}" for p in cases if p in same)
         inline, messages = self.state.inline_text(
-            f"{benchmark.title}: {_first_lower(column.heading)}"
+            f"{benchmark.title}: {_first_lower(heading(field))}"
             f"{f' ({shared})' if shared else ''}. "
             f"Measured on {result.origin(rows)}.",
             self.lineno,
@@ -273,12 +272,12 @@ def _first_lower(text: str) -> str:
     return text[0].lower() + text[1:]
 
 
-def _words(column: Column, rows: list[dict]) -> list[str]:
+def _words(field: str, rows: list[dict]) -> list[str]:
     """A drawing in words, a line a row."""
     lines = []
-    for row in filter(column.known, rows):
+    for row in rows:
         at = "".join(f" at {row[p]} {p}" for p in ("tokens", "layers") if p in row)
-        lines.append(f"{row['name']}{at}: {_first_lower(column.heading)} {column.cell(row)}")
+        lines.append(f"{row['name']}{at}: {_first_lower(heading(field))} {cell(row, field)}")
     return lines
 
 
@@ -298,20 +297,18 @@ def _figure(height: float, title: str) -> Figure:
 
 
 def _bars(
-    column: Column, rows: list[dict], title: str, beside: list[dict], logarithmic: bool
+    field: str, rows: list[dict], title: str, beside: list[dict], logarithmic: bool
 ) -> Figure:
     """A bar a row, its name and value written above it: names stay readable on a phone.
 
     ``beside`` are the rows of all drawings of the figure: they share one axis.
     """
-    field, known = column.field, column.known
-    rows = [row for row in rows if known(row)]
     figure = _figure(0.42 * len(rows) + 1.0, title)
     (axes,) = figure.axes
     values = [row[field] for row in rows]
-    shared = [row for row in beside if known(row)]
-    ends = [row[field] for row in shared]
-    ends += [row.get("bound_s") or 0 for row in shared if column.in_seconds]
+    kind = type(values[0])  # a whole number is a count
+    ends = [row[field] for row in beside]
+    ends += [row.get("bound_s") or 0 for row in beside if in_seconds(field)]
     positive = [end for end in ends if end > 0]
     left = min(positive, default=1e-3) / 2 if logarithmic else 0.0
     if logarithmic:
@@ -328,28 +325,35 @@ def _bars(
     axes.set_ylim(len(rows) - 0.6, -0.75)
     axes.set_yticks([])
     axes.grid(axis="y", visible=False)
-    axes.xaxis.set_major_formatter(lambda value, _: column.on_axis(value))
+    axes.xaxis.set_major_formatter(lambda value, _: on_axis(field, kind(value)))
     axes.xaxis.set_minor_formatter("")
     for place, row in zip(places, rows, strict=True):
-        text = f"{row['name']}  {column.cell(row)}"
+        text = f"{row['name']}  {cell(row, field)}"
         if row.get("loaded_back_bitwise") is False:
             text += ", saved wrong data"
         axes.annotate(
             text, (0, place - 0.26), xycoords=("axes fraction", "data"),
             xytext=(3, 2), textcoords="offset points", color=TEXT, fontsize=10,
         )  # fmt: skip
-    bounds = [row.get("bound_s") if column.in_seconds else None for row in rows]
+    bounds = [row.get("bound_s") if in_seconds(field) else None for row in rows]
     for place, bound in zip(places, bounds, strict=True):
         if bound:  # across its own bar, below the text
             axes.vlines(bound, place - 0.2, place + 0.32, color=TEXT, linestyle=(0, (2, 1)))
-    if any(bounds):
-        axes.set_xlabel(f"{column.heading} (dashed: bound)", color=TEXT)
-    else:
-        axes.set_xlabel(column.heading, color=TEXT)
+    dashed = " (dashed: bound)" if any(bounds) else ""
+    axes.set_xlabel(heading(field) + dashed, color=TEXT)
     return figure
 
 
-def _lines(column: Column, rows: list[dict], over: str, title: str, workload: dict) -> Figure:
+def in_seconds(field: str) -> bool:
+    return field.endswith("_s") and not field.endswith("_per_s")
+
+
+def on_axis(field: str, value: float) -> str:
+    """``value`` without zeros after the point: ``100 ms``, ``0.5 s``, ``95 %``."""
+    return "0" if value == 0 else round_number(written(field, value))
+
+
+def _lines(field: str, rows: list[dict], over: str, title: str, workload: dict) -> Figure:
     """A line a row name over tokens or layers; times on a logarithmic axis, with their bound.
 
     Ridge points that ``workload`` names (the tokens from which on compute is the bound, not the
@@ -357,7 +361,6 @@ def _lines(column: Column, rows: list[dict], over: str, title: str, workload: di
     """
     figure = _figure(3.6, title)
     (axes,) = figure.axes
-    rows = [row for row in rows if column.known(row)]
     names = dict.fromkeys(row["name"] for row in rows)
     for number, name in enumerate(names):
         mine = sorted((row for row in rows if row["name"] == name), key=lambda row: row[over])
@@ -365,11 +368,11 @@ def _lines(column: Column, rows: list[dict], over: str, title: str, workload: di
         if number >= len(SERIES):
             style["linestyle"] = "--"
         axes.plot(
-            *zip(*((row[over], row[column.field]) for row in mine), strict=True),
+            *zip(*((row[over], row[field]) for row in mine), strict=True),
             **style, label=name, markersize=5,
         )  # fmt: skip
     values = sorted({row[over] for row in rows})
-    if column.in_seconds:
+    if in_seconds(field):
         axes.set_yscale("log")
         axes.yaxis.set_major_locator(LogLocator(subs=(1, 2, 5)))
         axes.yaxis.set_minor_locator(NullLocator())
@@ -386,15 +389,16 @@ def _lines(column: Column, rows: list[dict], over: str, title: str, workload: di
                         xycoords=("data", "axes fraction"), xytext=(3, 0), rotation=90,
                         textcoords="offset points", color=TEXT, fontsize=9,
                     )  # fmt: skip
-    elif column.write is byte_count:
+    elif field.endswith("_bytes"):
         axes.set_ylim(bottom=0)
     if over == "tokens":
         axes.set_xscale("log", base=2)
     axes.set_xticks(values)
+    kind = type(rows[0][field])
     axes.xaxis.set_major_formatter(lambda value, _: f"{value:,.0f}")
-    axes.yaxis.set_major_formatter(lambda value, _: column.on_axis(value))
-    axes.set_xlabel(PARAMETER_HEADINGS[over], color=TEXT)
-    axes.set_ylabel(column.heading, color=TEXT)
+    axes.yaxis.set_major_formatter(lambda value, _: on_axis(field, kind(value)))
+    axes.set_xlabel(heading(over), color=TEXT)
+    axes.set_ylabel(heading(field), color=TEXT)
     legend = figure.legend(
         loc="outside upper left", ncols=2, frameon=False, labelcolor=TEXT, fontsize=9.5
     )
@@ -416,16 +420,16 @@ class ResultGain(ResultDirective):
         return [not_measured(self.arguments[0])]
 
     def show(self, result: Result, rows: list[dict]) -> list[nodes.Node]:
-        column = BENCHMARKS[result.data["benchmark"]].column(self.options["field"])
-        order = self.options["rows"].split()
-        found = sorted(filter(column.known, rows), key=lambda row: order.index(row["name"]))
+        field, order = self.options["field"], self.options["rows"].split()
+        found = [row for row in rows if known(row, field)]
+        found.sort(key=lambda row: order.index(row["name"]))
         if not found:
             return []
         changed = note_recipes(self.env, Path(self.config.results_repo), result.hashes_of(found))
-        text = nodes.paragraph("", f"{column.heading}: ", classes=["result-gain"])
+        text = nodes.paragraph("", f"{heading(field)}: ", classes=["result-gain"])
         for number, row in enumerate(found):
             text += nodes.Text(", " if number else "")
-            text += (nodes.emphasis if number else nodes.strong)("", column.cell(row))
+            text += (nodes.emphasis if number else nodes.strong)("", cell(row, field))
             text += [nodes.Text(" "), nodes.literal("", row["name"])]
         earlier = ", an earlier version" if changed else ""
         text += nodes.Text(f". Stock {found[0]['model']}, {result.machine}{earlier}.")

@@ -22,7 +22,7 @@ from benchmarks.result_files import (
     ResultError,
     device_and_ranks,
     load_trace,
-    round_seconds,
+    round_number,
     seconds,
 )
 
@@ -141,7 +141,7 @@ class Timeline(SphinxDirective):
         text = listing(panels, seconds)
         span = max(bar.end for panel in panels for lane in panel.lanes for bar in lane.bars)
         length = scale_bar(span)
-        scale = (length, round_seconds(length))
+        scale = (length, round_number(seconds(length)))
         html = draw(panels, name=name, caption=words, text=text, scale=scale, label_every_bar=False)
         figure = nodes.figure("", picture(html, text), caption, classes=["lanes"])
         hint = nodes.paragraph(

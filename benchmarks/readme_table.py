@@ -1,123 +1,144 @@
-"""Write the README's table of measured gains from the result files.
+"""Write the README's tables: measured gains, and which torch the recipes ran on.
 
-    python -m benchmarks.readme_table           # write it
-    python -m benchmarks.readme_table --check   # exit 1 if it differs; list results out of date
+    python -m benchmarks.readme_table           # write them
+    python -m benchmarks.readme_table --check   # exit 1 if they differ; list results out of date
 
-The table stands between two markers and is never edited by hand. Where the code of a recipe has
-changed since, it says so.
+Each stands between two markers and is never edited by hand. Where the code of a recipe has changed
+since, it says so.
 """
 
 import argparse
+import json
 import sys
 from itertools import chain
 from pathlib import Path
 
 from benchmarks.result_files import (
     BENCHMARKS,
-    Column,
     Result,
     ResultError,
+    cell,
     changed_recipes,
     files,
+    heading,
     in_words,
+    known,
     load,
-    shown,
+    plain,
     stale_results,
 )
 
-BEGIN, END = "<!-- results:begin -->", "<!-- results:end -->"
 COMMAND = "make readme"
 NO_RESULTS = "No results yet: nothing has been measured on a GPU."
+USUAL = {"loop": "reads", "compiled": False, "reduce_dtype": "float32"}
+USUAL |= {"activation_checkpointing": False}  # of rows over tokens, these alone are shown
 
 
-def table(repo: Path) -> str:
-    """Markdown: for each benchmark the result file with the most ranks, its first workload."""
-    sections = [
-        _section(load(found[-1]), repo)
-        for name, benchmark in BENCHMARKS.items()
-        if benchmark.readme and (found := files(repo, "results", name))
-    ]
+def results(repo: Path) -> str:
+    """For each benchmark the result file with the most ranks."""
+    sections = []
+    for name, benchmark in BENCHMARKS.items():
+        found = files(repo, "results", name)
+        if benchmark.readme and found:
+            show = over_tokens if benchmark.lines else first_workload
+            sections.append(show(load(found[-1]), repo))
     return "\n\n".join(sections) or NO_RESULTS
 
 
-def _names(result: Result, rows: list[dict], repo: Path) -> tuple[dict[str, str], list[str]]:
-    """How a row of each name begins, and what stands below the table of ``rows``.
-
-    A dagger marks rows whose recipes' code is not what was measured.
-    """
-    changed = {row["name"]: changed_recipes(result.hashes_of([row]), repo) for row in rows}
-    cells = {name: f"| `{name}`{' †' if earlier else ''} | " for name, earlier in changed.items()}
-    recipes = ", ".join(f"`{name}`" for name in sorted({*chain.from_iterable(changed.values())}))
-    note = ["", f"† Measured on an earlier version of {recipes}: the code has changed since."]
-    return cells, note if recipes else []
-
-
-def _section(result: Result, repo: Path) -> str:
-    benchmark = BENCHMARKS[result.data["benchmark"]]
-    if benchmark.lines:
-        return _over_tokens(result, benchmark.column(benchmark.readme[0]), repo)
-    varied = result.varied()
-    first = {parameter: result.rows[0].get(parameter) for parameter in varied}
+def first_workload(result: Result, repo: Path) -> str:
+    """A row for each row of the first case, a column for each field."""
+    first = {parameter: result.rows[0].get(parameter) for parameter in result.varied()}
     rows = [row for row in result.rows if all(row.get(p) == v for p, v in first.items())]
-    columns = [
-        column for column in map(benchmark.column, benchmark.readme) if any(map(column.known, rows))
-    ]
-    rows = [row for row in rows if any(column.known(row) for column in columns)]
-    names, note = _names(result, rows, repo)
-    case = "".join(f"; {p}: {shown(value)}" for p, value in first.items() if value is not None)
-    lines = [
-        f"**{benchmark.title}**: {result.origin(rows)}; {in_words(result.data['workload'])}{case}.",
-        "",
-        "| | " + " | ".join(column.heading for column in columns) + " |",
-        "|---|" + "---:|" * len(columns),
-    ]
-    lines += [
-        names[row["name"]] + " | ".join(column.cell(row) for column in columns) + " |"
-        for row in rows
-    ]
-    return "\n".join(lines + note)
+    asked = result.benchmark.readme.split()
+    fields = [name for name in asked if any(known(row, name) for row in rows)]
+    rows = [row for row in rows if any(known(row, name) for name in fields)]
+    cells = {row["name"]: [cell(row, name) for name in fields] for row in rows}
+    case = "".join(f"; {p}: {plain(value)}" for p, value in first.items() if value is not None)
+    title = f"**{result.benchmark.title}**: {result.origin(rows)}; "
+    title += f"{in_words(result.data['workload'])}{case}."
+    return section(title, map(heading, fields), cells, result, rows, repo)
 
 
-def _over_tokens(result: Result, column: Column, repo: Path) -> str:
+def over_tokens(result: Result, repo: Path) -> str:
     """A row for each name that was measured at most numbers of tokens, a column for each number.
 
     Rows of the synthetic model are left out where there are rows of a stock one, and of those all
-    but eager ones of a loop that reads, reduced in float32.
+    that differ from ``USUAL``.
     """
-    known = [row for row in result.rows if column.known(row)]
-    rows = [row for row in known if row.get("model") not in (None, "synthetic")] or known
-    usual = {"loop": "reads", "compiled": False, "reduce_dtype": "float32"}
-    usual |= {"activation_checkpointing": False}
-    rows = [row for row in rows if all(row.get(p, value) == value for p, value in usual.items())]
+    field = result.benchmark.readme
+    rows = [row for row in result.rows if known(row, field)]
+    rows = [row for row in rows if row.get("model") not in (None, "synthetic")] or rows
+    rows = [row for row in rows if all(row.get(p, value) == value for p, value in USUAL.items())]
     tokens = sorted({row["tokens"] for row in rows})
-    cells = {(row["name"], row["tokens"]): column.cell(row) for row in rows}
-    often = {n for n, _ in cells if 2 * sum((n, count) in cells for count in tokens) > len(tokens)}
-    everywhere = [row for row in rows if row["name"] in often]
-    title = f"{BENCHMARKS[result.data['benchmark']].title}: {column.heading[0].lower()}"
-    lines = [
-        f"**{title}{column.heading[1:]}, by tokens a step**: {result.origin(everywhere)}; "
-        f"{in_words(result.data['workload'])}.",
-        "",
-        "| | " + " | ".join(f"{count:,}" for count in tokens) + " |",
-        "|---|" + "---:|" * len(tokens),
-    ]
-    names, note = _names(result, everywhere, repo)
-    for name, begin in names.items():
-        lines.append(begin + " | ".join(cells.get((name, count), "–") for count in tokens) + " |")
-    return "\n".join(lines + note)
+    value = {(row["name"], row["tokens"]): cell(row, field) for row in rows}
+    cells = {}
+    for row in rows:
+        line = [value.get((row["name"], count), "–") for count in tokens]
+        if 2 * line.count("–") < len(line):
+            cells[row["name"]] = line
+    rows = [row for row in rows if row["name"] in cells]
+    what = heading(field)
+    title = f"**{result.benchmark.title}: {what[0].lower()}{what[1:]}, by tokens a step**: "
+    title += f"{result.origin(rows)}; {in_words(result.data['workload'])}."
+    return section(title, (f"{count:,}" for count in tokens), cells, result, rows, repo)
 
 
-def with_table(readme: str, repo: Path) -> str:
-    """``readme`` with the present table between its markers.
+def section(title: str, headings, cells: dict, result: Result, rows: list, repo: Path) -> str:
+    """A table in Markdown; a dagger marks rows whose recipes' code is not what was measured."""
+    changed = {row["name"]: changed_recipes(result.hashes_of([row]), repo) for row in rows}
+    lines = [f"`{name}`{' †' if changed[name] else ''}" for name in cells]
+    table = markdown(headings, dict(zip(lines, cells.values(), strict=True)))
+    recipes = ", ".join(f"`{name}`" for name in sorted({*chain.from_iterable(changed.values())}))
+    note = f"\n\n† Measured on an earlier version of {recipes}: the code has changed since."
+    return f"{title}\n\n{table}{note if recipes else ''}"
+
+
+def markdown(headings, cells: dict[str, list[str]]) -> str:
+    headings = list(headings)
+    lines = ["| | " + " | ".join(headings) + " |", "|---|" + "---:|" * len(headings)]
+    lines += [f"| {name} | {' | '.join(line)} |" for name, line in cells.items()]
+    return "\n".join(lines)
+
+
+def versions(repo: Path) -> str:
+    """A row for each version of torch and each device that the recipes ran on, from the records."""
+    runs = []
+    for path in sorted((repo / "harness" / "verified").glob("*.json")):
+        record = json.loads(path.read_text(encoding="utf-8"))
+        runs.append((f"{record['ranks']} × {record['device']}", record["torch"], record))
+    path = repo / "guide" / "versions.json"
+    if path.exists():
+        for torch, record in json.loads(path.read_text(encoding="utf-8")).items():
+            runs.append((f"CPU, {record['ranks']} ranks", torch, record))
+    lines = ["| where | torch | recipes that passed | failed | run |", "|---|---|---:|---|---|"]
+    for where, torch, record in runs:
+        recipes = record["recipes"]
+        failed = [f"`{name}`" for name, result in recipes.items() if not result["ok"]]
+        earlier = [name for name, r in recipes.items() if changed_recipes(r["code_sha256"], repo)]
+        when = max(result["date"] for result in recipes.values())
+        when += f", {len(earlier)} of them in an earlier version" if earlier else ""
+        passed = f"{len(recipes) - len(failed)} of {len(recipes)}"
+        lines.append(f"| {where} | {torch} | {passed} | {', '.join(failed) or '–'} | {when} |")
+    return "\n".join(lines)
+
+
+TABLES = {"results": results, "versions": versions}
+
+
+def with_tables(readme: str, repo: Path) -> str:
+    """``readme`` with the present tables between their markers.
 
     Raises:
-        ResultError: the markers are not there exactly once, in order.
+        ResultError: the markers of a table are not there exactly once, in order.
     """
-    before, begin, rest = readme.partition(BEGIN)
-    _, end, after = rest.partition(END)
-    if not begin or not end or BEGIN in rest or END in after:
-        raise ResultError(f"README.md needs the lines {BEGIN} and {END}, once, in this order")
-    return f"{before}{BEGIN}\n{table(repo)}\n{END}{after}"
+    for name, table in TABLES.items():
+        begin, end = f"<!-- {name}:begin -->", f"<!-- {name}:end -->"
+        before, _, rest = readme.partition(begin)
+        _, _, after = rest.partition(end)
+        if readme.count(begin) != 1 or readme.count(end) != 1 or end not in rest:
+            raise ResultError(f"README.md needs the lines {begin} and {end}, once, in this order")
+        readme = f"{before}{begin}\n{table(repo)}\n{end}{after}"
+    return readme
 
 
 def main(arguments: list[str] | None = None) -> int:
@@ -128,7 +149,7 @@ def main(arguments: list[str] | None = None) -> int:
     readme = options.repo / "README.md"
     try:
         present = readme.read_text(encoding="utf-8")
-        wanted = with_table(present, options.repo)
+        wanted = with_tables(present, options.repo)
         stale = stale_results(options.repo)
     except (ResultError, FileNotFoundError) as error:
         print(f"error: {error}", file=sys.stderr)
@@ -138,7 +159,7 @@ def main(arguments: list[str] | None = None) -> int:
     if not options.check:
         readme.write_text(wanted, encoding="utf-8")
     elif present != wanted:
-        print(f"README.md: its table is not what results and recipes say; run: {COMMAND}")
+        print(f"README.md: its tables are not what results and recipes say; run: {COMMAND}")
         return 1
     return 0
 

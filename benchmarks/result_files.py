@@ -1,14 +1,14 @@
 """The files that measurements leave: ``benchmarks/results`` and ``benchmarks/traces``.
 
-Reading, checking and describing them, for the pages, the README's table and ``make lint``. Nothing
-here measures.
+Reading, checking and naming what is in them, for the pages, the README's table and ``make lint``.
+Nothing here measures. What a value means is in the end of its field's name: ``_s``, ``_bytes``,
+``_bytes_per_s``, ``_slowdown``; other whole numbers are counts and other fractions are shares.
 """
 
 import json
 import math
 import re
-from collections.abc import Callable
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 from datetime import date
 from itertools import chain
 from pathlib import Path
@@ -28,111 +28,131 @@ REQUIRED = {
     "rows": list,
 }
 PARAMETERS = {
-    "model": ("llama-1b", "llama-8b-blocks", "llama-8b", "llama-tiny", "synthetic"),
-    "loop": ("reads", "free"),
-    "compiled": (False, True),
-    "storage": ("memory", "disk"),
-    "step": ("long", "short"),
-    **{"tokens": (), "layers": (), "every": (), "point": ()},
+    "model": "llama-1b llama-8b-blocks llama-8b llama-tiny synthetic",
+    "loop": "reads free",
+    "compiled": "no yes",
+    "storage": "memory disk",
+    "step": "long short",
+    "tokens": "",
+    "layers": "",
+    "every": "",
+    "point": "",
 }
 """What may be varied between rows of one name, and the order in which values are shown."""
 
-PARAMETER_HEADINGS = {
-    "model": "Model",
-    "loop": "Loop",
-    "compiled": "Compiled",
-    "storage": "Storage",
-    "step": "Step",
-    "tokens": "Tokens a step",
-    "layers": "Layers",
-    "every": "Steps from save to save",
-    "point": "Struck at",
-}
-
-
-def shown(value: object) -> str:
-    """A parameter's value as pages show it and as ``:where:`` names it."""
-    if isinstance(value, bool):
-        return yes_no(value)
-    return "–" if value is None else str(value)
-
-
 TRACE_LANES = {
     "compute": "compute",
-    **{"copy": "copy", "H2D": "copy", "D2H": "copy"},
-    **{"gather": "communication", "reduce-scatter": "communication"},
-    **{"host": "stall", "write": "write"},
+    "copy": "copy",
+    "H2D": "copy",
+    "D2H": "copy",
+    "gather": "communication",
+    "reduce-scatter": "communication",
+    "host": "stall",
+    "write": "write",
 }
 """The lanes of a trace, from top to bottom, and the kind of what is drawn in each."""
 
-ROW_RECIPES = {
+RECIPE_ROWS = {
     "async_save": "async_save",
-    "pinned": "pinned_staging",
-    "default_stager_as_published": "default_stager",
-    "default_stager_ordered": "default_stager",
-    "cure_turns": "staging_copies",
-    "overlapped": "overlapped_stager",
-    "overlapped_snapshot": "overlapped_stager",
+    "pinned_staging": "pinned",
+    "default_stager": "default_stager_as_published default_stager_ordered",
+    "staging_copies": "cure_turns",
+    "overlapped_stager": "overlapped overlapped_snapshot",
     "overlapped_writer": "overlapped_writer",
     "three_streams": "three_streams",
-    "streamed": "weight_streaming",
-    "streamed_adam": "whole_step",
-    "streamed_adam_in_backward": "whole_step",
-    "activation_offload": "activation_offload",
-    "activation_offload_half": "activation_offload",
-    "checkpoint_activation_offload": "activation_offload",
-    "selective_activation_offload": "activation_offload",
-    "fsdp2_tuned": "fsdp2_settings",
-    "fsdp2_reduce_group": "fsdp2_settings",
-    "fsdp2_in_place": "in_place_gather",
-    "fsdp2_copy_engine": "copy_engine_gather",
-    "fsdp2_copy_engine_reduce": "copy_engine_reduce",
-    "delayed_release": "stream_context",
-    "prefetch": "prefetch_schedule",
-    "prefetch_copy_engine": "prefetch_schedule",
+    "weight_streaming": "streamed",
+    "whole_step": "streamed_adam streamed_adam_in_backward",
+    "activation_offload": """activation_offload activation_offload_half
+        checkpoint_activation_offload selective_activation_offload""",
+    "fsdp2_settings": "fsdp2_tuned fsdp2_reduce_group",
+    "in_place_gather": "fsdp2_in_place",
+    "copy_engine_gather": "fsdp2_copy_engine",
+    "copy_engine_reduce": "fsdp2_copy_engine_reduce",
+    "stream_context": "delayed_release",
+    "prefetch_schedule": "prefetch prefetch_copy_engine",
     "update_in_order": "update_in_order",
 }
-"""The recipe that a row measures, where its name is not the row's."""
+"""The rows that measure what a recipe shows."""
+ROW_RECIPES = {row: recipe for recipe, rows in RECIPE_ROWS.items() for row in rows.split()}
 
-ROW_ORDER = (
-    *("none", "torch_save", "dcp_save", "async_save", "pinned"),
-    *("default_stager_as_published", "default_stager_ordered"),
-    *("overlapped", "overlapped_snapshot", "overlapped_writer", "process"),
-    *("cure_at_once", "cure_tiny_kernel", "cure_paced", "cure_turns"),
-    *("resident", "resident_whole_recompute", "resident_all_saved", "resident_zeros"),
-    *("streamed", "streamed_adam", "streamed_adam_in_backward", "larger_than_device", "host"),
-    *("pageable", "pageable_non_blocking", "pinned_blocking", "one_stream"),
-    *("three_streams", "record_stream", "fsdp2_cpu_offload"),
-    *("activation_offload", "activation_offload_half", "checkpoint"),
-    *("checkpoint_activation_offload", "selective", "selective_activation_offload", "save_on_cpu"),
-    *("checkpoint_save_on_cpu", "checkpoint_trl", "checkpoint_unsloth"),
-    *("no_communication", "fsdp2_no_collectives", "fsdp2", "fsdp2_reduce_group", "fsdp2_tuned"),
-    "fsdp2_in_place",
-    *("fsdp2_copy_engine", "fsdp2_copy_engine_reduce"),
-    *("delayed_release", "prefetch", "prefetch_copy_engine", "update_in_order"),
-)
+ROW_ORDER = """
+none torch_save dcp_save async_save pinned default_stager_as_published default_stager_ordered
+overlapped overlapped_snapshot overlapped_writer process
+cure_at_once cure_tiny_kernel cure_paced cure_turns
+resident resident_whole_recompute resident_all_saved resident_zeros
+streamed streamed_adam streamed_adam_in_backward larger_than_device host
+pageable pageable_non_blocking pinned_blocking one_stream three_streams record_stream
+fsdp2_cpu_offload activation_offload activation_offload_half checkpoint
+checkpoint_activation_offload selective selective_activation_offload save_on_cpu
+checkpoint_save_on_cpu checkpoint_trl checkpoint_unsloth
+no_communication fsdp2_no_collectives fsdp2 fsdp2_reduce_group fsdp2_tuned fsdp2_in_place
+fsdp2_copy_engine fsdp2_copy_engine_reduce
+delayed_release prefetch prefetch_copy_engine update_in_order
+"""
 """Rows in the order in which pages show them; peers, by their package's name, come after."""
+
+HEADINGS = {
+    "tokens": "Tokens a step",
+    "every": "Steps from save to save",
+    "point": "Struck at",
+    "step_s": "Step time",
+    "staging_cost_s": "Staging costs",
+    "cost_s": "The whole save costs",
+    "first_exposed_stall_s": "The first save costs",
+    "upload_slowdown": "Step time during upload",
+    "staged_s": "Staged after",
+    "uploaded_s": "Uploaded after",
+    "write_bytes_per_s": "Written at",
+    "storage_bytes_per_s": "The storage takes",
+    "pinned_bytes": "Pinned memory",
+    "loaded_back_bitwise": "Loads back bit by bit",
+    "kept": "Throughput kept",
+    "lost": "Lost or wrong",
+    "left": "Left a process",
+    "longest_s": "The longest took",
+    "mixed": "Resumed with other bits",
+    "cannot_resume": "Could not resume",
+    "training_ended": "A failed save ended training",
+    "noticed_s": "Noticed, ranks ended, started",
+    "choose_s": "Checkpoint chosen, digests read",
+    "load_s": "Loaded",
+    "total_s": "In all",
+    "eta": "Bound over step time",
+    "device_state_bytes": "State on the device",
+    "host_parameters": "Parameters on the host",
+    "fits_resident": "Would fit resident",
+    "update_s": "Update alone",
+    "update_bytes_per_s": "Update moves",
+    "yardstick_bytes_per_s": "A plain pass moves",
+    "share_of_yardstick": "Update over plain pass",
+    "over_checkpoint": "Over checkpoint",
+    "efficiency": "Speed against no communication",
+    "speed_over_fsdp2": "Speed against fsdp2",
+    "speed_over_no_collectives": "Against fsdp2_no_collectives",
+    "bitwise_steps": "Steps with every bit of fsdp2",
+    "pairs": "Of pairs of windows",
+    "efficiency_spread": "Their quartiles apart",
+    "hidden_share": "Hidden",
+    "gemm_slowdown": "GEMM beside a gather",
+}
+"""How pages call what a field's name does not say by itself."""
 
 
 class ResultError(ValueError):
     """A result or trace file cannot be used as it is; the message names file and field."""
 
 
+# -- how values are written ------------------------------------------------------------------------
+
 ROUNDS_UP_TO_ONE = 0.9995  # with three significant digits: 999.6 ms are 1.00 s
 
 
 def seconds(value: float) -> str:
     """``value`` seconds with three significant digits and a unit: ``2.5 ms``, ``15.9 s``."""
-    for factor, unit in ((1, "s"), (1e3, "ms"), (1e6, "µs")):
-        if abs(value * factor) >= ROUNDS_UP_TO_ONE or unit == "µs" or value == 0:
+    for factor, unit in ((1, "s"), (1e3, "ms")):
+        if abs(value * factor) >= ROUNDS_UP_TO_ONE or value == 0:
             return f"{_digits(value * factor)} {unit}"
-    raise AssertionError("unreachable")
-
-
-def round_seconds(value: float) -> str:
-    """:func:`seconds` without zeros after the point, for an axis: ``100 ms``, ``0.5 s``."""
-    number, unit = seconds(value).split()
-    return f"{number.rstrip('0').rstrip('.') if '.' in number else number} {unit}"
+    return f"{_digits(value * 1e6)} µs"
 
 
 def byte_count(value: float) -> str:
@@ -157,12 +177,13 @@ def share(value: float) -> str:
     return f"{value * 100:.1f} %"
 
 
-def count(value: float) -> str:
-    return f"{value:,.0f}"
-
-
-def yes_no(value: bool) -> str:
-    return "yes" if value else "no"
+def plain(value: object) -> str:
+    """A flag, a count or a word, as pages show it and as ``:where:`` names it."""
+    if value is None:
+        return "–"
+    if isinstance(value, bool):
+        return "yes" if value else "no"
+    return str(value)
 
 
 def _digits(value: float) -> str:
@@ -173,271 +194,156 @@ def _digits(value: float) -> str:
     return f"{value:,.{decimals}f}"
 
 
-@dataclass(frozen=True)
-class Column:
-    """A field of a row: its heading on the page and how its value is written."""
+UNITS = {  # what a field's name ends in, perhaps before the end of an interval
+    "_bytes_per_s": rate,
+    "_bytes": byte_count,
+    "_s": seconds,
+    "_slowdown": slowdown,
+    "over_checkpoint": slowdown,
+    "_loss": plain,
+}
 
-    field: str
-    heading: str
-    write: Callable[[float], str]
 
-    def known(self, row: dict) -> bool:
-        value = row.get(self.field)
-        return value is not None and value == value  # a median of no samples is NaN
+def written(name: str, value: object) -> str:
+    """``value`` of the field ``name`` with its unit."""
+    if isinstance(value, int | float) and not isinstance(value, bool):
+        for end, write in UNITS.items():
+            if re.sub("_(low|high)$", "", name).endswith(end):
+                return write(value)
+        return share(value) if isinstance(value, float) else f"{value:,}"
+    return plain(value)
 
-    def cell(self, row: dict) -> str:
-        return self.write(row[self.field]) if self.known(row) else "–"
 
-    @property
-    def in_seconds(self) -> bool:
-        return self.write is seconds
+def heading(name: str) -> str:
+    words = re.sub("_bytes_per_s$|_bytes$|_s$", "", name).replace("_", " ")
+    return HEADINGS.get(name, words[:1].upper() + words[1:])
 
-    def on_axis(self, value: float) -> str:
-        """``value`` without zeros after the point: ``100 ms``, ``0.5 s``, ``95 %``."""
-        if value == 0:
-            return "0"
-        number, unit = self.write(value).split()
-        return f"{number.rstrip('0').rstrip('.') if '.' in number else number} {unit}"
+
+def round_number(text: str) -> str:
+    """``text`` without zeros after the point, for an axis: ``100 ms``, ``0.5 s``, ``95 %``."""
+    number, _, unit = text.partition(" ")
+    number = number.rstrip("0").rstrip(".") if "." in number else number
+    return f"{number} {unit}".rstrip()
+
+
+def in_words(facts: dict) -> str:
+    """``{"tokens_per_step": 8192}`` → ``tokens per step 8192``; ends of names give the unit."""
+    parts = []
+    for key, value in facts.items():
+        unit = re.search(r"_bytes_per_s$|_bytes(?=_|$)|_s$", key)
+        if unit and isinstance(value, int | float):
+            key, value = key.replace(unit[0], "", 1), UNITS[unit[0]](value)
+        if isinstance(value, dict):
+            value = " or ".join(f"{v} ({case})" for case, v in value.items())
+        parts.append(f"{key.replace('_', ' ')} {value}")
+    return ", ".join(parts)
+
+
+# -- what pages show of a benchmark ----------------------------------------------------------------
 
 
 @dataclass(frozen=True)
 class Benchmark:
     """How a benchmark's results are shown.
 
-    ``bars`` is drawn by row, on a logarithmic axis where ``logarithmic``; where rows vary in
-    ``over``, ``lines`` is drawn over it instead. ``readme`` names the columns of the README, the
-    first of them over tokens where ``lines`` is; without any, the README leaves it out.
+    ``deciding`` fields are a table's columns, the first that rows have. ``bars`` is drawn by row,
+    on a logarithmic axis where ``logarithmic``; where rows vary in ``over``, ``lines`` is drawn
+    over it instead. ``readme`` names the columns of the README, or the field that it shows over
+    tokens where ``lines`` is; without any, the README leaves it out.
     """
 
     title: str
-    columns: tuple[Column, ...]
-    readme: tuple[str, ...]
+    deciding: str
     bars: str
-    logarithmic: bool = False
-    lines: str | None = None
+    lines: str = ""
     over: str = "tokens"
+    readme: str = ""
+    logarithmic: bool = False
 
-    def column(self, field: str) -> Column:
-        return next(column for column in self.columns if column.field == field)
-
-
-def largest_sample(samples: dict[str, list]) -> str:
-    return str(max(map(len, samples.values()), default=0))
-
-
-def _interval(stem: str, write: Callable[[float], str], unit: str = "") -> tuple[Column, Column]:
-    """The columns of a median's interval, right behind the median's."""
-    return (
-        Column(f"{stem}_low{unit}", "95 % from", write),
-        Column(f"{stem}_high{unit}", "to", write),
-    )
-
-
-_SAMPLES = Column("samples", "Samples", largest_sample)
-_BOUND = Column("bound_s", "Bound", seconds)
-_MEMORY = (
-    Column("peak_allocated_bytes", "Peak allocated", byte_count),
-    Column("peak_reserved_bytes", "Peak reserved", byte_count),
-)
 
 BENCHMARKS = {
     "checkpoint_stall": Benchmark(
         title="What one save costs training",
-        columns=(
-            Column("staging_cost_s", "Staging costs", seconds),
-            *_interval("staging_cost", seconds, "_s"),
-            Column("cost_s", "The whole save costs", seconds),
-            *_interval("cost", seconds, "_s"),
-            Column("upload_slowdown", "Step time during upload", slowdown),
-            *_interval("upload_slowdown", slowdown),
-            Column("first_exposed_stall_s", "The first save costs", seconds),
-            Column("call_s", "Call", seconds),
-            Column("staged_s", "Staged after", seconds),
-            _BOUND,
-            Column("uploaded_s", "Uploaded after", seconds),
-            Column("uploaded_idle_s", "Uploaded, GPU idle", seconds),
-            Column("write_bytes_per_s", "Written at", rate),
-            Column("storage_bytes_per_s", "The storage takes", rate),
-            Column("step_s", "Step time", seconds),
-            Column("tensors", "Tensors", count),
-            Column("bytes_written", "Written", byte_count),
-            Column("pinned_bytes", "Pinned memory", byte_count),
-            Column("host_peak_bytes", "Host peak", byte_count),
-            Column("loaded_back_bitwise", "Loads back bit by bit", yes_no),
-            Column("elements_differing", "Elements that differ", share),
-            _SAMPLES,
-        ),
-        readme=(
-            *("staging_cost_s", "cost_s", "upload_slowdown", "write_bytes_per_s"),
-            "loaded_back_bitwise",
-        ),
+        deciding="staging_cost_s cost_s upload_slowdown",
         bars="staging_cost_s",
+        readme="staging_cost_s cost_s upload_slowdown write_bytes_per_s loaded_back_bitwise",
         logarithmic=True,
     ),
     "save_interval": Benchmark(
         title="How often one can save",
-        columns=(
-            Column("kept", "Throughput kept", share),
-            *_interval("kept", share),
-            Column("step_s", "Step time", seconds),
-            Column("saves", "Saves", count),
-            Column("saves_skipped", "Skipped, the last not written yet", count),
-            _SAMPLES,
-        ),
-        readme=(),
+        deciding="kept step_s saves",
         bars="kept",
         lines="kept",
         over="every",
     ),
-    "soak": Benchmark(
-        title="Saves that are struck",
-        columns=(
-            Column("trials", "Trials", count),
-            Column("lost", "Lost or wrong", count),
-            Column("hung", "Hung", count),
-            Column("left", "Left a process", count),
-            Column("longest_s", "The longest took", seconds),
-        ),
-        readme=(),
-        bars="trials",
-    ),
+    "soak": Benchmark("Saves that are struck", "trials lost hung", "trials"),
     "save_faults": Benchmark(
         title="The same faults, other ways of saving",
-        columns=(
-            Column("trials", "Trials", count),
-            Column("lost", "Lost what was durable", count),
-            Column("mixed", "Resumed with other bits", count),
-            Column("cannot_resume", "Could not resume", count),
-            Column("hung", "Hung", count),
-            Column("training_ended", "A failed save ended training", count),
-        ),
-        readme=(),
+        deciding="trials lost mixed",
         bars="lost",
     ),
     "restart": Benchmark(
         title="From a kill to the next step",
-        columns=(
-            Column("noticed_s", "Noticed, ranks ended, started", seconds),
-            *(Column(f"{p}_s", p.capitalize(), seconds) for p in ("import", "join", "build")),
-            Column("choose_s", "Checkpoint chosen, digests read", seconds),
-            Column("load_s", "Loaded", seconds),
-            Column("first_step_s", "First step", seconds),
-            Column("total_s", "In all", seconds),
-            _SAMPLES,
-        ),
-        readme=(),
+        deciding="noticed_s import_s join_s",
         bars="total_s",
     ),
     "staging_copies": Benchmark(
         title="Copies to the host beside a loop that reads",
-        columns=(
-            Column("staging_cost_s", "Copies cost", seconds),
-            *_interval("staging_cost", seconds, "_s"),
-            Column("staged_s", "Copied after", seconds),
-            _BOUND,
-            Column("call_s", "Call", seconds),
-            Column("step_s", "Step time", seconds),
-            _SAMPLES,
-        ),
-        readme=(),
+        deciding="staging_cost_s staged_s bound_s",
         bars="staging_cost_s",
     ),
     "offload_step": Benchmark(
         title="Whole steps with layers and optimizer on the host",
-        columns=(
-            Column("step_s", "Step time", seconds),
-            _BOUND,
-            Column("eta", "Bound over step time", share),
-            Column("kept", "Resident step over step time", share),
-            *_MEMORY,
-            Column("pinned_bytes", "Pinned memory", byte_count),
-            Column("device_state_bytes", "State on the device", byte_count),
-            Column("host_parameters", "Parameters on the host", count),
-            Column("parameters", "Parameters", count),
-            Column("fits_resident", "Would fit resident", count),
-            Column("update_s", "Update alone", seconds),
-            Column("update_bytes_per_s", "Update, bytes a second", byte_count),
-            Column("yardstick_bytes_per_s", "Plain pass, bytes a second", byte_count),
-            Column("share_of_yardstick", "Update over plain pass", share),
-            Column("first_loss", "First loss", str),
-            Column("last_loss", "Last loss", str),
-            _SAMPLES,
-        ),
-        readme=("kept",),
+        deciding="step_s bound_s eta update_bytes_per_s yardstick_bytes_per_s share_of_yardstick",
         bars="step_s",
         lines="eta",
+        readme="kept",
     ),
     "offload_memory": Benchmark(
         title="Memory with weights on the host",
-        columns=(
-            Column("parameters", "Parameters", count),
-            Column("state_bytes", "Weights, gradients, optimizer", byte_count),
-            Column("state_over_device", "Of the device's memory", share),
-            *_MEMORY,
-            Column("pinned_bytes", "Pinned memory", byte_count),
-            Column("step_s", "Step time", seconds),
-            Column("first_loss", "First loss", str),
-            Column("last_loss", "Last loss", str),
-            _SAMPLES,
-        ),
-        readme=(),
+        deciding="parameters state_bytes state_over_device",
         bars="peak_reserved_bytes",
         lines="peak_reserved_bytes",
         over="layers",
     ),
     "three_streams": Benchmark(
         title="Chunks to the device, through a kernel, and back",
-        columns=(
-            Column("step_s", "All chunks", seconds),
-            Column("call_s", "Host held", seconds),
-            _BOUND,
-            Column("eta", "Bound over time", share),
-            Column("hidden_share", "Copies behind kernels", share),
-            Column("peak_reserved_bytes", "Reserved", byte_count),
-            Column("pinned_bytes", "Pinned memory", byte_count),
-            _SAMPLES,
-        ),
-        readme=(),
+        deciding="step_s call_s bound_s",
         bars="step_s",
     ),
     "activation_offload": Benchmark(
         title="Activations on the host",
-        columns=(
-            Column("step_s", "Step time", seconds),
-            Column("over_checkpoint", "Over checkpoint", slowdown),
-            *_MEMORY,
-            Column("pinned_bytes", "Pinned memory", byte_count),
-            _SAMPLES,
-        ),
-        readme=(),
+        deciding="step_s over_checkpoint peak_allocated_bytes",
         bars="peak_allocated_bytes",
     ),
     "fsdp_overlap": Benchmark(
         title="Communication hidden behind compute",
-        columns=(
-            Column("step_s", "Step time", seconds),
-            Column("efficiency", "Speed against no communication", share),
-            *_interval("efficiency", share),
-            Column("speed_over_fsdp2", "Speed against fsdp2", share),
-            *_interval("speed_over_fsdp2", share),
-            Column("speed_over_no_collectives", "Against fsdp2_no_collectives", share),
-            *_interval("speed_over_no_collectives", share),
-            Column("bitwise_steps", "Steps with every bit of fsdp2", count),
-            Column("pairs", "Of pairs of windows", count),
-            Column("efficiency_spread", "Their quartiles apart", share),
-            _BOUND,
-            Column("eta", "Bound over step time", share),
-            Column("hidden_share", "Hidden", share),
-            Column("gemm_slowdown", "GEMM beside a gather", slowdown),
-            *_MEMORY,
-            Column("peak_device_bytes", "Peak on device", byte_count),
-            _SAMPLES,
-        ),
-        readme=("efficiency",),
+        deciding="step_s efficiency speed_over_fsdp2 pairs efficiency_spread bound_s",
         bars="step_s",
         lines="efficiency",
+        readme="efficiency",
     ),
 }
+
+
+def known(row: dict, name: str) -> bool:
+    """Whether ``row`` has a value for the field ``name``; a median of no samples is NaN."""
+    value = row.get(name)
+    return value is not None and value == value
+
+
+def cell(row: dict, name: str) -> str:
+    return written(name, row[name]) if known(row, name) else "–"
+
+
+def fields_of(row: dict) -> list[str]:
+    """The fields that ``row`` has a number or a flag for, but for parameters and intervals."""
+    numbers = (name for name, value in row.items() if isinstance(value, int | float))
+    return [
+        name
+        for name in numbers
+        if known(row, name) and name not in PARAMETERS and not re.search("_(low|high)(_s)?$", name)
+    ]
 
 
 @dataclass(frozen=True)
@@ -446,6 +352,10 @@ class Result:
 
     path: Path
     data: dict
+    benchmark: Benchmark = field(init=False)
+
+    def __post_init__(self) -> None:
+        object.__setattr__(self, "benchmark", BENCHMARKS[self.data["benchmark"]])
 
     @property
     def machine(self) -> str:
@@ -477,8 +387,8 @@ class Result:
             ResultError: one of them is no row's name, here or anywhere.
         """
         absent = [name for name in names if name not in {row["name"] for row in self.rows}]
-        known = {*ROW_ORDER, *self.data.get("not_run", {})}
-        if unknown := [name for name in absent if name not in known]:
+        anywhere = {*ROW_ORDER.split(), *self.data.get("not_run", {})}
+        if unknown := [name for name in absent if name not in anywhere]:
             raise ResultError(f"{self.path.name}: no row is called {', '.join(unknown)}")
         return absent
 
@@ -500,23 +410,13 @@ class Result:
         return place
 
 
-def _place(value: object, order: tuple) -> tuple:
-    """Sort key: the values in ``order`` first, all others after them by themselves."""
-    return (order.index(value), "") if value in order else (len(order), value)
+def _place(value: object, order: str) -> tuple:
+    """Sort key: the words of ``order`` first, all other values after them by themselves."""
+    words = order.split()
+    return (words.index(plain(value)), "") if plain(value) in words else (len(words), value)
 
 
-def in_words(facts: dict) -> str:
-    """``{"tokens_per_step": 8192}`` → ``tokens per step 8192``; ends of names give the unit."""
-    parts = []
-    for key, value in facts.items():
-        unit = re.search(r"_bytes_per_s$|_bytes(?=_|$)|_s$", key)
-        if unit and isinstance(value, int | float):
-            write = {"_bytes_per_s": rate, "_s": seconds}.get(unit[0], byte_count)
-            key, value = key.replace(unit[0], "", 1), write(value)
-        if isinstance(value, dict):
-            value = " or ".join(f"{v} ({case})" for case, v in value.items())
-        parts.append(f"{key.replace('_', ' ')} {value}")
-    return ", ".join(parts)
+# -- reading ---------------------------------------------------------------------------------------
 
 
 def files(repo: Path, folder: str, benchmark: str, mode: str | None = None) -> list[Path]:
@@ -556,9 +456,9 @@ def load(path: Path) -> Result:
             something else than its content.
     """
     data = _read(path)
-    for field, kind in REQUIRED.items():
-        if not isinstance(data.get(field), kind):
-            raise ResultError(f"{path.name}: '{field}' is missing or not a {kind.__name__}")
+    for name, kind in REQUIRED.items():
+        if not isinstance(data.get(name), kind):
+            raise ResultError(f"{path.name}: '{name}' is missing or not a {kind.__name__}")
     if data["benchmark"] not in BENCHMARKS or data["benchmark"] != path.name.split(".")[0]:
         raise ResultError(
             f"{path.name}: 'benchmark' is {data['benchmark']!r}; it must be the file's first name "
@@ -570,15 +470,12 @@ def load(path: Path) -> Result:
         date.fromisoformat(data["date"][:10])
     except ValueError as error:
         raise ResultError(f"{path.name}: 'date' must begin with YYYY-MM-DD") from error
-    columns = BENCHMARKS[data["benchmark"]].columns
-    numbers = [column.field for column in columns if column is not _SAMPLES]
     for number, row in enumerate(data["rows"]):
         if not isinstance(row.get("name"), str) or not isinstance(row.get("samples"), dict):
             raise ResultError(f"{path.name}: row {number} needs 'name' (str), 'samples' (dict)")
-        for field in numbers:
-            value = row.get(field)
-            if value is not None and not isinstance(value, int | float):
-                raise ResultError(f"{path.name}: '{field}' of row {row['name']} is not a number")
+        for name, value in row.items():
+            if name.endswith(tuple(UNITS)) and isinstance(value, str):
+                raise ResultError(f"{path.name}: '{name}' of row {row['name']} is not a number")
     return Result(path, data)
 
 
@@ -590,9 +487,9 @@ def load_trace(path: Path) -> dict:
     """
     data = _read(path)
     other = data.get("otherData", {})
-    for field in ("device", "ranks", "torch", "date"):
-        if field not in other:
-            raise ResultError(f"{path.name}: 'otherData' lacks '{field}'")
+    for name in ("device", "ranks", "torch", "date"):
+        if name not in other:
+            raise ResultError(f"{path.name}: 'otherData' lacks '{name}'")
     drawn = [event for event in data.get("traceEvents", []) if "lane" in event.get("args", {})]
     if not drawn:
         raise ResultError(f"{path.name}: no event has 'args.lane'")
@@ -621,15 +518,14 @@ def stale_results(repo: Path) -> list[str]:
     Raises:
         ResultError: a file cannot be read.
     """
-    lines = []
-    for folder, read in (
-        ("results", lambda path: load(path).data["code_sha256"]),
-        ("traces", lambda path: load_trace(path)["otherData"].get("code_sha256", {})),
-    ):
-        for path in sorted((repo / "benchmarks" / folder).glob("*.json")):
-            if changed := changed_recipes(read(path), repo):
-                lines.append(
-                    f"benchmarks/{folder}/{path.name}: measured on an earlier version of "
-                    f"{', '.join(changed)}"
-                )
-    return lines
+    hashes = {
+        path: load(path).data["code_sha256"]
+        for path in sorted((repo / "benchmarks" / "results").glob("*.json"))
+    }
+    for path in sorted((repo / "benchmarks" / "traces").glob("*.json")):
+        hashes[path] = load_trace(path)["otherData"].get("code_sha256", {})
+    return [
+        f"{path.relative_to(repo)}: measured on an earlier version of {', '.join(changed)}"
+        for path, measured in hashes.items()
+        if (changed := changed_recipes(measured, repo))
+    ]

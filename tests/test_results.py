@@ -34,7 +34,8 @@ def repo(tmp_path) -> Path:
         (repo / folder).mkdir(parents=True)
     recipe_of(repo).write_text(RECIPE)
     (repo / "README.md").write_text(
-        f"# Title\n\n{readme_table.BEGIN}\n{readme_table.END}\n\nAfter.\n"
+        "# Title\n\n<!-- results:begin -->\n<!-- results:end -->\n"
+        "<!-- versions:begin -->\n<!-- versions:end -->\n\nAfter.\n"
     )
     return repo
 
@@ -591,6 +592,24 @@ def test_the_readme_marks_what_was_measured_on_an_earlier_version(repo, over_tok
     written = readme.read_text()
     assert "| `async_save` † | " in written and "| `overlapped` | " in written
     assert written.count(note) == 1
+
+
+def test_the_readme_says_which_torch_the_recipes_ran_on(repo):
+    def run(ok: bool) -> dict:
+        hashes = {"async_save": code_sha256(recipe_of(repo))}
+        return {"code_sha256": hashes, "ok": ok, "date": "2026-01-02", "failures": []}
+
+    (repo / "guide").mkdir()
+    recipes = {"async_save": run(True), "pinned_staging": run(False)}
+    record = {"2.9.1": {"ranks": 2, "recipes": recipes}}
+    (repo / "guide" / "versions.json").write_text(json.dumps(record))
+    readme = repo / "README.md"
+    assert lint(repo).returncode == 0
+    row = "| CPU, 2 ranks | 2.9.1 | 1 of 2 | `pinned_staging` | 2026-01-02"
+    assert f"{row} |" in readme.read_text()
+    edit_code(repo)
+    assert lint(repo, "--check").returncode == 1 and lint(repo).returncode == 0
+    assert f"{row}, 2 of them in an earlier version |" in readme.read_text()
 
 
 def test_a_readme_without_markers_is_an_error(repo):

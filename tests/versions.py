@@ -1,0 +1,71 @@
+"""Run every recipe on two ranks with the torch that is here; add what came to the record.
+
+    python tests/versions.py [--stale]    # in any environment; torch alone is enough for most
+
+README's table "What was run where" is drawn from ``guide/versions.json``, which this writes: a
+version at a time, on a CPU, never in CI. A recipe that failed beside other work of the machine is
+run once more, and what that run says counts.
+"""
+
+import json
+import platform
+import sys
+from datetime import date
+from pathlib import Path
+
+ROOT = Path(__file__).resolve().parents[1]
+sys.path.insert(0, str(ROOT))
+
+from harness.recipe import Recipe, code_hashes, discover  # noqa: E402
+from harness.run import run  # noqa: E402
+
+RECORD = ROOT / "guide" / "versions.json"
+RANKS = 2
+PATIENCE = 3  # deadlines are for a machine that does nothing else
+
+
+def judged(recipe: Recipe) -> dict:
+    """What the record keeps of a recipe: its code, whether it passed, what did not."""
+    for _ in range(2):
+        deadline_s = recipe.deadline_s * PATIENCE
+        report = run(recipe.path, RANKS, launcher="warm", deadline_s=deadline_s)
+        print(report.describe(), flush=True)
+        if report.ok:
+            break
+    return {
+        "code_sha256": code_hashes(recipe.path),
+        "date": date.today().isoformat(),
+        "ok": report.ok,
+        "failures": [f"{failure.kind}: {failure.text}" for failure in report.failures],
+    }
+
+
+def fresh(kept: dict, recipe: Recipe) -> bool:
+    return kept.get("ok", False) and kept["code_sha256"] == code_hashes(recipe.path)
+
+
+def main() -> int:
+    import torch
+
+    version = torch.__version__.partition("+")[0]
+    record = json.loads(RECORD.read_text(encoding="utf-8")) if RECORD.exists() else {}
+    found = {r.name: r for r in discover(ROOT / "recipes_source", ROOT / "tests" / "controls")}
+    left_out = {name: list(recipe.missing) for name, recipe in found.items() if recipe.missing}
+    old = record.get(version, {}).get("recipes", {}) if "--stale" in sys.argv else {}
+    kept = {name: old[name] for name in old if name in found and fresh(old[name], found[name])}
+    entry = {"python": platform.python_version(), "ranks": RANKS, "left_out": left_out}
+    for name, recipe in found.items():
+        if name in left_out:
+            continue
+        if name not in kept:
+            kept[name] = judged(recipe)
+        record[version] = entry | {"recipes": dict(sorted(kept.items()))}
+        in_order = dict(sorted(record.items(), key=lambda item: [*map(int, item[0].split("."))]))
+        RECORD.write_text(json.dumps(in_order, indent=1) + "\n", encoding="utf-8")
+    failed = [name for name, result in kept.items() if not result["ok"]]
+    print(f"torch {version}: {len(kept)} recipes; failed: {', '.join(failed) or 'none'}")
+    return int(bool(failed))
+
+
+if __name__ == "__main__":
+    sys.exit(main())
