@@ -26,26 +26,29 @@ How a number is made
 * ``kept``: ``resident`` over the row's step. ``bound_s``: backward and the longer of forward and
   update; without clipping, the longer of both together and update. Update: 28 bytes for each
   parameter on the host at ``update_bytes_per_s``. ``of_bound``: ``bound_s`` over ``step_s``.
-* ``host``: ``update_bytes_per_s`` is what the update of layers alone moves, by 28 bytes a
-  parameter; ``yardstick_bytes_per_s`` an in-place ``mul_`` over the same masters by the same
-  threads, read and written. ``sweep``: the update of two layers with other teams and blocks; the
-  best is taken for all rows of the run if it gains more than 5 % over what the recipe has.
+* ``host``: ``update_bytes_per_s`` is what the update of every third layer alone moves, by 28 bytes
+  a parameter; ``clipped_bytes_per_s`` the same where gradients are scaled. The yardstick is an
+  in-place ``mul_`` over masters and moments of the same layers by all threads, read and written.
+  ``large_pages``: the share of the process's memory in large pages. ``sweep``: the clipped update
+  of two layers with other teams and blocks, and the yardstick there; the best is taken for all
+  rows of the run if it gains more than 5 % over what the recipe has.
+* ``in_step_s``: from the first block of a clipped step's update to its last, beside the forward.
 * ``larger_than_device``: as deep as the host's and the device's memory allow. ``FIFTY`` steps of
   one batch; ``state_bytes`` are weights, gradients and Adam's state, ``fits_resident`` the
   parameters that would fit the device with the same optimizer and batch, from the memory that two
   depths reserve. Samples: loss, memory reserved on the device, the process's memory, step by step.
-* Peers train the same model in the same loop, at two depths, extrapolated as ``resident`` is.
-  ``fsdp2_cpu_offload``: FSDP2 with ``CPUOffloadPolicy``, fp32 weights and fused AdamW on the host;
-  on one rank it cannot prefetch as it does on more. ``torchao``: its ``CPUOffloadOptimizer`` with
-  gradients offloaded, weights on the device, weights and moments in bf16 and no clipping.
-  ``deepspeed_offload``: ZeRO stage 3, weights and optimizer there. ``deepspeed_superoffload``:
-  the same with ``super_offload``. ``deepspeed_zenflow``: stage 2, optimizer on the host, ZenFlow.
-  On several ranks ``tokens`` are each rank's.
+* ``one_copy``: six layers, clipped, on all ranks of one host; ``one_copy_a_host.py`` keeps weights
+  and optimizer state once, ``own_copy`` is ``streamed_adam`` on each rank. ``held_bytes``: what the
+  host holds for all ranks, by ``Pss``. ``tokens`` are those of each rank.
+* Peers (``offload_peers.py``) train the same model in the same loop, at two depths, extrapolated as
+  ``resident`` is, their ``device_state_bytes`` too: what is allocated when backward has ended.
 """
 
 import argparse
 import gc
+import itertools
 import os
+import re
 import statistics
 import sys
 import threading
@@ -54,18 +57,17 @@ from collections.abc import Callable
 from concurrent.futures import ThreadPoolExecutor, wait
 from dataclasses import dataclass
 from functools import partial
-from importlib.metadata import version
 from pathlib import Path
 
 import torch
 import torch.distributed as dist
-from torch.distributed.fsdp import CPUOffloadPolicy, MixedPrecisionPolicy, fully_shard
 
 ROOT = Path(__file__).resolve().parents[1]
 sys.path[:0] = [str(ROOT), str(ROOT / "recipes_source" / "offload")]
 
 import host_adam  # noqa: E402
 from host_adam import LayerUpdate  # noqa: E402
+from one_copy_a_host import Host, SharedAdamW, SharedModel  # noqa: E402
 from streamed_model import StreamedModel  # noqa: E402
 from whole_step import HostAdamW  # noqa: E402
 
@@ -83,7 +85,8 @@ from benchmarks.measuring import (  # noqa: E402
     synchronize,
     timing_event,
 )
-from benchmarks.workloads import LARGEST_NORM, LLAMAS, StockLoop, llama, rising_rate  # noqa: E402
+from benchmarks.offload_peers import PEERS, PeerLoop, note_of, parameters_by_decay  # noqa: E402
+from benchmarks.workloads import LARGEST_NORM, LLAMAS, StockLoop, llama  # noqa: E402
 
 RECIPES = (
     "host_layers",
@@ -100,7 +103,9 @@ DEVICE_STATE = 24e9  # bytes of weights, gradients and optimizer state that the 
 LARGER_HOST_STATE = 96e9  # bytes that the host holds of the model that is larger than the device
 LARGER_SHARE = 0.72  # of the device's memory for state; the rest for logits and activations
 FIFTY = 50
-TEAMS, BLOCKS = (1, 2, 4), (2**17, 2**18, 2**19, 2**20, 2**21)
+ONE_COPY_LAYERS = 6
+TEAMS, BLOCKS = (2, 4), (2**18, 2**19, 2**20, 2**21)
+FACTOR = 0.5  # of clipping, where an update is timed alone
 BOUND = "backward + max(forward, update) of this run"
 BOUND_IN_BACKWARD = "max(forward + backward, update) of this run"
 
@@ -157,26 +162,20 @@ class PhaseClock:
         return phases[0], phases[1]
 
 
-def parameters_by_decay(model: torch.nn.Module) -> list[dict]:
-    """Two groups: matrices, and what is not decayed."""
-    trained = [p for p in model.parameters() if p.requires_grad]
-    return [
-        {"params": [p for p in trained if p.ndim > 1]},
-        {"params": [p for p in trained if p.ndim < 2], "weight_decay": 0.0},
-    ]
-
-
 class Ours:
     """A Llama whose layers are on the host as far as they do not fit ``budget``."""
 
-    def __init__(self, size: Size, device: torch.device, layers: int, budget: float) -> None:
+    def __init__(
+        self, size: Size, device: torch.device, layers: int, budget: float, host: Host | None = None
+    ) -> None:
         self.size, self.device, self.memory = size, device, HostMemory()
         self.model = llama(size.name, device, layers=layers).bfloat16()
-        self.streamed = StreamedModel(self.model, self.model.model.layers, device, budget=budget)
+        stack = partial(SharedModel, host=host) if host else StreamedModel
+        self.streamed = stack(self.model, self.model.model.layers, device, budget=budget)
         if device.type == "cuda":
             torch.cuda.empty_cache()
-        groups = parameters_by_decay(self.model)
-        self.optimizer = HostAdamW(groups, self.streamed, lr=1e-4, max_norm=LARGEST_NORM)
+        groups, adamw = parameters_by_decay(self.model), SharedAdamW if host else HostAdamW
+        self.optimizer = adamw(groups, self.streamed, lr=1e-4, max_norm=LARGEST_NORM)
 
     def loop(self, tokens: int, clip: bool = True) -> StockLoop:
         """With the optimizer's own clipping, or with updates in backward."""
@@ -210,85 +209,6 @@ class Ours:
         self.memory.close()
 
 
-def fsdp2_cpu_offload(loop: StockLoop, size: Size, device: torch.device) -> None:
-    model = loop.model.float()
-    options = {
-        "mesh": dist.device_mesh.init_device_mesh(device.type, (dist.get_world_size(),)),
-        "mp_policy": MixedPrecisionPolicy(param_dtype=torch.bfloat16),
-        "offload_policy": CPUOffloadPolicy(pin_memory=device.type == "cuda"),
-    }
-    for layer in model.model.layers:
-        fully_shard(layer, **options)
-    fully_shard(model, **options)
-    loop.use(torch.optim.AdamW(parameters_by_decay(model), lr=1e-4, fused=True))
-
-
-def torchao(loop: StockLoop, size: Size, device: torch.device) -> None:
-    from torchao.optim import CPUOffloadOptimizer
-
-    options = {"offload_gradients": True, "lr": 1e-4, "fused": True}
-    groups = parameters_by_decay(loop.model)
-    loop.use(CPUOffloadOptimizer(groups, torch.optim.AdamW, **options))
-    loop.clip = False
-
-
-def deepspeed(loop: StockLoop, size: Size, device: torch.device, **zero) -> None:
-    import deepspeed
-
-    os.environ.setdefault("LOCAL_RANK", "0")
-    on_host = {"device": "cpu", "pin_memory": device.type == "cuda"}
-    stages = {"stage": 3, "offload_optimizer": on_host, "overlap_comm": True} | zero
-    config = {
-        "train_micro_batch_size_per_gpu": len(loop.batches[0]),
-        "bf16": {"enabled": True},
-        "gradient_clipping": LARGEST_NORM,
-        "zero_optimization": {"stage": 3, "offload_optimizer": on_host, "overlap_comm": True}
-        | zero,
-        "zero_allow_untested_optimizer": True,
-    }
-    if stages["stage"] == 3:
-        stages["offload_param"] = on_host
-    if stages.pop("super_offload", False):
-        stages["offload_optimizer"] = on_host | {"super_offload": True}
-    groups = parameters_by_decay(loop.model)
-    optimizer = deepspeed.ops.adam.DeepSpeedCPUAdam(groups, lr=1e-4, adamw_mode=True)
-    engine, *_ = deepspeed.initialize(model=loop.model, optimizer=optimizer, config=config)
-    loop.model, loop.engine = engine, engine
-
-
-ZENFLOW = {"topk_ratio": 0.05, "update_interval": 4, "full_warm_up_rounds": 0}
-ZENFLOW |= {"overlap_step": True, "select_strategy": "step", "select_interval": 1000}
-PEERS = {
-    "torchao": torchao,
-    "deepspeed_offload": deepspeed,
-    "deepspeed_superoffload": partial(deepspeed, super_offload=True),
-    "deepspeed_zenflow": partial(deepspeed, stage=2, zenflow=ZENFLOW),
-    "fsdp2_cpu_offload": fsdp2_cpu_offload,
-}
-
-
-class PeerLoop(StockLoop):
-    """The stock loop, with what a peer puts in place of model and optimizer."""
-
-    engine = None  # DeepSpeed's, which clips and steps by itself
-
-    def use(self, optimizer: torch.optim.Optimizer) -> None:
-        self.optimizer, self.parameters = optimizer, list(self.model.parameters())
-        self.schedule = torch.optim.lr_scheduler.LambdaLR(optimizer, rising_rate)
-
-    def step(self) -> None:
-        if self.engine is None:
-            return super().step()
-        ids = self.batches[0].to(self.device, non_blocking=True)
-        loss = self.engine(input_ids=ids, labels=ids, use_cache=False).loss
-        self.engine.backward(loss)
-        for group in self.engine.optimizer.param_groups:
-            group["lr"] = 1e-4 * rising_rate(self.steps)
-        self.engine.step()
-        self.steps += 1
-        self.loss = loss.item()
-
-
 # -- what is measured -------------------------------------------------------------------------
 
 
@@ -298,10 +218,42 @@ def processor() -> str:
     return next((x.split(": ")[1] for x in lines if x.startswith("model name")), "unknown")
 
 
+def memory_of_process(name: str) -> int:
+    """Bytes, by the system's account of all mappings."""
+    kib = dict(re.findall(r"^(\w+): +(\d+) kB", Path("/proc/self/smaps_rollup").read_text(), re.M))
+    return 1024 * int(kib[name])
+
+
+def held_by_ranks() -> int:
+    """Bytes of the host that all ranks hold; what they share counts once."""
+    held = torch.tensor(memory_of_process("Pss"))
+    dist.all_reduce(held)
+    return held.item()
+
+
+class UpdateClock:
+    """Seconds from the first block of each clipped step's update to the last."""
+
+    def __init__(self, host: host_adam.HostUpdates) -> None:
+        self.seconds, self.left, self.begun = [], 0, 0.0
+        self.start, self.end = host.start, host.end
+        host.start, host.end = self.started, self.ended
+
+    def started(self, announced: dict, steps: float, scale: float = 1.0) -> None:
+        self.left, self.begun = len(announced), time.perf_counter()
+        self.start(announced, steps, scale)
+
+    def ended(self, *args) -> None:
+        self.end(*args)
+        self.left -= 1
+        if self.left == 0:
+            self.seconds.append(time.perf_counter() - self.begun)
+
+
 class Benchmark:
     def __init__(self, options: argparse.Namespace, device: torch.device) -> None:
         self.size, self.device = SMALL if options.small else FULL, device
-        self.host_state = options.host_state
+        self.host_state, self.peers = options.host_state, options.peers
         self.started, self.until = time.perf_counter(), time.time() + options.until
         shape = LLAMAS[self.size.name]
         workload = {
@@ -314,7 +266,8 @@ class Benchmark:
         link = link_rates(device, 1 << (20 if options.small else 30))
         head = header("offload_step", device, workload, link)
         ours = "sweep", "host", "streamed_adam", "streamed_adam_in_backward", "larger_than_device"
-        recipes = dict.fromkeys(ours, RECIPES)
+        recipes = dict.fromkeys((*ours, "own_copy"), RECIPES)
+        recipes["one_copy"] = (*RECIPES, "one_copy_a_host")
         self.results = Results(options.out, head, recipes, ("model", "tokens"))
         self.ours: Ours | None = None
 
@@ -363,39 +316,42 @@ class Benchmark:
             host.blocks[layer] = host.cut(layer)
 
     @staticmethod
-    def update(optimizer: HostAdamW, layers: range) -> None:
+    def update(optimizer: HostAdamW, layers: range, factor: float = 1.0) -> None:
         """An update that changes no weight: its rate is zero."""
         still = [group | {"lr": 0.0} for group in optimizer.settings()]
         jobs = {layer: LayerUpdate(still) for layer in layers}
-        optimizer.host.start(jobs, steps=1)
+        optimizer.host.start(jobs, steps=1, scale=factor)
         for job in jobs.values():
             job.ended.result()
 
     @staticmethod
     def multiply(optimizer: HostAdamW, layers: range) -> None:
-        masters = [block[3] for layer in layers for block in optimizer.host.blocks[layer]]
-        parts = [masters[i::16] for i in range(16)]
-        work = lambda part: [x.mul_(1.0) for x in part]  # noqa: E731
-        wait([optimizer.host.workers.submit(work, part) for part in parts])
+        """A plain pass over masters and moments; threads take the next block when they are free."""
+        host = optimizer.host
+        blocks = iter([x for layer in layers for block in host.blocks[layer] for x in block[3:]])
+        work = lambda: [x.mul_(1.0) for x in blocks]  # noqa: E731
+        wait([host.workers.submit(work) for _ in range(host.teams)])
 
     def sweep(self) -> None:
         ours, layers = Ours(self.size, self.device, 2, budget=0), range(2)
         host, as_it_is = ours.optimizer.host, (host_adam.TEAM, host_adam.BLOCK)
-        moved, samples, rates = UPDATE_BYTES * ours.host_parameters, {}, {}
-        for team in TEAMS:
-            for block in BLOCKS:
-                self.set_teams(host, team, block, layers)
-                times = seconds_of(lambda: self.update(ours.optimizer, layers), CPU, 2)
-                samples[f"update_s, teams of {team}, blocks of {block}"] = times
-                rates[team, block] = moved / min(times)
-            self.say(
-                f"teams of {team}: { {b: f'{rates[team, b] / 1e9:.1f}' for b in BLOCKS} } GB/s"
-            )
+        samples, rates, plain = {}, {}, {}
+        for team, block in itertools.product(TEAMS, BLOCKS):
+            self.set_teams(host, team, block, layers)
+            times = seconds_of(lambda: self.update(ours.optimizer, layers, FACTOR), CPU, 3)
+            samples[f"update_s, teams of {team}, blocks of {block}"] = times
+            rates[team, block] = UPDATE_BYTES * ours.host_parameters / statistics.median(times)
+            times = seconds_of(lambda: self.multiply(ours.optimizer, layers), CPU, 3)
+            samples[f"multiply_s, teams of {team}, blocks of {block}"] = times
+            plain[team, block] = 24 * ours.host_parameters / statistics.median(times)
+            both = f"{rates[team, block] / 1e9:.1f} of {plain[team, block] / 1e9:.1f} GB/s"
+            self.say(f"teams of {team}, blocks of {block}: {both}")
         host_adam.TEAM, host_adam.BLOCK = as_it_is
         best = max(rates, key=rates.get)
         ours.close()
         fields = {"team": best[0], "block": best[1], "update_bytes_per_s": rates[best]}
         fields |= {"as_it_is_bytes_per_s": rates[as_it_is]}
+        fields |= {"yardstick_bytes_per_s": max(plain.values())}
         self.row("sweep", None, None, **fields, samples=samples)
 
     def take_best(self) -> None:
@@ -405,18 +361,29 @@ class Benchmark:
             host_adam.TEAM, host_adam.BLOCK = best["team"], best["block"]
 
     def host(self) -> None:
-        """The update of some layers alone, and a plain pass over their masters."""
+        """The update of every third layer alone, and a plain pass over masters and moments."""
         optimizer = self.build().optimizer
-        layers = range(min(4, len(optimizer.host.blocks)))
+        every, layers = range(len(optimizer.host.blocks)), range(0, len(optimizer.host.blocks), 3)
         numel = sum(block[3].numel() for layer in layers for block in optimizer.host.blocks[layer])
-        update_s = seconds_of(lambda: self.update(optimizer, layers), CPU, 5)
-        multiply_s = seconds_of(lambda: self.multiply(optimizer, layers), CPU, 5)
-        moved = UPDATE_BYTES * numel / statistics.median(update_s)
-        plain = 8 * numel / statistics.median(multiply_s)
-        fields = {"update_bytes_per_s": moved, "yardstick_bytes_per_s": plain}
-        fields |= {"share_of_yardstick": moved / plain, "threads": host_adam.host_threads()}
+        samples = {
+            "update_s": seconds_of(lambda: self.update(optimizer, layers), CPU, 3),
+            "clipped_s": seconds_of(lambda: self.update(optimizer, layers, FACTOR), CPU, 3),
+            "multiply_s": seconds_of(lambda: self.multiply(optimizer, layers), CPU, 3),
+        }
+        update, clipped, plain = map(statistics.median, samples.values())
+        for layer in every:
+            each = range(layer, layer + 1)
+            times = seconds_of(lambda: self.multiply(optimizer, each), CPU, 1)  # noqa: B023
+            samples.setdefault("multiply_s, layer by layer", []).extend(times)
+        yardstick = 24 * numel / plain
+        large = memory_of_process("AnonHugePages") / memory_of_process("Anonymous")
+        fields = {"update_bytes_per_s": UPDATE_BYTES * numel / update}
+        fields |= {"clipped_bytes_per_s": UPDATE_BYTES * numel / clipped}
+        fields |= {"yardstick_bytes_per_s": yardstick}
+        fields |= {"share_of_yardstick": fields["update_bytes_per_s"] / yardstick}
+        fields |= {"threads": host_adam.host_threads(), "large_pages": large}
         fields |= {"team": host_adam.TEAM, "block": host_adam.BLOCK, "processor": processor()}
-        samples = {"update_s": update_s, "multiply_s": multiply_s}
+        fields |= {"memory_nodes": len(list(Path("/sys/devices/system/node").glob("node[0-9]*")))}
         self.row("host", None, None, **fields, samples=samples)
 
     # Steps
@@ -481,12 +448,16 @@ class Benchmark:
     def streamed(self, tokens: int, clip: bool) -> None:
         ours = self.build()
         self.clear()
-        loop = ours.loop(tokens, clip)
+        loop, host = ours.loop(tokens, clip), ours.optimizer.host
+        clock = UpdateClock(host)
         steps = train(loop, self.size.steps)
         ours.streamed.wait()
+        del host.start, host.end
         step = statistics.median(steps)
         resident, host = self.found("resident", tokens), self.found("host")
         fields = {"step_s": step, "optimizer_in_step": True, "skipped": ours.optimizer.skipped}
+        in_step = {"in_step_s": clock.seconds[-len(steps) :]} if clip else {}
+        fields |= {name: statistics.median(seconds) for name, seconds in in_step.items()}
         if host and resident:
             update_s = UPDATE_BYTES * ours.host_parameters / host["update_bytes_per_s"]
             forward, backward = resident["forward_s"], resident["backward_s"]
@@ -499,7 +470,7 @@ class Benchmark:
         fields |= {"device_state_bytes": ours.device_state_bytes}
         fields |= {"layers_on_device": len(ours.streamed.resident)}
         name = "streamed_adam" if clip else "streamed_adam_in_backward"
-        self.row(name, tokens, ours.memory, **fields, samples={"step_s": steps})
+        self.row(name, tokens, ours.memory, **fields, samples={"step_s": steps} | in_step)
 
     # Larger than the device
 
@@ -563,6 +534,26 @@ class Benchmark:
                 break
         ours.close()
 
+    # Ranks of one host
+
+    def copies(self, name: str) -> None:
+        """Steps of some layers on all ranks of a host, and what the host holds for them."""
+        host, tokens = Host() if name == "one_copy" else None, min(self.size.tokens)
+        held = held_by_ranks()
+        ours = Ours(self.size, self.device, ONE_COPY_LAYERS, 0, host)
+        loop = ours.loop(tokens)
+        clock = UpdateClock(ours.optimizer.host)
+        steps = train(loop, self.size.steps)
+        ours.streamed.wait()
+        fields = {"step_s": statistics.median(steps), "optimizer_in_step": True}
+        fields |= {"in_step_s": statistics.median(clock.seconds)}
+        fields |= {"layers": ONE_COPY_LAYERS, "host_parameters": ours.host_parameters}
+        fields |= {"held_bytes": held_by_ranks() - held, "last_loss": loop.loss}
+        samples = {"step_s": steps, "in_step_s": clock.seconds}
+        self.row(name, tokens, None, **fields, samples=samples)
+        dist.barrier()
+        ours.close()
+
     # Peers
 
     def peer(self, name: str) -> None:
@@ -570,27 +561,29 @@ class Benchmark:
         if not dist.is_initialized():
             dist.init_process_group(store=dist.HashStore(), rank=0, world_size=1)
         seconds: dict[int, dict] = {tokens: {} for tokens in self.size.tokens}
+        state, cores = {}, os.sched_getaffinity(0)
         for depth in self.size.depths:
             model = llama(self.size.name, self.device, layers=depth).bfloat16()
             model.gradient_checkpointing_enable({"use_reentrant": False})
             loop = PeerLoop(model, self.size.length, self.size.length)
             del model
-            PEERS[name](loop, self.size, self.device)
+            PEERS[name](loop)
             for tokens in self.size.tokens:
                 count = max(1, tokens // self.size.length) * self.size.length
                 loop.set_batches(count, self.size.length)
-                seconds[tokens][depth] = statistics.median(train(loop, 2, warm=1))
+                seconds[tokens][depth] = loop.typical(train)
                 self.say(f"{name}, {depth} layers, {tokens} tokens: {seconds[tokens][depth]:.3f} s")
-            if loop.engine is not None:
-                loop.engine.destroy()
+            state[depth] = loop.state_bytes
+            loop.close()
             del loop
+            HostMemory()  # gives back what was pinned
+            os.sched_setaffinity(0, cores)  # SuperOffload takes some of them
             self.clear()
-        package = name.split("_")[0]
-        note = f"{package} {version(package)}" if package in ("torchao", "deepspeed") else None
         for tokens, by_depth in seconds.items():
             step, resident = self.extrapolated(by_depth), self.found("resident", tokens)
             fields = {"step_s": step, "extrapolated": True, "optimizer_in_step": True}
-            fields |= {"note": note} if note else {}
+            fields |= {"device_state_bytes": round(self.extrapolated(state))}
+            fields |= note_of(name)
             fields |= {"kept": resident["step_s"] / step} if resident else {}
             samples = {f"step_s of {depth} layers": [s] for depth, s in by_depth.items()}
             self.row(name, tokens, None, **fields, samples=samples)
@@ -614,16 +607,22 @@ class Benchmark:
                     add(name, 35, partial(self.streamed, tokens, clip), tokens)
         if what in ("larger",):
             add("larger_than_device", 220, self.larger, min(self.size.tokens))
+        if what in ("copies",):
+            for name in ("one_copy", "own_copy"):
+                add(name, 30, partial(self.copies, name), min(self.size.tokens))
         if what in ("peers", "all"):
-            for name in PEERS:
-                add(name, 70, partial(self.peer, name), *self.size.tokens)
+            for name in self.peers:
+                add(name, 40, partial(self.peer, name), *self.size.tokens)
         return found
 
 
 def main() -> None:
     parser = argparse.ArgumentParser(description=__doc__.splitlines()[0])
     parser.add_argument("--out", type=Path, required=True, help="folder of results/")
-    parser.add_argument("--what", choices=("ours", "peers", "larger", "all"), default="ours")
+    parser.add_argument(
+        "--what", choices=("ours", "peers", "copies", "larger", "all"), default="ours"
+    )
+    parser.add_argument("--peers", nargs="+", choices=PEERS, default=list(PEERS))
     parser.add_argument("--host-state", type=float, default=LARGER_HOST_STATE, help="bytes; larger")
     parser.add_argument("--small", action="store_true", help="a tiny Llama, for a CPU")
     parser.add_argument("--until", type=float, default=3600, help="seconds from now")

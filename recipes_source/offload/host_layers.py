@@ -93,7 +93,8 @@ BATCH, TOKENS, LAYERS, STEPS = 2, 8, 3, 3  # sequences a step, tokens of each; l
 def private_memory(nbytes: int) -> mmap.mmap:
     """Memory of this process alone, in large pages where the system has them."""
     memory = mmap.mmap(-1, nbytes, flags=mmap.MAP_PRIVATE | mmap.MAP_ANONYMOUS)
-    memory.madvise(getattr(mmap, "MADV_HUGEPAGE", mmap.MADV_NORMAL))
+    with suppress(OSError):  # has none
+        memory.madvise(getattr(mmap, "MADV_HUGEPAGE", mmap.MADV_NORMAL))
     return memory
 
 

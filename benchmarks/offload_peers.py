@@ -1,0 +1,152 @@
+"""How other packages train a model whose optimizer, or more of it, is on the host.
+
+``offload_step.py`` measures them: the same model, batches, loop and schedule as ours.
+
+* ``torchao``: its ``CPUOffloadOptimizer`` with gradients offloaded. Weights stay on the device;
+  weights and moments are bf16, so there are no fp32 masters. It does not clip.
+* ``torchao_fp32``: the same with fp32 weights and moments, compute in bf16 by autocast.
+* ``fsdp2_cpu_offload``: FSDP2 with ``CPUOffloadPolicy``, fp32 weights and fused AdamW on the host,
+  bf16 compute, clipped. On one rank it cannot prefetch as it does on more.
+* ``deepspeed_offload``: ZeRO stage 3, weights and optimizer on the host, clipped.
+  ``deepspeed_superoffload``: the same with ``super_offload``. ``deepspeed_zenflow``: stage 2,
+  optimizer on the host; most gradients are applied every fourth step.
+"""
+
+import os
+import statistics
+from collections.abc import Callable
+from contextlib import nullcontext
+from functools import partial
+from importlib.metadata import version
+
+import torch
+import torch.distributed as dist
+from torch.distributed.fsdp import CPUOffloadPolicy, MixedPrecisionPolicy, fully_shard
+
+from benchmarks.workloads import LARGEST_NORM, StockLoop, rising_rate
+
+RATE = 1e-4
+ZENFLOW = {"topk_ratio": 0.05, "update_interval": 4, "full_warm_up_rounds": 0}
+ZENFLOW |= {"overlap_step": True, "select_strategy": "step", "select_interval": 1000}
+
+
+def parameters_by_decay(model: torch.nn.Module) -> list[dict]:
+    """Two groups: matrices, and what is not decayed."""
+    trained = [p for p in model.parameters() if p.requires_grad]
+    return [
+        {"params": [p for p in trained if p.ndim > 1]},
+        {"params": [p for p in trained if p.ndim < 2], "weight_decay": 0.0},
+    ]
+
+
+class PeerLoop(StockLoop):
+    """The stock loop, with what a peer puts in place of model and optimizer."""
+
+    engine = None  # DeepSpeed's, which clips and steps by itself
+    precision = nullcontext()
+    cycle = 1  # steps that differ from each other
+    state_bytes = 0  # on the device when backward has ended: weights, gradients, optimizer's state
+
+    def use(self, optimizer: torch.optim.Optimizer) -> None:
+        self.optimizer, self.parameters = optimizer, list(self.model.parameters())
+        self.schedule = torch.optim.lr_scheduler.LambdaLR(optimizer, rising_rate)
+
+    def typical(self, train: Callable[..., list[float]]) -> float:
+        """Seconds of a step."""
+        if self.cycle > 1:
+            return statistics.fmean(train(self, 2 * self.cycle, warm=self.cycle))
+        return statistics.median(train(self, 2, warm=1))
+
+    def close(self) -> None:
+        if self.engine is not None:
+            self.engine.destroy()
+
+    def look(self) -> None:
+        if self.device.type == "cuda":
+            self.state_bytes = max(self.state_bytes, torch.cuda.memory_allocated())
+
+    def forward_backward(self) -> torch.Tensor:
+        with self.precision:
+            return super().forward_backward()
+
+    def update(self) -> None:
+        self.look()
+        super().update()
+
+    def step(self) -> None:
+        if self.engine is None:
+            return super().step()
+        ids = self.batches[0].to(self.device, non_blocking=True)
+        loss = self.engine(input_ids=ids, labels=ids, use_cache=False).loss
+        self.engine.backward(loss)
+        self.look()
+        for group in self.engine.optimizer.param_groups:
+            group["lr"] = RATE * rising_rate(self.steps)
+        self.engine.step()
+        self.steps += 1
+        self.loss = loss.item()
+
+
+def torchao(loop: PeerLoop) -> None:
+    from torchao.optim import CPUOffloadOptimizer
+
+    options = {"offload_gradients": True, "lr": RATE, "fused": True}
+    groups = parameters_by_decay(loop.model)
+    loop.use(CPUOffloadOptimizer(groups, torch.optim.AdamW, **options))
+    loop.clip = False
+
+
+def torchao_fp32(loop: PeerLoop) -> None:
+    loop.model.float()
+    torchao(loop)
+    loop.precision = torch.autocast(loop.device.type, torch.bfloat16)
+
+
+def fsdp2_cpu_offload(loop: PeerLoop) -> None:
+    model, device = loop.model.float(), loop.device
+    options = {
+        "mesh": dist.device_mesh.init_device_mesh(device.type, (dist.get_world_size(),)),
+        "mp_policy": MixedPrecisionPolicy(param_dtype=torch.bfloat16),
+        "offload_policy": CPUOffloadPolicy(pin_memory=device.type == "cuda"),
+    }
+    for layer in model.model.layers:
+        fully_shard(layer, **options)
+    fully_shard(model, **options)
+    loop.use(torch.optim.AdamW(parameters_by_decay(model), lr=RATE, fused=True))
+
+
+def deepspeed(loop: PeerLoop, super_offload: bool = False, **zero) -> None:
+    import deepspeed
+
+    os.environ.setdefault("LOCAL_RANK", "0")
+    on_host = {"device": "cpu", "pin_memory": loop.device.type == "cuda"}
+    stages = {"stage": 3, "offload_optimizer": on_host | {"super_offload": super_offload}} | zero
+    if stages["stage"] == 3:
+        stages["offload_param"] = on_host
+    config = {
+        "train_micro_batch_size_per_gpu": len(loop.batches[0]),
+        "bf16": {"enabled": True},
+        "gradient_clipping": LARGEST_NORM,
+        "zero_optimization": {"overlap_comm": True} | stages,
+        "optimizer": {"type": "AdamW", "params": {"lr": RATE, "weight_decay": 1e-2}},
+    }
+    groups = parameters_by_decay(loop.model)
+    engine, *_ = deepspeed.initialize(model=loop.model, model_parameters=groups, config=config)
+    loop.model, loop.engine = engine, engine
+    loop.cycle = zero.get("zenflow", {}).get("update_interval", 1)
+
+
+PEERS = {
+    "torchao": torchao,
+    "torchao_fp32": torchao_fp32,
+    "deepspeed_superoffload": partial(deepspeed, super_offload=True),
+    "deepspeed_offload": deepspeed,
+    "deepspeed_zenflow": partial(deepspeed, stage=2, zenflow=ZENFLOW),
+    "fsdp2_cpu_offload": fsdp2_cpu_offload,
+}
+
+
+def note_of(name: str) -> dict[str, str]:
+    """Field of a row: the version of the package."""
+    package = name.split("_")[0]
+    return {"note": f"{package} {version(package)}"} if package in ("torchao", "deepspeed") else {}
