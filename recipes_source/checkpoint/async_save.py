@@ -4,17 +4,20 @@
 Save without stopping: ``async_save``
 =====================================
 
-A synchronous save stops every rank until the last byte is on disk. ``async_save`` of
-``torch.distributed.checkpoint`` (DCP) stops it for a copy to host memory; a thread writes that copy
-beside the next steps. Used as it comes it can lose the last checkpoint, end a run for one full disk,
-or leave a directory that loads and is wrong. Copy ``NamedWhenComplete`` and
-``AsyncCheckpoints`` from this file, and ``AppState`` from :doc:`state_to_save`; then a loop is:
+Let training go on while a checkpoint is written. ``async_save`` of
+``torch.distributed.checkpoint`` (DCP) stops training only for a copy to host memory; a thread
+writes that copy during the next steps. Used as it comes, it can lose the last checkpoint, end a
+run because one disk is full, or leave a directory that loads and is wrong. This recipe closes
+these gaps:
 
 .. literalinclude:: async_save.py
    :pyobject: train
 
-**Do not bother** if the state is small or saves are rare (call ``dcp.save``), or if host memory does
-not hold a second copy of what each rank of the node holds. If the copy itself takes too long,
+Copy ``NamedWhenComplete`` and ``AsyncCheckpoints`` from this file, and ``AppState`` from
+:doc:`state_to_save`.
+
+**When not to bother:** the state is small or you save rarely (call ``dcp.save``), or host memory
+does not hold a second copy of what each rank of the node holds. If the copy itself takes too long,
 :doc:`pinned_staging` makes it fast and :doc:`overlapped_stager` hides it.
 
 .. grid:: 1 1 2 2
@@ -22,8 +25,8 @@ not hold a second copy of what each rank of the node holds. If the copy itself t
    .. grid-item-card:: What you learn
 
       * what a save costs the training thread, and what runs beside it
-      * how a checkpoint that is not whole is told from one that is
-      * what a failed save, a rank that raises and a step back may not break
+      * how to tell a complete checkpoint from an incomplete one
+      * how a save can fail, and what must survive that
 
    .. grid-item-card:: What you need
 
@@ -36,8 +39,9 @@ not hold a second copy of what each rank of the node holds. If the copy itself t
 The idea
 --------
 
-An asynchronous save has two parts: *staging* copies each rank's shards to host memory, *upload*
-serialises and writes that copy. After staging, the optimizer may change the weights again.
+An asynchronous save has two parts. *Staging* copies each rank's shards to host memory. The
+*upload* serializes and writes that copy. After staging, the optimizer may change the weights
+again.
 
 .. lanes:: Schematic. Only staging stops training; the upload runs beside the next steps.
 
@@ -47,9 +51,9 @@ serialises and writes that copy. After staging, the optimizer may change the wei
 """
 
 # %%
-# To copy
+# Imports
 # -------
-# The first recipe of this folder has the application state, the model and the test.
+# The state, the model and the test come from :doc:`state_to_save`.
 
 import argparse
 import logging
@@ -88,22 +92,24 @@ LOG = logging.getLogger(__name__)
 PATIENCE = timedelta(minutes=10)  # how long a rank that has written waits for the slowest one
 
 # %%
-# A name for what is whole
-# ------------------------
-# DCP writes ``.metadata`` last, and yet ``.metadata`` proves nothing. If an exception destroys the
-# process group while an upload waits its turn, its thread finds no group, takes this rank for the
-# only one, and each rank writes files and ``.metadata`` over those of the others: the directory
-# loads without an error, half of its weights never written. The same happens to what the directory
-# held before, if a step is saved twice.
+# Name only what is complete
+# --------------------------
+# DCP writes ``.metadata`` last, yet ``.metadata`` does not prove that a checkpoint is complete.
+# Suppose an exception destroys the process group while an upload waits its turn. The upload thread
+# finds no group and takes its rank for the only one. Each rank then writes its files and
+# ``.metadata`` over those of the others. The directory loads without an error, and half of its
+# weights were never written. Saving a step twice into one directory does the same damage to what
+# the directory held before.
 #
-# So the files go to ``<directory>.incomplete``, and rank 0 takes the suffix away when all ranks
-# have reported. **A directory without the suffix is whole; one with it is none.** Two checks make
-# that true: every rank takes part, and all for the same checkpoint. A rank whose ``save`` raised,
-# and which goes on all the same, would pair its next save with this one of the others.
+# So the files go to ``<directory>.incomplete``, and rank 0 removes the suffix when all ranks have
+# reported. **A directory without the suffix is complete.** Two checks guarantee that: every rank
+# takes part, and all of them write the same checkpoint. The second check catches a rank whose
+# ``save`` raised and which goes on: its next save would otherwise be paired with this one of the
+# others.
 
 
 class NamedWhenComplete(FileSystemWriter):
-    """Write a checkpoint of ``ranks`` ranks that has its name only once all have written it."""
+    """Write a checkpoint of ``ranks`` ranks; give it its name only when all have written it."""
 
     def __init__(self, directory: Path, ranks: int, **options) -> None:
         super().__init__(f"{directory}.incomplete", **options)
@@ -134,14 +140,14 @@ class NamedWhenComplete(FileSystemWriter):
 # ---------
 # 1. **A group of its own.** The upload thread talks to the other ranks. If training uses the same
 #    gloo group at the same time, their messages mix, and the ranks abort or hang.
-# 2. **One save in flight.** Two would need two copies of the state in host memory, and uploads
+# 2. **One save at a time.** Two saves would need two copies of the state in host memory. Uploads
 #    that share a group, a writer or a stager damage each other without an error.
 # 3. **A failed save costs one checkpoint.** Its error waits in the future, often as a
-#    ``CheckpointException``, which derives from ``BaseException``. The next ``save`` logs it and
-#    begins; only at the end, when no save follows, is it raised.
-# 4. **The last save is awaited**, also when an exception leaves the ``with``: nothing new is begun
-#    there, and if the other ranks never come to this save, ``PATIENCE`` ends the wait. (The thread
-#    cannot be interrupted, and Python waits for it at exit in any case.)
+#    ``CheckpointException``, which derives from ``BaseException``. The next ``save`` logs that
+#    error and goes on. If no save follows, leaving the ``with`` block raises it.
+# 4. **The last save is awaited**, also when an exception leaves the ``with`` block. Nothing new is
+#    begun then. If the other ranks never join this save, ``PATIENCE`` ends the wait. (Nobody can
+#    interrupt the thread, and Python waits for it at exit in any case.)
 
 
 class AsyncCheckpoints:
@@ -157,9 +163,9 @@ class AsyncCheckpoints:
         self.uploading = ""  # which checkpoint
 
     def save(self, app: AppState) -> None:
-        """Stage ``app`` on the calling thread and leave the writing to a thread.
+        """Stage ``app`` on the calling thread and write it on another thread.
 
-        Waits for the save before this one. If that has failed, the error is logged.
+        Waits for the previous save first. If that one failed, logs its error.
         """
         self.end_last()
         self.uploading = f"step{app.step}"
@@ -170,7 +176,7 @@ class AsyncCheckpoints:
         """Return when the save in flight is on disk.
 
         Raises:
-            RuntimeError: it failed, on this rank or another; other checkpoints are whole.
+            RuntimeError: it failed, on this rank or another; other checkpoints are complete.
         """
         if self.upload is None:
             return
@@ -207,8 +213,8 @@ class AsyncCheckpoints:
 # %%
 # Run it, and prove it
 # --------------------
-# The loop of the first screen takes its batches from here. When it asks for the next one, it has
-# saved: what the state is then is what the checkpoint must hold.
+# ``train`` is the loop from the top of the page. When it asks for its next batch, it has just
+# saved. What the state is at that moment is what the checkpoint must hold.
 
 STEPS = 6
 SAVE_EVERY = 2  # steps
@@ -282,15 +288,10 @@ if __name__ == "__main__":
 # %%
 # What it buys
 # ------------
-# For a large state on a GPU: the right order, and not yet the time. Every save here makes host
-# memory anew, pageable, and copies the state into it, which alone may stall training for longer
-# than ``dcp_save`` takes for everything; only the write runs beside training.
-# :doc:`pinned_staging` changes the memory and nothing else, and comes down to the dashed line,
-# ``Bound``: the bytes of the state over the rate of the link. How the rows are measured and what
-# the columns say stands in :doc:`overlapped_stager`.
-#
-# .. result-figure:: checkpoint_stall
-#    :rows: dcp_save async_save
+# Training no longer waits for storage. It still waits for staging: each save here allocates
+# pageable host memory and copies the state into it, both slow. :doc:`pinned_staging` changes the
+# memory and nothing else. What then remains is the bytes of the state over the rate of the link.
+# :doc:`/guide/measured` explains the columns.
 #
 # .. result-table:: checkpoint_stall
 #    :rows: none torch_save dcp_save async_save
@@ -307,32 +308,36 @@ if __name__ == "__main__":
 #    \text{host bytes per rank} = \sum_{t\,\in\,\text{state}} \text{numel}(\text{local shard of } t)
 #    \times \text{bytes per element}
 #
-# For parameters and AdamW in float32 that is 12 bytes a parameter over the number of ranks. **Under
-# DDP nothing is sharded:** each rank stages all of it, eight copies on a node of eight, although
-# each tensor is written once. There, pass ``{}`` instead of ``{"app": app}`` on ranks other than 0:
-# then one rank of the job stages, and writes, alone.
+# For parameters and AdamW in float32, that is 12 bytes per parameter, divided by the number of
+# ranks.
+#
+# **DDP shards nothing.** Each rank stages the whole state: eight copies on a node of eight,
+# although each tensor is written once. Under DDP, pass ``{}`` instead of ``{"app": app}`` on all
+# ranks but rank 0. Then rank 0 alone stages and writes.
 #
 # What breaks if you remove a line
 # --------------------------------
-# Each edit below was made and run when this page was built. Where luck would decide (a write that
-# happens to end in time), the test holds the write, or crosses two collectives, until the damage
-# is certain.
+# Each edit below was made and run when this page was built. Where chance would decide (a write
+# that happens to end in time), the test holds the write, or crosses two collectives, until the
+# damage is certain.
 #
 # .. recipe-controls::
 #
 # Known limits
 # ------------
-# * A rank that dies during the upload fails it on the others too (``Connection closed by peer``).
-#   Their group is gone, so every later save is logged as failed: end the job.
-# * A rank whose ``save`` raises (host memory, a value that cannot be copied) must end the job. If
-#   it goes on, no save of the job is taken any more; the logs say so, and nothing wrong is named.
+# * A rank that dies during the upload fails that upload on the other ranks too (``Connection
+#   closed by peer``). Their group is gone, so every later save is logged as failed. End the job.
+# * A rank whose ``save`` raises (no host memory, a value that cannot be copied) must end the job.
+#   If it goes on, all later saves of the job fail. The logs say so, and no wrong checkpoint gets a
+#   name.
 # * Several nodes need a file system that they share: all ranks write to one directory.
-# * A DTensor without dimensions (a scale, replicated by hand) is not copied by torch 2.13's stagers:
-#   what it holds at the time of the write is what is saved. :doc:`overlapped_stager` copies it.
-# * ``FileSystemWriter(thread_count=2)`` or more loses the error of a writing thread: a full disk
-#   looks like success (`pytorch#191391 <https://github.com/pytorch/pytorch/issues/191391>`__), and
-#   the directory gets its name. Keep the default of 1.
-# * The directory itself is not flushed: after a power cut the last checkpoint may be gone.
+# * Torch 2.13's stagers do not copy a DTensor without dimensions (a scale that was replicated by
+#   hand). The checkpoint holds its value at the time of the write. :doc:`overlapped_stager` copies
+#   it.
+# * ``FileSystemWriter(thread_count=2)`` or more loses the error of a writing thread
+#   (`pytorch#191391 <https://github.com/pytorch/pytorch/issues/191391>`__). A full disk then looks
+#   like success, and the directory gets its name. Keep the default of 1.
+# * The directory is not flushed: after a power cut the last checkpoint may be gone.
 #
 # Further reading
 # ---------------

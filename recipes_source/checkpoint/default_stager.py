@@ -4,26 +4,29 @@
 Stage while the next step runs: ``DefaultStager``
 =================================================
 
-With a ``DefaultStager`` the staging copy, too, leaves the training thread: it runs while the next
-step's forward and backward compute, and only ``optimizer.step()`` waits for it. Used as published,
-it can write the weights of the step before; this recipe gives it the order it needs. Copy
-``ValueAfter``, ``StagedApp`` and ``StagedCheckpoints`` beside the classes of :doc:`async_save`; the
-loop stays as it is there:
+Move the staging copy off the training thread, with torch's own stager. The copy runs while the
+next step's forward and backward compute, and only ``optimizer.step()`` waits for it. Used as
+published, ``DefaultStager`` can write the weights of the previous step. This recipe adds the
+ordering that is missing:
 
 .. literalinclude:: default_stager.py
    :pyobject: train
 
-**Do not bother** on a CPU (there is no second engine to copy with), with PyTorch 2.11 or 2.12 (they
-pin memory anew for each save, which takes longer than the copy), or if the step is shorter than the
-copy: its end waits for what is left. :doc:`overlapped_stager` works with all versions.
+Copy ``ValueAfter``, ``StagedApp`` and ``StagedCheckpoints`` beside the classes of
+:doc:`async_save`.
+
+**When not to bother:** on a CPU, which has no second engine to copy with; with PyTorch 2.11 or
+2.12, which pin memory anew for each save, and that takes longer than the copy; or if your step is
+shorter than the copy, because the end of the step waits for the rest. :doc:`overlapped_stager`
+works with all versions.
 
 .. grid:: 1 1 2 2
 
    .. grid-item-card:: What you learn
 
-      * staging and upload as two futures, and what each is good for
-      * how to order the copy after the optimizer step, on the device, without stopping anyone
-      * how to keep buffers whole that forward changes
+      * staging and upload as two futures, and what each one tells you
+      * how to order the copy after the optimizer step on the device, without stopping the host
+      * how to protect buffers that forward changes
 
    .. grid-item-card:: What you need
 
@@ -36,15 +39,15 @@ The idea
 --------
 
 Forward and backward only read the weights. So a copy that starts after one optimizer step and ends
-before the next one sees a single step's weights, whatever runs in between. Three ways to save,
-the same steps:
+before the next one sees the weights of a single step, whatever runs in between. Here are the same
+steps with three ways to save:
 
 .. lanes:: Schematic. ``async_save``: staging stops training.
 
    training:  0-3 fwd+bwd; 3-4 opt; 4-7 stage !; 7-10 fwd+bwd; 10-11 opt; 11-14 fwd+bwd
    upload:    7-13 write ~
 
-.. lanes:: Schematic. Pinned buffers: the same stop, at link speed.
+.. lanes:: Schematic. Pinned buffers: the same stop, at the rate of the link.
 
    training:  0-3 fwd+bwd; 3-4 opt; 4-5 stage !; 5-8 fwd+bwd; 8-9 opt; 9-12 fwd+bwd
    upload:    5-11 write ~
@@ -60,7 +63,7 @@ the same steps:
 # %%
 # Imports
 # -------
-# Model, test and the writer that names what is whole are those of :doc:`async_save`.
+# The model, the test, and the writer that names complete checkpoints come from :doc:`async_save`.
 
 import argparse
 import tempfile
@@ -96,14 +99,15 @@ REUSE_CRASHES = "2.11" <= torch.__version__ < "2.13"
 # %%
 # Order the copy after the step
 # -----------------------------
-# ``DefaultStager`` copies on a stream of its own and makes it wait for nothing (torch 2.9 to 2.13).
-# Kernels are queued, so when ``async_save`` is called the optimizer's may not have run yet: the
-# copy overtakes them, and the checkpoint holds the weights of the step before. ``loss.item()``
-# after the step hides it, because it waits for the device.
+# ``DefaultStager`` copies on its own stream, which waits for nothing (torch 2.9 to 2.15). Kernels
+# are queued: when you call ``async_save``, those of the optimizer may not have run yet. The copy
+# then overtakes them, and the checkpoint holds the weights of the previous step. A ``loss.item()``
+# after the step hides the defect, because it waits for the device.
 #
-# An event recorded after the step has to hold the staging stream. That stream is private, but the
-# stager copies the state dict value by value *on* it, in order, and asks a value it does not know
-# for its ``__deepcopy__``. So the first value can make the stream wait, and copies to plain data:
+# The staging stream must wait for an event that is recorded after the step. That stream is
+# private. But the stager copies the state dict *on* it, value by value and in order, and calls
+# ``__deepcopy__`` of a value that it does not know. So the first value can make the stream wait,
+# and then return plain data:
 
 
 class ValueAfter:
@@ -118,13 +122,15 @@ class ValueAfter:
 
 
 # %%
-# Keep whole what forward changes
-# -------------------------------
+# Clone what forward changes
+# --------------------------
 # The next forward begins at once, and changes buffers (BatchNorm's statistics, a token count)
-# while they wait to be copied; waiting before ``optimizer.step()`` is too late for them. They are
-# small: clone them on the compute stream, where the clone is in order by itself. They are found by
-# their memory, not by their names: the state dict leaves out a buffer that is not persistent, drops
-# the prefixes of DDP and ``torch.compile``, and names a shared buffer twice.
+# before they are copied. Waiting before ``optimizer.step()`` is too late for them. Buffers are
+# small, so clone them on the compute stream, where the clone is already in order.
+#
+# The recipe finds buffers by their memory, not by their names. A state dict leaves out a buffer
+# that is not persistent, drops the prefixes of DDP and ``torch.compile``, and names a shared
+# buffer twice.
 
 
 def storage_of(tensor: torch.Tensor) -> int:
@@ -158,21 +164,22 @@ class StagedApp(Stateful):
 # -----------
 # With an asynchronous stager, ``async_save`` returns a response with two futures. Wait for
 #
-# * ``staging_completion`` before any optimizer steps: it would change what is being copied. A hook
-#   that torch calls before the step of every optimizer does it, so that none is forgotten;
-# * ``upload_completion`` before the next save, which would refill the buffers being written, and
-#   before the end.
+# * ``staging_completion`` before any optimizer steps, because the step changes what is being
+#   copied. A hook that torch calls before every optimizer step does this, so you cannot forget
+#   one;
+# * ``upload_completion`` before the next save, which refills the buffers that are being written,
+#   and before the end.
 #
-# Only the second one tells whether the save has failed: if staging has ended by the time
-# ``async_save`` looks, ``staging_completion`` is set to success whatever happened (torch 2.13).
+# Only the second future tells you whether the save failed. If staging has ended by the time
+# ``async_save`` looks, ``staging_completion`` reports success whatever happened (torch 2.13).
 #
-# The stager is built once: its pinned buffers are what makes the second staging fast, and one that
-# is never closed keeps its thread and its memory. In torch 2.11 and 2.12 the second use of a stager
-# raises ``KeyError``; there, each save has to pay for a new one.
+# Build the stager once. Its pinned buffers make the second staging fast, and a stager that is
+# never closed keeps its thread and its memory. In torch 2.11 and 2.12, using a stager a second
+# time raises ``KeyError``, so there each save builds a new one.
 #
-# The writer is told not to copy ahead (``per_thread_copy_ahead=0``). What it writes is in host
-# memory already; by default it would synchronise with the compute stream once a tensor all the
-# same, and an upload would take as many training steps as there are tensors.
+# ``per_thread_copy_ahead=0`` tells the writer not to copy ahead: what it writes is in host memory
+# already. By default it would still synchronize with the compute stream once per tensor, and an
+# upload would take as many training steps as there are tensors.
 
 
 def new_stager(device: torch.device) -> DefaultStager:
@@ -193,7 +200,7 @@ class StagedCheckpoints(AsyncCheckpoints):
     def save(self, app: AppState) -> None:
         """Begin to stage ``app``.
 
-        Waits for the save before this one. If that has failed, the error is logged.
+        Waits for the previous save first. If that one failed, logs its error.
         """
         self.end_last()
         if REUSE_CRASHES:
@@ -210,7 +217,7 @@ class StagedCheckpoints(AsyncCheckpoints):
         self.staged, self.upload = response.staging_completion, response.upload_completion
 
     def wait_staged(self) -> None:
-        """Return when the copy has ended, well or not, and the weights may change."""
+        """Return when the copy has ended, successfully or not, and the weights may change."""
         if self.staged is not None:
             self.staged.exception()  # waits; if that is interrupted, it is staging still
             self.staged = None
@@ -226,8 +233,8 @@ class StagedCheckpoints(AsyncCheckpoints):
 # %%
 # Run it, and prove it
 # --------------------
-# As in :doc:`async_save`, what the state is when the loop asks for its next batch is what the
-# checkpoint must hold. A save that cannot be staged must say so.
+# As in :doc:`async_save`, the checkpoint must hold what the state is when the loop asks for its
+# next batch. A save that cannot be staged must report an error.
 
 
 def train(app: AppState, batches: Iterable[torch.Tensor], root: Path, device: torch.device) -> None:
@@ -293,17 +300,11 @@ if __name__ == "__main__":
 # %%
 # What it buys
 # ------------
-# An ordered stager that is used again need not stall a step that is longer than the copy. The rows
-# show something else: they were measured with a PyTorch that needs a new stager for each save,
-# which pins its buffers each time and stalls for longer than ``pinned``. ``default_stager_ordered``
-# also frees those of the save before, in its call; of ``default_stager_as_published`` the benchmark
-# frees them between the saves. And the rows show what order is worth: see ``Loads back bit by bit``
-# and ``Elements that differ`` of ``default_stager_as_published``. Its upload takes long because its
-# writer copies ahead (see above). (The other columns: :doc:`overlapped_stager`.)
-#
-# .. result-figure:: checkpoint_stall
-#    :rows: pinned default_stager_as_published default_stager_ordered
-#    :where: step=long
+# If the stager can be used again, an ordered one need not stall a step that is longer than the
+# copy. The timelines below were recorded with torch 2.11, which needs a new stager for each save.
+# There, a save pins new buffers and stalls longer than ``pinned`` does.
+# ``default_stager_as_published`` is the same save without the ordering of this page: its
+# checkpoint can hold another step. :doc:`/guide/measured` explains the columns.
 #
 # .. result-table:: checkpoint_stall
 #    :rows: none async_save pinned default_stager_as_published default_stager_ordered
@@ -313,33 +314,34 @@ if __name__ == "__main__":
 #
 # What breaks if you remove a line
 # --------------------------------
-# Each edit was made and run when this page was built. On a CPU nothing is queued, so a missing
-# order is found by recording which stream touches which memory; a copy that must be outrun is held
-# until it has been.
+# Each edit was made and run when this page was built. A CPU queues nothing, so a recorder finds a
+# missing ordering: it notes which stream touches which memory. Where a copy must lose a race, the
+# test holds it until it has.
 #
 # .. recipe-controls::
 #
 # Memory
 # ------
-# Pinned host memory for one copy of this rank's state, from the first save until ``close()``: the
-# formula of :doc:`async_save`. On the device, one clone of the buffers until staging ends.
+# Pinned host memory for one copy of this rank's state, from the first save until ``close()``: see
+# the formula of :doc:`async_save`. On the device, one clone of the buffers until staging ends.
 #
-# PyTorch's staging thread does not know its rank's device (seen on 2.11): on every rank of a node
-# but the first it opens a context on the first GPU too, about half a gigabyte there for each.
-# :doc:`overlapped_stager` tells its thread which device is meant.
+# PyTorch's staging thread does not know its rank's device (seen on 2.11). On every rank of a node
+# but the first, it opens a second context on the first GPU, about half a gigabyte each.
+# :doc:`overlapped_stager` tells its threads which device to use.
 #
 # Known limits
 # ------------
-# * The value that orders the copy must come first in the state dict: what is copied before it is
-#   not ordered.
+# * The value that orders the copy must come first in the state dict. Whatever is copied before it
+#   is not ordered.
 # * A device-to-host read in mid-step waits for the whole copy, on the device: see
-#   :doc:`overlapped_stager`. The limits of :doc:`async_save` hold here, too.
-# * Parameters that forward changes (spectral norm, some quantisers) need the clone that buffers get.
+#   :doc:`staging_copies`. The limits of :doc:`async_save` hold here, too.
+# * Parameters that forward changes (spectral norm, some quantizers) need the clone that buffers
+#   get.
 #
 # Further reading
 # ---------------
 # * `torch.distributed.checkpoint.staging
 #   <https://docs.pytorch.org/docs/stable/distributed.checkpoint.html>`__: ``DefaultStager``,
 #   ``StagingOptions``
-# * `The pull request that documented it
-#   <https://github.com/pytorch/tutorials/pull/3711>`__, and why exit code 0 was not enough
+# * `The pull request that documented it <https://github.com/pytorch/tutorials/pull/3711>`__, and
+#   why exit code 0 was not enough

@@ -4,25 +4,27 @@
 Stage into pinned memory, kept between saves
 ============================================
 
-A writer with ``cache_staged_state_dict=True`` copies every checkpoint into the same page-locked
-("pinned") buffers: the first save pays for them, each later one stops training only for a copy at
-the speed of the link. Copy ``PinnedCheckpoints`` and ``layout`` beside the classes of
-:doc:`async_save`; the loop stays as it is there, with
+Stop training for a copy at the rate of the link, and no longer. A writer with
+``cache_staged_state_dict=True`` copies every checkpoint into the same page-locked ("pinned")
+buffers. The first save allocates and pins them; each later one only copies.
 
 .. literalinclude:: pinned_staging.py
    :pyobject: train_and_save
 
-**Do not bother** without an accelerator (nothing is pinned there), if saves are rare (the memory is
-held all the time, the gain comes once a save), or if page-locked memory is short: it cannot be
-swapped. If a copy at link speed is still too long a stop, :doc:`overlapped_stager` runs it beside
-the next step.
+Copy ``PinnedCheckpoints`` and ``layout`` beside the classes of :doc:`async_save`, whose loop stays
+as it is. Construct ``PinnedCheckpoints(root)`` in place of ``AsyncCheckpoints(root)``.
+
+**When not to bother:** you have no accelerator (nothing is pinned then), you save rarely (the
+memory is held all the time), or page-locked memory is short: it cannot be swapped. If a copy at
+the rate of the link still stops training for too long, :doc:`overlapped_stager` runs it beside the
+next step.
 
 .. grid:: 1 1 2 2
 
    .. grid-item-card:: What you learn
 
       * why the first save is slow and the others are not
-      * what stays allocated between saves, and how to give it back
+      * what stays allocated between saves, and how to free it
       * what a state with other keys does to the cache, and what to do then
 
    .. grid-item-card:: What you need
@@ -35,9 +37,9 @@ the next step.
 The idea
 --------
 
-A copy from the device to ordinary, pageable host memory goes through a small pinned buffer of the
-driver's, piece by piece. A copy to pinned memory is one transfer at link speed. But pinning is
-slow: the system must touch and lock every page. So pin once, and keep it.
+A copy from the device to ordinary, pageable host memory goes piece by piece through a small pinned
+buffer of the driver. A copy to pinned memory is one transfer at the rate of the link. But pinning
+is slow: the system must touch and lock every page. So pin once, and keep the memory.
 
 .. lanes:: Schematic. The first save allocates and pins; the next ones only copy.
 
@@ -48,7 +50,7 @@ slow: the system must touch and lock every page. So pin once, and keep it.
 # %%
 # Imports
 # -------
-# Model, training step, load-back and comparison are those of :doc:`async_save`.
+# The model, the training step and the comparison come from :doc:`async_save`.
 
 import argparse
 import copy
@@ -81,13 +83,13 @@ MB = 1e6  # bytes
 # %%
 # One writer for all saves
 # ------------------------
-# The cache belongs to the writer (``state_dict_cache``), so the writer must outlive the save:
-# a new one per save would begin each save without buffers, as the first one does. ``reset`` turns
-# it to the next directory.
+# The cache belongs to the writer (``state_dict_cache``), so the writer must outlive the save. A
+# new writer per save would start without buffers each time. ``reset`` points the writer to the
+# next directory.
 #
-# Waiting for the upload before the next save (``end_last``) now guards more than memory. There is
-# one set of buffers, and the upload reads from it: a second save would overwrite the first one's
-# values while they are being written.
+# ``end_last`` waits for the upload before the next save. That wait is now essential: there is one
+# set of buffers, and the upload reads from it. A second save would overwrite the values of the
+# first one while they are being written.
 
 
 class PinnedCheckpoints(AsyncCheckpoints):
@@ -99,9 +101,9 @@ class PinnedCheckpoints(AsyncCheckpoints):
         self.writer = NamedWhenComplete(root, ranks, cache_staged_state_dict=True)
 
     def save(self, app: AppState) -> None:
-        """Stage ``app`` into the buffers of the first save and leave the writing to a thread.
+        """Stage ``app`` into the buffers of the first save and write it on another thread.
 
-        Waits for the save before this one. If that has failed, the error is logged.
+        Waits for the previous save first. If that one failed, logs its error.
 
         Raises:
             ValueError: ``app`` has other keys, shapes, dtypes or shards than the buffers.
@@ -127,7 +129,7 @@ class PinnedCheckpoints(AsyncCheckpoints):
             )
 
     def release(self) -> None:
-        """Give the buffers back; the next save allocates and pins them anew."""
+        """Free the buffers; the next save allocates and pins new ones."""
         self.end_last()
         self.writer.state_dict_cache = None
 
@@ -145,13 +147,13 @@ def layout(tree: object, path: str = "") -> set[tuple]:
 # %%
 # Two details in ``save``:
 #
-# * **A changed state** (a layer frozen or added, a first save before the optimizer had any state)
-#   does not fit the buffers. Other keys make torch raise ``CompanionMismatch``, which names neither
-#   key nor way out; another dtype is converted in silence, float32 to the bfloat16 of its buffer.
-#   So ``check_layout`` comes first, before anything is copied.
-# * **Without an accelerator** torch refuses to make the cache, because there is nothing to pin it
+# * **A changed state** does not fit the buffers. Examples are a frozen or added layer, and a first
+#   save before the optimizer has any state. For other keys, torch raises ``CompanionMismatch``,
+#   which names neither the key nor a way out. Another dtype is converted without an error, float32
+#   to a bfloat16 buffer. So ``check_layout`` looks before anything is copied.
+# * **Without an accelerator**, torch refuses to make the cache, because there is nothing to pin it
 #   for (``Cannot access accelerator device when none is available``, torch 2.13). Setting
-#   ``state_dict_cache`` beforehand keeps all else as it is: the same buffers, the same reuse.
+#   ``state_dict_cache`` beforehand gives the same buffers and the same reuse.
 #
 # What stays allocated
 # --------------------
@@ -162,10 +164,11 @@ def layout(tree: object, path: str = "") -> set[tuple]:
 #    \sum_{t\,\in\,\text{state}} \text{size}(t), \qquad
 #    \text{size}(t) = 2^{\lceil \log_2 \text{bytes of the local shard of } t \rceil}
 #
-# because PyTorch's pinned allocator rounds each block up to a power of two
-# (`pytorch#150517 <https://github.com/pytorch/pytorch/issues/150517>`__); scalars are not pinned.
-# Exact without an accelerator; up to twice the shards' bytes with one. ``release()`` returns the
-# blocks to PyTorch's pool of pinned memory, where the next pinned tensor of that size finds them.
+# because PyTorch's pinned allocator rounds each block up to a power of two (`pytorch#150517
+# <https://github.com/pytorch/pytorch/issues/150517>`__). Scalars are not pinned. With an
+# accelerator that is up to twice the bytes of the shards; without one it is exactly their bytes.
+# ``release()`` returns the blocks to PyTorch's pool of pinned memory, where the next pinned tensor
+# of that size finds them.
 
 
 def buffers(checkpoints: PinnedCheckpoints) -> list[torch.Tensor]:
@@ -177,8 +180,9 @@ def buffers(checkpoints: PinnedCheckpoints) -> list[torch.Tensor]:
 # %%
 # Run it, and prove it
 # --------------------
-# Every save went through the same buffers, pinned ones if there is an accelerator; every checkpoint
-# gives back the bits of its step all the same; ``release`` leaves none alive.
+# The proof asserts three things. Every save went through the same buffers, pinned ones if there is
+# an accelerator. Every checkpoint still gives back the bits of its step. ``release`` leaves no
+# buffer alive.
 
 
 def train_and_save(app: AppState, checkpoints: PinnedCheckpoints, device: torch.device) -> None:
@@ -261,16 +265,13 @@ if __name__ == "__main__":
 # %%
 # What it buys
 # ------------
-# The stall of a copy at the rate of the link. The dashed line, ``Bound``, is the state's bytes over
-# that rate, measured in the same run beside training (the other columns: :doc:`overlapped_stager`).
+# Each save after the first one stalls training for one copy at the rate of the link. The *bound*
+# is the state's bytes over that rate, measured in the same run (:doc:`/guide/measured` explains
+# this and the columns).
 #
-# A stall can come out below the bound, for two reasons. A copy for which training stops has the
-# link to itself; below the table is the link's rate alone. And after the pause the GPU runs the
-# next step a little faster, which counts for the save.
-#
-# .. result-figure:: checkpoint_stall
-#    :rows: async_save pinned
-#    :where: step=long
+# A stall can come out below the bound, for two reasons. First, a copy for which training stops has
+# the link to itself, while the rate of the bound was measured beside training. Second, the GPU
+# runs the next step a little faster after the pause, which counts in favor of the save.
 #
 # .. result-table:: checkpoint_stall
 #    :rows: none async_save pinned
@@ -280,22 +281,23 @@ if __name__ == "__main__":
 #
 # What breaks if you remove a line
 # --------------------------------
-# Each edit was made and run when this page was built, with writes held where luck would decide.
+# Each edit was made and run when this page was built. Where chance would decide, the test holds
+# the writes.
 #
 # .. recipe-controls::
 #
 # Known limits
 # ------------
-# * The cache holds one state. Saving two different objects through one writer fails like a changed
+# * The cache holds one state. Saving two different objects through one writer fails as a changed
 #   state does.
-# * A value that is neither tensor, number, text, list, tuple nor dict (a dtype, a set) raises at the
-#   call. Those of :doc:`async_save` hold here, too.
-# * ``state_dict_cache`` is set here on machines without an accelerator only. Setting it on others,
-#   to memory that is not pinned, gives up the gain in silence.
+# * A value that is neither tensor, number, text, list, tuple nor dict (a dtype, a set) raises at
+#   the call. The limits of :doc:`async_save` hold here, too.
+# * This recipe sets ``state_dict_cache`` only on machines without an accelerator. If you set it on
+#   others, to memory that is not pinned, you lose the gain without an error.
 #
 # Further reading
 # ---------------
-# * `FileSystemWriter
-#   <https://docs.pytorch.org/docs/stable/distributed.checkpoint.html>`__: ``cache_staged_state_dict``
-# * `pytorch#150517 <https://github.com/pytorch/pytorch/issues/150517>`__: pinned blocks are rounded
-#   up to a power of two
+# * `FileSystemWriter <https://docs.pytorch.org/docs/stable/distributed.checkpoint.html>`__:
+#   ``cache_staged_state_dict``
+# * `pytorch#150517 <https://github.com/pytorch/pytorch/issues/150517>`__: pinned blocks are
+#   rounded up to a power of two

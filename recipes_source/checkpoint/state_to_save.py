@@ -4,23 +4,22 @@
 What to save, and how to know that it is right
 ==============================================
 
-A restart goes on where the job stopped only if everything that training reads is in the checkpoint
-and nothing was changed by saving it. ``AppState`` is that state for a sharded model and any
-optimizer; ``assert_same_bits`` is the test that the other checkpoint recipes use on themselves.
-To save, to load:
+Save everything that a restart reads, and change nothing by saving it. ``AppState`` is that state
+for a sharded model and any optimizer. ``assert_same_bits`` is the test that the other recipes of
+this folder run on themselves. This saves and loads:
 
 .. literalinclude:: state_to_save.py
    :pyobject: save_and_load
 
-**Do not bother** with the rest of this folder if the state is small or saves are rare: then these
-calls are enough. They stop every rank until the last byte is on disk.
+**When this is all you need:** your state is small, or you save rarely. ``dcp.save`` stops every
+rank until the last byte is on disk; the rest of this folder is about that stop.
 
 .. grid:: 1 1 2 2
 
    .. grid-item-card:: What you learn
 
       * what a state dict for DCP (``torch.distributed.checkpoint``) holds
-      * how a save before the first step changes training, and how to stop that
+      * how a save before the first step changes training, and how to prevent it
       * what it takes to say that a checkpoint is right
 
    .. grid-item-card:: What you need
@@ -33,7 +32,7 @@ calls are enough. They stop every rank until the last byte is on disk.
 The idea
 --------
 
-.. lanes:: Schematic. What a resumed job does must not differ from what the first one would have done.
+.. lanes:: Schematic. A resumed job does what the first job would have done.
 
    job:      0-4 step 1; 4-8 step 2; 8-10 save !; 10-14 step 3; 14-18 step 4
    resumed:  8-10 load !; 10-14 step 3 ~; 14-18 step 4 ~
@@ -41,18 +40,20 @@ The idea
 """
 
 # %%
-# To copy
-# -------
-# DCP calls ``state_dict()`` on every ``Stateful`` that it is given, always on the caller's thread.
-# ``get_state_dict`` names parameters and optimizer state alike and returns each rank's shards as
-# DTensors, which is why the checkpoint can be loaded on another number of ranks.
+# The state: copy this part
+# -------------------------
+# DCP calls ``state_dict()`` on every ``Stateful`` object that you pass to it, on the calling
+# thread. ``get_state_dict`` names optimizer state after its parameter, and returns each rank's
+# shards as DTensors. That is why you can load the checkpoint on another number of ranks.
 #
-# An optimizer that has not stepped has no state, so ``get_state_dict`` makes it step once, with
-# gradients and a learning rate of zero. That leaves marks: a step counted, weight decay in Adam's
-# moments, a momentum buffer where there was none. To save before the first step would change the
-# training (`issue 164929 <https://github.com/pytorch/pytorch/issues/164929>`__). So what that step
-# made goes into the checkpoint, which then has the keys of every later one, and the optimizer is
-# left as it was; ``stepped`` tells the job that loads it to do the same.
+# An optimizer that has not stepped has no state. ``get_state_dict`` therefore makes it step once,
+# with zero gradients and a learning rate of zero. That step leaves marks: a counted step, weight
+# decay in Adam's moments, a momentum buffer that was not there. Saving before the first step would
+# thus change the training (`issue 164929 <https://github.com/pytorch/pytorch/issues/164929>`__).
+#
+# ``AppState`` writes what that step made, so that the checkpoint has the keys of every later one.
+# Then it clears the optimizer again. ``stepped`` tells the job that loads the checkpoint to do the
+# same.
 
 import argparse
 import os
@@ -98,11 +99,12 @@ class AppState(Stateful):
 
 
 # %%
-# The model of this folder
-# ------------------------
-# From here on nothing is to copy. ``SampleCounter`` stands for every buffer that forward changes
-# (BatchNorm's statistics, a token count). All ranks agree on its value: DCP takes a plain tensor for
-# replicated and keeps **one** rank's copy; one that differs between ranks would be lost in silence.
+# The model that these recipes train
+# ----------------------------------
+# You need not copy anything from here on. ``SampleCounter`` stands for every buffer that forward
+# changes (BatchNorm's statistics, a token count). Its value is the same on all ranks. It has to
+# be: DCP takes a plain tensor for replicated and keeps **one** rank's copy. A tensor that differs
+# between ranks loses the other values, without an error.
 
 WIDTH, HIDDEN = 512, 8192  # features
 BATCH = 64  # samples per rank and step
@@ -175,8 +177,9 @@ def train_step(app: AppState, device: torch.device) -> None:
 # %%
 # The test
 # --------
-# A checkpoint is right when loading it gives back the very bits that were passed to ``save``: of
-# weights, both Adam moments, the optimizer's step counts and settings, the buffer, the step.
+# A checkpoint is right when loading it gives back the very bits that you passed to ``save``: of
+# the weights, both Adam moments, the optimizer's step counts and settings, the buffer, and the
+# step.
 
 
 def leaves(tree: object, path: str = "") -> dict[str, object]:
@@ -191,7 +194,7 @@ def leaves(tree: object, path: str = "") -> dict[str, object]:
 
 
 def snapshot(app: AppState) -> dict[str, object]:
-    """A copy of every leaf, for :func:`assert_same_bits`; its tensors take the state's bytes."""
+    """Copy every leaf, for :func:`assert_same_bits`; needs the memory of the state once more."""
     live = leaves(app.state_dict())
     return {p: leaf.detach().clone() if torch.is_tensor(leaf) else leaf for p, leaf in live.items()}
 
@@ -219,8 +222,8 @@ def assert_same_bits(app: AppState, expected: dict[str, object]) -> None:
 # %%
 # Run it, and prove it
 # --------------------
-# A job saves before its first step and after its second and trains on. Two others begin from the
-# two checkpoints; all three must end with the same bits.
+# A job saves before its first step and after its second, and trains on. Two other jobs start from
+# the two checkpoints. All three must end with the bits of a job that never saved.
 
 
 def save_and_load(app: AppState, directory: Path, device: torch.device) -> AppState:
@@ -269,21 +272,22 @@ if __name__ == "__main__":
 #
 # What is not here
 # ----------------
-# The learning rate's schedule, the state of the random number generators and the position in the
-# data belong into the state of a real job, each as a further entry of the dict. So does an average
-# of the weights.
+# A real job saves more: the learning-rate schedule, the random number generators, the position in
+# the data, and an average of the weights if it keeps one. Add each as another entry of the dict.
+# :doc:`resume_and_reshard` does so.
 #
 # Known limits
 # ------------
-# * Sparse and nested tensors cannot be written by DCP and raise: save the dense tensors that they
-#   are made of. A named tuple may come back as a tuple.
-# * The step that ``get_state_dict`` makes with an optimizer that has not stepped runs its hooks: an
-#   average of the weights that such a hook keeps takes the first ones once more.
-# * A parameter that no backward has reached yet has no optimizer state, so neither has the checkpoint;
-#   the new job's optimizer has, and ``dcp.load`` ends with ``Missing key``. Freeze such a parameter
-#   (``requires_grad=False``) on both sides, or save after each has had a gradient.
+# * DCP cannot write sparse or nested tensors and raises: save the dense tensors that they are made
+#   of. A named tuple may come back as a tuple.
+# * The step that ``get_state_dict`` makes runs the optimizer's hooks. An average of the weights
+#   that such a hook updates counts the first weights once more.
+# * A parameter that no backward has reached has no optimizer state, so the checkpoint has none for
+#   it. The new job's optimizer has, and ``dcp.load`` ends with ``Missing key``. Freeze such a
+#   parameter (``requires_grad=False``) in both jobs, or save after every parameter has had a
+#   gradient.
 # * ``dcp.save`` into a directory that holds a checkpoint writes over it, file by file. If that
-#   fails half way the directory loads, half old, half new: see :doc:`async_save`.
+#   fails half way, the directory loads, half old and half new: see :doc:`async_save`.
 #
 # Further reading
 # ---------------
