@@ -4,25 +4,30 @@
 Commit a checkpoint: durable on every rank, or not there
 ========================================================
 
-A save can be killed at any moment, a disk can fill up, a power cut can take what was not flushed.
-This recipe adds to an overlapped save the few steps after which a checkpoint either is complete and
-durable under its name, or has no name at all. A save that fails is reported on every rank and
-training goes on.
+Lose no checkpoint to a kill, a full disk or a power cut, at no cost to the training thread. This
+recipe adds a commit to an overlapped save. After it, a checkpoint either is complete and durable
+under its name, or has no name at all. A save that fails is reported on every rank, and training
+goes on.
+
+**When not to bother:** you would simply start the run again.
 
 .. code-block:: python
 
-    from durable_saves import DurableSaves, newest_step
+    from pathlib import Path
 
+    from durable_saves import DurableSaves, newest_step
+    from state_to_save import AppState
+
+    app, root = AppState(model, optimizer), Path("checkpoints")
     with DurableSaves(device, model.buffers()) as saves:
-        for step, batch in enumerate(data):
-            basic.train_step(batch)
+        for step, batch in enumerate(batches):
+            train_step(batch)
             if step % 1000 == 0:
-                saves.save({"app": app_state}, root / f"step{step}")
+                saves.save({"app": app}, root / f"step{step}")
 
     newest_step(root)  # None, or the step to resume from; with digests=True every byte is read
 
-The save costs training what it cost before: all of this runs on the thread that writes. Do not
-bother for a run that you would simply start again.
+Copy this file, ``overlapped_stager.py``, ``staging_copies.py`` and ``state_to_save.py``.
 
 .. grid:: 1 1 2 2
 
@@ -30,12 +35,12 @@ bother for a run that you would simply start again.
 
       * the order: write aside, flush, agree, rename, flush, then the pointer
       * what tells a complete checkpoint from one that loads and is wrong
-      * failed saves that do not end training: disk full, permission, a directory that is gone
+      * failed saves that do not end training: disk full, no permission, a directory that is gone
 
    .. grid-item-card:: What you need
 
-      * PyTorch 2.9 or later, any number of ranks, a file system that all ranks share
-      * ``overlapped_stager.py`` of this folder, whose ``OverlappedSaves`` this one extends
+      * PyTorch 2.9 or later on Linux, any number of ranks
+      * one file system that all ranks see
 
 .. verification-badge::
 
@@ -49,16 +54,18 @@ The idea
    @14 all agree
    @18 durable
 
-Five rules, each of them a line below:
+All of this runs on the writing thread. It follows five rules, each of them a line below:
 
-1. **Aside.** Shards are written to ``step8.incomplete``. Whatever stops the save leaves that name.
-2. **Flushed before named.** A file that is closed is still in the page cache. Each rank flushes its
+1. **Write aside.** Shards go to ``step8.incomplete``. Whatever stops the save leaves that name.
+2. **Flush before the rename.** A closed file is still in the page cache. Each rank flushes its
    files and the directory that lists them, and only then does the rename happen.
-3. **Agreed.** Rank 0 renames when *every* rank has said that its part is on storage. If one failed,
-   all ranks raise the same error, and what was written is removed: a full disk gets its room back.
-4. **One rename** makes the checkpoint. Then the directory above is flushed, or the rename itself may
-   not outlive a power cut.
-5. **Then the pointer**, which is written aside and renamed too. It may be one save late, never early.
+3. **Agree.** Rank 0 renames when *every* rank has reported that its part is on storage. If one
+   failed, all ranks raise the same error. What was written is removed, so that a full disk has
+   room again.
+4. **Rename once.** One rename makes the checkpoint. Then rank 0 flushes the directory above, or a
+   power cut may undo the rename.
+5. **Write the pointer last.** The file ``latest`` names the newest checkpoint. It is written aside
+   and renamed, too. It may be one save late, never early.
 """
 
 # %%
@@ -86,10 +93,11 @@ POINTER = "latest"  # in the root: the name of the newest checkpoint, for people
 STEPS, SAVE_EVERY = 10, 2  # of the run that proves it
 
 # %%
-# Flushing
-# --------
-# ``fsync`` of a file makes its content durable, ``fsync`` of a directory the names in it. Both are
-# needed: a durable file without a durable name is lost, a name without content is an empty file.
+# Flush
+# -----
+# ``fsync`` of a file makes its content durable; ``fsync`` of a directory makes the names in it
+# durable. You need both. A durable file without a durable name is lost, and a name without content
+# is an empty file.
 
 
 def flush(path: Path) -> None:
@@ -111,14 +119,16 @@ def write_durably(path: Path, text: str) -> None:
 
 
 # %%
-# What a complete checkpoint is
-# -----------------------------
-# DCP writes ``.metadata`` last, so its presence is often taken for completeness. It is not enough.
-# It says which shards there should be and nothing about whether they are these: a save that was
-# torn between two ranks, or written over an older one, has it, loads without an error, and is
-# wrong. A file cut short by a full disk has it too. So the commit writes a manifest of all files
-# with size and digest. ``faults`` reads it: sizes cost nothing and find what is missing or cut;
-# digests read every byte and find what a disk or a copy changed.
+# Describe what is complete
+# -------------------------
+# DCP writes ``.metadata`` last, so people often take its presence for completeness. It is not
+# enough. It says which shards there should be, not whether these are the ones. A save that was
+# torn between two ranks, or written over an older one, has a ``.metadata``, loads without an
+# error, and is wrong. So does a save with a file that a full disk cut short.
+#
+# The commit therefore writes a manifest of all files with size and digest, which ``faults`` reads.
+# Checking sizes costs next to nothing and finds what is missing or cut. Checking digests reads
+# every byte and finds what a disk or a copy changed.
 
 
 def described(file: Path) -> dict[str, object]:
@@ -128,7 +138,7 @@ def described(file: Path) -> dict[str, object]:
 
 
 def faults(directory: Path, digests: bool = False) -> list[str]:
-    """What is wrong with the checkpoint ``directory``, a line a file; nothing if it is whole."""
+    """What is wrong with the checkpoint ``directory``, one line per file; [] if it is complete."""
     parts = sorted(directory.glob(MANIFEST.format("*")))
     try:
         manifests = [json.loads(part.read_text()) for part in parts]
@@ -157,7 +167,7 @@ def committed_steps(root: Path) -> list[int]:
 
 
 def newest_step(root: Path, digests: bool = False) -> int | None:
-    """The newest step whose checkpoint is whole, None if there is none."""
+    """The newest step whose checkpoint is complete, None if there is none."""
     whole = (step for step in committed_steps(root) if not faults(root / f"step{step}", digests))
     return next(whole, None)
 
@@ -165,20 +175,21 @@ def newest_step(root: Path, digests: bool = False) -> int | None:
 # %%
 # The save
 # --------
-# ``OverlappedSaves`` stages beside training and then calls, on its writing thread, ``write`` with
-# the directory aside and ``commit``. Each of the two begins on all ranks only when the step before
-# has succeeded on all, and raises on all what failed on one: that is rule 3, and it is why a rank
-# may leave the loop in the middle of ``write`` without leaving the others waiting.
+# ``OverlappedSaves`` stages beside training. Then it calls ``write``, with the directory aside,
+# and ``commit``, both on its writing thread. Each of the two begins on all ranks only when the
+# step before it has succeeded on all. If it fails on one rank, it raises on all. That is rule 3,
+# and it is why a rank may fail in the middle of ``write`` without leaving the others waiting.
 #
-# Each rank writes a manifest of its own files, so the digests of a thousand ranks need no gathering.
-# Each says how many there must be: a rank that took itself for a job of its own is found out.
+# Each rank writes a manifest of its own files, so nobody has to gather the digests of a thousand
+# ranks. Each manifest says how many there must be, which exposes a rank that took itself for a job
+# of its own.
 
 
 class DurableSaves(OverlappedSaves):
     """Overlapped saves that are durable once their future is done.
 
     The future of a save that failed raises a ``RuntimeError`` on every rank. Nothing of such a save
-    stays on disk, older checkpoints are untouched, training goes on and the next save is taken.
+    stays on disk, older checkpoints are untouched, training goes on, and the next save can succeed.
     """
 
     latest: Future | None = None
@@ -229,9 +240,9 @@ class DurableSaves(OverlappedSaves):
 # %%
 # Run it, and prove it
 # --------------------
-# A loop that saves every second step. Two of its saves must fail: the last rank alone has something
-# in its state that cannot be pickled, and step 8 is to take the name of step 6. Both fail on every
-# rank, leave nothing and harm nothing, and the save after them is taken.
+# The proof saves every second step. Two of its saves must fail. In step 4, the state of the last
+# rank has something that cannot be pickled. In step 8, the save asks for the name of step 6. Both
+# fail on every rank, leave nothing and harm nothing, and the save after them succeeds.
 
 
 def train(app: basic.AppState, root: Path, device: torch.device) -> dict[int, dict]:
@@ -253,9 +264,9 @@ def train(app: basic.AppState, root: Path, device: torch.device) -> dict[int, di
 
 
 # %%
-# Then the checkpoints are judged: each has the bits of its step, the pointer names the newest, of
-# the failed saves nothing is left. Last, damage to a copy: one byte in the middle of a shard.
-# ``dcp.load`` takes it without a word and the sizes are right; the digests are not.
+# The proof then judges the checkpoints. Each has the bits of its step, the pointer names the
+# newest, and nothing is left of the failed saves. Last, it damages a copy: one byte in the middle
+# of a shard. The copy loads without an error, and the sizes are right. Only the digests differ.
 
 
 def prove(root: Path, device: torch.device, expected: dict[int, dict]) -> None:
@@ -307,58 +318,60 @@ if __name__ == "__main__":
 # %%
 # What breaks if you remove a line
 # --------------------------------
-# Each edit was made and run when this page was built. What a flush is for, no run can show: nothing
-# that was written is lost by a kill. So the tests also log every file operation of a job and look at
-# each state that a power cut could leave after each of them; without one of the flushes, some of these
-# states have a checkpoint under its name that is not whole.
+# Each edit was made and run when this page was built. No run can show what a flush is for, because
+# a kill loses nothing that was written. So the tests also log every file operation of a job, and
+# look at each state that a power cut could leave after each operation. Without one of the flushes,
+# some of these states have a checkpoint under its name that is not complete.
 #
 # .. recipe-controls::
 #
 # What it was put through
 # -----------------------
-# ``make soak`` strikes a job of two ranks at a random moment of a save of :doc:`retention`, which
-# commits as above; a second job resumes. An observer outside both knows the bits of each step and when
-# its save was durable on every rank. *Lost or wrong*: that save or a newer one is not what the second
-# job chooses, or differs in a bit, or the two end otherwise than a job that nothing struck. After
-# *truncated* and *flipped* the newest checkpoint is damaged as well.
+# ``make soak`` interrupts a job of two ranks at a random moment of a save, and starts a second job
+# that resumes. The job saves with :doc:`retention`, which commits as this page does. An observer
+# outside both jobs knows the bits of each step, and when its save was durable on every rank. *Lost
+# or wrong* counts the trials in which the second job chose an older step than the last durable
+# one, or any bit differed, or the two jobs ended otherwise than an uninterrupted job. In
+# *truncated* and *flipped*, the newest checkpoint was damaged as well.
 #
 # .. result-table:: soak
 #
-# The same faults, where a way of saving comes to that point, and what each resumes from by its own
-# rules. ``async_save`` writes every checkpoint to one directory; ``torch_checkpointing`` says nothing on
-# what to resume from, so it is the newest that has its name.
+# The next table has the same faults for other ways to save, as far as a way reaches the moment in
+# question. Each resumes by its own rules. ``async_save`` writes every checkpoint to one directory.
 #
 # .. result-table:: save_faults
 #
 # When it is not worth it
 # -----------------------
 # * The run is short, or its last checkpoint is of no more use than its first.
-# * Your storage commits by itself: an object store names an object when it is complete, and has no
-#   rename. See :doc:`object_storage`.
+# * Your storage commits by itself. An object store names an object when it is complete, and has no
+#   rename: see :doc:`object_storage`.
 #
 # What it costs
 # -------------
-# Nothing on the training thread. On the writing thread: the flush takes as long as the storage needs to
-# take the bytes, which a save without it only puts off; the digest reads the files again, from memory,
-# at the rate of one core's SHA-256; each rank writes one more small file. Memory: none.
+# On the training thread, nothing. On the writing thread, the flush takes as long as the storage
+# needs to take the bytes; without a flush, that time only comes later. The digest reads the files
+# again, from memory, at the rate at which one core computes SHA-256. Each rank writes one more
+# small file.
 #
 # Faster
 # ------
-# ``class Saves(RetainedSaves, OverlappedWriter): pass`` writes by the kept plan of
-# :doc:`overlapped_writer` and commits as here.
+# ``class Saves(RetainedSaves, OverlappedWriter): pass`` writes with the kept plan of
+# :doc:`overlapped_writer` and commits as this page does.
 #
 # Known limits
 # ------------
-# * ``fsync`` is a request. Disks with a volatile cache that lie about it, and network file systems that
-#   are mounted to ignore it, lose what they said they had.
-# * A rank that dies or hangs during a save fails it on the others when the group's deadline has passed
-#   (``DEADLINE_S`` of :doc:`overlapped_stager`). What it left has the name ``.incomplete``.
-# * Digests are computed from what the file system gives back right after the write: they find what
+# * ``fsync`` is a request. A disk with a volatile cache may lie about it, and a network file
+#   system may be mounted to ignore it. Both lose what they said they had.
+# * A rank that dies or hangs during a save fails that save on the others when the deadline of the
+#   group has passed (``DEADLINE_S`` of :doc:`overlapped_stager`). What it left keeps the name
+#   ``.incomplete``.
+# * Digests are computed from what the file system returns right after the write. They find what
 #   changes later, not what memory changed before.
 # * All ranks write to one directory that they share.
 #
 # Further reading
 # ---------------
-# * :doc:`retention`: what to delete and when, one job a directory, a command that verifies
-# * :doc:`resume_and_reshard`, :doc:`preemption`: the other end of a save
+# * :doc:`retention`: what to delete and when, one job per directory, a command that verifies
+# * :doc:`resume_and_reshard`, :doc:`preemption`: how a job resumes, and how it stops
 # * `fsync(2) <https://man7.org/linux/man-pages/man2/fsync.2.html>`__, on files and directories

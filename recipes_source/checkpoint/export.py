@@ -4,61 +4,69 @@
 Export to Hugging Face, beside training
 =======================================
 
-Evaluation, serving and everybody else want one set of safetensors files with an index, not shards of
-ranks. This recipe writes it beside training, from the host memory that a save has staged: every rank
-writes its own rows to where they belong in the final files. Nothing is gathered, nothing is
-written twice.
+Write a model for ``from_pretrained`` while training goes on. Evaluation and serving want one set
+of safetensors files with an index, not one shard per rank. This recipe writes that set from the
+host memory that a save has staged. Every rank writes its own rows to their place in the final
+files, so nothing is gathered and nothing is written twice.
+
+**When not to bother:** one process has room for all weights and training may wait
+(``model.save_pretrained``), or you keep the checkpoint of that step anyway. Then export it later,
+on another machine, with the command below.
 
 .. code-block:: python
 
+    from pathlib import Path
+
+    import torch
     from export import Exports, weights
+    from transformers import AutoModelForCausalLM
 
     config = model.config.to_dict()  # of a model of transformers
     with Exports(device, config=config, dtype=torch.bfloat16) as exports:
-        for step, batch in enumerate(data):
+        for step, batch in enumerate(batches):
             train_step(batch)
             if step % 1000 == 0:
-                exports.save(weights(model), root / f"hf{step}")
+                exports.save(weights(model), Path(f"hf{step}"))
 
-    AutoModelForCausalLM.from_pretrained(root / "hf1000")  # somewhere else, without this file
+    AutoModelForCausalLM.from_pretrained("hf1000")  # somewhere else, without this file
 
 .. code-block:: bash
 
-    python export.py step1000 hf1000  # a checkpoint of DCP that is there already
+    python export.py step1000 hf1000  # export a DCP checkpoint that you have already
 
-Do not bother if one process has room for all weights and training may wait: ``model.save_pretrained``.
+Copy this file, ``overlapped_stager.py``, ``staging_copies.py`` and ``state_to_save.py``.
 
 .. grid:: 1 1 2 2
 
    .. grid-item-card:: What you learn
 
       * what a safetensors file is, and why ranks can fill one together
-      * a storage writer of DCP that knows the whole plan before it writes
-      * the ways back: into a sharded model, to ``torch.save``
+      * a DCP storage writer that knows the whole plan before it writes
+      * how to load the export into a sharded model, and how to give it to ``torch.save``
 
    .. grid-item-card:: What you need
 
-      * PyTorch 2.9 or later, any number of ranks, a file system that all ranks share
-      * ``overlapped_stager.py`` of this folder; ``safetensors`` to read, not to write
+      * PyTorch 2.9 or later on Linux, any number of ranks, one file system that all ranks see
+      * ``safetensors`` to read, not to write
 
 .. verification-badge::
 
 The idea
 --------
 
-A safetensors file is a length, a header in JSON (name, dtype, shape, place of each tensor) and then
-the tensors' bytes, row by row. All of the header is known before a byte is written, so the place of
-each shard is, too:
+A safetensors file has three parts: a length, a header in JSON (name, dtype, shape and place of
+each tensor), and the tensors' bytes, row by row. The header is known before a byte is written. So
+the place of each shard is known too, and ranks can write at the same time:
 
-.. lanes:: Schematic. Two ranks write into one file; before, it was gathered, or written twice.
+.. lanes:: Schematic. Above, two ranks write into one file; below, DCP's own writer merges shards.
 
    write rank 0:  0-1 header; 1-5 rows 0 to 511; 6-7 index
    write rank 1:  1-5 rows 512 to 1023
    consolidated:  1-5 write shards; 5-9 read shards; 9-17 rank 0 writes
    @5 all have written
 
-``fully_shard`` cuts tensors into rows, and the rows of a rank lie together: one system call each.
-Other cuts (columns, two dimensions) work too, with a call a row.
+``fully_shard`` divides tensors by rows, and the rows of a rank lie together: one system call per
+tensor. Other divisions (columns, two dimensions) work too, with one call per row.
 """
 
 # %%
@@ -96,8 +104,9 @@ DTYPES = dict(zip((*DTYPES, torch.uint8, torch.bool), NAMES, strict=True))
 # %%
 # What is exported
 # ----------------
-# The names are those of the model. A tied weight has two names and is one tensor: it goes under the
-# first, as ``save_pretrained`` does it, and whoever loads the model ties it again.
+# The names are those of the model. A tied weight has two names and is one tensor. The export
+# stores it under the first name, as ``save_pretrained`` does, and whoever loads the model ties it
+# again.
 
 
 def weights(model: nn.Module) -> dict[str, torch.Tensor]:
@@ -112,7 +121,7 @@ def weights(model: nn.Module) -> dict[str, torch.Tensor]:
 
 
 def lay_out(tensors: dict[str, tuple], file_bytes: int) -> dict[str, dict]:
-    """Of each file its header. ``tensors``: shape and dtype by name."""
+    """The header of each file, by file name. ``tensors``: shape and dtype by tensor name."""
     headers, end = [{}], 0
     for name, (shape, dtype) in tensors.items():
         nbytes = math.prod(shape) * dtype.itemsize
@@ -148,9 +157,9 @@ def runs(chunk, shape: torch.Size) -> tuple[int, list[int]]:
 # %%
 # The writer
 # ----------
-# DCP asks every rank what it holds, lets rank 0 see all of it at once, and sends each rank its part of
-# the plan back. What several ranks hold is then in one part only. This is where the files are laid
-# out and made; after it, ranks write without a word to each other.
+# DCP asks every rank what it holds, shows all of it to rank 0 at once, and sends each rank its
+# part of the plan. A tensor that several ranks hold is then in one part only. At that point rank 0
+# lays out and creates the files. After it, the ranks write without any communication.
 
 
 class SafetensorsWriter(dcp.HuggingFaceStorageWriter):
@@ -158,8 +167,8 @@ class SafetensorsWriter(dcp.HuggingFaceStorageWriter):
 
     Args:
         config: goes to ``config.json``.
-        dtype: of what is written of floating-point tensors, by default their own.
-        file_bytes: of tensors in a file, at most, if no tensor is larger.
+        dtype: what floating-point tensors are written in, by default their own dtype.
+        file_bytes: how many bytes of tensors a file may have, unless one tensor is larger.
     """
 
     def __init__(self, directory: Path, config=None, dtype=None, file_bytes=5_000_000_000) -> None:
@@ -218,8 +227,8 @@ class SafetensorsWriter(dcp.HuggingFaceStorageWriter):
 # %%
 # Beside training
 # ---------------
-# Stagers and threads are those of :doc:`overlapped_stager`: the weights are copied beside the next
-# step, written aside, and the directory has its name when all ranks have written.
+# Staging and threads are those of :doc:`overlapped_stager`. The weights are copied beside the next
+# step and written aside. The directory gets its name when all ranks have written.
 
 
 class Exports(OverlappedSaves):
@@ -238,9 +247,9 @@ class Exports(OverlappedSaves):
 # %%
 # From a checkpoint, and back
 # ---------------------------
-# A checkpoint of DCP is exported by asking it for its tensors below a prefix. The way back into a
-# sharded model is torch's own reader: each rank reads its rows. ``torch.save`` wants everything
-# in the memory of one process.
+# ``convert`` exports a DCP checkpoint: it asks for all tensors below a prefix. ``load_export``
+# loads an export into a sharded model with torch's own reader, and each rank reads its rows.
+# ``read_all`` reads everything into the memory of one process, which is what ``torch.save`` needs.
 
 
 def convert(checkpoint: Path, directory: Path, prefix: str = "app.model.", **options) -> None:
@@ -267,7 +276,8 @@ def read_all(directory: Path) -> dict[str, torch.Tensor]:
 # %%
 # Run it, and prove it
 # --------------------
-# Two exports beside training, the second in bfloat16, and a checkpoint of the first's step.
+# The proof makes two exports beside training, the second in bfloat16, and a checkpoint of the step
+# of the first. It compares all of them bit by bit.
 
 
 def full(tensors: dict[str, torch.Tensor]) -> dict[str, torch.Tensor]:
@@ -340,38 +350,35 @@ if __name__ == "__main__":
 #
 # .. recipe-controls::
 #
-# The tests train a stock Llama on two ranks, export it beside training, and load it in a process that
-# has ``transformers`` and none of these files: ``from_pretrained`` gives the logits of the trained
-# model, bit by bit, with its embedding and head tied.
+# The tests train a stock Llama on two ranks, export it beside training, and load it in a process
+# that has ``transformers`` and none of these files. ``from_pretrained`` gives the logits of the
+# trained model, bit by bit, with its embedding and head tied.
 #
 # What torch has
 # --------------
-# ``dcp.HuggingFaceStorageWriter``, of which this writer is a kind, does one of two things: it takes the
-# full state on rank 0, gathered, or it writes shards of ranks, which rank 0 reads again and merges into the final
-# files. ``dcp.HuggingFaceStorageReader`` reads both, and what is written here. For ``torch.save``
-# there are ``dcp_to_torch_save`` and ``torch_save_to_dcp`` in
-# ``torch.distributed.checkpoint.format_utils``, which take whole checkpoints.
+# ``dcp.HuggingFaceStorageWriter``, which this writer extends, does one of two things. It takes the
+# full state, gathered on rank 0. Or each rank writes its shards, and rank 0 reads them again and
+# merges them into the final files. ``dcp.HuggingFaceStorageReader`` reads the results of both, and
+# of this recipe. For ``torch.save``, ``torch.distributed.checkpoint.format_utils`` has
+# ``dcp_to_torch_save`` and ``torch_save_to_dcp``, which convert whole checkpoints.
 #
 # What it costs
 # -------------
-# On the training thread, what a save costs. Host memory: the staged weights, twice (``BUFFER_SETS``),
-# and one tensor of this rank where the dtype changes. Storage: the weights once, in the dtype of the
-# export; no optimizer.
-#
-# When it is not worth it
-# -----------------------
-# * You keep the checkpoint of that step anyway: ``convert`` makes the export later, on another machine.
+# On the training thread: as much as a save. Host memory: the staged weights, twice
+# (``BUFFER_SETS``), and one tensor of this rank if the dtype changes. Storage: the weights once,
+# in the dtype of the export, without the optimizer.
 #
 # Known limits
 # ------------
-# * Nothing is quantized, and names are not translated: a model whose names differ from those of
+# * Nothing is quantized, and no names are translated. A model whose names differ from those of
 #   ``transformers`` needs a table.
-# * ``weights`` leaves out what an optimizer averages; export the average's model instead.
-# * The tokenizer and the generation settings are small files of rank 0: write them beside the export.
-# * ``posix_fallocate`` reserves the room of all files before a byte is written. Where a file system
-#   cannot, it writes zeros: drop the line there.
+# * ``weights`` leaves out an average that an optimizer keeps. Export the average's model instead.
+# * The tokenizer and the generation settings are small files of rank 0. Write them beside the
+#   export.
+# * ``posix_fallocate`` reserves the room of all files before a byte is written. A file system that
+#   cannot reserve gets zeros written instead: drop the line there.
 #
 # Further reading
 # ---------------
 # * `The safetensors format <https://huggingface.co/docs/safetensors/index>`__
-# * :doc:`overlapped_stager`: staging, threads, and the name that is the proof
+# * :doc:`overlapped_stager`: staging, threads, and when a directory gets its name

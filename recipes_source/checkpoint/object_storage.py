@@ -4,17 +4,23 @@
 Checkpoints in an object store
 ==============================
 
-An object store has no rename, no directory and no lock, so the steps that make files durable do not
-carry over. It has two better things: an object is there whole or not at all, and a write can be told
-to fail if the name is taken. This recipe builds a commit on these two. It runs on whatever fsspec
-reaches; the tests run it against an S3 server.
+Save straight to S3 and its like, and never load half a checkpoint from there. An object store has
+no rename, no directory and no lock, so the steps of :doc:`durable_saves` do not work on it. It has
+two better things: an object is there completely or not at all, and a write can fail if the name is
+taken. This recipe builds a commit on these two. It runs on whatever fsspec reaches. The tests run
+it against an S3 server.
+
+**When not to bother:** your storage is a mounted file system. :doc:`durable_saves` is faster there
+and needs no client.
 
 .. code-block:: python
 
     from object_storage import ObjectSaves, committed, load
+    from state_to_save import AppState
 
+    app = AppState(model, optimizer)
     with ObjectSaves("s3://bucket/run", device, model.buffers()) as saves:
-        for step, batch in enumerate(data):
+        for step, batch in enumerate(batches):
             train_step(batch)
             if step % 1000 == 0:
                 saves.save({"app": app}, step)
@@ -27,22 +33,21 @@ reaches; the tests run it against an S3 server.
     export AWS_ACCESS_KEY_ID=... AWS_SECRET_ACCESS_KEY=... AWS_ENDPOINT_URL=...
     torchrun ... train.py
 
-If your storage is a mounted file system, take :doc:`durable_saves`: it is faster and needs no client.
+Copy this file, ``overlapped_stager.py``, ``staging_copies.py`` and ``state_to_save.py``.
 
 .. grid:: 1 1 2 2
 
    .. grid-item-card:: What you learn
 
-      * one commit by ``If-None-Match``, and a commit whose answer was lost
+      * one commit with ``If-None-Match``, and a commit whose answer got lost
       * what a broken upload leaves, and who removes it
       * what ``FsspecWriter`` does that you do not want
-      * credentials that stand nowhere but in the environment
+      * how to keep credentials in the environment alone
 
    .. grid-item-card:: What you need
 
-      * PyTorch 2.9 or later, any number of ranks
+      * PyTorch 2.9 or later on Linux, any number of ranks
       * ``fsspec``, and for ``s3://`` a release of ``s3fs`` of the same date
-      * ``overlapped_stager.py`` of this folder
 
 .. verification-badge::
 
@@ -56,12 +61,13 @@ The idea
    @11 all agree
    @14 committed
 
-* Each try to save step 8 writes below a name of its own, ``step8.f3a1``. Two jobs that save the same
-  step, or one that was started twice, cannot mix their shards.
-* When every rank's objects are there, rank 0 writes ``step8.json``: which try it was, and every
-  object with its size. **This object is the checkpoint.** It is written with
-  ``If-None-Match: *``, so the store itself lets one commit of step 8 through and refuses the others.
-* There is no pointer. A store that lists what was written (S3 does, at once) is asked for ``*.json``.
+* Each attempt to save step 8 writes below a name of its own, ``step8.f3a1``. Two jobs that save
+  the same step cannot mix their shards.
+* When the objects of every rank are there, rank 0 writes ``step8.json``. It names the attempt, and
+  every object with its size. **This object is the checkpoint.** Rank 0 writes it with
+  ``If-None-Match: *``, so the store itself accepts one commit of step 8 and refuses the others.
+* There is no pointer. To find checkpoints, list ``*.json``. S3 lists an object as soon as its
+  write has been answered.
 """
 
 # %%
@@ -96,13 +102,14 @@ STEPS, SAVE_EVERY = 10, 2  # of the run that proves it
 # %%
 # An upload that breaks must leave nothing
 # ----------------------------------------
-# ``FsspecWriter`` leaves its files by ``close()``, also when an exception is on its way, and for an
-# object store to close is to publish: half a shard appears under the shard's name. Opened with
-# ``autocommit=False``, an object appears by ``commit()`` alone, and ``discard()`` tells the store to
+# ``FsspecWriter`` closes its files even when an exception is on its way. For an object store,
+# closing means publishing: half a shard appears under the shard's name. A file that is opened with
+# ``autocommit=False`` appears only when ``commit()`` is called. ``discard()`` tells the store to
 # forget the parts that it has.
 #
-# Pieces bound the memory: s3fs holds a whole tensor otherwise. ``sync_files`` is off: where there is no
-# file to flush, DCP calls ``os.sync()``, which waits for all disks of the machine and sends nothing.
+# Writing in pieces bounds the memory; s3fs would otherwise hold a whole tensor. ``sync_files`` is
+# off. It has no file to flush here, so DCP would call ``os.sync()``, which waits for all disks of
+# the machine and sends nothing to the store.
 
 
 class Sent(io.RawIOBase):
@@ -157,12 +164,12 @@ class Objects(dcp_fsspec.FileSystem):
 # %%
 # The commit
 # ----------
-# A client that gets no answer asks again. If the first request had arrived after all, the second is
-# refused, and the job would take its own commit for somebody else's. So a commit that failed, in
-# whatever way, is read back: the try that it names says whose it is.
+# A client that gets no answer repeats its request. If the first request did arrive, the store
+# refuses the second, and the job would take its own commit for that of another. So whenever a
+# commit fails, the recipe reads it back. The attempt that it names says whose it is.
 #
-# Not every server that speaks S3 knows ``If-None-Match``; one that does not lets both writers through
-# without a word. So the first thing to do with a store is to ask it to refuse.
+# Some servers that speak S3 do not know ``If-None-Match`` and accept both commits without an
+# error. So the recipe first tests whether the store refuses.
 
 
 def open_root(url: str) -> tuple:
@@ -245,16 +252,16 @@ def load(state_dict: dict, url: str, step: int) -> None:
 # %%
 # The save
 # --------
-# ``OverlappedSaves`` stages beside training, and calls ``write`` and ``commit`` on its writing thread,
-# each on all ranks when all have done the step before. A save that fails on one rank fails on all; it
-# has no commit, so there is nothing to undo.
+# ``OverlappedSaves`` stages beside training. On its writing thread it calls ``write`` and
+# ``commit``, each on all ranks when all have finished the step before. A save that fails on one
+# rank fails on all. It has no commit, so there is nothing to undo.
 
 
 class ObjectSaves(OverlappedSaves):
     """Overlapped saves to ``url``, each committed once.
 
     Raises:
-        RuntimeError: on entry, on every rank: the store cannot be reached, or not be trusted.
+        RuntimeError: on entry, on every rank, if the store cannot be reached or takes two commits.
     """
 
     def __init__(self, url: str, *args, **kwargs) -> None:
@@ -291,10 +298,10 @@ class ObjectSaves(OverlappedSaves):
 # %%
 # Uploads that never end
 # ----------------------
-# A large object is sent in parts. A job that is killed in between leaves parts that no listing shows
-# and every bill does. Only the store can know that nobody will end that upload: give its bucket a
-# rule, once (``aws s3api put-bucket-lifecycle-configuration``; it replaces all rules of the bucket, so
-# put the old ones into it again):
+# A large object is sent in parts. A job that is killed in between leaves parts that no listing
+# shows, and that you pay for. Only the store can remove them, so give your bucket a rule, once
+# (``aws s3api put-bucket-lifecycle-configuration``). The command replaces all rules of the bucket:
+# include the old ones.
 #
 # .. code-block:: json
 #
@@ -308,9 +315,10 @@ class ObjectSaves(OverlappedSaves):
 # %%
 # Run it, and prove it
 # --------------------
-# A loop that saves every second step. In step 4 the state of the last rank has something that cannot
-# be pickled; step 6 is saved twice, as by a job that was started twice. Both saves fail on every rank
-# and harm nothing. By default this runs on a directory; ``--url`` takes any other store.
+# The proof saves every second step. In step 4, the state of the last rank has something that
+# cannot be pickled. Step 6 is saved twice, as by a job that was started twice. Both saves must
+# fail on every rank and harm nothing. By default this runs on a directory; ``--url`` takes any
+# other store.
 
 
 def train(app: basic.AppState, url: str, device: torch.device) -> dict[int, dict]:
@@ -374,47 +382,54 @@ if __name__ == "__main__":
 #
 # .. recipe-controls::
 #
-# Against a server, the tests also cut uploads with a kill, answer the commit's request with silence,
-# refuse requests with ``503 Slow Down``, start two jobs at once, and give a wrong secret.
+# Against a server, the tests also kill a job during an upload, leave the commit's request
+# unanswered, refuse requests with ``503 Slow Down``, start two jobs at once, and give a wrong
+# secret.
 #
 # Retries
 # -------
-# There are none in this recipe, for two layers below have them: botocore repeats a request that met a
-# server error, s3fs one that met a broken connection or ``SlowDown``. What outlasts them fails the
-# save, on every rank; training goes on and the next save is taken.
+# This recipe has none, because two layers below have them. botocore repeats a request after a
+# server error. s3fs repeats one after a broken connection or ``SlowDown``. If an error outlasts
+# both, the save fails on every rank. Training goes on, and the next save can succeed.
 #
 # What stores promise
 # -------------------
-# * **S3** shows an object to all as soon as the write has been answered, in listings too, and knows
-#   ``If-None-Match`` since 2024. SeaweedFS refuses as it should, the test that this page rests on.
-# * **rclone's** ``serve s3`` ignores ``If-None-Match``: ``check_store`` says so, and nothing is saved.
-# * **Google Cloud Storage and Azure** have conditions of other names, behind the same
-#   ``mode="create"`` of fsspec where gcsfs and adlfs know it: ``check_store`` tells.
+# * **S3** shows an object to everyone, in listings too, as soon as the write has been answered. It
+#   has known ``If-None-Match`` since 2024. SeaweedFS, the server of these tests, refuses as it
+#   should.
+# * **rclone's** ``serve s3`` ignores ``If-None-Match``. ``check_store`` raises, and nothing is
+#   saved.
+# * **Google Cloud Storage and Azure** name their conditions otherwise. gcsfs and adlfs may offer
+#   them behind the same ``mode="create"`` of fsspec: ``check_store`` tells you.
 #
 # When it is not worth it
 # -----------------------
-# * The job writes to a shared file system anyway. Save there, and let a copy of each checkpoint
-#   go to the store in its own time: commit it there with ``commit_once`` all the same.
+# * The job writes to a shared file system anyway. Save there, and copy each checkpoint to the
+#   store afterwards. Commit that copy with ``commit_once`` too.
 #
 # What it costs
 # -------------
-# Host memory beside the staged state: the pieces in hand, about twice ``PIECE`` a rank. Requests: one
-# a piece, and about ten a save. Storage: every checkpoint, and what failed tries have left.
+# Host memory beside the staged state: the pieces in flight, about twice ``PIECE`` per rank.
+# Requests: one per piece, and about ten per save. Storage: every checkpoint, and what failed
+# attempts have left.
 #
 # Known limits
 # ------------
-# * Tested on SeaweedFS and rclone; nobody has run this on the stores of Amazon, Google or Microsoft.
-# * One connection a rank. A store answers many at once; several ranks a host use several.
-# * Nothing is deleted here. Delete the commit first, then its objects; objects that no commit names may
-#   go when a commit of their step or a later one is there.
-# * A bucket with versions keeps what is deleted: add a rule that ends old versions.
-# * ``torch.distributed.checkpoint._fsspec_filesystem`` is private by name. It is where torch keeps its
-#   fsspec reader and writer from 2.1 on.
+# * This was tested on SeaweedFS and rclone. Nobody has run it on the stores of Amazon, Google or
+#   Microsoft.
+# * Each rank uses one connection, though a store answers many at once. Several ranks per host use
+#   several.
+# * Nothing is deleted here. To delete a checkpoint, delete its commit first, then its objects.
+#   Objects that no commit names may go when a commit of their step or a later step exists.
+# * A bucket with versioning keeps what you delete. Add a rule that ends old versions.
+# * ``torch.distributed.checkpoint._fsspec_filesystem`` is private by name. Torch has kept its
+#   fsspec reader and writer there since 2.1.
 #
 # Further reading
 # ---------------
-# * `pytorch#183878 <https://github.com/pytorch/pytorch/issues/183878>`__: what DCP does instead of a
-#   flush; `#191391 <https://github.com/pytorch/pytorch/issues/191391>`__: errors of writing threads
+# * `pytorch#183878 <https://github.com/pytorch/pytorch/issues/183878>`__: what DCP does instead of
+#   a flush; `#191391 <https://github.com/pytorch/pytorch/issues/191391>`__: errors of writing
+#   threads
 # * `Conditional requests in S3
 #   <https://docs.aws.amazon.com/AmazonS3/latest/userguide/conditional-requests.html>`__
 # * :doc:`durable_saves`, :doc:`retention`: the same on a file system

@@ -4,9 +4,20 @@
 Save beside training: one call
 ==============================
 
-A save that training does not feel. The state is copied to page-locked memory beside the next
-forward and backward, even where they read scalars, and written by a thread. One call does it all;
-a checkpoint that has its name is complete.
+Save checkpoints while training goes on, with one call. ``OverlappedSaves`` copies the state to
+page-locked memory during the next forward and backward, even if they read scalars, and a thread
+writes it. A directory gets its final name only when the checkpoint in it is complete.
+
+.. result-gain:: checkpoint_stall
+   :rows: overlapped_writer torch_checkpointing none
+   :field: staging_cost_s
+   :where: model=llama-1b step=long loop=reads compiled=no storage=memory
+
+``overlapped_writer`` stages with this recipe and writes with the one after it. ``none`` is the
+same measurement without a save: the noise.
+
+**When not to bother:** your state is a few megabytes, you save once an hour (:doc:`async_save`
+costs next to nothing then), or the host cannot spare two copies of each rank's shards.
 
 .. code-block:: python
 
@@ -22,6 +33,8 @@ a checkpoint that has its name is complete.
            if step % 100 == 0:
                saves.save({"app": app}, root / f"step{step}")
 
+Copy this file, ``staging_copies.py``, and ``AppState`` from :doc:`state_to_save`.
+
 .. grid:: 1 1 2 2
 
    .. grid-item-card:: What you learn
@@ -30,17 +43,18 @@ a checkpoint that has its name is complete.
       * how all ranks agree that a checkpoint is complete, and why ``.metadata`` does not say so
       * how to end by an exception without a hang and without a wrong checkpoint
 
-   .. grid-item-card:: When not to bother
+   .. grid-item-card:: What you need
 
-      * A few megabytes of state, or a save an hour: :doc:`async_save` costs next to nothing then.
-      * The host cannot spare two copies of each rank's shards.
+      * PyTorch 2.9 or later on Linux, any number of ranks, CPU or GPU
+      * page-locked host memory for two copies of each rank's shards
+      * one file system that all ranks see
 
 .. verification-badge::
 
 The idea
 --------
 
-:doc:`staging_copies` moves the bytes. What makes it a *correct* save is four orderings:
+:doc:`staging_copies` moves the bytes. Four orderings make that a *correct* save:
 
 .. lanes:: Schematic. The copy of step 1 runs beside step 2; the write beside all that follows.
 
@@ -50,20 +64,21 @@ The idea
    @6 1: the copy waits for the step
    @14 2: the update waits for the copy
 
-1. **Copy after step**: the copies wait for an event recorded behind ``optimizer.step()``.
-2. **Update after copy**: the next ``optimizer.step()`` waits for the copies, on the GPU.
+1. **Copy after step**: the copies wait for an event that is recorded behind ``optimizer.step()``.
+2. **Update after copy**: the next ``optimizer.step()`` waits for the copies, on the GPU. A hook
+   that torch calls before every optimizer's step sees to that; the ``with`` block removes it at
+   its end.
 3. **Forward after snapshot**: buffers that forward changes are copied on the device first.
-4. **Refill after write**: a set of buffers is filled again when its write has ended.
+4. **Refill after write**: a set of buffers is filled again only when its write has ended.
 
-The training thread waits for storage only where writing a checkpoint takes longer than the time from
-one save to the next, or where the state has changed its layout. The second needs no line of yours: a
-hook that torch calls before every optimizer's step sees to it, and is removed at the end of the
-``with`` block.
+The training thread waits for storage in two cases: writing a checkpoint takes longer than the time
+between two saves, or the layout of the state has changed.
 
-A checkpoint is written aside, as ``step100.incomplete``. When all ranks have written their part,
-rank 0 gives it its name. **The name is the proof**: ``.metadata`` is not. If the process group is
-destroyed while a stock ``async_save`` is being written, each rank takes itself for the only one and
-writes over the others' files. The result has a ``.metadata``, loads without an error, and is wrong.
+A checkpoint is first written to ``step100.incomplete``. When all ranks have written their part,
+rank 0 renames the directory. **Trust the name, not** ``.metadata``. If the process group is
+destroyed while a stock ``async_save`` is being written, each rank takes itself for the only one
+and writes over the files of the others. The result has a ``.metadata``, loads without an error,
+and is wrong.
 """
 
 # %%
@@ -94,23 +109,25 @@ EXIT_S = 30.0  # for a write under way when training ends by an exception
 # %%
 # The save
 # --------
-# ``save`` runs on the training thread. It reads what is no tensor, looks whether the plan still fits,
-# queues a few snapshots, and hands the rest to two threads: one queues the copies, the other waits
-# for them and writes. Each thread is told its device: a new one takes the first, and would open a
-# context there, half a gigabyte for each rank of the node.
+# ``save`` runs on the training thread. It reads whatever is not a tensor, checks that the plan
+# still fits, queues a few snapshots, and hands the rest to two threads. One thread queues the
+# copies. The other waits for the copies and writes. Each thread is told its device, because a new
+# thread uses the first device and would open a context there: half a gigabyte for each rank of the
+# node.
 #
-# ``together`` does a thing on all ranks and raises on all of them if it failed on one. A full disk, a
-# refused lock or a state that one rank cannot stage costs that checkpoint and nothing else: the
-# error is logged when it happens, is in the future of that save, and comes out of ``wait`` and of the
-# end of the block. Training goes on, and so does the next save.
+# ``together`` runs a function on all ranks, and raises on all of them if it failed on one. A full
+# disk, a missing permission, or a state that one rank cannot stage costs that checkpoint and
+# nothing else. The error is logged when it happens, and stored in the future of that save.
+# ``wait`` and the end of the ``with`` block raise it. Training continues, and so does the next
+# save.
 #
-# A block that is left by an exception starts no more writes, gives the one under way half a minute,
-# and leaves. It calls no collective: the other ranks may never come. Threads that still wait for
-# them are daemons and end with the program; what they were writing
+# If an exception leaves the ``with`` block, no further write starts, and the current one gets half
+# a minute. The block calls no collective then, because the other ranks may never join it. Threads
+# that still wait for other ranks are daemons and end with the program. What they were writing
 # never gets its name.
 #
-# ``write`` is stock DCP, with two settings. ``per_thread_copy_ahead=0``: the writer would otherwise
-# wait for the compute stream once a tensor. ``set_crc32_options(False)``: the sums take half of the
+# ``write`` is stock DCP with two settings. ``per_thread_copy_ahead=0``: otherwise the writer waits
+# for the compute stream once per tensor. ``set_crc32_options(False)``: checksums take half of the
 # time, nothing reads them, and the setting holds for the calling thread alone.
 
 
@@ -121,9 +138,9 @@ class OverlappedSaves:
         device: where the state's tensors live; the current device.
         changed_by_forward: tensors that forward changes in place, such as ``model.buffers()``.
         if_busy: what ``save`` does while all buffers wait to be written: ``"wait"``, or ``"skip"``
-            this save, on all ranks alike, and count it in ``skipped``.
-        snapshot_bytes: of device memory. So much of the state is copied on the device first: the
-            next update need not wait until it has arrived on the host.
+            this save on all ranks and count it in ``skipped``.
+        snapshot_bytes: how much device memory snapshots may take. The next update need not wait
+            until these bytes have arrived on the host.
     """
 
     def __init__(
@@ -154,8 +171,8 @@ class OverlappedSaves:
         """Save ``state_dict`` as it is now to ``directory``; all ranks call it.
 
         Returns:
-            A future that ends when the whole checkpoint is in ``directory``, and raises on every
-            rank what failed on one. None if the save was skipped.
+            A future. It is done when the whole checkpoint is in ``directory``, and raises on every
+            rank if the save failed on one. None if the save was skipped.
 
         Raises:
             RuntimeError: outside the ``with`` block.
@@ -191,7 +208,7 @@ class OverlappedSaves:
         return bool(busy)
 
     def prepare(self, tensors: list[torch.Tensor]) -> tuple[PinnedArena, list[torch.Tensor]]:
-        """The buffers in turn and the tensors in them, planned anew if a tensor is another one."""
+        """Return the next buffers and the tensors in them; plan anew if a tensor has changed."""
         if self.plan is None or not self.plan.fits(tensors):
             wait(self.uploads)
             self.plan, self.sets = None, []
@@ -233,7 +250,7 @@ class OverlappedSaves:
             done.set_exception(failure)
 
     def together(self, work, *args) -> list:
-        """Do ``work`` on all ranks; return what each returned, or raise on all if it fails on one."""
+        """Call ``work`` on all ranks; return all results, or raise on all ranks if one failed."""
         error = None
         try:
             report = work(*args), None
@@ -275,7 +292,7 @@ class OverlappedSaves:
         """Return when all saves so far have ended.
 
         Raises:
-            RuntimeError: what the first of those failed of which no ``wait`` has told yet.
+            RuntimeError: the first failure that no earlier ``wait`` has raised.
         """
         wait(self.uploads)
         failures, self.failures = self.failures, []
@@ -297,8 +314,8 @@ class OverlappedSaves:
 # %%
 # Run it, and prove it
 # --------------------
-# Five saves in a row, one each step, of a model with a buffer that forward changes. Every checkpoint
-# gives back the bits of its own step.
+# The proof trains a model with a buffer that forward changes, and saves after each of five steps.
+# Every checkpoint must give back the bits of its own step.
 
 
 def main(directory: Path) -> None:
@@ -328,40 +345,48 @@ if __name__ == "__main__":
 # %%
 # What it buys
 # ------------
-# A stock Llama in a stock loop: gradient clipping, a schedule, ``loss.item()`` every step, and the
-# read of transformers' mask in every forward.
+# A stock Llama in a stock loop: gradient clipping, a learning-rate schedule, ``loss.item()`` every
+# step, and the read of transformers' mask in every forward. :doc:`/guide/measured` explains the
+# columns.
 #
 # .. result-table:: checkpoint_stall
 #    :rows: none dcp_save async_save pinned default_stager_ordered overlapped overlapped_writer
 #
-# The thread that writes shares the interpreter with training. That is felt where steps are bound by
-# the host and the state has many small tensors.
+# The writing thread shares Python's interpreter lock with training. You notice that if the host
+# limits your steps and the state has many small tensors; :doc:`overlapped_writer` needs the lock
+# for less.
 #
 # What breaks if you remove a line
 # --------------------------------
-# Each edit was made and run when this page was built. CPU streams do nothing, so the bits come out
-# right even without the events; a recorder of stream order finds what no event orders.
+# Each edit was made and run when this page was built. Streams do nothing on a CPU, so the bits
+# come out right there even without the events. A recorder of stream order finds accesses that no
+# event orders.
 #
 # .. recipe-controls::
 #
 # Memory
 # ------
-# Page-locked host memory, from the first save to the end of the block: twice the bytes of this rank's
-# shards. With ``BUFFER_SETS = 1`` it is once, and a save waits for the one before.
+# Page-locked host memory, from the first save to the end of the block: twice the bytes of this
+# rank's shards. ``BUFFER_SETS = 1`` needs them once, and each save then waits for the previous
+# one.
 #
-# Under DDP every rank holds everything, and every rank stages it, though one copy is written. Save on
-# the ranks of one process group there, or shard the optimizer's state.
+# Under DDP every rank holds the whole state, and every rank stages it, though only one copy is
+# written. Save on the ranks of one process group there, or shard the optimizer's state.
 #
 # Known limits
 # ------------
 # * The hook orders optimizers. Whatever else writes weights in place between a save and the next
-#   step (an EMA swap, a load) calls ``saves.before_update()`` first.
-# * ``changed_by_forward`` are found by their memory: pass them after ``to_empty`` and the like.
-# * ``get_state_dict`` takes milliseconds for hundreds of tensors, on the training thread.
-# * The directory is not flushed, and an older checkpoint of the same name is replaced.
+#   step (an EMA swap, a load) must call ``saves.before_update()`` first.
+# * ``changed_by_forward`` tensors are found by their memory: pass them after ``to_empty`` and the
+#   like.
+# * ``get_state_dict`` takes milliseconds for hundreds of tensors, on the training thread:
+#   :doc:`kept_state` asks once.
+# * The directory is not flushed, and an older checkpoint of the same name is replaced:
+#   :doc:`durable_saves`.
 #
 # Further reading
 # ---------------
-# * `torch.distributed.checkpoint <https://docs.pytorch.org/docs/stable/distributed.checkpoint.html>`__
+# * `torch.distributed.checkpoint
+#   <https://docs.pytorch.org/docs/stable/distributed.checkpoint.html>`__
 # * `register_optimizer_step_pre_hook
 #   <https://docs.pytorch.org/docs/stable/generated/torch.optim.Optimizer.register_step_pre_hook.html>`__

@@ -4,11 +4,21 @@
 Write at the speed of the storage
 =================================
 
-A checkpoint that lies in host memory has to be written beside training. DCP's writer plans anew
-at every save, pickles and checksums each tensor, and holds Python's interpreter lock for much of
-that time: the training thread, which needs the lock for every kernel that it launches, loses it.
-This recipe lets DCP plan **once** and from then on writes bytes: few large system calls, which
-leave the lock to training, in files that ``dcp.load`` and DCP's tools read as they are.
+Write checkpoints as fast as the storage takes them, and slow training less while you do. DCP's
+writer plans anew at every save, pickles and checksums each tensor, and holds Python's interpreter
+lock for much of that time. Training needs that lock for every kernel that it launches. This recipe
+lets DCP plan **once**. From then on it writes bytes with a few large system calls, which release
+the lock. ``dcp.load`` and DCP's tools read the files as they are.
+
+.. result-gain:: checkpoint_stall
+   :rows: overlapped_writer torch_checkpointing nvidia-resiliency-ext torchtitan_async_with_pinned_mem
+   :field: write_bytes_per_s
+   :where: model=llama-1b step=long loop=reads compiled=no storage=memory
+
+**When not to bother:** you save rarely, your checkpoints are small, or they go to an object store
+(:doc:`object_storage`). If the layout of your state changes at every save, each save would plan.
+If your storage is slower than DCP's writer and steps are long, training does not miss the lock,
+and :doc:`overlapped_stager` does as well.
 
 .. code-block:: python
 
@@ -24,26 +34,23 @@ leave the lock to training, in files that ``dcp.load`` and DCP's tools read as t
            if step % 100 == 0:
                saves.save({"app": app}, root / f"step{step}")
 
-Copy this file, ``overlapped_stager.py`` and ``staging_copies.py``. ``save`` stages beside training
-and returns; ``root/step100`` appears when every rank has written and the storage has it all: the
-name is the proof. **Not worth it** where saves are rare or small, or where the state has a few large tensors
-and the storage is slow: then the writer of :doc:`overlapped_stager`, which is DCP's, takes the
-lock for a moment only.
+Copy this file, ``overlapped_stager.py``, ``staging_copies.py``, and ``AppState`` from
+:doc:`state_to_save`. ``save`` stages beside training and returns. ``root/step100`` appears when
+every rank has written its part and the storage has all of it.
 
 .. grid:: 1 1 2 2
 
    .. grid-item-card:: What you learn
 
-      * what of a save stays the same from one to the next, and what does not
-      * which calls leave the interpreter's lock to training
+      * what stays the same from one save to the next, and what does not
+      * which calls release the interpreter's lock
       * a planner and a storage writer of your own in DCP's protocol
-      * an error on one rank that all ranks hear of, and nothing older harmed
+      * how all ranks learn of an error on one, and older checkpoints stay as they are
 
    .. grid-item-card:: What you need
 
       * PyTorch 2.9 or later on Linux, any number of ranks, CPU or GPU
-      * one file system that all ranks see, as DCP has it
-      * ``overlapped_stager.py``, and for the proof ``state_to_save.py``
+      * one file system that all ranks see
 
 .. verification-badge::
 
@@ -56,19 +63,21 @@ The idea
    copy:     4.4-7 stage ~; 13.4-16 stage ~
    writer:   7-10 plan once !; 10-12.5 write bytes ~; 16-18.5 write bytes ~
 
-In DCP's format a file is a row of entries, and each entry is what ``torch.save`` makes of one
-tensor: about 1.5 kB of zip headers and pickle *around* the tensor's bytes. What is around depends
-on shape and dtype alone. So do the plan (who writes what), the offsets and all of ``.metadata``
-that concerns tensors. What changes from save to save are the bytes in staged memory, and whatever
-is no tensor: step counters, schedules, lists. That is pickled anew every time and goes to the end
-of the file, where it may grow without moving a tensor.
+In DCP's format, a file is a row of entries. Each entry is what ``torch.save`` makes of one tensor:
+the tensor's bytes, and about 1.5 kB of zip headers and pickle around them. The part around the
+bytes depends on shape and dtype alone. The plan (who writes what), the offsets, and the tensors'
+part of ``.metadata`` depend on them too. So all of that can be kept.
+
+Two things change from save to save: the bytes in staged memory, and whatever is not a tensor (step
+counters, schedules, lists). The recipe pickles the latter at every save and puts it at the end of
+the file, where it can grow without moving a tensor.
 """
 
 # %%
 # Imports
 # -------
-# Torch, the standard library and the stager. ``_StorageInfo`` is the one private name, the same in
-# torch 2.9 to 2.15: ``.metadata`` is made of it, and DCP's reader expects it.
+# This file needs torch, the standard library and the stager. ``_StorageInfo`` is the one private
+# name: ``.metadata`` is made of it, and DCP's reader expects it.
 
 import argparse
 import ctypes
@@ -92,18 +101,18 @@ PIECE = 64 << 20  # bytes that one system call writes
 # %%
 # What is around a tensor
 # -----------------------
-# Under ``torch.serialization.skip_data()`` (torch 2.6 and later), ``torch.save`` does not write a
-# tensor's bytes: it seeks over them. A file that notes where, and does not move, ends up with
-# exactly what belongs before and behind.
+# Under ``torch.serialization.skip_data()``, ``torch.save`` does not write a tensor's bytes: it
+# seeks over them. A file object that notes where, and does not move, ends up with exactly the
+# bytes before and behind the tensor.
 #
-# One field depends on the bytes: the zip's checksum. ``torch.load`` does not look at it, here or in
-# any other checkpoint: flip a byte in a tensor, and it loads without a word. It is left 0, as
-# ``torch.serialization.set_crc32_options(False)`` leaves it, and the writer saves the time that
-# computing it takes, about as long as writing to memory. ``unzip -t`` would complain.
+# One field depends on the tensor's bytes: the zip's checksum. ``torch.load`` does not check it,
+# here or in any other checkpoint. Flip a byte in a tensor, and it still loads. This recipe leaves
+# the checksum 0, as ``torch.serialization.set_crc32_options(False)`` does. Computing it would take
+# about as long as writing to memory.
 
 
 class WithoutTensor(io.BytesIO):
-    """Takes what ``torch.save`` writes, and leaves no room for the tensor's bytes."""
+    """A file that keeps what ``torch.save`` writes, but for the tensor's bytes."""
 
     hole = 0
 
@@ -124,14 +133,20 @@ def around(shape: torch.Size, dtype: torch.dtype) -> tuple[bytes, bytes]:
 # %%
 # Plan once
 # ---------
-# DCP plans in five steps and calls a *planner* and a *storage writer* for each: every rank lists
-# what it holds, rank 0 removes what several ranks hold (replicated tensors) and hands out the
-# rest, each rank writes, rank 0 writes ``.metadata``. Here DCP's own planner does the first three;
-# the storage writer below only gives each tensor a place, the largest first, each to the shortest
-# file so far. Names of one memory, as tied weights are, get one place.
+# DCP plans and writes in five steps, and calls a *planner* and a *storage writer* for each:
+#
+# 1. Every rank lists what it holds.
+# 2. Rank 0 removes what several ranks hold (replicated tensors).
+# 3. Rank 0 distributes the rest.
+# 4. Each rank writes.
+# 5. Rank 0 writes ``.metadata``.
+#
+# Here DCP's own planner does the first three. The storage writer below only gives each tensor a
+# place: the largest first, each in the shortest file so far. Several names of one memory, as tied
+# weights have, get one place.
 #
 # ``pieces`` turns places into system calls. ``os.pwritev`` writes a list of buffers from wherever
-# they lie: header, tensor, header, tensor. Hundreds of small tensors are one call.
+# they lie: header, tensor, header, tensor. Hundreds of small tensors become one call.
 
 
 def memory_of(tensor: torch.Tensor) -> tuple:
@@ -204,10 +219,10 @@ class Layout(dcp.FileSystemWriter):
 # %%
 # Write bytes
 # -----------
-# A system call gives up the interpreter's lock until it returns. A full disk is an ``OSError`` of the
-# call that found no room. To reserve the room first (``posix_fallocate``) would notice it earlier, and
-# makes a memory file system walk its pages twice. ``fsync`` makes the storage have the bytes; a
-# directory's entries need it too.
+# A system call releases the interpreter's lock until it returns. If the disk is full, the call
+# that finds no room raises ``OSError``. Reserving the room first (``posix_fallocate``) would
+# report that earlier, but makes a memory file system walk its pages twice. ``fsync`` returns when
+# the storage has the bytes. A directory's entries need an ``fsync`` of their own.
 
 
 def write_file(path: Path, pieces: list[tuple[int, int, list]]) -> None:
@@ -259,7 +274,7 @@ class OverlappedWriter(OverlappedSaves):
             self.layout.write_metadata(directory, others)
 
     def differs(self, planner: dcp.DefaultSavePlanner, state: dict) -> bool:
-        """Whether the layout was made for another state than this one of this rank."""
+        """Whether this rank's state needs another layout than the one that is kept."""
         planner.set_up_planner(state)
         self.staged = [leaf for leaf in planner.state_dict.values() if is_staged(leaf)]
         self.key = tuple(planner.mappings.items()), tuple(map(id, self.staged))
@@ -297,22 +312,25 @@ class OverlappedWriter(OverlappedSaves):
 
 
 # %%
-# ``together`` comes with ``OverlappedSaves``: it calls a function on every rank, gathers what they
-# return, and raises on *every* rank if the function failed on one. Besides DCP's own collectives
-# while it plans, nothing here waits for another rank in any other way, so a full disk on one rank
-# cannot leave the others waiting; a rank that dies closes its connection, which the others see as an
-# error. ``.metadata`` comes when all files are complete, the name of the directory after that.
+# ``together`` comes with ``OverlappedSaves``. It calls a function on every rank, gathers the
+# results, and raises on *every* rank if the function failed on one. Apart from it and DCP's own
+# collectives while planning, no rank waits for another here. So a full disk on one rank cannot
+# leave the others waiting. A rank that dies closes its connection, which the others see as an
+# error. Rank 0 writes ``.metadata`` when all files are complete, and renames the directory after
+# that.
 #
-# ``differs`` decides whether the plan holds. Staged tensors are the same objects at every other
-# save, so looking at their ids is enough, and takes milliseconds for thousands. Only a state with
-# other objects is compared as DCP sees it: names, shapes, shards, dtypes, and which names share
-# memory. If one rank finds a difference, all plan again.
+# ``differs`` decides whether the kept plan still holds. Staged tensors are the same objects at
+# every other save, because two sets of buffers alternate. So comparing their ids is enough, and
+# takes milliseconds for thousands of tensors. A state with other objects is compared as DCP sees
+# it: names, shapes, shards, dtypes, and which names share memory. If one rank finds a difference,
+# all ranks plan again.
 #
 # Run it, and prove it
 # --------------------
-# The state has a list that grows with every step, so no two checkpoints have the same length. They
-# are read twice: by ``dcp.load`` on these ranks, and as a whole on rank 0 alone, by the tool that
-# turns a checkpoint into a file for ``torch.load``. Every bit is compared.
+# The state of the proof has a list that grows with every step, so no two checkpoints have the same
+# length. The proof reads each checkpoint twice: with ``dcp.load`` on these ranks, and on rank 0
+# alone with the tool that turns a checkpoint into a file for ``torch.load``. It compares every
+# bit.
 
 
 def whole(tree: object) -> object:
@@ -355,25 +373,26 @@ if __name__ == "__main__":
 # %%
 # What it buys
 # ------------
-# What a whole save costs training, and the rate of its writes (the columns: :doc:`async_save`).
+# What a whole save costs training, and how much slower steps are while it is written.
+# :doc:`/guide/measured` explains the columns.
 #
 # .. result-table:: checkpoint_stall
 #    :rows: none overlapped_writer overlapped_snapshot
 #
-# How often one can save: the throughput that is kept when a save is called every so many steps. The
-# checkpoint before the last is deleted, at the writer's cost.
+# How often you can save: the share of throughput that is left if you save every so many steps. The
+# run deletes the checkpoint before the last, as part of the writing.
 #
 # .. result-table:: save_interval
 #    :rows: overlapped_writer
 #
-# ``benchmarks/writing.py`` compares ways of writing without an accelerator. A **process** that maps
-# the same memory and is told what to write is no better than these threads. So this recipe uses no
-# process.
+# **A writing process is no faster.** ``benchmarks/writing.py`` compares ways of writing on a
+# machine without an accelerator. A process that maps the same memory and is told what to write
+# does no better there than these threads, so this recipe uses threads.
 #
-# DCP has one: ``AsyncCheckpointerType.PROCESS`` plans and writes in a daemon, so training keeps the
-# lock, at the price of a copy into shared memory on the training thread and an open file a tensor.
-# Its daemon is never replaced when it dies, rank 0 picks its port long before opening it, it needs a
-# ``__main__`` guard, and two saves in a row can lead ranks into different collectives.
+# DCP offers a process, too: ``AsyncCheckpointerType.PROCESS`` plans and writes in a daemon.
+# Training keeps the lock, but its thread copies the state into shared memory, and each tensor
+# needs an open file. A daemon that died is never replaced. Two saves in a row can lead ranks into
+# different collectives. :doc:`/guide/symptoms` lists the errors.
 #
 # What breaks if you remove a line
 # --------------------------------
@@ -382,26 +401,20 @@ if __name__ == "__main__":
 #
 # Memory
 # ------
-# Nothing for tensors: they are written from where they were staged. The kept plan takes about
-# 1.5 kB for each *kind* of tensor (shape and dtype), some hundred bytes for each tensor and set of
+# None for tensors: they are written from where they were staged. The kept plan takes about 1.5 kB
+# for each *kind* of tensor (shape and dtype), some hundred bytes for each tensor and set of
 # buffers, and on rank 0 the ``.metadata`` of all ranks.
-#
-# When it is not worth it
-# -----------------------
-# * The storage is slower than DCP's writer, and steps are long: nobody misses the lock.
-# * The layout changes at every save: each would be planned.
-# * Checkpoints go to an object store: no file system, no ``pwritev``.
 #
 # Known limits
 # ------------
-# * ``skip_data`` is called an early prototype in torch's documentation, and ``_StorageInfo`` is
-#   private. Both are the same in the sources of torch 2.11, 2.13 and 2.15. If one goes, the first save
-#   fails loudly: nothing is written under the checkpoint's name.
-# * The zip checksums of tensors are 0. ``torch.load`` and DCP never look; ``unzip`` does.
-# * A tied weight is written once by each rank that writes it. Replicated tied weights can fall to two
+# * torch's documentation calls ``skip_data`` an early prototype, and ``_StorageInfo`` is private.
+#   Both are the same in torch 2.11, 2.13 and 2.15 (by source). If one disappears, the first save
+#   fails with an error and no checkpoint gets its name.
+# * The zip checksums of tensors are 0. ``torch.load`` and DCP never check them; ``unzip`` does.
+# * Each rank that writes a tied weight writes it once. Replicated tied weights can fall to two
 #   ranks, which write one copy each.
-# * A tensor that is not dense, a sparse one for example, is serialised anew at every save. DCP cannot
-#   load sparse ones back.
+# * A tensor that is not dense, such as a sparse one, is serialized at every save. DCP cannot load
+#   sparse tensors back.
 #
 # Further reading
 # ---------------
@@ -410,4 +423,3 @@ if __name__ == "__main__":
 # * `Writing a storage writer: torch.distributed.checkpoint
 #   <https://docs.pytorch.org/docs/stable/distributed.checkpoint.html>`__: ``StorageWriter``,
 #   ``SavePlanner``, the protocol followed here
-# * `pwritev <https://man7.org/linux/man-pages/man2/pwritev.2.html>`__

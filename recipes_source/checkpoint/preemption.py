@@ -4,28 +4,43 @@
 Preemption: save and leave before the deadline
 ==============================================
 
-A scheduler that takes your machines back sends SIGTERM and, some seconds or minutes later, SIGKILL.
-This recipe uses the time: all ranks agree on the step after which they stop, save it, and leave with
-an exit code that says *start me again*. The signal may come in the middle of a step, of staging or of
-an upload, on one rank before another, or twice.
+Lose no more than a step when a scheduler takes your machines back. It sends SIGTERM and, some
+seconds or minutes later, SIGKILL. This recipe uses the time in between. All ranks agree on the
+step after which they stop, save it, and leave with an exit code that says *start me again*. The
+signal may come in the middle of a step, of staging or of an upload, on one rank before another, or
+twice.
+
+**When not to bother:** you save every few minutes and a save is hidden; then the signal can save
+you one interval at most. If a save takes longer than the time you are given, save more often
+instead (:doc:`retention`).
 
 .. code-block:: python
 
+    import sys
+    from pathlib import Path
+
     from preemption import AGAIN, Preemption
+    from resume_and_reshard import Run, resume
+    from retention import RetainedSaves
 
     preemption = Preemption(grace_s=120)  # before anything else that takes time
-    ...                                   # join the group, build, resume
+    ...                                   # join the process group, build the model
+    run, root = Run(model, optimizer, schedule), Path("checkpoints")
     with preemption, RetainedSaves(root, device, model.buffers()) as saves:
-        while step < steps:
-            train_step()
+        resume(run, root)
+        while run.step < steps:
+            train_step(run)
             leave = preemption.agreed()   # on all ranks, in the same step
-            if leave or step % 1000 == 0:
-                saves.save({"run": run}, root / f"step{step}")
+            if leave or run.step % 1000 == 0:
+                saves.save({"run": run}, root / f"step{run.step}")
             if leave:
                 break
-    if step == steps:
+    if run.step == steps:
         (root / "finished").touch()
-    sys.exit(0 if step == steps else AGAIN)
+    sys.exit(0 if run.step == steps else AGAIN)
+
+Copy this file, ``resume_and_reshard.py``, and the files that :doc:`retention` lists. In a Slurm
+job:
 
 .. code-block:: bash
 
@@ -34,22 +49,19 @@ an upload, on one rank before another, or twice.
     srun torchrun --shutdown-timeout 118 --max-restarts 3 ... train.py
     test -e $ROOT/finished || scontrol requeue $SLURM_JOB_ID
 
-If a save takes longer than the grace you are given, save more often instead: what you lose is then
-bounded by the interval (:doc:`retention`).
-
 .. grid:: 1 1 2 2
 
    .. grid-item-card:: What you learn
 
-      * a handler that only sets a flag, and why it may do no more
-      * one agreement a step that costs training nothing
+      * a signal handler that only sets a flag, and why it may do no more
+      * one agreement per step that costs training nothing
       * what to do when the deadline comes first, and at the second signal
-      * what torchrun makes of a signal and of an exit code, and what a scheduler sees
+      * how torchrun treats a signal and an exit code, and what a scheduler sees
 
    .. grid-item-card:: What you need
 
       * PyTorch 2.9 or later, any number of ranks
-      * saves of :doc:`durable_saves`
+      * the saves of :doc:`durable_saves`
 
 .. verification-badge::
 
@@ -63,13 +75,15 @@ The idea
    @2 SIGTERM to rank 1
    @4 its flag goes round
 
-The signal does not reach all ranks in the same step. A rank that stopped at once would leave the
-others waiting in a collective. So each rank tells the others whether it was asked, in a small
-all-reduce that is started in one step and read in the next: by then it has ended, nobody waits.
+The signal does not reach all ranks in the same step. If a rank stopped at once, the others would
+wait for it in a collective. So each rank tells the others whether it was asked to leave. It does
+so in a small all-reduce, which it starts in one step and reads in the next. By then the all-reduce
+has ended, so reading it takes no time.
 
-SIGTERM has a second meaning. When a rank dies, torchrun sends it to the others, which may hang in a
-collective that the dead one never joins. A handler that only sets a flag would keep them there until
-torchrun's patience ends. So a rank that hears the signal also asks whether the others are there.
+SIGTERM has a second meaning. When a rank dies, torchrun sends SIGTERM to the other ranks, which
+may hang in a collective that the dead rank never joins. A handler that only sets a flag would keep
+them there until torchrun gives up. So a rank that hears the signal also checks whether the others
+are still there.
 """
 
 # %%
@@ -96,14 +110,16 @@ STEPS, SAVE_EVERY, ASKED_IN = 8, 5, 4  # of the run that proves it
 # %%
 # The handler
 # -----------
-# A Python signal handler runs on the main thread between two instructions of whatever it was doing:
-# in the middle of a step, of staging, with a lock held. It sets a flag and starts two threads, no
-# more. A second signal changes nothing: schedulers repeat themselves, and torchrun passes on its own.
+# Python runs a signal handler on the main thread, between two instructions of whatever that thread
+# was doing: in the middle of a step, of staging, with a lock held. So the handler sets a flag,
+# starts two threads, and does nothing else. A second signal changes nothing. It is common:
+# schedulers repeat themselves, and torchrun passes its own signal on.
 #
-# ``watch`` is for the save that does not end in time. It ends the process while there is still time
-# for a word; the checkpoint that is not named yet is none. ``listen`` waits for all ranks in a group
-# of its own. They come there when they leave together. If one is gone instead, its connections close,
-# the wait fails at once, and there is nothing left to save together.
+# ``watch`` handles a save that does not end in time. It ends the process while there is still time
+# to print why. The checkpoint has no name yet, so it does not count. ``listen`` waits for all
+# ranks in a process group of its own, which all of them join when they leave together. If a rank
+# has died instead, its connections close and the wait fails at once. Then there is nothing left to
+# save together.
 
 
 class Preemption:
@@ -111,10 +127,10 @@ class Preemption:
 
     Args:
         grace_s: seconds from SIGTERM to SIGKILL.
-        margin_s: so much earlier this process gives up.
+        margin_s: how many seconds before SIGKILL this process gives up.
 
-    Build it on the main thread of every rank, as early as you can; enter it when the process group
-    is there.
+    Construct it on the main thread of every rank, as early as you can. Enter it when the process
+    group exists.
     """
 
     def __init__(self, grace_s: float, margin_s: float = 2.0) -> None:
@@ -159,7 +175,7 @@ class Preemption:
                 os._exit(1)
 
     def agreed(self) -> bool:
-        """Whether any rank was asked before its latest step but one; the same answer on all ranks."""
+        """Whether any rank had been asked to leave at the previous call; the same on all ranks."""
         if not self.entered:
             return self.asked  # one process
         stop = False
@@ -187,10 +203,10 @@ class Preemption:
 # %%
 # The loop
 # --------
-# Leaving the block of ``saves``, the inner one, waits for the upload: the last save is on disk before
-# the exit code is given. The signal may as well come while an earlier upload is under way; that one
-# ends first, the last one follows it. A step that is saved anyway is saved once: the name of a whole
-# checkpoint cannot be given again.
+# At the end of its block, ``saves`` waits for the upload, so the last save is on disk before the
+# process gives its exit code. The signal can also come during an earlier upload. That upload ends
+# first, and the last save follows. A step that would be saved anyway is saved once, because a
+# complete checkpoint keeps its name.
 
 
 def train(app: basic.AppState, root: Path, device: torch.device, on_step) -> int:
@@ -211,10 +227,10 @@ def train(app: basic.AppState, root: Path, device: torch.device, on_step) -> int
 # %%
 # Run it, and prove it
 # --------------------
-# The last rank alone gets SIGTERM in step 4, and a second one right behind it. All ranks stop after the
-# same step, which was to be saved anyway, with its checkpoint on disk; the next start goes on from
-# there and ends as a run that was left alone. The tests do the same with the signal in the middle of a
-# step, of staging and of an upload, with a deadline that is too short, and under ``torchrun``.
+# The last rank alone gets SIGTERM in step 4, and a second one right after it. All ranks must stop
+# after the same step, with its checkpoint on disk. The next start continues from there and must
+# end as a run without a signal. The tests send the signal in the middle of a step, of staging and
+# of an upload, with a deadline that is too short, and under ``torchrun``.
 
 
 def main(directory: Path) -> None:
@@ -266,30 +282,32 @@ if __name__ == "__main__":
 #
 # When it is not worth it
 # -----------------------
-# * You save every few minutes and a save is hidden: what the signal can still win is one interval.
-# * The grace is shorter than an upload. ``TOO_LATE`` then says so, and the older checkpoint counts.
+# * The time between the signals is shorter than an upload. The exit code ``TOO_LATE`` then says
+#   so, and the older checkpoint counts.
 #
-# What torchrun makes of it
-# -------------------------
-# * SIGTERM to torchrun goes on to its ranks; after ``--shutdown-timeout`` seconds (30 if you say
-#   nothing) it kills them. torchrun itself then ends with code 1, whatever its ranks' codes were. So a
-#   batch script cannot ask for ``AGAIN``: it asks whether the job has finished. Where ``srun`` starts
-#   the ranks without torchrun, it hands the code on.
-# * A rank that dies: torchrun ends the others and, with ``--max-restarts``, starts all of them again at
-#   once, on the same machine; each resumes from the newest checkpoint. What that takes, from the kill
-#   to the end of the first step:
+# What torchrun does
+# ------------------
+# * torchrun passes SIGTERM on to its ranks. After ``--shutdown-timeout`` seconds (30 by default)
+#   it kills them. torchrun itself then ends with code 1, whatever codes its ranks ended with. So a
+#   batch script cannot check for ``AGAIN``; it checks whether the job has finished. If ``srun``
+#   starts the ranks without torchrun, it passes the code on.
+# * When a rank dies, torchrun ends the others. With ``--max-restarts`` it starts all of them again
+#   at once, on the same machine, and each resumes from the newest checkpoint. The table gives the
+#   time from the kill to the end of the first step:
 #
 # .. result-table:: restart
 #
-# * torchrun keeps one store for all starts (torch 2.13), and a rank that is started again may read there
-#   the address of one that has ended: ``Gloo connectFullMesh failed``. The variable above gives each
-#   start a store of its own.
-# * A signal to the ranks alone (``scancel --full``, ``pkill``) makes them leave with ``AGAIN``; torchrun
-#   takes that for a crash and starts them again on the machine that is going away. Signal torchrun.
+# * torchrun keeps one store for all restarts (torch 2.13). A restarted rank may read there the
+#   address of a rank that has ended: ``Gloo connectFullMesh failed``. The environment variable
+#   above gives each restart a store of its own.
+# * A signal to the ranks alone (``scancel --full``, ``pkill``) makes them leave with ``AGAIN``.
+#   torchrun takes that for a crash and restarts them on the machine that is going away. Signal
+#   torchrun instead.
 #
 # Known limits
 # ------------
-# * A signal is heard between two Python instructions. A rank that hangs in a kernel hears nothing; the
-#   scheduler's SIGKILL ends it, and the newest checkpoint is that of the last save.
-# * The grace must hold two steps and a save.
-# * NCCL's watchdog may end a rank whose peers have left. All leave in the same step here, so none waits.
+# * Python handles a signal between two instructions. A rank that hangs in a kernel hears nothing.
+#   The scheduler's SIGKILL ends it, and the newest checkpoint is that of the last save.
+# * The time between the signals must hold two steps and a save.
+# * NCCL's watchdog may end a rank whose peers have left. All ranks leave in the same step here, so
+#   none waits.

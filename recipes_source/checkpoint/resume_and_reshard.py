@@ -4,30 +4,40 @@
 Resume: the same run, on the same or another number of ranks
 ============================================================
 
-A resumed run is the same run only if all that decides the next step comes back: weights, optimizer,
-schedule, step, random numbers, the place in the data. This recipe saves and loads these on any number
-of ranks, has all ranks agree on which checkpoint it is, goes back to an older one when asked, and says
-what differs when a checkpoint does not fit.
+Continue a run as if nothing had stopped it: the same losses and the same bits on the same number
+of ranks, and the same state on any other number. Everything that decides the next step has to come
+back: weights, optimizer, schedule, step, random numbers, and the position in the data. This recipe
+saves and loads all of these, makes all ranks agree on the checkpoint, goes back to an older one if
+you ask, and lists the differences when a checkpoint does not fit.
+
+**When not to bother:** the result of your run does not depend on random numbers or on the order of
+the samples. Then seed anew, start the data where you like, and load with :doc:`state_to_save`.
 
 .. code-block:: python
 
+    from pathlib import Path
+
     from resume_and_reshard import Run, resume
+    from retention import RetainedSaves
 
-    run = Run(model, optimizer, schedule)
-    with RetainedSaves(root, device, model.buffers()) as saves:  # first: one job a directory
-        step = resume(run, root)  # on all ranks; 0 if there is no checkpoint yet
+    run, root = Run(model, optimizer, schedule), Path("checkpoints")
+    with RetainedSaves(root, device, model.buffers()) as saves:  # first: one job per directory
+        resume(run, root)  # on all ranks; begins at step 0 if there is no checkpoint yet
         # or: resume(run, root, step=40_000) goes back; newer ones are set aside, not deleted
-        ...                       # saves.save({"run": run}, root / f"step{run.step}")
+        while run.step < steps:
+            train_step(run)  # counts run.step, and run.samples of all ranks
+            if run.step % 1000 == 0:
+                saves.save({"run": run}, root / f"step{run.step}")
 
-Do not bother with random numbers and data position if you would not notice a few batches twice.
+Copy this file and those that :doc:`retention` lists.
 
 .. grid:: 1 1 2 2
 
    .. grid-item-card:: What you learn
 
-      * which rank gets which state when their number changes
-      * the newest whole checkpoint, agreed on, and a rollback that the next restart respects
-      * to load a part, or under other names, and to read an error that lists what differs
+      * which rank gets which state when the number of ranks changes
+      * how all ranks agree on the newest complete checkpoint, and how a rollback lasts
+      * how to load a part, or under other names, and read an error that lists the differences
       * what you trust when you load
 
    .. grid-item-card:: What you need
@@ -40,15 +50,16 @@ Do not bother with random numbers and data position if you would not notice a fe
 The idea
 --------
 
-Each part of the state belongs to one of three kinds:
+Each part of the state is of one of three kinds:
 
-* **sharded** (weights, optimizer): saved as DTensors, which DCP cuts anew for any number of ranks;
-* **of all** (step, schedule, place in the data): equal on every rank, so it is counted for all ranks
-  together. The place in the data is the number of samples that *all* have taken: whatever their
-  number, rank ``r`` of ``n`` next takes every ``n``-th sample from there on;
-* **of one rank** (random numbers): saved under the rank's own name. As many ranks as before: each takes
-  its own again, and the run goes on bit by bit. Another number: no assignment is the right one, so
-  every rank seeds anew from the step and its rank, and says so.
+* **Sharded** (weights, optimizer). It is saved as DTensors, which DCP divides anew for any number
+  of ranks.
+* **Shared** (step, schedule, position in the data). It is equal on every rank. The position in the
+  data counts the samples that *all* ranks have taken. On any number of ranks ``n``, rank ``r``
+  continues with every ``n``-th sample from there on.
+* **Of one rank** (random numbers). It is saved under the number of the rank. On the same number of
+  ranks, each takes its own again, and the run continues bit by bit. On another number, no
+  assignment is right: every rank seeds anew from the step and its number, and prints that it does.
 """
 
 # %%
@@ -75,9 +86,9 @@ TOLERANCE = 1e-5  # of a loss, relative, on another number of ranks: sums in ano
 # %%
 # All that decides the next step
 # ------------------------------
-# ``load_state_dict`` is called by ``dcp.load`` with what it has read *into the state that it was given*.
-# Keys that are not there are errors, so a rank may only ask for random numbers that were saved: how
-# many ranks there were is in the checkpoint's metadata.
+# ``dcp.load`` reads *into the state that you give it*, and then calls ``load_state_dict`` with
+# that state. A key that is not in the checkpoint is an error. So a rank may only ask for random
+# numbers that were saved. The metadata of the checkpoint says how many ranks there were.
 
 
 class Run(basic.AppState):
@@ -120,11 +131,13 @@ def random_numbers() -> dict:
 # %%
 # Which checkpoint
 # ----------------
-# Rank 0 looks, all agree. A rank that cannot see what rank 0 sees (another mount, a stale cache of a
-# network file system) must stop the job here and not go on from another step. After a rollback the
-# newer checkpoints would be chosen again at the next restart, and be in the way of new ones: they lose
-# their name. Only those that were there when the choice began: a second job, started by mistake, must
-# not take the name of what the first one saves meanwhile.
+# Rank 0 chooses, and all ranks check. A rank that does not see what rank 0 sees (another mount, a
+# stale cache of a network file system) must stop the job here, and not continue from another step.
+#
+# After a rollback, the next restart would choose the newer checkpoints again, and new saves would
+# collide with them. So the rollback renames them. It renames only those that existed when it began
+# to choose. A second job that somebody started by mistake must not rename what the first one saves
+# meanwhile.
 
 
 def choose(root: Path, step: int | None = None) -> int | None:
@@ -172,11 +185,12 @@ def resume(run: Run, root: Path, step: int | None = None) -> int:
 
 
 # %%
-# A part of it, other names, and what differs
-# -------------------------------------------
-# ``dcp.load`` writes into the tensors that it is given, under the keys that it is given. So a part is
-# loaded by asking for a part, and a renamed parameter by asking for it under its old name. What does
-# not fit is best said before the load, whose own error names one key and stops.
+# Load a part, load under other names, list the differences
+# ---------------------------------------------------------
+# ``dcp.load`` writes into the tensors that you give it, under the keys that you give it. So you
+# load a part by asking for a part, and a renamed parameter by asking for it under its old name.
+# This recipe lists what does not fit before the load, because the load's own error names one key
+# and stops.
 
 
 def differences(tensors: dict[str, torch.Tensor], directory: Path, prefix: str) -> list[str]:
@@ -198,13 +212,15 @@ def load_weights(model: nn.Module, directory: Path, old_names: dict[str, str]) -
 
 
 # %%
-# What you trust: to load a checkpoint is to run code. ``.metadata`` is a pickle, and so is every leaf
-# that is no tensor. Digests tell that a file has not changed, not who wrote it.
+# What you trust: loading a checkpoint runs code. ``.metadata`` is a pickle, and so is every leaf
+# that is not a tensor. Digests tell you that a file has not changed, not who wrote it.
 
 # %%
 # Run it, and prove it
 # --------------------
-# A model whose input gets noise, so that random numbers matter, and a rate that changes every step.
+# The model's input gets noise, so that random numbers matter, and the learning rate changes every
+# step. The proof interrupts a run three times and compares it with a run without interruptions. It
+# loads a part under other names. Then it goes back to the first interruption with one rank less.
 
 
 def build(device: torch.device) -> Run:
@@ -322,19 +338,15 @@ if __name__ == "__main__":
 #
 # .. recipe-controls::
 #
-# When it is not worth it
-# -----------------------
-# * A run whose result does not depend on the order of its samples may seed anew and start its data
-#   where it likes; it is then another run, which is often good enough.
-#
 # Known limits
 # ------------
-# * A load writes into the weights, at once. In mid-run call ``saves.wait()`` before it: what a save is
-#   still copying would be torn.
-# * Bits are equal on the same number of ranks of the same hardware with deterministic kernels. On
-#   another number sums are taken in another order: the state is equal when it has been loaded, the
-#   losses are near.
-# * Samples come in one stream here. A shuffling loader saves its seed and position instead, a loader
-#   with workers also what the workers have taken ahead (``torchdata``'s ``StatefulDataLoader``).
-# * Random numbers are those of torch, of the host and of the rank's accelerator. Where ``random`` or
-#   NumPy decide something, their states belong into ``random_numbers``, as further entries.
+# * A load writes into the weights at once. In mid-run, call ``saves.wait()`` first. Otherwise a
+#   save that is still copying gets a mixture.
+# * Bits are equal on the same number of ranks of the same hardware with deterministic kernels.
+#   Another number of ranks adds in another order: the state is equal after the load, and the
+#   losses are close.
+# * The samples here are one stream. A shuffling loader saves its seed and position instead. A
+#   loader with workers also saves what the workers have prefetched (``torchdata``'s
+#   ``StatefulDataLoader``).
+# * The random numbers are those of torch, of the host and of the rank's accelerator. If ``random``
+#   or NumPy decide something, add their states to ``random_numbers``.

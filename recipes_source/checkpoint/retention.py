@@ -4,18 +4,30 @@
 Keep, list, verify and prune checkpoints
 ========================================
 
-Checkpoints fill disks, and what deletes them is what loses them: a cleaner that removes the good one
-before the new one is durable, a second job in the same directory, a crash in the middle of a
-deletion. This recipe adds to :doc:`durable_saves` the keeping of house: the newest few and every
-n-th stay, one job a directory, room is looked at before a save, leftovers of a crash are removed. The
-same file is a command.
+Delete old checkpoints without ever losing the one that you need. Checkpoints fill disks, and
+cleaning up is how jobs lose them: the good one goes before the new one is durable, a second job
+writes to the same directory, or a crash comes in the middle of a deletion. This recipe adds the
+cleaning to :doc:`durable_saves`. It keeps the newest few checkpoints and every n-th step, allows
+one job per directory, checks for room before a save, and removes what a crash left.
+
+**When not to bother:** your storage has room for all checkpoints of a run. Then do not delete at
+all.
 
 .. code-block:: python
 
-    from retention import RetainedSaves
+    from pathlib import Path
 
+    from retention import RetainedSaves
+    from state_to_save import AppState
+
+    app, root = AppState(model, optimizer), Path("checkpoints")
     with RetainedSaves(root, device, model.buffers(), keep_last=3, keep_every=10_000) as saves:
-        ...  # saves.save({"app": app_state}, root / f"step{step}")
+        for step, batch in enumerate(batches):
+            train_step(batch)
+            if step % 1000 == 0:
+                saves.save({"app": app}, root / f"step{step}")
+
+Copy this file and those that :doc:`durable_saves` lists. The same file is a command:
 
 .. code-block:: bash
 
@@ -23,21 +35,19 @@ same file is a command.
     python retention.py verify ROOT     # reads every byte; exit code 1 if anything has changed
     python retention.py prune ROOT --keep-last 3 --dry-run
 
-If your cluster's storage has room for all checkpoints of a run, do not delete at all.
-
 .. grid:: 1 1 2 2
 
    .. grid-item-card:: What you learn
 
-      * to delete only after something newer is durable, and so that a crash leaves no half
-      * a lease that a crash gives back
-      * failing before the first byte when the disk cannot hold the save
+      * how to delete only after something newer is durable, and survive a crash half way
+      * a lock that the kernel releases after a crash
+      * how to fail before the first byte if the disk cannot hold the save
       * how often to save: Young's formula when a save costs next to nothing
 
    .. grid-item-card:: What you need
 
-      * PyTorch 2.9 or later, any number of ranks, a file system that all ranks share
-      * ``durable_saves.py`` of this folder, which this recipe extends
+      * PyTorch 2.9 or later on Linux, any number of ranks
+      * one file system that all ranks see
 
 .. verification-badge::
 
@@ -50,6 +60,8 @@ The idea
    deletion:  9-12 rename step2; 12-14 flush; 14-20 remove its files
    @9 step8 is durable
    @14 step2 is no checkpoint any more
+
+The writing thread deletes after each commit, never before. A deletion first takes the name away.
 """
 
 # %%
@@ -81,11 +93,11 @@ STEPS, SAVE_EVERY = 12, 2  # of the run that proves it
 # %%
 # What stays, what goes
 # ---------------------
-# Only checkpoints that are whole count: three damaged ones are no reason to delete the fourth. A
-# damaged one is not deleted either, ``list`` shows it.
+# Only complete checkpoints count: three damaged ones are no reason to delete the fourth. A damaged
+# one is not deleted either, and ``list`` shows it.
 #
-# A directory cannot be deleted in one step. So it first loses its name, in one rename, and the
-# rename is flushed; from there on a crash leaves something that nobody takes for a checkpoint.
+# Nothing deletes a directory in one step. So one rename first takes its name away, and that rename
+# is flushed. If the job crashes after that, nobody takes what is left for a checkpoint.
 
 
 def to_delete(root: Path, keep_last: int, keep_every: int = 0) -> list[int]:
@@ -108,18 +120,21 @@ def delete(root: Path, step: int) -> None:
 
 
 # %%
-# One job a directory
-# -------------------
-# Two jobs that write to one root (a scheduler that started one twice, a restart while the old ranks
-# still write) would remove each other's unfinished saves. The lease is a lock on a file. The kernel
-# gives it back when the process that holds it ends, however it ends: nobody cleans up after a crash,
-# and no age has to be guessed. A fork (a data loader's worker) would hold it, too, and outlive a killed
-# rank by seconds, so it lets go at once. With the lease in hand, whatever has the name of an unfinished
-# save is a leftover.
+# One job per directory
+# ---------------------
+# Two jobs that write to one directory would remove each other's unfinished saves. This happens if
+# a scheduler starts a job twice, or if a job restarts while its old ranks still write. So a job
+# locks a file, its *lease*. The kernel releases the lock when the process that holds it ends, for
+# whatever reason. Nobody has to clean up after a crash, or guess from its age whether a lock is
+# still held.
+#
+# A forked process, such as a data loader's worker, would hold the lock too, and can outlive a
+# killed rank by seconds. So it closes its copy at once. Whoever holds the lease may remove every
+# unfinished save.
 
 
 def take_lease(root: Path) -> int:
-    """Lock ``root`` for this process; return the lock's file descriptor: closing it gives it back.
+    """Lock ``root`` for this process; return the file descriptor that holds the lock until closed.
 
     Raises:
         RuntimeError: another process holds it.
@@ -145,10 +160,11 @@ def remove_leftovers(root: Path) -> None:
 # %%
 # The save
 # --------
-# ``open_root`` comes before the first save, ``look_for_room`` before each one is written, the deletions
-# after each commit. A disk that is full in the middle of a save fails it too, but by then the save has
-# taken the room of everybody else on that disk. The bytes of this rank times the number of ranks are
-# near enough, since shards are equally large.
+# ``open_root`` runs before the first save, ``look_for_room`` before each one is written, and the
+# deletions after each commit. A disk that fills up in the middle of a save would fail it too, but
+# by then the save has taken the room of everybody else on that disk. The check multiplies the
+# bytes of this rank by the number of ranks, which is close enough because shards are equally
+# large.
 
 
 class RetainedSaves(DurableSaves):
@@ -223,16 +239,17 @@ def nbytes(state: object) -> int:
 # %%
 # How often to save
 # -----------------
-# A failure costs what was computed since the last durable checkpoint, half an interval on average. A
-# save costs ``cost_s`` of training. With a failure every ``mtbf_s`` seconds, the sum is smallest at
-# Young's interval, :math:`\sqrt{2 \cdot \text{cost} \cdot \text{MTBF}}`; Daly's refinement matters only
-# where a save costs a good part of the MTBF. When a save is hidden its cost is small and the formula
-# asks for saves closer together than the storage can take. Then the upload decides: save when the
-# last one has ended.
+# A failure costs what was computed since the last durable checkpoint: half an interval on average.
+# A save costs ``cost_s`` of training time. If a failure comes every ``mtbf_s`` seconds, the sum is
+# smallest at Young's interval, :math:`\sqrt{2 \cdot \text{cost} \cdot \text{MTBF}}`. Daly's
+# refinement matters only if a save costs a good part of the MTBF.
+#
+# A hidden save costs little, so the formula asks for saves closer together than the storage can
+# take. Then the upload decides: save when the last upload has ended.
 
 
 def seconds_between_saves(cost_s: float, mtbf_s: float, upload_s: float) -> float:
-    """Interval that loses least; ``cost_s``: what a save adds to training, ``upload_s``: its writing."""
+    """The interval that loses least. ``cost_s``: what a save adds to training; ``upload_s``: to write it."""
     return max(math.sqrt(2 * cost_s * mtbf_s), upload_s)
 
 
@@ -242,7 +259,7 @@ def seconds_between_saves(cost_s: float, mtbf_s: float, upload_s: float) -> floa
 
 
 def show(root: Path, digests: bool) -> bool:
-    """Print a line a checkpoint, the newest first; return whether all are whole."""
+    """Print one line per checkpoint, the newest first; return whether all are complete."""
     wrong = {step: faults(root / f"step{step}", digests) for step in committed_steps(root)}
     for step, found in wrong.items():
         files = list((root / f"step{step}").iterdir())
@@ -265,8 +282,9 @@ def prune(root: Path, keep_last: int, keep_every: int, dry_run: bool) -> None:
 # %%
 # Run it, and prove it
 # --------------------
-# A root with the leftovers of a crash in it; a loop that saves every second step, keeps two and every
-# sixth; a second job that is refused; a state that no disk holds.
+# The proof starts in a directory with the leftovers of a crash. It saves every second step, and
+# keeps two checkpoints and every sixth step. A second job must be refused, and so must a state
+# that no disk holds.
 
 
 def train(app: basic.AppState, root: Path, device: torch.device) -> dict[int, dict]:
@@ -346,23 +364,27 @@ if __name__ == "__main__":
 #
 # When it is not worth it
 # -----------------------
-# * Somebody else cleans up by age or by quota: let one of the two do it, not both.
+# * Something else already deletes by age or by quota. Let one of the two do it, not both.
 #
 # The room it takes
 # -----------------
-# ``keep_last`` + 1 checkpoints, for the new one is written before the oldest goes, and one for each
-# ``keep_every`` steps. A checkpoint of float32 weights and AdamW's two moments is 12 bytes a parameter.
+# ``keep_last`` + 1 checkpoints, because the new one is written before the oldest goes, and one for
+# each ``keep_every`` steps. A checkpoint of float32 weights and AdamW's two moments has 12 bytes
+# per parameter.
 #
 # Known limits
 # ------------
-# * A lock on a file holds on one host. On NFS it holds between hosts from version 4 on, on Lustre where
-#   it is mounted with ``flock``; object stores have none.
-# * The room is looked at once, and others may take it later. The save then fails as any other.
-# * ``list`` looks at names and sizes. Only ``verify`` reads what is in the files.
-# * A checkpoint that was found damaged when its step was saved again is kept as ``step<N>.damaged``.
+# * A file lock holds on one host. NFS locks between hosts from version 4 on, Lustre if it is
+#   mounted with ``flock``. Object stores have no locks.
+# * The check for room looks once, and others may take the room later. The save then fails as any
+#   other.
+# * ``list`` checks names and sizes. Only ``verify`` reads the content of the files.
+# * If a step is saved again and its older checkpoint is damaged, the older one is kept as
+#   ``step<N>.damaged``.
 #
 # Further reading
 # ---------------
 # * J. W. Young, *A first order approximation to the optimum checkpoint interval*, 1974
-# * J. T. Daly, *A higher order estimate of the optimum checkpoint interval for restart dumps*, 2006
-# * :doc:`resume_and_reshard`: the other end of a save
+# * J. T. Daly, *A higher order estimate of the optimum checkpoint interval for restart dumps*,
+#   2006
+# * :doc:`resume_and_reshard`: how a job resumes from what this recipe keeps

@@ -4,14 +4,26 @@
 Copies that no read waits for
 =============================
 
-A checkpoint begins with copies from the device to the host. Queued on a stream of their own, they
-run beside training, until training reads a scalar: ``loss.item()`` in mid-step waits for **all**
-copies that are queued, and the save costs its whole copy time. Here the copies take turns on two
-streams, and a read waits for one of them at most. The next recipe, :doc:`overlapped_stager`, makes
-a checkpoint of this.
+Copy a checkpoint to host memory without delaying a training loop that reads scalars. Copies on a
+stream of their own run beside training, until training reads a scalar in mid-step: a
+``loss.item()`` there waits for **all** queued copies, and the save costs its whole copy time. This
+recipe alternates the copies between two streams, so that a read waits for one copy at most.
+
+.. result-gain:: staging_copies
+   :rows: cure_turns cure_at_once none
+   :field: staging_cost_s
+
+``cure_turns`` is this recipe, ``cure_at_once`` has all copies on one stream, and ``none`` is the
+same measurement without a save: the noise.
+
+**When not to bother:** nothing in your step reads from the device (no ``.item()``, no gradient
+norm on the host, no mask that the model looks at), or your state is a few megabytes. Then one
+stream is as good. For a whole checkpoint in one call, take :doc:`overlapped_stager`, which is
+built on this.
 
 .. code-block:: python
 
+   import torch
    from staging_copies import CopyPlan, PinnedArena, read
 
    tensors = []
@@ -33,30 +45,31 @@ a checkpoint of this.
 
    .. grid-item-card:: What you learn
 
-      * why a small read waits for gigabytes, and how two streams stop that
-      * page-locked memory of exact size that a fork cannot part from the device
-      * what to prepare once, and how to notice that it is no longer right
+      * why a small read waits for gigabytes, and how two streams prevent that
+      * page-locked memory of exact size that stays in place when the process forks
+      * what to prepare once, and how to notice that the preparation no longer fits
 
-   .. grid-item-card:: When not to bother
+   .. grid-item-card:: What you need
 
-      * Nothing in your step reads from the device: no ``.item()``, no gradient norm on the host,
-        no mask that the model looks at. Then one stream is as good.
-      * Your state is a few megabytes.
+      * PyTorch 2.9 or later on Linux, any number of ranks
+      * page-locked host memory for one copy of each rank's shards
 
 .. verification-badge::
 
 The idea
 --------
 
-The copy engine of a direction stays with a stream as long as that stream's next copy is ready. A
-read of training is a copy on another stream: it is served when the first stream has nothing ready.
-Priorities of streams change nothing. TorchRec met the same (`4303
-<https://github.com/meta-pytorch/torchrec/pull/4303>`__, `4339
+One copy engine serves each direction between device and host. It stays with a stream as long as
+the next copy of that stream is ready. A read by training is a copy on another stream, so it has to
+wait until the first stream has nothing ready. Stream priorities do not change this. TorchRec met
+the same problem (`4303 <https://github.com/meta-pytorch/torchrec/pull/4303>`__, `4339
 <https://github.com/meta-pytorch/torchrec/pull/4339>`__).
 
-If each copy waits for an event behind the one before, **on the other stream**, then no stream ever
-has a second copy ready. Between two pieces the engine looks around, and a read slips in. All pieces
-are still queued at once: no thread paces them, and the event behind the last is known at once.
+The recipe cuts the copies into pieces. Each piece waits for an event behind the piece before it,
+**on the other stream**. So no stream ever has a second copy ready. Between two pieces the engine
+turns to the other streams, and the read is served. The host still queues all pieces at once. It
+needs no thread to pace them, and it knows the event behind the last piece as soon as it has queued
+them.
 
 .. lanes:: Schematic. The read in the second step, with all copies on one stream (above) and in turns (below).
 
@@ -72,7 +85,7 @@ are still queued at once: no thread paces them, and the event behind the last is
 # %%
 # Imports
 # -------
-# Torch and the standard library: copy this file as it is.
+# This file needs torch and the standard library alone. Copy it as it is.
 
 import mmap
 from collections.abc import Callable
@@ -95,13 +108,16 @@ ALIGNMENT = 64  # bytes; where a tensor or a pack may start
 # --------------------------------
 # A copy to pageable memory stops the host, so the memory must be page-locked. ``pin_memory=True``
 # rounds each block up to a power of two (`pytorch#150517
-# <https://github.com/pytorch/pytorch/issues/150517>`__). One anonymous mapping, registered with the
-# driver, has the size that is asked for. Huge pages make locking several times faster; shared
-# memory has none by default. ``MADV_DONTFORK`` keeps the pages out of forked children, such as the
-# workers of a ``DataLoader``. ``finalize`` unlocks the memory before it is freed.
+# <https://github.com/pytorch/pytorch/issues/150517>`__). ``PinnedArena`` instead makes one
+# anonymous mapping and registers it with the driver, so it has exactly the size that you ask for:
 #
-# Each tensor comes from ``torch.frombuffer`` and so has a storage of its own: the file writer clones
-# tensors that share a larger one.
+# * Huge pages make locking several times faster. Shared memory has none by default.
+# * ``MADV_DONTFORK`` keeps the pages out of forked children, such as the workers of a
+#   ``DataLoader``.
+# * ``finalize`` unlocks the memory before it is freed.
+#
+# Each tensor comes from ``torch.frombuffer`` and so has a storage of its own. DCP's file writer
+# clones tensors that share a larger storage.
 
 
 class PinnedArena:
@@ -135,9 +151,10 @@ class PinnedArena:
 # %%
 # A DTensor that stays on the CPU
 # -------------------------------
-# DCP needs DTensors to know which part of each parameter a rank holds. ``DTensor.from_local`` moves
-# its local tensor to the device of the mesh: given the model's mesh, it would copy what was staged
-# back to the GPU. So the mesh is of type ``cpu``, over the groups that are there already.
+# DCP needs DTensors to know which part of each parameter a rank holds. ``DTensor.from_local``
+# moves its local tensor to the device of the mesh. With the model's mesh it would copy the staged
+# bytes back to the GPU. So the recipe makes a mesh of type ``cpu`` over the process groups that
+# exist already.
 
 
 def shard_of(tensor: torch.Tensor) -> torch.Tensor:
@@ -159,9 +176,9 @@ def in_host_memory(tensor: torch.Tensor, host: torch.Tensor) -> torch.Tensor:
 # %%
 # What is copied beside training
 # ------------------------------
-# Dense tensors and DTensors stay where they are and are copied later. Everything else (step counts,
-# learning rates, sparse tensors) is read at once. A dict with an attribute ``tensors`` promises
-# that it stays as it is; it is not walked again.
+# Dense tensors and DTensors stay where they are and are copied later. Everything else (Python
+# numbers, learning rates, sparse tensors) is read at once. A dict with an attribute ``tensors``
+# promises not to change, so ``read`` does not walk it again (:doc:`kept_state` makes such dicts).
 
 
 def is_staged(leaf: object) -> bool:
@@ -206,17 +223,23 @@ def read(tree: object, tensors: list[torch.Tensor]) -> object:
 # %%
 # The plan
 # --------
-# What does not change is prepared once: which bytes go where. Tied weights are copied once. Small
-# tensors, such as the step count of each parameter, are gathered by one kernel and copied as one.
-# Four kinds of tensors cannot wait until their bytes have travelled, and are copied first on their
-# own device: those that forward changes (BatchNorm's statistics), those that are not contiguous,
-# those on another device (step counts on the CPU), and, with ``snapshot_bytes``, as many as you can
-# afford where a step is shorter than the copy.
+# ``CopyPlan`` prepares once what does not change: which bytes go where. It copies tied weights
+# once. It gathers small tensors, such as the step count of each parameter, with one kernel and
+# copies them as one.
+#
+# Some tensors cannot wait until their bytes have reached the host. The plan copies them on their
+# own device first, as *snapshots*:
+#
+# * tensors that forward changes (BatchNorm's statistics),
+# * tensors that are not contiguous,
+# * tensors on another device (step counts on the CPU),
+# * with ``snapshot_bytes``, as many others as you can afford. This pays if a step is shorter than
+#   the copy.
 #
 # Optimizers, loads and ``p.data = ...`` may give a tensor other memory, or another shape over the
-# same. Address, shape and strides of each tensor are compared at every save, which takes next to no
-# time; version counters would not do, since a fused optimizer leaves them as they are.
-# ``_local_tensor`` is private by name: ``to_local()`` makes a new tensor at every call.
+# same memory. So every save compares the address, shape and strides of each tensor, which takes
+# little time. Version counters would not do: a fused optimizer leaves them as they are.
+# ``_local_tensor`` is private by name. The public ``to_local()`` makes a new tensor at every call.
 
 
 def places_of(tensors: list[torch.Tensor]) -> list[tuple]:
@@ -337,9 +360,9 @@ class CopyPlan:
 # %%
 # Run it, and prove it
 # --------------------
-# The copies are queued, a forward and a backward run beside them, and the update waits for the event
-# behind which all tensors have been read. Three times, on every rank, each host tensor then holds
-# the bits of the save, whatever the step has written since.
+# The proof queues the copies, runs a forward and a backward beside them, and makes the update wait
+# for the event behind which all tensors have been read. It does so three times on every rank. Each
+# time, every host tensor must hold the bits of the save, whatever the step has written since.
 
 
 def main() -> None:
@@ -376,19 +399,25 @@ if __name__ == "__main__":
 # %%
 # What it buys
 # ------------
-# A stock Llama reads one scalar in every forward when it is called without a cache. ``cost`` is what
-# the steps from the save to one step after the copy took longer than the same steps without a save.
+# A stock Llama reads one scalar in every forward when you call it without a cache. *Copies cost*
+# is the time that the save adds to training: the steps from the call to one step after the last
+# copy, minus as many steps without a save (:doc:`/guide/measured`). *Copied after* is when the
+# last copy has arrived.
 #
 # .. result-table:: staging_copies
 #    :rows: none cure_at_once cure_tiny_kernel cure_paced cure_turns
 #
 # .. timeline:: staging_copies cure_at_once cure_turns
 #
-# ``cure_at_once``, all pieces on one stream, is what to cure; ``cure_turns`` is this recipe. Pieces in
-# turn arrive almost as soon as all at once; steps beside them are a little slower. A thread that queues a piece when the one before has ended (``cure_paced``) costs
-# those steps least and takes almost twice as long: take it where a step is much longer than the
-# copy. A kernel between the pieces needs no second stream and takes as long. A CUDA graph of the
-# same copies cures nothing: its pieces run as if on one stream.
+# ``cure_at_once`` is the problem: all pieces on one stream. The other rows are three ways to solve
+# it.
+#
+# * ``cure_turns`` is this recipe. Its copies arrive almost as soon as those of ``cure_at_once``.
+# * ``cure_paced`` is a thread that queues a piece when the one before has ended. It costs training
+#   least, and the copies take almost twice as long. Take it if a step is much longer than the
+#   copy.
+# * ``cure_tiny_kernel`` puts a kernel between the pieces. It needs no second stream, and its
+#   copies take as long as the paced ones.
 #
 # What breaks if you remove a line
 # --------------------------------
@@ -396,8 +425,8 @@ if __name__ == "__main__":
 #
 # Memory
 # ------
-# Page-locked host memory: the bytes of this rank's shards, each large one rounded up to 64. On the
-# device: the small tensors once more, and ``snapshot_bytes``.
+# Page-locked host memory: the bytes of this rank's shards, each large one rounded up to 64 bytes.
+# On the device: the small tensors once more, and ``snapshot_bytes``.
 #
 # Known limits
 # ------------

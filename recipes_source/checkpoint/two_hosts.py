@@ -4,21 +4,30 @@
 Two hosts: local disks, a partner's copy, restart with fewer
 ============================================================
 
-Beyond one machine a job loses machines. Its checkpoints must then be somewhere else: in a directory
-that all hosts share, or on the disks of the hosts that are left. This recipe does the second: each
-rank writes to its own host and sends a copy to a partner host, beside training. Any one host may be lost; the
-job goes on with the others, or with a new one, from the newest checkpoint that they have between them.
+Survive the loss of a machine without shared storage. Each rank writes to its own host and sends a
+copy to a partner host, beside training. Any one host may be lost. The job then continues on the
+other hosts, or with a new one, from the newest checkpoint that they have between them.
+
+**When not to bother:** your hosts share a directory that is fast enough. Take :doc:`durable_saves`
+then. The job files and the table of promises below hold there, too.
 
 .. code-block:: python
 
+    from pathlib import Path
+
+    import torch.distributed.checkpoint as dcp
+    from state_to_save import AppState
     from two_hosts import PartnerSaves, gather
 
-    local = Path("/local/run")                    # of this host; no other host sees it
-    step = gather(local)                          # on all ranks; None: begin anew
-    if step is not None:
-        dcp.load({"app": app}, checkpoint_id=local / f"step{step}")
+    app, local = AppState(model, optimizer), Path("/local/run")  # of this host alone
+    newest = gather(local)                        # on all ranks; None: start from the beginning
+    if newest is not None:
+        dcp.load({"app": app}, checkpoint_id=local / f"step{newest}")
     with PartnerSaves(device, model.buffers()) as saves:
-        ...  # saves.save({"app": app}, local / f"step{step}")
+        while app.step < steps:
+            train_step(app)                       # counts app.step
+            if app.step % 1000 == 0:
+                saves.save({"app": app}, local / f"step{app.step}")
 
 .. code-block:: bash
 
@@ -26,22 +35,21 @@ job goes on with the others, or with a new one, from the newest checkpoint that 
     torchrun --nnodes=1:2 --nproc-per-node=8 --max-restarts=3 --rdzv-id=run --rdzv-backend=c10d \\
         --rdzv-endpoint=host0:29400 train.py         # the same line on every host
 
-If your hosts share a directory that is fast enough, take :doc:`durable_saves` and skip this page's
-code; its job files and its table of promises hold there, too.
+Copy this file, ``overlapped_stager.py``, ``staging_copies.py`` and ``state_to_save.py``.
 
 .. grid:: 1 1 2 2
 
    .. grid-item-card:: What you learn
 
-      * a copy on a partner, sent by the thread that writes
-      * which step all can load, when some have files that others miss
+      * how the writing thread sends a copy to a partner
+      * which step all hosts can load, when some have files that others miss
       * job files for torchrun, Slurm and Kubernetes
       * what NFS, Lustre and S3 promise, and what they do not
 
    .. grid-item-card:: What you need
 
-      * PyTorch 2.9 or later, any number of ranks and hosts, as many ranks on each
-      * ``overlapped_stager.py`` of this folder
+      * PyTorch 2.9 or later on Linux, any number of hosts with equally many ranks
+      * a local disk on each host
 
 .. verification-badge::
 
@@ -56,10 +64,10 @@ The idea
    @8 all agree
    @12 B is lost
 
-The ranks of host h send their files to host h + 1. When all have said that both copies are written,
-every host gives its directory its name. A host may be lost before it does, and another one after it:
-so at a restart hosts tell each other which files they have under a name. The newest step of which
-every file is somewhere is the one to load. What a host misses, it is given.
+The ranks of host h send their files to host h + 1. When all ranks have reported that both copies
+are written, every host renames its directory. A host may be lost before it does, and another one
+later. So at a restart, the hosts tell each other which complete files they have. The job loads the
+newest step of which every file is on some host. A host that misses a file receives it.
 """
 
 # %%
@@ -86,8 +94,9 @@ STEPS, SAVE_EVERY = 6, 2  # of the run that proves it
 # %%
 # Files between hosts
 # -------------------
-# A file that is sent is mapped, not read: its bytes go from the page cache to the network. What
-# arrives is written aside and renamed, so a file that has its name has its bytes.
+# A file to be sent is mapped, not read: its bytes go from the page cache to the network. A file
+# that arrives is written aside and then renamed. So a file that has its final name has all of its
+# bytes.
 
 
 def pieces_of(file: Path) -> tuple[torch.Tensor, ...]:
@@ -110,17 +119,18 @@ def receive(file: Path, size: int, into) -> None:
 # %%
 # The save
 # --------
-# DCP does not mind that each host writes to a directory of its own. It writes ``.metadata`` on rank
-# 0, small and needed by all: every host gets it. Sending and receiving run on the writing thread,
-# over the stager's own group: training's collectives are not disturbed, and a partner that is gone
-# fails the save after ``DEADLINE_S`` of :doc:`overlapped_stager`, on every rank that is left.
+# DCP allows each host to write to a directory of its own. It writes ``.metadata`` on rank 0. That
+# file is small and every host needs it, so every host gets it. The writing thread sends and
+# receives, in the stager's own process group, so training's collectives are not disturbed. If a
+# partner is gone, the save fails after ``DEADLINE_S`` of :doc:`overlapped_stager`, on every rank
+# that is left.
 
 
 class PartnerSaves(OverlappedSaves):
     """Overlapped saves to directories of each host, with copies on the next host.
 
     Args:
-        per_host: ranks of each host, by default as torchrun has started them.
+        per_host: ranks per host, by default as many as torchrun has started here.
     """
 
     def __init__(self, *args, per_host: int | None = None, **kwargs) -> None:
@@ -179,7 +189,7 @@ def steps_in(local: Path) -> list[int]:
 
 
 def held(directory: Path) -> tuple[dict, dict]:
-    """What the checkpoint consists of, and which of it is here: sizes of files by name."""
+    """What the checkpoint consists of, and what of it is here: file sizes by name."""
     sizes = {file.name: file.stat().st_size for file in directory.iterdir()}
     return json.loads((directory / LISTING).read_text()), sizes
 
@@ -228,9 +238,10 @@ def gather(local: Path) -> int | None:
 # %%
 # Run it, and prove it
 # --------------------
-# On one machine every rank plays a host of its own, with a directory of its own. Six steps, a save at
-# every second. Then the first host is replaced by one with an empty disk, and the last has a step that
-# nobody has all of: every host gathers step 6, and has the bits that were saved.
+# On one machine, every rank plays a host with a directory of its own. The proof trains six steps
+# and saves every second one. Then it replaces the first host by one with an empty disk, and gives
+# the last host a step that nobody has completely. Every host must gather step 6, with the bits
+# that were saved.
 
 
 def train(app: basic.AppState, local: Path, device: torch.device) -> None:
@@ -278,27 +289,30 @@ if __name__ == "__main__":
 #
 # .. recipe-controls::
 #
-# The tests make two hosts of network namespaces, each with a torchrun of its own. The link between
-# them is cut in the middle of a save; the first goes on alone, from a step that it has. The link comes
-# back, the second host is started anew with an empty disk, and both end with the bits of a run that was left alone.
+# The tests build two hosts from network namespaces, each with a torchrun of its own, and cut the
+# link between them in the middle of a save. The first host continues alone, from a step that it
+# has. The link comes back, and the second host starts again with an empty disk. Both must end with
+# the bits of an uninterrupted run.
 #
 # Starting it
 # -----------
-# **torchrun**: the same line on every host. ``--nnodes=1:2`` lets one host go on when the other is
-# lost; the host of ``--rdzv-endpoint`` keeps the rendezvous, and when *it* is lost the job ends and the
-# scheduler has to start it again. In containers and where a host has several networks, say which:
-# ``--local-addr``, ``GLOO_SOCKET_IFNAME``, ``NCCL_SOCKET_IFNAME``, and ``--rdzv-conf is_host=1`` on the one
-# that keeps the rendezvous, ``is_host=0`` on the others.
+# **torchrun**: use the same line on every host. ``--nnodes=1:2`` lets one host continue when the
+# other is lost. The host of ``--rdzv-endpoint`` keeps the rendezvous. If *that* host is lost, the
+# job ends and the scheduler has to start it again. In containers, and on hosts with several
+# networks, say which network to use: ``--local-addr``, ``GLOO_SOCKET_IFNAME``,
+# ``NCCL_SOCKET_IFNAME``, and ``--rdzv-conf is_host=1`` on the host that keeps the rendezvous,
+# ``is_host=0`` on the others.
 #
-# For a **new** host to join, torch 2.13 needs ``TORCH_DISABLE_SHARE_RDZV_TCP_STORE=1`` on all. Without
-# it the oldest torchrun publishes its address in the first round alone; a host that is new in a
-# later round waits for it a minute, and then the whole job ends with a ``DistStoreError``.
+# A **new** host can join only with ``TORCH_DISABLE_SHARE_RDZV_TCP_STORE=1`` on all hosts (torch
+# 2.13). Without it, the oldest torchrun publishes its address in the first round alone. A host
+# that is new in a later round waits for that address for a minute, and then the whole job ends
+# with a ``DistStoreError``.
 #
-# How soon a loss is noticed is yours to set: the ``timeout`` of ``init_process_group``, ``DEADLINE_S``
-# of :doc:`overlapped_stager`, and ``last_call_timeout`` in ``--rdzv-conf``, which is how long a restart
-# waits for more hosts.
+# You decide how soon a loss is noticed: by the ``timeout`` of ``init_process_group``, by
+# ``DEADLINE_S`` of :doc:`overlapped_stager`, and by ``last_call_timeout`` in ``--rdzv-conf``,
+# which is how long a restart waits for more hosts.
 #
-# **Slurm**:
+# **Slurm** (nobody has run this file):
 #
 # .. code-block:: bash
 #
@@ -308,7 +322,8 @@ if __name__ == "__main__":
 #     srun --kill-on-bad-exit=0 torchrun --nnodes=1:2 --nproc-per-node=8 --max-restarts=3 \
 #         --rdzv-id="$SLURM_JOB_ID" --rdzv-backend=c10d --rdzv-endpoint="$head:29400" train.py
 #
-# **Kubernetes**: an indexed job and a service without an address of its own, so that pods have names.
+# **Kubernetes** (nobody has run this file): an indexed job, and a service without an address of
+# its own, so that pods have names.
 #
 # .. code-block:: yaml
 #
@@ -368,12 +383,13 @@ if __name__ == "__main__":
 #
 # Known limits
 # ------------
-# * One host may be lost, or several that are no neighbours. Two neighbours take a part with them.
-# * ``gather`` gives every host the whole checkpoint. With many hosts let each fetch what its ranks read,
-#   or go to a shared directory for restarts with other numbers of ranks.
-# * Sizes are compared, not digests: :doc:`durable_saves` has them.
+# * One host may be lost, or several that are not neighbors. Two neighbors together take a part
+#   with them.
+# * ``gather`` gives every host the whole checkpoint. With many hosts, let each fetch what its
+#   ranks read. For restarts with other numbers of ranks, use a shared directory.
+# * Sizes are compared, not digests: :doc:`durable_saves` has digests.
 #
 # What it costs
 # -------------
-# Disk of each host: ``KEEP`` + 1 checkpoints of its own ranks, twice. Memory: ``PIECE`` a rank. Network:
-# each shard once, at the pace of gloo's sockets, beside training's own traffic.
+# Disk of each host: ``KEEP`` + 1 checkpoints of its own ranks, twice. Memory: ``PIECE`` per rank.
+# Network: each shard once, at the pace of gloo's sockets, beside training's own traffic.
