@@ -20,7 +20,13 @@ BIN = Path(sys.executable).parent
 READY_S = 60
 ERRORS = {  # status, code
     "slow down": (503, "SlowDown"),
+    "internal error": (500, "InternalError"),
+    "unavailable": (503, "ServiceUnavailable"),
+    "request timeout": (400, "RequestTimeout"),
     "refuse": (400, "InvalidRequest"),
+    "denied": (403, "AccessDenied"),
+    "expired": (400, "ExpiredToken"),
+    "no upload": (404, "NoSuchUpload"),
 }
 
 
@@ -91,8 +97,10 @@ def rclone(directory: Path) -> Iterator[str]:
 class Proxy:
     """Passes requests on, unless ``trouble(method, path)`` names what befalls one.
 
-    ``"slow down"``: the answer is 503. ``"refuse"``: 400. ``"lost answer"``: the request arrives,
-    its answer does not. ``"hold"``: it waits, for ever.
+    One of ``ERRORS``: that is the answer. ``"lost answer"``: the request arrives, its answer does
+    not. ``"hold"``: it waits, for ever. A proxy before a real server, not moto: moto 5.2.5 answers
+    400 for every error that its model of S3 does not list, 503 among them, so a client's retries
+    would go untested; and what it keeps after an error is its own.
     """
 
     def __init__(self, target: str) -> None:

@@ -1,5 +1,6 @@
 """Checkpoints in an object store, against servers on loopback: one commit, nothing torn."""
 
+import itertools
 import json
 import os
 import re
@@ -14,7 +15,7 @@ from pathlib import Path
 import pytest
 import torch
 import torch.distributed.checkpoint as dcp
-from object_servers import KEY, SECRET, Proxy, rclone, seaweedfs
+from object_servers import ERRORS, KEY, SECRET, Proxy, rclone, seaweedfs
 from selection import REPO
 
 from harness.recipe import with_imports
@@ -64,7 +65,7 @@ def as_s3(url: str, monkeypatch: pytest.MonkeyPatch, secret: str = SECRET) -> No
 @pytest.fixture
 def url(request: pytest.FixtureRequest, monkeypatch: pytest.MonkeyPatch) -> str:
     monkeypatch.setattr(object_storage, "PIECE", PART)
-    return f"s3://bucket/{request.node.name}"
+    return "s3://bucket/" + re.sub(r"\W+", "-", request.node.name)
 
 
 def save(url: str, *steps: int, module=object_storage, numbers: int = 10) -> list:
@@ -148,16 +149,34 @@ def test_a_commit_whose_answer_was_lost_is_ours(proxy: Proxy, url: str, tmp_path
     assert "another writer" in str(save(f"{url}-edited", 1, module=module)), "the test is blind"
 
 
-def test_a_server_that_is_slow_down_now_and_then(proxy: Proxy, url: str) -> None:
+def test_a_server_that_has_a_bad_moment_now_and_then(proxy: Proxy, url: str) -> None:
+    """Each request that writes is answered with an error once: the save does not notice."""
+    moments = itertools.cycle(["slow down", "internal error", "unavailable", "request timeout"])
     seen: set[tuple[str, str]] = set()
 
     def trouble(method: str, path: str) -> str | None:
-        first = method == "PUT" and (method, path) not in seen
+        first = method in ("PUT", "POST") and (method, path) not in seen
         seen.add((method, path))
-        return "slow down" if first else None
+        return next(moments) if first else None
 
     proxy.trouble = trouble
-    assert save(url, 1) == [None] and is_there(url, 1)
+    assert save(url, 1) == [None] and is_there(url, 1) and len(seen) >= 4
+
+
+def test_an_error_that_stays_fails_one_save(proxy: Proxy, url: str) -> None:
+    """It is named, nothing of that save is published, and the next one is taken."""
+    errors = ["denied", "expired", "no upload"]
+
+    def trouble(method: str, path: str) -> str | None:
+        step = re.search(r"/step(\d).*partNumber", path)
+        return errors[int(step[1])] if step and int(step[1]) < len(errors) else None
+
+    proxy.trouble = trouble
+    *failed, taken = save(url, *range(len(errors) + 1))
+    assert all(ERRORS[e][1] in str(f) for e, f in zip(errors, failed, strict=True)), failed
+    assert taken is None and list(object_storage.committed(url)) == [3] and is_there(url, 3)
+    fs, root = object_storage.open_root(url)
+    assert not fs.glob(f"{root}/step[012].*/*") and not unfinished(url)
 
 
 def test_an_upload_that_breaks_leaves_nothing(proxy: Proxy, url: str) -> None:
@@ -294,3 +313,21 @@ def test_fsspec_writer_syncs_disks_and_sends_nothing(
 
     at_sync.clear()
     assert save(f"{url}-ours", 1) == [None] and not at_sync
+
+
+@pytest.mark.parametrize("error", ["denied", "unavailable"])
+def test_a_listing_that_fails_is_no_empty_store(proxy: Proxy, url: str, error: str) -> None:
+    """Or a restarted job begins anew, without a word."""
+    assert save(url, 1) == [None]
+    proxy.trouble = lambda method, path: error if "list-type=2" in path else None
+    with pytest.raises(OSError):
+        object_storage.committed(url)
+    proxy.trouble = lambda method, path: None
+    assert list(object_storage.committed(url)) == [1]
+    assert object_storage.committed(f"{url}-empty") == {}
+
+
+def test_a_name_may_have_the_signs_of_a_pattern(proxy: Proxy, url: str) -> None:
+    url = f"{url}[lr=1e-3]*"
+    assert save(url, 1, 2) == [None, None]
+    assert list(object_storage.committed(url)) == [2, 1] and is_there(url, 2)
