@@ -1,0 +1,185 @@
+"""The first code block of each page on saves runs as it stands, with a small model in its place.
+
+One process, on the CPU. A block finds in its namespace what its page leaves to the reader: a model,
+an optimizer, data, a step. What needs a GPU, a bucket or a host of its own is replaced by
+``INSTEAD``; nothing else of a block is changed. A page that includes a function of its own file in
+place of a block has run it: the recipe's proof calls it.
+"""
+
+import ast
+import contextlib
+import importlib
+import re
+import signal
+import sys
+import textwrap
+from collections.abc import Iterator
+from pathlib import Path
+from types import SimpleNamespace
+
+import pytest
+import torch
+import torch.distributed as dist
+import torch.distributed.checkpoint as dcp
+from torch import nn
+
+SOURCE = Path(__file__).parents[1] / "recipes_source"
+sys.path[:0] = [str(SOURCE / "checkpoint"), str(SOURCE / "trainers")]
+PAGES = sorted((*SOURCE.glob("checkpoint/*.py"), *SOURCE.glob("trainers/*.py")))
+
+INSTEAD = {
+    "staging_copies": {"torch.cuda": "torch.cpu"},  # whose streams do nothing
+    "object_storage": {"s3://bucket/run": "memory://run"},
+    "two_hosts": {"/local/run": "checkpoints"},
+    "transformers_trainer": {  # accelerate shards on accelerators alone
+        "import OverlappedTrainer": "import TrainerOnAnyDevice as OverlappedTrainer",
+        'output_dir="run",': 'output_dir="run", use_cpu=True,',
+        "save_steps=100": "save_steps=2",
+    },
+}
+LEAVES = {  # checkpoints that must be there behind the block
+    "overlapped_stager": ["checkpoints/step0", "checkpoints/step100"],
+    "overlapped_writer": ["checkpoints/step0", "checkpoints/step100"],
+    "durable_saves": ["checkpoints/step0", "checkpoints/step1000"],
+    "retention": ["checkpoints/step0", "checkpoints/step1000"],
+    "resume_and_reshard": ["checkpoints/step1000"],
+    "preemption": ["checkpoints/step1000"],
+    "two_hosts": ["checkpoints/step1000"],
+    "kept_state": ["checkpoints/step100"],
+    "torchtitan_checkpointer": ["checkpoint/step-100"],
+    "transformers_trainer": ["run/checkpoint-2/pytorch_model_fsdp_0"],
+    "lightning_strategy": ["run/last-step=100.ckpt"],
+}
+
+
+def introduction(page: Path) -> str:
+    return ast.get_docstring(ast.parse(page.read_text(encoding="utf-8")))
+
+
+def first_block(page: Path) -> str:
+    """The Python of the page's first block, "" if it has none."""
+    text = introduction(page) + "\n"
+    block = re.search(r"^\.\. code-block:: python\n\n((?: +.*\n|\n)+)", text, re.MULTILINE)
+    return textwrap.dedent(block[1]) if block else ""
+
+
+def included(page: Path) -> str:
+    """The function of its own file that the page begins with, "" if there is none."""
+    directive = rf"^\.\. literalinclude:: {page.name}\n   :pyobject: (\w+)"
+    found = re.search(directive, introduction(page), re.MULTILINE)
+    return found[1] if found else ""
+
+
+@pytest.fixture
+def rank(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Iterator[None]:
+    """A group of one, in a directory of its own."""
+    monkeypatch.chdir(tmp_path)
+    monkeypatch.setenv("LOCAL_RANK", "0")
+    monkeypatch.setenv("LOCAL_WORLD_SIZE", "1")
+    handler = signal.getsignal(signal.SIGTERM)
+    dist.init_process_group("gloo", store=dist.HashStore(), rank=0, world_size=1)
+    yield
+    signal.signal(signal.SIGTERM, handler)
+    if dist.is_initialized():
+        dist.destroy_process_group()
+    if accelerate := sys.modules.get("accelerate"):  # it remembers the device for ever
+        accelerate.state.AcceleratorState._reset_state(reset_partial_state=True)
+
+
+def yours() -> dict[str, object]:
+    """What a reader has before the block. Steps after the third change nothing, to save time."""
+    torch.manual_seed(0)
+    model = nn.Sequential(nn.Linear(4, 4), nn.BatchNorm1d(4))
+    optimizer = torch.optim.AdamW(model.parameters(), lr=1e-2)
+    schedule = torch.optim.lr_scheduler.ExponentialLR(optimizer, 0.99)
+    taken = []
+
+    def train_step(given: object) -> None:
+        """Take a step on a batch, or with a state that counts its steps."""
+        taken.append(given)
+        if len(taken) <= 3:
+            model(torch.ones(2, 4)).sum().backward()
+            optimizer.step()
+            optimizer.zero_grad()
+        if hasattr(given, "step"):
+            given.step += 1
+
+    train_step(None)
+    return {
+        "device": torch.device("cpu"),
+        "model": model,
+        "optimizer": optimizer,
+        "schedule": schedule,
+        "batches": range(1001),
+        "train_step": train_step,
+        "steps": 1000,
+    }
+
+
+def yours_in(page: str) -> dict[str, object]:
+    """What else the block of this page asks for."""
+    if page == "kept_state":
+        saves = SimpleNamespace(save=lambda state, path: dcp.save(state, checkpoint_id=path))
+        root, step = Path("checkpoints"), 100
+        return {"scheduler": yours()["schedule"], "saves": saves, "root": root, "step": step}
+    if page == "export":
+        from transformers import LlamaConfig, LlamaForCausalLM
+
+        sizes = dict.fromkeys(("hidden_size", "intermediate_size", "vocab_size"), 8)
+        config = LlamaConfig(**sizes, num_attention_heads=2, num_hidden_layers=1)
+        return {"model": LlamaForCausalLM(config)}
+    if page == "torchtitan_checkpointer":
+        return {"config": SimpleNamespace()}
+    if page == "transformers_trainer":
+        recipe = importlib.import_module(page)
+        text = torch.zeros(4, dtype=torch.int64)
+        data = [{"input_ids": text, "labels": text}] * 8
+        return {"model": recipe.LlamaForCausalLM(recipe.MODEL), "data": data}
+    if page == "lightning_strategy":
+        recipe = importlib.import_module(page)
+
+        class Model(recipe.Model):
+            def on_train_batch_end(self, *_) -> None:
+                self.trainer.should_stop = self.global_step > 100
+
+        data = torch.utils.data.DataLoader(torch.ones(202, recipe.WIDTH), batch_size=2)
+        return {"model": Model(), "data": data}
+    return {}
+
+
+def save_by(config: SimpleNamespace) -> None:
+    """What a torchtitan job does with the block's config."""
+    recipe = importlib.import_module("torchtitan_checkpointer")
+    training = recipe.Training(torch.device("cpu"), None, seed=0)
+    checkpointer = config.checkpoint.build(
+        dataloader=training.data,
+        model_parts=[training.model],
+        optimizers=training.optimizers,
+        lr_schedulers=training.schedulers,
+        states={"train_state": training},
+        sd_adapter=None,
+    )
+    checkpointer.save(100)
+    checkpointer.close()
+
+
+@pytest.mark.parametrize("page", PAGES, ids=lambda page: page.stem)
+def test_a_first_block_runs(page: Path, rank) -> None:
+    if name := included(page):
+        calls = [
+            node.func for node in ast.walk(ast.parse(page.read_text())) if hasattr(node, "func")
+        ]
+        assert name in {getattr(call, "id", None) for call in calls}, "the proof does not call it"
+        return
+    block, names = first_block(page), yours() | yours_in(page.stem)
+    assert block, "the page begins without lines to paste"
+    for theirs, ours in INSTEAD.get(page.stem, {}).items():
+        assert theirs in block
+        block = block.replace(theirs, ours)
+    exits = page.stem == "preemption"
+    with pytest.raises(SystemExit) if exits else contextlib.nullcontext():
+        exec(compile(block, page.name, "exec"), names)
+    if "config" in names and page.stem == "torchtitan_checkpointer":
+        save_by(names["config"])
+    for left in LEAVES.get(page.stem, []):
+        assert any(Path(left).iterdir()), left
