@@ -2,9 +2,13 @@
 // compares them. Everything is in bytes, seconds, bytes/s and FLOP/s.
 "use strict";
 
+const ADAM_BYTES = 28;
+
 function predict(x) {
   const n = x.parameters;
-  const step = x.step_s || (6 * n * x.tokens) / x.flops;
+  const step = x.step_s || ((x.recompute ? 8 : 6) * n * x.tokens) / x.flops;
+  const forward = step / (x.recompute ? 4 : 3);
+  const backward = step - forward;
   const shard = n / x.ranks;
   const state = shard * x.state_bytes;
   const stage = state / x.link;
@@ -12,11 +16,13 @@ function predict(x) {
   const behind = Math.max(0, stage - step);
   const cost = { blocking: stage + write, at_once: x.reads ? stage : behind, in_turn: behind }[x.way];
   const interval = Math.max(stage + write, Math.sqrt(2 * cost * x.failure_s));
+  const load = (x.layer_parameters * x.gather_bytes) / x.link;
+  const update = (x.layer_parameters * ADAM_BYTES) / x.adam;
   const sent = (x.ranks - 1) / x.ranks;
   const gather = (n * x.gather_bytes * sent) / x.peer;
   const reduce = (n * x.reduce_bytes * sent) / x.peer;
   const exposed = x.ranks > 1
-    ? Math.max(0, gather - step / 3) + Math.max(0, gather + reduce - (step * 2) / 3) + (gather + reduce) / x.units
+    ? Math.max(0, gather - forward) + Math.max(0, gather + reduce - backward) + (gather + reduce) / x.units
     : 0;
   const cast = shard * (4 + x.gather_bytes);
   const copies = (2 * (cast + 2 * shard * x.gather_bytes + 2 * n * x.gather_bytes)
@@ -33,10 +39,13 @@ function predict(x) {
     ridge_forward: (x.gather_bytes * x.flops) / (2 * x.link),
     ridge_backward: (x.gather_bytes * x.flops) / (4 * x.link),
     ridge_recompute: (x.gather_bytes * x.flops) / (6 * x.link),
+    streamed_s: Math.max(forward, load, update) + Math.max(backward, load),
+    streamed_in_backward_s: Math.max(step, 2 * load, update),
     exposed_s: exposed,
     copies_s: copies,
-    fsdp2_s: step + copies + exposed,
-    in_place_s: step + cast / x.memory + exposed,
+    fsdp2_s: Math.max(x.host_s, step + copies + exposed),
+    no_collectives_s: Math.max(x.host_s, step + copies),
+    in_place_s: Math.max(x.host_s, step + cast / x.memory + exposed),
     peak_bytes: Math.max(full, state + x.activation_bytes * x.tokens),
   };
 }
@@ -59,6 +68,8 @@ const LINES = [
   ["Tokens from which a streamed layer hides: forward", (y) => count(y.ridge_forward)],
   ["– backward", (y) => count(y.ridge_backward)],
   ["– backward with recomputation", (y) => count(y.ridge_recompute)],
+  ["A step with layers and Adam on the host, gradients clipped", (y) => seconds(y.streamed_s)],
+  ["– not clipped, updated in backward", (y) => seconds(y.streamed_in_backward_s)],
   ["Gathers and reductions exposed, a step", (y) => seconds(y.exposed_s)],
   ["FSDP2's copies, a step", (y) => seconds(y.copies_s)],
   ["A step of FSDP2", (y) => seconds(y.fsdp2_s)],
@@ -118,7 +129,7 @@ function start(form) {
     let wrong = null;
     for (const field of numbers) {
       const value = Number(field.value);
-      const good = field.value.trim() !== "" && value >= 0 && (value > 0 || ["step_s", "activation_bytes"].includes(field.name));
+      const good = field.value.trim() !== "" && value >= 0 && (value > 0 || ["step_s", "host_s", "activation_bytes"].includes(field.name));
       field.setAttribute("aria-invalid", String(!good));
       if (!good) wrong = wrong || field;
     }

@@ -19,11 +19,13 @@ ROOT = Path(__file__).resolve().parents[1]
 TABLE = ROOT / "guide" / "predicted.json"
 TOLERANCE = 0.15
 UNITS = 14  # of FSDP, where the model does not say: what one gather is of all
-STOCK = {  # parameters; bytes that autograd keeps a token, counted on the meta device
-    ("llama-1b", 1): (1_038_682_112, 1.88e6),
-    ("llama-1b", 2): (1_235_814_400, 2.27e6),
-    ("llama-8b-blocks", 2): (2_879_492_096, 2.57e6),
+STOCK = {  # parameters, those of layers, bytes that autograd keeps a token; all counted by a test
+    ("llama-1b", 1): (1_038_682_112, 973_144_064, 1.88e6),
+    ("llama-1b", 2): (1_235_814_400, 973_144_064, 2.27e6),
+    ("llama-8b-blocks", 2): (2_879_492_096, 2_617_344_000, 2.57e6),
+    ("llama-8b", 1): (8_030_261_248, 6_979_584_000, 6.97e6),
 }
+ADAM_BYTES = 28  # that one update moves a parameter: float32 state in and out, bfloat16 around it
 DATA_SHEETS = {  # bf16 FLOP/s without sparsity; bytes/s of memory, host link, peer link, one way
     "NVIDIA A100 80 GB SXM": (312e12, 2.039e12, 32e9, 300e9),
     "NVIDIA H100 SXM": (989e12, 3.35e12, 64e9, 450e9),
@@ -37,6 +39,8 @@ DATA_SHEETS = {  # bf16 FLOP/s without sparsity; bytes/s of memory, host link, p
 def predict(x: dict) -> dict[str, float]:
     """All results for the inputs ``x``: counts, bytes, seconds, bytes/s and FLOP/s."""
     n, ranks, step = x["parameters"], x["ranks"], x["step_s"] or step_from_flops(x)
+    forward = step / (4 if x["recompute"] else 3)
+    backward = step - forward
     shard = n / ranks
     state = shard * x["state_bytes"]
     stage, write = state / x["link"], state / x["storage"]
@@ -48,11 +52,14 @@ def predict(x: dict) -> dict[str, float]:
     }[x["way"]]
     shortest = stage + write  # one save at a time
     interval = max(shortest, math.sqrt(2 * cost * x["failure_s"]))
+    load = x["layer_parameters"] * x["gather_bytes"] / x["link"]  # and out again
+    update = x["layer_parameters"] * ADAM_BYTES / x["adam"]
     gathered, reduced = x["gather_bytes"], x["reduce_bytes"]
     sent = (ranks - 1) / ranks
     gather, reduce = n * gathered * sent / x["peer"], n * reduced * sent / x["peer"]
     ends = (gather + reduce) / x["units"]  # the first gather and the last reduction
-    exposed = max(0.0, gather - step / 3) + max(0.0, gather + reduce - step * 2 / 3) + ends
+    exposed = max(0.0, gather - forward) + max(0.0, gather + reduce - backward) + ends
+    exposed = exposed if ranks > 1 else 0.0
     cast = shard * (4 + gathered)
     copies = 2 * (cast + 2 * shard * gathered + 2 * n * gathered)
     copies += n * (gathered + reduced) + 2 * shard * reduced
@@ -68,26 +75,27 @@ def predict(x: dict) -> dict[str, float]:
         "ridge_forward": gathered * x["flops"] / (2 * x["link"]),
         "ridge_backward": gathered * x["flops"] / (4 * x["link"]),
         "ridge_recompute": gathered * x["flops"] / (6 * x["link"]),
-        "exposed_s": exposed if ranks > 1 else 0.0,
+        "streamed_s": max(forward, load, update) + max(backward, load),
+        "streamed_in_backward_s": max(step, 2 * load, update),
+        "exposed_s": exposed,
         "copies_s": copies / x["memory"],
-        "fsdp2_s": step + copies / x["memory"] + (exposed if ranks > 1 else 0.0),
-        "in_place_s": step + cast / x["memory"] + (exposed if ranks > 1 else 0.0),
+        "fsdp2_s": max(x["host_s"], step + copies / x["memory"] + exposed),
+        "no_collectives_s": max(x["host_s"], step + copies / x["memory"]),
+        "in_place_s": max(x["host_s"], step + cast / x["memory"] + exposed),
         "peak_bytes": max(full, state + x["activation_bytes"] * x["tokens"]),
     }
 
 
 def step_from_flops(x: dict) -> float:
-    return 6 * x["parameters"] * x["tokens"] / x["flops"]
+    return (8 if x["recompute"] else 6) * x["parameters"] * x["tokens"] / x["flops"]
 
 
 def models() -> dict[str, dict]:
     """The model presets of the page."""
+    fields = ("parameters", "layer_parameters", "activation_bytes")
     return {
-        f"stock {name}, {parameters / 1e9:.2f} G": {
-            "parameters": parameters,
-            "activation_bytes": activation_bytes,
-        }
-        for (name, _), (parameters, activation_bytes) in STOCK.items()
+        f"stock {name}, {counted[0] / 1e9:.2f} G": dict(zip(fields, counted, strict=True))
+        for (name, _), counted in STOCK.items()
     }
 
 
@@ -102,51 +110,67 @@ def machines(results: list[Result]) -> dict[str, dict]:
             label = f"{result.machine}, measured links"
             rates = found.setdefault(label, {"flops": flops, "memory": memory, "peer": peer})
             rates |= {names[k]: v for k, v in result.data["link"].items() if k in names}
+            if (update := row_named(result, "host")) is not None:
+                rates["adam"] = update["update_bytes_per_s"]
     return found
+
+
+def row_named(result: Result, *names: str, **case: object) -> dict | None:
+    """The first row of one of ``names`` that has ``case``."""
+    for row in result.rows:
+        if row["name"] in names and all(row.get(p) == value for p, value in case.items()):
+            return row
+    return None
 
 
 # -- against the rows -------------------------------------------------------------------------
 
+SAVE = ("step and staging", "step and cost_s")
 CLAIMS = {  # (benchmark, row) → (what of the row, what predicts it), each within TOLERANCE
-    ("checkpoint_stall", "overlapped_writer"): [
-        ("staged_s", "stage_s"),
-        ("step and what the save costs", "step and cost_s"),
-    ],
+    ("checkpoint_stall", "overlapped_writer"): [("staged_s", "stage_s"), SAVE],
     ("staging_copies", "cure_at_once"): [("staged_s", "stage_s"), ("staging_cost_s", "cost_s")],
-    ("staging_copies", "cure_turns"): [
-        ("staged_s", "stage_s"),
-        ("step and what the save costs", "step and cost_s"),
-    ],
+    ("staging_copies", "cure_turns"): [("staged_s", "stage_s"), SAVE],
     ("save_interval", "overlapped_writer"): [("kept", "kept")],
-    ("fsdp_overlap", "fsdp2_no_collectives"): [("step_s", "step and copies_s")],
+    ("offload_step", "streamed_adam"): [("step_s", "streamed_s")],
+    ("offload_step", "streamed_adam_in_backward"): [("step_s", "streamed_in_backward_s")],
+    ("fsdp_overlap", "fsdp2_no_collectives"): [("step_s", "no_collectives_s")],
     ("fsdp_overlap", "fsdp2"): [("step_s", "fsdp2_s"), ("peak_allocated_bytes", "peak_bytes")],
+    ("fsdp_overlap", "fsdp2_reduce_group"): [("step_s", "fsdp2_s")],
     ("fsdp_overlap", "fsdp2_tuned"): [("step_s", "fsdp2_s")],
     ("fsdp_overlap", "fsdp2_in_place"): [
         ("step_s", "in_place_s"),
         ("peak_allocated_bytes", "peak_bytes"),
     ],
 }
+WITHOUT = ("none", "no_communication", "resident")
 INPUT = "an input: the step without what the others add"
-WRITER = "how much of the storage's rate a writer reaches is in no data sheet"
 NOT_CLAIMED = {
-    "none": INPUT,
-    "no_communication": INPUT,
-    "resident": INPUT,
+    **dict.fromkeys(WITHOUT, INPUT),
+    "host": "an input: the rate of an update on the host",
+    "sweep": "an input of the recipe: how many cores and which blocks are fastest",
+    "fsdp2_cpu_offload": "it waits for each copy in turn: a formula of its own",
+    "torchao": "other optimizer states: a formula of its own",
+    "larger_than_device": "no resident row of so many layers: they do not fit",
     "cure_paced": "how long the link waits between two pieces is in no data sheet",
     "cure_tiny_kernel": "how long the engine waits at a kernel is in no data sheet",
 }
-UPDATE = "the rate of an update on the host depends on its memory and cores: in no data sheet"
 REASONS = {
-    "checkpoint_stall": WRITER,
-    "offload_step": UPDATE,
+    "checkpoint_stall": "how much of the storage's rate a writer reaches is in no data sheet",
     "activation_offload": "what recomputation and copies cost together is in no formula here",
 }
-HOST = "the host launches kernels more slowly than the device runs them"
-LONG_COPY = "the copy takes more than half a step: what hides depends on where the step reads"
-COMPILED = "compiled kernels keep and move fewer bytes than are counted here"
+LEAST = "an input: the fewest tokens, what the host takes to launch a step of this way"
+HOST = "the host bounds the step, and its copying thread shares the interpreter with the launches"
 SHARED_HOST = "other training on the same host took part of the memory's rate"
 NO_STEP = "no row without it at these tokens"
+NOT_LISTED = "a way that the calculator does not list"
+NO_TIME = "the row has no time: it counts bits"
+HOST_BOUND = 0.25  # of the data sheet's FLOP/s: below it a save's steps are the host's
 AT_ONCE = {"cure_at_once"}
+LAUNCHES = {  # ways whose step has as many launches as another's
+    "fsdp2_no_collectives": "fsdp2",
+    "fsdp2_reduce_group": "fsdp2",
+    "fsdp2_tuned": "fsdp2",
+}
 
 
 def sheet_of(device: str) -> tuple[float, float, float, float] | None:
@@ -155,34 +179,46 @@ def sheet_of(device: str) -> tuple[float, float, float, float] | None:
     return next(found, None)
 
 
-def outside(benchmark: str, row: dict, x: dict, step: float | None) -> str | None:
-    """Why the formulas say nothing about a row of a way that they claim, or None."""
-    if row.get("compiled"):
-        return COMPILED
-    if step is not None and benchmark == "fsdp_overlap":
-        return HOST if step_from_flops(x) < 0.4 * step else None
-    if step is not None and benchmark in ("checkpoint_stall", "staging_copies"):
-        return LONG_COPY if predict(x)["stage_s"] > 0.5 * step else None
-    return None
+def least_tokens(result: Result, row: dict) -> dict | None:
+    """The row that says what the host takes to launch a step of this way: at the fewest tokens."""
+    case = {p: row.get(p) for p in ("model", "compiled", "activation_checkpointing")}
+    name = LAUNCHES.get(row["name"], row["name"])
+    others = [
+        other
+        for other in result.rows
+        if other["name"] == name and all(other.get(p) == v for p, v in case.items())
+    ]
+    return min((r for r in others if "step_s" in r), key=lambda r: r["tokens"], default=None)
 
 
 def inputs_of(result: Result, row: dict, step_s: float | None) -> dict | None:
     """What the page would be given for ``row``: its machine, its model and the step without it."""
     data, ranks = result.data, result.data["ranks"]
-    model = STOCK.get((row["model"], ranks))
+    model = STOCK.get((row["model"], min(ranks, 2)))
     sheet = sheet_of(data["device"])
     if model is None or sheet is None:
         return None
-    parameters, activation_bytes = model
+    parameters, layer_parameters, activation_bytes = model
     flops, memory, link, peer = sheet
-    measured = data["link"]
+    measured, offload = data["link"], data["benchmark"] == "offload_step"
     peer_link = "copy_engine" if row["name"] == "fsdp2_in_place" else "nccl"
+    least = least_tokens(result, row) if data["benchmark"] == "fsdp_overlap" else None
+    update = row_named(result, "host") or {}
     return {
-        **{"parameters": parameters, "ranks": ranks, "tokens": row.get("tokens", 0)},
-        **{"state_bytes": 12, "gather_bytes": 2, "units": UNITS, "flops": flops},
-        "reduce_bytes": 4 if row.get("reduce_dtype") == "float32" else 2,
+        "parameters": parameters,
+        "layer_parameters": layer_parameters,
         "activation_bytes": activation_bytes,
+        "ranks": ranks,
+        "tokens": row.get("tokens", 0),
+        "state_bytes": 12,
+        "gather_bytes": 2,
+        "reduce_bytes": 4 if row.get("reduce_dtype") == "float32" else 2,
+        "units": UNITS,
+        "recompute": offload or bool(row.get("activation_checkpointing")),
         "step_s": step_s or 0.0,
+        "host_s": least["step_s"] if least else 0.0,
+        "adam": update.get("update_bytes_per_s", memory),
+        "flops": flops,
         "memory": memory,
         "link": measured.get("pinned_d2h_bytes_per_s", link),
         "peer": measured.get(f"{peer_link}_gather_bytes_per_s", peer),
@@ -195,65 +231,67 @@ def inputs_of(result: Result, row: dict, step_s: float | None) -> dict | None:
 
 def step_without(result: Result, row: dict) -> float | None:
     """The step of the row of the same case that has no save and no communication in it."""
-    case = [parameter for parameter in PARAMETERS if parameter != "every"]
-    case += ["activation_checkpointing", "reduce_dtype"]
-    for other in result.rows:
-        same = all(other.get(parameter) == row.get(parameter) for parameter in case)
-        if same and other["name"] in ("none", "no_communication"):
-            return other.get("step_s")
-    return None
+    parameters = ("model", "loop", "compiled", "step", "tokens", "layers")
+    case = {p: row.get(p) for p in (*parameters, "activation_checkpointing", "reduce_dtype")}
+    return (row_named(result, *WITHOUT, **case) or {}).get("step_s")
 
 
 def stock_rows() -> list[tuple[Result, dict]]:
-    found = {name for name, _ in CLAIMS} | {"offload_step", "activation_offload"}
+    found = {name for name, _ in CLAIMS} | {"activation_offload"}
     results = [load(path) for name in sorted(found) for path in files(ROOT, "results", name)]
-    stock = {model for model, _ in STOCK} | {"llama-8b"}
+    stock = {model for model, _ in STOCK}
     return [(r, row) for r in results for row in r.rows if row.get("model") in stock]
 
 
 def table() -> list[dict]:
     """A line for each stock-model row and claim; a row without a claim has its ``reason``."""
     lines = []
-    stalls = [r for r, _ in stock_rows() if r.data["benchmark"] == "checkpoint_stall"]
-    for result, row in stock_rows():
+    rows = stock_rows()
+    stalls = {r.machine: r for r, _ in rows if r.data["benchmark"] == "checkpoint_stall"}
+    for result, row in rows:
         benchmark = result.data["benchmark"]
         line = {"benchmark": benchmark, "machine": result.machine, "row": row["name"]}
-        line |= {p: row[p] for p in PARAMETERS if row.get(p) is not None}
-        claims = CLAIMS.get((benchmark, row["name"]), [])
-        source = stalls[-1] if benchmark == "save_interval" else result
+        case = (*PARAMETERS, "reduce_dtype", "activation_checkpointing")
+        line |= {p: row[p] for p in case if row.get(p) is not None}
+        source = stalls[result.machine] if benchmark == "save_interval" else result
         step = step_without(source, row)
         x = inputs_of(result, row, step)
-        reason = NOT_CLAIMED.get(row["name"], REASONS.get(benchmark, NO_STEP))
-        if claims and x is not None and (why := outside(benchmark, row, x, step)):
-            memory = [claim for claim in claims if claim[1] == "peak_bytes" and why == HOST]
-            claims, reason = memory, why
-        if row.get("beside") and any(claim[1] == "stage_s" for claim in claims):
-            claims = [claim for claim in claims if claim[1] != "stage_s"]
-            reason = SHARED_HOST
-        done = []
-        for what, how in claims:
-            claim = one_claim(row, x, step, what, how)
-            if claim is not None:
-                done.append(line | {"what": what} | claim)
+        claims, reason = claims_of(result, row, x, step)
+        done = [line | one_claim(row, x, step, *claim) for claim in claims]
         lines += done or [line | {"reason": reason}]
     return lines
 
 
-def one_claim(row: dict, x: dict | None, step: float | None, what: str, how: str) -> dict | None:
-    """Predicted and measured, or None where the row or the inputs lack what it takes."""
-    beside = what.startswith("step and")
-    measured = row.get("step_s") if beside else row.get(what)
-    if x is None or measured is None or (step is None and how != "peak_bytes"):
-        return None
-    if row.get("activation_checkpointing") and how == "peak_bytes":
-        return None
-    if beside:
-        measured += row.get("cost_s", row.get("staging_cost_s"))
-    found = predict(x)
-    predicted = step + found[how.removeprefix("step and ")] if "step and" in how else found.get(how)
-    if predicted == 0:  # nothing to be off by a share of
-        return None
+def claims_of(
+    result: Result, row: dict, x: dict | None, step: float | None
+) -> tuple[list[tuple[str, str]], str]:
+    """What the formulas claim of a row, and why they claim no more."""
+    benchmark = result.data["benchmark"]
+    claims = CLAIMS.get((benchmark, row["name"]), [])
+    if not claims or x is None:
+        return [], NOT_CLAIMED.get(row["name"], REASONS.get(benchmark, NOT_LISTED))
+    timed = [claim for claim in claims if claim[1] != "peak_bytes"]
+    memory = [c for c in claims if c[1] == "peak_bytes" and c[0] in row and not x["recompute"]]
+    if "step_s" not in row and "kept" not in row:
+        return memory, NO_TIME
+    if step is None:
+        return memory, NO_STEP
+    if benchmark == "fsdp_overlap" and row is least_tokens(result, row):
+        return memory, LEAST
+    if benchmark == "checkpoint_stall" and step_from_flops(x) < HOST_BOUND * step:
+        return memory, HOST
+    if row.get("beside"):
+        timed = [claim for claim in timed if claim[1] != "stage_s"]
+    return timed + memory, SHARED_HOST
+
+
+def one_claim(row: dict, x: dict, step: float, what: str, how: str) -> dict:
+    """Predicted and measured."""
+    measured, predicted = row.get(what), predict(x)[how.removeprefix("step and ")]
+    if what == "step and staging":
+        measured, predicted = row["step_s"] + row["staging_cost_s"], step + predicted
     return {
+        "what": what,
         "predicted": float(f"{predicted:.4g}"),
         "measured": float(f"{measured:.4g}"),
         "error": round(predicted / measured - 1, 4),

@@ -269,6 +269,8 @@ def test_the_calculator_has_the_formulas_that_are_held_against_the_rows(visit):
     for _ in range(200):
         x = {
             **{"parameters": 10 ** draw.uniform(7, 12), "ranks": draw.choice([1, 2, 8, 512])},
+            **{"layer_parameters": 10 ** draw.uniform(7, 12), "adam": 10 ** draw.uniform(9, 12)},
+            **{"host_s": draw.choice([0, 0.1]), "recompute": draw.random() < 0.5},
             **{"tokens": draw.randint(1, 10**6), "state_bytes": draw.choice([4, 8, 12])},
             **{"gather_bytes": draw.choice([1, 2, 4]), "reduce_bytes": draw.choice([2, 4])},
             **{"units": draw.randint(1, 100), "activation_bytes": draw.uniform(0, 1e7)},
