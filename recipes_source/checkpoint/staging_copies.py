@@ -399,9 +399,9 @@ if __name__ == "__main__":
 # %%
 # What it buys
 # ------------
-# A stock Llama reads one scalar in every forward when you call it without a cache. *Copies cost*
-# is the time that the save adds to training: the steps from the call to one step after the last
-# copy, minus as many steps without a save (:doc:`/guide/measured`). *Copied after* is when the
+# A stock Llama reads one scalar in every forward when you call it without a cache. *Staging
+# costs* is the time that the save adds to training: the steps from the call to one step after the last
+# copy, minus as many steps without a save (:doc:`/guide/measured`). *Staged after* is when the
 # last copy has arrived.
 #
 # .. result-table:: staging_copies
