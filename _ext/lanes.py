@@ -186,7 +186,7 @@ class _Drawing:
         self.y = 4.0
         names = [lane.name for panel in panels for lane in panel.lanes]
         self.names_beside = width > NARROW
-        self.left = 12 + max(map(_text_width, names)) if self.names_beside else 2
+        self.left = 18 + max(map(_text_width, names)) if self.names_beside else 2
         self.right = width - 10
         self.begin = min(b.start for p in panels for lane in p.lanes for b in lane.bars)
         self.finish = max(b.end for p in panels for lane in p.lanes for b in lane.bars)
