@@ -95,7 +95,7 @@ from overlapped_stager import BUFFER_SETS, OverlappedSaves, is_staged
 from torch.distributed.checkpoint.filesystem import WriteResult, _StorageInfo
 from torch.distributed.checkpoint.format_utils import dcp_to_torch_save
 
-WRITERS = 8  # threads a rank, each with a file of its own
+WRITERS = 8  # threads per rank, each with a file of its own
 PIECE = 64 << 20  # bytes that one system call writes
 
 # %%
@@ -373,8 +373,8 @@ if __name__ == "__main__":
 # %%
 # What it buys
 # ------------
-# What a whole save costs training, and how much slower steps are while it is written.
-# :doc:`/guide/measured` explains the columns.
+# What a whole save costs training, and how much slower steps are while it is written. Short steps
+# still slow down (*Step*: short). :doc:`/guide/measured` explains the columns.
 #
 # .. result-table:: checkpoint_stall
 #    :rows: none overlapped_writer overlapped_snapshot
@@ -387,7 +387,7 @@ if __name__ == "__main__":
 #
 # **A writing process is no faster.** ``benchmarks/writing.py`` compares ways of writing on a
 # machine without an accelerator. A process that maps the same memory and is told what to write
-# does no better there than these threads, so this recipe uses threads.
+# does no better there than these threads.
 #
 # DCP offers a process, too: ``AsyncCheckpointerType.PROCESS`` plans and writes in a daemon.
 # Training keeps the lock, but its thread copies the state into shared memory, and each tensor

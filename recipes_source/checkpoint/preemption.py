@@ -4,7 +4,7 @@
 Preemption: save and leave before the deadline
 ==============================================
 
-Lose no more than a step when a scheduler takes your machines back. It sends SIGTERM and, some
+Keep all of your work when a scheduler takes your machines back. It sends SIGTERM and, some
 seconds or minutes later, SIGKILL. This recipe uses the time in between. All ranks agree on the
 step after which they stop, save it, and leave with an exit code that says *start me again*. The
 signal may come in the middle of a step, of staging or of an upload, on one rank before another, or

@@ -233,8 +233,8 @@ def read(tree: object, tensors: list[torch.Tensor]) -> object:
 # * tensors that forward changes (BatchNorm's statistics),
 # * tensors that are not contiguous,
 # * tensors on another device (step counts on the CPU),
-# * with ``snapshot_bytes``, as many others as you can afford. This pays if a step is shorter than
-#   the copy.
+# * with ``snapshot_bytes``, as many others as fit. It is meant for steps shorter than the copy: see the
+#   rows of short steps in :doc:`overlapped_writer` before you use it.
 #
 # Optimizers, loads and ``p.data = ...`` may give a tensor other memory, or another shape over the
 # same memory. So every save compares the address, shape and strides of each tensor, which takes
