@@ -20,6 +20,7 @@ from torch.nn.utils import clip_grads_with_norm_
 sys.path.insert(0, str(Path(__file__).parents[1] / "recipes_source" / "offload"))
 
 import host_layers
+import one_copy_a_host
 from host_adam import HostUpdates
 from host_layers import ALIGNMENT, HostBuffer, HostLayer, move_to_host
 from one_copy_a_host import FAILED, Host, SharedAdamW, SharedModel
@@ -394,6 +395,29 @@ def test_a_step_without_gradients_is_none():
         assert optimizer.steps == 1
 
 
+def test_a_closure_is_called():
+    """Lightning, for one, computes the gradients in it."""
+    model = llama(torch.bfloat16)
+    with closing(whole(model, streamed := streamed_of(model))) as optimizer:
+
+        def closure() -> torch.Tensor:
+            loss = model(**batch(0)).loss
+            loss.backward()
+            return loss
+
+        assert optimizer.step(closure).item() > 0
+        streamed.wait()
+        assert optimizer.steps == 1
+
+
+def test_a_group_that_comes_later_is_refused():
+    model = llama(torch.bfloat16)
+    model.lm_head.weight.requires_grad_(False)
+    optimizer = whole(model, streamed_of(model))
+    with closing(optimizer), pytest.raises(ValueError, match="make another optimizer"):
+        optimizer.add_param_group({"params": [model.lm_head.weight]})
+
+
 def test_the_norm_is_of_this_steps_gradients_alone():
     """A batch that overflows in a layer, dropped before the step, is no part of the next norm."""
     model = llama(torch.bfloat16)
@@ -519,6 +543,30 @@ def test_a_failed_block_is_told_to_the_other_ranks():
         with pytest.raises(TypeError):
             streamed.wait()
         assert optimizer.host.done[1].tolist() == [FAILED]
+
+
+@pytest.mark.usefixtures("group")
+def test_closing_waits_for_the_parts_of_the_other_ranks(monkeypatch):
+    """Or the weights that are saved behind it would be half of this step's, half of the last's."""
+    model = llama(torch.bfloat16)
+    streamed = SharedModel(model, model.model.layers, CPU, Host())
+    optimizer = SharedAdamW(groups_of(model), streamed, lr=RATE)
+    done = optimizer.host.done = torch.zeros(LAYERS, 2, dtype=torch.int64)
+    monkeypatch.setattr(one_copy_a_host.time, "sleep", lambda _: done[:, 1].fill_(1))
+    model(**batch(0)).loss.backward()
+    optimizer.step()
+    optimizer.close()
+    assert done.tolist() == [[1, 1]] * LAYERS
+
+
+def test_a_model_on_the_host_is_shared_where_ranks_have_a_group_of_devices_alone():
+    """As after ``init_process_group("nccl")``."""
+    dist.init_process_group("cuda:gloo", store=dist.HashStore(), rank=0, world_size=1)
+    try:
+        model = llama(torch.bfloat16)
+        SharedModel(model, model.model.layers, CPU, Host()).close()
+    finally:
+        dist.destroy_process_group()
 
 
 def train_shared(rank: int, store: str, weights: str) -> None:

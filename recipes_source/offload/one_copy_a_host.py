@@ -68,7 +68,7 @@ import os
 import re
 import time
 from collections.abc import Iterable, Iterator
-from contextlib import closing, contextmanager
+from contextlib import closing, contextmanager, suppress
 from copy import deepcopy
 from pathlib import Path
 
@@ -95,6 +95,7 @@ class Host:
     def __init__(self) -> None:
         size = int(os.environ.get("LOCAL_WORLD_SIZE", "1"))
         self.group, _ = dist.new_subgroups(size, backend="gloo")
+        self.everyone = dist.new_group(backend="gloo")
         self.rank, self.ranks = dist.get_rank(self.group), size
 
     def barrier(self) -> None:
@@ -143,7 +144,7 @@ class SharedModel(streaming.StreamedModel):
     def __init__(self, model, layers: Iterable, device, host: Host, **settings) -> None:
         self.host = host
         for parameter in model.parameters():
-            dist.broadcast(parameter.data, 0)
+            dist.broadcast(parameter.data, 0, host.everyone if parameter.is_cpu else None)
         super().__init__(model, layers, device, **settings)
         for layer in self.layers:
             with host.shares():
@@ -217,6 +218,12 @@ class SharedUpdates(adam.HostUpdates):
     def wait(self) -> None:
         super().wait()
         [self.await_others(layer) for layer in self.updates]
+
+    def close(self) -> None:
+        """End the threads, when the other ranks have written their parts, or failed."""
+        super().close()
+        with suppress(RuntimeError):
+            [self.await_others(layer) for layer in self.updates]
 
 
 class SharedAdamW(whole.HostAdamW):

@@ -150,11 +150,9 @@ class HostAdamW(torch.optim.Optimizer):
         self.group_of = {p: i for i, group in enumerate(self.param_groups) for p in group["params"]}
         self.host = self.updates(streamed, self.group_of, threads)
         self.synchronises, self.skipped, self.steps = True, 0, torch.zeros(())
-        for parameter, kept in self.host.state.items():
-            self.state[parameter] = {"step": self.steps, **kept}
+        self.state |= {p: {"step": self.steps, **kept} for p, kept in self.host.state.items()}
         self.residents = [p for p in self.group_of if p.requires_grad and p not in self.state]
-        for p in self.residents:
-            self.state[p] = state_on_device(p)
+        self.state |= {p: state_on_device(p) for p in self.residents}
         self.norms: dict[nn.Parameter, torch.Tensor] = {}
         self.register_state_dict_pre_hook(lambda _: streamed.wait())
         for module in streamed.model.modules():
@@ -162,6 +160,11 @@ class HostAdamW(torch.optim.Optimizer):
             streamed.hooks.append(hook)
         streamed.optimizer = self
         streamed.after_gradients, streamed.after_store = self.reduce, self.stored
+
+    def add_param_group(self, param_group: dict) -> None:
+        if hasattr(self, "group_of"):
+            raise ValueError("what is trained is fixed: close this one, make another optimizer")
+        super().add_param_group(param_group)
 
     # Backward
 
@@ -200,18 +203,22 @@ class HostAdamW(torch.optim.Optimizer):
     # The step
 
     @torch.no_grad()
-    def step(self, closure=None) -> None:
-        """Queue the update of everything, with the settings of now; wait for nothing."""
+    def step(self, closure=None) -> torch.Tensor | None:
+        """Queue the update of everything, with the settings of now; wait for nothing.
+
+        ``closure``, if there is one, computes the gradients first; its loss is returned.
+        """
+        loss = torch.enable_grad()(closure)() if closure else None
         residents = [p for p in self.residents if p.grad is not None]
         for p in residents:
             self.average(p.grad)
             self.norms[p] = torch.linalg.vector_norm(p.grad, dtype=torch.float32)
         norms = [self.norms[p] for p in self.group_of if p in self.norms]
         if not norms:
-            return
+            return loss
         norm = torch.linalg.vector_norm(torch.stack(norms))
-        limit, settings = self.max_norm, self.settings()
-        scale = ((torch.inf if limit is None else limit) / (norm + 1e-6)).clamp(max=1.0)
+        limit = torch.inf if self.max_norm is None else self.max_norm
+        scale, settings = (limit / (norm + 1e-6)).clamp(max=1.0), self.settings()
         skip = (~norm.isfinite()).float()
         layers = [] if self.in_backward else sorted(self.streamed.summed)
         announced, known = self.host.announce(layers, settings), self.to_host(norm, scale)
@@ -219,6 +226,7 @@ class HostAdamW(torch.optim.Optimizer):
         for p in residents:
             update_on_device(settings[self.group_of[p]], p, self.state[p], scale, skip)
         self.zero_grad()
+        return loss
 
     def settings(self) -> list[dict]:
         """Of all groups, as they are now: a schedule may change them at once."""
@@ -227,9 +235,8 @@ class HostAdamW(torch.optim.Optimizer):
     def to_host(self, norm: torch.Tensor, scale: torch.Tensor) -> tuple:
         """Queue the copy of two numbers behind the gradients; their event, copy and source."""
         streams, d2h = self.streamed.streams, self.streamed.d2h
-        source, cuda = torch.stack([norm, scale]), norm.is_cuda
-        copy = torch.empty(2, pin_memory=cuda)
-        arrived = streams.Event(**({"blocking": True} if cuda else {}))
+        source, blocking = torch.stack([norm, scale]), {"blocking": True} if norm.is_cuda else {}
+        copy, arrived = torch.empty(2, pin_memory=norm.is_cuda), streams.Event(**blocking)
         d2h.wait_stream(streams.current_stream())
         with streams.stream(d2h):
             copy.copy_(source, non_blocking=True)
@@ -246,8 +253,7 @@ class HostAdamW(torch.optim.Optimizer):
         """The thread of arrivals: when gradients and their norm are here, have layers updated."""
         try:
             arrived.synchronize()
-            norm, scale = copy.tolist()
-            finite = copy[0].isfinite().item()
+            (norm, scale), finite = copy.tolist(), copy[0].isfinite().item()
             if not finite and self.in_backward:
                 raise FloatingPointError(f"norm {norm}: layers are half updated, load a checkpoint")
             if finite:
@@ -312,16 +318,14 @@ def main() -> None:
         model = streaming.Model().bfloat16()
         ordinary = deepcopy(model).to(device)
         streamed = streaming.StreamedModel(model, model.encoder.layers, device)
-        settings = streaming.SETTINGS | {"max_norm": MAX_NORM}
-        with closing(
-            HostAdamW(streaming.groups_of(model.parameters()), streamed, **settings)
-        ) as optimizer:
+        groups, settings = streaming.groups_of(model.parameters()), streaming.SETTINGS
+        with closing(HostAdamW(groups, streamed, max_norm=MAX_NORM, **settings)) as optimizer:
             train(optimizer, device)
             assert optimizer.skipped == 1
         streaming.train_resident(ordinary, device, STEPS, max_norm=MAX_NORM, bad_step=BAD_STEP)
         for ours, theirs in zip(model.parameters(), ordinary.parameters(), strict=True):
-            close = {"rtol": 0, "atol": 0 if device.type == "cpu" else ON_DEVICE}
-            torch.testing.assert_close(ours.to(device), theirs, **close)
+            atol = 0 if device.type == "cpu" else ON_DEVICE
+            torch.testing.assert_close(ours.to(device), theirs, rtol=0, atol=atol)
         print(f"{STEPS} steps, one of them skipped: the weights of the resident run")
     finally:
         dist.destroy_process_group()
