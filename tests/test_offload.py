@@ -294,6 +294,58 @@ def test_whole_steps_in_a_run_with_troubles(tied, budget_layers):
         assert optimizer.skipped == 1
 
 
+def test_two_optimizers_one_for_the_layers():
+    """Embedding and head have one of torch's, which waits for the layers."""
+    models = llama(torch.bfloat16), llama(torch.bfloat16)
+    outside = [[m.model.embed_tokens.weight, m.lm_head.weight] for m in models]
+    others = [torch.optim.SGD(parameters, lr=RATE, momentum=0.9) for parameters in outside]
+    for model, parameters in zip(models, outside, strict=True):
+        model.model.norm.weight.requires_grad_(False)
+        [parameter.requires_grad_(False) for parameter in parameters]  # not the first one's
+    resident, model = models
+    reference, streamed = Resident(resident), streamed_of(model)
+    with closing(whole(model, streamed)) as optimizer:
+        schedule = falling(optimizer)
+        [parameter.requires_grad_(True) for parameters in outside for parameter in parameters]
+        for step in range(4):
+            reference.step(resident(**batch(step)).loss)
+            model(**batch(step)).loss.backward()
+            optimizer.step()
+            schedule.step()
+            for other in others:
+                other.step()
+                other.zero_grad()
+        streamed.wait()
+        assert same(model, resident)
+
+
+def test_adapters_are_trained_in_whole_steps():
+    """LoRA on a frozen base in bf16: one batch is not finite, evaluations, a schedule."""
+    peft = pytest.importorskip("peft")
+    models = []
+    for _ in range(2):
+        model = llama(torch.bfloat16)
+        torch.manual_seed(1)
+        config = peft.LoraConfig(r=4, target_modules=["q_proj", "down_proj"], lora_dropout=0.0)
+        models.append(peft.get_peft_model(model, config, autocast_adapter_dtype=False))
+    resident, model = models
+    reference = Resident(resident)
+    streamed = StreamedModel(model, model.base_model.model.model.layers, CPU)
+    with closing(whole(model, streamed)) as optimizer:
+        schedule = falling(optimizer)
+        for step in range(5):
+            bad = torch.nan if step == 2 else 1
+            (model(**batch(step)).loss * bad).backward()
+            reference.step(resident(**batch(step)).loss * bad)
+            optimizer.step()
+            schedule.step()
+            with torch.no_grad():
+                model(**batch(9))
+        streamed.wait()
+        assert same(model, resident)
+        assert optimizer.skipped == 1
+
+
 def test_a_bad_batch_leaves_every_weight_and_moment_as_it_was():
     model = llama(torch.bfloat16)
     with closing(whole(model, streamed := streamed_of(model))) as optimizer:
