@@ -31,6 +31,7 @@ INSTEAD = {
     "staging_copies": {"torch.cuda": "torch.cpu"},  # whose streams do nothing
     "object_storage": {"s3://bucket/run": "memory://run"},
     "two_hosts": {"/local/run": "checkpoints"},
+    "lightning_strategy": {"Trainer(strategy": 'Trainer(accelerator="cpu", strategy'},
     "transformers_trainer": {  # accelerate shards on accelerators alone
         "import OverlappedTrainer": "import TrainerOnAnyDevice as OverlappedTrainer",
         'output_dir="run",': 'output_dir="run", use_cpu=True,',
