@@ -7,8 +7,10 @@ Save without stopping: ``async_save``
 Let training go on while a checkpoint is written. ``async_save`` of
 ``torch.distributed.checkpoint`` (DCP) stops training only for a copy to host memory; a thread
 writes that copy during the next steps. Used as it comes, it can lose the last checkpoint, end a
-run because one disk is full, or leave a directory that loads and is wrong. This recipe closes
-these gaps:
+run because one disk is full, or leave a directory that loads and is wrong. This recipe
+closes these gaps.
+
+The loop is:
 
 .. literalinclude:: async_save.py
    :pyobject: train

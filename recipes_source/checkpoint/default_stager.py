@@ -6,8 +6,10 @@ Stage while the next step runs: ``DefaultStager``
 
 Move the staging copy off the training thread, with torch's own stager. The copy runs while the
 next step's forward and backward compute, and only ``optimizer.step()`` waits for it. Used as
-published, ``DefaultStager`` can write the weights of the previous step. This recipe adds the
-ordering that is missing:
+published, ``DefaultStager`` can write the weights of the previous step. This recipe adds the missing
+ordering.
+
+The loop is:
 
 .. literalinclude:: default_stager.py
    :pyobject: train

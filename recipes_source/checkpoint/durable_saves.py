@@ -27,7 +27,8 @@ goes on.
 
     newest_step(root)  # None, or the step to resume from; with digests=True every byte is read
 
-Copy this file, ``overlapped_stager.py``, ``staging_copies.py`` and ``state_to_save.py``.
+Your project needs this file, ``overlapped_stager.py``, ``staging_copies.py`` and
+``state_to_save.py``.
 
 .. grid:: 1 1 2 2
 

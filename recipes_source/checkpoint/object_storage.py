@@ -34,7 +34,8 @@ and needs no client.
     export AWS_ACCESS_KEY_ID=... AWS_SECRET_ACCESS_KEY=... AWS_ENDPOINT_URL=...
     torchrun ... train.py
 
-Copy this file, ``overlapped_stager.py``, ``staging_copies.py`` and ``state_to_save.py``.
+Your project needs this file, ``overlapped_stager.py``, ``staging_copies.py`` and
+``state_to_save.py``.
 
 .. grid:: 1 1 2 2
 

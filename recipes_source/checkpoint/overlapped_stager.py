@@ -33,7 +33,7 @@ costs next to nothing then), or the host cannot spare two copies of each rank's 
            if step % 100 == 0:
                saves.save({"app": app}, root / f"step{step}")
 
-Copy this file, ``staging_copies.py``, and ``AppState`` from :doc:`state_to_save`.
+Your project needs this file, ``staging_copies.py``, and ``AppState`` from :doc:`state_to_save`.
 
 .. grid:: 1 1 2 2
 

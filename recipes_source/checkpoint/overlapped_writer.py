@@ -34,7 +34,7 @@ and :doc:`overlapped_stager` does as well.
            if step % 100 == 0:
                saves.save({"app": app}, root / f"step{step}")
 
-Copy this file, ``overlapped_stager.py``, ``staging_copies.py``, and ``AppState`` from
+Your project needs this file, ``overlapped_stager.py``, ``staging_copies.py``, and ``AppState`` from
 :doc:`state_to_save`. ``save`` stages beside training and returns. ``root/step100`` appears when
 every rank has written its part and the storage has all of it.
 

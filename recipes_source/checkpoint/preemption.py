@@ -39,8 +39,8 @@ instead (:doc:`retention`).
         (root / "finished").touch()
     sys.exit(0 if run.step == steps else AGAIN)
 
-Copy this file, ``resume_and_reshard.py``, and the files that :doc:`retention` lists. In a Slurm
-job:
+Your project needs this file, ``resume_and_reshard.py``, ``retention.py``, and the files that
+:doc:`retention` lists. In a Slurm job:
 
 .. code-block:: bash
 

@@ -29,7 +29,7 @@ the samples. Then seed anew, start the data where you like, and load with :doc:`
             if run.step % 1000 == 0:
                 saves.save({"run": run}, root / f"step{run.step}")
 
-Copy this file and those that :doc:`retention` lists.
+Your project needs this file, ``retention.py``, and the files that :doc:`retention` lists.
 
 .. grid:: 1 1 2 2
 

@@ -27,7 +27,8 @@ all.
             if step % 1000 == 0:
                 saves.save({"app": app}, root / f"step{step}")
 
-Copy this file and those that :doc:`durable_saves` lists. The same file is a command:
+Your project needs this file, ``durable_saves.py``, and the files that :doc:`durable_saves` lists. The
+same file is a command:
 
 .. code-block:: bash
 

@@ -6,7 +6,9 @@ What to save, and how to know that it is right
 
 Save everything that a restart reads, and change nothing by saving it. ``AppState`` is that state
 for a sharded model and any optimizer. ``assert_same_bits`` is the test that the other recipes of
-this folder run on themselves. This saves and loads:
+this folder run on themselves.
+
+This saves and loads:
 
 .. literalinclude:: state_to_save.py
    :pyobject: save_and_load

@@ -35,7 +35,8 @@ then. The job files and the table of promises below hold there, too.
     torchrun --nnodes=1:2 --nproc-per-node=8 --max-restarts=3 --rdzv-id=run --rdzv-backend=c10d \\
         --rdzv-endpoint=host0:29400 train.py         # the same line on every host
 
-Copy this file, ``overlapped_stager.py``, ``staging_copies.py`` and ``state_to_save.py``.
+Your project needs this file, ``overlapped_stager.py``, ``staging_copies.py`` and
+``state_to_save.py``.
 
 .. grid:: 1 1 2 2
 

@@ -29,8 +29,8 @@ without a save: the noise.
    trainer = Trainer(strategy=OverlappedStrategy(), callbacks=[checkpoints])
    trainer.fit(model, data)  # to resume: trainer.fit(model, data, ckpt_path="last")
 
-``model`` shards itself in ``configure_model``, as ``ModelParallelStrategy`` asks. Copy this file,
-``overlapped_stager.py`` and ``staging_copies.py``.
+``model`` shards itself in ``configure_model``, as ``ModelParallelStrategy`` asks. Your
+project needs this file, ``overlapped_stager.py`` and ``staging_copies.py``.
 
 .. verification-badge::
 """

@@ -33,7 +33,7 @@ without a save: the noise.
    trainer = OverlappedTrainer(model, arguments, train_dataset=data)
    trainer.train()  # to resume: trainer.train(resume_from_checkpoint=True)
 
-Copy this file, ``overlapped_stager.py`` and ``staging_copies.py``.
+Your project needs this file, ``overlapped_stager.py`` and ``staging_copies.py``.
 
 .. verification-badge::
 """
