@@ -1,12 +1,13 @@
 """The guide: templates with what was measured in them, and words that lead to the glossary."""
 
+import ast
 import json
 import re
 from functools import cache
 from pathlib import Path
 
 from docutils import nodes
-from recipe_index import TEMPLATES
+from recipe_index import SOURCE, TEMPLATES, recipes_of
 from results import link
 from sphinx.application import Sphinx
 from sphinx.util.docutils import SphinxDirective
@@ -14,6 +15,10 @@ from sphinx.util.docutils import SphinxDirective
 from benchmarks import result_files, will_it_hide
 
 ROOT = Path(__file__).parent.parent
+API = re.compile(
+    r"torch\.(distributed\.(checkpoint|fsdp|tensor)|autograd|utils\.checkpoint|cuda)(\.[a-z]\w*)*"
+    r"\.[A-Za-z]\w*|torch\.(get_device_module|distributed\.new_group)"
+)
 GLOSSARY = ROOT / "guide" / "glossary.rst"
 
 
@@ -30,9 +35,36 @@ class Template(SphinxDirective):
             data=lambda name: json.loads((ROOT / "guide" / name).read_text(encoding="utf-8")),
             figures=result_files,
             calculator=will_it_hide,
+            apis=apis(),
             scripts=sorted((ROOT / "tests" / "upstream").glob("[!r]*.py")),
         )
         return [nodes.raw("", html, format="html")]
+
+
+def apis() -> dict[str, list]:
+    """Each public name of torch that moves data or orders it, and the recipes that use it."""
+    found: dict[str, list] = {}
+    for recipe in recipes_of(SOURCE):
+        for name in used_names(recipe.path.read_text(encoding="utf-8")):
+            found.setdefault(name, []).append(recipe)
+    return dict(sorted(found.items()))
+
+
+def used_names(source: str) -> set[str]:
+    """The names that ``API`` matches, as torch calls them, whatever they are imported as."""
+    known, used = {}, set()
+    every = list(ast.walk(ast.parse(source)))
+    for node in every:
+        if isinstance(node, ast.ImportFrom):
+            known |= {a.asname or a.name: f"{node.module}.{a.name}" for a in node.names}
+        elif isinstance(node, ast.Import):
+            known |= {a.asname or "torch": a.name if a.asname else "torch" for a in node.names}
+    for node in every:
+        if isinstance(node, ast.Attribute | ast.Name):
+            root, dot, rest = ast.unparse(node).partition(".")
+            used.add(known.get(root, root) + dot + rest)
+    modules = {name.rpartition(".")[0] for name in used if name.rpartition(".")[0].islower()}
+    return {name for name in used - modules if API.fullmatch(name)}
 
 
 @cache

@@ -21,7 +21,7 @@ from docutils import nodes
 from docutils.parsers.rst import directives
 from lanes import LanePicture, picture
 from matplotlib.figure import Figure
-from matplotlib.ticker import LogLocator, MaxNLocator, NullLocator
+from matplotlib.ticker import MaxNLocator
 from sphinx import addnodes
 from sphinx.application import Sphinx
 from sphinx.environment import BuildEnvironment
@@ -235,13 +235,12 @@ class ResultFigure(ResultDirective):
 
     def show(self, result: Result, rows: list[dict]) -> list[nodes.Node]:
         benchmark = result.benchmark
-        over = benchmark.over
-        as_lines = benchmark.lines != "" and len({row.get(over) for row in rows}) > 1
+        as_lines = benchmark.lines != "" and len({row.get("tokens") for row in rows}) > 1
         field = self.options.get("field", benchmark.lines if as_lines else benchmark.bars)
         if "field" in self.options and not any(field in row for row in result.rows):
             raise self.error(f"{self.name}: {benchmark.title} has no field {field!r}")
         rows = [row for row in rows if known(row, field)]
-        cases = [p for p in result.varied() if not (as_lines and p == over)]
+        cases = [p for p in result.varied() if not (as_lines and p == "tokens")]
         groups: dict[tuple, list[dict]] = {}
         for row in rows:
             groups.setdefault(tuple((p, row[p]) for p in cases if p in row), []).append(row)
@@ -250,7 +249,7 @@ class ResultFigure(ResultDirective):
         for case, members in groups.items():
             title = ", ".join(f"{p}: {plain(value)}" for p, value in case if p not in same)
             if as_lines:
-                drawn = _lines(field, members, over, title, result.data["workload"])
+                drawn = _lines(field, members, title)
             else:
                 drawn = _bars(field, members, title, rows, benchmark.logarithmic)
             pictures.append(_as_node(drawn, benchmark.title, _words(field, members)))
@@ -276,7 +275,7 @@ def _words(field: str, rows: list[dict]) -> list[str]:
     """A drawing in words, a line a row."""
     lines = []
     for row in rows:
-        at = "".join(f" at {row[p]} {p}" for p in ("tokens", "layers") if p in row)
+        at = f" at {row['tokens']} tokens" if "tokens" in row else ""
         lines.append(f"{row['name']}{at}: {_first_lower(heading(field))} {cell(row, field)}")
     return lines
 
@@ -353,51 +352,22 @@ def on_axis(field: str, value: float) -> str:
     return "0" if value == 0 else round_number(written(field, value))
 
 
-def _lines(field: str, rows: list[dict], over: str, title: str, workload: dict) -> Figure:
-    """A line a row name over tokens or layers; times on a logarithmic axis, with their bound.
-
-    Ridge points that ``workload`` names (the tokens from which on compute is the bound, not the
-    link) are dotted lines in a drawing of times over tokens.
-    """
+def _lines(field: str, rows: list[dict], title: str) -> Figure:
+    """A line a row name over tokens."""
     figure = _figure(3.6, title)
     (axes,) = figure.axes
-    names = dict.fromkeys(row["name"] for row in rows)
-    for number, name in enumerate(names):
-        mine = sorted((row for row in rows if row["name"] == name), key=lambda row: row[over])
+    for number, name in enumerate(dict.fromkeys(row["name"] for row in rows)):
+        mine = sorted((row["tokens"], row[field]) for row in rows if row["name"] == name)
         style = {"color": SERIES[number % len(SERIES)], "marker": MARKERS[number % len(MARKERS)]}
         if number >= len(SERIES):
             style["linestyle"] = "--"
-        axes.plot(
-            *zip(*((row[over], row[field]) for row in mine), strict=True),
-            **style, label=name, markersize=5,
-        )  # fmt: skip
-    values = sorted({row[over] for row in rows})
-    if in_seconds(field):
-        axes.set_yscale("log")
-        axes.yaxis.set_major_locator(LogLocator(subs=(1, 2, 5)))
-        axes.yaxis.set_minor_locator(NullLocator())
-        bounded = {row[over]: row["bound_s"] for row in rows if row.get("bound_s")}
-        if bounded:
-            points = zip(*sorted(bounded.items()), strict=True)
-            axes.plot(*points, color=TEXT, linestyle="--", linewidth=1, label="bound")
-        if over == "tokens":
-            for name, tokens in workload.items():
-                if name.startswith("ridge_tokens"):
-                    axes.axvline(tokens, color=TEXT, linestyle=":", linewidth=1)
-                    axes.annotate(
-                        name.replace("_tokens", "").replace("_", " "), (tokens, 0.02),
-                        xycoords=("data", "axes fraction"), xytext=(3, 0), rotation=90,
-                        textcoords="offset points", color=TEXT, fontsize=9,
-                    )  # fmt: skip
-    elif field.endswith("_bytes"):
-        axes.set_ylim(bottom=0)
-    if over == "tokens":
-        axes.set_xscale("log", base=2)
-    axes.set_xticks(values)
+        axes.plot(*zip(*mine, strict=True), **style, label=name, markersize=5)
+    axes.set_xscale("log", base=2)
+    axes.set_xticks(sorted({row["tokens"] for row in rows}))
     kind = type(rows[0][field])
     axes.xaxis.set_major_formatter(lambda value, _: f"{value:,.0f}")
     axes.yaxis.set_major_formatter(lambda value, _: on_axis(field, kind(value)))
-    axes.set_xlabel(heading(over), color=TEXT)
+    axes.set_xlabel(heading("tokens"), color=TEXT)
     axes.set_ylabel(heading(field), color=TEXT)
     legend = figure.legend(
         loc="outside upper left", ncols=2, frameon=False, labelcolor=TEXT, fontsize=9.5

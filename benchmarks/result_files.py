@@ -133,6 +133,9 @@ HEADINGS = {
     "pairs": "Of pairs of windows",
     "efficiency_spread": "Their quartiles apart",
     "hidden_share": "Hidden",
+    "in_step_s": "Update in a step",
+    "clipped_bytes_per_s": "Update with clipping moves",
+    "held_bytes": "The host holds",
     "gemm_slowdown": "GEMM beside a gather",
 }
 """How pages call what a field's name does not say by itself."""
@@ -247,16 +250,15 @@ class Benchmark:
     """How a benchmark's results are shown.
 
     ``deciding`` fields are a table's columns, the first that rows have. ``bars`` is drawn by row,
-    on a logarithmic axis where ``logarithmic``; where rows vary in ``over``, ``lines`` is drawn
-    over it instead. ``readme`` names the columns of the README, or the field that it shows over
-    tokens where ``lines`` is; without any, the README leaves it out.
+    on a logarithmic axis where ``logarithmic``; where rows vary in tokens, ``lines`` is drawn over
+    them instead. ``readme`` names the columns of the README, or the field that it shows over tokens
+    where ``lines`` is; without any, the README leaves it out.
     """
 
     title: str
     deciding: str
     bars: str
     lines: str = ""
-    over: str = "tokens"
     readme: str = ""
     logarithmic: bool = False
 
@@ -273,8 +275,6 @@ BENCHMARKS = {
         title="How often one can save",
         deciding="kept step_s saves",
         bars="kept",
-        lines="kept",
-        over="every",
     ),
     "soak": Benchmark("Saves that are struck", "trials lost hung", "trials"),
     "save_faults": Benchmark(
@@ -298,13 +298,6 @@ BENCHMARKS = {
         bars="step_s",
         lines="eta",
         readme="kept",
-    ),
-    "offload_memory": Benchmark(
-        title="Memory with weights on the host",
-        deciding="parameters state_bytes state_over_device",
-        bars="peak_reserved_bytes",
-        lines="peak_reserved_bytes",
-        over="layers",
     ),
     "three_streams": Benchmark(
         title="Chunks to the device, through a kernel, and back",

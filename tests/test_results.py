@@ -331,29 +331,10 @@ def measured_steps(repo: Path) -> None:
     path.rename(path.with_name("offload_step.test-x2.json"))
 
 
-def test_times_over_tokens_are_drawn_with_their_bound_and_the_ridge(repo):
-    measured_steps(repo)
-    roofline = ".. result-figure:: offload_step\n   :field: step_s"
-    html, warnings = render(repo, roofline)
-    assert warnings == "" and ">bound<" in html and ">ridge forward<" in html
-    html, _ = render(repo, roofline.replace("step_s", "eta"))
-    assert ">bound<" not in html and ">ridge forward<" not in html
-
-
 def test_a_field_that_the_benchmark_lacks_is_reported(repo):
     measured_steps(repo)
     _, warnings = render(repo, ".. result-figure:: offload_step\n   :field: stall_s")
     assert "no field 'stall_s'" in warnings
-
-
-def test_rows_over_layers_are_lines(repo):
-    rows = [
-        {"name": "streamed", "layers": n, "peak_reserved_bytes": 7e9, "samples": {}} for n in (4, 8)
-    ]
-    path = measure(repo, rows=rows, benchmark="offload_memory")
-    path.rename(path.with_name("offload_memory.test-x2.json"))
-    html, warnings = render(repo, ".. result-figure:: offload_memory")
-    assert warnings == "" and ">Layers<" in html and "7.00 GB" in html
 
 
 def test_one_tab_a_file_most_ranks_first(repo):

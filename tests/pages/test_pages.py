@@ -14,6 +14,7 @@ import pytest
 from bs4 import BeautifulSoup
 from small_site import ROOT
 
+from guide import used_names
 from harness.recipe import discover
 
 sys.path.insert(0, str(ROOT / "tests"))
@@ -170,6 +171,30 @@ def test_what_needs_an_address_is_there_where_it_is_set_and_left_out_where_not(s
     assert "https://b.example/r/issues/new?title=recipes/toys/hello" in text
     assert "torch%20" in text
     assert "https://a.example/x/recipes" in (site.root / "_build/both/sitemap.xml").read_text()
+
+
+def test_recipes_are_found_by_the_names_of_torch_that_they_use(built_site):
+    found = page(built_site, "guide/apis")
+    name = found.find(id="torch.distributed.checkpoint.async_save")
+    links = [a["href"] for a in name.find_next("dd").select("a")]
+    assert "../recipes/checkpoint/async_save.html" in links
+    assert all((built_site / "guide" / a).resolve().exists() for a in links)
+    pictures = [img["src"] for img in found.select(".apis img")]
+    assert pictures and all((built_site / "guide" / src).resolve().exists() for src in pictures)
+
+
+def test_a_name_of_torch_is_found_however_it_is_imported():
+    source = (
+        "import torch\nimport torch.distributed.checkpoint as dcp\n"
+        "from torch.distributed.tensor import DTensor\nfrom mine import save\n"
+        "dcp.async_save\nDTensor.from_local\ntorch.get_device_module\nsave()\nself.save\n"
+        "dcp._private\n"
+    )
+    assert used_names(source) == {
+        "torch.distributed.checkpoint.async_save",
+        "torch.distributed.tensor.DTensor",
+        "torch.get_device_module",
+    }
 
 
 def test_the_upstream_scripts_are_short_and_recorded():
