@@ -65,9 +65,10 @@ wait until the first stream has nothing ready. Stream priorities do not change t
 the same problem (`4303 <https://github.com/meta-pytorch/torchrec/pull/4303>`__, `4339
 <https://github.com/meta-pytorch/torchrec/pull/4339>`__).
 
-The recipe cuts the copies into pieces. Each piece waits for an event behind the piece before it,
-**on the other stream**. So no stream ever has a second copy ready. Between two pieces the engine
-turns to the other streams, and the read is served. The host still queues all pieces at once. It
+The recipe cuts the copies into pieces of 32 MB; smaller copies share a piece. Each piece waits for
+an event behind the piece before it, **on the other stream**. So no stream ever has the next piece
+ready. Between two pieces the engine turns to the other streams, and the read is served. The host
+still queues all pieces at once. It
 needs no thread to pace them, and it knows the event behind the last piece as soon as it has queued
 them.
 
@@ -94,11 +95,11 @@ from copy import deepcopy
 from weakref import finalize
 
 import torch
-from torch import nn
+from torch import Tensor, nn
 from torch.distributed.device_mesh import DeviceMesh
 from torch.distributed.tensor import DTensor
 
-PIECE = 32 << 20  # bytes of one copy: a read of the training waits for one at most
+TURN = 32 << 20  # bytes of copies in a row: a read of the training waits for one turn at most
 SMALL = 1 << 20  # bytes; smaller tensors travel together
 ALIGNMENT = 64  # bytes; where a tensor or a pack may start
 
@@ -206,12 +207,10 @@ def read(tree: object, tensors: list[torch.Tensor]) -> object:
     def read_leaf(leaf: object) -> object:
         if is_staged(leaf):
             tensors.append(leaf)
-        elif torch.is_tensor(leaf):
-            return leaf.detach().to("cpu", copy=True)
-        return leaf if is_staged(leaf) else deepcopy(leaf)
+            return leaf
+        return leaf.detach().to("cpu", copy=True) if torch.is_tensor(leaf) else deepcopy(leaf)
 
-    if hasattr(tree, "state_dict"):
-        tree = tree.state_dict()
+    tree = tree.state_dict() if hasattr(tree, "state_dict") else tree
     if hasattr(tree, "tensors"):  # see kept_state.py: a dict that stays as it is
         tensors += tree.tensors
         return tree
@@ -242,9 +241,9 @@ def read(tree: object, tensors: list[torch.Tensor]) -> object:
 # ``_local_tensor`` is private by name. The public ``to_local()`` makes a new tensor at every call.
 
 
-def places_of(tensors: list[torch.Tensor]) -> list[tuple]:
+def places_of(tensors: list[torch.Tensor]) -> list[list]:
     shards = [x._local_tensor if isinstance(x, DTensor) else x for x in tensors]
-    return [(shard.data_ptr(), shard.shape, shard.stride()) for shard in shards]
+    return [list(map(of, shards)) for of in (Tensor.data_ptr, Tensor.size, Tensor.stride)]
 
 
 def layout(x: torch.Tensor) -> tuple:
@@ -270,8 +269,8 @@ class CopyPlan:
         snapshot_bytes: of device memory, for copies that need not be on the host before the update.
 
     ``offsets`` are bytes in an arena, by identity. ``snapshots`` are pairs (copy, shard), ``packs``
-    pairs (tensor of bytes, bytes of many small tensors). ``in_place`` are pairs (offset, bytes of a
-    tensor itself), ``from_copies`` pairs (offset, bytes of a snapshot or a pack).
+    pairs (tensor of bytes, bytes of many small tensors). ``in_place`` are turns: lists of pairs
+    (offset, bytes of a tensor itself), ``from_copies`` the same with bytes of a snapshot or a pack.
     """
 
     def __init__(
@@ -305,29 +304,31 @@ class CopyPlan:
                 self.offsets[identity(shard)] = offset
                 offset += shard.nbytes
         for shard, source in large:
-            pieces = self.in_place if source is shard else self.from_copies
-            self.offsets[identity(shard)] = self.place(as_bytes(source), pieces)
+            turns = self.in_place if source is shard else self.from_copies
+            self.offsets[identity(shard)] = self.place(as_bytes(source), turns)
 
-    def place(self, source: torch.Tensor, pieces: list[tuple]) -> int:
-        """Reserve room for the bytes of ``source``, to be copied in ``pieces``; return its offset."""
+    def place(self, source: torch.Tensor, turns: list[list]) -> int:
+        """Reserve room for the bytes of ``source``, to be copied in ``turns``; return its offset."""
         offset = self.nbytes
         self.nbytes += -(-source.nbytes // ALIGNMENT) * ALIGNMENT
-        for start in range(0, source.nbytes, PIECE):
-            pieces.append((offset + start, source[start : start + PIECE]))
+        for start in range(0, source.nbytes, TURN):
+            piece = source[start : start + TURN]
+            if not turns or piece.nbytes + sum(other.nbytes for _, other in turns[-1]) > TURN:
+                turns.append([])
+            turns[-1].append((offset + start, piece))
         return offset
 
     def fits(self, tensors: list[torch.Tensor]) -> bool:
         """Whether these are the tensors of the plan, or others of the same memory and layout."""
-        if len(tensors) != len(self.tensors) or places_of(tensors) != self.places:
+        if places_of(tensors) != self.places:
             return False
         pairs = zip(tensors, self.tensors, strict=True)
         return all(new is old or layout(new) == layout(old) for new, old in pairs)
 
     def hosts(self, arena: PinnedArena) -> list[torch.Tensor]:
         """The tensors of the plan as they will lie in ``arena``; tied ones share their memory."""
-        hosts = {}
-        for shard in self.shards:
-            hosts[identity(shard)] = arena.tensor(self.offsets.get(identity(shard), 0), shard)
+        at = self.offsets.get
+        hosts = {identity(x): arena.tensor(at(identity(x), 0), x) for x in self.shards}
         pairs = zip(self.tensors, self.shards, strict=True)
         return [in_host_memory(tensor, hosts[identity(shard)]) for tensor, shard in pairs]
 
@@ -342,14 +343,15 @@ class CopyPlan:
         Returns:
             The event behind which an update may change the tensors, and that behind all copies.
         """
-        with streams.stream(first):
-            for pack, sources in self.packs:
+        for pack, sources in self.packs:
+            with streams.stream(first):
                 torch.cat(sources, out=pack)
         ended, read, copied = streams.Event(), streams.Event(), streams.Event()
-        for pieces, event in ((self.in_place, read), (self.from_copies, copied)):
-            for offset, source in pieces:
+        for turns, event in ((self.in_place, read), (self.from_copies, copied)):
+            for turn in turns:
                 with streams.stream(first):
-                    arena.bytes.narrow(0, offset, source.nbytes).copy_(source, non_blocking=True)
+                    for offset, piece in turn:
+                        arena.bytes.narrow(0, offset, piece.nbytes).copy_(piece, non_blocking=True)
                     ended.record(first)
                 second.wait_event(ended)
                 first, second = second, first
@@ -370,13 +372,12 @@ def main() -> None:
 
     device, tensors = basic.start_rank(), []
     streams, app = torch.get_device_module(device), basic.build_app(device)
-    first, second = streams.Stream(), streams.Stream()
     basic.train_step(app, device)
     read({"app": app}, tensors)
     tensors.append(tensors[0])  # as if it were tied
     plan = CopyPlan(tensors, device, changed_by_forward=app.model.buffers())
     arena = PinnedArena(plan.nbytes, device)
-    hosts = plan.hosts(arena)
+    hosts, first, second = plan.hosts(arena), streams.Stream(), streams.Stream()
     for _ in range(3):
         expected = [shard_of(tensor).detach().cpu().clone() for tensor in tensors]
         plan.take_snapshots()
