@@ -65,12 +65,11 @@ wait until the first stream has nothing ready. Stream priorities do not change t
 the same problem (`4303 <https://github.com/meta-pytorch/torchrec/pull/4303>`__, `4339
 <https://github.com/meta-pytorch/torchrec/pull/4339>`__).
 
-The recipe cuts the copies into pieces of 32 MB; smaller copies share a piece. Each piece waits for
-an event behind the piece before it, **on the other stream**. So no stream ever has the next piece
-ready. Between two pieces the engine turns to the other streams, and the read is served. The host
-still queues all pieces at once. It
-needs no thread to pace them, and it knows the event behind the last piece as soon as it has queued
-them.
+The recipe cuts the copies into pieces of ``TURN`` bytes; smaller copies share a piece. Each piece
+waits for an event behind the piece before it, **on the other stream**. So no stream ever has the
+next piece ready. Between two pieces the engine turns to the other streams, and the read is served.
+The host still queues all pieces at once. It needs no thread to pace them, and it knows the event
+behind the last piece as soon as it has queued them.
 
 .. lanes:: Schematic. The read in the second step, with all copies on one stream (above) and in turns (below).
 
