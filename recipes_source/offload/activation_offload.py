@@ -4,9 +4,12 @@
 Longer sequences: activations on the host between forward and backward
 ======================================================================
 
-Longer sequences fit when the tensors that autograd saves for backward, which grow with the length,
-wait in host memory. This recipe copies them there while forward goes on, and back while backward
-goes on, so that device memory holds a window of them and not all.
+Train on longer sequences: what autograd saves for backward grows with the length, and can wait in
+host memory. This recipe copies it there while forward goes on, and back while backward goes on.
+Device memory then holds a window of it, not all.
+
+**When not to bother:** the step fits the device; or ``torch.utils.checkpoint`` frees enough. Below a
+length that grows with the width it is cheaper: see the end of this page.
 
 .. grid:: 1 1 2 2
 
@@ -380,18 +383,17 @@ if __name__ == "__main__":
 # When it is not worth it
 # -----------------------
 # A transformer layer of width :math:`d`, with an MLP of :math:`4\,d`, computes :math:`24\,d^2`
-# operations a token in forward, and causal attention over :math:`T` tokens :math:`2\,T d` more. In
-# two-byte numbers, without dropout, it saves about :math:`32\,d` bytes a token. With :math:`F`
-# operations and :math:`B` bytes a second, forward hides its copies where
+# operations per token in forward, and causal attention over :math:`T` tokens :math:`2\,T d` more. In
+# two-byte numbers, without dropout, it saves about :math:`32\,d` bytes per token. With :math:`F`
+# operations and :math:`B` bytes per second, forward hides its copies where
 #
 # .. math::
 #
 #    12\,d + T \;\ge\; 16\,\frac{F}{B}
 #
 # * Below that the link is the wall, and recomputation (``torch.utils.checkpoint``) is cheaper. Put
-#   this class around a checkpointed model, and only the layers' inputs move: :math:`2\,d` bytes a
+#   this class around a checkpointed model, and only the layers' inputs move: :math:`2\,d` bytes per
 #   token. That frees memory where the inputs outweigh the gradients: from :math:`12\,d` tokens on.
-# * The step fits the device: nothing is gained.
 # * Forward without backward: use ``torch.no_grad()``, which saves nothing.
 #
 # Known limits

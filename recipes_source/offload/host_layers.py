@@ -1,13 +1,14 @@
 # SPDX-License-Identifier: BSD-3-Clause
 # Overlap Recipes 0.1.0, offload/host_layers.py
 """
-Weights that live in host memory: one flat buffer a layer
-=========================================================
+Weights that live in host memory: one flat buffer per layer
+===========================================================
 
-This recipe moves the parameters of a model's layers into host memory that the device can read by
-itself, in one piece per layer: a layer then crosses the link in **one copy**. The modules, their
-optimizer and their checkpoints do not notice. It is what must be done before weights can be
-streamed.
+Free the device of a model's layers. This recipe moves their parameters into host memory that the
+device can read by itself, in one piece per layer, so that a layer crosses the link in **one copy**.
+Modules, optimizer and checkpoints stay as they are. :doc:`streamed_model` builds on it.
+
+**When not to bother:** the model fits the device with its gradients.
 
 .. grid:: 1 1 2 2
 
@@ -64,7 +65,7 @@ from torch.func import functional_call
 
 ALIGNMENT = 256  # elements: where a parameter may begin, 512 bytes of bf16 as on a CUDA device
 WIDTH = 32  # features
-BATCH, TOKENS, LAYERS, STEPS = 2, 8, 3, 3  # sequences a step, tokens of each; layers, steps
+BATCH, TOKENS, LAYERS, STEPS = 2, 8, 3, 3  # sequences per step, tokens of each; layers, steps
 
 # %%
 # One flat buffer
@@ -291,7 +292,7 @@ def start_rank() -> torch.device:
 
 
 def gradients_to_host(model: list[HostLayer], x: torch.Tensor) -> torch.Tensor:
-    """Forward and backward with one copy a layer and direction; returns the loss."""
+    """Forward and backward with one copy per layer and direction; returns the loss."""
     flats = []
     for layer in model:
         views = {}
@@ -385,9 +386,8 @@ if __name__ == "__main__":
 #
 # When it is not worth it
 # -----------------------
-# * The model fits the device with its gradients: leave it there.
-# * Only the optimizer's state does not fit: keep weights and gradients on the device and move the
-#   update alone to the host.
+# Only the optimizer's state does not fit: keep weights and gradients on the device and move the
+# update alone to the host.
 #
 # Known limits
 # ------------

@@ -4,9 +4,11 @@
 Any layer as one node: run again in backward, differentiated by you
 ===================================================================
 
-A layer whose weights are not there yet, or not any more, cannot leave autograd alone: somebody must
-bring its weights before backward touches it, and take its gradients away. This recipe puts any layer
-into the model's graph as **one node**. Its backward is a function of yours.
+Decide yourself when a layer's weights are there in backward, and where its gradients go. This recipe
+puts any layer into the model's graph as **one node** whose backward is a function of yours. Forward
+keeps the layer's inputs alone; backward runs it again. Gradients keep every bit.
+
+**When not to bother:** all you want is less memory. ``torch.utils.checkpoint`` by itself is simpler.
 
 .. grid:: 1 1 2 2
 
@@ -37,8 +39,7 @@ last gradient of a layer has come.
    compute: 0-4 F0; 4-8 F1; 8-12 F2; 12-21 again and B2; 21-30 again and B1; 30-39 again and B0
    yours:   12-13 W2 ~; 20-21 G2 ~; 21-22 W1 ~; 29-30 G1 ~; 30-31 W0 ~; 38-39 G0 ~
 
-It is a building block: :doc:`weight_streaming` fills in the function. If all you want is less memory,
-``torch.utils.checkpoint`` by itself is simpler.
+It is a building block: :doc:`weight_streaming` fills in the function.
 """
 
 # %%
@@ -256,7 +257,6 @@ if __name__ == "__main__":
 #
 # When it is not worth it
 # -----------------------
-# * The weights are on the device anyway: use ``torch.utils.checkpoint``.
 # * A layer is run several times in one forward with different weights: each run is a node of its own,
 #   and ``owner`` must know which weights it had.
 #

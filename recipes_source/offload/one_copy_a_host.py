@@ -1,13 +1,16 @@
 # SPDX-License-Identifier: BSD-3-Clause
 # Overlap Recipes 0.1.0, offload/one_copy_a_host.py
 """
-One copy a host: ranks share weights, Adam's state and its work
-===============================================================
+One copy per host: ranks share weights, Adam's state and its work
+=================================================================
 
-Several ranks of one host would each keep all weights of the layers on it, with masters and moments,
-and each update all of them. This recipe keeps **one copy a host**, in memory that all of its ranks
-map, and each rank updates its part. The model gets the bits of one rank that takes all batches as
-microbatches.
+With :doc:`whole_step`, each rank keeps all weights of the layers in host memory, with masters and
+moments, and updates all of them. With this recipe the ranks of a host keep **one copy** in memory that
+all of them map, and each rank updates its part: eight ranks hold it once, not eight times, and each does an
+eighth of the update. The model gets the bits of one rank that takes all batches as microbatches.
+
+**When not to bother:** there is one rank per host; or the state fits the devices in parts. Shard it
+then (FSDP2), and leave it there.
 
 .. code-block:: python
 
@@ -21,8 +24,6 @@ microbatches.
        optimizer.step()
    streamed.wait()
    optimizer.close()
-
-It is not worth it for one rank a host: :doc:`whole_step` is the same then.
 
 .. grid:: 1 1 2 2
 
@@ -86,7 +87,7 @@ POLL_S = 1e-4  # seconds between two looks at what other ranks have done
 # -------------------
 # An anonymous file (``memfd_create``) has no name, needs no mount, and is gone with the last rank
 # that maps it, however it ends. The others open it through ``/proc``, while the first still holds it
-# open.
+# open. A barrier, where every rank waits for all others, says when it may close it.
 
 
 class Host:
@@ -325,17 +326,13 @@ if __name__ == "__main__":
 # once, :math:`14\,P` bytes, and each rank's gradients, :math:`2\,n\,P`. While the model is taken, each
 # rank holds its weights in memory of its own as well.
 #
-# When it is not worth it
-# -----------------------
-# * One rank a host.
-# * The state fits the devices in parts: shard it (FSDP2), and leave it there.
-#
 # Known limits
 # ------------
 # * Gradients are averaged by an all-reduce of fp32 between the devices, and each rank stores all of
 #   them, though it updates a part.
 # * Shared memory has large pages only where the system allows it
 #   (``/sys/kernel/mm/transparent_hugepage/shmem_enabled``); without, locking takes longer.
+# * ``close()`` waits until the other ranks have written their parts of the last step.
 # * A rank that dies leaves the others waiting for its part, until ``torchrun`` ends them.
 # * Ranks of a host must be numbered one after the other, as ``torchrun`` does.
 # * A change of weights by other means than ``load_state_dict`` needs ``wait_for_all()`` before, by all

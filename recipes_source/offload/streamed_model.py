@@ -9,8 +9,8 @@ on, with masks, positions and a cache; so do ``loss.backward()``, ``generate()``
 with the original keys, ``eval()``, and any optimizer. The device holds two layers at a time, and the
 gradients have every bit of a run that keeps the model resident.
 
-Weights, gradients and an optimizer that fit the device should stay there: streaming never makes a
-step faster.
+**When not to bother:** weights, gradients and optimizer fit the device. Streaming never makes a step
+faster. What a step costs with the optimizer on the host, too, is on :doc:`whole_step`.
 
 .. code-block:: python
 
@@ -338,13 +338,12 @@ if __name__ == "__main__":
 # Memory
 # ------
 # On the device: embedding, head and what else is no layer, with their gradients; for the layers two
-# slots of weights and two of gradients, one input a layer, and what one layer saves for backward. On
+# slots of weights and two of gradients, one input per layer, and what one layer saves for backward. On
 # the host: weights and gradients of the layers, page-locked.
 #
 # When it is not worth it
 # -----------------------
-# * The model fits with its optimizer.
-# * Few tokens a step: see the ridge on :doc:`weight_streaming`.
+# * Few tokens per step: see the ridge on :doc:`weight_streaming`.
 # * A large vocabulary at many tokens: the logits in fp32 may be larger than all that was moved away.
 #
 # Known limits

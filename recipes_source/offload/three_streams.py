@@ -4,9 +4,12 @@
 Three streams: copy in, compute and copy out at once
 ====================================================
 
-Data that does not fit the device is copied in, computed with, and copied out again. With a stream
-for each, all three happen **at the same time on one device**. This recipe builds that pipeline. It
-also has a function that tells from a profile whether your own copies are asynchronous.
+Hide copies behind compute where data does not fit the device. With a stream each for copies in, compute
+and copies out, all three happen **at the same time on one device**. This recipe builds that pipeline.
+It also has a function that tells from a profile whether your own copies are asynchronous.
+
+**When not to bother:** the data fits the device; or one of the three takes much longer than the
+others together.
 
 .. grid:: 1 1 2 2
 
@@ -378,9 +381,7 @@ if __name__ == "__main__":
 #
 # When it is not worth it
 # -----------------------
-# * A lane that is much longer than the two others is not hidden by anything.
-# * Small chunks: pack several tensors into one copy.
-# * Data that fits the device: leave it there.
+# Chunks are small: pack several tensors into one copy.
 #
 # Known limits
 # ------------

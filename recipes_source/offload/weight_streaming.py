@@ -4,10 +4,13 @@
 Train with the weights on the host: load, compute and store at once
 ===================================================================
 
-This recipe trains a model whose weights live in host memory; the device holds two layers at a time.
-While layer *l* runs its backward, the gradients of layer *l* + 1 go to the host and the weights of
-layer *l* - 1 come, all three **at once on one device**, and the gradients have every bit of a run
-that keeps the whole model resident.
+Train a model whose weights live in host memory; the device holds two layers at a time. While layer *l*
+runs its backward, the gradients of layer *l* + 1 go to the host and the weights of layer *l* - 1 come,
+all three **at once on one device**. The gradients have every bit of a run that keeps the whole model
+on the device.
+
+**When not to bother:** weights and gradients fit the device; or your steps have few tokens, so that the
+link decides. What whole steps cost is on :doc:`whole_step`.
 
 .. grid:: 1 1 2 2
 
@@ -47,7 +50,7 @@ keeps.
    @19 both slots are kept
 
 At the turn from forward to backward the slots hold exactly the two layers that backward needs
-first. They are kept, and *L* layers cost :math:`2L-2` loads a step.
+first. They are kept, and *L* layers cost :math:`2L-2` loads per step.
 
 .. list-table:: The five events
    :header-rows: 1
@@ -352,7 +355,7 @@ def train(stack: StreamedLayers, model: nn.Sequential, resident: nn.Sequential) 
         optimizer.step()
         print(f"step {step}: loss {loss.item():.4f}, gradients of {LAYERS} layers bit-identical")
     assert stack.loads == STEPS * (2 * LAYERS - SLOTS) and stack.stores == STEPS * LAYERS
-    print(f"{stack.loads // STEPS} loads and {stack.stores // STEPS} stores a step")
+    print(f"{stack.loads // STEPS} loads and {stack.stores // STEPS} stores per step")
 
 
 def main() -> None:
@@ -381,8 +384,8 @@ if __name__ == "__main__":
 #    + t_\text{last store}
 #
 # A phase is the forward or the backward of one layer, with the copies that can run beside it. A
-# device of :math:`F` operations a second and a link of :math:`B` bytes a second hide the loads of
-# forward above about :math:`F / B` tokens a step in bf16, and those of backward above a third of
+# device of :math:`F` operations per second and a link of :math:`B` bytes per second hide the loads of
+# forward above about :math:`F / B` tokens per step in bf16, and those of backward above a third of
 # that, whatever the model: more tokens do more arithmetic with the same weights.
 #
 # What breaks if you remove a line
@@ -406,10 +409,8 @@ if __name__ == "__main__":
 #
 # When it is not worth it
 # -----------------------
-# * Few tokens a step: below the ridge the link decides, and the device waits.
-# * Weights and gradients fit the device, and only the optimizer's state does not: keep them there.
-# * Several devices of one host share its memory and sometimes its link: sharding the model over
-#   them (FSDP2) may need no host at all.
+# Several devices of one host share its memory and sometimes its link: sharding the model over them
+# (FSDP2) may need no host at all.
 #
 # Known limits
 # ------------
