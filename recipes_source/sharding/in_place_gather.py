@@ -27,7 +27,7 @@ all. Do not bother if your ranks are on several hosts, or if communication costs
    .. grid-item-card:: What you learn
 
       * what FSDP2 calls when it gathers, and what has to stand there
-      * why nothing is kept that could be old
+      * what may be kept from a forward to its backward, and what not
       * memory that is refilled while another stream may still read it
 
    .. grid-item-card:: What you need
@@ -43,7 +43,8 @@ The idea
 A gather writes full weights. If they lie where peers can read, nothing else is needed: each rank
 casts its own shards to their place in the full weights, and copies the others' shards from their
 places. Your parameters stay where they are and are read at each gather, as FSDP2 reads them: a load,
-an average swapped in or a second optimizer needs no hook, because nothing is kept that could be old.
+an average swapped in or a second optimizer needs no hook. One thing is kept: what the last units of a
+training forward gathered, for the backward that follows at once. Any forward in between ends that.
 
 Memory that peers read is dear, so units share it: three **slots** serve any number of equal blocks.
 
@@ -83,8 +84,8 @@ BATCH, STEPS = 8, 4  # samples per rank and step
 # gathers' stream waits for all that the current one has queued. A unit whose slot is in use is not
 # prefetched: it is gathered on demand.
 #
-# The last units of a forward are the first of its backward. Nothing has taken their slots between,
-# and nobody changes weights in a step: they are not gathered again.
+# The last units of a forward are the first of its backward. If nothing has taken their slots between
+# and no other forward has begun, an evaluation say, they are not gathered again.
 
 
 class Gathers(shared_slots.Slots):
@@ -96,14 +97,14 @@ class Gathers(shared_slots.Slots):
         self.streams = torch.get_device_module(memory.device)
         self.stream = self.streams.Stream(priority=-1)
         self.gathers = self.kept = self.forwards = 0
-        self.in_forward = False
+        self.in_forward = self.with_graph = False
         self.order: list[FSDPModule] | None = []  # of the units, in the first forward
 
     @torch.compiler.disable
     def begin_forward(self, *_) -> None:
         self.drop()
-        self.in_forward = True
-        self.forwards += 1
+        self.in_forward, self.with_graph = True, torch.is_grad_enabled()
+        self.forwards += 1  # what an earlier one has left is not kept
 
     @torch.compiler.disable
     def end_forward(self, *_) -> None:
@@ -132,7 +133,7 @@ class Gathers(shared_slots.Slots):
         slot, current = group.slot, self.streams.current_stream()
         forward = group._training_state.name == "FORWARD" and self.in_forward
         backward = group._training_state.name == "PRE_BACKWARD"
-        if slot.group is group and slot.in_forward == self.forwards and backward:
+        if slot.group is group and slot.in_forward == self.forwards > 0 and backward:
             event = current.record_event()  # nothing has taken its place since the forward
             slot.in_forward, self.kept = 0, self.kept + 1
         else:
@@ -143,7 +144,7 @@ class Gathers(shared_slots.Slots):
                 self.fill(group)
                 event = self.stream.record_event()
             self.gathers += 1
-            slot.in_forward = self.forwards if forward else 0
+            slot.in_forward = self.forwards if forward and self.with_graph else 0
         under_way = {"all_gather_event": event, "all_gather_work": None}
         group._all_gather_result = types.SimpleNamespace(**under_way)
         if self.order is not None and forward:
@@ -205,8 +206,9 @@ class InPlaceGather:
         else:
             names = [type(group.modules[0]).__name__ for group in (self, other)]
             raise RuntimeError(
-                f"{' and '.join(names)} are needed at the same time, which they were not in the "
-                "first forward: call gather_in_place with a larger `ahead`"
+                f"{' and '.join(names)} are full at the same time, which they were not in the first "
+                "forward: call gather_in_place with a larger `ahead`, or, if you keep units full "
+                "(set_reshard_after_backward), with as many as there are units"
             )
 
     def pre_forward(self, module, args, kwargs):
@@ -269,7 +271,9 @@ def gather_in_place(model: FSDPModule, ahead: int = 2) -> Gathers | None:
     for group in chosen:
         group.all = gathers
         infos = [p._module_info for p in group.fsdp_params]
-        if all(type(m) is nn.Embedding for i in infos for m in (i.module, *i.shared_modules)):
+        users = [m for i in infos for m in (i.module, *i.shared_modules)]
+        forwards = [getattr(m.forward, "__func__", None) for m in (*group.modules, *users)]
+        if all(forward is nn.Embedding.forward for forward in forwards):
             group.unshard_in_backward = False
         peer_memory.become(group, InPlaceGather)
     model.register_forward_pre_hook(gathers.begin_forward, prepend=True)
@@ -374,8 +378,8 @@ if __name__ == "__main__":
 # * Pass the module that your loop calls. Its parts may be called too; they gather on demand.
 # * ``unshard(async_op=True)`` before a forward gains nothing: the forward gathers that unit anew.
 # * All ranks gather the same units in the same order, as in FSDP2.
-# * Weights lie still from the start of a forward to the end of its backward: the last units' full
-#   weights are those of the forward in its backward, too.
+# * Do not change weights between a forward and its backward: the last units' full weights are those
+#   of the forward in its backward, too. With another forward in between you may.
 # * A unit's full weights are another unit's afterwards. FSDP2 frees them instead, so that a reference
 #   kept beyond ``reshard()`` is an error there; here it reads other numbers.
 # * Two units of one slot that are needed together in a graph, though they were not in the first

@@ -227,7 +227,13 @@ def copying_groups(model: nn.Module) -> list:
 
 
 def become(group, mixin: type) -> None:
-    """Let ``mixin``'s methods come before those of FSDP2, for this group alone."""
+    """Let ``mixin``'s methods come before those of FSDP2, for this group alone.
+
+    Raises:
+        RuntimeError: they do already.
+    """
+    if isinstance(group, mixin):
+        raise RuntimeError(f"{mixin.__name__} was called for this model before: call it once")
     group.__class__ = type(mixin.__name__ + type(group).__name__, (mixin, type(group)), {})
 
 

@@ -8,6 +8,7 @@ import sys
 import traceback
 import warnings
 from collections.abc import Callable, Iterator
+from contextlib import suppress
 from dataclasses import dataclass, field
 from functools import partial
 from pathlib import Path
@@ -63,13 +64,17 @@ class Model(nn.Module):
         self.embed = nn.Embedding(13, WIDTH)
         self.blocks = nn.ModuleList(Block(adapter) for _ in range(BLOCKS))
         self.norm, self.output = nn.LayerNorm(WIDTH), nn.Linear(WIDTH, 13, bias=False)
-        self.recompute = self.depth = None
+        self.recompute = self.depth = self.order = None
         if tied:
             self.output.weight = self.embed.weight
 
+    def chosen(self) -> list[nn.Module]:
+        order = range(BLOCKS) if self.order is None else self.order
+        return [self.blocks[n] for n in order][: self.depth]
+
     def forward(self, ids: torch.Tensor) -> torch.Tensor:
         x = self.embed(ids)
-        for block in self.blocks[: self.depth]:
+        for block in self.chosen():
             x = checkpoint(block, x, **self.recompute) if self.recompute else block(x)
         return self.output(self.norm(x)).float()
 
@@ -312,6 +317,109 @@ def raising(model, optimizer):
         yield from train(model, optimizer, 2, 1)
 
 
+def evaluation_between(model, optimizer):
+    """An average is evaluated between a forward and its backward."""
+    average = [p.to_local().detach() * 0.5 for p in model.parameters()]
+    for turn in range(STEPS):
+        loss = loss_of(model, turn)
+        yield loss.detach()
+        swap(model, average)
+        yield evaluate(model, torch.no_grad, 40 + turn)
+        model.reshard()
+        swap(model, average)
+        loss.backward()
+        optimizer.step()
+        optimizer.zero_grad()
+
+
+def kept_over_microbatches(model, optimizer):
+    """Full weights stay from one microbatch to the next."""
+    for turn in range(STEPS):
+        for micro in range(2):
+            model.set_reshard_after_backward(micro == 1)
+            loss = loss_of(model, 2 * turn + micro)
+            yield loss.detach()
+            loss.backward()
+        optimizer.step()
+        optimizer.zero_grad()
+
+
+def dropping_layers(model, optimizer):
+    """Other blocks in another order each step."""
+    for turn in range(2 * STEPS):
+        draw = torch.Generator().manual_seed(turn)
+        model.order = torch.randperm(BLOCKS, generator=draw)[: 2 + turn % 3].tolist()
+        yield from train(model, optimizer, 1, turn)
+
+
+def freezing(model, optimizer):
+    yield from train(model, optimizer, 1)
+    for p in model.blocks[0].parameters():
+        p.requires_grad_(False)
+    yield from train(model, optimizer, 1, 1)
+    for p in model.blocks[0].parameters():
+        p.requires_grad_(True)
+    yield from train(model, optimizer, 1, 2)
+
+
+def all_by_hand(model, optimizer):
+    """All full weights at a time, between steps."""
+    for turn in range(STEPS):
+        yield from train(model, optimizer, 1, turn)
+        for block in model.blocks:
+            block.unshard()
+        for block in model.blocks:
+            yield block.up.weight.detach().clone()
+            block.reshard()
+
+
+def backward_raises(model, optimizer):
+    yield from train(model, optimizer, 1)
+
+    def fail(_):
+        raise MemoryError("of this test")
+
+    loss = loss_of(model, 1)
+    hook = model.blocks[1].register_full_backward_pre_hook(lambda *_: fail(_))
+    loss = loss_of(model, 1)
+    with suppress(MemoryError):
+        loss.backward()
+    hook.remove()
+    optimizer.zero_grad()
+    if hasattr(model, "reset_iter_state"):
+        model.reset_iter_state()
+        yield from train(model, optimizer, 2, 1)
+
+
+class CalledTwice(Model):
+    """Each block runs twice in a row, the first also at the end."""
+
+    def forward(self, ids: torch.Tensor) -> torch.Tensor:
+        x = self.embed(ids)
+        for block in (*self.blocks, self.blocks[0]):
+            x = block(block(x))
+        return self.output(self.norm(x)).float()
+
+
+class ReadsEmbedding(Model):
+    """The head reads the embedding's weights without sharing the parameter with a module."""
+
+    def forward(self, ids: torch.Tensor) -> torch.Tensor:
+        x = self.embed(ids)
+        for block in self.blocks:
+            x = block(x)
+        return nn.functional.linear(
+            self.output(self.norm(x))[..., :WIDTH], self.embed.weight
+        ).float()
+
+
+def reads_embedding(policy):
+    model = ReadsEmbedding()
+    for unit in (*model.blocks, model.norm, model.output):
+        fully_shard(unit, mp_policy=policy)
+    return fully_shard(model, mp_policy=policy, reshard_after_forward=True)
+
+
 def recomputed(policy, **how):
     model = shard(policy)
     model.recompute = how
@@ -450,6 +558,17 @@ PROGRAMS = {
     "two_forwards": Program(shard, twice, policies=EVERY),
     "sum_not_mean": Program(shard, partial(divided, factor=1.0), policies=EVERY),
     "raising": Program(shard, raising),
+    "evaluation_between": Program(shard, evaluation_between),
+    "kept_over_microbatches": Program(
+        partial(shard, reshard_after_forward=False), kept_over_microbatches
+    ),
+    "dropping_layers": Program(shard, dropping_layers),
+    "freezing": Program(shard, freezing),
+    "all_by_hand": Program(shard, all_by_hand),
+    "backward_raises": Program(shard, backward_raises),
+    "called_twice": Program(lambda policy: shard(policy, model=CalledTwice()), train),
+    "reads_embedding": Program(reads_embedding, train),
+    "reads_embedding_between": Program(reads_embedding, evaluation_between),
 }
 
 
