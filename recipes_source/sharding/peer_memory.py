@@ -57,7 +57,7 @@ import torch.distributed._symmetric_memory as symmetric_memory
 from torch import nn
 from torch.distributed.fsdp import FSDPModule, MixedPrecisionPolicy, fully_shard
 
-UNITS, WIDTH, HIDDEN = 4, 24, 49  # blocks, each an FSDP unit; features
+UNITS, WIDTH, HIDDEN = 5, 24, 49  # blocks, each an FSDP unit; features
 
 # %%
 # A tensor on every rank
