@@ -10,6 +10,7 @@ from pathlib import Path
 
 import pytest
 from selection import REPO
+from troubles import survives
 
 DATA = REPO / "tests" / "data"
 NAMESPACES = ["unshare", "-nm" if os.geteuid() == 0 else "-Urnm"]
@@ -21,6 +22,12 @@ def why_not() -> str | None:
     make = [*NAMESPACES, "sh", "-c", "mount -t tmpfs none /run && ip netns add a"]
     tried = subprocess.run(make, capture_output=True, text=True)
     return f"no network namespaces here: {tried.stderr.strip()}" if tried.returncode else None
+
+
+@pytest.mark.parametrize("trouble", ["two_saves_of_one_step", "failed_saves", "power_cut"])
+def test_disks_of_hosts(trouble: str) -> None:
+    """Nothing is mixed, a failed save leaves nothing, a listing that is lost stops nobody."""
+    survives("host_troubles", trouble, ranks=3)
 
 
 def test_a_link_is_cut_in_a_save_and_a_host_is_replaced(tmp_path: Path) -> None:

@@ -80,6 +80,10 @@ import json
 import os
 import shutil
 import tempfile
+import uuid
+from collections.abc import Iterator
+from contextlib import suppress
+from functools import partial
 from pathlib import Path
 
 import state_to_save as basic
@@ -89,7 +93,7 @@ from overlapped_stager import OverlappedSaves
 
 PIECE = 64 << 20  # bytes that are sent at a time
 KEEP = 2  # checkpoints on each host: one may have its name on some hosts only
-LISTING = "files.json"  # names and sizes of all files of a checkpoint, on any host
+LISTING = "files.json"  # which save it is, names and sizes of all its files on any host
 STEPS, SAVE_EVERY = 6, 2  # of the run that proves it
 
 # %%
@@ -105,16 +109,26 @@ def pieces_of(file: Path) -> tuple[torch.Tensor, ...]:
     return torch.from_file(str(file), size=size, dtype=torch.uint8).split(PIECE) if size else ()
 
 
-def receive(file: Path, size: int, into) -> None:
-    """Write ``file`` from ``size`` bytes that ``into`` puts into one tensor after another."""
+def arriving(size: int, receive) -> Iterator[bytearray]:
+    """``size`` bytes that ``receive`` puts into one tensor after another."""
+    for begin in range(0, size, PIECE):
+        memory = bytearray(min(PIECE, size - begin))
+        receive(torch.frombuffer(memory, dtype=torch.uint8))
+        yield memory
+
+
+def write_file(file: Path, pieces: Iterator[bytes | bytearray]) -> None:
+    """Write ``file`` and flush it; whoever sends ``pieces`` gets rid of them even if that fails."""
     aside = file.with_name(f"{file.name}.{os.getpid()}")
-    with aside.open("wb") as stream:
-        for begin in range(0, size, PIECE):
-            memory = bytearray(min(PIECE, size - begin))
-            into(torch.frombuffer(memory, dtype=torch.uint8))
-            stream.write(memory)
-        os.fsync(stream.fileno())
-    aside.replace(file)
+    try:
+        with aside.open("wb") as stream:
+            stream.writelines(pieces)
+            stream.flush()
+            os.fsync(stream.fileno())
+        aside.replace(file)
+    finally:
+        for _ in pieces:
+            pass
 
 
 # %%
@@ -141,34 +155,41 @@ class PartnerSaves(OverlappedSaves):
 
     def begin(self, staged, aside: Path) -> None:
         super().begin(staged, aside)
-        if self.first_of_host:
-            shutil.rmtree(aside, ignore_errors=True)  # what a job that died has left here
+        if self.first_of_host:  # what a job that died, or a save that failed, has left here
+            for leftover in aside.parent.glob("step*.incomplete"):
+                shutil.rmtree(leftover)
 
     def write(self, state: dict, directory: Path) -> None:
         super().write(state, directory)
         names = directory.glob(f"__{self.rank}_*.distcp")
         files = self.together(lambda: {file.name: file.stat().st_size for file in names})
-        copy = [(directory / ".metadata").read_bytes()] if self.rank == 0 else None
-        metadata = self.together(lambda: copy)[0][0]
+        copy = ((directory / ".metadata").read_bytes(), uuid.uuid4().hex) if self.rank == 0 else ()
+        metadata, save = self.together(lambda: copy)[0]
         if len(files) > self.per_host:
             self.exchange(directory, files)
         if self.first_of_host:
-            (directory / ".metadata").write_bytes(metadata)
+            write_file(directory / ".metadata", iter([metadata]))
             files.append({".metadata": len(metadata)})
             listing = {name: size for own in files for name, size in own.items()}
-            (directory / LISTING).write_text(json.dumps(listing))
+            write_listing(directory, save, listing)
 
     def exchange(self, directory: Path, files: list[dict[str, int]]) -> None:
         """Send this rank's files to the next host, and take those of the host before."""
         group, ranks = self.groups[0], len(files)
         to, source = (self.rank + self.per_host) % ranks, (self.rank - self.per_host) % ranks
-        sends = []
+        sends, failures = [], []
         for name in files[self.rank]:
             sends += [dist.isend(piece, to, group) for piece in pieces_of(directory / name)]
         for name, size in files[source].items():
-            receive(directory / name, size, lambda piece: dist.recv(piece, source, group))
+            pieces = arriving(size, lambda piece: dist.recv(piece, source, group))
+            try:
+                write_file(directory / name, pieces)
+            except OSError as failure:
+                failures.append(failure)
         for send in sends:
             send.wait()
+        if failures:
+            raise failures[0]
 
     def commit(self, aside: Path, directory: Path) -> None:
         if self.first_of_host:
@@ -189,10 +210,21 @@ def steps_in(local: Path) -> list[int]:
     return [int(step) for step in found if step.isdigit()]
 
 
-def held(directory: Path) -> tuple[dict, dict]:
-    """What the checkpoint consists of, and what of it is here: file sizes by name."""
-    sizes = {file.name: file.stat().st_size for file in directory.iterdir()}
-    return json.loads((directory / LISTING).read_text()), sizes
+def write_listing(directory: Path, save: str, files: dict[str, int]) -> None:
+    text = json.dumps({"save": save, "files": files})
+    write_file(directory / LISTING, iter([text.encode()]))
+
+
+def held(local: Path) -> dict[tuple[int, str], tuple[dict, dict]]:
+    """By step and save: the sizes of the files that it consists of, and of those that are here."""
+    found = {}
+    for step in steps_in(local):
+        directory = local / f"step{step}"
+        with suppress(OSError, ValueError):  # a power cut may have emptied the listing
+            listing = json.loads((directory / LISTING).read_text())
+            sizes = {file.name: file.stat().st_size for file in directory.iterdir()}
+            found[step, listing["save"]] = listing["files"], sizes
+    return found
 
 
 def gather(local: Path) -> int | None:
@@ -203,10 +235,10 @@ def gather(local: Path) -> int | None:
     """
     group = dist.new_group(backend="gloo")
     hosts: list[dict] = [{}] * dist.get_world_size()
-    own = {step: held(local / f"step{step}") for step in steps_in(local)}
+    own = held(local)
     dist.all_gather_object(hosts, own, group)
-    for step in sorted({step for host in hosts for step in host}, reverse=True):
-        views = [host.get(step, ({}, {})) for host in hosts]
+    for chosen in sorted({save for host in hosts for save in host}, reverse=True):
+        views = [host.get(chosen, ({}, {})) for host in hosts]
         listing = next(listing for listing, _ in views if listing)
         owners = [
             (name, size, [rank for rank, (_, sizes) in enumerate(views) if sizes.get(name) == size])
@@ -216,24 +248,27 @@ def gather(local: Path) -> int | None:
             break
     else:
         return None
-    directory = local / f"step{step}"
+    directory = local / f"step{chosen[0]}"
+    if chosen not in own:  # parts, or another save of the same step
+        shutil.rmtree(directory, ignore_errors=True)
+    dist.barrier(group)
     directory.mkdir(parents=True, exist_ok=True)
     for name, size, ranks in owners:
+        send = partial(dist.broadcast, src=ranks[0], group=group)
+        if len(ranks) == len(hosts):
+            continue
         if dist.get_rank() == ranks[0]:
             for piece in pieces_of(directory / name):
-                dist.broadcast(piece, ranks[0], group)
+                send(piece)
         else:
-            receive(
-                directory / name, size, lambda piece, r=ranks[0]: dist.broadcast(piece, r, group)
-            )
-    (directory / f"{LISTING}.{os.getpid()}").write_text(json.dumps(listing))
-    (directory / f"{LISTING}.{os.getpid()}").replace(directory / LISTING)
+            write_file(directory / name, arriving(size, send))
+    write_listing(directory, chosen[1], listing)
     dist.barrier(group)
-    for other in steps_in(local):  # newer ones that nobody has all of, and parts of older ones
-        if other != step:
-            shutil.rmtree(local / f"step{other}", ignore_errors=True)
+    for other in local.glob("step*"):  # newer ones that nobody has all of, and what is older
+        if other != directory:
+            shutil.rmtree(other, ignore_errors=True)
     dist.destroy_process_group(group)
-    return step
+    return chosen[0]
 
 
 # %%

@@ -1,0 +1,97 @@
+"""What can go wrong on the disks of hosts; each rank is a host, the argument names the trouble."""
+
+import shutil
+import sys
+import tempfile
+from pathlib import Path
+
+RECIPES = Path(__file__).parents[2] / "recipes_source" / "checkpoint"
+sys.path.insert(0, str(RECIPES))
+
+import overlapped_stager  # noqa: E402
+import state_to_save as basic  # noqa: E402
+import torch  # noqa: E402
+import torch.distributed as dist  # noqa: E402
+import two_hosts  # noqa: E402
+from two_hosts import PartnerSaves, gather  # noqa: E402
+
+basic.WIDTH, basic.HIDDEN = 16, 64
+overlapped_stager.DEADLINE_S = 20.0
+WRITE_FILE = two_hosts.write_file
+
+
+def saved(local: Path, device: torch.device, steps: int, seed: int = 0) -> basic.AppState:
+    """Train ``steps`` steps from ``seed``, save each."""
+    app = basic.build_app(device, seed)
+    with PartnerSaves(device, app.model.buffers(), per_host=1) as saves:
+        for _ in range(steps):
+            basic.train_step(app, device)
+            saves.save({"app": app}, local / f"step{app.step}")
+    return app
+
+
+def of_rank(root: Path, name: str) -> Path:
+    return root / f"{name}{dist.get_rank()}"
+
+
+def two_saves_of_one_step(root: Path, device: torch.device) -> None:
+    """A host comes back with its part of step 2, which the others have saved anew meanwhile."""
+    local, other = of_rank(root, "host"), of_rank(root, "disk")
+    app, again = saved(local, device, 2, seed=0), saved(other, device, 2, seed=1)
+    if dist.get_rank() == 1:
+        shutil.rmtree(local / "step2")
+        shutil.copytree(other / "step2", local / "step2")
+    shutil.rmtree(other)
+    dist.barrier()
+    assert gather(local) == 2
+    found = basic.snapshot(basic.load_app(local / "step2", device))
+    expected = [basic.snapshot(each) for each in (app, again)]
+    same = [all(basic.same_bits(found[path], x) for path, x in each.items()) for each in expected]
+    same = torch.tensor(same).int()
+    dist.all_reduce(same)
+    assert dist.get_world_size() in same.tolist(), "bits of two saves in one checkpoint"
+
+
+def failed_saves(root: Path, device: torch.device) -> None:
+    """A disk that cannot take the partner's copy costs that save alone, and no room on any host."""
+
+    def full(file: Path, pieces) -> None:
+        here = dist.get_rank() == 1 and "step1" in str(file) and file.suffix == ".distcp"
+        WRITE_FILE(root / "not there" / "file" if here else file, pieces)
+
+    two_hosts.write_file, two_hosts.PIECE = full, 1000
+    local = of_rank(root, "host")
+    app = basic.build_app(device)
+    with PartnerSaves(device, app.model.buffers(), per_host=1) as saves:
+        basic.train_step(app, device)
+        failed = saves.save({"app": app}, local / "step1").exception()
+        assert "FileNotFoundError" in str(failed), failed
+        basic.train_step(app, device)
+        assert saves.save({"app": app}, local / "step2").exception() is None
+        saves.failures.clear()
+    left = sorted(path.name for path in local.iterdir())
+    assert left == ["step2"] and gather(local) == 2, left
+
+
+def power_cut(root: Path, device: torch.device) -> None:
+    """A host has its names and not its content: what was not flushed is empty."""
+    local = of_rank(root, "host")
+    app = saved(local, device, 2)
+    if dist.get_rank() == 1:
+        (local / "step2" / two_hosts.LISTING).write_text("")
+    dist.barrier()
+    assert gather(local) == 2
+    basic.assert_same_bits(basic.load_app(local / "step2", device), basic.snapshot(app))
+
+
+TROUBLES = two_saves_of_one_step, failed_saves, power_cut
+
+if __name__ == "__main__":
+    device = basic.start_rank()
+    try:
+        with tempfile.TemporaryDirectory() as temporary:
+            root = basic.directory_of_rank_0(Path(temporary))
+            {trouble.__name__: trouble for trouble in TROUBLES}[sys.argv[1]](root, device)
+            dist.barrier()
+    finally:
+        dist.destroy_process_group()
