@@ -110,7 +110,7 @@ STEPS, SAVE_EVERY = 10, 2  # of the run that proves it
 # ``autocommit=False`` appears only when ``commit()`` is called. ``discard()`` tells the store to
 # forget the parts that it has.
 #
-# Writing in pieces bounds the memory; s3fs would otherwise hold a whole tensor. ``sync_files`` is
+# Writing in pieces limits the memory. s3fs would otherwise hold a whole tensor. ``sync_files`` is
 # off. It has no file to flush here, so DCP would call ``os.sync()``, which waits for all disks of
 # the machine and sends nothing to the store.
 

@@ -4,7 +4,7 @@
 Write at the speed of the storage
 =================================
 
-Write checkpoints as fast as the storage takes them, and slow training less while you do. DCP's
+Write checkpoints as fast as the storage takes them, and slow training less. DCP's
 writer plans anew at every save, pickles and checksums each tensor, and holds Python's interpreter
 lock for much of that time. Training needs that lock for every kernel that it launches. This recipe
 lets DCP plan **once**. From then on it writes bytes with a few large system calls, which release
@@ -386,8 +386,7 @@ if __name__ == "__main__":
 #    :rows: overlapped_writer
 #
 # **A writing process is no faster.** ``benchmarks/writing.py`` compares ways of writing on a
-# machine without an accelerator. A process that maps the same memory and is told what to write
-# does no better there than these threads.
+# machine without an accelerator. A process that maps the same memory does no better there than these threads.
 #
 # DCP offers a process, too: ``AsyncCheckpointerType.PROCESS`` plans and writes in a daemon.
 # Training keeps the lock, but its thread copies the state into shared memory, and each tensor

@@ -345,7 +345,7 @@ if __name__ == "__main__":
 # * Bits are equal on the same number of ranks of the same hardware with deterministic kernels.
 #   Another number of ranks adds in another order: the state is equal after the load, and the
 #   losses are close.
-# * The samples here are one stream. A shuffling loader saves its seed and position instead. A
+# * All ranks here share one sequence of samples. A shuffling loader saves its seed and position instead. A
 #   loader with workers also saves what the workers have prefetched (``torchdata``'s
 #   ``StatefulDataLoader``).
 # * The random numbers are those of torch, of the host and of the rank's accelerator. If ``random``

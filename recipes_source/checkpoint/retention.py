@@ -385,7 +385,7 @@ if __name__ == "__main__":
 #
 # Further reading
 # ---------------
-# * J. W. Young, *A first order approximation to the optimum checkpoint interval*, 1974
-# * J. T. Daly, *A higher order estimate of the optimum checkpoint interval for restart dumps*,
+# * Young, J. W.: *A first order approximation to the optimum checkpoint interval*, 1974
+# * Daly, J. T.: *A higher order estimate of the optimum checkpoint interval for restart dumps*,
 #   2006
 # * :doc:`resume_and_reshard`: how a job resumes from what this recipe keeps

@@ -29,7 +29,7 @@ without a save: the noise.
    trainer = Trainer(strategy=OverlappedStrategy(), callbacks=[checkpoints])
    trainer.fit(model, data)  # to resume: trainer.fit(model, data, ckpt_path="last")
 
-``model`` shards itself in ``configure_model``, as ``ModelParallelStrategy`` asks. Your
+``configure_model`` divides ``model`` over the ranks, as ``ModelParallelStrategy`` asks. Your
 project needs this file, ``overlapped_stager.py`` and ``staging_copies.py``.
 
 .. verification-badge::
@@ -117,7 +117,7 @@ class OverlappedStrategy(ModelParallelStrategy):
 # ``optimizer_step``
 #    Lightning runs forward and backward **inside** ``optimizer.step``, as its closure. A hook
 #    before the step therefore runs before forward. ``OverlappedSaves`` has such a hook, which
-#    makes the step wait for the copy, so the copy would overlap with nothing. This method runs
+#    makes the step wait for the copy, so nothing would run beside the copy. This method runs
 #    forward and backward first.
 # ``setup``, ``teardown``
 #    ``OverlappedSaves`` is a context manager, and this one lasts as long as a ``fit``. Lightning
@@ -131,7 +131,7 @@ class OverlappedStrategy(ModelParallelStrategy):
 # Something to train
 # ------------------
 # A resume needs two things that Lightning does not keep. The first is the position in the data:
-# Lightning asks a loader for it that has ``state_dict``. The second is the random numbers:
+# if a loader has ``state_dict``, Lightning asks it for its position. The second is the random numbers:
 # Lightning stores none, so each step's dropout has a seed of its own here.
 
 import argparse

@@ -162,7 +162,7 @@ def save_state(
 # Something to train
 # ------------------
 # The proof trains a stock Llama of two small layers. Its dropout draws random numbers, so a resume
-# that forgets their state shows. accelerate shards on accelerators only. For tests on a CPU,
+# that forgets their state shows. accelerate uses FSDP on accelerators only. For tests on a CPU,
 # ``TrainerOnAnyDevice`` sets what accelerate would have found; you need it for nothing else.
 
 import argparse
