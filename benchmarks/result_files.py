@@ -279,12 +279,12 @@ BENCHMARKS = {
     "soak": Benchmark("Saves that are struck", "trials lost hung", "trials"),
     "save_faults": Benchmark(
         title="The same faults, other ways of saving",
-        deciding="trials lost mixed",
+        deciding="trials cannot_resume training_ended",
         bars="lost",
     ),
     "restart": Benchmark(
         title="From a kill to the next step",
-        deciding="noticed_s import_s join_s",
+        deciding="noticed_s import_s total_s",
         bars="total_s",
     ),
     "staging_copies": Benchmark(

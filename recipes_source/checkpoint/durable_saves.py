@@ -9,7 +9,8 @@ recipe adds a commit to an overlapped save. After it, a checkpoint either is com
 under its name, or has no name at all. A save that fails is reported on every rank, and training
 goes on.
 
-**When not to bother:** you would simply start the run again.
+**When not to bother:** you would simply start the run again, or your storage commits by itself, as an
+object store does (:doc:`object_storage`).
 
 .. code-block:: python
 
@@ -338,15 +339,11 @@ if __name__ == "__main__":
 # .. result-table:: soak
 #
 # The next table has the same faults for other ways to save, as far as a way reaches the moment in
-# question. Each resumes by its own rules. ``async_save`` writes every checkpoint to one directory.
+# question. Each resumes by its own rules. ``async_save`` writes every checkpoint to one
+# directory. *Everything that was measured* also counts lost checkpoints, resumes with other bits, and
+# jobs that hung.
 #
 # .. result-table:: save_faults
-#
-# When it is not worth it
-# -----------------------
-# * The run is short, or its last checkpoint is of no more use than its first.
-# * Your storage commits by itself. An object store names an object when it is complete, and has no
-#   rename: see :doc:`object_storage`.
 #
 # What it costs
 # -------------

@@ -386,7 +386,8 @@ if __name__ == "__main__":
 #    :rows: overlapped_writer
 #
 # **A writing process is no faster.** ``benchmarks/writing.py`` compares ways of writing on a
-# machine without an accelerator. A process that maps the same memory does no better there than these threads.
+# machine without an accelerator. A process that maps the same memory does no better there than
+# these threads.
 #
 # DCP offers a process, too: ``AsyncCheckpointerType.PROCESS`` plans and writes in a daemon.
 # Training keeps the lock, but its thread copies the state into shared memory, and each tensor
