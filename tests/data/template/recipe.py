@@ -4,14 +4,27 @@
 Send while you compute: an asynchronous all-reduce
 ==================================================
 
-``dist.all_reduce(..., async_op=True)`` returns at once; the sum is there when its work is done.
-This template shows the shape of a recipe with the smallest technique there is.
+Hide an all-reduce behind a matmul. ``dist.all_reduce(..., async_op=True)`` returns at once, and the
+sum is there when its work is done. This template shows the shape of a recipe with the smallest
+technique there is.
+
+**When not to bother:** the next line needs the sum.
+
+.. code-block:: python
+
+   import torch
+   import torch.distributed as dist
+
+   gradient, x = torch.ones(4), torch.ones(4, 4)
+   work = dist.all_reduce(gradient, async_op=True)
+   y = x @ x    # runs beside the all-reduce
+   work.wait()  # before anybody reads the gradient
 
 .. grid:: 1 1 2 2
 
    .. grid-item-card:: What you learn
 
-      * to start a collective, compute, and wait where the result is needed
+      * how to start a collective, compute, and wait where you need the result
 
    .. grid-item-card:: What you need
 
@@ -22,9 +35,9 @@ This template shows the shape of a recipe with the smallest technique there is.
 The idea
 --------
 
-.. lanes:: Schematic. The sum travels while the next product is computed.
+.. lanes:: Schematic. The all-reduce runs beside the next matmul.
 
-   compute:     0-4 product; 4-8 next product; 8-9 use sum
+   compute:     0-4 matmul; 4-8 next matmul; 8-9 use sum
    collective:  4-7 all-reduce ~
 """
 
@@ -42,7 +55,7 @@ WIDTH = 256  # features
 # %%
 # Start, compute, wait
 # --------------------
-# The tensor belongs to the collective until ``wait()``: nobody may read or change it before.
+# The tensor belongs to the collective until ``wait()``. Do not read or change it before.
 
 
 def overlapped_sum(ours: torch.Tensor, other: torch.Tensor) -> tuple[torch.Tensor, torch.Tensor]:
@@ -57,6 +70,7 @@ def overlapped_sum(ours: torch.Tensor, other: torch.Tensor) -> tuple[torch.Tenso
 # %%
 # Run it, and prove it
 # --------------------
+# Every rank contributes another value, so a missing rank shows in the sum.
 
 
 def main() -> None:
