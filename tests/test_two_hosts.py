@@ -30,11 +30,12 @@ def test_disks_of_hosts(trouble: str) -> None:
     survives("host_troubles", trouble, ranks=3)
 
 
-def test_a_link_is_cut_in_a_save_and_a_host_is_replaced(tmp_path: Path) -> None:
-    """Two torchruns; the first goes on alone; then a new host joins it, with an empty disk."""
+@pytest.mark.parametrize("way", ["own", "shared"])
+def test_a_link_is_cut_in_a_save_and_a_host_is_lost(tmp_path: Path, way: str) -> None:
+    """Two torchruns; the first goes on alone; then a host joins it, ``own``: with an empty disk."""
     if reason := why_not():
         pytest.skip(reason)
-    command = [*NAMESPACES, sys.executable, DATA / "two_hosts.py", tmp_path]
+    command = [*NAMESPACES, sys.executable, DATA / "two_hosts.py", tmp_path, way]
     done = subprocess.run(command, capture_output=True, text=True, timeout=280)
     assert done.returncode == 0, done.stderr[:500] + done.stderr[-6000:]
     print(json.loads(done.stdout.splitlines()[-1]))
@@ -50,7 +51,7 @@ def test_a_link_is_cut_in_a_save_and_a_host_is_replaced(tmp_path: Path) -> None:
 
     alone_all_along = {"RANK": "0", "WORLD_SIZE": "1", "MASTER_ADDR": "127.0.0.1", "HOST": "c"}
     ended = subprocess.run(
-        [sys.executable, DATA / "two_hosts_train.py", tmp_path / "c"],
+        [sys.executable, DATA / "two_hosts_train.py", tmp_path / "c", way],
         env={**os.environ, **alone_all_along, "MASTER_PORT": "0"},
         capture_output=True,
         text=True,

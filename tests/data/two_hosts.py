@@ -1,7 +1,8 @@
-"""Two hosts of network namespaces, a link that is cut in a save, a host that is lost and replaced.
+"""Two hosts of network namespaces: the link is cut in a save, a host is lost and comes back.
 
-To be run where namespaces may be made: ``unshare -nm python two_hosts.py DIRECTORY`` as root, else
-with ``-Urnm``. Everything that it makes ends with it.
+To be run where namespaces may be made: ``unshare -nm python two_hosts.py DIRECTORY WAY`` as root,
+else with ``-Urnm``. ``own``: each host has a disk, and comes back with an empty one; ``shared``:
+both have the same. Everything that it makes ends with it.
 """
 
 import json
@@ -20,8 +21,12 @@ ADDRESSES = {"a": "10.77.0.1", "b": "10.77.0.2"}
 PATIENCE_S = 90
 # Else torch 2.13 keeps the address of the first round, and a new host waits for one of this round.
 NEW_HOSTS = {"TORCH_DISABLE_SHARE_RDZV_TCP_STORE": "1"}
-root = Path(sys.argv[1])
+root, way = Path(sys.argv[1]), sys.argv[2]
 jobs: dict[str, subprocess.Popen] = {}
+
+
+def disk_of(host: str) -> Path:
+    return root / (host if way == "own" else "shared")
 
 
 def sh(command: str) -> None:
@@ -49,7 +54,7 @@ def start(host: str) -> None:
     command += [f"--rdzv-conf={settings}", f"--local-addr={ADDRESSES[host]}", str(SCRIPT)]
     with (root / f"{host}.log").open("a") as log:
         jobs[host] = subprocess.Popen(
-            [*command, str(root / host)],
+            [*command, str(disk_of(host)), way],
             env={**os.environ, **NEW_HOSTS, "GLOO_SOCKET_IFNAME": f"link-{host}", "HOST": host},
             stdout=log,
             stderr=subprocess.STDOUT,
@@ -89,13 +94,14 @@ def main() -> dict[str, float]:
     start("a")
     start("b")
     until(lambda: said("a", "resumed 0 on 2 ranks"), "both have started")
-    until(lambda: (root / "a" / "step5").exists(), "a first checkpoint")
-    until(lambda: any((root / "a").glob("*.incomplete")), "a save that is under way")
+    until(lambda: (disk_of("a") / "step5").exists(), "a first checkpoint")
+    until(lambda: any(disk_of("a").glob("*.incomplete")), "a save that is under way")
     sh("ip -n b link set link-b down")
     seconds = {}
     seconds["cut to resumed"] = until(lambda: said("a", "on 1 ranks"), "the first goes on alone")
     kill("b")
-    shutil.rmtree(root / "b")
+    if way == "own":
+        shutil.rmtree(disk_of("b"))
     sh(
         "ip -n a link delete link-a"
     )  # the dead host's sockets would still send what is left in them

@@ -1,4 +1,7 @@
-"""Train on hosts that come and go; what a rank computes does not depend on their number."""
+"""Train on hosts that come and go; what a rank computes does not depend on their number.
+
+``two_hosts_train.py DIRECTORY WAY``: ``own``, to a disk of this host; ``shared``, to one of all.
+"""
 
 import os
 import sys
@@ -13,12 +16,14 @@ import torch.distributed.checkpoint as dcp
 sys.path.insert(0, str(Path(__file__).parents[2] / "recipes_source" / "checkpoint"))
 import overlapped_stager  # noqa: E402
 import state_to_save as basic  # noqa: E402
+from resume_and_reshard import choose  # noqa: E402
+from retention import RetainedSaves  # noqa: E402
 from two_hosts import PartnerSaves, gather  # noqa: E402
 
 STEPS, WAIT_AT, SAVE_EVERY = 120, 60, 5  # it goes on from the second when it is told
 PACE_S = 0.2
 DEADLINE_S = 12  # for the other ranks
-local = Path(sys.argv[1])
+local, way = Path(sys.argv[1]), sys.argv[2]
 HURRY = local.parent / "hurry"
 
 
@@ -27,12 +32,18 @@ def pause(seconds: float) -> None:
         time.sleep(seconds)
 
 
-class SlowSaves(PartnerSaves):
+class SlowPartnerSaves(PartnerSaves):
     """Each save takes half a second, so that something can happen in it."""
 
     def exchange(self, directory: Path, files: list[dict[str, int]]) -> None:
         pause(0.5)
         super().exchange(directory, files)
+
+
+class SlowRetainedSaves(RetainedSaves):
+    def write(self, state: dict, directory: Path) -> None:
+        super().write(state, directory)
+        pause(0.5)
 
 
 def say(text: str) -> None:
@@ -44,11 +55,16 @@ if __name__ == "__main__":
     overlapped_stager.DEADLINE_S = DEADLINE_S
     dist.init_process_group("gloo", timeout=timedelta(seconds=DEADLINE_S))
     device = torch.device("cpu")
-    step, app = gather(local), basic.build_app(device)
-    if step is not None:
-        dcp.load({"app": app}, checkpoint_id=local / f"step{step}")
-    say(f"resumed {step or 0} on {dist.get_world_size()} ranks")
-    with SlowSaves(device, app.model.buffers()) as saves:
+    app = basic.build_app(device)
+    if way == "own":
+        saves = SlowPartnerSaves(device, app.model.buffers())
+    else:
+        saves = SlowRetainedSaves(local, device, app.model.buffers(), keep_last=2)
+    with saves:
+        step = gather(local) if way == "own" else choose(local)
+        if step is not None:
+            dcp.load({"app": app}, checkpoint_id=local / f"step{step}")
+        say(f"resumed {step or 0} on {dist.get_world_size()} ranks")
         while app.step < STEPS:
             torch.manual_seed(app.step)  # the same batch on every rank
             batch = torch.randn(8, basic.WIDTH)
