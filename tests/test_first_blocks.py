@@ -31,6 +31,9 @@ INSTEAD = {
     "staging_copies": {"torch.cuda": "torch.cpu"},  # whose streams do nothing
     "object_storage": {"s3://bucket/run": "memory://run"},
     "two_hosts": {"/local/run": "checkpoints"},
+    "torchtitan_fsdp2": {  # torchtitan's own models need Triton
+        "from torchtitan.models.llama3 import model_registry\n": "",
+    },
     "lightning_strategy": {"Trainer(strategy": 'Trainer(accelerator="cpu", strategy'},
     "transformers_trainer": {  # accelerate shards on accelerators alone
         "import OverlappedTrainer": "import TrainerOnAnyDevice as OverlappedTrainer",
@@ -129,6 +132,13 @@ def yours_in(page: str) -> dict[str, object]:
         sizes = dict.fromkeys(("hidden_size", "intermediate_size", "vocab_size"), 8)
         config = LlamaConfig(**sizes, num_attention_heads=2, num_hidden_layers=1)
         return {"model": LlamaForCausalLM(config)}
+    if page == "torchtitan_fsdp2":
+        recipe = importlib.import_module(page)
+        fields = ("model", "pipelining_fn", "post_optimizer_build_fn", "state_dict_adapter")
+        spec = recipe.ModelSpec(
+            "decoder", "small", **dict.fromkeys(fields), parallelize_fn=recipe.parallelize
+        )
+        return {"config": SimpleNamespace(), "model_registry": lambda size: spec}
     if page == "torchtitan_checkpointer":
         return {"config": SimpleNamespace()}
     if page == "transformers_trainer":
@@ -180,7 +190,10 @@ def test_a_first_block_runs(page: Path, rank) -> None:
     exits = page.stem == "preemption"
     with pytest.raises(SystemExit) if exits else contextlib.nullcontext():
         exec(compile(block, page.name, "exec"), names)
-    if "config" in names and page.stem == "torchtitan_checkpointer":
+    if page.stem == "torchtitan_checkpointer":
         save_by(names["config"])
+    if page.stem == "torchtitan_fsdp2":
+        build = importlib.import_module(page.stem).build
+        assert build(names["config"].model_spec, False, torch.device("cpu")).in_place
     for left in LEAVES.get(page.stem, []):
         assert any(Path(left).iterdir()), left

@@ -4,17 +4,24 @@
 FSDP2 in place in torchtitan
 ============================
 
-One call around your model's ``ModelSpec``, and torchtitan's FSDP2 gathers weights and reduces
-gradients without the copies around them. Put this file beside ``peer_memory.py``,
-``shared_slots.py``, ``in_place_gather.py`` and ``in_place_reduce.py``; in your
-``config_registry.py``:
+With one call around your model's ``ModelSpec``, torchtitan's FSDP2 gathers weights and reduces
+gradients without the copies around them. :doc:`/recipes/sharding/in_place_gather` shows what you gain,
+and when.
+
+**When not to bother:** your ranks are on several hosts. torchtitan then trains as before, after a
+warning that says so.
+
+In your ``config_registry.py``:
 
 .. code-block:: python
 
+   from torchtitan.models.llama3 import model_registry
+   from torchtitan_fsdp2 import in_place
+
    config.model_spec = in_place(model_registry("8B"))
 
-:doc:`/recipes/sharding/in_place_gather` has what it gains and when. Do not bother with ranks on
-several hosts: torchtitan then trains as before, after a warning that says so.
+Your project needs this file, ``peer_memory.py``, ``shared_slots.py``, ``in_place_gather.py`` and
+``in_place_reduce.py``.
 
 .. verification-badge::
 """
