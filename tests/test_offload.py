@@ -588,13 +588,14 @@ def test_a_layer_is_loaded_when_all_ranks_of_the_host_have_updated_it():
 def test_a_failed_block_is_told_to_the_other_ranks():
     model = llama(torch.bfloat16)
     streamed = SharedModel(model, model.model.layers, CPU, Host())
-    with closing(SharedAdamW(groups_of(model), streamed, lr=RATE)) as optimizer:
-        optimizer.host.blocks[1][0] = None
-        model(**batch(0)).loss.backward()
-        optimizer.step()
+    optimizer = SharedAdamW(groups_of(model), streamed, lr=RATE)
+    optimizer.host.blocks[1][0] = None
+    model(**batch(0)).loss.backward()
+    optimizer.step()
+    for wait in (streamed.wait, optimizer.close):
         with pytest.raises(TypeError):
-            streamed.wait()
-        assert optimizer.host.done[1].tolist() == [FAILED]
+            wait()
+    assert optimizer.host.done[1].tolist() == [FAILED]
 
 
 @pytest.mark.usefixtures("group")
@@ -609,6 +610,20 @@ def test_closing_waits_for_the_parts_of_the_other_ranks(monkeypatch):
     optimizer.step()
     optimizer.close()
     assert done.tolist() == [[1, 1]] * LAYERS
+
+
+@pytest.mark.usefixtures("group")
+def test_an_error_on_its_way_does_not_wait_for_other_ranks(monkeypatch):
+    """They may have failed before their part of the step."""
+    model = llama(torch.bfloat16)
+    streamed = SharedModel(model, model.model.layers, CPU, Host())
+    optimizer = SharedAdamW(groups_of(model), streamed, lr=RATE)
+    optimizer.host.done = torch.zeros(LAYERS, 2, dtype=torch.int64)
+    monkeypatch.setattr(one_copy_a_host.time, "sleep", lambda _: pytest.fail("waits"))
+    with pytest.raises(ZeroDivisionError), closing(optimizer):
+        model(**batch(0)).loss.backward()
+        optimizer.step()
+        raise ZeroDivisionError
 
 
 def test_a_model_on_the_host_is_shared_where_ranks_have_a_group_of_devices_alone():

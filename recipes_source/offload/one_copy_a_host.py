@@ -67,9 +67,10 @@ gradients is known, and it is known when every rank has computed its last backwa
 import mmap
 import os
 import re
+import sys
 import time
 from collections.abc import Iterable, Iterator
-from contextlib import closing, contextmanager, suppress
+from contextlib import closing, contextmanager
 from copy import deepcopy
 from pathlib import Path
 
@@ -220,12 +221,6 @@ class SharedUpdates(adam.HostUpdates):
         super().wait()
         [self.await_others(layer) for layer in self.updates]
 
-    def close(self) -> None:
-        """End the threads, when the other ranks have written their parts, or failed."""
-        super().close()
-        with suppress(RuntimeError):
-            [self.await_others(layer) for layer in self.updates]
-
 
 class SharedAdamW(whole.HostAdamW):
     """``HostAdamW`` for a ``SharedModel``; ``load_state_dict``: by all ranks of a host, or by none."""
@@ -236,6 +231,14 @@ class SharedAdamW(whole.HostAdamW):
         self.streamed.wait_for_all()
         super().load_state_dict(state_dict)
         self.streamed.host.barrier()
+
+    def close(self) -> None:
+        """End all, when every rank has updated its part, or at once if an error is on its way."""
+        try:
+            if sys.exc_info()[0] is None:
+                self.streamed.wait()
+        finally:
+            super().close()
 
 
 # %%
@@ -332,7 +335,8 @@ if __name__ == "__main__":
 #   them, though it updates a part.
 # * Shared memory has large pages only where the system allows it
 #   (``/sys/kernel/mm/transparent_hugepage/shmem_enabled``); without, locking takes longer.
-# * ``close()`` waits until the other ranks have written their parts of the last step.
+# * ``close()`` waits until the other ranks have written their parts of the last step, unless an
+#   error is on its way.
 # * A rank that dies leaves the others waiting for its part, until ``torchrun`` ends them.
 # * Ranks of a host must be numbered one after the other, as ``torchrun`` does.
 # * A change of weights by other means than ``load_state_dict`` needs ``wait_for_all()`` before, by all
