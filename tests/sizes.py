@@ -22,7 +22,6 @@ ROOMS = {  # ceiling, files
     "benchmarks": (2600, ["benchmarks/*.py"]),
 }
 NOT_YET = {
-    "harness, with the Sphinx extension that it ships",
     "benchmarks",
     "recipes_source/sharding/copy_engine_gather.py",
     "page sharding/copy_engine_gather",

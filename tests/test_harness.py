@@ -15,21 +15,20 @@ import sizes
 from selection import REPO
 from test_verdicts import BAD, is_right, judge
 
-from harness.__main__ import main
-from harness.judge import Failure
-from harness.kept import KeptRun
-from harness.kept import _present_code as kept_code
-from harness.leader import descendants, dump_stacks
-from harness.recipe import (
+from rankproof.__main__ import main
+from rankproof.judge import Failure
+from rankproof.kept import KeptRun
+from rankproof.kept import _present_code as kept_code
+from rankproof.leader import descendants, dump_stacks
+from rankproof.recipe import (
     RecipeError,
     code_hashes,
     code_sha256,
     discover,
     load_controls,
     load_recipe,
-    may_save,
 )
-from harness.run import HOME, Report, _servers, load_back, reproduce, run
+from rankproof.run import HOME, Report, _own, load_back, reproduce, run
 
 BAD_SCRIPTS = REPO / "tests" / "data" / "bad"
 
@@ -65,7 +64,7 @@ def test_the_deadline_counts_from_the_recipes_first_line(tmp_path, monkeypatch) 
 
 
 def servers() -> list:
-    return [s for s in _servers.by_modules.values() if s.process.poll() is None]
+    return [s for s in _own.__dict__.values() if s.process.poll() is None]
 
 
 def write(folder: Path, name: str, text: str) -> Path:
@@ -448,7 +447,7 @@ def test_the_claims_of_a_recipe_are_checked_whatever_the_caller_optimises(
 )
 def test_a_recipe_that_may_save_is_found_by_what_it_imports(tmp_path, source, saves) -> None:
     write(tmp_path, "helper_that_saves.py", "from torch.distributed.checkpoint import save\n")
-    assert may_save(write(tmp_path, "recipe.py", source + "\n")) == saves
+    assert load_recipe(write(tmp_path, "recipe.py", source + "\n")).saves == saves
 
 
 def test_a_recipe_sees_the_callers_library_and_not_the_harness(tmp_path, monkeypatch) -> None:
@@ -498,7 +497,7 @@ def test_an_interrupted_run_does_not_answer_for_the_next_one(tmp_path) -> None:
 
 def test_a_checkpoint_that_takes_too_long_to_load_says_so(tmp_path, monkeypatch) -> None:
     waits = write(tmp_path, "waits.py", "import threading\nthreading.Event().wait()\n")
-    monkeypatch.setattr("harness.run.LOAD_BACK", waits)
+    monkeypatch.setattr("rankproof.run.LOAD_BACK", waits)
     answer = load_back({"step1": {}}, 1, tmp_path, deadline_s=0.5)
     assert answer == {"step1": {"error": "did not load within 0.5 s"}}
 
@@ -513,22 +512,19 @@ def test_a_checkpoint_has_as_long_to_load_as_its_recipe(
         limits.append(deadline_s)
         return {}
 
-    monkeypatch.setattr("harness.run.load_back", record)
+    monkeypatch.setattr("rankproof.run.load_back", record)
     recipe = write(tmp_path, "saves.py", SAVES.format(after="pass"))
     run(recipe, 1, launcher="warm", deadline_s=deadline_s)
     assert set(limits) == {loads_within_s}
 
 
 def test_the_command_that_runs_it_again_is_complete(tmp_path) -> None:
-    write(tmp_path, "r.toml", CONTROL)
-    control = load_recipe(write(tmp_path, "r.py", "x = 1\n"), tmp_path).control("n")
     path = tmp_path / "a recipe.py"
-    command = reproduce(path, 2, None, "hold_write", True, ("a b",))
+    command = reproduce(path, ("a b",), ranks=2, control=None, gate="hold_write", order=True)
     end = f"run '{path}' --ranks 2 --gate hold_write --order -- 'a b'"
     assert command.endswith(end)
-    assert reproduce(path, 2, control, "queue_work", False, ()).endswith(
-        "--control n --gate queue_work"
-    )
+    command = reproduce(path, (), ranks=2, control="n", gate="queue_work", order=False)
+    assert command.endswith("--ranks 2 --control n --gate queue_work")
 
 
 def test_a_run_is_kept_until_code_edit_or_ranks_change_and_only_if_it_ended_as_it_must(
@@ -543,7 +539,7 @@ def test_a_run_is_kept_until_code_edit_or_ranks_change_and_only_if_it_ended_as_i
         edit = dataclasses.replace(recipe.control(control), **changed) if control else None
         return KeptRun(store, recipe, ranks, edit)
 
-    passed = Report("r", str(path), "", 1, "torchrun", "command")
+    passed = Report("r", str(path), 1, "torchrun", "command")
     raised = dataclasses.replace(passed, failures=[Failure("raised", "as it must")])
     assert kept().report() is None
     kept().keep(passed)
@@ -573,7 +569,7 @@ def test_a_kept_run_keeps_its_links(tmp_path) -> None:
     ("options", "message"),
     [
         (["--ranks", "0"], "0 ranks: pass a number of 1 or more"),
-        (["--gate", "hold_all"], "invalid choice: 'hold_all'"),
+        (["--gate", "hold_all"], "no gate 'hold_all'; see --help"),
         (["--keep", "."], "exists already; pass a directory that does not"),
     ],
 )
@@ -597,7 +593,9 @@ def test_a_bad_option_is_refused_before_anything_runs(
 def test_the_command_line_takes_a_recipes_own_deadline(tmp_path, monkeypatch, capsys) -> None:
     write(tmp_path, "waits.toml", "deadline_s = 0.5")
     recipe = write(tmp_path, "waits.py", "import threading\nthreading.Event().wait()\n")
-    monkeypatch.setattr("rankproof.__main__.controls_for", lambda recipe: tmp_path)
+    monkeypatch.setattr(
+        "rankproof.recipe.Settings.load", lambda _, path: load_recipe(path, tmp_path)
+    )
     monkeypatch.setattr(
         sys, "argv", ["harness", "run", str(recipe), "--ranks", "1", "--launcher", "warm"]
     )

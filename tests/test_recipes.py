@@ -9,9 +9,9 @@ from pathlib import Path
 import pytest
 from selection import REPO, ranks_under_test, recipes_under_test
 
-from harness.kept import KeptRun
-from harness.recipe import Control, Recipe, may_save, with_imports
-from harness.run import run
+from rankproof.kept import KeptRun
+from rankproof.recipe import Control, Recipe
+from rankproof.run import run
 
 MOST_RANKS = 3
 
@@ -28,7 +28,7 @@ def pytest_generate_tests(metafunc: pytest.Metafunc) -> None:
     names = set(metafunc.fixturenames)
     if {"recipe", "ranks"} <= names:
         if "slow_the_disk" in metafunc.function.__name__:
-            recipes = [recipe for recipe in recipes if may_save(recipe.path)]
+            recipes = [recipe for recipe in recipes if recipe.saves]
             cases = [(r, n) for r in recipes for n in (asked or [max(2, r.min_ranks)])]
         else:
             cases = [(r, n) for r in recipes for n in (asked or ranks_of(r, metafunc.config))]
@@ -38,9 +38,14 @@ def pytest_generate_tests(metafunc: pytest.Metafunc) -> None:
         metafunc.parametrize("recipe,control", cases, ids=[f"{r.name}-{c.name}" for r, c in cases])
     elif {"recipe", "gate"} <= names:
         cases = [(r, g) for r in recipes for g in sorted({c.gate for c in r.controls if c.gate})]
-        metafunc.parametrize("recipe,gate", cases, ids=[f"{r.name}-{g}" for r, g in cases])
+        metafunc.parametrize("recipe,gate", cases, ids=[f"{r.name}-{name_of(g)}" for r, g in cases])
     elif "recipe" in names:
         metafunc.parametrize("recipe", recipes, ids=[r.name for r in recipes])
+
+
+def name_of(gate: str) -> str:
+    """A gate of this folder is told by its file, too."""
+    return gate.rpartition(":")[2]
 
 
 def ranks_of(recipe: Recipe, config: pytest.Config) -> list[int]:
@@ -109,7 +114,7 @@ def test_plain_python_runs_one_rank(recipe: Recipe, tmp_path) -> None:
     downloads, work = tmp_path / "downloads", tmp_path / "work"
     downloads.mkdir()
     work.mkdir()
-    for file in with_imports(recipe.path):
+    for file in recipe.files:
         shutil.copy(file, downloads)
     done = subprocess.run(
         [sys.executable, "-B", downloads / recipe.path.name],
@@ -129,7 +134,7 @@ def test_plain_python_runs_one_rank(recipe: Recipe, tmp_path) -> None:
 def test_importing_a_recipe_does_nothing(recipe: Recipe, tmp_path) -> None:
     """The harness sees what an import leaves: a thread, a process, a group, a file."""
     importer = tmp_path / "importer.py"
-    folders = sorted({str(file.parent) for file in with_imports(recipe.path)})
+    folders = sorted({str(file.parent) for file in recipe.files})
     importer.write_text(f"import sys\nsys.path[:0] = {folders!r}\nimport {recipe.name}\n")
     report = run(importer, 1, launcher="warm")
     assert report.ok, report.describe()

@@ -12,7 +12,7 @@ import torch
 import torch.distributed as dist
 from torch.distributed.fsdp import fully_shard
 
-from harness import streams
+from rankproof import streams
 
 pytestmark = pytest.mark.skipif(
     torch.accelerator.is_available(), reason="an accelerator's streams are real"

@@ -8,9 +8,9 @@ from threading import Barrier
 import pytest
 import verify as verification
 
-from harness.judge import Failure
-from harness.recipe import RecipeError
-from harness.run import Report
+from rankproof.judge import Failure
+from rankproof.recipe import RecipeError
+from rankproof.run import Report
 
 
 @pytest.fixture
@@ -36,7 +36,7 @@ def machine(tmp_path: Path, monkeypatch: pytest.MonkeyPatch):
         if first:
             both.wait(10)
         in_flight.remove(path.stem)
-        report = Report(path.stem, str(path), "", ranks, "warm", "command")
+        report = Report(path.stem, str(path), ranks, "warm", "command")
         if path.stem in broken or (beside and path.stem in busy):
             report.failures = [Failure("raised", f"it broke beside {sorted(beside)}")]
         return report

@@ -3,8 +3,9 @@
     python tests/verify.py [--ranks 1 2 4] [--stale]    # make verify
 
 Torch and the standard library are enough. The saves run behind queued work
-(:func:`rankproof.gates.queue_work`), which no CPU can imitate: a copy that is not ordered after the
-optimizer step takes the weights of the step before. Controls of that order must be caught.
+(``queue_work`` of ``tests/controls/gates.py``), which no CPU can imitate: a copy that is not
+ordered after the optimizer step takes the weights of the step before. Controls of that order must
+be caught.
 
 As many recipes run side by side as there are cores for, on the same accelerators. One that judges
 by time, whether its copies hide behind its kernels, say, then judges its neighbours too. So a
@@ -29,7 +30,7 @@ from harness.run import Report, run  # noqa: E402
 
 WORLD_SIZES = (1, 2, 4)
 ON_DEVICE = frozenset({"raised", "checkpoint_wrong"})  # how a missing order shows in real streams
-GATE = "queue_work"
+GATE = f"{REPO / 'tests/controls/gates.py'}:queue_work"
 CORES_A_RANK = 4  # as many recipes run side by side as there are cores for
 
 _PROBE = (

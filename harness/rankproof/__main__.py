@@ -10,41 +10,31 @@ from pathlib import Path
 from xml.etree import ElementTree
 
 from rankproof import __version__
-from rankproof.recipe import GATES, RecipeError, Settings, find_recipes, load_recipe
+from rankproof.recipe import GATES, RecipeError, Settings, find_recipes
 from rankproof.run import COMMAND, LAUNCHERS, Report, run
-
-
-def controls_for(recipe: Path) -> Path | None:
-    """Where the recipe's controls are, by the settings of its project."""
-    return Settings.of(recipe).controls_of(recipe)
 
 
 def judge(options: argparse.Namespace) -> int:
     """Judge the script, or every script of the folder, as the settings of its project say."""
     settings, path = Settings.of(options.path), options.path
-    recipe = None if path.is_dir() else load_recipe(path, controls_for(path))
-    control = recipe.control(options.control) if options.control else None
-    if recipe is not None:
-        paths, ranks, deadline_s = [recipe.path], [recipe.page_ranks], recipe.deadline_s
-    else:
-        paths, ranks, deadline_s = find_recipes(path, settings), settings.ranks, settings.deadline_s
-    if control is not None:
-        ranks, deadline_s = [control.ranks], control.deadline_s
+    scripts = find_recipes(path, settings) if path.is_dir() else [settings.load(path)]
+    control = scripts[0].control(options.control) if options.control else None
+    ranks = settings.ranks if path.is_dir() else [scripts[0].page_ranks]
     reports = [
         run(
-            script,
+            script.path,
             count,
             launcher=options.launcher,
             control=control,
             gate=options.gate,
-            order=options.order or (recipe is not None and recipe.order),
-            deadline_s=deadline_s if options.deadline is None else options.deadline,
-            args=tuple(options.args) or settings.args_of(script),
+            order=options.order or script.order,
+            deadline_s=options.deadline or (control or script).deadline_s,
+            args=tuple(options.args) or settings.args_of(script.path),
             keep=options.keep,
             through=tuple(options.allow),
         )
-        for script in paths
-        for count in options.ranks or ranks
+        for script in scripts
+        for count in options.ranks or ([control.ranks] if control else ranks)
     ]
     status = tell(reports, options)
     if control is None:
@@ -106,7 +96,7 @@ def main() -> int:
     one.add_argument("path", type=Path, help="a script or a folder")
     one.add_argument("--ranks", type=world_sizes, metavar="N,N", help="default: 2, or as set")
     one.add_argument("--control", help="the name of a control in the recipe's controls file")
-    one.add_argument("--gate", choices=GATES, help="hold a background step, see rankproof/gates.py")
+    one.add_argument("--gate", help=f"hold a background step: {', '.join(GATES)}, FILE.py:FUNCTION")
     one.add_argument("--order", action="store_true", help="record stream order (CPU)")
     one.add_argument("--launcher", choices=LAUNCHERS, default="auto")
     one.add_argument("--deadline", type=float, metavar="SECONDS", help="from the first line on")

@@ -25,13 +25,7 @@ class _AfterImport(importlib.abc.MetaPathFinder):
             return None
         sys.meta_path.remove(self)
         spec = importlib.util.find_spec(name)
-        exec_module = spec.loader.exec_module
-
-        def exec_and_call(module) -> None:
-            exec_module(module)
-            self.call()
-
-        spec.loader.exec_module = exec_and_call
+        around(spec.loader, "exec_module", after=lambda *_: self.call())
         return spec
 
 
@@ -99,12 +93,10 @@ def called_by_recipe(passing: tuple[str, ...] = ()) -> bool:
 
 def main_thread_waits() -> bool:
     """Whether the script's main thread called, to wait; for a new thread to begin is no waiting."""
-    if threading.current_thread() is not threading.main_thread():
-        return False
+    if threading.current_thread() is not threading.main_thread() or not recipe_line():
+        return False  # of another thread, or of the harness when the script has ended
     if any(frame.f_code is THREAD_START for frame in frames()):
         return False
-    if not recipe_line():
-        return False  # the harness itself, when the script has ended
     return not next(frames((threading.__file__,))).f_code.co_filename.startswith(torch_folder())
 
 

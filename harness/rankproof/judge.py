@@ -4,6 +4,7 @@ import json
 import re
 from dataclasses import dataclass, field
 from pathlib import Path
+from signal import Signals
 
 KINDS = {
     "raised": "a rank raised an exception",
@@ -37,7 +38,6 @@ INCOMPLETE = ".incomplete"  # the end of the name of a save that is not complete
 MOST_SHOWN = 80  # characters of a value that differs
 LOST_PEER = re.compile(r"Connection (closed|reset) by peer|Broken pipe")
 FROM_ABOVE = (None, -15, -10)  # ends that the leader made; -10: it was asked for its stacks
-SIGNALS = {6: "SIGABRT", 9: "SIGKILL", 11: "SIGSEGV", 15: "SIGTERM"}
 
 
 @dataclass
@@ -195,11 +195,6 @@ def chunks_by_directory(directories: list[str], saves: list[SavedState]) -> dict
     return request
 
 
-def _short(value: str | None) -> str:
-    text = str(value)
-    return text if len(text) <= MOST_SHOWN else f"{text[:MOST_SHOWN]}..."
-
-
 def some(found: list[str], most: int = 3) -> str:
     more = f"; {len(found) - most} more" if found[most:] else ""
     return "; ".join(found[:most]) + more
@@ -218,8 +213,8 @@ def _differences(save: SavedState, found: dict) -> list[str]:
             if loaded is None:
                 difference = f"rank {rank}: not in the checkpoint"
             elif "value" in expected and loaded.get("value") != expected["value"]:
-                values = _short(loaded.get("value")), _short(expected["value"])
-                difference = " instead of ".join(values)
+                values = loaded.get("value"), expected["value"]
+                difference = " instead of ".join(str(value)[:MOST_SHOWN] for value in values)
             elif "sha256" in expected and loaded.get("sha256", {}).get(chunk) != expected["sha256"]:
                 difference = f"rank {rank}"
             else:
@@ -279,7 +274,6 @@ def judge_saves(run_dir: Path, saves: list[SavedState], went_well: bool) -> list
         if "never_awaited" in save.events and not save.awaited:
             text = f"{save.name}: the recipe ended without having waited for it"
             failures.append(Failure("never_awaited", text, hint=NOT_AWAITED_HINT))
-    for save in saves:
         if save.beside:
             other = Path(min(save.beside)).name
             text = f"{save.name}: its upload began while that of {other} was in flight"
@@ -345,7 +339,7 @@ def _judge_missing(rank: Rank, timed_out: bool, hint: str) -> list[Failure]:
             return []
         kind, text = "hung", f"still running at the deadline{_innermost(rank.stacks)}"
     elif rank.exit < 0:
-        signal = SIGNALS.get(-rank.exit, f"signal {-rank.exit}")
+        signal = Signals(-rank.exit).name
         cause = re.search(r"what\(\):\s*(.*)", rank.output)
         kind, text = "killed", f"ended by {signal}" + (f": {cause[1]}" if cause else "")
     return [Failure(kind, text, rank.number, hint)]

@@ -29,9 +29,7 @@ def _harness_sha256() -> str:
     return hashlib.sha256("\0".join(texts).encode()).hexdigest()
 
 
-@cache
-def _present_code(path: Path) -> dict[str, str]:
-    return code_hashes(path)
+_present_code = cache(code_hashes)  # as it is in this process's life
 
 
 @dataclasses.dataclass(frozen=True)
@@ -95,7 +93,7 @@ class KeptRun:
                 deadline_s=(self.control or self.recipe).deadline_s,
             )
         except RecipeError as error:  # the edit does not fit
-            report = Report(path.stem, str(path), "", self.ranks, launcher, "bring it up to date")
+            report = Report(path.stem, str(path), self.ranks, launcher, "bring it up to date")
             report.failures = [Failure("misfit", str(error))]
         self.keep(report)
         return report

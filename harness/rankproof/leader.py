@@ -151,5 +151,4 @@ def lead(spec: dict, start: Callable[[], dict[int, int]], requests: int) -> None
         "private": sorted(layers),  # places where what was written lay aside
         "written": private.left_in(layers),  # what was left there
     }
-    (run_dir / "outcome.tmp").write_text(json.dumps(outcome))
-    (run_dir / "outcome.tmp").rename(run_dir / "outcome.json")
+    (run_dir / "outcome.json").write_text(json.dumps(outcome))

@@ -6,7 +6,6 @@ Each line of a rank's ``.notes`` file is one event as JSON, written at once, so 
 abort.
 """
 
-import concurrent.futures
 import contextlib
 import ctypes
 import hashlib
@@ -16,6 +15,9 @@ import pickle
 import threading
 from collections.abc import Callable, Iterable, Iterator
 from concurrent.futures import Future
+from concurrent.futures._base import _AcquireFutures
+from dataclasses import dataclass, field
+from functools import partial
 from pathlib import Path
 from typing import Any
 
@@ -62,21 +64,23 @@ def why_not_loaded(writer: object, directory: object) -> str:
     return ""
 
 
+@dataclass(eq=False)
 class Save:
-    """One call of ``dcp.save`` or ``dcp.async_save`` on this rank."""
+    """One call of ``dcp.save`` or ``dcp.async_save`` on this rank.
 
-    def __init__(self, number: int, directory: str, kind: str) -> None:
-        self.number = number
-        self.directory = directory
-        self.kind = kind
-        self.upload: Future | None = None
-        self.uploading = False
-        self.end_known = False  # whether the recipe waited for the upload, or saw that it is done
-        self.called_back = False
-        self.clones: dict[str, dict] = {}
-        self.listeners: list[Callable[[str], None]] = []
-        """Called when the recipe awaits its "staging" or "upload", has "asked" whether that is done
-        and heard no, or has asked "to be called"."""
+    Its listeners are called when the recipe awaits its "staging" or "upload", has "asked" whether
+    that is done and heard no, or has asked "to be called".
+    """
+
+    number: int
+    directory: str
+    kind: str
+    upload: Future | None = None
+    uploading: bool = False
+    end_known: bool = False  # whether the recipe waited for the upload, or saw that it is done
+    called_back: bool = False
+    clones: dict[str, dict] = field(default_factory=dict)
+    listeners: list[Callable[[str], None]] = field(default_factory=list)
 
     @property
     def in_flight(self) -> bool:
@@ -136,9 +140,7 @@ class Ledger:
     def install(self) -> None:
         """Replace the public entry points, in every module a recipe may take them from."""
         after_import(DCP, self._install_saves)
-        self._wait, self._as_completed = concurrent.futures.wait, concurrent.futures.as_completed
-        for module in (concurrent.futures, concurrent.futures._base):
-            module.wait, module.as_completed = self._spy_wait, self._spy_as_completed
+        around(_AcquireFutures, "__init__", self._waits_for_some)  # wait() and as_completed()
         for module in (dist, dist.distributed_c10d):
             around(module, "init_process_group", after=self._sees_backend)
 
@@ -165,6 +167,8 @@ class Ledger:
         self.backend = " + ".join(sorted(backends, reverse=True))
 
     def _begin(self, kind: str, state_dict: dict, kwargs: dict) -> tuple[Save, dict]:
+        from torch.distributed.checkpoint.stateful import Stateful
+
         writer = kwargs.get("storage_writer")
         directory = kwargs.get("checkpoint_id") or getattr(writer, "path", "")
         unjudged = why_not_loaded(writer, directory)
@@ -183,7 +187,7 @@ class Ledger:
             listener(save)
         self.saves.append(save)
         self.planned = None
-        stateful = [k for k, v in state_dict.items() if _is_stateful(v)]
+        stateful = [k for k, v in state_dict.items() if isinstance(v, Stateful)]
         self.capture(save, {k: v for k, v in state_dict.items() if k not in stateful})
         spied = {k: _StatefulSpy(state_dict[k], k, save, self) for k in stateful}
         return save, self.extra_state(save) | state_dict | spied
@@ -218,50 +222,31 @@ class Ledger:
 
     def _spy_async_save(self, state_dict: dict, **kwargs: Any) -> Any:
         save, state_dict = self._begin("async_save", state_dict, kwargs)
-        with self._noting_failure(save), self._watched_staging(save, kwargs.get("async_stager")):
+        with self._noting_failure(save), contextlib.ExitStack() as undo:
+            if (stager := kwargs.get("async_stager")) is not None:
+                undo.callback(around(stager, "stage", after=partial(self._stages, save)))
             response = self._async_save(state_dict, **kwargs)
         save.upload = getattr(response, "upload_completion", response)
-        save.upload.add_done_callback(lambda upload: self._ended(save, EXCEPTION(upload)))
+        save.upload.add_done_callback(lambda upload: self._ended(save, upload))
         if hasattr(response, "staging_completion"):
             self.futures[response.staging_completion] = save, "staging"
         self.futures[save.upload] = save, "upload"
         return response
 
-    @contextlib.contextmanager
-    def _watched_staging(self, save: Save, stager: Any) -> Iterator[None]:
-        """See the future that the stager itself returns: a recipe may keep it and wait for it."""
-        if stager is None:
-            yield
-            return
-        stage = stager.stage
+    def _stages(self, save: Save, staged: Any, *_: Any, **__: Any) -> None:
+        """A stager itself may return a future: a recipe may keep it and wait for it."""
+        if isinstance(staged, Future):
+            self.futures[staged] = save, "staging"
 
-        def watched(*args: Any, **kwargs: Any) -> Any:
-            staged = stage(*args, **kwargs)
-            if isinstance(staged, Future):
-                self.futures[staged] = save, "staging"
-            return staged
-
-        stager.stage = watched
-        try:
-            yield
-        finally:
-            del stager.stage
-
-    def _ended(self, save: Save, error: BaseException | None) -> None:
-        if error is not None:
+    def _ended(self, save: Save, upload: Future) -> None:
+        if (error := EXCEPTION(upload)) is not None:
             self.note("failed", number=save.number, error=repr(error))
 
     # How the recipe learns of the end of a save
 
-    def _spy_wait(self, fs: Iterable[Future], *args: Any, **kwargs: Any) -> Any:
-        for future in (futures := list(fs)):
+    def _waits_for_some(self, _: object, futures: Iterable[Future]) -> None:
+        for future in futures:
             self._waits(future)
-        return self._wait(futures, *args, **kwargs)
-
-    def _spy_as_completed(self, fs: Iterable[Future], *args: Any, **kwargs: Any) -> Iterator:
-        for future in (futures := list(fs)):
-            self._waits(future)
-        yield from self._as_completed(futures, *args, **kwargs)
 
     def _waits(self, future: Future, *_: Any, **__: Any) -> None:
         """For an upload, or on the main thread for staging: DCP's own thread waits for staging."""
@@ -320,9 +305,11 @@ class Ledger:
         self.note("leaves", number=save.number, leaves=self.leaves_of(state_dict, save.clones))
 
     def leaves_of(self, state_dict: dict[str, Any], clones: dict[str, dict]) -> dict[str, Any]:
+        from torch.distributed.checkpoint._nested_dict import flatten_state_dict
+
         leaves: dict[str, Any] = {}
         try:
-            for name, value in self._flat(state_dict).items():
+            for name, value in flatten_state_dict(state_dict)[0].items():
                 try:
                     self._leaf(name, value, leaves, clones)
                 except Exception as error:  # the harness's own trouble is no trouble of the recipe
@@ -330,12 +317,6 @@ class Ledger:
         except Exception as error:
             leaves["(all)"] = {"unjudged": f"the state dict is not read: {error!r}"[:200]}
         return leaves
-
-    @staticmethod
-    def _flat(state_dict: dict[str, Any]) -> dict[str, Any]:
-        from torch.distributed.checkpoint._nested_dict import flatten_state_dict
-
-        return flatten_state_dict(state_dict)[0]
 
     def _leaf(self, name: str, value: Any, leaves: dict, clones: dict) -> None:
         parts = [(None, value)]
@@ -381,9 +362,3 @@ class Ledger:
                 self.note("never_awaited", number=save.number)
         with self.lock:
             self.notes.close()
-
-
-def _is_stateful(value: object) -> bool:
-    from torch.distributed.checkpoint.stateful import Stateful
-
-    return isinstance(value, Stateful)

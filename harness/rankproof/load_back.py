@@ -4,9 +4,9 @@ Run like a recipe, on any number of ranks: alone it loads plain tensors, on seve
 and puts them together, so a checkpoint is read at another world size than it was written at.
 """
 
-import argparse
 import json
 import os
+import sys
 from pathlib import Path
 
 import torch
@@ -81,8 +81,4 @@ def main(request: Path, answer: Path) -> None:
 
 
 if __name__ == "__main__":
-    parser = argparse.ArgumentParser()
-    parser.add_argument("request", type=Path)
-    parser.add_argument("answer", type=Path)
-    options = parser.parse_args()
-    main(options.request, options.answer)
+    main(Path(sys.argv[1]), Path(sys.argv[2]))

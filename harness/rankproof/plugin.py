@@ -4,12 +4,14 @@ A script that fails is a test that fails; one that is not judged is skipped, and
 run twice if it saves: as it is, and with every write held until the script waits for it.
 """
 
+from collections.abc import Callable
+from functools import partial
 from pathlib import Path
 
 import pytest
 
-from rankproof.recipe import RecipeError, Settings, find_recipes, may_save
-from rankproof.run import run
+from rankproof.recipe import RecipeError, Settings, find_recipes
+from rankproof.run import Report, run
 
 
 def pytest_addoption(parser: pytest.Parser) -> None:
@@ -35,55 +37,39 @@ def pytest_collection_modifyitems(
     root = Path(folder).resolve()
     settings = Settings.of(root)
     try:
-        paths = find_recipes(root, settings)
+        scripts = find_recipes(root, settings)
         text = config.getoption("--rankproof-ranks")
         ranks = [int(part) for part in text.split(",")] if text else settings.ranks
     except (RecipeError, ValueError) as error:
         raise pytest.UsageError(str(error)) from error
+    launcher = config.getoption("--rankproof-launcher")
+    judge = partial(run, launcher=launcher, deadline_s=settings.deadline_s)
     items[:] = [
         ScriptItem.from_parent(
             session,
-            name=f"{path.relative_to(root)}-{n}{gate or ''}",
-            script=path,
-            ranks=n,
-            gate=gate,
-            settings=settings,
+            name=f"{script.path.relative_to(root)}-{n}{gate or ''}",
+            script=script.path,
+            judge=partial(judge, script.path, n, gate=gate, args=settings.args_of(script.path)),
         )
-        for path in paths
+        for script in scripts
         for n in ranks
-        for gate in ([None, "hold_write"] if may_save(path) else [None])
+        for gate in ([None, "hold_write"] if script.saves else [None])
     ]
-
-
-class ScriptFailed(Exception):
-    """A script was judged bad; the text says why."""
 
 
 class ScriptItem(pytest.Item):
     """One script on one number of ranks."""
 
-    def __init__(self, *, script: Path, ranks: int, gate: str | None, settings, **kwargs) -> None:
+    def __init__(self, *, script: Path, judge: Callable[[], Report], **kwargs) -> None:
         super().__init__(**kwargs)
-        self.script, self.ranks, self.gate, self.settings = script, ranks, gate, settings
+        self.script, self.judge = script, judge
 
     def runtest(self) -> None:
-        report = run(
-            self.script,
-            self.ranks,
-            launcher=self.config.getoption("--rankproof-launcher"),
-            gate=self.gate,
-            deadline_s=self.settings.deadline_s,
-            args=self.settings.args_of(self.script),
-        )
+        report = self.judge()
         if report.verdict == "failed":
-            raise ScriptFailed(report.describe())
+            pytest.fail(report.describe(), pytrace=False)
         if report.verdict == "not judged":
             pytest.skip("; ".join(report.unjudged))
-
-    def repr_failure(self, excinfo, style=None):
-        if isinstance(excinfo.value, ScriptFailed):
-            return str(excinfo.value)
-        return super().repr_failure(excinfo, style)
 
     def reportinfo(self):
         return self.script, 0, self.name

@@ -33,7 +33,6 @@ from rankproof.leader import die_with_parent, write_exit
 
 STARTERS = (threading.__file__, os.path.dirname(concurrent.futures.__file__))
 DEPRECATED = (DeprecationWarning, PendingDeprecationWarning, FutureWarning)
-EXIT_OK, EXIT_FAILED = 0, 1
 AT_LAST: list[Callable[[], None]] = []  # called after everything else that is to be called at exit
 
 
@@ -115,10 +114,8 @@ class ThreadWatch:
         """The threads that the interpreter will wait for when it ends, but torch's compiler's."""
         left = {t for t in threading.enumerate() if not t.daemon} - self.compilers
         left.discard(threading.current_thread())
-        lines = {thread: self.started.get(thread) for thread in left}
-        return sorted(
-            t.name + (f", started at {line}" if line else "") for t, line in lines.items()
-        )
+        starts = {t: f", started at {line}" for t, line in self.started.items() if line}
+        return sorted(thread.name + starts.get(thread, "") for thread in left)
 
 
 def watch_deprecations(folders: list[str]) -> list[str]:
@@ -177,9 +174,8 @@ def _exits_at_its_end(error: SystemExit, recipe: str) -> bool:
         if frame.filename == recipe:
             line = frame.lineno
             holding = [f for f in functions if f.lineno <= line <= f.end_lineno]
-            inner = max(holding, key=lambda f: f.lineno, default=tree)
-            if frame.name == "<module>":
-                inner = tree
+            own = holding if frame.name != "<module>" else []
+            inner = max(own, key=lambda f: f.lineno, default=tree)
             if not _nothing_follows(inner.body, line):
                 return False
     return True
@@ -261,7 +257,7 @@ def run(spec: dict) -> None:
 
     from rankproof import ledger
 
-    recipe, own_pid = spec["file"], os.getpid()
+    recipe, own_pid, until_the_end = spec["file"], os.getpid(), contextlib.ExitStack()
     sys.argv = [recipe, *spec["args"]]
     _callers_paths(spec)
     keep_temporary_directories(Path(spec["run_dir"]) / "kept")
@@ -279,15 +275,11 @@ def run(spec: dict) -> None:
         gates.install(spec["gate"], book)
     recorder = None
     if spec["order"] and not torch.accelerator.is_available():  # real streams are not recorded
-        from rankproof import streams
+        from rankproof.streams import recording
 
-        recorder = streams.install()
+        recorder = until_the_end.enter_context(recording())
 
     record = {
-        "recipe": spec["recipe"],
-        "code_sha256": spec["code_sha256"],
-        "rank": rank,
-        "world_size": int(os.environ.get("WORLD_SIZE", 1)),
         "torch": torch.__version__,
         "finished": False,
         "error": None,
@@ -310,7 +302,7 @@ def run(spec: dict) -> None:
         sys.stdout.flush()
         sys.stderr.flush()
         if spec["launcher"] == "warm":  # what this process was forked from need not be taken down
-            os._exit(EXIT_OK if record["finished"] else EXIT_FAILED)
+            os._exit(not record["finished"])
 
     AT_LAST.append(at_last)
     (ranks_dir / f"rank{rank}.began").touch()  # the deadline counts from here
@@ -330,13 +322,13 @@ def run(spec: dict) -> None:
     record["device"], record["backend"] = book.device(), book.backend
     if recorder is not None:
         record |= recorder.report()
-        streams.uninstall(recorder)
+    until_the_end.close()
     book.hash_clones()
     if record["finished"]:
         book.last_line()
     record["threads_at_the_end"] = threads.alive()
     keep("ended")
-    sys.exit(EXIT_OK if record["finished"] else EXIT_FAILED)
+    sys.exit(not record["finished"])
 
 
 def _run_as_main(recipe: str) -> None:

@@ -12,12 +12,14 @@ from pathlib import Path
 DEFAULT_RANKS = (1, 2, 3, 4)
 DEFAULT_DEADLINE_S = 120.0
 STOPPED = frozenset({"raised", "killed", "hung"})
-GATES = ("hold_write", "hold_staging", "finish_staging_first", "cross_collectives")
-GATES += ("rank_0_first", "rank_0_last", "queue_work")  # rankproof.gates explains them
+GATES = ("hold_write",)  # rankproof.gates explains them
+OWN_GATES = "gates.py"  # beside controls: other gates that they name
 DCP = ("torch.distributed.checkpoint", "torch.distributed.checkpoint.format_utils")
 DCP += ("torch.distributed.checkpoint.state_dict",)  # what a script that saves will import
 UNFINISHED = frozenset({"checkpoint_missing", "checkpoint_incomplete"})
 NOT_AWAITED = frozenset({"never_awaited"})
+DOCUMENTED = (ast.Module, ast.FunctionDef, ast.AsyncFunctionDef, ast.ClassDef)
+DEFINING = (*DOCUMENTED, ast.Import, ast.ImportFrom, ast.Assign, ast.AnnAssign)
 
 
 class RecipeError(ValueError):
@@ -88,29 +90,25 @@ class Settings:
             RecipeError: a key is unknown, or the file is not valid.
         """
         path = Path(path).resolve()
-        for folder in (path, *path.parents):
-            for name in ("rankproof.toml", "pyproject.toml"):
-                file = folder / name
-                if not file.is_file():
-                    continue
-                table = _toml(file)
-                if name == "pyproject.toml":
-                    table = table.get("tool", {}).get("rankproof")
-                if table is not None:
-                    known = {f.name for f in fields(cls)} - {"root"}
-                    return cls(root=folder, **_checked(table, known, str(file)))
+        names = "rankproof.toml", "pyproject.toml"
+        files = (folder / name for folder in (path, *path.parents) for name in names)
+        for file in filter(Path.is_file, files):
+            table = _toml(file)
+            if file.name == "pyproject.toml":
+                table = table.get("tool", {}).get("rankproof")
+            if table is not None:
+                known = {f.name for f in fields(cls)} - {"root"}
+                return cls(root=file.parent, **_checked(table, known, str(file)))
         return cls(root=path if path.is_dir() else path.parent)
 
-    def controls_of(self, recipe: Path) -> Path | None:
-        """The folder of the recipe's controls; only recipes below ``recipes`` have any."""
-        own = Path(recipe).resolve().is_relative_to(self.root / self.recipes)
-        return self.root / self.controls if self.controls and own else None
+    def load(self, path: Path) -> "Recipe":
+        """The script at ``path``; only those below ``recipes`` have controls."""
+        own = self.controls and path.resolve().is_relative_to(self.root / self.recipes)
+        return load_recipe(path, self.root / self.controls if own else None, self.deadline_s)
 
     def args_of(self, recipe: Path) -> tuple[str, ...]:
-        for pattern, args in self.args.items():
-            if Path(recipe).match(pattern):
-                return tuple(shlex.split(args))
-        return ()
+        found = (args for pattern, args in self.args.items() if recipe.match(pattern))
+        return tuple(shlex.split(next(found, "")))
 
 
 @dataclass(frozen=True)
@@ -118,8 +116,6 @@ class Recipe:
     """One file: what the page shows, the harness runs and a reader copies."""
 
     path: Path
-    title: str
-    code_sha256: str
     ranks: tuple[int, ...] = DEFAULT_RANKS
     page_ranks: int = 2
     order: bool = False
@@ -131,6 +127,17 @@ class Recipe:
     def missing(self) -> list[str]:
         """What it needs and is not installed."""
         return [name for name in self.needs if importlib.util.find_spec(name) is None]
+
+    @property
+    def files(self) -> list[Path]:
+        """Its own and those of its gallery that it imports, directly or not."""
+        return with_imports(self.path)
+
+    @property
+    def saves(self) -> bool:
+        """Whether one of its files imports torch's checkpointing."""
+        modules = {module for file in self.files for module in imported_modules(file)}
+        return any(f"{name}.".startswith(f"{DCP[0]}.") for name in modules)
 
     @property
     def name(self) -> str:
@@ -145,10 +152,10 @@ class Recipe:
         return min(self.ranks)
 
     def control(self, name: str) -> Control:
-        for control in self.controls:
-            if control.name == name:
-                return control
-        raise RecipeError(f"recipe '{self.name}' has no control '{name}'")
+        found = {control.name: control for control in self.controls}
+        if name not in found:
+            raise RecipeError(f"recipe '{self.name}' has no control '{name}'")
+        return found[name]
 
 
 def _checked(table: dict, known: set[str], where: str) -> dict:
@@ -180,31 +187,28 @@ def code_sha256(path: Path) -> str:
     """
     tree = _parse(path)
     for node in ast.walk(tree):
-        body = getattr(node, "body", None)
-        if not isinstance(node, (ast.Module, ast.ClassDef, ast.FunctionDef, ast.AsyncFunctionDef)):
-            continue
-        if ast.get_docstring(node, clean=False) is not None:
-            body[0].value.value = ""
+        documented = isinstance(
+            node, (ast.Module, ast.ClassDef, ast.FunctionDef, ast.AsyncFunctionDef)
+        )
+        if documented and ast.get_docstring(node, clean=False) is not None:
+            node.body[0].value.value = ""
     return hashlib.sha256(repr(_plain(tree)).encode()).hexdigest()
 
 
-def _beside(path: Path, name: str) -> Path | None:
-    """The file that ``import name`` in the recipe at ``path`` means: in its folder, else in another
-    folder of its gallery (sphinx-gallery knows one by its header)."""
-    folders = [h.parent for h in sorted(path.parent.parent.glob("*/GALLERY_HEADER.rst"))]
-    if path.parent not in folders:
-        folders = []
-    files = (folder / f"{name}.py" for folder in [path.parent, *folders])
-    return next((file for file in files if file.is_file()), None)
-
-
 def with_imports(path: Path) -> list[Path]:
-    """``path`` and the files of its gallery that it imports, directly or not."""
+    """The file and those that it imports, directly or not.
+
+    ``import name`` means ``name.py`` in the file's folder, else in another folder of its gallery
+    (sphinx-gallery knows one by its header).
+    """
     found = [path]
     for current in found:
-        names = sorted(name for name in imported_modules(current) if name.isidentifier())
-        neighbours = [_beside(current, name) for name in names]
-        found += [file for file in neighbours if file is not None and file not in found]
+        galleries = [h.parent for h in sorted(current.parent.parent.glob("*/GALLERY_HEADER.rst"))]
+        folders = [current.parent, *(galleries if current.parent in galleries else [])]
+        for name in sorted(imported_modules(current)):
+            files = [folder / f"{name}.py" for folder in folders if name.isidentifier()]
+            file = next((file for file in files if file.is_file()), path)
+            found += [file] if file not in found else []
     return found
 
 
@@ -217,12 +221,6 @@ def imported_modules(path: Path) -> set[str]:
         elif isinstance(node, ast.ImportFrom) and node.module:
             found |= {node.module, *(f"{node.module}.{alias.name}" for alias in node.names)}
     return found
-
-
-def may_save(path: Path) -> bool:
-    """Whether a file, or one of its gallery that it imports, imports torch's checkpointing."""
-    modules = {module for file in with_imports(path) for module in imported_modules(file)}
-    return any(f"{name}.".startswith(f"{DCP[0]}.") for name in modules)
 
 
 def code_hashes(path: Path) -> dict[str, str]:
@@ -240,54 +238,47 @@ def _plain(node: object) -> object:
     return [type(node).__name__, *(pair for pair in fields if pair[1] not in (None, []))]
 
 
-def _title(path: Path) -> str:
-    docstring = ast.get_docstring(_parse(path)) or ""
-    return next((line for line in docstring.splitlines() if line.strip()), path.stem)
-
-
 def _control_from(table: dict, path: Path, deadline_s: float) -> Control:
     where = f"{path}: control {table.get('name', '?')!r}"
     values = {"deadline_s": deadline_s} | _checked(table, {f.name for f in fields(Control)}, where)
+    if (gate := table.get("gate", GATES[0])) not in GATES:
+        values["gate"] = f"{path.with_name(OWN_GATES)}:{gate}"
     if missing := {"name", "says", "find", "replace", "fails"} - table.keys():
         raise RecipeError(f"{where} lacks {sorted(missing)}")
     return Control(**values | {"fails": frozenset(table["fails"])})
 
 
-def load_controls(path: Path) -> dict:
+def load_controls(path: Path, deadline_s: float = DEFAULT_DEADLINE_S) -> dict:
     """Read ``tests/controls/<recipe>.toml`` into the keyword arguments of :class:`Recipe`.
 
     Raises:
         RecipeError: the file is not valid, or a key is unknown or missing.
     """
     known = {"ranks", "page_ranks", "order", "deadline_s", "needs", "control"}
-    table = _checked(_toml(path), known, str(path))
-    deadline_s = table.get("deadline_s", DEFAULT_DEADLINE_S)
+    table = {"deadline_s": deadline_s} | _checked(_toml(path), known, str(path))
+    deadline_s = table["deadline_s"]
     controls = tuple(_control_from(c, path, deadline_s) for c in table.pop("control", ()))
     return table | {"controls": controls}
 
 
-def load_recipe(path: Path, controls_dir: Path | None = None) -> Recipe:
+def load_recipe(
+    path: Path, controls_dir: Path | None = None, deadline_s: float = DEFAULT_DEADLINE_S
+) -> Recipe:
     """The recipe at ``path``, with its controls if ``controls_dir`` holds ``<stem>.toml``."""
     path = Path(path).resolve()
     if not path.is_file():
         raise RecipeError(f"{path}: no such recipe; pass the path of a Python file")
-    settings = {}
+    _parse(path)
+    settings = {"deadline_s": deadline_s}
     if controls_dir is not None and (file := controls_dir / f"{path.stem}.toml").is_file():
-        settings = load_controls(file)
-    return Recipe(path=path, title=_title(path), code_sha256=code_sha256(path), **settings)
-
-
-DEFINING = (ast.Import, ast.ImportFrom, ast.FunctionDef, ast.AsyncFunctionDef, ast.ClassDef)
-DEFINING += (ast.Assign, ast.AnnAssign)
+        settings = load_controls(file, deadline_s)
+    return Recipe(path, **settings)
 
 
 def is_helper(path: Path) -> bool:
     """Whether a file only defines things: it has no main guard and calls nothing by itself."""
-    return all(
-        isinstance(node, DEFINING)
-        or (isinstance(node, ast.Expr) and isinstance(node.value, ast.Constant))
-        for node in _parse(path).body
-    )
+    does = [node for node in _parse(path).body if not isinstance(node, DEFINING)]
+    return all(isinstance(getattr(node, "value", None), ast.Constant) for node in does)
 
 
 def python_files(root: Path) -> list[Path]:
@@ -304,14 +295,14 @@ def python_files(root: Path) -> list[Path]:
     return sorted(paths)
 
 
-def find_recipes(root: Path, settings: Settings) -> list[Path]:
+def find_recipes(root: Path, settings: Settings) -> list[Recipe]:
     """The scripts of anyone's folder: what its settings name, without files that only define.
 
     Raises:
         RecipeError: there is none.
     """
     found = [
-        path
+        settings.load(path)
         for path in python_files(root)
         if path.match(settings.pattern)
         and not any(path.match(pattern) for pattern in settings.exclude)

@@ -16,31 +16,9 @@ import time
 from dataclasses import asdict, dataclass, field
 from pathlib import Path
 
-from rankproof.judge import (
-    KINDS,
-    Failure,
-    Rank,
-    SavedState,
-    checkpoint_directories,
-    chunks_by_directory,
-    gather_saves,
-    judge_checkpoints,
-    judge_ranks,
-    judge_saves,
-    read_ranks,
-    some,
-    unjudged,
-)
-from rankproof.recipe import (
-    DCP,
-    DEFAULT_DEADLINE_S,
-    GATES,
-    Control,
-    RecipeError,
-    code_sha256,
-    may_save,
-    with_imports,
-)
+from rankproof import judge
+from rankproof.judge import Failure, Rank, SavedState, some
+from rankproof.recipe import DCP, DEFAULT_DEADLINE_S, GATES, Control, RecipeError, load_recipe
 
 HOME = str(Path(__file__).resolve().parent.parent)  # what to put on a path to import rankproof
 INSTALLED = HOME in map(os.path.realpath, site.getsitepackages())  # it is on every path already
@@ -51,10 +29,7 @@ VERDICTS = {"passed": 0, "failed": 1, "not judged": 2}  # and their exit statuse
 OWN_STARTS = ("spawn", "start_processes")
 RENDEZVOUS = ("MASTER_PORT", "MASTER_ADDR", "RANK", "WORLD_SIZE")
 LOAD_BACK = Path(__file__).with_name("load_back.py")
-NO_MOUNTS = (
-    "not judged: files that C++ code or subprocesses write outside the run's directory, for this "
-    "system lets nobody make private mounts"
-)
+NO_MOUNTS = "not judged: what C++ code and subprocesses write elsewhere (no private mounts here)"
 _NOT_PASSED_ON = (
     "RANK",
     "LOCAL_",
@@ -76,7 +51,6 @@ class Report:
 
     recipe: str
     path: str
-    code_sha256: str
     ranks: int
     launcher: str
     command: str
@@ -84,7 +58,6 @@ class Report:
     gate: str | None = None
     device: str = ""
     torch: str = ""
-    python: str = ".".join(map(str, sys.version_info[:3]))
     seconds: float = 0.0
     outputs: list[str] = field(default_factory=list)
     stacks: list[str] = field(default_factory=list)
@@ -170,27 +143,18 @@ class Server:
             raise
 
     def close(self) -> None:
-        with contextlib.suppress(BrokenPipeError):
-            self.process.stdin.close()
-        self.process.wait()
-        self.process.stdout.close()
+        self.process.communicate()  # it ends when nobody can ask it any more
         shutil.rmtree(self.tmp, ignore_errors=True)
 
 
-class _Servers(threading.local):
-    """This thread's servers, by what each has imported."""
-
-    def __init__(self) -> None:
-        self.by_modules: dict[tuple[str, ...], Server] = {}
-
-    def get(self, modules: tuple[str, ...]) -> Server:
-        found = self.by_modules.get(modules)
-        if found is None or found.process.poll() is not None:
-            found = self.by_modules[modules] = Server(modules)
-        return found
+_own = threading.local()  # its __dict__: this thread's servers, by what each has imported
 
 
-_servers = _Servers()
+def _server(modules: tuple[str, ...]) -> Server:
+    servers = _own.__dict__
+    if modules not in servers or servers[modules].process.poll() is not None:
+        servers[modules] = Server(modules)
+    return servers[modules]
 
 
 def _callers_path() -> list[str]:
@@ -239,7 +203,7 @@ def _launch(run_dir: Path, file: Path, ranks: int, modules: tuple[str, ...], **s
         "order": False,
     } | settings
     (run_dir / "spec.json").write_text(json.dumps(spec))
-    _servers.get(modules).run(run_dir / "spec.json")
+    _server(modules).run(run_dir / "spec.json")
 
 
 def load_back(
@@ -257,16 +221,14 @@ def load_back(
         DCP,
         args=[str(asked), str(answered)],
         import_from=[HOME],
-        recipe="load_back",
-        code_sha256="",
         deadline_s=deadline_s,
     )
     if answered.exists():
         return json.loads(answered.read_text())
     error = f"did not load within {deadline_s:g} s"
     if not json.loads((run_dir / "outcome.json").read_text())["timed_out"]:
-        outputs = [rank.output.strip() for rank in read_ranks(run_dir, world_size) if rank.output]
-        error = (outputs or ["the loading process wrote nothing"])[0].splitlines()[-1]
+        said = [rank.output.strip() for rank in judge.read_ranks(run_dir, world_size)]
+        error = next(filter(None, said), "the loading process wrote nothing").splitlines()[-1]
     return {directory: {"error": error} for directory in request}
 
 
@@ -276,31 +238,18 @@ def own_ranks(source: str) -> tuple[str, str]:
     for node in ast.walk(ast.parse(source)):
         if isinstance(node, ast.Call) and getattr(node.func, "attr", "") in OWN_STARTS:
             starts = starts or f"{node.func.attr}, line {node.lineno}"
-        if isinstance(node, ast.Assign) and isinstance(node.targets[0], ast.Subscript):
-            key = node.targets[0].slice
-            if isinstance(key, ast.Constant) and key.value in RENDEZVOUS:
-                sets = sets or f"{key.value}, line {node.lineno}"
+        key = getattr(getattr(node, "slice", None), "value", "")
+        if key in RENDEZVOUS and isinstance(node.ctx, ast.Store):
+            sets = sets or f"{key}, line {node.lineno}"
     return starts, sets
 
 
-def reproduce(
-    path: Path,
-    ranks: int,
-    control: Control | None,
-    gate: str | None,
-    order: bool,
-    args: tuple[str, ...],
-) -> str:
+def reproduce(path: Path, args: tuple[str, ...], **options: object) -> str:
     """The command that runs the same again."""
     with contextlib.suppress(ValueError):
         path = path.relative_to(Path.cwd())
-    command = f"{COMMAND} run {shlex.quote(str(path))} --ranks {ranks}"
-    if control is not None:
-        command += f" --control {control.name}"
-    if gate and (control is None or gate != control.gate):
-        command += f" --gate {gate}"
-    if order and control is None:  # a control says itself whether it is about order
-        command += " --order"
+    said = [f"--{name}" + ("" if v is True else f" {v}") for name, v in options.items() if v]
+    command = " ".join([COMMAND, "run", shlex.quote(str(path)), *said])
     return command + (f" -- {shlex.join(args)}" if args else "")
 
 
@@ -336,23 +285,22 @@ def run(
         RecipeError: there is no such file or gate, ``ranks`` is not positive, ``keep`` exists, or
             the edit does not fit.
     """
-    path = Path(path).resolve()
+    recipe = load_recipe(path)
+    path, source = recipe.path, recipe.path.read_text(encoding="utf-8")
     for wrong, message in (
-        (not path.is_file(), f"{path}: no such recipe; pass the path of a Python file"),
         (ranks < 1, f"{ranks} ranks: pass a number of 1 or more"),
         (launcher not in LAUNCHERS, f"no launcher '{launcher}'; there are {', '.join(LAUNCHERS)}"),
         (sys.platform != "linux", "ranks are judged on Linux only: it needs subreapers and /proc"),
-        (gate not in (None, *GATES), f"no gate '{gate}'; there are {', '.join(GATES)}"),
+        (gate not in (None, *GATES) and ":" not in gate, f"no gate '{gate}'; see --help"),
         (keep and keep.exists(), f"{keep} exists already; pass a directory that does not"),
     ):
         if wrong:
             raise RecipeError(message)
-    source = path.read_text(encoding="utf-8")
+    told = {"ranks": ranks, "control": control and control.name, "gate": gate, "order": order}
     if control is not None:
-        source, order = control.apply(source), control.order
-        gate = gate or control.gate
-    if deadline_s is None:
-        deadline_s = control.deadline_s if control else DEFAULT_DEADLINE_S
+        source, order, told["order"] = control.apply(source), control.order, False
+        gate, deadline_s = gate or control.gate, deadline_s or control.deadline_s
+    deadline_s = deadline_s or DEFAULT_DEADLINE_S
     starts, sets = own_ranks(source)
     if launcher == "auto":
         launcher = "python" if starts else "torchrun"
@@ -360,11 +308,10 @@ def run(
     report = Report(
         recipe=path.stem,
         path=str(path),
-        code_sha256=code_sha256(path),
         ranks=processes,
         launcher=launcher,
-        command=reproduce(path, ranks, control, gate, order, args),
-        control=control.name if control else None,
+        command=reproduce(path, args, **told),
+        control=told["control"],
         gate=gate,
     )
     if starts and launcher != "python":
@@ -372,9 +319,8 @@ def run(
         return report
     run_dir = Path(tempfile.mkdtemp(prefix=f"rankproof-{path.stem}-"))
     try:
-        file = path
+        file = run_dir / "edited" / path.name if control else path
         if control is not None:
-            file = run_dir / "edited" / path.name
             file.parent.mkdir()
             file.write_text(source, encoding="utf-8")
         accepts_dir = '"--dir"' in source or "'--dir'" in source
@@ -383,14 +329,12 @@ def run(
             run_dir,
             file,
             ranks,
-            DCP if may_save(path) else (),
+            DCP if recipe.saves else (),
             launcher=launcher,
             processes=processes,
             through=[str(Path(folder).resolve()) for folder in through],
             args=[*(["--dir", str(run_dir / "dir")] if accepts_dir else []), *args],
-            import_from=list(dict.fromkeys(str(f.parent) for f in [file, *with_imports(path)])),
-            recipe=path.stem,
-            code_sha256=report.code_sha256,
+            import_from=list(dict.fromkeys(str(f.parent) for f in [file, *recipe.files])),
             deadline_s=deadline_s,
             gate=gate,
             order=order,
@@ -398,10 +342,8 @@ def run(
         report.seconds = time.monotonic() - started
         _judge(report, run_dir, deadline_s, order)
         if report.failures and sets and launcher != "python":
-            report.unjudged = [
-                f"it sets its ranks' rendezvous itself ({sets}), which a launcher does for it; "
-                f"what came of it: {report.failures[0].text}"
-            ]
+            why = f"it sets its ranks' rendezvous itself ({sets}), which a launcher does for it"
+            report.unjudged = [f"{why}; what came of it: {report.failures[0].text}"]
             report.failures = []
         return report
     finally:
@@ -416,7 +358,7 @@ def _judge(report: Report, run_dir: Path, deadline_s: float, order: bool) -> Non
     def readable(text: str) -> str:
         return text.replace(str(run_dir), "<run>")
 
-    ranks = read_ranks(run_dir, report.ranks)
+    ranks = judge.read_ranks(run_dir, report.ranks)
     report.outputs = [readable(rank.output) for rank in ranks]
     log = "".join(p.read_text(errors="replace") for p in run_dir.glob("*.out")).strip()[-2000:]
     if not (run_dir / "outcome.json").exists():
@@ -426,8 +368,8 @@ def _judge(report: Report, run_dir: Path, deadline_s: float, order: bool) -> Non
     outcome = json.loads((run_dir / "outcome.json").read_text())
     if outcome["timed_out"]:
         report.stacks = [rank.stacks for rank in ranks]
-    saves = gather_saves(ranks)
-    failures = judge_ranks(ranks, outcome["timed_out"], saves)
+    saves = judge.gather_saves(ranks)
+    failures = judge.judge_ranks(ranks, outcome["timed_out"], saves)
     if left := outcome["left_processes"]:
         failures.append(Failure("left_process", "; ".join(sorted(left))))
     cached, elsewhere = _written(outcome, ranks)
@@ -438,22 +380,30 @@ def _judge(report: Report, run_dir: Path, deadline_s: float, order: bool) -> Non
     if not failures and (missing := [str(r.number) for r in ranks if r.record is None]):
         text = f"no record of ranks {', '.join(missing)}; {log}"
         failures.append(Failure("missing_record", text))
-    failures += judge_saves(run_dir, saves, went_well=not failures)
-    directories, loaded = checkpoint_directories(run_dir, saves), {}
+    failures += judge.judge_saves(run_dir, saves, went_well=not failures)
+    directories, loaded = judge.checkpoint_directories(run_dir, saves), {}
     if directories:
-        request = chunks_by_directory(directories, saves)
+        request = judge.chunks_by_directory(directories, saves)
         plain = not (report.control or report.gate)
         sizes = (1, 2) if plain and report.ranks == 1 else (1,)  # reshard once a recipe
         limit = max(deadline_s, DEFAULT_DEADLINE_S)
         loaded = {size: load_back(request, size, run_dir, limit) for size in sizes}
-        failures += judge_checkpoints(saves, directories, loaded)
+        failures += judge.judge_checkpoints(saves, directories, loaded)
     for failure in failures:
         failure.text = readable(failure.text)
     report.failures = failures
-    report.unjudged = [readable(text) for text in unjudged(saves, directories, loaded)]
-    report.judged = _judged(report, saves, loaded, ranks, order)
+    report.unjudged = [readable(text) for text in judge.unjudged(saves, directories, loaded)]
     report.checkpoints = [Path(d).name for d in directories]
-    if records := [rank.record for rank in ranks if rank.record]:
+    report.judged = _judged(report, saves, loaded)
+    records = [rank.record for rank in ranks if rank.record]
+    if recorded := [record for record in records if "streams" in record]:
+        report.judged["streams"] = max(record["streams"] for record in recorded)
+        report.judged["accesses"] = sum(record["accesses"] for record in recorded)
+        if not report.judged["streams"]:
+            report.notes.append("no stream was made, so there was no order to judge")
+    elif order:
+        report.notes.append("stream order is not judged where there is an accelerator")
+    if records:
         device, backend = records[0]["device"], records[0]["backend"] or "no process group"
         count = f"{len(records)} × " if device != "CPU" else ""
         report.device, report.torch = f"{count}{device}, {backend}", records[0]["torch"]
@@ -471,9 +421,7 @@ def _written(outcome: dict, ranks: list[Rank]) -> tuple[list[str], list[str]]:
     return sorted(cached), sorted(seen - cached)
 
 
-def _judged(
-    report: Report, saves: list[SavedState], loaded: dict, ranks: list[Rank], order: bool
-) -> dict:
+def _judged(report: Report, saves: list[SavedState], loaded: dict) -> dict[str, int | str]:
     """What a pass rests on."""
     answers = [answer for by_name in loaded.values() for answer in by_name.values()]
     leaves = [leaf for answer in answers for leaf in answer.get("leaves", {}).values()]
@@ -484,15 +432,4 @@ def _judged(
         judged["rank(s) loaded on"] = " and ".join(map(str, loaded))
     if report.gate:
         judged["held by the gate"] = report.gate
-    records = [rank.record for rank in ranks if rank.record and "streams" in rank.record]
-    if records:
-        judged["streams"] = max(record["streams"] for record in records)
-        judged["accesses"] = sum(record["accesses"] for record in records)
-        if not judged["streams"]:
-            report.notes.append("no stream was made, so there was no order to judge")
-    elif order:
-        report.notes.append("stream order is not judged where there is an accelerator")
     return judged
-
-
-__all__ = ["KINDS", "Failure", "Report", "load_back", "run"]

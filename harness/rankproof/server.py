@@ -48,8 +48,6 @@ def _fork_ranks(spec: dict) -> dict[int, int]:
             "MASTER_ADDR": "localhost",
             "MASTER_PORT": port,
             "TORCHELASTIC_USE_AGENT_STORE": "True",
-            "TORCHELASTIC_RESTART_COUNT": "0",
-            "TORCHELASTIC_MAX_RESTARTS": "0",
             "TORCHELASTIC_RUN_ID": "warm",
         }
         rank.run(spec)

@@ -36,34 +36,23 @@ from sphinx.util.console import bold
 from sphinx.util.docutils import SphinxDirective
 
 import rankproof
+from rankproof.judge import KINDS, Failure
 from rankproof.kept import KeptRun
-from rankproof.recipe import (
-    Control,
-    Recipe,
-    Settings,
-    code_hashes,
-    discover,
-    find_recipes,
-    load_recipe,
-    with_imports,
-)
-from rankproof.run import KINDS, Failure, Report
+from rankproof.recipe import Control, Recipe, Settings, code_hashes, find_recipes
+from rankproof.run import Report
 
 logger = logging.getLogger(__name__)
 
-AT_A_TIME = 2
-"""Recipes that run side by side; each has several ranks, most of which wait most of the time."""
-
-LAST_LINES = 8
-"""Lines of a failure's message that a page shows."""
+AT_A_TIME = 2  # recipes side by side; most of the ranks of each wait most of the time
+LAST_LINES = 8  # of a failure's message, on its page
 
 NOT_EXECUTED = (
     "Nothing was executed for this page. Built with “make html”, it shows here what every rank "
     "printed."
 )
 ANSI = re.compile(r"\x1b\[[0-9;]*[A-Za-z]")
+# Where the packages and this project lie on the machine that builds; left out on the pages
 DIRECTORIES = [f"{Path(module.__file__).parent.parent}{os.sep}" for module in (torch, rankproof)]
-"""Where the packages and this project lie on the machine that builds; left out on the pages."""
 
 VERIFIED = Path("verified")  # of the project that is built
 
@@ -89,7 +78,7 @@ class RecipeRuns:
         """Changes when anything that the page shows of these runs changes."""
         reports = [asdict(report) for report in (self.report, *self.controls.values()) if report]
         says = [(control.name, control.says) for control in self.recipe.controls]
-        return repr([reports, says, verified_records(self.recipe.name)])
+        return repr([reports, says, badge(self.recipe).astext()])
 
     def caught(self, control: Control) -> bool:
         report = self.controls.get(control.name)
@@ -165,11 +154,7 @@ def run_stale_recipes(app: Sphinx) -> None:
     if app.config.execute_recipes:
         logger.info(bold("running recipes that are not up to date..."))
     for source, pages in galleries(app):
-        if controls := settings.controls_of(source):
-            recipes = discover(source, controls)
-        else:
-            recipes = [load_recipe(path) for path in find_recipes(source, settings)]
-        for recipe in recipes:
+        for recipe in find_recipes(source, settings):
             if app.config.rankproof_ranks:
                 recipe = replace(recipe, page_ranks=app.config.rankproof_ranks)
             page = recipe.path.relative_to(source.resolve()).with_suffix("").as_posix()
@@ -195,11 +180,8 @@ def outdated_pages(app: Sphinx, env, added, changed, removed) -> list[str]:
     """Read a page again when the runs that it shows have changed."""
     seen = getattr(env, "recipe_fingerprints", {})
     env.recipe_fingerprints = {page: runs.fingerprint for page, runs in app.recipe_runs.items()}
-    return [
-        page
-        for page, fingerprint in env.recipe_fingerprints.items()
-        if page in env.found_docs and seen.get(page) != fingerprint
-    ]
+    differing = dict(env.recipe_fingerprints.items() - seen.items())
+    return sorted(differing.keys() & env.found_docs)
 
 
 def summarize(app: Sphinx, exception: Exception | None) -> None:
@@ -211,17 +193,14 @@ def summarize(app: Sphinx, exception: Exception | None) -> None:
         logger.info(bold(f"{len(all_runs)} recipes, nothing executed"))
         return
     executed = [runs for runs in all_runs if runs.executed]
-    ranks = sorted({runs.report.ranks for runs in all_runs})
     done = (
-        f"{len(executed)} of {len(all_runs)} recipes ran on {' or '.join(map(str, ranks))} "
-        f"rank{'s' * (ranks[-1] > 1)} ({sum(runs.executed for runs in executed)} runs with their "
-        f"negative controls) in {app.recipe_runs_seconds:.0f} s"
+        f"{len(executed)} of {len(all_runs)} recipes ran ({sum(r.executed for r in executed)} runs "
+        f"with their negative controls) in {app.recipe_runs_seconds:.0f} s"
     )
     logger.info(bold(done if executed else f"{len(all_runs)} recipes, all unchanged: none ran"))
     for runs in sorted(executed, key=lambda runs: -runs.seconds):
         logger.info(f"  {runs.seconds:6.1f} s  {runs.executed:2} runs  {runs.recipe.name}")
-    problems = [problem for runs in all_runs for problem in runs.problems()]
-    if problems:
+    if problems := [problem for runs in all_runs for problem in runs.problems()]:
         raise RecipesFailed("\n\n".join(problems))
 
 
@@ -234,10 +213,7 @@ def html(markup: str) -> nodes.raw:
 
 
 def code(text: str, language: str = "text", *, copy: bool = False) -> nodes.literal_block:
-    block = nodes.literal_block(text, text, language=language)
-    if not copy:
-        block["classes"].append("no-copy")
-    return block
+    return nodes.literal_block(text, text, language=language, classes=[] if copy else ["no-copy"])
 
 
 def plain(text: str) -> str:
@@ -311,27 +287,20 @@ def failure_block(failure: Failure) -> nodes.Node:
 
 
 @cache
-def verified_records(name: str) -> list[tuple[dict[str, str], bool, str, str]]:
-    """(code hashes, passed, where, date) of a recipe in each verification record."""
-    records = []
-    for path in sorted(VERIFIED.glob("*.json")):
-        record = json.loads(path.read_text(encoding="utf-8"))
-        mine = record["recipes"].get(name)
-        if mine is None:
-            continue
-        where = f"{record['ranks']} × {record['device']}, torch {record['torch']}"
-        records.append((mine["code_sha256"], mine["ok"], where, mine["date"]))
-    return records
+def verified_records() -> list[dict]:
+    return [json.loads(path.read_text("utf-8")) for path in sorted(VERIFIED.glob("*.json"))]
 
 
 def badge(recipe: Recipe) -> nodes.Node:
     current, lines = code_hashes(recipe.path), []
-    for hashes, ok, where, date in verified_records(recipe.name):
-        if hashes == current:
-            css, says = ("verified", "Verified on") if ok else ("failed", "Fails on")
-            lines.append((css, f"{says} {where}, this code, {date}"))
-        elif ok:
-            lines.append(("earlier", f"Verified on an earlier version: {where}, {date}"))
+    for record in verified_records():
+        mine = record["recipes"].get(recipe.name, {"ok": False, "code_sha256": ""})
+        where = f"{record['ranks']} × {record['device']}, torch {record['torch']}"
+        if mine["code_sha256"] == current:
+            css, says = ("verified", "Verified on") if mine["ok"] else ("failed", "Fails on")
+            lines.append((css, f"{says} {where}, this code, {mine['date']}"))
+        elif mine["ok"]:
+            lines.append(("earlier", f"Verified on an earlier version: {where}, {mine['date']}"))
     unseen = "Not yet verified: “make verify” has not run this code on an accelerator"
     lines = lines or [("unverified", unseen)]
     return div("verification", *(paragraph(text, f"badge badge-{css}") for css, text in lines))
@@ -347,17 +316,16 @@ class BuildSummary(SphinxDirective):
         if not reports:
             return [paragraph("Nothing was executed for these pages.", "build-summary")]
         passed = sum(report.ok for report in reports)
-        controls = [(runs, control) for runs in all_runs for control in runs.recipe.controls]
-        found = sum(runs.caught(control) for runs, control in controls)
+        caught = [runs.caught(control) for runs in all_runs for control in runs.recipe.controls]
         ranks = " or ".join(str(n) for n in sorted({report.ranks for report in reports}))
         devices = {report.device.partition(",")[0] for report in reports}  # without the backend
         torches = {report.torch and f"torch {report.torch}" for report in reports}
         text = (
             f"For these pages {passed} of {len(all_runs)} recipes passed on {ranks} ranks, and "
-            f"{found} of {len(controls)} deliberate faults in them were caught "
+            f"{sum(caught)} of {len(caught)} deliberate faults in them were caught "
             f"({', '.join(sorted(filter(None, devices | torches)))})."
         )
-        css = "build-summary" if passed == len(all_runs) and found == len(controls) else "bad"
+        css = "build-summary" if passed == len(all_runs) and all(caught) else "bad"
         return [paragraph(text, f"build-summary {css}")]
 
 
@@ -384,7 +352,7 @@ class RecipeControls(RecipeDirective):
     def run(self) -> list[nodes.Node]:
         runs = self.runs()
         if not runs.recipe.controls:
-            raise self.error(f"tests/controls/{runs.recipe.name}.toml has no controls to show.")
+            raise self.error(f"{runs.recipe.name} has no controls to show.")
         self.env.metadata[self.env.docname]["shows_controls"] = True
         return [self.control(control, runs) for control in runs.recipe.controls]
 
@@ -427,17 +395,12 @@ def place(app: Sphinx, doctree: nodes.document) -> None:
     runs = app.recipe_runs.get(page)
     if runs is None:
         return
-    title_section = next(doctree.findall(nodes.section), None)
-    if title_section is None:
-        file = runs.recipe.path.name
-        text = "%s has no title: underline the first line of its docstring with ====="
-        logger.error(text, file, location=page)
-        return
+    title_section = next(doctree.findall(nodes.section))  # sphinx-gallery demands a title
     blocks = doctree.findall(nodes.literal_block)
     last = [block for block in blocks if block.get("language", "").lower() == "python"][-1]
     last.parent.insert(last.parent.index(last) + 1, output_of(runs.report))
     if app.config.rankproof_header:
-        add_header(runs, doctree, title_section)
+        add_header(runs.recipe, doctree, title_section)
     if runs.report is not None and not runs.report.ok:
         link = nodes.reference("", "what every rank printed", refid="recipe-failed", internal=True)
         text = nodes.Text("This recipe failed when this page was built: see ")
@@ -447,36 +410,24 @@ def place(app: Sphinx, doctree: nodes.document) -> None:
         logger.warning(text, runs.recipe.name, location=page)
 
 
-def add_header(runs: RecipeRuns, doctree: nodes.document, title_section: nodes.section) -> None:
-    """Put command and file under the title, and sphinx-gallery's own links away."""
+def add_header(recipe: Recipe, doctree: nodes.document, title_section: nodes.section) -> None:
+    """Put command and files under the title, and sphinx-gallery's own links away."""
     downloads = list(doctree.findall(addnodes.download_reference))
     own = next(node for node in downloads if node["reftarget"].endswith(".py"))
-    title_section.insert(1, header_of(runs.recipe, own))
+    line = nodes.paragraph("", "", classes=["recipe-files"])
+    for number, path in enumerate(recipe.files):
+        line += nodes.Text(("", " and put beside it ", ", ")[min(number, 2)])
+        line += (link := own.deepcopy())
+        link["reftarget"] = os.path.relpath(path, recipe.path.parent)
+        link.children = [nodes.literal("", path.name)]
+    link, *beside = line.findall(addnodes.download_reference)
+    link.children = [nodes.inline("", f"Download {recipe.path.name}", classes=["download"])]
+    line += nodes.Text(", which it imports" if beside else "")
+    command = f"torchrun --nproc-per-node={page_ranks(recipe)} {recipe.path.name}"
+    title_section.insert(1, div("recipe-header", code(command, "bash", copy=True), line))
     for node in list(doctree.findall(nodes.Element)):
         if {"sphx-glr-download-link-note", "sphx-glr-download-zip"} & set(node.get("classes", ())):
             node.parent.remove(node)
-
-
-def header_of(recipe: Recipe, download: nodes.Element) -> nodes.Node:
-    """How to run the recipe, and the file."""
-    command = f"torchrun --nproc-per-node={page_ranks(recipe)} {recipe.path.name}"
-    link = download.deepcopy()
-    link.children = [nodes.inline("", f"Download {recipe.path.name}", classes=["download"])]
-    line = nodes.paragraph("", "", link, classes=["recipe-files"])
-    neighbours = with_imports(recipe.path)[1:]
-    for number, path in enumerate(neighbours):
-        line += nodes.Text(", " if number else " and put beside it ")
-        line += addnodes.download_reference(
-            "",
-            "",
-            nodes.literal("", path.name),
-            refdoc=download["refdoc"],
-            reftarget=os.path.relpath(path, recipe.path.parent),
-            refexplicit=False,
-            refwarn=False,
-        )
-    line += nodes.Text(", which it imports" if neighbours else "")
-    return div("recipe-header", code(command, "bash", copy=True), line)
 
 
 def setup(app: Sphinx) -> dict:

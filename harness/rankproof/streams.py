@@ -1,11 +1,11 @@
 """Stream order without a GPU: find accesses that no event, wait or synchronisation orders.
 
 On a CPU, ``torch.cpu``'s streams and events do nothing: a program that forgot to wait for an event
-computes the same bits as one that did not. :func:`install` stands in a recording device module for
-them and a ``TorchDispatchMode`` that sees every operator, and keeps *happens-before* by vector
-clocks, the way a race detector does. Two accesses to the same bytes, one of them a write, of which
-neither happens before the other, are a :class:`Conflict`. No timing is involved: an order that is
-missing is found in every run, whether or not the bits came out right.
+computes the same bits as one that did not. :func:`recording` puts a recording device module in
+their place and a ``TorchDispatchMode`` that sees every operator, and keeps *happens-before* by
+vector clocks, the way a race detector does. Two accesses to the same bytes, one of them a write,
+of which neither happens before the other, are a :class:`Conflict`. No timing is involved: an
+order that is missing is found in every run, whether or not the bits came out right.
 
 The model, which is that of a CUDA program:
 
@@ -52,7 +52,10 @@ import weakref
 from collections.abc import Callable, Iterable, Iterator
 from concurrent.futures import Future, ThreadPoolExecutor
 from dataclasses import dataclass, replace
+from functools import partial
 from pathlib import Path
+from typing import Any
+from unittest import mock
 
 import torch
 from torch._subclasses.fake_tensor import FakeTensor
@@ -87,14 +90,17 @@ class Access:
     operator: str
     writes: bool
     where: str  # "recipe.py:120"
-    lane_name: str
-    lane: int
+    on: "Stream"
     time: int
     ranges: tuple[Range, ...]
 
+    def before(self, clock: Clock) -> bool:
+        """Whether whoever knows ``clock`` comes after this access."""
+        return self.time <= clock.get(self.on.lane, 0)
+
     def __str__(self) -> str:
         verb = "writes" if self.writes else "reads"
-        return f"{self.where} {verb} ({self.operator}) on {self.lane_name}"
+        return f"{self.where} {verb} ({self.operator}) on {self.on.name}"
 
 
 @dataclass(frozen=True)
@@ -147,7 +153,15 @@ class Recorder:
         self.default_stream = Stream(recorder=self, name="the default stream")
         self.streams = [self.default_stream]
         self.freed: dict[tuple[int, int], list[list[Access]]] = {}  # by lane and bytes
-        self.undo: list[Callable[[], None]] = []
+        self.undo = contextlib.ExitStack()
+
+    def watch(self, *args: Any, **kwargs: Any) -> None:
+        """:func:`rankproof.imports.around`, until the end."""
+        self.undo.callback(around(*args, **kwargs))
+
+    def replace(self, owner: object, name: str, by: object) -> None:
+        """Have ``by`` stand for ``owner.name`` until the end."""
+        self.undo.enter_context(mock.patch.object(owner, name, by))
 
     # Lanes and threads
 
@@ -169,29 +183,20 @@ class Recorder:
         with self.lock:
             self.count += 1
             region = self.region_of(tensor.untyped_storage())
-            access = Access(
-                operator, writes, where, on.name, on.lane, on.clock[on.lane], byte_ranges(tensor)
-            )
-            for other in [region, *region.aliases]:
-                if other is not region and not other.alive():
-                    continue
-                for earlier in other.accesses:
-                    self.compare(earlier, access, on.clock)
-            region.accesses = [
-                old for old in region.accesses if not superseded(old, access, on.clock)
-            ]
-            region.accesses.append(access)
+            access = Access(operator, writes, where, on, on.clock[on.lane], byte_ranges(tensor))
+            others = [other.accesses for other in region.aliases if other.alive()]
+            for earlier in itertools.chain(region.accesses, *others):
+                self.compare(earlier, access)
+            kept = [old for old in region.accesses if not superseded(old, access)]
+            region.accesses = [*kept, access]
 
-    def compare(self, earlier: Access, later: Access, clock: Clock) -> None:
-        if not (earlier.writes or later.writes) or earlier.lane == later.lane:
-            return
-        if earlier.time <= clock.get(earlier.lane, 0):
+    def compare(self, earlier: Access, later: Access) -> None:
+        if not (earlier.writes or later.writes) or earlier.before(later.on.clock):
             return
         common = bytes_in_common(earlier.ranges, later.ranges)
-        if common == 0 or len(self.conflicts) >= MOST_CONFLICTS:
-            return
         seen = {(c.earlier.where, c.later.where) for c in self.conflicts}
-        if (earlier.where, later.where) not in seen:
+        new = common and (earlier.where, later.where) not in seen
+        if new and len(self.conflicts) < MOST_CONFLICTS:
             self.conflicts.append(Conflict(earlier, later, common))
 
     def region_of(self, storage: torch.UntypedStorage) -> Region:
@@ -242,9 +247,9 @@ class Recorder:
             pending = [
                 replace(old, operator=f"{old.operator}, memory freed since")
                 for old in region.accesses
-                if old.lane != home.lane
-                and old.lane not in region.used_by
-                and old.time > clock.get(old.lane, 0)
+                if old.on is not home
+                and old.on.lane not in region.used_by
+                and not old.before(clock)
             ]
             if pending:
                 self.freed.setdefault((home.lane, region.end - region.start), []).append(pending)
@@ -276,13 +281,10 @@ def join(into: Clock, other: Clock) -> None:
             into[lane] = time
 
 
-def superseded(old: Access, new: Access, clock: Clock) -> bool:
+def superseded(old: Access, new: Access) -> bool:
     """Whether all that must come after ``old`` must come after ``new`` anyway."""
-    return (
-        old.ranges == new.ranges
-        and old.time <= clock.get(old.lane, 0)
-        and (new.writes or not old.writes)
-    )
+    same = old.ranges == new.ranges and (new.writes or not old.writes)
+    return same and old.before(new.on.clock)
 
 
 def byte_ranges(tensor: torch.Tensor) -> tuple[Range, ...]:
@@ -325,7 +327,22 @@ def torch_line() -> str:
 # -- what stands in for torch.cpu ---------------------------------------------------------------
 
 
-class Stream:
+class Awaited:
+    """What a host thread can wait for: the ``clock`` of a lane, or of a point in one."""
+
+    recorder: Recorder
+    clock: Clock
+
+    def synchronize(self) -> None:
+        self.recorder.this_thread().learn(self.clock)
+
+    def query(self) -> bool:
+        """True: nothing is ever pending here, and the caller knows it from now on."""
+        self.synchronize()
+        return True
+
+
+class Stream(Awaited):
     """A lane that operators run on in order. Same methods as a CUDA stream."""
 
     def __init__(
@@ -343,14 +360,15 @@ class Stream:
         join(self.clock, host.clock)
         self.clock[self.lane] += 1
 
-    def wait_event(self, event: "Event | None") -> None:
+    def learn(self, clock: Clock) -> None:
         with self.recorder.lock:
-            if event is not None:
-                join(self.clock, event.clock)
+            join(self.clock, clock)
 
-    def wait_stream(self, stream: "Stream") -> None:
-        with self.recorder.lock:
-            join(self.clock, stream.clock)
+    def wait_event(self, event: "Awaited | None") -> None:
+        if event is not None:
+            self.learn(event.clock)
+
+    wait_stream = wait_event
 
     def __enter__(self) -> "Stream":
         thread = self.recorder.this_thread()
@@ -367,14 +385,6 @@ class Stream:
         event.record(self)
         return event
 
-    def synchronize(self) -> None:
-        self.recorder.this_thread().learn(self.clock)
-
-    def query(self) -> bool:
-        """True: nothing is ever pending here, and the caller knows it from now on."""
-        self.synchronize()
-        return True
-
 
 class HostThread(Stream):
     """What one thread knows to be complete; off the main thread also the lane it works in."""
@@ -390,10 +400,6 @@ class HostThread(Stream):
         self.entered: list[Stream] = []
         self.makes_host_values = False
 
-    def learn(self, clock: Clock) -> None:
-        with self.recorder.lock:
-            join(self.clock, clock)
-
     def launch(self, host: "HostThread") -> None:
         self.clock[self.lane] += 1
 
@@ -402,7 +408,7 @@ class HostThread(Stream):
         return recipe_line() or torch_line() + started
 
 
-class Event:
+class Event(Awaited):
     """A point in a lane. Same methods as a CUDA event that is not timed."""
 
     def __init__(self, *_: object, **__: object) -> None:
@@ -419,14 +425,6 @@ class Event:
     def wait(self, stream: Stream | None = None) -> None:
         (stream or self.recorder.this_thread().current).wait_event(self)
 
-    def synchronize(self) -> None:
-        self.recorder.this_thread().learn(self.clock)
-
-    def query(self) -> bool:
-        """True: nothing is ever pending here, and the caller knows it from now on."""
-        self.synchronize()
-        return True
-
 
 RECORDERS: list[Recorder] = []  # the last one is in force
 
@@ -435,16 +433,9 @@ def current_stream(device=None) -> Stream:
     return RECORDERS[-1].this_thread().current
 
 
-@contextlib.contextmanager
-def stream(chosen: Stream | None) -> Iterator[Stream | None]:
+def stream(chosen: Stream | None) -> contextlib.AbstractContextManager:
     """Make ``chosen`` the current stream of this thread."""
-    thread = RECORDERS[-1].this_thread()
-    before = thread.current
-    thread.current = chosen or before
-    try:
-        yield chosen
-    finally:
-        thread.current = before
+    return chosen or contextlib.nullcontext()
 
 
 def synchronize(device=None) -> None:
@@ -460,11 +451,8 @@ def synchronize(device=None) -> None:
 def tensors_in(value: object) -> Iterator[torch.Tensor]:
     if isinstance(value, torch.Tensor):
         yield value
-    elif isinstance(value, dict):
-        for item in value.values():
-            yield from tensors_in(item)
-    elif isinstance(value, list | tuple):
-        for item in value:
+    elif isinstance(value, dict | list | tuple):
+        for item in value.values() if isinstance(value, dict) else value:
             yield from tensors_in(item)
 
 
@@ -537,13 +525,7 @@ def is_written(func, argument) -> bool:
 # -- what is watched beside operators -------------------------------------------------------------
 
 
-def replace_until_the_end(recorder: Recorder, owner: object, name: str, by: object) -> None:
-    original = getattr(owner, name)
-    setattr(owner, name, by)
-    recorder.undo.append(lambda: setattr(owner, name, original))
-
-
-def watch_threads(recorder: Recorder, watch: Callable[..., None]) -> None:
+def watch_threads(recorder: Recorder) -> None:
     """What a thread knew when it gave something, whoever takes that will know."""
 
     def give(carrier: object, *_: object, **__: object) -> None:
@@ -588,8 +570,8 @@ def watch_threads(recorder: Recorder, watch: Callable[..., None]) -> None:
         for future in getattr(result, "done", ()):
             take(True, future)
 
-    plain_submit = ThreadPoolExecutor.submit
-    replace_until_the_end(recorder, ThreadPoolExecutor, "submit", submit)
+    plain_submit, watch = ThreadPoolExecutor.submit, recorder.watch
+    recorder.replace(ThreadPoolExecutor, "submit", submit)
     watch(threading.Thread, "start", start)
     watch(concurrent.futures, "wait", after=waited)
     watch(Future, "done", after=lambda done, future: take_if(done and called_by_recipe(), future))
@@ -603,7 +585,7 @@ def watch_threads(recorder: Recorder, watch: Callable[..., None]) -> None:
         watch(owner, name, after=take)
 
 
-def watch_memory(recorder: Recorder, watch: Callable[..., None]) -> None:
+def watch_memory(recorder: Recorder) -> None:
     """Reads and writes that are no operators, and where memory comes from and goes to."""
 
     def on_host(tensor: torch.Tensor | None, *_: object, **__: object) -> None:
@@ -622,12 +604,9 @@ def watch_memory(recorder: Recorder, watch: Callable[..., None]) -> None:
             for tensor in tensors:
                 recorder.access(name, tensor, False, thread, thread.line())
 
-    def read(name: str) -> Callable:
-        def before(tensor: torch.Tensor, *_: object, **__: object) -> None:
-            if type(tensor) in PLAIN and called_by_recipe(DISPATCHERS):
-                reads(name, [tensor])
-
-        return before
+    def read(name: str, tensor: torch.Tensor, *_: object, **__: object) -> None:
+        if type(tensor) in PLAIN and called_by_recipe(DISPATCHERS):
+            reads(name, [tensor])
 
     def resize(storage: torch.UntypedStorage, size: int) -> None:
         """Shrinking a storage gives its memory back, in the order of the current lane."""
@@ -655,21 +634,20 @@ def watch_memory(recorder: Recorder, watch: Callable[..., None]) -> None:
 
         return call
 
+    watch = recorder.watch
     watch(torch, "frombuffer", after=on_host)
     watch(torch, "save", lambda saved, *_, **__: reads("torch.save", tensors_in(saved)))
     for name in ("tolist", "numpy"):
-        watch(torch.Tensor, name, read(name))
+        watch(torch.Tensor, name, partial(read, name))
     watch(torch.UntypedStorage, "resize_", resize)
-    replace_until_the_end(recorder, torch.Tensor, "record_stream", record_stream)
+    recorder.replace(torch.Tensor, "record_stream", record_stream)
     for name in FACTORIES:
-        replace_until_the_end(recorder, torch, name, make(getattr(torch, name)))
+        recorder.replace(torch, name, make(getattr(torch, name)))
 
 
-def install() -> Recorder:
-    """Record stream order in this process from now on; call it on the main thread.
-
-    Returns:
-        The recorder; its ``conflicts`` fill as the program runs.
+@contextlib.contextmanager
+def recording() -> Iterator[Recorder]:
+    """Record stream order in this process until the block's end; enter it on the main thread.
 
     Raises:
         RuntimeError: there is an accelerator, whose streams are real and are not recorded.
@@ -678,34 +656,13 @@ def install() -> Recorder:
         raise RuntimeError("stream order is recorded on machines without an accelerator only")
     recorder = Recorder()
     RECORDERS.append(recorder)
-    for stand_in in (Stream, Event, stream, current_stream, synchronize):
-        replace_until_the_end(recorder, torch.cpu, stand_in.__name__, stand_in)
-    for stand_in in (Stream, Event):
-        replace_until_the_end(recorder, torch, stand_in.__name__, stand_in)
-
-    def watch(*args: object, **kwargs: object) -> None:
-        recorder.undo.append(around(*args, **kwargs))
-
-    watch_threads(recorder, watch)
-    watch_memory(recorder, watch)
-    mode = OrderMode(recorder)
-    mode.__enter__()
-    recorder.undo.append(lambda: mode.__exit__(None, None, None))
-    return recorder
-
-
-def uninstall(recorder: Recorder) -> None:
-    """Put back what :func:`install` replaced."""
-    while recorder.undo:
-        recorder.undo.pop()()
-    RECORDERS.remove(recorder)
-
-
-@contextlib.contextmanager
-def recording() -> Iterator[Recorder]:
-    """``install`` and ``uninstall`` around a block."""
-    recorder = install()
-    try:
+    with recorder.undo:
+        recorder.undo.callback(RECORDERS.remove, recorder)
+        for stand_in in (Stream, Event, stream, current_stream, synchronize):
+            recorder.replace(torch.cpu, stand_in.__name__, stand_in)
+        for stand_in in (Stream, Event):
+            recorder.replace(torch, stand_in.__name__, stand_in)
+        watch_threads(recorder)
+        watch_memory(recorder)
+        recorder.undo.enter_context(OrderMode(recorder))
         yield recorder
-    finally:
-        uninstall(recorder)
