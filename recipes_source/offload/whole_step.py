@@ -359,6 +359,14 @@ if __name__ == "__main__":
 #
 # .. result-table:: offload_step
 #
+# Other packages train the same model in the same loop. What they do differently:
+#
+# * ``torchao`` keeps the weights on the device. Weights and moments are in bf16, without fp32 masters,
+#   so an update moves half as many bytes; nothing is clipped. It is another optimizer, and the faster
+#   one where the host's memory decides. ``torchao_fp32`` has the precision of this page.
+# * ``fsdp2_cpu_offload`` has weights and optimizer on the host and clips, as here. On one rank it
+#   cannot prefetch.
+#
 # What breaks if you remove a line
 # --------------------------------
 # Each edit was made and run when this page was built. CPU streams do nothing, so a missing wait
