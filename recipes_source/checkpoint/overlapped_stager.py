@@ -116,8 +116,8 @@ EXIT_S = 30.0  # for a write under way when training ends by an exception
 # node.
 #
 # ``together`` runs a function on all ranks, and raises on all of them if it failed on one. A full
-# disk, a missing permission, or a state that one rank cannot stage costs that checkpoint and
-# nothing else. The error is logged when it happens, and stored in the future of that save.
+# disk, memory that the driver refuses to lock, or a state that one rank cannot stage costs that
+# checkpoint and nothing else. The error is logged when it happens, and stored in the future of that save.
 # ``wait`` and the end of the ``with`` block raise it. Training continues, and so does the next
 # save.
 #

@@ -109,7 +109,7 @@ class OverlappedTrainer(Trainer):
 #    few kilobytes. ``_get_output_dir`` makes it write them to a temporary folder of this rank.
 #    Model and optimizer follow as live tensors: nothing is copied before ``save`` returns.
 # ``_save_optimizer_and_scheduler``
-#    Writes the schedule alone. accelerate's version would save the optimizer synchronously.
+#    Writes the schedule alone. ``Trainer``'s version also saves model and optimizer, synchronously.
 # ``TrainerSaves.write``
 #    Runs on the writing thread, in ``checkpoint-4.incomplete``. It writes the folders that
 #    accelerate writes, so ``resume_from_checkpoint`` and ``accelerate merge-weights`` find what
