@@ -9,6 +9,11 @@ next step's forward and backward compute, and only ``optimizer.step()`` waits fo
 published, ``DefaultStager`` can write the weights of the previous step. This recipe adds the missing
 ordering.
 
+**When not to bother:** on a CPU, which has no second engine to copy with; with PyTorch 2.11 or
+2.12, which pin memory anew for each save, and that takes longer than the copy; or if your step is
+shorter than the copy, because the end of the step waits for the rest. :doc:`overlapped_stager`
+works with all versions.
+
 The loop is:
 
 .. literalinclude:: default_stager.py
@@ -16,11 +21,6 @@ The loop is:
 
 Copy ``ValueAfter``, ``StagedApp`` and ``StagedCheckpoints`` beside the classes of
 :doc:`async_save`.
-
-**When not to bother:** on a CPU, which has no second engine to copy with; with PyTorch 2.11 or
-2.12, which pin memory anew for each save, and that takes longer than the copy; or if your step is
-shorter than the copy, because the end of the step waits for the rest. :doc:`overlapped_stager`
-works with all versions.
 
 .. grid:: 1 1 2 2
 

@@ -8,16 +8,16 @@ Stop training for a copy at the rate of the link, and no longer. A writer with
 ``cache_staged_state_dict=True`` copies every checkpoint into the same page-locked ("pinned")
 buffers. The first save allocates and pins them; each later one only copies.
 
+**When not to bother:** you have no accelerator (nothing is pinned then), you save rarely (the
+memory is held all the time), or page-locked memory is short: it cannot be swapped. If a copy at
+the rate of the link still stops training for too long, :doc:`overlapped_stager` runs it beside the
+next step.
+
 .. literalinclude:: pinned_staging.py
    :pyobject: train_and_save
 
 Copy ``PinnedCheckpoints`` and ``layout`` beside the classes of :doc:`async_save`, whose loop stays
 as it is. Construct ``PinnedCheckpoints(root)`` in place of ``AsyncCheckpoints(root)``.
-
-**When not to bother:** you have no accelerator (nothing is pinned then), you save rarely (the
-memory is held all the time), or page-locked memory is short: it cannot be swapped. If a copy at
-the rate of the link still stops training for too long, :doc:`overlapped_stager` runs it beside the
-next step.
 
 .. grid:: 1 1 2 2
 

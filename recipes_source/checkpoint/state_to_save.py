@@ -8,13 +8,13 @@ Save everything that a restart reads, and change nothing by saving it. ``AppStat
 for a sharded model and any optimizer. ``assert_same_bits`` is the test that the other recipes of
 this folder run on themselves.
 
+**When this is all you need:** your state is small, or you save rarely. ``dcp.save`` stops every
+rank until the last byte is on disk; the rest of this folder is about that stop.
+
 This saves and loads:
 
 .. literalinclude:: state_to_save.py
    :pyobject: save_and_load
-
-**When this is all you need:** your state is small, or you save rarely. ``dcp.save`` stops every
-rank until the last byte is on disk; the rest of this folder is about that stop.
 
 .. grid:: 1 1 2 2
 
