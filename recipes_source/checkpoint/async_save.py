@@ -124,7 +124,7 @@ class NamedWhenComplete(FileSystemWriter):
         """On rank 0, before any rank writes."""
         if [plan.storage_data for plan in plans] != [self.path.name] * self.ranks:
             raise RuntimeError(f"not all {self.ranks} ranks write {self.path.name}")
-        for file in self.path.iterdir():  # of a save that was cut off
+        for file in self.path.iterdir():  # left by a save that was interrupted
             file.unlink()
         return super().prepare_global_plan([replace(plan, storage_data=None) for plan in plans])
 
@@ -132,7 +132,7 @@ class NamedWhenComplete(FileSystemWriter):
         """On rank 0, when all have written."""
         super().finish(metadata, results)
         named = self.path.with_suffix("")
-        if named.exists():  # from before the job went back to an earlier step
+        if named.exists():  # the job went back to an earlier step and came here again
             named.rename(f"{named}.replaced-{time.time_ns()}")
         self.path.rename(named)
 
@@ -153,7 +153,7 @@ class NamedWhenComplete(FileSystemWriter):
 
 
 class AsyncCheckpoints:
-    """Asynchronous saves of one application state, each to ``root/step<N>``, one at a time.
+    """Save one application state asynchronously, each time to ``root/step<N>``, one save at a time.
 
     All ranks construct it, call ``save`` at the same steps and leave its ``with`` block.
     """
@@ -182,7 +182,7 @@ class AsyncCheckpoints:
         """
         if self.upload is None:
             return
-        error = self.upload.exception()  # waits; if that is interrupted, it is still in flight
+        error = self.upload.exception()  # waits; if interrupted, the save is still in flight
         self.upload = None
         if error is not None:
             failures = getattr(error, "failures", {})
@@ -197,7 +197,7 @@ class AsyncCheckpoints:
             LOG.error("%s", error)
 
     def close(self) -> None:
-        """Wait as :meth:`wait` does, and give the process group back."""
+        """Wait as :meth:`wait` does, and destroy the process group."""
         try:
             self.wait()
         finally:
@@ -208,7 +208,7 @@ class AsyncCheckpoints:
 
     def __exit__(self, kind: type | None, *_) -> None:
         if kind is not None:
-            self.end_last()  # its error must not replace the one that leaves the block
+            self.end_last()  # a second error must not hide the one that leaves the block
         self.close()
 
 
@@ -234,7 +234,7 @@ def train(app: AppState, batches: Iterable[torch.Tensor], root: Path) -> None:
 
 
 def watched_batches(app: AppState, device: torch.device, saved: dict) -> Iterator[torch.Tensor]:
-    """Batches up to step STEPS; ``saved`` gets what each checkpoint must hold."""
+    """Batches up to step STEPS; store in ``saved`` what each checkpoint must hold."""
     while app.step < STEPS:
         yield next_batch(app, device)
         if app.step % SAVE_EVERY == 0:
@@ -272,7 +272,7 @@ def main(directory: Path) -> None:
         train(app, watched_batches(app, device, saved), root)
         assert_right(root, device, saved)
 
-        app = load_app(root / f"step{SAVE_EVERY}", device)  # go back, and come this way again
+        app = load_app(root / f"step{SAVE_EVERY}", device)  # go back, and train these steps again
         train(app, watched_batches(app, device, saved), root)
         assert_right(root, device, saved)
         fail_to_save(app, root, device)

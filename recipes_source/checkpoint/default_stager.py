@@ -142,7 +142,7 @@ def storage_of(tensor: torch.Tensor) -> int:
 
 
 class StagedApp(Stateful):
-    """``app`` for one asynchronous staging: in order after its last step, buffers cloned."""
+    """``app`` for one asynchronous staging, ordered after its last step, with buffers cloned."""
 
     def __init__(self, app: AppState, device: torch.device) -> None:
         self.app, self.device = app, device
@@ -190,7 +190,7 @@ def new_stager(device: torch.device) -> DefaultStager:
 
 
 class StagedCheckpoints(AsyncCheckpoints):
-    """Saves that stage in the background, each to ``root/step<N>``, one at a time."""
+    """Save with staging in the background, each time to ``root/step<N>``, one save at a time."""
 
     def __init__(self, root: Path, device: torch.device) -> None:
         super().__init__(root)
@@ -221,7 +221,7 @@ class StagedCheckpoints(AsyncCheckpoints):
     def wait_staged(self) -> None:
         """Return when the copy has ended, successfully or not, and the weights may change."""
         if self.staged is not None:
-            self.staged.exception()  # waits; if that is interrupted, it is staging still
+            self.staged.exception()  # waits; if interrupted, the copy still runs
             self.staged = None
 
     def close(self) -> None:
@@ -251,7 +251,7 @@ def train(app: AppState, batches: Iterable[torch.Tensor], root: Path, device: to
 
 
 def watched_batches(app: AppState, device: torch.device, saved: dict) -> Iterator[torch.Tensor]:
-    """Batches up to step STEPS; ``saved`` gets what each checkpoint must hold."""
+    """Batches up to step STEPS; store in ``saved`` what each checkpoint must hold."""
     while app.step < STEPS:
         yield next_batch(app, device)
         if app.step % SAVE_EVERY == 0:

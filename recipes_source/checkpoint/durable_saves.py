@@ -227,7 +227,7 @@ class DurableSaves(OverlappedSaves):
         write_durably(directory / MANIFEST.format(self.rank), json.dumps(manifest, indent=1))
 
     def commit(self, aside: Path, directory: Path) -> None:
-        """Give the checkpoint its name, durably; then tell the pointer."""
+        """Give the checkpoint its name, durably; then update the pointer."""
         if self.rank != 0:
             return
         if directory.exists():

@@ -135,14 +135,14 @@ def lay_out(tensors: dict[str, tuple], file_bytes: int) -> dict[str, dict]:
 
 
 def encoded(header: dict) -> bytes:
-    """What stands before the bytes of the tensors."""
+    """The bytes of the file before the tensors."""
     text = json.dumps({"__metadata__": {"format": "pt"}, **header}).encode()
     text += b" " * (-len(text) % 8)
     return len(text).to_bytes(8, "little") + text
 
 
 def runs(chunk, shape: torch.Size) -> tuple[int, list[int]]:
-    """Elements of ``chunk`` that lie together in a tensor of ``shape``, and where each such run begins."""
+    """How many elements of ``chunk`` lie together in a tensor of ``shape``, and where each run begins."""
     whole = len(shape)
     while whole and chunk.sizes[whole - 1] == shape[whole - 1]:
         whole -= 1
@@ -202,7 +202,7 @@ class SafetensorsWriter(dcp.HuggingFaceStorageWriter):
                         offset = begin + place["data_offsets"][0]
                         self.write_item(file.fileno(), offset, item, planner.resolve_data(item))
                 os.fsync(file.fileno())
-        return super().write_data(dataclasses.replace(plan, items=[]), planner)  # it is done
+        return super().write_data(dataclasses.replace(plan, items=[]), planner)  # already written
 
     def write_item(self, file: int, offset: int, item, tensor: torch.Tensor) -> None:
         tensor = tensor.detach().to("cpu", self.stored(tensor.dtype)).contiguous()
@@ -322,7 +322,7 @@ def main(directory: Path) -> None:
 
 
 def prove(root: Path, expected: dict[str, torch.Tensor], options: dict) -> None:
-    """Read the files with the library that is not ours; compare with a conversion; torch.save."""
+    """Read the files with safetensors; compare them with a conversion and with ``torch.save``."""
     assert_equal(read_all(root / "hf"), expected)
     convert(root / "step1", root / "converted", **options)
     for file in sorted((root / "hf").iterdir()):

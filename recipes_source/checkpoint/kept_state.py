@@ -126,7 +126,7 @@ def has_extra_state(module: nn.Module) -> bool:
 
 
 class TrainingState(Stateful):
-    """State of ``model``, ``optimizers`` and whatever else has a ``state_dict``, for DCP.
+    """The state of ``model``, ``optimizers`` and others for DCP; calls ``get_state_dict`` once.
 
     Args:
         others: objects with ``state_dict`` and ``load_state_dict``, by their key in the checkpoint.
@@ -136,7 +136,7 @@ class TrainingState(Stateful):
         if taken := {"model", "optim", "stepped"} & set(others):
             raise ValueError(f"name it otherwise: {taken} is taken in the checkpoint")
         self.model, self.optimizers, self.others = model, optimizers, others
-        self.asked, self.kept_model = 0, None  # times; its state
+        self.asked, self.kept_model = 0, None  # how many times; the model's state
         self.known: list[object] = []
         self.containers: list[dict] = []
 

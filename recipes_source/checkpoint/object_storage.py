@@ -116,7 +116,7 @@ STEPS, SAVE_EVERY = 10, 2  # of the run that proves it
 
 
 class Sent(io.RawIOBase):
-    """Passes bytes on to ``stream`` in pieces, and counts them."""
+    """Pass bytes on to ``stream`` in pieces, and count them."""
 
     def __init__(self, stream) -> None:
         self.stream, self.size = stream, 0
@@ -133,7 +133,7 @@ class Sent(io.RawIOBase):
 
 
 class Objects(dcp_fsspec.FileSystem):
-    """DCP's files as objects that appear whole or not at all."""
+    """DCP's files as objects that appear completely or not at all."""
 
     def __init__(self) -> None:
         super().__init__()
@@ -180,7 +180,7 @@ def open_root(url: str) -> tuple:
     """The file system and the path of ``url``.
 
     Raises:
-        ValueError: there are credentials in ``url``, where every log and process list has them.
+        ValueError: ``url`` contains credentials, which logs and process lists would show.
     """
     if urlsplit(url).username is not None:
         raise ValueError("credentials belong into the environment, not into the URL")
@@ -190,7 +190,7 @@ def open_root(url: str) -> tuple:
 
 
 def commit_once(fs, path: str, content: dict) -> None:
-    """Write ``content`` to ``path`` unless there is something.
+    """Write ``content`` to ``path`` unless an object of that name exists.
 
     Raises:
         FileExistsError: another writer was first.
@@ -207,7 +207,7 @@ def commit_once(fs, path: str, content: dict) -> None:
 
 
 def check_store(url: str) -> None:
-    """See that the store can be written to and refuses a second commit.
+    """Check that the store accepts a write and refuses a second commit.
 
     Raises:
         RuntimeError: it does not refuse.
@@ -245,7 +245,7 @@ def load(state_dict: dict, url: str, step: int) -> None:
     """``dcp.load`` of ``step`` into ``state_dict``; every rank calls it.
 
     Raises:
-        FileNotFoundError: objects that the commit names are gone, or others.
+        FileNotFoundError: objects differ from those that the commit names.
     """
     fs, root = open_root(url)
     commit = committed(url)[step]
@@ -338,7 +338,7 @@ def train(app: basic.AppState, url: str, device: torch.device) -> dict[int, dict
                 saved[app.step] = basic.snapshot(app)
                 uploads.append(saves.save(state, 6 if app.step == 8 else app.step))
         failed = [upload.exception() is not None for upload in uploads]
-        saves.failures.clear()  # they were to fail
+        saves.failures.clear()  # expected
     assert failed == [False, True, False, True, False], failed
     print(f"refused: {uploads[3].exception()}")
     return saved

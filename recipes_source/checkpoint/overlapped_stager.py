@@ -102,8 +102,8 @@ from staging_copies import CopyPlan, PinnedArena, is_staged, read, walk
 from torch.optim.optimizer import register_optimizer_step_pre_hook
 
 BUFFER_SETS = 2  # one is filled while the other is written
-DEADLINE_S = 600.0  # for the other ranks, wherever a thread waits for them
-EXIT_S = 30.0  # for a write under way when training ends by an exception
+DEADLINE_S = 600.0  # how long a thread waits for the other ranks
+EXIT_S = 30.0  # how long the end of the block waits for a write after an exception
 
 
 # %%
@@ -146,7 +146,7 @@ class OverlappedSaves:
     def __init__(
         self, device: torch.device, changed_by_forward=(), if_busy="wait", snapshot_bytes: int = 0
     ) -> None:
-        self.device = torch.empty(0, device=device).device  # with its index
+        self.device = torch.empty(0, device=device).device  # add the index
         self.if_busy, self.snapshot_bytes = if_busy, snapshot_bytes
         self.changed_by_forward = list(changed_by_forward)
         self.streams = torch.get_device_module(self.device)
@@ -269,11 +269,11 @@ class OverlappedSaves:
             raise RuntimeError("training has ended by an exception")
         staged.result()[1].synchronize()
         if self.rank == 0:
-            shutil.rmtree(aside, ignore_errors=True)  # what a job that died has left
+            shutil.rmtree(aside, ignore_errors=True)  # left by a job that died
 
     def write(self, state: dict, directory: Path) -> None:
         """Write this rank's part of ``state``, which lies in host memory."""
-        torch.serialization.set_crc32_options(False)  # of this thread; takes half of the time
+        torch.serialization.set_crc32_options(False)  # of this thread; half of the time
         writer = dcp.FileSystemWriter(directory, per_thread_copy_ahead=0)
         group = self.groups[0] if self.groups else None
         dcp.save(state, storage_writer=writer, process_group=group, no_dist=group is None)

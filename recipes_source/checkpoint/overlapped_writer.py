@@ -150,7 +150,7 @@ def around(shape: torch.Size, dtype: torch.dtype) -> tuple[bytes, bytes]:
 
 
 def memory_of(tensor: torch.Tensor) -> tuple:
-    """Equal for two names of the same memory."""
+    """A key that is equal for two names of the same memory."""
     return tensor.data_ptr() if tensor.nbytes else id(tensor), tensor.shape, tensor.dtype
 
 
@@ -160,7 +160,7 @@ def staged_items(planner, plan, staged: bool = True) -> list:
 
 
 class Layout(dcp.FileSystemWriter):
-    """Where this rank's part of a state goes; on rank 0, ``.metadata`` too."""
+    """The place of each tensor of this rank in its files; on rank 0 also ``.metadata``."""
 
     def write_data(self, plan, planner) -> torch.futures.Future:
         """Write nothing: give every staged tensor its place, and return the places."""
@@ -186,7 +186,7 @@ class Layout(dcp.FileSystemWriter):
         return planned
 
     def finish(self, metadata, results) -> None:
-        """On rank 0: keep what is known of ``.metadata``."""
+        """On rank 0: keep the part of ``.metadata`` that does not change."""
         self.metadata, self.places = metadata, results
 
     def write_metadata(self, directory: Path, others: list[list[WriteResult]]) -> None:
@@ -293,7 +293,7 @@ class OverlappedWriter(OverlappedSaves):
             if len(layout.calls) == BUFFER_SETS:
                 layout.calls.clear()
             calls = [layout.pieces(planner, items) for items in layout.files]
-            layout.calls[self.key] = self.staged, calls  # the memory must live as long
+            layout.calls[self.key] = self.staged, calls  # keeps the staged memory alive
         _, calls = layout.calls[self.key]
 
         tail, places = bytearray(), []

@@ -135,7 +135,7 @@ class PinnedCheckpoints(AsyncCheckpoints):
 
 
 def layout(tree: object, path: str = "") -> set[tuple]:
-    """Every path in a nested state dict; of a tensor also what its buffer was made for."""
+    """Every path in a nested state dict, with the shape, dtype and placements of each tensor."""
     if isinstance(tree, torch.Tensor):
         return {(path, tuple(tree.shape), tree.dtype, getattr(tree, "placements", None))}
     if isinstance(tree, dict | list | tuple):
@@ -192,7 +192,7 @@ def train_and_save(app: AppState, checkpoints: PinnedCheckpoints, device: torch.
 
 
 class Watched(PinnedCheckpoints):
-    """Keeps what each checkpoint must hold, and where the buffers of each save lie."""
+    """Record what each checkpoint must hold, and where the buffers of each save lie."""
 
     def __init__(self, root: Path) -> None:
         super().__init__(root)

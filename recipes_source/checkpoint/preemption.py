@@ -123,7 +123,7 @@ STEPS, SAVE_EVERY, ASKED_IN = 8, 5, 4  # of the run that proves it
 
 
 class Preemption:
-    """Whether this job is asked to leave; a context manager around the loop.
+    """Watch for SIGTERM and agree on the last step; a context manager around the loop.
 
     Args:
         grace_s: seconds from SIGTERM to SIGKILL.

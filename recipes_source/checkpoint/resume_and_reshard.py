@@ -92,7 +92,7 @@ TOLERANCE = 1e-5  # of a loss, relative, on another number of ranks: sums in ano
 
 
 class Run(basic.AppState):
-    """Model, optimizer, step, schedule, place in the data and random numbers of one training run.
+    """Model, optimizer, step, schedule, position in the data and random numbers of one run.
 
     ``optimizer`` may be a list; ``schedule`` is whatever has ``state_dict`` and ``load_state_dict``.
     """
@@ -123,7 +123,7 @@ class Run(basic.AppState):
 
 
 def random_numbers() -> dict:
-    """What has random numbers: the host, and this rank's accelerator if there is one."""
+    """The sources of random numbers: the host, and this rank's accelerator if there is one."""
     device = torch.accelerator.current_accelerator(check_available=True)
     return {"host": torch} | ({"device": torch.get_device_module(device)} if device else {})
 
@@ -141,10 +141,10 @@ def random_numbers() -> dict:
 
 
 def choose(root: Path, step: int | None = None) -> int | None:
-    """The step to resume from, the same on all ranks; None: there is no whole checkpoint.
+    """The step to resume from, the same on all ranks; None if there is no complete checkpoint.
 
     Raises:
-        RuntimeError: a rank does not see it, or sees something else.
+        RuntimeError: a rank does not see this checkpoint, or sees another content.
     """
     there = committed_steps(root)
     chosen = [step if step is not None else newest_step(root, digests=True)]
@@ -166,7 +166,7 @@ def choose(root: Path, step: int | None = None) -> int | None:
 
 
 def resume(run: Run, root: Path, step: int | None = None) -> int:
-    """Load the newest whole checkpoint below ``root``, or that of ``step``; return its step or 0.
+    """Load the newest complete checkpoint below ``root``, or that of ``step``; return its step or 0.
 
     Raises:
         RuntimeError: it does not fit; the message lists what differs.
@@ -194,7 +194,7 @@ def resume(run: Run, root: Path, step: int | None = None) -> int:
 
 
 def differences(tensors: dict[str, torch.Tensor], directory: Path, prefix: str) -> list[str]:
-    """What in ``directory``, below ``prefix``, is not as in ``tensors``: a line each."""
+    """List what differs between ``tensors`` and the tensors of ``directory`` below ``prefix``."""
     saved = dcp.FileSystemReader(directory).read_metadata().state_dict_metadata
     saved = {key.removeprefix(prefix): m for key, m in saved.items() if key.startswith(prefix)}
     found = [f"  {key}: only in the model" for key in tensors if key not in saved]
@@ -206,7 +206,7 @@ def differences(tensors: dict[str, torch.Tensor], directory: Path, prefix: str) 
 
 
 def load_weights(model: nn.Module, directory: Path, old_names: dict[str, str]) -> None:
-    """Load the weights alone; ``old_names``: what some of them were called when they were saved."""
+    """Load the weights alone. ``old_names`` maps their names to those in the checkpoint."""
     tensors = {old_names.get(key, key): tensor for key, tensor in model.state_dict().items()}
     dcp.load({"run": {"model": tensors}}, checkpoint_id=directory)
 
@@ -234,7 +234,7 @@ def build(device: torch.device) -> Run:
 
 
 def train_step(run: Run, device: torch.device, noise: float) -> float:
-    """One step on the next samples of the one stream that all ranks share; the mean loss of all."""
+    """Take a step on the next samples of the sequence that all ranks share; return the mean loss."""
     ranks = dist.get_world_size()
     own = range(run.samples + dist.get_rank(), run.samples + SAMPLES_A_STEP, ranks)
     samples = [torch.sin(torch.arange(WIDTH) * (sample + 1.0)) for sample in own]
@@ -269,7 +269,7 @@ def interrupted(root: Path, device: torch.device, noise: float) -> tuple[Run, li
 
 
 def prove_same_ranks(root: Path, device: torch.device) -> list[float]:
-    """Return the losses of a run without noise, for those who go on with another number of ranks."""
+    """Compare runs with and without interruptions; return the losses of the run without noise."""
     for noise in (0.1, 0.0):
         whole = build(device)
         losses = train(whole, root / f"whole{noise}", device, STEPS, noise)
@@ -298,7 +298,7 @@ def prove_parts(root: Path, device: torch.device) -> None:
 
 
 def prove_fewer_ranks(root: Path, device: torch.device, losses: list[float]) -> None:
-    """Go back to the first interruption, on the ranks that are there now."""
+    """Go back to the first interruption, on fewer ranks."""
     run = build(device)
     assert resume(run, root, step=INTERRUPTED_AT[0]) == INTERRUPTED_AT[0]
     again = train(run, root, device, STEPS, noise=0.0)

@@ -102,7 +102,7 @@ STEPS, SAVE_EVERY = 12, 2  # of the run that proves it
 
 
 def to_delete(root: Path, keep_last: int, keep_every: int = 0) -> list[int]:
-    """Steps below ``root`` that neither rule keeps; ``keep_every`` 0 keeps no n-th.
+    """Steps below ``root`` that neither rule keeps. With ``keep_every`` 0, only the last ones stay.
 
     Raises:
         ValueError: nothing would be kept.
@@ -195,7 +195,7 @@ class RetainedSaves(DurableSaves):
             remove_leftovers(self.root)
 
     def give_back(self) -> None:
-        """Close this process's lease; a process forked from it has one of its own to close."""
+        """Close this process's copy of the lease; each forked process closes its own copy."""
         if self.lease is not None:
             os.close(self.lease)
             self.lease = None
@@ -250,7 +250,7 @@ def nbytes(state: object) -> int:
 
 
 def seconds_between_saves(cost_s: float, mtbf_s: float, upload_s: float) -> float:
-    """The interval that loses least. ``cost_s``: what a save adds to training; ``upload_s``: to write it."""
+    """The interval that loses least; a save adds ``cost_s`` to training and is written in ``upload_s``."""
     return max(math.sqrt(2 * cost_s * mtbf_s), upload_s)
 
 

@@ -136,7 +136,7 @@ class PinnedArena:
             cuda, address = torch.cuda.cudart(), self.bytes.data_ptr()
             if error := int(cuda.cudaHostRegister(address, nbytes, 0)):
                 with suppress(RuntimeError):
-                    torch.ones((), device=device)  # is told of the error, in place of your kernel
+                    torch.ones((), device=device)  # takes the error instead of you
                 raise RuntimeError(f"cannot lock {nbytes} bytes of host memory: CUDA error {error}")
             finalize(self, cuda.cudaHostUnregister, address)
 
@@ -163,7 +163,7 @@ def shard_of(tensor: torch.Tensor) -> torch.Tensor:
 
 
 def in_host_memory(tensor: torch.Tensor, host: torch.Tensor) -> torch.Tensor:
-    """``host``, described as ``tensor`` is: a DTensor of the same shards, or itself."""
+    """``host`` as a DTensor of the same shards if ``tensor`` is a DTensor, else ``host`` itself."""
     if not isinstance(tensor, DTensor):
         return host
     mesh, groups = tensor.device_mesh, tensor.device_mesh.get_all_groups()
@@ -201,7 +201,7 @@ def walk(tree: object, function: Callable[[object], object]) -> object:
 
 
 def read(tree: object, tensors: list[torch.Tensor]) -> object:
-    """``tree`` as it is now, but for what will be staged: that is added to ``tensors``."""
+    """Copy ``tree`` as it is now, except what will be staged: add that to ``tensors``."""
 
     def read_leaf(leaf: object) -> object:
         if is_staged(leaf):
@@ -210,7 +210,7 @@ def read(tree: object, tensors: list[torch.Tensor]) -> object:
         return leaf.detach().to("cpu", copy=True) if torch.is_tensor(leaf) else deepcopy(leaf)
 
     tree = tree.state_dict() if hasattr(tree, "state_dict") else tree
-    if hasattr(tree, "tensors"):  # see kept_state.py: a dict that stays as it is
+    if hasattr(tree, "tensors"):  # see kept_state.py: a dict that does not change
         tensors += tree.tensors
         return tree
     if isinstance(tree, dict):
@@ -250,7 +250,7 @@ def layout(x: torch.Tensor) -> tuple:
 
 
 def identity(shard: torch.Tensor) -> tuple:
-    """Equal for two names of the same memory, as tied weights are."""
+    """A key that is equal for two names of the same memory, as tied weights have."""
     return shard.data_ptr(), shard.shape, shard.stride(), shard.dtype
 
 
@@ -263,9 +263,9 @@ class CopyPlan:
 
     Args:
         tensors: dense tensors or DTensors, anywhere.
-        device: whose copies run beside training; what lies elsewhere is read at the save.
+        device: the device whose copies run beside training. Other tensors are read at the save.
         changed_by_forward: tensors that forward changes in place: read at the save, too.
-        snapshot_bytes: of device memory, for copies that need not be on the host before the update.
+        snapshot_bytes: device memory for snapshots; the update need not wait for their copies.
 
     ``offsets`` are bytes in an arena, by identity. ``snapshots`` are pairs (copy, shard), ``packs``
     pairs (tensor of bytes, bytes of many small tensors). ``in_place`` are turns: lists of pairs
@@ -276,7 +276,7 @@ class CopyPlan:
         self, tensors: list, device: torch.device, changed_by_forward=(), snapshot_bytes: int = 0
     ) -> None:
         self.tensors, self.places = tensors, places_of(tensors)
-        device = torch.empty(0, device=device).device  # with its index
+        device = torch.empty(0, device=device).device  # add the index
         self.shards = [shard_of(tensor.detach()) for tensor in tensors]
         self.nbytes, self.offsets = ALIGNMENT, {}
         self.snapshots, self.packs, self.in_place, self.from_copies = [], [], [], []

@@ -185,7 +185,7 @@ def train_step(app: AppState, device: torch.device) -> None:
 
 
 def leaves(tree: object, path: str = "") -> dict[str, object]:
-    """The leaves of a nested state dict by their path; of a DTensor, this rank's shard."""
+    """The leaves of a nested state dict by path; a DTensor counts as this rank's shard."""
     if isinstance(tree, dict):
         tree = tree.items()
     elif isinstance(tree, list):

@@ -137,7 +137,7 @@ WIDTH, SAMPLES = 32, 8
 
 
 class Batches(BaseDataLoader):
-    """Random batches of this rank; it goes on where its state says."""
+    """Random batches of this rank; iteration continues where the state says."""
 
     def __init__(self) -> None:
         self.batch = 0

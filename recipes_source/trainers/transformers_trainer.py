@@ -54,7 +54,7 @@ from overlapped_stager import OverlappedSaves
 
 
 class TrainerSaves(OverlappedSaves):
-    """Writes the folders that accelerate loads, and beside them ``Trainer``'s small files."""
+    """Write the folders that accelerate loads, and beside them ``Trainer``'s small files."""
 
     def write(self, state: dict, directory: Path) -> None:
         super().write({"model": state["model"]}, directory / "pytorch_model_fsdp_0")
@@ -223,7 +223,7 @@ def build_trainer(folder: Path, seed: int, save: bool = True) -> Trainer:
 
 
 def losses(trainer: Trainer) -> dict[int, float]:
-    """The loss of each step, the resumed run's also of those before the kill."""
+    """The loss of each step; for a resumed run also of the steps before the kill."""
     return {entry["step"]: entry["loss"] for entry in trainer.state.log_history if "loss" in entry}
 
 
