@@ -80,8 +80,8 @@ import dataclasses
 import itertools
 import json
 import math
-import operator
 import os
+import shutil
 import tempfile
 from pathlib import Path
 
@@ -98,22 +98,25 @@ try:
 except ImportError as error:
     raise SystemExit("pip install safetensors") from error
 
-NAMES = "F64", "F32", "F16", "BF16", "I64", "I32", "U8", "BOOL"  # in a header
-DTYPES = torch.float64, torch.float32, torch.float16, torch.bfloat16, torch.int64, torch.int32
-DTYPES = dict(zip((*DTYPES, torch.uint8, torch.bool), NAMES, strict=True))
+NAMES = "F64 F32 F16 BF16 F8_E4M3 F8_E5M2 I64 I32 I16 I8 U8 BOOL"  # in a header, and in torch:
+KINDS = "double float half bfloat16 float8_e4m3fn float8_e5m2 long int short int8 uint8 bool"
+DTYPES = {getattr(torch, k): n for k, n in zip(KINDS.split(), NAMES.split(), strict=True)}
 
 # %%
 # What is exported
 # ----------------
 # The names are those of the model. A tied weight has two names and is one tensor. The export
 # stores it under the first name, as ``save_pretrained`` does, and whoever loads the model ties it
-# again.
+# again. ``torch.compile``, ``DistributedDataParallel`` and activation checkpointing change the names
+# of a model; the export has those without.
 
 
 def weights(model: nn.Module) -> dict[str, torch.Tensor]:
     """Parameters and persistent buffers by name, each tied one once; shards stay shards."""
-    own = {name for name, _ in (*model.named_parameters(), *model.named_buffers())}
-    return {name: x for name, x in get_model_state_dict(model).items() if name in own}
+    once, every = dict(model.named_parameters()), model.named_parameters(remove_duplicate=False)
+    tied = {name.replace("_orig_mod.", "") for name, _ in every if name not in once}
+    state = get_model_state_dict(model)  # its names are those of a model that is not compiled
+    return {name: x for name, x in state.items() if torch.is_tensor(x) and name not in tied}
 
 
 # %%
@@ -149,10 +152,9 @@ def runs(chunk, shape: torch.Size) -> tuple[int, list[int]]:
     outer = max(whole - 1, 0)  # the dimensions behind this one lie together
     strides = [math.prod(shape[d + 1 :]) for d in range(len(shape))]
     last = chunk.offsets[outer] * strides[outer] if shape else 0
-    rows = zip(chunk.offsets[:outer], chunk.sizes[:outer], strict=True)
-    indices = itertools.product(*(range(offset, offset + size) for offset, size in rows))
-    begins = [last + sum(map(operator.mul, index, strides)) for index in indices]
-    return math.prod(chunk.sizes[outer:]), begins
+    rows = zip(chunk.offsets[:outer], chunk.sizes[:outer], strides, strict=False)
+    begins = itertools.product(*([i * s for i in range(o, o + n)] for o, n, s in rows))
+    return math.prod(chunk.sizes[outer:]), [last + sum(begin) for begin in begins]
 
 
 # %%
@@ -182,8 +184,9 @@ class SafetensorsWriter(dcp.HuggingFaceStorageWriter):
     def prepare_global_plan(self, plans: list) -> list:
         """On rank 0: lay out the files and make them, each with its header and its full size."""
         items = {item.index.fqn: item.tensor_data for plan in plans for item in plan.items}
-        if others := [name for name, data in items.items() if data is None]:
-            raise ValueError(f"an export has tensors alone, not {others}")
+        others = [n for n, x in items.items() if x is None or x.properties.dtype not in DTYPES]
+        if others or not items or any(self.path.glob("*.safetensors")):
+            raise ValueError(f"no tensors, another export in {self.path}, or no dtype for {others}")
         tensors = {n: (x.size, self.stored(x.properties.dtype)) for n, x in sorted(items.items())}
         self.files = lay_out(tensors, self.file_bytes)
         for name, header in self.files.items():
@@ -217,10 +220,9 @@ class SafetensorsWriter(dcp.HuggingFaceStorageWriter):
 
     def finish(self, metadata, results) -> None:
         """On rank 0, when all have written: the small files."""
-        small = {"config.json": self.config} if self.config else {}
-        if len(self.files) > 1:
-            index = {name: file for file, header in self.files.items() for name in header}
-            small["model.safetensors.index.json"] = {"metadata": {}, "weight_map": index}
+        index = {name: file for file, header in self.files.items() for name in header}
+        small = {"model.safetensors.index.json": {"metadata": {}, "weight_map": index}}
+        small |= {"config.json": self.config} if self.config else {}
         for name, content in small.items():
             (self.path / name).write_text(json.dumps(content, indent=2))
 
@@ -229,7 +231,8 @@ class SafetensorsWriter(dcp.HuggingFaceStorageWriter):
 # Beside training
 # ---------------
 # Staging and threads are those of :doc:`overlapped_stager`. The weights are copied beside the next
-# step and written aside. The directory gets its name when all ranks have written.
+# step and written aside. The directory gets its name when all ranks have written. If a restarted
+# run comes to the same step again, the new export takes the place of the old one.
 
 
 class Exports(OverlappedSaves):
@@ -244,6 +247,11 @@ class Exports(OverlappedSaves):
         group = self.groups[0] if self.groups else None
         dcp.save(state, storage_writer=writer, process_group=group, no_dist=group is None)
 
+    def commit(self, aside: Path, directory: Path) -> None:
+        if self.rank == 0 and any(directory.glob("*.safetensors")):  # as after a restart
+            shutil.rmtree(directory.rename(tempfile.mkdtemp(dir=directory.parent)))
+        super().commit(aside, directory)
+
 
 # %%
 # From a checkpoint, and back
@@ -256,7 +264,7 @@ class Exports(OverlappedSaves):
 def convert(checkpoint: Path, directory: Path, prefix: str = "app.model.", **options) -> None:
     """Export the tensors of a DCP checkpoint whose names begin with ``prefix``, in this process."""
     saved = dcp.FileSystemReader(checkpoint).read_metadata().state_dict_metadata
-    asked = {name: about for name, about in saved.items() if name.startswith(prefix)}
+    asked = {n: x for n, x in saved.items() if n.startswith(prefix) and hasattr(x, "size")}
     state = {name: torch.empty(x.size, dtype=x.properties.dtype) for name, x in asked.items()}
     dcp.load(state, checkpoint_id=checkpoint, no_dist=True)
     state = {name.removeprefix(prefix): tensor for name, tensor in state.items()}
@@ -270,15 +278,15 @@ def load_export(model: nn.Module, directory: Path) -> None:
 
 def read_all(directory: Path) -> dict[str, torch.Tensor]:
     """All tensors of an export, for ``torch.save``."""
-    parts = [load_file(file) for file in sorted(directory.glob("*.safetensors"))]
-    return {name: tensor for part in parts for name, tensor in part.items()}
+    files = sorted(directory.glob("*.safetensors"))
+    return {name: tensor for file in files for name, tensor in load_file(file).items()}
 
 
 # %%
 # Run it, and prove it
 # --------------------
-# The proof makes two exports beside training, the second in bfloat16, and a checkpoint of the step
-# of the first. It compares all of them bit by bit.
+# The proof makes an export beside training and a checkpoint of the same step. It converts the
+# checkpoint twice, the second time to bfloat16, and compares all of them bit by bit.
 
 
 def full(tensors: dict[str, torch.Tensor]) -> dict[str, torch.Tensor]:
@@ -299,24 +307,16 @@ def main(directory: Path) -> None:
     try:
         root, app = basic.directory_of_rank_0(directory), basic.build_app(device)
         options = {"config": {"model_type": "mlp"}, "file_bytes": 2_000_000}
-        basic.train_step(app, device)
+        expected = full(weights(app.model))
+        dcp.save({"app": app}, checkpoint_id=root / "step0")
         with Exports(device, app.model.buffers(), **options) as exports:
-            expected = full(weights(app.model))
-            dcp.save({"app": app}, checkpoint_id=root / "step1")
             exports.save(weights(app.model), root / "hf")
-            basic.train_step(app, device)
-            exports.wait()
-            exports.options["dtype"] = torch.bfloat16
-            smaller = full(weights(app.model))
-            exports.save(weights(app.model), root / "bf16")
             basic.train_step(app, device)
         again = basic.build_app(device, seed=1)
         load_export(again.model, root / "hf")
         assert_equal(full(weights(again.model)), expected)
         if dist.get_rank() == 0:
             prove(root, expected, options)
-            stored = read_all(root / "bf16")
-            assert_equal(stored, {n: x.to(stored[n].dtype) for n, x in smaller.items()})
     finally:
         dist.destroy_process_group()
 
@@ -324,12 +324,14 @@ def main(directory: Path) -> None:
 def prove(root: Path, expected: dict[str, torch.Tensor], options: dict) -> None:
     """Read the files with safetensors; compare them with a conversion and with ``torch.save``."""
     assert_equal(read_all(root / "hf"), expected)
-    convert(root / "step1", root / "converted", **options)
+    convert(root / "step0", root / "converted", **options)
     for file in sorted((root / "hf").iterdir()):
         assert file.read_bytes() == (root / "converted" / file.name).read_bytes(), file.name
+    convert(root / "step0", root / "bf16", dtype=torch.bfloat16)
+    stored = read_all(root / "bf16")
+    assert_equal(stored, {n: x.to(stored[n].dtype) for n, x in expected.items()})
     torch.save(read_all(root / "hf"), root / "weights.pt")
     assert_equal(torch.load(root / "weights.pt", map_location="cpu", weights_only=True), expected)
-    print(sorted(file.name for file in (root / "hf").iterdir()))
     print("beside training, converted, loaded on all ranks, by torch.load: every bit equal")
 
 
@@ -337,10 +339,11 @@ if __name__ == "__main__":
     parser = argparse.ArgumentParser()
     parser.add_argument("checkpoint", nargs="?", type=Path, help="of DCP, to be exported ...")
     parser.add_argument("export", nargs="?", type=Path, help="... to this directory")
+    parser.add_argument("--prefix", default="app.model.", help="of the names that are exported")
     parser.add_argument("--dir", type=Path, help="where the proof writes (default: temporary)")
     asked = parser.parse_args()
     if asked.checkpoint:
-        convert(asked.checkpoint, asked.export)
+        convert(asked.checkpoint, asked.export, asked.prefix)
     else:
         with tempfile.TemporaryDirectory() as temporary:
             main(asked.dir or Path(temporary))

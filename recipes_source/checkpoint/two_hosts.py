@@ -100,8 +100,9 @@ STEPS, SAVE_EVERY = 6, 2  # of the run that proves it
 # Files between hosts
 # -------------------
 # A file to be sent is mapped, not read: its bytes go from the page cache to the network. A file
-# that arrives is written aside and then renamed. So a file that has its final name has all of its
-# bytes.
+# that arrives is written aside, flushed and then renamed. So a file that has its final name has all
+# of its bytes. A full disk fails the save, but the rank still takes what is sent to it. The sender
+# would wait for it otherwise, and all later saves would fail with this one.
 
 
 def pieces_of(file: Path) -> tuple[torch.Tensor, ...]:
@@ -202,6 +203,9 @@ class PartnerSaves(OverlappedSaves):
 # %%
 # The restart
 # -----------
+# A step may have been saved twice: by the job that lost a host, and by the one that went on without
+# it. When the host comes back, its files have the names of the others' and maybe their sizes. So
+# each save has a name of its own in its listing, and files of two saves are never mixed.
 
 
 def steps_in(local: Path) -> list[int]:
@@ -328,7 +332,8 @@ if __name__ == "__main__":
 # The tests build two hosts from network namespaces, each with a torchrun of its own, and cut the
 # link between them in the middle of a save. The first host continues alone, from a step that it
 # has. The link comes back, and the second host starts again with an empty disk. Both must end with
-# the bits of an uninterrupted run.
+# the bits of an uninterrupted run. They do the same with one directory that both hosts share and
+# the saves of :doc:`retention`.
 #
 # Starting it
 # -----------
