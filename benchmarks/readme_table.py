@@ -35,13 +35,13 @@ USUAL |= {"activation_checkpointing": False}  # of rows over tokens, these alone
 
 
 def results(repo: Path) -> str:
-    """For each benchmark the result file with the most ranks."""
+    """For each benchmark the result file with the most rows."""
     sections = []
     for name, benchmark in BENCHMARKS.items():
-        found = files(repo, "results", name)
+        found = [load(path) for path in files(repo, "results", name)]
         if benchmark.readme and found:
             show = over_tokens if benchmark.lines else first_workload
-            sections.append(show(load(found[-1]), repo))
+            sections.append(show(max(found, key=lambda result: len(result.rows)), repo))
     return "\n\n".join(sections) or NO_RESULTS
 
 

@@ -160,7 +160,7 @@ REASONS = {
 }
 LEAST = "an input: the fewest tokens, what the host takes to launch a step of this way"
 HOST = "the host bounds the step, and its copying thread shares the interpreter with the launches"
-SHARED_HOST = "other training on the same host took part of the memory's rate"
+SHARED_HOST = "the GPUs of a host share the rate of its memory, which is in no data sheet"
 NO_STEP = "no row without it at these tokens"
 NOT_LISTED = "a way that the calculator does not list"
 NO_TIME = "the row has no time: it counts bits"
@@ -280,7 +280,7 @@ def claims_of(
         return memory, LEAST
     if benchmark == "checkpoint_stall" and step_from_flops(x) < HOST_BOUND * step:
         return memory, HOST
-    if row.get("beside"):
+    if result.data["ranks"] > 1:
         timed = [claim for claim in timed if claim[1] != "stage_s"]
     return timed + memory, SHARED_HOST
 
