@@ -136,7 +136,7 @@ class PinnedArena:
             cuda, address = torch.cuda.cudart(), self.bytes.data_ptr()
             if error := int(cuda.cudaHostRegister(address, nbytes, 0)):
                 with suppress(RuntimeError):
-                    torch.ones((), device=device)  # takes the error instead of you
+                    torch.ones((), device=device)  # takes the error in place of your next kernel
                 raise RuntimeError(f"cannot lock {nbytes} bytes of host memory: CUDA error {error}")
             finalize(self, cuda.cudaHostUnregister, address)
 
