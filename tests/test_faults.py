@@ -1,6 +1,8 @@
 """No save is lost, whatever strikes it: trials, power cuts, and edits that both must catch."""
 
 import json
+import re
+import runpy
 import subprocess
 import sys
 from pathlib import Path
@@ -8,6 +10,7 @@ from pathlib import Path
 import pytest
 
 TESTS = Path(__file__).parent
+RECIPES = TESTS.parent / "recipes_source" / "checkpoint"
 TRIALS = 16
 CHAOS_POINTS = 12
 BOTH_RIGHT = {"0": True, "1": True}
@@ -125,6 +128,43 @@ def test_a_save_that_cannot_be_written_says_so_on_every_rank(name: str, says: st
     assert answer["whole"] == [6, 8] and answer["same_bits"] == BOTH_RIGHT, answer
     assert list(answer["failed"]) == ["4"] and len(answer["failed"]["4"]) == 2, answer
     assert all(says in error for error in answer["failed"]["4"].values()), answer
+
+
+def test_the_command_lists_verifies_and_prunes(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture
+) -> None:
+    monkeypatch.syspath_prepend(str(RECIPES))
+    import durable_saves
+    import torch
+
+    with durable_saves.DurableSaves(torch.device("cpu")) as saves:
+        for step in range(1, 6):
+            saves.save({"x": torch.full((9,), step)}, tmp_path / "root" / f"step{step}")
+    root = tmp_path / "root"
+
+    def command(*words: str) -> tuple[int, str]:
+        monkeypatch.setattr(sys, "argv", ["retention.py", *words])
+        with pytest.raises(SystemExit) as ended:
+            runpy.run_path(str(RECIPES / "retention.py"), run_name="__main__")
+            sys.exit(0)
+        return ended.value.code, capsys.readouterr().out
+
+    code, said = command("list", str(root))
+    assert not code and said.count("whole") == 5 and "resume from: 5" in said, said
+    code, said = command("prune", str(root), "--keep-last", "2", "--keep-every", "2", "--dry-run")
+    assert not code and re.findall(r"step\d", said) == ["step3", "step1"], said
+    assert len(durable_saves.committed_steps(root)) == 5
+    assert not command("prune", str(root), "--keep-last", "2", "--keep-every", "2")[0]
+    assert durable_saves.committed_steps(root) == [5, 4, 2]
+    assert not command("verify", str(root))[0]
+    shard = root / "step5" / "__0_0.distcp"
+    content = bytearray(shard.read_bytes())
+    content[-1] ^= 1
+    shard.write_bytes(content)
+    assert not command("list", str(root))[0]
+    code, said = command("verify", str(root))
+    assert code == 1 and "has changed" in said and "resume from: 4" in said, said
+    assert command("verify", str(tmp_path / "mistyped"))[0]
 
 
 def test_a_checkpoint_that_cannot_be_deleted_fails_no_save() -> None:

@@ -347,8 +347,8 @@ if __name__ == "__main__":
     parser.add_argument("--dry-run", action="store_true", help="only say what would be deleted")
     parser.add_argument("--dir", type=Path, help="where the proof writes (default: temporary)")
     options = parser.parse_args()
-    if options.command and not options.root:
-        parser.error("name the root")
+    if options.command and not (options.root and options.root.is_dir()):
+        parser.error(f"no directory {options.root}")
     if options.command == "prune":
         prune(options.root, options.keep_last, options.keep_every, options.dry_run)
     elif options.command:
