@@ -214,6 +214,10 @@ def load_weights(model: nn.Module, directory: Path, old_names: dict[str, str]) -
 # %%
 # What you trust: loading a checkpoint runs code. ``.metadata`` is a pickle, and so is every leaf
 # that is not a tensor. Digests tell you that a file has not changed, not who wrote it.
+#
+# To load without running code, use safetensors: :doc:`export` converts a checkpoint where you trust
+# it, and its ``load_export`` reads names, shapes and bytes alone. It carries weights; the optimizer
+# begins anew.
 
 # %%
 # Run it, and prove it
