@@ -67,7 +67,7 @@ def test_recipe_proves_its_claim(recipe: Recipe, ranks: int, store: Path) -> Non
 
     A fresh run of the page stands for that on as many ranks.
     """
-    kept = KeptRun(store, recipe, ranks)
+    kept = KeptRun(store, recipe, ranks, launcher="warm")
     report = kept.report() or run(
         recipe.path, ranks, launcher="warm", order=recipe.order, deadline_s=recipe.deadline_s
     )

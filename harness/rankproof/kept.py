@@ -1,7 +1,7 @@
 """Runs that are kept: what was observed of this very code need not be observed again.
 
-The pages' build and the tests both run each recipe by torchrun and each of its negative controls.
-Whoever comes second takes what the first has kept. A kept run is fresh as long as the recipe, what
+The pages' build and the tests both run each recipe and each of its negative controls. Whoever comes
+second takes what the first has kept. A kept run is fresh as long as the recipe, what
 it imports from its folder, the edit, the number of ranks, torch and the harness are what they were.
 Only runs that ended as they must are kept.
 """
@@ -47,7 +47,7 @@ class KeptRun:
 
     @property
     def file(self) -> Path:
-        name = self.control.name if self.control else "page"
+        name = self.control.name if self.control else self.launcher
         return self.store / self.recipe.folder / self.recipe.name / f"{name}-x{self.ranks}.json"
 
     @property

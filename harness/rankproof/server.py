@@ -3,7 +3,8 @@
 ``python -m rankproof.server [module ...]`` reads one spec path a line, runs it under a forked
 leader, and answers with one line when nothing of it is left. Before the first run by the launcher
 ``warm`` it imports torch and the modules named: a rank forked from there begins in about 1 s, not 4
-to 8. It starts no thread and touches no accelerator.
+to 8. Under ``torchrun`` ranks are interpreters of their own; torchrun alone is such a fork. The
+server starts no thread and touches no accelerator.
 """
 
 import importlib
@@ -12,11 +13,13 @@ import os
 import signal
 import subprocess
 import sys
+import tempfile
 import traceback
 from pathlib import Path
 
 from rankproof import leader, rank
 
+TORCHRUN = "torch.distributed.run"
 PRELOADED = (
     "torch",
     "torch._dynamo",  # what an optimizer's first step imports
@@ -61,23 +64,24 @@ def _fork_ranks(spec: dict) -> dict[int, int]:
 
 
 def _start(spec: dict) -> dict[int, int]:
-    """Start ``torchrun``, or the file as one process, as the spec says."""
-    command, me = ["rankproof.rank", str(Path(spec["run_dir"], "spec.json"))], os.getpid()
-    if spec["launcher"] == "torchrun":
-        torchrun = ["torch.distributed.run", "--standalone", f"--nproc-per-node={spec['ranks']}"]
-        command = [*torchrun, "-m", *command]
-    with open(Path(spec["run_dir"], "torchrun.out"), "wb") as log:
+    """Start ``torchrun``, in a fork that has it imported, or the file as one process."""
+    rank_of, me = ["-m", "rankproof.rank", str(Path(spec["run_dir"], "spec.json"))], os.getpid()
+    if spec["launcher"] == "python":
         started = subprocess.Popen(
-            [sys.executable, "-m", *command],
-            stdin=subprocess.DEVNULL,
-            stdout=log,
-            stderr=log,
+            [sys.executable, *rank_of],
             cwd=spec["cwd"],
             env=spec["env"],
             preexec_fn=lambda: leader.die_with_parent(me),
         )
-    started.returncode = 0  # the leader waits for all its children itself
-    return {started.pid: -1}
+        started.returncode = 0  # the leader waits for all its children itself
+        return {started.pid: -1}
+    if child := os.fork():
+        return {child: -1}
+    leader.die_with_parent(me)
+    tempfile.tempdir = None  # the server's own
+    torchrun = importlib.import_module(TORCHRUN)
+    torchrun.main(["--standalone", f"--nproc-per-node={spec['ranks']}", *rank_of])
+    sys.exit()
 
 
 def _lead(spec: dict, server: int) -> None:
@@ -110,9 +114,9 @@ def serve(modules: list[str]) -> None:
     os.dup2(2, 1)  # what a module prints when it is imported is no answer
     for line in sys.stdin:
         spec = json.loads(Path(line.strip()).read_text())
-        if spec["launcher"] == "warm":
-            for module in (*PRELOADED, *modules):
-                importlib.import_module(module)
+        wanted = {"warm": (*PRELOADED, *modules), "torchrun": (TORCHRUN,)}
+        for module in wanted.get(spec["launcher"], ()):
+            importlib.import_module(module)
         child = os.fork()
         if child == 0:
             _lead(spec, me)
