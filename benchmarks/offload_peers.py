@@ -22,6 +22,7 @@ from importlib.metadata import version
 import torch
 import torch.distributed as dist
 from torch.distributed.fsdp import CPUOffloadPolicy, MixedPrecisionPolicy, fully_shard
+from torch.distributed.tensor import DTensor
 
 from benchmarks.workloads import LARGEST_NORM, StockLoop, rising_rate
 
@@ -62,8 +63,14 @@ class PeerLoop(StockLoop):
             self.engine.destroy()
 
     def look(self) -> None:
-        if self.device.type == "cuda":
-            self.state_bytes = max(self.state_bytes, torch.cuda.memory_allocated())
+        """Count what is on the device now."""
+        tensors = [t for p in self.model.parameters() for t in (p, p.grad)]
+        for state in getattr(self.optimizer, "state", {}).values():
+            tensors += state.values()
+        local = [
+            t.to_local() if isinstance(t, DTensor) else t for t in tensors if torch.is_tensor(t)
+        ]
+        self.state_bytes = sum(t.nbytes for t in local if t.device.type == self.device.type)
 
     def forward_backward(self) -> torch.Tensor:
         with self.precision:

@@ -25,7 +25,8 @@ How a number is made
   layer as its gradients arrive.
 * ``kept``: ``resident`` over the row's step. ``bound_s``: backward and the longer of forward and
   update; without clipping, the longer of both together and update. Update: 28 bytes for each
-  parameter on the host at ``update_bytes_per_s``. ``of_bound``: ``bound_s`` over ``step_s``.
+  parameter on the host at the faster of the two rates of ``host``. ``of_bound``: ``bound_s`` over
+  ``step_s``.
 * ``host``: ``update_bytes_per_s`` is what the update of every third layer alone moves, by 28 bytes
   a parameter; ``clipped_bytes_per_s`` the same where gradients are scaled. The yardstick is an
   in-place ``mul_`` over masters and moments of the same layers by all threads, read and written.
@@ -41,7 +42,8 @@ How a number is made
   and optimizer state once, ``own_copy`` is ``streamed_adam`` on each rank. ``held_bytes``: what the
   host holds for all ranks, by ``Pss``. ``tokens`` are those of each rank.
 * Peers (``offload_peers.py``) train the same model in the same loop, at two depths, extrapolated as
-  ``resident`` is, their ``device_state_bytes`` too: what is allocated when backward has ended.
+  ``resident`` is, as is what they hold on the device when backward has ended: weights, gradients
+  and optimizer state (``device_state_bytes``).
 """
 
 import argparse
@@ -224,9 +226,9 @@ def memory_of_process(name: str) -> int:
     return 1024 * int(kib[name])
 
 
-def held_by_ranks() -> int:
+def held_by_ranks(device: torch.device) -> int:
     """Bytes of the host that all ranks hold; what they share counts once."""
-    held = torch.tensor(memory_of_process("Pss"))
+    held = torch.tensor(memory_of_process("Pss"), device=device)
     dist.all_reduce(held)
     return held.item()
 
@@ -459,7 +461,8 @@ class Benchmark:
         in_step = {"in_step_s": clock.seconds[-len(steps) :]} if clip else {}
         fields |= {name: statistics.median(seconds) for name, seconds in in_step.items()}
         if host and resident:
-            update_s = UPDATE_BYTES * ours.host_parameters / host["update_bytes_per_s"]
+            rate = max(host["update_bytes_per_s"], host["clipped_bytes_per_s"])
+            update_s = UPDATE_BYTES * ours.host_parameters / rate
             forward, backward = resident["forward_s"], resident["backward_s"]
             in_backward = max(forward + backward, update_s)
             bound = backward + max(forward, update_s) if clip else in_backward
@@ -539,7 +542,7 @@ class Benchmark:
     def copies(self, name: str) -> None:
         """Steps of some layers on all ranks of a host, and what the host holds for them."""
         host, tokens = Host() if name == "one_copy" else None, min(self.size.tokens)
-        held = held_by_ranks()
+        held = held_by_ranks(self.device)
         ours = Ours(self.size, self.device, ONE_COPY_LAYERS, 0, host)
         loop = ours.loop(tokens)
         clock = UpdateClock(ours.optimizer.host)
@@ -548,7 +551,7 @@ class Benchmark:
         fields = {"step_s": statistics.median(steps), "optimizer_in_step": True}
         fields |= {"in_step_s": statistics.median(clock.seconds)}
         fields |= {"layers": ONE_COPY_LAYERS, "host_parameters": ours.host_parameters}
-        fields |= {"held_bytes": held_by_ranks() - held, "last_loss": loop.loss}
+        fields |= {"held_bytes": held_by_ranks(self.device) - held, "last_loss": loop.loss}
         samples = {"step_s": steps, "in_step_s": clock.seconds}
         self.row(name, tokens, None, **fields, samples=samples)
         dist.barrier()
@@ -582,8 +585,7 @@ class Benchmark:
         for tokens, by_depth in seconds.items():
             step, resident = self.extrapolated(by_depth), self.found("resident", tokens)
             fields = {"step_s": step, "extrapolated": True, "optimizer_in_step": True}
-            fields |= {"device_state_bytes": round(self.extrapolated(state))}
-            fields |= note_of(name)
+            fields |= {"device_state_bytes": round(self.extrapolated(state))} | note_of(name)
             fields |= {"kept": resident["step_s"] / step} if resident else {}
             samples = {f"step_s of {depth} layers": [s] for depth, s in by_depth.items()}
             self.row(name, tokens, None, **fields, samples=samples)
