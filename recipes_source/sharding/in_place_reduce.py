@@ -139,7 +139,7 @@ class PushedGradients:
         current, totals = self.streams.current_stream(), []
         for batch in batches(taken):
             numel = sum(p.padded_sharded_param_size.numel() for p, _ in batch)
-            totals.append(batch[0][1].new_empty(numel, dtype=group._orig_dtype))  # see above
+            totals.append(batch[0][1].new_empty(numel, dtype=batch[0][0].orig_dtype))  # see above
         self.stream.wait_stream(current)
         with self.streams.stream(self.stream):
             for batch, total in zip(batches(taken), totals, strict=True):
@@ -152,7 +152,8 @@ class PushedGradients:
     def reduce_batch(self, group, batch: list, total: torch.Tensor) -> None:
         rank, ranks = self.memory.rank, self.memory.ranks
         parameters, gradients = tuple(p for p, _ in batch), [g for _, g in batch]
-        dtype = group._reduce_dtype or gradients[0].dtype
+        dtype = group._reduce_dtype or getattr(parameters[0], "unsharded_grad_dtype", None)
+        dtype = dtype or gradients[0].dtype  # before torch 2.15
         if dtype.itemsize < gradients[0].itemsize:  # rounded before they are sent, as FSDP2 does
             gradients = [g.to(dtype) for g in gradients]
         numels, places, arrived = self.plan(parameters, gradients[0].dtype)
@@ -235,8 +236,10 @@ class InPlaceReduce:
             return []
         taken = []
         for p in self.fsdp_params:
-            p.accumulate_unsharded_grad_if_needed()
-            if p.unsharded_accumulated_grad is not None:
+            accumulate = getattr(p, "accumulate_unsharded_grad_if_needed", None)
+            if accumulate is not None:  # before torch 2.15, whose .grad holds all of it
+                accumulate()
+            if accumulate is not None and p.unsharded_accumulated_grad is not None:
                 taken.append((p, p.unsharded_accumulated_grad_data))
                 p.unsharded_accumulated_grad = None
             elif hasattr(p, "_unsharded_param") and p.unsharded_param.grad is not None:
@@ -251,7 +254,7 @@ class InPlaceReduce:
             factor not in (None, 1, self.pushed.memory.ranks)
             or self._all_reduce_hook is not None
             or getattr(self, "reduce_scatter_unused_params", False)
-            or (self._reduce_dtype or self._orig_dtype) == torch.float16
+            or (self._reduce_dtype or self.fsdp_params[0].orig_dtype) == torch.float16
         )
 
     def finalize_backward(self) -> None:
