@@ -1,12 +1,13 @@
 """Run every recipe on two ranks with the torch that is here; add what came to the record.
 
-    python tests/versions.py [--stale]    # in any environment; torch alone is enough for most
+    python tests/versions.py [--stale] [--launcher torchrun]    # torch alone is enough for most
 
 README's table "What was run where" is drawn from ``guide/versions.json``, which this writes: a
 version at a time, on a CPU, never in CI. A recipe that failed beside other work of the machine is
 run once more, and what that run says counts.
 """
 
+import argparse
 import json
 import platform
 import sys
@@ -24,11 +25,11 @@ RANKS = 2
 PATIENCE = 3  # deadlines are for a machine that does nothing else
 
 
-def judged(recipe: Recipe) -> dict:
+def judged(recipe: Recipe, launcher: str) -> dict:
     """What the record keeps of a recipe: its code, whether it passed, what did not."""
     for _ in range(2):
         deadline_s = recipe.deadline_s * PATIENCE
-        report = run(recipe.path, RANKS, launcher="warm", deadline_s=deadline_s)
+        report = run(recipe.path, RANKS, launcher=launcher, deadline_s=deadline_s)
         print(report.describe(), flush=True)
         if report.ok:
             break
@@ -47,18 +48,22 @@ def fresh(kept: dict, recipe: Recipe) -> bool:
 def main() -> int:
     import torch
 
+    parser = argparse.ArgumentParser(description=__doc__.splitlines()[0])
+    parser.add_argument("--stale", action="store_true", help="only what changed since it passed")
+    parser.add_argument("--launcher", choices=("warm", "torchrun"), default="warm")
+    options = parser.parse_args()
     version = torch.__version__.partition("+")[0]
     record = json.loads(RECORD.read_text(encoding="utf-8")) if RECORD.exists() else {}
     found = {r.name: r for r in discover(ROOT / "recipes_source", ROOT / "tests" / "controls")}
     left_out = {name: list(recipe.missing) for name, recipe in found.items() if recipe.missing}
-    old = record.get(version, {}).get("recipes", {}) if "--stale" in sys.argv else {}
+    old = record.get(version, {}).get("recipes", {}) if options.stale else {}
     kept = {name: old[name] for name in old if name in found and fresh(old[name], found[name])}
     entry = {"python": platform.python_version(), "ranks": RANKS, "left_out": left_out}
     for name, recipe in found.items():
         if name in left_out:
             continue
         if name not in kept:
-            kept[name] = judged(recipe)
+            kept[name] = judged(recipe, options.launcher)
         record[version] = entry | {"recipes": dict(sorted(kept.items()))}
         in_order = dict(sorted(record.items(), key=lambda item: [*map(int, item[0].split("."))]))
         RECORD.write_text(json.dumps(in_order, indent=1) + "\n", encoding="utf-8")
