@@ -3,6 +3,7 @@
 import json
 import re
 import runpy
+import signal
 import subprocess
 import sys
 from pathlib import Path
@@ -75,6 +76,25 @@ def test_the_handler_does_not_keep_a_job_whose_rank_has_died() -> None:
     answer = ask("preempted", "a rank is gone")["a rank is gone"]
     assert answer["codes"] == [1, -9] and answer["seconds"] < 15, answer
     assert answer["same_bits"] and answer["same_end"], answer
+
+
+def test_ranks_that_could_not_agree_are_told_so(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """Outside its block each rank would know of its own signal alone, and stop in its own step."""
+    monkeypatch.syspath_prepend(str(RECIPES))
+    import preemption
+    import torch.distributed as dist
+
+    asked = preemption.Preemption(grace_s=60)
+    try:
+        assert asked.agreed() is False
+        dist.init_process_group("gloo", store=dist.HashStore(), rank=0, world_size=1)
+        with pytest.raises(RuntimeError, match="block"):
+            asked.agreed()
+    finally:
+        signal.signal(signal.SIGTERM, asked.before)
+        dist.destroy_process_group()
 
 
 def restarted(root: Path, restarts: int, struck: str) -> subprocess.CompletedProcess:

@@ -177,6 +177,8 @@ class Preemption:
     def agreed(self) -> bool:
         """Whether any rank had been asked to leave at the previous call; the same on all ranks."""
         if not self.entered:
+            if dist.is_initialized():
+                raise RuntimeError("enter its block when the process group is there")
             return self.asked  # one process
         stop = False
         if self.vote is not None:
