@@ -363,7 +363,8 @@ if __name__ == "__main__":
 #
 # * ``torchao`` keeps the weights on the device. Weights and moments are in bf16, without fp32 masters,
 #   so an update moves half as many bytes; nothing is clipped. It is another optimizer, and the faster
-#   one where the host's memory decides. ``torchao_fp32`` has the precision of this page.
+#   one where the host's memory decides. ``torchao_fp32`` has the precision of this page, and fp32
+#   weights on the device.
 # * ``fsdp2_cpu_offload`` has weights and optimizer on the host and clips, as here. On one rank it
 #   cannot prefetch.
 #
@@ -382,15 +383,17 @@ if __name__ == "__main__":
 #
 # When it is not worth it
 # -----------------------
-# Few tokens per step. If the host's memory moves :math:`M` bytes/s and the device computes :math:`C` FLOP/s, forward takes
-# :math:`2PT/C` seconds for :math:`T` tokens and the update :math:`28P/M`. A clipped update is hidden
-# from :math:`T = 14\,C/M` tokens per step on; below that, accumulate, or give the device a budget.
+# Few tokens per step. If the host's memory moves :math:`M` bytes/s and the device computes :math:`C`
+# FLOP/s, forward takes :math:`2PT/C` seconds for :math:`T` tokens and the update :math:`28P/M`. A
+# clipped update is hidden from :math:`T = 14\,C/M` tokens per step on; below that, accumulate, or give
+# the device a budget.
 #
 # Known limits
 # ------------
 # * Each rank keeps and updates all weights of the layers; :doc:`one_copy_a_host` shares them.
 # * Every rank must take the same steps, and run the same layers in each: a mean over ranks is a
 #   collective, and pairs gradients by their order.
+# * ``close()`` does not raise what an update raised: call ``streamed.wait()`` first.
 # * With weights in bf16 and ``gradient_dtype`` unset, sums of microbatches are rounded to bf16 each time,
 #   as ``parameter.grad`` is anywhere.
 # * ``load_state_dict`` rounds the weights from the masters; load the model first.
