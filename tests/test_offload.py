@@ -626,6 +626,15 @@ def test_an_error_on_its_way_does_not_wait_for_other_ranks(monkeypatch):
         raise ZeroDivisionError
 
 
+@pytest.mark.usefixtures("group")
+def test_ranks_that_do_not_know_their_host_are_told_so(monkeypatch):
+    """As under ``torch.multiprocessing``: each would keep a copy of its own, in silence."""
+    monkeypatch.delenv("LOCAL_WORLD_SIZE", raising=False)
+    monkeypatch.setattr(dist, "get_world_size", lambda *_: 2)
+    with pytest.raises(ValueError, match="set LOCAL_WORLD_SIZE"):
+        Host()
+
+
 def test_a_model_on_the_host_is_shared_where_ranks_have_a_group_of_devices_alone():
     """As after ``init_process_group("nccl")``."""
     dist.init_process_group("cuda:gloo", store=dist.HashStore(), rank=0, world_size=1)

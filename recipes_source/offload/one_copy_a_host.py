@@ -95,6 +95,8 @@ class Host:
     """The ranks of this host. Every rank of the job must make one, and call what waits alike."""
 
     def __init__(self) -> None:
+        if dist.get_world_size() > 1 and "LOCAL_WORLD_SIZE" not in os.environ:
+            raise ValueError("set LOCAL_WORLD_SIZE to the number of ranks on this host")
         size = int(os.environ.get("LOCAL_WORLD_SIZE", "1"))
         self.group, _ = dist.new_subgroups(size, backend="gloo")
         self.everyone = dist.new_group(backend="gloo")
