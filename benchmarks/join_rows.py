@@ -2,7 +2,8 @@
 
     python benchmarks/join_rows.py FOLDER...
 
-Each folder has a ``results/``. Of two rows with one key the one of more pairs stays, or the first.
+Each folder has a ``results/``. Of two rows with one key that of more pairs is added, or the first;
+what it does not measure stays as it was known.
 Rows keep the hashes of the code that they measured: pages say so where it has changed since.
 """
 
@@ -24,10 +25,13 @@ def join(folder: Path, joined: set, hashes: dict[str, str]) -> None:
         ours = json.loads(ours_path.read_text()) if ours_path.exists() else theirs | {"rows": []}
         rows = {key(row): row for row in ours["rows"]}
         for row in theirs["rows"]:
-            known = rows[key(row)] if key(row) in joined else {}
-            if known.get("pairs", -1) < row.get("pairs", 0):
-                rows[key(row)] = {"samples": {}} | row
-                joined.add(key(row))
+            here, old = (path.name, key(row)), rows.get(key(row), {})
+            if here not in joined or old.get("pairs", -1) < row.get("pairs", 0):
+                old = {
+                    k: v for k, v in old.items() if k != "beside"
+                }  # memory, bits: another task's
+                rows[key(row)] = {"samples": {}} | old | row
+                joined.add(here)
         for recipe, sha in theirs["code_sha256"].items():
             hashes.setdefault(recipe, sha)  # the earliest: pages say more often that code changed
         ours |= {"rows": list(rows.values()), "date": theirs["date"]}

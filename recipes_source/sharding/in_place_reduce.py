@@ -171,10 +171,7 @@ class PushedGradients:
             )  # cheaper beside products than a kernel
         self.memory.barrier()
         divisor = group.gradient_divide_factor or ranks
-        if divisor == ranks and dtype == total.dtype == torch.float32:
-            self.average(total, list(arrived))
-        else:
-            total.copy_((torch.sum if divisor == 1 else torch.mean)(arrived, 0, dtype=dtype))
+        self.average(total, list(arrived), int(divisor), dtype)
         start = 0
         for p, numel in zip(parameters, numels, strict=True):
             shape, stride = p.sharded_size, p.contiguous_sharded_stride
@@ -196,9 +193,11 @@ class PushedGradients:
             self.streams.current_stream().wait_event(self.under_way.popleft()[0])
 
 
-def average(total: torch.Tensor, rows: list[torch.Tensor]) -> None:
-    """The mean of ``rows`` in float32, into ``total``; compiled it is one pass."""
-    total.copy_(sum(row.float() for row in rows) / len(rows))
+def average(
+    total: torch.Tensor, rows: list[torch.Tensor], divisor: int, dtype: torch.dtype
+) -> None:
+    """The sum of ``rows`` by ``divisor``, rounded once to ``dtype``, into ``total``; one pass."""
+    total.copy_((sum(row.float() for row in rows) / divisor).to(dtype))
 
 
 def batches(taken: list) -> list[list]:
@@ -218,7 +217,7 @@ def batches(taken: list) -> list[list]:
 # ----------------
 # FSDP2 calls ``post_backward`` when a unit's gradients are there. They are taken first, so that it
 # finds none, reshards the unit and returns. What it reduces in other ways stays its own: HSDP's
-# second reduction, float16 with its two divisions, hooks, factors that are neither 1 nor the number
+# second reduction, float16 with its two divisions, float64, hooks, factors that are neither 1 nor the number
 # of ranks. Gradients that ``set_requires_gradient_sync(False)`` holds back wait as they do there.
 
 
@@ -254,7 +253,8 @@ class InPlaceReduce:
             factor not in (None, 1, self.pushed.memory.ranks)
             or self._all_reduce_hook is not None
             or getattr(self, "reduce_scatter_unused_params", False)
-            or (self._reduce_dtype or self.fsdp_params[0].orig_dtype) == torch.float16
+            or (self._reduce_dtype or self.fsdp_params[0].orig_dtype)
+            in (torch.float16, torch.float64)
         )
 
     def finalize_backward(self) -> None:

@@ -152,7 +152,17 @@ class Slots:
         """Queue the gather of a unit's full weights on the current stream."""
         if group.slot is self.last:
             self.memory.barrier()  # others may still copy from it
-        torch._foreach_copy_(group.own, [p._sharded_param_data for p in group.fsdp_params])
+        pairs = [
+            (o, p._sharded_param_data) for o, p in zip(group.own, group.fsdp_params, strict=True)
+        ]
+        casts = [
+            pair for pair in pairs if pair[0].dtype != pair[1].dtype or pair[0].nbytes <= SMALL
+        ]
+        for own, shard in pairs:
+            if own.dtype == shard.dtype and own.nbytes > SMALL:
+                own.copy_(shard, non_blocking=True)  # on a copy engine
+        if casts:
+            torch._foreach_copy_(*map(list, zip(*casts, strict=True)))
         self.memory.barrier()
         for full, shard in group.large:
             full.copy_(shard, non_blocking=True)
