@@ -6,7 +6,10 @@ FSDP2 without copies around its reductions
 
 One call, and a ``fully_shard`` model sends each gradient straight to the rank that owns it, from
 where autograd left it, in the dtype that it is held in. On two ranks every bit stays stock FSDP2's,
-for ``reduce_dtype`` float32, bfloat16 and None. In your training:
+for ``reduce_dtype`` float32, bfloat16 and None. What both calls gain: :doc:`in_place_gather`.
+
+**When not to bother:** many ranks, since each sends to all others and adds as many parts; several
+hosts; or communication costs you little.
 
 .. code-block:: python
 
@@ -19,8 +22,7 @@ for ``reduce_dtype`` float32, bfloat16 and None. In your training:
 
 Stock FSDP2 copies a unit's gradients into a buffer of ``reduce_dtype`` on the compute stream,
 between the unit's backward and the next one's, and reduces that with a kernel that takes compute
-cores: with bfloat16 gradients reduced in float32, twice the bytes cross the link. Do not bother with
-many ranks: each sends to all others, and adds as many parts.
+cores: with bfloat16 gradients reduced in float32, twice the bytes cross the link.
 
 .. grid:: 1 1 2 2
 
