@@ -1,7 +1,8 @@
 """Result files of the trials, for the pages: ``python -m faults.results WHAT FILE ...``.
 
 ``soak FILE``: what ``faults.soak --resume FILE`` has written, by kind and point of a fault.
-``save_faults FILE ...``: the same of several ways of saving, a row each.
+``save_faults FILE ...``: the same of several ways of saving, a row each; rows of other ways, of the
+same seed, stay as they are.
 """
 
 import argparse
@@ -63,6 +64,16 @@ def save_faults(results: list[dict]) -> list[dict]:
     return rows
 
 
+def others(rows: list[dict], workload: dict) -> list[dict]:
+    """What the file has of ways that ``rows`` do not have, if their trials were the same."""
+    measured = {row["name"] for row in rows}
+    for file in (REPO / "benchmarks" / "results").glob("save_faults.cpu-x2.json"):
+        before = json.loads(file.read_text())
+        if before["workload"] == workload:
+            return [row for row in before["rows"] if row["name"] not in measured]
+    return []
+
+
 def main() -> None:
     parser = argparse.ArgumentParser()
     parser.add_argument("benchmark", choices=("soak", "save_faults"))
@@ -75,6 +86,8 @@ def main() -> None:
         results = [result for result in results if result["trial"] <= common]
     rows = globals()[options.benchmark](results)
     workload = {"seed": ", ".join(map(str, seeds)), "steps": 10, "saves": 5}
+    if options.benchmark == "save_faults":
+        rows += others(rows, workload)
     write(options.benchmark, 2, rows, STRUCK, workload)
 
 

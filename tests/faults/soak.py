@@ -287,7 +287,13 @@ class Observer:
                 damaged = damage(root, WAYS[self.way].checkpoints, first, rng, fault.kind)
             pointer = self.judge_pointer(root, damaged)
             (root / BALLAST).unlink(missing_ok=True)
-            second = run_job(root, self.scratch / f"{number}.resumed", edit=self.edit, way=self.way)
+            second = run_job(
+                root,
+                self.scratch / f"{number}.resumed",
+                edit=self.edit,
+                way=self.way,
+                deadline_s=self.deadline_s,
+            )
             outcome, wrong = self.judge(fault, first, second, damaged, root)
         finally:
             if mounted:
