@@ -1,7 +1,9 @@
 """The harness reports what a bad recipe did, so that a person can use it, and leaves nothing."""
 
 import dataclasses
+import json
 import os
+import re
 import signal
 import subprocess
 import sys
@@ -9,6 +11,7 @@ import textwrap
 import threading
 import time
 from pathlib import Path
+from xml.etree import ElementTree
 
 import pytest
 import sizes
@@ -578,14 +581,7 @@ def test_a_bad_option_is_refused_before_anything_runs(
 ) -> None:
     ran = tmp_path / "ran"
     recipe = write(tmp_path, "runs.py", f"open({str(ran)!r}, 'w').close()\n")
-    monkeypatch.setattr(
-        sys, "argv", ["harness", "run", str(recipe), "--launcher", "warm", *options]
-    )
-    try:
-        status = main()
-    except SystemExit as error:
-        status = error.code
-    assert status == 2
+    assert command(monkeypatch, "run", recipe, "--launcher", "warm", *options) == 2
     assert message in capsys.readouterr().err
     assert not ran.exists()
 
@@ -596,11 +592,8 @@ def test_the_command_line_takes_a_recipes_own_deadline(tmp_path, monkeypatch, ca
     monkeypatch.setattr(
         "rankproof.recipe.Settings.load", lambda _, path: load_recipe(path, tmp_path)
     )
-    monkeypatch.setattr(
-        sys, "argv", ["harness", "run", str(recipe), "--ranks", "1", "--launcher", "warm"]
-    )
     started = time.monotonic()
-    assert main() == 1
+    assert command(monkeypatch, "run", recipe, "--ranks", 1, "--launcher", "warm") == 1
     assert "still running at the deadline" in capsys.readouterr().out
     assert time.monotonic() - started < 60
 
@@ -688,6 +681,61 @@ def test_a_process_of_somebody_else_is_never_asked_for_its_stacks(tmp_path, monk
 def test_report_survives_json() -> None:
     report = run(BAD_SCRIPTS / "leaves_a_process_group.py", 1, launcher="warm")
     assert Report.from_dict(report.to_dict()) == report
+
+
+# The command line
+
+
+def command(monkeypatch, *options: object) -> int:
+    monkeypatch.setattr(sys, "argv", ["rankproof", *map(str, options)])
+    try:
+        return main()
+    except SystemExit as ended:
+        return ended.code
+
+
+def test_a_folder_is_judged_as_its_settings_say(tmp_path, monkeypatch, capsys) -> None:
+    """Helpers and what is left out do not run; the worst verdict counts, JSON and JUnit say all."""
+    settings = """
+        pattern = "train_*.py"
+        exclude = ["*_slow.py"]
+        ranks = [1]
+        [args]
+        "train_small.py" = "--epochs 3"
+    """
+    write(tmp_path, "rankproof.toml", settings)
+    write(tmp_path, "train_helper.py", "WIDTH = 3\n\ndef model():\n    return WIDTH\n")
+    write(tmp_path, "train_slow.py", "raise SystemExit('left out')\n")
+    write(tmp_path, "other.py", "raise SystemExit('of another name')\n")
+    write(tmp_path, "train_small.py", "import sys\nassert sys.argv[1:] == ['--epochs', '3']\n")
+    write(tmp_path, "train_two.py", "import torch.multiprocessing as mp\nmp.spawn(print)\n")
+    report, run_it = tmp_path / "report.xml", ("run", tmp_path, "--launcher", "warm")
+
+    assert command(monkeypatch, *run_it, "--junit", report, "--json") == 2
+    told = json.loads(capsys.readouterr().out)
+    assert [(r["recipe"], r["verdict"]) for r in told] == [
+        ("train_small", "passed"),
+        ("train_two", "not judged"),
+    ]
+    cases = {
+        case.get("name"): [c.tag for c in case] for case in ElementTree.parse(report).getroot()
+    }
+    assert cases == {"train_small-1": [], "train_two-1": ["skipped"]}
+
+    write(tmp_path, "train_wrong.py", "raise ValueError('the loss is not finite')\n")
+    assert command(monkeypatch, *run_it, "--junit", report) == 1
+    assert "train_wrong on 1 rank: FAILED" in capsys.readouterr().out
+    failure = ElementTree.parse(report).find(".//testcase[@name='train_wrong-1']/failure")
+    assert failure.get("message") == "ValueError: the loss is not finite"
+
+
+def test_it_says_its_version_and_that_it_needs_linux(tmp_path, monkeypatch, capsys) -> None:
+    assert command(monkeypatch, "--version") == 0
+    assert re.fullmatch(r"rankproof \d+\.\d+\.\d+\n", capsys.readouterr().out)
+    monkeypatch.setattr(sys, "platform", "darwin")
+    script = write(tmp_path, "script.py", "print()\n")
+    assert command(monkeypatch, "run", script) == 2
+    assert "judged on Linux only" in capsys.readouterr().err
 
 
 # Bad input

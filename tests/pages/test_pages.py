@@ -129,6 +129,16 @@ def test_make_help_lists_the_targets():
     assert plain.stdout == out.stdout
 
 
+def test_make_clean_leaves_what_is_yours_in_recipes(tmp_path):
+    shutil.copy(ROOT / "Makefile", tmp_path)
+    for name in (".generated", "index.rst", "checkpoint/made.rst", "checkpoint/mine.txt"):
+        (tmp_path / "recipes" / name).parent.mkdir(parents=True, exist_ok=True)
+        (tmp_path / "recipes" / name).write_text("index.rst\ncheckpoint/made.rst\n")
+    subprocess.run(["make", "clean"], cwd=tmp_path, check=True, capture_output=True)
+    left = [path.name for path in (tmp_path / "recipes").rglob("*") if path.is_file()]
+    assert left == ["mine.txt"]
+
+
 def test_a_new_recipe_passes_at_once(tmp_path):
     parts = ["Makefile", "harness", "pyproject.toml", "tests/data/template", "recipes_source"]
     for part in parts:

@@ -45,6 +45,11 @@ def test_every_rank_and_every_control_is_on_the_page(toy_site):
     assert "```python\nimport os\n\n\ndef main() -> None:\n    rank = int(os.environ" in twin
 
 
+def test_a_build_lists_what_it_has_put_beside_your_own_files(toy_site):
+    listed = (toy_site.root / "recipes/.generated").read_text().splitlines()
+    assert {"index.rst", "toys/hello.rst", "more/second.py"} <= set(listed)
+
+
 def test_a_recipe_of_another_folder_is_offered_with_the_one_that_imports_it(toy_site):
     page = BeautifulSoup(toy_site.page("recipes/more/second"), "html.parser")
     assert "hello from rank 1" in page.select_one(".sphx-glr-script-out").get_text()
