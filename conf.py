@@ -70,7 +70,7 @@ sphinx_gallery_conf = {
 }
 plot_gallery = False
 rankproof_header = True
-rank_launcher = "warm"  # a third of the time of torchrun, under which the tests run each recipe
+rank_launcher = "warm"  # a page costs a third of what fresh interpreters under torchrun cost
 
 copybutton_selector = "div:not(.no-copy) > div.highlight pre"
 copybutton_prompt_text = r"\$ "
