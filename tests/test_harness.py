@@ -7,6 +7,7 @@ import re
 import signal
 import subprocess
 import sys
+import tempfile
 import textwrap
 import threading
 import time
@@ -31,7 +32,7 @@ from rankproof.recipe import (
     load_controls,
     load_recipe,
 )
-from rankproof.run import HOME, Report, _own, load_back, reproduce, run
+from rankproof.run import HOME, Report, _own, _written, load_back, reproduce, run
 
 BAD_SCRIPTS = REPO / "tests" / "data" / "bad"
 
@@ -893,3 +894,9 @@ def test_code_and_prose_are_counted(tmp_path) -> None:
     path = write(tmp_path, "r.py", text)
     assert sizes.lines_of_code(path) == 4
     assert sizes.words_of_prose(path) == 2 + 8 + 1 + 3
+
+
+def test_what_a_library_makes_at_its_import_is_not_a_ranks_to_leave():
+    """torch 2.9 makes a temporary directory when it is imported; each forked rank removes it."""
+    gone = [f"-{tempfile.gettempdir()}/rankproof-server-x/tmp1", "-/elsewhere/file"]
+    assert _written({"private": [], "written": gone}, []) == ([], ["-/elsewhere/file"])

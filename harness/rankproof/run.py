@@ -29,6 +29,7 @@ VERDICTS = {"passed": 0, "failed": 1, "not judged": 2}  # and their exit statuse
 OWN_STARTS = ("spawn", "start_processes")
 RENDEZVOUS = ("MASTER_PORT", "MASTER_ADDR", "RANK", "WORLD_SIZE")
 LOAD_BACK = Path(__file__).with_name("load_back.py")
+SERVERS_OWN = "rankproof-server-"
 NO_MOUNTS = "not judged: what C++ code and subprocesses write elsewhere (no private mounts here)"
 _NOT_PASSED_ON = (
     "RANK",
@@ -119,7 +120,7 @@ class Server:
     """A process of this process's own that starts runs; see :mod:`rankproof.server`."""
 
     def __init__(self, modules: tuple[str, ...]) -> None:
-        self.tmp = tempfile.mkdtemp(prefix="rankproof-server-")
+        self.tmp = tempfile.mkdtemp(prefix=SERVERS_OWN)
         self.process = subprocess.Popen(
             [sys.executable, "-m", "rankproof.server", *modules],
             stdin=subprocess.PIPE,
@@ -412,12 +413,15 @@ def _judge(report: Report, run_dir: Path, deadline_s: float, order: bool) -> Non
 def _written(outcome: dict, ranks: list[Rank]) -> tuple[list[str], list[str]]:
     """What was written to caches, and elsewhere.
 
-    Where places were private, what was left in them counts, not what was ever opened there.
+    Where places were private, what was left in them counts, not what was ever opened there. A
+    directory that torch 2.9 makes when it is imported is the server's: each forked rank removes it.
     """
+    servers_own = f"-{tempfile.gettempdir()}/{SERVERS_OWN}"
+    written = {path for path in outcome["written"] if not path.startswith(servers_own)}
     private = tuple(f"{place}/" for place in outcome["private"])
     seen = {path for rank in ranks for path in (rank.record or {}).get("wrote_elsewhere", [])}
-    cached = {path for path in [*outcome["written"], *seen] if path.startswith(_caches())}
-    seen = {path for path in seen if not path.startswith(private)} | set(outcome["written"])
+    cached = {path for path in written | seen if path.startswith(_caches())}
+    seen = {path for path in seen if not path.startswith(private)} | written
     return sorted(cached), sorted(seen - cached)
 
 
