@@ -97,6 +97,40 @@ def test_ranks_that_could_not_agree_are_told_so(
         dist.destroy_process_group()
 
 
+def test_a_compiled_model_resumes(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    """Its own names have ``_orig_mod``, those in a checkpoint do not."""
+    monkeypatch.syspath_prepend(str(RECIPES))
+    import durable_saves
+    import resume_and_reshard
+    import torch
+    import torch.distributed as dist
+
+    def build(compiled: bool) -> resume_and_reshard.Run:
+        model = torch.nn.Sequential(torch.nn.Linear(3, 3), torch.nn.Linear(3, 3))
+        if compiled:
+            model[0] = torch.compile(model[0], backend="eager")
+        optimizer = torch.optim.SGD(model.parameters(), 0.1)
+        schedule = torch.optim.lr_scheduler.ExponentialLR(optimizer, 0.9)
+        run = resume_and_reshard.Run(model, optimizer, schedule)
+        run.step = 1
+        return run
+
+    dist.init_process_group("gloo", store=dist.HashStore(), rank=0, world_size=1)
+    try:
+        saved = build(compiled=True)
+        with durable_saves.DurableSaves(torch.device("cpu")) as saves:
+            saves.save({"run": saved}, tmp_path / "step1")
+        for compiled in (True, False):
+            run, other = build(compiled), build(compiled)
+            assert resume_and_reshard.resume(run, tmp_path) == 1
+            resume_and_reshard.load_weights(other.model, tmp_path / "step1", {})
+            for model in (run.model, other.model):
+                pairs = zip(saved.model.parameters(), model.parameters(), strict=True)
+                assert all(torch.equal(a, b) for a, b in pairs)
+    finally:
+        dist.destroy_process_group()
+
+
 def restarted(root: Path, restarts: int, struck: str) -> subprocess.CompletedProcess:
     from faults import restart
 

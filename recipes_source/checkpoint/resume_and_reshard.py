@@ -77,6 +77,7 @@ import torch.distributed as dist
 import torch.distributed.checkpoint as dcp
 from durable_saves import DurableSaves, committed_steps, faults, newest_step
 from torch import nn
+from torch.distributed.checkpoint.state_dict import get_model_state_dict
 from torch.distributed.fsdp import fully_shard
 
 WIDTH, SAMPLES_A_STEP = 64, 12  # features; samples of all ranks together, for 1 to 4 and 6 ranks
@@ -177,7 +178,7 @@ def resume(run: Run, root: Path, step: int | None = None) -> int:
     directory = root / f"step{step}"
     saved = dcp.FileSystemReader(directory).read_metadata().state_dict_metadata
     run.ranks_saved = sum(key.startswith("run.random") and key.endswith("host") for key in saved)
-    if wrong := differences(run.model.state_dict(), directory, "run.model."):
+    if wrong := differences(get_model_state_dict(run.model), directory, "run.model."):
         raise RuntimeError(f"{directory} does not fit this model:\n" + "\n".join(wrong))
     dcp.load({"run": run}, checkpoint_id=directory)
     run.ranks_saved = dist.get_world_size()
@@ -207,7 +208,7 @@ def differences(tensors: dict[str, torch.Tensor], directory: Path, prefix: str) 
 
 def load_weights(model: nn.Module, directory: Path, old_names: dict[str, str]) -> None:
     """Load the weights alone. ``old_names`` maps their names to those in the checkpoint."""
-    tensors = {old_names.get(key, key): tensor for key, tensor in model.state_dict().items()}
+    tensors = {old_names.get(key, key): x for key, x in get_model_state_dict(model).items()}
     dcp.load({"run": {"model": tensors}}, checkpoint_id=directory)
 
 
