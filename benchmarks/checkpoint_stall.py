@@ -566,14 +566,14 @@ def tasks_of(measurement: Measurement, ours: str, model: str, pairs: int) -> Ite
     names = ("none", *PIECES)
     there = lambda: all(measurement.has(long, n, 4, measurement.pieces) for n in names)  # noqa: E731
     yield Task("copies alone", 25 + 3 * gb, partial(measurement.copies, long), there)
-    for name in ("dcp_save", "async_save", "pinned", "lm-resiliency"):
+    for name in ("dcp_save", "async_save", "pinned"):
         yield cost(long, name, 1)
     if ours != "overlapped":
         yield cost(long, "overlapped", 3)
     yield cost(free, ours, 3)
     yield interval(ours, 5, 3)
     yield interval(ours, 1, 4)
-    for name in ("default_stager_ordered", "process", "torch_save"):
+    for name in ("default_stager_ordered", "torch_save"):
         yield cost(long, name, 1)
     yield cost(compiled, ours, 3)
     for case in (free, compiled):

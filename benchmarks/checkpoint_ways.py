@@ -19,7 +19,6 @@ import torch
 import torch.distributed as dist
 import torch.distributed.checkpoint as dcp
 from torch.distributed.checkpoint.staging import DefaultStager, StagingOptions
-from torch.distributed.checkpoint.state_dict_saver import AsyncCheckpointerType
 from torch.distributed.checkpoint.stateful import Stateful
 from torch.distributed.tensor import DTensor
 
@@ -176,23 +175,6 @@ class DefaultStagerAsPublished(Way):
         super().finish(save)
         self.stager.close()
         self.stager = None  # its memory is freed here, not in the next call
-
-
-class Process(Way):
-    note = "async_save with PyTorch's process for writing; staged on the training thread"
-
-    def start(self, save: Save) -> None:
-        uploaded = dcp.async_save(
-            {"app": self.app},
-            checkpoint_id=save.directory,
-            process_group=self.group,
-            async_checkpointer_type=AsyncCheckpointerType.PROCESS,
-        )
-        save.watch(uploaded)
-
-    def close(self) -> None:
-        end_daemon()
-        super().close()
 
 
 def end_daemon() -> None:
@@ -408,46 +390,6 @@ class NvidiaResiliencyExt(Polled):
         super().close()
 
 
-class LmResiliency(Polled):
-    """lm-resiliency's copies in the memory of host and peer; nothing reaches storage."""
-
-    def __init__(self, *place: object) -> None:
-        super().__init__(*place)
-        module = importlib.import_module("lm_resiliency.checkpointing")
-        self.note = (
-            f"lm-resiliency {version('lm-resiliency')}: in the host's memory and a peer's; nothing "
-            f"is written, and its end is seen at the end of a step"
-        )
-        config = module.InMemoryCkptConfig(
-            interval=1,
-            replication_jump=1,
-            disk_flush_interval=0,
-            disk_folder=str(self.scratch),
-            run_id="benchmark",
-            pin_memory=self.device.type == "cuda",
-        )
-        self.manager = module.InMemoryCheckpointManager(config)
-
-    def start(self, save: Save) -> None:
-        save.directory.mkdir(parents=True, exist_ok=True)
-        self.manager.save(leaves(self.app.state_dict()), self.app.step)
-        self.wait_for(save)
-
-    def ended(self, wait: bool) -> bool:
-        thread = self.manager._completion_thread
-        if not wait and thread is not None and thread.is_alive():
-            return False
-        source = getattr(self.manager._replicator, "in_flight", False)
-        if not wait and source and dist.get_world_size() > 1:
-            return False
-        self.manager.finalize_replication()
-        return True
-
-    def close(self) -> None:
-        self.manager.close()
-        super().close()
-
-
 class Torchtitan(Way):
     """torchtitan's CheckpointManager, with model and optimizer as its states."""
 
@@ -631,10 +573,8 @@ WAYS: dict[str, type[Way]] = {
     "overlapped": Overlapped,
     "overlapped_writer": OverlappedWriter,
     "overlapped_snapshot": OverlappedSnapshot,
-    "process": Process,
     "torch_checkpointing": TorchCheckpointing,
     "nvidia-resiliency-ext": NvidiaResiliencyExt,
-    "lm-resiliency": LmResiliency,
     "torchtitan_async": Torchtitan,
     "torchtitan_async_with_pinned_mem": TorchtitanPinned,
 }

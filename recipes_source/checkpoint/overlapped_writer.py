@@ -385,11 +385,7 @@ if __name__ == "__main__":
 # .. result-table:: save_interval
 #    :rows: overlapped_writer
 #
-# **A writing process is no faster.** ``benchmarks/writing.py`` compares ways of writing on a
-# machine without an accelerator. A process that maps the same memory does no better there than
-# these threads.
-#
-# DCP offers a process, too: ``AsyncCheckpointerType.PROCESS`` plans and writes in a daemon.
+# DCP offers a process: ``AsyncCheckpointerType.PROCESS`` plans and writes in a daemon.
 # Training keeps the lock, but its thread copies the state into shared memory, and each tensor
 # needs an open file. A daemon that died is never replaced. Two saves in a row can lead ranks into
 # different collectives. :doc:`/guide/symptoms` lists the errors.
