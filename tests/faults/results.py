@@ -24,10 +24,15 @@ def write(benchmark: str, ranks: int, rows: list[dict], recipes: list[str], work
     head = header(benchmark, device, workload, {}) | {"ranks": ranks}
     head["driver"] = head["driver"] or "none"
     head["code_sha256"] = recipe_hashes(recipes)
-    name = f"{benchmark}.{machine_label(head)}.json"
-    text = json.dumps(head | {"rows": rows}, indent=1)
-    (REPO / "benchmarks" / "results" / name).write_text(text + "\n")
-    print(f"wrote {name}")
+    file = REPO / "benchmarks" / "results" / f"{benchmark}.{machine_label(head)}.json"
+    if benchmark == "save_faults" and file.exists():
+        before, measured = json.loads(file.read_text()), {row["name"] for row in rows}
+        if before["workload"] == workload:  # the same trials of other ways
+            rows += [row for row in before["rows"] if row["name"] not in measured]
+        absent = before.get("not_run", {}).items()
+        head["not_run"] = {way: why for way, why in absent if way not in measured}
+    file.write_text(json.dumps(head | {"rows": rows}, indent=1) + "\n")
+    print(f"wrote {file.name}")
 
 
 def read(file: Path) -> list[dict]:
@@ -64,16 +69,6 @@ def save_faults(results: list[dict]) -> list[dict]:
     return rows
 
 
-def others(rows: list[dict], workload: dict) -> list[dict]:
-    """What the file has of ways that ``rows`` do not have, if their trials were the same."""
-    measured = {row["name"] for row in rows}
-    for file in (REPO / "benchmarks" / "results").glob("save_faults.cpu-x2.json"):
-        before = json.loads(file.read_text())
-        if before["workload"] == workload:
-            return [row for row in before["rows"] if row["name"] not in measured]
-    return []
-
-
 def main() -> None:
     parser = argparse.ArgumentParser()
     parser.add_argument("benchmark", choices=("soak", "save_faults"))
@@ -86,8 +81,6 @@ def main() -> None:
         results = [result for result in results if result["trial"] <= common]
     rows = globals()[options.benchmark](results)
     workload = {"seed": ", ".join(map(str, seeds)), "steps": 10, "saves": 5}
-    if options.benchmark == "save_faults":
-        rows += others(rows, workload)
     write(options.benchmark, 2, rows, STRUCK, workload)
 
 
