@@ -340,7 +340,8 @@ if __name__ == "__main__":
 #
 # The next table has the same faults for other ways to save, as far as a way reaches the moment in
 # question. Each resumes by its own rules. ``async_save`` writes every checkpoint to one
-# directory. *Everything that was measured* also counts lost checkpoints, resumes with other bits, and
+# directory; ``torch_checkpointing`` has no rule for what to resume from, so there it is the newest
+# that has its name. *Everything that was measured* also counts lost checkpoints, resumes with other bits, and
 # jobs that hung.
 #
 # .. result-table:: save_faults
