@@ -66,10 +66,9 @@ RECIPE_ROWS = {
         checkpoint_activation_offload selective_activation_offload""",
     "fsdp2_settings": "fsdp2_tuned fsdp2_reduce_group",
     "in_place_gather": "fsdp2_in_place",
-    "copy_engine_gather": "fsdp2_copy_engine",
-    "copy_engine_reduce": "fsdp2_copy_engine_reduce",
     "stream_context": "delayed_release",
-    "prefetch_schedule": "prefetch prefetch_copy_engine",
+    "prefetch_schedule": "prefetch",
+    "peer_schedule": "prefetch_copy_engine",
     "update_in_order": "update_in_order",
 }
 """The rows that measure what a recipe shows."""
@@ -86,7 +85,6 @@ fsdp2_cpu_offload activation_offload activation_offload_half checkpoint
 checkpoint_activation_offload selective selective_activation_offload save_on_cpu
 checkpoint_save_on_cpu checkpoint_trl checkpoint_unsloth
 no_communication fsdp2_no_collectives fsdp2 fsdp2_reduce_group fsdp2_tuned fsdp2_in_place
-fsdp2_copy_engine fsdp2_copy_engine_reduce
 delayed_release prefetch prefetch_copy_engine update_in_order
 """
 """Rows in the order in which pages show them; peers, by their package's name, come after."""

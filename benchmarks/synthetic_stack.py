@@ -11,11 +11,9 @@ from torch.distributed.fsdp import fully_shard
 ROOT = Path(__file__).resolve().parents[1]
 sys.path[:0] = [str(ROOT), str(ROOT / "recipes_source" / "sharding")]
 
-import copy_engine_gather as copy_engine  # noqa: E402
-import copy_engine_reduce  # noqa: E402
 import in_place_gather  # noqa: E402
 import in_place_reduce  # noqa: E402
-import prefetch_schedule  # noqa: E402
+import peer_schedule  # noqa: E402
 
 from benchmarks.measuring import timing_event  # noqa: E402
 
@@ -123,25 +121,13 @@ class StackInPlace(Stack):
 
 
 class OwnSchedule(StackWhole):
-    recipes = ("stream_context", "prefetch_schedule", "copy_engine_gather", "copy_engine_reduce")
+    recipes = ("sharded_parameter", "stream_context", "prefetch_schedule", "peer_schedule")
     note = "a static schedule without FSDP2, gathers and reductions by copies, three buffers"
 
     def shard(self) -> None:
-        ranks = dist.get_world_size()
-        memory = copy_engine.PeerMemory(dist.group.WORLD, self.device)
-        pushes = copy_engine.PeerMemory(dist.group.WORLD, self.device)
-        push = copy_engine_reduce.PushReduceScatter(
-            pushes, self.width * self.hidden // ranks, torch.bfloat16
-        )
-        options = {"gather": memory.gather, "empty": memory.empty, "reduce_scatter": push}
-        mesh = dist.init_device_mesh(self.device.type, (ranks,))
-        units = list(self.model)
-        self.context = prefetch_schedule.PrefetchContext(
-            self.model, units, mesh, buffers=3, **options
-        )
+        mesh = dist.init_device_mesh(self.device.type, (dist.get_world_size(),))
+        self.context = peer_schedule.PeerContext(self.model, list(self.model), mesh, buffers=3)
         self.build_optimizer(self.model.parameters())
-        self.optimizer.register_step_pre_hook(lambda *_: memory.barrier())
-        self.optimizer.register_step_post_hook(lambda *_: memory.barrier())
 
     def backward(self, loss: torch.Tensor) -> None:
         self.context.backward(loss)

@@ -241,14 +241,20 @@ def on_any_rank(value: bool, device: torch.device) -> bool:
 # -- races -------------------------------------------------------------------------------------
 
 
+KINDS = {
+    "stream_context": "FsdpContext",
+    "prefetch_schedule": "PrefetchContext",
+    "peer_schedule": "PeerContext",
+}
+
+
 def train_context(name: str, control: str | None, device: torch.device, widen: Callable) -> None:
     """Train under the context of ``name`` and compare with the unsharded model."""
     module = load(name, control)
     rows = module.rows
     model, reference = rows.Stack(device, shuffled=True), rows.Stack(device, shuffled=True)
     mesh = init_device_mesh(device.type, (dist.get_world_size(),))
-    kind = "PrefetchContext" if name == "prefetch_schedule" else "FsdpContext"
-    context = getattr(module, kind)(model, model.blocks, mesh)
+    context = getattr(module, KINDS[name])(model, model.blocks, mesh)
     with widen(model, context):
         rows.train(model, context.backward)
         rows.train(reference)
@@ -298,67 +304,45 @@ def slow_reductions(model: nn.Module, context) -> Iterator[None]:
     context.reduce_scatter = original
 
 
-def slow_rank_updates(module) -> None:
-    """Rank 0 updates late: between the first barrier and its step."""
-    original = module.gather_by_copy_engines
+@contextlib.contextmanager
+def slow_rank_casts(model: nn.Module, context) -> Iterator[None]:
+    """Rank 0 casts late: the others copy what was there."""
+    original = context.fill
 
-    def plugged(model, optimizer, *args, **kwargs):
-        gathers = original(model, optimizer, *args, **kwargs)
-        optimizer.register_step_pre_hook(lambda *_: pause(ranks=(0,)))
-        return gathers
-
-    module.gather_by_copy_engines = plugged
-
-
-def slow_rank_reads(module) -> None:
-    """Rank 1 makes its copies late."""
-    original = module.PeerMemory.gather
-
-    def gather(self, *args, **kwargs):
-        pause(ranks=(1,))
-        return original(self, *args, **kwargs)
-
-    module.PeerMemory.gather = gather
-
-
-def slow_rank_pushes(module) -> None:
-    """Rank 0 pushes late."""
-    original = module.PushReduceScatter.__call__
-
-    def push(self, *args, **kwargs):
+    def late(unit) -> None:
         pause(ranks=(0,))
-        return original(self, *args, **kwargs)
+        original(unit)
 
-    module.PushReduceScatter.__call__ = push
-
-
-def slow_rank_adds(module) -> None:
-    """Rank 1 adds late: behind the barrier, which rank 0 has passed as well."""
-    init = module.PushReduceScatter.__init__
-
-    def with_slow_barrier(self, memory, *args, **kwargs):
-        init(self, memory, *args, **kwargs)
-        barrier = memory.barrier
-
-        def late():
-            barrier()
-            pause(ranks=(1,))
-
-        memory.barrier = late
-
-    module.PushReduceScatter.__init__ = with_slow_barrier
+    with mock.patch.object(context, "fill", late):
+        yield
 
 
-def prove_copies(name: str, control: str | None, device: torch.device, widen: Callable) -> None:
-    """Run the recipe's own proof."""
-    module = load(name, control)
-    copy_engine = getattr(module, "copy_engine", module)
-    gather = copy_engine.PeerMemory.gather
-    widen(module)
-    try:
-        module.prove(device, *([None] if name == "copy_engine_gather" else []))
-    finally:
-        copy_engine.PeerMemory.gather = gather
+@contextlib.contextmanager
+def slow_rank_pushes(model: nn.Module, context) -> Iterator[None]:
+    """Rank 0 pushes late."""
+    original = context.reduce_scatter
+
+    def late(*args) -> None:
+        pause(ranks=(0,))
+        original(*args)
+
+    with mock.patch.object(context, "reduce_scatter", late):
+        yield
+
+
+@contextlib.contextmanager
+def slow_rank_behind_barriers(model: nn.Module, context) -> Iterator[None]:
+    """Rank 1 is late behind each barrier, which rank 0 has passed as well."""
+    originals = {memory: memory.barrier for memory in (context.memory, context.pushes)}
+
+    def late(memory) -> None:
+        originals[memory]()
+        pause(ranks=(1,))
+
+    with contextlib.ExitStack() as patches:
+        for memory in originals:
+            patches.enter_context(mock.patch.object(memory, "barrier", partial(late, memory)))
+        yield
 
 
 def before(owner: type, method: str, ranks: tuple[int, ...] = (0, 1)):
@@ -458,10 +442,10 @@ RACES = (
         train_context,
         slow_reductions,
     ),
-    Race("copy_engine_gather", "no_barrier_after_the_update", prove_copies, slow_rank_updates),
-    Race("copy_engine_gather", "no_barrier_before_the_update", prove_copies, slow_rank_reads),
-    Race("copy_engine_reduce", "no_barrier", prove_copies, slow_rank_pushes),
-    Race("copy_engine_reduce", "one_slot", prove_copies, slow_rank_adds),
+    Race("peer_schedule", "no_barrier_before_copies", train_context, slow_rank_casts),
+    Race("peer_schedule", "cast_over_what_others_copy", train_context, slow_rank_behind_barriers),
+    Race("peer_schedule", "no_barrier_before_the_sum", train_context, slow_rank_pushes),
+    Race("peer_schedule", "one_slot", train_context, slow_rank_behind_barriers),
 )
 IN_PLACE = (
     Race("shared_slots", "no_barrier_before_copies", prove_in_place, late_casts),
@@ -552,21 +536,11 @@ def under_fsdp2(device: torch.device, watch: Watch, control: str | None):
     return model, torch.Tensor.backward
 
 
-def under_copy_engines(device: torch.device, watch: Watch, control: str | None):
-    module = load("copy_engine_gather", control)
-    model = sharded_by_fsdp2(device, watch)
-    gathers = module.gather_by_copy_engines(model, torch.optim.SGD(model.parameters()))
-    for gather in gathers:
-        gather.memory.gather = watch(GATHER, partial(module.PeerMemory.gather, gather.memory))
-    return model, torch.Tensor.backward
-
-
 def under_context(name: str, device: torch.device, watch: Watch, control: str | None):
     module = load(name, control)
     model = products_only(device)
     mesh = init_device_mesh(device.type, (dist.get_world_size(),))
-    kind = "PrefetchContext" if name == "prefetch_schedule" else "FsdpContext"
-    context = getattr(module, kind)(model, list(model), mesh)
+    context = getattr(module, KINDS[name])(model, list(model), mesh)
     context.gather = watch(GATHER, context.gather)
     context.reduce_scatter = watch(REDUCE, context.reduce_scatter)
     return model, context.backward
@@ -600,7 +574,6 @@ ON_DEMAND = {"gathers": 2 * UNITS, "behind": 2 * UNITS - 2}
 KEPT = 3
 SCHEDULES = {
     "fsdp2": Schedule(under_fsdp2, **ON_DEMAND, calls=1),
-    "copy_engine_gather": Schedule(under_copy_engines, **ON_DEMAND, calls=1),
     "stream_context": Schedule(FROM_SCRATCH, 2 * UNITS, UNITS - 1, calls=2),
     "prefetch_schedule": Schedule(
         partial(under_context, "prefetch_schedule"), 2 * UNITS - KEPT, 2 * UNITS - KEPT - 1, calls=2

@@ -111,6 +111,8 @@ class PrefetchContext(FsdpContext):
         options: as for :class:`FsdpContext`.
     """
 
+    sum_dtype: torch.dtype | None = None  # of summed gradients; None: that of the gradients
+
     def __init__(
         self,
         root: nn.Module,
@@ -225,7 +227,7 @@ class PrefetchContext(FsdpContext):
     # Gradients
 
     def reduce(self, p: rows.ShardedParameter, grad: torch.Tensor) -> None:
-        reduced = torch.empty_like(p.shard, dtype=grad.dtype)  # memory of the compute stream
+        reduced = torch.empty_like(p.shard, dtype=self.sum_dtype or grad.dtype)  # of its stream
         ready, done = self.streams.Event(), self.streams.Event()
         ready.record(self.compute_stream)
         with self.streams.stream(self.reduce_stream):
@@ -310,8 +312,8 @@ if __name__ == "__main__":
 # %%
 # What it buys
 # ------------
-# ``prefetch_copy_engine`` is this schedule with the transports of :doc:`copy_engine_gather` and
-# :doc:`copy_engine_reduce` in place of NCCL: ``gather=`` and ``reduce_scatter=`` take any function
+# ``prefetch_copy_engine`` is this schedule with copies between ranks in place of NCCL, as
+# :doc:`peer_schedule` makes them: ``gather=`` and ``reduce_scatter=`` take any function
 # that queues its work on the current stream. ``megatron-fsdp`` is NVIDIA's package, with its stable
 # and its experimental schedule (``megatron_fsdp.experimental``). What the columns say:
 # :doc:`stream_context`.

@@ -200,13 +200,16 @@ class FsdpContext:
 
     def unshard(self, unit: Unit) -> None:
         with self.streams.stream(self.gather_stream):
-            for p in unit.parameters:
-                p.unshard(self.gather)
+            self.fill(unit)
         unit.gathered.record(self.gather_stream)
         unit.resident = True
         self.gathers += bool(unit.parameters)
         self.live_bytes += unit.nbytes
         self.peak_bytes = max(self.peak_bytes, self.live_bytes)
+
+    def fill(self, unit: Unit) -> None:
+        for p in unit.parameters:
+            p.unshard(self.gather)
 
     def release(self, unit: Unit) -> None:
         with self.streams.stream(self.gather_stream):
@@ -224,10 +227,21 @@ class FsdpContext:
         self.compute_stream = self.streams.current_stream()
         self.gather_stream.wait_stream(self.compute_stream)
         self.predict()
+        self.check()
 
     def predict(self) -> None:
         """Nothing in memory is up to date, and what comes next is not known."""
         self.release_all()
+
+    def check(self) -> None:
+        """Raise RuntimeError if a module's parameter is another one, or lies elsewhere, by now."""
+        for p in (p for unit in self.units for p in unit.parameters):
+            replaced = any(getattr(module, name) is not p.parameter for module, name in p.owners)
+            if replaced or p.parameter._local_tensor.data_ptr() != p.local.data_ptr():
+                raise RuntimeError(
+                    f"{p.owners[0][1]} of {type(p.owners[0][0]).__name__} was replaced or moved: "
+                    "no load_state_dict(assign=True), no model.to() behind the sharding"
+                )
 
     def before_forward(self, unit: Unit) -> None:
         self.before(unit)

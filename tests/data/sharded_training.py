@@ -24,11 +24,12 @@ sys.path[:0] = [str(RECIPES / "sharding"), str(RECIPES / "checkpoint")]
 
 import async_save  # noqa: E402
 import sharded_parameter as rows  # noqa: E402
+from peer_schedule import PeerContext  # noqa: E402
 from prefetch_schedule import PrefetchContext  # noqa: E402
 from stream_context import FsdpContext  # noqa: E402
 from update_in_order import UpdateContext  # noqa: E402
 
-SCHEDULES = (FsdpContext, PrefetchContext, UpdateContext)
+SCHEDULES = (FsdpContext, PrefetchContext, UpdateContext, PeerContext)
 PAIRS = 3
 PASSES = 20  # forward and backward: 20 steps in one order, 10 of two micro-batches if shuffled
 WIDTH = 10
