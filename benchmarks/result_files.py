@@ -376,10 +376,12 @@ class Result:
         """Those of ``names`` that have no row.
 
         Raises:
-            ResultError: one of them is no row's name, here or anywhere.
+            ResultError: one of them is no row's name, here or on any machine.
         """
         absent = [name for name in names if name not in {row["name"] for row in self.rows}]
         anywhere = {*ROW_ORDER.split(), *self.data.get("not_run", {})}
+        for path in self.path.parent.glob(f"{self.data['benchmark']}.*.json"):
+            anywhere.update(row.get("name") for row in _read(path)["rows"])
         if unknown := [name for name in absent if name not in anywhere]:
             raise ResultError(f"{self.path.name}: no row is called {', '.join(unknown)}")
         return absent

@@ -390,6 +390,13 @@ def test_a_row_that_is_not_measured_yet_is_named(repo, directive):
     assert warnings == "" and "Not measured yet (checkpoint_stall: process)" in html
 
 
+def test_a_row_of_one_machine_is_not_measured_yet_on_the_others(repo):
+    measure(repo, 1, rows=[row("a_peer", 1.0)])
+    measure(repo, 2, rows=[row("async_save", 2.0)])
+    html, warnings = render(repo, ".. result-table:: checkpoint_stall\n   :rows: async_save a_peer")
+    assert warnings == "" and "Not measured yet (checkpoint_stall: a_peer)" in html
+
+
 def test_why_a_row_was_not_run_is_said_where_it_is_asked_for(repo):
     measure(repo)
     said = "Not run: another_peer: ImportError: no wheel, see --help."
