@@ -40,10 +40,6 @@ def pytest_generate_tests(metafunc: pytest.Metafunc) -> None:
         cases = [(r, g) for r in recipes for g in sorted({c.gate for c in r.controls if c.gate})]
         metafunc.parametrize("recipe,gate", cases, ids=[f"{r.name}-{name_of(g)}" for r, g in cases])
     elif "recipe" in names:
-        if "torchrun" in metafunc.function.__name__ and not metafunc.config.getoption(
-            "--all-ranks"
-        ):
-            recipes = list({recipe.folder: recipe for recipe in recipes}.values())
         metafunc.parametrize("recipe", recipes, ids=[r.name for r in recipes])
 
 
@@ -88,10 +84,7 @@ def test_every_save_is_awaited_however_slow_the_disk(recipe: Recipe, ranks: int)
 
 
 def test_recipe_runs_under_torchrun(recipe: Recipe, pytestconfig: pytest.Config, store) -> None:
-    """One recipe of each folder, every one with ``--all-ranks``: elsewhere ranks are forked warm.
-
-    What a warm rank has imported and the recipe has not shows in plain Python, each recipe below.
-    """
+    """As a reader starts it; all other runs fork their ranks from a warm process."""
     ranks = max(ranks_under_test(pytestconfig) or (recipe.page_ranks,))
     kept = KeptRun(store, recipe, ranks)
     report = kept.report() or kept.run()
