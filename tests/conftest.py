@@ -18,9 +18,7 @@ pytest_plugins = ["rankproof.plugin"]  # --rankproof DIR judges that folder, not
 def pytest_addoption(parser: pytest.Parser) -> None:
     group = parser.getgroup("recipes")
     group.addoption("--ranks", metavar="N,N", help="world sizes to run them on (default 1,2,3)")
-    group.addoption(
-        "--all-ranks", action="store_true", help="every world size of each recipe"
-    )
+    group.addoption("--all-ranks", action="store_true", help="every world size of each recipe")
     group.addoption("--check", action="store_true", help="recipes at two ranks and the fast tests")
     parser.addini("declared_skips", "how many tests may be skipped where CI=true", default="0")
 
