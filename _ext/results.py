@@ -413,13 +413,13 @@ def _as_node(figure: Figure, alternative: str, text: list[str]) -> LanePicture:
     with matplotlib.rc_context(settings):
         figure.savefig(buffer, format="svg", transparent=True, metadata={"Date": None})
     svg = buffer.getvalue()
-    svg = svg[svg.index("<svg") :]
+    needless = r"(\d\.\d)\d{4,}|(?<=\n) +| font-family: [^;\"]*;| id=\"\w+_\d+\""
+    svg = re.sub(needless, r"\1", svg[svg.index("<svg") :])
     svg = re.sub(
         r"<metadata>.*?</metadata>|<defs>\s*<style.*?</defs>|<!--.*?-->", "", svg, flags=re.S
     )
     for drawn, page in PAGE_COLOURS.items():
         svg = svg.replace(drawn, page)
-    svg = re.sub(r"font: (?:\w+ )?([\d.]+)px [^;\"]*", r"font-size: \1px", svg)
     words = f'class="result-svg" role="img" aria-label="{alternative}"'
     svg = re.sub(r'(<svg [^>]*?)width="[^"]*" height="[^"]*"', r"\1", svg, count=1)
     svg = svg.replace("<svg ", f"<svg {words} ", 1)
