@@ -36,6 +36,7 @@ from harness.recipe import code_sha256
 
 RANKS = 2
 DEADLINE_S = 25.0  # for a struck job to end by itself, or to be resumed and end
+ENDING_S = 1.0  # for what a rank had started to notice that it is gone
 NOTICED_S = 1.0  # a rank that stopped is left alone for so long
 TMPFS_BYTES = 1 << 21
 ALSO = (  # kinds beside kill, which strikes every point
@@ -212,6 +213,9 @@ def run_ranks(
             break  # somebody else holds a pipe: left
     for pipe in pipes:
         os.close(pipe)
+    until = time.monotonic() + ENDING_S
+    while alive_in(group) and time.monotonic() < until:
+        time.sleep(0.05)
     told.left = alive_in(group)
     for pid in told.left:
         os.kill(pid, signal.SIGKILL)
