@@ -21,7 +21,6 @@ import torch.distributed.checkpoint as dcp
 from faults.points import Fault, Points, point_of, tell
 
 PATIENCE_S = 8  # for other ranks, where a way lets one say so
-START_S = 30  # for other ranks and their writing processes, which start anew in each job
 
 
 class Way:
@@ -183,9 +182,9 @@ class TorchCheckpointing(Way):
         from torch_checkpointing.checkpoint_writer import CheckpointWriterConfig
         from torch_checkpointing.config import AsyncCheckpointSaverConfig
 
-        writer = CheckpointWriterConfig(checkpoint_write_barrier_timeout_sec=START_S)
+        writer = CheckpointWriterConfig(checkpoint_write_barrier_timeout_sec=PATIENCE_S)
         self.manager = CheckpointManager.Config(
-            save=AsyncCheckpointSaverConfig(writer_config=writer, wait_timeout_secs=3 * START_S),
+            save=AsyncCheckpointSaverConfig(writer_config=writer, wait_timeout_secs=3 * PATIENCE_S),
             subprocess_init_fn=in_writing_process,
             subprocess_init_args=self.told,
         ).build()
