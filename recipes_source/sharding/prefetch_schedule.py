@@ -320,6 +320,7 @@ if __name__ == "__main__":
 #
 # .. result-figure:: fsdp_overlap
 #    :rows: no_communication fsdp2 fsdp2_tuned delayed_release prefetch prefetch_copy_engine
+#    :where: model=synthetic
 #
 # .. result-table:: fsdp_overlap
 #    :rows: no_communication fsdp2 fsdp2_tuned megatron-fsdp megatron-fsdp-experimental delayed_release prefetch prefetch_copy_engine
