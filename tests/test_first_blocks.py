@@ -9,6 +9,7 @@ place of a block has run it: the recipe's proof calls it.
 import ast
 import contextlib
 import importlib
+import os
 import re
 import signal
 import sys
@@ -76,7 +77,8 @@ def included(page: Path) -> str:
 
 @pytest.fixture
 def rank(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Iterator[None]:
-    """A group of one, in a directory of its own."""
+    """A group of one, in a directory of its own; trainers leave a port in the environment."""
+    environment = dict(os.environ)
     monkeypatch.chdir(tmp_path)
     monkeypatch.setenv("LOCAL_RANK", "0")
     monkeypatch.setenv("LOCAL_WORLD_SIZE", "1")
@@ -88,6 +90,8 @@ def rank(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Iterator[None]:
         dist.destroy_process_group()
     if accelerate := sys.modules.get("accelerate"):  # it remembers the device for ever
         accelerate.state.AcceleratorState._reset_state(reset_partial_state=True)
+    os.environ.clear()
+    os.environ.update(environment)
 
 
 def yours() -> dict[str, object]:
