@@ -27,16 +27,17 @@ PATIENCE = 3  # deadlines are for a machine that does nothing else
 
 def judged(recipe: Recipe, launcher: str) -> dict:
     """What the record keeps of a recipe: its code, whether it passed, what did not."""
-    for _ in range(2):
+    reports = []
+    while len(reports) < 2 and not (reports and reports[-1].ok):
         deadline_s = recipe.deadline_s * PATIENCE
-        report = run(recipe.path, RANKS, launcher=launcher, deadline_s=deadline_s)
-        print(report.describe(), flush=True)
-        if report.ok:
-            break
+        reports.append(run(recipe.path, RANKS, launcher=launcher, deadline_s=deadline_s))
+        print(reports[-1].describe(), flush=True)
+    report = reports[-1]
     return {
         "code_sha256": code_hashes(recipe.path),
         "date": date.today().isoformat(),
         "ok": report.ok,
+        "runs": len(reports),
         "failures": [f"{failure.kind}: {failure.text}" for failure in report.failures],
     }
 

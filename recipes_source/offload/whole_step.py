@@ -1,8 +1,8 @@
 # SPDX-License-Identifier: BSD-3-Clause
 # Overlap Recipes 0.1.0, offload/whole_step.py
 """
-A whole step: clipped, scheduled, averaged, and nothing waits
-=============================================================
+A whole step: clipped, scheduled, averaged
+==========================================
 
 Train a model whose layers and Adam live in host memory, with an ordinary loop: clipping by the norm of
 **all** gradients, a schedule, accumulation, several ranks. A batch that overflows changes nothing.

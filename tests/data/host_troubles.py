@@ -2,17 +2,17 @@
 
 import shutil
 import sys
-import tempfile
 from pathlib import Path
 
 RECIPES = Path(__file__).parents[2] / "recipes_source" / "checkpoint"
-sys.path.insert(0, str(RECIPES))
+sys.path[:0] = [str(RECIPES), str(Path(__file__).parent)]
 
 import overlapped_stager  # noqa: E402
 import state_to_save as basic  # noqa: E402
 import torch  # noqa: E402
 import torch.distributed as dist  # noqa: E402
 import two_hosts  # noqa: E402
+from facing import face  # noqa: E402
 from two_hosts import PartnerSaves, gather  # noqa: E402
 
 basic.WIDTH, basic.HIDDEN = 16, 64
@@ -87,11 +87,4 @@ def power_cut(root: Path, device: torch.device) -> None:
 TROUBLES = two_saves_of_one_step, failed_saves, power_cut
 
 if __name__ == "__main__":
-    device = basic.start_rank()
-    try:
-        with tempfile.TemporaryDirectory() as temporary:
-            root = basic.directory_of_rank_0(Path(temporary))
-            {trouble.__name__: trouble for trouble in TROUBLES}[sys.argv[1]](root, device)
-            dist.barrier()
-    finally:
-        dist.destroy_process_group()
+    face(TROUBLES)

@@ -4,7 +4,6 @@ import contextlib
 import logging
 import shutil
 import sys
-import tempfile
 import threading
 import time
 from collections.abc import Callable, Iterator
@@ -16,7 +15,7 @@ from pathlib import Path
 from typing import NamedTuple
 
 RECIPES = Path(__file__).parents[2] / "recipes_source" / "checkpoint"
-sys.path.insert(0, str(RECIPES))
+sys.path[:0] = [str(RECIPES), str(Path(__file__).parent)]
 
 import async_save as basic  # noqa: E402
 import default_stager  # noqa: E402
@@ -25,6 +24,7 @@ import state_to_save  # noqa: E402
 import torch  # noqa: E402
 import torch.distributed as dist  # noqa: E402
 import torch.distributed.checkpoint as dcp  # noqa: E402
+from facing import face  # noqa: E402
 from torch import nn  # noqa: E402
 from torch.distributed.checkpoint import FileSystemWriter, state_dict_saver  # noqa: E402
 
@@ -489,11 +489,4 @@ TROUBLES = (
 )
 
 if __name__ == "__main__":
-    device = basic.start_rank()
-    try:
-        with tempfile.TemporaryDirectory() as temporary:
-            root = basic.directory_of_rank_0(Path(temporary))
-            {trouble.__name__: trouble for trouble in TROUBLES}[sys.argv[1]](root, device)
-            dist.barrier()
-    finally:
-        dist.destroy_process_group()
+    face(TROUBLES)
