@@ -5,7 +5,7 @@ FSDP2 without copies around its gathers
 =======================================
 
 One call, and a ``fully_shard`` model of any kind gathers its weights by copies from the other GPUs,
-straight to where they are used. Every bit stays stock FSDP2's.
+straight to where they are used. On one and two ranks every bit stays stock FSDP2's.
 
 .. result-gain:: fsdp_overlap
    :rows: fsdp2_in_place fsdp2
@@ -25,8 +25,8 @@ straight to where they are used. Every bit stays stock FSDP2's.
    reduce_in_place(model)
 
 Stock FSDP2 casts a unit's shards, copies them into a buffer, gathers with a kernel that takes
-compute cores, and copies the result out, twice a unit and step. Here one cast a gather is left, and
-transfers that copy engines make.
+compute cores, and copies the result out, twice per unit and step. Here one cast per gather is left,
+and transfers by copy engines.
 
 .. grid:: 1 1 2 2
 
@@ -48,9 +48,9 @@ The idea
 
 A gather writes full weights. If they lie where peers can read, nothing else is needed: each rank
 casts its own shards to their place in the full weights, and copies the others' shards from their
-places. Your parameters stay where they are and are read at each gather, as FSDP2 reads them: a load,
-an average swapped in or a second optimizer needs no hook. One thing is kept: what the last units of a
-training forward gathered, for the backward that follows at once. Any forward in between ends that.
+places. Your parameters stay where they are and are read at each gather, as FSDP2 reads them: between
+two steps a load, an average swapped in or a second optimizer needs no hook. One thing is kept: what
+the last units of a training forward gathered, for the backward that follows at once.
 
 Memory that peers read is dear, so units share it: three **slots** serve any number of equal blocks.
 
@@ -385,13 +385,17 @@ if __name__ == "__main__":
 # Known limits
 # ------------
 # * Pass the module that your loop calls. Its parts may be called too; they gather on demand.
-# * ``unshard(async_op=True)`` before a forward gains nothing: the forward gathers that unit anew.
-# * Do not change weights between a forward and its backward: the last units' full weights are those
-#   of the forward in its backward, too. With another forward in between you may.
+# * ``unshard(async_op=True)`` before a forward gains nothing: that unit is gathered anew.
+# * Do not change weights inside a forward (a teacher updated at its head, say) or before its
+#   backward: units gathered ahead and the last ones in backward keep the old, **without an error**.
+#   ``ahead=0`` gathers none ahead.
+# * Call it between steps. It replaces your lists of ``set_modules_to_forward_prefetch``, and a later
+#   ``set_custom_all_gather`` is not called.
 # * A unit's full weights are another unit's afterwards. FSDP2 frees them instead, so that a reference
 #   kept beyond ``reshard()`` is an error there; here it reads other numbers.
 # * Two units of one slot that are needed together in a graph, though they were not in the first
-#   forward, are an error that says so.
+#   forward, are an error: ``set_reshard_after_backward(False)``, or all units unsharded by hand while
+#   a backward is pending or never came. A larger ``ahead`` gives more slots.
 # * Units that are offloaded, sharded on another dimension, over another group, or that bring an
 #   all-gather of their own (float8) stay FSDP2's, with a warning.
 # * Full weights that you keep over the end of a forward (``set_reshard_after_forward(False)``, the

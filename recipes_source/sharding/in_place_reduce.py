@@ -360,6 +360,7 @@ if __name__ == "__main__":
 # ------------
 # * All ranks must reduce the same gradients in the same order: one that skips a unit leaves the
 #   others waiting, as in FSDP2.
+# * Call it between steps. A later ``set_custom_reduce_scatter`` is not called.
 # * Accumulation in float32 makes gradients twice as wide: slots grow once, in a collective.
 # * The barrier's kernel holds one block of a compute core until the last rank has pushed.
 #
