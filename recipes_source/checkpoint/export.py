@@ -376,6 +376,9 @@ if __name__ == "__main__":
 # ------------
 # * Nothing is quantized, and no names are translated. A model whose names differ from those of
 #   ``transformers`` needs a table.
+# * A model with adapters has names of its own, and ``from_pretrained`` starts what it misses from
+#   random weights, with a report and no error: export a merged copy (PEFT's ``merge_and_unload``).
+# * A directory that holds anything but an export is refused only when all is written.
 # * ``weights`` leaves out an average that an optimizer keeps. Export the average's model instead.
 # * The tokenizer and the generation settings are small files of rank 0. Write them beside the
 #   export.

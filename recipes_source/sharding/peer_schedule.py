@@ -4,10 +4,10 @@
 A schedule of one's own, by peer copies
 =======================================
 
-The schedule of the recipe before gathers and reduces by collectives. Here it does both by copies
-between the ranks, which copy engines make: kernels on the compute cores are left for casts and sums
-alone. Float32 weights are gathered in bfloat16, and any program may change weights between two
-forwards.
+The schedule of :doc:`prefetch_schedule` gathers and reduces by collectives. Here it does both by
+copies between the ranks, which copy engines make: kernels on the compute cores are left for casts and
+sums alone. Float32 weights are gathered in bfloat16, and any program may change weights in place
+between two steps.
 
 **When not to bother:** your model is sharded by FSDP2. :doc:`in_place_gather` does the same to it, by
 one call.
@@ -28,12 +28,13 @@ This page is for training code without FSDP2, and for readers who want to see th
 
       * one cast and one barrier per unit and step, in place of one per gather
       * why backward gathers without a barrier
-      * sums in float32 of what travelled in bfloat16
+      * sums in the weights' own dtype of what travelled in bfloat16
 
    .. grid-item-card:: What you need
 
       * PyTorch 2.11 or later; ranks on one host, each GPU with peer access to the others
-      * ``prefetch_schedule.py`` and ``peer_memory.py``, and what they import
+      * ``prefetch_schedule.py``, ``peer_memory.py``, ``stream_context.py`` and
+        ``sharded_parameter.py`` beside it
 
 .. verification-badge::
 
@@ -298,8 +299,14 @@ if __name__ == "__main__":
 # ------------
 # * Those of :doc:`prefetch_schedule`: units that return one tensor, inputs in the gathered dtype, the
 #   same units in the same order on every rank.
-# * Weights that change between a forward and its backward are not seen by the backward.
-# * All parameters have one dtype.
+# * Weights that change between a forward and its backward are not seen by the backward, unless
+#   another forward has run in between.
+# * Three things go wrong **without an error**: ``loss.backward()`` in place of ``context.backward``
+#   gives sums over ranks, not means; ``requires_grad_`` after the context was made changes nothing;
+#   parameters of several dtypes with ``dtype=None`` are rounded to the dtype of the first.
+# * A copy of the model (``deepcopy``, ``AveragedModel``) has no context and fails: average in place.
+# * On a CPU, gloo's threads outlive the process group. A process that ends at once behind a backward
+#   can be aborted at its exit: one of them still drops Python's state of that backward.
 #
 # Further reading
 # ---------------
