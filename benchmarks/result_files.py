@@ -1,14 +1,16 @@
 """The files that measurements leave: ``benchmarks/results`` and ``benchmarks/traces``.
 
 Reading, checking and naming what is in them, for the pages, the README's table and ``make lint``.
-Nothing here measures. What a value means is in the end of its field's name: ``_s``, ``_bytes``,
+Nothing here measures. ``shown.toml`` has the order, headings and columns of what pages show. What a
+value means is in the end of its field's name: ``_s``, ``_bytes``,
 ``_bytes_per_s``, ``_slowdown``; other whole numbers are counts and other fractions are shares.
 """
 
 import json
 import math
 import re
-from dataclasses import dataclass, field
+import tomllib
+from dataclasses import dataclass
 from datetime import date
 from itertools import chain
 from pathlib import Path
@@ -27,116 +29,9 @@ REQUIRED = {
     "link": dict,
     "rows": list,
 }
-PARAMETERS = {
-    "model": "llama-1b llama-8b-blocks llama-8b llama-tiny synthetic",
-    "loop": "reads free",
-    "compiled": "no yes",
-    "storage": "memory disk",
-    "step": "long short",
-    "tokens": "",
-    "layers": "",
-    "every": "",
-    "point": "",
-}
-"""What may be varied between rows of one name, and the order in which values are shown."""
-
-TRACE_LANES = {
-    "compute": "compute",
-    "copy": "copy",
-    "H2D": "copy",
-    "D2H": "copy",
-    "gather": "communication",
-    "reduce-scatter": "communication",
-    "host": "stall",
-    "write": "write",
-}
-"""The lanes of a trace, from top to bottom, and the kind of what is drawn in each."""
-
-RECIPE_ROWS = {
-    "async_save": "async_save",
-    "pinned_staging": "pinned",
-    "default_stager": "default_stager_as_published default_stager_ordered",
-    "staging_copies": "cure_turns",
-    "overlapped_stager": "overlapped overlapped_snapshot",
-    "overlapped_writer": "overlapped_writer",
-    "three_streams": "three_streams",
-    "weight_streaming": "streamed",
-    "whole_step": "streamed_adam streamed_adam_in_backward",
-    "activation_offload": """activation_offload activation_offload_half
-        checkpoint_activation_offload selective_activation_offload""",
-    "fsdp2_settings": "fsdp2_tuned fsdp2_reduce_group",
-    "in_place_gather": "fsdp2_in_place",
-    "stream_context": "delayed_release",
-    "prefetch_schedule": "prefetch",
-    "peer_schedule": "prefetch_copy_engine",
-    "update_in_order": "update_in_order",
-}
-"""The rows that measure what a recipe shows."""
-ROW_RECIPES = {row: recipe for recipe, rows in RECIPE_ROWS.items() for row in rows.split()}
-
-ROW_ORDER = """
-none torch_save dcp_save async_save pinned default_stager_as_published default_stager_ordered
-overlapped overlapped_snapshot overlapped_writer process
-cure_at_once cure_tiny_kernel cure_paced cure_turns
-resident resident_whole_recompute resident_all_saved resident_zeros
-streamed streamed_adam streamed_adam_in_backward larger_than_device host
-pageable pageable_non_blocking pinned_blocking one_stream three_streams record_stream
-fsdp2_cpu_offload activation_offload activation_offload_half checkpoint
-checkpoint_activation_offload selective selective_activation_offload save_on_cpu
-checkpoint_save_on_cpu checkpoint_trl checkpoint_unsloth
-no_communication fsdp2_no_collectives fsdp2 fsdp2_reduce_group fsdp2_tuned fsdp2_in_place
-delayed_release prefetch prefetch_copy_engine update_in_order
-"""
-"""Rows in the order in which pages show them; peers, by their package's name, come after."""
-
-HEADINGS = {
-    "tokens": "Tokens a step",
-    "every": "Steps from save to save",
-    "point": "Struck at",
-    "step_s": "Step time",
-    "staging_cost_s": "Staging costs",
-    "cost_s": "The whole save costs",
-    "first_exposed_stall_s": "The first save costs",
-    "upload_slowdown": "Step time during upload",
-    "staged_s": "Staged after",
-    "uploaded_s": "Uploaded after",
-    "write_bytes_per_s": "Written at",
-    "storage_bytes_per_s": "The storage takes",
-    "pinned_bytes": "Pinned memory",
-    "loaded_back_bitwise": "Loads back bit by bit",
-    "kept": "Throughput kept",
-    "lost": "Lost or wrong",
-    "left": "Left a process",
-    "longest_s": "The longest took",
-    "mixed": "Resumed with other bits",
-    "cannot_resume": "Could not resume",
-    "training_ended": "A failed save ended training",
-    "noticed_s": "Noticed, ranks ended, started",
-    "choose_s": "Checkpoint chosen, digests read",
-    "load_s": "Loaded",
-    "total_s": "In all",
-    "eta": "Bound over step time",
-    "device_state_bytes": "State on the device",
-    "host_parameters": "Parameters on the host",
-    "fits_resident": "Would fit resident",
-    "update_s": "Update alone",
-    "update_bytes_per_s": "Update moves",
-    "yardstick_bytes_per_s": "A plain pass moves",
-    "share_of_yardstick": "Update over plain pass",
-    "over_checkpoint": "Over checkpoint",
-    "efficiency": "Speed against no communication",
-    "speed_over_fsdp2": "Speed against fsdp2",
-    "speed_over_no_collectives": "Against fsdp2_no_collectives",
-    "bitwise_steps": "Steps with every bit of fsdp2",
-    "pairs": "Of pairs of windows",
-    "efficiency_spread": "Their quartiles apart",
-    "hidden_share": "Hidden",
-    "in_step_s": "Update in a step",
-    "clipped_bytes_per_s": "Update with clipping moves",
-    "held_bytes": "The host holds",
-    "gemm_slowdown": "GEMM beside a gather",
-}
-"""How pages call what a field's name does not say by itself."""
+SHOWN = tomllib.loads(Path(__file__).with_name("shown.toml").read_text(encoding="utf-8"))
+PARAMETERS, TRACE_LANES = SHOWN["parameters"], SHOWN["trace_lanes"]
+ROW_RECIPES = {row: name for name, rows in SHOWN["recipe_rows"].items() for row in rows.split()}
 
 
 class ResultError(ValueError):
@@ -217,7 +112,7 @@ def written(name: str, value: object) -> str:
 
 def heading(name: str) -> str:
     words = re.sub("_bytes_per_s$|_bytes$|_s$", "", name).replace("_", " ")
-    return HEADINGS.get(name, words[:1].upper() + words[1:])
+    return SHOWN["headings"].get(name, words[:1].upper() + words[1:])
 
 
 def round_number(text: str) -> str:
@@ -261,61 +156,7 @@ class Benchmark:
     logarithmic: bool = False
 
 
-BENCHMARKS = {
-    "checkpoint_stall": Benchmark(
-        title="What one save costs training",
-        deciding="staging_cost_s cost_s upload_slowdown",
-        bars="staging_cost_s",
-        readme="staging_cost_s cost_s upload_slowdown write_bytes_per_s loaded_back_bitwise",
-        logarithmic=True,
-    ),
-    "save_interval": Benchmark(
-        title="How often one can save",
-        deciding="kept step_s saves",
-        bars="kept",
-    ),
-    "soak": Benchmark("Saves that are struck", "trials lost hung", "trials"),
-    "save_faults": Benchmark(
-        title="The same faults, other ways of saving",
-        deciding="trials cannot_resume training_ended",
-        bars="lost",
-    ),
-    "restart": Benchmark(
-        title="From a kill to the next step",
-        deciding="noticed_s import_s total_s",
-        bars="total_s",
-    ),
-    "staging_copies": Benchmark(
-        title="Copies to the host beside a loop that reads",
-        deciding="staging_cost_s staged_s bound_s",
-        bars="staging_cost_s",
-    ),
-    "offload_step": Benchmark(
-        title="Whole steps with layers and optimizer on the host",
-        deciding="step_s kept device_state_bytes eta update_bytes_per_s yardstick_bytes_per_s "
-        "share_of_yardstick",
-        bars="step_s",
-        lines="eta",
-        readme="kept",
-    ),
-    "three_streams": Benchmark(
-        title="Chunks to the device, through a kernel, and back",
-        deciding="step_s call_s bound_s",
-        bars="step_s",
-    ),
-    "activation_offload": Benchmark(
-        title="Activations on the host",
-        deciding="step_s over_checkpoint peak_allocated_bytes",
-        bars="peak_allocated_bytes",
-    ),
-    "fsdp_overlap": Benchmark(
-        title="Communication hidden behind compute",
-        deciding="step_s efficiency speed_over_fsdp2 pairs efficiency_spread bound_s",
-        bars="step_s",
-        lines="efficiency",
-        readme="efficiency",
-    ),
-}
+BENCHMARKS = {name: Benchmark(**shown) for name, shown in SHOWN["benchmarks"].items()}
 
 
 def known(row: dict, name: str) -> bool:
@@ -344,10 +185,10 @@ class Result:
 
     path: Path
     data: dict
-    benchmark: Benchmark = field(init=False)
 
-    def __post_init__(self) -> None:
-        object.__setattr__(self, "benchmark", BENCHMARKS[self.data["benchmark"]])
+    @property
+    def benchmark(self) -> Benchmark:
+        return BENCHMARKS[self.data["benchmark"]]
 
     @property
     def machine(self) -> str:
@@ -362,7 +203,7 @@ class Result:
                 _place(row[parameter], order) if parameter in row else (-1, "")
                 for parameter, order in PARAMETERS.items()
             )
-            return case, _place(row["name"], ROW_ORDER)
+            return case, _place(row["name"], SHOWN["row_order"])
 
         return sorted(self.data["rows"], key=key)
 
@@ -379,7 +220,7 @@ class Result:
             ResultError: one of them is no row's name, here or on any machine.
         """
         absent = [name for name in names if name not in {row["name"] for row in self.rows}]
-        anywhere = {*ROW_ORDER.split(), *self.data.get("not_run", {})}
+        anywhere = {*SHOWN["row_order"].split(), *self.data.get("not_run", {})}
         for path in self.path.parent.glob(f"{self.data['benchmark']}.*.json"):
             anywhere.update(row.get("name") for row in _read(path)["rows"])
         if unknown := [name for name in absent if name not in anywhere]:
