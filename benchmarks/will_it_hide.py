@@ -11,6 +11,7 @@ where a way adds to a step, the step without it from another row. It takes nothi
 import json
 import math
 import sys
+import tomllib
 from pathlib import Path
 
 from benchmarks.result_files import PARAMETERS, Result, files, load
@@ -19,20 +20,16 @@ ROOT = Path(__file__).resolve().parents[1]
 TABLE = ROOT / "guide" / "predicted.json"
 TOLERANCE = 0.15
 UNITS = 14  # of FSDP, where the model does not say: what one gather is of all
-STOCK = {  # parameters, those of layers, bytes that autograd keeps a token; all counted by a test
-    ("llama-1b", 1): (1_038_682_112, 973_144_064, 1.88e6),
-    ("llama-1b", 2): (1_235_814_400, 973_144_064, 2.27e6),
-    ("llama-8b-blocks", 2): (2_879_492_096, 2_617_344_000, 2.57e6),
-    ("llama-8b", 1): (8_030_261_248, 6_979_584_000, 6.97e6),
-}
 ADAM_BYTES = 28  # that one update moves a parameter: float32 state in and out, bfloat16 around it
-DATA_SHEETS = {  # bf16 FLOP/s without sparsity; bytes/s of memory, host link, peer link, one way
-    "NVIDIA A100 80 GB SXM": (312e12, 2.039e12, 32e9, 300e9),
-    "NVIDIA H100 SXM": (989e12, 3.35e12, 64e9, 450e9),
-    "NVIDIA H200": (989e12, 4.8e12, 64e9, 450e9),
-    "NVIDIA B200": (2250e12, 8.0e12, 64e9, 900e9),
-    "NVIDIA RTX 4090, PCIe 4": (165e12, 1.008e12, 32e9, 32e9),
-    "AMD MI300X": (1307e12, 5.3e12, 64e9, 448e9),
+HOST_BOUND = 0.25  # of the data sheet's FLOP/s: below it a save's steps are the host's
+WITHOUT = ("none", "no_communication", "resident")  # rows of a step without what the others add
+DATA = tomllib.loads(Path(__file__).with_suffix(".toml").read_text(encoding="utf-8"))
+STOCK = {(model.pop("name"), model.pop("ranks")): model for model in DATA["models"]}
+DATA_SHEETS, WHY = DATA["data_sheets"], DATA["why"]
+CLAIMS = {
+    (benchmark, row): claims
+    for benchmark, rows in DATA["claims"].items()
+    for row, claims in rows.items()
 }
 
 
@@ -92,11 +89,7 @@ def step_from_flops(x: dict) -> float:
 
 def models() -> dict[str, dict]:
     """The model presets of the page."""
-    fields = ("parameters", "layer_parameters", "activation_bytes")
-    return {
-        f"stock {name}, {counted[0] / 1e9:.2f} G": dict(zip(fields, counted, strict=True))
-        for (name, _), counted in STOCK.items()
-    }
+    return {f"stock {name}, {x['parameters'] / 1e9:.2f} G": x for (name, _), x in STOCK.items()}
 
 
 def machines(results: list[Result]) -> dict[str, dict]:
@@ -125,53 +118,6 @@ def row_named(result: Result, *names: str, **case: object) -> dict | None:
 
 # -- against the rows -------------------------------------------------------------------------
 
-SAVE = ("step and staging", "step and cost_s")
-CLAIMS = {  # (benchmark, row) → (what of the row, what predicts it), each within TOLERANCE
-    ("checkpoint_stall", "overlapped_writer"): [("staged_s", "stage_s"), SAVE],
-    ("staging_copies", "cure_at_once"): [("staged_s", "stage_s"), ("staging_cost_s", "cost_s")],
-    ("staging_copies", "cure_turns"): [("staged_s", "stage_s"), SAVE],
-    ("save_interval", "overlapped_writer"): [("kept", "kept")],
-    ("offload_step", "streamed_adam"): [("step_s", "streamed_s")],
-    ("offload_step", "streamed_adam_in_backward"): [("step_s", "streamed_in_backward_s")],
-    ("fsdp_overlap", "fsdp2_no_collectives"): [("step_s", "no_collectives_s")],
-    ("fsdp_overlap", "fsdp2"): [("step_s", "fsdp2_s"), ("peak_allocated_bytes", "peak_bytes")],
-    ("fsdp_overlap", "fsdp2_reduce_group"): [("step_s", "fsdp2_s")],
-    ("fsdp_overlap", "fsdp2_tuned"): [("step_s", "fsdp2_s")],
-    ("fsdp_overlap", "fsdp2_in_place"): [
-        ("step_s", "in_place_s"),
-        ("peak_allocated_bytes", "peak_bytes"),
-    ],
-}
-WITHOUT = ("none", "no_communication", "resident")
-INPUT = "an input: the step without what the others add"
-NOT_CLAIMED = {
-    **dict.fromkeys(WITHOUT, INPUT),
-    "host": "an input: the rate of an update on the host",
-    "sweep": "an input of the recipe: how many cores and which blocks are fastest",
-    "fsdp2_cpu_offload": "it waits for each copy in turn: a formula of its own",
-    "torchao": "other optimizer states: a formula of its own",
-    "larger_than_device": "no resident row of so many layers: they do not fit",
-    "cure_paced": "how long the link waits between two pieces is in no data sheet",
-    "cure_tiny_kernel": "how long the engine waits at a kernel is in no data sheet",
-}
-REASONS = {
-    "checkpoint_stall": "how much of the storage's rate a writer reaches is in no data sheet",
-    "activation_offload": "what recomputation and copies cost together is in no formula here",
-}
-LEAST = "an input: the fewest tokens, what the host takes to launch a step of this way"
-HOST = "the host bounds the step, and its copying thread shares the interpreter with the launches"
-SHARED_HOST = "the GPUs of a host share the rate of its memory, which is in no data sheet"
-NO_STEP = "no row without it at these tokens"
-NOT_LISTED = "a way that the calculator does not list"
-NO_TIME = "the row has no time: it counts bits"
-HOST_BOUND = 0.25  # of the data sheet's FLOP/s: below it a save's steps are the host's
-AT_ONCE = {"cure_at_once"}
-LAUNCHES = {  # ways whose step has as many launches as another's
-    "fsdp2_no_collectives": "fsdp2",
-    "fsdp2_reduce_group": "fsdp2",
-    "fsdp2_tuned": "fsdp2",
-}
-
 
 def sheet_of(device: str) -> tuple[float, float, float, float] | None:
     """The data sheet of a device as torch names it: ``NVIDIA H100 80GB HBM3`` is an H100."""
@@ -182,7 +128,7 @@ def sheet_of(device: str) -> tuple[float, float, float, float] | None:
 def least_tokens(result: Result, row: dict) -> dict | None:
     """The row that says what the host takes to launch a step of this way: at the fewest tokens."""
     case = {p: row.get(p) for p in ("model", "compiled", "activation_checkpointing")}
-    name = LAUNCHES.get(row["name"], row["name"])
+    name = DATA["launches"].get(row["name"], row["name"])
     others = [
         other
         for other in result.rows
@@ -198,16 +144,13 @@ def inputs_of(result: Result, row: dict, step_s: float | None) -> dict | None:
     sheet = sheet_of(data["device"])
     if model is None or sheet is None:
         return None
-    parameters, layer_parameters, activation_bytes = model
     flops, memory, link, peer = sheet
     measured, offload = data["link"], data["benchmark"] == "offload_step"
     peer_link = "copy_engine" if row["name"] == "fsdp2_in_place" else "nccl"
     least = least_tokens(result, row) if data["benchmark"] == "fsdp_overlap" else None
     update = row_named(result, "host") or {}
     return {
-        "parameters": parameters,
-        "layer_parameters": layer_parameters,
-        "activation_bytes": activation_bytes,
+        **model,
         "ranks": ranks,
         "tokens": row.get("tokens", 0),
         "state_bytes": 12,
@@ -224,7 +167,7 @@ def inputs_of(result: Result, row: dict, step_s: float | None) -> dict | None:
         "peer": measured.get(f"{peer_link}_gather_bytes_per_s", peer),
         "storage": data["workload"].get("memory_storage_bytes_per_s", 1e9),
         "reads": row.get("loop") == "reads",
-        "way": "at_once" if row["name"] in AT_ONCE else "in_turn",
+        "way": "at_once" if row["name"] == "cure_at_once" else "in_turn",
         "failure_s": 86_400.0,
     }
 
@@ -269,20 +212,21 @@ def claims_of(
     benchmark = result.data["benchmark"]
     claims = CLAIMS.get((benchmark, row["name"]), [])
     if not claims or x is None:
-        return [], NOT_CLAIMED.get(row["name"], REASONS.get(benchmark, NOT_LISTED))
+        reason = DATA["not_claimed_of"].get(benchmark, WHY["not_listed"])
+        return [], DATA["not_claimed"].get(row["name"], reason)
     timed = [claim for claim in claims if claim[1] != "peak_bytes"]
     memory = [c for c in claims if c[1] == "peak_bytes" and c[0] in row and not x["recompute"]]
     if "step_s" not in row and "kept" not in row:
-        return memory, NO_TIME
+        return memory, WHY["no_time"]
     if step is None:
-        return memory, NO_STEP
+        return memory, WHY["no_step"]
     if benchmark == "fsdp_overlap" and row is least_tokens(result, row):
-        return memory, LEAST
+        return memory, WHY["least"]
     if benchmark == "checkpoint_stall" and step_from_flops(x) < HOST_BOUND * step:
-        return memory, HOST
+        return memory, WHY["host"]
     if result.data["ranks"] > 1:
         timed = [claim for claim in timed if claim[1] != "stage_s"]
-    return timed + memory, SHARED_HOST
+    return timed + memory, WHY["shared_host"]
 
 
 def one_claim(row: dict, x: dict, step: float, what: str, how: str) -> dict:
