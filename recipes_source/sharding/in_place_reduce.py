@@ -90,7 +90,8 @@ NAMES = "post_backward finalize_backward reduce_grads gradient_divide_factor _al
 # **What is rounded, and when.** FSDP2 casts gradients to ``reduce_dtype``, sums, divides, and casts
 # to the parameter's dtype. Parts travel here in the dtype that they are held in, which loses
 # nothing; the sum is made in float32 and rounded once to ``reduce_dtype``. Of two summands that is
-# the same bit. A gradient that is wider than ``reduce_dtype`` is rounded before it is sent, as
+# the same bit. The rounded sum has memory of its own, since a compiler leaves out a cast that the next
+# one undoes. A gradient that is wider than ``reduce_dtype`` is rounded before it is sent, as
 # FSDP2 does. PyTorch 2.15 reads ``reduce_dtype=None`` from the parameter: so does this, as it asks
 # FSDP2's group.
 #
@@ -168,12 +169,13 @@ class PushedGradients:
                 place[: len(part)].copy_(part, non_blocking=True)
         mine = [g[rank * n : (rank + 1) * n] for g, n in zip(flat, numels, strict=True)]
         for place, part in zip(places[rank], mine, strict=True):
-            place[: len(part)].copy_(
-                part, non_blocking=True
-            )  # cheaper beside products than a kernel
+            place[: len(part)].copy_(part, non_blocking=True)  # no kernel beside products
         self.memory.barrier()
-        divisor = group.gradient_divide_factor or ranks
-        self.average(total, list(arrived), int(divisor), dtype)
+        wider = dtype.itemsize < total.dtype.itemsize
+        rounded = torch.empty_like(total, dtype=dtype) if wider else total
+        self.average(rounded, list(arrived), group.gradient_divide_factor != 1)
+        if wider:
+            total.copy_(rounded)
         start = 0
         for p, numel in zip(parameters, numels, strict=True):
             shape, stride = p.sharded_size, p.contiguous_sharded_stride
@@ -195,11 +197,9 @@ class PushedGradients:
             self.streams.current_stream().wait_event(self.under_way.popleft()[0])
 
 
-def average(
-    total: torch.Tensor, rows: list[torch.Tensor], divisor: int, dtype: torch.dtype
-) -> None:
-    """The sum of ``rows`` by ``divisor``, rounded once to ``dtype``, into ``total``; one pass."""
-    total.copy_((sum(row.float() for row in rows) / divisor).to(dtype))
+def average(total: torch.Tensor, rows: list[torch.Tensor], mean: bool) -> None:
+    """The sum or the mean of ``rows``, rounded once, into ``total``; one pass."""
+    total.copy_(sum(row.float() for row in rows) * (1 / len(rows) if mean else 1))
 
 
 def batches(taken: list) -> list[list]:

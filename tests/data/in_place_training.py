@@ -87,6 +87,7 @@ class Program:
     loop: Callable[[nn.Module, torch.optim.Optimizer], Iterator]
     optimizer: Callable = field(default=partial(torch.optim.AdamW, lr=1e-2, foreach=False))
     policies: tuple[str, ...] = ("fp32",)
+    compiled_sums: bool = False  # as on a GPU
 
 
 def batch(turn: int) -> torch.Tensor:
@@ -516,6 +517,7 @@ EVERY = tuple(POLICIES)
 NO_GRAD, INFERENCE = torch.no_grad, torch.inference_mode
 PROGRAMS = {
     "plain": Program(shard, train, policies=EVERY),
+    "compiled_sums": Program(shard, train, policies=("bf16",), compiled_sums=True),
     "fused": Program(shard, train, partial(torch.optim.AdamW, lr=1e-2, fused=True)),
     "kept_gradients": Program(shard, kept_gradients),
     "tied": Program(tied, train, policies=EVERY),
@@ -580,6 +582,8 @@ def run(program: Program, policy, in_place: bool) -> list:
             copies = in_place_gather.gather_in_place(model)
             pushed = in_place_reduce.reduce_in_place(model)
         model.copies = copies
+        if program.compiled_sums and pushed is not None:
+            pushed.average = torch.compile(in_place_reduce.average, dynamic=True)
         reasons = [str(w.message) for w in warned if "communicates as before" in str(w.message)]
         assert (copies is None) == bool(reasons), "a fall back must say why"
     torch.manual_seed(1)
