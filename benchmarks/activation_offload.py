@@ -25,8 +25,6 @@ Gradients are not compared here: the backward of flash attention adds in no fixe
 and ``tests/test_activation_offload.py`` compare them, bit by bit.
 """
 
-import argparse
-import gc
 import importlib
 import statistics
 import sys
@@ -45,17 +43,7 @@ sys.path[:0] = [str(ROOT), str(ROOT / "recipes_source" / "offload")]
 
 from activation_offload import ActivationOffload  # noqa: E402
 
-from benchmarks.measuring import (  # noqa: E402
-    Agreement,
-    Results,
-    Task,
-    header,
-    link_rates,
-    run_tasks,
-    say,
-    synchronize,
-    timing_event,
-)
+from benchmarks import measuring  # noqa: E402
 from benchmarks.workloads import llama  # noqa: E402
 
 LAYERS = 4
@@ -115,16 +103,16 @@ def use(model: torch.nn.Module, run: Callable | None) -> None:
 # -- what keeps what autograd saves -----------------------------------------------------------
 
 
-class Training:
-    """The model, and the one pool of all rows of ours."""
+class Keeping:
+    """Ways to keep what autograd saves, and the one pool of all rows of ours."""
 
     def __init__(self, small: bool, device: torch.device) -> None:
         self.device, self.pool_bytes = device, SMALL_POOL_BYTES if small else POOL_BYTES
-        name = "llama-tiny" if small else "llama-8b-blocks"
-        self.model = llama(name, device, layers=LAYERS).bfloat16()
-        for parameter in self.model.parameters():  # backward adds to them and allocates none
-            parameter.grad = torch.zeros_like(parameter)
-        self.smallest, self.offload = 1 << (10 if small else 20), None
+        self.smallest = 1 << (10 if small else 20)
+        self.offload: ActivationOffload | None = None
+
+    def nothing(self) -> AbstractContextManager:
+        return nullcontext()
 
     def ours(self) -> AbstractContextManager:
         if self.offload is None:
@@ -144,19 +132,27 @@ class Training:
 
     def trl(self) -> AbstractContextManager:
         """Torchtune's class, as trl keeps it."""
-        hooks = importlib.import_module("trl.models.activation_offloading").OffloadActivations
-        return hooks()
+        return importlib.import_module("trl.models.activation_offloading").OffloadActivations()
+
+    def begin(self) -> None:
+        if self.offload is not None:
+            self.offload.budget, self.offload.wanted = self.pool_bytes, 0
+
+    def end(self) -> None:
+        if self.offload is not None:
+            self.offload.release(0)
+            self.offload.arriving.clear()
 
 
-WAYS = {
-    "checkpoint": ("checkpoint", None),
+WAYS = {  # how layers run, and what keeps what autograd saves
+    "checkpoint": ("checkpoint", "nothing"),
     "checkpoint_activation_offload": ("checkpoint", "ours"),
     "checkpoint_save_on_cpu": ("checkpoint", "save_on_cpu"),
     "checkpoint_trl": ("checkpoint", "trl"),
-    "checkpoint_unsloth": ("unsloth", None),
-    "selective": ("selective", None),
+    "checkpoint_unsloth": ("unsloth", "nothing"),
+    "selective": ("selective", "nothing"),
     "selective_activation_offload": ("selective", "ours"),
-    "resident": ("", None),
+    "resident": ("", "nothing"),
     "activation_offload": ("", "ours"),
     "activation_offload_half": ("", "half"),
     "trl": ("", "trl"),
@@ -168,110 +164,92 @@ WAYS = {
 
 
 class Benchmark:
-    def __init__(self, options: argparse.Namespace, device: torch.device) -> None:
-        self.device, self.repeats, self.small = device, options.repeats, options.small
-        self.started = time.perf_counter()
-        self.training = Training(options.small, device)
+    def __init__(self, small: bool, repeats: int, out: Path) -> None:
+        self.device, self.repeats = measuring.own_device(), repeats
+        self.keeping = Keeping(small, self.device)
+        model = llama("llama-tiny" if small else "llama-8b-blocks", self.device, layers=LAYERS)
+        self.model = model.bfloat16()
+        for parameter in self.model.parameters():  # backward adds to them and allocates none
+            parameter.grad = torch.zeros_like(parameter)
         workload = {
             "model": f"{LAYERS} layers of Llama 3 8B's shapes, vocabulary 32,000",
             "precision": "bfloat16 weights, activations and gradients",
-            "pool_bytes": self.training.pool_bytes,
+            "pool_bytes": self.keeping.pool_bytes,
         }
-        link = link_rates(device, 1 << (20 if options.small else 30))
-        head = header("activation_offload", device, workload, link)
+        link = measuring.link_rates(self.device, 1 << (20 if small else 30))
+        head = measuring.header("activation_offload", self.device, workload, link)
         recipes = {name: ("activation_offload",) for name in WAYS if "activation" in name}
-        self.results = Results(options.out, head, recipes, ("tokens",))
+        self.results = measuring.Results(out, head, recipes, ("tokens",))
+
+    def step(self, saving: Callable[[], AbstractContextManager], ids: torch.Tensor) -> None:
+        for parameter in self.model.parameters():
+            parameter.grad.zero_()
+        with saving():
+            loss = self.model(ids, labels=ids, use_cache=False).loss
+        loss.backward()
 
     def measure(self, name: str, tokens: int) -> None:
-        training, (run, keep) = self.training, WAYS[name]
-        use(training.model, RUNS[run])
-        saving = getattr(training, keep) if keep else nullcontext
-        if training.offload is not None:
-            training.offload.budget, training.offload.wanted = training.pool_bytes, 0
+        on_gpu = self.device.type == "cuda"
+        run, keep = WAYS[name]
+        use(self.model, RUNS[run])
         torch.manual_seed(tokens)
         ids = torch.randint(256, (1, tokens), device=self.device)
-
-        def step() -> None:
-            for parameter in training.model.parameters():
-                parameter.grad.zero_()
-            with saving():
-                loss = training.model(ids, labels=ids, use_cache=False).loss
-            loss.backward()
-
-        on_gpu = self.device.type == "cuda"
+        step = partial(self.step, getattr(self.keeping, keep), ids)
+        self.keeping.begin()
         try:
             for _ in range(2):
                 step()
-            synchronize(self.device)
+            measuring.synchronize(self.device)
             if on_gpu:
                 torch.cuda.reset_peak_memory_stats()
                 torch.cuda.reset_peak_host_memory_stats()  # not the way's before
-            events = [timing_event(self.device) for _ in range(self.repeats + 1)]
-            events[0].record()
-            for number, event in enumerate(events[1:]):
+            clock = measuring.StepClock(self.device)
+            for _ in range(self.repeats):
                 step()
-                event.record()
-                events[number].synchronize()
-            synchronize(self.device)
+                clock.tick()
+            steps = measuring.intervals_of(clock.ends())
         finally:
-            if training.offload is not None:
-                training.offload.release(0)
-                training.offload.arriving.clear()
-        steps = [a.elapsed_time(b) / 1e3 for a, b in zip(events, events[1:], strict=False)]
+            self.keeping.end()
         row = {"name": name, "tokens": tokens, "model": "llama-8b-blocks", "loop": "free"}
         row |= {"compiled": False, "step_s": statistics.median(steps)}
+        row |= measuring.device_peaks(self.device)
         if on_gpu:
-            row["peak_allocated_bytes"] = torch.cuda.max_memory_allocated()
-            row["peak_reserved_bytes"] = torch.cuda.max_memory_reserved()
             row["pinned_bytes"] = torch.cuda.host_memory_stats()["allocated_bytes.peak"]
         if keep in ("ours", "half"):
-            row["pinned_bytes"] = training.offload.used
-        plain = [r for r in self.results.data["rows"] if r["name"] == "checkpoint"]
-        plain = [r["step_s"] for r in plain if r["tokens"] == tokens]
-        row |= {"over_checkpoint": row["step_s"] / plain[0]} if plain else {}
-        row |= {"note": f"trl {version('trl')}, OffloadActivations"} if keep == "trl" else {}
+            row["pinned_bytes"] = self.keeping.offload.used
+        if plain := self.results.find("checkpoint", tokens=tokens):
+            row["over_checkpoint"] = row["step_s"] / plain["step_s"]
+        if keep == "trl":
+            row["note"] = f"trl {version('trl')}, OffloadActivations"
         self.results.add(row | {"samples": {"step_s": steps}})
-        shown = {k: f"{v:.4g}" for k, v in row.items() if isinstance(v, float)}
-        say(
-            self.started,
-            f"{name} {tokens}: {shown} {row.get('peak_allocated_bytes', 0) / 1e9:.1f} GB",
-        )
 
-    def tasks(self, ways: list[str], tokens: list[int]) -> list[Task]:
-        found = []
-        for each in tokens:
-            for name in ways:
-                whole = WAYS[name][0] == ""
-                if whole and not self.small and each > LONGEST_WHOLE:
-                    continue
-                seconds = 2 + (self.repeats + 2) * (6 if whole else 2) * max(1, each / 32768)
-                work = partial(self.measure, name, each)
-                done = partial(self.results.has, name, tokens=each)
-                found.append(Task(f"{name} {each}", seconds, work, done))
-        return found
+    def task(self, name: str, tokens: int) -> measuring.Task:
+        seconds = 2 if WAYS[name][0] else 6
+        seconds = 2 + (self.repeats + 2) * seconds * max(1, tokens / 32768)
+        work = partial(self.measure, name, tokens)
+        done = partial(self.results.has, name, tokens=tokens)
+        return measuring.Task(f"{name} {tokens}", seconds, work, done)
 
 
 def main() -> None:
-    parser = argparse.ArgumentParser(description=__doc__.splitlines()[0])
-    parser.add_argument("--out", type=Path, required=True, help="folder of results/")
-    parser.add_argument("--ways", type=lambda s: s.split(","), default=list(WAYS))
-    parser.add_argument("--tokens", type=lambda s: [int(x) for x in s.split(",")])
+    parser = measuring.command_line(__doc__)
+    parser.add_argument("--ways", type=measuring.words, default=list(WAYS))
+    parser.add_argument("--tokens", type=lambda text: [int(x) for x in text.split(",")])
     parser.add_argument("--repeats", type=int, default=3, help="samples a row")
     parser.add_argument("--until", type=float, default=3600, help="seconds from now")
-    parser.add_argument("--small", action="store_true", help="a size for rehearsal")
     options = parser.parse_args()
+    until = time.time() + options.until
     if unknown := set(options.ways) - set(WAYS):
         parser.error(f"no way {sorted(unknown)}; there are {list(WAYS)}")
-    kind = torch.accelerator.current_accelerator(check_available=True)
-    device = torch.device(kind.type, 0) if kind else torch.device("cpu")
-    until = time.time() + options.until
-    benchmark = Benchmark(options, device)
-    tokens = options.tokens or (SMALL_TOKENS if options.small else TOKENS)
-    tasks = benchmark.tasks(options.ways, list(tokens))
-    run_tasks(tasks, benchmark.results, until, Agreement())
-    if benchmark.training.offload is not None:
-        benchmark.training.offload.close()
-    gc.collect()
+    benchmark = Benchmark(options.small, options.repeats, options.out)
+    tasks = []
+    for tokens in options.tokens or (SMALL_TOKENS if options.small else TOKENS):
+        for name in options.ways:
+            if WAYS[name][0] or tokens <= LONGEST_WHOLE:
+                tasks.append(benchmark.task(name, tokens))
+    measuring.run_tasks(tasks, benchmark.results, until, measuring.Agreement())
+    if benchmark.keeping.offload is not None:
+        benchmark.keeping.offload.close()
 
 
 if __name__ == "__main__":

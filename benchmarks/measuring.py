@@ -3,6 +3,7 @@
 Torch and the standard library are enough. ``benchmarks/result_files.py`` reads what this writes.
 """
 
+import argparse
 import faulthandler
 import gc
 import json
@@ -30,6 +31,47 @@ from harness.recipe import code_sha256
 
 ROOT = Path(__file__).resolve().parents[1]
 SOURCE = ROOT / "recipes_source"
+STARTED = time.perf_counter()
+
+
+# -- the command ------------------------------------------------------------------------------
+
+
+def command_line(doc: str) -> argparse.ArgumentParser:
+    """The arguments that all benchmarks have, described by the first line of ``doc``."""
+    parser = argparse.ArgumentParser(description=doc.splitlines()[0])
+    parser.add_argument("--out", type=Path, default=ROOT / "benchmarks", help="for the results")
+    parser.add_argument("--small", action="store_true", help="a size for rehearsal on a CPU")
+    return parser
+
+
+def words(text: str) -> list[str]:
+    """An argument with commas."""
+    return text.split(",")
+
+
+def own_device() -> torch.device:
+    """This rank's accelerator, which becomes the current one, or the CPU."""
+    kind = torch.accelerator.current_accelerator(check_available=True)
+    if kind is None:
+        return torch.device("cpu")
+    index = int(os.environ.get("LOCAL_RANK", "0"))
+    torch.accelerator.set_device_index(index)
+    return torch.device(kind.type, index)
+
+
+def own_rank() -> int:
+    return dist.get_rank() if dist.is_initialized() else 0
+
+
+def all_ranks() -> int:
+    return dist.get_world_size() if dist.is_initialized() else 1
+
+
+def tell(text: str) -> None:
+    """Print ``text`` on rank 0, behind the seconds since the command began."""
+    if own_rank() == 0:
+        print(f"[{time.perf_counter() - STARTED:6.1f} s] {text}", flush=True)
 
 
 # -- clocks -----------------------------------------------------------------------------------
@@ -246,10 +288,11 @@ def link_rates(device: torch.device, nbytes: int) -> dict[str, float]:
     pairs = {"d2h": (hosts[0], there[0]), "h2d": (there[1], hosts[1])}
     streams = {direction: torch.cuda.Stream() for direction in pairs}
 
-    def rates(directions: Iterable[str]) -> dict[str, float]:
+    found = {}
+    for case, directions in (("pinned", ["d2h"]), ("pinned", ["h2d"]), ("duplex", ["d2h", "h2d"])):
         samples: dict[str, list[float]] = {direction: [] for direction in directions}
         for _ in range(6):
-            timed = {d: (timing_event(device), timing_event(device)) for d in samples}
+            timed = {d: (timing_event(device), timing_event(device)) for d in directions}
             synchronize(device)
             for direction, (start, end) in timed.items():
                 with torch.cuda.stream(streams[direction]):
@@ -260,12 +303,25 @@ def link_rates(device: torch.device, nbytes: int) -> dict[str, float]:
             synchronize(device)
             for direction, (start, end) in timed.items():
                 samples[direction].append(nbytes / (start.elapsed_time(end) / 1e3))
-        return {direction: statistics.median(found[1:]) for direction, found in samples.items()}
+        for direction, rates in samples.items():
+            found[f"{case}_{direction}_bytes_per_s"] = statistics.median(rates[1:])
+    return found
 
-    alone = rates(["d2h"]) | rates(["h2d"])
-    both = rates(["d2h", "h2d"])
-    return {f"pinned_{d}_bytes_per_s": rate for d, rate in alone.items()} | {
-        f"duplex_{d}_bytes_per_s": rate for d, rate in both.items()
+
+def forget_memory(device: torch.device) -> None:
+    """Give back what is not in use; peaks count from here."""
+    gc.collect()
+    if device.type == "cuda":
+        torch.cuda.empty_cache()
+        torch.cuda.reset_peak_memory_stats()
+
+
+def device_peaks(device: torch.device) -> dict[str, int]:
+    if device.type != "cuda":
+        return {}
+    return {
+        "peak_allocated_bytes": torch.cuda.max_memory_allocated(),
+        "peak_reserved_bytes": torch.cuda.max_memory_reserved(),
     }
 
 
@@ -294,7 +350,6 @@ def storage_rates(
         nbytes: that each rank writes for each of 1, 2, 4 and 8 threads.
         new_directory: makes one, the same for all ranks; removed here.
     """
-    rank = dist.get_rank() if dist.is_initialized() else 0
     data = memoryview(os.urandom(2**20) * (PIECE_BYTES // 2**20))
     rates = {}
     for writers in (1, 2, 4, 8):
@@ -302,11 +357,11 @@ def storage_rates(
         with ThreadPoolExecutor(writers) as pool:
             agreement.barrier()
             begun = time.perf_counter()
-            paths = [directory / f"{rank}.{number}" for number in range(writers)]
+            paths = [directory / f"{own_rank()}.{number}" for number in range(writers)]
             list(pool.map(write_pieces, paths, [data] * writers, [share] * writers))
             rates[writers] = writers * share / agreement.largest(time.perf_counter() - begun)
         agreement.barrier()
-        if rank == 0:
+        if own_rank() == 0:
             shutil.rmtree(directory)
     return rates
 
@@ -373,7 +428,7 @@ def header(benchmark: str, device: torch.device, workload: dict, link: dict) -> 
         "torch": torch.__version__,
         "device": device_name(device),
         "driver": nvidia_smi("driver_version"),
-        "ranks": dist.get_world_size() if dist.is_initialized() else 1,
+        "ranks": all_ranks(),
         "date": date.today().isoformat(),
         "workload": workload,
         "link": link,
@@ -436,12 +491,16 @@ class Results:
     def key(self, row: dict) -> tuple:
         return (row["name"], *(row.get(parameter) for parameter in self.varied))
 
-    def has(self, name: str, **parameters: object) -> bool:
+    def find(self, name: str, **parameters: object) -> dict:
+        """The row of ``name`` with these parameters; empty where there is none."""
         wanted = self.key({"name": name} | parameters)
-        return any(self.key(row) == wanted for row in self.data["rows"])
+        return next((row for row in self.data["rows"] if self.key(row) == wanted), {})
+
+    def has(self, name: str, **parameters: object) -> bool:
+        return bool(self.find(name, **parameters))
 
     def add(self, row: dict) -> None:
-        """Add ``row``, or replace the one with its name and parameters; write the file."""
+        """Add ``row``, or replace the one with its name and parameters; write and print it."""
         rows = [old for old in self.data["rows"] if self.key(old) != self.key(row)]
         beside = os.environ.get("MEASURED_BESIDE")
         row = row | {"recipes": list(self.recipes.get(row["name"], ()))}
@@ -449,6 +508,8 @@ class Results:
         self.data["code_sha256"] |= self.hashes(row["name"])
         self.data["not_run"].pop(row["name"], None)
         self.write()
+        shown = {k: f"{v:.4g}" for k, v in row.items() if isinstance(v, float)}
+        tell(f"{' '.join(str(part) for part in self.key(row) if part is not None)}: {shown}")
 
     def skip(self, name: str, reason: str) -> None:
         """Note why ``name`` has no row."""
@@ -456,7 +517,7 @@ class Results:
         self.write()
 
     def write(self) -> None:
-        if not dist.is_initialized() or dist.get_rank() == 0:
+        if own_rank() == 0:
             self.path.parent.mkdir(parents=True, exist_ok=True)
             self.path.write_text(json.dumps(self.data, indent=1) + "\n")
 
@@ -488,12 +549,11 @@ def run_tasks(
     ``patience`` times its seconds ends the process (a rank that waits for another does not come
     back); the same command then goes on behind it.
     """
-    started = time.perf_counter()
     for task in tasks:
         if agreement.any(task.done() or task.name in results.data["not_run"]):
             continue
         if agreement.any(time.time() + task.seconds > until):
-            say(started, f"{task.name}: left out, it needs {task.seconds:.0f} s")
+            tell(f"{task.name}: left out, it needs {task.seconds:.0f} s")
             continue
         results.skip(task.name, CUT_OFF)
         faulthandler.dump_traceback_later(patience * task.seconds + 10, exit=True)
@@ -506,14 +566,14 @@ def run_tasks(
             raise
         except BaseException as error:  # CheckpointException is no Exception
             results.skip(task.name, f"{type(error).__name__}: {str(error)[:300]}")
-            say(started, f"{task.name}: {results.data['not_run'][task.name]}")
+            tell(f"{task.name}: {results.data['not_run'][task.name]}")
             traceback.print_exc()
         finally:
             faulthandler.cancel_dump_traceback_later()
             gc.collect()
             if torch.cuda.is_available():
                 torch.cuda.empty_cache()
-        say(started, f"{task.name}: took {time.perf_counter() - begun:.1f} s")
+        tell(f"{task.name}: took {time.perf_counter() - begun:.1f} s")
 
 
 def say(started: float, text: str) -> None:
@@ -603,7 +663,7 @@ def write_trace(
         begin: µs, on the clock of ``drawn`` and ``marks``; becomes 0.
         marks: texts and µs, drawn across all lanes.
     """
-    if dist.is_initialized() and dist.get_rank() != 0:
+    if own_rank() != 0:
         return None
     drawn = [event for event in drawn if event.stop > event.start]
     tids = {lane: tid for tid, lane in enumerate(dict.fromkeys(d.lane for d in drawn), 1)}
