@@ -22,7 +22,6 @@ How a number is made
 * ``pinned_bytes``: sources and results, if page-locked.
 """
 
-import argparse
 import statistics
 import sys
 import time
@@ -37,19 +36,8 @@ sys.path[:0] = [str(ROOT), str(ROOT / "recipes_source" / "offload")]
 
 from three_streams import CHUNKS, Pipeline, judge, one_stream  # noqa: E402
 
-from benchmarks.measuring import (  # noqa: E402
-    Drawn,
-    Results,
-    blocks,
-    header,
-    link_rates,
-    medians,
-    profiled_events,
-    say,
-    seconds_of,
-    synchronize,
-    write_trace,
-)
+from benchmarks import measuring  # noqa: E402
+from benchmarks.measuring import Drawn, blocks, synchronize  # noqa: E402
 
 SIDE, SIDE_SMALL = 11584, 64  # rows and columns of a chunk of bfloat16: just below 2**28 bytes
 LINK_BYTES, LINK_BYTES_SMALL = 2**30, 2**20
@@ -116,16 +104,6 @@ def one_call(run: Callable[[], object], device: torch.device) -> dict[str, float
     return {"step_s": time.perf_counter() - begin, "call_s": returned - begin}
 
 
-def profiled(run: Callable[[], object], device: torch.device) -> list[dict]:
-    """The events of one call, annotated as ``three_streams.judge`` wants it."""
-    synchronize(device)
-    with torch.profiler.profile(acc_events=True) as profile:
-        with torch.profiler.record_function("judged call"):
-            run()
-        synchronize(device)
-    return profiled_events(profile)
-
-
 def lanes_of(events: list[dict], begin: float, returned: float) -> list[Drawn]:
     """Kernels, copies, and what held the host, as a page draws them."""
 
@@ -144,8 +122,8 @@ def lanes_of(events: list[dict], begin: float, returned: float) -> list[Drawn]:
 
 def kernel_seconds(weight: torch.Tensor) -> float:
     chunk, product = torch.randn_like(weight), torch.empty_like(weight)
-    product_of = lambda: torch.mm(chunk, weight, out=product)  # noqa: E731
-    return statistics.median(seconds_of(product_of, weight.device, 20))
+    multiply = partial(torch.mm, chunk, weight, out=product)
+    return statistics.median(measuring.seconds_of(multiply, weight.device, 20))
 
 
 def bound_seconds(nbytes: int, kernel_s: float, link: dict[str, float]) -> float:
@@ -155,27 +133,29 @@ def bound_seconds(nbytes: int, kernel_s: float, link: dict[str, float]) -> float
     return load + (CHUNKS - 1) * slowest + kernel_s + store
 
 
-def on_gpu(events: list[dict], folder: Path, head: dict, name: str) -> dict:
-    """What a profiled call says of a way; its trace."""
-    found = judge(events).copies.values()
-    total = sum(copies.device_s for copies in found)
+def hidden_share(run: Callable[[], object], name: str, folder: Path, head: dict) -> float:
+    """Of the copies of a profiled call, annotated as ``judge`` wants it; its trace is written."""
+    torch.cuda.synchronize()
+    with torch.profiler.profile(acc_events=True) as profile:
+        with torch.profiler.record_function("judged call"):
+            run()
+        torch.cuda.synchronize()
+    events = measuring.profiled_events(profile)
     (call,) = (e for e in events if e["name"] == "judged call" and e["cat"] == "user_annotation")
     begin, returned = call["ts"], call["ts"] + call["dur"]
-    drawn = lanes_of(events, begin, returned)
-    write_trace(folder, head, name, RECIPE, drawn, begin, [("call returns", returned)])
-    return {"hidden_share": sum(c.hidden_share * c.device_s for c in found) / total}
+    drawn, marks = lanes_of(events, begin, returned), [("call returns", returned)]
+    measuring.write_trace(folder, head, name, RECIPE, drawn, begin, marks)
+    found = judge(events).copies.values()
+    total = sum(copies.device_s for copies in found)
+    return sum(copies.hidden_share * copies.device_s for copies in found) / total
 
 
 def main() -> None:
-    parser = argparse.ArgumentParser(description=__doc__.splitlines()[0])
-    parser.add_argument("--out", type=Path, default=ROOT / "benchmarks", help="results/, traces/")
-    parser.add_argument("--small", action="store_true", help="a size for rehearsal on a CPU")
-    arguments = parser.parse_args()
-    started = time.perf_counter()
-    device = torch.accelerator.current_accelerator(check_available=True) or torch.device("cpu")
+    arguments = measuring.command_line(__doc__).parse_args()
+    device = measuring.own_device()
     side = SIDE_SMALL if arguments.small else SIDE
     weight = torch.randn(side, side, dtype=torch.bfloat16, device=device)
-    link = link_rates(device, LINK_BYTES_SMALL if arguments.small else LINK_BYTES)
+    link = measuring.link_rates(device, LINK_BYTES_SMALL if arguments.small else LINK_BYTES)
     workload = {
         "chunks": CHUNKS,
         "chunk_bytes": weight.nbytes,
@@ -184,27 +164,23 @@ def main() -> None:
     }
     if link:
         workload["kernel_s"] = kernel_seconds(weight)
-    head = header("three_streams", device, workload, link)
+    head = measuring.header("three_streams", device, workload, link)
     # Every way runs code of the recipe but record_stream, which is measured against it.
-    results = Results(arguments.out, head, dict.fromkeys(WAYS, RECIPE), ())
+    results = measuring.Results(arguments.out, head, dict.fromkeys(WAYS, RECIPE), ())
     for name, (pin, note) in WAYS.items():
         sources, targets = host_memory(weight, pin)
-        if device.type == "cuda":
-            torch.cuda.empty_cache()
-            before = torch.cuda.memory_reserved()
-            torch.cuda.reset_peak_memory_stats()
+        measuring.forget_memory(device)
+        before = torch.cuda.memory_reserved()
         run = way(name, sources, targets, weight)
         calls = [one_call(run, device) for _ in range(2 + REPEATS)]
-        row = {"name": name, "note": note} | medians(calls[2:])
+        row = {"name": name, "note": note} | measuring.medians(calls[2:])
         if link:
             bound = bound_seconds(weight.nbytes, workload["kernel_s"], link)
             row |= {"bound_s": bound, "bound_from": BOUND_FROM, "eta": bound / row["step_s"]}
-        if device.type == "cuda":
             row["peak_reserved_bytes"] = torch.cuda.max_memory_reserved() - before
             row["pinned_bytes"] = 2 * CHUNKS * weight.nbytes if pin else 0
-            row |= on_gpu(profiled(run, device), arguments.out, head, name)
+            row["hidden_share"] = hidden_share(run, name, arguments.out, head)
         results.add(row)
-        say(started, f"{name}: { {k: v for k, v in row.items() if k != 'samples'} }")
         del run, sources, targets  # with what the way held on the device
 
 
