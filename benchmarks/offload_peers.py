@@ -8,15 +8,10 @@
 * ``fsdp2_cpu_offload``: FSDP2 with ``CPUOffloadPolicy``, fp32 weights and fused AdamW on the host,
   bf16 compute, clipped. On one rank it cannot prefetch as it does on more.
 * ``deepspeed_offload``: ZeRO stage 3, weights and optimizer on the host, clipped.
-  ``deepspeed_superoffload``: the same with ``super_offload``. ``deepspeed_zenflow``: stage 2,
-  optimizer on the host; most gradients are applied every fourth step.
 """
 
 import os
-import statistics
-from collections.abc import Callable
 from contextlib import nullcontext
-from functools import partial
 from importlib.metadata import version
 
 import torch
@@ -27,8 +22,6 @@ from torch.distributed.tensor import DTensor
 from benchmarks.workloads import LARGEST_NORM, StockLoop, rising_rate
 
 RATE = 1e-4
-ZENFLOW = {"topk_ratio": 0.05, "update_interval": 4, "full_warm_up_rounds": 0}
-ZENFLOW |= {"overlap_step": True, "select_strategy": "step", "select_interval": 1000}
 
 
 def parameters_by_decay(model: torch.nn.Module) -> list[dict]:
@@ -45,18 +38,11 @@ class PeerLoop(StockLoop):
 
     engine = None  # DeepSpeed's, which clips and steps by itself
     precision = nullcontext()
-    cycle = 1  # steps that differ from each other
     state_bytes = 0  # on the device when backward has ended: weights, gradients, optimizer's state
 
     def use(self, optimizer: torch.optim.Optimizer) -> None:
         self.optimizer, self.parameters = optimizer, list(self.model.parameters())
         self.schedule = torch.optim.lr_scheduler.LambdaLR(optimizer, rising_rate)
-
-    def typical(self, train: Callable[..., list[float]]) -> float:
-        """Seconds of a step."""
-        if self.cycle > 1:
-            return statistics.fmean(train(self, 2 * self.cycle, warm=self.cycle))
-        return statistics.median(train(self, 2, warm=1))
 
     def close(self) -> None:
         if self.engine is not None:
@@ -122,33 +108,32 @@ def fsdp2_cpu_offload(loop: PeerLoop) -> None:
     loop.use(torch.optim.AdamW(parameters_by_decay(model), lr=RATE, fused=True))
 
 
-def deepspeed(loop: PeerLoop, super_offload: bool = False, **zero) -> None:
+def deepspeed_offload(loop: PeerLoop) -> None:
     import deepspeed
 
     os.environ.setdefault("LOCAL_RANK", "0")
     on_host = {"device": "cpu", "pin_memory": loop.device.type == "cuda"}
-    stages = {"stage": 3, "offload_optimizer": on_host | {"super_offload": super_offload}} | zero
-    if stages["stage"] == 3:
-        stages["offload_param"] = on_host
     config = {
         "train_micro_batch_size_per_gpu": len(loop.batches[0]),
         "bf16": {"enabled": True},
         "gradient_clipping": LARGEST_NORM,
-        "zero_optimization": {"overlap_comm": True} | stages,
+        "zero_optimization": {
+            "stage": 3,
+            "overlap_comm": True,
+            "offload_optimizer": on_host,
+            "offload_param": on_host,
+        },
         "optimizer": {"type": "AdamW", "params": {"lr": RATE, "weight_decay": 1e-2}},
     }
     groups = parameters_by_decay(loop.model)
     engine, *_ = deepspeed.initialize(model=loop.model, model_parameters=groups, config=config)
     loop.model, loop.engine = engine, engine
-    loop.cycle = zero.get("zenflow", {}).get("update_interval", 1)
 
 
 PEERS = {
     "torchao": torchao,
     "torchao_fp32": torchao_fp32,
-    "deepspeed_superoffload": partial(deepspeed, super_offload=True),
-    "deepspeed_offload": deepspeed,
-    "deepspeed_zenflow": partial(deepspeed, stage=2, zenflow=ZENFLOW),
+    "deepspeed_offload": deepspeed_offload,
     "fsdp2_cpu_offload": fsdp2_cpu_offload,
 }
 

@@ -30,9 +30,7 @@ How a number is made
 * ``host``: ``update_bytes_per_s`` is what the update of every third layer alone moves, by 28 bytes
   a parameter; ``clipped_bytes_per_s`` the same where gradients are scaled. The yardstick is an
   in-place ``mul_`` over masters and moments of the same layers by all threads, read and written.
-  ``large_pages``: the share of the process's memory in large pages. ``sweep``: the clipped update
-  of two layers with other teams and blocks, and the yardstick there; the best is taken for all
-  rows of the run if it gains more than 5 % over what the recipe has.
+  ``large_pages``: the share of the process's memory in large pages.
 * ``in_step_s``: from the first block of a clipped step's update to its last, beside the forward.
 * ``larger_than_device``: as deep as the host's and the device's memory allow. ``FIFTY`` steps of
   one batch; ``state_bytes`` are weights, gradients and Adam's state, ``fits_resident`` the
@@ -47,16 +45,13 @@ How a number is made
 """
 
 import argparse
-import gc
-import itertools
 import os
 import re
 import statistics
 import sys
-import threading
 import time
 from collections.abc import Callable
-from concurrent.futures import ThreadPoolExecutor, wait
+from concurrent.futures import wait
 from dataclasses import dataclass
 from functools import partial
 from pathlib import Path
@@ -73,20 +68,8 @@ from one_copy_a_host import Host, SharedAdamW, SharedModel  # noqa: E402
 from streamed_model import StreamedModel  # noqa: E402
 from whole_step import HostAdamW  # noqa: E402
 
-from benchmarks.measuring import (  # noqa: E402
-    Agreement,
-    HostMemory,
-    Results,
-    Task,
-    device_name,
-    header,
-    link_rates,
-    run_tasks,
-    say,
-    seconds_of,
-    synchronize,
-    timing_event,
-)
+from benchmarks import measuring  # noqa: E402
+from benchmarks.measuring import HostMemory, Task, device_peaks, tell  # noqa: E402
 from benchmarks.offload_peers import PEERS, PeerLoop, note_of, parameters_by_decay  # noqa: E402
 from benchmarks.workloads import LARGEST_NORM, LLAMAS, StockLoop, llama  # noqa: E402
 
@@ -106,7 +89,6 @@ LARGER_HOST_STATE = 96e9  # bytes that the host holds of the model that is large
 LARGER_SHARE = 0.72  # of the device's memory for state; the rest for logits and activations
 FIFTY = 50
 ONE_COPY_LAYERS = 6
-TEAMS, BLOCKS = (2, 4), (2**18, 2**19, 2**20, 2**21)
 FACTOR = 0.5  # of clipping, where an update is timed alone
 BOUND = "backward + max(forward, update) of this run"
 BOUND_IN_BACKWARD = "max(forward + backward, update) of this run"
@@ -150,13 +132,13 @@ class PhaseClock:
         ]
 
     def mark(self) -> None:
-        self.marks.append(timing_event(self.device))
+        self.marks.append(measuring.timing_event(self.device))
         self.marks[-1].record()
 
     def close(self) -> tuple[float, float]:
         for hook in self.hooks:
             hook.remove()
-        synchronize(self.device)
+        measuring.synchronize(self.device)
         phases = []
         for first in (0, 1):
             pairs = zip(self.marks[first::3], self.marks[first + 1 :: 3], strict=True)
@@ -255,8 +237,7 @@ class UpdateClock:
 class Benchmark:
     def __init__(self, options: argparse.Namespace, device: torch.device) -> None:
         self.size, self.device = SMALL if options.small else FULL, device
-        self.host_state, self.peers = options.host_state, options.peers
-        self.started, self.until = time.perf_counter(), time.time() + options.until
+        self.host_state, self.until = options.host_state, time.time() + options.until
         shape = LLAMAS[self.size.name]
         workload = {
             "model": f"{self.size.name}, vocabulary {shape.vocabulary:,}",
@@ -265,57 +246,43 @@ class Benchmark:
             "sequence": f"{self.size.length} tokens",
             "processor": f"{processor()}, {len(os.sched_getaffinity(0))} cores",
         }
-        link = link_rates(device, 1 << (20 if options.small else 30))
-        head = header("offload_step", device, workload, link)
-        ours = "sweep", "host", "streamed_adam", "streamed_adam_in_backward", "larger_than_device"
+        link = measuring.link_rates(device, 1 << (20 if options.small else 30))
+        head = measuring.header("offload_step", device, workload, link)
+        ours = "host", "streamed_adam", "streamed_adam_in_backward", "larger_than_device"
         recipes = dict.fromkeys((*ours, "own_copy"), RECIPES)
         recipes["one_copy"] = (*RECIPES, "one_copy_a_host")
-        self.results = Results(options.out, head, recipes, ("model", "tokens"))
+        self.results = measuring.Results(options.out, head, recipes, ("model", "tokens"))
         self.ours: Ours | None = None
-
-    def say(self, text: str) -> None:
-        say(self.started, text)
 
     def row(self, name: str, tokens: int | None, memory: HostMemory | None, **fields) -> None:
         row = {"name": name, "model": self.size.name, "loop": "reads", "compiled": False}
         row |= {"tokens": tokens} if tokens else {}
-        if self.device.type == "cuda":
-            row["peak_allocated_bytes"] = torch.cuda.max_memory_allocated()
-            row["peak_reserved_bytes"] = torch.cuda.max_memory_reserved()
-        row |= memory.peaks() if memory else {}
+        row |= device_peaks(self.device) | (memory.peaks() if memory else {})
         self.results.add(row | fields)
-        shown = {k: f"{v:.4g}" if isinstance(v, float) else v for k, v in fields.items()}
-        self.say(f"{name} {tokens or ''} { ({k: v for k, v in shown.items() if k != 'samples'}) }")
 
     def found(self, name: str, tokens: int | None = None) -> dict:
         """A row of this file; empty where there is none."""
-        key = {"name": name, "model": self.size.name} | ({"tokens": tokens} if tokens else {})
-        rows = self.results.data["rows"]
-        return next((r for r in rows if all(r.get(k) == v for k, v in key.items())), {})
+        return self.results.find(name, model=self.size.name, tokens=tokens)
 
     def clear(self) -> None:
-        gc.collect()
-        if self.device.type == "cuda":
-            torch.cuda.empty_cache()
-            torch.cuda.reset_peak_memory_stats()
+        measuring.forget_memory(self.device)
 
     def extrapolated(self, by_depth: dict[int, float]) -> float:
         (few, short), (many, long) = sorted(by_depth.items())
         return long + (long - short) / (many - few) * (self.size.layers - many)
 
-    # The host's Adam
+    def row_of_depths(self, name: str, tokens: int, by_depth: dict[int, dict], **more) -> None:
+        """A row of straight lines through what was measured at two depths."""
+        fields, samples = {}, {}
+        for field in ("step_s", "forward_s", "backward_s"):
+            values = {depth: found[field] for depth, found in by_depth.items() if field in found}
+            if values:
+                fields[field] = self.extrapolated(values)
+                samples |= {f"{field} of {depth} layers": [v] for depth, v in values.items()}
+        fields |= {"extrapolated": True, "optimizer_in_step": True} | more
+        self.row(name, tokens, None, **fields, samples=samples)
 
-    def set_teams(self, host: host_adam.HostUpdates, team: int, block: int, layers: range) -> None:
-        """Have ``layers`` updated by teams of so many cores, in blocks of so many parameters."""
-        host_adam.TEAM, host_adam.BLOCK = team, block
-        threads = host_adam.host_threads()
-        host.teams = max(1, threads // team)
-        cores = (torch.set_num_threads, (threads // host.teams,))
-        host.workers.shutdown()
-        host.of_thread = threading.local()
-        host.workers = ThreadPoolExecutor(host.teams, "adam", *cores)
-        for layer in layers:
-            host.blocks[layer] = host.cut(layer)
+    # The host's Adam
 
     @staticmethod
     def update(optimizer: HostAdamW, layers: range, factor: float = 1.0) -> None:
@@ -331,68 +298,49 @@ class Benchmark:
         """A plain pass over masters and moments; threads take the next block when they are free."""
         host = optimizer.host
         blocks = iter([x for layer in layers for block in host.blocks[layer] for x in block[3:]])
-        work = lambda: [x.mul_(1.0) for x in blocks]  # noqa: E731
+
+        def work() -> None:
+            for x in blocks:
+                x.mul_(1.0)
+
         wait([host.workers.submit(work) for _ in range(host.teams)])
-
-    def sweep(self) -> None:
-        ours, layers = Ours(self.size, self.device, 2, budget=0), range(2)
-        host, as_it_is = ours.optimizer.host, (host_adam.TEAM, host_adam.BLOCK)
-        samples, rates, plain = {}, {}, {}
-        for team, block in itertools.product(TEAMS, BLOCKS):
-            self.set_teams(host, team, block, layers)
-            times = seconds_of(lambda: self.update(ours.optimizer, layers, FACTOR), CPU, 3)
-            samples[f"update_s, teams of {team}, blocks of {block}"] = times
-            rates[team, block] = UPDATE_BYTES * ours.host_parameters / statistics.median(times)
-            times = seconds_of(lambda: self.multiply(ours.optimizer, layers), CPU, 3)
-            samples[f"multiply_s, teams of {team}, blocks of {block}"] = times
-            plain[team, block] = 24 * ours.host_parameters / statistics.median(times)
-            both = f"{rates[team, block] / 1e9:.1f} of {plain[team, block] / 1e9:.1f} GB/s"
-            self.say(f"teams of {team}, blocks of {block}: {both}")
-        host_adam.TEAM, host_adam.BLOCK = as_it_is
-        best = max(rates, key=rates.get)
-        ours.close()
-        fields = {"team": best[0], "block": best[1], "update_bytes_per_s": rates[best]}
-        fields |= {"as_it_is_bytes_per_s": rates[as_it_is]}
-        fields |= {"yardstick_bytes_per_s": max(plain.values())}
-        self.row("sweep", None, None, **fields, samples=samples)
-
-    def take_best(self) -> None:
-        """Of the sweep, if it was made and gains something."""
-        best = self.found("sweep")
-        if best and best["update_bytes_per_s"] > 1.05 * best["as_it_is_bytes_per_s"]:
-            host_adam.TEAM, host_adam.BLOCK = best["team"], best["block"]
 
     def host(self) -> None:
         """The update of every third layer alone, and a plain pass over masters and moments."""
         optimizer = self.build().optimizer
         every, layers = range(len(optimizer.host.blocks)), range(0, len(optimizer.host.blocks), 3)
         numel = sum(block[3].numel() for layer in layers for block in optimizer.host.blocks[layer])
+        update, multiply = partial(self.update, optimizer), partial(self.multiply, optimizer)
         samples = {
-            "update_s": seconds_of(lambda: self.update(optimizer, layers), CPU, 3),
-            "clipped_s": seconds_of(lambda: self.update(optimizer, layers, FACTOR), CPU, 3),
-            "multiply_s": seconds_of(lambda: self.multiply(optimizer, layers), CPU, 3),
+            "update_s": measuring.seconds_of(partial(update, layers), CPU, 3),
+            "clipped_s": measuring.seconds_of(partial(update, layers, FACTOR), CPU, 3),
+            "multiply_s": measuring.seconds_of(partial(multiply, layers), CPU, 3),
         }
-        update, clipped, plain = map(statistics.median, samples.values())
+        update_s, clipped_s, plain_s = map(statistics.median, samples.values())
         for layer in every:
             each = range(layer, layer + 1)
-            times = seconds_of(lambda: self.multiply(optimizer, each), CPU, 1)  # noqa: B023
+            times = measuring.seconds_of(partial(multiply, each), CPU, 1)
             samples.setdefault("multiply_s, layer by layer", []).extend(times)
-        yardstick = 24 * numel / plain
-        large = memory_of_process("AnonHugePages") / memory_of_process("Anonymous")
-        fields = {"update_bytes_per_s": UPDATE_BYTES * numel / update}
-        fields |= {"clipped_bytes_per_s": UPDATE_BYTES * numel / clipped}
-        fields |= {"yardstick_bytes_per_s": yardstick}
-        fields |= {"share_of_yardstick": fields["update_bytes_per_s"] / yardstick}
-        fields |= {"threads": host_adam.host_threads(), "large_pages": large}
-        fields |= {"team": host_adam.TEAM, "block": host_adam.BLOCK, "processor": processor()}
-        fields |= {"memory_nodes": len(list(Path("/sys/devices/system/node").glob("node[0-9]*")))}
+        rate, yardstick = UPDATE_BYTES * numel / update_s, 24 * numel / plain_s
+        fields = {
+            "update_bytes_per_s": rate,
+            "clipped_bytes_per_s": UPDATE_BYTES * numel / clipped_s,
+            "yardstick_bytes_per_s": yardstick,
+            "share_of_yardstick": rate / yardstick,
+            "threads": host_adam.host_threads(),
+            "large_pages": memory_of_process("AnonHugePages") / memory_of_process("Anonymous"),
+            "team": host_adam.TEAM,
+            "block": host_adam.BLOCK,
+            "processor": processor(),
+            "memory_nodes": len(list(Path("/sys/devices/system/node").glob("node[0-9]*"))),
+        }
         self.row("host", None, None, **fields, samples=samples)
 
     # Steps
 
     def resident(self) -> None:
         """Step, forward and backward at two depths, at all tokens."""
-        seconds: dict[tuple, dict] = {}
+        seconds: dict[int, dict] = {tokens: {} for tokens in self.size.tokens}
         for depth in self.size.depths:
             ours = Ours(self.size, self.device, depth, budget=float("inf"))
             for tokens in self.size.tokens:
@@ -402,21 +350,17 @@ class Benchmark:
                 except torch.OutOfMemoryError as error:
                     self.results.skip(f"resident {tokens}", str(error)[:200])
                     continue
-                phases = PhaseClock(loop, self.device)
+                clock = PhaseClock(loop, self.device)
                 steps = train(loop, self.size.steps, warm=1)
-                forward, backward = phases.close()
-                fields = {"step_s": min(steps), "forward_s": forward, "backward_s": backward}
-                for field, value in fields.items():
-                    seconds.setdefault((tokens, field), {})[depth] = value
+                forward, backward = clock.close()
+                phases = {"forward_s": forward, "backward_s": backward}
+                seconds[tokens][depth] = {"step_s": min(steps)} | phases
             ours.close()
             del ours, loop
             self.clear()
-        for tokens in (t for t in self.size.tokens if len(seconds.get((t, "step_s"), ())) == 2):
-            depths = {f: seconds[tokens, f] for f in ("step_s", "forward_s", "backward_s")}
-            fields = {f: self.extrapolated(by_depth) for f, by_depth in depths.items()}
-            samples = {f"{f} of {d} layers": [s] for f, v in depths.items() for d, s in v.items()}
-            extra = {"extrapolated": True, "optimizer_in_step": True, "samples": samples}
-            self.row("resident", tokens, None, **fields, **extra)
+        for tokens, by_depth in seconds.items():
+            if len(by_depth) == 2:
+                self.row_of_depths("resident", tokens, by_depth)
 
     def around_layers(self) -> float:
         """Bytes of state on the device that are no layer's: embedding, head, and slots."""
@@ -432,7 +376,6 @@ class Benchmark:
     def build(self) -> Ours:
         if self.ours is None:
             self.clear()
-            self.take_best()
             begun = time.perf_counter()
             budget = DEVICE_STATE - self.around_layers() if self.size is FULL else 0
             self.ours = Ours(self.size, self.device, self.size.layers, max(0, budget))
@@ -440,7 +383,7 @@ class Benchmark:
         return self.ours
 
     def tell(self, ours: Ours, begun: float) -> None:
-        self.say(
+        tell(
             f"built in {time.perf_counter() - begun:.0f} s, "
             f"{ours.host_parameters / 1e9:.2f} G parameters on the host, "
             f"{len(ours.streamed.resident)} layers and "
@@ -456,12 +399,12 @@ class Benchmark:
         ours.streamed.wait()
         del host.start, host.end
         step = statistics.median(steps)
-        resident, host = self.found("resident", tokens), self.found("host")
+        resident, alone = self.found("resident", tokens), self.found("host")
         fields = {"step_s": step, "optimizer_in_step": True, "skipped": ours.optimizer.skipped}
         in_step = {"in_step_s": clock.seconds[-len(steps) :]} if clip else {}
         fields |= {name: statistics.median(seconds) for name, seconds in in_step.items()}
-        if host and resident:
-            rate = max(host["update_bytes_per_s"], host["clipped_bytes_per_s"])
+        if alone and resident:
+            rate = max(alone["update_bytes_per_s"], alone["clipped_bytes_per_s"])
             update_s = UPDATE_BYTES * ours.host_parameters / rate
             forward, backward = resident["forward_s"], resident["backward_s"]
             in_backward = max(forward + backward, update_s)
@@ -508,7 +451,6 @@ class Benchmark:
             layers = int(self.host_state // state) + int(budget // state)
             on_device = budget
         self.clear()
-        self.take_best()
         begun = time.perf_counter()
         ours = Ours(self.size, self.device, layers, budget=on_device)
         self.tell(ours, begun)
@@ -574,8 +516,9 @@ class Benchmark:
             for tokens in self.size.tokens:
                 count = max(1, tokens // self.size.length) * self.size.length
                 loop.set_batches(count, self.size.length)
-                seconds[tokens][depth] = loop.typical(train)
-                self.say(f"{name}, {depth} layers, {tokens} tokens: {seconds[tokens][depth]:.3f} s")
+                step = statistics.median(train(loop, 2, warm=1))
+                seconds[tokens][depth] = {"step_s": step}
+                tell(f"{name}, {depth} layers, {tokens} tokens: {step:.3f} s")
             state[depth] = loop.state_bytes
             loop.close()
             del loop
@@ -583,61 +526,56 @@ class Benchmark:
             os.sched_setaffinity(0, cores)  # SuperOffload takes some of them
             self.clear()
         for tokens, by_depth in seconds.items():
-            step, resident = self.extrapolated(by_depth), self.found("resident", tokens)
-            fields = {"step_s": step, "extrapolated": True, "optimizer_in_step": True}
-            fields |= {"device_state_bytes": round(self.extrapolated(state))} | note_of(name)
-            fields |= {"kept": resident["step_s"] / step} if resident else {}
-            samples = {f"step_s of {depth} layers": [s] for depth, s in by_depth.items()}
-            self.row(name, tokens, None, **fields, samples=samples)
+            fields = {"device_state_bytes": round(self.extrapolated(state))} | note_of(name)
+            if resident := self.found("resident", tokens):
+                step = self.extrapolated({depth: of["step_s"] for depth, of in by_depth.items()})
+                fields["kept"] = resident["step_s"] / step
+            self.row_of_depths(name, tokens, by_depth, **fields)
 
-    def tasks(self, what: str) -> list[Task]:
-        full, found = self.size is FULL, []
+    def task(self, name: str, seconds: float, work: Callable[[], None], *tokens: int) -> Task:
+        """``tokens``: of the rows that ``work`` adds; none for a row without."""
+        title = f"{name} {tokens[0]}" if len(tokens) == 1 else name
 
-        def add(name: str, seconds: float, work: Callable[[], None], *tokens: int) -> None:
-            keys = [{"tokens": t} for t in tokens] or [{}]
-            rows = [(name, {"model": self.size.name} | key) for key in keys]
-            done = lambda: all(self.results.has(row, **key) for row, key in rows)  # noqa: E731
-            title = f"{name} {tokens[0]}" if len(tokens) == 1 else name
-            found.append(Task(title, seconds if full else 15, work, done))
+        def done() -> bool:
+            return all(self.found(name, count) for count in tokens or (None,))
 
+        return Task(title, seconds if self.size is FULL else 15, work, done)
+
+    def tasks(self, what: str, peers: list[str]) -> list[Task]:
+        every, least, found = self.size.tokens, min(self.size.tokens), []
         if what in ("ours", "all"):
-            add("sweep", 25, self.sweep)
-            add("resident", 60, self.resident, *self.size.tokens)
-            add("host", 60, self.host)
+            found.append(self.task("resident", 60, self.resident, *every))
+            found.append(self.task("host", 60, self.host))
             for clip, name in ((True, "streamed_adam"), (False, "streamed_adam_in_backward")):
-                for tokens in self.size.tokens:
-                    add(name, 35, partial(self.streamed, tokens, clip), tokens)
-        if what in ("larger",):
-            add("larger_than_device", 220, self.larger, min(self.size.tokens))
-        if what in ("copies",):
+                for tokens in every:
+                    work = partial(self.streamed, tokens, clip)
+                    found.append(self.task(name, 35, work, tokens))
+        if what == "larger":
+            found.append(self.task("larger_than_device", 220, self.larger, least))
+        if what == "copies":
             for name in ("one_copy", "own_copy"):
-                add(name, 30, partial(self.copies, name), min(self.size.tokens))
+                found.append(self.task(name, 30, partial(self.copies, name), least))
         if what in ("peers", "all"):
-            for name in self.peers:
-                add(name, 40, partial(self.peer, name), *self.size.tokens)
+            for name in peers:
+                found.append(self.task(name, 40, partial(self.peer, name), *every))
         return found
 
 
 def main() -> None:
-    parser = argparse.ArgumentParser(description=__doc__.splitlines()[0])
-    parser.add_argument("--out", type=Path, required=True, help="folder of results/")
-    parser.add_argument(
-        "--what", choices=("ours", "peers", "copies", "larger", "all"), default="ours"
-    )
+    parser = measuring.command_line(__doc__)
+    whats = ("ours", "peers", "copies", "larger", "all")
+    parser.add_argument("--what", choices=whats, default="ours")
     parser.add_argument("--peers", nargs="+", choices=PEERS, default=list(PEERS))
     parser.add_argument("--host-state", type=float, default=LARGER_HOST_STATE, help="bytes; larger")
-    parser.add_argument("--small", action="store_true", help="a tiny Llama, for a CPU")
     parser.add_argument("--until", type=float, default=3600, help="seconds from now")
     options = parser.parse_args()
-    kind = torch.accelerator.current_accelerator(check_available=True)
-    device = torch.device(kind.type, int(os.environ.get("LOCAL_RANK", "0"))) if kind else CPU
-    if kind:
-        torch.accelerator.set_device_index(device.index)
+    device = measuring.own_device()
     if "RANK" in os.environ:
         dist.init_process_group()
     benchmark = Benchmark(options, device)
-    benchmark.say(f"{device_name(device)}, torch {torch.__version__}")
-    run_tasks(benchmark.tasks(options.what), benchmark.results, benchmark.until, Agreement())
+    tell(f"{measuring.device_name(device)}, torch {torch.__version__}")
+    tasks, agreement = benchmark.tasks(options.what, options.peers), measuring.Agreement()
+    measuring.run_tasks(tasks, benchmark.results, benchmark.until, agreement)
     if benchmark.ours is not None:
         benchmark.ours.close()
     if dist.is_initialized():
