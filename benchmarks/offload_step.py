@@ -563,8 +563,8 @@ class Benchmark:
 
 def main() -> None:
     parser = measuring.command_line(__doc__)
-    whats = ("ours", "peers", "copies", "larger", "all")
-    parser.add_argument("--what", choices=whats, default="ours")
+    choices = ("ours", "peers", "copies", "larger", "all")
+    parser.add_argument("--what", choices=choices, default="ours")
     parser.add_argument("--peers", nargs="+", choices=PEERS, default=list(PEERS))
     parser.add_argument("--host-state", type=float, default=LARGER_HOST_STATE, help="bytes; larger")
     parser.add_argument("--until", type=float, default=3600, help="seconds from now")
