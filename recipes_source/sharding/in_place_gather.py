@@ -358,8 +358,8 @@ if __name__ == "__main__":
 # **What changes with four GPUs?** Three quarters of each weight come from peers instead of half, and
 # each rank adds four parts. Against stock FSDP2 the gain is that of two GPUs from 4,096 tokens on; at
 # 2,048 little is left of it. Four pairs, so read those rows as approximate. Eight GPUs have not been
-# measured. On the synthetic stack in bfloat16 in place stays behind a schedule that needs no FSDP2
-# (:doc:`prefetch_schedule`): those rows' code added bfloat16 gradients by a slow kernel.
+# measured. On the synthetic stack in bfloat16 in place is ahead of a schedule that needs no FSDP2, at
+# each size at which they took turns (:doc:`peer_schedule` has the rows).
 #
 # What breaks if you remove a line
 # --------------------------------
