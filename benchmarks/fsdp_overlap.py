@@ -39,10 +39,8 @@ comparison: stock FSDP2 in place with a schedule of our own that needs no FSDP2.
 """
 
 import argparse
-import importlib
 import sys
 import time
-from collections.abc import Callable
 from dataclasses import asdict, dataclass, field
 from datetime import timedelta
 from functools import partial
@@ -50,228 +48,20 @@ from pathlib import Path
 
 import torch
 import torch.distributed as dist
-from torch import nn
-from torch.distributed.fsdp import FSDPModule, MixedPrecisionPolicy, fully_shard
 
 ROOT = Path(__file__).resolve().parents[1]
 sys.path[:0] = [str(ROOT), str(ROOT / "recipes_source" / "sharding")]
 
 import fsdp2_settings  # noqa: E402
-import in_place_gather  # noqa: E402
-import in_place_reduce  # noqa: E402
 import peer_memory  # noqa: E402
 
-from benchmarks import workloads  # noqa: E402
-from benchmarks.measuring import (  # noqa: E402
-    Agreement,
-    Results,
-    Task,
-    header,
-    in_turn,
-    run_tasks,
-    say,
-    seconds_of,
-    summary,
-    synchronize,
-    timing_event,
-)
-from benchmarks.synthetic_stack import STACKS, rows_of  # noqa: E402
+from benchmarks import measuring  # noqa: E402
+from benchmarks.fsdp_ways import REFERENCE, STACKS, WAYS, Case, Way, rows_of  # noqa: E402
+from benchmarks.measuring import Task, summary, tell, timing_event  # noqa: E402
 
-LENGTH = 4096  # tokens of a sequence
 STEPS = {1024: 5, 2048: 4, 4096: 3, 8192: 2, 12_288: 2, 16_384: 1}  # timed ones of a window
 ROUNDS = 8
-REFERENCE = "no_communication"
 COLLECTIVE_TIMEOUT = timedelta(seconds=120)
-
-
-@dataclass(frozen=True)
-class Case:
-    """What is trained: the fields that tell rows of one name apart."""
-
-    model: str = "llama-8b-blocks"
-    loop: str = "reads"
-    compiled: bool = False
-    reduce_dtype: str = "float32"
-    activation_checkpointing: bool = False
-
-
-# -- ways to train the Llama ------------------------------------------------------------------
-
-
-class Way:
-    """A sharded Llama; a subclass's ``shard`` says how. ``loop(tokens)`` trains it."""
-
-    recipes: tuple[str, ...] = ()
-    note = ""
-
-    def __init__(self, case: Case, device: torch.device, layers: int | None = None) -> None:
-        self.case, self.device = case, device
-        self.model = workloads.llama(case.model, device, layers=layers)
-        if case.activation_checkpointing:
-            self.model.gradient_checkpointing_enable({"use_reentrant": False})
-        if case.compiled:
-            workloads.compile_blocks(self.model)
-        self.shard()
-        self.optimizer = self.build_optimizer()
-
-    def build_optimizer(self) -> torch.optim.Optimizer:
-        parameters = self.model.parameters()
-        return torch.optim.AdamW(parameters, lr=workloads.LEARNING_RATE, fused=True)
-
-    def shard(self) -> None:
-        """As torchtitan groups units: embedding, each layer, norm and head."""
-        dtype = getattr(torch, self.case.reduce_dtype)
-        policy = {"mp_policy": MixedPrecisionPolicy(torch.bfloat16, dtype)}
-        inner = self.model.model
-        for layer in inner.layers:
-            fully_shard(layer, **policy)
-        if not self.model.config.tie_word_embeddings:
-            fully_shard(inner.embed_tokens, **policy)
-            fully_shard([inner.norm, self.model.lm_head], **policy)
-        fully_shard(self.model, **policy)
-        parts = (inner.embed_tokens, *inner.layers, self.model.lm_head)
-        self.tune([part for part in parts if isinstance(part, FSDPModule)])
-
-    def tune(self, units: list[FSDPModule]) -> None: ...
-
-    def loop(self, tokens: int) -> workloads.StockLoop:
-        options = {"reads": self.case.loop == "reads", "optimizer": self.optimizer}
-        return workloads.StockLoop(self.model, tokens, min(tokens, LENGTH), **options)
-
-
-class Fsdp2(Way):
-    note = "fully_shard on embedding, layers, norm with head; settings as they come"
-
-
-class Tuned(Way):
-    recipes = ("fsdp2_settings",)
-    note = "fsdp2, two units kept, two prefetched, reduce-scatters in a group of their own"
-
-    def tune(self, units: list[FSDPModule]) -> None:
-        fsdp2_settings.tune(units)
-
-
-class ReduceGroup(Way):
-    recipes = ("fsdp2_settings",)
-    note = "fsdp2, reduce-scatters in a group of their own"
-
-    def tune(self, units: list[FSDPModule]) -> None:
-        fsdp2_settings.reduce_in_own_group(units)
-
-
-class InPlace(Way):
-    recipes = ("shared_slots", "in_place_gather", "in_place_reduce")
-    note = "fsdp2, gathered by peer copies and reduced by pushes, without copies around them"
-
-    def tune(self, units: list[FSDPModule]) -> None:
-        self.copy = in_place_gather.gather_in_place(self.model)
-        self.pushed = in_place_reduce.reduce_in_place(self.model)
-        if self.copy is None or self.pushed is None:
-            raise RuntimeError("the ranks cannot read each other's memory")
-
-
-class MegatronFsdp(Way):
-    """NVIDIA's package; ``options`` as its guide for speed sets them."""
-
-    options: dict = {}
-    note = "megatron-fsdp, settings as they come, bfloat16 gradients, without clipping"
-
-    def shard(self) -> None:
-        package = importlib.import_module("megatron_fsdp")
-        unit = type(self.model.model.layers[0])
-        self.model = package.fully_shard_model(
-            module=self.model.to(torch.bfloat16),
-            fsdp_unit_modules=[unit],
-            fsdp_group_ag=dist.new_group(),
-            device=self.device,
-            **self.options,
-        )
-        self.model.get_input_embeddings = self.model.module.get_input_embeddings
-
-    def build_optimizer(self) -> torch.optim.Optimizer:
-        package = importlib.import_module("megatron_fsdp")
-        return package.fully_shard_optimizer(super().build_optimizer())
-
-    def loop(self, tokens: int) -> workloads.StockLoop:
-        loop = super().loop(tokens)
-        loop.clip = False
-        return loop
-
-
-class MegatronFsdpGuide(MegatronFsdp):
-    options = {"nccl_ub": True, "fsdp_double_buffer": True, "disable_symmetric_registration": True}
-    note = "megatron-fsdp, registered double buffers, no multicast, without clipping"
-
-
-class LocalCopies:
-    """Stands in for a collective: moves as many bytes on the device."""
-
-    def allocate(self, size, *, dtype: torch.dtype, device: torch.device) -> torch.Tensor:
-        return torch.empty(size, dtype=dtype, device=device)
-
-    def __call__(self, output_tensor, input_tensor, group, op=None, async_op=False) -> None:
-        ranks, rank = group.size(), group.rank()
-        if output_tensor.numel() < input_tensor.numel():
-            output_tensor.copy_(input_tensor.view(ranks, -1)[rank])
-            return
-        for other, part in enumerate(output_tensor.view(ranks, -1)):
-            if other != rank:  # FSDP2 has put this rank's part in its place
-                part.copy_(input_tensor)
-
-
-class NoCollectives(Way):
-    note = "fsdp2, its collectives replaced by copies on the device"
-
-    def tune(self, units: list[FSDPModule]) -> None:
-        for unit in units:
-            unit.set_custom_all_gather(LocalCopies())
-            unit.set_custom_reduce_scatter(LocalCopies())
-
-
-class WholeLoop(workloads.StockLoop):
-    """Updates float32 rows of whole weights in bfloat16."""
-
-    def __init__(self, way: "NoCommunication", tokens: int, reads: bool) -> None:
-        options = {"reads": reads, "optimizer": way.optimizer}
-        super().__init__(way.model, tokens, min(tokens, LENGTH), **options)
-        self.whole, self.parameters = self.parameters, way.own
-
-    def update(self) -> None:
-        for own in self.parameters:
-            own.grad = torch.empty_like(own)
-        rows = [rows_of(whole.grad) for whole in self.whole]
-        torch._foreach_copy_([own.grad for own in self.parameters], rows)
-        for whole in self.whole:
-            whole.grad = None
-        super().update()
-        with torch.no_grad():
-            torch._foreach_copy_([rows_of(whole) for whole in self.whole], self.parameters)
-
-
-class NoCommunication(Way):
-    note = "whole bfloat16 weights; each rank updates its own float32 rows; nothing is sent"
-
-    def shard(self) -> None:
-        self.own = [nn.Parameter(rows_of(p.detach()).clone()) for p in self.model.parameters()]
-        self.model.to(torch.bfloat16)
-
-    def build_optimizer(self) -> torch.optim.Optimizer:
-        return torch.optim.AdamW(self.own, lr=workloads.LEARNING_RATE, fused=True)
-
-    def loop(self, tokens: int) -> WholeLoop:
-        return WholeLoop(self, tokens, self.case.loop == "reads")
-
-
-WAYS = {
-    REFERENCE: NoCommunication,
-    "fsdp2_no_collectives": NoCollectives,
-    "fsdp2": Fsdp2,
-    "fsdp2_tuned": Tuned,
-    "fsdp2_reduce_group": ReduceGroup,
-    "fsdp2_in_place": InPlace,
-    "megatron-fsdp": MegatronFsdp,
-    "megatron-fsdp-guide": MegatronFsdpGuide,
-}
 
 
 # -- what to measure --------------------------------------------------------------------------
@@ -331,17 +121,15 @@ class Run:
         if dist.get_world_size() == 1:
             raise ValueError("start at least two ranks: one has nothing to communicate")
         self.arguments, self.device = arguments, device
-        self.started, self.agreement = time.perf_counter(), Agreement()
-        head = header("fsdp_overlap", device, self.workload(), {})
-        self.results = Results(arguments.out, head, RECIPES, VARIED)
-
-    def workload(self) -> dict:
-        return {
+        self.agreement = measuring.Agreement()
+        workload = {
             "model": "stock blocks of Llama 3 8B (workloads.py), or a stack of matrices",
             "precision": "float32 weights, bfloat16 gathers; the stack bfloat16 throughout",
             "optimizer": "AdamW, fused",
             "tokens": "a rank and step",
         }
+        head = measuring.header("fsdp_overlap", device, workload, {})
+        self.results = measuring.Results(arguments.out, head, RECIPES, VARIED)
 
     def case(self, **options: object) -> Case:
         if self.arguments.small and "model" not in options:
@@ -350,16 +138,16 @@ class Run:
 
     def row(self, name: str, case: Case, tokens: int) -> dict:
         """The row as it is known, or a new one."""
-        empty = {"name": name, "tokens": tokens, **asdict(case), "samples": {}}
-        key = self.results.key(empty)
-        return next((r for r in self.results.data["rows"] if self.results.key(r) == key), empty)
+        return self.results.find(name, tokens=tokens, **asdict(case)) or {
+            "name": name,
+            "tokens": tokens,
+            **asdict(case),
+            "samples": {},
+        }
 
     def measured(self, ways: tuple[str, ...], case: Case, sizes: list[int]) -> bool:
         rows = [self.row(name, case, tokens) for name in ways for tokens in sizes]
         return all("efficiency" in row for row in rows)
-
-    def windows_of(self, loop: object, count: int) -> Callable[[], float]:
-        return lambda: self.window(loop, count)
 
     def window(self, loop: object, count: int) -> float:
         """Seconds a step of ``count`` steps on the slowest rank, behind half as many."""
@@ -387,15 +175,14 @@ class Run:
                 for _ in range(3):
                     loop.step()
                 losses[name] = float(loop.loss) if loop.loss is not None else 0.0
-            say(self.started, f"{case}, {tokens} tokens, losses {losses}")
+            tell(f"{case}, {tokens} tokens, losses {losses}")
             count = 1 if self.arguments.small else STEPS[tokens]
-            windows = {n: self.windows_of(loop, count) for n, loop in loops.items()}
-            samples = list(in_turn(windows, rounds, lambda: True))
+            windows = {name: partial(self.window, loop, count) for name, loop in loops.items()}
+            samples = list(measuring.in_turn(windows, rounds, lambda: True))
             for name in ways:
                 self.add(name, built[name].note, case, tokens, samples)
             del loops, windows
-            if self.device.type == "cuda":
-                torch.cuda.empty_cache()
+            measuring.forget_memory(self.device)
 
     def add(self, name: str, note: str, case: Case, tokens: int, samples: list[dict]) -> None:
         row = self.row(name, case, tokens) | {"note": note}
@@ -409,8 +196,6 @@ class Run:
         if "fsdp2" in samples[0]:
             row |= summary("speed_over_fsdp2", [s["fsdp2"] / s[name] for s in samples])
         self.results.add(row)
-        shown = {k: v for k, v in row.items() if isinstance(v, float)}
-        say(self.started, f"{name}, {tokens}: {shown}")
 
     def memory(self, name: str) -> None:
         """Peaks of ``name`` alone, in this process, which has done nothing else."""
@@ -424,10 +209,11 @@ class Run:
                 torch.cuda.reset_peak_memory_stats()
             for _ in range(4):
                 loop.step()
-            synchronize(self.device)
-            row = self.row(name, case, tokens) | self.peaks(before)
+            measuring.synchronize(self.device)
+            row = self.row(name, case, tokens) | measuring.device_peaks(self.device)
+            if self.device.type == "cuda":  # the allocator still holds its peak
+                row["peak_device_bytes"] = self.in_use() - before
             self.results.add({"note": way.note} | row)
-            say(self.started, f"{name}, {tokens}: {self.peaks(before)}")
 
     def in_use(self) -> int:
         if self.device.type != "cuda":
@@ -435,22 +221,13 @@ class Run:
         free, total = torch.cuda.mem_get_info()
         return total - free
 
-    def peaks(self, before: int) -> dict[str, int]:
-        if self.device.type != "cuda":
-            return {}
-        return {
-            "peak_allocated_bytes": torch.cuda.max_memory_allocated(),
-            "peak_reserved_bytes": torch.cuda.max_memory_reserved(),
-            "peak_device_bytes": self.in_use() - before,  # the allocator still holds its peak
-        }
-
     def trained(self, name: str, steps: int, layers: int, tokens: int) -> tuple[Way, list[float]]:
         way = WAYS[name](self.case(), self.device, layers=layers)
         loop, losses = way.loop(tokens), []
         for _ in range(steps):
             loop.step()
             losses.append(loop.loss)
-        say(self.started, f"{name}: losses {losses[0]} ... {losses[-1]}")
+        tell(f"{name}: losses {losses[0]} ... {losses[-1]}")
         assert losses[0] != losses[-1], "nothing was learned, so nothing was compared"
         return way, losses
 
@@ -475,7 +252,7 @@ class Run:
             assert torch.equal(weight, in_place[name]), f"{name} differs"
         row = self.row("fsdp2_in_place", self.case(), tokens)
         self.results.add(row | {"note": f"{layers} layers", "bitwise_steps": steps})
-        say(self.started, f"every bit of stock FSDP2 after {steps} steps")
+        tell(f"every bit of stock FSDP2 after {steps} steps")
 
     def losses(self, steps: int, layers: int = 2) -> None:
         """How far losses are from stock FSDP2's, beside those of a second stock run."""
@@ -485,10 +262,11 @@ class Run:
             _, losses = self.trained(name, steps, layers, tokens)
             apart = [abs(a - b) for a, b in zip(losses, expected, strict=True)]
             tail = apart[-max(1, steps // 10) :]
-            known = {"losses_steps": steps, "loss_difference": sum(tail) / len(tail)}
-            row = self.row(name, self.case(), tokens) | {"last_loss": losses[-1]} | known
+            known = {"last_loss": losses[-1], "losses_steps": steps}
+            known["loss_difference"] = sum(tail) / len(tail)
+            row = self.row(name, self.case(), tokens) | known
             self.results.add({"note": f"{layers} layers"} | row)
-            say(self.started, f"{name}: {known}, at most {max(apart)}")
+            tell(f"{name}: losses differ by at most {max(apart)}")
 
     def sums(self, layers: int = 2) -> None:
         """Errors of reduced gradients against the float64 sum of all ranks'."""
@@ -512,7 +290,6 @@ class Run:
             error = (square[0] / square[1]).sqrt().item()
             row = self.row(name, self.case(), tokens) | {"sum_error": self.agreement.largest(error)}
             self.results.add({"note": f"{layers} layers"} | row)
-            say(self.started, f"{name}: error of sums {error:.3g}")
             del way, loop, whole, groups, parameters
 
     def link(self) -> None:
@@ -532,9 +309,9 @@ class Run:
             "copies": copies,
         }
         for name, work in works.items():
-            seconds = sorted(seconds_of(work, self.device, 9))[4]
+            seconds = sorted(measuring.seconds_of(work, self.device, 9))[4]
             self.results.data["link"][f"{name}_bytes_per_s"] = (ranks - 1) * nbytes / seconds
-        say(self.started, f"link {self.results.data['link']}")
+        tell(f"link {self.results.data['link']}")
         self.results.write()
 
     def sizes(self, *tokens: int) -> list[int]:
@@ -561,21 +338,16 @@ class Run:
 
 
 def main() -> None:
-    parser = argparse.ArgumentParser(description=__doc__.splitlines()[0])
-    parser.add_argument("--out", type=Path, default=ROOT / "benchmarks", help="results/ go here")
+    parser = measuring.command_line(__doc__)
     parser.add_argument("--seconds", type=float, default=3600, help="begin no task that ends later")
-    parser.add_argument("--tasks", type=lambda text: text.split(","), help="these alone")
-    parser.add_argument("--small", action="store_true", help="a size for rehearsal on a CPU")
+    parser.add_argument("--tasks", type=measuring.words, help="these alone")
     arguments = parser.parse_args()
-    device = torch.accelerator.current_accelerator(check_available=True) or torch.device("cpu")
+    device = measuring.own_device()
     dist.init_process_group(timeout=COLLECTIVE_TIMEOUT)
-    if device.type != "cpu":
-        torch.accelerator.set_device_index(dist.get_node_local_rank())
-        device = torch.device(device.type, dist.get_node_local_rank())
     try:
         run = Run(arguments, device)
         until = run.agreement.from_rank_0(time.time() + arguments.seconds)
-        run_tasks(run.tasks(), run.results, until, run.agreement)
+        measuring.run_tasks(run.tasks(), run.results, until, run.agreement)
     finally:
         dist.destroy_process_group()
 
