@@ -33,7 +33,8 @@ How a number is made
   1, 2, 4 and 8 threads that write 64 MB pieces into new files and sync them, all ranks at once.
 * ``loaded_back_bitwise``: a save behind ``queued_s`` of work on the device is loaded and compared
   with a clone that the compute stream made of the state right before the call.
-* ``kept`` (``save_interval``): steps without saves over steps with a save every so many; the writer
+* ``kept`` (``save_interval``): steps without saves over steps with a save every so many, in turn
+  where saves are far apart; the writer
   deletes the checkpoint before the last. For 100 it is computed from ``cost_s``.
 
 All values are rank 0's, medians over windows; single values under ``samples``.
@@ -103,6 +104,7 @@ BOUND_FROM = "bytes of state of a rank over the rate of its link"
 LEAD = 2  # steps of a window before its save
 AFTER = 1  # and after the upload has ended
 QUIET = 6, 10  # steps of a window without a save, at least and at most
+ALONE = 20  # steps between saves from which no save meets the one before
 INTERVALS = ("staging_cost_s", "cost_s", "upload_slowdown")  # get a bootstrap interval
 RECIPES = {name: way.recipes for name, way in (WAYS | PIECES).items()}
 PARAMETERS = ("model", "loop", "compiled", "storage", "step", "tokens")
@@ -419,9 +421,11 @@ class Measurement:
         training = self.training
         if not saves:
             return self.interval_by_cost(case, name, every)
+        apart = every >= ALONE  # then steps without saves stand between, else before and behind
+        lead = 0 if apart else 2  # until both sets of buffers are in use
+        lasted: list[float] = []
         with self.opened(case, name) as directory:
             way, usual = training.way, [training.quiet()]
-            lead = 2 if every < 20 else 0  # until both sets of buffers are in use
             training.clock.start()
             for number in range(lead + saves):
                 save = way.save(directory / f"{number}")
@@ -431,13 +435,17 @@ class Measurement:
                         lambda _, old=before: shutil.rmtree(old, ignore_errors=True)
                     )
                 training.steps(every)
+                if apart:
+                    lasted.append(training.clock.ends()[-1] - training.clock.origin_at)
+                    usual.append(training.quiet())
+                    training.clock.start()
             ends = training.clock.ends()
             way.finish(save)
             usual.append(training.quiet())
         step_s = trimmed_mean([s for w in usual for s in intervals_of(w.ends)[1:]])
-        starts = ends[lead * every :: every]
-        kept = [every * step_s / (b - a) for a, b in pairwise(starts)]
-        whole = len(kept) * every * step_s / (starts[-1] - starts[0])
+        lasted = lasted or [b - a for a, b in pairwise(ends[lead * every :: every])]
+        kept = [every * step_s / seconds for seconds in lasted]
+        whole = len(lasted) * every * step_s / sum(lasted)
         row = summary("kept", kept) | {"kept": whole, "step_s": step_s, "saves": len(kept)}
         fixed = self.fixed(case, name, way) | {"every": every}
         self.intervals.add({**fixed, **row, "samples": {"kept": kept}})
@@ -542,7 +550,7 @@ def tasks_of(measurement: Measurement, ours: str, model: str, pairs: int) -> Ite
             return any((row["name"], row["every"]) == (name, every) for row in rows)
 
         work = partial(measurement.interval, long, name, every, saves)
-        seconds = 4 + (2 + saves) * max(0.3 * every, gb / 2) if saves else 1
+        seconds = 4 + (2 + saves) * max(0.45 * every, gb / 2) if saves else 1
         return Task(f"{name} every {every}", seconds, work, done)
 
     def probe(case: Case, seconds: float) -> Task:
@@ -551,7 +559,7 @@ def tasks_of(measurement: Measurement, ours: str, model: str, pairs: int) -> Ite
     yield probe(long, 5 + gb)
     yield cost(long, ours, pairs)
     yield judged(ours)
-    yield interval(ours, 20, 2)
+    yield interval(ours, 20, 4)
     yield interval(ours, 100, 0)
     yield cost(short, ours, 6)
     yield cost(short, "overlapped_snapshot", 3)

@@ -11,7 +11,6 @@ import threading
 import time
 from concurrent.futures import Future
 from dataclasses import dataclass
-from functools import partial
 from importlib.metadata import version
 from pathlib import Path
 
@@ -260,22 +259,18 @@ class Overlapped(Way):
         module = importlib.import_module(self.recipes[-1])
         saves = getattr(module, "OverlappedWriter", None) or module.OverlappedSaves
         self.saves = saves(self.device, self.app.model.buffers(), **self.options)
+        self.saves.begin = self.begin  # a thread of its own would take the interpreter
         self.saves.__enter__()
         self.kept = KeptApp(self.app)
 
     def start(self, save: Save) -> None:
+        self.under_way = save
         save.watch(self.saves.save({"app": self.kept}, save.directory))
-        # on the copying thread: starting one here would be timed as the call
-        self.saves.queued.add_done_callback(partial(self.when_queued, save))
 
-    def when_queued(self, save: Save, queued: Future) -> None:
-        _, arrived = queued.result()
-        threading.Thread(target=self.see_copy, args=(save, arrived)).start()
-
-    def see_copy(self, save: Save, arrived) -> None:
-        while not arrived.query():
-            time.sleep(1e-3)
-        save.note("staged_at")
+    def begin(self, *arguments: object) -> None:
+        """What the writing thread does when the copies have been queued; it waits for their end."""
+        type(self.saves).begin(self.saves, *arguments)
+        self.under_way.note("staged_at")
 
     def close(self) -> None:
         self.saves.__exit__(None, None, None)

@@ -234,9 +234,9 @@ class OverlappedSaves:
         """Write one state under another name; give it its own when it is complete."""
         aside = Path(f"{directory}.incomplete")
         try:
+            self.together(self.begin, staged, aside)
             if len(set(self.together(lambda: (number, directory.name)))) > 1:
                 raise RuntimeError("the ranks have not called save for the same checkpoint")
-            self.together(self.begin, staged, aside)
             remaining = iter(hosts)
             state = walk(state, lambda leaf: next(remaining) if is_staged(leaf) else leaf)
             self.together(self.write, state, aside)
@@ -265,6 +265,7 @@ class OverlappedSaves:
         return [result for result, _ in reports]
 
     def begin(self, staged: Future, aside: Path) -> None:
+        """Wait for the copies. Until then this thread leaves the interpreter to the training."""
         if self.abandoned:
             raise RuntimeError("training has ended by an exception")
         staged.result()[1].synchronize()

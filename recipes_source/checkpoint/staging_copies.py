@@ -94,7 +94,7 @@ from copy import deepcopy
 from weakref import finalize
 
 import torch
-from torch import Tensor, nn
+from torch import nn
 from torch.distributed.device_mesh import DeviceMesh
 from torch.distributed.tensor import DTensor
 
@@ -140,7 +140,7 @@ class PinnedArena:
                 raise RuntimeError(f"cannot lock {nbytes} bytes of host memory: CUDA error {error}")
             finalize(self, cuda.cudaHostUnregister, address)
 
-    def tensor(self, offset: int, like: torch.Tensor) -> torch.Tensor:
+    def tensor(self, offset: int | None, like: torch.Tensor) -> torch.Tensor:
         """A contiguous tensor with the shape and dtype of ``like``, ``offset`` bytes into it."""
         if like.numel() == 0:
             return torch.empty(like.shape, dtype=like.dtype)
@@ -183,9 +183,8 @@ def in_host_memory(tensor: torch.Tensor, host: torch.Tensor) -> torch.Tensor:
 
 def is_staged(leaf: object) -> bool:
     """Whether ``leaf`` is a dense tensor or a DTensor: those are copied beside training."""
-    if type(leaf) in (torch.Tensor, nn.Parameter):
-        return leaf.layout == torch.strided
-    return isinstance(leaf, DTensor)
+    dense = type(leaf) in (torch.Tensor, nn.Parameter) and leaf.layout == torch.strided
+    return dense or isinstance(leaf, DTensor)
 
 
 def walk(tree: object, function: Callable[[object], object]) -> object:
@@ -235,14 +234,10 @@ def read(tree: object, tensors: list[torch.Tensor]) -> object:
 #   rows of short steps in :doc:`overlapped_writer` before you use it.
 #
 # Optimizers, loads and ``p.data = ...`` may give a tensor other memory, or another shape over the
-# same memory. So every save compares the address, shape and strides of each tensor, which takes
-# little time. Version counters would not do: a fused optimizer leaves them as they are.
-# ``_local_tensor`` is private by name. The public ``to_local()`` makes a new tensor at every call.
-
-
-def places_of(tensors: list[torch.Tensor]) -> list[list]:
-    shards = [x._local_tensor if isinstance(x, DTensor) else x for x in tensors]
-    return [list(map(of, shards)) for of in (Tensor.data_ptr, Tensor.size, Tensor.stride)]
+# same memory. So every save compares the address, shape and strides of each tensor, in one pass:
+# what takes time is to fetch the tensors' records from memory. Version counters would not do: a fused
+# optimizer leaves them as they are. ``_local_tensor`` is private by name. The public ``to_local()``
+# makes a new tensor at every call.
 
 
 def layout(x: torch.Tensor) -> tuple:
@@ -275,9 +270,10 @@ class CopyPlan:
     def __init__(
         self, tensors: list, device: torch.device, changed_by_forward=(), snapshot_bytes: int = 0
     ) -> None:
-        self.tensors, self.places = tensors, places_of(tensors)
+        self.tensors = tensors
         device = torch.empty(0, device=device).device  # add the index
         self.shards = [shard_of(tensor.detach()) for tensor in tensors]
+        self.places = [(x.data_ptr(), x.size(), x.stride()) for x in self.shards]
         self.nbytes, self.offsets = ALIGNMENT, {}
         self.snapshots, self.packs, self.in_place, self.from_copies = [], [], [], []
 
@@ -319,22 +315,25 @@ class CopyPlan:
 
     def fits(self, tensors: list[torch.Tensor]) -> bool:
         """Whether these are the tensors of the plan, or others of the same memory and layout."""
-        if places_of(tensors) != self.places:
+        if len(tensors) != len(self.tensors):
             return False
-        pairs = zip(tensors, self.tensors, strict=True)
-        return all(new is old or layout(new) == layout(old) for new, old in pairs)
+        for new, old, known in zip(tensors, self.tensors, self.places, strict=True):
+            shard = new._local_tensor if isinstance(new, DTensor) else new
+            place = shard.data_ptr(), shard.size(), shard.stride()
+            if place != known or (new is not old and layout(new) != layout(old)):
+                return False
+        return True
 
     def hosts(self, arena: PinnedArena) -> list[torch.Tensor]:
         """The tensors of the plan as they will lie in ``arena``; tied ones share their memory."""
-        at = self.offsets.get
-        hosts = {identity(x): arena.tensor(at(identity(x), 0), x) for x in self.shards}
+        hosts = {identity(x): arena.tensor(self.offsets.get(identity(x)), x) for x in self.shards}
         pairs = zip(self.tensors, self.shards, strict=True)
         return [in_host_memory(tensor, hosts[identity(shard)]) for tensor, shard in pairs]
 
     def take_snapshots(self) -> None:
         """Queue on the current stream the copies of what cannot wait."""
-        for copy, shard in self.snapshots:
-            copy.copy_(shard)
+        if self.snapshots:
+            torch._foreach_copy_(*zip(*self.snapshots, strict=True))  # pairs (copy, shard)
 
     def copy_in_turns(self, arena: PinnedArena, streams, first, second) -> tuple:
         """Queue all copies to ``arena`` on two streams in turn, behind what ``first`` waits for.
