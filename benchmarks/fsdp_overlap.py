@@ -305,8 +305,8 @@ class Run:
                     whole[rank].copy_(shard, non_blocking=True)
 
         works = {
-            "nccl": lambda: fsdp2_settings.all_gather(whole.view(-1), shards[memory.rank]),
-            "copies": copies,
+            "nccl_gather": lambda: fsdp2_settings.all_gather(whole.view(-1), shards[memory.rank]),
+            "copy_engine_gather": copies,
         }
         for name, work in works.items():
             seconds = sorted(measuring.seconds_of(work, self.device, 9))[4]

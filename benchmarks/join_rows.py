@@ -27,9 +27,8 @@ def join(folder: Path, joined: set, hashes: dict[str, str]) -> None:
         for row in theirs["rows"]:
             here, old = (path.name, key(row)), rows.get(key(row), {})
             if here not in joined or old.get("pairs", -1) < row.get("pairs", 0):
-                old = {
-                    k: v for k, v in old.items() if k != "beside"
-                }  # memory, bits: another task's
+                # what it does not measure, memory or bits, is another task's
+                old = {k: v for k, v in old.items() if k != "beside"}
                 rows[key(row)] = {"samples": {}} | old | row
                 joined.add(here)
         for recipe, sha in theirs["code_sha256"].items():

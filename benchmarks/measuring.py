@@ -478,6 +478,7 @@ class Results:
         hashes = old.get("code_sha256", {})
         empty = {"code_sha256": {}, "rows": [], "not_run": old.get("not_run", {})}
         self.data = self.head | empty
+        self.data["link"] = self.head.get("link") or old.get("link", {})
         for row in old.get("rows", ()):
             now = self.hashes(row["name"])
             if all(hashes.get(recipe) == sha for recipe, sha in now.items()):

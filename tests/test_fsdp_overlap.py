@@ -6,9 +6,11 @@ import sys
 from pathlib import Path
 
 ROOT = Path(__file__).resolve().parents[1]
+# The names by which the calculator reads them
+LINK = frozenset({"nccl_gather_bytes_per_s", "copy_engine_gather_bytes_per_s"})
 
 
-def rows_of(folder: Path, *arguments: str) -> dict:
+def rows_of(folder: Path, *arguments: str, link: frozenset = frozenset()) -> dict:
     """The rows of a rehearsal by name, model and tokens; none may have failed."""
     command = [sys.executable, "-m", "torch.distributed.run", "--standalone"]
     command += ["--nproc-per-node", "2", "benchmarks/fsdp_overlap.py", "--small"]
@@ -18,11 +20,12 @@ def rows_of(folder: Path, *arguments: str) -> dict:
     (path,) = (folder / "results").glob("*.json")
     data = json.loads(path.read_text())
     assert data["not_run"] == {}, done.stdout[-3000:]
+    assert set(data["link"]) == link
     return {(row["name"], row["model"], row["tokens"]): row for row in data["rows"]}
 
 
 def test_windows_of_all_ways_become_rows_and_a_second_run_adds_what_is_missing(tmp_path) -> None:
-    first = rows_of(tmp_path, "--tasks", "eager")
+    first = rows_of(tmp_path, "--tasks", "link,eager", link=LINK)
     ways = {"no_communication", "fsdp2_no_collectives", "fsdp2", "fsdp2_in_place"}
     assert {name for name, *_ in first} == ways
     row = first["fsdp2_in_place", "llama-tiny", 64]
@@ -30,7 +33,7 @@ def test_windows_of_all_ways_become_rows_and_a_second_run_adds_what_is_missing(t
     assert row["efficiency"] > 0 and row["speed_over_fsdp2"] > 0
     assert row["speed_over_no_collectives"] > 0
     assert row["recipes"] == ["shared_slots", "in_place_gather", "in_place_reduce"]
-    both = rows_of(tmp_path, "--tasks", "tuned,eager,synthetic")
+    both = rows_of(tmp_path, "--tasks", "tuned,eager,synthetic", link=LINK)
     kept = "fsdp2_no_collectives", "llama-tiny", 64  # no other task measures it
     assert both[kept]["samples"] == first[kept]["samples"]
     assert both["fsdp2_tuned", "llama-tiny", 64]["efficiency"] > 0
