@@ -406,6 +406,34 @@ def test_updates_in_backward_give_the_bits_of_updates_after_it():
         for _ in range(2):
             with pytest.raises(FloatingPointError, match="load a checkpoint"):
                 streamed.wait()
+        optimizer.host.forget()
+
+
+def test_a_checkpoint_is_loaded_after_a_bad_batch_in_backward():
+    """What the error tells to do; until both are loaded, it is raised."""
+    resident, model = llama(torch.bfloat16), llama(torch.bfloat16)
+    reference, streamed = Resident(resident, None), streamed_of(model)
+    with closing(whole(model, streamed, max_norm=None, in_backward=True)) as optimizer:
+        schedule = falling(optimizer)
+        reference.step(resident(**batch(0)).loss)
+        model(**batch(0)).loss.backward()
+        optimizer.step()
+        schedule.step()
+        saved = deepcopy((model.state_dict(), optimizer.state_dict()))
+        with pytest.raises(FloatingPointError, match="load a checkpoint"):
+            (model(**batch(1)).loss * torch.nan).backward()
+            optimizer.step()
+            streamed.wait()
+        optimizer.zero_grad()
+        model.load_state_dict(saved[0])
+        with pytest.raises(FloatingPointError, match="load a checkpoint"):
+            model(**batch(1))
+        optimizer.load_state_dict(saved[1])
+        reference.step(resident(**batch(1)).loss)
+        model(**batch(1)).loss.backward()
+        optimizer.step()
+        streamed.wait()
+        assert same(model, resident)
 
 
 @pytest.mark.parametrize("slots", [2, 9])
@@ -534,6 +562,21 @@ def test_what_a_thread_raises_reaches_the_training_thread():
                 streamed.wait()
         with pytest.raises(TypeError):
             model(**batch(1))
+        optimizer.host.forget()
+
+
+def test_what_a_thread_raises_is_raised_by_close():
+    """And nothing is left open by it."""
+    model = llama(torch.bfloat16)
+    optimizer = whole(model, streamed_of(model))
+    optimizer.host.blocks[1][0] = None
+    model(**batch(0)).loss.backward()
+    optimizer.step()
+    with pytest.raises(TypeError):
+        optimizer.close()
+    model(**batch(1)).loss.backward()
+    with pytest.raises(RuntimeError, match="shutdown"):
+        optimizer.step()
 
 
 def test_bad_arguments_are_refused():

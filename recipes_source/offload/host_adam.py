@@ -69,7 +69,6 @@ from torch import nn
 BLOCK = 2**20  # parameters that a team updates at a time
 TEAM = 2  # cores that share a block
 MOMENTS = ("exp_avg", "exp_avg_sq")
-STEPS = 4
 
 # %%
 # A block
@@ -135,7 +134,6 @@ class HostUpdates:
         self.streamed, self.group_of, self.state = streamed, group_of, {}
         self.buffers = [self.take(layer) for layer in streamed.layers]
         self.blocks = [self.cut(layer) for layer in range(len(streamed.layers))]
-        self.updates: dict[int, LayerUpdate] = {}
         self.due: list[tuple] = []  # a heap, the lowest layer first
         self.lock, self.of_thread = threading.Lock(), threading.local()
         threads = threads or host_threads()
@@ -144,17 +142,14 @@ class HostUpdates:
         self.workers = ThreadPoolExecutor(self.teams, "adam", *cores)
         self.arrivals = ThreadPoolExecutor(1, "arrivals")
         self.arrivals.submit(streamed.streams.set_device, streamed.streams.current_device())
-        self.latest: Future = Future()  # of the thread of arrivals
-        self.latest.set_result(None)
+        self.forget()
         streamed.before_load, streamed.before_host = self.await_layer, self.wait
         streamed.may_load = self.is_updated
 
     def take(self, layer) -> list[tuple]:
         """Buffers of a ``HostLayer``: gradients, weights, and new ones of masters and moments."""
         if missing := [n for n, p in layer.trained.items() if p not in self.group_of]:
-            raise ValueError(
-                f"give the optimizer all parameters that are trained; it lacks {missing}"
-            )
+            raise ValueError(f"give all parameters that are trained; it lacks {missing}")
         taken = []
         for weights, gradients in zip(layer.weights, layer.gradients, strict=False):
             like = {name: layer.trained[name] for name in weights.shapes}
@@ -204,11 +199,18 @@ class HostUpdates:
         if layer in self.updates:
             self.updates[layer].ended.result()
 
-    def wait(self) -> None:
-        """Wait until all that was announced is updated."""
-        self.latest.result()
-        for update in self.updates.values():
-            update.ended.result()
+    def wait(self, raises: bool = True) -> None:
+        """Wait until all that was announced is updated, or has failed."""
+        ends = self.latest, *(update.ended for update in self.updates.values())
+        errors = [error for end in ends if (error := end.exception())]
+        if errors and raises:
+            raise errors[0]
+
+    def forget(self) -> None:
+        """Go on as if nothing had been announced or gone wrong: all weights are others now."""
+        self.updates: dict[int, LayerUpdate] = {}
+        self.latest: Future = Future()  # of the thread of arrivals
+        self.latest.set_result(None)
 
     def later(self, work: Callable, *args) -> None:
         """Have the thread of arrivals do something; what it raises, ``wait`` raises."""
@@ -289,11 +291,11 @@ def main() -> None:
         torch.manual_seed(dist.get_rank())
         model = streaming.Model().bfloat16()
         streamed = streaming.StreamedModel(model, model.encoder.layers, device)
-        trained = [p for layer in streamed.layers for p in layer.trained.values()]
+        trained = list(model.encoder.layers.parameters())
         masters = [nn.Parameter(p.detach().float()) for p in trained]
         optimizer = torch.optim.AdamW(masters, fused=True, **streaming.SETTINGS)
         updates = HostUpdates(streamed, dict.fromkeys(trained, 0))
-        for step in range(STEPS):
+        for step in range(streaming.STEPS):
             streaming.loss_of(model, step, device).backward()  # loads a layer when it is updated
             streamed.wait()
             for master, parameter in zip(masters, trained, strict=True):

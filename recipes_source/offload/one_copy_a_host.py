@@ -67,7 +67,6 @@ gradients is known, and it is known when every rank has computed its last backwa
 import mmap
 import os
 import re
-import sys
 import time
 from collections.abc import Iterable, Iterator
 from contextlib import closing, contextmanager
@@ -219,8 +218,8 @@ class SharedUpdates(adam.HostUpdates):
         super().await_layer(layer)
         self.await_others(layer)
 
-    def wait(self) -> None:
-        super().wait()
+    def wait(self, raises: bool = True) -> None:
+        super().wait(raises)
         [self.await_others(layer) for layer in self.updates]
 
 
@@ -233,14 +232,6 @@ class SharedAdamW(whole.HostAdamW):
         self.streamed.wait_for_all()
         super().load_state_dict(state_dict)
         self.streamed.host.barrier()
-
-    def close(self) -> None:
-        """End all, when every rank has updated its part, or at once if an error is on its way."""
-        try:
-            if sys.exc_info()[0] is None:
-                self.streamed.wait()
-        finally:
-            super().close()
 
 
 # %%
@@ -339,6 +330,7 @@ if __name__ == "__main__":
 #   (``/sys/kernel/mm/transparent_hugepage/shmem_enabled``); without, locking takes longer.
 # * ``close()`` waits until the other ranks have written their parts of the last step, unless an
 #   error is on its way.
+# * After an update that failed, loading a checkpoint is not enough: make model and optimizer anew.
 # * A rank that dies leaves the others waiting for its part, until ``torchrun`` ends them.
 # * Ranks of a host must be numbered one after the other, as ``torchrun`` does.
 # * A change of weights by other means than ``load_state_dict`` needs ``wait_for_all()`` before, by all

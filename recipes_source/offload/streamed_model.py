@@ -139,7 +139,7 @@ class StreamedModel(StreamedLayers):
                 setattr(module, name, buffer.to(device))
         for layer in streamed:
             self.hooks.append(layer.register_state_dict_pre_hook(lambda *_: self.wait()))
-            self.hooks.append(layer.register_load_state_dict_pre_hook(lambda *_: self.wait()))
+            self.hooks.append(layer.register_load_state_dict_pre_hook(lambda *_: self.wait(False)))
         for layer in self.resident:
             layer.forward = partial(self.recomputed, layer.forward)
         self.hooks.append(register_optimizer_step_pre_hook(self.before_step))
@@ -180,12 +180,15 @@ class StreamedModel(StreamedLayers):
 
     # The host's side
 
-    def before_host(self) -> None:
+    def before_host(self, raises: bool) -> None:
         """Called before the host reads or writes weights; a later recipe ends its updates."""
 
-    def wait(self) -> None:
-        """Wait for updates and copies: then the host may read gradients, and change weights."""
-        self.before_host()
+    def wait(self, raises: bool = True) -> None:
+        """Wait for updates and copies: then the host may read gradients, and change weights.
+
+        A failed update is raised, unless weights are going to be loaded.
+        """
+        self.before_host(raises)
         super().wait()
 
     def before_step(self, optimizer: torch.optim.Optimizer, *_) -> None:

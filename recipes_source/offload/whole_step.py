@@ -73,6 +73,7 @@ device decides by the same number. Layer 0 is updated first, and the next forwar
 # -----------------
 # ``host_adam.py`` updates the layers; this page decides when, and by how much.
 
+import sys
 from collections.abc import Iterator
 from contextlib import closing, contextmanager
 from copy import deepcopy
@@ -97,16 +98,15 @@ ON_DEVICE = 1e-2  # how far weights may differ where the device's Adam rounds in
 def state_on_device(parameter: nn.Parameter) -> dict[str, torch.Tensor]:
     """Of a parameter that stays on the device: step, fp32 master and moments."""
     master = parameter.detach().float()
-    moments = {name: torch.zeros_like(master) for name in adam.MOMENTS}
-    return {"step": torch.zeros((), device=master.device), "master": master, **moments}
+    state = {name: torch.zeros_like(master) for name in adam.MOMENTS}
+    return state | {"step": torch.zeros((), device=master.device), "master": master}
 
 
 def update_on_device(settings: dict, parameter: nn.Parameter, state: dict, scale, skip) -> None:
     """The same step there; ``scale`` and ``skip`` are on the device as well, nothing waits."""
-    gradient = parameter.grad.float().mul_(scale)
     state["step"] += 1 - skip
     tensors = (state[name] for name in ("step", "master", *adam.MOMENTS))
-    adam.fused_adamw(settings, gradient, *tensors, skip)
+    adam.fused_adamw(settings, parameter.grad.float().mul_(scale), *tensors, skip)
     if parameter.dtype != torch.float32:
         parameter.copy_(state["master"])
 
@@ -124,8 +124,8 @@ def update_on_device(settings: dict, parameter: nn.Parameter, state: dict, scale
 #   as well, and nothing is clipped.
 # * **A norm that is not finite.** Without ``in_backward`` the step changes nothing and is counted in
 #   ``skipped``: nobody raises. With it, layers above may be updated already. So the next call that waits
-#   raises ``FloatingPointError``: the next forward, ``streamed.wait()``, or ``state_dict()``. Load a
-#   checkpoint then. To clip exactly *and* hide the update behind backward, one would have to update
+#   raises ``FloatingPointError``: the next forward, ``streamed.wait()``, or ``state_dict()``. Then call
+#   ``zero_grad()`` and load a checkpoint of model and optimizer. To clip exactly *and* hide the update behind backward, one would have to update
 #   ahead and roll back, as SuperOffload does.
 # * ``load_state_dict`` of the model ends in a hook that makes masters of the weights. What changes
 #   weights in another way calls ``streamed.wait()`` before and ``reload()`` behind it.
@@ -165,11 +165,10 @@ class HostAdamW(torch.optim.Optimizer):
         self.state |= {p: state_on_device(p) for p in self.residents}
         self.norms: dict[nn.Parameter, torch.Tensor] = {}
         self.register_state_dict_pre_hook(lambda _: streamed.wait())
-        for module in streamed.model.modules():
-            hook = module.register_load_state_dict_post_hook(lambda loaded, _: self.reload(loaded))
-            streamed.hooks.append(hook)
-        streamed.optimizer = self
+        for m in streamed.model.modules():
+            streamed.hooks.append(m.register_load_state_dict_post_hook(lambda m, _: self.reload(m)))
         streamed.after_gradients, streamed.after_store = self.reduce, self.stored
+        streamed.optimizer = self
 
     def add_param_group(self, param_group: dict) -> None:
         if hasattr(self, "group_of"):
@@ -198,8 +197,7 @@ class HostAdamW(torch.optim.Optimizer):
             mine = [self.norms[p] for p in self.streamed.layers[layer].trained.values()]
             norm = torch.linalg.vector_norm(torch.stack(mine))
             announced = self.host.announce([layer], self.settings())
-            known = self.to_host(norm, torch.ones_like(norm))
-            self.host.later(self.arrive, announced, False, *known)
+            self.host.later(self.arrive, announced, False, *self.to_host(norm, norm.new_ones(())))
 
     @contextmanager
     def no_sync(self) -> Iterator[None]:
@@ -265,7 +263,7 @@ class HostAdamW(torch.optim.Optimizer):
             arrived.synchronize()
             (norm, scale), finite = copy.tolist(), copy[0].isfinite().item()
             if not finite and self.in_backward:
-                raise FloatingPointError(f"norm {norm}: layers are half updated, load a checkpoint")
+                raise FloatingPointError(f"norm {norm}: half updated; zero_grad, load a checkpoint")
             if finite:
                 self.host.start(announced, self.steps.item(), scale)
             else:
@@ -286,8 +284,8 @@ class HostAdamW(torch.optim.Optimizer):
 
     @torch.no_grad()
     def load_state_dict(self, state_dict: dict) -> None:
-        """Load what ``state_dict`` gave; weights become the rounded masters."""
-        self.streamed.wait()
+        """Load what ``state_dict`` gave; weights become the rounded masters, no error is left."""
+        self.streamed.wait(raises=False)
         for ours, theirs in zip(self.param_groups, state_dict["param_groups"], strict=True):
             ours |= {name: value for name, value in theirs.items() if name != "params"}
         for number, p in enumerate(self.group_of):
@@ -295,11 +293,13 @@ class HostAdamW(torch.optim.Optimizer):
                 self.state[p][name].copy_(value)
             if p in self.state:
                 p.copy_(self.state[p]["master"])
+        self.host.forget()
 
     def close(self) -> None:
-        """End the threads and the streaming."""
-        self.host.close()
-        self.streamed.close()
+        """End all when all is updated; raises what kept it from that, if no error is on its way."""
+        with closing(self.streamed), closing(self.host):
+            if sys.exc_info()[0] is None:
+                self.streamed.wait()
 
 
 # %%
@@ -393,7 +393,6 @@ if __name__ == "__main__":
 # * Each rank keeps and updates all weights of the layers; :doc:`one_copy_a_host` shares them.
 # * Every rank must take the same steps, and run the same layers in each: a mean over ranks is a
 #   collective, and pairs gradients by their order.
-# * ``close()`` does not raise what an update raised: call ``streamed.wait()`` first.
 # * With weights in bf16 and ``gradient_dtype`` unset, sums of microbatches are rounded to bf16 each time,
 #   as ``parameter.grad`` is anywhere.
 # * ``load_state_dict`` rounds the weights from the masters; load the model first.
