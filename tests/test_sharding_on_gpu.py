@@ -390,8 +390,8 @@ def late_compute(module):
     memory = sys.modules["peer_memory"]
     original = memory.build
 
-    def build(*args):
-        model = original(*args)
+    def build(*args, **kwargs):
+        model = original(*args, **kwargs)
         for layer in (m for m in model.modules() if isinstance(m, nn.Linear)):
             layer.register_forward_pre_hook(lambda *_: pause(1))
             layer.register_full_backward_pre_hook(lambda *_: pause(1))

@@ -119,9 +119,12 @@ class Gathers(shared_slots.Slots):
         if self.order:  # of the first forward
             order, self.order = list(dict.fromkeys(self.order)), None
             for number, unit in enumerate(order if self.ahead else ()):
-                ahead = order[number + 1 : number + 1 + self.ahead]
-                unit.set_modules_to_forward_prefetch(ahead)
-                unit.set_modules_to_backward_prefetch([order[max(0, number - 1)]])
+                state = unit._get_fsdp_state()
+                if not state._states_to_forward_prefetch:
+                    ahead = order[number + 1 : number + 1 + self.ahead]
+                    unit.set_modules_to_forward_prefetch(ahead)
+                if not state._states_to_backward_prefetch:
+                    unit.set_modules_to_backward_prefetch([order[max(0, number - 1)]])
 
     def drop(self) -> None:
         for group in self.groups:
@@ -134,12 +137,15 @@ class Gathers(shared_slots.Slots):
     @torch.no_grad()
     def gather(self, group) -> None:
         """Queue the gather of a unit's full weights behind all that the current stream does."""
-        if group.slot is None:
-            self.give(group)
-        slot, current = group.slot, self.streams.current_stream()
         forward = group._training_state.name == "FORWARD" and self.in_forward
         backward = group._training_state.name == "PRE_BACKWARD"
-        if slot.group is group and slot.in_forward == self.forwards > 0 and backward:
+        if group.slot is None:
+            if backward:
+                raise RuntimeError("a forward came before gather_in_place: call it between steps")
+            self.give(group)
+        slot, current = group.slot, self.streams.current_stream()
+        kept = slot.group is group and slot.in_forward == self.forwards > 0 and backward
+        if kept and not shared_slots.outdated(group):
             event = current.record_event()  # nothing has taken its place since the forward
             slot.in_forward, self.kept = 0, self.kept + 1
         else:
@@ -151,10 +157,9 @@ class Gathers(shared_slots.Slots):
                 event = self.stream.record_event()
             self.gathers += 1
             slot.in_forward = self.forwards if forward and self.with_graph else 0
-        under_way = {"all_gather_event": event, "all_gather_work": None}
-        group._all_gather_result = types.SimpleNamespace(**under_way)
-        if self.order is not None and forward:
-            self.order.append(group.modules[0])
+        group._all_gather_result = types.SimpleNamespace(
+            all_gather_event=event, all_gather_work=None
+        )
 
 
 # %%
@@ -173,6 +178,7 @@ class Gathers(shared_slots.Slots):
 class InPlaceGather:
     """Methods of an FSDP2 group of parameters, in place of its own."""
 
+    _all_gather_comm = peer_memory.settled("_all_gather_comm")
     slot: shared_slots.Slot | None = None
     in_graph = False  # a backward may come that has views of the slot
     refused = False  # a prefetch found the slot in use
@@ -189,35 +195,18 @@ class InPlaceGather:
             self.all.gather(self)
 
     def wait_for_unshard(self) -> None:
-        if self.refused:
+        if self.refused or (self._all_gather_result and shared_slots.outdated(self)):
+            self.drop()
             if self.slot.busy():
-                self.make_room()
-            self.refused = False
+                self.all.make_room(self)
             self.all.gather(self)
         if self.copied():
             self._to_unsharded()
             self.in_graph |= self._training_state.name == "FORWARD" and torch.is_grad_enabled()
 
-    def make_room(self) -> None:
-        """Have the slot for this unit, or another one.
-
-        Raises:
-            RuntimeError: another unit is in it, and autograd knows where this one is.
-        """
-        other = self.slot.group
-        if not other.is_unsharded:
-            other.drop()
-        elif not self.in_graph:
-            self.all.give(self, exclusive=True)
-        else:
-            names = [type(group.modules[0]).__name__ for group in (self, other)]
-            raise RuntimeError(
-                f"{' and '.join(names)} are full at the same time, which they were not in the first "
-                "forward: call gather_in_place with a larger `ahead`, or, if you keep units full "
-                "(set_reshard_after_backward), with as many as there are units"
-            )
-
     def pre_forward(self, module, args, kwargs):
+        if self.all.in_forward and self.all.order is not None:
+            self.all.order.append(self.modules[0])
         inputs = tree_leaves((args, kwargs))
         alone = not any(getattr(t, "requires_grad", False) for t in inputs)
         graph = torch.is_grad_enabled() and self.unshard_in_backward and not self.in_graph
@@ -282,6 +271,7 @@ def gather_in_place(model: FSDPModule, ahead: int = 2) -> Gathers | None:
         if all(forward is nn.Embedding.forward for forward in forwards):
             group.unshard_in_backward = False
         peer_memory.become(group, InPlaceGather)
+    shared_slots.count_updates()
     model.register_forward_pre_hook(gathers.begin_forward, prepend=True)
     model.register_forward_hook(gathers.end_forward, always_call=True)
     return gathers
@@ -291,7 +281,7 @@ def gather_in_place(model: FSDPModule, ahead: int = 2) -> Gathers | None:
 # Run it, and prove it
 # --------------------
 # After each step the proof calls two blocks alone, so that others are gathered in vain, changes the
-# weights in a way that no optimizer knows of, and evaluates. Every loss and every final weight must
+# weights in a way that nothing knows of, and evaluates. Every loss and every final weight must
 # have the bits of stock FSDP2. ``tests/data/in_place_training.py`` does the same with some fifty
 # programs: tied weights, LoRA, torchtitan's grouping, accumulation, activation checkpointing, HSDP,
 # compiled models, averages swapped in, loads by six roads, optimizers in backward.
@@ -300,7 +290,7 @@ def gather_in_place(model: FSDPModule, ahead: int = 2) -> Gathers | None:
 def train(model: FSDPModule, device: torch.device) -> list[torch.Tensor]:
     """Train, and change weights in ways no optimizer knows of; all losses and final weights."""
     optimizer = torch.optim.AdamW(model.parameters(), lr=1e-2, fused=True)
-    shards, found = [p.to_local().detach() for p in model.parameters()], []
+    shards, found = [p.to_local().data for p in model.parameters()], []  # changes go uncounted
     for number in range(STEPS):
         torch.manual_seed(1000 * number + dist.get_rank())
         batch = torch.randn(BATCH, peer_memory.WIDTH, device=device)
@@ -319,7 +309,7 @@ def train(model: FSDPModule, device: torch.device) -> list[torch.Tensor]:
 def prove(device: torch.device) -> None:
     for policy in (MixedPrecisionPolicy(), MixedPrecisionPolicy(torch.bfloat16, torch.float32)):
         expected = train(peer_memory.build(device, policy), device)
-        model = peer_memory.build(device, policy)
+        model = peer_memory.build(device, policy, stock=False)
         gathers = gather_in_place(model)
         assert peer_memory.same(train(model, device), expected), "not the bits of stock FSDP2"
         if gathers is not None:
@@ -386,11 +376,11 @@ if __name__ == "__main__":
 # ------------
 # * Pass the module that your loop calls. Its parts may be called too; they gather on demand.
 # * ``unshard(async_op=True)`` before a forward gains nothing: that unit is gathered anew.
-# * Do not change weights inside a forward (a teacher updated at its head, say) or before its
-#   backward: units gathered ahead and the last ones in backward keep the old, **without an error**.
-#   ``ahead=0`` gathers none ahead.
-# * Call it between steps. It replaces your lists of ``set_modules_to_forward_prefetch``, and a later
-#   ``set_custom_all_gather`` is not called.
+# * Weights changed inside a forward or before its backward are gathered anew if all ranks change them
+#   and PyTorch counts it (:doc:`shared_slots`). By ``.data``, collectives or ``torch._foreach_*`` units
+#   gathered ahead keep the old, **without an error**. ``ahead=0`` gathers none ahead.
+# * Call it between steps. Your own prefetch lists and collectives (``set_custom_all_gather``) stay, if
+#   set before.
 # * A unit's full weights are another unit's afterwards. FSDP2 frees them instead, so that a reference
 #   kept beyond ``reshard()`` is an error there; here it reads other numbers.
 # * Two units of one slot that are needed together in a graph, though they were not in the first

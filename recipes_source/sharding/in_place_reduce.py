@@ -226,6 +226,8 @@ def batches(taken: list) -> list[list]:
 class InPlaceReduce:
     """Methods of an FSDP2 group of parameters, around its own."""
 
+    _reduce_scatter_comm = peer_memory.settled("_reduce_scatter_comm")
+
     def post_backward(self, *unused) -> None:
         taken = self.take()  # FSDP2 finds no gradient, and reshards
         super().post_backward(*unused)
@@ -298,7 +300,7 @@ def prove(device: torch.device) -> None:
     for dtypes in ((), (torch.bfloat16, torch.float32), (torch.bfloat16, torch.bfloat16)):
         policy = MixedPrecisionPolicy(*dtypes)
         expected = in_place.train(peer_memory.build(device, policy), device)
-        model = peer_memory.build(device, policy)
+        model = peer_memory.build(device, policy, stock=False)
         in_place.gather_in_place(model)
         pushed = reduce_in_place(model)
         found = in_place.train(model, device)
@@ -360,7 +362,8 @@ if __name__ == "__main__":
 # ------------
 # * All ranks must reduce the same gradients in the same order: one that skips a unit leaves the
 #   others waiting, as in FSDP2.
-# * Call it between steps. A later ``set_custom_reduce_scatter`` is not called.
+# * A reduce-scatter of your own (``set_custom_reduce_scatter``) is kept, if it is set before the call;
+#   set later it is an error.
 # * Accumulation in float32 makes gradients twice as wide: slots grow once, in a collective.
 # * The barrier's kernel holds one block of a compute core until the last rank has pushed.
 #

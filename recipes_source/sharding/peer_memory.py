@@ -117,10 +117,8 @@ def why_not(group: dist.ProcessGroup, device: torch.device) -> str | None:
     """Why the ranks of ``group`` cannot read each other's memory; None if they can. Collective."""
     seen, mine = {}, None
     if device.type == "cuda":
-        seen = {
-            str(torch.cuda.get_device_properties(i).uuid): i
-            for i in range(torch.cuda.device_count())
-        }
+        count = torch.cuda.device_count()
+        seen = {str(torch.cuda.get_device_properties(i).uuid): i for i in range(count)}
         mine = next(uuid for uuid, index in seen.items() if index == device.index)
     answers: list = [None] * group.size()
     dist.all_gather_object(answers, (os.uname().nodename, mine), group=group)
@@ -157,11 +155,13 @@ def why_not(group: dist.ProcessGroup, device: torch.device) -> str | None:
 # ``_all_gather_result``, ``_to_unsharded``        "under way", and the change to full weights
 # ``all_gather_outputs``, ``_sharded_param_data``  full weights and padded shards, flat
 # ``_training_state``, ``reduce_grads``, ...       what the user has set, and where the step is
+# ``_all_gather_comm``, ``_reduce_scatter_comm``   collectives of the user's own
 # ===============================================  ================================================
 
 GROUP_NAMES = """
     unshard wait_for_unshard finalize_backward lazy_init fsdp_params is_sharded is_unsharded
     _to_unsharded _all_gather_result _training_state unshard_in_backward mesh_info comm_ctx modules
+    _all_gather_comm _reduce_scatter_comm
 """
 PARAMETER_NAMES = """
     sharded_param padded_sharded_param_size _sharded_param_data fsdp_placement all_gather_outputs
@@ -196,6 +196,7 @@ def why_stock(group, shard_group: dist.ProcessGroup | None) -> str | None:
     """Why FSDP2 must gather this group as before; None if copies can."""
     parameters = group.fsdp_params
     local = [p.sharded_param.to_local() for p in parameters]
+    collectives = (group._all_gather_comm, group._reduce_scatter_comm)
     reasons = {
         "weights are replicated, not sharded": not hasattr(group.mesh_info, "shard_process_group"),
         "another process group": getattr(group.mesh_info, "shard_process_group", None)
@@ -204,6 +205,9 @@ def why_stock(group, shard_group: dist.ProcessGroup | None) -> str | None:
         "sharded on a dimension other than 0": any(p.fsdp_placement.dim != 0 for p in parameters),
         "tensors with an all-gather of their own": any(
             hasattr(t, "fsdp_pre_all_gather") for t in local
+        ),
+        "a collective of your own (set_custom_all_gather, set_custom_reduce_scatter)": not all(
+            type(collective).__name__.startswith("Default") for collective in collectives
         ),
     }
     return next((reason for reason, holds in reasons.items() if holds), None)
@@ -224,6 +228,15 @@ def copying_groups(model: nn.Module) -> list:
     for reason in sorted(found):
         warnings.warn(f"FSDP2 communicates as before: {reason}", stacklevel=3)
     return chosen
+
+
+def settled(name: str) -> property:
+    """An attribute of a group that is an error to set: nobody would look at it."""
+
+    def refuse(group, value: object) -> None:
+        raise RuntimeError(f"{type(value).__name__} would not be called: set it before the calls")
+
+    return property(lambda group: group.__dict__[name], refuse)
 
 
 def become(group, mixin: type) -> None:
@@ -265,14 +278,15 @@ def run(prove: Callable[[torch.device], None]) -> None:
         dist.destroy_process_group()
 
 
-def build(device: torch.device, policy: MixedPrecisionPolicy) -> FSDPModule:
+def build(device: torch.device, policy: MixedPrecisionPolicy, stock: bool = True) -> FSDPModule:
     """Blocks over (batch, WIDTH), float32 weights; 49 rows divide by none of 2, 3 and 4 ranks."""
     torch.manual_seed(0)
     pairs = [(nn.Linear(WIDTH, HIDDEN), nn.Linear(HIDDEN, WIDTH)) for _ in range(UNITS)]
     model = nn.Sequential(*(nn.Sequential(up, nn.GELU(), down) for up, down in pairs)).to(device)
     for unit in (*model, model):
         fully_shard(unit, mp_policy=policy)
-        unit.set_modules_to_backward_prefetch([unit])  # the default one trips over evaluations
+        # stock FSDP2's default trips over evaluations
+        unit.set_modules_to_backward_prefetch([unit] if stock else [])
     return model
 
 

@@ -44,13 +44,16 @@ come and go: to share it with the other ranks is slow. So it stays, and units ta
 # Imports and sizes
 # -----------------
 
+import functools
 from dataclasses import dataclass
 from itertools import accumulate
 
 import peer_memory
 import torch
 import torch.distributed as dist
+from torch.autograd.graph import increment_version
 from torch.distributed.fsdp import MixedPrecisionPolicy
+from torch.optim.optimizer import register_optimizer_step_post_hook
 
 ALIGNMENT, GRAIN = 512, 8 << 20  # bytes, of each weight in a slot and of a slot
 SMALL = 1 << 18  # bytes: smaller shards go by one kernel instead of a copy each
@@ -147,11 +150,32 @@ class Slots:
         group.large = [pair for pair in copies if pair[1].nbytes > SMALL]
         group.small = [list(tensors) for tensors in zip(*small, strict=True)]
 
+    def make_room(self, group) -> None:
+        """Have the slot for ``group``, or another one.
+
+        Raises:
+            RuntimeError: another unit is in it, and autograd knows where this one is.
+        """
+        other = group.slot.group
+        if not other.is_unsharded:
+            other.drop()
+        elif not group.in_graph:
+            self.give(group, exclusive=True)
+        else:
+            names = [type(g.modules[0]).__name__ for g in (group, other)]
+            raise RuntimeError(
+                f"{' and '.join(names)} are full at the same time, which they were not in the first "
+                "forward. Behind an exception in a step: call model.reset_iter_state() (PyTorch 2.13 "
+                "on). Else call gather_in_place with a larger `ahead`: as many as there are units, if "
+                "you keep them full (set_reshard_after_backward)"
+            )
+
     @torch.no_grad()
     def fill(self, group) -> None:
         """Queue the gather of a unit's full weights on the current stream."""
         if group.slot is self.last:
             self.memory.barrier()  # others may still copy from it
+        group.filled_from = versions(group)
         pairs = [
             (o, p._sharded_param_data) for o, p in zip(group.own, group.fsdp_params, strict=True)
         ]
@@ -169,6 +193,37 @@ class Slots:
         if group.small:
             torch._foreach_copy_(group.small[0], group.small[1])
         self.last, group.slot.group = group.slot, group
+
+
+# %%
+# Changed since?
+# --------------
+# What was filled ahead is old when weights change before it is used. PyTorch counts the changes in
+# place of each tensor; most optimizers leave their own out, so a hook adds it. A change by ``.data``,
+# by ``torch._foreach_*`` over DTensors or by a collective is not counted.
+
+
+def versions(group) -> list[int]:
+    """Counts of the changes of a unit's shards."""
+    parameters = [p.sharded_param for p in group.fsdp_params]
+    tensors = parameters + [p._local_tensor for p in parameters]
+    return [0 if t.is_inference() else t._version for t in tensors]
+
+
+def outdated(group) -> bool:
+    """Whether a unit's weights were seen to change since it was filled."""
+    return group.filled_from != versions(group)
+
+
+@functools.cache
+def count_updates() -> None:
+    """Have each optimizer's step count as a change of its parameters: most leave that out."""
+
+    @torch.compiler.disable
+    def count(optimizer: torch.optim.Optimizer, *_) -> None:
+        increment_version([p for group in optimizer.param_groups for p in group["params"]])
+
+    register_optimizer_step_post_hook(count)
 
 
 # %%
@@ -198,7 +253,8 @@ def prove(device: torch.device) -> None:
         expected = [whole(p.sharded_param.detach()) for p in group.fsdp_params]
         for more in (0, 1):  # the second time while others may still copy from the first
             for p in group.fsdp_params:
-                p._sharded_param_data.add_(more)
+                p.sharded_param._local_tensor.add_(more)
+            assert not more or outdated(group), "a change was not counted"
             slots.fill(group)
             for p, full in zip(group.fsdp_params, expected, strict=True):
                 bits = (full + more).bfloat16().to(device)

@@ -392,6 +392,44 @@ def backward_raises(model, optimizer):
         yield from train(model, optimizer, 2, 1)
 
 
+def teaching(model, optimizer, local):
+    """Weights follow an average of them, updated at the head of the model's forward."""
+    average = [p.detach().clone() * 0.5 for p in model.shards]
+
+    def follow(*_):
+        with torch.no_grad():
+            for p, a in zip(model.shards, average, strict=True):
+                (p.to_local() if local else p).lerp_(a.to_local() if local else a, 0.25)
+
+    yield from train(model, optimizer, 1)
+    model.register_forward_pre_hook(follow)
+    yield from train(model, optimizer, 3, 1)
+    yield evaluate(model, torch.no_grad, 9)
+
+
+def updated_in_forward(model, optimizer):
+    """The optimizer steps when the next forward is half way."""
+    yield from train(model, optimizer, 2)
+    model.blocks[1].register_forward_pre_hook(lambda *_: (optimizer.step(), None)[1])
+    for turn in range(2, 5):
+        loss = loss_of(model, turn)
+        yield loss.detach()
+        optimizer.zero_grad()
+        loss.backward()
+
+
+def changed_before_backward(model, optimizer):
+    for turn in range(STEPS):
+        loss = loss_of(model, turn)
+        yield loss.detach()
+        with torch.no_grad():
+            for p in model.shards:
+                p.mul_(0.75)
+        loss.backward()
+        optimizer.step()
+        optimizer.zero_grad()
+
+
 class CalledTwice(Model):
     """Each block runs twice in a row, the first also at the end."""
 
@@ -568,15 +606,123 @@ PROGRAMS = {
     "freezing": Program(shard, freezing),
     "all_by_hand": Program(shard, all_by_hand),
     "backward_raises": Program(shard, backward_raises),
+    "teaching": Program(shard, partial(teaching, local=False)),
+    "teaching_shards": Program(shard, partial(teaching, local=True)),
+    "updated_in_forward": Program(shard, updated_in_forward),
+    "updated_in_forward_fused": Program(
+        shard, updated_in_forward, partial(torch.optim.AdamW, lr=1e-2, fused=True)
+    ),
+    "changed_before_backward": Program(shard, changed_before_backward),
     "called_twice": Program(lambda policy: shard(policy, model=CalledTwice()), train),
     "reads_embedding": Program(reads_embedding, train),
     "reads_embedding_between": Program(reads_embedding, evaluation_between),
 }
 
 
-def run(program: Program, policy, in_place: bool) -> list:
+class Counted:
+    """A collective of the user's own."""
+
+    calls = 0
+
+    def allocate(self, size, *, dtype: torch.dtype, device: torch.device) -> torch.Tensor:
+        return torch.empty(size, dtype=dtype, device=device)
+
+    def __call__(self, output_tensor, input_tensor, group, op=None, async_op=False) -> None:
+        type(self).calls += 1
+        if output_tensor.numel() > input_tensor.numel():
+            dist.all_gather_into_tensor(output_tensor, input_tensor, group=group)
+        else:
+            dist.reduce_scatter_tensor(output_tensor, input_tensor, group=group, op=op)
+
+
+def in_place(model: nn.Module, collectives: str = "") -> tuple[nn.Module, list[str]]:
+    """``model`` in place, and what was warned of."""
+    for unit in model.blocks if collectives else ():
+        getattr(unit, collectives)(Counted())
+    with warnings.catch_warnings(record=True) as warned:
+        warnings.simplefilter("always")
+        in_place_gather.gather_in_place(model)
+        in_place_reduce.reduce_in_place(model)
+    return model, [str(w.message) for w in warned]
+
+
+def step(model: nn.Module, turn: int = 0) -> None:
+    loss_of(model, turn).backward()
+    model.zero_grad()
+
+
+def expect(words: str, what: Callable[[], object]) -> None:
+    try:
+        what()
+    except RuntimeError as error:
+        assert words in str(error), error
+    else:
+        raise AssertionError(f"no error of {words}")
+
+
+def called_before_backward() -> None:
+    model = shard(FP32)
+    loss = loss_of(model, 0)
+    in_place(model)
+    expect("call it between steps", loss.backward)
+
+
+def collectives_of_their_own() -> None:
+    """Those of before the call are called, those of later an error."""
+    for setter in ("set_custom_all_gather", "set_custom_reduce_scatter"):
+        Counted.calls = 0
+        model, warned = in_place(shard(FP32), setter)
+        assert any(setter in words for words in warned), warned
+        step(model)
+        assert Counted.calls, setter
+        model, warned = in_place(shard(FP32))
+        assert not warned
+        expect("set it before", partial(getattr(model.blocks[0], setter), Counted()))
+
+
+def lists_of_their_own() -> None:
+    model = shard(FP32)
+    model.blocks[0].set_modules_to_forward_prefetch([model.blocks[3]])
+    model.blocks[2].set_modules_to_backward_prefetch([model.blocks[0]])
+    in_place(model)
+    step(model)
+    states = [block._get_fsdp_state() for block in model.blocks]
+    assert states[0]._states_to_forward_prefetch == [states[3]]
+    assert states[1]._states_to_forward_prefetch == states[2:]
+    assert states[2]._states_to_backward_prefetch == [states[0]]
+    assert states[3]._states_to_backward_prefetch == [states[2]]
+    step(model, 1)
+
+
+def a_step_that_was_skipped() -> None:
+    """Behind an exception in backward the error names what to call."""
+    model, _ = in_place(shard(FP32))
+    step(model)
+
+    def fail(*_: object) -> None:
+        raise MemoryError("of this test")
+
+    hook = model.blocks[1].register_full_backward_pre_hook(fail)
+    with suppress(MemoryError):
+        step(model, 1)
+    hook.remove()
+    expect("reset_iter_state", lambda: [block.unshard() for block in model.blocks])
+    if hasattr(model, "reset_iter_state"):
+        model.reset_iter_state()
+        step(model, 2)
+
+
+TROUBLES = (
+    called_before_backward,
+    collectives_of_their_own,
+    lists_of_their_own,
+    a_step_that_was_skipped,
+)
+
+
+def run(program: Program, policy, ours: bool) -> list:
     model = program.build(policy)
-    if in_place:
+    if ours:
         with warnings.catch_warnings(record=True) as warned:
             warnings.simplefilter("always")
             copies = in_place_gather.gather_in_place(model)
@@ -590,7 +736,7 @@ def run(program: Program, policy, in_place: bool) -> list:
     model.shards = list(model.parameters())  # as an optimizer holds them
     optimizer = program.optimizer([p for p in model.parameters() if p.requires_grad])
     found = list(program.loop(model, optimizer))
-    if in_place and copies is not None:
+    if ours and copies is not None:
         assert copies.gathers, "nothing was gathered by copies"
         if pushed is not None:
             assert pushed.calls, "nothing was pushed"
@@ -614,13 +760,16 @@ def main() -> None:
         torch.accelerator.set_device_index(int(os.environ["LOCAL_RANK"]))
         torch.use_deterministic_algorithms(True)
     dist.init_process_group()
-    wanted = sys.argv[1].split(",") if len(sys.argv) > 1 else list(PROGRAMS)
+    troubles = {trouble.__name__: trouble for trouble in TROUBLES}
+    known = [*PROGRAMS, *troubles]
+    wanted = sys.argv[1].split(",") if len(sys.argv) > 1 else known
     if wanted == ["half"]:
-        wanted = list(PROGRAMS)[int(sys.argv[2]) :: 2]
+        wanted = known[int(sys.argv[2]) :: 2]
     failures = 0
-    for name, policy in ((n, policy) for n in wanted for policy in PROGRAMS[n].policies):
+    runs = [(n, p) for n in wanted for p in (PROGRAMS[n].policies if n in PROGRAMS else ("fp32",))]
+    for name, policy in runs:
         try:
-            wrong = compare(name, policy)
+            wrong = compare(name, policy) if name in PROGRAMS else troubles[name]()
         except Exception:
             wrong = traceback.format_exc(limit=-8)
         failures += wrong is not None
