@@ -177,6 +177,26 @@ def test_the_copy_button_copies_the_source(visit, page, width):
     assert copied == f"torchrun --nproc-per-node={recipe.page_ranks} {recipe.path.name}"
 
 
+CONTROLS_SHOWN = """() => [...document.querySelectorAll("nav, header, footer, button")]
+    .filter((part) => part.getBoundingClientRect().height && !part.closest("article"))
+    .map((part) => part.outerHTML.slice(0, 80))"""
+CUT_OFF = """() => [...document.querySelectorAll("article .highlight pre")]
+    .filter((code) => code.scrollWidth > code.clientWidth).length"""
+FOLDED = """() => [...document.querySelectorAll("article details > :not(summary)")]
+    .filter((part) => !part.checkVisibility()).length"""
+
+
+@pytest.mark.parametrize("width", [800])
+def test_paper_has_all_of_the_article_and_nothing_to_click(visit, width):
+    tab = visit(FIRST)
+    for look in (CONTROLS_SHOWN, CUT_OFF, FOLDED):
+        assert tab.evaluate(look), "this look sees nothing"
+    tab.emulate_media(media="print")
+    assert tab.evaluate(CONTROLS_SHOWN) == []
+    assert tab.evaluate(CUT_OFF) == 0
+    assert tab.evaluate(FOLDED) == 0
+
+
 def test_the_search_finds_a_recipe_without_asking_anybody(visit):
     tab = visit("search")
     tab.goto(tab.url + "?q=checkpoint")
