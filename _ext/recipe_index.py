@@ -105,8 +105,8 @@ class RecipeIndex(SphinxDirective):
 
     def run(self) -> list[nodes.Node]:
         self.env.note_reread()  # recipes come and go without an edit of this page
-        cards = TEMPLATES.get_template("recipe_cards.rst")
-        rst = cards.render(sections=sections(), sentence=lambda r: first_sentence(docstring(r)))
+        shown = {"sentence": first_sentence, "title": read_title, "doc": docstring}
+        rst = TEMPLATES.get_template("recipe_cards.rst").render(sections=sections(), **shown)
         container = nodes.section()
         container.document = self.state.document
         lines = StringList(rst.splitlines(), "recipe-index")

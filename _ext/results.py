@@ -401,7 +401,7 @@ class ResultGain(ResultDirective):
             text += nodes.Text(", " if number else "")
             text += (nodes.emphasis if number else nodes.strong)("", cell(row, field))
             text += [nodes.Text(" "), nodes.literal("", row["name"])]
-        earlier = ", an earlier version" if changed else ""
+        earlier = ", by an earlier version of the recipe" if changed else ""
         text += nodes.Text(f". Stock {found[0]['model']}, {result.machine}{earlier}.")
         return [text]
 

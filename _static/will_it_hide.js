@@ -58,7 +58,7 @@ const share = (value) => `${three(value * 100)} %`;
 const count = (value) => Math.round(value).toLocaleString("en");
 
 const LINES = [
-  ["A step, with none of it", (y) => seconds(y.step_s)],
+  ["A step without any transfer", (y) => seconds(y.step_s)],
   ["State of a rank: as much pinned memory", (y) => gigabytes(y.state_bytes)],
   ["Staged in", (y) => seconds(y.stage_s)],
   ["Written in", (y) => seconds(y.write_s)],

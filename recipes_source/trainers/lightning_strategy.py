@@ -14,8 +14,9 @@ the next step and writes them on a thread.
    :field: cost_s
    :where: model=llama-1b step=long loop=reads compiled=no storage=memory
 
-That is the cost of such a save in a loop without Lightning. ``none`` is the same measurement
-without a save: the noise.
+That was measured in a loop without Lightning, with the faster writer of
+:doc:`/recipes/checkpoint/overlapped_writer`. ``none`` is the same measurement without a save: the
+noise.
 
 **When not to bother:** a save takes seconds and you save once per epoch.
 

@@ -14,8 +14,9 @@ on a thread.
    :field: cost_s
    :where: model=llama-1b step=long loop=reads compiled=no storage=memory
 
-That is the cost of such a save in a loop without ``Trainer``. ``none`` is the same measurement
-without a save: the noise.
+That was measured in a loop without ``Trainer``, with the faster writer of
+:doc:`/recipes/checkpoint/overlapped_writer`. ``none`` is the same measurement without a save: the
+noise.
 
 **When not to bother:** a save takes seconds and you save once per epoch.
 
@@ -327,6 +328,8 @@ if __name__ == "__main__":
 #   else must call ``before_update()``.
 # * ``load_best_model_at_end`` would look for the best checkpoint before it is complete. A
 #   hyperparameter search uses folders of its own. Neither is supported, nor is ``push_to_hub``.
+# * The class overrides methods of ``Trainer`` whose names begin with an underscore. Another version
+#   may call them otherwise; the tests run the one that ``requirements.txt`` pins.
 # * With LoRA, frozen weights are saved too. If your resume loads adapters only, pass
 #   ``StateDictOptions(ignore_frozen_params=True)`` to ``get_model_state_dict``.
 # * A failed save is logged and raises when ``train`` ends, so a full disk does not end training.

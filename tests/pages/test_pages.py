@@ -51,12 +51,22 @@ def test_index_and_section_pages_list_every_recipe_and_no_other(built_site):
     wanted = {f"recipes/{recipe.folder}/{recipe.name}.html" for recipe in RECIPES}
     index = {link for link in links(page(built_site, "index")) if link.startswith("recipes/")}
     assert {link for link in index if not link.endswith("/index.html")} == wanted
+    cards = page(built_site, "index").select(".recipe-cards .sd-card")
+    assert len(cards) == len(wanted)
+    for card in cards:
+        assert card.select_one(".sd-card-title").text.strip() == card.select_one("a.sd-stretched-link").text
     for folder in {recipe.folder for recipe in RECIPES}:
         cards = page(built_site, f"recipes/{folder}/index").select(".sphx-glr-thumbcontainer a")
         listed = {f"recipes/{folder}/{card['href']}" for card in cards}
         assert listed == {link for link in wanted if f"/{folder}/" in link}
     twins = (built_site / "llms.txt").read_text(encoding="utf-8")
     assert not [link for link in wanted if link.replace(".html", ".md") not in twins]
+
+
+def test_no_two_predictions_are_called_the_same(built_site):
+    table = page(built_site, "guide/will_it_hide").select("table.result-table")[-1]
+    names = [tuple(cell.text for cell in row.select("td")[:4]) for row in table.select("tbody tr")]
+    assert len(names) == len(set(names)) > 10
 
 
 @pytest.mark.parametrize("recipe", RECIPES, ids=lambda recipe: recipe.name)
