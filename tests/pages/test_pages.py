@@ -54,7 +54,8 @@ def test_index_and_section_pages_list_every_recipe_and_no_other(built_site):
     cards = page(built_site, "index").select(".recipe-cards .sd-card")
     assert len(cards) == len(wanted)
     for card in cards:
-        assert card.select_one(".sd-card-title").text.strip() == card.select_one("a.sd-stretched-link").text
+        title = card.select_one(".sd-card-title").text.strip()
+        assert title == card.select_one("a.sd-stretched-link").text
     for folder in {recipe.folder for recipe in RECIPES}:
         cards = page(built_site, f"recipes/{folder}/index").select(".sphx-glr-thumbcontainer a")
         listed = {f"recipes/{folder}/{card['href']}" for card in cards}
