@@ -571,7 +571,7 @@ def main() -> None:
     options = parser.parse_args()
     device = measuring.own_device()
     if "RANK" in os.environ:
-        dist.init_process_group()
+        dist.init_process_group("cpu:gloo,cuda:nccl" if device.type == "cuda" else "gloo")
     benchmark = Benchmark(options, device)
     tell(f"{measuring.device_name(device)}, torch {torch.__version__}")
     tasks, agreement = benchmark.tasks(options.what, options.peers), measuring.Agreement()

@@ -579,6 +579,47 @@ def test_what_a_thread_raises_is_raised_by_close():
         optimizer.step()
 
 
+@pytest.mark.parametrize("change", [False, True])
+def test_what_is_trained_does_not_change_in_silence(change):
+    """A parameter that is frozen later would be trained on, one that is released later never."""
+    model = llama(torch.bfloat16)
+    weight = model.model.layers[1].mlp.up_proj.weight.requires_grad_(change)
+    with closing(whole(model, streamed_of(model))):
+        weight.requires_grad_(not change)
+        with torch.no_grad():
+            model(**batch(0))
+        with pytest.raises(RuntimeError, match="what is trained, has changed"):
+            model(**batch(0))
+        weight.requires_grad_(change)
+        model(**batch(0)).loss.backward()
+
+
+def test_weights_in_other_memory_are_refused():
+    """Trained on, they would be the old ones."""
+    for move in (
+        nn.Module.float,
+        lambda m: m.load_state_dict(deepcopy(m.state_dict()), assign=True),
+    ):
+        model = llama(torch.bfloat16)
+        with closing(streamed_of(model)):
+            move(model.model.layers[2])
+            with pytest.raises(RuntimeError, match="its memory, or"):
+                model(**batch(0))
+
+
+def test_an_adamw_that_this_is_not_is_refused():
+    model = llama(torch.bfloat16)
+    with closing(streamed_of(model)) as streamed:
+        for unknown in ({"amsgrad": True}, {"learning_rate": 1.0}):
+            with pytest.raises(ValueError, match=f"no setting .*{[*unknown][0]}"):
+                whole(model, streamed, **unknown)
+        groups = [group | {"maximize": True} for group in groups_of(model)]
+        with pytest.raises(ValueError, match="no setting .*maximize"):
+            HostAdamW(groups, streamed)
+        groups = [group | {"maximize": False, "name": "mine"} for group in groups_of(model)]
+        HostAdamW(groups, streamed).host.close()
+
+
 def test_bad_arguments_are_refused():
     model = llama()
     with closing(streamed_of(model)) as streamed:
@@ -588,6 +629,21 @@ def test_bad_arguments_are_refused():
             HostAdamW(model.lm_head.parameters(), streamed)
     with pytest.raises(ValueError, match="slots must be 1 or more, not 0"):
         streamed_of(llama(), slots=0)
+
+
+@pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16])
+def test_adam_without_fp32_state_forgets_small_changes(dtype):
+    """What whole_step.py says of rows with bf16 moments; rates and betas as in the benchmark."""
+    weight = nn.Parameter(torch.ones(64, dtype=dtype))
+    optimizer = torch.optim.AdamW([weight], lr=1e-4, weight_decay=0, fused=True)
+    for step in range(2000):
+        weight.grad = torch.full_like(weight, 1.0 if step < 100 else 0.1)
+        optimizer.step()
+        if step == 99:
+            large = optimizer.state[weight]["exp_avg_sq"][0].item()
+    small = optimizer.state[weight]["exp_avg_sq"][0].item()
+    assert small < large / 4 if dtype == torch.float32 else small == large
+    assert (weight < 0.92).all() if dtype == torch.float32 else (weight == 1).all()
 
 
 # Ranks of one host

@@ -146,9 +146,19 @@ class StreamedModel(StreamedLayers):
 
     def call(self, index: int, *args, **kwargs):
         """What ``layer.forward`` is now."""
-        return super().call(
-            index, *args, **(without_cache(kwargs) if torch.is_grad_enabled() else kwargs)
-        )
+        if torch.is_grad_enabled():
+            self.check(self.layers[index])
+            kwargs = without_cache(kwargs)
+        return super().call(index, *args, **kwargs)
+
+    @staticmethod
+    def check(layer) -> None:
+        """Refuse a ``HostLayer`` whose parameters are not those that were taken."""
+        taken = {name: view for weights in layer.weights for name, view in weights.views.items()}
+        for name, p in layer.module.named_parameters():
+            trained, moved = name in layer.trained, p.data_ptr() != taken[name].data_ptr()
+            if moved or p.requires_grad is not trained:
+                raise RuntimeError(f"{name}: its memory, or what is trained, has changed")
 
     @staticmethod
     def recomputed(forward: Callable, *args, **kwargs):
@@ -228,13 +238,10 @@ class Model(nn.Module):
 
     def __init__(self) -> None:
         super().__init__()
-        layer = nn.TransformerEncoderLayer(
-            node.WIDTH, 4, 4 * node.WIDTH, batch_first=True, norm_first=True
-        )
-        self.embedding, self.encoder = (
-            nn.Embedding(WORDS, node.WIDTH),
-            nn.TransformerEncoder(layer, LAYERS, enable_nested_tensor=False),
-        )
+        options = {"batch_first": True, "norm_first": True}
+        layer = nn.TransformerEncoderLayer(node.WIDTH, 4, 4 * node.WIDTH, **options)
+        self.embedding = nn.Embedding(WORDS, node.WIDTH)
+        self.encoder = nn.TransformerEncoder(layer, LAYERS, enable_nested_tensor=False)
         self.head = nn.Linear(node.WIDTH, WORDS, bias=False)
         self.head.weight = self.embedding.weight
 
@@ -314,10 +321,8 @@ def main() -> None:
     try:
         torch.manual_seed(dist.get_rank())
         model, resident = Model(), Model().to(device)
-        one_layer = resident_bytes(model.encoder.layers[0])
-        with closing(
-            StreamedModel(model, model.encoder.layers, device, budget=one_layer)
-        ) as streamed:
+        layers, budget = model.encoder.layers, resident_bytes(model.encoder.layers[0])
+        with closing(StreamedModel(model, layers, device, budget=budget)) as streamed:
             train(streamed, resident)
             assert len(streamed.layers) == LAYERS - 1
             passes = STEPS * MICROBATCHES
@@ -351,10 +356,11 @@ if __name__ == "__main__":
 #
 # Known limits
 # ------------
-# * ``model.to(...)`` and ``load_state_dict(assign=True)`` exchange the memory behind parameters, and
-#   the device goes on with the old one. Choose the dtype before; load by copy.
-# * Which parameters are trained is fixed when the model is taken. Frozen layers are computed, but
-#   nothing of them is stored, and below the lowest trained one there is no backward.
+# * Which parameters are trained, and their memory, is fixed when the model is taken. So ``model.to(...)``,
+#   ``load_state_dict(assign=True)`` and a later ``requires_grad_`` are an error in the next forward that
+#   is trained. Choose the dtype before; load by copy.
+# * Frozen layers are computed, but nothing of them is stored, and below the lowest trained one there
+#   is no backward.
 # * Leave the model's own gradient checkpointing off: each layer runs again anyway.
 # * A layer that is compiled must be so before, and by ``layer.forward = torch.compile(layer.forward)``:
 #   ``layer.compile()`` raises in the first step.
