@@ -34,15 +34,14 @@ How a number is made
 * ``loaded_back_bitwise``: a save behind ``queued_s`` of work on the device is loaded and compared
   with a clone that the compute stream made of the state right before the call.
 * ``kept`` (``save_interval``): steps without saves over steps with a save every so many, in turn
-  where saves are far apart; the writer
-  deletes the checkpoint before the last. For 100 it is computed from ``cost_s``.
+  where saves are far apart; the writer deletes the checkpoint before the last. For 100 it is
+  computed from ``cost_s``.
 
 All values are rank 0's, medians over windows; single values under ``samples``.
 """
 
 import argparse
 import gc
-import json
 import shutil
 import statistics
 import sys
@@ -59,45 +58,13 @@ import torch
 import torch.distributed as dist
 
 ROOT = Path(__file__).resolve().parents[1]
-sys.path.insert(0, str(ROOT))
+sys.path[:0] = [str(ROOT), str(ROOT / "recipes_source" / "checkpoint")]
 
-from benchmarks.checkpoint_ways import (  # noqa: E402
-    PIECES,
-    WAYS,
-    AllAtOnce,
-    AppState,
-    Save,
-    Way,
-    differences,
-    leaves,
-    like,
-    snapshot,
-    start_rank,
-)
-from benchmarks.measuring import (  # noqa: E402
-    Agreement,
-    Drawn,
-    HostMemory,
-    Results,
-    StepClock,
-    Task,
-    compute_lane,
-    header,
-    in_turn,
-    intervals_of,
-    link_rates,
-    medians,
-    profiled_events,
-    queue_work,
-    run_tasks,
-    say,
-    size_on_disk,
-    storage_rates,
-    summary,
-    synchronize,
-    trimmed_mean,
-    write_trace,
-)
+from async_save import AppState, leaves, snapshot, start_rank  # noqa: E402
+
+from benchmarks import checkpoint_ways, measuring  # noqa: E402
+from benchmarks.checkpoint_ways import PIECES, WAYS, AllAtOnce, Save, Way  # noqa: E402
+from benchmarks.measuring import Results, Task, intervals_of, medians, trimmed_mean  # noqa: E402
 from benchmarks.workloads import StockLoop, compile_blocks, llama, shard  # noqa: E402
 
 BOUND_FROM = "bytes of state of a rank over the rate of its link"
@@ -177,13 +144,13 @@ class Training:
 
     def __init__(self, size: Size, device: torch.device, storages: dict[str, Path]) -> None:
         self.size, self.device, self.storages = size, device, storages
-        self.agreement = Agreement()
+        self.agreement = measuring.Agreement()
         model = shard(llama(size.model, device))
         self.loop = StockLoop(model, size.tokens["long"], size.length)
         self.app = AppState(model, self.loop.optimizer)
         self.case = Case(size.model)
         self.way: Way | None = None
-        self.clock = StepClock(device)
+        self.clock = measuring.StepClock(device)
         self.steps(6)
 
     def prepare(self, case: Case) -> None:
@@ -261,34 +228,29 @@ def usual_steps(rounds: list[list[float]], number: int, own: bool = True) -> lis
 class Measurement:
     """The results and everything that adds to them; a method a kind of task."""
 
-    def __init__(self, training: Training, out: Path, head: dict, started: float) -> None:
-        self.training, self.out, self.head, self.started = training, out, head, started
-        self.results, self.intervals, self.pieces = [
-            Results(out, head | {"benchmark": name}, RECIPES, (*PARAMETERS, *more))
-            for name, *more in (
-                ["checkpoint_stall"],
-                ["save_interval", "every"],
-                ["staging_copies"],
-            )
-        ]
+    def __init__(self, training: Training, out: Path, head: dict) -> None:
+        self.training, self.out, self.head = training, out, head
+        self.results = self.results_of("checkpoint_stall")
+        self.intervals = self.results_of("save_interval", "every")
+        self.pieces = self.results_of("staging_copies")
         rows = self.results.data["rows"]
         self.results.data["rows"] = [row for row in rows if row.get("loop")]  # of stock models
         self.storage: dict[str, float] = {}
         self.name: str | None = None  # of the way that is open
         self.first: Window | None = None  # its first save
-        self.memory: HostMemory | None = None
+        self.memory: measuring.HostMemory | None = None
 
-    def row(self, results: Results, case: Case, name: str) -> dict | None:
-        key = results.key({"name": name, **self.key(case)})
-        return next((row for row in results.data["rows"] if results.key(row) == key), None)
+    def results_of(self, benchmark: str, *varied: str) -> Results:
+        head = self.head | {"benchmark": benchmark}
+        return Results(self.out, head, RECIPES, (*PARAMETERS, *varied))
 
     def key(self, case: Case) -> dict:
         tokens = self.training.size.tokens[case.step] * dist.get_world_size()
         return {**vars(case), "tokens": tokens}
 
-    def has(self, case: Case, name: str, samples: int, results: Results | None = None) -> bool:
-        row = self.row(results or self.results, case, name)
-        return row is not None and len(row["samples"].get("step_s", ())) >= samples
+    def has(self, case: Case, name: str, samples: int, results: Results) -> bool:
+        row = results.find(name, **self.key(case))
+        return bool(row) and len(row["samples"].get("step_s", ())) >= samples
 
     def fixed(self, case: Case, name: str, way: Way | None) -> dict:
         workload, link = self.head["workload"], self.head["link"]
@@ -308,16 +270,15 @@ class Measurement:
         training = self.training
         if name != self.name:
             self.close()
-            self.memory, scratch = HostMemory(), training.storages["memory"]
+            self.memory, scratch = measuring.HostMemory(), training.storages["memory"]
             training.way = (WAYS | PIECES)[name](training.app, training.device, scratch)
-            training.way.attach()
             self.name = name
         try:
             training.prepare(case)
             directory = training.new_directory()
             if self.first is None:
                 self.first = training.saving(directory / "first")
-                self.written = size_on_disk(directory / "first")
+                self.written = measuring.size_on_disk(directory / "first")
                 training.remove(directory / "first")
             yield directory
             training.remove(directory)
@@ -336,9 +297,9 @@ class Measurement:
             way.close()
         gc.collect()
 
-    def cost(self, case: Case, name: str, rounds: int, results: Results | None = None) -> None:
+    def cost(self, case: Case, name: str, rounds: int, results: Results) -> None:
         """The row of ``name``: ``rounds`` pairs of windows; beside it that of ``none``."""
-        results, training = results or self.results, self.training
+        training, key = self.training, self.key(case)
         saves: list[Window] = []
         without: list[Window] = []
         with self.opened(case, name) as directory:
@@ -352,7 +313,7 @@ class Measurement:
             def quiet() -> None:
                 without.append(training.quiet(saves[-1]))
 
-            for _ in in_turn({"save": save, "quiet": quiet}, rounds, lambda: True):
+            for _ in measuring.in_turn({"save": save, "quiet": quiet}, rounds, lambda: True):
                 quiet_steps = [intervals_of(window.ends) for window in without]
                 usual = [usual_steps(quiet_steps, i) for i in range(len(saves))]
                 row = medians([w.times(u) for w, u in zip(saves, usual, strict=True)], INTERVALS)
@@ -363,64 +324,58 @@ class Measurement:
                     "first_exposed_stall_s": first["staging_cost_s"],
                     "bytes_written": self.written,
                     **self.memory.peaks(),
-                    **self.rates(case, self.written, row["uploaded_s"]),
+                    "write_bytes_per_s": None,
+                    "storage_bytes_per_s": None,
                 }
-                results.add({**(self.row(results, case, name) or {}), **fixed, **row})
+                if self.written:
+                    rate = self.written / dist.get_world_size() / row["uploaded_s"]
+                    row["write_bytes_per_s"] = rate
+                    row["storage_bytes_per_s"] = self.storage.get(case.storage)
+                results.add({**results.find(name, **key), **fixed, **row})
         if rounds > 2 and not self.has(case, "none", rounds, results):
             own = [usual_steps(quiet_steps, i, own=False) for i in range(rounds)]
             row = medians([w.times(u) for w, u in zip(without, own, strict=True)], INTERVALS)
             row |= dict.fromkeys(("call_s", "staged_s", "uploaded_s"))  # there was no save
             results.add({**self.fixed(case, "none", None), **row})
-        told = ("staging_cost_s", "cost_s", "upload_slowdown", "call_s", "uploaded_s", "step_s")
-        row = self.row(results, case, name)
-        say(self.started, f"{name}: {json.dumps({key: row[key] for key in told})}")
-
-    def rates(self, case: Case, written: int, uploaded_s: float) -> dict:
-        rate = written / dist.get_world_size() / uploaded_s if written else None
-        return {
-            "write_bytes_per_s": rate,
-            "storage_bytes_per_s": self.storage.get(case.storage) if written else None,
-        }
 
     def judge(self, case: Case, name: str) -> None:
         """Load back what was saved right behind a step that had not run yet."""
         training = self.training
         with self.opened(replace(case, loop="free"), name) as directory:
             way = training.way
-            queue_work(training.device, way.queued_s)
+            measuring.queue_work(training.device, way.queued_s)
             training.steps(1)
             expected = snapshot(training.app)
             save = way.save(directory / "judged")
             training.steps(3)
             way.finish(save)
-            synchronize(training.device)
+            measuring.synchronize(training.device)
             training.agreement.barrier()
-            loaded = way.load(directory / "judged", like(training.app.state_dict()))
-        wrong, share = differences(expected, loaded)
+            target = checkpoint_ways.like(training.app.state_dict())
+            loaded = way.load(directory / "judged", target)
+        wrong, share = checkpoint_ways.differences(expected, loaded)
         same = not training.agreement.any(wrong)
         verdict = {"loaded_back_bitwise": same, "elements_differing": share}
-        say(self.started, f"{name}: {verdict}")
-        row = self.row(self.results, case, name)
-        if row is not None:
+        measuring.tell(f"{name}: {verdict}")
+        if row := self.results.find(name, **self.key(case)):
             self.results.add(row | verdict)
 
     def probe(self, case: Case) -> None:
         """Learn what the storage takes; rows of it that are there get the figure too."""
         training = self.training
         training.prepare(replace(training.case, storage=case.storage))
-        rates = storage_rates(training.size.probe_bytes, training.agreement, training.new_directory)
+        size, agreement = training.size.probe_bytes, training.agreement
+        rates = measuring.storage_rates(size, agreement, training.new_directory)
         best = self.storage[case.storage] = max(rates.values())
-        say(self.started, f"{case.storage} takes {best / 1e9:.2f} GB/s a rank: {rates}")
+        measuring.tell(f"{case.storage} takes {best / 1e9:.2f} GB/s a rank: {rates}")
         self.head["workload"][f"{case.storage}_storage_bytes_per_s"] = best
         for row in list(self.results.data["rows"]):
             if row["storage"] == case.storage and row.get("write_bytes_per_s"):
                 self.results.add(row | {"storage_bytes_per_s": best})
 
     def interval(self, case: Case, name: str, every: int, saves: int) -> None:
-        """Throughput kept with a save every ``every`` steps; without ``saves``, from their cost."""
+        """Throughput kept with a save every ``every`` steps."""
         training = self.training
-        if not saves:
-            return self.interval_by_cost(case, name, every)
         apart = every >= ALONE  # then steps without saves stand between, else before and behind
         lead = 0 if apart else 2  # until both sets of buffers are in use
         lasted: list[float] = []
@@ -446,18 +401,19 @@ class Measurement:
         lasted = lasted or [b - a for a, b in pairwise(ends[lead * every :: every])]
         kept = [every * step_s / seconds for seconds in lasted]
         whole = len(lasted) * every * step_s / sum(lasted)
-        row = summary("kept", kept) | {"kept": whole, "step_s": step_s, "saves": len(kept)}
+        row = measuring.summary("kept", kept) | {"kept": whole}
+        row |= {"step_s": step_s, "saves": len(kept), "samples": {"kept": kept}}
         fixed = self.fixed(case, name, way) | {"every": every}
-        self.intervals.add({**fixed, **row, "samples": {"kept": kept}})
-        say(self.started, f"{name} every {every}: {whole:.4f}")
+        self.intervals.add(fixed | row)
 
     def interval_by_cost(self, case: Case, name: str, every: int) -> None:
-        row = self.row(self.results, case, name)
+        """The same, from what one save costs."""
+        row = self.results.find(name, **self.key(case))
         step_s = row["step_s"]
         kept = [every * step_s / (every * step_s + cost) for cost in row["samples"]["cost_s"]]
         fixed = self.fixed(case, name, None) | {"every": every, "step_s": step_s}
         fixed["note"] = "computed from what one save costs"
-        self.intervals.add({**fixed, **summary("kept", kept), "samples": {"kept": kept}})
+        self.intervals.add({**fixed, **measuring.summary("kept", kept), "samples": {"kept": kept}})
 
     def trace(self, case: Case, name: str, results: Results) -> None:
         with self.opened(case, name) as directory:
@@ -498,25 +454,25 @@ def trace(training: Training, name: str, directory: Path, folder: Path, head: di
     training.way.finish(save)
     offset = time.time_ns() / 1e3 - time.perf_counter() * 1e6
     begin, end = (at * 1e6 + offset for at in (ends[1], ends[-1]))
-    events = [e for e in profiled_events(profile) if begin <= e["ts"] < end]
+    events = [e for e in measuring.profiled_events(profile) if begin <= e["ts"] < end]
     if not on_cuda:
         steps = [(a * 1e6 + offset, (b - a) * 1e6) for a, b in pairwise(ends[1:])]
         events += [{"cat": "kernel", "name": "step", "ts": at, "dur": dur} for at, dur in steps]
-    drawn = compute_lane(events)
+    drawn = measuring.compute_lane(events)
     for event in events:
         stop = event["ts"] + event["dur"]
         nbytes = event.get("args", {}).get("bytes", 0)
         if event.get("cat") == "gpu_memcpy" and "DtoH" in event["name"] and nbytes > 2**20:
-            drawn.append(Drawn("D2H", "copy", event["ts"], stop))
+            drawn.append(measuring.Drawn("D2H", "copy", event["ts"], stop))
         elif event["name"] == "aten::is_nonzero" and event["dur"] > READ_US:
-            drawn.append(Drawn("host", "read waits", event["ts"], stop))
+            drawn.append(measuring.Drawn("host", "read waits", event["ts"], stop))
     if save.uploaded is not None and name not in PIECES:
         written = min(save.uploaded_at * 1e6 + offset, end)
         begun = (save.staged_at or save.returned_at) * 1e6 + offset
-        drawn.append(Drawn("write", "write", begun, written))
+        drawn.append(measuring.Drawn("write", "write", begun, written))
     marks = [("save called", save.called_at), ("call returns", save.returned_at)]
     marks = [(text, at * 1e6 + offset) for text, at in marks]
-    write_trace(folder, head, name, RECIPES[name], drawn, begin, marks)
+    measuring.write_trace(folder, head, name, RECIPES[name], drawn, begin, marks)
 
 
 # -- the whole run ----------------------------------------------------------------------------
@@ -528,33 +484,40 @@ def tasks_of(measurement: Measurement, ours: str, model: str, pairs: int) -> Ite
     long = Case(model)
     short, free = replace(long, step="short"), replace(long, loop="free")
     compiled, disk = replace(long, compiled=True), replace(long, storage="disk")
-    results, intervals = measurement.results, measurement.intervals
+    results = measurement.results
 
     def cost(case: Case, name: str, rounds: int) -> Task:
         other = [v for k, v in vars(case).items() if v != getattr(long, k) and k != "compiled"]
         title = " ".join([name, *other] + ["compiled"] * case.compiled)
-        work = partial(measurement.cost, case, name, rounds)
+        work = partial(measurement.cost, case, name, rounds, results)
         seconds = 4 + gb + rounds * (3 + 0.5 * gb) + 20 * case.compiled
-        return Task(title, seconds, work, partial(measurement.has, case, name, rounds))
+        return Task(title, seconds, work, partial(measurement.has, case, name, rounds, results))
 
     def judged(name: str) -> Task:
         def done() -> bool:
-            row = measurement.row(results, long, name)
-            return row is None or row.get("loaded_back_bitwise") is not None
+            row = results.find(name, **measurement.key(long))
+            return not row or row.get("loaded_back_bitwise") is not None
 
         return Task(f"{name} loaded back", 4 + 3 * gb, partial(measurement.judge, long, name), done)
 
     def interval(name: str, every: int, saves: int) -> Task:
-        def done() -> bool:
-            rows = intervals.data["rows"]
-            return any((row["name"], row["every"]) == (name, every) for row in rows)
+        """Without ``saves``: from what one costs."""
 
-        work = partial(measurement.interval, long, name, every, saves)
+        def done() -> bool:
+            return measurement.intervals.has(name, **measurement.key(long), every=every)
+
+        work = partial(measurement.interval_by_cost, long, name, every)
+        if saves:
+            work = partial(measurement.interval, long, name, every, saves)
         seconds = 4 + (2 + saves) * max(0.45 * every, gb / 2) if saves else 1
         return Task(f"{name} every {every}", seconds, work, done)
 
     def probe(case: Case, seconds: float) -> Task:
         return Task(f"{case.storage} probe", seconds, partial(measurement.probe, case))
+
+    def copied() -> bool:
+        names = ("none", *PIECES)
+        return all(measurement.has(long, name, 4, measurement.pieces) for name in names)
 
     yield probe(long, 5 + gb)
     yield cost(long, ours, pairs)
@@ -571,9 +534,7 @@ def tasks_of(measurement: Measurement, ours: str, model: str, pairs: int) -> Ite
         yield cost(long, name, 1)
     yield cost(long, "default_stager_as_published", 1)
     yield judged("default_stager_as_published")
-    names = ("none", *PIECES)
-    there = lambda: all(measurement.has(long, n, 4, measurement.pieces) for n in names)  # noqa: E731
-    yield Task("copies alone", 25 + 3 * gb, partial(measurement.copies, long), there)
+    yield Task("copies alone", 25 + 3 * gb, partial(measurement.copies, long), copied)
     for name in ("dcp_save", "async_save", "pinned"):
         yield cost(long, name, 1)
     if ours != "overlapped":
@@ -591,14 +552,13 @@ def tasks_of(measurement: Measurement, ours: str, model: str, pairs: int) -> Ite
 
 
 def run(arguments: argparse.Namespace, device: torch.device) -> None:
-    started = time.perf_counter()
     ranks = dist.get_world_size()
     size = SMALL if arguments.small else FULL[min(ranks, max(FULL))]
     storages = {"memory": arguments.memory, "disk": arguments.disk}
     training = Training(size, device, storages)
     state = leaves(training.app.state_dict()).values()
     state = {x.data_ptr(): x.nbytes for x in state if isinstance(x, torch.Tensor)}
-    link = link_rates(device, size.link_bytes) if dist.get_rank() == 0 else {}
+    link = measuring.link_rates(device, size.link_bytes) if dist.get_rank() == 0 else {}
     link = training.agreement.from_rank_0(link)
     workload = {
         "model": f"stock {size.model}, vocabulary {training.loop.model.config.vocab_size}",
@@ -609,8 +569,8 @@ def run(arguments: argparse.Namespace, device: torch.device) -> None:
         "state_bytes_per_rank": sum(state.values()),
         "tokens_per_step": {name: count * ranks for name, count in size.tokens.items()},
     }
-    head = header("checkpoint_stall", device, workload, link)
-    measurement = Measurement(training, arguments.out, head, started)
+    head = measuring.header("checkpoint_stall", device, workload, link)
+    measurement = Measurement(training, arguments.out, head)
     if arguments.retry:
         measurement.results.data["not_run"].clear()
     tasks = list(tasks_of(measurement, arguments.ours, size.model, arguments.pairs))
@@ -619,23 +579,21 @@ def run(arguments: argparse.Namespace, device: torch.device) -> None:
         for task in tasks:
             print(f"{task.seconds:6.0f} s  {task.name}{' (done)' if task.done() else ''}")
         return
-    say(started, f"{sum(state.values()) / 1e9:.2f} GB of state a rank, link {link}")
-    run_tasks(tasks, measurement.results, arguments.until, training.agreement)
+    measuring.tell(f"{sum(state.values()) / 1e9:.2f} GB of state a rank, link {link}")
+    measuring.run_tasks(tasks, measurement.results, arguments.until, training.agreement)
     measurement.close()
 
 
 def main() -> None:
-    parser = argparse.ArgumentParser(description=__doc__.splitlines()[0])
-    parser.add_argument("--out", type=Path, default=Path(__file__).parent, help="for the results")
+    parser = measuring.command_line(__doc__)
     parser.add_argument("--until", type=float, default=1e12, help="seconds since the epoch")
-    parser.add_argument("--only", type=lambda s: s.split(","), help="the tasks of these names")
+    parser.add_argument("--only", type=measuring.words, help="the tasks of these names")
     parser.add_argument("--list", action="store_true", help="print the tasks and end")
     parser.add_argument("--retry", action="store_true", help="also tasks that failed before")
     parser.add_argument("--ours", default="overlapped_writer", help="the way measured most")
     parser.add_argument("--pairs", type=int, default=12, help="of windows, of that way's main row")
     parser.add_argument("--memory", type=Path, default=Path("/dev/shm"), help="storage in memory")
     parser.add_argument("--disk", type=Path, default=Path(tempfile.gettempdir()), help="local disk")
-    parser.add_argument("--small", action="store_true", help="a size for rehearsal on a CPU")
     arguments = parser.parse_args()
     device = start_rank()
     try:

@@ -23,21 +23,12 @@ from torch.distributed.tensor import DTensor
 
 sys.path.insert(0, str(Path(__file__).resolve().parents[1] / "recipes_source" / "checkpoint"))
 
-from async_save import (  # noqa: E402
-    AppState,
-    AsyncCheckpoints,
-    leaves,
-    same_bits,
-    snapshot,
-    start_rank,
-)
+from async_save import AppState, AsyncCheckpoints, leaves, same_bits  # noqa: E402
 from default_stager import REUSE_CRASHES, StagedCheckpoints  # noqa: E402
 from kept_state import TrainingState  # noqa: E402
 from pinned_staging import PinnedCheckpoints  # noqa: E402
 
 from benchmarks.measuring import timing_event  # noqa: E402
-
-__all__ = ["snapshot", "start_rank"]
 
 PIECE_BYTES = 32 * 2**20  # of a copy that is queued in pieces
 
@@ -73,15 +64,13 @@ class Way:
     def __init__(self, app: AppState, device: torch.device, scratch: Path) -> None:
         self.app, self.device, self.scratch = app, device, scratch
         self.group = dist.new_group(backend="gloo")
-        self.hooks: list = []
-
-    def attach(self) -> None:
-        """From now on the loop does what this way asks of it."""
-        optimizer = self.app.optimizer
-        self.hooks = [
-            optimizer.register_step_pre_hook(lambda *_: self.before_update()),
-            optimizer.register_step_post_hook(lambda *_: self.after_update()),
+        self.open()
+        self.hooks = [  # the loop does what this way asks of it
+            app.optimizer.register_step_pre_hook(lambda *_: self.before_update()),
+            app.optimizer.register_step_post_hook(lambda *_: self.after_update()),
         ]
+
+    def open(self) -> None: ...
 
     def save(self, directory: Path) -> Save:
         save = Save(directory, called_at=time.perf_counter())
@@ -211,16 +200,14 @@ class RecipeWay(Way):
 class AsyncSave(RecipeWay):
     recipes = ("async_save",)
 
-    def __init__(self, *place: object) -> None:
-        super().__init__(*place)
+    def open(self) -> None:
         self.checkpoints = AsyncCheckpoints(Path())
 
 
 class Pinned(RecipeWay):
     recipes = ("pinned_staging",)
 
-    def __init__(self, *place: object) -> None:
-        super().__init__(*place)
+    def open(self) -> None:
         self.checkpoints = PinnedCheckpoints(Path())
 
 
@@ -228,8 +215,7 @@ class DefaultStagerOrdered(RecipeWay):
     recipes = ("default_stager",)
     queued_s = 4.0
 
-    def __init__(self, *place: object) -> None:
-        super().__init__(*place)
+    def open(self) -> None:
         self.checkpoints = StagedCheckpoints(Path(), self.device)
         built = "a new stager a save" if REUSE_CRASHES else "one stager for all saves"
         self.note = f"{built}; its stream waits for an event behind the step"
@@ -254,8 +240,7 @@ class Overlapped(Way):
     recipes = ("kept_state", "staging_copies", "overlapped_stager")
     options: dict[str, object] = {}
 
-    def __init__(self, *place: object) -> None:
-        super().__init__(*place)
+    def open(self) -> None:
         module = importlib.import_module(self.recipes[-1])
         saves = getattr(module, "OverlappedWriter", None) or module.OverlappedSaves
         self.saves = saves(self.device, self.app.model.buffers(), **self.options)
@@ -297,8 +282,7 @@ class OverlappedSnapshot(OverlappedWriter):
 class TorchCheckpointing(Way):
     """The torch_checkpointing package: staging thread, shared memory, a writer process."""
 
-    def __init__(self, *place: object) -> None:
-        super().__init__(*place)
+    def open(self) -> None:
         package = importlib.import_module("torch_checkpointing")
         self.note = f"torch_checkpointing {version('torch_checkpointing')}; no resharder declared"
         self.manager = package.CheckpointManager(package.CheckpointManager.Config())
@@ -350,8 +334,7 @@ class Polled(Way):
 class NvidiaResiliencyExt(Polled):
     """nvidia-resiliency-ext's TorchAsyncCheckpoint: torch.save in a persistent process."""
 
-    def __init__(self, *place: object) -> None:
-        super().__init__(*place)
+    def open(self) -> None:
         module = importlib.import_module(
             "nvidia_resiliency_ext.checkpointing.async_ckpt.torch_ckpt"
         )
@@ -390,8 +373,7 @@ class Torchtitan(Way):
 
     mode = "async"
 
-    def __init__(self, *place: object) -> None:
-        super().__init__(*place)
+    def open(self) -> None:
         module = importlib.import_module("torchtitan.components.checkpointer")
         self.note = f"torchtitan {version('torchtitan')}, async_mode {self.mode}"
         manager = module.CheckpointManager
@@ -453,38 +435,41 @@ class TorchtitanPinned(Torchtitan):
 class AllAtOnce(Way):
     """All of the state to pinned memory, and nothing else: how its copies are queued."""
 
-    kernel_between = False
+    by_thread = False
     memory: torch.Tensor | None = None  # kept by the class: to lock it takes seconds
 
-    def __init__(self, *place: object) -> None:
-        super().__init__(*place)
+    def open(self) -> None:
         shards = [x for x in leaves(self.app.state_dict()).values() if isinstance(x, torch.Tensor)]
         shards = {x.data_ptr(): x.detach() for x in shards if x.device == self.device}.values()
         flat = [x.reshape(-1).view(torch.uint8) for x in shards if x.numel()]
-        self.sources = [piece for x in flat for piece in x.split(PIECE_BYTES)]
-        total = sum(piece.nbytes for piece in self.sources)
-        on_gpu = self.device.type == "cuda"
+        sources = [piece for x in flat for piece in x.split(PIECE_BYTES)]
+        sizes = [piece.nbytes for piece in sources]
+        self.on_gpu = self.device.type == "cuda"
         if AllAtOnce.memory is None:
-            AllAtOnce.memory = torch.empty(total, dtype=torch.uint8, pin_memory=on_gpu)
-        self.targets = AllAtOnce.memory.split([piece.nbytes for piece in self.sources])
+            AllAtOnce.memory = torch.empty(sum(sizes), dtype=torch.uint8, pin_memory=self.on_gpu)
+        self.pieces = list(zip(AllAtOnce.memory.split(sizes), sources, strict=True))
         self.module = torch.get_device_module(self.device)
-        self.stream = self.module.Stream(self.device) if on_gpu else self.module.Stream()
-        self.second = self.module.Stream()
-        self.scratch_cell = torch.zeros(1, device=self.device)
-        self.copied = None
+        self.stream, self.second = self.module.Stream(), self.module.Stream()
+        self.cell = torch.zeros(1, device=self.device)
+        self.copied, self.thread = None, None
+
+    def queue(self) -> None:
+        for target, source in self.pieces:
+            target.copy_(source, non_blocking=True)
 
     def start(self, save: Save) -> None:
         save.watch(Future())
         self.stream.wait_stream(self.module.current_stream())
         self.copied = timing_event(self.device)
-        self.queue(save)
+        if self.by_thread:
+            self.thread = threading.Thread(target=self.copy, args=(save,))
+            self.thread.start()
+        else:
+            self.copy(save)
 
-    def queue(self, save: Save) -> None:
+    def copy(self, save: Save) -> None:
         with self.module.stream(self.stream):
-            for target, source in zip(self.targets, self.sources, strict=True):
-                target.copy_(source, non_blocking=True)
-                if self.kernel_between:
-                    self.scratch_cell.add_(1)
+            self.queue()
             self.copied.record()
         threading.Thread(target=self.end, args=(save,)).start()
 
@@ -494,61 +479,48 @@ class AllAtOnce(Way):
         save.uploaded.set_result(None)
 
     def before_update(self) -> None:
-        if self.copied is not None and self.device.type == "cuda":
+        if self.thread is not None:
+            self.thread.join()
+        if self.copied is not None and self.on_gpu:
             self.module.current_stream().wait_event(self.copied)
 
 
 class KernelBetween(AllAtOnce):
-    kernel_between = True
+    def queue(self) -> None:
+        for target, source in self.pieces:
+            target.copy_(source, non_blocking=True)
+            self.cell.add_(1)
 
 
 class OnePieceAtATime(AllAtOnce):
     """A thread queues a piece when the piece before it has ended."""
 
-    thread: threading.Thread | None = None
+    by_thread = True
 
-    def queue(self, save: Save) -> None:
-        self.thread = threading.Thread(target=self.pace, args=(save,))
-        self.thread.start()
-
-    def pace(self, save: Save) -> None:
-        on_gpu = self.device.type == "cuda"
-        with self.module.stream(self.stream):
-            for target, source in zip(self.targets, self.sources, strict=True):
-                target.copy_(source, non_blocking=True)
-                if on_gpu:
-                    ended = torch.cuda.Event(blocking=True)
-                    ended.record()
-                    ended.synchronize()
-            self.copied.record()
-        self.end(save)
-
-    def before_update(self) -> None:
-        if self.thread is not None:
-            self.thread.join()
+    def queue(self) -> None:
+        for target, source in self.pieces:
+            target.copy_(source, non_blocking=True)
+            if self.on_gpu:
+                ended = torch.cuda.Event(blocking=True)
+                ended.record()
+                ended.synchronize()
 
 
-class InTurns(OnePieceAtATime):
+class InTurns(AllAtOnce):
     """Two streams take turns, queued by a thread: neither ever has a second copy ready."""
 
     recipes = ("staging_copies",)
+    by_thread = True
 
-    def pace(self, save: Save) -> None:
-        if self.device.type == "cuda":
-            self.module.set_device(self.device)
+    def queue(self) -> None:
         first, second = self.stream, self.second
-        for target, source in zip(self.targets, self.sources, strict=True):
+        for target, source in self.pieces:
             with self.module.stream(first):
                 target.copy_(source, non_blocking=True)
                 self.copied.record()
-            if self.device.type == "cuda":
+            if self.on_gpu:
                 second.wait_event(self.copied)
             first, second = second, first
-        threading.Thread(target=self.end, args=(save,)).start()
-
-    def before_update(self) -> None:
-        super().before_update()
-        AllAtOnce.before_update(self)
 
 
 PIECES: dict[str, type[Way]] = {

@@ -375,15 +375,13 @@ class HostMemory:
             torch._C._host_emptyCache()  # what the mode before had pinned
         Path("/proc/self/clear_refs").write_text("5")  # resets VmHWM
         self.resident_before = self.status("VmRSS")
-        self.registered = self.most_registered = 0
+        self.most_registered = 0
         self.sizes: dict[int, int] = {}
         if torch.cuda.is_available():
             torch.cuda.reset_peak_host_memory_stats()
             self.runtime = torch.cuda.cudart()
-            self.register, self.unregister = (
-                self.runtime.cudaHostRegister,
-                self.runtime.cudaHostUnregister,
-            )
+            self.register = self.runtime.cudaHostRegister
+            self.unregister = self.runtime.cudaHostUnregister
             self.runtime.cudaHostRegister = self.counting_register
             self.runtime.cudaHostUnregister = self.counting_unregister
 
@@ -575,12 +573,6 @@ def run_tasks(
             if torch.cuda.is_available():
                 torch.cuda.empty_cache()
         tell(f"{task.name}: took {time.perf_counter() - begun:.1f} s")
-
-
-def say(started: float, text: str) -> None:
-    """Print ``text`` on rank 0 behind the seconds since ``started`` (``time.perf_counter()``)."""
-    if not dist.is_initialized() or dist.get_rank() == 0:
-        print(f"[{time.perf_counter() - started:6.1f} s] {text}", flush=True)
 
 
 # -- small traces -----------------------------------------------------------------------------
