@@ -313,7 +313,7 @@ class Measurement:
             def quiet() -> None:
                 without.append(training.quiet(saves[-1]))
 
-            for _ in measuring.in_turn({"save": save, "quiet": quiet}, rounds, lambda: True):
+            for _ in measuring.in_turn({"save": save, "quiet": quiet}, rounds):
                 quiet_steps = [intervals_of(window.ends) for window in without]
                 usual = [usual_steps(quiet_steps, i) for i in range(len(saves))]
                 row = medians([w.times(u) for w, u in zip(saves, usual, strict=True)], INTERVALS)

@@ -468,6 +468,8 @@ class AllAtOnce(Way):
             self.copy(save)
 
     def copy(self, save: Save) -> None:
+        if self.on_gpu:
+            self.module.set_device(self.device)  # a thread begins on the first
         with self.module.stream(self.stream):
             self.queue()
             self.copied.record()

@@ -178,7 +178,7 @@ class Run:
             tell(f"{case}, {tokens} tokens, losses {losses}")
             count = 1 if self.arguments.small else STEPS[tokens]
             windows = {name: partial(self.window, loop, count) for name, loop in loops.items()}
-            samples = list(measuring.in_turn(windows, rounds, lambda: True))
+            samples = list(measuring.in_turn(windows, rounds))
             for name in ways:
                 self.add(name, built[name].note, case, tokens, samples)
             del loops, windows

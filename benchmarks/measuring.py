@@ -127,8 +127,10 @@ class StepClock:
     a loop that looks at the loss of the step before last.
     """
 
-    def __init__(self, device: torch.device, queued: int = 2) -> None:
-        self.device, self.queued = device, queued
+    queued = 2
+
+    def __init__(self, device: torch.device) -> None:
+        self.device = device
         self.start()
 
     def start(self) -> None:
@@ -205,16 +207,9 @@ def trimmed_mean(values: list[float], share: float = 0.1) -> float:
     return statistics.mean(sorted(values)[cut:-cut] or [statistics.median(values)])
 
 
-def in_turn(
-    windows: Mapping[str, Callable[[], object]], rounds: int, go_on: Callable[[], bool]
-) -> Iterator[dict]:
-    """Each window once a round, in another order every other round; results by name.
-
-    Ends before a round where ``go_on()`` says no, which all ranks must do alike.
-    """
+def in_turn(windows: Mapping[str, Callable[[], object]], rounds: int) -> Iterator[dict]:
+    """Each window once a round, in another order every other round; results by name."""
     for number in range(rounds):
-        if not go_on():
-            return
         order = list(windows) if number % 2 == 0 else list(reversed(windows))
         yield {name: windows[name]() for name in order}
 
@@ -287,7 +282,6 @@ def link_rates(device: torch.device, nbytes: int) -> dict[str, float]:
     there = [torch.empty(nbytes, dtype=torch.uint8, device=device) for _ in range(2)]
     pairs = {"d2h": (hosts[0], there[0]), "h2d": (there[1], hosts[1])}
     streams = {direction: torch.cuda.Stream() for direction in pairs}
-
     found = {}
     for case, directions in (("pinned", ["d2h"]), ("pinned", ["h2d"]), ("duplex", ["d2h", "h2d"])):
         samples: dict[str, list[float]] = {direction: [] for direction in directions}
