@@ -165,12 +165,6 @@ class DefaultStagerAsPublished(Way):
         self.stager = None  # its memory is freed here, not in the next call
 
 
-def end_daemon() -> None:
-    """PyTorch keeps its process for writing to itself; without the object the process ends."""
-    executor = importlib.import_module("torch.distributed.checkpoint._async_process_executor")
-    executor._CHECKPOINT_PROCESS = None
-
-
 # -- the recipes ------------------------------------------------------------------------------
 
 
@@ -307,61 +301,47 @@ class TorchCheckpointing(Way):
         super().close()
 
 
-class Polled(Way):
-    """A way whose package has to be asked, at the end of each step, whether it has ended."""
-
-    pending: Future | None = None
-
-    def wait_for(self, save: Save) -> None:
-        self.pending = Future()
-        save.watch(self.pending)
-
-    def ended(self, wait: bool) -> bool:
-        raise NotImplementedError
-
-    def after_step(self) -> None:
-        if self.pending is not None and self.ended(wait=False):
-            self.pending.set_result(None)
-            self.pending = None
-
-    def finish(self, save: Save) -> None:
-        if self.pending is not None and self.ended(wait=True):
-            self.pending.set_result(None)
-            self.pending = None
-        super().finish(save)
-
-
-class NvidiaResiliencyExt(Polled):
+class NvidiaResiliencyExt(Way):
     """nvidia-resiliency-ext's TorchAsyncCheckpoint: torch.save in a persistent process."""
 
+    pending: Future | None = None
+    load = TorchSave.load
+
     def open(self) -> None:
-        module = importlib.import_module(
-            "nvidia_resiliency_ext.checkpointing.async_ckpt.torch_ckpt"
-        )
+        path = "nvidia_resiliency_ext.checkpointing.async_ckpt.torch_ckpt"
+        self.checkpoint = importlib.import_module(path).TorchAsyncCheckpoint()
         self.note = (
             f"nvidia-resiliency-ext {version('nvidia-resiliency-ext')}, TorchAsyncCheckpoint: "
             f"one file a rank, not reshardable; its end is seen at the end of a step"
         )
-        self.checkpoint = module.TorchAsyncCheckpoint()
 
     def start(self, save: Save) -> None:
         save.directory.mkdir(parents=True, exist_ok=True)
         path = save.directory / f"{dist.get_rank()}.pt"
         self.checkpoint.async_save(leaves(self.app.state_dict()), path)
-        self.wait_for(save)
+        self.pending = Future()
+        save.watch(self.pending)
 
-    def ended(self, wait: bool) -> bool:
+    def ask(self, wait: bool) -> None:
+        """Whether it has ended: the package does not tell by itself."""
+        if self.pending is None:
+            return
         self.checkpoint.finalize_async_save(blocking=wait)
         queue = self.checkpoint._get_async_calls_queue()
         if queue.get_num_unfinalized_calls() == 0:
-            return True
-        if not queue.persistent_caller.process.is_alive():  # nobody would answer
+            self.pending.set_result(None)
+            self.pending = None
+        elif not queue.persistent_caller.process.is_alive():  # nobody would answer
             code = queue.persistent_caller.process.exitcode
             queue.close(abort=True)
             raise RuntimeError(f"the writer process ended with exit code {code}")
-        return False
 
-    load = TorchSave.load
+    def after_step(self) -> None:
+        self.ask(wait=False)
+
+    def finish(self, save: Save) -> None:
+        self.ask(wait=True)
+        super().finish(save)
 
     def close(self) -> None:
         self.checkpoint.close()
@@ -426,7 +406,9 @@ class TorchtitanPinned(Torchtitan):
 
     def close(self) -> None:
         super().close()
-        end_daemon()
+        # PyTorch keeps its process for writing to itself; without the object the process ends
+        executor = importlib.import_module("torch.distributed.checkpoint._async_process_executor")
+        executor._CHECKPOINT_PROCESS = None
 
 
 # -- copies alone -----------------------------------------------------------------------------
