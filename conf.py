@@ -153,13 +153,13 @@ def remove_theme_pictures(app, exception):
 
 def write_feed(app, exception):
     """The changelog as an Atom feed, ``changelog.xml``, beside the pages."""
-    from recipe_index import TEMPLATES
+    from recipe_index import JINJA
 
     log = ROOT / "guide" / "changelog.rst"
     if exception is None and app.builder.format == "html" and log.exists():
         entry = re.compile(r"^(\d{4}-\d\d-\d\d)\n-+\n\n(.*?)(?=\n\d{4}-|\Z)", re.S | re.M)
         found = entry.findall(log.read_text(encoding="utf-8"))
-        feed = TEMPLATES.get_template("changelog.xml").render(entries=found, site=SITE)
+        feed = JINJA.get_template("changelog.xml").render(entries=found, site=SITE)
         Path(app.outdir, "changelog.xml").write_text(feed, encoding="utf-8")
 
 

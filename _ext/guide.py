@@ -7,7 +7,7 @@ from functools import cache
 from pathlib import Path
 
 from docutils import nodes
-from recipe_index import SOURCE, TEMPLATES, recipes_of
+from recipe_index import JINJA, SOURCE, recipes_of
 from results import link
 from sphinx.application import Sphinx
 from sphinx.util.docutils import SphinxDirective
@@ -30,7 +30,7 @@ class Template(SphinxDirective):
     def run(self) -> list[nodes.Node]:
         self.env.note_reread()  # what it shows changes without an edit of this page
         found = sorted((ROOT / "benchmarks" / "results").glob("*.json"))
-        html = TEMPLATES.get_template(f"guide/{self.arguments[0]}").render(
+        html = JINJA.get_template(f"guide/{self.arguments[0]}").render(
             results=[result_files.load(path) for path in found],
             data=lambda name: json.loads((ROOT / "guide" / name).read_text(encoding="utf-8")),
             figures=result_files,

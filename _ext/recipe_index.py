@@ -17,7 +17,7 @@ from pathlib import Path
 import lanes
 from docutils import nodes
 from docutils.statemachine import StringList
-from jinja2 import Environment, FileSystemLoader
+from jinja2 import Environment, FileSystemLoader, StrictUndefined
 from sphinx.application import Sphinx
 from sphinx.util.docutils import SphinxDirective
 from sphinx.util.nodes import nested_parse_with_titles
@@ -26,7 +26,7 @@ from harness.recipe import Recipe, discover
 
 SOURCE = Path(__file__).parent.parent / "recipes_source"
 FOLDER = SOURCE.parent / "_templates"
-TEMPLATES = Environment(loader=FileSystemLoader(FOLDER), trim_blocks=True)
+JINJA = Environment(loader=FileSystemLoader(FOLDER), trim_blocks=True, undefined=StrictUndefined)
 
 
 @cache
@@ -106,7 +106,7 @@ class RecipeIndex(SphinxDirective):
     def run(self) -> list[nodes.Node]:
         self.env.note_reread()  # recipes come and go without an edit of this page
         shown = {"sentence": first_sentence, "title": read_title, "doc": docstring}
-        rst = TEMPLATES.get_template("recipe_cards.rst").render(sections=sections(), **shown)
+        rst = JINJA.get_template("recipe_cards.rst").render(sections=sections(), **shown)
         container = nodes.section()
         container.document = self.state.document
         lines = StringList(rst.splitlines(), "recipe-index")
@@ -131,7 +131,7 @@ def thumbnail(path: Path) -> str | None:
     content = re.split(r"\n[ \t]*\n", "\n" + match[1], maxsplit=1)[1]
     panel = lanes.parse(content.splitlines())
     end = max(bar.end for lane in panel.lanes for bar in lane.bars)
-    return TEMPLATES.get_template("thumb.svg").render(lanes=panel.lanes, end=end)
+    return JINJA.get_template("thumb.svg").render(lanes=panel.lanes, end=end)
 
 
 def remove_vanished(app: Sphinx) -> None:
