@@ -52,3 +52,12 @@ def test_activations_of_a_unit_may_be_computed_again_in_backward() -> None:
 
 def test_a_unit_that_returns_two_tensors_is_refused_with_a_way_out() -> None:
     run_ranks(1, "refused")
+
+
+def test_activations_computed_again_to_their_end_cost_no_late_gather() -> None:
+    run_ranks(2, "recomputed_to_their_end")
+
+
+@pytest.mark.parametrize("ranks", [1, 2])
+def test_what_a_context_cannot_follow_is_an_error_that_says_so(ranks: int) -> None:
+    run_ranks(ranks, "misused")

@@ -91,11 +91,12 @@ class PeerContext(PrefetchContext):
     """A :class:`PrefetchContext` that gathers and reduces by copies between ranks.
 
     Args:
-        dtype: of gathered weights and their gradients; None: the parameters' own, which is one.
+        dtype: of gathered weights and their gradients; None: the parameters' own.
         options: as for :class:`PrefetchContext`.
 
     Raises:
-        ValueError: the ranks cannot read each other's memory; the message says why.
+        ValueError: the ranks cannot read each other's memory, or there are several dtypes; the message
+            says which.
     """
 
     def __init__(
@@ -108,6 +109,8 @@ class PeerContext(PrefetchContext):
     ) -> None:
         self.published: set[Unit] = set()  # whose copies are those of this pass
         parameter, group = next(root.parameters()), mesh.get_group()
+        if any(p.dtype != parameter.dtype for p in root.parameters()):
+            raise ValueError("parameters of several dtypes: sums would be rounded to one of them")
         reason = peer_memory.why_not(group, parameter.device)
         if reason and mesh.size() > 1:
             raise ValueError(f"no copies between ranks: {reason}")
@@ -302,9 +305,8 @@ if __name__ == "__main__":
 #   same units in the same order on every rank.
 # * Weights that change between a forward and its backward are not seen by the backward, unless
 #   another forward has run in between.
-# * Three things go wrong **without an error**: ``loss.backward()`` in place of ``context.backward``
-#   gives sums over ranks, not means; ``requires_grad_`` after the context was made changes nothing;
-#   parameters of several dtypes with ``dtype=None`` are rounded to the dtype of the first.
+# * Parameters have one dtype. Others are an error, as ``loss.backward()`` is in place of
+#   ``context.backward``, and ``requires_grad_`` after the context was made.
 # * A copy of the model (``deepcopy``, ``AveragedModel``) has no context and fails: average in place.
 # * On a CPU, gloo's threads outlive the process group. A process that ends at once behind a backward
 #   can be aborted at its exit: one of them still drops Python's state of that backward.

@@ -139,7 +139,7 @@ class PrefetchContext(FsdpContext):
         return self.upcoming + turn + self.returning
 
     def before_forward(self, unit: Unit) -> None:
-        if unit is not self.root:
+        if unit is not self.root and not unit.grads_missing:
             if self.upcoming and self.upcoming[0] is not unit:
                 self.mispredicted += 1
                 self.upcoming.clear()
@@ -148,7 +148,7 @@ class PrefetchContext(FsdpContext):
         super().before_forward(unit)
 
     def after_forward(self, unit: Unit, output: torch.Tensor) -> None:
-        if unit is not self.root and self.training:
+        if unit is not self.root and self.training and not unit.grads_missing:
             self.returning.insert(0, unit)
         super().after_forward(unit, output)
 

@@ -85,8 +85,8 @@ class Unit:
         self.parameters = parameters
         self.nbytes = sum(p.nbytes for p in parameters)
         self.gathered, self.consumed = streams.Event(), streams.Event()
-        self.resident = False  # gathered and not released, as the gather stream sees it
-        self.grads_missing = 0
+        # Gathered and not released, as the gather stream sees it; in backward
+        self.resident, self.grads_missing = False, 0
 
     def expose(self, full: bool) -> None:
         for p in self.parameters:
@@ -135,7 +135,7 @@ class FsdpContext:
         empty: allocates the shards, like ``torch.empty``.
 
     Raises:
-        ValueError: a parameter has no dimension to shard.
+        ValueError: a parameter has no dimension to shard, or is sharded.
         TypeError: in forward, a unit or ``root`` did not return one tensor.
     """
 
@@ -155,10 +155,11 @@ class FsdpContext:
         self.gather = gather or partial(rows.all_gather, group=dist.new_group())
         self.reduce_scatter = reduce_scatter or partial(rows.reduce_scatter, group=mesh.get_group())
         self.releases: deque[Unit] = deque()  # consumed, not yet released
-        self.live_bytes = self.peak_bytes = 0  # of full weights
-        self.gathers = 0  # of units
+        self.live_bytes = self.peak_bytes = self.gathers = 0  # of full weights; of units
         self.units: list[Unit] = []  # the root's last
         owners = rows.owners_of_parameters(root)
+        if any(hasattr(p, "device_mesh") for p in owners):
+            raise ValueError("the model is sharded already: it can have one context")
         root.register_forward_pre_hook(lambda *_: self.begin_forward())
         for module in reversed(list(root.modules())):  # what is inside comes first
             if module is root or module in units:
@@ -172,9 +173,8 @@ class FsdpContext:
         self.units.append(unit)
         module.register_forward_pre_hook(lambda *_: self.before_forward(unit))
         module.register_forward_hook(lambda _, args, output: self.after_forward(unit, output))
-        for p in unit.parameters:
-            if p.full.requires_grad:
-                p.full.register_post_accumulate_grad_hook(partial(self.take_gradient, unit, p))
+        for p in filter(lambda p: p.full.requires_grad, unit.parameters):
+            p.full.register_post_accumulate_grad_hook(partial(self.take_gradient, unit, p))
 
     # The schedule
 
@@ -217,30 +217,33 @@ class FsdpContext:
             for p in unit.parameters:
                 p.release()
         unit.expose(full=False)  # still full behind a forward that raised
-        unit.resident = False
+        unit.resident, unit.grads_missing = False, 0
         self.live_bytes -= unit.nbytes
 
     # When: called by hooks
 
     def begin_forward(self) -> None:
         """The weights are as the compute stream leaves them: gather behind the optimizer."""
+        self.in_backward = False
         self.compute_stream = self.streams.current_stream()
         self.gather_stream.wait_stream(self.compute_stream)
-        self.predict()
         self.check()
+        self.predict()
 
     def predict(self) -> None:
         """Nothing in memory is up to date, and what comes next is not known."""
         self.release_all()
 
     def check(self) -> None:
-        """Raise RuntimeError if a module's parameter is another one, or lies elsewhere, by now."""
+        """Raise RuntimeError if a parameter was replaced, moved, frozen or thawed."""
         for p in (p for unit in self.units for p in unit.parameters):
-            replaced = any(getattr(module, name) is not p.parameter for module, name in p.owners)
-            if replaced or p.parameter._local_tensor.data_ptr() != p.local.data_ptr():
+            forms = {id(p.parameter), id(p.full)}  # the latter behind a forward that raised
+            same = forms.issuperset(id(getattr(module, name)) for module, name in p.owners)
+            same &= p.parameter._local_tensor.data_ptr() == p.local.data_ptr()
+            if not same or p.parameter.requires_grad != p.full.requires_grad:
                 raise RuntimeError(
-                    f"{p.owners[0][1]} of {type(p.owners[0][0]).__name__} was replaced or moved: "
-                    "no load_state_dict(assign=True), no model.to() behind the sharding"
+                    f"{p.owners[0][1]} of {type(p.owners[0][0]).__name__} was replaced or moved: no "
+                    "load_state_dict(assign=True), model.to(), requires_grad_() behind the sharding"
                 )
 
     def before_forward(self, unit: Unit) -> None:
@@ -249,7 +252,8 @@ class FsdpContext:
 
     def after_forward(self, unit: Unit, output: torch.Tensor) -> None:
         unit.expose(full=False)
-        self.after(unit)
+        if not unit.grads_missing:  # else it is computed again, inside its own backward
+            self.after(unit)
         if not isinstance(output, torch.Tensor):
             found = type(output).__name__
             raise TypeError(f"a unit or the root returned a {found}: wrap it to return one tensor")
@@ -260,6 +264,8 @@ class FsdpContext:
         self.drain(keep=0)
 
     def before_backward(self, unit: Unit) -> None:
+        if not self.in_backward:
+            raise RuntimeError("call context.backward(loss) in place of loss.backward()")
         unit.grads_missing = len(unit.parameters)  # a frozen one's never comes
         self.before(unit)
 
@@ -286,6 +292,7 @@ class FsdpContext:
 
     def backward(self, loss: torch.Tensor) -> None:
         """Add the mean over ranks of the gradients of ``loss`` to the shards' ``.grad``."""
+        self.in_backward = True
         loss.backward(torch.full_like(loss, 1 / self.ranks))
         self.end_backward()
 
@@ -310,24 +317,18 @@ class FsdpContext:
 
 
 def prove_schedule(model: rows.Stack, context: FsdpContext) -> None:
-    gather, used = context.gather, []
-
-    def watched(full: torch.Tensor, shard: torch.Tensor) -> None:
-        used.append(context.streams.current_stream())
-        gather(full, shard)
-
-    context.gather, context.peak_bytes = watched, 0
+    gather, used, context.peak_bytes = context.gather, [], 0
+    stream = context.streams.current_stream
+    context.gather = lambda *tensors: (used.append(stream()), gather(*tensors))
     with torch.no_grad():
         rows.loss_of(model, 0, dist.get_rank())
     context.gather = gather
     assert context.gather_stream != context.compute_stream, "one stream for both"
     assert all(stream == context.gather_stream for stream in used), "gathered elsewhere"
-    largest = max(unit.nbytes for unit in context.units)
-    assert 2 * largest <= context.peak_bytes < 3 * largest, "released too early, or too late"
+    units = context.peak_bytes / max(unit.nbytes for unit in context.units)
+    assert 2 <= units < 3, "released too early, or too late"
     assert context.live_bytes == 0
-    print(
-        f"{len(used)} gathers on their stream; {context.peak_bytes / largest:.2f} units in memory"
-    )
+    print(f"{len(used)} gathers on their stream; {units:.2f} units in memory")
 
 
 def main() -> None:

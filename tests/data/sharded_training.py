@@ -17,7 +17,7 @@ import torch.distributed.checkpoint as dcp
 from torch import nn
 from torch.distributed.device_mesh import init_device_mesh
 from torch.distributed.tensor import DTensor
-from torch.utils.checkpoint import checkpoint
+from torch.utils.checkpoint import checkpoint, set_checkpoint_early_stop
 
 RECIPES = Path(__file__).resolve().parents[2] / "recipes_source"
 sys.path[:0] = [str(RECIPES / "sharding"), str(RECIPES / "checkpoint")]
@@ -181,12 +181,12 @@ class Layers(nn.Module):
     """
 
     def __init__(
-        self, frozen: bool = False, shared: bool = False, recomputed: bool = False
+        self, frozen: bool = False, shared: bool = False, recomputed: bool = False, depth=PAIRS
     ) -> None:
         super().__init__()
         torch.manual_seed(0)
         self.first = nn.Linear(WIDTH, WIDTH, bias=False)
-        self.layers = nn.ModuleList(Adapted(frozen) for _ in range(PAIRS))
+        self.layers = nn.ModuleList(Adapted(frozen) for _ in range(depth))
         self.last, self.recomputed = nn.Linear(WIDTH, WIDTH), recomputed
         if shared:
             self.layers[0].base.weight = self.first.weight
@@ -262,6 +262,58 @@ def refuse() -> None:
             raise AssertionError("two tensors were accepted")
 
 
+def recompute_to_their_end() -> None:
+    """Layers recomputed as a whole are gathered as often as without, and none of them late."""
+    for schedule in SCHEDULES:
+        counts = []
+        for recomputed in (False, True):
+            model = Layers(recomputed=recomputed, depth=6)
+            context, step = shard(model, schedule)
+            with set_checkpoint_early_stop(False):
+                for turn in range(4):
+                    context.backward(loss_of(model, turn, dist.get_rank(), torch.float32))
+                    step()
+            looks_ahead = schedule is not FsdpContext
+            counts.append((context.late, context.mispredicted) if looks_ahead else ())
+            counts[-1] += (context.gathers, context.peak_bytes)
+        assert counts[0] == counts[1], f"{schedule.__name__}: {counts}"
+
+
+def expect(kind: type[Exception], words: str, what: Callable[[], object]) -> None:
+    try:
+        what()
+    except kind as error:
+        assert words in str(error), error
+    else:
+        raise AssertionError(f"no error of {words}")
+
+
+def misuse() -> None:
+    """What a context cannot follow is an error that says so."""
+    for schedule in SCHEDULES:
+        model = Layers()
+        context, step = shard(model, schedule)
+        ones = torch.ones(1, WIDTH)
+        expect(ValueError, "sharded already", lambda: shard(model, schedule))  # noqa: B023
+        expect(RuntimeError, "context.backward", model(ones, 0).sum().backward)
+        context.backward(model(ones, 0).sum())  # the context is still good
+        step()
+        for change in (
+            lambda m: m.layers[1].requires_grad_(False),
+            lambda m: m.to(torch.bfloat16),
+            lambda m: m.to("meta"),
+            lambda m: m.load_state_dict(m.state_dict(), assign=True),
+        ):
+            model = Layers()
+            shard(model, schedule)
+            model(ones, 0)
+            change(model)
+            expect(RuntimeError, "behind the sharding", lambda: model(ones, 0))  # noqa: B023
+    model = Layers()
+    model.layers[1].to(torch.bfloat16)
+    expect(ValueError, "several dtypes", lambda: shard(model, PeerContext))
+
+
 MODES = {
     "train": train,
     "frozen": partial(follow, frozen=True),
@@ -271,6 +323,8 @@ MODES = {
     "called_alone": partial(follow, call_a_unit),
     "no_backward": partial(follow, skip_backward),
     "refused": refuse,
+    "recomputed_to_their_end": recompute_to_their_end,
+    "misused": misuse,
 }
 
 
