@@ -160,6 +160,8 @@ class Ours:
             torch.cuda.empty_cache()
         groups, adamw = parameters_by_decay(self.model), SharedAdamW if host else HostAdamW
         self.optimizer = adamw(groups, self.streamed, lr=1e-4, max_norm=LARGEST_NORM)
+        on_host, on_device = self.host_parameters / 1e9, self.device_state_bytes / 1e9
+        tell(f"{on_host:.2f} G parameters on the host, {on_device:.1f} GB of state on the device")
 
     def loop(self, tokens: int, clip: bool = True) -> StockLoop:
         """With the optimizer's own clipping, or with updates in backward."""
@@ -376,19 +378,9 @@ class Benchmark:
     def build(self) -> Ours:
         if self.ours is None:
             self.clear()
-            begun = time.perf_counter()
             budget = DEVICE_STATE - self.around_layers() if self.size is FULL else 0
             self.ours = Ours(self.size, self.device, self.size.layers, max(0, budget))
-            self.tell(self.ours, begun)
         return self.ours
-
-    def tell(self, ours: Ours, begun: float) -> None:
-        tell(
-            f"built in {time.perf_counter() - begun:.0f} s, "
-            f"{ours.host_parameters / 1e9:.2f} G parameters on the host, "
-            f"{len(ours.streamed.resident)} layers and "
-            f"{ours.device_state_bytes / 1e9:.1f} GB of state on the device"
-        )
 
     def streamed(self, tokens: int, clip: bool) -> None:
         ours = self.build()
@@ -451,9 +443,7 @@ class Benchmark:
             layers = int(self.host_state // state) + int(budget // state)
             on_device = budget
         self.clear()
-        begun = time.perf_counter()
         ours = Ours(self.size, self.device, layers, budget=on_device)
-        self.tell(ours, begun)
         self.clear()
         parameters = sum(p.numel() for p in ours.model.parameters())
         fields |= {"parameters": parameters, "state_bytes": STATE_BYTES * parameters}
@@ -490,12 +480,17 @@ class Benchmark:
         clock = UpdateClock(ours.optimizer.host)
         steps = train(loop, self.size.steps)
         ours.streamed.wait()
-        fields = {"step_s": statistics.median(steps), "optimizer_in_step": True}
-        fields |= {"in_step_s": statistics.median(clock.seconds)}
-        fields |= {"layers": ONE_COPY_LAYERS, "host_parameters": ours.host_parameters}
-        fields |= {"held_bytes": held_by_ranks(self.device) - held, "last_loss": loop.loss}
-        samples = {"step_s": steps, "in_step_s": clock.seconds}
-        self.row(name, tokens, None, **fields, samples=samples)
+        fields = {
+            "step_s": statistics.median(steps),
+            "optimizer_in_step": True,
+            "in_step_s": statistics.median(clock.seconds),
+            "layers": ONE_COPY_LAYERS,
+            "host_parameters": ours.host_parameters,
+            "held_bytes": held_by_ranks(self.device) - held,
+            "last_loss": loop.loss,
+            "samples": {"step_s": steps, "in_step_s": clock.seconds},
+        }
+        self.row(name, tokens, None, **fields)
         dist.barrier()
         ours.close()
 
@@ -506,7 +501,7 @@ class Benchmark:
         if not dist.is_initialized():
             dist.init_process_group(store=dist.HashStore(), rank=0, world_size=1)
         seconds: dict[int, dict] = {tokens: {} for tokens in self.size.tokens}
-        state, cores = {}, os.sched_getaffinity(0)
+        state = {}
         for depth in self.size.depths:
             model = llama(self.size.name, self.device, layers=depth).bfloat16()
             model.gradient_checkpointing_enable({"use_reentrant": False})
@@ -523,7 +518,6 @@ class Benchmark:
             loop.close()
             del loop
             HostMemory()  # gives back what was pinned
-            os.sched_setaffinity(0, cores)  # SuperOffload takes some of them
             self.clear()
         for tokens, by_depth in seconds.items():
             fields = {"device_state_bytes": round(self.extrapolated(state))} | note_of(name)
