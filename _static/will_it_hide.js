@@ -52,7 +52,7 @@ function predict(x) {
 
 const three = (value) => (value === 0 ? "0" : String(Number(value.toPrecision(3))));
 const seconds = (s) => s >= 3600 ? `${three(s / 3600)} h` : s >= 60 ? `${three(s / 60)} min`
-  : s >= 1 ? `${three(s)} s` : s === 0 ? "0" : s >= 1e-3 ? `${three(s * 1e3)} ms` : `${three(s * 1e6)} µs`;
+  : s >= 1 ? `${three(s)} s` : s === 0 ? "0 s" : s >= 1e-3 ? `${three(s * 1e3)} ms` : `${three(s * 1e6)} µs`;
 const gigabytes = (b) => `${three(b / 1e9)} GB`;
 const share = (value) => `${three(value * 100)} %`;
 const count = (value) => Math.round(value).toLocaleString("en");
