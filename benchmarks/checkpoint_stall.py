@@ -442,11 +442,8 @@ def trace(training: Training, name: str, directory: Path, folder: Path, head: di
 
     The host's lane has the forward's read where it waits.
     """
-    on_cuda = training.device.type == "cuda"
-    activities = [torch.profiler.ProfilerActivity.CPU]
-    activities += [torch.profiler.ProfilerActivity.CUDA] * on_cuda
     training.clock.start()
-    with torch.profiler.profile(activities=activities) as profile:
+    with torch.profiler.profile() as profile:
         training.steps(2)
         save = training.way.save(directory)
         training.steps(2)
@@ -455,7 +452,7 @@ def trace(training: Training, name: str, directory: Path, folder: Path, head: di
     offset = time.time_ns() / 1e3 - time.perf_counter() * 1e6
     begin, end = (at * 1e6 + offset for at in (ends[1], ends[-1]))
     events = [e for e in measuring.profiled_events(profile) if begin <= e["ts"] < end]
-    if not on_cuda:
+    if training.device.type != "cuda":
         steps = [(a * 1e6 + offset, (b - a) * 1e6) for a, b in pairwise(ends[1:])]
         events += [{"cat": "kernel", "name": "step", "ts": at, "dur": dur} for at, dur in steps]
     drawn = measuring.compute_lane(events)

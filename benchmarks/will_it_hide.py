@@ -103,17 +103,15 @@ def machines(results: list[Result]) -> dict[str, dict]:
             label = f"{result.machine}, measured links"
             rates = found.setdefault(label, {"flops": flops, "memory": memory, "peer": peer})
             rates |= {names[k]: v for k, v in result.data["link"].items() if k in names}
-            if (update := row_named(result, "host")) is not None:
+            for update in rows_named(result, "host"):
                 rates["adam"] = update["update_bytes_per_s"]
     return found
 
 
-def row_named(result: Result, *names: str, **case: object) -> dict | None:
-    """The first row of one of ``names`` that has ``case``."""
-    for row in result.rows:
-        if row["name"] in names and all(row.get(p) == value for p, value in case.items()):
-            return row
-    return None
+def rows_named(result: Result, *names: str, **case: object) -> list[dict]:
+    """The rows of ``names`` that have ``case``."""
+    rows = [row for row in result.rows if row["name"] in names]
+    return [row for row in rows if all(row.get(p) == value for p, value in case.items())]
 
 
 # -- against the rows -------------------------------------------------------------------------
@@ -128,12 +126,7 @@ def sheet_of(device: str) -> tuple[float, float, float, float] | None:
 def least_tokens(result: Result, row: dict) -> dict | None:
     """The row that says what the host takes to launch a step of this way: at the fewest tokens."""
     case = {p: row.get(p) for p in ("model", "compiled", "activation_checkpointing")}
-    name = DATA["launches"].get(row["name"], row["name"])
-    others = [
-        other
-        for other in result.rows
-        if other["name"] == name and all(other.get(p) == v for p, v in case.items())
-    ]
+    others = rows_named(result, DATA["launches"].get(row["name"], row["name"]), **case)
     return min((r for r in others if "step_s" in r), key=lambda r: r["tokens"], default=None)
 
 
@@ -148,7 +141,7 @@ def inputs_of(result: Result, row: dict, step_s: float | None) -> dict | None:
     measured, offload = data["link"], data["benchmark"] == "offload_step"
     peer_link = "copy_engine" if row["name"] == "fsdp2_in_place" else "nccl"
     least = least_tokens(result, row) if data["benchmark"] == "fsdp_overlap" else None
-    update = row_named(result, "host") or {}
+    update = rows_named(result, "host")
     return {
         **model,
         "ranks": ranks,
@@ -160,7 +153,7 @@ def inputs_of(result: Result, row: dict, step_s: float | None) -> dict | None:
         "recompute": offload or bool(row.get("activation_checkpointing")),
         "step_s": step_s or 0.0,
         "host_s": least["step_s"] if least else 0.0,
-        "adam": update.get("update_bytes_per_s", memory),
+        "adam": update[0]["update_bytes_per_s"] if update else memory,
         "flops": flops,
         "memory": memory,
         "link": measured.get("pinned_d2h_bytes_per_s", link),
@@ -176,7 +169,8 @@ def step_without(result: Result, row: dict) -> float | None:
     """The step of the row of the same case that has no save and no communication in it."""
     parameters = ("model", "loop", "compiled", "step", "tokens", "layers")
     case = {p: row.get(p) for p in (*parameters, "activation_checkpointing", "reduce_dtype")}
-    return (row_named(result, *WITHOUT, **case) or {}).get("step_s")
+    others = rows_named(result, *WITHOUT, **case)
+    return others[0].get("step_s") if others else None
 
 
 def stock_rows() -> list[tuple[Result, dict]]:
