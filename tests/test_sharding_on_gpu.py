@@ -862,5 +862,7 @@ if __name__ == "__main__":
         main(Path(sys.argv[1]), runs=1, races=())
     elif sys.argv[2:] == ["--in-place"]:
         main(Path(sys.argv[1]), runs=0, races=IN_PLACE)
+    elif sys.argv[2:] == ["--own"]:
+        main(Path(sys.argv[1]), runs=0, races=RACES)
     else:
         main(Path(sys.argv[1]))
