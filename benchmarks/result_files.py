@@ -12,7 +12,6 @@ import re
 import tomllib
 from dataclasses import dataclass
 from datetime import date
-from itertools import chain
 from pathlib import Path
 
 from harness.recipe import code_sha256
@@ -208,10 +207,16 @@ class Result:
         return sorted(self.data["rows"], key=key)
 
     def hashes_of(self, rows: list[dict]) -> dict[str, str]:
-        """Recipe → code hash, as measured, of the recipes that ``rows`` measure."""
-        named = (row.get("recipes", [ROW_RECIPES.get(row["name"])]) for row in rows)
-        measured = set(chain.from_iterable(named))
-        return {name: sha for name, sha in self.data["code_sha256"].items() if name in measured}
+        """Recipe → code hash, as measured, of the recipes that ``rows`` measure.
+
+        A row of a later run than the file's may have hashes of its own; of two, the file's counts.
+        """
+        hashes: dict[str, str] = {}
+        for row in sorted(rows, key=lambda row: "code_sha256" not in row):
+            measured = row.get("code_sha256", self.data["code_sha256"])
+            names = row.get("recipes", [ROW_RECIPES.get(row["name"])])
+            hashes |= {name: measured[name] for name in names if name in measured}
+        return hashes
 
     def missing(self, names: list[str]) -> list[str]:
         """Those of ``names`` that have no row.

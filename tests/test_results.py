@@ -179,6 +179,21 @@ def test_a_page_is_stale_only_where_its_own_rows_are(repo):
         assert (STALE in html) is stale
 
 
+def test_a_row_measured_later_than_its_file_goes_by_its_own_hash(repo):
+    path = measure(repo)
+    edit_code(repo)
+    data = json.loads(path.read_text())
+    later = {"async_save": code_sha256(recipe_of(repo))}
+    for row in data["rows"]:
+        if row["name"] == "async_save":
+            row |= {"recipes": ["async_save"], "code_sha256": later}
+    path.write_text(json.dumps(data))
+    page = ".. result-table:: checkpoint_stall\n   :rows: async_save"
+    assert STALE not in render(repo, page)[0]
+    recipe_of(repo).write_text(RECIPE)
+    assert STALE in render(repo, page)[0]
+
+
 def test_a_recipe_that_is_gone_makes_its_result_stale(repo):
     measure(repo)
     recipe_of(repo).unlink()
