@@ -121,8 +121,8 @@ class Gathers(shared_slots.Slots):
             for number, unit in enumerate(order if self.ahead else ()):
                 state = unit._get_fsdp_state()
                 if not state._states_to_forward_prefetch:
-                    ahead = order[number + 1 : number + 1 + self.ahead]
-                    unit.set_modules_to_forward_prefetch(ahead)
+                    ahead = min(self.ahead, max(1, number))  # at first devices wait for hosts
+                    unit.set_modules_to_forward_prefetch(order[number + 1 : number + 1 + ahead])
                 if not state._states_to_backward_prefetch:
                     unit.set_modules_to_backward_prefetch([order[max(0, number - 1)]])
 
@@ -131,7 +131,7 @@ class Gathers(shared_slots.Slots):
             group.drop()
 
     def in_step(self) -> bool:
-        """Whether a forward of the model or a backward is under way: nobody changes weights."""
+        """Whether a forward of the model or a backward is under way."""
         return self.in_forward or torch._C._current_graph_task_id() != -1
 
     @torch.no_grad()
