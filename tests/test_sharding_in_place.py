@@ -18,3 +18,8 @@ TRAINING = Path(__file__).parent / "data" / "in_place_training.py"
 def test_every_program_trains_the_bits_of_stock_fsdp2(half: int) -> None:
     report = run(TRAINING, 2, launcher="warm", args=("half", str(half)), deadline_s=240)
     assert report.ok, report.describe()
+
+
+def test_sums_of_three_ranks_are_as_near_to_those_in_float64_as_stocks() -> None:
+    report = run(TRAINING, 3, launcher="warm", args=("sums_of_more_ranks",))
+    assert report.ok, report.describe()
