@@ -23,17 +23,18 @@ costs next to nothing then), or the host cannot spare two copies of each rank's 
 
    from pathlib import Path
 
+   from kept_state import TrainingState
    from overlapped_stager import OverlappedSaves
-   from state_to_save import AppState
 
-   app, root = AppState(model, optimizer), Path("checkpoints")
+   app, root = TrainingState(model, optimizer), Path("checkpoints")
    with OverlappedSaves(device, model.buffers()) as saves:
        for step, batch in enumerate(batches):
            loss = train_step(batch)
            if step % 100 == 0:
                saves.save({"app": app}, root / f"step{step}")
 
-Your project needs this file, ``staging_copies.py``, and ``AppState`` from :doc:`state_to_save`.
+Your project needs this file, ``staging_copies.py``, and ``kept_state.py``. Pass
+:doc:`TrainingState <kept_state>` as it is here: it is what was measured.
 
 .. grid:: 1 1 2 2
 
@@ -380,8 +381,8 @@ if __name__ == "__main__":
 #   step (an EMA swap, a load) must call ``saves.before_update()`` first.
 # * ``changed_by_forward`` tensors are found by their memory: pass them after ``to_empty`` and the
 #   like.
-# * ``get_state_dict`` takes milliseconds for hundreds of tensors, on the training thread:
-#   :doc:`kept_state` asks once.
+# * A state that calls ``get_state_dict`` at every save (:doc:`state_to_save`) works too, and holds
+#   the training thread for milliseconds with hundreds of tensors.
 # * The directory is not flushed, and an older checkpoint of the same name is replaced:
 #   :doc:`durable_saves`.
 #

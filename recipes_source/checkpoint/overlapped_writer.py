@@ -24,19 +24,19 @@ and :doc:`overlapped_stager` does as well.
 
    from pathlib import Path
 
+   from kept_state import TrainingState
    from overlapped_writer import OverlappedWriter
-   from state_to_save import AppState
 
-   app, root = AppState(model, optimizer), Path("checkpoints")
+   app, root = TrainingState(model, optimizer), Path("checkpoints")
    with OverlappedWriter(device, model.buffers()) as saves:
        for step, batch in enumerate(batches):
            loss = train_step(batch)
            if step % 100 == 0:
                saves.save({"app": app}, root / f"step{step}")
 
-Your project needs this file, ``overlapped_stager.py``, ``staging_copies.py``, and ``AppState`` from
-:doc:`state_to_save`. ``save`` stages beside training and returns. ``root/step100`` appears when
-every rank has written its part and the storage has all of it.
+Your project needs this file, ``overlapped_stager.py``, ``staging_copies.py``, and
+``kept_state.py``. ``save`` stages beside training and returns. ``root/step100`` appears
+when every rank has written its part and the storage has all of it.
 
 .. grid:: 1 1 2 2
 
