@@ -78,6 +78,7 @@ RECIPES = (
     "layer_as_node",
     "weight_streaming",
     "streamed_model",
+    "adam_in_pieces",
     "host_adam",
     "whole_step",
 )
@@ -305,7 +306,7 @@ class Benchmark:
             for x in blocks:
                 x.mul_(1.0)
 
-        wait([host.workers.submit(work) for _ in range(host.teams)])
+        wait([host.workers.submit(work) for _ in range(host.threads)])
 
     def host(self) -> None:
         """The update of every third layer alone, and a plain pass over masters and moments."""
@@ -331,8 +332,8 @@ class Benchmark:
             "share_of_yardstick": rate / yardstick,
             "threads": host_adam.host_threads(),
             "large_pages": memory_of_process("AnonHugePages") / memory_of_process("Anonymous"),
-            "team": host_adam.TEAM,
             "block": host_adam.BLOCK,
+            "piece": host_adam.pieces.PIECE,
             "processor": processor(),
             "memory_nodes": len(list(Path("/sys/devices/system/node").glob("node[0-9]*"))),
         }

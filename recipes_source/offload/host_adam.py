@@ -1,8 +1,8 @@
 # SPDX-License-Identifier: BSD-3-Clause
 # Overlap Recipes 0.1.0, offload/host_adam.py
 """
-Adam on the host, at the speed of its memory
-============================================
+Adam on the host, the lowest layer first
+========================================
 
 AdamW in fp32 needs 12 bytes per parameter for weights and moments, three quarters of what training
 in bf16 takes, and touches them once per step. So they can live in host memory, and the update can
@@ -23,8 +23,7 @@ has few cores, so that their arithmetic is the limit.
 
    .. grid-item-card:: What you learn
 
-      * one pass over the memory, in blocks that stay in a cache
-      * few teams of cores instead of many threads: Python's lock is the wall
+      * threads that take the next block of the lowest layer
       * why the lowest layer goes first
       * what the host's memory allows, and how to know it
 
@@ -32,7 +31,7 @@ has few cores, so that their arithmetic is the limit.
 
       * PyTorch 2.9 or later, any number of ranks
       * host memory: 16 bytes per parameter
-      * ``streamed_model.py`` and what it imports
+      * ``adam_in_pieces.py``, ``streamed_model.py`` and what it imports
 
 .. verification-badge::
 
@@ -61,44 +60,26 @@ from collections.abc import Callable, Iterable
 from concurrent.futures import Future, ThreadPoolExecutor
 from heapq import heappop, heappush
 
+import adam_in_pieces as pieces
 import streamed_model as streaming
 import torch
 import torch.distributed as dist
 from torch import nn
 
-BLOCK = 2**20  # parameters that a team updates at a time
-TEAM = 2  # cores that share a block
+BLOCK = 2**20  # parameters that a thread updates in one call
 MOMENTS = ("exp_avg", "exp_avg_sq")
 
 # %%
-# A block
+# Threads
 # -------
-# The memory of the host is what limits an update, so each block goes through it once: its gradients
-# are widened to fp32 in a buffer that stays in the cache, Adam steps, and the masters are rounded to
-# the page-locked bf16 weights that the next load copies. ``fused=True`` makes one pass over weights,
-# gradients and moments where the default makes many. ``_fused_adamw_`` is what it calls; the function
-# that torch documents calls it too, with three times the Python around it. Adam works element by
-# element, so the cuts change no bit.
-#
-# **Teams.** What a block reads twice should stay in its cores' caches, so blocks should be small. But
-# each costs a few Python calls, and only one thread at a time runs Python: with a thread for each
-# core and small blocks, the time halved with each doubling of the block. So fewer threads take
-# larger blocks, and each has a team of cores (``torch.set_num_threads`` is a property of the calling
-# thread). ``offload_step.py`` tries sizes of both.
+# Each core but one has a thread, and a thread takes the next block when it is free. What it does with
+# a block is on :doc:`adam_in_pieces`: one pass over its memory, without Python's lock.
 
 
 def host_threads() -> int:
     """This rank's part of the machine's cores, less one for the thread that trains."""
     ranks = int(os.environ.get("LOCAL_WORLD_SIZE", "1"))
     return max(1, len(os.sched_getaffinity(0)) // ranks - 1)
-
-
-def fused_adamw(settings: dict, gradient, step, master, exp_avg, exp_avg_sq, skip=None) -> None:
-    """One step of AdamW in fp32, the one that ``step`` counts; none if ``skip`` is 1."""
-    numbers = {"lr": float(settings["lr"]), "weight_decay": settings["weight_decay"]}
-    numbers |= dict(zip(("beta1", "beta2"), settings["betas"], strict=True), eps=settings["eps"])
-    tensors = [master], [gradient], [exp_avg], [exp_avg_sq], [], [step]
-    torch._fused_adamw_(*tensors, amsgrad=False, maximize=False, found_inf=skip, **numbers)
 
 
 # %%
@@ -136,10 +117,9 @@ class HostUpdates:
         self.blocks = [self.cut(layer) for layer in range(len(streamed.layers))]
         self.due: list[tuple] = []  # a heap, the lowest layer first
         self.lock, self.of_thread = threading.Lock(), threading.local()
-        threads = threads or host_threads()
-        self.teams = max(1, threads // TEAM)
-        cores = (torch.set_num_threads, (threads // self.teams,))
-        self.workers = ThreadPoolExecutor(self.teams, "adam", *cores)
+        self.threads = threads or host_threads()
+        self.update = pieces.without_lock(pieces.update_pieces)
+        self.workers = ThreadPoolExecutor(self.threads, "adam", torch.set_num_threads, (1,))
         self.arrivals = ThreadPoolExecutor(1, "arrivals")
         self.arrivals.submit(streamed.streams.set_device, streamed.streams.current_device())
         self.forget()
@@ -228,7 +208,7 @@ class HostUpdates:
                     heappush(self.due, (layer, id(update), update))
             else:
                 self.end(layer, update)
-        for _ in range(self.teams):
+        for _ in range(self.threads):
             self.workers.submit(self.work)
 
     def drop(self, announced: dict, error: BaseException | None = None) -> None:
@@ -264,14 +244,10 @@ class HostUpdates:
 
     def update_block(self, layer: int, number: int, update: LayerUpdate) -> None:
         if not hasattr(self.of_thread, "scratch"):
-            self.of_thread.scratch = torch.empty(BLOCK)
-        group, gradient, weight, *tensors = self.blocks[layer][number]
-        fp32 = self.of_thread.scratch[: gradient.numel()].copy_(gradient)
-        if update.scale != 1:
-            fp32.mul_(update.scale)
-        fused_adamw(update.settings[group], fp32, update.step, *tensors)
-        if weight.dtype != torch.float32:
-            weight.copy_(tensors[0])
+            self.of_thread.scratch = torch.empty(pieces.PIECE)
+        group, *block = self.blocks[layer][number]
+        numbers = pieces.numbers_of(update.settings[group], update.scale)
+        pieces.update_block(self.update, [*block, self.of_thread.scratch], update.step, numbers)
 
     def close(self) -> None:
         """End the threads."""
@@ -321,22 +297,9 @@ if __name__ == "__main__":
 # %%
 # What it buys
 # ------------
-# See :doc:`whole_step`: alone, an update is worth what it hides. Measure yours against the host: an
-# in-place ``mul_`` over the same masters by the same threads moves 8 bytes per parameter; the update
-# moves
-#
-# .. math::
-#
-#    (2 + 4 + 8) + (4 + 8 + 2) = 28 \text{ bytes per parameter.}
-#
-# .. result-table:: offload_step
-#    :rows: host
-#
-# What is missing to the plain pass: ``_fused_adamw_`` alone moves as many bytes per second as ``mul_``
-# does (seen in one thread, on another host). The passes around it, which widen, scale and round, find
-# their data in the caches but do not overlap with its memory traffic, and each block costs calls from
-# Python. ``torch.compile`` of it all, in one pass, was a tenth faster in that thread, and rounds in
-# another way; it is not used here.
+# See :doc:`whole_step`: alone, an update is worth what it hides. What it moves, beside what the memory
+# allows, is on :doc:`adam_in_pieces`. Measure yours: an in-place ``mul_`` over the same masters by the
+# same threads moves 8 bytes per parameter, the update 28.
 #
 # What breaks if you remove a line
 # --------------------------------

@@ -106,7 +106,7 @@ def update_on_device(settings: dict, parameter: nn.Parameter, state: dict, scale
     """The same step there; ``scale`` and ``skip`` are on the device as well, nothing waits."""
     state["step"] += 1 - skip
     tensors = (state[name] for name in ("step", "master", *adam.MOMENTS))
-    adam.fused_adamw(settings, parameter.grad.float().mul_(scale), *tensors, skip)
+    adam.pieces.fused_adamw(settings, parameter.grad.float().mul_(scale), *tensors, skip)
     if parameter.dtype != torch.float32:
         parameter.copy_(state["master"])
 
@@ -359,7 +359,8 @@ if __name__ == "__main__":
 #
 # .. result-table:: offload_step
 #
-# Other packages train the same model in the same loop. What they do differently:
+# Other packages train the same model in the same loop, on another host (the table names both), with less
+# memory bandwidth. What they do differently:
 #
 # * ``torchao`` keeps the weights on the device. Weights and moments are in bf16, without fp32 masters,
 #   so an update moves half as many bytes; nothing is clipped. It trains otherwise: two numbers of bf16
