@@ -364,6 +364,9 @@ if __name__ == "__main__":
 # * Leave the model's own gradient checkpointing off: each layer runs again anyway.
 # * A layer that is compiled must be so before, and by ``layer.forward = torch.compile(layer.forward)``:
 #   ``layer.compile()`` raises in the first step.
+# * Close one before you make the next, in a notebook too: until then its memory stays locked, and every
+#   optimizer's ``step()`` waits for it, and gets its errors.
+# * A ``GradScaler`` reads gradients that may be on their way: train in bf16, which needs none.
 # * ``deepcopy(model)``, and so ``AveragedModel``, raises: average what ``state_dict()`` gives.
 # * Ranks know nothing of each other here: :doc:`whole_step` averages.
 #

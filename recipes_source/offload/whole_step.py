@@ -358,9 +358,10 @@ if __name__ == "__main__":
 #    B + \max(F, U), \qquad\text{and with in\_backward}\quad \max(B + F, U).
 #
 # .. result-table:: offload_step
+#    :rows: resident streamed_adam streamed_adam_in_backward torchao torchao_fp32 fsdp2_cpu_offload larger_than_device
 #
 # Other packages train the same model in the same loop, on another host (the table names both), with less
-# memory bandwidth. What they do differently:
+# memory bandwidth; ``resident`` ran there as well, and needs no host. What the others do differently:
 #
 # * ``torchao`` keeps the weights on the device. Weights and moments are in bf16, without fp32 masters,
 #   so an update moves half as many bytes; nothing is clipped. It trains otherwise: two numbers of bf16
