@@ -4,7 +4,8 @@
 
 Each folder has a ``results/``. Of two rows with one key that of more pairs is added, or the first;
 what it does not measure stays as it was known.
-Rows keep the hashes of the code that they measured: pages say so where it has changed since.
+The file keeps its hashes of the code that was measured, rows that are new in all get their own:
+pages say where code has changed since, rather too often than too seldom.
 """
 
 import json
@@ -17,8 +18,8 @@ sys.path.insert(0, str(ROOT))
 from benchmarks.fsdp_overlap import VARIED  # noqa: E402
 
 
-def join(folder: Path, joined: set, hashes: dict[str, str]) -> None:
-    """``joined``: keys of rows added by this command; ``hashes``: of the code measured."""
+def join(folder: Path, joined: set) -> None:
+    """``joined``: keys of rows added by this command."""
     for path in sorted((folder / "results").glob("fsdp_overlap.*.json")):
         ours_path = ROOT / "benchmarks" / "results" / path.name
         theirs = json.loads(path.read_text())
@@ -28,13 +29,12 @@ def join(folder: Path, joined: set, hashes: dict[str, str]) -> None:
             here, old = (path.name, key(row)), rows.get(key(row), {})
             if here not in joined or old.get("pairs", -1) < row.get("pairs", 0):
                 # what it does not measure, memory or bits, is another task's
-                old = {k: v for k, v in old.items() if k != "beside"}
-                rows[key(row)] = {"samples": {}} | old | row
+                old = {k: v for k, v in old.items() if k not in ("beside", "code_sha256")}
+                hashes = {} if old.keys() - row.keys() else {"code_sha256": theirs["code_sha256"]}
+                rows[key(row)] = {"samples": {}} | old | row | hashes
                 joined.add(here)
-        for recipe, sha in theirs["code_sha256"].items():
-            hashes.setdefault(recipe, sha)  # the earliest: pages say more often that code changed
         ours |= {"rows": list(rows.values()), "date": theirs["date"]}
-        ours["code_sha256"] |= hashes
+        ours["code_sha256"] = theirs["code_sha256"] | ours["code_sha256"]
         ours_path.write_text(json.dumps(ours, indent=1) + "\n")
         print(f"{path.name}: {len(theirs['rows'])} rows read, {len(rows)} in all")
 
@@ -45,6 +45,5 @@ def key(row: dict) -> tuple:
 
 if __name__ == "__main__":
     found: set = set()
-    measured: dict[str, str] = {}
     for argument in sys.argv[1:]:
-        join(Path(argument), found, measured)
+        join(Path(argument), found)

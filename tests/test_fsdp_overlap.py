@@ -5,6 +5,8 @@ import subprocess
 import sys
 from pathlib import Path
 
+from benchmarks import join_rows
+
 ROOT = Path(__file__).resolve().parents[1]
 # The names by which the calculator reads them
 LINK = frozenset({"nccl_gather_bytes_per_s", "copy_engine_gather_bytes_per_s"})
@@ -46,3 +48,25 @@ def test_every_bit_is_compared(tmp_path) -> None:
     assert row["bitwise_steps"] == 5
     assert row["loss_difference"] == 0 and row["losses_steps"] == 20
     assert 0 <= row["sum_error"] < 1e-6
+
+
+def test_rows_that_are_joined_leave_the_others_as_old_as_they_are(tmp_path, monkeypatch) -> None:
+    def write(folder: Path, sha: str, *tokens: int, **more: int) -> Path:
+        row = {"name": "fsdp2_in_place", "recipes": ["shared_slots"]} | more
+        rows = [row | {"tokens": number} for number in tokens]
+        path = folder / "results" / "fsdp_overlap.h200-x2.json"
+        path.parent.mkdir(parents=True)
+        hashes = {"shared_slots": sha}
+        path.write_text(json.dumps({"rows": rows, "date": sha, "code_sha256": hashes}))
+        return path
+
+    ours = write(tmp_path / "benchmarks", "old", 1024, 4096, peak_device_bytes=1)
+    write(tmp_path / "elsewhere", "new", 4096, 8192)
+    monkeypatch.setattr(join_rows, "ROOT", tmp_path)
+    join_rows.join(tmp_path / "elsewhere", set())
+    data = json.loads(ours.read_text())
+    hashes = {
+        row["tokens"]: row.get("code_sha256", data["code_sha256"])["shared_slots"]
+        for row in data["rows"]
+    }
+    assert hashes == {1024: "old", 4096: "old", 8192: "new"}, "at 4096 the memory is older"
