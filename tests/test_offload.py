@@ -409,6 +409,20 @@ def test_updates_in_backward_give_the_bits_of_updates_after_it():
         optimizer.host.forget()
 
 
+def test_microbatches_in_backward_without_no_sync_are_refused():
+    """The first has updated the layers when the second comes."""
+    model = llama(torch.bfloat16)
+    streamed = streamed_of(model)
+    with closing(whole(model, streamed, max_norm=None, in_backward=True)) as optimizer:
+        with optimizer.no_sync():
+            model(**batch(0)).loss.backward()
+        model(**batch(1)).loss.backward()
+        with pytest.raises(RuntimeError, match="no_sync"):
+            model(**batch(2)).loss.backward()
+        optimizer.step()
+        model(**batch(3)).loss.backward()
+
+
 def test_a_checkpoint_is_loaded_after_a_bad_batch_in_backward():
     """What the error tells to do; until both are loaded, it is raised."""
     resident, model = llama(torch.bfloat16), llama(torch.bfloat16)

@@ -121,7 +121,7 @@ def update_on_device(settings: dict, parameter: nn.Parameter, state: dict, scale
 #   change the groups at once.
 # * ``step`` takes the gradients. ``zero_grad()`` drops gradients that are not to be used.
 # * ``in_backward=True`` updates each layer when its gradients arrive: the update hides behind backward
-#   as well, and nothing is clipped.
+#   as well, and nothing is clipped. Earlier microbatches must be in ``no_sync()``; another is an error.
 # * **A norm that is not finite.** Without ``in_backward`` the step changes nothing and is counted in
 #   ``skipped``: nobody raises. With it, layers above may be updated already. So the next call that waits
 #   raises ``FloatingPointError``: the next forward, ``streamed.wait()``, or ``state_dict()``. Then call
@@ -184,6 +184,8 @@ class HostAdamW(torch.optim.Optimizer):
         if self.synchronises:
             totals = self.streamed.totals[layer]
             for name, parameter in self.streamed.layers[layer].trained.items():
+                if self.in_backward and parameter in self.norms:
+                    raise RuntimeError("updated already: earlier microbatches go in no_sync()")
                 self.average(parameter, totals[name])
 
     def average(self, parameter: nn.Parameter, gradient: torch.Tensor) -> None:
@@ -264,10 +266,8 @@ class HostAdamW(torch.optim.Optimizer):
             (norm, scale), finite = copy.tolist(), copy[0].isfinite().item()
             if not finite and self.in_backward:
                 raise FloatingPointError(f"norm {norm}: half updated; zero_grad, load a checkpoint")
-            if finite:
-                self.host.start(announced, self.steps.item(), scale)
-            else:
-                self.host.drop(announced)
+            host, steps = self.host, self.steps.item()
+            host.start(announced, steps, scale) if finite else host.drop(announced)
             self.steps += ends and finite
             self.skipped += ends and not finite
         except BaseException as error:
