@@ -23,6 +23,7 @@ ONE_RANK = [
     "weights_that_moved_are_saved_where_they_are",
     "leaves_of_every_kind_are_as_they_were",
     "snapshots_free_the_update_from_the_copies",
+    "numbers_on_the_device_are_read_at_the_save",
     "threads_are_told_their_device",
 ]
 TWO_RANKS = [

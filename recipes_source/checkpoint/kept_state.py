@@ -67,6 +67,7 @@ sees the new memory.
 # This file needs torch and the standard library alone. Copy it as it is.
 
 import argparse
+import logging
 import operator
 import tempfile
 from itertools import chain
@@ -129,12 +130,23 @@ class TrainingState(Stateful):
     """The state of ``model``, ``optimizers`` and others for DCP; calls ``get_state_dict`` once.
 
     Args:
-        others: objects with ``state_dict`` and ``load_state_dict``, by their key in the checkpoint.
+        others: objects with ``state_dict`` and ``load_state_dict``, by their key in the checkpoint:
+            ``schedule=scheduler``, ``data=loader``.
+
+    Raises:
+        TypeError: an argument is not what it stands for.
+        ValueError: a key is taken.
     """
 
     def __init__(self, model: nn.Module, *optimizers: torch.optim.Optimizer, **others) -> None:
         if taken := {"model", "optim", "stepped"} & set(others):
             raise ValueError(f"name it otherwise: {taken} is taken in the checkpoint")
+        for optimizer in optimizers:
+            if not isinstance(optimizer, torch.optim.Optimizer):
+                raise TypeError(f"{type(optimizer).__name__} is no optimizer: pass it by a name")
+        for name, other in others.items():
+            if not (hasattr(other, "state_dict") and hasattr(other, "load_state_dict")):
+                raise TypeError(f"{name} has no state_dict and load_state_dict")
         self.model, self.optimizers, self.others = model, optimizers, others
         self.asked, self.kept_model = 0, None  # how many times; the model's state
         self.known: list[object] = []
@@ -173,9 +185,18 @@ class TrainingState(Stateful):
     def ask(self) -> None:
         self.asked += 1
         new = [optimizer for optimizer in self.optimizers if not optimizer.state]
-        model, optim = get_state_dict(self.model, self.optimizers)
-        for optimizer in new:
-            optimizer.state.clear()
+        groups = chain.from_iterable(optimizer.param_groups for optimizer in new)
+        gradients = [(p, p.grad) for group in groups for p in group["params"]]
+        try:
+            for parameter, _ in gradients:  # with gradients there, no state would be created
+                parameter.grad = None
+            model, optim = get_state_dict(self.model, self.optimizers)
+        finally:
+            for parameter, gradient in gradients:
+                parameter.grad = gradient
+            for optimizer in new:
+                optimizer.state.clear()
+        self.warn_of_missing_state()
         modules = list(self.model.modules())
         self.containers = [module._modules for module in modules]
         self.containers += [module._parameters for module in modules]
@@ -187,6 +208,20 @@ class TrainingState(Stateful):
         self.kept_optim = Kept(optim["state"]) if only_tensors(optim["state"]) else optim["state"]
         self.names = [group["params"] for group in optim["param_groups"]]
         self.known = self.held()
+
+    def warn_of_missing_state(self) -> None:
+        """Say which trainable parameters never had a gradient, unlike others of their group."""
+        names = {parameter: name for name, parameter in self.model.named_parameters()}
+        for optimizer in self.optimizers:
+            for group in optimizer.param_groups:
+                trained = [p for p in group["params"] if p.requires_grad]
+                missing = [names.get(p, "?") for p in trained if not optimizer.state.get(p)]
+                if 0 < len(missing) < len(trained):
+                    logging.getLogger(__name__).warning(
+                        "no optimizer state yet for %s, which never had a gradient: dcp.load needs "
+                        "planner=DefaultLoadPlanner(allow_partial_load=True)",
+                        missing,
+                    )
 
     def load_state_dict(self, state: dict) -> None:
         set_state_dict(

@@ -228,6 +228,7 @@ def read(tree: object, tensors: list[torch.Tensor]) -> object:
 # own device first, as *snapshots*:
 #
 # * tensors that forward changes (BatchNorm's statistics),
+# * tensors without a dimension: counters, a learning rate that the schedule changes in place,
 # * tensors that are not contiguous,
 # * tensors on another device (step counts on the CPU),
 # * with ``snapshot_bytes``, as many others as fit. It is meant for steps shorter than the copy: see the
@@ -270,9 +271,8 @@ class CopyPlan:
     def __init__(
         self, tensors: list, device: torch.device, changed_by_forward=(), snapshot_bytes: int = 0
     ) -> None:
-        self.tensors = tensors
+        self.tensors, self.shards = tensors, [shard_of(tensor.detach()) for tensor in tensors]
         device = torch.empty(0, device=device).device  # add the index
-        self.shards = [shard_of(tensor.detach()) for tensor in tensors]
         self.places = [(x.data_ptr(), x.size(), x.stride()) for x in self.shards]
         self.nbytes, self.offsets = ALIGNMENT, {}
         self.snapshots, self.packs, self.in_place, self.from_copies = [], [], [], []
@@ -283,7 +283,8 @@ class CopyPlan:
         for source in sorted(unique.values(), key=torch.Tensor.element_size, reverse=True):
             shard = source
             within_budget = SMALL <= shard.nbytes <= snapshot_bytes
-            read_at_save = shard.untyped_storage().data_ptr() in changing or shard.device != device
+            in_changing = shard.untyped_storage().data_ptr() in changing
+            read_at_save = in_changing or shard.device != device or shard.dim() == 0
             snapshot_bytes -= shard.nbytes if within_budget else 0
             if within_budget or read_at_save or not shard.is_contiguous():
                 source = torch.empty(shard.shape, dtype=shard.dtype, device=shard.device)
