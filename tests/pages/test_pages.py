@@ -228,7 +228,7 @@ def test_the_upstream_scripts_are_short_and_recorded():
 
 
 def test_requirements_are_pinned_with_a_reason_and_cover_every_import():
-    names = {"bs4": "beautifulsoup4", "sphinx_gallery": "sphinx-gallery"}
+    names = {"bs4": "beautifulsoup4", "sphinx_gallery": "sphinx-gallery", "yaml": "PyYAML"}
     names |= {"axe_playwright_python": "axe-playwright-python", "ckpt_chaos": "ckpt-chaos"}
     names |= {"sphinx_design": "sphinx-design", "pytorch_sphinx_theme2": "pytorch-sphinx-theme2"}
     lines = [line for line in (ROOT / "requirements.txt").read_text().splitlines() if line.strip()]
