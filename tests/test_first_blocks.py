@@ -43,10 +43,10 @@ INSTEAD = {
     },
 }
 LEAVES = {  # checkpoints that must be there behind the block
-    "overlapped_stager": ["checkpoints/step0", "checkpoints/step100"],
-    "overlapped_writer": ["checkpoints/step0", "checkpoints/step100"],
-    "durable_saves": ["checkpoints/step0", "checkpoints/step1000"],
-    "retention": ["checkpoints/step0", "checkpoints/step1000"],
+    "overlapped_stager": ["checkpoints/step100"],
+    "overlapped_writer": ["checkpoints/step100"],
+    "durable_saves": ["checkpoints/step1000"],
+    "retention": ["checkpoints/step1000"],
     "resume_and_reshard": ["checkpoints/step1000"],
     "preemption": ["checkpoints/step1000"],
     "two_hosts": ["checkpoints/step1000"],
@@ -118,6 +118,7 @@ def yours() -> dict[str, object]:
         "model": model,
         "optimizer": optimizer,
         "schedule": schedule,
+        "scheduler": schedule,
         "batches": range(1001),
         "train_step": train_step,
         "steps": 1000,
@@ -129,7 +130,7 @@ def yours_in(page: str) -> dict[str, object]:
     if page == "kept_state":
         saves = SimpleNamespace(save=lambda state, path: dcp.save(state, checkpoint_id=path))
         root, step = Path("checkpoints"), 100
-        return {"scheduler": yours()["schedule"], "saves": saves, "root": root, "step": step}
+        return {"saves": saves, "root": root, "step": step}
     if page == "export":
         from transformers import LlamaConfig, LlamaForCausalLM
 

@@ -21,7 +21,7 @@ object store does (:doc:`object_storage`).
 
     app, root = AppState(model, optimizer), Path("checkpoints")
     with DurableSaves(device, model.buffers()) as saves:
-        for step, batch in enumerate(batches):
+        for step, batch in enumerate(batches, 1):
             train_step(batch)
             if step % 1000 == 0:
                 saves.save({"app": app}, root / f"step{step}")

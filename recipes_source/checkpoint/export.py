@@ -23,7 +23,7 @@ on another machine, with the command below.
 
     config = model.config.to_dict()  # of a model of transformers
     with Exports(device, config=config, dtype=torch.bfloat16) as exports:
-        for step, batch in enumerate(batches):
+        for step, batch in enumerate(batches, 1):
             train_step(batch)
             if step % 1000 == 0:
                 exports.save(weights(model), Path(f"hf{step}"))

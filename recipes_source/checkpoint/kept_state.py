@@ -55,8 +55,8 @@ last called ``get_state_dict``:
    get_state_dict:  0-8 save !; 14-22 save !; 28-36 save !
    kept:            0-8 save !; 14-15 save; 28-29 save
 
-A load, a new layer, ``assign=True``, or an optimizer that makes its state anew: each puts another
-object into one of the dicts, and the recipe calls ``get_state_dict`` again. ``p.data = ...`` keeps
+``optimizer.load_state_dict``, a new layer, ``assign=True``: each puts another object into one of
+the dicts, and the recipe calls ``get_state_dict`` again. ``p.data = ...`` keeps
 the object and moves its memory. The kept state holds the parameter itself, so whoever copies it
 sees the new memory.
 """
@@ -104,7 +104,7 @@ class Kept(dict):
 # %%
 # The state of a training job
 # ---------------------------
-# ``get_state_dict`` gives each parameter a new alias; ``TrainingState`` puts the parameter itself
+# ``get_state_dict`` gives each parameter a new tensor object; ``TrainingState`` puts the parameter itself
 # in its place. What is not a tensor is read at every save: the groups of the optimizers, whose
 # learning rate a schedule changes, and everything that you pass by name. A step count that is a
 # Python number is a new object at each step, so such an optimizer makes every save call

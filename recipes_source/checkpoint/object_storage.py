@@ -20,7 +20,7 @@ and needs no client.
 
     app = AppState(model, optimizer)
     with ObjectSaves("s3://bucket/run", device, model.buffers()) as saves:
-        for step, batch in enumerate(batches):
+        for step, batch in enumerate(batches, 1):
             train_step(batch)
             if step % 1000 == 0:
                 saves.save({"app": app}, step)

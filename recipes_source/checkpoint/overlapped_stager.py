@@ -5,8 +5,8 @@ Save beside training: one call
 ==============================
 
 Save checkpoints while training goes on, with one call. ``OverlappedSaves`` copies the state to
-page-locked memory during the next forward and backward, even if they read scalars, and a thread
-writes it. A directory gets its final name only when the checkpoint in it is complete.
+page-locked memory during the next forward and backward, even if your loop calls ``loss.item()``,
+and a thread writes it. A directory gets its final name only when the checkpoint in it is complete.
 
 .. result-gain:: checkpoint_stall
    :rows: overlapped_writer torch_checkpointing none
@@ -26,15 +26,21 @@ costs next to nothing then), or the host cannot spare two copies of each rank's 
    from kept_state import TrainingState
    from overlapped_stager import OverlappedSaves
 
-   app, root = TrainingState(model, optimizer), Path("checkpoints")
+   app = TrainingState(model, optimizer, schedule=scheduler)
+   root = Path("checkpoints")
    with OverlappedSaves(device, model.buffers()) as saves:
-       for step, batch in enumerate(batches):
-           loss = train_step(batch)
+       for step, batch in enumerate(batches, 1):
+           train_step(batch)  # ends with optimizer.step()
            if step % 100 == 0:
                saves.save({"app": app}, root / f"step{step}")
 
-Your project needs this file, ``staging_copies.py``, and ``kept_state.py``. Pass
-:doc:`TrainingState <kept_state>` as it is here: it is what was measured.
+Your project needs this file, ``staging_copies.py``, and ``kept_state.py``. ``device`` is the rank's
+own, such as ``torch.device("cuda", local_rank)``. To resume, call
+``dcp.load({"app": app}, checkpoint_id=root / "step100")``; :doc:`retention` finds the newest.
+
+**Does anything but an optimizer write weights** after a save, such as an EMA swap, a load, or an
+update by hand? Call ``saves.before_update()`` before it. Otherwise the checkpoint can hold some
+tensors of before and some of after, and nothing reports it.
 
 .. grid:: 1 1 2 2
 
@@ -373,14 +379,16 @@ if __name__ == "__main__":
 # one.
 #
 # Under DDP every rank holds the whole state, and every rank stages it, though only one copy is
-# written. Save on the ranks of one process group there, or shard the optimizer's state.
+# written. Shard the optimizer's state there.
 #
 # Known limits
 # ------------
-# * The hook orders optimizers. Whatever else writes weights in place between a save and the next
-#   step (an EMA swap, a load) must call ``saves.before_update()`` first.
-# * ``changed_by_forward`` tensors are found by their memory: pass them after ``to_empty`` and the
-#   like.
+# * The hook orders optimizers and nothing else: see ``before_update`` above.
+# * ``changed_by_forward`` tensors are found by their memory. If ``model.to`` or ``to_empty`` gives
+#   the model new buffers, end the block and begin another one.
+# * Save behind ``optimizer.step()``: gradients of a half-done accumulation are not in the state.
+# * After an exception or Ctrl-C only the write in progress is finished, for 30 s at most. Saves that
+#   wait behind it are dropped, and logged.
 # * A state that calls ``get_state_dict`` at every save (:doc:`state_to_save`) works too, and holds
 #   the training thread for milliseconds with hundreds of tensors.
 # * The directory is not flushed, and an older checkpoint of the same name is replaced:

@@ -27,10 +27,11 @@ and :doc:`overlapped_stager` does as well.
    from kept_state import TrainingState
    from overlapped_writer import OverlappedWriter
 
-   app, root = TrainingState(model, optimizer), Path("checkpoints")
+   app = TrainingState(model, optimizer, schedule=scheduler)
+   root = Path("checkpoints")
    with OverlappedWriter(device, model.buffers()) as saves:
-       for step, batch in enumerate(batches):
-           loss = train_step(batch)
+       for step, batch in enumerate(batches, 1):
+           train_step(batch)  # ends with optimizer.step()
            if step % 100 == 0:
                saves.save({"app": app}, root / f"step{step}")
 
@@ -50,6 +51,7 @@ when every rank has written its part and the storage has all of it.
    .. grid-item-card:: What you need
 
       * PyTorch 2.9 or later on Linux, any number of ranks, CPU or GPU
+      * page-locked host memory for two copies of each rank's shards
       * one file system that all ranks see
 
 .. verification-badge::
@@ -397,15 +399,19 @@ if __name__ == "__main__":
 #
 # Memory
 # ------
-# None for tensors: they are written from where they were staged. The kept plan takes about 1.5 kB
+# The page-locked memory of :doc:`overlapped_stager`; tensors are written from where they were
+# staged. The kept plan takes about 1.5 kB
 # for each *kind* of tensor (shape and dtype), some hundred bytes for each tensor and set of
 # buffers, and on rank 0 the ``.metadata`` of all ranks.
 #
 # Known limits
 # ------------
+# * Those of :doc:`overlapped_stager`. Above all: whatever writes weights without an optimizer calls
+#   ``saves.before_update()`` first.
+# * The files are flushed, the directory's name is not: :doc:`durable_saves`.
 # * torch's documentation calls ``skip_data`` an early prototype, and ``_StorageInfo`` is private.
-#   Both are the same in torch 2.11, 2.13 and 2.15 (by source). If one disappears, the first save
-#   fails with an error and no checkpoint gets its name.
+#   The recipe runs on torch 2.9 to 2.15. If one disappears, the first save fails with an error and
+#   no checkpoint gets its name.
 # * The zip checksums of tensors are 0. ``torch.load`` and DCP never check them; ``unzip`` does.
 # * Each rank that writes a tied weight writes it once. Replicated tied weights can fall to two
 #   ranks, which write one copy each.

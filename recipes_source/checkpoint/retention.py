@@ -22,7 +22,7 @@ all.
 
     app, root = AppState(model, optimizer), Path("checkpoints")
     with RetainedSaves(root, device, model.buffers(), keep_last=3, keep_every=10_000) as saves:
-        for step, batch in enumerate(batches):
+        for step, batch in enumerate(batches, 1):
             train_step(batch)
             if step % 1000 == 0:
                 saves.save({"app": app}, root / f"step{step}")
