@@ -133,11 +133,11 @@ def directory_of_rank_0(directory: Path) -> Path:
 
 
 class SampleCounter(nn.Module):
-    """Count the samples that all ranks have seen, in a buffer (int64 scalar)."""
+    """Count the samples that all ranks have seen, in a buffer of one int64."""
 
     def __init__(self) -> None:
         super().__init__()
-        self.register_buffer("samples", torch.zeros((), dtype=torch.int64))
+        self.register_buffer("samples", torch.zeros(1, dtype=torch.int64))
 
     def forward(self, x: torch.Tensor) -> torch.Tensor:
         self.samples += x.shape[0] * dist.get_world_size()
