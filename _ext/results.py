@@ -377,24 +377,26 @@ def _lines(field: str, rows: list[dict], title: str) -> Figure:
 
 
 class ResultGain(ResultDirective):
-    """``.. result-gain:: <benchmark>``: rows of one field in a sentence, the first in bold."""
+    """``.. result-gain:: <benchmark>``: rows of one field in a sentence, the first in bold.
+
+    Of the machines, the one that measured most of the rows; of several, that of most ranks.
+    """
 
     option_spec = ResultDirective.option_spec | {"field": directives.unchanged_required}
 
     def run(self) -> list[nodes.Node]:
-        repo = Path(self.config.results_repo)
-        for path in reversed(remember(self.env, repo, "results", self.arguments[0])):
-            result = load(path)
-            if shown := self.show(result, [row for row in result.rows if self._wanted(row)]):
-                return shown
-        return [not_measured(self.arguments[0])]
+        repo, field = Path(self.config.results_repo), self.options["field"]
+        results = [load(path) for path in remember(self.env, repo, "results", self.arguments[0])]
+        found = [
+            (result, [row for row in result.rows if self._wanted(row) and known(row, field)])
+            for result in reversed(results)  # most ranks first
+        ]
+        result, rows = max(found, key=lambda pair: len(pair[1]), default=(None, []))
+        return self.show(result, rows) if rows else [not_measured(self.arguments[0])]
 
-    def show(self, result: Result, rows: list[dict]) -> list[nodes.Node]:
+    def show(self, result: Result, found: list[dict]) -> list[nodes.Node]:
         field, order = self.options["field"], self.options["rows"].split()
-        found = [row for row in rows if known(row, field)]
         found.sort(key=lambda row: order.index(row["name"]))
-        if not found:
-            return []
         changed = note_recipes(self.env, Path(self.config.results_repo), result.hashes_of(found))
         text = nodes.paragraph("", f"{heading(field)}: ", classes=["result-gain"])
         for number, row in enumerate(found):

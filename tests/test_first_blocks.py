@@ -25,8 +25,9 @@ import torch.distributed.checkpoint as dcp
 from torch import nn
 
 SOURCE = Path(__file__).parents[1] / "recipes_source"
-sys.path[:0] = [str(SOURCE / "checkpoint"), str(SOURCE / "trainers")]
+sys.path[:0] = [str(SOURCE / folder) for folder in ("checkpoint", "trainers", "offload")]
 PAGES = sorted((*SOURCE.glob("checkpoint/*.py"), *SOURCE.glob("trainers/*.py")))
+PAGES.append(SOURCE / "offload" / "adam_in_pieces.py")
 
 INSTEAD = {
     "staging_copies": {"torch.cuda": "torch.cpu"},  # whose streams do nothing
@@ -131,6 +132,8 @@ def yours_in(page: str) -> dict[str, object]:
         saves = SimpleNamespace(save=lambda state, path: dcp.save(state, checkpoint_id=path))
         root, step = Path("checkpoints"), 100
         return {"saves": saves, "root": root, "step": step}
+    if page == "adam_in_pieces":
+        return {"weight": torch.ones(64).bfloat16(), "gradient": torch.ones(64).bfloat16()}
     if page == "export":
         from transformers import LlamaConfig, LlamaForCausalLM
 

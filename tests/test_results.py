@@ -352,6 +352,22 @@ def test_a_field_that_the_benchmark_lacks_is_reported(repo):
     assert "no field 'stall_s'" in warnings
 
 
+def test_a_gain_is_of_the_machine_that_measured_most_of_its_rows(repo):
+    rows = [row(name, cost) | {"model": "m"} for name, cost in (("overlapped", 1), ("a_peer", 2))]
+    gain = """.. result-gain:: checkpoint_stall
+   :rows: overlapped a_peer
+   :field: staging_cost_s
+"""
+    assert "Not measured yet" in render(repo, gain)[0]
+    measure(repo, 4, rows[:1])
+    assert "4 × Test GPU" in render(repo, gain)[0]
+    measure(repo, 2, rows)
+    html, _ = render(repo, gain)
+    assert "2 × Test GPU" in html and "a_peer" in html
+    measure(repo, 4, rows)
+    assert "4 × Test GPU" in render(repo, gain)[0]
+
+
 def test_one_tab_a_file_most_ranks_first(repo):
     measure(repo, 1)
     measure(repo, 2)

@@ -36,8 +36,8 @@ and :doc:`overlapped_stager` does as well.
                saves.save({"app": app}, root / f"step{step}")
 
 Your project needs this file, ``overlapped_stager.py``, ``staging_copies.py``, and
-``kept_state.py``. ``save`` stages beside training and returns. ``root/step100`` appears
-when every rank has written its part and the storage has all of it.
+:doc:`kept_state.py <kept_state>`. ``save`` stages beside training and returns. ``root/step100``
+appears when every rank has written its part and the storage has all of it.
 
 .. grid:: 1 1 2 2
 

@@ -9,8 +9,30 @@ This recipe updates from bf16 gradients to bf16 weights in pieces that stay in a
 all cores at once. The result has the bits of ``torch.optim.AdamW``. :doc:`host_adam` updates the
 layers of a model with it.
 
+.. result-gain:: offload_step
+   :rows: host
+   :field: update_bytes_per_s
+
 **When not to bother:** weights, gradients and moments are in fp32 and a plain
 ``torch.optim.AdamW(fused=True)`` is called once for all: that is one pass already.
+
+.. code-block:: python
+
+   import torch
+   from adam_in_pieces import PIECE, numbers_of, update_block, update_pieces, without_lock
+
+   settings = {"lr": 1e-4, "betas": (0.9, 0.95), "eps": 1e-8, "weight_decay": 0.1}
+   update = without_lock(update_pieces)                       # once
+   master, scratch = weight.float(), torch.empty(PIECE)       # weight: bf16, flat, on the host
+   exp_avg, exp_avg_sq = torch.zeros(2, weight.numel())
+   block = [gradient, weight, master, exp_avg, exp_avg_sq, scratch]
+
+   for step in range(1, 101):
+       ...                                                    # the gradient arrives, in bf16
+       update_block(update, block, torch.tensor(float(step)), numbers_of(settings, scale=1.0))
+
+For all cores, cut the model into blocks and call ``update_block`` from one thread a core, each with a
+scratch of its own and ``torch.set_num_threads(1)``, as ``main`` does.
 
 .. grid:: 1 1 2 2
 
