@@ -19,6 +19,7 @@ from torch.nn.utils import clip_grads_with_norm_
 
 sys.path.insert(0, str(Path(__file__).parents[1] / "recipes_source" / "offload"))
 
+import adam_in_pieces as pieces
 import host_layers
 import one_copy_a_host
 from host_adam import HostUpdates
@@ -955,3 +956,20 @@ def test_what_a_reader_copies_runs(name):
         dist.destroy_process_group()
     assert not any(map(torch.equal, before, (p.cpu() for p in model.parameters())))
     assert not dist.is_initialized()
+
+
+@pytest.mark.parametrize(
+    ("block", "says"),
+    [
+        ([torch.ones(50), *(torch.ones(100) for _ in range(4))], "flat tensors of one length"),
+        ([torch.ones(100), *(torch.ones(50) for _ in range(4))], "flat tensors of one length"),
+        ([torch.ones(10, 10) for _ in range(5)], "flat tensors of one length"),
+        ([torch.ones(100) for _ in range(5)], "its own master"),
+    ],
+)
+def test_a_block_that_would_be_updated_in_part_or_beyond_its_end_is_refused(block, says):
+    numbers = pieces.numbers_of(pieces.SETTINGS, 1.0)
+    with pytest.raises(ValueError, match=says):
+        pieces.update_block(
+            pieces.update_pieces, [*block, torch.empty(200)], torch.tensor(1.0), numbers
+        )

@@ -155,7 +155,17 @@ def without_lock(function: Callable) -> Callable:
 
 
 def update_block(update: Callable, block: Tensors, step: torch.Tensor, numbers: list) -> None:
-    """Call ``update``, which is ``update_pieces``."""
+    """Call ``update``, which is ``update_pieces``.
+
+    Raises:
+        ValueError: a block's tensors are not flat and of one length, or a weight in fp32 has another
+            master than itself.
+    """
+    gradient, weight, master = block[:3]
+    if {tensor.shape for tensor in block[:5]} != {(gradient.numel(),)}:
+        raise ValueError("a block is of flat tensors of one length")
+    if weight.dtype == torch.float32 and weight.data_ptr() != master.data_ptr():
+        raise ValueError("a weight in fp32 is its own master: pass it twice")
     update(block, [[tensor] for tensor in block[2:]], [step], numbers)
 
 

@@ -299,6 +299,9 @@ if __name__ == "__main__":
 # ------------
 # * A unit's full weights are another unit's afterwards. FSDP2 frees them instead, so that a reference
 #   kept beyond ``reshard()`` is an error there; here it reads other numbers.
+# * From the first call on, every optimizer's step in the process counts as a change of its parameters
+#   (``count_updates``). Autograd then refuses a backward that needs weights as they were before a
+#   step, also of models without slots; with an optimizer that leaves counters alone it did not see it.
 # * Private names of FSDP2: :doc:`peer_memory` lists them.
 #
 # Further reading
