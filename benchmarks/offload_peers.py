@@ -136,6 +136,7 @@ PEERS = {
     "deepspeed_offload": deepspeed_offload,
     "fsdp2_cpu_offload": fsdp2_cpu_offload,
 }
+DEPTHS = {"deepspeed_offload": (2, 4)}  # eight layers take more than 128 GiB of host memory
 
 
 def note_of(name: str) -> dict[str, str]:

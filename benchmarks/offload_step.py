@@ -70,7 +70,13 @@ from whole_step import HostAdamW  # noqa: E402
 
 from benchmarks import measuring  # noqa: E402
 from benchmarks.measuring import HostMemory, Task, device_peaks, tell  # noqa: E402
-from benchmarks.offload_peers import PEERS, PeerLoop, note_of, parameters_by_decay  # noqa: E402
+from benchmarks.offload_peers import (  # noqa: E402
+    DEPTHS,
+    PEERS,
+    PeerLoop,
+    note_of,
+    parameters_by_decay,
+)
 from benchmarks.workloads import LARGEST_NORM, LLAMAS, StockLoop, llama  # noqa: E402
 
 RECIPES = (
@@ -503,7 +509,7 @@ class Benchmark:
             dist.init_process_group(store=dist.HashStore(), rank=0, world_size=1)
         seconds: dict[int, dict] = {tokens: {} for tokens in self.size.tokens}
         state = {}
-        for depth in self.size.depths:
+        for depth in DEPTHS.get(name, self.size.depths):
             model = llama(self.size.name, self.device, layers=depth).bfloat16()
             model.gradient_checkpointing_enable({"use_reentrant": False})
             loop = PeerLoop(model, self.size.length, self.size.length)
@@ -539,14 +545,14 @@ class Benchmark:
     def tasks(self, what: str, peers: list[str]) -> list[Task]:
         every, least, found = self.size.tokens, min(self.size.tokens), []
         if what in ("ours", "all"):
-            found.append(self.task("resident", 60, self.resident, *every))
-            found.append(self.task("host", 60, self.host))
-            for clip, name in ((True, "streamed_adam"), (False, "streamed_adam_in_backward")):
+            found.append(self.task("resident", 35, self.resident, *every))
+            found.append(self.task("host", 40, self.host))
+            for clip, name in ((False, "streamed_adam_in_backward"), (True, "streamed_adam")):
                 for tokens in every:
                     work = partial(self.streamed, tokens, clip)
                     found.append(self.task(name, 35, work, tokens))
         if what == "larger":
-            found.append(self.task("larger_than_device", 220, self.larger, least))
+            found.append(self.task("larger_than_device", 200, self.larger, least))
         if what == "copies":
             for name in ("one_copy", "own_copy"):
                 found.append(self.task(name, 30, partial(self.copies, name), least))

@@ -138,15 +138,17 @@ def update_pieces(block: Tensors, parts: list[Tensors], step: Tensors, numbers: 
 
     ``parts``: four lists of one tensor each, to be overwritten. A weight in fp32 is its own master.
     """
-    gradient, weight, scratch = block[0], block[1], block[5]
-    for at in range(0, gradient.numel(), scratch.numel()):
-        end = min(at + scratch.numel(), gradient.numel())
-        for part, whole in zip(parts, block[2:5]):  # noqa: B905
-            part[0] = whole[at:end]
-        parts[3][0] = scratch[: end - at].copy_(gradient[at:end]).mul_(numbers[5])
+    weight, scratch, scale = block[1], block[5], torch.tensor(numbers[5])
+    pieces = [whole.split(scratch.numel()) for whole in block[:5]]
+    for i, gradient in enumerate(pieces[0]):
+        for part, cut in zip(parts, pieces[2:]):  # noqa: B905
+            part[0] = cut[i]
+        parts[3][0] = scratch[: gradient.numel()].copy_(gradient)
+        if numbers[5] != 1.0:
+            parts[3][0].mul_(scale)
         adamw(parts[0], parts[3], parts[1], parts[2], step, numbers)
         if weight.dtype != torch.float32:
-            weight[at:end].copy_(parts[0][0])
+            pieces[1][i].copy_(parts[0][0])
 
 
 def without_lock(function: Callable) -> Callable:
