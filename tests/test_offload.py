@@ -439,7 +439,6 @@ def test_a_checkpoint_is_loaded_after_a_bad_batch_in_backward():
             (model(**batch(1)).loss * torch.nan).backward()
             optimizer.step()
             streamed.wait()
-        optimizer.zero_grad()
         model.load_state_dict(saved[0])
         with pytest.raises(FloatingPointError, match="load a checkpoint"):
             model(**batch(1))
@@ -545,6 +544,99 @@ def test_settings_travel_with_the_step():
         held.set()
         streamed.wait()
         assert all(map(torch.equal, model.model.layers.parameters(), weights))
+
+
+def test_a_rate_in_a_tensor_travels_with_the_step():
+    """A schedule changes it in place, while updates are still to be made."""
+    resident, model = llama(torch.bfloat16), llama(torch.bfloat16)
+    reference, streamed = Resident(resident), streamed_of(model)
+    groups = [group | {"lr": torch.tensor(RATE)} for group in groups_of(model)]
+    changed = threading.Event()
+    with closing(HostAdamW(groups, streamed, max_norm=MAX_NORM)) as optimizer:
+        plain, schedule = optimizer.host.start, falling(optimizer)
+
+        def start(*args):
+            changed.wait(PATIENCE_S)
+            plain(*args)
+
+        optimizer.host.start = start
+        for step in range(2):
+            reference.step(resident(**batch(step)).loss)
+            changed.clear()
+            model(**batch(step)).loss.backward()
+            optimizer.step()
+            schedule.step()
+            changed.set()
+            streamed.wait()
+        assert same(model, resident)
+
+
+@pytest.mark.parametrize("in_backward", [False, True])
+def test_gradients_that_something_else_changes_are_refused(in_backward):
+    """A loop's own clipping reads them on their way, and would clip what ``max_norm`` clips."""
+    model = llama(torch.bfloat16)
+    options = {"in_backward": in_backward, "max_norm": None if in_backward else MAX_NORM}
+    optimizer = whole(model, streamed := streamed_of(model), **options)
+    with closing(optimizer):
+        model(**batch(0)).loss.backward()
+        nn.utils.clip_grad_norm_(model.parameters(), 0.1)
+        with pytest.raises(RuntimeError, match="use max_norm"):
+            optimizer.step()
+        streamed.wait()
+
+
+def test_parts_of_a_layer_are_saved_and_loaded_behind_their_update():
+    model = llama(torch.bfloat16)
+    with closing(whole(model, streamed := streamed_of(model))) as optimizer:
+        plain, part = optimizer.host.start, model.model.layers[3].self_attn
+
+        def start(*args):
+            threading.Event().wait(0.1)
+            plain(*args)
+
+        optimizer.host.start = start
+        model(**batch(0)).loss.backward()
+        optimizer.step()
+        found = {name: tensor.clone() for name, tensor in part.state_dict().items()}
+        streamed.wait()
+        assert all(torch.equal(found[name], value) for name, value in part.state_dict().items())
+        model(**batch(1)).loss.backward()
+        optimizer.step()
+        part.load_state_dict({name: torch.ones_like(value) for name, value in found.items()})
+        streamed.wait()
+        for parameter in part.parameters():
+            assert (parameter == 1).all() and (optimizer.state[parameter]["master"] == 1).all()
+
+
+def test_what_is_updated_in_backward_cannot_be_dropped():
+    """It would be trained on, and not be counted; a checkpoint takes it back."""
+    model = llama(torch.bfloat16)
+    streamed = streamed_of(model)
+    with closing(whole(model, streamed, max_norm=None, in_backward=True)) as optimizer:
+        saved = deepcopy((model.state_dict(), optimizer.state_dict()))
+        optimizer.zero_grad()
+        with optimizer.no_sync():
+            model(**batch(0)).loss.backward()
+        optimizer.zero_grad()
+        model(**batch(1)).loss.backward()
+        with pytest.raises(RuntimeError, match="updated already: step, or load a checkpoint"):
+            optimizer.zero_grad()
+        model.load_state_dict(saved[0])
+        optimizer.load_state_dict(saved[1])
+        optimizer.zero_grad()
+        model(**batch(1)).loss.backward()
+        optimizer.step()
+        streamed.wait()
+        assert optimizer.steps == 1
+
+
+def test_a_second_backward_of_a_forward_says_what_it_needs():
+    model = llama(torch.bfloat16)
+    with closing(streamed_of(model)):
+        loss = model(**batch(0)).loss
+        loss.backward(retain_graph=True)
+        with pytest.raises(RuntimeError, match="run forward again"):
+            loss.backward()
 
 
 def test_the_optimizers_state_is_saved_and_loaded():

@@ -138,7 +138,8 @@ def update_pieces(block: Tensors, parts: list[Tensors], step: Tensors, numbers: 
 
     ``parts``: four lists of one tensor each, to be overwritten. A weight in fp32 is its own master.
     """
-    weight, scratch, scale = block[1], block[5], torch.tensor(numbers[5])
+    weight, scratch = block[1], block[5]
+    scale = scratch[0].clone().fill_(numbers[5])
     pieces = [whole.split(scratch.numel()) for whole in block[:5]]
     for i, gradient in enumerate(pieces[0]):
         for part, cut in zip(parts, pieces[2:]):  # noqa: B905
@@ -169,6 +170,31 @@ def update_block(update: Callable, block: Tensors, step: torch.Tensor, numbers: 
     if weight.dtype == torch.float32 and weight.data_ptr() != master.data_ptr():
         raise ValueError("a weight in fp32 is its own master: pass it twice")
     update(block, [[tensor] for tensor in block[2:]], [step], numbers)
+
+
+# %%
+# What stays on the device
+# ------------------------
+# A parameter that stays on the device has its state there. ``skip`` (of ``found_inf`` in torch) makes
+# the kernel change nothing, without anybody looking at the number.
+
+MOMENTS = ("exp_avg", "exp_avg_sq")
+
+
+def state_on_device(parameter: torch.nn.Parameter) -> dict[str, torch.Tensor]:
+    """Of a parameter that stays on the device: step, fp32 master and moments."""
+    master = parameter.detach().float()
+    state = {name: torch.zeros_like(master) for name in MOMENTS}
+    return state | {"step": torch.zeros((), device=master.device), "master": master}
+
+
+def update_on_device(settings: dict, parameter: torch.nn.Parameter, state, scale, skip) -> None:
+    """The same step there; ``scale`` and ``skip`` are on the device as well, nothing waits."""
+    state["step"] += 1 - skip
+    tensors = (state[name] for name in ("step", "master", *MOMENTS))
+    fused_adamw(settings, parameter.grad.float().mul_(scale), *tensors, skip)
+    if parameter.dtype != torch.float32:
+        parameter.copy_(state["master"])
 
 
 # %%

@@ -67,7 +67,6 @@ import torch.distributed as dist
 from torch import nn
 
 BLOCK = 2**20  # parameters that a thread updates in one call
-MOMENTS = ("exp_avg", "exp_avg_sq")
 
 # %%
 # Threads
@@ -133,7 +132,7 @@ class HostUpdates:
         taken = []
         for weights, gradients in zip(layer.weights, layer.gradients, strict=False):
             like = {name: layer.trained[name] for name in weights.shapes}
-            kept = {"master": weights} | {name: self.in_fp32(like) for name in MOMENTS}
+            kept = {"master": weights} | {name: self.in_fp32(like) for name in pieces.MOMENTS}
             if weights.flat.dtype != torch.float32:
                 kept["master"] = self.in_fp32(like)
                 kept["master"].flat.copy_(weights.flat)
@@ -192,9 +191,17 @@ class HostUpdates:
         self.latest: Future = Future()  # of the thread of arrivals
         self.latest.set_result(None)
 
-    def later(self, work: Callable, *args) -> None:
-        """Have the thread of arrivals do something; what it raises, ``wait`` raises."""
-        self.latest = self.arrivals.submit(work, *args)
+    def later(self, work: Callable, announced: dict, *args) -> None:
+        """Have the thread of arrivals start updates; what it raises, whoever waits for one gets."""
+
+        def arrival() -> None:
+            try:
+                work(announced, *args)
+            except BaseException as error:
+                self.drop(announced, error)
+                raise
+
+        self.latest = self.arrivals.submit(arrival)
 
     # Any thread, when the gradients are on the host
 

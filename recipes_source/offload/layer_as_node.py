@@ -142,6 +142,8 @@ class Through(torch.autograd.Function):
 
     @staticmethod
     def backward(ctx, *grads) -> tuple:
+        if not hasattr(ctx, "ends"):
+            raise RuntimeError("a layer's graph is used once: run forward again")
         pairs = [(e, g) for e, g in zip(ctx.ends, grads, strict=True) if e and g is not None]
         begins = ctx.begins
         del ctx.ends, ctx.begins  # the graph inside is used once, and freed with its inputs

@@ -137,9 +137,9 @@ class StreamedModel(StreamedLayers):
                     parameter.data = parameter.data.to(device)
             for name, buffer in module.named_buffers(recurse=False):
                 setattr(module, name, buffer.to(device))
-        for layer in streamed:
-            self.hooks.append(layer.register_state_dict_pre_hook(lambda *_: self.wait()))
-            self.hooks.append(layer.register_load_state_dict_pre_hook(lambda *_: self.wait(False)))
+        for m in (module for layer in streamed for module in layer.modules()):
+            self.hooks.append(m.register_state_dict_pre_hook(lambda *_: self.wait()))
+            self.hooks.append(m.register_load_state_dict_pre_hook(lambda *_: self.wait(False)))
         for layer in self.resident:
             layer.forward = partial(self.recomputed, layer.forward)
         self.hooks.append(register_optimizer_step_pre_hook(self.before_step))
