@@ -93,30 +93,59 @@ def width() -> int:
     return 375
 
 
-@pytest.fixture
-def visit(chromium: Browser, served: str, theme: str, width: int) -> Iterator:
+class Visit:
     """``visit(page)`` opens a page; what the browser complained about is in ``visit.seen``."""
-    context = chromium.new_context(
-        viewport={"width": width, "height": 900},
-        color_scheme=theme,
-        permissions=["clipboard-read", "clipboard-write"],
-    )
-    tab = context.new_page()
 
-    def visit(page: str) -> Page:
-        tab.goto(f"{served}/{page}.html", wait_until="load")
-        return tab
+    def __init__(self, chromium: Browser, served: str, theme: str, width: int) -> None:
+        self.served, self.seen = served, []
+        self.context = chromium.new_context(
+            viewport={"width": width, "height": 900},
+            color_scheme=theme,
+            permissions=["clipboard-read", "clipboard-write"],
+        )
+        self.tab = tab = self.context.new_page()
+        tab.on("request", lambda r: r.url.startswith((served, "data:")) or self.note(r.url))
+        tab.on("response", lambda r: r.status < 400 or self.note(f"{r.status} {r.url}"))
+        tab.on("console", lambda m: m.type in ("error", "warning") and self.note(m.text))
+        tab.on("pageerror", lambda error: self.note(f"error {error}"))
 
-    visit.seen = []
-    note = visit.seen.append
-    tab.on("request", lambda r: r.url.startswith((served, "data:")) or note(f"request {r.url}"))
-    tab.on("response", lambda r: r.status < 400 or note(f"{r.status} {r.url}"))
-    tab.on("console", lambda m: m.type not in ("error", "warning") or note(f"{m.type} {m.text}"))
-    tab.on("pageerror", lambda error: note(f"error {error}"))
+    def note(self, complaint: str) -> None:
+        self.seen.append(complaint)
+
+    def __call__(self, page: str) -> Page:
+        self.tab.goto(f"{self.served}/{page}.html", wait_until="load")
+        return self.tab
+
+
+@pytest.fixture
+def visit(chromium: Browser, served: str, theme: str, width: int) -> Iterator[Visit]:
+    """A browser that has seen nothing yet, for a test that leaves something behind."""
+    visit = Visit(chromium, served, theme, width)
     yield visit
-    context.close()
+    visit.context.close()
 
 
+@pytest.fixture(scope="session")
+def tabs() -> Iterator[dict]:
+    """One tab for each look, which keeps what all pages load."""
+    tabs: dict[tuple[str, int], Visit] = {}
+    yield tabs
+    for visit in tabs.values():
+        visit.context.close()
+
+
+@pytest.fixture
+def look(chromium: Browser, served: str, theme: str, width: int, tabs: dict) -> Visit:
+    """The tab of this look, for a test that a page forgets when it is left."""
+    if (theme, width) not in tabs:
+        tabs[theme, width] = Visit(chromium, served, theme, width)
+    visit = tabs[theme, width]
+    visit.tab.goto("about:blank")  # what the page before still asked for is not this one's
+    visit.seen.clear()
+    return visit
+
+
+TABLET = 768
 LOOKS = [("light", 1280), ("dark", 1280), ("dark", 375)]
 FIRST = next(iter(RECIPES))
 ONE_OF_EACH = ["index", "search", "recipes/index", SECTIONS[0], FIRST, *GUIDE]
@@ -129,11 +158,13 @@ OTHERS = [
 
 
 @pytest.mark.parametrize(("page", "theme", "width"), [*NARROW, *OTHERS])
-def test_a_page_asks_nobody_complains_of_nothing_and_fits(visit, page, width, theme):
+def test_a_page_asks_nobody_complains_of_nothing_and_fits(look, page, width, theme):
     """Every page narrow and light, one of each kind in every look; a recipe's ranks unfold."""
-    tab = visit(page)
-    assert visit.seen == []
-    assert tab.evaluate("document.documentElement.scrollWidth") <= width
+    tab = look(page)
+    assert look.seen == []
+    for wide in (TABLET, width):
+        tab.set_viewport_size({"width": wide, "height": 900})
+        assert tab.evaluate("document.documentElement.scrollWidth") <= wide
     shown = tab.evaluate("document.documentElement.dataset.theme")
     assert shown == theme
     background = tab.evaluate("getComputedStyle(document.body).backgroundColor")
@@ -148,13 +179,13 @@ def test_a_page_asks_nobody_complains_of_nothing_and_fits(visit, page, width, th
         assert not output.is_visible()
         ranks.nth(number).locator("summary").click()
         assert output.is_visible()
-    assert visit.seen == []
+    assert look.seen == []
 
 
 @pytest.mark.parametrize("width", [1280])
 @pytest.mark.parametrize("page", RECIPES)
-def test_the_copy_button_copies_the_source(visit, page, width):
-    tab = visit(page)
+def test_the_copy_button_copies_the_source(look, page, width):
+    tab = look(page)
     recipe = RECIPES[page]
     source = recipe.path.read_text()
 
@@ -222,9 +253,9 @@ OF_EACH_FOLDER = list({recipe.folder: page for page, recipe in RECIPES.items()}.
 @pytest.mark.parametrize("width", [1280])
 @pytest.mark.parametrize("theme", ["light", "dark"])
 @pytest.mark.parametrize("page", [*ONE_OF_EACH, *OF_EACH_FOLDER])
-def test_axe_finds_nothing(visit, page, theme, width):
+def test_axe_finds_nothing(look, page, theme, width):
     """All of its rules, none switched off; whatever unfolds is unfolded."""
-    tab = visit(page)
+    tab = look(page)
     tab.evaluate("for (const d of document.querySelectorAll('article details')) d.open = true")
     found = Axe().run(tab).response["violations"]
     assert [(rule["id"], rule["nodes"][0]["html"]) for rule in found] == []
@@ -261,12 +292,12 @@ def test_a_first_visit_is_light_and_soon_ready(visit, built_site, width):
 
 
 @pytest.mark.parametrize("width", [1280])
-def test_no_column_of_a_table_is_cut_off(visit, width):
+def test_no_column_of_a_table_is_cut_off(look, width):
     cut = """() => [...document.querySelectorAll('article table')]
         .filter((t) => t.checkVisibility() && t.getBoundingClientRect().right
             > document.querySelector('article').getBoundingClientRect().right + 1)
         .map((t) => t.innerText.slice(0, 80))"""
-    found = {page: visit(page).evaluate(cut) for page in PAGES}
+    found = {page: look(page).evaluate(cut) for page in PAGES}
     assert {page: tables for page, tables in found.items() if tables} == {}
 
 
