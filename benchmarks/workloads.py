@@ -172,7 +172,7 @@ class StockLoop:
         """Leave the gradients of a step; return its mean loss (a scalar on the device)."""
         total = torch.zeros((), device=self.device)
         for number, batch in enumerate(self.batches, 1):
-            if hasattr(self.model, "set_requires_gradient_sync"):
+            if self.accumulate > 1 and hasattr(self.model, "set_requires_gradient_sync"):
                 self.model.set_requires_gradient_sync(number == self.accumulate)
             ids = batch.to(self.device, non_blocking=True)
             if self.reads:
