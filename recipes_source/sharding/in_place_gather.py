@@ -104,20 +104,24 @@ class Gathers(shared_slots.Slots):
         self.stream = self.streams.Stream(priority=-1)
         self.gathers = self.kept = self.forwards = 0
         self.in_forward = self.with_graph = False
-        self.order: list[FSDPModule] | None = []  # of the units, in the first forward
+        self.order: list | None = []  # of the groups, in the first forward
+        self.first: list = []  # of them, those that each forward begins with
 
     @torch.compiler.disable
     def begin_forward(self, *_) -> None:
         self.drop()
         self.in_forward, self.with_graph = True, torch.is_grad_enabled()
         self.forwards += 1  # what an earlier one has left is not kept
+        for group in self.first:  # they are on their way while the host gets to the first unit
+            group.unshard()
 
     @torch.compiler.disable
     def end_forward(self, *_) -> None:
         self.in_forward = False
         self.drop()
         if self.order:  # of the first forward
-            order, self.order = list(dict.fromkeys(self.order)), None
+            self.first = list(dict.fromkeys(self.order))[: min(self.ahead, 2)]
+            order, self.order = list(dict.fromkeys(g.modules[0] for g in self.order)), None
             for number, unit in enumerate(order if self.ahead else ()):
                 state = unit._get_fsdp_state()
                 if not state._states_to_forward_prefetch:
@@ -137,8 +141,8 @@ class Gathers(shared_slots.Slots):
     @torch.no_grad()
     def gather(self, group) -> None:
         """Queue the gather of a unit's full weights behind all that the current stream does."""
-        forward = group._training_state.name == "FORWARD" and self.in_forward
         backward = group._training_state.name == "PRE_BACKWARD"
+        forward = self.in_forward and not backward
         if group.slot is None:
             if backward:
                 raise RuntimeError("a forward came before gather_in_place: call it between steps")
@@ -206,11 +210,11 @@ class InPlaceGather:
 
     def pre_forward(self, module, args, kwargs):
         if self.all.in_forward and self.all.order is not None:
-            self.all.order.append(self.modules[0])
-        inputs = tree_leaves((args, kwargs))
-        alone = not any(getattr(t, "requires_grad", False) for t in inputs)
+            self.all.order.append(self)
         graph = torch.is_grad_enabled() and self.unshard_in_backward and not self.in_graph
-        if alone and graph and self.is_sharded and not (self.slot and self.slot.exclusive):
+        trains = graph and self.is_sharded and not (self.slot and self.slot.exclusive)
+        inputs = tree_leaves((args, kwargs)) if trains else ()
+        if trains and not any(getattr(t, "requires_grad", False) for t in inputs):
             self.drop()
             self.all.give(self, exclusive=True)  # full until the end of backward
         return super().pre_forward(module, args, kwargs)
@@ -241,8 +245,8 @@ class InPlaceGather:
 # --------
 # Forward needs lists to prefetch by: without one FSDP2 relies on its host running ahead, and a gather
 # that waits for the compute stream would come too late. They are made from the order of the first
-# forward. The last units of a forward are the first of its backward: their weights are still in
-# their slots, and are not gathered again.
+# forward. Each forward first queues its first two units: when a loop has read its loss, the device
+# waits for the host.
 
 
 def gather_in_place(model: FSDPModule, ahead: int = 2) -> Gathers | None:
@@ -378,9 +382,9 @@ if __name__ == "__main__":
 # ------------
 # * Pass the module that your loop calls. Its parts may be called too; they gather on demand.
 # * ``unshard(async_op=True)`` before a forward gains nothing: that unit is gathered anew.
-# * Weights changed inside a forward or before its backward are gathered anew if all ranks change them
-#   and PyTorch counts it (:doc:`shared_slots`). By ``.data``, collectives or ``torch._foreach_*`` units
-#   gathered ahead keep the old, **without an error**. ``ahead=0`` gathers none ahead.
+# * Weights changed inside a forward, its hooks too, or before its backward are gathered anew if all
+#   ranks change them and PyTorch counts it (:doc:`shared_slots`). By ``.data``, collectives or
+#   ``torch._foreach_*`` units gathered ahead keep the old, **without an error**; none are with ``ahead=0``.
 # * Call it between steps. Your own prefetch lists and collectives (``set_custom_all_gather``) stay, if
 #   set before.
 # * A unit's full weights are another unit's afterwards. FSDP2 frees them instead, so that a reference

@@ -85,7 +85,7 @@ NAMES = "post_backward finalize_backward reduce_grads gradient_divide_factor _al
 #
 # A batch is a few matrices of one unit, not a parameter and not a whole unit: one barrier serves
 # all, and the next batch is pushed while backward goes on. Where the parts of a batch go is worked
-# out once, in ``plan``.
+# out once, in ``plan``. This rank's part of a batch of one matrix is added from where it is.
 #
 # **What is rounded, and when.** FSDP2 casts gradients to ``reduce_dtype``, sums, divides, and casts
 # to the parameter's dtype. Parts travel here in the dtype that they are held in, which loses
@@ -162,25 +162,24 @@ class PushedGradients:
         numels, places, arrived = self.plan(parameters, gradients[0].dtype)
         self.batches += 1
         flat = [g.contiguous().view(-1) for g in gradients]
-        for step in range(1, ranks):
+        rows, mine = list(arrived), flat[0][rank * numels[0] : (rank + 1) * numels[0]]
+        alone = len(flat) == 1 and len(mine) == numels[0]
+        if alone:  # this rank's part of a single matrix is added from where it is
+            rows[rank] = mine
+        for step in range(1, ranks + (not alone)):  # the last is this rank itself
             owner = (rank + step) % ranks
             for grad, numel, place in zip(flat, numels, places[owner], strict=True):
                 part = grad[owner * numel : (owner + 1) * numel]  # the last may be short or empty
                 place[: len(part)].copy_(part, non_blocking=True)
-        mine = [g[rank * n : (rank + 1) * n] for g, n in zip(flat, numels, strict=True)]
-        for place, part in zip(places[rank], mine, strict=True):
-            place[: len(part)].copy_(part, non_blocking=True)  # no kernel beside products
         self.memory.barrier()
         wider = dtype.itemsize < total.dtype.itemsize
         rounded = torch.empty_like(total, dtype=dtype) if wider else total
-        self.average(rounded, list(arrived), group.gradient_divide_factor != 1)
+        self.average(rounded, rows, group.gradient_divide_factor != 1)
         if wider:
             total.copy_(rounded)
-        start = 0
-        for p, numel in zip(parameters, numels, strict=True):
+        for p, part in zip(parameters, total.split(numels), strict=True):
             shape, stride = p.sharded_size, p.contiguous_sharded_stride
-            self.accumulate(p, total.as_strided(shape, stride, start))
-            start += numel
+            self.accumulate(p, part.as_strided(shape, stride))
 
     def accumulate(self, p, gradient: torch.Tensor) -> None:
         sharded = p.sharded_param
