@@ -275,7 +275,7 @@ def gather_in_place(model: FSDPModule, ahead: int = 2) -> Gathers | None:
         if all(forward is nn.Embedding.forward for forward in forwards):
             group.unshard_in_backward = False
         peer_memory.become(group, InPlaceGather)
-    shared_slots.count_updates()
+    shared_slots.count_updates(chosen)
     model.register_forward_pre_hook(gathers.begin_forward, prepend=True)
     model.register_forward_hook(gathers.end_forward, always_call=True)
     return gathers

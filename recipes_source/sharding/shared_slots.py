@@ -44,7 +44,8 @@ come and go: to share it with the other ranks is slow. So it stays, and units ta
 # Imports and sizes
 # -----------------
 
-import functools
+import weakref
+from collections.abc import Sequence
 from dataclasses import dataclass
 from itertools import accumulate
 
@@ -215,15 +216,21 @@ def outdated(group) -> bool:
     return group.filled_from != versions(group)
 
 
-@functools.cache
-def count_updates() -> None:
-    """Have each optimizer's step count as a change of its parameters: most leave that out."""
+def storage_of(tensor: torch.Tensor) -> int:
+    return getattr(tensor, "_local_tensor", tensor).untyped_storage()._cdata
+
+
+def count_updates(groups: Sequence) -> None:
+    """Have an optimizer's step count as a change of these units' shards: most leave that out."""
+    watched = weakref.WeakSet(groups)
 
     @torch.compiler.disable
     def count(optimizer: torch.optim.Optimizer, *_) -> None:
-        increment_version([p for group in optimizer.param_groups for p in group["params"]])
+        ours = {storage_of(p.sharded_param) for group in watched for p in group.fsdp_params}
+        updated = [p for group in optimizer.param_groups for p in group["params"]]
+        increment_version([p for p in updated if storage_of(p) in ours])
 
-    register_optimizer_step_post_hook(count)
+    weakref.finalize(groups[0], register_optimizer_step_post_hook(count).remove)
 
 
 # %%
@@ -299,9 +306,9 @@ if __name__ == "__main__":
 # ------------
 # * A unit's full weights are another unit's afterwards. FSDP2 frees them instead, so that a reference
 #   kept beyond ``reshard()`` is an error there; here it reads other numbers.
-# * From the first call on, every optimizer's step in the process counts as a change of its parameters
-#   (``count_updates``). Autograd then refuses a backward that needs weights as they were before a
-#   step, also of models without slots; with an optimizer that leaves counters alone it did not see it.
+# * An optimizer's step counts as a change of the shards that it holds (``count_updates``). Autograd then
+#   refuses a backward that needs them as they were before a step; without slots it does not see that
+#   where an optimizer leaves counters alone.
 # * Private names of FSDP2: :doc:`peer_memory` lists them.
 #
 # Further reading

@@ -3,6 +3,7 @@
 One process a rank runs them all; see ``tests/test_sharding_in_place.py``.
 """
 
+import gc
 import os
 import sys
 import traceback
@@ -23,6 +24,7 @@ from torch.distributed.checkpoint.state_dict import (
 from torch.distributed.device_mesh import init_device_mesh
 from torch.distributed.fsdp import MixedPrecisionPolicy, fully_shard
 from torch.distributed.tensor import DTensor
+from torch.optim.optimizer import _global_optimizer_post_hooks
 from torch.utils.checkpoint import checkpoint
 
 sys.path.insert(0, str(Path(__file__).resolve().parents[2] / "recipes_source" / "sharding"))
@@ -712,6 +714,26 @@ def a_step_that_was_skipped() -> None:
         step(model, 2)
 
 
+def steps_of_others() -> None:
+    """The call leaves the counters of other models alone, and its own model can be let go."""
+    gc.collect()  # what earlier programs left
+    before = len(_global_optimizer_post_hooks)
+    model, _ = in_place(shard(FP32))
+    alone, other = shard(FP32), nn.Linear(2, 2)
+    for weights, counts in ((model, True), (alone, False), (other, False)):
+        optimizer = torch.optim.AdamW(weights.parameters(), fused=True)
+        for p in weights.parameters():
+            p.grad = torch.zeros_like(p)
+        versions = [p._version for p in weights.parameters()]
+        optimizer.step()
+        changed = [p._version != v for p, v in zip(weights.parameters(), versions, strict=True)]
+        assert all(changed) if counts else not any(changed), changed
+        optimizer.zero_grad()
+    del model, weights, optimizer, p
+    gc.collect()
+    assert len(_global_optimizer_post_hooks) == before
+
+
 def sums_of_more_ranks() -> None:
     """Beyond two ranks sums have another order than stock's: as near to those in float64."""
     for name, policy in POLICIES.items():
@@ -739,6 +761,7 @@ TROUBLES = (
     collectives_of_their_own,
     lists_of_their_own,
     a_step_that_was_skipped,
+    steps_of_others,
 )
 
 
