@@ -639,6 +639,51 @@ def test_a_second_backward_of_a_forward_says_what_it_needs():
             loss.backward()
 
 
+def test_what_stays_on_the_device_may_be_released_later():
+    """An embedding that is frozen for the first steps was never trained after them."""
+    resident, model = llama(torch.bfloat16), llama(torch.bfloat16)
+    for each in (resident, model):
+        each.model.embed_tokens.weight.requires_grad_(False)
+    weight = model.model.embed_tokens.weight
+    with closing(HostAdamW(model.parameters(), streamed := streamed_of(model))) as optimizer:
+        model(**batch(0)).loss.backward()
+        optimizer.step()
+        before = weight.clone()
+        weight.requires_grad_(True)
+        model(**batch(1)).loss.backward()
+        optimizer.step()
+        streamed.wait()
+        assert not torch.equal(weight, before)
+        assert optimizer.state[weight]["step"] == 1
+
+
+def test_the_state_of_other_parameters_is_refused():
+    """It would be loaded in part."""
+    models = llama(torch.bfloat16), llama(torch.bfloat16)
+    models[0].lm_head.weight.requires_grad_(False)
+    with (
+        closing(whole(models[0], streamed_of(models[0]))) as fewer,
+        closing(whole(models[1], streamed_of(models[1]))) as more,
+        pytest.raises(ValueError, match="other parameters"),
+    ):
+        more.load_state_dict(fewer.state_dict())
+
+
+def test_a_step_that_fails_leaves_nobody_waiting():
+    """Where the device has no more memory, say: the next forward waited for ever."""
+    model = llama(torch.bfloat16)
+    for in_backward in (False, True):
+        options = {"in_backward": in_backward, "max_norm": None}
+        optimizer = whole(model, streamed_of(model), **options)
+        with closing(optimizer):
+            optimizer.to_host = lambda *_: 1 / 0
+            with pytest.raises(ZeroDivisionError):
+                model(**batch(0)).loss.backward()
+                optimizer.step()
+            assert not optimizer.host.updates
+            model(**batch(0))
+
+
 def test_the_optimizers_state_is_saved_and_loaded():
     models = [llama(torch.bfloat16) for _ in range(2)]
     with (

@@ -83,11 +83,10 @@ import host_adam as adam
 import torch
 import torch.distributed as dist
 from host_adam import pieces, streaming
-from torch import nn
 
 DEFAULTS = {"lr": 1e-3, "betas": (0.9, 0.999), "eps": 1e-8, "weight_decay": 1e-2}
-STEPS, BAD_STEP, MAX_NORM = 5, 2, 0.5
-ON_DEVICE = 1e-2  # how far weights may differ where the device's Adam rounds in another way
+# How far weights may differ where the device's Adam rounds in another way: ``ON_DEVICE``.
+STEPS, BAD_STEP, MAX_NORM, ON_DEVICE = 5, 2, 0.5, 1e-2
 
 # %%
 # The optimizer
@@ -142,12 +141,11 @@ class HostAdamW(torch.optim.Optimizer):
         self.streamed, self.max_norm, self.in_backward = streamed, max_norm, in_backward
         self.ranks = dist.get_world_size() if dist.is_initialized() else 1
         self.group_of = {p: i for i, group in enumerate(self.param_groups) for p in group["params"]}
-        self.host = self.updates(streamed, self.group_of, threads)
-        self.synchronises, self.skipped, self.steps = True, 0, torch.zeros(())
-        self.norms, self.stored_as = {}, {}
+        self.host, self.steps = self.updates(streamed, self.group_of, threads), torch.zeros(())
+        self.synchronises, self.skipped, self.norms, self.written = True, 0, {}, {}
         self.state |= {p: {"step": self.steps, **kept} for p, kept in self.host.state.items()}
-        self.residents = [p for p in self.group_of if p.requires_grad and p not in self.state]
-        self.state |= {p: pieces.state_on_device(p) for p in self.residents}
+        self.residents = [p for p in self.group_of if p not in self.state]
+        self.state |= {p: pieces.state_on_device(p) for p in self.residents if p.requires_grad}
         self.register_state_dict_pre_hook(lambda _: streamed.wait())
         for m in streamed.model.modules():
             streamed.hooks.append(m.register_load_state_dict_post_hook(lambda m, _: self.reload(m)))
@@ -170,7 +168,7 @@ class HostAdamW(torch.optim.Optimizer):
                     raise RuntimeError("updated already: earlier microbatches go in no_sync()")
                 self.average(parameter, totals[name])
 
-    def average(self, parameter: nn.Parameter, gradient: torch.Tensor) -> None:
+    def average(self, parameter: torch.nn.Parameter, gradient: torch.Tensor) -> None:
         if self.ranks > 1:
             fp32 = gradient.float()
             dist.all_reduce(fp32)
@@ -179,12 +177,13 @@ class HostAdamW(torch.optim.Optimizer):
 
     def stored(self, layer: int) -> None:
         """With ``in_backward``: have a layer updated when its gradients are on the host."""
-        self.stored_as[layer] = self.versions(layer)
+        self.written[layer] = self.versions(layer)
         if self.in_backward and self.synchronises:
             mine = [self.norms[p] for p in self.streamed.layers[layer].trained.values()]
             norm = torch.linalg.vector_norm(torch.stack(mine))
+            known = self.to_host(norm, norm.new_ones(()))  # first: what was announced must come
             announced = self.host.announce([layer], self.settings())
-            self.host.later(self.arrive, announced, False, *self.to_host(norm, norm.new_ones(())))
+            self.host.later(self.arrive, announced, False, *known)
 
     def versions(self, layer: int) -> list[int]:
         """How often a layer's gradients on the host have been written."""
@@ -209,19 +208,20 @@ class HostAdamW(torch.optim.Optimizer):
         """
         loss = torch.enable_grad()(closure)() if closure else None
         residents = [p for p in self.residents if p.grad is not None]
+        self.state |= {p: pieces.state_on_device(p) for p in residents if p not in self.state}
         for p in residents:
             self.average(p, p.grad)
         norms = [self.norms[p] for p in self.group_of if p in self.norms]
         if not norms:
             return loss
-        if any(self.stored_as[layer] != self.versions(layer) for layer in self.streamed.summed):
+        if any(self.written[layer] != self.versions(layer) for layer in self.streamed.summed):
             raise RuntimeError("gradients on the host were changed behind backward: use max_norm")
         norm = torch.linalg.vector_norm(torch.stack(norms))
         limit = torch.inf if self.max_norm is None else self.max_norm
         scale, settings = (limit / (norm + 1e-6)).clamp(max=1.0), self.settings()
         skip = (~norm.isfinite()).float()
         layers = [] if self.in_backward else sorted(self.streamed.summed)
-        announced, known = self.host.announce(layers, settings), self.to_host(norm, scale)
+        known, announced = self.to_host(norm, scale), self.host.announce(layers, settings)
         self.host.later(self.arrive, announced, True, *known)
         for p in residents:
             pieces.update_on_device(settings[self.group_of[p]], p, self.state[p], scale, skip)
@@ -270,7 +270,7 @@ class HostAdamW(torch.optim.Optimizer):
 
     # Weights and state that come from elsewhere
 
-    def reload(self, module: nn.Module | None = None) -> None:
+    def reload(self, module: torch.nn.Module | None = None) -> None:
         """Make the masters the weights: something else has changed these after ``wait()``."""
         for p in self.group_of if module is None else module.parameters(recurse=False):
             if p in self.state:
@@ -282,6 +282,8 @@ class HostAdamW(torch.optim.Optimizer):
         self.streamed.wait(raises=False)
         self.forget()
         for ours, theirs in zip(self.param_groups, state_dict["param_groups"], strict=True):
+            if len(ours["params"]) != len(theirs["params"]):
+                raise ValueError("the state is of other parameters")
             ours |= {name: value for name, value in theirs.items() if name != "params"}
         for number, p in enumerate(self.group_of):
             for name, value in state_dict["state"].get(number, {}).items():
@@ -331,8 +333,7 @@ def main() -> None:
             assert optimizer.skipped == 1
         streaming.train_resident(ordinary, device, STEPS, max_norm=MAX_NORM, bad_step=BAD_STEP)
         for ours, theirs in zip(model.parameters(), ordinary.parameters(), strict=True):
-            far = (ours.to(device) - theirs).abs().max()
-            assert far <= (0 if device.type == "cpu" else ON_DEVICE)
+            assert (ours.to(device) - theirs).abs().max() <= ON_DEVICE * (device.type != "cpu")
         print(f"{STEPS} steps, one of them skipped: the weights of the resident run")
     finally:
         dist.destroy_process_group()
