@@ -35,7 +35,7 @@ def pytest_collection_modifyitems(config: pytest.Config, items: list[pytest.Item
 
 
 STARTS_PROCESSES = {"run", "survives", "subprocess", "Popen", "spawn", "main", "Process"}
-NEED_A_SITE = {"site", "built_site", "toy_site", "visit", "server"}  # or another server
+NEED_A_SERVER = {"site", "built_site", "toy_site", "visit", "server", "ask", "plain_python"}
 
 
 def is_fast(item: pytest.Item) -> bool:
@@ -45,7 +45,7 @@ def is_fast(item: pytest.Item) -> bool:
     """
     if item.name.startswith("test_recipe_proves_its_claim"):
         return item.callspec.params["ranks"] == max(2, item.callspec.params["recipe"].min_ranks)
-    if item.path.name == "test_recipes.py" or NEED_A_SITE & set(item.fixturenames):
+    if item.path.name == "test_recipes.py" or NEED_A_SERVER & set(item.fixturenames):
         return False
     seen, names = set(), [item.function.__name__]
     for name in names:

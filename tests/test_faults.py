@@ -6,6 +6,8 @@ import runpy
 import signal
 import subprocess
 import sys
+import threading
+from collections.abc import Callable, Iterator
 from pathlib import Path
 
 import pytest
@@ -19,26 +21,41 @@ CUTS_BY_CHANCE = 3
 LOSS_TOLERANCE = 1e-4  # relative: other ranks add in another order, and 20 steps carry it on
 
 
-def ask(what: str, *arguments: object) -> dict:
-    """Run one of :mod:`faults.ask` in a process of its own, which forks ranks."""
-    command = [sys.executable, "-m", "faults.ask", what, *map(str, arguments)]
-    done = subprocess.run(command, cwd=TESTS, capture_output=True, text=True, timeout=280)
-    assert done.returncode == 0, done.stdout[-2000:] + done.stderr[-4000:]
-    return json.loads(done.stdout.splitlines()[-1])
+@pytest.fixture(scope="module")
+def ask() -> Iterator[Callable[..., dict]]:
+    """Ask one of :mod:`faults.ask`."""
+    command = [sys.executable, "-m", "faults.ask"]
+    with subprocess.Popen(
+        command, cwd=TESTS, text=True, stdin=subprocess.PIPE, stdout=subprocess.PIPE
+    ) as server:
+
+        def ask(what: str, *arguments: object) -> dict:
+            too_late = threading.Timer(280, server.kill)
+            too_late.start()
+            print(json.dumps([what, *arguments]), file=server.stdin, flush=True)
+            line = server.stdout.readline()
+            too_late.cancel()
+            assert line, f"{what}: no answer within 280 s"
+            answer = json.loads(line)
+            assert answer["code"] == 0, answer["said"][-6000:]
+            return json.loads(answer["said"].splitlines()[-1])
+
+        yield ask
+        server.stdin.close()
 
 
 def wrong(results: list[dict]) -> list[dict]:
     return [result for result in results if result["wrong"] or result["hung"] or result["left"]]
 
 
-def test_no_save_is_lost_whatever_strikes() -> None:
+def test_no_save_is_lost_whatever_strikes(ask) -> None:
     """A trial a point and kind; ``make soak`` runs hundreds."""
     results = ask("trials", TRIALS, 1)
     assert len(results) == TRIALS and len({(r["kind"], r["point"]) for r in results}) == TRIALS
     assert not wrong(results), json.dumps(wrong(results), indent=1)
 
 
-def test_a_stock_model_that_is_interrupted_ends_as_one_that_is_not() -> None:
+def test_a_stock_model_that_is_interrupted_ends_as_one_that_is_not(ask) -> None:
     """Five kills at random points; attention dropout: random numbers must come back, too."""
     pytest.importorskip("transformers")
     answer = ask("stock", 1, 0.1, 2, 2, 2, 2, 2, 2)
@@ -46,7 +63,7 @@ def test_a_stock_model_that_is_interrupted_ends_as_one_that_is_not() -> None:
     assert answer["same_end"] and answer["largest_difference"] == 0.0, answer
 
 
-def test_a_stock_model_goes_on_with_other_numbers_of_ranks() -> None:
+def test_a_stock_model_goes_on_with_other_numbers_of_ranks(ask) -> None:
     """The bits that were saved, on 2, 3, 1, 2, 1 and 3 ranks; losses apart by rounding alone."""
     pytest.importorskip("transformers")
     answer = ask("stock", 2, 0.0, 2, 3, 1, 2, 1, 3)
@@ -54,7 +71,7 @@ def test_a_stock_model_goes_on_with_other_numbers_of_ranks() -> None:
     assert answer["largest_difference"] < LOSS_TOLERANCE, answer
 
 
-def test_a_job_that_is_asked_to_leave_saves_and_leaves() -> None:
+def test_a_job_that_is_asked_to_leave_saves_and_leaves(ask) -> None:
     """SIGTERM to one rank, twice, in the middle of a step, of staging, of an upload."""
     answers = ask("preempted", "step", "state_dict", "staging", "upload", "before the name")
     for name, answer in answers.items():
@@ -63,7 +80,7 @@ def test_a_job_that_is_asked_to_leave_saves_and_leaves() -> None:
         assert answer["same_bits"] and answer["same_end"] and not answer["hung"], (name, answer)
 
 
-def test_a_save_that_takes_too_long_is_given_up_in_time() -> None:
+def test_a_save_that_takes_too_long_is_given_up_in_time(ask) -> None:
     """The process ends by itself, with a code of its own; the older checkpoint is whole."""
     answer = ask("preempted", "late")["late"]
     assert answer["codes"][1] == 86 and answer["seconds"] < 15, answer
@@ -71,7 +88,7 @@ def test_a_save_that_takes_too_long_is_given_up_in_time() -> None:
     assert answer["same_bits"] and answer["same_end"], answer
 
 
-def test_the_handler_does_not_keep_a_job_whose_rank_has_died() -> None:
+def test_the_handler_does_not_keep_a_job_whose_rank_has_died(ask) -> None:
     """torchrun's SIGTERM to a rank that hangs in a collective which a dead rank never joins."""
     answer = ask("preempted", "a rank is gone")["a rank is gone"]
     assert answer["codes"] == [1, -9] and answer["seconds"] < 15, answer
@@ -158,7 +175,7 @@ def test_torchrun_brings_a_killed_job_back_and_ends_one_that_is_asked_to_leave(
     assert last_line(tmp_path / "killed") == last_line(tmp_path / "asked")
 
 
-def test_what_a_reader_has_resumes_as_if_nothing_had_happened() -> None:
+def test_what_a_reader_has_resumes_as_if_nothing_had_happened(ask) -> None:
     """Tied weights, a frozen part, LoRA, two optimizers; a load in mid-run."""
     pytest.importorskip("peft")
     answers = ask("stranger", "tied", "frozen", "lora", "two optimizers")
@@ -168,7 +185,7 @@ def test_what_a_reader_has_resumes_as_if_nothing_had_happened() -> None:
         assert not wrong, (kind, answer["ended"])
 
 
-def test_a_loop_that_is_left_by_an_error_leaves_nothing_wrong() -> None:
+def test_a_loop_that_is_left_by_an_error_leaves_nothing_wrong(ask) -> None:
     pytest.importorskip("transformers")
     for how, answer in ask("ways_out").items():
         assert answer["codes"] == [1, 1] and not answer["hung"], (how, answer)
@@ -176,7 +193,7 @@ def test_a_loop_that_is_left_by_an_error_leaves_nothing_wrong() -> None:
 
 
 @pytest.mark.parametrize("name, says", [("read only", "Read-only"), ("gone", "No such file")])
-def test_a_save_that_cannot_be_written_says_so_on_every_rank(name: str, says: str) -> None:
+def test_a_save_that_cannot_be_written_says_so_on_every_rank(ask, name: str, says: str) -> None:
     """It costs that save: older ones are whole, training goes on, the next save is taken."""
     answer = ask("trouble", name)
     assert answer["whole"] == [6, 8] and answer["same_bits"] == BOTH_RIGHT, answer
@@ -221,24 +238,24 @@ def test_the_command_lists_verifies_and_prunes(
     assert command("verify", str(tmp_path / "mistyped"))[0]
 
 
-def test_a_checkpoint_that_cannot_be_deleted_fails_no_save() -> None:
+def test_a_checkpoint_that_cannot_be_deleted_fails_no_save(ask) -> None:
     answer = ask("trouble", "deletion")
     assert not answer["failed"] and answer["whole"][-2:] == [6, 8], answer
     assert any("cannot be deleted" in log for log in answer["logs"]), answer
 
 
-def test_durable_saves_go_with_the_writer_of_bytes() -> None:
+def test_durable_saves_go_with_the_writer_of_bytes(ask) -> None:
     """``class Saves(RetainedSaves, OverlappedWriter)``: both recipes at once."""
     answer = ask("trouble", "bytes")
     assert answer["whole"] == [6, 8] and answer["same_bits"] == BOTH_RIGHT, answer
 
 
-def test_a_fork_of_a_killed_rank_does_not_keep_its_lease() -> None:
+def test_a_fork_of_a_killed_rank_does_not_keep_its_lease(ask) -> None:
     """A data loader's worker outlives its rank by seconds; the restarted job is not to wait."""
     assert ask("lease") == "free"
 
 
-def test_a_seed_strikes_the_same_point_again() -> None:
+def test_a_seed_strikes_the_same_point_again(ask) -> None:
     first, second = ask("again", 3, 7)
     assert first["what"] == second["what"] and first["hit"] == second["hit"]
 
@@ -252,13 +269,13 @@ def test_a_judge_that_is_not_ours_finds_nothing() -> None:
 
 
 @pytest.mark.parametrize("edit", ["pointer before rename", "delete before durable"])
-def test_a_kill_catches(edit: str) -> None:
+def test_a_kill_catches(ask, edit: str) -> None:
     assert not wrong([ask("killed")]), "the recipes as they are"
     result = ask("killed", edit)
     assert result["wrong"], f"{edit} was not caught: {result}"
 
 
-def test_what_a_power_cut_leaves_loads_or_is_refused() -> None:
+def test_what_a_power_cut_leaves_loads_or_is_refused(ask) -> None:
     """Every state after every operation; and each flush is needed."""
     edits = [
         "files not flushed",

@@ -1,9 +1,13 @@
 """Every recipe proves its claim on every rank; every negative control is caught."""
 
+import json
 import os
 import shutil
+import signal
 import subprocess
 import sys
+import threading
+from collections.abc import Callable, Iterator
 from pathlib import Path
 
 import pytest
@@ -110,26 +114,46 @@ def test_recipe_has_at_least_four_controls(recipe: Recipe) -> None:
     assert len(recipe.controls) >= 4
 
 
-def test_plain_python_runs_one_rank(recipe: Recipe, tmp_path) -> None:
+@pytest.fixture(scope="module")
+def plain_python() -> Iterator[Callable[[Path, Path, Path], int]]:
+    """``plain_python(file, work, output)``: the exit code of ``python file`` in ``work``."""
+    command = [sys.executable, "-B", str(REPO / "tests" / "warm_python.py")]
+    with subprocess.Popen(
+        command,
+        env=os.environ | {"PYTHONPATH": str(REPO), "PYTHONDONTWRITEBYTECODE": "1"},
+        text=True,
+        stdin=subprocess.PIPE,
+        stdout=subprocess.PIPE,
+        start_new_session=True,
+    ) as server:
+
+        def run_file(*paths: Path) -> int:
+            too_late = threading.Timer(120, os.killpg, (server.pid, signal.SIGKILL))
+            too_late.start()
+            print(json.dumps(list(map(str, paths))), file=server.stdin, flush=True)
+            code = server.stdout.readline()
+            too_late.cancel()
+            return int(code or 137)
+
+        yield run_file
+        server.stdin.close()
+
+
+def test_plain_python_runs_one_rank(recipe: Recipe, tmp_path, plain_python) -> None:
     """As a reader does it: the file, and beside it what it imports, in a folder of their own."""
-    downloads, work = tmp_path / "downloads", tmp_path / "work"
+    downloads, work, output = (tmp_path / name for name in ("downloads", "work", "output"))
     downloads.mkdir()
     work.mkdir()
     for file in recipe.files:
         shutil.copy(file, downloads)
-    done = subprocess.run(
-        [sys.executable, "-B", downloads / recipe.path.name],
-        cwd=work,
-        capture_output=True,
-        text=True,
-        timeout=120,
-    )
+    code = plain_python(downloads / recipe.path.name, work, output)
+    said = output.read_text()
     assert not list(work.iterdir()), "it left files in the working directory"
     if recipe.min_ranks == 1:
-        assert done.returncode == 0, done.stderr
+        assert code == 0, said
     else:
-        assert done.returncode != 0
-        assert str(recipe.min_ranks) in done.stderr, "say how many ranks it needs"
+        assert code != 0
+        assert str(recipe.min_ranks) in said, "say how many ranks it needs"
 
 
 def test_importing_a_recipe_does_nothing(recipe: Recipe, tmp_path) -> None:

@@ -1,9 +1,17 @@
-"""What the tests ask of the faults: ``python -m faults.ask trials 16 1`` answers a line of JSON."""
+"""What the tests ask of the faults: ``echo '["trials", 16, 1]' | python -m faults.ask``.
 
+Each line of JSON is answered by one, from a process forked for it, which forks ranks: all of them
+have imported torch. An answer is an exit code, and what was printed: JSON in its last line.
+"""
+
+import contextlib
 import json
+import os
 import random
 import shutil
 import sys
+import tempfile
+import traceback
 from pathlib import Path
 
 import durable_saves
@@ -105,9 +113,34 @@ def cut(scratch: Path, seed: str, chances: str, *names: str) -> dict:
     return answers
 
 
-if __name__ == "__main__":
+def answer(what: str, *arguments: object) -> int:
+    """In a process of its own: print what one of the functions above returns."""
     scratch = soak.scratch_directory()
     try:
-        print(json.dumps(globals()[sys.argv[1]](scratch, *sys.argv[2:])))
+        print(json.dumps(globals()[what](scratch, *map(str, arguments))))
+        return 0
+    except BaseException:
+        traceback.print_exc()
+        return 1
     finally:
         shutil.rmtree(scratch)
+        sys.stdout.flush()
+        sys.stderr.flush()
+
+
+def main() -> None:
+    with contextlib.suppress(ImportError):  # of transformers
+        from faults import strangers  # noqa: F401 (imported here, not by each rank)
+    for line in sys.stdin:
+        with tempfile.TemporaryFile("w+") as said:
+            if (child := os.fork()) == 0:
+                os.dup2(said.fileno(), 1)
+                os.dup2(said.fileno(), 2)
+                os._exit(answer(*json.loads(line)))
+            code = os.waitstatus_to_exitcode(os.waitpid(child, 0)[1])
+            said.seek(0)
+            print(json.dumps({"code": code, "said": said.read()}), flush=True)
+
+
+if __name__ == "__main__":
+    main()
