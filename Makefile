@@ -41,10 +41,10 @@ serve: environment ## Serve the pages on a free port and rebuild what is edited
 	    --re-ignore "/(__pycache__|\.git|\.pytest_cache|\.ruff_cache)/" . _build/html
 
 test: environment ## Judge every recipe: 1 to 3 ranks, load-back, removed lines, the pages
-	@$(PY) -m pytest tests -n $(JOBS) $(PYTEST_ARGS)
+	@$(PY) -m pytest tests -n $(JOBS) --dist worksteal $(PYTEST_ARGS)
 
 check: environment ## Judge every recipe on two ranks, and run the fast tests
-	@$(PY) -m pytest tests -n $(JOBS) --check $(PYTEST_ARGS)
+	@$(PY) -m pytest tests -n $(JOBS) --dist worksteal --check $(PYTEST_ARGS)
 
 soak: environment ## Strike saves TRIALS times (500), resume, and count what is lost; SEED=1
 	@PYTHONPATH=tests $(PY) -m faults.chaos --control
