@@ -54,9 +54,7 @@ def first_workload(result: Result, repo: Path) -> str:
     rows = [row for row in rows if any(known(row, name) for name in fields)]
     cells = {row["name"]: [cell(row, name) for name in fields] for row in rows}
     case = "".join(f"; {p}: {plain(value)}" for p, value in first.items() if value is not None)
-    title = f"**{result.benchmark.title}**: {result.origin(rows)}; "
-    title += f"{in_words(result.data['workload'])}{case}."
-    return section(title, map(heading, fields), cells, result, rows, repo)
+    return section(result.benchmark.title, map(heading, fields), cells, result, rows, repo, case)
 
 
 def over_tokens(result: Result, repo: Path) -> str:
@@ -78,19 +76,21 @@ def over_tokens(result: Result, repo: Path) -> str:
             cells[row["name"]] = line
     rows = [row for row in rows if row["name"] in cells]
     what = heading(field)
-    title = f"**{result.benchmark.title}: {what[0].lower()}{what[1:]}, by tokens a step**: "
-    title += f"{result.origin(rows)}; {in_words(result.data['workload'])}."
+    title = f"{result.benchmark.title}: {what[0].lower()}{what[1:]}, by tokens a step"
     return section(title, (f"{count:,}" for count in tokens), cells, result, rows, repo)
 
 
-def section(title: str, headings, cells: dict, result: Result, rows: list, repo: Path) -> str:
-    """A table in Markdown; a dagger marks rows whose recipes' code is not what was measured."""
+def section(
+    title: str, headings, cells: dict, result: Result, rows: list, repo: Path, case: str = ""
+) -> str:
+    """A table in Markdown, then what it was measured on; a dagger marks rows of earlier code."""
     changed = {row["name"]: changed_recipes(result.hashes_of([row]), repo) for row in rows}
     lines = [f"`{name}`{' †' if changed[name] else ''}" for name in cells]
     table = markdown(headings, dict(zip(lines, cells.values(), strict=True)))
     recipes = ", ".join(f"`{name}`" for name in sorted({*chain.from_iterable(changed.values())}))
-    note = f"\n\n† Measured on an earlier version of {recipes}: the code has changed since."
-    return f"{title}\n\n{table}{note if recipes else ''}"
+    note = f"† Measured on an earlier version of {recipes}: the code has changed since.\n\n"
+    origin = f"{result.origin(rows)}; {in_words(result.data['workload'])}{case}."
+    return f"**{title}**\n\n{table}\n\n{note if recipes else ''}Measured on {origin}"
 
 
 def markdown(headings, cells: dict[str, list[str]]) -> str:

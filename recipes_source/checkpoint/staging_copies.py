@@ -26,14 +26,19 @@ built on this.
    import torch
    from staging_copies import CopyPlan, PinnedArena, read
 
+   # Once, behind the first optimizer step: before it, Adam has no state to copy
    tensors = []
    read({"model": model, "optimizer": optimizer}, tensors)          # lists the tensors
    first, second = torch.cuda.Stream(), torch.cuda.Stream()
-   plan = CopyPlan(tensors, device, model.buffers())                # once
-   arena = PinnedArena(plan.nbytes, device)          # once; page-locked
+   plan = CopyPlan(tensors, device, model.buffers())
+   arena = PinnedArena(plan.nbytes, device)          # page-locked
    hosts = plan.hosts(arena)                         # the same tensors, in host memory
 
-   plan.take_snapshots()                             # at each save: what cannot wait
+   # At each save, behind an optimizer step
+   now = []
+   read({"model": model, "optimizer": optimizer}, now)
+   assert plan.fits(now)                             # else make plan, arena and hosts anew
+   plan.take_snapshots()                             # what cannot wait
    first.wait_stream(torch.cuda.current_stream())
    has_been_read, copied = plan.copy_in_turns(arena, torch.cuda, first, second)
    ...                                               # forward, backward, loss.item()
