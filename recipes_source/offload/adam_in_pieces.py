@@ -4,14 +4,17 @@
 Adam in pieces: one pass over the memory, without Python's lock
 ===============================================================
 
-A step of Adam on the host is limited by its memory, if all cores work and each byte is moved once.
-This recipe updates from bf16 gradients to bf16 weights in pieces that stay in a core's cache, with
-all cores at once. The result has the bits of ``torch.optim.AdamW``. :doc:`host_adam` updates the
-layers of a model with it.
+Update weights that lie in host memory as fast as that memory allows. The weights and gradients are in
+bf16. Beside each weight Adam keeps a **master** (the weight in fp32) and two moments (its running
+averages). This recipe updates all of them in pieces that stay in a core's cache, with all cores at
+once. The result has the bits of ``torch.optim.AdamW``. :doc:`host_adam` updates the layers of a model
+with it.
 
 .. result-gain:: offload_step
    :rows: host
    :field: update_bytes_per_s
+
+``host`` is this update on all cores of a host; 28 bytes count for each parameter (below).
 
 **When not to bother:** weights, gradients and moments are in fp32 and a plain
 ``torch.optim.AdamW(fused=True)`` is called once for all: that is one pass already.
@@ -25,6 +28,7 @@ layers of a model with it.
    update = without_lock(update_pieces)                       # once
    master, scratch = weight.float(), torch.empty(PIECE)       # weight: bf16, flat, on the host
    exp_avg, exp_avg_sq = torch.zeros(2, weight.numel())
+   gradient = torch.empty_like(weight)                        # always this tensor, filled anew
    block = [gradient, weight, master, exp_avg, exp_avg_sq, scratch]
 
    for step in range(1, 101):
@@ -59,7 +63,8 @@ master to the weight that the device will load. Per parameter that is, read and 
 
    (2 + 4 + 8) + (4 + 8 + 2) = 28 \\text{ bytes.}
 
-But these are four operators, and two of them read again what another has just written. If a piece is
+But these are four operators (widen, scale, update, round), and two of them read again what another
+has just written. If a piece is
 larger than the cache, that goes through memory: nearly half as many bytes again. If it is small,
 Python is in the way: each operator gives up Python's lock and takes it again, and with a thread for
 each core the threads wait for it more than for memory.
@@ -249,8 +254,8 @@ if __name__ == "__main__":
 #
 # What is missing: a processor reads a line of memory before it writes to it, and the weights are only
 # written, so 30 bytes are moved for 28 that count. And ``_fused_adamw_`` alone, on gradients that stay in
-# the cache, did not reach the plain pass on either of two hosts. Copies of a link that run beside take
-# their part of the memory from both.
+# the cache, did not reach the plain pass on either of two hosts. Copies between host and
+# device that run beside take their part of the memory's rate from both.
 #
 # What breaks if you remove a line
 # --------------------------------

@@ -16,7 +16,7 @@ The thread that trains waits only for the weights of the layer that it needs nex
 ``streamed_adam`` clips. ``streamed_adam_in_backward`` does not, and hides the update behind backward as
 well. Both hold a small part of the state on the device.
 
-**When not to bother:** the moments fit the device; or your steps have so few tokens that the host's
+**When not to bother:** Adam's moments fit on the device; or your steps have so few tokens that the host's
 memory decides (see the end of this page).
 
 .. code-block:: python

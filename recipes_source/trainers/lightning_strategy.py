@@ -18,7 +18,7 @@ That was measured in a loop without Lightning, with the faster writer of
 :doc:`/recipes/checkpoint/overlapped_writer`. ``none`` is the same measurement without a save: the
 noise.
 
-**When not to bother:** a save takes seconds and you save once per epoch.
+**When not to bother:** a save takes a few seconds, and you save once per epoch.
 
 .. code-block:: python
 
@@ -31,7 +31,8 @@ noise.
    trainer.fit(model, data)  # to resume: trainer.fit(model, data, ckpt_path="last")
 
 ``configure_model`` divides ``model`` over the ranks, as ``ModelParallelStrategy`` asks. Your
-project needs this file, ``overlapped_stager.py`` and ``staging_copies.py``.
+project needs this file, ``overlapped_stager.py`` and ``staging_copies.py``; the other files named above
+are for the proof.
 
 .. verification-badge::
 """

@@ -25,8 +25,9 @@ complete.
 
    config.checkpoint = OverlappedCheckpointManager.Config(enable=True, interval=100)
 
-``config`` is the configuration of your torchtitan job. Nothing else changes. Your project
-needs this file, ``overlapped_stager.py`` and ``staging_copies.py``.
+``config`` is the configuration of your torchtitan job. Nothing else changes: to resume, start the job
+again. Your project needs this file, ``overlapped_stager.py`` and ``staging_copies.py``; the other files
+named above are for the proof.
 
 .. verification-badge::
 """

@@ -18,7 +18,7 @@ That was measured in a loop without ``Trainer``, with the faster writer of
 :doc:`/recipes/checkpoint/overlapped_writer`. ``none`` is the same measurement without a save: the
 noise.
 
-**When not to bother:** a save takes seconds and you save once per epoch.
+**When not to bother:** a save takes a few seconds, and you save once per epoch.
 
 .. code-block:: python
 
@@ -34,7 +34,8 @@ noise.
    trainer = OverlappedTrainer(model, arguments, train_dataset=data)
    trainer.train()  # to resume: trainer.train(resume_from_checkpoint=True)
 
-Your project needs this file, ``overlapped_stager.py`` and ``staging_copies.py``.
+Your project needs this file, ``overlapped_stager.py`` and ``staging_copies.py``; the other files named
+above are for the proof.
 
 .. verification-badge::
 """
