@@ -48,9 +48,8 @@ and transfers by copy engines.
 The idea
 --------
 
-A gather writes full weights. If they lie where peers can read, nothing else is needed: each rank
-casts its own shards to their place in the full weights, and copies the others' shards from their
-places. Your parameters stay where they are and are read at each gather, as FSDP2 reads them: between
+A gather writes full weights. If they lie where peers can read, each rank casts its own shards to
+their place in the full weights, and copies the others' shards from their places. Your parameters stay where they are and are read at each gather, as FSDP2 reads them: between
 two steps a load, an average swapped in or a second optimizer needs no hook. One thing is kept: what
 the last units of a training forward gathered, for the backward that follows at once.
 
@@ -355,7 +354,7 @@ if __name__ == "__main__":
 #
 # **What changes with four GPUs?** Three quarters of each weight come from peers instead of half, and
 # each rank adds four parts. Against stock FSDP2 the gain is that of two GPUs from 4,096 tokens on; at
-# 2,048 little is left of it. Four pairs, so read those rows as approximate. Eight GPUs have not been
+# 2,048 little is left of it. Four pairs, so read those rows as approximate. Eight GPUs: not
 # measured. On the synthetic stack in bfloat16 in place is ahead of a schedule that needs no FSDP2, at
 # each size at which they took turns (:doc:`peer_schedule` has the rows).
 #
