@@ -696,6 +696,18 @@ def lists_of_their_own() -> None:
     step(model, 1)
 
 
+def begun_with_the_forward() -> None:
+    """The first two units are under way before the first one is called, from the second step on."""
+    model, _ = in_place(shard(FP32, grouped=True))
+    gathers, seen = model.embed._get_fsdp_state()._fsdp_param_group.all, []
+    model.register_forward_pre_hook(lambda *_: seen.append(gathers.gathers))
+    for turn in range(2):
+        before = gathers.gathers
+        step(model, turn)
+        seen[-1] -= before
+    assert seen == [0, 2], seen
+
+
 def a_step_that_was_skipped() -> None:
     """Behind an exception in backward the error names what to call."""
     model, _ = in_place(shard(FP32))
@@ -760,6 +772,7 @@ TROUBLES = (
     called_before_backward,
     collectives_of_their_own,
     lists_of_their_own,
+    begun_with_the_forward,
     a_step_that_was_skipped,
     steps_of_others,
 )
