@@ -79,9 +79,10 @@ NAMES = "post_backward finalize_backward reduce_grads gradient_divide_factor _al
 # %%
 # Push, barrier, sum
 # ------------------
-# A slot has a row for each rank, so that no two write to the same one. A rank that writes to a slot
-# for the second time has passed the barrier of the batch between; every other rank has reached that
-# barrier too, and so has queued before it the sum that read the slot.
+# A slot has a row for each rank, so that no two write to the same one. Sums have a stream of their
+# own: the next batch is pushed meanwhile. A rank that writes to a slot for the second time has passed
+# the barrier of the batch between; every other rank has reached that barrier too, and waits before it
+# for the sum that read the slot.
 #
 # A batch is a few matrices of one unit, not a parameter and not a whole unit: one barrier serves
 # all, and the next batch is pushed while backward goes on. Where the parts of a batch go is worked
@@ -106,7 +107,7 @@ class PushedGradients:
 
     def __init__(self, memory: peer_memory.PeerMemory) -> None:
         self.memory, self.streams = memory, torch.get_device_module(memory.device)
-        self.stream = self.streams.Stream(priority=-1)
+        self.stream, self.sums = (self.streams.Stream(priority=-1) for _ in range(2))
         self.slots: list[list[torch.Tensor]] = []  # two, each by rank: (ranks, bytes)
         self.plans: dict[tuple, tuple] = {}
         self.under_way: deque = deque()
@@ -147,7 +148,7 @@ class PushedGradients:
         with self.streams.stream(self.stream):
             for batch, total in zip(batches(taken), totals, strict=True):
                 self.reduce_batch(group, batch, total)
-            event = self.stream.record_event()
+        event = self.sums.record_event()
         self.calls += 1
         self.under_way.append((event, taken, totals))
         self.drain(WAITING)
@@ -163,23 +164,24 @@ class PushedGradients:
         self.batches += 1
         flat = [g.contiguous().view(-1) for g in gradients]
         rows, mine = list(arrived), flat[0][rank * numels[0] : (rank + 1) * numels[0]]
-        alone = len(flat) == 1 and len(mine) == numels[0]
-        if alone:  # this rank's part of a single matrix is added from where it is
-            rows[rank] = mine
-        for step in range(1, ranks + (not alone)):  # the last is this rank itself
+        if sum(numels) == len(mine) and flat[0].data_ptr() == batch[0][1].data_ptr():
+            rows[rank] = mine  # of a single matrix, and no copy: it is added from where it is
+        for step in range(1, ranks + (rows[rank] is not mine)):  # the last is this rank itself
             owner = (rank + step) % ranks
             for grad, numel, place in zip(flat, numels, places[owner], strict=True):
                 part = grad[owner * numel : (owner + 1) * numel]  # the last may be short or empty
                 place[: len(part)].copy_(part, non_blocking=True)
+        self.stream.wait_stream(self.sums)  # of the batch before, whose slot is next
         self.memory.barrier()
-        wider = dtype.itemsize < total.dtype.itemsize
-        rounded = torch.empty_like(total, dtype=dtype) if wider else total
-        self.average(rounded, rows, group.gradient_divide_factor != 1)
-        if wider:
-            total.copy_(rounded)
-        for p, part in zip(parameters, total.split(numels), strict=True):
-            shape, stride = p.sharded_size, p.contiguous_sharded_stride
-            self.accumulate(p, part.as_strided(shape, stride))
+        self.sums.wait_stream(self.stream)
+        with self.streams.stream(self.sums):
+            wider = dtype.itemsize < total.dtype.itemsize
+            rounded = torch.empty_like(total, dtype=dtype) if wider else total
+            self.average(rounded, rows, group.gradient_divide_factor != 1)
+            if wider:
+                total.copy_(rounded)
+            for p, part in zip(parameters, total.split(numels), strict=True):
+                self.accumulate(p, part.as_strided(p.sharded_size, p.contiguous_sharded_stride))
 
     def accumulate(self, p, gradient: torch.Tensor) -> None:
         sharded = p.sharded_param
