@@ -580,9 +580,44 @@ def test_gradients_that_something_else_changes_are_refused(in_backward):
     with closing(optimizer):
         model(**batch(0)).loss.backward()
         nn.utils.clip_grad_norm_(model.parameters(), 0.1)
-        with pytest.raises(RuntimeError, match="use max_norm"):
+        with pytest.raises(RuntimeError, match="clip there, or by max_norm"):
             optimizer.step()
         streamed.wait()
+
+
+def test_a_model_that_is_compiled_runs_its_layers_as_they_are():
+    model, resident = llama(), llama()
+    with closing(streamed_of(model)) as streamed:
+        torch.compile(model, backend="eager")(**batch(0)).loss.backward()
+        resident(**batch(0)).loss.backward()
+        for ours, theirs in zip(model.parameters(), resident.parameters(), strict=True):
+            assert torch.equal(ours.grad, theirs.grad)
+        assert streamed.stores == LAYERS
+
+
+def test_a_loop_may_clip_by_itself():
+    """As trainers do: all gradients are on the host when backward ends."""
+    resident, model = llama(), llama()
+    streamed, awaited, parameters = streamed_of(model), set(), list(resident.parameters())
+    ordinary = torch.optim.AdamW(parameters, lr=RATE, fused=True)
+
+    class Noted(torch.cpu.Event):
+        def synchronize(self):
+            awaited.add(self)
+
+    with closing(HostAdamW(model.parameters(), streamed, lr=RATE)) as optimizer:
+        streamed.host_done = {layer: Noted() for layer in range(LAYERS)}
+        for step in range(3):
+            awaited.clear()
+            for each, steps in ((resident, ordinary), (model, optimizer)):
+                each(**batch(step)).loss.backward()
+                nn.utils.clip_grad_norm_(each.parameters(), MAX_NORM)
+                steps.step()
+                steps.zero_grad()
+            assert len(awaited) == LAYERS
+        streamed.wait()
+        for ours, theirs in zip(model.parameters(), parameters, strict=True):
+            torch.testing.assert_close(ours, theirs)
 
 
 def test_parts_of_a_layer_are_saved_and_loaded_behind_their_update():

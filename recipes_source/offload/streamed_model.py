@@ -21,7 +21,6 @@ faster. What a step costs with the optimizer on the host, too, is on :doc:`whole
    for batch in batches:
        inputs = {name: tensor.to(device) for name, tensor in batch.items()}
        model(**inputs).loss.backward()
-       streamed.wait()  # from here on the host may read gradients
        torch.nn.utils.clip_grad_norm_(model.parameters(), 1.0)
        optimizer.step()
        optimizer.zero_grad()
@@ -93,10 +92,10 @@ SETTINGS = {"lr": 1e-2, "betas": (0.9, 0.95), "eps": 1e-8, "weight_decay": 0.1}
 # thread. ``gradient_dtype=torch.float32`` keeps sums of bf16 gradients in fp32 (the next recipes'
 # optimizer reads them; ``parameter.grad`` cannot hold them).
 #
-# **Who waits.** ``wait()`` ends all copies from and to the host. ``state_dict()``,
-# ``load_state_dict()`` and every optimizer's ``step()`` call it by hooks. Call it yourself before you
-# read a gradient, and before you change a weight in any other way: an EMA swap behind an evaluation
-# would otherwise race with its loads.
+# **Who waits.** ``backward()`` returns when all gradients are on the host: a trainer may clip them at
+# once. ``wait()`` ends all copies from and to the host. ``state_dict()``, ``load_state_dict()`` and every
+# optimizer's ``step()`` call it by hooks. Call it yourself before you change a weight in any other way: an
+# EMA swap behind an evaluation would otherwise race with its loads.
 #
 # **A budget.** Layers that stay on the device are neither loaded nor stored, and an optimizer updates
 # them at once. So it is spent on the lowest layers: the next forward needs these first, while the
@@ -187,6 +186,7 @@ class StreamedModel(StreamedLayers):
     def store(self, layer: int) -> None:
         super().store(layer)
         self.summed.add(layer)
+        torch.autograd.Variable._execution_engine.queue_callback(self.host_done[layer].synchronize)
 
     # The host's side
 
@@ -325,8 +325,7 @@ def main() -> None:
         with closing(StreamedModel(model, layers, device, budget=budget)) as streamed:
             train(streamed, resident)
             assert len(streamed.layers) == LAYERS - 1
-            passes = STEPS * MICROBATCHES
-            assert streamed.loads == passes * (2 * (LAYERS - 1) - SLOTS)
+            assert streamed.loads == STEPS * MICROBATCHES * (2 * (LAYERS - 1) - SLOTS)
         print(f"{streamed.loads} loads, {streamed.stores} stores")
     finally:
         dist.destroy_process_group()

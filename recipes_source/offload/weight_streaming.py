@@ -176,7 +176,7 @@ class StreamedLayers:
         for index, layer in enumerate(layers):
             for name in self.totals[index]:
                 self.views[index][name].requires_grad_()
-            layer.forward = partial(self.call, index)
+            layer.forward = torch.compiler.disable(partial(self.call, index))
 
     def in_slots(self, layers: list[list[node.HostBuffer]], count: int) -> tuple[list, list]:
         """Device tensors like each layer's buffers, and their parts by name; slots take turns."""

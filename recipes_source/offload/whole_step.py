@@ -105,8 +105,8 @@ STEPS, BAD_STEP, MAX_NORM, ON_DEVICE = 5, 2, 0.5, 1e-2
 #   raises ``FloatingPointError``: the next forward, ``streamed.wait()``, or ``state_dict()``. Then load
 #   a checkpoint of model and optimizer. To clip exactly *and* hide the update behind backward, one would
 #   have to update ahead and roll back, as SuperOffload does.
-# * Gradients that something else changes behind backward, a loop's own clipping say, are an error: they
-#   may be on their way, and the norm is another then.
+# * A loop that clips by itself, such as a trainer's, is right without ``max_norm``: then gradients may be
+#   changed behind backward. With it, or with ``in_backward``, that is an error.
 # * ``load_state_dict`` of the model ends in a hook that makes masters of the weights. What changes
 #   weights in another way calls ``streamed.wait()`` before and ``reload()`` behind it.
 
@@ -139,7 +139,6 @@ class HostAdamW(torch.optim.Optimizer):
         if others := sorted(others | settings.keys() - DEFAULTS.keys()):
             raise ValueError(f"this AdamW has no setting {', '.join(others)}")
         self.streamed, self.max_norm, self.in_backward = streamed, max_norm, in_backward
-        self.ranks = dist.get_world_size() if dist.is_initialized() else 1
         self.group_of = {p: i for i, group in enumerate(self.param_groups) for p in group["params"]}
         self.host, self.steps = self.updates(streamed, self.group_of, threads), torch.zeros(())
         self.synchronises, self.skipped, self.norms, self.written = True, 0, {}, {}
@@ -169,10 +168,10 @@ class HostAdamW(torch.optim.Optimizer):
                 self.average(parameter, totals[name])
 
     def average(self, parameter: torch.nn.Parameter, gradient: torch.Tensor) -> None:
-        if self.ranks > 1:
+        if dist.is_initialized() and (ranks := dist.get_world_size()) > 1:
             fp32 = gradient.float()
             dist.all_reduce(fp32)
-            gradient.copy_(fp32.div_(self.ranks))
+            gradient.copy_(fp32.div_(ranks))
         self.norms[parameter] = torch.linalg.vector_norm(gradient, dtype=torch.float32)
 
     def stored(self, layer: int) -> None:
@@ -214,8 +213,9 @@ class HostAdamW(torch.optim.Optimizer):
         norms = [self.norms[p] for p in self.group_of if p in self.norms]
         if not norms:
             return loss
-        if any(self.written[layer] != self.versions(layer) for layer in self.streamed.summed):
-            raise RuntimeError("gradients on the host were changed behind backward: use max_norm")
+        clips = self.in_backward or self.max_norm is not None
+        if clips and any(self.written[n] != self.versions(n) for n in self.streamed.summed):
+            raise RuntimeError("gradients were changed behind backward: clip there, or by max_norm")
         norm = torch.linalg.vector_norm(torch.stack(norms))
         limit = torch.inf if self.max_norm is None else self.max_norm
         scale, settings = (limit / (norm + 1e-6)).clamp(max=1.0), self.settings()
