@@ -1135,7 +1135,12 @@ def test_what_a_reader_copies_runs(name):
     [
         ([torch.ones(50), *(torch.ones(100) for _ in range(4))], "flat tensors of one length"),
         ([torch.ones(100), *(torch.ones(50) for _ in range(4))], "flat tensors of one length"),
-        ([torch.ones(10, 10) for _ in range(5)], "flat tensors of one length"),
+        ([torch.ones(10, 10) for _ in range(5)], "flat tensors without gaps"),
+        (
+            [*torch.ones(2, 100).bfloat16(), *torch.ones(2, 100), torch.ones(200)[::2]],
+            "without gaps",
+        ),
+        ([torch.ones(100).bfloat16() for _ in range(5)], "moments and scratch are in fp32"),
         ([torch.ones(100) for _ in range(5)], "its own master"),
     ],
 )

@@ -166,12 +166,16 @@ def update_block(update: Callable, block: Tensors, step: torch.Tensor, numbers: 
     """Call ``update``, which is ``update_pieces``.
 
     Raises:
-        ValueError: a block's tensors are not flat and of one length, or a weight in fp32 has another
-            master than itself.
+        ValueError: a block's tensors are not flat, without gaps and of one length; master, moments or
+            scratch are not in fp32; or a weight in fp32 has another master than itself.
     """
     gradient, weight, master = block[:3]
-    if {tensor.shape for tensor in block[:5]} != {(gradient.numel(),)}:
+    if not all(tensor.ndim == 1 and tensor.is_contiguous() for tensor in block):
+        raise ValueError("a block is of flat tensors without gaps")
+    if {tensor.numel() for tensor in block[:5]} != {gradient.numel()}:
         raise ValueError("a block is of flat tensors of one length")
+    if {tensor.dtype for tensor in block[2:]} != {torch.float32}:
+        raise ValueError("master, moments and scratch are in fp32")
     if weight.dtype == torch.float32 and weight.data_ptr() != master.data_ptr():
         raise ValueError("a weight in fp32 is its own master: pass it twice")
     update(block, [[tensor] for tensor in block[2:]], [step], numbers)

@@ -280,7 +280,6 @@ def main() -> None:
         updates = HostUpdates(streamed, dict.fromkeys(trained, 0))
         for step in range(streaming.STEPS):
             streaming.loss_of(model, step, device).backward()  # loads a layer when it is updated
-            streamed.wait()
             for master, parameter in zip(masters, trained, strict=True):
                 master.grad = parameter.grad.float()
             optimizer.step()

@@ -267,7 +267,6 @@ def train(streamed: StreamedModel, resident: Model) -> None:
             assert torch.equal(loss, expected)
             expected.backward()
             loss.backward()
-        streamed.wait()
         for ours, theirs in zip(model.parameters(), resident.parameters(), strict=True):
             assert torch.equal(ours.grad.to(device), theirs.grad)
         nn.utils.clip_grad_norm_(model.parameters(), 1.0)
@@ -365,7 +364,7 @@ if __name__ == "__main__":
 #   ``layer.compile()`` raises in the first step.
 # * Close one before you make the next, in a notebook too: until then its memory stays locked, and every
 #   optimizer's ``step()`` waits for it, and gets its errors.
-# * A ``GradScaler`` reads gradients that may be on their way: train in bf16, which needs none.
+# * A ``GradScaler`` is not tested here: train in bf16, which needs none.
 # * ``deepcopy(model)``, and so ``AveragedModel``, raises: average what ``state_dict()`` gives.
 # * Ranks know nothing of each other here: :doc:`whole_step` averages.
 #
