@@ -108,7 +108,7 @@ class AppState(Stateful):
 # be: DCP takes a plain tensor for replicated and keeps **one** rank's copy. A tensor that differs
 # between ranks loses the other values, without an error.
 
-WIDTH, HIDDEN = 512, 8192  # features
+WIDTH, HIDDEN = 512, 2048  # features
 BATCH = 64  # samples per rank and step
 
 
