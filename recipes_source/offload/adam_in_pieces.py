@@ -84,7 +84,7 @@ import torch
 import torch.distributed as dist
 from host_layers import start_rank
 
-PIECE = 2**17  # parameters: what is read twice of a piece stays in the cache of one core
+PIECE = 2**16  # parameters: what is read twice of a piece stays in the cache of one core
 THREADS, STEPS, PARAMETERS = 2, 3, 2 * PIECE + 1000
 SETTINGS = {"lr": 1e-2, "betas": (0.9, 0.95), "eps": 1e-8, "weight_decay": 0.1}
 Tensors = list[torch.Tensor]
@@ -256,10 +256,11 @@ if __name__ == "__main__":
 # .. result-table:: offload_step
 #    :rows: host
 #
-# What is missing: a processor reads a line of memory before it writes to it, and the weights are only
-# written, so 30 bytes are moved for 28 that count. And ``_fused_adamw_`` alone, on gradients that stay in
-# the cache, did not reach the plain pass on either of two hosts. Copies between host and
-# device that run beside take their part of the memory's rate from both.
+# What is missing: ``_fused_adamw_`` alone, on gradients that stay in the cache, did not reach the plain pass
+# on any of three hosts. A processor reads a line of memory before it writes to it, and the weights are only
+# written, so 30 bytes are moved for 28 that count; but weights written over the gradients, which are in the
+# cache, were no faster. Copies between host and device that run beside take their part of the memory's rate
+# from both.
 #
 # What breaks if you remove a line
 # --------------------------------
