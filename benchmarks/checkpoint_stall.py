@@ -425,7 +425,7 @@ class Measurement:
         try:
             for name in PIECES:
                 self.cost(case, name, 4, self.pieces)
-            for name in ("cure_at_once", "cure_turns"):
+            for name in ("cure_at_once", "cure_gaps"):
                 self.trace(case, name, self.pieces)
         finally:
             self.close()

@@ -63,3 +63,23 @@ def test_a_directory_without_a_name_is_told_and_does_not_hang(tmp_path, monkeypa
         with pytest.raises(RuntimeError, match="OSError"):
             saves.wait()
     assert list(tmp_path.iterdir()) == []
+
+
+def test_no_more_than_a_piece_is_copied_between_two_gaps(monkeypatch) -> None:
+    """A read waits for what lies between two gaps; GPU tests show that it waits for no more."""
+    import staging_copies
+
+    piece = 4 << 20
+    monkeypatch.setattr(staging_copies, "PIECE", piece)
+    sizes = [2 * piece + 5, 10 * piece // 16, 6 * piece // 16, 1, piece // 2]
+    tensors = [torch.zeros(nbytes, dtype=torch.uint8) for nbytes in sizes]
+    plan = staging_copies.CopyPlan(tensors, torch.device("cpu"), snapshot_bytes=piece // 2)
+    rows, row = [], 0
+    for targets, sources in plan.copies(staging_copies.PinnedArena(plan.nbytes, plan.device)):
+        gap = targets[0], sources[0]
+        for pair in zip(targets, sources, strict=True):
+            is_gap = pair[0] is gap[0] and pair[1] is gap[1]
+            rows, row = ([*rows, row], 0) if is_gap else (rows, row + pair[1].nbytes)
+        rows, row = [*rows, row], 0
+    assert max(rows) == piece and sum(rows) >= sum(sizes)
+    assert len(rows) < 12, "copies that fit into one piece share it"

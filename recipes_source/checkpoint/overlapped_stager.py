@@ -118,7 +118,7 @@ EXIT_S = 30.0  # how long the end of the block waits for a write after an except
 # --------
 # ``save`` runs on the training thread. It reads whatever is not a tensor, checks that the plan
 # still fits, queues a few snapshots, and hands the rest to two threads. One thread queues the
-# copies. The other waits for the copies and writes. Each thread is told its device, because a new
+# copies, in one call. The other waits for the copies and writes. Each thread is told its device, because a new
 # thread uses the first device and would open a context there: half a gigabyte for each rank of the
 # node.
 #
@@ -157,8 +157,8 @@ class OverlappedSaves:
         self.if_busy, self.snapshot_bytes = if_busy, snapshot_bytes
         self.changed_by_forward = list(changed_by_forward)
         self.streams = torch.get_device_module(self.device)
-        self.copy_streams = self.streams.Stream(), self.streams.Stream()
-        self.plan, self.sets = None, []  # a CopyPlan; for each set its arena and the tensors there
+        self.copy_stream = self.streams.Stream()
+        self.plan, self.sets = None, []  # a CopyPlan; for each set its arena, copies, tensors
         self.uploads, self.failures, self.jobs = [], [], SimpleQueue()
         self.calls, self.saves, self.skipped, self.running, self.abandoned = 0, 0, 0, False, False
         self.rank, self.groups, self.queued = 0, [], None  # queued: of the latest copies
@@ -194,14 +194,14 @@ class OverlappedSaves:
         tensors, hosts, state, staged, done = [], [], None, Future(), Future()
         try:
             state = read(state_dict, tensors)
-            arena, hosts = self.prepare(tensors)
+            _, copies, hosts = self.prepare(tensors)
             self.before_update()
-            compute, copying = self.streams.current_stream(), self.copy_streams[0]
+            compute, copying = self.streams.current_stream(), self.copy_stream
             compute.wait_stream(copying)  # which may read older snapshots
             self.plan.take_snapshots()
             copying.wait_stream(compute)
-            streams = self.streams, *self.copy_streams
-            self.queued = staged = self.copier.submit(self.plan.copy_in_turns, arena, *streams)
+            work = self.plan.queue, copies, self.streams, copying
+            self.queued = staged = self.copier.submit(*work)
         except Exception as failure:  # the other ranks are saving: they will be told
             staged.set_exception(failure)
         self.jobs.put((self.calls, staged, hosts, state, directory, done))
@@ -214,14 +214,15 @@ class OverlappedSaves:
             dist.all_reduce(busy, dist.ReduceOp.MAX, group=self.groups[1])
         return bool(busy)
 
-    def prepare(self, tensors: list[torch.Tensor]) -> tuple[PinnedArena, list[torch.Tensor]]:
-        """Return the next buffers and the tensors in them; plan anew if a tensor has changed."""
+    def prepare(self, tensors: list[torch.Tensor]) -> tuple[PinnedArena, list, list]:
+        """Return the next arena, its copies and tensors; plan anew if a tensor has changed."""
         if self.plan is None or not self.plan.fits(tensors):
             wait(self.uploads)
             self.plan, self.sets = None, []
             plan = CopyPlan(tensors, self.device, self.changed_by_forward, self.snapshot_bytes)
             arenas = [PinnedArena(plan.nbytes, self.device) for _ in range(BUFFER_SETS)]
-            self.plan, self.sets = plan, [(arena, plan.hosts(arena)) for arena in arenas]
+            self.sets = [(arena, plan.copies(arena), plan.hosts(arena)) for arena in arenas]
+            self.plan = plan
         self.saves += 1
         return self.sets[self.saves % BUFFER_SETS]
 

@@ -97,7 +97,7 @@ from overlapped_stager import BUFFER_SETS, OverlappedSaves, is_staged
 from torch.distributed.checkpoint.filesystem import WriteResult, _StorageInfo
 from torch.distributed.checkpoint.format_utils import dcp_to_torch_save
 
-WRITERS = 8  # threads per rank, each with a file of its own
+WRITERS = 6  # threads per rank, each with a file; more take cores from what launches kernels
 PIECE = 64 << 20  # bytes that one system call writes
 
 # %%

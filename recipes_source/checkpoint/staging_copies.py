@@ -7,18 +7,19 @@ Copies that no read waits for
 Copy a checkpoint to host memory without delaying a training loop that reads scalars. Copies on a
 stream of their own run beside training, until training reads a scalar in mid-step: a
 ``loss.item()`` there waits for **all** queued copies, and the save costs its whole copy time. This
-recipe alternates the copies between two streams, so that a read waits for one copy at most.
+recipe puts four bytes in the other direction between the copies, so that a read waits for one copy
+at most.
 
 .. result-gain:: staging_copies
-   :rows: cure_turns cure_at_once none
+   :rows: cure_gaps cure_at_once none
    :field: staging_cost_s
 
-``cure_turns`` is this recipe, ``cure_at_once`` has all copies on one stream, and ``none`` is the
+``cure_gaps`` is this recipe, ``cure_at_once`` has nothing between the copies, and ``none`` is the
 same measurement without a save: the noise.
 
 **When not to bother:** nothing in your step reads from the device (no ``.item()``, no gradient
-norm on the host, no mask that the model looks at), or your state is a few megabytes. Then one
-stream is as good. For a whole checkpoint in one call, take :doc:`overlapped_stager`, which is
+norm on the host, no mask that the model looks at), or your state is a few megabytes. Then plain
+copies are as good. For a whole checkpoint in one call, take :doc:`overlapped_stager`, which is
 built on this.
 
 .. code-block:: python
@@ -29,18 +30,19 @@ built on this.
    # Once, behind the first optimizer step: before it, Adam has no state to copy
    tensors = []
    read({"model": model, "optimizer": optimizer}, tensors)          # lists the tensors
-   first, second = torch.cuda.Stream(), torch.cuda.Stream()
    plan = CopyPlan(tensors, device, model.buffers())
    arena = PinnedArena(plan.nbytes, device)          # page-locked
+   copies = plan.copies(arena)                       # what goes where, with gaps
    hosts = plan.hosts(arena)                         # the same tensors, in host memory
+   stream = torch.cuda.Stream()
 
    # At each save, behind an optimizer step
    now = []
    read({"model": model, "optimizer": optimizer}, now)
-   assert plan.fits(now)                             # else make plan, arena and hosts anew
+   assert plan.fits(now)                             # else make plan, arena and lists anew
    plan.take_snapshots()                             # what cannot wait
-   first.wait_stream(torch.cuda.current_stream())
-   has_been_read, copied = plan.copy_in_turns(arena, torch.cuda, first, second)
+   stream.wait_stream(torch.cuda.current_stream())
+   has_been_read, copied = plan.queue(copies, torch.cuda, stream)
    ...                                               # forward, backward, loss.item()
    torch.cuda.current_stream().wait_event(has_been_read)
    optimizer.step()
@@ -50,7 +52,7 @@ built on this.
 
    .. grid-item-card:: What you learn
 
-      * why a small read waits for gigabytes, and how two streams prevent that
+      * why a small read waits for gigabytes, and how four bytes prevent that
       * page-locked memory of exact size that stays in place when the process forks
       * what to prepare once, and how to notice that the preparation no longer fits
 
@@ -70,20 +72,25 @@ wait until the first stream has nothing ready. Stream priorities do not change t
 the same problem (`4303 <https://github.com/meta-pytorch/torchrec/pull/4303>`__, `4339
 <https://github.com/meta-pytorch/torchrec/pull/4339>`__).
 
-The recipe cuts the copies into pieces of ``TURN`` bytes; smaller copies share a piece. Each piece
-waits for an event behind the piece before it, **on the other stream**. So no stream ever has the
-next piece ready. Between two pieces the engine turns to the other streams, and the read is served.
-The host still queues all pieces at once. It needs no thread to pace them, and it knows the event
-behind the last piece as soon as it has queued them.
+The recipe cuts the copies into pieces of at most ``PIECE`` bytes; smaller copies share a piece.
+Behind each piece, the same stream copies four bytes **to** the device. That is the work of the
+other engine. So when a piece ends, its stream has no next piece ready, and the engine turns to the
+other streams: the read is served. The gap takes microseconds.
 
-.. lanes:: Schematic. The read in the second step, with all copies on one stream (above) and in turns (below).
+All copies and gaps are two lists, made once. A save hands them to torch in one call, which queues
+all of them without Python's interpreter lock. That matters: right behind a save the training thread
+launches the first kernels of a forward, and the device has nothing else to do. A Python loop over
+the pieces would take turns with it. The event behind the last piece is known as soon as the call
+returns, so no thread has to pace the copies.
+
+.. lanes:: Schematic. The read in the second step, with nothing between the copies (above) and with gaps (below).
 
    compute:     0-4 forward; 4-16 waits ~; 16-24 forward, backward
-   one stream:  1-16 copies ~
+   copies:      1-16 all pieces ~
    read:        16-17 item
    compute:     26-30 forward; 30-31 read ~; 31-42 forward, backward
-   first:       27-29 piece ~; 31-33 piece ~; 35-37 piece ~
-   second:      29-31 piece ~; 33-35 piece ~; 37-39 piece ~
+   copies:      27-29 piece ~; 29.4-30 piece ~; 31-33 piece ~; 33.4-35.4 piece ~; 35.8-38 piece ~
+   to device:   29-29.4 gap; 33-33.4 gap; 35.4-35.8 gap
    read:        30-31 item
 """
 
@@ -103,7 +110,7 @@ from torch import nn
 from torch.distributed.device_mesh import DeviceMesh
 from torch.distributed.tensor import DTensor
 
-TURN = 32 << 20  # bytes of copies in a row: a read of the training waits for one turn at most
+PIECE = 64 << 20  # bytes of copies in a row: a read of the training waits for one piece at most
 SMALL = 1 << 20  # bytes; smaller tensors travel together
 ALIGNMENT = 64  # bytes; where a tensor or a pack may start
 
@@ -269,15 +276,15 @@ class CopyPlan:
         snapshot_bytes: device memory for snapshots; the update need not wait for their copies.
 
     ``offsets`` are bytes in an arena, by identity. ``snapshots`` are pairs (copy, shard), ``packs``
-    pairs (tensor of bytes, bytes of many small tensors). ``in_place`` are turns: lists of pairs
-    (offset, bytes of a tensor itself), ``from_copies`` the same with bytes of a snapshot or a pack.
+    pairs (tensor of bytes, bytes of many small tensors). ``in_place`` are pairs (offset, piece of a
+    tensor itself), ``from_copies`` the same with pieces of a snapshot or a pack.
     """
 
     def __init__(
         self, tensors: list, device: torch.device, changed_by_forward=(), snapshot_bytes: int = 0
     ) -> None:
         self.tensors, self.shards = tensors, [shard_of(tensor.detach()) for tensor in tensors]
-        device = torch.empty(0, device=device).device  # add the index
+        device = self.device = torch.empty(0, device=device).device  # add the index
         self.places = [(x.data_ptr(), x.size(), x.stride()) for x in self.shards]
         self.nbytes, self.offsets = ALIGNMENT, {}
         self.snapshots, self.packs, self.in_place, self.from_copies = [], [], [], []
@@ -305,18 +312,15 @@ class CopyPlan:
                 self.offsets[identity(shard)] = offset
                 offset += shard.nbytes
         for shard, source in large:
-            turns = self.in_place if source is shard else self.from_copies
-            self.offsets[identity(shard)] = self.place(as_bytes(source), turns)
+            pieces = self.in_place if source is shard else self.from_copies
+            self.offsets[identity(shard)] = self.place(as_bytes(source), pieces)
 
-    def place(self, source: torch.Tensor, turns: list[list]) -> int:
-        """Reserve room for the bytes of ``source``, to be copied in ``turns``; return its offset."""
+    def place(self, source: torch.Tensor, pieces: list[tuple]) -> int:
+        """Reserve room for the bytes of ``source``, cut it into ``pieces``; return its offset."""
         offset = self.nbytes
         self.nbytes += -(-source.nbytes // ALIGNMENT) * ALIGNMENT
-        for start in range(0, source.nbytes, TURN):
-            piece = source[start : start + TURN]
-            if not turns or piece.nbytes + sum(other.nbytes for _, other in turns[-1]) > TURN:
-                turns.append([])
-            turns[-1].append((offset + start, piece))
+        for start in range(0, source.nbytes, PIECE):
+            pieces.append((offset + start, source[start : start + PIECE]))
         return offset
 
     def fits(self, tensors: list[torch.Tensor]) -> bool:
@@ -341,26 +345,38 @@ class CopyPlan:
         if self.snapshots:
             torch._foreach_copy_(*zip(*self.snapshots, strict=True))  # pairs (copy, shard)
 
-    def copy_in_turns(self, arena: PinnedArena, streams, first, second) -> tuple:
-        """Queue all copies to ``arena`` on two streams in turn, behind what ``first`` waits for.
+    def copies(self, arena: PinnedArena) -> list[tuple[list, list]]:
+        """Targets and sources: of the pieces in place, and of those from snapshots and packs."""
+        pinned = self.device.type == "cuda"
+        here, there = torch.zeros(1, device=self.device), torch.zeros(1, pin_memory=pinned)
+        lists = []
+        for pieces in (self.in_place, self.from_copies):
+            targets, sources, in_a_row = [here], [there], 0
+            for offset, piece in pieces:
+                if in_a_row + piece.nbytes > PIECE:
+                    targets.append(here)
+                    sources.append(there)
+                    in_a_row = 0
+                targets.append(arena.bytes.narrow(0, offset, piece.nbytes))
+                sources.append(piece)
+                in_a_row += piece.nbytes
+            lists.append((targets, sources))
+        return lists
+
+    def queue(self, copies: list[tuple[list, list]], streams, stream) -> tuple:
+        """Queue ``copies`` on ``stream``, behind what it waits for.
 
         Returns:
             The event behind which an update may change the tensors, and that behind all copies.
         """
-        for pack, sources in self.packs:
-            with streams.stream(first):
-                torch.cat(sources, out=pack)
-        ended, read, copied = streams.Event(), streams.Event(), streams.Event()
-        for turns, event in ((self.in_place, read), (self.from_copies, copied)):
-            for turn in turns:
-                with streams.stream(first):
-                    for offset, piece in turn:
-                        arena.bytes.narrow(0, offset, piece.nbytes).copy_(piece, non_blocking=True)
-                    ended.record(first)
-                second.wait_event(ended)
-                first, second = second, first
-            event.record(first)
-        return read, copied
+        events = streams.Event(), streams.Event()
+        with streams.stream(stream):
+            for pack, small in self.packs:
+                torch.cat(small, out=pack)
+            for (targets, sources), event in zip(copies, events, strict=True):
+                torch._foreach_copy_(targets, sources, non_blocking=True)
+                event.record(stream)
+        return events
 
 
 # %%
@@ -381,12 +397,12 @@ def main() -> None:
     tensors.append(tensors[0])  # as if it were tied
     plan = CopyPlan(tensors, device, changed_by_forward=app.model.buffers())
     arena = PinnedArena(plan.nbytes, device)
-    hosts, first, second = plan.hosts(arena), streams.Stream(), streams.Stream()
+    copies, hosts, stream = plan.copies(arena), plan.hosts(arena), streams.Stream()
     for _ in range(3):
         expected = [shard_of(tensor).detach().cpu().clone() for tensor in tensors]
         plan.take_snapshots()
-        first.wait_stream(streams.current_stream())
-        has_been_read, copied = plan.copy_in_turns(arena, streams, first, second)
+        stream.wait_stream(streams.current_stream())
+        has_been_read, copied = plan.queue(copies, streams, stream)
         basic.forward_backward(app, device)
         streams.current_stream().wait_event(has_been_read)
         app.optimizer.step()
@@ -410,19 +426,19 @@ if __name__ == "__main__":
 # last copy has arrived.
 #
 # .. result-table:: staging_copies
-#    :rows: none cure_at_once cure_tiny_kernel cure_paced cure_turns
+#    :rows: none cure_at_once cure_tiny_kernel cure_paced cure_gaps
 #
-# .. timeline:: staging_copies cure_at_once cure_turns
+# .. timeline:: staging_copies cure_at_once cure_gaps
 #
-# ``cure_at_once`` is the problem: all pieces on one stream. The other rows are three ways to solve
-# it.
+# ``cure_at_once`` is the problem: nothing stands between the pieces. The other rows are ways to
+# solve it.
 #
-# * ``cure_turns`` is this recipe. Its copies arrive almost as soon as those of ``cure_at_once``.
-# * ``cure_paced`` is a thread that queues a piece when the one before has ended. It costs training
-#   least, and the copies take almost twice as long. Take it if a step is much longer than the
-#   copy.
-# * ``cure_tiny_kernel`` puts a kernel between the pieces. It needs no second stream, and its
-#   copies take as long as the paced ones.
+# * ``cure_gaps`` is this recipe. Its copies arrive almost as soon as those of ``cure_at_once``.
+# * ``cure_paced`` is a thread that queues a piece when the one before has ended. The copies take
+#   almost twice as long.
+# * ``cure_tiny_kernel`` has a kernel between the pieces. It waits for room on the device, so its
+#   copies take as long as the paced ones. Take it on a GPU with a single copy engine, where gaps
+#   do nothing.
 #
 # What breaks if you remove a line
 # --------------------------------
