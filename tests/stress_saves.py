@@ -60,7 +60,7 @@ class Job(Stateful):
     """A stock Llama, what trains it, and a state for all of it."""
 
     def __init__(self, asked: argparse.Namespace, device: torch.device) -> None:
-        model = llama(asked.model, device, layers=asked.layers)
+        model = llama(asked.model, device, layers=asked.layers, vocabulary=asked.vocabulary)
         for layer in model.model.layers:
             attention = layer.self_attn
             for part in ("q_proj", "k_proj", "v_proj", "o_proj"):
@@ -276,6 +276,7 @@ if __name__ == "__main__":
     parser.add_argument("--saves", type=int, default=200)
     parser.add_argument("--model", default="llama-tiny")
     parser.add_argument("--layers", type=int, default=1)
+    parser.add_argument("--vocabulary", type=int, help="other than the model's")
     parser.add_argument("--tokens", type=int, default=32, help="a step and rank")
     parser.add_argument("--behind", type=int, default=4, help="checkpoints kept before a check")
     parser.add_argument("--seed", type=int, default=0)

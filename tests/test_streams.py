@@ -135,7 +135,18 @@ def test_two_storages_over_one_memory_conflict(recorder):
     assert len(recorder.conflicts) == 1
 
 
-def copy_out_and_in(steps: set[str]) -> None:
+def copy_one(target: torch.Tensor, source: torch.Tensor, non_blocking: bool) -> None:
+    target.copy_(source, non_blocking=non_blocking)
+
+
+def copy_in_a_list(target: torch.Tensor, source: torch.Tensor, non_blocking: bool) -> None:
+    """Beside a pair of tensors on the device."""
+    others = [torch.zeros(1, device="cpu")], [torch.ones(1, device="cpu")]
+    lists = [target, *others[0]], [source, *others[1]]
+    torch._foreach_copy_(*lists, non_blocking=non_blocking)
+
+
+def copy_out_and_in(steps: set[str], copy=copy_one) -> None:
     """A tensor to host memory, changed there by the host, and back; ``steps`` are the waits."""
     host = torch.frombuffer(bytearray(64), dtype=torch.float32)
     there, other = torch.ones(16, device="cpu"), torch.cpu.Stream()
@@ -144,33 +155,36 @@ def copy_out_and_in(steps: set[str]) -> None:
     with torch.cpu.stream(other):
         if "device" in steps:
             other.wait_stream(streams.RECORDERS[-1].default_stream)
-        host.copy_(there, non_blocking=not blocking)
+        copy(host, there, non_blocking=not blocking)
         copied.record(other)
     if "host, before it reads" in steps:
         copied.synchronize()
     changed = host * 2
     with torch.cpu.stream(other):
-        there.copy_(changed, non_blocking=not blocking)
+        copy(there, changed, non_blocking=not blocking)
         returned.record(other)
     if "host, before it writes" in steps:
         returned.synchronize()
     changed.zero_()
 
 
+COPIES = pytest.mark.parametrize("copy", [copy_one, copy_in_a_list])
 ALL_WAITS = {"device", "host, before it reads", "host, before it writes"}
 
 
 @pytest.mark.parametrize(
     "steps", [ALL_WAITS, {"device", "blocking copies"}], ids=["events", "blocking"]
 )
-def test_work_of_the_host_in_host_memory_is_complete_when_it_returns(recorder, steps):
-    copy_out_and_in(steps)
+@COPIES
+def test_work_of_the_host_in_host_memory_is_complete_when_it_returns(recorder, steps, copy):
+    copy_out_and_in(steps, copy)
     assert recorder.conflicts == []
 
 
 @pytest.mark.parametrize("missing", sorted(ALL_WAITS))
-def test_the_host_must_wait_for_transfers(recorder, missing):
-    copy_out_and_in(ALL_WAITS - {missing})
+@COPIES
+def test_the_host_must_wait_for_transfers(recorder, missing, copy):
+    copy_out_and_in(ALL_WAITS - {missing}, copy)
     assert recorder.conflicts
 
 

@@ -471,7 +471,11 @@ class OrderMode(TorchDispatchMode):
             return NotImplemented
         result = func(*args, **kwargs)
         name = func._schema.name.partition("::")[2]
-        if not func.is_view and not name.startswith(NO_ACCESS):
+        if name == "_foreach_copy_":  # some pairs may be the device's, others the host's
+            copy = torch.ops.aten.copy_.default
+            for target, source in zip(*args[:2], strict=True):
+                self.note(copy, "copy_", (target, source, *args[2:]), kwargs, target)
+        elif not func.is_view and not name.startswith(NO_ACCESS):
             self.note(func, name, args, kwargs, result)
         elif name.startswith(("empty", "new_empty")):
             for tensor in filter(lambda t: type(t) in PLAIN, tensors_in(result)):
