@@ -75,11 +75,10 @@ def test_no_more_than_a_piece_is_copied_between_two_gaps(monkeypatch) -> None:
     tensors = [torch.zeros(nbytes, dtype=torch.uint8) for nbytes in sizes]
     plan = staging_copies.CopyPlan(tensors, torch.device("cpu"), snapshot_bytes=piece // 2)
     rows, row = [], 0
-    for targets, sources in plan.copies(staging_copies.PinnedArena(plan.nbytes, plan.device)):
-        gap = targets[0], sources[0]
-        for pair in zip(targets, sources, strict=True):
-            is_gap = pair[0] is gap[0] and pair[1] is gap[1]
-            rows, row = ([*rows, row], 0) if is_gap else (rows, row + pair[1].nbytes)
+    for targets, sources in plan.copies(staging_copies.PinnedArena(plan.nbytes, tensors[0].device)):
+        for target, source in zip(targets, sources, strict=True):
+            is_gap = target is plan.gap[0] and source is plan.gap[1]
+            rows, row = ([*rows, row], 0) if is_gap else (rows, row + source.nbytes)
         rows, row = [*rows, row], 0
     assert max(rows) == piece and sum(rows) >= sum(sizes)
     assert len(rows) < 12, "copies that fit into one piece share it"

@@ -196,12 +196,11 @@ class OverlappedSaves:
             state = read(state_dict, tensors)
             _, copies, hosts = self.prepare(tensors)
             self.before_update()
-            compute, copying = self.streams.current_stream(), self.copy_stream
-            compute.wait_stream(copying)  # which may read older snapshots
+            compute, beside = self.streams.current_stream(), self.copy_stream
+            compute.wait_stream(beside)  # which may read older snapshots
             self.plan.take_snapshots()
-            copying.wait_stream(compute)
-            work = self.plan.queue, copies, self.streams, copying
-            self.queued = staged = self.copier.submit(*work)
+            beside.wait_stream(compute)
+            self.queued = staged = self.copier.submit(self.plan.queue, copies, self.streams, beside)
         except Exception as failure:  # the other ranks are saving: they will be told
             staged.set_exception(failure)
         self.jobs.put((self.calls, staged, hosts, state, directory, done))

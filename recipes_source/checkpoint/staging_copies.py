@@ -277,14 +277,14 @@ class CopyPlan:
 
     ``offsets`` are bytes in an arena, by identity. ``snapshots`` are pairs (copy, shard), ``packs``
     pairs (tensor of bytes, bytes of many small tensors). ``in_place`` are pairs (offset, piece of a
-    tensor itself), ``from_copies`` the same with pieces of a snapshot or a pack.
+    tensor itself), ``from_copies`` the same with pieces of a snapshot or a pack. ``gap`` is a pair
+    that makes the stream wait for the other copy engine.
     """
 
-    def __init__(
-        self, tensors: list, device: torch.device, changed_by_forward=(), snapshot_bytes: int = 0
-    ) -> None:
+    def __init__(self, tensors, device, changed_by_forward=(), snapshot_bytes: int = 0) -> None:
         self.tensors, self.shards = tensors, [shard_of(tensor.detach()) for tensor in tensors]
-        device = self.device = torch.empty(0, device=device).device  # add the index
+        device = torch.empty(0, device=device).device  # add the index
+        self.gap = torch.zeros(1, device=device), torch.zeros(1, pin_memory=device.type == "cuda")
         self.places = [(x.data_ptr(), x.size(), x.stride()) for x in self.shards]
         self.nbytes, self.offsets = ALIGNMENT, {}
         self.snapshots, self.packs, self.in_place, self.from_copies = [], [], [], []
@@ -319,8 +319,7 @@ class CopyPlan:
         """Reserve room for the bytes of ``source``, cut it into ``pieces``; return its offset."""
         offset = self.nbytes
         self.nbytes += -(-source.nbytes // ALIGNMENT) * ALIGNMENT
-        for start in range(0, source.nbytes, PIECE):
-            pieces.append((offset + start, source[start : start + PIECE]))
+        pieces += [(offset + s, source[s : s + PIECE]) for s in range(0, source.nbytes, PIECE)]
         return offset
 
     def fits(self, tensors: list[torch.Tensor]) -> bool:
@@ -345,25 +344,20 @@ class CopyPlan:
         if self.snapshots:
             torch._foreach_copy_(*zip(*self.snapshots, strict=True))  # pairs (copy, shard)
 
-    def copies(self, arena: PinnedArena) -> list[tuple[list, list]]:
+    def copies(self, arena: PinnedArena) -> list[tuple[tuple, tuple]]:
         """Targets and sources: of the pieces in place, and of those from snapshots and packs."""
-        pinned = self.device.type == "cuda"
-        here, there = torch.zeros(1, device=self.device), torch.zeros(1, pin_memory=pinned)
         lists = []
         for pieces in (self.in_place, self.from_copies):
-            targets, sources, in_a_row = [here], [there], 0
+            pairs, in_a_row = [self.gap], 0
             for offset, piece in pieces:
-                if in_a_row + piece.nbytes > PIECE:
-                    targets.append(here)
-                    sources.append(there)
-                    in_a_row = 0
-                targets.append(arena.bytes.narrow(0, offset, piece.nbytes))
-                sources.append(piece)
                 in_a_row += piece.nbytes
-            lists.append((targets, sources))
+                if in_a_row > PIECE:
+                    pairs, in_a_row = [*pairs, self.gap], piece.nbytes
+                pairs.append((arena.bytes.narrow(0, offset, piece.nbytes), piece))
+            lists.append(tuple(zip(*pairs, strict=True)))
         return lists
 
-    def queue(self, copies: list[tuple[list, list]], streams, stream) -> tuple:
+    def queue(self, copies: list[tuple[tuple, tuple]], streams, stream) -> tuple:
         """Queue ``copies`` on ``stream``, behind what it waits for.
 
         Returns:
