@@ -431,7 +431,7 @@ class AllAtOnce(Way):
             AllAtOnce.memory = torch.empty(sum(sizes), dtype=torch.uint8, pin_memory=self.on_gpu)
         self.pieces = list(zip(AllAtOnce.memory.split(sizes), sources, strict=True))
         self.module = torch.get_device_module(self.device)
-        self.stream, self.second = self.module.Stream(), self.module.Stream()
+        self.stream = self.module.Stream()
         self.cell = torch.zeros(1, device=self.device)
         self.copied, self.thread = None, None
 
@@ -490,6 +490,22 @@ class OnePieceAtATime(AllAtOnce):
                 ended.synchronize()
 
 
+class InTurns(AllAtOnce):
+    """Two streams take turns, queued by a thread: neither ever has a second copy ready."""
+
+    by_thread = True
+
+    def queue(self) -> None:
+        first, second = self.stream, self.module.Stream()
+        for target, source in self.pieces:
+            with self.module.stream(first):
+                target.copy_(source, non_blocking=True)
+                self.copied.record()
+            if self.on_gpu:
+                second.wait_event(self.copied)
+            first, second = second, first
+
+
 class WithGaps(AllAtOnce):
     """Four bytes in the other direction between the pieces, all queued by one call of a thread."""
 
@@ -511,6 +527,7 @@ PIECES: dict[str, type[Way]] = {
     "cure_at_once": AllAtOnce,
     "cure_tiny_kernel": KernelBetween,
     "cure_paced": OnePieceAtATime,
+    "cure_turns": InTurns,
     "cure_gaps": WithGaps,
 }
 WAYS: dict[str, type[Way]] = {

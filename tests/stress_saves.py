@@ -246,7 +246,7 @@ def stress(name: str, asked: argparse.Namespace, root: Path, device: torch.devic
                 memory.append(resident_bytes())
         way.saves.wait()
         check(keep=0)
-    early, late = max(memory[: len(memory) // 2]), max(memory[len(memory) // 2 :])
+    early, late = min(memory[: len(memory) // 2]), min(memory[len(memory) // 2 :])
     assert late - early < GROWTH, f"host memory grew by {(late - early) / 1e6:.0f} MB: {memory}"
     done = ", ".join(f"{count} {what}" for what, count in counts.items())
     grown = (late - early) / 1e6
