@@ -134,3 +134,71 @@ def test_a_parameter_that_never_had_a_gradient_is_told_with_what_loads_it(tmp_pa
         for state, m in ((optimizer, model["used"]), (fresh, other["used"]))
     ]
     assert torch.equal(*moments) and torch.equal(other["idle"].weight, model["idle"].weight)
+
+
+class Inner(torch.optim.SGD):
+    """Keeps a dict of tensors in its state, and new tensors in that at each step."""
+
+    def step(self, closure=None) -> None:
+        super().step(closure)
+        for group in self.param_groups:
+            for parameter in group["params"]:
+                inner = self.state[parameter].get("inner", {"sum": torch.zeros(())})
+                self.state[parameter]["inner"] = inner
+                inner["sum"] = inner["sum"] + 1
+
+
+class Mine(nn.Parameter): ...
+
+
+def computed(model: nn.Module) -> None:
+    model.register_state_dict_post_hook(
+        lambda module, state, *_: state.update({key: x.clone() for key, x in state.items()})
+    )
+
+
+def of_another_class(model: nn.Module) -> None:
+    model.weight = Mine(model.weight.data)
+
+
+def with_a_sparse_buffer(model: nn.Module) -> None:
+    model.register_buffer("sparse", torch.eye(2).to_sparse())
+
+
+@pytest.mark.parametrize("change", [computed, of_another_class, with_a_sparse_buffer])
+@pytest.mark.parametrize("optimizer", [torch.optim.SGD, Inner])
+def test_what_is_no_tensor_of_the_model_is_asked_for_at_every_save(
+    tmp_path: Path, change, optimizer
+) -> None:
+    from overlapped_writer import OverlappedWriter
+
+    model = nn.Linear(4, 4)
+    change(model)
+    optimizer = optimizer(model.parameters(), lr=0.1, momentum=0.9)
+    app = TrainingState(model, optimizer)
+    with OverlappedWriter(torch.device("cpu"), model.buffers()) as saves:
+        for step in range(3):
+            model(torch.ones(2, 4)).sum().backward()
+            optimizer.step()
+            saves.save({"app": app}, tmp_path / f"step{step}").result()
+            found = {"model": {key: torch.zeros(4, 4) for key in ("weight",)}}
+            found["optim"] = {"state": {"weight.momentum_buffer": torch.zeros(4, 4)}}
+            dcp.load({"app": found}, checkpoint_id=tmp_path / f"step{step}")
+            assert torch.equal(found["model"]["weight"], model.weight), step
+            if isinstance(optimizer, Inner):
+                inner = app.state_dict()["optim"]["state"]["weight"]["inner"]
+                assert inner["sum"] == step + 1
+
+
+def test_a_flat_parameter_is_no_tensor_of_the_state(tmp_path: Path) -> None:
+    from torch.distributed.fsdp import FullyShardedDataParallel
+
+    model = FullyShardedDataParallel(nn.Linear(4, 4), device_id=torch.device("cpu"))
+    optimizer = torch.optim.SGD(model.parameters(), lr=0.1, momentum=0.9)
+    app = TrainingState(model, optimizer)
+    for _ in range(3):
+        model(torch.ones(2, 4)).sum().backward()
+        optimizer.step()
+        kept = {key: x.clone() for key, x in app.state_dict()["model"].items()}
+        fresh, _ = get_state_dict(model, optimizer)
+        assert all(torch.equal(kept[key], fresh[key]) for key in fresh)

@@ -1,9 +1,15 @@
 """Bytes written by a kept plan: what they hold, what is noticed, who hears of an error."""
 
+import sys
 from functools import partial
+from pathlib import Path
 
 import pytest
+import torch
 import troubles
+from torch.distributed.checkpoint import FileSystemReader
+
+sys.path.insert(0, str(Path(__file__).parents[1] / "recipes_source" / "checkpoint"))
 
 survives = partial(troubles.survives, "writer_troubles")
 
@@ -35,3 +41,18 @@ def test_ten_thousand_tensors_cost_a_few_calls() -> None:
 
 def test_a_tensor_that_is_not_dense_is_serialised_at_every_save() -> None:
     survives("sparse")
+
+
+class Mine(torch.Tensor): ...
+
+
+def test_a_tensor_of_another_class_that_grows_is_planned_anew(tmp_path) -> None:
+    from overlapped_writer import OverlappedWriter
+
+    x = torch.ones(3)
+    with OverlappedWriter(torch.device("cpu")) as saves:
+        for step, n in enumerate((3, 3, 5)):  # the third save has the buffers of the first
+            state = {"mine": torch.arange(n).as_subclass(Mine), "x": x}
+            saves.save(state, tmp_path / f"{step}").result()
+    metadata = FileSystemReader(tmp_path / "2").read_metadata().state_dict_metadata
+    assert metadata["mine"].size == torch.Size([5])

@@ -83,22 +83,22 @@ from torch.distributed.tensor import DTensor
 # %%
 # A dict that does not change
 # ---------------------------
-# ``OverlappedSaves`` does not walk a dict again that has an attribute ``tensors``.
+# ``OverlappedSaves`` does not walk a dict again that has an attribute ``kept_tensors``.
 
 
 class Kept(dict):
-    """Nested dicts of tensors alone; ``tensors`` lists them in the order of the dicts."""
+    """Nested dicts of tensors alone; ``kept_tensors`` lists them in the order of the dicts."""
 
     def __init__(self, nested: dict) -> None:
         super().__init__(nested)
-        self.tensors: list[torch.Tensor] = []
+        self.kept_tensors: list[torch.Tensor] = []
         waiting = list(reversed(nested.values()))
         while waiting:
             value = waiting.pop()
             if isinstance(value, dict):
                 waiting += reversed(value.values())
             else:
-                self.tensors.append(value)
+                self.kept_tensors.append(value)
 
 
 # %%
@@ -116,14 +116,16 @@ def memory_of(tensor: torch.Tensor) -> tuple:
     return shard.data_ptr(), tensor.shape, shard.stride(), tensor.dtype
 
 
-def only_tensors(nested: object) -> bool:
+def is_plain(leaf: object) -> bool:
+    dense = type(leaf) in (torch.Tensor, nn.Parameter) and leaf.layout == torch.strided
+    return dense or isinstance(leaf, DTensor)
+
+
+def all_in(nested: object, held: dict[tuple, torch.Tensor]) -> bool:
+    """Whether ``nested`` consists of tensors that are ``held``, and of nothing computed."""
     if isinstance(nested, dict):
-        return all(map(only_tensors, nested.values()))
-    return isinstance(nested, torch.Tensor)
-
-
-def has_extra_state(module: nn.Module) -> bool:
-    return type(module).get_extra_state is not nn.Module.get_extra_state
+        return all(all_in(value, held) for value in nested.values())
+    return is_plain(nested) and memory_of(nested) in held
 
 
 class TrainingState(Stateful):
@@ -173,7 +175,7 @@ class TrainingState(Stateful):
         """
         held = self.held()
         same = len(held) == len(self.known) and all(map(operator.is_, held, self.known))
-        if not same or not isinstance(self.kept_model, Kept):
+        if not (same and isinstance(self.kept_model, Kept) and isinstance(self.kept_optim, Kept)):
             self.ask()
         stepped = [bool(optimizer.state) for optimizer in self.optimizers]
         groups = chain.from_iterable(optimizer.param_groups for optimizer in self.optimizers)
@@ -201,13 +203,14 @@ class TrainingState(Stateful):
         self.containers = [module._modules for module in modules]
         self.containers += [module._parameters for module in modules]
         self.containers += [module._buffers for module in modules]
-        owners = {memory_of(x): x for x in chain(self.model.parameters(), self.model.buffers())}
-        self.kept_model = model
-        if only_tensors(model) and not any(map(has_extra_state, modules)):
-            self.kept_model = Kept({key: owners.get(memory_of(x), x) for key, x in model.items()})
-        self.kept_optim = Kept(optim["state"]) if only_tensors(optim["state"]) else optim["state"]
-        self.names = [group["params"] for group in optim["param_groups"]]
         self.known = self.held()
+        held = {memory_of(x): x for x in self.known if is_plain(x)}
+        self.kept_model, self.kept_optim = model, optim["state"]
+        if all_in(model, held):
+            self.kept_model = Kept({key: held[memory_of(x)] for key, x in model.items()})
+        if all_in(self.kept_optim, held):
+            self.kept_optim = Kept(self.kept_optim)
+        self.names = [group["params"] for group in optim["param_groups"]]
 
     def warn_of_missing_state(self) -> None:
         """Say which trainable parameters never had a gradient, unlike others of their group."""
@@ -317,7 +320,9 @@ if __name__ == "__main__":
 # ------------
 # * ``_parameters``, ``_buffers`` and ``_modules`` of ``nn.Module`` are private by name. They are
 #   older than every version of torch that this gallery runs on.
-# * ``FullyShardedDataParallel`` (FSDP1) and models that change their layers at every step gain
-#   nothing.
+# * What is no tensor of the model or of an optimizer, but computed from them, is asked for at every
+#   save: right, and no gain. So it is with ``FullyShardedDataParallel`` (FSDP1), hooks on
+#   ``state_dict``, extra state, nested optimizer state, and subclasses of ``nn.Parameter``.
+# * Models that change their layers at every step gain nothing.
 # * After an evaluation, ``fully_shard`` can leave the root module gathered, which then holds other
 #   parameters than before. The next save calls ``get_state_dict`` again, which is right, and slow.

@@ -38,9 +38,10 @@ Your project needs this file, ``staging_copies.py``, and ``kept_state.py``. ``de
 own, such as ``torch.device("cuda", local_rank)``. To resume, call
 ``dcp.load({"app": app}, checkpoint_id=root / "step100")``; :doc:`retention` finds the newest.
 
-**Does anything but an optimizer write weights** after a save, such as an EMA swap, a load, or an
-update by hand? Call ``saves.before_update()`` before it. Otherwise the checkpoint can hold some
-tensors of before and some of after, and nothing reports it.
+**Does anything but an optimizer's** ``step`` **write weights** after a save, such as an EMA swap, a
+load, an update by hand, or another method of the optimizer (SAM's first step, ScheduleFree's
+``eval``)? Call ``saves.before_update()`` before it. Otherwise the checkpoint can hold some tensors
+of before and some of after, and nothing reports it.
 
 .. grid:: 1 1 2 2
 
@@ -150,18 +151,15 @@ class OverlappedSaves:
             until these bytes have arrived on the host.
     """
 
-    def __init__(
-        self, device: torch.device, changed_by_forward=(), if_busy="wait", snapshot_bytes: int = 0
-    ) -> None:
+    def __init__(self, device, changed_by_forward=(), if_busy="wait", snapshot_bytes=0) -> None:
         self.device = torch.empty(0, device=device).device  # add the index
         self.if_busy, self.snapshot_bytes = if_busy, snapshot_bytes
         self.changed_by_forward = list(changed_by_forward)
         self.streams = torch.get_device_module(self.device)
-        self.copy_stream = self.streams.Stream()
-        self.plan, self.sets = None, []  # a CopyPlan; for each set its arena, copies, tensors
-        self.uploads, self.failures, self.jobs = [], [], SimpleQueue()
+        self.copy_stream, self.rank, self.groups = self.streams.Stream(), 0, []
+        self.plan, self.sets, self.uploads = None, [], []  # sets: arenas, their copies and tensors
+        self.failures, self.jobs, self.queued = [], SimpleQueue(), None  # queued: the latest copies
         self.calls, self.saves, self.skipped, self.running, self.abandoned = 0, 0, 0, False, False
-        self.rank, self.groups, self.queued = 0, [], None  # queued: of the latest copies
         if dist.is_initialized():
             self.rank, deadline = dist.get_rank(), timedelta(seconds=DEADLINE_S)
             self.groups = [dist.new_group(backend="gloo", timeout=deadline) for _ in range(2)]
@@ -182,16 +180,17 @@ class OverlappedSaves:
             rank if the save failed on one. None if the save was skipped.
 
         Raises:
-            RuntimeError: outside the ``with`` block.
+            RuntimeError: outside the ``with`` block, or it was made before the process group.
         """
-        if not self.running:
-            raise RuntimeError("save within `with OverlappedSaves(...) as saves:`")
+        if not self.running or dist.is_initialized() != bool(self.groups):
+            raise RuntimeError("save within `with OverlappedSaves(...)`, behind init_process_group")
         if self.if_busy == "skip" and self.busy_on_any_rank():
             self.skipped += 1
             return None
-        self.calls, directory = self.calls + 1, Path(directory)
         wait(self.uploads[: len(self.uploads) + 1 - BUFFER_SETS])
+        self.calls, directory, error = self.calls + 1, Path(directory), KeyboardInterrupt("in save")
         tensors, hosts, state, staged, done = [], [], None, Future(), Future()
+        self.uploads = [*self.uploads[-BUFFER_SETS:], done]
         try:
             state = read(state_dict, tensors)
             _, copies, hosts = self.prepare(tensors)
@@ -201,27 +200,29 @@ class OverlappedSaves:
             self.plan.take_snapshots()
             beside.wait_stream(compute)
             self.queued = staged = self.copier.submit(self.plan.queue, copies, self.streams, beside)
-        except Exception as failure:  # the other ranks are saving: they will be told
-            staged.set_exception(failure)
-        self.jobs.put((self.calls, staged, hosts, state, directory, done))
-        self.uploads = [*self.uploads[-BUFFER_SETS:], done]
+        except Exception as failure:
+            error = failure
+        finally:  # the other ranks are saving: they will be told
+            if staged is not self.queued:
+                staged.set_exception(error)
+            self.jobs.put((self.calls, staged, hosts, state, directory, done))
         return done
 
     def busy_on_any_rank(self) -> bool:
-        busy = torch.tensor(sum(not upload.done() for upload in self.uploads) >= BUFFER_SETS)
+        busy = torch.tensor(sum(not done.done() for done in self.uploads), device="cpu")
         if self.groups:
             dist.all_reduce(busy, dist.ReduceOp.MAX, group=self.groups[1])
-        return bool(busy)
+        return int(busy) >= BUFFER_SETS
 
     def prepare(self, tensors: list[torch.Tensor]) -> tuple[PinnedArena, list, list]:
         """Return the next arena, its copies and tensors; plan anew if a tensor has changed."""
         if self.plan is None or not self.plan.fits(tensors):
-            wait(self.uploads)
+            wait(self.uploads[:-1])
             self.plan, self.sets = None, []
             plan = CopyPlan(tensors, self.device, self.changed_by_forward, self.snapshot_bytes)
             arenas = [PinnedArena(plan.nbytes, self.device) for _ in range(BUFFER_SETS)]
-            self.sets = [(arena, plan.copies(arena), plan.hosts(arena)) for arena in arenas]
-            self.plan = plan
+            sets = [(arena, plan.copies(arena), plan.hosts(arena)) for arena in arenas]
+            self.plan, self.sets = plan, sets
         self.saves += 1
         return self.sets[self.saves % BUFFER_SETS]
 
@@ -250,8 +251,8 @@ class OverlappedSaves:
             self.together(self.commit, aside, directory)
             done.set_result(directory)
         except BaseException as failure:  # CheckpointException is no Exception
-            if self.rank == 0:
-                shutil.rmtree(aside, ignore_errors=True)  # a full disk needs the room
+            if self.rank == 0 and not (aside / ".metadata").exists():
+                shutil.rmtree(aside, ignore_errors=True)  # incomplete; a full disk needs the room
             logging.getLogger(__name__).error("no checkpoint in %s: %s", directory, failure)
             self.failures.append(failure)
             done.set_exception(failure)
@@ -290,7 +291,7 @@ class OverlappedSaves:
         """Give the complete checkpoint its name, in place of an older one of that name."""
         if self.rank == 0:
             replaced = Path(f"{directory}.replaced")
-            if (directory / ".metadata").exists():  # nothing else is replaced
+            if {x.suffix or x.name for x in directory.glob("*")} == {".metadata", ".distcp"}:
                 shutil.rmtree(replaced, ignore_errors=True)
                 directory.rename(replaced)
             aside.rename(directory)
@@ -387,8 +388,13 @@ if __name__ == "__main__":
 # * ``changed_by_forward`` tensors are found by their memory. If ``model.to`` or ``to_empty`` gives
 #   the model new buffers, end the block and begin another one.
 # * Save behind ``optimizer.step()``: gradients of a half-done accumulation are not in the state.
-# * After an exception or Ctrl-C only the write in progress is finished, for 30 s at most. Saves that
-#   wait behind it are dropped, and logged.
+# * After an exception, Ctrl-C, or ``sys.exit`` in the block only the write in progress is finished,
+#   for 30 s at most. Saves that wait behind it are dropped, and logged.
+# * A tensor that is new at every save, such as ``torch.get_rng_state()``, makes every save plan anew
+#   and wait for the one before. Save it as a list: ``.tolist()``.
+# * A directory of that name that holds anything but a checkpoint is left alone: the save fails, and
+#   its complete checkpoint stays in ``step100.incomplete``. Write a tokenizer elsewhere, or when the
+#   future is done.
 # * A state that calls ``get_state_dict`` at every save (:doc:`state_to_save`) works too, and holds
 #   the training thread for milliseconds with hundreds of tensors.
 # * The directory is not flushed, and an older checkpoint of the same name is replaced:

@@ -128,7 +128,7 @@ def around(shape: torch.Size, dtype: torch.dtype) -> tuple[bytes, bytes]:
     """What ``torch.save`` writes before and after the bytes of a contiguous tensor."""
     file = WithoutTensor()
     with torch.serialization.skip_data():
-        torch.save(torch.empty(shape, dtype=dtype), file)
+        torch.save(torch.empty(shape, dtype=dtype, device="cpu"), file)
     return file.getvalue()[: file.hole], file.getvalue()[file.hole :]
 
 
@@ -279,7 +279,9 @@ class OverlappedWriter(OverlappedSaves):
         """Whether this rank's state needs another layout than the one that is kept."""
         planner.set_up_planner(state)
         self.staged = [leaf for leaf in planner.state_dict.values() if is_staged(leaf)]
-        self.key = tuple(planner.mappings.items()), tuple(map(id, self.staged))
+        others = [leaf for leaf in planner.state_dict.values() if not is_staged(leaf)]
+        shapes = tuple(leaf.shape for leaf in others if torch.is_tensor(leaf))
+        self.key = tuple(planner.mappings.items()), tuple(map(id, self.staged)), shapes
         if self.layout and self.key in self.layout.calls:
             return False
         plan, names = planner.create_local_plan(), {}

@@ -156,7 +156,7 @@ class PinnedArena:
     def tensor(self, offset: int | None, like: torch.Tensor) -> torch.Tensor:
         """A contiguous tensor with the shape and dtype of ``like``, ``offset`` bytes into it."""
         if like.numel() == 0:
-            return torch.empty(like.shape, dtype=like.dtype)
+            return torch.empty(like.shape, dtype=like.dtype, device="cpu")
         flat = torch.frombuffer(self.memory, dtype=like.dtype, count=like.numel(), offset=offset)
         return flat.view(like.shape)
 
@@ -190,7 +190,7 @@ def in_host_memory(tensor: torch.Tensor, host: torch.Tensor) -> torch.Tensor:
 # What is copied beside training
 # ------------------------------
 # Dense tensors and DTensors stay where they are and are copied later. Everything else (Python
-# numbers, learning rates, sparse tensors) is read at once. A dict with an attribute ``tensors``
+# numbers, learning rates, sparse tensors) is read at once. A dict with an attribute ``kept_tensors``
 # promises not to change, so ``read`` does not walk it again (:doc:`kept_state` makes such dicts).
 
 
@@ -216,14 +216,16 @@ def read(tree: object, tensors: list[torch.Tensor]) -> object:
     """Copy ``tree`` as it is now, except what will be staged: add that to ``tensors``."""
 
     def read_leaf(leaf: object) -> object:
+        if torch.is_tensor(leaf) and not is_staged(leaf):
+            leaf = leaf.detach()  # makes a subclass of Parameter a tensor
         if is_staged(leaf):
             tensors.append(leaf)
             return leaf
-        return leaf.detach().to("cpu", copy=True) if torch.is_tensor(leaf) else deepcopy(leaf)
+        return leaf.to("cpu", copy=True) if torch.is_tensor(leaf) else deepcopy(leaf)
 
     tree = tree.state_dict() if hasattr(tree, "state_dict") else tree
-    if hasattr(tree, "tensors"):  # see kept_state.py: a dict that does not change
-        tensors += tree.tensors
+    if hasattr(tree, "kept_tensors"):  # see kept_state.py: a dict that does not change
+        tensors += tree.kept_tensors
         return tree
     if isinstance(tree, dict):
         return {key: read(value, tensors) for key, value in tree.items()}
@@ -241,8 +243,8 @@ def read(tree: object, tensors: list[torch.Tensor]) -> object:
 # own device first, as *snapshots*:
 #
 # * tensors that forward changes (BatchNorm's statistics),
-# * tensors without a dimension: counters, a learning rate that the schedule changes in place,
-# * tensors that are not contiguous,
+# * tensors of one number: counters, a learning rate that the schedule changes in place,
+# * tensors that are not contiguous, and views that conjugate or negate,
 # * tensors on another device (step counts on the CPU),
 # * with ``snapshot_bytes``, as many others as fit. It is meant for steps shorter than the copy: see the
 #   rows of short steps in :doc:`overlapped_writer` before you use it.
@@ -254,17 +256,17 @@ def read(tree: object, tensors: list[torch.Tensor]) -> object:
 # makes a new tensor at every call.
 
 
+def places(shards: list[torch.Tensor]) -> list[tuple]:
+    return [(x.data_ptr(), x.size(), x.stride(), x.dtype) for x in shards]
+
+
 def layout(x: torch.Tensor) -> tuple:
     return x.shape, x.dtype, getattr(x, "device_mesh", None), getattr(x, "placements", None)
 
 
-def identity(shard: torch.Tensor) -> tuple:
+def identity(x: torch.Tensor) -> tuple:
     """A key that is equal for two names of the same memory, as tied weights have."""
-    return shard.data_ptr(), shard.shape, shard.stride(), shard.dtype
-
-
-def as_bytes(tensor: torch.Tensor) -> torch.Tensor:
-    return tensor.view(-1).view(torch.uint8)
+    return x.data_ptr(), x.shape, x.stride(), x.dtype, x.is_conj(), x.is_neg()
 
 
 class CopyPlan:
@@ -285,28 +287,31 @@ class CopyPlan:
     def __init__(self, tensors, device, changed_by_forward=(), snapshot_bytes: int = 0) -> None:
         self.tensors, self.shards = tensors, [shard_of(tensor.detach()) for tensor in tensors]
         device = torch.empty(0, device=device).device  # add the index
-        self.gap = torch.zeros(1, device=device), torch.zeros(1, pin_memory=device.type == "cuda")
-        self.places = [(x.data_ptr(), x.size(), x.stride()) for x in self.shards]
+        on_cuda = device.type == "cuda"
+        self.gap = torch.zeros(1, device=device), torch.zeros(1, device="cpu", pin_memory=on_cuda)
+        self.places = places(self.shards)
         self.nbytes, self.offsets = ALIGNMENT, {}
         self.snapshots, self.packs, self.in_place, self.from_copies = [], [], [], []
 
-        changing = {shard_of(t).untyped_storage().data_ptr() for t in changed_by_forward}
+        changing = [shard_of(x) for x in changed_by_forward if x.layout == torch.strided]
+        changing = {shard.untyped_storage().data_ptr() for shard in changing}
         unique = {identity(shard): shard for shard in self.shards if shard.numel()}
         large, small = [], {}
         for source in sorted(unique.values(), key=torch.Tensor.element_size, reverse=True):
             shard = source
             within_budget = SMALL <= shard.nbytes <= snapshot_bytes
             in_changing = shard.untyped_storage().data_ptr() in changing
-            read_at_save = in_changing or shard.device != device or shard.dim() == 0
+            read_at_save = in_changing or shard.device != device or shard.numel() == 1
+            is_view = not shard.is_contiguous() or shard.is_conj() or shard.is_neg()
             snapshot_bytes -= shard.nbytes if within_budget else 0
-            if within_budget or read_at_save or not shard.is_contiguous():
+            if within_budget or read_at_save or is_view:
                 source = torch.empty(shard.shape, dtype=shard.dtype, device=shard.device)
                 self.snapshots.append((source, shard))
             group = large if shard.nbytes >= SMALL else small.setdefault(shard.device, [])
             group.append((shard, source))
 
         for group in small.values():
-            sources = [as_bytes(source) for _, source in group]
+            sources = [source.view(-1).view(torch.uint8) for _, source in group]
             self.packs.append((torch.cat(sources), sources))
             offset = self.place(self.packs[-1][0], self.from_copies)
             for shard, _ in group:  # widest elements first: each lies at a multiple of its size
@@ -314,7 +319,7 @@ class CopyPlan:
                 offset += shard.nbytes
         for shard, source in large:
             pieces = self.in_place if source is shard else self.from_copies
-            self.offsets[identity(shard)] = self.place(as_bytes(source), pieces)
+            self.offsets[identity(shard)] = self.place(source.view(-1).view(torch.uint8), pieces)
 
     def place(self, source: torch.Tensor, pieces: list[tuple]) -> int:
         """Reserve room for the bytes of ``source``, cut it into ``pieces``; return its offset."""
@@ -325,14 +330,9 @@ class CopyPlan:
 
     def fits(self, tensors: list[torch.Tensor]) -> bool:
         """Whether these are the tensors of the plan, or others of the same memory and layout."""
-        if len(tensors) != len(self.tensors):
-            return False
-        for new, old, known in zip(tensors, self.tensors, self.places, strict=True):
-            shard = new._local_tensor if isinstance(new, DTensor) else new
-            place = shard.data_ptr(), shard.size(), shard.stride()
-            if place != known or (new is not old and layout(new) != layout(old)):
-                return False
-        return True
+        shards = [x._local_tensor if isinstance(x, DTensor) else x for x in tensors]
+        pairs, same = zip(tensors, self.tensors, strict=False), places(shards) == self.places
+        return same and all(new is old or layout(new) == layout(old) for new, old in pairs)
 
     def hosts(self, arena: PinnedArena) -> list[torch.Tensor]:
         """The tensors of the plan as they will lie in ``arena``; tied ones share their memory."""

@@ -492,16 +492,18 @@ def snapshots_free_the_update_from_the_copies(root: Path, device: torch.device) 
 
 def numbers_on_the_device_are_read_at_the_save(root: Path, device: torch.device) -> None:
     rate, counter = torch.tensor(0.5, device=device), torch.tensor(7, device=device)
+    rates = torch.tensor([0.5], device=device)
     gate = threading.Event()
     with recipe.OverlappedSaves(device) as saves:
         saves.copier.submit(gate.wait)  # the copies begin late
-        saves.save({"rate": rate, "counter": counter}, root / "numbers")
+        saves.save({"rate": rate, "rates": rates, "counter": counter}, root / "numbers")
         rate.mul_(0.5)  # as a schedule does
+        rates.mul_(0.5)
         counter.add_(1)
         gate.set()
-    loaded = {"rate": torch.zeros(()), "counter": torch.tensor(0)}
+    loaded = {"rate": torch.zeros(()), "rates": torch.zeros(1), "counter": torch.tensor(0)}
     dcp.load(loaded, checkpoint_id=root / "numbers")
-    assert (loaded["rate"].item(), loaded["counter"].item()) == (0.5, 7), loaded
+    assert [tensor.item() for tensor in loaded.values()] == [0.5, 0.5, 7], loaded
 
 
 def threads_are_told_their_device(root: Path, device: torch.device) -> None:
