@@ -232,6 +232,7 @@ class DurableSaves(OverlappedSaves):
             return
         if directory.exists():
             if not faults(directory, digests=True):
+                shutil.rmtree(aside)
                 raise FileExistsError(f"{directory} is there and whole")
             directory.rename(directory.with_name(directory.name + ".damaged"))
         aside.rename(directory)

@@ -133,14 +133,15 @@ def directory_of_rank_0(directory: Path) -> Path:
 
 
 class SampleCounter(nn.Module):
-    """Count the samples that all ranks have seen, in a buffer of one int64."""
+    """Count the samples and the numbers that all ranks have seen, in a buffer of two int64."""
 
     def __init__(self) -> None:
         super().__init__()
-        self.register_buffer("samples", torch.zeros(1, dtype=torch.int64))
+        self.register_buffer("samples", torch.zeros(2, dtype=torch.int64))
 
     def forward(self, x: torch.Tensor) -> torch.Tensor:
-        self.samples += x.shape[0] * dist.get_world_size()
+        self.samples[0] += x.shape[0] * dist.get_world_size()
+        self.samples[1] += x.numel() * dist.get_world_size()
         return x
 
 
