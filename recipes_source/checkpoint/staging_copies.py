@@ -89,10 +89,10 @@ returns, so no thread has to pace the copies.
    compute:     0-4 forward; 4-16 waits ~; 16-24 forward, backward
    copies:      1-16 all pieces ~
    read:        16-17 item
-   compute:     26-30 forward; 30-31 read ~; 31-42 forward, backward
-   copies:      27-29 piece ~; 29.4-30 piece ~; 31-33 piece ~; 33.4-35.4 piece ~; 35.8-38 piece ~
-   to device:   29-29.4 gap; 33-33.4 gap; 35.4-35.8 gap
-   read:        30-31 item
+   compute:     26-30 forward; 30-32.8 waits ~; 32.8-43.8 forward, backward
+   copies:      27-29.2 piece ~; 29.6-31.8 piece ~; 32.8-35 piece ~; 35.4-37.6 piece ~
+   to device:   29.2-29.6 gap; 31.8-32.2 gap; 35-35.4 gap
+   read:        31.8-32.8 item
 """
 
 # %%
@@ -252,7 +252,7 @@ def read(tree: object, tensors: list[torch.Tensor]) -> object:
 # Optimizers, loads and ``p.data = ...`` may give a tensor other memory, or another shape over the
 # same memory. So every save compares the address, shape and strides of each tensor, in one pass:
 # what takes time is to fetch the tensors' records from memory. Version counters would not do: a fused
-# optimizer leaves them as they are. ``_local_tensor`` is private by name. The public ``to_local()``
+# optimizer leaves them as they are. ``_local_tensor`` and ``torch._foreach_copy_`` are private by name. The public ``to_local()``
 # makes a new tensor at every call.
 
 
