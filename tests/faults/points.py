@@ -127,6 +127,7 @@ class Points:
         for name in ("create_local_plan", "create_global_plan", "finish_plan"):
             self.around(DefaultSavePlanner, name, lambda *_, **__: "planning")
         self.around(torch.Tensor, "copy_", self.staging)
+        self.around(torch, "_foreach_copy_", self.staging)
         self.around(torch.UntypedStorage, "copy_", self.staging)
         self.around(os, "rename", self.renamed)
         self.around(os, "replace", lambda _, new: point_of(str(new)))
