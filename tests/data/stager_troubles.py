@@ -172,6 +172,7 @@ def a_block_left_by_one_rank_does_not_hang_and_leaves_nothing_wrong(
             run.step_and_save(saves).result(30)
             saves.gates["step2"] = gate
             waiting = [run.step_and_save(saves) for _ in range(2)]
+            assert saves.at_gate.wait(30)  # the first of them is being written
             if dist.get_rank() == 0:
                 raise KeyError("one rank ends")
             gate.set()
