@@ -119,9 +119,9 @@ EXIT_S = 30.0  # how long the end of the block waits for a write after an except
 # --------
 # ``save`` runs on the training thread. It reads whatever is not a tensor, checks that the plan
 # still fits, queues a few snapshots, and hands the rest to two threads. One thread queues the
-# copies, in one call. The other waits for the copies and writes. Each thread is told its device, because a new
-# thread uses the first device and would open a context there: half a gigabyte for each rank of the
-# node.
+# copies, in one call. The other waits for the copies and writes. Each thread is told its device,
+# because a new thread uses the first device and would open a context there: half a gigabyte for each
+# rank of the node.
 #
 # ``together`` runs a function on all ranks, and raises on all of them if it failed on one. A full
 # disk, memory that the driver refuses to lock, or a state that one rank cannot stage costs that

@@ -226,8 +226,8 @@ class Layout(dcp.FileSystemWriter):
 # report that earlier, but makes a memory file system walk its pages twice. ``fsync`` returns when
 # the storage has the bytes. A directory's entries need an ``fsync`` of their own.
 #
-# More threads than ``WRITERS`` write faster, and take cores and memory bandwidth from the thread
-# that launches kernels. If your host has few cores for each GPU, take fewer.
+# More threads than ``WRITERS`` can write faster, and can take cores and memory bandwidth from the
+# thread that launches kernels. If your host has few cores for each GPU, take fewer.
 
 
 def write_file(path: Path, pieces: list[tuple[int, int, list]]) -> None:

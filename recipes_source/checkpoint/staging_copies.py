@@ -15,8 +15,8 @@ at most.
    :field: staging_cost_s
    :where: model=llama-1b step=long loop=reads compiled=no storage=memory
 
-``overlapped_writer`` stages with this recipe. ``torch_checkpointing`` is a package that queues all
-its copies at once. ``none`` is the same measurement without a save: the noise.
+``overlapped_writer`` stages with this recipe. ``torch_checkpointing`` is a package that stages
+in the background, too. ``none`` is the same measurement without a save: the noise.
 
 **When not to bother:** nothing in your step reads from the device (no ``.item()``, no gradient
 norm on the host, no mask that the model looks at), or your state is a few megabytes. Then plain
@@ -416,8 +416,8 @@ if __name__ == "__main__":
 # What it buys
 # ------------
 # The first figure is of whole saves, with gaps. The rows below are the copies alone, without gaps,
-# in the same loop. A stock Llama reads one scalar in every forward when you call it without a cache. *Staging
-# costs* is the time that the save adds to training: the steps from the call to one step after the last
+# in the same loop. A stock Llama reads one scalar in every forward when you call it without a
+# cache. *Staging costs* is the time that the save adds to training: the steps from the call to one step after the last
 # copy, minus as many steps without a save (:doc:`/guide/measured`). *Staged after* is when the
 # last copy has arrived.
 #
