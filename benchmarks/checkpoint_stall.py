@@ -23,7 +23,8 @@ How a number is made
   when it ended. A blocking call is part of it.
 * ``cost_s``: the same of all steps from the call to the end of the upload: everything that a save
   costs training.
-* ``upload_slowdown``: steps that lie wholly between, over what they take without a save.
+* ``upload_slowdown``: the steps that begin between the end of the copy and that of the upload, over
+  what they take without a save.
 * ``_low``, ``_high``: the bootstrap's 95 % interval of the median, from six samples on.
 * Row ``none`` is windows without a save, read in the same way, as if a save as long as the others'
   had been called: what the method reads where there is nothing.
@@ -124,8 +125,8 @@ class Window:
         # the copy has ended before the update of step LEAD; behind it one step more is counted
         free = min(max(LEAD, step_of(staged_at)) + 1, len(steps) - 1)
         last = max(free, step_of(save.uploaded_at))
-        beside = slice(free + 1, last)
         blocked = save.staged_at == save.uploaded_at
+        beside = slice(free, free if blocked else step_of(save.uploaded_at) + 1)
         begun = save.called_at if blocked else save.staged_at or save.called_at
         return {
             "staging_cost_s": sum(steps[first : free + 1]) - sum(usual[first : free + 1]),

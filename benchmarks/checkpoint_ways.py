@@ -13,6 +13,7 @@ from concurrent.futures import Future
 from dataclasses import dataclass
 from importlib.metadata import version
 from pathlib import Path
+from types import SimpleNamespace
 
 import torch
 import torch.distributed as dist
@@ -27,6 +28,7 @@ from async_save import AppState, AsyncCheckpoints, leaves, same_bits  # noqa: E4
 from default_stager import REUSE_CRASHES, StagedCheckpoints  # noqa: E402
 from kept_state import TrainingState  # noqa: E402
 from pinned_staging import PinnedCheckpoints  # noqa: E402
+from staging_copies import ALIGNMENT, CopyPlan  # noqa: E402
 
 from benchmarks.measuring import timing_event  # noqa: E402
 
@@ -422,14 +424,16 @@ class AllAtOnce(Way):
 
     def open(self) -> None:
         shards = [x for x in leaves(self.app.state_dict()).values() if isinstance(x, torch.Tensor)]
-        shards = {x.data_ptr(): x.detach() for x in shards if x.device == self.device}.values()
-        flat = [x.reshape(-1).view(torch.uint8) for x in shards if x.numel()]
+        shards = {x.data_ptr(): x.detach() for x in shards if x.device == self.device}
+        self.shards = list(shards.values())
+        flat = [x.reshape(-1).view(torch.uint8) for x in self.shards if x.numel()]
         sources = [piece for x in flat for piece in x.split(PIECE_BYTES)]
         sizes = [piece.nbytes for piece in sources]
         self.on_gpu = self.device.type == "cuda"
         if AllAtOnce.memory is None:
-            AllAtOnce.memory = torch.empty(sum(sizes), dtype=torch.uint8, pin_memory=self.on_gpu)
-        self.pieces = list(zip(AllAtOnce.memory.split(sizes), sources, strict=True))
+            nbytes = sum(sizes) + ALIGNMENT * (1 + len(sizes))  # a plan aligns each
+            AllAtOnce.memory = torch.empty(nbytes, dtype=torch.uint8, pin_memory=self.on_gpu)
+        self.pieces = list(zip(AllAtOnce.memory[: sum(sizes)].split(sizes), sources, strict=True))
         self.module = torch.get_device_module(self.device)
         self.stream = self.module.Stream()
         self.cell = torch.zeros(1, device=self.device)
@@ -507,20 +511,23 @@ class InTurns(AllAtOnce):
 
 
 class WithGaps(AllAtOnce):
-    """Four bytes in the other direction between the pieces, all queued by one call of a thread."""
+    """The recipe's: four bytes in the other direction between the pieces, queued by one call."""
 
     recipes = ("staging_copies",)
     by_thread = True
 
     def open(self) -> None:
         super().open()
-        gap = self.cell, torch.zeros(1, pin_memory=self.on_gpu)
-        self.lists = list(
-            zip(*(pair for piece in self.pieces for pair in (piece, gap)), strict=True)
-        )
+        self.plan = CopyPlan(self.shards, self.device)
+        memory = SimpleNamespace(bytes=AllAtOnce.memory)
+        self.copies = self.plan.copies(memory)
+
+    def start(self, save: Save) -> None:
+        self.plan.take_snapshots()
+        super().start(save)
 
     def queue(self) -> None:
-        torch._foreach_copy_(*self.lists, non_blocking=True)
+        self.plan.queue(self.copies, self.module, self.stream)
 
 
 PIECES: dict[str, type[Way]] = {

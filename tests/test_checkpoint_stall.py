@@ -78,6 +78,15 @@ def test_a_call_that_blocks_is_part_of_the_cost() -> None:
     assert times["upload_slowdown"] is None
 
 
+@pytest.mark.parametrize(
+    ("slow", "seen"), [(LEAD, False), (LEAD + 1, True), (LEAD + 2, True), (LEAD + 3, False)]
+)
+def test_steps_that_begin_beside_the_upload_are_its_slowdown(slow: int, seen: bool) -> None:
+    times = window({slow: 0.1}, staged=0.2, uploaded=0.8).times([USUAL])
+    assert times["steps_beside_upload"] == 2
+    assert times["upload_slowdown"] == pytest.approx(7 / 6 if seen else 1.0)
+
+
 def test_an_upload_longer_than_the_window_counts_to_its_end() -> None:
     assert window({STEPS - 1: 0.1}, uploaded=99.0).times([USUAL])["cost_s"] == pytest.approx(0.1)
 
