@@ -251,13 +251,15 @@ def read(tree: object, tensors: list[torch.Tensor]) -> object:
 #
 # Optimizers, loads and ``p.data = ...`` may give a tensor other memory, or another shape over the
 # same memory. So every save compares the address, shape and strides of each tensor, in one pass:
-# what takes time is to fetch the tensors' records from memory. Version counters would not do: a fused
-# optimizer leaves them as they are. ``_local_tensor`` and ``torch._foreach_copy_`` are private by name. The public ``to_local()``
+# what takes time is to fetch the tensors' records from memory. It keeps no result, for a thousand new
+# tuples would set off Python's garbage collection. Version counters would not do: a fused optimizer
+# leaves them as they are. ``_local_tensor`` and ``torch._foreach_copy_`` are private by name. The public ``to_local()``
 # makes a new tensor at every call.
 
 
-def places(shards: list[torch.Tensor]) -> list[tuple]:
-    return [(x.data_ptr(), x.size(), x.stride(), x.dtype) for x in shards]
+def place(x: torch.Tensor) -> tuple:
+    x = x._local_tensor if isinstance(x, DTensor) else x
+    return x.data_ptr(), x.size(), x.stride(), x.dtype
 
 
 def layout(x: torch.Tensor) -> tuple:
@@ -289,14 +291,13 @@ class CopyPlan:
         device = torch.empty(0, device=device).device  # add the index
         on_cuda = device.type == "cuda"
         self.gap = torch.zeros(1, device=device), torch.zeros(1, device="cpu", pin_memory=on_cuda)
-        self.places = places(self.shards)
-        self.nbytes, self.offsets = ALIGNMENT, {}
+        self.places = [place(tensor) for tensor in tensors]
+        self.nbytes, self.offsets, large, small = ALIGNMENT, {}, [], {}
         self.snapshots, self.packs, self.in_place, self.from_copies = [], [], [], []
 
         changing = [shard_of(x) for x in changed_by_forward if x.layout == torch.strided]
         changing = {shard.untyped_storage().data_ptr() for shard in changing}
         unique = {identity(shard): shard for shard in self.shards if shard.numel()}
-        large, small = [], {}
         for source in sorted(unique.values(), key=torch.Tensor.element_size, reverse=True):
             shard = source
             within_budget = SMALL <= shard.nbytes <= snapshot_bytes
@@ -330,9 +331,9 @@ class CopyPlan:
 
     def fits(self, tensors: list[torch.Tensor]) -> bool:
         """Whether these are the tensors of the plan, or others of the same memory and layout."""
-        shards = [x._local_tensor if isinstance(x, DTensor) else x for x in tensors]
-        pairs, same = zip(tensors, self.tensors, strict=False), places(shards) == self.places
-        return same and all(new is old or layout(new) == layout(old) for new, old in pairs)
+        known = zip(tensors, self.tensors, self.places, strict=False)
+        same = all(place(x) == p and (x is t or layout(x) == layout(t)) for x, t, p in known)
+        return same and len(tensors) == len(self.tensors)
 
     def hosts(self, arena: PinnedArena) -> list[torch.Tensor]:
         """The tensors of the plan as they will lie in ``arena``; tied ones share their memory."""
