@@ -3,8 +3,13 @@
 ``offload_step.py`` measures them: the same model, batches, loop and schedule as ours.
 
 * ``torchao``: its ``CPUOffloadOptimizer`` with gradients offloaded. Weights stay on the device;
-  weights and moments are bf16, so there are no fp32 masters. It does not clip.
+  weights and moments are bf16, so there are no fp32 masters. Its step begins while the device still
+  runs backward, and it cannot clip: ``clip_grad_norm_`` would find no gradients, or change such as
+  were copied already.
 * ``torchao_fp32``: the same with fp32 weights and moments, compute in bf16 by autocast.
+* ``torchao_clipped``, ``torchao_fp32_clipped``: the same, clipped by us, in the cheapest way that we
+  know: norms are taken on the device in backward, and the step, which then waits for all of it,
+  gives their factor to torch's Adam as ``grad_scale``. That is no further pass over memory.
 * ``fsdp2_cpu_offload``: FSDP2 with ``CPUOffloadPolicy``, fp32 weights and fused AdamW on the host,
   bf16 compute, clipped. On one rank it cannot prefetch as it does on more.
 * ``deepspeed_offload``: ZeRO stage 3, weights and optimizer on the host, clipped.
@@ -38,6 +43,8 @@ class PeerLoop(StockLoop):
 
     engine = None  # DeepSpeed's, which clips and steps by itself
     precision = nullcontext()
+    limit = None  # a function that clips where ``clip_grad_norm_`` cannot; called if ``limited``
+    limited = False
     state_bytes = 0  # on the device when backward has ended: weights, gradients, optimizer's state
 
     def use(self, optimizer: torch.optim.Optimizer) -> None:
@@ -64,6 +71,8 @@ class PeerLoop(StockLoop):
 
     def update(self) -> None:
         self.look()
+        if self.limited:
+            self.limit()
         super().update()
 
     def step(self) -> None:
@@ -83,10 +92,26 @@ class PeerLoop(StockLoop):
 def torchao(loop: PeerLoop) -> None:
     from torchao.optim import CPUOffloadOptimizer
 
+    norms: dict[torch.nn.Parameter, torch.Tensor] = {}
+
+    def take_norm(parameter: torch.nn.Parameter) -> None:
+        norms[parameter] = torch.linalg.vector_norm(parameter.grad, dtype=torch.float32)
+
+    for parameter in loop.model.parameters():  # before torchao's own hooks, which drop gradients
+        parameter.register_post_accumulate_grad_hook(take_norm)
     options = {"offload_gradients": True, "lr": RATE, "fused": True}
     groups = parameters_by_decay(loop.model)
-    loop.use(CPUOffloadOptimizer(groups, torch.optim.AdamW, **options))
-    loop.clip = False
+    optimizer = CPUOffloadOptimizer(groups, torch.optim.AdamW, **options)
+
+    def limit() -> None:
+        norm = torch.linalg.vector_norm(torch.stack(list(norms.values()))).cpu()
+        scale = ((norm + 1e-6) / LARGEST_NORM).clamp(min=1.0)  # gradients are divided by it
+        for each in (*optimizer.optim_dict.values(), optimizer.d_opt):
+            if each is not None:
+                each.grad_scale, each.found_inf = scale, torch.zeros(())
+
+    loop.use(optimizer)
+    loop.clip, loop.limit = False, limit
 
 
 def torchao_fp32(loop: PeerLoop) -> None:

@@ -247,6 +247,7 @@ class Benchmark:
     def __init__(self, options: argparse.Namespace, device: torch.device) -> None:
         self.size, self.device = SMALL if options.small else FULL, device
         self.host_state, self.until = options.host_state, time.time() + options.until
+        self.depths = options.depths
         shape = LLAMAS[self.size.name]
         workload = {
             "model": f"{self.size.name}, vocabulary {shape.vocabulary:,}",
@@ -277,6 +278,9 @@ class Benchmark:
         measuring.forget_memory(self.device)
 
     def extrapolated(self, by_depth: dict[int, float]) -> float:
+        """At all layers, by a straight line; what was measured there is what it is."""
+        if self.size.layers in by_depth:
+            return by_depth[self.size.layers]
         (few, short), (many, long) = sorted(by_depth.items())
         return long + (long - short) / (many - few) * (self.size.layers - many)
 
@@ -288,7 +292,8 @@ class Benchmark:
             if values:
                 fields[field] = self.extrapolated(values)
                 samples |= {f"{field} of {depth} layers": [v] for depth, v in values.items()}
-        fields |= {"extrapolated": True, "optimizer_in_step": True} | more
+        fields |= {"extrapolated": self.size.layers not in by_depth, "optimizer_in_step": True}
+        fields |= more
         self.row(name, tokens, None, **fields, samples=samples)
 
     # The host's Adam
@@ -504,34 +509,41 @@ class Benchmark:
     # Peers
 
     def peer(self, name: str) -> None:
-        """Whole steps at two depths, at all tokens."""
+        """Whole steps at two depths or one, at all tokens; clipped in a second row if not by itself."""
         if not dist.is_initialized():
             dist.init_process_group(store=dist.HashStore(), rank=0, world_size=1)
-        seconds: dict[int, dict] = {tokens: {} for tokens in self.size.tokens}
-        state = {}
-        for depth in DEPTHS.get(name, self.size.depths):
+        seconds: dict[tuple, dict] = {}
+        state, depths = {}, self.depths or DEPTHS.get(name, self.size.depths)
+        for depth in depths:
             model = llama(self.size.name, self.device, layers=depth).bfloat16()
             model.gradient_checkpointing_enable({"use_reentrant": False})
             loop = PeerLoop(model, self.size.length, self.size.length)
             del model
             PEERS[name](loop)
-            for tokens in self.size.tokens:
-                count = max(1, tokens // self.size.length) * self.size.length
-                loop.set_batches(count, self.size.length)
-                step = statistics.median(train(loop, 2, warm=1))
-                seconds[tokens][depth] = {"step_s": step}
-                tell(f"{name}, {depth} layers, {tokens} tokens: {step:.3f} s")
-            state[depth] = loop.state_bytes
+            self.clear()  # the weights in fp32, from which it was built
+            for loop.limited in (False, True)[: 1 + (loop.limit is not None)]:
+                row = f"{name}_clipped" if loop.limited else name
+                for tokens in self.size.tokens:
+                    count = max(1, tokens // self.size.length) * self.size.length
+                    loop.set_batches(count, self.size.length)
+                    steps = train(loop, 2, warm=1)
+                    by_depth = seconds.setdefault((row, tokens), {})
+                    by_depth[depth] = {"step_s": statistics.median(steps)}
+                    state[depth] = loop.state_bytes
+                    tell(f"{row}, {depth} layers, {tokens} tokens: {steps}")
+                    if depth == depths[-1]:
+                        self.row_of_peer(name, row, tokens, by_depth, state)
             loop.close()
             del loop
             HostMemory()  # gives back what was pinned
             self.clear()
-        for tokens, by_depth in seconds.items():
-            fields = {"device_state_bytes": round(self.extrapolated(state))} | note_of(name)
-            if resident := self.found("resident", tokens):
-                step = self.extrapolated({depth: of["step_s"] for depth, of in by_depth.items()})
-                fields["kept"] = resident["step_s"] / step
-            self.row_of_depths(name, tokens, by_depth, **fields)
+
+    def row_of_peer(self, name: str, row: str, tokens: int, by_depth: dict, state: dict) -> None:
+        fields = {"device_state_bytes": round(self.extrapolated(state))} | note_of(name)
+        if resident := self.found("resident", tokens):
+            step = self.extrapolated({depth: of["step_s"] for depth, of in by_depth.items()})
+            fields["kept"] = resident["step_s"] / step
+        self.row_of_depths(row, tokens, by_depth, **fields)
 
     def task(self, name: str, seconds: float, work: Callable[[], None], *tokens: int) -> Task:
         """``tokens``: of the rows that ``work`` adds; none for a row without."""
@@ -567,6 +579,7 @@ def main() -> None:
     choices = ("ours", "peers", "copies", "larger", "all")
     parser.add_argument("--what", choices=choices, default="ours")
     parser.add_argument("--peers", nargs="+", choices=PEERS, default=list(PEERS))
+    parser.add_argument("--depths", nargs="+", type=int, help="of peers; 32: nothing extrapolated")
     parser.add_argument("--host-state", type=float, default=LARGER_HOST_STATE, help="bytes; larger")
     parser.add_argument("--until", type=float, default=3600, help="seconds from now")
     options = parser.parse_args()
