@@ -7,8 +7,8 @@
   runs backward, and it cannot clip: ``clip_grad_norm_`` would find no gradients, or change such as
   were copied already.
 * ``torchao_fp32``: the same with fp32 weights and moments, compute in bf16 by autocast.
-* ``torchao_clipped``, ``torchao_fp32_clipped``: the same, clipped by us, in the cheapest way that we
-  know: norms are taken on the device in backward, and the step, which then waits for all of it,
+* ``torchao_clipped``, ``torchao_fp32_clipped``: the same, clipped by us, in the cheapest way known
+  to us: norms are taken on the device in backward, and the step, which then waits for all of it,
   gives their factor to torch's Adam as ``grad_scale``. That is no further pass over memory.
 * ``fsdp2_cpu_offload``: FSDP2 with ``CPUOffloadPolicy``, fp32 weights and fused AdamW on the host,
   bf16 compute, clipped. On one rank it cannot prefetch as it does on more.

@@ -509,7 +509,7 @@ class Benchmark:
     # Peers
 
     def peer(self, name: str) -> None:
-        """Whole steps at two depths or one, at all tokens; clipped in a second row if not by itself."""
+        """Whole steps at two depths or one; one that does not clip by itself has rows with ours."""
         if not dist.is_initialized():
             dist.init_process_group(store=dist.HashStore(), rank=0, world_size=1)
         seconds: dict[tuple, dict] = {}
@@ -521,8 +521,8 @@ class Benchmark:
             del model
             PEERS[name](loop)
             self.clear()  # the weights in fp32, from which it was built
-            for loop.limited in (False, True)[: 1 + (loop.limit is not None)]:
-                row = f"{name}_clipped" if loop.limited else name
+            for limited in (False, True) if loop.limit else (False,):
+                loop.limited, row = limited, f"{name}_clipped" if limited else name
                 for tokens in self.size.tokens:
                     count = max(1, tokens // self.size.length) * self.size.length
                     loop.set_batches(count, self.size.length)
