@@ -522,17 +522,18 @@ def tasks_of(measurement: Measurement, ours: str, model: str, pairs: int) -> Ite
     yield judged(ours)
     yield interval(ours, 20, 4)
     yield interval(ours, 100, 0)
+    yield Task(f"trace {ours}", 15, partial(measurement.trace, long, ours, results))
+    yield cost(long, "torch_checkpointing", 2)
+    for name in ("nvidia-resiliency-ext", "torchtitan_async_with_pinned_mem"):
+        yield cost(long, name, 1)
+    yield Task("copies alone", 25 + 3 * gb, partial(measurement.copies, long), copied)
     yield cost(short, ours, 6)
     yield cost(short, "overlapped_snapshot", 3)
     yield probe(disk, 5 + 4 * gb)
     yield cost(disk, ours, 6)
-    yield Task(f"trace {ours}", 15, partial(measurement.trace, long, ours, results))
-    yield cost(long, "torch_checkpointing", 2)
-    for name in ("nvidia-resiliency-ext", "torchtitan_async_with_pinned_mem", "torchtitan_async"):
+    for name in ("torchtitan_async", "default_stager_as_published"):
         yield cost(long, name, 1)
-    yield cost(long, "default_stager_as_published", 1)
     yield judged("default_stager_as_published")
-    yield Task("copies alone", 25 + 3 * gb, partial(measurement.copies, long), copied)
     for name in ("dcp_save", "async_save", "pinned"):
         yield cost(long, name, 1)
     if ours != "overlapped":
