@@ -53,6 +53,14 @@ def test_a_transposed_tie_keeps_both_its_shapes() -> None:
     assert right(trained(model, torch.optim.SGD(model.parameters(), lr=0.1)))
 
 
+def test_weights_that_shared_memory_and_parted_are_both_in_the_state() -> None:
+    model = nn.Sequential(nn.Linear(4, 4, bias=False), nn.Linear(4, 4, bias=False))
+    model[1].weight.data = model[0].weight.data
+    app = trained(model, torch.optim.SGD(model.parameters(), lr=0.1))
+    model[1].weight.data = model[1].weight.data + 1
+    assert right(app)
+
+
 def test_an_added_group_is_in_the_state() -> None:
     model, more = nn.Linear(4, 4), nn.Parameter(torch.ones(3))
     optimizer = torch.optim.SGD(model.parameters(), lr=0.1)

@@ -34,6 +34,7 @@ TWO_RANKS = [
     "a_failed_save_is_told_on_every_rank_and_costs_no_other",
     "a_rank_whose_state_cannot_be_read_mixes_no_two_saves",
     "a_rank_that_cannot_stage_is_told_to_all",
+    "ranks_that_name_other_directories_are_told",
     "a_busy_rank_makes_all_ranks_skip",
     "a_block_left_by_one_rank_does_not_hang_and_leaves_nothing_wrong",
     "an_upload_that_outlives_its_group_has_no_name",
@@ -60,12 +61,14 @@ def test_on_two_ranks(trouble: str) -> None:
 def test_a_directory_without_a_name_is_told_and_does_not_hang(tmp_path, monkeypatch) -> None:
     from overlapped_stager import OverlappedSaves
 
-    monkeypatch.chdir(tmp_path)
+    (tmp_path / "here").mkdir()
+    (tmp_path / "here" / "mine").touch()
+    monkeypatch.chdir(tmp_path / "here")
     with OverlappedSaves(torch.device("cpu")) as saves:
         saves.save({"x": torch.ones(2)}, Path("."))
         with pytest.raises(RuntimeError, match="OSError"):
             saves.wait()
-    assert [path.name for path in tmp_path.iterdir()] == ["..incomplete"]
+    assert (tmp_path / "here" / "mine").exists()
 
 
 # -- programs that a stranger wrote ---------------------------------------------------------------
@@ -194,6 +197,81 @@ def test_files_beside_a_checkpoint_are_kept_and_so_is_the_new_one(tmp_path, befo
     assert (place / "tokenizer.json").read_text() == "mine"
     kept = loaded(tmp_path / "latest.incomplete", {"x": torch.zeros(2)})["x"]
     assert torch.equal(kept, torch.ones(2))
+
+
+def test_a_relative_directory_is_that_of_the_call(tmp_path, monkeypatch) -> None:
+    from overlapped_stager import OverlappedSaves
+
+    go, other = threading.Event(), tmp_path / "other"
+    other.mkdir()
+
+    class Late(OverlappedSaves):
+        def write(self, *args) -> None:
+            assert go.wait(30)
+            super().write(*args)
+
+    monkeypatch.chdir(tmp_path)
+    with Late(CPU) as saves:
+        saves.save({"x": torch.ones(2)}, Path("step1"))
+        monkeypatch.chdir(other)
+        go.set()
+    assert (tmp_path / "step1" / ".metadata").exists() and not list(other.iterdir())
+
+
+def test_buffers_that_model_to_has_replaced_are_read_at_the_save(tmp_path, monkeypatch) -> None:
+    from overlapped_stager import CopyPlan, OverlappedSaves
+
+    go, queue = threading.Event(), CopyPlan.queue
+
+    def queue_late(self, *args) -> tuple:
+        assert go.wait(30)
+        return queue(self, *args)
+
+    model = torch.nn.BatchNorm1d(4)
+    with OverlappedSaves(CPU, model.buffers) as saves:
+        saves.save({"model": model}, tmp_path / "step1").result()
+        monkeypatch.setattr(CopyPlan, "queue", queue_late)
+        model.to(torch.float64)
+        expected = model.running_mean.clone()
+        saves.save({"model": model}, tmp_path / "step2")
+        model(torch.randn(8, 4, dtype=torch.float64))
+        go.set()
+    like = {"model": {"running_mean": torch.zeros_like(expected)}}
+    found = loaded(tmp_path / "step2", like)["model"]["running_mean"]
+    assert torch.equal(found, expected) and not torch.equal(found, model.running_mean)
+
+
+def test_a_state_that_the_caller_changes_is_saved_as_it_is(tmp_path) -> None:
+    from kept_state import TrainingState
+    from overlapped_stager import OverlappedSaves
+
+    model = torch.nn.Sequential(torch.nn.Linear(3, 3), torch.nn.Linear(3, 3))
+    app = TrainingState(model, torch.optim.SGD(model.parameters()))
+    with OverlappedSaves(CPU) as saves:
+        state = app.state_dict()["model"]
+        del state["0.weight"]
+        saves.save({"model": state}, tmp_path / "part")
+        saves.save({"app": app}, tmp_path / "whole")
+    part = {"model": {"1.weight": torch.zeros(3, 3)}}
+    assert torch.equal(loaded(tmp_path / "part", part)["model"]["1.weight"], model[1].weight)
+    whole = {"app": {"model": {"0.weight": torch.zeros(3, 3)}}}
+    found = loaded(tmp_path / "whole", whole)["app"]["model"]
+    assert torch.equal(found["0.weight"], model[0].weight)
+
+
+def test_a_write_that_is_left_behind_is_told(tmp_path, monkeypatch, caplog) -> None:
+    import overlapped_stager
+
+    go = threading.Event()
+    monkeypatch.setattr(overlapped_stager, "EXIT_S", 0.1)
+    monkeypatch.setattr(overlapped_stager.OverlappedSaves, "commit", lambda *_: go.wait(30))
+    with pytest.raises(ValueError, match="mine"), overlapped_stager.OverlappedSaves(CPU) as saves:
+        saves.save({"x": torch.ones(2)}, tmp_path / "step1")
+        while not (tmp_path / "step1.incomplete" / ".metadata").exists():
+            threading.Event().wait(0.01)
+        raise ValueError("mine")
+    assert "left while a checkpoint was being written" in caplog.text
+    go.set()
 
 
 def test_no_more_than_a_piece_is_copied_between_two_gaps(monkeypatch) -> None:

@@ -20,7 +20,7 @@ object store does (:doc:`object_storage`).
     from state_to_save import AppState
 
     app, root = AppState(model, optimizer), Path("checkpoints")
-    with DurableSaves(device, model.buffers()) as saves:
+    with DurableSaves(device, model.buffers) as saves:
         for step, batch in enumerate(batches, 1):
             train_step(batch)
             if step % 1000 == 0:
@@ -251,7 +251,7 @@ class DurableSaves(OverlappedSaves):
 def train(app: basic.AppState, root: Path, device: torch.device) -> dict[int, dict]:
     """Save every second step; return the bits of those whose save did not fail."""
     saved, uploads = {}, {}
-    with DurableSaves(device, app.model.buffers()) as saves:
+    with DurableSaves(device, app.model.buffers) as saves:
         for _ in range(STEPS):
             basic.train_step(app, device)
             if app.step % SAVE_EVERY == 0:

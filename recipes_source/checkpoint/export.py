@@ -309,7 +309,7 @@ def main(directory: Path) -> None:
         options = {"config": {"model_type": "mlp"}, "file_bytes": 2_000_000}
         expected = full(weights(app.model))
         dcp.save({"app": app}, checkpoint_id=root / "step0")
-        with Exports(device, app.model.buffers(), **options) as exports:
+        with Exports(device, app.model.buffers, **options) as exports:
             exports.save(weights(app.model), root / "hf")
             basic.train_step(app, device)
         again = basic.build_app(device, seed=1)

@@ -70,6 +70,7 @@ import argparse
 import logging
 import operator
 import tempfile
+from copy import copy
 from itertools import chain
 from pathlib import Path
 
@@ -161,11 +162,7 @@ class TrainingState(Stateful):
         dicts = list(chain(self.containers, states, moments))
         groups = chain.from_iterable(optimizer.param_groups for optimizer in self.optimizers)
         trained = chain.from_iterable(group["params"] for group in groups)
-        return [
-            *chain.from_iterable(dicts),
-            *chain.from_iterable(map(dict.values, dicts)),
-            *trained,
-        ]
+        return [*chain(*dicts), *chain(*map(dict.values, dicts)), *trained]
 
     def state_dict(self) -> dict:
         """What ``get_state_dict`` would return, and the state of the ``others``.
@@ -180,9 +177,9 @@ class TrainingState(Stateful):
         stepped = [bool(optimizer.state) for optimizer in self.optimizers]
         groups = chain.from_iterable(optimizer.param_groups for optimizer in self.optimizers)
         now = [{**group, "params": names} for group, names in zip(groups, self.names, strict=True)]
-        optim = {"state": self.kept_optim, "param_groups": now}
+        optim = {"state": copy(self.kept_optim), "param_groups": now}
         others = {name: other.state_dict() for name, other in self.others.items()}
-        return {"model": self.kept_model, "optim": optim, "stepped": stepped, **others}
+        return {"model": copy(self.kept_model), "optim": optim, "stepped": stepped, **others}
 
     def ask(self) -> None:
         self.asked += 1
@@ -204,9 +201,11 @@ class TrainingState(Stateful):
         self.containers += [module._parameters for module in modules]
         self.containers += [module._buffers for module in modules]
         self.known = self.held()
-        held = {memory_of(x): x for x in self.known if is_plain(x)}
+        tensors = {id(x): x for x in self.known if is_plain(x)}.values()
+        held = {memory_of(x): x for x in tensors}
+        shared = sum(memory_of(x)[0] > 0 for x in tensors) > sum(key[0] > 0 for key in held)
         self.kept_model, self.kept_optim = model, optim["state"]
-        if all_in(model, held):
+        if all_in(model, held) and not shared:  # two objects of one memory may part by `.data =`
             self.kept_model = Kept({key: held[memory_of(x)] for key, x in model.items()})
         if all_in(self.kept_optim, held):
             self.kept_optim = Kept(self.kept_optim)
@@ -323,6 +322,7 @@ if __name__ == "__main__":
 # * What is no tensor of the model or of an optimizer, but computed from them, is asked for at every
 #   save: right, and no gain. So it is with ``FullyShardedDataParallel`` (FSDP1), hooks on
 #   ``state_dict``, extra state, nested optimizer state, and subclasses of ``nn.Parameter``.
+# * So it is with weights that share memory and are not the same object: one of them can move away.
 # * Models that change their layers at every step gain nothing.
 # * After an evaluation, ``fully_shard`` can leave the root module gathered, which then holds other
 #   parameters than before. The next save calls ``get_state_dict`` again, which is right, and slow.

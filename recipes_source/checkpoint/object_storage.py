@@ -19,7 +19,7 @@ and needs no client.
     from state_to_save import AppState
 
     app = AppState(model, optimizer)
-    with ObjectSaves("s3://bucket/run", device, model.buffers()) as saves:
+    with ObjectSaves("s3://bucket/run", device, model.buffers) as saves:
         for step, batch in enumerate(batches, 1):
             train_step(batch)
             if step % 1000 == 0:
@@ -330,7 +330,7 @@ class ObjectSaves(OverlappedSaves):
 
 def train(app: basic.AppState, url: str, device: torch.device) -> dict[int, dict]:
     saved, uploads = {}, []
-    with ObjectSaves(url, device, app.model.buffers()) as saves:
+    with ObjectSaves(url, device, app.model.buffers) as saves:
         for _ in range(STEPS):
             basic.train_step(app, device)
             if app.step % SAVE_EVERY == 0:

@@ -28,7 +28,7 @@ costs next to nothing then), or the host cannot spare two copies of each rank's 
 
    app = TrainingState(model, optimizer, schedule=scheduler)
    root = Path("checkpoints")
-   with OverlappedSaves(device, model.buffers()) as saves:
+   with OverlappedSaves(device, model.buffers) as saves:
        for step, batch in enumerate(batches, 1):
            train_step(batch)  # ends with optimizer.step()
            if step % 100 == 0:
@@ -144,7 +144,8 @@ class OverlappedSaves:
 
     Args:
         device: where the state's tensors live; the current device.
-        changed_by_forward: tensors that forward changes in place, such as ``model.buffers()``.
+        changed_by_forward: tensors that forward changes in place, or a function that returns them,
+            such as ``model.buffers``.
         if_busy: what ``save`` does while all buffers wait to be written: ``"wait"``, or ``"skip"``
             this save on all ranks and count it in ``skipped``.
         snapshot_bytes: how much device memory snapshots may take. The next update need not wait
@@ -153,13 +154,13 @@ class OverlappedSaves:
 
     def __init__(self, device, changed_by_forward=(), if_busy="wait", snapshot_bytes=0) -> None:
         self.device = torch.empty(0, device=device).device  # add the index
-        self.if_busy, self.snapshot_bytes = if_busy, snapshot_bytes
-        self.changed_by_forward = list(changed_by_forward)
+        self.if_busy, self.snapshot_bytes, self.rank, self.groups = if_busy, snapshot_bytes, 0, []
+        changing = changed_by_forward  # asked for at every plan: ``model.to`` replaces buffers
+        self.changing = changing if callable(changing) else list(changing).copy
         self.streams = torch.get_device_module(self.device)
-        self.copy_stream, self.rank, self.groups = self.streams.Stream(), 0, []
-        self.plan, self.sets, self.uploads = None, [], []  # sets: arenas, their copies and tensors
-        self.failures, self.jobs, self.queued = [], SimpleQueue(), None  # queued: the latest copies
-        self.calls, self.saves, self.skipped, self.running, self.abandoned = 0, 0, 0, False, False
+        self.copy_stream, self.jobs, self.queued = self.streams.Stream(), SimpleQueue(), None
+        self.plan, self.sets, self.calls, self.skipped = None, [], 0, 0  # sets: arenas and copies
+        self.uploads, self.failures, self.running, self.abandoned = [], [], False, False
         if dist.is_initialized():
             self.rank, deadline = dist.get_rank(), timedelta(seconds=DEADLINE_S)
             self.groups = [dist.new_group(backend="gloo", timeout=deadline) for _ in range(2)]
@@ -188,9 +189,9 @@ class OverlappedSaves:
             self.skipped += 1
             return None
         wait(self.uploads[: len(self.uploads) + 1 - BUFFER_SETS])
-        self.calls, directory, error = self.calls + 1, Path(directory), KeyboardInterrupt("in save")
+        directory, error = Path(directory).absolute(), KeyboardInterrupt("in save")
         tensors, hosts, state, staged, done = [], [], None, Future(), Future()
-        self.uploads = [*self.uploads[-BUFFER_SETS:], done]
+        self.calls, self.uploads = self.calls + 1, [*self.uploads[-BUFFER_SETS:], done]
         try:
             state = read(state_dict, tensors)
             _, copies, hosts = self.prepare(tensors)
@@ -205,7 +206,7 @@ class OverlappedSaves:
         finally:  # the other ranks are saving: they will be told
             if staged is not self.queued:
                 staged.set_exception(error)
-            self.jobs.put((self.calls, staged, hosts, state, directory, done))
+            self.jobs.put((self.calls, staged, tensors, hosts, state, directory, done))
         return done
 
     def busy_on_any_rank(self) -> bool:
@@ -219,12 +220,11 @@ class OverlappedSaves:
         if self.plan is None or not self.plan.fits(tensors):
             wait(self.uploads[:-1])
             self.plan, self.sets = None, []
-            plan = CopyPlan(tensors, self.device, self.changed_by_forward, self.snapshot_bytes)
+            plan = CopyPlan(tensors, self.device, self.changing(), self.snapshot_bytes)
             arenas = [PinnedArena(plan.nbytes, self.device) for _ in range(BUFFER_SETS)]
             sets = [(arena, plan.copies(arena), plan.hosts(arena)) for arena in arenas]
             self.plan, self.sets = plan, sets
-        self.saves += 1
-        return self.sets[self.saves % BUFFER_SETS]
+        return self.sets[self.calls % BUFFER_SETS]
 
     def before_update(self, *_) -> None:
         """Make the current stream wait until the latest save has read the state."""
@@ -238,15 +238,14 @@ class OverlappedSaves:
         for job in iter(self.jobs.get, None):
             self.write_aside(*job)
 
-    def write_aside(self, number, staged, hosts, state, directory: Path, done: Future) -> None:
+    def write_aside(self, number, staged, tensors, hosts, state, directory, done: Future) -> None:
         """Write one state under another name; give it its own when it is complete."""
         aside = Path(f"{directory}.incomplete")
         try:
-            self.together(self.begin, staged, aside)
-            if len(set(self.together(lambda: (number, directory.name)))) > 1:
-                raise RuntimeError("the ranks have not called save for the same checkpoint")
-            remaining = iter(hosts)
-            state = walk(state, lambda leaf: next(remaining) if is_staged(leaf) else leaf)
+            if len(set(self.together(self.begin, number, staged, aside))) > 1:
+                raise RuntimeError(f"the ranks have called save for others than {directory}")
+            hosts = {id(tensor): host for tensor, host in zip(tensors, hosts, strict=True)}
+            state = walk(state, lambda leaf: hosts[id(leaf)] if is_staged(leaf) else leaf)
             self.together(self.write, state, aside)
             self.together(self.commit, aside, directory)
             done.set_result(directory)
@@ -272,13 +271,18 @@ class OverlappedSaves:
             raise RuntimeError(failures) from error
         return [result for result, _ in reports]
 
-    def begin(self, staged: Future, aside: Path) -> None:
-        """Wait for the copies. Until then this thread leaves the interpreter to the training."""
+    def begin(self, number: int, staged: Future, aside: Path) -> tuple:
+        """Wait for the copies. Until then this thread leaves the interpreter to the training.
+
+        Returns:
+            What must be the same on all ranks.
+        """
         if self.abandoned:
             raise RuntimeError("training has ended by an exception")
         staged.result()[1].synchronize()
         if self.rank == 0:
             shutil.rmtree(aside, ignore_errors=True)  # left by a job that died
+        return number, aside
 
     def write(self, state: dict, directory: Path) -> None:
         """Write this rank's part of ``state``, which lies in host memory."""
@@ -313,6 +317,8 @@ class OverlappedSaves:
         self.running, self.abandoned = False, kind is not None
         self.jobs.put(None)
         self.writer.join(EXIT_S if self.abandoned else None)
+        if self.writer.is_alive():
+            logging.getLogger(__name__).error("left while a checkpoint was being written")
         self.copier.shutdown()
         for group in self.groups if all(upload.done() for upload in self.uploads) else []:
             dist.destroy_process_group(group)
@@ -332,12 +338,11 @@ def main(directory: Path) -> None:
 
     device = basic.start_rank()
     root, app, expected = basic.directory_of_rank_0(directory), basic.build_app(device), {}
-    with OverlappedSaves(device, app.model.buffers()) as saves:
+    with OverlappedSaves(device, app.model.buffers) as saves:
         for step in range(1, 6):
             basic.train_step(app, device)
             expected[step] = basic.snapshot(app)
             saves.save({"app": app}, root / f"step{step}")
-        basic.train_step(app, device)
     for step, bits in expected.items():
         basic.assert_same_bits(basic.load_app(root / f"step{step}", device), bits)
     print(f"checkpoints of steps {list(expected)} loaded back, every bit equal")
@@ -385,8 +390,8 @@ if __name__ == "__main__":
 # Known limits
 # ------------
 # * The hook orders optimizers and nothing else: see ``before_update`` above.
-# * ``changed_by_forward`` tensors are found by their memory. If ``model.to`` or ``to_empty`` gives
-#   the model new buffers, end the block and begin another one.
+# * ``model.to`` can give a model new buffers. Pass ``model.buffers`` without parentheses, so that
+#   each plan asks for those of now; of a list, the old ones would be read too late.
 # * Save behind ``optimizer.step()``: gradients of a half-done accumulation are not in the state.
 # * After an exception, Ctrl-C, or ``sys.exit`` in the block only the write in progress is finished,
 #   for 30 s at most. Saves that wait behind it are dropped, and logged.

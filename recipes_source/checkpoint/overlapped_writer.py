@@ -29,7 +29,7 @@ and :doc:`overlapped_stager` does as well.
 
    app = TrainingState(model, optimizer, schedule=scheduler)
    root = Path("checkpoints")
-   with OverlappedWriter(device, model.buffers()) as saves:
+   with OverlappedWriter(device, model.buffers) as saves:
        for step, batch in enumerate(batches, 1):
            train_step(batch)  # ends with optimizer.step()
            if step % 100 == 0:
@@ -353,7 +353,7 @@ def main(directory: Path) -> None:
 
     device = basic.start_rank()
     root, app, expected = basic.directory_of_rank_0(directory), basic.build_app(device), {}
-    with OverlappedWriter(device, app.model.buffers()) as saves:
+    with OverlappedWriter(device, app.model.buffers) as saves:
         for step in range(1, 4):
             basic.train_step(app, device)
             expected[step] = basic.snapshot(app)

@@ -26,7 +26,7 @@ instead (:doc:`retention`).
     preemption = Preemption(grace_s=120)  # before anything else that takes time
     ...                                   # join the process group, build the model
     run, root = Run(model, optimizer, schedule), Path("checkpoints")
-    with preemption, RetainedSaves(root, device, model.buffers()) as saves:
+    with preemption, RetainedSaves(root, device, model.buffers) as saves:
         resume(run, root)
         while run.step < steps:
             train_step(run)
@@ -214,7 +214,7 @@ class Preemption:
 def train(app: basic.AppState, root: Path, device: torch.device, on_step) -> int:
     """Train to ``STEPS`` or until asked to leave; return the exit code."""
     preemption = Preemption(grace_s=60)
-    with preemption, DurableSaves(device, app.model.buffers()) as saves:
+    with preemption, DurableSaves(device, app.model.buffers) as saves:
         while app.step < STEPS:
             basic.train_step(app, device)
             on_step(app.step)

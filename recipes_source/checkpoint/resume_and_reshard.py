@@ -21,7 +21,7 @@ the samples. Then seed anew, start the data where you like, and load with :doc:`
     from retention import RetainedSaves
 
     run, root = Run(model, optimizer, schedule), Path("checkpoints")
-    with RetainedSaves(root, device, model.buffers()) as saves:  # first: one job per directory
+    with RetainedSaves(root, device, model.buffers) as saves:  # first: one job per directory
         resume(run, root)  # on all ranks; begins at step 0 if there is no checkpoint yet
         # or: resume(run, root, step=40_000) goes back; newer ones are set aside, not deleted
         while run.step < steps:

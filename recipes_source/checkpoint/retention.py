@@ -21,7 +21,7 @@ all.
     from state_to_save import AppState
 
     app, root = AppState(model, optimizer), Path("checkpoints")
-    with RetainedSaves(root, device, model.buffers(), keep_last=3, keep_every=10_000) as saves:
+    with RetainedSaves(root, device, model.buffers, keep_last=3, keep_every=10_000) as saves:
         for step, batch in enumerate(batches, 1):
             train_step(batch)
             if step % 1000 == 0:
@@ -291,7 +291,7 @@ def prune(root: Path, keep_last: int, keep_every: int, dry_run: bool) -> None:
 def train(app: basic.AppState, root: Path, device: torch.device) -> dict[int, dict]:
     """Save every second step; return the bits of each save."""
     saved = {}
-    with RetainedSaves(root, device, app.model.buffers(), keep_last=2, keep_every=6) as saves:
+    with RetainedSaves(root, device, app.model.buffers, keep_last=2, keep_every=6) as saves:
         assert not [path for pattern in LEFTOVERS for path in root.glob(pattern)]
         refused("a second job", take_lease, root)
         huge = torch.zeros(1).expand(10**15)

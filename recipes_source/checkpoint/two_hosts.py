@@ -23,7 +23,7 @@ then. The job files and the table of promises below hold there, too.
     newest = gather(local)                        # on all ranks; None: start from the beginning
     if newest is not None:
         dcp.load({"app": app}, checkpoint_id=local / f"step{newest}")
-    with PartnerSaves(device, model.buffers()) as saves:
+    with PartnerSaves(device, model.buffers) as saves:
         while app.step < steps:
             train_step(app)                       # counts app.step
             if app.step % 1000 == 0:
@@ -154,11 +154,12 @@ class PartnerSaves(OverlappedSaves):
         self.per_host = per_host or int(os.environ.get("LOCAL_WORLD_SIZE", "1"))
         self.first_of_host = self.rank % self.per_host == 0
 
-    def begin(self, staged, aside: Path) -> None:
-        super().begin(staged, aside)
+    def begin(self, number: int, staged, aside: Path) -> tuple:
+        super().begin(number, staged, aside)
         if self.first_of_host:  # what a job that died, or a save that failed, has left here
             for leftover in aside.parent.glob("step*.incomplete"):
                 shutil.rmtree(leftover)
+        return number, aside.name  # hosts have directories of their own
 
     def write(self, state: dict, directory: Path) -> None:
         super().write(state, directory)
@@ -285,7 +286,7 @@ def gather(local: Path) -> int | None:
 
 
 def train(app: basic.AppState, local: Path, device: torch.device) -> None:
-    with PartnerSaves(device, app.model.buffers(), per_host=1) as saves:
+    with PartnerSaves(device, app.model.buffers, per_host=1) as saves:
         for _ in range(STEPS):
             basic.train_step(app, device)
             if app.step % SAVE_EVERY == 0:

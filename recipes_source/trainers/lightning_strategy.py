@@ -61,7 +61,7 @@ class OverlappedStrategy(ModelParallelStrategy):
 
     def setup(self, trainer) -> None:
         super().setup(trainer)
-        self.saves = LightningSaves(self.root_device, self.model.buffers()).__enter__()
+        self.saves = LightningSaves(self.root_device, self.model.buffers).__enter__()
         self.latest, self.outdated = None, []
 
     def lightning_module_state_dict(self) -> dict:

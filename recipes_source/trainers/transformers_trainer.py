@@ -70,7 +70,7 @@ class OverlappedTrainer(Trainer):
     def train(self, *args, **kwargs):
         with (
             tempfile.TemporaryDirectory() as self.aside,
-            TrainerSaves(self.args.device, self.model.buffers()) as self.saves,
+            TrainerSaves(self.args.device, self.model.buffers) as self.saves,
         ):
             return super().train(*args, **kwargs)
 

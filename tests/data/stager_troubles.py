@@ -292,6 +292,14 @@ def a_rank_whose_state_cannot_be_read_mixes_no_two_saves(root: Path, device: tor
     right(root, device, {"latest": bits})
 
 
+def ranks_that_name_other_directories_are_told(root: Path, device: torch.device) -> None:
+    """As when each rank puts its own time of day into the name."""
+    with recipe.OverlappedSaves(device) as saves:
+        saves.save({"x": torch.ones(2, device=device)}, root / f"{saves.rank}" / "step1")
+        assert "have called save for others than" in str(raised(saves.wait))
+    assert not list(root.glob("*/step1"))
+
+
 def a_save_in_inference_mode_is_a_save(root: Path, device: torch.device) -> None:
     run = Run(root, device)
     with recipe.OverlappedSaves(device, run.app.model.buffers()) as saves:
@@ -523,6 +531,7 @@ ON_ALL_RANKS = (
     a_failed_save_is_told_on_every_rank_and_costs_no_other,
     a_rank_whose_state_cannot_be_read_mixes_no_two_saves,
     a_rank_that_cannot_stage_is_told_to_all,
+    ranks_that_name_other_directories_are_told,
     a_busy_rank_makes_all_ranks_skip,
     a_block_left_by_one_rank_does_not_hang_and_leaves_nothing_wrong,
     an_upload_that_outlives_its_group_has_no_name,
