@@ -1,5 +1,8 @@
 """What a trainer's own asynchronous save does, found without a GPU."""
 
+import sys
+from types import SimpleNamespace
+
 import pytest
 from selection import CONTROLS, REPO
 
@@ -63,3 +66,13 @@ def test_nobody_hangs_when_one_rank_stops(name: str) -> None:
     report = run(recipe.path, 2, launcher="warm", control=control, deadline_s=60)
     assert control.caught(report.kinds), report.describe()
     assert any("rank 1 stops" in failure.text for failure in report.failures), report.describe()
+
+
+def test_what_would_fail_behind_the_last_step_is_refused_before_the_first() -> None:
+    pytest.importorskip("accelerate")
+    sys.path.insert(0, str(TRAINERS))
+    transformers_trainer = pytest.importorskip("transformers_trainer")
+    trainer = object.__new__(transformers_trainer.OverlappedTrainer)
+    trainer.args = SimpleNamespace(load_best_model_at_end=True)
+    with pytest.raises(ValueError, match="load_best_model_at_end"):
+        trainer.train()

@@ -68,6 +68,8 @@ class OverlappedTrainer(Trainer):
     """A ``Trainer`` that saves beside training; FSDP2, ``state_dict_type`` SHARDED_STATE_DICT."""
 
     def train(self, *args, **kwargs):
+        if self.args.load_best_model_at_end:
+            raise ValueError("load_best_model_at_end looks for what is not complete: load it later")
         with (
             tempfile.TemporaryDirectory() as self.aside,
             TrainerSaves(self.args.device, self.model.buffers) as self.saves,
@@ -179,12 +181,10 @@ from transformers import LlamaConfig, LlamaForCausalLM, PrinterCallback, Trainin
 from transformers.trainer_utils import get_last_checkpoint
 
 STEPS, SAVE_EVERY, KILLED_AT = 8, 2, 4  # killed while it writes the checkpoint of that step
-SAMPLES, TOKENS = 64, 16
 
 MODEL = LlamaConfig(
     vocab_size=64, hidden_size=64, intermediate_size=64, num_hidden_layers=2, attention_dropout=0.1
 )
-SHARDING = {"version": 2, "state_dict_type": "SHARDED_STATE_DICT"}
 
 
 class TrainerOnAnyDevice(OverlappedTrainer):
@@ -202,7 +202,7 @@ def build_trainer(folder: Path, seed: int, save: bool = True) -> Trainer:
     torch.manual_seed(seed)
     model = LlamaForCausalLM(MODEL)
     numbers = torch.Generator().manual_seed(0)
-    texts = torch.randint(0, MODEL.vocab_size, (SAMPLES, TOKENS), generator=numbers)
+    texts = torch.randint(0, MODEL.vocab_size, (64, 16), generator=numbers)
     arguments = TrainingArguments(
         output_dir=str(folder),
         max_steps=STEPS,
@@ -214,7 +214,7 @@ def build_trainer(folder: Path, seed: int, save: bool = True) -> Trainer:
         learning_rate=1e-2,
         use_cpu=not torch.accelerator.is_available(),
         fsdp=True,
-        fsdp_config=SHARDING,
+        fsdp_config={"version": 2, "state_dict_type": "SHARDED_STATE_DICT"},
         report_to=[],
         disable_tqdm=True,
     )
@@ -327,8 +327,9 @@ if __name__ == "__main__":
 # -----------------------
 # * :doc:`/recipes/checkpoint/overlapped_stager` says how much host memory a save takes, and what
 #   else must call ``before_update()``.
-# * ``load_best_model_at_end`` would look for the best checkpoint before it is complete. A
-#   hyperparameter search uses folders of its own. Neither is supported, nor is ``push_to_hub``.
+# * ``load_best_model_at_end`` would look for the best checkpoint before it is complete: it is
+#   refused. ``save_total_limit`` may delete the best one. A hyperparameter search uses folders of
+#   its own. That is not supported, nor is ``push_to_hub``.
 # * The class overrides methods of ``Trainer`` whose names begin with an underscore. Another version
 #   may call them otherwise; the tests run the one that ``requirements.txt`` pins.
 # * With LoRA, frozen weights are saved too. If your resume loads adapters only, pass
