@@ -10,6 +10,8 @@ from contextlib import closing
 from copy import deepcopy
 from pathlib import Path
 from textwrap import dedent
+from typing import NamedTuple
+from unittest.mock import Mock
 
 import pytest
 import torch
@@ -580,7 +582,7 @@ def test_gradients_that_something_else_changes_are_refused(in_backward):
     with closing(optimizer):
         model(**batch(0)).loss.backward()
         nn.utils.clip_grad_norm_(model.parameters(), 0.1)
-        with pytest.raises(RuntimeError, match="clip there, or by max_norm"):
+        with pytest.raises(RuntimeError, match="see max_norm"):
             optimizer.step()
         streamed.wait()
 
@@ -641,6 +643,128 @@ def test_parts_of_a_layer_are_saved_and_loaded_behind_their_update():
         streamed.wait()
         for parameter in part.parameters():
             assert (parameter == 1).all() and (optimizer.state[parameter]["master"] == 1).all()
+
+
+def test_a_step_behind_no_sync_alone_is_refused():
+    """It clipped by the norm of embedding and head, and averaged nothing else."""
+    model = llama(torch.bfloat16)
+    with closing(whole(model, streamed_of(model))) as optimizer:
+        model(**batch(0)).loss.backward()
+        with optimizer.no_sync():
+            model(**batch(1)).loss.backward()
+        with pytest.raises(RuntimeError, match="run it outside"):
+            optimizer.step()
+
+
+def test_a_rate_that_is_set_behind_backward_is_refused_where_that_used_the_old_one():
+    """The layers had another rate than embedding and head."""
+    model = llama(torch.bfloat16)
+    streamed = streamed_of(model)
+    with closing(whole(model, streamed, max_norm=None, in_backward=True)) as optimizer:
+        model(**batch(0)).loss.backward()
+        optimizer.param_groups[0]["lr"] = RATE / 2
+        with pytest.raises(RuntimeError, match="settings, were changed behind backward"):
+            optimizer.step()
+
+
+@pytest.mark.parametrize("gone", [False, True])
+@pytest.mark.parametrize("behind", ["step", "backward"])
+def test_gradients_that_are_exchanged_are_refused(gone, behind):
+    """The layer was trained with what had been there before."""
+    model = llama()
+    with closing(whole(model, streamed_of(model), max_norm=None)) as optimizer:
+        model(**batch(0)).loss.backward()
+        weight = model.model.layers[2].mlp.up_proj.weight
+        weight.grad = None if gone else torch.ones_like(weight.grad)
+        with pytest.raises(RuntimeError, match="exchanged: change it in place"):
+            optimizer.step() if behind == "step" else model(**batch(1)).loss.backward()
+
+
+def test_a_model_has_one_optimizer():
+    """The second made masters of weights that the first was about to change."""
+    model = llama(torch.bfloat16)
+    first = whole(model, streamed := streamed_of(model))
+    with closing(first), pytest.raises(ValueError, match="has an optimizer: close it"):
+        whole(model, streamed)
+
+
+def test_gradients_of_inputs_alone_leave_those_of_the_weights():
+    """They were added to what the next backward left."""
+    models = llama(), llama()
+    with closing(streamed_of(models[0])):
+        for model in models:
+            inputs = model.get_input_embeddings()(batch(0)["input_ids"]).detach().requires_grad_()
+            loss = model(inputs_embeds=inputs, labels=batch(0)["labels"]).loss
+            model.found = torch.autograd.grad(loss, inputs)[0]
+            assert all(p.grad is None for p in model.parameters())
+            model(**batch(1)).loss.backward()
+        assert torch.equal(models[0].found, models[1].found)
+        for ours, theirs in zip(*(model.parameters() for model in models), strict=True):
+            assert torch.equal(ours.grad, theirs.grad)
+
+
+class Named(NamedTuple):
+    x: torch.Tensor
+
+
+@pytest.mark.parametrize("kind", [Named, lambda x: transformers.utils.ModelOutput(x=x), Mock])
+def test_layers_whose_result_is_no_plain_nest_are_refused(kind):
+    """Nothing of them was trained: gradients stayed on the device."""
+
+    class Layer(nn.Linear):
+        def forward(self, x):
+            y = super().forward(x)
+            return kind(x=y) if kind is Mock else kind(y)
+
+    layers = nn.ModuleList([Layer(8, 8)])
+    with closing(StreamedModel(layers, layers, CPU)), pytest.raises(TypeError, match="layer"):
+        layers[0](torch.ones(2, 8))
+
+
+def test_layers_that_are_left_out_are_loaded_anew():
+    """A forward that began above the end of the last one found the weights of before the step."""
+    model, plain = llama(torch.bfloat16), llama(torch.bfloat16)
+
+    def loss_of(each: nn.Module, chosen: slice) -> torch.Tensor:
+        kept, each.model.layers = each.model.layers, nn.ModuleList(each.model.layers[chosen])
+        each.config.num_hidden_layers = len(each.model.layers)
+        loss = each(**batch(0), use_cache=False).loss
+        each.model.layers, each.config.num_hidden_layers = kept, LAYERS
+        return loss
+
+    upper, lower = slice(2, LAYERS), slice(0, 2)
+    with closing(whole(model, streamed_of(model, slots=9))) as optimizer:
+        loss_of(model, upper).backward()
+        loss_of(model, lower).backward()
+        optimizer.step()
+        loss = loss_of(model, upper)
+        plain.load_state_dict(model.state_dict())
+        assert torch.equal(loss, loss_of(plain, upper))
+
+
+def test_a_load_of_some_weights_keeps_the_masters_of_the_others():
+    """They were rounded to what the weights show."""
+    model = llama(torch.bfloat16)
+    with closing(whole(model, streamed_of(model))) as optimizer:
+        model(**batch(0)).loss.backward()
+        optimizer.step()
+        saved = deepcopy(optimizer.state_dict())["state"]
+        model.load_state_dict({"lm_head.weight": torch.zeros(WORDS, WIDTH)}, strict=False)
+        for number, parameter in enumerate(optimizer.group_of):
+            master = optimizer.state[parameter]["master"]
+            kept = parameter is not model.lm_head.weight
+            assert torch.equal(master, saved[number]["master"] if kept else 0 * master)
+
+
+def test_what_the_models_zero_grad_has_dropped_is_not_trained():
+    model = llama(torch.bfloat16)
+    with closing(whole(model, streamed := streamed_of(model))) as optimizer:
+        weights = deepcopy(model.state_dict())
+        model(**batch(0)).loss.backward()
+        model.zero_grad()
+        optimizer.step()
+        streamed.wait()
+        assert all(map(torch.equal, model.state_dict().values(), weights.values()))
 
 
 def test_what_is_updated_in_backward_cannot_be_dropped():
@@ -704,19 +828,20 @@ def test_the_state_of_other_parameters_is_refused():
         more.load_state_dict(fewer.state_dict())
 
 
-def test_a_step_that_fails_leaves_nobody_waiting():
+def test_a_step_that_fails_leaves_nobody_waiting(monkeypatch):
     """Where the device has no more memory, say: the next forward waited for ever."""
     model = llama(torch.bfloat16)
     for in_backward in (False, True):
         options = {"in_backward": in_backward, "max_norm": None}
         optimizer = whole(model, streamed_of(model), **options)
         with closing(optimizer):
-            optimizer.to_host = lambda *_: 1 / 0
+            monkeypatch.setattr(pieces, "to_host", lambda *_: 1 / 0)
             with pytest.raises(ZeroDivisionError):
                 model(**batch(0)).loss.backward()
                 optimizer.step()
             assert not optimizer.host.updates
             model(**batch(0))
+            monkeypatch.undo()
 
 
 def test_the_optimizers_state_is_saved_and_loaded():

@@ -185,7 +185,8 @@ def update_block(update: Callable, block: Tensors, step: torch.Tensor, numbers: 
 # What stays on the device
 # ------------------------
 # A parameter that stays on the device has its state there. ``skip`` (of ``found_inf`` in torch) makes
-# the kernel change nothing, without anybody looking at the number.
+# the kernel change nothing, without anybody looking at the number. What a thread of the host must look
+# at, such as a norm, goes there by ``to_host``: the thread waits for the event, nobody else.
 
 MOMENTS = ("exp_avg", "exp_avg_sq")
 
@@ -204,6 +205,19 @@ def update_on_device(settings: dict, parameter: torch.nn.Parameter, state, scale
     fused_adamw(settings, parameter.grad.float().mul_(scale), *tensors, skip)
     if parameter.dtype != torch.float32:
         parameter.copy_(state["master"])
+
+
+def to_host(stream: torch.Stream, *numbers: torch.Tensor) -> tuple:
+    """Queue the copy of numbers, behind all that is queued; their event, copy and source."""
+    source, on_gpu = torch.stack(numbers), numbers[0].is_cuda
+    streams = torch.get_device_module(source.device)
+    arrived = streams.Event(**({"blocking": True} if on_gpu else {}))
+    copy = torch.empty(len(numbers), pin_memory=on_gpu)
+    stream.wait_stream(streams.current_stream())
+    with streams.stream(stream):
+        copy.copy_(source, non_blocking=True)
+    arrived.record(stream)
+    return arrived, copy, source
 
 
 # %%

@@ -111,6 +111,8 @@ class HostUpdates:
     def __init__(
         self, streamed: streaming.StreamedModel, group_of: dict, threads: int | None = None
     ) -> None:
+        if streamed.optimizer is not None:
+            raise ValueError("this model has an optimizer: close it, and make both anew")
         self.streamed, self.group_of, self.state = streamed, group_of, {}
         self.buffers = [self.take(layer) for layer in streamed.layers]
         self.blocks = [self.cut(layer) for layer in range(len(streamed.layers))]
@@ -165,6 +167,9 @@ class HostUpdates:
         """Layers that are going to be updated: from here on, their next load waits for it."""
         announced = {layer: LayerUpdate(settings) for layer in layers}
         self.updates |= announced
+        # What the device has of these layers is old from here on.
+        held = {slot: n for slot, n in self.streamed.held.items() if n not in announced}
+        self.streamed.held = held
         return announced
 
     def is_updated(self, layer: int) -> bool:

@@ -92,6 +92,8 @@ def exchanged(tree, others: dict[int, torch.Tensor]):
         return type(tree)(exchanged(value, others) for value in tree)
     if type(tree) is dict:
         return {key: exchanged(value, others) for key, value in tree.items()}
+    if not isinstance(tree, torch.Tensor) and any(id(x) in others for x in tensors_in(tree)):
+        raise TypeError(f"{type(tree).__name__}: layers take and return plain tuples, lists, dicts")
     return others.get(id(tree), tree)
 
 
@@ -127,7 +129,7 @@ class Through(torch.autograd.Function):
 
     @staticmethod
     def forward(ctx, owner, index: int, call: dict, door, *inputs) -> tuple[torch.Tensor, ...]:
-        ctx.owner, ctx.index = owner, index
+        ctx.owner, ctx.index, ctx.door = owner, index, get_gradient_edge(door).node
         ctx.set_materialize_grads(False)
         with torch.enable_grad():
             entered = {id(x): Entrance.apply(x.detach(), door) for x in inputs}
@@ -147,7 +149,8 @@ class Through(torch.autograd.Function):
         pairs = [(e, g) for e, g in zip(ctx.ends, grads, strict=True) if e and g is not None]
         begins = ctx.begins
         del ctx.ends, ctx.begins  # the graph inside is used once, and freed with its inputs
-        return None, None, None, None, *ctx.owner.backward(ctx.index, begins, pairs)
+        trains = torch._C._will_engine_execute_node(ctx.door)  # not by torch.autograd.grad
+        return None, None, None, None, *ctx.owner.backward(ctx.index, begins, pairs, trains)
 
 
 class Plain(nn.Module):
@@ -166,12 +169,18 @@ def as_node(owner, index: int, args: tuple, kwargs: dict):
 
     Args:
         owner: its ``run(index, args, kwargs)`` computes the layer; its ``backward(index, begins,
-            pairs)`` gets where the inputs that require gradients enter the layer's graph, and where
-            its outputs leave it with their gradients, and returns the gradients of the inputs.
+            pairs, trains)`` gets where the inputs that require gradients enter the layer's graph,
+            where its outputs leave it with their gradients, and whether the weights get theirs; it
+            returns the gradients of the inputs.
+
+    Raises:
+        TypeError: tensors come or leave in other containers than tuples, lists and dicts.
     """
     call = {"args": args, "kwargs": kwargs}
     inputs = [x for x in tensors_in((args, kwargs)) if x.requires_grad]
     outputs = Through.apply(owner, index, call, torch.empty(0, requires_grad=True), *inputs)
+    if not outputs:
+        raise TypeError("a layer must return tensors, in tuples, lists or dicts if there are more")
     pairs = zip(tensors_in(call["result"]), outputs, strict=True)
     return exchanged(call["result"], {id(inner): outer for inner, outer in pairs})
 
@@ -211,9 +220,9 @@ class Owner:
         self.runs.append(index)
         return functional_call(self.plain[index], self.weights[index], args, kwargs)
 
-    def backward(self, index: int, begins: list, pairs: list) -> list[torch.Tensor | None]:
+    def backward(self, index: int, begins: list, pairs: list, trains: bool) -> list:
         ends, grads = zip(*pairs, strict=True)
-        weights = list(self.weights[index].values())
+        weights = list(self.weights[index].values()) if trains else []
         found = torch.autograd.grad(ends, weights + begins, grads)
         self.gradients[index] = found[: len(weights)]
         return list(found[len(weights) :])
@@ -268,7 +277,9 @@ if __name__ == "__main__":
 # ------------
 # * The inner graph is used once: ``backward(retain_graph=True)`` twice raises.
 # * Second derivatives are not recorded.
-# * Tensors inside objects other than tuples, lists and dicts are passed as they are, without gradient.
+# * Tensors inside other objects, such as dataclasses, are passed as they are, without gradient.
+# * ``torch.autograd.grad`` gives gradients of inputs and leaves the weights alone, as anywhere. But
+#   ``backward(inputs=...)`` does so too: weights that are named there get no gradient.
 # * A buffer that forward changes (BatchNorm's statistics) changes twice, as with any recomputation.
 #
 # Further reading

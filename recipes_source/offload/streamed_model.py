@@ -71,7 +71,6 @@ import torch.distributed as dist
 from torch import nn
 from torch.nn.utils import clip_grads_with_norm_
 from torch.optim.optimizer import register_optimizer_step_pre_hook
-from torch.utils.checkpoint import checkpoint
 from weight_streaming import GRADIENT_SLOTS, SLOTS, StreamedLayers, node
 
 OPTIMIZER_BYTES = 12  # a trained parameter: fp32 master and two moments of Adam
@@ -105,8 +104,8 @@ SETTINGS = {"lr": 1e-2, "betas": (0.9, 0.95), "eps": 1e-8, "weight_decay": 0.1}
 def resident_bytes(layer: nn.Module) -> int:
     """What a layer takes on the device, with its gradients and the state of Adam in fp32."""
     trained = [p for p in layer.parameters() if p.requires_grad]
-    weights = sum(p.nbytes for p in layer.parameters())
-    return weights + sum(p.nbytes + OPTIMIZER_BYTES * p.numel() for p in trained)
+    more = sum(p.nbytes + OPTIMIZER_BYTES * p.numel() for p in trained)
+    return more + sum(p.nbytes for p in layer.parameters())
 
 
 class StreamedModel(StreamedLayers):
@@ -129,11 +128,9 @@ class StreamedModel(StreamedLayers):
             budget -= resident_bytes(streamed[0])
             self.resident.append(streamed.pop(0))
         super().__init__(streamed, device, **settings)
-        on_host = {p for layer in streamed for p in layer.parameters()}
+        for parameter in {*model.parameters()} - {*nn.ModuleList(streamed).parameters()}:
+            parameter.data = parameter.data.to(device)
         for module in model.modules():
-            for parameter in module.parameters(recurse=False):
-                if parameter not in on_host:
-                    parameter.data = parameter.data.to(device)
             for name, buffer in module.named_buffers(recurse=False):
                 setattr(module, name, buffer.to(device))
         for m in (module for layer in streamed for module in layer.modules()):
@@ -164,17 +161,29 @@ class StreamedModel(StreamedLayers):
         """What the forward of a layer is that stays on the device."""
         if not torch.is_grad_enabled():
             return forward(*args, **kwargs)
-        return checkpoint(forward, *args, use_reentrant=False, **without_cache(kwargs))
+        return node.checkpoint(forward, *args, use_reentrant=False, **without_cache(kwargs))
 
     # Sums of microbatches
+
+    def has_sum(self, layer: int) -> bool:
+        """Whether the host has a sum of a layer; none if ``zero_grad()`` has dropped it.
+
+        Raises:
+            RuntimeError: a ``parameter.grad`` is another tensor now, or gone alone.
+        """
+        views = (view for host in self.layers[layer].gradients for view in host.views.values())
+        both = zip(self.layers[layer].trained.values(), views, strict=True)
+        handed = [(p.grad, view) for p, view in both if p.dtype == view.dtype]
+        if handed and all(grad is None for grad, _ in handed):
+            self.summed.discard(layer)  # zero_grad() has forgotten it
+        if layer in self.summed and any(grad is not view for grad, view in handed):
+            raise RuntimeError("parameter.grad was exchanged: change it in place, or drop all")
+        return layer in self.summed
 
     def load_sum(self, layer: int) -> bool:
         """Queue the copy of a sum of earlier microbatches into the gradient slot, if there is one."""
         slot, mine = layer % GRADIENT_SLOTS, self.layers[layer]
-        handed_out = all(v.dtype == mine.trained[n].dtype for n, v in self.totals[layer].items())
-        if handed_out and all(p.grad is None for p in mine.trained.values()):
-            self.summed.discard(layer)  # zero_grad() has forgotten it
-        if layer not in self.summed:
+        if not self.has_sum(layer):
             return False
         self.h2d.wait_event(self.grad_free[slot])
         with self.streams.stream(self.h2d):
@@ -200,6 +209,7 @@ class StreamedModel(StreamedLayers):
         """
         self.before_host(raises)
         super().wait()
+        self.held.clear()  # what the device has may be old then
 
     def before_step(self, optimizer: torch.optim.Optimizer, *_) -> None:
         """Before any optimizer's step, but that of one which waits by itself, layer by layer."""
@@ -261,8 +271,7 @@ def train(streamed: StreamedModel, resident: Model) -> None:
     optimizer = torch.optim.AdamW(model.parameters(), lr=1e-2)
     for step in range(STEPS):
         resident.load_state_dict(model.state_dict())  # the same keys
-        for microbatch in range(MICROBATCHES):
-            seed = MICROBATCHES * step + microbatch
+        for seed in range(MICROBATCHES * step, MICROBATCHES * (step + 1)):
             expected, loss = loss_of(resident, seed, device), loss_of(model, seed, device)
             assert torch.equal(loss, expected)
             expected.backward()
@@ -282,9 +291,8 @@ def train(streamed: StreamedModel, resident: Model) -> None:
 
 def groups_of(parameters: Iterable[nn.Parameter]) -> list[dict]:
     """Matrices, and what is not decayed."""
-    matrices, others = [], []
-    for parameter in parameters:
-        (matrices if parameter.ndim > 1 else others).append(parameter)
+    both = list(parameters)
+    matrices, others = ([p for p in both if (p.ndim > 1) is wanted] for wanted in (True, False))
     return [{"params": matrices}, {"params": others, "weight_decay": 0.0}]
 
 
@@ -323,7 +331,6 @@ def main() -> None:
         layers, budget = model.encoder.layers, resident_bytes(model.encoder.layers[0])
         with closing(StreamedModel(model, layers, device, budget=budget)) as streamed:
             train(streamed, resident)
-            assert len(streamed.layers) == LAYERS - 1
             assert streamed.loads == STEPS * MICROBATCHES * (2 * (LAYERS - 1) - SLOTS)
         print(f"{streamed.loads} loads, {streamed.stores} stores")
     finally:

@@ -248,19 +248,20 @@ class StreamedLayers:
 
     # Backward
 
-    def backward(self, index: int, begins: list, pairs: list) -> list[torch.Tensor | None]:
+    def backward(self, index: int, begins: list, pairs: list, trains: bool) -> list:
         """Run a layer again, send its gradients to the host; return those of its inputs.
 
         Args:
             begins: where its inputs enter its graph.
             pairs: where its outputs leave it, with their gradients.
+            trains: whether the weights get gradients, too.
         """
         if not pairs:
             return [None] * len(begins)
         self.await_weights(index)
-        adds = self.load_sum(index)
         ends, grads = zip(*pairs, strict=True)
-        names = list(self.totals[index])
+        names = list(self.totals[index]) if trains else []
+        adds = bool(names) and self.load_sum(index)
         wanted = [self.views[index][name] for name in names] + begins
         found = torch.autograd.grad(ends, wanted, grads, allow_unused=True)
         self.recorded.discard(index)

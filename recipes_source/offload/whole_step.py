@@ -95,9 +95,11 @@ STEPS, BAD_STEP, MAX_NORM, ON_DEVICE = 5, 2, 0.5, 1e-2
 #   ranks in fp32, rounds once, and takes their norms. The modules outside the stack are averaged in
 #   ``step``. Under ``no_sync()`` microbatches are only summed.
 # * ``settings()`` copies rates and decays of all groups. The threads get the copy, so a schedule may
-#   change the groups at once.
+#   change the groups at once. With ``in_backward`` backward uses them: a loop that sets a rate between
+#   backward and step gets an error.
 # * ``step`` takes the gradients. ``zero_grad()`` drops gradients that are not to be used,
 #   before a step; with ``in_backward`` that is too late, and an error.
+# * ``check`` refuses a layer whose last microbatch was in ``no_sync()``: its norm is not known.
 # * ``in_backward=True`` updates each layer when its gradients arrive: the update hides behind backward
 #   as well, and nothing is clipped. Earlier microbatches must be in ``no_sync()``; another is an error.
 # * **A norm that is not finite.** Without ``in_backward`` the step changes nothing and is counted in
@@ -107,8 +109,9 @@ STEPS, BAD_STEP, MAX_NORM, ON_DEVICE = 5, 2, 0.5, 1e-2
 #   have to update ahead and roll back, as SuperOffload does.
 # * A loop that clips by itself, such as a trainer's, is right without ``max_norm``: then gradients may be
 #   changed behind backward. With it, or with ``in_backward``, that is an error.
-# * ``load_state_dict`` of the model ends in a hook that makes masters of the weights. What changes
-#   weights in another way calls ``streamed.wait()`` before and ``reload()`` behind it.
+# * ``load_state_dict`` of the model ends in a hook that makes masters of the weights, except where a
+#   weight is its rounded master: then that keeps its bits. What changes weights in another way calls
+#   ``streamed.wait()`` before and ``reload()`` behind it.
 
 
 class HostAdamW(torch.optim.Optimizer):
@@ -160,11 +163,12 @@ class HostAdamW(torch.optim.Optimizer):
 
     def reduce(self, layer: int) -> None:
         """Average a layer's gradients over the ranks, and take their norms."""
-        if self.synchronises:
-            totals = self.streamed.totals[layer]
-            for name, parameter in self.streamed.layers[layer].trained.items():
-                if self.in_backward and parameter in self.norms:
-                    raise RuntimeError("updated already: earlier microbatches go in no_sync()")
+        totals = self.streamed.totals[layer]
+        for name, parameter in self.streamed.layers[layer].trained.items():
+            if self.in_backward and parameter in self.norms:
+                raise RuntimeError("updated already: earlier microbatches go in no_sync()")
+            self.norms.pop(parameter, None)  # of earlier microbatches alone
+            if self.synchronises:
                 self.average(parameter, totals[name])
 
     def average(self, parameter: torch.nn.Parameter, gradient: torch.Tensor) -> None:
@@ -176,17 +180,18 @@ class HostAdamW(torch.optim.Optimizer):
 
     def stored(self, layer: int) -> None:
         """With ``in_backward``: have a layer updated when its gradients are on the host."""
-        self.written[layer] = self.versions(layer)
+        self.written[layer] = self.as_now(layer)
         if self.in_backward and self.synchronises:
-            mine = [self.norms[p] for p in self.streamed.layers[layer].trained.values()]
-            norm = torch.linalg.vector_norm(torch.stack(mine))
-            known = self.to_host(norm, norm.new_ones(()))  # first: what was announced must come
+            norm = torch.linalg.vector_norm(torch.stack([*map(self.norms.get, self.check(layer))]))
+            # First the numbers: what was announced must come.
+            known = pieces.to_host(self.streamed.d2h, norm, norm.new_ones(()))
             announced = self.host.announce([layer], self.settings())
             self.host.later(self.arrive, announced, False, *known)
 
-    def versions(self, layer: int) -> list[int]:
-        """How often a layer's gradients on the host have been written."""
-        return [buffer.flat._version for buffer in self.streamed.layers[layer].gradients]
+    def as_now(self, layer: int) -> tuple:
+        """How often a layer's gradients on the host have been written; settings that are used."""
+        written = [buffer.flat._version for buffer in self.streamed.layers[layer].gradients]
+        return written, self.settings() if self.in_backward else None
 
     @contextmanager
     def no_sync(self) -> Iterator[None]:
@@ -210,38 +215,36 @@ class HostAdamW(torch.optim.Optimizer):
         self.state |= {p: pieces.state_on_device(p) for p in residents if p not in self.state}
         for p in residents:
             self.average(p, p.grad)
-        norms = [self.norms[p] for p in self.group_of if p in self.norms]
+        layers = [n for n in sorted(self.streamed.summed) if self.streamed.has_sum(n)]
+        trained = {*residents, *(p for n in layers for p in self.check(n))}
+        norms = [self.norms[p] for p in self.group_of if p in trained]
         if not norms:
             return loss
-        clips = self.in_backward or self.max_norm is not None
-        if clips and any(self.written[n] != self.versions(n) for n in self.streamed.summed):
-            raise RuntimeError("gradients were changed behind backward: clip there, or by max_norm")
         norm = torch.linalg.vector_norm(torch.stack(norms))
         limit = torch.inf if self.max_norm is None else self.max_norm
         scale, settings = (limit / (norm + 1e-6)).clamp(max=1.0), self.settings()
         skip = (~norm.isfinite()).float()
-        layers = [] if self.in_backward else sorted(self.streamed.summed)
-        known, announced = self.to_host(norm, scale), self.host.announce(layers, settings)
+        known = pieces.to_host(self.streamed.d2h, norm, scale)
+        announced = self.host.announce([] if self.in_backward else layers, settings)
         self.host.later(self.arrive, announced, True, *known)
         for p in residents:
             pieces.update_on_device(settings[self.group_of[p]], p, self.state[p], scale, skip)
         self.forget()
         return loss
 
+    def check(self, layer: int) -> list[torch.nn.Parameter]:
+        """What is trained of a layer; refuses gradients that are not what backward left."""
+        trained = list(self.streamed.layers[layer].trained.values())
+        if any(p not in self.norms for p in trained):
+            raise RuntimeError("a layer's last microbatch was in no_sync(): run it outside")
+        fixed = self.in_backward or self.max_norm is not None
+        if fixed and self.written[layer] != self.as_now(layer):
+            raise RuntimeError("gradients, or settings, were changed behind backward: see max_norm")
+        return trained
+
     def settings(self) -> list[dict]:
         """Of all groups, as they are now: a schedule may change them at once, tensors as well."""
         return [{k: deepcopy(v) for k, v in g.items() if k != "params"} for g in self.param_groups]
-
-    def to_host(self, norm: torch.Tensor, scale: torch.Tensor) -> tuple:
-        """Queue the copy of two numbers behind the gradients; their event, copy and source."""
-        streams, d2h = self.streamed.streams, self.streamed.d2h
-        source, blocking = torch.stack([norm, scale]), {"blocking": True} if norm.is_cuda else {}
-        copy, arrived = torch.empty(2, pin_memory=norm.is_cuda), streams.Event(**blocking)
-        d2h.wait_stream(streams.current_stream())
-        with streams.stream(d2h):
-            copy.copy_(source, non_blocking=True)
-        arrived.record(d2h)
-        return arrived, copy, source
 
     def zero_grad(self, set_to_none: bool = True) -> None:
         """Drop gradients that are not to be used; too late where layers were updated by them."""
@@ -273,7 +276,7 @@ class HostAdamW(torch.optim.Optimizer):
     def reload(self, module: torch.nn.Module | None = None) -> None:
         """Make the masters the weights: something else has changed these after ``wait()``."""
         for p in self.group_of if module is None else module.parameters(recurse=False):
-            if p in self.state:
+            if p in self.state and not torch.equal(self.state[p]["master"].to(p.dtype), p):
                 self.state[p]["master"].copy_(p.detach())
 
     @torch.no_grad()
@@ -284,7 +287,7 @@ class HostAdamW(torch.optim.Optimizer):
         for ours, theirs in zip(self.param_groups, state_dict["param_groups"], strict=True):
             if len(ours["params"]) != len(theirs["params"]):
                 raise ValueError("the state is of other parameters")
-            ours |= {name: value for name, value in theirs.items() if name != "params"}
+            ours |= {name: deepcopy(v) for name, v in theirs.items() if name != "params"}
         for number, p in enumerate(self.group_of):
             for name, value in state_dict["state"].get(number, {}).items():
                 self.state[p][name].copy_(value)
@@ -394,7 +397,10 @@ if __name__ == "__main__":
 # * Every rank must take the same steps, and run the same layers in each: a mean over ranks is a
 #   collective, and pairs gradients by their order.
 # * With weights in bf16 and ``gradient_dtype`` unset, sums of microbatches are rounded to bf16 each time,
-#   as ``parameter.grad`` is anywhere.
+#   as ``parameter.grad`` is anywhere. With ``gradient_dtype`` the sums are dropped by the optimizer's
+#   ``zero_grad()`` alone: the model's finds no ``parameter.grad`` there.
+# * A trained parameter that a step does not use (an expert without tokens) has a gradient of zeros,
+#   where it would have none elsewhere: its moments and its decay go on.
 # * ``load_state_dict`` rounds the weights from the masters; load the model first.
 #
 # Further reading
