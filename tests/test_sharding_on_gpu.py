@@ -366,11 +366,15 @@ def late_gathers(module):
 
 
 def late_pushes(module):
-    return before(module.PushedGradients, "reduce_batch", ranks=(0,))
+    return before(module.PushedGradients, "push", ranks=(0,))
 
 
 def late_reductions(module):
-    return before(module.PushedGradients, "reduce_batch")
+    return before(module.PushedGradients, "push")
+
+
+def late_sums(module):
+    return before(module.PushedGradients, "finish", ranks=(1,))
 
 
 def late_behind_barriers(module):
@@ -463,6 +467,7 @@ IN_PLACE = (
     Race("in_place_reduce", "one_slot", prove_in_place, late_behind_barriers),
     Race("in_place_reduce", "pushed_at_once", prove_in_place, late_compute),
     Race("in_place_reduce", "not_awaited", prove_in_place, late_reductions),
+    Race("in_place_reduce", "sums_too_late", prove_in_place, late_sums),
 )
 
 

@@ -113,7 +113,7 @@ class Gathers(shared_slots.Slots):
         self.drop()
         self.in_forward, self.with_graph = True, torch.is_grad_enabled()
         self.forwards += 1  # what an earlier one has left is not kept
-        for group in self.first:  # they are on their way while the host gets to the first unit
+        for group in self.first[:1]:
             group.unshard()
 
     @torch.compiler.disable
@@ -121,12 +121,14 @@ class Gathers(shared_slots.Slots):
         self.in_forward = False
         self.drop()
         if self.order:  # of the first forward
-            self.first = list(dict.fromkeys(self.order))[: min(self.ahead, 2)]
+            self.first = list(dict.fromkeys(self.order))[: self.ahead and min(1 + self.ahead, 3)]
             order, self.order = list(dict.fromkeys(g.modules[0] for g in self.order)), None
             for number, unit in enumerate(order if self.ahead else ()):
                 state = unit._get_fsdp_state()
                 if not state._states_to_forward_prefetch:
                     ahead = min(self.ahead, max(1, number))  # at first devices wait for hosts
+                    if number == 0 and not self.first[0].unshard_in_backward:
+                        ahead = 0  # an embedding is short: its kernels come first
                     unit.set_modules_to_forward_prefetch(order[number + 1 : number + 1 + ahead])
                 if not state._states_to_backward_prefetch:
                     unit.set_modules_to_backward_prefetch([order[max(0, number - 1)]])
@@ -220,6 +222,13 @@ class InPlaceGather:
             self.all.give(self, exclusive=True)  # full until the end of backward
         return super().pre_forward(module, args, kwargs)
 
+    def post_forward(self, *arguments):
+        output = super().post_forward(*arguments)
+        if self.all.in_forward and self in self.all.first[:1]:
+            for group in self.all.first[1:]:
+                group.unshard()
+        return output
+
     def finalize_backward(self) -> None:
         self.drop()
         self.in_graph = False
@@ -246,8 +255,8 @@ class InPlaceGather:
 # --------
 # Forward needs lists to prefetch by: without one FSDP2 relies on its host running ahead, and a gather
 # that waits for the compute stream would come too late. They are made from the order of the first
-# forward. Each forward first queues its first two units: when a loop has read its loss, the device
-# waits for the host.
+# forward. When a loop has read its loss, the device waits for the host: so each forward first queues its
+# first unit alone, and the next two when that one's kernels are queued.
 
 
 def gather_in_place(model: FSDPModule, ahead: int = 2) -> Gathers | None:

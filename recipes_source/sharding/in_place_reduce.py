@@ -46,47 +46,47 @@ A reduce-scatter is a transfer, which copy engines can make, and a sum, which ne
 long as reading and writing take. Weights lie still between two updates, so whoever needs them pulls
 them. Gradients are new each time: they are **pushed** as soon as they are there, into a slot of the
 rank that owns them, and only the slots need memory that others can write to. Behind the pushes
-stands one barrier, and behind that one kernel sums what all ranks have left in the slot.
+stands one barrier, and one unit later a sum of what all ranks have left in the slot.
 
 .. lanes:: Schematic, one rank. When slot A is written again, every rank has passed barrier 2, and summed before.
 
-   compute:  0-6 backward 2; 6-12 backward 1; 12-18 backward 0
-   reduce:   6-9 push to slots A ~; 10-11 sum; 12-15 push to slots B ~; 16-17 sum; 18-21 push to slots A ~; 22-23 sum
+   compute:  0-6 backward 2; 6-12 backward 1; 12-13 sum 2; 13-19 backward 0; 19-20 sum 1; 24-25 sum 0
+   reduce:   6-9 push to slots A ~; 12-15 push to slots B ~; 19-22 push to slots A ~
    @9 1
    @15 2
-   @21 3
+   @22 3
 """
 
 # %%
-# Imports and sizes
-# -----------------
+# Imports
+# -------
 
 import importlib.util
-from collections import deque
+from itertools import accumulate
 
 import peer_memory
 import torch
 import torch.distributed as dist
+from torch.autograd import Variable
 from torch.distributed.fsdp import FSDPModule, MixedPrecisionPolicy
 
-BATCH_BYTES = 128 << 20  # of gradients that are pushed between two barriers
-ALIGNMENT = 512  # bytes, of a slot's rows
-WAITING = 2  # units whose gradients are kept until they have been pushed
+ALIGNMENT = 512  # bytes, of each gradient's part in a slot
 
-NAMES = "post_backward finalize_backward reduce_grads gradient_divide_factor _all_reduce_hook"
+NAMES = "post_backward pre_forward reduce_grads gradient_divide_factor _all_reduce_hook"
 
 
 # %%
-# Push, barrier, sum
-# ------------------
-# A slot has a row for each rank, so that no two write to the same one. Sums have a stream of their
-# own: the next batch is pushed meanwhile. A rank that writes to a slot for the second time has passed
-# the barrier of the batch between; every other rank has reached that barrier too, and waits before it
-# for the sum that read the slot.
+# Push, barrier, and the sum a unit later
+# ---------------------------------------
+# Pushes have a stream of their own. Sums are made by the compute stream, when the next unit's gradients
+# are there: what is summed has come meanwhile, and a sum that no product runs beside takes the time of
+# its reads and writes alone. Beside products it would take as long from them, and more. What this rank
+# sent to itself would only be copied: it is added from where it is.
 #
-# A batch is a few matrices of one unit, not a parameter and not a whole unit: one barrier serves
-# all, and the next batch is pushed while backward goes on. Where the parts of a batch go is worked
-# out once, in ``plan``. This rank's part of a batch of one matrix is added from where it is.
+# A slot has a row for each other rank, so that no two write to the same one. A unit's barrier stands
+# behind its pushes and behind the sum of the unit before. So a rank that writes to a slot for the
+# second time has passed a barrier behind which every other rank has summed what was there. Where the
+# parts of a unit go is worked out once, in ``plan``.
 #
 # **What is rounded, and when.** FSDP2 casts gradients to ``reduce_dtype``, sums, divides, and casts
 # to the parameter's dtype. Parts travel here in the dtype that they are held in, which loses
@@ -95,11 +95,6 @@ NAMES = "post_backward finalize_backward reduce_grads gradient_divide_factor _al
 # one undoes. A gradient that is wider than ``reduce_dtype`` is rounded before it is sent, as
 # FSDP2 does. PyTorch 2.15 reads ``reduce_dtype=None`` from the parameter: so does this, as it asks
 # FSDP2's group.
-#
-# **Where sums are kept.** They become ``.grad`` and live to the update. Their memory is taken from
-# the compute stream's allocator, which has just got the activations' back: of the reducing stream
-# it would be memory beside the activations' peak. So the reducing stream waits for the compute
-# before it writes there, and nothing is let go before its event.
 
 
 class PushedGradients:
@@ -107,12 +102,12 @@ class PushedGradients:
 
     def __init__(self, memory: peer_memory.PeerMemory) -> None:
         self.memory, self.streams = memory, torch.get_device_module(memory.device)
-        self.stream, self.sums = (self.streams.Stream(priority=-1) for _ in range(2))
-        self.slots: list[list[torch.Tensor]] = []  # two, each by rank: (ranks, bytes)
+        self.stream = self.streams.Stream(priority=-1)
+        self.slots: list[list[torch.Tensor]] = []  # two, each by rank: (ranks - 1, bytes)
         self.plans: dict[tuple, tuple] = {}
-        self.under_way: deque = deque()
+        self.waiting: list[tuple] = []  # pushed and not summed: one unit or none
         self.retired: list = []
-        self.calls = self.batches = 0
+        self.calls = 0
         fused = memory.device.type == "cuda" and importlib.util.find_spec("triton") is not None
         self.average = torch.compile(average, dynamic=True) if fused else average
 
@@ -120,82 +115,88 @@ class PushedGradients:
         """The slot whose turn it is, by rank. Larger ones, which are rare, are a collective."""
         if not self.slots or self.slots[0][0].shape[1] < nbytes:
             self.retired.append(self.slots)  # others may still write to them
-            size = (self.memory.ranks, -(-nbytes // ALIGNMENT) * ALIGNMENT)
+            size = (self.memory.ranks - 1, nbytes)
             self.slots = [self.memory.empty(size, torch.uint8) for _ in range(2)]
             self.plans.clear()
-        return self.slots[self.batches % 2]
+        return self.slots[self.calls % 2]
 
-    def plan(self, parameters: tuple, dtype: torch.dtype) -> tuple:
-        """Where the parts of a batch go: by owner and parameter, and this rank's slot as a table."""
-        key = (*map(id, parameters), dtype, self.batches % 2)
+    def plan(self, parameters: tuple, dtypes: tuple) -> tuple[list[int], dict, dict]:
+        """Sizes of parts; where they go, by owner; where those for this rank arrive, by sender."""
+        rank, ranks = self.memory.rank, self.memory.ranks
         numels = [p.padded_sharded_param_size.numel() for p in parameters]
-        slot = self.slot(sum(numels) * dtype.itemsize)
+        nbytes = [n * dtype.itemsize for n, dtype in zip(numels, dtypes, strict=True)]
+        places = [0, *accumulate(-(-n // ALIGNMENT) * ALIGNMENT for n in nbytes)]
+        slot, key = self.slot(places[-1]), (*map(id, parameters), dtypes, self.calls % 2)
         if key not in self.plans:
-            rank = self.memory.rank
-            flat = [t[:, : sum(numels) * dtype.itemsize].view(dtype) for t in slot]
-            places = [owner[rank].split(numels) for owner in flat]
-            self.plans[key] = (numels, places, flat[rank])
+
+            def parts(owner: int, sender: int) -> list[torch.Tensor]:
+                row = slot[owner][(sender - owner - 1) % ranks]
+                zipped = zip(places, nbytes, dtypes, strict=False)
+                return [row[at : at + n].view(dtype) for at, n, dtype in zipped]
+
+            others = [(rank + step) % ranks for step in range(1, ranks)]
+            self.plans[key] = (
+                numels,
+                {owner: parts(owner, rank) for owner in others},
+                {sender: parts(rank, sender) for sender in others},
+            )
         return self.plans[key]
 
     @torch.no_grad()
     def reduce(self, group, taken: list) -> None:
-        """Queue the reduction of ``taken``, parameters and gradients of one unit."""
-        current, totals = self.streams.current_stream(), []
-        for batch in batches(taken):
-            numel = sum(p.padded_sharded_param_size.numel() for p, _ in batch)
-            totals.append(batch[0][1].new_empty(numel, dtype=batch[0][0].orig_dtype))  # see above
+        """Queue the pushes of ``taken``, parameters and gradients of one unit, and the sums before."""
+        parameters, flat, dtypes = tuple(p for p, _ in taken), [], []
+        for p, gradient in taken:
+            dtype = group._reduce_dtype or getattr(p, "unsharded_grad_dtype", None)
+            dtypes.append(dtype or gradient.dtype)  # before torch 2.15
+            if dtypes[-1].itemsize < gradient.itemsize:  # rounded before it is sent, as FSDP2 does
+                gradient = gradient.to(dtypes[-1])
+            flat.append(gradient.contiguous().view(-1))
+        numels, places, arrived = self.plan(parameters, tuple(g.dtype for g in flat))
+        if not self.waiting:
+            Variable._execution_engine.queue_callback(self.finish)  # at the end of this backward
+        current = self.streams.current_stream()
         self.stream.wait_stream(current)
         with self.streams.stream(self.stream):
-            for batch, total in zip(batches(taken), totals, strict=True):
-                self.reduce_batch(group, batch, total)
-        event = self.sums.record_event()
+            self.push(flat, numels, places)
+        self.finish()
+        self.stream.wait_stream(
+            current
+        )  # for the sums: behind the barrier others write to their slot
+        with self.streams.stream(self.stream):
+            self.memory.barrier()
+            event = self.stream.record_event()
         self.calls += 1
-        self.under_way.append((event, taken, totals))
-        self.drain(WAITING)
+        mean = group.gradient_divide_factor != 1
+        self.waiting.append((event, mean, parameters, dtypes, flat, numels, arrived))
 
-    def reduce_batch(self, group, batch: list, total: torch.Tensor) -> None:
-        rank, ranks = self.memory.rank, self.memory.ranks
-        parameters, gradients = tuple(p for p, _ in batch), [g for _, g in batch]
-        dtype = group._reduce_dtype or getattr(parameters[0], "unsharded_grad_dtype", None)
-        dtype = dtype or gradients[0].dtype  # before torch 2.15
-        if dtype.itemsize < gradients[0].itemsize:  # rounded before they are sent, as FSDP2 does
-            gradients = [g.to(dtype) for g in gradients]
-        numels, places, arrived = self.plan(parameters, gradients[0].dtype)
-        self.batches += 1
-        flat = [g.contiguous().view(-1) for g in gradients]
-        rows, mine = list(arrived), flat[0][rank * numels[0] : (rank + 1) * numels[0]]
-        if sum(numels) == len(mine) and flat[0].data_ptr() == batch[0][1].data_ptr():
-            rows[rank] = mine  # of a single matrix, and no copy: it is added from where it is
-        for step in range(1, ranks + (rows[rank] is not mine)):  # the last is this rank itself
-            owner = (rank + step) % ranks
-            for grad, numel, place in zip(flat, numels, places[owner], strict=True):
-                part = grad[owner * numel : (owner + 1) * numel]  # the last may be short or empty
-                place[: len(part)].copy_(part, non_blocking=True)
-        self.stream.wait_stream(self.sums)  # of the batch before, whose slot is next
-        self.memory.barrier()
-        self.sums.wait_stream(self.stream)
-        with self.streams.stream(self.sums):
-            wider = dtype.itemsize < total.dtype.itemsize
-            rounded = torch.empty_like(total, dtype=dtype) if wider else total
-            self.average(rounded, rows, group.gradient_divide_factor != 1)
-            if wider:
-                total.copy_(rounded)
-            for p, part in zip(parameters, total.split(numels), strict=True):
-                self.accumulate(p, part.as_strided(p.sharded_size, p.contiguous_sharded_stride))
+    def push(self, flat: list[torch.Tensor], numels: list[int], places: dict) -> None:
+        for owner, parts in places.items():
+            for gradient, numel, part in zip(flat, numels, parts, strict=True):
+                its = gradient[owner * numel : (owner + 1) * numel]  # the last may be short
+                part[: len(its)].copy_(its, non_blocking=True)
 
-    def accumulate(self, p, gradient: torch.Tensor) -> None:
-        sharded = p.sharded_param
-        if sharded.grad is None:
-            sharded.grad = p.to_sharded_dtensor(gradient)
-        else:
-            sharded.grad._local_tensor.add_(gradient)
-        for hook in (getattr(sharded, "_post_accumulate_grad_hooks", None) or {}).values():
-            hook(sharded)
-
-    def drain(self, keep: int) -> None:
-        """Let the compute stream wait for all but the last ``keep`` units; free their gradients."""
-        while len(self.under_way) > keep:
-            self.streams.current_stream().wait_event(self.under_way.popleft()[0])
+    @torch.no_grad()
+    def finish(self) -> None:
+        """Sum what has been pushed, on the current stream."""
+        while self.waiting:
+            event, mean, parameters, dtypes, flat, numels, arrived = self.waiting.pop()
+            self.streams.current_stream().wait_event(event)
+            rank, ranks = self.memory.rank, self.memory.ranks
+            for number, (p, dtype) in enumerate(zip(parameters, dtypes, strict=True)):
+                mine = flat[number][rank * numels[number] : (rank + 1) * numels[number]]
+                rows = [
+                    mine if sender == rank else arrived[sender][number][: len(mine)]
+                    for sender in range(ranks)
+                ]
+                total = torch.empty_like(mine, dtype=p.orig_dtype)
+                wider = dtype.itemsize < total.dtype.itemsize
+                rounded = torch.empty_like(total, dtype=dtype) if wider else total
+                if len(mine):
+                    self.average(rounded, rows, mean)
+                if wider:
+                    total.copy_(rounded)
+                add(p, total.as_strided(p.sharded_size, p.contiguous_sharded_stride))
 
 
 def average(total: torch.Tensor, rows: list[torch.Tensor], mean: bool) -> None:
@@ -203,16 +204,15 @@ def average(total: torch.Tensor, rows: list[torch.Tensor], mean: bool) -> None:
     total.copy_(sum(row.float() for row in rows) * (1 / len(rows) if mean else 1))
 
 
-def batches(taken: list) -> list[list]:
-    """Parts of ``taken`` of one dtype and at most BATCH_BYTES, or one parameter."""
-    found: list[list] = [[]]
-    for item in taken:
-        batch = found[-1]
-        full = sum(g.nbytes for _, g in [*batch, item]) > BATCH_BYTES
-        if batch and (full or item[1].dtype != batch[0][1].dtype):
-            found.append([])
-        found[-1].append(item)
-    return found
+def add(p, gradient: torch.Tensor) -> None:
+    """To the gradient of the shard, as FSDP2 does; then the hooks that wait for it."""
+    sharded = p.sharded_param
+    if sharded.grad is None:
+        sharded.grad = p.to_sharded_dtensor(gradient)
+    else:
+        sharded.grad._local_tensor.add_(gradient)
+    for hook in (getattr(sharded, "_post_accumulate_grad_hooks", None) or {}).values():
+        hook(sharded)
 
 
 # %%
@@ -262,9 +262,10 @@ class InPlaceReduce:
             in (torch.float16, torch.float64)
         )
 
-    def finalize_backward(self) -> None:
-        super().finalize_backward()
-        self.pushed.drain(0)
+    def pre_forward(self, *arguments):
+        if torch._C._current_graph_task_id() == -1:
+            self.pushed.waiting.clear()  # of a backward that raised: its gradients are not wanted
+        return super().pre_forward(*arguments)
 
 
 # %%
@@ -345,19 +346,18 @@ if __name__ == "__main__":
 #
 # Memory
 # ------
-# Two slots of symmetric memory, outside the allocator's statistics, for batches of at most
-# :math:`B` bytes of gradients or one parameter:
+# Two slots of symmetric memory on each of :math:`N` ranks, outside the allocator's statistics:
 #
 # .. math::
 #
-#    2 \, \max(B, \text{bytes of the largest gradient})
+#    2 \, \frac{N - 1}{N} \times \text{bytes of the gradients of the largest unit}
 #
-# and the gradients of two units until they have been pushed.
+# and a unit's gradients until the next one's are there.
 #
 # When it is not worth it
 # -----------------------
 # * Many ranks: every rank writes to all others, where NCCL's ring adds while it passes parts on.
-# * One enormous parameter, an embedding say, makes slots of its size.
+# * One enormous unit, an embedding say, makes slots of its size.
 #
 # Known limits
 # ------------
@@ -366,6 +366,7 @@ if __name__ == "__main__":
 # * A reduce-scatter of your own (``set_custom_reduce_scatter``) is kept, if it is set before the call;
 #   set later it is an error.
 # * Accumulation in float32 makes gradients twice as wide: slots grow once, in a collective.
+# * A backward that raises leaves one unit's gradients out; FSDP2 adds them.
 # * The barrier's kernel holds one block of a compute core until the last rank has pushed.
 #
 # Further reading

@@ -50,6 +50,7 @@ import shutil
 import tempfile
 import warnings
 from collections.abc import Callable, Sequence
+from concurrent.futures import ThreadPoolExecutor
 
 import torch
 import torch.distributed as dist
@@ -81,6 +82,8 @@ class PeerMemory:
         if device.type == "cuda":
             signals = symmetric_memory.empty(1, dtype=torch.int32, device=device)
             self.signals = symmetric_memory.rendezvous(signals, group)
+        else:
+            self.thread = ThreadPoolExecutor(1)
 
     def empty(self, size: Sequence[int], dtype: torch.dtype) -> list[torch.Tensor]:
         """Uninitialised memory of every rank, by rank; a slow collective with equal arguments."""
@@ -102,8 +105,8 @@ class PeerMemory:
         """All that any rank has queued before, on this stream, is done before what follows."""
         if self.device.type == "cuda":
             self.signals.barrier()
-        else:
-            dist.barrier(self.group)
+        else:  # gloo would keep, and drop at exit or later, the Python state of a backward
+            self.thread.submit(dist.barrier, self.group).result()
 
 
 # %%

@@ -308,8 +308,6 @@ if __name__ == "__main__":
 # * Parameters have one dtype. Others are an error, as ``loss.backward()`` is in place of
 #   ``context.backward``, and ``requires_grad_`` after the context was made.
 # * A copy of the model (``deepcopy``, ``AveragedModel``) has no context and fails: average in place.
-# * On a CPU, gloo's threads outlive the process group. A process that ends at once behind a backward
-#   can be aborted at its exit: one of them still drops Python's state of that backward.
 #
 # Further reading
 # ---------------

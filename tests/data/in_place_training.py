@@ -13,6 +13,7 @@ from contextlib import suppress
 from dataclasses import dataclass, field
 from functools import partial
 from pathlib import Path
+from unittest import mock
 
 import torch
 import torch.distributed as dist
@@ -697,15 +698,15 @@ def lists_of_their_own() -> None:
 
 
 def begun_with_the_forward() -> None:
-    """The first two units are under way before the first one is called, from the second step on."""
+    """Since the second step the first unit is on its way when forward begins, then two more."""
     model, _ = in_place(shard(FP32, grouped=True))
     gathers, seen = model.embed._get_fsdp_state()._fsdp_param_group.all, []
-    model.register_forward_pre_hook(lambda *_: seen.append(gathers.gathers))
-    for turn in range(2):
-        before = gathers.gathers
-        step(model, turn)
-        seen[-1] -= before
-    assert seen == [0, 2], seen
+    for module in (model, model.blocks[0]):
+        module.register_forward_pre_hook(lambda *_: seen.append(gathers.gathers))
+    step(model)
+    before = gathers.gathers
+    step(model, 1)
+    assert [count - before for count in seen[2:]] == [1, 3], seen
 
 
 def a_step_that_was_skipped() -> None:
@@ -767,12 +768,36 @@ def sums_of_more_ranks() -> None:
         assert errors[1] <= 2 * errors[0] + 1e-7, errors
 
 
+def barriers_of_backward() -> None:
+    """Gloo gets no Python state of a backward: its threads would drop it as late as at exit."""
+    model, _ = in_place(shard(FP32))
+    seen: dict[str, set] = {"here": set(), "barrier": set()}
+
+    def look(where: str, *_: object) -> None:
+        seen[where].add(torch._C._is_key_in_tls("context"))
+
+    model.blocks[0].register_full_backward_pre_hook(partial(look, "here"))
+    barrier = dist.barrier
+
+    def looking(*arguments: object) -> None:
+        look("barrier")
+        barrier(*arguments)
+
+    step(model)
+    with mock.patch.object(dist, "barrier", looking):
+        loss = loss_of(model, 1)
+        seen["barrier"].clear()  # forward has no such state
+        loss.backward()
+    assert DEVICE.type != "cpu" or seen == {"here": {True}, "barrier": {False}}, seen
+
+
 TROUBLES = (
     sums_of_more_ranks,
     called_before_backward,
     collectives_of_their_own,
     lists_of_their_own,
     begun_with_the_forward,
+    barriers_of_backward,
     a_step_that_was_skipped,
     steps_of_others,
 )
@@ -799,7 +824,7 @@ def run(program: Program, policy, ours: bool) -> list:
         if pushed is not None:
             assert pushed.calls, "nothing was pushed"
             # what a backward that raised has begun is ended by reset_iter_state, which 2.11 lacks
-            assert not pushed.under_way or not hasattr(model, "reset_iter_state")
+            assert not pushed.waiting or not hasattr(model, "reset_iter_state")
     return [*found, *state(model).values(), len(found)]
 
 
