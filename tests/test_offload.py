@@ -24,7 +24,7 @@ sys.path.insert(0, str(Path(__file__).parents[1] / "recipes_source" / "offload")
 import adam_in_pieces as pieces
 import host_layers
 import one_copy_a_host
-from host_adam import HostUpdates
+from host_adam import NICE, HostUpdates
 from host_layers import ALIGNMENT, HostBuffer, HostLayer, move_to_host
 from one_copy_a_host import FAILED, Host, SharedAdamW, SharedModel
 from streamed_model import StreamedModel, resident_bytes
@@ -861,6 +861,14 @@ def test_the_optimizers_state_is_saved_and_loaded():
         streams.wait()
         others.wait()
         assert same(*models)
+
+
+def test_threads_of_the_host_make_way_for_the_one_that_trains():
+    model, before = llama(torch.bfloat16), os.getpriority(os.PRIO_PROCESS, 0)
+    with closing(whole(model, streamed_of(model))) as optimizer:
+        seen = optimizer.host.workers.submit(os.getpriority, os.PRIO_PROCESS, 0).result()
+        assert seen == min(19, before + NICE)
+    assert os.getpriority(os.PRIO_PROCESS, 0) == before
 
 
 def test_what_a_thread_raises_reaches_the_training_thread():

@@ -67,18 +67,26 @@ import torch.distributed as dist
 from torch import nn
 
 BLOCK = 2**20  # parameters that a thread updates in one call
+SPARED, NICE = 1, 0  # cores without a thread; what is added to the niceness of threads
 
 # %%
 # Threads
 # -------
-# Each core but one has a thread, and a thread takes the next block when it is free. What it does with
-# a block is on :doc:`adam_in_pieces`: one pass over its memory, without Python's lock.
+# Each core but one has a thread, and a thread takes the next block when it is free. What it does with a
+# block is on :doc:`adam_in_pieces`: one pass over its memory, without Python's lock. The thread that
+# trains needs the core that is left, many times per step.
 
 
 def host_threads() -> int:
     """This rank's part of the machine's cores, less one for the thread that trains."""
     ranks = int(os.environ.get("LOCAL_WORLD_SIZE", "1"))
-    return max(1, len(os.sched_getaffinity(0)) // ranks - 1)
+    return max(1, len(os.sched_getaffinity(0)) // ranks - SPARED)
+
+
+def begin_thread() -> None:
+    """When a thread begins: it is one, without helpers, and leaves others the core if it is nice."""
+    torch.set_num_threads(1)
+    os.nice(NICE)  # on Linux of this thread alone
 
 
 # %%
@@ -111,16 +119,16 @@ class HostUpdates:
     def __init__(
         self, streamed: streaming.StreamedModel, group_of: dict, threads: int | None = None
     ) -> None:
-        if streamed.optimizer is not None:
+        if streamed.optimizer:
             raise ValueError("this model has an optimizer: close it, and make both anew")
         self.streamed, self.group_of, self.state = streamed, group_of, {}
         self.buffers = [self.take(layer) for layer in streamed.layers]
         self.blocks = [self.cut(layer) for layer in range(len(streamed.layers))]
-        self.due: list[tuple] = []  # a heap, the lowest layer first
-        self.lock, self.of_thread = threading.Lock(), threading.local()
+        # Layers that are due: a heap, the lowest first.
+        self.due, self.lock, self.of_thread = [], threading.Lock(), threading.local()
         self.threads = threads or host_threads()
         self.update = pieces.without_lock(pieces.update_pieces)
-        self.workers = ThreadPoolExecutor(self.threads, "adam", torch.set_num_threads, (1,))
+        self.workers = ThreadPoolExecutor(self.threads, "adam", begin_thread)
         self.arrivals = ThreadPoolExecutor(1, "arrivals")
         self.arrivals.submit(streamed.streams.set_device, streamed.streams.current_device())
         self.forget()
@@ -168,8 +176,7 @@ class HostUpdates:
         announced = {layer: LayerUpdate(settings) for layer in layers}
         self.updates |= announced
         # What the device has of these layers is old from here on.
-        held = {slot: n for slot, n in self.streamed.held.items() if n not in announced}
-        self.streamed.held = held
+        self.streamed.held = {s: n for s, n in self.streamed.held.items() if n not in announced}
         return announced
 
     def is_updated(self, layer: int) -> bool:
@@ -331,7 +338,7 @@ if __name__ == "__main__":
 #   whose size is not a multiple of 16.
 # * Each rank of a host updates all weights, on its part of the cores. To share work and memory:
 #   :doc:`one_copy_a_host`.
-# * Cores given to these threads are not reserved: data loading on the same ones slows updates.
+# * Cores are not reserved: data loading on the same ones slows updates, and goes before them.
 #
 # Further reading
 # ---------------
