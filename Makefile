@@ -73,7 +73,7 @@ new-recipe: ## Start a recipe that passes at once: NAME=checkpoint/my_recipe
 	@sed 's|<folder>/<name>|$(NAME)|' tests/data/template/recipe.py > "recipes_source/$(NAME).py"
 	@cp tests/data/template/recipe.toml "tests/controls/$(notdir $(NAME)).toml"
 	@echo "Edit recipes_source/$(NAME).py and tests/controls/$(notdir $(NAME)).toml, then:"
-	@echo "  python -m harness run recipes_source/$(NAME).py --ranks 2"
+	@echo "  $(PY) -m harness run recipes_source/$(NAME).py --ranks 2"
 
 readme: environment ## Write the README's table of results, and what the calculator predicts of them
 	@PYTHONPATH=. $(PY) benchmarks/readme_table.py

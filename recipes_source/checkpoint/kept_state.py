@@ -109,7 +109,8 @@ class Kept(dict):
 # in its place. What is not a tensor is read at every save: the groups of the optimizers, whose
 # learning rate a schedule changes, and everything that you pass by name. A step count that is a
 # Python number is a new object at each step, so such an optimizer makes every save call
-# ``get_state_dict``.
+# ``get_state_dict``. Whoever asks gets copies of the outer dicts, so that a name which you delete
+# there is still in the next save.
 
 
 def memory_of(tensor: torch.Tensor) -> tuple:
@@ -321,8 +322,8 @@ if __name__ == "__main__":
 #   older than every version of torch that this gallery runs on.
 # * What is no tensor of the model or of an optimizer, but computed from them, is asked for at every
 #   save: right, and no gain. So it is with ``FullyShardedDataParallel`` (FSDP1), hooks on
-#   ``state_dict``, extra state, nested optimizer state, and subclasses of ``nn.Parameter``.
-# * So it is with weights that share memory and are not the same object: one of them can move away.
+#   ``state_dict``, extra state, nested optimizer state, subclasses of ``nn.Parameter``, and weights
+#   that share memory but are not one object: one of them can move away.
 # * Models that change their layers at every step gain nothing.
 # * After an evaluation, ``fully_shard`` can leave the root module gathered, which then holds other
 #   parameters than before. The next save calls ``get_state_dict`` again, which is right, and slow.

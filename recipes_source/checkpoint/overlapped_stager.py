@@ -120,19 +120,19 @@ EXIT_S = 30.0  # how long the end of the block waits for a write after an except
 # ``save`` runs on the training thread. It reads whatever is not a tensor, checks that the plan
 # still fits, queues a few snapshots, and hands the rest to two threads. One thread queues the
 # copies, in one call. The other waits for the copies and writes. Each thread is told its device,
-# because a new thread uses the first device and would open a context there: half a gigabyte for each
-# rank of the node.
+# because a new thread uses the first device and would open a context there: half a gigabyte for
+# each rank of the node.
 #
 # ``together`` runs a function on all ranks, and raises on all of them if it failed on one. A full
 # disk, memory that the driver refuses to lock, or a state that one rank cannot stage costs that
-# checkpoint and nothing else. The error is logged when it happens, and stored in the future of that save.
+# checkpoint and nothing else. The error is logged when it happens, and stored in that save's future.
 # ``wait`` and the end of the ``with`` block raise it. Training continues, and so does the next
 # save.
 #
 # If an exception leaves the ``with`` block, no further write starts, and the current one gets half
 # a minute. The block calls no collective then, because the other ranks may never join it. Threads
 # that still wait for other ranks are daemons and end with the program. What they were writing
-# never gets its name.
+# never gets its name, and the block logs that it left.
 #
 # ``write`` is stock DCP with two settings. ``per_thread_copy_ahead=0``: otherwise the writer waits
 # for the compute stream once per tensor. ``set_crc32_options(False)``: checksums take half of the
@@ -402,6 +402,9 @@ if __name__ == "__main__":
 #   future is done.
 # * A state that calls ``get_state_dict`` at every save (:doc:`state_to_save`) works too, and holds
 #   the training thread for milliseconds with hundreds of tensors.
+# * A program that ends without leaving the block loses what is not yet written, without a word.
+# * Call ``save`` on one thread. Two jobs that save to one path at once write over each other:
+#   :doc:`retention` locks the root. A path that is a symlink fails; a link above it is fine.
 # * The directory is not flushed, and an older checkpoint of the same name is replaced:
 #   :doc:`durable_saves`.
 #

@@ -253,8 +253,8 @@ def read(tree: object, tensors: list[torch.Tensor]) -> object:
 # same memory. So every save compares the address, shape and strides of each tensor, in one pass:
 # what takes time is to fetch the tensors' records from memory. It keeps no result, for a thousand new
 # tuples would set off Python's garbage collection. Version counters would not do: a fused optimizer
-# leaves them as they are. ``_local_tensor`` and ``torch._foreach_copy_`` are private by name. The public ``to_local()``
-# makes a new tensor at every call.
+# leaves them as they are. ``_local_tensor`` and ``torch._foreach_copy_`` are private by name. The
+# public ``to_local()`` makes a new tensor at every call.
 
 
 def place(x: torch.Tensor) -> tuple:
@@ -416,11 +416,11 @@ if __name__ == "__main__":
 # %%
 # What it buys
 # ------------
-# The first figure is of whole saves, with gaps. The rows below are the copies alone, without gaps,
+# The figure at the top is of whole saves, with gaps. The rows below are copies alone, without gaps,
 # in the same loop. A stock Llama reads one scalar in every forward when you call it without a
-# cache. *Staging costs* is the time that the save adds to training: the steps from the call to one step after the last
-# copy, minus as many steps without a save (:doc:`/guide/measured`). *Staged after* is when the
-# last copy has arrived.
+# cache. *Staging costs* is what the save adds to training: the steps from the call to one step
+# after the last copy, minus as many steps without a save (:doc:`/guide/measured`). *Staged after*
+# is when the last copy has arrived.
 #
 # .. result-table:: staging_copies
 #    :rows: none cure_at_once cure_tiny_kernel cure_paced cure_turns
@@ -446,11 +446,10 @@ if __name__ == "__main__":
 # Memory
 # ------
 # Page-locked host memory: the bytes of this rank's shards, each large one rounded up to 64 bytes.
-# On the device: the small tensors once more, and ``snapshot_bytes``.
+# On the device: the small tensors once more, and all snapshots (``channels_last`` weights, say).
 #
 # Known limits
 # ------------
-# * A tensor under one megabyte that is not contiguous, or that another library's tensor subclass
-#   wraps, is read at once, on the training thread.
+# * A tensor that another library's subclass wraps is copied at once, on the training thread.
+# * Make plan and arena outside ``torch.inference_mode()``, or the first save raises.
 # * Accelerators other than CUDA get pageable memory: right, and slower.
-# * ``frombuffer`` and ``mmap`` need Linux.
