@@ -100,10 +100,9 @@ class Gathers(shared_slots.Slots):
 
     def __init__(self, groups: Sequence, memory: peer_memory.PeerMemory, ahead: int) -> None:
         super().__init__(memory, ahead)
-        self.groups = groups
-        self.streams = torch.get_device_module(memory.device)
+        self.groups, self.streams = groups, torch.get_device_module(memory.device)
         self.stream = self.streams.Stream(priority=-1)
-        self.gathers = self.kept = self.forwards = 0
+        self.gathers = self.forwards = 0
         self.in_forward = self.with_graph = False
         self.order: list | None = []  # of the groups, in the first forward
         self.first: list = []  # of them, those that each forward begins with
@@ -113,22 +112,23 @@ class Gathers(shared_slots.Slots):
         self.drop()
         self.in_forward, self.with_graph = True, torch.is_grad_enabled()
         self.forwards += 1  # what an earlier one has left is not kept
-        for group in self.first[:1]:
+        for group in self.first:  # they are on their way while the host gets to the first unit
             group.unshard()
 
     @torch.compiler.disable
     def end_forward(self, *_) -> None:
-        self.in_forward = False
+        self.in_forward = self.with_graph = False
         self.drop()
         if self.order:  # of the first forward
-            self.first = list(dict.fromkeys(self.order))[: self.ahead and min(1 + self.ahead, 3)]
-            order, self.order = list(dict.fromkeys(g.modules[0] for g in self.order)), None
+            groups, self.order = list(dict.fromkeys(self.order)), None
+            short = not groups[0].unshard_in_backward  # an embedding: its kernels are queued first
+            self.first = groups[: min(self.ahead, 2 - short)]
+            groups[0].then = groups[1 : 1 + min(self.ahead, 2)] if short else []
+            order = list(dict.fromkeys(group.modules[0] for group in groups))
             for number, unit in enumerate(order if self.ahead else ()):
                 state = unit._get_fsdp_state()
                 if not state._states_to_forward_prefetch:
-                    ahead = min(self.ahead, max(1, number))  # at first devices wait for hosts
-                    if number == 0 and not self.first[0].unshard_in_backward:
-                        ahead = 0  # an embedding is short: its kernels come first
+                    ahead = min(self.ahead, max(not short, number))  # at first hosts are awaited
                     unit.set_modules_to_forward_prefetch(order[number + 1 : number + 1 + ahead])
                 if not state._states_to_backward_prefetch:
                     unit.set_modules_to_backward_prefetch([order[max(0, number - 1)]])
@@ -137,15 +137,10 @@ class Gathers(shared_slots.Slots):
         for group in self.groups:
             group.drop()
 
-    def in_step(self) -> bool:
-        """Whether a forward of the model or a backward is under way."""
-        return self.in_forward or torch._C._current_graph_task_id() != -1
-
     @torch.no_grad()
     def gather(self, group) -> None:
         """Queue the gather of a unit's full weights behind all that the current stream does."""
         backward = group._training_state.name == "PRE_BACKWARD"
-        forward = self.in_forward and not backward
         if group.slot is None:
             if backward:
                 raise RuntimeError("a forward came before gather_in_place: call it between steps")
@@ -154,7 +149,7 @@ class Gathers(shared_slots.Slots):
         kept = slot.group is group and slot.in_forward == self.forwards > 0 and backward
         if kept and not shared_slots.outdated(group):
             event = current.record_event()  # nothing has taken its place since the forward
-            slot.in_forward, self.kept = 0, self.kept + 1
+            slot.in_forward = 0
         else:
             self.stream.wait_stream(current)  # which may still compute with what the slot has
             if hasattr(group.comm_ctx, "all_gather_stream"):
@@ -163,17 +158,15 @@ class Gathers(shared_slots.Slots):
                 self.fill(group)
                 event = self.stream.record_event()
             self.gathers += 1
-            slot.in_forward = self.forwards if forward and self.with_graph else 0
-        group._all_gather_result = types.SimpleNamespace(
-            all_gather_event=event, all_gather_work=None
-        )
+            slot.in_forward = self.forwards if self.with_graph and not backward else 0
+        result = {"all_gather_event": event, "all_gather_work": None}
+        group._all_gather_result = types.SimpleNamespace(**result)
 
 
 # %%
 # What FSDP2 calls
 # ----------------
-# FSDP2's order of gathers, prefetches and releases stays its own; so do its settings. These methods
-# come before its own, for one model's groups.
+# FSDP2's order of gathers, prefetches and releases stays its own; so do its settings.
 #
 # A unit that was gathered ahead and did not run (an evaluation that leaves early) must not be found
 # later with weights of then: what is under way is dropped when a forward begins and ends.
@@ -189,13 +182,13 @@ class InPlaceGather:
     slot: shared_slots.Slot | None = None
     in_graph = False  # a backward may come that has views of the slot
     refused = False  # a prefetch found the slot in use
+    then: Sequence = ()  # groups to gather when its forward is queued
 
     def unshard(self, async_op: bool = False) -> None:
-        if not self.all.in_step():
-            self.drop()  # weights may have changed since
-        there = self._all_gather_result is not None or self.is_unsharded
-        backward = self._training_state.name == "PRE_BACKWARD"
-        if there or (backward and not self.unshard_in_backward):
+        if not self.all.in_forward and torch._C._current_graph_task_id() == -1:
+            self.drop()  # between steps: weights may have changed since
+        needless = self._training_state.name == "PRE_BACKWARD" and not self.unshard_in_backward
+        if needless or self._all_gather_result is not None or self.is_unsharded:
             return
         self.refused = self.slot is not None and self.slot.busy()
         if not self.refused:
@@ -216,17 +209,15 @@ class InPlaceGather:
             self.all.order.append(self)
         graph = torch.is_grad_enabled() and self.unshard_in_backward and not self.in_graph
         trains = graph and self.is_sharded and not (self.slot and self.slot.exclusive)
-        inputs = tree_leaves((args, kwargs)) if trains else ()
-        if trains and not any(getattr(t, "requires_grad", False) for t in inputs):
+        if trains and not any(getattr(t, "requires_grad", 0) for t in tree_leaves((args, kwargs))):
             self.drop()
             self.all.give(self, exclusive=True)  # full until the end of backward
         return super().pre_forward(module, args, kwargs)
 
     def post_forward(self, *arguments):
         output = super().post_forward(*arguments)
-        if self.all.in_forward and self in self.all.first[:1]:
-            for group in self.all.first[1:]:
-                group.unshard()
+        for group in self.then if self.all.in_forward else ():
+            group.unshard()
         return output
 
     def finalize_backward(self) -> None:
@@ -243,11 +234,10 @@ class InPlaceGather:
 
     def copied(self) -> bool:
         """Whether a gather was under way; the current stream now waits for it."""
-        if self._all_gather_result is None:
-            return False
-        event, self._all_gather_result = self._all_gather_result.all_gather_event, None
-        self.all.streams.current_stream().wait_event(event)
-        return True
+        result, self._all_gather_result = self._all_gather_result, None
+        if result is not None:
+            self.all.streams.current_stream().wait_event(result.all_gather_event)
+        return result is not None
 
 
 # %%
@@ -255,8 +245,8 @@ class InPlaceGather:
 # --------
 # Forward needs lists to prefetch by: without one FSDP2 relies on its host running ahead, and a gather
 # that waits for the compute stream would come too late. They are made from the order of the first
-# forward. When a loop has read its loss, the device waits for the host: so each forward first queues its
-# first unit alone, and the next two when that one's kernels are queued.
+# forward. Each forward begins by queueing its first two units: when a loop has read its loss, the device
+# waits for the host. An embedding's own kernels come first.
 
 
 def gather_in_place(model: FSDPModule, ahead: int = 2) -> Gathers | None:
@@ -330,8 +320,7 @@ def prove(device: torch.device) -> None:
         assert peer_memory.same(train(model, device), expected), "not the bits of stock FSDP2"
         if gathers is not None:
             assert gathers.gathers > STEPS * peer_memory.UNITS, "FSDP2 gathered by itself"
-            size = sum(slot.of_ranks[0].nbytes for slot in gathers.slots) >> 20
-            print(f"{gathers.gathers} gathers into {len(gathers.slots)} slots of {size} MiB in all")
+            print(f"{gathers.gathers} gathers into {len(gathers.slots)} slots")
 
 
 def main() -> None:

@@ -135,11 +135,8 @@ class PushedGradients:
                 return [row[at : at + n].view(dtype) for at, n, dtype in zipped]
 
             others = [(rank + step) % ranks for step in range(1, ranks)]
-            self.plans[key] = (
-                numels,
-                {owner: parts(owner, rank) for owner in others},
-                {sender: parts(rank, sender) for sender in others},
-            )
+            pushes = {owner: parts(owner, rank) for owner in others}
+            self.plans[key] = (numels, pushes, {sender: parts(rank, sender) for sender in others})
         return self.plans[key]
 
     @torch.no_grad()
@@ -160,9 +157,7 @@ class PushedGradients:
         with self.streams.stream(self.stream):
             self.push(flat, numels, places)
         self.finish()
-        self.stream.wait_stream(
-            current
-        )  # for the sums: behind the barrier others write to their slot
+        self.stream.wait_stream(current)  # sums first: behind the barrier others write again
         with self.streams.stream(self.stream):
             self.memory.barrier()
             event = self.stream.record_event()
@@ -185,10 +180,8 @@ class PushedGradients:
             rank, ranks = self.memory.rank, self.memory.ranks
             for number, (p, dtype) in enumerate(zip(parameters, dtypes, strict=True)):
                 mine = flat[number][rank * numels[number] : (rank + 1) * numels[number]]
-                rows = [
-                    mine if sender == rank else arrived[sender][number][: len(mine)]
-                    for sender in range(ranks)
-                ]
+                others = {sender: parts[number][: len(mine)] for sender, parts in arrived.items()}
+                rows = [others.get(sender, mine) for sender in range(ranks)]
                 total = torch.empty_like(mine, dtype=p.orig_dtype)
                 wider = dtype.itemsize < total.dtype.itemsize
                 rounded = torch.empty_like(total, dtype=dtype) if wider else total

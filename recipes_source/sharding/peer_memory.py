@@ -76,14 +76,14 @@ class PeerMemory:
     would take each other's signals.
     """
 
+    thread = ThreadPoolExecutor(1)  # of barriers on a CPU
+
     def __init__(self, group: dist.ProcessGroup, device: torch.device) -> None:
         self.group, self.device = group, device
         self.rank, self.ranks = group.rank(), group.size()
         if device.type == "cuda":
             signals = symmetric_memory.empty(1, dtype=torch.int32, device=device)
             self.signals = symmetric_memory.rendezvous(signals, group)
-        else:
-            self.thread = ThreadPoolExecutor(1)
 
     def empty(self, size: Sequence[int], dtype: torch.dtype) -> list[torch.Tensor]:
         """Uninitialised memory of every rank, by rank; a slow collective with equal arguments."""
@@ -198,7 +198,7 @@ def param_groups(model: nn.Module) -> list:
 def why_stock(group, shard_group: dist.ProcessGroup | None) -> str | None:
     """Why FSDP2 must gather this group as before; None if copies can."""
     parameters = group.fsdp_params
-    local = [p.sharded_param.to_local() for p in parameters]
+    own = [hasattr(p.sharded_param.to_local(), "fsdp_pre_all_gather") for p in parameters]
     collectives = (group._all_gather_comm, group._reduce_scatter_comm)
     reasons = {
         "weights are replicated, not sharded": not hasattr(group.mesh_info, "shard_process_group"),
@@ -206,9 +206,7 @@ def why_stock(group, shard_group: dist.ProcessGroup | None) -> str | None:
         != shard_group,
         "weights are offloaded to the CPU": any(p.offload_to_cpu for p in parameters),
         "sharded on a dimension other than 0": any(p.fsdp_placement.dim != 0 for p in parameters),
-        "tensors with an all-gather of their own": any(
-            hasattr(t, "fsdp_pre_all_gather") for t in local
-        ),
+        "tensors with an all-gather of their own": any(own),
         "a collective of your own (set_custom_all_gather, set_custom_reduce_scatter)": not all(
             type(collective).__name__.startswith("Default") for collective in collectives
         ),

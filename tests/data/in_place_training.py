@@ -32,6 +32,7 @@ sys.path.insert(0, str(Path(__file__).resolve().parents[2] / "recipes_source" / 
 
 import in_place_gather  # noqa: E402
 import in_place_reduce  # noqa: E402
+import peer_memory  # noqa: E402
 
 WIDTH, BLOCKS, STEPS = 10, 4, 3
 DEVICE = torch.accelerator.current_accelerator(check_available=True) or torch.device("cpu")
@@ -698,15 +699,22 @@ def lists_of_their_own() -> None:
 
 
 def begun_with_the_forward() -> None:
-    """Since the second step the first unit is on its way when forward begins, then two more."""
-    model, _ = in_place(shard(FP32, grouped=True))
-    gathers, seen = model.embed._get_fsdp_state()._fsdp_param_group.all, []
-    for module in (model, model.blocks[0]):
-        module.register_forward_pre_hook(lambda *_: seen.append(gathers.gathers))
-    step(model)
-    before = gathers.gathers
-    step(model, 1)
-    assert [count - before for count in seen[2:]] == [1, 3], seen
+    """Since the second step the first units are on their way when forward begins; none comes twice.
+
+    An embedding alone comes first, and behind its kernels the next two.
+    """
+    for grouped, begun in ((True, [1, 3]), (False, [2, 3])):
+        model, _ = in_place(shard(FP32, grouped=grouped))
+        units = peer_memory.param_groups(model)
+        gathers, seen = units[0].all, []
+        for module in (model, model.blocks[0]):
+            module.register_forward_pre_hook(lambda *_, g=gathers, s=seen: s.append(g.gathers))
+        step(model)
+        before = gathers.gathers
+        with torch.no_grad():
+            loss_of(model, 1)
+        assert [count - before for count in seen[2:]] == begun, (grouped, before, seen)
+        assert gathers.gathers - before == len(units), (grouped, gathers.gathers - before)
 
 
 def a_step_that_was_skipped() -> None:
