@@ -9,7 +9,8 @@
 * ``torchao_fp32``: the same with fp32 weights and moments, compute in bf16 by autocast.
 * ``torchao_clipped``, ``torchao_fp32_clipped``: the same, clipped by us, in the cheapest way known
   to us: norms are taken on the device in backward, and the step, which then waits for all of it,
-  gives their factor to torch's Adam as ``grad_scale``. That is no further pass over memory.
+  gives their factor to torch's Adam as ``grad_scale``. That is no further pass over memory. (Norms
+  are taken in the rows that do not clip, too: a few milliseconds of the device.)
 * ``fsdp2_cpu_offload``: FSDP2 with ``CPUOffloadPolicy``, fp32 weights and fused AdamW on the host,
   bf16 compute, clipped. On one rank it cannot prefetch as it does on more.
 * ``deepspeed_offload``: ZeRO stage 3, weights and optimizer on the host, clipped.

@@ -97,8 +97,8 @@ LARGER_SHARE = 0.72  # of the device's memory for state; the rest for logits and
 FIFTY = 50
 ONE_COPY_LAYERS = 6
 FACTOR = 0.5  # of clipping, where an update is timed alone
-BOUND = "backward + max(forward, update) of this run"
-BOUND_IN_BACKWARD = "max(forward + backward, update) of this run"
+BOUND = "backward + max(forward, update) of this file's rows"
+BOUND_IN_BACKWARD = "max(forward + backward, update) of this file's rows"
 
 
 @dataclass(frozen=True)
@@ -564,13 +564,14 @@ class Benchmark:
                     work = partial(self.streamed, tokens, clip)
                     found.append(self.task(name, 35, work, tokens))
         if what == "larger":
-            found.append(self.task("larger_than_device", 200, self.larger, least))
+            found.append(self.task("larger_than_device", 150, self.larger, least))
         if what == "copies":
             for name in ("one_copy", "own_copy"):
                 found.append(self.task(name, 30, partial(self.copies, name), least))
         if what in ("peers", "all"):
+            seconds = 100 if self.depths else 40
             for name in peers:
-                found.append(self.task(name, 40, partial(self.peer, name), *every))
+                found.append(self.task(name, seconds, partial(self.peer, name), *every))
         return found
 
 

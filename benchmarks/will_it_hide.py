@@ -51,6 +51,7 @@ def predict(x: dict) -> dict[str, float]:
     interval = max(shortest, math.sqrt(2 * cost * x["failure_s"]))
     load = x["layer_parameters"] * x["gather_bytes"] / x["link"]  # and out again
     update = x["layer_parameters"] * ADAM_BYTES / x["adam"]
+    last = (step + 2 * load) / x["units"]  # from the last layer's update to its gradients: no update
     gathered, reduced = x["gather_bytes"], x["reduce_bytes"]
     sent = (ranks - 1) / ranks
     gather, reduce = n * gathered * sent / x["peer"], n * reduced * sent / x["peer"]
@@ -73,7 +74,7 @@ def predict(x: dict) -> dict[str, float]:
         "ridge_backward": gathered * x["flops"] / (4 * x["link"]),
         "ridge_recompute": gathered * x["flops"] / (6 * x["link"]),
         "streamed_s": max(forward, load, update) + max(backward, load),
-        "streamed_in_backward_s": max(step, 2 * load, update),
+        "streamed_in_backward_s": max(step, 2 * load, update + last),
         "exposed_s": exposed,
         "copies_s": copies / x["memory"],
         "fsdp2_s": max(x["host_s"], step + copies / x["memory"] + exposed),
