@@ -51,7 +51,7 @@ def predict(x: dict) -> dict[str, float]:
     interval = max(shortest, math.sqrt(2 * cost * x["failure_s"]))
     load = x["layer_parameters"] * x["gather_bytes"] / x["link"]  # and out again
     update = x["layer_parameters"] * ADAM_BYTES / x["adam"]
-    last = (step + 2 * load) / x["units"]  # from the last layer's update to its gradients: no update
+    last = (step + 2 * load) / x["units"]  # until its gradients come: no update
     gathered, reduced = x["gather_bytes"], x["reduce_bytes"]
     sent = (ranks - 1) / ranks
     gather, reduce = n * gathered * sent / x["peer"], n * reduced * sent / x["peer"]
