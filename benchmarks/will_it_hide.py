@@ -167,7 +167,12 @@ def inputs_of(result: Result, row: dict, step_s: float | None) -> dict | None:
 
 
 def step_without(result: Result, row: dict) -> float | None:
-    """The step of the row of the same case that has no save and no communication in it."""
+    """The step of the same case that has no save and no communication in it.
+
+    Rows of saves have it themselves; of others it is another row's.
+    """
+    if "staging_cost_s" in row or "every" in row:
+        return row["step_s"]
     parameters = ("model", "loop", "compiled", "step", "tokens", "layers")
     case = {p: row.get(p) for p in (*parameters, "activation_checkpointing", "reduce_dtype")}
     others = rows_named(result, *WITHOUT, **case)
