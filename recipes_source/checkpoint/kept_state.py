@@ -14,10 +14,11 @@ check that model and optimizers still hold the same tensor objects.
    :field: call_s
    :where: model=llama-1b step=long loop=reads compiled=no storage=memory
 
-That is the whole time for which a save holds the training thread. ``overlapped_writer`` is the one
-that saves a ``TrainingState``.
+That is how long the call of a save takes. ``overlapped_writer`` is the one that saves a
+``TrainingState``.
 
-**When not to bother:** your saves stop training anyway, or you save once an hour.
+**When not to bother:** your state has few tensors, your saves stop training anyway, or you save once
+an hour.
 
 .. code-block:: python
 
@@ -320,7 +321,7 @@ if __name__ == "__main__":
 # ------------
 # * ``_parameters``, ``_buffers`` and ``_modules`` of ``nn.Module`` are private by name. They are
 #   older than every version of torch that this gallery runs on.
-# * What is no tensor of the model or of an optimizer, but computed from them, is asked for at every
+# * A state that is computed from the tensors of the model or of an optimizer is asked for at every
 #   save: right, and no gain. So it is with ``FullyShardedDataParallel`` (FSDP1), hooks on
 #   ``state_dict``, extra state, nested optimizer state, subclasses of ``nn.Parameter``, and weights
 #   that share memory but are not one object: one of them can move away.

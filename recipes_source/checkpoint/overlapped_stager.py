@@ -13,8 +13,8 @@ and a thread writes it. A directory gets its final name only when the checkpoint
    :field: staging_cost_s
    :where: model=llama-1b step=long loop=reads compiled=no storage=memory
 
-``overlapped_writer`` stages with this recipe and writes with the one after it. ``none`` is the
-same measurement without a save: the noise.
+``overlapped_writer`` stages with this recipe and writes with :doc:`overlapped_writer`, which is used
+in the same way. ``none`` is the same measurement without a save: the noise.
 
 **When not to bother:** your state is a few megabytes, you save once an hour (:doc:`async_save`
 costs next to nothing then), or the host cannot spare two copies of each rank's shards.
@@ -79,8 +79,9 @@ The idea
 3. **Forward after snapshot**: buffers that forward changes are copied on the device first.
 4. **Refill after write**: a set of buffers is filled again only when its write has ended.
 
-The training thread waits for storage in two cases: writing a checkpoint takes longer than the time
-between two saves, or the layout of the state has changed.
+In the loop, the training thread waits for storage in two cases: writing a checkpoint takes longer
+than the time between two saves (``if_busy="skip"`` then leaves a save out), or the layout of the state
+has changed. At its end, the ``with`` block waits for all writes.
 
 A checkpoint is first written to ``step100.incomplete``. When all ranks have written their part,
 rank 0 renames the directory. **Trust the name, not** ``.metadata``. If the process group is
@@ -146,8 +147,8 @@ class OverlappedSaves:
         device: where the state's tensors live; the current device.
         changed_by_forward: tensors that forward changes in place, or a function that returns them,
             such as ``model.buffers``.
-        if_busy: what ``save`` does while all buffers wait to be written: ``"wait"``, or ``"skip"``
-            this save on all ranks and count it in ``skipped``.
+        if_busy: what ``save`` does while all buffers wait to be written. ``"skip"``: leave this save
+            out on all ranks and count it in ``skipped``. ``"wait"``, and any other value: wait.
         snapshot_bytes: how much device memory snapshots may take. The next update need not wait
             until these bytes have arrived on the host.
     """
@@ -382,7 +383,8 @@ if __name__ == "__main__":
 # ------
 # Page-locked host memory, from the first save to the end of the block: twice the bytes of this
 # rank's shards. ``BUFFER_SETS = 1`` needs them once, and each save then waits for the previous
-# one.
+# one. The first save locks this memory on the training thread, as does one whose state has another
+# layout. Such a call takes far longer than the others.
 #
 # Under DDP every rank holds the whole state, and every rank stages it, though only one copy is
 # written. Shard the optimizer's state there.
@@ -392,7 +394,9 @@ if __name__ == "__main__":
 # * The hook orders optimizers and nothing else: see ``before_update`` above.
 # * ``model.to`` can give a model new buffers. Pass ``model.buffers`` without parentheses, so that
 #   each plan asks for those of now; of a list, the old ones would be read too late.
-# * Save behind ``optimizer.step()``: gradients of a half-done accumulation are not in the state.
+# * Save after ``optimizer.step()``: gradients of a half-done accumulation are not in the state.
+# * ``x.data = x.data.conj()`` changes what a complex tensor means, and neither its address nor its
+#   shape: the save does not notice, and keeps the old numbers. Add ``.resolve_conj()``.
 # * After an exception, Ctrl-C, or ``sys.exit`` in the block only the write in progress is finished,
 #   for 30 s at most. Saves that wait behind it are dropped, and logged.
 # * A tensor that is new at every save, such as ``torch.get_rng_state()``, makes every save plan anew
@@ -403,6 +407,7 @@ if __name__ == "__main__":
 # * A state that calls ``get_state_dict`` at every save (:doc:`state_to_save`) works too, and holds
 #   the training thread for milliseconds with hundreds of tensors.
 # * A program that ends without leaving the block loses what is not yet written, without a word.
+# * A directory is a local path, even ``s3://...``: :doc:`object_storage` saves to a store.
 # * Call ``save`` on one thread. Two jobs that save to one path at once write over each other:
 #   :doc:`retention` locks the root. A path that is a symlink fails; a link above it is fine.
 # * The directory is not flushed, and an older checkpoint of the same name is replaced:

@@ -6,7 +6,7 @@ Write at the speed of the storage
 
 Write checkpoints as fast as the storage takes them, and slow training less. DCP's
 writer plans anew at every save, pickles and checksums each tensor, and holds Python's interpreter
-lock for much of that time. Training needs that lock for every kernel that it launches. This recipe
+lock (the GIL) for much of that time. Training needs that lock for every kernel that it launches. This recipe
 lets DCP plan **once**. From then on it writes bytes with a few large system calls, which release
 the lock. ``dcp.load`` and DCP's tools read the files as they are.
 
@@ -36,7 +36,7 @@ and :doc:`overlapped_stager` does as well.
                saves.save({"app": app}, root / f"step{step}")
 
 Your project needs this file, ``overlapped_stager.py``, ``staging_copies.py``, and
-:doc:`kept_state.py <kept_state>`. ``save`` stages beside training and returns. ``root/step100``
+:doc:`kept_state.py <kept_state>`; ``device`` is the rank's own. ``save`` stages beside training and returns. ``root/step100``
 appears when every rank has written its part and the storage has all of it.
 
 .. grid:: 1 1 2 2
@@ -109,8 +109,7 @@ PIECE = 64 << 20  # bytes that one system call writes
 #
 # One field depends on the tensor's bytes: the zip's checksum. ``torch.load`` does not check it,
 # here or in any other checkpoint. Flip a byte in a tensor, and it still loads. This recipe leaves
-# the checksum 0, as ``torch.serialization.set_crc32_options(False)`` does. Computing it would take
-# about as long as writing to memory.
+# the checksum 0, as ``torch.serialization.set_crc32_options(False)`` does, and saves the time.
 
 
 class WithoutTensor(io.BytesIO):
@@ -327,8 +326,7 @@ class OverlappedWriter(OverlappedSaves):
 # that.
 #
 # ``differs`` decides whether the kept plan still holds. Staged tensors are the same objects at
-# every other save, because two sets of buffers alternate. So comparing their ids is enough, and
-# takes milliseconds for thousands of tensors. A state with other objects is compared as DCP sees
+# every other save, because two sets of buffers alternate. So comparing their ids is enough. A state with other objects is compared as DCP sees
 # it: names, shapes, shards, dtypes, and which names share memory. If one rank finds a difference,
 # all ranks plan again.
 #
@@ -381,7 +379,7 @@ if __name__ == "__main__":
 # What it buys
 # ------------
 # What a whole save costs training, and how much slower steps are while it is written. Short steps
-# still slow down (*Step*: short). :doc:`/guide/measured` explains the columns.
+# still slow down (*Step*: short), with snapshots on the device first (``overlapped_snapshot``) too. :doc:`/guide/measured` explains the columns.
 #
 # .. result-table:: checkpoint_stall
 #    :rows: none overlapped_writer overlapped_snapshot

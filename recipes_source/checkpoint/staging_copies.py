@@ -1,8 +1,8 @@
 # SPDX-License-Identifier: BSD-3-Clause
 # Overlap Recipes 0.1.0, checkpoint/staging_copies.py
 """
-Copies that no read waits for
-=============================
+Copies that let a read through
+==============================
 
 Copy a checkpoint to host memory without delaying a training loop that reads scalars. Copies on a
 stream of their own run beside training, until training reads a scalar in mid-step: a
@@ -16,7 +16,7 @@ at most.
    :where: model=llama-1b step=long loop=reads compiled=no storage=memory
 
 ``overlapped_writer`` stages with this recipe. ``torch_checkpointing`` is a package that stages
-in the background, too. ``none`` is the same measurement without a save: the noise.
+in the background. ``none`` is the same measurement without a save: the noise.
 
 **When not to bother:** nothing in your step reads from the device (no ``.item()``, no gradient
 norm on the host, no mask that the model looks at), or your state is a few megabytes. Then plain
@@ -76,7 +76,7 @@ the same problem (`4303 <https://github.com/meta-pytorch/torchrec/pull/4303>`__,
 The recipe cuts the copies into pieces of at most ``PIECE`` bytes; smaller copies share a piece.
 Behind each piece, the same stream copies four bytes **to** the device. That is the work of the
 other engine. So when a piece ends, its stream has no next piece ready, and the engine turns to the
-other streams: the read is served. The gap takes microseconds.
+other streams: the read is served.
 
 All copies and gaps are two lists, made once. A save hands them to torch in one call, which queues
 all of them without Python's interpreter lock. That matters: right behind a save the training thread
@@ -251,8 +251,8 @@ def read(tree: object, tensors: list[torch.Tensor]) -> object:
 #
 # Optimizers, loads and ``p.data = ...`` may give a tensor other memory, or another shape over the
 # same memory. So every save compares the address, shape and strides of each tensor, in one pass:
-# what takes time is to fetch the tensors' records from memory. It keeps no result, for a thousand new
-# tuples would set off Python's garbage collection. Version counters would not do: a fused optimizer
+# what takes time is to fetch the tensors' records from memory. It keeps no list of what it sees: a
+# thousand new tuples would set off Python's garbage collection. Version counters would not do: a fused optimizer
 # leaves them as they are. ``_local_tensor`` and ``torch._foreach_copy_`` are private by name. The
 # public ``to_local()`` makes a new tensor at every call.
 
@@ -418,9 +418,8 @@ if __name__ == "__main__":
 # ------------
 # The figure at the top is of whole saves, with gaps. The rows below are copies alone, without gaps,
 # in the same loop. A stock Llama reads one scalar in every forward when you call it without a
-# cache. *Staging costs* is what the save adds to training: the steps from the call to one step
-# after the last copy, minus as many steps without a save (:doc:`/guide/measured`). *Staged after*
-# is when the last copy has arrived.
+# cache. *Staging costs* is what the save adds to training (:doc:`/guide/measured`). *Staged after* is
+# when the last copy has arrived.
 #
 # .. result-table:: staging_copies
 #    :rows: none cure_at_once cure_tiny_kernel cure_paced cure_turns
@@ -434,9 +433,9 @@ if __name__ == "__main__":
 #   the piece before it, on the other stream. The copies arrive almost as soon as those of
 #   ``cure_at_once``, but a thread runs Python for every piece, beside the launch of the forward.
 # * ``cure_paced`` is a thread that queues a piece when the one before has ended. The copies take
-#   almost twice as long.
+#   about twice as long.
 # * ``cure_tiny_kernel`` has a kernel between the pieces. It waits for room on the device, so its
-#   copies take as long as the paced ones. Take it on a GPU with a single copy engine, where gaps
+#   copies take nearly as long as the paced ones. Take it on a GPU with a single copy engine, where gaps
 #   do nothing.
 #
 # What breaks if you remove a line
@@ -451,5 +450,7 @@ if __name__ == "__main__":
 # Known limits
 # ------------
 # * A tensor that another library's subclass wraps is copied at once, on the training thread.
+# * ``x.data = x.data.conj()`` keeps address and shape: ``fits`` does not notice. Add
+#   ``.resolve_conj()``.
 # * Make plan and arena outside ``torch.inference_mode()``, or the first save raises.
 # * Accelerators other than CUDA get pageable memory: right, and slower.
