@@ -12,7 +12,7 @@ straight to where they are used. On one and two ranks every bit stays stock FSDP
    :field: efficiency
    :where: model=llama-8b-blocks loop=reads compiled=no reduce_dtype=float32 activation_checkpointing=no tokens=4096
 
-``fsdp2`` makes neither call below; 100 % sends nothing.
+``fsdp2`` makes neither call below; 100 % is a run that sends nothing.
 
 **When not to bother:** your ranks are on several hosts, or communication costs you little: compare
 ``fsdp2`` with ``no_communication`` below, at your tokens.
@@ -22,12 +22,14 @@ straight to where they are used. On one and two ranks every bit stays stock FSDP
    from in_place_gather import gather_in_place  # peer_memory.py, shared_slots.py beside it
    from in_place_reduce import reduce_in_place  # the next recipe: the same for gradients
 
-   fully_shard(model)  # as before, units first
+   for layer in model.layers:
+       fully_shard(layer)  # as before; each module that it is called with is a unit
+   fully_shard(model)
    gather_in_place(model)
    reduce_in_place(model)
 
 Stock FSDP2 casts a unit's shards, copies them into a buffer, gathers with a kernel that takes
-compute cores, and copies the result out, twice per unit and step. Here one cast per gather is left,
+compute cores (SMs), and copies the result out, twice per unit and step. Here one cast per gather is left,
 and transfers by copy engines.
 
 .. grid:: 1 1 2 2
@@ -49,11 +51,12 @@ The idea
 --------
 
 A gather writes full weights. If they lie where peers can read, each rank casts its own shards to
-their place in the full weights, and copies the others' shards from their places. Your parameters stay where they are and are read at each gather, as FSDP2 reads them: between
-two steps a load, an average swapped in or a second optimizer needs no hook. One thing is kept: what
-the last units of a training forward gathered, for the backward that follows at once.
+their place in the full weights, and copies the others' shards from their places. Your parameters
+stay where they are and are read at each gather: between two steps a load, an EMA
+swapped in or a second optimizer needs no hook. One thing is kept: what the last units of a training
+forward gathered, for the backward that follows at once.
 
-Memory that peers read is dear, so units share it: three **slots** serve any number of equal blocks.
+Such memory is slow to set up, so units share it: three **slots** serve any number of equal blocks.
 
 .. lanes:: Schematic, one rank. Each gather casts, passes its barrier and copies. Unit 3 lies where unit 0 lay.
 
@@ -288,7 +291,7 @@ def gather_in_place(model: FSDPModule, ahead: int = 2) -> Gathers | None:
 # weights in a way that nothing knows of, and evaluates. Every loss and every final weight must
 # have the bits of stock FSDP2. ``tests/data/in_place_training.py`` does the same with some fifty
 # programs: tied weights, LoRA, torchtitan's grouping, accumulation, activation checkpointing, HSDP,
-# compiled models, averages swapped in, loads by six roads, optimizers in backward.
+# compiled models, EMA swapped in, loads in six ways, optimizers in backward.
 
 
 def train(model: FSDPModule, device: torch.device) -> list[torch.Tensor]:
@@ -344,8 +347,8 @@ if __name__ == "__main__":
 # .. result-table:: fsdp_overlap
 #    :rows: no_communication fsdp2_no_collectives fsdp2 fsdp2_tuned fsdp2_in_place megatron-fsdp
 #
-# **When do copy engines pay?** Against stock FSDP2, in place gains at every size that was measured,
-# most at few tokens and with compiled blocks, where the link and the host bound a step. **From how
+# **When do copy engines pay?** Against stock FSDP2, the median gains in every row, most at 2,048
+# tokens. With compiled blocks the intervals are wide, and one holds no gain. **From how
 # many tokens is stock good enough?** Where ``fsdp2`` comes as near to no communication as you ask:
 # its share rises with the tokens. ``megatron-fsdp``, which did not clip, was ahead of in place at
 # 2,048 tokens and behind it at 8,192, in few pairs on a busy host.
@@ -382,8 +385,9 @@ if __name__ == "__main__":
 # * Pass the module that your loop calls. Its parts may be called too; they gather on demand.
 # * ``unshard(async_op=True)`` before a forward gains nothing: that unit is gathered anew.
 # * Weights changed inside a forward, its hooks too, or before its backward are gathered anew if all
-#   ranks change them and PyTorch counts it (:doc:`shared_slots`). By ``.data``, collectives or
-#   ``torch._foreach_*`` units gathered ahead keep the old, **without an error**; none are with ``ahead=0``.
+#   ranks change them and PyTorch counts it (:doc:`shared_slots`). Changes by ``.data``, collectives or
+#   ``torch._foreach_*`` are not counted: units gathered ahead, or kept for backward, have the old
+#   weights, **without an error**.
 # * Call it between steps. Your own prefetch lists and collectives (``set_custom_all_gather``) stay, if
 #   set before.
 # * A unit's full weights are another unit's afterwards. FSDP2 frees them instead, so that a reference

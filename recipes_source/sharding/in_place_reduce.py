@@ -16,13 +16,15 @@ hosts; or communication costs you little.
    from in_place_gather import gather_in_place  # the recipe before
    from in_place_reduce import reduce_in_place
 
-   fully_shard(model)  # as before, units first
+   for layer in model.layers:
+       fully_shard(layer)  # as before; each module that it is called with is a unit
+   fully_shard(model)
    gather_in_place(model)
    reduce_in_place(model)
 
 Stock FSDP2 copies a unit's gradients into a buffer of ``reduce_dtype`` on the compute stream,
 between the unit's backward and the next one's, and reduces that with a kernel that takes compute
-cores: with bfloat16 gradients reduced in float32, twice the bytes cross the link.
+cores (SMs). With bfloat16 gradients reduced in float32, twice the bytes cross the link.
 
 .. grid:: 1 1 2 2
 
@@ -43,14 +45,14 @@ The idea
 --------
 
 A reduce-scatter is a transfer, which copy engines can make, and a sum, which needs the cores for as
-long as reading and writing take. Weights lie still between two updates, so whoever needs them pulls
-them. Gradients are new each time: they are **pushed** as soon as they are there, into a slot of the
-rank that owns them, and only the slots need memory that others can write to. Behind the pushes
-stands one barrier, and one unit later a sum of what all ranks have left in the slot.
+long as reading and writing take. Weights do not change between two updates, so whoever needs them
+pulls them. Gradients are new each time: they are **pushed** as soon as backward has made them, into a
+slot on the rank that owns them. Only the slots need memory that others can write to. After the pushes
+comes one barrier. One unit later, the compute stream sums what all ranks have left in the slot.
 
-.. lanes:: Schematic, one rank. When slot A is written again, every rank has passed barrier 2, and summed before.
+.. lanes:: Schematic, one rank. Slot A is written again after barrier 2, which no rank passes before all have summed what was there.
 
-   compute:  0-6 backward 2; 6-12 backward 1; 12-13 sum 2; 13-19 backward 0; 19-20 sum 1; 24-25 sum 0
+   compute:  0-6 backward 2; 6-12 backward 1; 12-13 sum 2; 13-19 backward 0; 19-20 sum 1; 22-23 sum 0
    reduce:   6-9 push to slots A ~; 12-15 push to slots B ~; 19-22 push to slots A ~
    @9 1
    @15 2
@@ -78,21 +80,21 @@ NAMES = "post_backward pre_forward reduce_grads gradient_divide_factor _all_redu
 # %%
 # Push, barrier, and the sum a unit later
 # ---------------------------------------
-# Pushes have a stream of their own. Sums are made by the compute stream, when the next unit's gradients
-# are there: what is summed has come meanwhile, and a sum that no product runs beside takes the time of
-# its reads and writes alone. Beside products it would take as long from them, and more. What this rank
-# sent to itself would only be copied: it is added from where it is.
+# Pushes have a stream of their own. Sums are made on the compute stream, when the next unit's gradients
+# are there: what is summed has arrived meanwhile. On another stream a sum would run beside matrix
+# products and take cores from them. A rank's own part is not sent: it is added from where it is. On a
+# GPU with Triton, ``torch.compile`` makes a sum one kernel.
 #
-# A slot has a row for each other rank, so that no two write to the same one. A unit's barrier stands
-# behind its pushes and behind the sum of the unit before. So a rank that writes to a slot for the
-# second time has passed a barrier behind which every other rank has summed what was there. Where the
-# parts of a unit go is worked out once, in ``plan``.
+# A slot has a row for each other rank, so that no two write to the same one. A unit's barrier comes
+# after its pushes and after the sum of the unit before. So a rank that writes to a slot for the second
+# time has passed a barrier that every other rank reached only after it had summed what was there. Where
+# the parts of a unit go is worked out once, in ``plan``.
 #
 # **What is rounded, and when.** FSDP2 casts gradients to ``reduce_dtype``, sums, divides, and casts
 # to the parameter's dtype. Parts travel here in the dtype that they are held in, which loses
 # nothing; the sum is made in float32 and rounded once to ``reduce_dtype``. Of two summands that is
-# the same bit. The rounded sum has memory of its own, since a compiler leaves out a cast that the next
-# one undoes. A gradient that is wider than ``reduce_dtype`` is rounded before it is sent, as
+# the same bit. The rounded sum has memory of its own, since ``torch.compile`` leaves out a cast that the
+# next one undoes. A gradient that is wider than ``reduce_dtype`` is rounded before it is sent, as
 # FSDP2 does. PyTorch 2.15 reads ``reduce_dtype=None`` from the parameter: so does this, as it asks
 # FSDP2's group.
 
@@ -360,7 +362,10 @@ if __name__ == "__main__":
 #   set later it is an error.
 # * Accumulation in float32 makes gradients twice as wide: slots grow once, in a collective.
 # * A backward that raises leaves one unit's gradients out; FSDP2 adds them.
-# * The barrier's kernel holds one block of a compute core until the last rank has pushed.
+# * A unit's gradient is in ``.grad`` one unit later than with stock FSDP2, the last unit's at the end
+#   of backward.
+# * The barrier's kernel is one thread block, which holds its place on an SM until the last rank has
+#   pushed.
 #
 # Further reading
 # ---------------

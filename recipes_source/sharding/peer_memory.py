@@ -27,9 +27,9 @@ parts that the next two are made of; alone it speeds up nothing. To have FSDP2 u
 The idea
 --------
 
-A collective needs all ranks at the same time. A copy needs one rank, if what it reads lies still
-and lies where it can be read. "Still" is what barriers are for: one before the shards change, one
-behind.
+A collective needs all ranks at the same time. A copy needs one rank, if what it reads lies where it
+can be read, and does not change meanwhile. Barriers see to the latter: one before the shards change,
+one after.
 
 .. lanes:: Schematic, two ranks. Between the barriers rank 1 writes; outside them anyone reads.
 
@@ -146,7 +146,7 @@ def why_not(group: dist.ProcessGroup, device: torch.device) -> str | None:
 # ----------------------------
 # FSDP2 gathers the parameters of a unit together, as one ``FSDPParamGroup``. There is no public way
 # to it. What the next two pages use is listed here and looked for at the call, so that a PyTorch
-# that changes it is a clear error and not another model. Found in 2.11 and 2.13; public names for
+# that changes it is a clear error and not another model. Found in 2.11 to 2.15; public names for
 # "the groups of a module", "gather", "gathered" and "reduce" would replace them all.
 #
 # ===============================================  ================================================
@@ -340,11 +340,12 @@ if __name__ == "__main__":
 # When it is not worth it
 # -----------------------
 # * Ranks are on several hosts: shard inside the host and replicate across hosts (HSDP).
-# * Few bytes: below some tens of kilobytes a launch costs more than it moves.
+# * Few bytes: then launching a copy takes longer than the copy.
 #
 # Known limits
 # ------------
-# * The barrier's kernel holds one block of a compute core until the slowest rank has come.
+# * The barrier's kernel is one thread block, which holds its place on an SM until the slowest rank has
+#   come.
 # * A rank that dies leaves the others spinning: start ranks under a supervisor that ends them all.
 #
 # Further reading

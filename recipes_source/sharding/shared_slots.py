@@ -6,7 +6,8 @@ A few slots for the full weights of many units
 
 A sharded model needs the full weights of two or three units at a time. Here they lie in a few
 **slots** of memory that all ranks of a host can read, so that a gather is one cast (to the dtype
-of the compute), one barrier and the copies of the other ranks' shards: no buffer, no copy-in, no copy-out. To have FSDP2 use it, take
+of the compute), one barrier and the copies of the other ranks' shards: no buffer, no copy-in, no
+copy-out. A *unit* is a module that ``fully_shard`` was called with. To have FSDP2 use it, take
 :doc:`in_place_gather`; this page is how the memory is laid out.
 
 .. grid:: 1 1 2 2
@@ -27,8 +28,8 @@ of the compute), one barrier and the copies of the other ranks' shards: no buffe
 The idea
 --------
 
-FSDP2 frees a unit's full weights after use and allocates them again. Memory that peers read cannot
-come and go: to share it with the other ranks is slow. So it stays, and units take turns in it.
+FSDP2 frees a unit's full weights after use and allocates them again. Memory that peers read is slow
+to allocate, for all ranks must exchange its addresses. So it stays, and units take turns in it.
 
 .. lanes:: Schematic, one rank, three slots. Each gather casts, passes its barrier and copies. Unit 3 lies where unit 0 lay.
 
@@ -65,8 +66,8 @@ SMALL = 1 << 18  # bytes: smaller shards go by one kernel instead of a copy each
 # A unit's full weights lie where they did in the step before: autograd keeps views of them, and a
 # view cannot be moved. A unit gets its slot when it is first gathered: one that is free and was last
 # given away more than ``ahead`` units ago, else a new one. So neighbours never share, and a stack of
-# equal blocks needs :math:`1 + \text{ahead}` slots. Who needs its weights from forward to the end of
-# backward has one for itself.
+# equal blocks needs :math:`1 + \text{ahead}` slots, two at least. A unit that needs its weights from
+# forward to the end of backward has one for itself.
 
 
 @dataclass(eq=False)
@@ -97,9 +98,10 @@ def dtype_of(p) -> torch.dtype:
 # cast to. Views are made once: a gather is one kernel for all casts, one ``copy_`` a weight and
 # peer, and one kernel for all norms and biases.
 #
-# **One barrier is enough.** Who fills a slot again has passed the barrier of the gather between;
-# every other rank has reached that one too, and so has queued before it the copies of the gather
-# before. If there was no gather between, there is a barrier more.
+# **One barrier is enough.** Others may still copy from a slot that a rank wants to fill again. But
+# between its two gathers there was a gather into another slot, with its barrier. Each rank reaches that
+# barrier only after its copies from the first slot. If there was no gather between, ``fill`` adds a
+# barrier.
 
 
 class Slots:
