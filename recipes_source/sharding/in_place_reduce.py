@@ -262,6 +262,10 @@ class InPlaceReduce:
             self.pushed.waiting.clear()  # of a backward that raised: its gradients are not wanted
         return super().pre_forward(*arguments)
 
+    def _reset_iter_state(self) -> None:
+        self.pushed.waiting.clear()  # of the same: a backward may come next, not a forward
+        super()._reset_iter_state()
+
 
 # %%
 # One call

@@ -396,6 +396,33 @@ def backward_raises(model, optimizer):
         yield from train(model, optimizer, 2, 1)
 
 
+def raises_before_another(model, optimizer):
+    """Of two forwards the first one's backward raises; the second one's is stepped with."""
+    yield from train(model, optimizer, 1)
+
+    def fail(_):
+        raise MemoryError("of this test")
+
+    other = loss_of(model, 1)
+
+    def watch(block, inputs, output):
+        output.register_hook(fail)
+
+    hook = model.blocks[1].register_forward_hook(watch)
+    loss = loss_of(model, 2)
+    hook.remove()
+    with suppress(MemoryError):
+        loss.backward()
+    optimizer.zero_grad()
+    if hasattr(model, "reset_iter_state"):
+        model.reset_iter_state()
+        other.backward()
+        yield from [p.grad.to_local().clone() for p in model.shards]
+        optimizer.step()
+        optimizer.zero_grad()
+        yield from train(model, optimizer, 1, 3)
+
+
 def teaching(model, optimizer, local):
     """Weights follow an average of them, updated at the head of the model's forward."""
     average = [p.detach().clone() * 0.5 for p in model.shards]
@@ -610,6 +637,7 @@ PROGRAMS = {
     "freezing": Program(shard, freezing),
     "all_by_hand": Program(shard, all_by_hand),
     "backward_raises": Program(shard, backward_raises),
+    "raises_before_another": Program(shard, raises_before_another),
     "teaching": Program(shard, partial(teaching, local=False)),
     "teaching_shards": Program(shard, partial(teaching, local=True)),
     "updated_in_forward": Program(shard, updated_in_forward),
