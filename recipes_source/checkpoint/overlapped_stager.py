@@ -72,7 +72,7 @@ The idea
    @6 1: the copy waits for the step
    @14 2: the update waits for the copy
 
-1. **Copy after step**: the copies wait for an event that is recorded behind ``optimizer.step()``.
+1. **Copy after step**: the copies wait for an event that is recorded after ``optimizer.step()``.
 2. **Update after copy**: the next ``optimizer.step()`` waits for the copies, on the GPU. A hook
    that torch calls before every optimizer's step sees to that; the ``with`` block removes it at
    its end.

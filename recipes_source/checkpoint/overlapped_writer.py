@@ -105,7 +105,7 @@ PIECE = 64 << 20  # bytes that one system call writes
 # -----------------------
 # Under ``torch.serialization.skip_data()``, ``torch.save`` does not write a tensor's bytes: it
 # seeks over them. A file object that notes where, and does not move, ends up with exactly the
-# bytes before and behind the tensor.
+# bytes before and after the tensor.
 #
 # One field depends on the tensor's bytes: the zip's checksum. ``torch.load`` does not check it,
 # here or in any other checkpoint. Flip a byte in a tensor, and it still loads. This recipe leaves

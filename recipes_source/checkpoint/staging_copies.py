@@ -28,7 +28,7 @@ built on this.
    import torch
    from staging_copies import CopyPlan, PinnedArena, read
 
-   # Once, behind the first optimizer step: before it, Adam has no state to copy
+   # Once, after the first optimizer step: before it, Adam has no state to copy
    tensors = []
    read({"model": model, "optimizer": optimizer}, tensors)          # lists the tensors
    plan = CopyPlan(tensors, device, model.buffers())
@@ -37,7 +37,7 @@ built on this.
    hosts = plan.hosts(arena)                         # the same tensors, in host memory
    stream = torch.cuda.Stream()
 
-   # At each save, behind an optimizer step
+   # At each save, after an optimizer step
    now = []
    read({"model": model, "optimizer": optimizer}, now)
    assert plan.fits(now)                             # else make plan, arena and lists anew
@@ -79,9 +79,9 @@ other engine. So when a piece ends, its stream has no next piece ready, and the 
 other streams: the read is served.
 
 All copies and gaps are two lists, made once. A save hands them to torch in one call, which queues
-all of them without Python's interpreter lock. That matters: right behind a save the training thread
+all of them without Python's interpreter lock. That matters: right after a save the training thread
 launches the first kernels of a forward, and the device has nothing else to do. A Python loop over
-the pieces would take turns with it. The event behind the last piece is known as soon as the call
+the pieces would take turns with it. The event after the last piece is known as soon as the call
 returns, so no thread has to pace the copies.
 
 .. lanes:: Schematic. The read in the second step, with nothing between the copies (above) and with gaps (below).
@@ -360,10 +360,10 @@ class CopyPlan:
         return lists
 
     def queue(self, copies: list[tuple[tuple, tuple]], streams, stream) -> tuple:
-        """Queue ``copies`` on ``stream``, behind what it waits for.
+        """Queue ``copies`` on ``stream``, after what it waits for.
 
         Returns:
-            The event behind which an update may change the tensors, and that behind all copies.
+            The event after which an update may change the tensors, and that after all copies.
         """
         events = streams.Event(), streams.Event()
         with streams.stream(stream):
@@ -379,7 +379,7 @@ class CopyPlan:
 # Run it, and prove it
 # --------------------
 # The proof queues the copies, runs a forward and a backward beside them, and makes the update wait
-# for the event behind which all tensors have been read. It does so three times on every rank. Each
+# for the event after which all tensors have been read. It does so three times on every rank. Each
 # time, every host tensor must hold the bits of the save, whatever the step has written since.
 
 
@@ -429,7 +429,7 @@ if __name__ == "__main__":
 # ``cure_at_once`` is the problem: nothing stands between the pieces. The other rows are other ways
 # to solve it.
 #
-# * ``cure_turns`` alternates the pieces between two streams: each piece waits for an event behind
+# * ``cure_turns`` alternates the pieces between two streams: each piece waits for an event after
 #   the piece before it, on the other stream. The copies arrive almost as soon as those of
 #   ``cure_at_once``, but a thread runs Python for every piece, beside the launch of the forward.
 # * ``cure_paced`` is a thread that queues a piece when the one before has ended. The copies take

@@ -207,7 +207,7 @@ def update_on_device(settings: dict, parameter: torch.nn.Parameter, state, scale
 
 
 def to_host(stream: torch.Stream, *numbers: torch.Tensor) -> tuple:
-    """Queue the copy of numbers, behind all that is queued; their event, copy and source."""
+    """Queue the copy of numbers, after all that is queued; their event, copy and source."""
     source, on_gpu = torch.stack(numbers), numbers[0].is_cuda
     streams = torch.get_device_module(source.device)
     arrived = streams.Event(**({"blocking": True} if on_gpu else {}))

@@ -94,7 +94,7 @@ SETTINGS = {"lr": 1e-2, "betas": (0.9, 0.95), "eps": 1e-8, "weight_decay": 0.1}
 # **Who waits.** ``backward()`` returns when all gradients are on the host: a trainer may clip them at
 # once. ``wait()`` ends all copies from and to the host. ``state_dict()``, ``load_state_dict()`` and every
 # optimizer's ``step()`` call it by hooks. Call it yourself before you change a weight in any other way: an
-# EMA swap behind an evaluation would otherwise race with its loads.
+# EMA swap after an evaluation would otherwise race with its loads.
 #
 # **A budget.** Layers that stay on the device are neither loaded nor stored, and an optimizer updates
 # them at once. So it is spent on the lowest layers: the next forward needs these first, while the

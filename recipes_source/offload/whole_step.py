@@ -57,7 +57,7 @@ The idea
 --------
 
 The device takes the norms where the gradients are, layer by layer. ``step()`` adds them up there,
-updates what stays on the device, and sends two numbers to the host behind the last gradients: the
+updates what stays on the device, and sends two numbers to the host after the last gradients: the
 norm, and the factor of clipping. A thread waits for them, and has the layers updated or not; the
 device decides by the same number. Layer 0 is updated first, and the next forward begins with it:
 
@@ -109,10 +109,10 @@ STEPS, BAD_STEP, MAX_NORM, ON_DEVICE = 5, 2, 0.5, 1e-2
 #   a checkpoint of model and optimizer. To clip exactly *and* hide the update behind backward, one would
 #   have to update ahead and roll back, as SuperOffload does.
 # * A loop that clips by itself, such as a trainer's, is right without ``max_norm``: then gradients may be
-#   changed behind backward. With it, or with ``in_backward``, that is an error.
+#   changed after backward. With it, or with ``in_backward``, that is an error.
 # * ``load_state_dict`` of the model ends in a hook that makes masters of the weights, except where a
 #   weight is its rounded master: then that keeps its bits. What changes weights in another way calls
-#   ``streamed.wait()`` before and ``reload()`` behind it.
+#   ``streamed.wait()`` before and ``reload()`` after it.
 
 
 class HostAdamW(torch.optim.Optimizer):

@@ -142,7 +142,7 @@ class Gathers(shared_slots.Slots):
 
     @torch.no_grad()
     def gather(self, group) -> None:
-        """Queue the gather of a unit's full weights behind all that the current stream does."""
+        """Queue the gather of a unit's full weights after all that the current stream does."""
         backward = group._training_state.name == "PRE_BACKWARD"
         if group.slot is None:
             if backward:

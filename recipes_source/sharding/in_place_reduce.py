@@ -159,7 +159,7 @@ class PushedGradients:
         with self.streams.stream(self.stream):
             self.push(flat, numels, places)
         self.finish()
-        self.stream.wait_stream(current)  # sums first: behind the barrier others write again
+        self.stream.wait_stream(current)  # sums first: after the barrier others write again
         with self.streams.stream(self.stream):
             self.memory.barrier()
             event = self.stream.record_event()

@@ -255,7 +255,7 @@ def become(group, mixin: type) -> None:
 # Run it, and prove it
 # --------------------
 # A unit gathered by copies has the bits of FSDP2's own gather. The full weight is the padded shards
-# one behind the other.
+# one after the other.
 
 
 def start_rank() -> torch.device:

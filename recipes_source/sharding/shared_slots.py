@@ -93,7 +93,7 @@ def dtype_of(p) -> torch.dtype:
 # %%
 # Laid out once, filled each time
 # -------------------------------
-# FSDP2 keeps each full weight as the shards of all ranks one behind the other. A gather casts this
+# FSDP2 keeps each full weight as the shards of all ranks one after the other. A gather casts this
 # rank's shards to their place, passes a barrier, and copies the others' shards from where they were
 # cast to. Views are made once: a gather is one kernel for all casts, one ``copy_`` a weight and
 # peer, and one kernel for all norms and biases.
@@ -116,7 +116,7 @@ class Slots:
     def give(self, group, exclusive: bool = False) -> None:
         """A slot for ``group``, and views of it; a new one is a slow collective."""
         if getattr(group, "slot", None) is None:
-            group.lazy_init()  # behind whatever the user did to the model
+            group.lazy_init()  # after whatever the user did to the model
             self.given += 1
         parameters, ranks = group.fsdp_params, self.memory.ranks
         nbytes = [p.padded_sharded_param_size.numel() * dtype_of(p).itemsize for p in parameters]
@@ -243,7 +243,7 @@ def count_updates(groups: Sequence) -> None:
 
 
 def whole(sharded: torch.Tensor) -> torch.Tensor:
-    """The shards of all ranks, one behind the other, on the CPU."""
+    """The shards of all ranks, one after the other, on the CPU."""
     shards = [None] * dist.get_world_size()
     dist.all_gather_object(shards, sharded.to_local().cpu())
     return torch.cat(shards)
