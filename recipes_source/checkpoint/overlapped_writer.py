@@ -1,10 +1,10 @@
 # SPDX-License-Identifier: BSD-3-Clause
 # Overlap Recipes 0.1.0, checkpoint/overlapped_writer.py
 """
-Write at the speed of the storage
-=================================
+Plan once, then write bytes
+===========================
 
-Write checkpoints as fast as the storage takes them, and slow training less. DCP's
+Write checkpoints faster than DCP's writer, and slow training less. DCP's
 writer plans anew at every save, pickles and checksums each tensor, and holds Python's interpreter
 lock (the GIL) for much of that time. Training needs that lock for every kernel that it launches. This recipe
 lets DCP plan **once**. From then on it writes bytes with a few large system calls, which release
@@ -14,6 +14,8 @@ the lock. ``dcp.load`` and DCP's tools read the files as they are.
    :rows: overlapped_writer torch_checkpointing nvidia-resiliency-ext torchtitan_async_with_pinned_mem
    :field: write_bytes_per_s
    :where: model=llama-1b step=long loop=reads compiled=no storage=memory
+
+:doc:`/guide/results` has what the same storage takes from a plain write.
 
 **When not to bother:** you save rarely, your checkpoints are small, or they go to an object store
 (:doc:`object_storage`). If the layout of your state changes at every save, each save would plan.

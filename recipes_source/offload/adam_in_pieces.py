@@ -4,7 +4,7 @@
 Adam in pieces: one pass over the memory, without the GIL
 =========================================================
 
-Update weights that lie in host memory as fast as that memory allows. The weights and gradients are in
+Update weights that lie in host memory in one pass over that memory. The weights and gradients are in
 bf16. Beside each weight Adam keeps a **master** (the weight in fp32) and two moments (its running
 averages). This recipe updates all of them in pieces that stay in a core's cache, with all cores at
 once. The result has the bits of ``torch.optim.AdamW``. :doc:`host_adam` updates the layers of a model
@@ -14,7 +14,7 @@ with it.
    :rows: host
    :field: update_bytes_per_s
 
-``host`` is this update on all cores of a host; 28 bytes count for each parameter (below).
+``host`` is this update with a thread on each core but one; 28 bytes count for each parameter (below).
 
 **When not to bother:** weights, gradients and moments are in fp32 and a plain
 ``torch.optim.AdamW(fused=True)`` is called once for all: that is one pass already.

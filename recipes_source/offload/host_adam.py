@@ -30,7 +30,7 @@ has few cores, so that their arithmetic is the limit.
 
    .. grid-item-card:: What you need
 
-      * PyTorch 2.9 or later, any number of ranks
+      * PyTorch 2.9 or later on Linux, any number of ranks
       * host memory: 16 bytes per parameter
       * ``adam_in_pieces.py``, ``streamed_model.py`` and what it imports
 

@@ -47,7 +47,7 @@ memory decides (see the end of this page).
 
    .. grid-item-card:: What you need
 
-      * PyTorch 2.9 or later, any number of ranks
+      * PyTorch 2.9 or later on Linux, any number of ranks
       * host memory: 16 bytes per parameter of the layers, for each rank
       * ``host_adam.py`` and what it imports
 
