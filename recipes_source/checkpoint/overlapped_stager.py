@@ -362,7 +362,7 @@ if __name__ == "__main__":
 # ------------
 # A stock Llama in a stock loop: gradient clipping, a learning-rate schedule, ``loss.item()`` every
 # step, and the read of transformers' mask in every forward. :doc:`/guide/measured` explains the
-# columns.
+# columns. ``overlapped`` is this recipe alone; ``overlapped_writer`` has its staging.
 #
 # .. result-table:: checkpoint_stall
 #    :rows: none dcp_save async_save pinned default_stager_ordered overlapped overlapped_writer

@@ -381,7 +381,8 @@ if __name__ == "__main__":
 # What it buys
 # ------------
 # What a whole save costs training, and how much slower steps are while it is written. Short steps
-# still slow down (*Step*: short), with snapshots on the device first (``overlapped_snapshot``) too. :doc:`/guide/measured` explains the columns.
+# still slow down (*Step*: short), with snapshots on the device first (``overlapped_snapshot``) too.
+# :doc:`/guide/measured` explains the columns.
 #
 # .. result-table:: checkpoint_stall
 #    :rows: none overlapped_writer overlapped_snapshot
