@@ -10,6 +10,7 @@ run once more, and what that run says counts.
 import argparse
 import json
 import platform
+import re
 import sys
 from datetime import date
 from pathlib import Path
@@ -38,8 +39,13 @@ def judged(recipe: Recipe, launcher: str) -> dict:
         "date": date.today().isoformat(),
         "ok": report.ok,
         "runs": len(reports),
-        "failures": [f"{failure.kind}: {failure.text}" for failure in report.failures],
+        "failures": [without_paths(f"{f.kind}: {f.text}") for f in report.failures],
     }
+
+
+def without_paths(text: str) -> str:
+    """``text`` without where this machine keeps its packages."""
+    return re.sub(r"/\S*/site-packages/", "", text)
 
 
 def fresh(kept: dict, recipe: Recipe) -> bool:
