@@ -488,7 +488,8 @@ def tasks_of(measurement: Measurement, ours: str, model: str, pairs: int) -> Ite
         other = [v for k, v in vars(case).items() if v != getattr(long, k) and k != "compiled"]
         title = " ".join([name, *other] + ["compiled"] * case.compiled)
         work = partial(measurement.cost, case, name, rounds, results)
-        seconds = 4 + gb + rounds * (3 + 0.5 * gb) + 20 * case.compiled
+        upload = 0.5 * gb if RECIPES[name] or name == "none" else 2.5 * gb  # others write slowly
+        seconds = 4 + gb + rounds * (3 + upload) + 20 * case.compiled
         return Task(title, seconds, work, partial(measurement.has, case, name, rounds, results))
 
     def judged(name: str) -> Task:
