@@ -532,10 +532,10 @@ class WithGaps(AllAtOnce):
 
 PIECES: dict[str, type[Way]] = {
     "cure_at_once": AllAtOnce,
+    "cure_gaps": WithGaps,
     "cure_tiny_kernel": KernelBetween,
     "cure_paced": OnePieceAtATime,
     "cure_turns": InTurns,
-    "cure_gaps": WithGaps,
 }
 WAYS: dict[str, type[Way]] = {
     "none": Nothing,
