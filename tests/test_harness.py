@@ -242,6 +242,7 @@ SAVES_IN_BACKGROUND = """
         dist.destroy_process_group()
 """
 CALL_BACK = "saved.add_done_callback(lambda _: ended.set())"
+UNTIL_BEGUN = "[None for _ in iter(lambda: os.path.exists('step1'), True)]"
 UNTIL_FINISHING = "[None for _ in iter(lambda: os.path.exists('finishing'), True)]"
 
 
@@ -271,9 +272,9 @@ def test_a_recipe_may_learn_of_the_end_of_a_held_write_in_any_way(tmp_path, endi
 @pytest.mark.parametrize(
     ("ending", "writer", "text"),
     [
-        ("saved.done()", "dcp.FileSystemWriter", "the directory is empty"),
+        (f"saved.done(); {UNTIL_BEGUN}", "dcp.FileSystemWriter", "the directory is empty"),
         (f"saved.done(); saved.done(); {UNTIL_FINISHING}", "NeverFinished", "before it knew"),
-        (CALL_BACK, "dcp.FileSystemWriter", "the directory is empty"),
+        (f"{CALL_BACK}; {UNTIL_BEGUN}", "dcp.FileSystemWriter", "the directory is empty"),
         (f"{CALL_BACK}; time.sleep(0); {UNTIL_FINISHING}", "NeverFinished", "before it knew"),
     ],
 )
