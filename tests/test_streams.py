@@ -10,6 +10,8 @@ from concurrent.futures import ThreadPoolExecutor
 import pytest
 import torch
 import torch.distributed as dist
+import torch.distributed.checkpoint as dcp
+from torch.distributed.checkpoint.staging import DefaultStager, StagingOptions
 from torch.distributed.fsdp import fully_shard
 
 from rankproof import streams
@@ -310,6 +312,30 @@ def test_what_the_recipe_asks_of_a_future_teaches_it(recorder):
             pass
         write(tensor)
     assert recorder.conflicts == []
+
+
+@pytest.mark.parametrize("waits", [True, False])
+def test_a_staging_that_ends_before_async_save_looks_is_waited_for_all_the_same(
+    recorder, tmp_path, waits
+):
+    class Early(DefaultStager):
+        def stage(self, state_dict):
+            ended = threading.Semaphore(0)
+            staged = super().stage(state_dict)
+            staged.add_done_callback(lambda _: ended.release())
+            ended.acquire()  # a semaphore teaches the recorder nothing
+            return staged
+
+    tensor = torch.zeros(8)
+    torch.cpu.synchronize()
+    stager = Early(StagingOptions(False, False, True, False))
+    response = dcp.async_save({"a": tensor}, checkpoint_id=tmp_path, async_stager=stager)
+    if waits:
+        response.staging_completion.exception()
+    write(tensor)
+    assert (recorder.conflicts == []) == waits, recorder.conflicts
+    response.upload_completion.result()
+    stager.close()
 
 
 def test_training_with_fsdp2_has_no_conflict(recorder):

@@ -22,7 +22,8 @@ The model, which is that of a CUDA program:
   make itself wait for an event. ``DefaultStager``'s thread, which has a stream of its own only
   where there is an accelerator, is judged here as it behaves there.
 * Threads know what their starter, the submitter of their work item, a future, a ``threading.Event``
-  or a ``queue.Queue`` they waited for knew. ``future.done()`` teaches only the recipe's own code.
+  or a ``queue.Queue`` they waited for knew. ``future.done()`` teaches only the recipe's own code;
+  where a library asks, it teaches those who wait for the futures that this thread then completes.
   Locks and conditions order nothing here: a program that relies on them alone may be blamed
   wrongly.
 * What ``torch.frombuffer`` maps is *host memory*, as page-locked memory is on any machine, and so
@@ -399,6 +400,7 @@ class HostThread(Stream):
         self.current: Stream = recorder.default_stream if self.is_main else self
         self.entered: list[Stream] = []
         self.makes_host_values = False
+        self.heard: Clock = {}  # of futures that a library found done: told on, but not known
 
     def launch(self, host: "HostThread") -> None:
         self.clock[self.lane] += 1
@@ -537,6 +539,17 @@ def watch_threads(recorder: Recorder) -> None:
             clock = carrier.__dict__.setdefault("order_clock", {})
             join(clock, recorder.this_thread().clock)
 
+    def give_result(future: Future, *_: object) -> None:
+        give(future)
+        with recorder.lock:
+            join(future.order_clock, recorder.this_thread().heard)
+
+    def done(true: bool, future: Future) -> None:
+        if true and called_by_recipe():
+            take(true, future)
+        elif true:
+            join(recorder.this_thread().heard, getattr(future, "order_clock", {}))
+
     def take(_: object, carrier: object, *__: object, **___: object) -> None:
         recorder.this_thread().learn(getattr(carrier, "order_clock", {}))
 
@@ -578,9 +591,10 @@ def watch_threads(recorder: Recorder) -> None:
     recorder.replace(ThreadPoolExecutor, "submit", submit)
     watch(threading.Thread, "start", start)
     watch(concurrent.futures, "wait", after=waited)
-    watch(Future, "done", after=lambda done, future: take_if(done and called_by_recipe(), future))
-    gives = (Future, "set_result"), (Future, "set_exception"), (threading.Event, "set")
-    for owner, name in (*gives, (queue.Queue, "put")):
+    watch(Future, "done", after=done)
+    for name in ("set_result", "set_exception"):
+        watch(Future, name, give_result)
+    for owner, name in ((threading.Event, "set"), (queue.Queue, "put")):
         watch(owner, name, give)
     for name in ("wait", "is_set"):
         watch(threading.Event, name, after=take_if)
