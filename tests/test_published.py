@@ -4,19 +4,26 @@ import subprocess
 import sys
 
 import pytest
-from selection import REPO
+from selection import RECIPES, REPO
 
 from harness.run import run
 
 PUBLISHED = REPO / "tests" / "data" / "published"
+CROSSED = f"{REPO / 'tests' / 'data' / 'crossed.py'}:cross"
 NAMES = ("basic", "pinned", "default_stager")
 
 
 @pytest.mark.parametrize("name", NAMES)
 def test_on_two_ranks_the_shared_group_is_named_as_the_likely_cause(name: str) -> None:
-    report = run(PUBLISHED / f"{name}.py", 2, launcher="warm", deadline_s=15)
+    report = run(PUBLISHED / f"{name}.py", 2, launcher="warm", gate=CROSSED, deadline_s=10)
     assert report.kinds & {"hung", "killed", "raised"}, report.describe()
     assert "async_save ran on the process group that training uses" in report.failures[0].hint
+
+
+def test_a_group_of_its_own_bears_ranks_that_cross() -> None:
+    recipe = RECIPES / "checkpoint" / "async_save.py"
+    report = run(recipe, 2, launcher="warm", gate=CROSSED, deadline_s=60)
+    assert report.ok, report.describe()
 
 
 @pytest.mark.parametrize("name", ["basic", "pinned"])
