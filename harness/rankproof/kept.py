@@ -85,13 +85,8 @@ class KeptRun:
         """Run it now, whatever was kept, and keep what is observed."""
         path, launcher = self.recipe.path, "warm" if self.control else self.launcher
         try:
-            report = run(
-                path,
-                self.ranks,
-                launcher=launcher,
-                control=self.control,
-                deadline_s=(self.control or self.recipe).deadline_s,
-            )
+            patience = {"deadline_s": (self.control or self.recipe).deadline_s}
+            report = run(path, self.ranks, launcher=launcher, control=self.control, **patience)
         except RecipeError as error:  # the edit does not fit
             report = Report(path.stem, str(path), self.ranks, launcher, "bring it up to date")
             report.failures = [Failure("misfit", str(error))]

@@ -535,27 +535,20 @@ def watch_threads(recorder: Recorder) -> None:
     """What a thread knew when it gave something, whoever takes that will know."""
 
     def give(carrier: object, *_: object, **__: object) -> None:
+        thread = recorder.this_thread()
         with recorder.lock:
             clock = carrier.__dict__.setdefault("order_clock", {})
-            join(clock, recorder.this_thread().clock)
-
-    def give_result(future: Future, *_: object) -> None:
-        give(future)
-        with recorder.lock:
-            join(future.order_clock, recorder.this_thread().heard)
+            join(clock, thread.clock)
+            join(clock, thread.heard if isinstance(carrier, Future) else {})
 
     def done(true: bool, future: Future) -> None:
-        if true and called_by_recipe():
-            take(true, future)
-        elif true:
-            join(recorder.this_thread().heard, getattr(future, "order_clock", {}))
+        thread = recorder.this_thread()
+        with recorder.lock:
+            known = thread.clock if called_by_recipe() else thread.heard
+            join(known, getattr(future, "order_clock", {}) if true else {})
 
     def take(_: object, carrier: object, *__: object, **___: object) -> None:
         recorder.this_thread().learn(getattr(carrier, "order_clock", {}))
-
-    def take_if(true: object, carrier: object, *_: object, **__: object) -> None:
-        if true:
-            take(true, carrier)
 
     def start(thread: threading.Thread) -> None:
         thread.order_origin = recorder.this_thread().line()
@@ -592,12 +585,11 @@ def watch_threads(recorder: Recorder) -> None:
     watch(threading.Thread, "start", start)
     watch(concurrent.futures, "wait", after=waited)
     watch(Future, "done", after=done)
-    for name in ("set_result", "set_exception"):
-        watch(Future, name, give_result)
-    for owner, name in ((threading.Event, "set"), (queue.Queue, "put")):
+    gives = (Future, "set_result"), (Future, "set_exception"), (threading.Event, "set")
+    for owner, name in (*gives, (queue.Queue, "put")):
         watch(owner, name, give)
     for name in ("wait", "is_set"):
-        watch(threading.Event, name, after=take_if)
+        watch(threading.Event, name, after=lambda true, event, *_, **__: true and take(true, event))
     takes = (Future, "result"), (Future, "exception"), (threading.Thread, "join")
     for owner, name in (*takes, (queue.Queue, "get")):
         watch(owner, name, after=take)
