@@ -40,7 +40,7 @@ function predict(x) {
     ridge_backward: (x.gather_bytes * x.flops) / (4 * x.link),
     ridge_recompute: (x.gather_bytes * x.flops) / (6 * x.link),
     streamed_s: Math.max(forward, load, update) + Math.max(backward, load),
-    streamed_in_backward_s: Math.max(step, 2 * load, update + (step + 2 * load) / x.units),
+    streamed_in_backward_s: Math.max(step, 2 * load, update),
     exposed_s: exposed,
     copies_s: copies,
     fsdp2_s: Math.max(x.host_s, step + copies + exposed),

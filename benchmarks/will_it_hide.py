@@ -5,7 +5,10 @@
 
 ``_static/will_it_hide.js`` has the same formulas; a test compares them. A prediction takes the
 model's shape, the rates that the row's file measured of its link, the device's data sheet and,
-where a way adds to a step, the step without it from another row. It takes nothing from the row.
+where a way adds to a step, the step without it: another row's, or for a save that of the same
+row's windows without one. No term is fitted to rows: a row that a formula misses is listed in
+``will_it_hide.toml`` and shown with its error. A test holds the formulas of whole steps against
+runs that came after them and that no page shows.
 """
 
 import json
@@ -23,7 +26,8 @@ UNITS = 14  # of FSDP, where the model does not say: what one gather is of all
 ADAM_BYTES = 28  # that one update moves a parameter: float32 state in and out, bfloat16 around it
 HOST_BOUND = 0.25  # of the data sheet's FLOP/s: below it a save's steps are the host's
 WITHOUT = ("none", "no_communication", "resident")  # rows of a step without what the others add
-DATA = tomllib.loads(Path(__file__).with_suffix(".toml").read_text(encoding="utf-8"))
+DATA_FILE = Path(__file__).with_suffix(".toml")
+DATA = tomllib.loads(DATA_FILE.read_text(encoding="utf-8"))
 STOCK = {(model.pop("name"), model.pop("ranks")): model for model in DATA["models"]}
 DATA_SHEETS, WHY = DATA["data_sheets"], DATA["why"]
 CLAIMS = {
@@ -51,7 +55,6 @@ def predict(x: dict) -> dict[str, float]:
     interval = max(shortest, math.sqrt(2 * cost * x["failure_s"]))
     load = x["layer_parameters"] * x["gather_bytes"] / x["link"]  # and out again
     update = x["layer_parameters"] * ADAM_BYTES / x["adam"]
-    last = (step + 2 * load) / x["units"]  # until its gradients come: no update
     gathered, reduced = x["gather_bytes"], x["reduce_bytes"]
     sent = (ranks - 1) / ranks
     gather, reduce = n * gathered * sent / x["peer"], n * reduced * sent / x["peer"]
@@ -74,7 +77,7 @@ def predict(x: dict) -> dict[str, float]:
         "ridge_backward": gathered * x["flops"] / (4 * x["link"]),
         "ridge_recompute": gathered * x["flops"] / (6 * x["link"]),
         "streamed_s": max(forward, load, update) + max(backward, load),
-        "streamed_in_backward_s": max(step, 2 * load, update + last),
+        "streamed_in_backward_s": max(step, 2 * load, update),
         "exposed_s": exposed,
         "copies_s": copies / x["memory"],
         "fsdp2_s": max(x["host_s"], step + copies / x["memory"] + exposed),
@@ -200,7 +203,7 @@ def table() -> list[dict]:
         step = step_without(source, row)
         x = inputs_of(result, row, step)
         claims, reason = claims_of(result, row, x, step)
-        done = [line | one_claim(row, x, step, *claim) for claim in claims]
+        done = [one_claim(line, row, x, step, *claim) for claim in claims]
         lines += done or [line | {"reason": reason}]
     return lines
 
@@ -229,33 +232,41 @@ def claims_of(
     return timed + memory, WHY["shared_host"]
 
 
-def one_claim(row: dict, x: dict, step: float, what: str, how: str) -> dict:
-    """Predicted and measured."""
+def one_claim(line: dict, row: dict, x: dict, step: float, what: str, how: str) -> dict:
+    """``line`` with what is predicted and measured, and why it is missed where that is known."""
     measured, predicted = row.get(what), predict(x)[how.removeprefix("step and ")]
     if what == "step and staging":
         measured, predicted = row["step_s"] + row["staging_cost_s"], step + predicted
-    return {
+    line |= {
         "what": what,
         "predicted": float(f"{predicted:.4g}"),
         "measured": float(f"{measured:.4g}"),
         "error": round(predicted / measured - 1, 4),
     }
+    listed = [entry for entry in DATA["missed"] if entry["row"].items() <= line.items()]
+    return line | ({"missed": listed[0]["why"]} if listed else {})
+
+
+def surprises(lines: list[dict]) -> list[dict]:
+    """Lines off by more than the tolerance that are not listed as missed, or listed and not off."""
+    return [x for x in lines if (abs(x.get("error", 0)) > TOLERANCE) != ("missed" in x)]
 
 
 def main() -> int:
     lines = table()
     text = json.dumps(lines, indent=1) + "\n"
-    off = [line for line in lines if abs(line.get("error", 0)) > TOLERANCE]
     if "--check" not in sys.argv:
         TABLE.write_text(text, encoding="utf-8")
     elif not TABLE.exists() or TABLE.read_text(encoding="utf-8") != text:
         print(f"{TABLE.name} is not what the formulas say: python -m benchmarks.will_it_hide")
         return 1
     claimed = sum("what" in line for line in lines)
-    print(f"{claimed} figures of stock models predicted, {len(off)} of them badly")
-    for line in off:
-        print(f"off by more than {TOLERANCE:.0%}: {line}")
-    return 1 if off else 0
+    missed = sum("missed" in line for line in lines)
+    print(f"{claimed} figures of stock models predicted, {missed} of them missed, as listed")
+    for line in surprises(lines):
+        wrong = "is listed as missed, and is not" if "missed" in line else "is missed, not listed"
+        print(f"{wrong}, by {TOLERANCE:.0%}, in {DATA_FILE.name}: {line}")
+    return 1 if surprises(lines) else 0
 
 
 if __name__ == "__main__":
