@@ -28,7 +28,6 @@ and ``tests/test_activation_offload.py`` compare them, bit by bit.
 import importlib
 import statistics
 import sys
-import time
 from collections.abc import Callable
 from contextlib import AbstractContextManager, nullcontext
 from functools import partial
@@ -164,8 +163,8 @@ WAYS = {  # how layers run, and what keeps what autograd saves
 
 
 class Benchmark:
-    def __init__(self, small: bool, repeats: int, out: Path) -> None:
-        self.device, self.repeats = measuring.own_device(), repeats
+    def __init__(self, small: bool, repeats: int, out: Path, device: torch.device) -> None:
+        self.device, self.repeats = device, repeats
         self.keeping = Keeping(small, self.device)
         model = llama("llama-tiny" if small else "llama-8b-blocks", self.device, layers=LAYERS)
         self.model = model.bfloat16()
@@ -230,6 +229,14 @@ class Benchmark:
         done = partial(self.results.has, name, tokens=tokens)
         return measuring.Task(f"{name} {tokens}", seconds, work, done)
 
+    def tasks(self, ways: list[str], lengths: list[int]) -> list[measuring.Task]:
+        return [
+            self.task(name, tokens)
+            for tokens in lengths
+            for name in ways
+            if WAYS[name][0] or tokens <= LONGEST_WHOLE
+        ]
+
 
 def main() -> None:
     parser = measuring.command_line(__doc__)
@@ -238,18 +245,16 @@ def main() -> None:
     parser.add_argument("--repeats", type=int, default=3, help="samples a row")
     parser.add_argument("--until", type=float, default=3600, help="seconds from now")
     options = parser.parse_args()
-    until = time.time() + options.until
+    until = measuring.moment_in(options.until)
     if unknown := set(options.ways) - set(WAYS):
         parser.error(f"no way {sorted(unknown)}; there are {list(WAYS)}")
-    benchmark = Benchmark(options.small, options.repeats, options.out)
-    tasks = []
-    for tokens in options.tokens or (SMALL_TOKENS if options.small else TOKENS):
-        for name in options.ways:
-            if WAYS[name][0] or tokens <= LONGEST_WHOLE:
-                tasks.append(benchmark.task(name, tokens))
-    measuring.run_tasks(tasks, benchmark.results, until, measuring.Agreement())
-    if benchmark.keeping.offload is not None:
-        benchmark.keeping.offload.close()
+    lengths = options.tokens or (SMALL_TOKENS if options.small else TOKENS)
+    with measuring.started_rank() as device:
+        benchmark = Benchmark(options.small, options.repeats, options.out, device)
+        tasks = benchmark.tasks(options.ways, lengths)
+        measuring.run_tasks(tasks, benchmark.results, until, measuring.Agreement())
+        if benchmark.keeping.offload is not None:
+            benchmark.keeping.offload.close()
 
 
 if __name__ == "__main__":

@@ -43,6 +43,7 @@ All values are rank 0's, medians over windows; single values under ``samples``.
 
 import argparse
 import gc
+import os
 import shutil
 import statistics
 import sys
@@ -61,7 +62,7 @@ import torch.distributed as dist
 ROOT = Path(__file__).resolve().parents[1]
 sys.path[:0] = [str(ROOT), str(ROOT / "recipes_source" / "checkpoint")]
 
-from async_save import AppState, leaves, snapshot, start_rank  # noqa: E402
+from async_save import AppState, leaves, snapshot  # noqa: E402
 
 from benchmarks import checkpoint_ways, measuring  # noqa: E402
 from benchmarks.checkpoint_ways import PIECES, WAYS, AllAtOnce, Save, Way  # noqa: E402
@@ -73,6 +74,7 @@ LEAD = 2  # steps of a window before its save
 AFTER = 1  # and after the upload has ended
 QUIET = 6, 10  # steps of a window without a save, at least and at most
 ALONE = 20  # steps between saves from which no save meets the one before
+OURS = f"checkpoint_stall_{os.getppid()}_"  # names of its directories: torchrun's process in them
 INTERVALS = ("staging_cost_s", "cost_s", "upload_slowdown")  # get a bootstrap interval
 RECIPES = {name: way.recipes for name, way in (WAYS | PIECES).items()}
 PARAMETERS = ("model", "loop", "compiled", "storage", "step", "tokens")
@@ -145,6 +147,9 @@ class Training:
 
     def __init__(self, size: Size, device: torch.device, storages: dict[str, Path]) -> None:
         self.size, self.device, self.storages = size, device, storages
+        for parent in set(storages.values()) if dist.get_rank() == 0 else ():
+            for left in parent.glob(f"{OURS}*"):  # by ranks that were ended, and started again
+                shutil.rmtree(left, ignore_errors=True)
         self.agreement = measuring.Agreement()
         model = shard(llama(size.model, device))
         self.loop = StockLoop(model, size.tokens["long"], size.length)
@@ -205,7 +210,8 @@ class Training:
     def new_directory(self) -> Path:
         rank_0 = dist.get_rank() == 0
         parent = self.storages[self.case.storage]
-        return self.agreement.from_rank_0(Path(tempfile.mkdtemp(dir=parent)) if rank_0 else None)
+        made = Path(tempfile.mkdtemp(prefix=OURS, dir=parent)) if rank_0 else None
+        return self.agreement.from_rank_0(made)
 
     def remove(self, directory: Path) -> None:
         self.agreement.barrier()
@@ -271,8 +277,8 @@ class Measurement:
         training = self.training
         if name != self.name:
             self.close()
-            self.memory, scratch = measuring.HostMemory(), training.storages["memory"]
-            training.way = (WAYS | PIECES)[name](training.app, training.device, scratch)
+            self.memory = measuring.HostMemory()
+            training.way = (WAYS | PIECES)[name](training.app, training.device)
             self.name = name
         try:
             training.prepare(case)
@@ -595,11 +601,8 @@ def main() -> None:
     parser.add_argument("--memory", type=Path, default=Path("/dev/shm"), help="storage in memory")
     parser.add_argument("--disk", type=Path, default=Path(tempfile.gettempdir()), help="local disk")
     arguments = parser.parse_args()
-    device = start_rank()
-    try:
+    with measuring.started_rank() as device:
         run(arguments, device)
-    finally:
-        dist.destroy_process_group()
 
 
 if __name__ == "__main__":

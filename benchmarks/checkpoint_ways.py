@@ -63,8 +63,8 @@ class Way:
     note: str | None = None
     queued_s = 1.0  # of work before the save that is loaded back: more than staging takes to begin
 
-    def __init__(self, app: AppState, device: torch.device, scratch: Path) -> None:
-        self.app, self.device, self.scratch = app, device, scratch
+    def __init__(self, app: AppState, device: torch.device) -> None:
+        self.app, self.device = app, device
         self.group = dist.new_group(backend="gloo")
         self.open()
         self.hooks = [  # the loop does what this way asks of it

@@ -40,7 +40,6 @@ comparison: stock FSDP2 in place with a schedule of our own that needs no FSDP2.
 
 import argparse
 import sys
-import time
 from dataclasses import asdict, dataclass, field
 from datetime import timedelta
 from functools import partial
@@ -342,14 +341,10 @@ def main() -> None:
     parser.add_argument("--seconds", type=float, default=3600, help="begin no task that ends later")
     parser.add_argument("--tasks", type=measuring.words, help="these alone")
     arguments = parser.parse_args()
-    device = measuring.own_device()
-    dist.init_process_group(timeout=COLLECTIVE_TIMEOUT)
-    try:
+    until = measuring.moment_in(arguments.seconds)
+    with measuring.started_rank(COLLECTIVE_TIMEOUT) as device:
         run = Run(arguments, device)
-        until = run.agreement.from_rank_0(time.time() + arguments.seconds)
         measuring.run_tasks(run.tasks(), run.results, until, run.agreement)
-    finally:
-        dist.destroy_process_group()
 
 
 if __name__ == "__main__":

@@ -19,8 +19,9 @@ import time
 import traceback
 from collections.abc import Callable, Iterable, Iterator, Mapping
 from concurrent.futures import ThreadPoolExecutor
+from contextlib import contextmanager
 from dataclasses import dataclass, field
-from datetime import date
+from datetime import date, timedelta
 from itertools import pairwise
 from pathlib import Path
 
@@ -50,14 +51,38 @@ def words(text: str) -> list[str]:
     return text.split(",")
 
 
-def own_device() -> torch.device:
-    """This rank's accelerator, which becomes the current one, or the CPU."""
-    kind = torch.accelerator.current_accelerator(check_available=True)
-    if kind is None:
-        return torch.device("cpu")
-    index = int(os.environ.get("LOCAL_RANK", "0"))
-    torch.accelerator.set_device_index(index)
-    return torch.device(kind.type, index)
+def store() -> dist.Store:
+    """Torchrun's, which outlives its ranks; a rank alone has its own."""
+    if "TORCHELASTIC_RUN_ID" in os.environ:
+        return dist.TCPStore(os.environ["MASTER_ADDR"], int(os.environ["MASTER_PORT"]))
+    return dist.HashStore()
+
+
+@contextmanager
+def started_rank(timeout: timedelta | None = None) -> Iterator[torch.device]:
+    """This rank's device, in the group that torchrun describes, or in a group of one.
+
+    Ranks that torchrun starts again do not read in its store what those before left there.
+    """
+    device = torch.accelerator.current_accelerator(check_available=True) or torch.device("cpu")
+    if device.type != "cpu":
+        device = torch.device(device.type, int(os.environ.get("LOCAL_RANK", "0")))
+        torch.accelerator.set_device_index(device.index)
+    dist.init_process_group(
+        store=dist.PrefixStore(os.environ.get("TORCHELASTIC_RESTART_COUNT", "0"), store()),
+        rank=int(os.environ.get("RANK", "0")),
+        world_size=int(os.environ.get("WORLD_SIZE", "1")),
+        timeout=timeout,
+    )
+    try:
+        yield device
+    finally:
+        dist.destroy_process_group()
+
+
+def moment_in(seconds: float) -> float:
+    """By ``time.time()``; the same for all ranks, and for those that torchrun starts again."""
+    return float(store().compare_set(f"in {seconds} s", "", str(time.time() + seconds)))
 
 
 def own_rank() -> int:
@@ -512,7 +537,9 @@ class Results:
     def write(self) -> None:
         if own_rank() == 0:
             self.path.parent.mkdir(parents=True, exist_ok=True)
-            self.path.write_text(json.dumps(self.data, indent=1) + "\n")
+            new = self.path.with_suffix(".new")  # whole, whenever the process is ended
+            new.write_text(json.dumps(self.data, indent=1) + "\n")
+            new.replace(self.path)
 
 
 @dataclass(frozen=True)
@@ -531,16 +558,13 @@ class Task:
 CUT_OFF = "begun, and cut off"
 
 
-def run_tasks(
-    tasks: Iterable[Task], results: Results, until: float, agreement: Agreement, patience: float = 2
-) -> None:
+def run_tasks(tasks: Iterable[Task], results: Results, until: float, agreement: Agreement) -> None:
     """Do ``tasks`` in order; one that fails is noted in ``results``, and the next begins.
 
-    Those that are noted there already are not tried again.
-
-    One that no longer fits before ``until`` (``time.time()``) is left out. One that takes
-    ``patience`` times its seconds ends the process (a rank that waits for another does not come
-    back); the same command then goes on behind it.
+    Those that are noted there already are not tried again. One that no longer fits before ``until``
+    (``time.time()``) is left out. One that takes twice its seconds ends the process: a rank that
+    waits for another does not come back. ``torchrun --max-restarts=9`` starts all ranks again, and
+    they go on behind it.
     """
     for task in tasks:
         if agreement.any(task.done() or task.name in results.data["not_run"]):
@@ -549,7 +573,7 @@ def run_tasks(
             tell(f"{task.name}: left out, it needs {task.seconds:.0f} s")
             continue
         results.skip(task.name, CUT_OFF)
-        faulthandler.dump_traceback_later(patience * task.seconds + 10, exit=True)
+        faulthandler.dump_traceback_later(2 * task.seconds + 10, exit=True)
         begun = time.perf_counter()
         try:
             task.work()

@@ -246,7 +246,7 @@ class UpdateClock:
 class Benchmark:
     def __init__(self, options: argparse.Namespace, device: torch.device) -> None:
         self.size, self.device = SMALL if options.small else FULL, device
-        self.host_state, self.until = options.host_state, time.time() + options.until
+        self.host_state, self.until = options.host_state, measuring.moment_in(options.until)
         self.depths = options.depths
         shape = LLAMAS[self.size.name]
         workload = {
@@ -510,8 +510,6 @@ class Benchmark:
 
     def peer(self, name: str) -> None:
         """Whole steps at two depths or one; one that does not clip by itself has rows with ours."""
-        if not dist.is_initialized():
-            dist.init_process_group(store=dist.HashStore(), rank=0, world_size=1)
         seconds: dict[tuple, dict] = {}
         state, depths = {}, self.depths or DEPTHS.get(name, self.size.depths)
         for depth in depths:
@@ -584,17 +582,13 @@ def main() -> None:
     parser.add_argument("--host-state", type=float, default=LARGER_HOST_STATE, help="bytes; larger")
     parser.add_argument("--until", type=float, default=3600, help="seconds from now")
     options = parser.parse_args()
-    device = measuring.own_device()
-    if "RANK" in os.environ:
-        dist.init_process_group("cpu:gloo,cuda:nccl" if device.type == "cuda" else "gloo")
-    benchmark = Benchmark(options, device)
-    tell(f"{measuring.device_name(device)}, torch {torch.__version__}")
-    tasks, agreement = benchmark.tasks(options.what, options.peers), measuring.Agreement()
-    measuring.run_tasks(tasks, benchmark.results, benchmark.until, agreement)
-    if benchmark.ours is not None:
-        benchmark.ours.close()
-    if dist.is_initialized():
-        dist.destroy_process_group()
+    with measuring.started_rank() as device:
+        benchmark = Benchmark(options, device)
+        tell(f"{measuring.device_name(device)}, torch {torch.__version__}")
+        tasks, agreement = benchmark.tasks(options.what, options.peers), measuring.Agreement()
+        measuring.run_tasks(tasks, benchmark.results, benchmark.until, agreement)
+        if benchmark.ours is not None:
+            benchmark.ours.close()
 
 
 if __name__ == "__main__":

@@ -22,6 +22,7 @@ How a number is made
 * ``pinned_bytes``: sources and results, if page-locked.
 """
 
+import argparse
 import statistics
 import sys
 import time
@@ -150,9 +151,7 @@ def hidden_share(run: Callable[[], object], name: str, folder: Path, head: dict)
     return sum(copies.hidden_share * copies.device_s for copies in found) / total
 
 
-def main() -> None:
-    arguments = measuring.command_line(__doc__).parse_args()
-    device = measuring.own_device()
+def measure(arguments: argparse.Namespace, device: torch.device) -> None:
     side = SIDE_SMALL if arguments.small else SIDE
     weight = torch.randn(side, side, dtype=torch.bfloat16, device=device)
     link = measuring.link_rates(device, LINK_BYTES_SMALL if arguments.small else LINK_BYTES)
@@ -182,6 +181,12 @@ def main() -> None:
             row["hidden_share"] = hidden_share(run, name, arguments.out, head)
         results.add(row)
         del run, sources, targets  # with what the way held on the device
+
+
+def main() -> None:
+    arguments = measuring.command_line(__doc__).parse_args()
+    with measuring.started_rank() as device:
+        measure(arguments, device)
 
 
 if __name__ == "__main__":

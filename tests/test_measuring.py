@@ -96,21 +96,27 @@ def test_a_task_that_fails_is_noted_and_the_next_begins(tmp_path: Path) -> None:
     assert done == ["works"]
 
 
-def test_a_task_that_hangs_ends_the_process_and_is_not_tried_again(tmp_path: Path) -> None:
-    program = f"""
-import sys, time
-from pathlib import Path
+def test_after_a_task_that_hangs_on_one_rank_the_same_command_goes_on(tmp_path: Path) -> None:
+    program = tmp_path / "program.py"
+    program.write_text(f"""
+import sys
 sys.path[:0] = [{str(ROOT)!r}, {str(ROOT / "tests")!r}]
-from test_measuring import *
-results = results_in(Path({str(tmp_path)!r}))
-tasks = [Task("hangs", -9.9, lambda: time.sleep(60)), Task("works", 1, lambda: print("done"))]
-run_tasks(tasks, results, time.time() + 100, Agreement(), patience=1)
-"""
-    runs = [
-        subprocess.run([sys.executable, "-c", program], capture_output=True, text=True)
-        for _ in range(2)
-    ]
-    assert runs[0].returncode != 0 and "done" not in runs[0].stdout
-    assert "sleep" in runs[0].stderr or "Timeout" in runs[0].stderr
-    assert runs[1].returncode == 0 and "done" in runs[1].stdout
+from benchmarks.measuring import *
+from test_measuring import results_in
+until = moment_in(100)
+print(f"until {{until}}\\n", end="", flush=True)
+with started_rank():
+    results = results_in(Path({str(tmp_path)!r}))
+    hangs = Task("hangs", -4.9, lambda: time.sleep(60) if dist.get_rank() else dist.barrier())
+    works = Task("works", 1, lambda: print("done"))
+    run_tasks([hangs, works], results, until, Agreement())
+""")
+    command = [sys.executable, "-m", "torch.distributed.run", "--standalone", "--max-restarts=1"]
+    command += ["--nproc-per-node=2", str(program)]
+    run = subprocess.run(command, capture_output=True, text=True, timeout=100)
+    assert run.returncode == 0, run.stderr
+    assert run.stdout.count("done") == 2, "the ranks that were started again"
+    assert "lambda" in run.stderr or "Timeout" in run.stderr, "where it hung"
+    lines = [line for line in run.stdout.splitlines() if line.startswith("until")]
+    assert len(lines) == 4 and len(set(lines)) == 1, "no rank and no restart has more time"
     assert results_in(tmp_path).data["not_run"] == {"hangs": CUT_OFF}
