@@ -34,9 +34,8 @@ How a number is made
   1, 2, 4 and 8 threads that write 64 MB pieces into new files and sync them, all ranks at once.
 * ``loaded_back_bitwise``: a save behind ``queued_s`` of work on the device is loaded and compared
   with a clone that the compute stream made of the state right before the call.
-* ``kept`` (``save_interval``): steps without saves over steps with a save every so many, in turn
-  where saves are far apart; the writer deletes the checkpoint before the last. For 100 it is
-  computed from ``cost_s``.
+* ``kept`` (``save_interval``): steps without saves over steps with a save every so many, in turn;
+  the writer deletes the checkpoint before the last. For 100 it is computed from ``cost_s``.
 
 All values are rank 0's, medians over windows; single values under ``samples``.
 """
@@ -73,8 +72,8 @@ BOUND_FROM = "bytes of state of a rank over the rate of its link"
 LEAD = 2  # steps of a window before its save
 AFTER = 1  # and after the upload has ended
 QUIET = 6, 10  # steps of a window without a save, at least and at most
-ALONE = 20  # steps between saves from which no save meets the one before
 OURS = f"checkpoint_stall_{os.getppid()}_"  # names of its directories: torchrun's process in them
+READ_US = 5000.0  # a read of the forward that takes longer waits for more than the forward
 INTERVALS = ("staging_cost_s", "cost_s", "upload_slowdown")  # get a bootstrap interval
 RECIPES = {name: way.recipes for name, way in (WAYS | PIECES).items()}
 PARAMETERS = ("model", "loop", "compiled", "storage", "step", "tokens")
@@ -240,8 +239,6 @@ class Measurement:
         self.results = self.results_of("checkpoint_stall")
         self.intervals = self.results_of("save_interval", "every")
         self.pieces = self.results_of("staging_copies")
-        rows = self.results.data["rows"]
-        self.results.data["rows"] = [row for row in rows if row.get("loop")]  # of stock models
         self.storage: dict[str, float] = {}
         self.name: str | None = None  # of the way that is open
         self.first: Window | None = None  # its first save
@@ -376,20 +373,18 @@ class Measurement:
         best = self.storage[case.storage] = max(rates.values())
         measuring.tell(f"{case.storage} takes {best / 1e9:.2f} GB/s a rank: {rates}")
         self.head["workload"][f"{case.storage}_storage_bytes_per_s"] = best
-        for row in list(self.results.data["rows"]):
+        for row in self.results.present():
             if row["storage"] == case.storage and row.get("write_bytes_per_s"):
                 self.results.add(row | {"storage_bytes_per_s": best})
 
     def interval(self, case: Case, name: str, every: int, saves: int) -> None:
-        """Throughput kept with a save every ``every`` steps."""
+        """Throughput kept with a save every ``every`` steps, between windows without one."""
         training = self.training
-        apart = every >= ALONE  # then steps without saves stand between, else before and behind
-        lead = 0 if apart else 2  # until both sets of buffers are in use
         lasted: list[float] = []
         with self.opened(case, name) as directory:
             way, usual = training.way, [training.quiet()]
-            training.clock.start()
-            for number in range(lead + saves):
+            for number in range(saves):
+                training.clock.start()
                 save = way.save(directory / f"{number}")
                 if number and dist.get_rank() == 0:
                     before = directory / f"{number - 1}"
@@ -397,21 +392,14 @@ class Measurement:
                         lambda _, old=before: shutil.rmtree(old, ignore_errors=True)
                     )
                 training.steps(every)
-                if apart:
-                    lasted.append(training.clock.ends()[-1] - training.clock.origin_at)
-                    usual.append(training.quiet())
-                    training.clock.start()
-            ends = training.clock.ends()
+                lasted.append(training.clock.ends()[-1] - training.clock.origin_at)
+                usual.append(training.quiet())
             way.finish(save)
-            usual.append(training.quiet())
         step_s = trimmed_mean([s for w in usual for s in intervals_of(w.ends)[1:]])
-        lasted = lasted or [b - a for a, b in pairwise(ends[lead * every :: every])]
         kept = [every * step_s / seconds for seconds in lasted]
-        whole = len(lasted) * every * step_s / sum(lasted)
-        row = measuring.summary("kept", kept) | {"kept": whole}
-        row |= {"step_s": step_s, "saves": len(kept), "samples": {"kept": kept}}
-        fixed = self.fixed(case, name, way) | {"every": every}
-        self.intervals.add(fixed | row)
+        row = measuring.summary("kept", kept) | {"kept": saves * every * step_s / sum(lasted)}
+        row |= {"step_s": step_s, "saves": saves, "samples": {"kept": kept}}
+        self.intervals.add(self.fixed(case, name, way) | {"every": every} | row)
 
     def interval_by_cost(self, case: Case, name: str, every: int) -> None:
         """The same, from what one save costs."""
@@ -423,9 +411,46 @@ class Measurement:
         self.intervals.add({**fixed, **measuring.summary("kept", kept), "samples": {"kept": kept}})
 
     def trace(self, case: Case, name: str, results: Results) -> None:
+        """Write compute, D2H, host and write lanes from a step before a save to two after its call.
+
+        The host's lane has the forward's read where it waits.
+        """
+        training = self.training
         with self.opened(case, name) as directory:
-            self.training.steps(2)
-            trace(self.training, name, directory / "save", self.out, results.data)
+            training.steps(2)
+            training.clock.start()
+            with torch.profiler.profile() as profile:
+                training.steps(2)
+                save = training.way.save(directory / "save")
+                training.steps(2)
+                ends = training.clock.ends()
+            training.way.finish(save)
+
+        offset = time.time_ns() / 1e3 - time.perf_counter() * 1e6
+
+        def on_trace(moment: float) -> float:  # µs since the epoch
+            return moment * 1e6 + offset
+
+        begin, end = on_trace(ends[1]), on_trace(ends[-1])
+        events = [e for e in measuring.profiled_events(profile) if begin <= e["ts"] < end]
+        if training.device.type != "cuda":
+            steps = [(on_trace(a), (b - a) * 1e6) for a, b in pairwise(ends[1:])]
+            events += [{"cat": "kernel", "name": "step", "ts": at, "dur": dur} for at, dur in steps]
+        drawn = measuring.compute_lane(events)
+        for event in events:
+            start, stop = event["ts"], event["ts"] + event["dur"]
+            large = event.get("args", {}).get("bytes", 0) > 2**20
+            if event.get("cat") == "gpu_memcpy" and "DtoH" in event["name"] and large:
+                drawn.append(measuring.Drawn("D2H", "copy", start, stop))
+            elif event["name"] == "aten::is_nonzero" and event["dur"] > READ_US:
+                drawn.append(measuring.Drawn("host", "read waits", start, stop))
+        if name not in PIECES:
+            begun = on_trace(save.staged_at or save.returned_at)
+            written = min(on_trace(save.uploaded_at), end)
+            drawn.append(measuring.Drawn("write", "write", begun, written))
+        marks = [("save called", save.called_at), ("call returns", save.returned_at)]
+        marks = [(text, on_trace(at)) for text, at in marks]
+        measuring.write_trace(self.out, results.data, name, RECIPES[name], drawn, begin, marks)
 
     def copies(self, case: Case) -> None:
         """The rows of the ways to queue copies, and a trace of the worst and of the best."""
@@ -437,46 +462,6 @@ class Measurement:
         finally:
             self.close()
             AllAtOnce.memory = None
-
-
-# -- a small trace ----------------------------------------------------------------------------
-
-READ_US = 5000.0  # a read of the forward that takes longer waits for more than the forward
-
-
-def trace(training: Training, name: str, directory: Path, folder: Path, head: dict) -> None:
-    """Write compute, D2H, host and write lanes from a step before a save to two after its call.
-
-    The host's lane has the forward's read where it waits.
-    """
-    training.clock.start()
-    with torch.profiler.profile() as profile:
-        training.steps(2)
-        save = training.way.save(directory)
-        training.steps(2)
-        ends = training.clock.ends()
-    training.way.finish(save)
-    offset = time.time_ns() / 1e3 - time.perf_counter() * 1e6
-    begin, end = (at * 1e6 + offset for at in (ends[1], ends[-1]))
-    events = [e for e in measuring.profiled_events(profile) if begin <= e["ts"] < end]
-    if training.device.type != "cuda":
-        steps = [(a * 1e6 + offset, (b - a) * 1e6) for a, b in pairwise(ends[1:])]
-        events += [{"cat": "kernel", "name": "step", "ts": at, "dur": dur} for at, dur in steps]
-    drawn = measuring.compute_lane(events)
-    for event in events:
-        stop = event["ts"] + event["dur"]
-        nbytes = event.get("args", {}).get("bytes", 0)
-        if event.get("cat") == "gpu_memcpy" and "DtoH" in event["name"] and nbytes > 2**20:
-            drawn.append(measuring.Drawn("D2H", "copy", event["ts"], stop))
-        elif event["name"] == "aten::is_nonzero" and event["dur"] > READ_US:
-            drawn.append(measuring.Drawn("host", "read waits", event["ts"], stop))
-    if save.uploaded is not None and name not in PIECES:
-        written = min(save.uploaded_at * 1e6 + offset, end)
-        begun = (save.staged_at or save.returned_at) * 1e6 + offset
-        drawn.append(measuring.Drawn("write", "write", begun, written))
-    marks = [("save called", save.called_at), ("call returns", save.returned_at)]
-    marks = [(text, at * 1e6 + offset) for text, at in marks]
-    measuring.write_trace(folder, head, name, RECIPES[name], drawn, begin, marks)
 
 
 # -- the whole run ----------------------------------------------------------------------------
@@ -494,7 +479,7 @@ def tasks_of(measurement: Measurement, ours: str, model: str, pairs: int) -> Ite
         other = [v for k, v in vars(case).items() if v != getattr(long, k) and k != "compiled"]
         title = " ".join([name, *other] + ["compiled"] * case.compiled)
         work = partial(measurement.cost, case, name, rounds, results)
-        upload = 0.5 * gb if RECIPES[name] or name == "none" else 2.5 * gb  # others write slowly
+        upload = 0.5 * gb if RECIPES[name] else 2.5 * gb  # others write slowly
         seconds = 4 + gb + rounds * (3 + upload) + 20 * case.compiled
         return Task(title, seconds, work, partial(measurement.has, case, name, rounds, results))
 
@@ -538,16 +523,13 @@ def tasks_of(measurement: Measurement, ours: str, model: str, pairs: int) -> Ite
     yield cost(short, "overlapped_snapshot", 3)
     yield probe(disk, 5 + 4 * gb)
     yield cost(disk, ours, 6)
-    for name in ("torchtitan_async", "default_stager_as_published"):
-        yield cost(long, name, 1)
+    yield cost(long, "default_stager_as_published", 1)
     yield judged("default_stager_as_published")
     for name in ("dcp_save", "async_save", "pinned"):
         yield cost(long, name, 1)
     if ours != "overlapped":
         yield cost(long, "overlapped", 3)
     yield cost(free, ours, 3)
-    yield interval(ours, 5, 3)
-    yield interval(ours, 1, 4)
     for name in ("default_stager_ordered", "torch_save"):
         yield cost(long, name, 1)
     yield cost(compiled, ours, 3)

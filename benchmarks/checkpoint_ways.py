@@ -30,9 +30,7 @@ from kept_state import TrainingState  # noqa: E402
 from pinned_staging import PinnedCheckpoints  # noqa: E402
 from staging_copies import ALIGNMENT, CopyPlan  # noqa: E402
 
-from benchmarks.measuring import timing_event  # noqa: E402
-
-PIECE_BYTES = 64 * 2**20  # of a copy that is queued in pieces
+from benchmarks.measuring import PIECE_BYTES, timing_event  # noqa: E402
 
 
 @dataclass
@@ -115,10 +113,6 @@ class Way:
 
 
 # -- PyTorch as it is -------------------------------------------------------------------------
-
-
-class Nothing(Way):
-    def start(self, save: Save) -> None: ...
 
 
 class TorchSave(Way):
@@ -350,20 +344,21 @@ class NvidiaResiliencyExt(Way):
         super().close()
 
 
-class Torchtitan(Way):
+class TorchtitanPinned(Way):
     """torchtitan's CheckpointManager, with model and optimizer as its states."""
 
-    mode = "async"
+    queued_s = 4.0
 
     def open(self) -> None:
         module = importlib.import_module("torchtitan.components.checkpointer")
-        self.note = f"torchtitan {version('torchtitan')}, async_mode {self.mode}"
-        manager = module.CheckpointManager
-        config = manager.Config(
-            enable=True, folder=".", interval=1, keep_latest_k=0, async_mode=self.mode
-        )
-        self.manager = manager(
-            config,
+        mode = "async_with_pinned_mem"
+        self.note = f"torchtitan {version('torchtitan')}, async_mode {mode}"
+        if REUSE_CRASHES:
+            self.note += "; a new stager a save: this torch fails to use one twice"
+        self.manager = module.CheckpointManager(
+            module.CheckpointManager.Config(
+                enable=True, folder=".", interval=1, keep_latest_k=0, async_mode=mode
+            ),
             dataloader=None,
             model_parts=[self.app.model],
             optimizers=self.app,
@@ -375,9 +370,15 @@ class Torchtitan(Way):
             del self.manager.states[name]
 
     def start(self, save: Save) -> None:
+        if REUSE_CRASHES and self.manager.stager is not None:
+            self.manager.stager.close()
+            self.manager.stager = None
         self.manager.folder = str(save.directory)
         self.manager.save(self.app.step)
         save.watch(self.manager.save_future, self.manager.staging_future)
+
+    def before_update(self) -> None:
+        self.manager.maybe_wait_for_staging()
 
     def load(self, directory: Path, target: dict) -> dict[str, object]:
         (checkpoint,) = directory.iterdir()
@@ -387,26 +388,6 @@ class Torchtitan(Way):
 
     def close(self) -> None:
         self.manager.close()
-        super().close()
-
-
-class TorchtitanPinned(Torchtitan):
-    mode = "async_with_pinned_mem"
-    queued_s = 4.0
-
-    def start(self, save: Save) -> None:
-        if REUSE_CRASHES and self.manager.stager is not None:
-            self.manager.stager.close()
-            self.manager.stager = None
-            self.note = (
-                f"{self.note.split(';')[0]}; a new stager a save: this torch fails to use one twice"
-            )
-        super().start(save)
-
-    def before_update(self) -> None:
-        self.manager.maybe_wait_for_staging()
-
-    def close(self) -> None:
         super().close()
         # PyTorch keeps its process for writing to itself; without the object the process ends
         executor = importlib.import_module("torch.distributed.checkpoint._async_process_executor")
@@ -538,7 +519,6 @@ PIECES: dict[str, type[Way]] = {
     "cure_turns": InTurns,
 }
 WAYS: dict[str, type[Way]] = {
-    "none": Nothing,
     "torch_save": TorchSave,
     "dcp_save": DcpSave,
     "async_save": AsyncSave,
@@ -550,7 +530,6 @@ WAYS: dict[str, type[Way]] = {
     "overlapped_snapshot": OverlappedSnapshot,
     "torch_checkpointing": TorchCheckpointing,
     "nvidia-resiliency-ext": NvidiaResiliencyExt,
-    "torchtitan_async": Torchtitan,
     "torchtitan_async_with_pinned_mem": TorchtitanPinned,
 }
 

@@ -22,7 +22,7 @@ from concurrent.futures import ThreadPoolExecutor
 from contextlib import contextmanager
 from dataclasses import dataclass, field
 from datetime import date, timedelta
-from itertools import pairwise
+from itertools import chain, pairwise
 from pathlib import Path
 
 import torch
@@ -463,17 +463,17 @@ def machine_label(head: dict) -> str:
 
 def recipe_hashes(recipes: Iterable[str]) -> dict[str, str]:
     """Name → code hash of recipes, found by their file's stem."""
-    return {
-        path.stem: code_sha256(path) for path in SOURCE.rglob("*.py") if path.stem in set(recipes)
-    }
+    names = set(recipes)
+    return {path.stem: code_sha256(path) for path in SOURCE.rglob("*.py") if path.stem in names}
 
 
 @dataclass
 class Results:
     """A result file that is written row by row; rank 0 writes.
 
-    Rows of an earlier run are kept where the recipes that they measure are unchanged. What else the
-    machine did, by ``MEASURED_BESIDE`` in the environment, goes to each row as ``beside``.
+    Rows of an earlier run stay, but where a recipe that they measure has changed, they are measured
+    again. What else the machine did, by ``MEASURED_BESIDE`` in the environment, goes to each row
+    as ``beside``.
 
     Args:
         folder: ``benchmarks`` or another folder; the file goes to its ``results/``.
@@ -492,27 +492,28 @@ class Results:
         name = f"{self.head['benchmark']}.{machine_label(self.head)}.json"
         self.path = self.folder / "results" / name
         old = json.loads(self.path.read_text()) if self.path.exists() else {}
-        hashes = old.get("code_sha256", {})
-        empty = {"code_sha256": {}, "rows": [], "not_run": old.get("not_run", {})}
-        self.data = self.head | empty
+        self.data = self.head | {key: old.get(key, {}) for key in ("code_sha256", "not_run")}
         self.data["link"] = self.head.get("link") or old.get("link", {})
-        for row in old.get("rows", ()):
-            now = self.hashes(row["name"])
-            if all(hashes.get(recipe) == sha for recipe, sha in now.items()):
-                self.data["rows"].append(row)
-                self.data["code_sha256"] |= now
+        self.data["rows"] = old.get("rows", [])
+        self.now = recipe_hashes(chain(*self.recipes.values()))
 
     def hashes(self, name: str) -> dict[str, str]:
         """Recipe and code hash of what row ``name`` measures; empty for what is no recipe's."""
-        return recipe_hashes(self.recipes.get(name, ()))
+        return {recipe: self.now[recipe] for recipe in self.recipes.get(name, ())}
+
+    def present(self) -> list[dict]:
+        """The rows that measure the present code of their recipes."""
+        known = self.data["code_sha256"]
+        rows = [(row, row.get("code_sha256", known)) for row in self.data["rows"]]
+        return [row for row, of in rows if self.hashes(row["name"]).items() <= of.items()]
 
     def key(self, row: dict) -> tuple:
         return (row["name"], *(row.get(parameter) for parameter in self.varied))
 
     def find(self, name: str, **parameters: object) -> dict:
-        """The row of ``name`` with these parameters; empty where there is none."""
+        """The row of ``name`` with these parameters; empty where there is none of present code."""
         wanted = self.key({"name": name} | parameters)
-        return next((row for row in self.data["rows"] if self.key(row) == wanted), {})
+        return next((row for row in self.present() if self.key(row) == wanted), {})
 
     def has(self, name: str, **parameters: object) -> bool:
         return bool(self.find(name, **parameters))
@@ -522,8 +523,12 @@ class Results:
         rows = [old for old in self.data["rows"] if self.key(old) != self.key(row)]
         beside = os.environ.get("MEASURED_BESIDE")
         row = row | {"recipes": list(self.recipes.get(row["name"], ()))}
-        self.data["rows"] = [*rows, row | ({"beside": beside} if beside else {})]
-        self.data["code_sha256"] |= self.hashes(row["name"])
+        row |= {"beside": beside} if beside else {}
+        hashes = self.hashes(row["name"])
+        self.data["code_sha256"] = hashes | self.data["code_sha256"]  # as the oldest rows have it
+        if not hashes.items() <= self.data["code_sha256"].items():
+            row["code_sha256"] = hashes
+        self.data["rows"] = [*rows, row]
         self.data["not_run"].pop(row["name"], None)
         self.write()
         shown = {k: f"{v:.4g}" for k, v in row.items() if isinstance(v, float)}

@@ -77,6 +77,30 @@ def results_in(folder: Path) -> Results:
     return Results(folder, head, {}, varied=())
 
 
+def test_rows_of_earlier_code_stay_until_they_are_measured_again(tmp_path: Path) -> None:
+    def results() -> Results:
+        head = {"benchmark": "any", "device": "CPU", "ranks": 1}
+        recipes = {"ours": ("async_save",), "both": ("async_save", "pinned_staging")}
+        return Results(tmp_path, head, recipes, varied=("tokens",))
+
+    first = results()
+    for row in ({"name": "ours", "tokens": 1}, {"name": "both"}, {"name": "theirs"}):
+        first.add(row)
+    assert results().data == first.data and not any("code_sha256" in r for r in first.data["rows"])
+    now = dict(first.data["code_sha256"])
+    first.data["code_sha256"]["async_save"] = "earlier"
+    first.write()
+    second = results()
+    assert [row["name"] for row in second.present()] == ["theirs"]
+    second.add({"name": "ours", "tokens": 2})
+    second.add({"name": "ours", "tokens": 2, "again": True})
+    third = results()
+    assert len(third.data["rows"]) == 4 and third.data["code_sha256"]["async_save"] == "earlier"
+    assert not third.has("ours", tokens=1) and not third.has("both")
+    assert third.find("ours", tokens=2)["code_sha256"] == {"async_save": now["async_save"]}
+    assert third.find("ours", tokens=2)["again"]
+
+
 def test_a_task_that_fails_is_noted_and_the_next_begins(tmp_path: Path) -> None:
     results, done = results_in(tmp_path), []
 
