@@ -243,16 +243,14 @@ def main() -> None:
     parser.add_argument("--ways", type=measuring.words, default=list(WAYS))
     parser.add_argument("--tokens", type=lambda text: [int(x) for x in text.split(",")])
     parser.add_argument("--repeats", type=int, default=3, help="samples a row")
-    parser.add_argument("--until", type=float, default=3600, help="seconds from now")
     options = parser.parse_args()
-    until = measuring.moment_in(options.until)
     if unknown := set(options.ways) - set(WAYS):
         parser.error(f"no way {sorted(unknown)}; there are {list(WAYS)}")
     lengths = options.tokens or (SMALL_TOKENS if options.small else TOKENS)
     with measuring.started_rank() as device:
         benchmark = Benchmark(options.small, options.repeats, options.out, device)
         tasks = benchmark.tasks(options.ways, lengths)
-        measuring.run_tasks(tasks, benchmark.results, until, measuring.Agreement())
+        measuring.run_tasks(tasks, benchmark.results, options.until, measuring.Agreement())
         if benchmark.keeping.offload is not None:
             benchmark.keeping.offload.close()
 

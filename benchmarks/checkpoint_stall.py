@@ -1,12 +1,12 @@
 """Measure what one checkpoint save costs a stock training loop, for every way of saving.
 
-    torchrun --nproc-per-node=2 benchmarks/checkpoint_stall.py --until $(($(date +%s) + 300))
+    torchrun --nproc-per-node=2 --max-restarts=9 benchmarks/checkpoint_stall.py --until 300
     python benchmarks/checkpoint_stall.py --small --out /tmp/rehearsal      # a minute on a CPU
 
 A stock Llama (``workloads.py``) trains all the time. What is measured is a list of tasks, the most
 important first (``--list`` prints it with the seconds each needs, ``--only`` picks); tasks that no
-longer fit before ``--until`` are left out, one that fails is noted, and rows are written as they
-come, so that the same command goes on where it was cut off.
+longer fit before ``--until`` (seconds from now) are left out, one that fails is noted, and rows are
+written as they come. A task that hangs ends its ranks; torchrun starts them again behind it.
 
 How a number is made
 --------------------
@@ -574,7 +574,6 @@ def run(arguments: argparse.Namespace, device: torch.device) -> None:
 
 def main() -> None:
     parser = measuring.command_line(__doc__)
-    parser.add_argument("--until", type=float, default=1e12, help="seconds since the epoch")
     parser.add_argument("--only", type=measuring.words, help="the tasks of these names")
     parser.add_argument("--list", action="store_true", help="print the tasks and end")
     parser.add_argument("--retry", action="store_true", help="also tasks that failed before")

@@ -1,6 +1,6 @@
 """Measure what communication costs a sharded stock Llama, and what each way of hiding it leaves.
 
-    torchrun --nproc-per-node=2 benchmarks/fsdp_overlap.py --out benchmarks --seconds 300
+    torchrun --nproc-per-node=2 --max-restarts=9 benchmarks/fsdp_overlap.py --until 300
     torchrun --nproc-per-node=2 benchmarks/fsdp_overlap.py --small --out /tmp/rehearsal  # on a CPU
 
     for way in fsdp2 fsdp2_in_place; do  # memory: a fresh process each
@@ -8,8 +8,9 @@
     torchrun --nproc-per-node=2 benchmarks/fsdp_overlap.py --tasks bitwise,losses,sums
     python benchmarks/join_rows.py FOLDER  # rows measured elsewhere, of the present code
 
-Tasks run in the order in which ``--tasks`` names them, by default that of ``TASKS``; rows are
-written as they are known; the same command goes on where one was cut off.
+Tasks run in the order in which ``--tasks`` names them, by default that of ``TASKS``, as far as they
+fit before ``--until`` (seconds from now); rows are written as they are known. A task that hangs
+ends its ranks; torchrun starts them again behind it.
 
 How a number is made
 --------------------
@@ -338,13 +339,11 @@ class Run:
 
 def main() -> None:
     parser = measuring.command_line(__doc__)
-    parser.add_argument("--seconds", type=float, default=3600, help="begin no task that ends later")
     parser.add_argument("--tasks", type=measuring.words, help="these alone")
     arguments = parser.parse_args()
-    until = measuring.moment_in(arguments.seconds)
     with measuring.started_rank(COLLECTIVE_TIMEOUT) as device:
         run = Run(arguments, device)
-        measuring.run_tasks(run.tasks(), run.results, until, run.agreement)
+        measuring.run_tasks(run.tasks(), run.results, arguments.until, run.agreement)
 
 
 if __name__ == "__main__":

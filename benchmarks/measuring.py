@@ -43,6 +43,8 @@ def command_line(doc: str) -> argparse.ArgumentParser:
     parser = argparse.ArgumentParser(description=doc.splitlines()[0])
     parser.add_argument("--out", type=Path, default=ROOT / "benchmarks", help="for the results")
     parser.add_argument("--small", action="store_true", help="a size for rehearsal on a CPU")
+    until = "begin no task that ends later: seconds from now, or since the epoch"
+    parser.add_argument("--until", "--seconds", type=moment, default="3600", help=until)
     return parser
 
 
@@ -51,8 +53,8 @@ def words(text: str) -> list[str]:
     return text.split(",")
 
 
-def store() -> dist.Store:
-    """Torchrun's, which outlives its ranks; a rank alone has its own."""
+def shared_store() -> dist.Store:
+    """Torchrun's, which outlives the ranks that it starts; a rank alone has its own."""
     if "TORCHELASTIC_RUN_ID" in os.environ:
         return dist.TCPStore(os.environ["MASTER_ADDR"], int(os.environ["MASTER_PORT"]))
     return dist.HashStore()
@@ -62,27 +64,31 @@ def store() -> dist.Store:
 def started_rank(timeout: timedelta | None = None) -> Iterator[torch.device]:
     """This rank's device, in the group that torchrun describes, or in a group of one.
 
-    Ranks that torchrun starts again do not read in its store what those before left there.
+    The group has a store of its own: in torchrun's, ranks that are started again would find the
+    addresses and the time-outs of those before.
     """
     device = torch.accelerator.current_accelerator(check_available=True) or torch.device("cpu")
     if device.type != "cpu":
         device = torch.device(device.type, int(os.environ.get("LOCAL_RANK", "0")))
         torch.accelerator.set_device_index(device.index)
-    dist.init_process_group(
-        store=dist.PrefixStore(os.environ.get("TORCHELASTIC_RESTART_COUNT", "0"), store()),
-        rank=int(os.environ.get("RANK", "0")),
-        world_size=int(os.environ.get("WORLD_SIZE", "1")),
-        timeout=timeout,
-    )
+    rank, ranks = int(os.environ.get("RANK", "0")), int(os.environ.get("WORLD_SIZE", "1"))
+    shared, port = shared_store(), f"port {os.environ.get('TORCHELASTIC_RESTART_COUNT')}"
+    if rank == 0:
+        store = dist.TCPStore("localhost", 0, is_master=True, wait_for_workers=False)
+        shared.set(port, str(store.port))
+    else:
+        store = dist.TCPStore("localhost", int(shared.get(port)))
+    dist.init_process_group(store=store, rank=rank, world_size=ranks, timeout=timeout)
     try:
         yield device
     finally:
         dist.destroy_process_group()
 
 
-def moment_in(seconds: float) -> float:
-    """By ``time.time()``; the same for all ranks, and for those that torchrun starts again."""
-    return float(store().compare_set(f"in {seconds} s", "", str(time.time() + seconds)))
+def moment(seconds: str) -> float:
+    """From now or since the epoch; the same for all ranks, and for those started again."""
+    now = 0.0 if float(seconds) > 1e9 else time.time()
+    return float(shared_store().compare_set(f"in {seconds} s", "", str(now + float(seconds))))
 
 
 def own_rank() -> int:
@@ -185,10 +191,8 @@ CONFIDENCE = 0.95
 FEWEST = 6  # samples for an interval
 
 
-def median_interval(
-    values: list[float], confidence: float = CONFIDENCE, draws: int = 4000
-) -> tuple[float, float] | None:
-    """What holds the median with ``confidence``: percentiles of the medians of drawn samples.
+def median_interval(values: list[float], draws: int = 4000) -> tuple[float, float] | None:
+    """What holds the median with ``CONFIDENCE``: percentiles of the medians of drawn samples.
 
     The bootstrap, with the same draws every time. None for fewer than ``FEWEST`` values.
     """
@@ -196,7 +200,7 @@ def median_interval(
         return None
     draw = random.Random(0)
     medians = sorted(statistics.median(draw.choices(values, k=len(values))) for _ in range(draws))
-    outside = round(draws * (1 - confidence) / 2)
+    outside = round(draws * (1 - CONFIDENCE) / 2)
     return medians[outside], medians[-1 - outside]
 
 

@@ -30,7 +30,7 @@ from benchmarks.workloads import LARGEST_NORM, StockLoop, rising_rate
 RATE = 1e-4
 
 
-def parameters_by_decay(model: torch.nn.Module) -> list[dict]:
+def by_decay(model: torch.nn.Module) -> list[dict]:
     """Two groups: matrices, and what is not decayed."""
     trained = [p for p in model.parameters() if p.requires_grad]
     return [
@@ -101,7 +101,7 @@ def torchao(loop: PeerLoop) -> None:
     for parameter in loop.model.parameters():  # before torchao's own hooks, which drop gradients
         parameter.register_post_accumulate_grad_hook(take_norm)
     options = {"offload_gradients": True, "lr": RATE, "fused": True}
-    groups = parameters_by_decay(loop.model)
+    groups = by_decay(loop.model)
     optimizer = CPUOffloadOptimizer(groups, torch.optim.AdamW, **options)
 
     def limit() -> None:
@@ -131,7 +131,7 @@ def fsdp2_cpu_offload(loop: PeerLoop) -> None:
     for layer in model.model.layers:
         fully_shard(layer, **options)
     fully_shard(model, **options)
-    loop.use(torch.optim.AdamW(parameters_by_decay(model), lr=RATE, fused=True))
+    loop.use(torch.optim.AdamW(by_decay(model), lr=RATE, fused=True))
 
 
 def deepspeed_offload(loop: PeerLoop) -> None:
@@ -151,7 +151,7 @@ def deepspeed_offload(loop: PeerLoop) -> None:
         },
         "optimizer": {"type": "AdamW", "params": {"lr": RATE, "weight_decay": 1e-2}},
     }
-    groups = parameters_by_decay(loop.model)
+    groups = by_decay(loop.model)
     engine, *_ = deepspeed.initialize(model=loop.model, model_parameters=groups, config=config)
     loop.model, loop.engine = engine, engine
 

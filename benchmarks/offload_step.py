@@ -1,13 +1,13 @@
 """Measure whole training steps of a stock Llama whose layers and optimizer live on the host.
 
-    python benchmarks/offload_step.py --out benchmarks                        # one H200
-    python benchmarks/offload_step.py --out benchmarks --what peers           # other packages
-    python benchmarks/offload_step.py --out benchmarks --what larger          # one H100
-    torchrun --nproc-per-node 2 benchmarks/offload_step.py --out benchmarks --what peers
+    torchrun --nproc-per-node=1 --max-restarts=9 benchmarks/offload_step.py   # one H200
+    python benchmarks/offload_step.py --what peers                            # other packages
+    python benchmarks/offload_step.py --what larger                           # one H100
+    torchrun --nproc-per-node=2 benchmarks/offload_step.py --what peers       # or copies
     python benchmarks/offload_step.py --small --out /tmp/rehearsal            # a minute on a CPU
 
-Rows are written as they are known; the same command goes on where it was cut off. ``--until``
-(seconds from now) leaves out what no longer fits.
+Rows are written as they are known; the same command goes on where it was cut off, and torchrun does
+so by itself. ``--until`` (seconds from now) leaves out what no longer fits.
 
 The model is ``llama-8b`` of ``workloads.py`` in bf16 with fp32 masters, trained by its loop: a new
 learning rate each step, gradients clipped, ``loss.item()`` behind every step. Sequences of 4,096
@@ -70,24 +70,11 @@ from whole_step import HostAdamW  # noqa: E402
 
 from benchmarks import measuring  # noqa: E402
 from benchmarks.measuring import HostMemory, Task, device_peaks, tell  # noqa: E402
-from benchmarks.offload_peers import (  # noqa: E402
-    DEPTHS,
-    PEERS,
-    PeerLoop,
-    note_of,
-    parameters_by_decay,
-)
+from benchmarks.offload_peers import DEPTHS, PEERS, PeerLoop, by_decay, note_of  # noqa: E402
 from benchmarks.workloads import LARGEST_NORM, LLAMAS, StockLoop, llama  # noqa: E402
 
-RECIPES = (
-    "host_layers",
-    "layer_as_node",
-    "weight_streaming",
-    "streamed_model",
-    "adam_in_pieces",
-    "host_adam",
-    "whole_step",
-)
+RECIPES = ("host_layers", "layer_as_node", "weight_streaming", "streamed_model")
+RECIPES += ("adam_in_pieces", "host_adam", "whole_step")
 CPU = torch.device("cpu")
 UPDATE_BYTES = 28  # a parameter: gradient, master and moments read; master, moments, weight written
 STATE_BYTES = 16  # a parameter: bf16 weight and gradient, fp32 master and moments
@@ -165,7 +152,7 @@ class Ours:
         self.streamed = stack(self.model, self.model.model.layers, device, budget=budget)
         if device.type == "cuda":
             torch.cuda.empty_cache()
-        groups, adamw = parameters_by_decay(self.model), SharedAdamW if host else HostAdamW
+        groups, adamw = by_decay(self.model), SharedAdamW if host else HostAdamW
         self.optimizer = adamw(groups, self.streamed, lr=1e-4, max_norm=LARGEST_NORM)
         on_host, on_device = self.host_parameters / 1e9, self.device_state_bytes / 1e9
         tell(f"{on_host:.2f} G parameters on the host, {on_device:.1f} GB of state on the device")
@@ -246,9 +233,14 @@ class UpdateClock:
 class Benchmark:
     def __init__(self, options: argparse.Namespace, device: torch.device) -> None:
         self.size, self.device = SMALL if options.small else FULL, device
-        self.host_state, self.until = options.host_state, measuring.moment_in(options.until)
+        self.host_state, self.until = options.host_state, options.until
         self.depths = options.depths
-        shape = LLAMAS[self.size.name]
+        shape, one = LLAMAS[self.size.name], llama(self.size.name, "meta", layers=1)
+        self.layer_parameters = sum(p.numel() for p in one.model.layers.parameters())
+        self.other_parameters = sum(p.numel() for p in one.parameters()) - self.layer_parameters
+        # state on the device that is no layer's: of embedding and head, and slots
+        slots = 8 * self.layer_parameters
+        self.around_layers = STATE_BYTES * self.other_parameters + slots
         workload = {
             "model": f"{self.size.name}, vocabulary {shape.vocabulary:,}",
             "precision": "bfloat16 weights, gradients and compute; fp32 masters and Adam",
@@ -376,21 +368,10 @@ class Benchmark:
             if len(by_depth) == 2:
                 self.row_of_depths("resident", tokens, by_depth)
 
-    def around_layers(self) -> float:
-        """Bytes of state on the device that are no layer's: embedding, head, and slots."""
-        shape = LLAMAS[self.size.name]
-        copies = 1 if shape.tied else 2
-        return copies * shape.vocabulary * shape.width * STATE_BYTES + 8 * self.layer_parameters()
-
-    def layer_parameters(self) -> int:
-        shape = LLAMAS[self.size.name]
-        attention = 2 * shape.width**2 * (1 + shape.kv_heads / shape.heads)
-        return round(attention + 3 * shape.width * shape.mlp + 2 * shape.width)
-
     def build(self) -> Ours:
         if self.ours is None:
             self.clear()
-            budget = DEVICE_STATE - self.around_layers() if self.size is FULL else 0
+            budget = DEVICE_STATE - self.around_layers if self.size is FULL else 0
             self.ours = Ours(self.size, self.device, self.size.layers, max(0, budget))
         return self.ours
 
@@ -433,14 +414,12 @@ class Benchmark:
             self.clear()  # the weights in fp32, from which it was built, are not its own
             train(ours.loop(tokens), 1, warm=1)
             reserved[depth] = torch.cuda.max_memory_reserved()
-            outside = sum(p.numel() for p in ours.model.parameters())
-            outside -= depth * self.layer_parameters()
             ours.close()
             del ours
         (few, less), (many, more) = sorted(reserved.items())
         total = torch.cuda.get_device_properties(0).total_memory
         depth = many + (total - more) * (many - few) // (more - less)
-        return outside + depth * self.layer_parameters()
+        return self.other_parameters + depth * self.layer_parameters
 
     def larger(self) -> None:
         """Many steps: the loss, and whether memory grows."""
@@ -450,8 +429,8 @@ class Benchmark:
             total = torch.cuda.get_device_properties(0).total_memory
             fields["fits_resident"] = self.fits_resident(tokens)
         if full:
-            state = STATE_BYTES * self.layer_parameters()
-            budget = LARGER_SHARE * total - self.around_layers()
+            state = STATE_BYTES * self.layer_parameters
+            budget = LARGER_SHARE * total - self.around_layers
             layers = int(self.host_state // state) + int(budget // state)
             on_device = budget
         self.clear()
@@ -580,7 +559,6 @@ def main() -> None:
     parser.add_argument("--peers", nargs="+", choices=PEERS, default=list(PEERS))
     parser.add_argument("--depths", nargs="+", type=int, help="of peers; 32: nothing extrapolated")
     parser.add_argument("--host-state", type=float, default=LARGER_HOST_STATE, help="bytes; larger")
-    parser.add_argument("--until", type=float, default=3600, help="seconds from now")
     options = parser.parse_args()
     with measuring.started_rank() as device:
         benchmark = Benchmark(options, device)

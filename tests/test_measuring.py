@@ -127,7 +127,7 @@ import sys
 sys.path[:0] = [{str(ROOT)!r}, {str(ROOT / "tests")!r}]
 from benchmarks.measuring import *
 from test_measuring import results_in
-until = moment_in(100)
+until = moment("100")
 print(f"until {{until}}\\n", end="", flush=True)
 with started_rank():
     results = results_in(Path({str(tmp_path)!r}))
