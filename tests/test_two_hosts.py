@@ -19,8 +19,8 @@ NAMESPACES = ["unshare", "-nm" if os.geteuid() == 0 else "-Urnm"]
 def why_not() -> str | None:
     if missing := [name for name in ("unshare", "nsenter", "ip") if not shutil.which(name)]:
         return f"{', '.join(missing)} not installed (util-linux, iproute2)"
-    make = [*NAMESPACES, "sh", "-c", "mount -t tmpfs none /run && ip netns add a"]
-    tried = subprocess.run(make, capture_output=True, text=True)
+    make = "mount -t tmpfs none /run && ip netns add a && ip link add type veth"
+    tried = subprocess.run([*NAMESPACES, "sh", "-c", make], capture_output=True, text=True)
     return f"no network namespaces here: {tried.stderr.strip()}" if tried.returncode else None
 
 

@@ -235,7 +235,8 @@ def test_requirements_are_pinned_with_a_reason_and_cover_every_import():
     pins = [line for line in lines if not line.startswith("#")]
     assert not [line for line in pins if not re.fullmatch(r"[\w-]+==[\w.]+ +# \S.*", line)]
     pinned = {line.partition("==")[0] for line in pins}
-    files = subprocess.run(["git", "ls-files", "*.py"], cwd=ROOT, capture_output=True, text=True)
+    command = ["git", "ls-files", "*.py"]
+    files = subprocess.run(command, cwd=ROOT, capture_output=True, text=True, check=True)
     own = {path.stem for path in ROOT.rglob("*.py") if ".venv" not in path.parts}
     own |= {"harness", "benchmarks", "rankproof", "faults", "object_storage_edited"}
     # On the GPU machine alone, or brought by torchtitan; a row says so where a peer is not there.
