@@ -72,7 +72,7 @@ BOUND_FROM = "bytes of state of a rank over the rate of its link"
 LEAD = 2  # steps of a window before its save
 AFTER = 1  # and after the upload has ended
 QUIET = 6, 10  # steps of a window without a save, at least and at most
-OURS = f"checkpoint_stall_{os.getppid()}_"  # names of its directories: torchrun's process in them
+PREFIX = f"checkpoint_stall_{os.getppid()}_"  # names of its directories: torchrun's process in them
 READ_US = 5000.0  # a read of the forward that takes longer waits for more than the forward
 INTERVALS = ("staging_cost_s", "cost_s", "upload_slowdown")  # get a bootstrap interval
 RECIPES = {name: way.recipes for name, way in (WAYS | PIECES).items()}
@@ -147,7 +147,7 @@ class Training:
     def __init__(self, size: Size, device: torch.device, storages: dict[str, Path]) -> None:
         self.size, self.device, self.storages = size, device, storages
         for parent in set(storages.values()) if dist.get_rank() == 0 else ():
-            for left in parent.glob(f"{OURS}*"):  # by ranks that were ended, and started again
+            for left in parent.glob(f"{PREFIX}*"):  # by ranks that were ended, and started again
                 shutil.rmtree(left, ignore_errors=True)
         self.agreement = measuring.Agreement()
         model = shard(llama(size.model, device))
@@ -167,7 +167,7 @@ class Training:
         if self.case.compiled and not case.compiled:
             for layer in self.loop.model.model.layers:
                 layer._compiled_call_impl = None
-        self.loop.set_batches(self.size.tokens[case.step], self.size.length)
+        self.loop.set_batch(self.size.tokens[case.step], self.size.length)
         self.loop.reads = case.loop == "reads"
         self.case = case
         self.clock.start()
@@ -209,7 +209,7 @@ class Training:
     def new_directory(self) -> Path:
         rank_0 = dist.get_rank() == 0
         parent = self.storages[self.case.storage]
-        made = Path(tempfile.mkdtemp(prefix=OURS, dir=parent)) if rank_0 else None
+        made = Path(tempfile.mkdtemp(prefix=PREFIX, dir=parent)) if rank_0 else None
         return self.agreement.from_rank_0(made)
 
     def remove(self, directory: Path) -> None:
@@ -467,13 +467,13 @@ class Measurement:
 # -- the whole run ----------------------------------------------------------------------------
 
 
-def tasks_of(measurement: Measurement, ours: str, model: str, pairs: int) -> Iterator[Task]:
+def tasks_of(measurement: Measurement, model: str, pairs: int) -> Iterator[Task]:
     """What is measured, the most important first, with the seconds it takes on H200s."""
     gb = 12.7 if dist.get_world_size() == 1 else 7.4  # of state a rank, of the full size
     long = Case(model)
     short, free = replace(long, step="short"), replace(long, loop="free")
     compiled, disk = replace(long, compiled=True), replace(long, storage="disk")
-    results = measurement.results
+    results, ours = measurement.results, "overlapped_writer"
 
     def cost(case: Case, name: str, rounds: int) -> Task:
         other = [v for k, v in vars(case).items() if v != getattr(long, k) and k != "compiled"]
@@ -518,7 +518,7 @@ def tasks_of(measurement: Measurement, ours: str, model: str, pairs: int) -> Ite
     yield cost(long, "torch_checkpointing", 2)
     for name in ("nvidia-resiliency-ext", "torchtitan_async_with_pinned_mem"):
         yield cost(long, name, 1)
-    yield Task("copies alone", 25 + 3 * gb, partial(measurement.copies, long), copied)
+    yield Task("copies alone", 50 + 3 * gb, partial(measurement.copies, long), copied)
     yield cost(short, ours, 6)
     yield cost(short, "overlapped_snapshot", 3)
     yield probe(disk, 5 + 4 * gb)
@@ -527,8 +527,7 @@ def tasks_of(measurement: Measurement, ours: str, model: str, pairs: int) -> Ite
     yield judged("default_stager_as_published")
     for name in ("dcp_save", "async_save", "pinned"):
         yield cost(long, name, 1)
-    if ours != "overlapped":
-        yield cost(long, "overlapped", 3)
+    yield cost(long, "overlapped", 3)
     yield cost(free, ours, 3)
     for name in ("default_stager_ordered", "torch_save"):
         yield cost(long, name, 1)
@@ -561,7 +560,7 @@ def run(arguments: argparse.Namespace, device: torch.device) -> None:
     measurement = Measurement(training, arguments.out, head)
     if arguments.retry:
         measurement.results.data["not_run"].clear()
-    tasks = list(tasks_of(measurement, arguments.ours, size.model, arguments.pairs))
+    tasks = list(tasks_of(measurement, size.model, arguments.pairs))
     tasks = [task for task in tasks if not arguments.only or task.name in arguments.only]
     if arguments.list:
         for task in tasks:
@@ -577,8 +576,7 @@ def main() -> None:
     parser.add_argument("--only", type=measuring.words, help="the tasks of these names")
     parser.add_argument("--list", action="store_true", help="print the tasks and end")
     parser.add_argument("--retry", action="store_true", help="also tasks that failed before")
-    parser.add_argument("--ours", default="overlapped_writer", help="the way measured most")
-    parser.add_argument("--pairs", type=int, default=12, help="of windows, of that way's main row")
+    parser.add_argument("--pairs", type=int, default=12, help="of windows, of our main row")
     parser.add_argument("--memory", type=Path, default=Path("/dev/shm"), help="storage in memory")
     parser.add_argument("--disk", type=Path, default=Path(tempfile.gettempdir()), help="local disk")
     arguments = parser.parse_args()

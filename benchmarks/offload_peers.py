@@ -79,7 +79,7 @@ class PeerLoop(StockLoop):
     def step(self) -> None:
         if self.engine is None:
             return super().step()
-        ids = self.batches[0].to(self.device, non_blocking=True)
+        ids = self.batch.to(self.device, non_blocking=True)
         loss = self.engine(input_ids=ids, labels=ids, use_cache=False).loss
         self.engine.backward(loss)
         self.look()
@@ -140,7 +140,7 @@ def deepspeed_offload(loop: PeerLoop) -> None:
     os.environ.setdefault("LOCAL_RANK", "0")
     on_host = {"device": "cpu", "pin_memory": loop.device.type == "cuda"}
     config = {
-        "train_micro_batch_size_per_gpu": len(loop.batches[0]),
+        "train_micro_batch_size_per_gpu": len(loop.batch),
         "bf16": {"enabled": True},
         "gradient_clipping": LARGEST_NORM,
         "zero_optimization": {

@@ -502,7 +502,7 @@ class Benchmark:
                 loop.limited, row = limited, f"{name}_clipped" if limited else name
                 for tokens in self.size.tokens:
                     count = max(1, tokens // self.size.length) * self.size.length
-                    loop.set_batches(count, self.size.length)
+                    loop.set_batch(count, self.size.length)
                     steps = train(loop, 2, warm=1)
                     by_depth = seconds.setdefault((row, tokens), {})
                     by_depth[depth] = {"step_s": statistics.median(steps)}

@@ -15,6 +15,7 @@ nobody looks at the loss. All else is the same. ``tests/test_workloads.py`` coun
 Needs transformers (written for 5.17 to 5.23); recipes do not.
 """
 
+from contextlib import nullcontext
 from dataclasses import dataclass
 from unittest import mock
 
@@ -126,9 +127,8 @@ class StockLoop:
 
     Args:
         model: returns an output with a ``loss`` for ``input_ids`` and ``labels``.
-        tokens: of a microbatch, on this rank; ``length`` of them make a sequence.
+        tokens: of a step, on this rank; ``length`` of them make a sequence.
         reads: see above.
-        accumulate: microbatches a step; ranks meet in the last alone.
         optimizer: fused AdamW unless given.
         clip: whether gradients are clipped.
 
@@ -144,48 +144,37 @@ class StockLoop:
         length: int,
         *,
         reads: bool = True,
-        accumulate: int = 1,
         optimizer: torch.optim.Optimizer | None = None,
         clip: bool = True,
     ) -> None:
-        self.model, self.reads, self.accumulate, self.clip = model, reads, accumulate, clip
-        parameters = [p for p in model.parameters() if p.requires_grad]
-        self.parameters = parameters
-        self.optimizer = optimizer or torch.optim.AdamW(parameters, lr=LEARNING_RATE, fused=True)
+        self.model, self.reads, self.clip = model, reads, clip
+        self.parameters = [p for p in model.parameters() if p.requires_grad]
+        self.optimizer = optimizer or torch.optim.AdamW(
+            self.parameters, lr=LEARNING_RATE, fused=True
+        )
         self.schedule = torch.optim.lr_scheduler.LambdaLR(self.optimizer, rising_rate)
-        self.device = parameters[0].device
-        self.set_batches(tokens, length)
+        self.device = self.parameters[0].device
+        self.set_batch(tokens, length)
         self.steps = 0
         self.loss: float | None = None
 
-    def set_batches(self, tokens: int, length: int) -> None:
-        """Draw the batches of all further steps, from now on of so many tokens."""
+    def set_batch(self, tokens: int, length: int) -> None:
+        """Draw the batch of all further steps, from now on of so many tokens."""
         rank = dist.get_rank() if dist.is_initialized() else 0
         draw = torch.Generator().manual_seed(1 + rank)
         vocabulary = self.model.get_input_embeddings().num_embeddings
         shape = (max(1, tokens // length), length)
-        batches = [torch.randint(vocabulary, shape, generator=draw) for _ in range(self.accumulate)]
-        on_gpu = self.device.type == "cuda"
-        self.batches = [batch.pin_memory() if on_gpu else batch for batch in batches]
+        batch = torch.randint(vocabulary, shape, generator=draw)
+        self.batch = batch.pin_memory() if self.device.type == "cuda" else batch
 
     def forward_backward(self) -> torch.Tensor:
-        """Leave the gradients of a step; return its mean loss (a scalar on the device)."""
-        total = torch.zeros((), device=self.device)
-        for number, batch in enumerate(self.batches, 1):
-            if self.accumulate > 1 and hasattr(self.model, "set_requires_gradient_sync"):
-                self.model.set_requires_gradient_sync(number == self.accumulate)
-            ids = batch.to(self.device, non_blocking=True)
-            if self.reads:
-                loss = self.model(input_ids=ids, labels=ids, use_cache=False).loss
-            else:
-                with mock.patch.object(
-                    masking_utils, "find_packed_sequence_indices", nothing_packed
-                ):
-                    loss = self.model(input_ids=ids, labels=ids, use_cache=False).loss
-            loss = loss / self.accumulate
-            loss.backward()
-            total += loss.detach()
-        return total
+        """Leave the gradients of a step; return its loss (a scalar on the device)."""
+        ids = self.batch.to(self.device, non_blocking=True)
+        blind = mock.patch.object(masking_utils, "find_packed_sequence_indices", nothing_packed)
+        with nullcontext() if self.reads else blind:
+            loss = self.model(input_ids=ids, labels=ids, use_cache=False).loss
+        loss.backward()
+        return loss.detach()
 
     def update(self) -> None:
         if self.clip:

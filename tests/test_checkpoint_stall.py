@@ -128,10 +128,10 @@ def test_a_checkpoint_that_lacks_a_leaf_or_a_bit_is_not_the_same() -> None:
 
 def test_a_stock_loop_is_measured_on_a_cpu(tmp_path: Path) -> None:
     """Its rows have every field that pages show."""
-    ours = "overlapped"
+    ours = "overlapped_writer"
     tasks = ["memory probe", ours, f"{ours} loaded back", f"{ours} every 100"]
     command = [sys.executable, "benchmarks/checkpoint_stall.py", "--small", "--out", str(tmp_path)]
-    command += ["--ours", ours, "--pairs", "3", "--only", ",".join(tasks)]
+    command += ["--pairs", "3", "--only", ",".join(tasks)]
     command += ["--memory", str(tmp_path), "--disk", str(tmp_path)]
     environment = os.environ | {"OMP_NUM_THREADS": "1"}
     (tmp_path / f"checkpoint_stall_{os.getpid()}_before" / "half").mkdir(parents=True)
