@@ -59,7 +59,6 @@ def llama(
     *,
     vocabulary: int | None = None,
     layers: int | None = None,
-    seed: int = 0,
 ) -> LlamaForCausalLM:
     """A stock Llama with random float32 weights on ``device``; the same on every rank.
 
@@ -85,7 +84,7 @@ def llama(
         bos_token_id=0,
         eos_token_id=0,
     )
-    torch.manual_seed(seed)
+    torch.manual_seed(0)
     with torch.device(device):
         return LlamaForCausalLM(config).train()
 
@@ -100,17 +99,15 @@ def compile_blocks(model: LlamaForCausalLM, **options: object) -> LlamaForCausal
     return model
 
 
-def shard(
-    model: LlamaForCausalLM, reduce_dtype: torch.dtype = torch.float32, **options: object
-) -> LlamaForCausalLM:
+def shard(model: LlamaForCausalLM) -> LlamaForCausalLM:
     """``fully_shard`` each layer and the rest, in place: float32 weights, bfloat16 compute.
 
-    Works for one rank too, where it gives the precision alone. ``options`` go to ``fully_shard``.
+    Works for one rank too, where it gives the precision alone.
     """
-    precision = MixedPrecisionPolicy(param_dtype=torch.bfloat16, reduce_dtype=reduce_dtype)
+    precision = MixedPrecisionPolicy(torch.bfloat16, reduce_dtype=torch.float32)
     for layer in model.model.layers:
-        fully_shard(layer, mp_policy=precision, **options)
-    return fully_shard(model, mp_policy=precision, **options)
+        fully_shard(layer, mp_policy=precision)
+    return fully_shard(model, mp_policy=precision)
 
 
 def rising_rate(step: int) -> float:
