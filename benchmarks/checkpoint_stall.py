@@ -410,8 +410,8 @@ class Measurement:
         fixed["note"] = "computed from what one save costs"
         self.intervals.add({**fixed, **measuring.summary("kept", kept), "samples": {"kept": kept}})
 
-    def trace(self, case: Case, name: str, results: Results) -> None:
-        """Write compute, D2H, host and write lanes from a step before a save to two after its call.
+    def trace(self, case: Case, name: str) -> None:
+        """Write compute, D2H and host lanes from a step before the copies to two after their call.
 
         The host's lane has the forward's read where it waits.
         """
@@ -444,13 +444,9 @@ class Measurement:
                 drawn.append(measuring.Drawn("D2H", "copy", start, stop))
             elif event["name"] == "aten::is_nonzero" and event["dur"] > READ_US:
                 drawn.append(measuring.Drawn("host", "read waits", start, stop))
-        if name not in PIECES:
-            begun = on_trace(save.staged_at or save.returned_at)
-            written = min(on_trace(save.uploaded_at), end)
-            drawn.append(measuring.Drawn("write", "write", begun, written))
         marks = [("save called", save.called_at), ("call returns", save.returned_at)]
         marks = [(text, on_trace(at)) for text, at in marks]
-        measuring.write_trace(self.out, results.data, name, RECIPES[name], drawn, begin, marks)
+        measuring.write_trace(self.out, self.pieces.data, name, RECIPES[name], drawn, begin, marks)
 
     def copies(self, case: Case) -> None:
         """The rows of the ways to queue copies, and a trace of the worst and of the best."""
@@ -458,7 +454,7 @@ class Measurement:
             for name in PIECES:
                 self.cost(case, name, 4, self.pieces)
             for name in ("cure_at_once", "cure_gaps"):
-                self.trace(case, name, self.pieces)
+                self.trace(case, name)
         finally:
             self.close()
             AllAtOnce.memory = None
@@ -514,7 +510,6 @@ def tasks_of(measurement: Measurement, model: str, pairs: int) -> Iterator[Task]
     yield judged(ours)
     yield interval(ours, 20, 4)
     yield interval(ours, 100, 0)
-    yield Task(f"trace {ours}", 15, partial(measurement.trace, long, ours, results))
     yield cost(long, "torch_checkpointing", 2)
     for name in ("nvidia-resiliency-ext", "torchtitan_async_with_pinned_mem"):
         yield cost(long, name, 1)
