@@ -674,7 +674,7 @@ def write_trace(
     drawn: Iterable[Drawn],
     begin: float,
     marks: Iterable[tuple[str, float]] = (),
-) -> Path | None:
+) -> None:
     """Write ``traces/<benchmark>.<mode>.<machine>.json`` in Chrome's format; rank 0 writes.
 
     Args:
@@ -684,7 +684,7 @@ def write_trace(
         marks: texts and µs, drawn across all lanes.
     """
     if own_rank() != 0:
-        return None
+        return
     drawn = [event for event in drawn if event.stop > event.start]
     tids = {lane: tid for tid, lane in enumerate(dict.fromkeys(d.lane for d in drawn), 1)}
     events: list[dict] = [
@@ -705,4 +705,3 @@ def write_trace(
     path.parent.mkdir(parents=True, exist_ok=True)
     data = {"displayTimeUnit": "ms", "otherData": other, "traceEvents": events}
     path.write_text(json.dumps(data) + "\n")
-    return path

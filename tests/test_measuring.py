@@ -127,7 +127,8 @@ import sys
 sys.path[:0] = [{str(ROOT)!r}, {str(ROOT / "tests")!r}]
 from benchmarks.measuring import *
 from test_measuring import results_in
-until = moment("100")
+faulthandler.dump_traceback_later(60, exit=True)  # if they do not find each other
+until = moment("1000")
 print(f"until {{until}}\\n", end="", flush=True)
 with started_rank():
     results = results_in(Path({str(tmp_path)!r}))
