@@ -36,8 +36,7 @@ KINDS = {
     "stall": "stalls",
 }
 LONGEST_LABEL = 40
-MOST_LISTED = 8
-"""Bars of one kind that the text of a lane names one by one."""
+MOST_LISTED = 8  # bars of one kind that the text of a lane names one by one
 
 WIDE, NARROW = 720, 345
 FONT = 13
@@ -87,21 +86,15 @@ class Panel:
 
 
 class LanesError(ValueError):
-    """A line of a ``lanes`` directive cannot be read; ``line`` counts from 0 in its content."""
-
-    def __init__(self, line: int, message: str):
-        super().__init__(message)
-        self.line = line
+    """A line of a ``lanes`` directive cannot be read: its number, from 0, and what is wrong."""
 
 
 def parse(content: list[str]) -> Panel:
     """Read the lines of a ``lanes`` directive; raises :class:`LanesError`."""
     lanes: list[Lane] = []
     marks: list[tuple[int, Mark]] = []
-    for number, line in enumerate(content):
-        text = line.replace("``", "").strip()
-        if not text:
-            continue
+    lines = [(number, line.replace("``", "").strip()) for number, line in enumerate(content)]
+    for number, text in filter(lambda line: line[1], lines):
         if text.startswith("@"):
             match = _MARK.match(text)
             if not match:
@@ -164,9 +157,8 @@ def _in_words(lane: Lane, time: Callable[[float], str]) -> list[str]:
     for kind in KINDS:
         bars = [bar for bar in lane.bars if bar.kind == kind]
         if len(bars) > MOST_LISTED:
-            words.append(
-                f"{time(bars[0].start)} to {time(bars[-1].end)} {kind} in {len(bars)} blocks"
-            )
+            span = f"{time(bars[0].start)} to {time(bars[-1].end)}"
+            words.append(f"{span} {kind} in {len(bars)} blocks")
     few = {kind for kind in KINDS if sum(b.kind == kind for b in lane.bars) <= MOST_LISTED}
     for bar in lane.bars:
         if bar.kind in few:
@@ -277,17 +269,13 @@ class _Drawing:
         y = self.y + 8
         if scale is None:
             self.text(self.right - 14, y + 4, "time", "lanes-note", "end")
-            self.parts.append(
-                f'<path d="M{self.right - 10:.1f} {y:.1f}h9m-4 -4l4 4l-4 4" class="lanes-arrow"/>'
-            )
+            path = f"M{self.right - 10:.1f} {y:.1f}h9m-4 -4l4 4l-4 4"
         else:
             duration, text = scale
             length = self.x(self.begin + duration) - self.left
-            self.parts.append(
-                f'<path d="M{self.left:.1f} {y - 4:.1f}v8m0 -4h{length:.1f}m0 -4v8" '
-                'class="lanes-arrow"/>'
-            )
             self.text(self.left + length + 6, y + 4, text, "lanes-note")
+            path = f"M{self.left:.1f} {y - 4:.1f}v8m0 -4h{length:.1f}m0 -4v8"
+        self.parts.append(f'<path d="{path}" class="lanes-arrow"/>')
         self.y += 2 * LINE
 
     def svg(self) -> str:
@@ -394,8 +382,9 @@ class Lanes(Directive):
         try:
             panel = parse(list(self.content))
         except LanesError as error:
-            line = self.content_offset + error.line + 1
-            return [self.state.document.reporter.warning(f"lanes: {error}", line=line)]
+            number, message = error.args
+            line = self.content_offset + number + 1
+            return [self.state.document.reporter.warning(f"lanes: {message}", line=line)]
         words = " ".join(self.arguments[0].split())
         if not words.lower().startswith("schematic"):
             words = f"Schematic. {words}"

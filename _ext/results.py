@@ -64,13 +64,14 @@ PAGE_COLOURS = {
 }
 
 
-DECIDING = 3
-"""Columns of a table: the first that decide; page guide/results has all of them."""
-CASES = {
+DECIDING = 3  # columns of a table: the first that decide; page guide/results has all of them
+CASES = {  # parameters that stand below a row's name, and how; the others have a column
     **dict.fromkeys(("model", "loop", "storage"), plain),
     "compiled": lambda compiled: "compiled" if compiled else "eager",
+    "reduce_dtype": lambda dtype: f"reduced in {dtype}",
+    "activation_checkpointing": lambda recomputes: "with recomputation" if recomputes else "",
 }
-"""Parameters that stand below a row's name, and how; the others have a column."""
+REFERENCES = {"none", "no_communication"}  # rows that others are compared with
 
 
 def _pairs(text: str) -> dict[str, str]:
@@ -102,18 +103,21 @@ class ResultDirective(SphinxDirective):
             except ResultError as error:
                 raise self.error(str(error)) from error
             rows = [row for row in result.rows if self._wanted(row)]
+            if "rows" in self.options and {row["name"] for row in rows} <= REFERENCES:
+                rows = []  # nothing to compare
             changed = note_recipes(self.env, repo, result.hashes_of(rows))
             shown = self.show(result, rows) if rows else []
-            if shown:
-                shown = [*earlier_version(changed), *shown]
+            if measured := bool(shown):
+                shown = [*earlier_version(changed, repo), *shown]
             why = result.data.get("not_run", {})
             if unexplained := [row for row in absent if row not in why]:
                 shown.append(not_measured(f"{name}: {', '.join(unexplained)}"))
             elif not shown:
                 shown.append(not_measured(name))
                 shown += [_small(not_run(row, why[row])) for row in absent]
-            tabs.append((result.machine, shown))
-        return device_tabs(tabs) if tabs else [not_measured(name)]
+            tabs.append((result.machine, shown, measured))
+        kept = [tab[:2] for tab in tabs if tab[2]] or [tab[:2] for tab in tabs[-1:]]
+        return device_tabs(kept) if kept else [not_measured(name)]
 
     def _wanted(self, row: dict) -> bool:
         rows, where = self.options.get("rows", "").split(), self.options.get("where", {})
@@ -126,9 +130,10 @@ class ResultTable(ResultDirective):
     """``.. result-table:: <benchmark>``: every median with its unit, and where it was measured."""
 
     def show(self, result: Result, rows: list[dict]) -> list[nodes.Node]:
+        columns = columns_of(result, rows)
+        rows = [row for row in rows if any(known(row, name) for name in columns)]
         values = {p: {row.get(p) for row in rows} for p in result.varied()}
         varied = [p for p, found in values.items() if len(found) > 1]
-        columns = columns_of(result, rows)
         notes: list[str] = []
         body = []
         for row in rows:
@@ -137,15 +142,17 @@ class ResultTable(ResultDirective):
                 if note not in notes:
                     notes.append(note)
                 name += nodes.superscript("", str(notes.index(note) + 1))
-            if case := ", ".join(CASES[p](row[p]) for p in varied if p in CASES and p in row):
+            cases = [CASES[p](row[p]) for p in varied if p in CASES and p in row]
+            if case := ", ".join(filter(None, cases)):
                 name += nodes.inline("", f" {case}", classes=["result-interval"])
             numbers = [nodes.paragraph("", plain(row.get(p))) for p in varied if p not in CASES]
             body.append([name, *numbers, *(cell_with_interval(row, c) for c in columns)])
         of_case = [p for p in varied if p not in CASES]
         table = _table(["Way", *map(heading, [*of_case, *columns])], body)
         below = [f"{number}. {note}" for number, note in enumerate(notes, 1)]
-        same = {p: found.pop() for p, found in values.items() if len(found) == 1}
-        return [table, *map(_small, below), *self._origin(result, rows, same), self._others()]
+        same = {p: f.pop() for p, f in values.items() if len(f) == 1 and None not in f}
+        origin = self._origin(result, rows, same, columns)
+        return [table, *map(_small, below), *origin, self._others()]
 
     def _name(self, name: str) -> nodes.paragraph:
         literal = nodes.literal("", name)
@@ -162,15 +169,17 @@ class ResultTable(ResultDirective):
         link = nodes.reference("", "Everything that was measured", refuri=f"{up}guide/results.html")
         return nodes.paragraph("", "", link, nodes.Text("."), classes=["result-origin"])
 
-    def _origin(self, result: Result, rows: list[dict], same: dict) -> list[nodes.Node]:
+    def _origin(self, result: Result, rows: list, same: dict, columns: list) -> list[nodes.Node]:
         """Where the rows were measured; parameters that are the ``same`` in all have no column."""
         data = result.data
-        shared = ", ".join(f"{p}: {plain(value)}" for p, value in same.items() if value is not None)
-        medians = f"Medians ({shared})" if shared else "Medians"
-        lines = [f"{medians}. {result.origin(rows)}. Workload: {in_words(data['workload'])}."]
+        counts = all(isinstance(row.get(c), int | None) for row in rows for c in columns)
+        shared = f" ({', '.join(map(named, same.items()))})" if same else ""
+        lines = [f"{'Counts' if counts else 'Medians'}{shared}. {result.origin(rows)}."]
+        lines[0] += f" Workload: {in_words(data['workload'])}."
         if data["link"]:
             lines.append(f"The link, measured in the same run: {in_words(data['link'])}.")
-        if bounds := dict.fromkeys(row["bound_from"] for row in rows if row.get("bound_from")):
+        bounds = dict.fromkeys(row["bound_from"] for row in rows if row.get("bound_from"))
+        if bounds and "bound_s" in columns:
             lines.append(f"Bound: {'; '.join(bounds)}.")
         wanted = self.options.get("rows", "").split()
         for name, reason in data.get("not_run", {}).items():
@@ -183,7 +192,7 @@ def columns_of(result: Result, rows: list[dict]) -> list[str]:
     """The fields that a table of ``rows`` shows: those that decide, or the first that rows have."""
     fields = result.benchmark.deciding.split()
     for row in rows:
-        fields += fields_of(row)
+        fields += [f for f in fields_of(row) if len(rows) == 1 or len({r.get(f) for r in rows}) > 1]
     present = [name for name in dict.fromkeys(fields) if any(known(row, name) for row in rows)]
     return present[:DECIDING]
 
@@ -247,7 +256,7 @@ class ResultFigure(ResultDirective):
         pictures = []
         same = dict(set.intersection(*map(set, groups))) if groups else {}
         for case, members in groups.items():
-            title = ", ".join(f"{p}: {plain(value)}" for p, value in case if p not in same)
+            title = ", ".join(named(pair) for pair in case if pair[0] not in same)
             if as_lines:
                 drawn = _lines(field, members, title)
             else:
@@ -255,16 +264,16 @@ class ResultFigure(ResultDirective):
             pictures.append(_as_node(drawn, benchmark.title, _words(field, members)))
         if not pictures:
             return []
-        shared = ", ".join(f"{p}: {plain(same[p])}" for p in cases if p in same)
-        inline, messages = self.state.inline_text(
-            f"{benchmark.title}: {_first_lower(heading(field))}"
-            f"{f' ({shared})' if shared else ''}. "
-            f"Measured on {result.origin(rows)}.",
-            self.lineno,
-        )
-        caption = nodes.caption("", "", *inline)
+        shared = ", ".join(named((p, same[p])) for p in cases if p in same)
+        shown = f"{_first_lower(heading(field))}{f' ({shared})' if shared else ''}"
+        words = f"{benchmark.title}: {shown}. Measured on {result.origin(rows)}."
+        caption = nodes.caption("", words)
         grid = nodes.container("", *pictures, classes=["result-grid"])
-        return [nodes.figure("", grid, caption, classes=["result-figure"]), *messages]
+        return [nodes.figure("", grid, caption, classes=["result-figure"])]
+
+
+def named(parameter: tuple[str, object]) -> str:
+    return f"{parameter[0].replace('_', ' ')}: {plain(parameter[1])}"
 
 
 def _first_lower(text: str) -> str:
@@ -379,7 +388,8 @@ def _lines(field: str, rows: list[dict], title: str) -> Figure:
 class ResultGain(ResultDirective):
     """``.. result-gain:: <benchmark>``: rows of one field in a sentence, the first in bold.
 
-    Of the machines, the one that measured most of the rows; of several, that of most ranks.
+    Of the machines, the one that measured most of the rows; of several, one that measured the code
+    of today, then that of most ranks.
     """
 
     option_spec = ResultDirective.option_spec | {"field": directives.unchanged_required}
@@ -391,7 +401,11 @@ class ResultGain(ResultDirective):
             (result, [row for row in result.rows if self._wanted(row) and known(row, field)])
             for result in reversed(results)  # most ranks first
         ]
-        result, rows = max(found, key=lambda pair: len(pair[1]), default=(None, []))
+
+        def key(pair: tuple) -> tuple:
+            return len(pair[1]), not changed_recipes(pair[0].hashes_of(pair[1]), repo)
+
+        result, rows = max(found, key=key, default=(None, []))
         return self.show(result, rows) if rows else [not_measured(self.arguments[0])]
 
     def show(self, result: Result, found: list[dict]) -> list[nodes.Node]:
@@ -404,7 +418,9 @@ class ResultGain(ResultDirective):
             text += (nodes.emphasis if number else nodes.strong)("", cell(row, field))
             text += [nodes.Text(" "), nodes.literal("", row["name"])]
         earlier = ", by an earlier version of the recipe" if changed else ""
-        text += nodes.Text(f". Stock {found[0]['model']}, {result.machine}{earlier}.")
+        tokens = {row.get("tokens") for row in found} - {None}
+        at = f", {tokens.pop():,} tokens a step" if len(tokens) == 1 else ""
+        text += nodes.Text(f". Stock {found[0]['model']}{at}, {result.machine}{earlier}.")
         return [text]
 
 
@@ -464,14 +480,15 @@ def note_recipes(env: BuildEnvironment, repo: Path, hashes: dict[str, str]) -> l
     return changed_recipes(hashes, repo)
 
 
-def earlier_version(changed: list[str]) -> list[nodes.Node]:
+def earlier_version(changed: list[str], repo: Path) -> list[nodes.Node]:
     """The notice above what was measured with other code than the page shows."""
     if not changed:
         return []
-    words = "Measured on an earlier version"
-    which = f" of {', '.join(changed)}: the code has changed since."
-    text = nodes.paragraph("", "", nodes.strong("", words), nodes.Text(which))
-    return [nodes.container("", text, classes=["result-stale"])]
+    there = {path.stem for path in (repo / "recipes_source").rglob("*.py")}
+    names = (name if name in there else f"{name} (now replaced)" for name in changed)
+    words = nodes.strong("", "Measured on an earlier version")
+    which = nodes.Text(f" of {', '.join(names)}: the code has changed since.")
+    return [nodes.container("", nodes.paragraph("", "", words, which), classes=["result-stale"])]
 
 
 def not_measured(name: str) -> nodes.paragraph:

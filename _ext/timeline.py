@@ -27,8 +27,7 @@ from benchmarks.result_files import (
 )
 
 US = 1e-6
-TINY = 1 / 400
-"""Share of the axis below which neither a bar nor a gap can be told apart."""
+TINY = 1 / 400  # share of the axis below which neither a bar nor a gap can be told apart
 
 
 def end_of(event: dict) -> float:
@@ -149,7 +148,7 @@ class Timeline(SphinxDirective):
             "The traces, in Chrome's format: open one in Perfetto or in chrome://tracing.",
             classes=["result-origin"],
         )
-        return machine, [*earlier_version(sorted(changed)), figure, hint, downloads]
+        return machine, [*earlier_version(sorted(changed), repo), figure, hint, downloads]
 
     def _download(self, path: Path) -> addnodes.download_reference:
         # Sphinx reads a leading slash as its source folder, so the path is relative to the page.

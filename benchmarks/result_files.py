@@ -239,10 +239,9 @@ class Result:
     def origin(self, rows: list[dict]) -> str:
         """One sentence: where and when ``rows`` were measured, and beside what else."""
         data = self.data
-        place = (
-            f"{self.machine}, torch {data['torch']}, driver {data['driver']}, "
-            f"{data['ranks']} {'rank' if data['ranks'] == 1 else 'ranks'}, {data['date']}"
-        )
+        driver = "" if data["driver"] == "none" else f"driver {data['driver']}, "
+        ranks = f"{data['ranks']} {'rank' if data['ranks'] == 1 else 'ranks'}"
+        place = f"{self.machine}, torch {data['torch']}, {driver}{ranks}, {data['date']}"
         for other in dict.fromkeys(row["beside"] for row in rows if "beside" in row):
             beside = [row for row in rows if row.get("beside") == other]
             names = ", ".join(dict.fromkeys(row["name"] for row in beside))

@@ -244,11 +244,12 @@ def test_the_table_shows_values_origin_and_links(repo):
         *("1.20 ms", "3.80 s", "Everything that was measured"),
         "Medians (storage: memory, step: long). 2 × Test GPU",
         *("2 × Test GPU", "torch 2.11.0", "driver 1.2", "2 ranks", "2026-01-02"),
-        *("pinned d2h 55.4 GB/s", "state per rank 6.44 GB", "Bound: state over the pinned rate"),
+        *("pinned d2h 55.4 GB/s", "state per rank 6.44 GB"),
         "tokens per step 65536 (long) or 8192 (short)",
         *("1. the shipped defaults", "Not run: another_peer: ImportError: no wheel, see --help"),
     ):
         assert words in text, words
+    assert "Bound: " not in text  # no column has one
     assert re.search(r'href="recipes/checkpoint/async_save.html"[^>]*>.*async_save', html)
     assert "a_peer.html" not in html
     assert html.index(">async_save<") < html.index("overlapped") < html.index("a_peer")
@@ -366,6 +367,38 @@ def test_a_gain_is_of_the_machine_that_measured_most_of_its_rows(repo):
     assert "2 × Test GPU" in html and "a_peer" in html
     measure(repo, 4, rows)
     assert "4 × Test GPU" in render(repo, gain)[0]
+
+
+def test_a_gain_is_of_the_code_of_today_and_names_the_tokens_of_a_step(repo):
+    rows = [row("async_save", 1.0) | {"model": "m", "tokens": 4096}]
+    measure(repo, 4, rows, code_sha256={"async_save": "of an earlier version"})
+    measure(repo, 2, rows)
+    gain = ".. result-gain:: checkpoint_stall\n   :rows: async_save\n   :field: staging_cost_s\n"
+    html, _ = render(repo, gain)
+    assert "Stock m, 4,096 tokens a step, 2 × Test GPU." in html
+
+
+def test_rows_of_one_name_are_told_apart_by_what_differs(repo):
+    case = {"tokens": 2048, "efficiency": 0.8, "samples": {}}
+    rows = [
+        {"name": "fsdp2", "reduce_dtype": dtype, "activation_checkpointing": again} | case
+        for dtype, again in (("float32", False), ("bfloat16", False), ("float32", True))
+    ]
+    only_bits = {"name": "fsdp2", "tokens": 512, "reduce_dtype": "float32", "samples": {}}
+    path = measure(repo, rows=[*rows, only_bits], benchmark="fsdp_overlap")
+    path.rename(path.with_name("fsdp_overlap.test-x2.json"))
+    html, warnings = render(repo, ".. result-table:: fsdp_overlap")
+    cells = re.findall(r'result-name"><p><code.*?</code>(.*?)</p>', html, re.S)
+    said = [re.sub(r"<[^>]+>", "", cell).strip() for cell in cells]
+    words = ["reduced in float32", "reduced in float32, with recomputation", "reduced in bfloat16"]
+    assert warnings == "" and said == words  # and no row of dashes
+
+
+def test_a_machine_that_measured_the_reference_alone_has_no_tab(repo):
+    measure(repo, 1, rows=[row("none", 0.1)])
+    measure(repo, 2, rows=[row("none", 0.1), row("async_save", 2.0)])
+    html, warnings = render(repo, ".. result-table:: checkpoint_stall\n   :rows: none async_save")
+    assert warnings == "" and "2.00 s" in html and "1 × Test GPU" not in html
 
 
 def test_one_tab_a_file_most_ranks_first(repo):

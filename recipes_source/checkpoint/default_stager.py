@@ -303,14 +303,10 @@ if __name__ == "__main__":
 # What it buys
 # ------------
 # If the stager can be used again, an ordered one need not stall a step that is longer than the
-# copy. The timelines below were recorded with torch 2.11, which needs a new stager for each save.
-# There, a save pins new buffers and stalls longer than ``pinned`` does.
-# ``default_stager_as_published`` is the same save without the ordering of this page: its
-# checkpoint can hold another step. :doc:`/guide/measured` explains the columns.
-#
-# .. result-table:: checkpoint_stall
-#    :rows: none async_save pinned default_stager_as_published default_stager_ordered
-#    :where: step=long
+# copy. That has not been measured: the timelines were recorded with torch 2.11, which needs a new
+# stager for each save. There, a save pins new buffers and stalls longer than ``pinned``, the save
+# of :doc:`pinned_staging`. ``default_stager_as_published`` is the same save without the ordering of
+# this page: its checkpoint can hold another step.
 #
 # .. timeline:: checkpoint_stall pinned default_stager_as_published default_stager_ordered
 #

@@ -4,7 +4,7 @@
 Commit a checkpoint: durable on every rank, or not there
 ========================================================
 
-Lose no checkpoint to a kill, a full disk or a power cut, at no cost to the training thread. This
+Lose no checkpoint to a kill, a full disk or a power cut, with no work for the training thread. This
 recipe adds a commit to an overlapped save. After it, a checkpoint either is complete and durable
 under its name, or has no name at all. A save that fails is reported on every rank, and training
 goes on.
@@ -349,7 +349,7 @@ if __name__ == "__main__":
 #
 # What it costs
 # -------------
-# On the training thread, nothing. On the writing thread, the flush takes as long as the storage
+# The training thread has no part in it. On the writing thread, the flush takes as long as the storage
 # needs to take the bytes; without a flush, that time only comes later. The digest reads the files
 # again, from memory, at the rate at which one core computes SHA-256. Each rank writes one more
 # small file.

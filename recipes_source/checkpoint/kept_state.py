@@ -320,7 +320,7 @@ if __name__ == "__main__":
 # Known limits
 # ------------
 # * ``_parameters``, ``_buffers`` and ``_modules`` of ``nn.Module`` are private by name. They are
-#   older than every version of torch that this gallery runs on.
+#   older than every version of torch that these pages run on.
 # * A state that is computed from the tensors of the model or of an optimizer is asked for at every
 #   save: right, and no gain. So it is with ``FullyShardedDataParallel`` (FSDP1), hooks on
 #   ``state_dict``, extra state, nested optimizer state, subclasses of ``nn.Parameter``, and weights

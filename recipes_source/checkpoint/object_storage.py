@@ -10,8 +10,8 @@ two better things: an object is there completely or not at all, and a write can 
 taken. This recipe builds a commit on these two. It runs on whatever fsspec reaches. The tests run
 it against an S3 server.
 
-**When not to bother:** your storage is a mounted file system. :doc:`durable_saves` is faster there
-and needs no client.
+**When not to bother:** your storage is a mounted file system. :doc:`durable_saves` needs no client
+there; copy its checkpoints to the store afterwards, and commit each copy with ``commit_once``.
 
 .. code-block:: python
 
@@ -285,7 +285,7 @@ class ObjectSaves(OverlappedSaves):
         return super().save(state_dict, Path("/dev/null", f"step{step}"))  # no local directory
 
     def write(self, state: dict, directory: Path) -> None:
-        torch.serialization.set_crc32_options(False)  # the digest does what the sums would
+        torch.serialization.set_crc32_options(False)  # nothing reads the sums
         self.data = self.together(lambda: f"{directory.stem}.{uuid.uuid4().hex[:8]}")[0]
         url, objects = f"{self.url}/{self.data}", Objects()
         writer = dcp_fsspec.FsspecWriter(url, sync_files=False, per_thread_copy_ahead=0)
@@ -388,7 +388,7 @@ if __name__ == "__main__":
 # Against a server, the tests also kill a job during an upload, leave the commit's request
 # unanswered, start two jobs at once, and give a wrong secret. Each request that writes meets an error
 # once (``SlowDown``, ``InternalError``, ``ServiceUnavailable``, ``RequestTimeout``), or one that stays.
-# A proxy before the server injects them, not moto: it takes any secret, and answers 400 for 503.
+# A proxy before the server injects them.
 #
 # Retries
 # -------
@@ -405,11 +405,6 @@ if __name__ == "__main__":
 #   saved.
 # * **Google Cloud Storage and Azure** name their conditions otherwise. gcsfs and adlfs may offer
 #   them behind the same ``mode="create"`` of fsspec: ``check_store`` tells you.
-#
-# When it is not worth it
-# -----------------------
-# * The job writes to a shared file system anyway. Save there, and copy each checkpoint to the
-#   store afterwards. Commit that copy with ``commit_once`` too.
 #
 # What it costs
 # -------------

@@ -4,7 +4,7 @@
 Plan once, then write bytes
 ===========================
 
-Write checkpoints faster than DCP's writer, and slow training less. DCP's
+Write checkpoints faster than DCP's writer, and slow training less. That
 writer plans anew at every save, pickles and checksums each tensor, and holds Python's interpreter
 lock (the GIL) for much of that time. Training needs that lock for every kernel that it launches. This recipe
 lets DCP plan **once**. From then on it writes bytes with a few large system calls, which release
@@ -15,7 +15,8 @@ the lock. ``dcp.load`` and DCP's tools read the files as they are.
    :field: write_bytes_per_s
    :where: model=llama-1b step=long loop=reads compiled=no storage=memory
 
-:doc:`/guide/results` has what the same storage takes from a plain write.
+torchtitan writes with DCP's writer; the other two have their own. :doc:`/guide/results` has what the
+same storage takes from a plain write.
 
 **When not to bother:** you save rarely, your checkpoints are small, or they go to an object store
 (:doc:`object_storage`). If the layout of your state changes at every save, each save would plan.
@@ -388,14 +389,15 @@ if __name__ == "__main__":
 #    :rows: none overlapped_writer overlapped_snapshot
 #
 # How often you can save: the share of throughput that is left if you save every so many steps. The
-# run deletes the checkpoint before the last, as part of the writing.
+# run deletes the checkpoint before the last, as part of the writing. The row of one GPU has two saves;
+# one of them cost nothing: too few to go by.
 #
 # .. result-table:: save_interval
 #    :rows: overlapped_writer
 #
 # DCP offers a process: ``AsyncCheckpointerType.PROCESS`` plans and writes in a daemon.
-# Training keeps the lock, but its thread copies the state into shared memory, and each tensor
-# needs an open file. A daemon that died is never replaced. Two saves in a row can lead ranks into
+# Training keeps the lock, but its thread copies the state into shared memory, with an open file for
+# each tensor. A daemon that died is never replaced. Two saves in a row can lead ranks into
 # different collectives. :doc:`/guide/symptoms` lists the errors.
 #
 # What breaks if you remove a line

@@ -265,17 +265,9 @@ if __name__ == "__main__":
 # %%
 # What it buys
 # ------------
-# Each save after the first one stalls training for one copy at the rate of the link. The *bound*
-# is the state's bytes over that rate, measured in the same run (:doc:`/guide/measured` explains
-# this and the columns).
-#
-# A stall can come out below the bound, for two reasons. First, a copy for which training stops has
-# the link to itself, while the rate of the bound was measured beside training. Second, the GPU
-# runs the next step a little faster after the pause, which counts in favor of the save.
-#
-# .. result-table:: checkpoint_stall
-#    :rows: none async_save pinned
-#    :where: step=long
+# Each save after the first one stalls training for one copy at the rate of the link. The timelines
+# show one such save, ``pinned``, below one of :doc:`async_save`. They are of an earlier version; on a
+# stock model neither has been measured.
 #
 # .. timeline:: checkpoint_stall async_save pinned
 #

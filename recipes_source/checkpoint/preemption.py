@@ -11,8 +11,8 @@ signal may come in the middle of a step, of staging or of an upload, on one rank
 twice.
 
 **When not to bother:** you save every few minutes and a save is hidden; then the signal can save
-you one interval at most. If a save takes longer than the time you are given, save more often
-instead (:doc:`retention`).
+you one interval at most. If an upload takes longer than the time you are given, save more often
+instead (:doc:`retention`): the exit code ``TOO_LATE`` then says that the older checkpoint counts.
 
 .. code-block:: python
 
@@ -281,11 +281,6 @@ if __name__ == "__main__":
 # --------------------------------
 #
 # .. recipe-controls::
-#
-# When it is not worth it
-# -----------------------
-# * The time between the signals is shorter than an upload. The exit code ``TOO_LATE`` then says
-#   so, and the older checkpoint counts.
 #
 # What torchrun does
 # ------------------

@@ -10,8 +10,8 @@ writes to the same directory, or a crash comes in the middle of a deletion. This
 cleaning to :doc:`durable_saves`. It keeps the newest few checkpoints and every n-th step, allows
 one job per directory, checks for room before a save, and removes what a crash left.
 
-**When not to bother:** your storage has room for all checkpoints of a run. Then do not delete at
-all.
+**When not to bother:** your storage has room for all checkpoints of a run; then delete none. Or
+something else deletes by age or by quota already; then leave it to that.
 
 .. code-block:: python
 
@@ -362,10 +362,6 @@ if __name__ == "__main__":
 # --------------------------------
 #
 # .. recipe-controls::
-#
-# When it is not worth it
-# -----------------------
-# * Something else already deletes by age or by quota. Let one of the two do it, not both.
 #
 # The room it takes
 # -----------------

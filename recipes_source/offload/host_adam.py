@@ -4,9 +4,9 @@
 Adam on the host, the lowest layer first
 ========================================
 
-AdamW in fp32 needs 12 bytes per parameter for weights and moments, three quarters of what training
-in bf16 takes, and touches them once per step. So they can live in host memory, and the update can
-run there. This recipe updates layers on threads of the host while the device computes others. The
+Update layers on threads of the host while the device computes others. AdamW in fp32 needs 12 bytes
+per parameter for weights and moments, three quarters of what training in bf16 takes, and touches
+them once per step. So they can live in host memory, and the update can run there. The
 result has the bits of ``torch.optim.AdamW``. There is nothing to paste here: :doc:`whole_step` makes
 an optimizer of it, and has the lines for your loop.
 

@@ -4,8 +4,9 @@
 One copy per host: ranks share weights, Adam's state and its work
 =================================================================
 
-With :doc:`whole_step`, each rank keeps all weights of the layers in host memory, with masters and
-moments, and updates all of them. With this recipe the ranks of a host keep **one copy** in memory that
+Let the ranks of a host share one copy of the layers, and the work of updating it. With
+:doc:`whole_step`, each rank keeps all weights of the layers in host memory, with masters and
+moments, and updates all of them. With this recipe they keep **one copy** in memory that
 all of them map, and each rank updates its part: eight ranks hold it once, not eight times, and each does an
 eighth of the update. The model gets the bits of one rank that takes all batches as microbatches.
 

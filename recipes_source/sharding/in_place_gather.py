@@ -336,27 +336,36 @@ if __name__ == "__main__":
 # %%
 # What it buys
 # ------------
-# Stock blocks of Llama 3 8B on two GPUs, float32 weights and bfloat16 gathers; ``fsdp2_in_place``
-# reduces in place as well (:doc:`in_place_reduce`). ``no_communication`` sends, gathers and copies
-# nothing; ``fsdp2_no_collectives`` is stock FSDP2 whose collectives are copies on the device: to be
-# ahead of it, copies around collectives must have gone.
+# Stock blocks of Llama 3 8B, float32 weights, bfloat16 gathers and float32 reductions;
+# ``fsdp2_in_place`` reduces in place as well (:doc:`in_place_reduce`). ``no_communication`` sends,
+# gathers and copies nothing; ``fsdp2_no_collectives`` is stock FSDP2 whose collectives are copies on
+# the device: to be ahead of it, copies around collectives must have gone.
 #
 # .. result-figure:: fsdp_overlap
 #    :rows: no_communication fsdp2_no_collectives fsdp2 fsdp2_tuned fsdp2_in_place
+#    :where: model=llama-8b-blocks loop=reads compiled=no reduce_dtype=float32 activation_checkpointing=no
 #
 # .. result-table:: fsdp_overlap
 #    :rows: no_communication fsdp2_no_collectives fsdp2 fsdp2_tuned fsdp2_in_place megatron-fsdp
+#    :where: model=llama-8b-blocks loop=reads compiled=no reduce_dtype=float32 activation_checkpointing=no
+#
+# With each block compiled:
+#
+# .. result-table:: fsdp_overlap
+#    :rows: no_communication fsdp2 fsdp2_in_place
+#    :where: model=llama-8b-blocks compiled=yes
 #
 # **When do copy engines pay?** Against stock FSDP2, the median gains in every row, most at 2,048
-# tokens. With compiled blocks the intervals are wide, and one holds no gain. **From how
+# tokens. With compiled blocks the intervals are wide, and one reaches below 100 %. **From how
 # many tokens is stock good enough?** Where ``fsdp2`` comes as near to no communication as you ask:
-# its share rises with the tokens. ``megatron-fsdp``, which did not clip, was ahead of in place at
-# 2,048 tokens and behind it at 8,192, in few pairs on a busy host.
+# its share rises with the tokens. ``megatron-fsdp``, which did not clip and has bfloat16 gradients,
+# was ahead of in place at 2,048 tokens and behind it at 8,192, in few pairs on a busy host.
+# :doc:`/guide/results` also has loops that read nothing, bfloat16 reductions and recomputation.
 #
 # **What changes with four GPUs?** Three quarters of each weight come from peers instead of half, and
 # each rank adds four parts. Against stock FSDP2 the gain is that of two GPUs from 4,096 tokens on; at
-# 2,048 little is left of it. Four pairs, so read those rows as approximate. Eight GPUs: not
-# measured. On the synthetic stack in bfloat16 in place is ahead of a schedule that needs no FSDP2, at
+# 2,048 little is left of it. Those rows have four pairs, so read them as approximate. Eight GPUs: not
+# measured. On a synthetic stack in bfloat16 in place is ahead of a schedule that needs no FSDP2, at
 # each size at which they took turns (:doc:`peer_schedule` has the rows).
 #
 # What breaks if you remove a line
@@ -390,8 +399,7 @@ if __name__ == "__main__":
 #   weights, **without an error**.
 # * Call it between steps. Your own prefetch lists and collectives (``set_custom_all_gather``) stay, if
 #   set before.
-# * A unit's full weights are another unit's afterwards. FSDP2 frees them instead, so that a reference
-#   kept beyond ``reshard()`` is an error there; here it reads other numbers.
+# * A reference to full weights that is kept beyond ``reshard()`` reads another unit's numbers.
 # * Two units of one slot that are needed together in a graph, though they were not in the first
 #   forward, are an error: ``set_reshard_after_backward(False)``, or all units unsharded by hand while
 #   a backward is pending or never came. A larger ``ahead`` gives more slots.

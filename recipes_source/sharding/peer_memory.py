@@ -4,7 +4,7 @@
 Memory that the other ranks read, and what FSDP2 keeps in it
 ============================================================
 
-Ranks of one host can read each other's GPU memory. A gather is then a few copies that a copy engine
+Read the GPU memory of the other ranks of a host. A gather is then a few copies that a copy engine
 makes, with no kernel on the compute cores and no partner that must take part. This page has the
 parts that the next two are made of; alone it speeds up nothing. To have FSDP2 use them, begin with
 :doc:`in_place_gather`.

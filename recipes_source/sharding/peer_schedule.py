@@ -4,8 +4,9 @@
 A schedule of one's own, by peer copies
 =======================================
 
-The schedule of :doc:`prefetch_schedule` gathers and reduces by collectives. Here it does both by
-copies between the ranks, which copy engines make: kernels on the compute cores are left for casts and
+Shard a model without FSDP2, and move its weights and gradients by copies between the ranks. The
+schedule is that of :doc:`prefetch_schedule`, which uses collectives; here copy engines make the
+copies: kernels on the compute cores are left for casts and
 sums alone. Float32 weights are gathered in bfloat16, and any program may change weights in place
 between two steps.
 
@@ -266,14 +267,20 @@ if __name__ == "__main__":
 # %%
 # What it buys
 # ------------
-# On the synthetic stack in bfloat16, beside the same schedule with collectives. Rows in a ``free`` loop
-# are of this code. The others are of code that kept the parameters themselves in memory that peers
-# read, and so cast and copied nothing before a gather: faster, for bfloat16 weights alone. Float32
-# weights under this schedule have not been measured.
+# On a synthetic stack of matrices in bfloat16. ``prefetch_copy_engine`` is this page:
 #
 # .. result-table:: fsdp_overlap
-#    :rows: no_communication fsdp2 fsdp2_in_place prefetch prefetch_copy_engine
-#    :where: model=synthetic
+#    :rows: no_communication fsdp2 fsdp2_in_place prefetch_copy_engine
+#    :where: model=synthetic loop=free
+#
+# It is ahead of ``fsdp2`` and behind ``fsdp2_in_place``, which is FSDP2 with :doc:`in_place_gather` and
+# :doc:`in_place_reduce`. Float32 weights under this schedule have not been measured. An earlier version
+# kept the parameters themselves in memory that peers read, and so cast and copied nothing before a
+# gather: faster, for bfloat16 weights alone. ``prefetch`` is the same schedule with collectives:
+#
+# .. result-table:: fsdp_overlap
+#    :rows: no_communication fsdp2 prefetch prefetch_copy_engine
+#    :where: model=synthetic loop=–
 #
 # What breaks if you remove a line
 # --------------------------------

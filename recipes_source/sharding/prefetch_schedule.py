@@ -4,10 +4,10 @@
 Look ahead: prefetch, fewer gathers, gradients reduced beside backward
 ======================================================================
 
-A schedule that knows which unit comes next can gather it before it is asked for, keep what is
-needed again soon, and move the reduce-scatters out of the way of backward. This recipe puts such a
-schedule beside the delayed release of :doc:`stream_context`, on models whose units keep one order
-and on models whose order changes every pass.
+Gather a unit before it is asked for, keep what is needed again soon, and move the reduce-scatters
+out of the way of backward. A schedule that knows which unit comes next can do all three. This recipe
+puts such a schedule beside the delayed release of :doc:`stream_context`, on models whose units keep
+one order and on models whose order changes every pass.
 
 .. grid:: 1 1 2 2
 
@@ -312,26 +312,29 @@ if __name__ == "__main__":
 # %%
 # What it buys
 # ------------
-# ``prefetch_copy_engine`` is this schedule with copies between ranks in place of NCCL, as
-# :doc:`peer_schedule` makes them: ``gather=`` and ``reduce_scatter=`` take any function
-# that queues its work on the current stream. ``megatron-fsdp`` is NVIDIA's package, with its stable
-# and its experimental schedule (``megatron_fsdp.experimental``). What the columns say:
-# :doc:`stream_context`.
+# All rows are of a synthetic stack of matrices (:doc:`/guide/measured`).
+# ``prefetch_copy_engine`` is this schedule with copies between ranks in place of NCCL:
+# ``gather=`` and ``reduce_scatter=`` take any function that queues its work on the current stream.
+# Its rows here are of code that had bfloat16 weights in memory that peers read. The present
+# :doc:`peer_schedule` takes float32 weights too, casts before each gather, and is slower: that page
+# has its rows. ``megatron-fsdp`` is NVIDIA's package, with its stable and its experimental schedule
+# (``megatron_fsdp.experimental``).
 #
 # .. result-figure:: fsdp_overlap
 #    :rows: no_communication fsdp2 fsdp2_tuned delayed_release prefetch prefetch_copy_engine
-#    :where: model=synthetic
+#    :where: model=synthetic loop=–
 #
 # .. result-table:: fsdp_overlap
 #    :rows: no_communication fsdp2 fsdp2_tuned megatron-fsdp megatron-fsdp-experimental delayed_release prefetch prefetch_copy_engine
+#    :where: model=synthetic loop=–
 #
 # .. timeline:: fsdp_overlap delayed_release prefetch
 #
 # At every size ``prefetch`` is ahead of both FSDP2 rows, of delayed release and of the stable
 # ``megatron-fsdp``. The experimental one is the strongest peer: it is ahead of the other peers
 # throughout, and a little ahead of ``prefetch`` in the longest steps. ``prefetch_copy_engine`` is
-# ahead of them all at every size, with less of the device's memory than FSDP2 or either peer, and
-# stays within a few percent of its bound.
+# ahead of them all at every size, with less of the device's memory than FSDP2 or either peer
+# (:doc:`/guide/results` has memory and bounds).
 #
 # Side by side:
 #

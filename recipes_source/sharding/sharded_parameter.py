@@ -4,9 +4,9 @@
 A parameter in rows: what sharded training keeps, gathers and reduces
 =====================================================================
 
-Fully sharded training (FSDP, ZeRO) keeps a slice of every weight, gradient and optimizer state on
-each rank, and makes a weight whole only while a layer computes with it. This recipe builds the part
-that everything else stands on: **one parameter**, sharded by rows, in plain PyTorch.
+Build what fully sharded training (FSDP, ZeRO) stands on: **one parameter**, sharded by rows, in
+plain PyTorch. Each rank keeps a slice of every weight, gradient and optimizer state, and a weight is
+whole only while a layer computes with it.
 
 .. grid:: 1 1 2 2
 

@@ -4,8 +4,8 @@
 A few slots for the full weights of many units
 ==============================================
 
-A sharded model needs the full weights of two or three units at a time. Here they lie in a few
-**slots** of memory that all ranks of a host can read, so that a gather is one cast (to the dtype
+Keep the full weights of any number of units in a few places of memory. A sharded model needs those
+of two or three units at a time. Here they lie in **slots** of memory that all ranks of a host can read, so that a gather is one cast (to the dtype
 of the compute), one barrier and the copies of the other ranks' shards: no buffer, no copy-in, no
 copy-out. A *unit* is a module that ``fully_shard`` was called with. To have FSDP2 use it, take
 :doc:`in_place_gather`; this page is how the memory is laid out.

@@ -4,7 +4,7 @@
 Own the stream: gathers beside compute, released late
 =====================================================
 
-Sharded training gathers each layer's weights just before the layer computes. Whether that costs
+Gather the weights of a sharded layer while the layer before it computes. Whether a gather costs
 time depends on two things: which stream the gathers are on, and when a layer's memory is given
 back. This recipe is the object that decides both, a **context** that the root module owns. It
 stands on :doc:`sharded_parameter`.
@@ -359,19 +359,19 @@ if __name__ == "__main__":
 # .. timeline:: fsdp_overlap sync delayed_release
 #
 # ``no_communication`` is the same work on weights that are never sharded
-# (:doc:`how it is measured </guide/measured>`). *Hidden* is the share of the communication's time in
-# which a kernel computes, *GEMM beside a gather* how much longer the step's matmuls take than
-# without communication. Both are read from the traces that the timelines draw.
+# (:doc:`how it is measured </guide/measured>`). All rows are of a synthetic stack of matrices.
 #
 # .. result-figure:: fsdp_overlap
 #    :rows: no_communication fsdp2 delayed_release
+#    :where: model=synthetic loop=–
 #
 # .. result-table:: fsdp_overlap
 #    :rows: no_communication fsdp2 delayed_release
+#    :where: model=synthetic loop=–
 #
 # At few tokens a step, delayed release is ahead of ``fsdp2``; at many it is a little behind, since
 # it exposes every reduce-scatter and FSDP2 hides them. It takes less of the device's memory at
-# every size.
+# every size (:doc:`/guide/results` has it).
 #
 # What breaks if you remove a line
 # --------------------------------

@@ -4,10 +4,10 @@
 Hide the ends: update in the order of the next forward
 ======================================================
 
-However well a schedule overlaps, two transfers of a step stay exposed: the first gather, which
-waits for the optimizer, and the last reduce-scatter, for which the optimizer waits. The optimizer
-itself hides nothing. This recipe splits it by unit and runs the parts in the order in which the
-next forward needs them, with gathers and reduce-scatters beside them.
+Hide the two transfers of a step that every schedule leaves exposed: the first gather, which
+waits for the optimizer, and the last reduce-scatter, for which the optimizer waits. This recipe
+splits the optimizer by unit and runs the parts in the order in which the next forward needs them,
+with gathers and reduce-scatters beside them.
 
 .. grid:: 1 1 2 2
 
@@ -214,16 +214,17 @@ if __name__ == "__main__":
 # differs is the order of updates alone. The gain is bounded by what the ends of a step cost, and
 # the gathers share the memory's bandwidth with the updates beside them. It is plain where steps are
 # shortest; in longer ones it is hardly more than the pairs of windows disagree by, and in the
-# longest ``prefetch_copy_engine`` is equal or slightly ahead. Both stay within a few percent of
-# their bounds at every size, and take less of the device's memory than ``fsdp2``. (The bound of
-# ``update_in_order`` is the stricter one: it leaves no end of a step exposed.) What the columns
-# say: :doc:`stream_context`.
+# longest ``prefetch_copy_engine`` is slightly ahead. Both take less of the device's memory than
+# ``fsdp2`` (:doc:`/guide/results` has it). All rows are of a synthetic stack of matrices, those by
+# peer copies of an earlier version (:doc:`prefetch_schedule` says what has changed).
 #
 # .. result-figure:: fsdp_overlap
 #    :rows: no_communication fsdp2 prefetch prefetch_copy_engine update_in_order
+#    :where: model=synthetic loop=–
 #
 # .. result-table:: fsdp_overlap
 #    :rows: no_communication fsdp2 prefetch prefetch_copy_engine update_in_order
+#    :where: model=synthetic loop=–
 #
 # .. timeline:: fsdp_overlap prefetch_copy_engine update_in_order
 #
