@@ -390,7 +390,7 @@ if __name__ == "__main__":
 #
 # How often you can save: the share of throughput that is left if you save every so many steps. The
 # run deletes the checkpoint before the last, as part of the writing. The row of one GPU has two saves;
-# one of them cost nothing: too few to go by.
+# one cost nothing: too few to go by.
 #
 # .. result-table:: save_interval
 #    :rows: overlapped_writer
