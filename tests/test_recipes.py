@@ -18,6 +18,9 @@ from rankproof.recipe import Control, Recipe
 from rankproof.run import run
 
 MOST_RANKS = 3
+# What an edit raises that is wrong by itself: no failure of a recipe that lacks a line.
+SLIPS = ("NameError", "UnboundLocalError", "SyntaxError", "IndentationError", "AttributeError")
+SLIPS += ("ImportError", "ModuleNotFoundError")
 
 
 @pytest.fixture
@@ -108,6 +111,8 @@ def test_control_is_caught(recipe: Recipe, control: Control, store: Path) -> Non
         f"{recipe.name} without its line ({control.says}) was expected to fail by "
         f"{sorted(control.fails)}, and did: {sorted(report.kinds)}\n{report.describe()}"
     )
+    slips = [failure.text for failure in report.failures if failure.text.startswith(SLIPS)]
+    assert not slips, f"the edit is no Python that could run, whatever the recipe proves: {slips}"
 
 
 def test_recipe_has_at_least_four_controls(recipe: Recipe) -> None:

@@ -367,6 +367,7 @@ if __name__ == "__main__":
 #
 # .. result-table:: checkpoint_stall
 #    :rows: none dcp_save overlapped_writer
+#    :where: step=long storage=memory
 #
 # The writing thread shares Python's interpreter lock with training. You notice that if the host
 # limits your steps and the state has many small tensors; :doc:`overlapped_writer` needs the lock

@@ -381,14 +381,26 @@ if __name__ == "__main__":
 # %%
 # What it buys
 # ------------
-# What a whole save costs training, and how much slower steps are while it is written. Short steps
-# still slow down (*Step*: short), with snapshots on the device first (``overlapped_snapshot``) too.
-# :doc:`/guide/measured` explains the columns.
+# What a save costs training, and how much slower steps are while it is written
+# (:doc:`/guide/measured`).
+#
+# .. result-table:: checkpoint_stall
+#    :rows: none overlapped_writer
+#    :where: step=long storage=memory
+#
+# Short steps slow down, with snapshots on the device first (``overlapped_snapshot``) too:
 #
 # .. result-table:: checkpoint_stall
 #    :rows: none overlapped_writer overlapped_snapshot
+#    :where: step=short
 #
-# How often you can save: the share of throughput that is left if you save every so many steps. The
+# A save to a disk, long steps:
+#
+# .. result-table:: checkpoint_stall
+#    :rows: overlapped_writer
+#    :where: storage=disk
+#
+# The share of throughput that is left if you save every so many steps. The
 # run deletes the checkpoint before the last, as part of the writing. The row of one GPU has two saves;
 # one cost nothing: too few to go by.
 #

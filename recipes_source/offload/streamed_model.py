@@ -356,7 +356,7 @@ if __name__ == "__main__":
 #
 # When it is not worth it
 # -----------------------
-# * Few tokens per step: see the ridge on :doc:`weight_streaming`.
+# * Few tokens per step: *What it buys* on :doc:`weight_streaming` says how few.
 # * A large vocabulary at many tokens: the logits in fp32 may be larger than all that was moved away.
 #
 # Known limits

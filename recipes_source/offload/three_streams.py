@@ -343,10 +343,10 @@ if __name__ == "__main__":
 # %%
 # What it buys
 # ------------
-# The same chunks, in each of the ways. ``Host held`` is the time until the call returned. ``Bound``
+# The same chunks, in each of the ways. *Call* is the time until the call returned. *Bound*
 # is what the link and the kernels allow: the slowest of the three lanes, plus the first copy in and
-# the last one out. Where a copy takes longer than the kernel, as here, the two directions hide each
-# other.
+# the last one out. Its rates were measured apart, so a row can come out slightly below. Where a copy
+# takes longer than the kernel, as here, the two directions hide each other.
 #
 # .. result-figure:: three_streams
 #    :rows: pageable pageable_non_blocking pinned_blocking one_stream three_streams

@@ -350,12 +350,9 @@ if __name__ == "__main__":
 # What it buys
 # ------------
 # ``benchmarks/offload_step.py`` trains a stock Llama of 8 G parameters, clipped and with a schedule,
-# with 24 GB of state on the device. With backward :math:`B`, forward :math:`F` and update :math:`U` a
-# step takes at least
-#
-# .. math::
-#
-#    B + \max(F, U), \qquad\text{and with in\_backward}\quad \max(B + F, U).
+# with a budget of 24 GB for state on the device, of which whole layers use a part. With backward
+# :math:`B`, forward :math:`F` and update :math:`U` a step takes at least :math:`B + \max(F, U)`, and
+# with ``in_backward=True`` at least :math:`\max(B + F, U)`.
 #
 # .. result-table:: offload_step
 #    :rows: resident streamed_adam streamed_adam_in_backward torchao torchao_clipped torchao_fp32 torchao_fp32_clipped fsdp2_cpu_offload larger_than_device
