@@ -6,8 +6,8 @@
        :rows: async_save process
        :where: storage=memory
 
-Both read ``benchmarks/results/<benchmark>.<device>-x<ranks>.json``, one tab a file. ``rows``
-keeps rows by name, ``where`` keeps those with these parameters. A figure draws the benchmark's own
+Both read ``benchmarks/results/<benchmark>.<device>-x<ranks>.json``, one tab a file: first those
+that measured the code of today, then those of most ranks. ``rows`` keeps rows by name, ``where`` keeps those with these parameters. A figure draws the benchmark's own
 field, or another with ``:field: step_s``. A page whose result was measured with other recipe code
 than the present says so; without a file it says "Not measured yet".
 """
@@ -115,9 +115,9 @@ class ResultDirective(SphinxDirective):
             elif not shown:
                 shown.append(not_measured(name))
                 shown += [_small(not_run(row, why[row])) for row in absent]
-            tabs.append((result.machine, shown, measured))
-        kept = [tab[:2] for tab in tabs if tab[2]] or [tab[:2] for tab in tabs[-1:]]
-        return device_tabs(kept) if kept else [not_measured(name)]
+            tabs.append((result.machine, shown, measured and 1 + (not changed)))
+        kept = sorted((tab for tab in tabs if tab[2]), key=lambda tab: tab[2]) or tabs[-1:]
+        return device_tabs([tab[:2] for tab in kept]) if kept else [not_measured(name)]
 
     def _wanted(self, row: dict) -> bool:
         rows, where = self.options.get("rows", "").split(), self.options.get("where", {})
@@ -496,7 +496,7 @@ def not_measured(name: str) -> nodes.paragraph:
 
 
 def device_tabs(tabs: list[tuple[str, list[nodes.Node]]]) -> list[nodes.Node]:
-    """One tab a machine; a single one needs no tab. Most ranks first."""
+    """One tab a machine, the last first; a single one needs no tab."""
     if len(tabs) == 1:
         return tabs[0][1]
     tab_set = create_component("tab-set", classes=["sd-tab-set"])

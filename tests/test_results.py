@@ -409,6 +409,15 @@ def test_one_tab_a_file_most_ranks_first(repo):
     assert labels == ["2 × Test GPU", "1 × Test GPU"]
 
 
+def test_a_tab_of_todays_code_comes_before_one_of_an_earlier_version(repo):
+    measure(repo, 4, code_sha256={"async_save": "of an earlier version"})
+    measure(repo, 1)
+    measure(repo, 2)
+    html, _ = render(repo, ".. result-table:: checkpoint_stall")
+    labels = re.findall(r'class="sd-tab-label"[^>]*>\s*([^<]+?)\s*<', html)
+    assert labels == [f"{ranks} × Test GPU" for ranks in (2, 1, 4)]
+
+
 def test_rows_and_where_choose(repo):
     measure(repo, rows=[row("async_save", 1.0), row("async_save", 2.0, storage="disk")])
     options = "   :rows: async_save\n   :where: storage=disk"
