@@ -7,9 +7,11 @@
        :where: storage=memory
 
 Both read ``benchmarks/results/<benchmark>.<device>-x<ranks>.json``, one tab a file: first those
-that measured the code of today, then those of most ranks. ``rows`` keeps rows by name, ``where`` keeps those with these parameters. A figure draws the benchmark's own
-field, or another with ``:field: step_s``. A page whose result was measured with other recipe code
-than the present says so; without a file it says "Not measured yet".
+that measured the code of today, then those of most ranks. ``rows`` keeps rows by name, ``where``
+keeps those with these parameters. A figure draws the benchmark's own field, or another with
+``:field: step_s``. A page whose result was measured with other recipe code than the present says
+so; without a file it says "Not measured yet". A machine on which none of the rows was measured, or
+only what they are compared with, has no tab.
 """
 
 import io
