@@ -219,9 +219,9 @@ class UpdateClock:
         self.start, self.end = host.start, host.end
         host.start, host.end = self.started, self.ended
 
-    def started(self, announced: dict, steps: float, scale: float = 1.0) -> None:
+    def started(self, announced: dict, scale: float = 1.0) -> None:
         self.left, self.begun = len(announced), time.perf_counter()
-        self.start(announced, steps, scale)
+        self.start(announced, scale)
 
     def ended(self, *args) -> None:
         self.end(*args)
@@ -295,7 +295,7 @@ class Benchmark:
         """An update that changes no weight: its rate is zero."""
         still = [group | {"lr": 0.0} for group in optimizer.settings()]
         jobs = {layer: LayerUpdate(still) for layer in layers}
-        optimizer.host.start(jobs, steps=1, scale=factor)
+        optimizer.host.start(jobs, scale=factor)
         for job in jobs.values():
             job.ended.result()
 

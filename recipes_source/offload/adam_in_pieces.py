@@ -76,12 +76,14 @@ operators without the lock.
 # Imports and sizes
 # -----------------
 
-from collections.abc import Callable
+from collections.abc import Callable, Iterable
 from concurrent.futures import ThreadPoolExecutor
 
 import torch
 import torch.distributed as dist
 from host_layers import start_rank
+from torch import nn
+from torch.nn.utils import clip_grads_with_norm_
 
 PIECE = 2**16  # parameters: what is read twice of a piece stays in the cache of one core
 THREADS, STEPS, PARAMETERS = 2, 3, 2 * PIECE + 1000
@@ -188,16 +190,48 @@ def update_block(update: Callable, block: Tensors, step: torch.Tensor, numbers: 
 # at, such as a norm, goes there by ``to_host``: the thread waits for the event, nobody else.
 
 MOMENTS = ("exp_avg", "exp_avg_sq")
+FP32 = torch.float32  # whatever the default dtype is
 
 
-def state_on_device(parameter: torch.nn.Parameter) -> dict[str, torch.Tensor]:
+def state_on_device(parameter: nn.Parameter) -> dict[str, torch.Tensor]:
     """Of a parameter that stays on the device: step, fp32 master and moments."""
     master = parameter.detach().float()
     state = {name: torch.zeros_like(master) for name in MOMENTS}
-    return state | {"step": torch.zeros((), device=master.device), "master": master}
+    return state | {"step": torch.zeros((), dtype=FP32, device=master.device), "master": master}
 
 
-def update_on_device(settings: dict, parameter: torch.nn.Parameter, state, scale, skip) -> None:
+def load_states(state: dict, parameters: Iterable[nn.Parameter], saved: dict) -> None:
+    """Load a state dict: moments that it lacks are zeros, weights become the rounded masters."""
+    for kept in state.values():
+        kept["step"].zero_()
+    names = (name for group in saved["param_groups"] for name in group["params"])  # or numbers
+    for name, p in zip(names, parameters, strict=True):
+        found = saved["state"].get(name, {})
+        for which, tensor in state.get(p, {}).items():
+            if which in found:
+                tensor.copy_(found[which])
+            elif which in MOMENTS:
+                tensor.zero_()
+        if p in state:
+            p.copy_(state[p]["master"])
+
+
+def steps_apart(state: dict) -> dict:
+    """With a ``step`` for each parameter: torch's optimizers, which may load it, count in place."""
+    return {name: {**kept, "step": kept["step"].clone()} for name, kept in state.items()}
+
+
+def refuse_other_adams(groups: list[dict], others: Iterable[str] = ()) -> None:
+    """Raise where groups have settings that this AdamW has not: it would train in another way."""
+    found = {name for group in groups for name in ("amsgrad", "maximize") if group.get(name)}
+    found |= {"momentum" for group in groups if "betas" not in group}
+    if any(not g.get("decoupled_weight_decay", True) and g["weight_decay"] for g in groups):
+        found.add("decoupled_weight_decay=False")
+    if others := sorted(found.union(others)):
+        raise ValueError(f"this AdamW has no setting {', '.join(others)}")
+
+
+def update_on_device(settings: dict, parameter: nn.Parameter, state, scale, skip) -> None:
     """The same step there; ``scale`` and ``skip`` are on the device as well, nothing waits."""
     state["step"] += 1 - skip
     tensors = (state[name] for name in ("step", "master", *MOMENTS))
@@ -211,12 +245,51 @@ def to_host(stream: torch.Stream, *numbers: torch.Tensor) -> tuple:
     source, on_gpu = torch.stack(numbers), numbers[0].is_cuda
     streams = torch.get_device_module(source.device)
     arrived = streams.Event(**({"blocking": True} if on_gpu else {}))
-    copy = torch.empty(len(numbers), pin_memory=on_gpu)
+    copy = torch.empty(len(numbers), dtype=FP32, pin_memory=on_gpu)
     stream.wait_stream(streams.current_stream())
     with streams.stream(stream):
         copy.copy_(source, non_blocking=True)
     arrived.record(stream)
     return arrived, copy, source
+
+
+# %%
+# Ordinary training
+# -----------------
+# The next recipes are compared with this:
+
+
+def groups_of(parameters: Iterable[nn.Parameter]) -> list[dict]:
+    """Matrices, and what is not decayed."""
+    both = list(parameters)
+    matrices, others = ([p for p in both if (p.ndim > 1) is wanted] for wanted in (True, False))
+    return [{"params": matrices}, {"params": others, "weight_decay": 0.0}]
+
+
+def schedule_of(optimizer: torch.optim.Optimizer) -> torch.optim.lr_scheduler.LRScheduler:
+    return torch.optim.lr_scheduler.LambdaLR(optimizer, lambda step: 1 / (step + 1))
+
+
+def train_resident(model: nn.Module, losses: Iterable, max_norm: float) -> None:
+    """Training on the device: fp32 masters, means over ranks, clipping, a schedule."""
+    masters = {p: nn.Parameter(p.detach().float()) for p in model.parameters()}
+    groups = groups_of(masters.values())
+    optimizer = torch.optim.AdamW(groups, fused=True, **SETTINGS)
+    schedule, in_order = schedule_of(optimizer), [p for group in groups for p in group["params"]]
+    for loss in losses:  # each is computed when the step before is done
+        loss.backward()
+        for parameter, master in masters.items():
+            master.grad = parameter.grad.float()
+            dist.all_reduce(master.grad)
+            master.grad = (master.grad / dist.get_world_size()).to(parameter.dtype).float()
+        norm = torch.linalg.vector_norm(torch.stack([p.grad.norm() for p in in_order]))
+        if norm.isfinite():
+            clip_grads_with_norm_(in_order, max_norm, norm)
+            optimizer.step()
+        schedule.step()
+        model.zero_grad()
+        for parameter, master in masters.items():
+            parameter.data.copy_(master)
 
 
 # %%
@@ -232,7 +305,7 @@ def main() -> None:
         torch.manual_seed(dist.get_rank())
         update, scale = without_lock(update_pieces), 0.3
         weights = [torch.randn(PARAMETERS).bfloat16() for _ in range(THREADS)]
-        masters = [torch.nn.Parameter(weight.float()) for weight in weights]
+        masters = [nn.Parameter(weight.float()) for weight in weights]
         optimizer = torch.optim.AdamW(masters, fused=True, **SETTINGS)
         blocks = [
             [torch.empty_like(w), w, w.float(), *torch.zeros(2, PARAMETERS), torch.empty(PIECE)]

@@ -65,47 +65,38 @@ import adam_in_pieces as pieces
 import streamed_model as streaming
 import torch
 import torch.distributed as dist
-from torch import nn
 
 BLOCK = 2**20  # parameters that a thread updates in one call
-SPARED, NICE = 1, 0  # cores without a thread; what is added to the niceness of threads
 
 # %%
 # Threads
 # -------
 # Each core but one has a thread, and a thread takes the next block when it is free. What it does with a
 # block is on :doc:`adam_in_pieces`: one pass over its memory, without Python's lock. The thread that
-# trains needs the core that is left, many times per step. A thread for that one too, all of them
-# *nice*, so that it makes way, is the other choice (``SPARED``, ``NICE``): try it on your host.
+# trains needs the core that is left, many times per step.
 
 
 def host_threads() -> int:
     """This rank's part of the machine's cores, less one for the thread that trains."""
     ranks = int(os.environ.get("LOCAL_WORLD_SIZE", "1"))
-    return max(1, len(os.sched_getaffinity(0)) // ranks - SPARED)
-
-
-def begin_thread() -> None:
-    """When a thread begins: it is one, without helpers, and leaves others the core if it is nice."""
-    torch.set_num_threads(1)
-    os.nice(NICE)  # on Linux of this thread alone
+    return max(1, len(os.sched_getaffinity(0)) // ranks - 1)
 
 
 # %%
 # The update of a model
 # ---------------------
 # ``announce`` is for the thread that trains: from then on, the next load of these layers waits.
-# ``start`` is for whoever knows that the gradients are on the host. What goes wrong in a thread is
-# raised where somebody waits for it, as often as somebody does.
+# ``start`` is for whoever knows that the gradients are on the host; ``later`` announces, and has another
+# thread start. What goes wrong in a thread is raised where somebody waits for it, as often as somebody
+# does. A layer's steps are counted for itself: Adam's bias correction is of the steps that it had.
 
 
 class LayerUpdate:
     """An update of a layer that is to come; ``settings`` (by group), ``scale``, ``step``: its step's."""
 
     def __init__(self, settings: list[dict]) -> None:
-        self.settings, self.scale, self.step = settings, 1.0, torch.zeros(())
+        self.settings, self.scale, self.step, self.ended = settings, 1.0, None, Future()
         self.waiting = self.left = 0  # blocks that nobody has begun; that are not ended
-        self.ended = Future()
 
 
 class HostUpdates:
@@ -115,7 +106,7 @@ class HostUpdates:
         group_of: for each trained parameter of the layers the number of its settings.
         threads: of the host; ``host_threads()`` if None.
 
-    ``state[parameter]`` are its ``master``, ``exp_avg`` and ``exp_avg_sq``, in fp32.
+    ``state[parameter]`` are its ``step``, the layer's, and in fp32 ``master`` and moments.
     """
 
     def __init__(
@@ -124,20 +115,21 @@ class HostUpdates:
         if streamed.optimizer:
             raise ValueError("this model has an optimizer: close it, and make both anew")
         self.streamed, self.group_of, self.state = streamed, group_of, {}
-        self.buffers = [self.take(layer) for layer in streamed.layers]
+        self.steps = [torch.zeros((), dtype=pieces.FP32) for _ in streamed.layers]
+        self.buffers = [*map(self.take, streamed.layers, self.steps)]
         self.blocks = [self.cut(layer) for layer in range(len(streamed.layers))]
         # Layers that are due: a heap, the lowest first.
         self.due, self.lock, self.of_thread = [], threading.Lock(), threading.local()
         self.threads = threads or host_threads()
         self.update = pieces.without_lock(pieces.update_pieces)
-        self.workers = ThreadPoolExecutor(self.threads, "adam", begin_thread)
+        self.workers = ThreadPoolExecutor(self.threads, "adam", torch.set_num_threads, (1,))
         self.arrivals = ThreadPoolExecutor(1, "arrivals")
         self.arrivals.submit(streamed.streams.set_device, streamed.streams.current_device())
         self.forget()
         streamed.before_load, streamed.before_host = self.await_layer, self.wait
         streamed.may_load = self.is_updated
 
-    def take(self, layer) -> list[tuple]:
+    def take(self, layer, step: torch.Tensor) -> list[tuple]:
         """Buffers of a ``HostLayer``: gradients, weights, and new ones of masters and moments."""
         if missing := [n for n, p in layer.trained.items() if p not in self.group_of]:
             raise ValueError(f"give all parameters that are trained; it lacks {missing}")
@@ -149,7 +141,8 @@ class HostUpdates:
                 kept["master"] = self.in_fp32(like)
                 kept["master"].flat.copy_(weights.flat)
             for name, parameter in like.items():
-                self.state[parameter] = {which: fp32.views[name] for which, fp32 in kept.items()}
+                views = {which: fp32.views[name] for which, fp32 in kept.items()}
+                self.state[parameter] = {"step": step, **views}
             taken.append((gradients, weights, *kept.values()))
         return taken
 
@@ -201,12 +194,11 @@ class HostUpdates:
 
     def forget(self) -> None:
         """Go on as if nothing had been announced or gone wrong: all weights are others now."""
-        self.updates: dict[int, LayerUpdate] = {}
-        self.latest: Future = Future()  # of the thread of arrivals
+        self.updates, self.latest = {}, Future()  # by layer; of the thread of arrivals
         self.latest.set_result(None)
 
-    def later(self, work: Callable, announced: dict, *args) -> None:
-        """Have the thread of arrivals start updates; what it raises, whoever waits for one gets."""
+    def later(self, work: Callable, layers: Iterable[int], settings: list[dict], *args) -> None:
+        """Announce, and have the thread of arrivals start; what fails, whoever waits is told."""
 
         def arrival() -> None:
             try:
@@ -215,22 +207,28 @@ class HostUpdates:
                 self.drop(announced, error)
                 raise
 
-        self.latest = self.arrivals.submit(arrival)
+        try:
+            announced = self.announce(layers, settings)
+            self.latest = self.arrivals.submit(arrival)
+        except BaseException:  # Ctrl-C, say
+            new = {layer: u for layer, u in self.updates.items() if u.step is None}
+            self.drop(new, RuntimeError("a step was interrupted: load a checkpoint"))
+            raise
 
     # Any thread, when the gradients are on the host
 
-    def start(self, announced: dict[int, LayerUpdate], steps: float, scale: float = 1.0) -> None:
+    def start(self, announced: dict[int, LayerUpdate], scale: float = 1.0) -> None:
         """Hand out the blocks of all layers; gradients are multiplied by ``scale``."""
         for layer, update in announced.items():
-            update.step, update.scale = torch.tensor(steps + 1.0), scale
+            self.steps[layer] += 1
+            update.step, update.scale = self.steps[layer].clone(), scale
             update.waiting = update.left = len(self.blocks[layer])
             if update.left:
                 with self.lock:
                     heappush(self.due, (layer, id(update), update))
             else:
                 self.end(layer, update)
-        for _ in range(self.threads):
-            self.workers.submit(self.work)
+        [self.workers.submit(self.work) for _ in range(self.threads)]
 
     def drop(self, announced: dict, error: BaseException | None = None) -> None:
         """Update none of these layers; whoever waits for one gets the error, if there is one."""
@@ -265,7 +263,7 @@ class HostUpdates:
 
     def update_block(self, layer: int, number: int, update: LayerUpdate) -> None:
         if not hasattr(self.of_thread, "scratch"):
-            self.of_thread.scratch = torch.empty(pieces.PIECE)
+            self.of_thread.scratch = torch.empty(pieces.PIECE, dtype=pieces.FP32)
         group, *block = self.blocks[layer][number]
         numbers = pieces.numbers_of(update.settings[group], update.scale)
         pieces.update_block(self.update, [*block, self.of_thread.scratch], update.step, numbers)
@@ -289,16 +287,15 @@ def main() -> None:
         model = streaming.Model().bfloat16()
         streamed = streaming.StreamedModel(model, model.encoder.layers, device)
         trained = list(model.encoder.layers.parameters())
-        masters = [nn.Parameter(p.detach().float()) for p in trained]
-        optimizer = torch.optim.AdamW(masters, fused=True, **streaming.SETTINGS)
+        masters = [torch.nn.Parameter(p.detach().float()) for p in trained]
+        optimizer = torch.optim.AdamW(masters, fused=True, **pieces.SETTINGS)
         updates = HostUpdates(streamed, dict.fromkeys(trained, 0))
         for step in range(streaming.STEPS):
             streaming.loss_of(model, step, device).backward()  # loads a layer when it is updated
             for master, parameter in zip(masters, trained, strict=True):
                 master.grad = parameter.grad.float()
             optimizer.step()
-            announced = updates.announce(range(len(streamed.layers)), [streaming.SETTINGS])
-            updates.start(announced, steps=step)
+            updates.start(updates.announce(range(len(streamed.layers)), [pieces.SETTINGS]))
             model.zero_grad()
         streamed.wait()
         for parameter, master in zip(trained, masters, strict=True):

@@ -53,6 +53,7 @@ import torch
 import torch.distributed as dist
 from host_layers import BATCH, TOKENS, WIDTH, Block, HostBuffer, loss_of, move_to_host, start_rank
 from torch import nn
+from torch.autograd.function import once_differentiable
 from torch.autograd.graph import get_gradient_edge
 from torch.func import functional_call
 from torch.utils.checkpoint import checkpoint
@@ -108,8 +109,55 @@ def exchanged(tree, others: dict[int, torch.Tensor]):
 # (``get_gradient_edge``). A leaf at the beginning would keep the input a second time; a node of our
 # own keeps nothing. After use the ends are dropped, and with them the layer's input.
 #
+# Four programs would go wrong in silence, and are errors instead:
+#
+# * An argument or a weight is changed in place between forward and backward. Nothing was saved that
+#   autograd could compare, so the versions are (``run_alike``).
+# * A layer puts tensors into a list or dict that it was given: it has a copy of that.
+# * A tensor that is trained comes into a layer by another way than its arguments: ``leaves_of`` finds it
+#   at the end of the inner graph.
+# * A tensor leaves it by another way than its result, with a hook that keeps it, say, and a loss is
+#   computed with it. Then backward comes through the ``Entrance``, or to a weight, which it never does
+#   otherwise.
+#
 # ``Plain`` runs the forward that a layer had before its ``forward`` was exchanged, so that
 # ``functional_call`` can give it weights from elsewhere.
+
+
+def refuse(*_) -> None:
+    raise RuntimeError(
+        "backward came into a layer past its result: what a loss is computed with, a layer must "
+        "return (no hook may keep it); detach what is only looked at"
+    )
+
+
+def leaves_of(ends: list, begins: list) -> list[torch.Tensor]:
+    """Tensors at the end of a graph, but for what is behind its entrances."""
+    nodes, seen, leaves = [end.node for end in ends if end], {end.node for end in begins}, []
+    while nodes:
+        node = nodes.pop()
+        if node not in seen:
+            seen.add(node)
+            nodes += [before for before, _ in node.next_functions if before]
+            leaves += [node.variable] if hasattr(node, "variable") else []
+    return leaves
+
+
+def run_alike(owner, index: int, args: tuple, kwargs: dict, first: list):
+    """Run a layer; the second time only with what it had the first time, whose versions are kept."""
+    given = tensors_in((args, kwargs))
+    read = [x for x in (*given, *owner.sources(index)) if not x.is_inference()]
+    versions = [x._version for x in read]
+    if first and first != versions:
+        raise RuntimeError(
+            "a weight or an argument of a layer was changed between forward and backward: run "
+            "forward again, or change it behind backward"
+        )
+    first[:] = versions
+    result = owner.run(index, args, kwargs)
+    if [*map(id, tensors_in((args, kwargs)))] != [*map(id, given)]:
+        raise TypeError("a layer may not put tensors into its arguments: let it return them")
+    return result
 
 
 class Entrance(torch.autograd.Function):
@@ -120,8 +168,8 @@ class Entrance(torch.autograd.Function):
         return x.view_as(x)
 
     @staticmethod
-    def backward(ctx, grad: torch.Tensor) -> tuple[torch.Tensor, None]:
-        return grad, None
+    def backward(ctx, grad: torch.Tensor) -> None:
+        return refuse()
 
 
 class Through(torch.autograd.Function):
@@ -134,15 +182,23 @@ class Through(torch.autograd.Function):
         with torch.enable_grad():
             entered = {id(x): Entrance.apply(x.detach(), door) for x in inputs}
             args, kwargs = exchanged((call["args"], call["kwargs"]), entered)
-            call["result"] = checkpoint(owner.run, index, args, kwargs, use_reentrant=False)
+            run = partial(run_alike, owner, index)
+            call["result"] = checkpoint(run, args, kwargs, [], use_reentrant=False)
         outputs = tensors_in(call["result"])
         ctx.begins = [get_gradient_edge(entered[id(x)]) for x in inputs]
         ctx.ends = [get_gradient_edge(y) if y.requires_grad else None for y in outputs]
+        known = {id(view) for view in owner.views[index].values()}
+        if any(id(x) not in known for x in leaves_of(ctx.ends, ctx.begins)):
+            raise RuntimeError(
+                "a layer reads a tensor that is trained, and is neither its parameter nor in its "
+                "arguments: pass it as an argument"
+            )
         detached = tuple(y.detach() for y in outputs)
         ctx.mark_non_differentiable(*(d for d, e in zip(detached, ctx.ends, strict=True) if not e))
         return detached
 
     @staticmethod
+    @once_differentiable
     def backward(ctx, *grads) -> tuple:
         if not hasattr(ctx, "ends"):
             raise RuntimeError("a layer's graph is used once: run forward again")
@@ -163,6 +219,12 @@ class Plain(nn.Module):
     def forward(self, *args, **kwargs):
         return self.original(*args, **kwargs)
 
+    def give_back(self) -> None:
+        """Let the layer have that forward again, its class's or its own."""
+        vars(self.layer).pop("forward", None)
+        if self.layer.forward != self.original:
+            self.layer.forward = self.original
+
 
 def as_node(owner, index: int, args: tuple, kwargs: dict):
     """Run a layer so that backward runs it again and is ``owner``'s.
@@ -171,10 +233,12 @@ def as_node(owner, index: int, args: tuple, kwargs: dict):
         owner: its ``run(index, args, kwargs)`` computes the layer; its ``backward(index, begins,
             pairs, trains)`` gets where the inputs that require gradients enter the layer's graph,
             where its outputs leave it with their gradients, and whether the weights get theirs; it
-            returns the gradients of the inputs.
+            returns the gradients of the inputs. ``views[index]`` are the weights that ``run``
+            uses, ``sources(index)`` what they are made of: it must not change before backward.
 
     Raises:
         TypeError: tensors come or leave in other containers than tuples, lists and dicts.
+        RuntimeError: here or in backward: gradients would be lost, or those of something else.
     """
     call = {"args": args, "kwargs": kwargs}
     inputs = [x for x in tensors_in((args, kwargs)) if x.requires_grad]
@@ -209,20 +273,23 @@ class Owner:
 
     def __init__(self, layers: nn.ModuleList) -> None:
         self.plain, self.runs, self.gradients = [Plain(layer) for layer in layers], [], {}
-        self.weights = [dict(plain.named_parameters()) for plain in self.plain]
+        self.views = [dict(plain.named_parameters()) for plain in self.plain]
         for index, layer in enumerate(layers):
             layer.forward = partial(self.call, index)
 
     def call(self, index: int, *args, **kwargs):
         return as_node(self, index, args, kwargs)
 
+    def sources(self, index: int) -> list[torch.Tensor]:
+        return list(self.views[index].values())
+
     def run(self, index: int, args: tuple, kwargs: dict):
         self.runs.append(index)
-        return functional_call(self.plain[index], self.weights[index], args, kwargs)
+        return functional_call(self.plain[index], self.views[index], args, kwargs)
 
     def backward(self, index: int, begins: list, pairs: list, trains: bool) -> list:
         ends, grads = zip(*pairs, strict=True)
-        weights = list(self.weights[index].values()) if trains else []
+        weights = list(self.views[index].values()) if trains else []
         found = torch.autograd.grad(ends, weights + begins, grads)
         self.gradients[index] = found[: len(weights)]
         return list(found[len(weights) :])
@@ -276,8 +343,9 @@ if __name__ == "__main__":
 # Known limits
 # ------------
 # * The inner graph is used once: ``backward(retain_graph=True)`` twice raises.
-# * Second derivatives are not recorded.
-# * Tensors inside other objects, such as dataclasses, are passed as they are, without gradient.
+# * Second derivatives are not recorded: a loss with a gradient in it (``create_graph=True``) raises.
+# * Tensors inside other objects, such as dataclasses, are passed as they are: one that is trained is an
+#   error. So is a loss with a tensor that a hook or ``output_attentions`` took out of a layer.
 # * ``torch.autograd.grad`` gives gradients of inputs and leaves the weights alone, as anywhere. But
 #   ``backward(inputs=...)`` does so too: weights that are named there get no gradient.
 # * A buffer that forward changes (BatchNorm's statistics) changes twice, as with any recomputation.

@@ -78,7 +78,7 @@ import torch
 import torch.distributed as dist
 import whole_step as whole
 from torch.nn.utils import clip_grads_with_norm_
-from whole_step import adam, streaming
+from whole_step import adam, pieces, streaming
 
 FAILED = -1  # in place of the number of updates
 POLL_S = 1e-4  # seconds between two looks at what other ranks have done
@@ -250,9 +250,9 @@ class SharedAdamW(whole.HostAdamW):
 def train_alone(model: torch.nn.Module, device: torch.device) -> None:
     """Ordinary training on the batches of all ranks, with the steps of ``whole_step.py``."""
     masters = {p: torch.nn.Parameter(p.detach().float()) for p in model.parameters()}
-    groups, ranks = streaming.groups_of(masters.values()), dist.get_world_size()
-    optimizer = torch.optim.AdamW(groups, fused=True, **streaming.SETTINGS)
-    schedule, in_order = streaming.schedule_of(optimizer), [p for g in groups for p in g["params"]]
+    groups, ranks = pieces.groups_of(masters.values()), dist.get_world_size()
+    optimizer = torch.optim.AdamW(groups, fused=True, **pieces.SETTINGS)
+    schedule, in_order = pieces.schedule_of(optimizer), [p for g in groups for p in g["params"]]
     for step in range(whole.STEPS):
         for rank in range(ranks):
             loss = streaming.loss_of(model, 1000 * rank + step, device)
@@ -288,8 +288,8 @@ def main() -> None:
         model = streaming.Model().bfloat16()
         ordinary = deepcopy(model).to(device)
         streamed = SharedModel(model, model.encoder.layers, device, Host())
-        groups, trained = streaming.groups_of(model.parameters()), model.encoder.parameters()
-        options = streaming.SETTINGS | {"max_norm": whole.MAX_NORM}
+        groups, trained = pieces.groups_of(model.parameters()), model.encoder.parameters()
+        options = pieces.SETTINGS | {"max_norm": whole.MAX_NORM}
         with closing(SharedAdamW(groups, streamed, **options)) as optimizer:
             whole.train(optimizer, device)
             streamed.wait_for_all()

@@ -69,14 +69,11 @@ from functools import partial
 import torch
 import torch.distributed as dist
 from torch import nn
-from torch.nn.utils import clip_grads_with_norm_
 from torch.optim.optimizer import register_optimizer_step_pre_hook
 from weight_streaming import GRADIENT_SLOTS, SLOTS, StreamedLayers, node
 
 OPTIMIZER_BYTES = 12  # a trained parameter: fp32 master and two moments of Adam
-CACHES = ("past_key_values", "past_key_value", "layer_past")  # what layers call their cache
 LAYERS, WORDS, STEPS, MICROBATCHES = 4, 50, 3, 2
-SETTINGS = {"lr": 1e-2, "betas": (0.9, 0.95), "eps": 1e-8, "weight_decay": 0.1}
 
 # %%
 # The streamed model
@@ -121,47 +118,57 @@ class StreamedModel(StreamedLayers):
     """
 
     def __init__(self, model: nn.Module, layers: Iterable, device, *, budget=0, **settings) -> None:
-        self.model, self.optimizer, self.hooks, self.resident = model, None, [], []
+        self.model, self.optimizer, self.hooks = model, None, []
         self.summed: set[int] = set()  # layers of whose gradients the host has a sum
-        streamed = list(layers)
+        streamed, resident = list(layers), []
         while streamed and resident_bytes(streamed[0]) <= budget:
             budget -= resident_bytes(streamed[0])
-            self.resident.append(streamed.pop(0))
+            resident.append(streamed.pop(0))
+        inside = {*(m for layer in streamed for m in layer.modules())}
+        taken = {*nn.ModuleList(streamed).parameters()}
+        if any({*m._parameters.values()} & taken for m in {*model.modules()} - inside):
+            raise ValueError("a layer and another module share a parameter: keep it out of layers")
         super().__init__(streamed, device, **settings)
-        for parameter in {*model.parameters()} - {*nn.ModuleList(streamed).parameters()}:
+        for parameter in {*model.parameters()} - taken:
             parameter.data = parameter.data.to(device)
         for module in model.modules():
             for name, buffer in module.named_buffers(recurse=False):
                 setattr(module, name, buffer.to(device))
-        for m in (module for layer in streamed for module in layer.modules()):
+        for m in inside:
             self.hooks.append(m.register_state_dict_pre_hook(lambda *_: self.wait()))
             self.hooks.append(m.register_load_state_dict_pre_hook(lambda *_: self.wait(False)))
-        for layer in self.resident:
-            layer.forward = partial(self.recomputed, layer.forward)
+        self.resident = [node.Plain(layer) for layer in resident]
+        for plain in self.resident:
+            plain.layer.forward = partial(self.recomputed, plain.original)
         self.hooks.append(register_optimizer_step_pre_hook(self.before_step))
 
     def call(self, index: int, *args, **kwargs):
         """What ``layer.forward`` is now."""
+        self.check(self.layers[index])
         if torch.is_grad_enabled():
-            self.check(self.layers[index])
-            kwargs = without_cache(kwargs)
+            args, kwargs = without_cache(args, kwargs)
         return super().call(index, *args, **kwargs)
 
     @staticmethod
     def check(layer) -> None:
-        """Refuse a ``HostLayer`` whose parameters are not those that were taken."""
+        """Refuse a ``HostLayer`` whose parameters are not those that were taken, or have hooks."""
         taken = {name: view for weights in layer.weights for name, view in weights.views.items()}
         for name, p in layer.module.named_parameters():
-            trained, moved = name in layer.trained, p.data_ptr() != taken[name].data_ptr()
-            if moved or p.requires_grad is not trained:
-                raise RuntimeError(f"{name}: its memory, or what is trained, has changed")
+            trains = torch.is_grad_enabled() and p.requires_grad is not (name in layer.trained)
+            if name not in taken or p.data_ptr() != taken[name].data_ptr() or trains:
+                raise RuntimeError(
+                    f"{name}: its memory, or what is trained, has changed; take it anew"
+                )
+            if p._backward_hooks or p._post_accumulate_grad_hooks:
+                raise RuntimeError(f"{name}: a parameter's hooks do not run here: use its grad")
 
     @staticmethod
     def recomputed(forward: Callable, *args, **kwargs):
         """What the forward of a layer is that stays on the device."""
         if not torch.is_grad_enabled():
             return forward(*args, **kwargs)
-        return node.checkpoint(forward, *args, use_reentrant=False, **without_cache(kwargs))
+        args, kwargs = without_cache(args, kwargs)
+        return node.checkpoint(forward, *args, use_reentrant=False, **kwargs)
 
     # Sums of microbatches
 
@@ -169,14 +176,18 @@ class StreamedModel(StreamedLayers):
         """Whether the host has a sum of a layer; none if ``zero_grad()`` has dropped it.
 
         Raises:
-            RuntimeError: a ``parameter.grad`` is another tensor now, or gone alone.
+            RuntimeError: a ``parameter.grad`` is another tensor now, or gone alone; all is closed.
         """
+        if not self.plain:
+            raise RuntimeError("this model is closed")
         views = (view for host in self.layers[layer].gradients for view in host.views.values())
         both = zip(self.layers[layer].trained.values(), views, strict=True)
-        handed = [(p.grad, view) for p, view in both if p.dtype == view.dtype]
-        if handed and all(grad is None for grad, _ in handed):
+        found = [(p.grad, view, p.dtype == view.dtype) for p, view in both]
+        handed = [grad for grad, _, same in found if same]
+        if handed and all(grad is None for grad in handed):
             self.summed.discard(layer)  # zero_grad() has forgotten it
-        if layer in self.summed and any(grad is not view for grad, view in handed):
+        gone = layer in self.summed and any(grad is None for grad in handed)
+        if gone or any(grad is not None and grad is not view for grad, view, _ in found):
             raise RuntimeError("parameter.grad was exchanged: change it in place, or drop all")
         return layer in self.summed
 
@@ -220,18 +231,19 @@ class StreamedModel(StreamedLayers):
         """Give the layers their forward back, and unlock the host's memory."""
         for hook in self.hooks:
             hook.remove()
-        for layer in self.resident:
-            del layer.forward
+        [plain.give_back() for plain in self.resident]
+        self.resident.clear()
         super().close()
 
 
-def without_cache(kwargs: dict) -> dict:
+def without_cache(args: tuple, kwargs: dict) -> tuple[tuple, dict]:
     """Arguments of a layer that backward runs again: it would append to a cache a second time."""
-    for name in CACHES:
-        if kwargs.get(name) is not None and kwargs[name].get_seq_length():
-            raise ValueError("a layer that is trained cannot go on with a cache: use torch.no_grad")
-    changes = dict.fromkeys(CACHES, None) | {"use_cache": False}
-    return kwargs | {name: value for name, value in changes.items() if name in kwargs}
+    caches = [x for x in (*args, *kwargs.values()) if hasattr(x, "get_seq_length")]
+    if any(cache.get_seq_length() for cache in caches):
+        raise ValueError("a layer that is trained cannot go on with a cache: use torch.no_grad")
+    args = tuple(None if any(x is cache for cache in caches) else x for x in args)
+    kwargs = {n: None if any(x is cache for cache in caches) else x for n, x in kwargs.items()}
+    return args, kwargs | ({"use_cache": False} if "use_cache" in kwargs else {})
 
 
 # %%
@@ -285,44 +297,6 @@ def train(streamed: StreamedModel, resident: Model) -> None:
         print(f"step {step}: loss {loss.item():.4f}, all gradients bit-identical")
 
 
-# %%
-# The next two recipes train this model too, and are measured by ordinary training:
-
-
-def groups_of(parameters: Iterable[nn.Parameter]) -> list[dict]:
-    """Matrices, and what is not decayed."""
-    both = list(parameters)
-    matrices, others = ([p for p in both if (p.ndim > 1) is wanted] for wanted in (True, False))
-    return [{"params": matrices}, {"params": others, "weight_decay": 0.0}]
-
-
-def schedule_of(optimizer: torch.optim.Optimizer) -> torch.optim.lr_scheduler.LRScheduler:
-    return torch.optim.lr_scheduler.LambdaLR(optimizer, lambda step: 1 / (step + 1))
-
-
-def train_resident(model: nn.Module, device, steps: int, max_norm=torch.inf, bad_step=None) -> None:
-    """Ordinary training, all on the device: fp32 masters, means over ranks, clipping, a schedule."""
-    masters = {p: nn.Parameter(p.detach().float()) for p in model.parameters()}
-    groups = groups_of(masters.values())
-    optimizer = torch.optim.AdamW(groups, fused=True, **SETTINGS)
-    schedule, in_order = schedule_of(optimizer), [p for group in groups for p in group["params"]]
-    for step in range(steps):
-        loss = loss_of(model, 1000 * dist.get_rank() + step, device)
-        (loss * (torch.nan if step == bad_step else 1)).backward()
-        for parameter, master in masters.items():
-            master.grad = parameter.grad.float()
-            dist.all_reduce(master.grad)
-            master.grad = (master.grad / dist.get_world_size()).to(parameter.dtype).float()
-        norm = torch.linalg.vector_norm(torch.stack([p.grad.norm() for p in in_order]))
-        if norm.isfinite():
-            clip_grads_with_norm_(in_order, max_norm, norm)
-            optimizer.step()
-        schedule.step()
-        model.zero_grad()
-        for parameter, master in masters.items():
-            parameter.data.copy_(master)
-
-
 def main() -> None:
     device = node.start_rank()
     try:
@@ -361,20 +335,24 @@ if __name__ == "__main__":
 #
 # Known limits
 # ------------
-# * Which parameters are trained, and their memory, is fixed when the model is taken. So ``model.to(...)``,
-#   ``load_state_dict(assign=True)`` and a later ``requires_grad_`` are an error in the next forward that
-#   is trained. Choose the dtype before; load by copy.
-# * Change a ``parameter.grad`` in place, or drop all. One that is exchanged, or gone alone, is an error in
-#   the next backward.
+# * Which parameters are trained, and their memory, is fixed when the model is taken. So ``model.to(...)``
+#   and ``load_state_dict(assign=True)`` are an error in the next forward, and a later ``requires_grad_`` in
+#   the next one that is trained. Choose the dtype before; load by copy.
+# * Change a ``parameter.grad`` in place, or drop all. One that is set by hand, or gone alone, is an error in
+#   the next backward. Hooks of a layer's parameters are an error: they would not run.
+# * What a loss is computed with must be a layer's result: ``output_attentions``, ``output_router_logits``
+#   and hooks on parts of a layer take other tensors out, which is an error in backward. To look at them,
+#   detach them.
 # * Frozen layers are computed, but nothing of them is stored, and below the lowest trained one there
 #   is no backward.
 # * Leave the model's own gradient checkpointing off: each layer runs again anyway.
-# * A layer that is compiled must be so before, and by ``layer.forward = torch.compile(layer.forward)``:
-#   ``layer.compile()`` raises in the first step.
+# * A layer that is compiled must be so before, by ``layer.forward = torch.compile(layer.forward)``.
 # * Close one before you make the next, in a notebook too: until then its memory stays locked, and every
 #   optimizer's ``step()`` waits for it, and gets its errors.
 # * A ``GradScaler`` is not tested here: train in bf16, which needs none.
 # * ``deepcopy(model)``, and so ``AveragedModel``, raises: average what ``state_dict()`` gives.
+# * ``DistributedDataParallel`` finds no gradients of the layers. It raises in the second step, but not
+#   with ``find_unused_parameters=True``.
 # * Ranks know nothing of each other here: :doc:`whole_step` averages.
 #
 # Further reading

@@ -157,11 +157,10 @@ class StreamedLayers:
     def __init__(self, layers: Iterable, device: torch.device, slots=SLOTS, gradient_dtype=None):
         if slots < 1:
             raise ValueError(f"slots must be 1 or more, not {slots}")
-        layers = list(layers)
         self.layers = node.move_to_host(layers, device, gradient_dtype)
         self.device, self.slots, self.loads, self.stores = device, slots, 0, 0
-        self.held: dict[int, int] = {}  # slot: the layer that was loaded into it last
-        self.last, self.recorded = -1, set()  # layer that ran last; layers that wait for a backward
+        # By slot, the layer that was loaded last; the one that ran last; those that wait for backward.
+        self.held, self.last, self.recorded = {}, -1, set()
         self.streams = torch.get_device_module(device)
         self.h2d, self.d2h = self.streams.Stream(), self.streams.Stream()
         events = (defaultdict(self.streams.Event) for _ in range(5))
@@ -172,16 +171,20 @@ class StreamedLayers:
         buffers = [x.gradients for x in self.layers]
         self.gradient_flats, self.totals = self.in_slots(buffers, GRADIENT_SLOTS)
         self.h2d.wait_stream(self.streams.current_stream())
-        self.plain = [node.Plain(layer) for layer in layers]
-        for index, layer in enumerate(layers):
+        self.plain = [node.Plain(layer.module) for layer in self.layers]
+        for index, layer in enumerate(self.layers):
             for name in self.totals[index]:
-                self.views[index][name].requires_grad_()
-            layer.forward = torch.compiler.disable(partial(self.call, index))
+                view = self.views[index][name].requires_grad_()
+                view.register_post_accumulate_grad_hook(node.refuse)
+            # ``self`` is among the arguments, so that a copy of the layer meets ``__deepcopy__``.
+            layer.module.forward = partial(torch.compiler.disable(type(self).call), self, index)
+
+    def __deepcopy__(self, memo: dict):
+        raise TypeError("a copy of a streamed model would run this one: copy its state_dict()")
 
     def in_slots(self, layers: list[list[node.HostBuffer]], count: int) -> tuple[list, list]:
         """Device tensors like each layer's buffers, and their parts by name; slots take turns."""
-        sizes = [sum(host.flat.nbytes for host in buffers) for buffers in layers]
-        size = max(sizes, default=0)
+        size = max((sum(host.flat.nbytes for host in buffers) for buffers in layers), default=0)
         slots = [torch.empty(size, dtype=torch.uint8, device=self.device) for _ in range(count)]
         flats, views = [], []
         for layer, buffers in enumerate(layers):
@@ -241,6 +244,11 @@ class StreamedLayers:
         for later in filter(self.may_load, ahead):  # the others are loaded when they are called
             self.load(later)
         return result
+
+    def sources(self, index: int) -> list[torch.Tensor]:
+        """What a layer's weights are loaded from, and what changes that."""
+        flats = (host.flat for host in self.layers[index].weights)
+        return [*flats, *self.plain[index].parameters()]
 
     def run(self, index: int, args: tuple, kwargs: dict):
         views = {f"layer.{name}": view for name, view in self.views[index].items()}
@@ -326,11 +334,10 @@ class StreamedLayers:
 
     def close(self) -> None:
         """Give the layers their forward back, wait for the device, unlock the host's memory."""
-        for plain in self.plain:
-            del plain.layer.forward
+        while self.plain:
+            self.plain.pop().give_back()
         self.streams.synchronize()
-        for layer in self.layers:
-            layer.close()
+        [layer.close() for layer in self.layers]
 
 
 # %%
@@ -343,20 +350,18 @@ class StreamedLayers:
 
 def train(stack: StreamedLayers, model: nn.Sequential, resident: nn.Sequential) -> None:
     optimizer = torch.optim.AdamW(model.parameters(), lr=1e-2, fused=True)
-    for step in range(STEPS):
+    for _ in range(STEPS):
         resident.load_state_dict(model.state_dict())
         resident.zero_grad()
         x = torch.randn(node.BATCH, node.TOKENS, node.WIDTH, device=stack.device)
         for each in (resident, model):
-            loss = node.loss_of(each(x))
-            loss.backward()
+            node.loss_of(each(x)).backward()
         stack.wait()
         for ours, theirs in zip(model.parameters(), resident.parameters(), strict=True):
             assert torch.equal(ours.grad, theirs.grad.cpu())
         optimizer.step()
-        print(f"step {step}: loss {loss.item():.4f}, gradients of {LAYERS} layers bit-identical")
     assert stack.loads == STEPS * (2 * LAYERS - SLOTS) and stack.stores == STEPS * LAYERS
-    print(f"{stack.loads // STEPS} loads and {stack.stores // STEPS} stores per step")
+    print(f"{STEPS} steps: gradients bit-identical, {stack.loads} loads, {stack.stores} stores")
 
 
 def main() -> None:
@@ -415,7 +420,8 @@ if __name__ == "__main__":
 #
 # Known limits
 # ------------
-# * The weights must not change between a forward and its backward, or before ``wait()``.
+# * The weights must not change before ``wait()``, or between a forward and its backward. That is an error
+#   in backward, unless it was done by ``parameter.data``.
 # * A backward overwrites the gradients of the one before; :doc:`streamed_model` adds them up.
 # * Hooks on parameters do not run: gradients are asked for by ``torch.autograd.grad``.
 # * Under ``torch.autocast`` pass ``cache_enabled=False``: its cache would keep a cast copy of every

@@ -139,17 +139,18 @@ class HostAdamW(torch.optim.Optimizer):
         if in_backward and max_norm is not None:
             raise ValueError("in backward the norm of all gradients is not known: drop max_norm")
         super().__init__(params, DEFAULTS | settings)
-        others = {n for g in self.param_groups for n in ("amsgrad", "maximize") if g.get(n)}
-        if others := sorted(others | settings.keys() - DEFAULTS.keys()):
-            raise ValueError(f"this AdamW has no setting {', '.join(others)}")
+        pieces.refuse_other_adams(self.param_groups, settings.keys() - DEFAULTS.keys())
         self.streamed, self.max_norm, self.in_backward = streamed, max_norm, in_backward
         self.group_of = {p: i for i, group in enumerate(self.param_groups) for p in group["params"]}
-        self.host, self.steps = self.updates(streamed, self.group_of, threads), torch.zeros(())
+        self.host = self.updates(streamed, self.group_of, threads)
         self.synchronises, self.skipped, self.norms, self.written = True, 0, {}, {}
-        self.state |= {p: {"step": self.steps, **kept} for p, kept in self.host.state.items()}
+        self.state |= self.host.state
         self.residents = [p for p in self.group_of if p not in self.state]
         self.state |= {p: pieces.state_on_device(p) for p in self.residents if p.requires_grad}
         self.register_state_dict_pre_hook(lambda _: streamed.wait())
+        self.register_state_dict_post_hook(
+            lambda _, found: found | {"state": pieces.steps_apart(found["state"])}
+        )
         for m in streamed.model.modules():
             streamed.hooks.append(m.register_load_state_dict_post_hook(lambda m, _: self.reload(m)))
         streamed.after_gradients, streamed.after_store = self.reduce, self.stored
@@ -184,10 +185,8 @@ class HostAdamW(torch.optim.Optimizer):
         self.written[layer] = self.as_now(layer)
         if self.in_backward and self.synchronises:
             norm = torch.linalg.vector_norm(torch.stack([*map(self.norms.get, self.check(layer))]))
-            # First the numbers: what was announced must come.
             known = pieces.to_host(self.streamed.d2h, norm, norm.new_ones(()))
-            announced = self.host.announce([layer], self.settings())
-            self.host.later(self.arrive, announced, False, *known)
+            self.host.later(self.arrive, [layer], self.settings(), *known)
 
     def as_now(self, layer: int) -> tuple:
         """How often a layer's gradients on the host have been written; settings that are used."""
@@ -216,7 +215,7 @@ class HostAdamW(torch.optim.Optimizer):
         self.state |= {p: pieces.state_on_device(p) for p in residents if p not in self.state}
         for p in residents:
             self.average(p, p.grad)
-        layers = [n for n in sorted(self.streamed.summed) if self.streamed.has_sum(n)]
+        layers = [*filter(self.streamed.has_sum, range(len(self.streamed.layers)))]
         trained = {*residents, *(p for n in layers for p in self.check(n))}
         norms = [self.norms[p] for p in self.group_of if p in trained]
         if not norms:
@@ -226,8 +225,7 @@ class HostAdamW(torch.optim.Optimizer):
         scale, settings = (limit / (norm + 1e-6)).clamp(max=1.0), self.settings()
         skip = (~norm.isfinite()).float()
         known = pieces.to_host(self.streamed.d2h, norm, scale)
-        announced = self.host.announce([] if self.in_backward else layers, settings)
-        self.host.later(self.arrive, announced, True, *known)
+        self.host.later(self.arrive, [] if self.in_backward else layers, settings, *known)
         for p in residents:
             pieces.update_on_device(settings[self.group_of[p]], p, self.state[p], scale, skip)
         self.forget()
@@ -259,13 +257,12 @@ class HostAdamW(torch.optim.Optimizer):
         self.norms.clear()
         self.streamed.summed.clear()
 
-    def arrive(self, announced: dict, ends: bool, arrived, copy, source) -> None:
+    def arrive(self, announced: dict, arrived, copy, source) -> None:
         """The thread of arrivals: when gradients and their norm are here, have layers updated."""
         arrived.synchronize()
         norm, scale = copy.tolist()
         if copy[0].isfinite():
-            self.host.start(announced, self.steps.item(), scale)
-            self.steps += ends
+            self.host.start(announced, scale)
         elif self.in_backward:
             raise FloatingPointError(f"norm {norm}: half updated; load a checkpoint")
         else:
@@ -282,18 +279,17 @@ class HostAdamW(torch.optim.Optimizer):
 
     @torch.no_grad()
     def load_state_dict(self, state_dict: dict) -> None:
-        """Load what ``state_dict`` gave; weights become the rounded masters, no error is left."""
+        """Load what this or an AdamW of torch gave; weights become the rounded masters."""
+        groups = state_dict["param_groups"]
+        if [len(g["params"]) for g in groups] != [len(g["params"]) for g in self.param_groups]:
+            raise ValueError("the state is of other parameters")
+        pieces.refuse_other_adams(groups)
         self.streamed.wait(raises=False)
-        self.forget()
-        for ours, theirs in zip(self.param_groups, state_dict["param_groups"], strict=True):
-            if len(ours["params"]) != len(theirs["params"]):
-                raise ValueError("the state is of other parameters")
+        if self.in_backward:
+            self.forget()
+        for ours, theirs in zip(self.param_groups, groups, strict=True):
             ours |= {name: deepcopy(v) for name, v in theirs.items() if name != "params"}
-        for number, p in enumerate(self.group_of):
-            for name, value in state_dict["state"].get(number, {}).items():
-                self.state[p][name].copy_(value)
-            if p in self.state:
-                p.copy_(self.state[p]["master"])
+        pieces.load_states(self.state, self.group_of, state_dict)
         self.host.forget()
 
     def close(self) -> None:
@@ -313,12 +309,18 @@ class HostAdamW(torch.optim.Optimizer):
 # one weight in a thousand be further away, by two rates per step.)
 
 
-def train(optimizer: HostAdamW, device: torch.device) -> None:
-    """``STEPS`` steps with another rate in each; the loss of one is not a number."""
-    schedule = streaming.schedule_of(optimizer)
+def losses(model: torch.nn.Module, device: torch.device) -> Iterator[torch.Tensor]:
+    """Of ``STEPS`` batches of this rank; one is not a number."""
     for step in range(STEPS):
-        loss = streaming.loss_of(optimizer.streamed.model, 1000 * dist.get_rank() + step, device)
-        (loss * (torch.nan if step == BAD_STEP else 1)).backward()
+        loss = streaming.loss_of(model, 1000 * dist.get_rank() + step, device)
+        yield loss * (torch.nan if step == BAD_STEP else 1)
+
+
+def train(optimizer: HostAdamW, device: torch.device) -> None:
+    """``STEPS`` steps with another rate in each."""
+    schedule = pieces.schedule_of(optimizer)
+    for loss in losses(optimizer.streamed.model, device):
+        loss.backward()
         optimizer.step()
         schedule.step()
     optimizer.streamed.wait()
@@ -331,13 +333,14 @@ def main() -> None:
         model = streaming.Model().bfloat16()
         ordinary = deepcopy(model).to(device)
         streamed = streaming.StreamedModel(model, model.encoder.layers, device)
-        groups, settings = streaming.groups_of(model.parameters()), streaming.SETTINGS
+        groups, settings = pieces.groups_of(model.parameters()), pieces.SETTINGS
         with closing(HostAdamW(groups, streamed, max_norm=MAX_NORM, **settings)) as optimizer:
             train(optimizer, device)
-            assert optimizer.skipped == 1
-        streaming.train_resident(ordinary, device, STEPS, max_norm=MAX_NORM, bad_step=BAD_STEP)
-        for ours, theirs in zip(model.parameters(), ordinary.parameters(), strict=True):
-            assert (ours.to(device) - theirs).abs().max() <= ON_DEVICE * (device.type != "cpu")
+            assert optimizer.skipped == 1, f"{optimizer.skipped} steps skipped, not the bad one"
+        pieces.train_resident(ordinary, losses(ordinary, device), MAX_NORM)
+        for name, theirs in ordinary.named_parameters():
+            apart = (model.get_parameter(name).to(device) - theirs).abs().max().item()
+            assert apart <= ON_DEVICE * (device.type != "cpu"), f"{name} is {apart} from resident"
         print(f"{STEPS} steps, one of them skipped: the weights of the resident run")
     finally:
         dist.destroy_process_group()
@@ -403,6 +406,8 @@ if __name__ == "__main__":
 # * A trained parameter that a step does not use (an expert without tokens) has a gradient of zeros,
 #   where it would have none elsewhere: its moments and its decay go on.
 # * ``load_state_dict`` rounds the weights from the masters; load the model first.
+# * Gradients are judged as backward left them: what changes ``p.grad.data`` is not seen, and a step with
+#   a NaN that the loop has taken out is skipped all the same.
 #
 # Further reading
 # ---------------
