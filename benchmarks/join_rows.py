@@ -18,19 +18,21 @@ sys.path.insert(0, str(ROOT))
 from benchmarks.fsdp_overlap import VARIED  # noqa: E402
 
 
-def join(folder: Path, joined: set) -> None:
+def join(folder: Path, joined: set, repo: Path = ROOT) -> None:
     """``joined``: keys of rows added by this command."""
     for path in sorted((folder / "results").glob("fsdp_overlap.*.json")):
-        ours_path = ROOT / "benchmarks" / "results" / path.name
+        ours_path = repo / "benchmarks" / "results" / path.name
         theirs = json.loads(path.read_text())
         ours = json.loads(ours_path.read_text()) if ours_path.exists() else theirs | {"rows": []}
         rows = {key(row): row for row in ours["rows"]}
         for row in theirs["rows"]:
             here, old = (path.name, key(row)), rows.get(key(row), {})
-            if here not in joined or old.get("pairs", -1) < row.get("pairs", 0):
+            fewer = "pairs" in row and row["pairs"] <= old.get("pairs", -1)
+            if here not in joined or not fewer:
                 # what it does not measure, memory or bits, is another task's
                 old = {k: v for k, v in old.items() if k not in ("beside", "code_sha256")}
-                hashes = {} if old.keys() - row.keys() else {"code_sha256": theirs["code_sha256"]}
+                measured = row.pop("code_sha256", theirs["code_sha256"])
+                hashes = {} if old.keys() - row.keys() else {"code_sha256": measured}
                 rows[key(row)] = {"samples": {}} | old | row | hashes
                 joined.add(here)
         ours |= {"rows": list(rows.values()), "date": theirs["date"]}

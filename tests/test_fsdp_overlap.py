@@ -50,7 +50,7 @@ def test_every_bit_is_compared(tmp_path) -> None:
     assert 0 <= row["sum_error"] < 1e-6
 
 
-def test_rows_that_are_joined_leave_the_others_as_old_as_they_are(tmp_path, monkeypatch) -> None:
+def test_rows_that_are_joined_leave_the_others_as_old_as_they_are(tmp_path) -> None:
     def write(folder: Path, sha: str, *tokens: int, **more: int) -> Path:
         row = {"name": "fsdp2_in_place", "recipes": ["shared_slots"]} | more
         rows = [row | {"tokens": number} for number in tokens]
@@ -61,12 +61,30 @@ def test_rows_that_are_joined_leave_the_others_as_old_as_they_are(tmp_path, monk
         return path
 
     ours = write(tmp_path / "benchmarks", "old", 1024, 4096, peak_device_bytes=1)
-    write(tmp_path / "elsewhere", "new", 4096, 8192)
-    monkeypatch.setattr(join_rows, "ROOT", tmp_path)
-    join_rows.join(tmp_path / "elsewhere", set())
+    theirs = write(tmp_path / "elsewhere", "new", 4096, 8192, 12_288)
+    data = json.loads(theirs.read_text())  # as Results writes it, where it began with older rows
+    data["rows"][-1]["code_sha256"] = {"shared_slots": "newer"}
+    theirs.write_text(json.dumps(data))
+    join_rows.join(tmp_path / "elsewhere", set(), tmp_path)
     data = json.loads(ours.read_text())
     hashes = {
         row["tokens"]: row.get("code_sha256", data["code_sha256"])["shared_slots"]
         for row in data["rows"]
     }
-    assert hashes == {1024: "old", 4096: "old", 8192: "new"}, "at 4096 the memory is older"
+    expected = {1024: "old", 4096: "old", 8192: "new", 12_288: "newer"}
+    assert hashes == expected, "at 4096 the memory is older"
+
+
+def test_of_two_folders_one_has_the_windows_and_the_other_the_memory(tmp_path) -> None:
+    for folder, fields in (("a", {"pairs": 8, "step_s": 1.0}), ("b", {"peak_device_bytes": 2})):
+        row = {"name": "fsdp2", "tokens": 4096, "samples": {}} | fields
+        path = tmp_path / folder / "results" / "fsdp_overlap.h200-x2.json"
+        path.parent.mkdir(parents=True)
+        path.write_text(json.dumps({"rows": [row], "date": "now", "code_sha256": {}}))
+    both = tmp_path / "benchmarks" / "results" / path.name
+    both.parent.mkdir(parents=True)
+    joined: set = set()
+    for folder in "ab":
+        join_rows.join(tmp_path / folder, joined, tmp_path)
+    (row,) = json.loads(both.read_text())["rows"]
+    assert row["pairs"] == 8 and row["peak_device_bytes"] == 2
