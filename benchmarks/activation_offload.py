@@ -4,8 +4,8 @@
     python benchmarks/activation_offload.py --small --out /tmp/rehearsal      # seconds on a CPU
 
 Four layers of Llama 3 8B's shapes with embedding and head (``workloads.py``, vocabulary 32,000) in
-bf16, forward and backward of one sequence. ``--ways`` and ``--tokens`` choose what is measured;
-every row is written when it is known, and not measured again.
+bf16, forward and backward of one sequence. ``--only "trl 65536"`` chooses what is measured; every
+row is written when it is known, and not measured again.
 
 How a number is made
 --------------------
@@ -229,27 +229,23 @@ class Benchmark:
         done = partial(self.results.has, name, tokens=tokens)
         return measuring.Task(f"{name} {tokens}", seconds, work, done)
 
-    def tasks(self, ways: list[str], lengths: list[int]) -> list[measuring.Task]:
+    def tasks(self, lengths: tuple[int, ...]) -> list[measuring.Task]:
         return [
             self.task(name, tokens)
             for tokens in lengths
-            for name in ways
-            if WAYS[name][0] or tokens <= LONGEST_WHOLE
+            for name, (run, _) in WAYS.items()
+            if run or tokens <= LONGEST_WHOLE
         ]
 
 
 def main() -> None:
     parser = measuring.command_line(__doc__)
-    parser.add_argument("--ways", type=measuring.words, default=list(WAYS))
-    parser.add_argument("--tokens", type=lambda text: [int(x) for x in text.split(",")])
     parser.add_argument("--repeats", type=int, default=3, help="samples a row")
     options = parser.parse_args()
-    if unknown := set(options.ways) - set(WAYS):
-        parser.error(f"no way {sorted(unknown)}; there are {list(WAYS)}")
-    lengths = options.tokens or (SMALL_TOKENS if options.small else TOKENS)
     with measuring.started_rank() as device:
         benchmark = Benchmark(options.small, options.repeats, options.out, device)
-        tasks = benchmark.tasks(options.ways, lengths)
+        tasks = benchmark.tasks(SMALL_TOKENS if options.small else TOKENS)
+        tasks = measuring.chosen(tasks, options.only)
         measuring.run_tasks(tasks, benchmark.results, options.until, measuring.Agreement())
         if benchmark.keeping.offload is not None:
             benchmark.keeping.offload.close()

@@ -1,6 +1,6 @@
 """Measure what one checkpoint save costs a stock training loop, for every way of saving.
 
-    torchrun --nproc-per-node=2 --max-restarts=9 benchmarks/checkpoint_stall.py --until 300
+    torchrun --nproc-per-node=2 --max-restarts=3 benchmarks/checkpoint_stall.py --until 300
     python benchmarks/checkpoint_stall.py --small --out /tmp/rehearsal      # a minute on a CPU
 
 A stock Llama (``workloads.py``) trains all the time. What is measured is a list of tasks, the most
@@ -555,8 +555,8 @@ def run(arguments: argparse.Namespace, device: torch.device) -> None:
     measurement = Measurement(training, arguments.out, head)
     if arguments.retry:
         measurement.results.data["not_run"].clear()
-    tasks = list(tasks_of(measurement, size.model, arguments.pairs))
-    tasks = [task for task in tasks if not arguments.only or task.name in arguments.only]
+    tasks = tasks_of(measurement, size.model, arguments.pairs)
+    tasks = measuring.chosen(tasks, arguments.only)
     if arguments.list:
         for task in tasks:
             print(f"{task.seconds:6.0f} s  {task.name}{' (done)' if task.done() else ''}")
@@ -568,7 +568,6 @@ def run(arguments: argparse.Namespace, device: torch.device) -> None:
 
 def main() -> None:
     parser = measuring.command_line(__doc__)
-    parser.add_argument("--only", type=measuring.words, help="the tasks of these names")
     parser.add_argument("--list", action="store_true", help="print the tasks and end")
     parser.add_argument("--retry", action="store_true", help="also tasks that failed before")
     parser.add_argument("--pairs", type=int, default=12, help="of windows, of our main row")

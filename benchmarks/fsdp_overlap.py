@@ -1,6 +1,6 @@
 """Measure what communication costs a sharded stock Llama, and what each way of hiding it leaves.
 
-    torchrun --nproc-per-node=2 --max-restarts=9 benchmarks/fsdp_overlap.py --until 300
+    torchrun --nproc-per-node=2 --max-restarts=3 benchmarks/fsdp_overlap.py --until 300
     torchrun --nproc-per-node=2 benchmarks/fsdp_overlap.py --small --out /tmp/rehearsal  # on a CPU
 
     for way in fsdp2 fsdp2_in_place; do  # memory: a fresh process each
@@ -318,29 +318,26 @@ class Run:
         return [64, 128, 192][: len(tokens)] if self.arguments.small else list(tokens)
 
     def tasks(self) -> list[Task]:
-        """What was asked for, in that order, or all ``TASKS``."""
+        """What was asked for, in that order, or the link and all ``TASKS``."""
         small = self.arguments.small
-        found = {
-            "link": Task("link", 5, self.link, lambda: bool(self.results.data["link"])),
-            "bitwise": Task("bitwise", 60, lambda: self.bitwise(5 if small else 200)),
-            "losses": Task("losses", 130, lambda: self.losses(20 if small else 1000)),
-            "sums": Task("sums", 25, self.sums),
-        }
+        found = [
+            Task("link", 5, self.link, lambda: bool(self.results.data["link"])),
+            Task("bitwise", 60, lambda: self.bitwise(5 if small else 200)),
+            Task("losses", 130, lambda: self.losses(20 if small else 1000)),
+            Task("sums", 25, self.sums),
+        ]
         for name, wanted in TASKS.items():
             case, sizes = self.case(**wanted.options), self.sizes(*wanted.tokens)
             rounds = 2 if small else wanted.rounds
             work = partial(self.compare, wanted.ways, case, sizes, rounds)
             done = partial(self.measured, wanted.ways, case, sizes)
-            found[name] = Task(name, wanted.seconds, work, done)
-        for name in WAYS:
-            found[f"memory_{name}"] = Task(f"memory_{name}", 20, partial(self.memory, name))
-        return [found[name] for name in self.arguments.tasks or ("link", *TASKS)]
+            found.append(Task(name, wanted.seconds, work, done))
+        found += [Task(f"memory_{name}", 20, partial(self.memory, name)) for name in WAYS]
+        return measuring.chosen(found, self.arguments.only or ["link", *TASKS])
 
 
 def main() -> None:
-    parser = measuring.command_line(__doc__)
-    parser.add_argument("--tasks", type=measuring.words, help="these alone")
-    arguments = parser.parse_args()
+    arguments = measuring.command_line(__doc__).parse_args()
     with measuring.started_rank(COLLECTIVE_TIMEOUT) as device:
         run = Run(arguments, device)
         measuring.run_tasks(run.tasks(), run.results, arguments.until, run.agreement)

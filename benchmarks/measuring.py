@@ -45,12 +45,9 @@ def command_line(doc: str) -> argparse.ArgumentParser:
     parser.add_argument("--small", action="store_true", help="a size for rehearsal on a CPU")
     until = "begin no task that ends later: seconds from now, or since the epoch"
     parser.add_argument("--until", "--seconds", type=moment, default="3600", help=until)
+    only = "these tasks, in this order, with commas between"
+    parser.add_argument("--only", "--tasks", type=lambda text: text.split(","), help=only)
     return parser
-
-
-def words(text: str) -> list[str]:
-    """An argument with commas."""
-    return text.split(",")
 
 
 def shared_store() -> dist.Store:
@@ -564,6 +561,18 @@ class Task:
     done: Callable[[], bool] = lambda: False
 
 
+def chosen(tasks: Iterable[Task], only: list[str] | None) -> list[Task]:
+    """Those of the names ``only``, in that order, or all.
+
+    Raises:
+        SystemExit: there is none of a name.
+    """
+    known = {task.name: task for task in tasks}
+    if unknown := [name for name in only or () if name not in known]:
+        raise SystemExit(f"no task is called {', '.join(unknown)}; there are {', '.join(known)}")
+    return [known[name] for name in only or known]
+
+
 CUT_OFF = "begun, and cut off"
 
 
@@ -572,7 +581,7 @@ def run_tasks(tasks: Iterable[Task], results: Results, until: float, agreement: 
 
     Those that are noted there already are not tried again. One that no longer fits before ``until``
     (``time.time()``) is left out. One that takes twice its seconds ends the process: a rank that
-    waits for another does not come back. ``torchrun --max-restarts=9`` starts all ranks again, and
+    waits for another does not come back. ``torchrun --max-restarts=3`` starts all ranks again, and
     they go on behind it.
     """
     for task in tasks:

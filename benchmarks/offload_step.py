@@ -1,6 +1,6 @@
 """Measure whole training steps of a stock Llama whose layers and optimizer live on the host.
 
-    torchrun --nproc-per-node=1 --max-restarts=9 benchmarks/offload_step.py   # one H200
+    torchrun --nproc-per-node=1 --max-restarts=3 benchmarks/offload_step.py   # one H200
     python benchmarks/offload_step.py --what peers                            # other packages
     python benchmarks/offload_step.py --what larger                           # one H100
     torchrun --nproc-per-node=2 benchmarks/offload_step.py --what peers       # or copies
@@ -563,7 +563,8 @@ def main() -> None:
     with measuring.started_rank() as device:
         benchmark = Benchmark(options, device)
         tell(f"{measuring.device_name(device)}, torch {torch.__version__}")
-        tasks, agreement = benchmark.tasks(options.what, options.peers), measuring.Agreement()
+        tasks = measuring.chosen(benchmark.tasks(options.what, options.peers), options.only)
+        agreement = measuring.Agreement()
         measuring.run_tasks(tasks, benchmark.results, benchmark.until, agreement)
         if benchmark.ours is not None:
             benchmark.ours.close()

@@ -22,7 +22,6 @@ How a number is made
 * ``pinned_bytes``: sources and results, if page-locked.
 """
 
-import argparse
 import statistics
 import sys
 import time
@@ -38,7 +37,7 @@ sys.path[:0] = [str(ROOT), str(ROOT / "recipes_source" / "offload")]
 from three_streams import CHUNKS, Pipeline, judge, one_stream  # noqa: E402
 
 from benchmarks import measuring  # noqa: E402
-from benchmarks.measuring import Drawn, blocks, synchronize  # noqa: E402
+from benchmarks.measuring import Drawn, Task, blocks, synchronize  # noqa: E402
 
 SIDE, SIDE_SMALL = 11584, 64  # rows and columns of a chunk of bfloat16: just below 2**28 bytes
 LINK_BYTES, LINK_BYTES_SMALL = 2**30, 2**20
@@ -151,42 +150,47 @@ def hidden_share(run: Callable[[], object], name: str, folder: Path, head: dict)
     return sum(copies.hidden_share * copies.device_s for copies in found) / total
 
 
-def measure(arguments: argparse.Namespace, device: torch.device) -> None:
-    side = SIDE_SMALL if arguments.small else SIDE
-    weight = torch.randn(side, side, dtype=torch.bfloat16, device=device)
-    link = measuring.link_rates(device, LINK_BYTES_SMALL if arguments.small else LINK_BYTES)
-    workload = {
-        "chunks": CHUNKS,
-        "chunk_bytes": weight.nbytes,
-        "kernel": f"a product of two {side} x {side} matrices",
-        "precision": "bfloat16",
-    }
+def measure(results: measuring.Results, name: str, weight: torch.Tensor, out: Path) -> None:
+    """The row of ``name``, and its trace."""
+    pin, note = WAYS[name]
+    device, workload, link = weight.device, results.head["workload"], results.head["link"]
+    sources, targets = host_memory(weight, pin)
+    measuring.forget_memory(device)
+    before = torch.cuda.memory_reserved()
+    run = way(name, sources, targets, weight)
+    calls = [one_call(run, device) for _ in range(2 + REPEATS)]
+    row = {"name": name, "note": note} | measuring.medians(calls[2:])
     if link:
-        workload["kernel_s"] = kernel_seconds(weight)
-    head = measuring.header("three_streams", device, workload, link)
-    # Every way runs code of the recipe but record_stream, which is measured against it.
-    results = measuring.Results(arguments.out, head, dict.fromkeys(WAYS, RECIPE), ())
-    for name, (pin, note) in WAYS.items():
-        sources, targets = host_memory(weight, pin)
-        measuring.forget_memory(device)
-        before = torch.cuda.memory_reserved()
-        run = way(name, sources, targets, weight)
-        calls = [one_call(run, device) for _ in range(2 + REPEATS)]
-        row = {"name": name, "note": note} | measuring.medians(calls[2:])
-        if link:
-            bound = bound_seconds(weight.nbytes, workload["kernel_s"], link)
-            row |= {"bound_s": bound, "bound_from": BOUND_FROM, "eta": bound / row["step_s"]}
-            row["peak_reserved_bytes"] = torch.cuda.max_memory_reserved() - before
-            row["pinned_bytes"] = 2 * CHUNKS * weight.nbytes if pin else 0
-            row["hidden_share"] = hidden_share(run, name, arguments.out, head)
-        results.add(row)
-        del run, sources, targets  # with what the way held on the device
+        bound = bound_seconds(weight.nbytes, workload["kernel_s"], link)
+        row |= {"bound_s": bound, "bound_from": BOUND_FROM, "eta": bound / row["step_s"]}
+        row["peak_reserved_bytes"] = torch.cuda.max_memory_reserved() - before
+        row["pinned_bytes"] = 2 * CHUNKS * weight.nbytes if pin else 0
+        row["hidden_share"] = hidden_share(run, name, out, results.head)
+    results.add(row)
 
 
 def main() -> None:
     arguments = measuring.command_line(__doc__).parse_args()
     with measuring.started_rank() as device:
-        measure(arguments, device)
+        side = SIDE_SMALL if arguments.small else SIDE
+        weight = torch.randn(side, side, dtype=torch.bfloat16, device=device)
+        link = measuring.link_rates(device, LINK_BYTES_SMALL if arguments.small else LINK_BYTES)
+        workload = {
+            "chunks": CHUNKS,
+            "chunk_bytes": weight.nbytes,
+            "kernel": f"a product of two {side} x {side} matrices",
+            "precision": "bfloat16",
+        }
+        if link:
+            workload["kernel_s"] = kernel_seconds(weight)
+        head = measuring.header("three_streams", device, workload, link)
+        # Every way runs code of the recipe but record_stream, which is measured against it.
+        results = measuring.Results(arguments.out, head, dict.fromkeys(WAYS, RECIPE), ())
+        tasks = [
+            Task(name, 15, partial(measure, results, name, weight, arguments.out)) for name in WAYS
+        ]
+        tasks = measuring.chosen(tasks, arguments.only)
+        measuring.run_tasks(tasks, results, arguments.until, measuring.Agreement())
 
 
 if __name__ == "__main__":

@@ -16,6 +16,7 @@ from benchmarks.measuring import (
     Results,
     StepClock,
     Task,
+    chosen,
     in_turn,
     median_interval,
     run_tasks,
@@ -99,6 +100,13 @@ def test_rows_of_earlier_code_stay_until_they_are_measured_again(tmp_path: Path)
     assert not third.has("ours", tokens=1) and not third.has("both")
     assert third.find("ours", tokens=2)["code_sha256"] == {"async_save": now["async_save"]}
     assert third.find("ours", tokens=2)["again"]
+
+
+def test_a_name_that_no_task_has_is_an_error() -> None:
+    tasks = [Task(name, 1, print) for name in "abc"]
+    assert chosen(tasks, None) == tasks and chosen(tasks, ["c", "a"]) == [tasks[2], tasks[0]]
+    with pytest.raises(SystemExit, match="no task is called d; there are a, b, c"):
+        chosen(tasks, ["a", "d"])
 
 
 def test_a_task_that_fails_is_noted_and_the_next_begins(tmp_path: Path) -> None:
