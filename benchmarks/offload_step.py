@@ -546,8 +546,8 @@ class Benchmark:
             for name in ("one_copy", "own_copy"):
                 found.append(self.task(name, 30, partial(self.copies, name), least))
         if what in ("peers", "all"):
-            seconds = 100 if self.depths else 40
             for name in peers:
+                seconds = 130 if name == "deepspeed_offload" else 100 if self.depths else 70
                 found.append(self.task(name, seconds, partial(self.peer, name), *every))
         return found
 
