@@ -147,8 +147,10 @@ class Training:
     def __init__(self, size: Size, device: torch.device, storages: dict[str, Path]) -> None:
         self.size, self.device, self.storages = size, device, storages
         for parent in set(storages.values()) if dist.get_rank() == 0 else ():
-            for left in parent.glob(f"{PREFIX}*"):  # by ranks that were ended, and started again
-                shutil.rmtree(left, ignore_errors=True)
+            for left in parent.glob("checkpoint_stall_*_*"):  # by ranks that were ended
+                pid = left.name.split("_")[2]
+                if pid == str(os.getppid()) or not Path("/proc", pid).exists():
+                    shutil.rmtree(left, ignore_errors=True)
         self.agreement = measuring.Agreement()
         model = shard(llama(size.model, device))
         self.loop = StockLoop(model, size.tokens["long"], size.length)
