@@ -216,7 +216,8 @@ class AsyncCheckpoints:
 # Run it, and prove it
 # --------------------
 # ``train`` is the loop from the top of the page. When it asks for its next batch, it has just
-# saved. What the state is at that moment is what the checkpoint must hold.
+# saved. What the state is at that moment is what the checkpoint must hold. Then two saves must fail:
+# the lines ``is not saved`` and ``refused`` below are expected.
 
 STEPS = 6
 SAVE_EVERY = 2  # steps

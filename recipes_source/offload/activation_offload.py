@@ -361,8 +361,9 @@ if __name__ == "__main__":
 # ------------
 # Forward and backward of the layers named below the table. Under ``checkpoint`` each layer runs again
 # in backward, and with a name behind it the layers' inputs go to the host. That costs a few percent of
-# a step here, as Unsloth's design does; the others cost several times as much. None makes a step faster. In memory the gain is small at these
-# lengths (*Peak allocated*); ``save_on_cpu`` and TRL's class free more, and cost more.
+# a step here, as Unsloth's design does; TRL's class and ``save_on_cpu`` cost several times as much.
+# None makes a step faster. In memory the gain is small at these lengths (*Peak allocated*), and the
+# other three free a little more.
 #
 # .. result-table:: activation_offload
 #
