@@ -61,3 +61,8 @@ def test_activations_computed_again_to_their_end_cost_no_late_gather() -> None:
 @pytest.mark.parametrize("ranks", [1, 2])
 def test_what_a_context_cannot_follow_is_an_error_that_says_so(ranks: int) -> None:
     run_ranks(ranks, "misused")
+
+
+@pytest.mark.parametrize("ranks", [1, 2])
+def test_a_context_goes_with_its_model(ranks: int) -> None:
+    run_ranks(ranks, "let_go")

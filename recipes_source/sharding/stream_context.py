@@ -62,6 +62,7 @@ ahead of the device, so that it asks early.
 from collections import deque
 from collections.abc import Callable, Iterable
 from functools import partial
+from weakref import finalize, ref
 
 import sharded_parameter as rows
 import torch
@@ -154,9 +155,10 @@ class FsdpContext:
         self.ranks, units = mesh.size(), set(units)
         self.gather = gather or partial(rows.all_gather, group=dist.new_group())
         self.reduce_scatter = reduce_scatter or partial(rows.reduce_scatter, group=mesh.get_group())
-        self.releases: deque[Unit] = deque()  # consumed, not yet released
+        # A context that is dropped frees its shards: not before its last gathers have read them.
+        finalize(self, self.streams.current_stream().wait_stream, self.gather_stream).atexit = False
         self.live_bytes = self.peak_bytes = self.gathers = 0  # of full weights; of units
-        self.units: list[Unit] = []  # the root's last
+        self.units, self.releases = [], deque()  # the root's last; consumed, not yet released
         owners = rows.owners_of_parameters(root)
         if any(hasattr(p, "device_mesh") for p in owners):
             raise ValueError("the model is sharded already: it can have one context")
@@ -174,14 +176,15 @@ class FsdpContext:
         module.register_forward_pre_hook(lambda *_: self.before_forward(unit))
         module.register_forward_hook(lambda _, args, output: self.after_forward(unit, output))
         for p in filter(lambda p: p.full.requires_grad, unit.parameters):
-            p.full.register_post_accumulate_grad_hook(partial(self.take_gradient, unit, p))
+            p.take = partial(self.take_gradient, unit, p)
+            take = ref(p.take)  # what autograd holds is not seen by Python's garbage collector
+            p.full.register_post_accumulate_grad_hook(lambda full, take=take: take()(full))
 
     # The schedule
 
     def before(self, unit: Unit) -> None:
         """Let the compute stream have the full weights of ``unit`` from here on."""
-        if unit in self.releases:
-            self.releases.remove(unit)
+        self.releases = deque(u for u in self.releases if u is not unit)
         self.drain(keep=1)
         if not unit.resident:
             self.unshard(unit)
@@ -255,8 +258,7 @@ class FsdpContext:
         if not unit.grads_missing:  # else it is computed again, inside its own backward
             self.after(unit)
         if not isinstance(output, torch.Tensor):
-            found = type(output).__name__
-            raise TypeError(f"a unit or the root returned a {found}: wrap it to return one tensor")
+            raise TypeError(f"a unit gave a {type(output).__name__}: wrap it to return one tensor")
         if output.requires_grad:
             output.register_hook(lambda _: self.before_backward(unit))
 
@@ -326,8 +328,7 @@ def prove_schedule(model: rows.Stack, context: FsdpContext) -> None:
     assert context.gather_stream != context.compute_stream, "one stream for both"
     assert all(stream == context.gather_stream for stream in used), "gathered elsewhere"
     units = context.peak_bytes / max(unit.nbytes for unit in context.units)
-    assert 2 <= units < 3, "released too early, or too late"
-    assert context.live_bytes == 0
+    assert 2 <= units < 3 and not context.live_bytes, "released too early, or too late"
     print(f"{len(used)} gathers on their stream; {units:.2f} units in memory")
 
 
@@ -413,7 +414,6 @@ if __name__ == "__main__":
 # * A forward that raised leaves full parameters in its modules and in memory, a unit that is called
 #   alone leaves them in memory. The root's next forward drops them; to save, read or change
 #   parameters before it, call ``release_all()`` first.
-# * A context lives as long as the process: autograd's hooks on the parameters keep it.
 #
 # Further reading
 # ---------------

@@ -6,7 +6,9 @@ that a schedule must not trip over, or disturb it before each step.
 """
 
 import argparse
+import gc
 import sys
+import weakref
 from collections.abc import Callable
 from functools import partial
 from pathlib import Path
@@ -288,6 +290,23 @@ def expect(kind: type[Exception], words: str, what: Callable[[], object]) -> Non
         raise AssertionError(f"no error of {words}")
 
 
+def let_go() -> None:
+    """A model that is dropped, trained or not, leaves nothing in memory."""
+    for schedule in SCHEDULES:
+        for steps in (0, 1):
+            model = Layers()
+            context, step = shard(model, schedule)
+            for _ in range(steps):
+                context.backward(model(torch.ones(1, WIDTH), 0).sum())
+                step()
+            p = context.units[0].parameters[0]
+            kept = [weakref.ref(thing) for thing in (model, context, p.shard, p.full)]
+            del model, context, step, p
+            gc.collect()
+            alive = [thing() is not None for thing in kept]
+            assert not any(alive), f"{schedule.__name__}, {steps} steps: {alive}"
+
+
 def misuse() -> None:
     """What a context cannot follow is an error that says so."""
     for schedule in SCHEDULES:
@@ -325,6 +344,7 @@ MODES = {
     "refused": refuse,
     "recomputed_to_their_end": recompute_to_their_end,
     "misused": misuse,
+    "let_go": let_go,
 }
 
 
