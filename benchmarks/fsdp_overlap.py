@@ -80,11 +80,13 @@ class Windows:
 
 THREE = (REFERENCE, "fsdp2", "fsdp2_in_place")
 FOUR = (REFERENCE, "fsdp2_no_collectives", "fsdp2", "fsdp2_in_place")
+BEGUN = (REFERENCE, "fsdp2_in_place", "fsdp2_in_place_begun")
 MEGATRON = (REFERENCE, "fsdp2_in_place", "megatron-fsdp")
 GUIDE = (REFERENCE, "fsdp2_in_place", "megatron-fsdp-guide")
 SYNTHETIC = {"model": "synthetic", "loop": "free"}
 TASKS = {  # the most important first
     "eager": Windows(90, FOUR, (4096, 12_288)),
+    "begun": Windows(70, BEGUN, (4096, 12_288)),
     "small": Windows(60, THREE, (1024, 2048)),
     "compiled": Windows(75, THREE, (2048, 4096), {"compiled": True}, 6),
     "compiled_small": Windows(50, THREE, (1024,), {"compiled": True}, 6),

@@ -114,6 +114,21 @@ class InPlace(Way):
             raise RuntimeError("the ranks cannot read each other's memory")
 
 
+class InPlaceBegun(InPlace):
+    note = InPlace.note + "; the next forward's first gathers begun behind the update"
+
+    def loop(self, tokens: int) -> workloads.StockLoop:
+        loop = super().loop(tokens)
+        update = loop.update
+
+        def update_and_begin() -> None:
+            update()
+            self.copy.begin_next_forward()
+
+        loop.update = update_and_begin
+        return loop
+
+
 class MegatronFsdp(Way):
     """NVIDIA's package; ``options`` as its guide for speed sets them."""
 
@@ -320,6 +335,7 @@ WAYS = {
     "fsdp2_tuned": Tuned,
     "fsdp2_reduce_group": ReduceGroup,
     "fsdp2_in_place": InPlace,
+    "fsdp2_in_place_begun": InPlaceBegun,
     "megatron-fsdp": MegatronFsdp,
     "megatron-fsdp-guide": MegatronFsdpGuide,
 }
