@@ -56,9 +56,9 @@ stay where they are and are read at each gather: between two steps a load, an EM
 swapped in or a second optimizer needs no hook. One thing is kept: what the last units of a training
 forward gathered, for the backward that follows at once.
 
-Such memory is slow to set up, so units share it: three **slots** serve any number of equal blocks.
+Such memory is slow to set up, so units share it: a few **slots** serve any number of equal blocks.
 
-.. lanes:: Schematic, one rank. Each gather casts, passes its barrier and copies. Unit 3 lies where unit 0 lay.
+.. lanes:: Schematic, one rank, three slots. Each gather casts, passes its barrier and copies. Unit 3 lies where unit 0 lay.
 
    compute:  5-10 unit 0; 10-15 unit 1; 15-20 unit 2; 20-25 unit 3; 25-33 backward 3
    gather:   0-1 cast 0; 1-5 slot A ~; 5-6 cast 1; 6-10 slot B ~; 10-11 cast 2; 11-15 slot C ~; 15-16 cast 3; 16-20 slot A ~
@@ -72,14 +72,13 @@ Such memory is slow to set up, so units share it: three **slots** serve any numb
 # Imports and sizes
 # -----------------
 
-import types
 from collections.abc import Sequence
+from types import SimpleNamespace
 
 import peer_memory
 import shared_slots
 import torch
 import torch.distributed as dist
-from torch import nn
 from torch.distributed.fsdp import FSDPModule, MixedPrecisionPolicy
 from torch.utils._pytree import tree_leaves
 
@@ -101,18 +100,28 @@ BATCH, STEPS = 8, 4  # samples per rank and step
 class Gathers(shared_slots.Slots):
     """The slots of all units of one model, and the stream of their gathers."""
 
-    def __init__(self, groups: Sequence, memory: peer_memory.PeerMemory, ahead: int) -> None:
-        super().__init__(memory, ahead)
-        self.groups, self.streams = groups, torch.get_device_module(memory.device)
+    def __init__(self, groups: Sequence, ahead: int, slots: int) -> None:
+        shards, device = groups[0].mesh_info.shard_process_group, groups[0].device
+        super().__init__(peer_memory.PeerMemory(shards, device), max(slots, ahead + 1, 2))
+        self.groups, self.ahead, self.streams = groups, ahead, torch.get_device_module(device)
         self.stream = self.streams.Stream(priority=-1)
         self.gathers = self.forwards = 0
-        self.in_forward = self.with_graph = False
+        self.in_forward = self.with_graph = self.begun = False
         self.order: list | None = []  # of the groups, in the first forward
         self.first: list = []  # of them, those that each forward begins with
 
+    def begin_next_forward(self) -> None:
+        """Queue the next forward's first gathers; call it when no weight changes before that."""
+        self.drop()
+        self.begun = True
+        for group in (*self.first, *(self.first[0].then if self.first else ())):
+            group.unshard()
+
     @torch.compiler.disable
     def begin_forward(self, *_) -> None:
-        self.drop()
+        if not self.begun:
+            self.drop()
+        self.begun = False
         self.in_forward, self.with_graph = True, torch.is_grad_enabled()
         self.forwards += 1  # what an earlier one has left is not kept
         for group in self.first:  # they are on their way while the host gets to the first unit
@@ -127,14 +136,8 @@ class Gathers(shared_slots.Slots):
             short = not groups[0].unshard_in_backward  # an embedding: its kernels are queued first
             self.first = groups[: min(self.ahead, 2 - short)]
             groups[0].then = groups[1 : 1 + min(self.ahead, 2)] if short else []
-            order = list(dict.fromkeys(group.modules[0] for group in groups))
-            for number, unit in enumerate(order if self.ahead else ()):
-                state = unit._get_fsdp_state()
-                if not state._states_to_forward_prefetch:
-                    ahead = min(self.ahead, max(not short, number))  # at first hosts are awaited
-                    unit.set_modules_to_forward_prefetch(order[number + 1 : number + 1 + ahead])
-                if not state._states_to_backward_prefetch:
-                    unit.set_modules_to_backward_prefetch([order[max(0, number - 1)]])
+            if self.ahead:
+                shared_slots.set_lists(groups, self.ahead, first=1 - short)
 
     def drop(self) -> None:
         for group in self.groups:
@@ -162,8 +165,7 @@ class Gathers(shared_slots.Slots):
                 event = self.stream.record_event()
             self.gathers += 1
             slot.in_forward = self.forwards if self.with_graph and not backward else 0
-        result = {"all_gather_event": event, "all_gather_work": None}
-        group._all_gather_result = types.SimpleNamespace(**result)
+        group._all_gather_result = SimpleNamespace(all_gather_event=event, all_gather_work=None)
 
 
 # %%
@@ -175,7 +177,7 @@ class Gathers(shared_slots.Slots):
 # later with weights of then: what is under way is dropped when a forward begins and ends.
 #
 # A unit whose inputs have no gradient, an encoder's first say, is full until the end of backward: it
-# shares its slot with none. An embedding's backward needs no weights, so it is not gathered for it.
+# shares its slot with none.
 
 
 class InPlaceGather:
@@ -246,18 +248,25 @@ class InPlaceGather:
 # %%
 # One call
 # --------
-# Forward needs lists to prefetch by: without one FSDP2 relies on its host running ahead, and a gather
-# that waits for the compute stream would come too late. They are made from the order of the first
-# forward. Each forward begins by queueing its first two units: when a loop has read its loss, the device
-# waits for the host. An embedding's own kernels come first.
+# Each forward begins by queueing its first two units: when a loop has read its loss, the device waits
+# for the host. An embedding's own kernels come first. If your loop changes no weights between the
+# update and the next forward, say so, and these gathers run while it reads:
+#
+# .. code-block:: python
+#
+#    optimizer.step()
+#    gathers.begin_next_forward()  # from here to the forward, weights stay as they are
+#    print(loss.item())
 
 
-def gather_in_place(model: FSDPModule, ahead: int = 2) -> Gathers | None:
+def gather_in_place(model: FSDPModule, ahead: int = 2, slots: int = 4) -> Gathers | None:
     """Have every unit of ``model`` gather by peer copies, from its next forward on. Collective.
 
     Args:
         model: the module that the training loop calls.
         ahead: units that forward gathers before they are needed; 0 leaves FSDP2's own settings.
+        slots: that equal units take turns in, at least ``ahead + 1``; the more, the fewer gathers
+            in backward.
 
     Returns:
         The slots; None, after a warning that says why, if FSDP2 gathers as before.
@@ -268,14 +277,10 @@ def gather_in_place(model: FSDPModule, ahead: int = 2) -> Gathers | None:
     chosen = peer_memory.copying_groups(model)
     if not chosen:
         return None
-    group = chosen[0].mesh_info.shard_process_group
-    gathers = Gathers(chosen, peer_memory.PeerMemory(group, chosen[0].device), ahead)
+    gathers = Gathers(chosen, ahead, slots)
     for group in chosen:
         group.all = gathers
-        infos = [p._module_info for p in group.fsdp_params]
-        users = [m for i in infos for m in (i.module, *i.shared_modules)]
-        forwards = [getattr(m.forward, "__func__", None) for m in (*group.modules, *users)]
-        if all(forward is nn.Embedding.forward for forward in forwards):
+        if shared_slots.embeds(group):
             group.unshard_in_backward = False
         peer_memory.become(group, InPlaceGather)
     shared_slots.count_updates(chosen)
@@ -294,7 +299,7 @@ def gather_in_place(model: FSDPModule, ahead: int = 2) -> Gathers | None:
 # compiled models, EMA swapped in, loads in six ways, optimizers in backward.
 
 
-def train(model: FSDPModule, device: torch.device) -> list[torch.Tensor]:
+def train(model: FSDPModule, device: torch.device, gathers=None) -> list[torch.Tensor]:
     """Train, and change weights in ways no optimizer knows of; all losses and final weights."""
     optimizer = torch.optim.AdamW(model.parameters(), lr=1e-2, fused=True)
     shards, found = [p.to_local().data for p in model.parameters()], []  # changes go uncounted
@@ -312,6 +317,8 @@ def train(model: FSDPModule, device: torch.device) -> list[torch.Tensor]:
             for shard in shards:
                 shard.mul_(0.75)  # as a load or a swapped average would
             found.append(model(batch).square().mean())
+        if gathers is not None:
+            gathers.begin_next_forward()
     return [t.detach() for t in found] + shards
 
 
@@ -319,8 +326,10 @@ def prove(device: torch.device) -> None:
     for policy in (MixedPrecisionPolicy(), MixedPrecisionPolicy(torch.bfloat16, torch.float32)):
         expected = train(peer_memory.build(device, policy), device)
         model = peer_memory.build(device, policy, stock=False)
-        gathers = gather_in_place(model)
-        assert peer_memory.same(train(model, device), expected), "not the bits of stock FSDP2"
+        gathers = gather_in_place(model, slots=3)
+        assert peer_memory.same(train(model, device, gathers), expected), (
+            "not the bits of stock FSDP2"
+        )
         if gathers is not None:
             assert gathers.gathers > STEPS * peer_memory.UNITS, "FSDP2 gathered by itself"
             print(f"{gathers.gathers} gathers into {len(gathers.slots)} slots")
@@ -378,7 +387,7 @@ if __name__ == "__main__":
 #
 # Memory
 # ------
-# The slots (:doc:`shared_slots`): :math:`1 + \text{ahead}` full units. FSDP2's buffers, as large as a
+# The ``slots``, full units (:doc:`shared_slots`). FSDP2's buffers, as large as a
 # unit each, are gone, and so are full weights in the allocator. Units that you keep over the
 # turn-around (``unit.set_reshard_after_forward(False)``, the root) have a slot each.
 #
@@ -393,16 +402,16 @@ if __name__ == "__main__":
 # ------------
 # * Pass the module that your loop calls. Its parts may be called too; they gather on demand.
 # * ``unshard(async_op=True)`` before a forward gains nothing: that unit is gathered anew.
-# * Weights changed inside a forward, its hooks too, or before its backward are gathered anew if all
-#   ranks change them and PyTorch counts it (:doc:`shared_slots`). Changes by ``.data``, collectives or
-#   ``torch._foreach_*`` are not counted: units gathered ahead, or kept for backward, have the old
-#   weights, **without an error**.
+# * Weights changed inside a forward, its hooks too, before its backward, or behind
+#   ``begin_next_forward()`` are gathered anew if all ranks change them and PyTorch counts it
+#   (:doc:`shared_slots`). Changes by ``.data``, collectives or ``torch._foreach_*`` are not counted:
+#   units gathered ahead, or kept for backward, have the old weights, **without an error**.
 # * Call it between steps. Your own prefetch lists and collectives (``set_custom_all_gather``) stay, if
 #   set before.
 # * A reference to full weights that is kept beyond ``reshard()`` reads another unit's numbers.
 # * Two units of one slot that are needed together in a graph, though they were not in the first
 #   forward, are an error: ``set_reshard_after_backward(False)``, or all units unsharded by hand while
-#   a backward is pending or never came. A larger ``ahead`` gives more slots.
+#   a backward is pending or never came. More ``slots`` cure it.
 # * Units that are offloaded, sharded on another dimension, over another group, or that bring an
 #   all-gather of their own (float8) stay FSDP2's, with a warning.
 # * Full weights that you keep over the end of a forward (``set_reshard_after_forward(False)``, the

@@ -53,6 +53,7 @@ from itertools import accumulate
 import peer_memory
 import torch
 import torch.distributed as dist
+from torch import nn
 from torch.autograd.graph import increment_version
 from torch.distributed.fsdp import MixedPrecisionPolicy
 from torch.optim.optimizer import register_optimizer_step_post_hook
@@ -65,9 +66,9 @@ SMALL = 1 << 18  # bytes: smaller shards go by one kernel instead of a copy each
 # -----------------
 # A unit's full weights lie where they did in the step before: autograd keeps views of them, and a
 # view cannot be moved. A unit gets its slot when it is first gathered: one that is free and was last
-# given away more than ``ahead`` units ago, else a new one. So neighbours never share, and a stack of
-# equal blocks needs :math:`1 + \text{ahead}` slots, two at least. A unit that needs its weights from
-# forward to the end of backward has one for itself.
+# given away at least ``turns`` units ago, else a new one. So neighbours never share, and a stack of
+# equal blocks has ``turns`` slots. A unit that needs its weights from forward to the end of backward
+# has one for itself.
 
 
 @dataclass(eq=False)
@@ -107,16 +108,17 @@ def dtype_of(p) -> torch.dtype:
 class Slots:
     """The slots of all units of one model."""
 
-    def __init__(self, memory: peer_memory.PeerMemory, ahead: int) -> None:
-        self.memory, self.ahead, self.given = memory, ahead, 0
+    def __init__(self, memory: peer_memory.PeerMemory, turns: int) -> None:
+        self.memory, self.turns, self.given = memory, turns, 0
         self.slots: list[Slot] = []
         self.last: Slot | None = None  # of the last gather
 
     @torch.inference_mode(False)
     def give(self, group, exclusive: bool = False) -> None:
         """A slot for ``group``, and views of it; a new one is a slow collective."""
+        if not hasattr(group.fsdp_params[0], "param_dtype"):
+            group.lazy_init()  # once: it reads what is frozen, and reduces by that
         if getattr(group, "slot", None) is None:
-            group.lazy_init()  # after whatever the user did to the model
             self.given += 1
         parameters, ranks = group.fsdp_params, self.memory.ranks
         nbytes = [p.padded_sharded_param_size.numel() * dtype_of(p).itemsize for p in parameters]
@@ -126,7 +128,7 @@ class Slots:
             slot
             for slot in self.slots
             if not (slot.busy() or slot.exclusive or exclusive)
-            and self.given - slot.number > max(1, self.ahead)
+            and self.given - slot.number >= self.turns
             and size <= slot.of_ranks[0].nbytes <= 2 * size
         ]
         if not fit:
@@ -169,7 +171,7 @@ class Slots:
             raise RuntimeError(
                 f"{' and '.join(names)} are full at the same time, which they were not in the first "
                 "forward. Behind an exception in a step: call model.reset_iter_state() (PyTorch 2.13 "
-                "on). Else call gather_in_place with a larger `ahead`: as many as there are units, if "
+                "on). Else call gather_in_place with more `slots`: as many as there are units, if "
                 "you keep them full (set_reshard_after_backward)"
             )
 
@@ -236,6 +238,36 @@ def count_updates(groups: Sequence) -> None:
 
 
 # %%
+# Ahead of their use
+# ------------------
+# Forward needs lists to gather ahead by: without one FSDP2 relies on its host running ahead, and a
+# gather that waits for the compute stream would come too late. They are made from the order of the first
+# forward. A unit lists the next ones, the first unit fewer: while it starts, the device waits for the
+# host. In backward a unit lists the one before. An embedding's backward needs no weights, so it is not
+# gathered for it.
+
+
+def set_lists(groups: Sequence, ahead: int, first: int) -> None:
+    """Have each of ``groups``, in the order of forward, gather those next to it ahead of time."""
+    order = list(dict.fromkeys(group.modules[0] for group in groups))
+    for number, unit in enumerate(order):
+        state = unit._get_fsdp_state()
+        if not state._states_to_forward_prefetch:
+            last = number + 1 + min(ahead, max(first, number))
+            unit.set_modules_to_forward_prefetch(order[number + 1 : last])
+        if not state._states_to_backward_prefetch:
+            unit.set_modules_to_backward_prefetch([order[max(0, number - 1)]])
+
+
+def embeds(group) -> bool:
+    """Whether all modules that use a unit's weights look up rows of them, and nothing else."""
+    infos = [p._module_info for p in group.fsdp_params]
+    users = [m for i in infos for m in (i.module, *i.shared_modules)]
+    forwards = [getattr(m.forward, "__func__", None) for m in (*group.modules, *users)]
+    return all(forward is nn.Embedding.forward for forward in forwards)
+
+
+# %%
 # Run it, and prove it
 # --------------------
 # Units filled from their slots have the bits of FSDP2's own gather, also when one is filled again at
@@ -255,7 +287,7 @@ def prove(device: torch.device) -> None:
     if reason := peer_memory.why_not(dist.group.WORLD, device):
         print(f"nothing to read: {reason}")
         return
-    slots = Slots(peer_memory.PeerMemory(dist.group.WORLD, device), ahead=2)
+    slots = Slots(peer_memory.PeerMemory(dist.group.WORLD, device), turns=3)
     for group in groups:
         slots.give(group)
     for group in groups * 3:
@@ -295,7 +327,7 @@ if __name__ == "__main__":
 #
 # .. math::
 #
-#    (1 + \text{ahead}) \times \text{bytes of a full unit, in the dtype that is gathered}
+#    \text{turns} \times \text{bytes of a full unit, in the dtype that is gathered}
 #
 # and a slot for each size that differs much: an embedding, a head. A slot may be twice as large as
 # its unit, not more.

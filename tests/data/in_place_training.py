@@ -35,6 +35,7 @@ import in_place_reduce  # noqa: E402
 import peer_memory  # noqa: E402
 
 WIDTH, BLOCKS, STEPS = 10, 4, 3
+SLOTS = 3  # so that units of a model of four blocks take turns
 DEVICE = torch.accelerator.current_accelerator(check_available=True) or torch.device("cpu")
 FP32 = MixedPrecisionPolicy(param_dtype=torch.bfloat16, reduce_dtype=torch.float32)
 BF16 = MixedPrecisionPolicy(param_dtype=torch.bfloat16, reduce_dtype=torch.bfloat16)
@@ -284,6 +285,45 @@ def in_backward(model, optimizer):
         loss.backward()
 
 
+def begin_next(model):
+    if getattr(model, "copies", None):
+        model.copies.begin_next_forward()
+
+
+def begun_early(model, optimizer):
+    """The next forward's gathers begin behind the update; what comes between is counted."""
+    for turn in range(2 * STEPS):
+        yield from train(model, optimizer, 1, turn)
+        begin_next(model)
+        if turn == 1:
+            yield evaluate(model, torch.no_grad, 91)
+        elif turn == 2:
+            by_state_dict(model)
+        elif turn == 3:
+            model.blocks[0].unshard()
+            yield model.blocks[0].up.weight.detach().clone()
+            model.blocks[0].reshard()
+        elif turn == 4:
+            with torch.no_grad():
+                yield model.blocks[1](torch.ones(2, WIDTH, device=DEVICE))
+            begin_next(model)
+
+
+def begun_too_early(model, optimizer):
+    """Begun before the update, whose changes are counted; and inside a step of two forwards."""
+    for turn in range(STEPS):
+        loss = loss_of(model, turn)
+        yield loss.detach()
+        begin_next(model)
+        other = loss_of(model, 40 + turn)
+        loss.backward()
+        begin_next(model)
+        other.backward()
+        begin_next(model)
+        optimizer.step()
+        optimizer.zero_grad()
+
+
 def kept_gradients(model, optimizer):
     yield from train(model, optimizer, set_to_none=False)
 
@@ -365,6 +405,17 @@ def freezing(model, optimizer):
     for p in model.blocks[0].parameters():
         p.requires_grad_(True)
     yield from train(model, optimizer, 1, 2)
+
+
+def frozen_when_first_run(model, optimizer):
+    """A block that the first forward does not reach is frozen when it first runs."""
+    model.depth = 2
+    yield from train(model, optimizer, 1, clip=False)
+    model.depth = None
+    model.blocks[3].requires_grad_(False)
+    yield from train(model, optimizer, 1, 1, clip=False)
+    model.blocks[3].requires_grad_(True)
+    yield from train(model, optimizer, 2, 2)
 
 
 def all_by_hand(model, optimizer):
@@ -589,6 +640,9 @@ PROGRAMS = {
     "compiled_sums": Program(shard, train, policies=("bf16",), compiled_sums=True),
     "fused": Program(shard, train, partial(torch.optim.AdamW, lr=1e-2, fused=True)),
     "kept_gradients": Program(shard, kept_gradients),
+    "begun_early": Program(shard, begun_early),
+    "begun_early_grouped": Program(partial(shard, grouped=True), begun_early),
+    "begun_too_early": Program(partial(shard, grouped=True), begun_too_early),
     "tied": Program(tied, train, policies=EVERY),
     "tied_in_a_group": Program(tied_in_a_group, train),
     "torchtitans_grouping": Program(partial(shard, grouped=True), train, policies=EVERY),
@@ -635,6 +689,7 @@ PROGRAMS = {
     ),
     "dropping_layers": Program(shard, dropping_layers),
     "freezing": Program(shard, freezing),
+    "frozen_when_first_run": Program(shard, frozen_when_first_run),
     "all_by_hand": Program(shard, all_by_hand),
     "backward_raises": Program(shard, backward_raises),
     "raises_before_another": Program(shard, raises_before_another),
@@ -673,7 +728,7 @@ def in_place(model: nn.Module, collectives: str = "") -> tuple[nn.Module, list[s
         getattr(unit, collectives)(Counted())
     with warnings.catch_warnings(record=True) as warned:
         warnings.simplefilter("always")
-        in_place_gather.gather_in_place(model)
+        in_place_gather.gather_in_place(model, slots=SLOTS)
         in_place_reduce.reduce_in_place(model)
     return model, [str(w.message) for w in warned]
 
@@ -743,6 +798,43 @@ def begun_with_the_forward() -> None:
             loss_of(model, 1)
         assert [count - before for count in seen[2:]] == begun, (grouped, before, seen)
         assert gathers.gathers - before == len(units), (grouped, gathers.gathers - before)
+
+
+def begun_before_the_forward() -> None:
+    """What was begun behind an update is there when forward begins, and comes once."""
+    for grouped, begun in ((True, 3), (False, 2)):
+        model, _ = in_place(shard(FP32, grouped=grouped))
+        units = peer_memory.param_groups(model)
+        gathers = units[0].all
+        step(model)
+        before = gathers.gathers
+        gathers.begin_next_forward()
+        assert gathers.gathers - before == begun
+        with torch.no_grad():
+            loss_of(model, 1)
+        assert gathers.gathers - before == len(units), gathers.gathers - before
+
+
+def slots_as_many_as_asked() -> None:
+    """Equal units take turns in so many slots; the last ones of a forward are kept."""
+    for slots in (1, 4, 5):
+        model = shard(FP32)
+        gathers = in_place_gather.gather_in_place(model, slots=slots)
+        step(model)
+        blocks = [block._get_fsdp_state()._fsdp_param_group.slot for block in model.blocks]
+        assert len(set(blocks)) == min(BLOCKS, max(slots, 3)), (slots, len(set(blocks)))
+        before = gathers.gathers
+        step(model, 1)
+        gathered = {1: 5 + 1, 4: 5 + 0, 5: 5 + 0}[slots]
+        assert gathers.gathers - before == gathered, (slots, gathers.gathers - before)
+
+
+def slots_of_gradients_come_once() -> None:
+    """The first gradients' slots are large enough for those of the largest unit."""
+    model, _ = in_place(shard(FP32, grouped=True))
+    step(model)
+    pushed = model.blocks[0]._get_fsdp_state()._fsdp_param_group.pushed
+    assert pushed.retired == [[]], "slots were made anew"
 
 
 def a_step_that_was_skipped() -> None:
@@ -833,6 +925,9 @@ TROUBLES = (
     collectives_of_their_own,
     lists_of_their_own,
     begun_with_the_forward,
+    begun_before_the_forward,
+    slots_as_many_as_asked,
+    slots_of_gradients_come_once,
     barriers_of_backward,
     a_step_that_was_skipped,
     steps_of_others,
@@ -844,7 +939,7 @@ def run(program: Program, policy, ours: bool) -> list:
     if ours:
         with warnings.catch_warnings(record=True) as warned:
             warnings.simplefilter("always")
-            copies = in_place_gather.gather_in_place(model)
+            copies = in_place_gather.gather_in_place(model, slots=SLOTS)
             pushed = in_place_reduce.reduce_in_place(model)
         model.copies = copies
         if program.compiled_sums and pushed is not None:
