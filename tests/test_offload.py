@@ -1156,6 +1156,24 @@ def test_gradients_that_are_set_by_hand_are_refused(behind):
             optimizer.step() if behind == "step" else model(**batch(1)).loss.backward()
 
 
+@pytest.mark.parametrize("first", [False, True])
+def test_a_penalty_on_weights_goes_in_a_backward_of_its_own(first):
+    """In the same one it was lost, or added to gradients that were on their way."""
+    models = llama(), llama()
+    with closing(streamed_of(models[0])):
+        for model in models:
+            model(**batch(0)).loss.backward()
+            (RATE * sum(p.square().sum() for p in model.parameters())).backward()
+        for ours, theirs in zip(*(model.parameters() for model in models), strict=True):
+            assert torch.equal(ours.grad, theirs.grad)
+        models[0].zero_grad()
+        loss = 0 if first else models[0](**batch(0)).loss
+        penalty = sum(p.square().sum() for p in models[0].parameters())
+        loss = models[0](**batch(0)).loss if first else loss
+        with pytest.raises(RuntimeError, match="in a backward of its own"):
+            (loss + penalty).backward()
+
+
 def test_layers_that_are_left_out_have_a_count_of_their_own():
     """Adam's bias correction was that of the steps that the others had."""
     resident, model = llama(), llama()

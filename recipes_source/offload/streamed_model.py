@@ -119,7 +119,8 @@ class StreamedModel(StreamedLayers):
 
     def __init__(self, model: nn.Module, layers: Iterable, device, *, budget=0, **settings) -> None:
         self.model, self.optimizer, self.hooks = model, None, []
-        self.summed: set[int] = set()  # layers of whose gradients the host has a sum
+        # Layers of whose gradients the host has a sum; those that this backward has stored.
+        self.summed, self.stored = set(), set()
         streamed, resident = list(layers), []
         while streamed and resident_bytes(streamed[0]) <= budget:
             budget -= resident_bytes(streamed[0])
@@ -141,6 +142,9 @@ class StreamedModel(StreamedLayers):
         for plain in self.resident:
             plain.layer.forward = partial(self.recomputed, plain.original)
         self.hooks.append(register_optimizer_step_pre_hook(self.before_step))
+        for index, layer in enumerate(self.layers):
+            outside = partial(self.outside, index)
+            self.hooks += [p.register_hook(outside) for p in layer.trained.values()]
 
     def call(self, index: int, *args, **kwargs):
         """What ``layer.forward`` is now."""
@@ -154,12 +158,13 @@ class StreamedModel(StreamedLayers):
         """Refuse a ``HostLayer`` whose parameters are not those that were taken, or have hooks."""
         taken = {name: view for weights in layer.weights for name, view in weights.views.items()}
         for name, p in layer.module.named_parameters():
-            trains = torch.is_grad_enabled() and p.requires_grad is not (name in layer.trained)
-            if name not in taken or p.data_ptr() != taken[name].data_ptr() or trains:
+            trained, grads = name in layer.trained, torch.is_grad_enabled()
+            moved = name not in taken or p.data_ptr() != taken[name].data_ptr()
+            if moved or (grads and p.requires_grad is not trained):
                 raise RuntimeError(
                     f"{name}: its memory, or what is trained, has changed; take it anew"
                 )
-            if p._backward_hooks or p._post_accumulate_grad_hooks:
+            if len(p._backward_hooks or ()) > trained or p._post_accumulate_grad_hooks:
                 raise RuntimeError(f"{name}: a parameter's hooks do not run here: use its grad")
 
     @staticmethod
@@ -188,7 +193,10 @@ class StreamedModel(StreamedLayers):
             self.summed.discard(layer)  # zero_grad() has forgotten it
         gone = layer in self.summed and any(grad is None for grad in handed)
         if gone or any(grad is not None and grad is not view for grad, view, _ in found):
-            raise RuntimeError("parameter.grad was exchanged: change it in place, or drop all")
+            raise RuntimeError(
+                "parameter.grad was exchanged: change it in place, or drop all; what uses a layer's "
+                "weights outside of it goes in a backward of its own, behind"
+            )
         return layer in self.summed
 
     def load_sum(self, layer: int) -> bool:
@@ -206,7 +214,14 @@ class StreamedModel(StreamedLayers):
     def store(self, layer: int) -> None:
         super().store(layer)
         self.summed.add(layer)
+        self.stored.add(layer)
         torch.autograd.Variable._execution_engine.queue_callback(self.host_done[layer].synchronize)
+        torch.autograd.Variable._execution_engine.queue_callback(self.stored.clear)
+
+    def outside(self, layer: int, _) -> None:
+        """Refuse a gradient that autograd would add to one that is on its way to the host."""
+        if layer in self.stored:
+            raise RuntimeError("a layer's weight is used outside of it: in a backward of its own")
 
     # The host's side
 
@@ -221,6 +236,7 @@ class StreamedModel(StreamedLayers):
         self.before_host(raises)
         super().wait()
         self.held.clear()  # what the device has may be old then
+        self.stored.clear()
 
     def before_step(self, optimizer: torch.optim.Optimizer, *_) -> None:
         """Before any optimizer's step, but that of one which waits by itself, layer by layer."""
@@ -340,6 +356,8 @@ if __name__ == "__main__":
 #   the next one that is trained. Choose the dtype before; load by copy.
 # * Change a ``parameter.grad`` in place, or drop all. One that is set by hand, or gone alone, is an error in
 #   the next backward. Hooks of a layer's parameters are an error: they would not run.
+# * A loss that uses the weights of layers itself, such as a penalty, needs a ``backward()`` of its own, behind
+#   the other: in one it is an error.
 # * What a loss is computed with must be a layer's result: ``output_attentions``, ``output_router_logits``
 #   and hooks on parts of a layer take other tensors out, which is an error in backward. To look at them,
 #   detach them.
