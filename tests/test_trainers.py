@@ -5,6 +5,7 @@ from types import SimpleNamespace
 
 import pytest
 from selection import CONTROLS, REPO
+from troubles import survives
 
 from harness.recipe import Control, load_recipe
 from harness.run import run
@@ -66,6 +67,16 @@ def test_nobody_hangs_when_one_rank_stops(name: str) -> None:
     report = run(recipe.path, 2, launcher="warm", control=control, deadline_s=60)
     assert control.caught(report.kinds), report.describe()
     assert any("rank 1 stops" in failure.text for failure in report.failures), report.describe()
+
+
+@pytest.mark.parametrize("trainer", ["torchtitan", "lightning", "transformers"])
+def test_saves_survive_what_users_do(trainer: str) -> None:
+    """Old folders, a second run, LoRA, LBFGS, settings that this class cannot serve, and more."""
+    pytest.importorskip(trainer)
+    if trainer == "transformers":
+        pytest.importorskip("accelerate")
+        pytest.importorskip("peft")
+    survives("trainer_troubles", trainer, ranks=2)
 
 
 def test_what_would_fail_behind_the_last_step_is_refused_before_the_first() -> None:

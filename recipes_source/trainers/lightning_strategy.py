@@ -39,6 +39,8 @@ are for the proof.
 
 import io
 import sys
+from contextlib import ExitStack
+from itertools import chain, repeat
 from pathlib import Path
 
 import torch
@@ -52,17 +54,24 @@ from overlapped_stager import OverlappedSaves
 class LightningSaves(OverlappedSaves):
     def write(self, state: dict, directory: Path) -> None:
         super().write(state["sharded"], directory)
-        if torch.distributed.get_rank() == 0:
+        if self.rank == 0:
             (directory / "meta.pt").write_bytes(state["meta"])
+
+    def commit(self, aside: Path, directory: Path) -> None:
+        if self.rank == 0:  # what remains of an older one of that name may be replaced
+            (directory / "meta.pt").unlink(missing_ok=True)
+        super().commit(aside, directory)
 
 
 class OverlappedStrategy(ModelParallelStrategy):
     """``ModelParallelStrategy`` that saves beside training."""
 
+    block = ExitStack()  # if training ends before setup
+
     def setup(self, trainer) -> None:
         super().setup(trainer)
-        self.saves = LightningSaves(self.root_device, self.model.buffers).__enter__()
-        self.latest, self.outdated = None, []
+        self.block, self.latest, self.outdated = ExitStack(), None, []
+        self.saves = self.block.enter_context(LightningSaves(self.root_device, self.model.buffers))
 
     def lightning_module_state_dict(self) -> dict:
         return get_model_state_dict(self.model)
@@ -71,13 +80,14 @@ class OverlappedStrategy(ModelParallelStrategy):
         return get_optimizer_state_dict(self.model, getattr(optimizer, "_optimizer", optimizer))
 
     def save_checkpoint(self, checkpoint: dict, filepath: str, storage_options=None) -> None:
+        if not self.saves.running:  # after fit
+            return super().save_checkpoint(checkpoint, filepath, storage_options)
         self.on_train_end()
-        sharded = {"state_dict": checkpoint.pop("state_dict")}
-        for number, state in enumerate(checkpoint.pop("optimizer_states", [])):
-            sharded[f"optimizer_{number}"] = state
-        meta = io.BytesIO()
-        torch.save(checkpoint, meta)
-        self.latest = self.saves.save({"sharded": sharded, "meta": meta.getvalue()}, Path(filepath))
+        parts = {f"optimizer_{i}": s for i, s in enumerate(checkpoint.pop("optimizer_states", []))}
+        parts["state_dict"] = checkpoint.pop("state_dict")
+        torch.save(checkpoint, meta := io.BytesIO())
+        path = Path(self.broadcast(filepath))  # ranks may have other metrics in it
+        self.latest = self.saves.save({"sharded": parts, "meta": meta.getvalue()}, path)
 
     def remove_checkpoint(self, filepath: str) -> None:
         self.outdated.append(filepath)  # it may be the only complete one
@@ -88,11 +98,11 @@ class OverlappedStrategy(ModelParallelStrategy):
                 super().remove_checkpoint(self.outdated.pop())
 
     def optimizer_step(self, optimizer, closure, model=None, **kwargs):
-        loss = closure()
-        return super().optimizer_step(optimizer, lambda: loss, model, **kwargs)
+        losses = chain([closure()], (closure() for _ in repeat(None)))  # LBFGS asks again
+        return super().optimizer_step(optimizer, losses.__next__, model, **kwargs)
 
     def teardown(self) -> None:
-        self.saves.__exit__(*sys.exc_info())
+        self.block.__exit__(*sys.exc_info())
         super().teardown()
 
 
@@ -116,15 +126,19 @@ class OverlappedStrategy(ModelParallelStrategy):
 # ``remove_checkpoint``, ``on_train_end``
 #    ``ModelCheckpoint`` deletes the old checkpoint as soon as a save has *returned*. Here the new
 #    one is not complete by then. So deletions wait until it is, and are put off if it failed.
+# ``LightningSaves.commit``
+#    Lets ``save_last=True`` replace ``last.ckpt`` at every save.
 # ``optimizer_step``
 #    Lightning runs forward and backward **inside** ``optimizer.step``, as its closure. A hook
 #    before the step therefore runs before forward. ``OverlappedSaves`` has such a hook, which
 #    makes the step wait for the copy, so nothing would run beside the copy. This method runs
-#    forward and backward first.
+#    forward and backward first. An optimizer that asks again (LBFGS) gets new ones.
 # ``setup``, ``teardown``
 #    ``OverlappedSaves`` is a context manager, and this one lasts as long as a ``fit``. Lightning
 #    calls ``teardown`` even when training has raised. Then ``sys.exc_info()`` has the exception,
-#    and the block does not wait for other ranks.
+#    and the block does not wait for other ranks. It calls ``teardown`` a second time if the first
+#    has raised, and the block is empty then. ``trainer.save_checkpoint`` after ``fit`` saves as
+#    Lightning does.
 #
 # A checkpoint gets its name when it is complete. ``fit(ckpt_path="last")`` looks for files called
 # ``last-{step}`` that end in ``.ckpt``. What a killed run leaves ends in ``.incomplete``.
@@ -222,11 +236,7 @@ def train(folder: Path, seed: int, save: bool = True, resume: str | None = None)
         logger=False,
     )
     forwards = []  # before each optimizer step: how many forwards there were
-
-    def before_step(*_) -> None:
-        forwards.append(len(model.losses))
-
-    hook = register_optimizer_step_pre_hook(before_step)
+    hook = register_optimizer_step_pre_hook(lambda *_: forwards.append(len(model.losses)))
     trainer.fit(model, Batches(), ckpt_path=resume)
     hook.remove()
     assert forwards[-1] == len(model.losses), "the step waits for the copy before forward"
@@ -318,6 +328,8 @@ if __name__ == "__main__":
 # * Lightning calls a barrier after each save. With NCCL, the host waits there for the steps that
 #   are queued; the GPU does not.
 # * While a save is being written, the disk holds one checkpoint more than ``save_top_k``.
+# * A save waits for the one before it. ``save_last=True`` saves twice at each interval, and the second
+#   holds up training while the first is written. Names that begin with ``last-`` need one.
 # * A failed save is logged and raises when ``fit`` ends, so a full disk does not end training.
 # * With ``automatic_optimization = False`` you call ``optimizer.step()`` yourself, after backward.
 #   Then you do not need ``optimizer_step``.

@@ -56,9 +56,11 @@ class OverlappedCheckpointManager(CheckpointManager):
         self.block = ExitStack()
         super().__init__(config, model_parts=model_parts, **others)
         if self.enable:
-            buffers = [buffer for part in model_parts for buffer in part.buffers()]
+            if config.async_mode == "async_with_pinned_mem" or "://" in self.folder:
+                raise ValueError("needs async_mode 'async' or 'disabled', and a folder on disk")
             device = next(model_parts[0].parameters()).device
-            self.saves = self.block.enter_context(OverlappedSaves(device, buffers))
+            saves = OverlappedSaves(device, lambda: [b for m in model_parts for b in m.buffers()])
+            self.saves = self.block.enter_context(saves)
 
     def dcp_save(
         self, state_dict: dict, checkpoint_id: str, async_mode: AsyncMode, **options
@@ -67,10 +69,18 @@ class OverlappedCheckpointManager(CheckpointManager):
             return super().dcp_save(state_dict, checkpoint_id, async_mode, **options)
         return self.saves.save(state_dict, Path(checkpoint_id))
 
-    def _find_load_step(self, folder: str = "") -> int:
+    def complete_steps(self, folder: str = "") -> list[int]:
         found = Path(folder or self.folder).glob("step-*/.metadata")
         steps = [path.parent.name.removeprefix("step-") for path in found]
-        return max((int(step) for step in steps if step.isdigit()), default=-1)
+        return sorted(int(step) for step in steps if step.isdigit())
+
+    def _find_load_step(self, folder: str = "") -> int:
+        return max(self.complete_steps(folder), default=-1)
+
+    def _purge_stale_checkpoints(self) -> None:
+        if self._should_purge():
+            for step in self.complete_steps()[: -self.keep_latest_k]:
+                self.purge_queue.put(self._create_checkpoint_id(step))
 
     def _close(self) -> None:
         self.block.__exit__(*sys.exc_info())
@@ -96,10 +106,11 @@ class OverlappedCheckpointManager(CheckpointManager):
 #    decides when to save. It keeps the future that this method returns, and waits for it before
 #    the next save and before the last one.
 #
-# ``_find_load_step``
+# ``_find_load_step``, ``_purge_stale_checkpoints``
 #    torchtitan takes a folder for a checkpoint if its name *contains* ``step-`` and a number, and
-#    if it holds ``.metadata``. A killed run can leave a ``step-4.incomplete`` that has both. This
-#    method compares the whole name.
+#    if it holds ``.metadata``. A killed run can leave a ``step-4.incomplete`` that has both. It would
+#    also count as one of ``keep_latest_k``, and a complete one would be deleted in its place. These
+#    methods compare the whole name.
 #
 # ``__init__``, ``_close``
 #    ``OverlappedSaves`` is a context manager, and this one lasts as long as the checkpoint
@@ -300,10 +311,12 @@ if __name__ == "__main__":
 # * torchtitan saves the last step synchronously, because its weights may be converted. It saves in
 #   safetensors (``last_save_in_hf``) synchronously, too.
 # * At each save, torchtitan waits for the previous save and raises its error.
-# * ``keep_latest_k`` counts the folder that is being written. torchtitan asks for at least two.
+# * ``keep_latest_k`` counts complete checkpoints. While a save is being written, the disk holds one
+#   more. What a killed run has left as ``.incomplete`` stays until that step is saved again.
 # * torchtitan collects garbage at each save, which takes tens of milliseconds with many objects.
 #   This recipe does not change that.
-# * ``folder`` must be on a file system. A remote URI is not written to.
+# * ``folder`` must be on a file system. A remote URI is refused, and so is
+#   ``async_with_pinned_mem``.
 #
 # Further reading
 # ---------------

@@ -40,6 +40,7 @@ above are for the proof.
 .. verification-badge::
 """
 
+import os
 import shutil
 import sys
 import tempfile
@@ -47,9 +48,9 @@ from concurrent.futures import wait
 from pathlib import Path
 
 import torch
-from torch.distributed.checkpoint.state_dict import get_model_state_dict, get_optimizer_state_dict
+from accelerate.utils.fsdp_utils import _get_model_state_dict
+from torch.distributed.checkpoint.state_dict import StateDictOptions, get_optimizer_state_dict
 from transformers import Trainer
-from transformers.trainer_utils import rotate_checkpoints
 
 sys.path.append(str(Path(__file__).resolve().parents[1] / "checkpoint"))  # where it lies here
 from overlapped_stager import OverlappedSaves
@@ -61,33 +62,42 @@ class TrainerSaves(OverlappedSaves):
     def write(self, state: dict, directory: Path) -> None:
         super().write({"model": state["model"]}, directory / "pytorch_model_fsdp_0")
         super().write({"optimizer": state["optimizer"]}, directory / "optimizer_0")
-        shutil.copytree(state["small_files"], directory, dirs_exist_ok=True)
+        shutil.copytree(state["files"], directory, dirs_exist_ok=True)
+        shutil.rmtree(state["files"])
+
+    def commit(self, aside: Path, directory: Path) -> None:
+        if self.rank == 0 and directory.exists():  # of an earlier run, or a callback has made it
+            for name in set(os.listdir(directory)) - set(os.listdir(aside)):
+                (directory / name).rename(aside / name)
+            shutil.rmtree(f"{directory}.replaced", ignore_errors=True)
+            directory.rename(f"{directory}.replaced")
+        super().commit(aside, directory)
 
 
 class OverlappedTrainer(Trainer):
     """A ``Trainer`` that saves beside training; FSDP2, ``state_dict_type`` SHARDED_STATE_DICT."""
 
     def train(self, *args, **kwargs):
-        if self.args.load_best_model_at_end:
-            raise ValueError("load_best_model_at_end looks for what is not complete: load it later")
-        with (
-            tempfile.TemporaryDirectory() as self.aside,
-            TrainerSaves(self.args.device, self.model.buffers) as self.saves,
-        ):
+        if self.args.load_best_model_at_end or self.args.push_to_hub:
+            raise ValueError("load_best_model_at_end and push_to_hub need what is not complete yet")
+        plugin = self.accelerator.is_fsdp2 and self.accelerator.state.fsdp_plugin
+        if not plugin or "SHARDED" not in str(plugin.state_dict_type):
+            raise ValueError("OverlappedTrainer needs FSDP2 and state_dict_type SHARDED_STATE_DICT")
+        saves = TrainerSaves(self.args.device, lambda: self.model.buffers())
+        with tempfile.TemporaryDirectory() as self.aside, saves as self.saves:
             return super().train(*args, **kwargs)
 
     def _save_checkpoint(self, model: torch.nn.Module, trial: None) -> None:
         wait(self.saves.uploads)  # those before have ended: what is older than them may go
-        if self.args.should_save:
-            rotate_checkpoints(self.args.output_dir, self.args.save_total_limit)
+        root, limit = Path(self.args.output_dir), self.args.save_total_limit or 0
+        named = root.glob("checkpoint-*[0-9]") if self.args.should_save and limit > 0 else []
+        for old in sorted(named, key=lambda x: (x.stat().st_mtime, len(x.name), x.name))[:-limit]:
+            shutil.rmtree(old, ignore_errors=True)
         super()._save_checkpoint(model, trial)
-        name = f"checkpoint-{self.state.global_step}"
-        state = {
-            "model": get_model_state_dict(self.model),
-            "optimizer": get_optimizer_state_dict(self.model, self.optimizer),
-            "small_files": str(Path(self.aside, name)),
-        }
-        self.saves.save(state, Path(self.args.output_dir, name))
+        files = Path(self.aside, f"checkpoint-{self.state.global_step}")
+        model = _get_model_state_dict(self.model, True, StateDictOptions())
+        optimizer = get_optimizer_state_dict(self.model, self.optimizer)
+        self.saves.save({"model": model, "optimizer": optimizer, "files": files}, root / files.name)
 
     def _get_output_dir(self, trial: None) -> str:
         return self.aside
@@ -108,28 +118,34 @@ class OverlappedTrainer(Trainer):
 #    copy:      7-13 to host memory ~
 #    write:     13-26 checkpoint-1.incomplete ~; 26-27 its name ~
 #
+# ``train``
+#    Refuses what would end in a checkpoint that nobody can load. ``model_init`` gives ``Trainer`` a
+#    new model, so buffers are asked for later. The ``with`` block waits for the last upload. After
+#    an exception it does not wait for other ranks.
 # ``_save_checkpoint``
 #    ``Trainer``'s own method writes the schedule, the random numbers and ``trainer_state.json``: a
 #    few kilobytes. ``_get_output_dir`` makes it write them to a temporary folder of this rank.
-#    Model and optimizer follow as live tensors: nothing is copied before ``save`` returns.
+#    Model and optimizer follow as live tensors: nothing is copied before ``save`` returns. Of a
+#    model with LoRA the adapters alone are saved, under the names that accelerate asks for.
 # ``_save_optimizer_and_scheduler``
 #    Writes the schedule alone. ``Trainer``'s version also saves model and optimizer, synchronously.
 # ``TrainerSaves.write``
 #    Runs on the writing thread, in ``checkpoint-4.incomplete``. It writes the folders that
 #    accelerate writes, so ``resume_from_checkpoint`` and ``accelerate merge-weights`` find what
 #    they expect.
-# ``train``
-#    Its ``with`` block waits for the last upload. After an exception it does not wait for other
-#    ranks.
+# ``TrainerSaves.commit``
+#    Replaces a checkpoint of an earlier run. What a callback has written into ``checkpoint-4``
+#    (``on_save``) moves into the checkpoint.
 #
 # A checkpoint gets its name when it is complete, with its small files in it. ``Trainer`` looks for
 # names that are ``checkpoint-`` and a number, so a run that was killed resumes from the last
 # complete one. Without the subclass, ``trainer_state.json`` is in ``checkpoint-4`` before the
 # weights are, and ``Trainer`` would choose that checkpoint.
 #
-# ``save_total_limit`` counts complete checkpoints, for the same reason. ``Trainer`` deletes old
-# checkpoints when a save has returned, and here the new one is not there yet. While a save is
-# being written, the disk holds one checkpoint more than the limit.
+# ``save_total_limit`` counts complete checkpoints. ``Trainer`` deletes old ones when a save has
+# returned, and here the new one is not there yet. It would also count ``checkpoint-4.incomplete``,
+# which a killed run has left, and delete a complete one in its place. While a save is being
+# written, the disk holds one checkpoint more than the limit.
 #
 # You need no hook before the optimizer: ``OverlappedSaves`` orders every ``optimizer.step()`` in
 # the process after its copies.
@@ -142,24 +158,19 @@ class OverlappedTrainer(Trainer):
 
 from unittest import mock
 
-from accelerate import Accelerator, PartialState
+from accelerate import PartialState
+from torch.distributed.checkpoint.state_dict import get_model_state_dict
 
 
-def save_state(
-    accelerator: Accelerator, saves: TrainerSaves, model, optimizer, aside: str, directory: Path
-) -> None:
+def save_state(accelerator, saves, model, optimizer, aside: str, directory: Path) -> None:
     """``accelerator.save_state(directory)`` beside training; ``aside`` is a folder of this rank."""
     with (
         mock.patch("accelerate.accelerator.save_fsdp_model"),
         mock.patch("accelerate.accelerator.save_fsdp_optimizer"),
     ):
-        accelerator.save_state(aside)
-    state = {
-        "model": get_model_state_dict(model),
-        "optimizer": get_optimizer_state_dict(model, optimizer),
-        "small_files": aside,
-    }
-    saves.save(state, directory)
+        accelerator.save_state(files := tempfile.mkdtemp(dir=aside))
+    model, optimizer = get_model_state_dict(model), get_optimizer_state_dict(model, optimizer)
+    saves.save({"model": model, "optimizer": optimizer, "files": files}, directory)
 
 
 # %%
@@ -171,7 +182,6 @@ def save_state(
 
 import argparse
 import multiprocessing
-import os
 import signal
 
 import torch.distributed as dist
@@ -201,8 +211,7 @@ class TrainerOnAnyDevice(OverlappedTrainer):
 def build_trainer(folder: Path, seed: int, save: bool = True) -> Trainer:
     torch.manual_seed(seed)
     model = LlamaForCausalLM(MODEL)
-    numbers = torch.Generator().manual_seed(0)
-    texts = torch.randint(0, MODEL.vocab_size, (64, 16), generator=numbers)
+    texts = torch.arange(64 * 16).square().remainder(61).view(64, 16)
     arguments = TrainingArguments(
         output_dir=str(folder),
         max_steps=STEPS,
@@ -215,7 +224,6 @@ def build_trainer(folder: Path, seed: int, save: bool = True) -> Trainer:
         use_cpu=not torch.accelerator.is_available(),
         fsdp=True,
         fsdp_config={"version": 2, "state_dict_type": "SHARDED_STATE_DICT"},
-        report_to=[],
         disable_tqdm=True,
     )
     data = [{"input_ids": text, "labels": text} for text in texts]
@@ -242,13 +250,11 @@ def prove_without_trainer(trainer: Trainer, directory: Path) -> None:
     """Save by :func:`save_state`, forget the weights, have accelerate load them."""
     weights = list(trainer.model.parameters())
     expected = [weight.to_local().clone() for weight in weights]
-    accelerator, optimizer = trainer.accelerator, trainer.optimizer
     with tempfile.TemporaryDirectory() as aside, TrainerSaves(trainer.args.device) as saves:
-        save_state(accelerator, saves, trainer.model, optimizer, aside, directory)
-    with torch.no_grad():
-        for weight in weights:
-            weight.zero_()
-    accelerator.load_state(str(directory))
+        save_state(trainer.accelerator, saves, trainer.model, trainer.optimizer, aside, directory)
+    for weight in weights:
+        weight.detach().zero_()
+    trainer.accelerator.load_state(str(directory))
     for weight, bits in zip(weights, expected, strict=True):
         assert torch.equal(weight.to_local(), bits), "accelerate loads other weights"
     print("accelerator.load_state gives back the weights that save_state wrote beside training")
@@ -300,8 +306,7 @@ def main(directory: Path) -> None:
         expected = build_trainer(directory, seed=0, save=False)
         expected.train()
         assert losses(resumed) == losses(expected), (losses(resumed), losses(expected))
-        print(f"resumed from {Path(last).name}, loss {losses(resumed)[STEPS]:.6f} at the end:")
-        print("the losses of the run without a kill, bit by bit")
+        print(f"resumed from {Path(last).name}: the losses of the run without a kill, bit by bit")
         dist.barrier()
         print("kept:", *sorted(path.name for path in directory.iterdir()))
         prove_without_trainer(expected, directory / "by_accelerate")
@@ -327,15 +332,15 @@ if __name__ == "__main__":
 # -----------------------
 # * :doc:`/recipes/checkpoint/overlapped_stager` says how much host memory a save takes, and what
 #   else must call ``before_update()``.
-# * ``load_best_model_at_end`` would look for the best checkpoint before it is complete: it is
-#   refused. ``save_total_limit`` may delete the best one. A hyperparameter search uses folders of
-#   its own. That is not supported, nor is ``push_to_hub``.
+# * ``load_best_model_at_end`` and ``push_to_hub`` would look for a checkpoint before it is complete:
+#   they are refused. ``save_total_limit`` may delete the best one. A hyperparameter search uses
+#   folders of its own. That is not supported.
 # * The class overrides methods of ``Trainer`` whose names begin with an underscore. Another version
 #   may call them otherwise; the tests run the one that ``requirements.txt`` pins.
-# * With LoRA, frozen weights are saved too. If your resume loads adapters only, pass
-#   ``StateDictOptions(ignore_frozen_params=True)`` to ``get_model_state_dict``.
 # * A failed save is logged and raises when ``train`` ends, so a full disk does not end training.
-# * For a model in the Hub's format, call ``save_model()`` after ``train()``, as before.
+# * ``save_model()`` writes nothing with ``SHARDED_STATE_DICT``, here as in ``Trainer``. For a model in
+#   the Hub's format, first call
+#   ``trainer.accelerator.state.fsdp_plugin.set_state_dict_type("FULL_STATE_DICT")``, after ``train()``.
 #
 # Further reading
 # ---------------

@@ -1,0 +1,298 @@
+"""What users of three trainers do around saves; the arguments name the trainer and the troubles."""
+
+import logging
+import sys
+import tempfile
+import threading
+import warnings
+from collections.abc import Callable
+from pathlib import Path
+from types import SimpleNamespace
+
+RECIPES = Path(__file__).parents[2] / "recipes_source"
+sys.path[:0] = [str(RECIPES / "trainers"), str(RECIPES / "checkpoint")]
+
+import torch  # noqa: E402
+import torch.distributed as dist  # noqa: E402
+
+warnings.filterwarnings("ignore")
+FULL = OSError(28, "No space left on device")
+
+
+def raised(call: Callable[[], object]) -> BaseException | None:
+    """What ``call`` raises."""
+    try:
+        call()
+    except BaseException as error:
+        return error
+    return None
+
+
+def names(root: Path) -> list[str]:
+    dist.barrier()
+    found = sorted(path.name for path in root.iterdir())
+    dist.barrier()
+    return found
+
+
+def local(model: torch.nn.Module) -> list[torch.Tensor]:
+    return [weight.detach().to_local().clone() for weight in model.parameters()]
+
+
+def same(first: list[torch.Tensor], second: list[torch.Tensor]) -> bool:
+    return all(torch.equal(*pair) for pair in zip(first, second, strict=True))
+
+
+def torchtitan() -> dict[str, Callable[[Path], None]]:
+    import torchtitan_checkpointer as recipe
+
+    logging.disable(logging.WARNING)
+    logging.getLogger("torchtitan").setLevel(logging.ERROR)
+    manager = recipe.OverlappedCheckpointManager
+
+    def training(root: Path, **settings: object) -> recipe.Training:
+        given = manager.Config
+        manager.Config = lambda **others: given(**{**others, **settings})
+        try:
+            return recipe.Training(recipe.start_rank.device, root, seed=0)
+        finally:
+            manager.Config = given
+
+    def leftovers_do_not_count(root: Path) -> None:
+        """What killed runs have left is not kept in the place of complete checkpoints."""
+        if dist.get_rank() == 0:
+            for step in 300, 400:
+                (root / f"step-{step}.incomplete").mkdir()
+                (root / f"step-{step}.incomplete" / ".metadata").touch()
+        dist.barrier()
+        run = training(root, keep_latest_k=2)
+        run.train()
+        assert {"step-4", "step-6", "step-8"} <= set(names(root)), names(root)
+
+    def refused(root: Path) -> None:
+        """What this class cannot do is refused before training, not at the first save."""
+        for setting in {"async_mode": "async_with_pinned_mem"}, {"folder": "s3://bucket/run"}:
+            error = raised(lambda setting=setting: training(root, **setting))
+            assert isinstance(error, ValueError), (setting, error)
+
+    def new_buffers(root: Path) -> None:
+        """``model.to`` gives a model new buffers; the manager asks for those of now."""
+        run = training(root)
+        run.model.register_buffer("late", torch.zeros(3))
+        found = run.checkpointer.saves.changing()
+        run.checkpointer.close()
+        assert any(buffer is run.model.late for buffer in found), "of those before alone"
+
+    recipe.start_rank.device = recipe.start_rank("troubles")
+    return {f.__name__: f for f in (leftovers_do_not_count, refused, new_buffers)}
+
+
+def lightning() -> dict[str, Callable[[Path], None]]:
+    import lightning_strategy as recipe
+    from lightning.pytorch.callbacks import ModelCheckpoint
+
+    logging.getLogger("lightning.pytorch").setLevel(logging.ERROR)
+    logging.getLogger("overlapped_stager").setLevel(logging.CRITICAL)
+
+    def trainer(
+        *callbacks: ModelCheckpoint, strategy: type = recipe.OverlappedStrategy
+    ) -> recipe.Trainer:
+        return recipe.Trainer(
+            max_steps=4,
+            accelerator="cpu",
+            devices=dist.get_world_size(),
+            strategy=strategy(dist.get_world_size(), tensor_parallel_size=1),
+            plugins=[recipe.TorchElasticEnvironment()],
+            callbacks=list(callbacks),
+            enable_checkpointing=bool(callbacks),
+            enable_progress_bar=False,
+            enable_model_summary=False,
+            logger=False,
+        )
+
+    def fit(train: recipe.Trainer, resume: str | None = None) -> recipe.Model:
+        model = recipe.Model()
+        train.fit(model, recipe.Batches(), ckpt_path=resume)
+        return model
+
+    def one_name(root: Path) -> None:
+        """``save_last=True`` writes ``last.ckpt`` at every save; a later run resumes from it."""
+        checkpoints = ModelCheckpoint(root, "{step}", every_n_train_steps=2, save_last=True)
+        model = fit(trainer(checkpoints))
+        assert names(root) == ["last.ckpt", "step=4.ckpt"], names(root)
+        assert same(local(model), local(fit(trainer(), resume=str(root / "last.ckpt")))), "older"
+
+    def after_fit(root: Path) -> None:
+        """``trainer.save_checkpoint`` saves when training has ended, too."""
+        train = trainer()
+        model = fit(train)
+        train.save_checkpoint(root / "after.ckpt")
+        assert same(local(model), local(fit(trainer(), resume=str(root / "after.ckpt"))))
+
+    def another_name_on_each_rank(root: Path) -> None:
+        """A metric in the name may differ between ranks; Lightning takes the name of rank 0."""
+        fit(trainer(ModelCheckpoint(root, f"of-{dist.get_rank()}", every_n_train_steps=2)))
+        assert names(root) == ["of-0.ckpt"], names(root)
+
+    def closure_called_again(root: Path) -> None:
+        """LBFGS calls its closure several times a step, and wants new gradients each time."""
+
+        class Model(recipe.Model):
+            def configure_optimizers(self) -> torch.optim.Optimizer:
+                return torch.optim.LBFGS(self.parameters(), lr=0.1, max_iter=3)
+
+        trained = []
+        for strategy in recipe.ModelParallelStrategy, recipe.OverlappedStrategy:
+            torch.manual_seed(0)
+            model = Model()
+            trainer(strategy=strategy).fit(model, recipe.Batches())
+            trained.append(local(model))
+        assert same(*trained), "other weights than with ModelParallelStrategy"
+
+    def failed_write(root: Path) -> None:
+        """The error at the end of ``fit`` is that of the write."""
+        write = recipe.LightningSaves.write
+
+        def full(self: recipe.LightningSaves, state: dict, directory: Path) -> None:
+            raise FULL
+
+        recipe.LightningSaves.write = full
+        error = raised(lambda: fit(trainer(ModelCheckpoint(root, "last", every_n_train_steps=2))))
+        recipe.LightningSaves.write = write
+        assert "No space left" in str(error), repr(error)
+
+    recipe.start_rank("troubles")
+    troubles = (one_name, after_fit, another_name_on_each_rank, closure_called_again, failed_write)
+    return {f.__name__: f for f in troubles}
+
+
+def transformers() -> dict[str, Callable[[Path], None]]:
+    import transformers_trainer as recipe
+    from transformers import TrainerCallback
+
+    recipe.transformers.logging.set_verbosity_error()
+    logging.getLogger("overlapped_stager").setLevel(logging.CRITICAL)
+    recipe.STEPS = 4
+
+    class At(TrainerCallback):
+        """Call ``do`` at the end of step 3, or after each save."""
+
+        def __init__(self, do: Callable[..., None], saves: bool = False) -> None:
+            self.do, self.saves = do, saves
+
+        def on_step_end(self, args, state, control, **kwargs) -> None:
+            if not self.saves and state.global_step == 3:
+                self.do()
+
+        def on_save(self, args, state, control, **kwargs) -> None:
+            if self.saves:
+                self.do(Path(args.output_dir, f"checkpoint-{state.global_step}"))
+
+    def stop() -> None:
+        raise RuntimeError("stop")
+
+    def build(
+        root: Path,
+        *callbacks: TrainerCallback,
+        seed: int = 0,
+        lora: bool = False,
+        save: bool = True,
+    ) -> recipe.Trainer:
+        if lora:
+            from peft import LoraConfig, get_peft_model
+
+            def llama(config: object) -> torch.nn.Module:
+                torch.manual_seed(0)  # the weights below the adapters come from elsewhere
+                base = stock(config)
+                torch.manual_seed(seed)
+                return get_peft_model(base, LoraConfig(r=2, init_lora_weights=False))
+
+        stock = recipe.LlamaForCausalLM
+        recipe.LlamaForCausalLM = llama if lora else stock
+        trainer = recipe.build_trainer(root, seed, save)
+        recipe.LlamaForCausalLM = stock
+        for callback in callbacks:
+            trainer.add_callback(callback)
+        return trainer
+
+    def adapters(root: Path) -> None:
+        """A model with LoRA resumes by ``resume_from_checkpoint=True``."""
+        assert "stop" in str(raised(build(root, At(stop), lora=True).train))
+        resumed = build(root, seed=1, lora=True)
+        resumed.train(resume_from_checkpoint=True)
+        expected = build(root, lora=True, save=False)
+        expected.train()
+        assert same(local(resumed.model), local(expected.model)), "another run"
+
+    def trained_again(root: Path) -> None:
+        """``train`` after one that raised, in the same folder: its saves replace the others.
+
+        What a killed run has left does not take the place of a complete checkpoint.
+        """
+        mine = At(lambda folder: (folder.mkdir(exist_ok=True), (folder / "mine").touch()), True)
+        assert "stop" in str(raised(build(root, At(stop)).train))
+        trainer = build(root, mine, seed=1)
+        trainer.args.save_total_limit = 1
+        (root / "checkpoint-400.incomplete").mkdir(exist_ok=True)
+        trainer.train()
+        left = ["checkpoint-2", "checkpoint-4", "checkpoint-400.incomplete"]
+        assert names(root) == left, names(root)
+        assert (root / "checkpoint-2" / "mine").exists(), "a callback's file is gone"
+        resumed = build(root, seed=2)
+        resumed.train(resume_from_checkpoint=True)
+        assert same(local(resumed.model), local(trainer.model)), "of the first run"
+
+    def two_in_flight(root: Path) -> None:
+        """Two calls of ``save_state`` in a row: each checkpoint has its own small files."""
+        trainer = build(root, save=False)
+        trainer.train()
+        own = SimpleNamespace(state_dict=lambda: {"call": call}, load_state_dict=None)
+        trainer.accelerator.register_for_checkpointing(own)  # into a small file
+        held, write = threading.Event(), recipe.TrainerSaves.write
+
+        class Late(recipe.TrainerSaves):
+            def write(self, state: dict, directory: Path) -> None:
+                held.wait(60)
+                write(self, state, directory)
+
+        with tempfile.TemporaryDirectory() as aside, Late(trainer.args.device) as saves:
+            for call in 1, 2:
+                parts = trainer.accelerator, saves, trainer.model, trainer.optimizer, aside
+                recipe.save_state(*parts, root / f"{call}")
+            held.set()
+        for call in 1, 2:
+            saved = torch.load(root / f"{call}" / "custom_checkpoint_0.pkl")["call"]
+            assert saved == call, f"the small files of call {call} are those of {saved}"
+
+    def refused(root: Path) -> None:
+        """A checkpoint that accelerate would not find is refused before training."""
+        trainer = build(root)
+        plugin = trainer.accelerator.state.fsdp_plugin
+        plugin.set_state_dict_type("FULL_STATE_DICT")
+        error = raised(trainer.train)
+        assert "SHARDED_STATE_DICT" in str(error), repr(error)
+        trainer.accelerator.state.distributed_type = recipe.DistributedType.MULTI_CPU
+        error = raised(trainer.train)
+        assert "FSDP2" in str(error), repr(error)
+
+    recipe.start_rank("troubles")
+    troubles = (adapters, trained_again, two_in_flight, refused)
+    return {f.__name__: f for f in troubles}
+
+
+def main(trainer: str, *chosen: str) -> None:
+    troubles = {f.__name__: f for f in (torchtitan, lightning, transformers)}[trainer]()
+    shared = [tempfile.mkdtemp() if dist.get_rank() == 0 else None]
+    dist.broadcast_object_list(shared)
+    for name in chosen or troubles:
+        root = Path(shared[0], name)
+        root.mkdir(exist_ok=True)
+        dist.barrier()
+        print(name, flush=True)
+        troubles[name](root)
+    dist.barrier()
+    dist.destroy_process_group()
+
+
+if __name__ == "__main__":
+    main(*sys.argv[1:])
