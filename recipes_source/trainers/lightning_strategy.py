@@ -330,7 +330,9 @@ if __name__ == "__main__":
 # * While a save is being written, the disk holds one checkpoint more than ``save_top_k``.
 # * A save waits for the one before it. ``save_last=True`` saves twice at each interval, and the second
 #   holds up training while the first is written. Names that begin with ``last-`` need one.
-# * A failed save is logged and raises when ``fit`` ends, so a full disk does not end training.
+# * A failed save is logged and raises when ``fit`` ends, so a full disk does not end training. It is
+#   only logged if you call ``fit`` inside an ``except`` block: its end looks like that of a ``fit`` that
+#   has raised.
 # * With ``automatic_optimization = False`` you call ``optimizer.step()`` yourself, after backward.
 #   Then you do not need ``optimizer_step``.
 #

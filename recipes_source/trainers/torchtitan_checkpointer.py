@@ -310,7 +310,8 @@ if __name__ == "__main__":
 #   else must call ``before_update()``.
 # * torchtitan saves the last step synchronously, because its weights may be converted. It saves in
 #   safetensors (``last_save_in_hf``) synchronously, too.
-# * At each save, torchtitan waits for the previous save and raises its error.
+# * At each save, torchtitan waits for the previous save and raises its error. Do not train inside an
+#   ``except`` block: ``close`` then takes training for ended by that exception.
 # * ``keep_latest_k`` counts complete checkpoints. While a save is being written, the disk holds one
 #   more. What a killed run has left as ``.incomplete`` stays until that step is saved again.
 # * torchtitan collects garbage at each save, which takes tens of milliseconds with many objects.
