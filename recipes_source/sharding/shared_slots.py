@@ -56,6 +56,7 @@ import torch.distributed as dist
 from torch import nn
 from torch.autograd.graph import increment_version
 from torch.distributed.fsdp import MixedPrecisionPolicy
+from torch.multiprocessing.reductions import StorageWeakRef
 from torch.optim.optimizer import register_optimizer_step_post_hook
 
 ALIGNMENT, GRAIN = 512, 8 << 20  # bytes, of each weight in a slot and of a slot
@@ -203,16 +204,17 @@ class Slots:
 # %%
 # Changed since?
 # --------------
-# What was filled ahead is old when weights change before it is used. PyTorch counts the changes in
-# place of each tensor; most optimizers leave their own out, so a hook adds it. A change by ``.data``,
+# What was filled ahead is old when weights change before it is used, or lie in other memory. PyTorch
+# counts the changes in place of each tensor; most optimizers leave their own out, so a hook adds it. A change by ``.data``,
 # by ``torch._foreach_*`` over DTensors or by a collective is not counted.
 
 
-def versions(group) -> list[int]:
-    """Counts of the changes of a unit's shards."""
+def versions(group) -> list:
+    """Counts of the changes of a unit's shards, and the memory that they are in."""
     parameters = [p.sharded_param for p in group.fsdp_params]
-    tensors = parameters + [p._local_tensor for p in parameters]
-    return [0 if t.is_inference() else t._version for t in tensors]
+    shards = [p._local_tensor for p in parameters]
+    counts = [0 if t.is_inference() else t._version for t in parameters + shards]
+    return counts + [StorageWeakRef(t.untyped_storage()) for t in shards]
 
 
 def outdated(group) -> bool:

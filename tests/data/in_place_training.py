@@ -309,6 +309,22 @@ def begun_early(model, optimizer):
             begin_next(model)
 
 
+def begun_then_assigned(model, optimizer):
+    """Shards that no step has changed are exchanged behind the begun gathers."""
+    yield from train(model, optimizer, 1)
+    for turn in range(STEPS):
+        by_state_dict(model, assign=True)
+        yield evaluate(model, torch.no_grad, turn)
+        begin_next(model)
+        by_state_dict(model, assign=True)
+        yield evaluate(model, torch.no_grad, turn)
+        model._apply(lambda t: t * 0.75)
+        yield evaluate(model, torch.no_grad, turn)
+        begin_next(model)
+        model._apply(lambda t: t * 0.75)
+        yield evaluate(model, torch.no_grad, turn)
+
+
 def begun_too_early(model, optimizer):
     """Begun before the update, whose changes are counted; and inside a step of two forwards."""
     for turn in range(STEPS):
@@ -642,6 +658,7 @@ PROGRAMS = {
     "kept_gradients": Program(shard, kept_gradients),
     "begun_early": Program(shard, begun_early),
     "begun_early_grouped": Program(partial(shard, grouped=True), begun_early),
+    "begun_then_assigned": Program(shard, begun_then_assigned),
     "begun_too_early": Program(partial(shard, grouped=True), begun_too_early),
     "tied": Program(tied, train, policies=EVERY),
     "tied_in_a_group": Program(tied_in_a_group, train),
