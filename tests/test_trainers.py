@@ -1,6 +1,9 @@
 """What a trainer's own asynchronous save does, found without a GPU."""
 
+import importlib
+import shutil
 import sys
+from pathlib import Path
 from types import SimpleNamespace
 
 import pytest
@@ -87,3 +90,38 @@ def test_what_would_fail_behind_the_last_step_is_refused_before_the_first() -> N
     trainer.args = SimpleNamespace(load_best_model_at_end=True)
     with pytest.raises(ValueError, match="load_best_model_at_end"):
         trainer.train()
+
+
+def test_a_lightning_checkpoint_is_whole_until_its_successor_has_the_name(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """``last.ckpt`` is replaced at every save; a crash in the middle leaves one of the two."""
+    pytest.importorskip("lightning")
+    monkeypatch.syspath_prepend(TRAINERS)
+    lightning_strategy = importlib.import_module("lightning_strategy")
+    saves = object.__new__(lightning_strategy.LightningSaves)
+    saves.rank, last, aside = 0, tmp_path / "last.ckpt", tmp_path / "last.ckpt.incomplete"
+    for folder, step in ((last, "1"), (aside, "2")):
+        folder.mkdir()
+        for name in (".metadata", "__0_0.distcp", "meta.pt"):
+            (folder / name).write_text(step)
+
+    def crash(*_) -> None:
+        raise OSError("the machine is gone")
+
+    with monkeypatch.context() as patched:
+        patched.setattr(lightning_strategy.OverlappedSaves, "commit", crash)
+        with pytest.raises(OSError, match="gone"):
+            saves.commit(aside, last)
+    kept = last if last.exists() else tmp_path / "last.ckpt.replaced"
+    assert len(list(kept.iterdir())) == 3, "the old one is broken and the new one has no name"
+
+    saves.commit(aside, last)
+    assert {file.read_text() for file in last.iterdir()} == {"2"}
+    (last / "tokenizer.json").write_text("mine")
+    shutil.copytree(last, aside, ignore=lambda *_: ["tokenizer.json"])
+    with pytest.raises(OSError, match="not empty"):
+        saves.commit(aside, last)
+    assert len(list(last.iterdir())) == 4, "files of others are left alone"
+    shutil.rmtree(aside)
+    assert [path.name for path in tmp_path.iterdir()] == ["last.ckpt"]

@@ -38,6 +38,7 @@ are for the proof.
 """
 
 import io
+import shutil
 import sys
 from contextlib import ExitStack
 from itertools import chain, repeat
@@ -55,11 +56,13 @@ class LightningSaves(OverlappedSaves):
     def write(self, state: dict, directory: Path) -> None:
         super().write(state["sharded"], directory)
         if self.rank == 0:
-            (directory / "meta.pt").write_bytes(state["meta"])
+            (directory / "meta.pt").write_bytes(state["meta"].getvalue())
 
     def commit(self, aside: Path, directory: Path) -> None:
-        if self.rank == 0:  # what remains of an older one of that name may be replaced
-            (directory / "meta.pt").unlink(missing_ok=True)
+        others = {x.name for x in directory.glob("*") if x.suffix != ".distcp"}
+        if self.rank == 0 and others == {".metadata", "meta.pt"}:
+            shutil.rmtree(f"{directory}.replaced", ignore_errors=True)
+            directory.rename(f"{directory}.replaced")
         super().commit(aside, directory)
 
 
@@ -86,16 +89,14 @@ class OverlappedStrategy(ModelParallelStrategy):
         parts = {f"optimizer_{i}": s for i, s in enumerate(checkpoint.pop("optimizer_states", []))}
         parts["state_dict"] = checkpoint.pop("state_dict")
         torch.save(checkpoint, meta := io.BytesIO())
-        path = Path(self.broadcast(filepath))  # ranks may have other metrics in it
-        self.latest = self.saves.save({"sharded": parts, "meta": meta.getvalue()}, path)
+        self.latest = self.saves.save({"sharded": parts, "meta": meta}, self.broadcast(filepath))
 
     def remove_checkpoint(self, filepath: str) -> None:
         self.outdated.append(filepath)  # it may be the only complete one
 
     def on_train_end(self) -> None:
-        if self.latest and self.latest.exception() is None:  # it waits
-            while self.outdated:
-                super().remove_checkpoint(self.outdated.pop())
+        while self.latest and self.latest.exception() is None and self.outdated:  # it waits
+            super().remove_checkpoint(self.outdated.pop())
 
     def optimizer_step(self, optimizer, closure, model=None, **kwargs):
         losses = chain([closure()], (closure() for _ in repeat(None)))  # LBFGS asks again
@@ -122,12 +123,13 @@ class OverlappedStrategy(ModelParallelStrategy):
 # ``save_checkpoint``
 #    Whatever is not a tensor of model or optimizer (loops, callbacks, schedules) is a few
 #    kilobytes. It is serialized at once and lies beside the shards as ``meta.pt``, where
-#    Lightning's loading looks.
+#    Lightning's loading looks. The name is that of rank 0: ranks may have other metrics in it.
 # ``remove_checkpoint``, ``on_train_end``
 #    ``ModelCheckpoint`` deletes the old checkpoint as soon as a save has *returned*. Here the new
 #    one is not complete by then. So deletions wait until it is, and are put off if it failed.
 # ``LightningSaves.commit``
-#    Lets ``save_last=True`` replace ``last.ckpt`` at every save.
+#    Lets ``save_last=True`` replace ``last.ckpt`` at every save. If other files lie in it, the save
+#    fails and leaves them alone.
 # ``optimizer_step``
 #    Lightning runs forward and backward **inside** ``optimizer.step``, as its closure. A hook
 #    before the step therefore runs before forward. ``OverlappedSaves`` has such a hook, which
@@ -232,7 +234,6 @@ def train(folder: Path, seed: int, save: bool = True, resume: str | None = None)
         callbacks=[checkpoints] if save else [],
         enable_checkpointing=save,
         enable_progress_bar=False,
-        enable_model_summary=False,
         logger=False,
     )
     forwards = []  # before each optimizer step: how many forwards there were
