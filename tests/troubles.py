@@ -8,6 +8,6 @@ from harness.run import Report, run
 def survives(script: str, trouble: str, ranks: int = 1) -> Report:
     """The report of ``tests/data/<script>.py``, which must pass."""
     path = Path(__file__).parent / "data" / f"{script}.py"
-    report = run(path, ranks, launcher="warm", args=(trouble,), deadline_s=60)
+    report = run(path, ranks, launcher="warm", args=(trouble,), deadline_s=120)
     assert report.ok, report.describe()
     return report
