@@ -65,7 +65,7 @@ def test_kinds_come_from_the_marker_and_the_name_of_the_lane():
 def test_malformed_content_is_refused_with_its_line(content, line, says):
     with pytest.raises(lanes.LanesError, match=says) as raised:
         lanes.parse(content.splitlines())
-    assert raised.value.line == line
+    assert raised.value.args[0] == line
 
 
 def test_a_malformed_line_is_a_warning_with_the_line_of_the_page(tmp_path):

@@ -338,6 +338,27 @@ def test_a_staging_that_ends_before_async_save_looks_is_waited_for_all_the_same(
     stager.close()
 
 
+@pytest.mark.parametrize("reader", ["a thread", "a stream"])
+def test_memory_that_a_stream_may_still_read_is_given_back_too_early(recorder, reader):
+    """A thread has read what it has let go of; what it queued on a stream has perhaps not run."""
+    shared, ended = [torch.zeros(8) + 1], threading.Semaphore(0)
+    torch.cpu.synchronize()
+
+    def staging() -> None:
+        with torch.cpu.stream(torch.cpu.Stream() if reader == "a stream" else None):
+            read(shared[0])
+        ended.release()
+
+    thread = threading.Thread(target=staging)
+    thread.start()
+    ended.acquire()  # a semaphore teaches the recorder nothing
+    shared.clear()
+    again = torch.zeros(8) + 1
+    assert (recorder.conflicts == []) == (reader == "a thread"), recorder.conflicts
+    thread.join()
+    assert again.numel() == 8
+
+
 def test_training_with_fsdp2_has_no_conflict(recorder):
     dist.init_process_group("gloo", store=dist.HashStore(), rank=0, world_size=1)
     try:

@@ -248,7 +248,7 @@ class Recorder:
             pending = [
                 replace(old, operator=f"{old.operator}, memory freed since")
                 for old in region.accesses
-                if old.on is not home
+                if not (old.on is home or isinstance(old.on, HostThread))  # those have returned
                 and old.on.lane not in region.used_by
                 and not old.before(clock)
             ]
