@@ -25,6 +25,7 @@ import torch  # noqa: E402
 import torch.distributed as dist  # noqa: E402
 import torch.distributed.checkpoint as dcp  # noqa: E402
 from facing import face  # noqa: E402
+from raising import raised  # noqa: E402
 from torch import nn  # noqa: E402
 from torch.distributed.checkpoint import FileSystemWriter, state_dict_saver  # noqa: E402
 
@@ -37,15 +38,6 @@ def ways(root: Path, device: torch.device) -> Iterator[basic.AsyncCheckpoints]:
     yield basic.AsyncCheckpoints(root / "async_save")
     yield pinned_staging.PinnedCheckpoints(root / "pinned_staging")
     yield default_stager.StagedCheckpoints(root / "default_stager", device)
-
-
-def raised(call: Callable[[], object]) -> BaseException | None:
-    """What ``call`` raises."""
-    try:
-        call()
-    except BaseException as error:
-        return error
-    return None
 
 
 def write_when(name: str, before_write: Callable[[], object]) -> None:

@@ -4,12 +4,11 @@ import sys
 import tempfile
 import threading
 from collections import namedtuple
-from collections.abc import Callable
 from concurrent.futures import Future
 from pathlib import Path
 
 RECIPES = Path(__file__).parents[2] / "recipes_source" / "checkpoint"
-sys.path.insert(0, str(RECIPES))
+sys.path[:0] = [str(RECIPES), str(Path(__file__).parent)]
 
 import async_save as basic  # noqa: E402
 import overlapped_stager as recipe  # noqa: E402
@@ -17,6 +16,7 @@ import state_to_save  # noqa: E402
 import torch  # noqa: E402
 import torch.distributed as dist  # noqa: E402
 import torch.distributed.checkpoint as dcp  # noqa: E402
+from raising import raised  # noqa: E402
 from staging_copies import CopyPlan  # noqa: E402
 from torch import nn  # noqa: E402
 from torch.distributed.device_mesh import init_device_mesh  # noqa: E402
@@ -65,14 +65,6 @@ class Gated(recipe.OverlappedSaves):
             super().write(state, directory)
         finally:
             self.under_way -= 1
-
-
-def raised(call: Callable[[], object]) -> BaseException | None:
-    try:
-        call()
-    except BaseException as error:
-        return error
-    return None
 
 
 def right(root: Path, device: torch.device, expected: dict[str, dict]) -> None:

@@ -10,22 +10,14 @@ from pathlib import Path
 from types import SimpleNamespace
 
 RECIPES = Path(__file__).parents[2] / "recipes_source"
-sys.path[:0] = [str(RECIPES / "trainers"), str(RECIPES / "checkpoint")]
+sys.path[:0] = [str(Path(__file__).parent), str(RECIPES / "trainers"), str(RECIPES / "checkpoint")]
 
 import torch  # noqa: E402
 import torch.distributed as dist  # noqa: E402
+from raising import raised  # noqa: E402
 
 warnings.filterwarnings("ignore")
 FULL = OSError(28, "No space left on device")
-
-
-def raised(call: Callable[[], object]) -> BaseException | None:
-    """What ``call`` raises."""
-    try:
-        call()
-    except BaseException as error:
-        return error
-    return None
 
 
 def names(root: Path) -> list[str]:
