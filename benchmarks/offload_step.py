@@ -333,7 +333,7 @@ class Benchmark:
             "clipped_bytes_per_s": UPDATE_BYTES * numel / clipped_s,
             "yardstick_bytes_per_s": yardstick,
             "share_of_yardstick": rate / yardstick,
-            "threads": host_adam.host_threads(),
+            "threads": host_adam.pieces.host_threads(),
             "large_pages": memory_of_process("AnonHugePages") / memory_of_process("Anonymous"),
             "block": host_adam.BLOCK,
             "piece": host_adam.pieces.PIECE,

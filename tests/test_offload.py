@@ -6,8 +6,9 @@ import os
 import sys
 import threading
 from collections.abc import Iterator
-from contextlib import closing
+from contextlib import ExitStack, closing, nullcontext
 from copy import deepcopy
+from functools import partial
 from pathlib import Path
 from textwrap import dedent
 from typing import NamedTuple
@@ -1217,6 +1218,121 @@ def interrupted(*_) -> None:
     raise KeyboardInterrupt
 
 
+@pytest.mark.parametrize("budget_layers", [0, LAYERS])
+@pytest.mark.parametrize("in_backward", [False, True])
+def test_an_interrupted_update_on_the_device_is_no_step(in_backward, budget_layers, monkeypatch):
+    """Ctrl-C behind some of it: the next step took the gradients of the rest again."""
+    resident, model = llama(torch.bfloat16), llama(torch.bfloat16)
+    budget = budget_layers * resident_bytes(model.model.layers[0])
+    reference, streamed = Resident(resident, None), streamed_of(model, budget=budget)
+    options = {"max_norm": None, "in_backward": in_backward}
+    with closing(whole(model, streamed, **options)) as optimizer:
+        saved = deepcopy((model.state_dict(), optimizer.state_dict()))
+        model(**batch(1)).loss.backward()
+        update, first = pieces.update_on_device, [True]
+
+        def halfway(*args):
+            update(*args) if first else interrupted()
+            first.clear()
+
+        monkeypatch.setattr(pieces, "update_on_device", halfway)
+        with pytest.raises(KeyboardInterrupt):
+            optimizer.step()
+        monkeypatch.undo()
+        for use in (optimizer.step, streamed.wait, optimizer.state_dict):
+            with pytest.raises(RuntimeError, match="interrupted: load a checkpoint"):
+                use()
+        model.load_state_dict(saved[0])
+        optimizer.load_state_dict(saved[1])
+        reference.step(resident(**batch(0)).loss)
+        model(**batch(0)).loss.backward()
+        optimizer.step()
+        streamed.wait()
+        assert same(model, resident)
+
+
+def test_an_interrupted_step_updates_nothing_behind_a_wait():
+    """A thread that was asked before Ctrl-C began when a checkpoint was being loaded."""
+    model = llama(torch.bfloat16)
+    loads = threading.Event()
+    with closing(whole(model, streamed := streamed_of(model), threads=1)) as optimizer:
+        host, submit = optimizer.host, optimizer.host.arrivals.submit
+
+        def start(*args):
+            loads.wait(PATIENCE_S)
+            HostUpdates.start(host, *args)
+
+        model(**batch(0)).loss.backward()
+        host.start, host.arrivals.submit = start, lambda work: submit(work) and interrupted()
+        with pytest.raises(KeyboardInterrupt):
+            optimizer.step()
+        streamed.wait(raises=False)
+        weights = [parameter.clone() for parameter in model.parameters()]
+        loads.set()
+        submit(int).result()
+        host.workers.submit(int).result()
+        assert all(map(torch.equal, model.parameters(), weights))
+        host.forget()
+
+
+def test_a_layer_with_a_failed_block_is_awaited_to_its_last():
+    """A load began while threads still wrote this layer's weights."""
+    model = llama(torch.bfloat16)
+    taken, went_on, ended = threading.Event(), threading.Event(), []
+    with closing(whole(model, streamed_of(model), threads=2)) as optimizer:
+        host, last = optimizer.host, len(optimizer.host.blocks[0]) - 1
+
+        def update_block(layer, number, update):
+            if (layer, number) == (0, last):
+                taken.wait(PATIENCE_S)
+                raise ZeroDivisionError
+            if (layer, number) == (0, last - 1):
+                taken.set()
+                went_on.wait(PATIENCE_S)
+                ended.append(update.ended.done())
+            else:
+                went_on.set()
+
+        host.update_block = update_block
+        model(**batch(0)).loss.backward()
+        optimizer.step()
+        with pytest.raises(ZeroDivisionError):
+            host.wait()
+        assert ended == [False]
+        host.forget()
+
+
+@pytest.mark.parametrize("kind", ["streamed", "whole"])
+@pytest.mark.parametrize("budget_layers", [0, 2])
+def test_one_autocast_around_all_steps_casts_the_weights_of_now(kind, budget_layers):
+    """Its cache kept casts of the head of the first step, and of layers on the device."""
+    found, inputs = [], batch(9)
+    for around in (True, False):
+        model = llama()
+        budget = budget_layers * resident_bytes(model.model.layers[0])
+        with closing(streamed_of(model, budget=budget)) as streamed, ExitStack() as block:
+            every = partial(torch.autocast, "cpu", torch.bfloat16, cache_enabled=around)
+            parameters = model.parameters()
+            if kind == "whole":
+                optimizer = block.enter_context(closing(HostAdamW(parameters, streamed, lr=RATE)))
+            else:
+                optimizer = torch.optim.AdamW(parameters, lr=RATE)
+            with every() if around else nullcontext():
+                for step in range(3):
+                    with nullcontext() if around else every():
+                        loss = model(**batch(step)).loss
+                    loss.backward()
+                    optimizer.step()
+                    optimizer.zero_grad()
+                streamed.wait()
+                with torch.no_grad():
+                    model.lm_head.weight.mul_(0.5)
+                    with nullcontext() if around else every():
+                        found.append(model(**inputs).logits)
+            found.append([p.clone() for p in model.parameters()])
+    assert torch.equal(found[0], found[2]) and all(map(torch.equal, found[1], found[3]))
+
+
 def test_the_default_dtype_has_no_effect():
     model, resident = llama(torch.bfloat16), llama(torch.bfloat16)
     reference = Resident(resident)
@@ -1361,6 +1477,23 @@ def test_a_layer_is_loaded_when_all_ranks_of_the_host_have_updated_it():
         with pytest.raises(RuntimeError, match="a rank of this host could not update layer 1"):
             streamed.wait()
         host.done[:, 1] = 1
+
+
+@pytest.mark.usefixtures("group")
+def test_a_graph_that_is_kept_over_the_update_of_another_rank_is_refused():
+    """A layer's weights were changed by another rank alone, in memory of both."""
+    model = llama(torch.bfloat16)
+    for parameter in (*model.lm_head.parameters(), *model.model.norm.parameters()):
+        parameter.requires_grad_(False)
+    model.model.embed_tokens.requires_grad_(False)
+    streamed = SharedModel(model, model.model.layers, CPU, Host())
+    with closing(SharedAdamW(groups_of(model), streamed, lr=RATE)) as optimizer:
+        kept = model(**batch(0)).loss
+        optimizer.host.blocks = [[] for _ in range(LAYERS)]  # all of them are the other rank's
+        model(**batch(1)).loss.backward()
+        optimizer.step()
+        with pytest.raises(RuntimeError, match="changed between forward and backward"):
+            kept.backward()
 
 
 @pytest.mark.usefixtures("group")

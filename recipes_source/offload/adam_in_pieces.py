@@ -76,6 +76,7 @@ operators without the lock.
 # Imports and sizes
 # -----------------
 
+import os
 from collections.abc import Callable, Iterable
 from concurrent.futures import ThreadPoolExecutor
 
@@ -180,6 +181,12 @@ def update_block(update: Callable, block: Tensors, step: torch.Tensor, numbers: 
     if weight.dtype == torch.float32 and weight.data_ptr() != master.data_ptr():
         raise ValueError("a weight in fp32 is its own master: pass it twice")
     update(block, [[tensor] for tensor in block[2:]], [step], numbers)
+
+
+def host_threads() -> int:
+    """This rank's part of the machine's cores, less one for the thread that trains."""
+    ranks = int(os.environ.get("LOCAL_WORLD_SIZE", "1"))
+    return max(1, len(os.sched_getaffinity(0)) // ranks - 1)
 
 
 # %%

@@ -55,10 +55,11 @@ that are due the **lowest** is updated first, and the others beside the next for
 # -----------------
 # ``streamed_model.py`` keeps the layers; this page updates them.
 
-import os
 import threading
-from collections.abc import Callable, Iterable
+from collections.abc import Callable, Iterable, Iterator
 from concurrent.futures import Future, ThreadPoolExecutor
+from contextlib import contextmanager
+from functools import partial
 from heapq import heappop, heappush
 
 import adam_in_pieces as pieces
@@ -69,49 +70,39 @@ import torch.distributed as dist
 BLOCK = 2**20  # parameters that a thread updates in one call
 
 # %%
-# Threads
-# -------
-# Each core but one has a thread, and a thread takes the next block when it is free. What it does with a
-# block is on :doc:`adam_in_pieces`: one pass over its memory, without Python's lock. The thread that
-# trains needs the core that is left, many times per step.
-
-
-def host_threads() -> int:
-    """This rank's part of the machine's cores, less one for the thread that trains."""
-    ranks = int(os.environ.get("LOCAL_WORLD_SIZE", "1"))
-    return max(1, len(os.sched_getaffinity(0)) // ranks - 1)
-
-
-# %%
 # The update of a model
 # ---------------------
 # ``announce`` is for the thread that trains: from then on, the next load of these layers waits.
 # ``start`` is for whoever knows that the gradients are on the host; ``later`` announces, and has another
 # thread start. What goes wrong in a thread is raised where somebody waits for it, as often as somebody
 # does. A layer's steps are counted for itself: Adam's bias correction is of the steps that it had.
+#
+# Each core but one has a thread, and a thread takes the next block when it is free. What it does with a
+# block is on :doc:`adam_in_pieces`: one pass over its memory, without Python's lock. The thread that
+# trains needs the core that is left, many times per step.
 
 
 class LayerUpdate:
     """An update of a layer that is to come; ``settings`` (by group), ``scale``, ``step``: its step's."""
 
     def __init__(self, settings: list[dict]) -> None:
-        self.settings, self.scale, self.step, self.ended = settings, 1.0, None, Future()
-        self.waiting = self.left = 0  # blocks that nobody has begun; that are not ended
+        self.settings, self.scale, self.step, self.error = settings, 1.0, None, None
+        # Blocks that nobody has begun; that are not ended.
+        self.ended, self.waiting, self.left = Future(), 0, 0
 
 
 class HostUpdates:
     """AdamW for the layers of a streamed model, on threads of the host.
 
     Args:
+        streamed: the model.
         group_of: for each trained parameter of the layers the number of its settings.
-        threads: of the host; ``host_threads()`` if None.
+        threads: of the host; all cores of this rank but one if None.
 
     ``state[parameter]`` are its ``step``, the layer's, and in fp32 ``master`` and moments.
     """
 
-    def __init__(
-        self, streamed: streaming.StreamedModel, group_of: dict, threads: int | None = None
-    ) -> None:
+    def __init__(self, streamed, group_of: dict, threads: int | None = None) -> None:
         if streamed.optimizer:
             raise ValueError("this model has an optimizer: close it, and make both anew")
         self.streamed, self.group_of, self.state = streamed, group_of, {}
@@ -120,7 +111,7 @@ class HostUpdates:
         self.blocks = [self.cut(layer) for layer in range(len(streamed.layers))]
         # Layers that are due: a heap, the lowest first.
         self.due, self.lock, self.of_thread = [], threading.Lock(), threading.local()
-        self.threads = threads or host_threads()
+        self.threads = threads or pieces.host_threads()
         self.update = pieces.without_lock(pieces.update_pieces)
         self.workers = ThreadPoolExecutor(self.threads, "adam", torch.set_num_threads, (1,))
         self.arrivals = ThreadPoolExecutor(1, "arrivals")
@@ -136,20 +127,17 @@ class HostUpdates:
         taken = []
         for weights, gradients in zip(layer.weights, layer.gradients, strict=False):
             like = {name: layer.trained[name] for name in weights.shapes}
-            kept = {"master": weights} | {name: self.in_fp32(like) for name in pieces.MOMENTS}
+            # Buffers of zeros that no device reads.
+            in_fp32 = partial(streaming.node.HostBuffer, like, pieces.FP32, torch.device("cpu"))
+            kept = {"master": weights} | {name: in_fp32() for name in pieces.MOMENTS}
             if weights.flat.dtype != torch.float32:
-                kept["master"] = self.in_fp32(like)
+                kept["master"] = in_fp32()
                 kept["master"].flat.copy_(weights.flat)
             for name, parameter in like.items():
                 views = {which: fp32.views[name] for which, fp32 in kept.items()}
                 self.state[parameter] = {"step": step, **views}
             taken.append((gradients, weights, *kept.values()))
         return taken
-
-    @staticmethod
-    def in_fp32(like: dict) -> streaming.node.HostBuffer:
-        """A buffer of zeros that no device reads."""
-        return streaming.node.HostBuffer(like, torch.float32, torch.device("cpu"))
 
     def cut(self, layer: int) -> list[tuple]:
         """A layer's blocks: their group, and their slice of each buffer."""
@@ -180,25 +168,35 @@ class HostUpdates:
 
     def await_layer(self, layer: int) -> None:
         """Wait until a layer is updated; raises what kept it from that."""
-        if self.latest.done():
-            self.latest.result()
+        self.check()
         if layer in self.updates:
             self.updates[layer].ended.result()
 
+    def check(self) -> None:
+        """Raise what kept the latest step from being a whole one, as far as that is known."""
+        if self.latest.done():
+            self.latest.result()
+
     def wait(self, raises: bool = True) -> None:
         """Wait until all that was announced is updated, or has failed."""
-        ends = self.latest, *(update.ended for update in self.updates.values())
-        errors = [error for end in ends if (error := end.exception())]
-        if errors and raises:
-            raise errors[0]
+        error = self.latest.exception()
+        with self.lock:  # what an interrupted step has announced may never begin
+            self.drop({n: u for n, u in self.updates.items() if u.step is None}, error)
+        errors = [error, *(update.ended.exception() for update in self.updates.values())]
+        if raises and any(errors):
+            raise next(filter(None, errors))
 
     def forget(self) -> None:
         """Go on as if nothing had been announced or gone wrong: all weights are others now."""
         self.updates, self.latest = {}, Future()  # by layer; of the thread of arrivals
         self.latest.set_result(None)
 
-    def later(self, work: Callable, layers: Iterable[int], settings: list[dict], *args) -> None:
-        """Announce, and have the thread of arrivals start; what fails, whoever waits is told."""
+    @contextmanager
+    def later(self, work: Callable, layers: Iterable[int], settings: list[dict], *args) -> Iterator:
+        """Announce, and have the thread of arrivals start; what fails, whoever waits is told.
+
+        The block is a part of the same step. Until it ends, the step counts as interrupted.
+        """
 
         def arrival() -> None:
             try:
@@ -207,28 +205,28 @@ class HostUpdates:
                 self.drop(announced, error)
                 raise
 
-        try:
-            announced = self.announce(layers, settings)
-            self.latest = self.arrivals.submit(arrival)
-        except BaseException:  # Ctrl-C, say
-            new = {layer: u for layer, u in self.updates.items() if u.step is None}
-            self.drop(new, RuntimeError("a step was interrupted: load a checkpoint"))
-            raise
+        self.latest = Future()
+        self.latest.set_exception(RuntimeError("a step was interrupted: load a checkpoint"))
+        announced = self.announce(layers, settings)
+        arrived = self.arrivals.submit(arrival)
+        yield
+        self.latest = arrived
 
     # Any thread, when the gradients are on the host
 
     def start(self, announced: dict[int, LayerUpdate], scale: float = 1.0) -> None:
         """Hand out the blocks of all layers; gradients are multiplied by ``scale``."""
         for layer, update in announced.items():
-            self.steps[layer] += 1
-            update.step, update.scale = self.steps[layer].clone(), scale
-            update.waiting = update.left = len(self.blocks[layer])
-            if update.left:
-                with self.lock:
-                    heappush(self.due, (layer, id(update), update))
-            else:
-                self.end(layer, update)
-        [self.workers.submit(self.work) for _ in range(self.threads)]
+            with self.lock:
+                if update.ended.done():  # a step that was interrupted
+                    continue
+                self.steps[layer] += 1
+                update.step, update.scale = self.steps[layer].clone(), scale
+                update.waiting = update.left = len(self.blocks[layer])
+                due = layer, id(update), update
+                heappush(self.due, due) if update.left else self.end(layer, update)
+        for _ in range(self.threads):
+            self.workers.submit(self.work)
 
     def drop(self, announced: dict, error: BaseException | None = None) -> None:
         """Update none of these layers; whoever waits for one gets the error, if there is one."""
@@ -255,11 +253,11 @@ class HostUpdates:
             try:
                 self.update_block(layer, number, update)
             except BaseException as error:
-                self.end(layer, update, error)
+                update.error = error
             with self.lock:
                 update.left -= 1
                 if update.left == 0:
-                    self.end(layer, update)
+                    self.end(layer, update, update.error)
 
     def update_block(self, layer: int, number: int, update: LayerUpdate) -> None:
         if not hasattr(self.of_thread, "scratch"):

@@ -142,9 +142,10 @@ class StreamedModel(StreamedLayers):
         for plain in self.resident:
             plain.layer.forward = partial(self.recomputed, plain.original)
         self.hooks.append(register_optimizer_step_pre_hook(self.before_step))
-        for index, layer in enumerate(self.layers):
-            outside = partial(self.outside, index)
-            self.hooks += [p.register_hook(outside) for p in layer.trained.values()]
+        for n, layer in enumerate(self.layers):
+            self.hooks += [
+                p.register_hook(partial(self.outside, n)) for p in layer.trained.values()
+            ]
 
     def call(self, index: int, *args, **kwargs):
         """What ``layer.forward`` is now."""
@@ -237,9 +238,11 @@ class StreamedModel(StreamedLayers):
         super().wait()
         self.held.clear()  # what the device has may be old then
         self.stored.clear()
+        torch.clear_autocast_cache()
 
     def before_step(self, optimizer: torch.optim.Optimizer, *_) -> None:
         """Before any optimizer's step, but that of one which waits by itself, layer by layer."""
+        torch.clear_autocast_cache()  # of an autocast around several steps
         if optimizer is not self.optimizer:
             self.wait()
 
@@ -247,8 +250,8 @@ class StreamedModel(StreamedLayers):
         """Give the layers their forward back, and unlock the host's memory."""
         for hook in self.hooks:
             hook.remove()
-        [plain.give_back() for plain in self.resident]
-        self.resident.clear()
+        while self.resident:
+            self.resident.pop().give_back()
         super().close()
 
 

@@ -124,7 +124,7 @@ class HostAdamW(torch.optim.Optimizer):
         max_norm: limit of the norm of all gradients, or None.
         in_backward: update each layer as its gradients arrive; no ``max_norm`` then.
         threads: of the host, for updates.
-        settings: ``lr``, ``betas``, ``eps`` and ``weight_decay``, as for ``torch.optim.AdamW``.
+        more: ``lr``, ``betas``, ``eps`` and ``weight_decay``, as for ``torch.optim.AdamW``.
 
     ``step`` takes the gradients: none is left to zero. A step whose gradients are not finite
     changes nothing and is counted in ``skipped``; with ``in_backward`` whatever waits next raises
@@ -133,13 +133,11 @@ class HostAdamW(torch.optim.Optimizer):
 
     updates = adam.HostUpdates  # of the layers; a later recipe shares them between ranks
 
-    def __init__(
-        self, params, streamed, *, max_norm=None, in_backward=False, threads=None, **settings
-    ):
+    def __init__(self, params, streamed, *, max_norm=None, in_backward=False, threads=None, **more):
         if in_backward and max_norm is not None:
             raise ValueError("in backward the norm of all gradients is not known: drop max_norm")
-        super().__init__(params, DEFAULTS | settings)
-        pieces.refuse_other_adams(self.param_groups, settings.keys() - DEFAULTS.keys())
+        super().__init__(params, DEFAULTS | more)
+        pieces.refuse_other_adams(self.param_groups, more.keys() - DEFAULTS.keys())
         self.streamed, self.max_norm, self.in_backward = streamed, max_norm, in_backward
         self.group_of = {p: i for i, group in enumerate(self.param_groups) for p in group["params"]}
         self.host = self.updates(streamed, self.group_of, threads)
@@ -186,7 +184,8 @@ class HostAdamW(torch.optim.Optimizer):
         if self.in_backward and self.synchronises:
             norm = torch.linalg.vector_norm(torch.stack([*map(self.norms.get, self.check(layer))]))
             known = pieces.to_host(self.streamed.d2h, norm, norm.new_ones(()))
-            self.host.later(self.arrive, [layer], self.settings(), *known)
+            with self.host.later(self.arrive, [layer], self.settings(), *known):
+                pass
 
     def as_now(self, layer: int) -> tuple:
         """How often a layer's gradients on the host have been written; settings that are used."""
@@ -210,6 +209,7 @@ class HostAdamW(torch.optim.Optimizer):
 
         ``closure``, if there is one, computes the gradients first; its loss is returned.
         """
+        self.host.check()
         loss = torch.enable_grad()(closure)() if closure else None
         residents = [p for p in self.residents if p.grad is not None]
         self.state |= {p: pieces.state_on_device(p) for p in residents if p not in self.state}
@@ -225,10 +225,10 @@ class HostAdamW(torch.optim.Optimizer):
         scale, settings = (limit / (norm + 1e-6)).clamp(max=1.0), self.settings()
         skip = (~norm.isfinite()).float()
         known = pieces.to_host(self.streamed.d2h, norm, scale)
-        self.host.later(self.arrive, [] if self.in_backward else layers, settings, *known)
-        for p in residents:
-            pieces.update_on_device(settings[self.group_of[p]], p, self.state[p], scale, skip)
-        self.forget()
+        with self.host.later(self.arrive, [] if self.in_backward else layers, settings, *known):
+            for p in residents:
+                pieces.update_on_device(settings[self.group_of[p]], p, self.state[p], scale, skip)
+            self.forget()
         return loss
 
     def check(self, layer: int) -> list[torch.nn.Parameter]:
@@ -285,7 +285,7 @@ class HostAdamW(torch.optim.Optimizer):
             raise ValueError("the state is of other parameters")
         pieces.refuse_other_adams(groups)
         self.streamed.wait(raises=False)
-        if self.in_backward:
+        if self.in_backward or self.host.latest.exception():
             self.forget()
         for ours, theirs in zip(self.param_groups, groups, strict=True):
             ours |= {name: deepcopy(v) for name, v in theirs.items() if name != "params"}
