@@ -142,10 +142,8 @@ class StreamedModel(StreamedLayers):
         for plain in self.resident:
             plain.layer.forward = partial(self.recomputed, plain.original)
         self.hooks.append(register_optimizer_step_pre_hook(self.before_step))
-        for n, layer in enumerate(self.layers):
-            self.hooks += [
-                p.register_hook(partial(self.outside, n)) for p in layer.trained.values()
-            ]
+        for n, each in enumerate(self.layers):
+            self.hooks += [p.register_hook(partial(self.outside, n)) for p in each.trained.values()]
 
     def call(self, index: int, *args, **kwargs):
         """What ``layer.forward`` is now."""
