@@ -123,8 +123,10 @@ def torchao_fp32(loop: PeerLoop) -> None:
 
 def fsdp2_cpu_offload(loop: PeerLoop) -> None:
     model, device = loop.model.float(), loop.device
+    # norms are summed on the host, over a backend of its own
+    group = dist.new_group(backend="cpu:gloo,cuda:nccl" if device.type == "cuda" else "gloo")
     options = {
-        "mesh": dist.device_mesh.init_device_mesh(device.type, (dist.get_world_size(),)),
+        "mesh": dist.device_mesh.DeviceMesh.from_group(group, device.type),
         "mp_policy": MixedPrecisionPolicy(param_dtype=torch.bfloat16),
         "offload_policy": CPUOffloadPolicy(pin_memory=device.type == "cuda"),
     }
