@@ -143,10 +143,11 @@ class Gathers(shared_slots.Slots):
         for group in self.groups:
             group.drop()
 
-    @torch.no_grad()
     def gather(self, group) -> None:
         """Queue the gather of a unit's full weights after all that the current stream does."""
         backward = group._training_state.name == "PRE_BACKWARD"
+        if backward and torch.is_grad_enabled() and group.reshard_after_backward:
+            raise RuntimeError("create_graph needs set_reshard_after_backward(False)")
         if group.slot is None:
             if backward:
                 raise RuntimeError("a forward came before gather_in_place: call it between steps")
@@ -327,9 +328,8 @@ def prove(device: torch.device) -> None:
         expected = train(peer_memory.build(device, policy), device)
         model = peer_memory.build(device, policy, stock=False)
         gathers = gather_in_place(model, slots=3)
-        assert peer_memory.same(train(model, device, gathers), expected), (
-            "not the bits of stock FSDP2"
-        )
+        found = train(model, device, gathers)
+        assert peer_memory.same(found, expected), "not the bits of stock FSDP2"
         if gathers is not None:
             assert gathers.gathers > STEPS * peer_memory.UNITS, "FSDP2 gathered by itself"
             print(f"{gathers.gathers} gathers into {len(gathers.slots)} slots")
@@ -404,14 +404,17 @@ if __name__ == "__main__":
 # * ``unshard(async_op=True)`` before a forward gains nothing: that unit is gathered anew.
 # * Weights changed inside a forward, its hooks too, before its backward, or behind
 #   ``begin_next_forward()`` are gathered anew if all ranks change them and PyTorch counts it
-#   (:doc:`shared_slots`). Changes by ``.data``, collectives or ``torch._foreach_*`` are not counted:
-#   units gathered ahead, or kept for backward, have the old weights, **without an error**.
+#   (:doc:`shared_slots`). Changes by ``.data``, ``dcp.load``, collectives or ``torch._foreach_*`` are not
+#   counted: units gathered ahead, or kept for backward, have the old weights, **without an error**.
 # * Call it between steps. Your own prefetch lists and collectives (``set_custom_all_gather``) stay, if
 #   set before.
 # * A reference to full weights that is kept beyond ``reshard()`` reads another unit's numbers.
 # * Two units of one slot that are needed together in a graph, though they were not in the first
 #   forward, are an error: ``set_reshard_after_backward(False)``, or all units unsharded by hand while
 #   a backward is pending or never came. More ``slots`` cure it.
+# * ``create_graph=True`` is an error where backward releases weights: stock FSDP2's next backward fails.
+# * ``torch.func`` and compiled autograd are errors. Behind a ``KeyboardInterrupt`` in a forward, run a
+#   whole one before its parts.
 # * Units that are offloaded, sharded on another dimension, over another group, or that bring an
 #   all-gather of their own (float8) stay FSDP2's, with a warning.
 # * Full weights that you keep over the end of a forward (``set_reshard_after_forward(False)``, the

@@ -197,7 +197,8 @@ class PushedGradients:
 def largest(parameters: list) -> int:
     """Bytes of a unit's row in a slot, if all its gradients come as its weights are gathered."""
     trained = [p for p in parameters if p.sharded_param.requires_grad]
-    items = [(p.padded_sharded_param_size.numel(), p.param_dtype or p.orig_dtype) for p in trained]
+    dtypes = [getattr(p, "param_dtype", None) or p.sharded_param.dtype for p in trained]
+    items = zip((p.padded_sharded_param_size.numel() for p in trained), dtypes, strict=True)
     return sum(-(-n * dtype.itemsize // ALIGNMENT) * ALIGNMENT for n, dtype in items)
 
 
@@ -372,6 +373,8 @@ if __name__ == "__main__":
 #   set later it is an error.
 # * Accumulation in float32 makes gradients twice as wide: slots grow once, in a collective.
 # * A backward that raises leaves one unit's gradients out; FSDP2 adds them.
+# * Behind such a backward call ``model.reset_iter_state()`` (PyTorch 2.13 on) before that of an earlier
+#   forward: without it stock FSDP2 reduces no gradient of the root, and this leaves out others too.
 # * A unit's gradient is in ``.grad`` one unit later than with stock FSDP2, the last unit's at the end
 #   of backward.
 # * The barrier's kernel is one thread block, which holds its place on an SM until the last rank has

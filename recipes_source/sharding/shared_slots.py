@@ -98,7 +98,8 @@ def dtype_of(p) -> torch.dtype:
 # FSDP2 keeps each full weight as the shards of all ranks one after the other. A gather casts this
 # rank's shards to their place, passes a barrier, and copies the others' shards from where they were
 # cast to. Views are made once: a gather is one kernel for all casts, one ``copy_`` a weight and
-# peer, and one kernel for all norms and biases.
+# peer, and one kernel for all norms and biases. Each unit's views have a version counter of their own:
+# when a unit moves to another slot, autograd refuses a backward that still has views of the old one.
 #
 # **One barrier is enough.** Others may still copy from a slot that a rank wants to fill again. But
 # between its two gathers there was a gather into another slot, with its barrier. Each rank reaches that
@@ -138,7 +139,7 @@ class Slots:
         group.slot = min(fit, key=lambda slot: slot.of_ranks[0].nbytes)
         group.slot.number, group.own, copies = self.given, [], []
         for p, n, place in zip(parameters, nbytes, places, strict=False):
-            flat = [t[place : place + ranks * n].view(dtype_of(p)) for t in group.slot.of_ranks]
+            flat = [t.data[place:][: ranks * n].view(dtype_of(p)) for t in group.slot.of_ranks]
             rows = [t.data.view(ranks, -1) for t in flat]  # autograd does not see what fills it
             rank = self.memory.rank
             group.own.append(rows[rank][rank])
@@ -148,6 +149,7 @@ class Slots:
             p.all_gather_outputs = [flat[rank]]
             p.init_unsharded_param()
             full = getattr(p._unsharded_param, "_local_tensor", p._unsharded_param)
+            increment_version(full)  # a backward with views of where it was is an error
             full.data = flat[rank].as_strided(
                 full.size(), full.stride(), flat[rank].storage_offset()
             )
@@ -165,7 +167,7 @@ class Slots:
         other = group.slot.group
         if not other.is_unsharded:
             other.drop()
-        elif not group.in_graph:
+        elif not group.in_graph or group._training_state.name == "FORWARD":  # of a checkpoint, say
             self.give(group, exclusive=True)
         else:
             names = [type(g.modules[0]).__name__ for g in (group, other)]
@@ -206,7 +208,7 @@ class Slots:
 # --------------
 # What was filled ahead is old when weights change before it is used, or lie in other memory. PyTorch
 # counts the changes in place of each tensor; most optimizers leave their own out, so a hook adds it. A change by ``.data``,
-# by ``torch._foreach_*`` over DTensors or by a collective is not counted.
+# by ``torch._foreach_*`` over DTensors, by ``dcp.load`` into a state dict or by a collective is not counted.
 
 
 def versions(group) -> list:

@@ -263,6 +263,13 @@ def early_exit(model, optimizer):
     yield from train(model, optimizer, 1, 7)
 
 
+def never_all_at_once(model, optimizer):
+    """No root, and the last blocks come into the third step alone."""
+    for turn in range(STEPS):
+        model.depth = None if turn == STEPS - 1 else 2
+        yield from train(model, optimizer, 1, turn, clip=False)
+
+
 def two_optimizers(model, optimizer):
     second = torch.optim.SGD(model.blocks[1].parameters(), lr=1e-2, momentum=0.9)
     for turn in range(STEPS):
@@ -336,6 +343,18 @@ def begun_too_early(model, optimizer):
         begin_next(model)
         other.backward()
         begin_next(model)
+        optimizer.step()
+        optimizer.zero_grad()
+
+
+def checkpointed_whole(model, optimizer):
+    """Recomputed in one piece, all units are full at the same time."""
+    for turn in range(STEPS):
+        ids = batch(turn)
+        logits = checkpoint(model, ids, use_reentrant=False)
+        loss = nn.functional.cross_entropy(logits.flatten(0, 1), ids.flatten())
+        yield loss.detach()
+        loss.backward()
         optimizer.step()
         optimizer.zero_grad()
 
@@ -664,6 +683,12 @@ PROGRAMS = {
     "tied_in_a_group": Program(tied_in_a_group, train),
     "torchtitans_grouping": Program(partial(shard, grouped=True), train, policies=EVERY),
     "no_root": Program(partial(shard, root=False), partial(train, clip=False), policies=("plain",)),
+    "never_all_at_once": Program(
+        partial(shard, root=False),
+        never_all_at_once,
+        partial(torch.optim.SGD, lr=0.1),
+        policies=("plain",),
+    ),
     "lora": Program(partial(adapted, dtype=torch.float32), train, policies=EVERY),
     "lora_mixed": Program(partial(adapted, dtype=torch.bfloat16), train),
     "ignored": Program(ignoring, partial(train, clip=False), policies=("plain",)),
@@ -674,6 +699,7 @@ PROGRAMS = {
     "reshard_to_int_one": Program(partial(shard, reshard_after_forward=1), train),
     "checkpoint": Program(partial(recomputed, use_reentrant=False), train),
     "checkpoint_reentrant": Program(partial(recomputed, use_reentrant=True), train),
+    "checkpoint_whole": Program(partial(shard, grouped=True), checkpointed_whole),
     "checkpoint_wrapper": Program(wrapped, train),
     "hsdp": Program(hybrid, train, policies=EVERY),
     "replicated": Program(replicated, train),
@@ -872,6 +898,29 @@ def a_step_that_was_skipped() -> None:
         step(model, 2)
 
 
+def moved_behind_a_graph() -> None:
+    """A unit that moves while another graph has views of it: autograd says so."""
+    model, _ = in_place(shard(FP32))
+    step(model)
+    loss, other = loss_of(model, 1), loss_of(model, 2)
+    loss.backward()
+    for block in model.blocks:
+        block.unshard()
+    for block in model.blocks:
+        block.reshard()
+    expect("modified by an inplace operation", other.backward)
+
+
+def a_graph_of_backward() -> None:
+    """Weights that backward has released are another unit's: no penalty on gradients reads them."""
+    model, _ = in_place(shard(PLAIN))
+    step(model)
+    expect("create_graph", lambda: loss_of(model, 1).backward(create_graph=True))
+    model, _ = in_place(shard(PLAIN, reshard_after_forward=False))
+    model.set_reshard_after_backward(False)
+    loss_of(model, 1).backward(create_graph=True)
+
+
 def steps_of_others() -> None:
     """The call leaves the counters of other models alone, and its own model can be let go."""
     gc.collect()  # what earlier programs left
@@ -947,6 +996,8 @@ TROUBLES = (
     slots_of_gradients_come_once,
     barriers_of_backward,
     a_step_that_was_skipped,
+    moved_behind_a_graph,
+    a_graph_of_backward,
     steps_of_others,
 )
 
