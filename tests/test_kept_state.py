@@ -61,6 +61,18 @@ def test_weights_that_shared_memory_and_parted_are_both_in_the_state() -> None:
     assert right(app)
 
 
+@pytest.mark.parametrize("read", [torch.conj, torch._neg_view])
+def test_a_state_that_reads_memory_in_another_way_is_kept_as_it_reads(read) -> None:
+    model = nn.Linear(4, 4)
+    model.register_buffer("phases", torch.randn(3, dtype=torch.complex64))
+
+    def reread(module: nn.Module, state: dict, prefix: str, _) -> None:
+        state["phases"] = read(state["phases"])
+
+    model.register_state_dict_post_hook(reread)
+    assert right(trained(model, torch.optim.SGD(model.parameters(), lr=0.1)))
+
+
 def test_an_added_group_is_in_the_state() -> None:
     model, more = nn.Linear(4, 4), nn.Parameter(torch.ones(3))
     optimizer = torch.optim.SGD(model.parameters(), lr=0.1)

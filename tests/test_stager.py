@@ -110,16 +110,35 @@ def test_an_interrupted_save_harms_no_earlier_checkpoint(tmp_path, monkeypatch) 
     assert not (tmp_path / "step1").exists()
 
 
-def test_memory_that_is_read_as_another_dtype_is_noticed(tmp_path) -> None:
+@pytest.mark.parametrize(
+    "otherwise",
+    [lambda x: x.view(torch.int64), torch.conj, torch._neg_view],
+    ids=["as integers", "conjugated", "negated"],
+)
+def test_memory_that_is_read_in_another_way_is_noticed(tmp_path, otherwise) -> None:
     from overlapped_stager import OverlappedSaves
 
-    x = torch.arange(16.0)
+    x = torch.randn(16, dtype=torch.complex64)
     with OverlappedSaves(CPU) as saves:
-        saves.save({"x": x}, tmp_path / "floats")
-        x.data = x.data.view(torch.int32)
-        saves.save({"x": x}, tmp_path / "integers")
-    found = loaded(tmp_path / "integers", {"x": torch.zeros(16, dtype=torch.int32)})["x"]
+        saves.save({"x": x}, tmp_path / "before")
+        saves.wait()
+        x.data = otherwise(x.data)
+        saves.save({"x": x}, tmp_path / "after")
+    found = loaded(tmp_path / "after", {"x": torch.zeros_like(x.resolve_conj().resolve_neg())})["x"]
     assert torch.equal(found, x)
+
+
+def test_a_plan_of_inference_mode_is_a_plan() -> None:
+    import staging_copies
+
+    x = torch.arange(4.0)
+    with torch.inference_mode():
+        plan = staging_copies.CopyPlan([x, x.t()], CPU)
+        arena = staging_copies.PinnedArena(plan.nbytes, CPU)
+        copies, hosts = plan.copies(arena), plan.hosts(arena)
+    plan.take_snapshots()
+    plan.queue(copies, torch.cpu, torch.cpu.current_stream())
+    assert torch.equal(hosts[0], x)
 
 
 def test_a_conjugated_view_is_saved_as_it_reads(tmp_path) -> None:
@@ -181,12 +200,17 @@ def test_saves_that_were_made_before_the_process_group_are_refused() -> None:
         dist.destroy_process_group()
 
 
+@pytest.mark.parametrize("part", ["", "model"], ids=["at the top", "in a folder"])
 @pytest.mark.parametrize("before", [True, False], ids=["no checkpoint", "a checkpoint"])
-def test_files_beside_a_checkpoint_are_kept_and_so_is_the_new_one(tmp_path, before) -> None:
+def test_files_beside_a_checkpoint_are_kept_and_so_is_the_new_one(tmp_path, before, part) -> None:
     from overlapped_stager import OverlappedSaves
 
+    class InAFolder(OverlappedSaves):
+        def write(self, state: dict, directory: Path) -> None:
+            super().write(state, directory / part)
+
     place = tmp_path / "latest"
-    with OverlappedSaves(CPU) as saves:
+    with InAFolder(CPU) as saves:
         if not before:
             saves.save({"x": torch.zeros(2)}, place).result()
         place.mkdir(exist_ok=True)
@@ -195,7 +219,7 @@ def test_files_beside_a_checkpoint_are_kept_and_so_is_the_new_one(tmp_path, befo
         with pytest.raises(RuntimeError, match="not empty"):
             saves.wait()
     assert (place / "tokenizer.json").read_text() == "mine"
-    kept = loaded(tmp_path / "latest.incomplete", {"x": torch.zeros(2)})["x"]
+    kept = loaded(tmp_path / "latest.incomplete" / part, {"x": torch.zeros(2)})["x"]
     assert torch.equal(kept, torch.ones(2))
 
 

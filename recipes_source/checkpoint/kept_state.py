@@ -116,7 +116,8 @@ class Kept(dict):
 
 def memory_of(tensor: torch.Tensor) -> tuple:
     shard = tensor.to_local() if isinstance(tensor, DTensor) else tensor
-    return shard.data_ptr(), tensor.shape, shard.stride(), tensor.dtype
+    read_as = tensor.shape, shard.stride(), tensor.dtype, shard.is_conj(), shard.is_neg()
+    return shard.data_ptr(), *read_as
 
 
 def is_plain(leaf: object) -> bool:

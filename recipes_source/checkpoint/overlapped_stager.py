@@ -251,7 +251,7 @@ class OverlappedSaves:
             self.together(self.commit, aside, directory)
             done.set_result(directory)
         except BaseException as failure:  # CheckpointException is no Exception
-            if self.rank == 0 and not (aside / ".metadata").exists():
+            if self.rank == 0 and not any(aside.rglob(".metadata")):
                 shutil.rmtree(aside, ignore_errors=True)  # incomplete; a full disk needs the room
             logging.getLogger(__name__).error("no checkpoint in %s: %s", directory, failure)
             self.failures.append(failure)
@@ -397,7 +397,6 @@ if __name__ == "__main__":
 # * ``model.to`` can give a model new buffers. Pass ``model.buffers`` without parentheses, so that
 #   each plan asks for those of now; of a list, the old ones would be read too late.
 # * Save after ``optimizer.step()``: gradients of a half-done accumulation are not in the state.
-# * ``x.data = x.data.conj()`` is not noticed, as on :doc:`staging_copies`. Add ``.resolve_conj()``.
 # * After an exception, Ctrl-C, or ``sys.exit`` in the block only the write in progress is finished,
 #   for 30 s at most. Saves that wait behind it are dropped, and logged.
 # * A tensor that is new at every save, such as ``torch.get_rng_state()``, makes every save plan anew

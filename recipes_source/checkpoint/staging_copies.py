@@ -140,6 +140,7 @@ class PinnedArena:
         RuntimeError: the driver refuses to lock that much memory.
     """
 
+    @torch.inference_mode(False)
     def __init__(self, nbytes: int, device: torch.device) -> None:
         self.memory = mmap.mmap(-1, nbytes, flags=mmap.MAP_PRIVATE | mmap.MAP_ANONYMOUS)
         self.memory.madvise(mmap.MADV_HUGEPAGE)
@@ -250,16 +251,11 @@ def read(tree: object, tensors: list[torch.Tensor]) -> object:
 #   rows of short steps in :doc:`overlapped_writer` before you use it.
 #
 # Optimizers, loads and ``p.data = ...`` may give a tensor other memory, or another shape over the
-# same memory. So every save compares the address, shape and strides of each tensor, in one pass:
+# same memory, or conjugate it. So every save compares the ``identity`` of each tensor, in one pass:
 # what takes time is to fetch the tensors' records from memory. It keeps no list of what it sees: a
 # thousand new tuples would set off Python's garbage collection. Version counters would not do: a fused optimizer
 # leaves them as they are. ``_local_tensor`` and ``torch._foreach_copy_`` are private by name. The
 # public ``to_local()`` makes a new tensor at every call.
-
-
-def place(x: torch.Tensor) -> tuple:
-    x = x._local_tensor if isinstance(x, DTensor) else x
-    return x.data_ptr(), x.size(), x.stride(), x.dtype
 
 
 def layout(x: torch.Tensor) -> tuple:
@@ -268,6 +264,7 @@ def layout(x: torch.Tensor) -> tuple:
 
 def identity(x: torch.Tensor) -> tuple:
     """A key that is equal for two names of the same memory, as tied weights have."""
+    x = x._local_tensor if isinstance(x, DTensor) else x
     return x.data_ptr(), x.shape, x.stride(), x.dtype, x.is_conj(), x.is_neg()
 
 
@@ -286,12 +283,13 @@ class CopyPlan:
     that makes the stream wait for the other copy engine.
     """
 
+    @torch.inference_mode(False)
     def __init__(self, tensors, device, changed_by_forward=(), snapshot_bytes: int = 0) -> None:
         self.tensors, self.shards = tensors, [shard_of(tensor.detach()) for tensor in tensors]
         device = torch.empty(0, device=device).device  # add the index
         on_cuda = device.type == "cuda"
         self.gap = torch.zeros(1, device=device), torch.zeros(1, device="cpu", pin_memory=on_cuda)
-        self.places = [place(tensor) for tensor in tensors]
+        self.places = [identity(tensor) for tensor in tensors]
         self.nbytes, self.offsets, large, small = ALIGNMENT, {}, [], {}
         self.snapshots, self.packs, self.in_place, self.from_copies = [], [], [], []
 
@@ -332,7 +330,7 @@ class CopyPlan:
     def fits(self, tensors: list[torch.Tensor]) -> bool:
         """Whether these are the tensors of the plan, or others of the same memory and layout."""
         known = zip(tensors, self.tensors, self.places, strict=False)
-        same = all(place(x) == p and (x is t or layout(x) == layout(t)) for x, t, p in known)
+        same = all(identity(x) == p and (x is t or layout(x) == layout(t)) for x, t, p in known)
         return same and len(tensors) == len(self.tensors)
 
     def hosts(self, arena: PinnedArena) -> list[torch.Tensor]:
@@ -450,7 +448,4 @@ if __name__ == "__main__":
 # Known limits
 # ------------
 # * A tensor that another library's subclass wraps is copied at once, on the training thread.
-# * ``x.data = x.data.conj()`` keeps address and shape: ``fits`` does not notice. Add
-#   ``.resolve_conj()``.
-# * Make plan and arena outside ``torch.inference_mode()``, or the first save raises.
 # * Accelerators other than CUDA get pageable memory: right, and slower.
