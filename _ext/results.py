@@ -391,7 +391,7 @@ class ResultGain(ResultDirective):
     """``.. result-gain:: <benchmark>``: rows of one field in a sentence, the first in bold.
 
     Of the machines, the one that measured most of the rows; of several, one that measured the code
-    of today, then that of most ranks.
+    of today, then the latest, then that of most ranks.
     """
 
     option_spec = ResultDirective.option_spec | {"field": directives.unchanged_required}
@@ -404,8 +404,8 @@ class ResultGain(ResultDirective):
             for result in reversed(results)  # most ranks first
         ]
 
-        def key(pair: tuple) -> tuple:
-            return len(pair[1]), not changed_recipes(pair[0].hashes_of(pair[1]), repo)
+        def key(of: tuple) -> tuple:
+            return len(of[1]), not changed_recipes(of[0].hashes_of(of[1]), repo), of[0].data["date"]
 
         result, rows = max(found, key=key, default=(None, []))
         return self.show(result, rows) if rows else [not_measured(self.arguments[0])]
