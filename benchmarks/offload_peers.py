@@ -123,6 +123,8 @@ def torchao_fp32(loop: PeerLoop) -> None:
 
 def fsdp2_cpu_offload(loop: PeerLoop) -> None:
     model, device = loop.model.float(), loop.device
+    ranks = dist.get_world_size()
+    torch.set_num_threads(len(os.sched_getaffinity(0)) // ranks or 1)  # torchrun leaves one
     # norms are summed on the host, over a backend of its own
     group = dist.new_group(backend="cpu:gloo,cuda:nccl" if device.type == "cuda" else "gloo")
     options = {
