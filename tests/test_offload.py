@@ -1090,9 +1090,10 @@ def test_an_argument_that_is_changed_before_backward_is_refused():
             loss.backward()
 
 
-def test_weights_that_are_changed_before_backward_are_refused():
+@pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16])
+def test_weights_that_are_changed_before_backward_are_refused(dtype):
     """A graph that was kept over a step got gradients of two sets of weights."""
-    model = llama(torch.bfloat16)
+    model = llama(dtype)
     model.model.embed_tokens.requires_grad_(False)
     model.lm_head.requires_grad_(False)
     model.model.norm.requires_grad_(False)

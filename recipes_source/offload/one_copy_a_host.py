@@ -165,11 +165,6 @@ class SharedModel(streaming.StreamedModel):
             model.register_load_state_dict_post_hook(lambda *_: host.barrier()),
         ]
 
-    def sources(self, index: int) -> list[torch.Tensor]:
-        """Other ranks change weights here, too: the count of a layer's updates tells it."""
-        counts = self.optimizer.host.steps[index : index + 1] if self.optimizer else []
-        return [*super().sources(index), *counts]
-
     def wait_for_all(self) -> None:
         """Wait until no rank of the host reads or writes shared memory."""
         self.wait()

@@ -362,6 +362,11 @@ if __name__ == "__main__":
 # * What a loss is computed with must be a layer's result: ``output_attentions``, ``output_router_logits``
 #   and hooks on parts of a layer take other tensors out, which is an error in backward. To look at them,
 #   detach them.
+# * Gradients of layers' weights come from ``backward()`` alone: ``backward(inputs=...)`` and
+#   ``torch.autograd.grad`` find none of them, and forward-mode derivatives end at the first layer.
+# * A trained parameter of a layer that backward does not use has a gradient of zeros, not none.
+# * Where several layers read one tensor, a loss takes hidden states, or a layer runs twice, gradients are
+#   added in another order: their last bits differ from the resident run's.
 # * Frozen layers are computed, but nothing of them is stored, and below the lowest trained one there
 #   is no backward.
 # * Leave the model's own gradient checkpointing off: each layer runs again anyway.

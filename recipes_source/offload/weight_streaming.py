@@ -421,11 +421,10 @@ if __name__ == "__main__":
 # Known limits
 # ------------
 # * The weights must not change before ``wait()``, or between a forward and its backward. That is an error
-#   in backward, unless it was done by ``parameter.data``.
+#   in backward, unless it was done by ``parameter.data`` or by a fused optimizer of torch.
 # * A backward overwrites the gradients of the one before; :doc:`streamed_model` adds them up.
 # * Hooks on parameters do not run: gradients are asked for by ``torch.autograd.grad``.
-# * Under ``torch.autocast`` pass ``cache_enabled=False``: its cache would keep a cast copy of every
-#   layer's weights on the device.
+# * Under ``torch.autocast`` a layer's weights are cast at each use: its cache passes over views.
 # * Layers run in the order given. One that is called out of order is loaded when it is called.
 #
 # Further reading
