@@ -223,6 +223,21 @@ def test_files_beside_a_checkpoint_are_kept_and_so_is_the_new_one(tmp_path, befo
     assert torch.equal(kept, torch.ones(2))
 
 
+def test_a_save_that_fails_behind_its_first_folder_leaves_nothing(tmp_path) -> None:
+    from overlapped_stager import OverlappedSaves
+
+    class InFolders(OverlappedSaves):
+        def write(self, state: dict, directory: Path) -> None:
+            super().write(state, directory / "model")
+            raise OSError(28, "No space left on device")
+
+    with InFolders(CPU) as saves:
+        saves.save({"x": torch.ones(2)}, tmp_path / "step1")
+        with pytest.raises(RuntimeError, match="No space"):
+            saves.wait()
+    assert not list(tmp_path.iterdir()), "a full disk needs the room"
+
+
 def test_a_relative_directory_is_that_of_the_call(tmp_path, monkeypatch) -> None:
     from overlapped_stager import OverlappedSaves
 

@@ -230,8 +230,7 @@ class OverlappedSaves:
     def before_update(self, *_) -> None:
         """Make the current stream wait until the latest save has read the state."""
         if self.queued is not None and self.queued.exception(DEADLINE_S) is None:
-            has_been_read, _ = self.queued.result()
-            self.streams.current_stream().wait_event(has_been_read)
+            self.streams.current_stream().wait_event(self.queued.result()[0])  # all has been read
 
     def write_in_turn(self) -> None:
         """Write one checkpoint after the other, on the writing thread."""
@@ -241,18 +240,19 @@ class OverlappedSaves:
 
     def write_aside(self, number, staged, tensors, hosts, state, directory, done: Future) -> None:
         """Write one state under another name; give it its own when it is complete."""
-        aside = Path(f"{directory}.incomplete")
+        aside, unfinished = Path(f"{directory}.incomplete"), None
         try:
             if len(set(self.together(self.begin, number, staged, aside))) > 1:
                 raise RuntimeError(f"the ranks have called save for others than {directory}")
-            hosts = {id(tensor): host for tensor, host in zip(tensors, hosts, strict=True)}
+            hosts, unfinished = dict(zip(map(id, tensors), hosts, strict=True)), aside
             state = walk(state, lambda leaf: hosts[id(leaf)] if is_staged(leaf) else leaf)
             self.together(self.write, state, aside)
+            unfinished = None
             self.together(self.commit, aside, directory)
             done.set_result(directory)
         except BaseException as failure:  # CheckpointException is no Exception
-            if self.rank == 0 and not any(aside.rglob(".metadata")):
-                shutil.rmtree(aside, ignore_errors=True)  # incomplete; a full disk needs the room
+            if self.rank == 0 and unfinished:
+                shutil.rmtree(unfinished, ignore_errors=True)  # a full disk needs the room
             logging.getLogger(__name__).error("no checkpoint in %s: %s", directory, failure)
             self.failures.append(failure)
             done.set_exception(failure)
