@@ -133,7 +133,7 @@ class Gathers(shared_slots.Slots):
         self.drop()
         if self.order:  # of the first forward
             groups, self.order = list(dict.fromkeys(self.order)), None
-            short = not groups[0].unshard_in_backward  # an embedding: its kernels are queued first
+            short = groups[0].embeds  # an embedding: its kernels are queued first
             self.first = groups[: min(self.ahead, 2 - short)]
             groups[0].then = groups[1 : 1 + min(self.ahead, 2)] if short else []
             if self.ahead:
@@ -193,7 +193,7 @@ class InPlaceGather:
     def unshard(self, async_op: bool = False) -> None:
         if not self.all.in_forward and torch._C._current_graph_task_id() == -1:
             self.drop()  # between steps: weights may have changed since
-        needless = self._training_state.name == "PRE_BACKWARD" and not self.unshard_in_backward
+        needless = self._training_state.name == "PRE_BACKWARD" and self.embeds
         if needless or self._all_gather_result is not None or self.is_unsharded:
             return
         self.refused = self.slot is not None and self.slot.busy()
@@ -208,12 +208,12 @@ class InPlaceGather:
             self.all.gather(self)
         if self.copied():
             self._to_unsharded()
-            self.in_graph |= self._training_state.name == "FORWARD" and torch.is_grad_enabled()
+        self.in_graph |= self._training_state.name == "FORWARD" and torch.is_grad_enabled()
 
     def pre_forward(self, module, args, kwargs):
         if self.all.in_forward and self.all.order is not None:
             self.all.order.append(self)
-        graph = torch.is_grad_enabled() and self.unshard_in_backward and not self.in_graph
+        graph = torch.is_grad_enabled() and not self.embeds and not self.in_graph
         trains = graph and self.is_sharded and not (self.slot and self.slot.exclusive)
         if trains and not any(getattr(t, "requires_grad", 0) for t in tree_leaves((args, kwargs))):
             self.drop()
@@ -281,8 +281,7 @@ def gather_in_place(model: FSDPModule, ahead: int = 2, slots: int = 4) -> Gather
     gathers = Gathers(chosen, ahead, slots)
     for group in chosen:
         group.all = gathers
-        if shared_slots.embeds(group):
-            group.unshard_in_backward = False
+        group.embeds = shared_slots.embeds(group)
         peer_memory.become(group, InPlaceGather)
     shared_slots.count_updates(chosen)
     model.register_forward_pre_hook(gathers.begin_forward, prepend=True)

@@ -223,7 +223,7 @@ def add(p, gradient: torch.Tensor) -> None:
 # ----------------
 # FSDP2 calls ``post_backward`` when a unit's gradients are there. They are taken first, so that it
 # finds none, reshards the unit and returns. What it reduces in other ways stays its own: HSDP's
-# second reduction, float16 with its two divisions, float64, hooks, factors that are neither 1 nor the number
+# second reduction, float16 with its two divisions, float64, complex numbers, hooks, factors that are neither 1 nor the number
 # of ranks. Gradients that ``set_requires_gradient_sync(False)`` holds back wait as they do there.
 
 
@@ -253,12 +253,12 @@ class InPlaceReduce:
 
     def why_stock(self) -> bool:
         """Whether this backward's reduction is one that FSDP2 must do."""
-        dtype = self._reduce_dtype or self.fsdp_params[0].orig_dtype
+        dtype = self._reduce_dtype or (p := self.fsdp_params[0]).param_dtype or p.orig_dtype
         return (
             self.gradient_divide_factor not in (None, 1, self.pushed.memory.ranks)
             or self._all_reduce_hook is not None
             or getattr(self, "reduce_scatter_unused_params", False)
-            or dtype in (torch.float16, torch.float64)
+            or dtype not in (torch.float32, torch.bfloat16)
         )
 
     def pre_forward(self, *arguments):

@@ -344,6 +344,8 @@ if __name__ == "__main__":
 # ------------
 # * A unit's full weights are another unit's afterwards. FSDP2 frees them instead, so that a reference
 #   kept beyond ``reshard()`` is an error there; here it reads other numbers.
+# * A forward that changes its full weights in place (an embedding's ``max_norm``, a clamp) is not for
+#   slots: others may still copy them, and backward may read the changed ones, **without an error**.
 # * An optimizer's step counts as a change of the shards that it holds (``count_updates``). Autograd then
 #   refuses a backward that needs them as they were before a step; without slots it does not see that
 #   where an optimizer leaves counters alone.

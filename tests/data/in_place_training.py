@@ -41,6 +41,7 @@ FP32 = MixedPrecisionPolicy(param_dtype=torch.bfloat16, reduce_dtype=torch.float
 BF16 = MixedPrecisionPolicy(param_dtype=torch.bfloat16, reduce_dtype=torch.bfloat16)
 NONE = MixedPrecisionPolicy(param_dtype=torch.bfloat16)
 PLAIN = MixedPrecisionPolicy()
+HALF = MixedPrecisionPolicy(torch.float16, torch.float16, torch.bfloat16)
 POLICIES = {"fp32": FP32, "bf16": BF16, "None": NONE, "plain": PLAIN}
 
 
@@ -270,6 +271,15 @@ def never_all_at_once(model, optimizer):
         yield from train(model, optimizer, 1, turn, clip=False)
 
 
+def small_gradients(model, optimizer):
+    """Of a size at which float16 rounds coarsely."""
+    for turn in range(STEPS):
+        (loss_of(model, turn) / 4096).backward()
+        yield from [p.grad.to_local().clone() for p in model.shards]
+        optimizer.step()
+        optimizer.zero_grad()
+
+
 def two_optimizers(model, optimizer):
     second = torch.optim.SGD(model.blocks[1].parameters(), lr=1e-2, momentum=0.9)
     for turn in range(STEPS):
@@ -464,6 +474,20 @@ def all_by_hand(model, optimizer):
             block.reshard()
 
 
+def full_before_a_graph(model, optimizer):
+    """A unit that was unsharded by hand runs in one graph, then alone in another."""
+    for turn in range(STEPS):
+        yield from train(model, optimizer, 1, turn)
+        model.blocks[0].unshard()
+        loss = loss_of(model, 20 + turn)
+        alone = model.blocks[0](torch.ones(2, WIDTH, device=DEVICE)).float().sum()
+        loss.backward()
+        alone.backward()
+        yield from [p.grad.to_local().clone() for p in model.shards]
+        optimizer.step()
+        optimizer.zero_grad()
+
+
 def backward_raises(model, optimizer):
     yield from train(model, optimizer, 1)
 
@@ -557,6 +581,23 @@ class CalledTwice(Model):
         return self.output(self.norm(x)).float()
 
 
+class Complex(nn.Module):
+    """Complex weights: FSDP2 reduces them."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        torch.manual_seed(0)
+        linear = partial(nn.Linear, WIDTH, WIDTH, bias=False, dtype=torch.complex64)
+        self.blocks = nn.ModuleList(linear() for _ in range(BLOCKS))
+        self.embed = nn.Embedding(13, WIDTH)
+
+    def forward(self, ids: torch.Tensor) -> torch.Tensor:
+        x = self.embed(ids).to(torch.complex64)
+        for block in self.blocks:
+            x = block(x)
+        return nn.functional.pad(x.abs(), (0, 13 - WIDTH))
+
+
 class ReadsEmbedding(Model):
     """The head reads the embedding's weights without sharing the parameter with a module."""
 
@@ -613,6 +654,13 @@ def adapted(policy, dtype):
             block.norm.to(torch.float32)
             block.up.to(torch.bfloat16), block.down.to(torch.bfloat16)
     return shard(policy, model=model)
+
+
+def halved(policy):
+    model = Model()
+    for block in model.blocks:
+        fully_shard(block, mp_policy=HALF)
+    return fully_shard(model, mp_policy=policy)
 
 
 def ignoring(policy):
@@ -689,6 +737,13 @@ PROGRAMS = {
         partial(torch.optim.SGD, lr=0.1),
         policies=("plain",),
     ),
+    "complex": Program(
+        lambda policy: shard(policy, model=Complex()),
+        partial(train, clip=False),
+        policies=("plain",),
+    ),
+    "float16": Program(halved, small_gradients),
+    "full_before_a_graph": Program(shard, full_before_a_graph),
     "lora": Program(partial(adapted, dtype=torch.float32), train, policies=EVERY),
     "lora_mixed": Program(partial(adapted, dtype=torch.bfloat16), train),
     "ignored": Program(ignoring, partial(train, clip=False), policies=("plain",)),
