@@ -358,22 +358,24 @@ if __name__ == "__main__":
 # with ``in_backward=True`` at least :math:`\max(B + F, U)`.
 #
 # .. result-table:: offload_step
-#    :rows: resident streamed_adam streamed_adam_in_backward torchao torchao_clipped torchao_fp32 torchao_fp32_clipped fsdp2_cpu_offload larger_than_device
+#    :rows: resident streamed_adam streamed_adam_in_backward torchao torchao_clipped torchao_fp32 torchao_fp32_clipped deepspeed_offload fsdp2_cpu_offload larger_than_device
 #
-# ``torchao`` trained the same model, all of its layers, in the same loop on as many cores. It does not
-# clip: its step begins while the device still runs backward, with the gradients that are on the host
-# already. So compare ``streamed_adam_in_backward``. In the rows ``_clipped`` we clip for it, as
-# cheaply as we know: norms are taken in backward, and its Adam gets their factor. Compare
-# ``streamed_adam``. ``resident`` has everything on the device. ``larger_than_device`` is a deeper model,
-# whose state is larger than the device. What the others do differently:
+# ``resident`` has everything on the device. ``torchao`` trained the same model, all of its layers, in the
+# same loop on as many cores. It does not clip: its step begins while the device still runs backward. So
+# compare ``streamed_adam_in_backward``. In the rows ``_clipped`` we clip for it, as cheaply as we know:
+# norms are taken in backward, and its Adam gets their factor. Compare ``streamed_adam``.
+# ``larger_than_device`` is a deeper model, whose state is larger than the device. What the others do
+# differently:
 #
 # * ``torchao`` keeps the weights on the device. Weights and moments are in bf16, without fp32 masters,
-#   so an update moves half as many bytes. It trains less exactly: neighbouring numbers in bf16 are 1/256
-#   to 1/128 apart. A second moment with ``betas`` of 0.999 changes by a thousandth, so it never falls; a
-#   weight of 1 is not moved by a rate of 1e-4 (a test shows both). ``torchao_fp32`` has the precision of this
-#   page, and fp32 weights on the device.
-# * ``fsdp2_cpu_offload`` has weights and optimizer on the host and clips, as here. It ran on another host,
-#   with 16 cores, and on one rank, where it cannot prefetch.
+#   so an update moves half as many bytes: at the fewest tokens, where a clipped step waits for its
+#   update, ``torchao_clipped`` is ahead. It trains less exactly: a second moment with ``betas`` of 0.999
+#   never falls, and a weight of 1 is not moved by a rate of 1e-4 (a test shows both).
+#   ``torchao_fp32``, from another host, has the precision of this page, and fp32 weights on the device.
+# * ``deepspeed_offload``, on another host with twice the cores: ZeRO stage 3, weights and optimizer on
+#   the host, clipped.
+# * ``fsdp2_cpu_offload``, on another host with as many cores: the same by FSDP2, on one rank, where it
+#   cannot prefetch.
 #
 # What breaks if you remove a line
 # --------------------------------

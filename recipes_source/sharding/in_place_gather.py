@@ -251,7 +251,7 @@ class InPlaceGather:
 # --------
 # Each forward begins by queueing its first two units: when a loop has read its loss, the device waits
 # for the host. An embedding's own kernels come first. If your loop changes no weights between the
-# update and the next forward, say so, and these gathers run while it reads:
+# update and the next forward, say so, and these gathers run while it reads (row ``fsdp2_in_place_begun``):
 #
 # .. code-block:: python
 #
@@ -354,7 +354,7 @@ if __name__ == "__main__":
 #    :where: model=llama-8b-blocks loop=reads compiled=no reduce_dtype=float32 activation_checkpointing=no
 #
 # .. result-table:: fsdp_overlap
-#    :rows: no_communication fsdp2_no_collectives fsdp2 fsdp2_tuned fsdp2_in_place megatron-fsdp
+#    :rows: no_communication fsdp2_no_collectives fsdp2 fsdp2_tuned fsdp2_in_place fsdp2_in_place_begun megatron-fsdp
 #    :where: model=llama-8b-blocks loop=reads compiled=no reduce_dtype=float32 activation_checkpointing=no
 #
 # With each block compiled:
