@@ -420,8 +420,8 @@ if __name__ == "__main__":
 # Memory
 # ------
 # The host memory of :doc:`overlapped_stager`, twice that until a changed state has been planned anew.
-# The kept plan takes about 1.5 kB for each *kind* of tensor (shape and dtype), some hundred bytes for each tensor and set of
-# buffers, and on rank 0 the ``.metadata`` of all ranks.
+# The kept plan takes about 1.5 kB for each *kind* of tensor (shape and dtype), some hundred bytes for
+# each tensor and buffer, and on rank 0 the ``.metadata`` of all ranks.
 #
 # Known limits
 # ------------
