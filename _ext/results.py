@@ -117,7 +117,7 @@ class ResultDirective(SphinxDirective):
             elif not shown:
                 shown.append(not_measured(name))
                 shown += [_small(not_run(row, why[row])) for row in absent]
-            tabs.append((result.machine, shown, measured and 1 + (not changed)))
+            tabs.append((result.machine, shown, measured and (not changed, result.data["date"])))
         kept = sorted((tab for tab in tabs if tab[2]), key=lambda tab: tab[2]) or tabs[-1:]
         return device_tabs([tab[:2] for tab in kept]) if kept else [not_measured(name)]
 

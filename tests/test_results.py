@@ -417,6 +417,15 @@ def test_one_tab_a_file_most_ranks_first(repo):
     assert labels == ["2 × Test GPU", "1 × Test GPU"]
 
 
+def test_of_tabs_of_earlier_code_the_latest_comes_first(repo):
+    earlier = {"code_sha256": {"async_save": "of an earlier version"}}
+    measure(repo, 2, date="2026-02-01", **earlier)
+    measure(repo, 4, date="2026-01-01", **earlier)
+    html, _ = render(repo, ".. result-table:: checkpoint_stall")
+    labels = re.findall(r'class="sd-tab-label"[^>]*>\s*([^<]+?)\s*<', html)
+    assert labels == ["2 × Test GPU", "4 × Test GPU"]
+
+
 def test_a_tab_of_todays_code_comes_before_one_of_an_earlier_version(repo):
     measure(repo, 4, code_sha256={"async_save": "of an earlier version"})
     measure(repo, 1)
