@@ -395,7 +395,7 @@ if __name__ == "__main__":
 # ------------
 # * The hook orders optimizers and nothing else: see ``before_update`` above.
 # * ``model.to`` can give a model new buffers. Pass ``model.buffers`` without parentheses, so that
-#   each plan asks for those of now; of a list, the old ones would be read too late.
+#   each plan asks for those of now. With a list, new buffers are copied while forward changes them.
 # * Save after ``optimizer.step()``: gradients of a half-done accumulation are not in the state.
 # * After an exception, Ctrl-C, or ``sys.exit`` in the block only the write in progress is finished,
 #   for 30 s at most. Saves that wait behind it are dropped, and logged.

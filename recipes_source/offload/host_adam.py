@@ -74,9 +74,9 @@ BLOCK = 2**20  # parameters that a thread updates in one call
 # ---------------------
 # ``announce`` is for the thread that trains: from then on, the next load of these layers waits.
 # ``start`` is for whoever knows that the gradients are on the host; ``later`` announces, and has another
-# thread start. What goes wrong in a thread is raised where somebody waits for it, as often as somebody
-# does; so is a step that was interrupted, by Ctrl-C say, until a checkpoint is loaded. A layer's steps
-# are counted for itself: Adam's bias correction is of the steps that it had.
+# thread start. An error in a thread is raised by each call that waits for that thread. After a step that
+# was interrupted, by Ctrl-C say, each such call raises until a checkpoint is loaded. Each layer counts its
+# own steps: Adam's bias correction is of the steps that it had.
 #
 # Each core but one has a thread, and a thread takes the next block when it is free. What it does with a
 # block is on :doc:`adam_in_pieces`: one pass over its memory, without Python's lock. The thread that

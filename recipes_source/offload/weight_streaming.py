@@ -12,6 +12,9 @@ on the device.
 **When not to bother:** weights and gradients fit the device; or your steps have few tokens, so that the
 link decides. What whole steps cost is on :doc:`whole_step`.
 
+This page is how it is done. The lines to paste, for a model that you did not write, are on
+:doc:`streamed_model`.
+
 .. grid:: 1 1 2 2
 
    .. grid-item-card:: What you learn
@@ -421,10 +424,11 @@ if __name__ == "__main__":
 # Known limits
 # ------------
 # * The weights must not change before ``wait()``, or between a forward and its backward. That is an error
-#   in backward, unless it was done by ``parameter.data`` or by a fused optimizer of torch.
+#   in backward. A change by ``parameter.data`` or by a fused optimizer of torch is not noticed.
 # * A backward overwrites the gradients of the one before; :doc:`streamed_model` adds them up.
 # * Hooks on parameters do not run: gradients are asked for by ``torch.autograd.grad``.
-# * Under ``torch.autocast`` a layer's weights are cast at each use: its cache passes over views.
+# * Under ``torch.autocast`` a layer's weights are cast at each use. Autocast's cache keeps no views, and
+#   the weights here are views.
 # * Layers run in the order given. One that is called out of order is loaded when it is called.
 #
 # Further reading

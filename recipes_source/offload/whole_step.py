@@ -364,18 +364,17 @@ if __name__ == "__main__":
 # same loop on as many cores. It does not clip: its step begins while the device still runs backward. So
 # compare ``streamed_adam_in_backward``. In the rows ``_clipped`` we clip for it, as cheaply as we know:
 # norms are taken in backward, and its Adam gets their factor. Compare ``streamed_adam``.
-# ``larger_than_device`` is a deeper model, whose state is larger than the device. What the others do
-# differently:
+# ``larger_than_device`` is a deeper model, whose state is larger than the device. The others:
 #
 # * ``torchao`` keeps the weights on the device. Weights and moments are in bf16, without fp32 masters,
 #   so an update moves half as many bytes: at the fewest tokens, where a clipped step waits for its
 #   update, ``torchao_clipped`` is ahead. It trains less exactly: a second moment with ``betas`` of 0.999
 #   never falls, and a weight of 1 is not moved by a rate of 1e-4 (a test shows both).
-#   ``torchao_fp32``, from another host, has the precision of this page, and fp32 weights on the device.
+#   The rows ``torchao_fp32``, from another host, have the precision of this page, and fp32 weights on the
+#   device.
 # * ``deepspeed_offload``, on another host with twice the cores: ZeRO stage 3, weights and optimizer on
-#   the host, clipped.
-# * ``fsdp2_cpu_offload``, on another host with as many cores: the same by FSDP2, on one rank, where it
-#   cannot prefetch.
+#   the host, clipped; extended from fewer layers, as ``resident`` is.
+# * ``fsdp2_cpu_offload``, on another host with as many cores: the same by FSDP2. One rank cannot prefetch.
 #
 # What breaks if you remove a line
 # --------------------------------
@@ -403,11 +402,11 @@ if __name__ == "__main__":
 # * Every rank must take the same steps, and run the same layers in each: a mean over ranks is a
 #   collective, and pairs gradients by their order.
 # * With weights in bf16 and ``gradient_dtype`` unset, sums of microbatches are rounded to bf16 each time,
-#   as ``parameter.grad`` is anywhere. With ``gradient_dtype`` the sums are dropped by the optimizer's
-#   ``zero_grad()`` alone: the model's finds no ``parameter.grad`` there.
+#   as ``parameter.grad`` is anywhere. With ``gradient_dtype`` only the optimizer's ``zero_grad()`` drops
+#   the sums, not the model's.
 # * A trained parameter that a step does not use (an expert without tokens) has a gradient of zeros,
 #   where it would have none elsewhere: its moments and its decay go on.
-# * ``load_state_dict`` rounds the weights from the masters; load the model first.
+# * The optimizer's ``load_state_dict`` makes the weights its rounded masters: load the model first.
 # * Gradients are judged as backward left them: what changes ``p.grad.data`` is not seen, and a step with
 #   a NaN that the loop has taken out is skipped all the same.
 #

@@ -294,7 +294,7 @@ def gather_in_place(model: FSDPModule, ahead: int = 2, slots: int = 4) -> Gather
 # --------------------
 # After each step the proof calls two blocks alone, so that others are gathered in vain, changes the
 # weights in a way that nothing knows of, and evaluates. Every loss and every final weight must
-# have the bits of stock FSDP2. ``tests/data/in_place_training.py`` does the same with some fifty
+# have the bits of stock FSDP2. ``tests/data/in_place_training.py`` does the same with dozens of
 # programs: tied weights, LoRA, torchtitan's grouping, accumulation, activation checkpointing, HSDP,
 # compiled models, EMA swapped in, loads in six ways, optimizers in backward.
 
@@ -363,16 +363,17 @@ if __name__ == "__main__":
 #    :rows: no_communication fsdp2 fsdp2_in_place
 #    :where: model=llama-8b-blocks compiled=yes
 #
-# **When do copy engines pay?** Against stock FSDP2, the median gains in every row, most at 2,048
-# tokens. With compiled blocks the intervals are wide, and one reaches below 100 %. **From how
-# many tokens is stock good enough?** Where ``fsdp2`` comes as near to no communication as you ask:
-# its share rises with the tokens. ``megatron-fsdp``, which did not clip and has bfloat16 gradients,
-# was ahead of in place at 2,048 tokens and behind it at 8,192, in few pairs on a busy host.
+# **When do copy engines pay?** On two GPUs each median is above that of stock FSDP2. Rows below 4,096
+# tokens come from several runs on a busy host: compare them by the column against ``fsdp2``, taken in
+# turn. Compiled, one interval reaches below 100 %. **From how many tokens is stock good
+# enough?** Where ``fsdp2`` comes as near to no communication as you ask: its share rises with the
+# tokens. ``megatron-fsdp``, which did not clip and has bfloat16 gradients, was ahead of in place at
+# 2,048 tokens and behind it at 8,192, in few pairs.
 # :doc:`/guide/results` also has loops that read nothing, bfloat16 reductions and recomputation.
 #
 # **What changes with four GPUs?** Three quarters of each weight come from peers instead of half, and
-# each rank adds four parts. Against stock FSDP2 the gain is that of two GPUs from 4,096 tokens on; at
-# 2,048 little is left of it. Those rows have four pairs, so read them as approximate. Eight GPUs: not
+# each rank adds four parts. Against stock FSDP2 the gain is about that of two GPUs from 4,096 tokens on;
+# at 2,048 little is left. Those rows have four pairs: approximate. Eight GPUs: not
 # measured. On a synthetic stack in bfloat16 in place is ahead of a schedule that needs no FSDP2, at
 # each size at which they took turns (:doc:`peer_schedule` has the rows).
 #
@@ -401,19 +402,20 @@ if __name__ == "__main__":
 # ------------
 # * Pass the module that your loop calls. Its parts may be called too; they gather on demand.
 # * ``unshard(async_op=True)`` before a forward gains nothing: that unit is gathered anew.
-# * Weights changed inside a forward, its hooks too, before its backward, or behind
+# * Weights that change inside a forward or its hooks, before its backward, or behind
 #   ``begin_next_forward()`` are gathered anew if all ranks change them and PyTorch counts it
 #   (:doc:`shared_slots`). Changes by ``.data``, ``dcp.load``, collectives or ``torch._foreach_*`` are not
 #   counted: units gathered ahead, or kept for backward, have the old weights, **without an error**.
 # * Call it between steps. Your own prefetch lists and collectives (``set_custom_all_gather``) stay, if
 #   set before.
 # * A reference to full weights that is kept beyond ``reshard()`` reads another unit's numbers.
-# * Two units of one slot that are needed together in a graph, though they were not in the first
-#   forward, are an error: ``set_reshard_after_backward(False)``, or all units unsharded by hand while
-#   a backward is pending or never came. More ``slots`` cure it.
-# * ``create_graph=True`` is an error where backward releases weights: stock FSDP2's next backward fails.
-# * ``torch.func`` and compiled autograd are errors. Behind a ``KeyboardInterrupt`` in a forward, run a
-#   whole one before its parts.
+# * Two units that share a slot cannot both be full while a backward may come: an error. It comes with
+#   ``set_reshard_after_backward(False)``, or if you unshard all units after a forward that had no
+#   backward. More ``slots`` cure it.
+# * ``create_graph=True`` needs ``set_reshard_after_backward(False)``, or is an error: stock FSDP2's next
+#   backward fails.
+# * ``torch.func`` and compiled autograd raise errors. After Ctrl-C in a forward, call the whole model
+#   before its parts.
 # * Units that are offloaded, sharded on another dimension, over another group, or that bring an
 #   all-gather of their own (float8) stay FSDP2's, with a warning.
 # * Full weights that you keep over the end of a forward (``set_reshard_after_forward(False)``, the

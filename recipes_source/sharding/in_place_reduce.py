@@ -372,9 +372,10 @@ if __name__ == "__main__":
 # * A reduce-scatter of your own (``set_custom_reduce_scatter``) is kept, if it is set before the call;
 #   set later it is an error.
 # * Accumulation in float32 makes gradients twice as wide: slots grow once, in a collective.
-# * A backward that raises leaves one unit's gradients out; FSDP2 adds them.
-# * Behind such a backward call ``model.reset_iter_state()`` (PyTorch 2.13 on) before that of an earlier
-#   forward: without it stock FSDP2 reduces no gradient of the root, and this leaves out others too.
+# * When a backward raises, one unit's gradients that stock FSDP2 has added by then are missing here.
+# * Two forwards, and the backward of the second raises: call ``model.reset_iter_state()`` (PyTorch 2.13
+#   on) before the backward of the first. Without it stock FSDP2 reduces no gradient of the root; here
+#   those of other units are missing, too.
 # * A unit's gradient is in ``.grad`` one unit later than with stock FSDP2, the last unit's at the end
 #   of backward.
 # * The barrier's kernel is one thread block, which holds its place on an SM until the last rank has

@@ -6,7 +6,7 @@ Memory that the other ranks read, and what FSDP2 keeps in it
 
 Read the GPU memory of the other ranks of a host. A gather is then a few copies that a copy engine
 makes, with no kernel on the compute cores and no partner that must take part. This page has the
-parts that the next two are made of; alone it speeds up nothing. To have FSDP2 use them, begin with
+parts that the next pages are made of; alone it speeds up nothing. To have FSDP2 use them, begin with
 :doc:`in_place_gather`.
 
 .. grid:: 1 1 2 2
@@ -145,7 +145,7 @@ def why_not(group: dist.ProcessGroup, device: torch.device) -> str | None:
 # FSDP2's groups of parameters
 # ----------------------------
 # FSDP2 gathers the parameters of a unit together, as one ``FSDPParamGroup``. There is no public way
-# to it. What the next two pages use is listed here and looked for at the call, so that a PyTorch
+# to it. What the next pages use is listed here and looked for at the call, so that a PyTorch
 # that changes it is a clear error and not another model. Found in 2.11 to 2.15; public names for
 # "the groups of a module", "gather", "gathered" and "reduce" would replace them all.
 #

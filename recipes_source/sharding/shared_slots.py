@@ -346,9 +346,8 @@ if __name__ == "__main__":
 #   kept beyond ``reshard()`` is an error there; here it reads other numbers.
 # * A forward that changes its full weights in place (an embedding's ``max_norm``, a clamp) is not for
 #   slots: others may still copy them, and backward may read the changed ones, **without an error**.
-# * An optimizer's step counts as a change of the shards that it holds (``count_updates``). Autograd then
-#   refuses a backward that needs them as they were before a step; without slots it does not see that
-#   where an optimizer leaves counters alone.
+# * An optimizer's step counts as a change of its weights (``count_updates``). So a backward that needs
+#   weights as they were before the step is an error. Stock FSDP2 lets it pass, with most optimizers.
 # * Private names of FSDP2: :doc:`peer_memory` lists them.
 #
 # Further reading
