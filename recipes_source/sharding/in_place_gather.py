@@ -365,11 +365,10 @@ if __name__ == "__main__":
 #
 # **When do copy engines pay?** On two GPUs each median is above that of stock FSDP2. Rows below 4,096
 # tokens come from several runs on a busy host: compare them by the column against ``fsdp2``, taken in
-# turn. Compiled, one interval reaches below 100 %. **From how many tokens is stock good
-# enough?** Where ``fsdp2`` comes as near to no communication as you ask: its share rises with the
-# tokens. ``megatron-fsdp``, which did not clip and has bfloat16 gradients, was ahead of in place at
-# 2,048 tokens and behind it at 8,192, in few pairs.
-# :doc:`/guide/results` also has loops that read nothing, bfloat16 reductions and recomputation.
+# turn. With compiled blocks one interval reaches below 100 %. The more tokens, the less there is to
+# gain. ``megatron-fsdp``, which did not clip and has bfloat16 gradients, was ahead of in place at
+# 2,048 tokens and behind it at 8,192, in few pairs. :doc:`/guide/results` also has loops that read
+# nothing, bfloat16 reductions and recomputation.
 #
 # **What changes with four GPUs?** Three quarters of each weight come from peers instead of half, and
 # each rank adds four parts. Against stock FSDP2 the gain is about that of two GPUs from 4,096 tokens on;

@@ -52,7 +52,7 @@ comes one barrier. One unit later, the compute stream sums what all ranks have l
 
 .. lanes:: Schematic, one rank. Slot A is written again after barrier 2, which no rank passes before all have summed what was there.
 
-   compute:  0-6 backward 2; 6-12 backward 1; 12-13 sum 2; 13-19 backward 0; 19-20 sum 1; 22-23 sum 0
+   compute:  0-6 backward 2; 6-12 backward 1; 12-13 sum 2; 13-19 backward 0; 19-20 sum 1; 22-24 sum 0
    reduce:   6-9 push to slots A ~; 12-15 push to slots B ~; 19-22 push to slots A ~
    @9 1
    @15 2

@@ -50,7 +50,7 @@ passes a barrier and copies the others' rows. Backward copies again what lies th
 
    compute:  6-12 forward 0; 12-18 forward 1; 18-27 backward 1; 27-36 backward 0
    gather:   0-1 cast 0; 1-5 copy 0 ~; 6-7 cast 1; 7-11 copy 1 ~; 19-23 copy 0 ~
-   reduce:   27-30 push 1 ~; 31-32 sum; 36-39 push 0 ~; 40-41 sum
+   reduce:   27-30 push 1 ~; 31-32 sum; 36-39 push 0 ~; 40-42 sum
    @1 1
    @7 2
    @30 3
