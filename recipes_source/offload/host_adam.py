@@ -337,6 +337,8 @@ if __name__ == "__main__":
 #   whose size is not a multiple of 16.
 # * Each rank of a host updates all weights, on its part of the cores. To share work and memory:
 #   :doc:`one_copy_a_host`.
+# * After an update that failed, or a step that was interrupted, ``state_dict()`` raises until a checkpoint
+#   is loaded. ``dcp.load`` asks for one to fill: give it a copy of an earlier one, or start anew.
 # * Cores are not reserved: data loading on the same ones slows updates, and goes before them.
 #
 # Further reading

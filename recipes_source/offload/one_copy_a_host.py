@@ -345,7 +345,8 @@ if __name__ == "__main__":
 #   (``/sys/kernel/mm/transparent_hugepage/shmem_enabled``); without, locking takes longer.
 # * ``close()`` waits until the other ranks have written their parts of the last step, unless an
 #   error is on its way.
-# * After an update that failed, loading a checkpoint is not enough: make model and optimizer anew.
+# * After an update that failed, or a step that was interrupted, loading a checkpoint is not enough, whatever
+#   the error says: make model and optimizer anew, on all ranks.
 # * A rank that dies leaves the others waiting for its part, until ``torchrun`` ends them.
 # * Ranks of a host must be numbered one after the other, as ``torchrun`` does.
 # * A change of weights by other means than ``load_state_dict`` needs ``wait_for_all()`` before, by all

@@ -104,10 +104,10 @@ STEPS, BAD_STEP, MAX_NORM, ON_DEVICE = 5, 2, 0.5, 1e-2
 # * ``in_backward=True`` updates each layer when its gradients arrive: the update hides behind backward
 #   as well, and nothing is clipped. Earlier microbatches must be in ``no_sync()``; another is an error.
 # * **A norm that is not finite.** Without ``in_backward`` the step changes nothing and is counted in
-#   ``skipped``: nobody raises. With it, layers above may be updated already. So the next call that waits
-#   raises ``FloatingPointError``: the next forward, ``streamed.wait()``, or ``state_dict()``. Then load
-#   a checkpoint of model and optimizer. To clip exactly *and* hide the update behind backward, one would
-#   have to update ahead and roll back, as SuperOffload does.
+#   ``skipped``: nobody raises. With it, layers above may be updated already. So what waits next raises
+#   ``FloatingPointError``: a forward, say. Then load a checkpoint of model and optimizer; several
+#   ranks start anew: each raises when it knows. To clip exactly *and* hide the update behind
+#   backward, one would have to update ahead and roll back, as SuperOffload does.
 # * A loop that clips by itself, such as a trainer's, is right without ``max_norm``: then gradients may be
 #   changed after backward. With it, or with ``in_backward``, that is an error.
 # * ``load_state_dict`` of the model ends in a hook that makes masters of the weights, except where a
@@ -407,8 +407,8 @@ if __name__ == "__main__":
 # * A trained parameter that a step does not use (an expert without tokens) has a gradient of zeros,
 #   where it would have none elsewhere: its moments and its decay go on.
 # * The optimizer's ``load_state_dict`` makes the weights its rounded masters: load the model first.
-# * Gradients are judged as backward left them: what changes ``p.grad.data`` is not seen, and a step with
-#   a NaN that the loop has taken out is skipped all the same.
+# * Gradients are judged as backward left them: what changes ``p.grad.data`` is not seen, and a step whose
+#   NaN the loop has taken out is skipped.
 #
 # Further reading
 # ---------------
