@@ -123,5 +123,9 @@ def test_a_lightning_checkpoint_is_whole_until_its_successor_has_the_name(
     with pytest.raises(OSError, match="not empty"):
         saves.commit(aside, last)
     assert len(list(last.iterdir())) == 4, "files of others are left alone"
+    saves.rank = 1
+    with monkeypatch.context() as patched:
+        patched.setattr(Path, "glob", crash)  # rank 0 renames the directory meanwhile
+        saves.commit(aside, last)
     shutil.rmtree(aside)
     assert [path.name for path in tmp_path.iterdir()] == ["last.ckpt"]

@@ -40,6 +40,7 @@ are for the proof.
 import io
 import shutil
 import sys
+from concurrent.futures import wait
 from contextlib import ExitStack
 from itertools import chain, repeat
 from pathlib import Path
@@ -59,8 +60,8 @@ class LightningSaves(OverlappedSaves):
             (directory / "meta.pt").write_bytes(state["meta"].getvalue())
 
     def commit(self, aside: Path, directory: Path) -> None:
-        others = {x.name for x in directory.glob("*") if x.suffix != ".distcp"}
-        if self.rank == 0 and others == {".metadata", "meta.pt"}:
+        older = directory.glob("*") if self.rank == 0 else []
+        if {x.name for x in older if x.suffix != ".distcp"} == {".metadata", "meta.pt"}:
             shutil.rmtree(f"{directory}.replaced", ignore_errors=True)
             directory.rename(f"{directory}.replaced")
         super().commit(aside, directory)
@@ -73,8 +74,10 @@ class OverlappedStrategy(ModelParallelStrategy):
 
     def setup(self, trainer) -> None:
         super().setup(trainer)
-        self.block, self.latest, self.outdated = ExitStack(), None, []
+        self.block, self.newest, self.outdated = ExitStack(), "", []
         self.saves = self.block.enter_context(LightningSaves(self.root_device, self.model.buffers))
+        for callback in trainer.checkpoint_callbacks:
+            callback.file_exists = self.file_exists
 
     def lightning_module_state_dict(self) -> dict:
         return get_model_state_dict(self.model)
@@ -89,14 +92,26 @@ class OverlappedStrategy(ModelParallelStrategy):
         parts = {f"optimizer_{i}": s for i, s in enumerate(checkpoint.pop("optimizer_states", []))}
         parts["state_dict"] = checkpoint.pop("state_dict")
         torch.save(checkpoint, meta := io.BytesIO())
-        self.latest = self.saves.save({"sharded": parts, "meta": meta}, self.broadcast(filepath))
+        self.newest = self.broadcast(filepath)
+        done = self.saves.save({"sharded": parts, "meta": meta}, self.newest)
+        wait([done] if sys.exc_info()[0] else [])  # training has raised: it is the last one
 
     def remove_checkpoint(self, filepath: str) -> None:
-        self.outdated.append(filepath)  # it may be the only complete one
+        self.outdated.append((filepath, self.newest))  # it may be the only complete one
+        if not self.saves.running:  # after fit
+            self.on_train_end()
 
     def on_train_end(self) -> None:
-        while self.latest and self.latest.exception() is None and self.outdated:  # it waits
-            super().remove_checkpoint(self.outdated.pop())
+        wait(self.saves.uploads)
+        for old, new in self.outdated if self.is_global_zero else []:
+            if Path(old).exists() and Path(new).exists():
+                shutil.rmtree(f"{old}.replaced", ignore_errors=True)
+                super().remove_checkpoint(Path(old).rename(f"{old}.replaced"))
+        self.outdated = []
+
+    def file_exists(self, filepath: str, trainer) -> bool:
+        self.on_train_end()  # now it exists, or its save has failed
+        return self.broadcast(Path(filepath).exists())
 
     def optimizer_step(self, optimizer, closure, model=None, **kwargs):
         losses = chain([closure()], (closure() for _ in repeat(None)))  # LBFGS asks again
@@ -123,10 +138,17 @@ class OverlappedStrategy(ModelParallelStrategy):
 # ``save_checkpoint``
 #    Whatever is not a tensor of model or optimizer (loops, callbacks, schedules) is a few
 #    kilobytes. It is serialized at once and lies beside the shards as ``meta.pt``, where
-#    Lightning's loading looks. The name is that of rank 0: ranks may have other metrics in it.
+#    Lightning's loading looks. The name is that of rank 0: ranks may have other metrics in it. A
+#    save after an exception (``OnExceptionCheckpoint``) is waited for.
 # ``remove_checkpoint``, ``on_train_end``
 #    ``ModelCheckpoint`` deletes the old checkpoint as soon as a save has *returned*. Here the new
-#    one is not complete by then. So deletions wait until it is, and are put off if it failed.
+#    one is not complete by then. So deletions wait until it is. If it failed, the old one stays for
+#    good. A deletion begins with a change of name: of a run that is killed in it, ``ckpt_path="last"``
+#    would take what is left for the newest.
+# ``file_exists``
+#    ``ModelCheckpoint`` asks this before it chooses a name. It must not miss the checkpoint that
+#    is being written: two callbacks would share its name, and one would delete what the other
+#    keeps.
 # ``LightningSaves.commit``
 #    Lets ``save_last=True`` replace ``last.ckpt`` at every save. If other files lie in it, the save
 #    fails and leaves them alone.
@@ -143,7 +165,8 @@ class OverlappedStrategy(ModelParallelStrategy):
 #    Lightning does.
 #
 # A checkpoint gets its name when it is complete. ``fit(ckpt_path="last")`` looks for files called
-# ``last-{step}`` that end in ``.ckpt``. What a killed run leaves ends in ``.incomplete``.
+# ``last-{step}`` that end in ``.ckpt``. What a killed run leaves ends in ``.incomplete`` or
+# ``.replaced``.
 # ``save_last="link"`` would set its link too early.
 #
 # Something to train
@@ -153,13 +176,11 @@ class OverlappedStrategy(ModelParallelStrategy):
 # Lightning stores none, so each step's dropout has a seed of its own here.
 
 import argparse
-import logging
 import multiprocessing
 import os
 import signal
 import tempfile
 import warnings
-from collections.abc import Iterator
 
 import torch.distributed as dist
 from lightning.fabric.plugins.environments import TorchElasticEnvironment
@@ -169,8 +190,8 @@ from torch.distributed.fsdp import fully_shard
 from torch.nn.functional import dropout
 from torch.optim.optimizer import register_optimizer_step_pre_hook
 
-STEPS, SAVE_EVERY, KILLED_AT = 8, 2, 4  # killed while it writes the checkpoint of that step
-WIDTH, SAMPLES = 32, 8
+STEPS, SAVE_EVERY, WIDTH, SAMPLES = 8, 2, 32, 8
+KILLED_AT = 4  # while it writes the checkpoint of that step
 
 
 class Batches:
@@ -182,7 +203,7 @@ class Batches:
     def __len__(self) -> int:
         return 2 * STEPS
 
-    def __iter__(self) -> Iterator[torch.Tensor]:
+    def __iter__(self):
         while self.batch < len(self):
             seed = self.batch * dist.get_world_size() + dist.get_rank()
             self.batch += 1
@@ -211,13 +232,10 @@ class Model(LightningModule):
         self.losses[self.global_step + 1] = loss.item()
         return loss
 
-    def configure_optimizers(self) -> dict:
+    def configure_optimizers(self) -> tuple[list, list]:
         optimizer = torch.optim.AdamW(self.parameters(), lr=1e-2)
         schedule = torch.optim.lr_scheduler.CosineAnnealingLR(optimizer, STEPS)
-        return {
-            "optimizer": optimizer,
-            "lr_scheduler": {"scheduler": schedule, "interval": "step"},
-        }
+        return [optimizer], [{"scheduler": schedule, "interval": "step"}]
 
 
 def train(folder: Path, seed: int, save: bool = True, resume: str | None = None) -> dict:
@@ -227,7 +245,6 @@ def train(folder: Path, seed: int, save: bool = True, resume: str | None = None)
     checkpoints = ModelCheckpoint(folder, filename="last-{step}", every_n_train_steps=SAVE_EVERY)
     trainer = Trainer(
         max_steps=STEPS,
-        accelerator="auto",
         devices=int(os.environ["LOCAL_WORLD_SIZE"]),
         strategy=OverlappedStrategy(dist.get_world_size(), tensor_parallel_size=1),
         plugins=[TorchElasticEnvironment()],
@@ -288,25 +305,16 @@ def main(directory: Path) -> None:
     assert first.exitcode != 0, "the first run was to be killed"
 
     start_rank("resumed")
-    try:
-        if dist.get_rank() == 0:
-            print("after the kill:", *sorted(path.name for path in directory.iterdir()))
-        dist.barrier()
-        resumed = train(directory, seed=1, resume="last")
-        print(f"resumed at step {min(resumed)}: loss {resumed[STEPS]:.6f} at the end")
-        assert min(resumed) == KILLED_AT - SAVE_EVERY + 1, "not the last complete checkpoint"
-        expected = train(directory, seed=0, save=False)
-        assert resumed == {step: expected[step] for step in resumed}, "another run"
-        print(f"steps {min(resumed)} to {STEPS}: the losses of the run without a kill, bit by bit")
-        dist.barrier()
-        print("kept:", *sorted(path.name for path in directory.iterdir()))
-    finally:
-        dist.destroy_process_group()
+    resumed = train(directory, seed=1, resume="last")
+    assert min(resumed) == KILLED_AT - SAVE_EVERY + 1, "not the last complete checkpoint"
+    expected = train(directory, seed=0, save=False)
+    assert resumed == {step: expected[step] for step in resumed}, "another run"
+    print(f"steps {min(resumed)} to {STEPS}: the losses of the run without a kill, bit by bit")
+    dist.destroy_process_group()
 
 
 if __name__ == "__main__":
     warnings.filterwarnings("ignore")
-    logging.getLogger("lightning.pytorch").setLevel(logging.ERROR)
     parser = argparse.ArgumentParser()
     parser.add_argument("--dir", type=Path, help="where checkpoints go (default: temporary)")
     with tempfile.TemporaryDirectory() as temporary:

@@ -32,6 +32,7 @@ named above are for the proof.
 .. verification-badge::
 """
 
+import atexit
 import sys
 from concurrent.futures import Future
 from contextlib import ExitStack
@@ -61,6 +62,7 @@ class OverlappedCheckpointManager(CheckpointManager):
             device = next(model_parts[0].parameters()).device
             saves = OverlappedSaves(device, lambda: [b for m in model_parts for b in m.buffers()])
             self.saves = self.block.enter_context(saves)
+            atexit.register(self.close)  # Ctrl-C ends torchtitan without a call of ``close``
 
     def dcp_save(
         self, state_dict: dict, checkpoint_id: str, async_mode: AsyncMode, **options
@@ -83,6 +85,7 @@ class OverlappedCheckpointManager(CheckpointManager):
                 self.purge_queue.put(self._create_checkpoint_id(step))
 
     def _close(self) -> None:
+        atexit.unregister(self.close)
         self.block.__exit__(*sys.exc_info())
         super()._close()
 
@@ -116,7 +119,8 @@ class OverlappedCheckpointManager(CheckpointManager):
 #    ``OverlappedSaves`` is a context manager, and this one lasts as long as the checkpoint
 #    manager. torchtitan calls ``close`` at the end of training, and then the block waits for what
 #    is being written. torchtitan also calls it when training has raised. Then ``sys.exc_info()``
-#    has the exception, and the block does not wait for other ranks.
+#    has the exception, and the block does not wait for other ranks. It does not call ``close``
+#    after Ctrl-C; ``atexit`` does.
 #
 # You need no hook before the optimizer: ``OverlappedSaves`` orders every ``optimizer.step()`` in
 # the process after its copies. torchtitan's own ``async_with_pinned_mem`` waits there
@@ -136,7 +140,6 @@ import os
 import signal
 import tempfile
 import warnings
-from collections.abc import Iterator
 
 import torch
 import torch.distributed as dist
@@ -154,7 +157,7 @@ class Batches(BaseDataLoader):
     def __init__(self) -> None:
         self.batch = 0
 
-    def __iter__(self) -> Iterator[torch.Tensor]:
+    def __iter__(self):
         while True:
             seed = self.batch * dist.get_world_size() + dist.get_rank()
             self.batch += 1

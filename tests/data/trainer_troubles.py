@@ -1,6 +1,8 @@
 """What users of three trainers do around saves; the arguments name the trainer and the troubles."""
 
 import logging
+import os
+import subprocess
 import sys
 import tempfile
 import threading
@@ -75,20 +77,34 @@ def torchtitan() -> dict[str, Callable[[Path], None]]:
         run.checkpointer.close()
         assert any(buffer is run.model.late for buffer in found), "of those before alone"
 
+    def interrupted(root: Path) -> None:
+        """Ctrl-C: torchtitan's program ends without ``close``, and the save is finished."""
+        program = (
+            f"import sys; sys.path[:0] = {sys.path[:3]}\n"
+            "import pathlib, torchtitan_checkpointer as recipe\n"
+            f"training = recipe.Training(recipe.start_rank(''), pathlib.Path({str(root)!r}), 0)\n"
+            "training.checkpointer.save(recipe.SAVE_EVERY)\n"
+            "raise KeyboardInterrupt"
+        )
+        if dist.get_rank() == 0:
+            alone = {name: value for name, value in os.environ.items() if "RANK" not in name}
+            subprocess.run([sys.executable, "-c", program], env=alone, timeout=60, check=False)
+        assert names(root) == ["step-2"], names(root)
+
     recipe.start_rank.device = recipe.start_rank("troubles")
-    return {f.__name__: f for f in (leftovers_do_not_count, refused, new_buffers)}
+    troubles = (leftovers_do_not_count, refused, new_buffers, interrupted)
+    return {f.__name__: f for f in troubles}
 
 
 def lightning() -> dict[str, Callable[[Path], None]]:
     import lightning_strategy as recipe
-    from lightning.pytorch.callbacks import ModelCheckpoint
+    from lightning.pytorch.callbacks import Callback, ModelCheckpoint, OnExceptionCheckpoint
+    from lightning.pytorch.plugins.io import TorchCheckpointIO
 
     logging.getLogger("lightning.pytorch").setLevel(logging.ERROR)
     logging.getLogger("overlapped_stager").setLevel(logging.CRITICAL)
 
-    def trainer(
-        *callbacks: ModelCheckpoint, strategy: type = recipe.OverlappedStrategy
-    ) -> recipe.Trainer:
+    def trainer(*callbacks: Callback, strategy: type = recipe.OverlappedStrategy) -> recipe.Trainer:
         return recipe.Trainer(
             max_steps=4,
             accelerator="cpu",
@@ -153,8 +169,97 @@ def lightning() -> dict[str, Callable[[Path], None]]:
         recipe.LightningSaves.write = write
         assert "No space left" in str(error), repr(error)
 
+    def same_name_in_flight(root: Path) -> None:
+        """Two callbacks with one pattern: the second takes another name, as without this class.
+
+        Otherwise the first deletes what the second wants to keep.
+        """
+        named = threading.Event()
+        write, save = recipe.LightningSaves.write, recipe.LightningSaves.save
+
+        class Held(recipe.OverlappedStrategy):
+            def on_train_end(self) -> None:
+                named.set()  # whoever saves next has chosen the name
+                super().on_train_end()
+
+        def save_held(self: recipe.LightningSaves, *args: object) -> object:
+            named.clear()
+            return save(self, *args)
+
+        def held(self: recipe.LightningSaves, *args: object) -> None:
+            named.wait(60)
+            write(self, *args)
+
+        recipe.LightningSaves.write, recipe.LightningSaves.save = held, save_held
+        one = ModelCheckpoint(root, "{step}", every_n_train_steps=1)
+        all_of_them = ModelCheckpoint(root, "{step}", every_n_train_steps=2, save_top_k=-1)
+        fit(trainer(one, all_of_them, strategy=Held))
+        recipe.LightningSaves.write, recipe.LightningSaves.save = write, save
+        assert names(root) == ["step=2-v1.ckpt", "step=4-v1.ckpt", "step=4.ckpt"], names(root)
+
+    class Raises(Callback):
+        """Raise at the end of step 3, on all ranks."""
+
+        def __init__(self, error: BaseException) -> None:
+            self.error = error
+
+        def on_train_batch_end(self, trainer: recipe.Trainer, *_: object) -> None:
+            if trainer.global_step == 3:
+                raise self.error
+
+    def saved_on_exception(root: Path) -> None:
+        """The checkpoint that Lightning saves when training raises is written."""
+        on_exception = OnExceptionCheckpoint(root)
+        for error in RuntimeError("stop"), KeyboardInterrupt():
+            torch.manual_seed(0)
+            found = raised(lambda error=error: fit(trainer(Raises(error), on_exception)))
+            assert isinstance(found, (RuntimeError, SystemExit)), repr(found)
+            assert names(root) == ["on_exception.ckpt"], (error, names(root))
+            saved = str(root / "on_exception.ckpt")
+            torch.manual_seed(1)
+            resumed = fit(trainer(), resume=saved)
+            assert min(resumed.losses) == 4, resumed.losses
+            torch.manual_seed(0)
+            assert same(local(resumed), local(fit(trainer(on_exception)))), "another run"
+            assert names(root) == [], "a finished fit removes it"
+
+    def half_deleted(root: Path) -> None:
+        """A run that is killed while it deletes the old checkpoint resumes from the new one."""
+        remove = TorchCheckpointIO.remove_checkpoint
+
+        def killed(self: TorchCheckpointIO, path: str) -> None:
+            (Path(path) / "meta.pt").unlink()
+
+        checkpoints = "last-{step}"
+        TorchCheckpointIO.remove_checkpoint = killed
+        model = fit(trainer(ModelCheckpoint(root, checkpoints, every_n_train_steps=2)))
+        TorchCheckpointIO.remove_checkpoint = remove
+        train = trainer(ModelCheckpoint(root, checkpoints, every_n_train_steps=2))
+        resumed = fit(train, resume="last")
+        assert train.global_step == 4 and same(local(model), local(resumed)), "not the last"
+
+    def failed_beside_another(root: Path) -> None:
+        """A checkpoint stays until *its* successor is complete, not that of another callback."""
+        write = recipe.LightningSaves.write
+
+        def full(self: recipe.LightningSaves, state: dict, directory: Path) -> None:
+            if "whole" in directory.name and "step=2" not in directory.name:
+                raise FULL
+            write(self, state, directory)
+
+        recipe.LightningSaves.write = full
+        whole = ModelCheckpoint(root, "whole-{step}", every_n_train_steps=2)
+        small = ModelCheckpoint(root, "small", every_n_train_steps=1, save_weights_only=True)
+        error = raised(lambda: fit(trainer(whole, small)))
+        recipe.LightningSaves.write = write
+        assert "No space left" in str(error), repr(error)
+        assert "whole-step=2.ckpt" in names(root), names(root)
+
     recipe.start_rank("troubles")
-    troubles = (one_name, after_fit, another_name_on_each_rank, closure_called_again, failed_write)
+    troubles = (
+        *(one_name, after_fit, another_name_on_each_rank, closure_called_again, failed_write),
+        *(same_name_in_flight, saved_on_exception, half_deleted, failed_beside_another),
+    )
     return {f.__name__: f for f in troubles}
 
 
