@@ -92,6 +92,8 @@ class OverlappedStrategy(ModelParallelStrategy):
         parts = {f"optimizer_{i}": s for i, s in enumerate(checkpoint.pop("optimizer_states", []))}
         parts["state_dict"] = checkpoint.pop("state_dict")
         torch.save(checkpoint, meta := io.BytesIO())
+        if b"DTensor" in meta.getvalue():
+            raise TypeError("sharded in a callback: all ranks would load rank 0's; use full_tensor")
         self.newest = self.broadcast(filepath)
         done = self.saves.save({"sharded": parts, "meta": meta}, self.newest)
         wait([done] if sys.exc_info()[0] else [])  # training has raised: it is the last one
@@ -190,8 +192,7 @@ from torch.distributed.fsdp import fully_shard
 from torch.nn.functional import dropout
 from torch.optim.optimizer import register_optimizer_step_pre_hook
 
-STEPS, SAVE_EVERY, WIDTH, SAMPLES = 8, 2, 32, 8
-KILLED_AT = 4  # while it writes the checkpoint of that step
+STEPS, SAVE_EVERY, KILLED_AT, WIDTH, SAMPLES = 8, 2, 4, 32, 8
 
 
 class Batches:
@@ -334,6 +335,14 @@ if __name__ == "__main__":
 #   example).
 # * The class needs ``save_distributed_checkpoint=True``, the default. It ignores
 #   ``storage_options``.
+# * Lightning keeps what callbacks save of rank 0 alone. So a callback must not save sharded weights,
+#   such as an average: that raises.
+# * With ``accumulate_grad_batches``, Lightning's ``every_n_train_steps`` saves once more after a
+#   resume, in mid-accumulation. A resume from *that* checkpoint lacks the gradients so far.
+# * ``trainer.save_checkpoint`` within ``fit`` returns before the checkpoint has its name. So do not
+#   let Lightning requeue a SLURM job by itself: it would end before the save.
+# * A job killed between the two renames that replace ``last.ckpt`` leaves ``last.ckpt.replaced``, and
+#   ``ckpt_path="last"`` starts anew with no more than a warning. Names with a step have no such gap.
 # * Lightning calls a barrier after each save. With NCCL, the host waits there for the steps that
 #   are queued; the GPU does not.
 # * While a save is being written, the disk holds one checkpoint more than ``save_top_k``.

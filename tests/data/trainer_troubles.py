@@ -255,8 +255,22 @@ def lightning() -> dict[str, Callable[[Path], None]]:
         assert "No space left" in str(error), repr(error)
         assert "whole-step=2.ckpt" in names(root), names(root)
 
+    class Average(Callback):
+        def setup(self, trainer: recipe.Trainer, model: recipe.Model, stage: str) -> None:
+            self.model = model
+
+        def state_dict(self) -> dict:
+            return {name: 0.9 * weight.detach() for name, weight in self.model.named_parameters()}
+
+    def sharded_in_a_callback(root: Path) -> None:
+        """Lightning writes what callbacks save of rank 0, and loads it on all ranks."""
+        checkpoints = ModelCheckpoint(root, "last-{step}", every_n_train_steps=2)
+        error = raised(lambda: fit(trainer(Average(), checkpoints)))
+        assert isinstance(error, TypeError) and "full_tensor" in str(error), repr(error)
+
     recipe.start_rank("troubles")
     troubles = (
+        sharded_in_a_callback,
         *(one_name, after_fit, another_name_on_each_rank, closure_called_again, failed_write),
         *(same_name_in_flight, saved_on_exception, half_deleted, failed_beside_another),
     )
