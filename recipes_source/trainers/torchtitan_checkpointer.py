@@ -68,6 +68,7 @@ class OverlappedCheckpointManager(CheckpointManager):
         self, state_dict: dict, checkpoint_id: str, async_mode: AsyncMode, **options
     ) -> Future | None:
         if async_mode == AsyncMode.DISABLED:  # the last step: its weights may have another dtype
+            Path(checkpoint_id, ".metadata").unlink(missing_ok=True)  # of an older one
             return super().dcp_save(state_dict, checkpoint_id, async_mode, **options)
         return self.saves.save(state_dict, Path(checkpoint_id))
 
@@ -108,6 +109,8 @@ class OverlappedCheckpointManager(CheckpointManager):
 #    torchtitan collects the state (model, optimizers, schedulers, data loader, train state) and
 #    decides when to save. It keeps the future that this method returns, and waits for it before
 #    the next save and before the last one.
+#    The last one is written under its own name, ``.metadata`` at the end. That of an older
+#    checkpoint there must be gone by then, or the mixture would count as complete.
 #
 # ``_find_load_step``, ``_purge_stale_checkpoints``
 #    torchtitan takes a folder for a checkpoint if its name *contains* ``step-`` and a number, and
@@ -147,8 +150,7 @@ from torch.distributed.fsdp import fully_shard
 from torchtitan.components.dataloader import BaseDataLoader
 from torchtitan.components.optimizer import LRSchedulersContainer, default_adamw
 
-STEPS, SAVE_EVERY, KILLED_AT = 8, 2, 4  # killed while it writes the checkpoint of that step
-WIDTH, SAMPLES = 32, 8
+STEPS, SAVE_EVERY, KILLED_AT, WIDTH, SAMPLES = 8, 2, 4, 32, 8
 
 
 class Batches(BaseDataLoader):

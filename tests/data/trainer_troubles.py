@@ -91,8 +91,31 @@ def torchtitan() -> dict[str, Callable[[Path], None]]:
             subprocess.run([sys.executable, "-c", program], env=alone, timeout=60, check=False)
         assert names(root) == ["step-2"], names(root)
 
+    def killed_in_the_last_save(root: Path) -> None:
+        """It is written over one of an earlier run, and a later run must not load the mixture."""
+        training(root).train()
+        run, stock = training(root), recipe.CheckpointManager.dcp_save
+
+        def killed(
+            self: manager, state: dict, checkpoint_id: str, *_: object, **__: object
+        ) -> None:
+            Path(checkpoint_id, f"__{dist.get_rank()}_0.distcp").write_text("half")
+            raise KeyboardInterrupt
+
+        recipe.CheckpointManager.dcp_save = killed
+        load = run.checkpointer.load
+        run.checkpointer.load = lambda: load(step=4)
+        error = raised(run.train)
+        recipe.CheckpointManager.dcp_save = stock
+        assert isinstance(error, KeyboardInterrupt), repr(error)
+        dist.barrier()
+        assert run.checkpointer._find_load_step() == 6, names(root)
+
     recipe.start_rank.device = recipe.start_rank("troubles")
-    troubles = (leftovers_do_not_count, refused, new_buffers, interrupted)
+    troubles = (
+        *(leftovers_do_not_count, refused, new_buffers, interrupted),
+        killed_in_the_last_save,
+    )
     return {f.__name__: f for f in troubles}
 
 
