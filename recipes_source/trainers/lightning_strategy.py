@@ -112,7 +112,7 @@ class OverlappedStrategy(ModelParallelStrategy):
         self.outdated = []
 
     def file_exists(self, filepath: str, trainer) -> bool:
-        self.on_train_end()  # now it exists, or its save has failed
+        wait(self.saves.uploads)  # now it exists, or its save has failed
         return self.broadcast(Path(filepath).exists())
 
     def optimizer_step(self, optimizer, closure, model=None, **kwargs):
@@ -150,7 +150,7 @@ class OverlappedStrategy(ModelParallelStrategy):
 # ``file_exists``
 #    ``ModelCheckpoint`` asks this before it chooses a name. It must not miss the checkpoint that
 #    is being written: two callbacks would share its name, and one would delete what the other
-#    keeps.
+#    keeps. ``save_last="link"`` asks it, too, and so never links to what is not complete.
 # ``LightningSaves.commit``
 #    Lets ``save_last=True`` replace ``last.ckpt`` at every save. If other files lie in it, the save
 #    fails and leaves them alone.
@@ -169,7 +169,6 @@ class OverlappedStrategy(ModelParallelStrategy):
 # A checkpoint gets its name when it is complete. ``fit(ckpt_path="last")`` looks for files called
 # ``last-{step}`` that end in ``.ckpt``. What a killed run leaves ends in ``.incomplete`` or
 # ``.replaced``.
-# ``save_last="link"`` would set its link too early.
 #
 # Something to train
 # ------------------
