@@ -62,5 +62,6 @@ def test_a_link_is_cut_in_a_save_and_a_host_is_lost(tmp_path: Path, way: str) ->
         for host, text in {**logs, "c": ended.stdout}.items()
     }
     assert len(bits["c"]) == 1, ended.stderr[-3000:]
-    # a rank that gloo aborts while it exits is started again, at the last step: it ends once more
-    assert set(bits["a"]) == set(bits["b"]) == set(bits["c"]), bits
+    # torchrun starts a rank again that aborts while its interpreter ends, and the other with it
+    aborted = sum(text.count("terminate called") for text in logs.values())
+    assert bits["a"] == bits["b"] == bits["c"] * (1 + aborted), bits

@@ -223,8 +223,9 @@ def add(p, gradient: torch.Tensor) -> None:
 # ----------------
 # FSDP2 calls ``post_backward`` when a unit's gradients are there. They are taken first, so that it
 # finds none, reshards the unit and returns. What it reduces in other ways stays its own: HSDP's
-# second reduction, float16 with its two divisions, float64, complex numbers, hooks, factors that are neither 1 nor the number
-# of ranks. Gradients that ``set_requires_gradient_sync(False)`` holds back wait as they do there.
+# second reduction, float16 with its two divisions, float64, complex numbers, hooks, factors that are
+# neither 1 nor the number of ranks. Gradients that ``set_requires_gradient_sync(False)`` holds back
+# wait as they do there.
 
 
 class InPlaceReduce:

@@ -228,6 +228,39 @@ def lightning() -> dict[str, Callable[[Path], None]]:
         recipe.LightningSaves.write, recipe.LightningSaves.save = write, save
         assert names(root) == ["step=2-v1.ckpt", "step=4-v1.ckpt", "step=4.ckpt"], names(root)
 
+    def last_is_a_link(root: Path) -> None:
+        """``save_last="link"`` links to what is complete, however late the write is."""
+        asked, linked = threading.Event(), []
+        write, save = recipe.LightningSaves.write, recipe.LightningSaves.save
+
+        class Asked(recipe.OverlappedStrategy):
+            def file_exists(self, *args: object) -> bool:
+                asked.set()
+                return super().file_exists(*args)
+
+        class Linked(ModelCheckpoint):
+            @staticmethod
+            def _link_checkpoint(trainer: object, filepath: str, linkpath: str) -> None:
+                linked.append(Path(filepath, ".metadata").exists())
+                asked.set()
+                ModelCheckpoint._link_checkpoint(trainer, filepath, linkpath)
+
+        def save_held(self: recipe.LightningSaves, *args: object) -> object:
+            asked.clear()
+            return save(self, *args)
+
+        def held(self: recipe.LightningSaves, *args: object) -> None:
+            asked.wait(60)
+            write(self, *args)
+
+        recipe.LightningSaves.write, recipe.LightningSaves.save = held, save_held
+        fit(
+            trainer(Linked(root, "{step}", every_n_train_steps=2, save_last="link"), strategy=Asked)
+        )
+        recipe.LightningSaves.write, recipe.LightningSaves.save = write, save
+        assert linked and all(linked), linked
+        assert (root / "last.ckpt").resolve() == (root / "step=4.ckpt").resolve(), names(root)
+
     class Raises(Callback):
         """Raise at the end of step 3, on all ranks."""
 
@@ -303,7 +336,13 @@ def lightning() -> dict[str, Callable[[Path], None]]:
     troubles = (
         sharded_in_a_callback,
         *(one_name, after_fit, another_name_on_each_rank, closure_called_again, failed_write),
-        *(same_name_in_flight, saved_on_exception, half_deleted, failed_beside_another),
+        *(
+            same_name_in_flight,
+            last_is_a_link,
+            saved_on_exception,
+            half_deleted,
+            failed_beside_another,
+        ),
     )
     return {f.__name__: f for f in troubles}
 
