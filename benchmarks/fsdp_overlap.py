@@ -80,19 +80,20 @@ class Windows:
 
 THREE = (REFERENCE, "fsdp2", "fsdp2_in_place")
 FOUR = (REFERENCE, "fsdp2_no_collectives", "fsdp2", "fsdp2_in_place")
-BEGUN = (REFERENCE, "fsdp2_in_place", "fsdp2_in_place_begun")
+BEGUN = (REFERENCE, "fsdp2_in_place", "fsdp2_in_place_begun", "fsdp2_in_place_kept")
 MEGATRON = (REFERENCE, "fsdp2_in_place", "megatron-fsdp")
 GUIDE = (REFERENCE, "fsdp2_in_place", "megatron-fsdp-guide")
 SYNTHETIC = {"model": "synthetic", "loop": "free"}
 TASKS = {  # the most important first
     "eager": Windows(90, FOUR, (4096, 12_288)),
-    "begun": Windows(70, BEGUN, (4096, 12_288)),
+    "begun": Windows(90, BEGUN, (4096, 12_288)),
     "small": Windows(60, THREE, (1024, 2048)),
     "compiled": Windows(75, THREE, (2048, 4096), {"compiled": True}, 6),
     "compiled_small": Windows(50, THREE, (1024,), {"compiled": True}, 6),
     "group": Windows(45, (REFERENCE, "fsdp2", "fsdp2_reduce_group"), (2048, 4096), {}, 6),
     "tuned": Windows(60, (REFERENCE, "fsdp2_tuned", "fsdp2_in_place"), (4096, 2048, 12_288), {}, 6),
     "large": Windows(80, THREE, (8192, 16_384), {}, 6),
+    "free_long": Windows(90, FOUR, (4096, 12_288), {"loop": "free"}),
     "synthetic": Windows(70, tuple(STACKS), (2048, 4096, 1024), SYNTHETIC),
     "free": Windows(45, THREE, (1024, 2048), {"loop": "free"}, 6),
     "bf16": Windows(50, THREE, (2048, 8192), {"reduce_dtype": "bfloat16"}, 6),

@@ -107,8 +107,10 @@ class InPlace(Way):
     recipes = ("shared_slots", "in_place_gather", "in_place_reduce")
     note = "fsdp2, gathered by peer copies and reduced by pushes, without copies around them"
 
+    slots = 4
+
     def tune(self, units: list[FSDPModule]) -> None:
-        self.copy = in_place_gather.gather_in_place(self.model)
+        self.copy = in_place_gather.gather_in_place(self.model, slots=self.slots)
         self.pushed = in_place_reduce.reduce_in_place(self.model)
         if self.copy is None or self.pushed is None:
             raise RuntimeError("the ranks cannot read each other's memory")
@@ -127,6 +129,11 @@ class InPlaceBegun(InPlace):
 
         loop.update = update_and_begin
         return loop
+
+
+class InPlaceKept(InPlaceBegun):
+    slots = 10
+    note = InPlaceBegun.note + "; ten slots for twelve layers"
 
 
 class MegatronFsdp(Way):
@@ -336,6 +343,7 @@ WAYS = {
     "fsdp2_reduce_group": ReduceGroup,
     "fsdp2_in_place": InPlace,
     "fsdp2_in_place_begun": InPlaceBegun,
+    "fsdp2_in_place_kept": InPlaceKept,
     "megatron-fsdp": MegatronFsdp,
     "megatron-fsdp-guide": MegatronFsdpGuide,
 }

@@ -18,8 +18,8 @@ sys.path.insert(0, str(ROOT))
 from benchmarks.fsdp_overlap import VARIED  # noqa: E402
 
 
-def join(folder: Path, joined: set, repo: Path = ROOT) -> None:
-    """``joined``: keys of rows added by this command."""
+def join(folder: Path, joined: dict, repo: Path = ROOT) -> None:
+    """``joined``: pairs of the rows that this command has added, by key."""
     for path in sorted((folder / "results").glob("fsdp_overlap.*.json")):
         ours_path = repo / "benchmarks" / "results" / path.name
         theirs = json.loads(path.read_text())
@@ -27,14 +27,14 @@ def join(folder: Path, joined: set, repo: Path = ROOT) -> None:
         rows = {key(row): row for row in ours["rows"]}
         for row in theirs["rows"]:
             here, old = (path.name, key(row)), rows.get(key(row), {})
-            fewer = "pairs" in row and row["pairs"] <= old.get("pairs", -1)
+            fewer = "pairs" in row and row["pairs"] <= joined.get(here, -1)
             if here not in joined or not fewer:
                 # what it does not measure, memory or bits, is another task's
                 old = {k: v for k, v in old.items() if k not in ("beside", "code_sha256")}
                 measured = row.pop("code_sha256", theirs["code_sha256"])
                 hashes = {} if old.keys() - row.keys() else {"code_sha256": measured}
                 rows[key(row)] = {"samples": {}} | old | row | hashes
-                joined.add(here)
+                joined[here] = row.get("pairs", joined.get(here, -1))
         ours |= {"rows": list(rows.values()), "date": theirs["date"]}
         ours["code_sha256"] = theirs["code_sha256"] | ours["code_sha256"]
         ours_path.write_text(json.dumps(ours, indent=1) + "\n")
@@ -46,6 +46,6 @@ def key(row: dict) -> tuple:
 
 
 if __name__ == "__main__":
-    found: set = set()
+    found: dict = {}
     for argument in sys.argv[1:]:
         join(Path(argument), found)

@@ -69,6 +69,10 @@ def over_tokens(result: Result, repo: Path) -> str:
     rows = [row for row in rows if all(row.get(p, value) == value for p, value in USUAL.items())]
     tokens = sorted({row["tokens"] for row in rows})
     value = {(row["name"], row["tokens"]): cell(row, field) for row in rows}
+    earlier = [row for row in rows if changed(row, result, repo)]
+    of_today = {row["name"] for row in rows if row not in earlier}
+    for row in earlier:
+        value[row["name"], row["tokens"]] += " †" * (row["name"] in of_today)
     cells = {}
     for row in rows:
         line = [value.get((row["name"], count), "–") for count in tokens]
@@ -80,14 +84,23 @@ def over_tokens(result: Result, repo: Path) -> str:
     return section(title, (f"{count:,}" for count in tokens), cells, result, rows, repo)
 
 
+def changed(row: dict, result: Result, repo: Path) -> list[str]:
+    """The recipes of a row whose code is another one now."""
+    return changed_recipes(result.hashes_of([row]), repo)
+
+
 def section(
     title: str, headings, cells: dict, result: Result, rows: list, repo: Path, case: str = ""
 ) -> str:
-    """A table in Markdown, then what it was measured on; a dagger marks rows of earlier code."""
-    changed = {row["name"]: changed_recipes(result.hashes_of([row]), repo) for row in rows}
-    lines = [f"`{name}`{' †' if changed[name] else ''}" for name in cells]
-    table = markdown(headings, dict(zip(lines, cells.values(), strict=True)))
-    recipes = ", ".join(f"`{name}`" for name in sorted({*chain.from_iterable(changed.values())}))
+    """A table in Markdown, then what it was measured on; a dagger marks figures of earlier code."""
+    earlier = {row["name"]: changed(row, result, repo) for row in rows}
+    lines = {
+        f"`{name}`" + " †" * (bool(earlier[name]) and "†" not in "".join(line)): line
+        for name, line in cells.items()
+    }
+    table = markdown(headings, lines)
+    found = chain.from_iterable(changed(row, result, repo) for row in rows)
+    recipes = ", ".join(f"`{name}`" for name in sorted({*found}))
     note = f"† Measured on an earlier version of {recipes}: the code has changed since.\n\n"
     origin = f"{result.origin(rows)}; {in_words(result.data['workload'])}{case}."
     return f"**{title}**\n\n{table}\n\n{note if recipes else ''}Measured on {origin}"

@@ -5,6 +5,8 @@ import subprocess
 import sys
 from pathlib import Path
 
+import pytest
+
 from benchmarks import join_rows
 
 ROOT = Path(__file__).resolve().parents[1]
@@ -65,7 +67,7 @@ def test_rows_that_are_joined_leave_the_others_as_old_as_they_are(tmp_path) -> N
     data = json.loads(theirs.read_text())  # as Results writes it, where it began with older rows
     data["rows"][-1]["code_sha256"] = {"shared_slots": "newer"}
     theirs.write_text(json.dumps(data))
-    join_rows.join(tmp_path / "elsewhere", set(), tmp_path)
+    join_rows.join(tmp_path / "elsewhere", {}, tmp_path)
     data = json.loads(ours.read_text())
     hashes = {
         row["tokens"]: row.get("code_sha256", data["code_sha256"])["shared_slots"]
@@ -75,16 +77,18 @@ def test_rows_that_are_joined_leave_the_others_as_old_as_they_are(tmp_path) -> N
     assert hashes == expected, "at 4096 the memory is older"
 
 
-def test_of_two_folders_one_has_the_windows_and_the_other_the_memory(tmp_path) -> None:
-    for folder, fields in (("a", {"pairs": 8, "step_s": 1.0}), ("b", {"peak_device_bytes": 2})):
+@pytest.mark.parametrize("order", ["ab", "ba"])
+def test_of_two_folders_one_has_the_windows_and_the_other_the_memory(tmp_path, order) -> None:
+    older = "benchmarks", {"pairs": 8, "step_s": 2.0, "peak_device_bytes": 1}
+    windows, memory = ("a", {"pairs": 8, "step_s": 1.0}), ("b", {"peak_device_bytes": 2})
+    for folder, fields in (older, windows, memory):
         row = {"name": "fsdp2", "tokens": 4096, "samples": {}} | fields
         path = tmp_path / folder / "results" / "fsdp_overlap.h200-x2.json"
         path.parent.mkdir(parents=True)
         path.write_text(json.dumps({"rows": [row], "date": "now", "code_sha256": {}}))
-    both = tmp_path / "benchmarks" / "results" / path.name
-    both.parent.mkdir(parents=True)
-    joined: set = set()
-    for folder in "ab":
+    joined: dict = {}
+    for folder in order:
         join_rows.join(tmp_path / folder, joined, tmp_path)
+    both = tmp_path / "benchmarks" / "results" / path.name
     (row,) = json.loads(both.read_text())["rows"]
-    assert row["pairs"] == 8 and row["peak_device_bytes"] == 2
+    assert row["pairs"] == 8 and row["step_s"] == 1.0 and row["peak_device_bytes"] == 2

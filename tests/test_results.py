@@ -672,6 +672,18 @@ def test_the_readme_marks_what_was_measured_on_an_earlier_version(repo, over_tok
     assert written.count(note) == 1
 
 
+def test_the_readme_marks_a_single_figure_of_an_earlier_version(repo):
+    row = {"name": "async_save", "kept": 0.2, "samples": {}}
+    of_today = {"code_sha256": {"async_save": code_sha256(recipe_of(repo))}}
+    earlier = {"code_sha256": {"async_save": "0" * 64}}
+    rows = [row | {"tokens": 2048} | of_today, row | {"tokens": 4096} | earlier]
+    path = measure(repo, rows=rows, benchmark="offload_step")
+    path.rename(path.with_name("offload_step.test-x2.json"))
+    assert lint(repo).returncode == 0
+    written = (repo / "README.md").read_text()
+    assert "| `async_save` | 20.0 % | 20.0 % † |" in written and f"† {STALE}" in written
+
+
 def test_the_readme_says_which_torch_the_recipes_ran_on(repo):
     def run(ok: bool) -> dict:
         hashes = {"async_save": code_sha256(recipe_of(repo))}

@@ -31,7 +31,7 @@ cores (SMs). With bfloat16 gradients reduced in float32, twice the bytes cross t
    .. grid-item-card:: What you learn
 
       * gradients taken before FSDP2 looks for them, a unit at a time
-      * push, one barrier, one sum: why two slots save a second barrier
+      * push, one barrier, one sum: why three slots save a second barrier
       * sums that round as FSDP2's do, whatever travels
 
    .. grid-item-card:: What you need
@@ -50,10 +50,10 @@ pulls them. Gradients are new each time: they are **pushed** as soon as backward
 slot on the rank that owns them. Only the slots need memory that others can write to. After the pushes
 comes one barrier. One unit later, the compute stream sums what all ranks have left in the slot.
 
-.. lanes:: Schematic, one rank. Slot A is written again after barrier 2, which no rank passes before all have summed what was there.
+.. lanes:: Schematic, one rank. Slot A is written again after barrier 3, which no rank passes before all have summed what was there.
 
    compute:  0-6 backward 2; 6-12 backward 1; 12-13 sum 2; 13-19 backward 0; 19-20 sum 1; 22-24 sum 0
-   reduce:   6-9 push to slots A ~; 12-15 push to slots B ~; 19-22 push to slots A ~
+   reduce:   6-9 push to slots A ~; 12-15 push to slots B ~; 19-22 push to slots C ~
    @9 1
    @15 2
    @22 3
@@ -73,6 +73,7 @@ from torch.autograd import Variable
 from torch.distributed.fsdp import FSDPModule, MixedPrecisionPolicy
 
 ALIGNMENT = 512  # bytes, of each gradient's part in a slot
+SLOTS = 3  # that units take turns in
 
 NAMES = "post_backward pre_forward reduce_grads gradient_divide_factor _all_reduce_hook"
 
@@ -85,9 +86,11 @@ NAMES = "post_backward pre_forward reduce_grads gradient_divide_factor _all_redu
 # products and take cores from them. A rank's own part is not sent: it is added from where it is. On a
 # GPU with Triton, ``torch.compile`` makes a sum one kernel.
 #
-# A slot has a row for each other rank, so that no two write to the same one. A unit's barrier comes
-# after its pushes and after the sum of the unit before. So a rank that writes to a slot for the second
-# time has passed a barrier that every other rank reached only after it had summed what was there. Where
+# A slot has a row for each other rank, so that no two write to the same one. A unit's pushes and its
+# barrier come after all that the compute stream had queued before, the sum of the unit before the last
+# among it. So a rank that writes to one of three slots again has passed a barrier that every other rank
+# reached only after it had summed what was there. With two slots the barrier would have to wait for one
+# sum more, and the last units of a backward, which hide behind nothing, would take turns with it. Where
 # the parts of a unit go is worked out once, in ``plan``.
 #
 # **What is rounded, and when.** FSDP2 casts gradients to ``reduce_dtype``, sums, divides, and casts
@@ -106,7 +109,7 @@ class PushedGradients:
         self.memory, self.streams = memory, torch.get_device_module(memory.device)
         self.parameters = [group.fsdp_params for group in groups]
         self.stream = self.streams.Stream(priority=-1)
-        self.slots: list[list[torch.Tensor]] = []  # two, each by rank: (ranks - 1, bytes)
+        self.slots: list[list[torch.Tensor]] = []  # each by rank: (ranks - 1, bytes)
         self.plans: dict[tuple, tuple] = {}
         self.waiting: list[tuple] = []  # pushed and not summed: one unit or none
         self.retired, self.calls = [], 0
@@ -118,9 +121,9 @@ class PushedGradients:
         if not self.slots or self.slots[0][0].shape[1] < nbytes:
             self.retired.append(self.slots)  # others may still write to them
             size = (self.memory.ranks - 1, max(nbytes, *map(largest, self.parameters)))
-            self.slots = [self.memory.empty(size, torch.uint8) for _ in range(2)]
+            self.slots = [self.memory.empty(size, torch.uint8) for _ in range(SLOTS)]
             self.plans.clear()
-        return self.slots[self.calls % 2]
+        return self.slots[self.calls % SLOTS]
 
     def plan(self, parameters: tuple, dtypes: tuple) -> tuple[list[int], dict, dict]:
         """Sizes of parts; where they go, by owner; where those for this rank arrive, by sender."""
@@ -128,7 +131,7 @@ class PushedGradients:
         numels = [p.padded_sharded_param_size.numel() for p in parameters]
         nbytes = [n * dtype.itemsize for n, dtype in zip(numels, dtypes, strict=True)]
         places = [0, *accumulate(-(-n // ALIGNMENT) * ALIGNMENT for n in nbytes)]
-        slot, key = self.slot(places[-1]), (*map(id, parameters), dtypes, self.calls % 2)
+        slot, key = self.slot(places[-1]), (*map(id, parameters), dtypes, self.calls % SLOTS)
         if key not in self.plans:
 
             def parts(owner: int, sender: int) -> list[torch.Tensor]:
@@ -143,7 +146,7 @@ class PushedGradients:
 
     @torch.no_grad()
     def reduce(self, group, taken: list) -> None:
-        """Queue the pushes of ``taken``, parameters and gradients of one unit, and the sums before."""
+        """Queue the pushes of ``taken``, parameters and gradients of one unit; then the sums before."""
         parameters, flat, dtypes = tuple(p for p, _ in taken), [], []
         for p, gradient in taken:
             dtype = group._reduce_dtype or getattr(p, "unsharded_grad_dtype", None)
@@ -158,11 +161,9 @@ class PushedGradients:
         self.stream.wait_stream(current)
         with self.streams.stream(self.stream):
             self.push(flat, numels, places)
-        self.finish()
-        self.stream.wait_stream(current)  # sums first: after the barrier others write again
-        with self.streams.stream(self.stream):
             self.memory.barrier()
             event = self.stream.record_event()
+        self.finish()
         self.calls += 1
         mean = group.gradient_divide_factor != 1
         self.waiting.append((event, mean, parameters, dtypes, flat, numels, arrived))
@@ -353,11 +354,11 @@ if __name__ == "__main__":
 #
 # Memory
 # ------
-# Two slots of symmetric memory on each of :math:`N` ranks, outside the allocator's statistics:
+# Three slots of symmetric memory on each of :math:`N` ranks, outside the allocator's statistics:
 #
 # .. math::
 #
-#    2 \, \frac{N - 1}{N} \times \text{bytes of the gradients of the largest unit}
+#    3 \, \frac{N - 1}{N} \times \text{bytes of the gradients of the largest unit}
 #
 # and a unit's gradients until the next one's are there.
 #
