@@ -7,11 +7,11 @@
        :where: storage=memory
 
 Both read ``benchmarks/results/<benchmark>.<device>-x<ranks>.json``, one tab a file: first those
-that measured the code of today, then those of most ranks. ``rows`` keeps rows by name, ``where``
-keeps those with these parameters. A figure draws the benchmark's own field, or another with
-``:field: step_s``. A page whose result was measured with other recipe code than the present says
-so; without a file it says "Not measured yet". A machine on which none of the rows was measured, or
-only what they are compared with, has no tab.
+that measured the code of today, then those with most of the names, then the latest. ``rows`` keeps
+rows by name, ``where`` those with these parameters. A dagger marks earlier code. A figure draws the
+benchmark's own field, or another with ``:field: step_s``. A page whose result was measured with
+other recipe code than the present says so; without a file it says "Not measured yet". A machine on
+which none of the rows was measured, or only what they are compared with, has no tab.
 """
 
 import io
@@ -117,7 +117,9 @@ class ResultDirective(SphinxDirective):
             elif not shown:
                 shown.append(not_measured(name))
                 shown += [_small(not_run(row, why[row])) for row in absent]
-            tabs.append((result.machine, shown, measured and (not changed, result.data["date"])))
+            names = len({row["name"] for row in rows})
+            order = measured and (not changed, names, result.data["date"])
+            tabs.append((result.machine, shown, order))
         kept = sorted((tab for tab in tabs if tab[2]), key=lambda tab: tab[2]) or tabs[-1:]
         return device_tabs([tab[:2] for tab in kept]) if kept else [not_measured(name)]
 
@@ -144,6 +146,8 @@ class ResultTable(ResultDirective):
                 if note not in notes:
                     notes.append(note)
                 name += nodes.superscript("", str(notes.index(note) + 1))
+            if changed_recipes(result.hashes_of([row]), Path(self.config.results_repo)):
+                name += nodes.superscript("", " †")
             cases = [CASES[p](row[p]) for p in varied if p in CASES and p in row]
             if case := ", ".join(filter(None, cases)):
                 name += nodes.inline("", f" {case}", classes=["result-interval"])
@@ -294,10 +298,8 @@ def _words(field: str, rows: list[dict]) -> list[str]:
 def _figure(height: float, title: str) -> Figure:
     figure = Figure(figsize=(4.4, height), layout="constrained")
     axes = figure.add_subplot()
-    for side in ("top", "right"):
-        axes.spines[side].set_visible(False)
-    for side in ("left", "bottom"):
-        axes.spines[side].set_color(GRID)
+    axes.spines[["top", "right"]].set_visible(False)
+    axes.spines[["left", "bottom"]].set_color(GRID)
     axes.tick_params(colors=TEXT, color=GRID, labelsize=10)
     axes.grid(color=GRID, linewidth=0.6)
     axes.set_axisbelow(True)
@@ -380,10 +382,8 @@ def _lines(field: str, rows: list[dict], title: str) -> Figure:
     axes.yaxis.set_major_formatter(lambda value, _: on_axis(field, kind(value)))
     axes.set_xlabel(heading("tokens"), color=TEXT)
     axes.set_ylabel(heading(field), color=TEXT)
-    legend = figure.legend(
-        loc="outside upper left", ncols=2, frameon=False, labelcolor=TEXT, fontsize=9.5
-    )
-    legend.set_in_layout(True)
+    shown = {"frameon": False, "labelcolor": TEXT, "fontsize": 9.5}
+    figure.legend(loc="outside upper left", ncols=2, **shown)
     return figure
 
 
@@ -474,10 +474,10 @@ def _pages_with_new_files(
     ]
 
 
-def note_recipes(env: BuildEnvironment, repo: Path, hashes: dict[str, str]) -> list[str]:
+def note_recipes(env: BuildEnvironment, repo: Path, hashes: set[tuple[str, str]]) -> list[str]:
     """The recipes that changed since; the present page is read again when one of them does."""
     for path in (repo / "recipes_source").rglob("*.py"):
-        if path.stem in hashes:
+        if path.stem in dict(hashes):
             env.note_dependency(str(path))
     return changed_recipes(hashes, repo)
 

@@ -127,7 +127,7 @@ class Timeline(SphinxDirective):
                 raise self.error(str(error)) from error
             other = trace["otherData"]
             panels.append(read_panel(mode, trace))
-            changed.update(note_recipes(self.env, repo, other.get("code_sha256", {})))
+            changed.update(note_recipes(self.env, repo, other.get("code_sha256", {}).items()))
             machine = f"{other['ranks']} × {other['device']}"
             origins[f"torch {other['torch']}, {other['date']}"] = None
             downloads += nodes.list_item("", nodes.paragraph("", "", self._download(path)))

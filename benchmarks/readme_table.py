@@ -127,7 +127,9 @@ def versions(repo: Path) -> str:
     for where, torch, record in runs:
         recipes = record["recipes"]
         failed = [f"`{name}`" for name, result in recipes.items() if not result["ok"]]
-        earlier = [name for name, r in recipes.items() if changed_recipes(r["code_sha256"], repo)]
+        earlier = [
+            name for name, r in recipes.items() if changed_recipes(r["code_sha256"].items(), repo)
+        ]
         when = max(result["date"] for result in recipes.values())
         when += f", {len(earlier)} of them in an earlier version" if earlier else ""
         passed = f"{len(recipes) - len(failed)} of {len(recipes)}"

@@ -10,6 +10,7 @@ import json
 import math
 import re
 import tomllib
+from collections.abc import Iterable
 from dataclasses import dataclass
 from datetime import date
 from pathlib import Path
@@ -206,16 +207,16 @@ class Result:
 
         return sorted(self.data["rows"], key=key)
 
-    def hashes_of(self, rows: list[dict]) -> dict[str, str]:
-        """Recipe → code hash, as measured, of the recipes that ``rows`` measure.
+    def hashes_of(self, rows: list[dict]) -> set[tuple[str, str]]:
+        """Pairs of a recipe and its code's hash, as ``rows`` measured it.
 
-        A row of a later run than the file's may have hashes of its own; of two, the file's counts.
+        A row of another run than the file's has hashes of its own.
         """
-        hashes: dict[str, str] = {}
-        for row in sorted(rows, key=lambda row: "code_sha256" not in row):
+        hashes = set()
+        for row in rows:
             measured = row.get("code_sha256", self.data["code_sha256"])
             names = row.get("recipes", [ROW_RECIPES.get(row["name"])])
-            hashes |= {name: measured[name] for name in names if name in measured}
+            hashes |= {(name, measured[name]) for name in names if name in measured}
         return hashes
 
     def missing(self, names: list[str]) -> list[str]:
@@ -341,13 +342,15 @@ def load_trace(path: Path) -> dict:
     return data
 
 
-def changed_recipes(hashes: dict[str, str], repo: Path) -> list[str]:
-    """The recipes among ``hashes`` (file stem → code hash) whose code is not what was measured."""
+def changed_recipes(hashes: Iterable[tuple[str, str]], repo: Path) -> list[str]:
+    """The recipes among ``hashes`` (file stem, code hash) whose code is not what was measured."""
     present = {path.stem: path for path in (repo / "recipes_source").rglob("*.py")}
     return sorted(
-        name
-        for name, measured in hashes.items()
-        if name not in present or code_sha256(present[name]) != measured
+        {
+            name
+            for name, measured in hashes
+            if name not in present or code_sha256(present[name]) != measured
+        }
     )
 
 
@@ -357,12 +360,12 @@ def stale_results(repo: Path) -> list[str]:
     Raises:
         ResultError: a file cannot be read.
     """
-    hashes = {
-        path: load(path).data["code_sha256"]
-        for path in sorted((repo / "benchmarks" / "results").glob("*.json"))
-    }
+    hashes = {}
+    for path in sorted((repo / "benchmarks" / "results").glob("*.json")):
+        result = load(path)
+        hashes[path] = result.hashes_of(result.rows)
     for path in sorted((repo / "benchmarks" / "traces").glob("*.json")):
-        hashes[path] = load_trace(path)["otherData"].get("code_sha256", {})
+        hashes[path] = load_trace(path)["otherData"].get("code_sha256", {}).items()
     return [
         f"{path.relative_to(repo)}: measured on an earlier version of {', '.join(changed)}"
         for path, measured in hashes.items()

@@ -435,6 +435,23 @@ def test_a_tab_of_todays_code_comes_before_one_of_an_earlier_version(repo):
     assert labels == [f"{ranks} × Test GPU" for ranks in (2, 1, 4)]
 
 
+def test_the_tab_with_most_of_the_rows_comes_first(repo):
+    measure(repo, 1, rows=[row("overlapped", 1.0), row("pinned", 2.0), row("process", 3.0)])
+    measure(repo, 2, rows=[row("overlapped", 1.0), row("pinned", 2.0)])
+    html, _ = render(repo, ".. result-table:: checkpoint_stall")
+    labels = re.findall(r'class="sd-tab-label"[^>]*>\s*([^<]+?)\s*<', html)
+    assert labels == ["1 × Test GPU", "2 × Test GPU"]
+
+
+def test_a_table_marks_the_rows_of_an_earlier_version(repo):
+    earlier = {"code_sha256": {"async_save": "of an earlier version"}}
+    rows = [row("async_save", 1.0), row("async_save", 2.0, storage="disk") | earlier]
+    measure(repo, rows=rows)
+    html, _ = render(repo, ".. result-table:: checkpoint_stall")
+    lines = re.findall(r"<tr[^>]*>.*?</tr>", html, re.DOTALL)
+    assert [line.count("†") for line in lines] == [0, 0, 1] and STALE in html
+
+
 def test_rows_and_where_choose(repo):
     measure(repo, rows=[row("async_save", 1.0), row("async_save", 2.0, storage="disk")])
     options = "   :rows: async_save\n   :where: storage=disk"

@@ -374,7 +374,7 @@ if __name__ == "__main__":
 #   device.
 # * ``deepspeed_offload``, on another host with twice the cores: ZeRO stage 3, weights and optimizer on
 #   the host, clipped; extended from fewer layers, as ``resident`` is.
-# * ``fsdp2_cpu_offload``, on another host with as many cores: the same by FSDP2. One rank cannot prefetch.
+# * ``fsdp2_cpu_offload``, on other hosts, 16 cores a rank: the same by FSDP2; two ranks can prefetch.
 #
 # What breaks if you remove a line
 # --------------------------------
