@@ -358,13 +358,13 @@ if __name__ == "__main__":
 # with ``in_backward=True`` at least :math:`\max(B + F, U)`.
 #
 # .. result-table:: offload_step
-#    :rows: resident streamed_adam streamed_adam_in_backward torchao torchao_clipped torchao_fp32 torchao_fp32_clipped deepspeed_offload fsdp2_cpu_offload larger_than_device
+#    :rows: resident streamed_adam streamed_adam_in_backward torchao torchao_clipped torchao_fp32 torchao_fp32_clipped deepspeed_offload fsdp2_cpu_offload
 #
 # ``resident`` has everything on the device. ``torchao`` trained the same model, all of its layers, in the
 # same loop on as many cores. It does not clip: its step begins while the device still runs backward. So
 # compare ``streamed_adam_in_backward``. In the rows ``_clipped`` we clip for it, as cheaply as we know:
 # norms are taken in backward, and its Adam gets their factor. Compare ``streamed_adam``.
-# ``larger_than_device`` is a deeper model, whose state is larger than the device. The others:
+# The others:
 #
 # * ``torchao`` keeps the weights on the device. Weights and moments are in bf16, without fp32 masters,
 #   so an update moves half as many bytes: at the fewest tokens, where a clipped step waits for its
@@ -375,6 +375,11 @@ if __name__ == "__main__":
 # * ``deepspeed_offload``, on another host with twice the cores: ZeRO stage 3, weights and optimizer on
 #   the host, clipped; extended from fewer layers, as ``resident`` is.
 # * ``fsdp2_cpu_offload``, on other hosts, 16 cores a rank: the same by FSDP2; two ranks can prefetch.
+#
+# A deeper model, whose state is larger than the device:
+#
+# .. result-table:: offload_step
+#    :rows: larger_than_device
 #
 # What breaks if you remove a line
 # --------------------------------
