@@ -368,15 +368,15 @@ if __name__ == "__main__":
 #
 # **When do copy engines pay?** On two GPUs every interval of the speed against stock FSDP2 is above
 # 100 %, eager and compiled. The more tokens, the less there is to gain. Below 4,096 tokens the host
-# sets the pace. ``megatron-fsdp``, which did not clip and has bfloat16 gradients, was ahead of in place
+# sets the pace, and ``fsdp2_tuned`` and ``megatron-fsdp`` had another host. ``megatron-fsdp``, which did not clip and has bfloat16 gradients, was ahead of in place
 # at 2,048 tokens and behind it at 8,192, in few pairs. :doc:`/guide/results` also has loops that read
-# nothing, bfloat16 reductions and recomputation.
+# nothing, other reductions and recomputation.
 #
 # **What changes with four GPUs?** Three quarters of each weight come from peers instead of half, and
 # each rank adds four parts. Against stock FSDP2 the gain is about that of two GPUs from 4,096 tokens on;
 # at 2,048 little is left. Those rows have four pairs: approximate. Eight GPUs: not
 # measured. On a synthetic stack in bfloat16 in place is ahead of a schedule that needs no FSDP2, at
-# each size at which they took turns (:doc:`peer_schedule` has the rows).
+# each size measured (:doc:`peer_schedule`).
 #
 # What breaks if you remove a line
 # --------------------------------
