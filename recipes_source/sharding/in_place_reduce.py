@@ -163,8 +163,8 @@ class PushedGradients:
             self.push(flat, numels, places)
             self.memory.barrier()
             event = self.stream.record_event()
+        self.calls += 1  # first: a hook in `finish` may raise on one rank alone
         self.finish()
-        self.calls += 1
         mean = group.gradient_divide_factor != 1
         self.waiting.append((event, mean, parameters, dtypes, flat, numels, arrived))
 
