@@ -283,7 +283,7 @@ def gather_in_place(model: FSDPModule, ahead: int = 2, slots: int = 4) -> Gather
         group.all = gathers
         group.embeds = shared_slots.embeds(group)
         peer_memory.become(group, InPlaceGather)
-    shared_slots.count_updates(chosen)
+    shared_slots.counted().update(chosen)
     model.register_forward_pre_hook(gathers.begin_forward, prepend=True)
     model.register_forward_hook(gathers.end_forward, always_call=True)
     return gathers
@@ -347,7 +347,7 @@ if __name__ == "__main__":
 # Stock blocks of Llama 3 8B, float32 weights, bfloat16 gathers and float32 reductions;
 # ``fsdp2_in_place`` reduces in place as well (:doc:`in_place_reduce`). ``no_communication`` sends,
 # gathers and copies nothing; ``fsdp2_no_collectives`` is stock FSDP2 whose collectives are copies on
-# the device: to be ahead of it, copies around collectives must have gone.
+# the device.
 #
 # .. result-figure:: fsdp_overlap
 #    :rows: no_communication fsdp2_no_collectives fsdp2 fsdp2_tuned fsdp2_in_place
@@ -367,7 +367,7 @@ if __name__ == "__main__":
 #    :where: model=llama-8b-blocks compiled=yes
 #
 # **When do copy engines pay?** On two GPUs every interval of the speed against stock FSDP2 is above
-# 100 %, eager and compiled. The more tokens, the less there is to gain. Below 4,096 tokens the host
+# 100 %. The more tokens, the less there is to gain. Below 4,096 tokens the host
 # sets the pace, and ``fsdp2_tuned`` and ``megatron-fsdp`` had another host. ``megatron-fsdp``, which did not clip and has bfloat16 gradients, was ahead of in place
 # at 2,048 tokens and behind it at 8,192, in few pairs. :doc:`/guide/results` also has loops that read
 # nothing, other reductions and recomputation.
@@ -407,8 +407,8 @@ if __name__ == "__main__":
 #   ``begin_next_forward()`` are gathered anew if all ranks change them and PyTorch counts it
 #   (:doc:`shared_slots`). Changes by ``.data``, ``dcp.load``, collectives or ``torch._foreach_*`` are not
 #   counted: units gathered ahead, or kept for backward, have the old weights, **without an error**.
-# * Call it between steps. Your own prefetch lists and collectives (``set_custom_all_gather``) stay, if
-#   set before.
+# * Call it between steps. Your own prefetch lists and collectives stay, if set before.
+# * Units that compute on several streams may read other weights, **without an error**.
 # * A reference to full weights that is kept beyond ``reshard()`` reads another unit's numbers.
 # * Two units that share a slot cannot both be full while a backward may come: an error. It comes with
 #   ``set_reshard_after_backward(False)``, or if you unshard all units after a forward that had no

@@ -373,6 +373,8 @@ if __name__ == "__main__":
 #   others waiting, as in FSDP2.
 # * A reduce-scatter of your own (``set_custom_reduce_scatter``) is kept, if it is set before the call;
 #   set later it is an error.
+# * All units must compute on one stream. Two towers on streams of their own, which nothing orders, may
+#   read weights and sum gradients of another unit, **without an error**; with gathers in place as well.
 # * Accumulation in float32 makes gradients twice as wide: slots grow once, in a collective.
 # * When a backward raises, one unit's gradients that stock FSDP2 has added by then are missing here.
 # * Two forwards, and the backward of the second raises: call ``model.reset_iter_state()`` (PyTorch 2.13

@@ -48,6 +48,7 @@ to allocate, for all ranks must exchange its addresses. So it stays, and units t
 import weakref
 from collections.abc import Sequence
 from dataclasses import dataclass
+from functools import cache
 from itertools import accumulate
 
 import peer_memory
@@ -184,12 +185,9 @@ class Slots:
         if group.slot is self.last:
             self.memory.barrier()  # others may still copy from it
         group.filled_from = versions(group)
-        pairs = [
-            (o, p._sharded_param_data) for o, p in zip(group.own, group.fsdp_params, strict=True)
-        ]
-        casts = [
-            pair for pair in pairs if pair[0].dtype != pair[1].dtype or pair[0].nbytes <= SMALL
-        ]
+        shards = [p._sharded_param_data for p in group.fsdp_params]
+        pairs = list(zip(group.own, shards, strict=True))
+        casts = [(o, s) for o, s in pairs if o.dtype != s.dtype or o.nbytes <= SMALL]
         for own, shard in pairs:
             if own.dtype == shard.dtype and own.nbytes > SMALL:
                 own.copy_(shard, non_blocking=True)  # on a copy engine
@@ -228,17 +226,19 @@ def storage_of(tensor: torch.Tensor) -> int:
     return getattr(tensor, "_local_tensor", tensor).untyped_storage()._cdata
 
 
-def count_updates(groups: Sequence) -> None:
-    """Have an optimizer's step count as a change of these units' shards: most leave that out."""
-    watched = weakref.WeakSet(groups)
+@cache
+def counted() -> weakref.WeakSet:
+    """Units of any model of whose shards an optimizer's step counts as a change."""
+    groups = weakref.WeakSet()
 
     @torch.compiler.disable
     def count(optimizer: torch.optim.Optimizer, *_) -> None:
-        ours = {storage_of(p.sharded_param) for group in watched for p in group.fsdp_params}
+        ours = {storage_of(p.sharded_param) for group in groups for p in group.fsdp_params}
         updated = [p for group in optimizer.param_groups for p in group["params"]]
         increment_version([p for p in updated if storage_of(p) in ours])
 
-    weakref.finalize(groups[0], register_optimizer_step_post_hook(count).remove)
+    register_optimizer_step_post_hook(count)  # for good: who removes it may do so in a step
+    return groups
 
 
 # %%
@@ -346,7 +346,7 @@ if __name__ == "__main__":
 #   kept beyond ``reshard()`` is an error there; here it reads other numbers.
 # * A forward that changes its full weights in place (an embedding's ``max_norm``, a clamp) is not for
 #   slots: others may still copy them, and backward may read the changed ones, **without an error**.
-# * An optimizer's step counts as a change of its weights (``count_updates``). So a backward that needs
+# * An optimizer's step counts as a change of its weights (``counted``). So a backward that needs
 #   weights as they were before the step is an error. Stock FSDP2 lets it pass, with most optimizers.
 # * Private names of FSDP2: :doc:`peer_memory` lists them.
 #

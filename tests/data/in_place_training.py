@@ -25,7 +25,7 @@ from torch.distributed.checkpoint.state_dict import (
 from torch.distributed.device_mesh import init_device_mesh
 from torch.distributed.fsdp import MixedPrecisionPolicy, fully_shard
 from torch.distributed.tensor import DTensor
-from torch.optim.optimizer import _global_optimizer_post_hooks
+from torch.optim.optimizer import register_optimizer_step_post_hook
 from torch.utils.checkpoint import checkpoint
 
 sys.path.insert(0, str(Path(__file__).resolve().parents[2] / "recipes_source" / "sharding"))
@@ -33,6 +33,7 @@ sys.path.insert(0, str(Path(__file__).resolve().parents[2] / "recipes_source" / 
 import in_place_gather  # noqa: E402
 import in_place_reduce  # noqa: E402
 import peer_memory  # noqa: E402
+import shared_slots  # noqa: E402
 
 WIDTH, BLOCKS, STEPS = 10, 4, 3
 SLOTS = 3  # so that units of a model of four blocks take turns
@@ -1002,7 +1003,7 @@ def a_graph_of_backward() -> None:
 def steps_of_others() -> None:
     """The call leaves the counters of other models alone, and its own model can be let go."""
     gc.collect()  # what earlier programs left
-    before = len(_global_optimizer_post_hooks)
+    before = len(shared_slots.counted())
     model, _ = in_place(shard(FP32))
     alone, other = shard(FP32), nn.Linear(2, 2)
     for weights, counts in ((model, True), (alone, False), (other, False)):
@@ -1016,7 +1017,27 @@ def steps_of_others() -> None:
         optimizer.zero_grad()
     del model, weights, optimizer, p
     gc.collect()
-    assert len(_global_optimizer_post_hooks) == before
+    assert len(shared_slots.counted()) == before
+
+
+def freed_in_a_step_of_another() -> None:
+    """The garbage collector frees a model while an optimizer calls its hooks."""
+    model, _ = in_place(shard(PLAIN))
+    step(model)
+    gc.collect()
+    gc.disable()
+    del model
+    behind = (lambda *_: gc.collect() and None, lambda *_: None)
+    hooks = [register_optimizer_step_post_hook(hook) for hook in behind]
+    other = nn.Linear(2, 2)
+    optimizer = torch.optim.SGD(other.parameters())
+    other(torch.ones(1, 2)).sum().backward()
+    try:
+        optimizer.step()
+    finally:
+        gc.enable()
+        for hook in hooks:
+            hook.remove()
 
 
 def sums_of_more_ranks() -> None:
@@ -1078,6 +1099,7 @@ TROUBLES = (
     moved_behind_a_graph,
     a_graph_of_backward,
     steps_of_others,
+    freed_in_a_step_of_another,
 )
 
 
