@@ -106,11 +106,10 @@ class ReduceGroup(Way):
 class InPlace(Way):
     recipes = ("shared_slots", "in_place_gather", "in_place_reduce")
     note = "fsdp2, gathered by peer copies and reduced by pushes, without copies around them"
-
-    slots = 4
+    options: dict = {}
 
     def tune(self, units: list[FSDPModule]) -> None:
-        self.copy = in_place_gather.gather_in_place(self.model, slots=self.slots)
+        self.copy = in_place_gather.gather_in_place(self.model, **self.options)
         self.pushed = in_place_reduce.reduce_in_place(self.model)
         if self.copy is None or self.pushed is None:
             raise RuntimeError("the ranks cannot read each other's memory")
@@ -132,7 +131,7 @@ class InPlaceBegun(InPlace):
 
 
 class InPlaceKept(InPlaceBegun):
-    slots = 10
+    options = {"slots": 10}
     note = InPlaceBegun.note + "; ten slots for twelve layers"
 
 

@@ -357,8 +357,8 @@ if __name__ == "__main__":
 #    :rows: no_communication fsdp2_no_collectives fsdp2 fsdp2_tuned fsdp2_in_place fsdp2_in_place_begun fsdp2_in_place_kept megatron-fsdp
 #    :where: model=llama-8b-blocks loop=reads compiled=no reduce_dtype=float32 activation_checkpointing=no
 #
-# ``fsdp2_in_place_kept`` does so too, with ten ``slots`` for twelve blocks: most units
-# are still full in backward.
+# ``fsdp2_in_place_kept`` begins forwards early, too, with ten ``slots`` for twelve blocks: most units are
+# still full in backward.
 #
 # With each block compiled:
 #
@@ -367,10 +367,10 @@ if __name__ == "__main__":
 #    :where: model=llama-8b-blocks compiled=yes
 #
 # **When do copy engines pay?** On two GPUs every interval of the speed against stock FSDP2 is above
-# 100 %. The more tokens, the less there is to gain. Below 4,096 tokens the host
-# sets the pace, and ``fsdp2_tuned`` and ``megatron-fsdp`` had another host. ``megatron-fsdp``, which did not clip and has bfloat16 gradients, was ahead of in place
-# at 2,048 tokens and behind it at 8,192, in few pairs. :doc:`/guide/results` also has loops that read
-# nothing, other reductions and recomputation.
+# 100 %. The more tokens, the less there is to gain. Below 4,096 tokens the host sets the pace, and
+# ``fsdp2_tuned`` and ``megatron-fsdp`` had another host. ``megatron-fsdp``, which did not clip and has
+# bfloat16 gradients, was ahead of in place at 2,048 tokens and behind it at 8,192, in few pairs.
+# :doc:`/guide/results` also has loops that read nothing, other reductions and recomputation.
 #
 # **What changes with four GPUs?** Three quarters of each weight come from peers instead of half, and
 # each rank adds four parts. Against stock FSDP2 the gain is about that of two GPUs from 4,096 tokens on;
