@@ -3,6 +3,7 @@
 import json
 import re
 import runpy
+import shutil
 import signal
 import subprocess
 import sys
@@ -18,6 +19,12 @@ TRIALS = 16
 CHAOS_POINTS = 12
 BOTH_RIGHT = {"0": True, "1": True}
 CUTS_BY_CHANCE = 3
+READS_LATE = """
+    import time
+    until = time.monotonic() + 3
+    while dist.get_rank() and directory.exists() and time.monotonic() < until:
+        time.sleep(0.01)
+"""
 LOSS_TOLERANCE = 1e-4  # relative: other ranks add in another order, and 20 steps carry it on
 
 
@@ -146,6 +153,21 @@ def test_a_compiled_model_resumes(tmp_path: Path, monkeypatch: pytest.MonkeyPatc
                 assert all(torch.equal(a, b) for a, b in pairs)
     finally:
         dist.destroy_process_group()
+
+
+def test_no_rank_rolls_back_while_another_reads(tmp_path: Path) -> None:
+    """The last read of rank 1 is held until rank 0 has renamed what it reads, at most 3 s."""
+    from rankproof.recipe import with_imports
+    from rankproof.run import run
+
+    for file in with_imports(RECIPES / "resume_and_reshard.py"):
+        shutil.copy(file, tmp_path)
+    held, line = tmp_path / "resume_and_reshard.py", "    narrow = nn.Linear(WIDTH // 2, WIDTH)\n"
+    source = held.read_text()
+    assert source.count(line) == 1
+    held.write_text(source.replace(line, f"{line}{READS_LATE}"))
+    report = run(held, 2, launcher="warm")
+    assert report.ok, report.describe()
 
 
 def restarted(root: Path, restarts: int, struck: str) -> subprocess.CompletedProcess:

@@ -320,6 +320,7 @@ def main(directory: Path) -> None:
         root = basic.directory_of_rank_0(directory)
         losses = prove_same_ranks(root, device)
         prove_parts(root / "interrupted0.0", device)
+        dist.barrier()
     finally:
         dist.destroy_process_group()
     if rank < fewer:  # one rank does not come back
