@@ -6,21 +6,21 @@ Save without stopping: ``async_save``
 
 Let training go on while a checkpoint is written. ``async_save`` of
 ``torch.distributed.checkpoint`` (DCP) stops training only for a copy to host memory; a thread
-writes that copy during the next steps. Used as it comes, it can lose the last checkpoint, end a
-run because one disk is full, or leave a directory that loads and is wrong. This recipe
-closes these gaps.
+writes that copy during the next steps. Used as it comes, it can lose the last checkpoint, end a run
+because one disk is full, or leave a directory that loads and is wrong. This recipe closes these
+gaps.
 
-**When not to bother:** the state is small or you save rarely (call ``dcp.save``), or host memory
-does not hold a second copy of what each rank of the node holds. If the copy itself takes too long,
+**When not to bother:** the state is small or you save rarely (call ``dcp.save``), or the host has
+no room for a second copy of what all its ranks hold. If the copy itself takes too long,
 :doc:`pinned_staging` makes it fast and :doc:`overlapped_stager` hides it.
 
-The loop is:
+This is the loop; ``app`` is the ``AppState`` of :doc:`state_to_save`:
 
 .. literalinclude:: async_save.py
    :pyobject: train
 
-Copy ``NamedWhenComplete`` and ``AsyncCheckpoints`` from this file, and ``AppState`` from
-:doc:`state_to_save`.
+Copy ``NamedWhenComplete`` and ``AsyncCheckpoints`` from this file, with the two constants above
+them, and ``AppState`` from :doc:`state_to_save`.
 
 .. grid:: 1 1 2 2
 
@@ -32,7 +32,7 @@ Copy ``NamedWhenComplete`` and ``AsyncCheckpoints`` from this file, and ``AppSta
 
    .. grid-item-card:: What you need
 
-      * PyTorch 2.9 or later, any number of ranks, CPU or GPU
+      * PyTorch 2.9 or later, CPU or GPU, any number of ranks in a process group (one rank, too)
       * a model sharded with ``fully_shard`` (FSDP2); DDP and plain modules: see *Memory*
       * host memory for one copy of each rank's shards
 
@@ -99,14 +99,14 @@ PATIENCE = timedelta(minutes=10)  # how long a rank that has written waits for t
 # DCP writes ``.metadata`` last, yet ``.metadata`` does not prove that a checkpoint is complete.
 # Suppose an exception destroys the process group while an upload waits its turn. The upload thread
 # finds no group and takes its rank for the only one. Each rank then writes its files and
-# ``.metadata`` over those of the others. The directory loads without an error, and half of its
-# weights were never written. Saving a step twice into one directory does the same damage to what
+# ``.metadata`` over those of the others. The directory loads without an error, and a part of its
+# weights was never written. Saving a step twice into one directory can do the same damage to what
 # the directory held before.
 #
 # So the files go to ``<directory>.incomplete``, and rank 0 removes the suffix when all ranks have
 # reported. **A directory without the suffix is complete.** Two checks guarantee that: every rank
-# takes part, and all of them write the same checkpoint. The second check catches a rank whose
-# ``save`` raised and which goes on: its next save would otherwise be paired with this one of the
+# takes part, and all of them write the same checkpoint. Without the second check, a rank whose
+# ``save`` raised could go on, and its next save would be paired with the current save of the
 # others.
 
 
@@ -147,8 +147,8 @@ class NamedWhenComplete(FileSystemWriter):
 # 3. **A failed save costs one checkpoint.** Its error waits in the future, often as a
 #    ``CheckpointException``, which derives from ``BaseException``. The next ``save`` logs that
 #    error and goes on. If no save follows, leaving the ``with`` block raises it.
-# 4. **The last save is awaited**, also when an exception leaves the ``with`` block. Nothing new is
-#    begun then. If the other ranks never join this save, ``PATIENCE`` ends the wait. (Nobody can
+# 4. **The last save is awaited**, also when an exception leaves the ``with`` block; no other save
+#    begins then. If the other ranks never join this save, ``PATIENCE`` ends the wait. (Nobody can
 #    interrupt the thread, and Python waits for it at exit in any case.)
 
 
@@ -216,8 +216,8 @@ class AsyncCheckpoints:
 # Run it, and prove it
 # --------------------
 # ``train`` is the loop from the top of the page. When it asks for its next batch, it has just
-# saved. What the state is at that moment is what the checkpoint must hold. Then two saves must fail:
-# the lines ``is not saved`` and ``refused`` below are expected.
+# saved, so the checkpoint must hold the state of that moment. After that, two saves must fail: the
+# lines ``is not saved`` and ``refused`` below are expected.
 
 STEPS = 6
 SAVE_EVERY = 2  # steps
@@ -292,13 +292,12 @@ if __name__ == "__main__":
 # What it buys
 # ------------
 # Training no longer waits for storage. It still waits for staging: each save here allocates
-# pageable host memory and copies the state into it. In the timelines this alone takes longer
-# than ``dcp_save`` takes for everything. :doc:`pinned_staging` changes the
-# memory and nothing else.
+# pageable host memory and copies the state into it. In the timelines below, that staging alone
+# takes longer than all of ``dcp_save``. :doc:`pinned_staging` changes the memory and nothing else.
 #
-# The table has what a blocking ``dcp_save`` costs a stock model. ``async_save`` itself has not been
-# measured on one: for it there are the timelines, of an earlier version.
-# :doc:`/guide/measured` explains the columns.
+# The table shows what a blocking ``dcp_save`` costs a stock model. ``async_save`` has not been
+# measured on one: it stands in the timelines alone, which an earlier version of this recipe
+# recorded. :doc:`/guide/measured` explains the columns.
 #
 # .. result-table:: checkpoint_stall
 #    :rows: none dcp_save

@@ -4,17 +4,16 @@
 Stage while the next step runs: ``DefaultStager``
 =================================================
 
-Move the staging copy off the training thread, with torch's own stager. The copy runs while the
-next step's forward and backward compute, and only ``optimizer.step()`` waits for it. Used as
-published, ``DefaultStager`` can write the weights of the previous step. This recipe adds the missing
-ordering.
+Move the staging copy off the training thread, with torch's own stager. The copy runs while the next
+step's forward and backward compute, and only ``optimizer.step()`` waits for it. Used as published,
+``DefaultStager`` can write the weights of the previous step. This recipe adds the missing ordering.
 
-**When not to bother:** on a CPU, which has no second engine to copy with; with PyTorch 2.11 or
-2.12, which pin memory anew for each save, and that takes longer than the copy; or if your step is
-shorter than the copy, because the end of the step waits for the rest. :doc:`overlapped_stager`
-works with all versions.
+**When not to bother:** you train on a CPU, which has no second engine to copy with. Or you have
+PyTorch 2.11 or 2.12: they pin memory anew for each save, which takes longer than the copy. Or your
+step is shorter than the copy: its end waits for the rest. :doc:`overlapped_stager` works with all
+versions.
 
-The loop is:
+This is the loop; ``app`` is the ``AppState`` of :doc:`state_to_save`:
 
 .. literalinclude:: default_stager.py
    :pyobject: train
@@ -131,8 +130,8 @@ class ValueAfter:
 # small, so clone them on the compute stream, where the clone is already in order.
 #
 # The recipe finds buffers by their memory, not by their names. A state dict leaves out a buffer
-# that is not persistent, drops the prefixes of DDP and ``torch.compile``, and names a shared
-# buffer twice.
+# that is not persistent, drops the prefixes of DDP and ``torch.compile``, and names a shared buffer
+# twice.
 
 
 def storage_of(tensor: torch.Tensor) -> int:
@@ -302,19 +301,19 @@ if __name__ == "__main__":
 # %%
 # What it buys
 # ------------
-# If the stager can be used again, an ordered one need not stall a step that is longer than the
-# copy. That has not been measured: the timelines were recorded with torch 2.11, which needs a new
-# stager for each save. There, a save pins new buffers and stalls longer than ``pinned``, the save
-# of :doc:`pinned_staging`. ``default_stager_as_published`` is the same save without the ordering of
-# this page: its checkpoint can hold another step.
+# Where torch's stager can be used again, an ordered save need not stall a step that is longer than
+# the copy. That has not been measured: the timelines were recorded with torch 2.11, which needs a
+# new stager for each save. There, a save pins new buffers and stalls longer than ``pinned``, the
+# save of :doc:`pinned_staging`. ``default_stager_as_published`` is the same save without the
+# ordering of this page: its checkpoint can hold another step.
 #
 # .. timeline:: checkpoint_stall pinned default_stager_as_published default_stager_ordered
 #
 # What breaks if you remove a line
 # --------------------------------
-# Each edit was made and run when this page was built. A CPU queues nothing, so a recorder finds a
-# missing ordering: it notes which stream touches which memory. Where a copy must lose a race, the
-# test holds it until it has.
+# Each edit was made and run when this page was built. A CPU queues nothing, so the bits come out
+# right there even without an ordering. A recorder that notes which stream touches which memory
+# finds what is missing. Where a copy must lose a race, the test holds it until it has.
 #
 # .. recipe-controls::
 #

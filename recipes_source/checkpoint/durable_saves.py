@@ -9,8 +9,8 @@ recipe adds a commit to an overlapped save. After it, a checkpoint either is com
 under its name, or has no name at all. A save that fails is reported on every rank, and training
 goes on.
 
-**When not to bother:** you would simply start the run again, or your storage commits by itself, as an
-object store does (:doc:`object_storage`).
+**When not to bother:** you would simply start a run again that was lost, or your storage commits by
+itself, as an object store does (:doc:`object_storage`).
 
 .. code-block:: python
 
@@ -243,8 +243,8 @@ class DurableSaves(OverlappedSaves):
 # %%
 # Run it, and prove it
 # --------------------
-# The proof saves every second step. Two of its saves must fail. In step 4, the state of the last
-# rank has something that cannot be pickled. In step 8, the save asks for the name of step 6. Both
+# The proof saves every second step. Two of its saves must fail. At step 4, the state of the last
+# rank has something that cannot be pickled. At step 8, the save asks for the name of step 6. Both
 # fail on every rank, leave nothing and harm nothing, and the save after them succeeds.
 
 
@@ -324,7 +324,7 @@ if __name__ == "__main__":
 # Each edit was made and run when this page was built. No run can show what a flush is for, because
 # a kill loses nothing that was written. So the tests also log every file operation of a job, and
 # look at each state that a power cut could leave after each operation. Without one of the flushes,
-# some of these states have a checkpoint under its name that is not complete.
+# in some of these states a checkpoint has its name and is not complete.
 #
 # .. recipe-controls::
 #
@@ -340,31 +340,31 @@ if __name__ == "__main__":
 # .. result-table:: soak
 #
 # The next table has the same faults for other ways to save, as far as a way reaches the moment in
-# question. Each resumes by its own rules. ``async_save`` writes every checkpoint to one
-# directory; ``torch_checkpointing`` has no rule for what to resume from, so there it is the newest
-# that has its name. *Everything that was measured* also counts lost checkpoints, resumes with other bits, and
-# jobs that hung.
+# question. Each resumes by its own rules. ``async_save`` writes every checkpoint to one directory.
+# ``torch_checkpointing`` has no rule for what to resume from, so there it is the newest that has
+# its name. *Everything that was measured* also counts lost checkpoints, resumes with other bits,
+# and jobs that hung.
 #
 # .. result-table:: save_faults
 #
 # What it costs
 # -------------
-# The training thread has no part in it. On the writing thread, the flush takes as long as the storage
-# needs to take the bytes; without a flush, that time only comes later. The digest reads the files
-# again, from memory, at the rate at which one core computes SHA-256. Each rank writes one more
-# small file.
+# None of this runs on the training thread. On the writing thread, the flush takes as long as the
+# storage needs to take the bytes; without a flush, that time only comes later. The digest reads the
+# files again, from memory, at the rate at which one core computes SHA-256. Each rank writes one
+# more small file.
 #
 # Faster
 # ------
 # ``class Saves(RetainedSaves, OverlappedWriter): pass`` writes with the kept plan of
-# :doc:`overlapped_writer` and commits as this page does.
+# :doc:`overlapped_writer`, commits as this page does, and deletes as :doc:`retention` does.
 #
 # Known limits
 # ------------
 # * ``fsync`` is a request. A disk with a volatile cache may lie about it, and a network file
 #   system may be mounted to ignore it. Both lose what they said they had.
 # * A rank that dies or hangs during a save fails that save on the others when the deadline of the
-#   group has passed (``DEADLINE_S`` of :doc:`overlapped_stager`). What it left keeps the name
+#   group has passed (``DEADLINE_S`` of :doc:`overlapped_stager`). What it left keeps the suffix
 #   ``.incomplete``.
 # * Digests are computed from what the file system returns right after the write. They find what
 #   changes later, not what memory changed before.

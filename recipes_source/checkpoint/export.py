@@ -105,10 +105,10 @@ DTYPES = {getattr(torch, k): n for k, n in zip(KINDS.split(), NAMES.split(), str
 # %%
 # What is exported
 # ----------------
-# The names are those of the model. A tied weight has two names and is one tensor. The export
-# stores it under the first name, as ``save_pretrained`` does, and whoever loads the model ties it
-# again. ``torch.compile``, ``DistributedDataParallel`` and activation checkpointing change the names
-# of a model; the export has those without.
+# The names are those of the model. A tied weight has two names and is one tensor. The export stores
+# it under the first name, as ``save_pretrained`` does, and whoever loads the model ties it again.
+# ``torch.compile``, ``DistributedDataParallel`` and activation checkpointing change the names of a
+# model; the export has the original ones.
 
 
 def weights(model: nn.Module) -> dict[str, torch.Tensor]:
@@ -160,9 +160,10 @@ def runs(chunk, shape: torch.Size) -> tuple[int, list[int]]:
 # %%
 # The writer
 # ----------
-# DCP asks every rank what it holds, shows all of it to rank 0 at once, and sends each rank its
-# part of the plan. A tensor that several ranks hold is then in one part only. At that point rank 0
-# lays out and creates the files. After it, the ranks write without any communication.
+# DCP asks every rank what it holds, shows all of it to rank 0 at once, and sends each rank its part
+# of the plan. A tensor that several ranks hold is then in one rank's part only. Before it sends the
+# parts, rank 0 lays out and creates the files. From then on, the ranks write without any
+# communication.
 
 
 class SafetensorsWriter(dcp.HuggingFaceStorageWriter):
@@ -368,9 +369,9 @@ if __name__ == "__main__":
 #
 # What it costs
 # -------------
-# On the training thread: as much as a save. Host memory: the staged weights, twice
-# (``BUFFER_SETS``), and one tensor of this rank if the dtype changes. Storage: the weights once,
-# in the dtype of the export, without the optimizer.
+# On the training thread: as much as a save. Host memory: the staged weights twice
+# (``BUFFER_SETS``), and one tensor of this rank if the dtype changes. Storage: the weights once, in
+# the dtype of the export, without the optimizer.
 #
 # Known limits
 # ------------

@@ -14,11 +14,11 @@ check that model and optimizers still hold the same tensor objects.
    :field: call_s
    :where: model=llama-1b step=long loop=reads compiled=no storage=memory
 
-That is how long the call of a save takes. ``overlapped_writer`` is the one that saves a
-``TrainingState``.
+These are the times that the call of a save takes. ``overlapped_writer`` saves a ``TrainingState``.
+The other two, a package and a mode of torchtitan, save in the background as well.
 
-**When not to bother:** your state has few tensors, your saves stop training anyway, or you save once
-an hour.
+**When not to bother:** your state has few tensors, your saves stop training anyway, or you save
+once an hour.
 
 .. code-block:: python
 
@@ -56,10 +56,10 @@ last called ``get_state_dict``:
    get_state_dict:  0-8 save !; 14-22 save !; 28-36 save !
    kept:            0-8 save !; 14-15 save; 28-29 save
 
-``optimizer.load_state_dict``, a new layer, ``assign=True``: each puts another object into one of
-the dicts, and the recipe calls ``get_state_dict`` again. ``p.data = ...`` keeps
-the object and moves its memory. The kept state holds the parameter itself, so whoever copies it
-sees the new memory.
+``optimizer.load_state_dict``, a new layer and ``model.load_state_dict`` with ``assign=True`` each
+put another object into one of the dicts. Then the recipe calls ``get_state_dict`` again.
+``p.data = ...`` keeps the object and moves its memory. The kept state holds the parameter itself,
+so whoever copies it sees the new memory.
 """
 
 # %%
@@ -85,7 +85,8 @@ from torch.distributed.tensor import DTensor
 # %%
 # A dict that does not change
 # ---------------------------
-# ``OverlappedSaves`` does not walk a dict again that has an attribute ``kept_tensors``.
+# ``OverlappedSaves`` of :doc:`overlapped_stager` does not walk a dict that has an attribute
+# ``kept_tensors``: it takes that list.
 
 
 class Kept(dict):
@@ -106,12 +107,12 @@ class Kept(dict):
 # %%
 # The state of a training job
 # ---------------------------
-# ``get_state_dict`` gives each parameter a new tensor object; ``TrainingState`` puts the parameter itself
-# in its place. What is not a tensor is read at every save: the groups of the optimizers, whose
-# learning rate a schedule changes, and everything that you pass by name. A step count that is a
-# Python number is a new object at each step, so such an optimizer makes every save call
-# ``get_state_dict``. Whoever asks gets copies of the outer dicts, so that a name which you delete
-# there is still in the next save.
+# ``get_state_dict`` gives each parameter a new tensor object; ``TrainingState`` puts the parameter
+# itself in its place. What is not a tensor is read at every save: the groups of the optimizers,
+# whose learning rate a schedule changes, and everything that you pass by name. A step count that is
+# a Python number is a new object at each step, so such an optimizer makes every save call
+# ``get_state_dict``. The caller gets copies of the outer dicts: a name that you delete there is
+# still in the next save.
 
 
 def memory_of(tensor: torch.Tensor) -> tuple:
@@ -246,8 +247,8 @@ class TrainingState(Stateful):
 # Run it, and prove it
 # --------------------
 # After each of several changes, the proof compares the kept state with the result of a new
-# ``get_state_dict``: the same keys, the same memory, the same numbers. A new job then loads a
-# checkpoint of step 3, and another one of step 0.
+# ``get_state_dict``: the same keys, the same memory, the same numbers. Then one new job loads the
+# checkpoint of step 3, and another one that of step 0.
 
 
 def same_state(app: TrainingState) -> bool:
@@ -315,15 +316,15 @@ if __name__ == "__main__":
 #
 # What it costs
 # -------------
-# At every save, a comparison of identities for each tensor, module and moment. In memory,
-# references to the known tensors: an optimizer state that was replaced lives until the next save.
+# Every save compares the identity of each tensor, module and moment. The recipe keeps references to
+# the tensors that it knows, so an optimizer state that was replaced lives until the next save.
 #
 # Known limits
 # ------------
 # * ``_parameters``, ``_buffers`` and ``_modules`` of ``nn.Module`` are private by name. They are
 #   older than every version of torch that these pages run on.
 # * A state that is computed from the tensors of the model or of an optimizer is asked for at every
-#   save: right, and no gain. So it is with ``FullyShardedDataParallel`` (FSDP1), hooks on
+#   save: right, and no gain. This holds for ``FullyShardedDataParallel`` (FSDP1), hooks on
 #   ``state_dict``, extra state, nested optimizer state, subclasses of ``nn.Parameter``, and weights
 #   that share memory but are not one object: one of them can move away.
 # * Models that change their layers at every step gain nothing.

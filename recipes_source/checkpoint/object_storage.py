@@ -7,8 +7,8 @@ Checkpoints in an object store
 Save straight to S3 and its like, and never load half a checkpoint from there. An object store has
 no rename, no directory and no lock, so the steps of :doc:`durable_saves` do not work on it. It has
 two better things: an object is there completely or not at all, and a write can fail if the name is
-taken. This recipe builds a commit on these two. It runs on whatever fsspec reaches. The tests run
-it against an S3 server.
+taken. This recipe builds a commit on these two. It runs on whatever fsspec (Python's interface to
+remote file systems) reaches. The tests run it against an S3 server.
 
 **When not to bother:** your storage is a mounted file system. :doc:`durable_saves` needs no client
 there; copy its checkpoints to the store afterwards, and commit each copy with ``commit_once``.
@@ -49,7 +49,7 @@ Your project needs this file, ``overlapped_stager.py``, ``staging_copies.py`` an
    .. grid-item-card:: What you need
 
       * PyTorch 2.9 or later on Linux, any number of ranks
-      * ``fsspec``, and for ``s3://`` a release of ``s3fs`` of the same date
+      * ``fsspec``; for ``s3://`` also ``s3fs``, in the same version (their versions are dates)
 
 .. verification-badge::
 
@@ -386,9 +386,9 @@ if __name__ == "__main__":
 # .. recipe-controls::
 #
 # Against a server, the tests also kill a job during an upload, leave the commit's request
-# unanswered, start two jobs at once, and give a wrong secret. Each request that writes meets an error
-# once (``SlowDown``, ``InternalError``, ``ServiceUnavailable``, ``RequestTimeout``), or one that stays.
-# A proxy before the server injects them.
+# unanswered, start two jobs at once, and give a wrong secret. A proxy before the server makes each
+# request that writes fail (``SlowDown``, ``InternalError``, ``ServiceUnavailable``,
+# ``RequestTimeout``), once or for good.
 #
 # Retries
 # -------
@@ -403,8 +403,8 @@ if __name__ == "__main__":
 #   should.
 # * **rclone's** ``serve s3`` ignores ``If-None-Match``. ``check_store`` raises, and nothing is
 #   saved.
-# * **Google Cloud Storage and Azure** name their conditions otherwise. gcsfs and adlfs may offer
-#   them behind the same ``mode="create"`` of fsspec: ``check_store`` tells you.
+# * **Google Cloud Storage and Azure** have such conditions under other names. gcsfs and adlfs may
+#   offer them behind the same ``mode="create"`` of fsspec: ``check_store`` tells you.
 #
 # What it costs
 # -------------

@@ -13,8 +13,9 @@ and a thread writes it. A directory gets its final name only when the checkpoint
    :field: staging_cost_s
    :where: model=llama-1b step=long loop=reads compiled=no storage=memory
 
-``overlapped_writer`` stages with this recipe and writes with :doc:`overlapped_writer`, which is used
-in the same way. ``none`` is the same measurement without a save: the noise.
+The row ``overlapped_writer`` is of :doc:`overlapped_writer`, which stages with this recipe, writes
+faster, and is used in the same way. ``torch_checkpointing`` is a package that stages in the
+background. ``none`` is the same measurement without a save: the noise.
 
 **When not to bother:** your state is a few megabytes, you save once an hour (:doc:`async_save`
 costs next to nothing then), or the host cannot spare two copies of each rank's shards.
@@ -41,7 +42,7 @@ own, such as ``torch.device("cuda", local_rank)``. To resume, call
 **Does anything but an optimizer's** ``step`` **write weights** after a save, such as an EMA swap, a
 load, an update by hand, or another method of the optimizer (SAM's first step, ScheduleFree's
 ``eval``)? Call ``saves.before_update()`` before it. Otherwise the checkpoint can hold some tensors
-of before and some of after, and nothing reports it.
+from before the change and some from after it, and nothing reports that.
 
 .. grid:: 1 1 2 2
 
@@ -80,8 +81,8 @@ The idea
 4. **Refill after write**: a set of buffers is filled again only when its write has ended.
 
 In the loop, the training thread waits for storage in two cases: writing a checkpoint takes longer
-than the time between two saves (``if_busy="skip"`` then leaves a save out), or the layout of the state
-has changed. At its end, the ``with`` block waits for all writes.
+than the time between two saves (``if_busy="skip"`` then leaves a save out), or the layout of the
+state has changed. At its end, the ``with`` block waits for all writes.
 
 A checkpoint is first written to ``step100.incomplete``. When all ranks have written their part,
 rank 0 renames the directory. **Trust the name, not** ``.metadata``. If the process group is
@@ -126,9 +127,9 @@ EXIT_S = 30.0  # how long the end of the block waits for a write after an except
 #
 # ``together`` runs a function on all ranks, and raises on all of them if it failed on one. A full
 # disk, memory that the driver refuses to lock, or a state that one rank cannot stage costs that
-# checkpoint and nothing else. The error is logged when it happens, and stored in that save's future.
-# ``wait`` and the end of the ``with`` block raise it. Training continues, and so does the next
-# save.
+# checkpoint and nothing else. The error is logged when it happens, and stored in that save's
+# future. ``wait`` and the end of the ``with`` block raise it. Training continues, and so does the
+# next save.
 #
 # If an exception leaves the ``with`` block, no further write starts, and the current one gets half
 # a minute. The block calls no collective then, because the other ranks may never join it. Threads
@@ -360,18 +361,19 @@ if __name__ == "__main__":
 # %%
 # What it buys
 # ------------
-# A stock Llama in a stock loop: gradient clipping, a learning-rate schedule, ``loss.item()`` every
-# step, and the read of transformers' mask in every forward. :doc:`/guide/measured` explains the
-# columns. The rows are of ``overlapped_writer``: it stages as this recipe does, and writes faster.
-# With DCP's writer, as here, a save has not been measured on a stock model.
+# The table is of a stock Llama in a stock loop: gradient clipping, a learning-rate schedule,
+# ``loss.item()`` every step, and the read of transformers' mask in every forward.
+# :doc:`/guide/measured` explains the columns. The row ``overlapped_writer`` stages as this recipe
+# does, and writes faster. With DCP's writer, as here, a save has not been measured on a stock
+# model.
 #
 # .. result-table:: checkpoint_stall
 #    :rows: none dcp_save overlapped_writer
 #    :where: step=long storage=memory
 #
 # The writing thread shares Python's interpreter lock with training. You notice that if the host
-# limits your steps and the state has many small tensors; :doc:`overlapped_writer` needs the lock
-# for less.
+# limits your steps and the state has many small tensors; :doc:`overlapped_writer` holds the lock
+# for less time.
 #
 # What breaks if you remove a line
 # --------------------------------
@@ -399,15 +401,16 @@ if __name__ == "__main__":
 # * Save after ``optimizer.step()``: gradients of a half-done accumulation are not in the state.
 # * After an exception, Ctrl-C, or ``sys.exit`` in the block only the write in progress is finished,
 #   for 30 s at most. Saves that wait behind it are dropped, and logged.
-# * A tensor that is new at every save, such as ``torch.get_rng_state()``, makes every save plan anew
-#   and wait for the one before. Save it as a list: ``.tolist()``.
+# * A tensor that is new at every save, such as ``torch.get_rng_state()``, makes every save plan
+#   anew and wait for the one before. Save it as a list: ``.tolist()``.
 # * A directory of that name that holds anything but a checkpoint is left alone: the save fails, and
-#   its complete checkpoint stays in ``step100.incomplete``. Write a tokenizer elsewhere, or when the
-#   future is done.
+#   its complete checkpoint stays in ``step100.incomplete``. Write a tokenizer elsewhere, or when
+#   the future is done.
 # * A state that calls ``get_state_dict`` at every save (:doc:`state_to_save`) works too, and holds
 #   the training thread for milliseconds with hundreds of tensors.
 # * A program that ends without leaving the block loses what is not yet written, without a word.
-# * A directory is a local path, even ``s3://...``: :doc:`object_storage` saves to a store.
+# * A directory is taken for a local path, even ``s3://...``: :doc:`object_storage` saves to a
+#   store.
 # * Call ``save`` on one thread. Two jobs that save to one path at once write over each other:
 #   :doc:`retention` locks the root. A path that is a symlink fails; a link above it is fine.
 # * The directory is not flushed, and an older checkpoint of the same name is replaced:

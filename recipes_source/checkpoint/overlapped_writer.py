@@ -4,24 +4,24 @@
 Plan once, then write bytes
 ===========================
 
-Write checkpoints faster than DCP's writer, and slow training less. That
-writer plans anew at every save, pickles and checksums each tensor, and holds Python's interpreter
-lock (the GIL) for much of that time. Training needs that lock for every kernel that it launches. This recipe
-lets DCP plan **once**. From then on it writes bytes with a few large system calls, which release
-the lock. ``dcp.load`` and DCP's tools read the files as they are.
+Write checkpoints faster than the writer of ``torch.distributed.checkpoint`` (DCP), and slow
+training less. That writer plans anew at every save, pickles and checksums each tensor, and holds
+Python's interpreter lock (the GIL) for much of that time. Training needs that lock for every kernel
+that it launches. This recipe lets DCP plan **once**. From then on it writes bytes with a few large
+system calls, which release the lock. ``dcp.load`` and DCP's tools read the files as they are.
 
 .. result-gain:: checkpoint_stall
    :rows: overlapped_writer torch_checkpointing nvidia-resiliency-ext torchtitan_async_with_pinned_mem
    :field: write_bytes_per_s
    :where: model=llama-1b step=long loop=reads compiled=no storage=memory
 
-torchtitan writes with DCP's writer; the other two have their own. :doc:`/guide/results` has what the
-same storage takes from a plain write.
+``overlapped_writer`` is this recipe. torchtitan writes with DCP's writer; the two packages have
+writers of their own. :doc:`/guide/results` has the rate of a plain write to the same storage.
 
 **When not to bother:** you save rarely, your checkpoints are small, or they go to an object store
-(:doc:`object_storage`). If the layout of your state changes at every save, each save would plan.
-If your storage is slower than DCP's writer and steps are long, training does not miss the lock,
-and :doc:`overlapped_stager` does as well.
+(:doc:`object_storage`). Or the layout of your state changes at every save: then each save would
+plan. Or your storage is slower than DCP's writer and your steps are long: then training hardly
+misses the lock, and :doc:`overlapped_stager` does as well.
 
 .. code-block:: python
 
@@ -39,8 +39,9 @@ and :doc:`overlapped_stager` does as well.
                saves.save({"app": app}, root / f"step{step}")
 
 Your project needs this file, ``overlapped_stager.py``, ``staging_copies.py``, and
-:doc:`kept_state.py <kept_state>`; ``device`` is the rank's own. ``save`` stages beside training and returns. ``root/step100``
-appears when every rank has written its part and the storage has all of it.
+:doc:`kept_state.py <kept_state>`; ``device`` is the rank's own. ``save`` returns before the state
+is copied: copy and write run beside training. ``root/step100`` appears when every rank has written
+its part and the storage has all of it.
 
 .. grid:: 1 1 2 2
 
@@ -70,8 +71,8 @@ The idea
 
 In DCP's format, a file is a row of entries. Each entry is what ``torch.save`` makes of one tensor:
 the tensor's bytes, and about 1.5 kB of zip headers and pickle around them. The part around the
-bytes depends on shape and dtype alone. The plan (who writes what), the offsets, and the tensors'
-part of ``.metadata`` depend on them too. So all of that can be kept.
+bytes depends on shape and dtype alone. So do the plan (who writes what), the offsets, and the
+tensors' part of ``.metadata``. All of that can be kept.
 
 Two things change from save to save: the bytes in staged memory, and whatever is not a tensor (step
 counters, schedules, lists). The recipe pickles the latter at every save and puts it at the end of
@@ -140,14 +141,14 @@ def around(shape: torch.Size, dtype: torch.dtype) -> tuple[bytes, bytes]:
 # DCP plans and writes in five steps, and calls a *planner* and a *storage writer* for each:
 #
 # 1. Every rank lists what it holds.
-# 2. Rank 0 removes what several ranks hold (replicated tensors).
-# 3. Rank 0 distributes the rest.
+# 2. Rank 0 gives what several ranks hold (replicated tensors) to one of them.
+# 3. Rank 0 sends each rank its part of the plan.
 # 4. Each rank writes.
 # 5. Rank 0 writes ``.metadata``.
 #
 # Here DCP's own planner does the first three. The storage writer below only gives each tensor a
-# place: the largest first, each in the shortest file so far. Several names of one memory, as tied
-# weights have, get one place.
+# place: the largest first, each in the file that is the shortest so far. Several names of one
+# memory, as tied weights have, get one place.
 #
 # ``pieces`` turns places into system calls. ``os.pwritev`` writes a list of buffers from wherever
 # they lie: header, tensor, header, tensor. Hundreds of small tensors become one call.
@@ -322,16 +323,16 @@ class OverlappedWriter(OverlappedSaves):
 
 # %%
 # ``together`` comes with ``OverlappedSaves``. It calls a function on every rank, gathers the
-# results, and raises on *every* rank if the function failed on one. Apart from it and DCP's own
-# collectives while planning, no rank waits for another here. So a full disk on one rank cannot
-# leave the others waiting. A rank that dies closes its connection, which the others see as an
-# error. Rank 0 writes ``.metadata`` when all files are complete, and renames the directory after
+# results, and raises on *every* rank if the function failed on one. Apart from these calls, and
+# from DCP's own collectives while planning, no rank waits for another. So a full disk on one rank
+# cannot leave the others waiting. A rank that dies closes its connection, which the others see as
+# an error. Rank 0 writes ``.metadata`` when all files are complete, and renames the directory after
 # that.
 #
 # ``differs`` decides whether the kept plan still holds. Staged tensors are the same objects at
-# every other save, because two sets of buffers alternate. So comparing their ids is enough. A state with other objects is compared as DCP sees
-# it: names, shapes, shards, dtypes, and which names share memory. If one rank finds a difference,
-# all ranks plan again.
+# every other save, because two sets of buffers alternate. So comparing their ids is enough. A state
+# with other objects is compared as DCP sees it: names, shapes, shards, dtypes, and which names
+# share memory. If one rank finds a difference, all ranks plan again.
 #
 # Run it, and prove it
 # --------------------
@@ -388,7 +389,7 @@ if __name__ == "__main__":
 #    :rows: none overlapped_writer
 #    :where: step=long storage=memory
 #
-# Short steps slow down, with snapshots on the device first (``overlapped_snapshot``) too:
+# Short steps slow down, and snapshots on the device (``overlapped_snapshot``) do not prevent that:
 #
 # .. result-table:: checkpoint_stall
 #    :rows: none overlapped_writer overlapped_snapshot
@@ -400,17 +401,17 @@ if __name__ == "__main__":
 #    :rows: overlapped_writer
 #    :where: storage=disk
 #
-# The share of throughput that is left if you save every so many steps. The
-# run deletes the checkpoint before the last, as part of the writing. The row of one GPU has two saves;
-# one cost nothing: too few to go by.
+# The next table has the share of throughput that is left if you save every so many steps. Its run
+# deletes the checkpoint before the last, as part of the writing. On one GPU it counts two saves,
+# one of which cost nothing: too few to go by.
 #
 # .. result-table:: save_interval
 #    :rows: overlapped_writer
 #
-# DCP offers a process: ``AsyncCheckpointerType.PROCESS`` plans and writes in a daemon.
-# Training keeps the lock, but its thread copies the state into shared memory, with an open file for
-# each tensor. A daemon that died is never replaced. Two saves in a row can lead ranks into
-# different collectives. :doc:`/guide/symptoms` lists the errors.
+# DCP can also write in a process: with ``AsyncCheckpointerType.PROCESS``, a daemon plans and
+# writes. Training then keeps the lock, but its thread copies the state into shared memory, with an
+# open file for each tensor. A daemon that died is never replaced. Two saves in a row can lead ranks
+# into different collectives. :doc:`/guide/symptoms` lists the errors.
 #
 # What breaks if you remove a line
 # --------------------------------
@@ -419,9 +420,10 @@ if __name__ == "__main__":
 #
 # Memory
 # ------
-# The host memory of :doc:`overlapped_stager`, twice that until a changed state has been planned anew.
-# The kept plan takes about 1.5 kB for each *kind* of tensor (shape and dtype), some hundred bytes for
-# each tensor and buffer, and on rank 0 the ``.metadata`` of all ranks.
+# The host memory of :doc:`overlapped_stager`, and twice that from a change of the state until it
+# has been planned anew. The kept plan takes about 1.5 kB for each *kind* of tensor (shape and
+# dtype), some hundred bytes for each tensor and buffer, and on rank 0 the ``.metadata`` of all
+# ranks.
 #
 # Known limits
 # ------------

@@ -9,15 +9,17 @@ Stop training for a copy at the rate of the link, and no longer. A writer with
 buffers. The first save allocates and pins them; each later one only copies.
 
 **When not to bother:** you have no accelerator (nothing is pinned then), you save rarely (the
-memory is held all the time), or page-locked memory is short: it cannot be swapped. If a copy at
-the rate of the link still stops training for too long, :doc:`overlapped_stager` runs it beside the
-next step.
+memory is held all the time), or page-locked memory is short: it cannot be swapped. If a copy at the
+rate of the link still stops training for too long, :doc:`overlapped_stager` runs it beside the next
+step.
+
+This is the loop; ``checkpoints`` is a ``PinnedCheckpoints(root)``:
 
 .. literalinclude:: pinned_staging.py
    :pyobject: train_and_save
 
-Copy ``PinnedCheckpoints`` and ``layout`` beside the classes of :doc:`async_save`, whose loop stays
-as it is. Construct ``PinnedCheckpoints(root)`` in place of ``AsyncCheckpoints(root)``.
+Copy ``PinnedCheckpoints`` and ``layout`` beside the classes of :doc:`async_save`. Its loop stays as
+it is, with ``PinnedCheckpoints(root)`` in place of ``AsyncCheckpoints(root)``.
 
 .. grid:: 1 1 2 2
 
@@ -87,9 +89,9 @@ MB = 1e6  # bytes
 # new writer per save would start without buffers each time. ``reset`` points the writer to the
 # next directory.
 #
-# ``end_last`` waits for the upload before the next save. That wait is now essential: there is one
-# set of buffers, and the upload reads from it. A second save would overwrite the values of the
-# first one while they are being written.
+# ``end_last`` waits for the upload before the next save. Here that wait protects the checkpoint:
+# there is one set of buffers, and the upload reads from it. A second save would overwrite the
+# values of the first one while they are being written.
 
 
 class PinnedCheckpoints(AsyncCheckpoints):
@@ -149,8 +151,8 @@ def layout(tree: object, path: str = "") -> set[tuple]:
 #
 # * **A changed state** does not fit the buffers. Examples are a frozen or added layer, and a first
 #   save before the optimizer has any state. For other keys, torch raises ``CompanionMismatch``,
-#   which names neither the key nor a way out. Another dtype is converted without an error, float32
-#   to a bfloat16 buffer. So ``check_layout`` looks before anything is copied.
+#   which names neither the key nor a way out. For another dtype it raises nothing: float32 values
+#   are rounded into a bfloat16 buffer. So ``check_layout`` looks before anything is copied.
 # * **Without an accelerator**, torch refuses to make the cache, because there is nothing to pin it
 #   for (``Cannot access accelerator device when none is available``, torch 2.13). Setting
 #   ``state_dict_cache`` beforehand gives the same buffers and the same reuse.
@@ -266,8 +268,8 @@ if __name__ == "__main__":
 # What it buys
 # ------------
 # Each save after the first one stalls training for one copy at the rate of the link. The timelines
-# show one such save, ``pinned``, below one of :doc:`async_save`. They are of an earlier version; on a
-# stock model neither has been measured.
+# show one such save, ``pinned``, below one of :doc:`async_save`. An earlier version of this recipe
+# recorded them; on a stock model neither save has been measured.
 #
 # .. timeline:: checkpoint_stall async_save pinned
 #

@@ -11,8 +11,9 @@ signal may come in the middle of a step, of staging or of an upload, on one rank
 twice.
 
 **When not to bother:** you save every few minutes and a save is hidden; then the signal can save
-you one interval at most. If an upload takes longer than the time you are given, save more often
-instead (:doc:`retention`): the exit code ``TOO_LATE`` then says that the older checkpoint counts.
+you one interval at most. If an upload takes longer than the time that you are given, save more
+often instead (:doc:`retention`). The exit code ``TOO_LATE`` then says that an older checkpoint
+counts.
 
 .. code-block:: python
 
@@ -116,10 +117,11 @@ STEPS, SAVE_EVERY, ASKED_IN = 8, 5, 4  # of the run that proves it
 # schedulers repeat themselves, and torchrun passes its own signal on.
 #
 # ``watch`` handles a save that does not end in time. It ends the process while there is still time
-# to print why. The checkpoint has no name yet, so it does not count. ``listen`` waits for all
-# ranks in a process group of its own, which all of them join when they leave together. If a rank
-# has died instead, its connections close and the wait fails at once. Then there is nothing left to
-# save together.
+# to print why. The checkpoint has no name yet, so it does not count.
+#
+# ``listen`` notices a rank that has died. It takes part in an all-reduce, in a process group of its
+# own, that all ranks join when they leave together. If a rank has died instead, its connections
+# close and the all-reduce fails at once. Then nothing can be saved together any more.
 
 
 class Preemption:
@@ -284,10 +286,10 @@ if __name__ == "__main__":
 #
 # What torchrun does
 # ------------------
-# * torchrun passes SIGTERM on to its ranks. After ``--shutdown-timeout`` seconds (30 by default)
-#   it kills them. torchrun itself then ends with code 1, whatever codes its ranks ended with. So a
-#   batch script cannot check for ``AGAIN``; it checks whether the job has finished. If ``srun``
-#   starts the ranks without torchrun, it passes the code on.
+# * torchrun passes SIGTERM on to its ranks. After ``--shutdown-timeout`` seconds (30 by default) it
+#   kills them. torchrun itself then ends with code 1, whatever codes its ranks ended with. So a
+#   batch script cannot check for ``AGAIN``; it checks whether the job has finished. ``srun``
+#   without torchrun passes the ranks' code on.
 # * When a rank dies, torchrun ends the others. With ``--max-restarts`` it starts all of them again
 #   at once, on the same machine, and each resumes from the newest checkpoint. The table gives the
 #   time from the kill to the end of the first step:
@@ -295,8 +297,8 @@ if __name__ == "__main__":
 # .. result-table:: restart
 #
 # * torchrun keeps one store for all restarts (torch 2.13). A restarted rank may read there the
-#   address of a rank that has ended: ``Gloo connectFullMesh failed``. The environment variable
-#   above gives each restart a store of its own.
+#   address of a rank that has ended: ``Gloo connectFullMesh failed``.
+#   ``TORCH_DISABLE_SHARE_RDZV_TCP_STORE=1`` gives each restart a store of its own.
 # * A signal to the ranks alone (``scancel --full``, ``pkill``) makes them leave with ``AGAIN``.
 #   torchrun takes that for a crash and restarts them on the machine that is going away. Signal
 #   torchrun instead.

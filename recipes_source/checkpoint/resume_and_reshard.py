@@ -42,7 +42,7 @@ Your project needs this file, ``retention.py``, and the files that :doc:`retenti
 
    .. grid-item-card:: What you need
 
-      * PyTorch 2.9 or later, any number of ranks
+      * PyTorch 2.9 or later, any number of ranks in a process group (one rank, too)
       * checkpoints of :doc:`durable_saves`
 
 .. verification-badge::
@@ -52,8 +52,8 @@ The idea
 
 Each part of the state is of one of three kinds:
 
-* **Sharded** (weights, optimizer). It is saved as DTensors, which DCP divides anew for any number
-  of ranks.
+* **Sharded** (weights, optimizer). It is saved as DTensors, which DCP
+  (``torch.distributed.checkpoint``) divides anew for any number of ranks.
 * **Shared** (step, schedule, position in the data). It is equal on every rank. The position in the
   data counts the samples that *all* ranks have taken. On any number of ranks ``n``, rank ``r``
   continues with every ``n``-th sample from there on.
@@ -136,8 +136,8 @@ def random_numbers() -> dict:
 # stale cache of a network file system) must stop the job here, and not continue from another step.
 #
 # After a rollback, the next restart would choose the newer checkpoints again, and new saves would
-# collide with them. So the rollback renames them. It renames only those that existed when it began
-# to choose. A second job that somebody started by mistake must not rename what the first one saves
+# collide with them. So the rollback renames them, but only those that existed when it began to
+# choose. A second job that somebody started by mistake must not rename what the first one saves
 # meanwhile.
 
 
@@ -216,9 +216,9 @@ def load_weights(model: nn.Module, directory: Path, old_names: dict[str, str]) -
 # What you trust: loading a checkpoint runs code. ``.metadata`` is a pickle, and so is every leaf
 # that is not a tensor. Digests tell you that a file has not changed, not who wrote it.
 #
-# To load without running code, use safetensors: :doc:`export` converts a checkpoint where you trust
-# it, and its ``load_export`` reads names, shapes and bytes alone. It carries weights; the optimizer
-# begins anew.
+# To load without running code, use safetensors. :doc:`export` converts a checkpoint where you trust
+# it, and its ``load_export`` reads names, shapes and bytes alone. An export has the weights; the
+# optimizer begins anew.
 
 # %%
 # Run it, and prove it
@@ -351,8 +351,8 @@ if __name__ == "__main__":
 # * Bits are equal on the same number of ranks of the same hardware with deterministic kernels.
 #   Another number of ranks adds in another order: the state is equal after the load, and the
 #   losses are close.
-# * All ranks here share one sequence of samples. A shuffling loader saves its seed and position instead. A
-#   loader with workers also saves what the workers have prefetched (``torchdata``'s
+# * All ranks here share one sequence of samples. A shuffling loader saves its seed and position
+#   instead. A loader with workers also saves what the workers have prefetched (``torchdata``'s
 #   ``StatefulDataLoader``).
 # * The random numbers are those of torch, of the host and of the rank's accelerator. If ``random``
 #   or NumPy decide something, add their states to ``random_numbers``.

@@ -10,8 +10,8 @@ writes to the same directory, or a crash comes in the middle of a deletion. This
 cleaning to :doc:`durable_saves`. It keeps the newest few checkpoints and every n-th step, allows
 one job per directory, checks for room before a save, and removes what a crash left.
 
-**When not to bother:** your storage has room for all checkpoints of a run; then delete none. Or
-something else deletes by age or by quota already; then leave it to that.
+**When not to bother:** your storage has room for all checkpoints of a run, so you need not delete
+any. Or something else already deletes by age or by quota.
 
 .. code-block:: python
 
@@ -27,8 +27,8 @@ something else deletes by age or by quota already; then leave it to that.
             if step % 1000 == 0:
                 saves.save({"app": app}, root / f"step{step}")
 
-Your project needs this file, ``durable_saves.py``, and the files that :doc:`durable_saves` lists. The
-same file is a command:
+Your project needs this file, ``durable_saves.py``, and the files that :doc:`durable_saves` lists.
+The same file is a command:
 
 .. code-block:: bash
 
@@ -62,7 +62,8 @@ The idea
    @9 step8 is durable
    @14 step2 is no checkpoint any more
 
-The writing thread deletes after each commit, never before. A deletion first takes the name away.
+The writing thread deletes after each commit, never before. A deletion first takes the name away:
+what has no name is no checkpoint.
 """
 
 # %%
@@ -130,8 +131,8 @@ def delete(root: Path, step: int) -> None:
 # still held.
 #
 # A forked process, such as a data loader's worker, would hold the lock too, and can outlive a
-# killed rank by seconds. So it closes its copy at once. Whoever holds the lease may remove every
-# unfinished save.
+# killed rank by seconds. So a forked process closes its copy of the lease at once. Whoever holds
+# the lease may remove every unfinished save.
 
 
 def take_lease(root: Path) -> int:
@@ -365,9 +366,9 @@ if __name__ == "__main__":
 #
 # The room it takes
 # -----------------
-# ``keep_last`` + 1 checkpoints, because the new one is written before the oldest goes, and one for
-# each ``keep_every`` steps. A checkpoint of float32 weights and AdamW's two moments has 12 bytes
-# per parameter.
+# Room for ``keep_last`` + 1 checkpoints, because the new one is written before the oldest goes, and
+# for one more at each step that ``keep_every`` divides. A checkpoint of float32 weights and AdamW's
+# two moments has 12 bytes per parameter.
 #
 # Known limits
 # ------------

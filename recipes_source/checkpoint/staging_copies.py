@@ -191,8 +191,9 @@ def in_host_memory(tensor: torch.Tensor, host: torch.Tensor) -> torch.Tensor:
 # What is copied beside training
 # ------------------------------
 # Dense tensors and DTensors stay where they are and are copied later. Everything else (Python
-# numbers, learning rates, sparse tensors) is read at once. A dict with an attribute ``kept_tensors``
-# promises not to change, so ``read`` does not walk it again (:doc:`kept_state` makes such dicts).
+# numbers, learning rates, sparse tensors) is read at once. A dict with an attribute
+# ``kept_tensors`` promises not to change, so ``read`` does not walk it again (:doc:`kept_state`
+# makes such dicts).
 
 
 def is_staged(leaf: object) -> bool:
@@ -247,15 +248,17 @@ def read(tree: object, tensors: list[torch.Tensor]) -> object:
 # * tensors of one number: counters, a learning rate that the schedule changes in place,
 # * tensors that are not contiguous, and views that conjugate or negate,
 # * tensors on another device (step counts on the CPU),
-# * with ``snapshot_bytes``, as many others as fit. It is meant for steps shorter than the copy: see the
-#   rows of short steps in :doc:`overlapped_writer` before you use it.
+# * with ``snapshot_bytes``, as many others as fit. It is meant for steps shorter than the copy: see
+#   the rows of short steps in :doc:`overlapped_writer` before you use it.
 #
 # Optimizers, loads and ``p.data = ...`` may give a tensor other memory, or another shape over the
-# same memory, or conjugate it. So every save compares the ``identity`` of each tensor, in one pass:
-# what takes time is to fetch the tensors' records from memory. It keeps no list of what it sees: a
-# thousand new tuples would set off Python's garbage collection. Version counters would not do: a fused optimizer
-# leaves them as they are. ``_local_tensor`` and ``torch._foreach_copy_`` are private by name. The
-# public ``to_local()`` makes a new tensor at every call.
+# same memory, or conjugate it. So every save compares the ``identity`` of each tensor. It does so
+# in one pass, because fetching the tensors' records from memory is what takes time. It keeps no
+# list of what it sees: a thousand new tuples would set off Python's garbage collection. Version
+# counters would not do, because a fused optimizer leaves them as they are.
+#
+# ``_local_tensor`` and ``torch._foreach_copy_`` are private by name. The public ``to_local()``
+# makes a new tensor at every call.
 
 
 def layout(x: torch.Tensor) -> tuple:
@@ -416,8 +419,8 @@ if __name__ == "__main__":
 # ------------
 # The figure at the top is of whole saves, with gaps. The rows below are copies alone, without gaps,
 # in the same loop. A stock Llama reads one scalar in every forward when you call it without a
-# cache. *Staging costs* is what the save adds to training (:doc:`/guide/measured`). *Staged after* is
-# when the last copy has arrived.
+# cache. *Staging costs* is what the save adds to training (:doc:`/guide/measured`). *Staged after*
+# is when the last copy has arrived.
 #
 # .. result-table:: staging_copies
 #    :rows: none cure_at_once cure_tiny_kernel cure_paced cure_turns
@@ -432,9 +435,9 @@ if __name__ == "__main__":
 #   ``cure_at_once``, but a thread runs Python for every piece, beside the launch of the forward.
 # * ``cure_paced`` is a thread that queues a piece when the one before has ended. The copies take
 #   about twice as long.
-# * ``cure_tiny_kernel`` has a kernel between the pieces. It waits for room on the device, so its
-#   copies take nearly as long as the paced ones. Take it on a GPU with a single copy engine, where gaps
-#   do nothing.
+# * ``cure_tiny_kernel`` has a kernel between the pieces. The kernel waits for room on the device,
+#   so the copies take nearly as long as the paced ones. Take it on a GPU with a single copy engine,
+#   where gaps do nothing.
 #
 # What breaks if you remove a line
 # --------------------------------

@@ -8,10 +8,11 @@ Save everything that a restart reads, and change nothing by saving it. ``AppStat
 for a sharded model and any optimizer. ``assert_same_bits`` is the test that the other recipes of
 this folder run on themselves.
 
-**When this is all you need:** your state is small, or you save rarely. ``dcp.save`` stops every
-rank until the last byte is on disk; the rest of this folder is about that stop.
+**When this is all you need:** your state is small, or you save rarely. A save with
+``torch.distributed.checkpoint`` (DCP) stops every rank until the last byte is on disk; the other
+recipes of this folder shorten that stop or hide it.
 
-This saves and loads:
+Copy ``AppState``. This saves and loads:
 
 .. literalinclude:: state_to_save.py
    :pyobject: save_and_load
@@ -20,7 +21,7 @@ This saves and loads:
 
    .. grid-item-card:: What you learn
 
-      * what a state dict for DCP (``torch.distributed.checkpoint``) holds
+      * what a state dict for DCP holds
       * how a save before the first step changes training, and how to prevent it
       * what it takes to say that a checkpoint is right
 
@@ -53,9 +54,9 @@ The idea
 # decay in Adam's moments, a momentum buffer that was not there. Saving before the first step would
 # thus change the training (`issue 164929 <https://github.com/pytorch/pytorch/issues/164929>`__).
 #
-# ``AppState`` writes what that step made, so that the checkpoint has the keys of every later one.
-# Then it clears the optimizer again. ``stepped`` tells the job that loads the checkpoint to do the
-# same.
+# ``AppState`` saves the state that this step made, so that the first checkpoint has the same keys
+# as every later one. Then it clears the optimizer's state again. ``stepped`` tells the job that
+# loads the checkpoint to clear it, too.
 
 import argparse
 import os
@@ -104,9 +105,9 @@ class AppState(Stateful):
 # The model that these recipes train
 # ----------------------------------
 # You need not copy anything from here on. ``SampleCounter`` stands for every buffer that forward
-# changes (BatchNorm's statistics, a token count). Its value is the same on all ranks. It has to
-# be: DCP takes a plain tensor for replicated and keeps **one** rank's copy. A tensor that differs
-# between ranks loses the other values, without an error.
+# changes (BatchNorm's statistics, a token count). Its value has to be the same on all ranks. DCP
+# takes a plain tensor for replicated and keeps **one** rank's copy: if the ranks hold different
+# values, the other values are lost without an error.
 
 WIDTH, HIDDEN = 512, 2048  # features
 BATCH = 64  # samples per rank and step
@@ -283,12 +284,12 @@ if __name__ == "__main__":
 # ------------
 # * DCP cannot write sparse or nested tensors and raises: save the dense tensors that they are made
 #   of. A named tuple may come back as a tuple.
-# * The step that ``get_state_dict`` makes runs the optimizer's hooks. An average of the weights
-#   that such a hook updates counts the first weights once more.
+# * The step that ``get_state_dict`` makes runs the optimizer's hooks. If a hook updates an average
+#   of the weights, it counts the first weights once more.
 # * A parameter that no backward has reached has no optimizer state, so the checkpoint has none for
-#   it. The new job's optimizer has, and ``dcp.load`` ends with ``Missing key``. Freeze such a
-#   parameter (``requires_grad=False``) in both jobs, or save after every parameter has had a
-#   gradient.
+#   it. The job that loads the checkpoint expects some, and ``dcp.load`` ends with ``Missing key``.
+#   Freeze such a parameter (``requires_grad=False``) in both jobs, or save after every parameter
+#   has had a gradient.
 # * ``dcp.save`` into a directory that holds a checkpoint writes over it, file by file. If that
 #   fails half way, the directory loads, half old and half new: see :doc:`async_save`.
 #

@@ -9,7 +9,7 @@ copy to a partner host, beside training. Any one host may be lost. The job then 
 other hosts, or with a new one, from the newest checkpoint that they have between them.
 
 **When not to bother:** your hosts share a directory that is fast enough. Take :doc:`durable_saves`
-then. The job files and the table of promises below hold there, too.
+then. What stands below on starting jobs and on storage holds there, too.
 
 .. code-block:: python
 
@@ -66,7 +66,7 @@ The idea
    @12 B is lost
 
 The ranks of host h send their files to host h + 1. When all ranks have reported that both copies
-are written, every host renames its directory. A host may be lost before it does, and another one
+are written, every host renames its directory. One host may be lost before it does, another one
 later. So at a restart, the hosts tell each other which complete files they have. The job loads the
 newest step of which every file is on some host. A host that misses a file receives it.
 """
@@ -137,9 +137,9 @@ def write_file(file: Path, pieces: Iterator[bytes | bytearray]) -> None:
 # --------
 # DCP allows each host to write to a directory of its own. It writes ``.metadata`` on rank 0. That
 # file is small and every host needs it, so every host gets it. The writing thread sends and
-# receives, in the stager's own process group, so training's collectives are not disturbed. If a
-# partner is gone, the save fails after ``DEADLINE_S`` of :doc:`overlapped_stager`, on every rank
-# that is left.
+# receives, in the process group of ``OverlappedSaves``, so training's collectives are not
+# disturbed. If a partner is gone, the save fails after ``DEADLINE_S`` of :doc:`overlapped_stager`,
+# on every rank that is left.
 
 
 class PartnerSaves(OverlappedSaves):
@@ -425,8 +425,8 @@ if __name__ == "__main__":
 #
 # Known limits
 # ------------
-# * One host may be lost, or several that are not neighbors. Two neighbors together take a part
-#   with them.
+# * One host may be lost, or several that are not neighbors. Two neighbors that are lost together
+#   take both copies of a part with them.
 # * ``gather`` gives every host the whole checkpoint. With many hosts, let each fetch what its
 #   ranks read. For restarts with other numbers of ranks, use a shared directory.
 # * Sizes are compared, not digests: :doc:`durable_saves` has digests.

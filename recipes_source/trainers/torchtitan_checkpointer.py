@@ -13,7 +13,8 @@ complete.
    :field: cost_s
    :where: model=llama-1b step=long loop=reads compiled=no storage=memory
 
-``overlapped_writer`` saves in the same way from a loop without torchtitan.
+``overlapped_writer`` was measured in a loop without torchtitan. It stages as this recipe does, and
+writes with the faster writer of :doc:`/recipes/checkpoint/overlapped_writer`.
 ``torchtitan_async_with_pinned_mem`` is the mode of torchtitan that stages into pinned memory.
 
 **When not to bother:** you save a few megabytes, or once an hour. torchtitan's
@@ -25,9 +26,9 @@ complete.
 
    config.checkpoint = OverlappedCheckpointManager.Config(enable=True, interval=100)
 
-``config`` is the configuration of your torchtitan job. Nothing else changes: to resume, start the job
-again. Your project needs this file, ``overlapped_stager.py`` and ``staging_copies.py``; the other files
-named above are for the proof.
+``config`` is the configuration of your torchtitan job. Nothing else changes: to resume, start the
+job again. Your project needs this file, ``overlapped_stager.py`` and ``staging_copies.py``. The
+files that these import in a ``main()`` are for the proof.
 
 .. verification-badge::
 """
@@ -107,23 +108,23 @@ class OverlappedCheckpointManager(CheckpointManager):
 #
 # ``dcp_save``
 #    torchtitan collects the state (model, optimizers, schedulers, data loader, train state) and
-#    decides when to save. It keeps the future that this method returns, and waits for it before
-#    the next save and before the last one.
-#    The last one is written under its own name, ``.metadata`` at the end. That of an older
-#    checkpoint there must be gone by then, or the mixture would count as complete.
+#    decides when to save. It keeps the future that this method returns, and waits for it before the
+#    next save and before the last one. The last save writes under the checkpoint's own name,
+#    ``.metadata`` at the end. If an older checkpoint there still had its ``.metadata``, a mixture
+#    of both would count as complete: so the method removes it first.
 #
 # ``_find_load_step``, ``_purge_stale_checkpoints``
 #    torchtitan takes a folder for a checkpoint if its name *contains* ``step-`` and a number, and
-#    if it holds ``.metadata``. A killed run can leave a ``step-4.incomplete`` that has both. It would
-#    also count as one of ``keep_latest_k``, and a complete one would be deleted in its place. These
-#    methods compare the whole name.
+#    if it holds ``.metadata``. A killed run can leave a ``step-4.incomplete`` that has both. It
+#    would also count as one of ``keep_latest_k``, and a complete one would be deleted in its place.
+#    These methods compare the whole name.
 #
 # ``__init__``, ``_close``
-#    ``OverlappedSaves`` is a context manager, and this one lasts as long as the checkpoint
-#    manager. torchtitan calls ``close`` at the end of training, and then the block waits for what
-#    is being written. torchtitan also calls it when training has raised. Then ``sys.exc_info()``
-#    has the exception, and the block does not wait for other ranks. It does not call ``close``
-#    after Ctrl-C; ``atexit`` does.
+#    ``OverlappedSaves`` is a context manager, and this one lasts as long as the checkpoint manager.
+#    torchtitan calls ``close`` at the end of training, and then the block waits for what is being
+#    written. torchtitan also calls ``close`` when training has raised. Then ``sys.exc_info()`` has
+#    the exception, and the block does not wait for other ranks. After Ctrl-C, torchtitan does not
+#    call ``close``; ``atexit`` does.
 #
 # You need no hook before the optimizer: ``OverlappedSaves`` orders every ``optimizer.step()`` in
 # the process after its copies. torchtitan's own ``async_with_pinned_mem`` waits there
@@ -315,8 +316,8 @@ if __name__ == "__main__":
 #   else must call ``before_update()``.
 # * torchtitan saves the last step synchronously, because its weights may be converted. It saves in
 #   safetensors (``last_save_in_hf``) synchronously, too.
-# * At each save, torchtitan waits for the previous save and raises its error. Do not train inside an
-#   ``except`` block: ``close`` then takes training for ended by that exception.
+# * At each save, torchtitan waits for the previous save and raises its error. Do not train inside
+#   an ``except`` block: ``close`` then takes training for ended by that exception.
 # * ``keep_latest_k`` counts complete checkpoints. While a save is being written, the disk holds one
 #   more. What a killed run has left as ``.incomplete`` stays until that step is saved again.
 # * torchtitan collects garbage at each save, which takes tens of milliseconds with many objects.

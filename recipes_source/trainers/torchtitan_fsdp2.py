@@ -5,8 +5,8 @@ FSDP2 in place in torchtitan
 ============================
 
 With one call around your model's ``ModelSpec``, torchtitan's FSDP2 gathers weights and reduces
-gradients without the copies around them. :doc:`/recipes/sharding/in_place_gather` shows what you gain,
-and when.
+gradients without the copies around them. :doc:`/recipes/sharding/in_place_gather` shows what you
+gain, and when.
 
 **When not to bother:** your ranks are on several hosts. torchtitan then trains as before, after a
 warning that says so.
@@ -53,20 +53,21 @@ def in_place(spec: ModelSpec) -> ModelSpec:
 # %%
 # Why there
 # ---------
-# torchtitan calls ``parallelize_fn`` with a model without memory (``meta``). It wraps blocks for
-# checkpointing, compiles them, and ends in ``apply_fsdp_to_decoder``, which calls ``fully_shard``:
-# for the embedding, for each block, and for norm and head as one unit of two modules. All groups of
-# parameters are there then. The weights get their memory later (``to_empty``, ``init_weights``);
-# in place reads FSDP2's shards at each gather, wherever they lie.
+# torchtitan calls ``parallelize_fn`` with a model without memory (on the device ``meta``). That
+# function wraps blocks for checkpointing, compiles them, and ends in ``apply_fsdp_to_decoder``.
+# This one calls ``fully_shard`` for the embedding, for each block, and for norm and head as one
+# unit of two modules. After it, all groups of parameters exist. The weights get their memory later
+# (``to_empty``, ``init_weights``). That does not matter: ``gather_in_place`` reads FSDP2's shards
+# at each gather, wherever they lie.
 #
 # torchtitan divides by its own count of tokens, so it asks FSDP2 for sums of gradients and not for
-# means (``disable_fsdp_gradient_division``): such sums are pushed as well.
+# means (``disable_fsdp_gradient_division``). ``reduce_in_place`` makes such sums as well.
 #
 # Something to train
 # ------------------
-# torchtitan's own models need Triton. This decoder has the parts that ``apply_fsdp_to_decoder``
-# looks for, under their names, with its head's weights shared or not. The loop is written out: the
-# ``Trainer`` needs a GPU.
+# torchtitan's own models need Triton, and its ``Trainer`` needs a GPU. So the proof has a decoder
+# with the parts that ``apply_fsdp_to_decoder`` looks for, under their names, with its head's
+# weights shared or not, and writes the loop out.
 
 import os
 
@@ -147,8 +148,8 @@ def train(model: FSDPModule, device: torch.device) -> list[torch.Tensor]:
 # %%
 # Run it, and prove it
 # --------------------
-# On one and two ranks every loss, norm and weight has the bits of torchtitan as it comes; more ranks
-# add in another order.
+# On one and two ranks every loss, norm and weight has the same bits as with unchanged torchtitan.
+# More ranks add in another order.
 
 
 def prove(tied: bool, device: torch.device) -> None:
@@ -198,7 +199,7 @@ if __name__ == "__main__":
 # -----------------------
 # * Memory, and what a program may do: :doc:`/recipes/sharding/in_place_gather`.
 # * Not tried: pipeline parallelism, whose microbatches keep all units full; experts over a mesh of
-#   their own; torchtitan's ``Trainer`` on a GPU with this plug.
+#   their own; torchtitan's ``Trainer`` on a GPU with this recipe.
 # * ``enable_fsdp_symm_mem`` of torchtitan puts NCCL's buffers into symmetric memory: leave it off.
 #
 # Further reading

@@ -14,7 +14,7 @@ on a thread.
    :field: cost_s
    :where: model=llama-1b step=long loop=reads compiled=no storage=memory
 
-That was measured in a loop without ``Trainer``, with the faster writer of
+``overlapped_writer`` was measured in a loop without ``Trainer``, with the faster writer of
 :doc:`/recipes/checkpoint/overlapped_writer`. ``none`` is the same measurement without a save: the
 noise.
 
@@ -34,8 +34,8 @@ noise.
    trainer = OverlappedTrainer(model, arguments, train_dataset=data)
    trainer.train()  # to resume: trainer.train(resume_from_checkpoint=True)
 
-Your project needs this file, ``overlapped_stager.py`` and ``staging_copies.py``; the other files named
-above are for the proof.
+Your project needs this file, ``overlapped_stager.py`` and ``staging_copies.py``. The files that
+these import in a ``main()`` are for the proof.
 
 .. verification-badge::
 """
@@ -120,13 +120,13 @@ class OverlappedTrainer(Trainer):
 #
 # ``train``
 #    Refuses what would end in a checkpoint that nobody can load. ``model_init`` gives ``Trainer`` a
-#    new model, so buffers are asked for later. The ``with`` block waits for the last upload. After
-#    an exception it does not wait for other ranks.
+#    new model, so the buffers are asked for when a save plans. The ``with`` block waits for the
+#    last upload. After an exception it does not wait for other ranks.
 # ``_save_checkpoint``
 #    ``Trainer``'s own method writes the schedule, the random numbers and ``trainer_state.json``: a
 #    few kilobytes. ``_get_output_dir`` makes it write them to a temporary folder of this rank.
-#    Model and optimizer follow as live tensors: nothing is copied before ``save`` returns. Of a
-#    model with LoRA the adapters alone are saved, under the names that accelerate asks for.
+#    Model and optimizer follow as live tensors, which are copied beside the next step. Of a model
+#    with LoRA only the adapters are saved, under the names that accelerate asks for.
 # ``_save_optimizer_and_scheduler``
 #    Writes the schedule alone. ``Trainer``'s version also saves model and optimizer, synchronously.
 # ``TrainerSaves.write``
@@ -137,10 +137,10 @@ class OverlappedTrainer(Trainer):
 #    Replaces a checkpoint of an earlier run. What a callback has written into ``checkpoint-4``
 #    (``on_save``) moves into the checkpoint.
 #
-# A checkpoint gets its name when it is complete, with its small files in it. ``Trainer`` looks for
-# names that are ``checkpoint-`` and a number, so a run that was killed resumes from the last
-# complete one. Without the subclass, ``trainer_state.json`` is in ``checkpoint-4`` before the
-# weights are, and ``Trainer`` would choose that checkpoint.
+# A checkpoint gets its name when it is complete, with its small files in it. Of the folders whose
+# names are ``checkpoint-`` and a number, ``Trainer`` resumes from the highest number, so a run that
+# was killed resumes from the last complete one. Stock ``Trainer`` writes into ``checkpoint-4``
+# itself, and after a kill in mid-save it would choose that incomplete checkpoint.
 #
 # ``save_total_limit`` counts complete checkpoints. ``Trainer`` deletes old ones when a save has
 # returned, and here the new one is not there yet. It would also count ``checkpoint-4.incomplete``,
@@ -332,15 +332,16 @@ if __name__ == "__main__":
 # -----------------------
 # * :doc:`/recipes/checkpoint/overlapped_stager` says how much host memory a save takes, and what
 #   else must call ``before_update()``.
-# * ``load_best_model_at_end`` and ``push_to_hub`` would look for a checkpoint before it is complete:
-#   they are refused. ``save_total_limit`` may delete the best one. A hyperparameter search uses
-#   folders of its own. That is not supported.
+# * ``load_best_model_at_end`` and ``push_to_hub`` would look for a checkpoint before it is
+#   complete: they are refused. ``save_total_limit`` may delete the best one. A hyperparameter
+#   search, which uses folders of its own, is not supported.
 # * The class overrides methods of ``Trainer`` whose names begin with an underscore. Another version
 #   may call them otherwise; the tests run the one that ``requirements.txt`` pins.
 # * A failed save is logged and raises when ``train`` ends, so a full disk does not end training.
-# * ``save_model()`` writes nothing with ``SHARDED_STATE_DICT``, here as in ``Trainer``. For a model in
-#   the Hub's format, first call
-#   ``trainer.accelerator.state.fsdp_plugin.set_state_dict_type("FULL_STATE_DICT")``, after ``train()``.
+# * ``save_model()`` writes nothing with ``SHARDED_STATE_DICT``, here as in ``Trainer``. For a model
+#   in the Hub's format, first call
+#   ``trainer.accelerator.state.fsdp_plugin.set_state_dict_type("FULL_STATE_DICT")``, after
+#   ``train()``.
 #
 # Further reading
 # ---------------
