@@ -30,6 +30,8 @@ once an hour.
    saves.save({"app": app}, root / f"step{step}")              # saves: see overlapped_stager
    dcp.load({"app": app}, checkpoint_id=root / "step100")      # to resume
 
+Your project needs this file alone: what it imports in ``main()`` is for the proof.
+
 .. grid:: 1 1 2 2
 
    .. grid-item-card:: What you learn
@@ -65,7 +67,7 @@ so whoever copies it sees the new memory.
 # %%
 # Imports
 # -------
-# This file needs torch and the standard library alone. Copy it as it is.
+# This file needs torch and the standard library alone.
 
 import argparse
 import logging

@@ -15,13 +15,13 @@ system calls, which release the lock. ``dcp.load`` and DCP's tools read the file
    :field: write_bytes_per_s
    :where: model=llama-1b step=long loop=reads compiled=no storage=memory
 
-``overlapped_writer`` is this recipe. torchtitan writes with DCP's writer; the two packages have
-writers of their own. :doc:`/guide/results` has the rate of a plain write to the same storage.
+torchtitan writes with DCP's writer; the two packages have their own. :doc:`/guide/results` has the
+rate of a plain write to the same storage.
 
-**When not to bother:** you save rarely, your checkpoints are small, or they go to an object store
-(:doc:`object_storage`). Or the layout of your state changes at every save: then each save would
-plan. Or your storage is slower than DCP's writer and your steps are long: then training hardly
-misses the lock, and :doc:`overlapped_stager` does as well.
+**When not to bother:** you save rarely, your checkpoints are small, they go to an object store
+(:doc:`object_storage`), or their layout changes at every save, so that each save would plan. If
+your storage is slower than DCP's writer and your steps are long, :doc:`overlapped_stager` does as
+well.
 
 .. code-block:: python
 
@@ -39,9 +39,8 @@ misses the lock, and :doc:`overlapped_stager` does as well.
                saves.save({"app": app}, root / f"step{step}")
 
 Your project needs this file, ``overlapped_stager.py``, ``staging_copies.py``, and
-:doc:`kept_state.py <kept_state>`; ``device`` is the rank's own. ``save`` returns before the state
-is copied: copy and write run beside training. ``root/step100`` appears when every rank has written
-its part and the storage has all of it.
+:doc:`kept_state.py <kept_state>`; ``device`` is the rank's own. Copy and write run beside training.
+``root/step100`` appears when every rank has written its part and the storage has all of it.
 
 .. grid:: 1 1 2 2
 
@@ -112,8 +111,8 @@ PIECE = 64 << 20  # bytes that one system call writes
 # bytes before and after the tensor.
 #
 # One field depends on the tensor's bytes: the zip's checksum. ``torch.load`` does not check it,
-# here or in any other checkpoint. Flip a byte in a tensor, and it still loads. This recipe leaves
-# the checksum 0, as ``torch.serialization.set_crc32_options(False)`` does, and saves the time.
+# here or in any other checkpoint. To save the time, this recipe leaves it 0, as
+# ``torch.serialization.set_crc32_options(False)`` does.
 
 
 class WithoutTensor(io.BytesIO):
@@ -147,8 +146,8 @@ def around(shape: torch.Size, dtype: torch.dtype) -> tuple[bytes, bytes]:
 # 5. Rank 0 writes ``.metadata``.
 #
 # Here DCP's own planner does the first three. The storage writer below only gives each tensor a
-# place: the largest first, each in the file that is the shortest so far. Several names of one
-# memory, as tied weights have, get one place.
+# place: the largest first, each in the shortest file so far. Several names of one memory, as tied
+# weights have, get one place.
 #
 # ``pieces`` turns places into system calls. ``os.pwritev`` writes a list of buffers from wherever
 # they lie: header, tensor, header, tensor. Hundreds of small tensors become one call.
@@ -338,8 +337,7 @@ class OverlappedWriter(OverlappedSaves):
 # --------------------
 # The state of the proof has a list that grows with every step, so no two checkpoints have the same
 # length. The proof reads each checkpoint twice: with ``dcp.load`` on these ranks, and on rank 0
-# alone with the tool that turns a checkpoint into a file for ``torch.load``. It compares every
-# bit.
+# alone with the tool that turns a checkpoint into a file for ``torch.load``. Every bit is compared.
 
 
 def whole(tree: object) -> object:
@@ -401,17 +399,17 @@ if __name__ == "__main__":
 #    :rows: overlapped_writer
 #    :where: storage=disk
 #
-# The next table has the share of throughput that is left if you save every so many steps. Its run
-# deletes the checkpoint before the last, as part of the writing. On one GPU it counts two saves,
-# one of which cost nothing: too few to go by.
+# The next table has the share of throughput that is left with a save every so many steps, each of
+# which also deletes the checkpoint before the last. On one GPU it counts two saves, one of which
+# cost nothing: too few to go by.
 #
 # .. result-table:: save_interval
 #    :rows: overlapped_writer
 #
-# DCP can also write in a process: with ``AsyncCheckpointerType.PROCESS``, a daemon plans and
-# writes. Training then keeps the lock, but its thread copies the state into shared memory, with an
-# open file for each tensor. A daemon that died is never replaced. Two saves in a row can lead ranks
-# into different collectives. :doc:`/guide/symptoms` lists the errors.
+# With ``AsyncCheckpointerType.PROCESS``, DCP plans and writes in a daemon process. Training then
+# keeps the lock, but its thread copies the state into shared memory, with an open file for each
+# tensor. A daemon that died is never replaced. Two saves in a row can lead ranks into different
+# collectives. :doc:`/guide/symptoms` lists the errors.
 #
 # What breaks if you remove a line
 # --------------------------------
@@ -420,10 +418,9 @@ if __name__ == "__main__":
 #
 # Memory
 # ------
-# The host memory of :doc:`overlapped_stager`, and twice that from a change of the state until it
-# has been planned anew. The kept plan takes about 1.5 kB for each *kind* of tensor (shape and
-# dtype), some hundred bytes for each tensor and buffer, and on rank 0 the ``.metadata`` of all
-# ranks.
+# The host memory of :doc:`overlapped_stager`, twice that until a changed state has been planned
+# anew. The kept plan takes about 1.5 kB for each *kind* of tensor (shape and dtype), some hundred
+# bytes for each tensor and buffer, and on rank 0 the ``.metadata`` of all ranks.
 #
 # Known limits
 # ------------

@@ -49,6 +49,8 @@ built on this.
    optimizer.step()
    copied.synchronize()                              # on a thread that writes: now hosts are right
 
+Your project needs this file alone.
+
 .. grid:: 1 1 2 2
 
    .. grid-item-card:: What you learn
@@ -98,7 +100,7 @@ returns, so no thread has to pace the copies.
 # %%
 # Imports
 # -------
-# This file needs torch and the standard library alone. Copy it as it is.
+# This file needs torch and the standard library alone.
 
 import mmap
 from collections.abc import Callable
