@@ -24,9 +24,9 @@ How a number is made
   24 GB leaves for layers is used. ``streamed_adam_in_backward`` does not clip, and updates each
   layer as its gradients arrive.
 * ``kept``: ``resident`` over the row's step. ``bound_s``: backward and the longer of forward and
-  update; without clipping, the longer of both together and update. Update: 28 bytes for each
-  parameter on the host at the faster of the two rates of ``host``. ``of_bound``: ``bound_s`` over
-  ``step_s``.
+  update; without clipping, the longer of forward with backward and update. Update: 28 bytes for
+  each parameter on the host at the faster of the two rates of ``host``. ``of_bound``: ``bound_s``
+  divided by ``step_s``.
 * ``host``: ``update_bytes_per_s`` is what the update of every third layer alone moves, by 28 bytes
   a parameter; ``clipped_bytes_per_s`` the same where gradients are scaled. The yardstick is an
   in-place ``mul_`` over masters and moments of the same layers by all threads, read and written.

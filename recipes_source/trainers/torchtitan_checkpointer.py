@@ -315,7 +315,8 @@ if __name__ == "__main__":
 # * :doc:`/recipes/checkpoint/overlapped_stager` says how much host memory a save takes, and what
 #   else must call ``before_update()``.
 # * torchtitan saves the last step synchronously, because its weights may be converted. It saves in
-#   safetensors (``last_save_in_hf``) synchronously, too.
+#   safetensors (``last_save_in_hf``) synchronously, too: a resume does not find that one, and
+#   ``keep_latest_k`` does not count it.
 # * At each save, torchtitan waits for the previous save and raises its error. Do not train inside
 #   an ``except`` block: ``close`` then takes training for ended by that exception.
 # * ``keep_latest_k`` counts complete checkpoints. While a save is being written, the disk holds one
