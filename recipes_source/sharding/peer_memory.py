@@ -1,13 +1,13 @@
 # SPDX-License-Identifier: BSD-3-Clause
 # Overlap Recipes 0.1.0, sharding/peer_memory.py
 """
-Memory that the other ranks read, and what FSDP2 keeps in it
-============================================================
+Memory that the other ranks read, and where FSDP2 keeps its weights
+===================================================================
 
-Read the GPU memory of the other ranks of a host. A gather is then a few copies that a copy engine
-makes, with no kernel on the compute cores and no partner that must take part. This page has the
-parts that the next pages are made of; alone it speeds up nothing. To have FSDP2 use them, begin with
-:doc:`in_place_gather`.
+Read the GPU memory of the other ranks of a host. Gathering a sharded weight then takes a few copies
+by a copy engine, a part of the GPU that moves data without its compute cores; no other rank has to
+take part in a copy. This page has the parts that the next pages are made of; alone it speeds up
+nothing. To have FSDP2 use them, begin with :doc:`in_place_gather`.
 
 .. grid:: 1 1 2 2
 
@@ -15,7 +15,8 @@ parts that the next pages are made of; alone it speeds up nothing. To have FSDP2
 
       * symmetric memory: tensors that the other ranks read without asking, and a barrier
       * when ranks cannot read each other, found out on all of them before the first copy
-      * where FSDP2 keeps a unit's shards and its full weights
+      * where FSDP2 keeps the shards and the full weights of a unit (a module that ``fully_shard``
+        was called with)
 
    .. grid-item-card:: What you need
 
@@ -27,9 +28,9 @@ parts that the next pages are made of; alone it speeds up nothing. To have FSDP2
 The idea
 --------
 
-A collective needs all ranks at the same time. A copy needs one rank, if what it reads lies where it
-can be read, and does not change meanwhile. Barriers see to the latter: one before the shards change,
-one after.
+A collective needs all ranks at the same time. A copy needs one rank, on two conditions: what it
+reads lies where it can be read, and does not change meanwhile. Barriers see to the second: one
+before the shards change, one after.
 
 .. lanes:: Schematic, two ranks. Between the barriers rank 1 writes; outside them anyone reads.
 
@@ -42,8 +43,9 @@ one after.
 # %%
 # Imports and sizes
 # -----------------
-# Symmetric memory is documented but young: its module has an underscore. 49 rows do not divide by
-# 2, 3 or 4 ranks: FSDP2 pads such shards.
+# Symmetric memory is memory that each rank allocates in the same size and that the others can read
+# and write. It is documented but young: its module has an underscore. The ``HIDDEN`` rows do not
+# divide by 2, 3 or 4 ranks: FSDP2 pads such shards.
 
 import os
 import shutil
@@ -64,9 +66,10 @@ UNITS, WIDTH, HIDDEN = 5, 24, 49  # blocks, each an FSDP unit; features
 # A tensor on every rank
 # ----------------------
 # ``symmetric_memory.empty`` allocates, ``rendezvous`` exchanges the handles of all ranks and
-# ``get_buffer`` gives another rank's memory as a tensor of this rank's device: copying it is a copy
-# on the device, for PyTorch. ``barrier`` is a kernel of one block on the current stream; the host
-# does not wait. On the CPU the tensors are files that all ranks map, and the barrier is gloo's.
+# ``get_buffer`` gives another rank's memory as a tensor of this rank's device: to PyTorch, copying
+# it is a copy on one device. ``barrier`` is a kernel of one thread block on the current stream; the
+# host does not wait. On the CPU the tensors are files that all ranks map, and the barrier is
+# gloo's.
 
 
 class PeerMemory:
@@ -145,9 +148,10 @@ def why_not(group: dist.ProcessGroup, device: torch.device) -> str | None:
 # FSDP2's groups of parameters
 # ----------------------------
 # FSDP2 gathers the parameters of a unit together, as one ``FSDPParamGroup``. There is no public way
-# to it. What the next pages use is listed here and looked for at the call, so that a PyTorch
-# that changes it is a clear error and not another model. Found in 2.11 to 2.15; public names for
-# "the groups of a module", "gather", "gathered" and "reduce" would replace them all.
+# to it. The private names that the next pages use are listed here and looked for at the call, so
+# that a PyTorch without one of them is a clear error, not another model. PyTorch 2.11 to 2.15 has
+# them; public names for "the groups of a module", "gather", "gathered" and "reduce" would replace
+# them all.
 #
 # ===============================================  ================================================
 # name                                             what for
@@ -334,7 +338,7 @@ if __name__ == "__main__":
 #
 # Memory
 # ------
-# What you ask for, on each rank, outside the allocator's statistics: look at
+# What you ask for, on each rank. The statistics of PyTorch's allocator leave it out: look at
 # ``torch.cuda.mem_get_info``. It is freed with the object.
 #
 # When it is not worth it
@@ -344,8 +348,8 @@ if __name__ == "__main__":
 #
 # Known limits
 # ------------
-# * The barrier's kernel is one thread block, which holds its place on an SM until the slowest rank has
-#   come.
+# * The barrier's kernel is one thread block, which occupies a place on an SM until the slowest rank
+#   has come.
 # * A rank that dies leaves the others spinning: start ranks under a supervisor that ends them all.
 #
 # Further reading

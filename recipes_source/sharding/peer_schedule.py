@@ -5,13 +5,12 @@ A schedule of one's own, by peer copies
 =======================================
 
 Shard a model without FSDP2, and move its weights and gradients by copies between the ranks. The
-schedule is that of :doc:`prefetch_schedule`, which uses collectives; here copy engines make the
-copies: kernels on the compute cores are left for casts and
-sums alone. Float32 weights are gathered in bfloat16, and any program may change weights in place
-between two steps.
+schedule is that of :doc:`prefetch_schedule`, which uses collectives. Here copy engines move the
+data; the compute cores only cast and add. Float32 weights are gathered in bfloat16, and any program
+may change weights in place between two steps.
 
-**When not to bother:** your model is sharded by FSDP2. :doc:`in_place_gather` does the same to it, by
-one call.
+**When not to bother:** your model is sharded by FSDP2. :doc:`in_place_gather` does the same for it
+with one call.
 
 .. code-block:: python
 
@@ -42,9 +41,10 @@ This page is for training code without FSDP2, and for readers who want to see th
 The idea
 --------
 
-Each rank keeps its rows of each weight twice: the parameter, which the optimizer updates, and a copy
-in the dtype that is gathered, in memory that peers read. A forward casts a unit's rows into the copy,
-passes a barrier and copies the others' rows. Backward copies again what lies there still.
+Each rank keeps its rows of each weight twice: the parameter, which the optimizer updates, and a
+copy in the dtype that is gathered, in memory that peers read. A forward casts a unit's rows into
+the copy, passes a barrier and copies the others' rows. Backward copies the same rows again: they
+still lie there.
 
 .. lanes:: Schematic, one rank. Forward casts and passes a barrier; backward only copies.
 
@@ -77,10 +77,11 @@ ALIGNMENT = 512  # bytes, of each parameter's place
 # %%
 # The context
 # -----------
-# ``fill`` casts when a unit is first gathered in a pass. So whatever has changed weights since the
-# last one, an optimizer, a load, an average swapped in, is seen. What replaces a parameter or its
-# memory is not: ``check`` of :doc:`stream_context` raises then. Before the first cast of a pass
-# stands a barrier more: the others may still copy, for their last backward, what it overwrites.
+# ``fill`` casts when a unit is first gathered in a pass. So it sees every change of weights in
+# place since the last pass: by an optimizer, a load, an average swapped in. A parameter that is
+# replaced, or gets other memory, is an error: ``check`` of :doc:`stream_context` raises. Before the
+# first cast of a pass stands one more barrier: for their last backward, the others may still copy
+# what the cast overwrites.
 #
 # ``push`` stands in for the reduce-scatter. A slot has a row for each rank, so that no two write to
 # one place. A rank that writes to a slot for the second time has passed the barrier of the gradient
@@ -96,8 +97,8 @@ class PeerContext(PrefetchContext):
         options: as for :class:`PrefetchContext`.
 
     Raises:
-        ValueError: the ranks cannot read each other's memory, or there are several dtypes; the message
-            says which.
+        ValueError: the ranks cannot read each other's memory, or there are several dtypes; the
+            message says which.
     """
 
     def __init__(
@@ -176,8 +177,8 @@ class PeerContext(PrefetchContext):
 # Run it, and prove it
 # --------------------
 # In float32 the weights must be those of the unsharded run, whatever order the blocks run in: every
-# bit on one and two ranks. In bfloat16 gathers must have the bits of the collective. Then weights
-# are changed behind the context's back, by a load, and it is found out when they are replaced.
+# bit on one and two ranks. In bfloat16 gathers must have the bits of the collective. A load between
+# two forwards must be seen, and a replaced parameter must be an error.
 
 
 def prove_rows(model: rows.Stack, reference: rows.Stack) -> None:
@@ -273,10 +274,11 @@ if __name__ == "__main__":
 #    :rows: no_communication fsdp2 fsdp2_in_place prefetch_copy_engine
 #    :where: model=synthetic loop=free
 #
-# It is ahead of ``fsdp2`` and behind ``fsdp2_in_place``, which is FSDP2 with :doc:`in_place_gather` and
-# :doc:`in_place_reduce`. Float32 weights under this schedule have not been measured. An earlier version
-# kept the parameters themselves in memory that peers read, and so cast and copied nothing before a
-# gather: faster, for bfloat16 weights alone. ``prefetch`` is the same schedule with collectives:
+# It is ahead of ``fsdp2`` and behind ``fsdp2_in_place``, which is FSDP2 with :doc:`in_place_gather`
+# and :doc:`in_place_reduce`. Float32 weights under this schedule have not been measured. An earlier
+# version kept the parameters themselves in memory that peers read, and so cast and copied nothing
+# before a gather: faster, for bfloat16 weights alone. ``prefetch`` is the same schedule with
+# collectives. In this table ``prefetch_copy_engine`` is that earlier version:
 #
 # .. result-table:: fsdp_overlap
 #    :rows: no_communication fsdp2 prefetch prefetch_copy_engine
@@ -291,8 +293,8 @@ if __name__ == "__main__":
 #
 # Memory
 # ------
-# Beside that of :doc:`prefetch_schedule`, outside the allocator's statistics, on each of :math:`N`
-# ranks:
+# On each of :math:`N` ranks, beside the memory of :doc:`prefetch_schedule` and outside the
+# allocator's statistics:
 #
 # .. math::
 #
@@ -308,11 +310,11 @@ if __name__ == "__main__":
 #
 # Known limits
 # ------------
-# * Those of :doc:`prefetch_schedule`: units that return one tensor, inputs in the gathered dtype, the
-#   same units in the same order on every rank.
+# * Those of :doc:`prefetch_schedule`: units that return one tensor, inputs in the gathered dtype,
+#   the same units in the same order on every rank.
 # * Weights that change between a forward and its backward are not seen by the backward, unless
 #   another forward has run in between.
-# * Parameters have one dtype. Others are an error, as ``loss.backward()`` is in place of
+# * Parameters have one dtype. Several are an error. So are ``loss.backward()`` in place of
 #   ``context.backward``, and ``requires_grad_`` after the context was made.
 # * A copy of the model (``deepcopy``, ``AveragedModel``) has no context and fails: average in place.
 #

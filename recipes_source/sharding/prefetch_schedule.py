@@ -5,9 +5,12 @@ Look ahead: prefetch, fewer gathers, gradients reduced beside backward
 ======================================================================
 
 Gather a unit before it is asked for, keep what is needed again soon, and move the reduce-scatters
-out of the way of backward. A schedule that knows which unit comes next can do all three. This recipe
-puts such a schedule beside the delayed release of :doc:`stream_context`, on models whose units keep
-one order and on models whose order changes every pass.
+out of the way of backward. A schedule that knows which unit comes next can do all three. This
+recipe puts such a schedule beside the delayed release of :doc:`stream_context`, on models whose
+units keep one order and on models whose order changes every pass.
+
+**When not to bother:** your model uses FSDP2. :doc:`fsdp2_settings` and :doc:`in_place_gather` are
+for it.
 
 .. grid:: 1 1 2 2
 
@@ -48,8 +51,8 @@ matmul beside it.
 # %%
 # Imports and sizes
 # -----------------
-# Both numbers are bounds on memory. More buffers mean fewer gathers and an earlier start of each;
-# more gradients in flight let backward run further ahead of a slow reduce-scatter.
+# ``BUFFERS`` and ``GRADIENTS`` bound the memory. More buffers mean fewer gathers and an earlier
+# start of each; more gradients in flight let backward run further ahead of a slow reduce-scatter.
 
 from collections import deque
 from collections.abc import Iterable
@@ -79,7 +82,7 @@ GRADIENTS = 4  # full gradients that may wait for their reduce-scatter
 # turn-around: at the end of forward, the units needed soonest are those that ran last.
 #
 # A prediction may be wrong. When forward runs another unit than expected, the rest of the
-# prediction is dropped (``upcoming.clear()``) and units are gathered as they are asked for, like
+# prediction is dropped (``upcoming.clear()``) and units are gathered when they are asked for, as
 # under delayed release, until the pass is over. Units gathered in vain have no place in the future,
 # so they are the first to go. The price is time; a unit computes with its own weights or not at
 # all.
@@ -90,15 +93,14 @@ GRADIENTS = 4  # full gradients that may wait for their reduce-scatter
 # Gradients on a stream of their own
 # ----------------------------------
 # ``reduce`` queues the reduce-scatter on ``reduce_stream``, behind the kernels that compute the
-# gradient. Three pieces of memory must outlive it: the gradient that it reads, the result that it
-# writes, and the order in which both go back. Gradient and result belong to the compute stream,
-# whose allocations would take their memory as soon as it is free. So they stay in ``reducing``, and
-# before they are dropped, the compute stream waits for the event behind the reduce-scatter. The
-# queue's length bounds how much memory waits.
+# gradient. The gradient that it reads and the result that it writes must outlive it. Both belong to
+# the compute stream, whose next allocations would take their memory as soon as it is free. So they
+# stay in the queue ``reducing``, and before they are dropped, the compute stream waits for the
+# event behind the reduce-scatter. The queue's length bounds how much memory waits.
 #
-# The result is allocated from the compute stream's memory for a practical reason: blocks of one
-# stream's pool are of no use to another's, and the gradients' memory would be lacking elsewhere
-# while there are none.
+# The result belongs to the compute stream for a practical reason: a block of one stream's pool is
+# of no use to another stream. In a pool of the reduce stream, memory would lie idle whenever no
+# gradient is on its way.
 
 
 class PrefetchContext(FsdpContext):
@@ -253,7 +255,7 @@ class PrefetchContext(FsdpContext):
 # Both schedules train two models, one whose blocks keep their order and one whose blocks run in
 # another order each pass. Whatever the prediction was, the weights must be those of the unsharded
 # run. The number of gathers is exact: with one order, all but the first pass know it, and every
-# pass saves the units that are kept.
+# pass saves the gathers of the units that are kept.
 
 PASSES = rows.STEPS * rows.MICRO_BATCHES  # forward and backward, each
 
@@ -312,12 +314,12 @@ if __name__ == "__main__":
 # %%
 # What it buys
 # ------------
-# All rows are of a synthetic stack of matrices (:doc:`/guide/measured`).
-# ``prefetch_copy_engine`` is this schedule with copies between ranks in place of NCCL:
-# ``gather=`` and ``reduce_scatter=`` take any function that queues its work on the current stream.
-# Its rows here are of code that had bfloat16 weights in memory that peers read. The present
-# :doc:`peer_schedule` takes float32 weights too, casts before each gather, and is slower: that page
-# has its rows. ``megatron-fsdp`` is NVIDIA's package, with its stable and its experimental schedule
+# All rows are of a synthetic stack of matrices (:doc:`/guide/measured`). ``prefetch_copy_engine``
+# is this schedule with copies between ranks in place of NCCL: ``gather=`` and ``reduce_scatter=``
+# take any function that queues its work on the current stream. Its rows here are of an earlier
+# version, which kept bfloat16 weights in memory that peers read. The present :doc:`peer_schedule`
+# takes float32 weights too, casts once per unit and pass, and is slower: that page has its rows.
+# ``megatron-fsdp`` is NVIDIA's package, with its stable and its experimental schedule
 # (``megatron_fsdp.experimental``).
 #
 # .. result-figure:: fsdp_overlap
@@ -364,8 +366,8 @@ if __name__ == "__main__":
 # What breaks if you remove a line
 # --------------------------------
 # Each edit was made and run when this page was built. The recorder of stream order knows how the
-# caching allocator works: memory that is freed is the next allocation's of its size on the stream
-# it belongs to, and whatever another stream still does with it is reported.
+# caching allocator works: freed memory goes to the next allocation of its size on the same stream.
+# What another stream still does with it is reported.
 #
 # .. recipe-controls::
 #

@@ -5,8 +5,10 @@ A parameter in rows: what sharded training keeps, gathers and reduces
 =====================================================================
 
 Build what fully sharded training (FSDP, ZeRO) stands on: **one parameter**, sharded by rows, in
-plain PyTorch. Each rank keeps a slice of every weight, gradient and optimizer state, and a weight is
-whole only while a layer computes with it.
+plain PyTorch. Each rank keeps a slice of every weight, gradient and optimizer state, and a weight
+is whole only while the model computes with it.
+
+**When not to bother:** you want to train, not to look inside. ``fully_shard`` does this for you.
 
 .. grid:: 1 1 2 2
 
@@ -86,21 +88,21 @@ Collective = Callable[[torch.Tensor, torch.Tensor], object]  # (output, input), 
 # number on every rank. ``parameter`` is that memory, without the padding, as a ``DTensor``: what
 # the optimizer updates and a checkpoint saves. ``full`` is what the layer computes with.
 #
-# Shards of equal size have a happy property: ``all_gather`` writes them one behind the other, and
-# that is the full weight in row order, with the padding at its end. So the collective fills
-# ``buffer``, and ``full`` is a view of its first rows: **nothing is copied in or out.** Schemes
-# that put a layer's parameters into one flat buffer need fewer collectives, and a copy out of the
-# gathered buffer for every parameter of every layer.
+# All shards have one size. So ``all_gather`` writes them one behind the other, and that is the full
+# weight in row order, with the padding at its end. The collective fills ``buffer``, and ``full`` is
+# a view of its first rows: **nothing is copied in or out.** Schemes that put a layer's parameters
+# into one flat buffer need fewer collectives, and a copy out of the gathered buffer for every
+# parameter of every layer.
 #
 # Between its uses ``full`` has no memory: the storage is resized to zero, and back before the next
 # gather. The tensor object stays, and with it every view that autograd saved in forward: in
 # backward they look into the same storage and find the weights that were gathered again, at another
 # address.
 #
-# Two details make autograd accept that. ``.data`` gives ``full`` a version counter of its own,
-# since refilling the buffer would otherwise count as a forbidden change of a saved tensor; that the
-# *values* are back in time is now this recipe's duty, not autograd's. And modules must see ``full``
-# in forward and ``parameter`` at all other times: ``expose`` sets the attribute.
+# Two details make autograd accept that. First, ``.data`` gives ``full`` a version counter of its
+# own: otherwise refilling the buffer would count as a forbidden change of a saved tensor. That the
+# *values* are back in time is now this recipe's duty, not autograd's. Second, modules must see
+# ``full`` in forward and ``parameter`` at all other times: ``expose`` sets the attribute.
 
 
 class ShardedParameter:
@@ -185,8 +187,8 @@ class ShardedParameter:
 # longer than one backward. Rows that do not divide by the ranks cost one copy into a padded
 # gradient.
 #
-# ``dtype`` is mixed precision in two words: the shard is cast before it is gathered, the reduced
-# gradient when it is added, and weights and optimizer keep the model's own dtype.
+# ``dtype`` gives mixed precision: the shard is cast before it is gathered, the reduced gradient
+# when it is added, and weights and optimizer keep the model's own dtype.
 #
 # Every parameter of a model
 # --------------------------
@@ -292,8 +294,8 @@ def start_rank() -> torch.device:
 # %%
 # Run it, and prove it
 # --------------------
-# The sharded and the unsharded run see the same samples: sharded, each rank its own part;
-# unsharded, every rank all parts, the sum of their losses over the number of ranks.
+# Both runs see the same samples. In the sharded run each rank has its own part. In the unsharded
+# run every rank has all parts, and the loss is the sum of theirs over the number of ranks.
 
 
 def loss_of(model: Stack, turn: int, rank: int) -> torch.Tensor:
@@ -337,9 +339,9 @@ def prove_parity(model: Stack, reference: Stack) -> None:
 
 # %%
 # A checkpoint knows nothing of ranks: DCP (``torch.distributed.checkpoint``) writes each rank's
-# rows and that they are rows. Here the shards of all ranks are read back as one process that shards
-# nothing would read them. Plain tensors in place of DTensors would be taken for replicas, and all
-# but one rank's rows dropped in silence.
+# rows, and which rows they are. Here the shards of all ranks are read back as one process that
+# shards nothing would read them. Plain tensors in place of DTensors would be taken for replicas,
+# and all but one rank's rows dropped in silence.
 
 
 def prove_checkpoint(model: Stack, directory: Path) -> None:

@@ -6,11 +6,11 @@ Own the stream: gathers beside compute, released late
 
 Gather the weights of a sharded layer while the layer before it computes. Whether a gather costs
 time depends on two things: which stream the gathers are on, and when a layer's memory is given
-back. This recipe is the object that decides both, a **context** that the root module owns. It
-stands on :doc:`sharded_parameter`.
+back. This recipe is the object that decides both: one **context** for the whole model. It builds on
+:doc:`sharded_parameter`.
 
-**Do not bother** unless you want to see inside: ``fully_shard`` does the same with more care for
-corner cases, and :doc:`in_place_gather` makes it faster.
+**When not to bother:** you want to train, not to look inside. ``fully_shard`` does the same with
+more care for corner cases, and :doc:`in_place_gather` makes it faster.
 
 .. grid:: 1 1 2 2
 
@@ -56,7 +56,7 @@ ahead of the device, so that it asks early.
 # %%
 # Imports
 # -------
-# ``ShardedParameter`` is the parameter in two forms of the recipe before: ``unshard`` and
+# ``ShardedParameter``, from the recipe before, is a parameter in two forms: ``unshard`` and
 # ``release`` queue what they do on the current stream, ``reduce`` adds a gradient to the shard.
 
 from collections import deque
@@ -86,7 +86,7 @@ class Unit:
         self.parameters = parameters
         self.nbytes = sum(p.nbytes for p in parameters)
         self.gathered, self.consumed = streams.Event(), streams.Event()
-        # Gathered and not released, as the gather stream sees it; in backward
+        # Whether it is gathered, as the gather stream sees it; gradients that backward still owes.
         self.resident, self.grads_missing = False, 0
 
     def expose(self, full: bool) -> None:
@@ -97,9 +97,9 @@ class Unit:
 # %%
 # The context
 # -----------
-# The root owns one context, and every unit below it uses that one. So a rank has one gather stream,
-# and gathers never compete. It has one queue of releases, and memory is bounded for the whole
-# model. The schedule is three methods.
+# All units of a model share one context. So a rank has one gather stream, and gathers never
+# compete. It has one queue of releases, and memory is bounded for the whole model. The schedule is
+# three methods.
 #
 # ``before`` a unit computes, in forward and in backward: drain the queue to one, gather, let the
 # compute stream wait. ``after`` it: record ``consumed``, queue the release. ``drain`` releases the
@@ -391,8 +391,8 @@ if __name__ == "__main__":
 #    \text{root's own weights} \;+\; 2 \, \max_{u} \text{bytes}(u) \;+\; \text{full gradients of one
 #    parameter}
 #
-# The bound holds for forward and backward alike, and for any number of units. Units around the one
-# that computes come on top, and so does every unit, if two forwards share one backward.
+# The bound holds for forward and backward alike, and for any number of units. Units that enclose
+# the computing one come on top. So does every unit if two forwards share one backward.
 #
 # When it is not worth it
 # -----------------------
@@ -403,16 +403,16 @@ if __name__ == "__main__":
 # Known limits
 # ------------
 # * A unit returns one tensor, and so does the root. Wrap a module that returns several.
-# * A full gradient is dropped when its reduce-scatter is queued: right on one stream, and the
-#   reason why :doc:`prefetch_schedule` has to keep it longer.
+# * A full gradient is dropped when its reduce-scatter is queued. On one stream that is right. On
+#   two it is not: :doc:`prefetch_schedule` keeps it longer.
 # * Every rank must run the same units in the same order; the order itself may change from pass to
 #   pass.
 # * Activation checkpointing inside a unit raises. Put it around each unit, with
 #   ``use_reentrant=False``.
 # * A unit with frozen parameters, alone or beside trained ones (LoRA), stays in memory until the end
 #   of backward: no gradient tells when they were read last.
-# * A forward that raised leaves full parameters in its modules and in memory, a unit that is called
-#   alone leaves them in memory. The root's next forward drops them; to save, read or change
+# * A forward that raised leaves full parameters in its modules and in memory; a unit that is called
+#   alone leaves them in memory. The root's next forward drops them. To save, read or change
 #   parameters before it, call ``release_all()`` first.
 #
 # Further reading

@@ -4,10 +4,13 @@
 Hide the ends: update in the order of the next forward
 ======================================================
 
-Hide the two transfers of a step that every schedule leaves exposed: the first gather, which
-waits for the optimizer, and the last reduce-scatter, for which the optimizer waits. This recipe
-splits the optimizer by unit and runs the parts in the order in which the next forward needs them,
-with gathers and reduce-scatters beside them.
+Hide the two transfers of a step that every schedule leaves exposed: the first gather, which waits
+for the optimizer, and the last reduce-scatter, for which the optimizer waits. This recipe splits
+the optimizer by unit and runs the parts in the order in which the next forward needs them, with
+gathers and reduce-scatters beside them.
+
+**When not to bother:** your steps are long, so that their ends are a small share; or you clip
+gradients by their global norm.
 
 .. grid:: 1 1 2 2
 
@@ -72,10 +75,10 @@ from torch.distributed.device_mesh import init_device_mesh
 # units that are up to date, and lets it prefetch: it never learns of a unit whose weights are still
 # old. What it gathers, and when it stops, is the rule it had before.
 #
-# ``fresh`` is the responsibility that comes with it. Weights that were gathered before forward
-# began are right only if nothing changes them in between. After ``step`` nothing does, so
-# ``predict`` keeps them; in all other cases it does what it did, and drops everything. A program
-# that loads a checkpoint or swaps weights after ``step`` must call ``release_all()``.
+# ``fresh`` says whether early gathers may be used. Weights that were gathered before forward began
+# are right only if nothing changes them in between. After ``step`` nothing does, so ``predict``
+# keeps them. In all other cases it drops everything, as before. A program that loads a checkpoint
+# or swaps weights after ``step`` must call ``release_all()``.
 
 
 class UpdateContext(PrefetchContext):
@@ -144,9 +147,9 @@ class UpdateContext(PrefetchContext):
 # Run it, and prove it
 # --------------------
 # The training loop is that of the pages before, with one optimizer a unit. It notes what the last
-# step queued. Expected are an update, then, for the root and for each buffer, an update and its
-# gathers in turn, and updates alone for what is left: the first gather is queued when two units are
-# up to date, not when all are.
+# step queued. Expected are one update; then, in turn, the update and the gathers of the root and of
+# each unit that has a buffer; then the updates of the other units. So the first gather is queued
+# when two units are up to date, not when all are.
 
 
 def train(model: rows.Stack, context: UpdateContext) -> list[str]:
@@ -210,10 +213,10 @@ if __name__ == "__main__":
 # %%
 # What it buys
 # ------------
-# ``update_in_order`` uses peer copies for both transports, as ``prefetch_copy_engine`` does; what
-# differs is the order of updates alone. The gain is bounded by what the ends of a step cost, and
-# the gathers share the memory's bandwidth with the updates beside them. It is plain where steps are
-# shortest; in longer ones it is hardly more than the pairs of windows disagree by, and in the
+# ``update_in_order`` gathers and reduces by peer copies, as ``prefetch_copy_engine`` does; they
+# differ in the order of updates alone. The gain is bounded by what the ends of a step cost, and the
+# gathers share the memory's bandwidth with the updates beside them. The gain is plain where steps
+# are shortest; in longer ones it is hardly more than the pairs of windows disagree by, and in the
 # longest ``prefetch_copy_engine`` is slightly ahead. Both take less of the device's memory than
 # ``fsdp2`` (:doc:`/guide/results` has it). All rows are of a synthetic stack of matrices, those by
 # peer copies of an earlier version (:doc:`prefetch_schedule` says what has changed).
@@ -259,10 +262,10 @@ if __name__ == "__main__":
 # * One optimizer a unit: learning-rate schedulers, gradient scalers and checkpoints must be given
 #   all of ``optimizers.values()``. ``get_state_dict`` takes several optimizers.
 # * An optimizer that looks at all parameters at once (a global norm, a line search) is not split.
-# * With many small units, so many calls of the optimizer cost the host time.
+# * Many small units take many calls of the optimizer, which cost the host time.
 # * Nothing waits for the reduce-scatters behind backward. Before you read a ``.grad`` (to log its
 #   norm, say), call ``context.drain_gradients(keep=0)``.
-# * Before evaluation in between, nothing needs to be done; before weights change otherwise, call
+# * An evaluation between two steps needs nothing. Before weights change in another way, call
 #   ``release_all()``.
 #
 # Further reading
