@@ -5,17 +5,17 @@ FSDP2 without copies around its gathers
 =======================================
 
 One call, and a ``fully_shard`` model of any kind gathers its weights by copies from the other GPUs,
-straight to where they are used. On one and two ranks every bit stays stock FSDP2's.
+straight to where they are used. On one and two ranks every bit is that of stock FSDP2.
 
 .. result-gain:: fsdp_overlap
    :rows: fsdp2_in_place fsdp2
    :field: efficiency
    :where: model=llama-8b-blocks loop=reads compiled=no reduce_dtype=float32 activation_checkpointing=no tokens=4096
 
-``fsdp2`` makes neither call below; 100 % is a run that sends nothing.
+``fsdp2`` is stock FSDP2, without the two calls below; 100 % is a run that sends nothing.
 
-**When not to bother:** your ranks are on several hosts, or communication costs you little: compare
-``fsdp2`` with ``no_communication`` below, at your tokens.
+**When not to bother:** your ranks are on several hosts; or communication costs you little (compare
+``fsdp2`` with ``no_communication`` below, at your tokens).
 
 .. code-block:: python
 
@@ -29,8 +29,8 @@ straight to where they are used. On one and two ranks every bit stays stock FSDP
    reduce_in_place(model)
 
 Stock FSDP2 casts a unit's shards, copies them into a buffer, gathers with a kernel that takes
-compute cores (SMs), and copies the result out, twice per unit and step. Here one cast per gather is left,
-and transfers by copy engines.
+compute cores (SMs), and copies the result out, twice per unit and step. Here one cast per gather is
+left, and copies by the GPU's copy engines, which take no cores.
 
 .. grid:: 1 1 2 2
 
@@ -52,9 +52,9 @@ The idea
 
 A gather writes full weights. If they lie where peers can read, each rank casts its own shards to
 their place in the full weights, and copies the others' shards from their places. Your parameters
-stay where they are and are read at each gather: between two steps a load, an EMA
-swapped in or a second optimizer needs no hook. One thing is kept: what the last units of a training
-forward gathered, for the backward that follows at once.
+stay where they are and are read at each gather: between two steps a load, an EMA swapped in or a
+second optimizer needs no hook. One thing is kept: what the last units of a training forward
+gathered, for the backward that follows at once.
 
 Such memory is slow to set up, so units share it: a few **slots** serve any number of equal blocks.
 
@@ -89,12 +89,12 @@ BATCH, STEPS = 8, 4  # samples per rank and step
 # ---------------------
 # :doc:`shared_slots` has the memory: who lies where, and how a slot is filled. Here is when.
 #
-# Refilled memory is the trap. A slot may still be read by the compute that used it last, so the
-# gathers' stream waits for all that the current one has queued. A unit whose slot is in use is not
-# prefetched: it is gathered on demand.
+# A slot may still be read by the compute that used it last, so the gathers' stream waits for all
+# that the current one has queued. A unit whose slot is in use is not prefetched: it is gathered on
+# demand.
 #
-# The last units of a forward are the first of its backward. If nothing has taken their slots between
-# and no other forward has begun, an evaluation say, they are not gathered again.
+# The last units of a forward are the first of its backward. They are not gathered again, unless
+# another unit has taken their slot or another forward, an evaluation say, has begun.
 
 
 class Gathers(shared_slots.Slots):
@@ -175,10 +175,10 @@ class Gathers(shared_slots.Slots):
 # FSDP2's order of gathers, prefetches and releases stays its own; so do its settings.
 #
 # A unit that was gathered ahead and did not run (an evaluation that leaves early) must not be found
-# later with weights of then: what is under way is dropped when a forward begins and ends.
+# later with outdated weights: what is under way is dropped when a forward begins and ends.
 #
-# A unit whose inputs have no gradient, an encoder's first say, is full until the end of backward: it
-# shares its slot with none.
+# A unit whose inputs have no gradient, an encoder's first say, is full until the end of backward:
+# it shares its slot with none.
 
 
 class InPlaceGather:
@@ -249,9 +249,9 @@ class InPlaceGather:
 # %%
 # One call
 # --------
-# Each forward begins by queueing its first two units: when a loop has read its loss, the device waits
-# for the host. An embedding's own kernels come first. If your loop changes no weights between the
-# update and the next forward, say so, and these gathers run while it reads (row ``fsdp2_in_place_begun``):
+# When a loop has read its loss, the device waits for the host. So each forward begins by queueing
+# the gathers of its first two units. If your loop changes no weights between the update and the
+# next forward, say so, and these gathers run while it reads (row ``fsdp2_in_place_begun``):
 #
 # .. code-block:: python
 #
@@ -293,8 +293,8 @@ def gather_in_place(model: FSDPModule, ahead: int = 2, slots: int = 4) -> Gather
 # Run it, and prove it
 # --------------------
 # After each step the proof calls two blocks alone, so that others are gathered in vain, changes the
-# weights in a way that nothing knows of, and evaluates. Every loss and every final weight must
-# have the bits of stock FSDP2. ``tests/data/in_place_training.py`` does the same with dozens of
+# weights in a way that nothing knows of, and evaluates. Every loss and every final weight must have
+# the bits of stock FSDP2. ``tests/data/in_place_training.py`` does the same with dozens of
 # programs: tied weights, LoRA, torchtitan's grouping, accumulation, activation checkpointing, HSDP,
 # compiled models, EMA swapped in, loads in six ways, optimizers in backward.
 
@@ -346,8 +346,8 @@ if __name__ == "__main__":
 # ------------
 # Stock blocks of Llama 3 8B, float32 weights, bfloat16 gathers and float32 reductions;
 # ``fsdp2_in_place`` reduces in place as well (:doc:`in_place_reduce`). ``no_communication`` sends,
-# gathers and copies nothing; ``fsdp2_no_collectives`` is stock FSDP2 whose collectives are copies on
-# the device.
+# gathers and copies nothing; ``fsdp2_no_collectives`` is stock FSDP2 whose collectives are copies
+# on the device.
 #
 # .. result-figure:: fsdp_overlap
 #    :rows: no_communication fsdp2_no_collectives fsdp2 fsdp2_tuned fsdp2_in_place
@@ -357,8 +357,8 @@ if __name__ == "__main__":
 #    :rows: no_communication fsdp2_no_collectives fsdp2 fsdp2_tuned fsdp2_in_place fsdp2_in_place_begun fsdp2_in_place_kept megatron-fsdp
 #    :where: model=llama-8b-blocks loop=reads compiled=no reduce_dtype=float32 activation_checkpointing=no
 #
-# ``fsdp2_in_place_kept`` begins forwards early, too, with ten ``slots`` for twelve blocks: most units are
-# still full in backward.
+# ``fsdp2_in_place_kept`` begins forwards early, too, with ten ``slots`` for twelve blocks: most
+# units are still full in backward.
 #
 # With each block compiled:
 #
@@ -366,17 +366,17 @@ if __name__ == "__main__":
 #    :rows: no_communication fsdp2 fsdp2_in_place
 #    :where: model=llama-8b-blocks compiled=yes
 #
-# **When do copy engines pay?** On two GPUs every interval of the speed against stock FSDP2 is above
-# 100 %. The more tokens, the less there is to gain. Below 4,096 tokens the host sets the pace, and
-# ``fsdp2_tuned`` and ``megatron-fsdp`` had another host. ``megatron-fsdp``, which did not clip and has
-# bfloat16 gradients, was ahead of in place at 2,048 tokens and behind it at 8,192, in few pairs.
-# :doc:`/guide/results` also has loops that read nothing, other reductions and recomputation.
+# **When do copy engines pay?** On two GPUs every interval (:doc:`/guide/measured`) of the speed
+# against stock FSDP2 is above 100 %. The more tokens, the less there is to gain; below 4,096 tokens
+# the host sets the pace. ``fsdp2_tuned`` and ``megatron-fsdp`` ran on another host.
+# ``megatron-fsdp``, which did not clip and has bfloat16 gradients, was ahead of in place at 2,048
+# tokens and behind it at 8,192, in few pairs of windows. :doc:`/guide/results` also has loops that
+# read nothing, other reductions and recomputation.
 #
-# **What changes with four GPUs?** Three quarters of each weight come from peers instead of half, and
-# each rank adds four parts. Against stock FSDP2 the gain is about that of two GPUs from 4,096 tokens on;
-# at 2,048 little is left. Those rows have four pairs: approximate. Eight GPUs: not
-# measured. On a synthetic stack in bfloat16 in place is ahead of a schedule that needs no FSDP2, at
-# each size measured (:doc:`peer_schedule`).
+# **What changes with four GPUs?** Three quarters of each weight come from peers instead of half,
+# and each rank adds four parts. Against stock FSDP2 the gain is about that of two GPUs from 4,096
+# tokens on; at 2,048 little is left. Those rows have four pairs: approximate. Eight GPUs: not
+# measured.
 #
 # What breaks if you remove a line
 # --------------------------------
@@ -388,14 +388,14 @@ if __name__ == "__main__":
 #
 # Memory
 # ------
-# The ``slots``, full units (:doc:`shared_slots`). FSDP2's buffers, as large as a
-# unit each, are gone, and so are full weights in the allocator. Units that you keep over the
-# turn-around (``unit.set_reshard_after_forward(False)``, the root) have a slot each.
+# The slots, each as large as a full unit (:doc:`shared_slots` has the formula). FSDP2's buffers, as
+# large as a unit each, are gone, and so are full weights in the allocator. Units that you keep over
+# the turn-around (``unit.set_reshard_after_forward(False)``, the root) have a slot each.
 #
 # When it is not worth it
 # -----------------------
-# * One rank, several hosts, GPUs that cannot read each other: a warning says which, and FSDP2 gathers
-#   as before. With HSDP it is the ranks of the sharding dimension that must share a host.
+# * One rank, several hosts, GPUs that cannot read each other: a warning says which, and FSDP2
+#   gathers as before. With HSDP it is the ranks of the sharding dimension that must share a host.
 # * PyTorch 2.13 or later with a recent NCCL: ``FSDPModule.set_symm_mem_for_comm()`` with NCCL's
 #   zero-CTA policy gathers by copy engines too. The copies around the gather stay.
 #

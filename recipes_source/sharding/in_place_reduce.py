@@ -6,7 +6,8 @@ FSDP2 without copies around its reductions
 
 One call, and a ``fully_shard`` model sends each gradient straight to the rank that owns it, from
 where autograd left it, in the dtype that it is held in. On two ranks every bit stays stock FSDP2's,
-for ``reduce_dtype`` float32, bfloat16 and None. What both calls gain: :doc:`in_place_gather`.
+for ``reduce_dtype`` float32, bfloat16 and None. :doc:`in_place_gather` shows what this call and its
+own gain together.
 
 **When not to bother:** many ranks, since each sends to all others and adds as many parts; several
 hosts; or communication costs you little.
@@ -24,7 +25,7 @@ hosts; or communication costs you little.
 
 Stock FSDP2 copies a unit's gradients into a buffer of ``reduce_dtype`` on the compute stream,
 between the unit's backward and the next one's, and reduces that with a kernel that takes compute
-cores (SMs). With bfloat16 gradients reduced in float32, twice the bytes cross the link.
+cores (SMs). If bfloat16 gradients are reduced in float32, it sends twice their bytes.
 
 .. grid:: 1 1 2 2
 
@@ -44,11 +45,12 @@ cores (SMs). With bfloat16 gradients reduced in float32, twice the bytes cross t
 The idea
 --------
 
-A reduce-scatter is a transfer, which copy engines can make, and a sum, which needs the cores for as
-long as reading and writing take. Weights do not change between two updates, so whoever needs them
-pulls them. Gradients are new each time: they are **pushed** as soon as backward has made them, into a
-slot on the rank that owns them. Only the slots need memory that others can write to. After the pushes
-comes one barrier. One unit later, the compute stream sums what all ranks have left in the slot.
+A reduce-scatter is a transfer, which copy engines can make, and a sum, which needs the cores, but
+only for as long as reading and writing take. Weights do not change between two updates, so whoever
+needs them pulls them. Gradients are new each time: they are **pushed** as soon as backward has made
+them, into a slot on the rank that owns them. Only the slots need memory that others can write to.
+After the pushes comes one barrier. One unit later, the compute stream sums what all ranks have left
+in the slot.
 
 .. lanes:: Schematic, one rank. Slot A is written again after barrier 3, which no rank passes before all have summed what was there.
 
@@ -81,25 +83,25 @@ NAMES = "post_backward pre_forward reduce_grads gradient_divide_factor _all_redu
 # %%
 # Push, barrier, and the sum a unit later
 # ---------------------------------------
-# Pushes have a stream of their own. Sums are made on the compute stream, when the next unit's gradients
-# are there: what is summed has arrived meanwhile. On another stream a sum would run beside matrix
-# products and take cores from them. A rank's own part is not sent: it is added from where it is. On a
-# GPU with Triton, ``torch.compile`` makes a sum one kernel.
+# Pushes have a stream of their own. A unit's sum is made on the compute stream, when the next
+# unit's gradients are there: by then the parts have arrived. On another stream a sum would run
+# beside matrix products and take cores from them. A rank's own part is not sent: it is added from
+# where it is. On a GPU with Triton, ``torch.compile`` makes a sum one kernel.
 #
-# A slot has a row for each other rank, so that no two write to the same one. A unit's pushes and its
-# barrier come after all that the compute stream had queued before, the sum of the unit before the last
-# among it. So a rank that writes to one of three slots again has passed a barrier that every other rank
-# reached only after it had summed what was there. With two slots the barrier would have to wait for one
-# sum more, and the last units of a backward, which hide behind nothing, would take turns with it. Where
-# the parts of a unit go is worked out once, in ``plan``.
+# A slot has a row for each other rank, so that no two write to the same one. A unit's pushes and
+# its barrier come after all that the compute stream had queued before, which includes the sum of
+# the unit before the last. So a rank that writes to one of three slots again has passed a barrier
+# that every other rank reached only after it had summed what was there. With two slots each barrier
+# would have to wait for one sum more; at the end of a backward, where nothing hides them, pushes
+# and sums would take turns. ``plan`` works out once where the parts of a unit go.
 #
 # **What is rounded, and when.** FSDP2 casts gradients to ``reduce_dtype``, sums, divides, and casts
 # to the parameter's dtype. Parts travel here in the dtype that they are held in, which loses
-# nothing; the sum is made in float32 and rounded once to ``reduce_dtype``. Of two summands that is
-# the same bit. The rounded sum has memory of its own, since ``torch.compile`` leaves out a cast that the
-# next one undoes. A gradient that is wider than ``reduce_dtype`` is rounded before it is sent, as
-# FSDP2 does. PyTorch 2.15 reads ``reduce_dtype=None`` from the parameter: so does this, as it asks
-# FSDP2's group.
+# nothing; the sum is made in float32 and rounded once to ``reduce_dtype``. For two summands the
+# bits are the same. The rounded sum has memory of its own, since ``torch.compile`` leaves out a
+# cast that the next one undoes. A gradient that is wider than ``reduce_dtype`` is rounded before it
+# is sent, as FSDP2 does. With ``reduce_dtype=None`` PyTorch 2.15 takes the parameter's dtype; so
+# does this recipe, since it asks FSDP2's group.
 
 
 class PushedGradients:
@@ -222,11 +224,11 @@ def add(p, gradient: torch.Tensor) -> None:
 # %%
 # What FSDP2 calls
 # ----------------
-# FSDP2 calls ``post_backward`` when a unit's gradients are there. They are taken first, so that it
-# finds none, reshards the unit and returns. What it reduces in other ways stays its own: HSDP's
-# second reduction, float16 with its two divisions, float64, complex numbers, hooks, factors that are
-# neither 1 nor the number of ranks. Gradients that ``set_requires_gradient_sync(False)`` holds back
-# wait as they do there.
+# FSDP2 calls ``post_backward`` when a unit's gradients are there. They are taken first, so that
+# FSDP2 finds none, reshards the unit and returns. What it reduces in other ways stays its own:
+# HSDP's second reduction, float16 with its two divisions, float64, complex numbers, hooks, factors
+# that are neither 1 nor the number of ranks. Gradients that ``set_requires_gradient_sync(False)``
+# holds back wait as they do in stock FSDP2.
 
 
 class InPlaceReduce:
@@ -329,9 +331,10 @@ if __name__ == "__main__":
 # %%
 # What it buys
 # ------------
-# ``fsdp2_in_place`` gathers and reduces in place. :doc:`in_place_gather` has all ways. First the bits:
-# a stock Llama of a few layers trained for so many steps under deterministic algorithms. Every loss on
-# the way, and every weight at the end, was that of stock FSDP2. A race would show there.
+# ``fsdp2_in_place`` gathers and reduces in place; :doc:`in_place_gather` has more rows. First the
+# bits: a stock Llama of a few layers trained for the number of steps below, under deterministic
+# algorithms. Every loss on the way, and every weight at the end, was that of stock FSDP2. A race
+# would show there.
 #
 # .. result-gain:: fsdp_overlap
 #    :rows: fsdp2_in_place
@@ -343,12 +346,13 @@ if __name__ == "__main__":
 #
 # **Two communicators: do they pay?** ``fsdp2_reduce_group`` is stock FSDP2 with its reduce-scatters
 # in a group of their own (:doc:`fsdp2_settings`), so that they do not wait for gathers. On two GPUs
-# no: the interval of its speed against ``fsdp2`` holds 100 %. In place there is no communicator to share.
+# no: the interval of its speed against ``fsdp2`` contains 100 %. In place there is no communicator
+# to share.
 #
 # What breaks if you remove a line
 # --------------------------------
-# Each edit was made and run when this page was built. For races between ranks these take turns in
-# the worst order; a recorder of stream order reports a wait that is missing.
+# Each edit was made and run when this page was built. For races between ranks, the ranks take turns
+# in the worst order; a recorder of stream order reports a missing wait.
 #
 # .. recipe-controls::
 #

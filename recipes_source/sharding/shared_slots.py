@@ -4,11 +4,12 @@
 A few slots for the full weights of many units
 ==============================================
 
-Keep the full weights of any number of units in a few places of memory. A sharded model needs those
-of two or three units at a time. Here they lie in **slots** of memory that all ranks of a host can read, so that a gather is one cast (to the dtype
-of the compute), one barrier and the copies of the other ranks' shards: no buffer, no copy-in, no
-copy-out. A *unit* is a module that ``fully_shard`` was called with. To have FSDP2 use it, take
-:doc:`in_place_gather`; this page is how the memory is laid out.
+Keep the full weights of any number of units in a few places of memory. A *unit* is a module that
+``fully_shard`` was called with, and a model needs the full weights of two or three units at a time.
+Here they lie in **slots**: memory that all ranks of a host can read. A gather is then one cast (to
+the dtype of the compute), one barrier and the copies of the other ranks' shards: no buffer, no
+copy-in, no copy-out. This page is how the memory is laid out. To have FSDP2 use it, take
+:doc:`in_place_gather`.
 
 .. grid:: 1 1 2 2
 
@@ -67,10 +68,10 @@ SMALL = 1 << 18  # bytes: smaller shards go by one kernel instead of a copy each
 # Whose slot is it?
 # -----------------
 # A unit's full weights lie where they did in the step before: autograd keeps views of them, and a
-# view cannot be moved. A unit gets its slot when it is first gathered: one that is free and was last
-# given away at least ``turns`` units ago, else a new one. So neighbours never share, and a stack of
-# equal blocks has ``turns`` slots. A unit that needs its weights from forward to the end of backward
-# has one for itself.
+# view cannot be moved. A unit gets its slot when it is first gathered: one that is free and was
+# last given away at least ``turns`` units ago, or else a new one. So neighbours never share, and a
+# stack of equal blocks has ``turns`` slots. A unit that needs its weights from forward to the end
+# of backward has one for itself.
 
 
 @dataclass(eq=False)
@@ -98,14 +99,15 @@ def dtype_of(p) -> torch.dtype:
 # -------------------------------
 # FSDP2 keeps each full weight as the shards of all ranks one after the other. A gather casts this
 # rank's shards to their place, passes a barrier, and copies the others' shards from where they were
-# cast to. Views are made once: a gather is one kernel for all casts, one ``copy_`` a weight and
-# peer, and one kernel for all norms and biases. Each unit's views have a version counter of their own:
-# when a unit moves to another slot, autograd refuses a backward that still has views of the old one.
+# cast to. Views are made once. A gather is one kernel for all casts, one ``copy_`` a weight and
+# peer, and one kernel for all norms and biases. Each unit's views have a version counter of their
+# own: when a unit moves to another slot, autograd refuses a backward that still has views of the
+# old one.
 #
 # **One barrier is enough.** Others may still copy from a slot that a rank wants to fill again. But
-# between its two gathers there was a gather into another slot, with its barrier. Each rank reaches that
-# barrier only after its copies from the first slot. If there was no gather between, ``fill`` adds a
-# barrier.
+# between its two gathers there was a gather into another slot, with its barrier. Each rank reaches
+# that barrier only after its copies from the first slot. If there was no gather between, ``fill``
+# adds a barrier.
 
 
 class Slots:
@@ -204,9 +206,10 @@ class Slots:
 # %%
 # Changed since?
 # --------------
-# What was filled ahead is old when weights change before it is used, or lie in other memory. PyTorch
-# counts the changes in place of each tensor; most optimizers leave their own out, so a hook adds it. A change by ``.data``,
-# by ``torch._foreach_*`` over DTensors, by ``dcp.load`` into a state dict or by a collective is not counted.
+# A slot that was filled ahead is outdated if the weights change, or move to other memory, before it
+# is used. PyTorch counts the changes in place of each tensor. Most optimizers leave their own out,
+# so a hook adds them (``counted``). A change by ``.data``, by ``torch._foreach_*`` over DTensors,
+# by ``dcp.load`` into a state dict or by a collective is not counted.
 
 
 def versions(group) -> list:
@@ -244,11 +247,11 @@ def counted() -> weakref.WeakSet:
 # %%
 # Ahead of their use
 # ------------------
-# Forward needs lists to gather ahead by: without one FSDP2 relies on its host running ahead, and a
-# gather that waits for the compute stream would come too late. They are made from the order of the first
-# forward. A unit lists the next ones, the first unit fewer: while it starts, the device waits for the
-# host. In backward a unit lists the one before. An embedding's backward needs no weights, so it is not
-# gathered for it.
+# Forward needs prefetch lists. Without them FSDP2 relies on the host running ahead, and a gather
+# that waits for the compute stream would come too late. The lists are made from the order of the
+# first forward. A unit lists the next ones, the first unit fewer: while it starts, the device waits
+# for the host. In backward a unit lists the one before. An embedding's backward needs no weights,
+# so an embedding is not gathered in backward.
 
 
 def set_lists(groups: Sequence, ahead: int, first: int) -> None:
@@ -274,8 +277,8 @@ def embeds(group) -> bool:
 # %%
 # Run it, and prove it
 # --------------------
-# Units filled from their slots have the bits of FSDP2's own gather, also when one is filled again at
-# once with other weights. Neighbours lie in different slots.
+# Units filled from their slots have the bits of FSDP2's own gather, also when one is filled again
+# at once with other weights. Neighbours lie in different slots.
 
 
 def whole(sharded: torch.Tensor) -> torch.Tensor:
