@@ -5,11 +5,27 @@ Longer sequences: activations on the host between forward and backward
 ======================================================================
 
 Train on longer sequences: what autograd saves for backward grows with the length, and can wait in
-host memory. This recipe copies it there while forward goes on, and back while backward goes on.
-Device memory then holds a window of it, not all.
+host memory. This recipe copies those *activations* there while forward goes on, and back while
+backward goes on. The device then holds a window of them, not all.
 
-**When not to bother:** the step fits the device; or ``torch.utils.checkpoint`` frees enough. Below a
-length that grows with the width it is cheaper: see the end of this page.
+**When not to bother:** the step fits the device; or ``torch.utils.checkpoint`` frees enough. Below
+a length that grows with the model's width, recomputation is cheaper: see the end of this page.
+
+.. code-block:: python
+
+   from activation_offload import ActivationOffload  # host_layers.py beside it
+
+   offload = ActivationOffload(device, budget, window)
+   for batch in batches:
+       with offload.saving():
+           loss = loss_of(model(batch))
+       loss.backward()
+       optimizer.step()
+       optimizer.zero_grad()
+   offload.close()
+
+Budget (of host memory) and window (of device memory) are in bytes. A window of what two layers save
+is enough. After a forward with a budget of 0, ``offload.wanted`` says how much a budget can use.
 
 .. grid:: 1 1 2 2
 
@@ -30,9 +46,9 @@ length that grows with the width it is cheaper: see the end of this page.
 The idea
 --------
 
-Autograd can be told to keep something else than a tensor: a *pack hook* turns each saved tensor
-into a handle, and an *unpack hook* gives a tensor back when backward asks for it. Packing starts a
-copy to the host and unpacking waits for the copy back, which was started some time before:
+Autograd can keep something else in place of a tensor: a *pack hook* turns each saved tensor into a
+handle, and an *unpack hook* gives a tensor back when backward asks for it. Packing starts a copy to
+the host and unpacking waits for the copy back, which was started some time before:
 
 .. lanes:: Schematic. What layer 3 saved is still on the device when backward begins.
 
@@ -43,26 +59,6 @@ copy to the host and unpacking waits for the copy back, which was started some t
 
 Forward fills the pool from its start, so a budget that is too small leaves on the device what was
 saved *last*. That is what backward wants first: it should stay anyway.
-
-In your training
-----------------
-
-Around the forward of a model of yours; this file imports ``host_layers.py``. Budget and window are
-bytes: a window of what two layers save is enough, and after a forward with a budget of 0
-``offload.wanted`` says how much a budget can use.
-
-.. code-block:: python
-
-   from activation_offload import ActivationOffload
-
-   offload = ActivationOffload(device, budget, window)
-   for batch in batches:
-       with offload.saving():
-           loss = loss_of(model(batch))
-       loss.backward()
-       optimizer.step()
-       optimizer.zero_grad()
-   offload.close()
 """
 
 # %%
@@ -88,10 +84,10 @@ TOY = {"window": 24 << 10, "smallest": 512}  # bytes, for the small layers of th
 # %%
 # The unit is a storage
 # ---------------------
-# Autograd saves tensors, memory is held by *storages*: three views of one projection are three saved
-# tensors and one storage. So storages are copied, as plain bytes, each **once**. A handle remembers
-# its view, strides included, so that backward runs the kernels that it would have run. A storage is
-# known here until autograd has run, or dropped, every node that saved it.
+# Autograd saves tensors, memory is held by *storages*: three views of one projection are three
+# saved tensors and one storage. So storages are copied, as plain bytes, each **once**. A handle
+# remembers its view, strides included, so that backward runs the kernels that it would have run. A
+# storage is known here until autograd has run, or dropped, every node that saved it.
 
 
 class Storage:
@@ -131,10 +127,10 @@ def total(storages: Iterable[Storage]) -> int:
 # %%
 # The hooks
 # ---------
-# ``pack`` leaves alone what is not worth a copy or must not be copied: parameters (every ``Linear``
-# saves a transposed *view* of its weight, which is recognised by its base) and their casts, which
-# autocast keeps, small tensors, tensors elsewhere, what bytes and strides do not describe, and parts of a storage that are no views of the
-# whole, such as ``unsafe_chunk`` makes.
+# ``pack`` leaves alone what is not worth a copy or must not be copied: small tensors, tensors
+# elsewhere, and what bytes and strides do not describe; parameters and their casts, which autocast
+# keeps (every ``Linear`` saves a transposed *view* of its weight, which is recognised by its base);
+# and parts of a storage that are no views of the whole, such as ``unsafe_chunk`` makes.
 #
 # Without hooks, autograd raises where backward reads a saved tensor that was changed in place. With
 # hooks it cannot tell, so ``unchanged`` compares versions there.
@@ -359,11 +355,12 @@ if __name__ == "__main__":
 # %%
 # What it buys
 # ------------
-# Forward and backward of the layers named below the table. Under ``checkpoint`` each layer runs again
-# in backward, and with a name behind it the layers' inputs go to the host. That costs a few percent of
-# a step here, as Unsloth's design does; TRL's class and ``save_on_cpu`` cost several times as much.
-# None makes a step faster. In memory the gain is small at these lengths (*Peak allocated*), and the
-# other three free a little more.
+# Forward and backward of the layers named below the table. Under ``checkpoint`` each layer runs
+# again in backward; ``selective`` also keeps what attention returned. The name behind them says
+# what moves the layers' inputs to the host. This recipe costs a few percent of a step there, as
+# Unsloth's design does; TRL's class and ``save_on_cpu`` cost several times as much. None makes a
+# step faster. In memory the gain is small at these lengths (*Peak allocated*), and the other three
+# free a little more.
 #
 # .. result-table:: activation_offload
 #
@@ -386,17 +383,19 @@ if __name__ == "__main__":
 # When it is not worth it
 # -----------------------
 # A transformer layer of width :math:`d`, with an MLP of :math:`4\,d`, computes :math:`24\,d^2`
-# operations per token in forward, and causal attention over :math:`T` tokens :math:`2\,T d` more. In
-# two-byte numbers, without dropout, it saves about :math:`32\,d` bytes per token. With :math:`F`
-# operations and :math:`B` bytes per second, forward hides its copies where
+# operations per token in forward, and causal attention over :math:`T` tokens :math:`2\,T d` more.
+# In two-byte numbers, without dropout, it saves about :math:`32\,d` bytes per token. On a device of
+# :math:`F` operations per second and a link of :math:`B` bytes per second, forward hides its copies
+# where
 #
 # .. math::
 #
 #    12\,d + T \;\ge\; 16\,\frac{F}{B}
 #
-# * Below that the link is the wall, and recomputation (``torch.utils.checkpoint``) is cheaper. Put
-#   this class around a checkpointed model, and only the layers' inputs move: :math:`2\,d` bytes per
-#   token. That frees memory where the inputs outweigh the gradients: from :math:`12\,d` tokens on.
+# * Below that the link sets the pace, and recomputation (``torch.utils.checkpoint``) is cheaper.
+#   Put this class around a checkpointed model, and only the layers' inputs move: :math:`2\,d` bytes
+#   per token. That frees memory where the inputs outweigh the gradients: from :math:`12\,d` tokens
+#   on.
 # * Forward without backward: use ``torch.no_grad()``, which saves nothing.
 #
 # Known limits

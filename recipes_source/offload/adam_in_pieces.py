@@ -4,17 +4,18 @@
 Adam in pieces: one pass over the memory, without the GIL
 =========================================================
 
-Update weights that lie in host memory in one pass over that memory. The weights and gradients are in
-bf16. Beside each weight Adam keeps a **master** (the weight in fp32) and two moments (its running
-averages). This recipe updates all of them in pieces that stay in a core's cache, with all cores at
-once. The result has the bits of ``torch.optim.AdamW``. :doc:`host_adam` updates the layers of a model
-with it.
+Update weights that lie in host memory in one pass over that memory. The weights and gradients are
+in bf16. Beside each weight Adam keeps a **master** (the weight in fp32) and two moments (its
+running averages). This recipe updates all of them in pieces that stay in a core's cache, with all
+cores at once. The result has the bits of ``torch.optim.AdamW``. :doc:`host_adam` updates the layers
+of a model with it.
 
 .. result-gain:: offload_step
    :rows: host
    :field: update_bytes_per_s
 
-``host`` is this update with a thread on each core but one; 28 bytes count for each parameter (below).
+``host`` is this update with a thread on each core but one; 28 bytes count for each parameter
+(below).
 
 **When not to bother:** weights, gradients and moments are in fp32 and a plain
 ``torch.optim.AdamW(fused=True)`` is called once for all: that is one pass already.
@@ -35,8 +36,8 @@ with it.
        ...                                                    # the gradient arrives, in bf16
        update_block(update, block, torch.tensor(float(step)), numbers_of(settings, scale=1.0))
 
-For all cores, cut the model into blocks and call ``update_block`` from one thread a core, each with a
-scratch of its own and ``torch.set_num_threads(1)``, as ``main`` does.
+For all cores, cut the model into blocks and call ``update_block`` from one thread a core, each with
+a scratch of its own and ``torch.set_num_threads(1)``, as ``main`` does.
 
 .. grid:: 1 1 2 2
 
@@ -63,13 +64,13 @@ master to the weight that the device will load. Per parameter that is, read and 
 
    (2 + 4 + 8) + (4 + 8 + 2) = 28 \\text{ bytes.}
 
-But these are four operators (widen, scale, update, round), and each of the last three reads again what
-another has just written. If a piece is larger than the cache, that goes through memory, too. If it is small,
-Python is in the way: each operator gives up Python's lock (the GIL) and takes it again, and with a
-thread for each core the threads wait for it more than for memory.
+But these are four operators (widen, scale, update, round), and each of the last three reads again
+what another has just written. If a piece is larger than the cache, it comes from memory again. If
+it is small, Python is in the way: each operator gives up Python's lock (the GIL) and takes it
+again, and with a thread for each core the threads wait for it more than for memory.
 
-So a thread makes **one call for many small pieces**. It is written in TorchScript, which runs several
-operators without the lock.
+So a thread makes **one call for many small pieces**. It is written in TorchScript, which runs
+several operators without the lock.
 """
 
 # %%
@@ -94,9 +95,9 @@ Tensors = list[torch.Tensor]
 # %%
 # AdamW of torch, for Python and for TorchScript
 # ----------------------------------------------
-# ``_fused_adamw_`` makes one pass over weights, gradients and moments where the default makes many. It
-# is what ``torch.optim.AdamW(fused=True)`` calls; the function that torch documents calls it too, with
-# more Python around it. Adam works element by element, so cuts change no bit.
+# ``_fused_adamw_`` makes one pass over weights, gradients and moments where the default AdamW makes
+# many. It is what ``torch.optim.AdamW(fused=True)`` calls; the function that torch documents calls
+# it too, with more Python around it. Adam works element by element, so cuts change no bit.
 
 
 def fused_adamw(settings: dict, gradient, step, master, exp_avg, exp_avg_sq, skip=None) -> None:
@@ -136,8 +137,9 @@ def numbers_of(settings: dict, scale: float) -> list[float]:
 # The pieces of a block
 # ---------------------
 # ``parts`` are lists that the caller made. They could be made here, where they are filled. But
-# TorchScript removes what it takes for useless, and it takes an operator that changes tensors in a list
-# of its own for useless: no error, and nothing is updated. A list that comes from outside is safe.
+# TorchScript removes what it takes for useless, and it takes an operator that changes tensors in a
+# list of its own for useless: no error, and nothing is updated. A list that comes from outside is
+# safe.
 
 
 def update_pieces(block: Tensors, parts: list[Tensors], step: Tensors, numbers: list[float]):
@@ -192,9 +194,9 @@ def host_threads() -> int:
 # %%
 # What stays on the device
 # ------------------------
-# A parameter that stays on the device has its state there. ``skip`` (of ``found_inf`` in torch) makes
-# the kernel change nothing, without anybody looking at the number. What a thread of the host must look
-# at, such as a norm, goes there by ``to_host``: the thread waits for the event, nobody else.
+# A parameter that stays on the device has its state there. ``skip`` (torch's ``found_inf``) makes
+# the kernel change nothing, and no thread has to read it. A number that the host must read, such as
+# a norm, goes there by ``to_host``: only the thread that reads it waits for its event.
 
 MOMENTS = ("exp_avg", "exp_avg_sq")
 FP32 = torch.float32  # whatever the default dtype is
@@ -302,8 +304,8 @@ def train_resident(model: nn.Module, losses: Iterable, max_norm: float) -> None:
 # %%
 # Run it, and prove it
 # --------------------
-# Threads update two blocks, whose lengths are no multiple of a piece's, beside an AdamW of torch that
-# gets the same gradients. Masters, moments and weights must have its bits.
+# Threads update two blocks, whose lengths are no multiple of a piece's, beside an AdamW of torch
+# that gets the same gradients. Masters, moments and weights must have its bits.
 
 
 def main() -> None:
@@ -343,15 +345,15 @@ if __name__ == "__main__":
 # %%
 # What it buys
 # ------------
-# An in-place ``mul_`` over masters and moments by all threads is what the host's memory allows; the
-# table has that, and what the update moves:
+# The yardstick is a plain pass: an in-place ``mul_`` over masters and moments by all threads, which
+# shows what the host's memory allows. The table has its rate and that of the update:
 #
 # .. result-table:: offload_step
 #    :rows: host
 #
-# One reason why the update does not reach the plain pass: a processor reads a line of memory before it
-# writes to it. The weights are only written, so 30 bytes are moved for 28 that count. Copies between host
-# and device that run beside take their part of the memory's rate from both.
+# One reason why the update does not reach the plain pass: a processor reads a line of memory before
+# it writes to it. The weights are only written, so 30 bytes are moved for 28 that count. Copies
+# between host and device that run beside take their part of the memory's rate from both.
 #
 # What breaks if you remove a line
 # --------------------------------
@@ -365,9 +367,10 @@ if __name__ == "__main__":
 #
 # Known limits
 # ------------
-# * TorchScript is deprecated. It needs no compiler and keeps torch's bits; ``torch.compile`` of one pass
-#   needs a compiler and time before the first step, and rounds in another way.
-# * ``step`` must be on the host. Gradients are not kept: the scratch has them.
+# * TorchScript is deprecated. It needs no compiler and keeps torch's bits; ``torch.compile`` of one
+#   pass needs a compiler and time before the first step, and rounds in another way.
+# * ``step`` must be on the host. The scaled gradients are not kept: the next piece overwrites the
+#   scratch.
 #
 # Further reading
 # ---------------

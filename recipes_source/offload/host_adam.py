@@ -6,16 +6,17 @@ Adam on the host, the lowest layer first
 
 Update layers on threads of the host while the device computes others. AdamW in fp32 needs 12 bytes
 per parameter for weights and moments, three quarters of what training in bf16 takes, and touches
-them once per step. So they can live in host memory, and the update can run there. The
-result has the bits of ``torch.optim.AdamW``. There is nothing to paste here: :doc:`whole_step` makes
-an optimizer of it, and has the lines for your loop.
+them once per step. So they can live in host memory, and the update can run there. The result has
+the bits of ``torch.optim.AdamW``. There is nothing to paste here: :doc:`whole_step` makes an
+optimizer of it, and has the lines for your loop.
 
 .. result-gain:: offload_step
    :rows: host
    :field: share_of_yardstick
    :where: model=llama-8b
 
-That is the rate at which the update moves bytes, over the rate of a plain pass over the same memory.
+That is the rate at which the update moves bytes, over the rate of a plain pass over the same
+memory.
 
 **When not to bother:** the moments fit the device, where an update takes milliseconds; or the host
 has few cores, so that their arithmetic is the limit.
@@ -24,7 +25,7 @@ has few cores, so that their arithmetic is the limit.
 
    .. grid-item-card:: What you learn
 
-      * threads that take the next block of the lowest layer
+      * threads that share the update of the lowest layer (the first in forward)
       * why the lowest layer goes first
       * what the host's memory allows, and how to know it
 
@@ -72,23 +73,23 @@ BLOCK = 2**20  # parameters that a thread updates in one call
 # %%
 # The update of a model
 # ---------------------
-# ``announce`` is for the thread that trains: from then on, the next load of these layers waits.
-# ``start`` is for whoever knows that the gradients are on the host; ``later`` announces, and has another
-# thread start. An error in a thread is raised by each call that waits for that thread. After a step that
-# was interrupted, by Ctrl-C say, each such call raises until a checkpoint is loaded. Each layer counts its
-# own steps: Adam's bias correction is of the steps that it had.
+# The thread that trains calls ``announce``: from then on, the next load of the layers that it names
+# waits. Whoever knows that their gradients are on the host calls ``start``. ``later`` announces,
+# and has another thread start. An error in a thread is raised by each call that waits for that
+# thread. After a step that was interrupted, by Ctrl-C say, each such call raises until a checkpoint
+# is loaded. Each layer counts its own steps, for Adam's bias correction.
 #
-# Each core but one has a thread, and a thread takes the next block when it is free. What it does with a
-# block is on :doc:`adam_in_pieces`: one pass over its memory, without Python's lock. The thread that
-# trains needs the core that is left, many times per step.
+# Each core but one has a thread, and a free thread takes the next block (up to ``BLOCK`` parameters
+# of one tensor). What it does with a block is on :doc:`adam_in_pieces`: one pass over its memory,
+# without Python's lock. The thread that trains needs the core that is left, many times per step.
 
 
 class LayerUpdate:
-    """An update of a layer that is to come; ``settings`` (by group), ``scale``, ``step``: its step's."""
+    """A layer's update to come: ``settings`` (by group), ``scale`` and ``step`` are of its step."""
 
     def __init__(self, settings: list[dict]) -> None:
         self.settings, self.scale, self.step, self.error = settings, 1.0, None, None
-        # Blocks that nobody has begun; that are not ended.
+        # Whether it is done; blocks that no thread has begun; blocks that have not ended.
         self.ended, self.waiting, self.left = Future(), 0, 0
 
 
@@ -164,7 +165,7 @@ class HostUpdates:
         return announced
 
     def is_updated(self, layer: int) -> bool:
-        """Whether a load would not wait: the thread that trains queues the layers before it first."""
+        """Whether a load would not wait; if it would, the layers before it are queued first."""
         return layer not in self.updates or self.updates[layer].ended.done()
 
     def await_layer(self, layer: int) -> None:
@@ -314,9 +315,9 @@ if __name__ == "__main__":
 # %%
 # What it buys
 # ------------
-# See :doc:`whole_step`: alone, an update is worth what it hides. What it moves, beside what the memory
-# allows, is on :doc:`adam_in_pieces`. Measure yours: an in-place ``mul_`` over the same masters by the
-# same threads moves 8 bytes per parameter, the update 28.
+# See :doc:`whole_step`: an update gains only what it hides. What it moves, beside what the memory
+# allows, is on :doc:`adam_in_pieces`. Measure yours: an in-place ``mul_`` over the same masters by
+# the same threads moves 8 bytes per parameter, the update 28.
 #
 # What breaks if you remove a line
 # --------------------------------
@@ -332,14 +333,15 @@ if __name__ == "__main__":
 #
 # Known limits
 # ------------
-# * PyTorch's vectorised Adam leaves the last elements of a tensor, fewer than 16, to scalar code that
-#   rounds differently. Padded layers have no such rest; an ordinary optimizer has, for each tensor
-#   whose size is not a multiple of 16.
+# * PyTorch's vectorised Adam leaves the last elements of a tensor, fewer than 16, to scalar code
+#   that rounds differently. Padded layers have no such rest. In an ordinary optimizer each tensor
+#   whose size is not a multiple of 16 has one, and there its bits may differ from these.
 # * Each rank of a host updates all weights, on its part of the cores. To share work and memory:
 #   :doc:`one_copy_a_host`.
-# * After an update that failed, or a step that was interrupted, ``state_dict()`` raises until a checkpoint
-#   is loaded. ``dcp.load`` asks for one to fill: give it a copy of an earlier one, or start anew.
-# * Cores are not reserved: data loading on the same ones slows updates, and goes before them.
+# * After an update that failed, or a step that was interrupted, ``state_dict()`` raises until a
+#   checkpoint is loaded. ``dcp.load`` needs a state dict to fill: give it a copy of an earlier one,
+#   or start anew.
+# * Cores are not reserved: data loading on the same cores slows updates.
 #
 # Further reading
 # ---------------

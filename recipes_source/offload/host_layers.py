@@ -5,8 +5,9 @@ Weights that live in host memory: one flat buffer per layer
 ===========================================================
 
 Free the device of a model's layers. This recipe moves their parameters into host memory that the
-device can read by itself, in one piece per layer, so that a layer crosses the link in **one copy**.
-Modules, optimizer and checkpoints stay as they are. :doc:`streamed_model` builds on it.
+device can read by itself, in one piece per layer, so that a layer crosses the link to the device in
+**one copy**. Modules, optimizer and checkpoints stay as they are. The lines to paste are on
+:doc:`streamed_model`, which builds on it.
 
 **When not to bother:** the model fits the device with its gradients.
 
@@ -73,10 +74,11 @@ BATCH, TOKENS, LAYERS, STEPS = 2, 8, 3, 3  # sequences per step, tokens of each;
 # ``torch.empty(..., pin_memory=True)`` asks a caching allocator that rounds every block up to a
 # power of two, nearly twice the size for a block that is just above one. An anonymous mapping that
 # is registered with the driver has the size that is asked for, but is yours to unlock. ``close``
-# does it, once; ``finalize`` does it for a buffer that is dropped without.
+# does it, once; ``finalize`` does it for a buffer that nobody closed.
 #
 # A call of the driver that fails is remembered, and the next kernel of the thread reports it, far
-# from its cause. So after a refusal to lock, one empty kernel is launched: the error is reported there.
+# from its cause. So after a refusal to lock, one small kernel is launched: the error is reported
+# there.
 #
 # A process that forks, as a ``DataLoader`` may do for its workers, shares its memory with the child
 # until one of them writes, and the writer gets a copy; the device would go on with the original.
@@ -84,7 +86,7 @@ BATCH, TOKENS, LAYERS, STEPS = 2, 8, 3, 3  # sequences per step, tokens of each;
 #
 # A page that nobody has used yet is given out when it is first touched, and locking touches one
 # after the other. So the pages are filled before, by all threads: several times faster. Large pages
-# are fewer to find, for the driver, and later for the host's Adam.
+# are fewer, which helps the driver, and later the host's Adam.
 #
 # Each part begins at a multiple of 256 elements, as a CUDA allocator would let it begin, so matmuls
 # choose the kernels that they choose in a resident model. ``views_of`` lays the same parts over
@@ -156,15 +158,15 @@ class HostBuffer:
 #
 # What is trained comes first, so the layout of the gradients is the beginning of that of the
 # weights. A frozen layer has no gradient buffer, and nothing of it will be copied back: fine-tuning
-# with adapters sends home the adapters alone. A flat tensor has one dtype, so a layer with adapters
-# in fp32 on weights in bf16 has two buffers.
+# with adapters copies back the adapters alone. A flat tensor has one dtype, so a layer with
+# adapters in fp32 on weights in bf16 has two buffers.
 #
-# Some layers cannot be streamed, and are refused before any memory is locked for them: a parameter
-# that two layers share would be copied twice and updated from half of its gradient. (Shared *inside*
-# a layer it is one parameter with two names, which is fine.) Streams and events belong to the device
-# that is **current** when they are made, whatever device the tensors are on, so a device that is not
-# the current one is refused as well. If a layer does not fit, what has been locked for those before
-# it is unlocked at once, so that whoever catches the error can try again with less.
+# Layers that share a parameter are refused before any memory is locked for them: it would be copied
+# twice and updated from half of its gradient. (Shared *inside* a layer it is one parameter with two
+# names, which is fine.) Streams and events belong to the device that is **current** when they are
+# made, whatever device the tensors are on, so a device that is not the current one is refused as
+# well. If a layer does not fit, what has been locked for those before it is unlocked at once, so
+# that whoever catches the error can try again with less.
 #
 # Buffers of modules (running statistics, masks, tables of positions) are small and may be changed
 # by forward: they move to the device for good.
@@ -287,8 +289,8 @@ def start_rank() -> torch.device:
 # ``functional_call`` runs a module with the tensors that it is given in place of its parameters;
 # autograd sees the flat copy as the one leaf of the layer, so even its gradient is flat.
 #
-# ``non_blocking=True`` lets the host queue all of this without waiting. So an event is recorded
-# behind the copies, and the host waits for **it** before it reads a gradient.
+# ``non_blocking=True`` lets the host queue all of this without waiting. So ``train`` waits for the
+# device before it reads a gradient.
 
 
 def gradients_to_host(model: list[HostLayer], x: torch.Tensor) -> torch.Tensor:
@@ -373,7 +375,8 @@ if __name__ == "__main__":
 #
 # Memory
 # ------
-# Host memory, page-locked, for parameters of :math:`n_p` elements of :math:`b` bytes:
+# Host memory, page-locked, for parameters of :math:`n_p` elements, rounded up to a multiple of 256,
+# of :math:`b` bytes:
 #
 # .. math::
 #
@@ -399,9 +402,9 @@ if __name__ == "__main__":
 #   the device goes on with the old weights without an error.
 # * Which parameters are trained is fixed when the layers are taken; ``requires_grad_`` has no
 #   effect afterwards.
-# * By default PyTorch refuses a ``grad`` of another dtype than its parameter, so
-#   ``hand_out_gradients`` raises with ``gradient_dtype``: read ``gradients[i].views`` instead, or
-#   set ``parameter.grad_dtype = None`` where PyTorch has it.
+# * By default PyTorch refuses a ``grad`` of another dtype than its parameter. So with such a
+#   ``gradient_dtype``, ``hand_out_gradients`` sets no ``grad``: read ``gradients[i].views``
+#   instead.
 # * Locked memory does not exist in a forked process: give it a clone, or start it with ``spawn``.
 # * ``DTensor`` parameters (FSDP2, tensor parallelism) are not taken apart: stream plain modules.
 # * Accelerators other than CUDA get pageable memory: the bits are right, the copies hold the host.

@@ -4,11 +4,13 @@
 Any layer as one node: run again in backward, differentiated by you
 ===================================================================
 
-Decide yourself when a layer's weights are there in backward, and where its gradients go. This recipe
-puts any layer into the model's graph as **one node** whose backward is a function of yours. Forward
-keeps the layer's inputs alone; backward runs it again. Gradients keep every bit.
+Decide yourself when a layer's weights are there in backward, and where its gradients go. This
+recipe puts any layer into the model's autograd graph as **one node** whose backward is a function
+of yours. Forward keeps only the layer's inputs; backward runs the layer again. Gradients keep every
+bit. It is a building block: :doc:`weight_streaming` fills in the function.
 
-**When not to bother:** all you want is less memory. ``torch.utils.checkpoint`` by itself is simpler.
+**When not to bother:** all you want is less memory. ``torch.utils.checkpoint`` by itself is
+simpler.
 
 .. grid:: 1 1 2 2
 
@@ -34,12 +36,10 @@ your function the two ends of the inner graph. One call of ``torch.autograd.grad
 the layer again and returns all of its gradients at once: no hooks on parameters, no guess when the
 last gradient of a layer has come.
 
-.. lanes:: Schematic. Three layers; in backward each runs again inside its node.
+.. lanes:: Schematic. Three layers; in backward each runs again inside its node. Your function fetches weights (W) and takes gradients (G).
 
    compute: 0-4 F0; 4-8 F1; 8-12 F2; 12-21 again and B2; 21-30 again and B1; 30-39 again and B0
    yours:   12-13 W2 ~; 20-21 G2 ~; 21-22 W1 ~; 29-30 G1 ~; 30-31 W0 ~; 38-39 G0 ~
-
-It is a building block: :doc:`weight_streaming` fills in the function.
 """
 
 # %%
@@ -111,14 +111,15 @@ def exchanged(tree, others: dict[int, torch.Tensor]):
 #
 # Four programs would go wrong in silence, and are errors instead:
 #
-# * An argument or a weight is changed in place between forward and backward. Nothing was saved that
-#   autograd could compare, so the versions are (``run_alike``).
-# * A layer puts tensors into a list or dict that it was given: it has a copy of that.
-# * A tensor that is trained comes into a layer by another way than its arguments: ``leaves_of`` finds it
-#   at the end of the inner graph.
+# * An argument or a weight is changed in place between forward and backward. Autograd has saved
+#   nothing to compare, so ``run_alike`` compares versions.
+# * A layer puts tensors into a list or dict that it was given: it has a copy, and the caller would
+#   not see them.
+# * A tensor that is trained comes into a layer by another way than its arguments: ``leaves_of``
+#   finds it at the end of the inner graph.
 # * A tensor leaves it by another way than its result, with a hook that keeps it, say, and a loss is
-#   computed with it. Then backward comes through the ``Entrance``, or to a weight, which it never does
-#   otherwise.
+#   computed with it. Then backward comes through the ``Entrance``, or to a weight, which it never
+#   does otherwise.
 #
 # ``Plain`` runs the forward that a layer had before its ``forward`` was exchanged, so that
 # ``functional_call`` can give it weights from elsewhere.
@@ -252,8 +253,8 @@ def as_node(owner, index: int, args: tuple, kwargs: dict):
 # %%
 # Run it, and prove it
 # --------------------
-# The same layers, ordinary and as nodes: the gradients of all weights and of the input must have the
-# same bits, with dropout, and every layer must have run twice, the second time last first.
+# The same layers, ordinary and as nodes: the gradients of all weights and of the input must have
+# the same bits, with dropout, and every layer must have run twice, the second time last first.
 
 
 class Noted(nn.Module):
@@ -328,26 +329,30 @@ if __name__ == "__main__":
 # %%
 # What breaks if you remove a line
 # --------------------------------
-# Each edit was made and run when this page was built. CPU streams do nothing, so a missing wait
-# changes no bit there; a recorder of stream order finds what nothing orders.
+# Each edit was made and run when this page was built.
 #
 # .. recipe-controls::
 #
 # When it is not worth it
 # -----------------------
-# * A layer is run several times in one forward with different weights: each run is a node of its own,
-#   and ``owner`` must know which weights it had.
+# * A layer is run several times in one forward with different weights: each run is a node of its
+#   own, and ``owner`` must know which weights it had.
 #
-# Memory: the inputs of each layer, and what autograd saves in one layer at a time.
+# Memory
+# ------
+# The inputs of each layer, and what autograd saves in one layer at a time.
 #
 # Known limits
 # ------------
 # * The inner graph is used once: ``backward(retain_graph=True)`` twice raises.
-# * Second derivatives are not recorded: a loss with a gradient in it (``create_graph=True``) raises.
-# * Tensors inside other objects, such as dataclasses, are passed as they are: one that is trained is an
-#   error. So is a loss with a tensor that a hook or ``output_attentions`` took out of a layer.
-# * ``torch.autograd.grad`` gives gradients of inputs and leaves the weights alone, as anywhere. But
-#   ``backward(inputs=...)`` does so too: weights that are named there get no gradient.
+# * Second derivatives are not recorded: a loss with a gradient in it (``create_graph=True``)
+#   raises.
+# * Tensors inside other objects, such as dataclasses, are passed as they are: one that is trained
+#   is an error. So is a loss with a tensor that a hook or ``output_attentions`` took out of a
+#   layer.
+# * ``torch.autograd.grad`` gives gradients of inputs and leaves the weights alone, as anywhere.
+#   Here ``backward(inputs=...)`` leaves them alone, too: weights that are named there get no
+#   gradient.
 # * A buffer that forward changes (BatchNorm's statistics) changes twice, as with any recomputation.
 #
 # Further reading

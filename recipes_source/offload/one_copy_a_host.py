@@ -6,8 +6,8 @@ One copy per host: ranks share weights, Adam's state and its work
 
 Let the ranks of a host share one copy of the layers, and the work of updating it. With
 :doc:`whole_step`, each rank keeps all weights of the layers in host memory, with masters and
-moments, and updates all of them. With this recipe they keep **one copy** in memory that
-all of them map, and each rank updates its part: eight ranks hold it once, not eight times, and each does an
+moments, and updates all of them. With this recipe they keep **one copy** in memory that all of them
+map, and each rank updates its part: eight ranks hold it once, not eight times, and each does an
 eighth of the update. The model gets the bits of one rank that takes all batches as microbatches.
 
 .. result-gain:: offload_step
@@ -15,10 +15,10 @@ eighth of the update. The model gets the bits of one rank that takes all batches
    :field: held_bytes
    :where: model=llama-8b
 
-That is of two ranks that train six layers. ``own_copy`` is :doc:`whole_step` on each of them.
+Two ranks train six layers. ``own_copy`` is :doc:`whole_step` on each of them.
 
-**When not to bother:** there is one rank per host; or the state fits the devices in parts. Shard it
-then (FSDP2), and leave it there.
+**When not to bother:** there is one rank per host; or the state fits the devices when it is sharded
+over them: use FSDP2.
 
 .. code-block:: python
 
@@ -52,9 +52,9 @@ The idea
 --------
 
 Gradients are averaged over all ranks before they leave the device, so every rank has all of them,
-in memory of its own. A rank updates every *n*-th block of a layer, and the weights of that block in
-the shared memory. Then it says so, by a number in shared memory that only it writes. Before a rank
-loads a layer it waits for the numbers of all:
+in memory of its own. With *n* ranks on the host, a rank updates every *n*-th block of a layer, in
+the shared memory. Then it says so, by a number in shared memory that only this rank writes. Before
+a rank loads a layer, it waits for the numbers of all:
 
 .. lanes:: Schematic. Two ranks update two layers; each loads a layer when both have updated it.
 
@@ -94,12 +94,12 @@ POLL_S = 1e-4  # seconds between two looks at what other ranks have done
 # Memory of all ranks
 # -------------------
 # An anonymous file (``memfd_create``) has no name, needs no mount, and is gone with the last rank
-# that maps it, however it ends. The others open it through ``/proc``, while the first still holds it
-# open. A barrier, where every rank waits for all others, says when it may close it.
+# that maps it, however it ends. The others open it through ``/proc``, while the first still holds
+# it open. A barrier, where every rank waits for all others, says when it may close it.
 
 
 class Host:
-    """The ranks of this host. Every rank of the job must make one, and call what waits alike."""
+    """The ranks of this host. Every rank of the job must make one; its methods are collectives."""
 
     def __init__(self) -> None:
         if dist.get_world_size() > 1 and "LOCAL_WORLD_SIZE" not in os.environ:
@@ -139,9 +139,9 @@ class Host:
 # %%
 # A model whose weights are shared
 # --------------------------------
-# Each layer's weights move from a rank's own memory to that of all. All ranks write the same values,
-# those of the first, so it does not matter who is last. Loading a state waits for all ranks before
-# and behind: one that is ahead must not write what another still reads.
+# Each layer's weights move from a rank's own memory to that of all. All ranks write the same
+# values, those of the first, so it does not matter who is last. Loading a state waits for all ranks
+# before and after: one that is ahead must not write what another still reads.
 
 
 class SharedModel(streaming.StreamedModel):
@@ -182,7 +182,7 @@ class SharedModel(streaming.StreamedModel):
 # An update in parts
 # ------------------
 # ``done[layer, rank]`` counts the updates of a layer that a rank has ended. A step that is skipped
-# counts as well. What goes wrong on one rank is raised by all: a rank that waited for a part that
+# counts as well. What goes wrong on one rank is raised on all: a rank that waits for a part that
 # does not come would wait for ever.
 
 
@@ -246,9 +246,9 @@ class SharedAdamW(whole.HostAdamW):
 # Run it, and prove it
 # --------------------
 # One rank takes the batches of all ranks as microbatches, adds their gradients in fp32 and rounds
-# the mean once. All weights must have its bits, on every rank, through a step that is skipped. (From
-# three ranks on, the library chooses the order of additions; a device's Adam rounds in another way
-# than the host's: then they must be close.)
+# the mean once. All weights must have its bits, on every rank, through a step that is skipped.
+# (From three ranks on, the library chooses the order of additions; a device's Adam rounds in
+# another way than the host's: then they must be close.)
 #
 # ``Pss`` in ``/proc/self/smaps`` counts a page that *n* processes map as the *n*-th part of one. So
 # the sum over the ranks says how often the host holds what they share.
@@ -333,9 +333,9 @@ if __name__ == "__main__":
 #
 # Memory
 # ------
-# A host with :math:`n` ranks, for :math:`P` parameters of layers: weights in bf16, masters and moments
-# once, :math:`14\,P` bytes, and each rank's gradients, :math:`2\,n\,P`. While the model is taken, each
-# rank holds its weights in memory of its own as well.
+# A host with :math:`n` ranks, for :math:`P` parameters of layers: weights in bf16, masters and
+# moments once, :math:`14\,P` bytes, and each rank's gradients, :math:`2\,n\,P`. While the model is
+# taken, each rank holds its weights in memory of its own as well.
 #
 # Known limits
 # ------------
@@ -345,14 +345,14 @@ if __name__ == "__main__":
 #   (``/sys/kernel/mm/transparent_hugepage/shmem_enabled``); without, locking takes longer.
 # * ``close()`` waits until the other ranks have written their parts of the last step, unless an
 #   error is on its way.
-# * After an update that failed, or a step that was interrupted, loading a checkpoint is not enough, whatever
-#   the error says: make model and optimizer anew, on all ranks.
+# * After an update that failed, or a step that was interrupted, loading a checkpoint is not enough,
+#   whatever the error says: make model and optimizer anew, on all ranks.
 # * A rank that dies leaves the others waiting for its part, until ``torchrun`` ends them.
 # * Ranks of a host must be numbered one after the other, as ``torchrun`` does.
-# * A change of weights by other means than ``load_state_dict`` needs ``wait_for_all()`` before, by all
-#   ranks, and ``reload()`` and a barrier behind it.
-# * It relies on a processor on which others see writes in their order, as on x86-64. On another (Arm, say)
-#   a rank may load a part that is not complete, **without an error**.
+# * A change of weights by other means than ``load_state_dict`` needs ``wait_for_all()`` before, by
+#   all ranks, and ``reload()`` and a barrier behind it.
+# * It relies on a processor on which others see writes in their order, as on x86-64. On another
+#   (Arm, say) a rank may load a part that is not complete, **without an error**.
 #
 # Further reading
 # ---------------

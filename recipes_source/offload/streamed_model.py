@@ -6,11 +6,12 @@ Stream a stock model: weights on the host, the model's own forward
 
 One call moves the layers of a model that you did not write into host memory. Its own forward runs
 on, with masks, positions and a cache; so do ``loss.backward()``, ``generate()``, ``state_dict()``
-with the original keys, ``eval()``, and any optimizer. The device holds two layers at a time, or more if you give it a
-budget. The gradients have every bit of a run that keeps the model on the device.
+with the original keys, ``eval()``, and any optimizer. The device holds two layers at a time, or
+more if you give it a budget. The gradients have every bit of a **resident** run, which keeps the
+model on the device.
 
-**When not to bother:** weights, gradients and optimizer fit the device. Streaming alone makes no step
-faster. What a step costs with the optimizer on the host, too, is on :doc:`whole_step`.
+**When not to bother:** weights, gradients and optimizer fit the device. Streaming alone makes no
+step faster. :doc:`whole_step` moves the optimizer to the host, too, and says what a step costs.
 
 .. code-block:: python
 
@@ -50,7 +51,7 @@ The model's loop over its layers stays as it is, and each layer stays where the 
 ``layer.forward`` is another: it waits for the layer's weights, runs the layer's old forward with
 them as one node of the graph, and has the next layers loaded.
 
-.. lanes:: Schematic. The model's own forward, then backward; two layers are on the device. F0 is the forward of layer 0, B2 the backward of layer 2.
+.. lanes:: Schematic. The model's own forward, then backward; two of three layers are on the device. F0 is the forward of layer 0, B2 the backward of layer 2.
 
    compute: 0-2 embed; 3-7 F0; 7-11 F1; 11-15 F2; 15-17 head; 17-26 B2; 26-35 B1; 35-44 B0
    H2D:     0-3 0 ~; 3-6 1 ~; 7-10 2 ~; 26-29 0 ~
@@ -78,24 +79,25 @@ LAYERS, WORDS, STEPS, MICROBATCHES = 4, 50, 3, 2
 # %%
 # The streamed model
 # ------------------
-# **A cache.** ``generate()`` runs under ``no_grad`` and each layer gets its cache: the tokens are the
-# resident model's. In training, backward runs a layer again, and a cache would grow twice; so it is
-# left out, as transformers does under checkpointing, and one that is not empty is refused.
+# **A cache.** ``generate()`` runs under ``no_grad`` and each layer gets its cache: the tokens are
+# those of a resident run. In training, backward runs a layer again, and a cache would grow twice.
+# So it is left out, as transformers does under checkpointing; one that is not empty is refused.
 #
-# **Sums.** Gradients add up until ``zero_grad()``, as they do anywhere. The sum lives on the host: it
-# is loaded into the gradient slot beside the layer's backward, added to there, and stored. That is
-# one more load of a layer's gradients; adding on the host would move more of its memory, and need a
-# thread. ``gradient_dtype=torch.float32`` keeps sums of bf16 gradients in fp32 (the next recipes'
-# optimizer reads them; ``parameter.grad`` cannot hold them).
+# **Sums.** Gradients add up until ``zero_grad()``, as they do anywhere. The sum lives on the host:
+# it is loaded into the gradient slot beside the layer's backward, added to there, and stored. That
+# is one more load of a layer's gradients. Adding on the host would move more bytes of its memory,
+# and need a thread. ``gradient_dtype=torch.float32`` keeps sums of bf16 gradients in fp32 (the next
+# recipes' optimizer reads them; ``parameter.grad`` cannot hold them).
 #
-# **Who waits.** ``backward()`` returns when all gradients are on the host: a trainer may clip them at
-# once. ``wait()`` ends all copies from and to the host. ``state_dict()``, ``load_state_dict()`` and every
-# optimizer's ``step()`` call it by hooks. Call it yourself before you change a weight in any other way: an
-# EMA swap after an evaluation would otherwise race with its loads.
+# **Who waits.** ``backward()`` returns when all gradients are on the host: a trainer may clip them
+# at once. ``wait()`` waits for all copies from and to the host. ``state_dict()``,
+# ``load_state_dict()`` and every optimizer's ``step()`` call it by hooks. Call it yourself before
+# you change a weight in any other way: an EMA swap after an evaluation would otherwise race with
+# its loads.
 #
-# **A budget.** Layers that stay on the device are neither loaded nor stored, and an optimizer updates
-# them at once. So it is spent on the lowest layers: the next forward needs these first, while the
-# host still updates the others. They run again in backward like the others.
+# **A budget.** Layers that stay on the device are neither loaded nor stored, and an optimizer
+# updates them at once. So it is spent on the lowest layers: the next forward needs these first,
+# while the host still updates the others. They run again in backward like the others.
 
 
 def resident_bytes(layer: nn.Module) -> int:
@@ -268,8 +270,8 @@ def without_cache(args: tuple, kwargs: dict) -> tuple[tuple, dict]:
 # --------------------
 # The model is one of torch's own, between an embedding and a head that share their weight; layers
 # have dropout and take a mask. Every step, an ordinary copy loads the streamed model's state, and
-# all gradients of two microbatches are compared bit by bit. ``tests/test_offload.py`` does this with
-# transformers' Llama, adapters of peft, and ``generate()``.
+# all gradients of two microbatches are compared bit by bit. ``tests/test_offload.py`` does this
+# with transformers' Llama, adapters of peft, and ``generate()``.
 
 
 class Model(nn.Module):
@@ -342,41 +344,43 @@ if __name__ == "__main__":
 # Memory
 # ------
 # On the device: embedding, head and what else is no layer, with their gradients; for the layers two
-# slots of weights and two of gradients, one input per layer, and what one layer saves for backward. On
-# the host: weights and gradients of the layers, page-locked.
+# slots of weights and two of gradients, one input per layer, and what one layer saves for backward.
+# On the host: weights and gradients of the layers, page-locked.
 #
 # When it is not worth it
 # -----------------------
 # * Few tokens per step: *What it buys* on :doc:`weight_streaming` says how few.
-# * A large vocabulary at many tokens: the logits in fp32 may be larger than all that was moved away.
+# * A large vocabulary at many tokens: the logits in fp32 may be larger than all that was moved
+#   away.
 #
 # Known limits
 # ------------
-# * Which parameters are trained, and their memory, is fixed when the model is taken. So ``model.to(...)``
-#   and ``load_state_dict(assign=True)`` are an error in the next forward, and a later ``requires_grad_`` in
-#   the next one that is trained. Choose the dtype before; load by copy.
-# * Change a ``parameter.grad`` in place, or drop all. One that is set by hand, or gone alone, is an error in
-#   the next backward. Hooks of a layer's parameters are an error: they would not run.
-# * A loss that uses the weights of layers itself, such as a penalty, needs a ``backward()`` of its own, behind
-#   the other: in one it is an error.
-# * What a loss is computed with must be a layer's result: ``output_attentions``, ``output_router_logits``
-#   and hooks on parts of a layer take other tensors out, which is an error in backward. To look at them,
-#   detach them.
+# * Which parameters are trained, and their memory, is fixed when ``StreamedModel`` takes the model.
+#   So ``model.to(...)`` and ``load_state_dict(assign=True)`` are an error in the next forward, and
+#   a later ``requires_grad_`` in the next one that is trained. Choose the dtype before; load by
+#   copy.
+# * Change a ``parameter.grad`` in place, or drop all. One that is set by hand, or gone alone, is an
+#   error in the next backward. Hooks of a layer's parameters are an error: they would not run.
+# * A loss that uses the weights of layers itself, such as a penalty, needs a ``backward()`` of its
+#   own, behind the other: in one it is an error.
+# * What a loss is computed with must be a layer's result: ``output_attentions``,
+#   ``output_router_logits`` and hooks on parts of a layer take other tensors out, which is an error
+#   in backward. To look at them, detach them.
 # * Gradients of layers' weights come from ``backward()`` alone: ``backward(inputs=...)`` and
 #   ``torch.autograd.grad`` find none of them, and forward-mode derivatives end at the first layer.
 # * A trained parameter of a layer that backward does not use has a gradient of zeros, not none.
-# * Where several layers read one tensor, a loss takes hidden states, or a layer runs twice, gradients are
-#   added in another order: their last bits differ from the resident run's.
-# * Frozen layers are computed, but nothing of them is stored, and below the lowest trained one there
-#   is no backward.
+# * Where several layers read one tensor, a loss takes hidden states, or a layer runs twice,
+#   gradients are added in another order: their last bits differ from the resident run's.
+# * Frozen layers are computed, but nothing of them is stored, and below the lowest trained one
+#   there is no backward.
 # * Leave the model's own gradient checkpointing off: each layer runs again anyway.
 # * A layer that is compiled must be so before, by ``layer.forward = torch.compile(layer.forward)``.
-# * Close one before you make the next, in a notebook too: until then its memory stays locked, and every
-#   optimizer's ``step()`` waits for it, and gets its errors.
+# * Close one ``StreamedModel`` before you make the next, in a notebook too: until then its memory
+#   stays locked, and every optimizer's ``step()`` waits for it and gets its errors.
 # * A ``GradScaler`` is not tested here: train in bf16, which needs none.
 # * ``deepcopy(model)``, and so ``AveragedModel``, raises: average what ``state_dict()`` gives.
-# * ``DistributedDataParallel`` finds no gradients of the layers. It raises in the second step, but not
-#   with ``find_unused_parameters=True``.
+# * ``DistributedDataParallel`` finds no gradients of the layers. It raises in the second step, but
+#   not with ``find_unused_parameters=True``.
 # * Ranks know nothing of each other here: :doc:`whole_step` averages.
 #
 # Further reading

@@ -4,9 +4,10 @@
 Three streams: copy in, compute and copy out at once
 ====================================================
 
-Hide copies behind compute where data does not fit the device. With a stream each for copies in, compute
-and copies out, all three happen **at the same time on one device**. This recipe builds that pipeline.
-It also has a function that tells from a profile whether your own copies are asynchronous.
+Hide the copies between host and device behind compute. Give copies in, compute and copies out a
+stream each, and all three happen **at the same time on one device**. This recipe builds that
+pipeline. It also has a function to call on a step of your own: from a profile, it tells whether
+your copies are asynchronous.
 
 **When not to bother:** the data fits the device; or one of the three takes much longer than the
 others together.
@@ -29,10 +30,10 @@ others together.
 The idea
 --------
 
-Whether the host waits for a copy decides whether the next operation can be queued meanwhile;
-whether the device waits for it, whether the next kernel can run meanwhile.
+A copy can hold the host, the device, both or nobody. A host that is held queues no next operation.
+A device that is held runs no next kernel.
 
-* **Pageable memory holds the host**, whatever ``non_blocking`` says: the driver puts the data
+* **Pageable memory holds the host**, whatever ``non_blocking`` says: the driver copies the data
   through page-locked memory of its own.
 * **Page-locked ("pinned") memory** is read by the device itself. ``non_blocking=True`` then returns
   at once. Without it PyTorch waits right after the copy: the ``cudaStreamSynchronize`` in your
@@ -42,7 +43,7 @@ whether the device waits for it, whether the next kernel can run meanwhile.
 * **Three streams hold nobody.** A GPU has copy engines for each direction, beside its compute
   cores. Give each direction a stream of its own, and say by events what must wait for what.
 
-.. lanes:: Schematic. Three chunks; slot A holds the first and the third, slot B the second.
+.. lanes:: Schematic. Three chunks in two slots of device memory: A holds the first and the third, B the second.
 
    H2D:      0-3 chunk 1 to A ~; 3-6 chunk 2 to B ~; 7-10 chunk 3 to A ~
    compute:  3-7 chunk 1; 7-11 chunk 2; 11-15 chunk 3
@@ -128,11 +129,12 @@ class Slot:
 #
 # With ``record_stream`` a tensor may be freed while another stream uses it, and its memory comes
 # back when the allocator next asks. A host that runs ahead allocates all its chunks before that:
-# right results, and device memory that depends on timing. Slots that are never freed do without.
+# right results, and device memory that depends on timing. Slots are never freed, so they need no
+# ``record_stream``.
 #
 # Streams and events belong to the device that is **current** when they are made, whatever device
-# the tensors are on. A weight on another device would be computed with in no order at all, so it is
-# refused.
+# the tensors are on. Work on another device would be ordered by none of them, so a weight on
+# another device is refused.
 
 
 class Pipeline:
@@ -190,8 +192,8 @@ class Pipeline:
 # %%
 # Is my copy asynchronous?
 # ------------------------
-# Put this file beside your code and give it a step of yours, after a first one: the first call of a
-# kernel loads it, and waits.
+# Put this file beside your code and give it a step of yours. Run one step before: the first call of
+# a kernel loads it, and waits.
 #
 # .. code-block:: python
 #
@@ -200,14 +202,15 @@ class Pipeline:
 #    train_step(batch)
 #    print(is_my_copy_asynchronous(lambda: train_step(batch)))
 #
-# It profiles the call and reads the exported trace, in which you find the same by eye:
+# The function profiles the call and reads the exported trace, in which you can see the same
+# yourself:
 #
 # * Each copy on the device names the memory it used, ``Memcpy HtoD (Pinned -> Device)`` or
 #   ``(Pageable -> Device)``, and the stream it ran on. If kernels run on that stream too, the copy
 #   holds the device.
-# * Each call of the runtime (``cudaMemcpyAsync``, ``cudaStreamSynchronize``) lasts as long as it
-#   kept the host: held, if these calls took more than half of the copies' time on the device. An
-#   ``.item()`` counts as well.
+# * Each call of the CUDA runtime (``cudaMemcpyAsync``, ``cudaStreamSynchronize``) lasts as long as
+#   it held the host. The verdict is *held* if these calls took more than half of the copies' time
+#   on the device. A wait by ``.item()`` counts as well.
 # * ``hidden_share`` is the part of the copies' time during which a kernel ran. A stream of its own
 #   allows overlap, it does not promise it.
 
@@ -343,10 +346,11 @@ if __name__ == "__main__":
 # %%
 # What it buys
 # ------------
-# The same chunks, in each of the ways. *Call* is the time until the call returned. *Bound*
-# is what the link and the kernels allow: the slowest of the three lanes, plus the first copy in and
-# the last one out. Its rates were measured apart, so a row can come out slightly below. Where a copy
-# takes longer than the kernel, as here, the two directions hide each other.
+# The same chunks, from pageable memory on one stream to pinned memory on three. *Call* is the time
+# until the call returned. *Bound* is what the link and the kernels allow: the slowest of the three
+# lanes, plus the first copy in and the last one out. Its rates were measured apart, so a row can
+# come out slightly below. Where a copy takes longer than the kernel, as here, the two directions
+# hide each other.
 #
 # .. result-figure:: three_streams
 #    :rows: pageable pageable_non_blocking pinned_blocking one_stream three_streams
@@ -358,9 +362,9 @@ if __name__ == "__main__":
 #
 # .. timeline:: three_streams pageable one_stream three_streams
 #
-# Plan a pipeline that loads and stores at the same time with the duplex rates below the table.
+# If your pipeline loads and stores at the same time, plan with the duplex rates below the table.
 # ``record_stream`` is the same pipeline with new device tensors for every chunk: as fast, and the
-# memory that it reserves is a matter of how far the host ran ahead.
+# memory that it reserves depends on how far the host ran ahead.
 #
 # What breaks if you remove a line
 # --------------------------------

@@ -4,13 +4,13 @@
 Train with the weights on the host: load, compute and store at once
 ===================================================================
 
-Train a model whose weights live in host memory; the device holds two layers at a time. While layer *l*
-runs its backward, the gradients of layer *l* + 1 go to the host and the weights of layer *l* - 1 come,
-all three **at once on one device**. The gradients have every bit of a run that keeps the whole model
-on the device.
+Train a model whose weights live in host memory; the device holds two layers at a time. While layer
+*l* runs its backward, the gradients of layer *l* + 1 go to the host and the weights of layer
+*l* - 1 come, all three **at once on one device**. The gradients have every bit of a run that keeps
+the whole model on the device.
 
-**When not to bother:** weights and gradients fit the device; or your steps have few tokens, so that the
-link decides. What whole steps cost is on :doc:`whole_step`.
+**When not to bother:** weights and gradients fit the device; or your steps have few tokens, so that
+the link to the host sets the pace. What whole steps cost is on :doc:`whole_step`.
 
 This page is how it is done. The lines to paste, for a model that you did not write, are on
 :doc:`streamed_model`.
@@ -90,8 +90,9 @@ goes on. Only the fifth is awaited by the host, after the step.
 In your training
 ----------------
 
-Layers that run one after the other, device, batches and loss are yours; put this file and what it
-imports beside them. Masks, caches, tied weights and ``state_dict`` are in :doc:`streamed_model`:
+You bring layers that run one after the other, a device, batches and a loss. Put this file and what
+it imports beside your script. Masks, caches, tied weights and ``state_dict`` are in
+:doc:`streamed_model`:
 
 .. code-block:: python
 
@@ -130,16 +131,17 @@ LAYERS, STEPS = 5, 2
 # %%
 # The streamed layers
 # -------------------
-# ``in_slots`` allocates device memory: ``slots`` flat buffers for weights, two for gradients, each of
-# the size of the largest layer. They are never freed, so no copy can outlive what it reads, and
-# neither ``record_stream`` nor the allocator has a say. Which slot a layer uses is fixed (its index
-# modulo the number of slots): its views of the slot are made once, and are the leaves of its graph.
+# ``in_slots`` allocates device memory: ``slots`` flat buffers for weights, two for gradients, each
+# of the size of the largest layer. They are never freed, so no copy can outlive what it reads, and
+# neither ``record_stream`` nor the allocator has a say. Which slot a layer uses is fixed: its index
+# modulo the number of slots. So its views of the slot are made once, and are the leaves of its
+# graph.
 #
-# Read ``call`` and ``backward`` first. ``load`` waits for ``free``, copies, records ``ready``. It is
-# called as early as the slot's previous user has been *queued*; the stream, not the host, waits for
-# it to be *done*. ``held`` says which layer each slot was loaded with last. A forward that begins
-# anew forgets it, since the host may have changed the weights. Backward finds the topmost layers
-# there; if an evaluation came in between, it loads them.
+# Read ``call`` and ``backward`` first. ``load`` waits for ``free``, copies, records ``ready``. It
+# is called as soon as the slot's previous user has been *queued*; the stream, not the host, waits
+# until that layer is *done*. ``held`` says which layer each slot was loaded with last. A forward
+# that begins anew forgets it, since the host may have changed the weights. Backward finds the
+# topmost layers there; if an evaluation came in between, it loads them.
 #
 # Each layer's ``forward`` is exchanged for ``call``. The modules stay where they are: names,
 # ``train()``, ``eval()`` and hooks are the model's own. A layer without trained weights whose input
@@ -291,7 +293,7 @@ class StreamedLayers:
     # Gradients to the host
 
     def load_sum(self, layer: int) -> bool:
-        """Whether the slot will hold a sum of earlier microbatches; not here, but in a later recipe."""
+        """Whether the slot will hold a sum of earlier microbatches: in a later recipe."""
         return False
 
     def write(self, layer: int, gradients: dict[str, torch.Tensor | None], adds: bool) -> None:
@@ -346,9 +348,9 @@ class StreamedLayers:
 # %%
 # Run it, and prove it
 # --------------------
-# The yardstick is ordinary training with all weights on the device. Each step compares all gradients
-# **bit by bit**, then an optimizer on the host updates the weights, and the next step must find them
-# updated.
+# The yardstick is ordinary training with all weights on the device. Each step compares all
+# gradients **bit by bit**, then an optimizer on the host updates the weights, and the next step
+# must find them updated.
 
 
 def train(stack: StreamedLayers, model: nn.Sequential, resident: nn.Sequential) -> None:
@@ -393,9 +395,9 @@ if __name__ == "__main__":
 #    + t_\text{last store}
 #
 # A phase is the forward or the backward of one layer, with the copies that can run beside it. A
-# device of :math:`F` operations per second and a link of :math:`B` bytes per second hide the loads of
-# forward above about :math:`F / B` tokens per step in bf16, and those of backward above a third of
-# that, whatever the model: more tokens do more arithmetic with the same weights.
+# device of :math:`F` operations per second and a link of :math:`B` bytes per second hide the loads
+# of forward above about :math:`F / B` tokens per step in bf16, and those of backward above a third
+# of that, whatever the model: more tokens do more arithmetic with the same weights.
 #
 # What breaks if you remove a line
 # --------------------------------
@@ -414,7 +416,8 @@ if __name__ == "__main__":
 #    \text{slots} \cdot \max_l W_l + 2 \max_l G_l + \sum_l x_l
 #    + \max_l (G_l + \text{activations of layer } l)
 #
-# On the host, page-locked: :math:`\sum_l (W_l + G_l)`, and the optimizer's state in ordinary memory.
+# On the host, page-locked: :math:`\sum_l (W_l + G_l)`, and the optimizer's state in ordinary
+# memory.
 #
 # When it is not worth it
 # -----------------------
@@ -423,12 +426,13 @@ if __name__ == "__main__":
 #
 # Known limits
 # ------------
-# * The weights must not change before ``wait()``, or between a forward and its backward. That is an error
-#   in backward. A change by ``parameter.data`` or by a fused optimizer of torch is not noticed.
+# * The weights must not change before ``wait()``, nor between a forward and its backward. The
+#   latter is an error in backward; but a change by ``parameter.data`` or by a fused optimizer of
+#   torch is not noticed.
 # * A backward overwrites the gradients of the one before; :doc:`streamed_model` adds them up.
 # * Hooks on parameters do not run: gradients are asked for by ``torch.autograd.grad``.
-# * Under ``torch.autocast`` a layer's weights are cast at each use. Autocast's cache keeps no views, and
-#   the weights here are views.
+# * Under ``torch.autocast`` a layer's weights are cast at each use. Autocast's cache keeps no
+#   views, and the weights here are views.
 # * Layers run in the order given. One that is called out of order is loaded when it is called.
 #
 # Further reading

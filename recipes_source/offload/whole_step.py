@@ -4,9 +4,9 @@
 A whole step: clipped, scheduled, averaged
 ==========================================
 
-Train a model whose layers and Adam live in host memory, with an ordinary loop: clipping by the norm of
-**all** gradients, a schedule, accumulation, several ranks. A batch that overflows changes nothing.
-The thread that trains waits only for the weights of the layer that it needs next.
+Train a model whose layers and Adam live in host memory, with an ordinary loop: clipping by the norm
+of **all** gradients, a schedule, accumulation, several ranks. A batch that overflows changes
+nothing. The thread that trains waits only for the weights of the layer that it needs next.
 
 .. result-gain:: offload_step
    :rows: streamed_adam streamed_adam_in_backward
@@ -14,11 +14,12 @@ The thread that trains waits only for the weights of the layer that it needs nex
    :where: model=llama-8b tokens=32768
 
 100 % is the speed of a run that keeps everything on the device. ``streamed_adam`` clips.
-``streamed_adam_in_backward`` does not, and hides the update behind backward as well. It can pass 100 %,
-for the other run updates after backward. Both hold a part of the state on the device.
+``streamed_adam_in_backward`` does not, and hides the update behind backward as well. It can pass
+100 %, since the run on the device updates after backward. Both hold a part of the state on the
+device.
 
-**When not to bother:** Adam's moments fit on the device; or your steps have so few tokens that the host's
-memory decides (see the end of this page).
+**When not to bother:** Adam's moments fit on the device; or your steps have so few tokens that the
+host's memory decides (see the end of this page).
 
 .. code-block:: python
 
@@ -42,7 +43,7 @@ memory decides (see the end of this page).
 
       * a norm of everything, and a decision that no thread waits for
       * settings that travel with the step
-      * accumulation and means over ranks, inside the stack and outside of it
+      * accumulation and means over ranks, for the layers and for the rest of the model
       * what clipping costs: it leaves only the next forward to hide the update
 
    .. grid-item-card:: What you need
@@ -92,27 +93,29 @@ STEPS, BAD_STEP, MAX_NORM, ON_DEVICE = 5, 2, 0.5, 1e-2
 # %%
 # The optimizer
 # -------------
-# * ``reduce`` runs in backward, when a layer's gradients are in their slot: it averages them over the
-#   ranks in fp32, rounds once, and takes their norms. The modules outside the stack are averaged in
+# * ``reduce`` runs in backward, when a layer's gradients are in their slot: it averages them over
+#   the ranks in fp32, rounds once, and takes their norms. The rest of the model is averaged in
 #   ``step``. Under ``no_sync()`` microbatches are only summed.
-# * ``settings()`` copies rates and decays of all groups. The threads get the copy, so a schedule may
-#   change the groups at once. With ``in_backward`` backward uses them: a loop that sets a rate between
-#   backward and step gets an error.
-# * ``step`` takes the gradients. ``zero_grad()`` drops gradients that are not to be used,
-#   before a step; with ``in_backward`` that is too late, and an error.
+# * ``settings()`` copies rates and decays of all groups. The threads get the copy, so a schedule
+#   may change the groups at once. With ``in_backward`` backward uses them: a loop that sets a rate
+#   between backward and step gets an error.
+# * ``step`` takes the gradients. ``zero_grad()`` drops gradients that are not to be used, before a
+#   step; with ``in_backward`` that is too late, and an error.
 # * ``check`` refuses a layer whose last microbatch was in ``no_sync()``: its norm is not known.
-# * ``in_backward=True`` updates each layer when its gradients arrive: the update hides behind backward
-#   as well, and nothing is clipped. Earlier microbatches must be in ``no_sync()``; another is an error.
-# * **A norm that is not finite.** Without ``in_backward`` the step changes nothing and is counted in
-#   ``skipped``: nobody raises. With it, layers above may be updated already. So what waits next raises
-#   ``FloatingPointError``: a forward, say. Then load a checkpoint of model and optimizer; several
-#   ranks start anew: each raises when it knows. To clip exactly *and* hide the update behind
-#   backward, one would have to update ahead and roll back, as SuperOffload does.
-# * A loop that clips by itself, such as a trainer's, is right without ``max_norm``: then gradients may be
-#   changed after backward. With it, or with ``in_backward``, that is an error.
-# * ``load_state_dict`` of the model ends in a hook that makes masters of the weights, except where a
-#   weight is its rounded master: then that keeps its bits. What changes weights in another way calls
-#   ``streamed.wait()`` before and ``reload()`` after it.
+# * ``in_backward=True`` updates each layer when its gradients arrive: the update hides behind
+#   backward as well, and nothing is clipped. Earlier microbatches must be in ``no_sync()``; another
+#   is an error.
+# * **A norm that is not finite.** Without ``in_backward`` the step changes nothing and is counted
+#   in ``skipped``, without an error. With it, higher layers may be updated already. So the next
+#   call that waits, a forward say, raises ``FloatingPointError``. Then load a checkpoint of model
+#   and optimizer; several ranks must start anew, since each raises when it knows. To clip exactly
+#   *and* hide the update behind backward, one would have to update ahead and roll back, as
+#   SuperOffload does.
+# * A loop that clips by itself, such as a trainer's, is right without ``max_norm``: then gradients
+#   may be changed after backward. With ``max_norm`` or ``in_backward`` that is an error.
+# * ``load_state_dict`` of the model ends in a hook that makes masters of the weights, except where
+#   a weight is its rounded master: then the master keeps its bits. What changes weights in another
+#   way calls ``streamed.wait()`` before and ``reload()`` after it.
 
 
 class HostAdamW(torch.optim.Optimizer):
@@ -302,11 +305,11 @@ class HostAdamW(torch.optim.Optimizer):
 # %%
 # Run it, and prove it
 # --------------------
-# Ordinary training on the device, with masters, means over ranks, clipping, a rate that changes every
-# step, and one loss that is not a number: all weights must have its bits. A device's Adam rounds in
-# another way than the host's, so on a GPU no weight may be further away than ``ON_DEVICE``. (The tests on
-# a GPU train longer, with gradients that are nearly zero, where Adam may step the other way. They let
-# one weight in a thousand be further away, by two rates per step.)
+# The yardstick is ordinary training on the device, with masters, means over ranks, clipping, a rate
+# that changes every step, and one loss that is not a number. On the CPU all weights must have its
+# bits. A GPU's Adam rounds in another way than the host's: there no weight may be further away than
+# ``ON_DEVICE``. (The tests on a GPU train longer, with gradients that are nearly zero, where Adam
+# may step the other way. They let one weight in a thousand be further away, by two rates per step.)
 
 
 def losses(model: torch.nn.Module, device: torch.device) -> Iterator[torch.Tensor]:
@@ -352,29 +355,30 @@ if __name__ == "__main__":
 # %%
 # What it buys
 # ------------
-# ``benchmarks/offload_step.py`` trains a stock Llama of 8 G parameters, clipped and with a schedule,
-# with a budget of 24 GB for state on the device, of which whole layers use a part. With backward
-# :math:`B`, forward :math:`F` and update :math:`U` a step takes at least :math:`B + \max(F, U)`, and
-# with ``in_backward=True`` at least :math:`\max(B + F, U)`.
+# ``benchmarks/offload_step.py`` trains a stock Llama of 8 G parameters, clipped and with a
+# schedule, with a budget of 24 GB for state on the device, of which whole layers use a part. With
+# backward :math:`B`, forward :math:`F` and update :math:`U` a step takes at least
+# :math:`B + \max(F, U)`, and with ``in_backward=True`` at least :math:`\max(B + F, U)`.
 #
 # .. result-table:: offload_step
 #    :rows: resident streamed_adam streamed_adam_in_backward torchao torchao_clipped torchao_fp32 torchao_fp32_clipped deepspeed_offload fsdp2_cpu_offload
 #
-# ``resident`` has everything on the device. ``torchao`` trained the same model, all of its layers, in the
-# same loop on as many cores. It does not clip: its step begins while the device still runs backward. So
-# compare ``streamed_adam_in_backward``. In the rows ``_clipped`` we clip for it, as cheaply as we know:
-# norms are taken in backward, and its Adam gets their factor. Compare ``streamed_adam``.
-# The others:
+# ``resident`` has everything on the device. ``torchao`` trained the same model, all of its layers,
+# in the same loop on as many cores. It does not clip: its step begins while the device still runs
+# backward. So compare it with ``streamed_adam_in_backward``. In the rows ``_clipped`` we clip for
+# it, as cheaply as we know: norms are taken in backward, and its Adam gets their factor. Compare
+# those with ``streamed_adam``. What differs:
 #
-# * ``torchao`` keeps the weights on the device. Weights and moments are in bf16, without fp32 masters,
-#   so an update moves half as many bytes: at the fewest tokens, where a clipped step waits for its
-#   update, ``torchao_clipped`` is ahead. It trains less exactly: a second moment with ``betas`` of 0.999
-#   never falls, and a weight of 1 is not moved by a rate of 1e-4 (a test shows both).
-#   The rows ``torchao_fp32``, from another host, have the precision of this page, and fp32 weights on the
-#   device.
-# * ``deepspeed_offload``, on another host with twice the cores: ZeRO stage 3, weights and optimizer on
-#   the host, clipped; extended from fewer layers, as ``resident`` is.
-# * ``fsdp2_cpu_offload``, on other hosts, 16 cores a rank: the same by FSDP2; two ranks can prefetch.
+# * ``torchao`` keeps the weights on the device. Weights and moments are in bf16, without fp32
+#   masters, so an update moves half as many bytes: at the fewest tokens, where a clipped step waits
+#   for its update, ``torchao_clipped`` is ahead. It trains less exactly: a second moment with
+#   ``betas`` of 0.999 never falls, and a weight of 1 is not moved by a rate of 1e-4 (a test shows
+#   both). The rows ``torchao_fp32``, from another host, have the precision of this page, and fp32
+#   weights on the device.
+# * ``deepspeed_offload``, on another host with twice the cores: ZeRO stage 3, weights and optimizer
+#   on the host, clipped; extended from fewer layers, as ``resident`` is.
+# * ``fsdp2_cpu_offload``, on other hosts, 16 cores a rank: the same by FSDP2; two ranks can
+#   prefetch.
 #
 # A deeper model, whose state is larger than the device:
 #
@@ -390,30 +394,30 @@ if __name__ == "__main__":
 #
 # Memory
 # ------
-# Host, for :math:`P` parameters of layers: weights and gradients in bf16, masters and moments in fp32,
-# :math:`16\,P` bytes; with sums in fp32 :math:`18\,P`. Device: 16 bytes for each other parameter, and
-# the slots of :doc:`weight_streaming`.
+# Host, for :math:`P` parameters of layers: weights and gradients in bf16, masters and moments in
+# fp32, :math:`16\,P` bytes; with sums in fp32 :math:`18\,P`. Device: 16 bytes for each other
+# parameter, and the slots of :doc:`weight_streaming`.
 #
 # When it is not worth it
 # -----------------------
-# Few tokens per step. If the host's memory moves :math:`M` bytes/s and the device computes :math:`C`
-# FLOP/s, forward takes :math:`2PT/C` seconds for :math:`T` tokens and the update :math:`28P/M`. A
-# clipped update is hidden from :math:`T = 14\,C/M` tokens per step on; below that, accumulate, or give
-# the device a budget.
+# Few tokens per step. If the host's memory moves :math:`M` bytes/s and the device computes
+# :math:`C` FLOP/s, forward takes :math:`2PT/C` seconds for :math:`T` tokens and the update
+# :math:`28P/M`. A clipped update is hidden from :math:`T = 14\,C/M` tokens per step on; below that,
+# accumulate, or give the device a budget.
 #
 # Known limits
 # ------------
 # * Each rank keeps and updates all weights of the layers; :doc:`one_copy_a_host` shares them.
 # * Every rank must take the same steps, and run the same layers in each: a mean over ranks is a
 #   collective, and pairs gradients by their order.
-# * With weights in bf16 and ``gradient_dtype`` unset, sums of microbatches are rounded to bf16 each time,
-#   as ``parameter.grad`` is anywhere. With ``gradient_dtype`` only the optimizer's ``zero_grad()`` drops
-#   the sums, not the model's.
+# * With weights in bf16 and ``gradient_dtype`` unset, sums of microbatches are rounded to bf16 each
+#   time, as ``parameter.grad`` is anywhere. With ``gradient_dtype`` only the optimizer's
+#   ``zero_grad()`` drops the sums, not the model's.
 # * A trained parameter that a step does not use (an expert without tokens) has a gradient of zeros,
 #   where it would have none elsewhere: its moments and its decay go on.
 # * The optimizer's ``load_state_dict`` makes the weights its rounded masters: load the model first.
-# * Gradients are judged as backward left them: what changes ``p.grad.data`` is not seen, and a step whose
-#   NaN the loop has taken out is skipped.
+# * Gradients are judged as backward left them: what changes ``p.grad.data`` is not seen, and a step
+#   whose NaN the loop has taken out is skipped.
 #
 # Further reading
 # ---------------

@@ -344,8 +344,8 @@ if __name__ == "__main__":
 # .. timeline:: fsdp_overlap fsdp2 fsdp2_tuned
 #
 # Each of the three alone, on the same stack. These rows are of an earlier run, which timed steps
-# apart instead of windows in turn. The two methods differ by up to a few points, so compare the three
-# with each other and not with the table above.
+# apart instead of windows in turn. The two methods differ by up to a few points, so compare the
+# three with each other and not with the table above.
 #
 # .. result-table:: fsdp_overlap
 #    :rows: fsdp2_kept_units fsdp2_prefetch_lists fsdp2_reduce_group
@@ -383,8 +383,8 @@ if __name__ == "__main__":
 # When it is not worth it
 # -----------------------
 # * A profile of the default shows no gaps between the matmuls: everything is hidden already.
-# * The order of units changes from step to step. Lists are fixed: they then prefetch the wrong units
-#   and hold their memory. See :doc:`stream_context`, which needs no order.
+# * The order of units changes from step to step. Lists are fixed: they then prefetch the wrong
+#   units and hold their memory. See :doc:`stream_context`, which needs no order.
 #
 # Known limits
 # ------------

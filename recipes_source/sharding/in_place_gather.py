@@ -388,9 +388,9 @@ if __name__ == "__main__":
 #
 # Memory
 # ------
-# The slots, each as large as a full unit (:doc:`shared_slots` has the formula). FSDP2's buffers, as
-# large as a unit each, are gone, and so are full weights in the allocator. Units that you keep over
-# the turn-around (``unit.set_reshard_after_forward(False)``, the root) have a slot each.
+# The slots, each as large as a full unit (:doc:`shared_slots`). FSDP2's buffers, as large as a unit
+# each, are gone, and so are full weights in the allocator. Units that you keep over the turn-around
+# (``unit.set_reshard_after_forward(False)``, the root) have a slot each.
 #
 # When it is not worth it
 # -----------------------

@@ -316,7 +316,8 @@ if __name__ == "__main__":
 #   another forward has run in between.
 # * Parameters have one dtype. Several are an error. So are ``loss.backward()`` in place of
 #   ``context.backward``, and ``requires_grad_`` after the context was made.
-# * A copy of the model (``deepcopy``, ``AveragedModel``) has no context and fails: average in place.
+# * A copy of the model (``deepcopy``, ``AveragedModel``) has no context and fails: average in
+#   place.
 #
 # Further reading
 # ---------------

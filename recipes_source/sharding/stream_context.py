@@ -353,9 +353,10 @@ if __name__ == "__main__":
 # What it buys
 # ------------
 # ``sync`` is this recipe with its gathers on the compute stream: one thing after another. Delayed
-# release leaves exposed: the reduce-scatters, which are on the compute stream here; the first gather
-# of forward and of backward; and the ends of gathers that take longer than a unit computes.
-# :doc:`prefetch_schedule` moves the reduce-scatters to a stream of their own and gathers fewer units.
+# release leaves exposed: the reduce-scatters, which are on the compute stream here; the first
+# gather of forward and of backward; and the ends of gathers that take longer than a unit computes.
+# :doc:`prefetch_schedule` moves the reduce-scatters to a stream of their own and gathers fewer
+# units.
 #
 # .. timeline:: fsdp_overlap sync delayed_release
 #
@@ -409,8 +410,8 @@ if __name__ == "__main__":
 #   pass.
 # * Activation checkpointing inside a unit raises. Put it around each unit, with
 #   ``use_reentrant=False``.
-# * A unit with frozen parameters, alone or beside trained ones (LoRA), stays in memory until the end
-#   of backward: no gradient tells when they were read last.
+# * A unit with frozen parameters, alone or beside trained ones (LoRA), stays in memory until the
+#   end of backward: no gradient tells when they were read last.
 # * A forward that raised leaves full parameters in its modules and in memory; a unit that is called
 #   alone leaves them in memory. The root's next forward drops them. To save, read or change
 #   parameters before it, call ``release_all()`` first.
