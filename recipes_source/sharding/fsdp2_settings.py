@@ -332,7 +332,8 @@ if __name__ == "__main__":
 #    :where: model=llama-8b-blocks loop=reads compiled=no reduce_dtype=float32 activation_checkpointing=no
 #
 # **On a stock model the settings hardly pay.** ``fsdp2_tuned`` is less than a point from the
-# default, and on two GPUs at 2,048 tokens well behind it. Measure yours before you keep them.
+# default, and on two GPUs at 2,048 tokens well behind it, on another host. Measure yours before you
+# keep them.
 #
 # On a synthetic stack of matrices the three together are ahead of the default at every size, most
 # at few tokens a step. They take more memory throughout (:doc:`/guide/results` has it).

@@ -26,7 +26,7 @@ This page is for training code without FSDP2, and for readers who want to see th
 
    .. grid-item-card:: What you learn
 
-      * one cast and one barrier per unit and step, in place of one per gather
+      * one cast and one barrier per unit and pass, in place of one per gather
       * why backward gathers without a barrier
       * sums in the weights' own dtype of what travelled in bfloat16
 
