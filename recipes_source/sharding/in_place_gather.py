@@ -367,11 +367,11 @@ if __name__ == "__main__":
 #    :where: model=llama-8b-blocks compiled=yes
 #
 # **When do copy engines pay?** On two GPUs every interval (:doc:`/guide/measured`) of the speed
-# against stock FSDP2 is above 100 %. The more tokens, the less there is to gain; below 4,096 tokens
-# the host sets the pace. ``fsdp2_tuned`` and ``megatron-fsdp`` ran on another host. There, in few
-# pairs of windows, ``megatron-fsdp`` (no clipping, bfloat16 gradients) was ahead of in place at
-# 2,048 tokens, whose row is newer here, and behind it at 8,192. :doc:`/guide/results` also has
-# loops that read nothing, other reductions and recomputation.
+# against stock FSDP2 is above 100 %. Below 4,096 tokens the host sets the pace. Above, the more
+# tokens, the less there is to gain. ``fsdp2_tuned`` and ``megatron-fsdp`` ran on another host.
+# There, in few pairs of windows, ``megatron-fsdp`` (no clipping, bfloat16 gradients) was ahead of
+# in place at 2,048 tokens, whose row is newer here, and behind it at 8,192. :doc:`/guide/results`
+# also has loops that read nothing, other reductions and recomputation.
 #
 # **What changes with four GPUs?** Three quarters of each weight come from peers instead of half,
 # and each rank adds four parts. Against stock FSDP2 the gain is about that of two GPUs from 4,096
