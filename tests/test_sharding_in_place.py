@@ -20,6 +20,13 @@ def test_every_program_trains_the_bits_of_stock_fsdp2(half: int) -> None:
     assert report.ok, report.describe()
 
 
+@pytest.mark.parametrize("way", ["under stock", "in place"])
+@pytest.mark.parametrize("program", ["branches", "evaluation_beside"])
+def test_units_may_compute_on_several_streams(program: str, way: str) -> None:
+    report = run(TRAINING, 2, launcher="warm", args=(f"{program} {way}",), order=True)
+    assert report.ok, report.describe()
+
+
 def test_sums_of_three_ranks_are_as_near_to_those_in_float64_as_stocks() -> None:
     report = run(TRAINING, 3, launcher="warm", args=("sums_of_more_ranks",))
     assert report.ok, report.describe()

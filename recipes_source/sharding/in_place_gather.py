@@ -90,8 +90,8 @@ BATCH, STEPS = 8, 4  # samples per rank and step
 # :doc:`shared_slots` has the memory: who lies where, and how a slot is filled. Here is when.
 #
 # A slot may still be read by the compute that used it last, so the gathers' stream waits for all
-# that the current one has queued. A unit whose slot is in use is not prefetched: it is gathered on
-# demand.
+# that the current one and that of its last unit have queued. A unit whose slot is in use is not
+# prefetched: it is gathered on demand.
 #
 # The last units of a forward are the first of its backward. They are not gathered again, unless
 # another unit has taken their slot or another forward, an evaluation say, has begun.
@@ -156,16 +156,17 @@ class Gathers(shared_slots.Slots):
         kept = slot.group is group and slot.in_forward == self.forwards > 0 and backward
         if kept and not shared_slots.outdated(group):
             event = current.record_event()  # nothing has taken its place since the forward
-            slot.in_forward = 0
         else:
             self.stream.wait_stream(current)  # which may still compute with what the slot has
+            if slot.stream and slot.stream != current:  # an evaluation's, or a branch's
+                self.stream.wait_stream(slot.stream)
             if hasattr(group.comm_ctx, "all_gather_stream"):
                 self.stream.wait_stream(group.comm_ctx.all_gather_stream)
             with self.streams.stream(self.stream):
                 self.fill(group)
                 event = self.stream.record_event()
             self.gathers += 1
-            slot.in_forward = self.forwards if self.with_graph and not backward else 0
+        slot.in_forward = self.forwards if self.with_graph and not backward else 0
         group._all_gather_result = SimpleNamespace(all_gather_event=event, all_gather_work=None)
 
 
@@ -206,7 +207,8 @@ class InPlaceGather:
             if self.slot.busy():
                 self.all.make_room(self)
             self.all.gather(self)
-        if self.copied():
+        if current := self.copied():
+            self.slot.stream = current
             self._to_unsharded()
         self.in_graph |= self._training_state.name == "FORWARD" and torch.is_grad_enabled()
 
@@ -238,12 +240,13 @@ class InPlaceGather:
         self.copied()
         self.refused = False
 
-    def copied(self) -> bool:
-        """Whether a gather was under way; the current stream now waits for it."""
+    def copied(self):
+        """The current stream, which now waits for the gather under way; None if there was none."""
         result, self._all_gather_result = self._all_gather_result, None
-        if result is not None:
-            self.all.streams.current_stream().wait_event(result.all_gather_event)
-        return result is not None
+        current = result and self.all.streams.current_stream()
+        if current:
+            current.wait_event(result.all_gather_event)
+        return current
 
 
 # %%
@@ -275,13 +278,11 @@ def gather_in_place(model: FSDPModule, ahead: int = 2, slots: int = 4) -> Gather
     Raises:
         RuntimeError: nothing is sharded, or this PyTorch's FSDP2 is another one.
     """
-    chosen = peer_memory.copying_groups(model)
-    if not chosen:
+    if not (chosen := peer_memory.copying_groups(model)):
         return None
     gathers = Gathers(chosen, ahead, slots)
     for group in chosen:
-        group.all = gathers
-        group.embeds = shared_slots.embeds(group)
+        group.all, group.embeds = gathers, shared_slots.embeds(group)
         peer_memory.become(group, InPlaceGather)
     shared_slots.counted().update(chosen)
     model.register_forward_pre_hook(gathers.begin_forward, prepend=True)
@@ -408,7 +409,7 @@ if __name__ == "__main__":
 #   (:doc:`shared_slots`). Changes by ``.data``, ``dcp.load``, collectives or ``torch._foreach_*`` are not
 #   counted: units gathered ahead, or kept for backward, have the old weights, **without an error**.
 # * Call it between steps. Your own prefetch lists and collectives stay, if set before.
-# * Units that compute on several streams may read other weights, **without an error**.
+# * A unit that queues work on other streams must wait for it, as under stock FSDP2.
 # * A reference to full weights that is kept beyond ``reshard()`` reads another unit's numbers.
 # * Two units that share a slot cannot both be full while a backward may come: an error. It comes with
 #   ``set_reshard_after_backward(False)``, or if you unshard all units after a forward that had no

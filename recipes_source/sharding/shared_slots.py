@@ -83,6 +83,7 @@ class Slot:
     group: object = None  # whose weights are in it
     in_forward: int = 0  # in which forward they were gathered
     exclusive: bool = False  # its unit keeps it until the end of backward
+    stream: object = None  # where a unit last computed with it
 
     def busy(self) -> bool:
         group = self.group
@@ -125,7 +126,7 @@ class Slots:
             group.lazy_init()  # once: it reads what is frozen, and reduces by that
         if getattr(group, "slot", None) is None:
             self.given += 1
-        parameters, ranks = group.fsdp_params, self.memory.ranks
+        parameters, rank, ranks = group.fsdp_params, self.memory.rank, self.memory.ranks
         nbytes = [p.padded_sharded_param_size.numel() * dtype_of(p).itemsize for p in parameters]
         places = [0, *accumulate(-(-ranks * n // ALIGNMENT) * ALIGNMENT for n in nbytes)]
         size = -(-places[-1] // GRAIN) * GRAIN
@@ -144,18 +145,16 @@ class Slots:
         for p, n, place in zip(parameters, nbytes, places, strict=False):
             flat = [t.data[place:][: ranks * n].view(dtype_of(p)) for t in group.slot.of_ranks]
             rows = [t.data.view(ranks, -1) for t in flat]  # autograd does not see what fills it
-            rank = self.memory.rank
             group.own.append(rows[rank][rank])
             for step in range(1, ranks):
                 source = (rank + step) % ranks  # no two ranks read from one at a time
                 copies.append((rows[rank][source], rows[source][source]))
-            p.all_gather_outputs = [flat[rank]]
+            mine = flat[rank]
+            p.all_gather_outputs = [mine]
             p.init_unsharded_param()
             full = getattr(p._unsharded_param, "_local_tensor", p._unsharded_param)
             increment_version(full)  # a backward with views of where it was is an error
-            full.data = flat[rank].as_strided(
-                full.size(), full.stride(), flat[rank].storage_offset()
-            )
+            full.data = mine.as_strided(full.size(), full.stride(), mine.storage_offset())
             p.free_unsharded_param = lambda: None  # its memory is the slot's
         small = [pair for pair in copies if pair[1].nbytes <= SMALL]
         group.large = [pair for pair in copies if pair[1].nbytes > SMALL]
@@ -237,8 +236,9 @@ def counted() -> weakref.WeakSet:
     @torch.compiler.disable
     def count(optimizer: torch.optim.Optimizer, *_) -> None:
         ours = {storage_of(p.sharded_param) for group in groups for p in group.fsdp_params}
-        updated = [p for group in optimizer.param_groups for p in group["params"]]
-        increment_version([p for p in updated if storage_of(p) in ours])
+        updated = (p for group in optimizer.param_groups for p in group["params"])
+        dense = [p for p in updated if p.layout is torch.strided]  # has a storage
+        increment_version([p for p in dense if storage_of(p) in ours])
 
     register_optimizer_step_post_hook(count)  # for good: who removes it may do so in a step
     return groups

@@ -8,7 +8,7 @@ import os
 import sys
 import traceback
 import warnings
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Iterator, Sequence
 from contextlib import suppress
 from dataclasses import dataclass, field
 from functools import partial
@@ -23,7 +23,7 @@ from torch.distributed.checkpoint.state_dict import (
     set_model_state_dict,
 )
 from torch.distributed.device_mesh import init_device_mesh
-from torch.distributed.fsdp import MixedPrecisionPolicy, fully_shard
+from torch.distributed.fsdp import FSDPModule, MixedPrecisionPolicy, fully_shard
 from torch.distributed.tensor import DTensor
 from torch.optim.optimizer import register_optimizer_step_post_hook
 from torch.utils.checkpoint import checkpoint
@@ -1015,6 +1015,9 @@ def steps_of_others() -> None:
         changed = [p._version != v for p, v in zip(weights.parameters(), versions, strict=True)]
         assert all(changed) if counts else not any(changed), changed
         optimizer.zero_grad()
+    sparse = nn.Parameter(torch.eye(3).to_sparse())  # has no storage
+    sparse.grad = torch.eye(3).to_sparse()
+    torch.optim.SGD([sparse], lr=0.1).step()
     del model, weights, optimizer, p
     gc.collect()
     assert len(shared_slots.counted()) == before
@@ -1084,7 +1087,119 @@ def barriers_of_backward() -> None:
     assert DEVICE.type != "cpu" or seen == {"here": {True}, "barrier": {False}}, seen
 
 
+def called_while_gathers_are_under_way() -> None:
+    """Stock gathers that nobody has waited for when the calls come."""
+    for before in (False, True):
+        model = shard(PLAIN, grouped=True)
+        if before:
+            step(model)
+        for block in model.blocks:
+            block.unshard(async_op=True)
+        in_place(model)
+        step(model)
+
+
+class Switch(torch.autograd.Function):
+    """Enters or leaves a stream; so does its backward, for on a CPU autograd knows no streams.
+
+    Where a branch begins and ends, whoever goes on waits for what comes in.
+    """
+
+    @staticmethod
+    def forward(ctx, x, stream, enters: bool, edge: bool):
+        ctx.told = stream, enters, edge
+        Switch.change(stream, enters, edge and enters)  # the model itself waits behind a branch
+        return x.view_as(x)
+
+    @staticmethod
+    def backward(ctx, gradient):
+        stream, enters, edge = ctx.told
+        Switch.change(stream, not enters, edge)
+        return gradient, None, None, None
+
+    @staticmethod
+    def change(stream, enters: bool, waits: bool) -> None:
+        if enters:
+            if waits:
+                stream.wait_stream(torch.cpu.current_stream())
+            stream.__enter__()
+        else:
+            stream.__exit__(None, None, None)
+            if waits:
+                torch.cpu.current_stream().wait_stream(stream)
+
+
+class Towers(Model):
+    """Branches of blocks, each on a stream of its own; the head waits for all of them."""
+
+    def __init__(self, towers: Sequence[int]) -> None:
+        super().__init__()
+        self.towers, self.streams = towers, [torch.cpu.Stream() for _ in set(towers)]
+
+    def forward(self, ids: torch.Tensor) -> torch.Tensor:
+        xs = [self.embed(ids)] * len(self.streams)
+        for number, (tower, block) in enumerate(zip(self.towers, self.blocks, strict=True)):
+            begins, ends = (
+                tower not in t for t in (self.towers[:number], self.towers[number + 1 :])
+            )
+            x = Switch.apply(xs[tower], self.streams[tower], True, begins)
+            xs[tower] = Switch.apply(block(x), self.streams[tower], False, ends)
+        for stream in self.streams:
+            torch.cpu.current_stream().wait_stream(stream)
+        return self.output(self.norm(sum(xs))).float()
+
+
+def others_push(reduce: Callable) -> Callable:
+    """Behind a barrier of gradients other ranks may write to the next slot: tell the recorder."""
+
+    def reducing(pushed, *arguments: object) -> None:
+        reduce(pushed, *arguments)
+        slot = pushed.slots[pushed.calls % in_place_reduce.SLOTS][dist.get_rank()]
+        recorder = pushed.stream.recorder
+        pushed.stream.launch(recorder.this_thread())
+        recorder.access("push", slot, True, pushed.stream, "another rank")
+
+    return reducing
+
+
+def branches(ours: bool) -> None:
+    """Parts of a model compute on streams of their own, in any order of the host."""
+    pushes = others_push(in_place_reduce.PushedGradients.reduce)
+    for towers in ((0, 1, 0, 1), (0, 1, 1, 0), (0, 1, 2, 0)):
+        model = shard(PLAIN, model=Towers(towers), grouped=True)
+        model = in_place(model)[0] if ours else model
+        optimizer = torch.optim.SGD(model.parameters(), lr=0.1)
+        with mock.patch.object(in_place_reduce.PushedGradients, "reduce", pushes):
+            for turn in range(4):
+                loss_of(model, turn).backward()
+                if turn % 2:
+                    optimizer.step()
+                    optimizer.zero_grad()
+        torch.cpu.synchronize()  # before the model goes
+
+
+def evaluation_beside(ours: bool) -> None:
+    """Another stream still evaluates while training goes on."""
+    model = shard(PLAIN, grouped=True)
+    for unit in filter(lambda module: isinstance(module, FSDPModule), model.modules()):
+        unit.set_modules_to_backward_prefetch([unit])  # stock's own prefetch fails on a CPU
+    model = in_place(model)[0] if ours else model
+    optimizer, side = torch.optim.SGD(model.parameters(), lr=0.1), torch.cpu.Stream()
+    for turn in range(STEPS):
+        step(model, turn)
+        optimizer.step()
+        side.wait_stream(torch.cpu.current_stream())
+        with torch.cpu.stream(side), torch.no_grad():
+            loss_of(model, 90 + turn)
+
+
+ON_STREAMS = {  # for the recorder of stream order
+    f"{program.__name__} {'in place' if ours else 'under stock'}": partial(program, ours)
+    for program in (branches, evaluation_beside)
+    for ours in (False, True)
+}
 TROUBLES = (
+    called_while_gathers_are_under_way,
     sums_of_more_ranks,
     called_before_backward,
     collectives_of_their_own,
@@ -1146,6 +1261,7 @@ def main() -> None:
     dist.init_process_group()
     troubles = {trouble.__name__: trouble for trouble in TROUBLES}
     known = [*PROGRAMS, *troubles]
+    troubles |= ON_STREAMS
     wanted = sys.argv[1].split(",") if len(sys.argv) > 1 else known
     if wanted == ["half"]:
         wanted = known[int(sys.argv[2]) :: 2]
