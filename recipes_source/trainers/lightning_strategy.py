@@ -40,9 +40,8 @@ are for the proof.
 import io
 import shutil
 import sys
-from concurrent.futures import wait
+from concurrent.futures import Future, wait
 from contextlib import ExitStack
-from itertools import chain, repeat
 from pathlib import Path
 
 import torch
@@ -74,7 +73,8 @@ class OverlappedStrategy(ModelParallelStrategy):
 
     def setup(self, trainer) -> None:
         super().setup(trainer)
-        self.block, self.newest, self.outdated = ExitStack(), "", []
+        self.block, self.newest = ExitStack(), Future()
+        self.newest.set_result(None)  # no save is under way
         self.saves = self.block.enter_context(LightningSaves(self.root_device, self.model.buffers))
         for callback in trainer.checkpoint_callbacks:
             callback.file_exists = self.file_exists
@@ -88,36 +88,29 @@ class OverlappedStrategy(ModelParallelStrategy):
     def save_checkpoint(self, checkpoint: dict, filepath: str, storage_options=None) -> None:
         if not self.saves.running:  # after fit
             return super().save_checkpoint(checkpoint, filepath, storage_options)
-        self.on_train_end()
         parts = {f"optimizer_{i}": s for i, s in enumerate(checkpoint.pop("optimizer_states", []))}
         parts["state_dict"] = checkpoint.pop("state_dict")
         torch.save(checkpoint, meta := io.BytesIO())
         if b"DTensor" in meta.getvalue():
             raise TypeError("sharded in a callback: all ranks would load rank 0's; use full_tensor")
-        self.newest = self.broadcast(filepath)
-        done = self.saves.save({"sharded": parts, "meta": meta}, self.newest)
-        wait([done] if sys.exc_info()[0] else [])  # training has raised: it is the last one
+        self.newest = self.saves.save({"sharded": parts, "meta": meta}, self.broadcast(filepath))
+        wait([self.newest] if sys.exc_info()[0] else [])  # training has raised: it is the last one
 
     def remove_checkpoint(self, filepath: str) -> None:
-        self.outdated.append((filepath, self.newest))  # it may be the only complete one
-        if not self.saves.running:  # after fit
-            self.on_train_end()
+        def remove(newest: Future) -> None:
+            if self.is_global_zero and not newest.exception() and Path(filepath).exists():
+                shutil.rmtree(f"{filepath}.replaced", ignore_errors=True)
+                self.checkpoint_io.remove_checkpoint(Path(filepath).rename(f"{filepath}.replaced"))
 
-    def on_train_end(self) -> None:
-        wait(self.saves.uploads)
-        for old, new in self.outdated if self.is_global_zero else []:
-            if Path(old).exists() and Path(new).exists():
-                shutil.rmtree(f"{old}.replaced", ignore_errors=True)
-                super().remove_checkpoint(Path(old).rename(f"{old}.replaced"))
-        self.outdated = []
+        self.newest.add_done_callback(remove)  # until then this may be the only complete one
 
     def file_exists(self, filepath: str, trainer) -> bool:
         wait(self.saves.uploads)  # now it exists, or its save has failed
         return self.broadcast(Path(filepath).exists())
 
-    def optimizer_step(self, optimizer, closure, model=None, **kwargs):
-        losses = chain([closure()], (closure() for _ in repeat(None)))  # LBFGS asks again
-        return super().optimizer_step(optimizer, losses.__next__, model, **kwargs)
+    def optimizer_step(self, optimizer, closure, **rest):
+        loss = [closure()]  # before any hook of the optimizer; LBFGS asks again
+        return super().optimizer_step(optimizer, lambda: loss.pop() if loss else closure(), **rest)
 
     def teardown(self) -> None:
         self.block.__exit__(*sys.exc_info())
@@ -142,11 +135,12 @@ class OverlappedStrategy(ModelParallelStrategy):
 #    kilobytes. It is serialized at once and lies beside the shards as ``meta.pt``, where
 #    Lightning's loading looks. The name is that of rank 0: ranks may have other metrics in it. A
 #    save after an exception (``OnExceptionCheckpoint``) is waited for.
-# ``remove_checkpoint``, ``on_train_end``
+# ``remove_checkpoint``
 #    ``ModelCheckpoint`` deletes the old checkpoint as soon as a save has *returned*. Here the new
-#    one is not complete by then. So deletions wait until it is. If it failed, the old one stays for
-#    good. A deletion begins with a change of name: of a run that is killed in it, ``ckpt_path="last"``
-#    would take what is left for the newest.
+#    one is not complete by then. So the writing thread deletes the old one when it is. If the save
+#    failed, the old one stays for good. A deletion begins with a change of name: of a run that is
+#    killed in it, ``ckpt_path="last"`` would take what is left for the newest. A deletion that fails
+#    is logged.
 # ``file_exists``
 #    ``ModelCheckpoint`` asks this before it chooses a name. It must not miss the checkpoint that
 #    is being written: two callbacks would share its name, and one would delete what the other
@@ -341,12 +335,15 @@ if __name__ == "__main__":
 # * ``trainer.save_checkpoint`` within ``fit`` returns before the checkpoint has its name. So do not
 #   let Lightning requeue a SLURM job by itself: it would end before the save.
 # * A job killed between the two renames that replace ``last.ckpt`` leaves ``last.ckpt.replaced``, and
-#   ``ckpt_path="last"`` starts anew with no more than a warning. Names with a step have no such gap.
+#   ``ckpt_path="last"`` starts anew with no more than a warning. So does one with
+#   ``save_last="link"`` that is killed between the deletion of the old checkpoint and the new link.
+#   Names that begin with ``last-`` have no such gap.
 # * Lightning calls a barrier after each save. With NCCL, the host waits there for the steps that
 #   are queued; the GPU does not.
 # * While a save is being written, the disk holds one checkpoint more than ``save_top_k``.
-# * A save waits for the one before it. ``save_last=True`` saves twice at each interval, and the second
-#   holds up training while the first is written. Names that begin with ``last-`` need one.
+# * ``ModelCheckpoint`` waits for the save before it when it chooses a name. ``save_last=True`` saves
+#   twice at each interval, and the second holds up training while the first is written. Names that
+#   begin with ``last-`` need one.
 # * A failed save is logged and raises when ``fit`` ends, so a full disk does not end training. It is
 #   only logged if you call ``fit`` inside an ``except`` block: its end looks like that of a ``fit`` that
 #   has raised.

@@ -302,6 +302,19 @@ def lightning() -> dict[str, Callable[[Path], None]]:
         resumed = fit(train, resume="last")
         assert train.global_step == 4 and same(local(model), local(resumed)), "not the last"
 
+    def raised_behind_a_save(root: Path) -> None:
+        """The old checkpoint goes when the new one is complete, without a save after that."""
+
+        class Stops(Callback):
+            def on_train_batch_end(self, trainer: recipe.Trainer, *_: object) -> None:
+                if trainer.global_step == 3:
+                    recipe.wait(trainer.strategy.saves.uploads)
+                    raise RuntimeError("stop")
+
+        one = ModelCheckpoint(root, "{step}", every_n_train_steps=1)
+        assert "stop" in str(raised(lambda: fit(trainer(one, Stops()))))
+        assert names(root) == ["step=2.ckpt"], names(root)
+
     def failed_beside_another(root: Path) -> None:
         """A checkpoint stays until *its* successor is complete, not that of another callback."""
         write = recipe.LightningSaves.write
@@ -341,6 +354,7 @@ def lightning() -> dict[str, Callable[[Path], None]]:
             last_is_a_link,
             saved_on_exception,
             half_deleted,
+            raised_behind_a_save,
             failed_beside_another,
         ),
     )
