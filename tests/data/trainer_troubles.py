@@ -315,6 +315,20 @@ def lightning() -> dict[str, Callable[[Path], None]]:
         assert "stop" in str(raised(lambda: fit(trainer(one, Stops()))))
         assert names(root) == ["step=2.ckpt"], names(root)
 
+    def failed_deletion(root: Path) -> None:
+        """What cannot be deleted stays, under another name, and training goes on."""
+        remove = TorchCheckpointIO.remove_checkpoint
+
+        def denied(self: TorchCheckpointIO, path: str) -> None:
+            raise PermissionError(13, "Permission denied", str(path))
+
+        logging.getLogger("concurrent.futures").setLevel(logging.CRITICAL)
+        TorchCheckpointIO.remove_checkpoint = denied
+        error = raised(lambda: fit(trainer(ModelCheckpoint(root, "{step}", every_n_train_steps=2))))
+        TorchCheckpointIO.remove_checkpoint = remove
+        assert error is None, repr(error)
+        assert names(root) == ["step=2.ckpt.replaced", "step=4.ckpt"], names(root)
+
     def failed_beside_another(root: Path) -> None:
         """A checkpoint stays until *its* successor is complete, not that of another callback."""
         write = recipe.LightningSaves.write
@@ -355,6 +369,7 @@ def lightning() -> dict[str, Callable[[Path], None]]:
             saved_on_exception,
             half_deleted,
             raised_behind_a_save,
+            failed_deletion,
             failed_beside_another,
         ),
     )
