@@ -6,12 +6,22 @@ road, several optimizers, checkpointing, compilation, HSDP.
 """
 
 from pathlib import Path
+from types import SimpleNamespace
 
 import pytest
+import torch
 
 from harness.run import run
 
 TRAINING = Path(__file__).parent / "data" / "in_place_training.py"
+SHARDING = Path(__file__).parents[1] / "recipes_source" / "sharding"
+
+
+class Unit:
+    """A group of parameters, as far as an optimizer's hook looks at one."""
+
+    def __init__(self, fsdp_params: list) -> None:
+        self.fsdp_params = fsdp_params
 
 
 @pytest.mark.parametrize("half", [0, 1])
@@ -25,6 +35,31 @@ def test_every_program_trains_the_bits_of_stock_fsdp2(half: int) -> None:
 def test_units_may_compute_on_several_streams(program: str, way: str) -> None:
     report = run(TRAINING, 2, launcher="warm", args=(f"{program} {way}",), order=True)
     assert report.ok, report.describe()
+
+
+def test_an_optimizer_looks_at_its_own_parameters(monkeypatch: pytest.MonkeyPatch) -> None:
+    """One a parameter, as for steps in backward: not at those of all. An alias counts as well."""
+    monkeypatch.syspath_prepend(str(SHARDING))
+    import shared_slots
+
+    looked, storage_of = [], shared_slots.storage_of
+    monkeypatch.setattr(shared_slots, "storage_of", lambda t: looked.append(0) or storage_of(t))
+    shards = [torch.nn.Parameter(torch.ones(2)) for _ in range(40)]
+    units = [Unit([SimpleNamespace(sharded_param=shard)]) for shard in shards]
+    shared_slots.counted().update(units)
+    for shard in shards:
+        shard.is_gathered = True  # as when it gets its slot
+        shard.grad = torch.ones(2)
+    alias = shards[0].detach().requires_grad_()
+    alias.grad = torch.ones(2)
+    before = [shard._version for shard in shards]
+    for shard in shards:
+        torch.optim.SGD([shard], lr=0.1, fused=True).step()
+    assert all(shard._version > v for shard, v in zip(shards, before, strict=True))
+    assert not looked
+    before = shards[0]._version
+    torch.optim.SGD([alias], lr=0.1, fused=True).step()
+    assert shards[0]._version > before and looked
 
 
 def test_sums_of_three_ranks_are_as_near_to_those_in_float64_as_stocks() -> None:
