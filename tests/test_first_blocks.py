@@ -76,6 +76,13 @@ def included(page: Path) -> str:
     return found[1] if found else ""
 
 
+def test_the_readme_begins_with_lines_that_run() -> None:
+    """Those of the writer's page, which the tests below run."""
+    text = (SOURCE.parent / "README.md").read_text(encoding="utf-8")
+    block = re.search(r"^```python\n(.*?)^```$", text, re.MULTILINE | re.DOTALL)[1]
+    assert block.strip() == first_block(SOURCE / "checkpoint" / "overlapped_writer.py").strip()
+
+
 @pytest.fixture
 def rank(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Iterator[None]:
     """A group of one, in a directory of its own; trainers leave a port in the environment."""
