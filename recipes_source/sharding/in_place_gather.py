@@ -173,7 +173,7 @@ class Gathers(shared_slots.Slots):
 # %%
 # What FSDP2 calls
 # ----------------
-# FSDP2's order of gathers, prefetches and releases stays its own; so do its settings.
+# FSDP2's order of calls (:doc:`peer_memory` has them) and its settings stay its own.
 #
 # A unit that was gathered ahead and did not run (an evaluation that leaves early) must not be found
 # later with outdated weights: what is under way is dropped when a forward begins and ends.

@@ -145,6 +145,37 @@ def why_not(group: dist.ProcessGroup, device: torch.device) -> str | None:
 
 
 # %%
+# A step of FSDP2
+# ---------------
+# FSDP2 hangs hooks on the modules of each unit. In a step they call methods of the unit's group of
+# parameters, in this order. *Prefetch* is ``unshard`` of another unit, ahead of its turn.
+#
+# .. list-table::
+#    :header-rows: 1
+#    :widths: 40 28 32
+#
+#    * - what is called
+#      - stock FSDP2
+#      - the next pages
+#    * - ``unshard`` before a unit's forward
+#      - cast, copy-in, all-gather
+#      - cast, barrier, peer copies
+#    * - ``wait_for_unshard``, then
+#      - wait, copy-out
+#      - wait
+#    * - ``reshard`` after it
+#      - free the full weights
+#      - another unit may have the memory
+#    * - both of the first two before its backward
+#      - all of it again
+#      - nothing, if the memory still has them
+#    * - ``post_backward`` after it
+#      - free, copy-in, reduce-scatter
+#      - push, barrier; sum a unit later
+#    * - ``finalize_backward`` at the end
+#      - wait for the last reduction
+#      - sum the last unit
+#
 # FSDP2's groups of parameters
 # ----------------------------
 # FSDP2 gathers the parameters of a unit together, as one ``FSDPParamGroup``. There is no public way
