@@ -41,9 +41,8 @@ def test_a_link_is_cut_in_a_save_and_a_host_is_lost(tmp_path: Path, way: str) ->
     print(json.loads(done.stdout.splitlines()[-1]))
 
     logs = {host: (tmp_path / f"{host}.log").read_text() for host in "ab"}
-    resumed = [
-        (int(s), int(n)) for s, n in re.findall(r"a: resumed (\d+) on (\d) ranks", logs["a"])
-    ]
+    before, _, _ = logs["a"].partition("a: ended with")  # see below what may follow
+    resumed = [(int(s), int(n)) for s, n in re.findall(r"a: resumed (\d+) on (\d) ranks", before)]
     assert [ranks for _, ranks in resumed][:1] == [2] and (resumed[-1][1], resumed[0][0]) == (2, 0)
     alone = [step for step, ranks in resumed if ranks == 1]
     assert alone and alone[0] >= 5, f"it began anew: {resumed}"
@@ -62,6 +61,7 @@ def test_a_link_is_cut_in_a_save_and_a_host_is_lost(tmp_path: Path, way: str) ->
         for host, text in {**logs, "c": ended.stdout}.items()
     }
     assert len(bits["c"]) == 1, ended.stderr[-3000:]
-    # torchrun starts a rank again that aborts while its interpreter ends, and the other with it
+    # torchrun starts a rank again that aborts while its interpreter ends; the other with it, or not
     aborted = sum(text.count("terminate called") for text in logs.values())
-    assert bits["a"] == bits["b"] == bits["c"] * (1 + aborted), bits
+    for host in "ab":
+        assert 1 <= len(bits[host]) <= 1 + aborted and set(bits[host]) == set(bits["c"]), bits

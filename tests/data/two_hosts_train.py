@@ -79,4 +79,6 @@ if __name__ == "__main__":
                 time.sleep(0.1)
     bits = [getattr(p, "full_tensor", p.detach)().sum().item() for p in app.model.parameters()]
     say(f"ended with {[bit.hex() for bit in bits]}")
+    # Else gloo's thread may drop tensors of the last collective while Python ends: that aborts.
+    dist.barrier()
     dist.destroy_process_group()
