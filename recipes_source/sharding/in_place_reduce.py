@@ -315,7 +315,7 @@ def prove(device: torch.device) -> None:
         in_place.gather_in_place(model)
         pushed = reduce_in_place(model)
         found = in_place.train(model, device)
-        assert dist.get_world_size() > 2 or peer_memory.same(found, expected), "other bits"
+        assert dist.get_world_size() > 2 or peer_memory.same(found, expected), "not stock's bits"
         torch.testing.assert_close(found, expected, rtol=0.05, atol=0.01)
         if pushed is not None:
             assert pushed.calls == peer_memory.UNITS * in_place.STEPS, "FSDP2 reduced by itself"

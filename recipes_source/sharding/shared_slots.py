@@ -50,7 +50,7 @@ import weakref
 from collections.abc import Sequence
 from dataclasses import dataclass
 from functools import cache
-from itertools import accumulate
+from itertools import accumulate, pairwise
 
 import peer_memory
 import torch
@@ -235,12 +235,12 @@ def counted() -> weakref.WeakSet:
 
     @torch.compiler.disable
     def count(optimizer: torch.optim.Optimizer, *_) -> None:
-        updated = (p for group in optimizer.param_groups for p in group["params"])
-        dense = [p for p in updated if p.layout is torch.strided]  # has a storage
-        known = [p for p in dense if hasattr(p, "is_gathered")]
-        if len(known) < len(dense):  # others may be views of ours
+        # A sparse one has no storage.
+        held = [p for g in optimizer.param_groups for p in g["params"] if p.layout is torch.strided]
+        known = [p for p in held if hasattr(p, "is_gathered")]
+        if len(known) < len(held):  # others may be views of ours
             ours = {storage_of(p.sharded_param) for group in groups for p in group.fsdp_params}
-            known = [p for p in dense if storage_of(p) in ours]
+            known = [p for p in held if storage_of(p) in ours]
         increment_version(known)
 
     register_optimizer_step_post_hook(count)  # for good: who removes it may do so in a step
@@ -309,7 +309,8 @@ def prove(device: torch.device) -> None:
             for p, full in zip(group.fsdp_params, expected, strict=True):
                 bits = (full + more).bfloat16().to(device)
                 assert torch.equal(p._unsharded_param, bits), "not the bits of FSDP2's gather"
-    assert len(slots.slots) == 3 < len(groups) == peer_memory.UNITS, "neighbours share a slot"
+    assert all(a.slot is not b.slot for a, b in pairwise(groups)), "neighbours share a slot"
+    assert len(slots.slots) == 3 < len(groups) == peer_memory.UNITS
     print(f"{len(groups)} units of {slots.memory.ranks} ranks in {len(slots.slots)} slots")
 
 
