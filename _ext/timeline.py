@@ -103,8 +103,7 @@ class Timeline(SphinxDirective):
     def run(self) -> list[nodes.Node]:
         benchmark, modes = self.arguments[0], self.arguments[1].split()
         repo = Path(self.config.results_repo)
-        machines: dict[tuple[str, int], list[tuple[str, Path]]] = {}
-        absent = []
+        machines, absent = {}, []
         for mode in modes:
             found = remember(self.env, repo, "traces", benchmark, mode)
             for path in found:
@@ -129,7 +128,8 @@ class Timeline(SphinxDirective):
             panels.append(read_panel(mode, trace))
             changed.update(note_recipes(self.env, repo, other.get("code_sha256", {}).items()))
             machine = f"{other['ranks']} × {other['device']}"
-            origins[f"torch {other['torch']}, {other['date']}"] = None
+            model = other.get("model", "synthetic")
+            origins[f"{model}; torch {other['torch']}, {other['date']}"] = None
             downloads += nodes.list_item("", nodes.paragraph("", "", self._download(path)))
         name = f"timeline-{self.env.new_serialno('lanes')}"
         words = (

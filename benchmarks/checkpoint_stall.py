@@ -75,6 +75,7 @@ QUIET = 6, 10  # steps of a window without a save, at least and at most
 PREFIX = f"checkpoint_stall_{os.getppid()}_"  # names of its directories: torchrun's process in them
 READ_US = 5000.0  # a read of the forward that takes longer waits for more than the forward
 INTERVALS = ("staging_cost_s", "cost_s", "upload_slowdown")  # get a bootstrap interval
+DEFAULT_STAGERS = "default_stager_as_published", "default_stager_ordered"
 RECIPES = {name: way.recipes for name, way in (WAYS | PIECES).items()}
 PARAMETERS = ("model", "loop", "compiled", "storage", "step", "tokens")
 
@@ -413,9 +414,9 @@ class Measurement:
         self.intervals.add({**fixed, **measuring.summary("kept", kept), "samples": {"kept": kept}})
 
     def trace(self, case: Case, name: str) -> None:
-        """Write compute, D2H and host lanes from a step before the copies to two after their call.
+        """Write the lanes from a step before the call to two steps after it.
 
-        The host's lane has the forward's read where it waits.
+        The host's lane has the call, and the forward's read where it waits.
         """
         training = self.training
         with self.opened(case, name) as directory:
@@ -446,9 +447,15 @@ class Measurement:
                 drawn.append(measuring.Drawn("D2H", "copy", start, stop))
             elif event["name"] == "aten::is_nonzero" and event["dur"] > READ_US:
                 drawn.append(measuring.Drawn("host", "read waits", start, stop))
-        marks = [("save called", save.called_at), ("call returns", save.returned_at)]
-        marks = [(text, on_trace(at)) for text, at in marks]
-        measuring.write_trace(self.out, self.pieces.data, name, RECIPES[name], drawn, begin, marks)
+        called, returned = on_trace(save.called_at), on_trace(save.returned_at)
+        if returned - called > READ_US:
+            drawn.append(measuring.Drawn("host", "save", called, returned))
+        if save.uploaded is not None and name in WAYS:
+            staged = on_trace(save.staged_at or save.returned_at)
+            drawn.append(measuring.Drawn("write", "write", min(staged, end), end))
+        marks = [("save called", called), ("call returns", returned)]
+        head = (self.pieces if name in PIECES else self.results).data
+        measuring.write_trace(self.out, head, name, RECIPES[name], drawn, begin, marks)
 
     def copies(self, case: Case) -> None:
         """The rows of the ways to queue copies, and a trace of the worst and of the best."""
@@ -520,15 +527,17 @@ def tasks_of(measurement: Measurement, model: str, pairs: int) -> Iterator[Task]
     yield cost(short, "overlapped_snapshot", 3)
     yield probe(disk, 5 + 4 * gb)
     yield cost(disk, ours, 6)
-    yield cost(long, "default_stager_as_published", 1)
-    yield judged("default_stager_as_published")
+    yield cost(long, DEFAULT_STAGERS[0], 1)
+    yield judged(DEFAULT_STAGERS[0])
     for name in ("dcp_save", "async_save", "pinned"):
         yield cost(long, name, 1)
     yield cost(long, "overlapped", 3)
     yield cost(free, ours, 3)
-    for name in ("default_stager_ordered", "torch_save"):
+    for name in (DEFAULT_STAGERS[1], "torch_save"):
         yield cost(long, name, 1)
     yield cost(compiled, ours, 3)
+    for name in ("dcp_save", "async_save", "pinned", *DEFAULT_STAGERS):
+        yield Task(f"{name} trace", 30 + gb, partial(measurement.trace, long, name))
     for case in (free, compiled):
         yield cost(case, "torch_checkpointing", 1)
     for name in ("overlapped", "torch_checkpointing", "dcp_save", "async_save", "pinned"):

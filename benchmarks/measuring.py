@@ -708,7 +708,8 @@ def write_trace(
         mark = {"ph": "i", "name": text, "s": "g", "pid": 0, "tid": 1, "ts": round(at - begin, 1)}
         events.append(mark | {"args": {"mark": True}})
     kept = ("benchmark", "device", "ranks", "torch", "date")
-    other = {"mode": mode, "rank": 0} | {key: head[key] for key in kept}
+    other = {"mode": mode, "rank": 0, "model": head["workload"].get("model", "synthetic")}
+    other |= {key: head[key] for key in kept}
     other["code_sha256"] = recipe_hashes(recipes)
     path = folder / "traces" / f"{head['benchmark']}.{mode}.{machine_label(head)}.json"
     path.parent.mkdir(parents=True, exist_ok=True)
