@@ -34,8 +34,8 @@ How a number is made
   1, 2, 4 and 8 threads that write 64 MB pieces into new files and sync them, all ranks at once.
 * ``loaded_back_bitwise``: a save behind ``queued_s`` of work on the device is loaded and compared
   with a clone that the compute stream made of the state right before the call.
-* ``kept`` (``save_interval``): steps without saves over steps with a save every so many, in turn;
-  the writer deletes the checkpoint before the last. For 100 it is computed from ``cost_s``.
+* ``kept`` (``save_interval``): steps without saves over steps with a save every so many, in turn,
+  from the third save on; the writer deletes the checkpoint before the last. For 100 it is computed from ``cost_s``.
 
 All values are rank 0's, medians over windows; single values under ``samples``.
 """
@@ -381,12 +381,15 @@ class Measurement:
                 self.results.add(row | {"storage_bytes_per_s": best})
 
     def interval(self, case: Case, name: str, every: int, saves: int) -> None:
-        """Throughput kept with a save every ``every`` steps, between windows without one."""
+        """Throughput kept with a save every ``every`` steps, between windows without one.
+
+        The first two are not counted: each needs room that no save before it has given back.
+        """
         training = self.training
         lasted: list[float] = []
         with self.opened(case, name) as directory:
             way, usual = training.way, [training.quiet()]
-            for number in range(saves):
+            for number in range(2 + saves):
                 training.clock.start()
                 save = way.save(directory / f"{number}")
                 if number and dist.get_rank() == 0:
@@ -398,6 +401,7 @@ class Measurement:
                 lasted.append(training.clock.ends()[-1] - training.clock.origin_at)
                 usual.append(training.quiet())
             way.finish(save)
+        lasted, usual = lasted[2:], usual[2:]
         step_s = trimmed_mean([s for w in usual for s in intervals_of(w.ends)[1:]])
         kept = [every * step_s / seconds for seconds in lasted]
         row = measuring.summary("kept", kept) | {"kept": saves * every * step_s / sum(lasted)}
@@ -504,7 +508,7 @@ def tasks_of(measurement: Measurement, model: str, pairs: int) -> Iterator[Task]
         work = partial(measurement.interval_by_cost, long, name, every)
         if saves:
             work = partial(measurement.interval, long, name, every, saves)
-        seconds = 4 + (2 + saves) * max(0.45 * every, gb / 2) if saves else 1
+        seconds = 4 + (4 + saves) * max(0.45 * every, gb / 2) if saves else 1
         return Task(f"{name} every {every}", seconds, work, done)
 
     def probe(case: Case, seconds: float) -> Task:
@@ -524,7 +528,7 @@ def tasks_of(measurement: Measurement, model: str, pairs: int) -> Iterator[Task]
         yield cost(long, name, 1)
     yield Task("copies alone", 50 + 3 * gb, partial(measurement.copies, long), copied)
     yield cost(short, ours, 6)
-    yield cost(short, "overlapped_snapshot", 3)
+    yield cost(short, "overlapped_snapshot", 12)
     yield probe(disk, 5 + 4 * gb)
     yield cost(disk, ours, 6)
     yield cost(long, DEFAULT_STAGERS[0], 1)

@@ -24,6 +24,7 @@ from torch.distributed.tensor import DTensor
 
 sys.path.insert(0, str(Path(__file__).resolve().parents[1] / "recipes_source" / "checkpoint"))
 
+import overlapped_writer  # noqa: E402
 from async_save import AppState, AsyncCheckpoints, leaves, same_bits  # noqa: E402
 from default_stager import REUSE_CRASHES, StagedCheckpoints  # noqa: E402
 from kept_state import TrainingState  # noqa: E402
@@ -259,11 +260,17 @@ class Overlapped(Way):
 
 class OverlappedWriter(Overlapped):
     recipes = ("kept_state", "staging_copies", "overlapped_stager", "overlapped_writer")
+    writers = overlapped_writer.WRITERS
+
+    def open(self) -> None:
+        overlapped_writer.WRITERS = self.writers
+        super().open()
 
 
 class OverlappedSnapshot(OverlappedWriter):
-    note = "first copied on the device, within 64 GB of its memory"
+    note = "first copied on the device, within 64 GB of its memory; written by two threads"
     options = {"snapshot_bytes": 64 * 10**9}
+    writers = 2
 
 
 # -- other packages ---------------------------------------------------------------------------
