@@ -200,9 +200,12 @@ def test_saves_that_were_made_before_the_process_group_are_refused() -> None:
         dist.destroy_process_group()
 
 
+@pytest.mark.parametrize("mine", ["tokenizer.json", "model/tokenizer.json"])
 @pytest.mark.parametrize("part", ["", "model"], ids=["at the top", "in a folder"])
 @pytest.mark.parametrize("before", [True, False], ids=["no checkpoint", "a checkpoint"])
-def test_files_beside_a_checkpoint_are_kept_and_so_is_the_new_one(tmp_path, before, part) -> None:
+def test_files_beside_a_checkpoint_are_kept_and_so_is_the_new_one(
+    tmp_path, before, part, mine
+) -> None:
     from overlapped_stager import OverlappedSaves
 
     class InAFolder(OverlappedSaves):
@@ -213,12 +216,12 @@ def test_files_beside_a_checkpoint_are_kept_and_so_is_the_new_one(tmp_path, befo
     with InAFolder(CPU) as saves:
         if not before:
             saves.save({"x": torch.zeros(2)}, place).result()
-        place.mkdir(exist_ok=True)
-        (place / "tokenizer.json").write_text("mine")
+        (place / mine).parent.mkdir(parents=True, exist_ok=True)
+        (place / mine).write_text("mine")
         saves.save({"x": torch.ones(2)}, place)
         with pytest.raises(RuntimeError, match="not empty"):
             saves.wait()
-    assert (place / "tokenizer.json").read_text() == "mine"
+    assert (place / mine).read_text() == "mine"
     kept = loaded(tmp_path / "latest.incomplete" / part, {"x": torch.zeros(2)})["x"]
     assert torch.equal(kept, torch.ones(2))
 

@@ -1,6 +1,7 @@
 """What a trainer's own asynchronous save does, found without a GPU."""
 
 import importlib
+import re
 import shutil
 import sys
 from pathlib import Path
@@ -8,6 +9,7 @@ from types import SimpleNamespace
 
 import pytest
 from selection import CONTROLS, REPO
+from sizes import lines_of_code
 from troubles import survives
 
 from harness.recipe import Control, load_recipe
@@ -49,6 +51,14 @@ LOOPS = {  # where each recipe's training has made a step, and how it counts the
         "self.state.global_step + 1",
     ),
 }
+
+
+@pytest.mark.parametrize("name", LOOPS)
+def test_a_plug_has_at_most_forty_lines_to_copy(name: str, tmp_path: Path) -> None:
+    source = (TRAINERS / f"{name}.py").read_text()
+    plug = tmp_path / "plug.py"
+    plug.write_text(re.search(r"^class .*?(?=^# %%)", source, re.DOTALL | re.MULTILINE)[0])
+    assert lines_of_code(plug) <= 40
 
 
 @pytest.mark.parametrize("name", LOOPS)
@@ -106,11 +116,13 @@ def test_a_lightning_checkpoint_is_whole_until_its_successor_has_the_name(
         for name in (".metadata", "__0_0.distcp", "meta.pt"):
             (folder / name).write_text(step)
 
+    rename = Path.rename
+
     def crash(*_) -> None:
         raise OSError("the machine is gone")
 
     with monkeypatch.context() as patched:
-        patched.setattr(lightning_strategy.OverlappedSaves, "commit", crash)
+        patched.setattr(Path, "rename", lambda x, to: crash() if x == aside else rename(x, to))
         with pytest.raises(OSError, match="gone"):
             saves.commit(aside, last)
     kept = last if last.exists() else tmp_path / "last.ckpt.replaced"
@@ -125,7 +137,7 @@ def test_a_lightning_checkpoint_is_whole_until_its_successor_has_the_name(
     assert len(list(last.iterdir())) == 4, "files of others are left alone"
     saves.rank = 1
     with monkeypatch.context() as patched:
-        patched.setattr(Path, "glob", crash)  # rank 0 renames the directory meanwhile
+        patched.setattr(Path, "rglob", crash)  # rank 0 renames the directory meanwhile
         saves.commit(aside, last)
     shutil.rmtree(aside)
     assert [path.name for path in tmp_path.iterdir()] == ["last.ckpt"]

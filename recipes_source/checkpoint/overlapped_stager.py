@@ -162,7 +162,8 @@ class OverlappedSaves:
         self.streams = torch.get_device_module(self.device)
         self.copy_stream, self.jobs, self.queued = self.streams.Stream(), SimpleQueue(), None
         self.plan, self.sets, self.calls, self.skipped = None, [], 0, 0  # sets: arenas and copies
-        self.uploads, self.failures, self.running, self.abandoned = [], [], False, False
+        self.uploads, self.failures, self.running, self.abandoned = [Future()], [], False, False
+        self.uploads[-1].set_result(None)  # the last one is the newest save's: none is under way
         if dist.is_initialized():
             self.rank, deadline = dist.get_rank(), timedelta(seconds=DEADLINE_S)
             self.groups = [dist.new_group(backend="gloo", timeout=deadline) for _ in range(2)]
@@ -260,9 +261,8 @@ class OverlappedSaves:
 
     def together(self, work, *args) -> list:
         """Call ``work`` on all ranks; return all results, or raise on all ranks if one failed."""
-        error = None
         try:
-            report = work(*args), None
+            error, report = None, (work(*args), None)
         except BaseException as failure:
             causes = [cause for cause, _ in getattr(failure, "failures", {}).values()]  # DCP's
             error, report = failure, (None, f"rank {self.rank}: {(causes or [failure])[0]!r}")
@@ -294,14 +294,14 @@ class OverlappedSaves:
         dcp.save(state, storage_writer=writer, process_group=group, no_dist=group is None)
 
     def commit(self, aside: Path, directory: Path) -> None:
-        """Give the complete checkpoint its name, in place of an older one of that name."""
+        """Give the complete checkpoint its name, in place of an older one with the same files."""
         if self.rank == 0:
-            replaced = Path(f"{directory}.replaced")
-            if {x.suffix or x.name for x in directory.glob("*")} == {".metadata", ".distcp"}:
-                shutil.rmtree(replaced, ignore_errors=True)
-                directory.rename(replaced)
+            older = {x.name for x in directory.rglob("*") if x.suffix != ".distcp"}
+            if older and older <= {x.name for x in aside.rglob("*")}:
+                shutil.rmtree(f"{directory}.replaced", ignore_errors=True)
+                directory.rename(f"{directory}.replaced")
             aside.rename(directory)
-            shutil.rmtree(replaced, ignore_errors=True)
+            shutil.rmtree(f"{directory}.replaced", ignore_errors=True)
 
     def wait(self) -> None:
         """Return when all saves so far have ended.
@@ -322,8 +322,8 @@ class OverlappedSaves:
         if self.writer.is_alive():
             logging.getLogger(__name__).error("left while a checkpoint was being written")
         self.copier.shutdown()
-        for group in self.groups if all(upload.done() for upload in self.uploads) else []:
-            dist.destroy_process_group(group)
+        while self.groups and all(upload.done() for upload in self.uploads):
+            dist.destroy_process_group(self.groups.pop())
         if not self.abandoned:
             self.wait()
 

@@ -38,10 +38,11 @@ are for the proof.
 """
 
 import io
-import shutil
 import sys
+import time
 from concurrent.futures import Future, wait
-from contextlib import ExitStack
+from contextlib import nullcontext
+from functools import partial
 from pathlib import Path
 
 import torch
@@ -58,24 +59,15 @@ class LightningSaves(OverlappedSaves):
         if self.rank == 0:
             (directory / "meta.pt").write_bytes(state["meta"].getvalue())
 
-    def commit(self, aside: Path, directory: Path) -> None:
-        older = directory.glob("*") if self.rank == 0 else []
-        if {x.name for x in older if x.suffix != ".distcp"} == {".metadata", "meta.pt"}:
-            shutil.rmtree(f"{directory}.replaced", ignore_errors=True)
-            directory.rename(f"{directory}.replaced")
-        super().commit(aside, directory)
-
 
 class OverlappedStrategy(ModelParallelStrategy):
     """``ModelParallelStrategy`` that saves beside training."""
 
-    block = ExitStack()  # if training ends before setup
+    saves = nullcontext()  # if training ends before setup
 
     def setup(self, trainer) -> None:
         super().setup(trainer)
-        self.block, self.newest = ExitStack(), Future()
-        self.newest.set_result(None)  # no save is under way
-        self.saves = self.block.enter_context(LightningSaves(self.root_device, self.model.buffers))
+        self.saves = LightningSaves(self.root_device, self.model.buffers).__enter__()
         for callback in trainer.checkpoint_callbacks:
             callback.file_exists = self.file_exists
 
@@ -93,16 +85,16 @@ class OverlappedStrategy(ModelParallelStrategy):
         torch.save(checkpoint, meta := io.BytesIO())
         if b"DTensor" in meta.getvalue():
             raise TypeError("sharded in a callback: all ranks would load rank 0's; use full_tensor")
-        self.newest = self.saves.save({"sharded": parts, "meta": meta}, self.broadcast(filepath))
-        wait([self.newest] if sys.exc_info()[0] else [])  # training has raised: it is the last one
+        self.saves.save({"sharded": parts, "meta": meta}, self.broadcast(filepath))
+        wait(self.saves.uploads if sys.exc_info()[0] else [])  # training has raised: the last one
 
     def remove_checkpoint(self, filepath: str) -> None:
-        def remove(newest: Future) -> None:
-            if self.is_global_zero and not newest.exception() and Path(filepath).exists():
-                shutil.rmtree(f"{filepath}.replaced", ignore_errors=True)
-                self.checkpoint_io.remove_checkpoint(Path(filepath).rename(f"{filepath}.replaced"))
+        # until the newest save is complete, this may be the only one
+        self.saves.uploads[-1].add_done_callback(partial(self.remove_if_saved, Path(filepath)))
 
-        self.newest.add_done_callback(remove)  # until then this may be the only complete one
+    def remove_if_saved(self, old: Path, newest: Future) -> None:
+        if self.is_global_zero and not newest.exception() and old.exists():
+            super().remove_checkpoint(old.rename(f"{old}.{time.time_ns()}.replaced"))
 
     def file_exists(self, filepath: str, trainer) -> bool:
         wait(self.saves.uploads)  # now it exists, or its save has failed
@@ -113,7 +105,7 @@ class OverlappedStrategy(ModelParallelStrategy):
         return super().optimizer_step(optimizer, lambda: loss.pop() if loss else closure(), **rest)
 
     def teardown(self) -> None:
-        self.block.__exit__(*sys.exc_info())
+        self.saves.__exit__(*sys.exc_info())
         super().teardown()
 
 
@@ -135,7 +127,7 @@ class OverlappedStrategy(ModelParallelStrategy):
 #    kilobytes. It is serialized at once and lies beside the shards as ``meta.pt``, where
 #    Lightning's loading looks. The name is that of rank 0: ranks may have other metrics in it. A
 #    save after an exception (``OnExceptionCheckpoint``) is waited for.
-# ``remove_checkpoint``
+# ``remove_checkpoint``, ``remove_if_saved``
 #    ``ModelCheckpoint`` deletes the old checkpoint as soon as a save has *returned*. Here the new
 #    one is not complete by then. So the writing thread deletes the old one when it is. If the save
 #    failed, the old one stays for good. A deletion begins with a change of name: of a run that is
@@ -145,9 +137,9 @@ class OverlappedStrategy(ModelParallelStrategy):
 #    ``ModelCheckpoint`` asks this before it chooses a name. It must not miss the checkpoint that
 #    is being written: two callbacks would share its name, and one would delete what the other
 #    keeps. ``save_last="link"`` asks it, too, and so never links to what is not complete.
-# ``LightningSaves.commit``
-#    Lets ``save_last=True`` replace ``last.ckpt`` at every save. If other files lie in it, the save
-#    fails and leaves them alone.
+# ``LightningSaves``
+#    Writes ``meta.pt`` beside the shards. ``save_last=True`` replaces ``last.ckpt`` at every save. If
+#    other files lie in it, the save fails and leaves them alone.
 # ``optimizer_step``
 #    Lightning runs forward and backward **inside** ``optimizer.step``, as its closure. A hook
 #    before the step therefore runs before forward. ``OverlappedSaves`` has such a hook, which
@@ -157,7 +149,7 @@ class OverlappedStrategy(ModelParallelStrategy):
 #    ``OverlappedSaves`` is a context manager, and this one lasts as long as a ``fit``. Lightning
 #    calls ``teardown`` even when training has raised. Then ``sys.exc_info()`` has the exception,
 #    and the block does not wait for other ranks. It calls ``teardown`` a second time if the first
-#    has raised, and the block is empty then. ``trainer.save_checkpoint`` after ``fit`` saves as
+#    has raised, and nothing is left to end then. ``trainer.save_checkpoint`` after ``fit`` saves as
 #    Lightning does.
 #
 # A checkpoint gets its name when it is complete. ``fit(ckpt_path="last")`` looks for files called
@@ -304,6 +296,7 @@ def main(directory: Path) -> None:
     expected = train(directory, seed=0, save=False)
     assert resumed == {step: expected[step] for step in resumed}, "another run"
     print(f"steps {min(resumed)} to {STEPS}: the losses of the run without a kill, bit by bit")
+    dist.barrier()
     dist.destroy_process_group()
 
 

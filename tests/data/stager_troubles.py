@@ -244,7 +244,7 @@ def one_set_of_buffers_is_not_filled_while_it_is_written(root: Path, device: tor
             gate = saves.gates["step1"] = threading.Event()
 
             def release_and_wait(uploads: list, *timeout: float):
-                if uploads:
+                if not all(upload.done() for upload in uploads):
                     gate.set()
                 return wait(uploads, *timeout)
 

@@ -2,6 +2,7 @@
 
 import logging
 import os
+import re
 import shutil
 import subprocess
 import sys
@@ -287,6 +288,43 @@ def lightning() -> dict[str, Callable[[Path], None]]:
             assert same(local(resumed), local(fit(trainer(on_exception)))), "another run"
             assert names(root) == [], "a finished fit removes it"
 
+    def saved_on_exception_behind_another(root: Path) -> None:
+        """It is written, too, if the save before it still is when training raises."""
+        go, wait, write = threading.Event(), recipe.wait, recipe.LightningSaves.write
+
+        def held(self: recipe.LightningSaves, *args: object) -> None:
+            go.wait(60)
+            write(self, *args)
+
+        def go_and_wait(uploads: list) -> object:
+            if not all(upload.done() for upload in uploads):
+                go.set()
+            return wait(uploads)
+
+        class Stops(Callback):
+            def on_train_batch_end(self, trainer: recipe.Trainer, *_: object) -> None:
+                if trainer.global_step == 3:
+                    join = trainer.strategy.saves.writer.join
+                    trainer.strategy.saves.writer.join = lambda limit: (go.set(), join(limit))
+                    raise RuntimeError("stop")
+
+        recipe.wait, recipe.LightningSaves.write = go_and_wait, held
+        checkpoints = ModelCheckpoint(root, "{step}", every_n_train_steps=2)
+        error = raised(lambda: fit(trainer(Stops(), checkpoints, OnExceptionCheckpoint(root))))
+        recipe.wait, recipe.LightningSaves.write = wait, write
+        assert "stop" in str(error), repr(error)
+        assert names(root) == ["on_exception.ckpt", "step=2.ckpt"], names(root)
+
+    def raised_before_setup(root: Path) -> None:
+        """The error is the caller's own, not that of a clean-up of what was never set up."""
+
+        class Stops(Callback):
+            def setup(self, *_: object, **__: object) -> None:
+                raise ValueError("mine")
+
+        error = raised(lambda: fit(trainer(Stops())))
+        assert isinstance(error, ValueError) and "mine" in str(error), repr(error)
+
     def half_deleted(root: Path) -> None:
         """A run that is killed while it deletes the old checkpoint resumes from the new one."""
         remove = TorchCheckpointIO.remove_checkpoint
@@ -327,7 +365,8 @@ def lightning() -> dict[str, Callable[[Path], None]]:
         error = raised(lambda: fit(trainer(ModelCheckpoint(root, "{step}", every_n_train_steps=2))))
         TorchCheckpointIO.remove_checkpoint = remove
         assert error is None, repr(error)
-        assert names(root) == ["step=2.ckpt.replaced", "step=4.ckpt"], names(root)
+        kept, new = names(root)
+        assert re.fullmatch(r"step=2\.ckpt\.\d+\.replaced", kept) and new == "step=4.ckpt", kept
 
     def failed_beside_another(root: Path) -> None:
         """A checkpoint stays until *its* successor is complete, not that of another callback."""
@@ -367,6 +406,8 @@ def lightning() -> dict[str, Callable[[Path], None]]:
             same_name_in_flight,
             last_is_a_link,
             saved_on_exception,
+            saved_on_exception_behind_another,
+            raised_before_setup,
             half_deleted,
             raised_behind_a_save,
             failed_deletion,
