@@ -35,7 +35,8 @@ How a number is made
 * ``loaded_back_bitwise``: a save behind ``queued_s`` of work on the device is loaded and compared
   with a clone that the compute stream made of the state right before the call.
 * ``kept`` (``save_interval``): steps without saves over steps with a save every so many, in turn,
-  from the third save on; the writer deletes the checkpoint before the last. For 100 it is computed from ``cost_s``.
+  from the third save on; the writer deletes the checkpoint before the last. For 100 it is computed
+  from ``cost_s``.
 
 All values are rank 0's, medians over windows; single values under ``samples``.
 """
