@@ -79,8 +79,6 @@ class PeerMemory:
     would take each other's signals.
     """
 
-    thread = ThreadPoolExecutor(1)  # of barriers on a CPU
-
     def __init__(self, group: dist.ProcessGroup, device: torch.device) -> None:
         self.group, self.device = group, device
         self.rank, self.ranks = group.rank(), group.size()
@@ -109,7 +107,8 @@ class PeerMemory:
         if self.device.type == "cuda":
             self.signals.barrier()
         else:  # gloo would keep, and drop at exit or later, the Python state of a backward
-            self.thread.submit(dist.barrier, self.group).result()
+            with ThreadPoolExecutor(1) as thread:  # not one for all, who would wait for each other
+                thread.submit(dist.barrier, self.group).result()
 
 
 # %%

@@ -6,11 +6,14 @@ One process a rank runs them all; see ``tests/test_sharding_in_place.py``.
 import gc
 import os
 import sys
+import threading
 import traceback
 import warnings
 from collections.abc import Callable, Iterator, Sequence
+from concurrent.futures import ThreadPoolExecutor
 from contextlib import suppress
 from dataclasses import dataclass, field
+from datetime import timedelta
 from functools import partial
 from pathlib import Path
 from unittest import mock
@@ -22,7 +25,7 @@ from torch.distributed.checkpoint.state_dict import (
     get_model_state_dict,
     set_model_state_dict,
 )
-from torch.distributed.device_mesh import init_device_mesh
+from torch.distributed.device_mesh import DeviceMesh, init_device_mesh
 from torch.distributed.fsdp import FSDPModule, MixedPrecisionPolicy, fully_shard
 from torch.distributed.tensor import DTensor
 from torch.optim.optimizer import register_optimizer_step_post_hook
@@ -1087,6 +1090,43 @@ def barriers_of_backward() -> None:
     assert DEVICE.type != "cpu" or seen == {"here": {True}, "barrier": {False}}, seen
 
 
+def trained_by_two_threads() -> None:
+    """Two models, each in a group of its own: one's barriers do not wait for the other's.
+
+    On rank 0 the first model comes to its barrier first, on the other ranks the second one does.
+    """
+    turns = (0, 1) if dist.get_rank() == 0 else (1, 0)
+    found = {}
+    for ours in (False, True):
+        groups = [dist.new_group(timeout=timedelta(seconds=15)) for _ in turns]
+        meshes = [DeviceMesh.from_group(group, DEVICE.type) for group in groups]
+        models = [shard(PLAIN, mesh=mesh) for mesh in meshes]
+        models = [in_place(model)[0] if ours else model for model in models]
+        for model in models:
+            step(model)  # has its slots
+        before = threading.active_count()
+        first, barrier = threading.Event(), dist.barrier
+
+        def watched(group, *, groups=groups, first=first, barrier=barrier) -> None:
+            if group == groups[turns[0]]:
+                first.set()
+            barrier(group)
+
+        def train_one(number: int, *, models=models, ours=ours, first=first) -> None:
+            if ours and DEVICE.type == "cpu" and number == turns[1]:
+                assert first.wait(60), "the other model came to no barrier"
+            optimizer = torch.optim.SGD(models[number].parameters(), lr=0.1)
+            found[ours, number] = [*train(models[number], optimizer, clip=False)]
+
+        with mock.patch.object(dist, "barrier", watched), ThreadPoolExecutor(2) as threads:
+            results = [threads.submit(train_one, number) for number in turns]
+        errors = [error for result in results if (error := result.exception())]
+        assert not errors, f"one model waited for the other's barrier: {errors}"
+        assert threading.active_count() == before, threading.enumerate()
+    for number in turns:
+        assert peer_memory.same(found[True, number], found[False, number])
+
+
 def called_while_gathers_are_under_way() -> None:
     """Stock gathers that nobody has waited for when the calls come."""
     for before in (False, True):
@@ -1199,6 +1239,7 @@ ON_STREAMS = {  # for the recorder of stream order
     for ours in (False, True)
 }
 TROUBLES = (
+    trained_by_two_threads,
     called_while_gathers_are_under_way,
     sums_of_more_ranks,
     called_before_backward,
