@@ -281,9 +281,9 @@ def gather_in_place(model: FSDPModule, ahead: int = 2, slots: int = 4) -> Gather
     if not (chosen := peer_memory.copying_groups(model)):
         return None
     gathers = Gathers(chosen, ahead, slots)
+    peer_memory.become(chosen, InPlaceGather)
     for group in chosen:
         group.all, group.embeds = gathers, shared_slots.embeds(group)
-        peer_memory.become(group, InPlaceGather)
     shared_slots.counted().update(chosen)
     model.register_forward_pre_hook(gathers.begin_forward, prepend=True)
     model.register_forward_hook(gathers.end_forward, always_call=True)

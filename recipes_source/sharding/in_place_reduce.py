@@ -288,13 +288,13 @@ def reduce_in_place(model: FSDPModule) -> PushedGradients | None:
     chosen = [g for g in groups if not hasattr(g.mesh_info, "replicate_process_group")]
     if not chosen:
         return None
+    if missing := [name for name in NAMES.split() if not hasattr(chosen[0], name)]:
+        raise RuntimeError(f"FSDP2 of torch {torch.__version__} has no {missing}: not for it")
     group = chosen[0].mesh_info.shard_process_group
     pushed = PushedGradients(peer_memory.PeerMemory(group, chosen[0].device), chosen)
+    peer_memory.become(chosen, InPlaceReduce)
     for group in chosen:
-        if missing := [name for name in NAMES.split() if not hasattr(group, name)]:
-            raise RuntimeError(f"FSDP2 of torch {torch.__version__} has no {missing}: not for it")
         group.pushed = pushed
-        peer_memory.become(group, InPlaceReduce)
     return pushed
 
 

@@ -198,7 +198,7 @@ def why_not(group: dist.ProcessGroup, device: torch.device) -> str | None:
 GROUP_NAMES = """
     unshard wait_for_unshard finalize_backward lazy_init fsdp_params is_sharded is_unsharded
     _to_unsharded _all_gather_result _training_state unshard_in_backward mesh_info comm_ctx modules
-    _all_gather_comm _reduce_scatter_comm
+    _all_gather_comm _reduce_scatter_comm post_forward_mesh_info
 """
 PARAMETER_NAMES = """
     sharded_param padded_sharded_param_size _sharded_param_data fsdp_placement all_gather_outputs
@@ -274,15 +274,16 @@ def settled(name: str) -> property:
     return property(lambda group: group.__dict__[name], refuse)
 
 
-def become(group, mixin: type) -> None:
-    """Let ``mixin``'s methods come before those of FSDP2, for this group alone.
+def become(groups: Sequence, mixin: type) -> None:
+    """Let ``mixin``'s methods come before those of FSDP2, for these groups alone.
 
     Raises:
-        RuntimeError: they do already.
+        RuntimeError: for one of them they do already; none is changed.
     """
-    if isinstance(group, mixin):
+    if any(isinstance(group, mixin) for group in groups):
         raise RuntimeError(f"{mixin.__name__} was called for this model before: call it once")
-    group.__class__ = type(mixin.__name__ + type(group).__name__, (mixin, type(group)), {})
+    for group in groups:
+        group.__class__ = type(mixin.__name__ + type(group).__name__, (mixin, type(group)), {})
 
 
 # %%
@@ -332,8 +333,7 @@ def same(found: Sequence[torch.Tensor], expected: Sequence[torch.Tensor]) -> boo
 def prove(device: torch.device) -> None:
     group, *_ = param_groups(build(device, MixedPrecisionPolicy()))
     if reason := why_not(dist.group.WORLD, device):
-        print(f"nothing to read: {reason}")
-        return
+        return print(f"nothing to read: {reason}")
     memory = PeerMemory(dist.group.WORLD, device)
     for p in group.fsdp_params:
         size = p.padded_sharded_param_size

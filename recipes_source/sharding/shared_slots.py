@@ -126,6 +126,7 @@ class Slots:
             group.lazy_init()  # once: it reads what is frozen, and reduces by that
         if getattr(group, "slot", None) is None:
             self.given += 1
+        exclusive |= group.post_forward_mesh_info is None  # FSDP2 keeps it full over the forward
         parameters, rank, ranks = group.fsdp_params, self.memory.rank, self.memory.ranks
         nbytes = [p.padded_sharded_param_size.numel() * dtype_of(p).itemsize for p in parameters]
         places = [0, *accumulate(-(-ranks * n // ALIGNMENT) * ALIGNMENT for n in nbytes)]
@@ -141,11 +142,11 @@ class Slots:
             fit = [Slot(self.memory.empty([size], torch.uint8), 0, exclusive=exclusive)]
             self.slots.append(fit[0])
         group.slot = min(fit, key=lambda slot: slot.of_ranks[0].nbytes)
-        group.slot.number, group.own, copies = self.given, [], []
+        group.slot.number, copies = self.given, []
         for p, n, place in zip(parameters, nbytes, places, strict=False):
             flat = [t.data[place:][: ranks * n].view(dtype_of(p)) for t in group.slot.of_ranks]
             rows = [t.data.view(ranks, -1) for t in flat]  # autograd does not see what fills it
-            group.own.append(rows[rank][rank])
+            p.own = rows[rank][rank]
             for step in range(1, ranks):
                 source = (rank + step) % ranks  # no two ranks read from one at a time
                 copies.append((rows[rank][source], rows[source][source]))
@@ -186,8 +187,7 @@ class Slots:
         if group.slot is self.last:
             self.memory.barrier()  # others may still copy from it
         group.filled_from = versions(group)
-        shards = [p._sharded_param_data for p in group.fsdp_params]
-        pairs = list(zip(group.own, shards, strict=True))
+        pairs = [(p.own, p._sharded_param_data) for p in group.fsdp_params]
         casts = [(o, s) for o, s in pairs if o.dtype != s.dtype or o.nbytes <= SMALL]
         for own, shard in pairs:
             if own.dtype == shard.dtype and own.nbytes > SMALL:

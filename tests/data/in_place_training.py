@@ -110,10 +110,10 @@ def loss_of(model: nn.Module, turn: int) -> torch.Tensor:
     return nn.functional.cross_entropy(model(ids).flatten(0, 1), ids.flatten())
 
 
-def shard(policy, *, model=None, grouped=False, mesh=None, root=True, **options):
+def shard(policy, *, model=None, grouped=False, mesh=None, root=True, sharded=BLOCKS, **options):
     model = model or Model()
     options |= {"mp_policy": policy} | ({"mesh": mesh} if mesh else {})
-    for block in model.blocks:
+    for block in model.blocks[:sharded]:
         fully_shard(block, **options)
     if grouped:
         fully_shard(model.embed, **options)
@@ -708,6 +708,14 @@ def replicated(policy):
     return shard(policy, mesh=mesh)
 
 
+def one_kept(policy):
+    """The last block is full until its backward; the first one comes again behind it."""
+    model = shard(policy)
+    model.order = [*range(BLOCKS), 0]
+    model.blocks[-1].set_reshard_after_forward(False)
+    return model
+
+
 def tied(policy):
     return shard(policy, model=Model(tied=True))
 
@@ -754,6 +762,8 @@ PROGRAMS = {
     "accumulation": Program(shard, partial(accumulate, sync=True), policies=EVERY),
     "accumulation_without_sync": Program(shard, partial(accumulate, sync=False), policies=EVERY),
     "kept": Program(partial(shard, reshard_after_forward=False), train),
+    "one_kept": Program(one_kept, train),
+    "one_kept_evaluated_first": Program(one_kept, partial(evaluating, how=NO_GRAD)),
     "reshard_to_int": Program(partial(shard, reshard_after_forward=2), train),
     "reshard_to_int_one": Program(partial(shard, reshard_after_forward=1), train),
     "checkpoint": Program(partial(recomputed, use_reentrant=False), train),
@@ -1127,6 +1137,25 @@ def trained_by_two_threads() -> None:
         assert peer_memory.same(found[True, number], found[False, number])
 
 
+def called_again() -> None:
+    """An error leaves a model as it was; so it does if another model has one of its units."""
+    model, stock = in_place(shard(PLAIN))[0], shard(PLAIN)
+    other = Model()
+    other.blocks[3] = model.blocks[3]
+    other = shard(PLAIN, model=other, sharded=3)
+    for again in (model, other):
+        before = [vars(group) | {"class": type(group)} for group in peer_memory.param_groups(again)]
+        for call in (in_place_gather.gather_in_place, in_place_reduce.reduce_in_place):
+            expect("call it once", partial(call, again))
+        after = [vars(group) | {"class": type(group)} for group in peer_memory.param_groups(again)]
+        assert before == after, "the error came behind a change"
+    for each in (model, stock):
+        step(each)
+        loss_of(each, 1).backward()
+    for found, expected in zip(model.parameters(), stock.parameters(), strict=True):
+        assert torch.equal(found.grad.to_local(), expected.grad.to_local())
+
+
 def called_while_gathers_are_under_way() -> None:
     """Stock gathers that nobody has waited for when the calls come."""
     for before in (False, True):
@@ -1240,6 +1269,7 @@ ON_STREAMS = {  # for the recorder of stream order
 }
 TROUBLES = (
     trained_by_two_threads,
+    called_again,
     called_while_gathers_are_under_way,
     sums_of_more_ranks,
     called_before_backward,
