@@ -188,23 +188,23 @@ class InPlaceGather:
     _all_gather_comm = peer_memory.settled("_all_gather_comm")
     slot: shared_slots.Slot | None = None
     in_graph = False  # a backward may come that has views of the slot
-    refused = False  # a prefetch found the slot in use
+    refused = False  # a prefetch found the slot in use, or came for a unit that has none
     then: Sequence = ()  # groups to gather when its forward is queued
 
     def unshard(self, async_op: bool = False) -> None:
         if not self.all.in_forward and torch._C._current_graph_task_id() == -1:
             self.drop()  # between steps: weights may have changed since
-        needless = self._training_state.name == "PRE_BACKWARD" and self.embeds
-        if needless or self._all_gather_result is not None or self.is_unsharded:
+        backward = self._training_state.name == "PRE_BACKWARD"
+        if backward and self.embeds or self._all_gather_result is not None or self.is_unsharded:
             return
-        self.refused = self.slot is not None and self.slot.busy()
+        self.refused = self.slot.busy() if self.slot else backward
         if not self.refused:
             self.all.gather(self)
 
     def wait_for_unshard(self) -> None:
         if self.refused or (self._all_gather_result and shared_slots.outdated(self)):
             self.drop()
-            if self.slot.busy():
+            if self.slot and self.slot.busy():
                 self.all.make_room(self)
             self.all.gather(self)
         if current := self.copied():

@@ -167,18 +167,18 @@ class Slots:
         Raises:
             RuntimeError: another unit is in it, and autograd knows where this one is.
         """
-        other = group.slot.group
+        other, in_backward = group.slot.group, torch._C._current_graph_task_id() != -1
+        recomputed = group._training_state.name == "FORWARD" and in_backward
         if not other.is_unsharded:
             other.drop()
-        elif not group.in_graph or group._training_state.name == "FORWARD":  # of a checkpoint, say
+        elif recomputed or not group.in_graph:
             self.give(group, exclusive=True)
         else:
             names = [type(g.modules[0]).__name__ for g in (group, other)]
             raise RuntimeError(
-                f"{' and '.join(names)} are full at the same time, which they were not in the first "
-                "forward. Behind an exception in a step: call model.reset_iter_state() (PyTorch 2.13 "
-                "on). Else call gather_in_place with more `slots`: as many as there are units, if "
-                "you keep them full (set_reshard_after_backward)"
+                f"{' and '.join(names)}, which share a slot, are full at the same time. Behind an "
+                "exception in a step: call model.reset_iter_state() (PyTorch 2.13 on). Else call "
+                "gather_in_place with more `slots`, as many as there are units if you keep them full"
             )
 
     @torch.no_grad()

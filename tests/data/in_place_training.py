@@ -1156,6 +1156,33 @@ def called_again() -> None:
         assert torch.equal(found.grad.to_local(), expected.grad.to_local())
 
 
+def evaluated_before_the_call() -> None:
+    """Stock FSDP2 keeps the order of an evaluation, and prefetches by it units that never ran."""
+    models = shard(PLAIN), shard(PLAIN)
+    for model, ours in zip(models, (False, True), strict=True):
+        evaluate(model, torch.no_grad, 90)
+        model.reshard()
+        if ours:
+            in_place(model)
+        model.blocks[0](torch.ones(2, WIDTH, device=DEVICE)).square().sum().backward()
+    for found, expected in zip(*(model.blocks[0].parameters() for model in models), strict=True):
+        assert torch.equal(found.grad.to_local(), expected.grad.to_local())
+
+
+def full_inside_another() -> None:
+    """A unit runs again inside the one that has taken its slot: the error names what to call."""
+    for slots in (SLOTS, BLOCKS):
+        model = Model()
+        inner, outer = model.blocks[0], model.blocks[-1]
+        shard(PLAIN, model=model)
+        in_place_gather.gather_in_place(model, slots=slots)
+        outer.norm.register_forward_pre_hook(lambda _, inputs, inner=inner: (inner(*inputs),))
+        if slots == SLOTS:
+            expect("with more `slots`", partial(step, model))
+        else:
+            step(model)
+
+
 def called_while_gathers_are_under_way() -> None:
     """Stock gathers that nobody has waited for when the calls come."""
     for before in (False, True):
@@ -1270,6 +1297,8 @@ ON_STREAMS = {  # for the recorder of stream order
 TROUBLES = (
     trained_by_two_threads,
     called_again,
+    evaluated_before_the_call,
+    full_inside_another,
     called_while_gathers_are_under_way,
     sums_of_more_ranks,
     called_before_backward,
