@@ -386,7 +386,8 @@ if __name__ == "__main__":
 #   on) before the backward of the first. Without it stock FSDP2 reduces no gradient of the root; here
 #   those of other units are missing, too.
 # * A unit's gradient is in ``.grad`` one unit later than with stock FSDP2, the last unit's at the end
-#   of backward.
+#   of backward. So an optimizer in backward steps one unit later. A unit that runs twice under reentrant
+#   checkpointing is then recomputed with the weights of before that step, **without an error**.
 # * The barrier's kernel is one thread block, which holds its place on an SM until the last rank has
 #   pushed.
 #
