@@ -412,8 +412,8 @@ if __name__ == "__main__":
 # * A unit that queues work on other streams must wait for it, as under stock FSDP2.
 # * A reference to full weights that is kept beyond ``reshard()`` reads another unit's numbers.
 # * Two units that share a slot cannot both be full while a backward may come: an error. It comes with
-#   ``set_reshard_after_backward(False)``, or if you unshard all units after a forward that had no
-#   backward. More ``slots`` cure it.
+#   ``set_reshard_after_backward(False)``, with two forwards under reentrant checkpointing, or if you
+#   unshard all units after a forward without backward. More ``slots`` cure it.
 # * ``create_graph=True`` needs ``set_reshard_after_backward(False)``, or is an error: stock FSDP2's next
 #   backward fails.
 # * ``torch.func`` and compiled autograd raise errors. After Ctrl-C in a forward, call the whole model
@@ -422,8 +422,7 @@ if __name__ == "__main__":
 #   all-gather of their own (float8) stay FSDP2's, with a warning.
 # * Full weights that you keep over the end of a forward (``set_reshard_after_forward(False)``, the
 #   root) are FSDP2's business: after an evaluation ``reshard()`` them before you change weights.
-# * It uses private names of FSDP2 (:doc:`peer_memory`). A PyTorch without one of them is an error at
-#   the call.
+# * It uses private names of FSDP2 (:doc:`peer_memory`). Without one of them the call is an error.
 #
 # Further reading
 # ---------------
