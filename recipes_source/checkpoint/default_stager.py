@@ -302,12 +302,15 @@ if __name__ == "__main__":
 # What it buys
 # ------------
 # Where torch's stager can be used again, an ordered save need not stall a step that is longer than
-# the copy. That has not been measured: the timelines were recorded with torch 2.11, which needs a
-# new stager for each save. There, a save pins new buffers and stalls longer than ``pinned``, the
-# save of :doc:`pinned_staging`. ``default_stager_as_published`` is the same save without the
-# ordering of this page: its checkpoint can hold another step.
+# the copy. That has not been measured: the rows are of torch 2.11, which needs a new stager for each
+# save. There, a save pins new buffers and stalls longer than ``pinned``, the save of
+# :doc:`pinned_staging`.
 #
-# .. timeline:: checkpoint_stall pinned default_stager_as_published default_stager_ordered
+# .. result-table:: checkpoint_stall
+#    :rows: none pinned default_stager_ordered
+#    :where: step=long storage=memory
+#
+# .. timeline:: checkpoint_stall pinned default_stager_ordered
 #
 # What breaks if you remove a line
 # --------------------------------

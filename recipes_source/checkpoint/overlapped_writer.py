@@ -387,7 +387,8 @@ if __name__ == "__main__":
 #    :rows: none overlapped_writer
 #    :where: step=long storage=memory
 #
-# Short steps slow down, and snapshots on the device (``overlapped_snapshot``) do not prevent that:
+# Steps shorter than the copy wait for it. On one GPU a snapshot on the device, with ``WRITERS = 2``
+# (``overlapped_snapshot``), takes about half of that away:
 #
 # .. result-table:: checkpoint_stall
 #    :rows: none overlapped_writer overlapped_snapshot
@@ -400,8 +401,7 @@ if __name__ == "__main__":
 #    :where: storage=disk
 #
 # The next table has the share of throughput that is left with a save every so many steps, each of
-# which also deletes the checkpoint before the last. On one GPU it counts two saves, one of which
-# cost nothing: too few to go by.
+# which also deletes the checkpoint before the last.
 #
 # .. result-table:: save_interval
 #    :rows: overlapped_writer

@@ -267,9 +267,14 @@ if __name__ == "__main__":
 # %%
 # What it buys
 # ------------
-# Each save after the first one stalls training for one copy at the rate of the link. The timelines
-# show one such save, ``pinned``, below one of :doc:`async_save`. An earlier version of this recipe
-# recorded them; on a stock model neither save has been measured.
+# Each save after the first one stalls training for one copy at the rate of the link. ``async_save``
+# is the save of :doc:`async_save`; ``overlapped_writer``, the last of this series, does not stall
+# (:doc:`overlapped_writer`). All of them save a stock model (:doc:`/guide/measured` explains the
+# columns).
+#
+# .. result-table:: checkpoint_stall
+#    :rows: none async_save pinned overlapped_writer
+#    :where: step=long storage=memory
 #
 # .. timeline:: checkpoint_stall async_save pinned
 #

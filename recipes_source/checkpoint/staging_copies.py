@@ -419,24 +419,24 @@ if __name__ == "__main__":
 # %%
 # What it buys
 # ------------
-# The figure at the top is of whole saves, with gaps. The rows below are copies alone, without gaps,
-# in the same loop. A stock Llama reads one scalar in every forward when you call it without a
-# cache. *Staging costs* is what the save adds to training (:doc:`/guide/measured`). *Staged after*
-# is when the last copy has arrived.
+# The figure at the top is of whole saves. The rows below are copies alone, in the same loop. A stock
+# Llama reads one scalar in every forward when you call it without a cache. *Staging costs* is what
+# the save adds to training (:doc:`/guide/measured`). *Staged after* is when the last copy has
+# arrived.
 #
 # .. result-table:: staging_copies
-#    :rows: none cure_at_once cure_tiny_kernel cure_paced cure_turns
+#    :rows: none cure_at_once cure_gaps cure_tiny_kernel cure_paced cure_turns
 #
-# .. timeline:: staging_copies cure_at_once cure_turns
+# .. timeline:: staging_copies cure_at_once cure_gaps
 #
-# ``cure_at_once`` is the problem: nothing stands between the pieces. The other rows are other ways
-# to solve it.
+# ``cure_at_once`` is the problem: nothing stands between the pieces. ``cure_gaps`` is this recipe.
+# The other rows are other ways to solve it.
 #
 # * ``cure_turns`` alternates the pieces between two streams: each piece waits for an event after
 #   the piece before it, on the other stream. The copies arrive almost as soon as those of
 #   ``cure_at_once``, but a thread runs Python for every piece, beside the launch of the forward.
 # * ``cure_paced`` is a thread that queues a piece when the one before has ended. The copies take
-#   about twice as long.
+#   far longer.
 # * ``cure_tiny_kernel`` has a kernel between the pieces. The kernel waits for room on the device,
 #   so the copies take nearly as long as the paced ones. Take it on a GPU with a single copy engine,
 #   where gaps do nothing.
@@ -453,4 +453,6 @@ if __name__ == "__main__":
 # Known limits
 # ------------
 # * A tensor that another library's subclass wraps is copied at once, on the training thread.
+# * About a thousand copies fill the driver's queue. While more wait, other threads launch kernels
+#   more slowly, which a loop that the host limits notices.
 # * Accelerators other than CUDA get pageable memory: right, and slower.

@@ -104,7 +104,7 @@ class Gathers(shared_slots.Slots):
         shards, device = groups[0].mesh_info.shard_process_group, groups[0].device
         super().__init__(peer_memory.PeerMemory(shards, device), max(slots, ahead + 1, 2))
         self.groups, self.ahead, self.streams = groups, ahead, torch.get_device_module(device)
-        self.stream = self.streams.Stream(priority=-1)
+        self.stream = self.streams.Stream()
         self.gathers = self.forwards = 0
         self.in_forward = self.with_graph = self.begun = False
         self.order: list | None = []  # of the groups, in the first forward

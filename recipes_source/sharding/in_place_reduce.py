@@ -83,10 +83,12 @@ NAMES = "post_backward pre_forward reduce_grads gradient_divide_factor _all_redu
 # %%
 # Push, barrier, and the sum a unit later
 # ---------------------------------------
-# Pushes have a stream of their own. A unit's sum is made on the compute stream, when the next
-# unit's gradients are there: by then the parts have arrived. On another stream a sum would run
-# beside matrix products and take cores from them. A rank's own part is not sent: it is added from
-# where it is. On a GPU with Triton, ``torch.compile`` makes a sum one kernel.
+# Pushes have a stream of their own. Like that of the gathers it has ordinary priority: beside a
+# kernel on a stream of high priority, such as FSDP2's own streams are, the kernels of the compute
+# stream start later, each of them. A unit's sum is made on the compute stream, when the next unit's
+# gradients are there: by then the parts have arrived. On another stream a sum would run beside
+# matrix products and take cores from them. A rank's own part is not sent: it is added from where it
+# is. On a GPU with Triton, ``torch.compile`` makes a sum one kernel.
 #
 # A slot has a row for each other rank, so that no two write to the same one. A unit's pushes and
 # its barrier come after all that the compute stream had queued before, which includes the sum of
@@ -110,7 +112,7 @@ class PushedGradients:
     def __init__(self, memory: peer_memory.PeerMemory, groups: list) -> None:
         self.memory, self.streams = memory, torch.get_device_module(memory.device)
         self.parameters = [group.fsdp_params for group in groups]
-        self.stream = self.streams.Stream(priority=-1)
+        self.stream = self.streams.Stream()
         self.slots: list[list[torch.Tensor]] = []  # each by rank: (ranks - 1, bytes)
         self.waiting: list[tuple] = []  # pushed and not summed: one unit or none
         self.plans, self.retired, self.calls = {}, [], 0
