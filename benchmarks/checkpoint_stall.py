@@ -456,8 +456,8 @@ class Measurement:
         if returned - called > READ_US:
             drawn.append(measuring.Drawn("host", "save", called, returned))
         if save.uploaded is not None and name in WAYS:
-            staged = on_trace(save.staged_at or save.returned_at)
-            drawn.append(measuring.Drawn("write", "write", min(staged, end), end))
+            staged = max([d.stop for d in drawn if d.lane == "D2H"], default=returned)
+            drawn.append(measuring.Drawn("write", "write", max(staged, returned), end))
         marks = [("save called", called), ("call returns", returned)]
         head = (self.pieces if name in PIECES else self.results).data
         measuring.write_trace(self.out, head, name, RECIPES[name], drawn, begin, marks)
