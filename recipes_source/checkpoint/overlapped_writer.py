@@ -387,8 +387,8 @@ if __name__ == "__main__":
 #    :rows: none overlapped_writer
 #    :where: step=long storage=memory
 #
-# Steps shorter than the copy wait for it. On one GPU a snapshot on the device, with ``WRITERS = 2``
-# (``overlapped_snapshot``), takes about half of that away:
+# Steps shorter than the copy wait for it. A snapshot on the device (``overlapped_snapshot``) lowers
+# that on one GPU, with ``WRITERS = 2``, and did not on two:
 #
 # .. result-table:: checkpoint_stall
 #    :rows: none overlapped_writer overlapped_snapshot

@@ -453,6 +453,6 @@ if __name__ == "__main__":
 # Known limits
 # ------------
 # * A tensor that another library's subclass wraps is copied at once, on the training thread.
-# * About a thousand copies fill the driver's queue. While more wait, other threads launch kernels
-#   more slowly, which a loop that the host limits notices.
+# * Thousands of copies take long to queue. Until they are, other threads launch kernels more slowly
+#   (seen on an H200), which a loop that the host limits notices.
 # * Accelerators other than CUDA get pageable memory: right, and slower.

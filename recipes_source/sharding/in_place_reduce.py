@@ -83,9 +83,9 @@ NAMES = "post_backward pre_forward reduce_grads gradient_divide_factor _all_redu
 # %%
 # Push, barrier, and the sum a unit later
 # ---------------------------------------
-# Pushes have a stream of their own. Like that of the gathers it has ordinary priority: beside a
-# kernel on a stream of high priority, such as FSDP2's own streams are, the kernels of the compute
-# stream start later, each of them. A unit's sum is made on the compute stream, when the next unit's
+# Pushes have a stream of their own. Like that of the gathers it has ordinary priority: on an H200,
+# while a stream of high priority, as FSDP2's own are, ran kernels now and then, those of the compute
+# stream started later, each of them. A unit's sum is made on the compute stream, when the next unit's
 # gradients are there: by then the parts have arrived. On another stream a sum would run beside
 # matrix products and take cores from them. A rank's own part is not sent: it is added from where it
 # is. On a GPU with Triton, ``torch.compile`` makes a sum one kernel.

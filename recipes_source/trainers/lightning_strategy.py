@@ -154,7 +154,7 @@ class OverlappedStrategy(ModelParallelStrategy):
 #
 # A checkpoint gets its name when it is complete. ``fit(ckpt_path="last")`` looks for files called
 # ``last-{step}`` that end in ``.ckpt``. What a killed run leaves ends in ``.incomplete`` or
-# ``.replaced``.
+# ``.replaced``. Remains of a deletion stay until you remove them.
 #
 # Something to train
 # ------------------
