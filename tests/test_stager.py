@@ -200,6 +200,27 @@ def test_saves_that_were_made_before_the_process_group_are_refused() -> None:
         dist.destroy_process_group()
 
 
+@pytest.mark.parametrize("mine", [".metadata", "meta.pt"])
+def test_a_folder_that_is_no_checkpoint_is_left_alone_whatever_its_files_are_called(
+    tmp_path, mine
+) -> None:
+    from overlapped_stager import OverlappedSaves
+
+    class WithMeta(OverlappedSaves):
+        def write(self, state: dict, directory: Path) -> None:
+            super().write(state, directory)
+            (directory / "meta.pt").write_text("ours")
+
+    place = tmp_path / "latest"
+    place.mkdir()
+    (place / mine).write_text("mine")
+    with WithMeta(CPU) as saves:
+        saves.save({"x": torch.ones(2)}, place)
+        with pytest.raises(RuntimeError, match="not empty"):
+            saves.wait()
+    assert (place / mine).read_text() == "mine"
+
+
 @pytest.mark.parametrize("mine", ["tokenizer.json", "model/tokenizer.json"])
 @pytest.mark.parametrize("part", ["", "model"], ids=["at the top", "in a folder"])
 @pytest.mark.parametrize("before", [True, False], ids=["no checkpoint", "a checkpoint"])

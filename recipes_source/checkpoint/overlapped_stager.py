@@ -296,8 +296,8 @@ class OverlappedSaves:
     def commit(self, aside: Path, directory: Path) -> None:
         """Give the complete checkpoint its name, in place of an older one with the same files."""
         if self.rank == 0:
-            older = {x.name for x in directory.rglob("*") if x.suffix != ".distcp"}
-            if older and older <= {x.name for x in aside.rglob("*")}:
+            old = {x.suffix if x.suffix == ".distcp" else x.name for x in directory.rglob("*")}
+            if {".metadata", ".distcp"} <= old <= {".distcp", *(x.name for x in aside.rglob("*"))}:
                 shutil.rmtree(f"{directory}.replaced", ignore_errors=True)
                 directory.rename(f"{directory}.replaced")
             aside.rename(directory)
@@ -412,7 +412,7 @@ if __name__ == "__main__":
 # * A directory is taken for a local path, even ``s3://...``: :doc:`object_storage` saves to a
 #   store.
 # * Call ``save`` on one thread. Two jobs that save to one path at once write over each other:
-#   :doc:`retention` locks the root. A path that is a symlink fails; a link above it is fine.
+#   :doc:`retention` locks the root. Give no path that is a symlink; a link above it is fine.
 # * The directory is not flushed, and an older checkpoint of the same name is replaced:
 #   :doc:`durable_saves`.
 #

@@ -390,6 +390,9 @@ if __name__ == "__main__":
 # * A unit's gradient is in ``.grad`` one unit later than with stock FSDP2, the last unit's at the end
 #   of backward. So an optimizer in backward steps one unit later. A unit that runs twice under reentrant
 #   checkpointing is then recomputed with the weights of before that step, **without an error**.
+# * After an exception in backward, call ``zero_grad()`` before you go on. ``reset_iter_state()`` also
+#   drops gradients that were pushed and not summed, **without an error**: stock FSDP2 has them in
+#   ``.grad`` by then.
 # * The barrier's kernel is one thread block, which holds its place on an SM until the last rank has
 #   pushed.
 #

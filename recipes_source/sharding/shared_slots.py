@@ -177,7 +177,7 @@ class Slots:
             names = [type(g.modules[0]).__name__ for g in (group, other)]
             raise RuntimeError(
                 f"{' and '.join(names)}, which share a slot, are full at the same time. Behind an "
-                "exception in a step: call model.reset_iter_state() (PyTorch 2.13 on). Else call "
+                "exception in a step: model.reset_iter_state() (PyTorch 2.13 on) and zero_grad(). Else "
                 "gather_in_place with more `slots`, as many as there are units if you keep them full"
             )
 
