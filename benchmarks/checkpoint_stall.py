@@ -528,7 +528,7 @@ def tasks_of(measurement: Measurement, model: str, pairs: int) -> Iterator[Task]
     for name in ("nvidia-resiliency-ext", "torchtitan_async_with_pinned_mem"):
         yield cost(long, name, 1)
     yield Task("copies alone", 50 + 3 * gb, partial(measurement.copies, long), copied)
-    yield cost(short, ours, 6)
+    yield cost(short, ours, 12)
     yield cost(short, "overlapped_snapshot", 12)
     yield probe(disk, 5 + 4 * gb)
     yield cost(disk, ours, 6)

@@ -281,19 +281,29 @@ def test_a_relative_directory_is_that_of_the_call(tmp_path, monkeypatch) -> None
     assert (tmp_path / "step1" / ".metadata").exists() and not list(other.iterdir())
 
 
-def test_buffers_that_model_to_has_replaced_are_read_at_the_save(tmp_path, monkeypatch) -> None:
-    from overlapped_stager import CopyPlan, OverlappedSaves
+def queued_after(go: threading.Event, monkeypatch) -> None:
+    """From now on the copying thread waits for ``go``."""
+    from overlapped_stager import CopyPlan
 
-    go, queue = threading.Event(), CopyPlan.queue
+    queue = CopyPlan.queue
 
-    def queue_late(self, *args) -> tuple:
-        assert go.wait(30)
+    def queue_late(self, *args) -> list:
+        assert threading.current_thread() is threading.main_thread() or go.wait(30)
         return queue(self, *args)
 
-    model = torch.nn.BatchNorm1d(4)
+    monkeypatch.setattr(CopyPlan, "queue", queue_late)
+
+
+def test_large_buffers_that_model_to_has_replaced_are_read_at_the_save(tmp_path, monkeypatch):
+    import staging_copies
+    from overlapped_stager import OverlappedSaves
+
+    go, model = threading.Event(), torch.nn.BatchNorm1d(4)
+    monkeypatch.setattr(staging_copies, "SMALL", 1)
+    monkeypatch.setattr(staging_copies, "FIRST", 0)
     with OverlappedSaves(CPU, model.buffers) as saves:
         saves.save({"model": model}, tmp_path / "step1").result()
-        monkeypatch.setattr(CopyPlan, "queue", queue_late)
+        queued_after(go, monkeypatch)
         model.to(torch.float64)
         expected = model.running_mean.clone()
         saves.save({"model": model}, tmp_path / "step2")
@@ -302,6 +312,18 @@ def test_buffers_that_model_to_has_replaced_are_read_at_the_save(tmp_path, monke
     like = {"model": {"running_mean": torch.zeros_like(expected)}}
     found = loaded(tmp_path / "step2", like)["model"]["running_mean"]
     assert torch.equal(found, expected) and not torch.equal(found, model.running_mean)
+
+
+def test_a_small_tensor_is_read_at_the_save_whoever_changes_it(tmp_path, monkeypatch) -> None:
+    from overlapped_stager import OverlappedSaves
+
+    go, x, like = threading.Event(), torch.ones(1000), {"x": torch.zeros(1000)}
+    queued_after(go, monkeypatch)
+    with OverlappedSaves(CPU) as saves:
+        saves.save({"x": x}, tmp_path / "step1")
+        x.zero_()
+        go.set()
+    assert loaded(tmp_path / "step1", like)["x"].eq(1).all()
 
 
 def test_a_state_that_the_caller_changes_is_saved_as_it_is(tmp_path) -> None:

@@ -120,8 +120,8 @@ EXIT_S = 30.0  # how long the end of the block waits for a write after an except
 # The save
 # --------
 # ``save`` runs on the training thread. It reads whatever is not a tensor, checks that the plan
-# still fits, queues a few snapshots, and hands the rest to two threads. One thread queues the
-# copies, in one call. The other waits for the copies and writes. Each thread is told its device,
+# still fits, queues snapshots and the first copies, and hands the rest to two threads. One queues
+# the other copies, in one call. The other waits for the copies and writes. Each is told its device,
 # because a new thread uses the first device and would open a context there: half a gigabyte for
 # each rank of the node.
 #
@@ -162,8 +162,7 @@ class OverlappedSaves:
         self.streams = torch.get_device_module(self.device)
         self.copy_stream, self.jobs, self.queued = self.streams.Stream(), SimpleQueue(), None
         self.plan, self.sets, self.calls, self.skipped = None, [], 0, 0  # sets: arenas and copies
-        self.uploads, self.failures, self.running, self.abandoned = [Future()], [], False, False
-        self.uploads[-1].set_result(None)  # the last one is the newest save's: none is under way
+        self.uploads, self.failures, self.running, self.abandoned = [], [], False, False
         if dist.is_initialized():
             self.rank, deadline = dist.get_rank(), timedelta(seconds=DEADLINE_S)
             self.groups = [dist.new_group(backend="gloo", timeout=deadline) for _ in range(2)]
@@ -199,11 +198,12 @@ class OverlappedSaves:
             state = read(state_dict, tensors)
             _, copies, hosts = self.prepare(tensors)
             self.before_update()
-            compute, beside = self.streams.current_stream(), self.copy_stream
+            compute, beside, queue = self.streams.current_stream(), self.copy_stream, self.plan.queue
             compute.wait_stream(beside)  # which may read older snapshots
             self.plan.take_snapshots()
             beside.wait_stream(compute)
-            self.queued = staged = self.copier.submit(self.plan.queue, copies, self.streams, beside)
+            queue(copies[:1], self.streams, beside)  # the rest when a thread gets the interpreter
+            self.queued = staged = self.copier.submit(queue, copies[1:], self.streams, beside)
         except Exception as failure:
             error = failure
         finally:  # the other ranks are saving: they will be told

@@ -101,7 +101,7 @@ from torch.distributed.checkpoint.filesystem import WriteResult, _StorageInfo
 from torch.distributed.checkpoint.format_utils import dcp_to_torch_save
 
 WRITERS = 6  # threads per rank, each with a file; more take cores from what launches kernels
-PIECE = 64 << 20  # bytes that one system call writes
+PIECE = 256 << 20  # bytes that one system call writes
 
 # %%
 # What is around a tensor

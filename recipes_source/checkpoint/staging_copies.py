@@ -80,11 +80,12 @@ Behind each piece, the same stream copies four bytes **to** the device. That is 
 other engine. So when a piece ends, its stream has no next piece ready, and the engine turns to the
 other streams: the read is served.
 
-All copies and gaps are two lists, made once. A save hands them to torch in one call, which queues
-all of them without Python's interpreter lock. That matters: right after a save the training thread
-launches the first kernels of a forward, and the device has nothing else to do. A Python loop over
-the pieces would take turns with it. The event after the last piece is known as soon as the call
-returns, so no thread has to pace the copies.
+All copies and gaps are lists, made once. A thread hands a list to torch in one call, which queues it
+without Python's interpreter lock. That matters: right after a save the training thread launches the
+first kernels of a forward, and the device has nothing else to do. A Python loop over the pieces
+would take turns with it. The thread must get the lock before its call, which takes milliseconds, so
+the save itself queues the first pieces. The event after the last piece is known when the call
+returns: no thread has to pace the copies.
 
 .. lanes:: Schematic. The read in the second step, with nothing between the copies (above) and with gaps (below).
 
@@ -114,6 +115,7 @@ from torch.distributed.device_mesh import DeviceMesh
 from torch.distributed.tensor import DTensor
 
 PIECE = 64 << 20  # bytes of copies in a row: a read of the training waits for one piece at most
+FIRST = 16  # pieces that the save itself queues
 SMALL = 1 << 20  # bytes; smaller tensors travel together
 ALIGNMENT = 64  # bytes; where a tensor or a pack may start
 
@@ -240,16 +242,15 @@ def read(tree: object, tensors: list[torch.Tensor]) -> object:
 # The plan
 # --------
 # ``CopyPlan`` prepares once what does not change: which bytes go where. It copies tied weights
-# once. It gathers small tensors, such as the step count of each parameter, with one kernel and
-# copies them as one.
+# once. At the save, one kernel gathers the small tensors: step counts, BatchNorm's statistics, a
+# learning rate that the schedule changes in place. They are copied as one.
 #
-# Some tensors cannot wait until their bytes have reached the host. The plan copies them on their
-# own device first, as *snapshots*:
+# Some large tensors cannot wait for the host either. The plan copies them on their own device first,
+# as *snapshots*:
 #
-# * tensors that forward changes (BatchNorm's statistics),
-# * tensors of one number: counters, a learning rate that the schedule changes in place,
+# * tensors that forward changes,
 # * tensors that are not contiguous, and views that conjugate or negate,
-# * tensors on another device (step counts on the CPU),
+# * tensors on another device,
 # * with ``snapshot_bytes``, as many others as fit. It is meant for steps shorter than the copy: see
 #   the rows of short steps in :doc:`overlapped_writer` before you use it.
 #
@@ -279,7 +280,7 @@ class CopyPlan:
     Args:
         tensors: dense tensors or DTensors, anywhere.
         device: the device whose copies run beside training. Other tensors are read at the save.
-        changed_by_forward: tensors that forward changes in place: read at the save, too.
+        changed_by_forward: tensors that forward changes in place: read at the save.
         snapshot_bytes: device memory for snapshots; the update need not wait for their copies.
 
     ``offsets`` are bytes in an arena, by identity. ``snapshots`` are pairs (copy, shard), ``packs``
@@ -301,18 +302,17 @@ class CopyPlan:
         changing = [shard_of(x) for x in changed_by_forward if x.layout == torch.strided]
         changing = {shard.untyped_storage().data_ptr() for shard in changing}
         unique = {identity(shard): shard for shard in self.shards if shard.numel()}
-        for source in sorted(unique.values(), key=torch.Tensor.element_size, reverse=True):
-            shard = source
-            within_budget = SMALL <= shard.nbytes <= snapshot_bytes
-            in_changing = shard.untyped_storage().data_ptr() in changing
-            read_at_save = in_changing or shard.device != device or shard.numel() == 1
+        for shard in sorted(unique.values(), key=torch.Tensor.element_size, reverse=True):
+            source, is_large = shard, shard.nbytes >= SMALL
+            within_budget = is_large and shard.nbytes <= snapshot_bytes
+            changes = shard.untyped_storage().data_ptr() in changing
+            read_at_save = is_large and (changes or shard.device != device)
             is_view = not shard.is_contiguous() or shard.is_conj() or shard.is_neg()
             snapshot_bytes -= shard.nbytes if within_budget else 0
             if within_budget or read_at_save or is_view:
                 source = torch.empty(shard.shape, dtype=shard.dtype, device=shard.device)
                 self.snapshots.append((source, shard))
-            group = large if shard.nbytes >= SMALL else small.setdefault(shard.device, [])
-            group.append((shard, source))
+            (large if is_large else small.setdefault(shard.device, [])).append((shard, source))
 
         for group in small.values():
             sources = [source.view(-1).view(torch.uint8) for _, source in group]
@@ -321,7 +321,7 @@ class CopyPlan:
             for shard, _ in group:  # widest elements first: each lies at a multiple of its size
                 self.offsets[identity(shard)] = offset
                 offset += shard.nbytes
-        for shard, source in large:
+        for shard, source in sorted(large, key=lambda pair: pair[0].nbytes, reverse=True):
             pieces = self.in_place if source is shard else self.from_copies
             self.offsets[identity(shard)] = self.place(source.view(-1).view(torch.uint8), pieces)
 
@@ -345,14 +345,16 @@ class CopyPlan:
         return [in_host_memory(tensor, hosts[identity(shard)]) for tensor, shard in pairs]
 
     def take_snapshots(self) -> None:
-        """Queue on the current stream the copies of what cannot wait."""
+        """Queue on the current stream the copies of what cannot wait, and of small tensors."""
         if self.snapshots:
             torch._foreach_copy_(*zip(*self.snapshots, strict=True))  # pairs (copy, shard)
+        for pack, small in self.packs:
+            torch.cat(small, out=pack)
 
     def copies(self, arena: PinnedArena) -> list[tuple[tuple, tuple]]:
-        """Targets and sources: of the pieces in place, and of those from snapshots and packs."""
+        """Targets and sources: of the first pieces in place, the others, and what was copied."""
         lists = []
-        for pieces in (self.in_place, self.from_copies):
+        for pieces in (self.in_place[:FIRST], self.in_place[FIRST:], self.from_copies):
             pairs, in_a_row = [self.gap], 0
             for offset, piece in pieces:
                 in_a_row += piece.nbytes
@@ -362,16 +364,10 @@ class CopyPlan:
             lists.append(tuple(zip(*pairs, strict=True)))
         return lists
 
-    def queue(self, copies: list[tuple[tuple, tuple]], streams, stream) -> tuple:
-        """Queue ``copies`` on ``stream``, after what it waits for.
-
-        Returns:
-            The event after which an update may change the tensors, and that after all copies.
-        """
-        events = streams.Event(), streams.Event()
+    def queue(self, copies: list[tuple[tuple, tuple]], streams, stream) -> list:
+        """Queue ``copies`` on ``stream``, after what it waits for; return an event behind each."""
+        events = [streams.Event() for _ in copies]
         with streams.stream(stream):
-            for pack, small in self.packs:
-                torch.cat(small, out=pack)
             for (targets, sources), event in zip(copies, events, strict=True):
                 torch._foreach_copy_(targets, sources, non_blocking=True)
                 event.record(stream)
@@ -401,7 +397,7 @@ def main() -> None:
         expected = [shard_of(tensor).detach().cpu().clone() for tensor in tensors]
         plan.take_snapshots()
         stream.wait_stream(streams.current_stream())
-        has_been_read, copied = plan.queue(copies, streams, stream)
+        _, has_been_read, copied = plan.queue(copies, streams, stream)
         basic.forward_backward(app, device)
         streams.current_stream().wait_event(has_been_read)
         app.optimizer.step()
