@@ -121,9 +121,9 @@ EXIT_S = 30.0  # how long the end of the block waits for a write after an except
 # --------
 # ``save`` runs on the training thread. It reads whatever is not a tensor, checks that the plan
 # still fits, queues snapshots and the first copies, and hands the rest to two threads. One queues
-# the other copies, in one call. The other prepares the write while they run, waits for them, and
-# writes. Each is told its device, because a new thread uses the first device and would open a
-# context there: half a gigabyte for each rank of the node.
+# the other copies, in one call. The other waits for the copies and writes. Each is told its device,
+# because a new thread uses the first device and would open a context there: half a gigabyte for
+# each rank of the node.
 #
 # ``together`` runs a function on all ranks, and raises on all of them if it failed on one. A full
 # disk, memory that the driver refuses to lock, or a state that one rank cannot stage costs that
@@ -187,10 +187,7 @@ class OverlappedSaves:
         """
         if not self.running or dist.is_initialized() != bool(self.groups):
             raise RuntimeError("save within `with OverlappedSaves(...)`, behind init_process_group")
-        busy = torch.IntTensor([self.if_busy == "skip" and sum(not x.done() for x in self.uploads)])
-        if self.if_busy == "skip" and self.groups:
-            dist.all_reduce(busy, dist.ReduceOp.MAX, group=self.groups[1])
-        if busy >= BUFFER_SETS:
+        if self.if_busy == "skip" and self.busy_on_any_rank():
             self.skipped += 1
             return None
         wait(self.uploads[: len(self.uploads) + 1 - BUFFER_SETS])
@@ -201,10 +198,10 @@ class OverlappedSaves:
             state = read(state_dict, tensors)
             _, copies, hosts = self.prepare(tensors)
             self.before_update()
-            main, beside, queue = self.streams.current_stream(), self.copy_stream, self.plan.queue
-            main.wait_stream(beside)  # which may read older snapshots
+            compute, beside, queue = self.streams.current_stream(), self.copy_stream, self.plan.queue
+            compute.wait_stream(beside)  # which may read older snapshots
             self.plan.take_snapshots()
-            beside.wait_stream(main)
+            beside.wait_stream(compute)
             queue(copies[:1], self.streams, beside)  # the rest when a thread gets the interpreter
             self.queued = staged = self.copier.submit(queue, copies[1:], self.streams, beside)
         except Exception as failure:
@@ -215,6 +212,12 @@ class OverlappedSaves:
             self.jobs.put((self.calls, staged, tensors, hosts, state, directory, done))
         return done
 
+    def busy_on_any_rank(self) -> bool:
+        busy = torch.tensor(sum(not done.done() for done in self.uploads), device="cpu")
+        if self.groups:
+            dist.all_reduce(busy, dist.ReduceOp.MAX, group=self.groups[1])
+        return int(busy) >= BUFFER_SETS
+
     def prepare(self, tensors: list[torch.Tensor]) -> tuple[PinnedArena, list, list]:
         """Return the next arena, its copies and tensors; plan anew if a tensor has changed."""
         if self.plan is None or not self.plan.fits(tensors):
@@ -222,7 +225,8 @@ class OverlappedSaves:
             self.plan, self.sets = None, []
             plan = CopyPlan(tensors, self.device, self.changing(), self.snapshot_bytes)
             arenas = [PinnedArena(plan.nbytes, self.device) for _ in range(BUFFER_SETS)]
-            self.plan, self.sets = plan, [(a, plan.copies(a), plan.hosts(a)) for a in arenas]
+            sets = [(arena, plan.copies(arena), plan.hosts(arena)) for arena in arenas]
+            self.plan, self.sets = plan, sets
         return self.sets[self.calls % BUFFER_SETS]
 
     def before_update(self, *_) -> None:
@@ -244,7 +248,6 @@ class OverlappedSaves:
                 raise RuntimeError(f"the ranks have called save for others than {directory}")
             hosts, unfinished = dict(zip(map(id, tensors), hosts, strict=True)), aside
             state = walk(state, lambda leaf: hosts[id(leaf)] if is_staged(leaf) else leaf)
-            self.together(self.arrange, state, staged.result()[1])
             self.together(self.write, state, aside)
             unfinished = None
             self.together(self.commit, aside, directory)
@@ -271,17 +274,17 @@ class OverlappedSaves:
         return [result for result, _ in reports]
 
     def begin(self, number: int, staged: Future, aside: Path) -> tuple:
-        """Wait until the copies have been queued; return what must be the same on all ranks."""
+        """Wait for the copies. Until then this thread leaves the interpreter to the training.
+
+        Returns:
+            What must be the same on all ranks.
+        """
         if self.abandoned:
             raise RuntimeError("training has ended by an exception")
-        staged.result()
+        staged.result()[1].synchronize()
         if self.rank == 0:
             shutil.rmtree(aside, ignore_errors=True)  # left by a job that died
         return number, aside
-
-    def arrange(self, state: dict, copied: torch.Event) -> None:
-        """Do what comes before the write and needs no bytes of ``state``; return when it has them."""
-        copied.synchronize()
 
     def write(self, state: dict, directory: Path) -> None:
         """Write this rank's part of ``state``, which lies in host memory."""

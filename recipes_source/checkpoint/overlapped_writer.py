@@ -271,33 +271,33 @@ class OverlappedWriter(OverlappedSaves):
 
     def write(self, state: dict, directory: Path) -> None:
         """Write this rank's part of ``state``. Every rank calls it, on its writing thread."""
-        if any(self.together(bool, self.differs)):
+        planner = dcp.DefaultSavePlanner()
+        if any(self.together(self.differs, planner, state)):
             layout, group = Layout(directory), self.groups[0] if self.groups else None
             dcp.save(state, storage_writer=layout, process_group=group, no_dist=group is None)
             layout.made_for, self.layout, self.plans = self.wanted, layout, self.plans + 1
-        others = self.together(self.write_files, directory)
+        others = self.together(self.write_files, planner, directory)
         if self.rank == 0:
             self.layout.write_metadata(directory, others)
 
-    def arrange(self, state: dict, copied: torch.Event) -> None:
-        """While the copies run: does this rank's state need another layout than the kept one?"""
-        self.planner, self.differs = dcp.DefaultSavePlanner(), False
-        self.planner.set_up_planner(state)
-        leaves = self.planner.state_dict.values()
-        self.staged = [leaf for leaf in leaves if is_staged(leaf)]
-        shapes = tuple(x.shape for x in leaves if torch.is_tensor(x) and not is_staged(x))
-        self.key = tuple(self.planner.mappings.items()), tuple(map(id, self.staged)), shapes
-        if self.layout is None or self.key not in self.layout.calls:
-            plan, names = self.planner.create_local_plan(), {}
-            tensors = [self.planner.resolve_data(item) for item in staged_items(self.planner, plan)]
-            ties = [names.setdefault(memory_of(tensor), n) for n, tensor in enumerate(tensors)]
-            self.wanted = plan, ties
-            self.differs = self.layout is None or self.layout.made_for != self.wanted
-        super().arrange(state, copied)
+    def differs(self, planner: dcp.DefaultSavePlanner, state: dict) -> bool:
+        """Whether this rank's state needs another layout than the one that is kept."""
+        planner.set_up_planner(state)
+        self.staged = [leaf for leaf in planner.state_dict.values() if is_staged(leaf)]
+        others = [leaf for leaf in planner.state_dict.values() if not is_staged(leaf)]
+        shapes = tuple(leaf.shape for leaf in others if torch.is_tensor(leaf))
+        self.key = tuple(planner.mappings.items()), tuple(map(id, self.staged)), shapes
+        if self.layout and self.key in self.layout.calls:
+            return False
+        plan, names = planner.create_local_plan(), {}
+        tensors = [planner.resolve_data(item) for item in staged_items(planner, plan)]
+        ties = [names.setdefault(memory_of(tensor), n) for n, tensor in enumerate(tensors)]
+        self.wanted = plan, ties
+        return self.layout is None or self.layout.made_for != self.wanted
 
-    def write_files(self, directory: Path) -> list[WriteResult]:
+    def write_files(self, planner: dcp.DefaultSavePlanner, directory: Path) -> list[WriteResult]:
         """Write this rank's files; return the places of what is serialised anew."""
-        layout, planner = self.layout, self.planner
+        layout = self.layout
         if self.key not in layout.calls:
             if len(layout.calls) == BUFFER_SETS:
                 layout.calls.clear()
