@@ -198,7 +198,7 @@ class OverlappedSaves:
             state = read(state_dict, tensors)
             _, copies, hosts = self.prepare(tensors)
             self.before_update()
-            compute, beside, queue = self.streams.current_stream(), self.copy_stream, self.plan.queue
+            compute, beside, queue = self.streams.current_stream(), self.copy_stream, self.plan.queue  # fmt: skip
             compute.wait_stream(beside)  # which may read older snapshots
             self.plan.take_snapshots()
             beside.wait_stream(compute)
