@@ -330,5 +330,5 @@ if __name__ == "__main__":
 #   ``state_dict``, extra state, nested optimizer state, subclasses of ``nn.Parameter``, and weights
 #   that share memory but are not one object: one of them can move away.
 # * Models that change their layers at every step gain nothing.
-# * After an evaluation, ``fully_shard`` can leave the root module gathered, which then holds other
-#   parameters than before. The next save calls ``get_state_dict`` again, which is right, and slow.
+# * After an evaluation, ``fully_shard`` can leave the root module gathered. That module then holds
+#   other parameters than before, and the next save calls ``get_state_dict`` again: right, and slow.

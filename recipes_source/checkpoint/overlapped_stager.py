@@ -120,10 +120,10 @@ EXIT_S = 30.0  # how long the end of the block waits for a write after an except
 # The save
 # --------
 # ``save`` runs on the training thread. It reads whatever is not a tensor, checks that the plan
-# still fits, queues snapshots and the first copies, and hands the rest to two threads. One queues
-# the other copies, in one call. The other waits for the copies and writes. Each is told its device,
-# because a new thread uses the first device and would open a context there: half a gigabyte for
-# each rank of the node.
+# still fits, gathers small tensors, queues snapshots and the first copies, and hands the rest to two
+# threads. One queues the other copies. The other waits until all have arrived, and writes. Each is
+# told its device, because a new thread uses the first device and would open a context there: half a
+# gigabyte for each rank of the node.
 #
 # ``together`` runs a function on all ranks, and raises on all of them if it failed on one. A full
 # disk, memory that the driver refuses to lock, or a state that one rank cannot stage costs that
@@ -131,10 +131,10 @@ EXIT_S = 30.0  # how long the end of the block waits for a write after an except
 # future. ``wait`` and the end of the ``with`` block raise it. Training continues, and so does the
 # next save.
 #
-# If an exception leaves the ``with`` block, no further write starts, and the current one gets half
-# a minute. The block calls no collective then, because the other ranks may never join it. Threads
-# that still wait for other ranks are daemons and end with the program. What they were writing
-# never gets its name, and the block logs that it left.
+# If an exception leaves the ``with`` block, no further write starts, and the current one gets
+# ``EXIT_S`` seconds. The block calls no collective then, because the other ranks may never join it.
+# Threads that still wait for other ranks are daemons and end with the program. What they were
+# writing never gets its name, and the block logs that it left.
 #
 # ``write`` is stock DCP with two settings. ``per_thread_copy_ahead=0``: otherwise the writer waits
 # for the compute stream once per tensor. ``set_crc32_options(False)``: checksums take time,
@@ -400,7 +400,7 @@ if __name__ == "__main__":
 #   each plan asks for those of now. With a list, new buffers are copied while forward changes them.
 # * Save after ``optimizer.step()``: gradients of a half-done accumulation are not in the state.
 # * After an exception, Ctrl-C, or ``sys.exit`` in the block only the write in progress is finished,
-#   for 30 s at most. Saves that wait behind it are dropped, and logged.
+#   for ``EXIT_S`` seconds at most. Saves that wait behind it are dropped, and logged.
 # * A tensor that is new at every save, such as ``torch.get_rng_state()``, makes every save plan
 #   anew and wait for the one before. Save it as a list: ``.tolist()``.
 # * A directory of that name that holds anything but a checkpoint is left alone: the save fails, and

@@ -101,13 +101,13 @@ from torch.distributed.checkpoint.filesystem import WriteResult, _StorageInfo
 from torch.distributed.checkpoint.format_utils import dcp_to_torch_save
 
 WRITERS = 6  # threads per rank, each with a file; more take cores from what launches kernels
-PIECE = 256 << 20  # bytes that one system call writes
+PIECE = 256 << 20  # bytes that one system call writes at most
 
 # %%
 # What is around a tensor
 # -----------------------
 # Under ``torch.serialization.skip_data()``, ``torch.save`` does not write a tensor's bytes: it
-# seeks over them. A file object that notes where, and does not move, ends up with exactly the
+# seeks over them. A file object that notes the place and stays there ends up with exactly the
 # bytes before and after the tensor.
 #
 # One field depends on the tensor's bytes: the zip's checksum. ``torch.load`` does not check it,
@@ -145,9 +145,9 @@ def around(shape: torch.Size, dtype: torch.dtype) -> tuple[bytes, bytes]:
 # 4. Each rank writes.
 # 5. Rank 0 writes ``.metadata``.
 #
-# Here DCP's own planner does the first three. The storage writer below only gives each tensor a
-# place: the largest first, each in the shortest file so far. Several names of one memory, as tied
-# weights have, get one place.
+# Here DCP itself does the first three. The storage writer below only gives each tensor a place: the
+# largest first, each in the shortest file so far. Several names of one memory, as tied weights
+# have, get one place.
 #
 # ``pieces`` turns places into system calls. ``os.pwritev`` writes a list of buffers from wherever
 # they lie: header, tensor, header, tensor. Hundreds of small tensors become one call.
@@ -388,7 +388,7 @@ if __name__ == "__main__":
 #    :where: step=long storage=memory
 #
 # Steps shorter than the copy wait for it. A snapshot on the device (``overlapped_snapshot``) lowers
-# that on one GPU, with ``WRITERS = 2``, and did not on two:
+# that on one GPU, with ``WRITERS = 2``, and did not on two GPUs:
 #
 # .. result-table:: checkpoint_stall
 #    :rows: none overlapped_writer overlapped_snapshot
@@ -418,9 +418,9 @@ if __name__ == "__main__":
 #
 # Memory
 # ------
-# The host memory of :doc:`overlapped_stager`, twice that until a changed state has been planned
-# anew. The kept plan takes about 1.5 kB for each *kind* of tensor (shape and dtype), some hundred
-# bytes for each tensor and buffer, and on rank 0 the ``.metadata`` of all ranks.
+# The host memory of :doc:`overlapped_stager`. If the state's layout changes: twice that, until the
+# new plan is made. The kept plan takes about 1.5 kB for each *kind* of tensor (shape and dtype),
+# some hundred bytes for each tensor and buffer, and on rank 0 the ``.metadata`` of all ranks.
 #
 # Known limits
 # ------------

@@ -41,9 +41,9 @@ built on this.
    now = []
    read({"model": model, "optimizer": optimizer}, now)
    assert plan.fits(now)                             # else make plan, arena and lists anew
-   plan.take_snapshots()                             # what cannot wait
+   plan.take_snapshots()                             # small tensors, and what cannot wait
    stream.wait_stream(torch.cuda.current_stream())
-   has_been_read, copied = plan.queue(copies, torch.cuda, stream)
+   _, has_been_read, copied = plan.queue(copies, torch.cuda, stream)
    ...                                               # forward, backward, loss.item()
    torch.cuda.current_stream().wait_event(has_been_read)
    optimizer.step()
@@ -76,16 +76,16 @@ the same problem (`4303 <https://github.com/meta-pytorch/torchrec/pull/4303>`__,
 <https://github.com/meta-pytorch/torchrec/pull/4339>`__).
 
 The recipe cuts the copies into pieces of at most ``PIECE`` bytes; smaller copies share a piece.
-Behind each piece, the same stream copies four bytes **to** the device. That is the work of the
-other engine. So when a piece ends, its stream has no next piece ready, and the engine turns to the
-other streams: the read is served.
+Behind each piece, the same stream copies four bytes **to** the device: the *gap*. That is the work
+of the other engine. So when a piece ends, its stream has no next piece ready, and the engine turns
+to the other streams: the read is served.
 
-All copies and gaps are lists, made once. A thread hands a list to torch in one call, which queues it
-without Python's interpreter lock. That matters: right after a save the training thread launches the
-first kernels of a forward, and the device has nothing else to do. A Python loop over the pieces
-would take turns with it. The thread must get the lock before its call, which takes milliseconds, so
-the save itself queues the first pieces. The event after the last piece is known when the call
-returns: no thread has to pace the copies.
+Pieces and gaps are in lists, made once. Torch queues a list in one call, without Python's
+interpreter lock. That matters: right after a save the training thread launches the first kernels of
+a forward, and the device has nothing else to do. A Python loop over the pieces would compete for
+the lock. :doc:`overlapped_stager` makes these calls on a thread. The thread can wait milliseconds
+for the lock, so the save itself queues the first pieces. The event after the last piece is known
+when the call returns: no thread has to pace the copies.
 
 .. lanes:: Schematic. The read in the second step, with nothing between the copies (above) and with gaps (below).
 
@@ -115,7 +115,7 @@ from torch.distributed.device_mesh import DeviceMesh
 from torch.distributed.tensor import DTensor
 
 PIECE = 64 << 20  # bytes of copies in a row: a read of the training waits for one piece at most
-FIRST = 16  # pieces that the save itself queues
+FIRST = 16  # pieces that the save itself queues, those of the largest tensors
 SMALL = 1 << 20  # bytes; smaller tensors travel together
 ALIGNMENT = 64  # bytes; where a tensor or a pack may start
 
@@ -194,14 +194,13 @@ def in_host_memory(tensor: torch.Tensor, host: torch.Tensor) -> torch.Tensor:
 # %%
 # What is copied beside training
 # ------------------------------
-# Dense tensors and DTensors stay where they are and are copied later. Everything else (Python
-# numbers, learning rates, sparse tensors) is read at once. A dict with an attribute
-# ``kept_tensors`` promises not to change, so ``read`` does not walk it again (:doc:`kept_state`
-# makes such dicts).
+# ``read`` leaves dense tensors and DTensors to the plan below. It copies everything else (Python
+# numbers, sparse tensors) at once. A dict with an attribute ``kept_tensors`` promises not to change,
+# so ``read`` does not walk it again (:doc:`kept_state` makes such dicts).
 
 
 def is_staged(leaf: object) -> bool:
-    """Whether ``leaf`` is a dense tensor or a DTensor: those are copied beside training."""
+    """Whether ``leaf`` is a dense tensor or a DTensor: a ``CopyPlan`` copies those."""
     dense = type(leaf) in (torch.Tensor, nn.Parameter) and leaf.layout == torch.strided
     return dense or isinstance(leaf, DTensor)
 
@@ -242,11 +241,11 @@ def read(tree: object, tensors: list[torch.Tensor]) -> object:
 # The plan
 # --------
 # ``CopyPlan`` prepares once what does not change: which bytes go where. It copies tied weights
-# once. At the save, one kernel gathers the small tensors: step counts, BatchNorm's statistics, a
-# learning rate that the schedule changes in place. They are copied as one.
+# once. At the save, ``torch.cat`` gathers the small tensors: step counts, BatchNorm's statistics, a
+# learning rate that the schedule changes in place. They travel to the host as one.
 #
-# Some large tensors cannot wait for the host either. The plan copies them on their own device first,
-# as *snapshots*:
+# Large tensors are read beside training. Some are copied at the save first, on their own device, as
+# *snapshots*:
 #
 # * tensors that forward changes,
 # * tensors that are not contiguous, and views that conjugate or negate,
@@ -256,7 +255,7 @@ def read(tree: object, tensors: list[torch.Tensor]) -> object:
 #
 # Optimizers, loads and ``p.data = ...`` may give a tensor other memory, or another shape over the
 # same memory, or conjugate it. So every save compares the ``identity`` of each tensor. It does so
-# in one pass, because fetching the tensors' records from memory is what takes time. It keeps no
+# in one pass, because fetching the tensor objects from memory is what takes time. It keeps no
 # list of what it sees: a thousand new tuples would set off Python's garbage collection. Version
 # counters would not do, because a fused optimizer leaves them as they are.
 #
@@ -345,14 +344,14 @@ class CopyPlan:
         return [in_host_memory(tensor, hosts[identity(shard)]) for tensor, shard in pairs]
 
     def take_snapshots(self) -> None:
-        """Queue on the current stream the copies of what cannot wait, and of small tensors."""
+        """Queue on the current stream: snapshots of what cannot wait, packs of small tensors."""
         if self.snapshots:
             torch._foreach_copy_(*zip(*self.snapshots, strict=True))  # pairs (copy, shard)
         for pack, small in self.packs:
             torch.cat(small, out=pack)
 
     def copies(self, arena: PinnedArena) -> list[tuple[tuple, tuple]]:
-        """Targets and sources: of the first pieces in place, the others, and what was copied."""
+        """Targets and sources, three lists: first pieces in place, the rest, snapshots and packs."""
         lists = []
         for pieces in (self.in_place[:FIRST], self.in_place[FIRST:], self.from_copies):
             pairs, in_a_row = [self.gap], 0
@@ -443,8 +442,9 @@ if __name__ == "__main__":
 #
 # Memory
 # ------
-# Page-locked host memory: the bytes of this rank's shards, each large one rounded up to 64 bytes.
-# On the device: the small tensors once more, and all snapshots (``channels_last`` weights, say).
+# Page-locked host memory: the bytes of this rank's shards, each large one rounded up to
+# ``ALIGNMENT``. On the device: the small tensors once more, and all snapshots (``channels_last``
+# weights, say).
 #
 # Known limits
 # ------------
