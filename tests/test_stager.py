@@ -137,8 +137,27 @@ def test_a_plan_of_inference_mode_is_a_plan() -> None:
         arena = staging_copies.PinnedArena(plan.nbytes, CPU)
         copies, hosts = plan.copies(arena), plan.hosts(arena)
     plan.take_snapshots()
-    plan.queue(copies, torch.cpu, torch.cpu.current_stream())
+    plan.start(copies, torch.cpu, torch.cpu.current_stream())
     assert torch.equal(hosts[0], x)
+
+
+def test_what_lies_on_another_device_is_copied_to_the_host_at_the_save() -> None:
+    import staging_copies
+
+    elsewhere = [torch.empty(size, device="meta") for size in (3, staging_copies.SMALL)]
+    plan = staging_copies.CopyPlan([torch.ones(3), *elsewhere], CPU)
+    assert [copy.device for copy, _ in plan.snapshots] == [CPU, CPU]
+    assert {pack.device for pack, _ in plan.packs} == {CPU}
+
+
+def test_one_element_with_a_stride_is_saved(tmp_path) -> None:
+    from overlapped_stager import OverlappedSaves
+
+    x = torch.arange(10.0)[5::5]
+    assert x.is_contiguous() and x.stride() == (5,)
+    with OverlappedSaves(CPU) as saves:
+        saves.save({"x": x}, tmp_path / "step1")
+    assert loaded(tmp_path / "step1", {"x": torch.zeros(1)})["x"] == 5
 
 
 def test_a_conjugated_view_is_saved_as_it_reads(tmp_path) -> None:
@@ -285,13 +304,13 @@ def queued_after(go: threading.Event, monkeypatch) -> None:
     """From now on the copying thread waits for ``go``."""
     from overlapped_stager import CopyPlan
 
-    queue = CopyPlan.queue
+    start = CopyPlan.start
 
-    def queue_late(self, *args) -> list:
+    def start_late(self, *args) -> list:
         assert threading.current_thread() is threading.main_thread() or go.wait(30)
-        return queue(self, *args)
+        return start(self, *args)
 
-    monkeypatch.setattr(CopyPlan, "queue", queue_late)
+    monkeypatch.setattr(CopyPlan, "start", start_late)
 
 
 def test_large_buffers_that_model_to_has_replaced_are_read_at_the_save(tmp_path, monkeypatch):

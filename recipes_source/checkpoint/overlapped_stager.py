@@ -198,12 +198,12 @@ class OverlappedSaves:
             state = read(state_dict, tensors)
             _, copies, hosts = self.prepare(tensors)
             self.before_update()
-            compute, beside, queue = self.streams.current_stream(), self.copy_stream, self.plan.queue  # fmt: skip
-            compute.wait_stream(beside)  # which may read older snapshots
+            main, beside, start = self.streams.current_stream(), self.copy_stream, self.plan.start
+            main.wait_stream(beside)  # which may read older snapshots
             self.plan.take_snapshots()
-            beside.wait_stream(compute)
-            queue(copies[:1], self.streams, beside)  # the rest when a thread gets the interpreter
-            self.queued = staged = self.copier.submit(queue, copies[1:], self.streams, beside)
+            beside.wait_stream(main)
+            start(copies[:1], self.streams, beside)  # the rest when a thread gets the interpreter
+            self.queued = staged = self.copier.submit(start, copies[1:], self.streams, beside)
         except Exception as failure:
             error = failure
         finally:  # the other ranks are saving: they will be told

@@ -43,7 +43,7 @@ built on this.
    assert plan.fits(now)                             # else make plan, arena and lists anew
    plan.take_snapshots()                             # small tensors, and what cannot wait
    stream.wait_stream(torch.cuda.current_stream())
-   _, has_been_read, copied = plan.queue(copies, torch.cuda, stream)
+   _, has_been_read, copied = plan.start(copies, torch.cuda, stream)
    ...                                               # forward, backward, loss.item()
    torch.cuda.current_stream().wait_event(has_been_read)
    optimizer.step()
@@ -249,7 +249,7 @@ def read(tree: object, tensors: list[torch.Tensor]) -> object:
 #
 # * tensors that forward changes,
 # * tensors that are not contiguous, and views that conjugate or negate,
-# * tensors on another device,
+# * tensors on another device: on the host,
 # * with ``snapshot_bytes``, as many others as fit. It is meant for steps shorter than the copy: see
 #   the rows of short steps in :doc:`overlapped_writer` before you use it.
 #
@@ -304,17 +304,17 @@ class CopyPlan:
         for shard in sorted(unique.values(), key=torch.Tensor.element_size, reverse=True):
             source, is_large = shard, shard.nbytes >= SMALL
             within_budget = is_large and shard.nbytes <= snapshot_bytes
-            changes = shard.untyped_storage().data_ptr() in changing
-            read_at_save = is_large and (changes or shard.device != device)
+            elsewhere = shard.device != device
+            read_at_save = elsewhere or is_large and shard.untyped_storage().data_ptr() in changing
             is_view = not shard.is_contiguous() or shard.is_conj() or shard.is_neg()
             snapshot_bytes -= shard.nbytes if within_budget else 0
             if within_budget or read_at_save or is_view:
-                source = torch.empty(shard.shape, dtype=shard.dtype, device=shard.device)
+                source = shard.new_empty(shard.shape, device="cpu" if elsewhere else device)
                 self.snapshots.append((source, shard))
-            (large if is_large else small.setdefault(shard.device, [])).append((shard, source))
+            (large if is_large else small.setdefault(source.device, [])).append((shard, source))
 
         for group in small.values():
-            sources = [source.view(-1).view(torch.uint8) for _, source in group]
+            sources = [source.unsqueeze(-1).view(torch.uint8).view(-1) for _, source in group]
             self.packs.append((torch.cat(sources), sources))
             offset = self.place(self.packs[-1][0], self.from_copies)
             for shard, _ in group:  # widest elements first: each lies at a multiple of its size
@@ -363,7 +363,7 @@ class CopyPlan:
             lists.append(tuple(zip(*pairs, strict=True)))
         return lists
 
-    def queue(self, copies: list[tuple[tuple, tuple]], streams, stream) -> list:
+    def start(self, copies: list[tuple[tuple, tuple]], streams, stream) -> list:
         """Queue ``copies`` on ``stream``, after what it waits for; return an event behind each."""
         events = [streams.Event() for _ in copies]
         with streams.stream(stream):
@@ -396,7 +396,7 @@ def main() -> None:
         expected = [shard_of(tensor).detach().cpu().clone() for tensor in tensors]
         plan.take_snapshots()
         stream.wait_stream(streams.current_stream())
-        _, has_been_read, copied = plan.queue(copies, streams, stream)
+        _, has_been_read, copied = plan.start(copies, streams, stream)
         basic.forward_backward(app, device)
         streams.current_stream().wait_event(has_been_read)
         app.optimizer.step()
