@@ -162,7 +162,8 @@ class OverlappedSaves:
         self.streams = torch.get_device_module(self.device)
         self.copy_stream, self.jobs, self.queued = self.streams.Stream(), SimpleQueue(), None
         self.plan, self.sets, self.calls, self.skipped = None, [], 0, 0  # sets: arenas and copies
-        self.uploads, self.failures, self.running, self.abandoned = [], [], False, False
+        self.uploads, self.failures, self.running, self.abandoned = [Future()], [], False, False
+        self.uploads[-1].set_result(None)  # the last one is the newest save's: none is under way
         if dist.is_initialized():
             self.rank, deadline = dist.get_rank(), timedelta(seconds=DEADLINE_S)
             self.groups = [dist.new_group(backend="gloo", timeout=deadline) for _ in range(2)]
@@ -225,8 +226,7 @@ class OverlappedSaves:
             self.plan, self.sets = None, []
             plan = CopyPlan(tensors, self.device, self.changing(), self.snapshot_bytes)
             arenas = [PinnedArena(plan.nbytes, self.device) for _ in range(BUFFER_SETS)]
-            sets = [(arena, plan.copies(arena), plan.hosts(arena)) for arena in arenas]
-            self.plan, self.sets = plan, sets
+            self.plan, self.sets = plan, [(a, plan.copies(a), plan.hosts(a)) for a in arenas]
         return self.sets[self.calls % BUFFER_SETS]
 
     def before_update(self, *_) -> None:
