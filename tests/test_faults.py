@@ -202,7 +202,7 @@ def test_what_a_reader_has_resumes_as_if_nothing_had_happened(ask) -> None:
     pytest.importorskip("peft")
     answers = ask("stranger", "tied", "frozen", "lora", "two optimizers")
     for kind, answer in answers.items():
-        assert len(answer["ended"]) == 2, (kind, answer["logs"])
+        assert len(answer["ended"]) == 2, (kind, answer)
         wrong = [rank for rank, right in answer["ended"].items() if not all(right.values())]
         assert not wrong, (kind, answer["ended"])
 

@@ -6,6 +6,7 @@ counted and not run again. The last line counts.
 """
 
 import argparse
+import faulthandler
 import hashlib
 import json
 import os
@@ -119,6 +120,7 @@ def fork_rank(run: Callable, rank: int, ranks: int, scratch: Path, group: int, *
         output = os.open(scratch / f"rank{rank}.log", os.O_WRONLY | os.O_CREAT | os.O_APPEND, 0o644)
         os.dup2(output, 1)
         os.dup2(output, 2)
+        faulthandler.dump_traceback_later(DEADLINE_S - 3, file=2)  # where it hangs, if it does
         run(rank, ranks, scratch / "store", writing, *how)
         code = 0
     except SystemExit as exit:
