@@ -450,5 +450,5 @@ if __name__ == "__main__":
 # ------------
 # * A tensor that another library's subclass wraps is copied at once, on the training thread.
 # * Thousands of copies take long to queue. Until they are, other threads launch kernels more slowly
-#   (seen on an H200), which a loop that the host limits notices.
-# * Accelerators other than CUDA get pageable memory: right, and slower.
+#   (seen on an H200): a host-bound loop notices.
+# * Without CUDA, memory is pageable: right, slower, and a save waits for its first pieces.
