@@ -121,9 +121,9 @@ EXIT_S = 30.0  # how long the end of the block waits for a write after an except
 # --------
 # ``save`` runs on the training thread. It reads whatever is not a tensor, checks that the plan
 # still fits, gathers small tensors, queues snapshots and the first copies, and hands the rest to two
-# threads. One queues the other copies. The other waits until all have arrived, and writes. Each is
-# told its device, because a new thread uses the first device and would open a context there: half a
-# gigabyte for each rank of the node.
+# threads. One queues the other copies. The other prepares the write beside the last copies, waits
+# for them, and writes. Each is told its device, because a new thread uses the first device and would
+# open a context there: half a gigabyte for each rank of the node.
 #
 # ``together`` runs a function on all ranks, and raises on all of them if it failed on one. A full
 # disk, memory that the driver refuses to lock, or a state that one rank cannot stage costs that
@@ -188,7 +188,7 @@ class OverlappedSaves:
         """
         if not self.running or dist.is_initialized() != bool(self.groups):
             raise RuntimeError("save within `with OverlappedSaves(...)`, behind init_process_group")
-        if self.if_busy == "skip" and self.busy_on_any_rank():
+        if self.if_busy == "skip" and max(self.together(self.unwritten, group=1)) >= BUFFER_SETS:
             self.skipped += 1
             return None
         wait(self.uploads[: len(self.uploads) + 1 - BUFFER_SETS])
@@ -213,11 +213,8 @@ class OverlappedSaves:
             self.jobs.put((self.calls, staged, tensors, hosts, state, directory, done))
         return done
 
-    def busy_on_any_rank(self) -> bool:
-        busy = torch.tensor(sum(not done.done() for done in self.uploads), device="cpu")
-        if self.groups:
-            dist.all_reduce(busy, dist.ReduceOp.MAX, group=self.groups[1])
-        return int(busy) >= BUFFER_SETS
+    def unwritten(self) -> int:
+        return sum(not done.done() for done in self.uploads)
 
     def prepare(self, tensors: list[torch.Tensor]) -> tuple[PinnedArena, list, list]:
         """Return the next arena, its copies and tensors; plan anew if a tensor has changed."""
@@ -232,7 +229,7 @@ class OverlappedSaves:
     def before_update(self, *_) -> None:
         """Make the current stream wait until the latest save has read the state."""
         if self.queued is not None and self.queued.exception(DEADLINE_S) is None:
-            self.streams.current_stream().wait_event(self.queued.result()[0])  # all has been read
+            self.streams.current_stream().wait_event(self.queued.result()[1])  # all has been read
 
     def write_in_turn(self) -> None:
         """Write one checkpoint after the other, on the writing thread."""
@@ -248,6 +245,7 @@ class OverlappedSaves:
                 raise RuntimeError(f"the ranks have called save for others than {directory}")
             hosts, unfinished = dict(zip(map(id, tensors), hosts, strict=True)), aside
             state = walk(state, lambda leaf: hosts[id(leaf)] if is_staged(leaf) else leaf)
+            self.arranged = self.together(self.arrange, state, staged.result()[-1])
             self.together(self.write, state, aside)
             unfinished = None
             self.together(self.commit, aside, directory)
@@ -259,7 +257,7 @@ class OverlappedSaves:
             self.failures.append(failure)
             done.set_exception(failure)
 
-    def together(self, work, *args) -> list:
+    def together(self, work, *args, group=0) -> list:
         """Call ``work`` on all ranks; return all results, or raise on all ranks if one failed."""
         try:
             error, report = None, (work(*args), None)
@@ -268,23 +266,27 @@ class OverlappedSaves:
             error, report = failure, (None, f"rank {self.rank}: {(causes or [failure])[0]!r}")
         reports = [report] * (dist.get_world_size() if self.groups else 1)
         if self.groups:
-            dist.all_gather_object(reports, report, group=self.groups[0])
+            dist.all_gather_object(reports, report, group=self.groups[group])
         if failures := "; ".join(failure for _, failure in reports if failure):
             raise RuntimeError(failures) from error
         return [result for result, _ in reports]
 
     def begin(self, number: int, staged: Future, aside: Path) -> tuple:
-        """Wait for the copies. Until then this thread leaves the interpreter to the training.
+        """Wait for most copies. Until then this thread leaves the interpreter to the training.
 
         Returns:
             What must be the same on all ranks.
         """
         if self.abandoned:
             raise RuntimeError("training has ended by an exception")
-        staged.result()[1].synchronize()
+        staged.result()[0].synchronize()
         if self.rank == 0:
             shutil.rmtree(aside, ignore_errors=True)  # left by a job that died
         return number, aside
+
+    def arrange(self, state: dict, copied: torch.Event) -> object:
+        """Prepare the write beside the last copies and wait for them; return what all must know."""
+        copied.synchronize()
 
     def write(self, state: dict, directory: Path) -> None:
         """Write this rank's part of ``state``, which lies in host memory."""

@@ -100,7 +100,7 @@ from overlapped_stager import BUFFER_SETS, OverlappedSaves, is_staged
 from torch.distributed.checkpoint.filesystem import WriteResult, _StorageInfo
 from torch.distributed.checkpoint.format_utils import dcp_to_torch_save
 
-WRITERS = 6  # threads per rank, each with a file; more take cores from what launches kernels
+WRITERS = 7  # threads per rank, each with a file; more take cores from what launches kernels
 PIECE = 256 << 20  # bytes that one system call writes at most
 
 # %%
@@ -271,33 +271,33 @@ class OverlappedWriter(OverlappedSaves):
 
     def write(self, state: dict, directory: Path) -> None:
         """Write this rank's part of ``state``. Every rank calls it, on its writing thread."""
-        planner = dcp.DefaultSavePlanner()
-        if any(self.together(self.differs, planner, state)):
+        if any(self.arranged):
             layout, group = Layout(directory), self.groups[0] if self.groups else None
             dcp.save(state, storage_writer=layout, process_group=group, no_dist=group is None)
             layout.made_for, self.layout, self.plans = self.wanted, layout, self.plans + 1
-        others = self.together(self.write_files, planner, directory)
+        others = self.together(self.write_files, directory)
         if self.rank == 0:
             self.layout.write_metadata(directory, others)
 
-    def differs(self, planner: dcp.DefaultSavePlanner, state: dict) -> bool:
-        """Whether this rank's state needs another layout than the one that is kept."""
+    def arrange(self, state: dict, copied: torch.Event) -> bool:
+        """Beside the last copies: does this rank's state need another layout than the kept one?"""
+        self.planner = planner = dcp.DefaultSavePlanner()
         planner.set_up_planner(state)
         self.staged = [leaf for leaf in planner.state_dict.values() if is_staged(leaf)]
         others = [leaf for leaf in planner.state_dict.values() if not is_staged(leaf)]
         shapes = tuple(leaf.shape for leaf in others if torch.is_tensor(leaf))
         self.key = tuple(planner.mappings.items()), tuple(map(id, self.staged)), shapes
-        if self.layout and self.key in self.layout.calls:
-            return False
-        plan, names = planner.create_local_plan(), {}
-        tensors = [planner.resolve_data(item) for item in staged_items(planner, plan)]
-        ties = [names.setdefault(memory_of(tensor), n) for n, tensor in enumerate(tensors)]
-        self.wanted = plan, ties
-        return self.layout is None or self.layout.made_for != self.wanted
+        if differs := self.layout is None or self.key not in self.layout.calls:
+            plan, names = planner.create_local_plan(), {}
+            memory = [memory_of(planner.resolve_data(item)) for item in staged_items(planner, plan)]
+            self.wanted = plan, [names.setdefault(place, n) for n, place in enumerate(memory)]
+            differs = self.layout is None or self.layout.made_for != self.wanted
+        super().arrange(state, copied)
+        return differs
 
-    def write_files(self, planner: dcp.DefaultSavePlanner, directory: Path) -> list[WriteResult]:
+    def write_files(self, directory: Path) -> list[WriteResult]:
         """Write this rank's files; return the places of what is serialised anew."""
-        layout = self.layout
+        layout, planner = self.layout, self.planner
         if self.key not in layout.calls:
             if len(layout.calls) == BUFFER_SETS:
                 layout.calls.clear()
@@ -328,7 +328,7 @@ class OverlappedWriter(OverlappedSaves):
 # an error. Rank 0 writes ``.metadata`` when all files are complete, and renames the directory after
 # that.
 #
-# ``differs`` decides whether the kept plan still holds. Staged tensors are the same objects at
+# ``arrange`` decides whether the kept plan still holds. Staged tensors are the same objects at
 # every other save, because two sets of buffers alternate. So comparing their ids is enough. A state
 # with other objects is compared as DCP sees it: names, shapes, shards, dtypes, and which names
 # share memory. If one rank finds a difference, all ranks plan again.

@@ -43,7 +43,7 @@ built on this.
    assert plan.fits(now)                             # else make plan, arena and lists anew
    plan.take_snapshots()                             # small tensors, and what cannot wait
    stream.wait_stream(torch.cuda.current_stream())
-   _, has_been_read, copied = plan.start(copies, torch.cuda, stream)
+   *_, has_been_read, copied = plan.start(copies, torch.cuda, stream)
    ...                                               # forward, backward, loss.item()
    torch.cuda.current_stream().wait_event(has_been_read)
    optimizer.step()
@@ -115,7 +115,7 @@ from torch.distributed.device_mesh import DeviceMesh
 from torch.distributed.tensor import DTensor
 
 PIECE = 64 << 20  # bytes of copies in a row: a read of the training waits for one piece at most
-FIRST = 16  # pieces that the save itself queues, those of the largest tensors
+FIRST = LAST = 16  # pieces: the save queues the first itself, its write is prepared beside the last
 SMALL = 1 << 20  # bytes; smaller tensors travel together
 ALIGNMENT = 64  # bytes; where a tensor or a pack may start
 
@@ -351,9 +351,9 @@ class CopyPlan:
             torch.cat(small, out=pack)
 
     def copies(self, arena: PinnedArena) -> list[tuple[tuple, tuple]]:
-        """Targets and sources, three lists: first pieces in place, the rest, snapshots and packs."""
-        lists = []
-        for pieces in (self.in_place[:FIRST], self.in_place[FIRST:], self.from_copies):
+        """Targets and sources, four lists: pieces in place in three, snapshots and packs."""
+        first, rest, lists = self.in_place[:FIRST], self.in_place[FIRST:], []
+        for pieces in (first, rest[:-LAST], rest[-LAST:], self.from_copies):
             pairs, in_a_row = [self.gap], 0
             for offset, piece in pieces:
                 in_a_row += piece.nbytes
@@ -396,7 +396,7 @@ def main() -> None:
         expected = [shard_of(tensor).detach().cpu().clone() for tensor in tensors]
         plan.take_snapshots()
         stream.wait_stream(streams.current_stream())
-        _, has_been_read, copied = plan.start(copies, streams, stream)
+        *_, has_been_read, copied = plan.start(copies, streams, stream)
         basic.forward_backward(app, device)
         streams.current_stream().wait_event(has_been_read)
         app.optimizer.step()
