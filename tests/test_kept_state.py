@@ -123,6 +123,24 @@ def test_what_is_no_optimizer_and_what_has_no_state_are_refused_at_once() -> Non
         TrainingState(model, optimizer, step=5)
 
 
+def test_what_no_optimizer_of_torch_trains_is_saved_with_its_own_by_a_name(tmp_path) -> None:
+    class Mine:
+        def __init__(self, moment: float) -> None:
+            self.moment = torch.full((3,), moment)
+
+        def state_dict(self) -> dict:
+            return {"moment": self.moment}
+
+        def load_state_dict(self, state: dict) -> None:
+            self.moment = state["moment"]
+
+    model, mine = nn.Linear(4, 4), Mine(1.0)
+    dcp.save({"app": TrainingState(model, mine=mine)}, checkpoint_id=tmp_path)
+    other, loaded = nn.Linear(4, 4), Mine(0.0)
+    dcp.load({"app": TrainingState(other, mine=loaded)}, checkpoint_id=tmp_path)
+    assert torch.equal(other.weight, model.weight) and torch.equal(loaded.moment, mine.moment)
+
+
 def test_a_save_in_mid_accumulation_before_the_first_update_loads(tmp_path: Path) -> None:
     model = nn.Linear(4, 4)
     optimizer = torch.optim.AdamW(model.parameters())

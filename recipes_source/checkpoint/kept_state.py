@@ -210,12 +210,12 @@ class TrainingState(Stateful):
         tensors = {id(x): x for x in self.known if is_plain(x)}.values()
         held = {memory_of(x): x for x in tensors}
         shared = sum(memory_of(x)[0] > 0 for x in tensors) > sum(key[0] > 0 for key in held)
-        self.kept_model, self.kept_optim = model, optim["state"]
+        self.kept_model, self.kept_optim = model, optim.get("state", {})  # none without optimizers
         if all_in(model, held) and not shared:  # two objects of one memory may part by `.data =`
             self.kept_model = Kept({key: held[memory_of(x)] for key, x in model.items()})
         if all_in(self.kept_optim, held):
             self.kept_optim = Kept(self.kept_optim)
-        self.names = [group["params"] for group in optim["param_groups"]]
+        self.names = [group["params"] for group in optim.get("param_groups", [])]
 
     def warn_of_missing_state(self) -> None:
         """Say which trainable parameters never had a gradient, unlike others of their group."""
