@@ -281,6 +281,16 @@ def test_a_save_that_fails_behind_its_first_folder_leaves_nothing(tmp_path) -> N
     assert not list(tmp_path.iterdir()), "a full disk needs the room"
 
 
+def test_an_error_of_the_file_system_names_its_path(tmp_path) -> None:
+    from overlapped_stager import OverlappedSaves
+
+    (tmp_path / "file").touch()
+    with OverlappedSaves(CPU) as saves:
+        saves.save({"x": torch.ones(2)}, tmp_path / "file" / "step1")
+        with pytest.raises(RuntimeError, match="NotADirectoryError.*file/step1.incomplete"):
+            saves.wait()
+
+
 def test_a_relative_directory_is_that_of_the_call(tmp_path, monkeypatch) -> None:
     from overlapped_stager import OverlappedSaves
 

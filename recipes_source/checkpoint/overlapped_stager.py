@@ -262,8 +262,9 @@ class OverlappedSaves:
         try:
             error, report = None, (work(*args), None)
         except BaseException as failure:
-            causes = [cause for cause, _ in getattr(failure, "failures", {}).values()]  # DCP's
-            error, report = failure, (None, f"rank {self.rank}: {(causes or [failure])[0]!r}")
+            # DCP's error has those of all ranks in ``failures``
+            cause = next((c for c, _ in getattr(failure, "failures", {}).values()), failure)
+            error, report = failure, (None, f"rank {self.rank}: {type(cause).__name__}: {cause}")
         reports = [report] * (dist.get_world_size() if self.groups else 1)
         if self.groups:
             dist.all_gather_object(reports, report, group=self.groups[group])
