@@ -13,9 +13,8 @@ and a thread writes it. A directory gets its final name only when the checkpoint
    :field: staging_cost_s
    :where: model=llama-1b step=long loop=reads compiled=no storage=memory
 
-The row ``overlapped_writer`` is of :doc:`overlapped_writer`, which stages with this recipe, writes
-faster, and is used in the same way. ``torch_checkpointing`` is a package that stages in the
-background. ``none`` is the same measurement without a save: the noise.
+The row ``overlapped_writer`` is of :doc:`overlapped_writer`, which stages with this recipe and
+writes faster. ``torch_checkpointing`` is a package that stages in the background. ``none`` is the same measurement without a save: the noise.
 
 **When not to bother:** your state is a few megabytes, you save once an hour (:doc:`async_save`
 costs next to nothing then), or the host cannot spare two copies of each rank's shards.
@@ -39,10 +38,10 @@ Your project needs this file, ``staging_copies.py``, and ``kept_state.py``. ``de
 own, such as ``torch.device("cuda", local_rank)``. To resume, call
 ``dcp.load({"app": app}, checkpoint_id=root / "step100")``; :doc:`retention` finds the newest.
 
-**Does anything but an optimizer's** ``step`` **write weights** after a save, such as an EMA swap, a
-load, an update by hand, or another method of the optimizer (SAM's first step, ScheduleFree's
-``eval``)? Call ``saves.before_update()`` before it. Otherwise the checkpoint can hold some tensors
-from before the change and some from after it, and nothing reports that.
+**Does anything but an optimizer's** ``step`` **write what you save**, such as an average of weights
+(its update or its swap), a load, a CUDA graph, or another method of the optimizer (SAM's first step,
+ScheduleFree's ``eval``)? Call ``saves.before_update()`` before it. Otherwise the checkpoint can hold
+some tensors from before the change and some from after it, and nothing reports that.
 
 .. grid:: 1 1 2 2
 
@@ -123,7 +122,7 @@ EXIT_S = 30.0  # how long the end of the block waits for a write after an except
 # still fits, gathers small tensors, queues snapshots and the first copies, and hands the rest to two
 # threads. One queues the other copies. The other prepares the write beside the last copies, waits
 # for them, and writes. Each is told its device, because a new thread uses the first device and would
-# open a context there: half a gigabyte for each rank of the node.
+# open a context there.
 #
 # ``together`` runs a function on all ranks, and raises on all of them if it failed on one. A full
 # disk, memory that the driver refuses to lock, or a state that one rank cannot stage costs that
@@ -134,7 +133,7 @@ EXIT_S = 30.0  # how long the end of the block waits for a write after an except
 # If an exception leaves the ``with`` block, no further write starts, and the current one gets
 # ``EXIT_S`` seconds. The block calls no collective then, because the other ranks may never join it.
 # Threads that still wait for other ranks are daemons and end with the program. What they were
-# writing never gets its name, and the block logs that it left.
+# writing never gets its name.
 #
 # ``write`` is stock DCP with two settings. ``per_thread_copy_ahead=0``: otherwise the writer waits
 # for the compute stream once per tensor. ``set_crc32_options(False)``: checksums take time,
@@ -364,9 +363,8 @@ if __name__ == "__main__":
 # %%
 # What it buys
 # ------------
-# The table is of a stock Llama in a stock loop: gradient clipping, a learning-rate schedule,
-# ``loss.item()`` every step, and the read of transformers' mask in every forward.
-# :doc:`/guide/measured` explains the columns. The row ``overlapped_writer`` stages as this recipe
+# The table is of a stock Llama whose loop calls ``loss.item()`` every step, and whose forward reads
+# transformers' mask. :doc:`/guide/measured` explains the columns. The row ``overlapped_writer`` stages as this recipe
 # does, and writes faster. With DCP's writer, as here, a save has not been measured on a stock
 # model.
 #
@@ -374,15 +372,14 @@ if __name__ == "__main__":
 #    :rows: none dcp_save overlapped_writer
 #    :where: step=long storage=memory
 #
-# The writing thread shares Python's interpreter lock with training. You notice that if the host
-# limits your steps and the state has many small tensors; :doc:`overlapped_writer` holds the lock
-# for less time.
+# If the loop reads the loss of a step before it saves, the device idles during the call: read it
+# behind the save. The writing thread shares Python's interpreter lock with training. You notice that
+# if the host limits your steps; :doc:`overlapped_writer` holds the lock for less time.
 #
 # What breaks if you remove a line
 # --------------------------------
-# Each edit was made and run when this page was built. Streams do nothing on a CPU, so the bits
-# come out right there even without the events. A recorder of stream order finds accesses that no
-# event orders.
+# Streams do nothing on a CPU, so the bits come out right there even without the events. A recorder
+# of stream order finds accesses that no event orders.
 #
 # .. recipe-controls::
 #
@@ -391,7 +388,7 @@ if __name__ == "__main__":
 # Page-locked host memory, from the first save to the end of the block: twice the bytes of this
 # rank's shards. ``BUFFER_SETS = 1`` needs them once, and each save then waits for the previous
 # one. The first save locks this memory on the training thread, as does one whose state has another
-# layout. Such a call takes far longer than the others.
+# layout. Such a call takes far longer.
 #
 # Under DDP every rank holds the whole state, and every rank stages it, though only one copy is
 # written. Shard the optimizer's state there.
@@ -402,6 +399,8 @@ if __name__ == "__main__":
 # * ``model.to`` can give a model new buffers. Pass ``model.buffers`` without parentheses, so that
 #   each plan asks for those of now. With a list, new buffers are copied while forward changes them.
 # * Save after ``optimizer.step()``: gradients of a half-done accumulation are not in the state.
+# * ``nn.Embedding(max_norm=...)`` changes its weight in forward: pass it with the buffers.
+# * A save to ``step100`` deletes ``step100.incomplete`` and ``step100.replaced``.
 # * After an exception, Ctrl-C, or ``sys.exit`` in the block only the write in progress is finished,
 #   for ``EXIT_S`` seconds at most. Saves that wait behind it are dropped, and logged.
 # * A tensor that is new at every save, such as ``torch.get_rng_state()``, makes every save plan
@@ -410,7 +409,7 @@ if __name__ == "__main__":
 #   its complete checkpoint stays in ``step100.incomplete``. Write a tokenizer elsewhere, or when
 #   the future is done.
 # * A state that calls ``get_state_dict`` at every save (:doc:`state_to_save`) works too, and holds
-#   the training thread for milliseconds with hundreds of tensors.
+#   the training thread for longer.
 # * A program that ends without leaving the block loses what is not yet written, without a word.
 # * A directory is taken for a local path, even ``s3://...``: :doc:`object_storage` saves to a
 #   store.
