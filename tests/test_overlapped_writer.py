@@ -24,6 +24,18 @@ def test_a_changed_layout_is_planned_anew_by_all_ranks() -> None:
     survives("changed_layouts", ranks=2)
 
 
+def test_a_number_and_a_tensor_that_exchange_their_names_are_planned_anew() -> None:
+    survives("exchanged", ranks=2)
+
+
+def test_a_layout_that_failed_on_one_rank_is_not_taken_for_the_next_one() -> None:
+    survives("failed_on_one_rank", ranks=2)
+
+
+def test_a_state_that_a_subclass_changes_too_late_is_told_on_every_rank() -> None:
+    survives("changed_in_write", ranks=2)
+
+
 def test_a_rank_without_room_is_heard_of_on_every_rank_and_harms_nothing() -> None:
     survives("no_room", ranks=2)
 
@@ -47,16 +59,19 @@ def test_a_tensor_that_is_not_dense_is_serialised_at_every_save() -> None:
 class Mine(torch.Tensor): ...
 
 
-def test_a_tensor_of_another_class_that_grows_is_planned_anew(tmp_path) -> None:
+@pytest.mark.parametrize("changed", [torch.arange(5), torch.arange(3.0)], ids=["size", "dtype"])
+def test_a_tensor_of_another_class_that_changes_is_planned_anew(tmp_path, changed) -> None:
     from overlapped_writer import OverlappedWriter
 
     x = torch.ones(3)
     with OverlappedWriter(torch.device("cpu")) as saves:
-        for step, n in enumerate((3, 3, 5)):  # the third save has the buffers of the first
-            state = {"mine": torch.arange(n).as_subclass(Mine), "x": x}
+        tensors = torch.arange(3), torch.arange(3), changed
+        for step, mine in enumerate(tensors):  # the third save has the buffers of the first
+            state = {"mine": mine.as_subclass(Mine), "x": x}
             saves.save(state, tmp_path / f"{step}").result()
     metadata = FileSystemReader(tmp_path / "2").read_metadata().state_dict_metadata
-    assert metadata["mine"].size == torch.Size([5])
+    assert metadata["mine"].size == changed.shape
+    assert metadata["mine"].properties.dtype == changed.dtype
 
 
 def test_a_write_is_prepared_before_the_last_copies_have_arrived_and_begins_behind_them(tmp_path):

@@ -34,6 +34,7 @@ TWO_RANKS = [
     "a_failed_save_is_told_on_every_rank_and_costs_no_other",
     "a_rank_whose_state_cannot_be_read_mixes_no_two_saves",
     "a_rank_that_cannot_stage_is_told_to_all",
+    "a_rank_that_does_not_know_its_tensors_is_told_to_all",
     "ranks_that_name_other_directories_are_told",
     "a_busy_rank_makes_all_ranks_skip",
     "a_block_left_by_one_rank_does_not_hang_and_leaves_nothing_wrong",

@@ -187,7 +187,8 @@ class OverlappedSaves:
         """
         if not self.running or dist.is_initialized() != bool(self.groups):
             raise RuntimeError("save within `with OverlappedSaves(...)`, behind init_process_group")
-        if self.if_busy == "skip" and max(self.together(self.unwritten, group=1)) >= BUFFER_SETS:
+        busy = (not done.done() for done in self.uploads)  # asked for in ``together``
+        if self.if_busy == "skip" and max(self.together(sum, busy, group=1)) >= BUFFER_SETS:
             self.skipped += 1
             return None
         wait(self.uploads[: len(self.uploads) + 1 - BUFFER_SETS])
@@ -211,9 +212,6 @@ class OverlappedSaves:
                 staged.set_exception(error)
             self.jobs.put((self.calls, staged, tensors, hosts, state, directory, done))
         return done
-
-    def unwritten(self) -> int:
-        return sum(not done.done() for done in self.uploads)
 
     def prepare(self, tensors: list[torch.Tensor]) -> tuple[PinnedArena, list, list]:
         """Return the next arena, its copies and tensors; plan anew if a tensor has changed."""
@@ -243,9 +241,8 @@ class OverlappedSaves:
             if len(set(self.together(self.begin, number, staged, aside))) > 1:
                 raise RuntimeError(f"the ranks have called save for others than {directory}")
             hosts, unfinished = dict(zip(map(id, tensors), hosts, strict=True)), aside
-            state = walk(state, lambda leaf: hosts[id(leaf)] if is_staged(leaf) else leaf)
-            self.arranged = self.together(self.arrange, state, staged.result()[-1])
-            self.together(self.write, state, aside)
+            self.arranged = self.together(self.arrange_hosts, state, hosts, staged.result()[-1])
+            self.together(self.write, self.state, aside)
             unfinished = None
             self.together(self.commit, aside, directory)
             done.set_result(directory)
@@ -283,6 +280,10 @@ class OverlappedSaves:
         if self.rank == 0:
             shutil.rmtree(aside, ignore_errors=True)  # left by a job that died
         return number, aside
+
+    def arrange_hosts(self, state: dict, hosts: dict, copied: torch.Event) -> object:
+        self.state = walk(state, lambda leaf: hosts[id(leaf)] if is_staged(leaf) else leaf)
+        return self.arrange(self.state, copied)
 
     def arrange(self, state: dict, copied: torch.Event) -> object:
         """Prepare the write beside the last copies and wait for them; return what all must know."""
@@ -350,7 +351,6 @@ def main(directory: Path) -> None:
     for step, bits in expected.items():
         basic.assert_same_bits(basic.load_app(root / f"step{step}", device), bits)
     print(f"checkpoints of steps {list(expected)} loaded back, every bit equal")
-    dist.barrier()
     dist.destroy_process_group()
 
 

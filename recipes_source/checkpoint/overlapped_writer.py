@@ -174,8 +174,7 @@ class Layout(dcp.FileSystemWriter):
         writers = min(WRITERS, 1 + sum(tensor.nbytes for tensor, _ in tensors) // PIECE)
         self.names = [f"{plan.storage_data.prefix}{n}.distcp" for n in range(writers)]
         self.files, self.ends = [[] for _ in self.names], [0 for _ in self.names]
-        self.calls, self.last_others = {}, None
-        places, results = {}, []
+        self.calls, self.last_others, places, results = {}, None, {}, []
         for tensor, item in tensors:
             memory = memory_of(tensor)
             if memory not in places:
@@ -263,6 +262,11 @@ def serialised(data: io.BytesIO | torch.Tensor) -> bytes:
     return data.getvalue()
 
 
+def kind(leaf: object) -> object:
+    """What a plan depends on, beside the leaf's name."""
+    return id(leaf) if is_staged(leaf) else torch.is_tensor(leaf) and (leaf.shape, leaf.dtype)
+
+
 class OverlappedWriter(OverlappedSaves):
     """``OverlappedSaves`` that plans once and then writes bytes; used in the same way."""
 
@@ -275,7 +279,7 @@ class OverlappedWriter(OverlappedSaves):
             layout, group = Layout(directory), self.groups[0] if self.groups else None
             dcp.save(state, storage_writer=layout, process_group=group, no_dist=group is None)
             layout.made_for, self.layout, self.plans = self.wanted, layout, self.plans + 1
-        others = self.together(self.write_files, directory)
+        others = self.together(self.write_files, state, directory)
         if self.rank == 0:
             self.layout.write_metadata(directory, others)
 
@@ -283,26 +287,25 @@ class OverlappedWriter(OverlappedSaves):
         """Beside the last copies: does this rank's state need another layout than the kept one?"""
         self.planner = planner = dcp.DefaultSavePlanner()
         planner.set_up_planner(state)
-        self.staged = [leaf for leaf in planner.state_dict.values() if is_staged(leaf)]
-        others = [leaf for leaf in planner.state_dict.values() if not is_staged(leaf)]
-        shapes = tuple(leaf.shape for leaf in others if torch.is_tensor(leaf))
-        self.key = tuple(planner.mappings.items()), tuple(map(id, self.staged)), shapes
-        if differs := self.layout is None or self.key not in self.layout.calls:
+        self.key = tuple(planner.mappings.items()), tuple(map(kind, planner.state_dict.values()))
+        self.wanted = made_for = self.layout and self.layout.made_for
+        if self.layout is None or self.key not in self.layout.calls:
             plan, names = planner.create_local_plan(), {}
             memory = [memory_of(planner.resolve_data(item)) for item in staged_items(planner, plan)]
             self.wanted = plan, [names.setdefault(place, n) for n, place in enumerate(memory)]
-            differs = self.layout is None or self.layout.made_for != self.wanted
         super().arrange(state, copied)
-        return differs
+        return self.wanted != made_for
 
-    def write_files(self, directory: Path) -> list[WriteResult]:
+    def write_files(self, state: dict, directory: Path) -> list[WriteResult]:
         """Write this rank's files; return the places of what is serialised anew."""
+        if state is not self.state:
+            raise RuntimeError("a subclass changes the state: change it in arrange, not in write")
         layout, planner = self.layout, self.planner
         if self.key not in layout.calls:
             if len(layout.calls) == BUFFER_SETS:
                 layout.calls.clear()
             calls = [layout.pieces(planner, items) for items in layout.files]
-            layout.calls[self.key] = self.staged, calls  # keeps the staged memory alive
+            layout.calls[self.key] = planner.state_dict, calls  # keeps the staged memory alive
         _, calls = layout.calls[self.key]
 
         tail, places = bytearray(), []
@@ -315,7 +318,7 @@ class OverlappedWriter(OverlappedSaves):
 
         directory.mkdir(parents=True, exist_ok=True)
         with ThreadPoolExecutor(len(calls), "write") as threads:
-            paths = [directory / name for name in layout.names]
+            paths = map(directory.joinpath, layout.names)
             list(threads.map(write_file, paths, [first, *calls[1:]]))
         return places
 

@@ -16,6 +16,7 @@ import state_to_save  # noqa: E402
 import torch  # noqa: E402
 import torch.distributed as dist  # noqa: E402
 import torch.distributed.checkpoint as dcp  # noqa: E402
+from kept_state import Kept  # noqa: E402
 from raising import raised  # noqa: E402
 from staging_copies import CopyPlan  # noqa: E402
 from torch import nn  # noqa: E402
@@ -116,6 +117,20 @@ def a_failed_save_is_told_on_every_rank_and_costs_no_other(
     del run.expected["step2"]
     run.right()
     assert not (root / "step2").exists()
+
+
+def a_rank_that_does_not_know_its_tensors_is_told_to_all(root: Path, device: torch.device) -> None:
+    """As when its caller puts a tensor into what ``TrainingState`` returns."""
+    run, known = Run(root, device), torch.ones(2, device=device)
+    with recipe.OverlappedSaves(device, run.app.model.buffers()) as saves:
+        run.step_and_save(saves)
+        state = Kept({"x": known})
+        if dist.get_rank() == dist.get_world_size() - 1:
+            state["y"] = torch.zeros(2, device=device)
+        assert "KeyError" in str(saves.save(state, root / "unknown").exception(30))
+        saves.failures.clear()
+        run.step_and_save(saves)
+    run.right()
 
 
 def a_rank_that_cannot_stage_is_told_to_all(root: Path, device: torch.device) -> None:
@@ -523,6 +538,7 @@ ON_ALL_RANKS = (
     a_failed_save_is_told_on_every_rank_and_costs_no_other,
     a_rank_whose_state_cannot_be_read_mixes_no_two_saves,
     a_rank_that_cannot_stage_is_told_to_all,
+    a_rank_that_does_not_know_its_tensors_is_told_to_all,
     ranks_that_name_other_directories_are_told,
     a_busy_rank_makes_all_ranks_skip,
     a_block_left_by_one_rank_does_not_hang_and_leaves_nothing_wrong,

@@ -23,7 +23,7 @@ from torch.distributed.device_mesh import init_device_mesh  # noqa: E402
 from torch.distributed.tensor import Replicate, Shard, distribute_tensor  # noqa: E402
 
 # Gloo gathers no float8, DCP loads no sparse tensor and takes long for thousands.
-NOT_FOR_THE_HARNESS = ("all_kinds", "sparse", "many_tensors")
+NOT_FOR_THE_HARNESS = ("all_kinds", "sparse", "many_tensors", "exchanged")
 CPU = torch.device("cpu")
 KINDS = [
     torch.float32,
@@ -34,6 +34,12 @@ KINDS = [
     torch.uint8,
     torch.int64,
 ]
+
+
+class Mine(torch.Tensor): ...
+
+
+torch.serialization.add_safe_globals([Mine])
 
 
 def sharded(rows: int, seed: int) -> torch.Tensor:
@@ -159,6 +165,66 @@ def changed_layouts(root: Path) -> None:
                 plans.append(saves.plans)
     expected = [1, 1, 1, 1, 2, 2, 3, 3, 4, 4, 5, 5, 6, 6, 7, 7, 8, 8, 9, 9, 10, 10]
     assert plans == expected, plans
+
+
+def alone(directory: Path) -> dict:
+    """The checkpoint as a reader without a model finds it."""
+    file = directory.with_suffix(f".{dist.get_rank()}.pt")
+    dcp_to_torch_save(directory, file)
+    state = torch.load(file, weights_only=False)
+    file.unlink()
+    return state
+
+
+def exchanged(root: Path) -> None:
+    """A tensor and a number change their names; so do a tensor of another class and a number."""
+    dense, mine = random(1, 8), torch.arange(3.0).as_subclass(Mine)
+    with OverlappedWriter(CPU) as saves:
+        for place, tensor in (("dense", dense), ("mine", mine)):
+            for n, (a, b) in enumerate([(tensor, 3), (tensor, 3), (3, tensor), (3, tensor)]):
+                state = {"a": a, "b": b, "dense": dense}
+                saves.save(state, root / f"{place}{n}").result()
+                found = alone(root / f"{place}{n}")
+                numbers = [name for name in "ab" if not torch.is_tensor(found[name])]
+                assert numbers == ["b" if n < 2 else "a"], f"{place}{n}: {found}"
+
+
+def failed_on_one_rank(root: Path) -> None:
+    """A layout that a failed save was to have is not that of the save after it."""
+    last = dist.get_rank() == dist.get_world_size() - 1
+    x = random(1, 8)
+
+    class Refusing(OverlappedWriter):
+        def arrange(self, state: dict, copied) -> bool:
+            if "refused" in state:
+                raise ValueError("no plan for this")
+            return super().arrange(state, copied)
+
+    more, other, refused = {} if last else {"more": "x"}, {"other": 1}, {"refused": 1}
+    states = [{}, {}, more | (refused if last else {}), other if last else {}]
+    states.append(more | (other if last else {}))
+    with Refusing(CPU) as saves:
+        for n, state in enumerate(states):
+            error = saves.save({"x": x, **state}, root / str(n)).exception()
+            assert (error is None) == (n != 2) and ("no plan" in str(error)) == (n == 2), error
+        saves.failures.clear()
+    assert {"x", "more", "other"} <= set(alone(root / "4")), alone(root / "4").keys()
+
+
+def changed_in_write(root: Path) -> None:
+    """A subclass that hands on another state on one rank: told to all, not left out."""
+
+    class Counting(OverlappedWriter):
+        def write(self, state: dict, directory: Path) -> None:
+            if dist.get_rank() == dist.get_world_size() - 1:
+                state = {**state, "n": 100}
+            super().write(state, directory)
+
+    with Counting(CPU) as saves:
+        for n in range(2):
+            error = saves.save({"x": random(1, 8), "n": n}, root / str(n)).exception()
+            assert "arrange" in str(error), error
+        saves.failures.clear()
 
 
 def no_room(root: Path) -> None:
