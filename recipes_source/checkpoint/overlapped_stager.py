@@ -217,7 +217,7 @@ class OverlappedSaves:
         """Return the next arena, its copies and tensors; plan anew if a tensor has changed."""
         if self.plan is None or not self.plan.fits(tensors):
             wait(self.uploads[:-1])
-            self.plan, self.sets = None, []
+            self.plan, self.sets, self.state = None, [], None
             plan = CopyPlan(tensors, self.device, self.changing(), self.snapshot_bytes)
             arenas = [PinnedArena(plan.nbytes, self.device) for _ in range(BUFFER_SETS)]
             self.plan, self.sets = plan, [(a, plan.copies(a), plan.hosts(a)) for a in arenas]
