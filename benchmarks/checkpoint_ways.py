@@ -516,7 +516,7 @@ class WithGaps(AllAtOnce):
         super().start(save)
 
     def queue(self) -> None:
-        self.plan.start(self.copies, self.module, self.stream)
+        self.plan.queue(self.copies, self.module, self.stream)
 
 
 PIECES: dict[str, type[Way]] = {

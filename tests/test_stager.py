@@ -138,7 +138,7 @@ def test_a_plan_of_inference_mode_is_a_plan() -> None:
         arena = staging_copies.PinnedArena(plan.nbytes, CPU)
         copies, hosts = plan.copies(arena), plan.hosts(arena)
     plan.take_snapshots()
-    plan.start(copies, torch.cpu, torch.cpu.current_stream())
+    plan.queue(copies, torch.cpu, torch.cpu.current_stream())
     assert torch.equal(hosts[0], x)
 
 
@@ -315,13 +315,13 @@ def queued_after(go: threading.Event, monkeypatch) -> None:
     """From now on the copying thread waits for ``go``."""
     from overlapped_stager import CopyPlan
 
-    start = CopyPlan.start
+    queue = CopyPlan.queue
 
-    def start_late(self, *args) -> list:
+    def queue_late(self, *args) -> list:
         assert threading.current_thread() is threading.main_thread() or go.wait(30)
-        return start(self, *args)
+        return queue(self, *args)
 
-    monkeypatch.setattr(CopyPlan, "start", start_late)
+    monkeypatch.setattr(CopyPlan, "queue", queue_late)
 
 
 def test_large_buffers_that_model_to_has_replaced_are_read_at_the_save(tmp_path, monkeypatch):

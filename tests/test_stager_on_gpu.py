@@ -186,7 +186,7 @@ def test_a_read_in_mid_step_does_not_wait_for_the_copies(saver):
         waits[name] = []
         for _ in range(4):
             torch.cuda.synchronize()
-            *_, copied = plan.start(lists, streams, stream)
+            *_, copied = plan.queue(lists, streams, stream)
             scalar.item()
             waits[name].append(not copied.query())
             torch.cuda.synchronize()

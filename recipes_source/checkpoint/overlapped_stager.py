@@ -14,7 +14,8 @@ and a thread writes it. A directory gets its final name only when the checkpoint
    :where: model=llama-1b step=long loop=reads compiled=no storage=memory
 
 The row ``overlapped_writer`` is of :doc:`overlapped_writer`, which stages with this recipe and
-writes faster. ``torch_checkpointing`` is a package that stages in the background. ``none`` is the same measurement without a save: the noise.
+writes faster. ``torch_checkpointing`` is a package that stages in the background. ``none`` is the
+same measurement without a save: the noise.
 
 **When not to bother:** your state is a few megabytes, you save once an hour (:doc:`async_save`
 costs next to nothing then), or the host cannot spare two copies of each rank's shards.
@@ -199,12 +200,12 @@ class OverlappedSaves:
             state = read(state_dict, tensors)
             _, copies, hosts = self.prepare(tensors)
             self.before_update()
-            main, beside, start = self.streams.current_stream(), self.copy_stream, self.plan.start
+            main, beside, queue = self.streams.current_stream(), self.copy_stream, self.plan.queue
             main.wait_stream(beside)  # which may read older snapshots
             self.plan.take_snapshots()
             beside.wait_stream(main)
-            start(copies[:1], self.streams, beside)  # the rest when a thread gets the interpreter
-            self.queued = staged = self.copier.submit(start, copies[1:], self.streams, beside)
+            queue(copies[:1], self.streams, beside)  # the rest when a thread gets the interpreter
+            self.queued = staged = self.copier.submit(queue, copies[1:], self.streams, beside)
         except Exception as failure:
             error = failure
         finally:  # the other ranks are saving: they will be told
@@ -282,6 +283,7 @@ class OverlappedSaves:
         return number, aside
 
     def arrange_hosts(self, state: dict, hosts: dict, copied: torch.Event) -> object:
+        """Put the staged tensors in the place of the device's, for ``arrange`` and ``write``."""
         self.state = walk(state, lambda leaf: hosts[id(leaf)] if is_staged(leaf) else leaf)
         return self.arrange(self.state, copied)
 
@@ -364,9 +366,9 @@ if __name__ == "__main__":
 # What it buys
 # ------------
 # The table is of a stock Llama whose loop calls ``loss.item()`` every step, and whose forward reads
-# transformers' mask. :doc:`/guide/measured` explains the columns. The row ``overlapped_writer`` stages as this recipe
-# does, and writes faster. With DCP's writer, as here, a save has not been measured on a stock
-# model.
+# transformers' mask. :doc:`/guide/measured` explains the columns. The row ``overlapped_writer``
+# stages as this recipe does, and writes faster. With DCP's writer, as here, a save has not been
+# measured on a stock model.
 #
 # .. result-table:: checkpoint_stall
 #    :rows: none dcp_save overlapped_writer

@@ -43,7 +43,7 @@ built on this.
    assert plan.fits(now)                             # else make plan, arena and lists anew
    plan.take_snapshots()                             # small tensors, and what cannot wait
    stream.wait_stream(torch.cuda.current_stream())
-   *_, has_been_read, copied = plan.start(copies, torch.cuda, stream)
+   *_, has_been_read, copied = plan.queue(copies, torch.cuda, stream)
    ...                                               # forward, backward, loss.item()
    torch.cuda.current_stream().wait_event(has_been_read)
    optimizer.step()
@@ -363,7 +363,7 @@ class CopyPlan:
             lists.append(tuple(zip(*pairs, strict=True)))
         return lists
 
-    def start(self, copies: list[tuple[tuple, tuple]], streams, stream) -> list:
+    def queue(self, copies: list[tuple[tuple, tuple]], streams, stream) -> list:
         """Queue ``copies`` on ``stream``, after what it waits for; return an event behind each."""
         events = [streams.Event() for _ in copies]
         with streams.stream(stream):
@@ -396,7 +396,7 @@ def main() -> None:
         expected = [shard_of(tensor).detach().cpu().clone() for tensor in tensors]
         plan.take_snapshots()
         stream.wait_stream(streams.current_stream())
-        *_, has_been_read, copied = plan.start(copies, streams, stream)
+        *_, has_been_read, copied = plan.queue(copies, streams, stream)
         basic.forward_backward(app, device)
         streams.current_stream().wait_event(has_been_read)
         app.optimizer.step()
