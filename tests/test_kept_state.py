@@ -10,6 +10,8 @@ import torch.distributed as dist
 import torch.distributed.checkpoint as dcp
 from torch import nn
 from torch.distributed.checkpoint.state_dict import get_state_dict
+from torch.distributed.device_mesh import init_device_mesh
+from torch.distributed.tensor import DTensor, Replicate
 
 sys.path.insert(0, str(Path(__file__).parents[1] / "recipes_source" / "checkpoint"))
 
@@ -240,3 +242,53 @@ def test_a_flat_parameter_is_no_tensor_of_the_state(tmp_path: Path) -> None:
         kept = {key: x.clone() for key, x in app.state_dict()["model"].items()}
         fresh, _ = get_state_dict(model, optimizer)
         assert all(torch.equal(kept[key], fresh[key]) for key in fresh)
+
+
+class Wrapper(torch.Tensor):
+    """A tensor around another, without memory of its own, as quantized weights are."""
+
+    __torch_function__ = torch._C._disabled_torch_function_impl
+
+    @staticmethod
+    def __new__(cls, inner: torch.Tensor) -> "Wrapper":
+        return torch.Tensor._make_wrapper_subclass(cls, inner.shape, dtype=inner.dtype)
+
+    def __init__(self, inner: torch.Tensor) -> None:
+        self.inner = inner
+
+    @classmethod
+    def __torch_dispatch__(cls, function, types, args=(), kwargs=None) -> object:
+        inner = [x.inner if isinstance(x, Wrapper) else x for x in args]
+        out = function(*inner, **(kwargs or {}))
+        return Wrapper(out) if isinstance(out, torch.Tensor) else out
+
+
+def wrapped(value: float) -> DTensor:
+    mesh = init_device_mesh("cpu", (1,))
+    return DTensor.from_local(Wrapper(torch.full((4, 4), value)), mesh, [Replicate()])
+
+
+def test_a_parameter_without_memory_of_its_own_is_not_taken_for_another() -> None:
+    model = nn.Sequential(nn.Linear(4, 4, bias=False), nn.Linear(4, 4, bias=False))
+    for number, layer in enumerate(model):
+        layer.weight = nn.Parameter(wrapped(float(number)))
+    kept = TrainingState(model).state_dict()["model"]
+    values = [kept[f"{n}.weight"]._local_tensor.inner[0, 0].item() for n in range(2)]
+    assert values == [0, 1]
+
+
+def test_a_dtensor_without_memory_of_its_own_is_refused() -> None:
+    from staging_copies import read
+
+    with pytest.raises(TypeError, match="Wrapper"):
+        read({"x": wrapped(1.0)}, [])
+
+
+def test_a_parameter_that_moves_to_the_next_group_is_noticed() -> None:
+    model = nn.Linear(4, 4)
+    optimizer = torch.optim.SGD([{"params": [p]} for p in model.parameters()], lr=0.1)
+    app = trained(model, optimizer)
+    first, second = optimizer.param_groups
+    second["params"].insert(0, first["params"].pop())
+    groups = app.state_dict()["optim"]["param_groups"]
+    assert [len(group["params"]) for group in groups] == [0, 2]

@@ -406,3 +406,68 @@ def test_no_more_than_a_piece_is_copied_between_two_gaps(monkeypatch) -> None:
         rows, row = [*rows, row], 0
     assert max(rows) == piece and sum(rows) >= sum(sizes)
     assert len(rows) < 12, "copies that fit into one piece share it"
+
+
+def test_an_interrupted_wait_for_buffers_costs_that_save_and_is_told(tmp_path, monkeypatch) -> None:
+    """Uncounted, this rank's later saves would join those that the other ranks began before."""
+    import overlapped_stager
+
+    def interrupted(uploads) -> None:
+        monkeypatch.undo()
+        raise KeyboardInterrupt
+
+    with overlapped_stager.OverlappedSaves(CPU) as saves:
+        saves.save({"x": torch.ones(2)}, tmp_path / "step1")
+        monkeypatch.setattr(overlapped_stager, "wait", interrupted)
+        with pytest.raises(KeyboardInterrupt):
+            saves.save({"x": torch.ones(2)}, tmp_path / "step2")
+        assert saves.calls == 2
+        with pytest.raises(RuntimeError, match="KeyboardInterrupt"):
+            saves.wait()
+        saves.save({"x": torch.ones(2)}, tmp_path / "step3")
+    assert sorted(path.name for path in tmp_path.iterdir()) == ["step1", "step3"]
+
+
+def test_a_process_group_that_ends_before_the_block_hides_no_save(tmp_path) -> None:
+    from overlapped_stager import OverlappedSaves
+
+    dist.init_process_group("gloo", store=dist.HashStore(), rank=0, world_size=1)
+    with OverlappedSaves(CPU) as saves:
+        saves.save({"x": torch.ones(2)}, tmp_path / "step1").result()
+        dist.destroy_process_group()
+    assert (tmp_path / "step1" / ".metadata").exists()
+
+
+def test_tensors_without_bytes_are_planned_once(tmp_path) -> None:
+    from overlapped_writer import OverlappedWriter
+
+    with OverlappedWriter(CPU) as saves:
+        for step in range(8):
+            state = {f"x{n}": torch.empty(0) for n in range(8)}
+            saves.save({**state, "y": torch.ones(2)}, tmp_path / f"step{step}").result()
+    assert saves.plans == 1
+
+
+def test_a_root_of_newer_steps_refuses_an_older_one_and_loses_neither(tmp_path) -> None:
+    from retention import RetainedSaves
+
+    refused = pytest.raises(RuntimeError, match="step8 is there: resume")
+    with refused, RetainedSaves(tmp_path, CPU, keep_last=1) as saves:
+        saves.save({"x": torch.ones(2)}, tmp_path / "step8").result()
+        saves.save({"x": torch.ones(2)}, tmp_path / "step2")
+    assert (tmp_path / "step8" / ".metadata").exists()
+
+
+def test_a_relative_root_stays_where_it_was_and_takes_only_its_own(tmp_path, monkeypatch) -> None:
+    from retention import RetainedSaves
+
+    (tmp_path / "other").mkdir()
+    monkeypatch.chdir(tmp_path)
+    refused = pytest.raises(RuntimeError, match="is not in")
+    with refused, RetainedSaves(Path("root"), CPU, keep_last=1) as saves:
+        saves.save({"x": torch.ones(2)}, Path("root/step1")).result()
+        monkeypatch.chdir("other")
+        saves.save({"x": torch.ones(2)}, tmp_path / "root" / "step2").result()
+        saves.save({"x": torch.ones(2)}, Path("root/step3"))
+    found = sorted(path.name for path in (tmp_path / "root").glob("step*"))
+    assert found == ["step2"]

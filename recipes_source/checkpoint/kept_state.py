@@ -6,8 +6,8 @@ Ask for the state once
 
 Shorten the call of a save when the state has many tensors. ``get_state_dict`` runs on the training
 thread at every save, and takes longer the more tensors there are. Yet almost nothing of its result
-changes: the same tensors lie in the same places. ``TrainingState`` calls it once. Later saves only
-check that model and optimizers still hold the same tensor objects.
+changes: the same tensors lie in the same places. ``TrainingState`` calls it
+again only if model or optimizers hold other tensor objects than at the last call.
 
 .. result-gain:: checkpoint_stall
    :rows: overlapped_writer torch_checkpointing torchtitan_async_with_pinned_mem
@@ -124,8 +124,8 @@ def memory_of(tensor: torch.Tensor) -> tuple:
 
 
 def is_plain(leaf: object) -> bool:
-    dense = type(leaf) in (torch.Tensor, nn.Parameter) and leaf.layout == torch.strided
-    return dense or isinstance(leaf, DTensor)
+    local = leaf._local_tensor if isinstance(leaf, DTensor) else leaf
+    return type(local) in (torch.Tensor, nn.Parameter) and local.layout == torch.strided
 
 
 def all_in(nested: object, held: dict[tuple, torch.Tensor]) -> bool:
@@ -167,7 +167,7 @@ class TrainingState(Stateful):
         moments = chain.from_iterable(state.values() for state in states)
         dicts = list(chain(self.containers, states, moments))
         groups = chain.from_iterable(optimizer.param_groups for optimizer in self.optimizers)
-        trained = chain.from_iterable(group["params"] for group in groups)
+        trained = chain.from_iterable((*group["params"], group) for group in groups)
         return [*chain(*dicts), *chain(*map(dict.values, dicts)), *trained]
 
     def state_dict(self) -> dict:
@@ -330,5 +330,8 @@ if __name__ == "__main__":
 #   ``state_dict``, extra state, nested optimizer state, subclasses of ``nn.Parameter``, and weights
 #   that share memory but are not one object: one of them can move away.
 # * Models that change their layers at every step gain nothing.
+# * It saves no random state and no position in the data: pass objects that do, by name.
+# * A parameter that never had a gradient has no optimizer state. Load with
+#   ``DefaultLoadPlanner(allow_partial_load=True)`` then.
 # * After an evaluation, ``fully_shard`` can leave the root module gathered. That module then holds
 #   other parameters than before, and the next save calls ``get_state_dict`` again: right, and slow.

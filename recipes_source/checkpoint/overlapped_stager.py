@@ -30,14 +30,15 @@ costs next to nothing then), or the host cannot spare two copies of each rank's 
    app = TrainingState(model, optimizer, schedule=scheduler)
    root = Path("checkpoints")
    with OverlappedSaves(device, model.buffers) as saves:
-       for step, batch in enumerate(batches, 1):
-           train_step(batch)  # ends with optimizer.step()
+       for step, batch in enumerate(batches, scheduler.last_epoch + 1):
+           train_step(batch)  # ends with optimizer.step() and scheduler.step()
            if step % 100 == 0:
                saves.save({"app": app}, root / f"step{step}")
 
 Your project needs this file, ``staging_copies.py``, and ``kept_state.py``. ``device`` is the rank's
 own, such as ``torch.device("cuda", local_rank)``. To resume, call
-``dcp.load({"app": app}, checkpoint_id=root / "step100")``; :doc:`retention` finds the newest.
+``dcp.load({"app": app}, checkpoint_id=root / "step100")`` before the block; :doc:`retention` finds
+the newest.
 
 **Does anything but an optimizer's** ``step`` **write what you save**, such as an average of weights
 (its update or its swap), a load, a CUDA graph, or another method of the optimizer (SAM's first step,
@@ -128,17 +129,16 @@ EXIT_S = 30.0  # how long the end of the block waits for a write after an except
 # ``together`` runs a function on all ranks, and raises on all of them if it failed on one. A full
 # disk, memory that the driver refuses to lock, or a state that one rank cannot stage costs that
 # checkpoint and nothing else. The error is logged when it happens, and stored in that save's
-# future. ``wait`` and the end of the ``with`` block raise it. Training continues, and so does the
-# next save.
+# future. ``saves.wait()`` and the end of the block raise the first. Training and later saves
+# continue.
 #
 # If an exception leaves the ``with`` block, no further write starts, and the current one gets
-# ``EXIT_S`` seconds. The block calls no collective then, because the other ranks may never join it.
-# Threads that still wait for other ranks are daemons and end with the program. What they were
-# writing never gets its name.
+# ``EXIT_S`` seconds. The training thread calls no collective then: the other ranks may never join it.
+# Threads that still write are daemons and end with the program. Until then they can finish.
 #
 # ``write`` is stock DCP with two settings. ``per_thread_copy_ahead=0``: otherwise the writer waits
-# for the compute stream once per tensor. ``set_crc32_options(False)``: checksums take time,
-# nothing reads them, and the setting holds for the calling thread alone.
+# for the compute stream once per tensor. ``set_crc32_options(False)``: checksums take time, and DCP
+# reads none. Until torch 2.11 this sets it for the whole process.
 
 
 class OverlappedSaves:
@@ -192,11 +192,11 @@ class OverlappedSaves:
         if self.if_busy == "skip" and max(self.together(sum, busy, group=1)) >= BUFFER_SETS:
             self.skipped += 1
             return None
-        wait(self.uploads[: len(self.uploads) + 1 - BUFFER_SETS])
         directory, error = Path(directory).absolute(), KeyboardInterrupt("in save")
         tensors, hosts, state, staged, done = [], [], None, Future(), Future()
         self.calls, self.uploads = self.calls + 1, [*self.uploads[-BUFFER_SETS:], done]
         try:
+            wait(self.uploads[:-BUFFER_SETS])
             state = read(state_dict, tensors)
             _, copies, hosts = self.prepare(tensors)
             self.before_update()
@@ -293,7 +293,7 @@ class OverlappedSaves:
 
     def write(self, state: dict, directory: Path) -> None:
         """Write this rank's part of ``state``, which lies in host memory."""
-        torch.serialization.set_crc32_options(False)  # of this thread: nothing reads them
+        torch.serialization.set_crc32_options(False)  # DCP reads none
         writer = dcp.FileSystemWriter(directory, per_thread_copy_ahead=0)
         group = self.groups[0] if self.groups else None
         dcp.save(state, storage_writer=writer, process_group=group, no_dist=group is None)
@@ -327,7 +327,7 @@ class OverlappedSaves:
         if self.writer.is_alive():
             logging.getLogger(__name__).error("left while a checkpoint was being written")
         self.copier.shutdown()
-        while self.groups and all(upload.done() for upload in self.uploads):
+        while dist.is_initialized() and self.groups and all(x.done() for x in self.uploads):
             dist.destroy_process_group(self.groups.pop())
         if not self.abandoned:
             self.wait()
@@ -365,17 +365,15 @@ if __name__ == "__main__":
 # %%
 # What it buys
 # ------------
-# The table is of a stock Llama whose loop calls ``loss.item()`` every step, and whose forward reads
-# transformers' mask. :doc:`/guide/measured` explains the columns. The row ``overlapped_writer``
-# stages as this recipe does, and writes faster. With DCP's writer, as here, a save has not been
-# measured on a stock model.
+# The table is of a stock Llama. The loop calls ``loss.item()`` every step; transformers' mask check
+# reads one scalar more (:doc:`/guide/measured`). This recipe itself, with DCP's writer, was not
+# measured on it: ``overlapped_writer`` stages alike and writes faster.
 #
 # .. result-table:: checkpoint_stall
 #    :rows: none dcp_save overlapped_writer
 #    :where: step=long storage=memory
 #
-# If the loop reads the loss of a step before it saves, the device idles during the call: read it
-# behind the save. The writing thread shares Python's interpreter lock with training. You notice that
+# If the loop reads a step's loss and then saves, the device idles during the call: save first. The writing thread shares Python's interpreter lock with training. You notice that
 # if the host limits your steps; :doc:`overlapped_writer` holds the lock for less time.
 #
 # What breaks if you remove a line
@@ -387,7 +385,7 @@ if __name__ == "__main__":
 #
 # Memory
 # ------
-# Page-locked host memory, from the first save to the end of the block: twice the bytes of this
+# Page-locked host memory, from the first save until ``saves`` is deleted: twice the bytes of this
 # rank's shards. ``BUFFER_SETS = 1`` needs them once, and each save then waits for the previous
 # one. The first save locks this memory on the training thread, as does one whose state has another
 # layout. Such a call takes far longer.
@@ -397,14 +395,15 @@ if __name__ == "__main__":
 #
 # Known limits
 # ------------
-# * The hook orders optimizers and nothing else: see ``before_update`` above.
+# * Capture a CUDA graph that holds an optimizer's step before the first save.
+# * Ranks decide to save by step, not by a clock, and give each save its own name: one call more on
+#   one rank can mix two steps under one name.
 # * ``model.to`` can give a model new buffers. Pass ``model.buffers`` without parentheses, so that
 #   each plan asks for those of now. With a list, new buffers are copied while forward changes them.
 # * Save after ``optimizer.step()``: gradients of a half-done accumulation are not in the state.
 # * ``nn.Embedding(max_norm=...)`` changes its weight in forward: pass it with the buffers.
 # * A save to ``step100`` deletes ``step100.incomplete`` and ``step100.replaced``.
-# * After an exception, Ctrl-C, or ``sys.exit`` in the block only the write in progress is finished,
-#   for ``EXIT_S`` seconds at most. Saves that wait behind it are dropped, and logged.
+# * Ctrl-C and ``sys.exit`` count as exceptions. Saves that wait then are dropped, and logged.
 # * A tensor that is new at every save, such as ``torch.get_rng_state()``, makes every save plan
 #   anew and wait for the one before. Save it as a list: ``.tolist()``.
 # * A directory of that name that holds anything but a checkpoint is left alone: the save fails, and

@@ -33,14 +33,15 @@ well.
    app = TrainingState(model, optimizer, schedule=scheduler)
    root = Path("checkpoints")
    with OverlappedWriter(device, model.buffers) as saves:
-       for step, batch in enumerate(batches, 1):
-           train_step(batch)  # ends with optimizer.step()
+       for step, batch in enumerate(batches, scheduler.last_epoch + 1):
+           train_step(batch)  # ends with optimizer.step() and scheduler.step()
            if step % 100 == 0:
                saves.save({"app": app}, root / f"step{step}")
 
 Your project needs this file, ``overlapped_stager.py``, ``staging_copies.py``, and
 :doc:`kept_state.py <kept_state>`; ``device`` is the rank's own. Copy and write run beside training.
 ``root/step100`` appears when every rank has written its part and the storage has all of it.
+Whatever writes weights without an optimizer calls ``saves.before_update()`` first.
 
 .. grid:: 1 1 2 2
 
@@ -48,7 +49,7 @@ Your project needs this file, ``overlapped_stager.py``, ``staging_copies.py``, a
 
       * what stays the same from one save to the next, and what does not
       * which calls release the interpreter's lock
-      * a planner and a storage writer of your own in DCP's protocol
+      * a storage writer of your own in DCP's protocol
       * how all ranks learn of an error on one, and older checkpoints stay as they are
 
    .. grid-item-card:: What you need
@@ -155,7 +156,7 @@ def around(shape: torch.Size, dtype: torch.dtype) -> tuple[bytes, bytes]:
 
 def memory_of(tensor: torch.Tensor) -> tuple:
     """A key that is equal for two names of the same memory."""
-    return tensor.data_ptr() if tensor.nbytes else id(tensor), tensor.shape, tensor.dtype
+    return tensor.data_ptr() if tensor.nbytes else 0, tensor.shape, tensor.dtype
 
 
 def staged_items(planner, plan, staged: bool = True) -> list:
@@ -390,8 +391,8 @@ if __name__ == "__main__":
 #    :rows: none overlapped_writer
 #    :where: step=long storage=memory
 #
-# Steps shorter than the copy wait for it. A snapshot on the device (``overlapped_snapshot``) lowers
-# that on one GPU, with ``WRITERS = 2``, and did not on two GPUs:
+# Steps shorter than the copy wait for it. ``snapshot_bytes`` (``overlapped_snapshot``, with
+# ``WRITERS = 2``) lowered staging, not the whole save, on one GPU, and neither on two:
 #
 # .. result-table:: checkpoint_stall
 #    :rows: none overlapped_writer overlapped_snapshot
@@ -427,8 +428,7 @@ if __name__ == "__main__":
 #
 # Known limits
 # ------------
-# * Those of :doc:`overlapped_stager`. Above all: whatever writes weights without an optimizer calls
-#   ``saves.before_update()`` first.
+# * Those of :doc:`overlapped_stager`.
 # * The files are flushed, the directory's name is not: :doc:`durable_saves`.
 # * torch's documentation calls ``skip_data`` an early prototype, and ``_StorageInfo`` is private.
 #   The recipe runs on torch 2.9 to 2.15. If one disappears, the first save fails with an error and

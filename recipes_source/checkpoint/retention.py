@@ -147,9 +147,7 @@ def take_lease(root: Path) -> int:
         fcntl.flock(lease, fcntl.LOCK_EX | fcntl.LOCK_NB)
     except OSError as error:
         os.close(lease)
-        raise RuntimeError(
-            f"another job writes to {root}: stop it, or take another root"
-        ) from error
+        raise RuntimeError(f"another job writes to {root}: stop it, or take another") from error
     return lease
 
 
@@ -174,14 +172,13 @@ class RetainedSaves(DurableSaves):
     ``keep_every`` divides are kept.
 
     Raises:
-        RuntimeError: another job writes to ``root``; on every rank.
+        RuntimeError: another job writes to ``root``; on every rank. In a save's future: its directory
+            is not in ``root``, or ``root`` holds a newer step, whose run has not been resumed.
     """
 
-    def __init__(
-        self, root: Path, *args, keep_last: int = 3, keep_every: int = 0, **kwargs
-    ) -> None:
+    def __init__(self, root: Path, *args, keep_last=3, keep_every=0, **kwargs) -> None:
         super().__init__(*args, **kwargs)
-        self.root, self.keep_last, self.keep_every = root, keep_last, keep_every
+        self.root, self.keep_last, self.keep_every = root.absolute(), keep_last, keep_every
         self.lease: int | None = None
         to_delete(root, keep_last)  # raises now, and not at the first save
 
@@ -218,6 +215,11 @@ class RetainedSaves(DurableSaves):
             raise OSError(errno.ENOSPC, f"{needed} bytes to write, {free} free", str(self.root))
 
     def commit(self, aside: Path, directory: Path) -> None:
+        newest, name = max(committed_steps(self.root), default=0), directory.name[len("step") :]
+        if directory.parent != self.root:
+            raise RuntimeError(f"{directory} is not in {self.root}")
+        if name.isdigit() and int(name) < newest:
+            raise RuntimeError(f"step{newest} is there: resume from it, or take another root")
         super().commit(aside, directory)
         if self.rank == 0:
             for step in to_delete(self.root, self.keep_last, self.keep_every):
@@ -295,8 +297,7 @@ def train(app: basic.AppState, root: Path, device: torch.device) -> dict[int, di
     with RetainedSaves(root, device, app.model.buffers, keep_last=2, keep_every=6) as saves:
         assert not [path for pattern in LEFTOVERS for path in root.glob(pattern)]
         refused("a second job", take_lease, root)
-        huge = torch.zeros(1).expand(10**15)
-        refused("no room", saves.look_for_room, {"x": huge})
+        refused("no room", saves.look_for_room, {"x": torch.zeros(1).expand(10**15)})
         for _ in range(STEPS):
             basic.train_step(app, device)
             if app.step % SAVE_EVERY == 0:
@@ -374,6 +375,7 @@ if __name__ == "__main__":
 # ------------
 # * A file lock holds on one host. NFS locks between hosts from version 4 on, Lustre if it is
 #   mounted with ``flock``. Object stores have no locks.
+# * A save of an older step than the newest in ``root`` fails. :doc:`resume_and_reshard` goes back.
 # * The check for room looks once, and others may take the room later. The save then fails as any
 #   other.
 # * ``list`` checks names and sizes. Only ``verify`` reads the content of the files.

@@ -200,9 +200,9 @@ def in_host_memory(tensor: torch.Tensor, host: torch.Tensor) -> torch.Tensor:
 
 
 def is_staged(leaf: object) -> bool:
-    """Whether ``leaf`` is a dense tensor or a DTensor: a ``CopyPlan`` copies those."""
-    dense = type(leaf) in (torch.Tensor, nn.Parameter) and leaf.layout == torch.strided
-    return dense or isinstance(leaf, DTensor)
+    """Whether ``leaf`` is a dense tensor or a DTensor of one: a ``CopyPlan`` copies those."""
+    local = leaf._local_tensor if isinstance(leaf, DTensor) else leaf
+    return type(local) in (torch.Tensor, nn.Parameter) and local.layout == torch.strided
 
 
 def walk(tree: object, function: Callable[[object], object]) -> object:
@@ -221,8 +221,9 @@ def read(tree: object, tensors: list[torch.Tensor]) -> object:
     """Copy ``tree`` as it is now, except what will be staged: add that to ``tensors``."""
 
     def read_leaf(leaf: object) -> object:
-        if torch.is_tensor(leaf) and not is_staged(leaf):
-            leaf = leaf.detach()  # makes a subclass of Parameter a tensor
+        leaf = leaf.detach() if torch.is_tensor(leaf) and not is_staged(leaf) else leaf
+        if isinstance(leaf, DTensor) and not is_staged(leaf):
+            raise TypeError(f"save the plain tensor in a DTensor of {type(leaf._local_tensor)}")
         if is_staged(leaf):
             tensors.append(leaf)
             return leaf
@@ -302,9 +303,8 @@ class CopyPlan:
         changing = {shard.untyped_storage().data_ptr() for shard in changing}
         unique = {identity(shard): shard for shard in self.shards if shard.numel()}
         for shard in sorted(unique.values(), key=torch.Tensor.element_size, reverse=True):
-            source, is_large = shard, shard.nbytes >= SMALL
+            source, is_large, elsewhere = shard, shard.nbytes >= SMALL, shard.device != device
             within_budget = is_large and shard.nbytes <= snapshot_bytes
-            elsewhere = shard.device != device
             read_at_save = elsewhere or is_large and shard.untyped_storage().data_ptr() in changing
             is_view = not shard.is_contiguous() or shard.is_conj() or shard.is_neg()
             snapshot_bytes -= shard.nbytes if within_budget else 0

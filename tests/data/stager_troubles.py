@@ -377,6 +377,7 @@ def a_save_after_an_interrupted_wait_waits_for_its_buffers(
         recipe.wait = wait
         threading.Timer(0.2, gate.set).start()
         saves.save({"app": run.app}, root / "step3")
+        assert "KeyboardInterrupt" in str(raised(saves.wait))
     run.right()
 
 
