@@ -308,5 +308,6 @@ if __name__ == "__main__":
 # * Python handles a signal between two instructions. A rank that hangs in a kernel hears nothing.
 #   The scheduler's SIGKILL ends it, and the newest checkpoint is that of the last save.
 # * The time between the signals must hold two steps and a save.
+# * With ``if_busy="skip"``, set ``saves.if_busy = "wait"`` before the last save, or it may be left out.
 # * NCCL's watchdog may end a rank whose peers have left. All ranks leave in the same step here, so
 #   none waits.
