@@ -329,6 +329,17 @@ if __name__ == "__main__":
 #   save: right, and no gain. This holds for ``FullyShardedDataParallel`` (FSDP1), hooks on
 #   ``state_dict``, extra state, nested optimizer state, subclasses of ``nn.Parameter``, and weights
 #   that share memory but are not one object: one of them can move away.
+# * **Some changes are not noticed, and the checkpoint is wrong without a word.** Make a new
+#   ``TrainingState`` after each of these: hooks or extra state that begin to act after the first save,
+#   a buffer that becomes persistent or stops being so, a ``_parameters`` dict replaced as a whole. A
+#   nested dict in the optimizer's state that is empty at first is not noticed when it fills.
+# * The kept state holds the dicts of ``optimizer.state``, and a save beside training reads them when it
+#   writes. Until its future is done, add, remove or replace nothing in them: ``before_update`` does not
+#   help. An optimizer that puts new tensors there at each step can lose saves, with a ``KeyError``.
+# * The inner dicts of what ``state_dict`` returns are those of the optimizer. Change none.
+# * A save before the first step calls ``optimizer.step`` at rate 0, as ``get_state_dict`` does. That
+#   changes optimizers that draw noise or count their own steps, Adafactor with relative steps and
+#   decay, and runs your hooks on ``step`` once more. Save after a step.
 # * Models that change their layers at every step gain nothing.
 # * It saves no random state and no position in the data: pass objects that do, by name.
 # * A parameter that never had a gradient has no optimizer state. Load with

@@ -138,7 +138,7 @@ EXIT_S = 30.0  # how long the end of the block waits for a write after an except
 #
 # ``write`` is stock DCP with two settings. ``per_thread_copy_ahead=0``: otherwise the writer waits
 # for the compute stream once per tensor. ``set_crc32_options(False)``: checksums take time, and DCP
-# reads none. Until torch 2.11 this sets it for the whole process.
+# reads none. On torch 2.11 this sets it for the whole process.
 
 
 class OverlappedSaves:
@@ -373,8 +373,9 @@ if __name__ == "__main__":
 #    :rows: none dcp_save overlapped_writer
 #    :where: step=long storage=memory
 #
-# If the loop reads a step's loss and then saves, the device idles during the call: save first. The writing thread shares Python's interpreter lock with training. You notice that
-# if the host limits your steps; :doc:`overlapped_writer` holds the lock for less time.
+# If the loop reads a step's loss and then saves, the device idles during the call: save first. The
+# writing thread shares Python's interpreter lock with training. You notice that if the host limits
+# your steps; :doc:`overlapped_writer` holds the lock for less time.
 #
 # What breaks if you remove a line
 # --------------------------------

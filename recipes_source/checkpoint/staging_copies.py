@@ -257,8 +257,7 @@ def read(tree: object, tensors: list[torch.Tensor]) -> object:
 # Optimizers, loads and ``p.data = ...`` may give a tensor other memory, or another shape over the
 # same memory, or conjugate it. So every save compares the ``identity`` of each tensor. It does so
 # in one pass, because fetching the tensor objects from memory is what takes time. It keeps no
-# list of what it sees: a thousand new tuples would set off Python's garbage collection. Version
-# counters would not do, because a fused optimizer leaves them as they are.
+# list of what it sees: a thousand new tuples would set off Python's garbage collection.
 #
 # ``_local_tensor`` and ``torch._foreach_copy_`` are private by name. The public ``to_local()``
 # makes a new tensor at every call.
@@ -448,7 +447,8 @@ if __name__ == "__main__":
 #
 # Known limits
 # ------------
-# * A tensor that another library's subclass wraps is copied at once, on the training thread.
+# * A tensor of another library's subclass is copied at once, by its ``to(copy=True)``.
+# * A quantized tensor (``quantize_per_tensor``) crashes the process. Save its integers.
 # * Thousands of copies take long to queue. Until they are, other threads launch kernels more slowly
 #   (seen on an H200): a host-bound loop notices.
 # * Without CUDA, memory is pageable: right, slower, and a save waits for its first pieces.
