@@ -1,7 +1,9 @@
 """A state that was kept is the state, whatever a program has put in place of its parts."""
 
 import sys
-from collections.abc import Iterator
+import threading
+from collections.abc import Callable, Iterator
+from copy import copy, deepcopy
 from pathlib import Path
 
 import pytest
@@ -292,3 +294,235 @@ def test_a_parameter_that_moves_to_the_next_group_is_noticed() -> None:
     second["params"].insert(0, first["params"].pop())
     groups = app.state_dict()["optim"]["param_groups"]
     assert [len(group["params"]) for group in groups] == [0, 2]
+
+
+def emptied(optimizer: torch.optim.Optimizer) -> None:
+    for state in optimizer.state.values():
+        state.clear()
+
+
+def without_a_moment(optimizer: torch.optim.Optimizer) -> None:
+    for state in optimizer.state.values():
+        del state["exp_avg_sq"]
+
+
+def with_a_number(optimizer: torch.optim.Optimizer) -> None:
+    for state in optimizer.state.values():
+        state["note"] = 1
+
+
+def with_new_moments(optimizer: torch.optim.Optimizer) -> None:
+    for state in optimizer.state.values():
+        state["exp_avg"] = state["exp_avg"] * 0.9
+
+
+@pytest.mark.parametrize("change", [emptied, without_a_moment, with_a_number, with_new_moments])
+def test_an_optimizer_state_that_changes_behind_a_save_is_saved_as_it_was(tmp_path, change) -> None:
+    from overlapped_stager import OverlappedSaves
+
+    go = threading.Event()
+
+    class Gated(OverlappedSaves):
+        def begin(self, *args) -> tuple:
+            go.wait(30)
+            return super().begin(*args)
+
+    model = nn.Linear(4, 4)
+    optimizer = torch.optim.AdamW(model.parameters())
+    app = trained(model, optimizer)
+    moments = deepcopy(optimizer.state[model.weight])
+    with Gated(torch.device("cpu")) as saves:
+        done = saves.save({"app": app}, tmp_path / "step1")
+        saves.before_update()
+        change(optimizer)
+        go.set()
+        done.result()
+    like = {"optim": {"state": {"weight": {key: x + 7 for key, x in moments.items()}}}}
+    dcp.load({"app": like}, checkpoint_id=tmp_path / "step1")
+    found = like["optim"]["state"]["weight"]
+    assert found.keys() == moments.keys() and all(
+        torch.equal(found[key], moments[key]) for key in found
+    )
+    names = {
+        key.rpartition(".")[2]
+        for key in dcp.FileSystemReader(tmp_path / "step1").read_metadata().state_dict_metadata
+    }
+    assert "note" not in names
+
+
+class Late(nn.Linear):
+    """Saves a scale from the moment that it has one."""
+
+    scale: torch.Tensor | None = None
+
+    def _save_to_state_dict(self, destination: dict, prefix: str, keep_vars: bool) -> None:
+        super()._save_to_state_dict(destination, prefix, keep_vars)
+        if self.scale is not None:
+            destination[prefix + "scale"] = self.scale
+
+
+class Extra(nn.Linear):
+    """Has extra state that is empty at first."""
+
+    extra: object = None
+
+    def get_extra_state(self) -> object:
+        return {} if self.extra is None else self.extra
+
+    def set_extra_state(self, state: object) -> None: ...
+
+
+class Grown(nn.Linear):
+    """Has two histories, both empty at first."""
+
+    def __init__(self, *sizes: int) -> None:
+        super().__init__(*sizes)
+        self.register_buffer("one", torch.empty(0))
+        self.register_buffer("other", torch.empty(0))
+
+
+def other_parameters(layer: nn.Module) -> None:
+    layer._parameters = {key: nn.Parameter(p.detach() + 1) for key, p in layer.named_parameters()}
+
+
+def another_dict(layer: nn.Module) -> None:
+    layer.__dict__.update(deepcopy(layer.__dict__))
+    layer.weight.data += 1
+
+
+def no_longer_saved(layer: nn.Module) -> None:
+    layer.register_buffer("seen", layer.seen, persistent=False)
+
+
+def saved_from_now_on(layer: nn.Module) -> None:
+    layer.register_buffer("unseen", layer.unseen, persistent=True)
+
+
+def with_a_hook(layer: nn.Module) -> None:
+    layer.register_state_dict_post_hook(
+        lambda module, state, prefix, _: state.update({prefix + "weight": torch.ones(3)})
+    )
+
+
+def with_a_scale(layer: nn.Module) -> None:
+    layer.scale = torch.tensor(3.0)
+
+
+def with_extra(layer: nn.Module) -> None:
+    layer.extra = torch.ones(2)
+
+
+def one_grows(layer: nn.Module) -> None:
+    layer.one.data = torch.ones(3)
+
+
+def other_grows(layer: nn.Module) -> None:
+    layer.other.data = torch.ones(3)
+
+
+@pytest.mark.parametrize(
+    ("layer", "change"),
+    [
+        (nn.Linear, other_parameters),
+        (nn.Linear, another_dict),
+        (nn.Linear, no_longer_saved),
+        (nn.Linear, saved_from_now_on),
+        (nn.Linear, with_a_hook),
+        (Late, with_a_scale),
+        (Extra, with_extra),
+        (Grown, one_grows),
+        (Grown, other_grows),
+    ],
+)
+def test_a_change_of_what_a_module_saves_is_noticed(layer: type, change: Callable) -> None:
+    model = nn.Sequential(nn.Linear(4, 4), layer(4, 4))
+    model[1].register_buffer("seen", torch.ones(3))
+    model[1].register_buffer("unseen", torch.ones(3), persistent=False)
+    app = trained(model, torch.optim.SGD(model[0].parameters(), lr=0.1))
+    change(model[1])
+    assert right(app)
+
+
+def test_a_module_that_moves_to_the_next_parent_is_noticed() -> None:
+    model = nn.Sequential(nn.Sequential(nn.Identity()), nn.Sequential(nn.Identity()))
+    model[0].more = nn.Linear(4, 4)
+    app = trained(model, torch.optim.SGD(model.parameters(), lr=0.1))
+    children = model[0]._modules, model[1]._modules
+    first = dict(children[1])
+    children[1].clear()
+    children[1].update(more=children[0].pop("more"), **first)
+    assert "1.more.weight" in app.state_dict()["model"] and right(app)
+
+
+def test_an_added_group_without_parameters_is_in_the_state() -> None:
+    model = nn.Linear(4, 4)
+    optimizer = torch.optim.SGD(model.parameters(), lr=0.1)
+    app = trained(model, optimizer)
+    optimizer.add_param_group({"params": []})
+    assert len(app.state_dict()["optim"]["param_groups"]) == 2
+
+
+class Numbers(torch.optim.SGD):
+    """Counts in a dict of its own, which is empty at first."""
+
+    def step(self, closure=None) -> None:
+        super().step(closure)
+        for group in self.param_groups:
+            for p in group["params"]:
+                if "counts" in self.state[p]:
+                    self.state[p]["counts"]["steps"] = self.state[p]["counts"].get("steps", 0) + 1
+                self.state[p].setdefault("counts", {})
+
+
+def test_a_dict_in_the_optimizer_state_that_fills_later_is_read_at_the_save(tmp_path) -> None:
+    from overlapped_stager import OverlappedSaves
+
+    model = nn.Linear(4, 4)
+    optimizer = Numbers(model.parameters(), lr=0.1, momentum=0.9)
+    app, go = trained(model, optimizer), threading.Event()
+
+    class Gated(OverlappedSaves):
+        def begin(self, *args) -> tuple:
+            go.wait(30)
+            return super().begin(*args)
+
+    with Gated(torch.device("cpu")) as saves:
+        for step in range(2):
+            optimizer.step()
+            if not step:
+                saves.save({"app": app}, tmp_path / "step1")
+        go.set()
+    like = {"app": {"optim": {"state": {"weight": {"counts": {"steps": 0}}}}}}
+    dcp.load(like, checkpoint_id=tmp_path / "step1")
+    assert like["app"]["optim"]["state"]["weight"]["counts"]["steps"] == 1
+
+
+@pytest.mark.parametrize("part", ["model", "optim"])
+def test_a_returned_state_refuses_changes_and_its_copies_take_them(part: str) -> None:
+    model = nn.Linear(4, 4)
+    state = trained(model, torch.optim.AdamW(model.parameters())).state_dict()[part]
+    kept = state if part == "model" else state["state"]["weight"]
+    name = next(iter(kept))
+    for change in (
+        lambda: kept.pop(name),
+        lambda: kept.update(more=1),
+        lambda: kept.__setitem__(name, [1]),
+        lambda: kept.__delitem__(name),
+    ):
+        with pytest.raises(TypeError, match="change a copy"):
+            change()
+    kept[name] = kept[name]  # dcp.load does this
+    for same in (copy(kept), dict(kept), deepcopy(kept)):
+        del same[name]
+    assert name in kept
+
+
+@pytest.mark.parametrize("layer", [nn.Linear, "compiled", "parametrized"])
+def test_a_state_of_torchs_own_modules_is_asked_for_once(layer) -> None:
+    model = nn.Sequential(nn.Linear(4, 4), nn.LayerNorm(4))
+    if layer == "compiled":
+        model = torch.compile(model, backend="eager")
+    if layer == "parametrized":
+        nn.utils.parametrizations.weight_norm(model[0])
+    app = trained(model, torch.optim.AdamW(model.parameters()))
+    assert right(app) and right(app) and app.asked == 1

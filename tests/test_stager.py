@@ -40,6 +40,7 @@ TWO_RANKS = [
     "a_block_left_by_one_rank_does_not_hang_and_leaves_nothing_wrong",
     "an_upload_that_outlives_its_group_has_no_name",
     "a_tensor_that_grew_is_planned_anew",
+    "a_tensor_of_other_ranks_is_left_to_them",
 ]
 
 
@@ -363,7 +364,7 @@ def test_a_state_that_the_caller_changes_is_saved_as_it_is(tmp_path) -> None:
     model = torch.nn.Sequential(torch.nn.Linear(3, 3), torch.nn.Linear(3, 3))
     app = TrainingState(model, torch.optim.SGD(model.parameters()))
     with OverlappedSaves(CPU) as saves:
-        state = app.state_dict()["model"]
+        state = dict(app.state_dict()["model"])
         del state["0.weight"]
         saves.save({"model": state}, tmp_path / "part")
         saves.save({"app": app}, tmp_path / "whole")
@@ -469,3 +470,56 @@ def test_a_relative_root_stays_where_it_was_and_takes_only_its_own(tmp_path, mon
         saves.save({"x": torch.ones(2)}, Path("root/step3"))
     found = sorted(path.name for path in (tmp_path / "root").glob("step*"))
     assert found == ["step2"]
+
+
+class Quantized(torch.Tensor):
+    """Integers behind a tensor, whose ``to`` ignores ``copy`` as some optimizers' states do."""
+
+    @staticmethod
+    def __new__(cls, codes: torch.Tensor) -> "Quantized":
+        return torch.Tensor._make_wrapper_subclass(cls, codes.shape, dtype=torch.float32)
+
+    def __init__(self, codes: torch.Tensor) -> None:
+        self.codes = codes
+
+    @classmethod
+    def __torch_dispatch__(cls, function, types, args=(), kwargs=None) -> object:
+        if function is torch.ops.aten._to_copy.default:
+            return cls(args[0].codes)
+        return cls(function(args[0].codes, *args[1:], **(kwargs or {})))
+
+
+def test_a_tensor_whose_copy_is_none_is_saved_as_it_was(tmp_path) -> None:
+    from staging_copies import read
+
+    tensor = Quantized(torch.ones(3, dtype=torch.uint8))
+    copy = read({"x": tensor}, [])["x"]
+    tensor.codes.zero_()
+    assert copy.codes.eq(1).all()
+
+
+def test_a_quantized_tensor_is_saved(tmp_path) -> None:
+    from kept_state import is_plain
+    from overlapped_stager import OverlappedSaves
+    from overlapped_writer import OverlappedWriter
+    from staging_copies import is_staged
+
+    x = torch.quantize_per_tensor(torch.randn(5), 0.1, 3, torch.qint8)
+    assert not is_staged(x) and not is_plain(x)  # staged, it would end the process
+    for saver in (OverlappedSaves, OverlappedWriter):
+        like = {"x": torch.quantize_per_tensor(torch.zeros(5), 0.1, 3, torch.qint8)}
+        with saver(CPU) as saves:
+            saves.save({"x": x}, tmp_path / saver.__name__)
+        assert torch.equal(loaded(tmp_path / saver.__name__, like)["x"].int_repr(), x.int_repr())
+
+
+def test_a_second_block_of_one_saver_is_refused_by_name(tmp_path) -> None:
+    from overlapped_stager import OverlappedSaves
+
+    saves = OverlappedSaves(CPU)
+    with pytest.raises(ZeroDivisionError), saves:
+        saves.save({"x": torch.ones(2)}, tmp_path / "step1").result()
+        raise ZeroDivisionError
+    with saves, pytest.raises(RuntimeError, match="one `with OverlappedSaves"):
+        saves.save({"x": torch.ones(2)}, tmp_path / "step2")
+    assert [path.name for path in tmp_path.iterdir()] == ["step1"]

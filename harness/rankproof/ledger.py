@@ -321,8 +321,8 @@ class Ledger:
     def _leaf(self, name: str, value: Any, leaves: dict, clones: dict) -> None:
         parts = [(None, value)]
         if hasattr(value, "__create_chunk_list__"):  # a DTensor
-            chunks = value.__create_chunk_list__()
-            parts = [([list(c.offsets), list(c.sizes)], value.to_local()) for c in chunks[:1]]
+            chunks = [c for c in value.__create_chunk_list__()[:1] if len(c.offsets) == value.dim()]
+            parts = [([list(c.offsets), list(c.sizes)], value.to_local()) for c in chunks]
         elif hasattr(value, "local_shards"):  # a ShardedTensor
             parts = [
                 ([list(s.metadata.shard_offsets), list(s.metadata.shard_sizes)], s.tensor)

@@ -73,7 +73,6 @@ import argparse
 import logging
 import operator
 import tempfile
-from copy import copy
 from itertools import chain
 from pathlib import Path
 
@@ -88,22 +87,33 @@ from torch.distributed.tensor import DTensor
 # A dict that does not change
 # ---------------------------
 # ``OverlappedSaves`` of :doc:`overlapped_stager` does not walk a dict that has an attribute
-# ``kept_tensors``: it takes that list.
+# ``kept_tensors``: it takes that list. A thread walks the dict when it writes the checkpoint, steps
+# later. So the dict is a copy, and refuses changes.
 
 
 class Kept(dict):
-    """Nested dicts of tensors alone; ``kept_tensors`` lists them in the order of the dicts."""
+    """Nested dicts of tensors that refuse changes; ``kept_tensors`` lists the tensors in order.
+
+    Raises:
+        TypeError: on a change. ``copy.copy(kept)`` is an ordinary dict.
+    """
 
     def __init__(self, nested: dict) -> None:
-        super().__init__(nested)
-        self.kept_tensors: list[torch.Tensor] = []
-        waiting = list(reversed(nested.values()))
-        while waiting:
-            value = waiting.pop()
-            if isinstance(value, dict):
-                waiting += reversed(value.values())
-            else:
-                self.kept_tensors.append(value)
+        super().__init__({k: Kept(v) if isinstance(v, dict) else v for k, v in nested.items()})
+        lists = (x.kept_tensors if isinstance(x, Kept) else [x] for x in self.values())
+        self.kept_tensors: list[torch.Tensor] = [*chain(*lists)]
+
+    def refuse(self, *_, **__) -> None:
+        raise TypeError("later saves use this state: change a copy, copy.copy(state)")
+
+    __delitem__ = __ior__ = clear = pop = popitem = setdefault = update = refuse
+
+    def __setitem__(self, key: str, value: object) -> None:
+        if self.get(key) is not value:
+            self.refuse()
+
+    def __reduce__(self) -> tuple:
+        return dict, (dict(self),)
 
 
 # %%
@@ -113,8 +123,17 @@ class Kept(dict):
 # itself in its place. What is not a tensor is read at every save: the groups of the optimizers,
 # whose learning rate a schedule changes, and everything that you pass by name. A step count that is
 # a Python number is a new object at each step, so such an optimizer makes every save call
-# ``get_state_dict``. The caller gets copies of the outer dicts: a name that you delete there is
-# still in the next save.
+# ``get_state_dict``. So does a model with code of its own in ``state_dict``: it may decide later
+# what to add.
+
+
+HELD = operator.attrgetter("_modules", "_parameters", "_buffers")
+HOOKS = operator.attrgetter("_state_dict_hooks", "_state_dict_pre_hooks")
+METHODS = operator.attrgetter("state_dict", "_save_to_state_dict", "get_extra_state")
+
+
+def groups_of(optimizers: list[torch.optim.Optimizer]) -> chain:
+    return chain.from_iterable(optimizer.param_groups for optimizer in optimizers)
 
 
 def memory_of(tensor: torch.Tensor) -> tuple:
@@ -124,15 +143,15 @@ def memory_of(tensor: torch.Tensor) -> tuple:
 
 
 def is_plain(leaf: object) -> bool:
-    local = leaf._local_tensor if isinstance(leaf, DTensor) else leaf
-    return type(local) in (torch.Tensor, nn.Parameter) and local.layout == torch.strided
+    x = leaf._local_tensor if isinstance(leaf, DTensor) else leaf
+    is_dense = type(x) in (torch.Tensor, nn.Parameter) and x.layout == torch.strided
+    return is_dense and not (x.is_quantized or x.is_meta)
 
 
-def all_in(nested: object, held: dict[tuple, torch.Tensor]) -> bool:
-    """Whether ``nested`` consists of tensors that are ``held``, and of nothing computed."""
-    if isinstance(nested, dict):
-        return all(all_in(value, held) for value in nested.values())
-    return is_plain(nested) and memory_of(nested) in held
+def is_stock(module: nn.Module) -> bool:
+    """Whether torch's own code alone decides what the ``state_dict`` of ``module`` holds."""
+    code = [*chain(*map(dict.values, HOOKS(module))), *METHODS(module)]
+    return all(getattr(x, "__module__", "").startswith("torch.") for x in code)
 
 
 class TrainingState(Stateful):
@@ -158,17 +177,16 @@ class TrainingState(Stateful):
                 raise TypeError(f"{name} has no state_dict and load_state_dict")
         self.model, self.optimizers, self.others = model, optimizers, others
         self.asked, self.kept_model = 0, None  # how many times; the model's state
-        self.known: list[object] = []
-        self.containers: list[dict] = []
+        self.modules, self.hooks, self.not_saved, self.known = [], [], [], ([], [])
 
-    def held(self) -> list[object]:
-        """Everything that modules and optimizers hold now, and its names."""
+    def held(self) -> tuple[list, list]:
+        """Everything that modules and optimizers hold now with its names, and how much each holds."""
         states = [optimizer.state for optimizer in self.optimizers]
-        moments = chain.from_iterable(state.values() for state in states)
-        dicts = list(chain(self.containers, states, moments))
-        groups = chain.from_iterable(optimizer.param_groups for optimizer in self.optimizers)
-        trained = chain.from_iterable((*group["params"], group) for group in groups)
-        return [*chain(*dicts), *chain(*map(dict.values, dicts)), *trained]
+        moments = chain.from_iterable(map(dict.values, states))
+        dicts = [*chain.from_iterable(map(HELD, self.modules)), *states, *moments]
+        others = [*self.not_saved, *(group["params"] for group in groups_of(self.optimizers))]
+        sizes, full = map(len, chain(dicts, others, self.hooks)), list(filter(None, dicts))
+        return [*chain(*full), *chain(*map(dict.values, full)), *chain(*others)], list(sizes)
 
     def state_dict(self) -> dict:
         """What ``get_state_dict`` would return, and the state of the ``others``.
@@ -176,22 +194,21 @@ class TrainingState(Stateful):
         ``stepped`` says of each optimizer whether it had state. Asking for the state of one that
         has never stepped creates it, and would change the training (pytorch#164929).
         """
-        held = self.held()
-        same = len(held) == len(self.known) and all(map(operator.is_, held, self.known))
+        (held, sizes), (known, known_sizes) = self.held(), self.known
+        same = sizes == known_sizes and all(map(operator.is_, held, known))
         if not (same and isinstance(self.kept_model, Kept) and isinstance(self.kept_optim, Kept)):
             self.ask()
         stepped = [bool(optimizer.state) for optimizer in self.optimizers]
-        groups = chain.from_iterable(optimizer.param_groups for optimizer in self.optimizers)
-        now = [{**group, "params": names} for group, names in zip(groups, self.names, strict=True)]
-        optim = {"state": copy(self.kept_optim), "param_groups": now}
+        groups = zip(groups_of(self.optimizers), self.names, strict=True)
+        now = [{**group, "params": names} for group, names in groups]
+        optim = {"state": self.kept_optim, "param_groups": now}
         others = {name: other.state_dict() for name, other in self.others.items()}
-        return {"model": copy(self.kept_model), "optim": optim, "stepped": stepped, **others}
+        return {"model": self.kept_model, "optim": optim, "stepped": stepped, **others}
 
     def ask(self) -> None:
         self.asked += 1
         new = [optimizer for optimizer in self.optimizers if not optimizer.state]
-        groups = chain.from_iterable(optimizer.param_groups for optimizer in new)
-        gradients = [(p, p.grad) for group in groups for p in group["params"]]
+        gradients = [(p, p.grad) for group in groups_of(new) for p in group["params"]]
         try:
             for parameter, _ in gradients:  # with gradients there, no state would be created
                 parameter.grad = None
@@ -202,18 +219,21 @@ class TrainingState(Stateful):
             for optimizer in new:
                 optimizer.state.clear()
         self.warn_of_missing_state()
-        modules = list(self.model.modules())
-        self.containers = [module._modules for module in modules]
-        self.containers += [module._parameters for module in modules]
-        self.containers += [module._buffers for module in modules]
+        self.modules = list(self.model.modules())
+        self.hooks = [*chain.from_iterable(map(HOOKS, self.modules))]
+        self.not_saved = [module._non_persistent_buffers_set for module in self.modules]
         self.known = self.held()
-        tensors = {id(x): x for x in self.known if is_plain(x)}.values()
+        tensors = [x for x in chain(self.model.parameters(), self.model.buffers()) if is_plain(x)]
         held = {memory_of(x): x for x in tensors}
-        shared = sum(memory_of(x)[0] > 0 for x in tensors) > sum(key[0] > 0 for key in held)
-        self.kept_model, self.kept_optim = model, optim.get("state", {})  # none without optimizers
-        if all_in(model, held) and not shared:  # two objects of one memory may part by `.data =`
+        # two objects of one memory may part by `.data =`; empty shards stay empty
+        own = [memory_of(x) for x in tensors if not isinstance(x, DTensor) or memory_of(x)[0]]
+        lasting = len(own) == len(set(own)) and all(map(is_stock, self.modules))
+        states = optim.get("state", {}).items()  # none without optimizers
+        self.kept_model, self.kept_optim = model, {name: {**state} for name, state in states}
+        if lasting and all(is_plain(x) and memory_of(x) in held for x in model.values()):
             self.kept_model = Kept({key: held[memory_of(x)] for key, x in model.items()})
-        if all_in(self.kept_optim, held):
+        known, moments = set(map(id, self.known[0])), map(dict.values, self.kept_optim.values())
+        if all(is_plain(x) and id(x) in known for x in chain(*moments)):
             self.kept_optim = Kept(self.kept_optim)
         self.names = [group["params"] for group in optim.get("param_groups", [])]
 
@@ -253,19 +273,16 @@ class TrainingState(Stateful):
 # checkpoint of step 3, and another one that of step 0.
 
 
+def memory(tree: object) -> object:
+    if isinstance(tree, dict):
+        return {key: memory(value) for key, value in tree.items()}
+    return memory_of(tree) if isinstance(tree, torch.Tensor) else tree
+
+
 def same_state(app: TrainingState) -> bool:
     model, optim = get_state_dict(app.model, app.optimizers)
     fresh, kept = {"model": model, "optim": optim}, app.state_dict()
-    pairs = [(fresh["model"], kept["model"]), (optim["state"], kept["optim"]["state"])]
-    while pairs:
-        a, b = pairs.pop()
-        if isinstance(a, dict):
-            if list(a) != list(b):
-                return False
-            pairs += [(a[key], b[key]) for key in a]
-        elif memory_of(a) != memory_of(b):
-            return False
-    return optim["param_groups"] == kept["optim"]["param_groups"]
+    return memory(fresh) == memory({key: kept[key] for key in fresh})
 
 
 def main(directory: Path) -> None:
@@ -298,8 +315,7 @@ def main(directory: Path) -> None:
     assert same_state(app), "a loaded optimizer was not noticed"
     trained.model.append(nn.LayerNorm(4, device=device))
     assert same_state(app), "a new layer was not noticed"
-    weight = trained.model[-1].weight
-    weight.data = torch.zeros_like(weight)
+    trained.model[-1].weight.data = torch.zeros(4, device=device)
     assert same_state(app), "a weight in new memory was not noticed"
     print(f"asked {app.asked} times, right every time")
     torch.distributed.destroy_process_group()
@@ -323,20 +339,15 @@ if __name__ == "__main__":
 #
 # Known limits
 # ------------
-# * ``_parameters``, ``_buffers`` and ``_modules`` of ``nn.Module`` are private by name. They are
-#   older than every version of torch that these pages run on.
-# * A state that is computed from the tensors of the model or of an optimizer is asked for at every
-#   save: right, and no gain. This holds for ``FullyShardedDataParallel`` (FSDP1), hooks on
-#   ``state_dict``, extra state, nested optimizer state, subclasses of ``nn.Parameter``, and weights
-#   that share memory but are not one object: one of them can move away.
-# * **Some changes are not noticed, and the checkpoint is wrong without a word.** Make a new
-#   ``TrainingState`` after each of these: hooks or extra state that begin to act after the first save,
-#   a buffer that becomes persistent or stops being so, a ``_parameters`` dict replaced as a whole. A
-#   nested dict in the optimizer's state that is empty at first is not noticed when it fills.
-# * The kept state holds the dicts of ``optimizer.state``, and a save beside training reads them when it
-#   writes. Until its future is done, add, remove or replace nothing in them: ``before_update`` does not
-#   help. An optimizer that puts new tensors there at each step can lose saves, with a ``KeyError``.
-# * The inner dicts of what ``state_dict`` returns are those of the optimizer. Change none.
+# * Private by name, and older than every version of torch that these pages run on: ``_parameters``,
+#   ``_buffers``, ``_modules``, ``_non_persistent_buffers_set``, ``_save_to_state_dict`` and the two
+#   dicts of hooks of ``nn.Module``, and ``_local_tensor`` of ``DTensor``.
+# * These are asked for at every save: right, and no gain. ``FullyShardedDataParallel`` (FSDP1); a
+#   model with its own ``state_dict``, hooks on it or extra state; weights that share memory but are
+#   not one object, since one of them can move away; two empty tensors of one shape; subclasses of
+#   ``nn.Parameter``; quantized tensors; optimizer state with dicts or numbers in it.
+# * What ``state_dict`` returns may refuse changes, because later saves use it. To leave a name out,
+#   build a dict of your own from it.
 # * A save before the first step calls ``optimizer.step`` at rate 0, as ``get_state_dict`` does. That
 #   changes optimizers that draw noise or count their own steps, Adafactor with relative steps and
 #   decay, and runs your hooks on ``step`` once more. Save after a step.

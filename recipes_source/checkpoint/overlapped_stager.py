@@ -184,10 +184,11 @@ class OverlappedSaves:
             rank if the save failed on one. None if the save was skipped.
 
         Raises:
-            RuntimeError: outside the ``with`` block, or it was made before the process group.
+            RuntimeError: outside the ``with`` block, in a second one behind an exception, or it was
+                made before the process group.
         """
-        if not self.running or dist.is_initialized() != bool(self.groups):
-            raise RuntimeError("save within `with OverlappedSaves(...)`, behind init_process_group")
+        if not self.running or self.abandoned or dist.is_initialized() != bool(self.groups):
+            raise RuntimeError("save in one `with OverlappedSaves(...)`, behind init_process_group")
         busy = (not done.done() for done in self.uploads)  # asked for in ``together``
         if self.if_busy == "skip" and max(self.together(sum, busy, group=1)) >= BUFFER_SETS:
             self.skipped += 1

@@ -147,7 +147,7 @@ def take_lease(root: Path) -> int:
         fcntl.flock(lease, fcntl.LOCK_EX | fcntl.LOCK_NB)
     except OSError as error:
         os.close(lease)
-        raise RuntimeError(f"another job writes to {root}: stop it, or take another") from error
+        raise RuntimeError(f"another job writes to {root}: end it or use another root") from error
     return lease
 
 

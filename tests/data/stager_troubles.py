@@ -17,10 +17,11 @@ import torch  # noqa: E402
 import torch.distributed as dist  # noqa: E402
 import torch.distributed.checkpoint as dcp  # noqa: E402
 from kept_state import Kept  # noqa: E402
+from overlapped_writer import OverlappedWriter  # noqa: E402
 from raising import raised  # noqa: E402
 from staging_copies import CopyPlan  # noqa: E402
 from torch import nn  # noqa: E402
-from torch.distributed.device_mesh import init_device_mesh  # noqa: E402
+from torch.distributed.device_mesh import DeviceMesh, init_device_mesh  # noqa: E402
 from torch.distributed.tensor import Shard, distribute_tensor  # noqa: E402
 
 state_to_save.WIDTH, state_to_save.HIDDEN = 16, 64
@@ -120,13 +121,13 @@ def a_failed_save_is_told_on_every_rank_and_costs_no_other(
 
 
 def a_rank_that_does_not_know_its_tensors_is_told_to_all(root: Path, device: torch.device) -> None:
-    """As when its caller puts a tensor into what ``TrainingState`` returns."""
-    run, known = Run(root, device), torch.ones(2, device=device)
+    """As when a class of its own lists too few tensors."""
+    run = Run(root, device)
     with recipe.OverlappedSaves(device, run.app.model.buffers()) as saves:
         run.step_and_save(saves)
-        state = Kept({"x": known})
+        state = Kept({"x": torch.ones(2, device=device), "y": torch.zeros(2, device=device)})
         if dist.get_rank() == dist.get_world_size() - 1:
-            state["y"] = torch.zeros(2, device=device)
+            state.kept_tensors.pop()
         assert "KeyError" in str(saves.save(state, root / "unknown").exception(30))
         saves.failures.clear()
         run.step_and_save(saves)
@@ -534,6 +535,25 @@ def threads_are_told_their_device(root: Path, device: torch.device) -> None:
     assert set(told.values()) == {device} and {"write", "copy_0"} <= set(told), told
 
 
+def a_tensor_of_other_ranks_is_left_to_them(root: Path, device: torch.device) -> None:
+    first = DeviceMesh(device.type, [0])
+    whole = torch.arange(6.0, device=device)
+
+    def state(x: torch.Tensor) -> dict:
+        return {"mine": distribute_tensor(x, first, [Shard(0)]), "all": x}
+
+    for saver in (recipe.OverlappedSaves, OverlappedWriter):
+        with saver(device) as saves:
+            for step in (1, 2, 3):
+                saves.save(state(whole * step), root / f"{saver.__name__}{step}")
+        for step in (1, 2, 3):
+            found = state(torch.zeros_like(whole))
+            dcp.load(found, checkpoint_id=root / f"{saver.__name__}{step}")
+            expected = whole * step if dist.get_rank() == 0 else whole[:0]
+            assert torch.equal(found["mine"].to_local(), expected), (saver, step)
+            assert torch.equal(found["all"], whole * step), (saver, step)
+
+
 ON_ALL_RANKS = (
     an_older_checkpoint_of_the_name_is_replaced_whole,
     a_failed_save_is_told_on_every_rank_and_costs_no_other,
@@ -545,6 +565,7 @@ ON_ALL_RANKS = (
     a_block_left_by_one_rank_does_not_hang_and_leaves_nothing_wrong,
     an_upload_that_outlives_its_group_has_no_name,
     a_tensor_that_grew_is_planned_anew,
+    a_tensor_of_other_ranks_is_left_to_them,
 )
 ON_ONE_RANK = (
     writes_take_turns,
