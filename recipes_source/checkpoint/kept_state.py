@@ -25,12 +25,13 @@ once an hour.
    import torch.distributed.checkpoint as dcp
    from kept_state import TrainingState
 
-   app = TrainingState(model, optimizer, schedule=scheduler)   # once
+   app = TrainingState(model, optimizer, schedule=scheduler)            # once
 
-   saves.save({"app": app}, root / f"step{step}")              # saves: see overlapped_stager
-   dcp.load({"app": app}, checkpoint_id=root / "step100")      # to resume
+   dcp.save({"app": app}, checkpoint_id=f"checkpoints/step{step}")      # at each save
+   dcp.load({"app": app}, checkpoint_id="checkpoints/step100")          # to resume
 
-Your project needs this file alone: what it imports in ``main()`` is for the proof.
+Any save of DCP takes it; the ``saves.save`` of :doc:`overlapped_stager` has the gain above. Your
+project needs this file alone: what it imports in ``main()`` is for the proof.
 
 .. grid:: 1 1 2 2
 

@@ -35,17 +35,18 @@ built on this.
    arena = PinnedArena(plan.nbytes, device)          # page-locked
    copies = plan.copies(arena)                       # what goes where, with gaps
    hosts = plan.hosts(arena)                         # the same tensors, in host memory
-   stream = torch.cuda.Stream()
+   streams = torch.get_device_module(device)         # torch.cuda
+   stream = streams.Stream()
 
    # At each save, after an optimizer step
    now = []
    read({"model": model, "optimizer": optimizer}, now)
    assert plan.fits(now)                             # else make plan, arena and lists anew
    plan.take_snapshots()                             # small tensors, and what cannot wait
-   stream.wait_stream(torch.cuda.current_stream())
-   *_, has_been_read, copied = plan.queue(copies, torch.cuda, stream)
+   stream.wait_stream(streams.current_stream())
+   *_, has_been_read, copied = plan.queue(copies, streams, stream)
    ...                                               # forward, backward, loss.item()
-   torch.cuda.current_stream().wait_event(has_been_read)
+   streams.current_stream().wait_event(has_been_read)
    optimizer.step()
    copied.synchronize()                              # on a thread that writes: now hosts are right
 
