@@ -74,6 +74,7 @@ import argparse
 import logging
 import operator
 import tempfile
+from collections import OrderedDict
 from itertools import chain
 from pathlib import Path
 
@@ -114,7 +115,7 @@ class Kept(dict):
             self.refuse()
 
     def __reduce__(self) -> tuple:
-        return dict, (dict(self),)
+        return OrderedDict, (), None, None, iter(self.items())  # torch.load(weights_only=True) can
 
 
 # %%
@@ -133,7 +134,7 @@ HOOKS = operator.attrgetter("_state_dict_hooks", "_state_dict_pre_hooks")
 METHODS = operator.attrgetter("state_dict", "_save_to_state_dict", "get_extra_state")
 
 
-def groups_of(optimizers: list[torch.optim.Optimizer]) -> chain:
+def groups(optimizers: list[torch.optim.Optimizer]) -> chain:
     return chain.from_iterable(optimizer.param_groups for optimizer in optimizers)
 
 
@@ -185,7 +186,7 @@ class TrainingState(Stateful):
         states = [optimizer.state for optimizer in self.optimizers]
         moments = chain.from_iterable(map(dict.values, states))
         dicts = [*chain.from_iterable(map(HELD, self.modules)), *states, *moments]
-        others = [*self.not_saved, *(group["params"] for group in groups_of(self.optimizers))]
+        others = [*self.not_saved, *(group["params"] for group in groups(self.optimizers))]
         sizes, full = map(len, chain(dicts, others, self.hooks)), list(filter(None, dicts))
         return [*chain(*full), *chain(*map(dict.values, full)), *chain(*others)], list(sizes)
 
@@ -200,8 +201,7 @@ class TrainingState(Stateful):
         if not (same and isinstance(self.kept_model, Kept) and isinstance(self.kept_optim, Kept)):
             self.ask()
         stepped = [bool(optimizer.state) for optimizer in self.optimizers]
-        groups = zip(groups_of(self.optimizers), self.names, strict=True)
-        now = [{**group, "params": names} for group, names in groups]
+        now = [{**g, "params": n} for g, n in zip(groups(self.optimizers), self.names, strict=True)]
         optim = {"state": self.kept_optim, "param_groups": now}
         others = {name: other.state_dict() for name, other in self.others.items()}
         return {"model": self.kept_model, "optim": optim, "stepped": stepped, **others}
@@ -209,7 +209,7 @@ class TrainingState(Stateful):
     def ask(self) -> None:
         self.asked += 1
         new = [optimizer for optimizer in self.optimizers if not optimizer.state]
-        gradients = [(p, p.grad) for group in groups_of(new) for p in group["params"]]
+        gradients = [(p, p.grad) for group in groups(new) for p in group["params"]]
         try:
             for parameter, _ in gradients:  # with gradients there, no state would be created
                 parameter.grad = None
