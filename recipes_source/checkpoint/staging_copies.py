@@ -341,7 +341,7 @@ class CopyPlan:
     def hosts(self, arena: PinnedArena) -> list[torch.Tensor]:
         """The tensors of the plan as they will lie in ``arena``; tied ones share their memory."""
         hosts = {identity(x): arena.tensor(self.offsets.get(identity(x)), x) for x in self.shards}
-        return [in_host_memory(x, hosts[p]) for x, p in zip(self.tensors, self.places, strict=True)]
+        return list(map(in_host_memory, self.tensors, [hosts[identity(x)] for x in self.shards]))
 
     def take_snapshots(self) -> None:
         """Queue on the current stream: snapshots of what cannot wait, packs of small tensors."""
