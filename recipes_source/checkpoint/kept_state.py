@@ -347,6 +347,13 @@ if __name__ == "__main__":
 #   model with its own ``state_dict``, hooks on it or extra state; weights that share memory but are
 #   not one object, since one of them can move away; two empty tensors of one shape; subclasses of
 #   ``nn.Parameter``; quantized tensors; optimizer state with dicts or numbers in it.
+# * **Some changes are not noticed, and the checkpoint is wrong without a word.** Make a new
+#   ``TrainingState`` after each of these: another object in ``app.model``; a ``state_dict`` or
+#   ``_save_to_state_dict`` of your own that a module gets after the first save; a hook on the
+#   ``state_dict`` of an optimizer that begins later. What an optimizer's own ``state_dict`` or its
+#   hooks add to the groups is never saved.
+# * The values are the parameters themselves: call ``detach()``, or work under ``no_grad``.
+#   ``tree_map`` takes a kept dict for one leaf: give it ``copy.deepcopy`` of the state.
 # * What ``state_dict`` returns may refuse changes, because later saves use it. To leave a name out,
 #   build a dict of your own from it.
 # * A save before the first step calls ``optimizer.step`` at rate 0, as ``get_state_dict`` does. That
