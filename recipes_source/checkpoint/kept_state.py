@@ -354,6 +354,9 @@ if __name__ == "__main__":
 #   hooks add to the groups is never saved.
 # * The values are the parameters themselves: call ``detach()``, or work under ``no_grad``.
 #   ``tree_map`` takes a kept dict for one leaf: give it ``copy.deepcopy`` of the state.
+# * A checkpoint of other code has no ``stepped``. ``dcp.load`` of it raises, and with
+#   ``allow_partial_load=True`` it **drops the optimizer's state without a word**: load such a
+#   checkpoint with ``get_state_dict`` and ``set_state_dict``.
 # * What ``state_dict`` returns may refuse changes, because later saves use it. To leave a name out,
 #   build a dict of your own from it.
 # * A save before the first step calls ``optimizer.step`` at rate 0, as ``get_state_dict`` does. That
