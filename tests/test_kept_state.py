@@ -19,6 +19,19 @@ from torch.distributed.tensor import DTensor, Replicate
 sys.path.insert(0, str(Path(__file__).parents[1] / "recipes_source" / "checkpoint"))
 
 from kept_state import TrainingState  # noqa: E402
+from overlapped_stager import OverlappedSaves  # noqa: E402
+
+
+class Gated(OverlappedSaves):
+    """Its writing thread looks at no state until ``go`` is set."""
+
+    def __init__(self, *args) -> None:
+        super().__init__(*args)
+        self.go = threading.Event()
+
+    def begin(self, *args) -> tuple:
+        assert self.go.wait(30)
+        return super().begin(*args)
 
 
 @pytest.fixture(autouse=True)
@@ -319,15 +332,6 @@ def with_new_moments(optimizer: torch.optim.Optimizer) -> None:
 
 @pytest.mark.parametrize("change", [emptied, without_a_moment, with_a_number, with_new_moments])
 def test_an_optimizer_state_that_changes_behind_a_save_is_saved_as_it_was(tmp_path, change) -> None:
-    from overlapped_stager import OverlappedSaves
-
-    go = threading.Event()
-
-    class Gated(OverlappedSaves):
-        def begin(self, *args) -> tuple:
-            go.wait(30)
-            return super().begin(*args)
-
     model = nn.Linear(4, 4)
     optimizer = torch.optim.AdamW(model.parameters())
     app = trained(model, optimizer)
@@ -336,7 +340,7 @@ def test_an_optimizer_state_that_changes_behind_a_save_is_saved_as_it_was(tmp_pa
         done = saves.save({"app": app}, tmp_path / "step1")
         saves.before_update()
         change(optimizer)
-        go.set()
+        saves.go.set()
         done.result()
     like = {"optim": {"state": {"weight": {key: x + 7 for key, x in moments.items()}}}}
     dcp.load({"app": like}, checkpoint_id=tmp_path / "step1")
@@ -476,23 +480,15 @@ class Numbers(torch.optim.SGD):
 
 
 def test_a_dict_in_the_optimizer_state_that_fills_later_is_read_at_the_save(tmp_path) -> None:
-    from overlapped_stager import OverlappedSaves
-
     model = nn.Linear(4, 4)
     optimizer = Numbers(model.parameters(), lr=0.1, momentum=0.9)
-    app, go = trained(model, optimizer), threading.Event()
-
-    class Gated(OverlappedSaves):
-        def begin(self, *args) -> tuple:
-            go.wait(30)
-            return super().begin(*args)
-
+    app = trained(model, optimizer)
     with Gated(torch.device("cpu")) as saves:
         for step in range(2):
             optimizer.step()
             if not step:
                 saves.save({"app": app}, tmp_path / "step1")
-        go.set()
+        saves.go.set()
     like = {"app": {"optim": {"state": {"weight": {"counts": {"steps": 0}}}}}}
     dcp.load(like, checkpoint_id=tmp_path / "step1")
     assert like["app"]["optim"]["state"]["weight"]["counts"]["steps"] == 1
@@ -520,12 +516,19 @@ def test_a_returned_state_refuses_changes_and_its_copies_take_them(part: str) ->
     assert name in kept
 
 
-@pytest.mark.parametrize("layer", [nn.Linear, "compiled", "parametrized"])
-def test_a_state_of_torchs_own_modules_is_asked_for_once(layer) -> None:
+@pytest.mark.parametrize("how", ["plain", "compiled", "parametrized"])
+def test_a_state_of_torchs_own_modules_is_asked_for_once(how: str) -> None:
     model = nn.Sequential(nn.Linear(4, 4), nn.LayerNorm(4))
-    if layer == "compiled":
+    if how == "compiled":
         model = torch.compile(model, backend="eager")
-    if layer == "parametrized":
+    if how == "parametrized":
         nn.utils.parametrizations.weight_norm(model[0])
     app = trained(model, torch.optim.AdamW(model.parameters()))
     assert right(app) and right(app) and app.asked == 1
+
+
+def test_the_state_of_a_meta_model_takes_what_dcp_makes_for_it() -> None:
+    """``dcp.load`` puts tensors with memory in the place of those without."""
+    state = TrainingState(nn.Linear(4, 4, device="meta")).state_dict()["model"]
+    state["weight"] = torch.zeros(4, 4)
+    assert not state["weight"].is_meta

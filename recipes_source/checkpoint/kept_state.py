@@ -6,16 +6,16 @@ Ask for the state once
 
 Shorten the call of a save when the state has many tensors. ``get_state_dict`` runs on the training
 thread at every save, and takes longer the more tensors there are. Yet almost nothing of its result
-changes: the same tensors lie in the same places. ``TrainingState`` calls it
-again only if model or optimizers hold other tensor objects than at the last call.
+changes: the same tensors lie in the same places. For stock modules and optimizers,
+``TrainingState`` calls it again only when they hold other tensor objects.
 
 .. result-gain:: checkpoint_stall
    :rows: overlapped_writer torch_checkpointing torchtitan_async_with_pinned_mem
    :field: call_s
    :where: model=llama-1b step=long loop=reads compiled=no storage=memory
 
-These are the times that the call of a save takes. ``overlapped_writer`` saves a ``TrainingState``.
-The other two, a package and a mode of torchtitan, save in the background as well.
+Times of whole save calls, not of this recipe alone. ``overlapped_writer`` saves a
+``TrainingState``. The other two, a package and a mode of torchtitan, save in the background as well.
 
 **When not to bother:** your state has few tensors, your saves stop training anyway, or you save
 once an hour.
@@ -25,13 +25,15 @@ once an hour.
    import torch.distributed.checkpoint as dcp
    from kept_state import TrainingState
 
-   app = TrainingState(model, optimizer, schedule=scheduler)            # once
+   app = TrainingState(model, optimizer, schedule=scheduler)                     # once
 
-   dcp.save({"app": app}, checkpoint_id=f"checkpoints/step{step}")      # at each save
-   dcp.load({"app": app}, checkpoint_id="checkpoints/step100")          # to resume
+   saved = dcp.async_save({"app": app}, checkpoint_id=f"checkpoints/step{step}")  # at each save
+   saved.result()                                              # before the next save, and at the end
 
-Any save of DCP takes it; the ``saves.save`` of :doc:`overlapped_stager` has the gain above. Your
-project needs this file alone: what it imports in ``main()`` is for the proof.
+   dcp.load({"app": app}, checkpoint_id="checkpoints/step100")                   # to resume
+
+Any save of DCP takes it; that of the figure is :doc:`overlapped_writer`. Your project needs this
+file alone: what it imports in ``main()`` is for the proof.
 
 .. grid:: 1 1 2 2
 
@@ -88,9 +90,9 @@ from torch.distributed.tensor import DTensor
 # %%
 # A dict that does not change
 # ---------------------------
-# ``OverlappedSaves`` of :doc:`overlapped_stager` does not walk a dict that has an attribute
-# ``kept_tensors``: it takes that list. A thread walks the dict when it writes the checkpoint, steps
-# later. So the dict is a copy, and refuses changes.
+# On the training thread, ``OverlappedSaves`` (:doc:`overlapped_stager`) takes the list
+# ``kept_tensors`` and walks nothing. Its writing thread walks the dict, steps later. So the dict is
+# a copy, and refuses changes.
 
 
 class Kept(dict):
@@ -115,7 +117,7 @@ class Kept(dict):
             self.refuse()
 
     def __reduce__(self) -> tuple:
-        return OrderedDict, (), None, None, iter(self.items())  # torch.load(weights_only=True) can
+        return OrderedDict, (), None, None, iter(self.items())  # torch.load trusts it
 
 
 # %%
@@ -270,8 +272,8 @@ class TrainingState(Stateful):
 # Run it, and prove it
 # --------------------
 # After each of several changes, the proof compares the kept state with the result of a new
-# ``get_state_dict``: the same keys, the same memory, the same numbers. Then one new job loads the
-# checkpoint of step 3, and another one that of step 0.
+# ``get_state_dict``: the same keys, the same memory, the same numbers. Between them, one new model
+# loads the checkpoint of step 3, and another that of step 0.
 
 
 def memory(tree: object) -> object:
@@ -340,12 +342,12 @@ if __name__ == "__main__":
 #
 # Known limits
 # ------------
-# * Private by name, and older than every version of torch that these pages run on: ``_parameters``,
+# * Private by name, though in every torch that these pages run on: ``_parameters``,
 #   ``_buffers``, ``_modules``, ``_non_persistent_buffers_set``, ``_save_to_state_dict`` and the two
 #   dicts of hooks of ``nn.Module``, and ``_local_tensor`` of ``DTensor``.
 # * These are asked for at every save: right, and no gain. ``FullyShardedDataParallel`` (FSDP1); a
 #   model with its own ``state_dict``, hooks on it or extra state; weights that share memory but are
-#   not one object, since one of them can move away; two empty tensors of one shape; subclasses of
+#   not one object, since one of them can move away; two empty plain tensors of one shape; subclasses of
 #   ``nn.Parameter``; quantized tensors; optimizer state with dicts or numbers in it.
 # * **Some changes are not noticed, and the checkpoint is wrong without a word.** Make a new
 #   ``TrainingState`` after each of these: another object in ``app.model``; a ``state_dict`` or
@@ -359,9 +361,9 @@ if __name__ == "__main__":
 #   checkpoint with ``get_state_dict`` and ``set_state_dict``.
 # * What ``state_dict`` returns may refuse changes, because later saves use it. To leave a name out,
 #   build a dict of your own from it.
-# * A save before the first step calls ``optimizer.step`` at rate 0, as ``get_state_dict`` does. That
-#   changes optimizers that draw noise or count their own steps, Adafactor with relative steps and
-#   decay, and runs your hooks on ``step`` once more. Save after a step.
+# * A save or load before the first step calls ``optimizer.step`` at rate 0, as ``get_state_dict``
+#   does. Your hooks on ``step`` run. Optimizers that draw noise, count their own steps or set their
+#   own rate (Adafactor with relative steps and decay) change the training. Save after a step.
 # * Models that change their layers at every step gain nothing.
 # * It saves no random state and no position in the data: pass objects that do, by name.
 # * A parameter that never had a gradient has no optimizer state. Load with

@@ -75,15 +75,15 @@ The idea
    @14 2: the update waits for the copy
 
 1. **Copy after step**: the copies wait for an event that is recorded after ``optimizer.step()``.
-2. **Update after copy**: the next ``optimizer.step()`` waits for the copies, on the GPU. A hook
-   that torch calls before every optimizer's step sees to that; the ``with`` block removes it at
-   its end.
+2. **Update after copy**: the next ``optimizer.step()`` waits until the state has been read: its
+   thread until all is queued, then the GPU. A hook that torch calls before every optimizer's step
+   sees to that, until the ``with`` block ends.
 3. **Forward after snapshot**: buffers that forward changes are copied on the device first.
 4. **Refill after write**: a set of buffers is filled again only when its write has ended.
 
 In the loop, the training thread waits for storage in two cases: writing a checkpoint takes longer
-than the time between two saves (``if_busy="skip"`` then leaves a save out), or the layout of the
-state has changed. At its end, the ``with`` block waits for all writes.
+than the time between two saves (``if_busy="skip"`` then leaves a save out), or a tensor of
+the state lies elsewhere than before. At its end, the ``with`` block waits for all writes.
 
 A checkpoint is first written to ``step100.incomplete``. When all ranks have written their part,
 rank 0 renames the directory. **Trust the name, not** ``.metadata``. If the process group is
@@ -184,8 +184,8 @@ class OverlappedSaves:
             rank if the save failed on one. None if the save was skipped.
 
         Raises:
-            RuntimeError: outside the ``with`` block, in a second one behind an exception, or it was
-                made before the process group.
+            RuntimeError: outside the ``with`` block, in a second one after an exception, or made
+                before the process group.
         """
         if not self.running or self.abandoned or dist.is_initialized() != bool(self.groups):
             raise RuntimeError("save in one `with OverlappedSaves(...)`, behind init_process_group")
@@ -389,8 +389,8 @@ if __name__ == "__main__":
 # ------
 # Page-locked host memory, from the first save until ``saves`` is deleted: twice the bytes of this
 # rank's shards. ``BUFFER_SETS = 1`` needs them once, and each save then waits for the previous
-# one. The first save locks this memory on the training thread, as does one whose state has another
-# layout. Such a call takes far longer.
+# one. The first save locks this memory on the training thread, as does one whose tensors have moved.
+# Such a call takes far longer.
 #
 # Under DDP every rank holds the whole state, and every rank stages it, though only one copy is
 # written. Shard the optimizer's state there.

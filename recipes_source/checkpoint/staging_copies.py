@@ -48,7 +48,7 @@ built on this.
    ...                                               # forward, backward, loss.item()
    streams.current_stream().wait_event(has_been_read)
    optimizer.step()
-   copied.synchronize()                              # on a thread that writes: now hosts are right
+   copied.synchronize()           # on a thread that writes: write hosts before the next save begins
 
 Your project needs this file alone.
 
@@ -448,8 +448,8 @@ if __name__ == "__main__":
 #
 # Known limits
 # ------------
-# * A tensor of another library's subclass, a sparse or a quantized one is copied at once, by its
-#   ``clone``.
+# * A tensor of another library's subclass, a sparse or a quantized one is cloned at once; a
+#   DTensor of such is a ``TypeError``.
 # * Thousands of copies take long to queue. Until they are, other threads launch kernels more slowly
 #   (seen on an H200): a host-bound loop notices.
 # * Without CUDA, memory is pageable: right, slower, and a save waits for its first pieces.
