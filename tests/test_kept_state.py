@@ -5,6 +5,7 @@ import sys
 import threading
 from collections.abc import Callable, Iterator
 from copy import copy, deepcopy
+from functools import wraps
 from pathlib import Path
 
 import pytest
@@ -15,6 +16,7 @@ from torch import nn
 from torch.distributed.checkpoint.state_dict import get_state_dict
 from torch.distributed.device_mesh import init_device_mesh
 from torch.distributed.tensor import DTensor, Replicate
+from torch.utils._pytree import tree_map
 
 sys.path.insert(0, str(Path(__file__).parents[1] / "recipes_source" / "checkpoint"))
 
@@ -403,6 +405,12 @@ def saved_from_now_on(layer: nn.Module) -> None:
     layer.register_buffer("unseen", layer.unseen, persistent=True)
 
 
+def torch_hook(*_) -> None: ...
+
+
+torch_hook.__module__ = "torch.of_a_wrapper"
+
+
 def with_a_hook(layer: nn.Module) -> None:
     layer.register_state_dict_post_hook(
         lambda module, state, prefix, _: state.update({prefix + "weight": torch.ones(3)})
@@ -415,6 +423,29 @@ def with_a_scale(layer: nn.Module) -> None:
 
 def with_extra(layer: nn.Module) -> None:
     layer.extra = torch.ones(2)
+
+
+def with_its_own_state_dict(layer: nn.Module) -> None:
+    @wraps(layer.state_dict)
+    def state_dict(destination: dict, prefix: str, keep_vars: bool) -> None:
+        destination.update({prefix + "weight": layer.weight * 2})
+
+    layer.state_dict = state_dict
+
+
+def with_its_own_save(layer: nn.Module) -> None:
+    layer._save_to_state_dict = lambda state, prefix, _: state.update(
+        {prefix + "weight": layer.weight * 2}
+    )
+
+
+def of_class_late(layer: nn.Module) -> None:
+    layer.__class__, layer.scale = Late, torch.tensor(3.0)
+
+
+def with_another_hook(layer: nn.Module) -> None:
+    layer.torchs_hook.remove()
+    with_a_hook(layer)
 
 
 def one_grows(layer: nn.Module) -> None:
@@ -433,6 +464,10 @@ def other_grows(layer: nn.Module) -> None:
         (nn.Linear, no_longer_saved),
         (nn.Linear, saved_from_now_on),
         (nn.Linear, with_a_hook),
+        (nn.Linear, with_another_hook),
+        (nn.Linear, with_its_own_state_dict),
+        (nn.Linear, with_its_own_save),
+        (nn.Linear, of_class_late),
         (Late, with_a_scale),
         (Extra, with_extra),
         (Grown, one_grows),
@@ -443,6 +478,7 @@ def test_a_change_of_what_a_module_saves_is_noticed(layer: type, change: Callabl
     model = nn.Sequential(nn.Linear(4, 4), layer(4, 4))
     model[1].register_buffer("seen", torch.ones(3))
     model[1].register_buffer("unseen", torch.ones(3), persistent=False)
+    model[1].torchs_hook = model[1].register_state_dict_post_hook(torch_hook)
     app = trained(model, torch.optim.SGD(model[0].parameters(), lr=0.1))
     change(model[1])
     assert right(app)
@@ -532,3 +568,94 @@ def test_the_state_of_a_meta_model_takes_what_dcp_makes_for_it() -> None:
     state = TrainingState(nn.Linear(4, 4, device="meta")).state_dict()["model"]
     state["weight"] = torch.zeros(4, 4)
     assert not state["weight"].is_meta
+
+
+def noted(state: dict) -> dict:
+    """As an optimizer's own code adds to its groups."""
+    return state | {"param_groups": [group | {"note": 1} for group in state["param_groups"]]}
+
+
+class Noted(torch.optim.SGD):
+    @torch.no_grad()
+    def state_dict(self) -> dict:
+        return noted(super().state_dict())
+
+
+def with_a_post_hook(optimizer: torch.optim.Optimizer) -> None:
+    optimizer.register_state_dict_post_hook(lambda _, state: noted(state))
+
+
+def with_a_pre_hook(optimizer: torch.optim.Optimizer) -> None:
+    optimizer.register_state_dict_pre_hook(lambda own: own.param_groups[0].update(lr=7.0))
+
+
+def with_a_method(optimizer: torch.optim.Optimizer) -> None:
+    own = optimizer.state_dict
+    optimizer.state_dict = wraps(own)(lambda: noted(own()))
+
+
+@pytest.mark.parametrize(
+    ("kind", "change"),
+    [
+        (Noted, lambda _: None),
+        (torch.optim.SGD, with_a_post_hook),
+        (torch.optim.SGD, with_a_pre_hook),
+        (torch.optim.SGD, with_a_method),
+    ],
+)
+def test_what_an_optimizers_own_code_saves_is_in_the_state(kind: type, change: Callable) -> None:
+    model = nn.Linear(4, 4)
+    optimizer = kind(model.parameters(), lr=0.1, momentum=0.9)
+    app = trained(model, optimizer)
+    change(optimizer)
+    state = app.state_dict()["optim"]
+    _, fresh = get_state_dict(model, optimizer)
+    assert state["param_groups"] == fresh["param_groups"]
+    assert state["param_groups"][0].keys() & {"note"} or change is with_a_pre_hook
+    optimizer.param_groups[0]["lr"] = 3.0
+    _, fresh = get_state_dict(model, optimizer)
+    assert app.state_dict()["optim"]["param_groups"] == fresh["param_groups"]
+
+
+def test_another_model_in_its_place_is_noticed() -> None:
+    model, other = (nn.Linear(4, 4, bias=False) for _ in range(2))
+    app = TrainingState(model)
+    app.state_dict()
+    app.model = other
+    assert right(app)
+
+
+def test_a_snapshot_by_tree_map_copies_every_tensor() -> None:
+    model = nn.Linear(4, 4)
+    state = trained(model, torch.optim.AdamW(model.parameters())).state_dict()
+    copied = tree_map(lambda x: x.clone() if torch.is_tensor(x) else x, state)
+    before = copied["model"]["weight"].clone()
+    moment = copied["optim"]["state"]["weight"]["exp_avg"]
+    moments = moment.clone()
+    with torch.no_grad():
+        model.weight += 1
+    state["optim"]["state"]["weight"]["exp_avg"].add_(1)
+    assert torch.equal(copied["model"]["weight"], before) and torch.equal(moment, moments)
+    assert list(copied["model"]) == ["weight", "bias"]
+
+
+def test_a_partial_load_of_a_stock_checkpoint_is_refused(tmp_path: Path) -> None:
+    """It would clear the optimizer's state that it has loaded."""
+    model = nn.Linear(4, 4)
+    optimizer = torch.optim.AdamW(model.parameters())
+    trained(model, optimizer)
+    stock = dict(zip(("model", "optim"), get_state_dict(model, optimizer), strict=True))
+    dcp.save({"app": stock}, checkpoint_id=tmp_path)
+    other = nn.Linear(4, 4)
+    fresh = TrainingState(other, torch.optim.AdamW(other.parameters()))
+    planner = dcp.DefaultLoadPlanner(allow_partial_load=True)
+    with pytest.raises(Exception, match="without 'stepped'"):
+        dcp.load({"app": fresh}, checkpoint_id=tmp_path, planner=planner)
+
+
+def test_a_scripted_model_is_saved_as_it_is(tmp_path: Path) -> None:
+    model = torch.jit.script(nn.Sequential(nn.Linear(4, 4), nn.Linear(4, 4)))
+    app = trained(model, torch.optim.AdamW(model.parameters()))
+    with torch.no_grad():
+        next(model.parameters()).add_(1)
+    assert right(app)

@@ -74,10 +74,10 @@ so whoever copies it sees the new memory.
 
 import argparse
 import logging
-import operator
 import tempfile
 from collections import OrderedDict
 from itertools import chain
+from operator import attrgetter, is_
 from pathlib import Path
 
 import torch
@@ -86,13 +86,14 @@ from torch import nn
 from torch.distributed.checkpoint.state_dict import get_state_dict, set_state_dict
 from torch.distributed.checkpoint.stateful import Stateful
 from torch.distributed.tensor import DTensor
+from torch.utils._pytree import register_pytree_node, tree_map_only
 
 # %%
 # A dict that does not change
 # ---------------------------
 # On the training thread, ``OverlappedSaves`` (:doc:`overlapped_stager`) takes the list
 # ``kept_tensors`` and walks nothing. Its writing thread walks the dict, steps later. So the dict is
-# a copy, and refuses changes.
+# a copy, and refuses changes. ``tree_map`` takes it for a dict, as it should.
 
 
 class Kept(dict):
@@ -120,6 +121,10 @@ class Kept(dict):
         return OrderedDict, (), None, None, iter(self.items())  # torch.load trusts it
 
 
+# without it, tree_map takes a Kept for one leaf
+register_pytree_node(Kept, lambda x: ([*x.values()], [*x]), lambda x, k: dict(zip(k, x)))  # noqa: B905
+
+
 # %%
 # The state of a training job
 # ---------------------------
@@ -127,13 +132,17 @@ class Kept(dict):
 # itself in its place. What is not a tensor is read at every save: the groups of the optimizers,
 # whose learning rate a schedule changes, and everything that you pass by name. A step count that is
 # a Python number is a new object at each step, so such an optimizer makes every save call
-# ``get_state_dict``. So does a model with code of its own in ``state_dict``: it may decide later
-# what to add.
+# ``get_state_dict``. So does a model or an optimizer with code of its own in ``state_dict``, or with
+# hooks on it: that code may decide later what to add.
 
 
-HELD = operator.attrgetter("_modules", "_parameters", "_buffers")
-HOOKS = operator.attrgetter("_state_dict_hooks", "_state_dict_pre_hooks")
-METHODS = operator.attrgetter("state_dict", "_save_to_state_dict", "get_extra_state")
+NO_STATE = "%s never had a gradient: load with DefaultLoadPlanner(allow_partial_load=True)"
+NOT_LOADED = "other code saved this checkpoint, without 'stepped': load it with set_state_dict"
+METHODS = "state_dict", "_save_to_state_dict", "get_extra_state"
+HOOKS = "_state_dict_hooks", "_state_dict_pre_hooks"
+OPTIMIZER_HOOKS = "_optimizer_state_dict_pre_hooks", "_optimizer_state_dict_post_hooks"
+held_by = attrgetter("_modules", "_parameters", "_buffers", *HOOKS)
+not_saved_of, methods_of = attrgetter("_non_persistent_buffers_set"), attrgetter(*METHODS)
 
 
 def groups(optimizers: list[torch.optim.Optimizer]) -> chain:
@@ -141,9 +150,8 @@ def groups(optimizers: list[torch.optim.Optimizer]) -> chain:
 
 
 def memory_of(tensor: torch.Tensor) -> tuple:
-    shard = tensor.to_local() if isinstance(tensor, DTensor) else tensor
-    read_as = tensor.shape, shard.stride(), tensor.dtype, shard.is_conj(), shard.is_neg()
-    return shard.data_ptr(), *read_as
+    x = tensor.to_local() if isinstance(tensor, DTensor) else tensor
+    return x.data_ptr(), tensor.shape, x.stride(), x.dtype, x.is_conj(), x.is_neg()
 
 
 def is_plain(leaf: object) -> bool:
@@ -152,10 +160,14 @@ def is_plain(leaf: object) -> bool:
     return is_dense and not (x.is_quantized or x.is_meta)
 
 
-def is_stock(module: nn.Module) -> bool:
-    """Whether torch's own code alone decides what the ``state_dict`` of ``module`` holds."""
-    code = [*chain(*map(dict.values, HOOKS(module))), *METHODS(module)]
-    return all(getattr(x, "__module__", "").startswith("torch.") for x in code)
+def is_stock(saved: nn.Module | torch.optim.Optimizer) -> bool:
+    """Whether torch's own code alone, not decorated, decides what ``saved.state_dict`` returns."""
+    hooks = (getattr(saved, name, {}).values() for name in (*HOOKS, *OPTIMIZER_HOOKS))
+    code = [*chain(*hooks), *(getattr(saved, name) for name in METHODS if hasattr(saved, name))]
+    origins = [getattr(x, "__module__", None) for x in code]
+    origins += [getattr(x, "__globals__", {}).get("__name__") for x in code]
+    of_torch = all(str(name).startswith("torch.") for name in origins)
+    return of_torch and not isinstance(saved, torch.jit.ScriptModule)
 
 
 class TrainingState(Stateful):
@@ -173,24 +185,22 @@ class TrainingState(Stateful):
     def __init__(self, model: nn.Module, *optimizers: torch.optim.Optimizer, **others) -> None:
         if taken := {"model", "optim", "stepped"} & set(others):
             raise ValueError(f"name it otherwise: {taken} is taken in the checkpoint")
-        for optimizer in optimizers:
-            if not isinstance(optimizer, torch.optim.Optimizer):
-                raise TypeError(f"{type(optimizer).__name__} is no optimizer: pass it by a name")
-        for name, other in others.items():
-            if not (hasattr(other, "state_dict") and hasattr(other, "load_state_dict")):
-                raise TypeError(f"{name} has no state_dict and load_state_dict")
+        if wrong := [x for x in optimizers if not isinstance(x, torch.optim.Optimizer)]:
+            raise TypeError(f"{type(wrong[0]).__name__} is no optimizer: pass it by a name")
+        if wrong := [name for name, x in others.items() if not isinstance(x, Stateful)]:
+            raise TypeError(f"{wrong[0]} has no state_dict and load_state_dict")
         self.model, self.optimizers, self.others = model, optimizers, others
-        self.asked, self.kept_model = 0, None  # how many times; the model's state
-        self.modules, self.hooks, self.not_saved, self.known = [], [], [], ([], [])
+        self.asked, self.lasting, self.stepped, self.modules = 0, False, [], []
 
     def held(self) -> tuple[list, list]:
-        """Everything that modules and optimizers hold now with its names, and how much each holds."""
+        """All that modules and optimizers hold now, with names, and what to compare by value."""
         states = [optimizer.state for optimizer in self.optimizers]
         moments = chain.from_iterable(map(dict.values, states))
-        dicts = [*chain.from_iterable(map(HELD, self.modules)), *states, *moments]
-        others = [*self.not_saved, *(group["params"] for group in groups(self.optimizers))]
-        sizes, full = map(len, chain(dicts, others, self.hooks)), list(filter(None, dicts))
-        return [*chain(*full), *chain(*map(dict.values, full)), *chain(*others)], list(sizes)
+        dicts = [*chain.from_iterable(map(held_by, self.modules)), *states, *moments]
+        lists = [*map(not_saved_of, self.modules), *(g["params"] for g in groups(self.optimizers))]
+        full, methods = list(filter(None, dicts)), map(methods_of, self.modules)
+        held = [self.model, *chain(*full), *chain(*map(dict.values, full)), *chain(*lists)]
+        return held, [*map(len, dicts), *map(len, lists), *methods]
 
     def state_dict(self) -> dict:
         """What ``get_state_dict`` would return, and the state of the ``others``.
@@ -198,15 +208,18 @@ class TrainingState(Stateful):
         ``stepped`` says of each optimizer whether it had state. Asking for the state of one that
         has never stepped creates it, and would change the training (pytorch#164929).
         """
-        (held, sizes), (known, known_sizes) = self.held(), self.known
-        same = sizes == known_sizes and all(map(operator.is_, held, known))
-        if not (same and isinstance(self.kept_model, Kept) and isinstance(self.kept_optim, Kept)):
+        held, sizes = self.held()
+        lasting = self.lasting and all(map(is_stock, self.optimizers))
+        if lasting and sizes == self.known_sizes and all(map(is_, held, self.known)):
+            pairs = zip(groups(self.optimizers), self.groups, strict=True)
+            self.groups = [{**now, "params": old["params"]} for now, old in pairs]
+        else:
             self.ask()
-        stepped = [bool(optimizer.state) for optimizer in self.optimizers]
-        now = [{**g, "params": n} for g, n in zip(groups(self.optimizers), self.names, strict=True)]
-        optim = {"state": self.kept_optim, "param_groups": now}
+        # a float is an object of its own: load_state_dict sees whether it was replaced
+        self.stepped = [float(bool(optimizer.state)) for optimizer in self.optimizers]
+        optim = {"state": self.kept_optim, "param_groups": self.groups}
         others = {name: other.state_dict() for name, other in self.others.items()}
-        return {"model": self.kept_model, "optim": optim, "stepped": stepped, **others}
+        return {"model": self.kept_model, "optim": optim, "stepped": self.stepped, **others}
 
     def ask(self) -> None:
         self.asked += 1
@@ -222,45 +235,39 @@ class TrainingState(Stateful):
             for optimizer in new:
                 optimizer.state.clear()
         self.warn_of_missing_state()
-        self.modules = list(self.model.modules())
-        self.hooks = [*chain.from_iterable(map(HOOKS, self.modules))]
-        self.not_saved = [module._non_persistent_buffers_set for module in self.modules]
-        self.known = self.held()
+        modules = list(self.model.modules())
+        self.modules = modules if all(map(is_stock, modules)) else []
+        self.known, self.known_sizes = self.held()
         tensors = [x for x in chain(self.model.parameters(), self.model.buffers()) if is_plain(x)]
         held = {memory_of(x): x for x in tensors}
         # two objects of one memory may part by `.data =`; empty shards stay empty
         own = [memory_of(x) for x in tensors if not isinstance(x, DTensor) or memory_of(x)[0]]
-        lasting = len(own) == len(set(own)) and all(map(is_stock, self.modules))
-        states = optim.get("state", {}).items()  # none without optimizers
-        self.kept_model, self.kept_optim = model, {name: {**state} for name, state in states}
-        if lasting and all(is_plain(x) and memory_of(x) in held for x in model.values()):
+        state = optim.get("state", {}).items()  # none without optimizers
+        self.kept_model, self.kept_optim = model, {name: {**moments} for name, moments in state}
+        moments, known = map(dict.values, self.kept_optim.values()), set(map(id, self.known))
+        self.lasting = bool(self.modules) and len(own) == len(set(own))
+        self.lasting &= all(is_plain(x) and memory_of(x) in held for x in model.values())
+        self.lasting &= all(is_plain(x) and id(x) in known for x in chain(*moments))
+        self.groups = optim.get("param_groups", [])
+        if self.lasting:
             self.kept_model = Kept({key: held[memory_of(x)] for key, x in model.items()})
-        known, moments = set(map(id, self.known[0])), map(dict.values, self.kept_optim.values())
-        if all(is_plain(x) and id(x) in known for x in chain(*moments)):
             self.kept_optim = Kept(self.kept_optim)
-        self.names = [group["params"] for group in optim.get("param_groups", [])]
 
     def warn_of_missing_state(self) -> None:
         """Say which trainable parameters never had a gradient, unlike others of their group."""
         names = {parameter: name for name, parameter in self.model.named_parameters()}
-        for optimizer in self.optimizers:
-            for group in optimizer.param_groups:
-                trained = [p for p in group["params"] if p.requires_grad]
-                missing = [names.get(p, "?") for p in trained if not optimizer.state.get(p)]
-                if 0 < len(missing) < len(trained):
-                    logging.getLogger(__name__).warning(
-                        "no optimizer state yet for %s, which never had a gradient: dcp.load needs "
-                        "planner=DefaultLoadPlanner(allow_partial_load=True)",
-                        missing,
-                    )
+        stepped = {p for optimizer in self.optimizers for p, s in optimizer.state.items() if s}
+        for group in groups(self.optimizers):
+            trained = [p for p in group["params"] if p.requires_grad]
+            missing = [names.get(p, "?") for p in trained if p not in stepped]
+            if 0 < len(missing) < len(trained):
+                logging.getLogger(__name__).warning(NO_STATE, missing)
 
     def load_state_dict(self, state: dict) -> None:
-        set_state_dict(
-            self.model,
-            self.optimizers,
-            model_state_dict=dict(state["model"]),
-            optim_state_dict={**state["optim"], "state": dict(state["optim"]["state"])},
-        )
+        if any(x is own and not x for x, own in zip(state["stepped"], self.stepped, strict=False)):
+            raise ValueError(NOT_LOADED)
+        model, optim = dict(state["model"]), state["optim"] | {"state": {**state["optim"]["state"]}}
+        set_state_dict(self.model, self.optimizers, model_state_dict=model, optim_state_dict=optim)
         for optimizer, stepped in zip(self.optimizers, state["stepped"], strict=True):
             if not stepped:
                 optimizer.state.clear()
@@ -276,16 +283,11 @@ class TrainingState(Stateful):
 # loads the checkpoint of step 3, and another that of step 0.
 
 
-def memory(tree: object) -> object:
-    if isinstance(tree, dict):
-        return {key: memory(value) for key, value in tree.items()}
-    return memory_of(tree) if isinstance(tree, torch.Tensor) else tree
-
-
 def same_state(app: TrainingState) -> bool:
-    model, optim = get_state_dict(app.model, app.optimizers)
-    fresh, kept = {"model": model, "optim": optim}, app.state_dict()
-    return memory(fresh) == memory({key: kept[key] for key in fresh})
+    kept, fresh = app.state_dict(), get_state_dict(app.model, app.optimizers)
+    both = (kept["model"], kept["optim"]), fresh
+    kept, fresh = tree_map_only(torch.Tensor, memory_of, both)
+    return kept == fresh
 
 
 def main(directory: Path) -> None:
@@ -343,22 +345,18 @@ if __name__ == "__main__":
 # Known limits
 # ------------
 # * Private by name, though in every torch that these pages run on: ``_parameters``,
-#   ``_buffers``, ``_modules``, ``_non_persistent_buffers_set``, ``_save_to_state_dict`` and the two
-#   dicts of hooks of ``nn.Module``, and ``_local_tensor`` of ``DTensor``.
+#   ``_buffers``, ``_modules``, ``_non_persistent_buffers_set``, ``_save_to_state_dict``, the dicts of
+#   hooks of ``nn.Module`` and ``Optimizer``, ``_local_tensor`` of ``DTensor``, and the module
+#   ``torch.utils._pytree``.
 # * These are asked for at every save: right, and no gain. ``FullyShardedDataParallel`` (FSDP1); a
-#   model with its own ``state_dict``, hooks on it or extra state; weights that share memory but are
+#   model or an optimizer with its own ``state_dict`` or hooks on it (Accelerate's optimizer: pass
+#   ``optimizer.optimizer``); extra state; a scripted model; weights that share memory but are
 #   not one object, since one of them can move away; two empty plain tensors of one shape; subclasses of
 #   ``nn.Parameter``; quantized tensors; optimizer state with dicts or numbers in it.
-# * **Some changes are not noticed, and the checkpoint is wrong without a word.** Make a new
-#   ``TrainingState`` after each of these: another object in ``app.model``; a ``state_dict`` or
-#   ``_save_to_state_dict`` of your own that a module gets after the first save; a hook on the
-#   ``state_dict`` of an optimizer that begins later. What an optimizer's own ``state_dict`` or its
-#   hooks add to the groups is never saved.
 # * The values are the parameters themselves: call ``detach()``, or work under ``no_grad``.
-#   ``tree_map`` takes a kept dict for one leaf: give it ``copy.deepcopy`` of the state.
-# * A checkpoint of other code has no ``stepped``. ``dcp.load`` of it raises, and with
-#   ``allow_partial_load=True`` it **drops the optimizer's state without a word**: load such a
-#   checkpoint with ``get_state_dict`` and ``set_state_dict``.
+# * A checkpoint of other code has no ``stepped``. ``dcp.load`` of it raises, also with
+#   ``allow_partial_load=True``: load it with ``get_state_dict`` and ``set_state_dict``. A state that
+#   this same job returned before its first step is refused, too.
 # * What ``state_dict`` returns may refuse changes, because later saves use it. To leave a name out,
 #   build a dict of your own from it.
 # * A save or load before the first step calls ``optimizer.step`` at rate 0, as ``get_state_dict``
