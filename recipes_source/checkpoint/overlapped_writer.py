@@ -392,7 +392,8 @@ if __name__ == "__main__":
 #    :where: step=long storage=memory
 #
 # Steps shorter than the copy wait for it. ``snapshot_bytes`` (``overlapped_snapshot``, with
-# ``WRITERS = 2``) lowered staging, not the whole save, on one GPU, and neither on two:
+# ``WRITERS = 2``) lowered staging on one GPU; the interval of its whole save is wide. On two it
+# lowered neither:
 #
 # .. result-table:: checkpoint_stall
 #    :rows: none overlapped_writer overlapped_snapshot
