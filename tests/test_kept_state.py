@@ -659,3 +659,50 @@ def test_a_scripted_model_is_saved_as_it_is(tmp_path: Path) -> None:
     with torch.no_grad():
         next(model.parameters()).add_(1)
     assert right(app)
+
+
+class Versioned(nn.Linear):
+    """Upgrades what it loads, unless that says that it is of today's version."""
+
+    _version = 2
+
+    def _load_from_state_dict(self, state: dict, prefix: str, metadata: dict, *args) -> None:
+        if metadata.get("version", 1) < 2:
+            state[prefix + "weight"] = state[prefix + "weight"] * 2
+        super()._load_from_state_dict(state, prefix, metadata, *args)
+
+
+def test_a_module_that_upgrades_old_checkpoints_loads_todays_as_it_is(tmp_path: Path) -> None:
+    model, other, third = (nn.Sequential(Versioned(4, 4)) for _ in range(3))
+    app = trained(model, torch.optim.AdamW(model.parameters()))
+    dcp.save({"app": app}, checkpoint_id=tmp_path)
+    loaded = TrainingState(other, torch.optim.AdamW(other.parameters()))
+    dcp.load({"app": loaded}, checkpoint_id=tmp_path)
+    assert torch.equal(other[0].weight, model[0].weight)
+    for state in (app.state_dict()["model"], deepcopy(app.state_dict()["model"])):
+        third.load_state_dict(state)
+        assert torch.equal(third[0].weight, model[0].weight)
+
+
+def test_a_load_of_groups_in_another_order_leaves_the_names_right(tmp_path: Path) -> None:
+    def job(order: int) -> TrainingState:
+        model = nn.Sequential(nn.Linear(4, 4), nn.Linear(4, 4))
+        layers = [{"params": [*layer.parameters()]} for layer in model][::order]
+        return trained(model, torch.optim.SGD(layers, lr=0.1))
+
+    dcp.save({"app": job(1)}, checkpoint_id=tmp_path)
+    app = job(-1)
+    dcp.load({"app": app}, checkpoint_id=tmp_path)
+    _, fresh = get_state_dict(app.model, app.optimizers)
+    assert app.state_dict()["optim"]["param_groups"] == fresh["param_groups"]
+
+
+def test_a_change_of_returned_groups_changes_no_later_state() -> None:
+    model = nn.Linear(4, 4)
+    app = trained(model, torch.optim.SGD(model.parameters(), lr=0.1))
+    for _ in range(2):
+        state = app.state_dict()["optim"]
+        state["param_groups"][0]["params"].clear()
+        state["param_groups"].append(state["param_groups"].pop() | {"lr": 3.0})
+        groups = app.state_dict()["optim"]["param_groups"]
+        assert groups[0]["params"] == ["weight", "bias"] and groups[0]["lr"] == 0.1

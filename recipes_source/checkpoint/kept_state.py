@@ -103,10 +103,10 @@ class Kept(dict):
         TypeError: on a change. ``copy.copy(kept)`` is an ordinary dict.
     """
 
-    def __init__(self, nested: dict) -> None:
+    def __init__(self, nested: dict, metadata: dict | None = None) -> None:
         super().__init__({k: Kept(v) if isinstance(v, dict) else v for k, v in nested.items()})
         lists = (x.kept_tensors if isinstance(x, Kept) else [x] for x in self.values())
-        self.kept_tensors: list[torch.Tensor] = [*chain(*lists)]
+        self.kept_tensors, self._metadata = [*chain(*lists)], metadata  # versions of the modules
 
     def refuse(self, *_, **__) -> None:
         raise TypeError("later saves use this state: change a copy, copy.copy(state)")
@@ -118,7 +118,8 @@ class Kept(dict):
             self.refuse()
 
     def __reduce__(self) -> tuple:
-        return OrderedDict, (), None, None, iter(self.items())  # torch.load trusts it
+        # torch.load trusts an OrderedDict
+        return OrderedDict, (), {"_metadata": self._metadata}, None, iter(self.items())
 
 
 # without it, tree_map takes a Kept for one leaf
@@ -190,7 +191,7 @@ class TrainingState(Stateful):
         if wrong := [name for name, x in others.items() if not isinstance(x, Stateful)]:
             raise TypeError(f"{wrong[0]} has no state_dict and load_state_dict")
         self.model, self.optimizers, self.others = model, optimizers, others
-        self.asked, self.lasting, self.stepped, self.modules = 0, False, [], []
+        self.asked, self.lasting, self.stepped, self.modules, self.metadata = 0, False, [], [], None
 
     def held(self) -> tuple[list, list]:
         """All that modules and optimizers hold now, with names, and what to compare by value."""
@@ -200,7 +201,7 @@ class TrainingState(Stateful):
         lists = [*map(not_saved_of, self.modules), *(g["params"] for g in groups(self.optimizers))]
         full, methods = list(filter(None, dicts)), map(methods_of, self.modules)
         held = [self.model, *chain(*full), *chain(*map(dict.values, full)), *chain(*lists)]
-        return held, [*map(len, dicts), *map(len, lists), *methods]
+        return held, [*map(len, dicts), *map(len, lists), *methods, *map(is_stock, self.optimizers)]
 
     def state_dict(self) -> dict:
         """What ``get_state_dict`` would return, and the state of the ``others``.
@@ -209,19 +210,16 @@ class TrainingState(Stateful):
         has never stepped creates it, and would change the training (pytorch#164929).
         """
         held, sizes = self.held()
-        lasting = self.lasting and all(map(is_stock, self.optimizers))
-        if lasting and sizes == self.known_sizes and all(map(is_, held, self.known)):
-            pairs = zip(groups(self.optimizers), self.groups, strict=True)
-            self.groups = [{**now, "params": old["params"]} for now, old in pairs]
-        else:
-            self.ask()
+        same = self.lasting and sizes == self.known_sizes and all(map(is_, held, self.known))
+        pairs = zip(groups(self.optimizers) if same else self.ask(), self.names, strict=True)
+        param_groups = [{**group, "params": [*names]} for group, names in pairs]
         # a float is an object of its own: load_state_dict sees whether it was replaced
         self.stepped = [float(bool(optimizer.state)) for optimizer in self.optimizers]
-        optim = {"state": self.kept_optim, "param_groups": self.groups}
+        optim = {"state": self.kept_optim, "param_groups": param_groups}
         others = {name: other.state_dict() for name, other in self.others.items()}
         return {"model": self.kept_model, "optim": optim, "stepped": self.stepped, **others}
 
-    def ask(self) -> None:
+    def ask(self) -> list[dict]:
         self.asked += 1
         new = [optimizer for optimizer in self.optimizers if not optimizer.state]
         gradients = [(p, p.grad) for group in groups(new) for p in group["params"]]
@@ -236,22 +234,23 @@ class TrainingState(Stateful):
                 optimizer.state.clear()
         self.warn_of_missing_state()
         modules = list(self.model.modules())
-        self.modules = modules if all(map(is_stock, modules)) else []
+        self.modules = modules if all(map(is_stock, [*modules, *self.optimizers])) else []
         self.known, self.known_sizes = self.held()
         tensors = [x for x in chain(self.model.parameters(), self.model.buffers()) if is_plain(x)]
         held = {memory_of(x): x for x in tensors}
         # two objects of one memory may part by `.data =`; empty shards stay empty
         own = [memory_of(x) for x in tensors if not isinstance(x, DTensor) or memory_of(x)[0]]
-        state = optim.get("state", {}).items()  # none without optimizers
-        self.kept_model, self.kept_optim = model, {name: {**moments} for name, moments in state}
+        self.kept_model, self.metadata = model, getattr(model, "_metadata", None)
+        self.kept_optim = {name: {**state} for name, state in optim.get("state", {}).items()}
         moments, known = map(dict.values, self.kept_optim.values()), set(map(id, self.known))
         self.lasting = bool(self.modules) and len(own) == len(set(own))
         self.lasting &= all(is_plain(x) and memory_of(x) in held for x in model.values())
         self.lasting &= all(is_plain(x) and id(x) in known for x in chain(*moments))
-        self.groups = optim.get("param_groups", [])
         if self.lasting:
-            self.kept_model = Kept({key: held[memory_of(x)] for key, x in model.items()})
-            self.kept_optim = Kept(self.kept_optim)
+            model = {key: held[memory_of(x)] for key, x in model.items()}
+            self.kept_model, self.kept_optim = Kept(model, self.metadata), Kept(self.kept_optim)
+        self.names = [tuple(group["params"]) for group in optim.get("param_groups", [])]
+        return optim.get("param_groups", [])
 
     def warn_of_missing_state(self) -> None:
         """Say which trainable parameters never had a gradient, unlike others of their group."""
@@ -266,7 +265,9 @@ class TrainingState(Stateful):
     def load_state_dict(self, state: dict) -> None:
         if any(x is own and not x for x, own in zip(state["stepped"], self.stepped, strict=False)):
             raise ValueError(NOT_LOADED)
-        model, optim = dict(state["model"]), state["optim"] | {"state": {**state["optim"]["state"]}}
+        model, optim = OrderedDict(state["model"]), {**state["optim"]}
+        model._metadata, optim["state"] = self.metadata, {**optim["state"]}
+        self.lasting = False  # a load may have changed what is not compared
         set_state_dict(self.model, self.optimizers, model_state_dict=model, optim_state_dict=optim)
         for optimizer, stepped in zip(self.optimizers, state["stepped"], strict=True):
             if not stepped:
@@ -285,8 +286,8 @@ class TrainingState(Stateful):
 
 def same_state(app: TrainingState) -> bool:
     kept, fresh = app.state_dict(), get_state_dict(app.model, app.optimizers)
-    both = (kept["model"], kept["optim"]), fresh
-    kept, fresh = tree_map_only(torch.Tensor, memory_of, both)
+    kept = kept["model"], kept["optim"]
+    kept, fresh = tree_map_only(torch.Tensor, memory_of, (kept, fresh))
     return kept == fresh
 
 
@@ -353,7 +354,9 @@ if __name__ == "__main__":
 #   ``optimizer.optimizer``); extra state; a scripted model; weights that share memory but are
 #   not one object, since one of them can move away; two empty plain tensors of one shape; subclasses of
 #   ``nn.Parameter``; quantized tensors; optimizer state with dicts or numbers in it.
-# * The values are the parameters themselves: call ``detach()``, or work under ``no_grad``.
+# * The values are the parameters themselves: call ``detach()``, or work under ``no_grad``. With an
+#   attribute that cannot be pickled on a parameter, such as a lock or a process group,
+#   ``DefaultStager`` raises.
 # * A checkpoint of other code has no ``stepped``. ``dcp.load`` of it raises, also with
 #   ``allow_partial_load=True``: load it with ``get_state_dict`` and ``set_state_dict``. A state that
 #   this same job returned before its first step is refused, too.
