@@ -20,6 +20,23 @@ def test_every_kind_of_tensor_and_object_is_read_back_bit_by_bit(ranks: int) -> 
     survives("all_kinds", ranks)
 
 
+def test_a_state_with_a_schedule_is_planned_once(tmp_path) -> None:
+    from kept_state import TrainingState
+    from overlapped_writer import OverlappedWriter
+
+    model = torch.nn.Linear(4, 4)
+    optimizer = torch.optim.AdamW(model.parameters())
+    schedule = torch.optim.lr_scheduler.ExponentialLR(optimizer, 0.9)
+    app = TrainingState(model, optimizer, schedule=schedule)
+    with OverlappedWriter(torch.device("cpu")) as saves:
+        for step in range(3):
+            model(torch.ones(4)).sum().backward()
+            optimizer.step()
+            schedule.step()
+            saves.save({"app": app}, tmp_path / f"step{step}").result()
+            assert (app.asked, saves.plans) == (1, 1)
+
+
 def test_a_changed_layout_is_planned_anew_by_all_ranks() -> None:
     survives("changed_layouts", ranks=2)
 

@@ -2,6 +2,7 @@
 
 import sys
 import threading
+from collections.abc import Callable
 from functools import cache
 from pathlib import Path
 
@@ -128,6 +129,50 @@ def test_memory_that_is_read_in_another_way_is_noticed(tmp_path, otherwise) -> N
         saves.save({"x": x}, tmp_path / "after")
     found = loaded(tmp_path / "after", {"x": torch.zeros_like(x.resolve_conj().resolve_neg())})["x"]
     assert torch.equal(found, x)
+
+
+def transposed(x: torch.Tensor) -> None:
+    x.data = x.data.t()
+
+
+def of_another_dtype(x: torch.Tensor) -> None:
+    x.data = x.data.view(torch.int32)
+
+
+def negated(x: torch.Tensor) -> None:
+    x.data = torch._neg_view(x.data)
+
+
+def in_other_memory(x: torch.Tensor) -> None:
+    x.data = x.data.clone()
+
+
+CHANGES = [transposed, of_another_dtype, negated, in_other_memory]
+
+
+@pytest.mark.parametrize("change", CHANGES, ids=lambda change: change.__name__)
+@pytest.mark.parametrize("kept", [True, False], ids=["known_objects", "new_objects"])
+def test_a_plan_fits_until_a_tensor_is_another(change: Callable, kept: bool) -> None:
+    """Also where the quick comparison, of known objects alone, sees a difference that is none."""
+    import staging_copies
+
+    tensors = [torch.zeros(2, 2, requires_grad=False), torch.ones(3)]
+    tensors.append(tensors[0])  # tied
+    plan = staging_copies.CopyPlan(tensors, CPU)
+
+    def now() -> list[torch.Tensor]:
+        return tensors if kept else [x.detach() for x in tensors]
+
+    assert plan.fits(now())
+    assert plan.guards.check(*tensors[:2]), "the quick comparison never says yes"
+    tensors[1].requires_grad_()
+    assert plan.fits(now()), "who trains what is of no matter"
+    with torch.autocast("cpu"), torch.inference_mode():
+        assert plan.fits(now())
+    assert not plan.fits(now()[:2]) and not plan.fits([*now(), tensors[1]])
+    assert not plan.fits([tensors[1], tensors[0], tensors[1]])
+    change(tensors[0])
+    assert not plan.fits(now())
 
 
 def test_a_plan_of_inference_mode_is_a_plan() -> None:

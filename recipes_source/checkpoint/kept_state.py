@@ -212,7 +212,7 @@ class TrainingState(Stateful):
         held, sizes = self.held()
         same = self.lasting and sizes == self.known_sizes and all(map(is_, held, self.known))
         pairs = zip(groups(self.optimizers) if same else self.ask(), self.names, strict=True)
-        param_groups = [{**group, "params": [*names]} for group, names in pairs]
+        param_groups = [{"params": 0} | group | {"params": [*names]} for group, names in pairs]
         # a float is an object of its own: load_state_dict sees whether it was replaced
         self.stepped = [float(bool(optimizer.state)) for optimizer in self.optimizers]
         optim = {"state": self.kept_optim, "param_groups": param_groups}

@@ -111,12 +111,11 @@ from copy import deepcopy
 from weakref import finalize
 
 import torch
-from torch import nn
-from torch.distributed.device_mesh import DeviceMesh
+from torch._C._dynamo.guards import TensorGuards
 from torch.distributed.tensor import DTensor
 
 PIECE = 64 << 20  # bytes of copies in a row: a read of the training waits for one piece at most
-FIRST = LAST = 16  # pieces: the save queues the first itself, its write is prepared beside the last
+FIRST, LAST = 8, 16  # pieces: the save queues the first, its write is prepared beside the last
 SMALL = 1 << 20  # bytes; smaller tensors travel together
 ALIGNMENT = 64  # bytes; where a tensor or a pack may start
 
@@ -178,7 +177,7 @@ class PinnedArena:
 
 def shard_of(tensor: torch.Tensor) -> torch.Tensor:
     """What this rank holds of ``tensor``."""
-    return tensor.to_local() if isinstance(tensor, DTensor) else tensor
+    return getattr(tensor, "_local_tensor", tensor)
 
 
 def in_host_memory(tensor: torch.Tensor, host: torch.Tensor) -> torch.Tensor:
@@ -189,7 +188,7 @@ def in_host_memory(tensor: torch.Tensor, host: torch.Tensor) -> torch.Tensor:
         return tensor
     mesh, groups = tensor.device_mesh, tensor.device_mesh.get_all_groups()
     names = mesh.mesh_dim_names or tuple(f"dim{i}" for i in range(mesh.ndim))
-    mesh = DeviceMesh.from_group(groups, "cpu", mesh=mesh.mesh, mesh_dim_names=names)
+    mesh = mesh.from_group(groups, "cpu", mesh=mesh.mesh, mesh_dim_names=names)
     shape = {"shape": tensor.shape, "stride": tensor.stride()}
     return DTensor.from_local(host, mesh, tensor.placements, **shape)
 
@@ -205,7 +204,7 @@ def in_host_memory(tensor: torch.Tensor, host: torch.Tensor) -> torch.Tensor:
 def is_staged(leaf: object) -> bool:
     """Whether ``leaf`` is a dense tensor or a DTensor of one: a ``CopyPlan`` copies those."""
     x = leaf._local_tensor if isinstance(leaf, DTensor) else leaf
-    is_dense = type(x) in (torch.Tensor, nn.Parameter) and x.layout == torch.strided
+    is_dense = type(x) in (torch.Tensor, torch.nn.Parameter) and x.layout == torch.strided
     return is_dense and not x.is_quantized
 
 
@@ -257,22 +256,21 @@ def read(tree: object, tensors: list[torch.Tensor]) -> object:
 #   the rows of short steps in :doc:`overlapped_writer` before you use it.
 #
 # Optimizers, loads and ``p.data = ...`` may give a tensor other memory, or another shape over the
-# same memory, or conjugate it. So every save compares the ``identity`` of each tensor. It does so
-# in one pass, because fetching the tensor objects from memory is what takes time. It keeps no
-# list of what it sees: a thousand new tuples would set off Python's garbage collection.
+# same memory, or conjugate it. So every save compares all of these with what they were. For objects
+# that the plan knows, two calls do most of it: ``TensorGuards``, made for ``torch.compile``,
+# compares shapes, strides and dtypes. Where it finds a difference, Python compares, and decides.
 #
-# ``_local_tensor`` and ``torch._foreach_copy_`` are private by name. The public ``to_local()``
-# makes a new tensor at every call.
-
-
-def layout(x: torch.Tensor) -> tuple:
-    return x.shape, x.dtype, getattr(x, "device_mesh", None), getattr(x, "placements", None)
+# Private by name: ``TensorGuards``, ``torch._foreach_copy_``, and ``_local_tensor`` and ``_spec`` of
+# DTensors.
 
 
 def identity(x: torch.Tensor) -> tuple:
-    """A key that is equal for two names of the same memory, as tied weights have."""
-    x = x._local_tensor if isinstance(x, DTensor) else x
+    """A key that is equal for two shards of the same memory, as tied weights have."""
     return x.data_ptr(), x.shape, x.stride(), x.dtype, x.is_conj(), x.is_neg()
+
+
+def layout(x: torch.Tensor) -> tuple:
+    return identity(shard_of(x)), getattr(x, "_spec", None)
 
 
 class CopyPlan:
@@ -292,11 +290,13 @@ class CopyPlan:
 
     @torch.inference_mode(False)
     def __init__(self, tensors, device, changed_by_forward=(), snapshot_bytes: int = 0) -> None:
-        self.tensors, self.shards = tensors, [shard_of(tensor.detach()) for tensor in tensors]
-        device = torch.empty(0, device=device).device  # add the index
-        on_cuda = device.type == "cuda"
-        self.gap = torch.zeros(1, device=device), torch.zeros(1, device="cpu", pin_memory=on_cuda)
-        self.places = [identity(tensor) for tensor in tensors]
+        self.tensors, self.layouts = tensors, [*map(layout, tensors)]
+        self.shards = [shard_of(x).detach() for x in tensors]
+        local = {id(x): x for x in map(shard_of, tensors)}.values()
+        self.known = [*map(id, tensors), *map(torch.Tensor.data_ptr, local)]
+        self.guards = TensorGuards(*local, dynamic_dims_sizes=[], dynamic_dims_strides=[])
+        gap = torch.zeros(1, device=device)
+        device, self.gap = gap.device, (gap, torch.zeros(1, device="cpu", pin_memory=gap.is_cuda))
         self.nbytes, self.offsets, large, small = ALIGNMENT, {}, [], {}
         self.snapshots, self.packs, self.in_place, self.from_copies = [], [], [], []
 
@@ -334,9 +334,10 @@ class CopyPlan:
 
     def fits(self, tensors: list[torch.Tensor]) -> bool:
         """Whether these are the tensors of the plan, or others of the same memory and layout."""
-        known = zip(tensors, self.tensors, self.places, strict=False)
-        same = all(identity(x) == p and (x is t or layout(x) == layout(t)) for x, t, p in known)
-        return same and len(tensors) == len(self.tensors)
+        local = {id(x): x for x in map(shard_of, tensors)}.values()
+        known = [*map(id, tensors), *map(torch.Tensor.data_ptr, local)]
+        same = known == self.known and self.guards.check(*local)
+        return same or [*map(layout, tensors)] == self.layouts
 
     def hosts(self, arena: PinnedArena) -> list[torch.Tensor]:
         """The tensors of the plan as they will lie in ``arena``; tied ones share their memory."""
@@ -401,8 +402,7 @@ def main() -> None:
         streams.current_stream().wait_event(has_been_read)
         app.optimizer.step()
         copied.synchronize()
-        same = map(torch.equal, map(shard_of, hosts), expected)
-        assert all(same), "a copy holds other bits than the step"
+        assert all(map(torch.equal, map(shard_of, hosts), expected)), "a copy holds other bits"
     assert hosts[-1].data_ptr() == hosts[0].data_ptr(), "a tied tensor was copied twice"
     print(f"{len(tensors)} tensors, copied beside three steps: every bit as it was at the save")
     torch.distributed.destroy_process_group()
