@@ -556,8 +556,8 @@ def run(arguments: argparse.Namespace, device: torch.device) -> None:
     training = Training(size, device, storages)
     state = leaves(training.app.state_dict()).values()
     state = {x.data_ptr(): x.nbytes for x in state if isinstance(x, torch.Tensor)}
-    link = measuring.link_rates(device, size.link_bytes) if dist.get_rank() == 0 else {}
-    link = training.agreement.from_rank_0(link)
+    training.agreement.barrier()  # ranks share the host's memory: all copy at once, as saves do
+    link = training.agreement.from_rank_0(measuring.link_rates(device, size.link_bytes))
     workload = {
         "model": f"stock {size.model}, vocabulary {training.loop.model.config.vocab_size}",
         "precision": "float32 weights and Adam state, bfloat16 compute",

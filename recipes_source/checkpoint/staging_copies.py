@@ -70,9 +70,10 @@ Your project needs this file alone.
 The idea
 --------
 
-One copy engine serves each direction between device and host. It stays with a stream as long as
-the next copy of that stream is ready. A read by training is a copy on another stream, so it has to
-wait until the first stream has nothing ready. Stream priorities do not change this. TorchRec met
+A *read* is a scalar that training fetches and waits for; *copies* are those of the save. One copy
+engine serves each direction between device and host. It stays with a stream as long as the next
+copy of that stream is ready. A read is on another stream, so it has to wait until the first stream
+has nothing ready. Stream priorities do not change this. TorchRec met
 the same problem (`4303 <https://github.com/meta-pytorch/torchrec/pull/4303>`__, `4339
 <https://github.com/meta-pytorch/torchrec/pull/4339>`__).
 
@@ -84,9 +85,7 @@ to the other streams: the read is served.
 Pieces and gaps are in lists, made once. Torch queues a list in one call, without Python's
 interpreter lock. That matters: right after a save the training thread launches the first kernels of
 a forward, and the device has nothing else to do. A Python loop over the pieces would compete for
-the lock. :doc:`overlapped_stager` makes these calls on a thread. The thread can wait milliseconds
-for the lock, so the save itself queues the first pieces. The event after the last piece is known
-when the call returns: no thread has to pace the copies.
+the lock. The event after the last piece is known at once: no thread has to pace the copies.
 
 .. lanes:: Schematic. The read in the second step, with nothing between the copies (above) and with gaps (below).
 
@@ -259,6 +258,9 @@ def read(tree: object, tensors: list[torch.Tensor]) -> object:
 # same memory, or conjugate it. So every save compares all of these with what they were. For objects
 # that the plan knows, two calls do most of it: ``TensorGuards``, made for ``torch.compile``,
 # compares shapes, strides and dtypes. Where it finds a difference, Python compares, and decides.
+#
+# :doc:`overlapped_stager` queues all but the ``FIRST`` pieces on a thread, which can wait
+# milliseconds for the lock.
 #
 # Private by name: ``TensorGuards``, ``torch._foreach_copy_``, and ``_local_tensor`` and ``_spec`` of
 # DTensors.
