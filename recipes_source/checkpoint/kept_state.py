@@ -33,7 +33,7 @@ once an hour.
    dcp.load({"app": app}, checkpoint_id="checkpoints/step100")                   # to resume
 
 Any save of DCP takes it; that of the figure is :doc:`overlapped_writer`. Your project needs this
-file alone: what it imports in ``main()`` is for the proof.
+file and ``state_to_save.py``: what it imports in ``main()`` is for the proof.
 
 .. grid:: 1 1 2 2
 
@@ -70,10 +70,10 @@ so whoever copies it sees the new memory.
 # %%
 # Imports
 # -------
-# This file needs torch and the standard library alone.
+# This file needs torch, the standard library and :doc:`state_to_save`, whose ``AppState`` asks for
+# the state and loads it.
 
 import argparse
-import logging
 import tempfile
 from collections import OrderedDict
 from itertools import chain
@@ -82,8 +82,8 @@ from pathlib import Path
 
 import torch
 import torch.distributed.checkpoint as dcp
+from state_to_save import AppState, groups
 from torch import nn
-from torch.distributed.checkpoint.state_dict import get_state_dict, set_state_dict
 from torch.distributed.checkpoint.stateful import Stateful
 from torch.distributed.tensor import DTensor
 from torch.utils._pytree import register_pytree_node, tree_map_only
@@ -137,17 +137,11 @@ register_pytree_node(Kept, lambda x: ([*x.values()], [*x]), lambda x, k: dict(zi
 # hooks on it: that code may decide later what to add.
 
 
-NO_STATE = "%s never had a gradient: load with DefaultLoadPlanner(allow_partial_load=True)"
-NOT_LOADED = "other code saved this checkpoint, without 'stepped': load it with set_state_dict"
 METHODS = "state_dict", "_save_to_state_dict", "get_extra_state"
 HOOKS = "_state_dict_hooks", "_state_dict_pre_hooks"
 OPTIMIZER_HOOKS = "_optimizer_state_dict_pre_hooks", "_optimizer_state_dict_post_hooks"
 held_by = attrgetter("_modules", "_parameters", "_buffers", *HOOKS)
 not_saved_of, methods_of = attrgetter("_non_persistent_buffers_set"), attrgetter(*METHODS)
-
-
-def groups(optimizers: list[torch.optim.Optimizer]) -> chain:
-    return chain.from_iterable(optimizer.param_groups for optimizer in optimizers)
 
 
 def memory_of(tensor: torch.Tensor) -> tuple:
@@ -171,7 +165,7 @@ def is_stock(saved: nn.Module | torch.optim.Optimizer) -> bool:
     return of_torch and not isinstance(saved, torch.jit.ScriptModule)
 
 
-class TrainingState(Stateful):
+class TrainingState(AppState):
     """The state of ``model``, ``optimizers`` and others for DCP; calls ``get_state_dict`` once.
 
     Args:
@@ -184,14 +178,20 @@ class TrainingState(Stateful):
     """
 
     def __init__(self, model: nn.Module, *optimizers: torch.optim.Optimizer, **others) -> None:
-        if taken := {"model", "optim", "stepped"} & set(others):
+        if taken := {"model", "optim", "has_state"} & set(others):
             raise ValueError(f"name it otherwise: {taken} is taken in the checkpoint")
         if wrong := [x for x in optimizers if not isinstance(x, torch.optim.Optimizer)]:
             raise TypeError(f"{type(wrong[0]).__name__} is no optimizer: pass it by a name")
         if wrong := [name for name, x in others.items() if not isinstance(x, Stateful)]:
             raise TypeError(f"{wrong[0]} has no state_dict and load_state_dict")
-        self.model, self.optimizers, self.others = model, optimizers, others
-        self.asked, self.lasting, self.stepped, self.modules, self.metadata = 0, False, [], [], None
+        super().__init__(model, [*optimizers])
+        self.others, self.asked, self.lasting, self.modules, self.metadata = (
+            others,
+            0,
+            False,
+            [],
+            None,
+        )
 
     def held(self) -> tuple[list, list]:
         """All that modules and optimizers hold now, with names, and what to compare by value."""
@@ -204,35 +204,19 @@ class TrainingState(Stateful):
         return held, [*map(len, dicts), *map(len, lists), *methods, *map(is_stock, self.optimizers)]
 
     def state_dict(self) -> dict:
-        """What ``get_state_dict`` would return, and the state of the ``others``.
-
-        ``stepped`` says of each optimizer whether it had state. Asking for the state of one that
-        has never stepped creates it, and would change the training (pytorch#164929).
-        """
+        """What ``ask`` would return, and the state of the ``others``."""
         held, sizes = self.held()
         same = self.lasting and sizes == self.known_sizes and all(map(is_, held, self.known))
-        pairs = zip(groups(self.optimizers) if same else self.ask(), self.names, strict=True)
+        pairs = zip(groups(self.optimizers) if same else self.keep(), self.names, strict=True)
         param_groups = [{"params": 0} | group | {"params": [*names]} for group, names in pairs]
-        # a float is an object of its own: load_state_dict sees whether it was replaced
-        self.stepped = [float(bool(optimizer.state)) for optimizer in self.optimizers]
         optim = {"state": self.kept_optim, "param_groups": param_groups}
         others = {name: other.state_dict() for name, other in self.others.items()}
-        return {"model": self.kept_model, "optim": optim, "stepped": self.stepped, **others}
+        return {"model": self.kept_model, "optim": optim, "has_state": self.has_state, **others}
 
-    def ask(self) -> list[dict]:
+    def keep(self) -> list[dict]:
+        """Ask, and keep the result if nothing but known tensors is in it; return the groups."""
         self.asked += 1
-        new = [optimizer for optimizer in self.optimizers if not optimizer.state]
-        gradients = [(p, p.grad) for group in groups(new) for p in group["params"]]
-        try:
-            for parameter, _ in gradients:  # with gradients there, no state would be created
-                parameter.grad = None
-            model, optim = get_state_dict(self.model, self.optimizers)
-        finally:
-            for parameter, gradient in gradients:
-                parameter.grad = gradient
-            for optimizer in new:
-                optimizer.state.clear()
-        self.warn_of_missing_state()
+        model, optim = self.ask()
         modules = list(self.model.modules())
         self.modules = modules if all(map(is_stock, [*modules, *self.optimizers])) else []
         self.known, self.known_sizes = self.held()
@@ -252,26 +236,11 @@ class TrainingState(Stateful):
         self.names = [tuple(group["params"]) for group in optim.get("param_groups", [])]
         return optim.get("param_groups", [])
 
-    def warn_of_missing_state(self) -> None:
-        """Say which trainable parameters never had a gradient, unlike others of their group."""
-        names = {parameter: name for name, parameter in self.model.named_parameters()}
-        stepped = {p for optimizer in self.optimizers for p, s in optimizer.state.items() if s}
-        for group in groups(self.optimizers):
-            trained = [p for p in group["params"] if p.requires_grad]
-            missing = [names.get(p, "?") for p in trained if p not in stepped]
-            if 0 < len(missing) < len(trained):
-                logging.getLogger(__name__).warning(NO_STATE, missing)
-
     def load_state_dict(self, state: dict) -> None:
-        if any(x is own and not x for x, own in zip(state["stepped"], self.stepped, strict=False)):
-            raise ValueError(NOT_LOADED)
-        model, optim = OrderedDict(state["model"]), {**state["optim"]}
-        model._metadata, optim["state"] = self.metadata, {**optim["state"]}
         self.lasting = False  # a load may have changed what is not compared
-        set_state_dict(self.model, self.optimizers, model_state_dict=model, optim_state_dict=optim)
-        for optimizer, stepped in zip(self.optimizers, state["stepped"], strict=True):
-            if not stepped:
-                optimizer.state.clear()
+        model = OrderedDict(state["model"])
+        model._metadata = self.metadata
+        self.load(model, state["optim"], state["has_state"])
         for name, other in self.others.items():
             other.load_state_dict(state[name])
 
@@ -285,7 +254,7 @@ class TrainingState(Stateful):
 
 
 def same_state(app: TrainingState) -> bool:
-    kept, fresh = app.state_dict(), get_state_dict(app.model, app.optimizers)
+    kept, fresh = app.state_dict(), app.ask()
     kept = kept["model"], kept["optim"]
     kept, fresh = tree_map_only(torch.Tensor, memory_of, (kept, fresh))
     return kept == fresh
@@ -357,17 +326,20 @@ if __name__ == "__main__":
 # * The values are the parameters themselves: call ``detach()``, or work under ``no_grad``. With an
 #   attribute that cannot be pickled on a parameter, such as a lock or a process group,
 #   ``DefaultStager`` raises.
-# * A checkpoint of other code has no ``stepped``. ``dcp.load`` of it raises, also with
+# * A checkpoint of other code has no ``has_state``. ``dcp.load`` of it raises, also with
 #   ``allow_partial_load=True``: load it with ``get_state_dict`` and ``set_state_dict``. A state that
 #   this same job returned before its first step is refused, too.
 # * What ``state_dict`` returns may refuse changes, because later saves use it. To leave a name out,
 #   build a dict of your own from it.
 # * A save or load before the first step calls ``optimizer.step`` at rate 0, as ``get_state_dict``
 #   does. Your hooks on ``step`` run. Optimizers that draw noise, count their own steps or set their
-#   own rate (Adafactor with relative steps and decay) change the training. Save after a step.
+#   own rate (Adafactor with relative steps and decay) change the training. Save after a step. An
+#   optimizer that never has anything in ``state``, with moments in attributes of its own, steps so
+#   at every save: its moments shrink, and are not saved.
 # * Models that change their layers at every step gain nothing.
 # * It saves no random state and no position in the data: pass objects that do, by name.
-# * A parameter that never had a gradient has no optimizer state. Load with
-#   ``DefaultLoadPlanner(allow_partial_load=True)`` then.
+# * Under DDP, BatchNorm's statistics differ between ranks, and DCP takes each buffer from one of
+#   them: use ``SyncBatchNorm``, or broadcast the buffers before a save.
+# * What :doc:`state_to_save` says of layers that are frozen, added later or never had a gradient.
 # * After an evaluation, ``fully_shard`` can leave the root module gathered. That module then holds
 #   other parameters than before, and the next save calls ``get_state_dict`` again: right, and slow.

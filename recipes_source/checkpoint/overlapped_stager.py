@@ -35,8 +35,8 @@ costs next to nothing then), or the host cannot spare two copies of each rank's 
            if step % 100 == 0:
                saves.save({"app": app}, root / f"step{step}")
 
-Your project needs this file, ``staging_copies.py``, and ``kept_state.py``. ``device`` is the rank's
-own, such as ``torch.device("cuda", local_rank)``. To resume, call
+Your project needs this file, ``staging_copies.py``, ``kept_state.py``, and ``state_to_save.py``.
+``device`` is the rank's, such as ``torch.device("cuda", local_rank)``. To resume, call
 ``dcp.load({"app": app}, checkpoint_id=root / "step100")`` before the block; :doc:`retention` finds
 the newest.
 

@@ -55,50 +55,112 @@ The idea
 # thus change the training (`issue 164929 <https://github.com/pytorch/pytorch/issues/164929>`__).
 #
 # ``AppState`` saves the state that this step made, so that the first checkpoint has the same keys
-# as every later one. Then it clears the optimizer's state again. ``stepped`` tells the job that
-# loads the checkpoint to clear it, too.
+# as every later one. Then it clears the optimizer's state again.
+#
+# The job that loads makes such a state, too: DCP reads into what is there. What the checkpoint has
+# beyond that, DCP leaves out without a word, and what it has not would stay made up. So
+# ``has_state`` lists which parameters really have which state. After the load, those and no others
+# have it; if there was no room for some, the load raises. DCP also skips the state of parameters
+# that are frozen at the load, so they are thawed meanwhile.
 
 import argparse
+import json
+import logging
 import os
 import tempfile
+from itertools import chain
 from pathlib import Path
 
 import torch
 import torch.distributed as dist
 import torch.distributed.checkpoint as dcp
 from torch import nn
-from torch.distributed.checkpoint.state_dict import get_state_dict, set_state_dict
+from torch.distributed.checkpoint import state_dict as dcp_state
 from torch.distributed.checkpoint.stateful import Stateful
 from torch.distributed.fsdp import fully_shard
 from torch.distributed.tensor import DTensor
 
+NO_STATE = "%s never had a gradient: load with DefaultLoadPlanner(allow_partial_load=True)"
+NO_ROOM = "no room here for the checkpoint's state of %s: frozen, or added later than the load?"
+
+
+def groups(optimizers: list[torch.optim.Optimizer]) -> list[dict]:
+    return [*chain.from_iterable(optimizer.param_groups for optimizer in optimizers)]
+
 
 class AppState(Stateful):
-    """All that a restart needs: model, optimizer or a list of them, and the number of steps taken."""
+    """All that a restart needs: model, optimizer or a list of them, and the number of steps taken.
+
+    Raises:
+        TypeError: an optimizer keeps its state in another one.
+        ValueError: two optimizers share a parameter, or a checkpoint does not fit this job.
+    """
 
     def __init__(self, model: nn.Module, optimizer: torch.optim.Optimizer | list) -> None:
-        self.model = model
-        self.optimizer = optimizer
+        self.model, self.optimizer, self.step, self.has_state = model, optimizer, 0, ""
         self.optimizers = optimizer if isinstance(optimizer, list) else [optimizer]
-        self.step = 0
+        for outer in self.optimizers:
+            for name, inner in vars(outer).items():
+                if isinstance(inner, torch.optim.Optimizer) and inner.state is not outer.state:
+                    raise TypeError(f"{type(outer).__name__} keeps its state in {name}: pass that")
 
     def state_dict(self) -> dict:
-        stepped = any(optimizer.state for optimizer in self.optimizers)
-        model, optimizer = get_state_dict(self.model, self.optimizer)
-        if not stepped:
-            self.forget_steps()
-        return {"model": model, "optimizer": optimizer, "step": self.step, "stepped": stepped}
+        model, optim = self.ask()
+        return {"model": model, "optimizer": optim, "step": self.step, "has_state": self.has_state}
 
     def load_state_dict(self, state_dict: dict) -> None:
-        model, optim = state_dict["model"], state_dict["optimizer"]
-        set_state_dict(self.model, self.optimizer, model_state_dict=model, optim_state_dict=optim)
-        if not state_dict["stepped"]:
-            self.forget_steps()
+        self.load(state_dict["model"], state_dict["optimizer"], state_dict["has_state"])
         self.step = state_dict["step"]
 
-    def forget_steps(self) -> None:
-        for optimizer in self.optimizers:
-            optimizer.state.clear()
+    def ask(self) -> tuple[dict, dict]:
+        """The states of model and optimizers, with the training left as it was.
+
+        Notes in ``has_state`` which parameters have which state; warns of those that should have.
+        """
+        new = [optimizer for optimizer in self.optimizers if not optimizer.state]
+        gradients = [(p, p.grad) for group in groups(new) for p in group["params"]]
+        try:
+            for parameter, _ in gradients:  # with gradients there, DCP would make no state
+                parameter.grad = None
+            model, optim = dcp_state.get_state_dict(self.model, self.optimizers)
+        finally:
+            for parameter, gradient in gradients:
+                parameter.grad = gradient
+            for optimizer in new:
+                optimizer.state.clear()
+        made_up, state = [*map(id, groups(new))], optim.get("state", {})
+        pairs = [*zip(groups(self.optimizers), optim.get("param_groups", []), strict=True)]
+        real = [name for own, saved in pairs if id(own) not in made_up for name in saved["params"]]
+        parameters = [p for own, _ in pairs for p in own["params"]]
+        if len(parameters) > len(set(parameters)):
+            raise ValueError("two optimizers hold one parameter: DCP has room for the state of one")
+        noted = {name: [*map(str, state[name])] for name in real if state.get(name)}
+        self.has_state = json.dumps(noted)
+        for own, saved in pairs:
+            names = zip(own["params"], saved["params"], strict=False)
+            missing = [name for p, name in names if p.requires_grad and name not in noted]
+            if missing and not noted.keys().isdisjoint(saved["params"]):
+                logging.getLogger(__name__).warning(NO_STATE, missing)
+        return model, optim
+
+    def load(self, model: dict, optim: dict, has_state: str) -> None:
+        noted, state = json.loads(has_state), optim["state"]
+        if has_state is self.has_state and len(noted) < len(state):
+            raise ValueError("no 'has_state' in this checkpoint: load it with set_state_dict")
+        if lost := [n for n, keys in noted.items() if not {*keys} <= {*map(str, state.get(n, ()))}]:
+            raise ValueError(NO_ROOM % lost)
+        state = {n: {k: state[n][k] for k in state[n] if str(k) in noted[n]} for n in noted}
+        optim = {**optim, "state": {"": {}, **state}}  # a name: numbers would mean another format
+        dcp_state.set_model_state_dict(self.model, model)
+        some = dcp_state.StateDictOptions(strict=False)  # not every parameter has state
+        parameters = chain(*(group["params"] for group in groups(self.optimizers)))
+        frozen = [p.requires_grad_() for p in parameters if not p.requires_grad]  # DCP skips those
+        try:
+            if self.optimizers:
+                dcp_state.set_optimizer_state_dict(self.model, self.optimizers, optim, options=some)
+        finally:
+            for parameter in frozen:
+                parameter.requires_grad_(False)
 
 
 # %%
@@ -245,20 +307,17 @@ def train(app: AppState, last_step: int, device: torch.device) -> AppState:
 
 def main(directory: Path) -> None:
     device = start_rank()
-    try:
-        root = directory_of_rank_0(directory)
-        app = build_app(device)
-        never_saved = snapshot(train(build_app(device), 4, device))
-        from_0 = save_and_load(app, root / "step0", device)
-        from_2 = save_and_load(train(app, 2, device), root / "step2", device)
-        assert_same_bits(from_2, snapshot(app))
-        print("step 2 loaded back, every bit equal")
-        for job in (app, from_0, from_2):
-            assert_same_bits(train(job, 4, device), never_saved)
-        print("saved and resumed jobs end like one that was never saved")
-        dist.barrier()
-    finally:
-        dist.destroy_process_group()
+    root, app = directory_of_rank_0(directory), build_app(device)
+    never_saved = snapshot(train(build_app(device), 4, device))
+    from_0 = save_and_load(app, root / "step0", device)
+    from_2 = save_and_load(train(app, 2, device), root / "step2", device)
+    assert_same_bits(from_2, snapshot(app))
+    print("step 2 loaded back, every bit equal")
+    for job in (app, from_0, from_2):
+        assert_same_bits(train(job, 4, device), never_saved)
+    print("saved and resumed jobs end like one that was never saved")
+    dist.barrier()
+    dist.destroy_process_group()
 
 
 if __name__ == "__main__":
@@ -287,9 +346,14 @@ if __name__ == "__main__":
 # * The step that ``get_state_dict`` makes runs the optimizer's hooks. If a hook updates an average
 #   of the weights, it counts the first weights once more.
 # * A parameter that no backward has reached has no optimizer state, so the checkpoint has none for
-#   it. The job that loads the checkpoint expects some, and ``dcp.load`` ends with ``Missing key``.
-#   Freeze such a parameter (``requires_grad=False``) in both jobs, or save after every parameter
-#   has had a gradient.
+#   it; the save logs a warning. The job that loads the checkpoint expects some, and ``dcp.load``
+#   ends with ``Missing key``. Load with ``DefaultLoadPlanner(allow_partial_load=True)``.
+# * Freeze a layer, or add one to the optimizer, after the load. If it had state at the save, and the
+#   optimizer of the new job has none for it, the load raises. So does state that an optimizer adds
+#   after its first step.
+# * A load that raises may have loaded the weights already.
+# * ``ZeroRedundancyOptimizer``, SAM and others that wrap an optimizer are refused. Pass what they
+#   wrap (``sam.base_optimizer``); in place of the first, shard with ``fully_shard``.
 # * ``dcp.save`` into a directory that holds a checkpoint writes over it, file by file. If that
 #   fails half way, the directory loads, half old and half new: see :doc:`async_save`.
 #
