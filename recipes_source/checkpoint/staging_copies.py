@@ -114,7 +114,7 @@ from torch._C._dynamo.guards import TensorGuards
 from torch.distributed.tensor import DTensor
 
 PIECE = 64 << 20  # bytes of copies in a row: a read of the training waits for one piece at most
-FIRST, LAST = 8, 16  # pieces: the save queues the first, its write is prepared beside the last
+FIRST = LAST = 16  # pieces: the save queues the first, its write is prepared beside the last
 SMALL = 1 << 20  # bytes; smaller tensors travel together
 ALIGNMENT = 64  # bytes; where a tensor or a pack may start
 
