@@ -4,8 +4,8 @@
 Ask for the state once
 ======================
 
-Shorten the call of a save when the state has many tensors. ``get_state_dict`` runs on the training
-thread at every save, and takes longer the more tensors there are. Yet almost nothing of its result
+Make each save's call shorter. ``get_state_dict`` runs on the training thread at every save, and
+takes longer the more tensors there are. Yet almost nothing of its result
 changes: the same tensors lie in the same places. For stock modules and optimizers,
 ``TrainingState`` calls it again only when they hold other tensor objects.
 
@@ -28,18 +28,21 @@ once an hour.
    app = TrainingState(model, optimizer, schedule=scheduler)                     # once
 
    saved = dcp.async_save({"app": app}, checkpoint_id=f"checkpoints/step{step}")  # at each save
+   ...                                                                            # train
    saved.result()                                              # before the next save, and at the end
 
    dcp.load({"app": app}, checkpoint_id="checkpoints/step100")                   # to resume
 
-Any save of DCP takes it; that of the figure is :doc:`overlapped_writer`. Your project needs this
-file and ``state_to_save.py``: what it imports in ``main()`` is for the proof.
+Pass it to any save of DCP; that of the figure is :doc:`overlapped_writer`. Your project needs this
+file and ``state_to_save.py``. Pass several optimizers one after the other, and what ``AppState``
+calls ``step`` by a name, as the schedule. ``async_save`` itself needs gloo beside NCCL:
+``init_process_group()`` without a backend has both.
 
 .. grid:: 1 1 2 2
 
    .. grid-item-card:: What you learn
 
-      * what stays the same from save to save, and what can replace it without your noticing
+      * what stays the same from save to save, and what can replace tensors unnoticed
       * how to detect that by comparing object identities alone
 
    .. grid-item-card:: What you need
@@ -62,8 +65,9 @@ last called ``get_state_dict``:
    kept:            0-8 save !; 14-15 save; 28-29 save
 
 ``optimizer.load_state_dict``, a new layer and ``model.load_state_dict`` with ``assign=True`` each
-put another object into one of the dicts. Then the recipe calls ``get_state_dict`` again.
-``p.data = ...`` keeps the object and moves its memory. The kept state holds the parameter itself,
+put another object into one of the dicts. Then the recipe calls ``get_state_dict`` again. (After
+``assign=True`` the optimizer has to be made anew, with any kind of save.)
+``p.data = ...`` keeps the object and replaces its memory. The kept state holds the parameter itself,
 so whoever copies it sees the new memory.
 """
 
@@ -91,16 +95,16 @@ from torch.utils._pytree import register_pytree_node, tree_map_only
 # %%
 # A dict that does not change
 # ---------------------------
-# On the training thread, ``OverlappedSaves`` (:doc:`overlapped_stager`) takes the list
-# ``kept_tensors`` and walks nothing. Its writing thread walks the dict, steps later. So the dict is
-# a copy, and refuses changes. ``tree_map`` takes it for a dict, as it should.
+# A save that writes in the background may look at the state steps later. So what ``TrainingState``
+# returns is a copy of the dicts, and refuses changes. ``kept_tensors`` lists its tensors, for saves
+# that need no more than those on the training thread (:doc:`overlapped_stager`).
 
 
 class Kept(dict):
     """Nested dicts of tensors that refuse changes; ``kept_tensors`` lists the tensors in order.
 
     Raises:
-        TypeError: on a change. ``copy.copy(kept)`` is an ordinary dict.
+        TypeError: on a change. ``copy.deepcopy(kept)`` has ordinary dicts.
     """
 
     def __init__(self, nested: dict, metadata: dict | None = None) -> None:
@@ -132,9 +136,9 @@ register_pytree_node(Kept, lambda x: ([*x.values()], [*x]), lambda x, k: dict(zi
 # ``get_state_dict`` gives each parameter a new tensor object; ``TrainingState`` puts the parameter
 # itself in its place. What is not a tensor is read at every save: the groups of the optimizers,
 # whose learning rate a schedule changes, and everything that you pass by name. A step count that is
-# a Python number is a new object at each step, so such an optimizer makes every save call
+# a Python number would be kept as it is now, so such an optimizer makes every save call
 # ``get_state_dict``. So does a model or an optimizer with code of its own in ``state_dict``, or with
-# hooks on it: that code may decide later what to add.
+# state-dict hooks: that code may decide later what to add. Other hooks do not matter.
 
 
 METHODS = "state_dict", "_save_to_state_dict", "get_extra_state"
@@ -318,8 +322,8 @@ if __name__ == "__main__":
 #   ``_buffers``, ``_modules``, ``_non_persistent_buffers_set``, ``_save_to_state_dict``, the dicts of
 #   hooks of ``nn.Module`` and ``Optimizer``, ``_local_tensor`` of ``DTensor``, and the module
 #   ``torch.utils._pytree``.
-# * These are asked for at every save: right, and no gain. ``FullyShardedDataParallel`` (FSDP1); a
-#   model or an optimizer with its own ``state_dict`` or hooks on it (Accelerate's optimizer: pass
+# * ``get_state_dict`` runs at every save, right and without a gain, for: ``FullyShardedDataParallel``
+#   (FSDP1); a model or an optimizer with its own ``state_dict`` or state-dict hooks (Accelerate's optimizer: pass
 #   ``optimizer.optimizer``); extra state; a scripted model; weights that share memory but are
 #   not one object, since one of them can move away; two empty plain tensors of one shape; subclasses of
 #   ``nn.Parameter``; quantized tensors; optimizer state with dicts or numbers in it.
@@ -333,13 +337,11 @@ if __name__ == "__main__":
 #   build a dict of your own from it.
 # * A save or load before the first step calls ``optimizer.step`` at rate 0, as ``get_state_dict``
 #   does. Your hooks on ``step`` run. Optimizers that draw noise, count their own steps or set their
-#   own rate (Adafactor with relative steps and decay) change the training. Save after a step. An
-#   optimizer that never has anything in ``state``, with moments in attributes of its own, steps so
-#   at every save: its moments shrink, and are not saved.
+#   own rate (Adafactor with relative steps and decay) change the training. Save after a step.
 # * Models that change their layers at every step gain nothing.
 # * It saves no random state and no position in the data: pass objects that do, by name.
 # * Under DDP, BatchNorm's statistics differ between ranks, and DCP takes each buffer from one of
 #   them: use ``SyncBatchNorm``, or broadcast the buffers before a save.
-# * What :doc:`state_to_save` says of layers that are frozen, added later or never had a gradient.
+# * The limits of :doc:`state_to_save` apply, those of layers that are frozen or added later, too.
 # * After an evaluation, ``fully_shard`` can leave the root module gathered. That module then holds
 #   other parameters than before, and the next save calls ``get_state_dict`` again: right, and slow.

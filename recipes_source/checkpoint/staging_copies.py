@@ -7,7 +7,7 @@ Copies that let a read through
 Copy a checkpoint to host memory without delaying a training loop that reads scalars. Copies on a
 stream of their own run beside training, until training reads a scalar in mid-step: a
 ``loss.item()`` there waits for **all** queued copies, and the save costs its whole copy time. This
-recipe puts four bytes in the other direction between the copies, so that a read waits for one copy
+recipe puts four bytes in the other direction between the copies, so that a read waits for one piece
 at most.
 
 .. result-gain:: checkpoint_stall
@@ -19,7 +19,7 @@ at most.
 in the background. ``none`` is the same measurement without a save: the noise.
 
 **When not to bother:** nothing in your step reads from the device (no ``.item()``, no gradient
-norm on the host, no mask that the model looks at), or your state is a few megabytes. Then plain
+norm on the host, no branch on a tensor), or your state is a few megabytes. Then plain
 copies are as good. For a whole checkpoint in one call, take :doc:`overlapped_stager`, which is
 built on this.
 
@@ -41,8 +41,8 @@ built on this.
    # At each save, after an optimizer step
    now = []
    read({"model": model, "optimizer": optimizer}, now)
-   assert plan.fits(now)                             # else make plan, arena and lists anew
-   plan.take_snapshots()                             # small tensors, and what cannot wait
+   assert plan.fits(now)                             # if not, make all of the above anew
+   plan.take_snapshots()                             # small tensors, and what forward changes
    stream.wait_stream(streams.current_stream())
    *_, has_been_read, copied = plan.queue(copies, streams, stream)
    ...                                               # forward, backward, loss.item()
@@ -50,7 +50,7 @@ built on this.
    optimizer.step()
    copied.synchronize()           # on a thread that writes: write hosts before the next save begins
 
-Your project needs this file alone.
+Your project needs this file alone. The block only copies: ``hosts`` has no names.
 
 .. grid:: 1 1 2 2
 
@@ -64,6 +64,7 @@ Your project needs this file alone.
 
       * PyTorch 2.9 or later on Linux, any number of ranks
       * page-locked host memory for one copy of each rank's shards
+      * for a gain, a CUDA GPU; ``device`` is a ``torch.device``
 
 .. verification-badge::
 
@@ -78,14 +79,15 @@ the same problem (`4303 <https://github.com/meta-pytorch/torchrec/pull/4303>`__,
 <https://github.com/meta-pytorch/torchrec/pull/4339>`__).
 
 The recipe cuts the copies into pieces of at most ``PIECE`` bytes; smaller copies share a piece.
-Behind each piece, the same stream copies four bytes **to** the device: the *gap*. That is the work
+Before each piece, the same stream copies four bytes **to** the device: the *gap*. That is the work
 of the other engine. So when a piece ends, its stream has no next piece ready, and the engine turns
 to the other streams: the read is served.
 
 Pieces and gaps are in lists, made once. Torch queues a list in one call, without Python's
 interpreter lock. That matters: right after a save the training thread launches the first kernels of
 a forward, and the device has nothing else to do. A Python loop over the pieces would compete for
-the lock. The event after the last piece is known at once: no thread has to pace the copies.
+the lock. The event after the last piece exists when the call returns: no thread has to pace the
+copies.
 
 .. lanes:: Schematic. The read in the second step, with nothing between the copies (above) and with gaps (below).
 
@@ -127,7 +129,7 @@ ALIGNMENT = 64  # bytes; where a tensor or a pack may start
 # <https://github.com/pytorch/pytorch/issues/150517>`__). ``PinnedArena`` instead makes one
 # anonymous mapping and registers it with the driver, so it has exactly the size that you ask for:
 #
-# * Huge pages make locking several times faster. Shared memory has none by default.
+# * Huge pages make locking several times faster. Shared memory does not use them by default.
 # * ``MADV_DONTFORK`` keeps the pages out of forked children, such as the workers of a
 #   ``DataLoader``.
 # * ``finalize`` unlocks the memory before it is freed.
@@ -250,13 +252,13 @@ def read(tree: object, tensors: list[torch.Tensor]) -> object:
 #
 # * tensors that forward changes,
 # * tensors that are not contiguous, and views that conjugate or negate,
-# * tensors on another device: on the host,
+# * tensors on another device (copied on the host),
 # * with ``snapshot_bytes``, as many others as fit. It is meant for steps shorter than the copy: see
 #   the rows of short steps in :doc:`overlapped_writer` before you use it.
 #
 # Optimizers, loads and ``p.data = ...`` may give a tensor other memory, or another shape over the
 # same memory, or conjugate it. So every save compares all of these with what they were. For objects
-# that the plan knows, two calls do most of it: ``TensorGuards``, made for ``torch.compile``,
+# that the plan knows, as those of :doc:`kept_state`, two calls do most of it: ``TensorGuards``, made for ``torch.compile``,
 # compares shapes, strides and dtypes. Where it finds a difference, Python compares, and decides.
 #
 # :doc:`overlapped_stager` queues all but the ``FIRST`` pieces on a thread, which can wait

@@ -4,15 +4,16 @@
 What to save, and how to know that it is right
 ==============================================
 
-Save everything that a restart reads, and change nothing by saving it. ``AppState`` is that state
-for a sharded model and any optimizer. ``assert_same_bits`` is the test that the other recipes of
+Save what a restart reads, and change nothing by saving it. ``AppState`` holds model, optimizer and
+step, of a sharded model and any optimizer. ``assert_same_bits`` is the test that most recipes of
 this folder run on themselves.
 
-**When this is all you need:** your state is small, or you save rarely. A save with
+**When this is all you need:** your state is small, or you save rarely. ``dcp.save`` of
 ``torch.distributed.checkpoint`` (DCP) stops every rank until the last byte is on disk; the other
 recipes of this folder shorten that stop or hide it.
 
-Copy ``AppState``. This saves and loads:
+Copy this file, make ``app = AppState(model, optimizer)``, and count ``app.step`` up at each step.
+This saves and loads:
 
 .. literalinclude:: state_to_save.py
    :pyobject: save_and_load
@@ -51,17 +52,20 @@ The idea
 #
 # An optimizer that has not stepped has no state. ``get_state_dict`` therefore makes it step once,
 # with zero gradients and a learning rate of zero. That step leaves marks: a counted step, weight
-# decay in Adam's moments, a momentum buffer that was not there. Saving before the first step would
-# thus change the training (`issue 164929 <https://github.com/pytorch/pytorch/issues/164929>`__).
+# decay in the moments of ``Adam``, a momentum buffer that was not there. Saving before the first step would
+# thus change training (`issue 164929 <https://github.com/pytorch/pytorch/issues/164929>`__).
 #
-# ``AppState`` saves the state that this step made, so that the first checkpoint has the same keys
-# as every later one. Then it clears the optimizer's state again.
+# ``AppState`` saves the state that this step made, so that a checkpoint of step 0 loads as later
+# ones do. Then it clears the optimizer's state again.
 #
-# The job that loads makes such a state, too: DCP reads into what is there. What the checkpoint has
-# beyond that, DCP leaves out without a word, and what it has not would stay made up. So
-# ``has_state`` lists which parameters really have which state. After the load, those and no others
-# have it; if there was no room for some, the load raises. DCP also skips the state of parameters
-# that are frozen at the load, so they are thawed meanwhile.
+# A load needs made-up state, too, because DCP fills tensors that exist. State in the checkpoint for
+# which the new job has no tensor is left out without a word. State that the checkpoint lacks makes
+# DCP raise, or, in a partial load, stays made up. So ``has_state`` lists which parameters really
+# have which state. After a load, those have it, and no others; if the new job has no tensor for
+# some, the load raises.
+#
+# DCP also leaves the state of frozen parameters as it is. ``load`` therefore sets ``requires_grad``
+# while DCP loads.
 
 import argparse
 import json
@@ -168,8 +172,8 @@ class AppState(Stateful):
 # ----------------------------------
 # You need not copy anything from here on. ``SampleCounter`` stands for every buffer that forward
 # changes (BatchNorm's statistics, a token count). Its value has to be the same on all ranks. DCP
-# takes a plain tensor for replicated and keeps **one** rank's copy: if the ranks hold different
-# values, the other values are lost without an error.
+# assumes that plain tensors are replicated, and keeps **one** rank's copy: if the ranks hold
+# different values, the other values are lost without an error.
 
 WIDTH, HIDDEN = 512, 2048  # features
 BATCH = 64  # samples per rank and step
@@ -348,12 +352,14 @@ if __name__ == "__main__":
 # * A parameter that no backward has reached has no optimizer state, so the checkpoint has none for
 #   it; the save logs a warning. The job that loads the checkpoint expects some, and ``dcp.load``
 #   ends with ``Missing key``. Load with ``DefaultLoadPlanner(allow_partial_load=True)``.
-# * Freeze a layer, or add one to the optimizer, after the load. If it had state at the save, and the
-#   optimizer of the new job has none for it, the load raises. So does state that an optimizer adds
-#   after its first step.
+# * Freeze a layer, or leave it out of the optimizer, after the load: if it had state at the save, the
+#   load raises otherwise. State that an optimizer adds after its first step also makes a load into a
+#   new job raise.
 # * A load that raises may have loaded the weights already.
-# * ``ZeroRedundancyOptimizer``, SAM and others that wrap an optimizer are refused. Pass what they
-#   wrap (``sam.base_optimizer``); in place of the first, shard with ``fully_shard``.
+# * Optimizers that wrap another are refused. Pass what they wrap (``sam.base_optimizer``). Instead of
+#   ``ZeroRedundancyOptimizer``, use ``fully_shard``.
+# * An optimizer that keeps nothing in ``state``, and moments in attributes of its own, makes such a
+#   step whenever the state is asked for: its moments shrink, and are not saved.
 # * ``dcp.save`` into a directory that holds a checkpoint writes over it, file by file. If that
 #   fails half way, the directory loads, half old and half new: see :doc:`async_save`.
 #
