@@ -14,13 +14,13 @@ gaps.
 no room for a second copy of what all its ranks hold. If the copy itself takes too long,
 :doc:`pinned_staging` makes it fast and :doc:`overlapped_stager` hides it.
 
-This is the loop; ``app`` is the ``AppState`` of :doc:`state_to_save`:
+This is the loop; ``app`` is the ``AppState`` of :doc:`app_state`:
 
 .. literalinclude:: async_save.py
    :pyobject: train
 
 Copy ``NamedWhenComplete`` and ``AsyncCheckpoints`` from this file, with the two constants above
-them, and ``AppState`` from :doc:`state_to_save`.
+them, and ``AppState`` from :doc:`app_state`.
 
 .. grid:: 1 1 2 2
 
@@ -55,7 +55,7 @@ again.
 # %%
 # Imports
 # -------
-# The state, the model and the test come from :doc:`state_to_save`.
+# The model and the test come from :doc:`state_to_save`.
 
 import argparse
 import logging

@@ -13,7 +13,7 @@ PyTorch 2.11 or 2.12: they pin memory anew for each save, which takes longer tha
 step is shorter than the copy: its end waits for the rest. :doc:`overlapped_stager` works with all
 versions.
 
-This is the loop; ``app`` is the ``AppState`` of :doc:`state_to_save`:
+This is the loop; ``app`` is the ``AppState`` of :doc:`app_state`:
 
 .. literalinclude:: default_stager.py
    :pyobject: train

@@ -17,7 +17,7 @@ itself, as an object store does (:doc:`object_storage`).
     from pathlib import Path
 
     from durable_saves import DurableSaves, newest_step
-    from state_to_save import AppState
+    from app_state import AppState
 
     app, root = AppState(model, optimizer), Path("checkpoints")
     with DurableSaves(device, model.buffers) as saves:
@@ -28,8 +28,8 @@ itself, as an object store does (:doc:`object_storage`).
 
     newest_step(root)  # None, or the step to resume from; with digests=True every byte is read
 
-Your project needs this file, ``overlapped_stager.py``, ``staging_copies.py`` and
-``state_to_save.py``.
+Your project needs this file, ``overlapped_stager.py``, ``staging_copies.py``,
+``app_state.py`` and ``state_to_save.py``.
 
 .. grid:: 1 1 2 2
 

@@ -34,8 +34,8 @@ on another machine, with the command below.
 
     python export.py step1000 hf1000  # export a DCP checkpoint that you have already
 
-Your project needs this file, ``overlapped_stager.py``, ``staging_copies.py`` and
-``state_to_save.py``.
+Your project needs this file, ``overlapped_stager.py``, ``staging_copies.py``,
+``app_state.py`` and ``state_to_save.py``.
 
 .. grid:: 1 1 2 2
 

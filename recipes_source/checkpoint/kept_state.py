@@ -34,7 +34,7 @@ once an hour.
    dcp.load({"app": app}, checkpoint_id="checkpoints/step100")                   # to resume
 
 Pass it to any save of DCP; that of the figure is :doc:`overlapped_writer`. Your project needs this
-file and ``state_to_save.py``. Pass several optimizers one after the other, and what ``AppState``
+file and ``app_state.py``. Pass several optimizers one after the other, and what ``AppState``
 calls ``step`` by a name, as the schedule. ``async_save`` itself needs gloo beside NCCL:
 ``init_process_group()`` without a backend has both.
 
@@ -74,8 +74,8 @@ so whoever copies it sees the new memory.
 # %%
 # Imports
 # -------
-# This file needs torch, the standard library and :doc:`state_to_save`, whose ``AppState`` asks for
-# the state and loads it.
+# This file needs torch, the standard library and :doc:`app_state`, whose ``AppState`` asks for the
+# state and loads it.
 
 import argparse
 import tempfile
@@ -86,7 +86,7 @@ from pathlib import Path
 
 import torch
 import torch.distributed.checkpoint as dcp
-from state_to_save import AppState, groups
+from app_state import AppState, groups
 from torch import nn
 from torch.distributed.checkpoint.stateful import Stateful
 from torch.distributed.tensor import DTensor
@@ -189,13 +189,7 @@ class TrainingState(AppState):
         if wrong := [name for name, x in others.items() if not isinstance(x, Stateful)]:
             raise TypeError(f"{wrong[0]} has no state_dict and load_state_dict")
         super().__init__(model, [*optimizers])
-        self.others, self.asked, self.lasting, self.modules, self.metadata = (
-            others,
-            0,
-            False,
-            [],
-            None,
-        )
+        self.others, self.asked, self.lasting, self.modules = others, 0, False, []
 
     def held(self) -> tuple[list, list]:
         """All that modules and optimizers hold now, with names, and what to compare by value."""
@@ -215,7 +209,9 @@ class TrainingState(AppState):
         param_groups = [{"params": 0} | group | {"params": [*names]} for group, names in pairs]
         optim = {"state": self.kept_optim, "param_groups": param_groups}
         others = {name: other.state_dict() for name, other in self.others.items()}
-        return {"model": self.kept_model, "optim": optim, "has_state": self.has_state, **others}
+        state = {"model": self.kept_model, "optim": optim, "has_state": self.has_state, **others}
+        self.given = id(state)
+        return state
 
     def keep(self) -> list[dict]:
         """Ask, and keep the result if nothing but known tensors is in it; return the groups."""
@@ -228,7 +224,7 @@ class TrainingState(AppState):
         held = {memory_of(x): x for x in tensors}
         # two objects of one memory may part by `.data =`; empty shards stay empty
         own = [memory_of(x) for x in tensors if not isinstance(x, DTensor) or memory_of(x)[0]]
-        self.kept_model, self.metadata = model, getattr(model, "_metadata", None)
+        self.kept_model = model
         self.kept_optim = {name: {**state} for name, state in optim.get("state", {}).items()}
         moments, known = map(dict.values, self.kept_optim.values()), set(map(id, self.known))
         self.lasting = bool(self.modules) and len(own) == len(set(own))
@@ -242,9 +238,7 @@ class TrainingState(AppState):
 
     def load_state_dict(self, state: dict) -> None:
         self.lasting = False  # a load may have changed what is not compared
-        model = OrderedDict(state["model"])
-        model._metadata = self.metadata
-        self.load(model, state["optim"], state["has_state"])
+        self.load(state)
         for name, other in self.others.items():
             other.load_state_dict(state[name])
 
@@ -331,8 +325,7 @@ if __name__ == "__main__":
 #   attribute that cannot be pickled on a parameter, such as a lock or a process group,
 #   ``DefaultStager`` raises.
 # * A checkpoint of other code has no ``has_state``. ``dcp.load`` of it raises, also with
-#   ``allow_partial_load=True``: load it with ``get_state_dict`` and ``set_state_dict``. A state that
-#   this same job returned before its first step is refused, too.
+#   ``allow_partial_load=True``: load it with ``get_state_dict`` and ``set_state_dict``.
 # * What ``state_dict`` returns may refuse changes, because later saves use it. To leave a name out,
 #   build a dict of your own from it.
 # * A save or load before the first step calls ``optimizer.step`` at rate 0, as ``get_state_dict``
@@ -340,8 +333,6 @@ if __name__ == "__main__":
 #   own rate (Adafactor with relative steps and decay) change the training. Save after a step.
 # * Models that change their layers at every step gain nothing.
 # * It saves no random state and no position in the data: pass objects that do, by name.
-# * Under DDP, BatchNorm's statistics differ between ranks, and DCP takes each buffer from one of
-#   them: use ``SyncBatchNorm``, or broadcast the buffers before a save.
-# * The limits of :doc:`state_to_save` apply, those of layers that are frozen or added later, too.
+# * The limits of :doc:`app_state` apply, such as those of BatchNorm under DDP.
 # * After an evaluation, ``fully_shard`` can leave the root module gathered. That module then holds
 #   other parameters than before, and the next save calls ``get_state_dict`` again: right, and slow.

@@ -16,7 +16,7 @@ there; copy its checkpoints to the store afterwards, and commit each copy with `
 .. code-block:: python
 
     from object_storage import ObjectSaves, committed, load
-    from state_to_save import AppState
+    from app_state import AppState
 
     app = AppState(model, optimizer)
     with ObjectSaves("s3://bucket/run", device, model.buffers) as saves:
@@ -34,8 +34,8 @@ there; copy its checkpoints to the store afterwards, and commit each copy with `
     export AWS_ACCESS_KEY_ID=... AWS_SECRET_ACCESS_KEY=... AWS_ENDPOINT_URL=...
     torchrun ... train.py
 
-Your project needs this file, ``overlapped_stager.py``, ``staging_copies.py`` and
-``state_to_save.py``.
+Your project needs this file, ``overlapped_stager.py``, ``staging_copies.py``,
+``app_state.py`` and ``state_to_save.py``.
 
 .. grid:: 1 1 2 2
 

@@ -35,7 +35,7 @@ costs next to nothing then), or the host cannot spare two copies of each rank's 
            if step % 100 == 0:
                saves.save({"app": app}, root / f"step{step}")
 
-Your project needs this file, ``staging_copies.py``, ``kept_state.py``, and ``state_to_save.py``.
+Your project needs this file, ``staging_copies.py``, ``kept_state.py``, and ``app_state.py``.
 ``device`` is the rank's, such as ``torch.device("cuda", local_rank)``. To resume, call
 ``dcp.load({"app": app}, checkpoint_id=root / "step100")`` before the block; :doc:`retention` finds
 the newest.
@@ -411,7 +411,7 @@ if __name__ == "__main__":
 # * A directory of that name that holds anything but a checkpoint is left alone: the save fails, and
 #   its complete checkpoint stays in ``step100.incomplete``. Write a tokenizer elsewhere, or when
 #   the future is done.
-# * A state that calls ``get_state_dict`` at every save (:doc:`state_to_save`) works too, and holds
+# * A state that calls ``get_state_dict`` at every save (:doc:`app_state`) works too, and holds
 #   the training thread for longer.
 # * A program that ends without leaving the block loses what is not yet written, without a word.
 # * A directory is taken for a local path, even ``s3://...``: :doc:`object_storage` saves to a

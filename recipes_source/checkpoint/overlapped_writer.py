@@ -39,7 +39,7 @@ well.
                saves.save({"app": app}, root / f"step{step}")
 
 Your project needs this file, ``overlapped_stager.py``, ``staging_copies.py``,
-:doc:`kept_state.py <kept_state>`, and ``state_to_save.py``; ``device`` is the rank's own. Copy and write run beside training.
+:doc:`kept_state.py <kept_state>`, and ``app_state.py``; ``device`` is the rank's own. Copy and write run beside training.
 ``root/step100`` appears when every rank has written its part and the storage has all of it.
 Whatever writes weights without an optimizer calls ``saves.before_update()`` first.
 

@@ -18,7 +18,7 @@ any. Or something else already deletes by age or by quota.
     from pathlib import Path
 
     from retention import RetainedSaves
-    from state_to_save import AppState
+    from app_state import AppState
 
     app, root = AppState(model, optimizer), Path("checkpoints")
     with RetainedSaves(root, device, model.buffers, keep_last=3, keep_every=10_000) as saves:

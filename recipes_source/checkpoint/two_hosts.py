@@ -16,7 +16,7 @@ then. What stands below on starting jobs and on storage holds there, too.
     from pathlib import Path
 
     import torch.distributed.checkpoint as dcp
-    from state_to_save import AppState
+    from app_state import AppState
     from two_hosts import PartnerSaves, gather
 
     app, local = AppState(model, optimizer), Path("/local/run")  # of this host alone
@@ -35,8 +35,8 @@ then. What stands below on starting jobs and on storage holds there, too.
     torchrun --nnodes=1:2 --nproc-per-node=8 --max-restarts=3 --rdzv-id=run --rdzv-backend=c10d \\
         --rdzv-endpoint=host0:29400 train.py         # the same line on every host
 
-Your project needs this file, ``overlapped_stager.py``, ``staging_copies.py`` and
-``state_to_save.py``.
+Your project needs this file, ``overlapped_stager.py``, ``staging_copies.py``,
+``app_state.py`` and ``state_to_save.py``.
 
 .. grid:: 1 1 2 2
 

@@ -13,8 +13,8 @@ from torch.distributed.optim import ZeroRedundancyOptimizer
 
 sys.path.insert(0, str(Path(__file__).parents[1] / "recipes_source" / "checkpoint"))
 
+from app_state import AppState  # noqa: E402
 from kept_state import TrainingState  # noqa: E402
-from state_to_save import AppState  # noqa: E402
 
 PARTIAL = {"planner": dcp.DefaultLoadPlanner(allow_partial_load=True)}
 State = Callable[[nn.Module, list], AppState]

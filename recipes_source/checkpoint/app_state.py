@@ -1,0 +1,290 @@
+# SPDX-License-Identifier: BSD-3-Clause
+# Overlap Recipes 0.1.0, checkpoint/app_state.py
+"""
+Ask for a state, and load it
+============================
+
+Save model and optimizers with ``torch.distributed.checkpoint`` (DCP), and load them, in any run: with
+frozen layers, several optimizers, a save before the first step. ``AppState`` gets from DCP what a
+restart reads, changes nothing by asking, and raises where a load would leave something out.
+
+**When not to bother:** every parameter is trained from the first step to the last by one optimizer,
+and you save after the first step. Then ``get_state_dict`` and ``set_state_dict`` do.
+
+.. code-block:: python
+
+   import torch.distributed.checkpoint as dcp
+   from app_state import AppState
+
+   app = AppState(model, optimizer)                                  # or a list of optimizers
+
+   app.step += 1                                                     # at each step
+
+   dcp.save({"app": app}, checkpoint_id="checkpoints/step1000")      # at each save
+
+   dcp.load({"app": app}, checkpoint_id="checkpoints/step1000")      # to resume
+
+Your project needs this file alone: what it imports in ``main()`` is for the proof. Make model and
+optimizer as at the save before you load; freeze, regroup and add after the load.
+
+.. grid:: 1 1 2 2
+
+   .. grid-item-card:: What you learn
+
+      * what a save before the first step does to training
+      * which optimizer state a load leaves out or makes up without a word
+      * how a checkpoint can say what it holds
+
+   .. grid-item-card:: What you need
+
+      * PyTorch 2.9 or later, any number of ranks, CPU or GPU
+      * a model sharded with ``fully_shard`` (FSDP2), under DDP, or a plain one
+
+.. verification-badge::
+
+The idea
+--------
+
+.. lanes:: Schematic. A layer is trained, then frozen, then trained again; the job restarts between.
+
+   job:      0-4 train both; 4-8 layer frozen; 8-10 save !
+   resumed:  10-12 load !; 12-16 layer frozen; 16-20 train both
+   moments:  0-10 of the layer ~; 12-20 still there ~
+
+DCP names optimizer state after its parameter and returns each rank's shards as DTensors. That is
+why you can load the checkpoint on another number of ranks. Three things go wrong without a word:
+
+* An optimizer that has not stepped has no state. ``get_state_dict`` therefore makes it step once,
+  with zero gradients and a learning rate of zero. That step leaves marks: a counted step, weight
+  decay in the moments of ``Adam``, a momentum buffer that was not there. Saving before the first
+  step would thus change training (`pytorch#164929
+  <https://github.com/pytorch/pytorch/issues/164929>`__).
+* A load needs made-up state, too, because DCP fills tensors that exist. State in the checkpoint for
+  which the new job has no tensor is left out. State that the checkpoint lacks makes DCP raise, or,
+  in a partial load, stays made up.
+* ``set_state_dict`` leaves out the state of parameters that are frozen.
+
+So the checkpoint says in ``has_state`` which parameters the optimizers hold, and which state each
+really has. After a load, those have it, and no others. If the new job has no room for something,
+the load raises.
+"""
+
+# %%
+# Imports
+# -------
+# This file needs torch and the standard library alone.
+
+import argparse
+import json
+import logging
+import tempfile
+from collections import OrderedDict
+from itertools import chain
+from pathlib import Path
+
+import torch
+import torch.distributed.checkpoint as dcp
+from torch import nn
+from torch.distributed.checkpoint import state_dict as dcp_state
+from torch.distributed.checkpoint.stateful import Stateful
+
+# %%
+# The state
+# ---------
+# DCP calls ``state_dict()`` on every ``Stateful`` object that you pass to it, on the calling
+# thread. ``ask`` gets the state, and undoes what asking has done to optimizers that have not
+# stepped: their state is saved, so that a checkpoint of step 0 loads as later ones do, but they do
+# not keep it.
+#
+# ``load`` gets the dict that ``state_dict()`` has returned, filled by DCP. If DCP has not filled
+# ``has_state``, other code has saved the checkpoint. ``load`` sets ``requires_grad`` of frozen
+# parameters that have state while DCP loads. The model comes last: the step that DCP makes for a
+# new optimizer can change weights.
+
+NO_STATE = "%s never had a gradient: load with DefaultLoadPlanner(allow_partial_load=True)"
+NO_ROOM = "no room here for the checkpoint's state of %s: frozen, left out, or added later?"
+NOT_LOADED = (
+    "no 'has_state' in this checkpoint: load it with set_state_dict (in memory: a deepcopy)"
+)
+
+
+def groups(optimizers: list[torch.optim.Optimizer]) -> list[dict]:
+    return [*chain.from_iterable(optimizer.param_groups for optimizer in optimizers)]
+
+
+class AppState(Stateful):
+    """All that a restart needs: model, optimizer or several, and the number of steps taken.
+
+    Raises:
+        TypeError: an optimizer keeps its state in another one.
+        ValueError: two optimizers share a parameter, or a checkpoint does not fit this job.
+    """
+
+    def __init__(self, model: nn.Module, optimizer: torch.optim.Optimizer | list) -> None:
+        self.model, self.optimizer, self.step, self.given = model, optimizer, 0, None
+        alone = isinstance(optimizer, torch.optim.Optimizer)
+        self.optimizers = [optimizer] if alone else [*optimizer]
+        for outer in self.optimizers:
+            for name, inner in vars(outer).items():
+                if isinstance(inner, torch.optim.Optimizer) and inner.state is not outer.state:
+                    raise TypeError(f"{type(outer).__name__} keeps its state in {name}: pass that")
+
+    def state_dict(self) -> dict:
+        model, optim = self.ask()
+        state = {"model": model, "optim": optim, "step": self.step, "has_state": self.has_state}
+        self.given = id(state)
+        return state
+
+    def load_state_dict(self, state_dict: dict) -> None:
+        self.load(state_dict)
+        self.step = state_dict["step"]
+
+    def ask(self) -> tuple[dict, dict]:
+        """The states of model and optimizers, with the training left as it was.
+
+        Notes in ``has_state`` which parameters have which state; warns of those that should have.
+        """
+        new = [optimizer for optimizer in self.optimizers if not optimizer.state]
+        made_up, rates = [*map(id, groups(new))], [(g, g["lr"]) for g in groups(new) if "lr" in g]
+        gradients = [(p, p.grad) for group in groups(new) for p in group["params"]]
+        try:
+            for parameter, _ in gradients:  # with gradients there, DCP would make no state
+                parameter.grad = None
+            model, optim = dcp_state.get_state_dict(self.model, self.optimizers)
+        finally:
+            for parameter, gradient in gradients:
+                parameter.grad = gradient
+            for group, rate in rates:  # DCP steps with rate 0
+                group["lr"] = rate
+            for optimizer in new:
+                optimizer.state.clear()
+        self.metadata, state = getattr(model, "_metadata", None), optim.get("state", {})
+        self.split, self.named, noted = [], [], {}
+        for own, saved in zip(groups(self.optimizers), optim.get("param_groups", []), strict=True):
+            if not noted.keys().isdisjoint(saved["params"]):
+                raise ValueError("two optimizers hold one parameter: DCP has room for one state")
+            real = {} if id(own) in made_up else state
+            noted |= {name: [*map(str, real.get(name, ()))] for name in saved["params"]}
+            named = [*zip(own["params"], saved["params"], strict=False)]
+            missing = [name for p, name in named if p.requires_grad and not noted[name]]
+            if missing and any(noted[name] for _, name in named):
+                logging.getLogger(__name__).warning(NO_STATE, missing)
+            self.split, self.named = [*self.split, saved["params"]], self.named + named
+        self.has_state = json.dumps(noted)
+        return model, optim
+
+    def load(self, state: dict) -> None:
+        """Load ``model`` and ``optim``; what ``has_state`` lists gets its state, all else none."""
+        if self.given is None:
+            self.ask()
+        if state["has_state"] is self.has_state and id(state) == self.given:
+            raise ValueError(NOT_LOADED)
+        noted, optim, own, frozen = json.loads(state["has_state"]), state["optim"], set(), []
+        there, own = optim["state"], set().union(*self.split)
+        if lost := [
+            n for n in noted if n not in own or not {*noted[n]} <= {*map(str, there.get(n, ()))}
+        ]:
+            raise ValueError(NO_ROOM % lost)
+        splits = self.split, [group["params"] for group in optim["param_groups"]]
+        mine, saved = (
+            {frozenset(noted.keys() & names) for names in x} - {frozenset()} for x in splits
+        )
+        if mine != saved:
+            raise ValueError("load into the groups of the save: change the groups after the load")
+        found = {
+            n: {k: there[n][k] for k in there[n] if str(k) in noted[n]} for n in noted if noted[n]
+        }
+        optim = {**optim, "state": {"": {}, **found}}  # a name: numbers would mean another format
+        some = dcp_state.StateDictOptions(strict=False)  # not every parameter has state
+        try:
+            for parameter, name in self.named:
+                if noted.get(name) and not parameter.requires_grad:  # DCP would skip its state
+                    frozen.append(parameter.requires_grad_())
+            if self.optimizers:
+                dcp_state.set_optimizer_state_dict(self.model, self.optimizers, optim, options=some)
+        finally:
+            for parameter in frozen:
+                parameter.requires_grad_(False)
+        model = OrderedDict(state["model"])
+        model._metadata = self.metadata
+        dcp_state.set_model_state_dict(self.model, model)
+
+
+# %%
+# Run it, and prove it
+# --------------------
+# A job saves before its first step. After its second it freezes a layer and saves again. It loads
+# that checkpoint itself, and so does another job. Both thaw the layer and train on: they must end
+# with the same bits. A third job loads step 0, and must have no optimizer state.
+
+
+def main(directory: Path) -> None:
+    import state_to_save as basic
+
+    device = basic.start_rank()
+    root, app = basic.directory_of_rank_0(directory), basic.build_app(device)
+    dcp.save({"app": app}, checkpoint_id=root / "step0")
+    assert not app.optimizer.state, "the save made a state for the optimizer"
+    basic.train(app, 2, device)
+    saved = basic.snapshot(app)
+    app.model[1].requires_grad_(False)
+    dcp.save({"app": app}, checkpoint_id=root / "step2")
+
+    dcp.load({"app": app}, checkpoint_id=root / "step2")
+    later = basic.load_app(root / "step2", device)
+    app.model[1].requires_grad_()
+    for job in (app, later):
+        basic.assert_same_bits(job, saved)
+    ended = basic.snapshot(basic.train(app, 4, device))
+    basic.assert_same_bits(basic.train(later, 4, device), ended)
+    print("a layer that was frozen at the save goes on with its moments, in both jobs")
+
+    first = basic.load_app(root / "step0", device)
+    assert not first.optimizer.state, "the load made a state for the optimizer"
+    print("a job that loads step 0 has no optimizer state")
+    torch.distributed.destroy_process_group()
+
+
+if __name__ == "__main__":
+    parser = argparse.ArgumentParser()
+    parser.add_argument("--dir", type=Path, help="where checkpoints go (default: temporary)")
+    with tempfile.TemporaryDirectory() as temporary:
+        main(parser.parse_args().dir or Path(temporary))
+
+# %%
+# What breaks if you remove a line
+# --------------------------------
+# .. recipe-controls::
+#
+# What is not here
+# ----------------
+# The learning-rate schedule, the random number generators, the position in the data, an average of
+# the weights. Add each as another entry of the dict that you save: :doc:`resume_and_reshard` does
+# so. :doc:`kept_state` takes them by name, and asks less often.
+#
+# Known limits
+# ------------
+# * A parameter that no backward has reached has no optimizer state, so the checkpoint has none for
+#   it; the save logs a warning. The job that loads the checkpoint expects some, and ``dcp.load``
+#   ends with ``Missing key``. Load with ``DefaultLoadPlanner(allow_partial_load=True)``.
+# * State that an optimizer adds after its first step makes a load into a new job raise. State that
+#   grows inside a list or a dict is cut to what the new job has.
+# * A load that raises may have overwritten weights and moments already.
+# * An in-memory state is refused if it is the very dict that was returned: pass a deep copy.
+# * Optimizers that wrap another are refused. Pass what they wrap (``sam.base_optimizer``). Instead of
+#   ``ZeroRedundancyOptimizer``, use ``fully_shard``.
+# * An optimizer that keeps nothing in ``state``, and moments in attributes of its own, makes a step
+#   whenever the state is asked for: its moments shrink, and are not saved.
+# * The step that ``get_state_dict`` makes runs the optimizer's hooks. If a hook updates an average
+#   of the weights, it counts the first weights once more.
+# * Torch's optimizers cast state to the dtype of its parameter at a load: float32 masters of a
+#   bfloat16 model, or NAdam's ``mu_product`` there, are rounded.
+# * DCP assumes that plain tensors are replicated, and keeps one rank's copy of each. Under DDP,
+#   BatchNorm's statistics differ between ranks: use ``SyncBatchNorm``, or broadcast the buffers.
+# * DCP cannot write sparse or nested tensors and raises: save the dense tensors that they are made
+#   of. A named tuple may come back as a tuple.
+#
+# Further reading
+# ---------------
+# * `torch.distributed.checkpoint.state_dict
+#   <https://docs.pytorch.org/docs/stable/distributed.checkpoint.html>`__: the reference
