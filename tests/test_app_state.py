@@ -2,6 +2,7 @@
 
 import sys
 from collections.abc import Callable, Iterator
+from copy import deepcopy
 from pathlib import Path
 
 import pytest
@@ -162,6 +163,106 @@ def test_two_optimizers_of_one_parameter_are_refused(state: State, tmp_path) -> 
 
     with pytest.raises(ValueError, match="two optimizers hold one parameter"):
         Job(state, two).train(2).app.state_dict()
+
+
+def test_a_weight_that_is_twice_in_one_group_is_no_second_optimizer(state: State) -> None:
+    job = Job(state, lambda parameters: torch.optim.AdamW([p := next(parameters), p]))
+    assert list(job.train(2).app.state_dict()["optim"]["state"]) == ["0.weight"]
+
+
+def test_groups_are_as_at_the_save_or_the_load_says_so(state: State, tmp_path) -> None:
+    def two(parameters) -> torch.optim.Optimizer:
+        first, *others = parameters
+        return torch.optim.SGD([{"params": [first], "lr": 0.1}, {"params": others, "lr": 0.2}])
+
+    def one(parameters) -> torch.optim.Optimizer:
+        return torch.optim.SGD(parameters, lr=0.3)
+
+    def some(parameters) -> torch.optim.Optimizer:
+        return torch.optim.SGD([next(parameters)], lr=0.3)
+
+    Job(state, two).train(2).save(tmp_path)
+    with pytest.raises(ValueError, match="load into the groups of the save"):
+        Job(state, one).load(tmp_path, 2)
+    with pytest.raises(ValueError, match="no room here for the checkpoint's state of"):
+        Job(state, some).load(tmp_path, 2)
+
+
+@pytest.mark.parametrize("when", ["fresh", "in mid-run"])
+def test_a_checkpoint_of_other_code_is_refused(state: State, tmp_path, when) -> None:
+    job = Job(state, lambda parameters: torch.optim.SGD(parameters, lr=0.1)).train(2)
+    model = {"model": job.model.state_dict()}
+    dcp.save({"app": model}, checkpoint_id=tmp_path)
+    later = Job(state) if when == "fresh" else Job(state).train(2)
+    with pytest.raises(ValueError, match="no 'has_state'"):
+        later.load(tmp_path, 2, **PARTIAL)
+
+
+def test_each_of_both_loads_what_the_other_has_saved(tmp_path) -> None:
+    for n, (one, other) in enumerate([(AppState, kept_state), (kept_state, AppState)]):
+        job = Job(one).train(2).save(tmp_path / str(n))
+        later = Job(other).load(tmp_path / str(n), 2, **PARTIAL)
+        assert later.equals(job) and later.train(4).equals(job.train(4))
+
+
+def test_a_deep_copy_of_a_state_loads_and_the_state_itself_is_refused(state: State) -> None:
+    job = Job(state).train(2)
+    with pytest.raises(ValueError, match="a deepcopy"):
+        job.app.load_state_dict(job.app.state_dict())
+    copied = deepcopy(job.app.state_dict())
+    ended = [x.clone() for x in job.train(4).held()]
+    job.app.load_state_dict(copied)
+    job.steps = 2
+    assert all(map(torch.equal, job.train(4).held(), ended))
+    fresh = Job(state)
+    fresh.app.load_state_dict(copied)
+    assert fresh.optimizers[0].state
+
+
+def test_a_load_changes_no_weight_by_the_step_that_makes_state(state: State, tmp_path) -> None:
+    def without_eps(parameters) -> torch.optim.Optimizer:
+        return torch.optim.Adam(parameters, lr=0.1, eps=0.0)
+
+    job = Job(state, without_eps).train(2).save(tmp_path)
+    assert Job(state, without_eps).load(tmp_path, 2).equals(job)
+
+
+class Failing(torch.optim.SGD):
+    def step(self, closure=None) -> None:
+        raise RuntimeError("no step without a closure")
+
+
+def test_a_first_state_that_fails_leaves_the_rate_as_it_was(state: State) -> None:
+    job = Job(state, lambda parameters: Failing(parameters, lr=0.1))
+    with pytest.raises(RuntimeError, match="no step without"):
+        job.app.state_dict()
+    assert job.optimizers[0].param_groups[0]["lr"] == 0.1
+
+
+def test_frozen_parameters_without_state_stay_as_they_are(state: State, tmp_path) -> None:
+    """They may be of a dtype that takes no gradient, and so many that a moment is no room."""
+    job = Job(state).train(0)
+    job.frozen.requires_grad_(False)
+    job.train(2).save(tmp_path)
+    later = Job(state)
+    later.frozen.requires_grad_(False)
+    thawed, grad = [], torch.nn.Parameter.requires_grad_
+
+    def watched(self, requires_grad: bool = True) -> torch.Tensor:
+        thawed.append(requires_grad)
+        return grad(self, requires_grad)
+
+    with pytest.MonkeyPatch.context() as patch:
+        patch.setattr(torch.nn.Parameter, "requires_grad_", watched)
+        later.load(tmp_path, 2)
+    assert not thawed and not later.frozen.weight.requires_grad
+    assert later.train(4).equals(job.train(4))
+
+
+def test_optimizers_come_as_a_list_or_a_tuple() -> None:
+    model = nn.Linear(2, 2)
+    optimizers = torch.optim.SGD([model.weight]), torch.optim.SGD([model.bias])
+    assert len(AppState(model, optimizers).state_dict()["optim"]["param_groups"]) == 2
 
 
 class Wrapping(torch.optim.Optimizer):

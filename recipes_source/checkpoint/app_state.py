@@ -97,9 +97,9 @@ from torch.distributed.checkpoint.stateful import Stateful
 # not keep it.
 #
 # ``load`` gets the dict that ``state_dict()`` has returned, filled by DCP. If DCP has not filled
-# ``has_state``, other code has saved the checkpoint. ``load`` sets ``requires_grad`` of frozen
-# parameters that have state while DCP loads. The model comes last: the step that DCP makes for a
-# new optimizer can change weights.
+# ``has_state``, other code has saved the checkpoint. While DCP loads, ``load`` sets
+# ``requires_grad`` of frozen parameters that have state, and lets no optimizer look new: DCP would
+# make it step.
 
 NO_STATE = "%s never had a gradient: load with DefaultLoadPlanner(allow_partial_load=True)"
 NO_ROOM = "no room here for the checkpoint's state of %s: frozen, left out, or added later?"
@@ -179,30 +179,32 @@ class AppState(Stateful):
             self.ask()
         if state["has_state"] is self.has_state and id(state) == self.given:
             raise ValueError(NOT_LOADED)
-        noted, optim, own, frozen = json.loads(state["has_state"]), state["optim"], set(), []
-        there, own = optim["state"], set().union(*self.split)
-        if lost := [
-            n for n in noted if n not in own or not {*noted[n]} <= {*map(str, there.get(n, ()))}
-        ]:
+        noted, optim, frozen = json.loads(state["has_state"]), {**state["optim"]}, []
+        there = optim["state"]
+        room = {name: {*map(str, there.get(name, ()))} for names in self.split for name in names}
+        lost = [n for n, keys in noted.items() if n not in room or not room[n].issuperset(keys)]
+        if lost:
             raise ValueError(NO_ROOM % lost)
-        splits = self.split, [group["params"] for group in optim["param_groups"]]
-        mine, saved = (
-            {frozenset(noted.keys() & names) for names in x} - {frozenset()} for x in splits
-        )
-        if mine != saved:
+        saved_groups = [noted.keys() & group["params"] for group in optim["param_groups"]]
+        own_groups = [noted.keys() & names for names in self.split]
+        if any(names and names not in saved_groups for names in own_groups):
             raise ValueError("load into the groups of the save: change the groups after the load")
-        found = {
-            n: {k: there[n][k] for k in there[n] if str(k) in noted[n]} for n in noted if noted[n]
-        }
-        optim = {**optim, "state": {"": {}, **found}}  # a name: numbers would mean another format
+        optim["state"] = {"": {}}  # a name: DCP would take a state without names for another format
+        for name, keys in noted.items():
+            if keys:
+                optim["state"][name] = {k: v for k, v in there[name].items() if str(k) in keys}
         some = dcp_state.StateDictOptions(strict=False)  # not every parameter has state
         try:
+            for optimizer in self.optimizers:  # one without state would step
+                optimizer.state[""] = {}
             for parameter, name in self.named:
                 if noted.get(name) and not parameter.requires_grad:  # DCP would skip its state
                     frozen.append(parameter.requires_grad_())
             if self.optimizers:
                 dcp_state.set_optimizer_state_dict(self.model, self.optimizers, optim, options=some)
         finally:
+            for optimizer in self.optimizers:
+                optimizer.state.pop("", None)
             for parameter in frozen:
                 parameter.requires_grad_(False)
         model = OrderedDict(state["model"])

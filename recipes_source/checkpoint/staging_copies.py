@@ -112,7 +112,6 @@ from copy import deepcopy
 from weakref import finalize
 
 import torch
-from torch._C._dynamo.guards import TensorGuards
 from torch.distributed.tensor import DTensor
 
 PIECE = 64 << 20  # bytes of copies in a row: a read of the training waits for one piece at most
@@ -258,23 +257,30 @@ def read(tree: object, tensors: list[torch.Tensor]) -> object:
 #
 # Optimizers, loads and ``p.data = ...`` may give a tensor other memory, or another shape over the
 # same memory, or conjugate it. So every save compares all of these with what they were. For objects
-# that the plan knows, as those of :doc:`kept_state`, two calls do most of it: ``TensorGuards``, made for ``torch.compile``,
-# compares shapes, strides and dtypes. Where it finds a difference, Python compares, and decides.
+# that the plan knows, as those of :doc:`kept_state`, ``is_set_to`` does most of it. Where it finds
+# a difference, ``layout`` decides.
 #
 # :doc:`overlapped_stager` queues all but the ``FIRST`` pieces on a thread, which can wait
 # milliseconds for the lock.
 #
-# Private by name: ``TensorGuards``, ``torch._foreach_copy_``, and ``_local_tensor`` and ``_spec`` of
-# DTensors.
+# Private by name: ``torch._foreach_copy_``, ``_local_tensor`` and ``_spec`` of DTensors, ``_cdata`` of
+# storages.
 
 
 def identity(x: torch.Tensor) -> tuple:
     """A key that is equal for two shards of the same memory, as tied weights have."""
-    return x.data_ptr(), x.shape, x.stride(), x.dtype, x.is_conj(), x.is_neg()
+    memory = x.untyped_storage()._cdata, x.data_ptr()
+    return memory, x.shape, x.stride(), x.dtype, x.is_conj(), x.is_neg()
 
 
 def layout(x: torch.Tensor) -> tuple:
     return identity(shard_of(x)), getattr(x, "_spec", None)
+
+
+def kinds(tensors: list[torch.Tensor], shards: list[torch.Tensor]) -> list:
+    """What ``is_set_to`` does not compare."""
+    views = [*map(torch.Tensor.is_conj, shards), *map(torch.Tensor.is_neg, shards)]
+    return [id(getattr(x, "_spec", x)) for x in tensors] + [x.dtype for x in shards] + views
 
 
 class CopyPlan:
@@ -294,11 +300,8 @@ class CopyPlan:
 
     @torch.inference_mode(False)
     def __init__(self, tensors, device, changed_by_forward=(), snapshot_bytes: int = 0) -> None:
-        self.tensors, self.layouts = tensors, [*map(layout, tensors)]
-        self.shards = [shard_of(x).detach() for x in tensors]
-        local = {id(x): x for x in map(shard_of, tensors)}.values()
-        self.known = [*map(id, tensors), *map(torch.Tensor.data_ptr, local)]
-        self.guards = TensorGuards(*local, dynamic_dims_sizes=[], dynamic_dims_strides=[])
+        self.tensors, self.shards = tensors, [shard_of(x).detach() for x in tensors]
+        self.layouts, self.known = [*map(layout, tensors)], kinds(tensors, self.shards)
         gap = torch.zeros(1, device=device)
         device, self.gap = gap.device, (gap, torch.zeros(1, device="cpu", pin_memory=gap.is_cuda))
         self.nbytes, self.offsets, large, small = ALIGNMENT, {}, [], {}
@@ -338,9 +341,9 @@ class CopyPlan:
 
     def fits(self, tensors: list[torch.Tensor]) -> bool:
         """Whether these are the tensors of the plan, or others of the same memory and layout."""
-        local = {id(x): x for x in map(shard_of, tensors)}.values()
-        known = [*map(id, tensors), *map(torch.Tensor.data_ptr, local)]
-        same = known == self.known and self.guards.check(*local)
+        shards = [*map(shard_of, tensors)]
+        same = kinds(tensors, shards) == self.known
+        same = same and all(map(torch.Tensor.is_set_to, shards, self.shards))
         return same or [*map(layout, tensors)] == self.layouts
 
     def hosts(self, arena: PinnedArena) -> list[torch.Tensor]:
