@@ -15,7 +15,14 @@ import torch
 from benchmarks.measuring import header, machine_label, recipe_hashes
 from faults import REPO
 
-STRUCK = ["state_to_save", "staging_copies", "overlapped_stager", "durable_saves", "retention"]
+STRUCK = [
+    "state_to_save",
+    "app_state",
+    "staging_copies",
+    "overlapped_stager",
+    "durable_saves",
+    "retention",
+]
 
 
 def write(benchmark: str, ranks: int, rows: list[dict], recipes: list[str], workload: dict) -> None:

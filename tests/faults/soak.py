@@ -52,7 +52,14 @@ ALSO = (  # kinds beside kill, which strikes every point
 )
 CASES = (*(("kill", point) for point in POINTS), *ALSO)
 DAMAGE = ("truncated", "flipped")
-STRUCK = ("state_to_save", "staging_copies", "overlapped_stager", "durable_saves", "retention")
+STRUCK = (
+    "state_to_save",
+    "app_state",
+    "staging_copies",
+    "overlapped_stager",
+    "durable_saves",
+    "retention",
+)
 
 
 @dataclass
