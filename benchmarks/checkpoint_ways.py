@@ -224,7 +224,7 @@ class KeptApp(Stateful):
     def state_dict(self) -> dict:
         kept = self.kept.state_dict()
         others = {"step": self.app.step, "has_state": kept["has_state"]}
-        return {"model": kept["model"], "optimizer": kept["optim"], **others}
+        return {"model": kept["model"], "optim": kept["optim"], **others}
 
 
 class Overlapped(Way):
