@@ -35,20 +35,30 @@ USUAL |= {"activation_checkpointing": False}  # of rows over tokens, these alone
 
 
 def results(repo: Path) -> str:
-    """For each benchmark the result file with the most rows."""
+    """For each benchmark a result file: one whose first case is of today's code, with most rows."""
     sections = []
+
+    def preferred(result: Result) -> tuple[bool, int]:
+        today = not any(changed(row, result, repo) for row in first_case(result)[1])
+        return today and not result.benchmark.lines, len(result.rows)
+
     for name, benchmark in BENCHMARKS.items():
         found = [load(path) for path in files(repo, "results", name)]
         if benchmark.readme and found:
             show = over_tokens if benchmark.lines else first_workload
-            sections.append(show(max(found, key=lambda result: len(result.rows)), repo))
+            sections.append(show(max(found, key=preferred), repo))
     return "\n\n".join(sections) or NO_RESULTS
+
+
+def first_case(result: Result) -> tuple[dict, list[dict]]:
+    """The parameters of the first row, and the rows that have them."""
+    first = {parameter: result.rows[0].get(parameter) for parameter in result.varied()}
+    return first, [row for row in result.rows if all(row.get(p) == v for p, v in first.items())]
 
 
 def first_workload(result: Result, repo: Path) -> str:
     """A row for each row of the first case, a column for each field."""
-    first = {parameter: result.rows[0].get(parameter) for parameter in result.varied()}
-    rows = [row for row in result.rows if all(row.get(p) == v for p, v in first.items())]
+    first, rows = first_case(result)
     asked = result.benchmark.readme.split()
     fields = [name for name in asked if any(known(row, name) for row in rows)]
     rows = [row for row in rows if any(known(row, name) for name in fields)]

@@ -97,6 +97,7 @@ UNITS = {  # what a field's name ends in, perhaps before the end of an interval
     "_slowdown": slowdown,
     "over_checkpoint": slowdown,
     "_loss": plain,
+    "steps_beside_upload": plain,
 }
 
 

@@ -392,8 +392,7 @@ if __name__ == "__main__":
 #    :where: step=long storage=memory
 #
 # Steps shorter than the copy wait for it. ``snapshot_bytes`` (``overlapped_snapshot``, with
-# ``WRITERS = 2``) lowered staging on one GPU; the interval of its whole save is wide. On two it
-# lowered neither:
+# ``WRITERS = 2``) lowered staging; the interval of its whole save is wide:
 #
 # .. result-table:: checkpoint_stall
 #    :rows: none overlapped_writer overlapped_snapshot
