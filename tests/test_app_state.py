@@ -188,6 +188,17 @@ def test_groups_are_as_at_the_save_or_the_load_says_so(state: State, tmp_path) -
         Job(state, some).load(tmp_path, 2)
 
 
+def test_a_parameter_that_the_checkpoint_does_not_know_is_told(state: State, tmp_path) -> None:
+    """As where another rank, without that parameter, has said what there is."""
+
+    def some(parameters) -> torch.optim.Optimizer:
+        return torch.optim.AdamW([*parameters][:2])
+
+    Job(state, some).train(2).save(tmp_path)
+    with pytest.raises(ValueError, match=r"knows no \['2.bias', '2.weight'\]"):
+        Job(state).load(tmp_path, 2, **PARTIAL)
+
+
 @pytest.mark.parametrize("when", ["fresh", "in mid-run"])
 def test_a_checkpoint_of_other_code_is_refused(state: State, tmp_path, when) -> None:
     job = Job(state, lambda parameters: torch.optim.SGD(parameters, lr=0.1)).train(2)

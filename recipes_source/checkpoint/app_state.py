@@ -103,6 +103,9 @@ from torch.distributed.checkpoint.stateful import Stateful
 
 NO_STATE = "%s never had a gradient: load with DefaultLoadPlanner(allow_partial_load=True)"
 NO_ROOM = "no room here for the checkpoint's state of %s: frozen, left out, or added later?"
+UNKNOWN = (
+    "the checkpoint knows no %s: add what is new after the load; all ranks need the same names"
+)
 NOT_LOADED = (
     "no 'has_state' in this checkpoint: load it with set_state_dict (in memory: a deepcopy)"
 )
@@ -185,6 +188,8 @@ class AppState(Stateful):
         lost = [n for n, keys in noted.items() if n not in room or not room[n].issuperset(keys)]
         if lost:
             raise ValueError(NO_ROOM % lost)
+        if unknown := room.keys() - noted.keys():
+            raise ValueError(UNKNOWN % sorted(unknown))
         saved_groups = [noted.keys() & group["params"] for group in optim["param_groups"]]
         own_groups = [noted.keys() & names for names in self.split]
         if any(names and names not in saved_groups for names in own_groups):
@@ -266,8 +271,11 @@ if __name__ == "__main__":
 #
 # Known limits
 # ------------
+# * On all ranks, the optimizers must hold the same parameters. If they do not (pipeline stages,
+#   experts of a rank), the load raises on some ranks, and the others wait for them. Give each rank's
+#   state a key of its own: ``{f"app{rank}": app}``.
 # * A parameter that no backward has reached has no optimizer state, so the checkpoint has none for
-#   it; the save logs a warning. The job that loads the checkpoint expects some, and ``dcp.load``
+#   it; the save logs a warning, if others of its group have some. The job that loads the checkpoint expects some, and ``dcp.load``
 #   ends with ``Missing key``. Load with ``DefaultLoadPlanner(allow_partial_load=True)``.
 # * State that an optimizer adds after its first step makes a load into a new job raise. State that
 #   grows inside a list or a dict is cut to what the new job has.
