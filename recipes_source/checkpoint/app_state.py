@@ -4,12 +4,13 @@
 Ask for a state, and load it
 ============================
 
-Save model and optimizers with ``torch.distributed.checkpoint`` (DCP), and load them, in any run: with
-frozen layers, several optimizers, a save before the first step. ``AppState`` gets from DCP what a
-restart reads, changes nothing by asking, and raises where a load would leave something out.
+Save model and optimizers with ``torch.distributed.checkpoint`` (DCP), and load them, also with frozen
+layers, several optimizers, or a save before the first step. ``AppState`` gets from DCP what a restart
+reads, undoes what asking has done to training, and raises where a load would leave out optimizer
+state that the checkpoint lists.
 
 **When not to bother:** every parameter is trained from the first step to the last by one optimizer,
-and you save after the first step. Then ``get_state_dict`` and ``set_state_dict`` do.
+and you save after the first step. Then ``get_state_dict`` and ``set_state_dict`` suffice.
 
 .. code-block:: python
 
@@ -24,8 +25,8 @@ and you save after the first step. Then ``get_state_dict`` and ``set_state_dict`
 
    dcp.load({"app": app}, checkpoint_id="checkpoints/step1000")      # to resume
 
-Your project needs this file alone: what it imports in ``main()`` is for the proof. Make model and
-optimizer as at the save before you load; freeze, regroup and add after the load.
+Your project needs this file alone: what it imports in ``main()`` is for the proof. Before
+you load, make model and optimizer as they were at the save; freeze, regroup and add after the load.
 
 .. grid:: 1 1 2 2
 
@@ -72,7 +73,7 @@ the load raises.
 # %%
 # Imports
 # -------
-# This file needs torch and the standard library alone.
+# ``AppState`` needs torch and the standard library alone.
 
 import argparse
 import json
@@ -96,10 +97,14 @@ from torch.distributed.checkpoint.stateful import Stateful
 # stepped: their state is saved, so that a checkpoint of step 0 loads as later ones do, but they do
 # not keep it.
 #
-# ``load`` gets the dict that ``state_dict()`` has returned, filled by DCP. If DCP has not filled
-# ``has_state``, other code has saved the checkpoint. While DCP loads, ``load`` sets
-# ``requires_grad`` of frozen parameters that have state, and lets no optimizer look new: DCP would
-# make it step.
+# ``dcp.load`` calls ``state_dict()`` first, fills the tensors of that dict (``given`` is its ``id``),
+# and hands it to ``load_state_dict``. If ``has_state`` was not filled, other code has saved the
+# checkpoint, or there was none. While DCP sets the optimizer's state, ``load`` sets ``requires_grad``
+# of frozen parameters that have state, and lets no optimizer look new: DCP would make it step.
+#
+# ``noted`` is what ``has_state`` says: parameter names, each with the keys of its state. ``split``
+# has the names of this job's groups, ``self.named`` pairs of parameter and name, ``room`` the state
+# keys into which DCP can load. ``made_up`` are ids of groups whose state DCP has made.
 
 NO_STATE = "%s never had a gradient: load with DefaultLoadPlanner(allow_partial_load=True)"
 NO_ROOM = "no room here for the checkpoint's state of %s: frozen, left out, or added later?"
@@ -116,7 +121,7 @@ def groups(optimizers: list[torch.optim.Optimizer]) -> list[dict]:
 
 
 class AppState(Stateful):
-    """All that a restart needs: model, optimizer or several, and the number of steps taken.
+    """Model, optimizer or several, and the number of steps taken.
 
     Raises:
         TypeError: an optimizer keeps its state in another one.
@@ -143,9 +148,9 @@ class AppState(Stateful):
         self.step = state_dict["step"]
 
     def ask(self) -> tuple[dict, dict]:
-        """The states of model and optimizers, with the training left as it was.
+        """The states of model and optimizers; a step that DCP has made is undone.
 
-        Notes in ``has_state`` which parameters have which state; warns of those that should have.
+        Notes in ``has_state`` which parameters have which state; warns where some is missing.
         """
         new = [optimizer for optimizer in self.optimizers if not optimizer.state]
         made_up, rates = [*map(id, groups(new))], [(g, g["lr"]) for g in groups(new) if "lr" in g]
@@ -221,8 +226,8 @@ class AppState(Stateful):
 # Run it, and prove it
 # --------------------
 # A job saves before its first step. After its second it freezes a layer and saves again. It loads
-# that checkpoint itself, and so does another job. Both thaw the layer and train on: they must end
-# with the same bits. A third job loads step 0, and must have no optimizer state.
+# that checkpoint itself, and so does another job. The first thaws the layer, and both train on: they
+# must end with the same bits. A third job loads step 0, and must have no optimizer state.
 
 
 def main(directory: Path) -> None:
@@ -275,8 +280,9 @@ if __name__ == "__main__":
 #   experts of a rank), the load raises on some ranks, and the others wait for them. Give each rank's
 #   state a key of its own: ``{f"app{rank}": app}``.
 # * A parameter that no backward has reached has no optimizer state, so the checkpoint has none for
-#   it; the save logs a warning, if others of its group have some. The job that loads the checkpoint expects some, and ``dcp.load``
-#   ends with ``Missing key``. Load with ``DefaultLoadPlanner(allow_partial_load=True)``.
+#   it; the save logs a warning, if others of its group have some. The job that loads the checkpoint
+#   expects some, and ``dcp.load`` ends with ``Missing key``. Load with
+#   ``DefaultLoadPlanner(allow_partial_load=True)``.
 # * State that an optimizer adds after its first step makes a load into a new job raise. State that
 #   grows inside a list or a dict is cut to what the new job has.
 # * A load that raises may have overwritten weights and moments already.
@@ -285,6 +291,10 @@ if __name__ == "__main__":
 #   ``ZeroRedundancyOptimizer``, use ``fully_shard``.
 # * An optimizer that keeps nothing in ``state``, and moments in attributes of its own, makes a step
 #   whenever the state is asked for: its moments shrink, and are not saved.
+# * ``SparseAdam`` and ``LBFGS`` cannot make the step of an optimizer that is new: a save before the
+#   first step, and a load into a new job, raise. With ``Adam(eps=0)`` that save makes weights NaN.
+#   Made in mid-accumulation with Accelerate's wrapped optimizer, that checkpoint never loads: pass
+#   ``optimizer.optimizer``.
 # * The step that ``get_state_dict`` makes runs the optimizer's hooks. If a hook updates an average
 #   of the weights, it counts the first weights once more.
 # * Torch's optimizers cast state to the dtype of its parameter at a load: float32 masters of a

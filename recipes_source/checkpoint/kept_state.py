@@ -5,9 +5,9 @@ Ask for the state once
 ======================
 
 Make each save's call shorter. ``get_state_dict`` runs on the training thread at every save, and
-takes longer the more tensors there are. Yet almost nothing of its result
-changes: the same tensors lie in the same places. For stock modules and optimizers,
-``TrainingState`` calls it again only when they hold other tensor objects.
+takes longer the more tensors there are. Yet almost nothing of its result changes: the same tensors
+lie in the same places. For stock modules and optimizers, ``TrainingState`` calls it again only when
+they hold other tensor objects.
 
 .. result-gain:: checkpoint_stall
    :rows: overlapped_writer torch_checkpointing torchtitan_async_with_pinned_mem
@@ -316,9 +316,9 @@ if __name__ == "__main__":
 #   ``_buffers``, ``_modules``, ``_non_persistent_buffers_set``, ``_save_to_state_dict``, the dicts of
 #   hooks of ``nn.Module`` and ``Optimizer``, ``_local_tensor`` of ``DTensor``, and the module
 #   ``torch.utils._pytree``.
-# * ``get_state_dict`` runs at every save, right and without a gain, for: ``FullyShardedDataParallel``
-#   (FSDP1); a model or an optimizer with its own ``state_dict`` or state-dict hooks (Accelerate's optimizer: pass
-#   ``optimizer.optimizer``); extra state; a scripted model; weights that share memory but are
+# * ``get_state_dict`` runs at every save, right and without a gain, for:
+#   ``FullyShardedDataParallel`` (FSDP1); a model or an optimizer with its own ``state_dict`` or
+#   state-dict hooks (Accelerate's optimizer: pass ``optimizer.optimizer``); extra state; a scripted model; weights that share memory but are
 #   not one object, since one of them can move away; two empty plain tensors of one shape; subclasses of
 #   ``nn.Parameter``; quantized tensors; optimizer state with dicts or numbers in it.
 # * The values are the parameters themselves: call ``detach()``, or work under ``no_grad``. With an

@@ -380,8 +380,8 @@ if __name__ == "__main__":
 #
 # What breaks if you remove a line
 # --------------------------------
-# Streams do nothing on a CPU, so the bits come out right there even without the events. A recorder
-# of stream order finds accesses that no event orders.
+# Streams do nothing on a CPU, so the bits are right there without events. A recorder of stream order
+# finds accesses that no event orders.
 #
 # .. recipe-controls::
 #
@@ -389,11 +389,11 @@ if __name__ == "__main__":
 # ------
 # Page-locked host memory, from the first save until ``saves`` is deleted: twice the bytes of this
 # rank's shards. ``BUFFER_SETS = 1`` needs them once, and each save then waits for the previous
-# one. The first save locks this memory on the training thread, as does one whose tensors have moved.
-# Such a call takes far longer.
+# one. The first save locks this memory on the training thread, as does one whose tensors have moved:
+# a far longer call.
 #
-# Under DDP every rank holds the whole state, and every rank stages it, though only one copy is
-# written. Shard the optimizer's state there.
+# Under DDP every rank stages the whole state, though only one copy is written. Shard the optimizer's
+# state there.
 #
 # Known limits
 # ------------
@@ -405,7 +405,8 @@ if __name__ == "__main__":
 # * Save after ``optimizer.step()``: gradients of a half-done accumulation are not in the state.
 # * ``nn.Embedding(max_norm=...)`` changes its weight in forward: pass it with the buffers.
 # * A save to ``step100`` deletes ``step100.incomplete`` and ``step100.replaced``.
-# * Ctrl-C and ``sys.exit`` count as exceptions. Saves that wait then are dropped, and logged.
+# * Ctrl-C and ``sys.exit`` count as exceptions. Saves that wait then are dropped, and logged. Caught
+#   inside the block, they can make later saves fail.
 # * A tensor that is new at every save, such as ``torch.get_rng_state()``, makes every save plan
 #   anew and wait for the one before. Save it as a list: ``.tolist()``.
 # * A directory of that name that holds anything but a checkpoint is left alone: the save fails, and
