@@ -235,7 +235,7 @@ class Overlapped(Way):
         module = importlib.import_module(self.recipes[-1])
         saves = getattr(module, "OverlappedWriter", None) or module.OverlappedSaves
         self.saves = saves(self.device, self.app.model.buffers(), **self.options)
-        self.saves.arrange = self.arrange  # a thread of its own would take the interpreter
+        self.saves.begin = self.begin  # a thread of its own would take the interpreter
         self.saves.__enter__()
         self.kept = KeptApp(self.app)
 
@@ -243,11 +243,11 @@ class Overlapped(Way):
         self.under_way = save
         save.watch(self.saves.save({"app": self.kept}, save.directory))
 
-    def arrange(self, *arguments: object) -> object:
-        """What the writing thread does when most copies have arrived; it waits for their end."""
-        arranged = type(self.saves).arrange(self.saves, *arguments)
+    def begin(self, *arguments: object) -> object:
+        """What the writing thread does first: it waits for the copies."""
+        begun = type(self.saves).begin(self.saves, *arguments)
         self.under_way.note("staged_at")
-        return arranged
+        return begun
 
     def close(self) -> None:
         self.saves.__exit__(None, None, None)
@@ -500,10 +500,9 @@ class InTurns(AllAtOnce):
 
 
 class WithGaps(AllAtOnce):
-    """The recipe's: four bytes in the other direction between the pieces, queued by one call."""
+    """The recipe's: four bytes in the other direction between the pieces, in CUDA graphs."""
 
     recipes = ("staging_copies",)
-    by_thread = True
 
     def open(self) -> None:
         super().open()

@@ -296,7 +296,7 @@ def test_a_parameter_without_memory_of_its_own_is_not_taken_for_another() -> Non
 
 
 def test_a_dtensor_without_memory_of_its_own_is_refused() -> None:
-    from staging_copies import read
+    from app_state import read
 
     with pytest.raises(TypeError, match="Wrapper"):
         read({"x": wrapped(1.0)}, [])

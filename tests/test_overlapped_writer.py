@@ -3,7 +3,6 @@
 import sys
 from functools import partial
 from pathlib import Path
-from types import SimpleNamespace
 
 import pytest
 import torch
@@ -89,27 +88,3 @@ def test_a_tensor_of_another_class_that_changes_is_planned_anew(tmp_path, change
     metadata = FileSystemReader(tmp_path / "2").read_metadata().state_dict_metadata
     assert metadata["mine"].size == changed.shape
     assert metadata["mine"].properties.dtype == changed.dtype
-
-
-def test_a_write_is_prepared_before_the_last_copies_have_arrived_and_begins_behind_them(tmp_path):
-    from overlapped_writer import OverlappedWriter
-
-    prepared, files = [], []
-
-    class Watched(OverlappedWriter):
-        def arrange(self, state: dict, copied) -> bool:
-            def arrive() -> None:
-                prepared.append(self.key)
-                files.append(list(tmp_path.rglob("*.distcp")))
-                copied.synchronize()
-
-            self.key = None
-            return super().arrange(state, SimpleNamespace(synchronize=arrive))
-
-    x = torch.ones(3)
-    with Watched(torch.device("cpu")) as saves:
-        for step in range(2):
-            saves.save({"x": x}, tmp_path / f"{step}").result()
-            assert prepared[step] is not None, "prepared behind the copies"
-            assert files[step] == list(tmp_path.glob("0/*.distcp"))[: len(files[step])]
-            assert len(files[step]) == step, "written before the copies have arrived"

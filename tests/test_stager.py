@@ -4,7 +4,7 @@ import ctypes
 import sys
 import threading
 from collections.abc import Callable
-from functools import cache
+from functools import cache, partial
 from pathlib import Path
 
 import pytest
@@ -96,7 +96,7 @@ def test_an_interrupted_save_harms_no_earlier_checkpoint(tmp_path, monkeypatch) 
         assert go.wait(30)
         write(self, *args)
 
-    def interrupted(plan) -> None:
+    def interrupted(*_) -> None:
         raise KeyboardInterrupt
 
     monkeypatch.setattr(overlapped_stager.OverlappedSaves, "write", write_late)
@@ -105,7 +105,7 @@ def test_an_interrupted_save_harms_no_earlier_checkpoint(tmp_path, monkeypatch) 
         saves.save({"x": x}, tmp_path / "step0")
         saves.before_update()
         with monkeypatch.context() as patch, pytest.raises(KeyboardInterrupt):
-            patch.setattr(overlapped_stager.CopyPlan, "take_snapshots", interrupted)
+            patch.setattr(overlapped_stager.CopyPlan, "queue", interrupted)
             saves.save({"x": x.fill_(1)}, tmp_path / "step1")
         threading.Timer(0.3, go.set).start()  # a save that does not wait has damaged step0 by then
         saves.save({"x": x.fill_(2)}, tmp_path / "step2")
@@ -217,13 +217,33 @@ def test_a_plan_of_inference_mode_is_a_plan() -> None:
     assert torch.equal(hosts[0], x)
 
 
-def test_what_lies_on_another_device_is_copied_to_the_host_at_the_save() -> None:
+def test_what_lies_on_another_device_is_copied_at_the_save_and_is_in_no_launch(monkeypatch) -> None:
+    """A CUDA graph would copy it once, when it is captured: an optimizer's steps on the CPU, say."""
     import staging_copies
 
-    elsewhere = [torch.empty(size, device="meta") for size in (3, staging_copies.SMALL)]
-    plan = staging_copies.CopyPlan([torch.ones(3), *elsewhere], CPU)
-    assert [copy.device for copy, _ in plan.snapshots] == [CPU, CPU]
-    assert {pack.device for pack, _ in plan.packs} == {CPU}
+    device, launches = torch.device("meta"), []
+
+    def one_launch(work: partial, like: torch.Tensor) -> partial:
+        assert like.device == device
+        launches.append(work)
+        return work
+
+    monkeypatch.setattr(staging_copies, "one_launch", one_launch)
+    sizes = 3, staging_copies.SMALL, 5
+    on_host = [torch.full((size,), float(size)) for size in sizes]
+    on_host.append(torch.arange(6.0).view(2, 3).t())
+    tensors = [torch.empty(size, device=device) for size in sizes]
+    tensors.append(torch.empty(4, 4, device=device).t())
+    plan = staging_copies.CopyPlan(tensors + on_host, device)
+    arena = staging_copies.PinnedArena(plan.nbytes, CPU)
+    (at_once, *copies), hosts = plan.copies(arena), plan.hosts(arena)
+    at_once()
+    assert all(map(torch.equal, hosts[len(tensors) :], on_host))
+    take, *others = launches
+    snapshots, small, pack = take.args
+    read = [x for _, x in snapshots] + small + [pack]
+    read += [x for work in others for x in work.args[1] if x.data_ptr() != arena.bytes.data_ptr()]
+    assert others == copies and {x.device for x in read} == {device}
 
 
 def test_one_element_with_a_stride_is_saved(tmp_path) -> None:
@@ -386,48 +406,33 @@ def test_a_relative_directory_is_that_of_the_call(tmp_path, monkeypatch) -> None
     assert (tmp_path / "step1" / ".metadata").exists() and not list(other.iterdir())
 
 
-def queued_after(go: threading.Event, monkeypatch) -> None:
-    """From now on the copying thread waits for ``go``."""
-    from overlapped_stager import CopyPlan
-
-    queue = CopyPlan.queue
-
-    def queue_late(self, *args) -> list:
-        assert threading.current_thread() is threading.main_thread() or go.wait(30)
-        return queue(self, *args)
-
-    monkeypatch.setattr(CopyPlan, "queue", queue_late)
-
-
 def test_large_buffers_that_model_to_has_replaced_are_read_at_the_save(tmp_path, monkeypatch):
     import staging_copies
     from overlapped_stager import OverlappedSaves
 
-    go, model = threading.Event(), torch.nn.BatchNorm1d(4)
+    model = torch.nn.BatchNorm1d(4)
     monkeypatch.setattr(staging_copies, "SMALL", 1)
-    monkeypatch.setattr(staging_copies, "FIRST", 0)
     with OverlappedSaves(CPU, model.buffers) as saves:
         saves.save({"model": model}, tmp_path / "step1").result()
-        queued_after(go, monkeypatch)
         model.to(torch.float64)
         expected = model.running_mean.clone()
         saves.save({"model": model}, tmp_path / "step2")
+        read_at_the_save = {shard.data_ptr() for _, shard in saves.plan.snapshots}
+        assert model.running_mean.data_ptr() in read_at_the_save
         model(torch.randn(8, 4, dtype=torch.float64))
-        go.set()
     like = {"model": {"running_mean": torch.zeros_like(expected)}}
     found = loaded(tmp_path / "step2", like)["model"]["running_mean"]
     assert torch.equal(found, expected) and not torch.equal(found, model.running_mean)
 
 
-def test_a_small_tensor_is_read_at_the_save_whoever_changes_it(tmp_path, monkeypatch) -> None:
+def test_a_small_tensor_is_read_at_the_save_whoever_changes_it(tmp_path) -> None:
     from overlapped_stager import OverlappedSaves
 
-    go, x, like = threading.Event(), torch.ones(1000), {"x": torch.zeros(1000)}
-    queued_after(go, monkeypatch)
+    x, like = torch.ones(1000), {"x": torch.zeros(1000)}
     with OverlappedSaves(CPU) as saves:
         saves.save({"x": x}, tmp_path / "step1")
+        assert not saves.plan.in_place, "beside training it would be read later"
         x.zero_()
-        go.set()
     assert loaded(tmp_path / "step1", like)["x"].eq(1).all()
 
 
@@ -470,13 +475,14 @@ def test_no_more_than_a_piece_is_copied_between_two_gaps(monkeypatch) -> None:
 
     piece = 4 << 20
     monkeypatch.setattr(staging_copies, "PIECE", piece)
+    monkeypatch.setattr(staging_copies, "FIRST", -1)
     sizes = [2 * piece + 5, 10 * piece // 16, 6 * piece // 16, 1, piece // 2]
     tensors = [torch.zeros(nbytes, dtype=torch.uint8) for nbytes in sizes]
     plan = staging_copies.CopyPlan(tensors, torch.device("cpu"), snapshot_bytes=piece // 2)
     rows, row = [], 0
-    for targets, sources in plan.copies(staging_copies.PinnedArena(plan.nbytes, tensors[0].device)):
-        for target, source in zip(targets, sources, strict=True):
-            is_gap = target is plan.gap[0] and source is plan.gap[1]
+    for copies in plan.copies(staging_copies.PinnedArena(plan.nbytes, tensors[0].device)):
+        for target, source in zip(*copies.args, strict=True):
+            is_gap = target is plan.gap
             rows, row = ([*rows, row], 0) if is_gap else (rows, row + source.nbytes)
         rows, row = [*rows, row], 0
     assert max(rows) == piece and sum(rows) >= sum(sizes)
@@ -564,7 +570,7 @@ class Quantized(torch.Tensor):
 
 
 def test_a_tensor_whose_copy_is_none_is_saved_as_it_was(tmp_path) -> None:
-    from staging_copies import read
+    from app_state import read
 
     tensor = Quantized(torch.ones(3, dtype=torch.uint8))
     copy = read({"x": tensor}, [])["x"]
@@ -573,13 +579,12 @@ def test_a_tensor_whose_copy_is_none_is_saved_as_it_was(tmp_path) -> None:
 
 
 def test_a_quantized_tensor_is_saved(tmp_path) -> None:
-    from kept_state import is_plain
+    from app_state import is_staged
     from overlapped_stager import OverlappedSaves
     from overlapped_writer import OverlappedWriter
-    from staging_copies import is_staged
 
     x = torch.quantize_per_tensor(torch.randn(5), 0.1, 3, torch.qint8)
-    assert not is_staged(x) and not is_plain(x)  # staged, it would end the process
+    assert not is_staged(x)  # staged, it would end the process
     for saver in (OverlappedSaves, OverlappedWriter):
         like = {"x": torch.quantize_per_tensor(torch.zeros(5), 0.1, 3, torch.qint8)}
         with saver(CPU) as saves:

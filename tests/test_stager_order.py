@@ -6,7 +6,6 @@ from harness.run import run
 
 SCRIPT = Path(__file__).parent / "data" / "stager_order.py"
 SNAPSHOTS = SCRIPT.with_name("snapshots_in_a_row.py")
-PIECES = SCRIPT.with_name("last_pieces.py")
 
 
 def test_the_recorder_names_the_step_that_default_stager_does_not_wait_for() -> None:
@@ -17,9 +16,4 @@ def test_the_recorder_names_the_step_that_default_stager_does_not_wait_for() -> 
 
 def test_snapshots_are_not_taken_anew_while_the_last_ones_are_copied() -> None:
     report = run(SNAPSHOTS, 1, launcher="warm", order=True, deadline_s=60)
-    assert report.ok, report.describe()
-
-
-def test_an_update_waits_for_the_last_pieces_of_the_weights() -> None:
-    report = run(PIECES, 1, launcher="warm", order=True, deadline_s=60)
     assert report.ok, report.describe()

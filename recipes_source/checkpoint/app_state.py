@@ -80,6 +80,8 @@ import json
 import logging
 import tempfile
 from collections import OrderedDict
+from collections.abc import Callable
+from copy import deepcopy
 from itertools import chain
 from pathlib import Path
 
@@ -88,6 +90,7 @@ import torch.distributed.checkpoint as dcp
 from torch import nn
 from torch.distributed.checkpoint import state_dict as dcp_state
 from torch.distributed.checkpoint.stateful import Stateful
+from torch.distributed.tensor import DTensor
 
 # %%
 # The state
@@ -220,6 +223,53 @@ class AppState(Stateful):
         model = OrderedDict(state["model"])
         model._metadata = self.metadata
         dcp_state.set_model_state_dict(self.model, model)
+
+
+# %%
+# What is copied beside training
+# ------------------------------
+# :doc:`overlapped_stager` reads a state with ``read``: it lists dense tensors and DTensors, which are
+# copied later, and copies everything else (Python numbers, sparse tensors) at once. A dict with an
+# attribute ``kept_tensors`` promises not to change, so ``read`` does not walk it again
+# (:doc:`kept_state` makes such dicts).
+
+
+def is_staged(leaf: object) -> bool:
+    """Whether ``leaf`` is a dense tensor or a DTensor of one."""
+    x = leaf._local_tensor if isinstance(leaf, DTensor) else leaf
+    is_dense = type(x) in (torch.Tensor, nn.Parameter) and x.layout == torch.strided
+    return is_dense and not (x.is_quantized or x.is_meta)
+
+
+def walk(tree: object, function: Callable[[object], object]) -> object:
+    """A copy of nested dicts, lists and tuples, with ``function`` applied to all else but names."""
+    if isinstance(tree, dict):
+        return {key: walk(value, function) for key, value in tree.items()}
+    if isinstance(tree, (list, tuple)):
+        values = [walk(value, function) for value in tree]
+        return type(tree)(*values) if hasattr(tree, "_fields") else type(tree)(values)
+    return tree if isinstance(tree, str) else function(tree)
+
+
+def read(tree: object, tensors: list[torch.Tensor]) -> object:
+    """Copy ``tree`` as it is now, except what will be staged: add that to ``tensors``."""
+
+    def read_leaf(leaf: object) -> object:
+        leaf = leaf.detach() if torch.is_tensor(leaf) and not is_staged(leaf) else leaf
+        if is_staged(leaf):
+            tensors.append(leaf)
+            return leaf
+        if isinstance(leaf, DTensor):
+            raise TypeError(f"save the plain tensor in a DTensor of {type(leaf._local_tensor)}")
+        return leaf.clone().to("cpu") if torch.is_tensor(leaf) else deepcopy(leaf)
+
+    tree = tree.state_dict() if hasattr(tree, "state_dict") else tree
+    if hasattr(tree, "kept_tensors"):
+        tensors += tree.kept_tensors
+        return tree
+    if isinstance(tree, dict):
+        return {key: read(value, tensors) for key, value in tree.items()}
+    return walk(tree, read_leaf)
 
 
 # %%

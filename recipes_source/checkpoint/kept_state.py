@@ -86,7 +86,7 @@ from pathlib import Path
 
 import torch
 import torch.distributed.checkpoint as dcp
-from app_state import AppState, groups
+from app_state import AppState, groups, is_staged
 from torch import nn
 from torch.distributed.checkpoint.stateful import Stateful
 from torch.distributed.tensor import DTensor
@@ -153,12 +153,6 @@ def memory_of(tensor: torch.Tensor) -> tuple:
     return x.data_ptr(), tensor.shape, x.stride(), x.dtype, x.is_conj(), x.is_neg()
 
 
-def is_plain(leaf: object) -> bool:
-    x = leaf._local_tensor if isinstance(leaf, DTensor) else leaf
-    is_dense = type(x) in (torch.Tensor, nn.Parameter) and x.layout == torch.strided
-    return is_dense and not (x.is_quantized or x.is_meta)
-
-
 def is_stock(saved: nn.Module | torch.optim.Optimizer) -> bool:
     """Whether torch's own code alone, not decorated, decides what ``saved.state_dict`` returns."""
     hooks = (getattr(saved, name, {}).values() for name in (*HOOKS, *OPTIMIZER_HOOKS))
@@ -220,7 +214,7 @@ class TrainingState(AppState):
         modules = list(self.model.modules())
         self.modules = modules if all(map(is_stock, [*modules, *self.optimizers])) else []
         self.known, self.known_sizes = self.held()
-        tensors = [x for x in chain(self.model.parameters(), self.model.buffers()) if is_plain(x)]
+        tensors = [x for x in chain(self.model.parameters(), self.model.buffers()) if is_staged(x)]
         held = {memory_of(x): x for x in tensors}
         # two objects of one memory may part by `.data =`; empty shards stay empty
         own = [memory_of(x) for x in tensors if not isinstance(x, DTensor) or memory_of(x)[0]]
@@ -228,8 +222,8 @@ class TrainingState(AppState):
         self.kept_optim = {name: {**state} for name, state in optim.get("state", {}).items()}
         moments, known = map(dict.values, self.kept_optim.values()), set(map(id, self.known))
         self.lasting = bool(self.modules) and len(own) == len(set(own))
-        self.lasting &= all(is_plain(x) and memory_of(x) in held for x in model.values())
-        self.lasting &= all(is_plain(x) and id(x) in known for x in chain(*moments))
+        self.lasting &= all(is_staged(x) and memory_of(x) in held for x in model.values())
+        self.lasting &= all(is_staged(x) and id(x) in known for x in chain(*moments))
         if self.lasting:
             model = {key: held[memory_of(x)] for key, x in model.items()}
             self.kept_model, self.kept_optim = Kept(model, self.metadata), Kept(self.kept_optim)

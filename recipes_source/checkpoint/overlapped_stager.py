@@ -75,9 +75,9 @@ The idea
    @14 2: the update waits for the copy
 
 1. **Copy after step**: the copies wait for an event that is recorded after ``optimizer.step()``.
-2. **Update after copy**: the next ``optimizer.step()`` waits until the state has been read: its
-   thread until all is queued, then the GPU. A hook that torch calls before every optimizer's step
-   sees to that, until the ``with`` block ends.
+2. **Update after copy**: the next ``optimizer.step()`` waits, on the GPU, until the state has been
+   read. A hook that torch calls before every optimizer's step sees to that, until the ``with`` block
+   ends.
 3. **Forward after snapshot**: buffers that forward changes are copied on the device first.
 4. **Refill after write**: a set of buffers is filled again only when its write has ended.
 
@@ -100,7 +100,7 @@ import argparse
 import logging
 import shutil
 import tempfile
-from concurrent.futures import Future, ThreadPoolExecutor, wait
+from concurrent.futures import Future, wait
 from datetime import timedelta
 from pathlib import Path
 from queue import SimpleQueue
@@ -109,7 +109,8 @@ from threading import Thread
 import torch
 import torch.distributed as dist
 import torch.distributed.checkpoint as dcp
-from staging_copies import CopyPlan, PinnedArena, is_staged, read, walk
+from app_state import is_staged, read, walk
+from staging_copies import CopyPlan, PinnedArena
 from torch.optim.optimizer import register_optimizer_step_pre_hook
 
 BUFFER_SETS = 2  # one is filled while the other is written
@@ -121,10 +122,9 @@ EXIT_S = 30.0  # how long the end of the block waits for a write after an except
 # The save
 # --------
 # ``save`` runs on the training thread. It reads whatever is not a tensor, checks that the plan
-# still fits, gathers small tensors, queues snapshots and the first copies, and hands the rest to two
-# threads. One queues the other copies. The other prepares the write beside the last copies, waits
-# for them, and writes. Each is told its device, because a new thread uses the first device and would
-# open a context there.
+# still fits, and launches snapshots and copies. A thread waits until the copies have arrived, and
+# writes. It is told its device, because a new thread uses the first device and would open a context
+# there.
 #
 # ``together`` runs a function on all ranks, and raises on all of them if it failed on one. A full
 # disk, memory that the driver refuses to lock, or a state that one rank cannot stage costs that
@@ -160,7 +160,7 @@ class OverlappedSaves:
         changing = changed_by_forward  # asked for at every plan: ``model.to`` replaces buffers
         self.changing = changing if callable(changing) else list(changing).copy
         self.streams = torch.get_device_module(self.device)
-        self.copy_stream, self.jobs, self.queued = self.streams.Stream(), SimpleQueue(), None
+        self.copy_stream, self.jobs, self.has_read = self.streams.Stream(), SimpleQueue(), None
         self.plan, self.sets, self.calls, self.skipped = None, [], 0, 0  # sets: arenas and copies
         self.uploads, self.failures, self.running, self.abandoned = [Future()], [], False, False
         self.uploads[-1].set_result(None)  # the last one is the newest save's: none is under way
@@ -170,7 +170,6 @@ class OverlappedSaves:
 
     def __enter__(self) -> "OverlappedSaves":
         self.hook, self.running = register_optimizer_step_pre_hook(self.before_update), True
-        self.copier = ThreadPoolExecutor(1, "copy", self.streams.set_device, (self.device,))
         self.writer = Thread(target=self.write_in_turn, name="write", daemon=True)
         self.writer.start()
         return self
@@ -200,17 +199,17 @@ class OverlappedSaves:
             wait(self.uploads[:-BUFFER_SETS])
             state = read(state_dict, tensors)
             _, copies, hosts = self.prepare(tensors)
-            self.before_update()
-            main, beside, queue = self.streams.current_stream(), self.copy_stream, self.plan.queue
+            main, beside = self.streams.current_stream(), self.copy_stream
             main.wait_stream(beside)  # which may read older snapshots
             self.plan.take_snapshots()
             beside.wait_stream(main)
-            queue(copies[:1], self.streams, beside)  # the rest when a thread gets the interpreter
-            self.queued = staged = self.copier.submit(queue, copies[1:], self.streams, beside)
+            events = self.plan.queue(copies, self.streams, beside)
+            self.has_read = events[-2]  # what follows are copies of snapshots
+            staged.set_result(events[-1])
         except Exception as failure:
             error = failure
         finally:  # the other ranks are saving: they will be told
-            if staged is not self.queued:
+            if not staged.done():
                 staged.set_exception(error)
             self.jobs.put((self.calls, staged, tensors, hosts, state, directory, done))
         return done
@@ -227,8 +226,8 @@ class OverlappedSaves:
 
     def before_update(self, *_) -> None:
         """Make the current stream wait until the latest save has read the state."""
-        if self.queued is not None and self.queued.exception(DEADLINE_S) is None:
-            self.streams.current_stream().wait_event(self.queued.result()[1])  # all has been read
+        if self.has_read is not None:
+            self.streams.current_stream().wait_event(self.has_read)
 
     def write_in_turn(self) -> None:
         """Write one checkpoint after the other, on the writing thread."""
@@ -243,7 +242,7 @@ class OverlappedSaves:
             if len(set(self.together(self.begin, number, staged, aside))) > 1:
                 raise RuntimeError(f"the ranks have called save for others than {directory}")
             hosts, unfinished = dict(zip(map(id, tensors), hosts, strict=True)), aside
-            self.arranged = self.together(self.arrange_hosts, state, hosts, staged.result()[-1])
+            self.arranged = self.together(self.arrange_hosts, state, hosts)
             self.together(self.write, self.state, aside)
             unfinished = None
             self.together(self.commit, aside, directory)
@@ -271,26 +270,25 @@ class OverlappedSaves:
         return [result for result, _ in reports]
 
     def begin(self, number: int, staged: Future, aside: Path) -> tuple:
-        """Wait for most copies. Until then this thread leaves the interpreter to the training.
+        """Wait for the copies. Until then this thread leaves the interpreter to the training.
 
         Returns:
             What must be the same on all ranks.
         """
         if self.abandoned:
             raise RuntimeError("training has ended by an exception")
-        staged.result()[0].synchronize()
+        staged.result().synchronize()
         if self.rank == 0:
             shutil.rmtree(aside, ignore_errors=True)  # left by a job that died
         return number, aside
 
-    def arrange_hosts(self, state: dict, hosts: dict, copied: torch.Event) -> object:
+    def arrange_hosts(self, state: dict, hosts: dict) -> object:
         """Put the staged tensors in the place of the device's, for ``arrange`` and ``write``."""
         self.state = walk(state, lambda leaf: hosts[id(leaf)] if is_staged(leaf) else leaf)
-        return self.arrange(self.state, copied)
+        return self.arrange(self.state)
 
-    def arrange(self, state: dict, copied: torch.Event) -> object:
-        """Prepare the write beside the last copies and wait for them; return what all must know."""
-        copied.synchronize()
+    def arrange(self, state: dict) -> object:
+        """Prepare the write of ``state``; return what the ranks must know of each other."""
 
     def write(self, state: dict, directory: Path) -> None:
         """Write this rank's part of ``state``, which lies in host memory."""
@@ -327,7 +325,6 @@ class OverlappedSaves:
         self.writer.join(EXIT_S if self.abandoned else None)
         if self.writer.is_alive():
             logging.getLogger(__name__).error("left while a checkpoint was being written")
-        self.copier.shutdown()
         while dist.is_initialized() and self.groups and all(x.done() for x in self.uploads):
             dist.destroy_process_group(self.groups.pop())
         if not self.abandoned:

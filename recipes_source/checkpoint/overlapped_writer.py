@@ -97,7 +97,8 @@ from pathlib import Path
 import torch
 import torch.distributed as dist
 import torch.distributed.checkpoint as dcp
-from overlapped_stager import BUFFER_SETS, OverlappedSaves, is_staged
+from app_state import is_staged
+from overlapped_stager import BUFFER_SETS, OverlappedSaves
 from torch.distributed.checkpoint.filesystem import WriteResult, _StorageInfo
 from torch.distributed.checkpoint.format_utils import dcp_to_torch_save
 
@@ -284,8 +285,8 @@ class OverlappedWriter(OverlappedSaves):
         if self.rank == 0:
             self.layout.write_metadata(directory, others)
 
-    def arrange(self, state: dict, copied: torch.Event) -> bool:
-        """Beside the last copies: does this rank's state need another layout than the kept one?"""
+    def arrange(self, state: dict) -> bool:
+        """Whether this rank's state needs another layout than the kept one."""
         self.planner = planner = dcp.DefaultSavePlanner()
         planner.set_up_planner(state)
         self.key = tuple(planner.mappings.items()), tuple(map(kind, planner.state_dict.values()))
@@ -294,7 +295,6 @@ class OverlappedWriter(OverlappedSaves):
             plan, names = planner.create_local_plan(), {}
             memory = [memory_of(planner.resolve_data(item)) for item in staged_items(planner, plan)]
             self.wanted = plan, [names.setdefault(place, n) for n, place in enumerate(memory)]
-        super().arrange(state, copied)
         return self.wanted != made_for
 
     def write_files(self, state: dict, directory: Path) -> list[WriteResult]:

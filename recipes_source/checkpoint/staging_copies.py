@@ -26,12 +26,14 @@ built on this.
 .. code-block:: python
 
    import torch
-   from staging_copies import CopyPlan, PinnedArena, read
+   from staging_copies import CopyPlan, PinnedArena
+
+   def tensors_now():
+       moments = [x for state in optimizer.state.values() for x in state.values()]
+       return [*model.parameters(), *model.buffers(), *moments]
 
    # Once, after the first optimizer step: before it, Adam has no state to copy
-   tensors = []
-   read({"model": model, "optimizer": optimizer}, tensors)          # lists the tensors
-   plan = CopyPlan(tensors, device, model.buffers())
+   plan = CopyPlan(tensors_now(), device, model.buffers())
    arena = PinnedArena(plan.nbytes, device)          # page-locked
    copies = plan.copies(arena)                       # what goes where, with gaps
    hosts = plan.hosts(arena)                         # the same tensors, in host memory
@@ -39,9 +41,7 @@ built on this.
    stream = streams.Stream()
 
    # At each save, after an optimizer step
-   now = []
-   read({"model": model, "optimizer": optimizer}, now)
-   assert plan.fits(now)                             # if not, make all of the above anew
+   assert plan.fits(tensors_now())                   # if not, make all of the above anew
    plan.take_snapshots()                             # small tensors, and what forward changes
    stream.wait_stream(streams.current_stream())
    *_, has_been_read, copied = plan.queue(copies, streams, stream)
@@ -83,10 +83,10 @@ Before each piece, the same stream copies four bytes **to** the device: the *gap
 of the other engine. So when a piece ends, its stream has no next piece ready, and the engine turns
 to the other streams: the read is served.
 
-Pieces and gaps are in lists, made once. Torch queues a list in one call, without Python's
-interpreter lock. That matters: right after a save the training thread launches the first kernels of
-a forward, and the device has nothing else to do. A Python loop over the pieces would compete for
-the lock. The event after the last piece exists when the call returns: no thread has to pace the
+Pieces and gaps are captured once, in CUDA graphs. A save launches the graphs. That matters: right
+after a save the training thread launches the first kernels of a forward, and the device has nothing
+else to do. To queue hundreds of copies one by one takes milliseconds, on this thread or, beside it,
+on another. The event after the last piece exists when the call returns: no thread has to pace the
 copies.
 
 .. lanes:: Schematic. The read in the second step, with nothing between the copies (above) and with gaps (below).
@@ -108,14 +108,14 @@ copies.
 import mmap
 from collections.abc import Callable
 from contextlib import suppress
-from copy import deepcopy
+from functools import partial
 from weakref import finalize
 
 import torch
 from torch.distributed.tensor import DTensor
 
 PIECE = 64 << 20  # bytes of copies in a row: a read of the training waits for one piece at most
-FIRST = LAST = 16  # pieces: the save queues the first, its write is prepared beside the last
+FIRST, FIRST_PIECE = 64, 16 << 20  # copies, bytes: the device idles until a first read returns
 SMALL = 1 << 20  # bytes; smaller tensors travel together
 ALIGNMENT = 64  # bytes; where a tensor or a pack may start
 
@@ -194,52 +194,6 @@ def in_host_memory(tensor: torch.Tensor, host: torch.Tensor) -> torch.Tensor:
 
 
 # %%
-# What is copied beside training
-# ------------------------------
-# ``read`` leaves dense tensors and DTensors to the plan below. It copies everything else (Python
-# numbers, sparse tensors) at once. A dict with an attribute ``kept_tensors`` promises not to change,
-# so ``read`` does not walk it again (:doc:`kept_state` makes such dicts).
-
-
-def is_staged(leaf: object) -> bool:
-    """Whether ``leaf`` is a dense tensor or a DTensor of one: a ``CopyPlan`` copies those."""
-    x = leaf._local_tensor if isinstance(leaf, DTensor) else leaf
-    is_dense = type(x) in (torch.Tensor, torch.nn.Parameter) and x.layout == torch.strided
-    return is_dense and not x.is_quantized
-
-
-def walk(tree: object, function: Callable[[object], object]) -> object:
-    """A copy of nested dicts, lists and tuples, with ``function`` applied to all else but names."""
-    if isinstance(tree, dict):
-        return {key: walk(value, function) for key, value in tree.items()}
-    if isinstance(tree, (list, tuple)):
-        values = [walk(value, function) for value in tree]
-        return type(tree)(*values) if hasattr(tree, "_fields") else type(tree)(values)
-    return tree if isinstance(tree, str) else function(tree)
-
-
-def read(tree: object, tensors: list[torch.Tensor]) -> object:
-    """Copy ``tree`` as it is now, except what will be staged: add that to ``tensors``."""
-
-    def read_leaf(leaf: object) -> object:
-        leaf = leaf.detach() if torch.is_tensor(leaf) and not is_staged(leaf) else leaf
-        if is_staged(leaf):
-            tensors.append(leaf)
-            return leaf
-        if isinstance(leaf, DTensor):
-            raise TypeError(f"save the plain tensor in a DTensor of {type(leaf._local_tensor)}")
-        return leaf.clone().to("cpu") if torch.is_tensor(leaf) else deepcopy(leaf)
-
-    tree = tree.state_dict() if hasattr(tree, "state_dict") else tree
-    if hasattr(tree, "kept_tensors"):  # see kept_state.py: a dict that does not change
-        tensors += tree.kept_tensors
-        return tree
-    if isinstance(tree, dict):
-        return {key: read(value, tensors) for key, value in tree.items()}
-    return walk(tree, read_leaf)
-
-
-# %%
 # The plan
 # --------
 # ``CopyPlan`` prepares once what does not change: which bytes go where. It copies tied weights
@@ -260,8 +214,8 @@ def read(tree: object, tensors: list[torch.Tensor]) -> object:
 # that the plan knows, as those of :doc:`kept_state`, ``is_set_to`` does most of it. Where it finds
 # a difference, ``layout`` decides.
 #
-# :doc:`overlapped_stager` queues all but the ``FIRST`` pieces on a thread, which can wait
-# milliseconds for the lock.
+# What a save queues never changes while the plan fits, so it is captured in CUDA graphs. The capture
+# allows other threads of the process whatever they do (``thread_local``).
 #
 # Private by name: ``torch._foreach_copy_``, ``_local_tensor`` and ``_spec`` of DTensors, ``_cdata`` of
 # storages.
@@ -283,6 +237,28 @@ def kinds(tensors: list[torch.Tensor], shards: list[torch.Tensor]) -> list:
     return [id(getattr(x, "_spec", x)) for x in tensors] + [x.dtype for x in shards] + views
 
 
+def take(snapshots: list[tuple], small: list[torch.Tensor], pack: torch.Tensor) -> None:
+    """Copy shards to their snapshots, and small tensors, of bytes, into their pack."""
+    if snapshots:
+        torch._foreach_copy_(*zip(*snapshots, strict=True))
+    torch.cat(small, out=pack)
+
+
+def one_launch(work: Callable[[], object], like: torch.Tensor) -> Callable[[], object]:
+    """What queues the kernels and copies of ``work`` on the current stream, with the same memory.
+
+    On CUDA, ``work`` is captured: what it does on the host is done once, here.
+    """
+    if not like.is_cuda:
+        return work
+    work()  # loads kernels, which a capture must not
+    graph, stream = torch.cuda.CUDAGraph(), torch.cuda.Stream(like.device)
+    with torch.cuda.graph(graph, stream=stream, capture_error_mode="thread_local"):
+        work()
+    graph.work = work  # has the tensors: they must live as long
+    return graph.replay
+
+
 class CopyPlan:
     """Which bytes of ``tensors`` go where, prepared once and right as long as ``fits`` says so.
 
@@ -292,51 +268,52 @@ class CopyPlan:
         changed_by_forward: tensors that forward changes in place: read at the save.
         snapshot_bytes: device memory for snapshots; the update need not wait for their copies.
 
-    ``offsets`` are bytes in an arena, by identity. ``snapshots`` are pairs (copy, shard), ``packs``
-    pairs (tensor of bytes, bytes of many small tensors). ``in_place`` are pairs (offset, piece of a
-    tensor itself), ``from_copies`` the same with pieces of a snapshot or a pack. ``gap`` is a pair
-    that makes the stream wait for the other copy engine.
+    ``offsets`` are bytes in an arena, by identity. ``snapshots`` are pairs (copy, shard).
+    ``in_place`` are pairs (offset, bytes of a tensor itself), ``from_copies`` the same of snapshots
+    and of the pack of small tensors. ``elsewhere`` are on another device. A copy from the arena to
+    ``gap`` makes the stream wait for the other copy engine.
     """
 
     @torch.inference_mode(False)
     def __init__(self, tensors, device, changed_by_forward=(), snapshot_bytes: int = 0) -> None:
         self.tensors, self.shards = tensors, [shard_of(x).detach() for x in tensors]
         self.layouts, self.known = [*map(layout, tensors)], kinds(tensors, self.shards)
-        gap = torch.zeros(1, device=device)
-        device, self.gap = gap.device, (gap, torch.zeros(1, device="cpu", pin_memory=gap.is_cuda))
-        self.nbytes, self.offsets, large, small = ALIGNMENT, {}, [], {}
-        self.snapshots, self.packs, self.in_place, self.from_copies = [], [], [], []
+        self.gap = torch.zeros(ALIGNMENT, dtype=torch.uint8, device=device)
+        self.nbytes, self.offsets, large, small = ALIGNMENT, {}, [], []
+        self.snapshots, self.elsewhere, self.in_place = [], [], []
 
         changing = [shard_of(x) for x in changed_by_forward if x.layout == torch.strided]
         changing = {shard.untyped_storage().data_ptr() for shard in changing}
         unique = {identity(shard): shard for shard in self.shards if shard.numel()}
         for shard in sorted(unique.values(), key=torch.Tensor.element_size, reverse=True):
-            source, is_large, elsewhere = shard, shard.nbytes >= SMALL, shard.device != device
+            if shard.device != self.gap.device:
+                self.elsewhere.append(shard)
+                self.offsets[identity(shard)] = self.place(shard.nbytes)
+                continue
+            source, is_large = shard, shard.nbytes >= SMALL
             within_budget = is_large and shard.nbytes <= snapshot_bytes
-            read_at_save = elsewhere or is_large and shard.untyped_storage().data_ptr() in changing
+            is_changing = is_large and shard.untyped_storage().data_ptr() in changing
             is_view = not shard.is_contiguous() or shard.is_conj() or shard.is_neg()
             snapshot_bytes -= shard.nbytes if within_budget else 0
-            if within_budget or read_at_save or is_view:
-                source = shard.new_empty(shard.shape, device="cpu" if elsewhere else device)
+            if within_budget or is_changing or is_view:
+                source = shard.new_empty(shard.shape)
                 self.snapshots.append((source, shard))
-            (large if is_large else small.setdefault(source.device, [])).append((shard, source))
+            (large if is_large else small).append((shard, source))
 
-        for group in small.values():
-            sources = [source.unsqueeze(-1).view(torch.uint8).view(-1) for _, source in group]
-            self.packs.append((torch.cat(sources), sources))
-            offset = self.place(self.packs[-1][0], self.from_copies)
-            for shard, _ in group:  # widest elements first: each lies at a multiple of its size
-                self.offsets[identity(shard)] = offset
-                offset += shard.nbytes
+        in_pack = [self.gap, *(x.unsqueeze(-1).view(torch.uint8).view(-1) for _, x in small)]
+        pack = torch.cat(in_pack)
+        self.from_copies = [(offset := self.place(pack.nbytes), pack)]
+        for (shard, _), before in zip(small, in_pack, strict=False):  # widest elements first
+            self.offsets[identity(shard)] = offset = offset + before.nbytes
         for shard, source in sorted(large, key=lambda pair: pair[0].nbytes, reverse=True):
-            pieces = self.in_place if source is shard else self.from_copies
-            self.offsets[identity(shard)] = self.place(source.view(-1).view(torch.uint8), pieces)
+            self.offsets[identity(shard)] = offset = self.place(shard.nbytes)
+            sources = self.in_place if source is shard else self.from_copies
+            sources.append((offset, source.view(-1).view(torch.uint8)))
+        self.take_snapshots = one_launch(partial(take, self.snapshots, in_pack, pack), self.gap)
 
-    def place(self, source: torch.Tensor, pieces: list[tuple]) -> int:
-        """Reserve room for the bytes of ``source``, cut it into ``pieces``; return its offset."""
-        offset = self.nbytes
-        self.nbytes += -(-source.nbytes // ALIGNMENT) * ALIGNMENT
-        pieces += [(offset + s, source[s : s + PIECE]) for s in range(0, source.nbytes, PIECE)]
+    def place(self, nbytes: int) -> int:
+        """Reserve room; return its offset."""
+        offset, self.nbytes = self.nbytes, self.nbytes + nbytes + -nbytes % ALIGNMENT
         return offset
 
     def fits(self, tensors: list[torch.Tensor]) -> bool:
@@ -351,32 +328,31 @@ class CopyPlan:
         hosts = {identity(x): arena.tensor(self.offsets.get(identity(x)), x) for x in self.shards}
         return list(map(in_host_memory, self.tensors, [hosts[identity(x)] for x in self.shards]))
 
-    def take_snapshots(self) -> None:
-        """Queue on the current stream: snapshots of what cannot wait, packs of small tensors."""
-        if self.snapshots:
-            torch._foreach_copy_(*zip(*self.snapshots, strict=True))  # pairs (copy, shard)
-        for pack, small in self.packs:
-            torch.cat(small, out=pack)
+    def copies(self, arena: PinnedArena) -> list[Callable[[], object]]:
+        """Launches: of what lies elsewhere, of tensors in place, of snapshots and the pack."""
+        gap = self.gap, arena.bytes.narrow(0, 0, self.gap.nbytes)
+        hosts = [arena.tensor(self.offsets[identity(x)], x) for x in self.elsewhere]
+        launches = [partial(torch._foreach_copy_, [gap[0], *hosts], [gap[1], *self.elsewhere])]
+        for sources in (self.in_place, self.from_copies):
+            pairs, in_a_row = [gap], 0
+            for offset, source in sources:
+                most = PIECE if len(pairs) > FIRST else FIRST_PIECE
+                for piece in source.split(most):
+                    in_a_row += piece.nbytes
+                    if in_a_row > most:
+                        pairs, in_a_row = [*pairs, gap], piece.nbytes
+                    pairs.append((arena.bytes.narrow(0, offset, piece.nbytes), piece))
+                    offset += piece.nbytes
+            work = partial(torch._foreach_copy_, *zip(*pairs, strict=True), non_blocking=True)
+            launches.append(one_launch(work, self.gap))
+        return launches
 
-    def copies(self, arena: PinnedArena) -> list[tuple[tuple, tuple]]:
-        """Targets and sources, four lists: pieces in place in three, snapshots and packs."""
-        first, rest, lists = self.in_place[:FIRST], self.in_place[FIRST:], []
-        for pieces in (first, rest[:-LAST], rest[-LAST:], self.from_copies):
-            pairs, in_a_row = [self.gap], 0
-            for offset, piece in pieces:
-                in_a_row += piece.nbytes
-                if in_a_row > PIECE:
-                    pairs, in_a_row = [*pairs, self.gap], piece.nbytes
-                pairs.append((arena.bytes.narrow(0, offset, piece.nbytes), piece))
-            lists.append(tuple(zip(*pairs, strict=True)))
-        return lists
-
-    def queue(self, copies: list[tuple[tuple, tuple]], streams, stream) -> list:
-        """Queue ``copies`` on ``stream``, after what it waits for; return an event behind each."""
+    def queue(self, copies: list[Callable[[], object]], streams, stream) -> list:
+        """Launch ``copies`` on ``stream``, after what it waits for; return an event behind each."""
         events = [streams.Event() for _ in copies]
         with streams.stream(stream):
-            for (targets, sources), event in zip(copies, events, strict=True):
-                torch._foreach_copy_(targets, sources, non_blocking=True)
+            for launch, event in zip(copies, events, strict=True):
+                launch()
                 event.record(stream)
         return events
 
@@ -391,6 +367,7 @@ class CopyPlan:
 
 def main() -> None:
     import async_save as basic
+    from app_state import read
 
     device, tensors = basic.start_rank(), []
     streams, app = torch.get_device_module(device), basic.build_app(device)

@@ -31,8 +31,8 @@ noise.
    trainer.fit(model, data)  # to resume: trainer.fit(model, data, ckpt_path="last")
 
 ``configure_model`` divides ``model`` over the ranks, as ``ModelParallelStrategy`` asks. Your
-project needs this file, ``overlapped_stager.py`` and ``staging_copies.py``; the other files named above
-are for the proof.
+project needs this file, ``overlapped_stager.py``, ``staging_copies.py`` and ``app_state.py``; the
+other files named above are for the proof.
 
 .. verification-badge::
 """

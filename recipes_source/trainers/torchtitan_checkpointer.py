@@ -27,8 +27,8 @@ writes with the faster writer of :doc:`/recipes/checkpoint/overlapped_writer`.
    config.checkpoint = OverlappedCheckpointManager.Config(enable=True, interval=100)
 
 ``config`` is the configuration of your torchtitan job. Nothing else changes: to resume, start the
-job again. Your project needs this file, ``overlapped_stager.py`` and ``staging_copies.py``. The
-files that these import in a ``main()`` are for the proof.
+job again. Your project needs this file, ``overlapped_stager.py``, ``staging_copies.py`` and
+``app_state.py``. The files that these import in a ``main()`` are for the proof.
 
 .. verification-badge::
 """

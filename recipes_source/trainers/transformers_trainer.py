@@ -34,8 +34,8 @@ noise.
    trainer = OverlappedTrainer(model, arguments, train_dataset=data)
    trainer.train()  # to resume: trainer.train(resume_from_checkpoint=True)
 
-Your project needs this file, ``overlapped_stager.py`` and ``staging_copies.py``. The files that
-these import in a ``main()`` are for the proof.
+Your project needs this file, ``overlapped_stager.py``, ``staging_copies.py`` and
+``app_state.py``. The files that these import in a ``main()`` are for the proof.
 
 .. verification-badge::
 """

@@ -245,7 +245,6 @@ def writes_take_turns(root: Path, device: torch.device) -> None:
         saves.gates["step1"] = threading.Event()
         for _ in range(2):
             run.step_and_save(saves)
-        saves.queued.result()
         assert saves.began in ([], ["step1"])
         saves.gates["step1"].set()
         run.step_and_save(saves)
@@ -268,7 +267,6 @@ def one_set_of_buffers_is_not_filled_while_it_is_written(root: Path, device: tor
             run.step_and_save(saves)
             assert saves.at_gate.wait(30)
             run.step_and_save(saves)
-            saves.queued.result()
             gate.set()
         run.right()
     finally:
@@ -511,14 +509,11 @@ def snapshots_free_the_update_from_the_copies(root: Path, device: torch.device) 
 def numbers_on_the_device_are_read_at_the_save(root: Path, device: torch.device) -> None:
     rate, counter = torch.tensor(0.5, device=device), torch.tensor(7, device=device)
     rates = torch.tensor([0.5], device=device)
-    gate = threading.Event()
     with recipe.OverlappedSaves(device) as saves:
-        saves.copier.submit(gate.wait)  # the copies begin late
         saves.save({"rate": rate, "rates": rates, "counter": counter}, root / "numbers")
         rate.mul_(0.5)  # as a schedule does
         rates.mul_(0.5)
         counter.add_(1)
-        gate.set()
     loaded = {"rate": torch.zeros(()), "rates": torch.zeros(1), "counter": torch.tensor(0)}
     dcp.load(loaded, checkpoint_id=root / "numbers")
     assert [tensor.item() for tensor in loaded.values()] == [0.5, 0.5, 7], loaded
@@ -532,7 +527,7 @@ def threads_are_told_their_device(root: Path, device: torch.device) -> None:
     with recipe.OverlappedSaves(device) as saves:
         saves.save({"x": torch.ones(2, device=device)}, root / "x")
     streams.set_device = set_device
-    assert set(told.values()) == {device} and {"write", "copy_0"} <= set(told), told
+    assert set(told.values()) == {device} and "write" in told, told
 
 
 def a_tensor_of_other_ranks_is_left_to_them(root: Path, device: torch.device) -> None:

@@ -195,10 +195,10 @@ def failed_on_one_rank(root: Path) -> None:
     x = random(1, 8)
 
     class Refusing(OverlappedWriter):
-        def arrange(self, state: dict, copied) -> bool:
+        def arrange(self, state: dict) -> bool:
             if "refused" in state:
                 raise ValueError("no plan for this")
-            return super().arrange(state, copied)
+            return super().arrange(state)
 
     more, other, refused = {} if last else {"more": "x"}, {"other": 1}, {"refused": 1}
     states = [{}, {}, more | (refused if last else {}), other if last else {}]
