@@ -244,6 +244,11 @@ def take(snapshots: list[tuple], small: list[torch.Tensor], pack: torch.Tensor) 
     torch.cat(small, out=pack)
 
 
+def copy_each(targets: list[torch.Tensor], sources: list[torch.Tensor]) -> None:
+    for target, source in zip(targets, sources, strict=True):
+        target.copy_(source)
+
+
 def one_launch(work: Callable[[], object], like: torch.Tensor) -> Callable[[], object]:
     """What queues the kernels and copies of ``work`` on the current stream, with the same memory.
 
@@ -332,7 +337,7 @@ class CopyPlan:
         """Launches: of what lies elsewhere, of tensors in place, of snapshots and the pack."""
         gap = self.gap, arena.bytes.narrow(0, 0, self.gap.nbytes)
         hosts = [arena.tensor(self.offsets[identity(x)], x) for x in self.elsewhere]
-        launches = [partial(torch._foreach_copy_, [gap[0], *hosts], [gap[1], *self.elsewhere])]
+        launches = [partial(copy_each, hosts, self.elsewhere)]
         for sources in (self.in_place, self.from_copies):
             pairs, in_a_row = [gap], 0
             for offset, source in sources:
