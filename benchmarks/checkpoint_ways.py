@@ -500,7 +500,7 @@ class InTurns(AllAtOnce):
 
 
 class WithGaps(AllAtOnce):
-    """The recipe's: four bytes in the other direction between the pieces, in CUDA graphs."""
+    """The recipe's: a few bytes in the other direction between the pieces, in CUDA graphs."""
 
     recipes = ("staging_copies",)
 

@@ -218,7 +218,7 @@ def test_a_plan_of_inference_mode_is_a_plan() -> None:
 
 
 def test_what_lies_on_another_device_is_copied_at_the_save_and_is_in_no_launch(monkeypatch) -> None:
-    """A CUDA graph would copy it once, when it is captured: an optimizer's steps on the CPU, say."""
+    """A CUDA graph would copy it once, when captured: an optimizer's steps on the CPU, say."""
     import staging_copies
 
     device, launches = torch.device("meta"), []

@@ -7,7 +7,7 @@ Copies that let a read through
 Copy a checkpoint to host memory without delaying a training loop that reads scalars. Copies on a
 stream of their own run beside training, until training reads a scalar in mid-step: a
 ``loss.item()`` there waits for **all** queued copies, and the save costs its whole copy time. This
-recipe puts four bytes in the other direction between the copies, so that a read waits for one piece
+recipe puts a few bytes in the other direction between the copies, so that a read waits for one piece
 at most.
 
 .. result-gain:: checkpoint_stall
@@ -56,9 +56,9 @@ Your project needs this file alone. The block only copies: ``hosts`` has no name
 
    .. grid-item-card:: What you learn
 
-      * why a small read waits for gigabytes, and how four bytes prevent that
+      * why a small read waits for gigabytes, and how a few bytes prevent that
+      * how one launch queues hundreds of copies, and how to notice that they no longer fit
       * page-locked memory of exact size that stays in place when the process forks
-      * what to prepare once, and how to notice that the preparation no longer fits
 
    .. grid-item-card:: What you need
 
@@ -78,16 +78,16 @@ has nothing ready. Stream priorities do not change this. TorchRec met
 the same problem (`4303 <https://github.com/meta-pytorch/torchrec/pull/4303>`__, `4339
 <https://github.com/meta-pytorch/torchrec/pull/4339>`__).
 
-The recipe cuts the copies into pieces of at most ``PIECE`` bytes; smaller copies share a piece.
-Before each piece, the same stream copies four bytes **to** the device: the *gap*. That is the work
+The recipe cuts the copies into pieces of at most ``PIECE`` bytes; small ones share a piece.
+Before each piece, the same stream copies a few bytes **to** the device: the *gap*. That is the work
 of the other engine. So when a piece ends, its stream has no next piece ready, and the engine turns
 to the other streams: the read is served.
 
-Pieces and gaps are captured once, in CUDA graphs. A save launches the graphs. That matters: right
-after a save the training thread launches the first kernels of a forward, and the device has nothing
-else to do. To queue hundreds of copies one by one takes milliseconds, on this thread or, beside it,
-on another. The event after the last piece exists when the call returns: no thread has to pace the
-copies.
+Right after a save the device has nothing to do until the training thread launches the first kernels
+of a forward. To queue hundreds of copies takes milliseconds there, and on another thread it slows
+these launches. So pieces and gaps are captured once, in CUDA graphs, and a save launches the graphs.
+The first pieces are smaller, for a forward that begins with a read. No thread has to pace the copies:
+the event after the last exists when the call returns.
 
 .. lanes:: Schematic. The read in the second step, with nothing between the copies (above) and with gaps (below).
 
@@ -205,17 +205,18 @@ def in_host_memory(tensor: torch.Tensor, host: torch.Tensor) -> torch.Tensor:
 #
 # * tensors that forward changes,
 # * tensors that are not contiguous, and views that conjugate or negate,
-# * tensors on another device (copied on the host),
 # * with ``snapshot_bytes``, as many others as fit. It is meant for steps shorter than the copy: see
 #   the rows of short steps in :doc:`overlapped_writer` before you use it.
+#
+# Tensors on another device, such as step counts on the CPU, are copied to the arena at the save.
 #
 # Optimizers, loads and ``p.data = ...`` may give a tensor other memory, or another shape over the
 # same memory, or conjugate it. So every save compares all of these with what they were. For objects
 # that the plan knows, as those of :doc:`kept_state`, ``is_set_to`` does most of it. Where it finds
 # a difference, ``layout`` decides.
 #
-# What a save queues never changes while the plan fits, so it is captured in CUDA graphs. The capture
-# allows other threads of the process whatever they do (``thread_local``).
+# ``one_launch`` captures a CUDA graph. It does not repeat what ``work`` does on the host, so copies
+# from host memory are in none. With ``thread_local``, other threads may do anything meanwhile.
 #
 # Private by name: ``torch._foreach_copy_``, ``_local_tensor`` and ``_spec`` of DTensors, ``_cdata`` of
 # storages.
@@ -413,17 +414,19 @@ if __name__ == "__main__":
 #
 # .. timeline:: staging_copies cure_at_once cure_gaps
 #
-# ``cure_at_once`` is the problem: nothing stands between the pieces. ``cure_gaps`` is this recipe.
-# The other rows are other ways to solve it.
+# ``cure_at_once`` is the problem, ``cure_gaps`` this recipe. Others have tried:
 #
-# * ``cure_turns`` alternates the pieces between two streams: each piece waits for an event after
-#   the piece before it, on the other stream. The copies arrive almost as soon as those of
-#   ``cure_at_once``, but a thread runs Python for every piece, beside the launch of the forward.
+# * ``cure_turns`` alternates the pieces between two streams: each waits for an event after the piece
+#   before it. It is about as good, but a thread runs Python for every piece.
 # * ``cure_paced`` is a thread that queues a piece when the one before has ended. The copies take
 #   far longer.
 # * ``cure_tiny_kernel`` has a kernel between the pieces. The kernel waits for room on the device,
 #   so the copies take nearly as long as the paced ones. Take it on a GPU with a single copy engine,
 #   where gaps do nothing.
+#
+# Two costs are left. After a read, the device idles during the call. And copies and kernels share
+# the device's memory: both get slower. The copies of ``cure_at_once`` arrive earlier because training
+# stands still.
 #
 # What breaks if you remove a line
 # --------------------------------
@@ -439,6 +442,6 @@ if __name__ == "__main__":
 # ------------
 # * A tensor of another library's subclass, a sparse or a quantized one is cloned at once; a
 #   DTensor of such is a ``TypeError``.
-# * Thousands of copies take long to queue. Until they are, other threads launch kernels more slowly
-#   (seen on an H200): a host-bound loop notices.
-# * Without CUDA, memory is pageable: right, slower, and a save waits for its first pieces.
+# * A plan waits for the device and empties the allocator's cache, as the capture of a CUDA graph does.
+#   Make none while you capture a graph of your own.
+# * Without CUDA, memory is pageable, and ``queue`` returns when all is copied.
