@@ -228,8 +228,8 @@ class AppState(Stateful):
 # %%
 # What is copied beside training
 # ------------------------------
-# :doc:`overlapped_stager` reads a state with ``read``: it lists dense tensors and DTensors, which are
-# copied later, and copies everything else (Python numbers, sparse tensors) at once. A dict with an
+# :doc:`overlapped_stager` reads a state with ``read``: it lists dense tensors and DTensors, for a
+# ``CopyPlan``, and copies everything else (Python numbers, sparse tensors) at once. A dict with an
 # attribute ``kept_tensors`` promises not to change, so ``read`` does not walk it again
 # (:doc:`kept_state` makes such dicts).
 

@@ -327,7 +327,7 @@ if __name__ == "__main__":
 #
 # PyTorch's staging thread does not know its rank's device (seen on 2.11). On every rank of a node
 # but the first, it opens a second context on the first GPU, about half a gigabyte each.
-# :doc:`overlapped_stager` tells its threads which device to use.
+# :doc:`overlapped_stager` tells its thread which device to use.
 #
 # Known limits
 # ------------

@@ -5,8 +5,8 @@ Save beside training: one call
 ==============================
 
 Save checkpoints while training goes on, with one call. ``OverlappedSaves`` copies the state to
-page-locked memory during the next forward and backward, even if your loop calls ``loss.item()``,
-and a thread writes it. A directory gets its final name only when the checkpoint in it is complete.
+page-locked memory during the next forward and backward, even if your loop calls ``loss.item()``.
+A thread writes the copy. A directory gets its final name only when the checkpoint in it is complete.
 
 .. result-gain:: checkpoint_stall
    :rows: overlapped_writer torch_checkpointing none
@@ -31,11 +31,12 @@ costs next to nothing then), or the host cannot spare two copies of each rank's 
    root = Path("checkpoints")
    with OverlappedSaves(device, model.buffers) as saves:
        for step, batch in enumerate(batches, scheduler.last_epoch + 1):
-           train_step(batch)  # ends with optimizer.step() and scheduler.step()
+           train_step(batch)  # ends with optimizer.step() and scheduler.step(); no read behind them
            if step % 100 == 0:
                saves.save({"app": app}, root / f"step{step}")
 
-Your project needs this file, ``staging_copies.py``, ``kept_state.py``, and ``app_state.py``.
+Your project needs this file, ``staging_copies.py``, :doc:`kept_state.py <kept_state>`, and
+``app_state.py``; the others are for the proof.
 ``device`` is the rank's, such as ``torch.device("cuda", local_rank)``. To resume, call
 ``dcp.load({"app": app}, checkpoint_id=root / "step100")`` before the block; :doc:`retention` finds
 the newest.
@@ -83,7 +84,7 @@ The idea
 
 In the loop, the training thread waits for storage in two cases: writing a checkpoint takes longer
 than the time between two saves (``if_busy="skip"`` then leaves a save out), or a tensor of
-the state lies elsewhere than before. At its end, the ``with`` block waits for all writes.
+the state has moved. At its end, the ``with`` block waits for all writes.
 
 A checkpoint is first written to ``step100.incomplete``. When all ranks have written their part,
 rank 0 renames the directory. **Trust the name, not** ``.metadata``. If the process group is
@@ -134,7 +135,7 @@ EXIT_S = 30.0  # how long the end of the block waits for a write after an except
 #
 # If an exception leaves the ``with`` block, no further write starts, and the current one gets
 # ``EXIT_S`` seconds. The training thread calls no collective then: the other ranks may never join it.
-# Threads that still write are daemons and end with the program. Until then they can finish.
+# The writing thread is a daemon and ends with the program.
 #
 # ``write`` is stock DCP with two settings. ``per_thread_copy_ahead=0``: otherwise the writer waits
 # for the compute stream once per tensor. ``set_crc32_options(False)``: checksums take time, and DCP
@@ -150,8 +151,8 @@ class OverlappedSaves:
             such as ``model.buffers``.
         if_busy: what ``save`` does while all buffers wait to be written. ``"skip"``: leave this save
             out on all ranks and count it in ``skipped``. ``"wait"``, and any other value: wait.
-        snapshot_bytes: how much device memory snapshots may take. The next update need not wait
-            until these bytes have arrived on the host.
+        snapshot_bytes: device memory for snapshots of other large tensors. The next update need
+            not wait until these bytes have arrived on the host.
     """
 
     def __init__(self, device, changed_by_forward=(), if_busy="wait", snapshot_bytes=0) -> None:
@@ -363,7 +364,7 @@ if __name__ == "__main__":
 # %%
 # What it buys
 # ------------
-# The table is of a stock Llama. The loop calls ``loss.item()`` every step; transformers' mask check
+# The tables are of a stock Llama. The loop calls ``loss.item()`` every step; transformers' mask check
 # reads one scalar more (:doc:`/guide/measured`). This recipe itself, with DCP's writer, was not
 # measured on it: ``overlapped_writer`` stages alike and writes faster.
 #
@@ -371,8 +372,8 @@ if __name__ == "__main__":
 #    :rows: none dcp_save overlapped_writer
 #    :where: step=long storage=memory
 #
-# If the loop reads a step's loss and then saves, the device idles during the call: save first. The
-# writing thread shares Python's interpreter lock with training. You notice that if the host limits
+# If the loop reads a step's loss and then saves, as in the tables, the device idles during the call:
+# save first. The writing thread shares Python's interpreter lock with training. You notice that if the host limits
 # your steps; :doc:`overlapped_writer` holds the lock for less time.
 #
 # What breaks if you remove a line
@@ -386,15 +387,16 @@ if __name__ == "__main__":
 # ------
 # Page-locked host memory, from the first save until ``saves`` is deleted: twice the bytes of this
 # rank's shards. ``BUFFER_SETS = 1`` needs them once, and each save then waits for the previous
-# one. The first save locks this memory on the training thread, as does one whose tensors have moved:
-# a far longer call.
+# one. The first save, and one whose tensors have moved, is a far longer call: it locks this memory,
+# waits for the device, and captures CUDA graphs.
 #
 # Under DDP every rank stages the whole state, though only one copy is written. Shard the optimizer's
 # state there.
 #
 # Known limits
 # ------------
-# * Capture a CUDA graph that holds an optimizer's step before the first save.
+# * Capture a CUDA graph that holds an optimizer's step before the first save, and save during no
+#   capture.
 # * Ranks decide to save by step, not by a clock, and give each save its own name: one call more on
 #   one rank can mix two steps under one name.
 # * ``model.to`` can give a model new buffers. Pass ``model.buffers`` without parentheses, so that

@@ -34,8 +34,8 @@ built on this.
 
    # Once, after the first optimizer step: before it, Adam has no state to copy
    plan = CopyPlan(tensors_now(), device, model.buffers())
-   arena = PinnedArena(plan.nbytes, device)          # page-locked
-   copies = plan.copies(arena)                       # what goes where, with gaps
+   arena = PinnedArena(plan.nbytes, device)          # page-locked while arena lives
+   copies = plan.copies(arena)                       # launches: CUDA graphs, with gaps
    hosts = plan.hosts(arena)                         # the same tensors, in host memory
    streams = torch.get_device_module(device)         # torch.cuda
    stream = streams.Stream()
@@ -48,9 +48,9 @@ built on this.
    ...                                               # forward, backward, loss.item()
    streams.current_stream().wait_event(has_been_read)
    optimizer.step()
-   copied.synchronize()           # on a thread that writes: write hosts before the next save begins
+   copied.synchronize()   # on a thread of yours, which writes hosts; it must end before the next save
 
-Your project needs this file alone. The block only copies: ``hosts`` has no names.
+Your project needs this file alone; the others are for the proof. ``hosts`` has no names.
 
 .. grid:: 1 1 2 2
 
@@ -58,7 +58,7 @@ Your project needs this file alone. The block only copies: ``hosts`` has no name
 
       * why a small read waits for gigabytes, and how a few bytes prevent that
       * how one launch queues hundreds of copies, and how to notice that they no longer fit
-      * page-locked memory of exact size that stays in place when the process forks
+      * page-locked memory of exact size that forks do not touch
 
    .. grid-item-card:: What you need
 
@@ -78,16 +78,15 @@ has nothing ready. Stream priorities do not change this. TorchRec met
 the same problem (`4303 <https://github.com/meta-pytorch/torchrec/pull/4303>`__, `4339
 <https://github.com/meta-pytorch/torchrec/pull/4339>`__).
 
-The recipe cuts the copies into pieces of at most ``PIECE`` bytes; small ones share a piece.
+The recipe cuts the copies into pieces of at most ``PIECE`` bytes; short ones share a piece.
 Before each piece, the same stream copies a few bytes **to** the device: the *gap*. That is the work
 of the other engine. So when a piece ends, its stream has no next piece ready, and the engine turns
 to the other streams: the read is served.
 
-Right after a save the device has nothing to do until the training thread launches the first kernels
-of a forward. To queue hundreds of copies takes milliseconds there, and on another thread it slows
-these launches. So pieces and gaps are captured once, in CUDA graphs, and a save launches the graphs.
-The first pieces are smaller, for a forward that begins with a read. No thread has to pace the copies:
-the event after the last exists when the call returns.
+A device that has just served a read idles until the training thread launches a forward. Queueing
+hundreds of copies delays that by milliseconds, and on another thread slows it. So pieces and gaps are
+captured once, in CUDA graphs, and a save launches the graphs. The first pieces are smaller, for a
+forward that begins with a read.
 
 .. lanes:: Schematic. The read in the second step, with nothing between the copies (above) and with gaps (below).
 
@@ -115,7 +114,7 @@ import torch
 from torch.distributed.tensor import DTensor
 
 PIECE = 64 << 20  # bytes of copies in a row: a read of the training waits for one piece at most
-FIRST, FIRST_PIECE = 64, 16 << 20  # copies, bytes: the device idles until a first read returns
+FIRST, FIRST_PIECE = 64, 16 << 20  # copies and gaps, bytes: forward may begin with a read
 SMALL = 1 << 20  # bytes; smaller tensors travel together
 ALIGNMENT = 64  # bytes; where a tensor or a pack may start
 
@@ -200,8 +199,8 @@ def in_host_memory(tensor: torch.Tensor, host: torch.Tensor) -> torch.Tensor:
 # once. At the save, ``torch.cat`` gathers the small tensors: step counts, BatchNorm's statistics, a
 # learning rate that the schedule changes in place. They travel to the host as one.
 #
-# Large tensors are read beside training. Some are copied at the save first, on their own device, as
-# *snapshots*:
+# Large tensors are copied beside training. Of some a *snapshot* is copied, made on their own device at
+# the save:
 #
 # * tensors that forward changes,
 # * tensors that are not contiguous, and views that conjugate or negate,
@@ -215,8 +214,8 @@ def in_host_memory(tensor: torch.Tensor, host: torch.Tensor) -> torch.Tensor:
 # that the plan knows, as those of :doc:`kept_state`, ``is_set_to`` does most of it. Where it finds
 # a difference, ``layout`` decides.
 #
-# ``one_launch`` captures a CUDA graph. It does not repeat what ``work`` does on the host, so copies
-# from host memory are in none. With ``thread_local``, other threads may do anything meanwhile.
+# ``one_launch`` captures a CUDA graph. It does not repeat what ``work`` does on the host, such as
+# copying a tensor on the CPU. With ``thread_local``, other threads may allocate meanwhile.
 #
 # Private by name: ``torch._foreach_copy_``, ``_local_tensor`` and ``_spec`` of DTensors, ``_cdata`` of
 # storages.
@@ -239,7 +238,7 @@ def kinds(tensors: list[torch.Tensor], shards: list[torch.Tensor]) -> list:
 
 
 def take(snapshots: list[tuple], small: list[torch.Tensor], pack: torch.Tensor) -> None:
-    """Copy shards to their snapshots, and small tensors, of bytes, into their pack."""
+    """Copy shards to their snapshots, and the bytes of small tensors into their pack."""
     if snapshots:
         torch._foreach_copy_(*zip(*snapshots, strict=True))
     torch.cat(small, out=pack)
@@ -251,9 +250,9 @@ def copy_each(targets: list[torch.Tensor], sources: list[torch.Tensor]) -> None:
 
 
 def one_launch(work: Callable[[], object], like: torch.Tensor) -> Callable[[], object]:
-    """What queues the kernels and copies of ``work`` on the current stream, with the same memory.
+    """Return what launches the kernels and copies of ``work`` on the current stream.
 
-    On CUDA, ``work`` is captured: what it does on the host is done once, here.
+    On CUDA, ``work`` is captured: what it does on the host is done here alone.
     """
     if not like.is_cuda:
         return work
@@ -270,11 +269,11 @@ class CopyPlan:
 
     Args:
         tensors: dense tensors or DTensors, anywhere.
-        device: the device whose copies run beside training. Other tensors are read at the save.
-        changed_by_forward: tensors that forward changes in place: read at the save.
+        device: the device whose copies run beside training. Tensors elsewhere are copied in the call.
+        changed_by_forward: tensors that forward changes in place: snapshots are copied.
         snapshot_bytes: device memory for snapshots; the update need not wait for their copies.
 
-    ``offsets`` are bytes in an arena, by identity. ``snapshots`` are pairs (copy, shard).
+    ``offsets`` are bytes in an arena, by identity. ``snapshots`` are pairs (snapshot, shard).
     ``in_place`` are pairs (offset, bytes of a tensor itself), ``from_copies`` the same of snapshots
     and of the pack of small tensors. ``elsewhere`` are on another device. A copy from the arena to
     ``gap`` makes the stream wait for the other copy engine.
@@ -407,17 +406,17 @@ if __name__ == "__main__":
 # The figure at the top is of whole saves. The rows below are copies alone, in the same loop. A stock
 # Llama reads one scalar in every forward when you call it without a cache. *Staging costs* is what
 # the save adds to training (:doc:`/guide/measured`). *Staged after* is when the last copy has
-# arrived.
+# arrived; *Bound* is its least.
 #
 # .. result-table:: staging_copies
 #    :rows: none cure_at_once cure_gaps cure_tiny_kernel cure_paced cure_turns
 #
 # .. timeline:: staging_copies cure_at_once cure_gaps
 #
-# ``cure_at_once`` is the problem, ``cure_gaps`` this recipe. Others have tried:
+# ``cure_at_once`` is the problem, ``cure_gaps`` this recipe. The other rows are other cures:
 #
 # * ``cure_turns`` alternates the pieces between two streams: each waits for an event after the piece
-#   before it. It is about as good, but a thread runs Python for every piece.
+#   before it. The copies arrive as soon, but a thread runs Python for every piece.
 # * ``cure_paced`` is a thread that queues a piece when the one before has ended. The copies take
 #   far longer.
 # * ``cure_tiny_kernel`` has a kernel between the pieces. The kernel waits for room on the device,
@@ -440,8 +439,8 @@ if __name__ == "__main__":
 #
 # Known limits
 # ------------
-# * A tensor of another library's subclass, a sparse or a quantized one is cloned at once; a
-#   DTensor of such is a ``TypeError``.
+# * Sparse and quantized tensors raise.
+# * Tensors on another device are copied in the call: with Adam's state on the CPU, that takes long.
 # * A plan waits for the device and empties the allocator's cache, as the capture of a CUDA graph does.
 #   Make none while you capture a graph of your own.
 # * Without CUDA, memory is pageable, and ``queue`` returns when all is copied.
