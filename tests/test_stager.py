@@ -6,6 +6,7 @@ import threading
 from collections.abc import Callable
 from functools import cache, partial
 from pathlib import Path
+from types import SimpleNamespace
 
 import pytest
 import torch
@@ -602,3 +603,25 @@ def test_a_second_block_of_one_saver_is_refused_by_name(tmp_path) -> None:
     with saves, pytest.raises(RuntimeError, match="one `with OverlappedSaves"):
         saves.save({"x": torch.ones(2)}, tmp_path / "step2")
     assert [path.name for path in tmp_path.iterdir()] == ["step1"]
+
+
+def test_a_compiled_update_waits_for_each_save_anew(tmp_path) -> None:
+    """In a compiled graph the wait would be for the event of the save at which it was compiled."""
+    from overlapped_stager import OverlappedSaves
+
+    class Stream:
+        def wait_event(self, event: list[bool]) -> None:
+            event.append(torch.compiler.is_compiling())
+
+    model = torch.nn.Linear(3, 3)
+    optimizer = torch.optim.SGD(model.parameters(), lr=0.1)
+    model(torch.ones(3)).sum().backward()
+    with OverlappedSaves(CPU) as saves:
+        saves.streams = SimpleNamespace(current_stream=Stream)
+        step = torch.compile(optimizer.step, backend="eager")
+        step()
+        for _ in range(3):
+            saves.has_read = event = []
+            step()
+            step()
+            assert event == [False, False]

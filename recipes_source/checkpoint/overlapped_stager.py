@@ -225,6 +225,7 @@ class OverlappedSaves:
             self.plan, self.sets = plan, [(a, plan.copies(a), plan.hosts(a)) for a in arenas]
         return self.sets[self.calls % BUFFER_SETS]
 
+    @torch.compiler.disable  # a compiled optimizer step would keep one save's event
     def before_update(self, *_) -> None:
         """Make the current stream wait until the latest save has read the state."""
         if self.has_read is not None:
