@@ -3,6 +3,7 @@
 import ctypes
 import sys
 import threading
+import weakref
 from collections.abc import Callable
 from functools import cache, partial
 from pathlib import Path
@@ -188,6 +189,40 @@ def test_memory_that_was_freed_under_a_plan_is_noticed_though_its_address_return
     x.data = torch.frombuffer((ctypes.c_char * 4000).from_address(address), dtype=torch.float32)
     assert x.data_ptr() == address and storage.data_ptr() == address
     assert not plan.fits([x]) and not plan.fits([x.detach()])
+
+
+def test_a_storage_that_was_freed_and_filled_again_elsewhere_is_noticed() -> None:
+    """As engines do that free a model's memory between steps; a CUDA graph has the old address."""
+    import staging_copies
+
+    x = torch.ones(1000)
+    plan, address = staging_copies.CopyPlan([x], CPU), x.data_ptr()
+    x.untyped_storage().resize_(0)
+    in_its_place = [torch.ones(1000) for _ in range(100)]
+    x.untyped_storage().resize_(4000)
+    assert x.data_ptr() != address and in_its_place
+    assert not plan.fits([x]) and not plan.fits([x.detach()])
+
+
+def test_a_save_that_cannot_be_planned_keeps_no_plan(tmp_path, monkeypatch) -> None:
+    """Its snapshots are memory of the device; the error would hold them, frame by frame."""
+    import overlapped_stager
+
+    plans = []
+
+    def refused(plan, _) -> None:
+        plans.append(weakref.ref(plan))
+        raise RuntimeError("no memory")
+
+    with overlapped_stager.OverlappedSaves(CPU) as saves:
+        with monkeypatch.context() as patch:
+            patch.setattr(overlapped_stager.CopyPlan, "copies", refused)
+            failed = saves.save({"x": torch.ones(3).t()}, tmp_path / "step1")
+            with pytest.raises(RuntimeError, match="no memory"):
+                failed.result()
+        assert plans[0]() is None
+        saves.save({"x": torch.ones(3)}, tmp_path / "step2").result()
+        saves.failures.clear()
 
 
 def test_another_placement_over_the_same_memory_is_noticed() -> None:

@@ -208,7 +208,7 @@ class OverlappedSaves:
             self.has_read = events[-2]  # what follows are copies of snapshots
             staged.set_result(events[-1])
         except Exception as failure:
-            error = failure
+            error = failure.with_traceback(None)  # whose frames hold a plan and its memory
         finally:  # the other ranks are saving: they will be told
             if not staged.done():
                 staged.set_exception(error)
@@ -219,6 +219,7 @@ class OverlappedSaves:
         """Return the next arena, its copies and tensors; plan anew if a tensor has changed."""
         if self.plan is None or not self.plan.fits(tensors):
             wait(self.uploads[:-1])
+            self.streams.synchronize()  # copies of a save that failed may be under way
             self.plan, self.sets, self.state = None, [], None
             plan = CopyPlan(tensors, self.device, self.changing(), self.snapshot_bytes)
             arenas = [PinnedArena(plan.nbytes, self.device) for _ in range(BUFFER_SETS)]
@@ -406,7 +407,7 @@ if __name__ == "__main__":
 # * ``nn.Embedding(max_norm=...)`` changes its weight in forward: pass it with the buffers.
 # * A save to ``step100`` deletes ``step100.incomplete`` and ``step100.replaced``.
 # * Ctrl-C and ``sys.exit`` count as exceptions. Saves that wait then are dropped, and logged. Caught
-#   inside the block, they can make later saves fail.
+#   inside the block, they can make later saves fail or, rarely, wait for ever.
 # * A tensor that is new at every save, such as ``torch.get_rng_state()``, makes every save plan
 #   anew and wait for the one before. Save it as a list: ``.tolist()``.
 # * A directory of that name that holds anything but a checkpoint is left alone: the save fails, and

@@ -209,7 +209,7 @@ def in_host_memory(tensor: torch.Tensor, host: torch.Tensor) -> torch.Tensor:
 #
 # Tensors on another device, such as step counts on the CPU, are copied to the arena at the save.
 #
-# Optimizers, loads and ``p.data = ...`` may give a tensor other memory, or another shape over the
+# Optimizers, loads, resized storages and ``p.data = ...`` may give a tensor other memory, or another shape over the
 # same memory, or conjugate it. So every save compares all of these with what they were. For objects
 # that the plan knows, as those of :doc:`kept_state`, ``is_set_to`` does most of it. Where it finds
 # a difference, ``layout`` decides.
@@ -232,9 +232,10 @@ def layout(x: torch.Tensor) -> tuple:
 
 
 def kinds(tensors: list[torch.Tensor], shards: list[torch.Tensor]) -> list:
-    """What ``is_set_to`` does not compare."""
-    views = [*map(torch.Tensor.is_conj, shards), *map(torch.Tensor.is_neg, shards)]
-    return [id(getattr(x, "_spec", x)) for x in tensors] + [x.dtype for x in shards] + views
+    """What ``is_set_to`` does not compare; a storage can move when it is resized."""
+    asked = torch.Tensor.data_ptr, torch.Tensor.is_conj, torch.Tensor.is_neg
+    values = [x for ask in asked for x in map(ask, shards)] + [x.dtype for x in shards]
+    return [id(getattr(x, "_spec", x)) for x in tensors] + values
 
 
 def take(snapshots: list[tuple], small: list[torch.Tensor], pack: torch.Tensor) -> None:
