@@ -229,9 +229,9 @@ class AppState(Stateful):
 # What is copied beside training
 # ------------------------------
 # :doc:`overlapped_stager` reads a state with ``read``: it lists dense tensors and DTensors, for a
-# ``CopyPlan``, and copies everything else (Python numbers, sparse tensors) at once. A dict with an
-# attribute ``kept_tensors`` promises not to change, so ``read`` does not walk it again
-# (:doc:`kept_state` makes such dicts).
+# ``CopyPlan``, and copies everything else (Python numbers, sparse tensors) at once. A DTensor of another
+# library's tensor is a ``TypeError``. A dict with an attribute ``kept_tensors`` promises not to
+# change, so ``read`` does not walk it again (:doc:`kept_state` makes such dicts).
 
 
 def is_staged(leaf: object) -> bool:
