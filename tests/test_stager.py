@@ -5,7 +5,9 @@ import sys
 import threading
 import weakref
 from collections.abc import Callable
+from concurrent.futures import Future
 from functools import cache, partial
+from itertools import chain
 from pathlib import Path
 from types import SimpleNamespace
 
@@ -272,14 +274,15 @@ def test_what_lies_on_another_device_is_copied_at_the_save_and_is_in_no_launch(m
     tensors.append(torch.empty(4, 4, device=device).t())
     plan = staging_copies.CopyPlan(tensors + on_host, device)
     arena = staging_copies.PinnedArena(plan.nbytes, CPU)
-    (at_once, *copies), hosts = plan.copies(arena), plan.hosts(arena)
+    ((at_once,), *copies), hosts = plan.copies(arena), plan.hosts(arena)
     at_once()
     assert all(map(torch.equal, hosts[len(tensors) :], on_host))
     take, *others = launches
     snapshots, small, pack = take.args
     read = [x for _, x in snapshots] + small + [pack]
-    read += [x for work in others for x in work.args[1] if x.data_ptr() != arena.bytes.data_ptr()]
-    assert others == copies and {x.device for x in read} == {device}
+    pairs = [pair for work in others for pair in chain(*work.args[0])]
+    read += [x for _, x in pairs if x.data_ptr() != arena.bytes.data_ptr()]
+    assert others == [*chain(*copies)] and {x.device for x in read} == {device}
 
 
 def test_one_element_with_a_stride_is_saved(tmp_path) -> None:
@@ -511,18 +514,75 @@ def test_no_more_than_a_piece_is_copied_between_two_gaps(monkeypatch) -> None:
 
     piece = 4 << 20
     monkeypatch.setattr(staging_copies, "PIECE", piece)
-    monkeypatch.setattr(staging_copies, "FIRST", -1)
+    monkeypatch.setattr(staging_copies, "FIRST_PIECE", piece)
+    monkeypatch.setattr(staging_copies, "LAUNCH", 2)
     sizes = [2 * piece + 5, 10 * piece // 16, 6 * piece // 16, 1, piece // 2]
     tensors = [torch.zeros(nbytes, dtype=torch.uint8) for nbytes in sizes]
     plan = staging_copies.CopyPlan(tensors, torch.device("cpu"), snapshot_bytes=piece // 2)
-    rows, row = [], 0
-    for copies in plan.copies(staging_copies.PinnedArena(plan.nbytes, tensors[0].device)):
-        for target, source in zip(*copies.args, strict=True):
-            is_gap = target is plan.gap
-            rows, row = ([*rows, row], 0) if is_gap else (rows, row + source.nbytes)
-        rows, row = [*rows, row], 0
+    arena = staging_copies.PinnedArena(plan.nbytes, tensors[0].device)
+    _, *copies = plan.copies(arena)
+    assert len(copies[0]) == 2, "the tensors in place are not copied in two launches"
+    rows = [row for work in chain(*copies) for row in work.args[0]]
+    assert all(target is plan.gap for (target, _), *_ in rows)
+    rows = [sum(source.nbytes for _, source in row[1:]) for row in rows]
     assert max(rows) == piece and sum(rows) >= sum(sizes)
     assert len(rows) < 12, "copies that fit into one piece share it"
+
+
+def test_an_update_waits_for_copies_that_are_not_queued_yet(tmp_path, monkeypatch) -> None:
+    """A thread queues them. The update comes first here: its hook opens the gate, late."""
+    from overlapped_stager import CopyPlan, OverlappedSaves
+    from torch.optim.optimizer import register_optimizer_step_pre_hook
+
+    go, queued, queue = threading.Event(), [], CopyPlan.queue
+
+    def held_back(plan, copies, *others):
+        if len(copies) == 1:  # what lies elsewhere: in the call
+            return queue(plan, copies, *others)
+        go.wait(30)
+        queued.append(queue(plan, copies, *others))
+        return queued[-1]
+
+    def opens_late(*_) -> None:
+        threading.Timer(0.2, go.set).start()
+
+    monkeypatch.setattr(CopyPlan, "queue", held_back)
+    weight = torch.nn.Parameter(torch.ones(3))
+    weight.grad = torch.ones(3)
+    optimizer = torch.optim.SGD([weight], lr=0.5)
+    before = register_optimizer_step_pre_hook(opens_late)
+    with OverlappedSaves(CPU) as saves:
+        behind = register_optimizer_step_pre_hook(lambda *_: queued.append("update"))
+        saves.save({"x": weight}, tmp_path / "step1")
+        optimizer.step()
+    before.remove()
+    behind.remove()
+    assert queued[1:] == ["update"] and weight[0] == 0.5
+    assert loaded(tmp_path / "step1", {"x": torch.zeros(3)})["x"].tolist() == [1.0] * 3
+
+
+def test_copies_that_cannot_be_queued_cost_that_save_alone(tmp_path, monkeypatch) -> None:
+    from overlapped_stager import CopyPlan, OverlappedSaves
+
+    def refused(plan, copies, *others):
+        if len(copies) > 1:
+            monkeypatch.undo()
+            raise MemoryError("no room to launch")
+        return queue(plan, copies, *others)
+
+    queue, weight = CopyPlan.queue, torch.nn.Parameter(torch.ones(3))
+    optimizer = torch.optim.SGD([weight], lr=0.5)
+    with OverlappedSaves(CPU) as saves:
+        monkeypatch.setattr(CopyPlan, "queue", refused)
+        lost = saves.save({"x": weight}, tmp_path / "step1")
+        optimizer.step()
+        with pytest.raises(RuntimeError, match="no room to launch"):
+            lost.result()
+        saves.save({"x": weight}, tmp_path / "step2")
+        optimizer.step()
+        with pytest.raises(RuntimeError, match="no room to launch"):
+            saves.wait()
+    assert [path.name for path in tmp_path.iterdir()] == ["step2"]
 
 
 def test_an_interrupted_wait_for_buffers_costs_that_save_and_is_told(tmp_path, monkeypatch) -> None:
@@ -656,7 +716,9 @@ def test_a_compiled_update_waits_for_each_save_anew(tmp_path) -> None:
         step = torch.compile(optimizer.step, backend="eager")
         step()
         for _ in range(3):
-            saves.has_read = event = []
+            event, queued = [], Future()
+            queued.set_result([event, None])
+            saves.queued = [queued]
             step()
             step()
             assert event == [False, False]

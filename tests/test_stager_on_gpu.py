@@ -180,7 +180,7 @@ def test_a_read_in_mid_step_does_not_wait_for_the_copies(saver, monkeypatch):
     plan = copies.CopyPlan(tensors, device)
     arena = copies.PinnedArena(plan.nbytes, device)
     gaps = plan.copies(arena)
-    monkeypatch.setattr(copies, "FIRST", -1)
+    monkeypatch.setattr(copies, "FIRST_PIECE", plan.nbytes)
     monkeypatch.setattr(copies, "PIECE", plan.nbytes)
     plain = plan.copies(arena)
     scalar, stream, waits = torch.zeros(1, device=device), streams.Stream(), {}

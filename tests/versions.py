@@ -4,7 +4,7 @@
 
 README's table "What was run where" is drawn from ``guide/versions.json``, which this writes: a
 version at a time, on a CPU, never in CI. A recipe that failed beside other work of the machine is
-run once more, and what that run says counts.
+run once more, and what that run says counts. A recipe whose package is not here keeps its record.
 """
 
 import argparse
@@ -62,12 +62,15 @@ def main() -> int:
     version = torch.__version__.partition("+")[0]
     record = json.loads(RECORD.read_text(encoding="utf-8")) if RECORD.exists() else {}
     found = {r.name: r for r in discover(ROOT / "recipes_source", ROOT / "tests" / "controls")}
-    left_out = {name: list(recipe.missing) for name, recipe in found.items() if recipe.missing}
-    old = record.get(version, {}).get("recipes", {}) if options.stale else {}
-    kept = {name: old[name] for name in old if name in found and fresh(old[name], found[name])}
+    old = record.get(version, {}).get("recipes", {})
+    kept = {name: result for name, result in old.items() if name in found and found[name].missing}
+    if options.stale:
+        kept |= {name: old[name] for name in old.keys() & found if fresh(old[name], found[name])}
+    missing = {name: list(recipe.missing) for name, recipe in found.items() if recipe.missing}
+    left_out = {name: packages for name, packages in missing.items() if name not in kept}
     entry = {"python": platform.python_version(), "ranks": RANKS, "left_out": left_out}
     for name, recipe in found.items():
-        if name in left_out:
+        if recipe.missing:
             continue
         if name not in kept:
             kept[name] = judged(recipe, options.launcher)

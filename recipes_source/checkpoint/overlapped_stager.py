@@ -101,7 +101,7 @@ import argparse
 import logging
 import shutil
 import tempfile
-from concurrent.futures import Future, wait
+from concurrent.futures import Future, ThreadPoolExecutor, wait
 from datetime import timedelta
 from pathlib import Path
 from queue import SimpleQueue
@@ -123,9 +123,9 @@ EXIT_S = 30.0  # how long the end of the block waits for a write after an except
 # The save
 # --------
 # ``save`` runs on the training thread. It reads whatever is not a tensor, checks that the plan
-# still fits, and launches snapshots and copies. A thread waits until the copies have arrived, and
-# writes. It is told its device, because a new thread uses the first device and would open a context
-# there.
+# still fits, and launches the snapshots. One thread launches the copies, without the interpreter's
+# lock; another waits until they have arrived, and writes. Both are told their device: a new thread
+# uses the first one and would open a context there.
 #
 # ``together`` runs a function on all ranks, and raises on all of them if it failed on one. A full
 # disk, memory that the driver refuses to lock, or a state that one rank cannot stage costs that
@@ -161,7 +161,7 @@ class OverlappedSaves:
         changing = changed_by_forward  # asked for at every plan: ``model.to`` replaces buffers
         self.changing = changing if callable(changing) else list(changing).copy
         self.streams = torch.get_device_module(self.device)
-        self.copy_stream, self.jobs, self.has_read = self.streams.Stream(), SimpleQueue(), None
+        self.copy_stream, self.jobs, self.queued = self.streams.Stream(), SimpleQueue(), []
         self.plan, self.sets, self.calls, self.skipped = None, [], 0, 0  # sets: arenas and copies
         self.uploads, self.failures, self.running, self.abandoned = [Future()], [], False, False
         self.uploads[-1].set_result(None)  # the last one is the newest save's: none is under way
@@ -172,6 +172,7 @@ class OverlappedSaves:
     def __enter__(self) -> "OverlappedSaves":
         self.hook, self.running = register_optimizer_step_pre_hook(self.before_update), True
         self.writer = Thread(target=self.write_in_turn, name="write", daemon=True)
+        self.copier = ThreadPoolExecutor(1, "copy", self.streams.set_device, [self.device])
         self.writer.start()
         return self
 
@@ -193,25 +194,24 @@ class OverlappedSaves:
         if self.if_busy == "skip" and max(self.together(sum, busy, group=1)) >= BUFFER_SETS:
             self.skipped += 1
             return None
-        directory, error = Path(directory).absolute(), KeyboardInterrupt("in save")
-        tensors, hosts, state, staged, done = [], [], None, Future(), Future()
+        directory, tensors, hosts, state = Path(directory).absolute(), [], [], None
+        staged, done = KeyboardInterrupt("in save"), Future()
         self.calls, self.uploads = self.calls + 1, [*self.uploads[-BUFFER_SETS:], done]
         try:
-            wait(self.uploads[:-BUFFER_SETS])
+            wait([*self.uploads[:-BUFFER_SETS], *self.queued])
             state = read(state_dict, tensors)
             _, copies, hosts = self.prepare(tensors)
             main, beside = self.streams.current_stream(), self.copy_stream
             main.wait_stream(beside)  # which may read older snapshots
             self.plan.take_snapshots()
             beside.wait_stream(main)
-            events = self.plan.queue(copies, self.streams, beside)
-            self.has_read = events[-2]  # what follows are copies of snapshots
-            staged.set_result(events[-1])
+            self.plan.queue(copies[:1], self.streams, beside)
+            # its result: events behind the tensors in place, and behind everything
+            self.queued[:] = [self.copier.submit(self.plan.queue, copies[1:], self.streams, beside)]
+            staged = self.queued[0]
         except Exception as failure:
-            error = failure.with_traceback(None)  # whose frames hold a plan and its memory
+            staged = failure.with_traceback(None)  # whose frames hold a plan and its memory
         finally:  # the other ranks are saving: they will be told
-            if not staged.done():
-                staged.set_exception(error)
             self.jobs.put((self.calls, staged, tensors, hosts, state, directory, done))
         return done
 
@@ -229,8 +229,8 @@ class OverlappedSaves:
     @torch.compiler.disable  # a compiled optimizer step would keep one save's event
     def before_update(self, *_) -> None:
         """Make the current stream wait until the latest save has read the state."""
-        if self.has_read is not None:
-            self.streams.current_stream().wait_event(self.has_read)
+        if self.queued and not self.queued[0].exception():
+            self.streams.current_stream().wait_event(self.queued[0].result()[0])
 
     def write_in_turn(self) -> None:
         """Write one checkpoint after the other, on the writing thread."""
@@ -278,9 +278,9 @@ class OverlappedSaves:
         Returns:
             What must be the same on all ranks.
         """
-        if self.abandoned:
-            raise RuntimeError("training has ended by an exception")
-        staged.result().synchronize()
+        if self.abandoned or not isinstance(staged, Future):
+            raise RuntimeError("training has ended by an exception") if self.abandoned else staged
+        staged.result()[-1].synchronize()
         if self.rank == 0:
             shutil.rmtree(aside, ignore_errors=True)  # left by a job that died
         return number, aside
@@ -325,6 +325,7 @@ class OverlappedSaves:
         self.hook.remove()
         self.running, self.abandoned = False, kind is not None
         self.jobs.put(None)
+        self.copier.shutdown()
         self.writer.join(EXIT_S if self.abandoned else None)
         if self.writer.is_alive():
             logging.getLogger(__name__).error("left while a checkpoint was being written")

@@ -57,7 +57,7 @@ Your project needs this file alone; the others are for the proof. ``hosts`` has 
    .. grid-item-card:: What you learn
 
       * why a small read waits for gigabytes, and how a few bytes prevent that
-      * how one launch queues hundreds of copies, and how to notice that they no longer fit
+      * how a few launches queue hundreds of copies, and how to notice that they no longer fit
       * page-locked memory of exact size that forks do not touch
 
    .. grid-item-card:: What you need
@@ -85,8 +85,8 @@ to the other streams: the read is served.
 
 A device that has just served a read idles until the training thread launches a forward. Queueing
 hundreds of copies delays that by milliseconds, and on another thread slows it. So pieces and gaps are
-captured once, in CUDA graphs, and a save launches the graphs. The first pieces are smaller, for a
-forward that begins with a read.
+captured once, in CUDA graphs of ``LAUNCH`` pieces. The first pieces are smaller, for a forward that
+begins with a read.
 
 .. lanes:: Schematic. The read in the second step, with nothing between the copies (above) and with gaps (below).
 
@@ -107,14 +107,16 @@ forward that begins with a read.
 import mmap
 from collections.abc import Callable
 from contextlib import suppress
-from functools import partial
+from functools import cache, partial
+from itertools import chain
 from weakref import finalize
 
 import torch
 from torch.distributed.tensor import DTensor
 
 PIECE = 64 << 20  # bytes of copies in a row: a read of the training waits for one piece at most
-FIRST, FIRST_PIECE = 64, 16 << 20  # copies and gaps, bytes: forward may begin with a read
+FIRST_PIECE = 16 << 20  # bytes, in the first launch: forward may begin with a read
+LAUNCH = 32  # pieces and gaps of one launch: it takes a fraction of a millisecond
 SMALL = 1 << 20  # bytes; smaller tensors travel together
 ALIGNMENT = 64  # bytes; where a tensor or a pack may start
 
@@ -245,9 +247,16 @@ def take(snapshots: list[tuple], small: list[torch.Tensor], pack: torch.Tensor) 
     torch.cat(small, out=pack)
 
 
+capture_stream = cache(torch.cuda.Stream)  # one a device
+
+
 def copy_each(targets: list[torch.Tensor], sources: list[torch.Tensor]) -> None:
     for target, source in zip(targets, sources, strict=True):
         target.copy_(source)
+
+
+def copy_rows(rows: list[list[tuple]]) -> None:
+    torch._foreach_copy_(*zip(*chain(*rows), strict=True), non_blocking=True)
 
 
 def one_launch(work: Callable[[], object], like: torch.Tensor) -> Callable[[], object]:
@@ -257,8 +266,7 @@ def one_launch(work: Callable[[], object], like: torch.Tensor) -> Callable[[], o
     """
     if not like.is_cuda:
         return work
-    work()  # loads kernels, which a capture must not
-    graph, stream = torch.cuda.CUDAGraph(), torch.cuda.Stream(like.device)
+    graph, stream = torch.cuda.CUDAGraph(), capture_stream(like.device)
     with torch.cuda.graph(graph, stream=stream, capture_error_mode="thread_local"):
         work()
     graph.work = work  # has the tensors: they must live as long
@@ -315,7 +323,9 @@ class CopyPlan:
             self.offsets[identity(shard)] = offset = self.place(shard.nbytes)
             sources = self.in_place if source is shard else self.from_copies
             sources.append((offset, source.view(-1).view(torch.uint8)))
-        self.take_snapshots = one_launch(partial(take, self.snapshots, in_pack, pack), self.gap)
+        take_all = partial(take, self.snapshots, in_pack, pack)
+        take_all()  # loads kernels, which a capture must not
+        self.take_snapshots = one_launch(take_all, self.gap)
 
     def place(self, nbytes: int) -> int:
         """Reserve room; return its offset."""
@@ -334,31 +344,32 @@ class CopyPlan:
         hosts = {identity(x): arena.tensor(self.offsets.get(identity(x)), x) for x in self.shards}
         return list(map(in_host_memory, self.tensors, [hosts[identity(x)] for x in self.shards]))
 
-    def copies(self, arena: PinnedArena) -> list[Callable[[], object]]:
+    def copies(self, arena: PinnedArena) -> list[list[Callable[[], object]]]:
         """Launches: of what lies elsewhere, of tensors in place, of snapshots and the pack."""
         gap = self.gap, arena.bytes.narrow(0, 0, self.gap.nbytes)
         hosts = [arena.tensor(self.offsets[identity(x)], x) for x in self.elsewhere]
-        launches = [partial(copy_each, hosts, self.elsewhere)]
+        copies = [[partial(copy_each, hosts, self.elsewhere)]]
         for sources in (self.in_place, self.from_copies):
-            pairs, in_a_row = [gap], 0
+            rows, in_a_row = [[gap]], 0
             for offset, source in sources:
-                most = PIECE if len(pairs) > FIRST else FIRST_PIECE
+                most = PIECE if len(rows) > LAUNCH else FIRST_PIECE
                 for piece in source.split(most):
                     in_a_row += piece.nbytes
                     if in_a_row > most:
-                        pairs, in_a_row = [*pairs, gap], piece.nbytes
-                    pairs.append((arena.bytes.narrow(0, offset, piece.nbytes), piece))
+                        rows, in_a_row = [*rows, [gap]], piece.nbytes
+                    rows[-1].append((arena.bytes.narrow(0, offset, piece.nbytes), piece))
                     offset += piece.nbytes
-            work = partial(torch._foreach_copy_, *zip(*pairs, strict=True), non_blocking=True)
-            launches.append(one_launch(work, self.gap))
-        return launches
+            parts = [rows[start : start + LAUNCH] for start in range(0, len(rows), LAUNCH)]
+            copies.append([one_launch(partial(copy_rows, part), self.gap) for part in parts])
+        return copies
 
-    def queue(self, copies: list[Callable[[], object]], streams, stream) -> list:
+    def queue(self, copies: list[list], streams, stream) -> list:
         """Launch ``copies`` on ``stream``, after what it waits for; return an event behind each."""
         events = [streams.Event() for _ in copies]
         with streams.stream(stream):
-            for launch, event in zip(copies, events, strict=True):
-                launch()
+            for launches, event in zip(copies, events, strict=True):
+                for launch in launches:
+                    launch()
                 event.record(stream)
         return events
 
