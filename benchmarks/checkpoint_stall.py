@@ -369,7 +369,7 @@ class Measurement:
             self.results.add(row | verdict)
 
     def probe(self, case: Case) -> None:
-        """Learn what the storage takes; rows of it that are there get the figure too."""
+        """Learn what the storage takes; rows of it that are there without the figure get it."""
         training = self.training
         training.prepare(replace(training.case, storage=case.storage))
         size, agreement = training.size.probe_bytes, training.agreement
@@ -378,7 +378,8 @@ class Measurement:
         measuring.tell(f"{case.storage} takes {best / 1e9:.2f} GB/s a rank: {rates}")
         self.head["workload"][f"{case.storage}_storage_bytes_per_s"] = best
         for row in self.results.present():
-            if row["storage"] == case.storage and row.get("write_bytes_per_s"):
+            rated = row.get("storage_bytes_per_s") or not row.get("write_bytes_per_s")
+            if row["storage"] == case.storage and not rated:
                 self.results.add(row | {"storage_bytes_per_s": best})
 
     def interval(self, case: Case, name: str, every: int, saves: int) -> None:
