@@ -31,7 +31,7 @@ costs next to nothing then), or the host cannot spare two copies of each rank's 
    root = Path("checkpoints")
    with OverlappedSaves(device, model.buffers) as saves:
        for step, batch in enumerate(batches, scheduler.last_epoch + 1):
-           train_step(batch)  # ends with optimizer.step() and scheduler.step(); no read behind them
+           train_step(batch)  # ends with optimizer.step(), scheduler.step(); loss.item() after save
            if step % 100 == 0:
                saves.save({"app": app}, root / f"step{step}")
 
@@ -67,20 +67,19 @@ The idea
 
 :doc:`staging_copies` moves the bytes. Four orderings make that a *correct* save:
 
-.. lanes:: Schematic. The copy of step 1 runs beside step 2; the write beside all that follows.
+.. lanes:: Schematic. The copy after update 1 runs beside the next forward and backward; the write beside all that follows.
 
-   compute:  0-6 step 1; 6-14 forward, backward; 14-16 step 2; 16-24 forward, backward; 24-26 step 3
-   copy:     6-12 to buffers A ~; 26-32 to buffers B ~
-   write:    12-28 write step 1 ~; 32-40 write step 3 ~
-   @6 1: the copy waits for the step
-   @14 2: the update waits for the copy
+   compute:  0-4 forward, backward; 4-6 update 1; 6-14 forward, backward; 14-16 update 2; 16-24 forward, backward; 24-26 update 3
+   copy:     6-12 to arena A ~; 26-32 to arena B ~
+   write:    12-28 write state 1 ~; 32-40 write state 3 ~
+   @6 1: the copy waits for the update
+   @14 2: the next update waits for the copy
 
 1. **Copy after step**: the copies wait for an event that is recorded after ``optimizer.step()``.
-2. **Update after copy**: the next ``optimizer.step()`` waits, on the GPU, until the state has been
-   read. A hook that torch calls before every optimizer's step sees to that, until the ``with`` block
-   ends.
+2. **Update after copy**: within the ``with`` block, a hook before every optimizer's step waits until
+   the copies are launched, then makes the GPU wait until the state has been read.
 3. **Forward after snapshot**: buffers that forward changes are copied on the device first.
-4. **Refill after write**: a set of buffers is filled again only when its write has ended.
+4. **Refill after write**: host memory is filled again only when its write has ended.
 
 In the loop, the training thread waits for storage in two cases: writing a checkpoint takes longer
 than the time between two saves (``if_busy="skip"`` then leaves a save out), or a tensor of
@@ -114,7 +113,7 @@ from app_state import is_staged, read, walk
 from staging_copies import CopyPlan, PinnedArena
 from torch.optim.optimizer import register_optimizer_step_pre_hook
 
-BUFFER_SETS = 2  # one is filled while the other is written
+BUFFER_SETS = 2  # arenas of host memory: one is filled while the other is written
 DEADLINE_S = 600.0  # how long a thread waits for the other ranks
 EXIT_S = 30.0  # how long the end of the block waits for a write after an exception
 
@@ -122,10 +121,10 @@ EXIT_S = 30.0  # how long the end of the block waits for a write after an except
 # %%
 # The save
 # --------
-# ``save`` runs on the training thread. It reads whatever is not a tensor, checks that the plan
-# still fits, and launches the snapshots. One thread launches the copies, without the interpreter's
-# lock; another waits until they have arrived, and writes. Both are told their device: a new thread
-# uses the first one and would open a context there.
+# ``save`` runs on the training thread. It reads whatever is not on the device, checks that the plan
+# still fits, and launches the snapshots. A thread launches the copies; each launch releases the
+# interpreter's lock. Another waits until they have arrived, and writes. Both are told their device:
+# a new thread would open a context on the first.
 #
 # ``together`` runs a function on all ranks, and raises on all of them if it failed on one. A full
 # disk, memory that the driver refuses to lock, or a state that one rank cannot stage costs that
@@ -149,8 +148,9 @@ class OverlappedSaves:
         device: where the state's tensors live; the current device.
         changed_by_forward: tensors that forward changes in place, or a function that returns them,
             such as ``model.buffers``.
-        if_busy: what ``save`` does while all buffers wait to be written. ``"skip"``: leave this save
-            out on all ranks and count it in ``skipped``. ``"wait"``, and any other value: wait.
+        if_busy: what ``save`` does while all arenas hold saves that are not written yet. ``"skip"``:
+            leave this save out on all ranks and count it in ``skipped``; every save then waits until
+            all ranks have called it. ``"wait"``, and any other value: wait.
         snapshot_bytes: device memory for snapshots of other large tensors. The next update need
             not wait until these bytes have arrived on the host.
     """
@@ -162,6 +162,8 @@ class OverlappedSaves:
         self.changing = changing if callable(changing) else list(changing).copy
         self.streams = torch.get_device_module(self.device)
         self.copy_stream, self.jobs, self.queued = self.streams.Stream(), SimpleQueue(), []
+        # queued: at most one Future, of the latest save's launches; its result is two events: after
+        # the tensors in place, and after all
         self.plan, self.sets, self.calls, self.skipped = None, [], 0, 0  # sets: arenas and copies
         self.uploads, self.failures, self.running, self.abandoned = [Future()], [], False, False
         self.uploads[-1].set_result(None)  # the last one is the newest save's: none is under way
@@ -185,8 +187,9 @@ class OverlappedSaves:
             rank if the save failed on one. None if the save was skipped.
 
         Raises:
-            RuntimeError: outside the ``with`` block, in a second one after an exception, or made
-                before the process group.
+            RuntimeError: outside the ``with`` block; in a second block, if the first ended by an
+                exception or there is a process group; if ``init_process_group`` came after this
+                object.
         """
         if not self.running or self.abandoned or dist.is_initialized() != bool(self.groups):
             raise RuntimeError("save in one `with OverlappedSaves(...)`, behind init_process_group")
@@ -205,8 +208,8 @@ class OverlappedSaves:
             main.wait_stream(beside)  # which may read older snapshots
             self.plan.take_snapshots()
             beside.wait_stream(main)
+            # at once, what lies on other devices; on the copying thread, the rest
             self.plan.queue(copies[:1], self.streams, beside)
-            # its result: events behind the tensors in place, and behind everything
             self.queued[:] = [self.copier.submit(self.plan.queue, copies[1:], self.streams, beside)]
             staged = self.queued[0]
         except Exception as failure:
@@ -216,7 +219,7 @@ class OverlappedSaves:
         return done
 
     def prepare(self, tensors: list[torch.Tensor]) -> tuple[PinnedArena, list, list]:
-        """Return the next arena, its copies and tensors; plan anew if a tensor has changed."""
+        """Return the next arena, its copies and tensors; plan anew if a tensor has moved."""
         if self.plan is None or not self.plan.fits(tensors):
             wait(self.uploads[:-1])
             self.streams.synchronize()  # copies of a save that failed may be under way
@@ -228,7 +231,10 @@ class OverlappedSaves:
 
     @torch.compiler.disable  # a compiled optimizer step would keep one save's event
     def before_update(self, *_) -> None:
-        """Make the current stream wait until the latest save has read the state."""
+        """Make the current stream wait until the latest save has read the state.
+
+        Returns when that save's copies are launched; a save that could not launch them is lost.
+        """
         if self.queued and not self.queued[0].exception():
             self.streams.current_stream().wait_event(self.queued[0].result()[0])
 
@@ -291,7 +297,7 @@ class OverlappedSaves:
         return self.arrange(self.state)
 
     def arrange(self, state: dict) -> object:
-        """Prepare the write of ``state``; return what the ranks must know of each other."""
+        """For subclasses: prepare the write of ``state``; return what all ranks must know of it."""
 
     def write(self, state: dict, directory: Path) -> None:
         """Write this rank's part of ``state``, which lies in host memory."""
@@ -375,7 +381,7 @@ if __name__ == "__main__":
 #    :rows: none dcp_save overlapped_writer
 #    :where: step=long storage=memory
 #
-# If the loop reads a step's loss and then saves, as in the tables, the device idles during the call:
+# If the loop calls ``loss.item()`` and then saves, as in the tables, the device idles during the call:
 # save first. The writing thread shares Python's interpreter lock with training. You notice that if the host limits
 # your steps; :doc:`overlapped_writer` holds the lock for less time.
 #
@@ -398,8 +404,8 @@ if __name__ == "__main__":
 #
 # Known limits
 # ------------
-# * Capture a CUDA graph that holds an optimizer's step before the first save, and save during no
-#   capture.
+# * If a CUDA graph holds an optimizer's step, capture it before the first save. Never save during
+#   a capture.
 # * Ranks decide to save by step, not by a clock, and give each save its own name: one call more on
 #   one rank can mix two steps under one name.
 # * ``model.to`` can give a model new buffers. Pass ``model.buffers`` without parentheses, so that
@@ -407,8 +413,8 @@ if __name__ == "__main__":
 # * Save after ``optimizer.step()``: gradients of a half-done accumulation are not in the state.
 # * ``nn.Embedding(max_norm=...)`` changes its weight in forward: pass it with the buffers.
 # * A save to ``step100`` deletes ``step100.incomplete`` and ``step100.replaced``.
-# * Ctrl-C and ``sys.exit`` count as exceptions. Saves that wait then are dropped, and logged. Caught
-#   inside the block, they can make later saves fail or, rarely, wait for ever.
+# * Ctrl-C and ``sys.exit`` count as exceptions: saves that wait are dropped, and logged. Either,
+#   caught inside the block, can make later saves fail or, rarely, wait for ever.
 # * A tensor that is new at every save, such as ``torch.get_rng_state()``, makes every save plan
 #   anew and wait for the one before. Save it as a list: ``.tolist()``.
 # * A directory of that name that holds anything but a checkpoint is left alone: the save fails, and

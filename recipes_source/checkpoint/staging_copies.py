@@ -40,7 +40,7 @@ built on this.
    streams = torch.get_device_module(device)         # torch.cuda
    stream = streams.Stream()
 
-   # At each save, after an optimizer step
+   # At each save, after an optimizer step; overlapped_stager queues on a thread of its own
    assert plan.fits(tensors_now())                   # if not, make all of the above anew
    plan.take_snapshots()                             # small tensors, and what forward changes
    stream.wait_stream(streams.current_stream())
@@ -50,7 +50,7 @@ built on this.
    optimizer.step()
    copied.synchronize()   # on a thread of yours, which writes hosts; it must end before the next save
 
-Your project needs this file alone; the others are for the proof. ``hosts`` has no names.
+Your project needs this file alone; the others are for the proof. ``hosts`` are in the order of ``tensors_now()``.
 
 .. grid:: 1 1 2 2
 
@@ -83,12 +83,12 @@ Before each piece, the same stream copies a few bytes **to** the device: the *ga
 of the other engine. So when a piece ends, its stream has no next piece ready, and the engine turns
 to the other streams: the read is served.
 
-A device that has just served a read idles until the training thread launches a forward. Queueing
-hundreds of copies delays that by milliseconds, and on another thread slows it. So pieces and gaps are
-captured once, in CUDA graphs of ``LAUNCH`` pieces. The first pieces are smaller, for a forward that
-begins with a read.
+After a read, the device idles until the training thread launches more kernels. Queueing hundreds
+of copies one by one delays that by milliseconds, even from another thread. So pieces and gaps are
+captured once, in CUDA graphs of ``LAUNCH`` pieces; a *launch* replays one. The first pieces are
+smaller, for a forward that begins with a read.
 
-.. lanes:: Schematic. The read in the second step, with nothing between the copies (above) and with gaps (below).
+.. lanes:: Schematic. A read in mid-step, with nothing between the copies (above) and with gaps (below).
 
    compute:     0-4 forward; 4-16 waits ~; 16-24 forward, backward
    copies:      1-16 all pieces ~
@@ -115,8 +115,8 @@ import torch
 from torch.distributed.tensor import DTensor
 
 PIECE = 64 << 20  # bytes of copies in a row: a read of the training waits for one piece at most
-FIRST_PIECE = 16 << 20  # bytes, in the first launch: forward may begin with a read
-LAUNCH = 32  # pieces and gaps of one launch: it takes a fraction of a millisecond
+FIRST_PIECE = 16 << 20  # bytes, of tensors of the first launch: forward may begin with a read
+LAUNCH = 32  # pieces in one CUDA graph, each after its gap; launched in under a millisecond
 SMALL = 1 << 20  # bytes; smaller tensors travel together
 ALIGNMENT = 64  # bytes; where a tensor or a pack may start
 
@@ -199,7 +199,7 @@ def in_host_memory(tensor: torch.Tensor, host: torch.Tensor) -> torch.Tensor:
 # --------
 # ``CopyPlan`` prepares once what does not change: which bytes go where. It copies tied weights
 # once. At the save, ``torch.cat`` gathers the small tensors: step counts, BatchNorm's statistics, a
-# learning rate that the schedule changes in place. They travel to the host as one.
+# learning rate that the schedule changes in place. They travel to the host as one *pack*.
 #
 # Large tensors are copied beside training. Of some a *snapshot* is copied, made on their own device at
 # the save:
@@ -211,13 +211,13 @@ def in_host_memory(tensor: torch.Tensor, host: torch.Tensor) -> torch.Tensor:
 #
 # Tensors on another device, such as step counts on the CPU, are copied to the arena at the save.
 #
-# Optimizers, loads, resized storages and ``p.data = ...`` may give a tensor other memory, or another shape over the
-# same memory, or conjugate it. So every save compares all of these with what they were. For objects
-# that the plan knows, as those of :doc:`kept_state`, ``is_set_to`` does most of it. Where it finds
-# a difference, ``layout`` decides.
+# Optimizers, loads, resized storages and ``p.data = ...`` may give a tensor other memory, or another
+# shape over the same memory, or conjugate it. So call ``fits`` at every save. It is fast for objects
+# that the plan knows, as those of :doc:`kept_state`: ``kinds`` and ``is_set_to`` suffice. Where one
+# differs, ``layout`` decides.
 #
-# ``one_launch`` captures a CUDA graph. It does not repeat what ``work`` does on the host, such as
-# copying a tensor on the CPU. With ``thread_local``, other threads may allocate meanwhile.
+# ``one_launch`` captures a CUDA graph. A replay does not repeat what ``work`` does on the host, such
+# as copying a tensor on the CPU. With ``thread_local``, other threads may allocate meanwhile.
 #
 # Private by name: ``torch._foreach_copy_``, ``_local_tensor`` and ``_spec`` of DTensors, ``_cdata`` of
 # storages.
@@ -234,7 +234,7 @@ def layout(x: torch.Tensor) -> tuple:
 
 
 def kinds(tensors: list[torch.Tensor], shards: list[torch.Tensor]) -> list:
-    """What ``is_set_to`` does not compare; a storage can move when it is resized."""
+    """What ``is_set_to`` does not compare: addresses (a resized storage moves), flags, dtypes."""
     asked = torch.Tensor.data_ptr, torch.Tensor.is_conj, torch.Tensor.is_neg
     values = [x for ask in asked for x in map(ask, shards)] + [x.dtype for x in shards]
     return [id(getattr(x, "_spec", x)) for x in tensors] + values
@@ -247,7 +247,7 @@ def take(snapshots: list[tuple], small: list[torch.Tensor], pack: torch.Tensor) 
     torch.cat(small, out=pack)
 
 
-capture_stream = cache(torch.cuda.Stream)  # one a device
+capture_stream = cache(torch.cuda.Stream)  # cached: one for each device
 
 
 def copy_each(targets: list[torch.Tensor], sources: list[torch.Tensor]) -> None:
@@ -278,14 +278,14 @@ class CopyPlan:
 
     Args:
         tensors: dense tensors or DTensors, anywhere.
-        device: the device whose copies run beside training. Tensors elsewhere are copied in the call.
+        device: the device whose copies run beside training. ``queue`` copies tensors elsewhere itself.
         changed_by_forward: tensors that forward changes in place: snapshots are copied.
         snapshot_bytes: device memory for snapshots; the update need not wait for their copies.
 
     ``offsets`` are bytes in an arena, by identity. ``snapshots`` are pairs (snapshot, shard).
     ``in_place`` are pairs (offset, bytes of a tensor itself), ``from_copies`` the same of snapshots
-    and of the pack of small tensors. ``elsewhere`` are on another device. A copy from the arena to
-    ``gap`` makes the stream wait for the other copy engine.
+    and of the pack of small tensors. ``elsewhere`` are on another device. A copy to ``gap``, 64 bytes
+    on the device, makes the stream wait for the other copy engine.
     """
 
     @torch.inference_mode(False)
@@ -314,6 +314,7 @@ class CopyPlan:
                 self.snapshots.append((source, shard))
             (large if is_large else small).append((shard, source))
 
+        # the gap: cat needs an input
         in_pack = [self.gap, *(x.unsqueeze(-1).view(torch.uint8).view(-1) for _, x in small)]
         pack = torch.cat(in_pack)
         self.from_copies = [(offset := self.place(pack.nbytes), pack)]
@@ -345,11 +346,16 @@ class CopyPlan:
         return list(map(in_host_memory, self.tensors, [hosts[identity(x)] for x in self.shards]))
 
     def copies(self, arena: PinnedArena) -> list[list[Callable[[], object]]]:
-        """Launches: of what lies elsewhere, of tensors in place, of snapshots and the pack."""
+        """Lists of launches: of what lies elsewhere (no graph), of tensors in place, of copies of them.
+
+        The third list reads snapshots and the pack: the state may change when the second has ended.
+        """
+        # (target, source)
         gap = self.gap, arena.bytes.narrow(0, 0, self.gap.nbytes)
         hosts = [arena.tensor(self.offsets[identity(x)], x) for x in self.elsewhere]
         copies = [[partial(copy_each, hosts, self.elsewhere)]]
         for sources in (self.in_place, self.from_copies):
+            # rows: each a gap and the copies of one piece; parts: the rows of one launch
             rows, in_a_row = [[gap]], 0
             for offset, source in sources:
                 most = PIECE if len(rows) > LAUNCH else FIRST_PIECE
@@ -364,7 +370,7 @@ class CopyPlan:
         return copies
 
     def queue(self, copies: list[list], streams, stream) -> list:
-        """Launch ``copies`` on ``stream``, after what it waits for; return an event behind each."""
+        """Launch ``copies`` on ``stream``, after what it waits for; return an event after each list."""
         events = [streams.Event() for _ in copies]
         with streams.stream(stream):
             for launches, event in zip(copies, events, strict=True):
@@ -418,7 +424,7 @@ if __name__ == "__main__":
 # The figure at the top is of whole saves. The rows below are copies alone, in the same loop. A stock
 # Llama reads one scalar in every forward when you call it without a cache. *Staging costs* is what
 # the save adds to training (:doc:`/guide/measured`). *Staged after* is when the last copy has
-# arrived; *Bound* is its least.
+# arrived; *Bound* the earliest possible.
 #
 # .. result-table:: staging_copies
 #    :rows: none cure_at_once cure_gaps cure_tiny_kernel cure_paced cure_turns
@@ -430,13 +436,13 @@ if __name__ == "__main__":
 # * ``cure_turns`` alternates the pieces between two streams: each waits for an event after the piece
 #   before it. The copies arrive as soon, but a thread runs Python for every piece.
 # * ``cure_paced`` is a thread that queues a piece when the one before has ended. The copies take
-#   far longer.
+#   far longer. Where they still fit into the step, as on two GPUs, that is no loss.
 # * ``cure_tiny_kernel`` has a kernel between the pieces. The kernel waits for room on the device,
 #   so the copies take nearly as long as the paced ones. Take it on a GPU with a single copy engine,
 #   where gaps do nothing.
 #
-# Two costs are left. After a read, the device idles during the call. And copies and kernels share
-# the device's memory: both get slower. The copies of ``cure_at_once`` arrive earlier because training
+# Two costs are left. After a read, the device idles until ``queue`` returns. And copies and kernels
+# share the device's memory: both get slower. The copies of ``cure_at_once`` arrive earlier because training
 # stands still.
 #
 # What breaks if you remove a line
@@ -452,7 +458,7 @@ if __name__ == "__main__":
 # Known limits
 # ------------
 # * Sparse and quantized tensors raise.
-# * Tensors on another device are copied in the call: with Adam's state on the CPU, that takes long.
+# * ``queue`` copies tensors on another device itself: with Adam's state on the CPU, that takes long.
 # * A plan waits for the device and empties the allocator's cache, as the capture of a CUDA graph does.
 #   Make none while you capture a graph of your own.
 # * Without CUDA, memory is pageable, and ``queue`` returns when all is copied.
