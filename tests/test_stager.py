@@ -36,6 +36,8 @@ ONE_RANK = [
     "snapshots_free_the_update_from_the_copies",
     "numbers_on_the_device_are_read_at_the_save",
     "threads_are_told_their_device",
+    "ctrl_c_at_the_end_of_the_block_tears_no_copy",
+    "a_save_waits_until_the_copies_before_it_are_launched",
 ]
 TWO_RANKS = [
     "an_older_checkpoint_of_the_name_is_replaced_whole",
@@ -559,6 +561,18 @@ def test_an_update_waits_for_copies_that_are_not_queued_yet(tmp_path, monkeypatc
     behind.remove()
     assert queued[1:] == ["update"] and weight[0] == 0.5
     assert loaded(tmp_path / "step1", {"x": torch.zeros(3)})["x"].tolist() == [1.0] * 3
+
+
+def test_a_block_ends_twice_as_it_ends_once(tmp_path) -> None:
+    """Trainers end it again after its end has raised."""
+    from overlapped_stager import OverlappedSaves
+
+    saves = OverlappedSaves(CPU).__enter__()
+    saves.save({"x": torch.ones(2)}, tmp_path / "step1")
+    for _ in range(2):
+        saves.__exit__(None, None, None)
+    with pytest.raises(RuntimeError, match="save in one"):
+        saves.save({"x": torch.ones(2)}, tmp_path / "step2")
 
 
 def test_copies_that_cannot_be_queued_cost_that_save_alone(tmp_path, monkeypatch) -> None:

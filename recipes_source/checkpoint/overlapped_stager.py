@@ -165,14 +165,14 @@ class OverlappedSaves:
         # queued: at most one Future, of the latest save's launches; its result is two events: after
         # the tensors in place, and after all
         self.plan, self.sets, self.calls, self.skipped = None, [], 0, 0  # sets: arenas and copies
-        self.uploads, self.failures, self.running, self.abandoned = [Future()], [], False, False
+        self.uploads, self.failures, self.hook, self.abandoned = [Future()], [], None, False
         self.uploads[-1].set_result(None)  # the last one is the newest save's: none is under way
         if dist.is_initialized():
             self.rank, deadline = dist.get_rank(), timedelta(seconds=DEADLINE_S)
             self.groups = [dist.new_group(backend="gloo", timeout=deadline) for _ in range(2)]
 
     def __enter__(self) -> "OverlappedSaves":
-        self.hook, self.running = register_optimizer_step_pre_hook(self.before_update), True
+        self.hook = register_optimizer_step_pre_hook(self.before_update)
         self.writer = Thread(target=self.write_in_turn, name="write", daemon=True)
         self.copier = ThreadPoolExecutor(1, "copy", self.streams.set_device, [self.device])
         self.writer.start()
@@ -191,7 +191,7 @@ class OverlappedSaves:
                 exception or there is a process group; if ``init_process_group`` came after this
                 object.
         """
-        if not self.running or self.abandoned or dist.is_initialized() != bool(self.groups):
+        if self.hook is None or self.abandoned or dist.is_initialized() != bool(self.groups):
             raise RuntimeError("save in one `with OverlappedSaves(...)`, behind init_process_group")
         busy = (not done.done() for done in self.uploads)  # asked for in ``together``
         if self.if_busy == "skip" and max(self.together(sum, busy, group=1)) >= BUFFER_SETS:
@@ -328,10 +328,10 @@ class OverlappedSaves:
             raise failures[0]
 
     def __exit__(self, kind, error, trace) -> None:
-        self.hook.remove()
-        self.running, self.abandoned = False, kind is not None
+        self.before_update()  # what comes after the block may write the state
+        self.hook, self.abandoned = self.hook and self.hook.remove(), kind is not None
         self.jobs.put(None)
-        self.copier.shutdown()
+        self.copier.shutdown(wait=False)
         self.writer.join(EXIT_S if self.abandoned else None)
         if self.writer.is_alive():
             logging.getLogger(__name__).error("left while a checkpoint was being written")
@@ -345,7 +345,7 @@ class OverlappedSaves:
 # Run it, and prove it
 # --------------------
 # The proof trains a model with a buffer that forward changes, and saves after each of five steps.
-# Every checkpoint must give back the bits of its own step.
+# Each must hold its own step's bits.
 
 
 def main(directory: Path) -> None:
@@ -387,8 +387,7 @@ if __name__ == "__main__":
 #
 # What breaks if you remove a line
 # --------------------------------
-# Streams do nothing on a CPU, so the bits are right there without events. A recorder of stream order
-# finds accesses that no event orders.
+# Streams do nothing on a CPU. A recorder of stream order finds accesses that no event orders.
 #
 # .. recipe-controls::
 #
@@ -414,14 +413,15 @@ if __name__ == "__main__":
 # * ``nn.Embedding(max_norm=...)`` changes its weight in forward: pass it with the buffers.
 # * A save to ``step100`` deletes ``step100.incomplete`` and ``step100.replaced``.
 # * Ctrl-C and ``sys.exit`` count as exceptions: saves that wait are dropped, and logged. Either,
-#   caught inside the block, can make later saves fail or, rarely, wait for ever.
+#   caught inside the block, can make later saves fail or, rarely, wait for ever. Very rarely, the
+#   program's end waits for a second Ctrl-C.
+# * A child that is forked during a copy hangs in an optimizer's ``step``.
 # * A tensor that is new at every save, such as ``torch.get_rng_state()``, makes every save plan
 #   anew and wait for the one before. Save it as a list: ``.tolist()``.
 # * A directory of that name that holds anything but a checkpoint is left alone: the save fails, and
 #   its complete checkpoint stays in ``step100.incomplete``. Write a tokenizer elsewhere, or when
 #   the future is done.
-# * A state that calls ``get_state_dict`` at every save (:doc:`app_state`) works too, and holds
-#   the training thread for longer.
+# * A state that calls ``get_state_dict`` at every save (:doc:`app_state`) works too; the call is longer.
 # * A program that ends without leaving the block loses what is not yet written, without a word.
 # * A directory is taken for a local path, even ``s3://...``: :doc:`object_storage` saves to a
 #   store.

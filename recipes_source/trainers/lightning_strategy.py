@@ -78,7 +78,7 @@ class OverlappedStrategy(ModelParallelStrategy):
         return get_optimizer_state_dict(self.model, getattr(optimizer, "_optimizer", optimizer))
 
     def save_checkpoint(self, checkpoint: dict, filepath: str, storage_options=None) -> None:
-        if not self.saves.running:  # after fit
+        if self.saves.hook is None:  # after fit
             return super().save_checkpoint(checkpoint, filepath, storage_options)
         parts = {f"optimizer_{i}": s for i, s in enumerate(checkpoint.pop("optimizer_states", []))}
         parts["state_dict"] = checkpoint.pop("state_dict")

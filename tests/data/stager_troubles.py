@@ -1,5 +1,7 @@
 """What can go wrong around `OverlappedSaves`; prints a line for each trouble that it survives."""
 
+import os
+import signal
 import sys
 import tempfile
 import threading
@@ -29,6 +31,7 @@ state_to_save.WIDTH, state_to_save.HIDDEN = 16, 64
 
 FAULTS: dict[int, BaseException | None] = {}  # by thread
 WRITE = dcp.FileSystemWriter.write_data
+QUEUE = CopyPlan.queue
 
 
 def write_data(self, plan, planner):
@@ -519,6 +522,58 @@ def numbers_on_the_device_are_read_at_the_save(root: Path, device: torch.device)
     assert [tensor.item() for tensor in loaded.values()] == [0.5, 0.5, 7], loaded
 
 
+def held_back(go: threading.Event):
+    """``CopyPlan.queue`` whose thread waits for ``go``, so that copies are under way until then."""
+
+    def queue(plan, copies, *others):
+        if threading.current_thread() is not threading.main_thread():
+            go.wait(60)
+        return QUEUE(plan, copies, *others)
+
+    return queue
+
+
+def ctrl_c_at_the_end_of_the_block_tears_no_copy(root: Path, device: torch.device) -> None:
+    """Training that goes on outside of the block is ordered after the copies, too."""
+    go, weight = threading.Event(), nn.Parameter(torch.ones(1 << 19, device=device))
+    weight.grad = torch.ones_like(weight)
+    optimizer = torch.optim.SGD([weight], lr=0.5)
+    CopyPlan.queue = held_back(go)
+    handler = signal.signal(signal.SIGINT, signal.default_int_handler)
+    try:
+        with recipe.OverlappedSaves(device) as saves:
+            saved = saves.save({"x": weight}, root / "x")
+            threading.Timer(0.5, os.kill, (os.getpid(), signal.SIGINT)).start()
+        raise AssertionError("Ctrl-C came too late")
+    except KeyboardInterrupt:
+        threading.Timer(0.5, go.set).start()
+        optimizer.step()
+    finally:
+        CopyPlan.queue = QUEUE
+        signal.signal(signal.SIGINT, handler)
+    saved.result()
+    loaded = {"x": torch.zeros(1 << 19)}
+    dcp.load(loaded, checkpoint_id=root / "x")
+    assert weight[0] == 0.5 and (loaded["x"] == 1).all(), loaded
+    saves.__exit__(None, None, None)
+
+
+def a_save_waits_until_the_copies_before_it_are_launched(root: Path, device: torch.device) -> None:
+    """They may read the snapshots that it takes anew: of buffers, between two updates."""
+    go, buffer = threading.Event(), torch.ones(1 << 19, device=device)
+    CopyPlan.queue = held_back(go)
+    with recipe.OverlappedSaves(device, [buffer]) as saves:
+        saves.save({"x": buffer}, root / "first")
+        buffer.mul_(2)  # as a forward does
+        threading.Timer(0.5, go.set).start()
+        saves.save({"x": buffer}, root / "second")
+    CopyPlan.queue = QUEUE
+    for name, value in {"first": 1.0, "second": 2.0}.items():
+        loaded = {"x": torch.zeros(1 << 19)}
+        dcp.load(loaded, checkpoint_id=root / name)
+        assert (loaded["x"] == value).all(), (name, loaded)
+
+
 def threads_are_told_their_device(root: Path, device: torch.device) -> None:
     told: dict[str, object] = {}
     streams = torch.get_device_module(device)
@@ -577,6 +632,8 @@ ON_ONE_RANK = (
     snapshots_free_the_update_from_the_copies,
     numbers_on_the_device_are_read_at_the_save,
     threads_are_told_their_device,
+    ctrl_c_at_the_end_of_the_block_tears_no_copy,
+    a_save_waits_until_the_copies_before_it_are_launched,
 )
 
 if __name__ == "__main__":
