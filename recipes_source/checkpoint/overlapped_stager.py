@@ -67,12 +67,12 @@ The idea
 
 :doc:`staging_copies` moves the bytes. Four orderings make that a *correct* save:
 
-.. lanes:: Schematic. The copy after update 1 runs beside the next forward and backward; the write beside all that follows.
+.. lanes:: Schematic. The copy after step 1 runs beside the next forward and backward; the write beside all that follows.
 
-   compute:  0-4 forward, backward; 4-6 update 1; 6-14 forward, backward; 14-16 update 2; 16-24 forward, backward; 24-26 update 3
+   compute:  0-6 step 1; 6-14 forward, backward; 14-16 update 2; 16-24 forward, backward; 24-26 update 3
    copy:     6-12 to arena A ~; 26-32 to arena B ~
    write:    12-28 write state 1 ~; 32-40 write state 3 ~
-   @6 1: the copy waits for the update
+   @6 1: the copy waits for the step
    @14 2: the next update waits for the copy
 
 1. **Copy after step**: the copies wait for an event that is recorded after ``optimizer.step()``.
