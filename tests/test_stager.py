@@ -38,6 +38,7 @@ ONE_RANK = [
     "threads_are_told_their_device",
     "ctrl_c_at_the_end_of_the_block_tears_no_copy",
     "a_save_waits_until_the_copies_before_it_are_launched",
+    "an_update_waits_until_its_copies_are_launched",
 ]
 TWO_RANKS = [
     "an_older_checkpoint_of_the_name_is_replaced_whole",
@@ -529,38 +530,6 @@ def test_no_more_than_a_piece_is_copied_between_two_gaps(monkeypatch) -> None:
     rows = [sum(source.nbytes for _, source in row[1:]) for row in rows]
     assert max(rows) == piece and sum(rows) >= sum(sizes)
     assert len(rows) < 12, "copies that fit into one piece share it"
-
-
-def test_an_update_waits_for_copies_that_are_not_queued_yet(tmp_path, monkeypatch) -> None:
-    """A thread queues them. The update comes first here: its hook opens the gate, late."""
-    from overlapped_stager import CopyPlan, OverlappedSaves
-    from torch.optim.optimizer import register_optimizer_step_pre_hook
-
-    go, queued, queue = threading.Event(), [], CopyPlan.queue
-
-    def held_back(plan, copies, *others):
-        if len(copies) == 1:  # what lies elsewhere: in the call
-            return queue(plan, copies, *others)
-        go.wait(30)
-        queued.append(queue(plan, copies, *others))
-        return queued[-1]
-
-    def opens_late(*_) -> None:
-        threading.Timer(0.2, go.set).start()
-
-    monkeypatch.setattr(CopyPlan, "queue", held_back)
-    weight = torch.nn.Parameter(torch.ones(3))
-    weight.grad = torch.ones(3)
-    optimizer = torch.optim.SGD([weight], lr=0.5)
-    before = register_optimizer_step_pre_hook(opens_late)
-    with OverlappedSaves(CPU) as saves:
-        behind = register_optimizer_step_pre_hook(lambda *_: queued.append("update"))
-        saves.save({"x": weight}, tmp_path / "step1")
-        optimizer.step()
-    before.remove()
-    behind.remove()
-    assert queued[1:] == ["update"] and weight[0] == 0.5
-    assert loaded(tmp_path / "step1", {"x": torch.zeros(3)})["x"].tolist() == [1.0] * 3
 
 
 def test_a_block_ends_twice_as_it_ends_once(tmp_path) -> None:

@@ -281,6 +281,9 @@ class OverlappedSaves:
     def begin(self, number: int, staged: Future, aside: Path) -> tuple:
         """Wait for the copies. Until then this thread leaves the interpreter to the training.
 
+        Args:
+            staged: the Future of the launches, or the error that came before it.
+
         Returns:
             What must be the same on all ranks.
         """

@@ -25,6 +25,7 @@ from staging_copies import CopyPlan  # noqa: E402
 from torch import nn  # noqa: E402
 from torch.distributed.device_mesh import DeviceMesh, init_device_mesh  # noqa: E402
 from torch.distributed.tensor import Shard, distribute_tensor  # noqa: E402
+from torch.optim.optimizer import register_optimizer_step_pre_hook  # noqa: E402
 
 state_to_save.WIDTH, state_to_save.HIDDEN = 16, 64
 
@@ -574,6 +575,25 @@ def a_save_waits_until_the_copies_before_it_are_launched(root: Path, device: tor
         assert (loaded["x"] == value).all(), (name, loaded)
 
 
+def an_update_waits_until_its_copies_are_launched(root: Path, device: torch.device) -> None:
+    go, weight = threading.Event(), nn.Parameter(torch.ones(1 << 19, device=device))
+    weight.grad = torch.ones_like(weight)
+    optimizer, launched = torch.optim.SGD([weight], lr=0.5), []
+    CopyPlan.queue = held_back(go)
+    with recipe.OverlappedSaves(device) as saves:
+        saves.save({"x": weight}, root / "x")
+        saves.queued[0].add_done_callback(lambda _: launched.append("launched"))
+        behind = register_optimizer_step_pre_hook(lambda *_: launched.append("update"))
+        threading.Timer(0.5, go.set).start()
+        optimizer.step()
+        behind.remove()
+    CopyPlan.queue = QUEUE
+    loaded = {"x": torch.zeros(1 << 19)}
+    dcp.load(loaded, checkpoint_id=root / "x")
+    assert launched == ["launched", "update"], launched
+    assert weight[0] == 0.5 and (loaded["x"] == 1).all(), loaded
+
+
 def threads_are_told_their_device(root: Path, device: torch.device) -> None:
     told: dict[str, object] = {}
     streams = torch.get_device_module(device)
@@ -634,6 +654,7 @@ ON_ONE_RANK = (
     threads_are_told_their_device,
     ctrl_c_at_the_end_of_the_block_tears_no_copy,
     a_save_waits_until_the_copies_before_it_are_launched,
+    an_update_waits_until_its_copies_are_launched,
 )
 
 if __name__ == "__main__":
