@@ -28,7 +28,7 @@ from pathlib import Path
 import torch
 import torch.distributed as dist
 
-from harness.recipe import code_sha256
+from harness.sources import code_sha256
 
 ROOT = Path(__file__).resolve().parents[1]
 SOURCE = ROOT / "recipes_source"

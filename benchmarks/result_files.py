@@ -15,7 +15,7 @@ from dataclasses import dataclass
 from datetime import date
 from pathlib import Path
 
-from harness.recipe import code_sha256
+from harness.sources import code_sha256
 
 REQUIRED = {
     "benchmark": str,

@@ -11,5 +11,5 @@ from pathlib import Path
 
 sys.path.insert(0, str(Path(__file__).resolve().parent))
 os.environ.setdefault("RANKPROOF_COMMAND", "python -m harness")
-for _name in ("recipe", "run"):  # harness.run is the very module rankproof.run
+for _name in ("recipe", "run", "sources"):  # harness.run is the very module rankproof.run
     sys.modules[f"harness.{_name}"] = importlib.import_module(f"rankproof.{_name}")

@@ -157,10 +157,10 @@ def test_a_compiled_model_resumes(tmp_path: Path, monkeypatch: pytest.MonkeyPatc
 
 def test_no_rank_rolls_back_while_another_reads(tmp_path: Path) -> None:
     """The last read of rank 1 is held until rank 0 has renamed what it reads, at most 3 s."""
-    from rankproof.recipe import with_imports
+    from rankproof.recipe import load_recipe
     from rankproof.run import run
 
-    for file in with_imports(RECIPES / "resume_and_reshard.py"):
+    for file in load_recipe(RECIPES / "resume_and_reshard.py").files:
         shutil.copy(file, tmp_path)
     held, line = tmp_path / "resume_and_reshard.py", "    narrow = nn.Linear(WIDTH // 2, WIDTH)\n"
     source = held.read_text()

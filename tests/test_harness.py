@@ -20,19 +20,19 @@ from selection import REPO
 from test_verdicts import BAD, is_right, judge
 
 from rankproof.__main__ import main
-from rankproof.judge import Failure
+from rankproof.judge import Failure, Rank
 from rankproof.kept import KeptRun
 from rankproof.kept import _present_code as kept_code
 from rankproof.leader import descendants, dump_stacks
 from rankproof.recipe import (
+    Control,
     RecipeError,
-    code_hashes,
-    code_sha256,
     discover,
     load_controls,
     load_recipe,
 )
 from rankproof.run import HOME, Report, _own, _written, load_back, reproduce, run
+from rankproof.sources import code_sha256
 
 BAD_SCRIPTS = REPO / "tests" / "data" / "bad"
 
@@ -545,7 +545,7 @@ def test_a_run_is_kept_until_code_edit_or_ranks_change_and_only_if_it_ended_as_i
         return KeptRun(store, recipe, ranks, edit)
 
     passed = Report("r", str(path), 1, "torchrun", "command")
-    raised = dataclasses.replace(passed, failures=[Failure("raised", "as it must")])
+    raised = dataclasses.replace(passed, failures=[Failure("raised", "AssertionError: x is 2")])
     assert kept().report() is None
     kept().keep(passed)
     kept(control="n").keep(raised)
@@ -766,7 +766,7 @@ CONTROL = """
     says = "s"
     find = "x = 1"
     replace = "x = 2"
-    fails = ["raised"]
+    fails.raised = 'AssertionError: x is 2'
 """
 
 
@@ -791,18 +791,80 @@ def test_a_control_whose_text_stands_twice_says_so(tmp_path) -> None:
         ("[[control]]\nname = 'n'", "lacks"),
         ("ranks = [", "r.toml"),
         (CONTROL + "    when = 'now'", "control 'n': unknown keys"),
+        (CONTROL.replace("AssertionError: x is 2", ".*"), "fails.raised matches any text"),
+        (CONTROL.replace("AssertionError: x is 2", "x is 2"), "begins with the exception's type"),
+        (CONTROL.replace("AssertionError: x is 2", "ValueError: ("), "fails.raised is no pattern"),
+        (CONTROL.replace("fails.raised", "fails.rose"), "no kind of failure 'rose'"),
+        (CONTROL.replace("fails.raised =", "fails ="), "say kind and pattern"),
+        (CONTROL + "    file = 'nowhere.py'", "no file .*nowhere.py"),
     ],
 )
 def test_a_bad_controls_file_names_what_is_wrong(tmp_path, text: str, message: str) -> None:
     with pytest.raises(RecipeError, match=message):
-        load_controls(write(tmp_path, "r.toml", text))
+        load_controls(write(tmp_path, "r.toml", text), tmp_path)
 
 
 def test_a_control_that_changes_nothing_visible_is_not_caught(tmp_path) -> None:
     write(tmp_path, "r.toml", CONTROL)
     recipe = load_recipe(write(tmp_path, "r.py", "x = 1\n"), tmp_path)
     control = recipe.control("n")
-    assert not control.caught(run(recipe.path, 1, launcher="warm", control=control).kinds)
+    assert not control.caught(run(recipe.path, 1, launcher="warm", control=control).failures)
+
+
+PROVES = """
+    def double(x):
+        return 2 * x
+
+    x = 1
+    assert x == 1, f"x is {x}"
+    assert double(x) == 2
+"""
+
+
+@pytest.mark.parametrize(
+    ("replace", "missed"),
+    [
+        ("x = 2", ""),
+        ("x = undefined", "no failure is one that the control names"),
+        ("import no_such_module; x = 2", "no failure is one that the control names"),
+        ("double = lambda y: y.no_such_attribute; x = 1", "no failure is one"),
+        ("x = 1", "no failure is one that the control names"),
+    ],
+)
+def test_a_control_is_caught_by_the_failure_that_it_names_alone(tmp_path, replace, missed) -> None:
+    """An undefined name, a missing import or a slip in another function is no proof."""
+    write(tmp_path, "r.toml", CONTROL.replace("x = 2", replace))
+    recipe = load_recipe(write(tmp_path, "r.py", PROVES), tmp_path)
+    control = recipe.control("n")
+    report = run(recipe.path, 1, launcher="warm", control=control)
+    assert (
+        control.missed(report.failures).startswith(missed)
+        if missed
+        else control.caught(report.failures)
+    ), report.describe()
+
+
+def test_a_slip_beside_the_named_failure_is_refused() -> None:
+    (control,) = control_of("AssertionError: x is 2")
+    named = Failure("raised", "AssertionError: x is 2", 0)
+    assert control.caught([named])
+    for slip in ("NameError: name 'y'", "RuntimeError: rank 1: ModuleNotFoundError: No module"):
+        said = control.missed([named, Failure("raised", slip, 1)])
+        assert said.startswith("the edit is no Python that could run")
+    assert (
+        control.missed([named, Failure("left_thread", "write", 1)])
+        == "it failed by left_thread, too"
+    )
+
+
+def control_of(pattern: str) -> tuple[Control, ...]:
+    return (Control("n", "s", "x = 1", "x = 2", {"raised": (pattern,)}),)
+
+
+def test_an_assertion_without_a_message_is_told_by_its_source(tmp_path) -> None:
+    script = write(tmp_path, "r.py", "found = [1]\nassert (\n    len(found)\n    == 2\n)\n")
+    (failure,) = run(script, 1, launcher="warm").failures
+    assert failure.text == "AssertionError: assert len(found) == 2"
 
 
 def test_the_code_hash_follows_code_and_not_prose(tmp_path) -> None:
@@ -836,7 +898,7 @@ def test_the_template_passes(ranks: int) -> None:
 @pytest.mark.parametrize("control", TEMPLATE.controls, ids=lambda control: control.name)
 def test_the_templates_controls_are_caught(control) -> None:
     report = run(TEMPLATE.path, control.ranks, launcher="warm", control=control)
-    assert control.caught(report.kinds), report.describe()
+    assert control.caught(report.failures), report.describe()
 
 
 # Recipes of a gallery
@@ -852,12 +914,12 @@ def gallery(root: Path) -> Path:
 
 def test_a_recipe_may_import_one_of_another_folder_of_its_gallery(tmp_path) -> None:
     path = gallery(tmp_path)
-    before = code_hashes(path)
+    before = load_recipe(path).hashes
     assert before.keys() == {"takes", "taken"}
     report = run(path, 1, launcher="warm")
     assert report.ok, report.describe()
     (tmp_path / "first" / "taken.py").write_text("value = 2\n")
-    assert code_hashes(path) != before
+    assert load_recipe(path).hashes != before
 
 
 def test_what_a_recipe_needs_and_is_not_there_is_named(tmp_path) -> None:
@@ -893,11 +955,21 @@ def test_code_and_prose_are_counted(tmp_path) -> None:
         )
     '''
     path = write(tmp_path, "r.py", text)
-    assert sizes.lines_of_code(path) == 4
+    assert sizes.statements(path) == 1
     assert sizes.words_of_prose(path) == 2 + 8 + 1 + 3
+
+
+def test_what_is_written_in_the_scripts_own_folder_counts_wherever_that_lies() -> None:
+    """Written and removed: in /tmp that is any script's right, in its own project it is not."""
+    rank = Rank(0, "", "", 0, {"wrote_elsewhere": ["/tmp/project/a.log", "/tmp/other"]}, True, [])
+    private = {"private": ["/tmp"], "written": []}
+    nowhere = {"private": [], "written": []}
+    assert _written(private, [rank], ("/tmp/project/",)) == ([], ["/tmp/project/a.log"])
+    assert _written(private, [rank], ("/tmp/",)) == ([], []), "a script that lies in /tmp itself"
+    assert _written(nowhere, [rank], ()) == ([], ["/tmp/other", "/tmp/project/a.log"])
 
 
 def test_what_a_library_makes_at_its_import_is_not_a_ranks_to_leave():
     """torch 2.9 makes a temporary directory when it is imported; each forked rank removes it."""
     gone = [f"-{tempfile.gettempdir()}/rankproof-server-x/tmp1", "-/elsewhere/file"]
-    assert _written({"private": [], "written": gone}, []) == ([], ["-/elsewhere/file"])
+    assert _written({"private": [], "written": gone}, [], ()) == ([], ["-/elsewhere/file"])

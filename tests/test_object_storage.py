@@ -18,7 +18,7 @@ import torch.distributed.checkpoint as dcp
 from object_servers import ERRORS, KEY, SECRET, Proxy, rclone, seaweedfs
 from selection import REPO
 
-from harness.recipe import with_imports
+from harness.recipe import load_recipe
 
 pytest.importorskip("s3fs")
 RECIPE = REPO / "recipes_source" / "checkpoint" / "object_storage.py"
@@ -91,7 +91,7 @@ def unfinished(url: str) -> list:
 
 def edited(tmp_path: Path, find: str, replace: str):
     """The recipe with an edit, as a module."""
-    for file in with_imports(RECIPE):
+    for file in load_recipe(RECIPE).files:
         shutil.copy(file, tmp_path)
     source = RECIPE.read_text()
     assert source.count(find) == 1

@@ -14,7 +14,7 @@ from sphinx.util.docutils import docutils_namespace
 from timeline import merge, read_panel, scale_bar
 
 from benchmarks import readme_table, result_files
-from harness.recipe import code_sha256
+from harness.sources import code_sha256
 
 REPO = Path(__file__).resolve().parent.parent
 RECIPE = '''"""A recipe."""

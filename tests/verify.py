@@ -25,7 +25,7 @@ from pathlib import Path
 REPO = Path(__file__).resolve().parent.parent
 sys.path.insert(0, str(REPO))
 
-from harness.recipe import Recipe, RecipeError, code_hashes, discover  # noqa: E402
+from harness.recipe import Recipe, RecipeError, discover  # noqa: E402
 from harness.run import Report, run  # noqa: E402
 
 WORLD_SIZES = (1, 2, 4)
@@ -77,7 +77,7 @@ def verify_recipe(recipe: Recipe, ranks: int) -> dict:
         lines.append(f"  control {control.name}: {verdict} {sorted(broken.kinds)}")
     print("\n".join(lines), flush=True)
     return {
-        "code_sha256": code_hashes(recipe.path),
+        "code_sha256": recipe.hashes,
         "date": date.today().isoformat(),
         "ok": not failures,
         "failures": failures,
@@ -88,7 +88,7 @@ def verify_recipe(recipe: Recipe, ranks: int) -> dict:
 
 def fresh(kept: dict, recipe: Recipe) -> bool:
     """Whether ``kept``, a recipe's part of a record, says that its present code passed."""
-    return kept.get("ok", False) and kept["code_sha256"] == code_hashes(recipe.path)
+    return kept.get("ok", False) and kept["code_sha256"] == recipe.hashes
 
 
 def verify_all(recipes: list[Recipe], ranks: int) -> Iterator[tuple[str, dict]]:

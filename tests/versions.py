@@ -18,7 +18,7 @@ from pathlib import Path
 ROOT = Path(__file__).resolve().parents[1]
 sys.path.insert(0, str(ROOT))
 
-from harness.recipe import Recipe, code_hashes, discover  # noqa: E402
+from harness.recipe import Recipe, discover  # noqa: E402
 from harness.run import run  # noqa: E402
 
 RECORD = ROOT / "guide" / "versions.json"
@@ -35,7 +35,7 @@ def judged(recipe: Recipe, launcher: str) -> dict:
         print(reports[-1].describe(), flush=True)
     report = reports[-1]
     return {
-        "code_sha256": code_hashes(recipe.path),
+        "code_sha256": recipe.hashes,
         "date": date.today().isoformat(),
         "ok": report.ok,
         "runs": len(reports),
@@ -49,7 +49,7 @@ def without_paths(text: str) -> str:
 
 
 def fresh(kept: dict, recipe: Recipe) -> bool:
-    return kept.get("ok", False) and kept["code_sha256"] == code_hashes(recipe.path)
+    return kept.get("ok", False) and kept["code_sha256"] == recipe.hashes
 
 
 def main() -> int:

@@ -320,6 +320,8 @@ def judge_ranks(ranks: list[Rank], timed_out: bool, saves: list[SavedState]) -> 
         if not record["finished"] and not record["error"]:
             text = f"sys.exit({record.get('exit', '')}) before the recipe's last line"
             failures.append(Failure("exited_early", text, rank.number))
+        if record.get("misfit"):
+            failures.append(Failure("misfit", record["misfit"], rank.number))
         kinds = {"deprecations": "deprecation_warning", "conflicts": "unordered_access"}
         for key, kind in kinds.items():
             if found := record.get(key):

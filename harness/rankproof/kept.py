@@ -1,9 +1,9 @@
 """Runs that are kept: what was observed of this very code need not be observed again.
 
 The pages' build and the tests both run each recipe and each of its negative controls. Whoever comes
-second takes what the first has kept. A kept run is fresh as long as the recipe, what
-it imports from its folder, the edit, the number of ranks, torch and the harness are what they were.
-Only runs that ended as they must are kept.
+second takes what the first has kept. A kept run is fresh as long as the recipe, what it imports
+from its project, the edit, the number of ranks, torch and the harness are what they were. Only runs
+that ended as they must are kept.
 """
 
 import dataclasses
@@ -17,8 +17,9 @@ from pathlib import Path
 import torch
 
 from rankproof.judge import Failure
-from rankproof.recipe import Control, Recipe, RecipeError, code_hashes
+from rankproof.recipe import Control, Recipe, RecipeError
 from rankproof.run import Report, run
+from rankproof.sources import Sources
 
 HERE = Path(__file__).parent
 
@@ -29,7 +30,10 @@ def _harness_sha256() -> str:
     return hashlib.sha256("\0".join(texts).encode()).hexdigest()
 
 
-_present_code = cache(code_hashes)  # as it is in this process's life
+@cache
+def _present_code(script: Path, import_from: tuple[Path, ...]) -> dict[str, str]:
+    """The hashes of a script's files, as they are in this process's life."""
+    return Sources.of_script(script, import_from).hashes()
 
 
 @dataclasses.dataclass(frozen=True)
@@ -52,10 +56,8 @@ class KeptRun:
 
     @property
     def key(self) -> str:
-        edit = self.control and repr(
-            dataclasses.replace(self.control, says="", fails=sorted(self.control.fails))
-        )
-        code = _present_code(self.recipe.path)
+        edit = self.control and repr(dataclasses.replace(self.control, says=""))
+        code = _present_code(self.recipe.path, self.recipe.import_from)
         what = json.dumps([code, self.ranks, torch.__version__, edit, _harness_sha256()])
         return hashlib.sha256(what.encode()).hexdigest()
 
@@ -68,7 +70,7 @@ class KeptRun:
 
     def as_it_must(self, report: Report) -> bool:
         """Whether the recipe passed, or the control was caught."""
-        return self.control.caught(report.kinds) if self.control else report.ok
+        return self.control.caught(report.failures) if self.control else report.ok
 
     def keep(self, report: Report) -> None:
         """Keep ``report`` if it is as it must be, else drop what was kept."""

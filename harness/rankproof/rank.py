@@ -209,9 +209,36 @@ def summary(error: BaseException) -> str:
         cause = failure[0] if isinstance(failure, tuple) else failure
         return f"{type(error).__name__}, rank {rank}: {summary(cause)}"
     text = str(error).strip()
+    if not text and isinstance(error, AssertionError):
+        text = failed_assertion(error)
     if text.startswith("-- Process"):  # torch.multiprocessing quotes a traceback
         text = f"{text.split(':')[0].strip('- ')}: {text.splitlines()[-1]}"
     return f"{type(error).__name__}: {text.splitlines()[0][:300]}" if text else type(error).__name__
+
+
+def failed_assertion(error: AssertionError) -> str:
+    """The assertion that failed, on one line; empty where its source is not known."""
+    steps = list(traceback.walk_tb(error.__traceback__))
+    if not steps:
+        return ""
+    frame, line = steps[-1]
+    lines = linecache.getlines(frame.f_code.co_filename)
+    with contextlib.suppress(SyntaxError):
+        for node in ast.walk(ast.parse("".join(lines))):
+            if isinstance(node, ast.Assert) and node.lineno <= line <= node.end_lineno:
+                return f"assert {ast.unparse(node.test)}"
+    return ""
+
+
+def not_the_edited_file(edited: dict[str, str] | None) -> str:
+    """What is wrong where a module was edited and another file, or none, was imported."""
+    if edited is None:
+        return ""
+    module = sys.modules.get(edited["name"])
+    if module is None:
+        return f"the edited {edited['name']} was never imported"
+    file = getattr(module, "__file__", None)
+    return "" if file == edited["file"] else f"{file} was imported, not the edited file"
 
 
 def print_from_recipe(error: BaseException, recipe: str) -> None:
@@ -262,7 +289,7 @@ def run(spec: dict) -> None:
     _callers_paths(spec)
     keep_temporary_directories(Path(spec["run_dir"]) / "kept")
     files = FileWatch([spec["run_dir"], *spec["through"]])
-    deprecations = watch_deprecations(spec["import_from"])
+    deprecations = watch_deprecations(spec["own_folders"])
     threads = ThreadWatch()
     book = ledger.Ledger(ranks_dir / f"rank{rank}.notes")
     files.on_written = book.written_to
@@ -326,6 +353,7 @@ def run(spec: dict) -> None:
     book.hash_clones()
     if record["finished"]:
         book.last_line()
+    record["misfit"] = not_the_edited_file(spec["edited"])
     record["threads_at_the_end"] = threads.alive()
     keep("ended")
     sys.exit(not record["finished"])

@@ -1,13 +1,26 @@
-"""Recipes as files: finding them, hashing their code, reading their controls."""
+"""Recipes as files: finding them, reading their settings and their controls."""
 
 import ast
-import hashlib
 import importlib.util
 import os
+import re
 import shlex
+import shutil
 import tomllib
+from collections.abc import Iterable
 from dataclasses import dataclass, field, fields
+from functools import cached_property
 from pathlib import Path
+
+from rankproof.judge import KINDS, Failure
+from rankproof.sources import (
+    DOCUMENTED,
+    PACKAGE_FILE,
+    SourceError,
+    Sources,
+    imported_modules,
+    parse,
+)
 
 DEFAULT_RANKS = (1, 2, 3, 4)
 DEFAULT_DEADLINE_S = 120.0
@@ -18,40 +31,80 @@ DCP = ("torch.distributed.checkpoint", "torch.distributed.checkpoint.format_util
 DCP += ("torch.distributed.checkpoint.state_dict",)  # what a script that saves will import
 UNFINISHED = frozenset({"checkpoint_missing", "checkpoint_incomplete"})
 NOT_AWAITED = frozenset({"never_awaited"})
-DOCUMENTED = (ast.Module, ast.FunctionDef, ast.AsyncFunctionDef, ast.ClassDef)
+EXCEPTION = re.compile(r"\^?\w*(Error|Exception|Exit|Interrupt|Warning)\b")  # how "raised" begins
+# What an edit raises that is wrong by itself: no failure of a script that lacks a line.
+SLIPS = re.compile(
+    r"\b(NameError|UnboundLocalError|SyntaxError|IndentationError|AttributeError|ImportError"
+    r"|ModuleNotFoundError)\b"
+)
 DEFINING = (*DOCUMENTED, ast.Import, ast.ImportFrom, ast.Assign, ast.AnnAssign)
 
 
-class RecipeError(ValueError):
+class RecipeError(SourceError):
     """A recipe or its controls file is not what the harness needs; the message says what to do."""
 
 
 @dataclass(frozen=True)
 class Control:
-    """A negative control: an edit of the recipe, and the failures that the edit may cause."""
+    """A negative control: an edit of a script or of a module that it imports, and what must fail.
+
+    ``fails`` has the kinds of failure that the edit may cause, each with patterns of its text.
+    Those of ``raised`` begin with the exception's type. The edited file is the script's own where
+    ``file`` is None.
+    """
 
     name: str
     says: str
     find: str
     replace: str
-    fails: frozenset[str]
+    fails: dict[str, tuple[str, ...]]
+    file: Path | None = None
     ranks: int = 2
     gate: str | None = None
     order: bool = False
     order_on_device: bool = False  # queued work alone shows it on an accelerator
     deadline_s: float = DEFAULT_DEADLINE_S
 
-    def caught(self, kinds: frozenset[str]) -> bool:
-        """Whether a run with these kinds of failure failed as the control says, and only so.
+    def named(self, failures: Iterable[Failure]) -> list[Failure]:
+        """Those of ``failures`` that the control names."""
+        found = []
+        for failure in failures:
+            patterns = self.fails.get(failure.kind, ())
+            if any(re.search(pattern, failure.text) for pattern in patterns):
+                found.append(failure)
+        return found
 
-        A rank that was stopped leaves its last save unfinished; that alone is no other failure.
+    def missed(self, failures: Iterable[Failure]) -> str:
+        """Why ``failures`` are not what the control says; empty if they are.
+
+        One at least is named, and no other kind occurs. A rank that was stopped leaves its last
+        save unfinished; that alone is no other failure.
         """
-        awaits = self.fails & (UNFINISHED | {"overlapping_saves"})  # an edit about awaiting
-        fails = self.fails | NOT_AWAITED if awaits else self.fails
-        unexpected = kinds - fails
-        if kinds & fails & STOPPED:
+        failures = list(failures)
+        named = self.named(failures)
+        if not named:
+            return "no failure is one that the control names"
+        slips = [f.text for f in failures if f not in named and SLIPS.search(f.text)]
+        if slips:
+            return f"the edit is no Python that could run, whatever the script proves: {slips[0]}"
+        expected = frozenset(self.fails)
+        if expected & (UNFINISHED | {"overlapping_saves"}):  # an edit about awaiting
+            expected |= NOT_AWAITED
+        kinds = {failure.kind for failure in failures}
+        unexpected = kinds - expected
+        if kinds & expected & STOPPED:
             unexpected -= UNFINISHED | NOT_AWAITED
-        return bool(kinds & fails) and not unexpected
+        return f"it failed by {', '.join(sorted(unexpected))}, too" if unexpected else ""
+
+    @property
+    def expected(self) -> str:
+        """What must fail, in words."""
+        said = [f"{kind} ({' or '.join(self.fails[kind])})" for kind in sorted(self.fails)]
+        return " or ".join(said)
+
+    def caught(self, failures: Iterable[Failure]) -> bool:
+        """Whether a run with these failures failed as the control says, and only so."""
+        return not self.missed(failures)
 
     def apply(self, source: str) -> str:
         """Return ``source`` with the edit made.
@@ -67,6 +120,34 @@ class Control:
             )
         return source.replace(self.find, self.replace)
 
+    def edited(self, recipe: "Recipe", folder: Path) -> tuple[str, Path]:
+        """Write the edited file to ``folder``, a module with the whole package that it lies in.
+
+        Returns:
+            Its dotted name, and where it is.
+
+        Raises:
+            RecipeError: the edit does not fit, or the recipe does not import the file.
+        """
+        original = self.file or recipe.path
+        name = recipe.sources.name_of(original)
+        if name is None:
+            raise RecipeError(
+                f"control '{self.name}': {recipe.path.name} does not import {original}, so an edit "
+                "of it would change nothing"
+            )
+        source = self.apply(original.read_text(encoding="utf-8"))
+        package = name.partition(".")[0]
+        folder.mkdir(parents=True)
+        if package != name or original.name == PACKAGE_FILE:
+            whole = recipe.sources.found_in[name] / package
+            shutil.copytree(whole, folder / package, ignore=shutil.ignore_patterns("__pycache__"))
+            file = folder / original.relative_to(recipe.sources.found_in[name])
+        else:
+            file = folder / original.name
+        file.write_text(source, encoding="utf-8")
+        return name, file
+
 
 @dataclass(frozen=True)
 class Settings:
@@ -78,6 +159,7 @@ class Settings:
     verified: str = "verified"
     pattern: str = "*.py"
     exclude: tuple[str, ...] = ()
+    import_from: tuple[str, ...] = ()  # folders that scripts import from, beside their own
     ranks: tuple[int, ...] = (2,)
     deadline_s: float = DEFAULT_DEADLINE_S
     args: dict[str, str] = field(default_factory=dict)  # by file name or pattern
@@ -102,9 +184,18 @@ class Settings:
         return cls(root=path if path.is_dir() else path.parent)
 
     def load(self, path: Path) -> "Recipe":
-        """The script at ``path``; only those below ``recipes`` have controls."""
-        own = self.controls and path.resolve().is_relative_to(self.root / self.recipes)
-        return load_recipe(path, self.root / self.controls if own else None, self.deadline_s)
+        """The script at ``path``; only one below ``recipes``, or named by a file, has controls."""
+        below = path.resolve().is_relative_to((self.root / self.recipes).resolve())
+        controls = None
+        if self.controls is not None:
+            file = self.root / self.controls / f"{path.stem}.toml"
+            if below or (file.is_file() and "script" in _toml(file)):
+                controls = self.root / self.controls
+        return load_recipe(path, controls, self.deadline_s)
+
+    @property
+    def import_folders(self) -> tuple[Path, ...]:
+        return tuple((self.root / folder).resolve() for folder in self.import_from)
 
     def args_of(self, recipe: Path) -> tuple[str, ...]:
         found = (args for pattern, args in self.args.items() if recipe.match(pattern))
@@ -122,16 +213,48 @@ class Recipe:
     deadline_s: float = DEFAULT_DEADLINE_S
     needs: tuple[str, ...] = ()  # packages beside torch
     controls: tuple[Control, ...] = field(default=())
+    import_from: tuple[Path, ...] = ()
+    root: Path | None = None  # of its project, where settings were found
 
     @property
     def missing(self) -> list[str]:
         """What it needs and is not installed."""
         return [name for name in self.needs if importlib.util.find_spec(name) is None]
 
+    @cached_property
+    def sources(self) -> Sources:
+        """Its own file and those of its project that it imports, directly or not."""
+        return Sources.of_script(self.path, self.import_from)
+
     @property
     def files(self) -> list[Path]:
-        """Its own and those of its gallery that it imports, directly or not."""
-        return with_imports(self.path)
+        return list(self.sources.files.values())
+
+    @property
+    def flat_files(self) -> list[Path]:
+        """Those of its files that lie in no package."""
+        return [path for name, path in self.sources.files.items() if "." not in name]
+
+    @property
+    def packages(self) -> list[Path]:
+        """The folders of the packages that it imports from its project."""
+        found = {
+            self.sources.found_in[name] / name.partition(".")[0]
+            for name, path in self.sources.files.items()
+            if "." in name or path.name == PACKAGE_FILE
+        }
+        return sorted(found)
+
+    @property
+    def import_path(self) -> list[Path]:
+        """The folders that it imports from."""
+        beside = [file.parent for file in self.flat_files if file.name != PACKAGE_FILE]
+        return list(dict.fromkeys([*beside, *self.import_from]))
+
+    @property
+    def hashes(self) -> dict[str, str]:
+        """The code hash of each of its files, by dotted name."""
+        return self.sources.hashes()
 
     @property
     def saves(self) -> bool:
@@ -172,107 +295,88 @@ def _toml(path: Path) -> dict:
         raise RecipeError(f"{path}: {error}") from error
 
 
-def _parse(path: Path) -> ast.Module:
-    try:
-        return ast.parse(path.read_text(encoding="utf-8"), str(path))
-    except SyntaxError as error:
-        raise RecipeError(f"{path}:{error.lineno}: not valid Python: {error.msg}") from error
-
-
-def code_sha256(path: Path) -> str:
-    """SHA-256 of the file's syntax tree without docstrings; comments are not in the tree.
-
-    Editing prose keeps it, editing code changes it. It is the same on every Python version: fields
-    that are empty are left out, since versions differ in which ones they have.
-    """
-    tree = _parse(path)
-    for node in ast.walk(tree):
-        documented = isinstance(
-            node, (ast.Module, ast.ClassDef, ast.FunctionDef, ast.AsyncFunctionDef)
-        )
-        if documented and ast.get_docstring(node, clean=False) is not None:
-            node.body[0].value.value = ""
-    return hashlib.sha256(repr(_plain(tree)).encode()).hexdigest()
-
-
-def with_imports(path: Path) -> list[Path]:
-    """The file and those that it imports, directly or not.
-
-    ``import name`` means ``name.py`` in the file's folder, else in another folder of its gallery
-    (sphinx-gallery knows one by its header).
-    """
-    found = [path]
-    for current in found:
-        galleries = [h.parent for h in sorted(current.parent.parent.glob("*/GALLERY_HEADER.rst"))]
-        folders = [current.parent, *(galleries if current.parent in galleries else [])]
-        for name in sorted(imported_modules(current)):
-            files = [folder / f"{name}.py" for folder in folders if name.isidentifier()]
-            file = next((file for file in files if file.is_file()), path)
-            found += [file] if file not in found else []
-    return found
-
-
-def imported_modules(path: Path) -> set[str]:
-    """Dotted names of what a file imports; with ``from a import b``, both ``a`` and ``a.b``."""
-    found = set()
-    for node in ast.walk(_parse(path)):
-        if isinstance(node, ast.Import):
-            found |= {alias.name for alias in node.names}
-        elif isinstance(node, ast.ImportFrom) and node.module:
-            found |= {node.module, *(f"{node.module}.{alias.name}" for alias in node.names)}
-    return found
-
-
-def code_hashes(path: Path) -> dict[str, str]:
-    """:func:`code_sha256` of a recipe and of what it imports from its gallery, by name."""
-    return {file.stem: code_sha256(file) for file in with_imports(path)}
-
-
-def _plain(node: object) -> object:
-    """A syntax tree as nested lists, without empty fields and positions."""
-    if isinstance(node, list):
-        return [_plain(item) for item in node]
-    if not isinstance(node, ast.AST):
-        return node
-    fields = [(name, _plain(value)) for name, value in ast.iter_fields(node)]
-    return [type(node).__name__, *(pair for pair in fields if pair[1] not in (None, []))]
-
-
-def _control_from(table: dict, path: Path, deadline_s: float) -> Control:
+def _control_from(table: dict, path: Path, root: Path, deadline_s: float) -> Control:
     where = f"{path}: control {table.get('name', '?')!r}"
     values = {"deadline_s": deadline_s} | _checked(table, {f.name for f in fields(Control)}, where)
     if (gate := table.get("gate", GATES[0])) not in GATES:
         values["gate"] = f"{path.with_name(OWN_GATES)}:{gate}"
     if missing := {"name", "says", "find", "replace", "fails"} - table.keys():
         raise RecipeError(f"{where} lacks {sorted(missing)}")
-    return Control(**values | {"fails": frozenset(table["fails"])})
+    values["fails"] = _patterns(table["fails"], where)
+    if "file" in table:
+        values["file"] = (root / table["file"]).resolve()
+        if not values["file"].is_file():
+            raise RecipeError(f"{where}: no file {values['file']}")
+    return Control(**values)
 
 
-def load_controls(path: Path, deadline_s: float = DEFAULT_DEADLINE_S) -> dict:
+def _patterns(fails: object, where: str) -> dict[str, tuple[str, ...]]:
+    """The patterns of each kind, if they say which failure it must be."""
+    if not isinstance(fails, dict) or not fails:
+        raise RecipeError(f"{where}: say kind and pattern of its text: fails.raised = '…Error: …'")
+    found = {}
+    for kind, said in fails.items():
+        if kind not in KINDS:
+            raise RecipeError(f"{where}: no kind of failure '{kind}'; there are {', '.join(KINDS)}")
+        found[kind] = (said,) if isinstance(said, str) else tuple(said)
+        for pattern in found[kind]:
+            _check_pattern(kind, pattern, where)
+    return found
+
+
+def _check_pattern(kind: str, pattern: str, where: str) -> None:
+    try:
+        matches_anything = re.search(pattern, "") is not None
+    except re.error as error:
+        raise RecipeError(f"{where}: fails.{kind} is no pattern: {error}") from error
+    if matches_anything:
+        raise RecipeError(f"{where}: fails.{kind} matches any text")
+    if kind == "raised" and not EXCEPTION.match(pattern):
+        raise RecipeError(f"{where}: fails.raised begins with the exception's type")
+
+
+def load_controls(path: Path, root: Path, deadline_s: float = DEFAULT_DEADLINE_S) -> dict:
     """Read ``tests/controls/<recipe>.toml`` into the keyword arguments of :class:`Recipe`.
+
+    ``script``, and each control's ``file``, are relative to ``root``.
 
     Raises:
         RecipeError: the file is not valid, or a key is unknown or missing.
     """
-    known = {"ranks", "page_ranks", "order", "deadline_s", "needs", "control"}
+    known = {"script", "ranks", "page_ranks", "order", "deadline_s", "needs", "control"}
     table = {"deadline_s": deadline_s} | _checked(_toml(path), known, str(path))
     deadline_s = table["deadline_s"]
-    controls = tuple(_control_from(c, path, deadline_s) for c in table.pop("control", ()))
+    controls = tuple(_control_from(c, path, root, deadline_s) for c in table.pop("control", ()))
     return table | {"controls": controls}
 
 
 def load_recipe(
     path: Path, controls_dir: Path | None = None, deadline_s: float = DEFAULT_DEADLINE_S
 ) -> Recipe:
-    """The recipe at ``path``, with its controls if ``controls_dir`` holds ``<stem>.toml``."""
+    """The script at ``path``, with its controls if ``controls_dir`` holds ``<stem>.toml``.
+
+    A controls file that names another ``script`` is not for this one.
+    """
     path = Path(path).resolve()
     if not path.is_file():
         raise RecipeError(f"{path}: no such recipe; pass the path of a Python file")
     _parse(path)
+    project = Settings.of(path)
     settings = {"deadline_s": deadline_s}
-    if controls_dir is not None and (file := controls_dir / f"{path.stem}.toml").is_file():
-        settings = load_controls(file, deadline_s)
-    return Recipe(path, **settings)
+    file = controls_dir / f"{path.stem}.toml" if controls_dir is not None else None
+    if file is not None and file.is_file():
+        found = load_controls(file, project.root, deadline_s)
+        script = found.pop("script", None)
+        if script is None or (project.root / script).resolve() == path:
+            settings = found
+    return Recipe(path, **settings, import_from=project.import_folders, root=project.root)
+
+
+def _parse(path: Path) -> ast.Module:
+    try:
+        return parse(path)
+    except SourceError as error:
+        raise RecipeError(str(error)) from error
 
 
 def is_helper(path: Path) -> bool:

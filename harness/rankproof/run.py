@@ -18,7 +18,15 @@ from pathlib import Path
 
 from rankproof import judge
 from rankproof.judge import Failure, Rank, SavedState, some
-from rankproof.recipe import DCP, DEFAULT_DEADLINE_S, GATES, Control, RecipeError, load_recipe
+from rankproof.recipe import (
+    DCP,
+    DEFAULT_DEADLINE_S,
+    GATES,
+    Control,
+    Recipe,
+    RecipeError,
+    load_recipe,
+)
 
 HOME = str(Path(__file__).resolve().parent.parent)  # what to put on a path to import rankproof
 INSTALLED = HOME in map(os.path.realpath, site.getsitepackages())  # it is on every path already
@@ -202,6 +210,8 @@ def _launch(run_dir: Path, file: Path, ranks: int, modules: tuple[str, ...], **s
         "pythonpath": _callers_path(),
         "gate": None,
         "order": False,
+        "edited": None,
+        "own_folders": [],
     } | settings
     (run_dir / "spec.json").write_text(json.dumps(spec))
     _server(modules).run(run_dir / "spec.json")
@@ -299,7 +309,7 @@ def run(
             raise RecipeError(message)
     told = {"ranks": ranks, "control": control and control.name, "gate": gate, "order": order}
     if control is not None:
-        source, order, told["order"] = control.apply(source), control.order, False
+        order, told["order"] = control.order, False
         gate, deadline_s = gate or control.gate, deadline_s or control.deadline_s
     deadline_s = deadline_s or DEFAULT_DEADLINE_S
     starts, sets = own_ranks(source)
@@ -320,11 +330,16 @@ def run(
         return report
     run_dir = Path(tempfile.mkdtemp(prefix=f"rankproof-{path.stem}-"))
     try:
-        file = run_dir / "edited" / path.name if control else path
+        file, edited = path, None
+        import_from = list(recipe.import_path)
         if control is not None:
-            file.parent.mkdir()
-            file.write_text(source, encoding="utf-8")
-        accepts_dir = '"--dir"' in source or "'--dir'" in source
+            name, edited_file = control.edited(recipe, run_dir / "edited")
+            import_from.insert(0, run_dir / "edited")
+            if edited_file.name == path.name and name == path.stem:
+                file = edited_file
+            else:
+                edited = {"name": name, "file": str(edited_file)}
+        own_folders = {source.parent for source in [file, *recipe.files]} | {run_dir / "edited"}
         started = time.monotonic()
         _launch(
             run_dir,
@@ -334,14 +349,16 @@ def run(
             launcher=launcher,
             processes=processes,
             through=[str(Path(folder).resolve()) for folder in through],
-            args=[*(["--dir", str(run_dir / "dir")] if accepts_dir else []), *args],
-            import_from=list(dict.fromkeys(str(f.parent) for f in [file, *recipe.files])),
+            args=[*(["--dir", str(run_dir / "dir")] if accepts_dir(recipe) else []), *args],
+            import_from=list(map(str, import_from)),
+            own_folders=sorted(map(str, own_folders)),
+            edited=edited,
             deadline_s=deadline_s,
             gate=gate,
             order=order,
         )
         report.seconds = time.monotonic() - started
-        _judge(report, run_dir, deadline_s, order)
+        _judge(report, run_dir, deadline_s, order, own_places(recipe))
         if report.failures and sets and launcher != "python":
             why = f"it sets its ranks' rendezvous itself ({sets}), which a launcher does for it"
             report.unjudged = [f"{why}; what came of it: {report.failures[0].text}"]
@@ -353,7 +370,23 @@ def run(
         shutil.rmtree(run_dir, ignore_errors=True)
 
 
-def _judge(report: Report, run_dir: Path, deadline_s: float, order: bool) -> None:
+def accepts_dir(recipe: Recipe) -> bool:
+    """Whether the script, or a file that it imports from beside it, knows the option ``--dir``."""
+    sources = [file.read_text(encoding="utf-8") for file in recipe.flat_files]
+    return any('"--dir"' in source or "'--dir'" in source for source in sources)
+
+
+def own_places(recipe: Recipe) -> tuple[str, ...]:
+    """Where a script's project lies; nothing is to be written there, not for a moment either."""
+    found = {recipe.path.parent, *(file.parent for file in recipe.files)}
+    if recipe.root is not None:
+        found.add(recipe.root)
+    return tuple(f"{os.path.realpath(folder)}/" for folder in found)
+
+
+def _judge(
+    report: Report, run_dir: Path, deadline_s: float, order: bool, own: tuple[str, ...]
+) -> None:
     """Fill in what the run left behind."""
 
     def readable(text: str) -> str:
@@ -373,7 +406,7 @@ def _judge(report: Report, run_dir: Path, deadline_s: float, order: bool) -> Non
     failures = judge.judge_ranks(ranks, outcome["timed_out"], saves)
     if left := outcome["left_processes"]:
         failures.append(Failure("left_process", "; ".join(sorted(left))))
-    cached, elsewhere = _written(outcome, ranks)
+    cached, elsewhere = _written(outcome, ranks, own)
     if elsewhere:
         failures.append(Failure("wrote_elsewhere", some(elsewhere)))
     report.notes += [f"written to caches: {some(cached)}"] if cached else []
@@ -410,19 +443,24 @@ def _judge(report: Report, run_dir: Path, deadline_s: float, order: bool) -> Non
         report.device, report.torch = f"{count}{device}, {backend}", records[0]["torch"]
 
 
-def _written(outcome: dict, ranks: list[Rank]) -> tuple[list[str], list[str]]:
+def _written(outcome: dict, ranks: list[Rank], own: tuple[str, ...]) -> tuple[list[str], list[str]]:
     """What was written to caches, and elsewhere.
 
-    Where places were private, what was left in them counts, not what was ever opened there. A
+    Where places were private, what was left in them counts, not what was ever opened there: a
+    script may use ``/tmp``. In its own project, what was opened counts, wherever that lies. A
     directory that torch 2.9 makes when it is imported is the server's: each forked rank removes it.
     """
     servers_own = f"-{tempfile.gettempdir()}/{SERVERS_OWN}"
     written = {path for path in outcome["written"] if not path.startswith(servers_own)}
     private = tuple(f"{place}/" for place in outcome["private"])
+    own = tuple(place for place in own if place not in private)  # a script in /tmp itself
     seen = {path for rank in ranks for path in (rank.record or {}).get("wrote_elsewhere", [])}
     cached = {path for path in written | seen if path.startswith(_caches())}
-    seen = {path for path in seen if not path.startswith(private)} | written
-    return sorted(cached), sorted(seen - cached)
+    elsewhere = set(written)
+    for path in seen:
+        if path.startswith(own) or not path.startswith(private):
+            elsewhere.add(path)
+    return sorted(cached), sorted(elsewhere - cached)
 
 
 def _judged(report: Report, saves: list[SavedState], loaded: dict) -> dict[str, int | str]:

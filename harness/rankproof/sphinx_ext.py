@@ -38,7 +38,7 @@ from sphinx.util.docutils import SphinxDirective
 import rankproof
 from rankproof.judge import KINDS, Failure
 from rankproof.kept import KeptRun
-from rankproof.recipe import Control, Recipe, Settings, code_hashes, find_recipes
+from rankproof.recipe import Control, Recipe, Settings, find_recipes
 from rankproof.run import Report
 
 logger = logging.getLogger(__name__)
@@ -82,7 +82,7 @@ class RecipeRuns:
 
     def caught(self, control: Control) -> bool:
         report = self.controls.get(control.name)
-        return report is not None and control.caught(report.kinds)
+        return report is not None and control.caught(report.failures)
 
     def problems(self) -> list[str]:
         """What must end the build, in words."""
@@ -93,7 +93,7 @@ class RecipeRuns:
                 observed = ", ".join(f"{f.kind} ({f.text})" for f in report.failures)
                 found.append(
                     f"{self.recipe.path.name}: the control {control.name!r} was not caught: "
-                    f"expected {' or '.join(sorted(control.fails))}, observed "
+                    f"{control.missed(report.failures)}: expected {control.expected}, observed "
                     f"{observed or 'no failure'}\nrun it again: {report.command}"
                 )
         return found
@@ -292,7 +292,7 @@ def verified_records() -> list[dict]:
 
 
 def badge(recipe: Recipe) -> nodes.Node:
-    current, lines = code_hashes(recipe.path), []
+    current, lines = recipe.hashes, []
     for record in verified_records():
         mine = record["recipes"].get(recipe.name, {"ok": False, "code_sha256": ""})
         where = f"{record['ranks']} × {record['device']}, torch {record['torch']}"
@@ -372,17 +372,24 @@ class RecipeControls(RecipeDirective):
             "recipe-control",
             nodes.paragraph("", "", nodes.strong("", "", *says), classes=["control-says"]),
             *messages,
-            code(diff(runs.recipe.path, control), "diff"),
+            code(diff(runs.recipe, control), "diff"),
             *observed,
         )
 
 
-def diff(path: Path, control: Control) -> str:
-    """The edit of a control as changed lines with one line around them."""
+def diff(recipe: Recipe, control: Control) -> str:
+    """The edit of a control as changed lines with one line around them.
+
+    Another file than the recipe's own is named above them.
+    """
+    path = control.file or recipe.path
     before = path.read_text(encoding="utf-8")
     after = before.replace(control.find, control.replace, 1)
     lines = difflib.unified_diff(before.splitlines(), after.splitlines(), lineterm="", n=1)
-    return "\n".join(line for line in lines if not line.startswith(("---", "+++", "@@")))
+    shown = [line for line in lines if not line.startswith(("---", "+++", "@@"))]
+    if path != recipe.path:
+        shown.insert(0, f"# {os.path.relpath(path, recipe.root)}")
+    return "\n".join(shown)
 
 
 # ---------------------------------------------------------------------------------------------
@@ -396,8 +403,7 @@ def place(app: Sphinx, doctree: nodes.document) -> None:
     if runs is None:
         return
     title_section = next(doctree.findall(nodes.section))  # sphinx-gallery demands a title
-    blocks = doctree.findall(nodes.literal_block)
-    last = [block for block in blocks if block.get("language", "").lower() == "python"][-1]
+    last = [block for block in doctree.findall(nodes.literal_block) if is_own_code(block)][-1]
     last.parent.insert(last.parent.index(last) + 1, output_of(runs.report))
     if app.config.rankproof_header:
         add_header(runs.recipe, doctree, title_section)
@@ -408,6 +414,11 @@ def place(app: Sphinx, doctree: nodes.document) -> None:
     if runs.recipe.controls and not app.env.metadata[page].get("shows_controls"):
         text = "%s has controls that its page does not show: place “.. recipe-controls::”"
         logger.warning(text, runs.recipe.name, location=page)
+
+
+def is_own_code(block: nodes.literal_block) -> bool:
+    """Whether a block is code of the recipe itself; a literalinclude names its source."""
+    return block.get("language", "").lower() == "python" and "source" not in block
 
 
 def add_header(recipe: Recipe, doctree: nodes.document, title_section: nodes.section) -> None:

@@ -33,7 +33,7 @@ from faults.edits import RECIPES, Edit
 from faults.points import BALLAST, POINTS, Fault
 from faults.power_cut import OperationLog
 from faults.ways import WAYS
-from harness.recipe import code_sha256
+from harness.sources import code_sha256
 
 RANKS = 2
 DEADLINE_S = 25.0  # for a struck job to end by itself, or to be resumed and end

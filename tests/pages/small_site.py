@@ -49,7 +49,7 @@ name = "rank_denied"
 says = "Expect a rank below zero"
 find = "rank >= 0"
 replace = "rank < 0"
-fails = ["raised"]
+fails.raised = 'AssertionError: '
 """
 
 RAISES = '''

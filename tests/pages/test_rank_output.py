@@ -13,7 +13,8 @@ from small_site import BAD, HELLO, HELLO_CONTROLS, Site
 from sphinx.errors import SphinxError
 
 from rankproof import sphinx_ext as rank_output
-from rankproof.recipe import code_sha256, load_recipe
+from rankproof.recipe import load_recipe
+from rankproof.sources import code_sha256
 
 EDIT = "with the edit 'rank_denied'"
 
