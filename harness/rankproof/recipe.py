@@ -31,7 +31,7 @@ DCP = ("torch.distributed.checkpoint", "torch.distributed.checkpoint.format_util
 DCP += ("torch.distributed.checkpoint.state_dict",)  # what a script that saves will import
 UNFINISHED = frozenset({"checkpoint_missing", "checkpoint_incomplete"})
 NOT_AWAITED = frozenset({"never_awaited"})
-EXCEPTION = re.compile(r"\^?\w*(Error|Exception|Exit|Interrupt|Warning)\b")  # how "raised" begins
+EXCEPTION = re.compile(r"[A-Z]\w+(:|,|$)")  # how a pattern of "raised" begins
 # What an edit raises that is wrong by itself: no failure of a script that lacks a line.
 SLIPS = re.compile(
     r"\b(NameError|UnboundLocalError|SyntaxError|IndentationError|AttributeError|ImportError"
