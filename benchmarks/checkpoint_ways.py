@@ -24,14 +24,14 @@ from torch.distributed.tensor import DTensor
 
 sys.path.insert(0, str(Path(__file__).resolve().parents[1] / "recipes_source" / "checkpoint"))
 
-import overlapped_writer  # noqa: E402
 from async_save import AppState, AsyncCheckpoints, leaves, same_bits  # noqa: E402
 from default_stager import REUSE_CRASHES, StagedCheckpoints  # noqa: E402
-from kept_state import TrainingState  # noqa: E402
 from pinned_staging import PinnedCheckpoints  # noqa: E402
-from staging_copies import ALIGNMENT, CopyPlan  # noqa: E402
 
 from benchmarks.measuring import PIECE_BYTES, timing_event  # noqa: E402
+from overlap_recipes.checkpoint import writer  # noqa: E402
+from overlap_recipes.checkpoint.copies import ALIGNMENT, CopyPlan  # noqa: E402
+from overlap_recipes.checkpoint.kept_state import TrainingState  # noqa: E402
 
 
 @dataclass
@@ -261,10 +261,10 @@ class Overlapped(Way):
 
 class OverlappedWriter(Overlapped):
     recipes = ("kept_state", "staging_copies", "overlapped_stager", "overlapped_writer")
-    writers = overlapped_writer.WRITERS
+    writers = writer.WRITERS
 
     def open(self) -> None:
-        overlapped_writer.WRITERS = self.writers
+        writer.WRITERS = self.writers
         super().open()
 
 

@@ -53,11 +53,11 @@ ROOT = Path(__file__).resolve().parents[1]
 sys.path[:0] = [str(ROOT), str(ROOT / "recipes_source" / "sharding")]
 
 import fsdp2_settings  # noqa: E402
-import peer_memory  # noqa: E402
 
 from benchmarks import measuring  # noqa: E402
 from benchmarks.fsdp_ways import REFERENCE, STACKS, WAYS, Case, Way, rows_of  # noqa: E402
 from benchmarks.measuring import Task, summary, tell, timing_event  # noqa: E402
+from overlap_recipes.fsdp2 import peer_memory  # noqa: E402
 
 STEPS = {1024: 5, 2048: 4, 4096: 3, 8192: 2, 12_288: 2, 16_384: 1}  # timed ones of a window
 ROUNDS = 8

@@ -14,11 +14,13 @@ ROOT = Path(__file__).resolve().parents[1]
 sys.path[:0] = [str(ROOT), str(ROOT / "recipes_source" / "sharding")]
 
 import fsdp2_settings  # noqa: E402
-import in_place_gather  # noqa: E402
-import in_place_reduce  # noqa: E402
 import peer_schedule  # noqa: E402
 
 from benchmarks import measuring, workloads  # noqa: E402
+from overlap_recipes.fsdp2 import (
+    in_place_gather,  # noqa: E402
+    in_place_reduce,  # noqa: E402
+)
 
 LENGTH = 4096  # tokens of a sequence
 REFERENCE = "no_communication"

@@ -62,16 +62,15 @@ import torch.distributed as dist
 ROOT = Path(__file__).resolve().parents[1]
 sys.path[:0] = [str(ROOT), str(ROOT / "recipes_source" / "offload")]
 
-import host_adam  # noqa: E402
-from host_adam import LayerUpdate  # noqa: E402
-from one_copy_a_host import Host, SharedAdamW, SharedModel  # noqa: E402
-from streamed_model import StreamedModel  # noqa: E402
-from whole_step import HostAdamW  # noqa: E402
-
 from benchmarks import measuring  # noqa: E402
 from benchmarks.measuring import HostMemory, Task, device_peaks, tell  # noqa: E402
 from benchmarks.offload_peers import DEPTHS, PEERS, PeerLoop, by_decay, note_of  # noqa: E402
 from benchmarks.workloads import LARGEST_NORM, LLAMAS, StockLoop, llama  # noqa: E402
+from overlap_recipes.offload import host_adam  # noqa: E402
+from overlap_recipes.offload.host_adam import LayerUpdate  # noqa: E402
+from overlap_recipes.offload.one_copy_a_host import Host, SharedAdamW, SharedModel  # noqa: E402
+from overlap_recipes.offload.streamed_model import StreamedModel  # noqa: E402
+from overlap_recipes.offload.whole_step import HostAdamW  # noqa: E402
 
 RECIPES = ("host_layers", "layer_as_node", "weight_streaming", "streamed_model")
 RECIPES += ("adam_in_pieces", "host_adam", "whole_step")

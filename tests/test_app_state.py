@@ -14,8 +14,8 @@ from torch.distributed.optim import ZeroRedundancyOptimizer
 
 sys.path.insert(0, str(Path(__file__).parents[1] / "recipes_source" / "checkpoint"))
 
-from app_state import AppState  # noqa: E402
-from kept_state import TrainingState  # noqa: E402
+from overlap_recipes.checkpoint.kept_state import TrainingState  # noqa: E402
+from overlap_recipes.checkpoint.state import AppState  # noqa: E402
 
 PARTIAL = {"planner": dcp.DefaultLoadPlanner(allow_partial_load=True)}
 State = Callable[[nn.Module, list], AppState]

@@ -16,7 +16,9 @@ from harness.run import run
 pytest.importorskip("safetensors")
 sys.path.insert(0, str(REPO / "recipes_source" / "checkpoint"))
 
-from export import DTYPES, Exports, convert, read_all, weights  # noqa: E402
+from export import read_all  # noqa: E402
+
+from overlap_recipes.checkpoint.export import DTYPES, Exports, convert, weights  # noqa: E402
 
 SCRIPT = REPO / "tests" / "data" / "export_llama.py"
 

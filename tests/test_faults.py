@@ -107,8 +107,9 @@ def test_ranks_that_could_not_agree_are_told_so(
 ) -> None:
     """Outside its block each rank would know of its own signal alone, and stop in its own step."""
     monkeypatch.syspath_prepend(str(RECIPES))
-    import preemption
     import torch.distributed as dist
+
+    from overlap_recipes.checkpoint import preemption
 
     asked = preemption.Preemption(grace_s=60)
     try:
@@ -124,30 +125,30 @@ def test_ranks_that_could_not_agree_are_told_so(
 def test_a_compiled_model_resumes(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     """Its own names have ``_orig_mod``, those in a checkpoint do not."""
     monkeypatch.syspath_prepend(str(RECIPES))
-    import durable_saves
-    import resume_and_reshard
     import torch
     import torch.distributed as dist
 
-    def build(compiled: bool) -> resume_and_reshard.Run:
+    from overlap_recipes.checkpoint import durable, resume
+
+    def build(compiled: bool) -> resume.Run:
         model = torch.nn.Sequential(torch.nn.Linear(3, 3), torch.nn.Linear(3, 3))
         if compiled:
             model[0] = torch.compile(model[0], backend="eager")
         optimizer = torch.optim.SGD(model.parameters(), 0.1)
         schedule = torch.optim.lr_scheduler.ExponentialLR(optimizer, 0.9)
-        run = resume_and_reshard.Run(model, optimizer, schedule)
+        run = resume.Run(model, optimizer, schedule)
         run.step = 1
         return run
 
     dist.init_process_group("gloo", store=dist.HashStore(), rank=0, world_size=1)
     try:
         saved = build(compiled=True)
-        with durable_saves.DurableSaves(torch.device("cpu")) as saves:
+        with durable.DurableSaves(torch.device("cpu")) as saves:
             saves.save({"run": saved}, tmp_path / "step1")
         for compiled in (True, False):
             run, other = build(compiled), build(compiled)
-            assert resume_and_reshard.resume(run, tmp_path) == 1
-            resume_and_reshard.load_weights(other.model, tmp_path / "step1", {})
+            assert resume.resume(run, tmp_path) == 1
+            resume.load_weights(other.model, tmp_path / "step1", {})
             for model in (run.model, other.model):
                 pairs = zip(saved.model.parameters(), model.parameters(), strict=True)
                 assert all(torch.equal(a, b) for a, b in pairs)
@@ -160,9 +161,9 @@ def test_no_rank_rolls_back_while_another_reads(tmp_path: Path) -> None:
     from rankproof.recipe import load_recipe
     from rankproof.run import run
 
-    for file in load_recipe(RECIPES / "resume_and_reshard.py").files:
+    for file in load_recipe(RECIPES / "resume.py").files:
         shutil.copy(file, tmp_path)
-    held, line = tmp_path / "resume_and_reshard.py", "    narrow = nn.Linear(WIDTH // 2, WIDTH)\n"
+    held, line = tmp_path / "resume.py", "    narrow = nn.Linear(WIDTH // 2, WIDTH)\n"
     source = held.read_text()
     assert source.count(line) == 1
     held.write_text(source.replace(line, f"{line}{READS_LATE}"))
@@ -227,10 +228,11 @@ def test_the_command_lists_verifies_and_prunes(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture
 ) -> None:
     monkeypatch.syspath_prepend(str(RECIPES))
-    import durable_saves
     import torch
 
-    with durable_saves.DurableSaves(torch.device("cpu")) as saves:
+    from overlap_recipes.checkpoint import durable
+
+    with durable.DurableSaves(torch.device("cpu")) as saves:
         for step in range(1, 6):
             saves.save({"x": torch.full((9,), step)}, tmp_path / "root" / f"step{step}")
     root = tmp_path / "root"
@@ -246,9 +248,9 @@ def test_the_command_lists_verifies_and_prunes(
     assert not code and said.count("whole") == 5 and "resume from: 5" in said, said
     code, said = command("prune", str(root), "--keep-last", "2", "--keep-every", "2", "--dry-run")
     assert not code and re.findall(r"step\d", said) == ["step3", "step1"], said
-    assert len(durable_saves.committed_steps(root)) == 5
+    assert len(durable.committed_steps(root)) == 5
     assert not command("prune", str(root), "--keep-last", "2", "--keep-every", "2")[0]
-    assert durable_saves.committed_steps(root) == [5, 4, 2]
+    assert durable.committed_steps(root) == [5, 4, 2]
     assert not command("verify", str(root))[0]
     shard = root / "step5" / "__0_0.distcp"
     content = bytearray(shard.read_bytes())

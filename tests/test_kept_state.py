@@ -20,8 +20,8 @@ from torch.utils._pytree import tree_map
 
 sys.path.insert(0, str(Path(__file__).parents[1] / "recipes_source" / "checkpoint"))
 
-from kept_state import TrainingState  # noqa: E402
-from overlapped_stager import OverlappedSaves  # noqa: E402
+from overlap_recipes.checkpoint.kept_state import TrainingState  # noqa: E402
+from overlap_recipes.checkpoint.saves import OverlappedSaves  # noqa: E402
 
 
 class Gated(OverlappedSaves):
@@ -228,7 +228,7 @@ def with_a_sparse_buffer(model: nn.Module) -> None:
 def test_what_is_no_tensor_of_the_model_is_asked_for_at_every_save(
     tmp_path: Path, change, optimizer
 ) -> None:
-    from overlapped_writer import OverlappedWriter
+    from overlap_recipes.checkpoint.writer import OverlappedWriter
 
     model = nn.Linear(4, 4)
     change(model)
@@ -296,7 +296,7 @@ def test_a_parameter_without_memory_of_its_own_is_not_taken_for_another() -> Non
 
 
 def test_a_dtensor_without_memory_of_its_own_is_refused() -> None:
-    from app_state import read
+    from overlap_recipes.checkpoint.state import read
 
     with pytest.raises(TypeError, match="Wrapper"):
         read({"x": wrapped(1.0)}, [])

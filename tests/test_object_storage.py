@@ -24,8 +24,9 @@ pytest.importorskip("s3fs")
 RECIPE = REPO / "recipes_source" / "checkpoint" / "object_storage.py"
 sys.path.insert(0, str(RECIPE.parent))
 
-import object_storage  # noqa: E402
 from torch.distributed.checkpoint._fsspec_filesystem import FsspecWriter  # noqa: E402
+
+from overlap_recipes.checkpoint import object_storage  # noqa: E402
 
 BIG = 3_000_000  # float32 numbers: three parts of the least size that S3 allows
 PART = 5 << 20

@@ -22,15 +22,14 @@ from torch.nn.utils import clip_grads_with_norm_
 
 sys.path.insert(0, str(Path(__file__).parents[1] / "recipes_source" / "offload"))
 
-import adam_in_pieces as pieces
-import host_layers
-import one_copy_a_host
-from host_adam import HostUpdates
-from host_layers import ALIGNMENT, HostBuffer, HostLayer, move_to_host
-from one_copy_a_host import FAILED, Host, SharedAdamW, SharedModel
-from streamed_model import StreamedModel, resident_bytes
-from weight_streaming import StreamedLayers
-from whole_step import HostAdamW
+from overlap_recipes.offload import adam_in_pieces as pieces
+from overlap_recipes.offload import host_layers, one_copy_a_host
+from overlap_recipes.offload.host_adam import HostUpdates
+from overlap_recipes.offload.host_layers import ALIGNMENT, HostBuffer, HostLayer, move_to_host
+from overlap_recipes.offload.one_copy_a_host import FAILED, Host, SharedAdamW, SharedModel
+from overlap_recipes.offload.streamed_model import StreamedModel, resident_bytes
+from overlap_recipes.offload.weight_streaming import StreamedLayers
+from overlap_recipes.offload.whole_step import HostAdamW
 
 transformers = pytest.importorskip("transformers")
 

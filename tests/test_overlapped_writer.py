@@ -20,8 +20,8 @@ def test_every_kind_of_tensor_and_object_is_read_back_bit_by_bit(ranks: int) -> 
 
 
 def test_a_state_with_a_schedule_is_planned_once(tmp_path) -> None:
-    from kept_state import TrainingState
-    from overlapped_writer import OverlappedWriter
+    from overlap_recipes.checkpoint.kept_state import TrainingState
+    from overlap_recipes.checkpoint.writer import OverlappedWriter
 
     model = torch.nn.Linear(4, 4)
     optimizer = torch.optim.AdamW(model.parameters())
@@ -77,7 +77,7 @@ class Mine(torch.Tensor): ...
 
 @pytest.mark.parametrize("changed", [torch.arange(5), torch.arange(3.0)], ids=["size", "dtype"])
 def test_a_tensor_of_another_class_that_changes_is_planned_anew(tmp_path, changed) -> None:
-    from overlapped_writer import OverlappedWriter
+    from overlap_recipes.checkpoint.writer import OverlappedWriter
 
     x = torch.ones(3)
     with OverlappedWriter(torch.device("cpu")) as saves:

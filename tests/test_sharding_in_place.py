@@ -40,7 +40,7 @@ def test_units_may_compute_on_several_streams(program: str, way: str) -> None:
 def test_an_optimizer_looks_at_its_own_parameters(monkeypatch: pytest.MonkeyPatch) -> None:
     """One a parameter, as for steps in backward: not at those of all. An alias counts as well."""
     monkeypatch.syspath_prepend(str(SHARDING))
-    import shared_slots
+    from overlap_recipes.fsdp2 import shared_slots
 
     looked, storage_of = [], shared_slots.storage_of
     monkeypatch.setattr(shared_slots, "storage_of", lambda t: looked.append(0) or storage_of(t))

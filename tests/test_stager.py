@@ -72,7 +72,7 @@ def test_on_two_ranks(trouble: str) -> None:
 
 
 def test_a_directory_without_a_name_is_told_and_does_not_hang(tmp_path, monkeypatch) -> None:
-    from overlapped_stager import OverlappedSaves
+    from overlap_recipes.checkpoint.saves import OverlappedSaves
 
     (tmp_path / "here").mkdir()
     (tmp_path / "here" / "mine").touch()
@@ -95,7 +95,7 @@ def loaded(directory: Path, like: dict) -> dict:
 
 
 def test_an_interrupted_save_harms_no_earlier_checkpoint(tmp_path, monkeypatch) -> None:
-    import overlapped_stager
+    from overlap_recipes.checkpoint import saves as overlapped_stager
 
     go, write = threading.Event(), overlapped_stager.OverlappedSaves.write
 
@@ -129,7 +129,7 @@ def test_an_interrupted_save_harms_no_earlier_checkpoint(tmp_path, monkeypatch) 
     ids=["as integers", "conjugated", "negated"],
 )
 def test_memory_that_is_read_in_another_way_is_noticed(tmp_path, otherwise) -> None:
-    from overlapped_stager import OverlappedSaves
+    from overlap_recipes.checkpoint.saves import OverlappedSaves
 
     x = torch.randn(16, dtype=torch.complex64)
     with OverlappedSaves(CPU) as saves:
@@ -164,7 +164,7 @@ CHANGES = [transposed, of_another_dtype, negated, in_other_memory]
 @pytest.mark.parametrize("kept", [True, False], ids=["known_objects", "new_objects"])
 def test_a_plan_fits_until_a_tensor_is_another(change: Callable, kept: bool) -> None:
     """Also where the quick comparison, of known objects alone, sees a difference."""
-    import staging_copies
+    from overlap_recipes.checkpoint import copies as staging_copies
 
     tensors = [torch.zeros(2, 2, requires_grad=False), torch.ones(3)]
     tensors.append(tensors[0])  # tied
@@ -186,7 +186,7 @@ def test_a_plan_fits_until_a_tensor_is_another(change: Callable, kept: bool) -> 
 
 def test_memory_that_was_freed_under_a_plan_is_noticed_though_its_address_returns() -> None:
     """The plan would copy from the storage that was freed: a crash."""
-    import staging_copies
+    from overlap_recipes.checkpoint import copies as staging_copies
 
     x = torch.ones(1000)
     plan = staging_copies.CopyPlan([x], CPU)
@@ -198,7 +198,7 @@ def test_memory_that_was_freed_under_a_plan_is_noticed_though_its_address_return
 
 def test_a_storage_that_was_freed_and_filled_again_elsewhere_is_noticed() -> None:
     """As engines do that free a model's memory between steps; a CUDA graph has the old address."""
-    import staging_copies
+    from overlap_recipes.checkpoint import copies as staging_copies
 
     x = torch.ones(1000)
     plan, address = staging_copies.CopyPlan([x], CPU), x.data_ptr()
@@ -211,7 +211,7 @@ def test_a_storage_that_was_freed_and_filled_again_elsewhere_is_noticed() -> Non
 
 def test_a_save_that_cannot_be_planned_keeps_no_plan(tmp_path, monkeypatch) -> None:
     """Its snapshots are memory of the device; the error would hold them, frame by frame."""
-    import overlapped_stager
+    from overlap_recipes.checkpoint import saves as overlapped_stager
 
     plans = []
 
@@ -231,7 +231,7 @@ def test_a_save_that_cannot_be_planned_keeps_no_plan(tmp_path, monkeypatch) -> N
 
 
 def test_another_placement_over_the_same_memory_is_noticed() -> None:
-    import staging_copies
+    from overlap_recipes.checkpoint import copies as staging_copies
 
     dist.init_process_group("gloo", store=dist.HashStore(), rank=0, world_size=1)
     try:
@@ -246,7 +246,7 @@ def test_another_placement_over_the_same_memory_is_noticed() -> None:
 
 
 def test_a_plan_of_inference_mode_is_a_plan() -> None:
-    import staging_copies
+    from overlap_recipes.checkpoint import copies as staging_copies
 
     x = torch.arange(4.0)
     with torch.inference_mode():
@@ -260,7 +260,7 @@ def test_a_plan_of_inference_mode_is_a_plan() -> None:
 
 def test_what_lies_on_another_device_is_copied_at_the_save_and_is_in_no_launch(monkeypatch) -> None:
     """A CUDA graph would copy it once, when captured: an optimizer's steps on the CPU, say."""
-    import staging_copies
+    from overlap_recipes.checkpoint import copies as staging_copies
 
     device, launches = torch.device("meta"), []
 
@@ -289,7 +289,7 @@ def test_what_lies_on_another_device_is_copied_at_the_save_and_is_in_no_launch(m
 
 
 def test_one_element_with_a_stride_is_saved(tmp_path) -> None:
-    from overlapped_stager import OverlappedSaves
+    from overlap_recipes.checkpoint.saves import OverlappedSaves
 
     x = torch.arange(10.0)[5::5]
     assert x.is_contiguous() and x.stride() == (5,)
@@ -299,7 +299,7 @@ def test_one_element_with_a_stride_is_saved(tmp_path) -> None:
 
 
 def test_a_conjugated_view_is_saved_as_it_reads(tmp_path) -> None:
-    from overlapped_stager import OverlappedSaves
+    from overlap_recipes.checkpoint.saves import OverlappedSaves
 
     x = torch.randn(200_000, dtype=torch.complex64)
     state = {"x": x, "conj": x.conj(), "neg": torch._neg_view(x.real.contiguous())}
@@ -311,7 +311,7 @@ def test_a_conjugated_view_is_saved_as_it_reads(tmp_path) -> None:
 
 
 def test_the_default_device_is_of_no_matter(tmp_path) -> None:
-    from overlapped_writer import OverlappedWriter
+    from overlap_recipes.checkpoint.writer import OverlappedWriter
 
     x = torch.ones(5)
     torch.set_default_device("meta")
@@ -325,7 +325,7 @@ def test_the_default_device_is_of_no_matter(tmp_path) -> None:
 
 
 def test_a_leaf_that_has_tensors_of_its_own_is_a_leaf(tmp_path) -> None:
-    from overlapped_stager import OverlappedSaves
+    from overlap_recipes.checkpoint.saves import OverlappedSaves
 
     data = torch.utils.data.TensorDataset(torch.zeros(2))
     with OverlappedSaves(CPU) as saves:
@@ -334,7 +334,7 @@ def test_a_leaf_that_has_tensors_of_its_own_is_a_leaf(tmp_path) -> None:
 
 
 def test_a_subclass_of_parameter_is_saved_as_its_tensor(tmp_path) -> None:
-    from overlapped_stager import OverlappedSaves
+    from overlap_recipes.checkpoint.saves import OverlappedSaves
 
     class Mine(torch.nn.Parameter): ...
 
@@ -346,7 +346,7 @@ def test_a_subclass_of_parameter_is_saved_as_its_tensor(tmp_path) -> None:
 
 
 def test_saves_that_were_made_before_the_process_group_are_refused() -> None:
-    from overlapped_stager import OverlappedSaves
+    from overlap_recipes.checkpoint.saves import OverlappedSaves
 
     saves = OverlappedSaves(CPU)
     dist.init_process_group("gloo", store=dist.HashStore(), rank=0, world_size=1)
@@ -361,7 +361,7 @@ def test_saves_that_were_made_before_the_process_group_are_refused() -> None:
 def test_a_folder_that_is_no_checkpoint_is_left_alone_whatever_its_files_are_called(
     tmp_path, mine
 ) -> None:
-    from overlapped_stager import OverlappedSaves
+    from overlap_recipes.checkpoint.saves import OverlappedSaves
 
     class WithMeta(OverlappedSaves):
         def write(self, state: dict, directory: Path) -> None:
@@ -384,7 +384,7 @@ def test_a_folder_that_is_no_checkpoint_is_left_alone_whatever_its_files_are_cal
 def test_files_beside_a_checkpoint_are_kept_and_so_is_the_new_one(
     tmp_path, before, part, mine
 ) -> None:
-    from overlapped_stager import OverlappedSaves
+    from overlap_recipes.checkpoint.saves import OverlappedSaves
 
     class InAFolder(OverlappedSaves):
         def write(self, state: dict, directory: Path) -> None:
@@ -405,7 +405,7 @@ def test_files_beside_a_checkpoint_are_kept_and_so_is_the_new_one(
 
 
 def test_a_save_that_fails_behind_its_first_folder_leaves_nothing(tmp_path) -> None:
-    from overlapped_stager import OverlappedSaves
+    from overlap_recipes.checkpoint.saves import OverlappedSaves
 
     class InFolders(OverlappedSaves):
         def write(self, state: dict, directory: Path) -> None:
@@ -420,7 +420,7 @@ def test_a_save_that_fails_behind_its_first_folder_leaves_nothing(tmp_path) -> N
 
 
 def test_an_error_of_the_file_system_names_its_path(tmp_path) -> None:
-    from overlapped_stager import OverlappedSaves
+    from overlap_recipes.checkpoint.saves import OverlappedSaves
 
     (tmp_path / "file").touch()
     with OverlappedSaves(CPU) as saves:
@@ -430,7 +430,7 @@ def test_an_error_of_the_file_system_names_its_path(tmp_path) -> None:
 
 
 def test_a_relative_directory_is_that_of_the_call(tmp_path, monkeypatch) -> None:
-    from overlapped_stager import OverlappedSaves
+    from overlap_recipes.checkpoint.saves import OverlappedSaves
 
     go, other = threading.Event(), tmp_path / "other"
     other.mkdir()
@@ -449,8 +449,8 @@ def test_a_relative_directory_is_that_of_the_call(tmp_path, monkeypatch) -> None
 
 
 def test_large_buffers_that_model_to_has_replaced_are_read_at_the_save(tmp_path, monkeypatch):
-    import staging_copies
-    from overlapped_stager import OverlappedSaves
+    from overlap_recipes.checkpoint import copies as staging_copies
+    from overlap_recipes.checkpoint.saves import OverlappedSaves
 
     model = torch.nn.BatchNorm1d(4)
     monkeypatch.setattr(staging_copies, "SMALL", 1)
@@ -468,7 +468,7 @@ def test_large_buffers_that_model_to_has_replaced_are_read_at_the_save(tmp_path,
 
 
 def test_a_small_tensor_is_read_at_the_save_whoever_changes_it(tmp_path) -> None:
-    from overlapped_stager import OverlappedSaves
+    from overlap_recipes.checkpoint.saves import OverlappedSaves
 
     x, like = torch.ones(1000), {"x": torch.zeros(1000)}
     with OverlappedSaves(CPU) as saves:
@@ -479,8 +479,8 @@ def test_a_small_tensor_is_read_at_the_save_whoever_changes_it(tmp_path) -> None
 
 
 def test_a_state_that_the_caller_changes_is_saved_as_it_is(tmp_path) -> None:
-    from kept_state import TrainingState
-    from overlapped_stager import OverlappedSaves
+    from overlap_recipes.checkpoint.kept_state import TrainingState
+    from overlap_recipes.checkpoint.saves import OverlappedSaves
 
     model = torch.nn.Sequential(torch.nn.Linear(3, 3), torch.nn.Linear(3, 3))
     app = TrainingState(model, torch.optim.SGD(model.parameters()))
@@ -497,7 +497,7 @@ def test_a_state_that_the_caller_changes_is_saved_as_it_is(tmp_path) -> None:
 
 
 def test_a_write_that_is_left_behind_is_told(tmp_path, monkeypatch, caplog) -> None:
-    import overlapped_stager
+    from overlap_recipes.checkpoint import saves as overlapped_stager
 
     go = threading.Event()
     monkeypatch.setattr(overlapped_stager, "EXIT_S", 0.1)
@@ -513,7 +513,7 @@ def test_a_write_that_is_left_behind_is_told(tmp_path, monkeypatch, caplog) -> N
 
 def test_no_more_than_a_piece_is_copied_between_two_gaps(monkeypatch) -> None:
     """A read waits for what lies between two gaps; GPU tests show that it waits for no more."""
-    import staging_copies
+    from overlap_recipes.checkpoint import copies as staging_copies
 
     piece = 4 << 20
     monkeypatch.setattr(staging_copies, "PIECE", piece)
@@ -534,7 +534,7 @@ def test_no_more_than_a_piece_is_copied_between_two_gaps(monkeypatch) -> None:
 
 def test_a_block_ends_twice_as_it_ends_once(tmp_path) -> None:
     """Trainers end it again after its end has raised."""
-    from overlapped_stager import OverlappedSaves
+    from overlap_recipes.checkpoint.saves import OverlappedSaves
 
     saves = OverlappedSaves(CPU).__enter__()
     saves.save({"x": torch.ones(2)}, tmp_path / "step1")
@@ -545,7 +545,7 @@ def test_a_block_ends_twice_as_it_ends_once(tmp_path) -> None:
 
 
 def test_copies_that_cannot_be_queued_cost_that_save_alone(tmp_path, monkeypatch) -> None:
-    from overlapped_stager import CopyPlan, OverlappedSaves
+    from overlap_recipes.checkpoint.saves import CopyPlan, OverlappedSaves
 
     def refused(plan, copies, *others):
         if len(copies) > 1:
@@ -570,7 +570,7 @@ def test_copies_that_cannot_be_queued_cost_that_save_alone(tmp_path, monkeypatch
 
 def test_an_interrupted_wait_for_buffers_costs_that_save_and_is_told(tmp_path, monkeypatch) -> None:
     """Uncounted, this rank's later saves would join those that the other ranks began before."""
-    import overlapped_stager
+    from overlap_recipes.checkpoint import saves as overlapped_stager
 
     def interrupted(uploads) -> None:
         monkeypatch.undo()
@@ -589,7 +589,7 @@ def test_an_interrupted_wait_for_buffers_costs_that_save_and_is_told(tmp_path, m
 
 
 def test_a_process_group_that_ends_before_the_block_hides_no_save(tmp_path) -> None:
-    from overlapped_stager import OverlappedSaves
+    from overlap_recipes.checkpoint.saves import OverlappedSaves
 
     dist.init_process_group("gloo", store=dist.HashStore(), rank=0, world_size=1)
     with OverlappedSaves(CPU) as saves:
@@ -600,14 +600,14 @@ def test_a_process_group_that_ends_before_the_block_hides_no_save(tmp_path) -> N
 
 def test_empty_shards_are_one_memory_whichever_objects_hold_them() -> None:
     """DCP makes a new object of a shard at each look; ids of dead ones return in another order."""
-    from overlapped_writer import memory_of
+    from overlap_recipes.checkpoint.writer import memory_of
 
     one, other = torch.empty(0), torch.empty(0)
     assert memory_of(one) == memory_of(other) != memory_of(torch.empty(0, 7))
 
 
 def test_a_root_of_newer_steps_refuses_an_older_one_and_loses_neither(tmp_path) -> None:
-    from retention import RetainedSaves
+    from overlap_recipes.checkpoint.retention import RetainedSaves
 
     refused = pytest.raises(RuntimeError, match="step8 is there: resume")
     with refused, RetainedSaves(tmp_path, CPU, keep_last=1) as saves:
@@ -617,7 +617,7 @@ def test_a_root_of_newer_steps_refuses_an_older_one_and_loses_neither(tmp_path) 
 
 
 def test_a_relative_root_stays_where_it_was_and_takes_only_its_own(tmp_path, monkeypatch) -> None:
-    from retention import RetainedSaves
+    from overlap_recipes.checkpoint.retention import RetainedSaves
 
     (tmp_path / "other").mkdir()
     monkeypatch.chdir(tmp_path)
@@ -649,7 +649,7 @@ class Quantized(torch.Tensor):
 
 
 def test_a_tensor_whose_copy_is_none_is_saved_as_it_was(tmp_path) -> None:
-    from app_state import read
+    from overlap_recipes.checkpoint.state import read
 
     tensor = Quantized(torch.ones(3, dtype=torch.uint8))
     copy = read({"x": tensor}, [])["x"]
@@ -658,9 +658,9 @@ def test_a_tensor_whose_copy_is_none_is_saved_as_it_was(tmp_path) -> None:
 
 
 def test_a_quantized_tensor_is_saved(tmp_path) -> None:
-    from app_state import is_staged
-    from overlapped_stager import OverlappedSaves
-    from overlapped_writer import OverlappedWriter
+    from overlap_recipes.checkpoint.saves import OverlappedSaves
+    from overlap_recipes.checkpoint.state import is_staged
+    from overlap_recipes.checkpoint.writer import OverlappedWriter
 
     x = torch.quantize_per_tensor(torch.randn(5), 0.1, 3, torch.qint8)
     assert not is_staged(x)  # staged, it would end the process
@@ -672,7 +672,7 @@ def test_a_quantized_tensor_is_saved(tmp_path) -> None:
 
 
 def test_a_second_block_of_one_saver_is_refused_by_name(tmp_path) -> None:
-    from overlapped_stager import OverlappedSaves
+    from overlap_recipes.checkpoint.saves import OverlappedSaves
 
     saves = OverlappedSaves(CPU)
     with pytest.raises(ZeroDivisionError), saves:
@@ -685,7 +685,7 @@ def test_a_second_block_of_one_saver_is_refused_by_name(tmp_path) -> None:
 
 def test_a_compiled_update_waits_for_each_save_anew(tmp_path) -> None:
     """In a compiled graph the wait would be for the event of the save at which it was compiled."""
-    from overlapped_stager import OverlappedSaves
+    from overlap_recipes.checkpoint.saves import OverlappedSaves
 
     class Stream:
         def wait_event(self, event: list[bool]) -> None:

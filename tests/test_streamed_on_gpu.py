@@ -13,8 +13,8 @@ pytestmark = pytest.mark.skipif(not torch.cuda.is_available(), reason="needs a C
 transformers = pytest.importorskip("transformers")
 sys.path.insert(0, str(Path(__file__).parents[1] / "recipes_source" / "offload"))
 
-from streamed_model import StreamedModel  # noqa: E402
-from whole_step import HostAdamW  # noqa: E402
+from overlap_recipes.offload.streamed_model import StreamedModel  # noqa: E402
+from overlap_recipes.offload.whole_step import HostAdamW  # noqa: E402
 
 DELAY_CYCLES = 100_000_000  # of the device's clock: 0.05 s
 STREAMS = ("none", "compute", "h2d", "d2h")

@@ -16,8 +16,8 @@ itself, as an object store does (:doc:`object_storage`).
 
     from pathlib import Path
 
-    from durable_saves import DurableSaves, newest_step
-    from app_state import AppState
+    from overlap_recipes.checkpoint.durable import DurableSaves, newest_step
+    from overlap_recipes.checkpoint.state import AppState
 
     app, root = AppState(model, optimizer), Path("checkpoints")
     with DurableSaves(device, model.buffers) as saves:
@@ -75,23 +75,30 @@ All of this runs on the writing thread. It follows five rules, each of them a li
 # -----------------
 
 import argparse
-import hashlib
-import json
 import os
 import shutil
 import tempfile
-from concurrent.futures import Future
-from contextlib import suppress
 from pathlib import Path
 
 import state_to_save as basic
 import torch
 import torch.distributed as dist
-from overlapped_stager import OverlappedSaves
 from torch.distributed.checkpoint.format_utils import dcp_to_torch_save
 
-MANIFEST = "manifest.{}.json"  # of each rank, in each checkpoint: its files, sizes, digests
-POINTER = "latest"  # in the root: the name of the newest checkpoint, for people and other programs
+from overlap_recipes.checkpoint.durable import (
+    POINTER,
+    DurableSaves,
+    committed_steps,
+    faults,
+    newest_step,
+)
+
+# %%
+# .. literalinclude:: /overlap_recipes/checkpoint/durable.py
+#    :language: python
+#    :start-at: MANIFEST = "manifest.{}.json"
+#    :end-at: POINTER = "latest"
+
 STEPS, SAVE_EVERY = 10, 2  # of the run that proves it
 
 # %%
@@ -100,24 +107,16 @@ STEPS, SAVE_EVERY = 10, 2  # of the run that proves it
 # ``fsync`` of a file makes its content durable; ``fsync`` of a directory makes the names in it
 # durable. You need both. A durable file without a durable name is lost, and a name without content
 # is an empty file.
+#
+# .. literalinclude:: /overlap_recipes/checkpoint/durable.py
+#    :language: python
+#    :pyobject: flush
 
 
-def flush(path: Path) -> None:
-    """Return when ``path``, a file or a directory, is on the storage."""
-    descriptor = os.open(path, os.O_RDONLY)
-    try:
-        os.fsync(descriptor)
-    finally:
-        os.close(descriptor)
-
-
-def write_durably(path: Path, text: str) -> None:
-    """Replace ``path`` by ``text`` in one step: readers see the old content or the new."""
-    aside = path.with_name(f"{path.name}.new")
-    aside.write_text(text)
-    flush(aside)
-    aside.replace(path)
-    flush(path.parent)
+# %%
+# .. literalinclude:: /overlap_recipes/checkpoint/durable.py
+#    :language: python
+#    :pyobject: write_durably
 
 
 # %%
@@ -131,47 +130,28 @@ def write_durably(path: Path, text: str) -> None:
 # The commit therefore writes a manifest of all files with size and digest, which ``faults`` reads.
 # Checking sizes costs next to nothing and finds what is missing or cut. Checking digests reads
 # every byte and finds what a disk or a copy changed.
+#
+# .. literalinclude:: /overlap_recipes/checkpoint/durable.py
+#    :language: python
+#    :pyobject: described
 
 
-def described(file: Path) -> dict[str, object]:
-    with file.open("rb") as stream:
-        digest = hashlib.file_digest(stream, "sha256").hexdigest()
-    return {"bytes": file.stat().st_size, "sha256": digest}
+# %%
+# .. literalinclude:: /overlap_recipes/checkpoint/durable.py
+#    :language: python
+#    :pyobject: faults
 
 
-def faults(directory: Path, digests: bool = False) -> list[str]:
-    """What is wrong with the checkpoint ``directory``, one line per file; [] if it is complete."""
-    parts = sorted(directory.glob(MANIFEST.format("*")))
-    try:
-        manifests = [json.loads(part.read_text()) for part in parts]
-        files = {name: what for part in manifests for name, what in part["files"].items()}
-        ranks = {part["ranks"] for part in manifests}
-    except (OSError, ValueError, KeyError, TypeError, AttributeError) as error:
-        return [f"a manifest cannot be read: {error!r}"]
-    if ranks != {len(parts)}:
-        return [f"{len(parts)} manifests, of a job of {ranks or 'no'} ranks"]
-    found = []
-    for name, expected in files.items():
-        file = directory / name
-        if not file.is_file():
-            found.append(f"{name}: missing")
-        elif file.stat().st_size != expected.get("bytes"):
-            found.append(f"{name}: {file.stat().st_size} bytes, not {expected.get('bytes')}")
-        elif digests and described(file) != expected:
-            found.append(f"{name}: its content has changed")
-    return found
+# %%
+# .. literalinclude:: /overlap_recipes/checkpoint/durable.py
+#    :language: python
+#    :pyobject: committed_steps
 
 
-def committed_steps(root: Path) -> list[int]:
-    """The steps whose checkpoints have their final name, the newest first."""
-    names = [path.name.removeprefix("step") for path in root.glob("step*")]
-    return sorted((int(name) for name in names if name.isdigit()), reverse=True)
-
-
-def newest_step(root: Path, digests: bool = False) -> int | None:
-    """The newest step whose checkpoint is complete, None if there is none."""
-    whole = (step for step in committed_steps(root) if not faults(root / f"step{step}", digests))
-    return next(whole, None)
+# %%
+# .. literalinclude:: /overlap_recipes/checkpoint/durable.py
+#    :language: python
+#    :pyobject: newest_step
 
 
 # %%
@@ -185,59 +165,10 @@ def newest_step(root: Path, digests: bool = False) -> int | None:
 # Each rank writes a manifest of its own files, so nobody has to gather the digests of a thousand
 # ranks. Each manifest says how many there must be, which exposes a rank that took itself for a job
 # of its own.
-
-
-class DurableSaves(OverlappedSaves):
-    """Overlapped saves that are durable once their future is done.
-
-    The future of a save that failed raises a ``RuntimeError`` on every rank. Nothing of such a save
-    stays on disk, older checkpoints are untouched, training goes on, and the next save can succeed.
-    """
-
-    latest: Future | None = None
-
-    def save(self, state_dict: dict, directory: Path) -> Future | None:
-        """As ``OverlappedSaves.save``; ``directory`` is ``root/step<N>``."""
-        upload = super().save(state_dict, directory)
-        if upload is not None:
-            self.latest = upload
-        return upload
-
-    def wait(self) -> None:
-        """Return when all saves have ended.
-
-        Raises:
-            RuntimeError: the latest one failed. Failures of earlier ones have been logged.
-        """
-        with suppress(RuntimeError):
-            super().wait()
-        if self.latest is not None:
-            self.latest.result()
-
-    def write(self, state: dict, directory: Path) -> None:
-        """Write this rank's part of ``state``, flush it and describe it."""
-        super().write(state, directory)
-        files = list(directory.glob(f"__{self.rank}_*"))
-        if self.rank == 0:
-            files.append(directory / ".metadata")
-        for file in files:
-            flush(file)
-        ranks = dist.get_world_size() if dist.is_initialized() else 1
-        manifest = {"ranks": ranks, "files": {file.name: described(file) for file in files}}
-        write_durably(directory / MANIFEST.format(self.rank), json.dumps(manifest, indent=1))
-
-    def commit(self, aside: Path, directory: Path) -> None:
-        """Give the checkpoint its name, durably; then update the pointer."""
-        if self.rank != 0:
-            return
-        if directory.exists():
-            if not faults(directory, digests=True):
-                shutil.rmtree(aside)
-                raise FileExistsError(f"{directory} is there and whole")
-            directory.rename(directory.with_name(directory.name + ".damaged"))
-        aside.rename(directory)
-        flush(directory.parent)
-        write_durably(directory.with_name(POINTER), directory.name)
+#
+# .. literalinclude:: /overlap_recipes/checkpoint/durable.py
+#    :language: python
+#    :pyobject: DurableSaves
 
 
 # %%

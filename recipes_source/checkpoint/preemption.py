@@ -20,9 +20,9 @@ counts.
     import sys
     from pathlib import Path
 
-    from preemption import AGAIN, Preemption
-    from resume_and_reshard import Run, resume
-    from retention import RetainedSaves
+    from overlap_recipes.checkpoint.preemption import AGAIN, Preemption
+    from overlap_recipes.checkpoint.resume import Run, resume
+    from overlap_recipes.checkpoint.retention import RetainedSaves
 
     preemption = Preemption(grace_s=120)  # before anything else that takes time
     ...                                   # join the process group, build the model
@@ -95,17 +95,22 @@ import argparse
 import os
 import signal
 import tempfile
-import threading
 import time
 from pathlib import Path
 
 import state_to_save as basic
 import torch
 import torch.distributed as dist
-from durable_saves import DurableSaves, newest_step
 
-AGAIN = 85  # exit code: saved, start me again
-TOO_LATE = 86  # the deadline came before the save had ended; older checkpoints are whole
+from overlap_recipes.checkpoint.durable import DurableSaves, newest_step
+from overlap_recipes.checkpoint.preemption import AGAIN, Preemption
+
+# %%
+# .. literalinclude:: /overlap_recipes/checkpoint/preemption.py
+#    :language: python
+#    :start-at: AGAIN = 85
+#    :end-at: TOO_LATE = 86
+
 STEPS, SAVE_EVERY, ASKED_IN = 8, 5, 4  # of the run that proves it
 
 # %%
@@ -122,86 +127,10 @@ STEPS, SAVE_EVERY, ASKED_IN = 8, 5, 4  # of the run that proves it
 # ``listen`` notices a rank that has died. It takes part in an all-reduce, in a process group of its
 # own, that all ranks join when they leave together. If a rank has died instead, its connections
 # close and the all-reduce fails at once. Then nothing can be saved together any more.
-
-
-class Preemption:
-    """Watch for SIGTERM and agree on the last step; a context manager around the loop.
-
-    Args:
-        grace_s: seconds from SIGTERM to SIGKILL.
-        margin_s: how many seconds before SIGKILL this process gives up.
-
-    Construct it on the main thread of every rank, as early as you can. Enter it when the process
-    group exists.
-    """
-
-    def __init__(self, grace_s: float, margin_s: float = 2.0) -> None:
-        self.leave_s = grace_s - margin_s
-        self.asked = self.entered = False
-        self.left = threading.Event()
-        self.listener: threading.Thread | None = None
-        self.vote: tuple[torch.Tensor, dist.Work] | None = None
-        self.before = signal.signal(signal.SIGTERM, self.on_signal)
-
-    def __enter__(self) -> "Preemption":
-        if dist.is_initialized():
-            self.votes, self.peers = (dist.new_group(backend="gloo") for _ in range(2))
-            self.entered = True
-            if self.asked:  # while the job was starting
-                self.start_listening()
-        return self
-
-    def on_signal(self, number: int, frame: object) -> None:
-        if self.asked or self.left.is_set():
-            return
-        self.asked = True
-        threading.Thread(target=self.watch, name="deadline", daemon=True).start()
-        if self.entered:
-            self.start_listening()
-
-    def watch(self) -> None:
-        if not self.left.wait(self.leave_s):
-            os.write(2, b"preempted: no time left, the save has not ended\n")
-            os._exit(TOO_LATE)
-
-    def start_listening(self) -> None:
-        self.listener = threading.Thread(target=self.listen, name="peers", daemon=True)
-        self.listener.start()
-
-    def listen(self) -> None:
-        try:
-            dist.all_reduce(torch.zeros(1), group=self.peers)
-        except RuntimeError:
-            if not self.left.is_set():
-                os.write(2, b"asked to leave, and another rank has gone already\n")
-                os._exit(1)
-
-    def agreed(self) -> bool:
-        """Whether any rank had been asked to leave at the previous call; the same on all ranks."""
-        if not self.entered:
-            if dist.is_initialized():
-                raise RuntimeError("enter its block when the process group is there")
-            return self.asked  # one process
-        stop = False
-        if self.vote is not None:
-            asked, work = self.vote
-            work.wait()
-            stop = bool(asked)
-        asked = torch.tensor(int(self.asked))
-        self.vote = asked, dist.all_reduce(asked, dist.ReduceOp.MAX, self.votes, async_op=True)
-        return stop
-
-    def __exit__(self, kind, error, trace) -> None:
-        self.left.set()
-        if kind is None and self.entered:
-            if self.vote is not None:
-                self.vote[1].wait()
-            if self.listener is None:
-                self.listen()
-            else:
-                self.listener.join()
-        # Asked once more, a process that is on its way out still gives its own exit code.
-        signal.signal(signal.SIGTERM, signal.SIG_IGN if self.asked else self.before)
+#
+# .. literalinclude:: /overlap_recipes/checkpoint/preemption.py
+#    :language: python
+#    :pyobject: Preemption
 
 
 # %%

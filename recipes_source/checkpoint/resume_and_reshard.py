@@ -17,8 +17,8 @@ the samples. Then seed anew, start the data where you like, and load with :doc:`
 
     from pathlib import Path
 
-    from resume_and_reshard import Run, resume
-    from retention import RetainedSaves
+    from overlap_recipes.checkpoint.resume import Run, resume
+    from overlap_recipes.checkpoint.retention import RetainedSaves
 
     run, root = Run(model, optimizer, schedule), Path("checkpoints")
     with RetainedSaves(root, device, model.buffers) as saves:  # first: one job per directory
@@ -68,17 +68,16 @@ Each part of the state is of one of three kinds:
 
 import argparse
 import tempfile
-import time
 from pathlib import Path
 
 import state_to_save as basic
 import torch
 import torch.distributed as dist
-import torch.distributed.checkpoint as dcp
-from durable_saves import DurableSaves, committed_steps, faults, newest_step
 from torch import nn
-from torch.distributed.checkpoint.state_dict import get_model_state_dict
 from torch.distributed.fsdp import fully_shard
+
+from overlap_recipes.checkpoint.durable import DurableSaves, committed_steps, newest_step
+from overlap_recipes.checkpoint.resume import Run, differences, load_weights, resume
 
 WIDTH, SAMPLES_A_STEP = 64, 12  # features; samples of all ranks together, for 1 to 4 and 6 ranks
 STEPS, INTERRUPTED_AT = 8, (2, 3, 5)
@@ -90,43 +89,16 @@ TOLERANCE = 1e-5  # of a loss, relative, on another number of ranks: sums in ano
 # ``dcp.load`` reads *into the state that you give it*, and then calls ``load_state_dict`` with
 # that state. A key that is not in the checkpoint is an error. So a rank may only ask for random
 # numbers that were saved. The metadata of the checkpoint says how many ranks there were.
+#
+# .. literalinclude:: /overlap_recipes/checkpoint/resume.py
+#    :language: python
+#    :pyobject: Run
 
 
-class Run(basic.AppState):
-    """Model, optimizer, step, schedule, position in the data and random numbers of one run.
-
-    ``optimizer`` may be a list; ``schedule`` is whatever has ``state_dict`` and ``load_state_dict``.
-    """
-
-    def __init__(self, model: nn.Module, optimizer: torch.optim.Optimizer, schedule) -> None:
-        super().__init__(model, optimizer)
-        self.schedule, self.samples, self.ranks_saved = schedule, 0, dist.get_world_size()
-
-    def state_dict(self) -> dict:
-        state = super().state_dict() | {"schedule": self.schedule.state_dict()}
-        state["samples"] = self.samples
-        if self.ranks_saved == dist.get_world_size():
-            random = {kind: source.get_rng_state() for kind, source in random_numbers().items()}
-            state[f"random_of_rank_{dist.get_rank()}"] = random
-        return state
-
-    def load_state_dict(self, state: dict) -> None:
-        super().load_state_dict(state)
-        self.schedule.load_state_dict(state["schedule"])
-        self.samples = state["samples"]
-        random = state.get(f"random_of_rank_{dist.get_rank()}")
-        if random is not None:
-            for kind, source in random_numbers().items():
-                source.set_rng_state(random[kind])
-        else:
-            torch.manual_seed(1_000_003 * self.step + dist.get_rank())
-            print(f"{dist.get_world_size()} ranks, {self.ranks_saved} saved: seeded anew")
-
-
-def random_numbers() -> dict:
-    """The sources of random numbers: the host, and this rank's accelerator if there is one."""
-    device = torch.accelerator.current_accelerator(check_available=True)
-    return {"host": torch} | ({"device": torch.get_device_module(device)} if device else {})
+# %%
+# .. literalinclude:: /overlap_recipes/checkpoint/resume.py
+#    :language: python
+#    :pyobject: random_numbers
 
 
 # %%
@@ -139,50 +111,16 @@ def random_numbers() -> dict:
 # collide with them. So the rollback renames them, but only those that existed when it began to
 # choose. A second job that somebody started by mistake must not rename what the first one saves
 # meanwhile.
+#
+# .. literalinclude:: /overlap_recipes/checkpoint/resume.py
+#    :language: python
+#    :pyobject: choose
 
 
-def choose(root: Path, step: int | None = None) -> int | None:
-    """The step to resume from, the same on all ranks; None if there is no complete checkpoint.
-
-    Raises:
-        RuntimeError: a rank does not see this checkpoint, or sees another content.
-    """
-    there = committed_steps(root)
-    chosen = [step if step is not None else newest_step(root, digests=True)]
-    dist.broadcast_object_list(chosen)
-    step = chosen[0]
-    wrong = faults(root / f"step{step}") if step is not None else []
-    seen: list[list[str]] = [[]] * dist.get_world_size()
-    dist.all_gather_object(seen, wrong)
-    if any(seen):
-        raise RuntimeError(f"step {step} is not whole, by rank: {dict(enumerate(seen))}")
-    if dist.get_rank() == 0:
-        for newer in there:
-            if step is None or newer > step:
-                aside = root / f"step{newer}.set-aside-{time.time_ns()}"
-                (root / f"step{newer}").rename(aside)
-                print(f"{aside.name}: newer than what is resumed")
-    dist.barrier()
-    return step
-
-
-def resume(run: Run, root: Path, step: int | None = None) -> int:
-    """Load the newest complete checkpoint below ``root``, or that of ``step``; return its step or 0.
-
-    Raises:
-        RuntimeError: it does not fit; the message lists what differs.
-    """
-    step = choose(root, step)
-    if step is None:
-        return 0
-    directory = root / f"step{step}"
-    saved = dcp.FileSystemReader(directory).read_metadata().state_dict_metadata
-    run.ranks_saved = sum(key.startswith("run.random") and key.endswith("host") for key in saved)
-    if wrong := differences(get_model_state_dict(run.model), directory, "run.model."):
-        raise RuntimeError(f"{directory} does not fit this model:\n" + "\n".join(wrong))
-    dcp.load({"run": run}, checkpoint_id=directory)
-    run.ranks_saved = dist.get_world_size()
-    return run.step
+# %%
+# .. literalinclude:: /overlap_recipes/checkpoint/resume.py
+#    :language: python
+#    :pyobject: resume
 
 
 # %%
@@ -192,24 +130,16 @@ def resume(run: Run, root: Path, step: int | None = None) -> int:
 # load a part by asking for a part, and a renamed parameter by asking for it under its old name.
 # This recipe lists what does not fit before the load, because the load's own error names one key
 # and stops.
+#
+# .. literalinclude:: /overlap_recipes/checkpoint/resume.py
+#    :language: python
+#    :pyobject: differences
 
 
-def differences(tensors: dict[str, torch.Tensor], directory: Path, prefix: str) -> list[str]:
-    """List what differs between ``tensors`` and the tensors of ``directory`` below ``prefix``."""
-    saved = dcp.FileSystemReader(directory).read_metadata().state_dict_metadata
-    saved = {key.removeprefix(prefix): m for key, m in saved.items() if key.startswith(prefix)}
-    found = [f"  {key}: only in the model" for key in tensors if key not in saved]
-    found += [f"  {key}: only in the checkpoint" for key in saved if key not in tensors]
-    for key in tensors.keys() & saved.keys():
-        if tuple(saved[key].size) != tuple(tensors[key].shape):
-            found.append(f"  {key}: {tuple(tensors[key].shape)}, saved {tuple(saved[key].size)}")
-    return sorted(found)
-
-
-def load_weights(model: nn.Module, directory: Path, old_names: dict[str, str]) -> None:
-    """Load the weights alone. ``old_names`` maps their names to those in the checkpoint."""
-    tensors = {old_names.get(key, key): x for key, x in get_model_state_dict(model).items()}
-    dcp.load({"run": {"model": tensors}}, checkpoint_id=directory)
+# %%
+# .. literalinclude:: /overlap_recipes/checkpoint/resume.py
+#    :language: python
+#    :pyobject: load_weights
 
 
 # %%

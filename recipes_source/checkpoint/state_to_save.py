@@ -53,10 +53,11 @@ from pathlib import Path
 import torch
 import torch.distributed as dist
 import torch.distributed.checkpoint as dcp
-from app_state import AppState
 from torch import nn
 from torch.distributed.fsdp import fully_shard
 from torch.distributed.tensor import DTensor
+
+from overlap_recipes.checkpoint.state import AppState
 
 # %%
 # The model that these recipes train

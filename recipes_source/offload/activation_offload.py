@@ -76,6 +76,8 @@ import torch
 import torch.distributed as dist
 from torch import nn
 
+from overlap_recipes.offload.host_layers import HostBuffer
+
 SMALLEST = 1 << 20  # bytes; a smaller tensor costs more to launch than its copy frees
 
 LAYERS, HEADS = 4, 4
@@ -183,7 +185,7 @@ class ActivationOffload:
         self.streams = torch.get_device_module(device)
         self.h2d, self.d2h = lanes or (self.streams.Stream(), self.streams.Stream())
         pool = torch.empty(budget, dtype=torch.uint8, device="meta")
-        self.pool = toys.HostBuffer({"pool": pool}, torch.uint8, self.device)
+        self.pool = HostBuffer({"pool": pool}, torch.uint8, self.device)
         self.used = self.wanted = self.peak = 0
         self.known = weakref.WeakKeyDictionary()  # storage in memory -> reference to its Storage
         self.in_order: list[weakref.ref[Storage]] = []

@@ -23,7 +23,7 @@ of a model with it.
 .. code-block:: python
 
    import torch
-   from adam_in_pieces import PIECE, numbers_of, update_block, update_pieces, without_lock
+   from overlap_recipes.offload.adam_in_pieces import PIECE, numbers_of, update_block, update_pieces, without_lock
 
    settings = {"lr": 1e-4, "betas": (0.9, 0.95), "eps": 1e-8, "weight_decay": 0.1}
    update = without_lock(update_pieces)                       # once
@@ -77,8 +77,7 @@ several operators without the lock.
 # Imports and sizes
 # -----------------
 
-import os
-from collections.abc import Callable, Iterable
+from collections.abc import Iterable
 from concurrent.futures import ThreadPoolExecutor
 
 import torch
@@ -87,10 +86,29 @@ from host_layers import start_rank
 from torch import nn
 from torch.nn.utils import clip_grads_with_norm_
 
-PIECE = 2**16  # parameters: what is read twice of a piece stays in the cache of one core
+from overlap_recipes.offload.adam_in_pieces import (
+    PIECE,
+    SETTINGS,
+    groups_of,
+    numbers_of,
+    update_block,
+    update_pieces,
+    without_lock,
+)
+
+# %%
+# .. literalinclude:: /overlap_recipes/offload/adam_in_pieces.py
+#    :language: python
+#    :start-at: PIECE = 2**16
+#    :end-at: PIECE = 2**16
+
 THREADS, STEPS, PARAMETERS = 2, 3, 2 * PIECE + 1000
-SETTINGS = {"lr": 1e-2, "betas": (0.9, 0.95), "eps": 1e-8, "weight_decay": 0.1}
-Tensors = list[torch.Tensor]
+# %%
+# .. literalinclude:: /overlap_recipes/offload/adam_in_pieces.py
+#    :language: python
+#    :start-at: SETTINGS = {"lr": 1e-2, "betas": (0.9, 0.95), "eps": 1e-8, "
+#    :end-at: Tensors = list[torch.Tensor]
+
 
 # %%
 # AdamW of torch, for Python and for TorchScript
@@ -98,39 +116,22 @@ Tensors = list[torch.Tensor]
 # ``_fused_adamw_`` makes one pass over weights, gradients and moments where the default AdamW makes
 # many. It is what ``torch.optim.AdamW(fused=True)`` calls; the function that torch documents calls
 # it too, with more Python around it. Adam works element by element, so cuts change no bit.
+#
+# .. literalinclude:: /overlap_recipes/offload/adam_in_pieces.py
+#    :language: python
+#    :pyobject: fused_adamw
 
 
-def fused_adamw(settings: dict, gradient, step, master, exp_avg, exp_avg_sq, skip=None) -> None:
-    """One step of AdamW in fp32, the one that ``step`` counts; none if ``skip`` is 1."""
-    numbers = {"lr": float(settings["lr"]), "weight_decay": settings["weight_decay"]}
-    numbers |= dict(zip(("beta1", "beta2"), settings["betas"], strict=True), eps=settings["eps"])
-    tensors = [master], [gradient], [exp_avg], [exp_avg_sq], [], [step]
-    torch._fused_adamw_(*tensors, amsgrad=False, maximize=False, found_inf=skip, **numbers)
+# %%
+# .. literalinclude:: /overlap_recipes/offload/adam_in_pieces.py
+#    :language: python
+#    :pyobject: adamw
 
 
-def adamw(p: Tensors, g: Tensors, m: Tensors, v: Tensors, step: Tensors, numbers: list[float]):
-    """The same, as TorchScript can have it; ``numbers`` by ``numbers_of``."""
-    torch._fused_adamw_(
-        p,
-        g,
-        m,
-        v,
-        [],
-        step,
-        lr=numbers[0],
-        beta1=numbers[1],
-        beta2=numbers[2],
-        eps=numbers[3],
-        weight_decay=numbers[4],
-        amsgrad=False,
-        maximize=False,
-    )
-
-
-def numbers_of(settings: dict, scale: float) -> list[float]:
-    """What a step computes with: rate, betas, eps, decay; gradients are multiplied by ``scale``."""
-    decay = settings["weight_decay"]
-    return [float(settings["lr"]), *settings["betas"], settings["eps"], decay, scale]
+# %%
+# .. literalinclude:: /overlap_recipes/offload/adam_in_pieces.py
+#    :language: python
+#    :pyobject: numbers_of
 
 
 # %%
@@ -140,55 +141,28 @@ def numbers_of(settings: dict, scale: float) -> list[float]:
 # TorchScript removes what it takes for useless, and it takes an operator that changes tensors in a
 # list of its own for useless: no error, and nothing is updated. A list that comes from outside is
 # safe.
+#
+# .. literalinclude:: /overlap_recipes/offload/adam_in_pieces.py
+#    :language: python
+#    :pyobject: update_pieces
 
 
-def update_pieces(block: Tensors, parts: list[Tensors], step: Tensors, numbers: list[float]):
-    """A step for a block: gradient, weight, master, two moments, and a scratch as long as a piece.
-
-    ``parts``: four lists of one tensor each, to be overwritten. A weight in fp32 is its own master.
-    """
-    weight, scratch = block[1], block[5]
-    scale = scratch[0].clone().fill_(numbers[5])
-    pieces = [whole.split(scratch.numel()) for whole in block[:5]]
-    for i, gradient in enumerate(pieces[0]):
-        for part, cut in zip(parts, pieces[2:]):  # noqa: B905
-            part[0] = cut[i]
-        parts[3][0] = scratch[: gradient.numel()].copy_(gradient)
-        if numbers[5] != 1.0:
-            parts[3][0].mul_(scale)
-        adamw(parts[0], parts[3], parts[1], parts[2], step, numbers)
-        if weight.dtype != torch.float32:
-            pieces[1][i].copy_(parts[0][0])
+# %%
+# .. literalinclude:: /overlap_recipes/offload/adam_in_pieces.py
+#    :language: python
+#    :pyobject: without_lock
 
 
-def without_lock(function: Callable) -> Callable:
-    """A function as TorchScript; as it is, right and slower, in a PyTorch that has that no longer."""
-    return getattr(torch.jit, "script", lambda plain: plain)(function)
+# %%
+# .. literalinclude:: /overlap_recipes/offload/adam_in_pieces.py
+#    :language: python
+#    :pyobject: update_block
 
 
-def update_block(update: Callable, block: Tensors, step: torch.Tensor, numbers: list) -> None:
-    """Call ``update``, which is ``update_pieces``.
-
-    Raises:
-        ValueError: a block's tensors are not flat, without gaps and of one length; master, moments or
-            scratch are not in fp32; or a weight in fp32 has another master than itself.
-    """
-    gradient, weight, master = block[:3]
-    if not all(tensor.ndim == 1 and tensor.is_contiguous() for tensor in block):
-        raise ValueError("a block is of flat tensors without gaps")
-    if {tensor.numel() for tensor in block[:5]} != {gradient.numel()}:
-        raise ValueError("a block is of flat tensors of one length")
-    if {tensor.dtype for tensor in block[2:]} != {torch.float32}:
-        raise ValueError("master, moments and scratch are in fp32")
-    if weight.dtype == torch.float32 and weight.data_ptr() != master.data_ptr():
-        raise ValueError("a weight in fp32 is its own master: pass it twice")
-    update(block, [[tensor] for tensor in block[2:]], [step], numbers)
-
-
-def host_threads() -> int:
-    """This rank's part of the machine's cores, less one for the thread that trains."""
-    ranks = int(os.environ.get("LOCAL_WORLD_SIZE", "1"))
-    return max(1, len(os.sched_getaffinity(0)) // ranks - 1)
+# %%
+# .. literalinclude:: /overlap_recipes/offload/adam_in_pieces.py
+#    :language: python
+#    :pyobject: host_threads
 
 
 # %%
@@ -197,82 +171,57 @@ def host_threads() -> int:
 # A parameter that stays on the device has its state there. ``skip`` (torch's ``found_inf``) makes
 # the kernel change nothing, and no thread has to read it. A number that the host must read, such as
 # a norm, goes there by ``to_host``: only the thread that reads it waits for its event.
-
-MOMENTS = ("exp_avg", "exp_avg_sq")
-FP32 = torch.float32  # whatever the default dtype is
-
-
-def state_on_device(parameter: nn.Parameter) -> dict[str, torch.Tensor]:
-    """Of a parameter that stays on the device: step, fp32 master and moments."""
-    master = parameter.detach().float()
-    state = {name: torch.zeros_like(master) for name in MOMENTS}
-    return state | {"step": torch.zeros((), dtype=FP32, device=master.device), "master": master}
+#
+# .. literalinclude:: /overlap_recipes/offload/adam_in_pieces.py
+#    :language: python
+#    :start-at: MOMENTS = ("exp_avg", "exp_avg_sq")
+#    :end-at: FP32 = torch.float32
 
 
-def load_states(state: dict, parameters: Iterable[nn.Parameter], saved: dict) -> None:
-    """Load a state dict: moments that it lacks are zeros, weights become the rounded masters."""
-    for kept in state.values():
-        kept["step"].zero_()
-    names = (name for group in saved["param_groups"] for name in group["params"])  # or numbers
-    for name, p in zip(names, parameters, strict=True):
-        found = saved["state"].get(name, {})
-        for which, tensor in state.get(p, {}).items():
-            if which in found:
-                tensor.copy_(found[which])
-            elif which in MOMENTS:
-                tensor.zero_()
-        if p in state:
-            p.copy_(state[p]["master"])
+# %%
+# .. literalinclude:: /overlap_recipes/offload/adam_in_pieces.py
+#    :language: python
+#    :pyobject: state_on_device
 
 
-def steps_apart(state: dict) -> dict:
-    """With a ``step`` for each parameter: torch's optimizers, which may load it, count in place."""
-    return {name: {**kept, "step": kept["step"].clone()} for name, kept in state.items()}
+# %%
+# .. literalinclude:: /overlap_recipes/offload/adam_in_pieces.py
+#    :language: python
+#    :pyobject: load_states
 
 
-def refuse_other_adams(groups: list[dict], others: Iterable[str] = ()) -> None:
-    """Raise where groups have settings that this AdamW has not: it would train in another way."""
-    found = {name for group in groups for name in ("amsgrad", "maximize") if group.get(name)}
-    found |= {"momentum" for group in groups if "betas" not in group}
-    if any(not g.get("decoupled_weight_decay", True) and g["weight_decay"] for g in groups):
-        found.add("decoupled_weight_decay=False")
-    if others := sorted(found.union(others)):
-        raise ValueError(f"this AdamW has no setting {', '.join(others)}")
+# %%
+# .. literalinclude:: /overlap_recipes/offload/adam_in_pieces.py
+#    :language: python
+#    :pyobject: steps_apart
 
 
-def update_on_device(settings: dict, parameter: nn.Parameter, state, scale, skip) -> None:
-    """The same step there; ``scale`` and ``skip`` are on the device as well, nothing waits."""
-    state["step"] += 1 - skip
-    tensors = (state[name] for name in ("step", "master", *MOMENTS))
-    fused_adamw(settings, parameter.grad.float().mul_(scale), *tensors, skip)
-    if parameter.dtype != torch.float32:
-        parameter.copy_(state["master"])
+# %%
+# .. literalinclude:: /overlap_recipes/offload/adam_in_pieces.py
+#    :language: python
+#    :pyobject: refuse_other_adams
 
 
-def to_host(stream: torch.Stream, *numbers: torch.Tensor) -> tuple:
-    """Queue the copy of numbers, after all that is queued; their event, copy and source."""
-    source, on_gpu = torch.stack(numbers), numbers[0].is_cuda
-    streams = torch.get_device_module(source.device)
-    arrived = streams.Event(**({"blocking": True} if on_gpu else {}))
-    copy = torch.empty(len(numbers), dtype=FP32, pin_memory=on_gpu)
-    stream.wait_stream(streams.current_stream())
-    with streams.stream(stream):
-        copy.copy_(source, non_blocking=True)
-    arrived.record(stream)
-    return arrived, copy, source
+# %%
+# .. literalinclude:: /overlap_recipes/offload/adam_in_pieces.py
+#    :language: python
+#    :pyobject: update_on_device
+
+
+# %%
+# .. literalinclude:: /overlap_recipes/offload/adam_in_pieces.py
+#    :language: python
+#    :pyobject: to_host
 
 
 # %%
 # Ordinary training
 # -----------------
 # The next recipes are compared with this:
-
-
-def groups_of(parameters: Iterable[nn.Parameter]) -> list[dict]:
-    """Matrices, and what is not decayed."""
-    both = list(parameters)
-    matrices, others = ([p for p in both if (p.ndim > 1) is wanted] for wanted in (True, False))
-    return [{"params": matrices}, {"params": others, "weight_decay": 0.0}]
+#
+# .. literalinclude:: /overlap_recipes/offload/adam_in_pieces.py
+#    :language: python
+#    :pyobject: groups_of
 
 
 def schedule_of(optimizer: torch.optim.Optimizer) -> torch.optim.lr_scheduler.LRScheduler:

@@ -56,19 +56,21 @@ that are due the **lowest** is updated first, and the others beside the next for
 # -----------------
 # ``streamed_model.py`` keeps the layers; this page updates them.
 
-import threading
-from collections.abc import Callable, Iterable, Iterator
-from concurrent.futures import Future, ThreadPoolExecutor
-from contextlib import contextmanager
-from functools import partial
-from heapq import heappop, heappush
-
-import adam_in_pieces as pieces
 import streamed_model as streaming
 import torch
 import torch.distributed as dist
+from host_layers import start_rank
 
-BLOCK = 2**20  # parameters that a thread updates in one call
+from overlap_recipes.offload import adam_in_pieces as pieces
+from overlap_recipes.offload.host_adam import HostUpdates
+from overlap_recipes.offload.streamed_model import StreamedModel
+
+# %%
+# .. literalinclude:: /overlap_recipes/offload/host_adam.py
+#    :language: python
+#    :start-at: BLOCK = 2**20
+#    :end-at: BLOCK = 2**20
+
 
 # %%
 # The update of a model
@@ -82,197 +84,16 @@ BLOCK = 2**20  # parameters that a thread updates in one call
 # Each core but one has a thread, and a free thread takes the next block (up to ``BLOCK`` parameters
 # of one tensor). What it does with a block is on :doc:`adam_in_pieces`: one pass over its memory,
 # without Python's lock. The thread that trains needs the core that is left, many times per step.
+#
+# .. literalinclude:: /overlap_recipes/offload/host_adam.py
+#    :language: python
+#    :pyobject: LayerUpdate
 
 
-class LayerUpdate:
-    """A layer's update to come: ``settings`` (by group), ``scale`` and ``step`` are of its step."""
-
-    def __init__(self, settings: list[dict]) -> None:
-        self.settings, self.scale, self.step, self.error = settings, 1.0, None, None
-        # Whether it is done; blocks that no thread has begun; blocks that have not ended.
-        self.ended, self.waiting, self.left = Future(), 0, 0
-
-
-class HostUpdates:
-    """AdamW for the layers of a streamed model, on threads of the host.
-
-    Args:
-        streamed: the model.
-        group_of: for each trained parameter of the layers the number of its settings.
-        threads: of the host; all cores of this rank but one if None.
-
-    ``state[parameter]`` are its ``step``, the layer's, and in fp32 ``master`` and moments.
-    """
-
-    def __init__(self, streamed, group_of: dict, threads: int | None = None) -> None:
-        if streamed.optimizer:
-            raise ValueError("this model has an optimizer: close it, and make both anew")
-        self.streamed, self.group_of, self.state = streamed, group_of, {}
-        self.steps = [torch.zeros((), dtype=pieces.FP32) for _ in streamed.layers]
-        self.buffers = [*map(self.take, streamed.layers, self.steps)]
-        self.blocks = [self.cut(layer) for layer in range(len(streamed.layers))]
-        # Layers that are due: a heap, the lowest first.
-        self.due, self.lock, self.of_thread = [], threading.Lock(), threading.local()
-        self.threads = threads or pieces.host_threads()
-        self.update = pieces.without_lock(pieces.update_pieces)
-        self.workers = ThreadPoolExecutor(self.threads, "adam", torch.set_num_threads, (1,))
-        self.arrivals = ThreadPoolExecutor(1, "arrivals")
-        self.arrivals.submit(streamed.streams.set_device, streamed.streams.current_device())
-        self.forget()
-        streamed.before_load, streamed.before_host = self.await_layer, self.wait
-        streamed.may_load = self.is_updated
-
-    def take(self, layer, step: torch.Tensor) -> list[tuple]:
-        """Buffers of a ``HostLayer``: gradients, weights, and new ones of masters and moments."""
-        if missing := [n for n, p in layer.trained.items() if p not in self.group_of]:
-            raise ValueError(f"give all parameters that are trained; it lacks {missing}")
-        taken = []
-        for weights, gradients in zip(layer.weights, layer.gradients, strict=False):
-            like = {name: layer.trained[name] for name in weights.shapes}
-            # Buffers of zeros that no device reads.
-            in_fp32 = partial(streaming.node.HostBuffer, like, pieces.FP32, torch.device("cpu"))
-            kept = {"master": weights} | {name: in_fp32() for name in pieces.MOMENTS}
-            if weights.flat.dtype != torch.float32:
-                kept["master"] = in_fp32()
-                kept["master"].flat.copy_(weights.flat)
-            for name, parameter in like.items():
-                views = {which: fp32.views[name] for which, fp32 in kept.items()}
-                self.state[parameter] = {"step": step, **views}
-            taken.append((gradients, weights, *kept.values()))
-        return taken
-
-    def cut(self, layer: int) -> list[tuple]:
-        """A layer's blocks: their group, and their slice of each buffer."""
-        blocks = []
-        for buffers in self.buffers[layer]:
-            weights = buffers[1]
-            ends = [*weights.offsets[1:], weights.flat.numel()]
-            for name, begin, end in zip(weights.shapes, weights.offsets, ends, strict=True):
-                group = self.group_of[self.streamed.layers[layer].trained[name]]
-                for at in range(begin, end, BLOCK):
-                    part = slice(at, min(at + BLOCK, end))
-                    blocks.append((group, *(buffer.flat[part] for buffer in buffers)))
-        return blocks
-
-    # The training thread
-
-    def announce(self, layers: Iterable[int], settings: list[dict]) -> dict[int, LayerUpdate]:
-        """Layers that are going to be updated: from here on, their next load waits for it."""
-        announced = {layer: LayerUpdate(settings) for layer in layers}
-        self.updates |= announced
-        # What the device has of these layers is old from here on.
-        self.streamed.held = {s: n for s, n in self.streamed.held.items() if n not in announced}
-        return announced
-
-    def is_updated(self, layer: int) -> bool:
-        """Whether a load would not wait; if it would, the layers before it are queued first."""
-        return layer not in self.updates or self.updates[layer].ended.done()
-
-    def await_layer(self, layer: int) -> None:
-        """Wait until a layer is updated; raises what kept it from that."""
-        self.check()
-        if layer in self.updates:
-            self.updates[layer].ended.result()
-
-    def check(self) -> None:
-        """Raise what kept the latest step from being a whole one, as far as that is known."""
-        if self.latest.done():
-            self.latest.result()
-
-    def wait(self, raises: bool = True) -> None:
-        """Wait until all that was announced is updated, or has failed."""
-        error = self.latest.exception()
-        with self.lock:  # what an interrupted step has announced may never begin
-            self.drop({n: u for n, u in self.updates.items() if u.step is None}, error)
-        errors = [error, *(update.ended.exception() for update in self.updates.values())]
-        if raises and any(errors):
-            raise next(filter(None, errors))
-
-    def forget(self) -> None:
-        """Go on as if nothing had been announced or gone wrong: all weights are others now."""
-        self.updates, self.latest = {}, Future()  # by layer; of the thread of arrivals
-        self.latest.set_result(None)
-
-    @contextmanager
-    def later(self, work: Callable, layers: Iterable[int], settings: list[dict], *args) -> Iterator:
-        """Announce, and have the thread of arrivals start; what fails, whoever waits is told.
-
-        The block is a part of the same step. Until it ends, the step counts as interrupted.
-        """
-
-        def arrival() -> None:
-            try:
-                work(announced, *args)
-            except BaseException as error:
-                self.drop(announced, error)
-                raise
-
-        self.latest = Future()
-        self.latest.set_exception(RuntimeError("a step was interrupted: load a checkpoint"))
-        announced = self.announce(layers, settings)
-        arrived = self.arrivals.submit(arrival)
-        yield
-        self.latest = arrived
-
-    # Any thread, when the gradients are on the host
-
-    def start(self, announced: dict[int, LayerUpdate], scale: float = 1.0) -> None:
-        """Hand out the blocks of all layers; gradients are multiplied by ``scale``."""
-        for layer, update in announced.items():
-            with self.lock:
-                if update.ended.done():  # a step that was interrupted
-                    continue
-                self.steps[layer] += 1
-                torch.autograd.graph.increment_version([b[1].flat for b in self.buffers[layer]])
-                update.step, update.scale = self.steps[layer].clone(), scale
-                update.waiting = update.left = len(self.blocks[layer])
-                due = layer, id(update), update
-                heappush(self.due, due) if update.left else self.end(layer, update)
-        for _ in range(self.threads):
-            self.workers.submit(self.work)
-
-    def drop(self, announced: dict, error: BaseException | None = None) -> None:
-        """Update none of these layers; whoever waits for one gets the error, if there is one."""
-        for layer, update in announced.items():
-            self.end(layer, update, error)
-
-    def end(self, layer: int, update: LayerUpdate, error: BaseException | None = None) -> None:
-        """Let those go on who wait for a layer."""
-        if not update.ended.done():
-            update.ended.set_exception(error) if error else update.ended.set_result(None)
-
-    # The threads of the host
-
-    def work(self) -> None:
-        """Update blocks of the lowest layer that is due, until none is."""
-        while True:
-            with self.lock:
-                if not self.due:
-                    return
-                layer, _, update = self.due[0]
-                number = update.waiting = update.waiting - 1
-                if number == 0:
-                    heappop(self.due)
-            try:
-                self.update_block(layer, number, update)
-            except BaseException as error:
-                update.error = error
-            with self.lock:
-                update.left -= 1
-                if update.left == 0:
-                    self.end(layer, update, update.error)
-
-    def update_block(self, layer: int, number: int, update: LayerUpdate) -> None:
-        if not hasattr(self.of_thread, "scratch"):
-            self.of_thread.scratch = torch.empty(pieces.PIECE, dtype=pieces.FP32)
-        group, *block = self.blocks[layer][number]
-        numbers = pieces.numbers_of(update.settings[group], update.scale)
-        pieces.update_block(self.update, [*block, self.of_thread.scratch], update.step, numbers)
-
-    def close(self) -> None:
-        """End the threads."""
-        self.arrivals.shutdown()
-        self.workers.shutdown()
+# %%
+# .. literalinclude:: /overlap_recipes/offload/host_adam.py
+#    :language: python
+#    :pyobject: HostUpdates
 
 
 # %%
@@ -282,11 +103,11 @@ class HostUpdates:
 
 
 def main() -> None:
-    device = streaming.node.start_rank()
+    device = start_rank()
     try:
         torch.manual_seed(dist.get_rank())
         model = streaming.Model().bfloat16()
-        streamed = streaming.StreamedModel(model, model.encoder.layers, device)
+        streamed = StreamedModel(model, model.encoder.layers, device)
         trained = list(model.encoder.layers.parameters())
         masters = [torch.nn.Parameter(p.detach().float()) for p in trained]
         optimizer = torch.optim.AdamW(masters, fused=True, **pieces.SETTINGS)

@@ -51,20 +51,22 @@ Nothing is hidden behind compute yet: that is the next recipe, :doc:`weight_stre
 # -----------------
 # Only torch and the standard library.
 
-import mmap
 import os
-from collections.abc import Iterable
-from contextlib import suppress
 from copy import deepcopy
-from itertools import accumulate
-from weakref import finalize
 
 import torch
 import torch.distributed as dist
 from torch import nn
 from torch.func import functional_call
 
-ALIGNMENT = 256  # elements: where a parameter may begin, 512 bytes of bf16 as on a CUDA device
+from overlap_recipes.offload.host_layers import ALIGNMENT, HostLayer, move_to_host
+
+# %%
+# .. literalinclude:: /overlap_recipes/offload/host_layers.py
+#    :language: python
+#    :start-at: ALIGNMENT = 256
+#    :end-at: ALIGNMENT = 256
+
 WIDTH = 32  # features
 BATCH, TOKENS, LAYERS, STEPS = 2, 8, 3, 3  # sequences per step, tokens of each; layers, steps
 
@@ -91,63 +93,16 @@ BATCH, TOKENS, LAYERS, STEPS = 2, 8, 3, 3  # sequences per step, tokens of each;
 # Each part begins at a multiple of 256 elements, as a CUDA allocator would let it begin, so matmuls
 # choose the kernels that they choose in a resident model. ``views_of`` lays the same parts over
 # *any* flat tensor: the copy on the device, float32 master weights, a sum of gradients.
+#
+# .. literalinclude:: /overlap_recipes/offload/host_layers.py
+#    :language: python
+#    :pyobject: private_memory
 
 
-def private_memory(nbytes: int) -> mmap.mmap:
-    """Memory of this process alone, in large pages where the system has them."""
-    memory = mmap.mmap(-1, nbytes, flags=mmap.MAP_PRIVATE | mmap.MAP_ANONYMOUS)
-    with suppress(OSError):  # has none
-        memory.madvise(getattr(mmap, "MADV_HUGEPAGE", mmap.MADV_NORMAL))
-    return memory
-
-
-class HostBuffer:
-    """Named tensors side by side in one 1-D host tensor of exact size, page-locked for CUDA.
-
-    ``flat`` is that tensor, of zeros, ``views`` its parts by name.
-
-    Args:
-        like: names and shapes of the parts; their values are not taken.
-        dtype: of the elements.
-        device: the device whose copies will read or write the buffer.
-
-    Raises:
-        RuntimeError: the host has not that much memory, or will not lock it.
-    """
-
-    memory = staticmethod(private_memory)  # bytes -> mmap; a later recipe shares it between ranks
-
-    def __init__(self, like: dict, dtype: torch.dtype, device: torch.device) -> None:
-        self.shapes = {name: tensor.shape for name, tensor in like.items()}
-        sizes = [-(-tensor.numel() // ALIGNMENT) * ALIGNMENT for tensor in like.values()]
-        *self.offsets, numel = accumulate(sizes, initial=0)
-        nbytes = numel * dtype.itemsize
-        try:
-            memory = self.memory(nbytes or 1)
-            self.flat = torch.frombuffer(memory, dtype=torch.uint8)[:nbytes].view(dtype).zero_()
-            self.unlock = lambda: None
-            if device.type == "cuda" and nbytes:
-                cuda, address = torch.cuda.cudart(), self.flat.data_ptr()
-                memory.madvise(mmap.MADV_DONTFORK)
-                torch.cuda.check_error(int(cuda.cudaHostRegister(address, nbytes, 0)))
-                self.unlock = finalize(self, cuda.cudaHostUnregister, address)
-        except (OSError, RuntimeError) as error:
-            with suppress(Exception):
-                torch.ones((), device=device)  # is told of the error in place of your next kernel
-            raise RuntimeError(
-                f"cannot lock {nbytes} more bytes of host memory ({error}): free some, raise "
-                "`ulimit -l`, or keep fewer layers on the host"
-            ) from error
-        self.views = self.views_of(self.flat)
-
-    def views_of(self, flat: torch.Tensor) -> dict[str, torch.Tensor]:
-        """The parts of another 1-D tensor, at least as long, on any device, of any dtype."""
-        parts = zip(self.shapes.items(), self.offsets, strict=True)
-        return {name: flat[at : at + shape.numel()].view(shape) for (name, shape), at in parts}
-
-    def close(self) -> None:
-        """Unlock the pages. The memory itself lives as long as a tensor that uses it."""
-        self.unlock()
+# %%
+# .. literalinclude:: /overlap_recipes/offload/host_layers.py
+#    :language: python
+#    :pyobject: HostBuffer
 
 
 # %%
@@ -170,83 +125,16 @@ class HostBuffer:
 #
 # Buffers of modules (running statistics, masks, tables of positions) are small and may be changed
 # by forward: they move to the device for good.
+#
+# .. literalinclude:: /overlap_recipes/offload/host_layers.py
+#    :language: python
+#    :pyobject: HostLayer
 
 
-class HostLayer:
-    """A layer whose parameters and gradients are in page-locked host memory.
-
-    ``weights`` are its buffers, one for each dtype, what is trained first; ``gradients`` are laid
-    out as the first of them. ``trained`` are parameters by name.
-
-    Raises:
-        RuntimeError: the host cannot lock as much memory as weights and gradients take.
-    """
-
-    def __init__(self, layer: nn.Module, device: torch.device, gradient_dtype=None) -> None:
-        self.module, groups = layer, {}
-        for name, parameter in layer.named_parameters():
-            kind = not parameter.requires_grad, str(parameter.dtype)
-            groups.setdefault(kind, {})[name] = parameter
-        in_order = [groups[kind] for kind in sorted(groups)]
-        self.trained = {n: p for named in in_order for n, p in named.items() if p.requires_grad}
-        self.weights, self.gradients = [], []
-        try:
-            for named in in_order:
-                some = next(iter(named.values()))
-                self.weights.append(HostBuffer(named, some.dtype, device))
-                if some.requires_grad:
-                    self.gradients.append(HostBuffer(named, gradient_dtype or some.dtype, device))
-        except BaseException:
-            self.close()
-            raise
-        for named, buffer in zip(in_order, self.weights, strict=True):
-            for name, parameter in named.items():
-                parameter.data = buffer.views[name].copy_(parameter.data)
-        for module in layer.modules():
-            for name, buffer in module.named_buffers(recurse=False):
-                setattr(module, name, buffer.to(device))
-
-    def hand_out_gradients(self) -> None:
-        """Make the gradient buffers what the parameters call ``grad``, if their dtype allows it."""
-        for buffer in self.gradients:
-            for name, view in buffer.views.items():
-                if view.dtype == self.trained[name].dtype:
-                    self.trained[name].grad = view
-
-    def close(self) -> None:
-        """Unlock the memory."""
-        for buffer in self.weights + self.gradients:
-            buffer.close()
-
-
-def move_to_host(layers: Iterable, device: torch.device, gradient_dtype=None) -> list[HostLayer]:
-    """A ``HostLayer`` of each; from a generator, the host never holds them twice.
-
-    Args:
-        device: where they will run; if it has an index, it must be the current device.
-        gradient_dtype: of the gradients; that of their parameters if None.
-
-    Raises:
-        ValueError: a layer shares a parameter with one before it; another device is the current one.
-        RuntimeError: the host cannot lock as much memory.
-    """
-    named = device.type != "cpu" and device.index is not None
-    if named and device.index != torch.accelerator.current_device_index():
-        raise ValueError(f"make {device} current: torch.accelerator.set_device_index")
-    moved, known = [], set()
-    try:
-        for layer in layers:
-            if shared := [n for n, p in layer.named_parameters() if p in known]:
-                raise ValueError(
-                    f"layer {len(moved)} shares {shared} with a layer before it: keep a shared "
-                    "parameter on the device, in a module that is no layer"
-                )
-            known.update(layer.parameters())
-            moved.append(HostLayer(layer, device, gradient_dtype))
-    except BaseException:
-        [layer.close() for layer in moved]
-        raise
-    return moved
+# %%
+# .. literalinclude:: /overlap_recipes/offload/host_layers.py
+#    :language: python
+#    :pyobject: move_to_host
 
 
 # %%

@@ -22,7 +22,7 @@ over them: use FSDP2.
 
 .. code-block:: python
 
-   from one_copy_a_host import Host, SharedAdamW, SharedModel
+   from overlap_recipes.offload.one_copy_a_host import Host, SharedAdamW, SharedModel
 
    streamed = SharedModel(model, layers, device, Host())  # layers: model.model.layers, say
    optimizer = SharedAdamW(model.parameters(), streamed, lr=1e-3, max_norm=1.0)
@@ -72,23 +72,28 @@ gradients is known, and it is known when every rank has computed its last backwa
 # -----------------
 # ``whole_step.py`` has the optimizer; this page shares what it keeps.
 
-import mmap
-import os
 import re
-import time
-from collections.abc import Iterable, Iterator
-from contextlib import closing, contextmanager
+from contextlib import closing
 from copy import deepcopy
 from pathlib import Path
 
 import torch
 import torch.distributed as dist
 import whole_step as whole
+from adam_in_pieces import schedule_of
+from host_layers import start_rank
+from streamed_model import Model, loss_of
 from torch.nn.utils import clip_grads_with_norm_
-from whole_step import adam, pieces, streaming
 
-FAILED = -1  # in place of the number of updates
-POLL_S = 1e-4  # seconds between two looks at what other ranks have done
+from overlap_recipes.offload import adam_in_pieces as pieces
+from overlap_recipes.offload.one_copy_a_host import Host, SharedAdamW, SharedModel
+
+# %%
+# .. literalinclude:: /overlap_recipes/offload/one_copy_a_host.py
+#    :language: python
+#    :start-at: FAILED = -1
+#    :end-at: POLL_S = 1e-4
+
 
 # %%
 # Memory of all ranks
@@ -96,44 +101,10 @@ POLL_S = 1e-4  # seconds between two looks at what other ranks have done
 # An anonymous file (``memfd_create``) has no name, needs no mount, and is gone with the last rank
 # that maps it, however it ends. The others open it through ``/proc``, while the first still holds
 # it open. A barrier, where every rank waits for all others, says when it may close it.
-
-
-class Host:
-    """The ranks of this host. Every rank of the job must make one; its methods are collectives."""
-
-    def __init__(self) -> None:
-        if dist.get_world_size() > 1 and "LOCAL_WORLD_SIZE" not in os.environ:
-            raise ValueError("set LOCAL_WORLD_SIZE to the number of ranks on this host")
-        size = int(os.environ.get("LOCAL_WORLD_SIZE", "1"))
-        self.group, _ = dist.new_subgroups(size, backend="gloo")
-        self.everyone = dist.new_group(backend="gloo")
-        self.rank, self.ranks = dist.get_rank(self.group), size
-
-    def barrier(self) -> None:
-        dist.barrier(self.group)
-
-    def memory(self, nbytes: int) -> mmap.mmap:
-        """The same memory on all ranks of the host."""
-        file = os.memfd_create("one_copy_a_host") if self.rank == 0 else -1
-        where = [f"/proc/{os.getpid()}/fd/{file}"]
-        dist.broadcast_object_list(where, group=self.group, group_src=0)
-        file = file if self.rank == 0 else os.open(where[0], os.O_RDWR)
-        os.ftruncate(file, nbytes)
-        memory = mmap.mmap(file, nbytes)
-        self.barrier()  # the first rank keeps the file open until here
-        os.close(file)
-        return memory
-
-    @contextmanager
-    def shares(self) -> Iterator[None]:
-        """Host buffers made in here are shared."""
-        buffer = streaming.node.HostBuffer
-        private, buffer.memory = buffer.memory, staticmethod(self.memory)
-        try:
-            yield
-        finally:
-            buffer.memory = staticmethod(private)
-            self.barrier()  # every rank has filled them, all with the same values
+#
+# .. literalinclude:: /overlap_recipes/offload/one_copy_a_host.py
+#    :language: python
+#    :pyobject: Host
 
 
 # %%
@@ -142,40 +113,10 @@ class Host:
 # Each layer's weights move from a rank's own memory to that of all. All ranks write the same
 # values, those of the first, so it does not matter who is last. Loading a state waits for all ranks
 # before and after: one that is ahead must not write what another still reads.
-
-
-class SharedModel(streaming.StreamedModel):
-    """A streamed model of which a host holds one copy.
-
-    Args:
-        model, layers, device, settings: as for ``StreamedModel``; weights become those of rank 0.
-        host: its ranks. ``model.load_state_dict`` must be called by all of them, or by none.
-    """
-
-    def __init__(self, model, layers: Iterable, device, host: Host, **settings) -> None:
-        self.host = host
-        for parameter in model.parameters():
-            dist.broadcast(parameter.data, 0, host.everyone if parameter.is_cpu else None)
-        super().__init__(model, layers, device, **settings)
-        for layer in self.layers:
-            with host.shares():
-                for number, own in enumerate(layer.weights):
-                    shared = streaming.node.HostBuffer(own.views, own.flat.dtype, device)
-                    shared.flat.copy_(own.flat)
-                    named = dict(layer.module.named_parameters())
-                    for name, view in shared.views.items():
-                        named[name].data = view
-                    layer.weights[number] = shared
-                    own.close()
-        self.hooks += [
-            model.register_load_state_dict_pre_hook(lambda *_: self.wait_for_all()),
-            model.register_load_state_dict_post_hook(lambda *_: host.barrier()),
-        ]
-
-    def wait_for_all(self) -> None:
-        """Wait until no rank of the host reads or writes shared memory."""
-        self.wait()
-        self.host.barrier()
+#
+# .. literalinclude:: /overlap_recipes/offload/one_copy_a_host.py
+#    :language: python
+#    :pyobject: SharedModel
 
 
 # %%
@@ -184,62 +125,16 @@ class SharedModel(streaming.StreamedModel):
 # ``done[layer, rank]`` counts the updates of a layer that a rank has ended. A step that is skipped
 # counts as well. What goes wrong on one rank is raised on all: a rank that waits for a part that
 # does not come would wait for ever.
+#
+# .. literalinclude:: /overlap_recipes/offload/one_copy_a_host.py
+#    :language: python
+#    :pyobject: SharedUpdates
 
 
-class SharedUpdates(adam.HostUpdates):
-    """Updates this rank's blocks of each layer, in memory of all ranks of the host."""
-
-    def __init__(self, streamed: SharedModel, group_of: dict, threads: int | None = None) -> None:
-        self.host, layers = streamed.host, len(streamed.layers)
-        with self.host.shares():
-            super().__init__(streamed, group_of, threads)
-            memory = self.host.memory(8 * max(1, layers) * self.host.ranks)
-        self.blocks = [blocks[self.host.rank :: self.host.ranks] for blocks in self.blocks]
-        self.done = torch.frombuffer(memory, dtype=torch.int64).view(-1, self.host.ranks)
-        self.announced = [0] * layers
-
-    def announce(self, layers: Iterable[int], settings: list[dict]) -> dict:
-        announced = super().announce(layers, settings)
-        for layer, update in announced.items():
-            self.announced[layer] += 1
-            update.number = self.announced[layer]
-        return announced
-
-    def end(self, layer: int, update, error: BaseException | None = None) -> None:
-        if not update.ended.done():
-            self.done[layer, self.host.rank] = FAILED if error else update.number
-        super().end(layer, update, error)
-
-    # The training thread
-
-    def await_others(self, layer: int) -> None:
-        """Wait until every rank of the host has updated its part of a layer."""
-        while (self.done[layer] < self.announced[layer]).any():
-            if (self.done[layer] == FAILED).any():
-                raise RuntimeError(f"a rank of this host could not update layer {layer}")
-            time.sleep(POLL_S)
-
-    def is_updated(self, layer: int) -> bool:
-        return super().is_updated(layer) and bool((self.done[layer] >= self.announced[layer]).all())
-
-    def await_layer(self, layer: int) -> None:
-        super().await_layer(layer)
-        self.await_others(layer)
-
-    def wait(self, raises: bool = True) -> None:
-        super().wait(raises)
-        [self.await_others(layer) for layer in self.updates]
-
-
-class SharedAdamW(whole.HostAdamW):
-    """``HostAdamW`` for a ``SharedModel``; ``load_state_dict``: by all ranks of a host, or by none."""
-
-    updates = SharedUpdates
-
-    def load_state_dict(self, state_dict: dict) -> None:
-        self.streamed.wait_for_all()
-        super().load_state_dict(state_dict)
-        self.streamed.host.barrier()
+# %%
+# .. literalinclude:: /overlap_recipes/offload/one_copy_a_host.py
+#    :language: python
+#    :pyobject: SharedAdamW
 
 
 # %%
@@ -259,10 +154,10 @@ def train_alone(model: torch.nn.Module, device: torch.device) -> None:
     masters = {p: torch.nn.Parameter(p.detach().float()) for p in model.parameters()}
     groups, ranks = pieces.groups_of(masters.values()), dist.get_world_size()
     optimizer = torch.optim.AdamW(groups, fused=True, **pieces.SETTINGS)
-    schedule, in_order = pieces.schedule_of(optimizer), [p for g in groups for p in g["params"]]
+    schedule, in_order = schedule_of(optimizer), [p for g in groups for p in g["params"]]
     for step in range(whole.STEPS):
         for rank in range(ranks):
-            loss = streaming.loss_of(model, 1000 * rank + step, device)
+            loss = loss_of(model, 1000 * rank + step, device)
             (loss * (torch.nan if step == whole.BAD_STEP else 1)).backward()
             for p, master in masters.items():
                 master.grad = p.grad.float() + (0 if rank == 0 else master.grad)
@@ -289,10 +184,10 @@ def bytes_held(host: Host) -> tuple[int, int]:
 
 
 def main() -> None:
-    device = streaming.node.start_rank()
+    device = start_rank()
     try:
         torch.manual_seed(0)
-        model = streaming.Model().bfloat16()
+        model = Model().bfloat16()
         ordinary = deepcopy(model).to(device)
         streamed = SharedModel(model, model.encoder.layers, device, Host())
         groups, trained = pieces.groups_of(model.parameters()), model.encoder.parameters()

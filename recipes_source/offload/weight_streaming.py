@@ -96,7 +96,7 @@ it imports beside your script. Masks, caches, tied weights and ``state_dict`` ar
 
 .. code-block:: python
 
-   from weight_streaming import StreamedLayers
+   from overlap_recipes.offload.weight_streaming import StreamedLayers
 
    stack = StreamedLayers(layers, device)
    optimizer = torch.optim.AdamW(model.parameters())
@@ -113,19 +113,21 @@ it imports beside your script. Masks, caches, tied weights and ``state_dict`` ar
 # -----------------
 # ``layer_as_node.py`` hands us the backward of a layer.
 
-from collections import defaultdict
-from collections.abc import Iterable
 from contextlib import closing
-from functools import partial
 
-import layer_as_node as node
+import host_layers as toys
 import torch
 import torch.distributed as dist
 from torch import nn
-from torch.func import functional_call
 
-SLOTS = 2  # layers whose weights are on the device at a time
-GRADIENT_SLOTS = 2  # one that compute writes, one that the copy to the host reads
+from overlap_recipes.offload.weight_streaming import SLOTS, StreamedLayers
+
+# %%
+# .. literalinclude:: /overlap_recipes/offload/weight_streaming.py
+#    :language: python
+#    :start-at: SLOTS = 2
+#    :end-at: GRADIENT_SLOTS = 2
+
 LAYERS, STEPS = 5, 2
 
 # %%
@@ -146,203 +148,10 @@ LAYERS, STEPS = 5, 2
 # Each layer's ``forward`` is exchanged for ``call``. The modules stay where they are: names,
 # ``train()``, ``eval()`` and hooks are the model's own. A layer without trained weights whose input
 # needs no gradient is no node: there is no backward below the lowest trained layer.
-
-
-class StreamedLayers:
-    """Layers whose weights are on the device for their turn only.
-
-    Args:
-        layers, device, gradient_dtype: as for ``move_to_host``.
-        slots: layers whose weights are on the device at a time.
-
-    ``layers[i]`` is a ``HostLayer``; ``views[i]`` are the weights of layer i in its slot on the
-    device, ``totals[i]`` its gradients.
-    """
-
-    def __init__(self, layers: Iterable, device: torch.device, slots=SLOTS, gradient_dtype=None):
-        if slots < 1:
-            raise ValueError(f"slots must be 1 or more, not {slots}")
-        self.layers = node.move_to_host(layers, device, gradient_dtype)
-        self.device, self.slots, self.loads, self.stores = device, slots, 0, 0
-        # By slot, the layer that was loaded last; the one that ran last; those that wait for backward.
-        self.held, self.last, self.recorded = {}, -1, set()
-        self.streams = torch.get_device_module(device)
-        self.h2d, self.d2h = self.streams.Stream(), self.streams.Stream()
-        events = (defaultdict(self.streams.Event) for _ in range(5))
-        self.ready, self.free, self.grad_ready, self.grad_free, self.sum_ready = events
-        blocking = {} if device.type == "cpu" else {"blocking": True}  # a wait takes no core
-        self.host_done = defaultdict(partial(self.streams.Event, **blocking))
-        self.flats, self.views = self.in_slots([x.weights for x in self.layers], slots)
-        buffers = [x.gradients for x in self.layers]
-        self.gradient_flats, self.totals = self.in_slots(buffers, GRADIENT_SLOTS)
-        self.h2d.wait_stream(self.streams.current_stream())
-        self.plain = [node.Plain(layer.module) for layer in self.layers]
-        for index, layer in enumerate(self.layers):
-            for name in self.totals[index]:
-                view = self.views[index][name].requires_grad_()
-                view.register_post_accumulate_grad_hook(node.refuse)
-            # ``self`` is among the arguments, so that a copy of the layer meets ``__deepcopy__``.
-            layer.module.forward = partial(torch.compiler.disable(type(self).call), self, index)
-
-    def __deepcopy__(self, memo: dict):
-        raise TypeError("a copy of a streamed model would run this one: copy its state_dict()")
-
-    def in_slots(self, layers: list[list[node.HostBuffer]], count: int) -> tuple[list, list]:
-        """Device tensors like each layer's buffers, and their parts by name; slots take turns."""
-        size = max((sum(host.flat.nbytes for host in buffers) for buffers in layers), default=0)
-        slots = [torch.empty(size, dtype=torch.uint8, device=self.device) for _ in range(count)]
-        flats, views = [], []
-        for layer, buffers in enumerate(layers):
-            at, mine, named = 0, [], {}
-            for host in buffers:
-                part = slots[layer % count][at : at + host.flat.nbytes].view(host.flat.dtype)
-                at += part.nbytes
-                mine.append(part)
-                named |= host.views_of(part)
-            flats.append(mine)
-            views.append(named)
-        return flats, views
-
-    # Weights to the device
-
-    def load(self, layer: int) -> None:
-        """Queue the copy of a layer's weights into its slot, unless it holds them."""
-        slot = layer % self.slots
-        if self.held.get(slot) == layer:
-            return
-        self.before_load(layer)
-        self.h2d.wait_event(self.free[slot])
-        with self.streams.stream(self.h2d):
-            for flat, host in zip(self.flats[layer], self.layers[layer].weights, strict=True):
-                flat.copy_(host.flat, non_blocking=True)
-        self.ready[slot].record(self.h2d)
-        self.held[slot] = layer
-        self.loads += 1
-
-    def await_weights(self, layer: int) -> None:
-        """Make what is queued from here on wait for a layer's weights."""
-        self.load(layer)
-        self.streams.current_stream().wait_event(self.ready[layer % self.slots])
-
-    def release(self, layer: int) -> None:
-        """Let the next load into this layer's slot begin when all queued so far has run."""
-        self.free[layer % self.slots].record(self.streams.current_stream())
-
-    # Forward
-
-    def call(self, index: int, *args, **kwargs):
-        """What ``layer.forward`` is now."""
-        if index <= self.last:  # a new forward: the host may have changed the weights
-            self.held.clear()
-        self.last = index
-        self.await_weights(index)
-        inputs = node.tensors_in((args, kwargs))
-        wanted = self.layers[index].trained or any(x.requires_grad for x in inputs)
-        if torch.is_grad_enabled() and wanted:
-            result = node.as_node(self, index, args, kwargs)
-            self.recorded.add(index)
-        else:
-            with torch.no_grad():
-                result = self.run(index, args, kwargs)
-        self.release(index)
-        ahead = range(index + 1, min(index + self.slots + 1, len(self.layers)))
-        for later in filter(self.may_load, ahead):  # the others are loaded when they are called
-            self.load(later)
-        return result
-
-    def sources(self, index: int) -> list[torch.Tensor]:
-        """What a layer's weights are loaded from, and what changes that."""
-        flats = (host.flat for host in self.layers[index].weights)
-        return [*flats, *self.plain[index].parameters()]
-
-    def run(self, index: int, args: tuple, kwargs: dict):
-        views = {f"layer.{name}": view for name, view in self.views[index].items()}
-        return functional_call(self.plain[index], views, args, kwargs)
-
-    # Backward
-
-    def backward(self, index: int, begins: list, pairs: list, trains: bool) -> list:
-        """Run a layer again, send its gradients to the host; return those of its inputs.
-
-        Args:
-            begins: where its inputs enter its graph.
-            pairs: where its outputs leave it, with their gradients.
-            trains: whether the weights get gradients, too.
-        """
-        if not pairs:
-            return [None] * len(begins)
-        self.await_weights(index)
-        ends, grads = zip(*pairs, strict=True)
-        names = list(self.totals[index]) if trains else []
-        adds = bool(names) and self.load_sum(index)
-        wanted = [self.views[index][name] for name in names] + begins
-        found = torch.autograd.grad(ends, wanted, grads, allow_unused=True)
-        self.recorded.discard(index)
-        self.release(index)
-        for earlier in range(index - 1, max(index - self.slots, 0) - 1, -1):
-            if earlier in self.recorded:
-                self.load(earlier)
-        if names:
-            self.write(index, dict(zip(names, found, strict=False)), adds)
-            self.after_gradients(index)
-            self.store(index)
-            self.layers[index].hand_out_gradients()
-            self.after_store(index)
-        return list(found[len(names) :])
-
-    # Gradients to the host
-
-    def load_sum(self, layer: int) -> bool:
-        """Whether the slot will hold a sum of earlier microbatches: in a later recipe."""
-        return False
-
-    def write(self, layer: int, gradients: dict[str, torch.Tensor | None], adds: bool) -> None:
-        """Write gradients to the layer's slot, or add them to the sum that is there."""
-        slot = layer % GRADIENT_SLOTS
-        here = self.sum_ready[slot] if adds else self.grad_free[slot]
-        self.streams.current_stream().wait_event(here)
-        for name, total in self.totals[layer].items():
-            gradient = gradients[name] if gradients[name] is not None else torch.zeros_like(total)
-            total.add_(gradient) if adds else total.copy_(gradient)
-
-    def store(self, layer: int) -> None:
-        """Queue the copy of a layer's gradients to the host."""
-        slot, mine = layer % GRADIENT_SLOTS, self.layers[layer]
-        self.grad_ready[slot].record(self.streams.current_stream())
-        self.d2h.wait_event(self.grad_ready[slot])
-        with self.streams.stream(self.d2h):
-            for flat, host in zip(self.gradient_flats[layer], mine.gradients, strict=True):
-                host.flat.copy_(flat, non_blocking=True)
-        self.grad_free[slot].record(self.d2h)
-        self.host_done[layer].record(self.d2h)
-        self.stores += 1
-
-    # The host's side
-
-    def after_gradients(self, layer: int) -> None:
-        """Called when a layer's gradients are in its slot; a later recipe needs it."""
-
-    def after_store(self, layer: int) -> None:
-        """Called when their copy to the host is queued; a later recipe needs it."""
-
-    def may_load(self, layer: int) -> bool:
-        """Whether to load a layer ahead of its call; a later recipe updates some of them first."""
-        return True
-
-    def before_load(self, layer: int) -> None:
-        """Called before the host's weights of a layer are read; a later recipe updates them."""
-
-    def wait(self) -> None:
-        """Wait until all gradients are in host memory and no copy reads it: then it may change."""
-        for event in (*self.ready.values(), *self.host_done.values(), *self.sum_ready.values()):
-            event.synchronize()
-
-    def close(self) -> None:
-        """Give the layers their forward back, wait for the device, unlock the host's memory."""
-        while self.plain:
-            self.plain.pop().give_back()
-        self.streams.synchronize()
-        [layer.close() for layer in self.layers]
+#
+# .. literalinclude:: /overlap_recipes/offload/weight_streaming.py
+#    :language: python
+#    :pyobject: StreamedLayers
 
 
 # %%
@@ -358,9 +167,9 @@ def train(stack: StreamedLayers, model: nn.Sequential, resident: nn.Sequential) 
     for _ in range(STEPS):
         resident.load_state_dict(model.state_dict())
         resident.zero_grad()
-        x = torch.randn(node.BATCH, node.TOKENS, node.WIDTH, device=stack.device)
+        x = torch.randn(toys.BATCH, toys.TOKENS, toys.WIDTH, device=stack.device)
         for each in (resident, model):
-            node.loss_of(each(x)).backward()
+            toys.loss_of(each(x)).backward()
         stack.wait()
         for ours, theirs in zip(model.parameters(), resident.parameters(), strict=True):
             assert torch.equal(ours.grad, theirs.grad.cpu())
@@ -370,10 +179,10 @@ def train(stack: StreamedLayers, model: nn.Sequential, resident: nn.Sequential) 
 
 
 def main() -> None:
-    device = node.start_rank()
+    device = toys.start_rank()
     try:
         torch.manual_seed(dist.get_rank())
-        model, resident = (nn.Sequential(*(node.Block() for _ in range(LAYERS))) for _ in range(2))
+        model, resident = (nn.Sequential(*(toys.Block() for _ in range(LAYERS))) for _ in range(2))
         with closing(StreamedLayers(model, device)) as stack:
             train(stack, model, resident.to(device))
     finally:

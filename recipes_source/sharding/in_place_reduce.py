@@ -14,8 +14,8 @@ hosts; or communication costs you little.
 
 .. code-block:: python
 
-   from in_place_gather import gather_in_place  # the recipe before
-   from in_place_reduce import reduce_in_place
+   from overlap_recipes.fsdp2.in_place_gather import gather_in_place  # the recipe before
+   from overlap_recipes.fsdp2.in_place_reduce import reduce_in_place
 
    for layer in model.layers:
        fully_shard(layer)  # as before; each module that it is called with is a unit
@@ -65,19 +65,18 @@ in the slot.
 # Imports
 # -------
 
-import importlib.util
-from itertools import accumulate
-
 import peer_memory
 import torch
 import torch.distributed as dist
-from torch.autograd import Variable
-from torch.distributed.fsdp import FSDPModule, MixedPrecisionPolicy
+from torch.distributed.fsdp import MixedPrecisionPolicy
 
-ALIGNMENT = 512  # bytes, of each gradient's part in a slot
-SLOTS = 3  # that units take turns in
+from overlap_recipes.fsdp2.in_place_reduce import reduce_in_place
 
-NAMES = "post_backward pre_forward reduce_grads gradient_divide_factor _all_reduce_hook"
+# %%
+# .. literalinclude:: /overlap_recipes/fsdp2/in_place_reduce.py
+#    :language: python
+#    :start-at: ALIGNMENT = 512
+#    :end-at: NAMES = "post_backward pre_forward reduce_grads gradient_div
 
 
 # %%
@@ -104,125 +103,28 @@ NAMES = "post_backward pre_forward reduce_grads gradient_divide_factor _all_redu
 # cast that the next one undoes. A gradient that is wider than ``reduce_dtype`` is rounded before it
 # is sent, as FSDP2 does. With ``reduce_dtype=None`` PyTorch 2.15 takes the parameter's dtype; so
 # does this recipe, since it asks FSDP2's group.
+#
+# .. literalinclude:: /overlap_recipes/fsdp2/in_place_reduce.py
+#    :language: python
+#    :pyobject: PushedGradients
 
 
-class PushedGradients:
-    """Reduces gradients of one group of ranks by pushes into slots of their owners."""
-
-    def __init__(self, memory: peer_memory.PeerMemory, groups: list) -> None:
-        self.memory, self.streams = memory, torch.get_device_module(memory.device)
-        self.parameters = [group.fsdp_params for group in groups]
-        self.stream = self.streams.Stream()
-        self.slots: list[list[torch.Tensor]] = []  # each by rank: (ranks - 1, bytes)
-        self.waiting: list[tuple] = []  # pushed and not summed: one unit or none
-        self.plans, self.retired, self.calls = {}, [], 0
-        fused = memory.device.type == "cuda" and importlib.util.find_spec("triton") is not None
-        self.average = torch.compile(average, dynamic=True) if fused else average
-
-    def slot(self, nbytes: int) -> list[torch.Tensor]:
-        """The slot whose turn it is, by rank. Larger ones, which are rare, are a collective."""
-        if not self.slots or self.slots[0][0].shape[1] < nbytes:
-            self.retired.append(self.slots)  # others may still write to them
-            size = (self.memory.ranks - 1, max(nbytes, *map(largest, self.parameters)))
-            self.slots = [self.memory.empty(size, torch.uint8) for _ in range(SLOTS)]
-            self.plans.clear()
-        return self.slots[self.calls % SLOTS]
-
-    def plan(self, parameters: tuple, dtypes: tuple) -> tuple[list[int], dict, dict]:
-        """Sizes of parts; where they go, by owner; where those for this rank arrive, by sender."""
-        rank, ranks = self.memory.rank, self.memory.ranks
-        numels = [p.padded_sharded_param_size.numel() for p in parameters]
-        nbytes = [n * dtype.itemsize for n, dtype in zip(numels, dtypes, strict=True)]
-        places = [0, *accumulate(-(-n // ALIGNMENT) * ALIGNMENT for n in nbytes)]
-        slot, key = self.slot(places[-1]), (*map(id, parameters), dtypes, self.calls % SLOTS)
-        if key not in self.plans:
-
-            def parts(owner: int, sender: int) -> list[torch.Tensor]:
-                row = slot[owner][(sender - owner - 1) % ranks]
-                zipped = zip(places, nbytes, dtypes, strict=False)
-                return [row[at : at + n].view(dtype) for at, n, dtype in zipped]
-
-            others = [(rank + step) % ranks for step in range(1, ranks)]
-            pushes = {owner: parts(owner, rank) for owner in others}
-            self.plans[key] = (numels, pushes, {sender: parts(rank, sender) for sender in others})
-        return self.plans[key]
-
-    @torch.no_grad()
-    def reduce(self, group, taken: list) -> None:
-        """Queue the pushes of ``taken``, parameters and gradients of one unit; then the sums before."""
-        parameters, flat, dtypes = tuple(p for p, _ in taken), [], []
-        for p, gradient in taken:
-            dtype = group._reduce_dtype or getattr(p, "unsharded_grad_dtype", None)
-            dtypes.append(dtype or gradient.dtype)  # before torch 2.15
-            if dtypes[-1].itemsize < gradient.itemsize:  # rounded before it is sent, as FSDP2 does
-                gradient = gradient.to(dtypes[-1])
-            flat.append(gradient.contiguous().view(-1))
-        numels, places, arrived = self.plan(parameters, tuple(g.dtype for g in flat))
-        if not self.waiting:
-            Variable._execution_engine.queue_callback(self.finish)  # at the end of this backward
-        current = self.streams.current_stream()
-        if self.waiting and self.waiting[0][0] != current:
-            self.finish()  # before others write to its slot
-        self.stream.wait_stream(current)
-        with self.streams.stream(self.stream):
-            self.push(flat, numels, places)
-            self.memory.barrier()
-            event = self.stream.record_event()
-        self.calls += 1  # first: a hook in `finish` may raise on one rank alone
-        self.finish()
-        self.waiting.append((current, event, group, parameters, dtypes, flat, numels, arrived))
-
-    def push(self, flat: list[torch.Tensor], numels: list[int], places: dict) -> None:
-        for owner, parts in places.items():
-            for gradient, numel, part in zip(flat, numels, parts, strict=True):
-                its = gradient[owner * numel : (owner + 1) * numel]  # the last may be short
-                part[: len(its)].copy_(its, non_blocking=True)
-
-    @torch.no_grad()
-    def finish(self) -> None:
-        """Sum what has been pushed, on the stream that its gradients were made on."""
-        current = self.streams.current_stream()
-        if self.waiting and (before := self.waiting[0][0]) != current:
-            with self.streams.stream(before):
-                self.finish()  # their memory goes back to that stream
-            current.wait_stream(before)
-        while self.waiting:
-            _, event, group, parameters, dtypes, flat, numels, arrived = self.waiting.pop()
-            current.wait_event(event)
-            rank, ranks = self.memory.rank, self.memory.ranks
-            for i, (p, dtype) in enumerate(zip(parameters, dtypes, strict=True)):
-                mine = flat[i][rank * numels[i] : (rank + 1) * numels[i]]
-                rows = [arrived[r][i][: len(mine)] if r != rank else mine for r in range(ranks)]
-                wider = dtype.itemsize < p.orig_dtype.itemsize
-                rounded = torch.empty_like(mine, dtype=dtype if wider else p.orig_dtype)
-                if len(mine):
-                    self.average(rounded, rows, group.gradient_divide_factor != 1)
-                total = rounded.to(p.orig_dtype)
-                add(p, total.as_strided(p.sharded_size, p.contiguous_sharded_stride))
+# %%
+# .. literalinclude:: /overlap_recipes/fsdp2/in_place_reduce.py
+#    :language: python
+#    :pyobject: largest
 
 
-def largest(parameters: list) -> int:
-    """Bytes of a unit's row in a slot, if all its gradients come as its weights are gathered."""
-    trained = [p for p in parameters if p.sharded_param.requires_grad]
-    dtypes = [getattr(p, "param_dtype", None) or p.sharded_param.dtype for p in trained]
-    items = zip((p.padded_sharded_param_size.numel() for p in trained), dtypes, strict=True)
-    return sum(-(-n * dtype.itemsize // ALIGNMENT) * ALIGNMENT for n, dtype in items)
+# %%
+# .. literalinclude:: /overlap_recipes/fsdp2/in_place_reduce.py
+#    :language: python
+#    :pyobject: average
 
 
-def average(total: torch.Tensor, rows: list[torch.Tensor], mean: bool) -> None:
-    """The sum or the mean of ``rows``, rounded once, into ``total``; one pass."""
-    total.copy_(sum(row.float() for row in rows) * (1 / len(rows) if mean else 1))
-
-
-def add(p, gradient: torch.Tensor) -> None:
-    """To the gradient of the shard, as FSDP2 does; then the hooks that wait for it."""
-    sharded = p.sharded_param
-    if sharded.grad is None:
-        sharded.grad = p.to_sharded_dtensor(gradient)
-    else:
-        sharded.grad._local_tensor.add_(gradient)
-    for hook in (getattr(sharded, "_post_accumulate_grad_hooks", None) or {}).values():
-        hook(sharded)
+# %%
+# .. literalinclude:: /overlap_recipes/fsdp2/in_place_reduce.py
+#    :language: python
+#    :pyobject: add
 
 
 # %%
@@ -233,71 +135,19 @@ def add(p, gradient: torch.Tensor) -> None:
 # HSDP's second reduction, float16 with its two divisions, float64, complex numbers, hooks, factors
 # that are neither 1 nor the number of ranks. Gradients that ``set_requires_gradient_sync(False)``
 # holds back wait as they do in stock FSDP2.
-
-
-class InPlaceReduce:
-    """Methods of an FSDP2 group of parameters, around its own."""
-
-    _reduce_scatter_comm = peer_memory.settled("_reduce_scatter_comm")
-
-    def post_backward(self, *unused) -> None:
-        taken = self.take()  # FSDP2 finds no gradient, and reshards
-        super().post_backward(*unused)
-        if taken:
-            self.pushed.reduce(self, taken)
-
-    def take(self) -> list:
-        taken: list = []
-        for p in self.fsdp_params if self.reduce_grads and not self.why_stock() else ():
-            if collect := getattr(p, "accumulate_unsharded_grad_if_needed", None):
-                collect()  # before torch 2.15, whose .grad holds all of it
-            if collect and p.unsharded_accumulated_grad is not None:
-                taken.append((p, p.unsharded_accumulated_grad_data))
-                p.unsharded_accumulated_grad = None
-            elif hasattr(p, "_unsharded_param") and p.unsharded_param.grad is not None:
-                taken.append((p, p.unsharded_grad_data))
-                p.unsharded_param.grad = None
-        return taken
-
-    def why_stock(self) -> bool:
-        """Whether this backward's reduction is one that FSDP2 must do."""
-        dtype = self._reduce_dtype or (p := self.fsdp_params[0]).param_dtype or p.orig_dtype
-        return (
-            self.gradient_divide_factor not in (None, 1, self.pushed.memory.ranks)
-            or self._all_reduce_hook is not None
-            or getattr(self, "reduce_scatter_unused_params", False)
-            or dtype not in (torch.float32, torch.bfloat16)
-        )
-
-    def pre_forward(self, *arguments):
-        if torch._C._current_graph_task_id() == -1:
-            self.pushed.waiting.clear()  # of a backward that raised: its gradients are not wanted
-        return super().pre_forward(*arguments)
-
-    def _reset_iter_state(self) -> None:
-        self.pushed.waiting.clear()  # of the same: a backward may come next, not a forward
-        super()._reset_iter_state()
+#
+# .. literalinclude:: /overlap_recipes/fsdp2/in_place_reduce.py
+#    :language: python
+#    :pyobject: InPlaceReduce
 
 
 # %%
 # One call
 # --------
-
-
-def reduce_in_place(model: FSDPModule) -> PushedGradients | None:
-    """Have every unit of ``model`` reduce its gradients by pushes, from now on. Collective."""
-    groups = peer_memory.copying_groups(model)
-    chosen = [g for g in groups if not hasattr(g.mesh_info, "replicate_process_group")]
-    if not chosen:
-        return None
-    if missing := [name for name in NAMES.split() if not hasattr(chosen[0], name)]:
-        raise RuntimeError(f"FSDP2 of torch {torch.__version__} has no {missing}: not for it")
-    group = chosen[0].mesh_info.shard_process_group
-    pushed = PushedGradients(peer_memory.PeerMemory(group, chosen[0].device), chosen)
-    peer_memory.become(chosen, InPlaceReduce)
-    for group in chosen:
-        group.pushed = pushed
-    return pushed
+#
+# .. literalinclude:: /overlap_recipes/fsdp2/in_place_reduce.py
+#    :language: python
+#    :pyobject: reduce_in_place
 
 
 # %%
@@ -310,11 +160,13 @@ def reduce_in_place(model: FSDPModule) -> PushedGradients | None:
 def prove(device: torch.device) -> None:
     import in_place_gather as in_place
 
+    from overlap_recipes.fsdp2.in_place_gather import gather_in_place
+
     for dtypes in ((), (torch.bfloat16, torch.float32), (torch.bfloat16, torch.bfloat16)):
         policy = MixedPrecisionPolicy(*dtypes)
         expected = in_place.train(peer_memory.build(device, policy), device)
         model = peer_memory.build(device, policy, stock=False)
-        in_place.gather_in_place(model)
+        gather_in_place(model)
         pushed = reduce_in_place(model)
         found = in_place.train(model, device)
         assert dist.get_world_size() > 2 or peer_memory.same(found, expected), "not stock's bits"

@@ -48,17 +48,14 @@ before the shards change, one after.
 # divide by 2, 3 or 4 ranks: FSDP2 pads such shards.
 
 import os
-import shutil
-import tempfile
-import warnings
 from collections.abc import Callable, Sequence
-from concurrent.futures import ThreadPoolExecutor
 
 import torch
 import torch.distributed as dist
-import torch.distributed._symmetric_memory as symmetric_memory
 from torch import nn
 from torch.distributed.fsdp import FSDPModule, MixedPrecisionPolicy, fully_shard
+
+from overlap_recipes.fsdp2.peer_memory import PeerMemory, param_groups, why_not
 
 UNITS, WIDTH, HIDDEN = 5, 24, 49  # blocks, each an FSDP unit; features
 
@@ -70,45 +67,10 @@ UNITS, WIDTH, HIDDEN = 5, 24, 49  # blocks, each an FSDP unit; features
 # it is a copy on one device. ``barrier`` is a kernel of one thread block on the current stream; the
 # host does not wait. On the CPU the tensors are files that all ranks map, and the barrier is
 # gloo's.
-
-
-class PeerMemory:
-    """Tensors of this rank that every rank of ``group`` can read and write, and a barrier.
-
-    Use one object for each stream that calls ``barrier``: two barriers at a time on one object
-    would take each other's signals.
-    """
-
-    def __init__(self, group: dist.ProcessGroup, device: torch.device) -> None:
-        self.group, self.device = group, device
-        self.rank, self.ranks = group.rank(), group.size()
-        if device.type == "cuda":
-            signals = symmetric_memory.empty(1, dtype=torch.int32, device=device)
-            self.signals = symmetric_memory.rendezvous(signals, group)
-
-    def empty(self, size: Sequence[int], dtype: torch.dtype) -> list[torch.Tensor]:
-        """Uninitialised memory of every rank, by rank; a slow collective with equal arguments."""
-        if self.device.type == "cuda":
-            mine = symmetric_memory.empty(*size, dtype=dtype, device=self.device)
-            handle = symmetric_memory.rendezvous(mine, self.group)
-            others = [handle.get_buffer(rank, mine.shape, dtype) for rank in range(self.ranks)]
-            return [mine if rank == self.rank else t for rank, t in enumerate(others)]
-        agreed = [tempfile.mkdtemp() if self.rank == 0 else None]
-        dist.broadcast_object_list(agreed, group=self.group, group_src=0)
-        wanted = {"shared": True, "size": torch.Size(size).numel(), "dtype": dtype}
-        flat = [torch.from_file(f"{agreed[0]}/{rank}", **wanted) for rank in range(self.ranks)]
-        dist.barrier(self.group)
-        if self.rank == 0:
-            shutil.rmtree(agreed[0])  # the mappings keep the files alive
-        return [tensor.view(size) for tensor in flat]
-
-    def barrier(self) -> None:
-        """All that any rank has queued before, on this stream, is done before what follows."""
-        if self.device.type == "cuda":
-            self.signals.barrier()
-        else:  # gloo would keep, and drop at exit or later, the Python state of a backward
-            with ThreadPoolExecutor(1) as thread:  # not one for all, who would wait for each other
-                thread.submit(dist.barrier, self.group).result()
+#
+# .. literalinclude:: /overlap_recipes/fsdp2/peer_memory.py
+#    :language: python
+#    :pyobject: PeerMemory
 
 
 # %%
@@ -116,31 +78,10 @@ class PeerMemory:
 # -------------------------
 # Every rank must come to the same answer, so what each sees is exchanged. Devices are told apart by
 # their UUID: with one visible GPU a rank, all of them are number 0.
-
-
-def why_not(group: dist.ProcessGroup, device: torch.device) -> str | None:
-    """Why the ranks of ``group`` cannot read each other's memory; None if they can. Collective."""
-    seen, mine = {}, None
-    if device.type == "cuda":
-        count = torch.cuda.device_count()
-        seen = {str(torch.cuda.get_device_properties(i).uuid): i for i in range(count)}
-        mine = next(uuid for uuid, index in seen.items() if index == device.index)
-    answers: list = [None] * group.size()
-    dist.all_gather_object(answers, (os.uname().nodename, mine), group=group)
-    others = [seen.get(uuid) for _, uuid in answers if uuid != mine]
-    apart = any(
-        not torch.cuda.can_device_access_peer(device.index, i) for i in others if i is not None
-    )
-    verdicts: list = [None] * group.size()
-    dist.all_gather_object(verdicts, (None in others, apart), group=group)
-    reasons = {
-        "there is one rank": group.size() == 1,
-        f"no symmetric memory on {device.type}": device.type not in ("cpu", "cuda"),
-        "the ranks are on several hosts": len({host for host, _ in answers}) > 1,
-        "a rank does not see the others' GPUs (CUDA_VISIBLE_DEVICES)": any(v[0] for v in verdicts),
-        "not every GPU has peer access to every other": any(v[1] for v in verdicts),
-    }
-    return next((reason for reason, holds in reasons.items() if holds), None)
+#
+# .. literalinclude:: /overlap_recipes/fsdp2/peer_memory.py
+#    :language: python
+#    :pyobject: why_not
 
 
 # %%
@@ -194,96 +135,41 @@ def why_not(group: dist.ProcessGroup, device: torch.device) -> str | None:
 # ``_training_state``, ``reduce_grads``, ...       what the user has set, and where the step is
 # ``_all_gather_comm``, ``_reduce_scatter_comm``   collectives of the user's own
 # ===============================================  ================================================
-
-GROUP_NAMES = """
-    unshard wait_for_unshard finalize_backward lazy_init fsdp_params is_sharded is_unsharded
-    _to_unsharded _all_gather_result _training_state unshard_in_backward mesh_info comm_ctx modules
-    _all_gather_comm _reduce_scatter_comm post_forward_mesh_info
-"""
-PARAMETER_NAMES = """
-    sharded_param padded_sharded_param_size _sharded_param_data fsdp_placement all_gather_outputs
-    init_all_gather_outputs init_unsharded_param free_unsharded_param offload_to_cpu
-"""
+#
+# .. literalinclude:: /overlap_recipes/fsdp2/peer_memory.py
+#    :language: python
+#    :start-at: GROUP_NAMES = """
+#    :end-at: """
 
 
-def param_groups(model: nn.Module) -> list:
-    """FSDP2's groups of parameters that are gathered together, one or none a unit.
-
-    Raises:
-        RuntimeError: this PyTorch's FSDP2 lacks a private name that is used here.
-    """
-    groups: dict = {}
-    for module in model.modules():
-        if isinstance(module, FSDPModule):
-            state = module._get_fsdp_state()
-            several = getattr(state, "_fsdp_param_groups", None)  # PyTorch 2.12 on
-            for group in [state._fsdp_param_group] if several is None else several:
-                groups |= {id(group): group} if group is not None else {}
-    if not groups:
-        raise RuntimeError("no parameter of the model is sharded: call fully_shard first")
-    for group in groups.values():
-        missing = [n for n in GROUP_NAMES.split() if not hasattr(group, n)]
-        missing += [n for n in PARAMETER_NAMES.split() if not hasattr(group.fsdp_params[0], n)]
-        if missing or not hasattr(torch._C, "_current_graph_task_id"):
-            raise RuntimeError(f"FSDP2 of torch {torch.__version__} has no {missing}: not for it")
-    return list(groups.values())
+# %%
+# .. literalinclude:: /overlap_recipes/fsdp2/peer_memory.py
+#    :language: python
+#    :pyobject: param_groups
 
 
-def why_stock(group, shard_group: dist.ProcessGroup | None) -> str | None:
-    """Why FSDP2 must gather this group as before; None if copies can."""
-    parameters = group.fsdp_params
-    own = [hasattr(p.sharded_param.to_local(), "fsdp_pre_all_gather") for p in parameters]
-    collectives = (group._all_gather_comm, group._reduce_scatter_comm)
-    reasons = {
-        "weights are replicated, not sharded": not hasattr(group.mesh_info, "shard_process_group"),
-        "another process group": getattr(group.mesh_info, "shard_process_group", None)
-        != shard_group,
-        "weights are offloaded to the CPU": any(p.offload_to_cpu for p in parameters),
-        "sharded on a dimension other than 0": any(p.fsdp_placement.dim != 0 for p in parameters),
-        "tensors with an all-gather of their own": any(own),
-        "a collective of your own (set_custom_all_gather, set_custom_reduce_scatter)": not all(
-            type(collective).__name__.startswith("Default") for collective in collectives
-        ),
-    }
-    return next((reason for reason, holds in reasons.items() if holds), None)
+# %%
+# .. literalinclude:: /overlap_recipes/fsdp2/peer_memory.py
+#    :language: python
+#    :pyobject: why_stock
 
 
-def copying_groups(model: nn.Module) -> list:
-    """The groups of ``model`` whose ranks can copy from each other. Collective.
-
-    Warns why, where FSDP2 must gather as before.
-    """
-    groups = param_groups(model)
-    shard_group = getattr(groups[0].mesh_info, "shard_process_group", None)
-    reasons = {group: why_stock(group, shard_group) for group in groups}
-    chosen = [group for group, reason in reasons.items() if reason is None]
-    found = set(filter(None, reasons.values()))
-    if chosen and (reason := why_not(shard_group, chosen[0].device)):
-        chosen, found = [], {reason, *found}
-    for reason in sorted(found):
-        warnings.warn(f"FSDP2 communicates as before: {reason}", stacklevel=3)
-    return chosen
+# %%
+# .. literalinclude:: /overlap_recipes/fsdp2/peer_memory.py
+#    :language: python
+#    :pyobject: copying_groups
 
 
-def settled(name: str) -> property:
-    """An attribute of a group that is an error to set: nobody would look at it."""
-
-    def refuse(group, value: object) -> None:
-        raise RuntimeError(f"{type(value).__name__} would not be called: set it before the calls")
-
-    return property(lambda group: group.__dict__[name], refuse)
+# %%
+# .. literalinclude:: /overlap_recipes/fsdp2/peer_memory.py
+#    :language: python
+#    :pyobject: settled
 
 
-def become(groups: Sequence, mixin: type) -> None:
-    """Let ``mixin``'s methods come before those of FSDP2, for these groups alone.
-
-    Raises:
-        RuntimeError: for one of them they do already; none is changed.
-    """
-    if any(isinstance(group, mixin) for group in groups):
-        raise RuntimeError(f"{mixin.__name__} was called for this model before: call it once")
-    for group in groups:
-        group.__class__ = type(mixin.__name__ + type(group).__name__, (mixin, type(group)), {})
+# %%
+# .. literalinclude:: /overlap_recipes/fsdp2/peer_memory.py
+#    :language: python
+#    :pyobject: become
 
 
 # %%

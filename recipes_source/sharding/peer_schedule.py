@@ -64,13 +64,14 @@ still lie there.
 from collections.abc import Iterable
 from itertools import accumulate
 
-import peer_memory
 import prefetch_schedule
 import torch
 import torch.distributed as dist
 from prefetch_schedule import PrefetchContext, Unit, rows
 from torch import nn
 from torch.distributed.device_mesh import DeviceMesh, init_device_mesh
+
+from overlap_recipes.fsdp2 import peer_memory
 
 ALIGNMENT = 512  # bytes, of each parameter's place
 

@@ -24,7 +24,7 @@ noise.
 
    from lightning.pytorch import Trainer
    from lightning.pytorch.callbacks import ModelCheckpoint
-   from lightning_strategy import OverlappedStrategy
+   from overlap_recipes.trainers.lightning import OverlappedStrategy
 
    checkpoints = ModelCheckpoint("run", "last-{step}", every_n_train_steps=100)
    trainer = Trainer(strategy=OverlappedStrategy(), callbacks=[checkpoints])
@@ -37,78 +37,14 @@ other files named above are for the proof.
 .. verification-badge::
 """
 
-import io
-import sys
-import time
-from concurrent.futures import Future, wait
-from contextlib import nullcontext
-from functools import partial
-from pathlib import Path
-
-import torch
-from lightning.pytorch.strategies import ModelParallelStrategy
-from torch.distributed.checkpoint.state_dict import get_model_state_dict, get_optimizer_state_dict
-
-sys.path.append(str(Path(__file__).resolve().parents[1] / "checkpoint"))  # where it lies here
-from overlapped_stager import OverlappedSaves
-
-
-class LightningSaves(OverlappedSaves):
-    def write(self, state: dict, directory: Path) -> None:
-        super().write(state["sharded"], directory)
-        if self.rank == 0:
-            (directory / "meta.pt").write_bytes(state["meta"].getvalue())
-
-
-class OverlappedStrategy(ModelParallelStrategy):
-    """``ModelParallelStrategy`` that saves beside training."""
-
-    saves = nullcontext()  # if training ends before setup
-
-    def setup(self, trainer) -> None:
-        super().setup(trainer)
-        self.saves = LightningSaves(self.root_device, self.model.buffers).__enter__()
-        for callback in trainer.checkpoint_callbacks:
-            callback.file_exists = self.file_exists
-
-    def lightning_module_state_dict(self) -> dict:
-        return get_model_state_dict(self.model)
-
-    def optimizer_state(self, optimizer) -> dict:
-        return get_optimizer_state_dict(self.model, getattr(optimizer, "_optimizer", optimizer))
-
-    def save_checkpoint(self, checkpoint: dict, filepath: str, storage_options=None) -> None:
-        if self.saves.hook is None:  # after fit
-            return super().save_checkpoint(checkpoint, filepath, storage_options)
-        parts = {f"optimizer_{i}": s for i, s in enumerate(checkpoint.pop("optimizer_states", []))}
-        parts["state_dict"] = checkpoint.pop("state_dict")
-        torch.save(checkpoint, meta := io.BytesIO())
-        if b"DTensor" in meta.getvalue():
-            raise TypeError("sharded in a callback: all ranks would load rank 0's; use full_tensor")
-        self.saves.save({"sharded": parts, "meta": meta}, self.broadcast(filepath))
-        wait(self.saves.uploads if sys.exc_info()[0] else [])  # training has raised: the last one
-
-    def remove_checkpoint(self, filepath: str) -> None:
-        # until the newest save is complete, this may be the only one
-        self.saves.uploads[-1].add_done_callback(partial(self.remove_if_saved, Path(filepath)))
-
-    def remove_if_saved(self, old: Path, newest: Future) -> None:
-        if self.is_global_zero and not newest.exception() and old.exists():
-            super().remove_checkpoint(old.rename(f"{old}.{time.time_ns()}.replaced"))
-
-    def file_exists(self, filepath: str, trainer) -> bool:
-        wait(self.saves.uploads)  # now it exists, or its save has failed
-        return self.broadcast(Path(filepath).exists())
-
-    def optimizer_step(self, optimizer, closure, **rest):
-        loss = [closure()]  # before any hook of the optimizer; LBFGS asks again
-        return super().optimizer_step(optimizer, lambda: loss.pop() if loss else closure(), **rest)
-
-    def teardown(self) -> None:
-        self.saves.__exit__(*sys.exc_info())
-        super().teardown()
-
-
+# %%
+# .. literalinclude:: /overlap_recipes/trainers/lightning.py
+#    :language: python
+#    :pyobject: LightningSaves
+# %%
+# .. literalinclude:: /overlap_recipes/trainers/lightning.py
+#    :language: python
+#    :pyobject: OverlappedStrategy
 # %%
 # What each method is for
 # -----------------------
@@ -161,14 +97,15 @@ class OverlappedStrategy(ModelParallelStrategy):
 # A resume needs two things that Lightning does not keep. The first is the position in the data:
 # if a loader has ``state_dict``, Lightning asks it for its position. The second is the random numbers:
 # Lightning stores none, so each step's dropout has a seed of its own here.
-
 import argparse
 import multiprocessing
 import os
 import signal
 import tempfile
 import warnings
+from pathlib import Path
 
+import torch
 import torch.distributed as dist
 from lightning.fabric.plugins.environments import TorchElasticEnvironment
 from lightning.pytorch import LightningModule, Trainer
@@ -176,6 +113,8 @@ from lightning.pytorch.callbacks import ModelCheckpoint
 from torch.distributed.fsdp import fully_shard
 from torch.nn.functional import dropout
 from torch.optim.optimizer import register_optimizer_step_pre_hook
+
+from overlap_recipes.trainers.lightning import LightningSaves, OverlappedStrategy
 
 STEPS, SAVE_EVERY, KILLED_AT, WIDTH, SAMPLES = 8, 2, 4, 32, 8
 

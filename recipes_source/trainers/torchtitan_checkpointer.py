@@ -22,7 +22,7 @@ writes with the faster writer of :doc:`/recipes/checkpoint/overlapped_writer`.
 
 .. code-block:: python
 
-   from torchtitan_checkpointer import OverlappedCheckpointManager
+   from overlap_recipes.trainers.torchtitan import OverlappedCheckpointManager
 
    config.checkpoint = OverlappedCheckpointManager.Config(enable=True, interval=100)
 
@@ -33,65 +33,10 @@ job again. Your project needs this file, ``overlapped_stager.py``, ``staging_cop
 .. verification-badge::
 """
 
-import atexit
-import sys
-from concurrent.futures import Future
-from contextlib import ExitStack
-from dataclasses import dataclass
-from pathlib import Path
-from typing import Literal
-
-from torchtitan.components.checkpointer.dcp import AsyncMode, CheckpointManager
-
-sys.path.append(str(Path(__file__).resolve().parents[1] / "checkpoint"))  # where it lies here
-from overlapped_stager import OverlappedSaves
-
-
-class OverlappedCheckpointManager(CheckpointManager):
-    """torchtitan's ``CheckpointManager``, which saves beside training."""
-
-    @dataclass(kw_only=True, slots=True)
-    class Config(CheckpointManager.Config):
-        async_mode: Literal["disabled", "async"] = "async"
-
-    def __init__(self, config: Config, *, model_parts: list, **others) -> None:
-        self.block = ExitStack()
-        super().__init__(config, model_parts=model_parts, **others)
-        if self.enable:
-            if config.async_mode == "async_with_pinned_mem" or "://" in self.folder:
-                raise ValueError("needs async_mode 'async' or 'disabled', and a folder on disk")
-            device = next(model_parts[0].parameters()).device
-            saves = OverlappedSaves(device, lambda: [b for m in model_parts for b in m.buffers()])
-            self.saves = self.block.enter_context(saves)
-            atexit.register(self.close)  # Ctrl-C ends torchtitan without a call of ``close``
-
-    def dcp_save(
-        self, state_dict: dict, checkpoint_id: str, async_mode: AsyncMode, **options
-    ) -> Future | None:
-        if async_mode == AsyncMode.DISABLED:  # the last step: its weights may have another dtype
-            Path(checkpoint_id, ".metadata").unlink(missing_ok=True)  # of an older one
-            return super().dcp_save(state_dict, checkpoint_id, async_mode, **options)
-        return self.saves.save(state_dict, Path(checkpoint_id))
-
-    def complete_steps(self, folder: str = "") -> list[int]:
-        found = Path(folder or self.folder).glob("step-*/.metadata")
-        steps = [path.parent.name.removeprefix("step-") for path in found]
-        return sorted(int(step) for step in steps if step.isdigit())
-
-    def _find_load_step(self, folder: str = "") -> int:
-        return max(self.complete_steps(folder), default=-1)
-
-    def _purge_stale_checkpoints(self) -> None:
-        if self._should_purge():
-            for step in self.complete_steps()[: -self.keep_latest_k]:
-                self.purge_queue.put(self._create_checkpoint_id(step))
-
-    def _close(self) -> None:
-        atexit.unregister(self.close)
-        self.block.__exit__(*sys.exc_info())
-        super()._close()
-
-
+# %%
+# .. literalinclude:: /overlap_recipes/trainers/torchtitan.py
+#    :language: python
+#    :pyobject: OverlappedCheckpointManager
 # %%
 # What each method is for
 # -----------------------
@@ -137,19 +82,21 @@ class OverlappedCheckpointManager(CheckpointManager):
 # The proof uses torchtitan's optimizers, schedulers and checkpoints. It writes the training loop
 # out, because torchtitan's ``Trainer`` needs a GPU. Model and data are small. The state of the
 # data loader is the number of its batches.
-
 import argparse
 import multiprocessing
 import os
 import signal
 import tempfile
 import warnings
+from pathlib import Path
 
 import torch
 import torch.distributed as dist
 from torch.distributed.fsdp import fully_shard
 from torchtitan.components.dataloader import BaseDataLoader
 from torchtitan.components.optimizer import LRSchedulersContainer, default_adamw
+
+from overlap_recipes.trainers.torchtitan import OverlappedCheckpointManager
 
 STEPS, SAVE_EVERY, KILLED_AT, WIDTH, SAMPLES = 8, 2, 4, 32, 8
 

@@ -16,7 +16,7 @@ In your ``config_registry.py``:
 .. code-block:: python
 
    from torchtitan.models.llama3 import model_registry
-   from torchtitan_fsdp2 import in_place
+   from overlap_recipes.trainers.torchtitan_fsdp2 import in_place
 
    config.model_spec = in_place(model_registry("8B"))
 
@@ -26,30 +26,10 @@ Your project needs this file, ``peer_memory.py``, ``shared_slots.py``, ``in_plac
 .. verification-badge::
 """
 
-import sys
-from dataclasses import replace
-from pathlib import Path
-
-from torch import nn
-from torchtitan.protocols.model_spec import ModelSpec
-
-sys.path.append(str(Path(__file__).resolve().parents[1] / "sharding"))  # where they lie here
-from in_place_gather import gather_in_place
-from in_place_reduce import reduce_in_place
-
-
-def in_place(spec: ModelSpec) -> ModelSpec:
-    """``spec``, whose models gather and reduce in place."""
-    parallelize = spec.parallelize_fn
-
-    def then_in_place(model: nn.Module, **options) -> nn.Module:
-        model = parallelize(model, **options)
-        model.in_place = gather_in_place(model), reduce_in_place(model)
-        return model
-
-    return replace(spec, parallelize_fn=then_in_place)
-
-
+# %%
+# .. literalinclude:: /overlap_recipes/trainers/torchtitan_fsdp2.py
+#    :language: python
+#    :pyobject: in_place
 # %%
 # Why there
 # ---------
@@ -68,14 +48,17 @@ def in_place(spec: ModelSpec) -> ModelSpec:
 # torchtitan's own models need Triton, and its ``Trainer`` needs a GPU. So the proof has a decoder
 # with the parts that ``apply_fsdp_to_decoder`` looks for, under their names, with its head's
 # weights shared or not, and writes the loop out.
-
 import os
 
 import torch
 import torch.distributed as dist
+from torch import nn
 from torch.distributed.device_mesh import DeviceMesh, init_device_mesh
 from torch.distributed.fsdp import FSDPModule
 from torchtitan.distributed.fsdp import apply_fsdp_to_decoder
+from torchtitan.protocols.model_spec import ModelSpec
+
+from overlap_recipes.trainers.torchtitan_fsdp2 import in_place
 
 WIDTH, LAYERS, VOCABULARY = 24, 5, 67  # 67 rows divide by none of 2, 3 and 4 ranks
 STEPS, SAMPLES, LENGTH = 4, 2, 16  # samples of a rank and step, tokens of a sample

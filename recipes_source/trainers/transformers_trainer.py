@@ -23,7 +23,7 @@ noise.
 .. code-block:: python
 
    from transformers import TrainingArguments
-   from transformers_trainer import OverlappedTrainer
+   from overlap_recipes.trainers.transformers import OverlappedTrainer
 
    arguments = TrainingArguments(
        output_dir="run",
@@ -40,74 +40,35 @@ Your project needs this file, ``overlapped_stager.py``, ``staging_copies.py`` an
 .. verification-badge::
 """
 
+# %%
+# .. literalinclude:: /overlap_recipes/trainers/transformers.py
+#    :language: python
+#    :pyobject: save_state
+# %%
+# Something to train
+# ------------------
+# The proof trains a stock Llama of two small layers. Its dropout draws random numbers, so a resume
+# that forgets their state shows. accelerate uses FSDP on accelerators only. For tests on a CPU,
+# ``TrainerOnAnyDevice`` sets what accelerate would have found; you need it for nothing else.
+import argparse
+import multiprocessing
 import os
-import shutil
-import sys
+import signal
 import tempfile
-from concurrent.futures import wait
 from pathlib import Path
 
 import torch
-from accelerate.utils.fsdp_utils import _get_model_state_dict
-from torch.distributed.checkpoint.state_dict import StateDictOptions, get_optimizer_state_dict
-from transformers import Trainer
+import torch.distributed as dist
+import transformers
 
-sys.path.append(str(Path(__file__).resolve().parents[1] / "checkpoint"))  # where it lies here
-from overlapped_stager import OverlappedSaves
-
-
-class TrainerSaves(OverlappedSaves):
-    """Write the folders that accelerate loads, and beside them ``Trainer``'s small files."""
-
-    def write(self, state: dict, directory: Path) -> None:
-        super().write({"model": state["model"]}, directory / "pytorch_model_fsdp_0")
-        super().write({"optimizer": state["optimizer"]}, directory / "optimizer_0")
-        shutil.copytree(state["files"], directory, dirs_exist_ok=True)
-        shutil.rmtree(state["files"])
-
-    def commit(self, aside: Path, directory: Path) -> None:
-        if self.rank == 0 and directory.exists():  # of an earlier run, or a callback has made it
-            for name in set(os.listdir(directory)) - set(os.listdir(aside)):
-                (directory / name).rename(aside / name)
-            shutil.rmtree(f"{directory}.replaced", ignore_errors=True)
-            directory.rename(f"{directory}.replaced")
-        super().commit(aside, directory)
-
-
-class OverlappedTrainer(Trainer):
-    """A ``Trainer`` that saves beside training; FSDP2, ``state_dict_type`` SHARDED_STATE_DICT."""
-
-    def train(self, *args, **kwargs):
-        if self.args.load_best_model_at_end or self.args.push_to_hub:
-            raise ValueError("load_best_model_at_end and push_to_hub need what is not complete yet")
-        plugin = self.accelerator.is_fsdp2 and self.accelerator.state.fsdp_plugin
-        if not plugin or "SHARDED" not in str(plugin.state_dict_type):
-            raise ValueError("OverlappedTrainer needs FSDP2 and state_dict_type SHARDED_STATE_DICT")
-        saves = TrainerSaves(self.args.device, lambda: self.model.buffers())
-        with tempfile.TemporaryDirectory() as self.aside, saves as self.saves:
-            return super().train(*args, **kwargs)
-
-    def _save_checkpoint(self, model: torch.nn.Module, trial: None) -> None:
-        wait(self.saves.uploads)  # those before have ended: what is older than them may go
-        root, limit = Path(self.args.output_dir), self.args.save_total_limit or 0
-        named = root.glob("checkpoint-*[0-9]") if self.args.should_save and limit > 0 else []
-        for old in sorted(named, key=lambda x: (x.stat().st_mtime, len(x.name), x.name))[:-limit]:
-            shutil.rmtree(old, ignore_errors=True)
-        super()._save_checkpoint(model, trial)
-        files = Path(self.aside, f"checkpoint-{self.state.global_step}")
-        model = _get_model_state_dict(self.model, True, StateDictOptions())
-        optimizer = get_optimizer_state_dict(self.model, self.optimizer)
-        self.saves.save({"model": model, "optimizer": optimizer, "files": files}, root / files.name)
-
-    def _get_output_dir(self, trial: None) -> str:
-        return self.aside
-
-    def _save_optimizer_and_scheduler(self, output_dir: str) -> None:
-        Path(output_dir).mkdir(parents=True, exist_ok=True)
-        if self.args.should_save:
-            torch.save(self.lr_scheduler.state_dict(), Path(output_dir, "scheduler.pt"))
-
-
+# %%
+# .. literalinclude:: /overlap_recipes/trainers/transformers.py
+#    :language: python
+#    :pyobject: TrainerSaves
+# %%
+# .. literalinclude:: /overlap_recipes/trainers/transformers.py
+#    :language: python
+#    :pyobject: OverlappedTrainer
 # %%
 # What each method is for
 # -----------------------
@@ -155,40 +116,12 @@ class OverlappedTrainer(Trainer):
 # A loop of your own on accelerate calls ``accelerator.save_state``. The function below replaces
 # it. accelerate writes its small files (schedule, samplers, random numbers), and ``saves`` the
 # rest. ``accelerator.load_state(directory)`` reads the result.
-
-from unittest import mock
-
 from accelerate import PartialState
-from torch.distributed.checkpoint.state_dict import get_model_state_dict
-
-
-def save_state(accelerator, saves, model, optimizer, aside: str, directory: Path) -> None:
-    """``accelerator.save_state(directory)`` beside training; ``aside`` is a folder of this rank."""
-    with (
-        mock.patch("accelerate.accelerator.save_fsdp_model"),
-        mock.patch("accelerate.accelerator.save_fsdp_optimizer"),
-    ):
-        accelerator.save_state(files := tempfile.mkdtemp(dir=aside))
-    model, optimizer = get_model_state_dict(model), get_optimizer_state_dict(model, optimizer)
-    saves.save({"model": model, "optimizer": optimizer, "files": files}, directory)
-
-
-# %%
-# Something to train
-# ------------------
-# The proof trains a stock Llama of two small layers. Its dropout draws random numbers, so a resume
-# that forgets their state shows. accelerate uses FSDP on accelerators only. For tests on a CPU,
-# ``TrainerOnAnyDevice`` sets what accelerate would have found; you need it for nothing else.
-
-import argparse
-import multiprocessing
-import signal
-
-import torch.distributed as dist
-import transformers
 from accelerate.utils import DistributedType, FullyShardedDataParallelPlugin
-from transformers import LlamaConfig, LlamaForCausalLM, PrinterCallback, TrainingArguments
+from transformers import LlamaConfig, LlamaForCausalLM, PrinterCallback, Trainer, TrainingArguments
 from transformers.trainer_utils import get_last_checkpoint
+
+from overlap_recipes.trainers.transformers import OverlappedTrainer, TrainerSaves, save_state
 
 STEPS, SAVE_EVERY, KILLED_AT = 8, 2, 4  # killed while it writes the checkpoint of that step
 

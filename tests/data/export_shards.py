@@ -10,9 +10,11 @@ sys.path.insert(0, str(RECIPES))
 import state_to_save as basic  # noqa: E402
 import torch  # noqa: E402
 import torch.distributed as dist  # noqa: E402
-from export import Exports, read_all  # noqa: E402
+from export import read_all  # noqa: E402
 from torch.distributed.device_mesh import init_device_mesh  # noqa: E402
 from torch.distributed.tensor import Replicate, Shard, distribute_tensor  # noqa: E402
+
+from overlap_recipes.checkpoint.export import Exports  # noqa: E402
 
 CUTS = {
     "rows": [Replicate(), Shard(0)],

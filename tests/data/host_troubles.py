@@ -7,13 +7,14 @@ from pathlib import Path
 RECIPES = Path(__file__).parents[2] / "recipes_source" / "checkpoint"
 sys.path[:0] = [str(RECIPES), str(Path(__file__).parent)]
 
-import overlapped_stager  # noqa: E402
 import state_to_save as basic  # noqa: E402
 import torch  # noqa: E402
 import torch.distributed as dist  # noqa: E402
-import two_hosts  # noqa: E402
 from facing import face  # noqa: E402
-from two_hosts import PartnerSaves, gather  # noqa: E402
+
+from overlap_recipes.checkpoint import saves as overlapped_stager  # noqa: E402
+from overlap_recipes.checkpoint import two_hosts  # noqa: E402
+from overlap_recipes.checkpoint.two_hosts import PartnerSaves, gather  # noqa: E402
 
 basic.WIDTH, basic.HIDDEN = 16, 64
 overlapped_stager.DEADLINE_S = 20.0

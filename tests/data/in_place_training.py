@@ -33,10 +33,14 @@ from torch.utils.checkpoint import checkpoint
 
 sys.path.insert(0, str(Path(__file__).resolve().parents[2] / "recipes_source" / "sharding"))
 
-import in_place_gather  # noqa: E402
-import in_place_reduce  # noqa: E402
 import peer_memory  # noqa: E402
-import shared_slots  # noqa: E402
+
+from overlap_recipes.fsdp2 import (
+    in_place_gather,  # noqa: E402
+    in_place_reduce,  # noqa: E402
+    shared_slots,  # noqa: E402
+)
+from overlap_recipes.fsdp2.peer_memory import param_groups  # noqa: E402
 
 WIDTH, BLOCKS, STEPS = 10, 4, 3
 SLOTS = 3  # so that units of a model of four blocks take turns
@@ -900,7 +904,7 @@ def begun_with_the_forward() -> None:
     """
     for grouped, begun in ((True, [1, 3]), (False, [2, 3])):
         model, _ = in_place(shard(FP32, grouped=grouped))
-        units = peer_memory.param_groups(model)
+        units = param_groups(model)
         gathers, seen = units[0].all, []
         for module in (model, model.blocks[0]):
             module.register_forward_pre_hook(lambda *_, g=gathers, s=seen: s.append(g.gathers))
@@ -916,7 +920,7 @@ def begun_before_the_forward() -> None:
     """What was begun behind an update is there when forward begins, and comes once."""
     for grouped, begun in ((True, 3), (False, 2)):
         model, _ = in_place(shard(FP32, grouped=grouped))
-        units = peer_memory.param_groups(model)
+        units = param_groups(model)
         gathers = units[0].all
         step(model)
         before = gathers.gathers
@@ -1144,10 +1148,10 @@ def called_again() -> None:
     other.blocks[3] = model.blocks[3]
     other = shard(PLAIN, model=other, sharded=3)
     for again in (model, other):
-        before = [vars(group) | {"class": type(group)} for group in peer_memory.param_groups(again)]
+        before = [vars(group) | {"class": type(group)} for group in param_groups(again)]
         for call in (in_place_gather.gather_in_place, in_place_reduce.reduce_in_place):
             expect("call it once", partial(call, again))
-        after = [vars(group) | {"class": type(group)} for group in peer_memory.param_groups(again)]
+        after = [vars(group) | {"class": type(group)} for group in param_groups(again)]
         assert before == after, "the error came behind a change"
     for each in (model, stock):
         step(each)

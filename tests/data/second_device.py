@@ -17,7 +17,7 @@ sys.path[:0] = [str(RECIPES / "checkpoint"), str(RECIPES / "offload")]
 
 
 def overlapped_stager(device: torch.device) -> None:
-    import overlapped_stager as recipe
+    from overlap_recipes.checkpoint import saves as recipe
 
     with tempfile.TemporaryDirectory() as root, recipe.OverlappedSaves(device) as saves:
         saves.save({"x": torch.ones(1024, device=device)}, Path(root) / "step1")
@@ -26,9 +26,11 @@ def overlapped_stager(device: torch.device) -> None:
 def whole_step(device: torch.device) -> None:
     import whole_step as recipe
 
+    from overlap_recipes.offload.whole_step import HostAdamW
+
     model = recipe.streaming.Model().bfloat16()
     streamed = recipe.streaming.StreamedModel(model, model.encoder.layers, device)
-    with closing(recipe.HostAdamW(model.parameters(), streamed)) as optimizer:
+    with closing(HostAdamW(model.parameters(), streamed)) as optimizer:
         recipe.train(optimizer, device)
 
 

@@ -10,7 +10,8 @@ from torch import nn
 
 sys.path.insert(0, str(Path(__file__).parents[2] / "recipes_source" / "checkpoint"))
 import async_save as basic
-from overlapped_stager import OverlappedSaves
+
+from overlap_recipes.checkpoint.saves import OverlappedSaves
 
 WIDTH = 600  # a weight of 1.4 MB: not packed with others
 

@@ -13,19 +13,20 @@ RECIPES = Path(__file__).parents[2] / "recipes_source" / "checkpoint"
 sys.path[:0] = [str(RECIPES), str(Path(__file__).parent)]
 
 import async_save as basic  # noqa: E402
-import overlapped_stager as recipe  # noqa: E402
 import state_to_save  # noqa: E402
 import torch  # noqa: E402
 import torch.distributed as dist  # noqa: E402
 import torch.distributed.checkpoint as dcp  # noqa: E402
-from kept_state import Kept  # noqa: E402
-from overlapped_writer import OverlappedWriter  # noqa: E402
 from raising import raised  # noqa: E402
-from staging_copies import CopyPlan  # noqa: E402
 from torch import nn  # noqa: E402
 from torch.distributed.device_mesh import DeviceMesh, init_device_mesh  # noqa: E402
 from torch.distributed.tensor import Shard, distribute_tensor  # noqa: E402
 from torch.optim.optimizer import register_optimizer_step_pre_hook  # noqa: E402
+
+from overlap_recipes.checkpoint import saves as recipe  # noqa: E402
+from overlap_recipes.checkpoint.copies import CopyPlan  # noqa: E402
+from overlap_recipes.checkpoint.kept_state import Kept  # noqa: E402
+from overlap_recipes.checkpoint.writer import OverlappedWriter  # noqa: E402
 
 state_to_save.WIDTH, state_to_save.HIDDEN = 16, 64
 
@@ -155,7 +156,7 @@ def a_rank_that_cannot_stage_is_told_to_all(root: Path, device: torch.device) ->
 
 
 def refuse_on_the_last_rank(nbytes: int, device: torch.device):
-    from staging_copies import PinnedArena
+    from overlap_recipes.checkpoint.copies import PinnedArena
 
     if dist.get_rank() == dist.get_world_size() - 1:
         raise RuntimeError("cannot lock memory")

@@ -42,9 +42,11 @@ def same(first: list[torch.Tensor], second: list[torch.Tensor]) -> bool:
 def torchtitan() -> dict[str, Callable[[Path], None]]:
     import torchtitan_checkpointer as recipe
 
+    from overlap_recipes.trainers.torchtitan import OverlappedCheckpointManager
+
     logging.disable(logging.WARNING)
     logging.getLogger("torchtitan").setLevel(logging.ERROR)
-    manager = recipe.OverlappedCheckpointManager
+    manager = OverlappedCheckpointManager
 
     def training(root: Path, **settings: object) -> recipe.Training:
         given = manager.Config
@@ -129,10 +131,12 @@ def lightning() -> dict[str, Callable[[Path], None]]:
     from lightning.pytorch.callbacks import Callback, ModelCheckpoint, OnExceptionCheckpoint
     from lightning.pytorch.plugins.io import TorchCheckpointIO
 
+    from overlap_recipes.trainers.lightning import LightningSaves, OverlappedStrategy
+
     logging.getLogger("lightning.pytorch").setLevel(logging.ERROR)
     logging.getLogger("overlapped_stager").setLevel(logging.CRITICAL)
 
-    def trainer(*callbacks: Callback, strategy: type = recipe.OverlappedStrategy) -> recipe.Trainer:
+    def trainer(*callbacks: Callback, strategy: type = OverlappedStrategy) -> recipe.Trainer:
         return recipe.Trainer(
             max_steps=4,
             accelerator="cpu",
@@ -178,7 +182,7 @@ def lightning() -> dict[str, Callable[[Path], None]]:
                 return torch.optim.LBFGS(self.parameters(), lr=0.1, max_iter=3)
 
         trained = []
-        for strategy in recipe.ModelParallelStrategy, recipe.OverlappedStrategy:
+        for strategy in recipe.ModelParallelStrategy, OverlappedStrategy:
             torch.manual_seed(0)
             model = Model()
             trainer(strategy=strategy).fit(model, recipe.Batches())
@@ -187,14 +191,14 @@ def lightning() -> dict[str, Callable[[Path], None]]:
 
     def failed_write(root: Path) -> None:
         """The error at the end of ``fit`` is that of the write."""
-        write = recipe.LightningSaves.write
+        write = LightningSaves.write
 
-        def full(self: recipe.LightningSaves, state: dict, directory: Path) -> None:
+        def full(self: LightningSaves, state: dict, directory: Path) -> None:
             raise FULL
 
-        recipe.LightningSaves.write = full
+        LightningSaves.write = full
         error = raised(lambda: fit(trainer(ModelCheckpoint(root, "last", every_n_train_steps=2))))
-        recipe.LightningSaves.write = write
+        LightningSaves.write = write
         assert "No space left" in str(error), repr(error)
 
     def same_name_in_flight(root: Path) -> None:
@@ -203,9 +207,9 @@ def lightning() -> dict[str, Callable[[Path], None]]:
         Otherwise the first deletes what the second wants to keep.
         """
         named = threading.Event()
-        write, save = recipe.LightningSaves.write, recipe.LightningSaves.save
+        write, save = LightningSaves.write, LightningSaves.save
 
-        class Held(recipe.OverlappedStrategy):
+        class Held(OverlappedStrategy):
             def on_train_end(self) -> None:
                 named.set()  # whoever saves next has chosen the name
                 super().on_train_end()
@@ -214,27 +218,27 @@ def lightning() -> dict[str, Callable[[Path], None]]:
                 named.set()
                 return super().file_exists(*args)
 
-        def save_held(self: recipe.LightningSaves, *args: object) -> object:
+        def save_held(self: LightningSaves, *args: object) -> object:
             named.clear()
             return save(self, *args)
 
-        def held(self: recipe.LightningSaves, *args: object) -> None:
+        def held(self: LightningSaves, *args: object) -> None:
             named.wait(60)
             write(self, *args)
 
-        recipe.LightningSaves.write, recipe.LightningSaves.save = held, save_held
+        LightningSaves.write, LightningSaves.save = held, save_held
         one = ModelCheckpoint(root, "{step}", every_n_train_steps=1)
         all_of_them = ModelCheckpoint(root, "{step}", every_n_train_steps=2, save_top_k=-1)
         fit(trainer(one, all_of_them, strategy=Held))
-        recipe.LightningSaves.write, recipe.LightningSaves.save = write, save
+        LightningSaves.write, LightningSaves.save = write, save
         assert names(root) == ["step=2-v1.ckpt", "step=4-v1.ckpt", "step=4.ckpt"], names(root)
 
     def last_is_a_link(root: Path) -> None:
         """``save_last="link"`` links to what is complete, however late the write is."""
         asked, linked = threading.Event(), []
-        write, save = recipe.LightningSaves.write, recipe.LightningSaves.save
+        write, save = LightningSaves.write, LightningSaves.save
 
-        class Asked(recipe.OverlappedStrategy):
+        class Asked(OverlappedStrategy):
             def file_exists(self, *args: object) -> bool:
                 asked.set()
                 return super().file_exists(*args)
@@ -246,19 +250,19 @@ def lightning() -> dict[str, Callable[[Path], None]]:
                 asked.set()
                 ModelCheckpoint._link_checkpoint(trainer, filepath, linkpath)
 
-        def save_held(self: recipe.LightningSaves, *args: object) -> object:
+        def save_held(self: LightningSaves, *args: object) -> object:
             asked.clear()
             return save(self, *args)
 
-        def held(self: recipe.LightningSaves, *args: object) -> None:
+        def held(self: LightningSaves, *args: object) -> None:
             asked.wait(60)
             write(self, *args)
 
-        recipe.LightningSaves.write, recipe.LightningSaves.save = held, save_held
+        LightningSaves.write, LightningSaves.save = held, save_held
         fit(
             trainer(Linked(root, "{step}", every_n_train_steps=2, save_last="link"), strategy=Asked)
         )
-        recipe.LightningSaves.write, recipe.LightningSaves.save = write, save
+        LightningSaves.write, LightningSaves.save = write, save
         assert linked and all(linked), linked
         assert (root / "last.ckpt").resolve() == (root / "step=4.ckpt").resolve(), names(root)
 
@@ -290,9 +294,9 @@ def lightning() -> dict[str, Callable[[Path], None]]:
 
     def saved_on_exception_behind_another(root: Path) -> None:
         """It is written, too, if the save before it still is when training raises."""
-        go, wait, write = threading.Event(), recipe.wait, recipe.LightningSaves.write
+        go, wait, write = threading.Event(), recipe.wait, LightningSaves.write
 
-        def held(self: recipe.LightningSaves, *args: object) -> None:
+        def held(self: LightningSaves, *args: object) -> None:
             go.wait(60)
             write(self, *args)
 
@@ -308,10 +312,10 @@ def lightning() -> dict[str, Callable[[Path], None]]:
                     trainer.strategy.saves.writer.join = lambda limit: (go.set(), join(limit))
                     raise RuntimeError("stop")
 
-        recipe.wait, recipe.LightningSaves.write = go_and_wait, held
+        recipe.wait, LightningSaves.write = go_and_wait, held
         checkpoints = ModelCheckpoint(root, "{step}", every_n_train_steps=2)
         error = raised(lambda: fit(trainer(Stops(), checkpoints, OnExceptionCheckpoint(root))))
-        recipe.wait, recipe.LightningSaves.write = wait, write
+        recipe.wait, LightningSaves.write = wait, write
         assert "stop" in str(error), repr(error)
         assert names(root) == ["on_exception.ckpt", "step=2.ckpt"], names(root)
 
@@ -370,18 +374,18 @@ def lightning() -> dict[str, Callable[[Path], None]]:
 
     def failed_beside_another(root: Path) -> None:
         """A checkpoint stays until *its* successor is complete, not that of another callback."""
-        write = recipe.LightningSaves.write
+        write = LightningSaves.write
 
-        def full(self: recipe.LightningSaves, state: dict, directory: Path) -> None:
+        def full(self: LightningSaves, state: dict, directory: Path) -> None:
             if "whole" in directory.name and "step=2" not in directory.name:
                 raise FULL
             write(self, state, directory)
 
-        recipe.LightningSaves.write = full
+        LightningSaves.write = full
         whole = ModelCheckpoint(root, "whole-{step}", every_n_train_steps=2)
         small = ModelCheckpoint(root, "small", every_n_train_steps=1, save_weights_only=True)
         error = raised(lambda: fit(trainer(whole, small)))
-        recipe.LightningSaves.write = write
+        LightningSaves.write = write
         assert "No space left" in str(error), repr(error)
         assert "whole-step=2.ckpt" in names(root), names(root)
 
@@ -420,6 +424,8 @@ def lightning() -> dict[str, Callable[[Path], None]]:
 def transformers() -> dict[str, Callable[[Path], None]]:
     import transformers_trainer as recipe
     from transformers import TrainerCallback
+
+    from overlap_recipes.trainers.transformers import TrainerSaves, save_state
 
     recipe.transformers.logging.set_verbosity_error()
     logging.getLogger("overlapped_stager").setLevel(logging.CRITICAL)
@@ -499,9 +505,9 @@ def transformers() -> dict[str, Callable[[Path], None]]:
         trainer.train()
         own = SimpleNamespace(state_dict=lambda: {"call": call}, load_state_dict=None)
         trainer.accelerator.register_for_checkpointing(own)  # into a small file
-        held, write = threading.Event(), recipe.TrainerSaves.write
+        held, write = threading.Event(), TrainerSaves.write
 
-        class Late(recipe.TrainerSaves):
+        class Late(TrainerSaves):
             def write(self, state: dict, directory: Path) -> None:
                 held.wait(60)
                 write(self, state, directory)
@@ -509,7 +515,7 @@ def transformers() -> dict[str, Callable[[Path], None]]:
         with tempfile.TemporaryDirectory() as aside, Late(trainer.args.device) as saves:
             for call in 1, 2:
                 parts = trainer.accelerator, saves, trainer.model, trainer.optimizer, aside
-                recipe.save_state(*parts, root / f"{call}")
+                save_state(*parts, root / f"{call}")
             held.set()
         for call in 1, 2:
             saved = torch.load(root / f"{call}" / "custom_checkpoint_0.pkl")["call"]

@@ -14,11 +14,12 @@ import torch.distributed as dist
 import torch.distributed.checkpoint as dcp
 
 sys.path.insert(0, str(Path(__file__).parents[2] / "recipes_source" / "checkpoint"))
-import overlapped_stager  # noqa: E402
 import state_to_save as basic  # noqa: E402
-from resume_and_reshard import choose  # noqa: E402
-from retention import RetainedSaves  # noqa: E402
-from two_hosts import PartnerSaves, gather  # noqa: E402
+
+from overlap_recipes.checkpoint import saves as overlapped_stager  # noqa: E402
+from overlap_recipes.checkpoint.resume import choose  # noqa: E402
+from overlap_recipes.checkpoint.retention import RetainedSaves  # noqa: E402
+from overlap_recipes.checkpoint.two_hosts import PartnerSaves, gather  # noqa: E402
 
 STEPS, WAIT_AT, SAVE_EVERY = 120, 60, 5  # it goes on from the second when it is told
 PACE_S = 0.2

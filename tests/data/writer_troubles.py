@@ -12,15 +12,16 @@ from pathlib import Path
 RECIPES = Path(__file__).parents[2] / "recipes_source" / "checkpoint"
 sys.path.insert(0, str(RECIPES))
 
-import overlapped_writer  # noqa: E402
 import state_to_save as basic  # noqa: E402
 import torch  # noqa: E402
 import torch.distributed as dist  # noqa: E402
 import torch.distributed.checkpoint as dcp  # noqa: E402
-from overlapped_writer import OverlappedWriter  # noqa: E402
 from torch.distributed.checkpoint.format_utils import dcp_to_torch_save  # noqa: E402
 from torch.distributed.device_mesh import init_device_mesh  # noqa: E402
 from torch.distributed.tensor import Replicate, Shard, distribute_tensor  # noqa: E402
+
+from overlap_recipes.checkpoint import writer  # noqa: E402
+from overlap_recipes.checkpoint.writer import OverlappedWriter  # noqa: E402
 
 # Gloo gathers no float8, DCP loads no sparse tensor and takes long for thousands.
 NOT_FOR_THE_HARNESS = ("all_kinds", "sparse", "many_tensors", "exchanged")
@@ -93,7 +94,7 @@ def copy_of(tree: object) -> object:
 
 def all_kinds(root: Path) -> None:
     """Every dtype, uneven and empty shards, replicated and tied tensors, objects that grow."""
-    overlapped_writer.PIECE = 256  # several files, and tensors cut into pieces
+    writer.PIECE = 256  # several files, and tensors cut into pieces
     tied, tied_shards = random(5, 4), sharded(7, 6)
     state = {
         "kinds": {str(dtype): random(1, 5).mul(99).to(dtype) for dtype in KINDS},
@@ -257,7 +258,7 @@ def no_room(root: Path) -> None:
 
 def metadata_last(root: Path) -> None:
     """``.metadata`` is written when the slowest rank has ended, not before."""
-    write_file, marks = overlapped_writer.write_file, root / "marks"
+    write_file, marks = writer.write_file, root / "marks"
 
     def slowly(path: Path, pieces: list) -> None:
         if dist.get_rank() == dist.get_world_size() - 1:
@@ -269,7 +270,7 @@ def metadata_last(root: Path) -> None:
         if path.name != ".metadata":
             (marks / path.stem).touch()
 
-    overlapped_writer.write_file = slowly
+    writer.write_file = slowly
     marks.mkdir(exist_ok=True)
     with OverlappedWriter(CPU) as saves:
         saves.save({"a": sharded(64, 1)}, root / "1")

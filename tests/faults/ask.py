@@ -14,10 +14,9 @@ import tempfile
 import traceback
 from pathlib import Path
 
-import durable_saves
-
 from faults import edits, power_cut, soak
 from faults.points import Fault
+from overlap_recipes.checkpoint import durable as durable_saves
 
 SECOND_COMMIT = 7  # the hit of point "rename" on rank 0 just before the second checkpoint is named
 

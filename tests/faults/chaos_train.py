@@ -19,9 +19,9 @@ sys.path.insert(0, str(Path(__file__).resolve().parents[1]))
 
 from faults import edits, job  # noqa: I001 (its import finds the recipes)
 
-import durable_saves
-import resume_and_reshard
-import retention
+from overlap_recipes.checkpoint import durable
+from overlap_recipes.checkpoint import resume
+from overlap_recipes.checkpoint import retention
 import torch.distributed as dist
 import torch.distributed.checkpoint as dcp
 from ckpt_chaos.targets.common import arm_from_env
@@ -31,7 +31,7 @@ STEPS, SAVE_EVERY = 6, 2
 
 
 def by_pointer(root: Path) -> int | None:
-    pointer = root / durable_saves.POINTER
+    pointer = root / durable.POINTER
     return int(pointer.read_text().removeprefix("step")) if pointer.exists() else None
 
 
@@ -43,10 +43,10 @@ def train(root: Path) -> None:
     try:
         app = build_app(device)
         if edit is None:
-            chosen = [durable_saves.newest_step(root, digests=True)]
+            chosen = [durable.newest_step(root, digests=True)]
             dist.broadcast_object_list(chosen)
         else:  # what is newer is set aside, or it would be in the way
-            chosen = [resume_and_reshard.choose(root, by_pointer(root))]
+            chosen = [resume.choose(root, by_pointer(root))]
         if chosen[0] is not None:
             dcp.load({"app": app}, checkpoint_id=root / f"step{chosen[0]}")
         print(f"resumed from step {chosen[0] or 0}", flush=True)

@@ -6,7 +6,6 @@ from datetime import timedelta
 from functools import partial
 from pathlib import Path
 
-import overlapped_stager
 import state_to_save as basic
 import torch
 import torch._dynamo  # noqa: F401 (imported here, not by each rank: that takes longer than it trains)
@@ -17,6 +16,7 @@ from faults.edits import Edit
 from faults.points import BALLAST, Fault, Points, tell
 from faults.power_cut import OperationLog
 from faults.ways import WAYS, Way
+from overlap_recipes.checkpoint import saves as overlapped_stager
 
 basic.WIDTH, basic.HIDDEN = 16, 64
 STEPS, SAVE_EVERY, KEEP_LAST = 10, 2, 2

@@ -5,16 +5,16 @@ import signal
 import time
 from pathlib import Path
 
-import preemption
 import state_to_save as basic
 import torch
 import torch.distributed as dist
 import torch.distributed.checkpoint as dcp
-from durable_saves import DurableSaves, newest_step
 
 from faults.job import digest
 from faults.points import Fault, Points, tell
 from faults.soak import run_ranks
+from overlap_recipes.checkpoint import preemption
+from overlap_recipes.checkpoint.durable import DurableSaves, newest_step
 
 STEPS, SAVE_EVERY, RANKS = 20, 2, 2
 GRACE_S = {"late": 4.0}  # of a save that does not end in time; others have a minute

@@ -33,16 +33,16 @@ def note(root: Path, what: str, when: float | None = None) -> None:
 def train(root: Path, model_name: str, struck: str) -> int:
     """What torchrun starts; ``struck``: by a kill of rank 1, or by SIGTERM to torchrun."""
     sys.path[:0] = [str(REPO / "recipes_source" / "checkpoint"), str(REPO)]
-    import preemption
-    import resume_and_reshard
     import torch
     import torch._dynamo  # noqa: F401 (what the first optimizer step imports)
     import torch.distributed as dist
-    from resume_and_reshard import Run, resume
-    from retention import RetainedSaves
     from state_to_save import start_rank
 
     from benchmarks.workloads import llama, shard
+    from overlap_recipes.checkpoint import preemption
+    from overlap_recipes.checkpoint import resume as resume_and_reshard
+    from overlap_recipes.checkpoint.resume import Run, resume
+    from overlap_recipes.checkpoint.retention import RetainedSaves
 
     leaving = preemption.Preemption(grace_s=60)
     note(root, "started", STARTED)

@@ -26,14 +26,13 @@ from collections.abc import Callable
 from dataclasses import asdict, dataclass, field
 from pathlib import Path
 
-import durable_saves
-
 from faults import job
 from faults.edits import RECIPES, Edit
 from faults.points import BALLAST, POINTS, Fault
 from faults.power_cut import OperationLog
 from faults.ways import WAYS
 from harness.sources import code_sha256
+from overlap_recipes.checkpoint import durable
 
 RANKS = 2
 DEADLINE_S = 25.0  # for a struck job to end by itself, or to be resumed and end
@@ -325,7 +324,7 @@ class Observer:
         """The pointer may be late, it may not name what is no checkpoint."""
         pointer = root / "latest"
         name = pointer.read_text() if pointer.exists() else None
-        if name in (None, f"step{damaged}") or not durable_saves.faults(root / name):
+        if name in (None, f"step{damaged}") or not durable.faults(root / name):
             return []
         return [f"the pointer names {name!r}, which is not whole"]
 

@@ -4,17 +4,17 @@ import hashlib
 import random
 from pathlib import Path
 
-import resume_and_reshard
 import torch
 import torch.distributed as dist
-from resume_and_reshard import Run, resume
-from retention import RetainedSaves
 from torch.distributed.fsdp import fully_shard
 from torch.distributed.tensor import DTensor
 from transformers import LlamaConfig, LlamaForCausalLM
 
 from faults.points import Fault, Points, tell
 from faults.soak import run_ranks
+from overlap_recipes.checkpoint import resume as resume_and_reshard
+from overlap_recipes.checkpoint.resume import Run, resume
+from overlap_recipes.checkpoint.retention import RetainedSaves
 
 STEPS, SAVE_EVERY, SAMPLES_A_STEP, LENGTH = 20, 2, 12, 16
 WITHIN_SAVES = 3  # an interruption strikes in one of so many saves from the start of a run

@@ -4,13 +4,13 @@ from pathlib import Path
 
 import torch
 import torch.distributed as dist
-from resume_and_reshard import Run, resume
-from retention import RetainedSaves
 from torch.distributed.fsdp import fully_shard
 from transformers import LlamaConfig, LlamaForCausalLM
 
 from faults.points import tell
 from faults.stock import digest
+from overlap_recipes.checkpoint.resume import Run, resume
+from overlap_recipes.checkpoint.retention import RetainedSaves
 
 STEPS, INTERRUPTED_AT = 6, 3
 

@@ -7,9 +7,6 @@ import subprocess
 import time
 from pathlib import Path
 
-import durable_saves
-import overlapped_writer
-import retention
 import state_to_save as basic
 import torch
 import torch.distributed as dist
@@ -17,6 +14,7 @@ import torch.distributed as dist
 from faults.job import digest
 from faults.points import Fault, Points, tell
 from faults.soak import run_ranks
+from overlap_recipes.checkpoint import durable, retention, writer
 
 STEPS, SAVE_EVERY, RANKS = 8, 2, 2
 FROM, TO = 4, 6  # the save of step 4 is in trouble, that of step 6 no more
@@ -35,7 +33,7 @@ def gone(root: Path, on: bool) -> None:
     shutil.move(root, elsewhere) if on else shutil.move(elsewhere, root)
 
 
-class WrittenAsBytes(retention.RetainedSaves, overlapped_writer.OverlappedWriter):
+class WrittenAsBytes(retention.RetainedSaves, writer.OverlappedWriter):
     """Two recipes in one: durable, kept, and written by the kept plan."""
 
 
@@ -73,8 +71,8 @@ def trouble(scratch: Path, name: str) -> dict:
     root = scratch / "root"
     root.mkdir()
     told = run_ranks(train, RANKS, scratch / "job", (root, name))
-    steps = durable_saves.committed_steps(root)
-    whole = sorted(step for step in steps if not durable_saves.faults(root / f"step{step}", True))
+    steps = durable.committed_steps(root)
+    whole = sorted(step for step in steps if not durable.faults(root / f"step{step}", True))
     logs = [file.read_text() for file in (scratch / "job").glob("*.log")]
     return {"failed": told.failed, "whole": whole, "same_bits": told.ended, "logs": logs}
 

@@ -11,14 +11,13 @@ from datetime import timedelta
 from multiprocessing.util import Finalize
 from pathlib import Path
 
-import durable_saves
-import retention
 import state_to_save as basic
 import torch
 import torch.distributed as dist
 import torch.distributed.checkpoint as dcp
 
 from faults.points import Fault, Points, point_of, tell
+from overlap_recipes.checkpoint import durable, retention
 
 PATIENCE_S = 8  # for other ranks, where a way lets one say so
 
@@ -55,7 +54,7 @@ class Recipe(Way):
     """``RetainedSaves``, and the newest checkpoint whose digests are right."""
 
     def resume(self) -> None:
-        chosen = [durable_saves.newest_step(self.root, digests=True)]
+        chosen = [durable.newest_step(self.root, digests=True)]
         dist.broadcast_object_list(chosen)
         if chosen[0] is not None:
             dcp.load({"app": self.app}, checkpoint_id=self.root / f"step{chosen[0]}")
@@ -199,7 +198,7 @@ class TorchCheckpointing(Way):
         self.held.__exit__(None, None, None)
 
     def resume(self) -> None:
-        chosen = [next(iter(durable_saves.committed_steps(self.root)), None)]
+        chosen = [next(iter(durable.committed_steps(self.root)), None)]
         dist.broadcast_object_list(chosen)
         if chosen[0] is not None:
             directory = self.root / f"step{chosen[0]}"

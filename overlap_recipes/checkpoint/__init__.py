@@ -1,0 +1,30 @@
+# SPDX-License-Identifier: BSD-3-Clause
+# Overlap Recipes 0.1.0, overlap_recipes/checkpoint/__init__.py
+"""Save checkpoints beside training, keep them, and resume from them.
+
+``object_storage``, ``export`` and ``two_hosts`` are modules of their own: import them by name.
+"""
+
+from .durable import DurableSaves, committed_steps, faults, newest_step
+from .kept_state import TrainingState
+from .preemption import Preemption
+from .resume import Run, resume
+from .retention import RetainedSaves
+from .saves import OverlappedSaves
+from .state import AppState
+from .writer import OverlappedWriter
+
+__all__ = [
+    "AppState",
+    "DurableSaves",
+    "OverlappedSaves",
+    "OverlappedWriter",
+    "Preemption",
+    "RetainedSaves",
+    "Run",
+    "TrainingState",
+    "committed_steps",
+    "faults",
+    "newest_step",
+    "resume",
+]

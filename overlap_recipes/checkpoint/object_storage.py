@@ -1,0 +1,189 @@
+# SPDX-License-Identifier: BSD-3-Clause
+# Overlap Recipes 0.1.0, overlap_recipes/checkpoint/object_storage.py
+"""Saves to an object store, by any URL that fsspec knows; needs fsspec, and s3fs for ``s3://``."""
+
+import io
+import json
+import re
+import uuid
+from contextlib import contextmanager, suppress
+from pathlib import Path
+from urllib.parse import urlsplit
+
+import torch
+import torch.distributed.checkpoint as dcp
+
+from .saves import OverlappedSaves
+
+try:
+    from fsspec.core import url_to_fs
+
+    try:  # public from torch 2.15 on
+        from torch.distributed.checkpoint import fsspec_filesystem as dcp_fsspec
+    except ImportError:
+        from torch.distributed.checkpoint import _fsspec_filesystem as dcp_fsspec
+except ImportError as error:
+    raise SystemExit("pip install fsspec, and for s3:// s3fs of the same date") from error
+
+
+PIECE = 32 << 20  # bytes of a part of an upload; at most 10,000 parts make an object
+
+
+class Sent(io.RawIOBase):
+    """Pass bytes on to ``stream`` in pieces, and count them."""
+
+    def __init__(self, stream) -> None:
+        self.stream, self.size = stream, 0
+
+    def write(self, data) -> int:
+        data = memoryview(data).cast("B")
+        for start in range(0, len(data), PIECE):
+            self.stream.write(data[start : start + PIECE])
+        self.size += len(data)
+        return len(data)
+
+    def tell(self) -> int:
+        return self.size
+
+
+class Objects(getattr(dcp_fsspec, "_FileSystem", None) or dcp_fsspec.FileSystem):
+    """DCP's files as objects that appear completely or not at all."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.written: dict[str, int] = {}  # bytes by name
+
+    @contextmanager
+    def create_stream(self, path: str, mode: str):
+        stream = self.fs.open(path, mode, block_size=PIECE, autocommit=False)
+        try:
+            sent = Sent(stream)
+            yield sent
+            stream.close()
+            stream.commit()
+        except BaseException:
+            with suppress(Exception):
+                stream.close()
+                stream.discard()
+            raise
+        self.written[Path(path).name] = sent.size
+
+    def rename(self, path: str, new_path: str) -> None:
+        self.fs.cp_file(path, new_path)  # fs.rename takes brackets in a name for a pattern
+        self.fs.rm_file(path)
+        self.written[Path(new_path).name] = self.written.pop(Path(path).name)
+
+    def mkdir(self, path: str) -> None:
+        """A store has no directories, and s3fs would make a bucket of a name that is mistyped."""
+        if "file" in self.fs.protocol:
+            super().mkdir(path)
+
+
+def open_root(url: str) -> tuple:
+    """The file system and the path of ``url``.
+
+    Raises:
+        ValueError: ``url`` contains credentials, which logs and process lists would show.
+    """
+    if urlsplit(url).username is not None:
+        raise ValueError("credentials belong into the environment, not into the URL")
+    fs, path = url_to_fs(url)
+    fs.invalidate_cache()  # s3fs remembers listings, and would resume from an old one
+    return fs, path
+
+
+def commit_once(fs, path: str, content: dict) -> None:
+    """Write ``content`` to ``path`` unless an object of that name exists.
+
+    Raises:
+        FileExistsError: another writer was first.
+    """
+    data = json.dumps(content).encode()
+    try:
+        fs.pipe_file(path, data, mode="create")
+    except Exception as error:
+        fs.invalidate_cache()
+        if not fs.exists(path):
+            raise
+        if fs.cat_file(path) != data:
+            raise FileExistsError(f"{path}: another writer was first") from error
+
+
+def check_store(url: str) -> None:
+    """Check that the store accepts a write and refuses a second commit.
+
+    Raises:
+        RuntimeError: it does not refuse.
+    """
+    fs, root = open_root(url)
+    if "file" in fs.protocol:
+        fs.makedirs(root, exist_ok=True)
+    probe = f"{root}/probe.{uuid.uuid4().hex}"
+    commit_once(fs, probe, {"writer": 1})
+    try:
+        with suppress(FileExistsError):
+            commit_once(fs, probe, {"writer": 2})
+            raise RuntimeError("the store ignores If-None-Match: two jobs could commit one step")
+    finally:
+        fs.rm_file(probe)
+
+
+def committed(url: str) -> dict[int, dict]:
+    """The commits below ``url`` by their step, the newest first."""
+    fs, root = open_root(url)
+    names = []
+    with suppress(FileNotFoundError):
+        names = fs.ls(root, detail=False)
+    steps = sorted(map(int, re.findall(r"/step(\d+)\.json$", "\n".join(names), re.MULTILINE)))
+    return {step: json.loads(fs.cat_file(f"{root}/step{step}.json")) for step in reversed(steps)}
+
+
+def load(state_dict: dict, url: str, step: int) -> None:
+    """``dcp.load`` of ``step`` into ``state_dict``; every rank calls it.
+
+    Raises:
+        FileNotFoundError: objects differ from those that the commit names.
+    """
+    fs, root = open_root(url)
+    commit = committed(url)[step]
+    found = {path.rpartition("/")[2]: fs.size(path) for path in fs.find(f"{root}/{commit['data']}")}
+    if wrong := commit["objects"].items() ^ found.items():
+        raise FileNotFoundError(f"step {step} is not what was committed: {sorted(wrong)}")
+    dcp.load(state_dict, storage_reader=dcp_fsspec.FsspecReader(f"{url}/{commit['data']}"))
+
+
+class ObjectSaves(OverlappedSaves):
+    """Overlapped saves to ``url``, each committed once.
+
+    Raises:
+        RuntimeError: on entry, on every rank, if the store cannot be reached or takes two commits.
+    """
+
+    def __init__(self, url: str, *args, **kwargs) -> None:
+        super().__init__(*args, **kwargs)
+        self.url = url.rstrip("/")
+
+    def __enter__(self) -> "ObjectSaves":
+        self.together(check_store, self.url)
+        return super().__enter__()
+
+    def save(self, state_dict: dict, step: int):
+        """As ``OverlappedSaves.save``; the checkpoint is ``step`` below ``url``."""
+        return super().save(state_dict, Path("/dev/null", f"step{step}"))  # no local directory
+
+    def write(self, state: dict, directory: Path) -> None:
+        torch.serialization.set_crc32_options(False)  # nothing reads the sums
+        self.data = self.together(lambda: f"{directory.stem}.{uuid.uuid4().hex[:8]}")[0]
+        url, objects = f"{self.url}/{self.data}", Objects()
+        writer = dcp_fsspec.FsspecWriter(url, sync_files=False, per_thread_copy_ahead=0)
+        writer.fs, _ = objects, objects.init_path(url)
+        group = self.groups[0] if self.groups else None
+        dcp.save(state, storage_writer=writer, process_group=group, no_dist=group is None)
+        self.written = self.together(lambda: objects.written)
+
+    def commit(self, aside: Path, directory: Path) -> None:
+        if self.rank == 0:
+            fs, root = open_root(self.url)
+            objects = {name: size for part in self.written for name, size in part.items()}
+            content = {"data": self.data, "objects": objects}
+            commit_once(fs, f"{root}/{directory.name}.json", content)

@@ -1,0 +1,165 @@
+# SPDX-License-Identifier: BSD-3-Clause
+# Overlap Recipes 0.1.0, overlap_recipes/checkpoint/retention.py
+"""Which checkpoints stay: one job a directory, room for the next save, listing and pruning."""
+
+import errno
+import fcntl
+import logging
+import math
+import os
+import shutil
+from pathlib import Path
+
+import torch
+import torch.distributed as dist
+from torch.distributed.tensor import DTensor
+
+from .durable import DurableSaves, committed_steps, faults, flush, newest_step
+
+LOG = logging.getLogger(__name__)
+
+
+LEASE = "lease"  # in the root: locked by the job that writes here
+
+
+LEFTOVERS = ("*.incomplete", "*.deleted")  # what a crash can leave behind
+
+
+def to_delete(root: Path, keep_last: int, keep_every: int = 0) -> list[int]:
+    """Steps below ``root`` that neither rule keeps. With ``keep_every`` 0, only the last ones stay.
+
+    Raises:
+        ValueError: nothing would be kept.
+    """
+    if keep_last < 1:
+        raise ValueError(f"keep_last is {keep_last}: keep one checkpoint at least")
+    whole = [step for step in committed_steps(root) if not faults(root / f"step{step}")]
+    return [step for step in whole[keep_last:] if not keep_every or step % keep_every]
+
+
+def delete(root: Path, step: int) -> None:
+    doomed = root / f"step{step}.deleted"
+    (root / f"step{step}").rename(doomed)
+    flush(root)
+    shutil.rmtree(doomed)
+
+
+def take_lease(root: Path) -> int:
+    """Lock ``root`` for this process; return the file descriptor that holds the lock until closed.
+
+    Raises:
+        RuntimeError: another process holds it.
+    """
+    root.mkdir(parents=True, exist_ok=True)
+    lease = os.open(root / LEASE, os.O_RDWR | os.O_CREAT, 0o644)
+    try:
+        fcntl.flock(lease, fcntl.LOCK_EX | fcntl.LOCK_NB)
+    except OSError as error:
+        os.close(lease)
+        raise RuntimeError(f"another job writes to {root}: end it or use another root") from error
+    return lease
+
+
+def remove_leftovers(root: Path) -> None:
+    for pattern in LEFTOVERS:
+        for leftover in root.glob(pattern):
+            shutil.rmtree(leftover)
+
+
+class RetainedSaves(DurableSaves):
+    """Durable saves below ``root``, of which the latest ``keep_last`` and every step that
+    ``keep_every`` divides are kept.
+
+    Raises:
+        RuntimeError: another job writes to ``root``; on every rank. In a save's future: its directory
+            is not in ``root``, or ``root`` holds a newer step, whose run has not been resumed.
+    """
+
+    def __init__(self, root: Path, *args, keep_last=3, keep_every=0, **kwargs) -> None:
+        super().__init__(*args, **kwargs)
+        self.root, self.keep_last, self.keep_every = root.absolute(), keep_last, keep_every
+        self.lease: int | None = None
+        to_delete(root, keep_last)  # raises now, and not at the first save
+
+    def __enter__(self) -> "RetainedSaves":
+        self.together(self.open_root)
+        return super().__enter__()
+
+    def open_root(self) -> None:
+        if self.rank == 0:
+            self.lease = take_lease(self.root)
+            os.register_at_fork(after_in_child=self.give_back)
+            remove_leftovers(self.root)
+
+    def give_back(self) -> None:
+        """Close this process's copy of the lease; each forked process closes its own copy."""
+        if self.lease is not None:
+            os.close(self.lease)
+            self.lease = None
+
+    def __exit__(self, *error: object) -> None:
+        try:
+            super().__exit__(*error)
+        finally:
+            self.give_back()
+
+    def write(self, state: dict, directory: Path) -> None:
+        self.together(self.look_for_room, state)
+        super().write(state, directory)
+
+    def look_for_room(self, state: dict) -> None:
+        needed = nbytes(state) * (dist.get_world_size() if dist.is_initialized() else 1)
+        free = shutil.disk_usage(self.root).free  # raises if the root is gone
+        if free < needed:
+            raise OSError(errno.ENOSPC, f"{needed} bytes to write, {free} free", str(self.root))
+
+    def commit(self, aside: Path, directory: Path) -> None:
+        newest, name = max(committed_steps(self.root), default=0), directory.name[len("step") :]
+        if directory.parent != self.root:
+            raise RuntimeError(f"{directory} is not in {self.root}")
+        if name.isdigit() and int(name) < newest:
+            raise RuntimeError(f"step{newest} is there: resume from it, or take another root")
+        super().commit(aside, directory)
+        if self.rank == 0:
+            for step in to_delete(self.root, self.keep_last, self.keep_every):
+                try:
+                    delete(self.root, step)
+                except OSError as error:  # the new checkpoint is durable all the same
+                    LOG.error("step%d cannot be deleted: %s", step, error)
+
+
+def nbytes(state: object) -> int:
+    """Bytes of this rank's part of the tensors in nested dicts and lists."""
+    if isinstance(state, dict):
+        return sum(nbytes(value) for value in state.values())
+    if isinstance(state, list | tuple):
+        return sum(nbytes(value) for value in state)
+    if isinstance(state, DTensor):
+        state = state.to_local()
+    return state.nbytes if torch.is_tensor(state) else 0
+
+
+def seconds_between_saves(cost_s: float, mtbf_s: float, upload_s: float) -> float:
+    """The interval that loses least; a save adds ``cost_s`` to training and is written in ``upload_s``."""
+    return max(math.sqrt(2 * cost_s * mtbf_s), upload_s)
+
+
+def show(root: Path, digests: bool) -> bool:
+    """Print one line per checkpoint, the newest first; return whether all are complete."""
+    wrong = {step: faults(root / f"step{step}", digests) for step in committed_steps(root)}
+    for step, found in wrong.items():
+        files = list((root / f"step{step}").iterdir())
+        size = sum(file.stat().st_size for file in files) / 1e9
+        print(f"step{step}  {size:.3f} GB  {len(files)} files  {'; '.join(found) or 'whole'}")
+    leftovers = [path.name for pattern in LEFTOVERS for path in root.glob(pattern)]
+    print(f"resume from: {newest_step(root, digests)}; unfinished: {leftovers}")
+    return not any(wrong.values())
+
+
+def prune(root: Path, keep_last: int, keep_every: int, dry_run: bool) -> None:
+    if not dry_run:
+        take_lease(root)  # until this process ends
+    for step in to_delete(root, keep_last, keep_every):
+        print(f"step{step}: {'would be deleted' if dry_run else 'deleted'}")
+        if not dry_run:
+            delete(root, step)

@@ -1,0 +1,179 @@
+# SPDX-License-Identifier: BSD-3-Clause
+# Overlap Recipes 0.1.0, overlap_recipes/fsdp2/in_place_gather.py
+"""FSDP2's gathers by peer copies, straight to where the unit computes."""
+
+from collections.abc import Sequence
+from types import SimpleNamespace
+
+import torch
+from torch.distributed.fsdp import FSDPModule
+from torch.utils._pytree import tree_leaves
+
+from . import peer_memory, shared_slots
+
+
+class Gathers(shared_slots.Slots):
+    """The slots of all units of one model, and the stream of their gathers."""
+
+    def __init__(self, groups: Sequence, ahead: int, slots: int) -> None:
+        shards, device = groups[0].mesh_info.shard_process_group, groups[0].device
+        super().__init__(peer_memory.PeerMemory(shards, device), max(slots, ahead + 1, 2))
+        self.groups, self.ahead, self.streams = groups, ahead, torch.get_device_module(device)
+        self.stream = self.streams.Stream()
+        self.gathers = self.forwards = 0
+        self.in_forward = self.with_graph = self.begun = False
+        self.order: list | None = []  # of the groups, in the first forward
+        self.first: list = []  # of them, those that each forward begins with
+
+    def begin_next_forward(self) -> None:
+        """Queue the next forward's first gathers; call it when no weight changes before that."""
+        self.drop()
+        self.begun = True
+        for group in (*self.first, *(self.first[0].then if self.first else ())):
+            group.unshard()
+
+    @torch.compiler.disable
+    def begin_forward(self, *_) -> None:
+        if not self.begun:
+            self.drop()
+        self.begun = False
+        self.in_forward, self.with_graph = True, torch.is_grad_enabled()
+        self.forwards += 1  # what an earlier one has left is not kept
+        for group in self.first:  # they are on their way while the host gets to the first unit
+            group.unshard()
+
+    @torch.compiler.disable
+    def end_forward(self, *_) -> None:
+        self.in_forward = self.with_graph = False
+        self.drop()
+        if self.order:  # of the first forward
+            groups, self.order = list(dict.fromkeys(self.order)), None
+            short = groups[0].embeds  # an embedding: its kernels are queued first
+            self.first = groups[: min(self.ahead, 2 - short)]
+            groups[0].then = groups[1 : 1 + min(self.ahead, 2)] if short else []
+            if self.ahead:
+                shared_slots.set_lists(groups, self.ahead, first=1 - short)
+
+    def drop(self) -> None:
+        for group in self.groups:
+            group.drop()
+
+    def gather(self, group) -> None:
+        """Queue the gather of a unit's full weights after all that the current stream does."""
+        backward = group._training_state.name == "PRE_BACKWARD"
+        if backward and torch.is_grad_enabled() and group.reshard_after_backward:
+            raise RuntimeError("create_graph needs set_reshard_after_backward(False)")
+        if group.slot is None:
+            if backward:
+                raise RuntimeError("a forward came before gather_in_place: call it between steps")
+            self.give(group)
+        slot, current = group.slot, self.streams.current_stream()
+        kept = slot.group is group and slot.in_forward == self.forwards > 0 and backward
+        if kept and not shared_slots.outdated(group):
+            event = current.record_event()  # nothing has taken its place since the forward
+        else:
+            self.stream.wait_stream(current)  # which may still compute with what the slot has
+            if slot.stream and slot.stream != current:  # an evaluation's, or a branch's
+                self.stream.wait_stream(slot.stream)
+            if hasattr(group.comm_ctx, "all_gather_stream"):
+                self.stream.wait_stream(group.comm_ctx.all_gather_stream)
+            with self.streams.stream(self.stream):
+                self.fill(group)
+                event = self.stream.record_event()
+            self.gathers += 1
+        slot.in_forward = self.forwards if self.with_graph and not backward else 0
+        group._all_gather_result = SimpleNamespace(all_gather_event=event, all_gather_work=None)
+
+
+class InPlaceGather:
+    """Methods of an FSDP2 group of parameters, in place of its own."""
+
+    _all_gather_comm = peer_memory.settled("_all_gather_comm")
+    slot: shared_slots.Slot | None = None
+    in_graph = False  # a backward may come that has views of the slot
+    refused = False  # a prefetch found the slot in use, or came for a unit that has none
+    then: Sequence = ()  # groups to gather when its forward is queued
+
+    def unshard(self, async_op: bool = False) -> None:
+        if not self.all.in_forward and torch._C._current_graph_task_id() == -1:
+            self.drop()  # between steps: weights may have changed since
+        backward = self._training_state.name == "PRE_BACKWARD"
+        if backward and self.embeds or self._all_gather_result is not None or self.is_unsharded:
+            return
+        self.refused = self.slot.busy() if self.slot else backward
+        if not self.refused:
+            self.all.gather(self)
+
+    def wait_for_unshard(self) -> None:
+        if self.refused or (self._all_gather_result and shared_slots.outdated(self)):
+            self.drop()
+            if self.slot and self.slot.busy():
+                self.all.make_room(self)
+            self.all.gather(self)
+        if current := self.copied():
+            self.slot.stream = current
+            self._to_unsharded()
+        self.in_graph |= self._training_state.name == "FORWARD" and torch.is_grad_enabled()
+
+    def pre_forward(self, module, args, kwargs):
+        if self.all.in_forward and self.all.order is not None:
+            self.all.order.append(self)
+        graph = torch.is_grad_enabled() and not self.embeds and not self.in_graph
+        trains = graph and self.is_sharded and not (self.slot and self.slot.exclusive)
+        if trains and not any(getattr(t, "requires_grad", 0) for t in tree_leaves((args, kwargs))):
+            self.drop()
+            self.all.give(self, exclusive=True)  # full until the end of backward
+        return super().pre_forward(module, args, kwargs)
+
+    def post_forward(self, *arguments):
+        output = super().post_forward(*arguments)
+        for group in self.then if self.all.in_forward else ():
+            group.unshard()
+        return output
+
+    def finalize_backward(self) -> None:
+        self.drop()
+        self.in_graph = False
+        if self.slot:
+            self.slot.in_forward = 0
+        super().finalize_backward()
+
+    def drop(self) -> None:
+        """Forget what was gathered and not used."""
+        self.copied()
+        self.refused = False
+
+    def copied(self):
+        """The current stream, which now waits for the gather under way; None if there was none."""
+        result, self._all_gather_result = self._all_gather_result, None
+        current = result and self.all.streams.current_stream()
+        if current:
+            current.wait_event(result.all_gather_event)
+        return current
+
+
+def gather_in_place(model: FSDPModule, ahead: int = 2, slots: int = 4) -> Gathers | None:
+    """Have every unit of ``model`` gather by peer copies, from its next forward on. Collective.
+
+    Args:
+        model: the module that the training loop calls.
+        ahead: units that forward gathers before they are needed; 0 leaves FSDP2's own settings.
+        slots: that equal units take turns in, at least ``ahead + 1``; the more, the fewer gathers
+            in backward.
+
+    Returns:
+        The slots; None, after a warning that says why, if FSDP2 gathers as before.
+
+    Raises:
+        RuntimeError: nothing is sharded, or this PyTorch's FSDP2 is another one.
+    """
+    if not (chosen := peer_memory.copying_groups(model)):
+        return None
+    gathers = Gathers(chosen, ahead, slots)
+    peer_memory.become(chosen, InPlaceGather)
+    for group in chosen:
+        group.all, group.embeds = gathers, shared_slots.embeds(group)
+    shared_slots.counted().update(chosen)
+    model.register_forward_pre_hook(gathers.begin_forward, prepend=True)
+    model.register_forward_hook(gathers.end_forward, always_call=True)
+    return gathers

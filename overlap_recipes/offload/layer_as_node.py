@@ -1,0 +1,156 @@
+# SPDX-License-Identifier: BSD-3-Clause
+# Overlap Recipes 0.1.0, overlap_recipes/offload/layer_as_node.py
+"""Any layer as one node of autograd: run again in backward, differentiated there."""
+
+from functools import partial
+
+import torch
+from torch import nn
+from torch.autograd.function import once_differentiable
+from torch.autograd.graph import get_gradient_edge
+from torch.utils.checkpoint import checkpoint
+
+
+def tensors_in(tree) -> list[torch.Tensor]:
+    """All tensors in nested tuples, lists and dicts."""
+    if isinstance(tree, torch.Tensor):
+        return [tree]
+    values = tree.values() if isinstance(tree, dict) else tree
+    nested = isinstance(tree, (tuple, list, dict))
+    return [tensor for value in values for tensor in tensors_in(value)] if nested else []
+
+
+def exchanged(tree, others: dict[int, torch.Tensor]):
+    """The same nest with other tensors: ``others`` maps ``id(tensor)`` to what takes its place."""
+    if type(tree) in (tuple, list):
+        return type(tree)(exchanged(value, others) for value in tree)
+    if type(tree) is dict:
+        return {key: exchanged(value, others) for key, value in tree.items()}
+    if not isinstance(tree, torch.Tensor) and any(id(x) in others for x in tensors_in(tree)):
+        raise TypeError(f"{type(tree).__name__}: layers take and return plain tuples, lists, dicts")
+    return others.get(id(tree), tree)
+
+
+def refuse(*_) -> None:
+    raise RuntimeError(
+        "backward came into a layer past its result: what a loss is computed with, a layer must "
+        "return (no hook may keep it); detach what is only looked at"
+    )
+
+
+def leaves_of(ends: list, begins: list) -> list[torch.Tensor]:
+    """Tensors at the end of a graph, but for what is behind its entrances."""
+    nodes, seen, leaves = [end.node for end in ends if end], {end.node for end in begins}, []
+    while nodes:
+        node = nodes.pop()
+        if node not in seen:
+            seen.add(node)
+            nodes += [before for before, _ in node.next_functions if before]
+            leaves += [node.variable] if hasattr(node, "variable") else []
+    return leaves
+
+
+def run_alike(owner, index: int, args: tuple, kwargs: dict, first: list):
+    """Run a layer; the second time only with what it had the first time, whose versions are kept."""
+    given = tensors_in((args, kwargs))
+    read = [x for x in (*given, *owner.sources(index)) if not x.is_inference()]
+    versions = [x._version for x in read]
+    if first and first != versions:
+        raise RuntimeError(
+            "a weight or an argument of a layer was changed between forward and backward: run "
+            "forward again, or change it behind backward"
+        )
+    first[:] = versions
+    result = owner.run(index, args, kwargs)
+    if [*map(id, tensors_in((args, kwargs)))] != [*map(id, given)]:
+        raise TypeError("a layer may not put tensors into its arguments: let it return them")
+    return result
+
+
+class Entrance(torch.autograd.Function):
+    """Where a layer's graph begins: a node that holds no memory, unlike a leaf."""
+
+    @staticmethod
+    def forward(ctx, x: torch.Tensor, door: torch.Tensor) -> torch.Tensor:
+        return x.view_as(x)
+
+    @staticmethod
+    def backward(ctx, grad: torch.Tensor) -> None:
+        return refuse()
+
+
+class Through(torch.autograd.Function):
+    """A layer as one node of the model's graph; ``call`` holds its arguments, then its result."""
+
+    @staticmethod
+    def forward(ctx, owner, index: int, call: dict, door, *inputs) -> tuple[torch.Tensor, ...]:
+        ctx.owner, ctx.index, ctx.door = owner, index, get_gradient_edge(door).node
+        ctx.set_materialize_grads(False)
+        with torch.enable_grad():
+            entered = {id(x): Entrance.apply(x.detach(), door) for x in inputs}
+            args, kwargs = exchanged((call["args"], call["kwargs"]), entered)
+            run = partial(run_alike, owner, index)
+            call["result"] = checkpoint(run, args, kwargs, [], use_reentrant=False)
+        outputs = tensors_in(call["result"])
+        ctx.begins = [get_gradient_edge(entered[id(x)]) for x in inputs]
+        ctx.ends = [get_gradient_edge(y) if y.requires_grad else None for y in outputs]
+        known = {id(view) for view in owner.views[index].values()}
+        if any(id(x) not in known for x in leaves_of(ctx.ends, ctx.begins)):
+            raise RuntimeError(
+                "a layer reads a tensor that is trained, and is neither its parameter nor in its "
+                "arguments: pass it as an argument"
+            )
+        detached = tuple(y.detach() for y in outputs)
+        ctx.mark_non_differentiable(*(d for d, e in zip(detached, ctx.ends, strict=True) if not e))
+        return detached
+
+    @staticmethod
+    @once_differentiable
+    def backward(ctx, *grads) -> tuple:
+        if not hasattr(ctx, "ends"):
+            raise RuntimeError("a layer's graph is used once: run forward again")
+        pairs = [(e, g) for e, g in zip(ctx.ends, grads, strict=True) if e and g is not None]
+        begins = ctx.begins
+        del ctx.ends, ctx.begins  # the graph inside is used once, and freed with its inputs
+        trains = torch._C._will_engine_execute_node(ctx.door)  # not by torch.autograd.grad
+        return None, None, None, None, *ctx.owner.backward(ctx.index, begins, pairs, trains)
+
+
+class Plain(nn.Module):
+    """A layer as it was: runs the forward that it had before ``layer.forward`` was exchanged."""
+
+    def __init__(self, layer: nn.Module) -> None:
+        super().__init__()
+        self.layer, self.original = layer, layer.forward
+
+    def forward(self, *args, **kwargs):
+        return self.original(*args, **kwargs)
+
+    def give_back(self) -> None:
+        """Let the layer have that forward again, its class's or its own."""
+        vars(self.layer).pop("forward", None)
+        if self.layer.forward != self.original:
+            self.layer.forward = self.original
+
+
+def as_node(owner, index: int, args: tuple, kwargs: dict):
+    """Run a layer so that backward runs it again and is ``owner``'s.
+
+    Args:
+        owner: its ``run(index, args, kwargs)`` computes the layer; its ``backward(index, begins,
+            pairs, trains)`` gets where the inputs that require gradients enter the layer's graph,
+            where its outputs leave it with their gradients, and whether the weights get theirs; it
+            returns the gradients of the inputs. ``views[index]`` are the weights that ``run``
+            uses, ``sources(index)`` what they are made of: it must not change before backward.
+
+    Raises:
+        TypeError: tensors come or leave in other containers than tuples, lists and dicts.
+        RuntimeError: here or in backward: gradients would be lost, or those of something else.
+    """
+    call = {"args": args, "kwargs": kwargs}
+    inputs = [x for x in tensors_in((args, kwargs)) if x.requires_grad]
+    outputs = Through.apply(owner, index, call, torch.empty(0, requires_grad=True), *inputs)
+    if not outputs:
+        raise TypeError("a layer must return tensors, in tuples, lists or dicts if there are more")
+    pairs = zip(tensors_in(call["result"]), outputs, strict=True)
+    return exchanged(call["result"], {id(inner): outer for inner, outer in pairs})

@@ -1,0 +1,180 @@
+# SPDX-License-Identifier: BSD-3-Clause
+# Overlap Recipes 0.1.0, overlap_recipes/offload/streamed_model.py
+"""A stock model whose layers are streamed from the host behind its own forward."""
+
+from collections.abc import Callable, Iterable
+from functools import partial
+
+import torch
+from torch import nn
+from torch.optim.optimizer import register_optimizer_step_pre_hook
+
+from . import layer_as_node as node
+from .weight_streaming import GRADIENT_SLOTS, StreamedLayers
+
+OPTIMIZER_BYTES = 12  # a trained parameter: fp32 master and two moments of Adam
+
+
+def resident_bytes(layer: nn.Module) -> int:
+    """What a layer takes on the device, with its gradients and the state of Adam in fp32."""
+    trained = [p for p in layer.parameters() if p.requires_grad]
+    more = sum(p.nbytes + OPTIMIZER_BYTES * p.numel() for p in trained)
+    return more + sum(p.nbytes for p in layer.parameters())
+
+
+class StreamedModel(StreamedLayers):
+    """A model whose layers live in host memory; everything else of it moves to the device.
+
+    Args:
+        model: any module; its forward is not changed.
+        layers: those of its submodules that run one after the other, in order.
+        device: where it runs.
+        budget: bytes of device memory for layers that stay there, the lowest ones, each with its
+            gradients and the state of Adam.
+        settings: of ``StreamedLayers``.
+    """
+
+    def __init__(self, model: nn.Module, layers: Iterable, device, *, budget=0, **settings) -> None:
+        self.model, self.optimizer, self.hooks = model, None, []
+        # Layers of whose gradients the host has a sum; those that this backward has stored.
+        self.summed, self.stored = set(), set()
+        streamed, resident = list(layers), []
+        while streamed and resident_bytes(streamed[0]) <= budget:
+            budget -= resident_bytes(streamed[0])
+            resident.append(streamed.pop(0))
+        inside = {*(m for layer in streamed for m in layer.modules())}
+        taken = {*nn.ModuleList(streamed).parameters()}
+        if any({*m._parameters.values()} & taken for m in {*model.modules()} - inside):
+            raise ValueError("a layer and another module share a parameter: keep it out of layers")
+        super().__init__(streamed, device, **settings)
+        for parameter in {*model.parameters()} - taken:
+            parameter.data = parameter.data.to(device)
+        for module in model.modules():
+            for name, buffer in module.named_buffers(recurse=False):
+                setattr(module, name, buffer.to(device))
+        for m in inside:
+            self.hooks.append(m.register_state_dict_pre_hook(lambda *_: self.wait()))
+            self.hooks.append(m.register_load_state_dict_pre_hook(lambda *_: self.wait(False)))
+        self.resident = [node.Plain(layer) for layer in resident]
+        for plain in self.resident:
+            plain.layer.forward = partial(self.recomputed, plain.original)
+        self.hooks.append(register_optimizer_step_pre_hook(self.before_step))
+        for n, each in enumerate(self.layers):
+            self.hooks += [p.register_hook(partial(self.outside, n)) for p in each.trained.values()]
+
+    def call(self, index: int, *args, **kwargs):
+        """What ``layer.forward`` is now."""
+        self.check(self.layers[index])
+        if torch.is_grad_enabled():
+            args, kwargs = without_cache(args, kwargs)
+        return super().call(index, *args, **kwargs)
+
+    @staticmethod
+    def check(layer) -> None:
+        """Refuse a ``HostLayer`` whose parameters are not those that were taken, or have hooks."""
+        taken = {name: view for weights in layer.weights for name, view in weights.views.items()}
+        for name, p in layer.module.named_parameters():
+            trained, grads = name in layer.trained, torch.is_grad_enabled()
+            moved = name not in taken or p.data_ptr() != taken[name].data_ptr()
+            if moved or (grads and p.requires_grad is not trained):
+                raise RuntimeError(
+                    f"{name}: its memory, or what is trained, has changed; take it anew"
+                )
+            if len(p._backward_hooks or ()) > trained or p._post_accumulate_grad_hooks:
+                raise RuntimeError(f"{name}: a parameter's hooks do not run here: use its grad")
+
+    @staticmethod
+    def recomputed(forward: Callable, *args, **kwargs):
+        """What the forward of a layer is that stays on the device."""
+        if not torch.is_grad_enabled():
+            return forward(*args, **kwargs)
+        args, kwargs = without_cache(args, kwargs)
+        return node.checkpoint(forward, *args, use_reentrant=False, **kwargs)
+
+    # Sums of microbatches
+
+    def has_sum(self, layer: int) -> bool:
+        """Whether the host has a sum of a layer; none if ``zero_grad()`` has dropped it.
+
+        Raises:
+            RuntimeError: a ``parameter.grad`` is another tensor now, or gone alone; all is closed.
+        """
+        if not self.plain:
+            raise RuntimeError("this model is closed")
+        views = (view for host in self.layers[layer].gradients for view in host.views.values())
+        both = zip(self.layers[layer].trained.values(), views, strict=True)
+        found = [(p.grad, view, p.dtype == view.dtype) for p, view in both]
+        handed = [grad for grad, _, same in found if same]
+        if handed and all(grad is None for grad in handed):
+            self.summed.discard(layer)  # zero_grad() has forgotten it
+        gone = layer in self.summed and any(grad is None for grad in handed)
+        if gone or any(grad is not None and grad is not view for grad, view, _ in found):
+            raise RuntimeError(
+                "parameter.grad was exchanged: change it in place, or drop all; what uses a layer's "
+                "weights outside of it goes in a backward of its own, behind"
+            )
+        return layer in self.summed
+
+    def load_sum(self, layer: int) -> bool:
+        """Queue the copy of a sum of earlier microbatches into the gradient slot, if there is one."""
+        slot, mine = layer % GRADIENT_SLOTS, self.layers[layer]
+        if not self.has_sum(layer):
+            return False
+        self.h2d.wait_event(self.grad_free[slot])
+        with self.streams.stream(self.h2d):
+            for flat, host in zip(self.gradient_flats[layer], mine.gradients, strict=True):
+                flat.copy_(host.flat, non_blocking=True)
+        self.sum_ready[slot].record(self.h2d)
+        return True
+
+    def store(self, layer: int) -> None:
+        super().store(layer)
+        self.summed.add(layer)
+        self.stored.add(layer)
+        torch.autograd.Variable._execution_engine.queue_callback(self.host_done[layer].synchronize)
+        torch.autograd.Variable._execution_engine.queue_callback(self.stored.clear)
+
+    def outside(self, layer: int, _) -> None:
+        """Refuse a gradient that autograd would add to one that is on its way to the host."""
+        if layer in self.stored:
+            raise RuntimeError("a layer's weight is used outside of it: in a backward of its own")
+
+    # The host's side
+
+    def before_host(self, raises: bool) -> None:
+        """Called before the host reads or writes weights; a later recipe ends its updates."""
+
+    def wait(self, raises: bool = True) -> None:
+        """Wait for updates and copies: then the host may read gradients, and change weights.
+
+        A failed update is raised, unless weights are going to be loaded.
+        """
+        self.before_host(raises)
+        super().wait()
+        self.held.clear()  # what the device has may be old then
+        self.stored.clear()
+        torch.clear_autocast_cache()
+
+    def before_step(self, optimizer: torch.optim.Optimizer, *_) -> None:
+        """Before any optimizer's step, but that of one which waits by itself, layer by layer."""
+        torch.clear_autocast_cache()  # of an autocast around several steps
+        if optimizer is not self.optimizer:
+            self.wait()
+
+    def close(self) -> None:
+        """Give the layers their forward back, and unlock the host's memory."""
+        for hook in self.hooks:
+            hook.remove()
+        while self.resident:
+            self.resident.pop().give_back()
+        super().close()
+
+
+def without_cache(args: tuple, kwargs: dict) -> tuple[tuple, dict]:
+    """Arguments of a layer that backward runs again: it would append to a cache a second time."""
+    caches = [x for x in (*args, *kwargs.values()) if hasattr(x, "get_seq_length")]
+    if any(cache.get_seq_length() for cache in caches):
+        raise ValueError("a layer that is trained cannot go on with a cache: use torch.no_grad")
+    args = tuple(None if any(x is cache for cache in caches) else x for x in args)
+    kwargs = {n: None if any(x is cache for cache in caches) else x for n, x in kwargs.items()}
+    return args, kwargs | ({"use_cache": False} if "use_cache" in kwargs else {})

@@ -1,0 +1,200 @@
+# SPDX-License-Identifier: BSD-3-Clause
+# Overlap Recipes 0.1.0, overlap_recipes/offload/whole_step.py
+"""A whole optimizer step for a streamed model: clipped, scheduled, averaged over ranks."""
+
+import sys
+from collections.abc import Iterator
+from contextlib import closing, contextmanager
+from copy import deepcopy
+
+import torch
+import torch.distributed as dist
+
+from . import adam_in_pieces as pieces
+from . import host_adam as adam
+
+DEFAULTS = {"lr": 1e-3, "betas": (0.9, 0.999), "eps": 1e-8, "weight_decay": 1e-2}
+
+
+class HostAdamW(torch.optim.Optimizer):
+    """AdamW in fp32 for a streamed model: its layers on threads of the host, the rest on the device.
+
+    Args:
+        params: all trained parameters or groups of them, as for ``torch.optim.AdamW``.
+        streamed: the model.
+        max_norm: limit of the norm of all gradients, or None.
+        in_backward: update each layer as its gradients arrive; no ``max_norm`` then.
+        threads: of the host, for updates.
+        more: ``lr``, ``betas``, ``eps`` and ``weight_decay``, as for ``torch.optim.AdamW``.
+
+    ``step`` takes the gradients: none is left to zero. A step whose gradients are not finite
+    changes nothing and is counted in ``skipped``; with ``in_backward`` whatever waits next raises
+    ``FloatingPointError``. Every rank of the default process group must build one.
+    """
+
+    updates = adam.HostUpdates  # of the layers; a later recipe shares them between ranks
+
+    def __init__(self, params, streamed, *, max_norm=None, in_backward=False, threads=None, **more):
+        if in_backward and max_norm is not None:
+            raise ValueError("in backward the norm of all gradients is not known: drop max_norm")
+        super().__init__(params, DEFAULTS | more)
+        pieces.refuse_other_adams(self.param_groups, more.keys() - DEFAULTS.keys())
+        self.streamed, self.max_norm, self.in_backward = streamed, max_norm, in_backward
+        self.group_of = {p: i for i, group in enumerate(self.param_groups) for p in group["params"]}
+        self.host = self.updates(streamed, self.group_of, threads)
+        self.synchronises, self.skipped, self.norms, self.written = True, 0, {}, {}
+        self.state |= self.host.state
+        self.residents = [p for p in self.group_of if p not in self.state]
+        self.state |= {p: pieces.state_on_device(p) for p in self.residents if p.requires_grad}
+        self.register_state_dict_pre_hook(lambda _: streamed.wait())
+        self.register_state_dict_post_hook(
+            lambda _, found: found | {"state": pieces.steps_apart(found["state"])}
+        )
+        for m in streamed.model.modules():
+            streamed.hooks.append(m.register_load_state_dict_post_hook(lambda m, _: self.reload(m)))
+        streamed.after_gradients, streamed.after_store = self.reduce, self.stored
+        streamed.optimizer = self
+
+    def add_param_group(self, param_group: dict) -> None:
+        if hasattr(self, "group_of"):
+            raise ValueError("what is trained is fixed: close this one, make another optimizer")
+        super().add_param_group(param_group)
+
+    # Backward
+
+    def reduce(self, layer: int) -> None:
+        """Average a layer's gradients over the ranks, and take their norms."""
+        totals = self.streamed.totals[layer]
+        for name, parameter in self.streamed.layers[layer].trained.items():
+            if self.in_backward and parameter in self.norms:
+                raise RuntimeError("updated already: earlier microbatches go in no_sync()")
+            self.norms.pop(parameter, None)  # of earlier microbatches alone
+            if self.synchronises:
+                self.average(parameter, totals[name])
+
+    def average(self, parameter: torch.nn.Parameter, gradient: torch.Tensor) -> None:
+        if dist.is_initialized() and (ranks := dist.get_world_size()) > 1:
+            fp32 = gradient.float()
+            dist.all_reduce(fp32)
+            gradient.copy_(fp32.div_(ranks))
+        self.norms[parameter] = torch.linalg.vector_norm(gradient, dtype=torch.float32)
+
+    def stored(self, layer: int) -> None:
+        """With ``in_backward``: have a layer updated when its gradients are on the host."""
+        self.written[layer] = self.as_now(layer)
+        if self.in_backward and self.synchronises:
+            norm = torch.linalg.vector_norm(torch.stack([*map(self.norms.get, self.check(layer))]))
+            known = pieces.to_host(self.streamed.d2h, norm, norm.new_ones(()))
+            with self.host.later(self.arrive, [layer], self.settings(), *known):
+                pass
+
+    def as_now(self, layer: int) -> tuple:
+        """How often a layer's gradients on the host have been written; settings that are used."""
+        written = [buffer.flat._version for buffer in self.streamed.layers[layer].gradients]
+        return written, self.settings() if self.in_backward else None
+
+    @contextmanager
+    def no_sync(self) -> Iterator[None]:
+        """Around the backward of each microbatch but the last: gradients are only summed."""
+        self.synchronises = False
+        try:
+            yield
+        finally:
+            self.synchronises = True
+
+    # The step
+
+    @torch.no_grad()
+    def step(self, closure=None) -> torch.Tensor | None:
+        """Queue the update of everything, with the settings of now; wait for nothing.
+
+        ``closure``, if there is one, computes the gradients first; its loss is returned.
+        """
+        self.host.check()
+        loss = torch.enable_grad()(closure)() if closure else None
+        residents = [p for p in self.residents if p.grad is not None]
+        self.state |= {p: pieces.state_on_device(p) for p in residents if p not in self.state}
+        for p in residents:
+            self.average(p, p.grad)
+        layers = [*filter(self.streamed.has_sum, range(len(self.streamed.layers)))]
+        trained = {*residents, *(p for n in layers for p in self.check(n))}
+        norms = [self.norms[p] for p in self.group_of if p in trained]
+        if not norms:
+            return loss
+        norm = torch.linalg.vector_norm(torch.stack(norms))
+        limit = torch.inf if self.max_norm is None else self.max_norm
+        scale, settings = (limit / (norm + 1e-6)).clamp(max=1.0), self.settings()
+        skip = (~norm.isfinite()).float()
+        known = pieces.to_host(self.streamed.d2h, norm, scale)
+        with self.host.later(self.arrive, [] if self.in_backward else layers, settings, *known):
+            for p in residents:
+                pieces.update_on_device(settings[self.group_of[p]], p, self.state[p], scale, skip)
+            self.forget()
+        return loss
+
+    def check(self, layer: int) -> list[torch.nn.Parameter]:
+        """What is trained of a layer; refuses gradients that are not what backward left."""
+        trained = list(self.streamed.layers[layer].trained.values())
+        if any(p not in self.norms for p in trained):
+            raise RuntimeError("a layer's last microbatch was in no_sync(): run it outside")
+        fixed = self.in_backward or self.max_norm is not None
+        if fixed and self.written[layer] != self.as_now(layer):
+            raise RuntimeError("gradients, or settings, were changed behind backward: see max_norm")
+        return trained
+
+    def settings(self) -> list[dict]:
+        """Of all groups, as they are now: a schedule may change them at once, tensors as well."""
+        return [{k: deepcopy(v) for k, v in g.items() if k != "params"} for g in self.param_groups]
+
+    def zero_grad(self, set_to_none: bool = True) -> None:
+        """Drop gradients that are not to be used; too late where layers were updated by them."""
+        if self.in_backward and self.norms:
+            raise RuntimeError("layers are updated already: step, or load a checkpoint")
+        self.forget()
+
+    def forget(self) -> None:
+        """Forget all gradients, sums on the host as well."""
+        super().zero_grad()
+        self.norms.clear()
+        self.streamed.summed.clear()
+
+    def arrive(self, announced: dict, arrived, copy, source) -> None:
+        """The thread of arrivals: when gradients and their norm are here, have layers updated."""
+        arrived.synchronize()
+        norm, scale = copy.tolist()
+        if copy[0].isfinite():
+            self.host.start(announced, scale)
+        elif self.in_backward:
+            raise FloatingPointError(f"norm {norm}: half updated; load a checkpoint")
+        else:
+            self.host.drop(announced)
+            self.skipped += 1
+
+    # Weights and state that come from elsewhere
+
+    def reload(self, module: torch.nn.Module | None = None) -> None:
+        """Make the masters the weights: something else has changed these after ``wait()``."""
+        for p in self.group_of if module is None else module.parameters(recurse=False):
+            if p in self.state and not torch.equal(self.state[p]["master"].to(p.dtype), p):
+                self.state[p]["master"].copy_(p.detach())
+
+    @torch.no_grad()
+    def load_state_dict(self, state_dict: dict) -> None:
+        """Load what this or an AdamW of torch gave; weights become the rounded masters."""
+        groups = state_dict["param_groups"]
+        if [len(g["params"]) for g in groups] != [len(g["params"]) for g in self.param_groups]:
+            raise ValueError("the state is of other parameters")
+        pieces.refuse_other_adams(groups)
+        self.streamed.wait(raises=False)
+        if self.in_backward or self.host.latest.exception():
+            self.forget()
+        for ours, theirs in zip(self.param_groups, groups, strict=True):
+            ours |= {name: deepcopy(v) for name, v in theirs.items() if name != "params"}
+        pieces.load_states(self.state, self.group_of, state_dict)
+        self.host.forget()
+
+    def close(self) -> None:
+        """End all when all is updated; raises what kept it from that, if no error is on its way."""
+        with closing(self.streamed), closing(self.host):
+            if sys.exc_info()[0] is None:
+                self.streamed.wait()

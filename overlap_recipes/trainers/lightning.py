@@ -1,0 +1,73 @@
+# SPDX-License-Identifier: BSD-3-Clause
+# Overlap Recipes 0.1.0, overlap_recipes/trainers/lightning.py
+"""Lightning's ``ModelParallelStrategy`` that saves beside training."""
+
+import io
+import sys
+import time
+from concurrent.futures import Future, wait
+from contextlib import nullcontext
+from functools import partial
+from pathlib import Path
+
+import torch
+from lightning.pytorch.strategies import ModelParallelStrategy
+from torch.distributed.checkpoint.state_dict import get_model_state_dict, get_optimizer_state_dict
+
+from overlap_recipes.checkpoint.saves import OverlappedSaves
+
+
+class LightningSaves(OverlappedSaves):
+    def write(self, state: dict, directory: Path) -> None:
+        super().write(state["sharded"], directory)
+        if self.rank == 0:
+            (directory / "meta.pt").write_bytes(state["meta"].getvalue())
+
+
+class OverlappedStrategy(ModelParallelStrategy):
+    """``ModelParallelStrategy`` that saves beside training."""
+
+    saves = nullcontext()  # if training ends before setup
+
+    def setup(self, trainer) -> None:
+        super().setup(trainer)
+        self.saves = LightningSaves(self.root_device, self.model.buffers).__enter__()
+        for callback in trainer.checkpoint_callbacks:
+            callback.file_exists = self.file_exists
+
+    def lightning_module_state_dict(self) -> dict:
+        return get_model_state_dict(self.model)
+
+    def optimizer_state(self, optimizer) -> dict:
+        return get_optimizer_state_dict(self.model, getattr(optimizer, "_optimizer", optimizer))
+
+    def save_checkpoint(self, checkpoint: dict, filepath: str, storage_options=None) -> None:
+        if self.saves.hook is None:  # after fit
+            return super().save_checkpoint(checkpoint, filepath, storage_options)
+        parts = {f"optimizer_{i}": s for i, s in enumerate(checkpoint.pop("optimizer_states", []))}
+        parts["state_dict"] = checkpoint.pop("state_dict")
+        torch.save(checkpoint, meta := io.BytesIO())
+        if b"DTensor" in meta.getvalue():
+            raise TypeError("sharded in a callback: all ranks would load rank 0's; use full_tensor")
+        self.saves.save({"sharded": parts, "meta": meta}, self.broadcast(filepath))
+        wait(self.saves.uploads if sys.exc_info()[0] else [])  # training has raised: the last one
+
+    def remove_checkpoint(self, filepath: str) -> None:
+        # until the newest save is complete, this may be the only one
+        self.saves.uploads[-1].add_done_callback(partial(self.remove_if_saved, Path(filepath)))
+
+    def remove_if_saved(self, old: Path, newest: Future) -> None:
+        if self.is_global_zero and not newest.exception() and old.exists():
+            super().remove_checkpoint(old.rename(f"{old}.{time.time_ns()}.replaced"))
+
+    def file_exists(self, filepath: str, trainer) -> bool:
+        wait(self.saves.uploads)  # now it exists, or its save has failed
+        return self.broadcast(Path(filepath).exists())
+
+    def optimizer_step(self, optimizer, closure, **rest):
+        loss = [closure()]  # before any hook of the optimizer; LBFGS asks again
+        return super().optimizer_step(optimizer, lambda: loss.pop() if loss else closure(), **rest)
+
+    def teardown(self) -> None:
+        self.saves.__exit__(*sys.exc_info())
+        super().teardown()

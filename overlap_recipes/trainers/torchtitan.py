@@ -1,0 +1,60 @@
+# SPDX-License-Identifier: BSD-3-Clause
+# Overlap Recipes 0.1.0, overlap_recipes/trainers/torchtitan.py
+"""torchtitan's ``CheckpointManager`` that saves beside training."""
+
+import atexit
+import sys
+from concurrent.futures import Future
+from contextlib import ExitStack
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Literal
+
+from torchtitan.components.checkpointer.dcp import AsyncMode, CheckpointManager
+
+from overlap_recipes.checkpoint.saves import OverlappedSaves
+
+
+class OverlappedCheckpointManager(CheckpointManager):
+    """torchtitan's ``CheckpointManager``, which saves beside training."""
+
+    @dataclass(kw_only=True, slots=True)
+    class Config(CheckpointManager.Config):
+        async_mode: Literal["disabled", "async"] = "async"
+
+    def __init__(self, config: Config, *, model_parts: list, **others) -> None:
+        self.block = ExitStack()
+        super().__init__(config, model_parts=model_parts, **others)
+        if self.enable:
+            if config.async_mode == "async_with_pinned_mem" or "://" in self.folder:
+                raise ValueError("needs async_mode 'async' or 'disabled', and a folder on disk")
+            device = next(model_parts[0].parameters()).device
+            saves = OverlappedSaves(device, lambda: [b for m in model_parts for b in m.buffers()])
+            self.saves = self.block.enter_context(saves)
+            atexit.register(self.close)  # Ctrl-C ends torchtitan without a call of ``close``
+
+    def dcp_save(
+        self, state_dict: dict, checkpoint_id: str, async_mode: AsyncMode, **options
+    ) -> Future | None:
+        if async_mode == AsyncMode.DISABLED:  # the last step: its weights may have another dtype
+            Path(checkpoint_id, ".metadata").unlink(missing_ok=True)  # of an older one
+            return super().dcp_save(state_dict, checkpoint_id, async_mode, **options)
+        return self.saves.save(state_dict, Path(checkpoint_id))
+
+    def complete_steps(self, folder: str = "") -> list[int]:
+        found = Path(folder or self.folder).glob("step-*/.metadata")
+        steps = [path.parent.name.removeprefix("step-") for path in found]
+        return sorted(int(step) for step in steps if step.isdigit())
+
+    def _find_load_step(self, folder: str = "") -> int:
+        return max(self.complete_steps(folder), default=-1)
+
+    def _purge_stale_checkpoints(self) -> None:
+        if self._should_purge():
+            for step in self.complete_steps()[: -self.keep_latest_k]:
+                self.purge_queue.put(self._create_checkpoint_id(step))
+
+    def _close(self) -> None:
+        atexit.unregister(self.close)
+        self.block.__exit__(*sys.exc_info())
+        super()._close()
