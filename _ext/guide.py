@@ -45,9 +45,19 @@ def apis() -> dict[str, list]:
     """Each public name of torch that moves data or orders it, and the recipes that use it."""
     found: dict[str, list] = {}
     for recipe in recipes_of(SOURCE):
-        for name in used_names(recipe.path.read_text(encoding="utf-8")):
+        names = set()
+        for file in shown_on_its_page(recipe.path):
+            names |= used_names(file.read_text(encoding="utf-8"))
+        for name in names:
             found.setdefault(name, []).append(recipe)
     return dict(sorted(found.items()))
+
+
+def shown_on_its_page(recipe: Path) -> list[Path]:
+    """The recipe's file, and the modules of the library that its page includes parts of."""
+    text = recipe.read_text(encoding="utf-8")
+    included = re.findall(r"literalinclude:: /(overlap_recipes/\S+)", text)
+    return [recipe, *(ROOT / name for name in sorted(set(included)))]
 
 
 def used_names(source: str) -> set[str]:

@@ -34,10 +34,12 @@ from sphinx_design.shared import create_component
 from benchmarks.result_files import (
     BENCHMARKS,
     ROW_RECIPES,
+    Measured,
     Result,
     ResultError,
     cell,
     changed_recipes,
+    code_of,
     fields_of,
     files,
     heading,
@@ -107,7 +109,7 @@ class ResultDirective(SphinxDirective):
             rows = [row for row in result.rows if self._wanted(row)]
             if "rows" in self.options and {row["name"] for row in rows} <= REFERENCES:
                 rows = []  # nothing to compare
-            changed = note_recipes(self.env, repo, result.hashes_of(rows))
+            changed = note_recipes(self.env, repo, result.measured(rows))
             shown = self.show(result, rows) if rows else []
             if measured := bool(shown):
                 shown = [*earlier_version(changed, repo), *shown]
@@ -146,7 +148,7 @@ class ResultTable(ResultDirective):
                 if note not in notes:
                     notes.append(note)
                 name += nodes.superscript("", str(notes.index(note) + 1))
-            if changed_recipes(result.hashes_of([row]), Path(self.config.results_repo)):
+            if changed_recipes(result.measured([row]), Path(self.config.results_repo)):
                 name += nodes.superscript("", " †")
             cases = [CASES[p](row[p]) for p in varied if p in CASES and p in row]
             if case := ", ".join(filter(None, cases)):
@@ -405,7 +407,7 @@ class ResultGain(ResultDirective):
         ]
 
         def key(of: tuple) -> tuple:
-            return len(of[1]), not changed_recipes(of[0].hashes_of(of[1]), repo), of[0].data["date"]
+            return len(of[1]), not changed_recipes(of[0].measured(of[1]), repo), of[0].data["date"]
 
         result, rows = max(found, key=key, default=(None, []))
         return self.show(result, rows) if rows else [not_measured(self.arguments[0])]
@@ -413,7 +415,7 @@ class ResultGain(ResultDirective):
     def show(self, result: Result, found: list[dict]) -> list[nodes.Node]:
         field, order = self.options["field"], self.options["rows"].split()
         found.sort(key=lambda row: order.index(row["name"]))
-        changed = note_recipes(self.env, Path(self.config.results_repo), result.hashes_of(found))
+        changed = note_recipes(self.env, Path(self.config.results_repo), result.measured(found))
         text = nodes.paragraph("", f"{heading(field)}: ", classes=["result-gain"])
         for number, row in enumerate(found):
             text += nodes.Text(", " if number else "")
@@ -474,20 +476,21 @@ def _pages_with_new_files(
     ]
 
 
-def note_recipes(env: BuildEnvironment, repo: Path, hashes: set[tuple[str, str]]) -> list[str]:
-    """The recipes that changed since; the present page is read again when one of them does."""
-    for path in (repo / "recipes_source").rglob("*.py"):
-        if path.stem in dict(hashes):
-            env.note_dependency(str(path))
-    return changed_recipes(hashes, repo)
+def note_recipes(env: BuildEnvironment, repo: Path, measured: list[Measured]) -> list[str]:
+    """The recipes and modules that changed since; the page is read again when one of them does."""
+    for name in {name for name, _ in measured}:
+        sources = code_of(name, repo)
+        if sources is not None:
+            for path in sources.files.values():
+                env.note_dependency(str(path))
+    return changed_recipes(measured, repo)
 
 
 def earlier_version(changed: list[str], repo: Path) -> list[nodes.Node]:
     """The notice above what was measured with other code than the page shows."""
     if not changed:
         return []
-    there = {path.stem for path in (repo / "recipes_source").rglob("*.py")}
-    names = (name if name in there else f"{name} (now replaced)" for name in changed)
+    names = [name if code_of(name, repo) else f"{name} (now replaced)" for name in changed]
     words = nodes.strong("", "Measured on an earlier version")
     which = nodes.Text(f" of {', '.join(names)}: the code has changed since.")
     return [nodes.container("", nodes.paragraph("", "", words, which), classes=["result-stale"])]

@@ -22,6 +22,7 @@ from benchmarks.result_files import (
     ResultError,
     device_and_ranks,
     load_trace,
+    measured_by_trace,
     round_number,
     seconds,
 )
@@ -126,7 +127,7 @@ class Timeline(SphinxDirective):
                 raise self.error(str(error)) from error
             other = trace["otherData"]
             panels.append(read_panel(mode, trace))
-            changed.update(note_recipes(self.env, repo, other.get("code_sha256", {}).items()))
+            changed.update(note_recipes(self.env, repo, measured_by_trace(trace)))
             machine = f"{other['ranks']} × {other['device']}"
             model = other.get("model", "synthetic")
             origins[f"{model}; torch {other['torch']}, {other['date']}"] = None

@@ -22,13 +22,13 @@ from concurrent.futures import ThreadPoolExecutor
 from contextlib import contextmanager
 from dataclasses import dataclass, field
 from datetime import date, timedelta
-from itertools import chain, pairwise
+from itertools import pairwise
 from pathlib import Path
 
 import torch
 import torch.distributed as dist
 
-from harness.sources import code_sha256
+from benchmarks.result_files import hashes_of
 
 ROOT = Path(__file__).resolve().parents[1]
 SOURCE = ROOT / "recipes_source"
@@ -463,9 +463,12 @@ def machine_label(head: dict) -> str:
 
 
 def recipe_hashes(recipes: Iterable[str]) -> dict[str, str]:
-    """Name → code hash of recipes, found by their file's stem."""
-    names = set(recipes)
-    return {path.stem: code_sha256(path) for path in SOURCE.rglob("*.py") if path.stem in names}
+    """Code hashes of recipes or modules of the library and of what they import, by dotted name.
+
+    Raises:
+        ResultError: there is no such recipe or module.
+    """
+    return hashes_of(recipes, ROOT)
 
 
 @dataclass
@@ -479,7 +482,8 @@ class Results:
     Args:
         folder: ``benchmarks`` or another folder; the file goes to its ``results/``.
         head: see :func:`header`.
-        recipes: row name → the recipes that it measures; names without an entry measure none.
+        recipes: row name → the recipes, by stem, and the modules of the library, by dotted name,
+            that it measures; names without an entry measure none.
         varied: the parameters that, beside the name, tell rows apart.
     """
 
@@ -496,11 +500,11 @@ class Results:
         self.data = self.head | {key: old.get(key, {}) for key in ("code_sha256", "not_run")}
         self.data["link"] = self.head.get("link") or old.get("link", {})
         self.data["rows"] = old.get("rows", [])
-        self.now = recipe_hashes(chain(*self.recipes.values()))
+        self.now = {names: recipe_hashes(names) for names in self.recipes.values()}
 
     def hashes(self, name: str) -> dict[str, str]:
-        """Recipe and code hash of what row ``name`` measures; empty for what is no recipe's."""
-        return {recipe: self.now[recipe] for recipe in self.recipes.get(name, ())}
+        """Code hashes of what row ``name`` measures; empty for what is no recipe's."""
+        return self.now.get(self.recipes.get(name, ()), {})
 
     def present(self) -> list[dict]:
         """The rows that measure the present code of their recipes."""
@@ -710,6 +714,7 @@ def write_trace(
     kept = ("benchmark", "device", "ranks", "torch", "date")
     other = {"mode": mode, "rank": 0, "model": head["workload"].get("model", "synthetic")}
     other |= {key: head[key] for key in kept}
+    other["recipes"] = list(recipes)
     other["code_sha256"] = recipe_hashes(recipes)
     path = folder / "traces" / f"{head['benchmark']}.{mode}.{machine_label(head)}.json"
     path.parent.mkdir(parents=True, exist_ok=True)

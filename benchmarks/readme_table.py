@@ -98,7 +98,7 @@ def over_tokens(result: Result, repo: Path) -> str:
 
 def changed(row: dict, result: Result, repo: Path) -> list[str]:
     """The recipes of a row whose code is another one now."""
-    return changed_recipes(result.hashes_of([row]), repo)
+    return changed_recipes(result.measured([row]), repo)
 
 
 def section(
@@ -139,9 +139,8 @@ def versions(repo: Path) -> str:
     for where, torch, record in runs:
         recipes = record["recipes"]
         failed = [f"`{name}`" for name, result in recipes.items() if not result["ok"]]
-        earlier = [
-            name for name, r in recipes.items() if changed_recipes(r["code_sha256"].items(), repo)
-        ]
+        then = [(name, result["code_sha256"]) for name, result in recipes.items()]
+        earlier = changed_recipes(then, repo)
         when = max(result["date"] for result in recipes.values())
         when += f", {len(earlier)} of them in an earlier version" if earlier else ""
         passed = f"{len(recipes) - len(failed)} of {len(recipes)}"

@@ -13,9 +13,10 @@ import tomllib
 from collections.abc import Iterable
 from dataclasses import dataclass
 from datetime import date
+from functools import cache
 from pathlib import Path
 
-from harness.sources import code_sha256
+from harness.sources import SourceError, Sources
 
 REQUIRED = {
     "benchmark": str,
@@ -32,6 +33,9 @@ REQUIRED = {
 SHOWN = tomllib.loads(Path(__file__).with_name("shown.toml").read_text(encoding="utf-8"))
 PARAMETERS, TRACE_LANES = SHOWN["parameters"], SHOWN["trace_lanes"]
 ROW_RECIPES = {row: name for name, rows in SHOWN["recipe_rows"].items() for row in rows.split()}
+
+
+Measured = tuple[str, dict[str, str]]  # a recipe or a module; hashes by dotted name, of then
 
 
 class ResultError(ValueError):
@@ -208,17 +212,17 @@ class Result:
 
         return sorted(self.data["rows"], key=key)
 
-    def hashes_of(self, rows: list[dict]) -> set[tuple[str, str]]:
-        """Pairs of a recipe and its code's hash, as ``rows`` measured it.
+    def measured(self, rows: list[dict]) -> list[Measured]:
+        """What ``rows`` measured: recipes or modules of the library, each with the hashes of then.
 
         A row of another run than the file's has hashes of its own.
         """
-        hashes = set()
+        found = []
         for row in rows:
-            measured = row.get("code_sha256", self.data["code_sha256"])
+            hashes = row.get("code_sha256", self.data["code_sha256"])
             names = row.get("recipes", [ROW_RECIPES.get(row["name"])])
-            hashes |= {(name, measured[name]) for name in names if name in measured}
-        return hashes
+            found += [(name, hashes) for name in names if name is not None]
+        return found
 
     def missing(self, names: list[str]) -> list[str]:
         """Those of ``names`` that have no row.
@@ -343,16 +347,65 @@ def load_trace(path: Path) -> dict:
     return data
 
 
-def changed_recipes(hashes: Iterable[tuple[str, str]], repo: Path) -> list[str]:
-    """The recipes among ``hashes`` (file stem, code hash) whose code is not what was measured."""
-    present = {path.stem: path for path in (repo / "recipes_source").rglob("*.py")}
-    return sorted(
-        {
-            name
-            for name, measured in hashes
-            if name not in present or code_sha256(present[name]) != measured
-        }
-    )
+def code_of(name: str, repo: Path) -> Sources | None:
+    """The files of a recipe, by its stem, or of a module of the library, by its dotted name.
+
+    With all that it imports of the project; None where there is no such name any more.
+    """
+    files = sorted([*repo.glob("recipes_source/**/*.py"), *repo.glob("overlap_recipes/**/*.py")])
+    return _code_of(name, repo, tuple((file, file.stat().st_mtime_ns) for file in files))
+
+
+@cache
+def _code_of(name: str, repo: Path, files: tuple[tuple[Path, int], ...]) -> Sources | None:
+    """As ``code_of``; ``files`` are there to be compared, since an edit changes their times."""
+    for file, _ in files:
+        if file.stem == name and file.is_relative_to(repo / "recipes_source"):
+            return Sources.of_script(file, (repo,))
+    try:
+        return Sources.of_module(name, (repo,))
+    except SourceError:
+        return None
+
+
+@cache
+def _hashes(sources: Sources) -> dict[str, str]:
+    return sources.hashes()
+
+
+def hashes_of(names: Iterable[str], repo: Path) -> dict[str, str]:
+    """The hashes of today of all files of ``names``, recipes or modules, by dotted name.
+
+    Raises:
+        ResultError: there is none of that name.
+    """
+    found: dict[str, str] = {}
+    for name in names:
+        sources = code_of(name, repo)
+        if sources is None:
+            raise ResultError(f"no recipe and no module of the library is called {name}")
+        found |= _hashes(sources)
+    return found
+
+
+def has_changed(name: str, then: dict[str, str], repo: Path) -> bool:
+    """Whether the code of ``name`` is not what was measured: a file is gone, new or another one."""
+    sources = code_of(name, repo)
+    if sources is None:
+        return True
+    return any(then.get(file) != now for file, now in _hashes(sources).items())
+
+
+def changed_recipes(measured: Iterable[Measured], repo: Path) -> list[str]:
+    """The recipes and modules among ``measured`` whose code is not what was measured."""
+    return sorted({name for name, then in measured if has_changed(name, then, repo)})
+
+
+def measured_by_trace(trace: dict) -> list[Measured]:
+    """What a trace measured; one that does not name its recipes has the hash of each."""
+    other = trace["otherData"]
+    hashes = other.get("code_sha256", {})
+    return [(name, hashes) for name in other.get("recipes", hashes)]
 
 
 def stale_results(repo: Path) -> list[str]:
@@ -361,14 +414,16 @@ def stale_results(repo: Path) -> list[str]:
     Raises:
         ResultError: a file cannot be read.
     """
-    hashes = {}
+    measured = {}
     for path in sorted((repo / "benchmarks" / "results").glob("*.json")):
         result = load(path)
-        hashes[path] = result.hashes_of(result.rows)
+        measured[path] = result.measured(result.rows)
     for path in sorted((repo / "benchmarks" / "traces").glob("*.json")):
-        hashes[path] = load_trace(path)["otherData"].get("code_sha256", {}).items()
-    return [
-        f"{path.relative_to(repo)}: measured on an earlier version of {', '.join(changed)}"
-        for path, measured in hashes.items()
-        if (changed := changed_recipes(measured, repo))
-    ]
+        measured[path] = measured_by_trace(load_trace(path))
+    lines = []
+    for path, of in measured.items():
+        changed = changed_recipes(of, repo)
+        if changed:
+            where = path.relative_to(repo)
+            lines.append(f"{where}: measured on an earlier version of {', '.join(changed)}")
+    return lines

@@ -8,6 +8,7 @@ from harness.recipe import Recipe, RecipeError, discover
 
 REPO = Path(__file__).resolve().parent.parent
 RECIPES = REPO / "recipes_source"
+PROOFS = REPO / "tests" / "proofs"
 CONTROLS = REPO / "tests" / "controls"
 
 
@@ -17,6 +18,11 @@ def recipes_under_test() -> list[Recipe]:
         return discover(RECIPES, CONTROLS)
     except RecipeError as error:
         raise pytest.UsageError(str(error)) from error
+
+
+def proofs_under_test() -> list[Recipe]:
+    """The scripts that prove modules of the library without a page."""
+    return discover(PROOFS, CONTROLS)
 
 
 def ranks_under_test(config: pytest.Config) -> list[int] | None:

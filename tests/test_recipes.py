@@ -160,8 +160,10 @@ def test_plain_python_runs_one_rank(recipe: Recipe, tmp_path, plain_python) -> N
     downloads, work, output = (tmp_path / name for name in ("downloads", "work", "output"))
     downloads.mkdir()
     work.mkdir()
-    for file in recipe.files:
+    for file in recipe.flat_files:
         shutil.copy(file, downloads)
+    for package in recipe.packages:
+        shutil.copytree(package, downloads / package.name)
     code = plain_python(downloads / recipe.path.name, work, output)
     said = output.read_text()
     assert not list(work.iterdir()), "it left files in the working directory"
@@ -175,7 +177,7 @@ def test_plain_python_runs_one_rank(recipe: Recipe, tmp_path, plain_python) -> N
 def test_importing_a_recipe_does_nothing(recipe: Recipe, tmp_path) -> None:
     """The harness sees what an import leaves: a thread, a process, a group, a file."""
     importer = tmp_path / "importer.py"
-    folders = sorted({str(file.parent) for file in recipe.files})
+    folders = [str(folder) for folder in recipe.import_path]
     importer.write_text(f"import sys\nsys.path[:0] = {folders!r}\nimport {recipe.name}\n")
     report = run(importer, 1, launcher="warm")
     assert report.ok, report.describe()

@@ -48,6 +48,7 @@ def row(name: str, stall: float | None, **more) -> dict:
     return {"name": name, "staging_cost_s": stall, "samples": {"staging_cost_s": [stall] * 3}} | {
         "storage": "memory",
         "step": "long",
+        "recipes": ["async_save"] if name == "async_save" else [],
         **more,
     }
 
@@ -336,7 +337,14 @@ def test_pairs_are_shown_with_their_spread_and_rows_without_them_as_before(repo)
 
 def measured_steps(repo: Path) -> None:
     rows = [
-        {"name": name, "tokens": tokens, "step_s": tokens / 1e4, "eta": 0.9, "samples": {}}
+        {
+            "name": name,
+            "tokens": tokens,
+            "step_s": tokens / 1e4,
+            "eta": 0.9,
+            "samples": {},
+            "recipes": [],
+        }
         for name in ("resident", "streamed")
         for tokens in (2048, 4096)
     ]
@@ -668,7 +676,7 @@ def test_the_readme_shows_what_varies_in_tokens_as_a_table_over_tokens(repo):
 def test_the_readme_marks_what_was_measured_on_an_earlier_version(repo, over_tokens):
     if over_tokens:
         steps = {"tokens": 2048, "kept": 0.2, "samples": {}}
-        rows = [steps | {"name": "overlapped"}, steps | {"name": "async_save"}]
+        rows = [steps | {"name": "overlapped", "recipes": []}, steps | {"name": "async_save"}]
         path = measure(repo, rows=rows, benchmark="offload_step")
         path.rename(path.with_name("offload_step.test-x2.json"))
     else:
@@ -702,12 +710,17 @@ def test_the_readme_marks_a_single_figure_of_an_earlier_version(repo):
 
 
 def test_the_readme_says_which_torch_the_recipes_ran_on(repo):
-    def run(ok: bool) -> dict:
-        hashes = {"async_save": code_sha256(recipe_of(repo))}
+    recipe_of(repo).with_name("pinned_staging.py").write_text(RECIPE)
+
+    def run(name: str, ok: bool) -> dict:
+        hashes = result_files.hashes_of([name], repo)
         return {"code_sha256": hashes, "ok": ok, "date": "2026-01-02", "failures": []}
 
     (repo / "guide").mkdir()
-    recipes = {"async_save": run(True), "pinned_staging": run(False)}
+    recipes = {
+        "async_save": run("async_save", True),
+        "pinned_staging": run("pinned_staging", False),
+    }
     record = {"2.9.1": {"ranks": 2, "recipes": recipes}}
     (repo / "guide" / "versions.json").write_text(json.dumps(record))
     readme = repo / "README.md"
@@ -716,7 +729,51 @@ def test_the_readme_says_which_torch_the_recipes_ran_on(repo):
     assert f"{row} |" in readme.read_text()
     edit_code(repo)
     assert lint(repo, "--check").returncode == 1 and lint(repo).returncode == 0
-    assert f"{row}, 2 of them in an earlier version |" in readme.read_text()
+    assert f"{row}, 1 of them in an earlier version |" in readme.read_text()
+
+
+def with_library(repo: Path) -> Path:
+    """Let the recipe of ``repo`` import a module of the library; the module."""
+    library = repo / "overlap_recipes" / "checkpoint"
+    library.mkdir(parents=True)
+    for folder in (library, library.parent):
+        (folder / "__init__.py").write_text("")
+    module = library / "saves.py"
+    module.write_text('"""Saves."""\n\n\ndef save():\n    return 1\n')
+    imports = "from overlap_recipes.checkpoint.saves import save\n"
+    recipe_of(repo).write_text(f"{imports}{RECIPE}")
+    return module
+
+
+def test_a_row_is_stale_when_the_library_that_it_measured_has_changed(repo):
+    module = with_library(repo)
+    name = "overlap_recipes.checkpoint.saves"
+    hashes = result_files.hashes_of(["async_save", name], repo)
+    assert set(hashes) > {"async_save", "overlap_recipes", name}
+    measured = [("async_save", hashes), (name, hashes)]
+    assert result_files.changed_recipes(measured, repo) == []
+    module.write_text('"""Prose."""\n\n\ndef save():\n    return 1\n')
+    assert result_files.changed_recipes(measured, repo) == []
+    module.write_text('"""Prose."""\n\n\ndef save():\n    return 22\n')
+    assert result_files.changed_recipes(measured, repo) == ["async_save", name]
+
+
+def test_a_row_without_the_librarys_hash_is_stale_and_so_is_one_of_a_name_that_is_gone(repo):
+    module = with_library(repo)
+    own = {"async_save": code_sha256(recipe_of(repo))}
+    assert result_files.changed_recipes([("async_save", own)], repo) == ["async_save"]
+    name = "overlap_recipes.checkpoint.saves"
+    hashes = result_files.hashes_of([name], repo)
+    module.rename(module.with_name("other.py"))
+    assert result_files.changed_recipes([(name, hashes)], repo) == [name]
+    measure(repo, code_sha256=hashes, rows=[row("ours", 0.1, recipes=[name])])
+    (line,) = result_files.stale_results(repo)
+    assert line.endswith(f"test-x2.json: measured on an earlier version of {name}")
+
+
+def test_a_name_that_nothing_has_is_no_hash_to_write(repo):
+    with pytest.raises(result_files.ResultError, match="no recipe and no module .* async_safe"):
+        result_files.hashes_of(["async_safe"], repo)
 
 
 def test_a_readme_without_markers_is_an_error(repo):

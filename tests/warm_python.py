@@ -18,6 +18,8 @@ from rankproof.rank import _run_as_main
 from rankproof.recipe import DCP
 from rankproof.server import PRELOADED
 
+REPO = os.path.dirname(os.path.dirname(os.path.abspath(__file__)))  # a reader has it not
+
 
 def run(file: str, work: str, output: str) -> None:
     """In a process of its own, to its end; what it was forked from is not taken down."""
@@ -26,7 +28,8 @@ def run(file: str, work: str, output: str) -> None:
     for target, source in ((0, null), (1, written), (2, written)):
         os.dup2(source, target)
     os.chdir(work)
-    sys.argv, sys.path[0], code = [file], os.path.dirname(file), 1
+    sys.argv, code = [file], 1
+    sys.path[:] = [os.path.dirname(file), *(p for p in sys.path[1:] if p != REPO)]
     try:
         _run_as_main(file)
         code = 0

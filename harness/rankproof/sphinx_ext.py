@@ -426,7 +426,7 @@ def add_header(recipe: Recipe, doctree: nodes.document, title_section: nodes.sec
     downloads = list(doctree.findall(addnodes.download_reference))
     own = next(node for node in downloads if node["reftarget"].endswith(".py"))
     line = nodes.paragraph("", "", classes=["recipe-files"])
-    for number, path in enumerate(recipe.files):
+    for number, path in enumerate(recipe.flat_files):
         line += nodes.Text(("", " and put beside it ", ", ")[min(number, 2)])
         line += (link := own.deepcopy())
         link["reftarget"] = os.path.relpath(path, recipe.path.parent)
@@ -434,6 +434,10 @@ def add_header(recipe: Recipe, doctree: nodes.document, title_section: nodes.sec
     link, *beside = line.findall(addnodes.download_reference)
     link.children = [nodes.inline("", f"Download {recipe.path.name}", classes=["download"])]
     line += nodes.Text(", which it imports" if beside else "")
+    for package in recipe.packages:
+        line += nodes.Text("; it imports the package ")
+        line += nodes.literal("", package.name)
+        line += nodes.Text(": install it, or put its folder beside the file")
     command = f"torchrun --nproc-per-node={page_ranks(recipe)} {recipe.path.name}"
     title_section.insert(1, div("recipe-header", code(command, "bash", copy=True), line))
     for node in list(doctree.findall(nodes.Element)):

@@ -1,0 +1,201 @@
+"""Scripts that import a package of their project: what counts as their code, and edits of it."""
+
+import textwrap
+from pathlib import Path
+
+import pytest
+
+from rankproof import sphinx_ext
+from rankproof.kept import KeptRun
+from rankproof.kept import _present_code as kept_code
+from rankproof.recipe import RecipeError, Settings, load_recipe
+from rankproof.run import run
+from rankproof.sources import SourceError, Sources
+
+SETTINGS = 'recipes = "scripts"\ncontrols = "controls"\nimport_from = ["."]\n'
+FILES = {
+    "rankproof.toml": SETTINGS,
+    "scripts/uses.py": """
+        from library.arithmetic import double
+
+        if __name__ == "__main__":
+            assert double(2) == 4, f"twice 2 is {double(2)}"
+        """,
+    "library/__init__.py": "from .unrelated import alone\n",
+    "library/unrelated.py": "alone = 1\n",
+    "library/arithmetic/__init__.py": "from .twice import double as double\n",
+    "library/arithmetic/twice.py": """
+        from ..factors import TWO
+
+        def double(x):
+            return TWO * x
+        """,
+    "library/factors.py": "TWO = 2\n",
+    "controls/uses.toml": """
+        [[control]]
+        name = "three_times"
+        says = "Take another factor"
+        file = "library/factors.py"
+        find = "TWO = 2"
+        replace = "TWO = 3"
+        ranks = 1
+        fails.raised = 'AssertionError: twice 2 is 6'
+        """,
+}
+
+
+@pytest.fixture
+def project(tmp_path: Path) -> Path:
+    for name, text in FILES.items():
+        file = tmp_path / "project" / name
+        file.parent.mkdir(parents=True, exist_ok=True)
+        file.write_text(textwrap.dedent(text))
+    return tmp_path / "project"
+
+
+def recipe_of(project: Path):
+    kept_code.cache_clear()
+    script = project / "scripts" / "uses.py"
+    return Settings.of(script).load(script)
+
+
+def edit(project: Path, name: str, old: str, new: str) -> None:
+    file = project / name
+    text = file.read_text()
+    assert text.count(old) == 1
+    file.write_text(text.replace(old, new))
+
+
+def test_dotted_and_relative_imports_are_followed_and_named(project: Path) -> None:
+    """A package that is only passed through counts without what it imports."""
+    assert list(recipe_of(project).hashes) == [
+        "uses",
+        "library",
+        "library.arithmetic",
+        "library.arithmetic.twice",
+        "library.factors",
+    ]
+
+
+@pytest.mark.parametrize(
+    ("line", "found"),
+    [
+        ("import library.factors", {"library", "library.factors", "library.unrelated"}),
+        ("import library.factors as f", {"library", "library.factors"}),
+        ("from library import factors", {"library", "library.factors"}),
+        ("from library import alone", {"library", "library.unrelated"}),
+        ("from library import *", {"library", "library.unrelated"}),
+        ("from library import nothing", {"library", "library.unrelated"}),
+        ("def f():\n    from library.factors import TWO", {"library", "library.factors"}),
+        ("import json, torch.library", set()),
+    ],
+)
+def test_every_kind_of_import_is_followed(project: Path, line: str, found: set[str]) -> None:
+    script = project / "scripts" / "other.py"
+    script.write_text(f"{line}\n")
+    assert set(Sources.of_script(script, (project,)).files) == {"other", *found}
+
+
+def test_a_module_is_known_by_its_dotted_name_or_refused(project: Path) -> None:
+    found = Sources.of_module("library.arithmetic.twice", (project,)).files
+    assert set(found) == {
+        "library",
+        "library.arithmetic",
+        "library.arithmetic.twice",
+        "library.factors",
+    }
+    with pytest.raises(SourceError, match="no module library.gone"):
+        Sources.of_module("library.gone", (project,))
+
+
+def test_a_script_imports_the_package_of_its_project_whatever_is_installed(
+    project: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """Another package of that name on the path is not judged in its place."""
+    elsewhere = tmp_path / "installed" / "library" / "arithmetic"
+    elsewhere.mkdir(parents=True)
+    for folder in (elsewhere, elsewhere.parent):
+        (folder / "__init__.py").write_text("double = lambda x: 0\n")
+    monkeypatch.setenv("PYTHONPATH", str(elsewhere.parent.parent))
+    report = run(recipe_of(project).path, 1, launcher="warm")
+    assert report.ok, report.describe()
+
+
+def test_a_script_saves_if_a_module_of_its_package_does(project: Path) -> None:
+    assert not recipe_of(project).saves
+    edit(project, "library/factors.py", "TWO", "from torch.distributed.checkpoint import save\nTWO")
+    assert recipe_of(project).saves
+
+
+def test_an_edit_of_a_module_makes_kept_runs_stale(project: Path, tmp_path: Path) -> None:
+    """And so the page, which shows them; an edit of a module that it does not use does not."""
+    kept = KeptRun(tmp_path / "store", recipe_of(project), 1, launcher="warm")
+    assert kept.run().ok
+    assert KeptRun(tmp_path / "store", recipe_of(project), 1, launcher="warm").report()
+    edit(project, "library/unrelated.py", "1", "2")
+    assert KeptRun(tmp_path / "store", recipe_of(project), 1, launcher="warm").report()
+    edit(project, "library/factors.py", "TWO = 2", "TWO = 1 + 1")
+    assert not KeptRun(tmp_path / "store", recipe_of(project), 1, launcher="warm").report()
+
+
+def test_an_edit_of_a_module_takes_the_badge_away(
+    project: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    record = {
+        "device": "TEST",
+        "ranks": 1,
+        "torch": "2.11.0",
+        "recipes": {
+            "uses": {"code_sha256": recipe_of(project).hashes, "ok": True, "date": "2026-01-02"}
+        },
+    }
+    monkeypatch.setattr(sphinx_ext, "verified_records", lambda: [record])
+    assert "this code" in sphinx_ext.badge(recipe_of(project)).astext()
+    edit(project, "library/factors.py", "TWO = 2", "TWO = 1 + 1")
+    assert "earlier version" in sphinx_ext.badge(recipe_of(project)).astext()
+
+
+def test_a_control_edits_a_module_of_the_package(project: Path) -> None:
+    recipe = recipe_of(project)
+    control = recipe.control("three_times")
+    report = run(recipe.path, 1, launcher="warm", control=control)
+    assert control.caught(report.failures), report.describe()
+    assert run(recipe.path, 1, launcher="warm").ok, "and only there"
+
+
+def test_a_control_without_its_edit_is_not_caught(project: Path) -> None:
+    """The edited file must be what the script imports: a package elsewhere is found out."""
+    script = project / "scripts" / "uses.py"
+    script.write_text(f"import sys\nsys.path.insert(0, {str(project)!r})\n" + script.read_text())
+    recipe = recipe_of(project)
+    control = recipe.control("three_times")
+    report = run(recipe.path, 1, launcher="warm", control=control)
+    assert report.kinds == {"misfit"} and not control.caught(report.failures)
+    assert "was imported, not the edited file" in report.failures[0].text
+
+
+def test_an_edited_module_that_is_never_imported_is_found_out(project: Path) -> None:
+    edit(project, "scripts/uses.py", "from library", "if False:\n    from library")
+    edit(project, "scripts/uses.py", "assert double(2) == 4", "assert True")
+    recipe = recipe_of(project)
+    report = run(recipe.path, 1, launcher="warm", control=recipe.control("three_times"))
+    assert [f.text for f in report.failures] == ["the edited library.factors was never imported"]
+
+
+def test_an_edit_of_a_file_that_the_script_does_not_import_is_refused(project: Path) -> None:
+    edit(project, "controls/uses.toml", "library/factors.py", "library/unrelated.py")
+    recipe = recipe_of(project)
+    with pytest.raises(RecipeError, match="uses.py does not import .*unrelated.py"):
+        run(recipe.path, 1, launcher="warm", control=recipe.control("three_times"))
+
+
+def test_controls_may_be_of_a_script_elsewhere_which_they_name(project: Path) -> None:
+    proof = project / "proofs" / "uses.py"
+    proof.parent.mkdir()
+    proof.write_text((project / "scripts" / "uses.py").read_text())
+    assert not Settings.of(proof).load(proof).controls, "the file is for the script"
+    controls = project / "controls" / "uses.toml"
+    controls.write_text('script = "proofs/uses.py"\n' + controls.read_text())
+    assert Settings.of(proof).load(proof).controls
+    script = project / "scripts" / "uses.py"
+    assert not load_recipe(script, project / "controls").controls
