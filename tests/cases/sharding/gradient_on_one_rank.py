@@ -53,6 +53,7 @@ def build() -> Model:
 def main() -> None:
     with unsharded.job():
         used_by_rank = USED[sys.argv[1]]
+        assert dist.get_world_size() == len(used_by_rank), "start it on two ranks"
         whole = build()
         for rank, used in enumerate(used_by_rank):
             loss = whole(unsharded.batch_of(rank), used).square().mean() / len(used_by_rank)

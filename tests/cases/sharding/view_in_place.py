@@ -52,6 +52,9 @@ def build() -> Model:
 def main() -> None:
     with unsharded.job():
         ranks = dist.get_world_size()
+        assert ranks > 1, (
+            "start it on two ranks or more: one shares nothing, so nothing is in place"
+        )
         whole = build()
         for rank in range(ranks):
             loss = whole(unsharded.batch_of(rank)).square().mean() / ranks
