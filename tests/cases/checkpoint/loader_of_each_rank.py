@@ -1,0 +1,79 @@
+"""torchtitan#279 and #291, accelerate#4165, RLinf#1570: ``TrainingState(..., data=loader)``.
+
+Each rank packs its own documents, so its loader is at a position of its own. After a resume each
+rank must continue with its own next batch. The argument is the loader's number of workers.
+"""
+
+import sys
+from collections.abc import Iterator
+
+import roundtrip
+import torch
+import torch.distributed as dist
+import torch.distributed.checkpoint as dcp
+from torch import nn
+from torchdata.stateful_dataloader import StatefulDataLoader
+
+# isort: split
+from kept_state import TrainingState
+from overlapped_writer import OverlappedWriter
+
+WIDTH = 16
+DOCUMENTS_A_RANK = 1000
+STEPS = 3
+
+
+class Documents(torch.utils.data.IterableDataset):
+    """Numbers of documents; a rank skips as many as its own number between two."""
+
+    def __init__(self) -> None:
+        self.document = dist.get_rank() * DOCUMENTS_A_RANK
+
+    def __iter__(self) -> Iterator[torch.Tensor]:
+        while True:
+            self.document += 1 + dist.get_rank()
+            yield torch.full((WIDTH,), float(self.document))
+
+    def state_dict(self) -> dict[str, int]:
+        return {"document": self.document}
+
+    def load_state_dict(self, state: dict[str, int]) -> None:
+        self.document = state["document"]
+
+
+def build(seed: int) -> tuple[nn.Module, torch.optim.Optimizer, StatefulDataLoader]:
+    torch.manual_seed(seed)
+    model = roundtrip.sharded(nn.Linear(WIDTH, WIDTH))
+    loader = StatefulDataLoader(Documents(), batch_size=2, num_workers=int(sys.argv[1]))
+    return model, torch.optim.AdamW(model.parameters()), loader
+
+
+def numbers(batch: torch.Tensor) -> list[int]:
+    return batch[:, 0].int().tolist()
+
+
+def main() -> None:
+    with roundtrip.job() as root:
+        model, optimizer, loader = build(0)
+        app = TrainingState(model, optimizer, data=loader)
+        batches = iter(loader)
+        with OverlappedWriter(roundtrip.HOST, model.buffers) as saves:
+            for _ in range(STEPS):
+                loss = model(next(batches)).square().mean()
+                loss.backward()
+                optimizer.step()
+                optimizer.zero_grad()
+            saves.save({"app": app}, root / "step3")
+        wanted = numbers(next(batches))
+        again, its_optimizer, its_loader = build(1)
+        its_app = TrainingState(again, its_optimizer, data=its_loader)
+        dcp.load({"app": its_app}, checkpoint_id=root / "step3")
+        found = numbers(next(iter(its_loader)))
+        wrong = []
+        if found != wanted:
+            wrong.append(f"rank {dist.get_rank()}: the next batch is {found}, due was {wanted}")
+        roundtrip.none_of_any_rank(wrong)
+
+
+if __name__ == "__main__":
+    main()
