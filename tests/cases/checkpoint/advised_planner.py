@@ -12,8 +12,7 @@ import torch.distributed.checkpoint as dcp
 from torch import nn
 from torch.distributed.checkpoint import DefaultLoadPlanner
 
-# isort: split
-from app_state import AppState
+from overlap_recipes.checkpoint.state import AppState
 
 WIDTH = 8
 OLD_NAMES = {"base": "base_layer", "buffer": "scale"}

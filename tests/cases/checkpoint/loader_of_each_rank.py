@@ -14,9 +14,8 @@ import torch.distributed.checkpoint as dcp
 from torch import nn
 from torchdata.stateful_dataloader import StatefulDataLoader
 
-# isort: split
-from kept_state import TrainingState
-from overlapped_writer import OverlappedWriter
+from overlap_recipes.checkpoint.kept_state import TrainingState
+from overlap_recipes.checkpoint.writer import OverlappedWriter
 
 WIDTH = 16
 DOCUMENTS_A_RANK = 1000

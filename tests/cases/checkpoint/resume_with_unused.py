@@ -4,9 +4,8 @@ import roundtrip
 import torch
 from torch import nn
 
-# isort: split
-from resume_and_reshard import Run, resume
-from retention import RetainedSaves
+from overlap_recipes.checkpoint.resume import Run, resume
+from overlap_recipes.checkpoint.retention import RetainedSaves
 
 WIDTH = 8
 

@@ -1,11 +1,7 @@
-"""What the cases of checkpoints share: a group, a toy model, a round trip, and comparing bits.
-
-Import it before the recipes: it puts their folders on the path.
-"""
+"""What the cases of checkpoints share: a group, a toy model, a round trip, and comparing bits."""
 
 import copy
 import os
-import sys
 import tempfile
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager
@@ -19,11 +15,8 @@ from torch.distributed.device_mesh import init_device_mesh
 from torch.distributed.fsdp import fully_shard
 from torch.distributed.tensor import DTensor
 
-RECIPES = Path(__file__).resolve().parents[3] / "recipes_source"
-sys.path[:0] = [str(RECIPES / folder) for folder in ("checkpoint", "offload", "sharding")]
-
-from kept_state import TrainingState  # noqa: E402
-from overlapped_writer import OverlappedWriter  # noqa: E402
+from overlap_recipes.checkpoint.kept_state import TrainingState
+from overlap_recipes.checkpoint.writer import OverlappedWriter
 
 HOST = torch.device("cpu")
 PLAIN_TENSORS = (torch.Tensor, nn.Parameter)

@@ -12,8 +12,7 @@ import schedulefree
 import torch.distributed.checkpoint as dcp
 from torch import nn
 
-# isort: split
-from app_state import AppState
+from overlap_recipes.checkpoint.state import AppState
 
 
 def build(seed: int) -> tuple[nn.Module, schedulefree.AdamWScheduleFree]:

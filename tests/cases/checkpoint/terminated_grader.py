@@ -8,8 +8,7 @@ import time
 
 import roundtrip
 
-# isort: split
-from preemption import Preemption
+from overlap_recipes.checkpoint.preemption import Preemption
 
 GRADES_S = 60
 ENDS_WITHIN_S = 2

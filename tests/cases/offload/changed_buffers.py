@@ -10,8 +10,7 @@ import resident
 import torch
 from torch import nn
 
-# isort: split
-from streamed_model import StreamedModel
+from overlap_recipes.offload.streamed_model import StreamedModel
 
 WIDTH = 16
 LAYERS = 3

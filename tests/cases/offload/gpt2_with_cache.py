@@ -10,8 +10,7 @@ import torch
 import torch.nn.functional
 from transformers import GPT2Config, GPT2LMHeadModel
 
-# isort: split
-from streamed_model import StreamedModel
+from overlap_recipes.offload.streamed_model import StreamedModel
 
 LAYERS = 3
 

@@ -7,8 +7,7 @@ import resident
 import torch
 from transformers import RecurrentGemmaConfig, RecurrentGemmaForCausalLM
 
-# isort: split
-from streamed_model import StreamedModel
+from overlap_recipes.offload.streamed_model import StreamedModel
 
 
 def build() -> RecurrentGemmaForCausalLM:

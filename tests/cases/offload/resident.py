@@ -1,17 +1,9 @@
-"""What the cases of streamed layers share: a model and its resident twin, and comparing them.
-
-Import it before the recipes: it puts their folders on the path.
-"""
+"""What the cases of streamed layers share: a model and its resident twin, and comparing them."""
 
 import copy
-import sys
-from pathlib import Path
 
 import torch
 from torch import nn
-
-RECIPES = Path(__file__).resolve().parents[3] / "recipes_source"
-sys.path[:0] = [str(RECIPES / folder) for folder in ("checkpoint", "offload", "sharding")]
 
 HOST = torch.device("cpu")
 LARGEST_ERROR = 1e-4  # of the largest number of a gradient: sums in another order

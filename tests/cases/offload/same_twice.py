@@ -13,8 +13,7 @@ import resident
 import torch
 from torch import nn
 
-# isort: split
-from streamed_model import StreamedModel, resident_bytes
+from overlap_recipes.offload.streamed_model import StreamedModel, resident_bytes
 
 WIDTH = 16
 LAYERS = 3

@@ -1,13 +1,8 @@
-"""What the cases of sharding share: a group, units on stock FSDP2 or in place, true gradients.
-
-Import it before the recipes: it puts their folders on the path.
-"""
+"""What the cases of sharding share: a group, units on stock FSDP2 or in place, true gradients."""
 
 import os
-import sys
 from collections.abc import Iterable, Iterator
 from contextlib import contextmanager
-from pathlib import Path
 
 import torch
 import torch.distributed as dist
@@ -15,11 +10,8 @@ from torch import nn
 from torch.distributed.device_mesh import init_device_mesh
 from torch.distributed.fsdp import FSDPModule, fully_shard
 
-RECIPES = Path(__file__).resolve().parents[3] / "recipes_source"
-sys.path[:0] = [str(RECIPES / folder) for folder in ("checkpoint", "offload", "sharding")]
-
-from in_place_gather import gather_in_place  # noqa: E402
-from in_place_reduce import reduce_in_place  # noqa: E402
+from overlap_recipes.fsdp2.in_place_gather import gather_in_place
+from overlap_recipes.fsdp2.in_place_reduce import reduce_in_place
 
 WIDTH = 16
 BATCH = 4
