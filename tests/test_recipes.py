@@ -1,4 +1,4 @@
-"""Every recipe proves its claim on every rank; every negative control is caught."""
+"""Every recipe and every proof of a module holds on every rank; every control is caught."""
 
 import json
 import os
@@ -12,13 +12,18 @@ from collections.abc import Callable, Iterator
 from pathlib import Path
 
 import pytest
-from selection import REPO, ranks_under_test, recipes_under_test
+from selection import REPO, proofs_under_test, ranks_under_test, recipes_under_test
 
 from rankproof.kept import KeptRun
 from rankproof.recipe import Control, Recipe
 from rankproof.run import run
 
 MOST_RANKS = 3
+OF_PAGES = {  # what a reader does with a recipe; a proof has no reader
+    "test_recipe_runs_under_torchrun",
+    "test_plain_python_runs_one_rank",
+    "test_importing_a_recipe_does_nothing",
+}
 LEDGER = REPO / "tests" / "controls" / "ledger" / "names.toml"
 
 
@@ -30,6 +35,8 @@ def store() -> Path:
 
 def pytest_generate_tests(metafunc: pytest.Metafunc) -> None:
     recipes = recipes_under_test()
+    if metafunc.function.__name__ not in OF_PAGES:
+        recipes = [*recipes, *proofs_under_test()]
     asked = ranks_under_test(metafunc.config)
     names = set(metafunc.fixturenames)
     if {"recipe", "ranks"} <= names:
@@ -118,7 +125,8 @@ def test_control_is_caught(recipe: Recipe, control: Control, store: Path) -> Non
 def test_no_control_goes_without_a_reason() -> None:
     """The ledger lists every control; what is gone from the recipes is listed there, and why."""
     ledger = tomllib.loads(LEDGER.read_text(encoding="utf-8"))
-    present = {f"{r.name}/{c.name}" for r in recipes_under_test() for c in r.controls}
+    scripts = [*recipes_under_test(), *proofs_under_test()]
+    present = {f"{script.name}/{control.name}" for script in scripts for control in script.controls}
     listed = ledger["controls"]
     assert len(listed) == len(set(listed)), "a name is listed twice"
     assert present == set(listed), f"not as the ledger has it: {sorted(present ^ set(listed))}"

@@ -1,0 +1,81 @@
+# SPDX-License-Identifier: BSD-3-Clause
+# Overlap Recipes 0.1.0, overlap_recipes/page_locked.py
+"""Host memory of an exact size, page-locked for the copies of a CUDA device.
+
+``torch.empty(..., pin_memory=True)`` asks a caching allocator that rounds every block up to a power
+of two (pytorch#150517). An anonymous mapping that is registered with the driver has the size that
+is asked for, and is ours to unlock.
+"""
+
+import mmap
+from collections.abc import Callable
+from contextlib import suppress
+from weakref import finalize
+
+import torch
+
+
+def private_memory(nbytes: int) -> mmap.mmap:
+    """Memory of this process alone, in large pages where the system has them."""
+    memory = mmap.mmap(-1, nbytes, flags=mmap.MAP_PRIVATE | mmap.MAP_ANONYMOUS)
+    with suppress(OSError):  # a kernel without huge pages
+        memory.madvise(getattr(mmap, "MADV_HUGEPAGE", mmap.MADV_NORMAL))
+    return memory
+
+
+class PageLocked:
+    """``nbytes`` of host memory, zeroed, and page-locked where ``device`` is a CUDA device.
+
+    ``bytes`` is a 1-D uint8 tensor of them, ``memory`` what they are part of. The memory lives as
+    long as a tensor that uses it; its pages are locked until ``close()``, or until this object is
+    collected.
+
+    Args:
+        nbytes: how many; 0 is allowed.
+        device: the device whose copies will read or write them.
+        allocate: where they come from, bytes -> mmap.
+
+    Raises:
+        RuntimeError: the host has not that much memory, or the driver will not lock it.
+    """
+
+    @torch.inference_mode(False)
+    def __init__(
+        self,
+        nbytes: int,
+        device: torch.device,
+        allocate: Callable[[int], mmap.mmap] = private_memory,
+    ) -> None:
+        self.unlock: Callable[[], object] | None = None
+        try:
+            self.memory = allocate(max(nbytes, 1))
+            self.bytes = torch.frombuffer(self.memory, dtype=torch.uint8)[:nbytes]
+            self.bytes.zero_()  # all threads touch the pages; locking would, one after the other
+            if device.type == "cuda" and nbytes > 0:
+                self.lock()
+        except (OSError, RuntimeError) as error:
+            with suppress(Exception):
+                torch.ones((), device=device)  # takes the driver's error in place of your kernel
+            raise RuntimeError(
+                f"cannot lock {nbytes} more bytes of host memory ({error}): free some, or raise "
+                "`ulimit -l`"
+            ) from error
+
+    def lock(self) -> None:
+        """Register the pages with the driver, and spare forked children their copies.
+
+        A child shares pages with its parent until one of them writes, and the writer gets a copy:
+        the device would go on with the original.
+        """
+        self.memory.madvise(mmap.MADV_DONTFORK)
+        cuda = torch.cuda.cudart()
+        address = self.bytes.data_ptr()
+        error = int(cuda.cudaHostRegister(address, self.bytes.nbytes, 0))
+        if error != 0:
+            raise RuntimeError(f"CUDA error {error}")
+        self.unlock = finalize(self, cuda.cudaHostUnregister, address)
+
+    def close(self) -> None:
+        """Unlock the pages, once."""
+        if self.unlock is not None:
+            self.unlock()
