@@ -58,7 +58,7 @@ class Save:
 class Way:
     """A way of saving ``app``. ``start`` is timed as the call."""
 
-    recipes: tuple[str, ...] = ()  # whose code is measured, by their files' stems
+    recipes: tuple[str, ...] = ()  # what is measured: recipes by stem, modules by dotted name
     note: str | None = None
     queued_s = 1.0  # of work before the save that is loaded back: more than staging takes to begin
 
@@ -228,7 +228,7 @@ class KeptApp(Stateful):
 
 
 class Overlapped(Way):
-    recipes = ("kept_state", "staging_copies", "overlapped_stager")
+    recipes = ("overlap_recipes.checkpoint.kept_state", "overlap_recipes.checkpoint.saves")
     options: dict[str, object] = {}
 
     def open(self) -> None:
@@ -260,7 +260,7 @@ class Overlapped(Way):
 
 
 class OverlappedWriter(Overlapped):
-    recipes = ("kept_state", "staging_copies", "overlapped_stager", "overlapped_writer")
+    recipes = ("overlap_recipes.checkpoint.kept_state", "overlap_recipes.checkpoint.writer")
     writers = writer.WRITERS
 
     def open(self) -> None:
@@ -502,7 +502,7 @@ class InTurns(AllAtOnce):
 class WithGaps(AllAtOnce):
     """The recipe's: a few bytes in the other direction between the pieces, in CUDA graphs."""
 
-    recipes = ("staging_copies",)
+    recipes = ("overlap_recipes.checkpoint.copies",)
 
     def open(self) -> None:
         super().open()

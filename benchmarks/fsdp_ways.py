@@ -17,10 +17,7 @@ import fsdp2_settings  # noqa: E402
 import peer_schedule  # noqa: E402
 
 from benchmarks import measuring, workloads  # noqa: E402
-from overlap_recipes.fsdp2 import (
-    in_place_gather,  # noqa: E402
-    in_place_reduce,  # noqa: E402
-)
+from overlap_recipes.fsdp2 import in_place_gather, in_place_reduce  # noqa: E402
 
 LENGTH = 4096  # tokens of a sequence
 REFERENCE = "no_communication"
@@ -45,7 +42,7 @@ def rows_of(tensor: torch.Tensor) -> torch.Tensor:
 class Way:
     """A sharded Llama; a subclass's ``shard`` says how. ``loop(tokens)`` trains it."""
 
-    recipes: tuple[str, ...] = ()
+    recipes: tuple[str, ...] = ()  # what is measured: recipes by stem, modules by dotted name
     note = ""
 
     def __init__(self, case: Case, device: torch.device, layers: int | None = None) -> None:
@@ -106,7 +103,7 @@ class ReduceGroup(Way):
 
 
 class InPlace(Way):
-    recipes = ("shared_slots", "in_place_gather", "in_place_reduce")
+    recipes = ("overlap_recipes.fsdp2.in_place_gather", "overlap_recipes.fsdp2.in_place_reduce")
     note = "fsdp2, gathered by peer copies and reduced by pushes, without copies around them"
     options: dict = {}
 
@@ -319,7 +316,7 @@ class StackInPlace(Stack):
 
 
 class OwnSchedule(Stack):
-    recipes = ("sharded_parameter", "stream_context", "prefetch_schedule", "peer_schedule")
+    recipes = ("peer_schedule",)
     note = "a static schedule without FSDP2, gathers and reductions by copies, three buffers"
 
     def shard(self) -> None:

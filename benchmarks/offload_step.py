@@ -19,7 +19,7 @@ How a number is made
   ends when its loss is here. What updates are still to be made then, the next step waits for.
 * ``resident``: everything on the device, measured at two depths and extrapolated to 32 layers by a
   straight line, as are ``forward_s`` and ``backward_s`` (events on the device).
-* ``streamed_adam``: ``streamed_model.py`` and ``whole_step.py``, clipped. ``device_state_bytes``
+* ``streamed_adam``: ``StreamedModel`` and ``HostAdamW``, clipped. ``device_state_bytes``
   are the weights, gradients and optimizer states on the device, slots included; what a budget of
   24 GB leaves for layers is used. ``streamed_adam_in_backward`` does not clip, and updates each
   layer as its gradients arrive.
@@ -36,9 +36,9 @@ How a number is made
   one batch; ``state_bytes`` are weights, gradients and Adam's state, ``fits_resident`` the
   parameters that would fit the device with the same optimizer and batch, from the memory that two
   depths reserve. Samples: loss, memory reserved on the device, the process's memory, step by step.
-* ``one_copy``: six layers, clipped, on all ranks of one host; ``one_copy_a_host.py`` keeps weights
-  and optimizer state once, ``own_copy`` is ``streamed_adam`` on each rank. ``held_bytes``: what the
-  host holds for all ranks, by ``Pss``. ``tokens`` are those of each rank.
+* ``one_copy``: six layers, clipped, on all ranks of one host; ``SharedModel`` and ``SharedAdamW``
+  keep weights and optimizer state once, ``own_copy`` is ``streamed_adam`` on each rank.
+  ``held_bytes``: what the host holds for all ranks, by ``Pss``. ``tokens`` are those of each rank.
 * Peers (``offload_peers.py``) train the same model in the same loop, at two depths, extrapolated as
   ``resident`` is, as is what they hold on the device when backward has ended: weights, gradients
   and optimizer state (``device_state_bytes``).
@@ -60,7 +60,7 @@ import torch
 import torch.distributed as dist
 
 ROOT = Path(__file__).resolve().parents[1]
-sys.path[:0] = [str(ROOT), str(ROOT / "recipes_source" / "offload")]
+sys.path.insert(0, str(ROOT))
 
 from benchmarks import measuring  # noqa: E402
 from benchmarks.measuring import HostMemory, Task, device_peaks, tell  # noqa: E402
@@ -72,8 +72,8 @@ from overlap_recipes.offload.one_copy_a_host import Host, SharedAdamW, SharedMod
 from overlap_recipes.offload.streamed_model import StreamedModel  # noqa: E402
 from overlap_recipes.offload.whole_step import HostAdamW  # noqa: E402
 
-RECIPES = ("host_layers", "layer_as_node", "weight_streaming", "streamed_model")
-RECIPES += ("adam_in_pieces", "host_adam", "whole_step")
+RECIPES = ("overlap_recipes.offload.streamed_model", "overlap_recipes.offload.whole_step")
+ONE_COPY = ("overlap_recipes.offload.one_copy_a_host",)
 CPU = torch.device("cpu")
 UPDATE_BYTES = 28  # a parameter: gradient, master and moments read; master, moments, weight written
 STATE_BYTES = 16  # a parameter: bf16 weight and gradient, fp32 master and moments
@@ -251,7 +251,7 @@ class Benchmark:
         head = measuring.header("offload_step", device, workload, link)
         ours = "host", "streamed_adam", "streamed_adam_in_backward", "larger_than_device"
         recipes = dict.fromkeys((*ours, "own_copy"), RECIPES)
-        recipes["one_copy"] = (*RECIPES, "one_copy_a_host")
+        recipes["one_copy"] = ONE_COPY
         self.results = measuring.Results(options.out, head, recipes, ("model", "tokens"))
         self.ours: Ours | None = None
 

@@ -1,14 +1,16 @@
-"""The first code block of each page on saves runs as it stands, with a small model in its place.
+"""The first code block of each page runs as it stands, with a small model in its place.
 
-One process, on the CPU. A block finds in its namespace what its page leaves to the reader: a model,
-an optimizer, data, a step. What needs a GPU, a bucket or a host of its own is replaced by
-``INSTEAD``; nothing else of a block is changed. A page that includes a function of its own file in
-place of a block has run it: the recipe's proof calls it.
+One process, on the CPU, in an empty folder. A block can import what its page says that a project
+needs: the package ``overlap_recipes``, or the files of the page's own folder if it imports its own.
+It finds in its namespace what its page leaves to the reader: a model, an optimizer, data, a step.
+What needs a GPU, a bucket or a host of its own is replaced by ``INSTEAD``; nothing else of a block
+is changed. A page that includes a function of its own file in place of a block has run it: the
+recipe's proof calls it.
 """
 
 import ast
 import contextlib
-import importlib
+import importlib.util
 import os
 import re
 import signal
@@ -16,18 +18,25 @@ import sys
 import textwrap
 from collections.abc import Iterator
 from pathlib import Path
-from types import SimpleNamespace
+from types import ModuleType, SimpleNamespace
 
 import pytest
 import torch
 import torch.distributed as dist
 from torch import nn
+from torch.distributed.device_mesh import init_device_mesh
+from torch.distributed.fsdp import fully_shard
 
 SOURCE = Path(__file__).parents[1] / "recipes_source"
-sys.path[:0] = [str(SOURCE / folder) for folder in ("checkpoint", "trainers", "offload")]
-PAGES = sorted((*SOURCE.glob("checkpoint/*.py"), *SOURCE.glob("trainers/*.py")))
-PAGES.append(SOURCE / "offload" / "adam_in_pieces.py")
+ALWAYS = "checkpoint", "trainers"  # folders whose pages all begin with lines to paste
 
+ELSEWHERE = {  # pages whose first block another test runs
+    "activation_offload": "tests/test_offload.py",
+    "one_copy_a_host": "tests/test_offload.py",
+    "streamed_model": "tests/test_offload.py",
+    "weight_streaming": "tests/test_offload.py",
+    "whole_step": "tests/test_offload.py",
+}
 INSTEAD = {
     "object_storage": {"s3://bucket/run": "memory://run"},
     "two_hosts": {"/local/run": "checkpoints"},
@@ -36,7 +45,7 @@ INSTEAD = {
     },
     "lightning_strategy": {"Trainer(strategy": 'Trainer(accelerator="cpu", strategy'},
     "transformers_trainer": {  # accelerate shards on accelerators alone
-        "import OverlappedTrainer": "import TrainerOnAnyDevice as OverlappedTrainer",
+        "trainer = OverlappedTrainer(": "trainer = TrainerOnAnyDevice(",
         'output_dir="run",': 'output_dir="run", use_cpu=True,',
         "save_steps=100": "save_steps=2",
     },
@@ -74,11 +83,50 @@ def included(page: Path) -> str:
     return found[1] if found else ""
 
 
+def with_blocks() -> list[Path]:
+    """The pages whose first block runs here."""
+    found = []
+    for page in sorted(SOURCE.glob("*/*.py")):
+        begins = page.parent.name in ALWAYS or first_block(page)
+        if begins and page.stem not in ELSEWHERE:
+            found.append(page)
+    return found
+
+
+def module_of(page: Path) -> ModuleType:
+    """A recipe with its toys, without its folder on the path: the block must not find it."""
+    name = f"toys_of_{page.stem}"
+    if name not in sys.modules:
+        spec = importlib.util.spec_from_file_location(name, page)
+        sys.modules[name] = importlib.util.module_from_spec(spec)
+        spec.loader.exec_module(sys.modules[name])
+    return sys.modules[name]
+
+
+def test_every_block_that_runs_elsewhere_is_there() -> None:
+    for name, test in ELSEWHERE.items():
+        (page,) = SOURCE.glob(f"*/{name}.py")
+        assert first_block(page), f"{name} has no block any more"
+        assert f'"{name}"' in (SOURCE.parent / test).read_text(encoding="utf-8")
+
+
 def test_the_readme_begins_with_lines_that_run() -> None:
     """Those of the writer's page, which the tests below run."""
     text = (SOURCE.parent / "README.md").read_text(encoding="utf-8")
     block = re.search(r"^```python\n(.*?)^```$", text, re.MULTILINE | re.DOTALL)[1]
     assert block.strip() == first_block(SOURCE / "checkpoint" / "overlapped_writer.py").strip()
+
+
+@pytest.fixture
+def no_recipes(monkeypatch: pytest.MonkeyPatch) -> None:
+    """What other tests of this process have imported or put on the path is not there."""
+    source = str(SOURCE)
+    kept = [folder for folder in sys.path if not folder.startswith(source)]
+    monkeypatch.setattr(sys, "path", kept)
+    for name, module in list(sys.modules.items()):
+        file = getattr(module, "__file__", None)
+        if file is not None and file.startswith(source):
+            monkeypatch.delitem(sys.modules, name)
 
 
 @pytest.fixture
@@ -131,34 +179,59 @@ def yours() -> dict[str, object]:
     }
 
 
-def yours_in(page: str) -> dict[str, object]:
+class Blocks(nn.Module):
+    """A model whose units the pages on sharding call ``layers`` or ``blocks``."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.layers = self.blocks = nn.ModuleList(nn.Linear(4, 4) for _ in range(3))
+
+    def forward(self, x: torch.Tensor) -> torch.Tensor:
+        for layer in self.layers:
+            x = layer(x)
+        return x
+
+
+def yours_in(page: Path) -> dict[str, object]:
     """What else the block of this page asks for."""
-    if page == "kept_state":
+    name = page.stem
+    if name == "kept_state":
         return {"step": 100}
-    if page == "adam_in_pieces":
+    if name in ("in_place_gather", "in_place_reduce"):
+        return {"model": Blocks(), "fully_shard": fully_shard}
+    if name == "peer_schedule":
+        return {
+            "torch": torch,
+            "model": Blocks(),
+            "mesh": init_device_mesh("cpu", (1,)),
+            "batch": torch.ones(2, 4, dtype=torch.bfloat16),
+            "loss_of": lambda model, batch: model(batch).square().mean(),
+        }
+    if name == "adam_in_pieces":
         return {"weight": torch.ones(64).bfloat16(), "gradient": torch.ones(64).bfloat16()}
-    if page == "export":
+    if name == "export":
         from transformers import LlamaConfig, LlamaForCausalLM
 
         sizes = dict.fromkeys(("hidden_size", "intermediate_size", "vocab_size"), 8)
         config = LlamaConfig(**sizes, num_attention_heads=2, num_hidden_layers=1)
         return {"model": LlamaForCausalLM(config)}
-    if page == "torchtitan_fsdp2":
-        recipe = importlib.import_module(page)
+    if name == "torchtitan_fsdp2":
+        recipe = module_of(page)
         fields = ("model", "pipelining_fn", "post_optimizer_build_fn", "state_dict_adapter")
         spec = recipe.ModelSpec(
             "decoder", "small", **dict.fromkeys(fields), parallelize_fn=recipe.parallelize
         )
         return {"config": SimpleNamespace(), "model_registry": lambda size: spec}
-    if page == "torchtitan_checkpointer":
+    if name == "torchtitan_checkpointer":
         return {"config": SimpleNamespace()}
-    if page == "transformers_trainer":
-        recipe = importlib.import_module(page)
+    if name == "transformers_trainer":
+        recipe = module_of(page)
         text = torch.zeros(4, dtype=torch.int64)
         data = [{"input_ids": text, "labels": text}] * 8
-        return {"model": recipe.LlamaForCausalLM(recipe.MODEL), "data": data}
-    if page == "lightning_strategy":
-        recipe = importlib.import_module(page)
+        model = recipe.LlamaForCausalLM(recipe.MODEL)
+        return {"model": model, "data": data, "TrainerOnAnyDevice": recipe.TrainerOnAnyDevice}
+    if name == "lightning_strategy":
+        recipe = module_of(page)
 
         class Model(recipe.Model):
             def on_train_batch_end(self, *_) -> None:
@@ -169,9 +242,8 @@ def yours_in(page: str) -> dict[str, object]:
     return {}
 
 
-def save_by(config: SimpleNamespace) -> None:
+def save_by(config: SimpleNamespace, recipe: ModuleType) -> None:
     """What a torchtitan job does with the block's config."""
-    recipe = importlib.import_module("torchtitan_checkpointer")
     training = recipe.Training(torch.device("cpu"), None, seed=0)
     checkpointer = config.checkpoint.build(
         dataloader=training.data,
@@ -185,26 +257,29 @@ def save_by(config: SimpleNamespace) -> None:
     checkpointer.close()
 
 
-@pytest.mark.parametrize("page", PAGES, ids=lambda page: page.stem)
-def test_a_first_block_runs(page: Path, rank) -> None:
+@pytest.mark.filterwarnings("ignore:FSDP2 communicates as before. there is one rank")
+@pytest.mark.parametrize("page", with_blocks(), ids=lambda page: page.stem)
+def test_a_first_block_runs(page: Path, rank, no_recipes, monkeypatch: pytest.MonkeyPatch) -> None:
     if name := included(page):
         calls = [
             node.func for node in ast.walk(ast.parse(page.read_text())) if hasattr(node, "func")
         ]
         assert name in {getattr(call, "id", None) for call in calls}, "the proof does not call it"
         return
-    block, names = first_block(page), yours() | yours_in(page.stem)
+    block, names = first_block(page), yours() | yours_in(page)
     assert block, "the page begins without lines to paste"
     for theirs, ours in INSTEAD.get(page.stem, {}).items():
         assert theirs in block
         block = block.replace(theirs, ours)
+    if f"from {page.stem} import" in block:
+        monkeypatch.syspath_prepend(page.parent)
     exits = page.stem == "preemption"
     with pytest.raises(SystemExit) if exits else contextlib.nullcontext():
         exec(compile(block, page.name, "exec"), names)
     if page.stem == "torchtitan_checkpointer":
-        save_by(names["config"])
+        save_by(names["config"], module_of(page))
     if page.stem == "torchtitan_fsdp2":
-        build = importlib.import_module(page.stem).build
+        build = module_of(page).build
         assert build(names["config"].model_spec, False, torch.device("cpu")).in_place
     for left in LEAVES.get(page.stem, []):
         assert any(Path(left).iterdir()), left

@@ -36,7 +36,10 @@ def test_windows_of_all_ways_become_rows_and_a_second_run_adds_what_is_missing(t
     assert len(row["samples"]["window_s"]) == row["pairs"] == 2
     assert row["efficiency"] > 0 and row["speed_over_fsdp2"] > 0
     assert row["speed_over_no_collectives"] > 0
-    assert row["recipes"] == ["shared_slots", "in_place_gather", "in_place_reduce"]
+    modules = [f"overlap_recipes.fsdp2.{name}" for name in ("in_place_gather", "in_place_reduce")]
+    assert row["recipes"] == modules
+    data = json.loads(next((tmp_path / "results").glob("*.json")).read_text())
+    assert {*modules, "overlap_recipes.fsdp2.shared_slots"} <= data["code_sha256"].keys()
     both = rows_of(tmp_path, "--tasks", "tuned,eager,synthetic", link=LINK)
     kept = "fsdp2_no_collectives", "llama-tiny", 64  # no other task measures it
     assert both[kept]["samples"] == first[kept]["samples"]

@@ -14,7 +14,7 @@ import torch
 from lightning.pytorch.strategies import ModelParallelStrategy
 from torch.distributed.checkpoint.state_dict import get_model_state_dict, get_optimizer_state_dict
 
-from overlap_recipes.checkpoint.saves import OverlappedSaves
+from ..checkpoint.saves import OverlappedSaves
 
 
 class LightningSaves(OverlappedSaves):

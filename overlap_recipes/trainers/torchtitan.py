@@ -12,7 +12,7 @@ from typing import Literal
 
 from torchtitan.components.checkpointer.dcp import AsyncMode, CheckpointManager
 
-from overlap_recipes.checkpoint.saves import OverlappedSaves
+from ..checkpoint.saves import OverlappedSaves
 
 
 class OverlappedCheckpointManager(CheckpointManager):

@@ -7,8 +7,8 @@ from dataclasses import replace
 from torch import nn
 from torchtitan.protocols.model_spec import ModelSpec
 
-from overlap_recipes.fsdp2.in_place_gather import gather_in_place
-from overlap_recipes.fsdp2.in_place_reduce import reduce_in_place
+from ..fsdp2.in_place_gather import gather_in_place
+from ..fsdp2.in_place_reduce import reduce_in_place
 
 
 def in_place(spec: ModelSpec) -> ModelSpec:

@@ -18,7 +18,7 @@ from torch.distributed.checkpoint.state_dict import (
 )
 from transformers import Trainer
 
-from overlap_recipes.checkpoint.saves import OverlappedSaves
+from ..checkpoint.saves import OverlappedSaves
 
 
 class TrainerSaves(OverlappedSaves):

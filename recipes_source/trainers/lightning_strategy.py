@@ -31,8 +31,8 @@ noise.
    trainer.fit(model, data)  # to resume: trainer.fit(model, data, ckpt_path="last")
 
 ``configure_model`` divides ``model`` over the ranks, as ``ModelParallelStrategy`` asks. Your
-project needs this file, ``overlapped_stager.py``, ``staging_copies.py`` and ``app_state.py``; the
-other files named above are for the proof.
+project needs the package ``overlap_recipes``: ``pip install .`` in this repository, or a copy of
+its folder ``overlap_recipes``.
 
 .. verification-badge::
 """
@@ -41,11 +41,11 @@ other files named above are for the proof.
 # .. literalinclude:: /overlap_recipes/trainers/lightning.py
 #    :language: python
 #    :pyobject: LightningSaves
-# %%
+#
 # .. literalinclude:: /overlap_recipes/trainers/lightning.py
 #    :language: python
 #    :pyobject: OverlappedStrategy
-# %%
+#
 # What each method is for
 # -----------------------
 #

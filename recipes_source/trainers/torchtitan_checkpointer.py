@@ -4,9 +4,9 @@
 Save beside training in torchtitan
 ==================================
 
-Keep torchtitan, and stop its checkpoints from stopping training. A subclass of forty lines hands
-them to ``OverlappedSaves``: copied beside the next step, written by a thread, and renamed when
-complete.
+Keep torchtitan, and stop its checkpoints from stopping training. A subclass of its
+``CheckpointManager`` hands them to ``OverlappedSaves``: copied beside the next step, written by a
+thread, and renamed when complete.
 
 .. result-gain:: checkpoint_stall
    :rows: overlapped_writer torchtitan_async_with_pinned_mem
@@ -27,8 +27,8 @@ writes with the faster writer of :doc:`/recipes/checkpoint/overlapped_writer`.
    config.checkpoint = OverlappedCheckpointManager.Config(enable=True, interval=100)
 
 ``config`` is the configuration of your torchtitan job. Nothing else changes: to resume, start the
-job again. Your project needs this file, ``overlapped_stager.py``, ``staging_copies.py`` and
-``app_state.py``. The files that these import in a ``main()`` are for the proof.
+job again. Your project needs the package ``overlap_recipes``: ``pip install .`` in this
+repository, or a copy of its folder ``overlap_recipes``.
 
 .. verification-badge::
 """
@@ -37,7 +37,7 @@ job again. Your project needs this file, ``overlapped_stager.py``, ``staging_cop
 # .. literalinclude:: /overlap_recipes/trainers/torchtitan.py
 #    :language: python
 #    :pyobject: OverlappedCheckpointManager
-# %%
+#
 # What each method is for
 # -----------------------
 #

@@ -20,8 +20,8 @@ In your ``config_registry.py``:
 
    config.model_spec = in_place(model_registry("8B"))
 
-Your project needs this file, ``peer_memory.py``, ``shared_slots.py``, ``in_place_gather.py`` and
-``in_place_reduce.py``.
+Your project needs the package ``overlap_recipes``: ``pip install .`` in this repository, or a copy
+of its folder ``overlap_recipes``.
 
 .. verification-badge::
 """
@@ -30,7 +30,7 @@ Your project needs this file, ``peer_memory.py``, ``shared_slots.py``, ``in_plac
 # .. literalinclude:: /overlap_recipes/trainers/torchtitan_fsdp2.py
 #    :language: python
 #    :pyobject: in_place
-# %%
+#
 # Why there
 # ---------
 # torchtitan calls ``parallelize_fn`` with a model without memory (on the device ``meta``). That

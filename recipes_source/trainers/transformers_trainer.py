@@ -34,8 +34,8 @@ noise.
    trainer = OverlappedTrainer(model, arguments, train_dataset=data)
    trainer.train()  # to resume: trainer.train(resume_from_checkpoint=True)
 
-Your project needs this file, ``overlapped_stager.py``, ``staging_copies.py`` and
-``app_state.py``. The files that these import in a ``main()`` are for the proof.
+Your project needs the package ``overlap_recipes``: ``pip install .`` in this repository, or a copy
+of its folder ``overlap_recipes``.
 
 .. verification-badge::
 """
@@ -43,33 +43,12 @@ Your project needs this file, ``overlapped_stager.py``, ``staging_copies.py`` an
 # %%
 # .. literalinclude:: /overlap_recipes/trainers/transformers.py
 #    :language: python
-#    :pyobject: save_state
-# %%
-# Something to train
-# ------------------
-# The proof trains a stock Llama of two small layers. Its dropout draws random numbers, so a resume
-# that forgets their state shows. accelerate uses FSDP on accelerators only. For tests on a CPU,
-# ``TrainerOnAnyDevice`` sets what accelerate would have found; you need it for nothing else.
-import argparse
-import multiprocessing
-import os
-import signal
-import tempfile
-from pathlib import Path
-
-import torch
-import torch.distributed as dist
-import transformers
-
-# %%
-# .. literalinclude:: /overlap_recipes/trainers/transformers.py
-#    :language: python
 #    :pyobject: TrainerSaves
-# %%
+#
 # .. literalinclude:: /overlap_recipes/trainers/transformers.py
 #    :language: python
 #    :pyobject: OverlappedTrainer
-# %%
+#
 # What each method is for
 # -----------------------
 #
@@ -116,6 +95,26 @@ import transformers
 # A loop of your own on accelerate calls ``accelerator.save_state``. The function below replaces
 # it. accelerate writes its small files (schedule, samplers, random numbers), and ``saves`` the
 # rest. ``accelerator.load_state(directory)`` reads the result.
+#
+# .. literalinclude:: /overlap_recipes/trainers/transformers.py
+#    :language: python
+#    :pyobject: save_state
+#
+# Something to train
+# ------------------
+# The proof trains a stock Llama of two small layers. Its dropout draws random numbers, so a resume
+# that forgets their state shows. accelerate uses FSDP on accelerators only. For tests on a CPU,
+# ``TrainerOnAnyDevice`` sets what accelerate would have found; you need it for nothing else.
+import argparse
+import multiprocessing
+import os
+import signal
+import tempfile
+from pathlib import Path
+
+import torch
+import torch.distributed as dist
+import transformers
 from accelerate import PartialState
 from accelerate.utils import DistributedType, FullyShardedDataParallelPlugin
 from transformers import LlamaConfig, LlamaForCausalLM, PrinterCallback, Trainer, TrainingArguments

@@ -13,8 +13,8 @@ from collections.abc import Callable
 from pathlib import Path
 from types import SimpleNamespace
 
-RECIPES = Path(__file__).parents[2] / "recipes_source"
-sys.path[:0] = [str(Path(__file__).parent), str(RECIPES / "trainers"), str(RECIPES / "checkpoint")]
+REPO = Path(__file__).parents[2]
+sys.path[:0] = [str(Path(__file__).parent), str(REPO), str(REPO / "recipes_source" / "trainers")]
 
 import torch  # noqa: E402
 import torch.distributed as dist  # noqa: E402
@@ -42,11 +42,11 @@ def same(first: list[torch.Tensor], second: list[torch.Tensor]) -> bool:
 def torchtitan() -> dict[str, Callable[[Path], None]]:
     import torchtitan_checkpointer as recipe
 
-    from overlap_recipes.trainers.torchtitan import OverlappedCheckpointManager
+    from overlap_recipes.trainers import torchtitan as library
 
     logging.disable(logging.WARNING)
     logging.getLogger("torchtitan").setLevel(logging.ERROR)
-    manager = OverlappedCheckpointManager
+    manager = library.OverlappedCheckpointManager
 
     def training(root: Path, **settings: object) -> recipe.Training:
         given = manager.Config
@@ -98,7 +98,7 @@ def torchtitan() -> dict[str, Callable[[Path], None]]:
     def killed_in_the_last_save(root: Path) -> None:
         """It is written over one of an earlier run, and a later run must not load the mixture."""
         training(root).train()
-        run, stock = training(root), recipe.CheckpointManager.dcp_save
+        run, stock = training(root), library.CheckpointManager.dcp_save
 
         def killed(
             self: manager, state: dict, checkpoint_id: str, *_: object, **__: object
@@ -106,11 +106,11 @@ def torchtitan() -> dict[str, Callable[[Path], None]]:
             Path(checkpoint_id, f"__{dist.get_rank()}_0.distcp").write_text("half")
             raise KeyboardInterrupt
 
-        recipe.CheckpointManager.dcp_save = killed
+        library.CheckpointManager.dcp_save = killed
         load = run.checkpointer.load
         run.checkpointer.load = lambda: load(step=4)
         error = raised(run.train)
-        recipe.CheckpointManager.dcp_save = stock
+        library.CheckpointManager.dcp_save = stock
         assert isinstance(error, KeyboardInterrupt), repr(error)
         dist.barrier()
         assert run.checkpointer._find_load_step() == 6, names(root)
@@ -131,10 +131,11 @@ def lightning() -> dict[str, Callable[[Path], None]]:
     from lightning.pytorch.callbacks import Callback, ModelCheckpoint, OnExceptionCheckpoint
     from lightning.pytorch.plugins.io import TorchCheckpointIO
 
+    from overlap_recipes.trainers import lightning as library
     from overlap_recipes.trainers.lightning import LightningSaves, OverlappedStrategy
 
     logging.getLogger("lightning.pytorch").setLevel(logging.ERROR)
-    logging.getLogger("overlapped_stager").setLevel(logging.CRITICAL)
+    logging.getLogger("overlap_recipes.checkpoint.saves").setLevel(logging.CRITICAL)
 
     def trainer(*callbacks: Callback, strategy: type = OverlappedStrategy) -> recipe.Trainer:
         return recipe.Trainer(
@@ -182,7 +183,7 @@ def lightning() -> dict[str, Callable[[Path], None]]:
                 return torch.optim.LBFGS(self.parameters(), lr=0.1, max_iter=3)
 
         trained = []
-        for strategy in recipe.ModelParallelStrategy, OverlappedStrategy:
+        for strategy in library.ModelParallelStrategy, OverlappedStrategy:
             torch.manual_seed(0)
             model = Model()
             trainer(strategy=strategy).fit(model, recipe.Batches())
@@ -294,7 +295,7 @@ def lightning() -> dict[str, Callable[[Path], None]]:
 
     def saved_on_exception_behind_another(root: Path) -> None:
         """It is written, too, if the save before it still is when training raises."""
-        go, wait, write = threading.Event(), recipe.wait, LightningSaves.write
+        go, wait, write = threading.Event(), library.wait, LightningSaves.write
 
         def held(self: LightningSaves, *args: object) -> None:
             go.wait(60)
@@ -312,10 +313,10 @@ def lightning() -> dict[str, Callable[[Path], None]]:
                     trainer.strategy.saves.writer.join = lambda limit: (go.set(), join(limit))
                     raise RuntimeError("stop")
 
-        recipe.wait, LightningSaves.write = go_and_wait, held
+        library.wait, LightningSaves.write = go_and_wait, held
         checkpoints = ModelCheckpoint(root, "{step}", every_n_train_steps=2)
         error = raised(lambda: fit(trainer(Stops(), checkpoints, OnExceptionCheckpoint(root))))
-        recipe.wait, LightningSaves.write = wait, write
+        library.wait, LightningSaves.write = wait, write
         assert "stop" in str(error), repr(error)
         assert names(root) == ["on_exception.ckpt", "step=2.ckpt"], names(root)
 
@@ -350,7 +351,7 @@ def lightning() -> dict[str, Callable[[Path], None]]:
         class Stops(Callback):
             def on_train_batch_end(self, trainer: recipe.Trainer, *_: object) -> None:
                 if trainer.global_step == 3:
-                    recipe.wait(trainer.strategy.saves.uploads)
+                    library.wait(trainer.strategy.saves.uploads)
                     raise RuntimeError("stop")
 
         one = ModelCheckpoint(root, "{step}", every_n_train_steps=1)
@@ -428,7 +429,7 @@ def transformers() -> dict[str, Callable[[Path], None]]:
     from overlap_recipes.trainers.transformers import TrainerSaves, save_state
 
     recipe.transformers.logging.set_verbosity_error()
-    logging.getLogger("overlapped_stager").setLevel(logging.CRITICAL)
+    logging.getLogger("overlap_recipes.checkpoint.saves").setLevel(logging.CRITICAL)
     recipe.STEPS = 4
 
     class At(TrainerCallback):
