@@ -1,0 +1,111 @@
+"""The library as readers take it: the wheel, and its folder under a name of their own.
+
+Nothing of this checkout is on the path: only what was taken. A stock model is trained on two ranks,
+saved, killed and resumed.
+"""
+
+import os
+import re
+import shutil
+import subprocess
+import sys
+import zipfile
+from pathlib import Path
+
+import pytest
+
+ROOT = Path(__file__).resolve().parents[2]
+JOB = ROOT / "tests" / "data" / "library_job.py"
+MOST_BYTES = 250_000  # of the wheel
+STEPS = 6
+KILLED_BEHIND = 4
+NOT_IN_A_WHEEL = ("recipes_source", "tests", "harness", "benchmarks", "proofs")
+
+
+@pytest.fixture(scope="module")
+def wheel(tmp_path_factory: pytest.TempPathFactory) -> Path:
+    """Built from a copy, since building leaves files beside the source."""
+    folder = tmp_path_factory.mktemp("wheel")
+    source = folder / "source"
+    shutil.copytree(
+        ROOT / "overlap_recipes",
+        source / "overlap_recipes",
+        ignore=shutil.ignore_patterns("__pycache__"),
+    )
+    for name in ("pyproject.toml", "README.md", "LICENSE"):
+        shutil.copy(ROOT / name, source)
+    pip = [sys.executable, "-m", "pip", "wheel", "-q", "--no-deps", "--no-build-isolation"]
+    done = subprocess.run([*pip, "-w", str(folder), str(source)], capture_output=True, text=True)
+    assert done.returncode == 0, done.stdout + done.stderr
+    (built,) = folder.glob("overlap_recipes-*.whl")
+    return built
+
+
+def take_the_wheel(wheel: Path, into: Path) -> str:
+    with zipfile.ZipFile(wheel) as files:
+        files.extractall(into)
+    return "overlap_recipes"
+
+
+def copy_the_folder(wheel: Path, into: Path) -> str:
+    theirs = into / "theirs" / "vendored"
+    theirs.mkdir(parents=True)
+    for folder in (theirs, theirs.parent):
+        (folder / "__init__.py").touch()
+    shutil.copytree(ROOT / "overlap_recipes", theirs / "saving")
+    return "theirs.vendored.saving"
+
+
+def losses(package: str, taken: Path, root: Path, *more: object, killed: bool = False) -> dict:
+    """Run the job; the losses that its ranks printed, by rank and step."""
+    torchrun = [sys.executable, "-m", "torch.distributed.run", "--standalone"]
+    command = [*torchrun, "--nproc-per-node=2", JOB, package, root, STEPS, *more]
+    env = {k: v for k, v in os.environ.items() if not k.startswith("PYTHON")}
+    env |= {"PYTHONPATH": str(taken), "OMP_NUM_THREADS": "1"}
+    done = subprocess.run(
+        [str(part) for part in command], cwd=taken, env=env, capture_output=True, text=True
+    )
+    assert (done.returncode != 0) == killed, done.stdout + done.stderr
+    found = re.findall(r"rank (\d) step (\d+) (\S+)", done.stdout)
+    return {(int(rank), int(step)): loss for rank, step, loss in found}
+
+
+def test_the_wheel_is_small_and_has_the_library_alone(wheel: Path) -> None:
+    assert wheel.stat().st_size <= MOST_BYTES
+    with zipfile.ZipFile(wheel) as files:
+        names = files.namelist()
+        texts = [files.read(name).decode() for name in names if name.endswith(".py")]
+    folders = {name.partition("/")[0] for name in names}
+    assert {folder.partition("-")[0] for folder in folders} == {"overlap_recipes"}
+    assert "overlap_recipes/py.typed" in names
+    for word in NOT_IN_A_WHEEL:
+        assert not any(word in text for text in texts), f"the library speaks of {word}"
+
+
+@pytest.mark.parametrize("take", [take_the_wheel, copy_the_folder])
+def test_a_stock_model_is_saved_killed_and_resumed_with_what_was_taken(
+    take, wheel: Path, tmp_path: Path
+) -> None:
+    package = take(wheel, tmp_path)
+    whole = losses(package, tmp_path, tmp_path / "whole")
+    assert len(whole) == 2 * STEPS
+    before = losses(package, tmp_path, tmp_path / "run", KILLED_BEHIND, killed=True)
+    behind = losses(package, tmp_path, tmp_path / "run")
+    assert min(step for _, step in behind) == KILLED_BEHIND + 1, "not the last durable save"
+    assert before | behind == whole, "another run"
+
+
+def test_the_library_imports_torch_and_the_standard_library_alone() -> None:
+    """And nothing is printed, started or written by an import of all that needs no package."""
+    code = """
+import sys, threading
+import overlap_recipes.checkpoint, overlap_recipes.offload, overlap_recipes.fsdp2
+import overlap_recipes.checkpoint.two_hosts, overlap_recipes.checkpoint.export
+import overlap_recipes.trainers
+others = {"transformers", "accelerate", "lightning", "torchtitan", "fsspec", "safetensors"}
+assert not others & set(sys.modules), others & set(sys.modules)
+assert threading.active_count() == 1
+"""
+    env = os.environ | {"PYTHONPATH": str(ROOT)}
+    done = subprocess.run([sys.executable, "-c", code], env=env, capture_output=True, text=True)
+    assert done.returncode == 0 and done.stdout == "", done.stdout + done.stderr
