@@ -8,4 +8,6 @@
 * ``overlap_recipes.trainers``: the saves in torchtitan, transformers and Lightning
 """
 
-__version__ = "0.1.0"
+from .version import __version__
+
+__all__ = ["__version__"]

@@ -8,6 +8,8 @@ from pathlib import Path
 import pytest
 import yaml
 
+import overlap_recipes
+
 ROOT = Path(__file__).resolve().parents[1]
 (REPOSITORY,) = yaml.safe_load((ROOT / ".pre-commit-config.yaml").read_text())["repos"]
 HOOKS = {hook["id"]: hook for hook in REPOSITORY["hooks"]}
@@ -65,5 +67,5 @@ def test_the_citation_names_this_version():
     assert citation["cff-version"] == "1.2.0" and citation["type"] == "software"
     assert citation["message"] and citation["title"]
     assert all(author.get("name") or author.get("family-names") for author in citation["authors"])
-    assert str(citation["version"]) == project["version"]
-    assert citation["license"] == project["license"]["text"]
+    assert str(citation["version"]) == overlap_recipes.__version__
+    assert citation["license"] == project["license"]

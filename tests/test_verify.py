@@ -47,7 +47,7 @@ def machine(tmp_path: Path, monkeypatch: pytest.MonkeyPatch):
     def verify(stale_only: bool = False) -> tuple[int, list, dict]:
         ran.clear()
         out = tmp_path / "verified"
-        status = verification.verify(recipes, tmp_path, out, (1, 2, 4), stale_only)
+        status = verification.verify((recipes,), tmp_path, out, (1, 2, 4), stale_only)
         return status, sorted(ran), json.loads((out / "t1-x2.json").read_text())["recipes"]
 
     verify.recipes, verify.broken, verify.busy, verify.side_by_side = recipes, broken, busy, False

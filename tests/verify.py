@@ -1,4 +1,4 @@
-"""Run every recipe on the accelerators that are there, and write down which code passed.
+"""Run recipes and proofs on the accelerators that are there, and write down which code passed.
 
     python tests/verify.py [--ranks 1 2 4] [--stale]    # make verify
 
@@ -25,6 +25,7 @@ from pathlib import Path
 REPO = Path(__file__).resolve().parent.parent
 sys.path.insert(0, str(REPO))
 
+from benchmarks.measuring import machine_label  # noqa: E402
 from harness.recipe import Recipe, RecipeError, discover  # noqa: E402
 from harness.run import Report, run  # noqa: E402
 
@@ -115,7 +116,11 @@ def verify_all(recipes: list[Recipe], ranks: int) -> Iterator[tuple[str, dict]]:
 
 
 def verify(
-    recipes: Path, controls: Path, out: Path, sizes: tuple[int, ...], stale_only: bool = False
+    recipes: tuple[Path, ...],
+    controls: Path,
+    out: Path,
+    sizes: tuple[int, ...],
+    stale_only: bool = False,
 ) -> int:
     """Write ``out/<device>-x<ranks>.json`` for each world size; return the exit status.
 
@@ -133,8 +138,9 @@ def verify(
     status = False
     for ranks in (n for n in sizes if n <= count):
         record = {"device": device, "ranks": ranks, "torch": torch_version, "recipes": {}}
-        file = out / f"{device.split()[-1].lower()}-x{ranks}.json"
-        found = {r.name: r for r in discover(recipes, controls) if r.min_ranks <= ranks}
+        file = out / f"{machine_label(record)}.json"
+        scripts = [script for folder in recipes for script in discover(folder, controls)]
+        found = {script.name: script for script in scripts if script.min_ranks <= ranks}
         for name in [name for name, recipe in found.items() if recipe.missing]:
             print(f"left out: {name} needs {', '.join(found.pop(name).missing)}, not installed")
         old = json.loads(file.read_text()) if stale_only and file.exists() else {}
@@ -156,7 +162,8 @@ def main() -> int:
     parser.add_argument("--ranks", type=int, nargs="+", default=WORLD_SIZES, help="world sizes")
     parser.add_argument("--stale", action="store_true", help="only what changed since it passed")
     options = parser.parse_args()
-    places = REPO / "recipes_source", REPO / "tests" / "controls", REPO / "harness" / "verified"
+    recipes = REPO / "recipes_source", REPO / "tests" / "proofs"
+    places = recipes, REPO / "tests" / "controls", REPO / "harness" / "verified"
     try:
         return verify(*places, tuple(options.ranks), options.stale)
     except RecipeError as error:

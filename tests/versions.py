@@ -43,6 +43,13 @@ def judged(recipe: Recipe, launcher: str) -> dict:
     }
 
 
+def every_script() -> list[Recipe]:
+    """The recipes, and the proofs of modules without a page."""
+    controls = ROOT / "tests" / "controls"
+    recipes = discover(ROOT / "recipes_source", controls)
+    return [*recipes, *discover(ROOT / "tests" / "proofs", controls)]
+
+
 def without_paths(text: str) -> str:
     """``text`` without where this machine keeps its packages."""
     return re.sub(r"/\S*/site-packages/", "", text)
@@ -61,7 +68,7 @@ def main() -> int:
     options = parser.parse_args()
     version = torch.__version__.partition("+")[0]
     record = json.loads(RECORD.read_text(encoding="utf-8")) if RECORD.exists() else {}
-    found = {r.name: r for r in discover(ROOT / "recipes_source", ROOT / "tests" / "controls")}
+    found = {r.name: r for r in every_script()}
     old = record.get(version, {}).get("recipes", {})
     kept = {name: result for name, result in old.items() if name in found and found[name].missing}
     if options.stale:

@@ -106,6 +106,7 @@ of its folder ``overlap_recipes``.
 # that forgets their state shows. accelerate uses FSDP on accelerators only. For tests on a CPU,
 # ``TrainerOnAnyDevice`` sets what accelerate would have found; you need it for nothing else.
 import argparse
+import logging
 import multiprocessing
 import os
 import signal
@@ -114,6 +115,10 @@ from pathlib import Path
 
 import torch
 import torch.distributed as dist
+
+for talkative in ("torchao", "torch.utils._pytree"):  # if torchao is there, transformers imports it
+    logging.getLogger(talkative).setLevel(logging.ERROR)
+
 import transformers
 from accelerate import PartialState
 from accelerate.utils import DistributedType, FullyShardedDataParallelPlugin
