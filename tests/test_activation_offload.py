@@ -223,7 +223,7 @@ def test_what_is_asked_for_stays(recipe):
 SHARDED = f"""
 import sys
 
-sys.path.insert(0, {str(RECIPES)!r})
+sys.path[:0] = [{str(RECIPES)!r}, {str(ROOT)!r}]
 
 from contextlib import closing, nullcontext
 

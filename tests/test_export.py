@@ -7,7 +7,7 @@ from pathlib import Path
 import pytest
 import torch
 import torch.distributed.checkpoint as dcp
-from selection import REPO
+from selection import REPO, with_library
 from torch import nn
 from torch.distributed.algorithms._checkpoint.checkpoint_wrapper import checkpoint_wrapper
 
@@ -26,7 +26,13 @@ SCRIPT = REPO / "tests" / "data" / "export_llama.py"
 def test_from_pretrained_gives_the_logits_of_the_trained_model(tmp_path: Path) -> None:
     transformers = pytest.importorskip("transformers")
     command = [sys.executable, "-m", "torch.distributed.run", "--standalone", "--nproc-per-node=2"]
-    done = subprocess.run([*command, SCRIPT, tmp_path], capture_output=True, text=True, timeout=120)
+    done = subprocess.run(
+        [*command, SCRIPT, tmp_path],
+        capture_output=True,
+        text=True,
+        timeout=120,
+        env=with_library(),
+    )
     assert done.returncode == 0, done.stderr[-3000:]
     expected = torch.load(tmp_path / "expected.pt")
     assert len(list((tmp_path / "hf").glob("model-*.safetensors"))) > 1

@@ -156,14 +156,17 @@ def test_a_compiled_model_resumes(tmp_path: Path, monkeypatch: pytest.MonkeyPatc
         dist.destroy_process_group()
 
 
-def test_no_rank_rolls_back_while_another_reads(tmp_path: Path) -> None:
+def test_no_rank_rolls_back_while_another_reads(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
     """The last read of rank 1 is held until rank 0 has renamed what it reads, at most 3 s."""
     from rankproof.recipe import load_recipe
     from rankproof.run import run
 
-    for file in load_recipe(RECIPES / "resume.py").files:
+    monkeypatch.setenv("PYTHONPATH", str(TESTS.parent))
+    for file in load_recipe(RECIPES / "resume_and_reshard.py").flat_files:
         shutil.copy(file, tmp_path)
-    held, line = tmp_path / "resume.py", "    narrow = nn.Linear(WIDTH // 2, WIDTH)\n"
+    held, line = tmp_path / "resume_and_reshard.py", "    narrow = nn.Linear(WIDTH // 2, WIDTH)\n"
     source = held.read_text()
     assert source.count(line) == 1
     held.write_text(source.replace(line, f"{line}{READS_LATE}"))

@@ -4,7 +4,6 @@ import itertools
 import json
 import os
 import re
-import shutil
 import signal
 import subprocess
 import sys
@@ -16,13 +15,10 @@ import pytest
 import torch
 import torch.distributed.checkpoint as dcp
 from object_servers import ERRORS, KEY, SECRET, Proxy, rclone, seaweedfs
-from selection import REPO
-
-from harness.recipe import load_recipe
+from selection import REPO, edited_module, with_library
 
 pytest.importorskip("s3fs")
 RECIPE = REPO / "recipes_source" / "checkpoint" / "object_storage.py"
-sys.path.insert(0, str(RECIPE.parent))
 
 from torch.distributed.checkpoint._fsspec_filesystem import FsspecWriter  # noqa: E402
 
@@ -91,26 +87,18 @@ def unfinished(url: str) -> list:
 
 
 def edited(tmp_path: Path, find: str, replace: str):
-    """The recipe with an edit, as a module."""
-    for file in load_recipe(RECIPE).files:
-        shutil.copy(file, tmp_path)
-    source = RECIPE.read_text()
-    assert source.count(find) == 1
-    (tmp_path / "object_storage_edited.py").write_text(source.replace(find, replace))
-    sys.path.insert(0, str(tmp_path))
-    try:
-        import object_storage_edited
-
-        return object_storage_edited
-    finally:
-        sys.path.remove(str(tmp_path))
-        sys.modules.pop("object_storage_edited", None)
+    """The module with an edit."""
+    return edited_module(tmp_path, "checkpoint.object_storage", find, replace)
 
 
 def test_the_recipe_proves_its_claim_on_s3(proxy: Proxy, url: str) -> None:
     command = [sys.executable, "-m", "torch.distributed.run", "--standalone", "--nproc-per-node=2"]
     done = subprocess.run(
-        [*command, RECIPE, "--url", url], capture_output=True, text=True, timeout=120
+        [*command, RECIPE, "--url", url],
+        capture_output=True,
+        text=True,
+        timeout=120,
+        env=with_library(),
     )
     assert done.returncode == 0, done.stderr[-3000:]
     assert "every bit equal" in done.stdout

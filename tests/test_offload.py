@@ -33,7 +33,7 @@ from overlap_recipes.offload.whole_step import HostAdamW
 
 transformers = pytest.importorskip("transformers")
 
-PAGES = Path(host_layers.__file__).parent
+PAGES = Path(__file__).parents[1] / "recipes_source" / "offload"
 CPU, CUDA = torch.device("cpu"), torch.device("cuda")
 LAYERS, WORDS, WIDTH = 5, 96, 32
 RATE, MAX_NORM = 1e-2, 0.5

@@ -61,6 +61,7 @@ LIMIT_S = 280  # for the ranks; the machine itself takes about a minute
 PAUSE_MS = 5.0  # longer than any step of a toy without it
 CYCLES_PER_MS = 2_000_000  # of a GPU at 2 GHz
 
+EDITED: list[Path] = []  # where edited copies go: the folder of the run
 RUNS = 20
 UNITS, WIDTH, TOKENS = 6, 8192, 8192  # square weights; each product takes more than a millisecond
 PRODUCTS = ("aten::mm", "aten::addmm", "aten::bmm")
@@ -209,21 +210,39 @@ def read_overlap(events: list[dict]) -> Overlap:
 
 
 def load(name: str, control: str | None = None):
-    """The module of a recipe, with a control's edit if one is named."""
+    """A recipe as a module, with a control's edit of it or of the library if one is named.
+
+    It is imported anew with all that it imports of this project: the edit may be in any of it.
+    """
     from harness.recipe import load_recipe
 
-    path = SHARDING / f"{name}.py"
-    source = path.read_text()
+    recipe = load_recipe(SHARDING / f"{name}.py", CONTROLS)
+    file = recipe.path
+    first = []
     if control is not None:
-        source = load_recipe(path, CONTROLS).control(control).apply(source)
-    with tempfile.TemporaryDirectory() as folder:
-        copy = Path(folder) / f"{name}_{control}.py"
-        copy.write_text(source)
-        spec = importlib.util.spec_from_file_location(copy.stem, copy)
+        folder = Path(tempfile.mkdtemp(dir=EDITED[-1] if EDITED else None)) / "edited"
+        _, file = recipe.control(control).edited(recipe, folder)
+        first = [str(folder)]
+        if file.name != recipe.path.name or file.parent != folder:
+            file = recipe.path  # the edit is in what it imports
+    for module in list(sys.modules):
+        where = getattr(sys.modules[module], "__file__", None) or ""
+        if module.partition(".")[0] == "overlap_recipes" or Path(where).parent == SHARDING:
+            del sys.modules[module]
+    sys.path[:0] = first
+    try:
+        spec = importlib.util.spec_from_file_location(f"{name}_{control}", file)
         module = importlib.util.module_from_spec(spec)
-        sys.modules[copy.stem] = module
+        sys.modules[spec.name] = module
         spec.loader.exec_module(module)
+    finally:
+        del sys.path[: len(first)]
     return module
+
+
+def of_library(module: str):
+    """A module of fsdp2, as the recipe that was loaded last has it."""
+    return sys.modules[f"overlap_recipes.fsdp2.{module}"]
 
 
 def pause(milliseconds: float = PAUSE_MS, *, ranks: tuple[int, ...] = (0, 1)) -> None:
@@ -358,28 +377,28 @@ def before(owner: type, method: str, ranks: tuple[int, ...] = (0, 1)):
 
 def late_casts(module):
     """Rank 0 casts late: the others copy what was there."""
-    return before(module.Slots, "fill", ranks=(0,))
+    return before(of_library("shared_slots").Slots, "fill", ranks=(0,))
 
 
 def late_gathers(module):
-    return before(sys.modules["shared_slots"].Slots, "fill")
+    return before(of_library("shared_slots").Slots, "fill")
 
 
 def late_pushes(module):
-    return before(module.PushedGradients, "push", ranks=(0,))
+    return before(of_library("in_place_reduce").PushedGradients, "push", ranks=(0,))
 
 
 def late_reductions(module):
-    return before(module.PushedGradients, "push")
+    return before(of_library("in_place_reduce").PushedGradients, "push")
 
 
 def late_sums(module):
-    return before(module.PushedGradients, "finish", ranks=(1,))
+    return before(of_library("in_place_reduce").PushedGradients, "finish", ranks=(1,))
 
 
 def late_behind_barriers(module):
     """Rank 1 is late behind each barrier, which rank 0 has passed as well."""
-    memory = sys.modules["peer_memory"].PeerMemory
+    memory = of_library("peer_memory").PeerMemory
     original = memory.barrier
 
     def late(self):
@@ -408,7 +427,6 @@ def prove_in_place(
     name: str, control: str | None, device: torch.device, widen: Callable, proof: str = "prove"
 ) -> None:
     """Run the recipe's own proof in the widened window, to its end on every rank."""
-    load("in_place_gather"), load(name)  # what they import is there
     module, original, found = load(name, control), torch.equal, []
 
     def equal(a: torch.Tensor, b: torch.Tensor) -> bool:
@@ -638,6 +656,7 @@ def measure_overlaps(
 
 def main(output: Path, runs: int = RUNS, races: tuple[Race, ...] = RACES + IN_PLACE) -> None:
     sys.path[:0] = [str(ROOT), str(SHARDING)]
+    EDITED.append(output.parent)
     device = torch.device("cpu")
     if torch.cuda.is_available():
         device = torch.device("cuda", int(os.environ["LOCAL_RANK"]))

@@ -17,9 +17,11 @@ from pathlib import Path
 import pytest
 import torch
 import torch.distributed as dist
+from selection import edited_module
 from torch.distributed.checkpoint import FileSystemWriter
 
 from harness.recipe import load_recipe
+from overlap_recipes.checkpoint import copies, saves
 
 pytestmark = pytest.mark.skipif(not torch.cuda.is_available(), reason="needs a CUDA device")
 
@@ -40,17 +42,11 @@ def rank():
 
 
 def load(tmp_path: Path, control: str | None = None):
-    """The recipe's module, with a control's edit if one is named."""
-    source = RECIPE.read_text()
-    if control is not None:
-        source = load_recipe(RECIPE, ROOT / "tests" / "controls").control(control).apply(source)
-    name = f"stager_{control}"
-    path = tmp_path / f"{name}.py"
-    path.write_text(source)
-    spec = importlib.util.spec_from_file_location(name, path)
-    module = importlib.util.module_from_spec(spec)
-    spec.loader.exec_module(module)
-    return module
+    """The library's module of saves, with a control's edit if one is named."""
+    if control is None:
+        return saves
+    edit = load_recipe(RECIPE, ROOT / "tests" / "controls").control(control)
+    return edited_module(tmp_path, "checkpoint.saves", edit.find, edit.replace)
 
 
 class Saver:
@@ -174,7 +170,6 @@ def test_buffers_used_again_too_early_are_detected(saver):
 
 def test_a_read_in_mid_step_does_not_wait_for_the_copies(saver, monkeypatch):
     """Against the same copies without gaps, which it does wait for."""
-    copies = importlib.import_module("staging_copies")
     streams, device = torch.cuda, torch.device("cuda", torch.cuda.current_device())
     tensors = [torch.zeros(1 << 28, device=device) for _ in range(4)]  # 4 GiB, 80 ms
     plan = copies.CopyPlan(tensors, device)

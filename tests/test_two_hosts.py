@@ -9,7 +9,7 @@ import sys
 from pathlib import Path
 
 import pytest
-from selection import REPO
+from selection import REPO, with_library
 from troubles import survives
 
 DATA = REPO / "tests" / "data"
@@ -36,7 +36,7 @@ def test_a_link_is_cut_in_a_save_and_a_host_is_lost(tmp_path: Path, way: str) ->
     if reason := why_not():
         pytest.skip(reason)
     command = [*NAMESPACES, sys.executable, DATA / "two_hosts.py", tmp_path, way]
-    done = subprocess.run(command, capture_output=True, text=True, timeout=280)
+    done = subprocess.run(command, capture_output=True, text=True, timeout=280, env=with_library())
     assert done.returncode == 0, done.stderr[:500] + done.stderr[-6000:]
     print(json.loads(done.stdout.splitlines()[-1]))
 
@@ -51,7 +51,7 @@ def test_a_link_is_cut_in_a_save_and_a_host_is_lost(tmp_path: Path, way: str) ->
     alone_all_along = {"RANK": "0", "WORLD_SIZE": "1", "MASTER_ADDR": "127.0.0.1", "HOST": "c"}
     ended = subprocess.run(
         [sys.executable, DATA / "two_hosts_train.py", tmp_path / "c", way],
-        env={**os.environ, **alone_all_along, "MASTER_PORT": "0"},
+        env={**with_library(), **alone_all_along, "MASTER_PORT": "0"},
         capture_output=True,
         text=True,
         timeout=120,

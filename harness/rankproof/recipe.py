@@ -233,7 +233,11 @@ class Recipe:
     @property
     def flat_files(self) -> list[Path]:
         """Those of its files that lie in no package."""
-        return [path for name, path in self.sources.files.items() if "." not in name]
+        found = []
+        for name, path in self.sources.files.items():
+            if "." not in name and path.name != PACKAGE_FILE:
+                found.append(path)
+        return found
 
     @property
     def packages(self) -> list[Path]:
@@ -248,7 +252,7 @@ class Recipe:
     @property
     def import_path(self) -> list[Path]:
         """The folders that it imports from."""
-        beside = [file.parent for file in self.flat_files if file.name != PACKAGE_FILE]
+        beside = [file.parent for file in self.flat_files]
         return list(dict.fromkeys([*beside, *self.import_from]))
 
     @property

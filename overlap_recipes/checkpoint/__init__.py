@@ -7,7 +7,7 @@
 
 from .durable import DurableSaves, committed_steps, faults, newest_step
 from .kept_state import TrainingState
-from .preemption import Preemption
+from .preemption import AGAIN, TOO_LATE, Preemption
 from .resume import Run, resume
 from .retention import RetainedSaves
 from .saves import OverlappedSaves
@@ -15,6 +15,7 @@ from .state import AppState
 from .writer import OverlappedWriter
 
 __all__ = [
+    "AGAIN",
     "AppState",
     "DurableSaves",
     "OverlappedSaves",
@@ -22,6 +23,7 @@ __all__ = [
     "Preemption",
     "RetainedSaves",
     "Run",
+    "TOO_LATE",
     "TrainingState",
     "committed_steps",
     "faults",

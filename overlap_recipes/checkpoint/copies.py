@@ -17,17 +17,9 @@ import torch
 from torch.distributed.tensor import DTensor
 
 PIECE = 64 << 20  # bytes of copies in a row: a read of the training waits for one piece at most
-
-
 FIRST_PIECE = 16 << 20  # bytes, of tensors of the first launch: forward may begin with a read
-
-
 LAUNCH = 32  # pieces in one CUDA graph, each after its gap; launched in under a millisecond
-
-
 SMALL = 1 << 20  # bytes; smaller tensors travel together
-
-
 ALIGNMENT = 64  # bytes; where a tensor or a pack may start
 
 
@@ -133,14 +125,15 @@ class CopyPlan:
 
     Args:
         tensors: dense tensors or DTensors, anywhere.
-        device: the device whose copies run beside training. ``queue`` copies tensors elsewhere itself.
+        device: the device whose copies run beside training. ``queue`` copies tensors elsewhere
+            itself.
         changed_by_forward: tensors that forward changes in place: snapshots are copied.
         snapshot_bytes: device memory for snapshots; the update need not wait for their copies.
 
     ``offsets`` are bytes in an arena, by identity. ``snapshots`` are pairs (snapshot, shard).
     ``in_place`` are pairs (offset, bytes of a tensor itself), ``from_copies`` the same of snapshots
-    and of the pack of small tensors. ``elsewhere`` are on another device. A copy to ``gap``, 64 bytes
-    on the device, makes the stream wait for the other copy engine.
+    and of the pack of small tensors. ``elsewhere`` are on another device. A copy to ``gap``,
+    64 bytes on the device, makes the stream wait for the other copy engine.
     """
 
     @torch.inference_mode(False)
@@ -201,7 +194,7 @@ class CopyPlan:
         return list(map(in_host_memory, self.tensors, [hosts[identity(x)] for x in self.shards]))
 
     def copies(self, arena: PinnedArena) -> list[list[Callable[[], object]]]:
-        """Lists of launches: of what lies elsewhere (no graph), of tensors in place, of copies of them.
+        """Lists of launches: of what lies elsewhere (no graph), of tensors in place, of copies.
 
         The third list reads snapshots and the pack: the state may change when the second has ended.
         """
@@ -225,7 +218,7 @@ class CopyPlan:
         return copies
 
     def queue(self, copies: list[list], streams, stream) -> list:
-        """Launch ``copies`` on ``stream``, after what it waits for; return an event after each list."""
+        """Launch ``copies`` on ``stream``, after what it waits for; an event after each list."""
         events = [streams.Event() for _ in copies]
         with streams.stream(stream):
             for launches, event in zip(copies, events, strict=True):

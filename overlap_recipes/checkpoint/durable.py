@@ -15,8 +15,6 @@ import torch.distributed as dist
 from .saves import OverlappedSaves
 
 MANIFEST = "manifest.{}.json"  # of each rank, in each checkpoint: its files, sizes, digests
-
-
 POINTER = "latest"  # in the root: the name of the newest checkpoint, for people and other programs
 
 

@@ -20,11 +20,7 @@ from torch.distributed.checkpoint.state_dict import get_model_state_dict
 from .saves import OverlappedSaves
 
 NAMES = "F64 F32 F16 BF16 F8_E4M3 F8_E5M2 I64 I32 I16 I8 U8 BOOL"  # in a header, and in torch:
-
-
 KINDS = "double float half bfloat16 float8_e4m3fn float8_e5m2 long int short int8 uint8 bool"
-
-
 DTYPES = {getattr(torch, k): n for k, n in zip(KINDS.split(), NAMES.split(), strict=True)}
 
 
@@ -57,7 +53,7 @@ def encoded(header: dict) -> bytes:
 
 
 def runs(chunk, shape: torch.Size) -> tuple[int, list[int]]:
-    """How many elements of ``chunk`` lie together in a tensor of ``shape``, and where each run begins."""
+    """How many elements of ``chunk`` lie together in a tensor of ``shape``; where runs begin."""
     whole = len(shape)
     while whole and chunk.sizes[whole - 1] == shape[whole - 1]:
         whole -= 1
@@ -132,7 +128,7 @@ class SafetensorsWriter(dcp.HuggingFaceStorageWriter):
 
 
 class Exports(OverlappedSaves):
-    """``OverlappedSaves`` whose saves are exports; ``options`` are those of ``SafetensorsWriter``."""
+    """``OverlappedSaves`` whose saves are exports, with the options of ``SafetensorsWriter``."""
 
     def __init__(self, device: torch.device, changed_by_forward=(), **options) -> None:
         super().__init__(device, changed_by_forward)

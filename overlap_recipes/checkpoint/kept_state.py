@@ -42,15 +42,15 @@ class Kept(dict):
 
 
 # without it, tree_map takes a Kept for one leaf
-register_pytree_node(Kept, lambda x: ([*x.values()], [*x]), lambda x, k: dict(zip(k, x)))  # noqa: B905
+register_pytree_node(
+    Kept,
+    lambda x: ([*x.values()], [*x]),
+    lambda x, k: dict(zip(k, x)),  # noqa: B905
+)
 
 
 METHODS = "state_dict", "_save_to_state_dict", "get_extra_state"
-
-
 HOOKS = "_state_dict_hooks", "_state_dict_pre_hooks"
-
-
 OPTIMIZER_HOOKS = "_optimizer_state_dict_pre_hooks", "_optimizer_state_dict_post_hooks"
 
 

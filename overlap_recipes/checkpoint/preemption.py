@@ -10,8 +10,6 @@ import torch
 import torch.distributed as dist
 
 AGAIN = 85  # exit code: saved, start me again
-
-
 TOO_LATE = 86  # the deadline came before the save had ended; older checkpoints are whole
 
 

@@ -18,7 +18,8 @@ from .state import AppState
 class Run(AppState):
     """Model, optimizer, step, schedule, position in the data and random numbers of one run.
 
-    ``optimizer`` may be a list; ``schedule`` is whatever has ``state_dict`` and ``load_state_dict``.
+    ``optimizer`` may be a list; ``schedule`` is whatever has ``state_dict`` and
+    ``load_state_dict``.
     """
 
     def __init__(self, model: nn.Module, optimizer: torch.optim.Optimizer, schedule) -> None:
@@ -78,7 +79,7 @@ def choose(root: Path, step: int | None = None) -> int | None:
 
 
 def resume(run: Run, root: Path, step: int | None = None) -> int:
-    """Load the newest complete checkpoint below ``root``, or that of ``step``; return its step or 0.
+    """Load the newest complete checkpoint below ``root``, or that of ``step``; its step or 0.
 
     Raises:
         RuntimeError: it does not fit; the message lists what differs.

@@ -17,11 +17,7 @@ from torch.distributed.tensor import DTensor
 from .durable import DurableSaves, committed_steps, faults, flush, newest_step
 
 LOG = logging.getLogger(__name__)
-
-
 LEASE = "lease"  # in the root: locked by the job that writes here
-
-
 LEFTOVERS = ("*.incomplete", "*.deleted")  # what a crash can leave behind
 
 
@@ -71,8 +67,9 @@ class RetainedSaves(DurableSaves):
     ``keep_every`` divides are kept.
 
     Raises:
-        RuntimeError: another job writes to ``root``; on every rank. In a save's future: its directory
-            is not in ``root``, or ``root`` holds a newer step, whose run has not been resumed.
+        RuntimeError: another job writes to ``root``; on every rank. In a save's future: its
+            directory is not in ``root``, or ``root`` holds a newer step, whose run has not been
+            resumed.
     """
 
     def __init__(self, root: Path, *args, keep_last=3, keep_every=0, **kwargs) -> None:
@@ -140,7 +137,7 @@ def nbytes(state: object) -> int:
 
 
 def seconds_between_saves(cost_s: float, mtbf_s: float, upload_s: float) -> float:
-    """The interval that loses least; a save adds ``cost_s`` to training and is written in ``upload_s``."""
+    """The interval that loses least: a save costs ``cost_s`` and is written in ``upload_s``."""
     return max(math.sqrt(2 * cost_s * mtbf_s), upload_s)
 
 

@@ -19,11 +19,7 @@ from .copies import CopyPlan, PinnedArena
 from .state import is_staged, read, walk
 
 BUFFER_SETS = 2  # arenas of host memory: one is filled while the other is written
-
-
 DEADLINE_S = 600.0  # how long a thread waits for the other ranks
-
-
 EXIT_S = 30.0  # how long the end of the block waits for a write after an exception
 
 
@@ -34,9 +30,9 @@ class OverlappedSaves:
         device: where the state's tensors live; the current device.
         changed_by_forward: tensors that forward changes in place, or a function that returns them,
             such as ``model.buffers``.
-        if_busy: what ``save`` does while all arenas hold saves that are not written yet. ``"skip"``:
-            leave this save out on all ranks and count it in ``skipped``; every save then waits until
-            all ranks have called it. ``"wait"``, and any other value: wait.
+        if_busy: what ``save`` does while all arenas hold saves that are not written yet.
+            ``"skip"``: leave this save out on all ranks and count it in ``skipped``; every save
+            then waits until all ranks have called it. ``"wait"``, and any other value: wait.
         snapshot_bytes: device memory for snapshots of other large tensors. The next update need
             not wait until these bytes have arrived on the host.
     """

@@ -20,11 +20,7 @@ from torch.distributed.checkpoint.stateful import Stateful
 from torch.distributed.tensor import DTensor
 
 NO_STATE = "%s never had a gradient: load with DefaultLoadPlanner(allow_partial_load=True)"
-
-
 NO_ROOM = "no room here for the checkpoint's state of %s: frozen, left out, or added later?"
-
-
 UNKNOWN = (
     "the checkpoint knows no %s: add what is new after the load; all ranks need the same names"
 )

@@ -17,11 +17,7 @@ import torch.distributed as dist
 from .saves import OverlappedSaves
 
 PIECE = 64 << 20  # bytes that are sent at a time
-
-
 KEEP = 2  # checkpoints on each host: one may have its name on some hosts only
-
-
 LISTING = "files.json"  # which save it is, names and sizes of all its files on any host
 
 

@@ -17,8 +17,6 @@ from .saves import BUFFER_SETS, OverlappedSaves
 from .state import is_staged
 
 WRITERS = 7  # threads per rank, each with a file; more take cores from what launches kernels
-
-
 PIECE = 256 << 20  # bytes that one system call writes at most
 
 
@@ -91,7 +89,7 @@ class Layout(dcp.FileSystemWriter):
         sync(directory)
 
     def pieces(self, planner, items: list) -> list[tuple[int, int, list]]:
-        """The calls that write ``items`` from where ``planner`` finds them: offset, bytes, buffers."""
+        """The calls that write ``items``, found by ``planner``: offset, bytes, buffers."""
         pieces, offset, size, buffers = [], 0, 0, []
         for item in items:
             tensor = planner.resolve_data(item)

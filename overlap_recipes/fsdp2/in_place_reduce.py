@@ -12,11 +12,7 @@ from torch.distributed.fsdp import FSDPModule
 from . import peer_memory
 
 ALIGNMENT = 512  # bytes, of each gradient's part in a slot
-
-
 SLOTS = 3  # that units take turns in
-
-
 NAMES = "post_backward pre_forward reduce_grads gradient_divide_factor _all_reduce_hook"
 
 
@@ -63,7 +59,7 @@ class PushedGradients:
 
     @torch.no_grad()
     def reduce(self, group, taken: list) -> None:
-        """Queue the pushes of ``taken``, parameters and gradients of one unit; then the sums before."""
+        """Queue the pushes of ``taken``, a unit's parameters and gradients; then earlier sums."""
         parameters, flat, dtypes = tuple(p for p, _ in taken), [], []
         for p, gradient in taken:
             dtype = group._reduce_dtype or getattr(p, "unsharded_grad_dtype", None)

@@ -17,8 +17,6 @@ from torch.optim.optimizer import register_optimizer_step_post_hook
 from . import peer_memory
 
 ALIGNMENT, GRAIN = 512, 8 << 20  # bytes, of each weight in a slot and of a slot
-
-
 SMALL = 1 << 18  # bytes: smaller shards go by one kernel instead of a copy each
 
 
@@ -109,8 +107,9 @@ class Slots:
             names = [type(g.modules[0]).__name__ for g in (group, other)]
             raise RuntimeError(
                 f"{' and '.join(names)}, which share a slot, are full at the same time. Behind an "
-                "exception in a step: model.reset_iter_state() (PyTorch 2.13 on) and zero_grad(). Else "
-                "gather_in_place with more `slots`, as many as there are units if you keep them full"
+                "exception in a step: model.reset_iter_state() (PyTorch 2.13 on) and zero_grad(). "
+                "Else gather_in_place with more `slots`, as many as there are units if you keep "
+                "them full"
             )
 
     @torch.no_grad()

@@ -1,6 +1,6 @@
 # SPDX-License-Identifier: BSD-3-Clause
 # Overlap Recipes 0.1.0, overlap_recipes/offload/adam_in_pieces.py
-"""AdamW in pieces that fit a core's cache: one pass over the memory, without the interpreter's lock."""
+"""AdamW in pieces that fit a core's cache: one pass over the memory, without Python's lock."""
 
 import os
 from collections.abc import Callable, Iterable
@@ -9,8 +9,6 @@ import torch
 from torch import nn
 
 PIECE = 2**16  # parameters: what is read twice of a piece stays in the cache of one core
-
-
 SETTINGS = {"lr": 1e-2, "betas": (0.9, 0.95), "eps": 1e-8, "weight_decay": 0.1}
 
 
@@ -70,7 +68,7 @@ def update_pieces(block: Tensors, parts: list[Tensors], step: Tensors, numbers: 
 
 
 def without_lock(function: Callable) -> Callable:
-    """A function as TorchScript; as it is, right and slower, in a PyTorch that has that no longer."""
+    """A function as TorchScript; as it is, right and slower, where PyTorch has that no longer."""
     return getattr(torch.jit, "script", lambda plain: plain)(function)
 
 
@@ -78,7 +76,8 @@ def update_block(update: Callable, block: Tensors, step: torch.Tensor, numbers: 
     """Call ``update``, which is ``update_pieces``.
 
     Raises:
-        ValueError: a block's tensors are not flat, without gaps and of one length; master, moments or
+        ValueError: a block's tensors are not flat, without gaps and of one length; master, moments
+            or
             scratch are not in fp32; or a weight in fp32 has another master than itself.
     """
     gradient, weight, master = block[:3]

@@ -51,7 +51,7 @@ def leaves_of(ends: list, begins: list) -> list[torch.Tensor]:
 
 
 def run_alike(owner, index: int, args: tuple, kwargs: dict, first: list):
-    """Run a layer; the second time only with what it had the first time, whose versions are kept."""
+    """Run a layer; the second time only with what it had before, whose versions are kept."""
     given = tensors_in((args, kwargs))
     read = [x for x in (*given, *owner.sources(index)) if not x.is_inference()]
     versions = [x._version for x in read]

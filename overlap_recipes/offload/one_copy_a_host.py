@@ -17,8 +17,6 @@ from . import whole_step as whole
 from .host_layers import HostBuffer
 
 FAILED = -1  # in place of the number of updates
-
-
 POLL_S = 1e-4  # seconds between two looks at what other ranks have done
 
 
@@ -140,7 +138,7 @@ class SharedUpdates(adam.HostUpdates):
 
 
 class SharedAdamW(whole.HostAdamW):
-    """``HostAdamW`` for a ``SharedModel``; ``load_state_dict``: by all ranks of a host, or by none."""
+    """``HostAdamW`` for a ``SharedModel``; all ranks of a host load a state, or none."""
 
     updates = SharedUpdates
 

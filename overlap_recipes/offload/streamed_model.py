@@ -110,13 +110,13 @@ class StreamedModel(StreamedLayers):
         gone = layer in self.summed and any(grad is None for grad in handed)
         if gone or any(grad is not None and grad is not view for grad, view, _ in found):
             raise RuntimeError(
-                "parameter.grad was exchanged: change it in place, or drop all; what uses a layer's "
-                "weights outside of it goes in a backward of its own, behind"
+                "parameter.grad was exchanged: change it in place, or drop all; what uses a "
+                "layer's weights outside of it goes in a backward of its own, behind"
             )
         return layer in self.summed
 
     def load_sum(self, layer: int) -> bool:
-        """Queue the copy of a sum of earlier microbatches into the gradient slot, if there is one."""
+        """Queue the copy of earlier microbatches' sum into the gradient slot, if there is one."""
         slot, mine = layer % GRADIENT_SLOTS, self.layers[layer]
         if not self.has_sum(layer):
             return False

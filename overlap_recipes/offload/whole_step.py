@@ -17,7 +17,7 @@ DEFAULTS = {"lr": 1e-3, "betas": (0.9, 0.999), "eps": 1e-8, "weight_decay": 1e-2
 
 
 class HostAdamW(torch.optim.Optimizer):
-    """AdamW in fp32 for a streamed model: its layers on threads of the host, the rest on the device.
+    """AdamW in fp32 for a streamed model: layers on threads of the host, the rest on the device.
 
     Args:
         params: all trained parameters or groups of them, as for ``torch.optim.AdamW``.

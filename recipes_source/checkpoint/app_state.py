@@ -15,7 +15,7 @@ and you save after the first step. Then ``get_state_dict`` and ``set_state_dict`
 .. code-block:: python
 
    import torch.distributed.checkpoint as dcp
-   from overlap_recipes.checkpoint.state import AppState
+   from overlap_recipes.checkpoint import AppState
 
    app = AppState(model, optimizer)                                  # or a list of optimizers
 
@@ -25,7 +25,8 @@ and you save after the first step. Then ``get_state_dict`` and ``set_state_dict`
 
    dcp.load({"app": app}, checkpoint_id="checkpoints/step1000")      # to resume
 
-Your project needs this file alone: what it imports in ``main()`` is for the proof. Before
+Your project needs the package ``overlap_recipes``: ``pip install .`` in this repository, or a copy
+of its folder. Before
 you load, make model and optimizer as they were at the save; freeze, regroup and add after the load.
 
 .. grid:: 1 1 2 2
@@ -73,7 +74,7 @@ the load raises.
 # %%
 # Imports
 # -------
-# ``AppState`` needs torch and the standard library alone.
+# They are the proof's. ``AppState`` needs torch and the standard library alone.
 
 import argparse
 import tempfile

@@ -16,8 +16,7 @@ itself, as an object store does (:doc:`object_storage`).
 
     from pathlib import Path
 
-    from overlap_recipes.checkpoint.durable import DurableSaves, newest_step
-    from overlap_recipes.checkpoint.state import AppState
+    from overlap_recipes.checkpoint import AppState, DurableSaves, newest_step
 
     app, root = AppState(model, optimizer), Path("checkpoints")
     with DurableSaves(device, model.buffers) as saves:
@@ -28,8 +27,8 @@ itself, as an object store does (:doc:`object_storage`).
 
     newest_step(root)  # None, or the step to resume from; with digests=True every byte is read
 
-Your project needs this file, ``overlapped_stager.py``, ``staging_copies.py``,
-``app_state.py`` and ``state_to_save.py``.
+Your project needs the package ``overlap_recipes``: ``pip install .`` in this repository, or a copy
+of its folder.
 
 .. grid:: 1 1 2 2
 
@@ -73,6 +72,7 @@ All of this runs on the writing thread. It follows five rules, each of them a li
 # %%
 # Imports and names
 # -----------------
+# They are the proof's.
 
 import argparse
 import os

@@ -34,8 +34,8 @@ on another machine, with the command below.
 
     python export.py step1000 hf1000  # export a DCP checkpoint that you have already
 
-Your project needs this file, ``overlapped_stager.py``, ``staging_copies.py``,
-``app_state.py`` and ``state_to_save.py``.
+Your project needs the package ``overlap_recipes``: ``pip install .`` in this repository, or a copy
+of its folder.
 
 .. grid:: 1 1 2 2
 
@@ -73,6 +73,7 @@ tensor. Other divisions (columns, two dimensions) work too, with one call per ro
 # %%
 # Imports and sizes
 # -----------------
+# They are the proof's.
 
 import argparse
 import tempfile

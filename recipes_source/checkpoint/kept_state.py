@@ -23,7 +23,7 @@ once an hour.
 .. code-block:: python
 
    import torch.distributed.checkpoint as dcp
-   from overlap_recipes.checkpoint.kept_state import TrainingState
+   from overlap_recipes.checkpoint import TrainingState
 
    app = TrainingState(model, optimizer, schedule=scheduler)                     # once
 
@@ -33,8 +33,8 @@ once an hour.
 
    dcp.load({"app": app}, checkpoint_id="checkpoints/step100")                   # to resume
 
-Pass it to any save of DCP; that of the figure is :doc:`overlapped_writer`. Your project needs this
-file and ``app_state.py``. Pass several optimizers one after the other, and what ``AppState``
+Pass it to any save of DCP; that of the figure is :doc:`overlapped_writer`. Your project needs the package ``overlap_recipes``: ``pip install .`` in this repository, or a copy
+of its folder. Pass several optimizers one after the other, and what ``AppState``
 calls ``step`` by a name, as the schedule. ``async_save`` itself needs gloo beside NCCL:
 ``init_process_group()`` without a backend has both.
 
@@ -74,8 +74,8 @@ so whoever copies it sees the new memory.
 # %%
 # Imports
 # -------
-# This file needs torch, the standard library and :doc:`app_state`, whose ``AppState`` asks for the
-# state and loads it.
+# They are the proof's. The module builds on :doc:`app_state`, whose ``AppState`` asks for the state and
+# loads it.
 
 import argparse
 import tempfile

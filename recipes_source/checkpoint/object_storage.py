@@ -16,7 +16,7 @@ there; copy its checkpoints to the store afterwards, and commit each copy with `
 .. code-block:: python
 
     from overlap_recipes.checkpoint.object_storage import ObjectSaves, committed, load
-    from overlap_recipes.checkpoint.state import AppState
+    from overlap_recipes.checkpoint import AppState
 
     app = AppState(model, optimizer)
     with ObjectSaves("s3://bucket/run", device, model.buffers) as saves:
@@ -34,8 +34,8 @@ there; copy its checkpoints to the store afterwards, and commit each copy with `
     export AWS_ACCESS_KEY_ID=... AWS_SECRET_ACCESS_KEY=... AWS_ENDPOINT_URL=...
     torchrun ... train.py
 
-Your project needs this file, ``overlapped_stager.py``, ``staging_copies.py``,
-``app_state.py`` and ``state_to_save.py``.
+Your project needs the package ``overlap_recipes``: ``pip install .`` in this repository, or a copy
+of its folder.
 
 .. grid:: 1 1 2 2
 
@@ -75,6 +75,7 @@ The idea
 # %%
 # Imports and sizes
 # -----------------
+# They are the proof's.
 
 import argparse
 import tempfile

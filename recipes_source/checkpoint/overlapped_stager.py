@@ -24,8 +24,7 @@ costs next to nothing then), or the host cannot spare two copies of each rank's 
 
    from pathlib import Path
 
-   from overlap_recipes.checkpoint.kept_state import TrainingState
-   from overlap_recipes.checkpoint.saves import OverlappedSaves
+   from overlap_recipes.checkpoint import OverlappedSaves, TrainingState
 
    app = TrainingState(model, optimizer, schedule=scheduler)
    root = Path("checkpoints")
@@ -35,8 +34,7 @@ costs next to nothing then), or the host cannot spare two copies of each rank's 
            if step % 100 == 0:
                saves.save({"app": app}, root / f"step{step}")
 
-Your project needs this file, ``staging_copies.py``, :doc:`kept_state.py <kept_state>`, and
-``app_state.py``; the others are for the proof.
+It needs the package ``overlap_recipes``: ``pip install .``, or a copy of its folder.
 ``device`` is the rank's, such as ``torch.device("cuda", local_rank)``. To resume, call
 ``dcp.load({"app": app}, checkpoint_id=root / "step100")`` before the block; :doc:`retention` finds
 the newest.

@@ -27,8 +27,7 @@ well.
 
    from pathlib import Path
 
-   from overlap_recipes.checkpoint.kept_state import TrainingState
-   from overlap_recipes.checkpoint.writer import OverlappedWriter
+   from overlap_recipes.checkpoint import OverlappedWriter, TrainingState
 
    app = TrainingState(model, optimizer, schedule=scheduler)
    root = Path("checkpoints")
@@ -38,8 +37,7 @@ well.
            if step % 100 == 0:
                saves.save({"app": app}, root / f"step{step}")
 
-Your project needs this file, ``overlapped_stager.py``, ``staging_copies.py``,
-:doc:`kept_state.py <kept_state>`, and ``app_state.py``; ``device`` is the rank's own. Copy and write run beside training.
+It needs the package ``overlap_recipes``: ``pip install .``, or a copy of its folder. ``device`` is the rank's own. Copy and write run beside training.
 ``root/step100`` appears when every rank has written its part and the storage has all of it.
 Whatever writes weights without an optimizer calls ``saves.before_update()`` first.
 
@@ -82,8 +80,7 @@ the file, where it can grow without moving a tensor.
 # %%
 # Imports
 # -------
-# This file needs torch, the standard library and the stager. ``_StorageInfo`` is the one private
-# name: ``.metadata`` is made of it, and DCP's reader expects it.
+# They are the proof's. ``_StorageInfo`` is the one private name of the module: ``.metadata`` is made of it, and DCP's reader expects it.
 
 import argparse
 import tempfile

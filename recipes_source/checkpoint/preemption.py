@@ -20,9 +20,7 @@ counts.
     import sys
     from pathlib import Path
 
-    from overlap_recipes.checkpoint.preemption import AGAIN, Preemption
-    from overlap_recipes.checkpoint.resume import Run, resume
-    from overlap_recipes.checkpoint.retention import RetainedSaves
+    from overlap_recipes.checkpoint import AGAIN, Preemption, RetainedSaves, Run, resume
 
     preemption = Preemption(grace_s=120)  # before anything else that takes time
     ...                                   # join the process group, build the model
@@ -40,8 +38,8 @@ counts.
         (root / "finished").touch()
     sys.exit(0 if run.step == steps else AGAIN)
 
-Your project needs this file, ``resume_and_reshard.py``, ``retention.py``, and the files that
-:doc:`retention` lists. In a Slurm job:
+Your project needs the package ``overlap_recipes``: ``pip install .`` in this repository, or a copy
+of its folder. In a Slurm job:
 
 .. code-block:: bash
 
@@ -90,6 +88,7 @@ are still there.
 # %%
 # Imports
 # -------
+# They are the proof's.
 
 import argparse
 import os

@@ -17,8 +17,7 @@ the samples. Then seed anew, start the data where you like, and load with :doc:`
 
     from pathlib import Path
 
-    from overlap_recipes.checkpoint.resume import Run, resume
-    from overlap_recipes.checkpoint.retention import RetainedSaves
+    from overlap_recipes.checkpoint import RetainedSaves, Run, resume
 
     run, root = Run(model, optimizer, schedule), Path("checkpoints")
     with RetainedSaves(root, device, model.buffers) as saves:  # first: one job per directory
@@ -29,7 +28,8 @@ the samples. Then seed anew, start the data where you like, and load with :doc:`
             if run.step % 1000 == 0:
                 saves.save({"run": run}, root / f"step{run.step}")
 
-Your project needs this file, ``retention.py``, and the files that :doc:`retention` lists.
+Your project needs the package ``overlap_recipes``: ``pip install .`` in this repository, or a copy
+of its folder.
 
 .. grid:: 1 1 2 2
 
@@ -65,6 +65,7 @@ Each part of the state is of one of three kinds:
 # %%
 # Imports and sizes
 # -----------------
+# They are the proof's.
 
 import argparse
 import tempfile

@@ -17,8 +17,7 @@ any. Or something else already deletes by age or by quota.
 
     from pathlib import Path
 
-    from overlap_recipes.checkpoint.retention import RetainedSaves
-    from overlap_recipes.checkpoint.state import AppState
+    from overlap_recipes.checkpoint import AppState, RetainedSaves
 
     app, root = AppState(model, optimizer), Path("checkpoints")
     with RetainedSaves(root, device, model.buffers, keep_last=3, keep_every=10_000) as saves:
@@ -27,8 +26,9 @@ any. Or something else already deletes by age or by quota.
             if step % 1000 == 0:
                 saves.save({"app": app}, root / f"step{step}")
 
-Your project needs this file, ``durable_saves.py``, and the files that :doc:`durable_saves` lists.
-The same file is a command:
+Your project needs the package ``overlap_recipes``: ``pip install .`` in this repository, or a copy
+of its folder.
+The file of this page is a command, too:
 
 .. code-block:: bash
 
@@ -69,6 +69,7 @@ what has no name is no checkpoint.
 # %%
 # Imports and names
 # -----------------
+# They are the proof's.
 
 import argparse
 import sys

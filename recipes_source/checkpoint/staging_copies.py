@@ -50,7 +50,7 @@ built on this.
    optimizer.step()
    copied.synchronize()   # on a thread of yours, which writes hosts; it must end before the next save
 
-Your project needs this file alone; the others are for the proof. ``hosts`` are in the order of ``tensors_now()``.
+It needs the package ``overlap_recipes``: ``pip install .``, or a copy of its folder. ``hosts`` are in the order of ``tensors_now()``.
 
 .. grid:: 1 1 2 2
 
@@ -102,7 +102,7 @@ smaller, for a forward that begins with a read.
 # %%
 # Imports
 # -------
-# This file needs torch and the standard library alone.
+# They are the proof's.
 
 import torch
 

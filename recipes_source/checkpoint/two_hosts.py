@@ -16,7 +16,7 @@ then. What stands below on starting jobs and on storage holds there, too.
     from pathlib import Path
 
     import torch.distributed.checkpoint as dcp
-    from overlap_recipes.checkpoint.state import AppState
+    from overlap_recipes.checkpoint import AppState
     from overlap_recipes.checkpoint.two_hosts import PartnerSaves, gather
 
     app, local = AppState(model, optimizer), Path("/local/run")  # of this host alone
@@ -35,8 +35,8 @@ then. What stands below on starting jobs and on storage holds there, too.
     torchrun --nnodes=1:2 --nproc-per-node=8 --max-restarts=3 --rdzv-id=run --rdzv-backend=c10d \\
         --rdzv-endpoint=host0:29400 train.py         # the same line on every host
 
-Your project needs this file, ``overlapped_stager.py``, ``staging_copies.py``,
-``app_state.py`` and ``state_to_save.py``.
+Your project needs the package ``overlap_recipes``: ``pip install .`` in this repository, or a copy
+of its folder.
 
 .. grid:: 1 1 2 2
 
@@ -74,6 +74,7 @@ newest step of which every file is on some host. A host that misses a file recei
 # %%
 # Imports and sizes
 # -----------------
+# They are the proof's.
 
 import argparse
 import shutil

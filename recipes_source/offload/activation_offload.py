@@ -13,7 +13,7 @@ a length that grows with the model's width, recomputation is cheaper: see the en
 
 .. code-block:: python
 
-   from activation_offload import ActivationOffload  # host_layers.py beside it
+   from activation_offload import ActivationOffload  # this file
 
    offload = ActivationOffload(device, budget, window)
    for batch in batches:
@@ -39,7 +39,8 @@ is enough. After a forward with a budget of 0, ``offload.wanted`` says how much 
 
       * PyTorch 2.9 or later, any number of ranks; each works on its own device
       * host memory for the activations of one step
-      * ``host_layers.py`` of this folder: the pinned buffer, the layers
+      * the package ``overlap_recipes``: ``pip install .`` in this repository, or a copy of its folder,
+        for its pinned buffer
 
 .. verification-badge::
 
@@ -64,7 +65,8 @@ saved *last*. That is what backward wants first: it should stay anyway.
 # %%
 # Imports and sizes
 # -----------------
-# The layers, the loss and the page-locked buffer of exact size come from ``host_layers.py``.
+# The page-locked buffer of exact size is the one of :doc:`host_layers`; the layers and the loss of the
+# proof are its toys.
 
 import weakref
 from collections import deque

@@ -50,7 +50,7 @@ a scratch of its own and ``torch.set_num_threads(1)``, as ``main`` does.
    .. grid-item-card:: What you need
 
       * PyTorch 2.9 or later, any number of ranks; no compiler
-      * ``host_layers.py``
+      * the package ``overlap_recipes``: ``pip install .`` in this repository, or a copy of its folder
 
 .. verification-badge::
 

@@ -33,7 +33,7 @@ has few cores, so that their arithmetic is the limit.
 
       * PyTorch 2.9 or later on Linux, any number of ranks
       * host memory: 16 bytes per parameter
-      * ``adam_in_pieces.py``, ``streamed_model.py`` and what it imports
+      * the package ``overlap_recipes``: ``pip install .`` in this repository, or a copy of its folder
 
 .. verification-badge::
 
@@ -54,7 +54,8 @@ that are due the **lowest** is updated first, and the others beside the next for
 # %%
 # Imports and sizes
 # -----------------
-# ``streamed_model.py`` keeps the layers; this page updates them.
+# :doc:`streamed_model` keeps the layers; this page updates them. What is imported here is for the
+# proof.
 
 import streamed_model as streaming
 import torch

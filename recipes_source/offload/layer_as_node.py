@@ -23,7 +23,7 @@ simpler.
    .. grid-item-card:: What you need
 
       * PyTorch 2.9 or later, any number of ranks
-      * ``host_layers.py``, for the toys of the proof
+      * the package ``overlap_recipes``: ``pip install .`` in this repository, or a copy of its folder
 
 .. verification-badge::
 
@@ -45,7 +45,7 @@ last gradient of a layer has come.
 # %%
 # Imports and sizes
 # -----------------
-# The toys and the start of a rank are those of ``host_layers.py``.
+# They are for the proof: its toys and the start of a rank are those of :doc:`host_layers`.
 
 from functools import partial
 

@@ -22,7 +22,7 @@ over them: use FSDP2.
 
 .. code-block:: python
 
-   from overlap_recipes.offload.one_copy_a_host import Host, SharedAdamW, SharedModel
+   from overlap_recipes.offload import Host, SharedAdamW, SharedModel
 
    streamed = SharedModel(model, layers, device, Host())  # layers: model.model.layers, say
    optimizer = SharedAdamW(model.parameters(), streamed, lr=1e-3, max_norm=1.0)
@@ -44,7 +44,7 @@ over them: use FSDP2.
    .. grid-item-card:: What you need
 
       * PyTorch 2.9 or later, Linux, ``torchrun`` or ``LOCAL_WORLD_SIZE`` set
-      * ``whole_step.py`` and what it imports
+      * the package ``overlap_recipes``: ``pip install .`` in this repository, or a copy of its folder
 
 .. verification-badge::
 
@@ -70,7 +70,7 @@ gradients is known, and it is known when every rank has computed its last backwa
 # %%
 # Imports and sizes
 # -----------------
-# ``whole_step.py`` has the optimizer; this page shares what it keeps.
+# :doc:`whole_step` has the optimizer; this page shares what it keeps. The imports are the proof's.
 
 import re
 from contextlib import closing
@@ -150,7 +150,7 @@ from overlap_recipes.offload.one_copy_a_host import Host, SharedAdamW, SharedMod
 
 
 def train_alone(model: torch.nn.Module, device: torch.device) -> None:
-    """Ordinary training on the batches of all ranks, with the steps of ``whole_step.py``."""
+    """Ordinary training on the batches of all ranks, with the steps of ``whole_step``."""
     masters = {p: torch.nn.Parameter(p.detach().float()) for p in model.parameters()}
     groups, ranks = pieces.groups_of(masters.values()), dist.get_world_size()
     optimizer = torch.optim.AdamW(groups, fused=True, **pieces.SETTINGS)

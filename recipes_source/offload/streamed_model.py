@@ -15,7 +15,7 @@ step faster. :doc:`whole_step` moves the optimizer to the host, too, and says wh
 
 .. code-block:: python
 
-   from overlap_recipes.offload.streamed_model import StreamedModel
+   from overlap_recipes.offload import StreamedModel
 
    streamed = StreamedModel(model, layers, device)  # layers: model.model.layers, say
    optimizer = torch.optim.AdamW(model.parameters())
@@ -40,7 +40,7 @@ step faster. :doc:`whole_step` moves the optimizer to the host, too, and says wh
 
       * PyTorch 2.9 or later, any number of ranks; CPU runs everything, a CUDA device overlaps it
       * host memory for weights and gradients, page-locked
-      * ``weight_streaming.py`` and what it imports
+      * the package ``overlap_recipes``: ``pip install .`` in this repository, or a copy of its folder
 
 .. verification-badge::
 
@@ -61,7 +61,7 @@ them as one node of the graph, and has the next layers loaded.
 # %%
 # Imports and sizes
 # -----------------
-# ``weight_streaming.py`` has the slots, the lanes and their events.
+# :doc:`weight_streaming` has the slots, the lanes and their events. The imports are the proof's.
 
 from contextlib import closing
 

@@ -28,7 +28,7 @@ This page is how it is done. The lines to paste, for a model that you did not wr
 
       * PyTorch 2.9 or later, any number of ranks; CPU runs everything, a CUDA device overlaps it
       * page-locked host memory for weights and gradients
-      * ``layer_as_node.py`` and ``host_layers.py``, the recipes before this one
+      * the package ``overlap_recipes``; :doc:`layer_as_node` and :doc:`host_layers` explain its parts
 
 .. verification-badge::
 
@@ -90,8 +90,9 @@ goes on. Only the fifth is awaited by the host, after the step.
 In your training
 ----------------
 
-You bring layers that run one after the other, a device, batches and a loss. Put this file and what
-it imports beside your script. Masks, caches, tied weights and ``state_dict`` are in
+You bring layers that run one after the other, a device, batches and a loss. Your
+project needs the package ``overlap_recipes``: ``pip install .`` in this repository, or a copy of its
+folder. Masks, caches, tied weights and ``state_dict`` are in
 :doc:`streamed_model`:
 
 .. code-block:: python
@@ -111,7 +112,7 @@ it imports beside your script. Masks, caches, tied weights and ``state_dict`` ar
 # %%
 # Imports and sizes
 # -----------------
-# ``layer_as_node.py`` hands us the backward of a layer.
+# :doc:`layer_as_node` hands us the backward of a layer.
 
 from contextlib import closing
 

@@ -23,8 +23,7 @@ host's memory decides (see the end of this page).
 
 .. code-block:: python
 
-   from overlap_recipes.offload.streamed_model import StreamedModel
-   from overlap_recipes.offload.whole_step import HostAdamW
+   from overlap_recipes.offload import HostAdamW, StreamedModel
 
    streamed = StreamedModel(model, layers, device)  # layers: model.model.layers, say
    optimizer = HostAdamW(model.parameters(), streamed, lr=1e-3, max_norm=1.0)
@@ -50,7 +49,7 @@ host's memory decides (see the end of this page).
 
       * PyTorch 2.9 or later on Linux, any number of ranks
       * host memory: 16 bytes per parameter of the layers, for each rank
-      * ``host_adam.py`` and what it imports
+      * the package ``overlap_recipes``: ``pip install .`` in this repository, or a copy of its folder
 
 .. verification-badge::
 
@@ -73,7 +72,7 @@ device decides by the same number. Layer 0 is updated first, and the next forwar
 # %%
 # Imports and sizes
 # -----------------
-# ``host_adam.py`` updates the layers; this page decides when, and by how much. Embedding, head, and
+# :doc:`host_adam` updates the layers; this page decides when, and by how much. Embedding, head, and
 # layers within the budget have masters and moments on the device, and are updated there.
 
 from collections.abc import Iterator

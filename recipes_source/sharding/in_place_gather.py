@@ -19,8 +19,7 @@ straight to where they are used. On one and two ranks every bit is that of stock
 
 .. code-block:: python
 
-   from overlap_recipes.fsdp2.in_place_gather import gather_in_place  # peer_memory.py, shared_slots.py beside it
-   from overlap_recipes.fsdp2.in_place_reduce import reduce_in_place  # the next recipe: the same for gradients
+   from overlap_recipes.fsdp2 import gather_in_place, reduce_in_place
 
    for layer in model.layers:
        fully_shard(layer)  # as before; each module that it is called with is a unit
@@ -43,7 +42,7 @@ left, and copies by the GPU's copy engines, which take no cores.
    .. grid-item-card:: What you need
 
       * PyTorch 2.11 or later; ranks on one host, each GPU with peer access to the others
-      * ``peer_memory.py`` and ``shared_slots.py``, the recipes before
+      * the package ``overlap_recipes``
 
 .. verification-badge::
 

@@ -14,8 +14,7 @@ hosts; or communication costs you little.
 
 .. code-block:: python
 
-   from overlap_recipes.fsdp2.in_place_gather import gather_in_place  # the recipe before
-   from overlap_recipes.fsdp2.in_place_reduce import reduce_in_place
+   from overlap_recipes.fsdp2 import gather_in_place, reduce_in_place
 
    for layer in model.layers:
        fully_shard(layer)  # as before; each module that it is called with is a unit
@@ -38,7 +37,7 @@ cores (SMs). If bfloat16 gradients are reduced in float32, it sends twice their 
    .. grid-item-card:: What you need
 
       * PyTorch 2.11 or later; ranks on one host, each GPU with peer access to the others
-      * ``peer_memory.py`` beside it; the proof trains as ``in_place_gather.py`` does
+      * the package ``overlap_recipes``: ``pip install .`` in this repository, or a copy of its folder
 
 .. verification-badge::
 

@@ -22,7 +22,7 @@ copy-in, no copy-out. This page is how the memory is laid out. To have FSDP2 use
    .. grid-item-card:: What you need
 
       * PyTorch 2.11 or later; ranks on one host, each GPU with peer access to the others
-      * ``peer_memory.py``, the recipe before
+      * the package ``overlap_recipes``: ``pip install .`` in this repository, or a copy of its folder
 
 .. verification-badge::
 

@@ -8,8 +8,7 @@ import torch.distributed as dist
 from torch.distributed.fsdp import fully_shard
 from transformers import LlamaConfig, LlamaForCausalLM
 
-sys.path.insert(0, str(Path(__file__).parents[2] / "recipes_source" / "checkpoint"))
-from overlap_recipes.checkpoint.export import Exports, weights  # noqa: E402
+from overlap_recipes.checkpoint.export import Exports, weights
 
 SHAPE = {"hidden_size": 64, "intermediate_size": 96, "num_hidden_layers": 3, "vocab_size": 100}
 HEADS = {"num_attention_heads": 4, "num_key_value_heads": 2, "tie_word_embeddings": True}

@@ -1,34 +1,35 @@
-"""Edits that take a line out of a recipe: each must be caught."""
+"""Edits that take a line out of the library: each must be caught."""
 
-import sys
 from dataclasses import dataclass
 from pathlib import Path
+from types import ModuleType
 
-RECIPES = Path(__file__).resolve().parents[2] / "recipes_source" / "checkpoint"
+from overlap_recipes.checkpoint import durable, retention
+
+IN_ORDER = (durable, retention)  # the second takes names from the first
 
 
 @dataclass(frozen=True)
 class Edit:
-    """Replace ``find``, which occurs once, in the recipe ``module``."""
+    """Replace ``find``, which occurs once, in the code of ``module``."""
 
-    module: str
+    module: ModuleType
     find: str
     replace: str
 
     def apply(self) -> None:
         """Give the imported module the edited code, and those that took names from it."""
-        source = (RECIPES / f"{self.module}.py").read_text()
+        source = Path(self.module.__file__).read_text()
         assert source.count(self.find) == 1, f"{self.find!r} occurs {source.count(self.find)} times"
-        for name in ("durable_saves", "retention"):
-            module = sys.modules[name]
-            text = (RECIPES / f"{name}.py").read_text()
-            if name == self.module:
+        for module in IN_ORDER:
+            text = Path(module.__file__).read_text()
+            if module is self.module:
                 text = text.replace(self.find, self.replace)
             exec(compile(text, module.__file__, "exec"), module.__dict__)
 
 
 POINTER_FIRST = Edit(
-    "durable_saves",
+    durable,
     """        aside.rename(directory)
         flush(directory.parent)
         write_durably(directory.with_name(POINTER), directory.name)
@@ -39,7 +40,7 @@ POINTER_FIRST = Edit(
 """,
 )
 DELETE_FIRST = Edit(
-    "retention",
+    retention,
     """        super().commit(aside, directory)
         if self.rank == 0:
 """,
@@ -50,11 +51,11 @@ DELETE_FIRST = Edit(
         if self.rank == 0:
 """,
 )
-NO_FILE_FLUSH = Edit("durable_saves", "            flush(file)\n", "            pass\n")
-NO_DIRECTORY_FLUSH = Edit("durable_saves", "    flush(path.parent)\n", "")
-NO_ROOT_FLUSH = Edit("durable_saves", "        flush(directory.parent)\n", "")
+NO_FILE_FLUSH = Edit(durable, "            flush(file)\n", "            pass\n")
+NO_DIRECTORY_FLUSH = Edit(durable, "    flush(path.parent)\n", "")
+NO_ROOT_FLUSH = Edit(durable, "        flush(directory.parent)\n", "")
 RENAME_BEFORE_FLUSH = Edit(
-    "durable_saves",
+    durable,
     """    flush(aside)
     aside.replace(path)
 """,
@@ -62,7 +63,7 @@ RENAME_BEFORE_FLUSH = Edit(
     flush(path)
 """,
 )
-DELETION_NOT_FLUSHED = Edit("retention", "    flush(root)\n", "")
+DELETION_NOT_FLUSHED = Edit(retention, "    flush(root)\n", "")
 BY_KILL = {"pointer before rename": POINTER_FIRST, "delete before durable": DELETE_FIRST}
 BY_POWER_CUT = {
     "files not flushed": NO_FILE_FLUSH,

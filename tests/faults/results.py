@@ -17,11 +17,11 @@ from faults import REPO
 
 STRUCK = [
     "state_to_save",
-    "app_state",
-    "staging_copies",
-    "overlapped_stager",
-    "durable_saves",
-    "retention",
+    "overlap_recipes.checkpoint.state",
+    "overlap_recipes.checkpoint.copies",
+    "overlap_recipes.checkpoint.saves",
+    "overlap_recipes.checkpoint.durable",
+    "overlap_recipes.checkpoint.retention",
 ]
 
 

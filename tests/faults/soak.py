@@ -26,12 +26,12 @@ from collections.abc import Callable
 from dataclasses import asdict, dataclass, field
 from pathlib import Path
 
-from faults import job
-from faults.edits import RECIPES, Edit
+from benchmarks.result_files import hashes_of
+from faults import REPO, job
+from faults.edits import Edit
 from faults.points import BALLAST, POINTS, Fault
 from faults.power_cut import OperationLog
 from faults.ways import WAYS
-from harness.sources import code_sha256
 from overlap_recipes.checkpoint import durable
 
 RANKS = 2
@@ -53,11 +53,11 @@ CASES = (*(("kill", point) for point in POINTS), *ALSO)
 DAMAGE = ("truncated", "flipped")
 STRUCK = (
     "state_to_save",
-    "app_state",
-    "staging_copies",
-    "overlapped_stager",
-    "durable_saves",
-    "retention",
+    "overlap_recipes.checkpoint.state",
+    "overlap_recipes.checkpoint.copies",
+    "overlap_recipes.checkpoint.saves",
+    "overlap_recipes.checkpoint.durable",
+    "overlap_recipes.checkpoint.retention",
 )
 
 
@@ -376,9 +376,9 @@ def scratch_directory() -> Path:
 
 
 def code() -> str:
-    """The hash of the recipes that are struck: trials of other code are no trials of this."""
-    hashes = [code_sha256(RECIPES / f"{name}.py") for name in STRUCK]
-    return hashlib.sha256("".join(hashes).encode()).hexdigest()
+    """The hash of the code that is struck: trials of other code are no trials of this."""
+    hashes = json.dumps(hashes_of(STRUCK, REPO), sort_keys=True)
+    return hashlib.sha256(hashes.encode()).hexdigest()
 
 
 def earlier_results(file: Path | None, seed: int, way: str) -> list[dict]:
