@@ -232,7 +232,7 @@ import torch.distributed as dist
 from activation_offload import ActivationOffload, same_bits
 from torch import nn
 from torch.distributed.fsdp import fully_shard
-from host_layers import start_rank
+from overlap_recipes.ranks import start_rank
 
 
 def build(device):

@@ -6,15 +6,14 @@
 turn to a loop's own small copy.
 """
 
-import mmap
 from collections.abc import Callable
-from contextlib import suppress
 from functools import cache, partial
 from itertools import chain
-from weakref import finalize
 
 import torch
 from torch.distributed.tensor import DTensor
+
+from ..page_locked import PageLocked
 
 PIECE = 64 << 20  # bytes of copies in a row: a read of the training waits for one piece at most
 FIRST_PIECE = 16 << 20  # bytes, of tensors of the first launch: forward may begin with a read
@@ -23,26 +22,8 @@ SMALL = 1 << 20  # bytes; smaller tensors travel together
 ALIGNMENT = 64  # bytes; where a tensor or a pack may start
 
 
-class PinnedArena:
-    """``nbytes`` > 0 of host memory, page-locked where ``device`` is a CUDA device.
-
-    Raises:
-        RuntimeError: the driver refuses to lock that much memory.
-    """
-
-    @torch.inference_mode(False)
-    def __init__(self, nbytes: int, device: torch.device) -> None:
-        self.memory = mmap.mmap(-1, nbytes, flags=mmap.MAP_PRIVATE | mmap.MAP_ANONYMOUS)
-        self.memory.madvise(mmap.MADV_HUGEPAGE)
-        self.memory.madvise(mmap.MADV_DONTFORK)
-        self.bytes = torch.frombuffer(self.memory, dtype=torch.uint8).zero_()
-        if device.type == "cuda":
-            cuda, address = torch.cuda.cudart(), self.bytes.data_ptr()
-            if error := int(cuda.cudaHostRegister(address, nbytes, 0)):
-                with suppress(RuntimeError):
-                    torch.ones((), device=device)  # takes the error in place of your next kernel
-                raise RuntimeError(f"cannot lock {nbytes} bytes of host memory: CUDA error {error}")
-            finalize(self, cuda.cudaHostUnregister, address)
+class PinnedArena(PageLocked):
+    """Page-locked host memory in which the tensors of a plan lie."""
 
     def tensor(self, offset: int | None, like: torch.Tensor) -> torch.Tensor:
         """A contiguous tensor with the shape and dtype of ``like``, ``offset`` bytes into it."""

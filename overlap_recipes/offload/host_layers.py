@@ -2,24 +2,15 @@
 # Overlap Recipes 0.1.0, overlap_recipes/offload/host_layers.py
 """Layers whose parameters lie in one flat, page-locked buffer each, in host memory."""
 
-import mmap
 from collections.abc import Iterable
-from contextlib import suppress
 from itertools import accumulate
-from weakref import finalize
 
 import torch
 from torch import nn
 
+from ..page_locked import PageLocked, private_memory
+
 ALIGNMENT = 256  # elements: where a parameter may begin, 512 bytes of bf16 as on a CUDA device
-
-
-def private_memory(nbytes: int) -> mmap.mmap:
-    """Memory of this process alone, in large pages where the system has them."""
-    memory = mmap.mmap(-1, nbytes, flags=mmap.MAP_PRIVATE | mmap.MAP_ANONYMOUS)
-    with suppress(OSError):  # has none
-        memory.madvise(getattr(mmap, "MADV_HUGEPAGE", mmap.MADV_NORMAL))
-    return memory
 
 
 class HostBuffer:
@@ -42,23 +33,11 @@ class HostBuffer:
         self.shapes = {name: tensor.shape for name, tensor in like.items()}
         sizes = [-(-tensor.numel() // ALIGNMENT) * ALIGNMENT for tensor in like.values()]
         *self.offsets, numel = accumulate(sizes, initial=0)
-        nbytes = numel * dtype.itemsize
         try:
-            memory = self.memory(nbytes or 1)
-            self.flat = torch.frombuffer(memory, dtype=torch.uint8)[:nbytes].view(dtype).zero_()
-            self.unlock = lambda: None
-            if device.type == "cuda" and nbytes:
-                cuda, address = torch.cuda.cudart(), self.flat.data_ptr()
-                memory.madvise(mmap.MADV_DONTFORK)
-                torch.cuda.check_error(int(cuda.cudaHostRegister(address, nbytes, 0)))
-                self.unlock = finalize(self, cuda.cudaHostUnregister, address)
-        except (OSError, RuntimeError) as error:
-            with suppress(Exception):
-                torch.ones((), device=device)  # is told of the error in place of your next kernel
-            raise RuntimeError(
-                f"cannot lock {nbytes} more bytes of host memory ({error}): free some, raise "
-                "`ulimit -l`, or keep fewer layers on the host"
-            ) from error
+            self.locked = PageLocked(numel * dtype.itemsize, device, self.memory)
+        except RuntimeError as error:
+            raise RuntimeError(f"{error}, or keep fewer layers on the host") from error
+        self.flat = self.locked.bytes.view(dtype)
         self.views = self.views_of(self.flat)
 
     def views_of(self, flat: torch.Tensor) -> dict[str, torch.Tensor]:
@@ -68,7 +47,7 @@ class HostBuffer:
 
     def close(self) -> None:
         """Unlock the pages. The memory itself lives as long as a tensor that uses it."""
-        self.unlock()
+        self.locked.close()
 
 
 class HostLayer:

@@ -134,6 +134,10 @@ from overlap_recipes.checkpoint.copies import CopyPlan, PinnedArena, shard_of
 # .. literalinclude:: /overlap_recipes/checkpoint/copies.py
 #    :language: python
 #    :pyobject: PinnedArena
+#
+# .. literalinclude:: /overlap_recipes/page_locked.py
+#    :language: python
+#    :pyobject: PageLocked
 
 
 # %%

@@ -79,6 +79,7 @@ import torch.distributed as dist
 from torch import nn
 
 from overlap_recipes.offload.host_layers import HostBuffer
+from overlap_recipes.ranks import start_rank
 
 SMALLEST = 1 << 20  # bytes; a smaller tensor costs more to launch than its copy frees
 
@@ -343,7 +344,7 @@ def prove(device: torch.device, model: nn.Module, batch: torch.Tensor) -> None:
 
 
 def main() -> None:
-    device = toys.start_rank()
+    device = start_rank()
     try:
         torch.manual_seed(0)
         model = nn.Sequential(*build_layers()).to(device)

@@ -82,7 +82,6 @@ from concurrent.futures import ThreadPoolExecutor
 
 import torch
 import torch.distributed as dist
-from host_layers import start_rank
 from torch import nn
 from torch.nn.utils import clip_grads_with_norm_
 
@@ -95,6 +94,7 @@ from overlap_recipes.offload.adam_in_pieces import (
     update_pieces,
     without_lock,
 )
+from overlap_recipes.ranks import start_rank
 
 # %%
 # .. literalinclude:: /overlap_recipes/offload/adam_in_pieces.py

@@ -60,11 +60,11 @@ that are due the **lowest** is updated first, and the others beside the next for
 import streamed_model as streaming
 import torch
 import torch.distributed as dist
-from host_layers import start_rank
 
 from overlap_recipes.offload import adam_in_pieces as pieces
 from overlap_recipes.offload.host_adam import HostUpdates
 from overlap_recipes.offload.streamed_model import StreamedModel
+from overlap_recipes.ranks import start_rank
 
 # %%
 # .. literalinclude:: /overlap_recipes/offload/host_adam.py

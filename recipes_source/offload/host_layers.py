@@ -51,7 +51,6 @@ Nothing is hidden behind compute yet: that is the next recipe, :doc:`weight_stre
 # -----------------
 # Only torch and the standard library.
 
-import os
 from copy import deepcopy
 
 import torch
@@ -60,6 +59,7 @@ from torch import nn
 from torch.func import functional_call
 
 from overlap_recipes.offload.host_layers import ALIGNMENT, HostLayer, move_to_host
+from overlap_recipes.ranks import start_rank
 
 # %%
 # .. literalinclude:: /overlap_recipes/offload/host_layers.py
@@ -94,9 +94,13 @@ BATCH, TOKENS, LAYERS, STEPS = 2, 8, 3, 3  # sequences per step, tokens of each;
 # choose the kernels that they choose in a resident model. ``views_of`` lays the same parts over
 # *any* flat tensor: the copy on the device, float32 master weights, a sum of gradients.
 #
-# .. literalinclude:: /overlap_recipes/offload/host_layers.py
+# .. literalinclude:: /overlap_recipes/page_locked.py
 #    :language: python
 #    :pyobject: private_memory
+#
+# .. literalinclude:: /overlap_recipes/page_locked.py
+#    :language: python
+#    :pyobject: PageLocked
 
 
 # %%
@@ -157,28 +161,6 @@ class Block(nn.Module):
 
 def loss_of(y: torch.Tensor) -> torch.Tensor:
     return y.square().mean()
-
-
-def start_rank() -> torch.device:
-    """Join the group that torchrun describes, or a group of one; return this rank's device."""
-    device = torch.accelerator.current_accelerator(check_available=True) or torch.device("cpu")
-    if device.type != "cpu":
-        device = torch.device(device.type, int(os.environ.get("LOCAL_RANK", "0")))
-        torch.accelerator.set_device_index(device.index)
-    alone = {"store": dist.HashStore(), "rank": 0, "world_size": 1}
-    dist.init_process_group(**({} if "RANK" in os.environ else alone))
-    return device
-
-
-# %%
-# There and back
-# --------------
-# Copy each layer's buffer to the device, run the module on the copy, send the gradients back.
-# ``functional_call`` runs a module with the tensors that it is given in place of its parameters;
-# autograd sees the flat copy as the one leaf of the layer, so even its gradient is flat.
-#
-# ``non_blocking=True`` lets the host queue all of this without waiting. So ``train`` waits for the
-# device before it reads a gradient.
 
 
 def gradients_to_host(model: list[HostLayer], x: torch.Tensor) -> torch.Tensor:

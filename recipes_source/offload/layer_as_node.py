@@ -51,11 +51,12 @@ from functools import partial
 
 import torch
 import torch.distributed as dist
-from host_layers import BATCH, TOKENS, WIDTH, Block, loss_of, start_rank
+from host_layers import BATCH, TOKENS, WIDTH, Block, loss_of
 from torch import nn
 from torch.func import functional_call
 
 from overlap_recipes.offload.layer_as_node import Plain, as_node
+from overlap_recipes.ranks import start_rank
 
 LAYERS = 3
 

@@ -81,12 +81,12 @@ import torch
 import torch.distributed as dist
 import whole_step as whole
 from adam_in_pieces import schedule_of
-from host_layers import start_rank
 from streamed_model import Model, loss_of
 from torch.nn.utils import clip_grads_with_norm_
 
 from overlap_recipes.offload import adam_in_pieces as pieces
 from overlap_recipes.offload.one_copy_a_host import Host, SharedAdamW, SharedModel
+from overlap_recipes.ranks import start_rank
 
 # %%
 # .. literalinclude:: /overlap_recipes/offload/one_copy_a_host.py

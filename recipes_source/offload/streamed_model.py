@@ -67,11 +67,12 @@ from contextlib import closing
 
 import torch
 import torch.distributed as dist
-from host_layers import WIDTH, start_rank
+from host_layers import WIDTH
 from torch import nn
 
 from overlap_recipes.offload.streamed_model import StreamedModel, resident_bytes
 from overlap_recipes.offload.weight_streaming import SLOTS
+from overlap_recipes.ranks import start_rank
 
 # %%
 # .. literalinclude:: /overlap_recipes/offload/streamed_model.py

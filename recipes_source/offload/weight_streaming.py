@@ -122,6 +122,7 @@ import torch.distributed as dist
 from torch import nn
 
 from overlap_recipes.offload.weight_streaming import SLOTS, StreamedLayers
+from overlap_recipes.ranks import start_rank
 
 # %%
 # .. literalinclude:: /overlap_recipes/offload/weight_streaming.py
@@ -180,7 +181,7 @@ def train(stack: StreamedLayers, model: nn.Sequential, resident: nn.Sequential) 
 
 
 def main() -> None:
-    device = toys.start_rank()
+    device = start_rank()
     try:
         torch.manual_seed(dist.get_rank())
         model, resident = (nn.Sequential(*(toys.Block() for _ in range(LAYERS))) for _ in range(2))

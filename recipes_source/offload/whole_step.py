@@ -82,12 +82,12 @@ from copy import deepcopy
 import torch
 import torch.distributed as dist
 from adam_in_pieces import schedule_of, train_resident
-from host_layers import start_rank
 from streamed_model import Model, loss_of
 
 from overlap_recipes.offload import adam_in_pieces as pieces
 from overlap_recipes.offload.streamed_model import StreamedModel
 from overlap_recipes.offload.whole_step import HostAdamW
+from overlap_recipes.ranks import start_rank
 
 # %%
 # .. literalinclude:: /overlap_recipes/offload/whole_step.py

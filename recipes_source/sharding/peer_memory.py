@@ -47,7 +47,6 @@ before the shards change, one after.
 # and write. It is documented but young: its module has an underscore. The ``HIDDEN`` rows do not
 # divide by 2, 3 or 4 ranks: FSDP2 pads such shards.
 
-import os
 from collections.abc import Callable, Sequence
 
 import torch
@@ -56,6 +55,7 @@ from torch import nn
 from torch.distributed.fsdp import FSDPModule, MixedPrecisionPolicy, fully_shard
 
 from overlap_recipes.fsdp2.peer_memory import PeerMemory, param_groups, why_not
+from overlap_recipes.ranks import start_rank
 
 UNITS, WIDTH, HIDDEN = 5, 24, 49  # blocks, each an FSDP unit; features
 
@@ -177,17 +177,6 @@ UNITS, WIDTH, HIDDEN = 5, 24, 49  # blocks, each an FSDP unit; features
 # --------------------
 # A unit gathered by copies has the bits of FSDP2's own gather. The full weight is the padded shards
 # one after the other.
-
-
-def start_rank() -> torch.device:
-    """Join the group that torchrun describes, or one of this process alone; its device."""
-    device = torch.accelerator.current_accelerator(check_available=True) or torch.device("cpu")
-    if device.type != "cpu":
-        device = torch.device(device.type, int(os.environ.get("LOCAL_RANK", "0")))
-        torch.accelerator.set_device_index(device.index)
-    alone = {"store": dist.HashStore(), "rank": 0, "world_size": 1}
-    dist.init_process_group(**({} if "RANK" in os.environ else alone))
-    return device
 
 
 def run(prove: Callable[[torch.device], None]) -> None:

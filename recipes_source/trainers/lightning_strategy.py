@@ -114,6 +114,7 @@ from torch.distributed.fsdp import fully_shard
 from torch.nn.functional import dropout
 from torch.optim.optimizer import register_optimizer_step_pre_hook
 
+from overlap_recipes.ranks import start_rank
 from overlap_recipes.trainers.lightning import LightningSaves, OverlappedStrategy
 
 STEPS, SAVE_EVERY, KILLED_AT, WIDTH, SAMPLES = 8, 2, 4, 32, 8
@@ -163,8 +164,18 @@ class Model(LightningModule):
         return [optimizer], [{"scheduler": schedule, "interval": "step"}]
 
 
+ALONE = {
+    "RANK": "0",
+    "LOCAL_RANK": "0",
+    "WORLD_SIZE": "1",
+    "LOCAL_WORLD_SIZE": "1",
+}  # Lightning asks
+
+
 def train(folder: Path, seed: int, save: bool = True, resume: str | None = None) -> dict:
     """Train to the end, from ``resume`` if there is one; return the loss of each step."""
+    for name, value in ALONE.items():
+        os.environ.setdefault(name, value)
     torch.manual_seed(seed)
     model = Model()
     checkpoints = ModelCheckpoint(folder, filename="last-{step}", every_n_train_steps=SAVE_EVERY)
@@ -193,19 +204,6 @@ def train(folder: Path, seed: int, save: bool = True, resume: str | None = None)
 # files of the checkpoint are written, and its name is not. The second job resumes. Its model
 # starts with other random weights, so whatever it knows comes from the checkpoint. The third job
 # is never interrupted and never saves. The losses must be equal, bit by bit.
-
-
-def start_rank(run: str) -> None:
-    """Join a group for this run: torchrun's ranks, or a group of one."""
-    if "RANK" in os.environ:
-        store, rank, ranks = next(dist.rendezvous("env://"))
-        store = dist.PrefixStore(run, store)  # the killed run has left its keys in the store
-    else:
-        store, rank, ranks = dist.HashStore(), 0, 1
-        os.environ.update(RANK="0", LOCAL_RANK="0", WORLD_SIZE="1", LOCAL_WORLD_SIZE="1")
-    if torch.accelerator.is_available():
-        torch.accelerator.set_device_index(int(os.environ["LOCAL_RANK"]))
-    dist.init_process_group(store=store, rank=rank, world_size=ranks)
 
 
 def killed_run(folder: Path) -> None:

@@ -96,6 +96,7 @@ from torch.distributed.fsdp import fully_shard
 from torchtitan.components.dataloader import BaseDataLoader
 from torchtitan.components.optimizer import LRSchedulersContainer, default_adamw
 
+from overlap_recipes.ranks import start_rank
 from overlap_recipes.trainers.torchtitan import OverlappedCheckpointManager
 
 STEPS, SAVE_EVERY, KILLED_AT, WIDTH, SAMPLES = 8, 2, 4, 32, 8
@@ -187,21 +188,6 @@ class Training:
 # files of the checkpoint are written, and its name is not. The second job resumes. Its model
 # starts with other random weights, so whatever it knows comes from the checkpoint. The third job
 # is never interrupted and never saves. The losses must be equal, bit by bit.
-
-
-def start_rank(run: str) -> torch.device:
-    """Join a group for this run: torchrun's ranks, or a group of one; return this rank's device."""
-    device = torch.accelerator.current_accelerator(check_available=True) or torch.device("cpu")
-    if device.type != "cpu":
-        device = torch.device(device.type, int(os.environ.get("LOCAL_RANK", "0")))
-        torch.accelerator.set_device_index(device.index)
-    if "RANK" in os.environ:
-        store, rank, ranks = next(dist.rendezvous("env://"))
-        store = dist.PrefixStore(run, store)  # the killed run has left its keys in the store
-    else:
-        store, rank, ranks = dist.HashStore(), 0, 1
-    dist.init_process_group(store=store, rank=rank, world_size=ranks)
-    return device
 
 
 def killed_run(folder: Path) -> None:

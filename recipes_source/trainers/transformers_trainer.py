@@ -125,6 +125,7 @@ from accelerate.utils import DistributedType, FullyShardedDataParallelPlugin
 from transformers import LlamaConfig, LlamaForCausalLM, PrinterCallback, Trainer, TrainingArguments
 from transformers.trainer_utils import get_last_checkpoint
 
+from overlap_recipes.ranks import start_rank
 from overlap_recipes.trainers.transformers import OverlappedTrainer, TrainerSaves, save_state
 
 STEPS, SAVE_EVERY, KILLED_AT = 8, 2, 4  # killed while it writes the checkpoint of that step
@@ -146,6 +147,7 @@ class TrainerOnAnyDevice(OverlappedTrainer):
 
 
 def build_trainer(folder: Path, seed: int, save: bool = True) -> Trainer:
+    os.environ.setdefault("LOCAL_RANK", "0")  # accelerate asks for it
     torch.manual_seed(seed)
     model = LlamaForCausalLM(MODEL)
     texts = torch.arange(64 * 16).square().remainder(61).view(64, 16)
@@ -195,19 +197,6 @@ def prove_without_trainer(trainer: Trainer, directory: Path) -> None:
     for weight, bits in zip(weights, expected, strict=True):
         assert torch.equal(weight.to_local(), bits), "accelerate loads other weights"
     print("accelerator.load_state gives back the weights that save_state wrote beside training")
-
-
-def start_rank(run: str) -> None:
-    """Join a group for this run: torchrun's ranks, or a group of one."""
-    if "RANK" in os.environ:
-        store, rank, ranks = next(dist.rendezvous("env://"))
-        store = dist.PrefixStore(run, store)  # the killed run has left its keys in the store
-    else:
-        store, rank, ranks = dist.HashStore(), 0, 1
-        os.environ["LOCAL_RANK"] = "0"  # accelerate asks for it
-    if torch.accelerator.is_available():
-        torch.accelerator.set_device_index(int(os.environ["LOCAL_RANK"]))
-    dist.init_process_group(store=store, rank=rank, world_size=ranks)
 
 
 def killed_run(folder: Path) -> None:
