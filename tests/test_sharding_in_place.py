@@ -14,7 +14,6 @@ import torch
 from harness.run import run
 
 TRAINING = Path(__file__).parent / "data" / "in_place_training.py"
-SHARDING = Path(__file__).parents[1] / "recipes_source" / "sharding"
 
 
 class Unit:
@@ -39,7 +38,6 @@ def test_units_may_compute_on_several_streams(program: str, way: str) -> None:
 
 def test_an_optimizer_looks_at_its_own_parameters(monkeypatch: pytest.MonkeyPatch) -> None:
     """One a parameter, as for steps in backward: not at those of all. An alias counts as well."""
-    monkeypatch.syspath_prepend(str(SHARDING))
     from overlap_recipes.fsdp2 import shared_slots
 
     looked, storage_of = [], shared_slots.storage_of

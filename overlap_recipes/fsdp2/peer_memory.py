@@ -80,13 +80,12 @@ def why_not(group: dist.ProcessGroup, device: torch.device) -> str | None:
     return next((reason for reason, holds in reasons.items() if holds), None)
 
 
+# Private names of FSDP2, of its groups and of its parameters.
 GROUP_NAMES = """
     unshard wait_for_unshard finalize_backward lazy_init fsdp_params is_sharded is_unsharded
     _to_unsharded _all_gather_result _training_state unshard_in_backward mesh_info comm_ctx modules
     _all_gather_comm _reduce_scatter_comm post_forward_mesh_info
 """
-
-
 PARAMETER_NAMES = """
     sharded_param padded_sharded_param_size _sharded_param_data fsdp_placement all_gather_outputs
     init_all_gather_outputs init_unsharded_param free_unsharded_param offload_to_cpu

@@ -42,7 +42,8 @@ left, and copies by the GPU's copy engines, which take no cores.
    .. grid-item-card:: What you need
 
       * PyTorch 2.11 or later; ranks on one host, each GPU with peer access to the others
-      * the package ``overlap_recipes``
+      * the package ``overlap_recipes``: ``pip install .`` in this repository, or a copy of its
+        folder ``overlap_recipes``
 
 .. verification-badge::
 
@@ -70,13 +71,14 @@ Such memory is slow to set up, so units share it: a few **slots** serve any numb
 # %%
 # Imports and sizes
 # -----------------
+# They are the proof's.
 
 import peer_memory
 import torch
 import torch.distributed as dist
 from torch.distributed.fsdp import FSDPModule, MixedPrecisionPolicy
 
-from overlap_recipes.fsdp2.in_place_gather import gather_in_place
+from overlap_recipes.fsdp2 import gather_in_place
 
 BATCH, STEPS = 8, 4  # samples per rank and step
 
@@ -95,9 +97,7 @@ BATCH, STEPS = 8, 4  # samples per rank and step
 # .. literalinclude:: /overlap_recipes/fsdp2/in_place_gather.py
 #    :language: python
 #    :pyobject: Gathers
-
-
-# %%
+#
 # What FSDP2 calls
 # ----------------
 # FSDP2's order of calls (:doc:`peer_memory` has them) and its settings stay its own.
@@ -111,9 +111,7 @@ BATCH, STEPS = 8, 4  # samples per rank and step
 # .. literalinclude:: /overlap_recipes/fsdp2/in_place_gather.py
 #    :language: python
 #    :pyobject: InPlaceGather
-
-
-# %%
+#
 # One call
 # --------
 # When a loop has read its loss, the device waits for the host. So each forward begins by queueing
@@ -129,9 +127,7 @@ BATCH, STEPS = 8, 4  # samples per rank and step
 # .. literalinclude:: /overlap_recipes/fsdp2/in_place_gather.py
 #    :language: python
 #    :pyobject: gather_in_place
-
-
-# %%
+#
 # Run it, and prove it
 # --------------------
 # After each step the proof calls two blocks alone, so that others are gathered in vain, changes the
@@ -222,8 +218,7 @@ if __name__ == "__main__":
 #
 # What breaks if you remove a line
 # --------------------------------
-# Each edit was made and run when this page was built. A missing barrier is a race between ranks:
-# for those edits the ranks take turns in the worst order. A missing wait between streams changes
+# Each edit was made and run when this page was built. A missing wait between streams changes
 # nothing on a CPU; a recorder of stream order reports it.
 #
 # .. recipe-controls::

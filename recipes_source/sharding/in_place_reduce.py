@@ -37,7 +37,8 @@ cores (SMs). If bfloat16 gradients are reduced in float32, it sends twice their 
    .. grid-item-card:: What you need
 
       * PyTorch 2.11 or later; ranks on one host, each GPU with peer access to the others
-      * the package ``overlap_recipes``: ``pip install .`` in this repository, or a copy of its folder
+      * the package ``overlap_recipes``: ``pip install .`` in this repository, or a copy of its
+        folder ``overlap_recipes``
 
 .. verification-badge::
 
@@ -61,22 +62,23 @@ in the slot.
 """
 
 # %%
-# Imports
-# -------
+# Imports and sizes
+# -----------------
+# The imports are the proof's, which trains as :doc:`in_place_gather` does. The sizes are the
+# module's.
+#
+# .. literalinclude:: /overlap_recipes/fsdp2/in_place_reduce.py
+#    :language: python
+#    :start-at: ALIGNMENT = 512
+#    :end-at: NAMES = "post_backward
 
+import in_place_gather as in_place
 import peer_memory
 import torch
 import torch.distributed as dist
 from torch.distributed.fsdp import MixedPrecisionPolicy
 
-from overlap_recipes.fsdp2.in_place_reduce import reduce_in_place
-
-# %%
-# .. literalinclude:: /overlap_recipes/fsdp2/in_place_reduce.py
-#    :language: python
-#    :start-at: ALIGNMENT = 512
-#    :end-at: NAMES = "post_backward pre_forward reduce_grads gradient_div
-
+from overlap_recipes.fsdp2 import gather_in_place, reduce_in_place
 
 # %%
 # Push, barrier, and the sum a unit later
@@ -106,27 +108,19 @@ from overlap_recipes.fsdp2.in_place_reduce import reduce_in_place
 # .. literalinclude:: /overlap_recipes/fsdp2/in_place_reduce.py
 #    :language: python
 #    :pyobject: PushedGradients
-
-
-# %%
+#
 # .. literalinclude:: /overlap_recipes/fsdp2/in_place_reduce.py
 #    :language: python
 #    :pyobject: largest
-
-
-# %%
+#
 # .. literalinclude:: /overlap_recipes/fsdp2/in_place_reduce.py
 #    :language: python
 #    :pyobject: average
-
-
-# %%
+#
 # .. literalinclude:: /overlap_recipes/fsdp2/in_place_reduce.py
 #    :language: python
 #    :pyobject: add
-
-
-# %%
+#
 # What FSDP2 calls
 # ----------------
 # FSDP2 calls ``post_backward`` when a unit's gradients are there. They are taken first, so that
@@ -138,18 +132,14 @@ from overlap_recipes.fsdp2.in_place_reduce import reduce_in_place
 # .. literalinclude:: /overlap_recipes/fsdp2/in_place_reduce.py
 #    :language: python
 #    :pyobject: InPlaceReduce
-
-
-# %%
+#
 # One call
 # --------
 #
 # .. literalinclude:: /overlap_recipes/fsdp2/in_place_reduce.py
 #    :language: python
 #    :pyobject: reduce_in_place
-
-
-# %%
+#
 # Run it, and prove it
 # --------------------
 # A sum of two does not depend on its order: on one and two ranks every loss and weight must have
@@ -157,10 +147,6 @@ from overlap_recipes.fsdp2.in_place_reduce import reduce_in_place
 
 
 def prove(device: torch.device) -> None:
-    import in_place_gather as in_place
-
-    from overlap_recipes.fsdp2.in_place_gather import gather_in_place
-
     for dtypes in ((), (torch.bfloat16, torch.float32), (torch.bfloat16, torch.bfloat16)):
         policy = MixedPrecisionPolicy(*dtypes)
         expected = in_place.train(peer_memory.build(device, policy), device)

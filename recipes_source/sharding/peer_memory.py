@@ -21,7 +21,9 @@ nothing. To have FSDP2 use them, begin with :doc:`in_place_gather`.
    .. grid-item-card:: What you need
 
       * PyTorch 2.11 or later; ranks on one host, each GPU with peer access to the others
-      * on the CPU the same file runs over memory-mapped files
+      * on the CPU the same code runs over memory-mapped files
+      * the package ``overlap_recipes``: ``pip install .`` in this repository, or a copy of its
+        folder ``overlap_recipes``
 
 .. verification-badge::
 
@@ -43,9 +45,7 @@ before the shards change, one after.
 # %%
 # Imports and sizes
 # -----------------
-# Symmetric memory is memory that each rank allocates in the same size and that the others can read
-# and write. It is documented but young: its module has an underscore. The ``HIDDEN`` rows do not
-# divide by 2, 3 or 4 ranks: FSDP2 pads such shards.
+# They are the proof's. The ``HIDDEN`` rows do not divide by 2, 3 or 4 ranks: FSDP2 pads such shards.
 
 from collections.abc import Callable, Sequence
 
@@ -62,18 +62,17 @@ UNITS, WIDTH, HIDDEN = 5, 24, 49  # blocks, each an FSDP unit; features
 # %%
 # A tensor on every rank
 # ----------------------
-# ``symmetric_memory.empty`` allocates, ``rendezvous`` exchanges the handles of all ranks and
-# ``get_buffer`` gives another rank's memory as a tensor of this rank's device: to PyTorch, copying
-# it is a copy on one device. ``barrier`` is a kernel of one thread block on the current stream; the
-# host does not wait. On the CPU the tensors are files that all ranks map, and the barrier is
-# gloo's.
+# Symmetric memory is memory that each rank allocates in the same size and that the others can read
+# and write. It is documented but young: its module has an underscore. ``symmetric_memory.empty``
+# allocates, ``rendezvous`` exchanges the handles of all ranks and ``get_buffer`` gives another
+# rank's memory as a tensor of this rank's device: to PyTorch, copying it is a copy on one device.
+# ``barrier`` is a kernel of one thread block on the current stream; the host does not wait. On the
+# CPU the tensors are files that all ranks map, and the barrier is gloo's.
 #
 # .. literalinclude:: /overlap_recipes/fsdp2/peer_memory.py
 #    :language: python
 #    :pyobject: PeerMemory
-
-
-# %%
+#
 # When peers cannot be read
 # -------------------------
 # Every rank must come to the same answer, so what each sees is exchanged. Devices are told apart by
@@ -82,9 +81,7 @@ UNITS, WIDTH, HIDDEN = 5, 24, 49  # blocks, each an FSDP unit; features
 # .. literalinclude:: /overlap_recipes/fsdp2/peer_memory.py
 #    :language: python
 #    :pyobject: why_not
-
-
-# %%
+#
 # A step of FSDP2
 # ---------------
 # FSDP2 hangs hooks on the modules of each unit. In a step they call methods of the unit's group of
@@ -139,40 +136,28 @@ UNITS, WIDTH, HIDDEN = 5, 24, 49  # blocks, each an FSDP unit; features
 # .. literalinclude:: /overlap_recipes/fsdp2/peer_memory.py
 #    :language: python
 #    :start-at: GROUP_NAMES = """
-#    :end-at: """
-
-
-# %%
+#    :end-before: def param_groups
+#
 # .. literalinclude:: /overlap_recipes/fsdp2/peer_memory.py
 #    :language: python
 #    :pyobject: param_groups
-
-
-# %%
+#
 # .. literalinclude:: /overlap_recipes/fsdp2/peer_memory.py
 #    :language: python
 #    :pyobject: why_stock
-
-
-# %%
+#
 # .. literalinclude:: /overlap_recipes/fsdp2/peer_memory.py
 #    :language: python
 #    :pyobject: copying_groups
-
-
-# %%
+#
 # .. literalinclude:: /overlap_recipes/fsdp2/peer_memory.py
 #    :language: python
 #    :pyobject: settled
-
-
-# %%
+#
 # .. literalinclude:: /overlap_recipes/fsdp2/peer_memory.py
 #    :language: python
 #    :pyobject: become
-
-
-# %%
+#
 # Run it, and prove it
 # --------------------
 # A unit gathered by copies has the bits of FSDP2's own gather. The full weight is the padded shards

@@ -33,8 +33,9 @@ This page is for training code without FSDP2, and for readers who want to see th
    .. grid-item-card:: What you need
 
       * PyTorch 2.11 or later; ranks on one host, each GPU with peer access to the others
-      * ``prefetch_schedule.py``, ``stream_context.py`` and ``sharded_parameter.py`` beside it, and the
-        package ``overlap_recipes``, for the peers' memory
+      * ``prefetch_schedule.py``, ``stream_context.py`` and ``sharded_parameter.py`` beside it
+      * for the peers' memory the package ``overlap_recipes``: ``pip install .`` in this repository,
+        or a copy of its folder ``overlap_recipes``
 
 .. verification-badge::
 

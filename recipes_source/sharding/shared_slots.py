@@ -22,7 +22,8 @@ copy-in, no copy-out. This page is how the memory is laid out. To have FSDP2 use
    .. grid-item-card:: What you need
 
       * PyTorch 2.11 or later; ranks on one host, each GPU with peer access to the others
-      * the package ``overlap_recipes``: ``pip install .`` in this repository, or a copy of its folder
+      * the package ``overlap_recipes``: ``pip install .`` in this repository, or a copy of its
+        folder ``overlap_recipes``
 
 .. verification-badge::
 
@@ -45,6 +46,13 @@ to allocate, for all ranks must exchange its addresses. So it stays, and units t
 # %%
 # Imports and sizes
 # -----------------
+# The sizes are the module's. The imports are the proof's, whose model and start of the ranks come
+# from :doc:`peer_memory`.
+#
+# .. literalinclude:: /overlap_recipes/fsdp2/shared_slots.py
+#    :language: python
+#    :start-at: ALIGNMENT, GRAIN = 512, 8 << 20
+#    :end-at: SMALL = 1 << 18
 
 from itertools import pairwise
 
@@ -55,13 +63,6 @@ from torch.distributed.fsdp import MixedPrecisionPolicy
 
 from overlap_recipes.fsdp2.peer_memory import PeerMemory, param_groups, why_not
 from overlap_recipes.fsdp2.shared_slots import Slots, outdated
-
-# %%
-# .. literalinclude:: /overlap_recipes/fsdp2/shared_slots.py
-#    :language: python
-#    :start-at: ALIGNMENT, GRAIN = 512, 8 << 20
-#    :end-at: SMALL = 1 << 18
-
 
 # %%
 # Whose slot is it?
@@ -75,15 +76,11 @@ from overlap_recipes.fsdp2.shared_slots import Slots, outdated
 # .. literalinclude:: /overlap_recipes/fsdp2/shared_slots.py
 #    :language: python
 #    :pyobject: Slot
-
-
-# %%
+#
 # .. literalinclude:: /overlap_recipes/fsdp2/shared_slots.py
 #    :language: python
 #    :pyobject: dtype_of
-
-
-# %%
+#
 # Laid out once, filled each time
 # -------------------------------
 # FSDP2 keeps each full weight as the shards of all ranks one after the other. A gather casts this
@@ -101,9 +98,7 @@ from overlap_recipes.fsdp2.shared_slots import Slots, outdated
 # .. literalinclude:: /overlap_recipes/fsdp2/shared_slots.py
 #    :language: python
 #    :pyobject: Slots
-
-
-# %%
+#
 # Changed since?
 # --------------
 # A slot that was filled ahead is outdated if the weights change, or move to other memory, before it
@@ -114,27 +109,19 @@ from overlap_recipes.fsdp2.shared_slots import Slots, outdated
 # .. literalinclude:: /overlap_recipes/fsdp2/shared_slots.py
 #    :language: python
 #    :pyobject: versions
-
-
-# %%
+#
 # .. literalinclude:: /overlap_recipes/fsdp2/shared_slots.py
 #    :language: python
 #    :pyobject: outdated
-
-
-# %%
+#
 # .. literalinclude:: /overlap_recipes/fsdp2/shared_slots.py
 #    :language: python
 #    :pyobject: storage_of
-
-
-# %%
+#
 # .. literalinclude:: /overlap_recipes/fsdp2/shared_slots.py
 #    :language: python
 #    :pyobject: counted
-
-
-# %%
+#
 # Ahead of their use
 # ------------------
 # Forward needs prefetch lists. Without them FSDP2 relies on the host running ahead, and a gather
@@ -146,15 +133,11 @@ from overlap_recipes.fsdp2.shared_slots import Slots, outdated
 # .. literalinclude:: /overlap_recipes/fsdp2/shared_slots.py
 #    :language: python
 #    :pyobject: set_lists
-
-
-# %%
+#
 # .. literalinclude:: /overlap_recipes/fsdp2/shared_slots.py
 #    :language: python
 #    :pyobject: embeds
-
-
-# %%
+#
 # Run it, and prove it
 # --------------------
 # Units filled from their slots have the bits of FSDP2's own gather, also when one is filled again

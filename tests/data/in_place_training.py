@@ -35,11 +35,7 @@ sys.path.insert(0, str(Path(__file__).resolve().parents[2] / "recipes_source" / 
 
 import peer_memory  # noqa: E402
 
-from overlap_recipes.fsdp2 import (
-    in_place_gather,  # noqa: E402
-    in_place_reduce,  # noqa: E402
-    shared_slots,  # noqa: E402
-)
+from overlap_recipes.fsdp2 import in_place_gather, in_place_reduce, shared_slots  # noqa: E402
 from overlap_recipes.fsdp2.peer_memory import param_groups  # noqa: E402
 
 WIDTH, BLOCKS, STEPS = 10, 4, 3
