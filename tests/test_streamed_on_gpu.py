@@ -1,20 +1,16 @@
 """A stock Llama streamed on a CUDA device: the resident run's bits, whichever stream is late."""
 
-import sys
 from collections.abc import Iterator
 from copy import deepcopy
-from pathlib import Path
 
 import pytest
 import torch
 from torch import nn
 
+from overlap_recipes.offload import HostAdamW, StreamedModel
+
 pytestmark = pytest.mark.skipif(not torch.cuda.is_available(), reason="needs a CUDA device")
 transformers = pytest.importorskip("transformers")
-sys.path.insert(0, str(Path(__file__).parents[1] / "recipes_source" / "offload"))
-
-from overlap_recipes.offload.streamed_model import StreamedModel  # noqa: E402
-from overlap_recipes.offload.whole_step import HostAdamW  # noqa: E402
 
 DELAY_CYCLES = 100_000_000  # of the device's clock: 0.05 s
 STREAMS = ("none", "compute", "h2d", "d2h")

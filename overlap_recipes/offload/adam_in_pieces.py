@@ -10,8 +10,6 @@ from torch import nn
 
 PIECE = 2**16  # parameters: what is read twice of a piece stays in the cache of one core
 SETTINGS = {"lr": 1e-2, "betas": (0.9, 0.95), "eps": 1e-8, "weight_decay": 0.1}
-
-
 Tensors = list[torch.Tensor]
 
 
@@ -77,8 +75,7 @@ def update_block(update: Callable, block: Tensors, step: torch.Tensor, numbers: 
 
     Raises:
         ValueError: a block's tensors are not flat, without gaps and of one length; master, moments
-            or
-            scratch are not in fp32; or a weight in fp32 has another master than itself.
+            or scratch are not in fp32; or a weight in fp32 has another master than itself.
     """
     gradient, weight, master = block[:3]
     if not all(tensor.ndim == 1 and tensor.is_contiguous() for tensor in block):
@@ -99,8 +96,6 @@ def host_threads() -> int:
 
 
 MOMENTS = ("exp_avg", "exp_avg_sq")
-
-
 FP32 = torch.float32  # whatever the default dtype is
 
 

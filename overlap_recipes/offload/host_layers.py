@@ -105,8 +105,7 @@ def move_to_host(layers: Iterable, device: torch.device, gradient_dtype=None) ->
         gradient_dtype: of the gradients; that of their parameters if None.
 
     Raises:
-        ValueError: a layer shares a parameter with one before it; another device is the current
-            one.
+        ValueError: a layer shares a parameter with one before it, or another device is current.
         RuntimeError: the host cannot lock as much memory.
     """
     named = device.type != "cpu" and device.index is not None

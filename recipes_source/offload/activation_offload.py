@@ -39,8 +39,8 @@ is enough. After a forward with a budget of 0, ``offload.wanted`` says how much 
 
       * PyTorch 2.9 or later, any number of ranks; each works on its own device
       * host memory for the activations of one step
-      * the package ``overlap_recipes``: ``pip install .`` in this repository, or a copy of its folder,
-        for its pinned buffer
+      * this file, and for its pinned buffer the package ``overlap_recipes``: ``pip install .`` in
+        this repository, or a copy of its folder ``overlap_recipes``
 
 .. verification-badge::
 
@@ -65,8 +65,8 @@ saved *last*. That is what backward wants first: it should stay anyway.
 # %%
 # Imports and sizes
 # -----------------
-# The page-locked buffer of exact size is the one of :doc:`host_layers`; the layers and the loss of the
-# proof are its toys.
+# The page-locked buffer of exact size is the one of :doc:`host_layers`; the layers and the loss of
+# the proof are its toys.
 
 import weakref
 from collections import deque

@@ -23,7 +23,8 @@ of a model with it.
 .. code-block:: python
 
    import torch
-   from overlap_recipes.offload.adam_in_pieces import PIECE, numbers_of, update_block, update_pieces, without_lock
+   from overlap_recipes.offload.adam_in_pieces import PIECE, numbers_of, update_block
+   from overlap_recipes.offload.adam_in_pieces import update_pieces, without_lock
 
    settings = {"lr": 1e-4, "betas": (0.9, 0.95), "eps": 1e-8, "weight_decay": 0.1}
    update = without_lock(update_pieces)                       # once
@@ -50,7 +51,8 @@ a scratch of its own and ``torch.set_num_threads(1)``, as ``main`` does.
    .. grid-item-card:: What you need
 
       * PyTorch 2.9 or later, any number of ranks; no compiler
-      * the package ``overlap_recipes``: ``pip install .`` in this repository, or a copy of its folder
+      * the package ``overlap_recipes``: ``pip install .`` in this repository, or a copy of its
+        folder ``overlap_recipes``
 
 .. verification-badge::
 
@@ -76,6 +78,12 @@ several operators without the lock.
 # %%
 # Imports and sizes
 # -----------------
+# The imports are the proof's. Size and settings are the module's.
+#
+# .. literalinclude:: /overlap_recipes/offload/adam_in_pieces.py
+#    :language: python
+#    :start-at: PIECE = 2**16
+#    :end-at: Tensors = list[torch.Tensor]
 
 from collections.abc import Iterable
 from concurrent.futures import ThreadPoolExecutor
@@ -96,18 +104,7 @@ from overlap_recipes.offload.adam_in_pieces import (
 )
 from overlap_recipes.ranks import start_rank
 
-# %%
-# .. literalinclude:: /overlap_recipes/offload/adam_in_pieces.py
-#    :language: python
-#    :start-at: PIECE = 2**16
-#    :end-at: PIECE = 2**16
-
 THREADS, STEPS, PARAMETERS = 2, 3, 2 * PIECE + 1000
-# %%
-# .. literalinclude:: /overlap_recipes/offload/adam_in_pieces.py
-#    :language: python
-#    :start-at: SETTINGS = {"lr": 1e-2, "betas": (0.9, 0.95), "eps": 1e-8, "
-#    :end-at: Tensors = list[torch.Tensor]
 
 
 # %%
@@ -120,21 +117,15 @@ THREADS, STEPS, PARAMETERS = 2, 3, 2 * PIECE + 1000
 # .. literalinclude:: /overlap_recipes/offload/adam_in_pieces.py
 #    :language: python
 #    :pyobject: fused_adamw
-
-
-# %%
+#
 # .. literalinclude:: /overlap_recipes/offload/adam_in_pieces.py
 #    :language: python
 #    :pyobject: adamw
-
-
-# %%
+#
 # .. literalinclude:: /overlap_recipes/offload/adam_in_pieces.py
 #    :language: python
 #    :pyobject: numbers_of
-
-
-# %%
+#
 # The pieces of a block
 # ---------------------
 # ``parts`` are lists that the caller made. They could be made here, where they are filled. But
@@ -145,27 +136,19 @@ THREADS, STEPS, PARAMETERS = 2, 3, 2 * PIECE + 1000
 # .. literalinclude:: /overlap_recipes/offload/adam_in_pieces.py
 #    :language: python
 #    :pyobject: update_pieces
-
-
-# %%
+#
 # .. literalinclude:: /overlap_recipes/offload/adam_in_pieces.py
 #    :language: python
 #    :pyobject: without_lock
-
-
-# %%
+#
 # .. literalinclude:: /overlap_recipes/offload/adam_in_pieces.py
 #    :language: python
 #    :pyobject: update_block
-
-
-# %%
+#
 # .. literalinclude:: /overlap_recipes/offload/adam_in_pieces.py
 #    :language: python
 #    :pyobject: host_threads
-
-
-# %%
+#
 # What stays on the device
 # ------------------------
 # A parameter that stays on the device has its state there. ``skip`` (torch's ``found_inf``) makes
@@ -176,45 +159,31 @@ THREADS, STEPS, PARAMETERS = 2, 3, 2 * PIECE + 1000
 #    :language: python
 #    :start-at: MOMENTS = ("exp_avg", "exp_avg_sq")
 #    :end-at: FP32 = torch.float32
-
-
-# %%
+#
 # .. literalinclude:: /overlap_recipes/offload/adam_in_pieces.py
 #    :language: python
 #    :pyobject: state_on_device
-
-
-# %%
+#
 # .. literalinclude:: /overlap_recipes/offload/adam_in_pieces.py
 #    :language: python
 #    :pyobject: load_states
-
-
-# %%
+#
 # .. literalinclude:: /overlap_recipes/offload/adam_in_pieces.py
 #    :language: python
 #    :pyobject: steps_apart
-
-
-# %%
+#
 # .. literalinclude:: /overlap_recipes/offload/adam_in_pieces.py
 #    :language: python
 #    :pyobject: refuse_other_adams
-
-
-# %%
+#
 # .. literalinclude:: /overlap_recipes/offload/adam_in_pieces.py
 #    :language: python
 #    :pyobject: update_on_device
-
-
-# %%
+#
 # .. literalinclude:: /overlap_recipes/offload/adam_in_pieces.py
 #    :language: python
 #    :pyobject: to_host
-
-
-# %%
+#
 # Ordinary training
 # -----------------
 # The next recipes are compared with this:

@@ -33,7 +33,8 @@ has few cores, so that their arithmetic is the limit.
 
       * PyTorch 2.9 or later on Linux, any number of ranks
       * host memory: 16 bytes per parameter
-      * the package ``overlap_recipes``: ``pip install .`` in this repository, or a copy of its folder
+      * the package ``overlap_recipes``: ``pip install .`` in this repository, or a copy of its
+        folder ``overlap_recipes``
 
 .. verification-badge::
 
@@ -54,8 +55,13 @@ that are due the **lowest** is updated first, and the others beside the next for
 # %%
 # Imports and sizes
 # -----------------
-# :doc:`streamed_model` keeps the layers; this page updates them. What is imported here is for the
-# proof.
+# :doc:`streamed_model` keeps the layers; this page updates them. The imports are the proof's. The
+# size is the module's.
+#
+# .. literalinclude:: /overlap_recipes/offload/host_adam.py
+#    :language: python
+#    :start-at: BLOCK = 2**20
+#    :end-at: BLOCK = 2**20
 
 import streamed_model as streaming
 import torch
@@ -65,12 +71,6 @@ from overlap_recipes.offload import adam_in_pieces as pieces
 from overlap_recipes.offload.host_adam import HostUpdates
 from overlap_recipes.offload.streamed_model import StreamedModel
 from overlap_recipes.ranks import start_rank
-
-# %%
-# .. literalinclude:: /overlap_recipes/offload/host_adam.py
-#    :language: python
-#    :start-at: BLOCK = 2**20
-#    :end-at: BLOCK = 2**20
 
 
 # %%
@@ -89,15 +89,11 @@ from overlap_recipes.ranks import start_rank
 # .. literalinclude:: /overlap_recipes/offload/host_adam.py
 #    :language: python
 #    :pyobject: LayerUpdate
-
-
-# %%
+#
 # .. literalinclude:: /overlap_recipes/offload/host_adam.py
 #    :language: python
 #    :pyobject: HostUpdates
-
-
-# %%
+#
 # Run it, and prove it
 # --------------------
 # An AdamW of torch gets the same gradients. Masters and weights must have its bits.

@@ -24,6 +24,8 @@ device can read by itself, in one piece per layer, so that a layer crosses the l
 
       * PyTorch 2.9 or later, any number of ranks; each works on its own device
       * host memory for the weights and the gradients, page-locked for a CUDA device
+      * the package ``overlap_recipes``: ``pip install .`` in this repository, or a copy of its
+        folder ``overlap_recipes``
 
 .. verification-badge::
 
@@ -49,7 +51,12 @@ Nothing is hidden behind compute yet: that is the next recipe, :doc:`weight_stre
 # %%
 # Imports and sizes
 # -----------------
-# Only torch and the standard library.
+# The imports are the proof's. The size is the module's.
+#
+# .. literalinclude:: /overlap_recipes/offload/host_layers.py
+#    :language: python
+#    :start-at: ALIGNMENT = 256
+#    :end-at: ALIGNMENT = 256
 
 from copy import deepcopy
 
@@ -60,12 +67,6 @@ from torch.func import functional_call
 
 from overlap_recipes.offload.host_layers import ALIGNMENT, HostLayer, move_to_host
 from overlap_recipes.ranks import start_rank
-
-# %%
-# .. literalinclude:: /overlap_recipes/offload/host_layers.py
-#    :language: python
-#    :start-at: ALIGNMENT = 256
-#    :end-at: ALIGNMENT = 256
 
 WIDTH = 32  # features
 BATCH, TOKENS, LAYERS, STEPS = 2, 8, 3, 3  # sequences per step, tokens of each; layers, steps
@@ -101,15 +102,11 @@ BATCH, TOKENS, LAYERS, STEPS = 2, 8, 3, 3  # sequences per step, tokens of each;
 # .. literalinclude:: /overlap_recipes/page_locked.py
 #    :language: python
 #    :pyobject: PageLocked
-
-
-# %%
+#
 # .. literalinclude:: /overlap_recipes/offload/host_layers.py
 #    :language: python
 #    :pyobject: HostBuffer
-
-
-# %%
+#
 # A layer on the host
 # -------------------
 # ``parameter.data = view`` exchanges the memory behind a parameter and keeps the object. An
@@ -133,18 +130,14 @@ BATCH, TOKENS, LAYERS, STEPS = 2, 8, 3, 3  # sequences per step, tokens of each;
 # .. literalinclude:: /overlap_recipes/offload/host_layers.py
 #    :language: python
 #    :pyobject: HostLayer
-
-
-# %%
+#
 # .. literalinclude:: /overlap_recipes/offload/host_layers.py
 #    :language: python
 #    :pyobject: move_to_host
-
-
-# %%
+#
 # Something to train
 # ------------------
-# A residual MLP, and a rank to train it on.
+# A residual MLP.
 
 
 class Block(nn.Module):

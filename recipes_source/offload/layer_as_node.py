@@ -23,7 +23,8 @@ simpler.
    .. grid-item-card:: What you need
 
       * PyTorch 2.9 or later, any number of ranks
-      * the package ``overlap_recipes``: ``pip install .`` in this repository, or a copy of its folder
+      * the package ``overlap_recipes``: ``pip install .`` in this repository, or a copy of its
+        folder ``overlap_recipes``
 
 .. verification-badge::
 
@@ -45,7 +46,7 @@ last gradient of a layer has come.
 # %%
 # Imports and sizes
 # -----------------
-# They are for the proof: its toys and the start of a rank are those of :doc:`host_layers`.
+# They are the proof's, whose toys come from :doc:`host_layers`.
 
 from functools import partial
 
@@ -70,15 +71,11 @@ LAYERS = 3
 # .. literalinclude:: /overlap_recipes/offload/layer_as_node.py
 #    :language: python
 #    :pyobject: tensors_in
-
-
-# %%
+#
 # .. literalinclude:: /overlap_recipes/offload/layer_as_node.py
 #    :language: python
 #    :pyobject: exchanged
-
-
-# %%
+#
 # A graph inside a node
 # ---------------------
 # ``checkpoint`` restores the random state for the second run, so dropout repeats itself, and it
@@ -107,45 +104,31 @@ LAYERS = 3
 # .. literalinclude:: /overlap_recipes/offload/layer_as_node.py
 #    :language: python
 #    :pyobject: refuse
-
-
-# %%
+#
 # .. literalinclude:: /overlap_recipes/offload/layer_as_node.py
 #    :language: python
 #    :pyobject: leaves_of
-
-
-# %%
+#
 # .. literalinclude:: /overlap_recipes/offload/layer_as_node.py
 #    :language: python
 #    :pyobject: run_alike
-
-
-# %%
+#
 # .. literalinclude:: /overlap_recipes/offload/layer_as_node.py
 #    :language: python
 #    :pyobject: Entrance
-
-
-# %%
+#
 # .. literalinclude:: /overlap_recipes/offload/layer_as_node.py
 #    :language: python
 #    :pyobject: Through
-
-
-# %%
+#
 # .. literalinclude:: /overlap_recipes/offload/layer_as_node.py
 #    :language: python
 #    :pyobject: Plain
-
-
-# %%
+#
 # .. literalinclude:: /overlap_recipes/offload/layer_as_node.py
 #    :language: python
 #    :pyobject: as_node
-
-
-# %%
+#
 # Run it, and prove it
 # --------------------
 # The same layers, ordinary and as nodes: the gradients of all weights and of the input must have

@@ -44,7 +44,8 @@ over them: use FSDP2.
    .. grid-item-card:: What you need
 
       * PyTorch 2.9 or later, Linux, ``torchrun`` or ``LOCAL_WORLD_SIZE`` set
-      * the package ``overlap_recipes``: ``pip install .`` in this repository, or a copy of its folder
+      * the package ``overlap_recipes``: ``pip install .`` in this repository, or a copy of its
+        folder ``overlap_recipes``
 
 .. verification-badge::
 
@@ -71,6 +72,11 @@ gradients is known, and it is known when every rank has computed its last backwa
 # Imports and sizes
 # -----------------
 # :doc:`whole_step` has the optimizer; this page shares what it keeps. The imports are the proof's.
+#
+# .. literalinclude:: /overlap_recipes/offload/one_copy_a_host.py
+#    :language: python
+#    :start-at: FAILED = -1
+#    :end-at: POLL_S = 1e-4
 
 import re
 from contextlib import closing
@@ -88,12 +94,6 @@ from overlap_recipes.offload import adam_in_pieces as pieces
 from overlap_recipes.offload.one_copy_a_host import Host, SharedAdamW, SharedModel
 from overlap_recipes.ranks import start_rank
 
-# %%
-# .. literalinclude:: /overlap_recipes/offload/one_copy_a_host.py
-#    :language: python
-#    :start-at: FAILED = -1
-#    :end-at: POLL_S = 1e-4
-
 
 # %%
 # Memory of all ranks
@@ -105,9 +105,7 @@ from overlap_recipes.ranks import start_rank
 # .. literalinclude:: /overlap_recipes/offload/one_copy_a_host.py
 #    :language: python
 #    :pyobject: Host
-
-
-# %%
+#
 # A model whose weights are shared
 # --------------------------------
 # Each layer's weights move from a rank's own memory to that of all. All ranks write the same
@@ -117,9 +115,7 @@ from overlap_recipes.ranks import start_rank
 # .. literalinclude:: /overlap_recipes/offload/one_copy_a_host.py
 #    :language: python
 #    :pyobject: SharedModel
-
-
-# %%
+#
 # An update in parts
 # ------------------
 # ``done[layer, rank]`` counts the updates of a layer that a rank has ended. A step that is skipped
@@ -129,15 +125,11 @@ from overlap_recipes.ranks import start_rank
 # .. literalinclude:: /overlap_recipes/offload/one_copy_a_host.py
 #    :language: python
 #    :pyobject: SharedUpdates
-
-
-# %%
+#
 # .. literalinclude:: /overlap_recipes/offload/one_copy_a_host.py
 #    :language: python
 #    :pyobject: SharedAdamW
-
-
-# %%
+#
 # Run it, and prove it
 # --------------------
 # One rank takes the batches of all ranks as microbatches, adds their gradients in fp32 and rounds

@@ -40,7 +40,8 @@ step faster. :doc:`whole_step` moves the optimizer to the host, too, and says wh
 
       * PyTorch 2.9 or later, any number of ranks; CPU runs everything, a CUDA device overlaps it
       * host memory for weights and gradients, page-locked
-      * the package ``overlap_recipes``: ``pip install .`` in this repository, or a copy of its folder
+      * the package ``overlap_recipes``: ``pip install .`` in this repository, or a copy of its
+        folder ``overlap_recipes``
 
 .. verification-badge::
 
@@ -61,7 +62,13 @@ them as one node of the graph, and has the next layers loaded.
 # %%
 # Imports and sizes
 # -----------------
-# :doc:`weight_streaming` has the slots, the lanes and their events. The imports are the proof's.
+# :doc:`weight_streaming` has the slots, the lanes and their events. The imports are the proof's. The
+# size is the module's.
+#
+# .. literalinclude:: /overlap_recipes/offload/streamed_model.py
+#    :language: python
+#    :start-at: OPTIMIZER_BYTES = 12
+#    :end-at: OPTIMIZER_BYTES = 12
 
 from contextlib import closing
 
@@ -73,12 +80,6 @@ from torch import nn
 from overlap_recipes.offload.streamed_model import StreamedModel, resident_bytes
 from overlap_recipes.offload.weight_streaming import SLOTS
 from overlap_recipes.ranks import start_rank
-
-# %%
-# .. literalinclude:: /overlap_recipes/offload/streamed_model.py
-#    :language: python
-#    :start-at: OPTIMIZER_BYTES = 12
-#    :end-at: OPTIMIZER_BYTES = 12
 
 LAYERS, WORDS, STEPS, MICROBATCHES = 4, 50, 3, 2
 
@@ -108,21 +109,15 @@ LAYERS, WORDS, STEPS, MICROBATCHES = 4, 50, 3, 2
 # .. literalinclude:: /overlap_recipes/offload/streamed_model.py
 #    :language: python
 #    :pyobject: resident_bytes
-
-
-# %%
+#
 # .. literalinclude:: /overlap_recipes/offload/streamed_model.py
 #    :language: python
 #    :pyobject: StreamedModel
-
-
-# %%
+#
 # .. literalinclude:: /overlap_recipes/offload/streamed_model.py
 #    :language: python
 #    :pyobject: without_cache
-
-
-# %%
+#
 # Run it, and prove it
 # --------------------
 # The model is one of torch's own, between an embedding and a head that share their weight; layers

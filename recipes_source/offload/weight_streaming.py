@@ -28,7 +28,8 @@ This page is how it is done. The lines to paste, for a model that you did not wr
 
       * PyTorch 2.9 or later, any number of ranks; CPU runs everything, a CUDA device overlaps it
       * page-locked host memory for weights and gradients
-      * the package ``overlap_recipes``; :doc:`layer_as_node` and :doc:`host_layers` explain its parts
+      * the package ``overlap_recipes``; :doc:`layer_as_node` and :doc:`host_layers` explain its
+        parts
 
 .. verification-badge::
 
@@ -90,10 +91,9 @@ goes on. Only the fifth is awaited by the host, after the step.
 In your training
 ----------------
 
-You bring layers that run one after the other, a device, batches and a loss. Your
-project needs the package ``overlap_recipes``: ``pip install .`` in this repository, or a copy of its
-folder. Masks, caches, tied weights and ``state_dict`` are in
-:doc:`streamed_model`:
+You bring layers that run one after the other, a device, batches and a loss. Your project needs the
+package ``overlap_recipes``: ``pip install .`` in this repository, or a copy of its folder
+``overlap_recipes``. Masks, caches, tied weights and ``state_dict`` are in :doc:`streamed_model`:
 
 .. code-block:: python
 
@@ -112,7 +112,13 @@ folder. Masks, caches, tied weights and ``state_dict`` are in
 # %%
 # Imports and sizes
 # -----------------
-# :doc:`layer_as_node` hands us the backward of a layer.
+# :doc:`layer_as_node` hands us the backward of a layer. The imports are the proof's. The sizes are
+# the module's.
+#
+# .. literalinclude:: /overlap_recipes/offload/weight_streaming.py
+#    :language: python
+#    :start-at: SLOTS = 2
+#    :end-at: GRADIENT_SLOTS = 2
 
 from contextlib import closing
 
@@ -123,12 +129,6 @@ from torch import nn
 
 from overlap_recipes.offload.weight_streaming import SLOTS, StreamedLayers
 from overlap_recipes.ranks import start_rank
-
-# %%
-# .. literalinclude:: /overlap_recipes/offload/weight_streaming.py
-#    :language: python
-#    :start-at: SLOTS = 2
-#    :end-at: GRADIENT_SLOTS = 2
 
 LAYERS, STEPS = 5, 2
 
@@ -154,9 +154,7 @@ LAYERS, STEPS = 5, 2
 # .. literalinclude:: /overlap_recipes/offload/weight_streaming.py
 #    :language: python
 #    :pyobject: StreamedLayers
-
-
-# %%
+#
 # Run it, and prove it
 # --------------------
 # The yardstick is ordinary training with all weights on the device. Each step compares all

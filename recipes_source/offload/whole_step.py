@@ -49,7 +49,8 @@ host's memory decides (see the end of this page).
 
       * PyTorch 2.9 or later on Linux, any number of ranks
       * host memory: 16 bytes per parameter of the layers, for each rank
-      * the package ``overlap_recipes``: ``pip install .`` in this repository, or a copy of its folder
+      * the package ``overlap_recipes``: ``pip install .`` in this repository, or a copy of its
+        folder ``overlap_recipes``
 
 .. verification-badge::
 
@@ -73,7 +74,13 @@ device decides by the same number. Layer 0 is updated first, and the next forwar
 # Imports and sizes
 # -----------------
 # :doc:`host_adam` updates the layers; this page decides when, and by how much. Embedding, head, and
-# layers within the budget have masters and moments on the device, and are updated there.
+# layers within the budget have masters and moments on the device, and are updated there. The imports
+# are the proof's.
+#
+# .. literalinclude:: /overlap_recipes/offload/whole_step.py
+#    :language: python
+#    :start-at: DEFAULTS = {
+#    :end-at: DEFAULTS = {
 
 from collections.abc import Iterator
 from contextlib import closing
@@ -88,12 +95,6 @@ from overlap_recipes.offload import adam_in_pieces as pieces
 from overlap_recipes.offload.streamed_model import StreamedModel
 from overlap_recipes.offload.whole_step import HostAdamW
 from overlap_recipes.ranks import start_rank
-
-# %%
-# .. literalinclude:: /overlap_recipes/offload/whole_step.py
-#    :language: python
-#    :start-at: DEFAULTS = {"lr": 1e-3, "betas": (0.9, 0.999), "eps": 1e-8,
-#    :end-at: DEFAULTS = {"lr": 1e-3, "betas": (0.9, 0.999), "eps": 1e-8,
 
 # How far weights may differ where the device's Adam rounds in another way: ``ON_DEVICE``.
 STEPS, BAD_STEP, MAX_NORM, ON_DEVICE = 5, 2, 0.5, 1e-2
@@ -128,9 +129,7 @@ STEPS, BAD_STEP, MAX_NORM, ON_DEVICE = 5, 2, 0.5, 1e-2
 # .. literalinclude:: /overlap_recipes/offload/whole_step.py
 #    :language: python
 #    :pyobject: HostAdamW
-
-
-# %%
+#
 # Run it, and prove it
 # --------------------
 # The yardstick is ordinary training on the device, with masters, means over ranks, clipping, a rate

@@ -12,24 +12,23 @@ from pathlib import Path
 import torch
 import torch.distributed as dist
 
-RECIPES = Path(__file__).parents[2] / "recipes_source"
-sys.path[:0] = [str(RECIPES / "checkpoint"), str(RECIPES / "offload")]
+sys.path.insert(0, str(Path(__file__).parents[2] / "recipes_source" / "offload"))
 
 
 def overlapped_stager(device: torch.device) -> None:
-    from overlap_recipes.checkpoint import saves as recipe
+    from overlap_recipes.checkpoint import OverlappedSaves
 
-    with tempfile.TemporaryDirectory() as root, recipe.OverlappedSaves(device) as saves:
+    with tempfile.TemporaryDirectory() as root, OverlappedSaves(device) as saves:
         saves.save({"x": torch.ones(1024, device=device)}, Path(root) / "step1")
 
 
 def whole_step(device: torch.device) -> None:
     import whole_step as recipe
 
-    from overlap_recipes.offload.whole_step import HostAdamW
+    from overlap_recipes.offload import HostAdamW, StreamedModel
 
-    model = recipe.streaming.Model().bfloat16()
-    streamed = recipe.streaming.StreamedModel(model, model.encoder.layers, device)
+    model = recipe.Model().bfloat16()
+    streamed = StreamedModel(model, model.encoder.layers, device)
     with closing(HostAdamW(model.parameters(), streamed)) as optimizer:
         recipe.train(optimizer, device)
 
