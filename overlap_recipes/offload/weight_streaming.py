@@ -32,7 +32,8 @@ class StreamedLayers:
             raise ValueError(f"slots must be 1 or more, not {slots}")
         self.layers = move_to_host(layers, device, gradient_dtype)
         self.device, self.slots, self.loads, self.stores = device, slots, 0, 0
-        # By slot, the layer that was loaded last; the one that ran last; those that wait for backward.
+        # The layer that each slot was loaded with last; the one that ran last; those that wait for
+        # their backward.
         self.held, self.last, self.recorded = {}, -1, set()
         self.streams = torch.get_device_module(device)
         self.h2d, self.d2h = self.streams.Stream(), self.streams.Stream()

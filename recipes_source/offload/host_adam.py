@@ -72,7 +72,6 @@ from overlap_recipes.offload.host_adam import HostUpdates
 from overlap_recipes.offload.streamed_model import StreamedModel
 from overlap_recipes.ranks import start_rank
 
-
 # %%
 # The update of a model
 # ---------------------

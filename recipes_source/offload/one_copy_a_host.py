@@ -94,7 +94,6 @@ from overlap_recipes.offload import adam_in_pieces as pieces
 from overlap_recipes.offload.one_copy_a_host import Host, SharedAdamW, SharedModel
 from overlap_recipes.ranks import start_rank
 
-
 # %%
 # Memory of all ranks
 # -------------------
