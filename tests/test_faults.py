@@ -128,15 +128,15 @@ def test_a_compiled_model_resumes(tmp_path: Path, monkeypatch: pytest.MonkeyPatc
     import torch
     import torch.distributed as dist
 
-    from overlap_recipes.checkpoint import durable, resume
+    from overlap_recipes.checkpoint import durable, restart
 
-    def build(compiled: bool) -> resume.Run:
+    def build(compiled: bool) -> restart.Run:
         model = torch.nn.Sequential(torch.nn.Linear(3, 3), torch.nn.Linear(3, 3))
         if compiled:
             model[0] = torch.compile(model[0], backend="eager")
         optimizer = torch.optim.SGD(model.parameters(), 0.1)
         schedule = torch.optim.lr_scheduler.ExponentialLR(optimizer, 0.9)
-        run = resume.Run(model, optimizer, schedule)
+        run = restart.Run(model, optimizer, schedule)
         run.step = 1
         return run
 
@@ -147,8 +147,8 @@ def test_a_compiled_model_resumes(tmp_path: Path, monkeypatch: pytest.MonkeyPatc
             saves.save({"run": saved}, tmp_path / "step1")
         for compiled in (True, False):
             run, other = build(compiled), build(compiled)
-            assert resume.resume(run, tmp_path) == 1
-            resume.load_weights(other.model, tmp_path / "step1", {})
+            assert restart.resume(run, tmp_path) == 1
+            restart.load_weights(other.model, tmp_path / "step1", {})
             for model in (run.model, other.model):
                 pairs = zip(saved.model.parameters(), model.parameters(), strict=True)
                 assert all(torch.equal(a, b) for a, b in pairs)

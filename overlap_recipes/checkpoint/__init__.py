@@ -8,7 +8,7 @@
 from .durable import DurableSaves, committed_steps, faults, newest_step
 from .kept_state import TrainingState
 from .preemption import AGAIN, TOO_LATE, Preemption
-from .resume import Run, resume
+from .restart import Run, resume
 from .retention import RetainedSaves
 from .saves import OverlappedSaves
 from .state import AppState

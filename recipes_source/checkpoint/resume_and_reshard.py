@@ -78,7 +78,7 @@ from torch import nn
 from torch.distributed.fsdp import fully_shard
 
 from overlap_recipes.checkpoint.durable import DurableSaves, committed_steps, newest_step
-from overlap_recipes.checkpoint.resume import Run, differences, load_weights, resume
+from overlap_recipes.checkpoint.restart import Run, differences, load_weights, resume
 
 WIDTH, SAMPLES_A_STEP = 64, 12  # features; samples of all ranks together, for 1 to 4 and 6 ranks
 STEPS, INTERRUPTED_AT = 8, (2, 3, 5)
@@ -91,13 +91,13 @@ TOLERANCE = 1e-5  # of a loss, relative, on another number of ranks: sums in ano
 # that state. A key that is not in the checkpoint is an error. So a rank may only ask for random
 # numbers that were saved. The metadata of the checkpoint says how many ranks there were.
 #
-# .. literalinclude:: /overlap_recipes/checkpoint/resume.py
+# .. literalinclude:: /overlap_recipes/checkpoint/restart.py
 #    :language: python
 #    :pyobject: Run
 
 
 # %%
-# .. literalinclude:: /overlap_recipes/checkpoint/resume.py
+# .. literalinclude:: /overlap_recipes/checkpoint/restart.py
 #    :language: python
 #    :pyobject: random_numbers
 
@@ -113,13 +113,13 @@ TOLERANCE = 1e-5  # of a loss, relative, on another number of ranks: sums in ano
 # choose. A second job that somebody started by mistake must not rename what the first one saves
 # meanwhile.
 #
-# .. literalinclude:: /overlap_recipes/checkpoint/resume.py
+# .. literalinclude:: /overlap_recipes/checkpoint/restart.py
 #    :language: python
 #    :pyobject: choose
 
 
 # %%
-# .. literalinclude:: /overlap_recipes/checkpoint/resume.py
+# .. literalinclude:: /overlap_recipes/checkpoint/restart.py
 #    :language: python
 #    :pyobject: resume
 
@@ -132,13 +132,13 @@ TOLERANCE = 1e-5  # of a loss, relative, on another number of ranks: sums in ano
 # This recipe lists what does not fit before the load, because the load's own error names one key
 # and stops.
 #
-# .. literalinclude:: /overlap_recipes/checkpoint/resume.py
+# .. literalinclude:: /overlap_recipes/checkpoint/restart.py
 #    :language: python
 #    :pyobject: differences
 
 
 # %%
-# .. literalinclude:: /overlap_recipes/checkpoint/resume.py
+# .. literalinclude:: /overlap_recipes/checkpoint/restart.py
 #    :language: python
 #    :pyobject: load_weights
 

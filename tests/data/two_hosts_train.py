@@ -17,7 +17,7 @@ sys.path.insert(0, str(Path(__file__).parents[2] / "recipes_source" / "checkpoin
 import state_to_save as basic  # noqa: E402
 
 from overlap_recipes.checkpoint import saves as overlapped_stager  # noqa: E402
-from overlap_recipes.checkpoint.resume import choose  # noqa: E402
+from overlap_recipes.checkpoint.restart import choose  # noqa: E402
 from overlap_recipes.checkpoint.retention import RetainedSaves  # noqa: E402
 from overlap_recipes.checkpoint.two_hosts import PartnerSaves, gather  # noqa: E402
 

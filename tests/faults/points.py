@@ -33,8 +33,8 @@ POINTS = (
     "deletion",
 )
 STAGERS = (
-    "overlapped_stager.py",
-    "staging_copies.py",
+    "checkpoint/saves.py",
+    "checkpoint/copies.py",
     "staging.py",
     "_state_dict_stager.py",
     "_state_dict_utils.py",

@@ -22,6 +22,12 @@ REPO = Path(__file__).resolve().parents[2]
 STEPS, SAVE_EVERY, KILLED_AT = 10, 2, 7
 PARTS = ("noticed_s", "import_s", "join_s", "build_s", "choose_s", "load_s", "first_step_s")
 
+RECIPES = [
+    "overlap_recipes.checkpoint.preemption",
+    "overlap_recipes.checkpoint.restart",
+    "overlap_recipes.checkpoint.retention",
+]
+
 
 def note(root: Path, what: str, when: float | None = None) -> None:
     """A line: which rank was where at what time."""
@@ -39,9 +45,8 @@ def train(root: Path, model_name: str, struck: str) -> int:
     from state_to_save import start_rank
 
     from benchmarks.workloads import llama, shard
-    from overlap_recipes.checkpoint import preemption
-    from overlap_recipes.checkpoint import resume as resume_and_reshard
-    from overlap_recipes.checkpoint.resume import Run, resume
+    from overlap_recipes.checkpoint import preemption, restart
+    from overlap_recipes.checkpoint.restart import Run, resume
     from overlap_recipes.checkpoint.retention import RetainedSaves
 
     leaving = preemption.Preemption(grace_s=60)
@@ -55,14 +60,14 @@ def train(root: Path, model_name: str, struck: str) -> int:
         schedule = torch.optim.lr_scheduler.LambdaLR(optimizer, lambda step: min(1.0, step / 100))
         run = Run(model, optimizer, schedule)
         note(root, "built")
-        choose = resume_and_reshard.choose
+        choose = restart.choose
 
         def chosen(*args) -> int | None:
             step = choose(*args)
             note(root, "chosen")
             return step
 
-        resume_and_reshard.choose = chosen
+        restart.choose = chosen
         resume(run, root)
         note(root, "loaded")
         first_start = os.environ["TORCHELASTIC_RESTART_COUNT"] == "0" and run.step == 0
@@ -156,7 +161,7 @@ def main() -> None:
         medians = {part: statistics.median(s[part] for s in samples) for part in samples[0]}
         each = {part: [sample[part] for sample in samples] for part in samples[0]}
         row = {"name": "max-restarts", "model": options.model, **medians, "samples": each}
-        row["recipes"] = ["preemption", "resume_and_reshard", "retention"]
+        row["recipes"] = RECIPES
         workload = {"killed": "one rank, in a step, beside an upload"}
         results.write("restart", options.ranks, [row], row["recipes"], workload)
 

@@ -4,6 +4,7 @@ import hashlib
 import random
 from pathlib import Path
 
+import state_to_save
 import torch
 import torch.distributed as dist
 from torch.distributed.fsdp import fully_shard
@@ -12,8 +13,7 @@ from transformers import LlamaConfig, LlamaForCausalLM
 
 from faults.points import Fault, Points, tell
 from faults.soak import run_ranks
-from overlap_recipes.checkpoint import resume as resume_and_reshard
-from overlap_recipes.checkpoint.resume import Run, resume
+from overlap_recipes.checkpoint.restart import Run, resume
 from overlap_recipes.checkpoint.retention import RetainedSaves
 
 STEPS, SAVE_EVERY, SAMPLES_A_STEP, LENGTH = 20, 2, 12, 16
@@ -69,7 +69,7 @@ def train_step(run: Run) -> float:
 def digest(run: Run) -> str:
     """Of the whole state but the random numbers: the same on any number of ranks."""
     sha256 = hashlib.sha256()
-    for path, leaf in sorted(resume_and_reshard.basic.leaves(whole(run.state_dict())).items()):
+    for path, leaf in sorted(state_to_save.leaves(whole(run.state_dict())).items()):
         if "random_of_rank" not in path:
             content = leaf.numpy().tobytes() if torch.is_tensor(leaf) else repr(leaf)
             sha256.update(f"{path} {content!r}".encode())

@@ -9,7 +9,7 @@ from transformers import LlamaConfig, LlamaForCausalLM
 
 from faults.points import tell
 from faults.stock import digest
-from overlap_recipes.checkpoint.resume import Run, resume
+from overlap_recipes.checkpoint.restart import Run, resume
 from overlap_recipes.checkpoint.retention import RetainedSaves
 
 STEPS, INTERRUPTED_AT = 6, 3

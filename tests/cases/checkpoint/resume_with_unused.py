@@ -4,7 +4,7 @@ import roundtrip
 import torch
 from torch import nn
 
-from overlap_recipes.checkpoint.resume import Run, resume
+from overlap_recipes.checkpoint.restart import Run, resume
 from overlap_recipes.checkpoint.retention import RetainedSaves
 
 WIDTH = 8
