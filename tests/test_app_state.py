@@ -1,6 +1,5 @@
 """What optimizers hold comes back as it was, or the load says why not; saving changes nothing."""
 
-import sys
 from collections.abc import Callable, Iterator
 from copy import deepcopy
 from pathlib import Path
@@ -12,10 +11,8 @@ import torch.distributed.checkpoint as dcp
 from torch import nn
 from torch.distributed.optim import ZeroRedundancyOptimizer
 
-sys.path.insert(0, str(Path(__file__).parents[1] / "recipes_source" / "checkpoint"))
-
-from overlap_recipes.checkpoint.kept_state import TrainingState  # noqa: E402
-from overlap_recipes.checkpoint.state import AppState  # noqa: E402
+from overlap_recipes.checkpoint.kept_state import TrainingState
+from overlap_recipes.checkpoint.state import AppState
 
 PARTIAL = {"planner": dcp.DefaultLoadPlanner(allow_partial_load=True)}
 State = Callable[[nn.Module, list], AppState]

@@ -1,7 +1,6 @@
 """A state that was kept is the state, whatever a program has put in place of its parts."""
 
 import io
-import sys
 import threading
 from collections.abc import Callable, Iterator
 from copy import copy, deepcopy
@@ -18,10 +17,10 @@ from torch.distributed.device_mesh import init_device_mesh
 from torch.distributed.tensor import DTensor, Replicate
 from torch.utils._pytree import tree_map
 
-sys.path.insert(0, str(Path(__file__).parents[1] / "recipes_source" / "checkpoint"))
-
-from overlap_recipes.checkpoint.kept_state import TrainingState  # noqa: E402
-from overlap_recipes.checkpoint.saves import OverlappedSaves  # noqa: E402
+from overlap_recipes.checkpoint.kept_state import TrainingState
+from overlap_recipes.checkpoint.saves import OverlappedSaves
+from overlap_recipes.checkpoint.state import read
+from overlap_recipes.checkpoint.writer import OverlappedWriter
 
 
 class Gated(OverlappedSaves):
@@ -228,8 +227,6 @@ def with_a_sparse_buffer(model: nn.Module) -> None:
 def test_what_is_no_tensor_of_the_model_is_asked_for_at_every_save(
     tmp_path: Path, change, optimizer
 ) -> None:
-    from overlap_recipes.checkpoint.writer import OverlappedWriter
-
     model = nn.Linear(4, 4)
     change(model)
     optimizer = optimizer(model.parameters(), lr=0.1, momentum=0.9)
@@ -296,8 +293,6 @@ def test_a_parameter_without_memory_of_its_own_is_not_taken_for_another() -> Non
 
 
 def test_a_dtensor_without_memory_of_its_own_is_refused() -> None:
-    from overlap_recipes.checkpoint.state import read
-
     with pytest.raises(TypeError, match="Wrapper"):
         read({"x": wrapped(1.0)}, [])
 

@@ -1,15 +1,14 @@
 """Bytes written by a kept plan: what they hold, what is noticed, who hears of an error."""
 
-import sys
 from functools import partial
-from pathlib import Path
 
 import pytest
 import torch
 import troubles
 from torch.distributed.checkpoint import FileSystemReader
 
-sys.path.insert(0, str(Path(__file__).parents[1] / "recipes_source" / "checkpoint"))
+from overlap_recipes.checkpoint.kept_state import TrainingState
+from overlap_recipes.checkpoint.writer import OverlappedWriter
 
 survives = partial(troubles.survives, "writer_troubles")
 
@@ -20,9 +19,6 @@ def test_every_kind_of_tensor_and_object_is_read_back_bit_by_bit(ranks: int) -> 
 
 
 def test_a_state_with_a_schedule_is_planned_once(tmp_path) -> None:
-    from overlap_recipes.checkpoint.kept_state import TrainingState
-    from overlap_recipes.checkpoint.writer import OverlappedWriter
-
     model = torch.nn.Linear(4, 4)
     optimizer = torch.optim.AdamW(model.parameters())
     schedule = torch.optim.lr_scheduler.ExponentialLR(optimizer, 0.9)
@@ -77,8 +73,6 @@ class Mine(torch.Tensor): ...
 
 @pytest.mark.parametrize("changed", [torch.arange(5), torch.arange(3.0)], ids=["size", "dtype"])
 def test_a_tensor_of_another_class_that_changes_is_planned_anew(tmp_path, changed) -> None:
-    from overlap_recipes.checkpoint.writer import OverlappedWriter
-
     x = torch.ones(3)
     with OverlappedWriter(torch.device("cpu")) as saves:
         tensors = torch.arange(3), torch.arange(3), changed

@@ -1,7 +1,6 @@
 """`OverlappedSaves` survives what training jobs do; one run on one rank, one on two."""
 
 import ctypes
-import sys
 import threading
 import weakref
 from collections.abc import Callable
@@ -19,7 +18,14 @@ import troubles
 from torch.distributed.device_mesh import init_device_mesh
 from torch.distributed.tensor import DTensor, Replicate, Shard
 
-sys.path.insert(0, str(Path(__file__).parents[1] / "recipes_source" / "checkpoint"))
+from overlap_recipes.checkpoint import copies as copies_module
+from overlap_recipes.checkpoint import saves as saves_module
+from overlap_recipes.checkpoint.copies import CopyPlan, PinnedArena
+from overlap_recipes.checkpoint.kept_state import TrainingState
+from overlap_recipes.checkpoint.retention import RetainedSaves
+from overlap_recipes.checkpoint.saves import OverlappedSaves
+from overlap_recipes.checkpoint.state import is_staged, read
+from overlap_recipes.checkpoint.writer import OverlappedWriter, memory_of
 
 ONE_RANK = [
     "writes_take_turns",
@@ -72,8 +78,6 @@ def test_on_two_ranks(trouble: str) -> None:
 
 
 def test_a_directory_without_a_name_is_told_and_does_not_hang(tmp_path, monkeypatch) -> None:
-    from overlap_recipes.checkpoint.saves import OverlappedSaves
-
     (tmp_path / "here").mkdir()
     (tmp_path / "here" / "mine").touch()
     monkeypatch.chdir(tmp_path / "here")
@@ -95,9 +99,7 @@ def loaded(directory: Path, like: dict) -> dict:
 
 
 def test_an_interrupted_save_harms_no_earlier_checkpoint(tmp_path, monkeypatch) -> None:
-    from overlap_recipes.checkpoint import saves as overlapped_stager
-
-    go, write = threading.Event(), overlapped_stager.OverlappedSaves.write
+    go, write = threading.Event(), OverlappedSaves.write
 
     def write_late(self, *args) -> None:
         assert go.wait(30)
@@ -106,13 +108,13 @@ def test_an_interrupted_save_harms_no_earlier_checkpoint(tmp_path, monkeypatch) 
     def interrupted(*_) -> None:
         raise KeyboardInterrupt
 
-    monkeypatch.setattr(overlapped_stager.OverlappedSaves, "write", write_late)
+    monkeypatch.setattr(OverlappedSaves, "write", write_late)
     x = torch.zeros(1000)
-    with overlapped_stager.OverlappedSaves(CPU) as saves:
+    with OverlappedSaves(CPU) as saves:
         saves.save({"x": x}, tmp_path / "step0")
         saves.before_update()
         with monkeypatch.context() as patch, pytest.raises(KeyboardInterrupt):
-            patch.setattr(overlapped_stager.CopyPlan, "queue", interrupted)
+            patch.setattr(CopyPlan, "queue", interrupted)
             saves.save({"x": x.fill_(1)}, tmp_path / "step1")
         threading.Timer(0.3, go.set).start()  # a save that does not wait has damaged step0 by then
         saves.save({"x": x.fill_(2)}, tmp_path / "step2")
@@ -129,8 +131,6 @@ def test_an_interrupted_save_harms_no_earlier_checkpoint(tmp_path, monkeypatch) 
     ids=["as integers", "conjugated", "negated"],
 )
 def test_memory_that_is_read_in_another_way_is_noticed(tmp_path, otherwise) -> None:
-    from overlap_recipes.checkpoint.saves import OverlappedSaves
-
     x = torch.randn(16, dtype=torch.complex64)
     with OverlappedSaves(CPU) as saves:
         saves.save({"x": x}, tmp_path / "before")
@@ -164,11 +164,9 @@ CHANGES = [transposed, of_another_dtype, negated, in_other_memory]
 @pytest.mark.parametrize("kept", [True, False], ids=["known_objects", "new_objects"])
 def test_a_plan_fits_until_a_tensor_is_another(change: Callable, kept: bool) -> None:
     """Also where the quick comparison, of known objects alone, sees a difference."""
-    from overlap_recipes.checkpoint import copies as staging_copies
-
     tensors = [torch.zeros(2, 2, requires_grad=False), torch.ones(3)]
     tensors.append(tensors[0])  # tied
-    plan = staging_copies.CopyPlan(tensors, CPU)
+    plan = CopyPlan(tensors, CPU)
 
     def now() -> list[torch.Tensor]:
         return tensors if kept else [x.detach() for x in tensors]
@@ -186,10 +184,8 @@ def test_a_plan_fits_until_a_tensor_is_another(change: Callable, kept: bool) -> 
 
 def test_memory_that_was_freed_under_a_plan_is_noticed_though_its_address_returns() -> None:
     """The plan would copy from the storage that was freed: a crash."""
-    from overlap_recipes.checkpoint import copies as staging_copies
-
     x = torch.ones(1000)
-    plan = staging_copies.CopyPlan([x], CPU)
+    plan = CopyPlan([x], CPU)
     address, storage = x.data_ptr(), x.untyped_storage()
     x.data = torch.frombuffer((ctypes.c_char * 4000).from_address(address), dtype=torch.float32)
     assert x.data_ptr() == address and storage.data_ptr() == address
@@ -198,10 +194,8 @@ def test_memory_that_was_freed_under_a_plan_is_noticed_though_its_address_return
 
 def test_a_storage_that_was_freed_and_filled_again_elsewhere_is_noticed() -> None:
     """As engines do that free a model's memory between steps; a CUDA graph has the old address."""
-    from overlap_recipes.checkpoint import copies as staging_copies
-
     x = torch.ones(1000)
-    plan, address = staging_copies.CopyPlan([x], CPU), x.data_ptr()
+    plan, address = CopyPlan([x], CPU), x.data_ptr()
     x.untyped_storage().resize_(0)
     in_its_place = [torch.ones(1000) for _ in range(100)]
     x.untyped_storage().resize_(4000)
@@ -211,17 +205,15 @@ def test_a_storage_that_was_freed_and_filled_again_elsewhere_is_noticed() -> Non
 
 def test_a_save_that_cannot_be_planned_keeps_no_plan(tmp_path, monkeypatch) -> None:
     """Its snapshots are memory of the device; the error would hold them, frame by frame."""
-    from overlap_recipes.checkpoint import saves as overlapped_stager
-
     plans = []
 
     def refused(plan, _) -> None:
         plans.append(weakref.ref(plan))
         raise RuntimeError("no memory")
 
-    with overlapped_stager.OverlappedSaves(CPU) as saves:
+    with OverlappedSaves(CPU) as saves:
         with monkeypatch.context() as patch:
-            patch.setattr(overlapped_stager.CopyPlan, "copies", refused)
+            patch.setattr(CopyPlan, "copies", refused)
             failed = saves.save({"x": torch.ones(3).t()}, tmp_path / "step1")
             with pytest.raises(RuntimeError, match="no memory"):
                 failed.result()
@@ -231,13 +223,11 @@ def test_a_save_that_cannot_be_planned_keeps_no_plan(tmp_path, monkeypatch) -> N
 
 
 def test_another_placement_over_the_same_memory_is_noticed() -> None:
-    from overlap_recipes.checkpoint import copies as staging_copies
-
     dist.init_process_group("gloo", store=dist.HashStore(), rank=0, world_size=1)
     try:
         mesh = init_device_mesh("cpu", (1,))
         x, y = (DTensor.from_local(torch.ones(4), mesh, [p]) for p in (Shard(0), Replicate()))
-        plan = staging_copies.CopyPlan([x], CPU)
+        plan = CopyPlan([x], CPU)
         assert plan.fits([x]) and plan.fits([x.detach()])
         x._spec = y._spec
         assert not plan.fits([x])
@@ -246,12 +236,10 @@ def test_another_placement_over_the_same_memory_is_noticed() -> None:
 
 
 def test_a_plan_of_inference_mode_is_a_plan() -> None:
-    from overlap_recipes.checkpoint import copies as staging_copies
-
     x = torch.arange(4.0)
     with torch.inference_mode():
-        plan = staging_copies.CopyPlan([x, x.t()], CPU)
-        arena = staging_copies.PinnedArena(plan.nbytes, CPU)
+        plan = CopyPlan([x, x.t()], CPU)
+        arena = PinnedArena(plan.nbytes, CPU)
         copies, hosts = plan.copies(arena), plan.hosts(arena)
     plan.take_snapshots()
     plan.queue(copies, torch.cpu, torch.cpu.current_stream())
@@ -260,8 +248,6 @@ def test_a_plan_of_inference_mode_is_a_plan() -> None:
 
 def test_what_lies_on_another_device_is_copied_at_the_save_and_is_in_no_launch(monkeypatch) -> None:
     """A CUDA graph would copy it once, when captured: an optimizer's steps on the CPU, say."""
-    from overlap_recipes.checkpoint import copies as staging_copies
-
     device, launches = torch.device("meta"), []
 
     def one_launch(work: partial, like: torch.Tensor) -> partial:
@@ -269,14 +255,14 @@ def test_what_lies_on_another_device_is_copied_at_the_save_and_is_in_no_launch(m
         launches.append(work)
         return work
 
-    monkeypatch.setattr(staging_copies, "one_launch", one_launch)
-    sizes = 3, staging_copies.SMALL, 5
+    monkeypatch.setattr(copies_module, "one_launch", one_launch)
+    sizes = 3, copies_module.SMALL, 5
     on_host = [torch.full((size,), float(size)) for size in sizes]
     on_host.append(torch.arange(6.0).view(2, 3).t())
     tensors = [torch.empty(size, device=device) for size in sizes]
     tensors.append(torch.empty(4, 4, device=device).t())
-    plan = staging_copies.CopyPlan(tensors + on_host, device)
-    arena = staging_copies.PinnedArena(plan.nbytes, CPU)
+    plan = CopyPlan(tensors + on_host, device)
+    arena = PinnedArena(plan.nbytes, CPU)
     ((at_once,), *copies), hosts = plan.copies(arena), plan.hosts(arena)
     at_once()
     assert all(map(torch.equal, hosts[len(tensors) :], on_host))
@@ -289,8 +275,6 @@ def test_what_lies_on_another_device_is_copied_at_the_save_and_is_in_no_launch(m
 
 
 def test_one_element_with_a_stride_is_saved(tmp_path) -> None:
-    from overlap_recipes.checkpoint.saves import OverlappedSaves
-
     x = torch.arange(10.0)[5::5]
     assert x.is_contiguous() and x.stride() == (5,)
     with OverlappedSaves(CPU) as saves:
@@ -299,8 +283,6 @@ def test_one_element_with_a_stride_is_saved(tmp_path) -> None:
 
 
 def test_a_conjugated_view_is_saved_as_it_reads(tmp_path) -> None:
-    from overlap_recipes.checkpoint.saves import OverlappedSaves
-
     x = torch.randn(200_000, dtype=torch.complex64)
     state = {"x": x, "conj": x.conj(), "neg": torch._neg_view(x.real.contiguous())}
     expected = {name: tensor.clone() for name, tensor in state.items()}
@@ -311,8 +293,6 @@ def test_a_conjugated_view_is_saved_as_it_reads(tmp_path) -> None:
 
 
 def test_the_default_device_is_of_no_matter(tmp_path) -> None:
-    from overlap_recipes.checkpoint.writer import OverlappedWriter
-
     x = torch.ones(5)
     torch.set_default_device("meta")
     try:
@@ -325,8 +305,6 @@ def test_the_default_device_is_of_no_matter(tmp_path) -> None:
 
 
 def test_a_leaf_that_has_tensors_of_its_own_is_a_leaf(tmp_path) -> None:
-    from overlap_recipes.checkpoint.saves import OverlappedSaves
-
     data = torch.utils.data.TensorDataset(torch.zeros(2))
     with OverlappedSaves(CPU) as saves:
         saves.save({"data": data, "w": torch.ones(2)}, tmp_path / "x")
@@ -334,8 +312,6 @@ def test_a_leaf_that_has_tensors_of_its_own_is_a_leaf(tmp_path) -> None:
 
 
 def test_a_subclass_of_parameter_is_saved_as_its_tensor(tmp_path) -> None:
-    from overlap_recipes.checkpoint.saves import OverlappedSaves
-
     class Mine(torch.nn.Parameter): ...
 
     state = {"a": Mine(torch.full((2,), 3.0)), "b": torch.ones(2)}
@@ -346,8 +322,6 @@ def test_a_subclass_of_parameter_is_saved_as_its_tensor(tmp_path) -> None:
 
 
 def test_saves_that_were_made_before_the_process_group_are_refused() -> None:
-    from overlap_recipes.checkpoint.saves import OverlappedSaves
-
     saves = OverlappedSaves(CPU)
     dist.init_process_group("gloo", store=dist.HashStore(), rank=0, world_size=1)
     try:
@@ -361,8 +335,6 @@ def test_saves_that_were_made_before_the_process_group_are_refused() -> None:
 def test_a_folder_that_is_no_checkpoint_is_left_alone_whatever_its_files_are_called(
     tmp_path, mine
 ) -> None:
-    from overlap_recipes.checkpoint.saves import OverlappedSaves
-
     class WithMeta(OverlappedSaves):
         def write(self, state: dict, directory: Path) -> None:
             super().write(state, directory)
@@ -384,8 +356,6 @@ def test_a_folder_that_is_no_checkpoint_is_left_alone_whatever_its_files_are_cal
 def test_files_beside_a_checkpoint_are_kept_and_so_is_the_new_one(
     tmp_path, before, part, mine
 ) -> None:
-    from overlap_recipes.checkpoint.saves import OverlappedSaves
-
     class InAFolder(OverlappedSaves):
         def write(self, state: dict, directory: Path) -> None:
             super().write(state, directory / part)
@@ -405,8 +375,6 @@ def test_files_beside_a_checkpoint_are_kept_and_so_is_the_new_one(
 
 
 def test_a_save_that_fails_behind_its_first_folder_leaves_nothing(tmp_path) -> None:
-    from overlap_recipes.checkpoint.saves import OverlappedSaves
-
     class InFolders(OverlappedSaves):
         def write(self, state: dict, directory: Path) -> None:
             super().write(state, directory / "model")
@@ -420,8 +388,6 @@ def test_a_save_that_fails_behind_its_first_folder_leaves_nothing(tmp_path) -> N
 
 
 def test_an_error_of_the_file_system_names_its_path(tmp_path) -> None:
-    from overlap_recipes.checkpoint.saves import OverlappedSaves
-
     (tmp_path / "file").touch()
     with OverlappedSaves(CPU) as saves:
         saves.save({"x": torch.ones(2)}, tmp_path / "file" / "step1")
@@ -430,8 +396,6 @@ def test_an_error_of_the_file_system_names_its_path(tmp_path) -> None:
 
 
 def test_a_relative_directory_is_that_of_the_call(tmp_path, monkeypatch) -> None:
-    from overlap_recipes.checkpoint.saves import OverlappedSaves
-
     go, other = threading.Event(), tmp_path / "other"
     other.mkdir()
 
@@ -449,11 +413,8 @@ def test_a_relative_directory_is_that_of_the_call(tmp_path, monkeypatch) -> None
 
 
 def test_large_buffers_that_model_to_has_replaced_are_read_at_the_save(tmp_path, monkeypatch):
-    from overlap_recipes.checkpoint import copies as staging_copies
-    from overlap_recipes.checkpoint.saves import OverlappedSaves
-
     model = torch.nn.BatchNorm1d(4)
-    monkeypatch.setattr(staging_copies, "SMALL", 1)
+    monkeypatch.setattr(copies_module, "SMALL", 1)
     with OverlappedSaves(CPU, model.buffers) as saves:
         saves.save({"model": model}, tmp_path / "step1").result()
         model.to(torch.float64)
@@ -468,8 +429,6 @@ def test_large_buffers_that_model_to_has_replaced_are_read_at_the_save(tmp_path,
 
 
 def test_a_small_tensor_is_read_at_the_save_whoever_changes_it(tmp_path) -> None:
-    from overlap_recipes.checkpoint.saves import OverlappedSaves
-
     x, like = torch.ones(1000), {"x": torch.zeros(1000)}
     with OverlappedSaves(CPU) as saves:
         saves.save({"x": x}, tmp_path / "step1")
@@ -479,9 +438,6 @@ def test_a_small_tensor_is_read_at_the_save_whoever_changes_it(tmp_path) -> None
 
 
 def test_a_state_that_the_caller_changes_is_saved_as_it_is(tmp_path) -> None:
-    from overlap_recipes.checkpoint.kept_state import TrainingState
-    from overlap_recipes.checkpoint.saves import OverlappedSaves
-
     model = torch.nn.Sequential(torch.nn.Linear(3, 3), torch.nn.Linear(3, 3))
     app = TrainingState(model, torch.optim.SGD(model.parameters()))
     with OverlappedSaves(CPU) as saves:
@@ -497,12 +453,10 @@ def test_a_state_that_the_caller_changes_is_saved_as_it_is(tmp_path) -> None:
 
 
 def test_a_write_that_is_left_behind_is_told(tmp_path, monkeypatch, caplog) -> None:
-    from overlap_recipes.checkpoint import saves as overlapped_stager
-
     go = threading.Event()
-    monkeypatch.setattr(overlapped_stager, "EXIT_S", 0.1)
-    monkeypatch.setattr(overlapped_stager.OverlappedSaves, "commit", lambda *_: go.wait(30))
-    with pytest.raises(ValueError, match="mine"), overlapped_stager.OverlappedSaves(CPU) as saves:
+    monkeypatch.setattr(saves_module, "EXIT_S", 0.1)
+    monkeypatch.setattr(OverlappedSaves, "commit", lambda *_: go.wait(30))
+    with pytest.raises(ValueError, match="mine"), OverlappedSaves(CPU) as saves:
         saves.save({"x": torch.ones(2)}, tmp_path / "step1")
         while not (tmp_path / "step1.incomplete" / ".metadata").exists():
             threading.Event().wait(0.01)
@@ -513,16 +467,14 @@ def test_a_write_that_is_left_behind_is_told(tmp_path, monkeypatch, caplog) -> N
 
 def test_no_more_than_a_piece_is_copied_between_two_gaps(monkeypatch) -> None:
     """A read waits for what lies between two gaps; GPU tests show that it waits for no more."""
-    from overlap_recipes.checkpoint import copies as staging_copies
-
     piece = 4 << 20
-    monkeypatch.setattr(staging_copies, "PIECE", piece)
-    monkeypatch.setattr(staging_copies, "FIRST_PIECE", piece)
-    monkeypatch.setattr(staging_copies, "LAUNCH", 2)
+    monkeypatch.setattr(copies_module, "PIECE", piece)
+    monkeypatch.setattr(copies_module, "FIRST_PIECE", piece)
+    monkeypatch.setattr(copies_module, "LAUNCH", 2)
     sizes = [2 * piece + 5, 10 * piece // 16, 6 * piece // 16, 1, piece // 2]
     tensors = [torch.zeros(nbytes, dtype=torch.uint8) for nbytes in sizes]
-    plan = staging_copies.CopyPlan(tensors, torch.device("cpu"), snapshot_bytes=piece // 2)
-    arena = staging_copies.PinnedArena(plan.nbytes, tensors[0].device)
+    plan = CopyPlan(tensors, torch.device("cpu"), snapshot_bytes=piece // 2)
+    arena = PinnedArena(plan.nbytes, tensors[0].device)
     _, *copies = plan.copies(arena)
     assert len(copies[0]) == 2, "the tensors in place are not copied in two launches"
     rows = [row for work in chain(*copies) for row in work.args[0]]
@@ -534,8 +486,6 @@ def test_no_more_than_a_piece_is_copied_between_two_gaps(monkeypatch) -> None:
 
 def test_a_block_ends_twice_as_it_ends_once(tmp_path) -> None:
     """Trainers end it again after its end has raised."""
-    from overlap_recipes.checkpoint.saves import OverlappedSaves
-
     saves = OverlappedSaves(CPU).__enter__()
     saves.save({"x": torch.ones(2)}, tmp_path / "step1")
     for _ in range(2):
@@ -545,8 +495,6 @@ def test_a_block_ends_twice_as_it_ends_once(tmp_path) -> None:
 
 
 def test_copies_that_cannot_be_queued_cost_that_save_alone(tmp_path, monkeypatch) -> None:
-    from overlap_recipes.checkpoint.saves import CopyPlan, OverlappedSaves
-
     def refused(plan, copies, *others):
         if len(copies) > 1:
             monkeypatch.undo()
@@ -570,15 +518,14 @@ def test_copies_that_cannot_be_queued_cost_that_save_alone(tmp_path, monkeypatch
 
 def test_an_interrupted_wait_for_buffers_costs_that_save_and_is_told(tmp_path, monkeypatch) -> None:
     """Uncounted, this rank's later saves would join those that the other ranks began before."""
-    from overlap_recipes.checkpoint import saves as overlapped_stager
 
     def interrupted(uploads) -> None:
         monkeypatch.undo()
         raise KeyboardInterrupt
 
-    with overlapped_stager.OverlappedSaves(CPU) as saves:
+    with OverlappedSaves(CPU) as saves:
         saves.save({"x": torch.ones(2)}, tmp_path / "step1")
-        monkeypatch.setattr(overlapped_stager, "wait", interrupted)
+        monkeypatch.setattr(saves_module, "wait", interrupted)
         with pytest.raises(KeyboardInterrupt):
             saves.save({"x": torch.ones(2)}, tmp_path / "step2")
         assert saves.calls == 2
@@ -589,8 +536,6 @@ def test_an_interrupted_wait_for_buffers_costs_that_save_and_is_told(tmp_path, m
 
 
 def test_a_process_group_that_ends_before_the_block_hides_no_save(tmp_path) -> None:
-    from overlap_recipes.checkpoint.saves import OverlappedSaves
-
     dist.init_process_group("gloo", store=dist.HashStore(), rank=0, world_size=1)
     with OverlappedSaves(CPU) as saves:
         saves.save({"x": torch.ones(2)}, tmp_path / "step1").result()
@@ -600,15 +545,11 @@ def test_a_process_group_that_ends_before_the_block_hides_no_save(tmp_path) -> N
 
 def test_empty_shards_are_one_memory_whichever_objects_hold_them() -> None:
     """DCP makes a new object of a shard at each look; ids of dead ones return in another order."""
-    from overlap_recipes.checkpoint.writer import memory_of
-
     one, other = torch.empty(0), torch.empty(0)
     assert memory_of(one) == memory_of(other) != memory_of(torch.empty(0, 7))
 
 
 def test_a_root_of_newer_steps_refuses_an_older_one_and_loses_neither(tmp_path) -> None:
-    from overlap_recipes.checkpoint.retention import RetainedSaves
-
     refused = pytest.raises(RuntimeError, match="step8 is there: resume")
     with refused, RetainedSaves(tmp_path, CPU, keep_last=1) as saves:
         saves.save({"x": torch.ones(2)}, tmp_path / "step8").result()
@@ -617,8 +558,6 @@ def test_a_root_of_newer_steps_refuses_an_older_one_and_loses_neither(tmp_path) 
 
 
 def test_a_relative_root_stays_where_it_was_and_takes_only_its_own(tmp_path, monkeypatch) -> None:
-    from overlap_recipes.checkpoint.retention import RetainedSaves
-
     (tmp_path / "other").mkdir()
     monkeypatch.chdir(tmp_path)
     refused = pytest.raises(RuntimeError, match="is not in")
@@ -649,8 +588,6 @@ class Quantized(torch.Tensor):
 
 
 def test_a_tensor_whose_copy_is_none_is_saved_as_it_was(tmp_path) -> None:
-    from overlap_recipes.checkpoint.state import read
-
     tensor = Quantized(torch.ones(3, dtype=torch.uint8))
     copy = read({"x": tensor}, [])["x"]
     tensor.codes.zero_()
@@ -658,10 +595,6 @@ def test_a_tensor_whose_copy_is_none_is_saved_as_it_was(tmp_path) -> None:
 
 
 def test_a_quantized_tensor_is_saved(tmp_path) -> None:
-    from overlap_recipes.checkpoint.saves import OverlappedSaves
-    from overlap_recipes.checkpoint.state import is_staged
-    from overlap_recipes.checkpoint.writer import OverlappedWriter
-
     x = torch.quantize_per_tensor(torch.randn(5), 0.1, 3, torch.qint8)
     assert not is_staged(x)  # staged, it would end the process
     for saver in (OverlappedSaves, OverlappedWriter):
@@ -672,8 +605,6 @@ def test_a_quantized_tensor_is_saved(tmp_path) -> None:
 
 
 def test_a_second_block_of_one_saver_is_refused_by_name(tmp_path) -> None:
-    from overlap_recipes.checkpoint.saves import OverlappedSaves
-
     saves = OverlappedSaves(CPU)
     with pytest.raises(ZeroDivisionError), saves:
         saves.save({"x": torch.ones(2)}, tmp_path / "step1").result()
@@ -685,7 +616,6 @@ def test_a_second_block_of_one_saver_is_refused_by_name(tmp_path) -> None:
 
 def test_a_compiled_update_waits_for_each_save_anew(tmp_path) -> None:
     """In a compiled graph the wait would be for the event of the save at which it was compiled."""
-    from overlap_recipes.checkpoint.saves import OverlappedSaves
 
     class Stream:
         def wait_event(self, event: list[bool]) -> None:
