@@ -15,6 +15,9 @@ from torch.distributed.tensor import DTensor
 
 from ..page_locked import PageLocked
 
+# Private by name: ``torch._foreach_copy_``, ``_local_tensor`` and ``_spec`` of DTensors, ``_cdata``
+# of storages.
+
 PIECE = 64 << 20  # bytes of copies in a row: a read of the training waits for one piece at most
 FIRST_PIECE = 16 << 20  # bytes, of tensors of the first launch: forward may begin with a read
 LAUNCH = 32  # pieces in one CUDA graph, each after its gap; launched in under a millisecond

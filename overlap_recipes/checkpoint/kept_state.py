@@ -42,21 +42,14 @@ class Kept(dict):
 
 
 # without it, tree_map takes a Kept for one leaf
-register_pytree_node(
-    Kept,
-    lambda x: ([*x.values()], [*x]),
-    lambda x, k: dict(zip(k, x)),  # noqa: B905
-)
+register_pytree_node(Kept, lambda x: ([*x.values()], [*x]), lambda x, k: dict(zip(k, x)))  # noqa: B905
 
-
+# Private by name, though in torch 2.9 to 2.15: most of what is read here of modules, of optimizers
+# and of their hooks. What defines what ``state_dict`` returns, and where it finds that:
 METHODS = "state_dict", "_save_to_state_dict", "get_extra_state"
 HOOKS = "_state_dict_hooks", "_state_dict_pre_hooks"
 OPTIMIZER_HOOKS = "_optimizer_state_dict_pre_hooks", "_optimizer_state_dict_post_hooks"
-
-
 held_by = attrgetter("_modules", "_parameters", "_buffers", *HOOKS)
-
-
 not_saved_of, methods_of = attrgetter("_non_persistent_buffers_set"), attrgetter(*METHODS)
 
 

@@ -19,16 +19,15 @@ from torch.distributed.checkpoint import state_dict as dcp_state
 from torch.distributed.checkpoint.stateful import Stateful
 from torch.distributed.tensor import DTensor
 
-NO_STATE = "%s never had a gradient: load with DefaultLoadPlanner(allow_partial_load=True)"
-NO_ROOM = "no room here for the checkpoint's state of %s: frozen, left out, or added later?"
+# what a save warns of, and why a load is refused
 UNKNOWN = (
     "the checkpoint knows no %s: add what is new after the load; all ranks need the same names"
 )
-
-
 NOT_LOADED = (
     "no 'has_state' in this checkpoint: load it with set_state_dict (in memory: a deepcopy)"
 )
+NO_STATE = "%s never had a gradient: load with DefaultLoadPlanner(allow_partial_load=True)"
+NO_ROOM = "no room here for the checkpoint's state of %s: frozen, left out, or added later?"
 
 
 def groups(optimizers: list[torch.optim.Optimizer]) -> list[dict]:

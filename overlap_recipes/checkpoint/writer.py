@@ -16,6 +16,8 @@ from torch.distributed.checkpoint.filesystem import WriteResult, _StorageInfo
 from .saves import BUFFER_SETS, OverlappedSaves
 from .state import is_staged
 
+# Private by name: ``_StorageInfo``. ``.metadata`` is made of it, and DCP's reader expects it.
+
 WRITERS = 7  # threads per rank, each with a file; more take cores from what launches kernels
 PIECE = 256 << 20  # bytes that one system call writes at most
 

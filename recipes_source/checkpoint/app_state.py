@@ -26,8 +26,8 @@ and you save after the first step. Then ``get_state_dict`` and ``set_state_dict`
    dcp.load({"app": app}, checkpoint_id="checkpoints/step1000")      # to resume
 
 Your project needs the package ``overlap_recipes``: ``pip install .`` in this repository, or a copy
-of its folder. Before
-you load, make model and optimizer as they were at the save; freeze, regroup and add after the load.
+of its folder. Before you load, make model and optimizer as they were at the save; freeze, regroup
+and add after the load.
 
 .. grid:: 1 1 2 2
 
@@ -74,7 +74,7 @@ the load raises.
 # %%
 # Imports
 # -------
-# They are the proof's. ``AppState`` needs torch and the standard library alone.
+# They are the proof's. The module needs torch and the standard library alone.
 
 import argparse
 import tempfile
@@ -102,23 +102,17 @@ import torch.distributed.checkpoint as dcp
 #
 # .. literalinclude:: /overlap_recipes/checkpoint/state.py
 #    :language: python
-#    :start-at: NO_STATE = "%s never had a gradient: load with DefaultLoadPl
-#    :end-at: )
-
-
-# %%
+#    :start-at: # what a save warns of
+#    :end-at: NO_ROOM = "no room here
+#
 # .. literalinclude:: /overlap_recipes/checkpoint/state.py
 #    :language: python
 #    :pyobject: groups
-
-
-# %%
+#
 # .. literalinclude:: /overlap_recipes/checkpoint/state.py
 #    :language: python
 #    :pyobject: AppState
-
-
-# %%
+#
 # What is copied beside training
 # ------------------------------
 # :doc:`overlapped_stager` reads a state with ``read``: it lists dense tensors and DTensors, for a
@@ -129,21 +123,15 @@ import torch.distributed.checkpoint as dcp
 # .. literalinclude:: /overlap_recipes/checkpoint/state.py
 #    :language: python
 #    :pyobject: is_staged
-
-
-# %%
+#
 # .. literalinclude:: /overlap_recipes/checkpoint/state.py
 #    :language: python
 #    :pyobject: walk
-
-
-# %%
+#
 # .. literalinclude:: /overlap_recipes/checkpoint/state.py
 #    :language: python
 #    :pyobject: read
-
-
-# %%
+#
 # Run it, and prove it
 # --------------------
 # A job saves before its first step. After its second it freezes a layer and saves again. It loads

@@ -72,7 +72,12 @@ All of this runs on the writing thread. It follows five rules, each of them a li
 # %%
 # Imports and names
 # -----------------
-# They are the proof's.
+# The imports are the proof's. The names are the module's.
+#
+# .. literalinclude:: /overlap_recipes/checkpoint/durable.py
+#    :language: python
+#    :start-at: MANIFEST = "manifest.{}.json"
+#    :end-at: POINTER = "latest"
 
 import argparse
 import os
@@ -93,12 +98,6 @@ from overlap_recipes.checkpoint.durable import (
     newest_step,
 )
 
-# %%
-# .. literalinclude:: /overlap_recipes/checkpoint/durable.py
-#    :language: python
-#    :start-at: MANIFEST = "manifest.{}.json"
-#    :end-at: POINTER = "latest"
-
 STEPS, SAVE_EVERY = 10, 2  # of the run that proves it
 
 # %%
@@ -111,15 +110,11 @@ STEPS, SAVE_EVERY = 10, 2  # of the run that proves it
 # .. literalinclude:: /overlap_recipes/checkpoint/durable.py
 #    :language: python
 #    :pyobject: flush
-
-
-# %%
+#
 # .. literalinclude:: /overlap_recipes/checkpoint/durable.py
 #    :language: python
 #    :pyobject: write_durably
-
-
-# %%
+#
 # Describe what is complete
 # -------------------------
 # DCP writes ``.metadata`` last, so people often take its presence for completeness. It is not
@@ -134,27 +129,19 @@ STEPS, SAVE_EVERY = 10, 2  # of the run that proves it
 # .. literalinclude:: /overlap_recipes/checkpoint/durable.py
 #    :language: python
 #    :pyobject: described
-
-
-# %%
+#
 # .. literalinclude:: /overlap_recipes/checkpoint/durable.py
 #    :language: python
 #    :pyobject: faults
-
-
-# %%
+#
 # .. literalinclude:: /overlap_recipes/checkpoint/durable.py
 #    :language: python
 #    :pyobject: committed_steps
-
-
-# %%
+#
 # .. literalinclude:: /overlap_recipes/checkpoint/durable.py
 #    :language: python
 #    :pyobject: newest_step
-
-
-# %%
+#
 # The save
 # --------
 # ``OverlappedSaves`` stages beside training. Then it calls ``write``, with the directory aside,
@@ -169,9 +156,7 @@ STEPS, SAVE_EVERY = 10, 2  # of the run that proves it
 # .. literalinclude:: /overlap_recipes/checkpoint/durable.py
 #    :language: python
 #    :pyobject: DurableSaves
-
-
-# %%
+#
 # Run it, and prove it
 # --------------------
 # The proof saves every second step. Two of its saves must fail. At step 4, the state of the last

@@ -18,8 +18,9 @@ on another machine, with the command below.
     from pathlib import Path
 
     import torch
-    from overlap_recipes.checkpoint.export import Exports, weights
     from transformers import AutoModelForCausalLM
+
+    from overlap_recipes.checkpoint.export import Exports, weights
 
     config = model.config.to_dict()  # of a model of transformers
     with Exports(device, config=config, dtype=torch.bfloat16) as exports:
@@ -28,14 +29,14 @@ on another machine, with the command below.
             if step % 1000 == 0:
                 exports.save(weights(model), Path(f"hf{step}"))
 
-    AutoModelForCausalLM.from_pretrained("hf1000")  # somewhere else, without this file
+    AutoModelForCausalLM.from_pretrained("hf1000")  # somewhere else, without this package
+
+Your project needs the package ``overlap_recipes``: ``pip install .`` in this repository, or a copy
+of its folder. With the package installed, this page's file in the repository is a command, too:
 
 .. code-block:: bash
 
     python export.py step1000 hf1000  # export a DCP checkpoint that you have already
-
-Your project needs the package ``overlap_recipes``: ``pip install .`` in this repository, or a copy
-of its folder.
 
 .. grid:: 1 1 2 2
 
@@ -71,9 +72,14 @@ tensor. Other divisions (columns, two dimensions) work too, with one call per ro
 """
 
 # %%
-# Imports and sizes
+# Imports and names
 # -----------------
-# They are the proof's.
+# The imports are the proof's. The names are the module's.
+#
+# .. literalinclude:: /overlap_recipes/checkpoint/export.py
+#    :language: python
+#    :start-at: NAMES = "F64 F32
+#    :end-at: DTYPES = {
 
 import argparse
 import tempfile
@@ -93,13 +99,6 @@ except ImportError as error:
     raise SystemExit("pip install safetensors") from error
 
 # %%
-# .. literalinclude:: /overlap_recipes/checkpoint/export.py
-#    :language: python
-#    :start-at: NAMES = "F64 F32 F16 BF16 F8_E4M3 F8_E5M2 I64 I32 I16 I8 U8
-#    :end-at: DTYPES = {getattr(torch, k): n for k, n in zip(KINDS.split()
-
-
-# %%
 # What is exported
 # ----------------
 # The names are those of the model. A tied weight has two names and is one tensor. The export stores
@@ -110,30 +109,22 @@ except ImportError as error:
 # .. literalinclude:: /overlap_recipes/checkpoint/export.py
 #    :language: python
 #    :pyobject: weights
-
-
-# %%
+#
 # Where everything goes
 # ---------------------
 #
 # .. literalinclude:: /overlap_recipes/checkpoint/export.py
 #    :language: python
 #    :pyobject: lay_out
-
-
-# %%
+#
 # .. literalinclude:: /overlap_recipes/checkpoint/export.py
 #    :language: python
 #    :pyobject: encoded
-
-
-# %%
+#
 # .. literalinclude:: /overlap_recipes/checkpoint/export.py
 #    :language: python
 #    :pyobject: runs
-
-
-# %%
+#
 # The writer
 # ----------
 # DCP asks every rank what it holds, shows all of it to rank 0 at once, and sends each rank its part
@@ -144,9 +135,7 @@ except ImportError as error:
 # .. literalinclude:: /overlap_recipes/checkpoint/export.py
 #    :language: python
 #    :pyobject: SafetensorsWriter
-
-
-# %%
+#
 # Beside training
 # ---------------
 # Staging and the thread are those of :doc:`overlapped_stager`. The weights are copied beside the next
@@ -156,9 +145,7 @@ except ImportError as error:
 # .. literalinclude:: /overlap_recipes/checkpoint/export.py
 #    :language: python
 #    :pyobject: Exports
-
-
-# %%
+#
 # From a checkpoint, and back
 # ---------------------------
 # ``convert`` exports a DCP checkpoint: it asks for all tensors below a prefix. ``load_export``

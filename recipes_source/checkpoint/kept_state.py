@@ -33,10 +33,11 @@ once an hour.
 
    dcp.load({"app": app}, checkpoint_id="checkpoints/step100")                   # to resume
 
-Pass it to any save of DCP; that of the figure is :doc:`overlapped_writer`. Your project needs the package ``overlap_recipes``: ``pip install .`` in this repository, or a copy
-of its folder. Pass several optimizers one after the other, and what ``AppState``
-calls ``step`` by a name, as the schedule. ``async_save`` itself needs gloo beside NCCL:
-``init_process_group()`` without a backend has both.
+Pass it to any save of DCP; that of the figure is :doc:`overlapped_writer`. Your project needs the
+package ``overlap_recipes``: ``pip install .`` in this repository, or a copy of its folder. Pass
+several optimizers one after the other, and what ``AppState`` calls ``step`` by a name, as the
+schedule. ``async_save`` itself needs gloo beside NCCL: ``init_process_group()`` without a backend
+has both.
 
 .. grid:: 1 1 2 2
 
@@ -74,8 +75,8 @@ so whoever copies it sees the new memory.
 # %%
 # Imports
 # -------
-# They are the proof's. The module builds on :doc:`app_state`, whose ``AppState`` asks for the state and
-# loads it.
+# They are the proof's. The module builds on :doc:`app_state`, whose ``AppState`` asks for the state
+# and loads it.
 
 import argparse
 import tempfile
@@ -98,16 +99,12 @@ from overlap_recipes.checkpoint.kept_state import TrainingState, memory_of
 # .. literalinclude:: /overlap_recipes/checkpoint/kept_state.py
 #    :language: python
 #    :pyobject: Kept
-
-
-# %%
+#
 # .. literalinclude:: /overlap_recipes/checkpoint/kept_state.py
 #    :language: python
-#    :start-at: register_pytree_node(Kept, lambda x: ([*x.values()], [*x]),
-#    :end-at: register_pytree_node(Kept, lambda x: ([*x.values()], [*x]),
-
-
-# %%
+#    :start-at: # without it, tree_map takes a Kept for one leaf
+#    :end-at: register_pytree_node(Kept,
+#
 # The state of a training job
 # ---------------------------
 # ``get_state_dict`` gives each parameter a new tensor object; ``TrainingState`` puts the parameter
@@ -119,29 +116,21 @@ from overlap_recipes.checkpoint.kept_state import TrainingState, memory_of
 #
 # .. literalinclude:: /overlap_recipes/checkpoint/kept_state.py
 #    :language: python
-#    :start-at: METHODS = "state_dict", "_save_to_state_dict", "get_extra_st
-#    :end-at: not_saved_of, methods_of = attrgetter("_non_persistent_buffe
-
-
-# %%
+#    :start-at: METHODS = "state_dict"
+#    :end-at: not_saved_of, methods_of = attrgetter(
+#
 # .. literalinclude:: /overlap_recipes/checkpoint/kept_state.py
 #    :language: python
 #    :pyobject: memory_of
-
-
-# %%
+#
 # .. literalinclude:: /overlap_recipes/checkpoint/kept_state.py
 #    :language: python
 #    :pyobject: is_stock
-
-
-# %%
+#
 # .. literalinclude:: /overlap_recipes/checkpoint/kept_state.py
 #    :language: python
 #    :pyobject: TrainingState
-
-
-# %%
+#
 # Run it, and prove it
 # --------------------
 # After each of several changes, the proof compares the kept state with the result of a new

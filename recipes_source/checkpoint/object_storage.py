@@ -15,8 +15,8 @@ there; copy its checkpoints to the store afterwards, and commit each copy with `
 
 .. code-block:: python
 
-    from overlap_recipes.checkpoint.object_storage import ObjectSaves, committed, load
     from overlap_recipes.checkpoint import AppState
+    from overlap_recipes.checkpoint.object_storage import ObjectSaves, committed, load
 
     app = AppState(model, optimizer)
     with ObjectSaves("s3://bucket/run", device, model.buffers) as saves:
@@ -75,7 +75,12 @@ The idea
 # %%
 # Imports and sizes
 # -----------------
-# They are the proof's.
+# The imports are the proof's. The rest is the module's.
+#
+# .. literalinclude:: /overlap_recipes/checkpoint/object_storage.py
+#    :language: python
+#    :start-at: try:
+#    :end-at: PIECE = 32 << 20
 
 import argparse
 import tempfile
@@ -86,12 +91,6 @@ import torch
 import torch.distributed as dist
 
 from overlap_recipes.checkpoint.object_storage import ObjectSaves, committed, load, open_root
-
-# %%
-# .. literalinclude:: /overlap_recipes/checkpoint/object_storage.py
-#    :language: python
-#    :start-at: try:
-#    :end-at: PIECE = 32 << 20
 
 STEPS, SAVE_EVERY = 10, 2  # of the run that proves it
 
@@ -110,15 +109,11 @@ STEPS, SAVE_EVERY = 10, 2  # of the run that proves it
 # .. literalinclude:: /overlap_recipes/checkpoint/object_storage.py
 #    :language: python
 #    :pyobject: Sent
-
-
-# %%
+#
 # .. literalinclude:: /overlap_recipes/checkpoint/object_storage.py
 #    :language: python
 #    :pyobject: Objects
-
-
-# %%
+#
 # The commit
 # ----------
 # A client that gets no answer repeats its request. If the first request did arrive, the store
@@ -131,36 +126,26 @@ STEPS, SAVE_EVERY = 10, 2  # of the run that proves it
 # .. literalinclude:: /overlap_recipes/checkpoint/object_storage.py
 #    :language: python
 #    :pyobject: open_root
-
-
-# %%
+#
 # .. literalinclude:: /overlap_recipes/checkpoint/object_storage.py
 #    :language: python
 #    :pyobject: commit_once
-
-
-# %%
+#
 # .. literalinclude:: /overlap_recipes/checkpoint/object_storage.py
 #    :language: python
 #    :pyobject: check_store
-
-
-# %%
+#
 # What is there
 # -------------
 #
 # .. literalinclude:: /overlap_recipes/checkpoint/object_storage.py
 #    :language: python
 #    :pyobject: committed
-
-
-# %%
+#
 # .. literalinclude:: /overlap_recipes/checkpoint/object_storage.py
 #    :language: python
 #    :pyobject: load
-
-
-# %%
+#
 # The save
 # --------
 # ``OverlappedSaves`` stages beside training. On its writing thread it calls ``write`` and
@@ -170,9 +155,7 @@ STEPS, SAVE_EVERY = 10, 2  # of the run that proves it
 # .. literalinclude:: /overlap_recipes/checkpoint/object_storage.py
 #    :language: python
 #    :pyobject: ObjectSaves
-
-
-# %%
+#
 # Uploads that never end
 # ----------------------
 # A large object is sent in parts. A job that is killed in between leaves parts that no listing
@@ -188,8 +171,7 @@ STEPS, SAVE_EVERY = 10, 2  # of the run that proves it
 #         "Filter": {"Prefix": "run/"},
 #         "AbortIncompleteMultipartUpload": {"DaysAfterInitiation": 2}
 #     }]}
-
-# %%
+#
 # Run it, and prove it
 # --------------------
 # The proof saves every second step. In step 4, the state of the last rank has something that

@@ -13,9 +13,8 @@ A thread writes the copy. A directory gets its final name only when the checkpoi
    :field: staging_cost_s
    :where: model=llama-1b step=long loop=reads compiled=no storage=memory
 
-The row ``overlapped_writer`` is of :doc:`overlapped_writer`, which stages with this recipe and
-writes faster. ``torch_checkpointing`` is a package that stages in the background. ``none`` is the
-same measurement without a save: the noise.
+:doc:`overlapped_writer` stages with this recipe and writes faster. ``torch_checkpointing`` is a
+package that stages in the background. ``none`` is the same measurement without a save: the noise.
 
 **When not to bother:** your state is a few megabytes, you save once an hour (:doc:`async_save`
 costs next to nothing then), or the host cannot spare two copies of each rank's shards.
@@ -34,10 +33,10 @@ costs next to nothing then), or the host cannot spare two copies of each rank's 
            if step % 100 == 0:
                saves.save({"app": app}, root / f"step{step}")
 
-It needs the package ``overlap_recipes``: ``pip install .``, or a copy of its folder.
-``device`` is the rank's, such as ``torch.device("cuda", local_rank)``. To resume, call
-``dcp.load({"app": app}, checkpoint_id=root / "step100")`` before the block; :doc:`retention` finds
-the newest.
+Your project needs the package ``overlap_recipes``: ``pip install .`` in this repository, or a copy
+of its folder. ``device`` is the rank's, such as ``torch.device("cuda", local_rank)``. To resume,
+call ``dcp.load({"app": app}, checkpoint_id=root / "step100")`` before the block; :doc:`retention`
+finds the newest.
 
 **Does anything but an optimizer's** ``step`` **write what you save**, such as an average of weights
 (its update or its swap), a load, a CUDA graph, or another method of the optimizer (SAM's first step,
@@ -91,8 +90,14 @@ and is wrong.
 """
 
 # %%
-# Imports
-# -------
+# Imports and numbers
+# -------------------
+# The imports are the proof's. The numbers are the module's.
+#
+# .. literalinclude:: /overlap_recipes/checkpoint/saves.py
+#    :language: python
+#    :start-at: BUFFER_SETS = 2
+#    :end-at: EXIT_S = 30.0
 
 import argparse
 import tempfile
@@ -101,13 +106,6 @@ from pathlib import Path
 import torch.distributed as dist
 
 from overlap_recipes.checkpoint.saves import OverlappedSaves
-
-# %%
-# .. literalinclude:: /overlap_recipes/checkpoint/saves.py
-#    :language: python
-#    :start-at: BUFFER_SETS = 2
-#    :end-at: EXIT_S = 30.0
-
 
 # %%
 # The save
@@ -134,9 +132,7 @@ from overlap_recipes.checkpoint.saves import OverlappedSaves
 # .. literalinclude:: /overlap_recipes/checkpoint/saves.py
 #    :language: python
 #    :pyobject: OverlappedSaves
-
-
-# %%
+#
 # Run it, and prove it
 # --------------------
 # The proof trains a model with a buffer that forward changes, and saves after each of five steps.
@@ -176,9 +172,9 @@ if __name__ == "__main__":
 #    :rows: none dcp_save overlapped_writer
 #    :where: step=long storage=memory
 #
-# If the loop calls ``loss.item()`` and then saves, as in the tables, the device idles during the call:
-# save first. The writing thread shares Python's interpreter lock with training. You notice that if the host limits
-# your steps; :doc:`overlapped_writer` holds the lock for less time.
+# If the loop calls ``loss.item()`` and then saves, as in the tables, the device idles during the
+# call: save first. The writing thread shares Python's interpreter lock with training. You notice
+# that if the host limits your steps; :doc:`overlapped_writer` holds the lock for less time.
 #
 # What breaks if you remove a line
 # --------------------------------

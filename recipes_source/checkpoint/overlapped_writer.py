@@ -37,9 +37,10 @@ well.
            if step % 100 == 0:
                saves.save({"app": app}, root / f"step{step}")
 
-It needs the package ``overlap_recipes``: ``pip install .``, or a copy of its folder. ``device`` is the rank's own. Copy and write run beside training.
-``root/step100`` appears when every rank has written its part and the storage has all of it.
-Whatever writes weights without an optimizer calls ``saves.before_update()`` first.
+Your project needs the package ``overlap_recipes``: ``pip install .`` in this repository, or a copy
+of its folder. ``device`` is the rank's own. Copy and write run beside training. ``root/step100``
+appears when every rank has written its part and the storage has all of it. Whatever writes weights
+without an optimizer calls ``saves.before_update()`` first.
 
 .. grid:: 1 1 2 2
 
@@ -78,9 +79,14 @@ the file, where it can grow without moving a tensor.
 """
 
 # %%
-# Imports
-# -------
-# They are the proof's. ``_StorageInfo`` is the one private name of the module: ``.metadata`` is made of it, and DCP's reader expects it.
+# Imports and sizes
+# -----------------
+# The imports are the proof's. The sizes are the module's.
+#
+# .. literalinclude:: /overlap_recipes/checkpoint/writer.py
+#    :language: python
+#    :start-at: WRITERS = 7
+#    :end-at: PIECE = 256 << 20
 
 import argparse
 import tempfile
@@ -91,13 +97,6 @@ import torch.distributed as dist
 from torch.distributed.checkpoint.format_utils import dcp_to_torch_save
 
 from overlap_recipes.checkpoint.writer import OverlappedWriter
-
-# %%
-# .. literalinclude:: /overlap_recipes/checkpoint/writer.py
-#    :language: python
-#    :start-at: WRITERS = 7
-#    :end-at: PIECE = 256 << 20
-
 
 # %%
 # What is around a tensor
@@ -113,15 +112,11 @@ from overlap_recipes.checkpoint.writer import OverlappedWriter
 # .. literalinclude:: /overlap_recipes/checkpoint/writer.py
 #    :language: python
 #    :pyobject: WithoutTensor
-
-
-# %%
+#
 # .. literalinclude:: /overlap_recipes/checkpoint/writer.py
 #    :language: python
 #    :pyobject: around
-
-
-# %%
+#
 # Plan once
 # ---------
 # DCP plans and writes in five steps, and calls a *planner* and a *storage writer* for each:
@@ -142,21 +137,15 @@ from overlap_recipes.checkpoint.writer import OverlappedWriter
 # .. literalinclude:: /overlap_recipes/checkpoint/writer.py
 #    :language: python
 #    :pyobject: memory_of
-
-
-# %%
+#
 # .. literalinclude:: /overlap_recipes/checkpoint/writer.py
 #    :language: python
 #    :pyobject: staged_items
-
-
-# %%
+#
 # .. literalinclude:: /overlap_recipes/checkpoint/writer.py
 #    :language: python
 #    :pyobject: Layout
-
-
-# %%
+#
 # Write bytes
 # -----------
 # A system call releases the interpreter's lock until it returns. If the disk is full, the call
@@ -170,36 +159,26 @@ from overlap_recipes.checkpoint.writer import OverlappedWriter
 # .. literalinclude:: /overlap_recipes/checkpoint/writer.py
 #    :language: python
 #    :pyobject: write_file
-
-
-# %%
+#
 # .. literalinclude:: /overlap_recipes/checkpoint/writer.py
 #    :language: python
 #    :pyobject: sync
-
-
-# %%
+#
 # The writer
 # ----------
 #
 # .. literalinclude:: /overlap_recipes/checkpoint/writer.py
 #    :language: python
 #    :pyobject: serialised
-
-
-# %%
+#
 # .. literalinclude:: /overlap_recipes/checkpoint/writer.py
 #    :language: python
 #    :pyobject: kind
-
-
-# %%
+#
 # .. literalinclude:: /overlap_recipes/checkpoint/writer.py
 #    :language: python
 #    :pyobject: OverlappedWriter
-
-
-# %%
+#
 # ``together`` comes with ``OverlappedSaves``. It calls a function on every rank, gathers the
 # results, and raises on *every* rank if the function failed on one. Apart from these calls, and
 # from DCP's own collectives while planning, no rank waits for another. So a full disk on one rank

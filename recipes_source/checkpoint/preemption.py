@@ -86,9 +86,14 @@ are still there.
 """
 
 # %%
-# Imports
-# -------
-# They are the proof's.
+# Imports and exit codes
+# ----------------------
+# The imports are the proof's. The exit codes are the module's.
+#
+# .. literalinclude:: /overlap_recipes/checkpoint/preemption.py
+#    :language: python
+#    :start-at: AGAIN = 85
+#    :end-at: TOO_LATE = 86
 
 import argparse
 import os
@@ -103,12 +108,6 @@ import torch.distributed as dist
 
 from overlap_recipes.checkpoint.durable import DurableSaves, newest_step
 from overlap_recipes.checkpoint.preemption import AGAIN, Preemption
-
-# %%
-# .. literalinclude:: /overlap_recipes/checkpoint/preemption.py
-#    :language: python
-#    :start-at: AGAIN = 85
-#    :end-at: TOO_LATE = 86
 
 STEPS, SAVE_EVERY, ASKED_IN = 8, 5, 4  # of the run that proves it
 
@@ -130,9 +129,7 @@ STEPS, SAVE_EVERY, ASKED_IN = 8, 5, 4  # of the run that proves it
 # .. literalinclude:: /overlap_recipes/checkpoint/preemption.py
 #    :language: python
 #    :pyobject: Preemption
-
-
-# %%
+#
 # The loop
 # --------
 # At the end of its block, ``saves`` waits for the upload, so the last save is on disk before the

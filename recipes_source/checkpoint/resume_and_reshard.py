@@ -94,15 +94,11 @@ TOLERANCE = 1e-5  # of a loss, relative, on another number of ranks: sums in ano
 # .. literalinclude:: /overlap_recipes/checkpoint/restart.py
 #    :language: python
 #    :pyobject: Run
-
-
-# %%
+#
 # .. literalinclude:: /overlap_recipes/checkpoint/restart.py
 #    :language: python
 #    :pyobject: random_numbers
-
-
-# %%
+#
 # Which checkpoint
 # ----------------
 # Rank 0 chooses, and all ranks check. A rank that does not see what rank 0 sees (another mount, a
@@ -116,15 +112,11 @@ TOLERANCE = 1e-5  # of a loss, relative, on another number of ranks: sums in ano
 # .. literalinclude:: /overlap_recipes/checkpoint/restart.py
 #    :language: python
 #    :pyobject: choose
-
-
-# %%
+#
 # .. literalinclude:: /overlap_recipes/checkpoint/restart.py
 #    :language: python
 #    :pyobject: resume
-
-
-# %%
+#
 # Load a part, load under other names, list the differences
 # ---------------------------------------------------------
 # ``dcp.load`` writes into the tensors that you give it, under the keys that you give it. So you
@@ -135,23 +127,18 @@ TOLERANCE = 1e-5  # of a loss, relative, on another number of ranks: sums in ano
 # .. literalinclude:: /overlap_recipes/checkpoint/restart.py
 #    :language: python
 #    :pyobject: differences
-
-
-# %%
+#
 # .. literalinclude:: /overlap_recipes/checkpoint/restart.py
 #    :language: python
 #    :pyobject: load_weights
-
-
-# %%
+#
 # What you trust: loading a checkpoint runs code. ``.metadata`` is a pickle, and so is every leaf
 # that is not a tensor. Digests tell you that a file has not changed, not who wrote it.
 #
 # To load without running code, use safetensors. :doc:`export` converts a checkpoint where you trust
 # it, and its ``load_export`` reads names, shapes and bytes alone. An export has the weights; the
 # optimizer begins anew.
-
-# %%
+#
 # Run it, and prove it
 # --------------------
 # The model's input gets noise, so that random numbers matter, and the learning rate changes every

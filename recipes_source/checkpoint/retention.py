@@ -27,8 +27,7 @@ any. Or something else already deletes by age or by quota.
                 saves.save({"app": app}, root / f"step{step}")
 
 Your project needs the package ``overlap_recipes``: ``pip install .`` in this repository, or a copy
-of its folder.
-The file of this page is a command, too:
+of its folder. With the package installed, this page's file in the repository is a command, too:
 
 .. code-block:: bash
 
@@ -69,7 +68,12 @@ what has no name is no checkpoint.
 # %%
 # Imports and names
 # -----------------
-# They are the proof's.
+# The imports are the proof's. The names are the module's.
+#
+# .. literalinclude:: /overlap_recipes/checkpoint/retention.py
+#    :language: python
+#    :start-at: LOG = logging.getLogger(__name__)
+#    :end-at: LEFTOVERS = ("*.incomplete", "*.deleted")
 
 import argparse
 import sys
@@ -80,9 +84,7 @@ import state_to_save as basic
 import torch
 import torch.distributed as dist
 
-from overlap_recipes.checkpoint.durable import (
-    committed_steps,
-)
+from overlap_recipes.checkpoint.durable import committed_steps
 from overlap_recipes.checkpoint.retention import (
     LEFTOVERS,
     RetainedSaves,
@@ -91,12 +93,6 @@ from overlap_recipes.checkpoint.retention import (
     show,
     take_lease,
 )
-
-# %%
-# .. literalinclude:: /overlap_recipes/checkpoint/retention.py
-#    :language: python
-#    :start-at: LOG = logging.getLogger(__name__)
-#    :end-at: LEFTOVERS = ("*.incomplete", "*.deleted")
 
 STEPS, SAVE_EVERY = 12, 2  # of the run that proves it
 
@@ -112,15 +108,11 @@ STEPS, SAVE_EVERY = 12, 2  # of the run that proves it
 # .. literalinclude:: /overlap_recipes/checkpoint/retention.py
 #    :language: python
 #    :pyobject: to_delete
-
-
-# %%
+#
 # .. literalinclude:: /overlap_recipes/checkpoint/retention.py
 #    :language: python
 #    :pyobject: delete
-
-
-# %%
+#
 # One job per directory
 # ---------------------
 # Two jobs that write to one directory would remove each other's unfinished saves. This happens if
@@ -136,15 +128,11 @@ STEPS, SAVE_EVERY = 12, 2  # of the run that proves it
 # .. literalinclude:: /overlap_recipes/checkpoint/retention.py
 #    :language: python
 #    :pyobject: take_lease
-
-
-# %%
+#
 # .. literalinclude:: /overlap_recipes/checkpoint/retention.py
 #    :language: python
 #    :pyobject: remove_leftovers
-
-
-# %%
+#
 # The save
 # --------
 # ``open_root`` runs before the first save, ``look_for_room`` before each one is written, and the
@@ -156,15 +144,11 @@ STEPS, SAVE_EVERY = 12, 2  # of the run that proves it
 # .. literalinclude:: /overlap_recipes/checkpoint/retention.py
 #    :language: python
 #    :pyobject: RetainedSaves
-
-
-# %%
+#
 # .. literalinclude:: /overlap_recipes/checkpoint/retention.py
 #    :language: python
 #    :pyobject: nbytes
-
-
-# %%
+#
 # How often to save
 # -----------------
 # A failure costs what was computed since the last durable checkpoint: half an interval on average.
@@ -178,24 +162,18 @@ STEPS, SAVE_EVERY = 12, 2  # of the run that proves it
 # .. literalinclude:: /overlap_recipes/checkpoint/retention.py
 #    :language: python
 #    :pyobject: seconds_between_saves
-
-
-# %%
+#
 # The command
 # -----------
 #
 # .. literalinclude:: /overlap_recipes/checkpoint/retention.py
 #    :language: python
 #    :pyobject: show
-
-
-# %%
+#
 # .. literalinclude:: /overlap_recipes/checkpoint/retention.py
 #    :language: python
 #    :pyobject: prune
-
-
-# %%
+#
 # Run it, and prove it
 # --------------------
 # The proof starts in a directory with the leftovers of a crash. It saves every second step, and

@@ -50,7 +50,8 @@ built on this.
    optimizer.step()
    copied.synchronize()   # on a thread of yours, which writes hosts; it must end before the next save
 
-It needs the package ``overlap_recipes``: ``pip install .``, or a copy of its folder. ``hosts`` are in the order of ``tensors_now()``.
+Your project needs the package ``overlap_recipes``: ``pip install .`` in this repository, or a copy
+of its folder. ``hosts`` are in the order of ``tensors_now()``.
 
 .. grid:: 1 1 2 2
 
@@ -100,20 +101,18 @@ smaller, for a forward that begins with a read.
 """
 
 # %%
-# Imports
-# -------
-# They are the proof's.
-
-import torch
-
-from overlap_recipes.checkpoint.copies import CopyPlan, PinnedArena, shard_of
-
-# %%
+# Imports and sizes
+# -----------------
+# The imports are the proof's. The sizes are the module's.
+#
 # .. literalinclude:: /overlap_recipes/checkpoint/copies.py
 #    :language: python
 #    :start-at: PIECE = 64 << 20
 #    :end-at: ALIGNMENT = 64
 
+import torch
+
+from overlap_recipes.checkpoint.copies import CopyPlan, PinnedArena, shard_of
 
 # %%
 # Page-locked memory of exact size
@@ -138,9 +137,7 @@ from overlap_recipes.checkpoint.copies import CopyPlan, PinnedArena, shard_of
 # .. literalinclude:: /overlap_recipes/page_locked.py
 #    :language: python
 #    :pyobject: PageLocked
-
-
-# %%
+#
 # A DTensor that stays on the CPU
 # -------------------------------
 # DCP needs DTensors to know which part of each parameter a rank holds. ``DTensor.from_local``
@@ -151,15 +148,11 @@ from overlap_recipes.checkpoint.copies import CopyPlan, PinnedArena, shard_of
 # .. literalinclude:: /overlap_recipes/checkpoint/copies.py
 #    :language: python
 #    :pyobject: shard_of
-
-
-# %%
+#
 # .. literalinclude:: /overlap_recipes/checkpoint/copies.py
 #    :language: python
 #    :pyobject: in_host_memory
-
-
-# %%
+#
 # The plan
 # --------
 # ``CopyPlan`` prepares once what does not change: which bytes go where. It copies tied weights
@@ -184,64 +177,43 @@ from overlap_recipes.checkpoint.copies import CopyPlan, PinnedArena, shard_of
 # ``one_launch`` captures a CUDA graph. A replay does not repeat what ``work`` does on the host, such
 # as copying a tensor on the CPU. With ``thread_local``, other threads may allocate meanwhile.
 #
-# Private by name: ``torch._foreach_copy_``, ``_local_tensor`` and ``_spec`` of DTensors, ``_cdata`` of
-# storages.
-#
 # .. literalinclude:: /overlap_recipes/checkpoint/copies.py
 #    :language: python
 #    :pyobject: identity
-
-
-# %%
+#
 # .. literalinclude:: /overlap_recipes/checkpoint/copies.py
 #    :language: python
 #    :pyobject: layout
-
-
-# %%
+#
 # .. literalinclude:: /overlap_recipes/checkpoint/copies.py
 #    :language: python
 #    :pyobject: kinds
-
-
-# %%
+#
 # .. literalinclude:: /overlap_recipes/checkpoint/copies.py
 #    :language: python
 #    :pyobject: take
-
-
-# %%
+#
 # .. literalinclude:: /overlap_recipes/checkpoint/copies.py
 #    :language: python
 #    :start-at: capture_stream = cache(torch.cuda.Stream)
 #    :end-at: capture_stream = cache(torch.cuda.Stream)
-
-
-# %%
+#
 # .. literalinclude:: /overlap_recipes/checkpoint/copies.py
 #    :language: python
 #    :pyobject: copy_each
-
-
-# %%
+#
 # .. literalinclude:: /overlap_recipes/checkpoint/copies.py
 #    :language: python
 #    :pyobject: copy_rows
-
-
-# %%
+#
 # .. literalinclude:: /overlap_recipes/checkpoint/copies.py
 #    :language: python
 #    :pyobject: one_launch
-
-
-# %%
+#
 # .. literalinclude:: /overlap_recipes/checkpoint/copies.py
 #    :language: python
 #    :pyobject: CopyPlan
-
-
-# %%
+#
 # Run it, and prove it
 # --------------------
 # The proof queues the copies, runs a forward and a backward beside them, and makes the update wait

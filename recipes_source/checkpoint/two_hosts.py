@@ -74,7 +74,12 @@ newest step of which every file is on some host. A host that misses a file recei
 # %%
 # Imports and sizes
 # -----------------
-# They are the proof's.
+# The imports are the proof's. The sizes and the name are the module's.
+#
+# .. literalinclude:: /overlap_recipes/checkpoint/two_hosts.py
+#    :language: python
+#    :start-at: PIECE = 64 << 20
+#    :end-at: LISTING = "files.json"
 
 import argparse
 import shutil
@@ -86,12 +91,6 @@ import torch
 import torch.distributed as dist
 
 from overlap_recipes.checkpoint.two_hosts import PartnerSaves, gather, steps_in
-
-# %%
-# .. literalinclude:: /overlap_recipes/checkpoint/two_hosts.py
-#    :language: python
-#    :start-at: PIECE = 64 << 20
-#    :end-at: LISTING = "files.json"
 
 STEPS, SAVE_EVERY = 6, 2  # of the run that proves it
 
@@ -106,21 +105,15 @@ STEPS, SAVE_EVERY = 6, 2  # of the run that proves it
 # .. literalinclude:: /overlap_recipes/checkpoint/two_hosts.py
 #    :language: python
 #    :pyobject: pieces_of
-
-
-# %%
+#
 # .. literalinclude:: /overlap_recipes/checkpoint/two_hosts.py
 #    :language: python
 #    :pyobject: arriving
-
-
-# %%
+#
 # .. literalinclude:: /overlap_recipes/checkpoint/two_hosts.py
 #    :language: python
 #    :pyobject: write_file
-
-
-# %%
+#
 # The save
 # --------
 # DCP allows each host to write to a directory of its own. It writes ``.metadata`` on rank 0. That
@@ -132,9 +125,7 @@ STEPS, SAVE_EVERY = 6, 2  # of the run that proves it
 # .. literalinclude:: /overlap_recipes/checkpoint/two_hosts.py
 #    :language: python
 #    :pyobject: PartnerSaves
-
-
-# %%
+#
 # The restart
 # -----------
 # A step may have been saved twice: by the job that lost a host, and by the one that went on without
@@ -144,27 +135,19 @@ STEPS, SAVE_EVERY = 6, 2  # of the run that proves it
 # .. literalinclude:: /overlap_recipes/checkpoint/two_hosts.py
 #    :language: python
 #    :pyobject: steps_in
-
-
-# %%
+#
 # .. literalinclude:: /overlap_recipes/checkpoint/two_hosts.py
 #    :language: python
 #    :pyobject: write_listing
-
-
-# %%
+#
 # .. literalinclude:: /overlap_recipes/checkpoint/two_hosts.py
 #    :language: python
 #    :pyobject: held
-
-
-# %%
+#
 # .. literalinclude:: /overlap_recipes/checkpoint/two_hosts.py
 #    :language: python
 #    :pyobject: gather
-
-
-# %%
+#
 # Run it, and prove it
 # --------------------
 # On one machine, every rank plays a host with a directory of its own. The proof trains six steps
