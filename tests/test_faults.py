@@ -102,11 +102,8 @@ def test_the_handler_does_not_keep_a_job_whose_rank_has_died(ask) -> None:
     assert answer["same_bits"] and answer["same_end"], answer
 
 
-def test_ranks_that_could_not_agree_are_told_so(
-    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
-) -> None:
+def test_ranks_that_could_not_agree_are_told_so() -> None:
     """Outside its block each rank would know of its own signal alone, and stop in its own step."""
-    monkeypatch.syspath_prepend(str(RECIPES))
     import torch.distributed as dist
 
     from overlap_recipes.checkpoint import preemption
@@ -122,9 +119,8 @@ def test_ranks_that_could_not_agree_are_told_so(
         dist.destroy_process_group()
 
 
-def test_a_compiled_model_resumes(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_a_compiled_model_resumes(tmp_path: Path) -> None:
     """Its own names have ``_orig_mod``, those in a checkpoint do not."""
-    monkeypatch.syspath_prepend(str(RECIPES))
     import torch
     import torch.distributed as dist
 

@@ -184,7 +184,8 @@ def test_an_upload_that_breaks_leaves_nothing(proxy: Proxy, url: str) -> None:
 
 
 KILLED = """
-import sys, torch, object_storage
+import torch
+from overlap_recipes.checkpoint import object_storage
 object_storage.PIECE = {part}
 with object_storage.ObjectSaves({url!r}, torch.device("cpu")) as saves:
     saves.save({{"x": torch.full(({numbers},), 2.0)}}, 2)
@@ -195,7 +196,7 @@ def test_a_kill_in_an_upload_leaves_what_only_the_rule_removes(proxy: Proxy, url
     assert save(url, 1) == [None]
     proxy.trouble = lambda method, path: "hold" if "partNumber=2" in path else None
     code = KILLED.format(part=PART, url=url, numbers=BIG)
-    job = subprocess.Popen([sys.executable, "-c", code], cwd=RECIPE.parent)
+    job = subprocess.Popen([sys.executable, "-c", code], env=with_library())
     try:
         assert proxy.held.wait(60), "the upload has not come to its second part"
     finally:

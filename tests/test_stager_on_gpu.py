@@ -6,7 +6,6 @@ and no test waits for the device before it has saved: that would hide what is lo
 """
 
 import importlib
-import importlib.util
 import json
 import random
 import sys

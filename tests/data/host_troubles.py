@@ -12,12 +12,12 @@ import torch  # noqa: E402
 import torch.distributed as dist  # noqa: E402
 from facing import face  # noqa: E402
 
-from overlap_recipes.checkpoint import saves as overlapped_stager  # noqa: E402
+from overlap_recipes.checkpoint import saves as saves_module  # noqa: E402
 from overlap_recipes.checkpoint import two_hosts  # noqa: E402
 from overlap_recipes.checkpoint.two_hosts import PartnerSaves, gather  # noqa: E402
 
 basic.WIDTH, basic.HIDDEN = 16, 64
-overlapped_stager.DEADLINE_S = 20.0
+saves_module.DEADLINE_S = 20.0
 WRITE_FILE = two_hosts.write_file
 
 

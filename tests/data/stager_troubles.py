@@ -23,9 +23,10 @@ from torch.distributed.device_mesh import DeviceMesh, init_device_mesh  # noqa: 
 from torch.distributed.tensor import Shard, distribute_tensor  # noqa: E402
 from torch.optim.optimizer import register_optimizer_step_pre_hook  # noqa: E402
 
-from overlap_recipes.checkpoint import saves as recipe  # noqa: E402
-from overlap_recipes.checkpoint.copies import CopyPlan  # noqa: E402
+from overlap_recipes.checkpoint import saves as saves_module  # noqa: E402
+from overlap_recipes.checkpoint.copies import CopyPlan, PinnedArena  # noqa: E402
 from overlap_recipes.checkpoint.kept_state import Kept  # noqa: E402
+from overlap_recipes.checkpoint.saves import OverlappedSaves  # noqa: E402
 from overlap_recipes.checkpoint.writer import OverlappedWriter  # noqa: E402
 
 state_to_save.WIDTH, state_to_save.HIDDEN = 16, 64
@@ -46,7 +47,7 @@ def write_data(self, plan, planner):
 dcp.FileSystemWriter.write_data = write_data
 
 
-class Gated(recipe.OverlappedSaves):
+class Gated(OverlappedSaves):
     """Saves whose writes wait for `gates[directory name]`, fail by `faults`, and are counted."""
 
     def __init__(self, *args, **kwargs) -> None:
@@ -86,7 +87,7 @@ class Run:
         self.root, self.device = root, device
         self.app, self.expected = basic.build_app(device, seed), {}
 
-    def step_and_save(self, saves: recipe.OverlappedSaves) -> Future | None:
+    def step_and_save(self, saves: OverlappedSaves) -> Future | None:
         basic.train_step(self.app, self.device)
         name = f"step{self.app.step}"
         self.expected[name] = basic.snapshot(self.app)
@@ -102,7 +103,7 @@ class Run:
 def an_older_checkpoint_of_the_name_is_replaced_whole(root: Path, device: torch.device) -> None:
     for seed in (0, 1):
         run = Run(root, device, seed)
-        with recipe.OverlappedSaves(device, run.app.model.buffers()) as saves:
+        with OverlappedSaves(device, run.app.model.buffers()) as saves:
             run.step_and_save(saves)
         run.right()
     assert sorted(path.name for path in root.iterdir()) == ["step1"]
@@ -128,7 +129,7 @@ def a_failed_save_is_told_on_every_rank_and_costs_no_other(
 def a_rank_that_does_not_know_its_tensors_is_told_to_all(root: Path, device: torch.device) -> None:
     """As when a class of its own lists too few tensors."""
     run = Run(root, device)
-    with recipe.OverlappedSaves(device, run.app.model.buffers()) as saves:
+    with OverlappedSaves(device, run.app.model.buffers()) as saves:
         run.step_and_save(saves)
         state = Kept({"x": torch.ones(2, device=device), "y": torch.zeros(2, device=device)})
         if dist.get_rank() == dist.get_world_size() - 1:
@@ -141,13 +142,13 @@ def a_rank_that_does_not_know_its_tensors_is_told_to_all(root: Path, device: tor
 
 def a_rank_that_cannot_stage_is_told_to_all(root: Path, device: torch.device) -> None:
     run = Run(root, device)
-    with recipe.OverlappedSaves(device, run.app.model.buffers()) as saves:
+    with OverlappedSaves(device, run.app.model.buffers()) as saves:
         run.step_and_save(saves)
         plan, saves.plan = saves.plan, None
-        arena, recipe.PinnedArena = recipe.PinnedArena, refuse_on_the_last_rank
+        arena, saves_module.PinnedArena = saves_module.PinnedArena, refuse_on_the_last_rank
         failed = run.step_and_save(saves)
         assert "cannot lock" in str(failed.exception(30)), failed
-        recipe.PinnedArena = arena
+        saves_module.PinnedArena = arena
         assert "cannot lock" in str(raised(saves.wait))
         run.step_and_save(saves)
         assert plan is not saves.plan
@@ -156,8 +157,6 @@ def a_rank_that_cannot_stage_is_told_to_all(root: Path, device: torch.device) ->
 
 
 def refuse_on_the_last_rank(nbytes: int, device: torch.device):
-    from overlap_recipes.checkpoint.copies import PinnedArena
-
     if dist.get_rank() == dist.get_world_size() - 1:
         raise RuntimeError("cannot lock memory")
     return PinnedArena(nbytes, device)
@@ -179,7 +178,7 @@ def a_block_left_by_one_rank_does_not_hang_and_leaves_nothing_wrong(
     root: Path, device: torch.device
 ) -> None:
     run, gate = Run(root, device), threading.Event()
-    recipe.EXIT_S = 0.5
+    saves_module.EXIT_S = 0.5
     try:
         with Gated(device, run.app.model.buffers()) as saves:
             run.step_and_save(saves).result(30)
@@ -195,7 +194,7 @@ def a_block_left_by_one_rank_does_not_hang_and_leaves_nothing_wrong(
         gate.set()
         assert "ended by an exception" in str(waiting[1].exception(30))
     finally:
-        recipe.EXIT_S = 30.0
+        saves_module.EXIT_S = 30.0
     waiting[0].result(30)
     for group in saves.groups:
         raised(lambda g=group: dist.destroy_process_group(g))
@@ -207,7 +206,7 @@ def a_block_left_by_one_rank_does_not_hang_and_leaves_nothing_wrong(
 
 def an_upload_that_outlives_its_group_has_no_name(root: Path, device: torch.device) -> None:
     run, gate = Run(root, device), threading.Event()
-    recipe.EXIT_S = 0.1
+    saves_module.EXIT_S = 0.1
     try:
         with Gated(device, run.app.model.buffers()) as saves:
             saves.gates["step1"] = gate
@@ -218,7 +217,7 @@ def an_upload_that_outlives_its_group_has_no_name(root: Path, device: torch.devi
         for group in saves.groups:
             dist.destroy_process_group(group)
     finally:
-        recipe.EXIT_S = 30.0
+        saves_module.EXIT_S = 30.0
     gate.set()
     failed = upload.exception(60) is not None
     dist.barrier()
@@ -231,7 +230,7 @@ def an_upload_that_outlives_its_group_has_no_name(root: Path, device: torch.devi
 def a_tensor_that_grew_is_planned_anew(root: Path, device: torch.device) -> None:
     ranks = dist.get_world_size()
     mesh = init_device_mesh(device.type, (ranks,))
-    with recipe.OverlappedSaves(device) as saves:
+    with OverlappedSaves(device) as saves:
         for rows in (2 * ranks - 1, 2 * ranks, 1, 0):
             full = torch.arange(2.0 * rows).view(rows, 2)
             saves.save({"x": distribute_tensor(full, mesh, [Shard(0)])}, root / f"rows{rows}")
@@ -258,7 +257,7 @@ def writes_take_turns(root: Path, device: torch.device) -> None:
 
 
 def one_set_of_buffers_is_not_filled_while_it_is_written(root: Path, device: torch.device) -> None:
-    run, wait, recipe.BUFFER_SETS = Run(root, device), recipe.wait, 1
+    run, wait, saves_module.BUFFER_SETS = Run(root, device), saves_module.wait, 1
     try:
         with Gated(device, run.app.model.buffers()) as saves:
             gate = saves.gates["step1"] = threading.Event()
@@ -268,14 +267,14 @@ def one_set_of_buffers_is_not_filled_while_it_is_written(root: Path, device: tor
                     gate.set()
                 return wait(uploads, *timeout)
 
-            recipe.wait = release_and_wait
+            saves_module.wait = release_and_wait
             run.step_and_save(saves)
             assert saves.at_gate.wait(30)
             run.step_and_save(saves)
             gate.set()
         run.right()
     finally:
-        recipe.wait, recipe.BUFFER_SETS = wait, 2
+        saves_module.wait, saves_module.BUFFER_SETS = wait, 2
 
 
 class Refuses:
@@ -293,7 +292,7 @@ class Refuses:
 
 def a_rank_whose_state_cannot_be_read_mixes_no_two_saves(root: Path, device: torch.device) -> None:
     run, part = Run(root, device), Refuses()
-    with recipe.OverlappedSaves(device, run.app.model.buffers()) as saves:
+    with OverlappedSaves(device, run.app.model.buffers()) as saves:
         for step in (1, 2, 3):
             basic.train_step(run.app, device)
             part.refuses = step == 2
@@ -305,7 +304,7 @@ def a_rank_whose_state_cannot_be_read_mixes_no_two_saves(root: Path, device: tor
 
 def ranks_that_name_other_directories_are_told(root: Path, device: torch.device) -> None:
     """As when each rank puts its own time of day into the name."""
-    with recipe.OverlappedSaves(device) as saves:
+    with OverlappedSaves(device) as saves:
         saves.save({"x": torch.ones(2, device=device)}, root / f"{saves.rank}" / "step1")
         assert "have called save for others than" in str(raised(saves.wait))
     assert not list(root.glob("*/step1"))
@@ -313,7 +312,7 @@ def ranks_that_name_other_directories_are_told(root: Path, device: torch.device)
 
 def a_save_in_inference_mode_is_a_save(root: Path, device: torch.device) -> None:
     run = Run(root, device)
-    with recipe.OverlappedSaves(device, run.app.model.buffers()) as saves:
+    with OverlappedSaves(device, run.app.model.buffers()) as saves:
         basic.train_step(run.app, device)
         run.expected["step1"] = basic.snapshot(run.app)
         with torch.inference_mode():
@@ -327,7 +326,7 @@ def a_directory_that_is_no_checkpoint_is_not_replaced(root: Path, device: torch.
     (root / "step1").mkdir()
     (root / "step1" / "precious").write_text("mine")
     (root / "step2.replaced" / "old").mkdir(parents=True)
-    with recipe.OverlappedSaves(device, run.app.model.buffers()) as saves:
+    with OverlappedSaves(device, run.app.model.buffers()) as saves:
         run.step_and_save(saves)
         assert raised(saves.wait) is not None
         run.step_and_save(saves)
@@ -343,7 +342,7 @@ def a_directory_that_is_no_checkpoint_is_not_replaced(root: Path, device: torch.
 
 def other_strides_over_the_same_memory_are_noticed(root: Path, device: torch.device) -> None:
     weight = torch.nn.Parameter(torch.arange(16.0, device=device).view(4, 4))
-    with recipe.OverlappedSaves(device) as saves:
+    with OverlappedSaves(device) as saves:
         saves.save({"x": weight}, root / "straight")
         weight.data = weight.data.t()
         saves.save({"x": weight}, root / "turned")
@@ -355,7 +354,7 @@ def other_strides_over_the_same_memory_are_noticed(root: Path, device: torch.dev
 
 def a_device_without_an_index_is_the_current_one(root: Path, device: torch.device) -> None:
     run = Run(root, device)
-    with recipe.OverlappedSaves(torch.device(device.type), run.app.model.buffers()) as saves:
+    with OverlappedSaves(torch.device(device.type), run.app.model.buffers()) as saves:
         run.step_and_save(saves)
         assert saves.device == torch.empty(0, device=device).device
         snapshots = [copy for copy, _ in saves.plan.snapshots if copy.dim() > 0]
@@ -371,14 +370,14 @@ def a_save_after_an_interrupted_wait_waits_for_its_buffers(
         gate = saves.gates["step1"] = threading.Event()
         for _ in range(2):
             run.step_and_save(saves)
-        wait = recipe.wait
+        wait = saves_module.wait
 
         def interrupted(*_):
             raise KeyboardInterrupt
 
-        recipe.wait = interrupted
+        saves_module.wait = interrupted
         assert isinstance(raised(lambda: run.step_and_save(saves)), KeyboardInterrupt)
-        recipe.wait = wait
+        saves_module.wait = wait
         threading.Timer(0.2, gate.set).start()
         saves.save({"app": run.app}, root / "step3")
         assert "KeyboardInterrupt" in str(raised(saves.wait))
@@ -386,7 +385,7 @@ def a_save_after_an_interrupted_wait_waits_for_its_buffers(
 
 
 def saves_outside_the_block_are_refused(root: Path, device: torch.device) -> None:
-    saves = recipe.OverlappedSaves(device)
+    saves = OverlappedSaves(device)
     assert "with OverlappedSaves" in str(raised(lambda: saves.save({}, root / "x")))
     for group in saves.groups:
         dist.destroy_process_group(group)
@@ -397,7 +396,7 @@ def every_optimizer_is_ordered_and_none_afterwards(root: Path, device: torch.dev
     optimizers = [torch.optim.SGD([weight], lr=1.0) for weight in weights]
     asked = []
 
-    class Asked(recipe.OverlappedSaves):
+    class Asked(OverlappedSaves):
         def before_update(self, *args) -> None:
             asked.append(args[:1])
             super().before_update(*args)
@@ -449,7 +448,7 @@ def weights_that_moved_are_saved_where_they_are(root: Path, device: torch.device
     step()
     kept = root / "kept"
     torch.save(optimizer.state_dict(), kept)
-    with recipe.OverlappedSaves(device) as saves:
+    with OverlappedSaves(device) as saves:
         for move in (step, load_a_copy, step, new_memory, assigned, swapped):
             move()
             expected = torch.utils._pytree.tree_map(lambda t: t.detach().clone(), state())
@@ -502,7 +501,7 @@ def snapshots_free_the_update_from_the_copies(root: Path, device: torch.device) 
     large = [torch.randn(1 << 19, device=device) for _ in range(3)]
     plan = CopyPlan(large, device, snapshot_bytes=2 * large[0].nbytes)
     assert len(plan.in_place) == 1 and len(plan.snapshots) == 2
-    with recipe.OverlappedSaves(device, snapshot_bytes=1 << 30) as saves:
+    with OverlappedSaves(device, snapshot_bytes=1 << 30) as saves:
         saves.save({"x": large}, root / "x")
         expected = [x.clone() for x in large]
         assert not saves.plan.in_place
@@ -514,7 +513,7 @@ def snapshots_free_the_update_from_the_copies(root: Path, device: torch.device) 
 def numbers_on_the_device_are_read_at_the_save(root: Path, device: torch.device) -> None:
     rate, counter = torch.tensor(0.5, device=device), torch.tensor(7, device=device)
     rates = torch.tensor([0.5], device=device)
-    with recipe.OverlappedSaves(device) as saves:
+    with OverlappedSaves(device) as saves:
         saves.save({"rate": rate, "rates": rates, "counter": counter}, root / "numbers")
         rate.mul_(0.5)  # as a schedule does
         rates.mul_(0.5)
@@ -543,7 +542,7 @@ def ctrl_c_at_the_end_of_the_block_tears_no_copy(root: Path, device: torch.devic
     CopyPlan.queue = held_back(go)
     handler = signal.signal(signal.SIGINT, signal.default_int_handler)
     try:
-        with recipe.OverlappedSaves(device) as saves:
+        with OverlappedSaves(device) as saves:
             saved = saves.save({"x": weight}, root / "x")
             threading.Timer(0.5, os.kill, (os.getpid(), signal.SIGINT)).start()
         raise AssertionError("Ctrl-C came too late")
@@ -564,7 +563,7 @@ def a_save_waits_until_the_copies_before_it_are_launched(root: Path, device: tor
     """They may read the snapshots that it takes anew: of buffers, between two updates."""
     go, buffer = threading.Event(), torch.ones(1 << 19, device=device)
     CopyPlan.queue = held_back(go)
-    with recipe.OverlappedSaves(device, [buffer]) as saves:
+    with OverlappedSaves(device, [buffer]) as saves:
         saves.save({"x": buffer}, root / "first")
         buffer.mul_(2)  # as a forward does
         threading.Timer(0.5, go.set).start()
@@ -581,7 +580,7 @@ def an_update_waits_until_its_copies_are_launched(root: Path, device: torch.devi
     weight.grad = torch.ones_like(weight)
     optimizer, launched = torch.optim.SGD([weight], lr=0.5), []
     CopyPlan.queue = held_back(go)
-    with recipe.OverlappedSaves(device) as saves:
+    with OverlappedSaves(device) as saves:
         saves.save({"x": weight}, root / "x")
         saves.queued[0].add_done_callback(lambda _: launched.append("launched"))
         behind = register_optimizer_step_pre_hook(lambda *_: launched.append("update"))
@@ -600,7 +599,7 @@ def threads_are_told_their_device(root: Path, device: torch.device) -> None:
     streams = torch.get_device_module(device)
     set_device = streams.set_device
     streams.set_device = lambda named: told.update({threading.current_thread().name: named})
-    with recipe.OverlappedSaves(device) as saves:
+    with OverlappedSaves(device) as saves:
         saves.save({"x": torch.ones(2, device=device)}, root / "x")
     streams.set_device = set_device
     assert set(told.values()) == {device} and "write" in told, told
@@ -613,7 +612,7 @@ def a_tensor_of_other_ranks_is_left_to_them(root: Path, device: torch.device) ->
     def state(x: torch.Tensor) -> dict:
         return {"mine": distribute_tensor(x, first, [Shard(0)]), "all": x}
 
-    for saver in (recipe.OverlappedSaves, OverlappedWriter):
+    for saver in (OverlappedSaves, OverlappedWriter):
         with saver(device) as saves:
             for step in (1, 2, 3):
                 saves.save(state(whole * step), root / f"{saver.__name__}{step}")

@@ -16,7 +16,7 @@ import torch.distributed.checkpoint as dcp
 sys.path.insert(0, str(Path(__file__).parents[2] / "recipes_source" / "checkpoint"))
 import state_to_save as basic  # noqa: E402
 
-from overlap_recipes.checkpoint import saves as overlapped_stager  # noqa: E402
+from overlap_recipes.checkpoint import saves as saves_module  # noqa: E402
 from overlap_recipes.checkpoint.restart import choose  # noqa: E402
 from overlap_recipes.checkpoint.retention import RetainedSaves  # noqa: E402
 from overlap_recipes.checkpoint.two_hosts import PartnerSaves, gather  # noqa: E402
@@ -53,7 +53,7 @@ def say(text: str) -> None:
 
 if __name__ == "__main__":
     basic.HIDDEN = 64
-    overlapped_stager.DEADLINE_S = DEADLINE_S
+    saves_module.DEADLINE_S = DEADLINE_S
     dist.init_process_group("gloo", timeout=timedelta(seconds=DEADLINE_S))
     device = torch.device("cpu")
     app = basic.build_app(device)

@@ -16,7 +16,7 @@ from pathlib import Path
 
 from faults import edits, power_cut, soak
 from faults.points import Fault
-from overlap_recipes.checkpoint import durable as durable_saves
+from overlap_recipes.checkpoint.durable import faults, newest_step
 
 SECOND_COMMIT = 7  # the hit of point "rename" on rank 0 just before the second checkpoint is named
 
@@ -104,7 +104,7 @@ def cut(scratch: Path, seed: str, chances: str, *names: str) -> dict:
         states, wrong = 0, None
         for state, durable, what in power_cut.cuts(log, scratch, int(seed), int(chances)):
             states += 1
-            found = power_cut.judge(state, durable, durable_saves.newest_step, durable_saves.faults)
+            found = power_cut.judge(state, durable, newest_step, faults)
             if found:
                 wrong = f"{what}: {found}"
                 break

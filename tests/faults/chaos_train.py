@@ -19,9 +19,7 @@ sys.path.insert(0, str(Path(__file__).resolve().parents[1]))
 
 from faults import edits, job  # noqa: I001 (its import finds the recipes)
 
-from overlap_recipes.checkpoint import durable
-from overlap_recipes.checkpoint import restart as resuming
-from overlap_recipes.checkpoint import retention
+from overlap_recipes.checkpoint import durable, restart, retention
 import torch.distributed as dist
 import torch.distributed.checkpoint as dcp
 from ckpt_chaos.targets.common import arm_from_env
@@ -46,7 +44,7 @@ def train(root: Path) -> None:
             chosen = [durable.newest_step(root, digests=True)]
             dist.broadcast_object_list(chosen)
         else:  # what is newer is set aside, or it would be in the way
-            chosen = [resuming.choose(root, by_pointer(root))]
+            chosen = [restart.choose(root, by_pointer(root))]
         if chosen[0] is not None:
             dcp.load({"app": app}, checkpoint_id=root / f"step{chosen[0]}")
         print(f"resumed from step {chosen[0] or 0}", flush=True)

@@ -16,7 +16,7 @@ from faults.edits import Edit
 from faults.points import BALLAST, Fault, Points, tell
 from faults.power_cut import OperationLog
 from faults.ways import WAYS, Way
-from overlap_recipes.checkpoint import saves as overlapped_stager
+from overlap_recipes.checkpoint import saves as saves_module
 
 basic.WIDTH, basic.HIDDEN = 16, 64
 STEPS, SAVE_EVERY, KEEP_LAST = 10, 2, 2
@@ -48,7 +48,7 @@ def run(
     if edit is not None:
         edit.apply()
     torch.set_num_threads(1)
-    overlapped_stager.DEADLINE_S = overlapped_stager.EXIT_S = GROUP_TIMEOUT.total_seconds()
+    saves_module.DEADLINE_S = saves_module.EXIT_S = GROUP_TIMEOUT.total_seconds()
     if fault is not None and fault.rank != rank:
         fault = None
     points = Points(fault, root, pipe)
