@@ -22,7 +22,7 @@ How a number is made
   stream of its own, from pageable memory back.
 
 Gradients are not compared here: the backward of flash attention adds in no fixed order. The recipe
-and ``tests/test_activation_offload.py`` compare them, bit by bit.
+and ``tests/offload/test_activation_offload.py`` compare them, bit by bit.
 """
 
 import importlib

@@ -122,7 +122,7 @@ LAYERS, WORDS, STEPS, MICROBATCHES = 4, 50, 3, 2
 # --------------------
 # The model is one of torch's own, between an embedding and a head that share their weight; layers
 # have dropout and take a mask. Every step, an ordinary copy loads the streamed model's state, and
-# all gradients of two microbatches are compared bit by bit. ``tests/test_offload.py`` does this
+# all gradients of two microbatches are compared bit by bit. ``tests/offload/test_offload.py`` does this
 # with transformers' Llama, adapters of peft, and ``generate()``.
 
 

@@ -1,6 +1,6 @@
 """Train many programs under stock FSDP2 and in place, and compare every bit.
 
-One process a rank runs them all; see ``tests/test_sharding_in_place.py``.
+One process a rank runs them all; see ``tests/fsdp2/test_sharding_in_place.py``.
 """
 
 import gc

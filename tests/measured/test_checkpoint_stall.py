@@ -15,7 +15,7 @@ from benchmarks.checkpoint_stall import LEAD, Case, Measurement, Window, usual_s
 from benchmarks.checkpoint_ways import Save, differences
 from benchmarks.measuring import medians
 
-ROOT = Path(__file__).resolve().parents[1]
+ROOT = Path(__file__).resolve().parents[2]
 USUAL = 0.3  # seconds of a step
 STEPS = 12
 CALLED = LEAD * USUAL + 0.001  # right behind a step

@@ -9,7 +9,7 @@ import pytest
 
 from benchmarks import join_rows
 
-ROOT = Path(__file__).resolve().parents[1]
+ROOT = Path(__file__).resolve().parents[2]
 # The names by which the calculator reads them
 LINK = frozenset({"nccl_gather_bytes_per_s", "copy_engine_gather_bytes_per_s"})
 

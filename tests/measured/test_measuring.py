@@ -25,7 +25,7 @@ from benchmarks.measuring import (
     trimmed_mean,
 )
 
-ROOT = Path(__file__).resolve().parents[1]
+ROOT = Path(__file__).resolve().parents[2]
 
 
 @pytest.mark.parametrize("count", [8, 12, 20])

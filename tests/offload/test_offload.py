@@ -21,7 +21,7 @@ import torch.distributed as dist
 from torch import nn
 from torch.nn.utils import clip_grads_with_norm_
 
-sys.path.insert(0, str(Path(__file__).parents[1] / "recipes_source" / "offload"))
+sys.path.insert(0, str(Path(__file__).parents[2] / "recipes_source" / "offload"))
 
 from overlap_recipes.offload import adam_in_pieces as pieces
 from overlap_recipes.offload import one_copy_a_host
@@ -34,7 +34,7 @@ from overlap_recipes.offload.whole_step import HostAdamW
 
 transformers = pytest.importorskip("transformers")
 
-PAGES = Path(__file__).parents[1] / "recipes_source" / "offload"
+PAGES = Path(__file__).parents[2] / "recipes_source" / "offload"
 CPU, CUDA = torch.device("cpu"), torch.device("cuda")
 LAYERS, WORDS, WIDTH = 5, 96, 32
 RATE, MAX_NORM = 1e-2, 0.5

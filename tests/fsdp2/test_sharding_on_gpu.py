@@ -54,7 +54,7 @@ from torch.distributed.fsdp import fully_shard
 from torch.optim.optimizer import register_optimizer_step_pre_hook
 from torch.profiler import ProfilerActivity, profile, record_function
 
-ROOT = Path(__file__).parents[1]
+ROOT = Path(__file__).parents[2]
 SHARDING = ROOT / "recipes_source" / "sharding"
 CONTROLS = ROOT / "tests" / "controls"
 LIMIT_S = 280  # for the ranks; the machine itself takes about a minute

@@ -15,7 +15,7 @@ pytestmark = pytest.mark.skipif(
 
 @pytest.mark.parametrize("recipe", ["overlapped_stager", "whole_step"])
 def test_threads_open_no_context_on_a_device_that_is_not_the_ranks(recipe: str) -> None:
-    script = Path(__file__).parent / "data" / "second_device.py"
+    script = Path(__file__).parents[1] / "data" / "second_device.py"
     command = [sys.executable, str(script), recipe]
     run = subprocess.run(command, capture_output=True, text=True, env=with_library())
     assert run.returncode == 0, run.stderr[-2000:]

@@ -28,7 +28,7 @@ def test_a_row_is_listed_as_missed_if_it_is_and_else_not():
 
 def held_out() -> list[tuple[dict, dict]]:
     """Inputs and rows of whole steps, measured after their formulas were written."""
-    path = Path(__file__).parent / "data" / "whole_steps_of_earlier_runs.json"
+    path = Path(__file__).parents[1] / "data" / "whole_steps_of_earlier_runs.json"
     model = STOCK["llama-8b", 1] | {"ranks": 1, "state_bytes": 12, "gather_bytes": 2}
     model |= {"reduce_bytes": 2, "units": 1, "recompute": True, "way": "in_turn", "reads": True}
     rates = dict.fromkeys(("memory", "peer", "storage", "flops", "failure_s"), 1.0)

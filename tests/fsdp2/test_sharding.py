@@ -11,7 +11,7 @@ import pytest
 
 from harness.run import Report, run
 
-TRAINING = Path(__file__).parent / "data" / "sharded_training.py"
+TRAINING = Path(__file__).parents[1] / "data" / "sharded_training.py"
 
 
 def run_ranks(ranks: int, *args: str, order: bool = False, keep: Path | None = None) -> Report:

@@ -13,7 +13,7 @@ import torch
 
 from harness.run import run
 
-TRAINING = Path(__file__).parent / "data" / "in_place_training.py"
+TRAINING = Path(__file__).parents[1] / "data" / "in_place_training.py"
 
 
 class Unit:

@@ -20,7 +20,7 @@ from torch import nn
 from harness.recipe import load_recipe
 from harness.run import run
 
-ROOT = Path(__file__).parents[1]
+ROOT = Path(__file__).parents[2]
 RECIPES = ROOT / "recipes_source" / "offload"
 DELAY_CYCLES = 200_000_000  # of the device's clock: 0.1 s and more; queueing a step takes less
 needs_cuda = pytest.mark.skipif(not torch.cuda.is_available(), reason="needs a CUDA device")

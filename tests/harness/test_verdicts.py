@@ -1,6 +1,6 @@
 """Other people's scripts, good and bad: the verdict, the exit status, the cause that is named.
 
-    PYTHONPATH=. python tests/test_verdicts.py --times 5 --launchers warm torchrun
+    PYTHONPATH=. python tests/harness/test_verdicts.py --times 5 --launchers warm torchrun
 
 prints the table after as many runs of each. Not judged, with its cause, counts as right for what
 the harness cannot know; passed without being judged does not.
@@ -15,7 +15,7 @@ from pathlib import Path
 
 import pytest
 
-REPO = Path(__file__).resolve().parent.parent
+REPO = Path(__file__).resolve().parents[2]
 sys.path.insert(0, str(REPO))
 
 from harness.run import Report, run  # noqa: E402

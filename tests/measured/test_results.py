@@ -16,7 +16,7 @@ from timeline import merge, read_panel, scale_bar
 from benchmarks import readme_table, result_files
 from harness.sources import code_sha256
 
-REPO = Path(__file__).resolve().parent.parent
+REPO = Path(__file__).resolve().parents[2]
 RECIPE = '''"""A recipe."""
 
 
