@@ -133,7 +133,7 @@ def test_after_a_task_that_hangs_on_one_rank_the_same_command_goes_on(tmp_path: 
     program = tmp_path / "program.py"
     program.write_text(f"""
 import sys
-sys.path[:0] = [{str(ROOT)!r}, {str(ROOT / "tests")!r}]
+sys.path[:0] = [{str(ROOT)!r}, {str(Path(__file__).parent)!r}]
 from benchmarks.measuring import *
 from test_measuring import results_in
 faulthandler.dump_traceback_later(60, exit=True)  # if they do not find each other

@@ -4,7 +4,7 @@ from pathlib import Path
 
 from harness.run import run
 
-SCRIPT = Path(__file__).parent / "data" / "stager_order.py"
+SCRIPT = Path(__file__).parents[1] / "data" / "stager_order.py"
 SNAPSHOTS = SCRIPT.with_name("snapshots_in_a_row.py")
 
 

@@ -13,7 +13,7 @@ from pathlib import Path
 
 import pytest
 
-TESTS = Path(__file__).parent
+TESTS = Path(__file__).parents[1]
 RECIPES = TESTS.parent / "recipes_source" / "checkpoint"
 TRIALS = 16
 CHAOS_POINTS = 12

@@ -6,7 +6,7 @@ import pytest
 
 from harness.run import run
 
-SCRIPT = Path(__file__).parent / "stress_saves.py"
+SCRIPT = Path(__file__).parents[1] / "stress_saves.py"
 
 
 @pytest.mark.parametrize(

@@ -7,7 +7,7 @@ from troubles import survives
 
 from harness.run import run
 
-SCRIPT = Path(__file__).parent / "data" / "save_troubles.py"
+SCRIPT = Path(__file__).parents[1] / "data" / "save_troubles.py"
 
 
 @pytest.mark.parametrize(
