@@ -26,8 +26,8 @@ and you save after the first step. Then ``get_state_dict`` and ``set_state_dict`
    dcp.load({"app": app}, checkpoint_id="checkpoints/step1000")      # to resume
 
 Your project needs the package ``overlap_recipes``: ``pip install .`` in this repository, or a copy
-of its folder. Before you load, make model and optimizer as they were at the save; freeze, regroup
-and add after the load.
+of its folder ``overlap_recipes``. Before you load, make model and optimizer as they were at the
+save; freeze, regroup and add after the load.
 
 .. grid:: 1 1 2 2
 

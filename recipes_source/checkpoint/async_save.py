@@ -20,7 +20,8 @@ This is the loop; ``app`` is the ``AppState`` of :doc:`app_state`:
    :pyobject: train
 
 Copy ``NamedWhenComplete`` and ``AsyncCheckpoints`` from this file, with the two constants above
-them, and ``AppState`` from :doc:`app_state`.
+them. For ``AppState``, your project needs the package ``overlap_recipes``: ``pip install .`` in this
+repository, or a copy of its folder ``overlap_recipes``.
 
 .. grid:: 1 1 2 2
 

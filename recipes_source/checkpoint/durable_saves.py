@@ -28,7 +28,7 @@ itself, as an object store does (:doc:`object_storage`).
     newest_step(root)  # None, or the step to resume from; with digests=True every byte is read
 
 Your project needs the package ``overlap_recipes``: ``pip install .`` in this repository, or a copy
-of its folder.
+of its folder ``overlap_recipes``.
 
 .. grid:: 1 1 2 2
 
@@ -272,8 +272,15 @@ if __name__ == "__main__":
 #
 # Faster
 # ------
-# ``class Saves(RetainedSaves, OverlappedWriter): pass`` writes with the kept plan of
-# :doc:`overlapped_writer`, commits as this page does, and deletes as :doc:`retention` does.
+# This class writes with the kept plan of :doc:`overlapped_writer`, commits as this page does, and
+# deletes as :doc:`retention` does:
+#
+# .. code-block:: python
+#
+#     from overlap_recipes.checkpoint import OverlappedWriter, RetainedSaves
+#
+#     class Saves(RetainedSaves, OverlappedWriter):
+#         pass
 #
 # Known limits
 # ------------

@@ -32,7 +32,8 @@ on another machine, with the command below.
     AutoModelForCausalLM.from_pretrained("hf1000")  # somewhere else, without this package
 
 Your project needs the package ``overlap_recipes``: ``pip install .`` in this repository, or a copy
-of its folder. With the package installed, this page's file in the repository is a command, too:
+of its folder ``overlap_recipes``. With the package installed, this page's file in the repository is
+a command, too:
 
 .. code-block:: bash
 
@@ -240,9 +241,9 @@ if __name__ == "__main__":
 #
 # .. recipe-controls::
 #
-# The tests train a stock Llama on two ranks, export it beside training, and load it in a process
-# that has ``transformers`` and none of these files. ``from_pretrained`` gives the logits of the
-# trained model, bit by bit, with its embedding and head tied.
+# The tests train a stock Llama on two ranks, export it beside training, and load it with
+# ``transformers`` alone. ``from_pretrained`` gives the logits of the trained model, bit by bit, with
+# its embedding and head tied.
 #
 # What torch has
 # --------------
@@ -269,7 +270,7 @@ if __name__ == "__main__":
 # * The tokenizer and the generation settings are small files of rank 0. Write them beside the
 #   export.
 # * ``posix_fallocate`` reserves the room of all files before a byte is written. A file system that
-#   cannot reserve gets zeros written instead: drop the line there.
+#   cannot reserve gets zeros written instead: there, use a copy of the package without that line.
 #
 # Further reading
 # ---------------

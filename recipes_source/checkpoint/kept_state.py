@@ -34,10 +34,10 @@ once an hour.
    dcp.load({"app": app}, checkpoint_id="checkpoints/step100")                   # to resume
 
 Pass it to any save of DCP; that of the figure is :doc:`overlapped_writer`. Your project needs the
-package ``overlap_recipes``: ``pip install .`` in this repository, or a copy of its folder. Pass
-several optimizers one after the other, and what ``AppState`` calls ``step`` by a name, as the
-schedule. ``async_save`` itself needs gloo beside NCCL: ``init_process_group()`` without a backend
-has both.
+package ``overlap_recipes``: ``pip install .`` in this repository, or a copy of its folder
+``overlap_recipes``. Pass several optimizers one after the other, and what ``AppState`` calls
+``step`` by a name, as the schedule. ``async_save`` itself needs gloo beside NCCL:
+``init_process_group()`` without a backend has both.
 
 .. grid:: 1 1 2 2
 
@@ -116,7 +116,7 @@ from overlap_recipes.checkpoint.kept_state import TrainingState, memory_of
 #
 # .. literalinclude:: /overlap_recipes/checkpoint/kept_state.py
 #    :language: python
-#    :start-at: METHODS = "state_dict"
+#    :start-at: # Private by name
 #    :end-at: not_saved_of, methods_of = attrgetter(
 #
 # .. literalinclude:: /overlap_recipes/checkpoint/kept_state.py
@@ -205,9 +205,10 @@ if __name__ == "__main__":
 #   ``torch.utils._pytree``.
 # * ``get_state_dict`` runs at every save, right and without a gain, for:
 #   ``FullyShardedDataParallel`` (FSDP1); a model or an optimizer with its own ``state_dict`` or
-#   state-dict hooks (Accelerate's optimizer: pass ``optimizer.optimizer``); extra state; a scripted model; weights that share memory but are
-#   not one object, since one of them can move away; two empty plain tensors of one shape; subclasses of
-#   ``nn.Parameter``; quantized tensors; optimizer state with dicts or numbers in it.
+#   state-dict hooks (Accelerate's optimizer: pass ``optimizer.optimizer``); extra state; a scripted
+#   model; weights that share memory but are not one object, since one of them can move away; two
+#   empty plain tensors of one shape; subclasses of ``nn.Parameter``; quantized tensors; optimizer
+#   state with dicts or numbers in it.
 # * The values are the parameters themselves: call ``detach()``, or work under ``no_grad``. With an
 #   attribute that cannot be pickled on a parameter, such as a lock or a process group,
 #   ``DefaultStager`` raises.

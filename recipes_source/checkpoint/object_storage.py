@@ -35,7 +35,7 @@ there; copy its checkpoints to the store afterwards, and commit each copy with `
     torchrun ... train.py
 
 Your project needs the package ``overlap_recipes``: ``pip install .`` in this repository, or a copy
-of its folder.
+of its folder ``overlap_recipes``.
 
 .. grid:: 1 1 2 2
 

@@ -13,8 +13,8 @@ A thread writes the copy. A directory gets its final name only when the checkpoi
    :field: staging_cost_s
    :where: model=llama-1b step=long loop=reads compiled=no storage=memory
 
-:doc:`overlapped_writer` stages with this recipe and writes faster. ``torch_checkpointing`` is a
-package that stages in the background. ``none`` is the same measurement without a save: the noise.
+``overlapped_writer`` stages with this recipe (:doc:`overlapped_writer`). ``torch_checkpointing`` is
+a package that stages in the background. ``none`` is the same measurement without a save: the noise.
 
 **When not to bother:** your state is a few megabytes, you save once an hour (:doc:`async_save`
 costs next to nothing then), or the host cannot spare two copies of each rank's shards.
@@ -34,9 +34,10 @@ costs next to nothing then), or the host cannot spare two copies of each rank's 
                saves.save({"app": app}, root / f"step{step}")
 
 Your project needs the package ``overlap_recipes``: ``pip install .`` in this repository, or a copy
-of its folder. ``device`` is the rank's, such as ``torch.device("cuda", local_rank)``. To resume,
-call ``dcp.load({"app": app}, checkpoint_id=root / "step100")`` before the block; :doc:`retention`
-finds the newest.
+of its folder ``overlap_recipes``. ``device`` is the rank's, such as
+``torch.device("cuda", local_rank)``. To resume, call
+``dcp.load({"app": app}, checkpoint_id=root / "step100")`` before the block; :doc:`retention` finds
+the newest.
 
 **Does anything but an optimizer's** ``step`` **write what you save**, such as an average of weights
 (its update or its swap), a load, a CUDA graph, or another method of the optimizer (SAM's first step,
@@ -92,7 +93,7 @@ and is wrong.
 # %%
 # Imports and numbers
 # -------------------
-# The imports are the proof's. The numbers are the module's.
+# The numbers are the module's.
 #
 # .. literalinclude:: /overlap_recipes/checkpoint/saves.py
 #    :language: python
@@ -185,9 +186,9 @@ if __name__ == "__main__":
 # Memory
 # ------
 # Page-locked host memory, from the first save until ``saves`` is deleted: twice the bytes of this
-# rank's shards. ``BUFFER_SETS = 1`` needs them once, and each save then waits for the previous
-# one. The first save, and one whose tensors have moved, is a far longer call: it locks this memory,
-# waits for the device, and captures CUDA graphs.
+# rank's shards. ``overlap_recipes.checkpoint.saves.BUFFER_SETS = 1`` needs them once, and each save
+# then waits for the previous one. The first save, and one whose tensors have moved, is a far longer
+# call: it locks this memory, waits for the device, and captures CUDA graphs.
 #
 # Under DDP every rank stages the whole state, though only one copy is written. Shard the optimizer's
 # state there.

@@ -38,9 +38,9 @@ well.
                saves.save({"app": app}, root / f"step{step}")
 
 Your project needs the package ``overlap_recipes``: ``pip install .`` in this repository, or a copy
-of its folder. ``device`` is the rank's own. Copy and write run beside training. ``root/step100``
-appears when every rank has written its part and the storage has all of it. Whatever writes weights
-without an optimizer calls ``saves.before_update()`` first.
+of its folder ``overlap_recipes``. ``device`` is the rank's own. Copy and write run beside training.
+``root/step100`` appears when every rank has written its part and the storage has all of it.
+Whatever writes weights without an optimizer calls ``saves.before_update()`` first.
 
 .. grid:: 1 1 2 2
 
@@ -85,7 +85,7 @@ the file, where it can grow without moving a tensor.
 #
 # .. literalinclude:: /overlap_recipes/checkpoint/writer.py
 #    :language: python
-#    :start-at: WRITERS = 7
+#    :start-at: # Private by name
 #    :end-at: PIECE = 256 << 20
 
 import argparse
@@ -154,7 +154,8 @@ from overlap_recipes.checkpoint.writer import OverlappedWriter
 # the storage has the bytes. A directory's entries need an ``fsync`` of their own.
 #
 # More threads than ``WRITERS`` can write faster, and can take cores and memory bandwidth from the
-# thread that launches kernels. If your host has few cores for each GPU, take fewer.
+# thread that launches kernels. If your host has few cores for each GPU, lower
+# ``overlap_recipes.checkpoint.writer.WRITERS``.
 #
 # .. literalinclude:: /overlap_recipes/checkpoint/writer.py
 #    :language: python

@@ -39,7 +39,7 @@ counts.
     sys.exit(0 if run.step == steps else AGAIN)
 
 Your project needs the package ``overlap_recipes``: ``pip install .`` in this repository, or a copy
-of its folder. In a Slurm job:
+of its folder ``overlap_recipes``. In a Slurm job:
 
 .. code-block:: bash
 

@@ -29,7 +29,7 @@ the samples. Then seed anew, start the data where you like, and load with :doc:`
                 saves.save({"run": run}, root / f"step{run.step}")
 
 Your project needs the package ``overlap_recipes``: ``pip install .`` in this repository, or a copy
-of its folder.
+of its folder ``overlap_recipes``.
 
 .. grid:: 1 1 2 2
 
@@ -273,4 +273,5 @@ if __name__ == "__main__":
 #   instead. A loader with workers also saves what the workers have prefetched (``torchdata``'s
 #   ``StatefulDataLoader``).
 # * The random numbers are those of torch, of the host and of the rank's accelerator. If ``random``
-#   or NumPy decide something, add their states to ``random_numbers``.
+#   or NumPy decide something, add their states in a subclass of ``Run``, to what it saves as
+#   ``random_of_rank_<rank>``.

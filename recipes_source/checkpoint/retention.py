@@ -27,7 +27,8 @@ any. Or something else already deletes by age or by quota.
                 saves.save({"app": app}, root / f"step{step}")
 
 Your project needs the package ``overlap_recipes``: ``pip install .`` in this repository, or a copy
-of its folder. With the package installed, this page's file in the repository is a command, too:
+of its folder ``overlap_recipes``. With the package installed, this page's file in the repository is
+a command, too:
 
 .. code-block:: bash
 

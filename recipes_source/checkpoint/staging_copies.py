@@ -51,7 +51,7 @@ built on this.
    copied.synchronize()   # on a thread of yours, which writes hosts; it must end before the next save
 
 Your project needs the package ``overlap_recipes``: ``pip install .`` in this repository, or a copy
-of its folder. ``hosts`` are in the order of ``tensors_now()``.
+of its folder ``overlap_recipes``. ``hosts`` are in the order of ``tensors_now()``.
 
 .. grid:: 1 1 2 2
 
@@ -107,7 +107,7 @@ smaller, for a forward that begins with a read.
 #
 # .. literalinclude:: /overlap_recipes/checkpoint/copies.py
 #    :language: python
-#    :start-at: PIECE = 64 << 20
+#    :start-at: # Private by name
 #    :end-at: ALIGNMENT = 64
 
 import torch
@@ -136,7 +136,7 @@ from overlap_recipes.checkpoint.copies import CopyPlan, PinnedArena, shard_of
 #
 # .. literalinclude:: /overlap_recipes/page_locked.py
 #    :language: python
-#    :pyobject: PageLocked
+#    :start-at: def private_memory
 #
 # A DTensor that stays on the CPU
 # -------------------------------

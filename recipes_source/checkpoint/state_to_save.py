@@ -62,10 +62,10 @@ from overlap_recipes.checkpoint.state import AppState
 # %%
 # The model that these recipes train
 # ----------------------------------
-# ``SampleCounter`` stands for every buffer that forward
-# changes (BatchNorm's statistics, a token count). Its value has to be the same on all ranks. DCP
-# assumes that plain tensors are replicated, and keeps **one** rank's copy: if the ranks hold
-# different values, the other values are lost without an error.
+# ``SampleCounter`` stands for every buffer that forward changes (BatchNorm's statistics, a token
+# count). Its value has to be the same on all ranks. DCP assumes that plain tensors are replicated,
+# and keeps **one** rank's copy: if the ranks hold different values, the other values are lost without
+# an error.
 
 WIDTH, HIDDEN = 512, 2048  # features
 BATCH = 64  # samples per rank and step

@@ -36,7 +36,7 @@ then. What stands below on starting jobs and on storage holds there, too.
         --rdzv-endpoint=host0:29400 train.py         # the same line on every host
 
 Your project needs the package ``overlap_recipes``: ``pip install .`` in this repository, or a copy
-of its folder.
+of its folder ``overlap_recipes``.
 
 .. grid:: 1 1 2 2
 
