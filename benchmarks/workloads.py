@@ -10,7 +10,7 @@
 A loop that *reads* moves scalars from the device in mid-step and waits for them: a stock Llama does
 so in every forward without cache and mask, where it looks for packed sequences, and so does
 ``loss.item()``. One that is *free* reads nothing: the Llama is told that nothing is packed, and
-nobody looks at the loss. All else is the same. ``tests/measured/test_workloads.py`` counts the reads.
+nobody looks at the loss. All else is the same. ``tests/measured/test_workloads.py`` counts reads.
 
 Needs transformers (written for 5.17 to 5.23); recipes do not.
 """

@@ -11,6 +11,11 @@ from torch.utils._pytree import tree_leaves
 
 from . import peer_memory, shared_slots
 
+# What FSDP2 calls in a step, of which this replaces the first two:
+# ``unshard`` (a gather is queued, maybe ahead), ``wait_for_unshard``, ``pre_forward``,
+# ``post_forward``, ``reshard``; in backward both of the first again, ``post_backward``, ``reshard``;
+# at its end ``finalize_backward``.
+
 
 class Gathers(shared_slots.Slots):
     """The slots of all units of one model, and the stream of their gathers."""

@@ -11,6 +11,9 @@ from torch.distributed.fsdp import FSDPModule
 
 from . import peer_memory
 
+# Private by name, beside what ``peer_memory`` looks for and ``NAMES``: ``_reduce_dtype`` of groups,
+# ``_post_accumulate_grad_hooks`` of parameters, ``_local_tensor`` of DTensors.
+
 ALIGNMENT = 512  # bytes, of each gradient's part in a slot
 SLOTS = 3  # that units take turns in
 NAMES = "post_backward pre_forward reduce_grads gradient_divide_factor _all_reduce_hook"

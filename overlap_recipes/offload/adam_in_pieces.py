@@ -8,6 +8,8 @@ from collections.abc import Callable, Iterable
 import torch
 from torch import nn
 
+# Private by name: ``torch._fused_adamw_``.
+
 PIECE = 2**16  # parameters: what is read twice of a piece stays in the cache of one core
 SETTINGS = {"lr": 1e-2, "betas": (0.9, 0.95), "eps": 1e-8, "weight_decay": 0.1}
 Tensors = list[torch.Tensor]

@@ -27,7 +27,7 @@ class HostBuffer:
         RuntimeError: the host has not that much memory, or will not lock it.
     """
 
-    memory = staticmethod(private_memory)  # bytes -> mmap; a later recipe shares it between ranks
+    memory = staticmethod(private_memory)  # bytes -> mmap; ``one_copy_a_host`` shares it
 
     def __init__(self, like: dict, dtype: torch.dtype, device: torch.device) -> None:
         self.shapes = {name: tensor.shape for name, tensor in like.items()}

@@ -10,6 +10,8 @@ from torch.autograd.function import once_differentiable
 from torch.autograd.graph import get_gradient_edge
 from torch.utils.checkpoint import checkpoint
 
+# Private by name: ``torch._C._will_engine_execute_node``; ``_version`` of tensors.
+
 
 def tensors_in(tree) -> list[torch.Tensor]:
     """All tensors in nested tuples, lists and dicts."""

@@ -12,6 +12,9 @@ from torch.optim.optimizer import register_optimizer_step_pre_hook
 from . import layer_as_node as node
 from .weight_streaming import GRADIENT_SLOTS, StreamedLayers
 
+# Private by name: ``_parameters`` of modules, ``_backward_hooks`` and
+# ``_post_accumulate_grad_hooks`` of parameters, ``_execution_engine`` of autograd.
+
 OPTIMIZER_BYTES = 12  # a trained parameter: fp32 master and two moments of Adam
 
 
@@ -142,7 +145,7 @@ class StreamedModel(StreamedLayers):
     # The host's side
 
     def before_host(self, raises: bool) -> None:
-        """Called before the host reads or writes weights; a later recipe ends its updates."""
+        """Called before the host reads or writes weights; ``HostUpdates`` ends its updates."""
 
     def wait(self, raises: bool = True) -> None:
         """Wait for updates and copies: then the host may read gradients, and change weights.

@@ -37,9 +37,11 @@ class StreamedLayers:
         self.held, self.last, self.recorded = {}, -1, set()
         self.streams = torch.get_device_module(device)
         self.h2d, self.d2h = self.streams.Stream(), self.streams.Stream()
+        # By slot: weights are loaded, and used; gradients are written, and stored; a sum is loaded.
         events = (defaultdict(self.streams.Event) for _ in range(5))
         self.ready, self.free, self.grad_ready, self.grad_free, self.sum_ready = events
         blocking = {} if device.type == "cpu" else {"blocking": True}  # a wait takes no core
+        # By layer: its gradients are on the host.
         self.host_done = defaultdict(partial(self.streams.Event, **blocking))
         self.flats, self.views = self.in_slots([x.weights for x in self.layers], slots)
         buffers = [x.gradients for x in self.layers]
@@ -162,7 +164,7 @@ class StreamedLayers:
     # Gradients to the host
 
     def load_sum(self, layer: int) -> bool:
-        """Whether the slot will hold a sum of earlier microbatches: in a later recipe."""
+        """Whether the slot will hold a sum of earlier microbatches: in ``StreamedModel``."""
         return False
 
     def write(self, layer: int, gradients: dict[str, torch.Tensor | None], adds: bool) -> None:
@@ -189,17 +191,17 @@ class StreamedLayers:
     # The host's side
 
     def after_gradients(self, layer: int) -> None:
-        """Called when a layer's gradients are in its slot; a later recipe needs it."""
+        """Called when a layer's gradients are in its slot; ``HostAdamW`` needs it."""
 
     def after_store(self, layer: int) -> None:
-        """Called when their copy to the host is queued; a later recipe needs it."""
+        """Called when their copy to the host is queued; ``HostAdamW`` needs it."""
 
     def may_load(self, layer: int) -> bool:
-        """Whether to load a layer ahead of its call; a later recipe updates some of them first."""
+        """Whether to load a layer ahead of its call; ``HostUpdates`` has some updated first."""
         return True
 
     def before_load(self, layer: int) -> None:
-        """Called before the host's weights of a layer are read; a later recipe updates them."""
+        """Called before the host's weights of a layer are read; ``HostUpdates`` ends their update."""
 
     def wait(self) -> None:
         """Wait until all gradients are in host memory and no copy reads it: then it may change."""

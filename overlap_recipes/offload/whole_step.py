@@ -32,7 +32,7 @@ class HostAdamW(torch.optim.Optimizer):
     ``FloatingPointError``. Every rank of the default process group must build one.
     """
 
-    updates = adam.HostUpdates  # of the layers; a later recipe shares them between ranks
+    updates = adam.HostUpdates  # of the layers; ``SharedAdamW`` shares them between ranks
 
     def __init__(self, params, streamed, *, max_norm=None, in_backward=False, threads=None, **more):
         if in_backward and max_norm is not None:

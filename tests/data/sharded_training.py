@@ -1,4 +1,4 @@
-"""Train toy models sharded and not, in one run of several ranks; see ``tests/fsdp2/test_sharding.py``.
+"""Train toy models sharded and not, in one run of several ranks, for ``tests/fsdp2``.
 
 ``train`` compares every schedule with the unsharded run. ``save`` and ``load`` go to and come from
 a checkpoint of ``async_save.py``, on world sizes that differ. The other modes train a small stack
