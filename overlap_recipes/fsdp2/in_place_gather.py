@@ -11,10 +11,10 @@ from torch.utils._pytree import tree_leaves
 
 from . import peer_memory, shared_slots
 
-# What FSDP2 calls in a step, of which this replaces the first two:
-# ``unshard`` (a gather is queued, maybe ahead), ``wait_for_unshard``, ``pre_forward``,
-# ``post_forward``, ``reshard``; in backward both of the first again, ``post_backward``, ``reshard``;
-# at its end ``finalize_backward``.
+# FSDP2 calls these methods of a unit's private ``FSDPParamGroup``: around its forward ``unshard``
+# (queue a gather, maybe ahead of the unit's turn), ``wait_for_unshard`` and ``reshard``, around its
+# backward the same and ``post_backward``, at the end ``finalize_backward``. The first two are
+# replaced here.
 
 
 class Gathers(shared_slots.Slots):

@@ -80,9 +80,9 @@ def why_not(group: dist.ProcessGroup, device: torch.device) -> str | None:
     return next((reason for reason, holds in reasons.items() if holds), None)
 
 
-# Private names of FSDP2, of its groups and of its parameters, in torch 2.11 to 2.15: the groups of
-# a module (``param_groups``); what is replaced or wrapped (``unshard`` to ``lazy_init``); full weights
-# and padded shards, and the change to them; what the user has set, and where the step is.
+# Private names of FSDP2, of its groups and of its parameters, in torch 2.11 to 2.15. They stand for
+# gathers (replaced) and the end of backward (wrapped), for full weights and padded shards, and for
+# what the user has set and where the step is.
 GROUP_NAMES = """
     unshard wait_for_unshard finalize_backward lazy_init fsdp_params is_sharded is_unsharded
     _to_unsharded _all_gather_result _training_state unshard_in_backward mesh_info comm_ctx modules

@@ -16,9 +16,9 @@ from torch.optim.optimizer import register_optimizer_step_post_hook
 
 from . import peer_memory
 
-# Private by name, beside what ``peer_memory`` looks for: ``_unsharded_param``, ``_module_info``,
-# ``_states_to_forward_prefetch`` and ``_states_to_backward_prefetch`` of FSDP2, ``_local_tensor`` of
-# DTensors, ``torch._foreach_copy_``, ``_cdata`` of storages.
+# Private by name, beside what ``peer_memory`` looks for: of FSDP2 ``_unsharded_param``,
+# ``_module_info``, ``_states_to_forward_prefetch`` and ``_states_to_backward_prefetch``; of
+# DTensors ``_local_tensor``, of storages ``_cdata``; ``torch._foreach_copy_``.
 
 ALIGNMENT, GRAIN = 512, 8 << 20  # bytes, of each weight in a slot and of a slot
 SMALL = 1 << 18  # bytes: smaller shards go by one kernel instead of a copy each

@@ -201,7 +201,7 @@ class StreamedLayers:
         return True
 
     def before_load(self, layer: int) -> None:
-        """Called before the host's weights of a layer are read; ``HostUpdates`` ends their update."""
+        """Called before the host's weights of a layer are read; ``HostUpdates`` ends an update."""
 
     def wait(self) -> None:
         """Wait until all gradients are in host memory and no copy reads it: then it may change."""

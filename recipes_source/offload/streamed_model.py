@@ -62,8 +62,8 @@ them as one node of the graph, and has the next layers loaded.
 # %%
 # Imports and sizes
 # -----------------
-# :doc:`weight_streaming` has the slots, the lanes and their events. The imports are the proof's. The
-# size is the module's.
+# :doc:`weight_streaming` has the slots, the lanes and their events. The imports are the proof's.
+# The size is the module's.
 #
 # .. literalinclude:: /overlap_recipes/offload/streamed_model.py
 #    :language: python
@@ -122,8 +122,8 @@ LAYERS, WORDS, STEPS, MICROBATCHES = 4, 50, 3, 2
 # --------------------
 # The model is one of torch's own, between an embedding and a head that share their weight; layers
 # have dropout and take a mask. Every step, an ordinary copy loads the streamed model's state, and
-# all gradients of two microbatches are compared bit by bit. ``tests/offload/test_offload.py`` does this
-# with transformers' Llama, adapters of peft, and ``generate()``.
+# all gradients of two microbatches are compared bit by bit. ``tests/offload/test_offload.py`` does
+# this with transformers' Llama, adapters of peft, and ``generate()``.
 
 
 class Model(nn.Module):

@@ -74,8 +74,8 @@ device decides by the same number. Layer 0 is updated first, and the next forwar
 # Imports and sizes
 # -----------------
 # :doc:`host_adam` updates the layers; this page decides when, and by how much. Embedding, head, and
-# layers within the budget have masters and moments on the device, and are updated there. The imports
-# are the proof's.
+# layers within the budget have masters and moments on the device, and are updated there. The
+# imports are the proof's.
 #
 # .. literalinclude:: /overlap_recipes/offload/whole_step.py
 #    :language: python
