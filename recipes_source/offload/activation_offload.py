@@ -13,7 +13,7 @@ a length that grows with the model's width, recomputation is cheaper: see the en
 
 .. code-block:: python
 
-   from activation_offload import ActivationOffload  # this file
+   from activation_offload import ActivationOffload  # host_layers.py beside it
 
    offload = ActivationOffload(device, budget, window)
    for batch in batches:
@@ -39,8 +39,9 @@ is enough. After a forward with a budget of 0, ``offload.wanted`` says how much 
 
       * PyTorch 2.9 or later, any number of ranks; each works on its own device
       * host memory for the activations of one step
-      * this file, and for its pinned buffer the package ``overlap_recipes``: ``pip install .`` in
-        this repository, or a copy of its folder ``overlap_recipes``
+      * this file and, for its proof, ``host_layers.py``; for its pinned buffer the package
+        ``overlap_recipes``: ``pip install .`` in this repository, or a copy of its folder
+        ``overlap_recipes``
 
 .. verification-badge::
 
