@@ -1,18 +1,21 @@
 """Every recipe and every proof of a module holds on every rank; every control is caught."""
 
-import json
 import os
 import shutil
-import signal
-import subprocess
 import sys
-import threading
 import tomllib
 from collections.abc import Callable, Iterator
 from pathlib import Path
 
 import pytest
-from selection import REPO, proofs_under_test, ranks_under_test, recipes_under_test
+from fork_server import asking
+from selection import (
+    REPO,
+    proofs_under_test,
+    ranks_under_test,
+    recipes_under_test,
+    with_library,
+)
 
 from rankproof.kept import KeptRun
 from rankproof.recipe import Control, Recipe
@@ -139,41 +142,25 @@ def test_recipe_has_at_least_four_controls(recipe: Recipe) -> None:
 
 
 @pytest.fixture(scope="module")
-def plain_python() -> Iterator[Callable[[Path, Path, Path], int]]:
-    """``plain_python(file, work, output)``: the exit code of ``python file`` in ``work``."""
+def plain_python() -> Iterator[Callable[..., dict]]:
+    """``plain_python(file, work)``: the code and the output of ``python file`` in ``work``."""
     command = [sys.executable, "-B", str(REPO / "tests" / "warm_python.py")]
-    with subprocess.Popen(
-        command,
-        env=os.environ | {"PYTHONPATH": str(REPO), "PYTHONDONTWRITEBYTECODE": "1"},
-        text=True,
-        stdin=subprocess.PIPE,
-        stdout=subprocess.PIPE,
-        start_new_session=True,
-    ) as server:
-
-        def run_file(*paths: Path) -> int:
-            too_late = threading.Timer(120, os.killpg, (server.pid, signal.SIGKILL))
-            too_late.start()
-            print(json.dumps(list(map(str, paths))), file=server.stdin, flush=True)
-            code = server.stdout.readline()
-            too_late.cancel()
-            return int(code or 137)
-
-        yield run_file
-        server.stdin.close()
+    env = with_library() | {"PYTHONDONTWRITEBYTECODE": "1"}
+    with asking(command, 120, REPO, env) as ask:
+        yield ask
 
 
 def test_plain_python_runs_one_rank(recipe: Recipe, tmp_path, plain_python) -> None:
     """As a reader does it: the file, and beside it what it imports, in a folder of their own."""
-    downloads, work, output = (tmp_path / name for name in ("downloads", "work", "output"))
+    downloads, work = tmp_path / "downloads", tmp_path / "work"
     downloads.mkdir()
     work.mkdir()
     for file in recipe.flat_files:
         shutil.copy(file, downloads)
     for package in recipe.packages:
         shutil.copytree(package, downloads / package.name)
-    code = plain_python(downloads / recipe.path.name, work, output)
-    said = output.read_text()
+    reply = plain_python(str(downloads / recipe.path.name), str(work))
+    code, said = reply["code"], reply["said"]
     assert not list(work.iterdir()), "it left files in the working directory"
     if recipe.min_ranks == 1:
         assert code == 0, said

@@ -7,11 +7,11 @@ import shutil
 import signal
 import subprocess
 import sys
-import threading
 from collections.abc import Callable, Iterator
 from pathlib import Path
 
 import pytest
+from fork_server import asking
 
 TESTS = Path(__file__).parents[1]
 RECIPES = TESTS.parent / "recipes_source" / "checkpoint"
@@ -32,23 +32,14 @@ LOSS_TOLERANCE = 1e-4  # relative: other ranks add in another order, and 20 step
 def ask() -> Iterator[Callable[..., dict]]:
     """Ask one of :mod:`faults.ask`."""
     command = [sys.executable, "-m", "faults.ask"]
-    with subprocess.Popen(
-        command, cwd=TESTS, text=True, stdin=subprocess.PIPE, stdout=subprocess.PIPE
-    ) as server:
+    with asking(command, 280, TESTS) as answered:
 
-        def ask(what: str, *arguments: object) -> dict:
-            too_late = threading.Timer(280, server.kill)
-            too_late.start()
-            print(json.dumps([what, *arguments]), file=server.stdin, flush=True)
-            line = server.stdout.readline()
-            too_late.cancel()
-            assert line, f"{what}: no answer within 280 s"
-            answer = json.loads(line)
-            assert answer["code"] == 0, answer["said"][-6000:]
-            return json.loads(answer["said"].splitlines()[-1])
+        def ask(*request: object) -> dict:
+            reply = answered(*request)
+            assert reply["code"] == 0, reply["said"][-6000:]
+            return json.loads(reply["said"].splitlines()[-1])
 
         yield ask
-        server.stdin.close()
 
 
 def wrong(results: list[dict]) -> list[dict]:

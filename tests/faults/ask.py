@@ -6,13 +6,11 @@ have imported torch. An answer is an exit code, and what was printed: JSON in it
 
 import contextlib
 import json
-import os
 import random
 import shutil
-import sys
-import tempfile
-import traceback
 from pathlib import Path
+
+from fork_server import serve
 
 from faults import edits, power_cut, soak
 from faults.points import Fault
@@ -118,27 +116,14 @@ def answer(what: str, *arguments: object) -> int:
     try:
         print(json.dumps(globals()[what](scratch, *map(str, arguments))))
         return 0
-    except BaseException:
-        traceback.print_exc()
-        return 1
     finally:
         shutil.rmtree(scratch)
-        sys.stdout.flush()
-        sys.stderr.flush()
 
 
 def main() -> None:
     with contextlib.suppress(ImportError):  # of transformers
         from faults import strangers  # noqa: F401 (imported here, not by each rank)
-    for line in sys.stdin:
-        with tempfile.TemporaryFile("w+") as said:
-            if (child := os.fork()) == 0:
-                os.dup2(said.fileno(), 1)
-                os.dup2(said.fileno(), 2)
-                os._exit(answer(*json.loads(line)))
-            code = os.waitstatus_to_exitcode(os.waitpid(child, 0)[1])
-            said.seek(0)
-            print(json.dumps({"code": code, "said": said.read()}), flush=True)
+    serve(answer)
 
 
 if __name__ == "__main__":
