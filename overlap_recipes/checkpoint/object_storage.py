@@ -23,7 +23,7 @@ try:
     except ImportError:
         from torch.distributed.checkpoint import _fsspec_filesystem as dcp_fsspec
 except ImportError as error:
-    raise SystemExit("pip install fsspec, and for s3:// s3fs of the same date") from error
+    raise ImportError("pip install fsspec, and for s3:// s3fs of the same date") from error
 
 PIECE = 32 << 20  # bytes of a part of an upload; at most 10,000 parts make an object
 
