@@ -35,6 +35,7 @@ PARAMETERS, TRACE_LANES = SHOWN["parameters"], SHOWN["trace_lanes"]
 ROW_RECIPES = {row: name for name, rows in SHOWN["recipe_rows"].items() for row in rows.split()}
 
 
+SCRIPTS = ("recipes_source", "tests/proofs")
 Measured = tuple[str, dict[str, str]]  # a recipe or a module; hashes by dotted name, of then
 
 
@@ -348,19 +349,22 @@ def load_trace(path: Path) -> dict:
 
 
 def code_of(name: str, repo: Path) -> Sources | None:
-    """The files of a recipe, by its stem, or of a module of the library, by its dotted name.
+    """The files of a recipe or a proof, by its stem, or of a module of the library, by its name.
 
     With all that it imports of the project; None where there is no such name any more.
     """
-    files = sorted([*repo.glob("recipes_source/**/*.py"), *repo.glob("overlap_recipes/**/*.py")])
+    files = []
+    for folder in (*SCRIPTS, "overlap_recipes"):
+        files += sorted((repo / folder).rglob("*.py"))
     return _code_of(name, repo, tuple((file, file.stat().st_mtime_ns) for file in files))
 
 
 @cache
 def _code_of(name: str, repo: Path, files: tuple[tuple[Path, int], ...]) -> Sources | None:
     """As ``code_of``; ``files`` are there to be compared, since an edit changes their times."""
+    scripts = tuple(repo / folder for folder in SCRIPTS)
     for file, _ in files:
-        if file.stem == name and file.is_relative_to(repo / "recipes_source"):
+        if file.stem == name and any(folder in file.parents for folder in scripts):
             return Sources.of_script(file, (repo,))
     try:
         return Sources.of_module(name, (repo,))
