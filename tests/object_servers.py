@@ -75,6 +75,7 @@ def seaweedfs(directory: Path) -> Iterator[str]:
     command = [shutil.which("weed", path=BIN) or "weed", "-logtostderr=true", "server", "-s3"]
     command += [f"-dir={directory}", "-ip=127.0.0.1", "-ip.bind=127.0.0.1", "-filer"]
     command += [f"-s3.config={directory}/s3.json", "-master.volumeSizeLimitMB=64", "-volume.max=20"]
+    command += ["-s3.port.iceberg=0", "-s3.port.lance=0"]  # whose ports are fixed otherwise
     for n, name in enumerate(names):
         command += [f"-{name}.port={ports[2 * n]}", f"-{name}.port.grpc={ports[2 * n + 1]}"]
     with serving(command, f"http://127.0.0.1:{ports[6]}", directory / "log") as url:
