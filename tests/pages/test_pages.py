@@ -6,7 +6,6 @@ import re
 import shutil
 import subprocess
 import sys
-import tomllib
 from pathlib import Path
 from xml.etree import ElementTree
 
@@ -14,11 +13,13 @@ import pytest
 from bs4 import BeautifulSoup
 from small_site import ROOT
 
+import overlap_recipes
 from guide import used_names
 from harness.recipe import discover
 
 sys.path.insert(0, str(ROOT / "tests"))
 from check_links import broken_links
+from selection import proofs_under_test
 from sizes import statements
 
 RECIPES = discover(ROOT / "recipes_source", ROOT / "tests" / "controls")
@@ -35,9 +36,9 @@ def links(soup: BeautifulSoup) -> list[str]:
 
 
 def test_every_recipe_has_its_controls_and_every_controls_file_its_recipe():
-    recipes = {recipe.name for recipe in RECIPES}
+    scripts = {recipe.name for recipe in [*RECIPES, *proofs_under_test()]}
     files = {path.stem for path in (ROOT / "tests" / "controls").glob("*.toml")}
-    assert recipes == files
+    assert scripts == files
     assert not [recipe.name for recipe in RECIPES if len(recipe.controls) < 4]
 
 
@@ -124,12 +125,16 @@ def test_nothing_suggests_affiliation(built_site):
     assert found == set()
 
 
-@pytest.mark.parametrize("recipe", RECIPES, ids=lambda recipe: recipe.name)
-def test_a_file_that_a_reader_copies_says_its_licence_and_version(recipe):
-    version = tomllib.loads((ROOT / "pyproject.toml").read_text())["project"]["version"]
-    licence, origin = recipe.path.read_text().splitlines()[:2]
+MODULES = [path for path in (ROOT / "overlap_recipes").rglob("*.py") if path.name != "version.py"]
+COPIED = {f"{recipe.folder}/{recipe.path.name}": recipe.path for recipe in RECIPES}
+COPIED |= {str(path.relative_to(ROOT)): path for path in sorted(MODULES)}
+
+
+@pytest.mark.parametrize("name", COPIED)
+def test_a_file_that_a_reader_copies_says_its_licence_and_version(name):
+    licence, origin = COPIED[name].read_text().splitlines()[:2]
     assert licence == "# SPDX-License-Identifier: BSD-3-Clause"
-    assert origin == f"# Overlap Recipes {version}, {recipe.folder}/{recipe.path.name}"
+    assert origin == f"# Overlap Recipes {overlap_recipes.__version__}, {name}"
 
 
 def test_make_help_lists_the_targets():
