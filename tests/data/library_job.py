@@ -56,7 +56,8 @@ def main(package: str, root: Path, steps: int, kill_behind: int | None) -> None:
         with checkpoint.RetainedSaves(root, host, run.model.buffers) as saves:
             while run.step < steps:
                 loss = train_step(run)
-                print(f"rank {dist.get_rank()} step {run.step} {loss.hex()}", flush=True)
+                line = f"rank {dist.get_rank()} step {run.step} {loss.hex()}\n"
+                print(line, end="", flush=True)  # in one write: all ranks write to one pipe
                 if run.step % SAVE_EVERY == 0:
                     done = saves.save({"run": run}, root / f"step{run.step}")
                 if run.step == kill_behind:

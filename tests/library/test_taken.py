@@ -66,7 +66,7 @@ def losses(package: str, taken: Path, root: Path, *more: object, killed: bool = 
         [str(part) for part in command], cwd=taken, env=env, capture_output=True, text=True
     )
     assert (done.returncode != 0) == killed, done.stdout + done.stderr
-    found = re.findall(r"rank (\d) step (\d+) (\S+)", done.stdout)
+    found = re.findall(r"rank (\d) step (\d+) (-?0x[0-9a-f.]+p[+-]\d+)", done.stdout)
     return {(int(rank), int(step)): loss for rank, step, loss in found}
 
 
