@@ -16,7 +16,7 @@ from faults.soak import run_ranks
 from overlap_recipes.checkpoint.restart import Run, resume
 from overlap_recipes.checkpoint.retention import RetainedSaves
 
-STEPS, SAVE_EVERY, SAMPLES_A_STEP, LENGTH = 20, 2, 12, 16
+STEPS, SAVE_EVERY, SAMPLES_A_STEP, LENGTH = 20, 1, 12, 16
 WITHIN_SAVES = 3  # an interruption strikes in one of so many saves from the start of a run
 TARGETS = ("planning", "writing", "metadata", "rename", "pointer", "deletion", "step")
 
