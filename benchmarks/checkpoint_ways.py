@@ -31,7 +31,7 @@ from pinned_staging import PinnedCheckpoints  # noqa: E402
 from benchmarks.measuring import PIECE_BYTES, timing_event  # noqa: E402
 from overlap_recipes.checkpoint import writer  # noqa: E402
 from overlap_recipes.checkpoint.copies import ALIGNMENT, CopyPlan  # noqa: E402
-from overlap_recipes.checkpoint.kept_state import TrainingState  # noqa: E402
+from overlap_recipes.checkpoint.state import TrainingState  # noqa: E402
 
 
 @dataclass
@@ -215,20 +215,20 @@ class DefaultStagerOrdered(RecipeWay):
         self.checkpoints.wait_staged()
 
 
-class KeptApp(Stateful):
-    """The state of the other ways, with the same keys, asked for once."""
+class LibraryApp(Stateful):
+    """The state of the other ways, with the same keys, as the library reads it."""
 
     def __init__(self, app: AppState) -> None:
-        self.app, self.kept = app, TrainingState(app.model, app.optimizer)
+        self.app, self.state = app, TrainingState(app.model, app.optimizer)
 
     def state_dict(self) -> dict:
-        kept = self.kept.state_dict()
-        others = {"step": self.app.step, "has_state": kept["has_state"]}
-        return {"model": kept["model"], "optim": kept["optim"], **others}
+        state = self.state.state_dict()
+        others = {"step": self.app.step, "has_state": state["has_state"]}
+        return {"model": state["model"], "optim": state["optim"], **others}
 
 
 class Overlapped(Way):
-    recipes = ("overlap_recipes.checkpoint.kept_state", "overlap_recipes.checkpoint.saves")
+    recipes = ("overlap_recipes.checkpoint.saves",)
     options: dict[str, object] = {}
 
     def open(self) -> None:
@@ -237,11 +237,11 @@ class Overlapped(Way):
         self.saves = saves(self.device, self.app.model.buffers(), **self.options)
         self.saves.begin = self.begin  # a thread of its own would take the interpreter
         self.saves.__enter__()
-        self.kept = KeptApp(self.app)
+        self.state = LibraryApp(self.app)
 
     def start(self, save: Save) -> None:
         self.under_way = save
-        save.watch(self.saves.save({"app": self.kept}, save.directory))
+        save.watch(self.saves.save({"app": self.state}, save.directory))
 
     def begin(self, *arguments: object) -> object:
         """What the writing thread does first: it waits for the copies."""
@@ -260,7 +260,7 @@ class Overlapped(Way):
 
 
 class OverlappedWriter(Overlapped):
-    recipes = ("overlap_recipes.checkpoint.kept_state", "overlap_recipes.checkpoint.writer")
+    recipes = ("overlap_recipes.checkpoint.writer",)
     writers = writer.WRITERS
 
     def open(self) -> None:

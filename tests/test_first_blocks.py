@@ -58,7 +58,6 @@ LEAVES = {  # checkpoints that must be there behind the block
     "resume_and_reshard": ["checkpoints/step1000"],
     "preemption": ["checkpoints/step1000"],
     "two_hosts": ["checkpoints/step1000"],
-    "kept_state": ["checkpoints/step100"],
     "torchtitan_checkpointer": ["checkpoint/step-100"],
     "transformers_trainer": ["run/checkpoint-2/pytorch_model_fsdp_0"],
     "lightning_strategy": ["run/last-step=100.ckpt"],
@@ -195,8 +194,6 @@ class Blocks(nn.Module):
 def yours_in(page: Path) -> dict[str, object]:
     """What else the block of this page asks for."""
     name = page.stem
-    if name == "kept_state":
-        return {"step": 100}
     if name in ("in_place_gather", "in_place_reduce"):
         return {"model": Blocks(), "fully_shard": fully_shard}
     if name == "peer_schedule":

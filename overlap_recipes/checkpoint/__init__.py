@@ -6,12 +6,11 @@
 """
 
 from .durable import DurableSaves, committed_steps, faults, newest_step
-from .kept_state import TrainingState
 from .preemption import AGAIN, TOO_LATE, Preemption
 from .restart import Run, resume
 from .retention import RetainedSaves
 from .saves import OverlappedSaves
-from .state import AppState
+from .state import AppState, TrainingState
 from .writer import OverlappedWriter
 
 __all__ = [

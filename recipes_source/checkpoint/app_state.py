@@ -117,8 +117,7 @@ import torch.distributed.checkpoint as dcp
 # ------------------------------
 # :doc:`overlapped_stager` reads a state with ``read``: it lists dense tensors and DTensors, for a
 # ``CopyPlan``, and copies everything else (Python numbers, sparse tensors) at once. A DTensor of another
-# library's tensor is a ``TypeError``. A dict with an attribute ``kept_tensors`` promises not to
-# change, so ``read`` does not walk it again (:doc:`kept_state` makes such dicts).
+# library's tensor is a ``TypeError``.
 #
 # .. literalinclude:: /overlap_recipes/checkpoint/state.py
 #    :language: python
@@ -181,7 +180,7 @@ if __name__ == "__main__":
 # ----------------
 # The learning-rate schedule, the random number generators, the position in the data, an average of
 # the weights. Add each as another entry of the dict that you save: :doc:`resume_and_reshard` does
-# so. :doc:`kept_state` takes them by name, and asks less often.
+# so. ``TrainingState`` takes them by name: ``TrainingState(model, optimizer, schedule=scheduler)``.
 #
 # Known limits
 # ------------

@@ -171,7 +171,7 @@ from overlap_recipes.checkpoint.copies import CopyPlan, PinnedArena, shard_of
 #
 # Optimizers, loads, resized storages and ``p.data = ...`` may give a tensor other memory, or another
 # shape over the same memory, or conjugate it. So call ``fits`` at every save. It is fast for objects
-# that the plan knows, as those of :doc:`kept_state`: ``kinds`` and ``is_set_to`` suffice. Where one
+# that the plan knows, as parameters are: ``kinds`` and ``is_set_to`` suffice. Where one
 # differs, ``layout`` decides.
 #
 # ``one_launch`` captures a CUDA graph. A replay does not repeat what ``work`` does on the host, such

@@ -11,14 +11,13 @@ import torch.distributed.checkpoint as dcp
 from torch import nn
 from torch.distributed.optim import ZeroRedundancyOptimizer
 
-from overlap_recipes.checkpoint.kept_state import TrainingState
-from overlap_recipes.checkpoint.state import AppState
+from overlap_recipes.checkpoint.state import AppState, TrainingState
 
 PARTIAL = {"planner": dcp.DefaultLoadPlanner(allow_partial_load=True)}
 State = Callable[[nn.Module, list], AppState]
 
 
-def kept_state(model: nn.Module, optimizers: list) -> TrainingState:
+def training_state(model: nn.Module, optimizers: list) -> TrainingState:
     return TrainingState(model, *optimizers)
 
 
@@ -29,7 +28,7 @@ def rank() -> Iterator[None]:
     dist.destroy_process_group()
 
 
-@pytest.fixture(params=[AppState, kept_state], ids=["asked", "kept"])
+@pytest.fixture(params=[AppState, training_state], ids=["app", "training"])
 def state(request: pytest.FixtureRequest) -> State:
     return request.param
 
@@ -207,7 +206,7 @@ def test_a_checkpoint_of_other_code_is_refused(state: State, tmp_path, when) -> 
 
 
 def test_each_of_both_loads_what_the_other_has_saved(tmp_path) -> None:
-    for n, (one, other) in enumerate([(AppState, kept_state), (kept_state, AppState)]):
+    for n, (one, other) in enumerate([(AppState, training_state), (training_state, AppState)]):
         job = Job(one).train(2).save(tmp_path / str(n))
         later = Job(other).load(tmp_path / str(n), 2, **PARTIAL)
         assert later.equals(job) and later.train(4).equals(job.train(4))

@@ -7,7 +7,7 @@ import torch
 import troubles
 from torch.distributed.checkpoint import FileSystemReader
 
-from overlap_recipes.checkpoint.kept_state import TrainingState
+from overlap_recipes.checkpoint.state import TrainingState
 from overlap_recipes.checkpoint.writer import OverlappedWriter
 
 survives = partial(troubles.survives, "writer_troubles")
@@ -29,7 +29,7 @@ def test_a_state_with_a_schedule_is_planned_once(tmp_path) -> None:
             optimizer.step()
             schedule.step()
             saves.save({"app": app}, tmp_path / f"step{step}").result()
-            assert (app.asked, saves.plans) == (1, 1)
+            assert saves.plans == 1
 
 
 def test_a_changed_layout_is_planned_anew_by_all_ranks() -> None:

@@ -21,10 +21,9 @@ from torch.distributed.tensor import DTensor, Replicate, Shard
 from overlap_recipes.checkpoint import copies as copies_module
 from overlap_recipes.checkpoint import saves as saves_module
 from overlap_recipes.checkpoint.copies import CopyPlan, PinnedArena
-from overlap_recipes.checkpoint.kept_state import TrainingState
 from overlap_recipes.checkpoint.retention import RetainedSaves
 from overlap_recipes.checkpoint.saves import OverlappedSaves
-from overlap_recipes.checkpoint.state import is_staged, read
+from overlap_recipes.checkpoint.state import TrainingState, is_staged, read
 from overlap_recipes.checkpoint.writer import OverlappedWriter, memory_of
 
 ONE_RANK = [

@@ -12,7 +12,7 @@ import torch
 from torch import nn
 from torchao.float8 import Float8LinearConfig, convert_to_float8_training
 
-from overlap_recipes.checkpoint.kept_state import TrainingState
+from overlap_recipes.checkpoint.state import TrainingState
 from overlap_recipes.checkpoint.writer import OverlappedWriter
 
 WIDTH = 32  # float8 needs multiples of 16

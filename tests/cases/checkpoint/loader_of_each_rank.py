@@ -14,7 +14,7 @@ import torch.distributed.checkpoint as dcp
 from torch import nn
 from torchdata.stateful_dataloader import StatefulDataLoader
 
-from overlap_recipes.checkpoint.kept_state import TrainingState
+from overlap_recipes.checkpoint.state import TrainingState
 from overlap_recipes.checkpoint.writer import OverlappedWriter
 
 WIDTH = 16

@@ -15,7 +15,7 @@ from torch.distributed.device_mesh import init_device_mesh
 from torch.distributed.fsdp import fully_shard
 from torch.distributed.tensor import DTensor
 
-from overlap_recipes.checkpoint.kept_state import TrainingState
+from overlap_recipes.checkpoint.state import TrainingState
 from overlap_recipes.checkpoint.writer import OverlappedWriter
 
 HOST = torch.device("cpu")
