@@ -67,7 +67,7 @@ from async_save import AppState, leaves, snapshot  # noqa: E402
 from benchmarks import checkpoint_ways, measuring  # noqa: E402
 from benchmarks.checkpoint_ways import PIECES, WAYS, AllAtOnce, Save, Way  # noqa: E402
 from benchmarks.measuring import Results, Task, intervals_of, medians, trimmed_mean  # noqa: E402
-from benchmarks.workloads import StockLoop, compile_blocks, llama, shard  # noqa: E402
+from benchmarks.workloads import HOST_BOUND, StockLoop, compile_blocks, layers_of, shard, stock  # noqa: E402
 
 BOUND_FROM = "bytes of state of a rank over the rate of its link"
 LEAD = 2  # steps of a window before its save
@@ -106,6 +106,15 @@ FULL = {  # steps of 0.3 s and the shortest that an H200 reaches
     2: Size("llama-1b", {"long": 14336, "short": 2048}, 2048, 4 * 10**9, 2**30),
 }
 SMALL = Size("llama-tiny", {"long": 64, "short": 32}, 32, 2**20, 2**20)
+
+
+def size_of(model: str | None, small: bool, ranks: int) -> Size:
+    """``llama-1b``'s, unless another model is named."""
+    size = SMALL if small else FULL[min(ranks, max(FULL))]
+    if model is None:
+        return size
+    tokens = size.tokens if small else {"long": 4096, "short": 1024}
+    return replace(size, model=model, tokens=tokens, length=min(size.length, 1024))
 
 
 @dataclass
@@ -154,7 +163,7 @@ class Training:
                 if pid == str(os.getppid()) or not Path("/proc", pid).exists():
                     shutil.rmtree(left, ignore_errors=True)
         self.agreement = measuring.Agreement()
-        model = shard(llama(size.model, device))
+        model = shard(stock(size.model, device))
         self.loop = StockLoop(model, size.tokens["long"], size.length)
         self.app = AppState(model, self.loop.optimizer)
         self.case = Case(size.model)
@@ -169,7 +178,7 @@ class Training:
         if case.compiled and not self.case.compiled:
             compile_blocks(self.loop.model)
         if self.case.compiled and not case.compiled:
-            for layer in self.loop.model.model.layers:
+            for layer in layers_of(self.loop.model):
                 layer._compiled_call_impl = None
         self.loop.set_batch(self.size.tokens[case.step], self.size.length)
         self.loop.reads = case.loop == "reads"
@@ -530,14 +539,14 @@ def tasks_of(measurement: Measurement, model: str, pairs: int) -> Iterator[Task]
         yield cost(long, name, 1)
     yield Task("copies alone", 50 + 3 * gb, partial(measurement.copies, long), copied)
     yield cost(short, ours, 12)
-    yield cost(short, "overlapped_snapshot", 12)
     yield probe(disk, 5 + 4 * gb)
     yield cost(disk, ours, 6)
     yield cost(long, DEFAULT_STAGERS[0], 1)
     yield judged(DEFAULT_STAGERS[0])
     for name in ("dcp_save", "async_save", "pinned"):
         yield cost(long, name, 1)
-    yield cost(long, "overlapped", 3)
+    for threads in ("1_thread", "7_threads"):
+        yield cost(long, f"{ours}_{threads}", 6)
     yield cost(free, ours, 3)
     for name in (DEFAULT_STAGERS[1], "torch_save"):
         yield cost(long, name, 1)
@@ -546,13 +555,13 @@ def tasks_of(measurement: Measurement, model: str, pairs: int) -> Iterator[Task]
         yield Task(f"{name} trace", 30 + gb, partial(measurement.trace, long, name))
     for case in (free, compiled):
         yield cost(case, "torch_checkpointing", 1)
-    for name in ("overlapped", "torch_checkpointing", "dcp_save", "async_save", "pinned"):
+    for name in ("torch_checkpointing", "dcp_save", "async_save", "pinned"):
         yield judged(name)
 
 
 def run(arguments: argparse.Namespace, device: torch.device) -> None:
     ranks = dist.get_world_size()
-    size = SMALL if arguments.small else FULL[min(ranks, max(FULL))]
+    size = size_of(arguments.model, arguments.small, ranks)
     storages = {"memory": arguments.memory, "disk": arguments.disk}
     training = Training(size, device, storages)
     state = leaves(training.app.state_dict()).values()
@@ -587,6 +596,7 @@ def main() -> None:
     parser = measuring.command_line(__doc__)
     parser.add_argument("--list", action="store_true", help="print the tasks and end")
     parser.add_argument("--retry", action="store_true", help="also tasks that failed before")
+    parser.add_argument("--model", choices=sorted(HOST_BOUND), help="in place of the Llama")
     parser.add_argument("--pairs", type=int, default=12, help="of windows, of our main row")
     parser.add_argument("--memory", type=Path, default=Path("/dev/shm"), help="storage in memory")
     parser.add_argument("--disk", type=Path, default=Path(tempfile.gettempdir()), help="local disk")

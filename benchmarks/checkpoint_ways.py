@@ -29,8 +29,8 @@ from default_stager import REUSE_CRASHES, StagedCheckpoints  # noqa: E402
 from pinned_staging import PinnedCheckpoints  # noqa: E402
 
 from benchmarks.measuring import PIECE_BYTES, timing_event  # noqa: E402
-from overlap_recipes.checkpoint import writer  # noqa: E402
 from overlap_recipes.checkpoint.copies import ALIGNMENT, CopyPlan  # noqa: E402
+from overlap_recipes.checkpoint.saves import Saves  # noqa: E402
 from overlap_recipes.checkpoint.state import TrainingState  # noqa: E402
 
 
@@ -227,14 +227,14 @@ class LibraryApp(Stateful):
         return {"model": state["model"], "optim": state["optim"], **others}
 
 
-class Overlapped(Way):
+class OverlappedWriter(Way):
+    """``Saves``: staged beside training, written by its two threads."""
+
     recipes = ("overlap_recipes.checkpoint.saves",)
     options: dict[str, object] = {}
 
     def open(self) -> None:
-        module = importlib.import_module(self.recipes[-1])
-        saves = getattr(module, "OverlappedWriter", None) or module.OverlappedSaves
-        self.saves = saves(self.device, self.app.model.buffers(), **self.options)
+        self.saves = Saves(self.device, self.app.model.buffers, **self.options)
         self.saves.begin = self.begin  # a thread of its own would take the interpreter
         self.saves.__enter__()
         self.state = LibraryApp(self.app)
@@ -259,19 +259,14 @@ class Overlapped(Way):
             self.saves.__exit__(*error)
 
 
-class OverlappedWriter(Overlapped):
-    recipes = ("overlap_recipes.checkpoint.writer",)
-    writers = writer.WRITERS
-
-    def open(self) -> None:
-        writer.WRITERS = self.writers
-        super().open()
+class SevenThreads(OverlappedWriter):
+    note = "written by seven threads a rank"
+    options = {"write_threads": 7}
 
 
-class OverlappedSnapshot(OverlappedWriter):
-    note = "first copied on the device, within 64 GB of its memory; written by two threads"
-    options = {"snapshot_bytes": 64 * 10**9}
-    writers = 2
+class OneThread(OverlappedWriter):
+    note = "written by one thread a rank"
+    options = {"write_threads": 1}
 
 
 # -- other packages ---------------------------------------------------------------------------
@@ -500,7 +495,7 @@ class InTurns(AllAtOnce):
 
 
 class WithGaps(AllAtOnce):
-    """The recipe's: a few bytes in the other direction between the pieces, in CUDA graphs."""
+    """The recipe's: a few bytes in the other direction between the pieces."""
 
     recipes = ("overlap_recipes.checkpoint.copies",)
 
@@ -515,7 +510,7 @@ class WithGaps(AllAtOnce):
         super().start(save)
 
     def queue(self) -> None:
-        self.plan.queue(self.copies, self.module, self.stream)
+        self.copies.queue(self.module, self.stream)
 
 
 PIECES: dict[str, type[Way]] = {
@@ -532,9 +527,9 @@ WAYS: dict[str, type[Way]] = {
     "pinned": Pinned,
     "default_stager_as_published": DefaultStagerAsPublished,
     "default_stager_ordered": DefaultStagerOrdered,
-    "overlapped": Overlapped,
     "overlapped_writer": OverlappedWriter,
-    "overlapped_snapshot": OverlappedSnapshot,
+    "overlapped_writer_1_thread": OneThread,
+    "overlapped_writer_7_threads": SevenThreads,
     "torch_checkpointing": TorchCheckpointing,
     "nvidia-resiliency-ext": NvidiaResiliencyExt,
     "torchtitan_async_with_pinned_mem": TorchtitanPinned,

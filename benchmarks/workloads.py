@@ -1,7 +1,8 @@
-"""The models and loops that every benchmark trains: stock Llamas in stock loops.
+"""The models and loops that every benchmark trains: stock models in stock loops.
 
 ``llama`` builds transformers' ``LlamaForCausalLM`` from a config, with random weights and SDPA;
-``shard`` puts ``fully_shard`` on it; ``StockLoop`` trains it as a script does::
+``stock`` builds it, too, and models whose eager steps the host bounds, as most are. ``shard`` puts
+``fully_shard`` on one; ``StockLoop`` trains it as a script does::
 
     model = shard(llama("llama-1b", device))
     loop = StockLoop(model, tokens=16384, length=4096, reads=True)
@@ -23,7 +24,17 @@ import torch
 import torch.distributed as dist
 from torch import nn
 from torch.distributed.fsdp import MixedPrecisionPolicy, fully_shard
-from transformers import LlamaConfig, LlamaForCausalLM, masking_utils
+from transformers import (
+    GPT2Config,
+    LlamaConfig,
+    LlamaForCausalLM,
+    MixtralConfig,
+    PreTrainedConfig,
+    PreTrainedModel,
+    Qwen3Config,
+    masking_utils,
+)
+from transformers.models.auto import AutoModelForCausalLM
 
 LEARNING_RATE = 1e-4  # at its highest
 WARM_UP = 1000  # steps in which the rate rises: each step has another
@@ -49,6 +60,33 @@ LLAMAS = {
     "llama-8b": Shape(4096, 14_336, 32, 32, 8, 128_256, tied=False),  # Llama 3 8B
     "llama-tiny": Shape(64, 128, 2, 4, 2, 256, tied=True),  # for tests and rehearsals on a CPU
 }
+TOKENS = {"bos_token_id": 0, "eos_token_id": 0}
+HOST_BOUND: dict[str, PreTrainedConfig] = {
+    "qwen3-1.7b": Qwen3Config(
+        hidden_size=2048,
+        intermediate_size=6144,
+        num_hidden_layers=28,
+        num_attention_heads=16,
+        num_key_value_heads=8,
+        head_dim=128,
+        vocab_size=151_936,
+        tie_word_embeddings=True,
+        **TOKENS,
+    ),
+    "gpt2-xl": GPT2Config(n_embd=1600, n_layer=48, n_head=25, vocab_size=50_257, **TOKENS),
+    "mixtral-1.2b": MixtralConfig(
+        hidden_size=1024,
+        intermediate_size=3584,
+        num_hidden_layers=12,
+        num_attention_heads=16,
+        num_key_value_heads=8,
+        num_local_experts=8,
+        vocab_size=32_000,
+        **TOKENS,
+    ),
+    "gpt2-tiny": GPT2Config(n_embd=32, n_layer=2, n_head=2, vocab_size=256, **TOKENS),
+}
+"""What a Qwen3 1.7B, a GPT-2 XL and a Mixtral of 1.2 billion parameters are; one for tests."""
 VOCABULARY_ON_ONE = 32_000  # of llama-1b on one GPU: 12.7 GB of weights and Adam's state
 """Llama 3.2 1B's 128,256 tokens would make a third of its parameters on one GPU the embedding."""
 
@@ -89,23 +127,43 @@ def llama(
         return LlamaForCausalLM(config).train()
 
 
-def compile_blocks(model: LlamaForCausalLM, **options: object) -> LlamaForCausalLM:
+def stock(name: str, device: torch.device | str) -> PreTrainedModel:
+    """A stock model with random float32 weights on ``device``; the same on every rank.
+
+    Args:
+        name: of :data:`LLAMAS` or :data:`HOST_BOUND`.
+    """
+    if name in LLAMAS:
+        return llama(name, device)
+    torch.manual_seed(0)
+    with torch.device(device):
+        return AutoModelForCausalLM.from_config(
+            HOST_BOUND[name], attn_implementation="sdpa"
+        ).train()
+
+
+def layers_of(model: PreTrainedModel) -> nn.ModuleList:
+    """Its decoder layers."""
+    return model.transformer.h if hasattr(model, "transformer") else model.model.layers
+
+
+def compile_blocks(model: PreTrainedModel, **options: object) -> PreTrainedModel:
     """Compile each decoder layer by itself, in place; before :func:`shard`.
 
     ``options`` go to ``torch.compile``.
     """
-    for layer in model.model.layers:
+    for layer in layers_of(model):
         layer.compile(**options)
     return model
 
 
-def shard(model: LlamaForCausalLM) -> LlamaForCausalLM:
+def shard(model: PreTrainedModel) -> PreTrainedModel:
     """``fully_shard`` each layer and the rest, in place: float32 weights, bfloat16 compute.
 
     Works for one rank too, where it gives the precision alone.
     """
     precision = MixedPrecisionPolicy(torch.bfloat16, reduce_dtype=torch.float32)
-    for layer in model.model.layers:
+    for layer in layers_of(model):
         fully_shard(layer, mp_policy=precision)
     return fully_shard(model, mp_policy=precision)
 

@@ -7,6 +7,7 @@ of two (pytorch#150517). An anonymous mapping that is registered with the driver
 is asked for, and is ours to unlock.
 """
 
+import ctypes
 import mmap
 from collections.abc import Callable
 from contextlib import suppress
@@ -34,6 +35,9 @@ class PageLocked:
         nbytes: how many; 0 is allowed.
         device: the device whose copies will read or write them.
         allocate: where they come from, bytes -> mmap.
+        piece: how many bytes are touched and locked at a time, by this thread alone, so that a
+            training on another thread goes on; no copy may cross a multiple of it. None: all at
+            once, touched by all of torch's threads, which is sooner and stops a training.
 
     Raises:
         RuntimeError: the host has not that much memory, or the driver will not lock it.
@@ -45,14 +49,19 @@ class PageLocked:
         nbytes: int,
         device: torch.device,
         allocate: Callable[[int], mmap.mmap] = private_memory,
+        piece: int | None = None,
     ) -> None:
-        self.unlock: Callable[[], object] | None = None
+        self.unlock: list[Callable[[], object]] = []
         try:
             self.memory = allocate(max(nbytes, 1))
             self.bytes = torch.frombuffer(self.memory, dtype=torch.uint8)[:nbytes]
-            self.bytes.zero_()  # all threads touch the pages; locking would, one after the other
-            if device.type == "cuda" and nbytes > 0:
-                self.lock()
+            for part in self.bytes.split(piece or max(nbytes, 1)):
+                if piece is None:
+                    part.zero_()
+                else:
+                    ctypes.memset(part.data_ptr(), 0, part.nbytes)  # without the interpreter's lock
+                if device.type == "cuda" and nbytes > 0:
+                    self.lock(part)
         except (OSError, RuntimeError) as error:
             with suppress(Exception):
                 torch.ones((), device=device)  # takes the driver's error in place of your kernel
@@ -61,21 +70,21 @@ class PageLocked:
                 "`ulimit -l`"
             ) from error
 
-    def lock(self) -> None:
-        """Register the pages with the driver, and spare forked children their copies.
+    def lock(self, part: torch.Tensor) -> None:
+        """Register the pages of ``part`` with the driver, and spare forked children their copies.
 
         A child shares pages with its parent until one of them writes, and the writer gets a copy:
         the device would go on with the original.
         """
         self.memory.madvise(mmap.MADV_DONTFORK)
         cuda = torch.cuda.cudart()
-        address = self.bytes.data_ptr()
-        error = int(cuda.cudaHostRegister(address, self.bytes.nbytes, 0))
+        address = part.data_ptr()
+        error = int(cuda.cudaHostRegister(address, part.nbytes, 0))
         if error != 0:
             raise RuntimeError(f"CUDA error {error}")
-        self.unlock = finalize(self, cuda.cudaHostUnregister, address)
+        self.unlock.append(finalize(self, cuda.cudaHostUnregister, address))
 
     def close(self) -> None:
         """Unlock the pages, once."""
-        if self.unlock is not None:
-            self.unlock()
+        for unlock in self.unlock:
+            unlock()

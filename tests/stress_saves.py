@@ -170,9 +170,9 @@ def recipe_class(name: str, root: Path, device: torch.device) -> object:
 
 def overlapped(name: str, job: Job) -> object:
     if name == "overlapped_writer":
-        from overlap_recipes.checkpoint.writer import OverlappedWriter as Saves
+        from overlap_recipes.checkpoint.saves import Saves as Saves
     else:
-        from overlap_recipes.checkpoint.saves import OverlappedSaves as Saves
+        from overlap_recipes.checkpoint.saves import Saves as Saves
     return Saves(job.device, list(job.model.buffers()))
 
 

@@ -79,6 +79,7 @@ class Save:
     uploading: bool = False
     end_known: bool = False  # whether the recipe waited for the upload, or saw that it is done
     called_back: bool = False
+    writing: bool = False  # the call has not returned
     clones: dict[str, dict] = field(default_factory=dict)
     listeners: list[Callable[[str], None]] = field(default_factory=list)
 
@@ -202,8 +203,12 @@ class Ledger:
 
     def _spy_save(self, state_dict: dict, **kwargs: Any) -> Any:
         save, state_dict = self._begin("save", state_dict, kwargs)
-        with self._noting_failure(save):
-            return self._save(state_dict, **kwargs)
+        save.writing = True
+        try:
+            with self._noting_failure(save):
+                return self._save(state_dict, **kwargs)
+        finally:
+            save.writing = False
 
     def _spy_upload(self, state_dict: dict, **kwargs: Any) -> Any:
         """``state_dict_saver.save``: an upload thread calls it once its state is staged."""
@@ -225,8 +230,10 @@ class Ledger:
         with self._noting_failure(save), contextlib.ExitStack() as undo:
             if (stager := kwargs.get("async_stager")) is not None:
                 undo.callback(around(stager, "stage", after=partial(self._stages, save)))
+            save.writing = True
             response = self._async_save(state_dict, **kwargs)
         save.upload = getattr(response, "upload_completion", response)
+        save.writing = False
         save.upload.add_done_callback(lambda upload: self._ended(save, upload))
         if hasattr(response, "staging_completion"):
             self.futures[response.staging_completion] = save, "staging"
@@ -283,7 +290,7 @@ class Ledger:
         planned = self.planned
         if planned is None or not name.endswith(".distcp"):
             return
-        others = {save.directory for save in self.saves if save.kind != OWN_WRITER}
+        others = {save.directory for save in self.saves if save.writing or save.in_flight}
         if directory not in others:  # a later plan for the same directory is a save of its own
             save, _ = self._begin(OWN_WRITER, {}, {"checkpoint_id": directory})
             leaves, save.clones = planned

@@ -9,19 +9,17 @@ from .durable import DurableSaves, committed_steps, faults, newest_step
 from .preemption import AGAIN, TOO_LATE, Preemption
 from .restart import Run, resume
 from .retention import RetainedSaves
-from .saves import OverlappedSaves
+from .saves import Saves
 from .state import AppState, TrainingState
-from .writer import OverlappedWriter
 
 __all__ = [
     "AGAIN",
     "AppState",
     "DurableSaves",
-    "OverlappedSaves",
-    "OverlappedWriter",
     "Preemption",
     "RetainedSaves",
     "Run",
+    "Saves",
     "TOO_LATE",
     "TrainingState",
     "committed_steps",

@@ -6,11 +6,11 @@
 turn to a loop's own small copy.
 """
 
-from collections.abc import Callable
-from functools import cache, partial
-from itertools import chain
+from collections.abc import Iterable
+from dataclasses import dataclass
 
 import torch
+from torch.distributed.device_mesh import DeviceMesh
 from torch.distributed.tensor import DTensor
 
 from ..page_locked import PageLocked
@@ -18,15 +18,17 @@ from ..page_locked import PageLocked
 # Private by name: ``torch._foreach_copy_``, ``_local_tensor`` and ``_spec`` of DTensors, ``_cdata``
 # of storages.
 
-PIECE = 64 << 20  # bytes of copies in a row: a read of the training waits for one piece at most
-FIRST_PIECE = 16 << 20  # bytes, of tensors of the first launch: forward may begin with a read
-LAUNCH = 32  # pieces in one CUDA graph, each after its gap; launched in under a millisecond
+PIECE = 32 << 20  # bytes of copies in a row: a read of the training waits for one piece at most
+LOCKED = 1 << 30  # bytes of an arena that are page-locked at a time: no copy crosses a multiple
 SMALL = 1 << 20  # bytes; smaller tensors travel together
 ALIGNMENT = 64  # bytes; where a tensor or a pack may start
 
 
 class PinnedArena(PageLocked):
     """Page-locked host memory in which the tensors of a plan lie."""
+
+    def __init__(self, nbytes: int, device: torch.device) -> None:
+        super().__init__(nbytes, device, piece=LOCKED)
 
     def tensor(self, offset: int | None, like: torch.Tensor) -> torch.Tensor:
         """A contiguous tensor with the shape and dtype of ``like``, ``offset`` bytes into it."""
@@ -41,17 +43,30 @@ def shard_of(tensor: torch.Tensor) -> torch.Tensor:
     return getattr(tensor, "_local_tensor", tensor)
 
 
-def in_host_memory(tensor: torch.Tensor, host: torch.Tensor) -> torch.Tensor:
-    """``host`` as a DTensor of the same shards if ``tensor`` is a DTensor, else ``host`` itself."""
+def host_mesh(mesh: DeviceMesh) -> DeviceMesh:
+    """A mesh of type ``cpu`` over the process groups of ``mesh``."""
+    names = mesh.mesh_dim_names or tuple(f"dim{i}" for i in range(mesh.ndim))
+    groups = mesh.get_all_groups()
+    return mesh.from_group(groups, "cpu", mesh=mesh.mesh, mesh_dim_names=names)
+
+
+def in_host_memory(
+    tensor: torch.Tensor, host: torch.Tensor, meshes: dict[DeviceMesh, DeviceMesh]
+) -> torch.Tensor:
+    """``host`` as a DTensor of the same shards if ``tensor`` is a DTensor, else ``host`` itself.
+
+    ``meshes`` has the host's for each mesh of a device: one for all tensors, since to make one
+    takes .5 ms of the interpreter.
+    """
     if not isinstance(tensor, DTensor):
         return host
     if tensor.device_mesh.get_coordinate() is None:  # this rank holds none of it; DCP leaves it out
         return tensor
-    mesh, groups = tensor.device_mesh, tensor.device_mesh.get_all_groups()
-    names = mesh.mesh_dim_names or tuple(f"dim{i}" for i in range(mesh.ndim))
-    mesh = mesh.from_group(groups, "cpu", mesh=mesh.mesh, mesh_dim_names=names)
+    mesh = tensor.device_mesh
+    if mesh not in meshes:
+        meshes[mesh] = host_mesh(mesh)
     shape = {"shape": tensor.shape, "stride": tensor.stride()}
-    return DTensor.from_local(host, mesh, tensor.placements, **shape)
+    return DTensor.from_local(host, meshes[mesh], tensor.placements, **shape)
 
 
 def identity(x: torch.Tensor) -> tuple:
@@ -71,37 +86,58 @@ def kinds(tensors: list[torch.Tensor], shards: list[torch.Tensor]) -> list:
     return [id(getattr(x, "_spec", x)) for x in tensors] + values
 
 
-def take(snapshots: list[tuple], small: list[torch.Tensor], pack: torch.Tensor) -> None:
-    """Copy shards to their snapshots, and the bytes of small tensors into their pack."""
-    if snapshots:
-        torch._foreach_copy_(*zip(*snapshots, strict=True))
-    torch.cat(small, out=pack)
+Row = list[tuple[torch.Tensor, torch.Tensor]]
+"""Copies without a gap between them: pairs (target, source)."""
 
 
-capture_stream = cache(torch.cuda.Stream)  # cached: one for each device
+@dataclass
+class Copies:
+    """What a plan copies into one arena.
 
-
-def copy_each(targets: list[torch.Tensor], sources: list[torch.Tensor]) -> None:
-    for target, source in zip(targets, sources, strict=True):
-        target.copy_(source)
-
-
-def copy_rows(rows: list[list[tuple]]) -> None:
-    torch._foreach_copy_(*zip(*chain(*rows), strict=True), non_blocking=True)
-
-
-def one_launch(work: Callable[[], object], like: torch.Tensor) -> Callable[[], object]:
-    """Return what launches the kernels and copies of ``work`` on the current stream.
-
-    On CUDA, ``work`` is captured: what it does on the host is done here alone.
+    Attributes:
+        gap: what stands before each row: a few bytes in the other direction.
+        elsewhere: of tensors on other devices.
+        in_place: of the tensors of the state themselves.
+        from_copies: of their snapshots, and of the pack of small tensors.
     """
-    if not like.is_cuda:
-        return work
-    graph, stream = torch.cuda.CUDAGraph(), capture_stream(like.device)
-    with torch.cuda.graph(graph, stream=stream, capture_error_mode="thread_local"):
-        work()
-    graph.work = work  # has the tensors: they must live as long
-    return graph.replay
+
+    gap: tuple[torch.Tensor, torch.Tensor]
+    elsewhere: Row
+    in_place: list[Row]
+    from_copies: list[Row]
+
+    def queue(self, streams, stream) -> tuple:
+        """Queue all on ``stream``, after what it waits for.
+
+        Args:
+            streams: the module of the device, such as ``torch.cuda``.
+
+        Returns:
+            Two events. After the first, the state may change: what is copied behind it is
+            snapshots and the pack. After the second, all is in the arena.
+        """
+        for host, shard in self.elsewhere:
+            host.copy_(shard)
+        has_been_read = streams.Event()
+        copied = streams.Event()
+        with streams.stream(stream):
+            self.queue_rows(self.in_place)
+            has_been_read.record(stream)
+            self.queue_rows(self.from_copies)
+            copied.record(stream)
+        return has_been_read, copied
+
+    def queue_rows(self, rows: list[Row]) -> None:
+        """A stream of copies alone would hold the copy engine; the gap is the other engine's work.
+
+        So whoever waits for a read of another stream waits for one row: without the gaps a loop
+        that reads in mid-step waits for the whole copy, .2 s for 10 GB.
+        """
+        to_device, from_host = self.gap
+        for row in rows:
+            to_device.copy_(from_host, non_blocking=True)
+            for target, source in row:
+                target.copy_(source, non_blocking=True)
 
 
 class CopyPlan:
@@ -109,104 +145,153 @@ class CopyPlan:
 
     Args:
         tensors: dense tensors or DTensors, anywhere.
-        device: the device whose copies run beside training. ``queue`` copies tensors elsewhere
-            itself.
+        device: the device whose copies run beside training. Tensors elsewhere are copied
+            when the copies are queued.
         changed_by_forward: tensors that forward changes in place: snapshots are copied.
-        snapshot_bytes: device memory for snapshots; the update need not wait for their copies.
 
-    ``offsets`` are bytes in an arena, by identity. ``snapshots`` are pairs (snapshot, shard).
-    ``in_place`` are pairs (offset, bytes of a tensor itself), ``from_copies`` the same of snapshots
-    and of the pack of small tensors. ``elsewhere`` are on another device. A copy to ``gap``,
-    64 bytes on the device, makes the stream wait for the other copy engine.
+    Attributes:
+        nbytes: of the arena that it needs.
+        offsets: bytes in an arena, by ``identity``.
+        snapshots: pairs (snapshot, shard).
+        small: the bytes of the shards that travel together, as ``pack``.
+        in_place, from_copies: pairs (offset, bytes).
+        gap: 64 bytes on the device: a copy to them makes the stream wait for the other copy engine.
     """
 
     @torch.inference_mode(False)
-    def __init__(self, tensors, device, changed_by_forward=(), snapshot_bytes: int = 0) -> None:
-        self.tensors, self.shards = tensors, [shard_of(x).detach() for x in tensors]
-        self.layouts, self.known = [*map(layout, tensors)], kinds(tensors, self.shards)
+    def __init__(
+        self,
+        tensors: list[torch.Tensor],
+        device: torch.device,
+        changed_by_forward: Iterable[torch.Tensor] = (),
+    ) -> None:
+        self.tensors = tensors
+        self.shards = [shard_of(x).detach() for x in tensors]
+        self.layouts = [layout(x) for x in tensors]
+        self.known = kinds(tensors, self.shards)
         self.gap = torch.zeros(ALIGNMENT, dtype=torch.uint8, device=device)
-        self.nbytes, self.offsets, large, small = ALIGNMENT, {}, [], []
-        self.snapshots, self.elsewhere, self.in_place = [], [], []
+        self.nbytes = ALIGNMENT  # the gap's place in the arena
+        self.offsets: dict[tuple, int] = {}
+        self.meshes: dict[DeviceMesh, DeviceMesh] = {}
+        self.elsewhere: list[torch.Tensor] = []
+        self.snapshots: list[tuple[torch.Tensor, torch.Tensor]] = []
+        self.in_place: list[tuple[int, torch.Tensor]] = []
+        self.from_copies: list[tuple[int, torch.Tensor]] = []
 
-        changing = [shard_of(x) for x in changed_by_forward if x.layout == torch.strided]
-        changing = {shard.untyped_storage().data_ptr() for shard in changing}
+        changing = storages(changed_by_forward)
         unique = {identity(shard): shard for shard in self.shards if shard.numel()}
-        for shard in sorted(unique.values(), key=torch.Tensor.element_size, reverse=True):
+        small, large = [], []
+        for shard in unique.values():
             if shard.device != self.gap.device:
-                self.elsewhere.append(shard)
                 self.offsets[identity(shard)] = self.place(shard.nbytes)
-                continue
-            source, is_large = shard, shard.nbytes >= SMALL
-            within_budget = is_large and shard.nbytes <= snapshot_bytes
-            is_changing = is_large and shard.untyped_storage().data_ptr() in changing
-            is_view = not shard.is_contiguous() or shard.is_conj() or shard.is_neg()
-            snapshot_bytes -= shard.nbytes if within_budget else 0
-            if within_budget or is_changing or is_view:
-                source = shard.new_empty(shard.shape)
-                self.snapshots.append((source, shard))
-            (large if is_large else small).append((shard, source))
-
-        # the gap: cat needs an input
-        in_pack = [self.gap, *(x.unsqueeze(-1).view(torch.uint8).view(-1) for _, x in small)]
-        pack = torch.cat(in_pack)
-        self.from_copies = [(offset := self.place(pack.nbytes), pack)]
-        for (shard, _), before in zip(small, in_pack, strict=False):  # widest elements first
-            self.offsets[identity(shard)] = offset = offset + before.nbytes
-        for shard, source in sorted(large, key=lambda pair: pair[0].nbytes, reverse=True):
-            self.offsets[identity(shard)] = offset = self.place(shard.nbytes)
-            sources = self.in_place if source is shard else self.from_copies
-            sources.append((offset, source.view(-1).view(torch.uint8)))
-        take_all = partial(take, self.snapshots, in_pack, pack)
-        take_all()  # loads kernels, which a capture must not
-        self.take_snapshots = one_launch(take_all, self.gap)
+                self.elsewhere.append(shard)
+            elif shard.nbytes < SMALL:
+                small.append(shard)
+            else:
+                large.append(shard)
+        self.place_small(small)
+        for shard in sorted(large, key=lambda shard: shard.nbytes, reverse=True):
+            offset = self.place(shard.nbytes)
+            self.offsets[identity(shard)] = offset
+            if is_view(shard) or shard.untyped_storage().data_ptr() in changing:
+                self.from_copies.append((offset, as_bytes(self.snapshot(shard))))
+            else:
+                self.in_place.append((offset, as_bytes(shard)))
 
     def place(self, nbytes: int) -> int:
         """Reserve room; return its offset."""
-        offset, self.nbytes = self.nbytes, self.nbytes + nbytes + -nbytes % ALIGNMENT
+        offset = self.nbytes
+        self.nbytes += nbytes + -nbytes % ALIGNMENT
         return offset
+
+    def snapshot(self, shard: torch.Tensor) -> torch.Tensor:
+        """Room for a contiguous copy of ``shard``, which ``take_snapshots`` makes."""
+        snapshot = shard.new_empty(shard.shape)
+        self.snapshots.append((snapshot, shard))
+        return snapshot
+
+    def place_small(self, shards: list[torch.Tensor]) -> None:
+        """Give small tensors their places in one pack, the widest elements first."""
+        self.small = []
+        nbytes = 0
+        for shard in sorted(shards, key=torch.Tensor.element_size, reverse=True):
+            self.small.append(as_bytes(self.snapshot(shard) if is_view(shard) else shard))
+            self.offsets[identity(shard)] = self.nbytes + nbytes
+            nbytes += shard.nbytes
+        if not self.small:
+            self.small.append(self.gap)  # cat needs an input
+            nbytes = self.gap.nbytes
+        self.pack = torch.empty(nbytes, dtype=torch.uint8, device=self.gap.device)
+        self.from_copies.append((self.place(nbytes), self.pack))
 
     def fits(self, tensors: list[torch.Tensor]) -> bool:
         """Whether these are the tensors of the plan, or others of the same memory and layout."""
-        shards = [*map(shard_of, tensors)]
+        shards = [shard_of(x) for x in tensors]
         same = kinds(tensors, shards) == self.known
-        same = same and all(map(torch.Tensor.is_set_to, shards, self.shards))
-        return same or [*map(layout, tensors)] == self.layouts
+        if same and all(map(torch.Tensor.is_set_to, shards, self.shards)):
+            return True
+        return [layout(x) for x in tensors] == self.layouts
 
     def hosts(self, arena: PinnedArena) -> list[torch.Tensor]:
         """The tensors of the plan as they will lie in ``arena``; tied ones share their memory."""
-        hosts = {identity(x): arena.tensor(self.offsets.get(identity(x)), x) for x in self.shards}
-        return list(map(in_host_memory, self.tensors, [hosts[identity(x)] for x in self.shards]))
+        placed = {}
+        for shard in self.shards:
+            placed[identity(shard)] = arena.tensor(self.offsets.get(identity(shard)), shard)
+        shards = [placed[identity(shard)] for shard in self.shards]
+        hosts = []
+        for tensor, host in zip(self.tensors, shards, strict=True):
+            hosts.append(in_host_memory(tensor, host, self.meshes))
+        return hosts
 
-    def copies(self, arena: PinnedArena) -> list[list[Callable[[], object]]]:
-        """Lists of launches: of what lies elsewhere (no graph), of tensors in place, of copies.
+    def copies(self, arena: PinnedArena) -> Copies:
+        """The copies of this plan into ``arena``."""
+        elsewhere = []
+        for shard in self.elsewhere:
+            elsewhere.append((arena.tensor(self.offsets[identity(shard)], shard), shard))
+        gap = self.gap, arena.bytes[: self.gap.nbytes]
+        return Copies(gap, elsewhere, rows(arena, self.in_place), rows(arena, self.from_copies))
 
-        The third list reads snapshots and the pack: the state may change when the second has ended.
-        """
-        # (target, source)
-        gap = self.gap, arena.bytes.narrow(0, 0, self.gap.nbytes)
-        hosts = [arena.tensor(self.offsets[identity(x)], x) for x in self.elsewhere]
-        copies = [[partial(copy_each, hosts, self.elsewhere)]]
-        for sources in (self.in_place, self.from_copies):
-            # rows: each a gap and the copies of one piece; parts: the rows of one launch
-            rows, in_a_row = [[gap]], 0
-            for offset, source in sources:
-                most = PIECE if len(rows) > LAUNCH else FIRST_PIECE
-                for piece in source.split(most):
-                    in_a_row += piece.nbytes
-                    if in_a_row > most:
-                        rows, in_a_row = [*rows, [gap]], piece.nbytes
-                    rows[-1].append((arena.bytes.narrow(0, offset, piece.nbytes), piece))
-                    offset += piece.nbytes
-            parts = [rows[start : start + LAUNCH] for start in range(0, len(rows), LAUNCH)]
-            copies.append([one_launch(partial(copy_rows, part), self.gap) for part in parts])
-        return copies
+    def take_snapshots(self) -> None:
+        """Copy, on the device, what may change before its turn to be copied to the host."""
+        if self.snapshots:
+            torch._foreach_copy_(*zip(*self.snapshots, strict=True))
+        torch.cat(self.small, out=self.pack)
 
-    def queue(self, copies: list[list], streams, stream) -> list:
-        """Launch ``copies`` on ``stream``, after what it waits for; an event after each list."""
-        events = [streams.Event() for _ in copies]
-        with streams.stream(stream):
-            for launches, event in zip(copies, events, strict=True):
-                for launch in launches:
-                    launch()
-                event.record(stream)
-        return events
+
+def storages(tensors: Iterable[torch.Tensor]) -> set[int]:
+    """Where the memory of dense ``tensors`` begins."""
+    found = set()
+    for x in tensors:
+        if x.layout == torch.strided:
+            found.add(shard_of(x).untyped_storage().data_ptr())
+    return found
+
+
+def is_view(shard: torch.Tensor) -> bool:
+    """Whether its memory, read from begin to end, is not what it holds."""
+    return not shard.is_contiguous() or shard.is_conj() or shard.is_neg()
+
+
+def as_bytes(tensor: torch.Tensor) -> torch.Tensor:
+    """The memory of a contiguous tensor, 1-D."""
+    elements = tensor.unsqueeze(-1)  # a single one may have any stride
+    return elements.view(torch.uint8).view(-1)
+
+
+def rows(arena: PinnedArena, sources: list[tuple[int, torch.Tensor]]) -> list[Row]:
+    """The copies of ``sources`` into ``arena``, each row at most ``PIECE`` bytes."""
+    found: list[Row] = [[]]
+    room = PIECE
+    for offset, source in sources:
+        begin = 0
+        while begin < source.nbytes:
+            at = offset + begin
+            nbytes = min(source.nbytes - begin, PIECE, LOCKED - at % LOCKED)
+            if nbytes > room:
+                found.append([])
+                room = PIECE
+            target = arena.bytes.narrow(0, at, nbytes)
+            found[-1].append((target, source.narrow(0, begin, nbytes)))
+            room -= nbytes
+            begin += nbytes
+    return found

@@ -12,7 +12,7 @@ from pathlib import Path
 
 import torch.distributed as dist
 
-from .saves import OverlappedSaves
+from .saves import Saves
 
 MANIFEST = "manifest.{}.json"  # of each rank, in each checkpoint: its files, sizes, digests
 POINTER = "latest"  # in the root: the name of the newest checkpoint, for people and other programs
@@ -77,7 +77,7 @@ def newest_step(root: Path, digests: bool = False) -> int | None:
     return next(whole, None)
 
 
-class DurableSaves(OverlappedSaves):
+class DurableSaves(Saves):
     """Overlapped saves that are durable once their future is done.
 
     The future of a save that failed raises a ``RuntimeError`` on every rank. Nothing of such a save
@@ -87,7 +87,7 @@ class DurableSaves(OverlappedSaves):
     latest: Future | None = None
 
     def save(self, state_dict: dict, directory: Path) -> Future | None:
-        """As ``OverlappedSaves.save``; ``directory`` is ``root/step<N>``."""
+        """As ``Saves.save``; ``directory`` is ``root/step<N>``."""
         upload = super().save(state_dict, directory)
         if upload is not None:
             self.latest = upload
@@ -105,13 +105,11 @@ class DurableSaves(OverlappedSaves):
             self.latest.result()
 
     def write(self, state: dict, directory: Path) -> None:
-        """Write this rank's part of ``state``, flush it and describe it."""
+        """Write this rank's part of ``state``, which flushes it, and describe it."""
         super().write(state, directory)
         files = list(directory.glob(f"__{self.rank}_*"))
         if self.rank == 0:
             files.append(directory / ".metadata")
-        for file in files:
-            flush(file)
         ranks = dist.get_world_size() if dist.is_initialized() else 1
         manifest = {"ranks": ranks, "files": {file.name: described(file) for file in files}}
         write_durably(directory / MANIFEST.format(self.rank), json.dumps(manifest, indent=1))

@@ -17,7 +17,7 @@ import torch.distributed.checkpoint as dcp
 from torch import nn
 from torch.distributed.checkpoint.state_dict import get_model_state_dict
 
-from .saves import OverlappedSaves
+from .saves import Saves
 
 NAMES = "F64 F32 F16 BF16 F8_E4M3 F8_E5M2 I64 I32 I16 I8 U8 BOOL"  # in a header, and in torch:
 KINDS = "double float half bfloat16 float8_e4m3fn float8_e5m2 long int short int8 uint8 bool"
@@ -127,8 +127,8 @@ class SafetensorsWriter(dcp.HuggingFaceStorageWriter):
             (self.path / name).write_text(json.dumps(content, indent=2))
 
 
-class Exports(OverlappedSaves):
-    """``OverlappedSaves`` whose saves are exports, with the options of ``SafetensorsWriter``."""
+class Exports(Saves):
+    """``Saves`` whose saves are exports, with the options of ``SafetensorsWriter``."""
 
     def __init__(self, device: torch.device, changed_by_forward=(), **options) -> None:
         super().__init__(device, changed_by_forward)

@@ -13,7 +13,7 @@ from urllib.parse import urlsplit
 import torch
 import torch.distributed.checkpoint as dcp
 
-from .saves import OverlappedSaves
+from .saves import Saves
 
 try:
     from fsspec.core import url_to_fs
@@ -151,7 +151,7 @@ def load(state_dict: dict, url: str, step: int) -> None:
     dcp.load(state_dict, storage_reader=dcp_fsspec.FsspecReader(f"{url}/{commit['data']}"))
 
 
-class ObjectSaves(OverlappedSaves):
+class ObjectSaves(Saves):
     """Overlapped saves to ``url``, each committed once.
 
     Raises:
@@ -167,7 +167,7 @@ class ObjectSaves(OverlappedSaves):
         return super().__enter__()
 
     def save(self, state_dict: dict, step: int):
-        """As ``OverlappedSaves.save``; the checkpoint is ``step`` below ``url``."""
+        """As ``Saves.save``; the checkpoint is ``step`` below ``url``."""
         return super().save(state_dict, Path("/dev/null", f"step{step}"))  # no local directory
 
     def write(self, state: dict, directory: Path) -> None:

@@ -4,7 +4,10 @@
 
 import logging
 import shutil
-from concurrent.futures import Future, ThreadPoolExecutor, wait
+import time
+from collections.abc import Callable, Iterable
+from concurrent.futures import Future, wait
+from dataclasses import dataclass
 from datetime import timedelta
 from pathlib import Path
 from queue import SimpleQueue
@@ -12,53 +15,166 @@ from threading import Thread
 
 import torch
 import torch.distributed as dist
-import torch.distributed.checkpoint as dcp
 from torch.optim.optimizer import register_optimizer_step_pre_hook
 
-from .copies import CopyPlan, PinnedArena
+from .copies import Copies, CopyPlan, PinnedArena
 from .state import is_staged, read, walk
+from .writer import FILES, FileWriter
 
-BUFFER_SETS = 2  # arenas of host memory: one is filled while the other is written
+LOG = logging.getLogger(__name__)
 DEADLINE_S = 600.0  # how long a thread waits for the other ranks
 EXIT_S = 30.0  # how long the end of the block waits for a write after an exception
+FEWEST_THREADS = 2  # that write, unless a save comes before the one before it is written
 
 
-class OverlappedSaves:
+@dataclass
+class Buffer:
+    """Host memory for one save: a plan's copies into it, and the tensors that then lie in it."""
+
+    arena: PinnedArena
+    copies: Copies
+    hosts: list[torch.Tensor]
+
+
+@dataclass
+class Job:
+    """One save, for the writing thread.
+
+    Attributes:
+        number: how many saves this rank has called.
+        copied: the event behind its copies, or the error that came before it.
+        tensors, hosts: of the state, and what is staged of them.
+        done: what ``save`` has returned.
+    """
+
+    number: int
+    directory: Path
+    copied: object
+    tensors: list[torch.Tensor]
+    hosts: list[torch.Tensor]
+    state: object
+    done: Future
+
+
+@dataclass
+class Preparation:
+    """What ``prepare`` has asked for."""
+
+    state: object
+    stepped: set[int]  # ids of the optimizers that have stepped since
+    done: Future
+
+
+class Saves:
     """Save checkpoints of all ranks beside training; a context manager around the loop.
 
     Args:
         device: where the state's tensors live; the current device.
         changed_by_forward: tensors that forward changes in place, or a function that returns them,
             such as ``model.buffers``.
-        if_busy: what ``save`` does while all arenas hold saves that are not written yet.
+        if_busy: what ``save`` does while all buffers hold saves that are not written yet.
             ``"skip"``: leave this save out on all ranks and count it in ``skipped``; every save
             then waits until all ranks have called it. ``"wait"``, and any other value: wait.
-        snapshot_bytes: device memory for snapshots of other large tensors. The next update need
-            not wait until these bytes have arrived on the host.
+        host_bytes: how much page-locked memory this rank may take. Two buffers are what saves need
+            to follow each other; where only one fits, each save waits until the one before it is
+            written, and the log says so.
+        write_threads: how many threads of this rank write, 1 to 8. None: two, and twice as many
+            each time that a save is called before the one before it is written. More end sooner
+            and cost training more: they take cores and memory from the thread that launches.
+
+    Attributes:
+        skipped: saves that were left out.
     """
 
-    def __init__(self, device, changed_by_forward=(), if_busy="wait", snapshot_bytes=0) -> None:
-        self.device = torch.empty(0, device=device).device  # add the index
-        self.if_busy, self.snapshot_bytes, self.rank, self.groups = if_busy, snapshot_bytes, 0, []
-        changing = changed_by_forward  # asked for at every plan: ``model.to`` replaces buffers
+    def __init__(
+        self,
+        device: torch.device | str,
+        changed_by_forward: Iterable[torch.Tensor] | Callable[[], Iterable[torch.Tensor]] = (),
+        if_busy: str = "wait",
+        host_bytes: int | None = None,
+        write_threads: int | None = None,
+    ) -> None:
+        if write_threads is not None and not 1 <= write_threads <= FILES:
+            raise ValueError(f"write_threads is {write_threads}: give 1 to {FILES}, or None")
+        self.device = torch.empty(0, device=device).device  # with its index
+        # Asked for at every plan: ``model.to`` replaces buffers.
+        changing = changed_by_forward
         self.changing = changing if callable(changing) else list(changing).copy
+        self.if_busy = if_busy
+        self.host_bytes = host_bytes
+        self.write_threads = write_threads
+        self.threads = write_threads or FEWEST_THREADS
         self.streams = torch.get_device_module(self.device)
-        self.copy_stream, self.jobs, self.queued = self.streams.Stream(), SimpleQueue(), []
-        # queued: at most one Future, of the latest save's launches; its result is two events: after
-        # the tensors in place, and after all
-        self.plan, self.sets, self.calls, self.skipped = None, [], 0, 0  # sets: arenas and copies
-        self.uploads, self.failures, self.hook, self.abandoned = [Future()], [], None, False
-        self.uploads[-1].set_result(None)  # the last one is the newest save's: none is under way
+        self.copy_stream = self.streams.Stream()
+        self.plan: CopyPlan | None = None
+        self.buffers: list[Buffer] = []
+        self.in_flight = 2  # how many saves may be staged and not written: as many as buffers
+        self.has_been_read = None  # an event: the latest save has read the tensors in place
+        self.preparation: Preparation | None = None
+        self.jobs: SimpleQueue = SimpleQueue()
+        self.calls = 0
+        self.skipped = 0
+        none_before = Future()
+        none_before.set_result(None)
+        self.uploads = [none_before]  # of the latest saves, the newest last
+        self.failures: list[BaseException] = []
+        self.hook = None
+        self.abandoned = False
+        self.rank = 0
+        self.groups = []
         if dist.is_initialized():
-            self.rank, deadline = dist.get_rank(), timedelta(seconds=DEADLINE_S)
-            self.groups = [dist.new_group(backend="gloo", timeout=deadline) for _ in range(2)]
+            self.rank = dist.get_rank()
+            deadline = timedelta(seconds=DEADLINE_S)
+            for _ in range(2):  # one for the writing thread, one for this
+                self.groups.append(dist.new_group(backend="gloo", timeout=deadline))
+        self.files = FileWriter(self.together, self.groups[0] if self.groups else None)
 
-    def __enter__(self) -> "OverlappedSaves":
+    def __enter__(self) -> "Saves":
         self.hook = register_optimizer_step_pre_hook(self.before_update)
         self.writer = Thread(target=self.write_in_turn, name="write", daemon=True)
-        self.copier = ThreadPoolExecutor(1, "copy", self.streams.set_device, [self.device])
         self.writer.start()
         return self
+
+    # -- on the training thread -------------------------------------------------------------------
+
+    def prepare(self, state_dict: dict) -> Future:
+        """Make the first save like later ones: lock memory and plan beside the first steps.
+
+        The state is asked for once, on this thread, before an optimizer's second step from here
+        on, when all optimizers have stepped: one that has no state yet would have to be made to
+        step. All ranks call it, in the block, with what they will pass to ``save``.
+
+        Returns:
+            A future, done when the next save need not wait. It raises where memory cannot be had;
+            so will a save.
+        """
+        self.check_is_open()
+        self.preparation = Preparation(state_dict, set(), Future())
+        return self.preparation.done
+
+    def look_for_preparation(self, optimizer: torch.optim.Optimizer) -> None:
+        """Begin to prepare, if it is time."""
+        wanted = self.preparation
+        if wanted is None or wanted.done.running() or wanted.done.done():
+            return
+        if id(optimizer) not in wanted.stepped:
+            wanted.stepped.add(id(optimizer))
+            return
+        for part in wanted.state.values():
+            for each in getattr(part, "optimizers", ()):
+                if id(each) not in wanted.stepped:
+                    return
+        wanted.done.set_running_or_notify_cancel()
+        self.ask_to_prepare(wanted)
+
+    @torch.inference_mode(False)
+    def ask_to_prepare(self, wanted: Preparation) -> None:
+        tensors: list[torch.Tensor] = []
+        try:
+            state = read(wanted.state, tensors)
+        except Exception as failure:  # the save will fail of it, on all ranks
+            state = failure
+        self.jobs.put((wanted.done, tensors, state))
 
     @torch.inference_mode(False)
     def save(self, state_dict: dict, directory: Path) -> Future | None:
@@ -73,133 +189,98 @@ class OverlappedSaves:
                 exception or there is a process group; if ``init_process_group`` came after this
                 object.
         """
-        if self.hook is None or self.abandoned or dist.is_initialized() != bool(self.groups):
-            raise RuntimeError("save in one `with OverlappedSaves(...)`, behind init_process_group")
-        busy = (not done.done() for done in self.uploads)  # asked for in ``together``
-        if self.if_busy == "skip" and max(self.together(sum, busy, group=1)) >= BUFFER_SETS:
+        self.check_is_open()
+        if self.if_busy == "skip" and self.is_busy():
             self.skipped += 1
             return None
-        directory, tensors, hosts, state = Path(directory).absolute(), [], [], None
-        staged, done = KeyboardInterrupt("in save"), Future()
-        self.calls, self.uploads = self.calls + 1, [*self.uploads[-BUFFER_SETS:], done]
+        self.calls += 1
+        interrupted = KeyboardInterrupt("in save")
+        job = Job(self.calls, Path(directory).absolute(), interrupted, [], [], None, Future())
+        self.uploads = [*self.uploads[-self.in_flight :], job.done]
         try:
-            wait([*self.uploads[:-BUFFER_SETS], *self.queued])
-            state = read(state_dict, tensors)
-            _, copies, hosts = self.prepare(tensors)
-            main, beside = self.streams.current_stream(), self.copy_stream
-            main.wait_stream(beside)  # which may read older snapshots
-            self.plan.take_snapshots()
-            beside.wait_stream(main)
-            # at once, what lies on other devices; on the copying thread, the rest
-            self.plan.queue(copies[:1], self.streams, beside)
-            self.queued[:] = [self.copier.submit(self.plan.queue, copies[1:], self.streams, beside)]
-            staged = self.queued[0]
+            self.wait_for_preparation()
+            self.wait_for_buffer()
+            job.state = read(state_dict, job.tensors)
+            self.stage(job)
         except Exception as failure:
-            staged = failure.with_traceback(None)  # whose frames hold a plan and its memory
+            job.copied = failure.with_traceback(None)  # whose frames hold a plan and its memory
         finally:  # the other ranks are saving: they will be told
-            self.jobs.put((self.calls, staged, tensors, hosts, state, directory, done))
-        return done
+            self.jobs.put(job)
+        return job.done
 
-    def prepare(self, tensors: list[torch.Tensor]) -> tuple[PinnedArena, list, list]:
-        """Return the next arena, its copies and tensors; plan anew if a tensor has moved."""
-        if self.plan is None or not self.plan.fits(tensors):
+    def check_is_open(self) -> None:
+        if self.hook is None or self.abandoned or dist.is_initialized() != bool(self.groups):
+            raise RuntimeError("save in one `with Saves(...)`, behind init_process_group")
+
+    def is_busy(self) -> bool:
+        """Whether a rank has no buffer that is free."""
+        under_way = sum(not done.done() for done in self.uploads)
+        return max(self.together(lambda: under_way, group=1)) >= self.in_flight
+
+    def wait_for_preparation(self) -> None:
+        """Return when what ``prepare`` has begun has ended; drop it if it has not begun."""
+        wanted = self.preparation
+        self.preparation = None
+        if wanted is None:
+            return
+        if wanted.done.running():
+            began = time.monotonic()
+            wait([wanted.done])
+            LOG.warning("a save waited %.1f s for its preparation", time.monotonic() - began)
+        wanted.done.cancel()
+
+    def wait_for_buffer(self) -> None:
+        before = self.uploads[-2]
+        if self.write_threads is None and not before.done():
+            self.threads = min(2 * self.threads, FILES)
+        wait(self.uploads[: -self.in_flight])
+
+    def stage(self, job: Job) -> None:
+        """Queue the copies of ``job`` on the copying stream."""
+        if self.plan is None or not self.plan.fits(job.tensors):
             wait(self.uploads[:-1])
             self.streams.synchronize()  # copies of a save that failed may be under way
-            self.plan, self.sets, self.state = None, [], None
-            plan = CopyPlan(tensors, self.device, self.changing(), self.snapshot_bytes)
-            arenas = [PinnedArena(plan.nbytes, self.device) for _ in range(BUFFER_SETS)]
-            self.plan, self.sets = plan, [(a, plan.copies(a), plan.hosts(a)) for a in arenas]
-        return self.sets[self.calls % BUFFER_SETS]
+            self.make_buffers(job.tensors)
+        buffer = self.buffers[job.number % len(self.buffers)]
+        job.hosts = buffer.hosts
+        training = self.streams.current_stream()
+        training.wait_stream(self.copy_stream)  # which may read older snapshots
+        self.plan.take_snapshots()
+        self.copy_stream.wait_stream(training)
+        self.has_been_read, job.copied = buffer.copies.queue(self.streams, self.copy_stream)
+
+    def make_buffers(self, tensors: list[torch.Tensor]) -> None:
+        """Plan the copies of ``tensors``, and lock the memory for them."""
+        began = time.monotonic()
+        self.plan = None
+        self.buffers = []
+        self.files.forget()
+        plan = CopyPlan(tensors, self.device, self.changing())
+        self.in_flight = self.buffers_within(plan.nbytes)
+        buffers = []
+        for _ in range(self.in_flight):
+            arena = PinnedArena(plan.nbytes, self.device)
+            buffers.append(Buffer(arena, plan.copies(arena), plan.hosts(arena)))
+        self.plan = plan
+        self.buffers = buffers
+        seconds = time.monotonic() - began
+        LOG.info("%d buffers of %d bytes, in %.1f s", self.in_flight, plan.nbytes, seconds)
+
+    def buffers_within(self, nbytes: int) -> int:
+        if self.host_bytes is None or 2 * nbytes <= self.host_bytes:
+            return 2
+        if nbytes > self.host_bytes:
+            raise RuntimeError(f"a save needs {nbytes} bytes, host_bytes is {self.host_bytes}")
+        LOG.warning("one buffer of %d bytes: a save waits for the one before it", nbytes)
+        return 1
 
     @torch.compiler.disable  # a compiled optimizer step would keep one save's event
-    def before_update(self, *_) -> None:
-        """Make the current stream wait until the latest save has read the state.
-
-        Returns when that save's copies are launched; a save that could not launch them is lost.
-        """
-        if self.queued and not self.queued[0].exception():
-            self.streams.current_stream().wait_event(self.queued[0].result()[0])
-
-    def write_in_turn(self) -> None:
-        """Write one checkpoint after the other, on the writing thread."""
-        self.streams.set_device(self.device)
-        for job in iter(self.jobs.get, None):
-            self.write_aside(*job)
-
-    def write_aside(self, number, staged, tensors, hosts, state, directory, done: Future) -> None:
-        """Write one state under another name; give it its own when it is complete."""
-        aside, unfinished = Path(f"{directory}.incomplete"), None
-        try:
-            if len(set(self.together(self.begin, number, staged, aside))) > 1:
-                raise RuntimeError(f"the ranks have called save for others than {directory}")
-            hosts, unfinished = dict(zip(map(id, tensors), hosts, strict=True)), aside
-            self.arranged = self.together(self.arrange_hosts, state, hosts)
-            self.together(self.write, self.state, aside)
-            unfinished = None
-            self.together(self.commit, aside, directory)
-            done.set_result(directory)
-        except BaseException as failure:  # CheckpointException is no Exception
-            if self.rank == 0 and unfinished:
-                shutil.rmtree(unfinished, ignore_errors=True)  # a full disk needs the room
-            logging.getLogger(__name__).error("no checkpoint in %s: %s", directory, failure)
-            self.failures.append(failure)
-            done.set_exception(failure)
-
-    def together(self, work, *args, group=0) -> list:
-        """Call ``work`` on all ranks; return all results, or raise on all ranks if one failed."""
-        try:
-            error, report = None, (work(*args), None)
-        except BaseException as failure:
-            # DCP's error has those of all ranks in ``failures``
-            cause = next((c for c, _ in getattr(failure, "failures", {}).values()), failure)
-            error, report = failure, (None, f"rank {self.rank}: {type(cause).__name__}: {cause}")
-        reports = [report] * (dist.get_world_size() if self.groups else 1)
-        if self.groups:
-            dist.all_gather_object(reports, report, group=self.groups[group])
-        if failures := "; ".join(failure for _, failure in reports if failure):
-            raise RuntimeError(failures) from error
-        return [result for result, _ in reports]
-
-    def begin(self, number: int, staged: Future, aside: Path) -> tuple:
-        """Wait for the copies. Until then this thread leaves the interpreter to the training.
-
-        Args:
-            staged: the Future of the launches, or the error that came before it.
-
-        Returns:
-            What must be the same on all ranks.
-        """
-        if self.abandoned or not isinstance(staged, Future):
-            raise RuntimeError("training has ended by an exception") if self.abandoned else staged
-        staged.result()[-1].synchronize()
-        if self.rank == 0:
-            shutil.rmtree(aside, ignore_errors=True)  # left by a job that died
-        return number, aside
-
-    def arrange_hosts(self, state: dict, hosts: dict) -> object:
-        """Put the staged tensors in the place of the device's, for ``arrange`` and ``write``."""
-        self.state = walk(state, lambda leaf: hosts[id(leaf)] if is_staged(leaf) else leaf)
-        return self.arrange(self.state)
-
-    def arrange(self, state: dict) -> object:
-        """For subclasses: prepare the write of ``state``; return what all ranks must know of it."""
-
-    def write(self, state: dict, directory: Path) -> None:
-        """Write this rank's part of ``state``, which lies in host memory."""
-        torch.serialization.set_crc32_options(False)  # DCP reads none
-        writer = dcp.FileSystemWriter(directory, per_thread_copy_ahead=0)
-        group = self.groups[0] if self.groups else None
-        dcp.save(state, storage_writer=writer, process_group=group, no_dist=group is None)
-
-    def commit(self, aside: Path, directory: Path) -> None:
-        """Give the complete checkpoint its name, in place of an older one with the same files."""
-        if self.rank == 0:
-            old = {x.suffix if x.suffix == ".distcp" else x.name for x in directory.rglob("*")}
-            if {".metadata", ".distcp"} <= old <= {".distcp", *(x.name for x in aside.rglob("*"))}:
-                shutil.rmtree(f"{directory}.replaced", ignore_errors=True)
-                directory.rename(f"{directory}.replaced")
-            aside.rename(directory)
-            shutil.rmtree(f"{directory}.replaced", ignore_errors=True)
+    def before_update(self, *hooked: object) -> None:
+        """Make the current stream wait until the latest save has read the state."""
+        if self.has_been_read is not None:
+            self.streams.current_stream().wait_event(self.has_been_read)
+        if hooked:
+            self.look_for_preparation(hooked[0])
 
     def wait(self) -> None:
         """Return when all saves so far have ended.
@@ -208,19 +289,136 @@ class OverlappedSaves:
             RuntimeError: the first failure that no earlier ``wait`` has raised.
         """
         wait(self.uploads)
-        failures, self.failures = self.failures, []
+        failures = self.failures
+        self.failures = []
         if failures:
             raise failures[0]
 
     def __exit__(self, kind, error, trace) -> None:
         self.before_update()  # what comes after the block may write the state
-        self.hook, self.abandoned = self.hook and self.hook.remove(), kind is not None
+        if self.hook is not None:
+            self.hook.remove()
+            self.hook = None
+        self.abandoned = kind is not None
+        if self.preparation is not None:
+            self.preparation.done.cancel()  # unless it has begun
         self.jobs.put(None)
-        self.copier.shutdown(wait=False)
         self.writer.join(EXIT_S if self.abandoned else None)
         if self.writer.is_alive():
-            logging.getLogger(__name__).error("left while a checkpoint was being written")
+            LOG.error("left while a checkpoint was being written")
         while dist.is_initialized() and self.groups and all(x.done() for x in self.uploads):
             dist.destroy_process_group(self.groups.pop())
         if not self.abandoned:
             self.wait()
+
+    # -- on the writing thread --------------------------------------------------------------------
+
+    def write_in_turn(self) -> None:
+        """Write one checkpoint after the other."""
+        self.streams.set_device(self.device)  # a new thread would open a context on the first
+        for job in iter(self.jobs.get, None):
+            if isinstance(job, Job):
+                self.write_aside(job)
+            else:
+                self.make_ready(*job)
+
+    def make_ready(self, done: Future, tensors: list[torch.Tensor], state: object) -> None:
+        """What a first save would do: lock memory, and plan the files."""
+        try:
+            self.together(self.make_buffers_for, tensors, state)
+            self.files.prepare(staged(state, tensors, self.buffers[0].hosts))
+            done.set_result(None)
+        except BaseException as failure:  # CheckpointException is no Exception
+            LOG.error("not prepared, the next save will try again: %s", failure)
+            done.set_exception(failure)
+
+    def make_buffers_for(self, tensors: list[torch.Tensor], state: object) -> None:
+        if isinstance(state, Exception):
+            raise state
+        self.make_buffers(tensors)
+
+    def write_aside(self, job: Job) -> None:
+        """Write one state under another name; give it its own when it is complete."""
+        directory = job.directory
+        aside = Path(f"{directory}.incomplete")
+        has_begun = False
+        began = time.monotonic()
+        try:
+            if len(set(self.together(self.begin, job, aside))) > 1:
+                raise RuntimeError(f"the ranks have called save for others than {directory}")
+            has_begun = True
+            copied = time.monotonic()
+            self.together(self.write, job.state, aside)
+            has_begun = False
+            self.together(self.commit, aside, directory)
+            written = time.monotonic()
+            times = copied - began, written - copied
+            LOG.info("%s: staged in %.2f s, written in %.2f s", directory, *times)
+            job.done.set_result(directory)
+        except BaseException as failure:  # CheckpointException is no Exception
+            if self.rank == 0 and has_begun:
+                shutil.rmtree(aside, ignore_errors=True)  # a full disk needs the room
+            LOG.error("no checkpoint in %s: %s", directory, failure)
+            self.failures.append(failure)
+            job.done.set_exception(failure)
+
+    def together(self, work: Callable, *args: object, group: int = 0) -> list:
+        """Call ``work`` on all ranks; return all results, or raise on all ranks if one failed."""
+        error = None
+        report = None, None
+        try:
+            report = work(*args), None
+        except BaseException as failure:
+            error = failure
+            # DCP's error has those of all ranks in ``failures``
+            cause = next((c for c, _ in getattr(failure, "failures", {}).values()), failure)
+            report = None, f"rank {self.rank}: {type(cause).__name__}: {cause}"
+        reports = [report]
+        if self.groups:
+            reports = [report] * dist.get_world_size()
+            dist.all_gather_object(reports, report, group=self.groups[group])
+        failures = [failure for _, failure in reports if failure]
+        if failures:
+            raise RuntimeError("; ".join(failures)) from error
+        return [result for result, _ in reports]
+
+    def begin(self, job: Job, aside: Path) -> tuple:
+        """Wait for the copies. Until then this thread leaves the interpreter to the training.
+
+        Returns:
+            What must be the same on all ranks.
+        """
+        if self.abandoned:
+            raise RuntimeError("training has ended by an exception")
+        if isinstance(job.copied, BaseException):
+            raise job.copied
+        job.copied.synchronize()
+        job.state = staged(job.state, job.tensors, job.hosts)
+        if self.rank == 0:
+            shutil.rmtree(aside, ignore_errors=True)  # left by a job that died
+        return job.number, aside
+
+    def write(self, state: dict, directory: Path) -> None:
+        """Write this rank's part of ``state``, which lies in host memory. For subclasses."""
+        self.files.write(state, directory, self.threads)
+
+    def commit(self, aside: Path, directory: Path) -> None:
+        """Give the complete checkpoint its name, in place of an older one with the same files."""
+        if self.rank == 0:
+            old = {x.suffix if x.suffix == ".distcp" else x.name for x in directory.rglob("*")}
+            new = {x.name for x in aside.rglob("*")}
+            if {".metadata", ".distcp"} <= old <= {".distcp", *new}:
+                shutil.rmtree(f"{directory}.replaced", ignore_errors=True)
+                directory.rename(f"{directory}.replaced")
+            aside.rename(directory)
+            shutil.rmtree(f"{directory}.replaced", ignore_errors=True)
+
+
+def staged(state: object, tensors: list[torch.Tensor], hosts: list[torch.Tensor]) -> object:
+    """``state`` with ``hosts`` in the place of ``tensors``."""
+    host_of = dict(zip(map(id, tensors), hosts, strict=True))
+
+    def in_place_of(leaf: object) -> object:
+        return host_of[id(leaf)] if is_staged(leaf) else leaf
+
+    return walk(state, in_place_of)

@@ -49,6 +49,7 @@ class AppState(Stateful):
     def __init__(self, model: nn.Module, optimizer: torch.optim.Optimizer | list) -> None:
         self.model, self.optimizer, self.step, self.given = model, optimizer, 0, None
         self.reads_as_dcp: bool | None = None
+        self.keep_vars = False  # whether ``state_dict`` has the parameters themselves
         alone = isinstance(optimizer, torch.optim.Optimizer)
         self.optimizers = [optimizer] if alone else [*optimizer]
         for outer in self.optimizers:
@@ -116,13 +117,22 @@ class AppState(Stateful):
 
     def read_states(self) -> tuple[dict, dict]:
         """What modules and optimizers return as their state, under the names that DCP uses."""
-        own = self.model.state_dict(keep_vars=True)
-        model = OrderedDict((self.name_of(key), value) for key, value in own.items())
+        own = self.model.state_dict(keep_vars=self.keep_vars)
+        model = OrderedDict()
+        names: dict[int, str] = {}  # of parameters, by id; of a tied one the first
+        for key, value in own.items():
+            name = self.name_of(key)
+            model[name] = value
+            names.setdefault(id(value), name)
         model._metadata = getattr(own, "_metadata", None)
-        names = {id(p): self.name_of(key) for key, p in self.model.named_parameters()}
-        state, param_groups = {}, []
+        parameters = []
         for optimizer in self.optimizers:
-            numbered = [names[id(p)] for group in optimizer.param_groups for p in group["params"]]
+            parameters.append([p for group in optimizer.param_groups for p in group["params"]])
+        if not all(id(p) in names for own_parameters in parameters for p in own_parameters):
+            names = {id(p): self.name_of(key) for key, p in self.model.named_parameters()}
+        state, param_groups = {}, []
+        for optimizer, own_parameters in zip(self.optimizers, parameters, strict=True):
+            numbered = [names[id(p)] for p in own_parameters]
             saved = optimizer.state_dict()
             for number, moments in saved["state"].items():
                 state[numbered[number]] = moments
@@ -135,6 +145,8 @@ class AppState(Stateful):
         """``key`` without what DDP, ``torch.compile`` and ``checkpoint_wrapper`` add to it."""
         if isinstance(self.model, nn.parallel.DistributedDataParallel):
             key = key.removeprefix("module.")
+        if not any(wrapper in key for wrapper in WRAPPERS):
+            return key
         return ".".join(part for part in key.split(".") if part not in WRAPPERS)
 
     def would_read(self, of_dcp: tuple[dict, dict]) -> bool:
@@ -251,19 +263,34 @@ def walk(tree: object, function: Callable[[object], object]) -> object:
     return tree if isinstance(tree, str) else function(tree)
 
 
+def state_of(stateful: Stateful) -> dict:
+    """Its state, for a save, which detaches by itself: DTensors take long for that."""
+    if not isinstance(stateful, AppState):
+        return stateful.state_dict()
+    stateful.keep_vars = True
+    try:
+        return stateful.state_dict()
+    finally:
+        stateful.keep_vars = False
+
+
 def read(tree: object, tensors: list[torch.Tensor]) -> object:
     """Copy ``tree`` as it is now, except what will be staged: add that to ``tensors``."""
 
     def read_leaf(leaf: object) -> object:
-        leaf = leaf.detach() if torch.is_tensor(leaf) and not is_staged(leaf) else leaf
+        if not is_staged(leaf) and torch.is_tensor(leaf):
+            leaf = leaf.detach()  # a subclass of Parameter becomes a tensor
         if is_staged(leaf):
             tensors.append(leaf)
             return leaf
         if isinstance(leaf, DTensor):
             raise TypeError(f"save the plain tensor in a DTensor of {type(leaf._local_tensor)}")
-        return leaf.clone().to("cpu") if torch.is_tensor(leaf) else deepcopy(leaf)
+        if torch.is_tensor(leaf):
+            return leaf.clone().to("cpu")
+        return deepcopy(leaf)
 
-    tree = tree.state_dict() if hasattr(tree, "state_dict") else tree
+    if hasattr(tree, "state_dict"):
+        tree = state_of(tree)
     if isinstance(tree, dict):
         return {key: read(value, tensors) for key, value in tree.items()}
     return walk(tree, read_leaf)

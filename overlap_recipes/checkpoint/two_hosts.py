@@ -14,7 +14,7 @@ from pathlib import Path
 import torch
 import torch.distributed as dist
 
-from .saves import OverlappedSaves
+from .saves import Job, Saves
 
 PIECE = 64 << 20  # bytes that are sent at a time
 KEEP = 2  # checkpoints on each host: one may have its name on some hosts only
@@ -48,7 +48,7 @@ def write_file(file: Path, pieces: Iterator[bytes | bytearray]) -> None:
             pass
 
 
-class PartnerSaves(OverlappedSaves):
+class PartnerSaves(Saves):
     """Overlapped saves to directories of each host, with copies on the next host.
 
     Args:
@@ -60,12 +60,12 @@ class PartnerSaves(OverlappedSaves):
         self.per_host = per_host or int(os.environ.get("LOCAL_WORLD_SIZE", "1"))
         self.first_of_host = self.rank % self.per_host == 0
 
-    def begin(self, number: int, staged, aside: Path) -> tuple:
-        super().begin(number, staged, aside)
+    def begin(self, job: Job, aside: Path) -> tuple:
+        super().begin(job, aside)
         if self.first_of_host:  # what a job that died, or a save that failed, has left here
             for leftover in aside.parent.glob("step*.incomplete"):
                 shutil.rmtree(leftover)
-        return number, aside.name  # hosts have directories of their own
+        return job.number, aside.name  # hosts have directories of their own
 
     def write(self, state: dict, directory: Path) -> None:
         super().write(state, directory)

@@ -1,24 +1,27 @@
 # SPDX-License-Identifier: BSD-3-Clause
 # Overlap Recipes 0.1.0, overlap_recipes/checkpoint/writer.py
-"""Saves that plan once, and then write the staged bytes to files that ``dcp.load`` reads."""
+"""Files that ``dcp.load`` reads, planned once and then written from where the bytes lie."""
 
 import ctypes
 import io
 import os
-from concurrent.futures import ThreadPoolExecutor
+import tempfile
+from collections.abc import Callable
 from functools import cache
 from pathlib import Path
+from threading import Thread
 
 import torch
+import torch.distributed as dist
 import torch.distributed.checkpoint as dcp
 from torch.distributed.checkpoint.filesystem import WriteResult, _StorageInfo
 
-from .saves import BUFFER_SETS, OverlappedSaves
 from .state import is_staged
 
 # Private by name: ``_StorageInfo``. ``.metadata`` is made of it, and DCP's reader expects it.
 
-WRITERS = 7  # threads per rank, each with a file; more take cores from what launches kernels
+FILES = 8  # of a rank; a thread writes one at a time
+KEPT_CALLS = 2  # lists of system calls: one for each buffer
 PIECE = 256 << 20  # bytes that one system call writes at most
 
 
@@ -59,9 +62,11 @@ class Layout(dcp.FileSystemWriter):
         tensors = [(planner.resolve_data(i), i) for i in staged_items(planner, plan)]
         self.others = staged_items(planner, plan, False)
         tensors.sort(key=lambda pair: pair[0].nbytes, reverse=True)
-        writers = min(WRITERS, 1 + sum(tensor.nbytes for tensor, _ in tensors) // PIECE)
+        writers = min(FILES, 1 + sum(tensor.nbytes for tensor, _ in tensors) // PIECE)
         self.names = [f"{plan.storage_data.prefix}{n}.distcp" for n in range(writers)]
         self.files, self.ends = [[] for _ in self.names], [0 for _ in self.names]
+        self.keys: dict[tuple, tuple] = {}  # by the outline of a state
+        self.paths: dict[str, tuple] = {}  # of all leaves, by name
         self.calls, self.last_others, places, results = {}, None, {}, []
         for tensor, item in tensors:
             memory = memory_of(tensor)
@@ -75,6 +80,11 @@ class Layout(dcp.FileSystemWriter):
         planned = torch.futures.Future()
         planned.set_result(results)
         return planned
+
+    def forget(self) -> None:
+        """Hold the memory of no state."""
+        self.calls.clear()
+        self.keys.clear()
 
     def finish(self, metadata, results) -> None:
         """On rank 0: keep the part of ``.metadata`` that does not change."""
@@ -119,6 +129,40 @@ def write_file(path: Path, pieces: list[tuple[int, int, list]]) -> None:
         os.fsync(file)
 
 
+def write_files(files: list[tuple[Path, list]], threads: int) -> None:
+    """Write ``files``, paths and pieces, on so many threads; this one is among them.
+
+    So it works at the end of the program, too, when no thread can be started any more.
+    """
+    left = list(files)
+    errors: list[BaseException] = []
+
+    def write_those_left() -> None:
+        while True:
+            try:
+                path, pieces = left.pop()  # in one step: no two threads get the same
+            except IndexError:
+                return
+            try:
+                write_file(path, pieces)
+            except BaseException as error:
+                errors.append(error)
+
+    others = []
+    for _ in range(min(threads, len(files)) - 1):
+        other = Thread(target=write_those_left, name="write", daemon=True)
+        try:
+            other.start()
+        except RuntimeError:  # the interpreter is shutting down
+            break
+        others.append(other)
+    write_those_left()
+    for other in others:
+        other.join()
+    if errors:
+        raise errors[0]
+
+
 def sync(directory: Path) -> None:
     """Return when the storage has the directory's entries."""
     file = os.open(directory, os.O_RDONLY)
@@ -138,56 +182,146 @@ def kind(leaf: object) -> object:
     return id(leaf) if is_staged(leaf) else torch.is_tensor(leaf) and (leaf.shape, leaf.dtype)
 
 
-class OverlappedWriter(OverlappedSaves):
-    """``OverlappedSaves`` that plans once and then writes bytes; used in the same way."""
+def outline(tree: object, found: list) -> None:
+    """Add to ``found`` the names and kinds of all in nested dicts, lists and tuples, in order."""
+    if isinstance(tree, dict):
+        found.append(tuple(tree))
+        for value in tree.values():
+            outline(value, found)
+    elif isinstance(tree, (list, tuple)):
+        found.append((type(tree), len(tree)))
+        for value in tree:
+            outline(value, found)
+    else:
+        found.append(kind(tree))
 
-    layout: Layout | None = None
-    plans = 0
 
-    def write(self, state: dict, directory: Path) -> None:
-        """Write this rank's part of ``state``. Every rank calls it, on its writing thread."""
-        if any(self.arranged):
-            layout, group = Layout(directory), self.groups[0] if self.groups else None
-            dcp.save(state, storage_writer=layout, process_group=group, no_dist=group is None)
-            layout.made_for, self.layout, self.plans = self.wanted, layout, self.plans + 1
-        others = self.together(self.write_files, state, directory)
-        if self.rank == 0:
+def element(tree: object, path: tuple) -> object:
+    for key in path:
+        tree = tree[key]
+    return tree
+
+
+class FileWriter:
+    """Writes states of one layout again and again; plans anew where a state has another.
+
+    Args:
+        together: calls a function on all ranks, returns all results, and raises on all ranks if it
+            failed on one.
+        group: of ``together``, for DCP's planning; None without a process group.
+
+    Attributes:
+        plans: how many plans were made.
+    """
+
+    def __init__(self, together: Callable[..., list], group: dist.ProcessGroup | None) -> None:
+        self.together = together
+        self.group = group
+        self.is_first_rank = group is None or dist.get_rank() == 0
+        self.layout: Layout | None = None
+        self.plans = 0
+
+    def forget(self) -> None:
+        """Hold the memory of no earlier state."""
+        if self.layout is not None:
+            self.layout.forget()
+
+    def write(self, state: dict, directory: Path, threads: int) -> None:
+        """Write this rank's part of ``state`` with so many threads. Every rank calls it."""
+        self.plan(state, directory)
+        others = self.together(self.write_files, directory, threads)
+        if self.is_first_rank:
             self.layout.write_metadata(directory, others)
 
+    def prepare(self, state: dict) -> None:
+        """Plan before there is anything to write."""
+        directory = Path(tempfile.mkdtemp())
+        try:
+            self.plan(state, directory)
+        finally:
+            directory.rmdir()
+
+    def plan(self, state: dict, directory: Path) -> None:
+        """Let DCP plan the write of ``state``, unless all ranks know its layout."""
+        if any(self.together(self.arrange, state)):
+            layout = Layout(directory)
+            no_dist = self.group is None
+            dcp.save(state, storage_writer=layout, process_group=self.group, no_dist=no_dist)
+            layout.made_for = self.wanted
+            self.layout = layout
+            if self.is_known:  # another rank needs it
+                self.take_apart(state)
+            self.plans += 1
+
     def arrange(self, state: dict) -> bool:
-        """Whether this rank's state needs another layout than the kept one."""
-        self.planner = planner = dcp.DefaultSavePlanner()
-        planner.set_up_planner(state)
-        self.key = tuple(planner.mappings.items()), tuple(map(kind, planner.state_dict.values()))
-        self.wanted = made_for = self.layout and self.layout.made_for
-        if self.layout is None or self.key not in self.layout.calls:
-            plan, names = planner.create_local_plan(), {}
-            memory = [memory_of(planner.resolve_data(item)) for item in staged_items(planner, plan)]
-            self.wanted = plan, [names.setdefault(place, n) for n, place in enumerate(memory)]
+        """Whether this rank's state needs another layout than the kept one.
+
+        A state that has the outline of an earlier one is not taken apart: DCP's planner holds the
+        interpreter for 30 ms to give names to 2,300 tensors, and training needs it.
+        """
+        layout = self.layout
+        found: list = []
+        outline(state, found)
+        self.outline = tuple(found)
+        self.is_known = layout is not None and self.outline in layout.keys
+        if self.is_known:
+            self.key = layout.keys[self.outline]
+            self.wanted = layout.made_for
+            flat = {"flatten_state_dict": False, "flatten_sharded_tensors": False}
+            self.planner = dcp.DefaultSavePlanner(**flat)
+            self.planner.set_up_planner(state)
+            names = [item.index.fqn for item in layout.others]
+            self.planner.state_dict = {name: element(state, layout.paths[name]) for name in names}
+            return False
+        self.take_apart(state)
+        made_for = layout and layout.made_for
+        self.wanted = made_for
+        if layout is None or self.key not in layout.calls:
+            plan = self.planner.create_local_plan()
+            self.wanted = plan, self.shared_memory(plan)
         return self.wanted != made_for
 
-    def write_files(self, state: dict, directory: Path) -> list[WriteResult]:
+    def take_apart(self, state: dict) -> None:
+        """Let DCP's planner give names to all that is in ``state``."""
+        self.planner = dcp.DefaultSavePlanner()
+        self.planner.set_up_planner(state)
+        values = self.planner.state_dict.values()
+        self.key = tuple(self.planner.mappings.items()), tuple(map(kind, values))
+
+    def shared_memory(self, plan: dcp.SavePlan) -> list[int]:
+        """For each staged item of ``plan`` a number, the same for items of the same memory."""
+        numbers: dict[tuple, int] = {}
+        found = []
+        for item in staged_items(self.planner, plan):
+            memory = memory_of(self.planner.resolve_data(item))
+            found.append(numbers.setdefault(memory, len(numbers)))
+        return found
+
+    def write_files(self, directory: Path, threads: int) -> list[WriteResult]:
         """Write this rank's files; return the places of what is serialised anew."""
-        if state is not self.state:
-            raise RuntimeError("a subclass changes the state: change it in arrange, not in write")
-        layout, planner = self.layout, self.planner
+        layout = self.layout
         if self.key not in layout.calls:
-            if len(layout.calls) == BUFFER_SETS:
-                layout.calls.clear()
-            calls = [layout.pieces(planner, items) for items in layout.files]
-            layout.calls[self.key] = planner.state_dict, calls  # keeps the staged memory alive
+            if len(layout.calls) == KEPT_CALLS:
+                layout.forget()
+            calls = [layout.pieces(self.planner, items) for items in layout.files]
+            layout.calls[self.key] = self.planner.state_dict, calls  # keeps the memory alive
+        if not self.is_known:
+            if len(layout.keys) == KEPT_CALLS:
+                layout.keys.clear()
+            layout.keys[self.outline] = self.key
+            layout.paths = self.planner.mappings
         _, calls = layout.calls[self.key]
 
-        tail, places = bytearray(), []
+        tail = bytearray()
+        places = []
         for item in layout.others:
-            data = serialised(planner.resolve_data(item))
+            data = serialised(self.planner.resolve_data(item))
             place = _StorageInfo(layout.names[0], layout.ends[0] + len(tail), len(data))
             places.append(WriteResult(item.index, len(data), place))
             tail += data
         first = [*calls[0], (layout.ends[0], len(tail), [tail])]
 
         directory.mkdir(parents=True, exist_ok=True)
-        with ThreadPoolExecutor(len(calls), "write") as threads:
-            paths = map(directory.joinpath, layout.names)
-            list(threads.map(write_file, paths, [first, *calls[1:]]))
+        paths = [directory / name for name in layout.names]
+        write_files(list(zip(paths, [first, *calls[1:]], strict=True)), threads)
         return places

@@ -14,10 +14,10 @@ import torch
 from lightning.pytorch.strategies import ModelParallelStrategy
 from torch.distributed.checkpoint.state_dict import get_model_state_dict, get_optimizer_state_dict
 
-from ..checkpoint.saves import OverlappedSaves
+from ..checkpoint.saves import Saves
 
 
-class LightningSaves(OverlappedSaves):
+class LightningSaves(Saves):
     def write(self, state: dict, directory: Path) -> None:
         super().write(state["sharded"], directory)
         if self.rank == 0:

@@ -12,7 +12,7 @@ from typing import Literal
 
 from torchtitan.components.checkpointer.dcp import AsyncMode, CheckpointManager
 
-from ..checkpoint.saves import OverlappedSaves
+from ..checkpoint.saves import Saves
 
 
 class OverlappedCheckpointManager(CheckpointManager):
@@ -29,7 +29,7 @@ class OverlappedCheckpointManager(CheckpointManager):
             if config.async_mode == "async_with_pinned_mem" or "://" in self.folder:
                 raise ValueError("needs async_mode 'async' or 'disabled', and a folder on disk")
             device = next(model_parts[0].parameters()).device
-            saves = OverlappedSaves(device, lambda: [b for m in model_parts for b in m.buffers()])
+            saves = Saves(device, lambda: [b for m in model_parts for b in m.buffers()])
             self.saves = self.block.enter_context(saves)
             atexit.register(self.close)  # Ctrl-C ends torchtitan without a call of ``close``
 

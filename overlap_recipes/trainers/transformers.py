@@ -18,15 +18,21 @@ from torch.distributed.checkpoint.state_dict import (
 )
 from transformers import Trainer
 
-from ..checkpoint.saves import OverlappedSaves
+from ..checkpoint.saves import Saves
+from ..checkpoint.writer import FileWriter
 
 
-class TrainerSaves(OverlappedSaves):
+class TrainerSaves(Saves):
     """Write the folders that accelerate loads, and beside them ``Trainer``'s small files."""
+
+    def __init__(self, *args, **options) -> None:
+        super().__init__(*args, **options)
+        self.optimizer_files = FileWriter(self.together, self.files.group)
 
     def write(self, state: dict, directory: Path) -> None:
         super().write({"model": state["model"]}, directory / "pytorch_model_fsdp_0")
-        super().write({"optimizer": state["optimizer"]}, directory / "optimizer_0")
+        optimizer = {"optimizer": state["optimizer"]}
+        self.optimizer_files.write(optimizer, directory / "optimizer_0", self.threads)
         shutil.copytree(state["files"], directory, dirs_exist_ok=True)
         shutil.rmtree(state["files"])
 

@@ -144,7 +144,7 @@ STEPS, SAVE_EVERY = 10, 2  # of the run that proves it
 #
 # The save
 # --------
-# ``OverlappedSaves`` stages beside training. Then it calls ``write``, with the directory aside,
+# ``Saves`` stages beside training. Then it calls ``write``, with the directory aside,
 # and ``commit``, both on its writing thread. Each of the two begins on all ranks only when the
 # step before it has succeeded on all. If it fails on one rank, it raises on all. That is rule 3,
 # and it is why a rank may fail in the middle of ``write`` without leaving the others waiting.
@@ -277,9 +277,9 @@ if __name__ == "__main__":
 #
 # .. code-block:: python
 #
-#     from overlap_recipes.checkpoint import OverlappedWriter, RetainedSaves
+#     from overlap_recipes.checkpoint import Saves, RetainedSaves
 #
-#     class Saves(RetainedSaves, OverlappedWriter):
+#     class Saves(RetainedSaves, Saves):
 #         pass
 #
 # Known limits

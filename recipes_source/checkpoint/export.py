@@ -256,7 +256,7 @@ if __name__ == "__main__":
 # What it costs
 # -------------
 # On the training thread: as much as a save. Host memory: the staged weights twice
-# (``BUFFER_SETS``), and one tensor of this rank if the dtype changes. Storage: the weights once, in
+# (``Saves`` has two), and one tensor of this rank if the dtype changes. Storage: the weights once, in
 # the dtype of the export, without the optimizer.
 #
 # Known limits

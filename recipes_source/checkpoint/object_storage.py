@@ -148,7 +148,7 @@ STEPS, SAVE_EVERY = 10, 2  # of the run that proves it
 #
 # The save
 # --------
-# ``OverlappedSaves`` stages beside training. On its writing thread it calls ``write`` and
+# ``Saves`` stages beside training. On its writing thread it calls ``write`` and
 # ``commit``, each on all ranks when all have finished the step before. A save that fails on one
 # rank fails on all. It has no commit, so there is nothing to undo.
 #

@@ -4,7 +4,7 @@
 Save beside training: one call
 ==============================
 
-Save checkpoints while training goes on, with one call. ``OverlappedSaves`` copies the state to
+Save checkpoints while training goes on, with one call. ``Saves`` copies the state to
 page-locked memory during the next forward and backward, even if your loop calls ``loss.item()``.
 A thread writes the copy. A directory gets its final name only when the checkpoint in it is complete.
 
@@ -23,11 +23,12 @@ costs next to nothing then), or the host cannot spare two copies of each rank's 
 
    from pathlib import Path
 
-   from overlap_recipes.checkpoint import OverlappedSaves, TrainingState
+   from overlap_recipes.checkpoint import Saves, TrainingState
 
    app = TrainingState(model, optimizer, schedule=scheduler)
    root = Path("checkpoints")
-   with OverlappedSaves(device, model.buffers) as saves:
+   with Saves(device, model.buffers) as saves:
+       saves.prepare({"app": app})  # beside the first steps; without it the first save takes seconds
        for step, batch in enumerate(batches, scheduler.last_epoch + 1):
            train_step(batch)  # ends with optimizer.step(), scheduler.step(); loss.item() after save
            if step % 100 == 0:
@@ -75,7 +76,7 @@ The idea
 
 1. **Copy after step**: the copies wait for an event that is recorded after ``optimizer.step()``.
 2. **Update after copy**: within the ``with`` block, a hook before every optimizer's step waits until
-   the copies are launched, then makes the GPU wait until the state has been read.
+   makes the GPU wait until the state has been read.
 3. **Forward after snapshot**: buffers that forward changes are copied on the device first.
 4. **Refill after write**: host memory is filled again only when its write has ended.
 
@@ -97,8 +98,8 @@ and is wrong.
 #
 # .. literalinclude:: /overlap_recipes/checkpoint/saves.py
 #    :language: python
-#    :start-at: BUFFER_SETS = 2
-#    :end-at: EXIT_S = 30.0
+#    :start-at: DEADLINE_S = 600.0
+#    :end-at: FEWEST_THREADS = 2
 
 import argparse
 import tempfile
@@ -106,15 +107,17 @@ from pathlib import Path
 
 import torch.distributed as dist
 
-from overlap_recipes.checkpoint.saves import OverlappedSaves
+from overlap_recipes.checkpoint.saves import Saves
 
 # %%
 # The save
 # --------
 # ``save`` runs on the training thread. It reads whatever is not on the device, checks that the plan
-# still fits, and launches the snapshots. A thread launches the copies; each launch releases the
-# interpreter's lock. Another waits until they have arrived, and writes. Both are told their device:
-# a new thread would open a context on the first.
+# still fits, and queues snapshots and copies. A thread waits until they have arrived, and writes. It
+# is told its device: a new thread would open a context on the first.
+#
+# The first save of a run locks memory and plans, for seconds. ``prepare`` does both beside the first
+# steps, from the tensors of the state alone: no other thread ever touches an optimizer.
 #
 # ``together`` runs a function on all ranks, and raises on all of them if it failed on one. A full
 # disk, memory that the driver refuses to lock, or a state that one rank cannot stage costs that
@@ -126,13 +129,11 @@ from overlap_recipes.checkpoint.saves import OverlappedSaves
 # ``EXIT_S`` seconds. The training thread calls no collective then: the other ranks may never join it.
 # The writing thread is a daemon and ends with the program.
 #
-# ``write`` is stock DCP with two settings. ``per_thread_copy_ahead=0``: otherwise the writer waits
-# for the compute stream once per tensor. ``set_crc32_options(False)``: checksums take time, and DCP
-# reads none. On torch 2.11 this sets it for the whole process.
+# ``write`` is :doc:`overlapped_writer`.
 #
 # .. literalinclude:: /overlap_recipes/checkpoint/saves.py
 #    :language: python
-#    :pyobject: OverlappedSaves
+#    :pyobject: Saves
 #
 # Run it, and prove it
 # --------------------
@@ -145,7 +146,7 @@ def main(directory: Path) -> None:
 
     device = basic.start_rank()
     root, app, expected = basic.directory_of_rank_0(directory), basic.build_app(device), {}
-    with OverlappedSaves(device, app.model.buffers) as saves:
+    with Saves(device, app.model.buffers) as saves:
         for step in range(1, 6):
             basic.train_step(app, device)
             expected[step] = basic.snapshot(app)
@@ -166,16 +167,14 @@ if __name__ == "__main__":
 # What it buys
 # ------------
 # The tables are of a stock Llama. The loop calls ``loss.item()`` every step; transformers' mask check
-# reads one scalar more (:doc:`/guide/measured`). This recipe itself, with DCP's writer, was not
-# measured on it: ``overlapped_writer`` stages alike and writes faster.
+# reads one scalar more (:doc:`/guide/measured`).
 #
 # .. result-table:: checkpoint_stall
 #    :rows: none dcp_save overlapped_writer
 #    :where: step=long storage=memory
 #
 # If the loop calls ``loss.item()`` and then saves, as in the tables, the device idles during the
-# call: save first. The writing thread shares Python's interpreter lock with training. You notice
-# that if the host limits your steps; :doc:`overlapped_writer` holds the lock for less time.
+# call: save first. The writing thread shares Python's interpreter lock with training.
 #
 # What breaks if you remove a line
 # --------------------------------
@@ -186,9 +185,9 @@ if __name__ == "__main__":
 # Memory
 # ------
 # Page-locked host memory, from the first save until ``saves`` is deleted: twice the bytes of this
-# rank's shards. ``overlap_recipes.checkpoint.saves.BUFFER_SETS = 1`` needs them once, and each save
-# then waits for the previous one. The first save, and one whose tensors have moved, is a far longer
-# call: it locks this memory, waits for the device, and captures CUDA graphs.
+# rank's shards. Where ``host_bytes`` allows no more than once, each save waits for the previous one.
+# The first save, and one whose tensors have moved, is a far longer
+# call: it locks this memory and waits for the device. ``prepare`` does it beside training.
 #
 # Under DDP every rank stages the whole state, though only one copy is written. Shard the optimizer's
 # state there.

@@ -27,11 +27,11 @@ well.
 
    from pathlib import Path
 
-   from overlap_recipes.checkpoint import OverlappedWriter, TrainingState
+   from overlap_recipes.checkpoint import Saves, TrainingState
 
    app = TrainingState(model, optimizer, schedule=scheduler)
    root = Path("checkpoints")
-   with OverlappedWriter(device, model.buffers) as saves:
+   with Saves(device, model.buffers) as saves:
        for step, batch in enumerate(batches, scheduler.last_epoch + 1):
            train_step(batch)  # ends with optimizer.step() and scheduler.step()
            if step % 100 == 0:
@@ -96,7 +96,7 @@ import torch
 import torch.distributed as dist
 from torch.distributed.checkpoint.format_utils import dcp_to_torch_save
 
-from overlap_recipes.checkpoint.writer import OverlappedWriter
+from overlap_recipes.checkpoint.saves import Saves
 
 # %%
 # What is around a tensor
@@ -153,13 +153,17 @@ from overlap_recipes.checkpoint.writer import OverlappedWriter
 # report that earlier, but makes a memory file system walk its pages twice. ``fsync`` returns when
 # the storage has the bytes. A directory's entries need an ``fsync`` of their own.
 #
-# More threads than ``WRITERS`` can write faster, and can take cores and memory bandwidth from the
-# thread that launches kernels. If your host has few cores for each GPU, lower
-# ``overlap_recipes.checkpoint.writer.WRITERS``.
+# Two threads of each rank write. More write faster, and take cores and memory bandwidth from the
+# thread that launches kernels; so their number doubles only when a save comes before the one before
+# it is written. ``Saves(write_threads=...)`` sets it.
 #
 # .. literalinclude:: /overlap_recipes/checkpoint/writer.py
 #    :language: python
 #    :pyobject: write_file
+#
+# .. literalinclude:: /overlap_recipes/checkpoint/writer.py
+#    :language: python
+#    :pyobject: write_files
 #
 # .. literalinclude:: /overlap_recipes/checkpoint/writer.py
 #    :language: python
@@ -178,9 +182,9 @@ from overlap_recipes.checkpoint.writer import OverlappedWriter
 #
 # .. literalinclude:: /overlap_recipes/checkpoint/writer.py
 #    :language: python
-#    :pyobject: OverlappedWriter
+#    :pyobject: FileWriter
 #
-# ``together`` comes with ``OverlappedSaves``. It calls a function on every rank, gathers the
+# ``together`` is that of :doc:`overlapped_stager`. It calls a function on every rank, gathers the
 # results, and raises on *every* rank if the function failed on one. Apart from these calls, and
 # from DCP's own collectives while planning, no rank waits for another. So a full disk on one rank
 # cannot leave the others waiting. A rank that dies closes its connection, which the others see as
@@ -194,8 +198,8 @@ from overlap_recipes.checkpoint.writer import OverlappedWriter
 #
 # Run it, and prove it
 # --------------------
-# The state of the proof has a list that grows with every step, so no two checkpoints have the same
-# length. The proof reads each checkpoint twice: with ``dcp.load`` on these ranks, and on rank 0
+# The first two steps run beside ``prepare``, so no save plans. The state of the proof has a list
+# that grows with every step, so no two checkpoints have the same length. The proof reads each checkpoint twice: with ``dcp.load`` on these ranks, and on rank 0
 # alone with the tool that turns a checkpoint into a file for ``torch.load``. Every bit is compared.
 
 
@@ -207,21 +211,29 @@ def whole(tree: object) -> object:
     return tree.cpu() if torch.is_tensor(tree) else tree
 
 
+def history(step: int) -> list[float]:
+    return [0.5] * 10 ** (step - 2)
+
+
 def main(directory: Path) -> None:
     import state_to_save as basic  # a model, its training step and what compares bits
 
     device = basic.start_rank()
     root, app, expected = basic.directory_of_rank_0(directory), basic.build_app(device), {}
-    with OverlappedWriter(device, app.model.buffers) as saves:
-        for step in range(1, 4):
+    with Saves(device, app.model.buffers) as saves:
+        prepared = saves.prepare({"app": app, "history": []})
+        basic.train(app, 2, device)
+        prepared.result()
+        assert saves.files.plans == 1, "the first save would have to plan"
+        for step in range(3, 6):
             basic.train_step(app, device)
             expected[step] = basic.snapshot(app)
-            saves.save({"app": app, "history": [0.5] * 10**step}, root / f"step{step}")
-    assert saves.plans == 1, "planned more than once"
+            saves.save({"app": app, "history": history(step)}, root / f"step{step}")
+    assert saves.files.plans == 1, "planned more than once"
     for step, bits in expected.items():
         loaded = basic.load_app(root / f"step{step}", device)
         basic.assert_same_bits(loaded, bits)
-        state = {"app": whole(loaded.state_dict()), "history": [0.5] * 10**step}
+        state = {"app": whole(loaded.state_dict()), "history": history(step)}
         if saves.rank == 0:
             dcp_to_torch_save(root / f"step{step}", root / "whole.pt")
             found = basic.leaves(torch.load(root / "whole.pt", "cpu", weights_only=False))
@@ -246,11 +258,10 @@ if __name__ == "__main__":
 #    :rows: none overlapped_writer
 #    :where: step=long storage=memory
 #
-# Steps shorter than the copy wait for it. ``snapshot_bytes`` (``overlapped_snapshot``, with
-# ``WRITERS = 2``) lowered staging; the interval of its whole save is wide:
+# Steps shorter than the copy wait for it:
 #
 # .. result-table:: checkpoint_stall
-#    :rows: none overlapped_writer overlapped_snapshot
+#    :rows: none overlapped_writer
 #    :where: step=short
 #
 # A save to a disk, long steps:

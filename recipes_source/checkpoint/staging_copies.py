@@ -35,16 +35,16 @@ built on this.
    # Once, after the first optimizer step: before it, Adam has no state to copy
    plan = CopyPlan(tensors_now(), device, model.buffers())
    arena = PinnedArena(plan.nbytes, device)          # page-locked while arena lives
-   copies = plan.copies(arena)                       # launches: CUDA graphs, with gaps
+   copies = plan.copies(arena)                       # in rows, each with a gap before it
    hosts = plan.hosts(arena)                         # the same tensors, in host memory
    streams = torch.get_device_module(device)         # torch.cuda
    stream = streams.Stream()
 
-   # At each save, after an optimizer step; overlapped_stager queues on a thread of its own
+   # At each save, after an optimizer step
    assert plan.fits(tensors_now())                   # if not, make all of the above anew
    plan.take_snapshots()                             # small tensors, and what forward changes
    stream.wait_stream(streams.current_stream())
-   *_, has_been_read, copied = plan.queue(copies, streams, stream)
+   has_been_read, copied = copies.queue(streams, stream)
    ...                                               # forward, backward, loss.item()
    streams.current_stream().wait_event(has_been_read)
    optimizer.step()
@@ -58,7 +58,7 @@ of its folder ``overlap_recipes``. ``hosts`` are in the order of ``tensors_now()
    .. grid-item-card:: What you learn
 
       * why a small read waits for gigabytes, and how a few bytes prevent that
-      * how a few launches queue hundreds of copies, and how to notice that they no longer fit
+      * how to notice that prepared copies no longer fit
       * page-locked memory of exact size that forks do not touch
 
    .. grid-item-card:: What you need
@@ -83,11 +83,6 @@ The recipe cuts the copies into pieces of at most ``PIECE`` bytes; short ones sh
 Before each piece, the same stream copies a few bytes **to** the device: the *gap*. That is the work
 of the other engine. So when a piece ends, its stream has no next piece ready, and the engine turns
 to the other streams: the read is served.
-
-After a read, the device idles until the training thread launches more kernels. Queueing hundreds
-of copies one by one delays that by milliseconds, even from another thread. So pieces and gaps are
-captured once, in CUDA graphs of ``LAUNCH`` pieces; a *launch* replays one. The first pieces are
-smaller, for a forward that begins with a read.
 
 .. lanes:: Schematic. A read in mid-step, with nothing between the copies (above) and with gaps (below).
 
@@ -163,9 +158,7 @@ from overlap_recipes.checkpoint.copies import CopyPlan, PinnedArena, shard_of
 # the save:
 #
 # * tensors that forward changes,
-# * tensors that are not contiguous, and views that conjugate or negate,
-# * with ``snapshot_bytes``, as many others as fit. It is meant for steps shorter than the copy: see
-#   the rows of short steps in :doc:`overlapped_writer` before you use it.
+# * tensors that are not contiguous, and views that conjugate or negate.
 #
 # Tensors on another device, such as step counts on the CPU, are copied to the arena at the save.
 #
@@ -173,9 +166,6 @@ from overlap_recipes.checkpoint.copies import CopyPlan, PinnedArena, shard_of
 # shape over the same memory, or conjugate it. So call ``fits`` at every save. It is fast for objects
 # that the plan knows, as parameters are: ``kinds`` and ``is_set_to`` suffice. Where one
 # differs, ``layout`` decides.
-#
-# ``one_launch`` captures a CUDA graph. A replay does not repeat what ``work`` does on the host, such
-# as copying a tensor on the CPU. With ``thread_local``, other threads may allocate meanwhile.
 #
 # .. literalinclude:: /overlap_recipes/checkpoint/copies.py
 #    :language: python
@@ -191,24 +181,11 @@ from overlap_recipes.checkpoint.copies import CopyPlan, PinnedArena, shard_of
 #
 # .. literalinclude:: /overlap_recipes/checkpoint/copies.py
 #    :language: python
-#    :pyobject: take
+#    :pyobject: Copies
 #
 # .. literalinclude:: /overlap_recipes/checkpoint/copies.py
 #    :language: python
-#    :start-at: capture_stream = cache(torch.cuda.Stream)
-#    :end-at: capture_stream = cache(torch.cuda.Stream)
-#
-# .. literalinclude:: /overlap_recipes/checkpoint/copies.py
-#    :language: python
-#    :pyobject: copy_each
-#
-# .. literalinclude:: /overlap_recipes/checkpoint/copies.py
-#    :language: python
-#    :pyobject: copy_rows
-#
-# .. literalinclude:: /overlap_recipes/checkpoint/copies.py
-#    :language: python
-#    :pyobject: one_launch
+#    :pyobject: rows
 #
 # .. literalinclude:: /overlap_recipes/checkpoint/copies.py
 #    :language: python
@@ -238,7 +215,7 @@ def main() -> None:
         expected = [shard_of(tensor).detach().cpu().clone() for tensor in tensors]
         plan.take_snapshots()
         stream.wait_stream(streams.current_stream())
-        *_, has_been_read, copied = plan.queue(copies, streams, stream)
+        has_been_read, copied = copies.queue(streams, stream)
         basic.forward_backward(app, device)
         streams.current_stream().wait_event(has_been_read)
         app.optimizer.step()
@@ -275,7 +252,7 @@ if __name__ == "__main__":
 #   so the copies take nearly as long as the paced ones. Take it on a GPU with a single copy engine,
 #   where gaps do nothing.
 #
-# Two costs are left. After a read, the device idles until ``queue`` returns. And copies and kernels
+# Two costs are left. ``queue`` takes the training thread some microseconds for each piece. And copies and kernels
 # share the device's memory: both get slower. The copies of ``cure_at_once`` arrive earlier because training
 # stands still.
 #
@@ -293,6 +270,4 @@ if __name__ == "__main__":
 # ------------
 # * Sparse and quantized tensors raise.
 # * ``queue`` copies tensors on another device itself: with Adam's state on the CPU, that takes long.
-# * A plan waits for the device and empties the allocator's cache, as the capture of a CUDA graph does.
-#   Make none while you capture a graph of your own.
 # * Without CUDA, memory is pageable, and ``queue`` returns when all is copied.

@@ -118,7 +118,7 @@ STEPS, SAVE_EVERY = 6, 2  # of the run that proves it
 # --------
 # DCP allows each host to write to a directory of its own. It writes ``.metadata`` on rank 0. That
 # file is small and every host needs it, so every host gets it. The writing thread sends and
-# receives, in the process group of ``OverlappedSaves``, so training's collectives are not
+# receives, in the process group of ``Saves``, so training's collectives are not
 # disturbed. If a partner is gone, the save fails after ``DEADLINE_S`` of :doc:`overlapped_stager`,
 # on every rank that is left.
 #

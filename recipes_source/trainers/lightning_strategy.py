@@ -78,11 +78,11 @@ its folder ``overlap_recipes``.
 #    other files lie in it, the save fails and leaves them alone.
 # ``optimizer_step``
 #    Lightning runs forward and backward **inside** ``optimizer.step``, as its closure. A hook
-#    before the step therefore runs before forward. ``OverlappedSaves`` has such a hook, which
+#    before the step therefore runs before forward. ``Saves`` has such a hook, which
 #    makes the step wait for the copy, so nothing would run beside the copy. This method runs
 #    forward and backward first. An optimizer that asks again (LBFGS) gets new ones.
 # ``setup``, ``teardown``
-#    ``OverlappedSaves`` is a context manager, and this one lasts as long as a ``fit``. Lightning
+#    ``Saves`` is a context manager, and this one lasts as long as a ``fit``. Lightning
 #    calls ``teardown`` even when training has raised. Then ``sys.exc_info()`` has the exception,
 #    and the block does not wait for other ranks. It calls ``teardown`` a second time if the first
 #    has raised, and nothing is left to end then. ``trainer.save_checkpoint`` after ``fit`` saves as

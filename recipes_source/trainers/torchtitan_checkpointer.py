@@ -5,7 +5,7 @@ Save beside training in torchtitan
 ==================================
 
 Keep torchtitan, and stop its checkpoints from stopping training. A subclass of its
-``CheckpointManager`` hands them to ``OverlappedSaves``: copied beside the next step, written by a
+``CheckpointManager`` hands them to ``Saves``: copied beside the next step, written by a
 thread, and renamed when complete.
 
 .. result-gain:: checkpoint_stall
@@ -65,13 +65,13 @@ repository, or a copy of its folder ``overlap_recipes``.
 #    These methods compare the whole name.
 #
 # ``__init__``, ``_close``
-#    ``OverlappedSaves`` is a context manager, and this one lasts as long as the checkpoint manager.
+#    ``Saves`` is a context manager, and this one lasts as long as the checkpoint manager.
 #    torchtitan calls ``close`` at the end of training, and then the block waits for what is being
 #    written. torchtitan also calls ``close`` when training has raised. Then ``sys.exc_info()`` has
 #    the exception, and the block does not wait for other ranks. After Ctrl-C, torchtitan does not
 #    call ``close``; ``atexit`` does.
 #
-# You need no hook before the optimizer: ``OverlappedSaves`` orders every ``optimizer.step()`` in
+# You need no hook before the optimizer: ``Saves`` orders every ``optimizer.step()`` in
 # the process after its copies. torchtitan's own ``async_with_pinned_mem`` waits there
 # (``maybe_wait_for_staging``). But its copy does not wait for the *preceding* step. With work
 # queued, that checkpoint holds the weights of an earlier step

@@ -6,7 +6,7 @@ Save beside training in transformers' Trainer
 
 Keep ``Trainer``, and let it train while it saves. With FSDP2, ``Trainer`` saves through
 accelerate, which writes model and optimizer one after the other while training stops. This
-subclass hands both to ``OverlappedSaves``, which copies them beside the next step and writes them
+subclass hands both to ``Saves``, which copies them beside the next step and writes them
 on a thread.
 
 .. result-gain:: checkpoint_stall
@@ -87,7 +87,7 @@ of its folder ``overlap_recipes``.
 # which a killed run has left, and delete a complete one in its place. While a save is being
 # written, the disk holds one checkpoint more than the limit.
 #
-# You need no hook before the optimizer: ``OverlappedSaves`` orders every ``optimizer.step()`` in
+# You need no hook before the optimizer: ``Saves`` orders every ``optimizer.step()`` in
 # the process after its copies.
 #
 # Without Trainer

@@ -258,12 +258,6 @@ def test_a_checkpoint_that_cannot_be_deleted_fails_no_save(ask) -> None:
     assert any("cannot be deleted" in log for log in answer["logs"]), answer
 
 
-def test_durable_saves_go_with_the_writer_of_bytes(ask) -> None:
-    """``class Saves(RetainedSaves, OverlappedWriter)``: both recipes at once."""
-    answer = ask("trouble", "bytes")
-    assert answer["whole"] == [6, 8] and answer["same_bits"] == BOTH_RIGHT, answer
-
-
 def test_a_fork_of_a_killed_rank_does_not_keep_its_lease(ask) -> None:
     """A data loader's worker outlives its rank by seconds; the restarted job is not to wait."""
     assert ask("lease") == "free"

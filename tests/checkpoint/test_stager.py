@@ -1,12 +1,10 @@
-"""`OverlappedSaves` survives what training jobs do; one run on one rank, one on two."""
+"""`Saves` survives what training jobs do; one run on one rank, one on two."""
 
 import ctypes
 import threading
 import weakref
 from collections.abc import Callable
-from concurrent.futures import Future
-from functools import cache, partial
-from itertools import chain
+from functools import cache
 from pathlib import Path
 from types import SimpleNamespace
 
@@ -20,11 +18,11 @@ from torch.distributed.tensor import DTensor, Replicate, Shard
 
 from overlap_recipes.checkpoint import copies as copies_module
 from overlap_recipes.checkpoint import saves as saves_module
-from overlap_recipes.checkpoint.copies import CopyPlan, PinnedArena
+from overlap_recipes.checkpoint.copies import Copies, CopyPlan, PinnedArena
 from overlap_recipes.checkpoint.retention import RetainedSaves
-from overlap_recipes.checkpoint.saves import OverlappedSaves
+from overlap_recipes.checkpoint.saves import Saves
 from overlap_recipes.checkpoint.state import TrainingState, is_staged, read
-from overlap_recipes.checkpoint.writer import OverlappedWriter, memory_of
+from overlap_recipes.checkpoint.writer import memory_of
 
 ONE_RANK = [
     "writes_take_turns",
@@ -38,12 +36,8 @@ ONE_RANK = [
     "every_optimizer_is_ordered_and_none_afterwards",
     "weights_that_moved_are_saved_where_they_are",
     "leaves_of_every_kind_are_as_they_were",
-    "snapshots_free_the_update_from_the_copies",
     "numbers_on_the_device_are_read_at_the_save",
     "threads_are_told_their_device",
-    "ctrl_c_at_the_end_of_the_block_tears_no_copy",
-    "a_save_waits_until_the_copies_before_it_are_launched",
-    "an_update_waits_until_its_copies_are_launched",
 ]
 TWO_RANKS = [
     "an_older_checkpoint_of_the_name_is_replaced_whole",
@@ -80,7 +74,7 @@ def test_a_directory_without_a_name_is_told_and_does_not_hang(tmp_path, monkeypa
     (tmp_path / "here").mkdir()
     (tmp_path / "here" / "mine").touch()
     monkeypatch.chdir(tmp_path / "here")
-    with OverlappedSaves(torch.device("cpu")) as saves:
+    with Saves(torch.device("cpu")) as saves:
         saves.save({"x": torch.ones(2)}, Path("."))
         with pytest.raises(RuntimeError, match="OSError"):
             saves.wait()
@@ -98,7 +92,7 @@ def loaded(directory: Path, like: dict) -> dict:
 
 
 def test_an_interrupted_save_harms_no_earlier_checkpoint(tmp_path, monkeypatch) -> None:
-    go, write = threading.Event(), OverlappedSaves.write
+    go, write = threading.Event(), Saves.write
 
     def write_late(self, *args) -> None:
         assert go.wait(30)
@@ -107,13 +101,13 @@ def test_an_interrupted_save_harms_no_earlier_checkpoint(tmp_path, monkeypatch) 
     def interrupted(*_) -> None:
         raise KeyboardInterrupt
 
-    monkeypatch.setattr(OverlappedSaves, "write", write_late)
+    monkeypatch.setattr(Saves, "write", write_late)
     x = torch.zeros(1000)
-    with OverlappedSaves(CPU) as saves:
+    with Saves(CPU) as saves:
         saves.save({"x": x}, tmp_path / "step0")
         saves.before_update()
         with monkeypatch.context() as patch, pytest.raises(KeyboardInterrupt):
-            patch.setattr(CopyPlan, "queue", interrupted)
+            patch.setattr(Copies, "queue_rows", interrupted)
             saves.save({"x": x.fill_(1)}, tmp_path / "step1")
         threading.Timer(0.3, go.set).start()  # a save that does not wait has damaged step0 by then
         saves.save({"x": x.fill_(2)}, tmp_path / "step2")
@@ -131,7 +125,7 @@ def test_an_interrupted_save_harms_no_earlier_checkpoint(tmp_path, monkeypatch) 
 )
 def test_memory_that_is_read_in_another_way_is_noticed(tmp_path, otherwise) -> None:
     x = torch.randn(16, dtype=torch.complex64)
-    with OverlappedSaves(CPU) as saves:
+    with Saves(CPU) as saves:
         saves.save({"x": x}, tmp_path / "before")
         saves.wait()
         x.data = otherwise(x.data)
@@ -210,7 +204,7 @@ def test_a_save_that_cannot_be_planned_keeps_no_plan(tmp_path, monkeypatch) -> N
         plans.append(weakref.ref(plan))
         raise RuntimeError("no memory")
 
-    with OverlappedSaves(CPU) as saves:
+    with Saves(CPU) as saves:
         with monkeypatch.context() as patch:
             patch.setattr(CopyPlan, "copies", refused)
             failed = saves.save({"x": torch.ones(3).t()}, tmp_path / "step1")
@@ -241,20 +235,13 @@ def test_a_plan_of_inference_mode_is_a_plan() -> None:
         arena = PinnedArena(plan.nbytes, CPU)
         copies, hosts = plan.copies(arena), plan.hosts(arena)
     plan.take_snapshots()
-    plan.queue(copies, torch.cpu, torch.cpu.current_stream())
+    copies.queue(torch.cpu, torch.cpu.current_stream())
     assert torch.equal(hosts[0], x)
 
 
-def test_what_lies_on_another_device_is_copied_at_the_save_and_is_in_no_launch(monkeypatch) -> None:
-    """A CUDA graph would copy it once, when captured: an optimizer's steps on the CPU, say."""
-    device, launches = torch.device("meta"), []
-
-    def one_launch(work: partial, like: torch.Tensor) -> partial:
-        assert like.device == device
-        launches.append(work)
-        return work
-
-    monkeypatch.setattr(copies_module, "one_launch", one_launch)
+def test_what_lies_on_another_device_is_copied_at_the_save() -> None:
+    """Behind a gap it would wait for the device: an optimizer's steps on the CPU, say."""
+    device = torch.device("meta")
     sizes = 3, copies_module.SMALL, 5
     on_host = [torch.full((size,), float(size)) for size in sizes]
     on_host.append(torch.arange(6.0).view(2, 3).t())
@@ -262,21 +249,19 @@ def test_what_lies_on_another_device_is_copied_at_the_save_and_is_in_no_launch(m
     tensors.append(torch.empty(4, 4, device=device).t())
     plan = CopyPlan(tensors + on_host, device)
     arena = PinnedArena(plan.nbytes, CPU)
-    ((at_once,), *copies), hosts = plan.copies(arena), plan.hosts(arena)
-    at_once()
+    copies, hosts = plan.copies(arena), plan.hosts(arena)
+    for host, shard in copies.elsewhere:
+        host.copy_(shard)
     assert all(map(torch.equal, hosts[len(tensors) :], on_host))
-    take, *others = launches
-    snapshots, small, pack = take.args
-    read = [x for _, x in snapshots] + small + [pack]
-    pairs = [pair for work in others for pair in chain(*work.args[0])]
-    read += [x for _, x in pairs if x.data_ptr() != arena.bytes.data_ptr()]
-    assert others == [*chain(*copies)] and {x.device for x in read} == {device}
+    beside = [source for row in copies.in_place + copies.from_copies for _, source in row]
+    taken = [shard for _, shard in plan.snapshots] + plan.small + [plan.pack]
+    assert {x.device for x in beside + taken} == {device}
 
 
 def test_one_element_with_a_stride_is_saved(tmp_path) -> None:
     x = torch.arange(10.0)[5::5]
     assert x.is_contiguous() and x.stride() == (5,)
-    with OverlappedSaves(CPU) as saves:
+    with Saves(CPU) as saves:
         saves.save({"x": x}, tmp_path / "step1")
     assert loaded(tmp_path / "step1", {"x": torch.zeros(1)})["x"] == 5
 
@@ -285,7 +270,7 @@ def test_a_conjugated_view_is_saved_as_it_reads(tmp_path) -> None:
     x = torch.randn(200_000, dtype=torch.complex64)
     state = {"x": x, "conj": x.conj(), "neg": torch._neg_view(x.real.contiguous())}
     expected = {name: tensor.clone() for name, tensor in state.items()}
-    with OverlappedSaves(CPU) as saves:
+    with Saves(CPU) as saves:
         saves.save(state, tmp_path / "x")
     found = loaded(tmp_path / "x", {n: torch.zeros_like(t) for n, t in expected.items()})
     assert all(torch.equal(found[name], expected[name]) for name in expected)
@@ -295,7 +280,7 @@ def test_the_default_device_is_of_no_matter(tmp_path) -> None:
     x = torch.ones(5)
     torch.set_default_device("meta")
     try:
-        with OverlappedWriter(CPU, if_busy="skip") as saves:
+        with Saves(CPU, if_busy="skip") as saves:
             for step in range(3):
                 saves.save({"x": x, "none": x[:0]}, tmp_path / f"step{step}").result()
     finally:
@@ -305,7 +290,7 @@ def test_the_default_device_is_of_no_matter(tmp_path) -> None:
 
 def test_a_leaf_that_has_tensors_of_its_own_is_a_leaf(tmp_path) -> None:
     data = torch.utils.data.TensorDataset(torch.zeros(2))
-    with OverlappedSaves(CPU) as saves:
+    with Saves(CPU) as saves:
         saves.save({"data": data, "w": torch.ones(2)}, tmp_path / "x")
     assert torch.equal(loaded(tmp_path / "x", {"w": torch.zeros(2)})["w"], torch.ones(2))
 
@@ -314,14 +299,14 @@ def test_a_subclass_of_parameter_is_saved_as_its_tensor(tmp_path) -> None:
     class Mine(torch.nn.Parameter): ...
 
     state = {"a": Mine(torch.full((2,), 3.0)), "b": torch.ones(2)}
-    with OverlappedSaves(CPU) as saves:
+    with Saves(CPU) as saves:
         saves.save(state, tmp_path / "x")
     found = loaded(tmp_path / "x", {"a": torch.zeros(2), "b": torch.zeros(2)})
     assert torch.equal(found["a"], state["a"].data) and torch.equal(found["b"], state["b"])
 
 
 def test_saves_that_were_made_before_the_process_group_are_refused() -> None:
-    saves = OverlappedSaves(CPU)
+    saves = Saves(CPU)
     dist.init_process_group("gloo", store=dist.HashStore(), rank=0, world_size=1)
     try:
         with saves, pytest.raises(RuntimeError, match="init_process_group"):
@@ -334,7 +319,7 @@ def test_saves_that_were_made_before_the_process_group_are_refused() -> None:
 def test_a_folder_that_is_no_checkpoint_is_left_alone_whatever_its_files_are_called(
     tmp_path, mine
 ) -> None:
-    class WithMeta(OverlappedSaves):
+    class WithMeta(Saves):
         def write(self, state: dict, directory: Path) -> None:
             super().write(state, directory)
             (directory / "meta.pt").write_text("ours")
@@ -355,7 +340,7 @@ def test_a_folder_that_is_no_checkpoint_is_left_alone_whatever_its_files_are_cal
 def test_files_beside_a_checkpoint_are_kept_and_so_is_the_new_one(
     tmp_path, before, part, mine
 ) -> None:
-    class InAFolder(OverlappedSaves):
+    class InAFolder(Saves):
         def write(self, state: dict, directory: Path) -> None:
             super().write(state, directory / part)
 
@@ -374,7 +359,7 @@ def test_files_beside_a_checkpoint_are_kept_and_so_is_the_new_one(
 
 
 def test_a_save_that_fails_behind_its_first_folder_leaves_nothing(tmp_path) -> None:
-    class InFolders(OverlappedSaves):
+    class InFolders(Saves):
         def write(self, state: dict, directory: Path) -> None:
             super().write(state, directory / "model")
             raise OSError(28, "No space left on device")
@@ -388,7 +373,7 @@ def test_a_save_that_fails_behind_its_first_folder_leaves_nothing(tmp_path) -> N
 
 def test_an_error_of_the_file_system_names_its_path(tmp_path) -> None:
     (tmp_path / "file").touch()
-    with OverlappedSaves(CPU) as saves:
+    with Saves(CPU) as saves:
         saves.save({"x": torch.ones(2)}, tmp_path / "file" / "step1")
         with pytest.raises(RuntimeError, match="NotADirectoryError.*file/step1.incomplete"):
             saves.wait()
@@ -398,7 +383,7 @@ def test_a_relative_directory_is_that_of_the_call(tmp_path, monkeypatch) -> None
     go, other = threading.Event(), tmp_path / "other"
     other.mkdir()
 
-    class Late(OverlappedSaves):
+    class Late(Saves):
         def write(self, *args) -> None:
             assert go.wait(30)
             super().write(*args)
@@ -414,7 +399,7 @@ def test_a_relative_directory_is_that_of_the_call(tmp_path, monkeypatch) -> None
 def test_large_buffers_that_model_to_has_replaced_are_read_at_the_save(tmp_path, monkeypatch):
     model = torch.nn.BatchNorm1d(4)
     monkeypatch.setattr(copies_module, "SMALL", 1)
-    with OverlappedSaves(CPU, model.buffers) as saves:
+    with Saves(CPU, model.buffers) as saves:
         saves.save({"model": model}, tmp_path / "step1").result()
         model.to(torch.float64)
         expected = model.running_mean.clone()
@@ -429,7 +414,7 @@ def test_large_buffers_that_model_to_has_replaced_are_read_at_the_save(tmp_path,
 
 def test_a_small_tensor_is_read_at_the_save_whoever_changes_it(tmp_path) -> None:
     x, like = torch.ones(1000), {"x": torch.zeros(1000)}
-    with OverlappedSaves(CPU) as saves:
+    with Saves(CPU) as saves:
         saves.save({"x": x}, tmp_path / "step1")
         assert not saves.plan.in_place, "beside training it would be read later"
         x.zero_()
@@ -439,7 +424,7 @@ def test_a_small_tensor_is_read_at_the_save_whoever_changes_it(tmp_path) -> None
 def test_a_state_that_the_caller_changes_is_saved_as_it_is(tmp_path) -> None:
     model = torch.nn.Sequential(torch.nn.Linear(3, 3), torch.nn.Linear(3, 3))
     app = TrainingState(model, torch.optim.SGD(model.parameters()))
-    with OverlappedSaves(CPU) as saves:
+    with Saves(CPU) as saves:
         state = dict(app.state_dict()["model"])
         del state["0.weight"]
         saves.save({"model": state}, tmp_path / "part")
@@ -454,8 +439,8 @@ def test_a_state_that_the_caller_changes_is_saved_as_it_is(tmp_path) -> None:
 def test_a_write_that_is_left_behind_is_told(tmp_path, monkeypatch, caplog) -> None:
     go = threading.Event()
     monkeypatch.setattr(saves_module, "EXIT_S", 0.1)
-    monkeypatch.setattr(OverlappedSaves, "commit", lambda *_: go.wait(30))
-    with pytest.raises(ValueError, match="mine"), OverlappedSaves(CPU) as saves:
+    monkeypatch.setattr(Saves, "commit", lambda *_: go.wait(30))
+    with pytest.raises(ValueError, match="mine"), Saves(CPU) as saves:
         saves.save({"x": torch.ones(2)}, tmp_path / "step1")
         while not (tmp_path / "step1.incomplete" / ".metadata").exists():
             threading.Event().wait(0.01)
@@ -468,24 +453,20 @@ def test_no_more_than_a_piece_is_copied_between_two_gaps(monkeypatch) -> None:
     """A read waits for what lies between two gaps; GPU tests show that it waits for no more."""
     piece = 4 << 20
     monkeypatch.setattr(copies_module, "PIECE", piece)
-    monkeypatch.setattr(copies_module, "FIRST_PIECE", piece)
-    monkeypatch.setattr(copies_module, "LAUNCH", 2)
     sizes = [2 * piece + 5, 10 * piece // 16, 6 * piece // 16, 1, piece // 2]
     tensors = [torch.zeros(nbytes, dtype=torch.uint8) for nbytes in sizes]
-    plan = CopyPlan(tensors, torch.device("cpu"), snapshot_bytes=piece // 2)
-    arena = PinnedArena(plan.nbytes, tensors[0].device)
-    _, *copies = plan.copies(arena)
-    assert len(copies[0]) == 2, "the tensors in place are not copied in two launches"
-    rows = [row for work in chain(*copies) for row in work.args[0]]
-    assert all(target is plan.gap for (target, _), *_ in rows)
-    rows = [sum(source.nbytes for _, source in row[1:]) for row in rows]
-    assert max(rows) == piece and sum(rows) >= sum(sizes)
-    assert len(rows) < 12, "copies that fit into one piece share it"
+    plan = CopyPlan(tensors, CPU, tensors[-1:])
+    arena = PinnedArena(plan.nbytes, CPU)
+    copies = plan.copies(arena)
+    rows = copies.in_place + copies.from_copies
+    in_a_row = [sum(source.nbytes for _, source in row) for row in rows]
+    assert max(in_a_row) == piece and sum(in_a_row) == sum(sizes)
+    assert len(rows) < 8, "copies that fit into one piece share it"
 
 
 def test_a_block_ends_twice_as_it_ends_once(tmp_path) -> None:
     """Trainers end it again after its end has raised."""
-    saves = OverlappedSaves(CPU).__enter__()
+    saves = Saves(CPU).__enter__()
     saves.save({"x": torch.ones(2)}, tmp_path / "step1")
     for _ in range(2):
         saves.__exit__(None, None, None)
@@ -494,16 +475,14 @@ def test_a_block_ends_twice_as_it_ends_once(tmp_path) -> None:
 
 
 def test_copies_that_cannot_be_queued_cost_that_save_alone(tmp_path, monkeypatch) -> None:
-    def refused(plan, copies, *others):
-        if len(copies) > 1:
-            monkeypatch.undo()
-            raise MemoryError("no room to launch")
-        return queue(plan, copies, *others)
+    def refused(*_) -> None:
+        monkeypatch.undo()
+        raise MemoryError("no room to launch")
 
-    queue, weight = CopyPlan.queue, torch.nn.Parameter(torch.ones(3))
+    weight = torch.nn.Parameter(torch.ones(3))
     optimizer = torch.optim.SGD([weight], lr=0.5)
-    with OverlappedSaves(CPU) as saves:
-        monkeypatch.setattr(CopyPlan, "queue", refused)
+    with Saves(CPU) as saves:
+        monkeypatch.setattr(Copies, "queue_rows", refused)
         lost = saves.save({"x": weight}, tmp_path / "step1")
         optimizer.step()
         with pytest.raises(RuntimeError, match="no room to launch"):
@@ -522,7 +501,7 @@ def test_an_interrupted_wait_for_buffers_costs_that_save_and_is_told(tmp_path, m
         monkeypatch.undo()
         raise KeyboardInterrupt
 
-    with OverlappedSaves(CPU) as saves:
+    with Saves(CPU) as saves:
         saves.save({"x": torch.ones(2)}, tmp_path / "step1")
         monkeypatch.setattr(saves_module, "wait", interrupted)
         with pytest.raises(KeyboardInterrupt):
@@ -536,7 +515,7 @@ def test_an_interrupted_wait_for_buffers_costs_that_save_and_is_told(tmp_path, m
 
 def test_a_process_group_that_ends_before_the_block_hides_no_save(tmp_path) -> None:
     dist.init_process_group("gloo", store=dist.HashStore(), rank=0, world_size=1)
-    with OverlappedSaves(CPU) as saves:
+    with Saves(CPU) as saves:
         saves.save({"x": torch.ones(2)}, tmp_path / "step1").result()
         dist.destroy_process_group()
     assert (tmp_path / "step1" / ".metadata").exists()
@@ -596,19 +575,18 @@ def test_a_tensor_whose_copy_is_none_is_saved_as_it_was(tmp_path) -> None:
 def test_a_quantized_tensor_is_saved(tmp_path) -> None:
     x = torch.quantize_per_tensor(torch.randn(5), 0.1, 3, torch.qint8)
     assert not is_staged(x)  # staged, it would end the process
-    for saver in (OverlappedSaves, OverlappedWriter):
-        like = {"x": torch.quantize_per_tensor(torch.zeros(5), 0.1, 3, torch.qint8)}
-        with saver(CPU) as saves:
-            saves.save({"x": x}, tmp_path / saver.__name__)
-        assert torch.equal(loaded(tmp_path / saver.__name__, like)["x"].int_repr(), x.int_repr())
+    like = {"x": torch.quantize_per_tensor(torch.zeros(5), 0.1, 3, torch.qint8)}
+    with Saves(CPU) as saves:
+        saves.save({"x": x}, tmp_path / "step1")
+    assert torch.equal(loaded(tmp_path / "step1", like)["x"].int_repr(), x.int_repr())
 
 
 def test_a_second_block_of_one_saver_is_refused_by_name(tmp_path) -> None:
-    saves = OverlappedSaves(CPU)
+    saves = Saves(CPU)
     with pytest.raises(ZeroDivisionError), saves:
         saves.save({"x": torch.ones(2)}, tmp_path / "step1").result()
         raise ZeroDivisionError
-    with saves, pytest.raises(RuntimeError, match="one `with OverlappedSaves"):
+    with saves, pytest.raises(RuntimeError, match="one `with Saves"):
         saves.save({"x": torch.ones(2)}, tmp_path / "step2")
     assert [path.name for path in tmp_path.iterdir()] == ["step1"]
 
@@ -623,14 +601,13 @@ def test_a_compiled_update_waits_for_each_save_anew(tmp_path) -> None:
     model = torch.nn.Linear(3, 3)
     optimizer = torch.optim.SGD(model.parameters(), lr=0.1)
     model(torch.ones(3)).sum().backward()
-    with OverlappedSaves(CPU) as saves:
+    with Saves(CPU) as saves:
         saves.streams = SimpleNamespace(current_stream=Stream)
         step = torch.compile(optimizer.step, backend="eager")
         step()
         for _ in range(3):
-            event, queued = [], Future()
-            queued.set_result([event, None])
-            saves.queued = [queued]
+            event = []
+            saves.has_been_read = event
             step()
             step()
             assert event == [False, False]

@@ -17,7 +17,6 @@ import pytest
 import torch
 import torch.distributed as dist
 from selection import edited_module
-from torch.distributed.checkpoint import FileSystemWriter
 
 from harness.recipe import load_recipe
 from overlap_recipes.checkpoint import copies, saves
@@ -55,7 +54,7 @@ class Saver:
         self.basic, self.root = importlib.import_module("async_save"), root
         self.device = torch.device("cuda", torch.cuda.current_device())
         self.app = self.basic.build_app(self.device)
-        self.saves = module.OverlappedSaves(self.device, self.app.model.buffers())
+        self.saves = module.Saves(self.device, self.app.model.buffers())
         self.saves.__enter__()
         self.uploads: list = []
         self.expected: dict[int, dict] = {}
@@ -137,24 +136,21 @@ def test_without_the_wait_for_the_step_another_step_is_saved(saver):
 def third_save_while_first_is_written(saver: Saver) -> bool:
     """Hold the first of three writes until training waits for it or has filled its buffers."""
     release = threading.Event()
-    original = FileSystemWriter.write_data
+    write = saver.saves.write
     name = f"step{saver.app.step + 1}.incomplete"
 
-    def write_data(self, plan, planner):
-        if Path(self.path).name == name:
+    def held(state: dict, directory: Path) -> None:
+        if directory.name == name:
             release.wait()
-        return original(self, plan, planner)
+        write(state, directory)
 
-    FileSystemWriter.write_data = write_data
-    try:
-        for number in range(3):
-            if number == 2:
-                threading.Timer(0.5, release.set).start()
-            saver.step()
-            saver.save()
-        torch.cuda.synchronize()
-    finally:
-        FileSystemWriter.write_data = original
+    saver.saves.write = held
+    for number in range(3):
+        if number == 2:
+            threading.Timer(0.5, release.set).start()
+        saver.step()
+        saver.save()
+    torch.cuda.synchronize()
     saver.finish()
     return saver.right(saver.app.step - 2)
 
@@ -174,15 +170,14 @@ def test_a_read_in_mid_step_does_not_wait_for_the_copies(saver, monkeypatch):
     plan = copies.CopyPlan(tensors, device)
     arena = copies.PinnedArena(plan.nbytes, device)
     gaps = plan.copies(arena)
-    monkeypatch.setattr(copies, "FIRST_PIECE", plan.nbytes)
     monkeypatch.setattr(copies, "PIECE", plan.nbytes)
     plain = plan.copies(arena)
     scalar, stream, waits = torch.zeros(1, device=device), streams.Stream(), {}
-    for name, lists in {"gaps": gaps, "plain": plain}.items():
+    for name, rows in {"gaps": gaps, "plain": plain}.items():
         waits[name] = []
         for _ in range(4):
             torch.cuda.synchronize()
-            *_, copied = plan.queue(lists, streams, stream)
+            _, copied = rows.queue(streams, stream)
             scalar.item()
             waits[name].append(not copied.query())
             torch.cuda.synchronize()

@@ -17,12 +17,11 @@ from torch.distributed.device_mesh import init_device_mesh
 from torch.distributed.fsdp import fully_shard
 from torch.distributed.tensor import DTensor, Replicate
 
-from overlap_recipes.checkpoint.saves import OverlappedSaves
+from overlap_recipes.checkpoint.saves import Saves
 from overlap_recipes.checkpoint.state import TrainingState, memory_of, read, walk
-from overlap_recipes.checkpoint.writer import OverlappedWriter
 
 
-class Gated(OverlappedSaves):
+class Gated(Saves):
     """Its writing thread looks at no state until ``go`` is set."""
 
     def __init__(self, *args) -> None:
@@ -296,7 +295,7 @@ def test_what_is_no_tensor_of_the_model_is_asked_for_at_every_save(
     change(model)
     optimizer = optimizer(model.parameters(), lr=0.1, momentum=0.9)
     app = TrainingState(model, optimizer)
-    with OverlappedWriter(torch.device("cpu"), model.buffers()) as saves:
+    with Saves(torch.device("cpu"), model.buffers()) as saves:
         for step in range(3):
             model(torch.ones(2, 4)).sum().backward()
             optimizer.step()

@@ -1,6 +1,6 @@
 """Load the checkpoints of a folder of ``golden``, and compare every bit with what was saved.
 
-They were written on two ranks, with torch 2.13: ``step2`` by ``OverlappedWriter`` with a
+They were written on two ranks, with torch 2.13: ``step2`` by ``Saves`` with a
 ``TrainingState``, ``step3`` by ``DurableSaves`` with a ``Run``. ``expected.json`` has the SHA-256
 of each whole tensor.
 """

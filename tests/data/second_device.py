@@ -16,9 +16,9 @@ sys.path.insert(0, str(Path(__file__).parents[2] / "recipes_source" / "offload")
 
 
 def overlapped_stager(device: torch.device) -> None:
-    from overlap_recipes.checkpoint import OverlappedSaves
+    from overlap_recipes.checkpoint import Saves
 
-    with tempfile.TemporaryDirectory() as root, OverlappedSaves(device) as saves:
+    with tempfile.TemporaryDirectory() as root, Saves(device) as saves:
         saves.save({"x": torch.ones(1024, device=device)}, Path(root) / "step1")
 
 

@@ -11,7 +11,7 @@ from torch import nn
 sys.path.insert(0, str(Path(__file__).parents[2] / "recipes_source" / "checkpoint"))
 import async_save as basic
 
-from overlap_recipes.checkpoint.saves import OverlappedSaves
+from overlap_recipes.checkpoint.saves import Saves
 
 WIDTH = 600  # a weight of 1.4 MB: not packed with others
 
@@ -21,7 +21,7 @@ if __name__ == "__main__":
     optimizer = torch.optim.SGD(model.parameters(), lr=0.1)
     with (
         tempfile.TemporaryDirectory() as root,
-        OverlappedSaves(device, snapshot_bytes=10**9) as saves,
+        Saves(device, [model.weight]) as saves,
     ):
         for step in range(3):
             model(torch.ones(1, WIDTH, device=device)).sum().backward()

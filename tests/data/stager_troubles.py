@@ -1,7 +1,5 @@
-"""What can go wrong around `OverlappedSaves`; prints a line for each trouble that it survives."""
+"""What can go wrong around `Saves`; prints a line for each trouble that it survives."""
 
-import os
-import signal
 import sys
 import tempfile
 import threading
@@ -21,33 +19,18 @@ from raising import raised  # noqa: E402
 from torch import nn  # noqa: E402
 from torch.distributed.device_mesh import DeviceMesh, init_device_mesh  # noqa: E402
 from torch.distributed.tensor import Shard, distribute_tensor  # noqa: E402
-from torch.optim.optimizer import register_optimizer_step_pre_hook  # noqa: E402
 
 from overlap_recipes.checkpoint import saves as saves_module  # noqa: E402
-from overlap_recipes.checkpoint.copies import CopyPlan, PinnedArena  # noqa: E402
-from overlap_recipes.checkpoint.saves import OverlappedSaves  # noqa: E402
-from overlap_recipes.checkpoint.writer import OverlappedWriter  # noqa: E402
+from overlap_recipes.checkpoint.copies import PinnedArena  # noqa: E402
+from overlap_recipes.checkpoint.saves import Saves  # noqa: E402
 
 state_to_save.WIDTH, state_to_save.HIDDEN = 16, 64
 
 
-FAULTS: dict[int, BaseException | None] = {}  # by thread
-WRITE = dcp.FileSystemWriter.write_data
-QUEUE = CopyPlan.queue
 READ = saves_module.read
 
 
-def write_data(self, plan, planner):
-    fault = FAULTS.get(threading.get_ident())
-    if fault is not None:
-        raise fault
-    return WRITE(self, plan, planner)
-
-
-dcp.FileSystemWriter.write_data = write_data
-
-
-class Gated(OverlappedSaves):
+class Gated(Saves):
     """Saves whose writes wait for `gates[directory name]`, fail by `faults`, and are counted."""
 
     def __init__(self, *args, **kwargs) -> None:
@@ -58,6 +41,14 @@ class Gated(OverlappedSaves):
         self.at_gate = threading.Event()
         self.under_way = self.most_under_way = 0
         self.states: list[dict] = []
+        self.fault: BaseException | None = None
+        self.write_files = self.files.write_files
+        self.files.write_files = self.write_or_fail
+
+    def write_or_fail(self, *args) -> list:
+        if self.fault is not None:
+            raise self.fault
+        return self.write_files(*args)
 
     def write(self, state: dict, directory: Path) -> None:
         name = directory.name.removesuffix(".incomplete")
@@ -68,7 +59,7 @@ class Gated(OverlappedSaves):
         if name in self.gates:
             self.at_gate.set()
             assert self.gates[name].wait(30)
-        FAULTS[threading.get_ident()] = self.faults.get(name)
+        self.fault = self.faults.get(name)
         try:
             super().write(state, directory)
         finally:
@@ -87,7 +78,7 @@ class Run:
         self.root, self.device = root, device
         self.app, self.expected = basic.build_app(device, seed), {}
 
-    def step_and_save(self, saves: OverlappedSaves) -> Future | None:
+    def step_and_save(self, saves: Saves) -> Future | None:
         basic.train_step(self.app, self.device)
         name = f"step{self.app.step}"
         self.expected[name] = basic.snapshot(self.app)
@@ -103,7 +94,7 @@ class Run:
 def an_older_checkpoint_of_the_name_is_replaced_whole(root: Path, device: torch.device) -> None:
     for seed in (0, 1):
         run = Run(root, device, seed)
-        with OverlappedSaves(device, run.app.model.buffers()) as saves:
+        with Saves(device, run.app.model.buffers()) as saves:
             run.step_and_save(saves)
         run.right()
     assert sorted(path.name for path in root.iterdir()) == ["step1"]
@@ -128,7 +119,7 @@ def a_failed_save_is_told_on_every_rank_and_costs_no_other(
 
 def a_rank_that_does_not_know_its_tensors_is_told_to_all(root: Path, device: torch.device) -> None:
     run = Run(root, device)
-    with OverlappedSaves(device, run.app.model.buffers()) as saves:
+    with Saves(device, run.app.model.buffers()) as saves:
         run.step_and_save(saves)
         state = {"x": torch.ones(2, device=device), "y": torch.zeros(2, device=device)}
         saves_module.read = forget_one_on_the_last_rank
@@ -148,7 +139,7 @@ def forget_one_on_the_last_rank(state: dict, tensors: list[torch.Tensor]) -> obj
 
 def a_rank_that_cannot_stage_is_told_to_all(root: Path, device: torch.device) -> None:
     run = Run(root, device)
-    with OverlappedSaves(device, run.app.model.buffers()) as saves:
+    with Saves(device, run.app.model.buffers()) as saves:
         run.step_and_save(saves)
         plan, saves.plan = saves.plan, None
         arena, saves_module.PinnedArena = saves_module.PinnedArena, refuse_on_the_last_rank
@@ -236,7 +227,7 @@ def an_upload_that_outlives_its_group_has_no_name(root: Path, device: torch.devi
 def a_tensor_that_grew_is_planned_anew(root: Path, device: torch.device) -> None:
     ranks = dist.get_world_size()
     mesh = init_device_mesh(device.type, (ranks,))
-    with OverlappedSaves(device) as saves:
+    with Saves(device) as saves:
         for rows in (2 * ranks - 1, 2 * ranks, 1, 0):
             full = torch.arange(2.0 * rows).view(rows, 2)
             saves.save({"x": distribute_tensor(full, mesh, [Shard(0)])}, root / f"rows{rows}")
@@ -263,9 +254,10 @@ def writes_take_turns(root: Path, device: torch.device) -> None:
 
 
 def one_set_of_buffers_is_not_filled_while_it_is_written(root: Path, device: torch.device) -> None:
-    run, wait, saves_module.BUFFER_SETS = Run(root, device), saves_module.wait, 1
+    run, wait = Run(root, device), saves_module.wait
     try:
         with Gated(device, run.app.model.buffers()) as saves:
+            saves.buffers_within = lambda nbytes: 1
             gate = saves.gates["step1"] = threading.Event()
 
             def release_and_wait(uploads: list, *timeout: float):
@@ -280,7 +272,7 @@ def one_set_of_buffers_is_not_filled_while_it_is_written(root: Path, device: tor
             gate.set()
         run.right()
     finally:
-        saves_module.wait, saves_module.BUFFER_SETS = wait, 2
+        saves_module.wait = wait
 
 
 class Refuses:
@@ -298,7 +290,7 @@ class Refuses:
 
 def a_rank_whose_state_cannot_be_read_mixes_no_two_saves(root: Path, device: torch.device) -> None:
     run, part = Run(root, device), Refuses()
-    with OverlappedSaves(device, run.app.model.buffers()) as saves:
+    with Saves(device, run.app.model.buffers()) as saves:
         for step in (1, 2, 3):
             basic.train_step(run.app, device)
             part.refuses = step == 2
@@ -310,7 +302,7 @@ def a_rank_whose_state_cannot_be_read_mixes_no_two_saves(root: Path, device: tor
 
 def ranks_that_name_other_directories_are_told(root: Path, device: torch.device) -> None:
     """As when each rank puts its own time of day into the name."""
-    with OverlappedSaves(device) as saves:
+    with Saves(device) as saves:
         saves.save({"x": torch.ones(2, device=device)}, root / f"{saves.rank}" / "step1")
         assert "have called save for others than" in str(raised(saves.wait))
     assert not list(root.glob("*/step1"))
@@ -318,7 +310,7 @@ def ranks_that_name_other_directories_are_told(root: Path, device: torch.device)
 
 def a_save_in_inference_mode_is_a_save(root: Path, device: torch.device) -> None:
     run = Run(root, device)
-    with OverlappedSaves(device, run.app.model.buffers()) as saves:
+    with Saves(device, run.app.model.buffers()) as saves:
         basic.train_step(run.app, device)
         run.expected["step1"] = basic.snapshot(run.app)
         with torch.inference_mode():
@@ -332,7 +324,7 @@ def a_directory_that_is_no_checkpoint_is_not_replaced(root: Path, device: torch.
     (root / "step1").mkdir()
     (root / "step1" / "precious").write_text("mine")
     (root / "step2.replaced" / "old").mkdir(parents=True)
-    with OverlappedSaves(device, run.app.model.buffers()) as saves:
+    with Saves(device, run.app.model.buffers()) as saves:
         run.step_and_save(saves)
         assert raised(saves.wait) is not None
         run.step_and_save(saves)
@@ -348,7 +340,7 @@ def a_directory_that_is_no_checkpoint_is_not_replaced(root: Path, device: torch.
 
 def other_strides_over_the_same_memory_are_noticed(root: Path, device: torch.device) -> None:
     weight = torch.nn.Parameter(torch.arange(16.0, device=device).view(4, 4))
-    with OverlappedSaves(device) as saves:
+    with Saves(device) as saves:
         saves.save({"x": weight}, root / "straight")
         weight.data = weight.data.t()
         saves.save({"x": weight}, root / "turned")
@@ -360,7 +352,7 @@ def other_strides_over_the_same_memory_are_noticed(root: Path, device: torch.dev
 
 def a_device_without_an_index_is_the_current_one(root: Path, device: torch.device) -> None:
     run = Run(root, device)
-    with OverlappedSaves(torch.device(device.type), run.app.model.buffers()) as saves:
+    with Saves(torch.device(device.type), run.app.model.buffers()) as saves:
         run.step_and_save(saves)
         assert saves.device == torch.empty(0, device=device).device
         snapshots = [copy for copy, _ in saves.plan.snapshots if copy.dim() > 0]
@@ -391,8 +383,8 @@ def a_save_after_an_interrupted_wait_waits_for_its_buffers(
 
 
 def saves_outside_the_block_are_refused(root: Path, device: torch.device) -> None:
-    saves = OverlappedSaves(device)
-    assert "with OverlappedSaves" in str(raised(lambda: saves.save({}, root / "x")))
+    saves = Saves(device)
+    assert "with Saves" in str(raised(lambda: saves.save({}, root / "x")))
     for group in saves.groups:
         dist.destroy_process_group(group)
 
@@ -402,7 +394,7 @@ def every_optimizer_is_ordered_and_none_afterwards(root: Path, device: torch.dev
     optimizers = [torch.optim.SGD([weight], lr=1.0) for weight in weights]
     asked = []
 
-    class Asked(OverlappedSaves):
+    class Asked(Saves):
         def before_update(self, *args) -> None:
             asked.append(args[:1])
             super().before_update(*args)
@@ -454,7 +446,7 @@ def weights_that_moved_are_saved_where_they_are(root: Path, device: torch.device
     step()
     kept = root / "kept"
     torch.save(optimizer.state_dict(), kept)
-    with OverlappedSaves(device) as saves:
+    with Saves(device) as saves:
         for move in (step, load_a_copy, step, new_memory, assigned, swapped):
             move()
             expected = torch.utils._pytree.tree_map(lambda t: t.detach().clone(), state())
@@ -503,23 +495,10 @@ def leaves_of_every_kind_are_as_they_were(root: Path, device: torch.device) -> N
         assert staged["head"].data_ptr() == staged["embedding"].data_ptr()
 
 
-def snapshots_free_the_update_from_the_copies(root: Path, device: torch.device) -> None:
-    large = [torch.randn(1 << 19, device=device) for _ in range(3)]
-    plan = CopyPlan(large, device, snapshot_bytes=2 * large[0].nbytes)
-    assert len(plan.in_place) == 1 and len(plan.snapshots) == 2
-    with OverlappedSaves(device, snapshot_bytes=1 << 30) as saves:
-        saves.save({"x": large}, root / "x")
-        expected = [x.clone() for x in large]
-        assert not saves.plan.in_place
-    loaded = {"x": [torch.zeros(1 << 19) for _ in large]}
-    dcp.load(loaded, checkpoint_id=root / "x")
-    assert all(torch.equal(a, b.cpu()) for a, b in zip(loaded["x"], expected, strict=True))
-
-
 def numbers_on_the_device_are_read_at_the_save(root: Path, device: torch.device) -> None:
     rate, counter = torch.tensor(0.5, device=device), torch.tensor(7, device=device)
     rates = torch.tensor([0.5], device=device)
-    with OverlappedSaves(device) as saves:
+    with Saves(device) as saves:
         saves.save({"rate": rate, "rates": rates, "counter": counter}, root / "numbers")
         rate.mul_(0.5)  # as a schedule does
         rates.mul_(0.5)
@@ -529,83 +508,12 @@ def numbers_on_the_device_are_read_at_the_save(root: Path, device: torch.device)
     assert [tensor.item() for tensor in loaded.values()] == [0.5, 0.5, 7], loaded
 
 
-def held_back(go: threading.Event):
-    """``CopyPlan.queue`` whose thread waits for ``go``, so that copies are under way until then."""
-
-    def queue(plan, copies, *others):
-        if threading.current_thread() is not threading.main_thread():
-            go.wait(60)
-        return QUEUE(plan, copies, *others)
-
-    return queue
-
-
-def ctrl_c_at_the_end_of_the_block_tears_no_copy(root: Path, device: torch.device) -> None:
-    """Training that goes on outside of the block is ordered after the copies, too."""
-    go, weight = threading.Event(), nn.Parameter(torch.ones(1 << 19, device=device))
-    weight.grad = torch.ones_like(weight)
-    optimizer = torch.optim.SGD([weight], lr=0.5)
-    CopyPlan.queue = held_back(go)
-    handler = signal.signal(signal.SIGINT, signal.default_int_handler)
-    try:
-        with OverlappedSaves(device) as saves:
-            saved = saves.save({"x": weight}, root / "x")
-            threading.Timer(0.5, os.kill, (os.getpid(), signal.SIGINT)).start()
-        raise AssertionError("Ctrl-C came too late")
-    except KeyboardInterrupt:
-        threading.Timer(0.5, go.set).start()
-        optimizer.step()
-    finally:
-        CopyPlan.queue = QUEUE
-        signal.signal(signal.SIGINT, handler)
-    saved.result()
-    loaded = {"x": torch.zeros(1 << 19)}
-    dcp.load(loaded, checkpoint_id=root / "x")
-    assert weight[0] == 0.5 and (loaded["x"] == 1).all(), loaded
-    saves.__exit__(None, None, None)
-
-
-def a_save_waits_until_the_copies_before_it_are_launched(root: Path, device: torch.device) -> None:
-    """They may read the snapshots that it takes anew: of buffers, between two updates."""
-    go, buffer = threading.Event(), torch.ones(1 << 19, device=device)
-    CopyPlan.queue = held_back(go)
-    with OverlappedSaves(device, [buffer]) as saves:
-        saves.save({"x": buffer}, root / "first")
-        buffer.mul_(2)  # as a forward does
-        threading.Timer(0.5, go.set).start()
-        saves.save({"x": buffer}, root / "second")
-    CopyPlan.queue = QUEUE
-    for name, value in {"first": 1.0, "second": 2.0}.items():
-        loaded = {"x": torch.zeros(1 << 19)}
-        dcp.load(loaded, checkpoint_id=root / name)
-        assert (loaded["x"] == value).all(), (name, loaded)
-
-
-def an_update_waits_until_its_copies_are_launched(root: Path, device: torch.device) -> None:
-    go, weight = threading.Event(), nn.Parameter(torch.ones(1 << 19, device=device))
-    weight.grad = torch.ones_like(weight)
-    optimizer, launched = torch.optim.SGD([weight], lr=0.5), []
-    CopyPlan.queue = held_back(go)
-    with OverlappedSaves(device) as saves:
-        saves.save({"x": weight}, root / "x")
-        saves.queued[0].add_done_callback(lambda _: launched.append("launched"))
-        behind = register_optimizer_step_pre_hook(lambda *_: launched.append("update"))
-        threading.Timer(0.5, go.set).start()
-        optimizer.step()
-        behind.remove()
-    CopyPlan.queue = QUEUE
-    loaded = {"x": torch.zeros(1 << 19)}
-    dcp.load(loaded, checkpoint_id=root / "x")
-    assert launched == ["launched", "update"], launched
-    assert weight[0] == 0.5 and (loaded["x"] == 1).all(), loaded
-
-
 def threads_are_told_their_device(root: Path, device: torch.device) -> None:
     told: dict[str, object] = {}
     streams = torch.get_device_module(device)
     set_device = streams.set_device
     streams.set_device = lambda named: told.update({threading.current_thread().name: named})
-    with OverlappedSaves(device) as saves:
+    with Saves(device) as saves:
         saves.save({"x": torch.ones(2, device=device)}, root / "x")
     streams.set_device = set_device
     assert set(told.values()) == {device} and "write" in told, told
@@ -618,16 +526,15 @@ def a_tensor_of_other_ranks_is_left_to_them(root: Path, device: torch.device) ->
     def state(x: torch.Tensor) -> dict:
         return {"mine": distribute_tensor(x, first, [Shard(0)]), "all": x}
 
-    for saver in (OverlappedSaves, OverlappedWriter):
-        with saver(device) as saves:
-            for step in (1, 2, 3):
-                saves.save(state(whole * step), root / f"{saver.__name__}{step}")
+    with Saves(device) as saves:
         for step in (1, 2, 3):
-            found = state(torch.zeros_like(whole))
-            dcp.load(found, checkpoint_id=root / f"{saver.__name__}{step}")
-            expected = whole * step if dist.get_rank() == 0 else whole[:0]
-            assert torch.equal(found["mine"].to_local(), expected), (saver, step)
-            assert torch.equal(found["all"], whole * step), (saver, step)
+            saves.save(state(whole * step), root / f"step{step}")
+    for step in (1, 2, 3):
+        found = state(torch.zeros_like(whole))
+        dcp.load(found, checkpoint_id=root / f"step{step}")
+        expected = whole * step if dist.get_rank() == 0 else whole[:0]
+        assert torch.equal(found["mine"].to_local(), expected), step
+        assert torch.equal(found["all"], whole * step), step
 
 
 ON_ALL_RANKS = (
@@ -655,12 +562,8 @@ ON_ONE_RANK = (
     every_optimizer_is_ordered_and_none_afterwards,
     weights_that_moved_are_saved_where_they_are,
     leaves_of_every_kind_are_as_they_were,
-    snapshots_free_the_update_from_the_copies,
     numbers_on_the_device_are_read_at_the_save,
     threads_are_told_their_device,
-    ctrl_c_at_the_end_of_the_block_tears_no_copy,
-    a_save_waits_until_the_copies_before_it_are_launched,
-    an_update_waits_until_its_copies_are_launched,
 )
 
 if __name__ == "__main__":

@@ -16,7 +16,7 @@ from faults import edits, power_cut, soak
 from faults.points import Fault
 from overlap_recipes.checkpoint.durable import faults, newest_step
 
-SECOND_COMMIT = 7  # the hit of point "rename" on rank 0 just before the second checkpoint is named
+SECOND_COMMIT = 11  # the hit of point "rename" on rank 0 just before the second checkpoint is named
 
 
 def trials(scratch: Path, count: str, seed: str) -> list[dict]:

@@ -4,9 +4,9 @@ from dataclasses import dataclass
 from pathlib import Path
 from types import ModuleType
 
-from overlap_recipes.checkpoint import durable, retention
+from overlap_recipes.checkpoint import durable, retention, writer
 
-IN_ORDER = (durable, retention)  # the second takes names from the first
+IN_ORDER = (writer, durable, retention)  # each takes names from those before it
 
 
 @dataclass(frozen=True)
@@ -51,7 +51,7 @@ DELETE_FIRST = Edit(
         if self.rank == 0:
 """,
 )
-NO_FILE_FLUSH = Edit(durable, "            flush(file)\n", "            pass\n")
+NO_FILE_FLUSH = Edit(writer, "        os.fsync(file)\n", "")
 NO_DIRECTORY_FLUSH = Edit(durable, "    flush(path.parent)\n", "")
 NO_ROOT_FLUSH = Edit(durable, "        flush(directory.parent)\n", "")
 RENAME_BEFORE_FLUSH = Edit(

@@ -3,14 +3,12 @@
 import hashlib
 import os
 from datetime import timedelta
-from functools import partial
 from pathlib import Path
 
 import state_to_save as basic
 import torch
 import torch._dynamo  # noqa: F401 (imported here, not by each rank: that takes longer than it trains)
 import torch.distributed as dist
-import torch.distributed.checkpoint as dcp
 
 from faults.edits import Edit
 from faults.points import BALLAST, Fault, Points, tell
@@ -66,7 +64,6 @@ def run(
     points.install()
     saves.install(points)
     if log is not None:
-        dcp.FileSystemWriter = partial(dcp.FileSystemWriter, sync_files=False)  # or we do not
         log.install()
     with saves:
         while app.step < STEPS:

@@ -132,6 +132,7 @@ class Points:
         self.around(os, "rename", self.renamed)
         self.around(os, "replace", lambda _, new: point_of(str(new)))
         self.around(os, "fsync", lambda fd: point_of(os.readlink(f"/proc/self/fd/{fd}")))
+        self.around(os, "pwritev", lambda fd, *_: point_of(os.readlink(f"/proc/self/fd/{fd}")))
         self.around(os, "unlink", self.removed)
         self.around(os, "rmdir", self.removed)
         self.watch_streams()

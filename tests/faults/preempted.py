@@ -23,9 +23,9 @@ CASES = {  # the point and hit at which rank 1 is struck, and how
     "step": Fault("term", "step", 1, 5),
     "state_dict": Fault("term", "state_dict", 1, 3),
     "staging": Fault("term", "staging", 1, 3),
-    "upload": Fault("term", "writing", 1, 900),
+    "upload": Fault("term", "writing", 1, 15),
     "before the name": Fault("term", "metadata", 1, 10),
-    "late": Fault("late", "writing", 1, 900),
+    "late": Fault("late", "writing", 1, 15),
     "a rank is gone": Fault("kill", "step", 1, 5),
 }
 

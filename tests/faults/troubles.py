@@ -14,7 +14,7 @@ import torch.distributed as dist
 from faults.job import digest
 from faults.points import Fault, Points, tell
 from faults.soak import run_ranks
-from overlap_recipes.checkpoint import durable, retention, writer
+from overlap_recipes.checkpoint import durable, retention
 
 STEPS, SAVE_EVERY, RANKS = 8, 2, 2
 FROM, TO = 4, 6  # the save of step 4 is in trouble, that of step 6 no more
@@ -33,10 +33,6 @@ def gone(root: Path, on: bool) -> None:
     shutil.move(root, elsewhere) if on else shutil.move(elsewhere, root)
 
 
-class WrittenAsBytes(retention.RetainedSaves, writer.OverlappedWriter):
-    """Two recipes in one: durable, kept, and written by the kept plan."""
-
-
 TROUBLES = {"read only": read_only, "gone": gone}
 
 
@@ -48,8 +44,7 @@ def train(rank: int, ranks: int, store: Path, pipe: int, root: Path, name: str) 
     trouble = TROUBLES.get(name)
     if name == "deletion":
         Points(Fault("raise", "deletion", 0, 1) if rank == 0 else None, root, pipe).install()
-    kind = WrittenAsBytes if name == "bytes" else retention.RetainedSaves
-    with kind(root, torch.device("cpu"), keep_last=2) as saves:
+    with retention.RetainedSaves(root, torch.device("cpu"), keep_last=2) as saves:
         while app.step < STEPS:
             basic.train_step(app, torch.device("cpu"))
             if app.step % SAVE_EVERY == 0:

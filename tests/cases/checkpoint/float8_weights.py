@@ -12,8 +12,8 @@ import torch
 from torch import nn
 from torchao.float8 import Float8LinearConfig, convert_to_float8_training
 
+from overlap_recipes.checkpoint.saves import Saves
 from overlap_recipes.checkpoint.state import TrainingState
-from overlap_recipes.checkpoint.writer import OverlappedWriter
 
 WIDTH = 32  # float8 needs multiples of 16
 SAVES = 3
@@ -36,7 +36,7 @@ def step(model: nn.Module, optimizer: torch.optim.Optimizer, number: int) -> Non
     optimizer.zero_grad()
 
 
-def is_refused(saves: OverlappedWriter, state: dict, directory: Path) -> bool:
+def is_refused(saves: Saves, state: dict, directory: Path) -> bool:
     try:
         saves.save(state, directory)
     except (RuntimeError, TypeError) as error:
@@ -52,7 +52,7 @@ def told() -> None:
         state = {"app": TrainingState(model, optimizer)}
         refused = False
         try:
-            with OverlappedWriter(roundtrip.HOST, model.buffers) as saves:
+            with Saves(roundtrip.HOST, model.buffers) as saves:
                 for number in range(SAVES):
                     step(model, optimizer, number)
                     refused = refused or is_refused(saves, state, root / f"step{number}")

@@ -14,8 +14,8 @@ import torch.distributed.checkpoint as dcp
 from torch import nn
 from torchdata.stateful_dataloader import StatefulDataLoader
 
+from overlap_recipes.checkpoint.saves import Saves
 from overlap_recipes.checkpoint.state import TrainingState
-from overlap_recipes.checkpoint.writer import OverlappedWriter
 
 WIDTH = 16
 DOCUMENTS_A_RANK = 1000
@@ -56,7 +56,7 @@ def main() -> None:
         model, optimizer, loader = build(0)
         app = TrainingState(model, optimizer, data=loader)
         batches = iter(loader)
-        with OverlappedWriter(roundtrip.HOST, model.buffers) as saves:
+        with Saves(roundtrip.HOST, model.buffers) as saves:
             for _ in range(STEPS):
                 loss = model(next(batches)).square().mean()
                 loss.backward()

@@ -15,8 +15,8 @@ from torch.distributed.device_mesh import init_device_mesh
 from torch.distributed.fsdp import fully_shard
 from torch.distributed.tensor import DTensor
 
+from overlap_recipes.checkpoint.saves import Saves
 from overlap_recipes.checkpoint.state import TrainingState
-from overlap_recipes.checkpoint.writer import OverlappedWriter
 
 HOST = torch.device("cpu")
 PLAIN_TENSORS = (torch.Tensor, nn.Parameter)
@@ -165,7 +165,7 @@ def round_trip(
     with job() as root:
         model, optimizer = build(0)
         app = TrainingState(model, optimizer)
-        with OverlappedWriter(HOST, model.buffers) as saves:
+        with Saves(HOST, model.buffers) as saves:
             train(model, optimizer, step, before)
             saved = all_state(model, optimizer)
             saves.save({"app": app}, root / "step1")

@@ -1,0 +1,268 @@
+"""The first save is prepared beside the first steps, and that changes nothing of the training."""
+
+import copy
+import logging
+import threading
+from collections.abc import Iterator
+from pathlib import Path
+
+import pytest
+import torch
+import torch.distributed as dist
+import torch.distributed.checkpoint as dcp
+from torch import nn
+
+from overlap_recipes.checkpoint import saves as saves_module
+from overlap_recipes.checkpoint.copies import PinnedArena
+from overlap_recipes.checkpoint.saves import Saves
+from overlap_recipes.checkpoint.state import TrainingState
+
+CPU = torch.device("cpu")
+MARKED_BY_A_STEP = [
+    lambda parameters: torch.optim.Adam(parameters, lr=1e-2, weight_decay=0.1),
+    lambda parameters: torch.optim.SGD(parameters, lr=1e-2, momentum=0.9, dampening=0.5),
+    lambda parameters: torch.optim.NAdam(parameters, lr=1e-2),
+]
+
+
+class Job:
+    """A small training whose optimizers take turns."""
+
+    def __init__(self, optimizers: int = 1, make=MARKED_BY_A_STEP[0]) -> None:
+        torch.manual_seed(0)
+        self.model = nn.Sequential(*[nn.Linear(4, 4) for _ in range(optimizers)])
+        self.optimizers = [make(layer.parameters()) for layer in self.model]
+        self.app = TrainingState(self.model, *self.optimizers)
+        self.steps = 0
+        self.gradients: list[torch.Tensor] = []
+
+    def forward_backward(self) -> None:
+        torch.manual_seed(self.steps)
+        self.model(torch.randn(3, 4)).square().sum().backward()
+        self.gradients += [p.grad.clone() for p in self.model.parameters() if p.grad is not None]
+
+    def step(self) -> None:
+        self.forward_backward()
+        for optimizer in self.optimizers:
+            optimizer.step()
+            optimizer.zero_grad()
+        self.steps += 1
+
+    def bits(self) -> list[torch.Tensor]:
+        moments = []
+        for optimizer in self.optimizers:
+            for state in optimizer.state.values():
+                moments += state.values()
+        return [*self.model.parameters(), *moments, *self.gradients]
+
+    def equals(self, other: "Job") -> bool:
+        mine, others = self.bits(), other.bits()
+        return len(mine) == len(others) and all(map(torch.equal, mine, others))
+
+
+@pytest.fixture(autouse=True)
+def rank() -> Iterator[None]:
+    dist.init_process_group("gloo", store=dist.HashStore(), rank=0, world_size=1)
+    yield
+    dist.destroy_process_group()
+
+
+@pytest.fixture
+def gate(monkeypatch) -> threading.Event:
+    """Memory is locked when it is set."""
+    gate = threading.Event()
+
+    def held(*args) -> PinnedArena:
+        assert gate.wait(60)
+        return PinnedArena(*args)
+
+    monkeypatch.setattr(saves_module, "PinnedArena", held)
+    return gate
+
+
+def loads(directory: Path, job: Job) -> bool:
+    other = Job(len(job.optimizers))
+    dcp.load({"app": other.app}, checkpoint_id=directory)
+    other.gradients = job.gradients
+    return other.equals(job)
+
+
+@pytest.mark.parametrize("make", MARKED_BY_A_STEP, ids=["adam", "momentum", "nadam"])
+@pytest.mark.parametrize("optimizers", [1, 2])
+def test_training_beside_a_preparation_has_the_bits_of_training_alone(
+    tmp_path, gate, make, optimizers
+) -> None:
+    alone, job = Job(optimizers, make), Job(optimizers, make)
+    with Saves(CPU) as saves:
+        prepared = saves.prepare({"app": job.app})
+        for _ in range(5):  # the preparation is held in all of them
+            job.step()
+            alone.step()
+            assert job.equals(alone)
+        assert prepared.running()
+        gate.set()
+        prepared.result(60)
+        saves.save({"app": job.app}, tmp_path / "step5")
+        for _ in range(2):
+            job.step()
+            alone.step()
+    assert job.equals(alone)
+
+
+def test_a_prepared_save_makes_no_plan_and_locks_no_memory(tmp_path) -> None:
+    job = Job()
+    with Saves(CPU) as saves:
+        prepared = saves.prepare({"app": job.app})
+        job.step()
+        job.step()
+        prepared.result(60)
+        plan, buffers, plans = saves.plan, saves.buffers, saves.files.plans
+        assert (len(buffers), plans) == (2, 1)
+        saves.save({"app": job.app}, tmp_path / "step2").result()
+        assert saves.plan is plan and saves.buffers is buffers and saves.files.plans == plans
+    assert loads(tmp_path / "step2", job)
+
+
+def test_nothing_is_asked_for_before_every_optimizer_has_state() -> None:
+    """An optimizer without state would be made to step, which leaves marks in some."""
+    job = Job(2)
+    first, second = job.optimizers
+    with Saves(CPU) as saves:
+        prepared = saves.prepare({"app": job.app})
+        for _ in range(3):  # the second does not step
+            job.forward_backward()
+            first.step()
+        assert not prepared.running() and not prepared.done()
+        job.step()
+        job.step()
+        prepared.result(60)
+    assert len(second.state) == 2
+
+
+def test_a_save_before_its_preparation_has_ended_waits_and_says_so(tmp_path, gate, caplog) -> None:
+    job = Job()
+    with Saves(CPU) as saves, caplog.at_level(logging.WARNING):
+        saves.prepare({"app": job.app})
+        job.step()
+        job.step()
+        threading.Timer(0.3, gate.set).start()
+        done = saves.save({"app": job.app}, tmp_path / "step2")
+        assert gate.is_set(), "it has not waited"
+        done.result()
+    assert "a save waited" in caplog.text and loads(tmp_path / "step2", job)
+
+
+def test_a_save_before_the_second_step_needs_no_preparation(tmp_path) -> None:
+    job = Job()
+    with Saves(CPU) as saves:
+        prepared = saves.prepare({"app": job.app})
+        job.step()
+        saves.save({"app": job.app}, tmp_path / "step1").result()
+        assert prepared.cancelled() and loads(tmp_path / "step1", job)
+        job.step()
+        job.step()
+        saves.save({"app": job.app}, tmp_path / "step3").result()
+    assert loads(tmp_path / "step3", job)
+
+
+def test_memory_that_cannot_be_had_is_told_before_the_save(monkeypatch, tmp_path, caplog) -> None:
+    job = Job()
+
+    def refused(*_) -> None:
+        raise RuntimeError("cannot lock memory")
+
+    with Saves(CPU) as saves:
+        with monkeypatch.context() as patch:
+            patch.setattr(saves_module, "PinnedArena", refused)
+            prepared = saves.prepare({"app": job.app})
+            job.step()
+            job.step()
+            with pytest.raises(RuntimeError, match="cannot lock memory"):
+                prepared.result(60)
+        assert "not prepared" in caplog.text
+        saves.save({"app": job.app}, tmp_path / "step2").result()
+    assert loads(tmp_path / "step2", job)
+
+
+def test_a_state_that_has_changed_since_its_preparation_is_saved_as_it_is(tmp_path) -> None:
+    job = Job()
+    with Saves(CPU) as saves:
+        prepared = saves.prepare({"app": job.app})
+        job.step()
+        job.step()
+        prepared.result(60)
+        job.optimizers[0].load_state_dict(copy.deepcopy(job.optimizers[0].state_dict()))
+        job.step()
+        saves.save({"app": job.app}, tmp_path / "step3").result()
+    assert loads(tmp_path / "step3", job)
+
+
+def test_a_block_that_ends_beside_a_preparation_ends(gate) -> None:
+    job = Job()
+    with Saves(CPU) as saves:
+        prepared = saves.prepare({"app": job.app})
+        job.step()
+        job.step()
+        threading.Timer(0.2, gate.set).start()
+    assert prepared.done()
+
+
+def bytes_of_a_save() -> int:
+    with Saves(CPU) as saves:
+        saves.make_buffers([torch.ones(1 << 20)])
+        return saves.plan.nbytes
+
+
+def test_saves_within_the_memory_of_one_follow_each_other(tmp_path, caplog) -> None:
+    nbytes = bytes_of_a_save()
+    x = torch.ones(1 << 20)
+    with Saves(CPU, host_bytes=2 * nbytes - 1) as saves:
+        for step in range(3):
+            saves.before_update()
+            x.fill_(step)
+            saves.save({"x": x}, tmp_path / f"step{step}")
+            assert len(saves.buffers) == 1 and saves.uploads[-2].done()
+    assert "one buffer of" in caplog.text
+    for step in range(3):
+        like = {"x": torch.ones(1 << 20)}
+        dcp.load(like, checkpoint_id=tmp_path / f"step{step}")
+        assert like["x"].eq(step).all()
+
+
+def test_a_save_that_the_memory_does_not_hold_is_refused(tmp_path) -> None:
+    nbytes = bytes_of_a_save()
+    with Saves(CPU, host_bytes=nbytes - 1) as saves:
+        lost = saves.save({"x": torch.ones(1 << 20)}, tmp_path / "step1")
+        with pytest.raises(RuntimeError, match=f"needs {nbytes} bytes, host_bytes is {nbytes - 1}"):
+            lost.result()
+        saves.failures.clear()
+    with Saves(CPU, host_bytes=2 * nbytes) as saves:
+        saves.save({"x": torch.ones(1 << 20)}, tmp_path / "step1")
+        assert len(saves.buffers) == 2
+
+
+def test_twice_as_many_threads_write_where_saves_come_before_the_last_is_written(tmp_path) -> None:
+    class Held(Saves):
+        def write(self, *args) -> None:
+            assert go.wait(60)
+            super().write(*args)
+
+    go, x = threading.Event(), torch.ones(3)
+    go.set()
+    with Held(CPU) as saves, Held(CPU, write_threads=1) as set_by_hand:
+        for step in range(3):
+            saves.save({"x": x}, tmp_path / f"a{step}").result()
+        assert saves.threads == 2
+        for each, letter, threads in ((saves, "b", 4), (set_by_hand, "c", 1)):
+            go.clear()
+            each.save({"x": x}, tmp_path / f"{letter}0")
+            each.save({"x": x}, tmp_path / f"{letter}1")
+            assert each.threads == threads
+            go.set()
+            each.wait()
+
+
+@pytest.mark.parametrize("threads", [0, 9])
+def test_a_number_of_threads_that_does_nothing_is_refused(threads: int) -> None:
+    with pytest.raises(ValueError, match="give 1 to 8"):
+        Saves(CPU, write_threads=threads)
