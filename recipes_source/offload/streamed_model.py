@@ -122,8 +122,8 @@ LAYERS, WORDS, STEPS, MICROBATCHES = 4, 50, 3, 2
 # --------------------
 # The model is one of torch's own, between an embedding and a head that share their weight; layers
 # have dropout and take a mask. Every step, an ordinary copy loads the streamed model's state, and
-# all gradients of two microbatches are compared bit by bit. ``tests/offload/test_offload.py`` does
-# this with transformers' Llama, adapters of peft, and ``generate()``.
+# all gradients of two microbatches are compared bit by bit. ``tests/offload/test_streamed_model.py``
+# does this with transformers' Llama, adapters of peft, and ``generate()``.
 
 
 class Model(nn.Module):

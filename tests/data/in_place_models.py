@@ -1,0 +1,271 @@
+"""The models of ``in_place_training.py``, sharded in every way, and how one is put in place."""
+
+import warnings
+from functools import partial
+
+import torch
+import torch.distributed as dist
+from torch import nn
+from torch.distributed.device_mesh import init_device_mesh
+from torch.distributed.fsdp import MixedPrecisionPolicy, fully_shard
+from torch.distributed.tensor import DTensor
+from torch.utils.checkpoint import checkpoint
+
+from overlap_recipes.fsdp2 import in_place_gather, in_place_reduce
+
+WIDTH, BLOCKS, STEPS = 10, 4, 3
+SLOTS = 3  # so that units of a model of four blocks take turns
+DEVICE = torch.accelerator.current_accelerator(check_available=True) or torch.device("cpu")
+FP32 = MixedPrecisionPolicy(param_dtype=torch.bfloat16, reduce_dtype=torch.float32)
+BF16 = MixedPrecisionPolicy(param_dtype=torch.bfloat16, reduce_dtype=torch.bfloat16)
+NONE = MixedPrecisionPolicy(param_dtype=torch.bfloat16)
+PLAIN = MixedPrecisionPolicy()
+HALF = MixedPrecisionPolicy(torch.float16, torch.float16, torch.bfloat16)
+POLICIES = {"fp32": FP32, "bf16": BF16, "None": NONE, "plain": PLAIN}
+
+
+class Block(nn.Module):
+    """Uneven rows over two ranks, and a vector."""
+
+    def __init__(self, adapter: torch.dtype | None = None) -> None:
+        super().__init__()
+        self.up, self.down = nn.Linear(WIDTH, 7), nn.Linear(7, WIDTH)
+        self.norm = nn.LayerNorm(WIDTH)
+        self.adapter = None
+        if adapter:
+            for p in self.parameters():
+                p.requires_grad_(False)
+            self.adapter = nn.Linear(WIDTH, WIDTH, bias=False, dtype=adapter)
+
+    def forward(self, x: torch.Tensor) -> torch.Tensor:
+        y = x + self.down(torch.tanh(self.up(self.norm(x))))
+        return y if self.adapter is None else y + self.adapter(x.to(self.adapter.weight.dtype))
+
+
+class Model(nn.Module):
+    def __init__(self, tied: bool = False, adapter: torch.dtype | None = None) -> None:
+        super().__init__()
+        torch.manual_seed(0)
+        self.embed = nn.Embedding(13, WIDTH)
+        self.blocks = nn.ModuleList(Block(adapter) for _ in range(BLOCKS))
+        self.norm, self.output = nn.LayerNorm(WIDTH), nn.Linear(WIDTH, 13, bias=False)
+        self.recompute = self.depth = self.order = None
+        if tied:
+            self.output.weight = self.embed.weight
+
+    def chosen(self) -> list[nn.Module]:
+        order = range(BLOCKS) if self.order is None else self.order
+        return [self.blocks[n] for n in order][: self.depth]
+
+    def forward(self, ids: torch.Tensor) -> torch.Tensor:
+        x = self.embed(ids)
+        for block in self.chosen():
+            x = checkpoint(block, x, **self.recompute) if self.recompute else block(x)
+        return self.output(self.norm(x)).float()
+
+
+def batch(turn: int) -> torch.Tensor:
+    draw = torch.Generator().manual_seed(10 * turn + dist.get_rank())
+    return torch.randint(13, (3, 5), generator=draw).to(DEVICE)
+
+
+def loss_of(model: nn.Module, turn: int) -> torch.Tensor:
+    ids = batch(turn)
+    return nn.functional.cross_entropy(model(ids).flatten(0, 1), ids.flatten())
+
+
+def shard(policy, *, model=None, grouped=False, mesh=None, root=True, sharded=BLOCKS, **options):
+    model = model or Model()
+    options |= {"mp_policy": policy} | ({"mesh": mesh} if mesh else {})
+    for block in model.blocks[:sharded]:
+        fully_shard(block, **options)
+    if grouped:
+        fully_shard(model.embed, **options)
+        fully_shard([model.norm, model.output], **options)
+    return fully_shard(model, **options) if root else model
+
+
+class CalledTwice(Model):
+    """Each block runs twice in a row, the first also at the end."""
+
+    def forward(self, ids: torch.Tensor) -> torch.Tensor:
+        x = self.embed(ids)
+        for block in (*self.blocks, self.blocks[0]):
+            x = block(block(x))
+        return self.output(self.norm(x)).float()
+
+
+class Complex(nn.Module):
+    """Complex weights: FSDP2 reduces them."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        torch.manual_seed(0)
+        linear = partial(nn.Linear, WIDTH, WIDTH, bias=False, dtype=torch.complex64)
+        self.blocks = nn.ModuleList(linear() for _ in range(BLOCKS))
+        self.embed = nn.Embedding(13, WIDTH)
+
+    def forward(self, ids: torch.Tensor) -> torch.Tensor:
+        x = self.embed(ids).to(torch.complex64)
+        for block in self.blocks:
+            x = block(x)
+        return nn.functional.pad(x.abs(), (0, 13 - WIDTH))
+
+
+class ReadsEmbedding(Model):
+    """The head reads the embedding's weights without sharing the parameter with a module."""
+
+    def forward(self, ids: torch.Tensor) -> torch.Tensor:
+        x = self.embed(ids)
+        for block in self.blocks:
+            x = block(x)
+        return nn.functional.linear(
+            self.output(self.norm(x))[..., :WIDTH], self.embed.weight
+        ).float()
+
+
+def reads_embedding(policy):
+    model = ReadsEmbedding()
+    for unit in (*model.blocks, model.norm, model.output):
+        fully_shard(unit, mp_policy=policy)
+    return fully_shard(model, mp_policy=policy, reshard_after_forward=True)
+
+
+def recomputed(policy, **how):
+    model = shard(policy)
+    model.recompute = how
+    return model
+
+
+def wrapped(policy):
+    """Checkpoint inside each unit."""
+    from torch.distributed.algorithms._checkpoint.checkpoint_wrapper import checkpoint_wrapper
+
+    model = Model()
+    for n, block in enumerate(model.blocks):
+        model.blocks[n] = checkpoint_wrapper(block)
+    return shard(policy, model=model)
+
+
+def compiled(policy, whole):
+    model = Model()
+    if not whole:
+        for block in model.blocks:
+            block.compile(backend="aot_eager")
+    model = shard(policy, model=model)
+    if whole:
+        model.compile(backend="aot_eager")
+    return model
+
+
+def adapted(policy, dtype):
+    model = Model(adapter=dtype)
+    for p in (*model.embed.parameters(), *model.norm.parameters(), *model.output.parameters()):
+        p.requires_grad_(False)
+    if dtype != torch.float32:
+        for block in model.blocks:
+            block.norm.to(torch.float64)
+            block.norm.to(torch.float32)
+            block.up.to(torch.bfloat16), block.down.to(torch.bfloat16)
+    return shard(policy, model=model)
+
+
+def halved(policy):
+    model = Model()
+    for block in model.blocks:
+        fully_shard(block, mp_policy=HALF)
+    return fully_shard(model, mp_policy=policy)
+
+
+def ignoring(policy):
+    model = Model()
+    ignored = {model.blocks[0].norm.weight, model.norm.bias}
+    for p in ignored:
+        p.requires_grad_(False)
+    return shard(policy, model=model, ignored_params=ignored)
+
+
+def on_meta(policy):
+    with torch.device("meta"):
+        model = Model()
+    model = shard(policy, model=model)
+
+    def fill():
+        model.to_empty(device=DEVICE)
+        torch.manual_seed(3)
+        for p in model.parameters():
+            p.to_local().detach().copy_(torch.randn(p.to_local().shape) / 5)
+
+    model.fill = fill
+    return model
+
+
+def hybrid(policy):
+    ranks = dist.get_world_size()
+    mesh = init_device_mesh(DEVICE.type, (1, ranks), mesh_dim_names=("replicate", "shard"))
+    return shard(policy, mesh=mesh)
+
+
+def replicated(policy):
+    ranks = dist.get_world_size()
+    mesh = init_device_mesh(DEVICE.type, (ranks, 1), mesh_dim_names=("replicate", "shard"))
+    return shard(policy, mesh=mesh)
+
+
+def one_kept(policy):
+    """The last block is full until its backward; the first one comes again behind it."""
+    model = shard(policy)
+    model.order = [*range(BLOCKS), 0]
+    model.blocks[-1].set_reshard_after_forward(False)
+    return model
+
+
+def tied(policy):
+    return shard(policy, model=Model(tied=True))
+
+
+def tied_in_a_group(policy):
+    model = Model(tied=True)
+    for block in model.blocks:
+        fully_shard(block, mp_policy=policy)
+    fully_shard([model.embed, model.output], mp_policy=policy)
+    return fully_shard(model, mp_policy=policy)
+
+
+def state(model: nn.Module) -> dict[str, torch.Tensor]:
+    return {
+        k: v.to_local().clone() if isinstance(v, DTensor) else v.clone()
+        for k, v in model.state_dict().items()
+    }
+
+
+class Counted:
+    """A collective of the user's own."""
+
+    calls = 0
+
+    def allocate(self, size, *, dtype: torch.dtype, device: torch.device) -> torch.Tensor:
+        return torch.empty(size, dtype=dtype, device=device)
+
+    def __call__(self, output_tensor, input_tensor, group, op=None, async_op=False) -> None:
+        type(self).calls += 1
+        if output_tensor.numel() > input_tensor.numel():
+            dist.all_gather_into_tensor(output_tensor, input_tensor, group=group)
+        else:
+            dist.reduce_scatter_tensor(output_tensor, input_tensor, group=group, op=op)
+
+
+def in_place(model: nn.Module, collectives: str = "") -> tuple[nn.Module, list[str]]:
+    """``model`` in place, and what was warned of."""
+    for unit in model.blocks if collectives else ():
+        getattr(unit, collectives)(Counted())
+    with warnings.catch_warnings(record=True) as warned:
+        warnings.simplefilter("always")
+        in_place_gather.gather_in_place(model, slots=SLOTS)
+        in_place_reduce.reduce_in_place(model)
+    return model, [str(w.message) for w in warned]
+
+
+def step(model: nn.Module, turn: int = 0) -> None:
+    loss_of(model, turn).backward()
+    model.zero_grad()

@@ -1,0 +1,95 @@
+"""The host's memory: what is moved there, how it lies, and what cannot be locked."""
+
+import gc
+import mmap
+
+import pytest
+import torch
+from host_training import CPU, linear
+from torch import nn
+
+from overlap_recipes.offload.host_layers import ALIGNMENT, HostBuffer, HostLayer, move_to_host
+from overlap_recipes.offload.weight_streaming import StreamedLayers
+
+CUDA = torch.device("cuda")
+
+pytestmark = pytest.mark.usefixtures("one_thread")
+
+
+def test_host_memory_is_the_sum_of_the_tensors_aligned():
+    layer = HostLayer(nn.Linear(1000, 1000), CPU)
+    assert layer.weights[0].flat.numel() == -(-1_000_000 // ALIGNMENT) * ALIGNMENT + 1024
+    assert layer.gradients[0].flat.numel() == layer.weights[0].flat.numel()
+    assert all(view.data_ptr() % 512 == 0 for view in layer.weights[0].views.values())
+
+
+def test_frozen_parameters_and_other_dtypes_have_buffers_of_their_own():
+    module = linear(8, 8, 8)
+    module[0].requires_grad_(False).bfloat16()
+    layer = HostLayer(module, CPU)
+    assert [buffer.flat.dtype for buffer in layer.weights] == [torch.float32, torch.bfloat16]
+    assert list(layer.gradients[0].views) == ["1.weight", "1.bias"] == list(layer.trained)
+
+
+def test_a_generator_is_taken_layer_by_layer():
+    def layers():
+        first = linear(8, 8)
+        yield first
+        moved = first[0].weight.untyped_storage()
+        assert moved.nbytes() > first[0].weight.nbytes, "the first layer has not been moved yet"
+        yield linear(8, 8)
+
+    assert len(move_to_host(layers(), CPU)) == 2
+
+
+def test_a_parameter_that_layers_share_is_refused():
+    first, second = linear(8, 8), linear(8, 8)
+    second[0].weight = first[0].weight
+    with pytest.raises(ValueError, match=r"layer 1 shares \['0.weight'\].*keep a shared"):
+        move_to_host([first, second], CPU)
+
+
+@pytest.mark.parametrize("current", [0, 2])
+def test_a_device_that_is_not_the_current_one_is_refused(monkeypatch, current):
+    monkeypatch.setattr(torch.accelerator, "current_device_index", lambda: current)
+    with pytest.raises(ValueError, match="make cuda:1 current: .*set_device_index"):
+        StreamedLayers([linear(8, 8)], torch.device("cuda:1"))
+
+
+def test_more_memory_than_the_host_can_map_is_refused():
+    like = {"weight": torch.empty(2**58, device="meta")}
+    with pytest.raises(RuntimeError, match=f"cannot lock {2**60} more bytes.*free some"):
+        HostBuffer(like, torch.float32, CPU)
+
+
+@pytest.mark.skipif(torch.cuda.is_available(), reason="stands in for the driver")
+def test_a_system_without_large_pages_gives_small_ones(monkeypatch):
+    monkeypatch.setattr(mmap, "MADV_HUGEPAGE", 9999, raising=False)  # is not known
+    like = {"weight": torch.zeros(3)}
+    assert HostBuffer(like, torch.float32, CPU).views["weight"].tolist() == [0, 0, 0]
+
+
+def test_memory_that_cannot_be_locked_is_refused_and_the_rest_unlocked(monkeypatch):
+    locked, launched = [], []
+
+    class Driver:
+        def cudaHostRegister(self, address: int, nbytes: int, flags: int) -> int:
+            locked.append(address)
+            return 2 if len(locked) > 3 else 0
+
+        def cudaHostUnregister(self, address: int) -> None:
+            locked.remove(address)
+
+    def launch(size: tuple, device: torch.device) -> None:
+        launched.append(device)
+        raise RuntimeError("the error before, reported by this kernel")
+
+    monkeypatch.setattr(torch.cuda, "cudart", Driver)
+    monkeypatch.setattr(torch, "ones", launch)
+    told = "cannot lock .* more bytes .*CUDA error 2.*keep fewer layers"
+    with pytest.raises(RuntimeError, match=told) as refused:
+        move_to_host([linear(8, 8), linear(8, 8)], CUDA)
+    assert len(locked) == 1, "only the address that was refused may be left in the list"
+    assert launched == [CUDA], "the reader's next kernel will report the error"
+    assert refused.tb, "the frames were meant to be alive"
+    gc.collect()

@@ -1,0 +1,76 @@
+"""The first code block of a page on offload runs as a reader pastes it, and it trains."""
+
+import sys
+from pathlib import Path
+from textwrap import dedent
+
+import pytest
+import torch
+import torch.distributed as dist
+from host_training import CPU, batch, linear, llama
+from torch import nn
+
+PAGES = Path(__file__).parents[2] / "recipes_source" / "offload"
+sys.path.insert(0, str(PAGES))
+
+pytestmark = pytest.mark.usefixtures("one_thread")
+
+
+def snippets(page: str) -> list[str]:
+    """The code blocks of a page's prose."""
+    lines = [line.removeprefix("# ").rstrip("#\n") for line in page.splitlines()]
+    found = []
+    for number, line in enumerate(lines):
+        if line == ".. code-block:: python":
+            block = []
+            for following in lines[number + 1 :]:
+                if following and not following.startswith(" "):
+                    break
+                block.append(following)
+            found.append(dedent("\n".join(block)).strip())
+    return found
+
+
+STOCK = ("streamed_model", "whole_step", "one_copy_a_host")  # pages that take a stock Llama
+PASTED = ["three_streams", "activation_offload", "weight_streaming", *STOCK]
+
+
+@pytest.mark.parametrize("name", PASTED)
+def test_what_a_reader_copies_runs(name):
+    """With what is said to be the reader's own; it trains, and leaves no group."""
+    device = torch.accelerator.current_accelerator(check_available=True) or CPU
+    torch.manual_seed(0)
+    model = llama() if name in STOCK else linear(16, 24, 24, 16).to(device)
+    before = [parameter.detach().cpu().clone() for parameter in model.parameters()]
+    made = batch if name in STOCK else lambda _: torch.randn(2, 16)
+    batches = [made(seed) for seed in range(3)]
+    optimizer = torch.optim.AdamW(model.parameters())
+
+    def loss_of(y: torch.Tensor) -> torch.Tensor:
+        return y.square().mean()
+
+    def train_step(x: torch.Tensor) -> None:
+        loss_of(model(x)).backward()
+        optimizer.step()
+
+    yours: dict[str, object] = {
+        "torch": torch,
+        "device": device,
+        "model": model,
+        "layers": list(model) if isinstance(model, nn.Sequential) else model.model.layers,
+        "optimizer": optimizer,
+        "batch": batches[0],
+        "batches": batches,
+        "loss_of": loss_of,
+        "train_step": train_step,
+        "budget": 1 << 20,
+        "window": 1 << 16,
+    }
+    snippet, *_ = snippets((PAGES / f"{name}.py").read_text())
+    if name == "one_copy_a_host":
+        dist.init_process_group("gloo", store=dist.HashStore(), rank=0, world_size=1)
+    exec(compile(snippet, name, "exec"), yours)
+    if name == "one_copy_a_host":
+        dist.destroy_process_group()
+    assert not any(map(torch.equal, before, (p.cpu() for p in model.parameters())))
+    assert not dist.is_initialized()

@@ -1,0 +1,226 @@
+"""A streamed stock Llama has the resident run's bits: forward, gradients, state, generate()."""
+
+from contextlib import closing
+from copy import deepcopy
+
+import pytest
+import torch
+from host_training import (
+    CPU,
+    LAYERS,
+    MAX_NORM,
+    RATE,
+    WIDTH,
+    WORDS,
+    batch,
+    llama,
+    same,
+    streamed_of,
+    transformers,
+)
+from torch import nn
+
+from overlap_recipes.offload.streamed_model import StreamedModel, resident_bytes
+
+pytestmark = pytest.mark.usefixtures("one_thread")
+
+
+@pytest.mark.parametrize("slots", [1, 2, 3, 9])
+@pytest.mark.parametrize("options", [{}, {"tie_word_embeddings": True}])
+def test_a_stock_loop_gives_the_resident_runs_bits(options, slots):
+    """Masks, labels, accumulation, clipping and an optimizer of torch on every parameter."""
+    resident, model = llama(**options), llama(**options)
+    with closing(streamed_of(model, slots=slots)) as streamed:
+        optimizers = [torch.optim.AdamW(m.parameters(), RATE) for m in (resident, model)]
+        for step in range(3):
+            for each in (resident, model):
+                for microbatch in range(2):
+                    each(**batch(2 * step + microbatch)).loss.backward()
+            streamed.wait()
+            for each, optimizer in zip((resident, model), optimizers, strict=True):
+                nn.utils.clip_grad_norm_(each.parameters(), MAX_NORM)
+                optimizer.step()
+                optimizer.zero_grad()
+            assert same(model, resident)
+
+
+def test_dropout_is_drawn_again_as_it_was():
+    resident, model = llama(attention_dropout=0.2), llama(attention_dropout=0.2)
+    resident.gradient_checkpointing_enable()
+    with closing(streamed_of(model)) as streamed:
+        for each in (resident, model):
+            torch.manual_seed(3)
+            each(**batch(0)).loss.backward()
+        streamed.wait()
+        for ours, theirs in zip(model.parameters(), resident.parameters(), strict=True):
+            assert torch.equal(ours.grad, theirs.grad)
+
+
+@pytest.mark.parametrize("budget_layers", [0, 2])
+def test_generate_returns_the_resident_models_tokens(budget_layers):
+    model = llama().eval()
+    inputs = {name: value for name, value in batch(0).items() if name != "labels"}
+    options = {"max_new_tokens": 8, "do_sample": False, "pad_token_id": 0}
+    expected = model.generate(**inputs, **options)
+    budget = budget_layers * resident_bytes(model.model.layers[0])
+    with closing(streamed_of(model, budget=budget)):
+        assert torch.equal(model.generate(**inputs, **options), expected)
+
+
+def test_a_cache_is_not_continued_where_a_layer_runs_twice():
+    model = llama()
+    ids = batch(0)["input_ids"]
+    with closing(streamed_of(model)):
+        with torch.no_grad():
+            cache = model(ids, use_cache=True).past_key_values
+        with pytest.raises(ValueError, match="cannot go on with a cache: use torch.no_grad"):
+            model(ids, past_key_values=cache)
+
+
+def test_a_cache_that_comes_by_position_is_left_out():
+    """GPT-2's layers get it so, and appended to it twice: the mask was too small."""
+    torch.manual_seed(0)
+    sizes = {"n_embd": WIDTH, "n_layer": 2, "n_head": 4, "vocab_size": WORDS, "n_positions": 64}
+    config = transformers.GPT2Config(**sizes, resid_pdrop=0, embd_pdrop=0, attn_pdrop=0)
+    resident = transformers.GPT2LMHeadModel(config)
+    model = deepcopy(resident)
+    with closing(StreamedModel(model, model.transformer.h, CPU)):
+        for each in (resident, model):
+            each(**batch(0)).loss.backward()
+        for ours, theirs in zip(model.parameters(), resident.parameters(), strict=True):
+            assert torch.equal(ours.grad, theirs.grad)
+
+
+def test_state_dicts_have_the_original_keys_and_load_both_ways():
+    model, plain = llama(), llama(initializer_range=0.5)
+    keys = list(model.state_dict())
+    with closing(streamed_of(model)):
+        assert list(model.state_dict()) == keys
+        model.load_state_dict(plain.state_dict())
+        with torch.no_grad():
+            expected = plain(**batch(0)).logits
+            assert torch.equal(model(**batch(0)).logits, expected)
+        fresh = llama()
+        fresh.load_state_dict(model.state_dict())
+        assert same(fresh, plain)
+    with torch.no_grad():
+        assert torch.equal(model(**batch(0)).logits, expected), "closed, it is an ordinary model"
+
+
+def test_evaluation_between_forward_and_backward_changes_nothing():
+    resident, model = llama(), llama()
+    resident(**batch(0)).loss.backward()
+    with closing(streamed_of(model)) as streamed:
+        loss = model(**batch(0)).loss
+        model.eval()
+        with torch.no_grad():
+            model(**batch(1))
+        model.train()
+        loss.backward()
+        streamed.wait()
+        for ours, theirs in zip(model.parameters(), resident.parameters(), strict=True):
+            assert torch.equal(ours.grad, theirs.grad)
+
+
+def test_frozen_layers_have_no_gradients_and_no_backward_below_the_lowest_trained_one():
+    resident, model = llama(), llama()
+    for each in (resident, model):
+        each.requires_grad_(False)
+        each.model.layers[3].requires_grad_(True)
+    resident(**batch(0)).loss.backward()
+    with closing(streamed_of(model)) as streamed:
+        backwards, plain = [], streamed.backward
+        streamed.backward = lambda index, *rest: backwards.append(index) or plain(index, *rest)
+        model(**batch(0)).loss.backward()
+        streamed.wait()
+        assert backwards == [4, 3] and streamed.stores == 1
+        for ours, theirs in zip(model.parameters(), resident.parameters(), strict=True):
+            assert (ours.grad is None) == (theirs.grad is None)
+            assert ours.grad is None or torch.equal(ours.grad, theirs.grad)
+
+
+def test_adapters_in_fp32_on_a_base_in_bf16():
+    peft = pytest.importorskip("peft")
+    config = {"r": 4, "target_modules": ["q_proj", "down_proj"], "lora_dropout": 0.0}
+    models = []
+    for _ in range(2):
+        model = llama(torch.bfloat16)
+        torch.manual_seed(1)
+        adapted = peft.get_peft_model(model, peft.LoraConfig(**config))
+        for name, parameter in adapted.named_parameters():
+            if "lora_" in name:
+                parameter.data = parameter.data.float() + 0.01
+        models.append(adapted)
+    resident, model = models
+    layers = model.base_model.model.model.layers
+    inputs = batch(0)
+    with torch.autocast("cpu", torch.bfloat16, cache_enabled=False):
+        resident(**inputs).loss.backward()
+    with closing(StreamedModel(model, layers, CPU)) as streamed:
+        with torch.autocast("cpu", torch.bfloat16, cache_enabled=False):
+            model(**inputs).loss.backward()
+        streamed.wait()
+        pairs = list(zip(model.parameters(), resident.parameters(), strict=True))
+        assert all(torch.equal(a.grad, b.grad) for a, b in pairs if b.requires_grad)
+        saved = peft.get_peft_model_state_dict(model)
+        home = sum(buffer.flat.nbytes for layer in streamed.layers for buffer in layer.gradients)
+        assert sum(t.nbytes for t in saved.values()) <= home < 0.2 * sum(p.nbytes for p, _ in pairs)
+
+
+def test_a_model_that_is_compiled_runs_its_layers_as_they_are():
+    model, resident = llama(), llama()
+    with closing(streamed_of(model)) as streamed:
+        torch.compile(model, backend="eager")(**batch(0)).loss.backward()
+        resident(**batch(0)).loss.backward()
+        for ours, theirs in zip(model.parameters(), resident.parameters(), strict=True):
+            assert torch.equal(ours.grad, theirs.grad)
+        assert streamed.stores == LAYERS
+
+
+def test_gradients_of_inputs_alone_leave_those_of_the_weights():
+    """They were added to what the next backward left."""
+    models = llama(), llama()
+    with closing(streamed_of(models[0])):
+        for model in models:
+            inputs = model.get_input_embeddings()(batch(0)["input_ids"]).detach().requires_grad_()
+            loss = model(inputs_embeds=inputs, labels=batch(0)["labels"]).loss
+            model.found = torch.autograd.grad(loss, inputs)[0]
+            assert all(p.grad is None for p in model.parameters())
+            model(**batch(1)).loss.backward()
+        assert torch.equal(models[0].found, models[1].found)
+        for ours, theirs in zip(*(model.parameters() for model in models), strict=True):
+            assert torch.equal(ours.grad, theirs.grad)
+
+
+@pytest.mark.parametrize("first", [False, True])
+def test_a_penalty_on_weights_goes_in_a_backward_of_its_own(first):
+    """In the same one it was lost, or added to gradients that were on their way."""
+    models = llama(), llama()
+    with closing(streamed_of(models[0])):
+        for model in models:
+            model(**batch(0)).loss.backward()
+            (RATE * sum(p.square().sum() for p in model.parameters())).backward()
+        for ours, theirs in zip(*(model.parameters() for model in models), strict=True):
+            assert torch.equal(ours.grad, theirs.grad)
+        models[0].zero_grad()
+        loss = 0 if first else models[0](**batch(0)).loss
+        penalty = sum(p.square().sum() for p in models[0].parameters())
+        loss = models[0](**batch(0)).loss if first else loss
+        with pytest.raises(RuntimeError, match="in a backward of its own"):
+            (loss + penalty).backward()
+
+
+@pytest.mark.parametrize("budget_layers", [0, 1])
+def test_close_gives_back_the_forward_that_a_layer_had(budget_layers):
+    """It gave the class's, so that what had been put in its place was gone."""
+    model = llama()
+    layer = model.model.layers[0]
+    plain = layer.forward
+    layer.forward = lambda *args, **kwargs: 2 * plain(*args, **kwargs)
+    with torch.no_grad():
+        expected = model(**batch(0)).logits
+        streamed = streamed_of(model, budget=budget_layers * resident_bytes(layer))
+        for _ in range(2):
+            streamed.close()
+        assert torch.equal(model(**batch(0)).logits, expected)
+    assert "forward" not in vars(model.model.layers[1])
