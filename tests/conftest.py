@@ -34,7 +34,16 @@ def pytest_collection_modifyitems(config: pytest.Config, items: list[pytest.Item
         items[:] = fast
 
 
-STARTS_PROCESSES = {"run", "survives", "subprocess", "Popen", "spawn", "main", "Process"}
+STARTS_PROCESSES = {
+    "run",
+    "survives",
+    "subprocess",
+    "Popen",
+    "spawn",
+    "main",
+    "Process",
+    "load_back",
+}
 NEED_A_SERVER = {"site", "built_site", "toy_site", "visit", "server", "ask", "plain_python"}
 
 

@@ -1,0 +1,331 @@
+"""The harness judges every save: where it is, that it loads, and that it has what was passed."""
+
+from pathlib import Path
+
+import pytest
+from written_recipes import write
+
+from rankproof.run import Report, load_back, run
+
+SAVES = """
+    import os
+    import torch
+    import torch.distributed as dist
+    import torch.distributed.checkpoint as dcp
+
+    if __name__ == "__main__":
+        dist.init_process_group("gloo")
+        weight = torch.arange(8.0)
+        dcp.save({{"weight": weight}}, checkpoint_id="step1")
+        {after}
+        dist.barrier()
+        dist.destroy_process_group()
+"""
+
+
+@pytest.mark.parametrize(
+    ("after", "kinds"),
+    [
+        ("pass", set()),
+        (
+            "os.remove('step1/.metadata')",
+            {"checkpoint_incomplete"},
+        ),
+        (
+            "os.remove('step1/__0_0.distcp')",
+            {"checkpoint_incomplete"},
+        ),
+    ],
+)
+def test_a_checkpoint_must_load_in_a_fresh_process(tmp_path, after: str, kinds: set) -> None:
+    recipe = write(tmp_path, "saves.py", SAVES.format(after=after))
+    assert run(recipe, 1, launcher="warm").kinds == kinds
+
+
+def test_a_checkpoint_with_other_values_than_were_passed_is_wrong(tmp_path) -> None:
+    """A stager that hands out the live tensor: what is on disk is a later step."""
+    recipe = write(
+        tmp_path,
+        "live.py",
+        """
+        import torch
+        import torch.distributed as dist
+        import torch.distributed.checkpoint as dcp
+        from torch.distributed.checkpoint.staging import AsyncStager
+
+        class LiveStager(AsyncStager):
+            _synchronize_after_execute = False
+
+            def stage(self, state_dict):
+                state_dict["weight"] += 1
+                return state_dict
+
+            def close(self):
+                pass
+
+        if __name__ == "__main__":
+            dist.init_process_group("gloo")
+            state = {"weight": torch.zeros(4)}
+            dcp.async_save(state, checkpoint_id="step1", async_stager=LiveStager()).result()
+            dist.destroy_process_group()
+        """,
+    )
+    report = run(recipe, 1, launcher="warm")
+    assert report.kinds == {"checkpoint_wrong"}, report.describe()
+    assert "weight" in report.failures[0].text
+
+
+LISTS = """
+    import torch.distributed as dist
+    import torch.distributed.checkpoint as dcp
+    from torch.distributed.checkpoint.staging import AsyncStager
+
+    class LaterStager(AsyncStager):
+        _synchronize_after_execute = False
+
+        def stage(self, state_dict):
+            state_dict["{key}"] = {later}
+            return state_dict
+
+        def close(self):
+            pass
+
+    if __name__ == "__main__":
+        dist.init_process_group("gloo")
+        state = {{"losses": [1, 2.5, None], "shape": (1, "a"), "random": b"state"}}
+        dcp.async_save(state, checkpoint_id="step1", async_stager=LaterStager()).result()
+        dist.destroy_process_group()
+"""
+
+
+@pytest.mark.parametrize(
+    ("key", "later"),
+    [("losses", "[1, 2.5, None, 3]"), ("shape", "(1, 'b')"), ("random", "b'other'")],
+)
+def test_lists_tuples_and_bytes_are_compared_too(tmp_path, key: str, later: str) -> None:
+    recipe = write(tmp_path, "later.py", LISTS.format(key=key, later=later))
+    report = run(recipe, 1, launcher="warm")
+    assert report.kinds == {"checkpoint_wrong"}, report.describe()
+    assert f"{key} ({later} instead of" in report.failures[0].text
+
+
+def test_lists_tuples_and_bytes_that_are_as_passed_are_right(tmp_path) -> None:
+    recipe = write(tmp_path, "same.py", LISTS.format(key="shape", later="(1, 'a')"))
+    report = run(recipe, 1, launcher="warm")
+    assert report.ok, report.describe()
+
+
+def test_a_plain_tensor_that_differs_between_ranks_is_wrong(tmp_path) -> None:
+    recipe = write(
+        tmp_path,
+        "differs.py",
+        """
+        import torch
+        import torch.distributed as dist
+        import torch.distributed.checkpoint as dcp
+
+        if __name__ == "__main__":
+            dist.init_process_group("gloo")
+            dcp.save({"mean": torch.full((2,), float(dist.get_rank()))}, checkpoint_id="step1")
+            dist.destroy_process_group()
+        """,
+    )
+    report = run(recipe, 2, launcher="warm")
+    assert report.kinds == {"checkpoint_wrong"}, report.describe()
+
+
+SAVES_IN_BACKGROUND = """
+    import asyncio, concurrent.futures, os, threading, time
+    import torch
+    import torch.distributed as dist
+    import torch.distributed.checkpoint as dcp
+
+    class NeverFinished(dcp.FileSystemWriter):
+        def finish(self, *args, **kwargs):
+            open("finishing", "w").close()
+            threading.Event().wait()
+
+    async def until_done(future):
+        await asyncio.wrap_future(future)
+
+    if __name__ == "__main__":
+        dist.init_process_group("gloo")
+        group = dist.new_group(backend="gloo")
+        ended = threading.Event()
+        writer = {writer}("step1")
+        saved = dcp.async_save(
+            {{"weight": torch.ones(4)}}, storage_writer=writer, process_group=group
+        )
+        {ending}
+        dist.destroy_process_group()
+"""
+CALL_BACK = "saved.add_done_callback(lambda _: ended.set())"
+UNTIL_BEGUN = "[None for _ in iter(lambda: os.path.exists('step1'), True)]"
+UNTIL_FINISHING = "[None for _ in iter(lambda: os.path.exists('finishing'), True)]"
+
+
+def save_in_background(
+    folder: Path, ending: str, writer: str = "dcp.FileSystemWriter", order: bool = False
+) -> Report:
+    text = SAVES_IN_BACKGROUND.format(writer=writer, ending=ending)
+    recipe = write(folder, "saves_in_background.py", text)
+    return run(recipe, 1, launcher="warm", gate="hold_write", order=order, deadline_s=30)
+
+
+@pytest.mark.parametrize(
+    "ending",
+    [
+        "while not saved.done(): pass",
+        "for future in concurrent.futures.as_completed([saved]): future.result()",
+        f"{CALL_BACK}; ended.wait()",
+        f"{CALL_BACK}\n        while not ended.is_set(): pass",
+        "asyncio.run(until_done(saved))",
+    ],
+)
+def test_a_recipe_may_learn_of_the_end_of_a_held_write_in_any_way(tmp_path, ending: str) -> None:
+    report = save_in_background(tmp_path, ending)
+    assert report.ok, report.describe()
+
+
+@pytest.mark.parametrize(
+    ("ending", "writer", "text"),
+    [
+        (f"saved.done(); {UNTIL_BEGUN}", "dcp.FileSystemWriter", "the directory is empty"),
+        (f"saved.done(); saved.done(); {UNTIL_FINISHING}", "NeverFinished", "before it knew"),
+        (f"{CALL_BACK}; {UNTIL_BEGUN}", "dcp.FileSystemWriter", "the directory is empty"),
+        (f"{CALL_BACK}; time.sleep(0); {UNTIL_FINISHING}", "NeverFinished", "before it knew"),
+    ],
+)
+def test_to_ask_once_or_to_be_called_back_is_not_to_wait(tmp_path, ending, writer, text) -> None:
+    report = save_in_background(tmp_path, ending, writer)
+    assert "checkpoint_missing" in report.kinds, report.describe()
+    missing = [failure for failure in report.failures if failure.kind == "checkpoint_missing"]
+    assert text in missing[0].text
+    assert "never awaited" in missing[0].hint
+
+
+def test_a_poll_orders_what_the_recipe_does_next_after_the_upload(tmp_path) -> None:
+    report = save_in_background(tmp_path, "while not saved.done(): pass", order=True)
+    assert report.ok, report.describe()
+
+
+SAVES_AND_MOVES = """
+    import os, shutil
+    import torch
+    import torch.distributed as dist
+    import torch.distributed.checkpoint as dcp
+
+    class FullDisk(dcp.FileSystemWriter):
+        def prepare_local_plan(self, plan):
+            raise OSError("No space left on device")
+
+    def save(value, directory, **settings):
+        dcp.save({{"weight": torch.full((4,), float(value))}}, checkpoint_id=directory, **settings)
+
+    if __name__ == "__main__":
+        dist.init_process_group("gloo")
+        rank = dist.get_rank()
+        {does}
+        dist.barrier()
+        dist.destroy_process_group()
+"""
+FAILS_UNSEEN = (
+    "dcp.async_save({}, storage_writer=FullDisk('step1'), "
+    "process_group=dist.new_group(backend='gloo'))"
+)
+
+
+def save_and_move(folder: Path, does: str, ranks: int = 2) -> Report:
+    text = SAVES_AND_MOVES.format(does=does.replace("\n", "\n        "))
+    return run(write(folder, "saves_and_moves.py", text), ranks, launcher="warm")
+
+
+@pytest.mark.parametrize(
+    ("does", "checkpoints"),
+    [
+        ("save(1, 'aside')\nif rank == 0: os.replace('aside', 'step1')", ["step1"]),
+        (
+            "for n in (1, 2):\n    save(n, 'aside')\n"
+            "    if rank == 0: os.rename('aside', f'step{n}')\n    dist.barrier()",
+            ["step1", "step2"],
+        ),
+        (
+            "os.makedirs('aside', exist_ok=True)\nsave(1, 'aside/step1')\n"
+            "if rank == 0: shutil.move('aside', 'published')",
+            ["step1"],
+        ),
+    ],
+)
+def test_a_checkpoint_is_judged_where_it_was_renamed_to(tmp_path, does, checkpoints) -> None:
+    report = save_and_move(tmp_path, does)
+    assert report.ok, report.describe()
+    assert report.checkpoints == checkpoints
+
+
+def test_a_renamed_checkpoint_must_still_load(tmp_path) -> None:
+    does = "save(1, 'aside')\nos.remove('aside/.metadata')\nos.rename('aside', 'step1')"
+    report = save_and_move(tmp_path, does, ranks=1)
+    assert report.kinds == {"checkpoint_incomplete"}, report.describe()
+
+
+@pytest.mark.parametrize(
+    "does",
+    [
+        "save(rank, f'rank{rank}', no_dist=True)",
+        "if rank == 0: save(7, 'vocabulary', no_dist=True)\ndist.barrier()\nsave(1, 'step1')",
+    ],
+)
+def test_ranks_may_save_alone(tmp_path, does: str) -> None:
+    report = save_and_move(tmp_path, does)
+    assert report.ok, report.describe()
+    assert len(report.checkpoints) == 2
+
+
+def test_a_directory_emptied_before_the_save_excuses_nothing(tmp_path) -> None:
+    does = f"shutil.rmtree('step1', ignore_errors=True)\n{FAILS_UNSEEN}"
+    report = save_and_move(tmp_path, does, ranks=1)
+    assert report.kinds == {"checkpoint_missing", "never_awaited"}, report.describe()
+
+
+def test_a_checkpoint_removed_after_its_save_is_not_missed(tmp_path) -> None:
+    does = "for n in range(3):\n    save(n, f'step{n}')\nif rank == 0: shutil.rmtree('step0')"
+    report = save_and_move(tmp_path, does)
+    assert report.ok, report.describe()
+    assert report.checkpoints == ["step1", "step2"]
+
+
+def test_a_checkpoint_that_takes_too_long_to_load_says_so(tmp_path, monkeypatch) -> None:
+    waits = write(tmp_path, "waits.py", "import threading\nthreading.Event().wait()\n")
+    monkeypatch.setattr("rankproof.run.LOAD_BACK", waits)
+    answer = load_back({"step1": {}}, 1, tmp_path, deadline_s=0.5)
+    assert answer == {"step1": {"error": "did not load within 0.5 s"}}
+
+
+@pytest.mark.parametrize(("deadline_s", "loads_within_s"), [(30, 120), (300, 300)])
+def test_a_checkpoint_has_as_long_to_load_as_its_recipe(
+    tmp_path, monkeypatch, deadline_s: float, loads_within_s: float
+) -> None:
+    limits = []
+
+    def record(request: dict, world_size: int, parent: Path, deadline_s: float) -> dict:
+        limits.append(deadline_s)
+        return {}
+
+    monkeypatch.setattr("rankproof.run.load_back", record)
+    recipe = write(tmp_path, "saves.py", SAVES.format(after="pass"))
+    run(recipe, 1, launcher="warm", deadline_s=deadline_s)
+    assert set(limits) == {loads_within_s}
+
+
+def test_a_save_is_seen_by_whatever_name_it_is_imported(tmp_path) -> None:
+    text = """
+        import torch
+        import torch.distributed as dist
+        from torch.distributed.checkpoint.state_dict_saver import save
+
+        dist.init_process_group("gloo")
+        save({"mean": torch.full((2,), float(dist.get_rank()))}, checkpoint_id="step1")
+        dist.destroy_process_group()
+    """
+    report = run(write(tmp_path, "recipe.py", text), 2, launcher="warm")
+    assert report.kinds == {"checkpoint_wrong"}, report.describe()

@@ -1,0 +1,138 @@
+"""The command line and ``run``: what they are asked, what they refuse, and what they tell."""
+
+import json
+import re
+import sys
+import time
+from pathlib import Path
+from xml.etree import ElementTree
+
+import pytest
+from selection import REPO
+from written_recipes import write
+
+from rankproof.__main__ import main
+from rankproof.recipe import RecipeError, load_recipe
+from rankproof.run import Report, reproduce, run
+
+BAD_SCRIPTS = REPO / "tests" / "data" / "bad"
+
+
+def test_a_recipe_gets_its_own_arguments_and_so_does_the_command_that_runs_it_again(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture
+) -> None:
+    path = write(tmp_path, "fails.py", "import sys\nraise ValueError(sys.argv[1:])\n")
+    command = ["harness", "run", str(path), "--ranks", "1", "--launcher", "warm"]
+    monkeypatch.setattr(sys, "argv", [*command, "--", "--layers", "4"])
+    assert main() == 1
+    printed = capsys.readouterr().out
+    assert "ValueError: ['--layers', '4']" in printed
+    assert printed.rstrip().endswith("--ranks 1 -- --layers 4")
+
+
+def test_the_command_that_runs_it_again_is_complete(tmp_path) -> None:
+    path = tmp_path / "a recipe.py"
+    command = reproduce(path, ("a b",), ranks=2, control=None, gate="hold_write", order=True)
+    end = f"run '{path}' --ranks 2 --gate hold_write --order -- 'a b'"
+    assert command.endswith(end)
+    command = reproduce(path, (), ranks=2, control="n", gate="queue_work", order=False)
+    assert command.endswith("--ranks 2 --control n --gate queue_work")
+
+
+@pytest.mark.parametrize(
+    ("options", "message"),
+    [
+        (["--ranks", "0"], "0 ranks: pass a number of 1 or more"),
+        (["--gate", "hold_all"], "no gate 'hold_all'; see --help"),
+        (["--keep", "."], "exists already; pass a directory that does not"),
+    ],
+)
+def test_a_bad_option_is_refused_before_anything_runs(
+    tmp_path, monkeypatch, capsys, options: list[str], message: str
+) -> None:
+    ran = tmp_path / "ran"
+    recipe = write(tmp_path, "runs.py", f"open({str(ran)!r}, 'w').close()\n")
+    assert command(monkeypatch, "run", recipe, "--launcher", "warm", *options) == 2
+    assert message in capsys.readouterr().err
+    assert not ran.exists()
+
+
+def test_the_command_line_takes_a_recipes_own_deadline(tmp_path, monkeypatch, capsys) -> None:
+    write(tmp_path, "waits.toml", "deadline_s = 0.5")
+    recipe = write(tmp_path, "waits.py", "import threading\nthreading.Event().wait()\n")
+    monkeypatch.setattr(
+        "rankproof.recipe.Settings.load", lambda _, path: load_recipe(path, tmp_path)
+    )
+    started = time.monotonic()
+    assert command(monkeypatch, "run", recipe, "--ranks", 1, "--launcher", "warm") == 1
+    assert "still running at the deadline" in capsys.readouterr().out
+    assert time.monotonic() - started < 60
+
+
+def test_report_survives_json() -> None:
+    report = run(BAD_SCRIPTS / "leaves_a_process_group.py", 1, launcher="warm")
+    assert Report.from_dict(report.to_dict()) == report
+
+
+def command(monkeypatch, *options: object) -> int:
+    monkeypatch.setattr(sys, "argv", ["rankproof", *map(str, options)])
+    try:
+        return main()
+    except SystemExit as ended:
+        return ended.code
+
+
+def test_a_folder_is_judged_as_its_settings_say(tmp_path, monkeypatch, capsys) -> None:
+    """Helpers and what is left out do not run; the worst verdict counts, JSON and JUnit say all."""
+    settings = """
+        pattern = "train_*.py"
+        exclude = ["*_slow.py"]
+        ranks = [1]
+        [args]
+        "train_small.py" = "--epochs 3"
+    """
+    write(tmp_path, "rankproof.toml", settings)
+    write(tmp_path, "train_helper.py", "WIDTH = 3\n\ndef model():\n    return WIDTH\n")
+    write(tmp_path, "train_slow.py", "raise SystemExit('left out')\n")
+    write(tmp_path, "other.py", "raise SystemExit('of another name')\n")
+    write(tmp_path, "train_small.py", "import sys\nassert sys.argv[1:] == ['--epochs', '3']\n")
+    write(tmp_path, "train_two.py", "import torch.multiprocessing as mp\nmp.spawn(print)\n")
+    report, run_it = tmp_path / "report.xml", ("run", tmp_path, "--launcher", "warm")
+
+    assert command(monkeypatch, *run_it, "--junit", report, "--json") == 2
+    told = json.loads(capsys.readouterr().out)
+    assert [(r["recipe"], r["verdict"]) for r in told] == [
+        ("train_small", "passed"),
+        ("train_two", "not judged"),
+    ]
+    cases = {
+        case.get("name"): [c.tag for c in case] for case in ElementTree.parse(report).getroot()
+    }
+    assert cases == {"train_small-1": [], "train_two-1": ["skipped"]}
+
+    write(tmp_path, "train_wrong.py", "raise ValueError('the loss is not finite')\n")
+    assert command(monkeypatch, *run_it, "--junit", report) == 1
+    assert "train_wrong on 1 rank: FAILED" in capsys.readouterr().out
+    failure = ElementTree.parse(report).find(".//testcase[@name='train_wrong-1']/failure")
+    assert failure.get("message") == "ValueError: the loss is not finite"
+
+
+def test_it_says_its_version_and_that_it_needs_linux(tmp_path, monkeypatch, capsys) -> None:
+    assert command(monkeypatch, "--version") == 0
+    assert re.fullmatch(r"rankproof \d+\.\d+\.\d+\n", capsys.readouterr().out)
+    monkeypatch.setattr(sys, "platform", "darwin")
+    script = write(tmp_path, "script.py", "print()\n")
+    assert command(monkeypatch, "run", script) == 2
+    assert "judged on Linux only" in capsys.readouterr().err
+
+
+@pytest.mark.parametrize(
+    ("arguments", "message"),
+    [
+        (("missing.py", 1), "no such recipe; pass the path of a Python file"),
+        ((BAD_SCRIPTS / "raises.py", 0), "0 ranks: pass a number of 1 or more"),
+    ],
+)
+def test_bad_arguments_say_what_to_do(arguments: tuple, message: str) -> None:
+    with pytest.raises(RecipeError, match=message):
+        run(*arguments)

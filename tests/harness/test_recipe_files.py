@@ -1,0 +1,148 @@
+"""Files of recipes: which are found, what one imports and needs, its hash, its size, a kept run."""
+
+import dataclasses
+from pathlib import Path
+
+import pytest
+import sizes
+from written_recipes import CONTROL, write
+
+from rankproof.judge import Failure
+from rankproof.kept import KeptRun
+from rankproof.kept import _present_code as kept_code
+from rankproof.recipe import RecipeError, discover, load_recipe
+from rankproof.run import Report, run
+from rankproof.sources import code_sha256
+
+
+@pytest.mark.parametrize(
+    ("source", "saves"),
+    [
+        ("from torch.distributed import checkpoint as dcp", True),
+        ("import torch.distributed.checkpoint as dcp", True),
+        ("from torch.distributed.checkpoint.state_dict_saver import save", True),
+        ("import helper_that_saves", True),
+        ("from torch.distributed import checkpoints_of_another_kind", False),
+        ("import torch.distributed as dist  # not torch.distributed.checkpoint", False),
+    ],
+)
+def test_a_recipe_that_may_save_is_found_by_what_it_imports(tmp_path, source, saves) -> None:
+    write(tmp_path, "helper_that_saves.py", "from torch.distributed.checkpoint import save\n")
+    assert load_recipe(write(tmp_path, "recipe.py", source + "\n")).saves == saves
+
+
+def test_a_run_is_kept_until_code_edit_or_ranks_change_and_only_if_it_ended_as_it_must(
+    tmp_path,
+) -> None:
+    write(tmp_path, "r.toml", CONTROL)
+    store, path = tmp_path / "store", write(tmp_path, "r.py", "x = 1\n")
+
+    def kept(ranks: int = 1, control: str = "", **changed: object) -> KeptRun:
+        kept_code.cache_clear()
+        recipe = load_recipe(path, tmp_path)
+        edit = dataclasses.replace(recipe.control(control), **changed) if control else None
+        return KeptRun(store, recipe, ranks, edit)
+
+    passed = Report("r", str(path), 1, "torchrun", "command")
+    raised = dataclasses.replace(passed, failures=[Failure("raised", "AssertionError: x is 2")])
+    assert kept().report() is None
+    kept().keep(passed)
+    kept(control="n").keep(raised)
+    assert kept().report() == passed and kept(control="n").report() == raised
+    assert kept(ranks=2).report() is None
+    assert kept(control="n", says="other words").report() == raised
+    assert kept(control="n", replace="x = 3").report() is None
+    path.write_text("x = 1  # another comment\n")
+    assert kept().report() == passed
+    path.write_text("x = 2\n")
+    assert kept().report() is None
+    path.write_text("x = 1\n")
+    assert kept().report() == passed
+    kept().keep(raised)
+    kept(control="n").keep(passed)
+    assert kept().report() is None and kept(control="n").report() is None
+
+
+def test_hidden_folders_and_virtual_environments_hold_no_recipes(tmp_path) -> None:
+    for folder in ("recipes", ".hidden", "environment"):
+        (tmp_path / folder).mkdir()
+        write(tmp_path / folder, "recipe.py", "")
+    (tmp_path / "environment" / "pyvenv.cfg").touch()
+    assert [recipe.folder for recipe in discover(tmp_path)] == ["recipes"]
+
+
+def test_an_empty_folder_says_so(tmp_path) -> None:
+    with pytest.raises(RecipeError, match="no recipes"):
+        discover(tmp_path)
+
+
+def test_the_code_hash_follows_code_and_not_prose(tmp_path) -> None:
+    path = write(tmp_path, "r.py", '"""Title."""\n\n# %%\n# Prose.\n\nx = 1\n')
+    before = code_sha256(path)
+    path.write_text('"""Another title."""\n\n# %%\n# Other prose.\nx = 1\n')
+    assert code_sha256(path) == before
+    path.write_text('"""Another title."""\n\nx = 2\n')
+    assert code_sha256(path) != before
+
+
+def test_the_code_hash_is_the_same_on_every_python(tmp_path) -> None:
+    path = write(
+        tmp_path, "r.py", '"""T."""\n\n\ndef f(a: int) -> int:\n    """D."""\n    return a\n'
+    )
+    expected = "a277ee19f49d7c7d3879c2e254144d2a777557a91da3bc1aa1191cb81718f079"
+    assert code_sha256(path) == expected
+
+
+def gallery(root: Path) -> Path:
+    for folder in ("first", "second"):
+        (root / folder).mkdir()
+        (root / folder / "GALLERY_HEADER.rst").touch()
+    write(root / "first", "taken.py", "value = 1\n")
+    return write(root / "second", "takes.py", "import taken\nassert taken.value == 1\n")
+
+
+def test_a_recipe_may_import_one_of_another_folder_of_its_gallery(tmp_path) -> None:
+    path = gallery(tmp_path)
+    before = load_recipe(path).hashes
+    assert before.keys() == {"takes", "taken"}
+    report = run(path, 1, launcher="warm")
+    assert report.ok, report.describe()
+    (tmp_path / "first" / "taken.py").write_text("value = 2\n")
+    assert load_recipe(path).hashes != before
+
+
+def test_what_a_recipe_needs_and_is_not_there_is_named(tmp_path) -> None:
+    write(tmp_path, "r.toml", 'needs = ["torch", "no_such_package"]')
+    recipe = load_recipe(write(tmp_path, "r.py", "x = 1\n"), tmp_path)
+    assert recipe.missing == ["no_such_package"]
+
+
+def test_code_and_prose_are_counted(tmp_path) -> None:
+    text = '''
+        """
+        Title here
+        ==========
+
+        Five words stand in this. :doc:`And` more::
+
+            not these
+
+        .. lanes:: none of these
+
+           nor: 1-2 these
+        """
+
+        # %%
+        # Head
+        # ----
+        # Three more words.
+
+        x = (
+            1,  # one
+
+            2,
+        )
+    '''
+    path = write(tmp_path, "r.py", text)
+    assert sizes.statements(path) == 1
+    assert sizes.words_of_prose(path) == 2 + 8 + 1 + 3

@@ -1,0 +1,247 @@
+"""A run of a recipe: its processes, threads, environment and files, and that nothing is left."""
+
+import os
+import signal
+import subprocess
+import sys
+import tempfile
+import threading
+import time
+from pathlib import Path
+
+import pytest
+from selection import REPO
+from test_verdicts import BAD, is_right, judge
+from written_recipes import write
+
+from rankproof.judge import Rank
+from rankproof.leader import descendants, dump_stacks
+from rankproof.run import HOME, _own, _written, run
+
+
+def harness_processes() -> list[str]:
+    """The processes of this one's servers: each run's leader and ranks are gone."""
+    return [line for line in descendants().values() if "rankproof." in line]
+
+
+@pytest.mark.parametrize("name", ["hangs", "killed", "leaves_a_process"])
+def test_a_bad_recipe_is_reported_under_torchrun_and_nothing_of_it_is_left(name: str) -> None:
+    case = BAD[name]
+    report = judge("bad", name, case, "torchrun")
+    assert is_right(report, case), report.describe()
+    left = harness_processes()
+    assert all("rankproof.server" in line for line in left), left
+    assert len(left) == len(servers()), "a leader is a fork of its server"
+    described = report.describe()
+    for wanted in (f"{name} on 2 ranks: FAILED", "rank 0, last lines", "rank 1, last lines"):
+        assert wanted in described
+    assert f"python -m harness run tests/data/bad/{name}.py --ranks 2" in described
+    if name == "hangs":
+        assert described.count("stacks at the deadline") == 2
+        assert "in wait_for_a_message" in described
+
+
+def test_the_deadline_counts_from_the_recipes_first_line(tmp_path, monkeypatch) -> None:
+    """However long a busy machine takes to import torch."""
+    slow = write(tmp_path, "sitecustomize.py", "import time\ntime.sleep(2)\n")
+    monkeypatch.setenv("PYTHONPATH", str(slow.parent))
+    report = run(write(tmp_path, "recipe.py", "x = 1\n"), 1, launcher="torchrun", deadline_s=1)
+    assert report.ok, report.describe()
+
+
+def servers() -> list:
+    return [s for s in _own.__dict__.values() if s.process.poll() is None]
+
+
+@pytest.mark.parametrize("ending", ["sys.exit(0)", "raise SystemExit(main())", "sys.exit(main())"])
+def test_exiting_by_the_last_line_is_no_early_exit(tmp_path, ending: str) -> None:
+    text = f'import sys\n\ndef main():\n    return 0\n\nif __name__ == "__main__":\n    {ending}\n'
+    assert run(write(tmp_path, "exits.py", text), 1, launcher="warm").ok
+
+
+def test_os_exit_leaves_no_record(tmp_path) -> None:
+    report = run(write(tmp_path, "gone.py", "import os\nos._exit(0)\n"), 2, launcher="warm")
+    assert report.kinds == {"missing_record"}, report.describe()
+
+
+def test_the_ranks_die_with_the_process_that_runs_them(tmp_path) -> None:
+    """SIGKILL of the supervisor, under either launcher, ends every rank."""
+    for launcher in ("warm", "torchrun"):
+        pids = tmp_path / launcher
+        pids.mkdir()
+        recipe = write(
+            tmp_path,
+            f"waits_{launcher}.py",
+            f"""
+            import os, pathlib, threading
+            (pathlib.Path({str(pids)!r}) / str(os.getpid())).touch()
+            threading.Event().wait()
+            """,
+        )
+        code = (
+            f"from harness.run import run; "
+            f"run({str(recipe)!r}, 2, launcher={launcher!r}, through=[{str(tmp_path)!r}])"
+        )
+        supervisor = subprocess.Popen([sys.executable, "-c", code], cwd=REPO)
+        until = time.monotonic() + 60
+        while len(list(pids.iterdir())) < 2 and time.monotonic() < until:
+            time.sleep(0.05)
+        ranks = [int(path.name) for path in pids.iterdir()]
+        assert len(ranks) == 2
+        supervisor.kill()
+        supervisor.wait()
+        while any(Path(f"/proc/{pid}").exists() for pid in ranks) and time.monotonic() < until:
+            time.sleep(0.05)
+        assert not any(Path(f"/proc/{pid}").exists() for pid in ranks), launcher
+
+
+def test_caches_that_torch_set_in_the_caller_are_not_the_recipes(tmp_path, monkeypatch) -> None:
+    """An optimizer's first step writes to a cache; where, torch puts into the environment."""
+    monkeypatch.setenv("TORCHINDUCTOR_CACHE_DIR", str(tmp_path / "shared"))
+    recipe = tmp_path / "recipe.py"
+    recipe.write_text(
+        "import torch\nweight = torch.ones(2, requires_grad=True)\nweight.sum().backward()\n"
+        "torch.optim.AdamW([weight]).step()\n"
+    )
+    report = run(recipe, 1, launcher="torchrun")
+    assert report.ok, report.describe()
+
+
+def test_the_claims_of_a_recipe_are_checked_whatever_the_caller_optimises(
+    tmp_path, monkeypatch
+) -> None:
+    monkeypatch.setenv("PYTHONOPTIMIZE", "1")
+    recipe = write(tmp_path, "claims.py", "assert 1 == 2, 'the claim is wrong'\n")
+    report = run(recipe, 1, launcher="torchrun")
+    assert report.kinds == {"raised"}, report.describe()
+
+
+def test_a_recipe_sees_the_callers_library_and_not_the_harness(tmp_path, monkeypatch) -> None:
+    library = tmp_path / "library"
+    library.mkdir()
+    write(library, "callers_library.py", "answer = 42\n")
+    monkeypatch.setenv("PYTHONPATH", f"{HOME}{os.pathsep}{library}")
+    text = f"""
+        import importlib.util, os, subprocess, sys
+        import callers_library
+        assert os.environ["PYTHONPATH"] == {str(library)!r}
+        assert {HOME!r} not in sys.path
+        subprocess.run([sys.executable, "-c", "import callers_library"], check=True)
+    """
+    recipe = write(tmp_path, "recipe.py", text)
+    for launcher in ("warm", "torchrun"):
+        report = run(recipe, 1, launcher=launcher)
+        assert report.ok, report.describe()
+
+
+def test_an_interrupted_run_does_not_answer_for_the_next_one(tmp_path) -> None:
+    begun = tmp_path / "begun"
+    waits = write(
+        tmp_path,
+        "waits.py",
+        f"import threading\nopen({str(begun)!r}, 'w').close()\nthreading.Event().wait()\n",
+    )
+
+    def interrupt() -> None:
+        while not begun.exists():
+            time.sleep(0.05)
+        os.kill(os.getpid(), signal.SIGUSR2)
+
+    def interrupted(*_) -> None:
+        raise KeyboardInterrupt
+
+    before = signal.signal(signal.SIGUSR2, interrupted)
+    threading.Thread(target=interrupt).start()
+    try:
+        with pytest.raises(KeyboardInterrupt):
+            run(waits, 1, launcher="warm", keep=tmp_path / "kept", through=(tmp_path,))
+    finally:
+        signal.signal(signal.SIGUSR2, before)
+    report = run(write(tmp_path, "says.py", "print('hello')\n"), 1, launcher="warm")
+    assert report.ok and report.outputs == ["hello\n"], report.describe()
+
+
+def test_a_kept_run_keeps_its_links(tmp_path) -> None:
+    recipe = write(tmp_path, "links.py", "import os\nos.symlink('gone', 'link')\n")
+    run(recipe, 1, launcher="warm", keep=tmp_path / "kept")
+    assert (tmp_path / "kept" / "work" / "link").is_symlink()
+
+
+def test_a_daemon_thread_does_not_keep_a_program_from_ending(tmp_path) -> None:
+    text = (
+        "import threading\nthreading.Thread(target=threading.Event().wait, daemon=True).start()\n"
+    )
+    report = run(write(tmp_path, "monitored.py", text), 1, launcher="warm")
+    assert report.ok, report.describe()
+
+
+def test_the_threads_of_torchs_compiler_are_not_the_recipes(tmp_path) -> None:
+    text = """
+        import os, threading
+
+        os.environ["TORCHINDUCTOR_COMPILE_THREADS"] = "2"
+        from torch._inductor.async_compile import AsyncCompile
+
+        AsyncCompile.submit(threading.active_count)
+        assert any(not t.daemon for t in threading.enumerate() if t.name != "MainThread")
+    """
+    report = run(write(tmp_path, "compiles.py", text), 1, launcher="warm")
+    assert report.ok, report.describe()
+
+
+def test_a_left_thread_is_named_with_the_line_that_started_it(tmp_path) -> None:
+    text = "import threading\n\nthreading.Thread(target=threading.Event().wait).start()\n"
+    report = run(write(tmp_path, "leaves.py", text), 1, launcher="warm")
+    assert report.kinds == {"left_thread"}, report.describe()
+    assert "started at leaves.py:3" in report.failures[0].text
+
+
+def test_what_a_thread_raises_unseen_is_reported(tmp_path) -> None:
+    text = """
+        import threading
+
+        def work():
+            raise OSError("No space left on device")
+
+        thread = threading.Thread(target=work)
+        thread.start()
+        thread.join()
+    """
+    report = run(write(tmp_path, "recipe.py", text), 1, launcher="warm")
+    assert report.kinds == {"raised"}, report.describe()
+    assert "OSError: No space left on device (in thread Thread-" in report.failures[0].text
+
+
+def test_a_process_of_somebody_else_is_never_asked_for_its_stacks(tmp_path, monkeypatch) -> None:
+    child = subprocess.Popen([sys.executable, "-c", "input()"], stdin=subprocess.PIPE)
+    asked = []
+    with monkeypatch.context() as patched:
+        patched.setattr("rankproof.leader.os.kill", lambda pid, signal: asked.append(pid))
+        patched.setattr("rankproof.leader.STACK_DUMP_S", 0)
+        (tmp_path / "rank0.pid").write_text(str(os.getppid()))
+        (tmp_path / "rank1.pid").write_text(str(child.pid))
+        dump_stacks(tmp_path)
+    child.communicate(b"\n")
+    assert asked == [child.pid]
+
+
+def test_an_assertion_without_a_message_is_told_by_its_source(tmp_path) -> None:
+    script = write(tmp_path, "r.py", "found = [1]\nassert (\n    len(found)\n    == 2\n)\n")
+    (failure,) = run(script, 1, launcher="warm").failures
+    assert failure.text == "AssertionError: assert len(found) == 2"
+
+
+def test_what_is_written_in_the_scripts_own_folder_counts_wherever_that_lies() -> None:
+    """Written and removed: in /tmp that is any script's right, in its own project it is not."""
+    rank = Rank(0, "", "", 0, {"wrote_elsewhere": ["/tmp/project/a.log", "/tmp/other"]}, True, [])
+    private = {"private": ["/tmp"], "written": []}
+    nowhere = {"private": [], "written": []}
+    assert _written(private, [rank], ("/tmp/project/",)) == ([], ["/tmp/project/a.log"])
+    assert _written(private, [rank], ("/tmp/",)) == ([], []), "a script that lies in /tmp itself"
+    assert _written(nowhere, [rank], ()) == ([], ["/tmp/other", "/tmp/project/a.log"])
+
+
+def test_what_a_library_makes_at_its_import_is_not_a_ranks_to_leave():
+    """torch 2.9 makes a temporary directory when it is imported; each forked rank removes it."""
+    gone = [f"-{tempfile.gettempdir()}/rankproof-server-x/tmp1", "-/elsewhere/file"]
+    assert _written({"private": [], "written": gone}, [], ()) == ([], ["-/elsewhere/file"])

@@ -1,0 +1,143 @@
+"""A repository of one recipe, what was measured of it, and the pages that show that."""
+
+import json
+import os
+import subprocess
+import sys
+from pathlib import Path
+
+from sphinx.application import Sphinx
+from sphinx.util.docutils import docutils_namespace
+
+from harness.sources import code_sha256
+
+REPO = Path(__file__).resolve().parents[2]
+RECIPE = '''"""A recipe."""
+
+
+def save(app):
+    """Save it."""
+    return app  # at once
+'''
+
+
+def recipe_of(repo: Path) -> Path:
+    return repo / "recipes_source" / "checkpoint" / "async_save.py"
+
+
+def row(name: str, stall: float | None, **more) -> dict:
+    return {"name": name, "staging_cost_s": stall, "samples": {"staging_cost_s": [stall] * 3}} | {
+        "storage": "memory",
+        "step": "long",
+        "recipes": ["async_save"] if name == "async_save" else [],
+        **more,
+    }
+
+
+def measure(repo: Path, ranks: int = 2, rows: list[dict] | None = None, **more) -> Path:
+    """Write a result file of made-up values into a repository made for a test."""
+    rows = rows or [
+        row("overlapped", 0.0012, bound_s=0.116, bound_from="state over the pinned rate"),
+        row("none", None, step_s=0.3),
+        row("async_save", 3.8, loaded_back_bitwise=True, note="the shipped defaults"),
+        row("a_peer", 0.3, loaded_back_bitwise=False),
+    ]
+    data = {
+        "benchmark": "checkpoint_stall",
+        "code_sha256": {"async_save": code_sha256(recipe_of(repo))},
+        "torch": "2.11.0",
+        "device": "Test GPU",
+        "driver": "1.2",
+        "ranks": ranks,
+        "date": "2026-01-02",
+        "workload": {"model": "a stack of layers", "state_bytes_per_rank": 6_440_000_000}
+        | {"tokens_per_step": {"long": 65536, "short": 8192}},
+        "link": {"pinned_d2h_bytes_per_s": 55.4e9},
+        "rows": rows,
+        "not_run": {"another_peer": "ImportError: no wheel, see --help"},
+    } | more
+    path = repo / "benchmarks" / "results" / f"checkpoint_stall.test-x{ranks}.json"
+    path.write_text(json.dumps(data))
+    return path
+
+
+def trace(repo: Path, mode: str, **other) -> Path:
+    def event(name, lane, ts, dur, **args):
+        args = {"lane": lane, **args}
+        return {"ph": "X", "name": name, "pid": 0, "tid": 1, "ts": ts, "dur": dur, "args": args}
+
+    data = {
+        "otherData": {"device": "Test GPU", "ranks": 2, "torch": "2.11.0", "date": "2026-01-02"}
+        | other,
+        "traceEvents": [
+            event("step", "compute", 1000, 40_000),
+            event("save", "compute", 41_000, 20_000, stall=True),
+            event("step", "compute", 61_000, 40_000),
+            event("copy", "copy", 42_000, 18_000),
+            event("write", "write", 61_000, 90_000),
+            {"ph": "i", "name": "call returns", "ts": 61_000, "args": {"mark": True}},
+            {"ph": "X", "name": "not drawn", "ts": 0, "dur": 1e9, "args": {}},
+        ],
+    }
+    path = repo / "benchmarks" / "traces" / f"checkpoint_stall.{mode}.test-x2.json"
+    path.write_text(json.dumps(data))
+    return path
+
+
+def render(repo: Path, page: str) -> tuple[str, str]:
+    """Build (or build again) a site of a page and a recipe's page; return HTML and warnings."""
+    source = repo / "site"
+    (source / "recipes" / "checkpoint").mkdir(parents=True, exist_ok=True)
+    (source / "conf.py").write_text(
+        f'extensions = ["lanes", "results", "timeline"]\nresults_repo = {str(repo)!r}\n'
+    )
+    files = {
+        "index.rst": "Title\n=====\n\n.. toctree::\n\n   recipes/checkpoint/async_save\n\n" + page,
+        "recipes/checkpoint/async_save.rst": "Async save\n==========\n",
+    }
+    for name, text in files.items():
+        if not (source / name).exists() or (source / name).read_text() != text:
+            (source / name).write_text(text)
+    warnings = repo / "warnings"
+    with warnings.open("w") as stream, docutils_namespace():
+        trees = repo / "trees"
+        Sphinx(source, source, repo / "out", trees, "html", status=None, warning=stream).build()
+    return (repo / "out" / "index.html").read_text(), warnings.read_text()
+
+
+def edit_code(repo: Path) -> None:
+    recipe_of(repo).write_text(RECIPE.replace("return app", "return [app]"))
+
+
+def edit_prose(repo: Path) -> None:
+    prose = RECIPE.replace("Save it.", "Save it, once.").replace("# at once", "# later")
+    recipe_of(repo).write_text(prose.replace("A recipe.", "Another title.") + "\n# %%\n# Words.\n")
+
+
+def lint(repo: Path, *arguments: str) -> subprocess.CompletedProcess:
+    command = [sys.executable, "-m", "benchmarks.readme_table", "--repo", str(repo), *arguments]
+    environment = os.environ | {"PYTHONPATH": str(REPO)}
+    return subprocess.run(command, cwd=repo, env=environment, capture_output=True, text=True)
+
+
+STALE = "Measured on an earlier version"
+
+
+def measured_steps(repo: Path) -> None:
+    rows = [
+        {
+            "name": name,
+            "tokens": tokens,
+            "step_s": tokens / 1e4,
+            "eta": 0.9,
+            "samples": {},
+            "recipes": [],
+        }
+        for name in ("resident", "streamed")
+        for tokens in (2048, 4096)
+    ]
+    rows = [row | {"bound_s": row["step_s"] * 0.9, "kept": row["tokens"] / 8192} for row in rows]
+    path = measure(
+        repo, rows=rows, benchmark="offload_step", workload={"ridge_tokens_forward": 3000}
+    )
+    path.rename(path.with_name("offload_step.test-x2.json"))
