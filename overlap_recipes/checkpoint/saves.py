@@ -157,13 +157,16 @@ class Saves:
         wanted = self.preparation
         if wanted is None or wanted.done.running() or wanted.done.done():
             return
+        own: set[int] = set()
+        for part in wanted.state.values():
+            own.update(id(each) for each in getattr(part, "optimizers", ()))
+        if own and id(optimizer) not in own:
+            return  # it may step on this rank alone
         if id(optimizer) not in wanted.stepped:
             wanted.stepped.add(id(optimizer))
             return
-        for part in wanted.state.values():
-            for each in getattr(part, "optimizers", ()):
-                if id(each) not in wanted.stepped:
-                    return
+        if not own <= wanted.stepped:
+            return
         wanted.done.set_running_or_notify_cancel()
         self.ask_to_prepare(wanted)
 

@@ -139,6 +139,19 @@ def test_nothing_is_asked_for_before_every_optimizer_has_state() -> None:
     assert len(second.state) == 2
 
 
+def test_an_optimizer_of_something_else_begins_no_preparation() -> None:
+    """One that steps on this rank alone would begin it on this rank alone."""
+    job, other = Job(), Job()
+    with Saves(CPU) as saves:
+        prepared = saves.prepare({"app": job.app})
+        job.step()
+        for _ in range(3):
+            other.step()
+        assert not prepared.running() and not prepared.done()
+        job.step()
+        prepared.result(60)
+
+
 def test_a_save_before_its_preparation_has_ended_waits_and_says_so(tmp_path, gate, caplog) -> None:
     job = Job()
     with Saves(CPU) as saves, caplog.at_level(logging.WARNING):
