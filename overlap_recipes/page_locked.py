@@ -72,7 +72,8 @@ class PageLocked:
         address = self.bytes.data_ptr()
         error = int(cuda.cudaHostRegister(address, self.bytes.nbytes, 0))
         if error != 0:
-            raise RuntimeError(f"CUDA error {error}")
+            said = cuda.cudaGetErrorString(cuda.cudaError(error))
+            raise RuntimeError(f"CUDA error {error}: {said}")
         self.unlock = finalize(self, cuda.cudaHostUnregister, address)
 
     def close(self) -> None:
