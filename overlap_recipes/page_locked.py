@@ -81,7 +81,8 @@ class PageLocked:
         address = part.data_ptr()
         error = int(cuda.cudaHostRegister(address, part.nbytes, 0))
         if error != 0:
-            raise RuntimeError(f"CUDA error {error}")
+            said = cuda.cudaGetErrorString(cuda.cudaError(error))
+            raise RuntimeError(f"CUDA error {error}: {said}")
         self.unlock.append(finalize(self, cuda.cudaHostUnregister, address))
 
     def close(self) -> None:

@@ -36,6 +36,7 @@ def edited_module(folder: Path, module: str, find: str, replace: str) -> ModuleT
     assert source.count(find) == 1, f"{find!r} is not once in {module}"
     file.write_text(source.replace(find, replace), encoding="utf-8")
     sys.path.insert(0, str(folder))
+    importlib.invalidate_caches()  # a listing of the folder may be older than the copy
     try:
         return importlib.import_module(f"{package}.{module}")
     finally:

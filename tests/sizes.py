@@ -50,7 +50,8 @@ def words_of_prose(path: Path) -> int:
         flags=re.MULTILINE,
     )
     text = re.sub(r"::[ \t]*\n\n(?:[ \t]+\S.*\n|[ \t]*\n(?=[ \t]))+", "\n", text)
-    text = re.sub(r"^[ \t]*(?::[\w-]+:.*|[=+|-]{3,}.*|\|.*)$", "", text, flags=re.MULTILINE)
+    # An option of a directive has no backtick behind its name: that is a role, and prose.
+    text = re.sub(r"^[ \t]*(?::[\w-]+:(?!`).*|[=+|-]{3,}.*|\|.*)$", "", text, flags=re.MULTILINE)
     return len(re.findall(r"\w[\w'’.-]*", text))
 
 

@@ -19,7 +19,7 @@ torchtitan writes with DCP's writer; the two packages have their own. :doc:`/gui
 rate of a plain write to the same storage.
 
 **When not to bother:** you save rarely, your checkpoints are small, they go to an object store
-(:doc:`object_storage`), or their layout changes at every save, so that each save would plan. If
+(:doc:`object_storage`), or their layout changes at every save. If
 your storage is slower than DCP's writer and your steps are long, :doc:`overlapped_stager` does as
 well.
 

@@ -419,7 +419,6 @@ if __name__ == "__main__":
 # * The pool is used from its start again only when no graph needs it. A loss or a metric that is
 #   kept without a backward (keep ``metric.detach()``) fills it step by step, until everything stays
 #   on the device.
-# * ``retain_graph=True`` keeps on the device what was loaded.
 #
 # Further reading
 # ---------------

@@ -14,9 +14,7 @@ nothing. The thread that trains waits only for the weights of the layer that it 
    :where: model=llama-8b tokens=32768
 
 100 % is the speed of a run that keeps everything on the device. ``streamed_adam`` clips.
-``streamed_adam_in_backward`` does not, and hides the update behind backward as well. It can pass
-100 %, since the run on the device updates after backward. Both hold a part of the state on the
-device.
+``streamed_adam_in_backward`` does not, and hides the update behind backward as well.
 
 **When not to bother:** Adam's moments fit on the device; or your steps have so few tokens that the
 host's memory decides (see the end of this page).
@@ -41,7 +39,6 @@ host's memory decides (see the end of this page).
    .. grid-item-card:: What you learn
 
       * a norm of everything, and a decision that no thread waits for
-      * settings that travel with the step
       * accumulation and means over ranks, for the layers and for the rest of the model
       * what clipping costs: it leaves only the next forward to hide the update
 
@@ -214,9 +211,6 @@ if __name__ == "__main__":
 #
 # What breaks if you remove a line
 # --------------------------------
-# Each edit was made and run when this page was built. CPU streams do nothing, so a missing wait
-# changes no bit there; a recorder of stream order finds what nothing orders.
-#
 # .. recipe-controls::
 #
 # Memory
@@ -250,4 +244,4 @@ if __name__ == "__main__":
 # ---------------
 # * `clip_grads_with_norm_
 #   <https://docs.pytorch.org/docs/stable/generated/torch.nn.utils.clip_grads_with_norm_.html>`__
-# * `SuperOffload <https://arxiv.org/abs/2509.21271>`__: speculate, validate, roll back
+# * `SuperOffload <https://arxiv.org/abs/2509.21271>`__

@@ -245,7 +245,6 @@ if __name__ == "__main__":
 #   (:doc:`shared_slots`). Changes by ``.data``, ``dcp.load``, collectives or ``torch._foreach_*`` are not
 #   counted: units gathered ahead, or kept for backward, have the old weights, **without an error**.
 # * Call it between steps. Your own prefetch lists and collectives stay, if set before.
-# * A unit that queues work on other streams must wait for it, as under stock FSDP2.
 # * A reference to full weights that is kept beyond ``reshard()`` reads another unit's numbers.
 # * Two units that share a slot cannot both be full while a backward may come: an error. It comes with
 #   ``set_reshard_after_backward(False)``, with two forwards under reentrant checkpointing, or if you

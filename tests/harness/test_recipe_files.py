@@ -136,6 +136,8 @@ def test_code_and_prose_are_counted(tmp_path) -> None:
         # Head
         # ----
         # Three more words.
+        # :doc:`four` words, that is.
+        # :rows: none of these
 
         x = (
             1,  # one
@@ -145,4 +147,4 @@ def test_code_and_prose_are_counted(tmp_path) -> None:
     '''
     path = write(tmp_path, "r.py", text)
     assert sizes.statements(path) == 1
-    assert sizes.words_of_prose(path) == 2 + 8 + 1 + 3
+    assert sizes.words_of_prose(path) == 2 + 8 + 1 + 3 + 5

@@ -77,6 +77,11 @@ def test_memory_that_cannot_be_locked_is_refused_and_the_rest_unlocked(monkeypat
             locked.append(address)
             return 2 if len(locked) > 3 else 0
 
+        cudaError = int
+
+        def cudaGetErrorString(self, error: int) -> str:
+            return "out of memory"
+
         def cudaHostUnregister(self, address: int) -> None:
             locked.remove(address)
 
@@ -86,7 +91,7 @@ def test_memory_that_cannot_be_locked_is_refused_and_the_rest_unlocked(monkeypat
 
     monkeypatch.setattr(torch.cuda, "cudart", Driver)
     monkeypatch.setattr(torch, "ones", launch)
-    told = "cannot lock .* more bytes .*CUDA error 2.*keep fewer layers"
+    told = "cannot lock .* more bytes .*CUDA error 2: out of memory.*keep fewer layers"
     with pytest.raises(RuntimeError, match=told) as refused:
         move_to_host([linear(8, 8), linear(8, 8)], CUDA)
     assert len(locked) == 1, "only the address that was refused may be left in the list"

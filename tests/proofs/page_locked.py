@@ -18,9 +18,14 @@ ODD = 3 * 4096 + 5  # bytes: no whole number of pages, no power of two
 class Driver:
     """What the CUDA runtime is asked for, in order; ``refuses`` is the error that it returns."""
 
+    cudaError = int
+
     def __init__(self, refuses: int = 0) -> None:
         self.refuses = refuses
         self.calls: list[tuple] = []
+
+    def cudaGetErrorString(self, error: int) -> str:
+        return {2: "out of memory"}[error]
 
     def cudaHostRegister(self, address: int, nbytes: int, flags: int) -> int:
         self.calls.append(("lock", address, nbytes))
@@ -78,7 +83,7 @@ def prove_refusals() -> None:
         said = str(error)
     else:
         raise AssertionError("a refusal of the driver was not raised")
-    assert f"cannot lock {ODD} more bytes" in said and "CUDA error 2" in said, said
+    assert f"cannot lock {ODD} more bytes" in said and "CUDA error 2: out of memory" in said, said
     assert [call[0] for call in driver.calls] == ["lock"], "unlocked what was not locked"
     print(f"a refusal: {said}")
 
