@@ -14,7 +14,7 @@ nothing. The thread that trains waits only for the weights of the layer that it 
    :where: model=llama-8b tokens=32768
 
 100 % is the speed of a run that keeps everything on the device. ``streamed_adam`` clips.
-``streamed_adam_in_backward`` does not, and hides the update behind backward as well.
+``streamed_adam_in_backward`` does not, and hides the update behind backward, too.
 
 **When not to bother:** Adam's moments fit on the device; or your steps have so few tokens that the
 host's memory decides (see the end of this page).
@@ -191,10 +191,10 @@ if __name__ == "__main__":
 # in the same loop on as many cores. It does not clip: its step begins while the device still runs
 # backward. So compare it with ``streamed_adam_in_backward``. In the rows ``_clipped`` we clip for
 # it, as cheaply as we know: norms are taken in backward, and its Adam gets their factor. Compare
-# those with ``streamed_adam``. What differs:
+# those with ``streamed_adam``. They differ:
 #
 # * ``torchao`` keeps the weights on the device. Weights and moments are in bf16, without fp32
-#   masters, so an update moves half as many bytes: at the fewest tokens, where a clipped step waits
+#   masters, so an update moves half the bytes: at the fewest tokens, where a clipped step waits
 #   for its update, ``torchao_clipped`` is ahead. It trains less exactly: a second moment with
 #   ``betas`` of 0.999 never falls, and a weight of 1 is not moved by a rate of 1e-4 (a test shows
 #   both). The rows ``torchao_fp32``, from another host, have the precision of this page, and fp32
