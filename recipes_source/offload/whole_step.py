@@ -187,8 +187,8 @@ if __name__ == "__main__":
 # .. result-table:: offload_step
 #    :rows: resident streamed_adam streamed_adam_in_backward torchao torchao_clipped torchao_fp32 torchao_fp32_clipped deepspeed_offload fsdp2_cpu_offload
 #
-# ``resident`` has everything on the device. ``torchao`` trained the same model, all of its layers,
-# in the same loop on as many cores. It does not clip: its step begins while the device still runs
+# ``resident`` has everything on the device. ``torchao`` trained the same model in the same loop on
+# as many cores. It does not clip: its step begins while the device still runs
 # backward. So compare it with ``streamed_adam_in_backward``. In the rows ``_clipped`` we clip for
 # it, as cheaply as we know: norms are taken in backward, and its Adam gets their factor. Compare
 # those with ``streamed_adam``. They differ:
