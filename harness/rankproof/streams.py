@@ -26,6 +26,7 @@ The model, which is that of a CUDA program:
   where a library asks, it teaches those who wait for the futures that this thread then completes.
   Locks and conditions order nothing here: a program that relies on them alone may be blamed
   wrongly.
+* ``os.pwritev`` reads the memory of its buffers as it is by then, whichever tensors lie there.
 * What ``torch.frombuffer`` maps is *host memory*, as page-locked memory is on any machine, and so
   is what is computed from it. An operator that touches host memory runs in its thread's own lane
   and is complete when it returns; a device's tensor in it came by ``.cpu()``, which waits for the
@@ -46,7 +47,9 @@ The model, which is that of a CUDA program:
 
 import concurrent.futures
 import contextlib
+import ctypes
 import itertools
+import os
 import queue
 import threading
 import weakref
@@ -190,6 +193,20 @@ class Recorder:
                 self.compare(earlier, access)
             kept = [old for old in region.accesses if not superseded(old, access)]
             region.accesses = [*kept, access]
+
+    def read_at(self, operator: str, start: int, nbytes: int, on: "Stream", where: str) -> None:
+        """Note that ``operator`` reads memory by its address, whichever tensors lie there."""
+        with self.lock:
+            ranges = ((start, start + nbytes),)
+            access = Access(operator, False, where, on, on.clock[on.lane], ranges)
+            pages = range(start >> PAGE_BITS, ((start + nbytes - 1) >> PAGE_BITS) + 1)
+            for region in set().union(*(self.pages.get(page, ()) for page in pages)):
+                if region.alive() and region.start < start + nbytes and start < region.end:
+                    self.count += 1
+                    for earlier in region.accesses:
+                        self.compare(earlier, access)
+                    kept = [old for old in region.accesses if not superseded(old, access)]
+                    region.accesses = [*kept, access]
 
     def compare(self, earlier: Access, later: Access) -> None:
         if not (earlier.writes or later.writes) or earlier.before(later.on.clock):
@@ -618,6 +635,16 @@ def watch_memory(recorder: Recorder) -> None:
         if type(tensor) in PLAIN and called_by_recipe(DISPATCHERS):
             reads(name, [tensor])
 
+    def written(_: int, buffers: list, *__: object) -> None:
+        """A system call reads memory as it is by now, on whatever thread."""
+        thread = recorder.this_thread()
+        with recorder.lock:
+            thread.launch(thread)
+            for buffer in buffers:
+                if isinstance(buffer, memoryview) and buffer.nbytes and not buffer.readonly:
+                    start = ctypes.addressof(ctypes.c_char.from_buffer(buffer))
+                    recorder.read_at("os.pwritev", start, buffer.nbytes, thread, thread.line())
+
     def resize(storage: torch.UntypedStorage, size: int) -> None:
         """Shrinking a storage gives its memory back, in the order of the current lane."""
         if size < storage.nbytes() and storage.device.type == "cpu":
@@ -647,6 +674,7 @@ def watch_memory(recorder: Recorder) -> None:
     watch = recorder.watch
     watch(torch, "frombuffer", after=on_host)
     watch(torch, "save", lambda saved, *_, **__: reads("torch.save", tensors_in(saved)))
+    watch(os, "pwritev", written)
     for name in ("tolist", "numpy"):
         watch(torch.Tensor, name, partial(read, name))
     watch(torch.UntypedStorage, "resize_", resize)

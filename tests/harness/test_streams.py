@@ -3,6 +3,7 @@
 A true positive is a program without one edge; its true negative is the same program with the edge.
 """
 
+import os
 import queue
 import threading
 from concurrent.futures import ThreadPoolExecutor
@@ -188,6 +189,23 @@ def test_work_of_the_host_in_host_memory_is_complete_when_it_returns(recorder, s
 def test_the_host_must_wait_for_transfers(recorder, missing, copy):
     copy_out_and_in(ALL_WAITS - {missing}, copy)
     assert recorder.conflicts
+
+
+@pytest.mark.parametrize("waits", [True, False])
+def test_a_system_call_that_writes_reads_what_lies_at_its_address(recorder, tmp_path, waits):
+    memory = bytearray(1 << 12)
+    host, device = torch.frombuffer(memory, dtype=torch.uint8), torch.ones(1 << 12).byte()
+    stream, copied = torch.cpu.Stream(), torch.cpu.Event()
+    stream.wait_stream(torch.cpu.current_stream())
+    with torch.cpu.stream(stream):
+        host.copy_(device, non_blocking=True)
+        copied.record(stream)
+    if waits:
+        copied.synchronize()
+    with open(tmp_path / "file", "wb") as file:
+        os.pwritev(file.fileno(), [b"header", memoryview(memory)[100:200]], 0)
+    assert bool(recorder.conflicts) is not waits
+    assert all("os.pwritev" in str(conflict) for conflict in recorder.conflicts)
 
 
 def test_memory_that_is_used_again_is_other_memory(recorder):
