@@ -1,6 +1,5 @@
 """The first code block of a page on offload runs as a reader pastes it, and it trains."""
 
-import sys
 from pathlib import Path
 from textwrap import dedent
 
@@ -11,9 +10,8 @@ from host_training import CPU, batch, linear, llama
 from torch import nn
 
 PAGES = Path(__file__).parents[2] / "recipes_source" / "offload"
-sys.path.insert(0, str(PAGES))
 
-pytestmark = pytest.mark.usefixtures("one_thread")
+pytestmark = pytest.mark.usefixtures("one_thread", "importable")
 
 
 def snippets(page: str) -> list[str]:
