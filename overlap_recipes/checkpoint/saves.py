@@ -147,8 +147,13 @@ class Saves:
         Returns:
             A future, done when the next save need not wait. It raises where memory cannot be had;
             so will a save.
+
+        Raises:
+            RuntimeError: as ``save``; the second time, or behind a save.
         """
         self.check_is_open()
+        if self.preparation is not None or self.calls > 0:
+            raise RuntimeError("prepare once, before the first save")
         self.preparation = Preparation(state_dict, set(), Future())
         return self.preparation.done
 
@@ -173,11 +178,13 @@ class Saves:
     @torch.inference_mode(False)
     def ask_to_prepare(self, wanted: Preparation) -> None:
         tensors: list[torch.Tensor] = []
+        state: object = KeyboardInterrupt("in prepare")
         try:
             state = read(wanted.state, tensors)
         except Exception as failure:  # the save will fail of it, on all ranks
             state = failure
-        self.jobs.put((wanted.done, tensors, state))
+        finally:  # a save waits for the end of what has begun
+            self.jobs.put((wanted.done, tensors, state))
 
     @torch.inference_mode(False)
     def save(self, state_dict: dict, directory: Path) -> Future | None:
@@ -223,7 +230,6 @@ class Saves:
     def wait_for_preparation(self) -> None:
         """Return when what ``prepare`` has begun has ended; drop it if it has not begun."""
         wanted = self.preparation
-        self.preparation = None
         if wanted is None:
             return
         if wanted.done.running():
@@ -231,6 +237,7 @@ class Saves:
             wait([wanted.done])
             LOG.warning("a save waited %.1f s for its preparation", time.monotonic() - began)
         wanted.done.cancel()
+        self.preparation = None  # not before: an interrupted wait leaves it to the next save
 
     def wait_for_buffer(self) -> None:
         before = self.uploads[-2]
@@ -336,7 +343,7 @@ class Saves:
             done.set_exception(failure)
 
     def make_buffers_for(self, tensors: list[torch.Tensor], state: object) -> None:
-        if isinstance(state, Exception):
+        if isinstance(state, BaseException):
             raise state
         self.make_buffers(tensors)
 

@@ -270,18 +270,6 @@ if __name__ == "__main__":
 # files again, from memory, at the rate at which one core computes SHA-256. Each rank writes one
 # more small file.
 #
-# Faster
-# ------
-# This class writes with the kept plan of :doc:`overlapped_writer`, commits as this page does, and
-# deletes as :doc:`retention` does:
-#
-# .. code-block:: python
-#
-#     from overlap_recipes.checkpoint import Saves, RetainedSaves
-#
-#     class Saves(RetainedSaves, Saves):
-#         pass
-#
 # Known limits
 # ------------
 # * ``fsync`` is a request. A disk with a volatile cache may lie about it, and a network file

@@ -220,6 +220,37 @@ def test_a_block_that_ends_beside_a_preparation_ends(gate) -> None:
     assert prepared.done()
 
 
+def test_a_second_preparation_is_refused(tmp_path) -> None:
+    """Two would make buffers on two threads."""
+    job = Job()
+    with Saves(CPU) as saves:
+        saves.prepare({"app": job.app})
+        with pytest.raises(RuntimeError, match="prepare once"):
+            saves.prepare({"app": job.app})
+        job.step()
+        saves.save({"app": job.app}, tmp_path / "step1").result()
+        with pytest.raises(RuntimeError, match="prepare once"):
+            saves.prepare({"app": job.app})
+
+
+def test_an_interrupted_preparation_keeps_no_save_waiting(tmp_path, monkeypatch) -> None:
+    job = Job()
+
+    def interrupted(*_) -> None:
+        raise KeyboardInterrupt
+
+    with Saves(CPU) as saves:
+        prepared = saves.prepare({"app": job.app})
+        job.step()
+        with monkeypatch.context() as patch, pytest.raises(KeyboardInterrupt):
+            patch.setattr(saves_module, "read", interrupted)
+            job.step()
+        assert isinstance(prepared.exception(60), RuntimeError)
+        job.step()
+        saves.save({"app": job.app}, tmp_path / "step").result(60)
+    assert loads(tmp_path / "step", job)
+
+
 def bytes_of_a_save() -> int:
     with Saves(CPU) as saves:
         saves.make_buffers([torch.ones(1 << 20)])
