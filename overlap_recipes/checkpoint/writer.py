@@ -7,6 +7,7 @@ import io
 import os
 import tempfile
 from collections.abc import Callable
+from dataclasses import replace
 from functools import cache
 from pathlib import Path
 from threading import Thread
@@ -15,7 +16,10 @@ import torch
 import torch.distributed as dist
 import torch.distributed.checkpoint as dcp
 from torch.distributed.checkpoint.filesystem import WriteResult, _StorageInfo
+from torch.distributed.checkpoint.planner import WriteItem
+from torch.distributed.tensor import DTensor
 
+from .copies import form, shard_of
 from .state import is_staged
 
 # Private by name: ``_StorageInfo``. ``.metadata`` is made of it, and DCP's reader expects it.
@@ -49,9 +53,41 @@ def memory_of(tensor: torch.Tensor) -> tuple:
     return tensor.data_ptr() if tensor.nbytes else 0, tensor.shape, tensor.dtype
 
 
-def staged_items(planner, plan, staged: bool = True) -> list:
-    """The items of ``plan`` that are staged tensors, or those that are not."""
-    return [i for i in plan.items if is_staged(planner.state_dict[i.index.fqn]) == staged]
+def decides(name: str, leaf: object) -> object:
+    """What of ``leaf`` decides on its items in a plan: the same for DTensors of one form."""
+    if isinstance(leaf, DTensor):
+        return form(leaf)
+    if torch.is_tensor(leaf):
+        return name, leaf.shape, leaf.dtype
+    return name
+
+
+class Planner(dcp.DefaultSavePlanner):
+    """DCP's planner, which asks one DTensor of each form where its shard lies.
+
+    DCP asks every one: .15 ms of the interpreter for each, .5 s for GPT-2 XL with its moments.
+    """
+
+    def create_local_plan(self) -> dcp.SavePlan:
+        leaves = self.state_dict
+        first_of_form: dict[object, str] = {}
+        alike: dict[str, list[str]] = {}  # names of one form, by the first of them
+        for name, leaf in leaves.items():
+            first = first_of_form.setdefault(decides(name, leaf), name)
+            alike.setdefault(first, []).append(name)
+        self.state_dict = {first: leaves[first] for first in alike}
+        plan = super().create_local_plan()
+        self.state_dict = leaves
+        items = []
+        for item in plan.items:
+            for name in alike[item.index.fqn]:
+                items.append(replace(item, index=replace(item.index, fqn=name)))
+        self.plan = replace(plan, items=items)
+        return self.plan
+
+    def shard(self, item: WriteItem) -> torch.Tensor:
+        """What this rank writes for ``item``, a staged tensor."""
+        return shard_of(self.state_dict[item.index.fqn]).detach()
 
 
 class Layout(dcp.FileSystemWriter):
@@ -59,8 +95,13 @@ class Layout(dcp.FileSystemWriter):
 
     def write_data(self, plan, planner) -> torch.futures.Future:
         """Write nothing: give every staged tensor its place, and return the places."""
-        tensors = [(planner.resolve_data(i), i) for i in staged_items(planner, plan)]
-        self.others = staged_items(planner, plan, False)
+        tensors = []
+        self.others = []
+        for item in plan.items:
+            if is_staged(planner.state_dict[item.index.fqn]):
+                tensors.append((planner.shard(item), item))
+            else:
+                self.others.append(item)
         tensors.sort(key=lambda pair: pair[0].nbytes, reverse=True)
         writers = min(FILES, 1 + sum(tensor.nbytes for tensor, _ in tensors) // PIECE)
         self.names = [f"{plan.storage_data.prefix}{n}.distcp" for n in range(writers)]
@@ -104,7 +145,7 @@ class Layout(dcp.FileSystemWriter):
         """The calls that write ``items``, found by ``planner``: offset, bytes, buffers."""
         pieces, offset, size, buffers = [], 0, 0, []
         for item in items:
-            tensor = planner.resolve_data(item)
+            tensor = planner.shard(item)
             head, tail = around(tensor.shape, tensor.dtype)
             memory = memoryview((ctypes.c_char * tensor.nbytes).from_address(tensor.data_ptr()))
             cuts = [memory[start : start + PIECE] for start in range(0, tensor.nbytes, PIECE)]
@@ -233,11 +274,12 @@ class FileWriter:
         if self.is_first_rank:
             self.layout.write_metadata(directory, others)
 
-    def prepare(self, state: dict) -> None:
-        """Plan before there is anything to write."""
+    def prepare(self, states: list[dict]) -> None:
+        """Plan before there is anything to write: ``states`` of one layout in other memory."""
         directory = Path(tempfile.mkdtemp())
         try:
-            self.plan(state, directory)
+            for state in states:
+                self.plan(state, directory)
         finally:
             directory.rmdir()
 
@@ -245,13 +287,15 @@ class FileWriter:
         """Let DCP plan the write of ``state``, unless all ranks know its layout."""
         if any(self.together(self.arrange, state)):
             layout = Layout(directory)
-            no_dist = self.group is None
-            dcp.save(state, storage_writer=layout, process_group=self.group, no_dist=no_dist)
-            layout.made_for = self.wanted
-            self.layout = layout
+            planner = Planner()
+            group = {"process_group": self.group, "no_dist": self.group is None}
+            dcp.save(state, storage_writer=layout, planner=planner, **group)
             if self.is_known:  # another rank needs it
                 self.take_apart(state)
+            layout.made_for = self.described()
+            self.layout = layout
             self.plans += 1
+        self.remember()
 
     def arrange(self, state: dict) -> bool:
         """Whether this rank's state needs another layout than the kept one.
@@ -264,41 +308,37 @@ class FileWriter:
         outline(state, found)
         self.outline = tuple(found)
         self.is_known = layout is not None and self.outline in layout.keys
-        if self.is_known:
-            self.key = layout.keys[self.outline]
-            self.wanted = layout.made_for
-            flat = {"flatten_state_dict": False, "flatten_sharded_tensors": False}
-            self.planner = dcp.DefaultSavePlanner(**flat)
-            self.planner.set_up_planner(state)
-            names = [item.index.fqn for item in layout.others]
-            self.planner.state_dict = {name: element(state, layout.paths[name]) for name in names}
-            return False
-        self.take_apart(state)
-        made_for = layout and layout.made_for
-        self.wanted = made_for
-        if layout is None or self.key not in layout.calls:
-            plan = self.planner.create_local_plan()
-            self.wanted = plan, self.shared_memory(plan)
-        return self.wanted != made_for
+        if not self.is_known:
+            self.take_apart(state)
+            return layout is None or self.described() != layout.made_for
+        self.key = layout.keys[self.outline]
+        self.planner = Planner(flatten_state_dict=False, flatten_sharded_tensors=False)
+        self.planner.set_up_planner(state)
+        names = [item.index.fqn for item in layout.others]
+        self.planner.state_dict = {name: element(state, layout.paths[name]) for name in names}
+        return False
 
     def take_apart(self, state: dict) -> None:
         """Let DCP's planner give names to all that is in ``state``."""
-        self.planner = dcp.DefaultSavePlanner()
+        self.planner = Planner()
         self.planner.set_up_planner(state)
         values = self.planner.state_dict.values()
         self.key = tuple(self.planner.mappings.items()), tuple(map(kind, values))
 
-    def shared_memory(self, plan: dcp.SavePlan) -> list[int]:
-        """For each staged item of ``plan`` a number, the same for items of the same memory."""
+    def described(self) -> tuple:
+        """All that a layout depends on: paths, forms, and which names have the same memory."""
+        forms = []
         numbers: dict[tuple, int] = {}
-        found = []
-        for item in staged_items(self.planner, plan):
-            memory = memory_of(self.planner.resolve_data(item))
-            found.append(numbers.setdefault(memory, len(numbers)))
-        return found
+        shared = []
+        for name, leaf in self.planner.state_dict.items():
+            forms.append((name, decides(name, leaf)))
+            if is_staged(leaf):
+                memory = memory_of(shard_of(leaf))
+                shared.append(numbers.setdefault(memory, len(numbers)))
+        return tuple(self.planner.mappings.items()), forms, shared
 
-    def write_files(self, directory: Path, threads: int) -> list[WriteResult]:
-        """Write this rank's files; return the places of what is serialised anew."""
+    def remember(self) -> None:
+        """Keep the system calls that write this state, and its outline, for the next time."""
         layout = self.layout
         if self.key not in layout.calls:
             if len(layout.calls) == KEPT_CALLS:
@@ -310,6 +350,10 @@ class FileWriter:
                 layout.keys.clear()
             layout.keys[self.outline] = self.key
             layout.paths = self.planner.mappings
+
+    def write_files(self, directory: Path, threads: int) -> list[WriteResult]:
+        """Write this rank's files; return the places of what is serialised anew."""
+        layout = self.layout
         _, calls = layout.calls[self.key]
 
         tail = bytearray()

@@ -274,7 +274,7 @@ def little_at_a_time(root: Path) -> None:
 
 
 def many_tensors(root: Path) -> None:
-    """Once planned, ten thousand tensors cost a few calls and milliseconds of the interpreter."""
+    """Once planned, ten thousand tensors cost a few calls and a fraction of the interpreter."""
     state = {f"layer{n}.weight": random(n % 7, 8) for n in range(10_000)} | {"step": 0}
     calls, seconds, saved = [], [], []
     pwritev, write, save = os.pwritev, Saves.write, torch.save
@@ -304,7 +304,7 @@ def many_tensors(root: Path) -> None:
     assert saves.files.plans == 1
     assert calls[3] <= 3 * 10_000 / 1024 + 4, calls
     assert saved[3] <= 1, saved  # the step
-    assert seconds[3] < 0.25, seconds
+    assert seconds[3] < seconds[0] / 5, seconds  # the planning and all distinct shapes
     few = {f"layer{n}.weight": state[f"layer{n}.weight"] for n in range(0, 10_000, 999)}
     same(load(root / "3", few), few)
 
