@@ -6,6 +6,8 @@
 """
 
 from .durable import DurableSaves, committed_steps, faults, newest_step
+from .manager import CheckpointManager
+from .names import name_of
 from .preemption import AGAIN, TOO_LATE, Preemption
 from .restart import Run, resume
 from .retention import RetainedSaves
@@ -15,6 +17,7 @@ from .state import AppState, TrainingState
 __all__ = [
     "AGAIN",
     "AppState",
+    "CheckpointManager",
     "DurableSaves",
     "Preemption",
     "RetainedSaves",
@@ -24,6 +27,7 @@ __all__ = [
     "TrainingState",
     "committed_steps",
     "faults",
+    "name_of",
     "newest_step",
     "resume",
 ]

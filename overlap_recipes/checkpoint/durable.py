@@ -12,6 +12,7 @@ from pathlib import Path
 
 import torch.distributed as dist
 
+from .names import check_name, name_of, steps_of
 from .saves import Saves
 
 MANIFEST = "manifest.{}.json"  # of each rank, in each checkpoint: its files, sizes, digests
@@ -67,14 +68,15 @@ def faults(directory: Path, digests: bool = False) -> list[str]:
 
 def committed_steps(root: Path) -> list[int]:
     """The steps whose checkpoints have their final name, the newest first."""
-    names = [path.name.removeprefix("step") for path in root.glob("step*")]
-    return sorted((int(name) for name in names if name.isdigit()), reverse=True)
+    return steps_of(path.name for path in root.glob("step*"))
 
 
 def newest_step(root: Path, digests: bool = False) -> int | None:
     """The newest step whose checkpoint is complete, None if there is none."""
-    whole = (step for step in committed_steps(root) if not faults(root / f"step{step}", digests))
-    return next(whole, None)
+    for step in committed_steps(root):
+        if not faults(root / name_of(step), digests):
+            return step
+    return None
 
 
 class DurableSaves(Saves):
@@ -87,7 +89,12 @@ class DurableSaves(Saves):
     latest: Future | None = None
 
     def save(self, state_dict: dict, directory: Path) -> Future | None:
-        """As ``Saves.save``; ``directory`` is ``root/step<N>``."""
+        """As ``Saves.save``; ``directory`` is ``root / name_of(step)``.
+
+        Raises:
+            ValueError: the name of ``directory`` does not stand for a step.
+        """
+        check_name(Path(directory))
         upload = super().save(state_dict, directory)
         if upload is not None:
             self.latest = upload

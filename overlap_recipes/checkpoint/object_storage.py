@@ -4,7 +4,8 @@
 
 import io
 import json
-import re
+import logging
+import time
 import uuid
 from contextlib import contextmanager, suppress
 from pathlib import Path
@@ -13,6 +14,7 @@ from urllib.parse import urlsplit
 import torch
 import torch.distributed.checkpoint as dcp
 
+from .names import name_of, steps_left_out, steps_of
 from .saves import Saves
 
 try:
@@ -25,6 +27,8 @@ try:
 except ImportError as error:
     raise ImportError("pip install fsspec, and for s3:// s3fs of the same date") from error
 
+LOG = logging.getLogger(__name__)
+COMMIT = ".json"  # behind a step's name: the object that makes it a checkpoint
 PIECE = 32 << 20  # bytes of a part of an upload; at most 10,000 parts make an object
 
 
@@ -133,8 +137,47 @@ def committed(url: str) -> dict[int, dict]:
     names = []
     with suppress(FileNotFoundError):
         names = fs.ls(root, detail=False)
-    steps = sorted(map(int, re.findall(r"/step(\d+)\.json$", "\n".join(names), re.MULTILINE)))
-    return {step: json.loads(fs.cat_file(f"{root}/step{step}.json")) for step in reversed(steps)}
+    commits = [name.rpartition("/")[2] for name in names if name.endswith(COMMIT)]
+    steps = steps_of(name.removesuffix(COMMIT) for name in commits)
+    return {step: json.loads(fs.cat_file(commit_of(root, step))) for step in steps}
+
+
+def commit_of(root: str, step: int) -> str:
+    """The path of the object that makes ``step`` a checkpoint."""
+    return f"{root}/{name_of(step)}{COMMIT}"
+
+
+def set_aside(url: str, step: int) -> None:
+    """Give the commit of ``step`` another name, under which it is no checkpoint."""
+    fs, root = open_root(url)
+    commit = commit_of(root, step)
+    fs.cp_file(commit, f"{commit}.set-aside-{time.time_ns()}")
+    fs.rm_file(commit)
+
+
+def delete(url: str, step: int) -> None:
+    """Delete the checkpoint of ``step``, its commit first: what is left is no checkpoint."""
+    fs, root = open_root(url)
+    data = json.loads(fs.cat_file(commit_of(root, step)))["data"]
+    fs.rm_file(commit_of(root, step))
+    fs.rm(f"{root}/{data}", recursive=True)
+
+
+def wrong_objects(url: str, step: int) -> list[str]:
+    """What differs between the objects of ``step`` and those that its commit names; [] if none."""
+    fs, root = open_root(url)
+    commit = json.loads(fs.cat_file(commit_of(root, step)))
+    found = {}
+    for path in fs.find(f"{root}/{commit['data']}"):
+        found[path.rpartition("/")[2]] = fs.size(path)
+    return sorted({name for name, _ in commit["objects"].items() ^ found.items()})
+
+
+def reader(url: str, step: int) -> dcp.StorageReader:
+    """What ``dcp.load`` reads ``step`` with."""
+    fs, root = open_root(url)
+    data = json.loads(fs.cat_file(commit_of(root, step)))["data"]
+    return dcp_fsspec.FsspecReader(f"{url.rstrip('/')}/{data}")
 
 
 def load(state_dict: dict, url: str, step: int) -> None:
@@ -143,24 +186,32 @@ def load(state_dict: dict, url: str, step: int) -> None:
     Raises:
         FileNotFoundError: objects differ from those that the commit names.
     """
-    fs, root = open_root(url)
-    commit = committed(url)[step]
-    found = {path.rpartition("/")[2]: fs.size(path) for path in fs.find(f"{root}/{commit['data']}")}
-    if wrong := commit["objects"].items() ^ found.items():
-        raise FileNotFoundError(f"step {step} is not what was committed: {sorted(wrong)}")
-    dcp.load(state_dict, storage_reader=dcp_fsspec.FsspecReader(f"{url}/{commit['data']}"))
+    wrong = wrong_objects(url, step)
+    if wrong:
+        raise FileNotFoundError(f"step {step} is not what was committed: {wrong}")
+    dcp.load(state_dict, storage_reader=reader(url, step))
 
 
 class ObjectSaves(Saves):
     """Overlapped saves to ``url``, each committed once.
 
+    Args:
+        keep_last: how many of the newest checkpoints stay; None: all.
+        keep_every: steps that it divides stay, too.
+
     Raises:
         RuntimeError: on entry, on every rank, if the store cannot be reached or takes two commits.
     """
 
-    def __init__(self, url: str, *args, **kwargs) -> None:
+    def __init__(
+        self, url: str, *args, keep_last: int | None = None, keep_every: int = 0, **kwargs
+    ) -> None:
         super().__init__(*args, **kwargs)
+        if keep_last is not None:
+            steps_left_out([], keep_last, keep_every)  # raises now, and not at the first save
         self.url = url.rstrip("/")
+        self.keep_last = keep_last
+        self.keep_every = keep_every
 
     def __enter__(self) -> "ObjectSaves":
         self.together(check_store, self.url)
@@ -168,7 +219,7 @@ class ObjectSaves(Saves):
 
     def save(self, state_dict: dict, step: int):
         """As ``Saves.save``; the checkpoint is ``step`` below ``url``."""
-        return super().save(state_dict, Path("/dev/null", f"step{step}"))  # no local directory
+        return super().save(state_dict, Path("/dev/null", name_of(step)))  # no local directory
 
     def write(self, state: dict, directory: Path) -> None:
         torch.serialization.set_crc32_options(False)  # nothing reads the sums
@@ -185,4 +236,15 @@ class ObjectSaves(Saves):
             fs, root = open_root(self.url)
             objects = {name: size for part in self.written for name, size in part.items()}
             content = {"data": self.data, "objects": objects}
-            commit_once(fs, f"{root}/{directory.name}.json", content)
+            commit_once(fs, f"{root}/{directory.name}{COMMIT}", content)
+            self.prune()
+
+    def prune(self) -> None:
+        """Delete what neither rule keeps; on rank 0."""
+        if self.keep_last is None:
+            return
+        for step in steps_left_out(list(committed(self.url)), self.keep_last, self.keep_every):
+            try:
+                delete(self.url, step)
+            except OSError as error:  # the new checkpoint is there all the same
+                LOG.error("step %d cannot be deleted: %s", step, error)

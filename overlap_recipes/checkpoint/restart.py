@@ -2,6 +2,7 @@
 # Overlap Recipes 0.1.0, overlap_recipes/checkpoint/restart.py
 """Resume from the newest complete checkpoint, on the same or another number of ranks."""
 
+import logging
 import time
 from pathlib import Path
 
@@ -12,7 +13,10 @@ from torch import nn
 from torch.distributed.checkpoint.state_dict import get_model_state_dict
 
 from .durable import committed_steps, faults, newest_step
+from .names import name_of
 from .state import AppState
+
+LOG = logging.getLogger(__name__)
 
 
 class Run(AppState):
@@ -59,23 +63,31 @@ def choose(root: Path, step: int | None = None) -> int | None:
     Raises:
         RuntimeError: a rank does not see this checkpoint, or sees another content.
     """
-    there = committed_steps(root)
-    chosen = [step if step is not None else newest_step(root, digests=True)]
-    dist.broadcast_object_list(chosen)
-    step = chosen[0]
-    wrong = faults(root / f"step{step}") if step is not None else []
-    seen: list[list[str]] = [[]] * dist.get_world_size()
-    dist.all_gather_object(seen, wrong)
+    is_first_rank = not dist.is_initialized() or dist.get_rank() == 0
+    if step is None and is_first_rank:
+        step = newest_step(root, digests=True)
+    step = of_all_ranks(step)[0]
+    wrong = faults(root / name_of(step)) if step is not None else []
+    seen = of_all_ranks(wrong)
     if any(seen):
         raise RuntimeError(f"step {step} is not whole, by rank: {dict(enumerate(seen))}")
-    if dist.get_rank() == 0:
-        for newer in there:
+    if is_first_rank:
+        for newer in committed_steps(root):
             if step is None or newer > step:
-                aside = root / f"step{newer}.set-aside-{time.time_ns()}"
-                (root / f"step{newer}").rename(aside)
-                print(f"{aside.name}: newer than what is resumed")
-    dist.barrier()
+                aside = root / f"{name_of(newer)}.set-aside-{time.time_ns()}"
+                (root / name_of(newer)).rename(aside)
+                LOG.warning("%s: newer than what is resumed", aside.name)
+    of_all_ranks(None)
     return step
+
+
+def of_all_ranks(own: object) -> list:
+    """What each rank gave, by rank; this process's alone without a process group."""
+    if not dist.is_initialized():
+        return [own]
+    found = [own] * dist.get_world_size()
+    dist.all_gather_object(found, own)
+    return found
 
 
 def resume(run: Run, root: Path, step: int | None = None) -> int:
@@ -87,7 +99,7 @@ def resume(run: Run, root: Path, step: int | None = None) -> int:
     step = choose(root, step)
     if step is None:
         return 0
-    directory = root / f"step{step}"
+    directory = root / name_of(step)
     saved = dcp.FileSystemReader(directory).read_metadata().state_dict_metadata
     run.ranks_saved = sum(key.startswith("run.random") and key.endswith("host") for key in saved)
     if wrong := differences(get_model_state_dict(run.model), directory, "run.model."):

@@ -15,6 +15,7 @@ import torch.distributed as dist
 from torch.distributed.tensor import DTensor
 
 from .durable import DurableSaves, committed_steps, faults, flush, newest_step
+from .names import name_of, step_of, steps_left_out
 
 LOG = logging.getLogger(__name__)
 LEASE = "lease"  # in the root: locked by the job that writes here
@@ -27,15 +28,13 @@ def to_delete(root: Path, keep_last: int, keep_every: int = 0) -> list[int]:
     Raises:
         ValueError: nothing would be kept.
     """
-    if keep_last < 1:
-        raise ValueError(f"keep_last is {keep_last}: keep one checkpoint at least")
-    whole = [step for step in committed_steps(root) if not faults(root / f"step{step}")]
-    return [step for step in whole[keep_last:] if not keep_every or step % keep_every]
+    whole = [step for step in committed_steps(root) if not faults(root / name_of(step))]
+    return steps_left_out(whole, keep_last, keep_every)
 
 
 def delete(root: Path, step: int) -> None:
-    doomed = root / f"step{step}.deleted"
-    (root / f"step{step}").rename(doomed)
+    doomed = root / f"{name_of(step)}.deleted"
+    (root / name_of(step)).rename(doomed)
     flush(root)
     shutil.rmtree(doomed)
 
@@ -76,7 +75,7 @@ class RetainedSaves(DurableSaves):
         super().__init__(*args, **kwargs)
         self.root, self.keep_last, self.keep_every = root.absolute(), keep_last, keep_every
         self.lease: int | None = None
-        to_delete(root, keep_last)  # raises now, and not at the first save
+        steps_left_out([], keep_last, keep_every)  # raises now, and not at the first save
 
     def __enter__(self) -> "RetainedSaves":
         self.together(self.open_root)
@@ -111,10 +110,10 @@ class RetainedSaves(DurableSaves):
             raise OSError(errno.ENOSPC, f"{needed} bytes to write, {free} free", str(self.root))
 
     def commit(self, aside: Path, directory: Path) -> None:
-        newest, name = max(committed_steps(self.root), default=0), directory.name[len("step") :]
+        newest = max(committed_steps(self.root), default=0)
         if directory.parent != self.root:
             raise RuntimeError(f"{directory} is not in {self.root}")
-        if name.isdigit() and int(name) < newest:
+        if step_of(directory.name) < newest:
             raise RuntimeError(f"step{newest} is there: resume from it, or take another root")
         super().commit(aside, directory)
         if self.rank == 0:
@@ -143,9 +142,9 @@ def seconds_between_saves(cost_s: float, mtbf_s: float, upload_s: float) -> floa
 
 def show(root: Path, digests: bool) -> bool:
     """Print one line per checkpoint, the newest first; return whether all are complete."""
-    wrong = {step: faults(root / f"step{step}", digests) for step in committed_steps(root)}
+    wrong = {step: faults(root / name_of(step), digests) for step in committed_steps(root)}
     for step, found in wrong.items():
-        files = list((root / f"step{step}").iterdir())
+        files = list((root / name_of(step)).iterdir())
         size = sum(file.stat().st_size for file in files) / 1e9
         print(f"step{step}  {size:.3f} GB  {len(files)} files  {'; '.join(found) or 'whole'}")
     leftovers = [path.name for pattern in LEFTOVERS for path in root.glob(pattern)]

@@ -47,6 +47,7 @@ class Job:
         copied: the event behind its copies, or the error that came before it.
         tensors, hosts: of the state, and what is staged of them.
         done: what ``save`` has returned.
+        call_s: how long ``save`` kept the training thread.
     """
 
     number: int
@@ -56,6 +57,7 @@ class Job:
     hosts: list[torch.Tensor]
     state: object
     done: Future
+    call_s: float = 0.0
 
 
 @dataclass
@@ -205,6 +207,7 @@ class Saves:
         if self.if_busy == "skip" and self.is_busy():
             self.skipped += 1
             return None
+        began = time.monotonic()
         self.calls += 1
         interrupted = KeyboardInterrupt("in save")
         job = Job(self.calls, Path(directory).absolute(), interrupted, [], [], None, Future())
@@ -217,6 +220,7 @@ class Saves:
         except Exception as failure:
             job.copied = failure.with_traceback(None)  # whose frames hold a plan and its memory
         finally:  # the other ranks are saving: they will be told
+            job.call_s = time.monotonic() - began
             self.jobs.put(job)
         return job.done
 
@@ -366,8 +370,13 @@ class Saves:
             has_begun = False
             self.together(self.commit, aside, directory)
             written = time.monotonic()
-            times = copied - began, written - copied
-            LOG.info("%s: staged in %.2f s, written in %.2f s", directory, *times)
+            LOG.info(
+                "%s: the call took %.3f s, staged in %.2f s, written in %.2f s",
+                directory,
+                job.call_s,
+                copied - began,
+                written - copied,
+            )
             job.done.set_result(directory)
         except BaseException as failure:  # CheckpointException is no Exception
             if self.rank == 0 and has_begun:

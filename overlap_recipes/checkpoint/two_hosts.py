@@ -7,6 +7,7 @@ import os
 import shutil
 import uuid
 from collections.abc import Iterator
+from concurrent.futures import Future
 from contextlib import suppress
 from functools import partial
 from pathlib import Path
@@ -14,10 +15,11 @@ from pathlib import Path
 import torch
 import torch.distributed as dist
 
+from .names import check_name, name_of, steps_left_out, steps_of
 from .saves import Job, Saves
 
 PIECE = 64 << 20  # bytes that are sent at a time
-KEEP = 2  # checkpoints on each host: one may have its name on some hosts only
+FEWEST = 2  # checkpoints on each host: the newest may have its name on some hosts only
 LISTING = "files.json"  # which save it is, names and sizes of all its files on any host
 
 
@@ -53,12 +55,38 @@ class PartnerSaves(Saves):
 
     Args:
         per_host: ranks per host, by default as many as torchrun has started here.
+        keep_last: how many of the newest checkpoints stay on each host, two at least.
+        keep_every: steps that it divides stay, too, until ``gather`` has brought a newer one.
+
+    Raises:
+        ValueError: ``keep_last`` is below 2.
     """
 
-    def __init__(self, *args, per_host: int | None = None, **kwargs) -> None:
+    def __init__(
+        self,
+        *args,
+        per_host: int | None = None,
+        keep_last: int = FEWEST,
+        keep_every: int = 0,
+        **kwargs,
+    ) -> None:
         super().__init__(*args, **kwargs)
+        if keep_last < FEWEST:
+            raise ValueError(f"keep_last is {keep_last}: {FEWEST} at least, one may be half there")
+        steps_left_out([], keep_last, keep_every)  # raises now, and not at the first save
+        self.keep_last = keep_last
+        self.keep_every = keep_every
         self.per_host = per_host or int(os.environ.get("LOCAL_WORLD_SIZE", "1"))
         self.first_of_host = self.rank % self.per_host == 0
+
+    def save(self, state_dict: dict, directory: Path) -> Future | None:
+        """As ``Saves.save``; ``directory`` is ``local / name_of(step)``, on each host its own.
+
+        Raises:
+            ValueError: the name of ``directory`` does not stand for a step.
+        """
+        check_name(Path(directory))
+        return super().save(state_dict, directory)
 
     def begin(self, job: Job, aside: Path) -> tuple:
         super().begin(job, aside)
@@ -103,14 +131,14 @@ class PartnerSaves(Saves):
         if self.first_of_host:
             shutil.rmtree(directory, ignore_errors=True)
             aside.rename(directory)
-            for step in sorted(steps_in(directory.parent))[:-KEEP]:
-                shutil.rmtree(directory.with_name(f"step{step}"))
+            there = steps_in(directory.parent)
+            for step in steps_left_out(there, self.keep_last, self.keep_every):
+                shutil.rmtree(directory.with_name(name_of(step)))
 
 
 def steps_in(local: Path) -> list[int]:
-    """The steps that have a name and a listing on this host."""
-    found = [listing.parent.name.removeprefix("step") for listing in local.glob(f"step*/{LISTING}")]
-    return [int(step) for step in found if step.isdigit()]
+    """The steps that have a name and a listing on this host, the newest first."""
+    return steps_of(listing.parent.name for listing in local.glob(f"step*/{LISTING}"))
 
 
 def write_listing(directory: Path, save: str, files: dict[str, int]) -> None:
@@ -122,7 +150,7 @@ def held(local: Path) -> dict[tuple[int, str], tuple[dict, dict]]:
     """By step and save: the sizes of the files that it consists of, and of those that are here."""
     found = {}
     for step in steps_in(local):
-        directory = local / f"step{step}"
+        directory = local / name_of(step)
         with suppress(OSError, ValueError):  # a power cut may have emptied the listing
             listing = json.loads((directory / LISTING).read_text())
             sizes = {file.name: file.stat().st_size for file in directory.iterdir()}
@@ -151,7 +179,7 @@ def gather(local: Path) -> int | None:
             break
     else:
         return None
-    directory = local / f"step{chosen[0]}"
+    directory = local / name_of(chosen[0])
     if chosen not in own:  # parts, or another save of the same step
         shutil.rmtree(directory, ignore_errors=True)
     dist.barrier(group)

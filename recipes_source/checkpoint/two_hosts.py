@@ -304,5 +304,5 @@ if __name__ == "__main__":
 #
 # What it costs
 # -------------
-# Disk of each host: ``KEEP`` + 1 checkpoints of its own ranks, twice. Memory: ``PIECE`` per rank.
+# Disk of each host: ``keep_last`` + 1 checkpoints of its own ranks, twice. Memory: ``PIECE`` per rank.
 # Network: each shard once, at the pace of gloo's sockets, beside training's own traffic.

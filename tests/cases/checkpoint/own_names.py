@@ -1,6 +1,7 @@
 """verl#7952, Automodel#603: does a restart find directories that are named otherwise?
 
-The argument is the pattern of their names, ``step-{}`` or ``step{:06d}``.
+The argument is the pattern of their names, ``step-{}`` or ``step{:06d}``. A save that a restart
+would not find must be refused when it is called.
 """
 
 import sys
@@ -35,7 +36,12 @@ def train(run: Run, root: Path, pattern: str) -> None:
 
 def main(pattern: str) -> None:
     with roundtrip.job() as root:
-        train(build(), root, pattern)
+        try:
+            train(build(), root, pattern)
+        except ValueError as refusal:
+            assert "would never be found again" in str(refusal), refusal
+            assert not list(root.glob("step*"))
+            return
         step = resume(build(), root)
         assert step == STEPS, f"resumed at step {step}, the newest save is of step {STEPS}"
 

@@ -1,0 +1,241 @@
+# SPDX-License-Identifier: BSD-3-Clause
+# Overlap Recipes 0.1.0, overlap_recipes/checkpoint/manager.py
+"""Checkpoints of a job in one object: saves beside training, retention, resume, preemption."""
+
+import logging
+import operator
+from collections.abc import Iterable
+from concurrent.futures import Future
+from contextlib import ExitStack, suppress
+from pathlib import Path
+
+import torch
+
+from .loading import load
+from .preemption import AGAIN, Preemption
+from .state import TrainingState
+from .stores import store_of
+
+LOG = logging.getLogger(__name__)
+GRACE_S = 30.0  # from SIGTERM to SIGKILL, as in Kubernetes and Slurm
+
+
+class CheckpointManager:
+    """Saves ``state`` beside training, keeps the newest checkpoints, resumes from them.
+
+    A context manager around the training loop, on all ranks or in one process::
+
+        state = TrainingState(model, optimizer, scheduler=scheduler, per_rank={"data": loader})
+        with CheckpointManager("checkpoints", state, keep_last=2) as checkpoints:
+            done = checkpoints.resume()  # 0 in a new run
+            for step, batch in enumerate(loader, done + 1):
+                train_step(batch)
+                leave = checkpoints.preempted()
+                if leave or step % 100 == 0:
+                    checkpoints.save(step)
+                if leave:
+                    break
+        sys.exit(checkpoints.exit_code)
+
+    From the second step on, memory for two saves is locked beside training, so the first save costs
+    no more than later ones.
+
+    Args:
+        root: a directory that all ranks see, made if it is missing; or a URL that fsspec knows,
+            such as ``s3://bucket/run``. Checkpoints are ``step<N>`` below it.
+        state: what is saved.
+        keep_last: how many of the newest checkpoints stay.
+        keep_every: steps that it divides stay, too; 0: none.
+        on_each_host: ``root`` is a directory of each host's own disk. Each host holds the files of
+            its ranks and a copy of those of the host before, and a restart gathers them.
+        grace_s: seconds from SIGTERM to SIGKILL. In the block SIGTERM does not end the process:
+            ``preempted`` says that it came, and 2 s before the time is over the process ends by
+            ``TOO_LATE`` (86). None: SIGTERM is left alone.
+        host_bytes: how much page-locked memory this rank may take for saves; None: twice its state.
+        write_threads: how many threads write; None: two, and more where a save comes before the one
+            before it is written.
+
+    Attributes:
+        exit_code: for ``sys.exit`` behind the block. 0, or ``AGAIN`` (85) if the job has left early
+            and is to be started again.
+
+    Raises:
+        TypeError: ``state`` is no ``TrainingState``.
+        ValueError: a setting has no meaning; on another than the main thread, ``grace_s`` must be
+            None.
+        RuntimeError: on entry, on all ranks: another job writes to ``root``, or the store cannot be
+            reached.
+    """
+
+    def __init__(
+        self,
+        root: Path | str,
+        state: TrainingState,
+        *,
+        keep_last: int = 3,
+        keep_every: int = 0,
+        on_each_host: bool = False,
+        grace_s: float | None = GRACE_S,
+        host_bytes: int | None = None,
+        write_threads: int | None = None,
+    ) -> None:
+        if not isinstance(state, TrainingState):
+            raise TypeError(f"state is a {type(state).__name__}: pass TrainingState(model, ...)")
+        settings = {
+            "device": device_of(state),
+            "changed_by_forward": state.model.buffers,
+            "keep_last": keep_last,
+            "keep_every": keep_every,
+            "host_bytes": host_bytes,
+            "write_threads": write_threads,
+        }
+        self.state = state
+        self.store = store_of(root, on_each_host, settings)
+        self.saves = self.store.saves
+        self.preemption = None if grace_s is None else Preemption(grace_s)
+        self.exit_code = 0
+        self.found: int | None = None  # the newest step below the root, on entry
+        self.has_resumed = False
+        self.latest_step: int | None = None
+        self.latest: Future | None = None
+        self.block = ExitStack()
+
+    def __enter__(self) -> "CheckpointManager":
+        with ExitStack() as block:
+            if self.preemption is not None:
+                block.enter_context(self.preemption)
+            block.enter_context(self.saves)
+            self.found = self.newest_of_first_rank()
+            self.saves.prepare({"app": self.state})
+            self.block = block.pop_all()
+        return self
+
+    def newest_of_first_rank(self) -> int | None:
+        def newest() -> int | None:
+            return max(self.store.steps(), default=None) if self.saves.rank == 0 else None
+
+        return self.saves.together(newest, group=1)[0]
+
+    def resume(self, step: int | None = None, skip: Iterable[str] = ()) -> int:
+        """Load the newest whole checkpoint; all ranks call it, before the first step.
+
+        Checkpoints that are newer than what is loaded get another name (``.set-aside-``), under
+        which they are found no more.
+
+        Args:
+            step: load this one instead.
+            skip: names of parameters, buffers or modules that stay as they are here.
+
+        Returns:
+            The step of the checkpoint; 0 if there is none.
+
+        Raises:
+            RuntimeError: behind a save; outside the block; a rank does not see the checkpoint.
+            ValueError: it does not fit this job; the message lists what differs.
+        """
+        self.saves.check_is_open()
+        if self.latest_step is not None:
+            raise RuntimeError("resume once, before the first save")
+        chosen = self.store.choose(step)
+        self.has_resumed = True
+        if chosen is None:
+            return 0
+        load({"app": self.state}, self.store.source(chosen), skip=skip)
+        self.state.step = chosen
+        self.latest_step = chosen
+        self.latest = Future()
+        self.latest.set_result(None)
+        LOG.info("resumed from step %d", chosen)
+        return chosen
+
+    def save(self, step: int) -> Future:
+        """Save the state as it is now, beside training; all ranks call it with the same step.
+
+        The step that was saved last is not saved again.
+
+        Returns:
+            A future: done when the checkpoint is on the storage of all ranks. It raises if the save
+            failed on one of them. Such a save is logged and leaves nothing; training may go on.
+
+        Raises:
+            TypeError: ``step`` is no whole number.
+            ValueError: it is negative, or below one that was saved.
+            RuntimeError: there are checkpoints below the root, and ``resume`` was not called;
+                outside the block; this state can never be saved; ranks differ in what they share.
+        """
+        number = checked_step(step)
+        if not self.has_resumed and self.found is not None:
+            raise RuntimeError(
+                f"step {self.found} is below {self.store.root}: call resume() before the first "
+                f"save, or take another root"
+            )
+        if self.latest_step is not None and number < self.latest_step:
+            raise ValueError(f"step {number} comes behind step {self.latest_step}, which is saved")
+        if number == self.latest_step and not has_failed(self.latest):
+            return self.latest
+        self.state.step = number
+        self.latest = self.store.save({"app": self.state}, number)
+        self.latest_step = number
+        return self.latest
+
+    def wait(self) -> None:
+        """Return when all saves have ended.
+
+        Raises:
+            RuntimeError: the latest one failed.
+        """
+        with suppress(RuntimeError):  # earlier failures have been logged
+            self.saves.wait()
+        if has_failed(self.latest):
+            self.latest.result()
+
+    def preempted(self) -> bool:
+        """Whether to save and leave now, since SIGTERM came to a rank; the same on all ranks.
+
+        Ask on all ranks in the same steps, as often as you like: the answer changes at most where
+        an optimizer steps, and true is for good.
+
+        Raises:
+            RuntimeError: ``grace_s`` is None.
+        """
+        if self.preemption is None:
+            raise RuntimeError("give grace_s, the seconds from SIGTERM to SIGKILL")
+        leave = self.preemption.agreed()
+        if leave:
+            self.exit_code = AGAIN
+        return leave
+
+    def __exit__(self, kind, error, trace) -> None:
+        try:
+            if kind is None:
+                self.wait()
+        finally:
+            self.block.__exit__(kind, error, trace)
+
+
+def checked_step(step: int) -> int:
+    if isinstance(step, bool):
+        raise TypeError("step is a bool: give the number of steps taken")
+    try:
+        number = operator.index(step)
+    except TypeError as error:
+        raise TypeError(f"step is {step!r}: give the number of steps taken") from error
+    if number < 0:
+        raise ValueError(f"step is {number}: give the number of steps taken")
+    return number
+
+
+def has_failed(upload: Future | None) -> bool:
+    return upload is not None and upload.done() and upload.exception() is not None
+
+
+def device_of(state: TrainingState) -> torch.device:
+    """The accelerator that holds parameters of ``state``, else the CPU."""
+    parameters = list(state.model.parameters())
+    for optimizer in state.optimizers:
+        for group in optimizer.param_groups:
+            parameters.extend(group["params"])
+    for parameter in parameters:
+        if parameter.device.type not in ("cpu", "meta"):
+            return parameter.device
+    return torch.device("cpu")

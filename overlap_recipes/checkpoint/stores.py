@@ -1,0 +1,132 @@
+# SPDX-License-Identifier: BSD-3-Clause
+# Overlap Recipes 0.1.0, overlap_recipes/checkpoint/stores.py
+"""The three places of a job's checkpoints, as the manager sees them: alike but for where they are.
+
+Each has ``root``, ``saves``, and the same four methods; all ranks call ``choose`` and ``save``.
+"""
+
+from concurrent.futures import Future
+from pathlib import Path
+
+import torch.distributed as dist
+from torch.distributed.checkpoint import StorageReader
+
+from .durable import committed_steps
+from .names import name_of
+from .restart import choose, of_all_ranks
+from .retention import RetainedSaves
+from .two_hosts import PartnerSaves, gather, steps_in
+
+
+class SharedDirectory:
+    """A directory that all ranks see."""
+
+    def __init__(self, root: Path | str, settings: dict) -> None:
+        self.root = Path(root).absolute()
+        self.saves = RetainedSaves(self.root, **settings)
+
+    def steps(self) -> list[int]:
+        """The steps that have a checkpoint, the newest first."""
+        return committed_steps(self.root)
+
+    def choose(self, step: int | None) -> int | None:
+        """The step to resume from, the same on all ranks; None if there is no checkpoint."""
+        return choose(self.root, step)
+
+    def source(self, step: int) -> Path | StorageReader:
+        """What a load reads."""
+        return self.root / name_of(step)
+
+    def save(self, state: dict, step: int) -> Future:
+        return self.saves.save(state, self.root / name_of(step))
+
+
+class DirectoryOfEachHost:
+    """A directory of each host's own disk; ``choose`` gathers what the hosts have between them."""
+
+    def __init__(self, root: Path | str, settings: dict) -> None:
+        if not dist.is_initialized():
+            raise ValueError("on_each_host needs a process group: call init_process_group first")
+        self.root = Path(root).absolute()
+        self.saves = PartnerSaves(**settings)
+
+    def steps(self) -> list[int]:
+        return steps_in(self.root)
+
+    def choose(self, step: int | None) -> int | None:
+        if step is not None:
+            raise ValueError("hosts gather the newest step that they have between them: give none")
+        return gather(self.root)
+
+    def source(self, step: int) -> Path | StorageReader:
+        return self.root / name_of(step)
+
+    def save(self, state: dict, step: int) -> Future:
+        return self.saves.save(state, self.root / name_of(step))
+
+
+class ObjectStore:
+    """An object store, by a URL that fsspec knows."""
+
+    def __init__(self, url: str, settings: dict) -> None:
+        from . import object_storage  # which needs fsspec
+
+        self.objects = object_storage
+        self.root = url
+        self.saves = object_storage.ObjectSaves(url, **settings)
+
+    def steps(self) -> list[int]:
+        return list(self.objects.committed(self.root))
+
+    def choose(self, step: int | None) -> int | None:
+        error = None
+        if not dist.is_initialized() or dist.get_rank() == 0:
+            try:
+                step = self.newest_whole(step)
+            except (OSError, RuntimeError) as failure:
+                error = failure
+        step, error = of_all_ranks((step, error))[0]
+        if error is not None:
+            raise RuntimeError(f"cannot resume from {self.root}: {error}") from error
+        return step
+
+    def newest_whole(self, step: int | None) -> int | None:
+        """On rank 0: the step to resume from; newer ones are set aside."""
+        there = self.steps()
+        if step is None:
+            for candidate in there:
+                if not self.objects.wrong_objects(self.root, candidate):
+                    step = candidate
+                    break
+        elif step not in there:
+            raise RuntimeError(f"there is no step {step}, only {there}")
+        else:
+            wrong = self.objects.wrong_objects(self.root, step)
+            if wrong:
+                raise RuntimeError(f"step {step} is not what was committed: {wrong}")
+        for newer in there:
+            if step is None or newer > step:
+                self.objects.set_aside(self.root, newer)
+        return step
+
+    def source(self, step: int) -> Path | StorageReader:
+        return self.objects.reader(self.root, step)
+
+    def save(self, state: dict, step: int) -> Future:
+        return self.saves.save(state, step)
+
+
+def store_of(root: Path | str, on_each_host: bool, settings: dict):
+    """The store of ``root``.
+
+    Raises:
+        ValueError: ``root`` is a URL and of each host.
+    """
+    is_url = "://" in str(root)
+    if is_url and on_each_host:
+        raise ValueError(f"{root} is a store that all hosts see: leave out on_each_host")
+    if is_url:
+        return ObjectStore(str(root), settings)
+    if on_each_host:
+        return DirectoryOfEachHost(root, settings)
+    return SharedDirectory(root, settings)

@@ -1,0 +1,333 @@
+"""One object saves, keeps, resumes and leaves in time, and no checkpoint is lost without a word."""
+
+import logging
+import signal
+from pathlib import Path
+
+import pytest
+import torch
+from torch import nn
+from troubles import survives
+
+from overlap_recipes.checkpoint import CheckpointManager, DurableSaves, RetainedSaves, TrainingState
+from overlap_recipes.checkpoint.names import name_of, step_of, steps_left_out
+
+CPU = torch.device("cpu")
+
+
+class Job:
+    """A small training with a scheduler."""
+
+    def __init__(self, seed: int = 0) -> None:
+        torch.manual_seed(seed)
+        self.model = nn.Sequential(nn.Linear(4, 8), nn.Dropout(0.5), nn.Linear(8, 4))
+        self.optimizer = torch.optim.AdamW(self.model.parameters(), lr=1e-2)
+        self.scheduler = torch.optim.lr_scheduler.StepLR(self.optimizer, 2, gamma=0.5)
+        self.state = TrainingState(self.model, self.optimizer, scheduler=self.scheduler)
+
+    def step(self) -> float:
+        loss = self.model(torch.randn(8, 4)).square().mean()
+        loss.backward()
+        self.optimizer.step()
+        self.scheduler.step()
+        self.optimizer.zero_grad()
+        return loss.item()
+
+
+def names(root: Path) -> list[str]:
+    return sorted(path.name for path in root.iterdir() if path.is_dir())
+
+
+def run(job: Job, root: Path | str, steps: int, save_every: int = 1, **settings) -> list[float]:
+    """Train as README says; the losses."""
+    losses = []
+    with CheckpointManager(root, job.state, **settings) as checkpoints:
+        done = checkpoints.resume()
+        for step in range(done + 1, steps + 1):
+            losses.append(job.step())
+            if step % save_every == 0:
+                checkpoints.save(step)
+    return losses
+
+
+@pytest.mark.parametrize("kind", ["directory", "url"])
+def test_a_job_that_goes_on_has_the_losses_of_one_without_interruption(
+    tmp_path: Path, kind: str
+) -> None:
+    """Dropout, scheduler and random numbers included; without a process group."""
+    root = tmp_path / "run" if kind == "directory" else f"file://{tmp_path}/run"
+    whole = run(Job(), tmp_path / "whole", steps=7)
+    first = run(Job(), root, steps=4, save_every=2, keep_last=2)
+    again = run(Job(seed=1), root, steps=7, save_every=2, keep_last=2)
+    assert first + again == whole
+
+
+@pytest.mark.parametrize("kind", ["directory", "url"])
+def test_the_newest_and_every_nth_stay(tmp_path: Path, kind: str) -> None:
+    root = tmp_path / "run" if kind == "directory" else f"file://{tmp_path}/run"
+    run(Job(), root, steps=9, keep_last=2, keep_every=4)
+    job = Job()
+    with CheckpointManager(root, job.state) as checkpoints:
+        assert checkpoints.store.steps() == [9, 8, 4]
+        assert checkpoints.resume() == 9
+    left = [path.name for path in (tmp_path / "run").iterdir() if path.name.startswith("step")]
+    data = [name for name in left if not name.endswith(".json")]
+    assert len(data) == 3, left
+
+
+@pytest.mark.parametrize("kind", ["directory", "url"])
+def test_an_older_step_is_resumed_by_name_and_newer_ones_are_set_aside(
+    tmp_path: Path, kind: str
+) -> None:
+    root = tmp_path / "run" if kind == "directory" else f"file://{tmp_path}/run"
+    losses = run(Job(), root, steps=5)
+    job = Job(seed=1)
+    with CheckpointManager(root, job.state) as checkpoints:
+        assert checkpoints.resume(step=3) == 3
+        assert checkpoints.store.steps() == [3]
+        assert job.step() == losses[3]
+        checkpoints.save(4)
+    assert len([path for path in (tmp_path / "run").iterdir() if "set-aside" in path.name]) == 2
+    with (
+        CheckpointManager(root, Job().state) as checkpoints,
+        pytest.raises(RuntimeError, match="5"),
+    ):
+        checkpoints.resume(step=5)
+
+
+@pytest.mark.parametrize("kind", ["directory", "url"])
+def test_a_run_that_would_collide_with_an_older_one_is_told_at_its_first_save(
+    tmp_path: Path, kind: str
+) -> None:
+    root = tmp_path / "run" if kind == "directory" else f"file://{tmp_path}/run"
+    run(Job(), root, steps=3)
+    job = Job()
+    with CheckpointManager(root, job.state) as checkpoints:
+        job.step()
+        with pytest.raises(RuntimeError, match=r"step 3 is below .*call resume\(\)"):
+            checkpoints.save(1)
+        assert checkpoints.store.steps()[0] == 3
+
+
+def test_a_damaged_checkpoint_is_not_resumed(tmp_path: Path) -> None:
+    run(Job(), tmp_path, steps=3)
+    shard = next((tmp_path / "step3").glob("*.distcp"))
+    content = bytearray(shard.read_bytes())
+    content[len(content) // 2] ^= 1
+    shard.write_bytes(content)
+    with CheckpointManager(tmp_path, Job().state) as checkpoints:
+        assert checkpoints.resume() == 2
+
+
+@pytest.mark.parametrize(
+    ("step", "error"),
+    [
+        (True, TypeError),
+        (1.0, TypeError),
+        ("5", TypeError),
+        (Path("step5"), TypeError),
+        (-1, ValueError),
+        (1, ValueError),
+    ],
+    ids=str,
+)
+def test_a_step_is_a_number_that_grows(tmp_path: Path, step: object, error: type) -> None:
+    job = Job()
+    with CheckpointManager(tmp_path, job.state) as checkpoints:
+        job.step()
+        checkpoints.save(2)
+        with pytest.raises(error, match="step"):
+            checkpoints.save(step)
+    assert names(tmp_path) == ["step2"]
+
+
+def test_a_step_is_saved_once(tmp_path: Path) -> None:
+    """The last save of a loop and the one behind the loop, or one behind a resume."""
+    job = Job()
+    with CheckpointManager(tmp_path, job.state) as checkpoints:
+        job.step()
+        first = checkpoints.save(1)
+        assert checkpoints.save(1) is first
+    with CheckpointManager(tmp_path, Job().state) as checkpoints:
+        assert checkpoints.resume() == 1
+        checkpoints.save(1).result()
+    assert names(tmp_path) == ["step1"]
+
+
+def test_a_step_whose_save_failed_is_saved_again(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    job = Job()
+    write = RetainedSaves.write
+
+    def disk_is_full(*args: object) -> None:
+        monkeypatch.setattr(RetainedSaves, "write", write)
+        raise OSError(28, "No space left on device")
+
+    with CheckpointManager(tmp_path, job.state) as checkpoints:
+        job.step()
+        monkeypatch.setattr(RetainedSaves, "write", disk_is_full)
+        failed = checkpoints.save(1)
+        with pytest.raises(RuntimeError, match="No space left"):
+            checkpoints.wait()
+        assert failed.exception() is not None
+        checkpoints.save(1).result()
+    assert names(tmp_path) == ["step1"]
+
+
+@pytest.mark.parametrize("kind", ["directory", "url"])
+def test_the_block_raises_if_the_last_save_failed_and_not_for_an_earlier_one(
+    tmp_path: Path, kind: str, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    root = tmp_path / "run" if kind == "directory" else f"file://{tmp_path}/run"
+    job = Job()
+    fails = [True, False]
+
+    def write(self, *args: object) -> None:
+        if fails.pop(0):
+            raise OSError(28, "No space left on device")
+        real(self, *args)
+
+    manager = CheckpointManager(root, job.state)
+    kind_of_saves = type(manager.saves)
+    real = kind_of_saves.write
+    monkeypatch.setattr(kind_of_saves, "write", write)
+    with manager as checkpoints:
+        for step in (1, 2):
+            job.step()
+            checkpoints.save(step)
+    fails.append(True)
+    with pytest.raises(RuntimeError, match="No space left"), manager_of(root, job) as checkpoints:
+        checkpoints.resume()
+        checkpoints.save(3)
+
+
+def manager_of(root: Path | str, job: Job) -> CheckpointManager:
+    return CheckpointManager(root, job.state)
+
+
+def test_a_signal_is_answered_by_a_save_and_an_exit_code(tmp_path: Path) -> None:
+    job = Job()
+    before = signal.getsignal(signal.SIGTERM)
+    with CheckpointManager(tmp_path, job.state, grace_s=60) as checkpoints:
+        assert checkpoints.resume() == 0
+        for step in range(1, 10):
+            job.step()
+            if step == 4:
+                signal.raise_signal(signal.SIGTERM)
+            leave = checkpoints.preempted()
+            if leave:
+                checkpoints.save(step)
+                break
+    assert checkpoints.exit_code == 85
+    assert names(tmp_path) == [f"step{step}"]
+    assert step in (4, 5)
+    signal.signal(signal.SIGTERM, before)
+
+
+def test_without_a_grace_period_the_signal_is_left_alone(tmp_path: Path) -> None:
+    before = signal.getsignal(signal.SIGTERM)
+    with CheckpointManager(tmp_path, Job().state, grace_s=None) as checkpoints:
+        assert signal.getsignal(signal.SIGTERM) is before
+        with pytest.raises(RuntimeError, match="grace_s"):
+            checkpoints.preempted()
+
+
+def test_a_second_job_is_refused_on_entry(tmp_path: Path) -> None:
+    with (
+        CheckpointManager(tmp_path, Job().state),
+        pytest.raises(RuntimeError, match="another job writes to"),
+        CheckpointManager(tmp_path, Job().state, grace_s=None),
+    ):
+        pass
+
+
+def test_a_call_outside_the_block_is_refused(tmp_path: Path) -> None:
+    checkpoints = CheckpointManager(tmp_path, Job().state, grace_s=None)
+    with pytest.raises(RuntimeError, match="in one `with"):
+        checkpoints.save(1)
+    with pytest.raises(RuntimeError, match="in one `with"):
+        checkpoints.resume()
+
+
+@pytest.mark.parametrize(
+    ("root", "settings", "message"),
+    [
+        ("run", {"keep_last": 0}, "keep_last is 0"),
+        ("run", {"keep_every": -1}, "keep_every is -1"),
+        ("run", {"on_each_host": True}, "needs a process group"),
+        ("memory://run", {"on_each_host": True}, "leave out on_each_host"),
+        ("run", {"write_threads": 0}, "write_threads is 0"),
+    ],
+)
+def test_a_setting_without_a_meaning_is_refused(
+    tmp_path: Path, root: str, settings: dict, message: str, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.chdir(tmp_path)
+    before = signal.getsignal(signal.SIGTERM)
+    with pytest.raises(ValueError, match=message):
+        CheckpointManager(root, Job().state, **settings)
+    assert signal.getsignal(signal.SIGTERM) is before
+
+
+def test_the_state_is_a_training_state(tmp_path: Path) -> None:
+    with pytest.raises(TypeError, match=r"state is a dict: pass TrainingState\(model"):
+        CheckpointManager(tmp_path, {})
+
+
+def test_a_relative_root_is_that_of_the_beginning(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.chdir(tmp_path)
+    job = Job()
+    with CheckpointManager("run", job.state) as checkpoints:
+        monkeypatch.chdir("/")
+        job.step()
+        checkpoints.save(1)
+    assert names(tmp_path / "run") == ["step1"]
+
+
+def test_a_compiled_model_is_saved_and_resumed_as_an_eager_one(tmp_path: Path) -> None:
+    job = Job()
+    plain = job.model
+    job.model = torch.compile(plain, backend="eager")
+    job.state = TrainingState(job.model, job.optimizer, scheduler=job.scheduler)
+    run(job, tmp_path, steps=2)
+    again = Job(seed=1)
+    with CheckpointManager(tmp_path, again.state) as checkpoints:
+        assert checkpoints.resume() == 2
+    for name, weight in plain.state_dict().items():
+        assert torch.equal(again.model.state_dict()[name], weight)
+
+
+def test_one_line_is_logged_for_each_save(tmp_path: Path, caplog: pytest.LogCaptureFixture) -> None:
+    with caplog.at_level(logging.INFO, logger="overlap_recipes"):
+        run(Job(), tmp_path, steps=2)
+    lines = [r.getMessage() for r in caplog.records if "written in" in r.getMessage()]
+    assert len(lines) == 2
+    assert "step2" in lines[1] and "the call took" in lines[1]
+
+
+@pytest.mark.parametrize("name", ["step-5", "step05", "step", "5", "step5.pt", "step 5", "step٣"])
+def test_only_a_name_that_is_read_back_names_a_checkpoint(tmp_path: Path, name: str) -> None:
+    assert step_of(name) is None
+    job = Job()
+    for saves in (DurableSaves(CPU), RetainedSaves(tmp_path, CPU)):
+        with saves, pytest.raises(ValueError, match="would never be found again"):
+            saves.save({"app": job.state}, tmp_path / name)
+    assert not names(tmp_path)
+
+
+def test_names_and_steps_are_each_others_inverse() -> None:
+    for step in (0, 1, 9, 10, 123456789):
+        assert step_of(name_of(step)) == step
+
+
+def test_nothing_is_left_out_twice_and_the_newest_never() -> None:
+    assert steps_left_out([9, 8, 6, 4, 3], keep_last=2, keep_every=4) == [6, 3]
+    assert steps_left_out([9], keep_last=2, keep_every=0) == []
+
+
+@pytest.mark.parametrize("trouble", ["goes_on", "ddp", "other_steps", "hosts"])
+def test_ranks(trouble: str) -> None:
+    survives("manager_troubles", trouble, ranks=2)

@@ -1,0 +1,124 @@
+"""What the manager does on several ranks; the argument names it."""
+
+import os
+import shutil
+import signal
+import sys
+from pathlib import Path
+
+RECIPES = Path(__file__).parents[2] / "recipes_source" / "checkpoint"
+sys.path[:0] = [str(RECIPES), str(Path(__file__).parent)]
+
+import torch  # noqa: E402
+import torch.distributed as dist  # noqa: E402
+from facing import face  # noqa: E402
+from torch import nn  # noqa: E402
+from torch.distributed.device_mesh import init_device_mesh  # noqa: E402
+from torch.distributed.fsdp import fully_shard  # noqa: E402
+from torch.nn.parallel import DistributedDataParallel  # noqa: E402
+
+from overlap_recipes.checkpoint import CheckpointManager, TrainingState  # noqa: E402
+
+
+class Job:
+    """A small training of all ranks, each with batches and dropout of its own."""
+
+    def __init__(self, wrap, seed: int = 0) -> None:
+        torch.manual_seed(seed)
+        self.model = wrap(nn.Sequential(nn.Linear(4, 8), nn.Dropout(0.5), nn.Linear(8, 4)))
+        torch.manual_seed(100 * seed + dist.get_rank())
+        self.optimizer = torch.optim.AdamW(self.model.parameters(), lr=1e-2)
+        self.scheduler = torch.optim.lr_scheduler.StepLR(self.optimizer, 2, gamma=0.5)
+        self.state = TrainingState(self.model, self.optimizer, scheduler=self.scheduler)
+
+    def step(self) -> float:
+        loss = self.model(torch.randn(8, 4)).square().mean()
+        loss.backward()
+        self.optimizer.step()
+        self.scheduler.step()
+        self.optimizer.zero_grad()
+        return loss.item()
+
+
+def sharded(model: nn.Module) -> nn.Module:
+    return fully_shard(model, mesh=init_device_mesh("cpu", (dist.get_world_size(),)))
+
+
+def run(job: Job, root: Path, steps: int, **settings) -> list[float]:
+    losses = []
+    with CheckpointManager(root, job.state, **settings) as checkpoints:
+        done = checkpoints.resume()
+        for step in range(done + 1, steps + 1):
+            losses.append(job.step())
+            checkpoints.save(step)
+    return losses
+
+
+def raises(kind: type, words: str, call, *args) -> None:
+    try:
+        call(*args)
+    except kind as error:
+        assert words in str(error), error
+    else:
+        raise AssertionError(f"no {kind.__name__}: {words}")
+
+
+def goes_on(root: Path, device: torch.device) -> None:
+    """A signal to one rank: all save the same step, and a restart has the losses of one run."""
+    whole = run(Job(sharded), root / "whole", 8)
+    job = Job(sharded)
+    losses = []
+    with CheckpointManager(root / "run", job.state, grace_s=60) as checkpoints:
+        assert checkpoints.resume() == 0
+        for step in range(1, 9):
+            losses.append(job.step())
+            if step == 3 and dist.get_rank() == dist.get_world_size() - 1:
+                signal.raise_signal(signal.SIGTERM)
+            if checkpoints.preempted():
+                checkpoints.save(step)
+                break
+    assert step < 8
+    assert checkpoints.exit_code == 85
+    assert losses + run(Job(sharded, seed=1), root / "run", 8) == whole
+
+
+def ddp(root: Path, device: torch.device) -> None:
+    whole = run(Job(DistributedDataParallel), root / "whole", 6)
+    first = run(Job(DistributedDataParallel), root / "run", 3)
+    assert first + run(Job(DistributedDataParallel, seed=1), root / "run", 6) == whole
+
+
+def other_steps(root: Path, device: torch.device) -> None:
+    """A save whose step differs between ranks fails on all, and the next one succeeds."""
+    job = Job(sharded)
+    with CheckpointManager(root, job.state) as checkpoints:
+        job.step()
+        failed = checkpoints.save(1 + dist.get_rank())
+        raises(RuntimeError, "the ranks have called save for others", failed.result)
+        job.step()
+        checkpoints.save(5)
+    dist.barrier()
+    assert sorted(path.name for path in root.glob("step*")) == ["step5"]
+
+
+def hosts(root: Path, device: torch.device) -> None:
+    """Each rank is a host with a disk of its own; one is lost, and the others have its part."""
+    os.environ["LOCAL_WORLD_SIZE"] = "1"  # as torchrun sets it where a host has one rank
+    local = root / f"host{dist.get_rank()}"
+    whole = run(Job(sharded), root / "whole", 6)
+    first = run(Job(sharded), local, 3, on_each_host=True, keep_last=2)
+    assert sorted(path.name for path in local.glob("step*")) == ["step2", "step3"]
+    if dist.get_rank() == 0:
+        shutil.rmtree(local)
+    dist.barrier()
+    job = Job(sharded, seed=1)
+    one = {"on_each_host": True, "keep_last": 1}
+    raises(ValueError, "keep_last is 1", lambda: CheckpointManager(local, job.state, **one))
+    again = run(Job(sharded, seed=1), local, 6, on_each_host=True, keep_last=2)
+    assert first + again == whole
+
+
+TROUBLES = (goes_on, ddp, other_steps, hosts)
+
+if __name__ == "__main__":
+    face(TROUBLES)
