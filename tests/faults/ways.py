@@ -17,7 +17,7 @@ import torch.distributed as dist
 import torch.distributed.checkpoint as dcp
 
 from faults.points import Fault, Points, point_of, tell
-from overlap_recipes.checkpoint import durable, retention
+from overlap_recipes.checkpoint import CheckpointManager, TrainingState, durable, retention
 
 PATIENCE_S = 8  # for other ranks, where a way lets one say so
 
@@ -71,6 +71,26 @@ class Recipe(Way):
 
     def __exit__(self, *error: object) -> None:
         self.saves.__exit__(*error)
+
+
+class Manager(Way):
+    """``CheckpointManager``, which chooses by itself what to resume from."""
+
+    def __init__(self, *args) -> None:
+        super().__init__(*args)
+        state = TrainingState(self.app.model, self.app.optimizer)
+        self.manager = CheckpointManager(self.root, state, keep_last=self.keep_last, grace_s=None)
+
+    def resume(self) -> None:
+        self.manager.__enter__()
+        self.app.step = self.manager.resume()
+
+    def save(self) -> Future:
+        self.latest = self.manager.save(self.app.step)
+        return self.latest
+
+    def __exit__(self, *error: object) -> None:
+        self.manager.__exit__(*error)
 
 
 class AsyncSave(Way):
@@ -219,6 +239,7 @@ class TorchCheckpointing(Way):
 
 WAYS = {
     "retention": Recipe,
+    "manager": Manager,
     "async_save": AsyncSave,
     "torchtitan": Torchtitan,
     "torch_checkpointing": TorchCheckpointing,
