@@ -109,13 +109,6 @@ def test_every_block_that_runs_elsewhere_is_there() -> None:
         assert f'"{name}"' in (SOURCE.parent / test).read_text(encoding="utf-8")
 
 
-def test_the_readme_begins_with_lines_that_run() -> None:
-    """Those of the writer's page, which the tests below run."""
-    text = (SOURCE.parent / "README.md").read_text(encoding="utf-8")
-    block = re.search(r"^```python\n(.*?)^```$", text, re.MULTILINE | re.DOTALL)[1]
-    assert block.strip() == first_block(SOURCE / "checkpoint" / "overlapped_writer.py").strip()
-
-
 @pytest.fixture
 def no_recipes(monkeypatch: pytest.MonkeyPatch) -> None:
     """What other tests of this process have imported or put on the path is not there."""
@@ -237,6 +230,42 @@ def yours_in(page: Path) -> dict[str, object]:
         data = torch.utils.data.DataLoader(torch.ones(202, recipe.WIDTH), batch_size=2)
         return {"model": Model(), "data": data}
     return {}
+
+
+class Loader:
+    """Batches of a rank, which know how many have been taken."""
+
+    def __init__(self, batches: int) -> None:
+        self.batches = batches
+        self.taken = 0
+
+    def __iter__(self) -> Iterator[int]:
+        while self.taken < self.batches:
+            self.taken += 1
+            yield self.taken
+
+    def state_dict(self) -> dict[str, int]:
+        return {"taken": self.taken}
+
+    def load_state_dict(self, state: dict[str, int]) -> None:
+        self.taken = state["taken"]
+
+
+def test_the_readme_begins_with_lines_that_run(rank, no_recipes, tmp_path: Path) -> None:
+    """A run of 250 batches, and one that goes on to 420."""
+    text = (SOURCE.parent / "README.md").read_text(encoding="utf-8")
+    block = re.search(r"^```python\n(.*?)^```$", text, re.MULTILINE | re.DOTALL)[1]
+    for batches, done, kept in (
+        (250, 0, {"step100", "step200"}),
+        (420, 200, {"step300", "step400"}),
+    ):
+        given = yours() | {"loader": Loader(batches)}
+        with pytest.raises(SystemExit) as left:
+            exec(block, given)
+        assert left.value.code == 0
+        assert given["done"] == done
+        assert given["loader"].taken == batches
+        assert {path.name for path in (tmp_path / "checkpoints").glob("step*")} == kept
 
 
 def save_by(config: SimpleNamespace, recipe: ModuleType) -> None:

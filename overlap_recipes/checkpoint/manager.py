@@ -178,6 +178,13 @@ class CheckpointManager:
         self.latest_step = number
         return self.latest
 
+    def before_update(self) -> None:
+        """Call this before something but an optimizer writes saved tensors, such as an average.
+
+        The current stream then waits until the latest save has read them.
+        """
+        self.saves.before_update()
+
     def wait(self) -> None:
         """Return when all saves have ended.
 
