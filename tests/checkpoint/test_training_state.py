@@ -202,8 +202,8 @@ def test_what_is_no_optimizer_and_what_has_no_state_are_refused_at_once() -> Non
     schedule = torch.optim.lr_scheduler.StepLR(optimizer, 1)
     with pytest.raises(TypeError, match="StepLR is no optimizer: pass it by a name"):
         TrainingState(model, optimizer, schedule)
-    with pytest.raises(TypeError, match="step has no state_dict"):
-        TrainingState(model, optimizer, step=5)
+    with pytest.raises(TypeError, match="epoch has no state_dict"):
+        TrainingState(model, optimizer, epoch=5)
 
 
 def test_what_no_optimizer_of_torch_trains_is_saved_with_its_own_by_a_name(tmp_path) -> None:
