@@ -18,7 +18,7 @@ import torch.distributed as dist
 from torch.optim.optimizer import register_optimizer_step_pre_hook
 
 from .copies import Copies, CopyPlan, PinnedArena
-from .state import is_staged, read, refuse_differing, shared_digests, walk
+from .state import DifferingRanks, is_staged, read, refuse_differing, shared_digests, walk
 from .writer import FILES, FileWriter
 
 LOG = logging.getLogger(__name__)
@@ -45,7 +45,6 @@ class Job:
         copied: the event behind its copies, or the error that came before it.
         tensors, hosts: of the state, and what is staged of them.
         done: what ``save`` has returned.
-        compared: done when all ranks know whether they share what they are to share.
     """
 
     number: int
@@ -55,7 +54,6 @@ class Job:
     hosts: list[torch.Tensor]
     state: object
     done: Future
-    compared: Future
 
 
 @dataclass
@@ -119,7 +117,6 @@ class Saves:
         none_before = Future()
         none_before.set_result(None)
         self.uploads = [none_before]  # of the latest saves, the newest last
-        self.compared = none_before  # of the latest save
         self.failures: list[BaseException] = []
         self.hook = None
         self.abandoned = False
@@ -200,22 +197,17 @@ class Saves:
         Raises:
             RuntimeError: outside the ``with`` block; in a second block, if the first ended by an
                 exception or there is a process group; if ``init_process_group`` came after this
-                object; at the first save, if a rank's state cannot be saved; behind a save of
-                shared state that differs between ranks.
+                object; at the first save, if a rank's state cannot be saved or differs from
+                another's where they share it; behind a later save of such a state.
         """
         self.check_is_open()
         if self.if_busy == "skip" and self.is_busy():
             self.skipped += 1
             return None
-        before = self.compared
-        self.compared = Future()
-        self.compared.set_result(None)  # until there is a job
-        before.result()  # no wait: where this save needs its buffer, it is known
         self.calls += 1
         interrupted = KeyboardInterrupt("in save")
         path = Path(directory).absolute()
-        job = Job(self.calls, path, interrupted, [], [], None, Future(), Future())
-        self.compared = job.compared
+        job = Job(self.calls, path, interrupted, [], [], None, Future())
         self.uploads = [*self.uploads[-self.in_flight :], job.done]
         try:
             self.wait_for_preparation()
@@ -226,14 +218,21 @@ class Saves:
             job.copied = failure.with_traceback(None)  # whose frames hold a plan and its memory
         finally:  # the other ranks are saving: they will be told
             self.jobs.put(job)
-        if self.calls == 1:
-            self.together(self.refuse_unreadable, job, group=1)
+        self.raise_refusals(job)
         return job.done
 
-    def refuse_unreadable(self, job: Job) -> None:
-        """What this state has will be in all later ones, too."""
+    def raise_refusals(self, job: Job) -> None:
+        """Raise on all ranks what no later save can mend, at the first save if it is known then."""
+        if self.calls == 1:
+            refuse_differing(self.together(self.digests_of, job, group=1))
+        for ended in self.uploads[: -self.in_flight]:
+            if ended.done() and isinstance(ended.exception(), DifferingRanks):
+                raise ended.exception()
+
+    def digests_of(self, job: Job) -> dict[str, str]:
         if job.state is None:
             raise job.copied
+        return shared_digests(job.state)
 
     def check_is_open(self) -> None:
         if self.hook is None or self.abandoned or dist.is_initialized() != bool(self.groups):
@@ -374,7 +373,7 @@ class Saves:
             if len(set(self.together(self.begin, job, aside))) > 1:
                 raise RuntimeError(f"the ranks have called save for others than {directory}")
             has_begun = True
-            self.compare(job)
+            refuse_differing(self.together(shared_digests, job.state))
             copied = time.monotonic()
             self.together(self.write, job.state, aside)
             has_begun = False
@@ -389,18 +388,6 @@ class Saves:
             LOG.error("no checkpoint in %s: %s", directory, failure)
             self.failures.append(failure)
             job.done.set_exception(failure)
-            if not job.compared.done():  # another failure: a later save may succeed
-                job.compared.set_result(None)
-
-    def compare(self, job: Job) -> None:
-        """Refuse what ranks are to share and do not: the next call of ``save`` raises it, too."""
-        digests = self.together(shared_digests, job.state)
-        try:
-            refuse_differing(digests)
-            job.compared.set_result(None)
-        except RuntimeError as failure:
-            job.compared.set_exception(failure)
-            raise
 
     def together(self, work: Callable, *args: object, group: int = 0) -> list:
         """Call ``work`` on all ranks; return all results, or raise on all ranks if one failed."""

@@ -589,12 +589,12 @@ def shared_digests(tree: dict) -> dict[str, str]:
     return digests
 
 
-def refuse_differing(of_ranks: list[dict[str, str]]) -> None:
-    """Raise if a name has several digests.
+class DifferingRanks(RuntimeError):
+    """Ranks share what differs between them: all would resume with the state of one."""
 
-    Raises:
-        RuntimeError: the ranks would all resume with the state of one.
-    """
+
+def refuse_differing(of_ranks: list[dict[str, str]]) -> None:
+    """Raise ``DifferingRanks`` if a name has several digests."""
     names: set[str] = set()
     for digests in of_ranks:
         names |= digests.keys()
@@ -603,7 +603,7 @@ def refuse_differing(of_ranks: list[dict[str, str]]) -> None:
         if len({digests[name] for digests in of_ranks if name in digests}) > 1:
             differing.append(name)
     if differing:
-        raise RuntimeError(DIFFERING % ", ".join(differing))
+        raise DifferingRanks(DIFFERING % ", ".join(differing))
 
 
 def digest(tree: object) -> str:
