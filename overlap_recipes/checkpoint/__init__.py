@@ -6,6 +6,7 @@
 """
 
 from .durable import DurableSaves, committed_steps, faults, newest_step
+from .loading import load
 from .preemption import AGAIN, TOO_LATE, Preemption
 from .restart import Run, resume
 from .retention import RetainedSaves
@@ -24,6 +25,7 @@ __all__ = [
     "TrainingState",
     "committed_steps",
     "faults",
+    "load",
     "newest_step",
     "resume",
 ]

@@ -29,7 +29,7 @@ from torch.distributed.tensor import DTensor, Replicate
 
 LOG = logging.getLogger(__name__)
 PER_RANK = "per_rank"
-TAKEN = {"model", "optim", "has_state", "step", PER_RANK}  # keys of a state
+TAKEN = {"model", "optim", "has_state", PER_RANK}  # keys of a state
 SEEDS_A_STEP = 1_000_003
 SEEDED_ANEW = "random numbers are seeded anew: %d ranks, %d at the save"
 OTHER_RANKS = (
@@ -85,6 +85,8 @@ class AppState(Stateful):
         ValueError: two optimizers share a parameter, or a checkpoint does not fit this job.
     """
 
+    COUNTERS = ("step",)  # attributes that are saved and loaded
+
     def __init__(self, model: nn.Module, optimizer: torch.optim.Optimizer | list) -> None:
         self.model = model
         self.optimizer = optimizer
@@ -103,7 +105,9 @@ class AppState(Stateful):
     def state_dict(self) -> dict:
         """What a checkpoint holds, and what ``dcp.load`` fills."""
         model, optim = self.ask()
-        state = {"model": model, "optim": optim, "step": self.step, **self.more_state()}
+        state = {"model": model, "optim": optim, **self.more_state()}
+        for name in self.COUNTERS:
+            state[name] = getattr(self, name)
         self.has_state = json.dumps(self.contents(state))
         state["has_state"] = self.has_state
         self.given = id(state)
@@ -129,8 +133,26 @@ class AppState(Stateful):
         }
 
     def load_state_dict(self, state_dict: dict) -> None:
-        self.load(state_dict)
-        self.step = state_dict["step"]
+        """Take what ``dcp.load`` has filled; ``overlap_recipes.checkpoint.load`` takes more."""
+        optim = self.compare(state_dict)
+        self.take({**state_dict, "optim": optim}, parse(state_dict["has_state"]))
+
+    def take(
+        self, state: dict, contents: dict, is_skipped: Callable[[str], bool] = lambda name: False
+    ) -> None:
+        """Load a state that has been compared with this job.
+
+        Args:
+            contents: what its ``has_state`` says.
+            is_skipped: whether what has this name stays as it is; its own is in ``state``.
+        """
+        self.load_optimizers(state["optim"], is_skipped)
+        model = OrderedDict(state["model"])
+        model._metadata = self.metadata
+        dcp_state.set_model_state_dict(self.model, model)
+        for name in self.COUNTERS:
+            if name in state:
+                setattr(self, name, state[name])
 
     def ask(self) -> tuple[dict, dict]:
         """The states of model and optimizers; a step that DCP has made is undone.
@@ -241,8 +263,26 @@ class AppState(Stateful):
             return False
         return walk(own, memory_of) == walk(of_dcp, memory_of)
 
-    def load(self, state: dict) -> None:
-        """Load ``model`` and ``optim``; what ``has_state`` lists gets its state, all else none."""
+    def current(self) -> tuple[dict, dict]:
+        """The states as they are: no optimizer is made to step."""
+        if self.has_flat_parameters():
+            return self.ask()
+        model, optim = self.read_states()
+        self.metadata = model._metadata
+        return model, optim
+
+    def has_flat_parameters(self) -> bool:
+        return any(isinstance(m, FullyShardedDataParallel) for m in self.model.modules())
+
+    def parameters_by_name(self) -> dict[str, nn.Parameter]:
+        """Those of the optimizers."""
+        if self.has_flat_parameters():
+            return {name: parameter for parameter, name in self.named}
+        names = self.names_of_parameters()
+        return {names[id(p)]: p for group in groups(self.optimizers) for p in group["params"]}
+
+    def compare(self, state: dict) -> dict:
+        """Raise if ``state`` does not fit; return of its ``optim`` what ``has_state`` lists."""
         if self.given is None:
             self.state_dict()
         if state["has_state"] is self.has_state and id(state) == self.given:
@@ -267,27 +307,24 @@ class AppState(Stateful):
         for name, keys in noted.items():
             if keys:
                 kept[name] = {k: v for k, v in there[name].items() if str(k) in keys}
-        self.load_optimizers(kept, state["optim"]["param_groups"])
-        model = OrderedDict(state["model"])
-        model._metadata = self.metadata
-        dcp_state.set_model_state_dict(self.model, model)
+        return {"state": kept, "param_groups": state["optim"]["param_groups"]}
 
-    def load_optimizers(self, state: dict[str, dict], saved_groups: list[dict]) -> None:
-        """Give the optimizers ``state``, by name, and nothing else; bits are as they were saved."""
-        if any(isinstance(m, FullyShardedDataParallel) for m in self.model.modules()):
-            self.load_flat_parameters({"state": state, "param_groups": saved_groups})
+    def load_optimizers(self, optim: dict, is_skipped: Callable[[str], bool]) -> None:
+        """Give the optimizers ``optim``, by name, and nothing else; bits are as they were saved."""
+        if self.has_flat_parameters():
+            self.load_flat_parameters(optim)
             return
         names = self.names_of_parameters()
-        left = [*saved_groups]
+        state = optim["state"]
+        left = [*optim["param_groups"]]
         for optimizer in self.optimizers:
             own = [p for group in optimizer.param_groups for p in group["params"]]
             numbers = {names[id(p)]: number for number, p in enumerate(own)}
             found = []
             for group in optimizer.param_groups:
-                wanted = {names[id(p)] for p in group["params"]}
-                saved = take_group(left, wanted)
-                order = [numbers[names[id(p)]] for p in group["params"]]
-                found.append(saved | {"params": order})
+                wanted = [names[id(p)] for p in group["params"]]
+                saved = take_group(left, wanted, is_skipped, group)
+                found.append(saved | {"params": [numbers[name] for name in wanted]})
             moments = {number: state[n] for n, number in numbers.items() if n in state}
             optimizer.load_state_dict({"state": moments, "param_groups": found})
             if type(optimizer).load_state_dict is torch.optim.Optimizer.load_state_dict:
@@ -297,6 +334,7 @@ class AppState(Stateful):
 
     def load_flat_parameters(self, optim: dict) -> None:
         """Let DCP load; for ``FullyShardedDataParallel``, whose parameters are pieces of others."""
+        optim = {**optim}
         own_groups = [set(names) for names in self.split]
         saved_groups = [set(group["params"]) for group in optim["param_groups"]]
         if any(names and names not in saved_groups for names in own_groups):
@@ -320,12 +358,20 @@ class AppState(Stateful):
                 parameter.requires_grad_(False)
 
 
-def take_group(left: list[dict], wanted: set[str]) -> dict:
-    """Remove from ``left`` the group of the parameters ``wanted``, and return it."""
+def take_group(
+    left: list[dict], wanted: list[str], is_skipped: Callable[[str], bool], own: dict
+) -> dict:
+    """Remove from ``left`` the group of the parameters ``wanted``, and return it.
+
+    A group that has none but skipped ones stays as it is: ``own``.
+    """
+    names = {name for name in wanted if not is_skipped(name)}
     for number, group in enumerate(left):
-        if set(group["params"]) == wanted:
+        if {name for name in group["params"] if not is_skipped(name)} == names:
             return left.pop(number)
-    raise ValueError(OTHER_GROUPS)
+    if names:
+        raise ValueError(OTHER_GROUPS)
+    return own
 
 
 def uncast(loaded: object, saved: object) -> object:
@@ -382,7 +428,11 @@ def described(leaf: object) -> str:
     """What a load compares of a part of the model."""
     if not torch.is_tensor(leaf):
         return "no tensor"
-    return f"{str(leaf.dtype).removeprefix('torch.')} {[*leaf.shape]}"
+    return spec_of(leaf.dtype, leaf.shape)
+
+
+def spec_of(dtype: torch.dtype, shape: torch.Size) -> str:
+    return f"{str(dtype).removeprefix('torch.')} {[*shape]}"
 
 
 def differences(saved: dict[str, str], here: dict[str, str]) -> list[str]:
@@ -435,7 +485,7 @@ class TrainingState(AppState):
         per_rank: dict[str, object] | None = None,
         **shared: object,
     ) -> None:
-        refuse_taken(shared, TAKEN)
+        refuse_taken(shared, TAKEN | {*self.COUNTERS})
         refuse_taken(per_rank or {}, {RandomNumbers.NAME})
         super().__init__(model, in_one_list(optimizers))
         self.shared = {name: as_stateful(name, item) for name, item in shared.items()}
@@ -451,22 +501,29 @@ class TrainingState(AppState):
     def of_this_rank(self) -> dict[str, bytes]:
         return {name: packed(item.state_dict()) for name, item in self.per_rank.items()}
 
-    def load_state_dict(self, state_dict: dict) -> None:
-        self.load(state_dict)
-        self.step = state_dict["step"]
+    def take(
+        self, state: dict, contents: dict, is_skipped: Callable[[str], bool] = lambda name: False
+    ) -> None:
+        super().take(state, contents, is_skipped)
         for name, item in self.shared.items():
-            item.load_state_dict(state_dict[name])
-        of_ranks = state_dict[PER_RANK]
-        ranks = parse(state_dict["has_state"])["ranks"]
+            if not is_skipped(name):
+                item.load_state_dict(state[name])
+        of_ranks = state.get(PER_RANK, {})
         for name, item in self.per_rank.items():
-            if ranks == world_size():
-                item.load_state_dict(unpacked(of_ranks[str(own_rank())][name]))
-            elif not hasattr(item, "load_state_dicts"):
-                raise ValueError(OTHER_RANKS % (name, ranks, world_size()))
-            elif len(of_ranks) == ranks:
-                item.load_state_dicts([unpacked(of_ranks[str(r)][name]) for r in range(ranks)])
-            else:
-                raise ValueError(OTHER_RANKS_ALONE % (ranks, world_size()))
+            if of_ranks and not is_skipped(name):
+                take_of_ranks(name, item, of_ranks, contents["ranks"])
+
+
+def take_of_ranks(name: str, item: Stateful, of_ranks: dict[str, dict], ranks: int) -> None:
+    """Give ``item`` its own state, or those of all ``ranks`` if there are others now."""
+    if ranks == world_size():
+        item.load_state_dict(unpacked(of_ranks[str(own_rank())][name]))
+    elif not hasattr(item, "load_state_dicts"):
+        raise ValueError(OTHER_RANKS % (name, ranks, world_size()))
+    elif len(of_ranks) == ranks:
+        item.load_state_dicts([unpacked(of_ranks[str(rank)][name]) for rank in range(ranks)])
+    else:
+        raise ValueError(OTHER_RANKS_ALONE % (ranks, world_size()))
 
 
 class RandomNumbers:
@@ -487,7 +544,8 @@ class RandomNumbers:
         return state
 
     def load_state_dict(self, state: dict) -> None:
-        random.setstate(state["python"])
+        if "python" in state:  # not in checkpoints of earlier versions
+            random.setstate(state["python"])
         if "numpy" in state:
             importlib.import_module("numpy.random").set_state(state["numpy"])
         for name, source in torch_generators().items():

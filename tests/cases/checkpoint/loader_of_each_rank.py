@@ -11,10 +11,10 @@ from collections.abc import Iterator
 import roundtrip
 import torch
 import torch.distributed as dist
-import torch.distributed.checkpoint as dcp
 from torch import nn
 from torchdata.stateful_dataloader import StatefulDataLoader
 
+from overlap_recipes.checkpoint.loading import load
 from overlap_recipes.checkpoint.saves import Saves
 from overlap_recipes.checkpoint.state import TrainingState
 
@@ -73,7 +73,7 @@ def per_rank() -> None:
         wanted = numbers(next(batches))
         again, its_optimizer, its_loader = build(1)
         its_app = TrainingState(again, its_optimizer, per_rank={"data": its_loader})
-        dcp.load({"app": its_app}, checkpoint_id=root / "step3")
+        load({"app": its_app}, root / "step3")
         found = numbers(next(iter(its_loader)))
         wrong = []
         if found != wanted:
