@@ -166,7 +166,7 @@ class AppState(Stateful):
         if self.reads_as_dcp and not new:
             model, optim = self.read_states()
         else:
-            model, optim = self.ask_dcp(new)
+            model, optim = self.ask_dcp_if_possible(new)
             if self.reads_as_dcp is None and not new:
                 self.reads_as_dcp = self.would_read((model, optim))
         made_up = [*map(id, groups(new))]
@@ -186,6 +186,15 @@ class AppState(Stateful):
             if is_sharded(parameter):
                 refuse_plain_tensors(name, optim["state"].get(name))
         return model, optim
+
+    def ask_dcp_if_possible(self, new: list[torch.optim.Optimizer]) -> tuple[dict, dict]:
+        """DCP's answer; where a new optimizer cannot step at rate 0, states without its own."""
+        try:
+            return self.ask_dcp(new)
+        except Exception:
+            if not new or self.has_flat_parameters():
+                raise
+            return self.read_states()
 
     def ask_dcp(self, new: list[torch.optim.Optimizer]) -> tuple[dict, dict]:
         """DCP's answer. It lets the optimizers ``new``, which have no state, step at rate 0."""

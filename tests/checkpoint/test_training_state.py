@@ -237,26 +237,6 @@ def test_a_save_in_mid_accumulation_before_the_first_update_loads(tmp_path: Path
     assert torch.equal(other.weight, model.weight) and not fresh.state
 
 
-def test_a_parameter_that_never_had_a_gradient_is_told_with_what_loads_it(tmp_path, caplog) -> None:
-    def build() -> tuple[nn.Module, torch.optim.Optimizer]:
-        model = nn.ModuleDict({"used": nn.Linear(4, 4), "idle": nn.Linear(4, 4)})
-        return model, torch.optim.AdamW(model.parameters())
-
-    model, optimizer = build()
-    model["used"](torch.ones(2, 4)).sum().backward()
-    optimizer.step()
-    dcp.save({"app": TrainingState(model, optimizer)}, checkpoint_id=tmp_path)
-    assert "['idle.weight', 'idle.bias']" in caplog.text and "allow_partial_load" in caplog.text
-    other, fresh = build()
-    planner = dcp.DefaultLoadPlanner(allow_partial_load=True)
-    dcp.load({"app": TrainingState(other, fresh)}, checkpoint_id=tmp_path, planner=planner)
-    moments = [
-        state.state[m.weight]["exp_avg"]
-        for state, m in ((optimizer, model["used"]), (fresh, other["used"]))
-    ]
-    assert torch.equal(*moments) and torch.equal(other["idle"].weight, model["idle"].weight)
-
-
 class Inner(torch.optim.SGD):
     """Keeps a dict of tensors in its state, and new tensors in that at each step."""
 
