@@ -60,14 +60,6 @@ DEFECTS = [
         r"AssertionError: a forked child runs 2 s after SIGTERM",
     ),
     Case(
-        "float8_weights",
-        "checkpoint/float8_weights.py",
-        1,
-        "A model whose parameters are torchao's float8 tensors cannot be saved.",
-        r"RuntimeError: rank 0: TypeError: save the plain tensor in a DTensor of .*Float8",
-        ("resumes",),
-    ),
-    Case(
         "config_of_an_export",
         "checkpoint/export_for_transformers.py",
         1,
@@ -216,6 +208,10 @@ DEFECTS = [
 ]
 
 RIGHT = [
+    ("float8_weights", "checkpoint/float8_weights.py", 2, ("resumes",)),
+    ("eight_bit_moments", "checkpoint/eight_bit_moments.py", 2, ("resumes",)),
+    ("eight_bit_moments_of_uneven_shards", "checkpoint/eight_bit_moments.py", 2, ("uneven",)),
+    ("eight_bit_moments_of_stock", "checkpoint/eight_bit_moments.py", 1, ("stock",)),
     ("resume_with_unused", "checkpoint/resume_with_unused.py", 1, ()),
     ("schedulefree_before_train", "checkpoint/schedulefree_resumes.py", 1, ("not_entered",)),
     ("schedulefree", "checkpoint/schedulefree_resumes.py", 1, ("trains",)),

@@ -16,21 +16,26 @@ import torch.distributed as dist
 import torch.distributed.checkpoint as dcp
 from torch import nn
 from torch.distributed.checkpoint.metadata import Metadata, TensorStorageMetadata
-from torch.distributed.tensor import DTensor
+from torch.distributed.tensor import DTensor, Shard
 
 from .state import (
     NOT_LOADED,
     OTHER_GROUPS,
     PER_RANK,
+    RECIPES,
     AppState,
     RandomNumbers,
+    Recipe,
     TrainingState,
     described,
     differences,
+    in_parts,
     own_rank,
     parse,
+    shard_of,
     spec_of,
     survey,
+    unpacked,
     world_size,
 )
 
@@ -155,9 +160,10 @@ class Fit:
         """What has to be read first: the list of contents, and the names in each group."""
         found: dict[str, object] = {}
         for entry in self.entries:
-            if entry.path == ("has_state",) or entry.path[-1] == "params":
-                if entry.path[:2] in (("has_state",), ("optim", "param_groups")):
-                    found[entry.name] = None
+            is_list = entry.path in (("has_state",), (RECIPES,))
+            is_group = entry.path[:2] == ("optim", "param_groups")
+            if is_list or (is_group and entry.path[-1] == "params"):
+                found[entry.name] = None
         if f"{self.key}.has_state" not in found:
             raise ValueError(NOT_LOADED)
         return found
@@ -166,7 +172,13 @@ class Fit:
         """Compare the checkpoint with the job, and make room."""
         self.contents = parse(lists[f"{self.key}.has_state"])
         self.is_old = "ranks" not in self.contents
-        self.model, self.optim = self.job.current()
+        packed_recipes = lists.get(f"{self.key}.{RECIPES}")
+        self.recipes = {} if packed_recipes is None else unpacked(packed_recipes)
+        self.packed_recipes = packed_recipes
+        self.whole_model, self.optim = self.job.current()
+        own_recipes: dict[tuple, tuple] = {}
+        self.model = in_parts({**self.whole_model}, ("model",), own_recipes)
+        self.optim = in_parts(self.optim, ("optim",), own_recipes)
         self.look_at_model()
         self.look_at_optimizers()
         self.look_at_groups(lists)
@@ -203,12 +215,16 @@ class Fit:
             name = str(entry.path[1])
             if self.is_skipped(name):
                 continue
-            saved[name] = "no tensor"
+            own = element(self.model, entry.path[1:])
+            saved[name] = self.contents.get("model", {}).get(name, "no tensor")
             if entry.stored is not None and len(entry.path) == 2:
                 saved[name] = spec_of(entry.stored.properties.dtype, entry.stored.size)
-            self.want(entry, element(self.model, entry.path[1:]))
+            elif entry.stored is not None and own is not None and not is_like(own, entry.stored):
+                stored = spec_of(entry.stored.properties.dtype, entry.stored.size)
+                self.wrong.append(f"  {'.'.join(map(str, entry.path[1:]))}: saved {stored}")
+            self.want(entry, own)
         here: dict[str, str] = {}
-        for name, leaf in self.model.items():
+        for name, leaf in self.whole_model.items():
             is_empty = isinstance(leaf, dict) and not leaf  # no checkpoint has it
             if not self.is_skipped(name) and not is_empty:
                 here[name] = described(leaf)
@@ -226,8 +242,22 @@ class Fit:
             if name in saved and name in here and str(entry.path[3]) in noted[name]:
                 own = element(self.optim["state"], entry.path[2:])
                 if entry.stored is not None and not is_like(own, entry.stored):
-                    own = room(entry.stored, parameters[name], entry.path[3] == "step")
+                    own = self.room_of_moment(entry, parameters[name])
                 self.want(entry, own)
+
+    def room_of_moment(self, entry: Entry, parameter: nn.Parameter) -> torch.Tensor | None:
+        recipe = self.recipes.get(entry.path[:-1])
+        is_step = entry.path[3] == "step"
+        if recipe is None or not entry.stored.size:
+            return room(entry.stored, parameter, is_step)
+        recipe = Recipe(*recipe)
+        if tuple(shard_of(parameter).shape) != recipe.shape:
+            name = ".".join(map(str, entry.path))
+            self.wrong.append(f"  {name}: shards were {recipe.shape}: use as many ranks as the save")
+            return None
+        if not recipe.is_dtensor or entry.stored.size == parameter.shape:
+            return room(entry.stored, parameter, is_step)
+        return room_of_part(entry.stored, parameter)
 
     def look_at_groups(self, lists: dict[str, object]) -> None:
         saved: list[set[str]] = []
@@ -265,7 +295,7 @@ class Fit:
                 self.wrong.append(f"  {name}: only in the job")
             for entry in entries:
                 self.want(entry, element(self.shared, entry.path))
-        known = {"model", "optim", "has_state", PER_RANK, *self.job.COUNTERS, *shared}
+        known = {"model", "optim", "has_state", PER_RANK, RECIPES, *self.job.COUNTERS, *shared}
         for name in sorted({str(entry.path[0]) for entry in self.entries} - known):
             is_old_random = name.startswith(OLD_RANDOM) and isinstance(self.job, TrainingState)
             if not is_old_random and not self.is_skipped(name):
@@ -303,11 +333,13 @@ class Fit:
         for path in self.contents["empty"]:
             if element(tree, path[:-1]) is not None:
                 put(tree, tuple(path), {})
+        if self.packed_recipes is not None:
+            tree[RECIPES] = self.packed_recipes
         tree = with_numbers(tree, (), {tuple(path) for path in self.contents["int_keys"]})
         for name, own in self.shared.items():
             if name in tree:
                 tree[name] = in_dicts_like(own, tree[name])
-        for name, leaf in self.model.items():
+        for name, leaf in self.whole_model.items():
             tree["model"].setdefault(name, leaf)
         for name, moments in self.optim["state"].items():
             if self.is_skipped(name):
@@ -355,6 +387,18 @@ def room(stored: TensorStorageMetadata, parameter: nn.Parameter, is_step: bool) 
     layout = {"shape": parameter.shape, "stride": parameter.stride()}
     mesh = parameter.device_mesh
     return DTensor.from_local(shard, mesh, parameter.placements, run_check=False, **layout)
+
+
+def room_of_part(stored: TensorStorageMetadata, parameter: DTensor) -> torch.Tensor:
+    """A tensor for one of those that a state of ``parameter`` is made of, of another size."""
+    ranks = 1
+    for dim, placement in enumerate(parameter.placements):
+        if placement == Shard(0):
+            ranks *= parameter.device_mesh.size(dim)
+    shape = (stored.size[0] // ranks, *stored.size[1:])
+    device = parameter._local_tensor.device
+    part = torch.empty(shape, dtype=stored.properties.dtype, device=device)
+    return DTensor.from_local(part, parameter.device_mesh, parameter.placements, run_check=False)
 
 
 def element(tree: object, path: Iterable[str | int]) -> object:

@@ -11,6 +11,7 @@ import importlib
 import io
 import json
 import logging
+import operator
 import random
 import sys
 from collections import OrderedDict
@@ -18,6 +19,7 @@ from collections.abc import Callable, Iterable
 from copy import deepcopy
 from itertools import chain
 from types import ModuleType
+from typing import NamedTuple
 
 import torch
 import torch.distributed as dist
@@ -25,11 +27,12 @@ from torch import nn
 from torch.distributed.checkpoint import state_dict as dcp_state
 from torch.distributed.checkpoint.stateful import Stateful
 from torch.distributed.fsdp import FullyShardedDataParallel
-from torch.distributed.tensor import DTensor, Replicate
+from torch.distributed.tensor import DTensor, Replicate, Shard
 
 LOG = logging.getLogger(__name__)
 PER_RANK = "per_rank"
-TAKEN = {"model", "optim", "has_state", PER_RANK}  # keys of a state
+RECIPES = "made_of_tensors"
+TAKEN = {"model", "optim", "has_state", PER_RANK, RECIPES}  # keys of a state
 SEEDS_A_STEP = 1_000_003
 SEEDED_ANEW = "random numbers are seeded anew: %d ranks, %d at the save"
 OTHER_RANKS = (
@@ -59,6 +62,10 @@ DIFFERING = (
 PLAIN = (
     "the optimizer's state of %s is a plain tensor of this rank's shard, and ranks would get each "
     "other's: make it with torch.zeros_like(parameter), or as a DTensor (DTensor.from_local)"
+)
+PARTS = (
+    "%s is a %s whose parts are of other sizes than its shards: shard it evenly along its first "
+    "dimension"
 )
 KEY = "a checkpoint keeps names and whole numbers as keys of a dict, not %r (in %s)"
 
@@ -108,8 +115,10 @@ class AppState(Stateful):
         state = {"model": model, "optim": optim, **self.more_state()}
         for name in self.COUNTERS:
             state[name] = getattr(self, name)
+        self.own_model = {name: described(leaf) for name, leaf in model.items()}
         self.has_state = json.dumps(self.contents(state))
         state["has_state"] = self.has_state
+        self.take_apart(state)
         self.given = id(state)
         return state
 
@@ -127,10 +136,23 @@ class AppState(Stateful):
             "format": FORMAT,
             "ranks": world_size(),
             "optim": self.noted,
-            "model": {name: described(leaf) for name, leaf in state["model"].items()},
+            "model": self.own_model,
             "int_keys": int_keys,
             "empty": empty,
         }
+
+    def take_apart(self, state: dict) -> None:
+        """Put the tensors of which others are made in their place, and how to join them."""
+        recipes: dict[tuple, Recipe] = {}
+        for key in state.keys() - {PER_RANK}:
+            if key != "model":
+                state[key] = in_parts(state[key], (key,), recipes)
+        for name, leaf in state["model"].items():
+            parts = in_parts(leaf, ("model", name), recipes)
+            if parts is not leaf:
+                state["model"][name] = parts
+        if recipes:
+            state[RECIPES] = packed(recipes)
 
     def load_state_dict(self, state_dict: dict) -> None:
         """Take what ``dcp.load`` has filled; ``overlap_recipes.checkpoint.load`` takes more."""
@@ -146,6 +168,10 @@ class AppState(Stateful):
             contents: what its ``has_state`` says.
             is_skipped: whether what has this name stays as it is; its own is in ``state``.
         """
+        recipes = unpacked(state[RECIPES]) if RECIPES in state else {}
+        if recipes:
+            self.take_new_parts(state["model"], recipes)
+            state = {key: joined(value, (key,), recipes) for key, value in state.items()}
         self.load_optimizers(state["optim"], is_skipped)
         model = OrderedDict(state["model"])
         model._metadata = self.metadata
@@ -272,6 +298,16 @@ class AppState(Stateful):
             return False
         return walk(own, memory_of) == walk(of_dcp, memory_of)
 
+    def take_new_parts(self, model: dict, recipes: dict[tuple, "Recipe"]) -> None:
+        """Give parameters the parts that they have not yet, such as a scale of float8."""
+        for key, parameter in self.model.named_parameters():
+            name = self.name_of(key)
+            if ("model", name) in recipes and isinstance(model.get(name), dict):
+                local = shard_of(parameter)
+                here, _ = local.__tensor_flatten__()
+                for part in model[name].keys() - set(here):
+                    setattr(local, part, shard_of(model[name][part]))
+
     def current(self) -> tuple[dict, dict]:
         """The states as they are: no optimizer is made to step."""
         if self.has_flat_parameters():
@@ -299,8 +335,7 @@ class AppState(Stateful):
         contents = parse(state["has_state"])
         noted = contents["optim"]
         if "model" in contents:
-            here = {name: described(leaf) for name, leaf in state["model"].items()}
-            if wrong := differences(contents["model"], here):
+            if wrong := differences(contents["model"], self.own_model):
                 raise ValueError(OTHER_MODEL + "\n".join(wrong))
         there = state["optim"]["state"]
         room = {}
@@ -437,11 +472,117 @@ def described(leaf: object) -> str:
     """What a load compares of a part of the model."""
     if not torch.is_tensor(leaf):
         return "no tensor"
-    return spec_of(leaf.dtype, leaf.shape)
+    spec = spec_of(leaf.dtype, leaf.shape)
+    if is_made_of_tensors(leaf):
+        return f"{type(shard_of(leaf)).__name__} of {spec}"
+    return spec
 
 
 def spec_of(dtype: torch.dtype, shape: torch.Size) -> str:
     return f"{str(dtype).removeprefix('torch.')} {[*shape]}"
+
+
+class Recipe(NamedTuple):
+    """How a tensor that is made of others is joined again."""
+
+    module: str
+    name: str
+    context: object
+    shape: tuple[int, ...]  # of this rank's part
+    stride: tuple[int, ...]
+    is_dtensor: bool
+
+
+def shard_of(tensor: torch.Tensor) -> torch.Tensor:
+    """What this rank holds of ``tensor``."""
+    return tensor._local_tensor if isinstance(tensor, DTensor) else tensor
+
+
+def is_made_of_tensors(leaf: object) -> bool:
+    """Whether it is of a class that wraps others, such as float8 weights and 8-bit moments."""
+    if not torch.is_tensor(leaf):
+        return False
+    local = shard_of(leaf)
+    if type(local) in (torch.Tensor, nn.Parameter):
+        return False
+    return hasattr(type(local), "__tensor_flatten__") and not local.is_nested
+
+
+@torch.no_grad()
+def in_parts(tree: object, path: tuple, recipes: dict[tuple, tuple]) -> object:
+    """``tree`` with the parts of tensors that are made of others; adds their ``recipes``."""
+    if isinstance(tree, dict):
+        found = {key: in_parts(value, (*path, str(key)), recipes) for key, value in tree.items()}
+        return found if any(found[key] is not tree[key] for key in tree) else tree
+    if isinstance(tree, list):
+        values = [in_parts(value, (*path, n), recipes) for n, value in enumerate(tree)]
+        return values if any(map(operator.is_not, values, tree)) else tree
+    if not is_made_of_tensors(tree):
+        return tree
+    local = shard_of(tree)
+    names, context = local.__tensor_flatten__()
+    cls = type(local)
+    layout = tuple(local.shape), tuple(local.stride()), isinstance(tree, DTensor)
+    recipes[path] = tuple(Recipe(cls.__module__, cls.__qualname__, context, *layout))
+    parts = {}
+    for name in names:
+        part = part_of(tree, getattr(local, name), path)
+        parts[name] = in_parts(part, (*path, name), recipes)
+    return parts
+
+
+def part_of(whole: torch.Tensor, part: torch.Tensor, path: tuple) -> torch.Tensor:
+    """``part`` of this rank's ``whole``, sharded as that is; equal on all ranks if it is a number.
+
+    Raises:
+        TypeError: no checkpoint can say whose it is.
+    """
+    if not is_made_of_tensors(part):
+        part = part.detach()
+    if not isinstance(whole, DTensor) or part.dim() == 0:
+        return part
+    mesh = whole.device_mesh
+    if part.shape == whole._local_tensor.shape:
+        layout = {"shape": whole.shape, "stride": whole.stride()}
+        return DTensor.from_local(part, mesh, whole.placements, run_check=False, **layout)
+    ranks = 1
+    for dim, placement in enumerate(whole.placements):
+        if placement == Shard(0):
+            ranks *= mesh.size(dim)
+        elif not isinstance(placement, Replicate):
+            raise TypeError(PARTS % (".".join(map(str, path)), type(whole._local_tensor).__name__))
+    if whole.shape[0] != ranks * whole._local_tensor.shape[0]:
+        raise TypeError(PARTS % (".".join(map(str, path)), type(whole._local_tensor).__name__))
+    return DTensor.from_local(part, mesh, whole.placements, run_check=False)
+
+
+def joined(tree: object, path: tuple, recipes: dict[tuple, tuple]) -> object:
+    """``tree`` with the tensors that were taken apart; the inverse of ``in_parts``."""
+    if isinstance(tree, list):
+        return [joined(value, (*path, n), recipes) for n, value in enumerate(tree)]
+    if not isinstance(tree, dict):
+        return tree
+    for key, value in tree.items():
+        inner = joined(value, (*path, str(key)), recipes)
+        if inner is not value:
+            tree = {**tree, key: inner}
+    if path not in recipes:
+        return tree
+    recipe = Recipe(*recipes[path])
+    cls = importlib.import_module(recipe.module)
+    for name in recipe.name.split("."):
+        cls = getattr(cls, name)
+    locals_ = {name: shard_of(part) for name, part in tree.items()}
+    local = cls.__tensor_unflatten__(locals_, recipe.context, recipe.shape, recipe.stride)
+    if not recipe.is_dtensor:
+        return local
+    like = next(x for x in tree.values() if isinstance(x, DTensor) and is_of_shape(x, recipe))
+    layout = {"shape": like.shape, "stride": like.stride()}
+    return DTensor.from_local(local, like.device_mesh, like.placements, run_check=False, **layout)
+
+
+def is_of_shape(part: DTensor, recipe: Recipe) -> bool:
+    return tuple(part._local_tensor.shape) == recipe.shape
 
 
 def differences(saved: dict[str, str], here: dict[str, str]) -> list[str]:
@@ -649,7 +790,7 @@ def shared_digests(tree: dict) -> dict[str, str]:
     for key, state in tree.items():
         if not isinstance(state, dict) or "has_state" not in state:
             continue
-        for name in state.keys() - {"model", "optim", PER_RANK}:
+        for name in state.keys() - {"model", "optim", PER_RANK, RECIPES}:
             digests[f"{key}.{name}"] = digest(state[name])
         settings = [{**group, "params": None} for group in state["optim"]["param_groups"]]
         digests[f"{key}.optim.param_groups"] = digest(settings)
