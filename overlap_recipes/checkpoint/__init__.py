@@ -6,6 +6,7 @@
 """
 
 from .durable import DurableSaves, committed_steps, faults, newest_step
+from .loading import load
 from .manager import CheckpointManager
 from .names import name_of
 from .preemption import AGAIN, TOO_LATE, Preemption
@@ -27,6 +28,7 @@ __all__ = [
     "TrainingState",
     "committed_steps",
     "faults",
+    "load",
     "name_of",
     "newest_step",
     "resume",

@@ -4,6 +4,7 @@
 
 import logging
 import time
+from collections.abc import Iterable
 from pathlib import Path
 
 import torch
@@ -13,48 +14,27 @@ from torch import nn
 from torch.distributed.checkpoint.state_dict import get_model_state_dict
 
 from .durable import committed_steps, faults, newest_step
+from .loading import load
 from .names import name_of
-from .state import AppState
+from .state import TrainingState
 
 LOG = logging.getLogger(__name__)
 
 
-class Run(AppState):
-    """Model, optimizer, step, schedule, position in the data and random numbers of one run.
+class Run(TrainingState):
+    """A ``TrainingState`` that counts the samples that all ranks have taken.
 
     ``optimizer`` may be a list; ``schedule`` is whatever has ``state_dict`` and
     ``load_state_dict``.
     """
 
+    COUNTERS = ("step", "samples")
+
     def __init__(self, model: nn.Module, optimizer: torch.optim.Optimizer, schedule) -> None:
-        super().__init__(model, optimizer)
-        self.schedule, self.samples, self.ranks_saved = schedule, 0, dist.get_world_size()
-
-    def state_dict(self) -> dict:
-        state = super().state_dict() | {"schedule": self.schedule.state_dict()}
-        state["samples"] = self.samples
-        if self.ranks_saved == dist.get_world_size():
-            random = {kind: source.get_rng_state() for kind, source in random_numbers().items()}
-            state[f"random_of_rank_{dist.get_rank()}"] = random
-        return state
-
-    def load_state_dict(self, state: dict) -> None:
-        super().load_state_dict(state)
-        self.schedule.load_state_dict(state["schedule"])
-        self.samples = state["samples"]
-        random = state.get(f"random_of_rank_{dist.get_rank()}")
-        if random is not None:
-            for kind, source in random_numbers().items():
-                source.set_rng_state(random[kind])
-        else:
-            torch.manual_seed(1_000_003 * self.step + dist.get_rank())
-            print(f"{dist.get_world_size()} ranks, {self.ranks_saved} saved: seeded anew")
-
-
-def random_numbers() -> dict:
-    """The sources of random numbers: the host, and this rank's accelerator if there is one."""
-    device = torch.accelerator.current_accelerator(check_available=True)
-    return {"host": torch} | ({"device": torch.get_device_module(device)} if device else {})
+        super().__init__(model, optimizer, schedule=schedule)
+        self.optimizer = optimizer
+        self.schedule = schedule
+        self.samples = 0
 
 
 def choose(root: Path, step: int | None = None) -> int | None:
@@ -90,22 +70,19 @@ def of_all_ranks(own: object) -> list:
     return found
 
 
-def resume(run: Run, root: Path, step: int | None = None) -> int:
+def resume(run: Run, root: Path, step: int | None = None, skip: Iterable[str] = ()) -> int:
     """Load the newest complete checkpoint below ``root``, or that of ``step``; its step or 0.
 
+    Args:
+        skip: as for ``load``.
+
     Raises:
-        RuntimeError: it does not fit; the message lists what differs.
+        ValueError: it does not fit; the message lists what differs.
     """
     step = choose(root, step)
     if step is None:
         return 0
-    directory = root / name_of(step)
-    saved = dcp.FileSystemReader(directory).read_metadata().state_dict_metadata
-    run.ranks_saved = sum(key.startswith("run.random") and key.endswith("host") for key in saved)
-    if wrong := differences(get_model_state_dict(run.model), directory, "run.model."):
-        raise RuntimeError(f"{directory} does not fit this model:\n" + "\n".join(wrong))
-    dcp.load({"run": run}, checkpoint_id=directory)
-    run.ranks_saved = dist.get_world_size()
+    load({"run": run}, root / name_of(step), skip=skip)
     return run.step
 
 

@@ -20,7 +20,7 @@ import torch.distributed as dist
 from torch.optim.optimizer import register_optimizer_step_pre_hook
 
 from .copies import Copies, CopyPlan, PinnedArena
-from .state import is_staged, read, walk
+from .state import DifferingRanks, is_staged, read, refuse_differing, shared_digests, walk
 from .writer import FILES, FileWriter
 
 LOG = logging.getLogger(__name__)
@@ -201,7 +201,8 @@ class Saves:
         Raises:
             RuntimeError: outside the ``with`` block; in a second block, if the first ended by an
                 exception or there is a process group; if ``init_process_group`` came after this
-                object.
+                object; at the first save, if a rank's state cannot be saved or differs from
+                another's where they share it; behind a later save of such a state.
         """
         self.check_is_open()
         if self.if_busy == "skip" and self.is_busy():
@@ -210,7 +211,8 @@ class Saves:
         began = time.monotonic()
         self.calls += 1
         interrupted = KeyboardInterrupt("in save")
-        job = Job(self.calls, Path(directory).absolute(), interrupted, [], [], None, Future())
+        path = Path(directory).absolute()
+        job = Job(self.calls, path, interrupted, [], [], None, Future())
         self.uploads = [*self.uploads[-self.in_flight :], job.done]
         try:
             self.wait_for_preparation()
@@ -222,7 +224,21 @@ class Saves:
         finally:  # the other ranks are saving: they will be told
             job.call_s = time.monotonic() - began
             self.jobs.put(job)
+        self.raise_refusals(job)
         return job.done
+
+    def raise_refusals(self, job: Job) -> None:
+        """Raise on all ranks what no later save can mend, at the first save if it is known then."""
+        if self.calls == 1:
+            refuse_differing(self.together(self.digests_of, job, group=1))
+        for ended in self.uploads[: -self.in_flight]:
+            if ended.done() and isinstance(ended.exception(), DifferingRanks):
+                raise ended.exception()
+
+    def digests_of(self, job: Job) -> dict[str, str]:
+        if job.state is None:
+            raise job.copied
+        return shared_digests(job.state)
 
     def check_is_open(self) -> None:
         if self.hook is None or self.abandoned or dist.is_initialized() != bool(self.groups):
@@ -365,6 +381,7 @@ class Saves:
             if len(set(self.together(self.begin, job, aside))) > 1:
                 raise RuntimeError(f"the ranks have called save for others than {directory}")
             has_begun = True
+            refuse_differing(self.together(shared_digests, job.state))
             copied = time.monotonic()
             self.together(self.write, job.state, aside)
             has_begun = False

@@ -6,29 +6,70 @@
 state that the checkpoint lists. ``read`` tells what of a state is copied beside training.
 """
 
+import hashlib
+import importlib
+import io
 import json
 import logging
+import operator
+import random
+import sys
 from collections import OrderedDict
-from collections.abc import Callable
+from collections.abc import Callable, Iterable
 from copy import deepcopy
 from itertools import chain
+from types import ModuleType
+from typing import NamedTuple
 
 import torch
+import torch.distributed as dist
 from torch import nn
 from torch.distributed.checkpoint import state_dict as dcp_state
 from torch.distributed.checkpoint.stateful import Stateful
-from torch.distributed.tensor import DTensor
+from torch.distributed.fsdp import FullyShardedDataParallel
+from torch.distributed.tensor import DTensor, Replicate, Shard
 
-# what a save warns of, and why a load is refused
+LOG = logging.getLogger(__name__)
+PER_RANK = "per_rank"
+RECIPES = "made_of_tensors"
+TAKEN = {"model", "optim", "has_state", PER_RANK, RECIPES}  # keys of a state
+SEEDS_A_STEP = 1_000_003
+SEEDED_ANEW = "random numbers are seeded anew: %d ranks, %d at the save"
+OTHER_RANKS = (
+    "%s of %d ranks for %d: it needs a method load_state_dicts, which gets the states of all ranks"
+)
+OTHER_RANKS_ALONE = "saved on %d ranks, loaded on %d: use overlap_recipes.checkpoint.load"
+
+# why a load is refused
 UNKNOWN = (
     "the checkpoint knows no %s: add what is new after the load; all ranks need the same names"
 )
 NOT_LOADED = (
     "no 'has_state' in this checkpoint: load it with set_state_dict (in memory: a deepcopy)"
 )
-NO_STATE = "%s never had a gradient: load with DefaultLoadPlanner(allow_partial_load=True)"
-NO_ROOM = "no room here for the checkpoint's state of %s: frozen, left out, or added later?"
+NO_ROOM = (
+    "no room here for the checkpoint's state of %s: frozen, left out, or added later? "
+    "overlap_recipes.checkpoint.load makes room"
+)
+OTHER_GROUPS = "load into the groups of the save: change the groups after the load"
+OTHER_MODEL = "the checkpoint does not fit this model:\n"
 
+# why a save is refused
+DIFFERING = (
+    "ranks differ in %s, and all would resume with the state of one: pass what is of each rank as "
+    "TrainingState(..., per_rank={name: object})"
+)
+PLAIN = (
+    "the optimizer's state of %s is a plain tensor of this rank's shard, and ranks would get each "
+    "other's: make it with torch.zeros_like(parameter), or as a DTensor (DTensor.from_local)"
+)
+PARTS = (
+    "%s is a %s whose parts are of other sizes than its shards: shard it evenly along its first "
+    "dimension"
+)
+KEY = "a checkpoint keeps names and whole numbers as keys of a dict, not %r (in %s)"
+
+FORMAT = 2  # of ``has_state``; the first was the optimizers' keys alone
 
 # what ``torch.compile`` and ``checkpoint_wrapper`` add to names
 WRAPPERS = "_orig_mod", "_checkpoint_wrapped_module"
@@ -38,16 +79,27 @@ def groups(optimizers: list[torch.optim.Optimizer]) -> list[dict]:
     return [*chain.from_iterable(optimizer.param_groups for optimizer in optimizers)]
 
 
+def is_new(optimizer: torch.optim.Optimizer) -> bool:
+    """Whether it has no state. Some make an empty one for each parameter before their first step."""
+    return not any(not isinstance(own, dict) or own for own in optimizer.state.values())
+
+
 class AppState(Stateful):
     """Model, optimizer or several, and the number of steps taken.
 
     Raises:
-        TypeError: an optimizer keeps its state in another one.
+        TypeError: an optimizer keeps its state in another one, or plain tensors of a shard.
         ValueError: two optimizers share a parameter, or a checkpoint does not fit this job.
     """
 
+    COUNTERS = ("step",)  # attributes that are saved and loaded
+
     def __init__(self, model: nn.Module, optimizer: torch.optim.Optimizer | list) -> None:
-        self.model, self.optimizer, self.step, self.given = model, optimizer, 0, None
+        self.model = model
+        self.optimizer = optimizer
+        self.step = 0
+        self.given: int | None = None  # the id of the latest state
+        self.has_state = ""
         self.reads_as_dcp: bool | None = None
         self.keep_vars = False  # whether ``state_dict`` has the parameters themselves
         alone = isinstance(optimizer, torch.optim.Optimizer)
@@ -58,62 +110,147 @@ class AppState(Stateful):
                     raise TypeError(f"{type(outer).__name__} keeps its state in {name}: pass that")
 
     def state_dict(self) -> dict:
+        """What a checkpoint holds, and what ``dcp.load`` fills."""
         model, optim = self.ask()
-        state = {"model": model, "optim": optim, "step": self.step, "has_state": self.has_state}
+        state = {"model": model, "optim": optim, **self.more_state()}
+        for name in self.COUNTERS:
+            state[name] = getattr(self, name)
+        self.own_model = {name: described(leaf) for name, leaf in model.items()}
+        self.has_state = json.dumps(self.contents(state))
+        state["has_state"] = self.has_state
+        self.take_apart(state)
         self.given = id(state)
         return state
 
+    def more_state(self) -> dict:
+        """What a subclass saves beside."""
+        return {}
+
+    def contents(self, state: dict) -> dict:
+        """What a load compares, and what DCP's names do not tell."""
+        int_keys: list[list] = []
+        empty: list[list] = []
+        for key in state.keys() - {"model", PER_RANK}:
+            survey(state[key], [key], int_keys, empty)
+        return {
+            "format": FORMAT,
+            "ranks": world_size(),
+            "optim": self.noted,
+            "model": self.own_model,
+            "int_keys": int_keys,
+            "empty": empty,
+        }
+
+    def take_apart(self, state: dict) -> None:
+        """Put the tensors of which others are made in their place, and how to join them."""
+        recipes: dict[tuple, Recipe] = {}
+        for key in state.keys() - {PER_RANK}:
+            if key != "model":
+                state[key] = in_parts(state[key], (key,), recipes)
+        for name, leaf in state["model"].items():
+            parts = in_parts(leaf, ("model", name), recipes)
+            if parts is not leaf:
+                state["model"][name] = parts
+        if recipes:
+            state[RECIPES] = packed(recipes)
+
     def load_state_dict(self, state_dict: dict) -> None:
-        self.load(state_dict)
-        self.step = state_dict["step"]
+        """Take what ``dcp.load`` has filled; ``overlap_recipes.checkpoint.load`` takes more."""
+        optim = self.compare(state_dict)
+        self.take({**state_dict, "optim": optim}, parse(state_dict["has_state"]))
+
+    def take(
+        self, state: dict, contents: dict, is_skipped: Callable[[str], bool] = lambda name: False
+    ) -> None:
+        """Load a state that has been compared with this job.
+
+        Args:
+            contents: what its ``has_state`` says.
+            is_skipped: whether what has this name stays as it is; its own is in ``state``.
+        """
+        recipes = unpacked(state[RECIPES]) if RECIPES in state else {}
+        if recipes:
+            self.take_new_parts(state["model"], recipes)
+            state = {key: joined(value, (key,), recipes) for key, value in state.items()}
+        self.load_optimizers(state["optim"], is_skipped)
+        model = OrderedDict(state["model"])
+        model._metadata = self.metadata
+        dcp_state.set_model_state_dict(self.model, model)
+        for name in self.COUNTERS:
+            if name in state:
+                setattr(self, name, state[name])
 
     def ask(self) -> tuple[dict, dict]:
         """The states of model and optimizers; a step that DCP has made is undone.
 
-        Notes in ``has_state`` which parameters have which state; warns where some is missing.
+        Notes in ``noted`` which parameters have which state.
 
         A job whose optimizers have state is asked by ``read_states``, if that gives what DCP gives:
         580 parameters in 48 layers cost DCP about six times as long, most of it to find names.
         """
-        new = [optimizer for optimizer in self.optimizers if not optimizer.state]
+        new = [optimizer for optimizer in self.optimizers if is_new(optimizer)]
         if self.reads_as_dcp and not new:
             model, optim = self.read_states()
         else:
-            model, optim = self.ask_dcp(new)
+            model, optim = self.ask_dcp_if_possible(new)
             if self.reads_as_dcp is None and not new:
                 self.reads_as_dcp = self.would_read((model, optim))
         made_up = [*map(id, groups(new))]
-        self.metadata, state = getattr(model, "_metadata", None), optim["state"]
-        self.split, self.named, noted = [], [], {}
+        self.metadata = getattr(model, "_metadata", None)
+        self.split: list[list[str]] = []  # names of the parameters of each group
+        self.named: list[tuple[nn.Parameter, str]] = []
+        self.noted: dict[str, list[str]] = {}
         for own, saved in zip(groups(self.optimizers), optim["param_groups"], strict=True):
-            if not noted.keys().isdisjoint(saved["params"]):
+            if not self.noted.keys().isdisjoint(saved["params"]):
                 raise ValueError("two optimizers hold one parameter: DCP has room for one state")
-            real = {} if id(own) in made_up else state
-            noted |= {name: [*map(str, real.get(name, ()))] for name in saved["params"]}
-            named = [*zip(own["params"], saved["params"], strict=False)]
-            missing = [name for p, name in named if p.requires_grad and not noted[name]]
-            if missing and any(noted[name] for _, name in named):
-                logging.getLogger(__name__).warning(NO_STATE, missing)
-            self.split, self.named = [*self.split, saved["params"]], self.named + named
-        self.has_state = json.dumps(noted)
+            real = {} if id(own) in made_up else optim["state"]
+            for name in saved["params"]:
+                self.noted[name] = [str(key) for key in real.get(name, ())]
+            self.split.append(saved["params"])
+            self.named.extend(zip(own["params"], saved["params"], strict=False))
+        for parameter, name in self.named:
+            if is_sharded(parameter):
+                refuse_plain_tensors(name, optim["state"].get(name))
         return model, optim
+
+    def ask_dcp_if_possible(self, new: list[torch.optim.Optimizer]) -> tuple[dict, dict]:
+        """DCP's answer; where a new optimizer cannot step at rate 0, states without its own."""
+        try:
+            return self.ask_dcp(new)
+        except Exception:
+            if not new or self.has_flat_parameters():
+                raise
+            return self.read_states()
 
     def ask_dcp(self, new: list[torch.optim.Optimizer]) -> tuple[dict, dict]:
         """DCP's answer. It lets the optimizers ``new``, which have no state, step at rate 0."""
-        rates = [(group, group["lr"]) for group in groups(new) if "lr" in group]
+        before = {id(group): {**group} for group in groups(new)}
         gradients = [(p, p.grad) for group in groups(new) for p in group["params"]]
+        empty = [(optimizer, {**optimizer.state}) for optimizer in new]
         try:
+            for optimizer in new:
+                optimizer.state.clear()
             for parameter, _ in gradients:  # with gradients there, DCP would make no state
                 parameter.grad = None
             model, optim = dcp_state.get_state_dict(self.model, self.optimizers)
-            return model, {"state": {}, "param_groups": []} | optim  # empty without optimizers
+            optim = {"state": {}, "param_groups": []} | optim  # empty without optimizers
+            found = zip(groups(self.optimizers), optim["param_groups"], strict=True)
+            for own, saved in found:  # a step may count in its group
+                if id(own) in before:
+                    names = saved["params"]
+                    saved.clear()
+                    saved.update(before[id(own)], params=names)
+            return model, optim
         finally:
             for parameter, gradient in gradients:
                 parameter.grad = gradient
-            for group, rate in rates:
-                group["lr"] = rate
-            for optimizer in new:
+            for group in groups(new):
+                kept = before[id(group)]
+                group.clear()
+                group.update(kept)
+            for optimizer, state in empty:
                 optimizer.state.clear()
+                optimizer.state.update(state)
 
     def read_states(self) -> tuple[dict, dict]:
         """What modules and optimizers return as their state, under the names that DCP uses."""
@@ -129,7 +266,7 @@ class AppState(Stateful):
         for optimizer in self.optimizers:
             parameters.append([p for group in optimizer.param_groups for p in group["params"]])
         if not all(id(p) in names for own_parameters in parameters for p in own_parameters):
-            names = {id(p): self.name_of(key) for key, p in self.model.named_parameters()}
+            names = self.names_of_parameters()
         state, param_groups = {}, []
         for optimizer, own_parameters in zip(self.optimizers, parameters, strict=True):
             numbered = [names[id(p)] for p in own_parameters]
@@ -140,6 +277,10 @@ class AppState(Stateful):
                 group_names = [numbered[number] for number in group["params"]]
                 param_groups.append(group | {"params": group_names})
         return model, {"state": state, "param_groups": param_groups}
+
+    def names_of_parameters(self) -> dict[int, str]:
+        """The names of parameters by their id; of a tied one the first."""
+        return {id(p): self.name_of(key) for key, p in self.model.named_parameters()}
 
     def name_of(self, key: str) -> str:
         """``key`` without what DDP, ``torch.compile`` and ``checkpoint_wrapper`` add to it."""
@@ -157,34 +298,100 @@ class AppState(Stateful):
             return False
         return walk(own, memory_of) == walk(of_dcp, memory_of)
 
-    def load(self, state: dict) -> None:
-        """Load ``model`` and ``optim``; what ``has_state`` lists gets its state, all else none."""
+    def take_new_parts(self, model: dict, recipes: dict[tuple, "Recipe"]) -> None:
+        """Give parameters the parts that they have not yet, such as a scale of float8."""
+        for key, parameter in self.model.named_parameters():
+            name = self.name_of(key)
+            if ("model", name) in recipes and isinstance(model.get(name), dict):
+                local = shard_of(parameter)
+                here, _ = local.__tensor_flatten__()
+                for part in model[name].keys() - set(here):
+                    setattr(local, part, shard_of(model[name][part]))
+
+    def current(self) -> tuple[dict, dict]:
+        """The states as they are: no optimizer is made to step."""
+        if self.has_flat_parameters():
+            return self.ask()
+        model, optim = self.read_states()
+        self.metadata = model._metadata
+        return model, optim
+
+    def has_flat_parameters(self) -> bool:
+        return any(isinstance(m, FullyShardedDataParallel) for m in self.model.modules())
+
+    def parameters_by_name(self) -> dict[str, nn.Parameter]:
+        """Those of the optimizers."""
+        if self.has_flat_parameters():
+            return {name: parameter for parameter, name in self.named}
+        names = self.names_of_parameters()
+        return {names[id(p)]: p for group in groups(self.optimizers) for p in group["params"]}
+
+    def compare(self, state: dict) -> dict:
+        """Raise if ``state`` does not fit; return of its ``optim`` what ``has_state`` lists."""
         if self.given is None:
-            self.ask()
+            self.state_dict()
         if state["has_state"] is self.has_state and id(state) == self.given:
             raise ValueError(NOT_LOADED)
-        noted, optim, frozen = json.loads(state["has_state"]), {**state["optim"]}, []
-        there = optim["state"]
-        room = {name: {*map(str, there.get(name, ()))} for names in self.split for name in names}
+        contents = parse(state["has_state"])
+        noted = contents["optim"]
+        if "model" in contents:
+            if wrong := differences(contents["model"], self.own_model):
+                raise ValueError(OTHER_MODEL + "\n".join(wrong))
+        there = state["optim"]["state"]
+        room = {}
+        for names in self.split:
+            for name in names:
+                room[name] = {str(key) for key in there.get(name, ())}
         lost = [n for n, keys in noted.items() if n not in room or not room[n].issuperset(keys)]
         if lost:
             raise ValueError(NO_ROOM % lost)
         if unknown := room.keys() - noted.keys():
             raise ValueError(UNKNOWN % sorted(unknown))
-        saved_groups = [noted.keys() & group["params"] for group in optim["param_groups"]]
-        own_groups = [noted.keys() & names for names in self.split]
-        if any(names and names not in saved_groups for names in own_groups):
-            raise ValueError("load into the groups of the save: change the groups after the load")
-        optim["state"] = {"": {}}  # a name: DCP would take a state without names for another format
+        kept = {}
         for name, keys in noted.items():
             if keys:
-                optim["state"][name] = {k: v for k, v in there[name].items() if str(k) in keys}
+                kept[name] = {k: v for k, v in there[name].items() if str(k) in keys}
+        return {"state": kept, "param_groups": state["optim"]["param_groups"]}
+
+    def load_optimizers(self, optim: dict, is_skipped: Callable[[str], bool]) -> None:
+        """Give the optimizers ``optim``, by name, and nothing else; bits are as they were saved."""
+        if self.has_flat_parameters():
+            self.load_flat_parameters(optim)
+            return
+        names = self.names_of_parameters()
+        state = optim["state"]
+        left = [*optim["param_groups"]]
+        for optimizer in self.optimizers:
+            own = [p for group in optimizer.param_groups for p in group["params"]]
+            numbers = {names[id(p)]: number for number, p in enumerate(own)}
+            found = []
+            for group in optimizer.param_groups:
+                wanted = [names[id(p)] for p in group["params"]]
+                saved = take_group(left, wanted, is_skipped, group)
+                found.append(saved | {"params": [numbers[name] for name in wanted]})
+            moments = {number: state[n] for n, number in numbers.items() if n in state}
+            optimizer.load_state_dict({"state": moments, "param_groups": found})
+            if type(optimizer).load_state_dict is torch.optim.Optimizer.load_state_dict:
+                for number, saved in moments.items():
+                    cast = optimizer.state[own[number]]
+                    optimizer.state[own[number]] = uncast(cast, saved)
+
+    def load_flat_parameters(self, optim: dict) -> None:
+        """Let DCP load; for ``FullyShardedDataParallel``, whose parameters are pieces of others."""
+        optim = {**optim}
+        own_groups = [set(names) for names in self.split]
+        saved_groups = [set(group["params"]) for group in optim["param_groups"]]
+        if any(names and names not in saved_groups for names in own_groups):
+            raise ValueError(OTHER_GROUPS)
+        # a name: DCP would take a state without names for another format
+        optim["state"] = {"": {}} | optim["state"]
+        frozen = []
         some = dcp_state.StateDictOptions(strict=False)  # not every parameter has state
         try:
             for optimizer in self.optimizers:  # one without state would step
                 optimizer.state[""] = {}
             for parameter, name in self.named:
-                if noted.get(name) and not parameter.requires_grad:  # DCP would skip its state
+                if name in optim["state"] and not parameter.requires_grad:  # DCP would skip it
                     frozen.append(parameter.requires_grad_())
             if self.optimizers:
                 dcp_state.set_optimizer_state_dict(self.model, self.optimizers, optim, options=some)
@@ -193,47 +400,449 @@ class AppState(Stateful):
                 optimizer.state.pop("", None)
             for parameter in frozen:
                 parameter.requires_grad_(False)
-        model = OrderedDict(state["model"])
-        model._metadata = self.metadata
-        dcp_state.set_model_state_dict(self.model, model)
+
+
+def take_group(
+    left: list[dict], wanted: list[str], is_skipped: Callable[[str], bool], own: dict
+) -> dict:
+    """Remove from ``left`` the group of the parameters ``wanted``, and return it.
+
+    A group that has none but skipped ones stays as it is: ``own``.
+    """
+    names = {name for name in wanted if not is_skipped(name)}
+    for number, group in enumerate(left):
+        if {name for name in group["params"] if not is_skipped(name)} == names:
+            return left.pop(number)
+    if names:
+        raise ValueError(OTHER_GROUPS)
+    return own
+
+
+def uncast(loaded: object, saved: object) -> object:
+    """``loaded`` in the types of ``saved``: torch's optimizers cast to the parameter's type."""
+    if isinstance(saved, dict):
+        return {key: uncast(loaded[key], value) for key, value in saved.items()}
+    if isinstance(saved, (list, tuple)):
+        values = [uncast(cast, value) for cast, value in zip(loaded, saved, strict=True)]
+        return type(saved)(*values) if hasattr(saved, "_fields") else type(saved)(values)
+    if not torch.is_tensor(saved) or loaded.dtype == saved.dtype:
+        return loaded
+    return saved.to(loaded.device)
+
+
+def is_sharded(tensor: torch.Tensor) -> bool:
+    """Whether ranks hold different parts of it."""
+    if not isinstance(tensor, DTensor):
+        return False
+    for dim, placement in enumerate(tensor.placements):
+        if not isinstance(placement, Replicate) and tensor.device_mesh.size(dim) > 1:
+            return True
+    return False
+
+
+def refuse_plain_tensors(name: str, moments: object) -> None:
+    """Raise if the state of a sharded parameter has tensors that do not say whose they are."""
+    if isinstance(moments, dict):
+        for value in moments.values():
+            refuse_plain_tensors(name, value)
+    elif isinstance(moments, (list, tuple)):
+        for value in moments:
+            refuse_plain_tensors(name, value)
+    elif torch.is_tensor(moments) and not isinstance(moments, DTensor) and moments.numel() > 1:
+        raise TypeError(PLAIN % name)
+
+
+def survey(tree: object, path: list, int_keys: list[list], empty: list[list]) -> None:
+    """List the paths that DCP's names do not tell: of keys that are numbers, and of empty dicts."""
+    if isinstance(tree, dict):
+        if not tree:
+            empty.append(path)
+        for key, value in tree.items():
+            if type(key) is int:
+                int_keys.append([*path, str(key)])
+            elif not isinstance(key, str):
+                raise TypeError(KEY % (key, ".".join(map(str, path))))
+            survey(value, [*path, str(key)], int_keys, empty)
+    elif isinstance(tree, list):
+        for number, value in enumerate(tree):
+            survey(value, [*path, number], int_keys, empty)
+
+
+def described(leaf: object) -> str:
+    """What a load compares of a part of the model."""
+    if not torch.is_tensor(leaf):
+        return "no tensor"
+    spec = spec_of(leaf.dtype, leaf.shape)
+    if is_made_of_tensors(leaf):
+        return f"{type(shard_of(leaf)).__name__} of {spec}"
+    return spec
+
+
+def spec_of(dtype: torch.dtype, shape: torch.Size) -> str:
+    return f"{str(dtype).removeprefix('torch.')} {[*shape]}"
+
+
+class Recipe(NamedTuple):
+    """How a tensor that is made of others is joined again."""
+
+    module: str
+    name: str
+    context: object
+    shape: tuple[int, ...]  # of this rank's part
+    stride: tuple[int, ...]
+    is_dtensor: bool
+
+
+def shard_of(tensor: torch.Tensor) -> torch.Tensor:
+    """What this rank holds of ``tensor``."""
+    return tensor._local_tensor if isinstance(tensor, DTensor) else tensor
+
+
+def is_made_of_tensors(leaf: object) -> bool:
+    """Whether it is of a class that wraps others, such as float8 weights and 8-bit moments."""
+    if not torch.is_tensor(leaf):
+        return False
+    local = shard_of(leaf)
+    if type(local) in (torch.Tensor, nn.Parameter):
+        return False
+    return hasattr(type(local), "__tensor_flatten__") and not local.is_nested
+
+
+@torch.no_grad()
+def in_parts(tree: object, path: tuple, recipes: dict[tuple, tuple]) -> object:
+    """``tree`` with the parts of tensors that are made of others; adds their ``recipes``."""
+    if isinstance(tree, dict):
+        found = {key: in_parts(value, (*path, str(key)), recipes) for key, value in tree.items()}
+        return found if any(found[key] is not tree[key] for key in tree) else tree
+    if isinstance(tree, list):
+        values = [in_parts(value, (*path, n), recipes) for n, value in enumerate(tree)]
+        return values if any(map(operator.is_not, values, tree)) else tree
+    if not is_made_of_tensors(tree):
+        return tree
+    local = shard_of(tree)
+    names, context = local.__tensor_flatten__()
+    cls = type(local)
+    layout = tuple(local.shape), tuple(local.stride()), isinstance(tree, DTensor)
+    recipes[path] = tuple(Recipe(cls.__module__, cls.__qualname__, context, *layout))
+    parts = {}
+    for name in names:
+        part = part_of(tree, getattr(local, name), path)
+        parts[name] = in_parts(part, (*path, name), recipes)
+    return parts
+
+
+def part_of(whole: torch.Tensor, part: torch.Tensor, path: tuple) -> torch.Tensor:
+    """``part`` of this rank's ``whole``, sharded as that is; equal on all ranks if it is a number.
+
+    Raises:
+        TypeError: no checkpoint can say whose it is.
+    """
+    if not is_made_of_tensors(part):
+        part = part.detach()
+    if not isinstance(whole, DTensor) or part.dim() == 0:
+        return part
+    mesh = whole.device_mesh
+    if part.shape == whole._local_tensor.shape:
+        layout = {"shape": whole.shape, "stride": whole.stride()}
+        return DTensor.from_local(part, mesh, whole.placements, run_check=False, **layout)
+    ranks = 1
+    for dim, placement in enumerate(whole.placements):
+        if placement == Shard(0):
+            ranks *= mesh.size(dim)
+        elif not isinstance(placement, Replicate):
+            raise TypeError(PARTS % (".".join(map(str, path)), type(whole._local_tensor).__name__))
+    if whole.shape[0] != ranks * whole._local_tensor.shape[0]:
+        raise TypeError(PARTS % (".".join(map(str, path)), type(whole._local_tensor).__name__))
+    return DTensor.from_local(part, mesh, whole.placements, run_check=False)
+
+
+def joined(tree: object, path: tuple, recipes: dict[tuple, tuple]) -> object:
+    """``tree`` with the tensors that were taken apart; the inverse of ``in_parts``."""
+    if isinstance(tree, list):
+        return [joined(value, (*path, n), recipes) for n, value in enumerate(tree)]
+    if not isinstance(tree, dict):
+        return tree
+    for key, value in tree.items():
+        inner = joined(value, (*path, str(key)), recipes)
+        if inner is not value:
+            tree = {**tree, key: inner}
+    if path not in recipes:
+        return tree
+    recipe = Recipe(*recipes[path])
+    cls = importlib.import_module(recipe.module)
+    for name in recipe.name.split("."):
+        cls = getattr(cls, name)
+    locals_ = {name: shard_of(part) for name, part in tree.items()}
+    local = cls.__tensor_unflatten__(locals_, recipe.context, recipe.shape, recipe.stride)
+    if not recipe.is_dtensor:
+        return local
+    like = next(x for x in tree.values() if isinstance(x, DTensor) and is_of_shape(x, recipe))
+    layout = {"shape": like.shape, "stride": like.stride()}
+    return DTensor.from_local(local, like.device_mesh, like.placements, run_check=False, **layout)
+
+
+def is_of_shape(part: DTensor, recipe: Recipe) -> bool:
+    return tuple(part._local_tensor.shape) == recipe.shape
+
+
+def differences(saved: dict[str, str], here: dict[str, str]) -> list[str]:
+    """A line for each part of a model that the checkpoint has otherwise."""
+    found = []
+    for name in sorted(saved.keys() | here.keys()):
+        if name not in here:
+            found.append(f"  {name}: only in the checkpoint")
+        elif name not in saved:
+            found.append(f"  {name}: only in the model")
+        elif saved[name] != here[name]:
+            found.append(f"  {name}: {here[name]}, saved {saved[name]}")
+    return found
+
+
+def parse(has_state: str) -> dict:
+    """What ``contents`` gave; of an old checkpoint, the optimizers' keys alone."""
+    contents = json.loads(has_state)
+    if isinstance(contents.get("format"), int):
+        return contents
+    return {"optim": contents, "int_keys": [], "empty": []}
 
 
 class TrainingState(AppState):
-    """The state of ``model``, ``optimizers`` and others for DCP.
+    """The state of a job: model, optimizers, scheduler, step, random numbers, position in the data.
+
+    ``step`` is saved and loaded, and set by the caller. The random numbers of each rank are always
+    in it: of Python, NumPy (if it was imported), torch, and this rank's accelerator.
 
     Args:
-        others: objects with ``state_dict`` and ``load_state_dict``, by their key in the checkpoint:
-            ``schedule=scheduler``, ``data=loader``.
+        model: the model.
+        optimizers: one, several, a list of them, or none.
+        per_rank: what is at another place on each rank, by name: ``{"data": loader}``. Each rank
+            saves its own and loads its own. On another number of ranks, an object with a method
+            ``load_state_dicts`` gets the list of what all ranks have saved; for any other the load
+            raises.
+        shared: what is equal on all ranks, by name: ``scheduler=scheduler``, or a list of them.
+
+    Objects in ``per_rank`` and ``shared`` have ``state_dict`` and ``load_state_dict``.
 
     Raises:
         TypeError: an argument is not what it stands for.
-        ValueError: a key is taken.
+        ValueError: a name is taken.
     """
 
-    def __init__(self, model: nn.Module, *optimizers: torch.optim.Optimizer, **others) -> None:
-        taken = {"model", "optim", "has_state"} & set(others)
-        if taken:
-            raise ValueError(f"name it otherwise: {taken} is taken in the checkpoint")
-        for optimizer in optimizers:
-            if not isinstance(optimizer, torch.optim.Optimizer):
-                raise TypeError(f"{type(optimizer).__name__} is no optimizer: pass it by a name")
-        for name, other in others.items():
-            if not isinstance(other, Stateful):
-                raise TypeError(f"{name} has no state_dict and load_state_dict")
-        super().__init__(model, [*optimizers])
-        self.others = others
+    def __init__(
+        self,
+        model: nn.Module,
+        *optimizers: torch.optim.Optimizer | list[torch.optim.Optimizer],
+        per_rank: dict[str, object] | None = None,
+        **shared: object,
+    ) -> None:
+        refuse_taken(shared, TAKEN | {*self.COUNTERS})
+        refuse_taken(per_rank or {}, {RandomNumbers.NAME})
+        super().__init__(model, in_one_list(optimizers))
+        self.shared = {name: as_stateful(name, item) for name, item in shared.items()}
+        self.per_rank = {RandomNumbers.NAME: RandomNumbers(self)}
+        for name, item in (per_rank or {}).items():
+            self.per_rank[name] = as_stateful(name, item)
 
-    def state_dict(self) -> dict:
-        model, optim = self.ask()
-        others = {name: other.state_dict() for name, other in self.others.items()}
-        state = {"model": model, "optim": optim, "has_state": self.has_state, **others}
-        self.given = id(state)
+    def more_state(self) -> dict:
+        state = {name: item.state_dict() for name, item in self.shared.items()}
+        state[PER_RANK] = {str(own_rank()): self.of_this_rank()}
         return state
 
-    def load_state_dict(self, state_dict: dict) -> None:
-        self.load(state_dict)
-        for name, other in self.others.items():
-            other.load_state_dict(state_dict[name])
+    def of_this_rank(self) -> dict[str, bytes]:
+        return {name: packed(item.state_dict()) for name, item in self.per_rank.items()}
+
+    def take(
+        self, state: dict, contents: dict, is_skipped: Callable[[str], bool] = lambda name: False
+    ) -> None:
+        super().take(state, contents, is_skipped)
+        for name, item in self.shared.items():
+            if not is_skipped(name):
+                item.load_state_dict(state[name])
+        of_ranks = state.get(PER_RANK, {})
+        for name, item in self.per_rank.items():
+            if of_ranks and not is_skipped(name):
+                take_of_ranks(name, item, of_ranks, contents["ranks"])
+
+
+def take_of_ranks(name: str, item: Stateful, of_ranks: dict[str, dict], ranks: int) -> None:
+    """Give ``item`` its own state, or those of all ``ranks`` if there are others now."""
+    if ranks == world_size():
+        item.load_state_dict(unpacked(of_ranks[str(own_rank())][name]))
+    elif not hasattr(item, "load_state_dicts"):
+        raise ValueError(OTHER_RANKS % (name, ranks, world_size()))
+    elif len(of_ranks) == ranks:
+        item.load_state_dicts([unpacked(of_ranks[str(rank)][name]) for rank in range(ranks)])
+    else:
+        raise ValueError(OTHER_RANKS_ALONE % (ranks, world_size()))
+
+
+class RandomNumbers:
+    """The state of this rank's random numbers; on another number of ranks, all seed anew."""
+
+    NAME = "random"
+
+    def __init__(self, job: TrainingState) -> None:
+        self.job = job
+
+    def state_dict(self) -> dict:
+        numpy = sys.modules.get("numpy")
+        state = {"python": random.getstate()}
+        if numpy is not None:
+            state["numpy"] = numpy.random.get_state()
+        for name, source in torch_generators().items():
+            state[name] = source.get_rng_state()
+        return state
+
+    def load_state_dict(self, state: dict) -> None:
+        if "python" in state:  # not in checkpoints of earlier versions
+            random.setstate(state["python"])
+        if "numpy" in state:
+            importlib.import_module("numpy.random").set_state(state["numpy"])
+        for name, source in torch_generators().items():
+            if name in state:
+                source.set_rng_state(state[name])
+
+    def load_state_dicts(self, states: list[dict]) -> None:
+        seed = SEEDS_A_STEP * self.job.step + own_rank()
+        random.seed(seed)
+        torch.manual_seed(seed)
+        numpy = sys.modules.get("numpy")
+        if numpy is not None:
+            numpy.random.seed(seed % 2**32)
+        LOG.warning(SEEDED_ANEW, world_size(), len(states))
+
+
+def torch_generators() -> dict[str, ModuleType]:
+    """What has torch's random numbers: the host, and this rank's accelerator if there is one."""
+    generators = {"host": torch}
+    device = torch.accelerator.current_accelerator(check_available=True)
+    if device is not None:
+        generators["device"] = torch.get_device_module(device)
+    return generators
+
+
+class Several:
+    """A list of objects with a state, such as one scheduler for each optimizer."""
+
+    def __init__(self, items: list[Stateful]) -> None:
+        self.items = items
+
+    def state_dict(self) -> dict:
+        return {str(number): item.state_dict() for number, item in enumerate(self.items)}
+
+    def load_state_dict(self, state: dict) -> None:
+        for number, item in enumerate(self.items):
+            item.load_state_dict(state[str(number)])
+
+
+def refuse_taken(names: Iterable[str], taken: set[str]) -> None:
+    found = taken & set(names)
+    if found:
+        raise ValueError(f"name it otherwise: {found} is taken in the checkpoint")
+
+
+def in_one_list(optimizers: tuple) -> list[torch.optim.Optimizer]:
+    """The optimizers of a call with one, several, or a list of them."""
+    if len(optimizers) == 1 and isinstance(optimizers[0], (list, tuple)):
+        optimizers = optimizers[0]
+    for optimizer in optimizers:
+        if not isinstance(optimizer, torch.optim.Optimizer):
+            raise TypeError(f"{type(optimizer).__name__} is no optimizer: pass it by a name")
+    return [*optimizers]
+
+
+def as_stateful(name: str, item: object) -> Stateful:
+    if isinstance(item, (list, tuple)):
+        items = [as_stateful(f"{name}[{number}]", each) for number, each in enumerate(item)]
+        return Several(items)
+    if not isinstance(item, Stateful):
+        raise TypeError(f"{name} has no state_dict and load_state_dict")
+    return item
+
+
+def own_rank() -> int:
+    return dist.get_rank() if dist.is_initialized() else 0
+
+
+def world_size() -> int:
+    return dist.get_world_size() if dist.is_initialized() else 1
+
+
+def packed(state: object) -> bytes:
+    """One leaf of a checkpoint, whatever the state has inside; ``torch.load`` reads it."""
+    file = io.BytesIO()
+    torch.save(state, file)
+    return file.getvalue()
+
+
+def unpacked(data: bytes) -> object:
+    return torch.load(io.BytesIO(data), map_location="cpu", weights_only=False)
+
+
+def shared_digests(tree: dict) -> dict[str, str]:
+    """Digests of what ``tree`` shares between ranks, by name: of all that is no tensor.
+
+    Args:
+        tree: what ``read`` has returned. Of its entries, those of ``AppState`` and its subclasses
+            count.
+    """
+    digests = {}
+    for key, state in tree.items():
+        if not isinstance(state, dict) or "has_state" not in state:
+            continue
+        for name in state.keys() - {"model", "optim", PER_RANK, RECIPES}:
+            digests[f"{key}.{name}"] = digest(state[name])
+        settings = [{**group, "params": None} for group in state["optim"]["param_groups"]]
+        digests[f"{key}.optim.param_groups"] = digest(settings)
+    return digests
+
+
+class DifferingRanks(RuntimeError):
+    """Ranks share what differs between them: all would resume with the state of one."""
+
+
+def refuse_differing(of_ranks: list[dict[str, str]]) -> None:
+    """Raise ``DifferingRanks`` if a name has several digests."""
+    names: set[str] = set()
+    for digests in of_ranks:
+        names |= digests.keys()
+    differing = []
+    for name in sorted(names):
+        if len({digests[name] for digests in of_ranks if name in digests}) > 1:
+            differing.append(name)
+    if differing:
+        raise DifferingRanks(DIFFERING % ", ".join(differing))
+
+
+def digest(tree: object) -> str:
+    found = hashlib.blake2b(digest_size=16)
+    add_to_digest(tree, found)
+    return found.hexdigest()
+
+
+def add_to_digest(tree: object, found: "hashlib._Hash") -> None:
+    """Equal values have equal digests, in any process; tensors do not count."""
+    if torch.is_tensor(tree):
+        return
+    found.update(type(tree).__name__.encode())
+    if isinstance(tree, dict):
+        for key in sorted(tree, key=repr):
+            found.update(repr(key).encode())
+            add_to_digest(tree[key], found)
+    elif isinstance(tree, (list, tuple)):
+        found.update(str(len(tree)).encode())
+        for value in tree:
+            add_to_digest(value, found)
+    elif isinstance(tree, (set, frozenset)):
+        found.update(repr(sorted(tree, key=repr)).encode())
+    elif hasattr(tree, "tobytes"):  # an array of NumPy
+        found.update(f"{tree.dtype} {tree.shape}".encode() + tree.tobytes())
+    elif isinstance(tree, bytes):
+        found.update(tree)
+    elif type(tree).__repr__ is not object.__repr__:
+        found.update(repr(tree).encode())
+    else:
+        add_to_digest(getattr(tree, "__dict__", None), found)
 
 
 def memory_of(leaf: object) -> object:

@@ -6,8 +6,10 @@ from copy import deepcopy
 
 import pytest
 import torch
+import torch.distributed.checkpoint as dcp
 from host_training import RATE, WIDTH, WORDS, batch, llama, same, steps_of, streamed_of, whole
 
+from overlap_recipes.checkpoint import TrainingState, load
 from overlap_recipes.offload.whole_step import HostAdamW
 
 pytestmark = pytest.mark.usefixtures("one_thread")
@@ -170,3 +172,31 @@ def test_a_rate_is_not_shared_with_the_optimizer_that_it_was_loaded_from():
         second.load_state_dict(first.state_dict())
         first.param_groups[0]["lr"].fill_(0.0)
         assert second.param_groups[0]["lr"] == RATE
+
+
+@pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16])
+@pytest.mark.parametrize("steps_before", [0, 2])
+def test_a_job_with_adam_on_the_host_is_saved_and_loaded(tmp_path, dtype, steps_before):
+    """DCP would give it a state without a name; a load raised KeyError: 'step'."""
+    models = [llama(dtype) for _ in range(2)]
+    with torch.no_grad():
+        for parameter in models[1].parameters():
+            parameter.add_(1)
+    with (
+        closing(whole(models[0], streams := streamed_of(models[0]))) as first,
+        closing(whole(models[1], others := streamed_of(models[1]))) as second,
+    ):
+        for step in range(steps_before):
+            models[0](**batch(step)).loss.backward()
+            first.step()
+        streams.wait()
+        dcp.save({"app": TrainingState(models[0], first)}, checkpoint_id=tmp_path, no_dist=True)
+        load({"app": TrainingState(models[1], second)}, tmp_path)
+        assert same(*models)
+        for model, optimizer in zip(models, (first, second), strict=True):
+            model(**batch(2)).loss.backward()
+            optimizer.step()
+        streams.wait()
+        others.wait()
+        assert same(*models)
+        assert steps_of(second) == {steps_before + 1}

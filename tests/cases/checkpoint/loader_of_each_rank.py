@@ -1,7 +1,8 @@
-"""torchtitan#279 and #291, accelerate#4165, RLinf#1570: ``TrainingState(..., data=loader)``.
+"""torchtitan#279 and #291, accelerate#4165, RLinf#1570: a loader is saved with the job.
 
-Each rank packs its own documents, so its loader is at a position of its own. After a resume each
-rank must continue with its own next batch. The argument is the loader's number of workers.
+Each rank packs its own documents, so its loader is at a position of its own. ``per_rank``: after a
+resume each rank continues with its own next batch. ``shared``, as ``data=loader``: no checkpoint is
+committed, and the training loop is told at its first save, and at the end of the block.
 """
 
 import sys
@@ -10,10 +11,10 @@ from collections.abc import Iterator
 import roundtrip
 import torch
 import torch.distributed as dist
-import torch.distributed.checkpoint as dcp
 from torch import nn
 from torchdata.stateful_dataloader import StatefulDataLoader
 
+from overlap_recipes.checkpoint.loading import load
 from overlap_recipes.checkpoint.saves import Saves
 from overlap_recipes.checkpoint.state import TrainingState
 
@@ -43,7 +44,7 @@ class Documents(torch.utils.data.IterableDataset):
 def build(seed: int) -> tuple[nn.Module, torch.optim.Optimizer, StatefulDataLoader]:
     torch.manual_seed(seed)
     model = roundtrip.sharded(nn.Linear(WIDTH, WIDTH))
-    loader = StatefulDataLoader(Documents(), batch_size=2, num_workers=int(sys.argv[1]))
+    loader = StatefulDataLoader(Documents(), batch_size=2, num_workers=0)
     return model, torch.optim.AdamW(model.parameters()), loader
 
 
@@ -51,22 +52,28 @@ def numbers(batch: torch.Tensor) -> list[int]:
     return batch[:, 0].int().tolist()
 
 
-def main() -> None:
+def train_step(
+    model: nn.Module, optimizer: torch.optim.Optimizer, batches: Iterator[torch.Tensor]
+) -> None:
+    loss = model(next(batches)).square().mean()
+    loss.backward()
+    optimizer.step()
+    optimizer.zero_grad()
+
+
+def per_rank() -> None:
     with roundtrip.job() as root:
         model, optimizer, loader = build(0)
-        app = TrainingState(model, optimizer, data=loader)
+        app = TrainingState(model, optimizer, per_rank={"data": loader})
         batches = iter(loader)
         with Saves(roundtrip.HOST, model.buffers) as saves:
             for _ in range(STEPS):
-                loss = model(next(batches)).square().mean()
-                loss.backward()
-                optimizer.step()
-                optimizer.zero_grad()
+                train_step(model, optimizer, batches)
             saves.save({"app": app}, root / "step3")
         wanted = numbers(next(batches))
         again, its_optimizer, its_loader = build(1)
-        its_app = TrainingState(again, its_optimizer, data=its_loader)
-        dcp.load({"app": its_app}, checkpoint_id=root / "step3")
+        its_app = TrainingState(again, its_optimizer, per_rank={"data": its_loader})
+        load({"app": its_app}, root / "step3")
         found = numbers(next(iter(its_loader)))
         wrong = []
         if found != wanted:
@@ -74,5 +81,30 @@ def main() -> None:
         roundtrip.none_of_any_rank(wrong)
 
 
+def shared() -> None:
+    with roundtrip.job() as root:
+        model, optimizer, loader = build(0)
+        app = TrainingState(model, optimizer, data=loader)
+        batches = iter(loader)
+        refusals = []
+        try:
+            with Saves(roundtrip.HOST, model.buffers) as saves:
+                train_step(model, optimizer, batches)
+                try:
+                    saves.save({"app": app}, root / "step1")
+                except RuntimeError as error:
+                    refusals.append(str(error))
+        except RuntimeError as error:
+            refusals.append(str(error))
+        dist.barrier()
+        assert not list(root.glob("step?")), "a checkpoint of one rank's position was committed"
+        assert len(refusals) == 2, f"told {len(refusals)} times, due was 2"
+        for refusal in refusals:
+            assert "ranks differ in app.data" in refusal, refusal
+
+
 if __name__ == "__main__":
-    main()
+    if "shared" in sys.argv:
+        shared()
+    else:
+        per_rank()

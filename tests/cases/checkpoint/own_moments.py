@@ -1,7 +1,7 @@
 """flashoptim#3, torchtitan#4615, TransformerEngine#2795: an optimizer's own kind of moments.
 
-The argument says which: ``int8`` or ``bf16`` (DTensors of that type), or ``local`` (a float32
-moment of this rank's shard, as a plain tensor).
+The argument says which: ``int8`` or ``bf16`` (DTensors of that type) come back as they were;
+``local`` (a float32 moment of this rank's shard, as a plain tensor) is refused at the first save.
 """
 
 import sys
@@ -10,6 +10,9 @@ import roundtrip
 import torch
 from torch import nn
 from torch.distributed.tensor import DTensor
+
+from overlap_recipes.checkpoint.saves import Saves
+from overlap_recipes.checkpoint.state import TrainingState
 
 RATE = 0.01
 DECAY = 0.9
@@ -66,5 +69,28 @@ def step(model: nn.Module, optimizer: Momentum, number: int) -> None:
     optimizer.zero_grad()
 
 
+def refused() -> None:
+    with roundtrip.job() as root:
+        model, optimizer = build(0)
+        state = {"app": TrainingState(model, optimizer)}
+        told = ""
+        try:
+            with Saves(roundtrip.HOST, model.buffers) as saves:
+                step(model, optimizer, 0)
+                try:
+                    saves.save(state, root / "step0")
+                except RuntimeError as error:
+                    told = str(error)
+                    raise
+        except RuntimeError:
+            pass  # what the end of the block says is too late
+        for word in ("0.weight", "zeros_like", "rank 0", "rank 1"):
+            assert word in told, f"the first save says {told!r}, without {word}"
+        assert not list(root.iterdir())
+
+
 if __name__ == "__main__":
-    roundtrip.round_trip(build, step)
+    if "local" in sys.argv:
+        refused()
+    else:
+        roundtrip.round_trip(build, step)

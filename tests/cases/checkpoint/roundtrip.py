@@ -9,12 +9,12 @@ from pathlib import Path
 
 import torch
 import torch.distributed as dist
-import torch.distributed.checkpoint as dcp
 from torch import nn
 from torch.distributed.device_mesh import init_device_mesh
 from torch.distributed.fsdp import fully_shard
 from torch.distributed.tensor import DTensor
 
+from overlap_recipes.checkpoint.loading import load
 from overlap_recipes.checkpoint.saves import Saves
 from overlap_recipes.checkpoint.state import TrainingState
 
@@ -174,7 +174,7 @@ def round_trip(
             final = all_state(model, optimizer)
         again, its_optimizer = build(1)
         its_app = TrainingState(again, its_optimizer)
-        dcp.load({"app": its_app}, checkpoint_id=root / "step1")
+        load({"app": its_app}, root / "step1")
         none_of_any_rank(differences(all_state(again, its_optimizer), saved))
         train(again, its_optimizer, step, after)
         none_of_any_rank(differences(all_state(again, its_optimizer), final))

@@ -1,0 +1,371 @@
+"""A load says all that differs before it changes anything, and gives back what was saved."""
+
+import collections
+import random
+from collections.abc import Callable, Iterator
+from pathlib import Path
+
+import pytest
+import torch
+import torch.distributed as dist
+import torch.distributed.checkpoint as dcp
+from torch import nn
+
+from overlap_recipes.checkpoint.loading import load
+from overlap_recipes.checkpoint.state import (
+    AppState,
+    DifferingRanks,
+    TrainingState,
+    refuse_differing,
+    shared_digests,
+)
+
+
+@pytest.fixture(autouse=True)
+def rank() -> Iterator[None]:
+    dist.init_process_group("gloo", store=dist.HashStore(), rank=0, world_size=1)
+    yield
+    dist.destroy_process_group()
+
+
+class Kept:
+    """An object with a state."""
+
+    def __init__(self, state: dict) -> None:
+        self.state = state
+
+    def state_dict(self) -> dict:
+        return self.state
+
+    def load_state_dict(self, state: dict) -> None:
+        self.state = state
+
+
+def layers(seed: int = 0, width: int = 4) -> nn.Sequential:
+    torch.manual_seed(seed)
+    return nn.Sequential(nn.Linear(4, width), nn.Tanh(), nn.Linear(width, 2))
+
+
+def adam(model: nn.Module) -> torch.optim.Optimizer:
+    return torch.optim.AdamW(p for p in model.parameters() if p.requires_grad)
+
+
+def step(model: nn.Module, optimizer: torch.optim.Optimizer) -> None:
+    model(torch.ones(3, 4)).square().sum().backward()
+    optimizer.step()
+    optimizer.zero_grad()
+
+
+def saved(directory: Path, model: nn.Module, **how: object) -> TrainingState:
+    """A job behind a step and a save."""
+    optimizer = adam(model)
+    step(model, optimizer)
+    job = TrainingState(model, optimizer, **how)
+    dcp.save({"app": job}, checkpoint_id=directory)
+    return job
+
+
+def fresh(model: nn.Module, **how: object) -> TrainingState:
+    return TrainingState(model, adam(model), **how)
+
+
+def refusal(job: AppState, directory: Path, **how: object) -> list[str]:
+    """The lines of the error; nothing of the job has changed."""
+    before = [p.detach().clone() for p in job.model.parameters()]
+    with pytest.raises(ValueError, match="does not fit this job") as raised:
+        load({"app": job}, directory, **how)
+    assert all(map(torch.equal, before, job.model.parameters()))
+    assert not any(optimizer.state for optimizer in job.optimizers)
+    return [line.strip() for line in str(raised.value).splitlines()[1:]]
+
+
+def same_job(one: TrainingState, other: TrainingState) -> bool:
+    if not all(map(torch.equal, one.model.parameters(), other.model.parameters())):
+        return False
+    for mine, others in zip(one.optimizers, other.optimizers, strict=True):
+        left = [x for state in mine.state.values() for x in state.values()]
+        right = [x for state in others.state.values() for x in state.values()]
+        if len(left) != len(right) or not all(map(torch.equal, left, right)):
+            return False
+    return True
+
+
+def test_all_that_differs_is_said_at_once(tmp_path: Path) -> None:
+    model = layers()
+    model.register_buffer("old", torch.zeros(1))
+    saved(tmp_path, model, scheduler=Kept({"n": 1}))
+    other = layers(width=5)
+    other.register_buffer("new", torch.zeros(1))
+    assert refusal(fresh(other, ema=Kept({"n": 1})), tmp_path) == [
+        "0.bias: float32 [5], saved float32 [4]",
+        "0.weight: float32 [5, 4], saved float32 [4, 4]",
+        "2.weight: float32 [2, 5], saved float32 [2, 4]",
+        "new: only in the model",
+        "old: only in the checkpoint",
+        "ema: only in the job",
+        "scheduler: only in the checkpoint",
+    ]
+
+
+def test_another_type_is_a_difference(tmp_path: Path) -> None:
+    saved(tmp_path, layers())
+    lines = refusal(fresh(layers().bfloat16()), tmp_path)
+    assert "0.bias: bfloat16 [4], saved float32 [4]" in lines
+
+
+def test_parameters_of_other_optimizers_are_a_difference(tmp_path: Path) -> None:
+    saved(tmp_path, layers())
+    model = layers()
+    job = TrainingState(model, torch.optim.AdamW(model[0].parameters()))
+    assert "2.weight: only in the checkpoint's optimizers" in refusal(job, tmp_path)
+
+
+def test_other_groups_are_a_difference(tmp_path: Path) -> None:
+    saved(tmp_path, layers())
+    model = layers()
+    grouped = [{"params": [*model[0].parameters()]}, {"params": [*model[2].parameters()]}]
+    lines = refusal(TrainingState(model, torch.optim.AdamW(grouped)), tmp_path)
+    assert lines[0].startswith("the group of 0.bias: load into the groups of the save")
+
+
+def test_a_part_stays_as_it_is_if_it_is_named(tmp_path: Path) -> None:
+    job = saved(tmp_path, layers())
+    model = layers(1, width=4)
+    model[2] = nn.Linear(4, 7)
+    head = model[2].weight.detach().clone()
+    other = fresh(model)
+    load({"app": other}, tmp_path, skip=["2"])
+    assert torch.equal(model[0].weight, job.model[0].weight)
+    assert torch.equal(model[2].weight, head)
+    assert len(other.optimizers[0].state) == 2
+
+
+def test_a_name_that_is_nowhere_is_told(tmp_path: Path) -> None:
+    saved(tmp_path, layers())
+    lines = refusal(fresh(layers()), tmp_path, skip=["haed"])
+    assert lines == ["haed: to be skipped, but neither the job nor the checkpoint has it"]
+
+
+def test_a_load_lets_no_optimizer_step(tmp_path: Path) -> None:
+    job = saved(tmp_path, layers())
+    other = fresh(layers(1))
+    other.optimizers[0].register_step_pre_hook(lambda *_: pytest.fail("it has stepped"))
+    load({"app": other}, tmp_path)
+    assert same_job(job, other)
+
+
+def test_a_parameter_without_state_at_the_save_has_none_after_the_load(tmp_path: Path) -> None:
+    model = layers()
+    model.unused = nn.Parameter(torch.ones(3))
+    job = saved(tmp_path, model)
+    other = layers(1)
+    other.unused = nn.Parameter(torch.zeros(3))
+    its = fresh(other)
+    load({"app": its}, tmp_path)
+    assert same_job(job, its)
+    assert other.unused not in its.optimizers[0].state
+
+
+def test_state_of_parameters_that_are_frozen_by_now_is_loaded(tmp_path: Path) -> None:
+    job = saved(tmp_path, layers())
+    other = layers(1)
+    its = fresh(other)
+    other[0].requires_grad_(False)
+    load({"app": its}, tmp_path)
+    assert same_job(job, its)
+
+
+def test_types_of_moments_are_those_of_the_save(tmp_path: Path) -> None:
+    """Torch casts them to the type of their parameter."""
+    model = layers().bfloat16()
+    optimizer = torch.optim.SGD(model.parameters(), lr=0.1, momentum=0.9)
+    for parameter in model.parameters():
+        optimizer.state[parameter]["master"] = torch.full(parameter.shape, 1 / 3)
+        optimizer.state[parameter]["momentum_buffer"] = torch.ones_like(parameter)
+    dcp.save({"app": TrainingState(model, optimizer)}, checkpoint_id=tmp_path)
+    other = layers(1).bfloat16()
+    its = TrainingState(other, torch.optim.SGD(other.parameters(), lr=0.1, momentum=0.9))
+    load({"app": its}, tmp_path)
+    found = its.optimizers[0].state[other[0].weight]
+    assert found["master"].dtype == torch.float32
+    assert torch.equal(found["master"], torch.full((4, 4), 1 / 3))
+
+
+def test_lists_and_dicts_come_back_though_they_are_empty_here(tmp_path: Path) -> None:
+    state = {
+        "history": [torch.ones(2), torch.zeros(3)],
+        "seen": {},
+        "by": {7: {"a": torch.ones(1)}},
+    }
+    saved(tmp_path, layers(), ema=Kept(state))
+    its = Kept({"history": [], "seen": {"not": 1}, "by": {}})
+    load({"app": fresh(layers(), ema=its)}, tmp_path)
+    assert its.state.keys() == state.keys()
+    assert all(map(torch.equal, its.state["history"], state["history"]))
+    assert its.state["seen"] == {}
+    assert torch.equal(its.state["by"][7]["a"], torch.ones(1))
+
+
+def test_a_schedule_keeps_its_milestones(tmp_path: Path) -> None:
+    """DCP makes names of the numbers, and the rate would never change."""
+
+    def scheduled(seed: int) -> tuple[TrainingState, torch.optim.lr_scheduler.MultiStepLR]:
+        model = layers(seed)
+        optimizer = adam(model)
+        step(model, optimizer)
+        schedule = torch.optim.lr_scheduler.MultiStepLR(optimizer, [2, 3 + seed])
+        return TrainingState(model, optimizer, scheduler=schedule), schedule
+
+    job, schedule = scheduled(0)
+    dcp.save({"app": job}, checkpoint_id=tmp_path)
+    other, again = scheduled(1)
+    load({"app": other}, tmp_path)
+    assert again.milestones == schedule.milestones
+    assert type(again.milestones) is collections.Counter
+
+
+def test_keys_that_a_checkpoint_cannot_keep_are_refused(tmp_path: Path) -> None:
+    with pytest.raises(TypeError, match=r"not \(1, 2\) \(in ema\)"):
+        saved(tmp_path, layers(), ema=Kept({(1, 2): 3}))
+
+
+def test_random_numbers_go_on(tmp_path: Path) -> None:
+    numpy = pytest.importorskip("numpy")
+
+    def drawn() -> tuple:
+        return random.random(), numpy.random.rand(), torch.rand(1).item()
+
+    saved(tmp_path, layers())
+    expected = drawn()
+    drawn()
+    load({"app": fresh(layers())}, tmp_path)
+    # ``layers`` seeds torch before the load
+    assert drawn() == expected
+
+
+def test_steps_are_counted_by_subclasses_too(tmp_path: Path) -> None:
+    class Mine(TrainingState):
+        def advance(self) -> None:
+            self.step += 1
+
+    model = layers()
+    job = Mine(model, adam(model))
+    job.advance()
+    dcp.save({"app": job}, checkpoint_id=tmp_path)
+    other = layers()
+    its = Mine(other, adam(other))
+    load({"app": its}, tmp_path)
+    assert its.step == 1
+
+
+def test_several_schedulers_come_as_a_list(tmp_path: Path) -> None:
+    saved(tmp_path, layers(), scheduler=[Kept({"n": 1}), Kept({"n": 2})])
+    its = [Kept({"n": 0}), Kept({"n": 0})]
+    load({"app": fresh(layers(), scheduler=its)}, tmp_path)
+    assert [each.state for each in its] == [{"n": 1}, {"n": 2}]
+
+
+class Resharding(Kept):
+    def load_state_dicts(self, states: list[dict]) -> None:
+        self.state = {"of": states}
+
+
+def saved_on_two_ranks(directory: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    """A checkpoint of two ranks of one replicated model."""
+    from overlap_recipes.checkpoint import state
+
+    monkeypatch.setattr(state, "world_size", lambda: 2)
+    model = layers()
+    job = TrainingState(model, adam(model), per_rank={"data": Kept({"at": 0})})
+    tree = job.state_dict()
+    tree["per_rank"]["1"] = {
+        "random": tree["per_rank"]["0"]["random"],
+        "data": state.packed({"at": 1}),
+    }
+    dcp.save({"app": tree}, checkpoint_id=directory)
+    monkeypatch.undo()
+
+
+def test_another_number_of_ranks_is_refused_unless_a_loader_reshards(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    saved_on_two_ranks(tmp_path, monkeypatch)
+    job = fresh(layers(), per_rank={"data": Kept({})})
+    lines = refusal(job, tmp_path)
+    assert lines[0].startswith("data: saved on 2 ranks, here are 1: it needs a method")
+    its = Resharding({})
+    load({"app": fresh(layers(), per_rank={"data": its})}, tmp_path)
+    assert its.state == {"of": [{"at": 0}, {"at": 1}]}
+    skipping = fresh(layers(), per_rank={"data": Kept({"own": 1})})
+    load({"app": skipping}, tmp_path, skip=["data"])
+    assert skipping.per_rank["data"].state == {"own": 1}
+
+
+def test_equal_shares_have_equal_digests_and_others_are_named() -> None:
+    def digests(**items: object) -> dict[str, str]:
+        model = layers()
+        job = TrainingState(model, **{name: Kept(state) for name, state in items.items()})
+        return shared_digests({"app": job.state_dict()})
+
+    one = digests(a={"n": [1, 2.5, "x"], "t": torch.zeros(1)}, b={"k": {1, 2}})
+    other = digests(a={"t": torch.ones(1), "n": [1, 2.5, "x"]}, b={"k": {2, 1}})
+    refuse_differing([one, other])
+    third = digests(a={"n": [1, 2.5, "y"], "t": torch.zeros(1)}, b={"k": {1, 2}})
+    with pytest.raises(DifferingRanks, match="ranks differ in app.a, and"):
+        refuse_differing([one, third])
+
+
+class PlainState(torch.optim.SGD):
+    """Cannot step without gradients."""
+
+    def step(self, closure: Callable | None = None) -> None:
+        raise RuntimeError("no step without a closure")
+
+
+def test_an_optimizer_that_cannot_step_at_zero_is_saved_before_its_first_step(
+    tmp_path: Path,
+) -> None:
+    model = layers()
+    job = TrainingState(model, PlainState(model.parameters(), lr=0.1))
+    dcp.save({"app": job}, checkpoint_id=tmp_path)
+    other = layers(1)
+    load({"app": TrainingState(other, PlainState(other.parameters(), lr=0.2))}, tmp_path)
+    assert torch.equal(other[0].weight, model[0].weight)
+
+
+class Counting(torch.optim.SGD):
+    """Counts its steps in its group, and has an empty state before the first, as schedule-free."""
+
+    def __init__(self, parameters: Iterator[nn.Parameter]) -> None:
+        super().__init__(parameters, lr=0.1)
+        self.param_groups[0]["k"] = 0
+        for parameter in self.param_groups[0]["params"]:
+            self.state[parameter] = {}
+
+    @torch.no_grad()
+    def step(self, closure: Callable | None = None) -> None:
+        group = self.param_groups[0]
+        group["k"] += 1
+        for parameter in group["params"]:
+            if parameter.grad is not None:
+                z = self.state[parameter].setdefault("z", parameter.clone())
+                z.sub_(parameter.grad, alpha=group["lr"])
+                parameter.lerp_(z, 1 / group["k"])
+
+
+def test_a_state_of_empty_dicts_is_that_of_a_new_optimizer(tmp_path: Path) -> None:
+    model = layers()
+    job = TrainingState(model, Counting(model.parameters()))
+    dcp.save({"app": job}, checkpoint_id=tmp_path / "step0")
+    assert job.optimizers[0].param_groups[0]["k"] == 0
+    step(model, job.optimizers[0])
+    dcp.save({"app": job}, checkpoint_id=tmp_path / "step1")
+    for how in (load, lambda state, where: dcp.load(state, checkpoint_id=where)):
+        other = layers(1)
+        its = TrainingState(other, Counting(other.parameters()))
+        how({"app": its}, tmp_path / "step1")
+        assert same_job(job, its)
+        assert its.optimizers[0].param_groups[0]["k"] == 1
+        how({"app": its}, tmp_path / "step0")
+        assert its.optimizers[0].param_groups[0]["k"] == 0
+        assert not any(its.optimizers[0].state.values())
