@@ -43,6 +43,7 @@ def choose(root: Path, step: int | None = None) -> int | None:
     Raises:
         RuntimeError: a rank does not see this checkpoint, or sees another content.
     """
+    there = committed_steps(root)  # before the choice: another job may save meanwhile
     is_first_rank = not dist.is_initialized() or dist.get_rank() == 0
     if step is None and is_first_rank:
         step = newest_step(root, digests=True)
@@ -52,7 +53,7 @@ def choose(root: Path, step: int | None = None) -> int | None:
     if any(seen):
         raise RuntimeError(f"step {step} is not whole, by rank: {dict(enumerate(seen))}")
     if is_first_rank:
-        for newer in committed_steps(root):
+        for newer in there:
             if step is None or newer > step:
                 aside = root / f"{name_of(newer)}.set-aside-{time.time_ns()}"
                 (root / name_of(newer)).rename(aside)

@@ -80,7 +80,7 @@ def groups(optimizers: list[torch.optim.Optimizer]) -> list[dict]:
 
 
 def is_new(optimizer: torch.optim.Optimizer) -> bool:
-    """Whether it has no state. Some make an empty one for each parameter before their first step."""
+    """Whether it has no state. Some make an empty one of each parameter before the first step."""
     return not any(not isinstance(own, dict) or own for own in optimizer.state.values())
 
 

@@ -93,12 +93,14 @@ def other_steps(root: Path, device: torch.device) -> None:
     job = Job(sharded)
     with CheckpointManager(root, job.state) as checkpoints:
         job.step()
-        failed = checkpoints.save(1 + dist.get_rank())
-        raises(RuntimeError, "the ranks have called save for others", failed.result)
+        raises(RuntimeError, "ranks differ in app.step", checkpoints.save, 1 + dist.get_rank())
         job.step()
-        checkpoints.save(5)
+        checkpoints.save(5).result()
+        failed = checkpoints.save(6 + dist.get_rank())
+        raises(RuntimeError, "the ranks have called save for others", failed.result)
+        checkpoints.save(9)
     dist.barrier()
-    assert sorted(path.name for path in root.glob("step*")) == ["step5"]
+    assert sorted(path.name for path in root.glob("step*")) == ["step5", "step9"]
 
 
 def hosts(root: Path, device: torch.device) -> None:
