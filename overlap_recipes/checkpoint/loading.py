@@ -223,6 +223,10 @@ class Fit:
                 stored = spec_of(entry.stored.properties.dtype, entry.stored.size)
                 self.wrong.append(f"  {'.'.join(map(str, entry.path[1:]))}: saved {stored}")
             self.want(entry, own)
+        for name, spec in self.contents.get("left_out", {}).items():
+            if not self.is_skipped(name):
+                saved[name] = spec
+        self.wrong.extend(self.job.differing_frozen(self.contents, self.is_skipped))
         here: dict[str, str] = {}
         for name, leaf in self.whole_model.items():
             is_empty = isinstance(leaf, dict) and not leaf  # no checkpoint has it

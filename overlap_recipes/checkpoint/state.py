@@ -29,6 +29,8 @@ from torch.distributed.checkpoint.stateful import Stateful
 from torch.distributed.fsdp import FullyShardedDataParallel
 from torch.distributed.tensor import DTensor, Replicate, Shard
 
+from .frozen import sums_of_ranks
+
 LOG = logging.getLogger(__name__)
 PER_RANK = "per_rank"
 RECIPES = "made_of_tensors"
@@ -63,6 +65,8 @@ PLAIN = (
     "the optimizer's state of %s is a plain tensor of this rank's shard, and ranks would get each "
     "other's: make it with torch.zeros_like(parameter), or as a DTensor (DTensor.from_local)"
 )
+ON_META = "%s is frozen and still lies on meta: load the base first"
+OTHER_VALUES = "%s: frozen, left out of the checkpoint, and of other values than at the save"
 PARTS = (
     "%s is a %s whose parts are of other sizes than its shards: shard it evenly along its first "
     "dimension"
@@ -101,6 +105,10 @@ class AppState(Stateful):
         self.given: int | None = None  # the id of the latest state
         self.has_state = ""
         self.reads_as_dcp: bool | None = None
+        self.trainable_only = False
+        self.left_out: dict[str, torch.Tensor] = {}  # of the model
+        self.frozen_known: tuple = ()  # where the parameters lay of which there are digests
+        self.frozen_digests: dict[str, str] = {}
         self.keep_vars = False  # whether ``state_dict`` has the parameters themselves
         alone = isinstance(optimizer, torch.optim.Optimizer)
         self.optimizers = [optimizer] if alone else [*optimizer]
@@ -116,6 +124,8 @@ class AppState(Stateful):
         for name in self.COUNTERS:
             state[name] = getattr(self, name)
         self.own_model = {name: described(leaf) for name, leaf in model.items()}
+        if self.trainable_only:
+            self.leave_out(model)
         self.has_state = json.dumps(self.contents(state))
         state["has_state"] = self.has_state
         self.take_apart(state)
@@ -136,10 +146,54 @@ class AppState(Stateful):
             "format": FORMAT,
             "ranks": world_size(),
             "optim": self.noted,
-            "model": self.own_model,
+            "model": {name: self.own_model[name] for name in state["model"]},
+            "left_out": {name: self.own_model[name] for name in self.left_out},
+            "digests": self.frozen_digests,
             "int_keys": int_keys,
             "empty": empty,
         }
+
+    def leave_out(self, model: dict) -> None:
+        """Take from ``model`` the parameters that are not trained; make digests of them once."""
+        frozen = {}
+        for key, parameter in self.model.named_parameters(remove_duplicate=False):
+            if not parameter.requires_grad:
+                frozen[self.name_of(key)] = parameter
+        self.left_out = {name: model.pop(name) for name in frozen if name in model}
+        frozen = {name: frozen[name] for name in self.left_out}
+        for name, parameter in frozen.items():
+            if shard_of(parameter).is_meta:
+                raise ValueError(ON_META % name)
+        known = []
+        for name, parameter in frozen.items():
+            for part in parts_of(parameter):
+                shard = shard_of(part)
+                known.append((name, shard.data_ptr(), shard._version))
+        if self.frozen_known != tuple(known):
+            of_parts = {name: parts_of(parameter) for name, parameter in frozen.items()}
+            self.frozen_digests = sums_of_ranks(of_parts)
+            self.frozen_known = tuple(known)
+
+    def differing_frozen(self, contents: dict, is_skipped: Callable[[str], bool]) -> list[str]:
+        """Lines for parameters that the checkpoint has left out, and that are others here."""
+        if not contents.get("left_out"):
+            return []
+        parameters = {}
+        for key, parameter in self.model.named_parameters(remove_duplicate=False):
+            parameters[self.name_of(key)] = parameter
+        found = []
+        of_parts = {}
+        for name, spec in contents.get("left_out", {}).items():
+            if name not in parameters or is_skipped(name):
+                continue  # told elsewhere
+            if shard_of(parameters[name]).is_meta:
+                found.append("  " + ON_META % name)
+            elif described(parameters[name]) == spec:
+                of_parts[name] = parts_of(parameters[name])
+        for name, here in sums_of_ranks(of_parts).items():
+            if here != contents["digests"][name]:
+                found.append("  " + OTHER_VALUES % name)
+        return found
 
     def take_apart(self, state: dict) -> None:
         """Put the tensors of which others are made in their place, and how to join them."""
@@ -173,7 +227,7 @@ class AppState(Stateful):
             self.take_new_parts(state["model"], recipes)
             state = {key: joined(value, (key,), recipes) for key, value in state.items()}
         self.load_optimizers(state["optim"], is_skipped)
-        model = OrderedDict(state["model"])
+        model = OrderedDict({**self.left_out, **state["model"]})
         model._metadata = self.metadata
         dcp_state.set_model_state_dict(self.model, model)
         for name in self.COUNTERS:
@@ -335,7 +389,10 @@ class AppState(Stateful):
         contents = parse(state["has_state"])
         noted = contents["optim"]
         if "model" in contents:
-            if wrong := differences(contents["model"], self.own_model):
+            saved = contents["model"] | contents.get("left_out", {})
+            wrong = differences(saved, self.own_model)
+            wrong += self.differing_frozen(contents, lambda name: False)
+            if wrong:
                 raise ValueError(OTHER_MODEL + "\n".join(wrong))
         there = state["optim"]["state"]
         room = {}
@@ -556,6 +613,13 @@ def part_of(whole: torch.Tensor, part: torch.Tensor, path: tuple) -> torch.Tenso
     return DTensor.from_local(part, mesh, whole.placements, run_check=False)
 
 
+def parts_of(tensor: torch.Tensor) -> list[torch.Tensor]:
+    """The tensors that it is made of; itself, if of none."""
+    parts: list[torch.Tensor] = []
+    walk(in_parts(tensor, (), {}), parts.append)
+    return parts
+
+
 def joined(tree: object, path: tuple, recipes: dict[tuple, tuple]) -> object:
     """``tree`` with the tensors that were taken apart; the inverse of ``in_parts``."""
     if isinstance(tree, list):
@@ -619,6 +683,10 @@ class TrainingState(AppState):
             saves its own and loads its own. On another number of ranks, an object with a method
             ``load_state_dicts`` gets the list of what all ranks have saved; for any other the load
             raises.
+        trainable_only: leave out parameters without ``requires_grad``, as of LoRA's base; never
+            buffers. The checkpoint has their names, shapes and digests, and a load raises if the
+            base that is here is another one: load the base first. To make the digests, the first
+            save reads all that is left out once, and waits for all ranks.
         shared: what is equal on all ranks, by name: ``scheduler=scheduler``, or a list of them.
 
     Objects in ``per_rank`` and ``shared`` have ``state_dict`` and ``load_state_dict``.
@@ -633,11 +701,13 @@ class TrainingState(AppState):
         model: nn.Module,
         *optimizers: torch.optim.Optimizer | list[torch.optim.Optimizer],
         per_rank: dict[str, object] | None = None,
+        trainable_only: bool = False,
         **shared: object,
     ) -> None:
         refuse_taken(shared, TAKEN | {*self.COUNTERS})
         refuse_taken(per_rank or {}, {RandomNumbers.NAME})
         super().__init__(model, in_one_list(optimizers))
+        self.trainable_only = trainable_only
         self.shared = {name: as_stateful(name, item) for name, item in shared.items()}
         self.per_rank = {RandomNumbers.NAME: RandomNumbers(self)}
         for name, item in (per_rank or {}).items():

@@ -11,6 +11,7 @@ import torch.distributed as dist
 import torch.distributed.checkpoint as dcp
 from torch import nn
 
+from overlap_recipes.checkpoint import frozen
 from overlap_recipes.checkpoint.loading import load
 from overlap_recipes.checkpoint.state import (
     AppState,
@@ -369,3 +370,88 @@ def test_a_state_of_empty_dicts_is_that_of_a_new_optimizer(tmp_path: Path) -> No
         how({"app": its}, tmp_path / "step0")
         assert its.optimizers[0].param_groups[0]["k"] == 0
         assert not any(its.optimizers[0].state.values())
+
+
+def adapted(seed: int, device: str = "cpu") -> nn.Sequential:
+    """A frozen layer with a frozen buffer, and a trained one."""
+    torch.manual_seed(0)
+    with torch.device(device):
+        model = nn.Sequential(nn.Linear(4, 4).requires_grad_(False), nn.Tanh())
+        model.register_buffer("scale", torch.full((1,), float(seed)))
+    torch.manual_seed(seed)
+    model.append(nn.Linear(4, 2))
+    return model
+
+
+def test_a_frozen_base_is_left_out_and_compared(tmp_path: Path) -> None:
+    job = saved(tmp_path, adapted(1), trainable_only=True)
+    names = dcp.FileSystemReader(tmp_path).read_metadata().state_dict_metadata
+    assert {name for name in names if name.startswith("app.model")} == {
+        "app.model.scale",
+        "app.model.2.weight",
+        "app.model.2.bias",
+    }
+    for how in (load, lambda state, where: dcp.load(state, checkpoint_id=where)):
+        other = fresh(adapted(2), trainable_only=True)
+        how({"app": other}, tmp_path)
+        assert same_job(job, other)
+        assert torch.equal(other.model.scale, job.model.scale)
+    whole = fresh(adapted(3))
+    load({"app": whole}, tmp_path)
+    assert same_job(job, whole)
+
+
+def test_another_base_is_told(tmp_path: Path) -> None:
+    saved(tmp_path, adapted(1), trainable_only=True)
+    told = "0.weight: frozen, left out of the checkpoint, and of other values than at the save"
+    model = adapted(2)
+    model[0].weight[[0, 1]] = model[0].weight[[1, 0]]
+    assert refusal(fresh(model, trainable_only=True), tmp_path) == [told]
+    with pytest.raises(ValueError, match="of other values"):
+        dcp.load({"app": fresh(model, trainable_only=True)}, checkpoint_id=tmp_path)
+    renamed = nn.Sequential(nn.Identity(), nn.Tanh(), adapted(2)[2])
+    renamed.base = adapted(2)[0]
+    renamed.register_buffer("scale", torch.zeros(1))
+    assert refusal(fresh(renamed, trainable_only=True), tmp_path) == [
+        "0.bias: only in the checkpoint",
+        "0.weight: only in the checkpoint",
+        "base.bias: only in the model",
+        "base.weight: only in the model",
+    ]
+
+
+def test_a_base_that_lies_on_meta_is_told(tmp_path: Path) -> None:
+    saved(tmp_path, adapted(1), trainable_only=True)
+    model = adapted(2)
+    model[0] = nn.Linear(4, 4, device="meta").requires_grad_(False)
+    job = fresh(model, trainable_only=True)
+    with pytest.raises(ValueError, match="0.weight is frozen and still lies on meta"):
+        load({"app": job}, tmp_path)
+    with pytest.raises(ValueError, match="0.weight is frozen and still lies on meta"):
+        job.state_dict()
+
+
+def test_digests_are_made_again_only_where_something_has_changed(tmp_path: Path) -> None:
+    job = saved(tmp_path, adapted(1), trainable_only=True)
+    first = job.frozen_digests
+    job.state_dict()
+    assert job.frozen_digests is first
+    job.model[0].weight.add_(1)
+    job.state_dict()
+    assert job.frozen_digests["0.weight"] != first["0.weight"]
+    assert job.frozen_digests["0.bias"] == first["0.bias"]
+
+
+@pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16, torch.int8, torch.complex64])
+def test_a_digest_does_not_depend_on_how_ranks_share_a_tensor(
+    dtype: torch.dtype, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(frozen, "BLOCK", 8)
+    whole = (100 * torch.randn(7, 5, 3)).to(dtype)
+    total = frozen.sum_at(whole, (0, 0, 0))
+    rows = frozen.sum_at(whole[:3], (0, 0, 0)) + frozen.sum_at(whole[3:], (3, 0, 0))
+    columns = frozen.sum_at(whole[:, :1], (0, 0, 0)) + frozen.sum_at(whole[:, 1:], (0, 1, 0))
+    assert rows % frozen.MODULUS == columns % frozen.MODULUS == total
+    swapped = whole.clone()
+    swapped[[0, 1]] = whole[[1, 0]]
+    assert frozen.sum_at(swapped, (0, 0, 0)) != total
