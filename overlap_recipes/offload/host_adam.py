@@ -18,7 +18,7 @@ BLOCK = 2**20  # parameters that a thread updates in one call
 
 
 class LayerUpdate:
-    """A layer's update to come: ``settings`` (by group), ``scale`` and ``steps`` are of its step."""
+    """A layer's update to come: its ``settings`` (by group), ``scale`` and ``steps``."""
 
     def __init__(self, settings: list[dict]) -> None:
         self.settings, self.scale, self.steps, self.error = settings, 1.0, None, None
@@ -77,7 +77,7 @@ class HostUpdates:
         return taken
 
     def cut(self, layer: int) -> list[tuple]:
-        """A layer's blocks: the number of their parameter, its group, their slice of each buffer."""
+        """A layer's blocks: the parameter's number, its group, and a slice of each buffer."""
         blocks = []
         trained = self.streamed.layers[layer].trained
         numbers = {name: number for number, name in enumerate(trained)}

@@ -88,14 +88,17 @@ def running(
     stream = {"one_copy_a_host": one_copy_a_host}
     stream["budget"] = budget_layers * resident_bytes(layers[0])
     update = {"in_backward": in_backward, "max_norm": None if in_backward else MAX_NORM}
-    with stream_layers(model, layers, CPU, **stream) as streamed:
-        with HostAdamW(model.parameters(), streamed, lr=RATE, **update) as optimizer:
-            yield Run(model, streamed, optimizer)
+    with (
+        stream_layers(model, layers, CPU, **stream) as streamed,
+        HostAdamW(model.parameters(), streamed, lr=RATE, **update) as optimizer,
+    ):
+        yield Run(model, streamed, optimizer)
 
 
 def train_and_save(run: Run, folder: Path, killed: bool) -> list[float]:
     """The losses of all steps; ``SAVED`` is saved, and waited for, while the next ones train."""
     losses = []
+    done = None
     with Saves(CPU) as saves:
         for step in range(1, STEPS + 1):
             if killed and step == KILLED:

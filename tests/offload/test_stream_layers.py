@@ -117,15 +117,23 @@ def test_the_end_waits_for_an_optimizer_that_has_no_block(handles, closes):
     assert same(model, resident)
 
 
+def failing_step(model: torch.nn.Module, error: type | None = None) -> None:
+    """A step whose update of layer 1 fails, in two blocks, and then an error of the loop."""
+    with (
+        stream_layers(model, model.model.layers, CPU) as streamed,
+        HostAdamW(model.parameters(), streamed, lr=RATE) as optimizer,
+    ):
+        optimizer.host.blocks[1][0] = None
+        model(**batch(0)).loss.backward()
+        optimizer.step()
+        if error:
+            raise error
+
+
 def test_an_error_in_the_block_ends_both_and_is_raised_itself():
     model = llama()
     with pytest.raises(ZeroDivisionError):
-        with stream_layers(model, model.model.layers, CPU) as streamed:
-            with HostAdamW(model.parameters(), streamed, lr=RATE) as optimizer:
-                optimizer.host.blocks[1][0] = None  # its update fails
-                model(**batch(0)).loss.backward()
-                optimizer.step()
-                raise ZeroDivisionError
+        failing_step(model, ZeroDivisionError)
     assert "forward" not in vars(model.model.layers[0])
     with stream_layers(model, model.model.layers, CPU):
         model(**batch(0)).loss.backward()
@@ -134,22 +142,23 @@ def test_an_error_in_the_block_ends_both_and_is_raised_itself():
 def test_what_an_update_raises_is_raised_by_the_end_of_the_block():
     model = llama()
     with pytest.raises(TypeError):
-        with stream_layers(model, model.model.layers, CPU) as streamed:
-            with HostAdamW(model.parameters(), streamed, lr=RATE) as optimizer:
-                optimizer.host.blocks[1][0] = None
-                model(**batch(0)).loss.backward()
-                optimizer.step()
+        failing_step(model)
     assert "forward" not in vars(model.model.layers[0])
 
 
-def test_nothing_of_a_model_is_kept_behind_its_block():
+def test_the_optimizer_keeps_no_hook_of_a_model_behind_its_block():
     model = llama()
-    with stream_layers(model, model.model.layers, CPU) as streamed:
-        with HostAdamW(model.parameters(), streamed) as optimizer:
-            model(**batch(0)).loss.backward()
-            optimizer.step()
-    kept = [hook for m in model.modules() for hook in m._load_state_dict_post_hooks.values()]
-    assert kept == []
+    with (
+        stream_layers(model, model.model.layers, CPU) as streamed,
+        HostAdamW(model.parameters(), streamed),
+    ):
+        pass
+    assert not any(module._load_state_dict_post_hooks for module in model.modules())
+
+
+def stream(model: torch.nn.Module, layers, **settings) -> None:
+    with stream_layers(model, layers, CPU, **settings):
+        pass
 
 
 @pytest.mark.parametrize("budget_layers", [0, LAYERS])
@@ -158,29 +167,30 @@ def test_layers_that_are_streamed_already_are_refused(budget_layers):
     model = llama()
     layers = model.model.layers
     budget = budget_layers * resident_bytes(layers[0])
-    with stream_layers(model, layers, CPU, budget=budget):
-        with pytest.raises(ValueError, match="layer 0 is streamed already"):
-            with stream_layers(model, layers, CPU):
-                pass
+    with (
+        stream_layers(model, layers, CPU, budget=budget),
+        pytest.raises(ValueError, match="layer 0 is streamed already"),
+    ):
+        stream(model, layers)
 
 
 def test_what_is_no_layer_of_the_model_is_refused():
     model = llama()
     with pytest.raises(ValueError, match="layer 0 is no part of the model"):
-        with stream_layers(model, llama().model.layers, CPU):
-            pass
+        stream(model, llama().model.layers)
     with pytest.raises(TypeError, match="'0' is no module"):
-        with stream_layers(model, torch.nn.ModuleDict({"0": model.model.layers[0]}), CPU):
-            pass
+        stream(model, torch.nn.ModuleDict({"0": model.model.layers[0]}))
 
 
 def test_a_state_between_backward_and_step_is_refused_where_layers_are_updated_by_then():
     """It held layers of this step beside an embedding of the last one."""
     model = llama()
-    with stream_layers(model, model.model.layers, CPU) as streamed:
-        with HostAdamW(model.parameters(), streamed, in_backward=True) as optimizer:
-            model(**batch(0)).loss.backward()
-            with pytest.raises(RuntimeError, match=r"save behind step\(\)"):
-                optimizer.state_dict()
-            optimizer.step()
+    with (
+        stream_layers(model, model.model.layers, CPU) as streamed,
+        HostAdamW(model.parameters(), streamed, in_backward=True) as optimizer,
+    ):
+        model(**batch(0)).loss.backward()
+        with pytest.raises(RuntimeError, match=r"save behind step\(\)"):
             optimizer.state_dict()
+        optimizer.step()
+        optimizer.state_dict()

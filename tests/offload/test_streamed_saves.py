@@ -113,11 +113,13 @@ def test_a_state_of_an_adamw_of_torch_keeps_the_steps_of_each_parameter():
         ordinary.step()
         ordinary.zero_grad()
     model = models[1]
-    with stream_layers(model, model.model.layers, "cpu") as streamed:
-        with HostAdamW(model.parameters(), streamed) as optimizer:
-            model.load_state_dict(models[0].state_dict())
-            optimizer.load_state_dict(ordinary.state_dict())
-            for each, steps in zip(models, (ordinary, optimizer), strict=True):
-                each(**streamed_run.batch(STEPS)).loss.backward()
-                steps.step()
+    with (
+        stream_layers(model, model.model.layers, "cpu") as streamed,
+        HostAdamW(model.parameters(), streamed) as optimizer,
+    ):
+        model.load_state_dict(models[0].state_dict())
+        optimizer.load_state_dict(ordinary.state_dict())
+        for each, steps in zip(models, (ordinary, optimizer), strict=True):
+            each(**streamed_run.batch(STEPS)).loss.backward()
+            steps.step()
     assert all(map(torch.equal, models[0].parameters(), model.parameters()))
