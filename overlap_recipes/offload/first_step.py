@@ -5,7 +5,7 @@
 import random
 import sys
 from collections.abc import Callable, Iterator
-from contextlib import contextmanager
+from contextlib import contextmanager, nullcontext
 from dataclasses import dataclass
 from functools import partial
 
@@ -13,7 +13,7 @@ import torch
 import torch.distributed as dist
 from torch.func import functional_call
 
-from .layer_as_node import Plain, tensors_in
+from .layer_as_node import Plain, exchanged, tensors_in
 from .streamed_model import StreamedModel
 
 # Private by name: ``_buffers`` of modules.
@@ -28,8 +28,20 @@ class Results:
     gradients: dict[str, torch.Tensor]
 
 
-def check_first_step(streamed: StreamedModel, run: Callable[[], object]) -> None:
+@dataclass
+class Difference:
+    """Where runs differ first, and how, in words."""
+
+    place: str
+    words: str
+
+
+def check_first_step(streamed: StreamedModel, run: Callable[[], object]) -> bool:
     """Run a small batch streamed, and as the model is without us; all bits must be the same.
+
+    Of a tensor that several layers get, such as an encoder's result, a streamed layer adds up its
+    own gradients before they are added to the others': other last bits. So, where gradients differ,
+    it runs the resident model again with sums in that order, and compares with that.
 
     Compares outputs, buffers and gradients. Weights, gradients, buffers and random numbers are then
     what they were. Nothing is updated, and nothing averaged over ranks. All ranks call it, before
@@ -38,6 +50,9 @@ def check_first_step(streamed: StreamedModel, run: Callable[[], object]) -> None
     The resident run has all layers on the device. Where they do not fit, one layer's weights are
     there at a time; of the others it keeps what autograd saves, which a small batch bounds. The
     host needs room for the gradients twice more.
+
+    Returns:
+        Whether all bits are those of the model as it is; False where sums had to be in that order.
 
     Args:
         streamed: the model, from ``stream_layers``.
@@ -52,13 +67,13 @@ def check_first_step(streamed: StreamedModel, run: Callable[[], object]) -> None
     """
     refuse_gradients(streamed)
     error = None
+    same = False
     try:
-        difference = difference_of_runs(streamed, run)
-        if difference:
-            error = AssertionError(difference)
+        same = compare_runs(streamed, run)
     except Exception as failure:
         error = failure
     raise_on_every_rank(error)
+    return same
 
 
 def refuse_gradients(streamed: StreamedModel) -> None:
@@ -82,34 +97,41 @@ def raise_on_every_rank(error: Exception | None) -> None:
             raise AssertionError(f"rank {rank}: {text}")
 
 
-def difference_of_runs(streamed: StreamedModel, run: Callable[[], object]) -> str:
-    """What differs between a streamed run and a resident one; empty if nothing does."""
+def compare_runs(streamed: StreamedModel, run: Callable[[], object]) -> bool:
+    """Whether a streamed run has the bits of a resident one; raises if it has not by another sum."""
     with unchanged(streamed), without_optimizer(streamed):
         ours = results_of(streamed, run)
-    theirs = resident_results(streamed, run)
-    difference, place = first_difference(ours, theirs)
-    if not difference:
-        return ""
-    _, again = first_difference(resident_results(streamed, run), theirs)
-    if again == place:
-        return (
-            f"{difference}; but two resident runs differ there as well: "
+    resident = resident_results(streamed, run)
+    if first_difference(ours, resident) is None:
+        return True
+    in_our_order = resident_results(streamed, run, layers_add_first)
+    difference = first_difference(ours, in_our_order)
+    if difference is None:
+        return False
+    again = first_difference(resident_results(streamed, run, layers_add_first), in_our_order)
+    if again is not None and again.place == difference.place:
+        raise AssertionError(
+            f"{difference.words}; but two resident runs differ there as well: "
             "see torch.use_deterministic_algorithms"
         )
-    return f"{difference}: streamed, this model does not train as it does resident"
+    raise AssertionError(
+        f"{difference.words}: streamed, this model does not train as it does resident"
+    )
 
 
 # Runs
 
 
-def resident_results(streamed: StreamedModel, run: Callable[[], object]) -> Results:
+def resident_results(
+    streamed: StreamedModel, run: Callable[[], object], order: Callable = nullcontext
+) -> Results:
     """Of a run with all layers on the device, or, if that has not the memory, of one at a time."""
     try:
-        with unchanged(streamed), all_on_device(streamed):
+        with unchanged(streamed), all_on_device(streamed), order(streamed):
             return results_of(streamed, run)
     except torch.OutOfMemoryError:
         pass
-    with unchanged(streamed), one_on_device(streamed):
+    with unchanged(streamed), one_on_device(streamed), order(streamed):
         return results_of(streamed, run)
 
 
@@ -161,6 +183,26 @@ def without_optimizer(streamed: StreamedModel) -> Iterator[None]:
 
 
 @contextmanager
+def layers_add_first(streamed: StreamedModel) -> Iterator[None]:
+    """In the block, a layer adds up what it has of a tensor's gradient: it gets a view of its own."""
+    layers = [each.layer for each in streamed.plain]
+    forwards = [layer.forward for layer in layers]
+    for layer, forward in zip(layers, forwards, strict=True):
+        layer.forward = partial(run_with_views, forward)
+    try:
+        yield
+    finally:
+        for layer, forward in zip(layers, forwards, strict=True):
+            layer.forward = forward
+
+
+def run_with_views(forward: Callable, /, *args, **kwargs):
+    views = {id(x): x.view_as(x) for x in tensors_in((args, kwargs)) if x.requires_grad}
+    args, kwargs = exchanged((args, kwargs), views)
+    return forward(*args, **kwargs)
+
+
+@contextmanager
 def original_forwards(streamed: StreamedModel) -> Iterator[None]:
     """In the block, layers run the forward that they had before they were streamed."""
     plain = [*streamed.plain, *streamed.resident]
@@ -200,7 +242,7 @@ def one_on_device(streamed: StreamedModel) -> Iterator[None]:
         yield
 
 
-def run_with_copies(plain: Plain, device: torch.device, *args, **kwargs):
+def run_with_copies(plain: Plain, device: torch.device, /, *args, **kwargs):
     """Run a layer; of its weights' copies autograd keeps nothing, and copies them again."""
     copies = {}
     copied_from = {}
@@ -274,22 +316,23 @@ def random_numbers(device: torch.device) -> Callable[[], None]:
 # Differences
 
 
-def first_difference(ours: Results, theirs: Results) -> tuple[str, str]:
-    """What differs first, in words, and where; both are empty if nothing does."""
+def first_difference(ours: Results, theirs: Results) -> Difference | None:
+    """Outputs, then buffers, then gradients, in the order of the model."""
     if len(ours.outputs) != len(theirs.outputs):
-        return f"{len(ours.outputs)} outputs, resident {len(theirs.outputs)}", "outputs"
+        counts = f"{len(ours.outputs)} outputs, resident {len(theirs.outputs)}"
+        return Difference("outputs", counts)
     for number, pair in enumerate(zip(ours.outputs, theirs.outputs, strict=True)):
         if not same_bits(*pair):
-            return f"output {number} {apart(*pair)}", f"output {number}"
-    for name in {**ours.buffers, **theirs.buffers}:
+            return Difference(f"output {number}", f"output {number} {apart(*pair)}")
+    for name in ours.buffers | theirs.buffers:
         pair = ours.buffers.get(name), theirs.buffers.get(name)
         if not same_bits(*pair):
-            return f"buffer {name} {apart(*pair)}", name
-    for name in {**ours.gradients, **theirs.gradients}:
+            return Difference(name, f"buffer {name} {apart(*pair)}")
+    for name in ours.gradients | theirs.gradients:
         pair = ours.gradients.get(name), theirs.gradients.get(name)
         if not same_gradients(*pair):
-            return f"the gradient of {name} {apart(*pair)}", name
-    return "", ""
+            return Difference(name, f"the gradient of {name} {apart(*pair)}")
+    return None
 
 
 def same_bits(x: torch.Tensor | None, y: torch.Tensor | None) -> bool:
