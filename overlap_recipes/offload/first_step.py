@@ -98,7 +98,11 @@ def raise_on_every_rank(error: Exception | None) -> None:
 
 
 def compare_runs(streamed: StreamedModel, run: Callable[[], object]) -> bool:
-    """Whether a streamed run has the bits of a resident one; raises if it has not by another sum."""
+    """Whether a streamed run has all bits of a resident one.
+
+    Raises:
+        AssertionError: it has not, whatever the order of sums.
+    """
     with unchanged(streamed), without_optimizer(streamed):
         ours = results_of(streamed, run)
     resident = resident_results(streamed, run)
@@ -182,10 +186,15 @@ def without_optimizer(streamed: StreamedModel) -> Iterator[None]:
         vars(streamed).update(own)
 
 
+def plain_layers(streamed: StreamedModel) -> list[Plain]:
+    """Of all layers, those that stay on the device as well."""
+    return [*getattr(streamed.resident, "plain", streamed.resident), *streamed.plain]
+
+
 @contextmanager
 def layers_add_first(streamed: StreamedModel) -> Iterator[None]:
-    """In the block, a layer adds up what it has of a tensor's gradient: it gets a view of its own."""
-    layers = [each.layer for each in streamed.plain]
+    """In the block, each layer adds up what it has of a gradient: its tensors are its own views."""
+    layers = [each.layer for each in plain_layers(streamed)]
     forwards = [layer.forward for layer in layers]
     for layer, forward in zip(layers, forwards, strict=True):
         layer.forward = partial(run_with_views, forward)
@@ -205,7 +214,7 @@ def run_with_views(forward: Callable, /, *args, **kwargs):
 @contextmanager
 def original_forwards(streamed: StreamedModel) -> Iterator[None]:
     """In the block, layers run the forward that they had before they were streamed."""
-    plain = [*streamed.plain, *streamed.resident]
+    plain = plain_layers(streamed)
     ours = [each.layer.forward for each in plain]
     for each in plain:
         each.give_back()

@@ -4,14 +4,16 @@
 
 from collections.abc import Iterable, Iterator
 from contextlib import contextmanager
-from functools import partial
+from weakref import WeakSet
 
 import torch
 from torch import nn
 
 from .one_copy_a_host import Host, SharedModel
 from .streamed_model import StreamedModel
-from .weight_streaming import SLOTS, StreamedLayers
+from .weight_streaming import SLOTS
+
+STREAMED: WeakSet[nn.Module] = WeakSet()  # layers of the blocks that run
 
 
 @contextmanager
@@ -57,12 +59,16 @@ def stream_layers(
         streamed = SharedModel(model, taken, device, Host(), **settings)
     else:
         streamed = StreamedModel(model, taken, device, **settings)
+    STREAMED.update(taken)
     try:
         yield streamed
     except BaseException:
         close(streamed, waits=False)
         raise
-    close(streamed, waits=True)
+    else:
+        close(streamed, waits=True)
+    finally:
+        STREAMED.difference_update(taken)
 
 
 def close(streamed: StreamedModel, waits: bool) -> None:
@@ -85,13 +91,5 @@ def refuse_other_layers(model: nn.Module, layers: list) -> None:
     for number, layer in enumerate(layers):
         if layer not in inside:
             raise ValueError(f"layer {number} is no part of the model")
-        if is_streamed(layer):
+        if layer in STREAMED:
             raise ValueError(f"layer {number} is streamed already: leave that block first")
-
-
-def is_streamed(layer: nn.Module) -> bool:
-    forward = vars(layer).get("forward")
-    if not isinstance(forward, partial):
-        return False
-    stays = forward.func is StreamedModel.recomputed
-    return stays or any(isinstance(argument, StreamedLayers) for argument in forward.args)

@@ -250,6 +250,37 @@ def test_what_differs_on_one_rank_is_raised_on_all(monkeypatch):
         check(streamed)
 
 
+class Shared(nn.Module):
+    """Layers that all get one tensor beside the result of the one before, as a decoder's do."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        torch.manual_seed(0)
+        self.before = nn.Linear(8, 8)
+        self.layers = nn.ModuleList(nn.Bilinear(8, 8, 8) for _ in range(4))
+
+    def forward(self, x):
+        memory = self.before(x)
+        y = memory
+        for layer in self.layers:
+            y = layer(y + memory, memory) + torch.tanh(memory)
+        return y
+
+
+def test_gradients_of_a_tensor_that_many_layers_get_may_be_added_in_another_order():
+    """And no more: an error of a layer is found all the same."""
+    model = Shared()
+    layers = model.layers
+    for layer in layers:
+        plain = layer.forward
+        layer.forward = lambda x, y, plain=plain: plain(x * y, y.sin()) * y
+    with stream_layers(model, layers, CPU) as streamed:
+        assert check_first_step(streamed, lambda: loss_of(model)) is False
+        with_scaled_gradients(streamed)
+        with pytest.raises(AssertionError, match=r"^the gradient of layers\.2\.bias is off by"):
+            check(streamed)
+
+
 def test_gradients_that_are_there_are_not_overwritten():
     model = Stack()
     with stream_layers(model, model.layers, CPU) as streamed:
