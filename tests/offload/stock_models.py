@@ -234,6 +234,7 @@ STOCK = [
             "block_sizes": [1, 2],
             "num_decoder_layers": 2,
         },
+        every_bit=False,
     ),
     # encoder and decoder
     Stock("t5", PAIRS, ("encoder.block", "decoder.block"), pair, T5, every_bit=False),
