@@ -36,7 +36,7 @@ How a number is made
   one batch; ``state_bytes`` are weights, gradients and Adam's state, ``fits_resident`` the
   parameters that would fit the device with the same optimizer and batch, from the memory that two
   depths reserve. Samples: loss, memory reserved on the device, the process's memory, step by step.
-* ``one_copy``: six layers, clipped, on all ranks of one host; ``SharedModel`` and ``SharedAdamW``
+* ``one_copy``: six layers, clipped, on all ranks of one host; ``SharedModel`` and ``HostAdamW``
   keep weights and optimizer state once, ``own_copy`` is ``streamed_adam`` on each rank.
   ``held_bytes``: what the host holds for all ranks, by ``Pss``. ``tokens`` are those of each rank.
 * Peers (``offload_peers.py``) train the same model in the same loop, at two depths, extrapolated as
@@ -68,7 +68,7 @@ from benchmarks.offload_peers import DEPTHS, PEERS, PeerLoop, by_decay, note_of 
 from benchmarks.workloads import LARGEST_NORM, LLAMAS, StockLoop, llama  # noqa: E402
 from overlap_recipes.offload import host_adam  # noqa: E402
 from overlap_recipes.offload.host_adam import LayerUpdate  # noqa: E402
-from overlap_recipes.offload.one_copy_a_host import Host, SharedAdamW, SharedModel  # noqa: E402
+from overlap_recipes.offload.one_copy_a_host import Host, SharedModel  # noqa: E402
 from overlap_recipes.offload.streamed_model import StreamedModel  # noqa: E402
 from overlap_recipes.offload.whole_step import HostAdamW  # noqa: E402
 
@@ -151,7 +151,7 @@ class Ours:
         self.streamed = stack(self.model, self.model.model.layers, device, budget=budget)
         if device.type == "cuda":
             torch.cuda.empty_cache()
-        groups, adamw = by_decay(self.model), SharedAdamW if host else HostAdamW
+        groups, adamw = by_decay(self.model), HostAdamW
         self.optimizer = adamw(groups, self.streamed, lr=1e-4, max_norm=LARGEST_NORM)
         on_host, on_device = self.host_parameters / 1e9, self.device_state_bytes / 1e9
         tell(f"{on_host:.2f} G parameters on the host, {on_device:.1f} GB of state on the device")

@@ -19,6 +19,7 @@ def pytest_addoption(parser: pytest.Parser) -> None:
     group = parser.getgroup("recipes")
     group.addoption("--ranks", metavar="N,N", help="world sizes to run them on (default 1,2,3)")
     group.addoption("--all-ranks", action="store_true", help="every world size of each recipe")
+    group.addoption("--all-models", action="store_true", help="every stock model of the tables")
     group.addoption("--check", action="store_true", help="recipes at two ranks and the fast tests")
     parser.addini("declared_skips", "how many tests may be skipped where CI=true", default="0")
 
@@ -28,6 +29,10 @@ def pytest_ignore_collect(collection_path: Path) -> bool | None:
 
 
 def pytest_collection_modifyitems(config: pytest.Config, items: list[pytest.Item]) -> None:
+    if not config.getoption("--all-models"):
+        rest = [item for item in items if item.get_closest_marker("all_models")]
+        config.hook.pytest_deselected(items=rest)
+        items[:] = [item for item in items if item not in rest]
     if config.getoption("--check"):
         fast = [item for item in items if is_fast(item)]
         config.hook.pytest_deselected(items=[item for item in items if item not in fast])

@@ -2,15 +2,17 @@
 # Overlap Recipes 0.1.0, overlap_recipes/offload/__init__.py
 """Train what does not fit on the device: its layers and its Adam live in host memory."""
 
-from .one_copy_a_host import Host, SharedAdamW, SharedModel
+from .first_step import check_first_step
 from .streamed_model import StreamedModel, resident_bytes
+from .streaming import stream_layers
+from .weight_streaming import StreamedLayers
 from .whole_step import HostAdamW
 
 __all__ = [
-    "Host",
     "HostAdamW",
-    "SharedAdamW",
-    "SharedModel",
+    "StreamedLayers",
     "StreamedModel",
+    "check_first_step",
     "resident_bytes",
+    "stream_layers",
 ]

@@ -109,24 +109,22 @@ def state_on_device(parameter: nn.Parameter) -> dict[str, torch.Tensor]:
 
 
 def load_states(state: dict, parameters: Iterable[nn.Parameter], saved: dict) -> None:
-    """Load a state dict: moments that it lacks are zeros, weights become the rounded masters."""
-    for kept in state.values():
-        kept["step"].zero_()
-    names = (name for group in saved["param_groups"] for name in group["params"])  # or numbers
-    for name, p in zip(names, parameters, strict=True):
+    """Load a state dict: what it lacks is zero, but masters, and weights are the rounded masters.
+
+    ``saved`` may hold the very tensors of ``state``, with new values: DCP loads in place.
+    """
+    names = [name for group in saved["param_groups"] for name in group["params"]]  # or numbers
+    for name, parameter in zip(names, parameters, strict=True):
+        kept = state.get(parameter)
+        if kept is None:
+            continue
         found = saved["state"].get(name, {})
-        for which, tensor in state.get(p, {}).items():
+        for which, tensor in kept.items():
             if which in found:
                 tensor.copy_(found[which])
-            elif which in MOMENTS:
+            elif which != "master":
                 tensor.zero_()
-        if p in state:
-            p.copy_(state[p]["master"])
-
-
-def steps_apart(state: dict) -> dict:
-    """With a ``step`` for each parameter: torch's optimizers, which may load it, count in place."""
-    return {name: {**kept, "step": kept["step"].clone()} for name, kept in state.items()}
+        parameter.copy_(kept["master"])
 
 
 def refuse_other_adams(groups: list[dict], others: Iterable[str] = ()) -> None:

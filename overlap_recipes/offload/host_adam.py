@@ -18,10 +18,10 @@ BLOCK = 2**20  # parameters that a thread updates in one call
 
 
 class LayerUpdate:
-    """A layer's update to come: ``settings`` (by group), ``scale`` and ``step`` are of its step."""
+    """A layer's update to come: its ``settings`` (by group), ``scale`` and ``steps``."""
 
     def __init__(self, settings: list[dict]) -> None:
-        self.settings, self.scale, self.step, self.error = settings, 1.0, None, None
+        self.settings, self.scale, self.steps, self.error = settings, 1.0, None, None
         # Whether it is done; blocks that no thread has begun; blocks that have not ended.
         self.ended, self.waiting, self.left = Future(), 0, 0
 
@@ -34,14 +34,15 @@ class HostUpdates:
         group_of: for each trained parameter of the layers the number of its settings.
         threads: of the host; all cores of this rank but one if None.
 
-    ``state[parameter]`` are its ``step``, the layer's, and in fp32 ``master`` and moments.
+    ``state[parameter]`` are in fp32 its ``step``, its ``master`` and its moments.
     """
 
     def __init__(self, streamed, group_of: dict, threads: int | None = None) -> None:
         if streamed.optimizer:
             raise ValueError("this model has an optimizer: close it, and make both anew")
         self.streamed, self.group_of, self.state = streamed, group_of, {}
-        self.steps = [torch.zeros((), dtype=pieces.FP32) for _ in streamed.layers]
+        # By layer: how often each of its trained parameters has been updated.
+        self.steps = [torch.zeros(len(x.trained), dtype=pieces.FP32) for x in streamed.layers]
         self.buffers = [*map(self.take, streamed.layers, self.steps)]
         self.blocks = [self.cut(layer) for layer in range(len(streamed.layers))]
         # Layers that are due: a heap, the lowest first.
@@ -55,11 +56,12 @@ class HostUpdates:
         streamed.before_load, streamed.before_host = self.await_layer, self.wait
         streamed.may_load = self.is_updated
 
-    def take(self, layer, step: torch.Tensor) -> list[tuple]:
+    def take(self, layer, steps: torch.Tensor) -> list[tuple]:
         """Buffers of a ``HostLayer``: gradients, weights, and new ones of masters and moments."""
         if missing := [n for n, p in layer.trained.items() if p not in self.group_of]:
             raise ValueError(f"give all parameters that are trained; it lacks {missing}")
         taken = []
+        step_of = dict(zip(layer.trained, steps.unbind(), strict=True))
         for weights, gradients in zip(layer.weights, layer.gradients, strict=False):
             like = {name: layer.trained[name] for name in weights.shapes}
             # Buffers of zeros that no device reads.
@@ -70,21 +72,24 @@ class HostUpdates:
                 kept["master"].flat.copy_(weights.flat)
             for name, parameter in like.items():
                 views = {which: fp32.views[name] for which, fp32 in kept.items()}
-                self.state[parameter] = {"step": step, **views}
+                self.state[parameter] = {"step": step_of[name], **views}
             taken.append((gradients, weights, *kept.values()))
         return taken
 
     def cut(self, layer: int) -> list[tuple]:
-        """A layer's blocks: their group, and their slice of each buffer."""
+        """A layer's blocks: the parameter's number, its group, and a slice of each buffer."""
         blocks = []
+        trained = self.streamed.layers[layer].trained
+        numbers = {name: number for number, name in enumerate(trained)}
         for buffers in self.buffers[layer]:
             weights = buffers[1]
             ends = [*weights.offsets[1:], weights.flat.numel()]
             for name, begin, end in zip(weights.shapes, weights.offsets, ends, strict=True):
-                group = self.group_of[self.streamed.layers[layer].trained[name]]
+                group = self.group_of[trained[name]]
                 for at in range(begin, end, BLOCK):
                     part = slice(at, min(at + BLOCK, end))
-                    blocks.append((group, *(buffer.flat[part] for buffer in buffers)))
+                    slices = [buffer.flat[part] for buffer in buffers]
+                    blocks.append((numbers[name], group, *slices))
         return blocks
 
     # The training thread
@@ -116,10 +121,18 @@ class HostUpdates:
         """Wait until all that was announced is updated, or has failed."""
         error = self.latest.exception()
         with self.lock:  # what an interrupted step has announced may never begin
-            self.drop({n: u for n, u in self.updates.items() if u.step is None}, error)
+            self.drop({n: u for n, u in self.updates.items() if u.steps is None}, error)
         errors = [error, *(update.ended.exception() for update in self.updates.values())]
         if raises and any(errors):
             raise next(filter(None, errors))
+
+    def begin_load(self) -> None:
+        """Before weights and state are loaded: wait for updates, failed or not."""
+        self.streamed.wait(raises=False)
+
+    def end_load(self) -> None:
+        """When they are loaded."""
+        self.forget()
 
     def forget(self) -> None:
         """Go on as if nothing had been announced or gone wrong: all weights are others now."""
@@ -157,7 +170,7 @@ class HostUpdates:
                     continue
                 self.steps[layer] += 1
                 torch.autograd.graph.increment_version([b[1].flat for b in self.buffers[layer]])
-                update.step, update.scale = self.steps[layer].clone(), scale
+                update.steps, update.scale = self.steps[layer].clone(), scale
                 update.waiting = update.left = len(self.blocks[layer])
                 due = layer, id(update), update
                 heappush(self.due, due) if update.left else self.end(layer, update)
@@ -198,11 +211,14 @@ class HostUpdates:
     def update_block(self, layer: int, number: int, update: LayerUpdate) -> None:
         if not hasattr(self.of_thread, "scratch"):
             self.of_thread.scratch = torch.empty(pieces.PIECE, dtype=pieces.FP32)
-        group, *block = self.blocks[layer][number]
+        parameter, group, *block = self.blocks[layer][number]
         numbers = pieces.numbers_of(update.settings[group], update.scale)
-        pieces.update_block(self.update, [*block, self.of_thread.scratch], update.step, numbers)
+        step = update.steps[parameter]
+        pieces.update_block(self.update, [*block, self.of_thread.scratch], step, numbers)
 
     def close(self) -> None:
-        """End the threads."""
+        """End the threads, and let the model stream without them."""
         self.arrivals.shutdown()
         self.workers.shutdown()
+        for name in ("before_load", "before_host", "may_load"):
+            vars(self.streamed).pop(name, None)

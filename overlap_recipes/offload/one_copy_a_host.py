@@ -13,7 +13,6 @@ import torch.distributed as dist
 
 from . import host_adam as adam
 from . import streamed_model as streaming
-from . import whole_step as whole
 from .host_layers import HostBuffer
 
 FAILED = -1  # in place of the number of updates
@@ -86,6 +85,10 @@ class SharedModel(streaming.StreamedModel):
             model.register_load_state_dict_post_hook(lambda *_: host.barrier()),
         ]
 
+    def updates(self, group_of: dict, threads: int | None = None) -> "SharedUpdates":
+        """What updates its layers, for ``HostAdamW``."""
+        return SharedUpdates(self, group_of, threads)
+
     def wait_for_all(self) -> None:
         """Wait until no rank of the host reads or writes shared memory."""
         self.wait()
@@ -134,15 +137,13 @@ class SharedUpdates(adam.HostUpdates):
 
     def wait(self, raises: bool = True) -> None:
         super().wait(raises)
-        [self.await_others(layer) for layer in self.updates]
+        for layer in self.updates:
+            self.await_others(layer)
 
-
-class SharedAdamW(whole.HostAdamW):
-    """``HostAdamW`` for a ``SharedModel``; all ranks of a host load a state, or none."""
-
-    updates = SharedUpdates
-
-    def load_state_dict(self, state_dict: dict) -> None:
+    def begin_load(self) -> None:
+        """All ranks of a host load a state, or none."""
         self.streamed.wait_for_all()
-        super().load_state_dict(state_dict)
-        self.streamed.host.barrier()
+
+    def end_load(self) -> None:
+        super().end_load()
+        self.host.barrier()

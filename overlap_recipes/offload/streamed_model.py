@@ -65,7 +65,7 @@ class StreamedModel(StreamedLayers):
         for n, each in enumerate(self.layers):
             self.hooks += [p.register_hook(partial(self.outside, n)) for p in each.trained.values()]
 
-    def call(self, index: int, *args, **kwargs):
+    def call(self, index: int, /, *args, **kwargs):
         """What ``layer.forward`` is now."""
         self.check(self.layers[index])
         if torch.is_grad_enabled():

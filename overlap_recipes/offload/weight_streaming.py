@@ -101,7 +101,7 @@ class StreamedLayers:
 
     # Forward
 
-    def call(self, index: int, *args, **kwargs):
+    def call(self, index: int, /, *args, **kwargs):
         """What ``layer.forward`` is now."""
         if index <= self.last:  # a new forward: the host may have changed the weights
             self.held.clear()

@@ -6,6 +6,7 @@ import sys
 from collections.abc import Iterator
 from contextlib import closing, contextmanager
 from copy import deepcopy
+from functools import partial
 
 import torch
 import torch.distributed as dist
@@ -19,9 +20,11 @@ DEFAULTS = {"lr": 1e-3, "betas": (0.9, 0.999), "eps": 1e-8, "weight_decay": 1e-2
 class HostAdamW(torch.optim.Optimizer):
     """AdamW in fp32 for a streamed model: layers on threads of the host, the rest on the device.
 
+    A context manager: its end waits for the last updates, and the model stays streamed.
+
     Args:
         params: all trained parameters or groups of them, as for ``torch.optim.AdamW``.
-        streamed: the model.
+        streamed: the model, from ``stream_layers``.
         max_norm: limit of the norm of all gradients, or None.
         in_backward: update each layer as its gradients arrive; no ``max_norm`` then.
         threads: of the host, for updates.
@@ -32,8 +35,6 @@ class HostAdamW(torch.optim.Optimizer):
     ``FloatingPointError``. Every rank of the default process group must build one.
     """
 
-    updates = adam.HostUpdates  # of the layers; ``SharedAdamW`` shares them between ranks
-
     def __init__(self, params, streamed, *, max_norm=None, in_backward=False, threads=None, **more):
         if in_backward and max_norm is not None:
             raise ValueError("in backward the norm of all gradients is not known: drop max_norm")
@@ -41,19 +42,19 @@ class HostAdamW(torch.optim.Optimizer):
         pieces.refuse_other_adams(self.param_groups, more.keys() - DEFAULTS.keys())
         self.streamed, self.max_norm, self.in_backward = streamed, max_norm, in_backward
         self.group_of = {p: i for i, group in enumerate(self.param_groups) for p in group["params"]}
-        self.host = self.updates(streamed, self.group_of, threads)
+        make_updates = getattr(streamed, "updates", partial(adam.HostUpdates, streamed))
+        self.host = make_updates(self.group_of, threads)
         self.synchronises, self.skipped, self.norms, self.written = True, 0, {}, {}
         self.state |= self.host.state
         self.residents = [p for p in self.group_of if p not in self.state]
         self.state |= {p: pieces.state_on_device(p) for p in self.residents if p.requires_grad}
-        self.register_state_dict_pre_hook(lambda _: streamed.wait())
-        self.register_state_dict_post_hook(
-            lambda _, found: found | {"state": pieces.steps_apart(found["state"])}
-        )
+        self.register_state_dict_pre_hook(lambda _: self.before_state_dict())
+        self.hooks = []
         for m in streamed.model.modules():
-            streamed.hooks.append(m.register_load_state_dict_post_hook(lambda m, _: self.reload(m)))
+            self.hooks.append(m.register_load_state_dict_post_hook(lambda m, _: self.reload(m)))
         streamed.after_gradients, streamed.after_store = self.reduce, self.stored
         streamed.optimizer = self
+        self.handled = id(sys.exc_info()[1])  # what is being handled where this one is made
 
     def add_param_group(self, param_group: dict) -> None:
         if hasattr(self, "group_of"):
@@ -110,6 +111,8 @@ class HostAdamW(torch.optim.Optimizer):
 
         ``closure``, if there is one, computes the gradients first; its loss is returned.
         """
+        if self.streamed.optimizer is not self:
+            raise RuntimeError("this optimizer has ended: step in its block")
         self.host.check()
         loss = torch.enable_grad()(closure)() if closure else None
         residents = [p for p in self.residents if p.grad is not None]
@@ -170,7 +173,17 @@ class HostAdamW(torch.optim.Optimizer):
             self.host.drop(announced)
             self.skipped += 1
 
-    # Weights and state that come from elsewhere
+    # Weights and state that go elsewhere, or come from there
+
+    def before_state_dict(self) -> None:
+        """Wait for updates.
+
+        Raises:
+            RuntimeError: with ``in_backward``, between backward and step.
+        """
+        self.streamed.wait()
+        if self.in_backward and self.norms:
+            raise RuntimeError("layers are updated, and the rest is not: save behind step()")
 
     def reload(self, module: torch.nn.Module | None = None) -> None:
         """Make the masters the weights: something else has changed these after ``wait()``."""
@@ -185,16 +198,42 @@ class HostAdamW(torch.optim.Optimizer):
         if [len(g["params"]) for g in groups] != [len(g["params"]) for g in self.param_groups]:
             raise ValueError("the state is of other parameters")
         pieces.refuse_other_adams(groups)
-        self.streamed.wait(raises=False)
+        self.host.begin_load()
         if self.in_backward or self.host.latest.exception():
             self.forget()
         for ours, theirs in zip(self.param_groups, groups, strict=True):
             ours |= {name: deepcopy(v) for name, v in theirs.items() if name != "params"}
         pieces.load_states(self.state, self.group_of, state_dict)
-        self.host.forget()
+        self.host.end_load()
+
+    # The end
+
+    def __enter__(self) -> "HostAdamW":
+        return self
+
+    def __exit__(self, kind, error, trace) -> None:
+        self.end(waits=kind is None)
+
+    def end(self, waits: bool) -> None:
+        """End the threads; the model stays streamed, and may get another optimizer.
+
+        Raises:
+            Exception: what kept the last updates from being made, if it ``waits`` for them.
+        """
+        if self.streamed.optimizer is not self:
+            return
+        try:
+            if waits:
+                self.streamed.wait()
+        finally:
+            self.host.close()
+            for hook in self.hooks:
+                hook.remove()
+            for name in ("after_gradients", "after_store"):
+                vars(self.streamed).pop(name, None)
+            self.streamed.optimizer = None
 
     def close(self) -> None:
-        """End all when all is updated; raises what kept it from that, if no error is on its way."""
-        with closing(self.streamed), closing(self.host):
-            if sys.exc_info()[0] is None:
-                self.streamed.wait()
+        """End this and the model's streaming; waits for the updates if no error is on its way."""
+        with closing(self.streamed):
+            self.end(waits=id(sys.exc_info()[1]) in (id(None), self.handled))

@@ -170,10 +170,6 @@ THREADS, STEPS, PARAMETERS = 2, 3, 2 * PIECE + 1000
 #
 # .. literalinclude:: /overlap_recipes/offload/adam_in_pieces.py
 #    :language: python
-#    :pyobject: steps_apart
-#
-# .. literalinclude:: /overlap_recipes/offload/adam_in_pieces.py
-#    :language: python
 #    :pyobject: refuse_other_adams
 #
 # .. literalinclude:: /overlap_recipes/offload/adam_in_pieces.py

@@ -12,7 +12,8 @@ from host_training import CPU, LAYERS, MAX_NORM, RATE, Resident, batch, falling,
 
 from overlap_recipes.offload import one_copy_a_host
 from overlap_recipes.offload.host_adam import HostUpdates
-from overlap_recipes.offload.one_copy_a_host import FAILED, Host, SharedAdamW, SharedModel
+from overlap_recipes.offload.one_copy_a_host import FAILED, Host, SharedModel
+from overlap_recipes.offload.whole_step import HostAdamW
 
 pytestmark = pytest.mark.usefixtures("one_thread")
 
@@ -29,7 +30,7 @@ def test_a_layer_is_loaded_when_all_ranks_of_the_host_have_updated_it():
     """A second rank is played: it ends its part of layer 0 late, and fails in layer 1."""
     model = llama(torch.bfloat16)
     streamed = SharedModel(model, model.model.layers, CPU, Host())
-    with closing(SharedAdamW(groups_of(model), streamed, lr=RATE)) as optimizer:
+    with closing(HostAdamW(groups_of(model), streamed, lr=RATE)) as optimizer:
         host, waited = optimizer.host, threading.Event()
         host.done = torch.zeros(LAYERS, 2, dtype=torch.int64)
         model(**batch(0)).loss.backward()
@@ -59,7 +60,7 @@ def test_a_graph_that_is_kept_over_the_update_of_another_rank_is_refused():
         parameter.requires_grad_(False)
     model.model.embed_tokens.requires_grad_(False)
     streamed = SharedModel(model, model.model.layers, CPU, Host())
-    with closing(SharedAdamW(groups_of(model), streamed, lr=RATE)) as optimizer:
+    with closing(HostAdamW(groups_of(model), streamed, lr=RATE)) as optimizer:
         kept = model(**batch(0)).loss
         optimizer.host.blocks = [[] for _ in range(LAYERS)]  # all of them are the other rank's
         model(**batch(1)).loss.backward()
@@ -72,7 +73,7 @@ def test_a_graph_that_is_kept_over_the_update_of_another_rank_is_refused():
 def test_a_failed_block_is_told_to_the_other_ranks():
     model = llama(torch.bfloat16)
     streamed = SharedModel(model, model.model.layers, CPU, Host())
-    optimizer = SharedAdamW(groups_of(model), streamed, lr=RATE)
+    optimizer = HostAdamW(groups_of(model), streamed, lr=RATE)
     optimizer.host.blocks[1][0] = None
     model(**batch(0)).loss.backward()
     optimizer.step()
@@ -87,7 +88,7 @@ def test_closing_waits_for_the_parts_of_the_other_ranks(monkeypatch):
     """Or the weights that are saved behind it would be half of this step's, half of the last's."""
     model = llama(torch.bfloat16)
     streamed = SharedModel(model, model.model.layers, CPU, Host())
-    optimizer = SharedAdamW(groups_of(model), streamed, lr=RATE)
+    optimizer = HostAdamW(groups_of(model), streamed, lr=RATE)
     done = optimizer.host.done = torch.zeros(LAYERS, 2, dtype=torch.int64)
     monkeypatch.setattr(one_copy_a_host.time, "sleep", lambda _: done[:, 1].fill_(1))
     model(**batch(0)).loss.backward()
@@ -101,7 +102,7 @@ def test_an_error_on_its_way_does_not_wait_for_other_ranks(monkeypatch):
     """They may have failed before their part of the step."""
     model = llama(torch.bfloat16)
     streamed = SharedModel(model, model.model.layers, CPU, Host())
-    optimizer = SharedAdamW(groups_of(model), streamed, lr=RATE)
+    optimizer = HostAdamW(groups_of(model), streamed, lr=RATE)
     optimizer.host.done = torch.zeros(LAYERS, 2, dtype=torch.int64)
     monkeypatch.setattr(one_copy_a_host.time, "sleep", lambda _: pytest.fail("waits"))
     with pytest.raises(ZeroDivisionError), closing(optimizer):
@@ -136,7 +137,7 @@ def train_shared(rank: int, store: str, weights: str) -> None:
     dist.init_process_group("gloo", store=dist.FileStore(store, 2), rank=rank, world_size=2)
     model = llama(torch.bfloat16)
     streamed = SharedModel(model, model.model.layers, CPU, Host())
-    with closing(SharedAdamW(groups_of(model), streamed, lr=RATE, max_norm=MAX_NORM)) as optimizer:
+    with closing(HostAdamW(groups_of(model), streamed, lr=RATE, max_norm=MAX_NORM)) as optimizer:
         schedule = falling(optimizer)
         for step in range(5):
             (model(**batch(2 * step + rank)).loss * (torch.nan if step == 1 else 1)).backward()

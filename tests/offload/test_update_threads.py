@@ -30,14 +30,14 @@ def test_the_next_forward_begins_while_upper_layers_are_still_to_be_updated(slot
             HostUpdates.update_block(host, layer, *rest)
 
         def run(index, *args):
-            if host.steps[0] and index == LAYERS - 2:
+            if host.steps[0].any() and index == LAYERS - 2:
                 began.set()
             return plain(index, *args)
 
         model(**batch(0)).loss.backward()
         host.update_block, streamed.run = update_block, run
         optimizer.step()
-        while not host.steps[0]:
+        while not host.steps[0].any():
             threading.Event().wait(0.01)
         model(**batch(1))
         streamed.wait()
@@ -85,7 +85,7 @@ def test_what_a_thread_raises_is_raised_by_close():
     with pytest.raises(TypeError):
         optimizer.close()
     model(**batch(1)).loss.backward()
-    with pytest.raises(RuntimeError, match="this model is closed"):
+    with pytest.raises(RuntimeError, match="this optimizer has ended"):
         optimizer.step()
 
 

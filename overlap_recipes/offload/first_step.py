@@ -1,0 +1,376 @@
+# SPDX-License-Identifier: BSD-3-Clause
+# Overlap Recipes 0.1.0, overlap_recipes/offload/first_step.py
+"""Whether a streamed model computes what the resident one does: asked before the first step."""
+
+import random
+import sys
+from collections.abc import Callable, Iterator
+from contextlib import contextmanager, nullcontext
+from dataclasses import dataclass
+from functools import partial
+
+import torch
+import torch.distributed as dist
+from torch.func import functional_call
+
+from .layer_as_node import Plain, exchanged, tensors_in
+from .streamed_model import StreamedModel
+
+# Private by name: ``_buffers`` of modules.
+
+
+@dataclass
+class Results:
+    """What one run leaves, on the host; a parameter without a gradient is not in ``gradients``."""
+
+    outputs: list[torch.Tensor]
+    buffers: dict[str, torch.Tensor]
+    gradients: dict[str, torch.Tensor]
+
+
+@dataclass
+class Difference:
+    """Where runs differ first, and how, in words."""
+
+    place: str
+    words: str
+
+
+def check_first_step(streamed: StreamedModel, run: Callable[[], object]) -> bool:
+    """Run a small batch streamed, and as the model is without us; all bits must be the same.
+
+    Of a tensor that several layers get, such as an encoder's result, a streamed layer adds up its
+    own gradients before they are added to the others': other last bits. So, where gradients differ,
+    it runs the resident model again with sums in that order, and compares with that.
+
+    Compares outputs, buffers and gradients. Weights, gradients, buffers and random numbers are then
+    what they were. Nothing is updated, and nothing averaged over ranks. All ranks call it, before
+    the first backward or behind ``zero_grad()``.
+
+    The resident run has all layers on the device. Where they do not fit, one layer's weights are
+    there at a time; of the others it keeps what autograd saves, which a small batch bounds. The
+    host needs room for the gradients twice more.
+
+    Returns:
+        Whether all bits are those of the model as it is; False where sums had to be in that order.
+
+    Args:
+        streamed: the model, from ``stream_layers``.
+        run: runs the model's forward. It returns the loss, or a tuple, list or dict of tensors
+            whose first is the loss: ``lambda: model(**batch)`` of a stock model with labels.
+
+    Raises:
+        AssertionError: on every rank, if something differs on one: what, and where first. Where
+            two resident runs differ there as well, it says so.
+        RuntimeError: there are gradients already.
+        ValueError: ``run`` returns no loss.
+    """
+    refuse_gradients(streamed)
+    error = None
+    same = False
+    try:
+        same = compare_runs(streamed, run)
+    except Exception as failure:
+        error = failure
+    raise_on_every_rank(error)
+    return same
+
+
+def refuse_gradients(streamed: StreamedModel) -> None:
+    there = any(parameter.grad is not None for parameter in streamed.model.parameters())
+    sums = any(streamed.has_sum(layer) for layer in range(len(streamed.layers)))
+    if there or sums:
+        raise RuntimeError("there are gradients: check before the first backward, or drop them")
+
+
+def raise_on_every_rank(error: Exception | None) -> None:
+    """Raise this rank's error, or say which rank has one."""
+    found = [error and f"{type(error).__name__}: {error}"]
+    if dist.is_initialized():
+        mine = found[0]
+        found = [None] * dist.get_world_size()
+        dist.all_gather_object(found, mine)
+    if error is not None:
+        raise error
+    for rank, text in enumerate(found):
+        if text is not None:
+            raise AssertionError(f"rank {rank}: {text}")
+
+
+def compare_runs(streamed: StreamedModel, run: Callable[[], object]) -> bool:
+    """Whether a streamed run has all bits of a resident one.
+
+    Raises:
+        AssertionError: it has not, whatever the order of sums.
+    """
+    with unchanged(streamed), without_optimizer(streamed):
+        ours = results_of(streamed, run)
+    resident = resident_results(streamed, run)
+    if first_difference(ours, resident) is None:
+        return True
+    in_our_order = resident_results(streamed, run, layers_add_first)
+    difference = first_difference(ours, in_our_order)
+    if difference is None:
+        return False
+    again = first_difference(resident_results(streamed, run, layers_add_first), in_our_order)
+    if again is not None and again.place == difference.place:
+        raise AssertionError(
+            f"{difference.words}; but two resident runs differ there as well: "
+            "see torch.use_deterministic_algorithms"
+        )
+    raise AssertionError(
+        f"{difference.words}: streamed, this model does not train as it does resident"
+    )
+
+
+# Runs
+
+
+def resident_results(
+    streamed: StreamedModel, run: Callable[[], object], order: Callable = nullcontext
+) -> Results:
+    """Of a run with all layers on the device, or, if that has not the memory, of one at a time."""
+    try:
+        with unchanged(streamed), all_on_device(streamed), order(streamed):
+            return results_of(streamed, run)
+    except torch.OutOfMemoryError:
+        pass
+    with unchanged(streamed), one_on_device(streamed), order(streamed):
+        return results_of(streamed, run)
+
+
+def results_of(streamed: StreamedModel, run: Callable[[], object]) -> Results:
+    """Run forward and backward; the gradients are taken from the parameters."""
+    with torch.enable_grad():
+        outputs = tensors_in(run())
+        if not outputs or outputs[0].numel() != 1 or not outputs[0].requires_grad:
+            raise ValueError("let run return the loss, or the loss before other tensors")
+        outputs[0].backward()
+    streamed.wait()
+    return Results(
+        [output.detach().to("cpu", copy=True) for output in outputs],
+        {name: buffer.to("cpu", copy=True) for name, buffer in streamed.model.named_buffers()},
+        gradients_of(streamed),
+    )
+
+
+def gradients_of(streamed: StreamedModel) -> dict[str, torch.Tensor]:
+    """By name, on the host; those of layers in the dtype of their sums."""
+    summed = {}  # views of sums, by parameter
+    dtypes = {}
+    for number, layer in enumerate(streamed.layers):
+        for gradients in layer.gradients:
+            for name, view in gradients.views.items():
+                dtypes[layer.trained[name]] = view.dtype
+                if number in streamed.summed:
+                    summed[layer.trained[name]] = view
+    found = {}
+    for name, parameter in streamed.model.named_parameters():
+        gradient = summed.get(parameter, parameter.grad)
+        if gradient is not None:
+            dtype = dtypes.get(parameter, gradient.dtype)
+            found[name] = gradient.detach().to("cpu", dtype, copy=True)
+    return found
+
+
+@contextmanager
+def without_optimizer(streamed: StreamedModel) -> Iterator[None]:
+    """In the block, gradients are neither averaged nor used."""
+    names = "after_gradients", "after_store"
+    own = {name: vars(streamed)[name] for name in names if name in vars(streamed)}
+    for name in own:
+        delattr(streamed, name)
+    try:
+        yield
+    finally:
+        vars(streamed).update(own)
+
+
+def plain_layers(streamed: StreamedModel) -> list[Plain]:
+    """Of all layers, those that stay on the device as well."""
+    return [*getattr(streamed.resident, "plain", streamed.resident), *streamed.plain]
+
+
+@contextmanager
+def layers_add_first(streamed: StreamedModel) -> Iterator[None]:
+    """In the block, each layer adds up what it has of a gradient: its tensors are its own views."""
+    layers = [each.layer for each in plain_layers(streamed)]
+    forwards = [layer.forward for layer in layers]
+    for layer, forward in zip(layers, forwards, strict=True):
+        layer.forward = partial(run_with_views, forward)
+    try:
+        yield
+    finally:
+        for layer, forward in zip(layers, forwards, strict=True):
+            layer.forward = forward
+
+
+def run_with_views(forward: Callable, /, *args, **kwargs):
+    views = {id(x): x.view_as(x) for x in tensors_in((args, kwargs)) if x.requires_grad}
+    args, kwargs = exchanged((args, kwargs), views)
+    return forward(*args, **kwargs)
+
+
+@contextmanager
+def original_forwards(streamed: StreamedModel) -> Iterator[None]:
+    """In the block, layers run the forward that they had before they were streamed."""
+    plain = plain_layers(streamed)
+    ours = [each.layer.forward for each in plain]
+    for each in plain:
+        each.give_back()
+    try:
+        yield
+    finally:
+        for each, forward in zip(plain, ours, strict=True):
+            each.layer.forward = forward
+
+
+@contextmanager
+def all_on_device(streamed: StreamedModel) -> Iterator[None]:
+    """In the block, the model is as it was before it was streamed, all of it on the device."""
+    parameters = [p for layer in streamed.layers for p in layer.module.parameters()]
+    on_host = [parameter.data for parameter in parameters]
+    with original_forwards(streamed):
+        try:
+            for parameter in parameters:
+                parameter.data = parameter.data.to(streamed.device, copy=True)
+            yield
+        finally:
+            for parameter, data in zip(parameters, on_host, strict=True):
+                parameter.grad = None
+                parameter.data = data
+
+
+@contextmanager
+def one_on_device(streamed: StreamedModel) -> Iterator[None]:
+    """In the block, each layer's weights are copied to the device where they are used."""
+    with original_forwards(streamed):
+        for each in streamed.plain:
+            runs = Plain(each.layer)
+            each.layer.forward = partial(run_with_copies, runs, streamed.device)
+        yield
+
+
+def run_with_copies(plain: Plain, device: torch.device, /, *args, **kwargs):
+    """Run a layer; of its weights' copies autograd keeps nothing, and copies them again."""
+    copies = {}
+    copied_from = {}
+    for name, parameter in plain.layer.named_parameters():
+        copy = parameter.to(device, copy=True)
+        copies[f"layer.{name}"] = copy
+        copied_from[copy.untyped_storage().data_ptr()] = parameter
+
+    def pack(saved: torch.Tensor):
+        parameter = copied_from.get(saved.untyped_storage().data_ptr())
+        if parameter is None:
+            return saved
+        return parameter, saved.size(), saved.stride(), saved.storage_offset()
+
+    def unpack(packed) -> torch.Tensor:
+        if isinstance(packed, torch.Tensor):
+            return packed
+        parameter, *place = packed
+        return parameter.detach().to(device, copy=True).as_strided(*place)
+
+    with torch.autograd.graph.saved_tensors_hooks(pack, unpack):
+        return functional_call(plain, copies, args, kwargs)
+
+
+# What must stay as it was
+
+
+@contextmanager
+def unchanged(streamed: StreamedModel) -> Iterator[None]:
+    """Behind the block, buffers and random numbers are what they were; there are no gradients."""
+    streamed.wait()
+    buffers = []
+    for module in streamed.model.modules():
+        for name, buffer in module._buffers.items():
+            value = None if buffer is None else buffer.clone()
+            buffers.append((module, name, buffer, value))
+    restore_numbers = random_numbers(streamed.device)
+    try:
+        yield
+    finally:
+        restore_numbers()
+        with torch.no_grad():
+            for module, name, buffer, value in buffers:
+                module._buffers[name] = buffer
+                if buffer is not None:
+                    buffer.copy_(value)
+        streamed.wait()
+        streamed.summed.clear()
+        streamed.recorded.clear()
+        streamed.model.zero_grad()
+
+
+def random_numbers(device: torch.device) -> Callable[[], None]:
+    """What sets generators to what they are now: torch's, Python's, and NumPy's if it is there."""
+    setters = [partial(torch.set_rng_state, torch.get_rng_state())]
+    setters.append(partial(random.setstate, random.getstate()))
+    if device.type != "cpu":
+        streams = torch.get_device_module(device)
+        setters.append(partial(streams.set_rng_state, streams.get_rng_state()))
+    if "numpy" in sys.modules:
+        generator = sys.modules["numpy"].random
+        setters.append(partial(generator.set_state, generator.get_state()))
+
+    def restore() -> None:
+        for setter in setters:
+            setter()
+
+    return restore
+
+
+# Differences
+
+
+def first_difference(ours: Results, theirs: Results) -> Difference | None:
+    """Outputs, then buffers, then gradients, in the order of the model."""
+    if len(ours.outputs) != len(theirs.outputs):
+        counts = f"{len(ours.outputs)} outputs, resident {len(theirs.outputs)}"
+        return Difference("outputs", counts)
+    for number, pair in enumerate(zip(ours.outputs, theirs.outputs, strict=True)):
+        if not same_bits(*pair):
+            return Difference(f"output {number}", f"output {number} {apart(*pair)}")
+    for name in ours.buffers | theirs.buffers:
+        pair = ours.buffers.get(name), theirs.buffers.get(name)
+        if not same_bits(*pair):
+            return Difference(name, f"buffer {name} {apart(*pair)}")
+    for name in ours.gradients | theirs.gradients:
+        pair = ours.gradients.get(name), theirs.gradients.get(name)
+        if not same_gradients(*pair):
+            return Difference(name, f"the gradient of {name} {apart(*pair)}")
+    return None
+
+
+def same_bits(x: torch.Tensor | None, y: torch.Tensor | None) -> bool:
+    if x is None or y is None:
+        return x is y
+    if x.dtype != y.dtype or x.shape != y.shape:
+        return False
+    return torch.equal(as_bytes(x), as_bytes(y))
+
+
+def as_bytes(x: torch.Tensor) -> torch.Tensor:
+    return x.resolve_conj().resolve_neg().contiguous().view(-1).view(torch.uint8)
+
+
+def same_gradients(x: torch.Tensor | None, y: torch.Tensor | None) -> bool:
+    """A parameter of a layer that a batch does not use has zeros streamed, and none resident."""
+    if x is not None and y is not None:
+        return same_bits(x, y)
+    one = x if x is not None else y
+    return one is None or not one.any()
+
+
+def apart(x: torch.Tensor | None, y: torch.Tensor | None) -> str:
+    """How far ``x`` is from ``y``, in words."""
+    if x is None or y is None:
+        return "is there streamed alone" if y is None else "is there resident alone"
+    if x.dtype != y.dtype or x.shape != y.shape:
+        return f"is {x.dtype} of {tuple(x.shape)}, resident {y.dtype} of {tuple(y.shape)}"
+    if not (x.is_floating_point() or x.is_complex()):
+        return f"differs in {(x != y).sum().item()} of {x.numel()} elements"
+    largest = (x - y).abs().max().item()
+    return f"is off by up to {largest:.3g}"

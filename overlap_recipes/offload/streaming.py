@@ -1,0 +1,95 @@
+# SPDX-License-Identifier: BSD-3-Clause
+# Overlap Recipes 0.1.0, overlap_recipes/offload/streaming.py
+"""Train a stock model whose layers live in host memory: one call around the loop."""
+
+from collections.abc import Iterable, Iterator
+from contextlib import contextmanager
+from weakref import WeakSet
+
+import torch
+from torch import nn
+
+from .one_copy_a_host import Host, SharedModel
+from .streamed_model import StreamedModel
+from .weight_streaming import SLOTS
+
+STREAMED: WeakSet[nn.Module] = WeakSet()  # layers of the blocks that run
+
+
+@contextmanager
+def stream_layers(
+    model: nn.Module,
+    layers: Iterable[nn.Module],
+    device: torch.device | str,
+    *,
+    budget: int = 0,
+    slots: int = SLOTS,
+    gradient_dtype: torch.dtype | None = None,
+    one_copy_a_host: bool = False,
+) -> Iterator[StreamedModel]:
+    """Stream layers from host memory while the block runs; all else of the model is on the device.
+
+    ``model`` is used as before, and so are its ``parameters()``. Call ``wait()`` of what the block
+    gets before something but an optimizer or ``state_dict`` reads or changes weights. Behind the
+    block the layers' weights are in ordinary host memory.
+
+    Args:
+        model: any module; its forward is not changed.
+        layers: those of its submodules that run one after the other, in order, such as
+            ``model.model.layers``.
+        device: where it runs; if it has an index, it must be the current device.
+        budget: bytes of device memory for layers that stay there, the lowest ones, each with its
+            gradients and the state of Adam: ``resident_bytes(layer)``.
+        slots: layers whose weights are on the device at a time.
+        gradient_dtype: of the gradients on the host, and so of sums of microbatches; that of their
+            parameters if None.
+        one_copy_a_host: whether the ranks of a host share one copy of weights and of Adam's state.
+            All ranks of the job say the same. Weights become those of rank 0.
+
+    Raises:
+        TypeError: what is given as a layer is no module.
+        ValueError: a layer is no part of the model, is streamed already, or shares a parameter.
+        RuntimeError: the host cannot lock as much memory.
+    """
+    taken = list(layers)
+    refuse_other_layers(model, taken)
+    device = torch.device(device)
+    settings = {"budget": budget, "slots": slots, "gradient_dtype": gradient_dtype}
+    if one_copy_a_host:
+        streamed = SharedModel(model, taken, device, Host(), **settings)
+    else:
+        streamed = StreamedModel(model, taken, device, **settings)
+    STREAMED.update(taken)
+    try:
+        yield streamed
+    except BaseException:
+        close(streamed, waits=False)
+        raise
+    else:
+        close(streamed, waits=True)
+    finally:
+        STREAMED.difference_update(taken)
+
+
+def close(streamed: StreamedModel, waits: bool) -> None:
+    """End streaming, and before it the optimizer, if that has not ended in a block of its own."""
+    try:
+        if streamed.optimizer is not None:
+            streamed.optimizer.end(waits)
+        elif waits:
+            streamed.wait()
+    finally:
+        streamed.close()
+
+
+def refuse_other_layers(model: nn.Module, layers: list) -> None:
+    """Raise where ``layers`` are not modules of ``model`` that run as they are."""
+    for layer in layers:
+        if not isinstance(layer, nn.Module):
+            raise TypeError(f"{layer!r} is no module: give the layers, such as model.model.layers")
+    inside = set(model.modules())
+    for number, layer in enumerate(layers):
+        if layer not in inside:
+            raise ValueError(f"layer {number} is no part of the model")
+        if layer in STREAMED:
+            raise ValueError(f"layer {number} is streamed already: leave that block first")
