@@ -33,6 +33,12 @@ def exchanged(tree, others: dict[int, torch.Tensor]):
     return others.get(id(tree), tree)
 
 
+def inputs_of(tree) -> list[torch.Tensor]:
+    """The tensors in a nest that require gradients; once, those that come twice."""
+    found = {id(x): x for x in tensors_in(tree) if x.requires_grad}
+    return list(found.values())
+
+
 def refuse(*_) -> None:
     raise RuntimeError(
         "backward came into a layer past its result: what a loss is computed with, a layer must "
@@ -150,7 +156,7 @@ def as_node(owner, index: int, args: tuple, kwargs: dict):
         RuntimeError: here or in backward: gradients would be lost, or those of something else.
     """
     call = {"args": args, "kwargs": kwargs}
-    inputs = [x for x in tensors_in((args, kwargs)) if x.requires_grad]
+    inputs = inputs_of((args, kwargs))
     outputs = Through.apply(owner, index, call, torch.empty(0, requires_grad=True), *inputs)
     if not outputs:
         raise TypeError("a layer must return tensors, in tuples, lists or dicts if there are more")

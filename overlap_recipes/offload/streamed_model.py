@@ -92,6 +92,9 @@ class StreamedModel(StreamedLayers):
         if not torch.is_grad_enabled():
             return forward(*args, **kwargs)
         args, kwargs = without_cache(args, kwargs)
+        # One gradient of each input leaves the layer, as from a layer that is streamed.
+        entered = {id(x): x.view_as(x) for x in node.inputs_of((args, kwargs))}
+        args, kwargs = node.exchanged((args, kwargs), entered)
         return node.checkpoint(forward, *args, use_reentrant=False, **kwargs)
 
     # Sums of microbatches
