@@ -2,13 +2,13 @@
 # Overlap Recipes 0.1.0, overlap_recipes/offload/layer_as_node.py
 """Any layer as one node of autograd: run again in backward, differentiated there."""
 
-from functools import partial
-
 import torch
 from torch import nn
 from torch.autograd.function import once_differentiable
 from torch.autograd.graph import get_gradient_edge
 from torch.utils.checkpoint import checkpoint
+
+from .layer_state import LayerState, version_of
 
 # Private by name: ``torch._C._will_engine_execute_node``; ``_version`` of tensors.
 
@@ -58,21 +58,37 @@ def leaves_of(ends: list, begins: list) -> list[torch.Tensor]:
     return leaves
 
 
-def run_alike(owner, index: int, args: tuple, kwargs: dict, first: list):
-    """Run a layer; the second time only with what it had before, whose versions are kept."""
-    given = tensors_in((args, kwargs))
-    read = [x for x in (*given, *owner.sources(index)) if not x.is_inference()]
-    versions = [x._version for x in read]
-    if first and first != versions:
-        raise RuntimeError(
-            "a weight or an argument of a layer was changed between forward and backward: run "
-            "forward again, or change it behind backward"
-        )
-    first[:] = versions
-    result = owner.run(index, args, kwargs)
-    if [*map(id, tensors_in((args, kwargs)))] != [*map(id, given)]:
-        raise TypeError("a layer may not put tensors into its arguments: let it return them")
-    return result
+class Run:
+    """A layer's run in forward, and the same again in backward."""
+
+    def __init__(self, owner, index: int) -> None:
+        self.owner = owner
+        self.index = index
+        self.versions = None  # of what the first run has read
+        self.state = None  # what the layer was before it
+
+    def __call__(self, args: tuple, kwargs: dict):
+        given = tensors_in((args, kwargs))
+        read = [*given, *self.owner.sources(self.index)]
+        versions = [version_of(x) for x in read]
+        if self.state is not None:
+            return self.again(versions, args, kwargs)
+        self.versions = versions
+        self.state = LayerState(self.owner.plain[self.index])
+        result = self.owner.run(self.index, args, kwargs)
+        self.state.forward_has_run()
+        if [*map(id, tensors_in((args, kwargs)))] != [*map(id, given)]:
+            raise TypeError("a layer may not put tensors into its arguments: let it return them")
+        return result
+
+    def again(self, versions: list[int], args: tuple, kwargs: dict):
+        if versions != self.versions:
+            raise RuntimeError(
+                "a weight or an argument of a layer was changed between forward and backward: run "
+                "forward again, or change it behind backward"
+            )
+        with self.state.put_back():
+            return self.owner.run(self.index, args, kwargs)
 
 
 class Entrance(torch.autograd.Function):
@@ -97,8 +113,7 @@ class Through(torch.autograd.Function):
         with torch.enable_grad():
             entered = {id(x): Entrance.apply(x.detach(), door) for x in inputs}
             args, kwargs = exchanged((call["args"], call["kwargs"]), entered)
-            run = partial(run_alike, owner, index)
-            call["result"] = checkpoint(run, args, kwargs, [], use_reentrant=False)
+            call["result"] = checkpoint(Run(owner, index), args, kwargs, use_reentrant=False)
         outputs = tensors_in(call["result"])
         ctx.begins = [get_gradient_edge(entered[id(x)]) for x in inputs]
         ctx.ends = [get_gradient_edge(y) if y.requires_grad else None for y in outputs]
@@ -148,8 +163,9 @@ def as_node(owner, index: int, args: tuple, kwargs: dict):
         owner: its ``run(index, args, kwargs)`` computes the layer; its ``backward(index, begins,
             pairs, trains)`` gets where the inputs that require gradients enter the layer's graph,
             where its outputs leave it with their gradients, and whether the weights get theirs; it
-            returns the gradients of the inputs. ``views[index]`` are the weights that ``run``
-            uses, ``sources(index)`` what they are made of: it must not change before backward.
+            returns the gradients of the inputs. ``plain[index]`` is the layer, ``views[index]``
+            are the weights that ``run`` uses, ``sources(index)`` what they are made of: it must
+            not change before backward.
 
     Raises:
         TypeError: tensors come or leave in other containers than tuples, lists and dicts.

@@ -2,7 +2,7 @@
 # Overlap Recipes 0.1.0, overlap_recipes/offload/streamed_model.py
 """A stock model whose layers are streamed from the host behind its own forward."""
 
-from collections.abc import Callable, Iterable
+from collections.abc import Iterable
 from functools import partial
 
 import torch
@@ -23,6 +23,37 @@ def resident_bytes(layer: nn.Module) -> int:
     trained = [p for p in layer.parameters() if p.requires_grad]
     more = sum(p.nbytes + OPTIMIZER_BYTES * p.numel() for p in trained)
     return more + sum(p.nbytes for p in layer.parameters())
+
+
+class ResidentLayers:
+    """Layers that stay on the device; backward runs them again like the others."""
+
+    def __init__(self, layers: list[nn.Module]) -> None:
+        self.plain = [node.Plain(layer) for layer in layers]
+        for index, layer in enumerate(layers):
+            layer.forward = partial(self.call, index)
+
+    def call(self, index: int, *args, **kwargs):
+        """What ``layer.forward`` is now."""
+        if not torch.is_grad_enabled():
+            return self.run(index, args, kwargs)
+        args, kwargs = without_cache(args, kwargs)
+        # One gradient of each input leaves the layer, as from a layer that is streamed.
+        entered = {id(x): x.view_as(x) for x in node.inputs_of((args, kwargs))}
+        args, kwargs = node.exchanged((args, kwargs), entered)
+        return node.checkpoint(node.Run(self, index), args, kwargs, use_reentrant=False)
+
+    def sources(self, index: int) -> list[torch.Tensor]:
+        """A layer's weights."""
+        return list(self.plain[index].parameters())
+
+    def run(self, index: int, args: tuple, kwargs: dict):
+        return self.plain[index](*args, **kwargs)
+
+    def close(self) -> None:
+        """Give the layers their forward back."""
+        while self.plain:
+            self.plain.pop().give_back()
 
 
 class StreamedModel(StreamedLayers):
@@ -58,9 +89,7 @@ class StreamedModel(StreamedLayers):
         for m in inside:
             self.hooks.append(m.register_state_dict_pre_hook(lambda *_: self.wait()))
             self.hooks.append(m.register_load_state_dict_pre_hook(lambda *_: self.wait(False)))
-        self.resident = [node.Plain(layer) for layer in resident]
-        for plain in self.resident:
-            plain.layer.forward = partial(self.recomputed, plain.original)
+        self.resident = ResidentLayers(resident)
         self.hooks.append(register_optimizer_step_pre_hook(self.before_step))
         for n, each in enumerate(self.layers):
             self.hooks += [p.register_hook(partial(self.outside, n)) for p in each.trained.values()]
@@ -85,17 +114,6 @@ class StreamedModel(StreamedLayers):
                 )
             if len(p._backward_hooks or ()) > trained or p._post_accumulate_grad_hooks:
                 raise RuntimeError(f"{name}: a parameter's hooks do not run here: use its grad")
-
-    @staticmethod
-    def recomputed(forward: Callable, *args, **kwargs):
-        """What the forward of a layer is that stays on the device."""
-        if not torch.is_grad_enabled():
-            return forward(*args, **kwargs)
-        args, kwargs = without_cache(args, kwargs)
-        # One gradient of each input leaves the layer, as from a layer that is streamed.
-        entered = {id(x): x.view_as(x) for x in node.inputs_of((args, kwargs))}
-        args, kwargs = node.exchanged((args, kwargs), entered)
-        return node.checkpoint(forward, *args, use_reentrant=False, **kwargs)
 
     # Sums of microbatches
 
@@ -171,8 +189,7 @@ class StreamedModel(StreamedLayers):
         """Give the layers their forward back, and unlock the host's memory."""
         for hook in self.hooks:
             hook.remove()
-        while self.resident:
-            self.resident.pop().give_back()
+        self.resident.close()
         super().close()
 
 

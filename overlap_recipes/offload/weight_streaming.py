@@ -128,7 +128,14 @@ class StreamedLayers:
 
     def run(self, index: int, args: tuple, kwargs: dict):
         views = {f"layer.{name}": view for name, view in self.views[index].items()}
-        return functional_call(self.plain[index], views, args, kwargs)
+        before = [flat._version for flat in self.flats[index]]
+        result = functional_call(self.plain[index], views, args, kwargs)
+        if [flat._version for flat in self.flats[index]] != before:
+            raise RuntimeError(
+                "a layer changes its own weights in forward: the host's would not change; let the "
+                "training loop do it behind step(), or leave the layer out"
+            )
+        return result
 
     # Backward
 
