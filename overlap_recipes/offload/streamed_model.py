@@ -9,6 +9,7 @@ import torch
 from torch import nn
 from torch.optim.optimizer import register_optimizer_step_pre_hook
 
+from . import arguments, caches
 from . import layer_as_node as node
 from .weight_streaming import GRADIENT_SLOTS, StreamedLayers
 
@@ -36,12 +37,17 @@ class ResidentLayers:
     def call(self, index: int, *args, **kwargs):
         """What ``layer.forward`` is now."""
         if not torch.is_grad_enabled():
+            caches.refuse_going_on(args, kwargs)
             return self.run(index, args, kwargs)
-        args, kwargs = without_cache(args, kwargs)
+        args, kwargs = caches.empty_copies(index, args, kwargs)
         # One gradient of each input leaves the layer, as from a layer that is streamed.
-        entered = {id(x): x.view_as(x) for x in node.inputs_of((args, kwargs))}
-        args, kwargs = node.exchanged((args, kwargs), entered)
-        return node.checkpoint(node.Run(self, index), args, kwargs, use_reentrant=False)
+        inputs = arguments.inputs_of((args, kwargs))
+        entered = {id(x): x.view_as(x) for x in inputs}
+        given = arguments.exchanged((args, kwargs), entered)
+        result, left = node.checkpoint(node.Run(self, index), *given, use_reentrant=False)
+        originals = {id(entered[id(x)]): x for x in inputs}
+        arguments.handed_back((args, kwargs), arguments.exchanged(left, originals))
+        return result
 
     def sources(self, index: int) -> list[torch.Tensor]:
         """A layer's weights."""
@@ -98,7 +104,10 @@ class StreamedModel(StreamedLayers):
         """What ``layer.forward`` is now."""
         self.check(self.layers[index])
         if torch.is_grad_enabled():
-            args, kwargs = without_cache(args, kwargs)
+            number = len(self.resident.plain) + index
+            args, kwargs = caches.empty_copies(number, args, kwargs)
+        else:
+            caches.refuse_going_on(args, kwargs)
         return super().call(index, *args, **kwargs)
 
     @staticmethod
@@ -191,13 +200,3 @@ class StreamedModel(StreamedLayers):
             hook.remove()
         self.resident.close()
         super().close()
-
-
-def without_cache(args: tuple, kwargs: dict) -> tuple[tuple, dict]:
-    """Arguments of a layer that backward runs again: it would append to a cache a second time."""
-    caches = [x for x in (*args, *kwargs.values()) if hasattr(x, "get_seq_length")]
-    if any(cache.get_seq_length() for cache in caches):
-        raise ValueError("a layer that is trained cannot go on with a cache: use torch.no_grad")
-    args = tuple(None if any(x is cache for cache in caches) else x for x in args)
-    kwargs = {n: None if any(x is cache for cache in caches) else x for n, x in kwargs.items()}
-    return args, kwargs | ({"use_cache": False} if "use_cache" in kwargs else {})

@@ -9,6 +9,7 @@ from functools import partial
 import torch
 from torch.func import functional_call
 
+from . import arguments
 from . import layer_as_node as node
 from .host_layers import HostBuffer, move_to_host
 
@@ -107,7 +108,7 @@ class StreamedLayers:
             self.held.clear()
         self.last = index
         self.await_weights(index)
-        inputs = node.tensors_in((args, kwargs))
+        inputs = arguments.tensors_in((args, kwargs))
         wanted = self.layers[index].trained or any(x.requires_grad for x in inputs)
         if torch.is_grad_enabled() and wanted:
             result = node.as_node(self, index, args, kwargs)

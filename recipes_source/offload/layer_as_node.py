@@ -69,13 +69,21 @@ LAYERS = 3
 # require gradients must enter the inner graph, and those that leave it the outer one; all else is
 # passed as it is.
 #
-# .. literalinclude:: /overlap_recipes/offload/layer_as_node.py
+# Lists and dicts that a layer is given are copied for each of its runs: it may fill them, as Gemma 3n
+# does to share keys and values. What it put in leaves the node like its result, and is handed back
+# to the caller's list or dict.
+#
+# .. literalinclude:: /overlap_recipes/offload/arguments.py
 #    :language: python
 #    :pyobject: tensors_in
 #
-# .. literalinclude:: /overlap_recipes/offload/layer_as_node.py
+# .. literalinclude:: /overlap_recipes/offload/arguments.py
 #    :language: python
-#    :pyobject: exchanged
+#    :pyobject: Copying
+#
+# .. literalinclude:: /overlap_recipes/offload/arguments.py
+#    :language: python
+#    :pyobject: handed_back
 #
 # A graph inside a node
 # ---------------------
@@ -91,8 +99,8 @@ LAYERS = 3
 #
 # * An argument or a weight is changed in place between forward and backward. Autograd has saved
 #   nothing to compare, so ``Run`` compares versions.
-# * A layer puts tensors into a list or dict that it was given: it has a copy, and the caller would
-#   not see them.
+# * A layer changes an argument that is no list or dict, and is not seen inside: ``held_by`` compares
+#   the tensors that it holds.
 # * A tensor that is trained comes into a layer by another way than its arguments: ``leaves_of``
 #   finds it at the end of the inner graph.
 # * A tensor leaves it by another way than its result, with a hook that keeps it, say, and a loss is
