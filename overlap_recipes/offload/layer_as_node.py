@@ -2,41 +2,23 @@
 # Overlap Recipes 0.1.0, overlap_recipes/offload/layer_as_node.py
 """Any layer as one node of autograd: run again in backward, differentiated there."""
 
-from functools import partial
-
 import torch
 from torch import nn
 from torch.autograd.function import once_differentiable
 from torch.autograd.graph import get_gradient_edge
 from torch.utils.checkpoint import checkpoint
 
+from .arguments import exchanged, handed_back, held_by, inputs_of, objects_in, tensors_in
+from .layer_state import LayerState, version_of
+
 # Private by name: ``torch._C._will_engine_execute_node``; ``_version`` of tensors.
-
-
-def tensors_in(tree) -> list[torch.Tensor]:
-    """All tensors in nested tuples, lists and dicts."""
-    if isinstance(tree, torch.Tensor):
-        return [tree]
-    values = tree.values() if isinstance(tree, dict) else tree
-    nested = isinstance(tree, (tuple, list, dict))
-    return [tensor for value in values for tensor in tensors_in(value)] if nested else []
-
-
-def exchanged(tree, others: dict[int, torch.Tensor]):
-    """The same nest with other tensors: ``others`` maps ``id(tensor)`` to what takes its place."""
-    if type(tree) in (tuple, list):
-        return type(tree)(exchanged(value, others) for value in tree)
-    if type(tree) is dict:
-        return {key: exchanged(value, others) for key, value in tree.items()}
-    if not isinstance(tree, torch.Tensor) and any(id(x) in others for x in tensors_in(tree)):
-        raise TypeError(f"{type(tree).__name__}: layers take and return plain tuples, lists, dicts")
-    return others.get(id(tree), tree)
 
 
 def refuse(*_) -> None:
     raise RuntimeError(
         "backward came into a layer past its result: what a loss is computed with, a layer must "
-        "return (no hook may keep it); detach what is only looked at"
+        "return (no hook may keep it). Detach what is only looked at; with transformers, pass "
+        "output_router_logits=False and output_attentions=False, or keep such layers out"
     )
 
 
@@ -52,21 +34,51 @@ def leaves_of(ends: list, begins: list) -> list[torch.Tensor]:
     return leaves
 
 
-def run_alike(owner, index: int, args: tuple, kwargs: dict, first: list):
-    """Run a layer; the second time only with what it had before, whose versions are kept."""
-    given = tensors_in((args, kwargs))
-    read = [x for x in (*given, *owner.sources(index)) if not x.is_inference()]
-    versions = [x._version for x in read]
-    if first and first != versions:
-        raise RuntimeError(
-            "a weight or an argument of a layer was changed between forward and backward: run "
-            "forward again, or change it behind backward"
-        )
-    first[:] = versions
-    result = owner.run(index, args, kwargs)
-    if [*map(id, tensors_in((args, kwargs)))] != [*map(id, given)]:
-        raise TypeError("a layer may not put tensors into its arguments: let it return them")
-    return result
+class Run:
+    """A layer's run in forward, and the same again in backward."""
+
+    def __init__(self, owner, index: int) -> None:
+        self.owner = owner
+        self.index = index
+        self.versions = None  # of what the first run has read
+        self.state = None  # what the layer was before it
+
+    def __call__(self, args: tuple, kwargs: dict) -> tuple:
+        """The result, and the arguments as the layer has left its copy of them."""
+        read = [*tensors_in((args, kwargs)), *self.owner.sources(self.index)]
+        versions = [version_of(x) for x in read]
+        args, kwargs = exchanged((args, kwargs), {})
+        if self.state is None:
+            self.versions = versions
+            result = self.first(args, kwargs)
+        elif self.versions == versions:
+            result = self.again(args, kwargs)
+        else:
+            raise RuntimeError(
+                "a weight or an argument of a layer was changed between forward and backward: run "
+                "forward again, or change it behind backward"
+            )
+        return result, (args, kwargs)
+
+    def first(self, args: tuple, kwargs: dict):
+        """The run in forward."""
+        self.state = LayerState(self.owner.plain[self.index])
+        objects = objects_in((args, kwargs))
+        before = held_by(objects)
+        result = self.owner.run(self.index, args, kwargs)
+        if held_by(objects) != before:
+            kinds = ", ".join(sorted({type(each).__name__ for each in objects}))
+            raise TypeError(
+                f"a layer changes an argument ({kinds}), and backward runs it again: pass "
+                "use_cache=False if it is a cache, or decode under torch.no_grad"
+            )
+        self.state.forward_has_run()
+        return result
+
+    def again(self, args: tuple, kwargs: dict):
+        """The same run, in backward."""
+        with self.state.put_back():
+            return self.owner.run(self.index, args, kwargs)
 
 
 class Entrance(torch.autograd.Function):
@@ -91,9 +103,14 @@ class Through(torch.autograd.Function):
         with torch.enable_grad():
             entered = {id(x): Entrance.apply(x.detach(), door) for x in inputs}
             args, kwargs = exchanged((call["args"], call["kwargs"]), entered)
-            run = partial(run_alike, owner, index)
-            call["result"] = checkpoint(run, args, kwargs, [], use_reentrant=False)
-        outputs = tensors_in(call["result"])
+            returned = checkpoint(Run(owner, index), args, kwargs, use_reentrant=False)
+        call["result"], left = returned
+        # What the layer has put into lists and dicts leaves it as its result does.
+        originals = {id(entered[id(x)]): x for x in inputs}
+        call["left"] = exchanged(left, originals)
+        known = {id(x) for x in tensors_in((call["args"], call["kwargs"]))}
+        put = [y for y in tensors_in(call["left"]) if id(y) not in known]
+        outputs = call["outputs"] = [*tensors_in(call["result"]), *put]
         ctx.begins = [get_gradient_edge(entered[id(x)]) for x in inputs]
         ctx.ends = [get_gradient_edge(y) if y.requires_grad else None for y in outputs]
         known = {id(view) for view in owner.views[index].values()}
@@ -142,17 +159,19 @@ def as_node(owner, index: int, args: tuple, kwargs: dict):
         owner: its ``run(index, args, kwargs)`` computes the layer; its ``backward(index, begins,
             pairs, trains)`` gets where the inputs that require gradients enter the layer's graph,
             where its outputs leave it with their gradients, and whether the weights get theirs; it
-            returns the gradients of the inputs. ``views[index]`` are the weights that ``run``
-            uses, ``sources(index)`` what they are made of: it must not change before backward.
+            returns the gradients of the inputs. ``plain[index]`` is the layer, ``views[index]``
+            are the weights that ``run`` uses, ``sources(index)`` what they are made of: it must
+            not change before backward.
 
     Raises:
         TypeError: tensors come or leave in other containers than tuples, lists and dicts.
         RuntimeError: here or in backward: gradients would be lost, or those of something else.
     """
     call = {"args": args, "kwargs": kwargs}
-    inputs = [x for x in tensors_in((args, kwargs)) if x.requires_grad]
+    inputs = inputs_of((args, kwargs))
     outputs = Through.apply(owner, index, call, torch.empty(0, requires_grad=True), *inputs)
     if not outputs:
         raise TypeError("a layer must return tensors, in tuples, lists or dicts if there are more")
-    pairs = zip(tensors_in(call["result"]), outputs, strict=True)
-    return exchanged(call["result"], {id(inner): outer for inner, outer in pairs})
+    outer = {id(y): z for y, z in zip(call["outputs"], outputs, strict=True)}
+    handed_back((args, kwargs), exchanged(call["left"], outer))
+    return exchanged(call["result"], outer)

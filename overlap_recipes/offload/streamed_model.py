@@ -2,13 +2,14 @@
 # Overlap Recipes 0.1.0, overlap_recipes/offload/streamed_model.py
 """A stock model whose layers are streamed from the host behind its own forward."""
 
-from collections.abc import Callable, Iterable
+from collections.abc import Iterable
 from functools import partial
 
 import torch
 from torch import nn
 from torch.optim.optimizer import register_optimizer_step_pre_hook
 
+from . import arguments, caches
 from . import layer_as_node as node
 from .weight_streaming import GRADIENT_SLOTS, StreamedLayers
 
@@ -23,6 +24,42 @@ def resident_bytes(layer: nn.Module) -> int:
     trained = [p for p in layer.parameters() if p.requires_grad]
     more = sum(p.nbytes + OPTIMIZER_BYTES * p.numel() for p in trained)
     return more + sum(p.nbytes for p in layer.parameters())
+
+
+class ResidentLayers:
+    """Layers that stay on the device; backward runs them again like the others."""
+
+    def __init__(self, layers: list[nn.Module]) -> None:
+        self.plain = [node.Plain(layer) for layer in layers]
+        for index, layer in enumerate(layers):
+            layer.forward = partial(self.call, index)
+
+    def call(self, index: int, *args, **kwargs):
+        """What ``layer.forward`` is now."""
+        if not torch.is_grad_enabled():
+            caches.refuse_going_on(args, kwargs)
+            return self.run(index, args, kwargs)
+        args, kwargs = caches.empty_copies(index, args, kwargs)
+        # One gradient of each input leaves the layer, as from a layer that is streamed.
+        inputs = arguments.inputs_of((args, kwargs))
+        entered = {id(x): x.view_as(x) for x in inputs}
+        given = arguments.exchanged((args, kwargs), entered)
+        result, left = node.checkpoint(node.Run(self, index), *given, use_reentrant=False)
+        originals = {id(entered[id(x)]): x for x in inputs}
+        arguments.handed_back((args, kwargs), arguments.exchanged(left, originals))
+        return result
+
+    def sources(self, index: int) -> list[torch.Tensor]:
+        """A layer's weights."""
+        return list(self.plain[index].parameters())
+
+    def run(self, index: int, args: tuple, kwargs: dict):
+        return self.plain[index](*args, **kwargs)
+
+    def close(self) -> None:
+        """Give the layers their forward back."""
+        while self.plain:
+            self.plain.pop().give_back()
 
 
 class StreamedModel(StreamedLayers):
@@ -58,9 +95,7 @@ class StreamedModel(StreamedLayers):
         for m in inside:
             self.hooks.append(m.register_state_dict_pre_hook(lambda *_: self.wait()))
             self.hooks.append(m.register_load_state_dict_pre_hook(lambda *_: self.wait(False)))
-        self.resident = [node.Plain(layer) for layer in resident]
-        for plain in self.resident:
-            plain.layer.forward = partial(self.recomputed, plain.original)
+        self.resident = ResidentLayers(resident)
         self.hooks.append(register_optimizer_step_pre_hook(self.before_step))
         for n, each in enumerate(self.layers):
             self.hooks += [p.register_hook(partial(self.outside, n)) for p in each.trained.values()]
@@ -69,7 +104,10 @@ class StreamedModel(StreamedLayers):
         """What ``layer.forward`` is now."""
         self.check(self.layers[index])
         if torch.is_grad_enabled():
-            args, kwargs = without_cache(args, kwargs)
+            number = len(self.resident.plain) + index
+            args, kwargs = caches.empty_copies(number, args, kwargs)
+        else:
+            caches.refuse_going_on(args, kwargs)
         return super().call(index, *args, **kwargs)
 
     @staticmethod
@@ -85,14 +123,6 @@ class StreamedModel(StreamedLayers):
                 )
             if len(p._backward_hooks or ()) > trained or p._post_accumulate_grad_hooks:
                 raise RuntimeError(f"{name}: a parameter's hooks do not run here: use its grad")
-
-    @staticmethod
-    def recomputed(forward: Callable, *args, **kwargs):
-        """What the forward of a layer is that stays on the device."""
-        if not torch.is_grad_enabled():
-            return forward(*args, **kwargs)
-        args, kwargs = without_cache(args, kwargs)
-        return node.checkpoint(forward, *args, use_reentrant=False, **kwargs)
 
     # Sums of microbatches
 
@@ -168,16 +198,5 @@ class StreamedModel(StreamedLayers):
         """Give the layers their forward back, and unlock the host's memory."""
         for hook in self.hooks:
             hook.remove()
-        while self.resident:
-            self.resident.pop().give_back()
+        self.resident.close()
         super().close()
-
-
-def without_cache(args: tuple, kwargs: dict) -> tuple[tuple, dict]:
-    """Arguments of a layer that backward runs again: it would append to a cache a second time."""
-    caches = [x for x in (*args, *kwargs.values()) if hasattr(x, "get_seq_length")]
-    if any(cache.get_seq_length() for cache in caches):
-        raise ValueError("a layer that is trained cannot go on with a cache: use torch.no_grad")
-    args = tuple(None if any(x is cache for cache in caches) else x for x in args)
-    kwargs = {n: None if any(x is cache for cache in caches) else x for n, x in kwargs.items()}
-    return args, kwargs | ({"use_cache": False} if "use_cache" in kwargs else {})

@@ -9,6 +9,7 @@ from functools import partial
 import torch
 from torch.func import functional_call
 
+from . import arguments
 from . import layer_as_node as node
 from .host_layers import HostBuffer, move_to_host
 
@@ -107,7 +108,7 @@ class StreamedLayers:
             self.held.clear()
         self.last = index
         self.await_weights(index)
-        inputs = node.tensors_in((args, kwargs))
+        inputs = arguments.tensors_in((args, kwargs))
         wanted = self.layers[index].trained or any(x.requires_grad for x in inputs)
         if torch.is_grad_enabled() and wanted:
             result = node.as_node(self, index, args, kwargs)
@@ -128,7 +129,14 @@ class StreamedLayers:
 
     def run(self, index: int, args: tuple, kwargs: dict):
         views = {f"layer.{name}": view for name, view in self.views[index].items()}
-        return functional_call(self.plain[index], views, args, kwargs)
+        before = [flat._version for flat in self.flats[index]]
+        result = functional_call(self.plain[index], views, args, kwargs)
+        if [flat._version for flat in self.flats[index]] != before:
+            raise RuntimeError(
+                "a layer changes its own weights in forward: the host's would not change; let the "
+                "training loop do it behind step(), or leave the layer out"
+            )
+        return result
 
     # Backward
 

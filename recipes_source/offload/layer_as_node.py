@@ -48,6 +48,7 @@ last gradient of a layer has come.
 # -----------------
 # They are the proof's, whose toys come from :doc:`host_layers`.
 
+from copy import deepcopy
 from functools import partial
 
 import torch
@@ -68,17 +69,25 @@ LAYERS = 3
 # require gradients must enter the inner graph, and those that leave it the outer one; all else is
 # passed as it is.
 #
-# .. literalinclude:: /overlap_recipes/offload/layer_as_node.py
+# Lists and dicts that a layer is given are copied for each of its runs: it may fill them, as Gemma 3n
+# does to share keys and values. What it put in leaves the node like its result, and is handed back
+# to the caller's list or dict.
+#
+# .. literalinclude:: /overlap_recipes/offload/arguments.py
 #    :language: python
 #    :pyobject: tensors_in
 #
-# .. literalinclude:: /overlap_recipes/offload/layer_as_node.py
+# .. literalinclude:: /overlap_recipes/offload/arguments.py
 #    :language: python
-#    :pyobject: exchanged
+#    :pyobject: Copying
+#
+# .. literalinclude:: /overlap_recipes/offload/arguments.py
+#    :language: python
+#    :pyobject: handed_back
 #
 # A graph inside a node
 # ---------------------
-# ``checkpoint`` restores the random state for the second run, so dropout repeats itself, and it
+# ``checkpoint`` restores torch's random state for the second run, so dropout repeats itself, and it
 # **stops early**: when the last tensor that backward needs is there, the rest of the layer is not
 # run. In a block that ends in a matmul, that matmul is not repeated.
 #
@@ -89,14 +98,18 @@ LAYERS = 3
 # Four programs would go wrong in silence, and are errors instead:
 #
 # * An argument or a weight is changed in place between forward and backward. Autograd has saved
-#   nothing to compare, so ``run_alike`` compares versions.
-# * A layer puts tensors into a list or dict that it was given: it has a copy, and the caller would
-#   not see them.
+#   nothing to compare, so ``Run`` compares versions.
+# * A layer changes an argument that is no list or dict, and is not seen inside: ``held_by`` compares
+#   the tensors that it holds.
 # * A tensor that is trained comes into a layer by another way than its arguments: ``leaves_of``
 #   finds it at the end of the inner graph.
 # * A tensor leaves it by another way than its result, with a hook that keeps it, say, and a loss is
 #   computed with it. Then backward comes through the ``Entrance``, or to a weight, which it never
 #   does otherwise.
+#
+# A layer may change more than its weights: BatchNorm its statistics, a router its counts, any class
+# what it keeps on itself. The second run must see all that as the first did, and leave it alone.
+# So ``Run`` takes a ``LayerState`` before the first one, and puts it back for the second.
 #
 # ``Plain`` runs the forward that a layer had before its ``forward`` was exchanged, so that
 # ``functional_call`` can give it weights from elsewhere.
@@ -111,7 +124,11 @@ LAYERS = 3
 #
 # .. literalinclude:: /overlap_recipes/offload/layer_as_node.py
 #    :language: python
-#    :pyobject: run_alike
+#    :pyobject: Run
+#
+# .. literalinclude:: /overlap_recipes/offload/layer_state.py
+#    :language: python
+#    :pyobject: LayerState
 #
 # .. literalinclude:: /overlap_recipes/offload/layer_as_node.py
 #    :language: python
@@ -132,18 +149,21 @@ LAYERS = 3
 # Run it, and prove it
 # --------------------
 # The same layers, ordinary and as nodes: the gradients of all weights and of the input must have
-# the same bits, with dropout, and every layer must have run twice, the second time last first.
+# the same bits, with dropout and a buffer that each forward changes, and every layer must have run
+# twice, the second time last first.
 
 
 class Noted(nn.Module):
-    """Takes keyword arguments and drops features, returns a tuple."""
+    """Takes keyword arguments, drops features, counts its calls, returns a tuple."""
 
     def __init__(self) -> None:
         super().__init__()
         self.block, self.dropout = Block(), nn.Dropout(0.2)
+        self.register_buffer("calls", torch.zeros(()))
 
     def forward(self, x: torch.Tensor, *, scale: dict) -> tuple[torch.Tensor, torch.Tensor]:
-        y = self.dropout(self.block(x)) * scale["by"]
+        self.calls += 1
+        y = self.dropout(self.block(x * self.calls)) * scale["by"]
         return y, y.argmax(-1)
 
 
@@ -187,8 +207,9 @@ def main() -> None:
         torch.manual_seed(dist.get_rank())
         layers = nn.ModuleList(Noted() for _ in range(LAYERS)).to(device)
         x = torch.randn(BATCH, TOKENS, WIDTH, device=device, requires_grad=True)
-        loss_of(output_of(layers, x)).backward()
-        expected = [p.grad for p in layers.parameters()] + [x.grad]
+        ordinary = deepcopy(layers)
+        loss_of(output_of(ordinary, x)).backward()
+        expected = [p.grad for p in ordinary.parameters()] + [x.grad]
         x.grad = None
         owner = Owner(layers)
         loss_of(output_of(layers, x)).backward()
@@ -196,6 +217,7 @@ def main() -> None:
         assert all(map(torch.equal, [*found, x.grad], expected))
         forward = list(range(LAYERS))
         assert owner.runs == forward + forward[::-1]
+        assert all(map(torch.equal, layers.buffers(), ordinary.buffers()))
         print(f"layers ran in the order {owner.runs}: the same gradients, bit by bit")
     finally:
         dist.destroy_process_group()
@@ -231,7 +253,8 @@ if __name__ == "__main__":
 # * ``torch.autograd.grad`` gives gradients of inputs and leaves the weights alone, as anywhere.
 #   Here ``backward(inputs=...)`` leaves them alone, too: weights that are named there get no
 #   gradient.
-# * A buffer that forward changes (BatchNorm's statistics) changes twice, as with any recomputation.
+# * Seen by the second run as the first one left it: what an object of another class holds that a
+#   layer keeps, or another module. NumPy's random numbers are drawn anew.
 #
 # Further reading
 # ---------------

@@ -87,8 +87,10 @@ LAYERS, WORDS, STEPS, MICROBATCHES = 4, 50, 3, 2
 # The streamed model
 # ------------------
 # **A cache.** ``generate()`` runs under ``no_grad`` and each layer gets its cache: the tokens are
-# those of a resident run. In training, backward runs a layer again, and a cache would grow twice.
-# So it is left out, as transformers does under checkpointing; one that is not empty is refused.
+# those of a resident run. In training, backward runs a layer again, and a cache would grow twice;
+# kept until then, it would hold the keys and values of all layers. So each run of a layer gets a copy
+# of the empty cache, and computes as with the cache. The cache stays empty: a decode loop that goes
+# on with it is refused, and says what to do.
 #
 # **Sums.** Gradients add up until ``zero_grad()``, as they do anywhere. The sum lives on the host:
 # it is loaded into the gradient slot beside the layer's backward, added to there, and stored. That
@@ -114,9 +116,9 @@ LAYERS, WORDS, STEPS, MICROBATCHES = 4, 50, 3, 2
 #    :language: python
 #    :pyobject: StreamedModel
 #
-# .. literalinclude:: /overlap_recipes/offload/streamed_model.py
+# .. literalinclude:: /overlap_recipes/offload/caches.py
 #    :language: python
-#    :pyobject: without_cache
+#    :pyobject: empty_copies
 #
 # Run it, and prove it
 # --------------------
@@ -216,8 +218,9 @@ if __name__ == "__main__":
 # * A loss that uses the weights of layers itself, such as a penalty, needs a ``backward()`` of its
 #   own, behind the other: in one it is an error.
 # * What a loss is computed with must be a layer's result: ``output_attentions``,
-#   ``output_router_logits`` and hooks on parts of a layer take other tensors out, which is an error
-#   in backward. To look at them, detach them.
+#   ``output_router_logits`` (the auxiliary loss of Mixtral and Qwen3-MoE) and hooks on parts of a
+#   layer take other tensors out, which is an error in backward: turn them off. To look at them,
+#   detach them. A layer that stays on the device may hand them out.
 # * Gradients of layers' weights come from ``backward()`` alone: ``backward(inputs=...)`` and
 #   ``torch.autograd.grad`` find none of them, and forward-mode derivatives end at the first layer.
 # * A trained parameter of a layer that backward does not use has a gradient of zeros, not none.

@@ -1,7 +1,6 @@
 """A streamed stock Llama has the resident run's bits: forward, gradients, state, generate()."""
 
 from contextlib import closing
-from copy import deepcopy
 
 import pytest
 import torch
@@ -10,13 +9,10 @@ from host_training import (
     LAYERS,
     MAX_NORM,
     RATE,
-    WIDTH,
-    WORDS,
     batch,
     llama,
     same,
     streamed_of,
-    transformers,
 )
 from torch import nn
 
@@ -65,30 +61,6 @@ def test_generate_returns_the_resident_models_tokens(budget_layers):
     budget = budget_layers * resident_bytes(model.model.layers[0])
     with closing(streamed_of(model, budget=budget)):
         assert torch.equal(model.generate(**inputs, **options), expected)
-
-
-def test_a_cache_is_not_continued_where_a_layer_runs_twice():
-    model = llama()
-    ids = batch(0)["input_ids"]
-    with closing(streamed_of(model)):
-        with torch.no_grad():
-            cache = model(ids, use_cache=True).past_key_values
-        with pytest.raises(ValueError, match="cannot go on with a cache: use torch.no_grad"):
-            model(ids, past_key_values=cache)
-
-
-def test_a_cache_that_comes_by_position_is_left_out():
-    """GPT-2's layers get it so, and appended to it twice: the mask was too small."""
-    torch.manual_seed(0)
-    sizes = {"n_embd": WIDTH, "n_layer": 2, "n_head": 4, "vocab_size": WORDS, "n_positions": 64}
-    config = transformers.GPT2Config(**sizes, resid_pdrop=0, embd_pdrop=0, attn_pdrop=0)
-    resident = transformers.GPT2LMHeadModel(config)
-    model = deepcopy(resident)
-    with closing(StreamedModel(model, model.transformer.h, CPU)):
-        for each in (resident, model):
-            each(**batch(0)).loss.backward()
-        for ours, theirs in zip(model.parameters(), resident.parameters(), strict=True):
-            assert torch.equal(ours.grad, theirs.grad)
 
 
 def test_state_dicts_have_the_original_keys_and_load_both_ways():

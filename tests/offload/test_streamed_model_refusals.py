@@ -127,12 +127,6 @@ class Scaled(nn.Linear):
         return super().forward(x) * scale
 
 
-class Noting(nn.Linear):
-    def forward(self, x, found):
-        found.append(super().forward(x))
-        return found[-1]
-
-
 class Reading(nn.Linear):
     def forward(self, x):
         return super().forward(x) * self.by[0]
@@ -148,11 +142,32 @@ def test_an_argument_that_is_changed_before_backward_is_refused():
             loss.backward()
 
 
-def test_tensors_that_a_layer_puts_into_a_list_are_refused():
-    """It had a copy of the list: the loop found none of them."""
-    model = Layers(Noting)
-    with closing(StreamedModel(model, model.layers, CPU)), pytest.raises(TypeError, match="return"):
-        model(torch.ones(2, 8), [])
+class Remembering:
+    """A cache of another kind than transformers'."""
+
+    def __init__(self) -> None:
+        self.keys = {}
+
+
+class Remembered(nn.Linear):
+    def forward(self, x, *, memory):
+        y = super().forward(x)
+        memory.keys[id(self)] = y.detach()
+        return y
+
+
+@pytest.mark.parametrize("budget_layers", [0, 3])
+def test_an_object_that_a_layer_changes_is_refused_while_it_is_trained(budget_layers):
+    """Both runs changed it."""
+    layer = Remembered(8, 8)
+    budget = budget_layers * resident_bytes(layer)
+    x, memory = torch.ones(2, 8), Remembering()
+    with closing(StreamedModel(layer, [layer], CPU, budget=budget)):
+        with pytest.raises(TypeError, match=r"\(Remembering\).*use_cache=False.*no_grad"):
+            layer(x, memory=memory)
+        with torch.no_grad():
+            layer(x, memory=memory)
+    assert list(memory.keys) == [id(layer)]
 
 
 def test_a_trained_tensor_that_is_no_argument_is_refused():

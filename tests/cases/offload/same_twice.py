@@ -2,8 +2,7 @@
 
 The argument names the program: ``x0`` (modded-nanogpt's ``block(x, x0)``), ``budget`` (the same,
 compared with a run whose first layer stays on the device), ``qkv`` (attention with ``q = k = v``),
-``decoder`` (``nn.TransformerDecoderLayer(x, x)``), ``cloned`` (``x0`` is a copy, which is right
-today).
+``decoder`` (``nn.TransformerDecoderLayer(x, x)``), ``cloned`` (``x0`` is a copy).
 """
 
 import sys

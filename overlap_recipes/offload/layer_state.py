@@ -1,0 +1,114 @@
+# SPDX-License-Identifier: BSD-3-Clause
+# Overlap Recipes 0.1.0, overlap_recipes/offload/layer_state.py
+"""What a layer has besides its parameters, so that it runs again as it ran before."""
+
+import random
+from collections import deque
+from collections.abc import Iterator
+from contextlib import contextmanager
+from copy import copy
+
+import torch
+from torch import nn
+
+SMALL = 2**20  # bytes: a tensor up to here is kept though it seems not to have changed
+
+# Names that every module has; of them, those that can be another in the second run.
+OF_EVERY_MODULE = frozenset(vars(nn.Module()))
+CHANGEABLE = frozenset({"_buffers", "training"})
+
+
+def attributes_of(module: nn.Module) -> dict:
+    """A module's buffers, its mode, and what its own class keeps on it."""
+    found = {}
+    for name, value in vars(module).items():
+        if name not in OF_EVERY_MODULE or name in CHANGEABLE:
+            found[name] = value
+    return found
+
+
+def version_of(tensor: torch.Tensor) -> int:
+    """How often a tensor was changed in place; a tensor of inference mode does not count it."""
+    return 0 if tensor.is_inference() else tensor._version
+
+
+class Kept:
+    """A copy of a tensor from before a forward."""
+
+    def __init__(self, tensor: torch.Tensor) -> None:
+        self.tensor = tensor
+        self.version = version_of(tensor)
+        self.before = tensor.detach().clone()
+
+    def value(self) -> torch.Tensor:
+        """The copy; behind a forward that left a large tensor alone, that tensor."""
+        if self.tensor.nbytes > SMALL and version_of(self.tensor) == self.version:
+            return self.tensor
+        return self.before
+
+
+def kept(value, copies: dict[int, Kept]):
+    """A value that later changes do not reach; ``copies`` are of tensors, by ``id``."""
+    if isinstance(value, nn.Parameter):
+        return value
+    if isinstance(value, torch.Tensor) and not value.requires_grad:
+        if id(value) not in copies:
+            copies[id(value)] = Kept(value)
+        return copies[id(value)]
+    if isinstance(value, torch.Generator):
+        return value.clone_state()
+    if type(value) in (list, tuple):
+        return type(value)(kept(item, copies) for item in value)
+    if type(value) is dict:
+        return {key: kept(item, copies) for key, item in value.items()}
+    if isinstance(value, (list, dict, set, deque)):
+        return copy(value)
+    return value
+
+
+def values_of(value):
+    """A kept value with tensors in place of ``Kept``."""
+    if isinstance(value, Kept):
+        return value.value()
+    if type(value) in (list, tuple):
+        return type(value)(values_of(item) for item in value)
+    if type(value) is dict:
+        return {key: values_of(item) for key, item in value.items()}
+    return value
+
+
+class LayerState:
+    """A layer's buffers, attributes and modes as they are now, and Python's random numbers.
+
+    What a second run changes of them is gone behind it: forward has changed it already.
+    """
+
+    def __init__(self, layer: nn.Module) -> None:
+        copies = {}
+        self.random = random.getstate()
+        self.attributes = {m: kept(attributes_of(m), copies) for m in layer.modules()}
+
+    def forward_has_run(self) -> None:
+        """Drop copies of large tensors that it has not changed."""
+        self.attributes = {m: values_of(found) for m, found in self.attributes.items()}
+
+    @contextmanager
+    def put_back(self) -> Iterator[None]:
+        """For this block, the layer is as it was."""
+        random_now = random.getstate()
+        now = {module: attributes_of(module) for module in self.attributes}
+        random.setstate(self.random)
+        exchange(self.attributes)
+        try:
+            yield
+        finally:
+            exchange(now)
+            random.setstate(random_now)
+
+
+def exchange(attributes: dict[nn.Module, dict]) -> None:
+    """Give modules these attributes in place of those that they have."""
+    for module, wanted in attributes.items():
+        for name in attributes_of(module):
+            del vars(module)[name]
+        vars(module).update(wanted)

@@ -1,0 +1,195 @@
+"""Layers get what the model gives them: one tensor twice, caches, dicts that they fill."""
+
+from collections import UserDict
+from contextlib import closing
+from copy import deepcopy
+
+import pytest
+import torch
+from host_training import batch, llama, streamed_of, transformers
+from streamed_toys import CPU, WIDTH, Loop, close, gradients_of, same, train, with_each_budget
+from torch import nn
+
+from overlap_recipes.offload.streamed_model import StreamedModel, resident_bytes
+
+pytestmark = pytest.mark.usefixtures("one_thread")
+
+
+class Mixing(nn.Linear):
+    """Mixes its input with what all layers began with."""
+
+    def __init__(self) -> None:
+        super().__init__(WIDTH, WIDTH)
+
+    def forward(self, x: torch.Tensor, x0: torch.Tensor) -> torch.Tensor:
+        x = x + 0.5 * x0
+        return x + super().forward(x).relu().square()
+
+
+class Attention(nn.MultiheadAttention):
+    def __init__(self) -> None:
+        super().__init__(WIDTH, 2, batch_first=True)
+
+    def forward(self, q: torch.Tensor, k: torch.Tensor, v: torch.Tensor) -> torch.Tensor:
+        return super().forward(q, k, v, need_weights=False)[0]
+
+
+def decoder_layer() -> nn.Module:
+    return nn.TransformerDecoderLayer(WIDTH, 2, 2 * WIDTH, dropout=0.0, batch_first=True)
+
+
+def mix(layers: nn.ModuleList, x: torch.Tensor) -> torch.Tensor:
+    x0 = x
+    for layer in layers:
+        x = layer(x, x0)
+    return x
+
+
+def attend(layers: nn.ModuleList, x: torch.Tensor) -> torch.Tensor:
+    for layer in layers:
+        x = x + layer(x, k=x, v=x)
+    return x
+
+
+def decode(layers: nn.ModuleList, x: torch.Tensor) -> torch.Tensor:
+    for layer in layers:
+        x = layer(x, x)
+    return x
+
+
+@pytest.mark.parametrize(
+    ("make", "run"), [(Mixing, mix), (Attention, attend), (decoder_layer, decode)]
+)
+def test_a_tensor_given_twice_counts_once_for_each_use_whatever_the_budget(make, run):
+    """It counted twice in a streamed layer, so that a budget changed training."""
+    model = Loop(make, run)
+    expected = train(model)
+    found = []
+    for streamed in with_each_budget(model):
+        found.append(train(streamed))
+    for gradients in found:
+        assert close(gradients, expected)
+        assert same(gradients, found[0])
+
+
+class Filling(nn.Linear):
+    """Puts its result into lists and dicts, and reads what others have put there."""
+
+    def __init__(self) -> None:
+        super().__init__(WIDTH, WIDTH)
+
+    def forward(self, x: torch.Tensor, *, found: list, shared: dict, numbers: dict) -> torch.Tensor:
+        if "first" in shared:
+            x = x + shared["first"][0]
+        y = super().forward(x)
+        found.append(y.relu())
+        shared.setdefault("first", (y, y.detach().argmax()))
+        numbers["calls"] = numbers.get("calls", 0) + 1
+        return y
+
+
+def fill(kind: type):
+    def run(layers: nn.ModuleList, x: torch.Tensor) -> torch.Tensor:
+        found = []
+        numbers = {}
+        x0 = x
+        shared = kind(x0=x0)
+        for layer in layers:
+            x = layer(x, found=found, shared=shared, numbers=numbers)
+        assert shared["x0"] is x0
+        assert len(found) == numbers["calls"] == len(layers)
+        return x + sum(found) + shared["first"][0]
+
+    return run
+
+
+@pytest.mark.parametrize("kind", [dict, UserDict])
+def test_lists_and_dicts_that_layers_fill_are_the_callers_and_train(kind):
+    """They were copies, and so refused. Gemma 3n and 4 share keys and values so."""
+    model = Loop(Filling, fill(kind))
+    expected = train(model)
+    found = [train(streamed) for streamed in with_each_budget(model)]
+    for gradients in found:
+        assert close(gradients, expected)
+        assert same(gradients, found[0])
+
+
+@pytest.mark.parametrize("budget_layers", [0, 2])
+def test_a_cache_is_not_continued_where_a_layer_runs_twice(budget_layers):
+    model = llama().eval()
+    ids = batch(0)["input_ids"]
+    refused = pytest.raises(ValueError, match="under torch.no_grad.*use_cache=False")
+    with closing(streamed_of(model, budget=budget_layers * resident_bytes(model.model.layers[0]))):
+        with torch.no_grad():
+            cache = model(ids, use_cache=True).past_key_values
+        with refused:
+            model(ids, past_key_values=cache)
+        cache = model(ids, use_cache=True).past_key_values
+        for again in (cache, deepcopy(cache)):
+            with refused:
+                model(ids[:, -1:], past_key_values=again)
+            with refused, torch.no_grad():
+                model(ids[:, -1:], past_key_values=again)
+        model(ids, use_cache=False).logits.sum().backward()
+
+
+def test_a_frozen_layer_leaves_the_cache_of_those_that_are_trained_empty():
+    model = llama()
+    model.requires_grad_(False)
+    model.model.layers[3].requires_grad_(True)
+    with closing(streamed_of(model)):
+        model(**batch(0), use_cache=True).loss.backward()
+
+
+@pytest.mark.parametrize("budget_layers", [0, 1, 2])
+def test_gpt2_trains_with_its_default_cache_as_it_does_resident(budget_layers):
+    """Its layers got none: keys lay in another order in memory, which can change last bits."""
+    torch.manual_seed(0)
+    sizes = {"n_embd": 32, "n_layer": 2, "n_head": 4, "vocab_size": 96, "n_positions": 64}
+    model = transformers.GPT2LMHeadModel(transformers.GPT2Config(**sizes)).train()
+    resident = deepcopy(model)
+    budget = budget_layers * resident_bytes(model.transformer.h[0])
+    with closing(StreamedModel(model, model.transformer.h, CPU, budget=budget)):
+        for each in (resident, model):
+            torch.manual_seed(1)
+            each(**batch(0)).loss.backward()
+        assert same(gradients_of(model), gradients_of(resident))
+
+
+def gemma() -> nn.Module:
+    """Its last two layers read the keys and values of others, from a dict that these fill."""
+    sizes = {"hidden_size": 32, "intermediate_size": 64, "num_hidden_layers": 5, "vocab_size": 96}
+    sizes |= {"num_attention_heads": 4, "num_key_value_heads": 2, "head_dim": 8}
+    sizes |= {"vocab_size_per_layer_input": 96, "hidden_size_per_layer_input": 8, "laurel_rank": 4}
+    sizes |= {"sliding_window": 8, "num_kv_shared_layers": 2, "altup_num_inputs": 2}
+    kinds = ["sliding_attention", "full_attention", "sliding_attention"]
+    sizes |= {"layer_types": [*kinds, *kinds[:2]], "activation_sparsity_pattern": [0.0] * 5}
+    torch.manual_seed(0)
+    return transformers.Gemma3nForCausalLM(transformers.Gemma3nTextConfig(**sizes)).train()
+
+
+@pytest.mark.parametrize("budget_layers", [0, 2])
+def test_gemma_3n_trains_its_shared_keys_and_values(budget_layers):
+    model = gemma()
+    resident = deepcopy(model)
+    budget = budget_layers * resident_bytes(model.model.layers[0])
+    ids = batch(0)["input_ids"]
+    with closing(streamed_of(model, budget=budget)):
+        for each in (resident, model):
+            each(input_ids=ids, labels=ids).loss.backward()
+        assert close(gradients_of(model), gradients_of(resident))
+
+
+def test_a_loss_with_what_a_router_hands_out_is_refused_with_advice():
+    sizes = {"hidden_size": 32, "intermediate_size": 64, "num_hidden_layers": 2, "vocab_size": 96}
+    sizes |= {"num_attention_heads": 4, "num_key_value_heads": 2, "num_local_experts": 4}
+    config = transformers.MixtralConfig(**sizes, output_router_logits=True)
+    model = transformers.MixtralForCausalLM(config).train()
+    resident = deepcopy(model)
+    with closing(streamed_of(model)):
+        with pytest.raises(RuntimeError, match="output_router_logits=False"):
+            model(**batch(0)).loss.backward()
+        model.zero_grad()
+        for each in (resident, model):
+            each(**batch(0), output_router_logits=False).loss.backward()
+        assert same(gradients_of(model), gradients_of(resident))
