@@ -269,13 +269,6 @@ DEFECTS = [
     ),
     # sharding
     Case(
-        "view_in_place",
-        "sharding/view_in_place.py",
-        2,
-        "In place, += on a view of a unit's output gives wrong gradients; stock FSDP2 raises.",
-        r"AssertionError: gradient of \S+ is -?\d\S*, unsharded -?\d\S* \(\d+ gradients are wrong",
-    ),
-    Case(
         "gradients_on_one_rank_each",
         "sharding/gradient_on_one_rank.py",
         2,
@@ -312,6 +305,13 @@ DEFECTS = [
 
 RIGHT = [
     ("same_twice_cloned", "offload/same_twice.py", 1, ("cloned",)),
+    ("view_in_place", "sharding/view_in_place.py", 2, ()),
+    ("view_in_place_twice", "sharding/unseen_output.py", 2, ("twice",)),
+    ("view_in_place_frozen", "sharding/unseen_output.py", 2, ("frozen",)),
+    ("output_of_a_class", "sharding/unseen_output.py", 2, ("own_class",)),
+    ("kept_on_the_module", "sharding/unseen_output.py", 2, ("kept",)),
+    ("kept_in_a_list", "sharding/unseen_output.py", 2, ("kept_in_a_list",)),
+    ("kept_elsewhere", "sharding/unseen_output.py", 2, ("kept_elsewhere", "refused")),
     ("unused_one_each", "sharding/gradient_on_one_rank.py", 2, ("one_each", "place", "unused")),
     ("unused_one", "sharding/gradient_on_one_rank.py", 2, ("both_and_one", "place", "unused")),
 ]

@@ -86,12 +86,14 @@ def why_not(group: dist.ProcessGroup, device: torch.device) -> str | None:
 GROUP_NAMES = """
     unshard wait_for_unshard finalize_backward lazy_init fsdp_params is_sharded is_unsharded
     _to_unsharded _all_gather_result _training_state unshard_in_backward mesh_info comm_ctx modules
-    _all_gather_comm _reduce_scatter_comm post_forward_mesh_info
+    _all_gather_comm _reduce_scatter_comm post_forward_mesh_info _to_sharded
+    _to_sharded_post_forward post_forward
 """
 PARAMETER_NAMES = """
     sharded_param padded_sharded_param_size _sharded_param_data fsdp_placement all_gather_outputs
     init_all_gather_outputs init_unsharded_param free_unsharded_param offload_to_cpu
 """
+AUTOGRAD_NAMES = "_unsafe_set_version_counter _get_sequence_nr"
 
 
 def param_groups(model: nn.Module) -> list:
@@ -112,7 +114,12 @@ def param_groups(model: nn.Module) -> list:
     for group in groups.values():
         missing = [n for n in GROUP_NAMES.split() if not hasattr(group, n)]
         missing += [n for n in PARAMETER_NAMES.split() if not hasattr(group.fsdp_params[0], n)]
-        if missing or not hasattr(torch._C, "_current_graph_task_id"):
+        if not hasattr(torch._C, "_current_graph_task_id"):
+            missing.append("torch._C._current_graph_task_id")
+        for name in AUTOGRAD_NAMES.split():
+            if not hasattr(torch._C._autograd, name):
+                missing.append(f"torch._C._autograd.{name}")
+        if missing:
             raise RuntimeError(f"FSDP2 of torch {torch.__version__} has no {missing}: not for it")
     return list(groups.values())
 

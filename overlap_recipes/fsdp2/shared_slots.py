@@ -89,6 +89,7 @@ class Slots:
             p.init_unsharded_param()
             full = getattr(p._unsharded_param, "_local_tensor", p._unsharded_param)
             increment_version(full)  # a backward with views of where it was is an error
+            group.full_versions = ()
             full.data = mine.as_strided(full.size(), full.stride(), mine.storage_offset())
             p.free_unsharded_param = lambda: None  # its memory is the slot's
         small = [pair for pair in copies if pair[1].nbytes <= SMALL]
@@ -148,6 +149,36 @@ def versions(group) -> list:
 def outdated(group) -> bool:
     """Whether a unit's weights were seen to change since it was filled."""
     return group.filled_from != versions(group)
+
+
+def full_weights(group) -> list[torch.Tensor]:
+    """What the modules of a unit compute with; of a DTensor its local tensor as well."""
+    weights = []
+    for p in group.fsdp_params:
+        full = getattr(p, "_unsharded_param", None)
+        if full is not None:
+            weights.append(full)
+        if hasattr(full, "_local_tensor"):
+            weights.append(full._local_tensor)
+    return weights
+
+
+def forbid_reading(group) -> None:
+    """Let a backward that reads the full weights of a unit, which lie there no more, be an error.
+
+    It is the one that autograd raises for a tensor "modified by an inplace operation".
+    """
+    weights = full_weights(group)
+    group.full_versions = tuple(weight._version for weight in weights)
+    increment_version(weights)
+
+
+def allow_reading(group) -> None:
+    """The full weights of a unit lie where autograd knows them: take ``forbid_reading`` back."""
+    if group.full_versions:
+        torch._C._autograd._unsafe_set_version_counter(
+            tuple(full_weights(group)), group.full_versions
+        )
 
 
 def storage_of(tensor: torch.Tensor) -> int:
