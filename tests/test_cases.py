@@ -269,22 +269,6 @@ DEFECTS = [
     ),
     # sharding
     Case(
-        "gradients_on_one_rank_each",
-        "sharding/gradient_on_one_rank.py",
-        2,
-        "In place, parameters with a gradient on one rank only get wrong ones in silence.",
-        r"AssertionError: gradient of \S+ is -?\d\S*, unsharded -?\d\S* \(12 gradients are wrong\)",
-        ("one_each", "place"),
-    ),
-    Case(
-        "gradient_on_one_rank",
-        "sharding/gradient_on_one_rank.py",
-        2,
-        "In place, one parameter without a gradient on a rank makes every gradient wrong.",
-        r"AssertionError: gradient of \S+ is -?\d\S*, unsharded -?\d\S* \(18 gradients are wrong\)",
-        ("both_and_one", "place"),
-    ),
-    Case(
         "stock_gradients_on_one_rank_each",
         "sharding/gradient_on_one_rank.py",
         2,
@@ -303,6 +287,7 @@ DEFECTS = [
     ),
 ]
 
+ONE_RANK = "sharding/gradient_on_one_rank.py"
 RIGHT = [
     ("same_twice_cloned", "offload/same_twice.py", 1, ("cloned",)),
     ("view_in_place", "sharding/view_in_place.py", 2, ()),
@@ -312,8 +297,12 @@ RIGHT = [
     ("kept_on_the_module", "sharding/unseen_output.py", 2, ("kept",)),
     ("kept_in_a_list", "sharding/unseen_output.py", 2, ("kept_in_a_list",)),
     ("kept_elsewhere", "sharding/unseen_output.py", 2, ("kept_elsewhere", "refused")),
-    ("unused_one_each", "sharding/gradient_on_one_rank.py", 2, ("one_each", "place", "unused")),
-    ("unused_one", "sharding/gradient_on_one_rank.py", 2, ("both_and_one", "place", "unused")),
+    ("gradients_on_one_rank_each", ONE_RANK, 2, ("one_each", "place")),
+    ("gradient_on_one_rank", ONE_RANK, 2, ("both_and_one", "place")),
+    ("no_gradient_of_a_unit", ONE_RANK, 2, ("idle", "place")),
+    ("unused_unit", ONE_RANK, 2, ("idle", "place", "unused")),
+    ("unused_one_each", ONE_RANK, 2, ("one_each", "place", "unused")),
+    ("unused_one", ONE_RANK, 2, ("both_and_one", "place", "unused")),
 ]
 
 
