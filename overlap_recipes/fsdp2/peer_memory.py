@@ -55,6 +55,10 @@ class PeerMemory:
                 thread.submit(dist.barrier, self.group).result()
 
 
+ONE_RANK = "there is one rank"
+HOSTS = "the ranks are on several hosts"
+
+
 def why_not(group: dist.ProcessGroup, device: torch.device) -> str | None:
     """Why the ranks of ``group`` cannot read each other's memory; None if they can. Collective."""
     seen, mine = {}, None
@@ -71,9 +75,9 @@ def why_not(group: dist.ProcessGroup, device: torch.device) -> str | None:
     verdicts: list = [None] * group.size()
     dist.all_gather_object(verdicts, (None in others, apart), group=group)
     reasons = {
-        "there is one rank": group.size() == 1,
+        ONE_RANK: group.size() == 1,
         f"no symmetric memory on {device.type}": device.type not in ("cpu", "cuda"),
-        "the ranks are on several hosts": len({host for host, _ in answers}) > 1,
+        HOSTS: len({host for host, _ in answers}) > 1,
         "a rank does not see the others' GPUs (CUDA_VISIBLE_DEVICES)": any(v[0] for v in verdicts),
         "not every GPU has peer access to every other": any(v[1] for v in verdicts),
     }
@@ -143,6 +147,18 @@ def why_stock(group, shard_group: dist.ProcessGroup | None) -> str | None:
     return next((reason for reason, holds in reasons.items() if holds), None)
 
 
+def reasons_for_stock(groups: list) -> set[str]:
+    """Why FSDP2 must gather some or all of ``groups`` as before; empty if copies can. Collective."""
+    shard_group = getattr(groups[0].mesh_info, "shard_process_group", None)
+    reasons = [why_stock(group, shard_group) for group in groups]
+    found = {reason for reason in reasons if reason is not None}
+    if None in reasons:
+        of_all = why_not(shard_group, groups[reasons.index(None)].device)
+        if of_all is not None:
+            found.add(of_all)
+    return found
+
+
 def copying_groups(model: nn.Module) -> list:
     """The groups of ``model`` whose ranks can copy from each other. Collective.
 
@@ -169,13 +185,37 @@ def settled(name: str) -> property:
     return property(lambda group: group.__dict__[name], refuse)
 
 
+MIXINS = ("InPlaceGather", "InPlaceReduce")
+ours: set[type] = set()  # of them, those of this copy of the library
+
+
+def refuse_twice(groups: Sequence, mixin: type) -> None:
+    """Raise if one of ``groups`` has methods of ``mixin``, or of another copy of the library.
+
+    Raises:
+        RuntimeError: one of them has.
+    """
+    for group in groups:
+        for kind in type(group).__mro__:
+            if kind is mixin:
+                raise RuntimeError(
+                    f"{mixin.__name__} was called for this model before: call it once"
+                )
+            if kind.__name__ in MIXINS and kind not in ours:
+                raise RuntimeError(
+                    f"another copy of this library, {kind.__module__}, has this model's units "
+                    "already: make both calls, for gathers and for reductions, by one copy"
+                )
+
+
 def become(groups: Sequence, mixin: type) -> None:
     """Let ``mixin``'s methods come before those of FSDP2, for these groups alone.
 
     Raises:
-        RuntimeError: for one of them they do already; none is changed.
+        RuntimeError: for one of them they do already, or another copy of this library's; none is
+            changed.
     """
-    if any(isinstance(group, mixin) for group in groups):
-        raise RuntimeError(f"{mixin.__name__} was called for this model before: call it once")
+    refuse_twice(groups, mixin)
+    ours.add(mixin)
     for group in groups:
         group.__class__ = type(mixin.__name__ + type(group).__name__, (mixin, type(group)), {})

@@ -1,6 +1,6 @@
 # SPDX-License-Identifier: BSD-3-Clause
 # Overlap Recipes 0.1.0, overlap_recipes/fsdp2/same_gradients.py
-"""Ranks of one host agree on what they reduce, before they do: in host memory, without the device."""
+"""Ranks of one host agree, in host memory, on which gradients they reduce, before they do."""
 
 import mmap
 import shutil
@@ -137,4 +137,3 @@ def shared_words(group: dist.ProcessGroup, words: int) -> memoryview:
     if group.rank() == 0:
         shutil.rmtree(agreed[0])  # the mappings keep the file alive
     return memoryview(mapped).cast("Q")
-

@@ -200,7 +200,7 @@ def counted() -> weakref.WeakSet:
             known = [p for p in held if storage_of(p) in ours]
         increment_version(known)
 
-    register_optimizer_step_post_hook(count)  # for good: who removes it may do so in a step
+    groups.hook = register_optimizer_step_post_hook(count)  # for good: not to be removed in a step
     return groups
 
 

@@ -1,8 +1,8 @@
 """pytorch#158719: a parameter that has a gradient on one rank only, an expert without tokens.
 
-Arguments: which experts the two ranks use, ``one_each`` (0 on one rank, 1 on the other) or
-``both_and_one`` (both, and 1), or ``idle`` (both, and no weight of the last block); ``stock`` FSDP2 or in ``place``; and ``unused`` if
-``set_reduce_scatter_unused_params`` is on, with which all is right today. The gradients must be
+Arguments: which experts the two ranks use, ``one_each`` (0 on one rank, 1 on the other),
+``both_and_one`` (both, and 1), or ``idle`` (both, and no weight of the last block); ``stock`` FSDP2
+or in ``place``; and ``unused`` if ``set_reduce_scatter_unused_params`` is on. The gradients must be
 those of the unsharded model, or an error must name that setting.
 """
 
