@@ -64,29 +64,6 @@ DEFECTS = [
     # offload
     # sharding
     Case(
-        "view_in_place",
-        "sharding/view_in_place.py",
-        2,
-        "In place, += on a view of a unit's output gives wrong gradients; stock FSDP2 raises.",
-        r"AssertionError: gradient of \S+ is -?\d\S*, unsharded -?\d\S* \(\d+ gradients are wrong",
-    ),
-    Case(
-        "gradients_on_one_rank_each",
-        "sharding/gradient_on_one_rank.py",
-        2,
-        "In place, parameters with a gradient on one rank only get wrong ones in silence.",
-        r"AssertionError: gradient of \S+ is -?\d\S*, unsharded -?\d\S* \(12 gradients are wrong\)",
-        ("one_each", "place"),
-    ),
-    Case(
-        "gradient_on_one_rank",
-        "sharding/gradient_on_one_rank.py",
-        2,
-        "In place, one parameter without a gradient on a rank makes every gradient wrong.",
-        r"AssertionError: gradient of \S+ is -?\d\S*, unsharded -?\d\S* \(18 gradients are wrong\)",
-        ("both_and_one", "place"),
-    ),
-    Case(
         "stock_gradients_on_one_rank_each",
         "sharding/gradient_on_one_rank.py",
         2,
@@ -126,8 +103,6 @@ RIGHT = [
     ("names_with_a_dash", "checkpoint/own_names.py", 1, ("step-{}",)),
     ("names_with_zeros", "checkpoint/own_names.py", 1, ("step{:06d}",)),
     ("same_twice_cloned", "offload/same_twice.py", 1, ("cloned",)),
-    ("unused_one_each", "sharding/gradient_on_one_rank.py", 2, ("one_each", "place", "unused")),
-    ("unused_one", "sharding/gradient_on_one_rank.py", 2, ("both_and_one", "place", "unused")),
     ("same_twice_x0", "offload/same_twice.py", 1, ("x0",)),
     ("same_twice_with_a_budget", "offload/same_twice.py", 1, ("budget",)),
     ("same_twice_qkv", "offload/same_twice.py", 1, ("qkv",)),
@@ -139,6 +114,19 @@ RIGHT = [
     ("recurrent_gemma", "offload/recurrent_gemma.py", 1, ()),
     ("decode_with_gradients", "offload/decode_with_gradients.py", 1, ()),
     ("gpt2_with_cache", "offload/gpt2_with_cache.py", 1, ()),
+    ("view_in_place", "sharding/view_in_place.py", 2, ()),
+    ("view_in_place_twice", "sharding/unseen_output.py", 2, ("twice",)),
+    ("view_in_place_frozen", "sharding/unseen_output.py", 2, ("frozen",)),
+    ("output_of_a_class", "sharding/unseen_output.py", 2, ("own_class",)),
+    ("kept_on_the_module", "sharding/unseen_output.py", 2, ("kept",)),
+    ("kept_in_a_list", "sharding/unseen_output.py", 2, ("kept_in_a_list",)),
+    ("kept_elsewhere", "sharding/unseen_output.py", 2, ("kept_elsewhere", "refused")),
+    ("gradients_on_one_rank_each", ONE_RANK, 2, ("one_each", "place")),
+    ("gradient_on_one_rank", ONE_RANK, 2, ("both_and_one", "place")),
+    ("no_gradient_of_a_unit", ONE_RANK, 2, ("idle", "place")),
+    ("unused_unit", ONE_RANK, 2, ("idle", "place", "unused")),
+    ("unused_one_each", ONE_RANK, 2, ("one_each", "place", "unused")),
+    ("unused_one", ONE_RANK, 2, ("both_and_one", "place", "unused")),
 ]
 
 

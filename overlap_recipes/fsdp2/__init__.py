@@ -4,5 +4,6 @@
 
 from .in_place_gather import gather_in_place
 from .in_place_reduce import reduce_in_place
+from .peer_copies import PeerCopies, use_peer_copies
 
-__all__ = ["gather_in_place", "reduce_in_place"]
+__all__ = ["PeerCopies", "gather_in_place", "reduce_in_place", "use_peer_copies"]

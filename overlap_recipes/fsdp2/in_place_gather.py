@@ -9,7 +9,7 @@ import torch
 from torch.distributed.fsdp import FSDPModule
 from torch.utils._pytree import tree_leaves
 
-from . import peer_memory, shared_slots
+from . import peer_memory, shared_slots, unseen_outputs
 
 # FSDP2 calls these methods of a unit's private ``FSDPParamGroup``: around its forward ``unshard``
 # (queue a gather, maybe ahead of the unit's turn), ``wait_for_unshard`` and ``reshard``, around its
@@ -98,6 +98,7 @@ class InPlaceGather:
     in_graph = False  # a backward may come that has views of the slot
     refused = False  # a prefetch found the slot in use, or came for a unit that has none
     then: Sequence = ()  # groups to gather when its forward is queued
+    full_versions: tuple = ()  # of its full weights, as autograd counts changes
 
     def unshard(self, async_op: bool = False) -> None:
         if not self.all.in_forward and torch._C._current_graph_task_id() == -1:
@@ -118,9 +119,22 @@ class InPlaceGather:
         if current := self.copied():
             self.slot.stream = current
             self._to_unsharded()
+            shared_slots.allow_reading(self)
         self.in_graph |= self._training_state.name == "FORWARD" and torch.is_grad_enabled()
 
+    def _to_sharded(self) -> None:
+        if self.is_unsharded:
+            shared_slots.forbid_reading(self)
+        super()._to_sharded()
+
+    def _to_sharded_post_forward(self) -> None:
+        if self.is_unsharded:
+            shared_slots.forbid_reading(self)
+        super()._to_sharded_post_forward()
+
     def pre_forward(self, module, args, kwargs):
+        if self._training_state.name != "FORWARD":
+            self.first_node = torch.autograd._get_sequence_nr()
         if self.all.in_forward and self.all.order is not None:
             self.all.order.append(self)
         graph = torch.is_grad_enabled() and not self.embeds and not self.in_graph
@@ -132,6 +146,7 @@ class InPlaceGather:
 
     def post_forward(self, *arguments):
         output = super().post_forward(*arguments)
+        unseen_outputs.gather_before(self, output)
         for group in self.then if self.all.in_forward else ():
             group.unshard()
         return output
@@ -178,6 +193,7 @@ def gather_in_place(model: FSDPModule, ahead: int = 2, slots: int = 4) -> Gather
     peer_memory.become(chosen, InPlaceGather)
     for group in chosen:
         group.all, group.embeds = gathers, shared_slots.embeds(group)
+        group.keepers = unseen_outputs.own_modules(group)
     shared_slots.counted().update(chosen)
     model.register_forward_pre_hook(gathers.begin_forward, prepend=True)
     model.register_forward_hook(gathers.end_forward, always_call=True)

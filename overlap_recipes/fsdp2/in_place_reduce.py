@@ -9,7 +9,7 @@ import torch
 from torch.autograd import Variable
 from torch.distributed.fsdp import FSDPModule
 
-from . import peer_memory
+from . import peer_memory, same_gradients
 
 # Private by name, beside what ``peer_memory`` looks for and ``NAMES``: ``_reduce_dtype`` of groups,
 # ``_post_accumulate_grad_hooks`` of parameters, ``_local_tensor`` of DTensors.
@@ -29,6 +29,8 @@ class PushedGradients:
         self.slots: list[list[torch.Tensor]] = []  # each by rank: (ranks - 1, bytes)
         self.waiting: list[tuple] = []  # pushed and not summed: one unit or none
         self.plans, self.retired, self.calls = {}, [], 0
+        self.same = same_gradients.SameGradients(memory.group, groups)
+        self.running: set[int] = set()  # numbers of backward passes whose end is to be agreed on
         fused = memory.device.type == "cuda" and importlib.util.find_spec("triton") is not None
         self.average = torch.compile(average, dynamic=True) if fused else average
 
@@ -82,8 +84,27 @@ class PushedGradients:
             self.memory.barrier()
             event = self.stream.record_event()
         self.calls += 1  # first: a hook in `finish` may raise on one rank alone
-        self.finish()
+        try:
+            self.finish()
+        except Exception:
+            self.end()  # the other ranks do not wait for more
+            raise
         self.waiting.append((current, event, group, parameters, dtypes, flat, numels, arrived))
+
+    def agree(self, group, parameters: list) -> None:
+        """Make sure that all ranks reduce gradients of the same parameters of a unit."""
+        backward = torch._C._current_graph_task_id()
+        if backward not in self.running:
+            self.running.add(backward)
+            Variable._execution_engine.queue_callback(self.end)
+        if parameters:
+            self.same.agree(group, parameters)
+
+    def end(self) -> None:
+        backward = torch._C._current_graph_task_id()
+        if backward in self.running:
+            self.running.remove(backward)
+            self.same.end()
 
     def push(self, flat: list[torch.Tensor], numels: list[int], places: dict) -> None:
         for owner, parts in places.items():
@@ -144,14 +165,19 @@ class InPlaceReduce:
     _reduce_scatter_comm = peer_memory.settled("_reduce_scatter_comm")
 
     def post_backward(self, *unused) -> None:
-        taken = self.take()  # FSDP2 finds no gradient, and reshards
+        taken: list = []
+        if self.reduce_grads and self.why_stock():
+            self.pushed.agree(self, self.reduced_by_fsdp2())
+        elif self.reduce_grads:
+            taken = self.take()  # FSDP2 finds no gradient, and reshards
+            self.pushed.agree(self, [p for p, _ in taken])
         super().post_backward(*unused)
         if taken:
             self.pushed.reduce(self, taken)
 
     def take(self) -> list:
         taken: list = []
-        for p in self.fsdp_params if self.reduce_grads and not self.why_stock() else ():
+        for p in self.fsdp_params:
             if collect := getattr(p, "accumulate_unsharded_grad_if_needed", None):
                 collect()  # before torch 2.15, whose .grad holds all of it
             if collect and p.unsharded_accumulated_grad is not None:
@@ -168,12 +194,30 @@ class InPlaceReduce:
         return (
             self.gradient_divide_factor not in (None, 1, self.pushed.memory.ranks)
             or self._all_reduce_hook is not None
-            or getattr(self, "reduce_scatter_unused_params", False)
+            or self.fills_with_zeros()
             or dtype not in (torch.float32, torch.bfloat16)
         )
 
+    def reduced_by_fsdp2(self) -> list:
+        """The parameters that FSDP2 finds a gradient of, or for which it takes zeros."""
+        zeros = self.fills_with_zeros()
+        found: list = []
+        for p in self.fsdp_params:
+            full = getattr(p, "_unsharded_param", None)
+            if full is None:
+                continue
+            accumulated = getattr(p, "unsharded_accumulated_grad", None) is not None
+            if accumulated or full.grad is not None or (zeros and full.requires_grad):
+                found.append(p)
+        return found
+
+    def fills_with_zeros(self) -> bool:
+        """Whether FSDP2 reduces zeros for parameters that have no gradient on this rank."""
+        return getattr(self, "reduce_scatter_unused_params", False)
+
     def pre_forward(self, *arguments):
         if torch._C._current_graph_task_id() == -1:
+            self.pushed.running.clear()
             self.pushed.waiting.clear()  # of a backward that raised: its gradients are not wanted
         return super().pre_forward(*arguments)
 

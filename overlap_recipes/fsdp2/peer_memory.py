@@ -55,6 +55,10 @@ class PeerMemory:
                 thread.submit(dist.barrier, self.group).result()
 
 
+ONE_RANK = "there is one rank"
+HOSTS = "the ranks are on several hosts"
+
+
 def why_not(group: dist.ProcessGroup, device: torch.device) -> str | None:
     """Why the ranks of ``group`` cannot read each other's memory; None if they can. Collective."""
     seen, mine = {}, None
@@ -71,9 +75,9 @@ def why_not(group: dist.ProcessGroup, device: torch.device) -> str | None:
     verdicts: list = [None] * group.size()
     dist.all_gather_object(verdicts, (None in others, apart), group=group)
     reasons = {
-        "there is one rank": group.size() == 1,
+        ONE_RANK: group.size() == 1,
         f"no symmetric memory on {device.type}": device.type not in ("cpu", "cuda"),
-        "the ranks are on several hosts": len({host for host, _ in answers}) > 1,
+        HOSTS: len({host for host, _ in answers}) > 1,
         "a rank does not see the others' GPUs (CUDA_VISIBLE_DEVICES)": any(v[0] for v in verdicts),
         "not every GPU has peer access to every other": any(v[1] for v in verdicts),
     }
@@ -86,12 +90,14 @@ def why_not(group: dist.ProcessGroup, device: torch.device) -> str | None:
 GROUP_NAMES = """
     unshard wait_for_unshard finalize_backward lazy_init fsdp_params is_sharded is_unsharded
     _to_unsharded _all_gather_result _training_state unshard_in_backward mesh_info comm_ctx modules
-    _all_gather_comm _reduce_scatter_comm post_forward_mesh_info
+    _all_gather_comm _reduce_scatter_comm post_forward_mesh_info _to_sharded
+    _to_sharded_post_forward post_forward
 """
 PARAMETER_NAMES = """
     sharded_param padded_sharded_param_size _sharded_param_data fsdp_placement all_gather_outputs
     init_all_gather_outputs init_unsharded_param free_unsharded_param offload_to_cpu
 """
+AUTOGRAD_NAMES = "_unsafe_set_version_counter _get_sequence_nr"
 
 
 def param_groups(model: nn.Module) -> list:
@@ -112,7 +118,12 @@ def param_groups(model: nn.Module) -> list:
     for group in groups.values():
         missing = [n for n in GROUP_NAMES.split() if not hasattr(group, n)]
         missing += [n for n in PARAMETER_NAMES.split() if not hasattr(group.fsdp_params[0], n)]
-        if missing or not hasattr(torch._C, "_current_graph_task_id"):
+        if not hasattr(torch._C, "_current_graph_task_id"):
+            missing.append("torch._C._current_graph_task_id")
+        for name in AUTOGRAD_NAMES.split():
+            if not hasattr(torch._C._autograd, name):
+                missing.append(f"torch._C._autograd.{name}")
+        if missing:
             raise RuntimeError(f"FSDP2 of torch {torch.__version__} has no {missing}: not for it")
     return list(groups.values())
 
@@ -134,6 +145,18 @@ def why_stock(group, shard_group: dist.ProcessGroup | None) -> str | None:
         ),
     }
     return next((reason for reason, holds in reasons.items() if holds), None)
+
+
+def reasons_for_stock(groups: list) -> set[str]:
+    """Why FSDP2 must gather some or all of ``groups`` as before; empty if copies can. Collective."""
+    shard_group = getattr(groups[0].mesh_info, "shard_process_group", None)
+    reasons = [why_stock(group, shard_group) for group in groups]
+    found = {reason for reason in reasons if reason is not None}
+    if None in reasons:
+        of_all = why_not(shard_group, groups[reasons.index(None)].device)
+        if of_all is not None:
+            found.add(of_all)
+    return found
 
 
 def copying_groups(model: nn.Module) -> list:
@@ -162,13 +185,37 @@ def settled(name: str) -> property:
     return property(lambda group: group.__dict__[name], refuse)
 
 
+MIXINS = ("InPlaceGather", "InPlaceReduce")
+ours: set[type] = set()  # of them, those of this copy of the library
+
+
+def refuse_twice(groups: Sequence, mixin: type) -> None:
+    """Raise if one of ``groups`` has methods of ``mixin``, or of another copy of the library.
+
+    Raises:
+        RuntimeError: one of them has.
+    """
+    for group in groups:
+        for kind in type(group).__mro__:
+            if kind is mixin:
+                raise RuntimeError(
+                    f"{mixin.__name__} was called for this model before: call it once"
+                )
+            if kind.__name__ in MIXINS and kind not in ours:
+                raise RuntimeError(
+                    f"another copy of this library, {kind.__module__}, has this model's units "
+                    "already: make both calls, for gathers and for reductions, by one copy"
+                )
+
+
 def become(groups: Sequence, mixin: type) -> None:
     """Let ``mixin``'s methods come before those of FSDP2, for these groups alone.
 
     Raises:
-        RuntimeError: for one of them they do already; none is changed.
+        RuntimeError: for one of them they do already, or another copy of this library's; none is
+            changed.
     """
-    if any(isinstance(group, mixin) for group in groups):
-        raise RuntimeError(f"{mixin.__name__} was called for this model before: call it once")
+    refuse_twice(groups, mixin)
+    ours.add(mixin)
     for group in groups:
         group.__class__ = type(mixin.__name__ + type(group).__name__, (mixin, type(group)), {})

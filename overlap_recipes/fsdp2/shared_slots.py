@@ -89,6 +89,7 @@ class Slots:
             p.init_unsharded_param()
             full = getattr(p._unsharded_param, "_local_tensor", p._unsharded_param)
             increment_version(full)  # a backward with views of where it was is an error
+            group.full_versions = ()
             full.data = mine.as_strided(full.size(), full.stride(), mine.storage_offset())
             p.free_unsharded_param = lambda: None  # its memory is the slot's
         small = [pair for pair in copies if pair[1].nbytes <= SMALL]
@@ -150,6 +151,36 @@ def outdated(group) -> bool:
     return group.filled_from != versions(group)
 
 
+def full_weights(group) -> list[torch.Tensor]:
+    """What the modules of a unit compute with; of a DTensor its local tensor as well."""
+    weights = []
+    for p in group.fsdp_params:
+        full = getattr(p, "_unsharded_param", None)
+        if full is not None:
+            weights.append(full)
+        if hasattr(full, "_local_tensor"):
+            weights.append(full._local_tensor)
+    return weights
+
+
+def forbid_reading(group) -> None:
+    """Let a backward that reads the full weights of a unit, which lie there no more, be an error.
+
+    It is the one that autograd raises for a tensor "modified by an inplace operation".
+    """
+    weights = full_weights(group)
+    group.full_versions = tuple(weight._version for weight in weights)
+    increment_version(weights)
+
+
+def allow_reading(group) -> None:
+    """The full weights of a unit lie where autograd knows them: take ``forbid_reading`` back."""
+    if group.full_versions:
+        torch._C._autograd._unsafe_set_version_counter(
+            tuple(full_weights(group)), group.full_versions
+        )
+
+
 def storage_of(tensor: torch.Tensor) -> int:
     return getattr(tensor, "_local_tensor", tensor).untyped_storage()._cdata
 
@@ -169,7 +200,7 @@ def counted() -> weakref.WeakSet:
             known = [p for p in held if storage_of(p) in ours]
         increment_version(known)
 
-    register_optimizer_step_post_hook(count)  # for good: who removes it may do so in a step
+    groups.hook = register_optimizer_step_post_hook(count)  # for good: not to be removed in a step
     return groups
 
 

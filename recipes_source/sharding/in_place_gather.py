@@ -245,6 +245,10 @@ if __name__ == "__main__":
 #   (:doc:`shared_slots`). Changes by ``.data``, ``dcp.load``, collectives or ``torch._foreach_*`` are not
 #   counted: units gathered ahead, or kept for backward, have the old weights, **without an error**.
 # * Call it between steps. Your own prefetch lists and collectives stay, if set before.
+# * Where stock FSDP2 raises since it has no hook on the tensor that a gradient comes by (a view that
+#   is changed in place, an object of your class, a tensor kept on the module), the unit is gathered
+#   in time. For a tensor that is kept elsewhere autograd raises, "modified by an inplace operation":
+#   return it from the unit's forward.
 # * A reference to full weights that is kept beyond ``reshard()`` reads another unit's numbers.
 # * Two units that share a slot cannot both be full while a backward may come: an error. It comes with
 #   ``set_reshard_after_backward(False)``, with two forwards under reentrant checkpointing, or if you

@@ -1,12 +1,16 @@
 """The troubles of ``in_place_training.py``: calls that are refused, counts, exceptions, threads."""
 
 import gc
+import importlib.util
+import sys
 import threading
 from collections.abc import Callable
 from concurrent.futures import ThreadPoolExecutor
-from contextlib import suppress
+from contextlib import nullcontext, suppress
 from datetime import timedelta
 from functools import partial
+from pathlib import Path
+from types import SimpleNamespace
 from unittest import mock
 
 import peer_memory
@@ -30,9 +34,16 @@ from in_place_models import (
 )
 from torch import nn
 from torch.distributed.device_mesh import DeviceMesh
+from torch.distributed.fsdp import CPUOffloadPolicy
 from torch.optim.optimizer import register_optimizer_step_post_hook
 
-from overlap_recipes.fsdp2 import in_place_gather, in_place_reduce, shared_slots
+from overlap_recipes.fsdp2 import (
+    in_place_gather,
+    in_place_reduce,
+    shared_slots,
+    use_peer_copies,
+)
+from overlap_recipes.fsdp2 import peer_memory as in_place_peer_memory
 from overlap_recipes.fsdp2.peer_memory import param_groups
 
 
@@ -381,7 +392,59 @@ def called_while_gathers_are_under_way() -> None:
         step(model)
 
 
+def by_one_call() -> None:
+    """Gathers and reductions by ``use_peer_copies`` have the bits of stock FSDP2."""
+    model, stock = shard(PLAIN), shard(PLAIN)
+    copies = use_peer_copies(model, slots=SLOTS)
+    for each in (model, stock):
+        step(each)
+        loss_of(each, 1).backward()
+    copies.begin_next_forward()
+    assert copies.gathers.gathers and copies.pushed.calls
+    for found, expected in zip(model.parameters(), stock.parameters(), strict=True):
+        assert torch.equal(found.grad.to_local(), expected.grad.to_local())
+    expect("call it once", partial(use_peer_copies, model))
+
+
+def one_call_refuses_and_changes_nothing() -> None:
+    host = SimpleNamespace(nodename=f"host-{dist.get_rank()}")
+    several = mock.patch.object(in_place_peer_memory.os, "uname", lambda: host)
+    untried = mock.patch.object(torch, "__version__", "2.99.0")
+    offloaded = shard(PLAIN, offload_policy=CPUOffloadPolicy(pin_memory=False))
+    for model, words, under in (
+        (shard(PLAIN), "the ranks are on several hosts", several),
+        (shard(PLAIN), "HSDP", several),
+        (shard(PLAIN), "nobody has tried peer copies with torch 2.99.0", untried),
+        (shard(PLAIN), "set_separate_reduce_scatter_group", untried),
+        (offloaded, "offloaded", nullcontext()),
+    ):
+        before = [type(group) for group in param_groups(model)]
+        with under:
+            expect(words, partial(use_peer_copies, model))
+        assert [type(group) for group in param_groups(model)] == before
+
+
+def two_copies_of_the_library() -> None:
+    """As where a job has one of its own, and a package of another brings one."""
+    library = Path(in_place_gather.__file__).parents[1]
+    spec = importlib.util.spec_from_file_location(
+        "second_copy", library / "__init__.py", submodule_search_locations=[str(library)]
+    )
+    sys.modules["second_copy"] = importlib.util.module_from_spec(spec)
+    spec.loader.exec_module(sys.modules["second_copy"])
+    second = importlib.import_module("second_copy.fsdp2")
+    for first in (in_place_gather.gather_in_place, in_place_reduce.reduce_in_place):
+        for then in (second.gather_in_place, second.reduce_in_place, second.use_peer_copies):
+            model = shard(PLAIN)
+            first(model)
+            expect("another copy of this library", partial(then, model))
+            step(model)
+
+
 TROUBLES = (
+    by_one_call,
+    one_call_refuses_and_changes_nothing,
+    two_copies_of_the_library,
     trained_by_two_threads,
     called_again,
     evaluated_before_the_call,

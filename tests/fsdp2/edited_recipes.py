@@ -32,6 +32,7 @@ def load(name: str, control: str | None = None):
         first = [str(folder)]
         if file.name != recipe.path.name or file.parent != folder:
             file = recipe.path  # the edit is in what it imports
+    remove_hook_of_the_last_import()
     for module in list(sys.modules):
         where = getattr(sys.modules[module], "__file__", None) or ""
         if module.partition(".")[0] == "overlap_recipes" or Path(where).parent == SHARDING:
@@ -50,3 +51,12 @@ def load(name: str, control: str | None = None):
 def of_library(module: str):
     """A module of fsdp2, as the recipe that was loaded last has it."""
     return sys.modules[f"overlap_recipes.fsdp2.{module}"]
+
+
+def remove_hook_of_the_last_import() -> None:
+    """Optimizers would call one for each import of the library."""
+    shared_slots = sys.modules.get("overlap_recipes.fsdp2.shared_slots")
+    if shared_slots is None or shared_slots.counted.cache_info().currsize == 0:
+        return
+    shared_slots.counted().hook.remove()
+    shared_slots.counted.cache_clear()

@@ -12,8 +12,9 @@ from pathlib import Path
 
 import pytest
 import torch
-from edited_recipes import CONTROLS, SHARDING
+from edited_recipes import CONTROLS, SHARDING, load, of_library
 from overlap_in_traces import Overlap, gain_us
+from torch.optim.optimizer import _global_optimizer_post_hooks
 from watched_schedules import BROKEN, RUNS, SCHEDULES, UNITS
 from widened_races import IN_PLACE, RACES
 
@@ -93,3 +94,13 @@ def test_every_edit_still_fits_its_recipe():
         found = load_recipe(SHARDING / f"{recipe}.py", CONTROLS)
         edit = found.control(control)
         edit.apply((edit.file or found.path).read_text())
+
+
+def test_a_recipe_that_is_imported_anew_leaves_no_hook_of_optimizers_behind(monkeypatch):
+    monkeypatch.syspath_prepend(SHARDING)
+    before = {id(optimizer_hook) for optimizer_hook in _global_optimizer_post_hooks.values()}
+    for _ in range(3):
+        load("in_place_gather")
+        of_library("shared_slots").counted()
+    added = [h for h in _global_optimizer_post_hooks.values() if id(h) not in before]
+    assert len(added) == 1, f"{len(added)} hooks of {[h.__module__ for h in added]}"

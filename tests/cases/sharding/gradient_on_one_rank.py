@@ -1,8 +1,8 @@
 """pytorch#158719: a parameter that has a gradient on one rank only, an expert without tokens.
 
-Arguments: which experts the two ranks use, ``one_each`` (0 on one rank, 1 on the other) or
-``both_and_one`` (both, and 1); ``stock`` FSDP2 or in ``place``; and ``unused`` if
-``set_reduce_scatter_unused_params`` is on, with which all is right today. The gradients must be
+Arguments: which experts the two ranks use, ``one_each`` (0 on one rank, 1 on the other),
+``both_and_one`` (both, and 1), or ``idle`` (both, and no weight of the last block); ``stock`` FSDP2
+or in ``place``; and ``unused`` if ``set_reduce_scatter_unused_params`` is on. The gradients must be
 those of the unsharded model, or an error must name that setting.
 """
 
@@ -15,7 +15,8 @@ from torch import nn
 
 BLOCKS = 3
 EXPERTS = 2
-USED = {"one_each": [[0], [1]], "both_and_one": [[0, 1], [1]]}
+IDLE = -1
+USED = {"one_each": [[0], [1]], "both_and_one": [[0, 1], [1]], "idle": [[0, 1], [0, 1, IDLE]]}
 
 
 class Experts(nn.Module):
@@ -30,6 +31,8 @@ class Experts(nn.Module):
         shares = self.router(x).softmax(-1)
         y = x * shares[:, :1]
         for number in used:
+            if number == IDLE:
+                continue
             y = y + self.experts[number](x)
         return y
 
@@ -41,7 +44,9 @@ class Model(nn.Module):
 
     def forward(self, x: torch.Tensor, used: list[int]) -> torch.Tensor:
         for block in self.blocks:
-            x = block(x, used)
+            idle = IDLE in used and block is self.blocks[-1]
+            y = block(x, used)
+            x = x + y.detach() if idle else y
         return x
 
 

@@ -1,0 +1,71 @@
+# SPDX-License-Identifier: BSD-3-Clause
+# Overlap Recipes 0.1.0, overlap_recipes/fsdp2/peer_copies.py
+"""One call for gathers and reductions by peer copies, which refuses what it cannot do."""
+
+from dataclasses import dataclass
+
+import torch
+from torch.distributed.fsdp import FSDPModule
+
+from . import peer_memory
+from .in_place_gather import Gathers, InPlaceGather, gather_in_place
+from .in_place_reduce import InPlaceReduce, PushedGradients, reduce_in_place
+
+TRIED = ("2.11", "2.12", "2.13", "2.14", "2.15")  # versions of torch
+INSTEAD = (
+    "Of stock FSDP2's settings these hide communication there: set_modules_to_forward_prefetch and "
+    "set_modules_to_backward_prefetch gather earlier, set_reshard_after_forward(False) on the last "
+    "units gathers less, set_separate_reduce_scatter_group() (PyTorch 2.13 on) lets reductions run "
+    "beside gathers"
+)
+HOSTS = "With a mesh of (hosts, GPUs of a host), which is HSDP, gathers stay on a host."
+
+
+@dataclass(frozen=True)
+class PeerCopies:
+    """What a model gathers and reduces by; None, where FSDP2 does it."""
+
+    gathers: Gathers | None
+    pushed: PushedGradients | None  # None with HSDP, whose gradients FSDP2 reduces
+
+    def begin_next_forward(self) -> None:
+        """Queue the next forward's first gathers; call it when no weight changes before that."""
+        if self.gathers is not None:
+            self.gathers.begin_next_forward()
+
+
+def use_peer_copies(model: FSDPModule, ahead: int = 2, slots: int = 4) -> PeerCopies:
+    """Have every unit of ``model`` gather and reduce by peer copies, from now on. Collective.
+
+    Call it between steps, once, behind ``fully_shard`` and all settings of FSDP2. On one rank,
+    which sends nothing, it changes nothing.
+
+    Args:
+        model: the module that the training loop calls.
+        ahead: units that forward gathers before they are needed.
+        slots: that equal units take turns in; the more, the fewer gathers in backward.
+
+    Raises:
+        RuntimeError: on every rank, before anything is changed: the ranks are on several hosts or
+            cannot read each other's memory; a unit is offloaded, replicated, in another group, or
+            has collectives of its own; the model's units have been given to peer copies before, by
+            this copy of the library or another; nobody has tried this torch, or it has another
+            FSDP2. The message says which, and what of stock FSDP2 would do instead.
+    """
+    version = ".".join(torch.__version__.split(".")[:2])
+    if version not in TRIED:
+        raise RuntimeError(
+            f"nobody has tried peer copies with torch {torch.__version__}, but with "
+            f"{', '.join(TRIED)}. {INSTEAD}"
+        )
+    groups = peer_memory.param_groups(model)
+    for mixin in (InPlaceGather, InPlaceReduce):
+        peer_memory.refuse_twice(groups, mixin)
+    reasons = peer_memory.reasons_for_stock(groups)
+    if reasons == {peer_memory.ONE_RANK}:
+        return PeerCopies(None, None)
+    if reasons:
+        hint = HOSTS if peer_memory.HOSTS in reasons else ""
+        raise RuntimeError(f"no peer copies: {'; '.join(sorted(reasons))}. {INSTEAD}. {hint}")
+    gathers = gather_in_place(model, ahead, slots)
+    return PeerCopies(gathers, reduce_in_place(model))
