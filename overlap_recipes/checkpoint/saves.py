@@ -336,11 +336,15 @@ class Saves:
         """What a first save would do: lock memory, and plan the files."""
         try:
             self.together(self.make_buffers_for, tensors, state)
-            self.files.prepare(staged(state, tensors, self.buffers[0].hosts))
+            self.prepare_files(staged(state, tensors, self.buffers[0].hosts))
             done.set_result(None)
         except BaseException as failure:  # CheckpointException is no Exception
             LOG.error("not prepared, the next save will try again: %s", failure)
             done.set_exception(failure)
+
+    def prepare_files(self, state: dict) -> None:
+        """Plan what ``write`` will write. For subclasses that have their own."""
+        self.files.prepare(state)
 
     def make_buffers_for(self, tensors: list[torch.Tensor], state: object) -> None:
         if isinstance(state, BaseException):
@@ -422,6 +426,27 @@ class Saves:
                 directory.rename(f"{directory}.replaced")
             aside.rename(directory)
             shutil.rmtree(f"{directory}.replaced", ignore_errors=True)
+
+
+class AskedLater:
+    """State for ``prepare`` that is asked for by a function, when it is time.
+
+    For trainers: they give saves new dicts, and make their optimizers late.
+
+    Args:
+        ask: returns what ``save`` will be given here.
+        optimizers: returns those that must have stepped.
+    """
+
+    def __init__(
+        self, ask: Callable[[], dict], optimizers: Callable[[], list[torch.optim.Optimizer]]
+    ) -> None:
+        self.state_dict = ask
+        self.ask_for_optimizers = optimizers
+
+    @property
+    def optimizers(self) -> list[torch.optim.Optimizer]:
+        return self.ask_for_optimizers()
 
 
 def staged(state: object, tensors: list[torch.Tensor], hosts: list[torch.Tensor]) -> object:
