@@ -36,31 +36,6 @@ class Case:
 
 DEFECTS = [
     # checkpoint
-    Case(
-        "terminated_grader",
-        "checkpoint/terminated_grader.py",
-        1,
-        "A forked child has Preemption's handler, so SIGTERM does not end it.",
-        r"AssertionError: a forked child runs 2 s after SIGTERM",
-    ),
-    Case(
-        "config_of_an_export",
-        "checkpoint/export_for_transformers.py",
-        1,
-        "An exported config.json names no architecture and no type, which vLLM needs.",
-        r"AssertionError: config.json: architectures is None, stock \['LlamaForCausalLM'\]; "
-        r"dtype is None, stock bfloat16",
-        ("config", "llama", "bf16"),
-    ),
-    Case(
-        "names_of_exported_experts",
-        "checkpoint/export_for_transformers.py",
-        1,
-        "Experts are exported under transformers' internal names.",
-        r"AssertionError: exported as model.layers.0.mlp.experts.down_proj, "
-        r"the stock name is model.layers.0.block_sparse_moe.experts.0.w1.weight",
-        ("names", "mixtral"),
-    ),
     # offload
     # sharding
     Case(
@@ -127,6 +102,9 @@ RIGHT = [
     ("unused_unit", ONE_RANK, 2, ("idle", "place", "unused")),
     ("unused_one_each", ONE_RANK, 2, ("one_each", "place", "unused")),
     ("unused_one", ONE_RANK, 2, ("both_and_one", "place", "unused")),
+    ("config_of_an_export", EXPORT, 1, ("config", "llama", "bf16")),
+    ("names_of_exported_experts", EXPORT, 1, ("names", "mixtral")),
+    ("terminated_grader", "checkpoint/terminated_grader.py", 1, ()),
 ]
 
 

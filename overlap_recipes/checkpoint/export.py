@@ -2,6 +2,7 @@
 # Overlap Recipes 0.1.0, overlap_recipes/checkpoint/export.py
 """Export a sharded model to Hugging Face's format beside training, each rank its own rows."""
 
+import copy
 import ctypes
 import dataclasses
 import itertools
@@ -15,6 +16,7 @@ from pathlib import Path
 import torch
 import torch.distributed.checkpoint as dcp
 from torch import nn
+from torch.distributed.checkpoint.metadata import ChunkStorageMetadata
 from torch.distributed.checkpoint.state_dict import get_model_state_dict
 
 from .saves import Saves
@@ -30,6 +32,108 @@ def weights(model: nn.Module) -> dict[str, torch.Tensor]:
     tied = {name.replace("_orig_mod.", "") for name, _ in every if name not in once}
     state = get_model_state_dict(model)  # its names are those of a model that is not compiled
     return {name: x for name, x in state.items() if torch.is_tensor(x) and name not in tied}
+
+
+@dataclasses.dataclass(frozen=True)
+class Part:
+    """A block of a tensor that is a tensor of its own in the files.
+
+    Attributes:
+        name: in the files.
+        shape: in the files; it may lack a dimension in which the block has size 1.
+        offsets: where the block begins in the tensor.
+        sizes: of the block.
+    """
+
+    name: str
+    shape: tuple[int, ...]
+    offsets: tuple[int, ...]
+    sizes: tuple[int, ...]
+
+    def of(self, chunk: ChunkStorageMetadata) -> ChunkStorageMetadata:
+        """What this part has of ``chunk``, in the tensor; a size is 0 if it has nothing."""
+        offsets = []
+        sizes = []
+        for n in range(len(self.sizes)):
+            begin = max(self.offsets[n], chunk.offsets[n])
+            end = min(self.offsets[n] + self.sizes[n], chunk.offsets[n] + chunk.sizes[n])
+            offsets.append(begin)
+            sizes.append(max(end - begin, 0))
+        return ChunkStorageMetadata(torch.Size(offsets), torch.Size(sizes))
+
+
+def for_transformers(model: nn.Module, dtype: torch.dtype | None = None) -> dict:
+    """Options of ``SafetensorsWriter``: what ``model.save_pretrained`` would write.
+
+    Args:
+        model: of transformers; it may be sharded or compiled, or lie on meta.
+        dtype: as there.
+
+    Returns:
+        ``config`` with architecture and dtype, ``dtype``, and ``parts``: transformers 5 fuses
+        the experts of a mixture when it loads them, and saves them apart.
+
+    Raises:
+        ValueError: transformers saves a tensor that is no block of one of the model's.
+    """
+    model = getattr(model, "_orig_mod", model)
+    model = getattr(model, "module", model)
+    config = copy.deepcopy(model.config)
+    config.architectures = [type(model).__name__.removeprefix("FSDP")]
+    config.dtype = str(dtype or model.dtype).removeprefix("torch.")
+    described = json.loads(config.to_json_string())
+    return {"config": described, "dtype": dtype, "parts": parts_of(model)}
+
+
+class NeverCopied(torch.Tensor):
+    """A tensor on meta, which stays a view where one asks for memory in order."""
+
+    def contiguous(self, *options: object) -> "NeverCopied":
+        return self
+
+
+def parts_of(model: nn.Module) -> dict[str, list[Part]]:
+    """What transformers stores of each tensor of ``model``, unless it stores it as it is."""
+    try:
+        from transformers.core_model_loading import revert_weight_conversion
+    except ImportError:  # before version 5 names are the model's
+        return {}
+    whole = {}
+    names = {}
+    for name, tensor in weights(model).items():
+        empty = torch.empty(tensor.shape, dtype=tensor.dtype, device="meta")
+        whole[name] = empty.as_subclass(NeverCopied)  # a view, of which others are made
+        names[id(empty)] = name
+    parts: dict[str, list[Part]] = {}
+    for stored, view in revert_weight_conversion(model, dict(whole)).items():
+        name = names.get(id(view._base))
+        if name is None:
+            raise ValueError(f"{stored} is made of tensors anew: export it by save_pretrained")
+        parts.setdefault(name, []).append(part(stored, view, view._base))
+    for name, tensor in whole.items():
+        elements = sum(math.prod(each.sizes) for each in parts.get(name, []))
+        if elements != tensor.numel():
+            raise ValueError(
+                f"transformers stores {elements} of {tensor.numel()} elements of {name}"
+            )
+    return {name: found for name, found in parts.items() if found[0].name != name}
+
+
+def part(stored: str, view: torch.Tensor, base: torch.Tensor) -> Part:
+    """Where ``view`` lies in ``base``."""
+    offsets = []
+    rest = view.storage_offset()
+    for stride in base.stride():
+        offsets.append(rest // max(stride, 1))
+        rest %= max(stride, 1)
+    if view.stride() == base.stride():
+        return Part(stored, tuple(view.shape), tuple(offsets), tuple(view.shape))
+    for n in range(base.dim()):  # one index in this dimension
+        others = base.stride()[:n] + base.stride()[n + 1 :]
+        if view.stride() == others:
+            sizes = (*view.shape[:n], 1, *view.shape[n:])
+            return Part(stored, tuple(view.shape), tuple(offsets), sizes)
+    raise ValueError(f"{stored} is stored in another order: export it by save_pretrained")
 
 
 def lay_out(tensors: dict[str, tuple], file_bytes: int) -> dict[str, dict]:
@@ -69,25 +173,49 @@ class SafetensorsWriter(dcp.HuggingFaceStorageWriter):
     """For ``dcp.save`` of ``weights``: files that ``from_pretrained`` loads, in ``directory``.
 
     Args:
-        config: goes to ``config.json``.
+        config: goes to ``config.json``. A model of transformers needs more: pass what
+            ``for_transformers`` returns.
         dtype: what floating-point tensors are written in, by default their own dtype.
         file_bytes: how many bytes of tensors a file may have, unless one tensor is larger.
+        parts: of tensors that are stored in parts, or under another name.
+
+    Raises:
+        ValueError: ``config`` is of transformers, and there are no ``parts``.
     """
 
-    def __init__(self, directory: Path, config=None, dtype=None, file_bytes=5_000_000_000) -> None:
+    def __init__(
+        self,
+        directory: Path,
+        config: dict | None = None,
+        dtype: torch.dtype | None = None,
+        file_bytes: int = 5_000_000_000,
+        parts: dict[str, list[Part]] | None = None,
+    ) -> None:
         super().__init__(str(directory))
-        self.config, self.dtype, self.file_bytes = config, dtype, file_bytes
+        if parts is None and "transformers_version" in (config or {}):
+            raise ValueError(
+                "this config alone does not say what transformers calls the tensors: "
+                "pass **for_transformers(model) in place of config"
+            )
+        self.config = config
+        self.dtype = dtype
+        self.file_bytes = file_bytes
+        self.parts = parts or {}
 
     def stored(self, dtype: torch.dtype) -> torch.dtype:
         return self.dtype if self.dtype is not None and dtype.is_floating_point else dtype
 
     def prepare_global_plan(self, plans: list) -> list:
         """On rank 0: lay out the files and make them, each with its header and its full size."""
-        items = {item.index.fqn: item.tensor_data for plan in plans for item in plan.items}
-        others = [n for n, x in items.items() if x is None or x.properties.dtype not in DTYPES]
-        if others or not items or any(self.path.glob("*.safetensors")):
-            raise ValueError(f"no tensors, another export in {self.path}, or no dtype for {others}")
-        tensors = {n: (x.size, self.stored(x.properties.dtype)) for n, x in sorted(items.items())}
+        tensors = {}
+        for plan in plans:
+            for item in plan.items:
+                self.add(item, tensors)
+        if not tensors:
+            raise ValueError("there are no tensors to export")
+        if any(self.path.glob("*.safetensors")):
+            raise ValueError(f"there is another export in {self.path}")
+        tensors = dict(sorted(tensors.items()))
         self.files = lay_out(tensors, self.file_bytes)
         for name, header in self.files.items():
             with (self.path / name).open("wb") as file:
@@ -96,21 +224,50 @@ class SafetensorsWriter(dcp.HuggingFaceStorageWriter):
                 os.posix_fallocate(file.fileno(), 0, file.tell() + nbytes)
         return [dataclasses.replace(plan, storage_data=self.files) for plan in plans]
 
+    def add(self, item, tensors: dict[str, tuple]) -> None:
+        """Note shape and dtype of what is stored of ``item``."""
+        name = item.index.fqn
+        described = item.tensor_data
+        if described is None or described.properties.dtype not in DTYPES:
+            raise ValueError(f"safetensors has no dtype for [{name!r}]")
+        dtype = self.stored(described.properties.dtype)
+        for each in self.parts_in(item):
+            tensors[each.name] = each.shape, dtype
+
+    def parts_in(self, item) -> list[Part]:
+        name = item.index.fqn
+        size = tuple(item.tensor_data.size)
+        return self.parts.get(name, [Part(name, size, (0,) * len(size), size)])
+
     def write_data(self, plan, planner) -> torch.futures.Future:
         for name, header in plan.storage_data.items():
             begin = len(encoded(header))
             with (self.path / name).open("r+b") as file:
                 for item in plan.items:
-                    if place := header.get(item.index.fqn):
+                    for each in self.parts_in(item):
+                        if each.name not in header:
+                            continue
+                        place = header[each.name]
                         offset = begin + place["data_offsets"][0]
-                        self.write_item(file.fileno(), offset, item, planner.resolve_data(item))
+                        tensor = planner.resolve_data(item)
+                        self.write_part(file.fileno(), offset, each, item, tensor)
                 os.fsync(file.fileno())
         return super().write_data(dataclasses.replace(plan, items=[]), planner)  # already written
 
-    def write_item(self, file: int, offset: int, item, tensor: torch.Tensor) -> None:
+    def write_part(self, file: int, offset: int, part: Part, item, tensor: torch.Tensor) -> None:
+        """Write what ``part`` has of ``tensor``, which is this rank's chunk of a larger one."""
+        chunk = item.tensor_data.chunk
+        found = part.of(chunk)
+        if 0 in found.sizes:
+            return
+        in_part = []
+        for n, size in enumerate(found.sizes):
+            tensor = tensor.narrow(n, found.offsets[n] - chunk.offsets[n], size)
+            in_part.append(found.offsets[n] - part.offsets[n])
         tensor = tensor.detach().to("cpu", self.stored(tensor.dtype)).contiguous()
         memory = memoryview((ctypes.c_char * tensor.nbytes).from_address(tensor.data_ptr()))
-        length, begins = runs(item.tensor_data.chunk, item.tensor_data.size)
+        rows = ChunkStorageMetadata(torch.Size(in_part), found.sizes)
+        length, begins = runs(rows, torch.Size(part.sizes))
         for n, begin in enumerate(begins):
             run = memory[n * length * tensor.itemsize : (n + 1) * length * tensor.itemsize]
             at = offset + begin * tensor.itemsize
@@ -132,6 +289,7 @@ class Exports(Saves):
 
     def __init__(self, device: torch.device, changed_by_forward=(), **options) -> None:
         super().__init__(device, changed_by_forward)
+        SafetensorsWriter(Path(), **options)  # raises now, and not at the first save
         self.options = options
 
     def write(self, state: dict, directory: Path) -> None:
@@ -146,10 +304,32 @@ class Exports(Saves):
 
 
 def convert(checkpoint: Path, directory: Path, prefix: str = "app.model.", **options) -> None:
-    """Export the tensors of a DCP checkpoint whose names begin with ``prefix``, in this process."""
+    """Export the tensors of a DCP checkpoint whose names begin with ``prefix``, in this process.
+
+    ``options`` are those of ``SafetensorsWriter``.
+
+    Raises:
+        ValueError: no tensor's name begins with ``prefix``; the message has those that there are.
+    """
     saved = dcp.FileSystemReader(checkpoint).read_metadata().state_dict_metadata
-    asked = {n: x for n, x in saved.items() if n.startswith(prefix) and hasattr(x, "size")}
-    state = {name: torch.empty(x.size, dtype=x.properties.dtype) for name, x in asked.items()}
+    tensors = {name: x for name, x in saved.items() if hasattr(x, "size")}
+    state = {}
+    for name, x in tensors.items():
+        if name.startswith(prefix):
+            state[name] = torch.empty(x.size, dtype=x.properties.dtype)
+    if not state:
+        there = sorted({prefix_of(name) for name in tensors})
+        raise ValueError(
+            f"no tensor below {prefix!r} in {checkpoint}: pass as prefix one of {there}"
+        )
     dcp.load(state, checkpoint_id=checkpoint, no_dist=True)
     state = {name.removeprefix(prefix): tensor for name, tensor in state.items()}
     dcp.save(state, storage_writer=SafetensorsWriter(directory, **options), no_dist=True)
+
+
+def prefix_of(name: str) -> str:
+    """What may be the prefix of a model's tensors: up to ``model.``, or else the first part."""
+    before, found, _ = f".{name}".partition(".model.")
+    if found:
+        return f"{before}.model.".removeprefix(".")
+    return name.partition(".")[0] + "."

@@ -221,6 +221,9 @@ class ObjectSaves(Saves):
         """As ``Saves.save``; the checkpoint is ``step`` below ``url``."""
         return super().save(state_dict, Path("/dev/null", name_of(step)))  # no local directory
 
+    def prepare_files(self, states: list[dict]) -> None:
+        """There are none: DCP plans and writes each save."""
+
     def write(self, state: dict, directory: Path) -> None:
         torch.serialization.set_crc32_options(False)  # nothing reads the sums
         self.data = self.together(lambda: f"{directory.stem}.{uuid.uuid4().hex[:8]}")[0]

@@ -1,6 +1,12 @@
 # SPDX-License-Identifier: BSD-3-Clause
 # Overlap Recipes 0.1.0, overlap_recipes/checkpoint/preemption.py
-"""Leave before the deadline of a preemption: all ranks save the same step, and end."""
+"""Leave before the deadline of a preemption: all ranks save the same step, and end.
+
+A job's exit code tells its scheduler to start it again. After its last save the script ends by
+``sys.exit(AGAIN)``. ``Preemption`` itself ends a process with ``TOO_LATE`` shortly before the
+deadline, if the save has not ended by then. Either way the next start resumes from the newest
+checkpoint.
+"""
 
 import os
 import signal
@@ -8,9 +14,10 @@ import threading
 
 import torch
 import torch.distributed as dist
+from torch.optim.optimizer import register_optimizer_step_post_hook
 
 AGAIN = 85  # exit code: saved, start me again
-TOO_LATE = 86  # the deadline came before the save had ended; older checkpoints are whole
+TOO_LATE = 86  # exit code: start me again; no time for the last save, older checkpoints are whole
 
 
 class Preemption:
@@ -21,16 +28,24 @@ class Preemption:
         margin_s: how many seconds before SIGKILL this process gives up.
 
     Construct it on the main thread of every rank, as early as you can. Enter it when the process
-    group exists.
+    group exists. It acts in this process alone: in a forked child, such as a worker of a pool or of
+    a data loader, SIGTERM does what it did before.
     """
 
     def __init__(self, grace_s: float, margin_s: float = 2.0) -> None:
         self.leave_s = grace_s - margin_s
-        self.asked = self.entered = False
+        self.asked = False  # this rank, by SIGTERM
+        self.answer = False
+        self.is_answered = False  # in this step
+        self.has_stepped = False
+        self.entered = False
         self.left = threading.Event()
         self.listener: threading.Thread | None = None
         self.vote: tuple[torch.Tensor, dist.Work] | None = None
-        self.before = signal.signal(signal.SIGTERM, self.on_signal)
+        self.hook = register_optimizer_step_post_hook(self.begin_step)
+        self.process = os.getpid()
+        self.before = signal.signal(signal.SIGTERM, self.on_signal) or signal.SIG_DFL
+        os.register_at_fork(after_in_child=self.give_back_handler)
 
     def __enter__(self) -> "Preemption":
         if dist.is_initialized():
@@ -41,12 +56,22 @@ class Preemption:
         return self
 
     def on_signal(self, number: int, frame: object) -> None:
+        if os.getpid() != self.process:  # a child forked just now
+            signal.signal(number, self.before)
+            os.kill(os.getpid(), number)
+            return
         if self.asked or self.left.is_set():
             return
         self.asked = True
         threading.Thread(target=self.watch, name="deadline", daemon=True).start()
         if self.entered:
             self.start_listening()
+
+    def give_back_handler(self) -> None:
+        """In a forked child: a handler in Python would not end it while it waits for a lock."""
+        ignored_by_exit = self.asked and self.left.is_set()
+        if ignored_by_exit or signal.getsignal(signal.SIGTERM) == self.on_signal:
+            signal.signal(signal.SIGTERM, self.before)
 
     def watch(self) -> None:
         if not self.left.wait(self.leave_s):
@@ -65,12 +90,33 @@ class Preemption:
                 os.write(2, b"asked to leave, and another rank has gone already\n")
                 os._exit(1)
 
+    def begin_step(self, *hooked: object) -> None:
+        """Let the next ``agreed`` give another answer: an optimizer has stepped."""
+        self.is_answered = False
+        self.has_stepped = True
+
     def agreed(self) -> bool:
-        """Whether any rank had been asked to leave at the previous call; the same on all ranks."""
-        if not self.entered:
-            if dist.is_initialized():
-                raise RuntimeError("enter its block when the process group is there")
-            return self.asked  # one process
+        """Whether to save and leave now, because a rank had been asked to; the same on all ranks.
+
+        Ask on all ranks in the same steps, as often as you like. A step ends where an optimizer has
+        stepped: until then each call gives the answer of the first. True is for good. A signal
+        counts from the step behind the one in which it was there when ``agreed`` was called;
+        without a process group from the next answer on. Where no optimizer has stepped yet, or
+        ever will on this rank, each call gives an answer of its own: ask once a step.
+
+        Raises:
+            RuntimeError: the process group was made, and the block was not entered behind that.
+        """
+        if dist.is_initialized() and not self.entered:
+            raise RuntimeError("enter its block when the process group is there")
+        if self.answer or self.is_answered:
+            return self.answer
+        self.answer = self.ask_all_ranks() if self.entered else self.asked
+        self.is_answered = self.has_stepped
+        return self.answer
+
+    def ask_all_ranks(self) -> bool:
+        """Whether any rank had been asked at the previous vote; begin the next one."""
         stop = False
         if self.vote is not None:
             asked, work = self.vote
@@ -81,6 +127,7 @@ class Preemption:
         return stop
 
     def __exit__(self, kind, error, trace) -> None:
+        self.hook.remove()
         self.left.set()
         if kind is None and self.entered:
             if self.vote is not None:

@@ -360,11 +360,15 @@ class Saves:
             with garbage_collection_paused():
                 self.together(self.make_buffers_for, tensors, state)
                 states = [staged(state, tensors, buffer.hosts) for buffer in self.buffers]
-                self.files.prepare(states)
+                self.prepare_files(states)
             done.set_result(None)
         except BaseException as failure:  # CheckpointException is no Exception
             LOG.error("not prepared, the next save will try again: %s", failure)
             done.set_exception(failure)
+
+    def prepare_files(self, states: list[dict]) -> None:
+        """Plan what ``write`` will write, from each buffer. For subclasses that have their own."""
+        self.files.prepare(states)
 
     def make_buffers_for(self, tensors: list[torch.Tensor], state: object) -> None:
         if isinstance(state, BaseException):
@@ -468,6 +472,27 @@ def garbage_collection_paused() -> Iterator[None]:
     finally:
         if was_enabled:
             gc.enable()
+
+
+class AskedLater:
+    """State for ``prepare`` that is asked for by a function, when it is time.
+
+    For trainers: they give saves new dicts, and make their optimizers late.
+
+    Args:
+        ask: returns what ``save`` will be given here.
+        optimizers: returns those that must have stepped.
+    """
+
+    def __init__(
+        self, ask: Callable[[], dict], optimizers: Callable[[], list[torch.optim.Optimizer]]
+    ) -> None:
+        self.state_dict = ask
+        self.ask_for_optimizers = optimizers
+
+    @property
+    def optimizers(self) -> list[torch.optim.Optimizer]:
+        return self.ask_for_optimizers()
 
 
 def staged(state: object, tensors: list[torch.Tensor], hosts: list[torch.Tensor]) -> object:

@@ -14,7 +14,7 @@ import torch
 from lightning.pytorch.strategies import ModelParallelStrategy
 from torch.distributed.checkpoint.state_dict import get_model_state_dict, get_optimizer_state_dict
 
-from ..checkpoint.saves import Saves
+from ..checkpoint.saves import AskedLater, Saves
 
 
 class LightningSaves(Saves):
@@ -22,6 +22,9 @@ class LightningSaves(Saves):
         super().write(state["sharded"], directory)
         if self.rank == 0:
             (directory / "meta.pt").write_bytes(state["meta"].getvalue())
+
+    def prepare_files(self, states: list[dict]) -> None:
+        super().prepare_files([state["sharded"] for state in states])
 
 
 class OverlappedStrategy(ModelParallelStrategy):
@@ -32,8 +35,22 @@ class OverlappedStrategy(ModelParallelStrategy):
     def setup(self, trainer) -> None:
         super().setup(trainer)
         self.saves = LightningSaves(self.root_device, self.model.buffers).__enter__()
+        whole = False
         for callback in trainer.checkpoint_callbacks:
             callback.file_exists = self.file_exists
+            if not getattr(callback, "save_weights_only", False):
+                whole = True
+        if whole:
+            self.saves.prepare({"sharded": AskedLater(self.parts, lambda: self.optimizers)})
+
+    def parts(self) -> dict:
+        """What a save of now would write beside ``meta.pt``."""
+        optimizers = [self.optimizer_state(optimizer) for optimizer in self.optimizers]
+        return self.named(optimizers, self.lightning_module_state_dict())
+
+    def named(self, optimizers: list[dict], model: dict) -> dict:
+        parts = {f"optimizer_{i}": state for i, state in enumerate(optimizers)}
+        return {**parts, "state_dict": model}
 
     def lightning_module_state_dict(self) -> dict:
         return get_model_state_dict(self.model)
@@ -44,8 +61,8 @@ class OverlappedStrategy(ModelParallelStrategy):
     def save_checkpoint(self, checkpoint: dict, filepath: str, storage_options=None) -> None:
         if self.saves.hook is None:  # after fit
             return super().save_checkpoint(checkpoint, filepath, storage_options)
-        parts = {f"optimizer_{i}": s for i, s in enumerate(checkpoint.pop("optimizer_states", []))}
-        parts["state_dict"] = checkpoint.pop("state_dict")
+        optimizers = checkpoint.pop("optimizer_states", [])
+        parts = self.named(optimizers, checkpoint.pop("state_dict"))
         torch.save(checkpoint, meta := io.BytesIO())
         if b"DTensor" in meta.getvalue():
             raise TypeError("sharded in a callback: all ranks would load rank 0's; use full_tensor")

@@ -31,6 +31,8 @@ class OverlappedCheckpointManager(CheckpointManager):
             device = next(model_parts[0].parameters()).device
             saves = Saves(device, lambda: [b for m in model_parts for b in m.buffers()])
             self.saves = self.block.enter_context(saves)
+            if self.async_mode != AsyncMode.DISABLED:
+                self.saves.prepare(self._flattened_model_states_sd())
             atexit.register(self.close)  # Ctrl-C ends torchtitan without a call of ``close``
 
     def dcp_save(

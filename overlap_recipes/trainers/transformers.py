@@ -18,7 +18,7 @@ from torch.distributed.checkpoint.state_dict import (
 )
 from transformers import Trainer
 
-from ..checkpoint.saves import Saves
+from ..checkpoint.saves import AskedLater, Saves
 from ..checkpoint.writer import FileWriter
 
 
@@ -35,6 +35,10 @@ class TrainerSaves(Saves):
         self.optimizer_files.write(optimizer, directory / "optimizer_0", self.threads)
         shutil.copytree(state["files"], directory, dirs_exist_ok=True)
         shutil.rmtree(state["files"])
+
+    def prepare_files(self, states: list[dict]) -> None:
+        super().prepare_files([{"model": state["model"]} for state in states])
+        self.optimizer_files.prepare([{"optimizer": state["optimizer"]} for state in states])
 
     def commit(self, aside: Path, directory: Path) -> None:
         if self.rank == 0 and directory.exists():  # of an earlier run, or a callback has made it
@@ -56,7 +60,26 @@ class OverlappedTrainer(Trainer):
             raise ValueError("OverlappedTrainer needs FSDP2 and state_dict_type SHARDED_STATE_DICT")
         saves = TrainerSaves(self.args.device, lambda: self.model.buffers())
         with tempfile.TemporaryDirectory() as self.aside, saves as self.saves:
+            if self.args.save_strategy != "no":
+                self.prepare_saves()
             return super().train(*args, **kwargs)
+
+    def prepare_saves(self) -> None:
+        model = AskedLater(self.model_state, list)
+        optimizer = AskedLater(self.optimizer_state, self.stepping_optimizers)
+        self.saves.prepare({"model": model, "optimizer": optimizer})
+
+    def model_state(self) -> dict:
+        return _get_model_state_dict(self.model, True, StateDictOptions())
+
+    def optimizer_state(self) -> dict:
+        return get_optimizer_state_dict(self.model, self.optimizer)
+
+    def stepping_optimizers(self) -> list[torch.optim.Optimizer]:
+        """The optimizer, without accelerate's wrapper; none before it is made."""
+        if self.optimizer is None:
+            return []
+        return [getattr(self.optimizer, "optimizer", self.optimizer)]
 
     def _save_checkpoint(self, model: torch.nn.Module, trial: None) -> None:
         wait(self.saves.uploads)  # those before have ended: what is older than them may go
@@ -66,9 +89,8 @@ class OverlappedTrainer(Trainer):
             shutil.rmtree(old, ignore_errors=True)
         super()._save_checkpoint(model, trial)
         files = Path(self.aside, f"checkpoint-{self.state.global_step}")
-        model = _get_model_state_dict(self.model, True, StateDictOptions())
-        optimizer = get_optimizer_state_dict(self.model, self.optimizer)
-        self.saves.save({"model": model, "optimizer": optimizer, "files": files}, root / files.name)
+        state = {"model": self.model_state(), "optimizer": self.optimizer_state(), "files": files}
+        self.saves.save(state, root / files.name)
 
     def _get_output_dir(self, trial: None) -> str:
         return self.aside

@@ -20,10 +20,10 @@ on another machine, with the command below.
     import torch
     from transformers import AutoModelForCausalLM
 
-    from overlap_recipes.checkpoint.export import Exports, weights
+    from overlap_recipes.checkpoint.export import Exports, for_transformers, weights
 
-    config = model.config.to_dict()  # of a model of transformers
-    with Exports(device, config=config, dtype=torch.bfloat16) as exports:
+    options = for_transformers(model, dtype=torch.bfloat16)  # names, and config.json
+    with Exports(device, model.buffers, **options) as exports:
         for step, batch in enumerate(batches, 1):
             train_step(batch)
             if step % 1000 == 0:
@@ -110,6 +110,11 @@ except ImportError as error:
 # .. literalinclude:: /overlap_recipes/checkpoint/export.py
 #    :language: python
 #    :pyobject: weights
+#
+# ``transformers`` 5 fuses the experts of a mixture when it loads them, and saves them apart.
+# ``for_transformers`` asks it, on tensors without memory, which block of which tensor is stored under
+# which name. Ranks then write blocks in place of whole tensors. The names of all other models are
+# their own.
 #
 # Where everything goes
 # ---------------------
@@ -261,8 +266,9 @@ if __name__ == "__main__":
 #
 # Known limits
 # ------------
-# * Nothing is quantized, and no names are translated. A model whose names differ from those of
-#   ``transformers`` needs a table.
+# * Nothing is quantized. A model that is not of ``transformers`` and has other names needs a table.
+# * ``for_transformers`` refuses what ``transformers`` would transpose or join. ``load_export`` does not
+#   load experts that were saved apart.
 # * A model with adapters has names of its own, and ``from_pretrained`` starts what it misses from
 #   random weights, with a report and no error: export a merged copy (PEFT's ``merge_and_unload``).
 # * A directory that holds anything but an export is refused only when all is written.

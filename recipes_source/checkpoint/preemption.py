@@ -29,7 +29,7 @@ counts.
         resume(run, root)
         while run.step < steps:
             train_step(run)
-            leave = preemption.agreed()   # on all ranks, in the same step
+            leave = preemption.agreed()   # the same on all ranks, until an optimizer has stepped
             if leave or run.step % 1000 == 0:
                 saves.save({"run": run}, root / f"step{run.step}")
             if leave:
@@ -77,7 +77,9 @@ The idea
 The signal does not reach all ranks in the same step. If a rank stopped at once, the others would
 wait for it in a collective. So each rank tells the others whether it was asked to leave. It does
 so in a small all-reduce, which it starts in one step and reads in the next. By then the all-reduce
-has ended, so reading it takes no time.
+has ended, so reading it takes no time. A step has one answer, however often a loop asks: a second
+one that said yes between the line that saves and the line that leaves would cost the last save. So
+``agreed`` asks the others anew only when an optimizer has stepped, and its yes is for good.
 
 SIGTERM has a second meaning. When a rank dies, torchrun sends SIGTERM to the other ranks, which
 may hang in a collective that the dead rank never joins. A handler that only sets a flag would keep
@@ -125,6 +127,9 @@ STEPS, SAVE_EVERY, ASKED_IN = 8, 5, 4  # of the run that proves it
 # ``listen`` notices a rank that has died. It takes part in an all-reduce, in a process group of its
 # own, that all ranks join when they leave together. If a rank has died instead, its connections
 # close and the all-reduce fails at once. Then nothing can be saved together any more.
+#
+# ``give_back_handler`` runs in forked children: graders, the workers of a pool. With this handler
+# they would not end when they are told to, and a pool that is ended would wait for them.
 #
 # .. literalinclude:: /overlap_recipes/checkpoint/preemption.py
 #    :language: python
@@ -232,7 +237,9 @@ if __name__ == "__main__":
 # ------------
 # * Python handles a signal between two instructions. A rank that hangs in a kernel hears nothing.
 #   The scheduler's SIGKILL ends it, and the newest checkpoint is that of the last save.
-# * The time between the signals must hold two steps and a save.
+# * The time between the signals must hold two steps and a save. An evaluation between two steps does
+#   not end early.
+# * A loop without torch's optimizers, or a rank without one, must ask once a step.
 # * With ``if_busy="skip"``, set ``saves.if_busy = "wait"`` before the last save, or it may be left out.
 # * NCCL's watchdog may end a rank whose peers have left. All ranks leave in the same step here, so
 #   none waits.

@@ -82,7 +82,8 @@ its folder ``overlap_recipes``.
 #    makes the step wait for the copy, so nothing would run beside the copy. This method runs
 #    forward and backward first. An optimizer that asks again (LBFGS) gets new ones.
 # ``setup``, ``teardown``
-#    ``Saves`` is a context manager, and this one lasts as long as a ``fit``. Lightning
+#    ``Saves`` is a context manager, and this one lasts as long as a ``fit``. ``prepare`` locks its
+#    memory and plans beside the first steps, so that the first save need not. Lightning
 #    calls ``teardown`` even when training has raised. Then ``sys.exc_info()`` has the exception,
 #    and the block does not wait for other ranks. It calls ``teardown`` a second time if the first
 #    has raised, and nothing is left to end then. ``trainer.save_checkpoint`` after ``fit`` saves as

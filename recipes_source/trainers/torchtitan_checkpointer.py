@@ -66,6 +66,7 @@ repository, or a copy of its folder ``overlap_recipes``.
 #
 # ``__init__``, ``_close``
 #    ``Saves`` is a context manager, and this one lasts as long as the checkpoint manager.
+#    ``prepare`` locks its memory and plans beside the first steps, so that the first save need not.
 #    torchtitan calls ``close`` at the end of training, and then the block waits for what is being
 #    written. torchtitan also calls ``close`` when training has raised. Then ``sys.exc_info()`` has
 #    the exception, and the block does not wait for other ranks. After Ctrl-C, torchtitan does not

@@ -62,6 +62,9 @@ of its folder ``overlap_recipes``.
 #    Refuses what would end in a checkpoint that nobody can load. ``model_init`` gives ``Trainer`` a
 #    new model, so the buffers are asked for when a save plans. The ``with`` block waits for the
 #    last upload. After an exception it does not wait for other ranks.
+# ``prepare_saves``
+#    Locks memory and plans beside the first steps, so that the first save need not. The optimizer
+#    is made later than the saves, so all is asked for by functions.
 # ``_save_checkpoint``
 #    ``Trainer``'s own method writes the schedule, the random numbers and ``trainer_state.json``: a
 #    few kilobytes. ``_get_output_dir`` makes it write them to a temporary folder of this rank.

@@ -1,5 +1,6 @@
 """What was exported beside training is loaded by those who have none of our code."""
 
+import re
 import subprocess
 import sys
 from pathlib import Path
@@ -18,7 +19,13 @@ sys.path.insert(0, str(REPO / "recipes_source" / "checkpoint"))
 
 from export import read_all  # noqa: E402
 
-from overlap_recipes.checkpoint.export import DTYPES, Exports, convert, weights  # noqa: E402
+from overlap_recipes.checkpoint.export import (  # noqa: E402
+    DTYPES,
+    Exports,
+    convert,
+    parts_of,
+    weights,
+)
 
 SCRIPT = REPO / "tests" / "data" / "export_llama.py"
 
@@ -48,6 +55,46 @@ def test_from_pretrained_gives_the_logits_of_the_trained_model(tmp_path: Path) -
 def test_every_cut_of_a_tensor_comes_to_its_place() -> None:
     report = run(REPO / "tests" / "data" / "export_shards.py", 4, launcher="warm", deadline_s=60)
     assert report.ok, report.describe()
+
+
+def test_experts_of_all_ranks_are_written_as_transformers_saves_them() -> None:
+    pytest.importorskip("transformers", "5")
+    report = run(REPO / "tests" / "data" / "export_experts.py", 2, launcher="warm", deadline_s=120)
+    assert report.ok, report.describe()
+
+
+def test_a_config_of_transformers_alone_is_refused() -> None:
+    """It names no architecture, and nobody knows what the tensors are called."""
+    with pytest.raises(ValueError, match=r"pass \*\*for_transformers\(model\)"):
+        Exports(torch.device("cpu"), config={"transformers_version": "5.0.0"})
+
+
+class Reordered(nn.Module):
+    """A model of which transformers would store the transpose."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.weight = nn.Parameter(torch.zeros(2, 3))
+
+
+@pytest.mark.parametrize(
+    ("change", "said"),
+    [
+        (lambda x: x.t(), "weight is stored in another order"),
+        (lambda x: torch.cat([x, x]), "weight is made of tensors anew"),
+        (lambda x: x[:1], "transformers stores 3 of 6 elements of weight"),
+    ],
+    ids=["transposed", "joined", "cut"],
+)
+def test_what_is_no_block_of_a_tensor_is_refused(change, said: str, monkeypatch) -> None:
+    loading = pytest.importorskip("transformers.core_model_loading")
+
+    def stored(model: nn.Module, state: dict) -> dict:
+        return {name: change(tensor) for name, tensor in state.items()}
+
+    monkeypatch.setattr(loading, "revert_weight_conversion", stored)
+    with pytest.raises(ValueError, match=said):
+        parts_of(Reordered())
 
 
 class Tied(nn.Module):
@@ -102,6 +149,20 @@ def test_a_conversion_of_nothing_or_over_something_is_refused(tmp_path: Path) ->
     dcp.save(state, checkpoint_id=tmp_path / "saved", no_dist=True)
     convert(tmp_path / "saved", tmp_path / "hf")
     assert list(read_all(tmp_path / "hf")) == ["w"]
-    for directory, prefix in (("other", "run.model."), ("hf", "app.model.")):
-        with pytest.raises(BaseException, match="no tensors, another export"):
-            convert(tmp_path / "saved", tmp_path / directory, prefix)
+    with pytest.raises(BaseException, match="there is another export in"):
+        convert(tmp_path / "saved", tmp_path / "hf")
+
+
+def test_a_conversion_below_another_prefix_says_which_there_are(tmp_path: Path) -> None:
+    weight = torch.ones(3)
+    state = {"run": {"model": {"0.w": weight}, "optim": {"0.w.moment": weight}}, "plain.w": weight}
+    dcp.save(state, checkpoint_id=tmp_path / "saved", no_dist=True)
+    there = (
+        re.escape("no tensor below 'app.model.'")
+        + ".*"
+        + re.escape("['plain.', 'run.', 'run.model.']")
+    )
+    with pytest.raises(ValueError, match=there):
+        convert(tmp_path / "saved", tmp_path / "hf")
+    convert(tmp_path / "saved", tmp_path / "hf", prefix="run.model.")
+    assert list(read_all(tmp_path / "hf")) == ["0.w"]

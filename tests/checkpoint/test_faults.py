@@ -4,7 +4,6 @@ import json
 import re
 import runpy
 import shutil
-import signal
 import subprocess
 import sys
 from collections.abc import Callable, Iterator
@@ -91,23 +90,6 @@ def test_the_handler_does_not_keep_a_job_whose_rank_has_died(ask) -> None:
     answer = ask("preempted", "a rank is gone")["a rank is gone"]
     assert answer["codes"] == [1, -9] and answer["seconds"] < 15, answer
     assert answer["same_bits"] and answer["same_end"], answer
-
-
-def test_ranks_that_could_not_agree_are_told_so() -> None:
-    """Outside its block each rank would know of its own signal alone, and stop in its own step."""
-    import torch.distributed as dist
-
-    from overlap_recipes.checkpoint import preemption
-
-    asked = preemption.Preemption(grace_s=60)
-    try:
-        assert asked.agreed() is False
-        dist.init_process_group("gloo", store=dist.HashStore(), rank=0, world_size=1)
-        with pytest.raises(RuntimeError, match="block"):
-            asked.agreed()
-    finally:
-        signal.signal(signal.SIGTERM, asked.before)
-        dist.destroy_process_group()
 
 
 def test_a_compiled_model_resumes(tmp_path: Path) -> None:

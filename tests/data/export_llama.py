@@ -8,7 +8,7 @@ import torch.distributed as dist
 from torch.distributed.fsdp import fully_shard
 from transformers import LlamaConfig, LlamaForCausalLM
 
-from overlap_recipes.checkpoint.export import Exports, weights
+from overlap_recipes.checkpoint.export import Exports, for_transformers, weights
 
 SHAPE = {"hidden_size": 64, "intermediate_size": 96, "num_hidden_layers": 3, "vocab_size": 100}
 HEADS = {"num_attention_heads": 4, "num_key_value_heads": 2, "tie_word_embeddings": True}
@@ -32,9 +32,8 @@ if __name__ == "__main__":
     step()
     with torch.no_grad():
         logits = model(input_ids=tokens).logits
-    config = {**model.config.to_dict(), "architectures": ["LlamaForCausalLM"]}
-    options = {"config": config, "file_bytes": 100_000}
-    with Exports(torch.device("cpu"), model.buffers(), **options) as exports:
+    options = for_transformers(model)
+    with Exports(torch.device("cpu"), model.buffers(), file_bytes=100_000, **options) as exports:
         exports.save(weights(model), root / "hf")
         step()  # the weights that were exported are gone
     if dist.get_rank() == 0:

@@ -20,6 +20,9 @@ import torch  # noqa: E402
 import torch.distributed as dist  # noqa: E402
 from raising import raised  # noqa: E402
 
+from overlap_recipes.checkpoint.saves import Saves  # noqa: E402
+from overlap_recipes.checkpoint.writer import FileWriter  # noqa: E402
+
 warnings.filterwarnings("ignore")
 FULL = OSError(28, "No space left on device")
 
@@ -37,6 +40,39 @@ def local(model: torch.nn.Module) -> list[torch.Tensor]:
 
 def same(first: list[torch.Tensor], second: list[torch.Tensor]) -> bool:
     return all(torch.equal(*pair) for pair in zip(first, second, strict=True))
+
+
+class Plans:
+    """Where memory is made and files are planned, while its block lasts."""
+
+    def __init__(self) -> None:
+        self.made_by: list[str] = []
+        self.in_saves = 0
+
+    def __enter__(self) -> "Plans":
+        self.make_buffers = Saves.make_buffers
+        self.write = FileWriter.write
+
+        def make_buffers(saves: Saves, tensors: list) -> None:
+            self.made_by.append(threading.current_thread().name)
+            self.make_buffers(saves, tensors)
+
+        def write(files: FileWriter, *args: object) -> None:
+            before = files.plans
+            self.write(files, *args)
+            self.in_saves += files.plans - before
+
+        Saves.make_buffers = make_buffers
+        FileWriter.write = write
+        return self
+
+    def __exit__(self, *error: object) -> None:
+        Saves.make_buffers = self.make_buffers
+        FileWriter.write = self.write
+
+    def were_made_beside_training(self) -> None:
+        assert self.made_by == ["write"], f"memory was made by the threads {self.made_by}"
+        assert self.in_saves == 0, f"saves made {self.in_saves} plans"
 
 
 def torchtitan() -> dict[str, Callable[[Path], None]]:
@@ -118,8 +154,17 @@ def torchtitan() -> dict[str, Callable[[Path], None]]:
         if dist.get_rank() == 0:
             shutil.rmtree(root / "step-8")  # the harness judges what is left
 
+    def first_save_is_prepared(root: Path) -> None:
+        with Plans() as plans:
+            training(root).train()
+        plans.were_made_beside_training()
+        with Plans() as plans:
+            training(root / "disabled", async_mode="disabled").train()
+        assert not plans.made_by, "memory for saves that do not come"
+
     recipe.start_rank.device = recipe.start_rank("troubles")
     troubles = (
+        first_save_is_prepared,
         *(leftovers_do_not_count, refused, new_buffers, interrupted),
         killed_in_the_last_save,
     )
@@ -155,6 +200,16 @@ def lightning() -> dict[str, Callable[[Path], None]]:
         model = recipe.Model()
         train.fit(model, recipe.Batches(), ckpt_path=resume)
         return model
+
+    def first_save_is_prepared(root: Path) -> None:
+        checkpoints = ModelCheckpoint(root, "{step}", every_n_train_steps=2)
+        with Plans() as plans:
+            fit(trainer(checkpoints))
+        plans.were_made_beside_training()
+        small = ModelCheckpoint(root, "w{step}", every_n_train_steps=4, save_weights_only=True)
+        with Plans() as plans:
+            fit(trainer(small))
+        assert plans.made_by == ["MainThread"], "of a state that is not saved"
 
     def one_name(root: Path) -> None:
         """``save_last=True`` writes ``last.ckpt`` at every save; a later run resumes from it."""
@@ -405,6 +460,7 @@ def lightning() -> dict[str, Callable[[Path], None]]:
 
     recipe.start_rank("troubles")
     troubles = (
+        first_save_is_prepared,
         sharded_in_a_callback,
         *(one_name, after_fit, another_name_on_each_rank, closure_called_again, failed_write),
         *(
@@ -473,6 +529,17 @@ def transformers() -> dict[str, Callable[[Path], None]]:
             trainer.add_callback(callback)
         return trainer
 
+    def first_save_is_prepared(root: Path) -> None:
+        for lora in False, True:
+            with Plans() as plans:
+                build(root, lora=lora).train()
+            plans.were_made_beside_training()
+        trainer = build(root)
+        trainer.args.save_strategy = "no"
+        with Plans() as plans:
+            trainer.train()
+        assert not plans.made_by, "memory for saves that do not come"
+
     def adapters(root: Path) -> None:
         """A model with LoRA resumes by ``resume_from_checkpoint=True``."""
         assert "stop" in str(raised(build(root, At(stop), lora=True).train))
@@ -534,7 +601,7 @@ def transformers() -> dict[str, Callable[[Path], None]]:
         assert "FSDP2" in str(error), repr(error)
 
     recipe.start_rank("troubles")
-    troubles = (adapters, trained_again, two_in_flight, refused)
+    troubles = (first_save_is_prepared, adapters, trained_again, two_in_flight, refused)
     return {f.__name__: f for f in troubles}
 
 

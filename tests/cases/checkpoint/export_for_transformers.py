@@ -13,7 +13,7 @@ import torch
 from safetensors import safe_open
 from transformers import AutoConfig, AutoModelForCausalLM, PreTrainedModel
 
-from overlap_recipes.checkpoint.export import Exports, weights
+from overlap_recipes.checkpoint.export import Exports, for_transformers, weights
 
 SIZES = {
     "vocab_size": 64,
@@ -63,8 +63,7 @@ def compare_configs(exported: Path, reference: Path) -> None:
 def main(what: str, kind: str, dtype: torch.dtype | None) -> None:
     with roundtrip.job() as root:
         model = build(kind)
-        config = model.config.to_dict()
-        with Exports(roundtrip.HOST, config=config, dtype=dtype) as exports:
+        with Exports(roundtrip.HOST, **for_transformers(model, dtype)) as exports:
             exports.save(weights(model), root / "exported")
         if dtype is not None:
             model.to(dtype)

@@ -1,0 +1,99 @@
+"""A loop that is asked to leave saves first, however it asks; children are ended as any."""
+
+import signal
+import subprocess
+import sys
+
+import pytest
+import torch
+import torch.distributed as dist
+from selection import REPO, with_library
+
+from harness.run import run
+from overlap_recipes.checkpoint.preemption import Preemption
+
+DATA = REPO / "tests" / "data"
+
+
+@pytest.fixture
+def leaving():
+    before = signal.getsignal(signal.SIGTERM)
+    yield Preemption(grace_s=60)
+    signal.signal(signal.SIGTERM, before)
+
+
+def test_no_line_of_a_loop_is_left_without_its_save() -> None:
+    """SIGTERM comes to one rank of two before each of its lines in turn."""
+    report = run(DATA / "asking_loops.py", 2, launcher="warm", deadline_s=120)
+    assert report.ok, report.describe()
+
+
+def plain(script: str) -> subprocess.CompletedProcess:
+    """``python script``, without what the harness adds."""
+    command = [sys.executable, "-W", "ignore", DATA / script]
+    return subprocess.run(
+        command, env=with_library(), capture_output=True, text=True, timeout=120, check=False
+    )
+
+
+def test_no_line_of_a_loop_is_left_without_its_save_where_there_is_no_group() -> None:
+    done = plain("asking_loops.py")
+    assert done.returncode == 0, done.stderr
+
+
+def test_sigterm_ends_a_forked_child() -> None:
+    done = plain("forked_children.py")
+    assert done.returncode == 0, done.stderr
+
+
+def test_a_compiled_optimizer_ends_a_step_too(leaving: Preemption) -> None:
+    model = torch.nn.Linear(2, 2)
+    optimizer = torch.optim.SGD(model.parameters(), 0.1)
+    step = torch.compile(optimizer.step, backend="eager")
+    with leaving:
+        for _ in range(2):
+            model(torch.ones(1, 2)).sum().backward()
+            step()
+            assert not leaving.agreed()
+        signal.raise_signal(signal.SIGTERM)
+        assert not leaving.agreed(), "the answer of this step was another one"
+        step()
+        assert leaving.agreed()
+
+
+def test_a_loop_without_optimizers_is_asked_at_each_call(leaving: Preemption) -> None:
+    with leaving:
+        assert not leaving.agreed()
+        signal.raise_signal(signal.SIGTERM)
+        assert leaving.agreed()
+        assert leaving.agreed()
+
+
+def test_a_handler_that_python_does_not_know_is_no_obstacle(monkeypatch) -> None:
+    """A library has installed it: ``signal.signal`` returns None, and does not take None."""
+    install = signal.signal
+
+    def unknown_before(number: int, handler: object) -> None:
+        install(number, handler)
+
+    before = signal.getsignal(signal.SIGTERM)
+    try:
+        with monkeypatch.context() as patch:
+            patch.setattr(signal, "signal", unknown_before)
+            leaving = Preemption(grace_s=60)
+        with leaving:
+            assert not leaving.agreed()
+        assert signal.getsignal(signal.SIGTERM) == signal.SIG_DFL
+    finally:
+        signal.signal(signal.SIGTERM, before)
+
+
+def test_ranks_that_could_not_agree_are_told_so(leaving: Preemption) -> None:
+    """Outside its block each rank would know of its own signal alone, and stop in its own step."""
+    assert leaving.agreed() is False
+    dist.init_process_group("gloo", store=dist.HashStore(), rank=0, world_size=1)
+    try:
+        with pytest.raises(RuntimeError, match="block"):
+            leaving.agreed()
+    finally:
+        dist.destroy_process_group()

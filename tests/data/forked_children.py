@@ -1,0 +1,90 @@
+"""Children forked under ``Preemption``: SIGTERM ends each at once, and the parent hears nothing."""
+
+import multiprocessing
+import os
+import signal
+import threading
+
+import torch.distributed as dist
+
+from overlap_recipes.checkpoint.preemption import Preemption
+
+FORK = multiprocessing.get_context("fork")
+GRACE_S = 8
+ENDS_WITHIN_S = 4  # before the grace period of the parent would end a child
+
+
+def wait_for(lock, begun) -> None:
+    begun.set()
+    lock.acquire()
+
+
+def ends(child) -> None:
+    """Assert that ``child`` ends by SIGTERM."""
+    child.join(ENDS_WITHIN_S)
+    code = child.exitcode
+    child.kill()
+    child.join()
+    assert code == -signal.SIGTERM, f"exit code {code}, due is {-signal.SIGTERM}"
+
+
+def waits_for_a_lock() -> None:
+    """As the workers of a pool that is ended: its end takes the lock of their queue for good."""
+    lock = FORK.Lock()
+    begun = FORK.Event()
+    child = FORK.Process(target=wait_for, args=(lock, begun))
+    with lock:
+        child.start()
+        begun.wait()
+        child.terminate()
+        ends(child)
+
+
+def forked_by_a_thread() -> None:
+    """As a pool's workers that take the place of ended ones."""
+    thread = threading.Thread(target=waits_for_a_lock)
+    failures = []
+    threading.excepthook = failures.append
+    thread.start()
+    thread.join()
+    assert not failures, failures[0].exc_value
+
+
+def struck_while_it_is_forked() -> None:
+    lock = FORK.Lock()
+    begun = FORK.Event()
+    child = FORK.Process(target=wait_for, args=(lock, begun))
+    with lock:
+        strikes_itself.append(True)
+        child.start()
+        strikes_itself.clear()
+        ends(child)
+    assert not begun.is_set(), "the signal came later than it should have"
+
+
+def forked_after_the_end() -> None:
+    """Where the job has left its block, asked to, SIGTERM is ignored."""
+    signal.raise_signal(signal.SIGTERM)
+    leaving.__exit__(None, None, None)
+    waits_for_a_lock()
+
+
+strikes_itself: list[bool] = []
+
+
+def strike() -> None:
+    if strikes_itself:
+        os.kill(os.getpid(), signal.SIGTERM)
+
+
+if __name__ == "__main__":
+    os.register_at_fork(after_in_child=strike)
+    dist.init_process_group("gloo", store=dist.HashStore(), rank=0, world_size=1)
+    leaving = Preemption(GRACE_S)
+    leaving.__enter__()
+    waits_for_a_lock()
+    forked_by_a_thread()
+    struck_while_it_is_forked()
+    assert not leaving.asked, "the parent took a child's signal for its own"
+    forked_after_the_end()
+    dist.destroy_process_group()
