@@ -35,8 +35,11 @@ The model, which is that of a CUDA program:
 * Any other copy to the host cannot be told from one on the device and is queued like an operator,
   but those of the staging code of ``torch.distributed`` with ``non_blocking=False``: the thread
   waits for them.
-* Collectives run on the lane that launches them. A collective whose ``Work`` is never waited for
-  is not found.
+* A collective begins after what was launched on the current stream, and runs on a lane of its own
+  until its ``Work`` is waited for: then the waiting thread's current stream comes after it. That
+  nobody waits is found only if somebody uses its tensors. ``collectives`` says what counts as
+  waiting. Collectives that torch issues in C++, or as ``_functional_collectives``, run on the lane
+  that launches them.
 * ``torch.save``, ``Tensor.numpy()`` and ``tolist()`` read their tensors on the calling thread.
 * What ``torch.randn`` and the like make without a ``device`` is made by the host, as a batch is.
 * Memory is given back, with the last reference to it, to the stream that allocated it, and goes to
@@ -52,6 +55,7 @@ The files, from what is simple to what puts it together:
 * ``recorder``: takes accesses, keeps conflicts
 * ``operators``: what an operator reads and writes, and on which lane
 * ``beside_operators``: ``torch.save``, ``numpy()``, system calls and the like
+* ``collectives``: what is in flight until it is waited for
 * ``threads``: what threads learn from each other
 * ``lines``: which line of torch it was
 """
@@ -63,6 +67,7 @@ import torch
 
 from rankproof.streams import lanes
 from rankproof.streams.beside_operators import BesideOperators
+from rankproof.streams.collectives import Collectives
 from rankproof.streams.lanes import RECORDERS
 from rankproof.streams.operators import OrderMode
 from rankproof.streams.recorder import Recorder
@@ -85,5 +90,6 @@ def recording() -> Iterator[Recorder]:
         lanes.stand_in(recorder)
         Handovers(recorder).watch()
         BesideOperators(recorder).watch()
+        Collectives(recorder).watch()
         recorder.undo.enter_context(OrderMode(recorder))
         yield recorder

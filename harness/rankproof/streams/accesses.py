@@ -4,7 +4,7 @@ from dataclasses import dataclass
 
 import torch
 
-from rankproof.streams.lanes import Clock, Stream
+from rankproof.streams.lanes import Clock, Collective, Stream
 
 Range = tuple[int, int]  # first address, address behind the last
 
@@ -21,6 +21,15 @@ class Access:
     on: Stream
     time: int
     ranges: tuple[Range, ...]
+    collective: Collective | None = None  # whose access it is
+
+    @property
+    def verb(self) -> str:
+        return "writes" if self.writes else "reads"
+
+    def awaits_wait(self) -> bool:
+        """Whether it is of a collective that nobody has waited for."""
+        return self.collective is not None and not self.collective.waited
 
     def before(self, clock: Clock) -> bool:
         """Whether whoever knows ``clock`` comes after this access."""
@@ -33,8 +42,7 @@ class Access:
         return same_bytes and as_strict and self.before(later.on.clock)
 
     def __str__(self) -> str:
-        verb = "writes" if self.writes else "reads"
-        return f"{self.where} {verb} ({self.operator}) on {self.on.name}"
+        return f"{self.where} {self.verb} ({self.operator}) on {self.on.name}"
 
 
 @dataclass(frozen=True)
@@ -44,8 +52,16 @@ class Conflict:
     earlier: Access
     later: Access
     nbytes: int
+    before_wait: bool = False  # the earlier one is a collective's that nobody has waited for
 
     def __str__(self) -> str:
+        if self.before_wait:
+            return (
+                f"{self.later}, what {self.earlier.operator}, issued at {self.earlier.where}, "
+                f"{self.earlier.verb} until it is waited for: {self.nbytes} bytes in common; call "
+                f"wait() on what {self.earlier.operator} returned before line "
+                f"{self.later.where.rpartition(':')[2]}"
+            )
         return (
             f"{self.later}, {self.earlier}: {self.nbytes} bytes in common, and no event, wait or "
             f"synchronisation orders the two"
@@ -58,7 +74,9 @@ def conflict_of(earlier: Access, later: Access) -> Conflict | None:
     if not some_write or earlier.before(later.on.clock):
         return None
     nbytes = bytes_in_common(earlier.ranges, later.ranges)
-    return Conflict(earlier, later, nbytes) if nbytes else None
+    if not nbytes:
+        return None
+    return Conflict(earlier, later, nbytes, before_wait=earlier.awaits_wait())
 
 
 def byte_ranges(tensor: torch.Tensor) -> tuple[Range, ...]:

@@ -8,6 +8,7 @@ joins its clock into the own.
 
 import contextlib
 import threading
+from dataclasses import dataclass
 from typing import TYPE_CHECKING
 
 import torch
@@ -95,6 +96,17 @@ class Stream(Awaited):
         return event
 
 
+@dataclass
+class Collective:
+    """A collective that a thread has issued."""
+
+    lane: Stream
+    name: str  # "all_reduce"
+    only_reads: bool
+    blocks_host: bool  # whether the host thread that waits for it knows it to be complete
+    waited: bool = False
+
+
 class HostThread(Stream):
     """What one thread knows to be complete; off the main thread also the lane it works in."""
 
@@ -107,6 +119,8 @@ class HostThread(Stream):
         self.current: Stream = recorder.default_stream if self.is_main else self
         self.entered: list[Stream] = []
         self.makes_host_values = False
+        self.collective: Collective | None = None  # that it issues or waits for
+        self.in_comm_hook = False
         self.heard: Clock = {}  # of futures that a library found done: told on, but not known
 
     def name_of(self, thread: threading.Thread | None) -> str:
@@ -155,9 +169,9 @@ def stream(chosen: Stream | None) -> contextlib.AbstractContextManager:
 
 
 def synchronize(device=None) -> None:
-    """Wait for every stream."""
+    """Wait for every stream, and for the collectives, which run on streams as well."""
     recorder = RECORDERS[-1]
-    for lane in recorder.streams:
+    for lane in (*recorder.streams, *recorder.collective_lanes):
         recorder.this_thread().learn(lane.clock)
 
 

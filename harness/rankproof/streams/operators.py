@@ -76,8 +76,13 @@ class OrderMode(TorchDispatchMode):
             touches_host = any(on_host)
             touches_device = not all(on_host)
             is_transfer = name == "copy_" and touches_host and touches_device
-            by_host = touches_host and not is_transfer
+            collective = host.collective
+            by_host = touches_host and not is_transfer and not collective
             lane = lane_of(host, inputs, by_host)
+            if collective:
+                lane = collective.lane
+                name = collective.name
+                collective.blocks_host |= touches_host
             if by_host and touches_device:
                 host.learn(host.current.clock)
             lane.launch(host)
@@ -85,7 +90,9 @@ class OrderMode(TorchDispatchMode):
             for tensor, writes in touched_inputs(func, args, kwargs):
                 touched.add(tensor.untyped_storage()._cdata)
                 if not (by_host and tensor.dim() == 0):
-                    recorder.access(name, tensor, writes, lane, where)
+                    if collective and func.namespace == "c10d":
+                        writes = writes and not collective.only_reads
+                    recorder.access(name, tensor, writes, lane, where, collective)
             for tensor in plain_tensors_in(result):
                 if tensor.untyped_storage()._cdata not in touched:
                     recorder.allocated(tensor, lane)

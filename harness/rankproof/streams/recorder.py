@@ -11,7 +11,7 @@ import torch
 
 from rankproof.imports import around
 from rankproof.streams.accesses import Access, Conflict, byte_ranges, conflict_of
-from rankproof.streams.lanes import RECORDERS, HostThread, Stream, join
+from rankproof.streams.lanes import RECORDERS, Collective, HostThread, Stream, join
 from rankproof.streams.memory import Memory, Region
 
 MOST_CONFLICTS = 20
@@ -35,6 +35,8 @@ class Recorder:
         self.threads = threading.local()
         self.default_stream = Stream(recorder=self, name="the default stream")
         self.streams = [self.default_stream]
+        self.collectives = 0  # asynchronous ones
+        self.collective_lanes: list[Stream] = []
         self.freed: dict[tuple[int, int], list[list[Access]]] = {}  # by lane and bytes
         self.undo = contextlib.ExitStack()
 
@@ -60,7 +62,13 @@ class Recorder:
     # Accesses
 
     def access(
-        self, operator: str, tensor: torch.Tensor, writes: bool, on: Stream, where: str
+        self,
+        operator: str,
+        tensor: torch.Tensor,
+        writes: bool,
+        on: Stream,
+        where: str,
+        collective: Collective | None = None,
     ) -> None:
         """Note that ``operator``, running on ``on`` now, reads or writes ``tensor``."""
         if not is_seen(tensor):
@@ -68,7 +76,9 @@ class Recorder:
         with self.lock:
             self.count += 1
             region = self.region_of(tensor)
-            access = Access(operator, writes, where, on, on.clock[on.lane], byte_ranges(tensor))
+            time = on.clock[on.lane]
+            ranges = byte_ranges(tensor)
+            access = Access(operator, writes, where, on, time, ranges, collective)
             self.compare(region, access)
             for other in region.aliases:
                 if other.alive():
@@ -138,7 +148,8 @@ class Recorder:
             for access in region.accesses:
                 ordered = access.on is home or access.before(known)
                 has_returned = isinstance(access.on, HostThread)
-                if not (ordered or has_returned or access.on.lane in region.used_by):
+                is_kept = access.awaits_wait()  # its process group holds on to the memory
+                if not (ordered or has_returned or is_kept or access.on.lane in region.used_by):
                     operator = f"{access.operator}, memory freed since"
                     pending.append(replace(access, operator=operator))
             if pending:
@@ -146,8 +157,12 @@ class Recorder:
 
     def report(self) -> dict:
         """What was found, for a rank's record."""
+        unordered = [str(conflict) for conflict in self.conflicts if not conflict.before_wait]
+        early = [str(conflict) for conflict in self.conflicts if conflict.before_wait]
         return {
-            "conflicts": [str(conflict) for conflict in self.conflicts],
+            "conflicts": unordered,
+            "used_before_wait": early,
+            "async_collectives": self.collectives,
             "streams": len(self.streams) - 1,
             "accesses": self.count,
         }
