@@ -24,6 +24,7 @@ KINDS = {
     "deprecation_warning": "the recipe uses something deprecated",
     "misfit": "a control's edit does not fit the recipe",
     "unordered_access": "two streams touch the same memory in no order",
+    "used_before_wait": "a tensor is used while an asynchronous collective works on it",
 }
 
 SHARED_GROUP_HINT = (
@@ -323,6 +324,7 @@ def judge_ranks(ranks: list[Rank], timed_out: bool, saves: list[SavedState]) -> 
         if record.get("misfit"):
             failures.append(Failure("misfit", record["misfit"], rank.number))
         kinds = {"deprecations": "deprecation_warning", "conflicts": "unordered_access"}
+        kinds["used_before_wait"] = "used_before_wait"
         for key, kind in kinds.items():
             if found := record.get(key):
                 failures.append(Failure(kind, some(found), rank.number))

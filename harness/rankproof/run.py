@@ -433,7 +433,10 @@ def _judge(
     if recorded := [record for record in records if "streams" in record]:
         report.judged["streams"] = max(record["streams"] for record in recorded)
         report.judged["accesses"] = sum(record["accesses"] for record in recorded)
-        if not report.judged["streams"]:
+        collectives = max(record["async_collectives"] for record in recorded)
+        if collectives:
+            report.judged["asynchronous collectives"] = collectives
+        if not report.judged["streams"] and not collectives:
             report.notes.append("no stream was made, so there was no order to judge")
     elif order:
         report.notes.append("stream order is not judged where there is an accelerator")

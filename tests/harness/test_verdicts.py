@@ -79,6 +79,9 @@ GOOD = {
     "torch_stream_in_order": good("1 streams", order=True),
     "record_stream_is_right": good("1 streams", order=True),
     "batch_from_the_host": good("1 streams", order=True),
+    "async_gradients_in_order": good("18 asynchronous collectives", order=True),
+    "async_by_futures": good("asynchronous collectives", order=True),
+    "async_fsdp2_ahead": good("asynchronous collectives", order=True),
     "exits_in_main.order": good("no stream was made, so there was no order to judge", order=True),
 }
 BAD = {
@@ -121,6 +124,15 @@ BAD = {
     "barrier_on_one_rank": bad("hung", "still running at the deadline", deadline_s=3),
     "torch_streams_unordered": bad("unordered_access", ":11 writes(.|\n)*:12 writes", order=True),
     "reads_before_the_copy": bad("unordered_access", "tolist", order=True),
+    "async_used_before_wait": bad(
+        "used_before_wait", ":10 reads .div.(.|\n)*all_reduce, issued at .*:9", order=True
+    ),
+    "async_send_overwritten": bad(
+        "used_before_wait", ":11 writes .fill_.(.|\n)*isend, issued at .*:10, reads", order=True
+    ),
+    "async_wrong_work": bad(
+        "used_before_wait", ":13 writes(.|\n)*all_reduce, issued at .*:11", order=True
+    ),
     "freed_without_record_stream": bad("unordered_access", "memory freed since", order=True),
 }
 CASES = [("good", name, case) for name, case in GOOD.items()]

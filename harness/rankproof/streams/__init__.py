@@ -1,0 +1,95 @@
+"""Stream order without a GPU: find accesses that no event, wait or synchronisation orders.
+
+On a CPU, ``torch.cpu``'s streams and events do nothing: a program that forgot to wait for an event
+computes the same bits as one that did not. :func:`recording` puts a recording device module in
+their place and a ``TorchDispatchMode`` that sees every operator, and keeps *happens-before* by
+vector clocks, the way a race detector does. Two accesses to the same bytes, one of them a write,
+of which neither happens before the other, are a :class:`Conflict`. No timing is involved: an
+order that is missing is found in every run, whether or not the bits came out right.
+
+The model, which is that of a CUDA program:
+
+* Every stream is a lane. An operator runs on the current stream of its thread; it starts after
+  all that was launched on its lane, and after all that its thread knew to be complete at launch.
+* ``event.record``, ``stream.wait_event``, ``wait_stream`` order lanes. ``event.synchronize``,
+  ``stream.synchronize``, ``synchronize()``, and the recipe's own ``.item()`` and ``torch.equal``
+  let the host thread know. Where torch itself calls ``.item()`` (Adam's step count, a mesh's
+  coordinates), it reads a tensor that is in host memory on any machine, and waits for nothing.
+* The main thread's current stream is the default stream. **Another thread has a lane of its own,
+  in which its operators are complete when they return**, until it enters a stream: on a machine
+  with a GPU such threads (staging, upload) work in host memory or on a stream of their own, and
+  never in order with the default stream. ``current_stream()`` gives that lane, so a thread can
+  make itself wait for an event. ``DefaultStager``'s thread, which has a stream of its own only
+  where there is an accelerator, is judged here as it behaves there.
+* Threads know what their starter, the submitter of their work item, a future, a ``threading.Event``
+  or a ``queue.Queue`` they waited for knew. ``future.done()`` teaches only the recipe's own code;
+  where a library asks, it teaches those who wait for the futures that this thread then completes.
+  Locks and conditions order nothing here: a program that relies on them alone may be blamed
+  wrongly.
+* ``os.pwritev`` reads the memory of its buffers as it is by then, whichever tensors lie there.
+* What ``torch.frombuffer`` maps is *host memory*, as page-locked memory is on any machine, and so
+  is what is computed from it. An operator that touches host memory runs in its thread's own lane
+  and is complete when it returns; a device's tensor in it came by ``.cpu()``, which waits for the
+  current stream. ``copy_`` between host memory and other memory is a transfer: it is queued on the
+  current stream, and the thread waits for it unless it is ``non_blocking``.
+* Any other copy to the host cannot be told from one on the device and is queued like an operator,
+  but those of the staging code of ``torch.distributed`` with ``non_blocking=False``: the thread
+  waits for them.
+* A collective begins after what was launched on the current stream, and runs on a lane of its own
+  until its ``Work`` is waited for: then the waiting thread's current stream comes after it. That
+  nobody waits is found only if somebody uses its tensors. ``collectives`` says what counts as
+  waiting. Collectives that torch issues in C++, or as ``_functional_collectives``, run on the lane
+  that launches them.
+* ``torch.save``, ``Tensor.numpy()`` and ``tolist()`` read their tensors on the calling thread.
+* What ``torch.randn`` and the like make without a ``device`` is made by the host, as a batch is.
+* Memory is given back, with the last reference to it, to the stream that allocated it, and goes to
+  that stream's next allocation of its size, as a caching allocator would have it: what other lanes
+  still do with it then conflicts. Giving it back by ``untyped_storage().resize_`` is a write of it
+  on the current lane.
+
+The files, from what is simple to what puts it together:
+
+* ``lanes``: streams, events and threads, and their clocks
+* ``accesses``: which bytes an operator touched, and when two accesses conflict
+* ``memory``: which storage lies where, and who touched it
+* ``recorder``: takes accesses, keeps conflicts
+* ``operators``: what an operator reads and writes, and on which lane
+* ``beside_operators``: ``torch.save``, ``numpy()``, system calls and the like
+* ``collectives``: what is in flight until it is waited for
+* ``threads``: what threads learn from each other
+* ``lines``: which line of torch it was
+"""
+
+import contextlib
+from collections.abc import Iterator
+
+import torch
+
+from rankproof.streams import lanes
+from rankproof.streams.beside_operators import BesideOperators
+from rankproof.streams.collectives import Collectives
+from rankproof.streams.lanes import RECORDERS
+from rankproof.streams.operators import OrderMode
+from rankproof.streams.recorder import Recorder
+from rankproof.streams.threads import Handovers
+
+
+@contextlib.contextmanager
+def recording() -> Iterator[Recorder]:
+    """Record stream order in this process until the block's end; enter it on the main thread.
+
+    Raises:
+        RuntimeError: there is an accelerator, whose streams are real and are not recorded.
+    """
+    if torch.accelerator.is_available():
+        raise RuntimeError("stream order is recorded on machines without an accelerator only")
+    recorder = Recorder()
+    RECORDERS.append(recorder)
+    with recorder.undo:
+        recorder.undo.callback(RECORDERS.remove, recorder)
+        lanes.stand_in(recorder)
+        Handovers(recorder).watch()
+        BesideOperators(recorder).watch()
+        Collectives(recorder).watch()
+        recorder.undo.enter_context(OrderMode(recorder))
+        yield recorder

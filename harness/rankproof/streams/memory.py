@@ -1,0 +1,93 @@
+"""Memory: which storage lies where, who touched it last, and which storages share bytes."""
+
+import weakref
+from collections.abc import Callable
+
+import torch
+from torch.multiprocessing.reductions import StorageWeakRef
+
+from rankproof.streams.accesses import Access
+from rankproof.streams.lanes import Stream
+
+PAGE_BITS = 20  # storages are looked up by the megabytes that they lie in
+
+
+def pages_of(start: int, end: int) -> range:
+    """The megabytes that the addresses from ``start`` to before ``end`` lie in."""
+    return range(start >> PAGE_BITS, ((end - 1) >> PAGE_BITS) + 1)
+
+
+class Region:
+    """The memory of one storage, as long as it stays where it is, and who touched it last."""
+
+    def __init__(self, storage: torch.UntypedStorage) -> None:
+        self.weak = StorageWeakRef(storage)
+        self.start = storage.data_ptr()
+        self.end = self.start + storage.nbytes()
+        self.accesses: list[Access] = []
+        self.home: Stream | None = None  # where it was allocated: what is freed goes back there
+        self.aliases: list[Region] = []
+        self.on_host = False  # host memory on any machine
+        self.used_by: set[int] = set()  # lanes that record_stream names: freed behind their work
+
+    @property
+    def nbytes(self) -> int:
+        return self.end - self.start
+
+    def alive(self) -> bool:
+        storage = torch.UntypedStorage._new_with_weak_ptr(self.weak.cdata)
+        return storage is not None and storage.data_ptr() == self.start
+
+    def pages(self) -> range:
+        return pages_of(self.start, self.end)
+
+    def overlaps(self, start: int, end: int) -> bool:
+        return self.start < end and start < self.end
+
+    def add(self, access: Access) -> None:
+        """Keep ``access``, and no older one that it makes superfluous."""
+        kept = [old for old in self.accesses if not old.superseded_by(access)]
+        self.accesses = [*kept, access]
+
+
+class Memory:
+    """The regions that were touched. ``when_freed`` is called with each whose storage is gone."""
+
+    def __init__(self, when_freed: Callable[[Region], None]) -> None:
+        self.when_freed = when_freed
+        self.regions: dict[int, Region] = {}  # by the address of torch's object for a storage
+        self.pages: dict[int, set[Region]] = {}
+
+    def region_of(self, storage: torch.UntypedStorage) -> Region:
+        """The region of ``storage``, a new one if it is new or has moved."""
+        region = self.regions.get(storage._cdata)
+        if region is not None:
+            if region.start == storage.data_ptr() and region.alive():
+                return region
+            self.forget(region)
+        region = Region(storage)
+        weakref.finalize(storage, self.when_freed, region).atexit = False
+        for other in self.overlapping(region.start, region.end):
+            region.aliases.append(other)
+            other.aliases.append(region)
+        self.regions[storage._cdata] = region
+        for page in region.pages():
+            self.pages.setdefault(page, set()).add(region)
+        return region
+
+    def overlapping(self, start: int, end: int) -> list[Region]:
+        """The living regions that share an address with ``start`` to before ``end``."""
+        found: set[Region] = set()
+        for page in pages_of(start, end):
+            found |= self.pages.get(page, set())
+        gone = {region for region in found if not region.alive()}
+        for region in gone:
+            self.forget(region)
+        return [region for region in found - gone if region.overlaps(start, end)]
+
+    def forget(self, region: Region) -> None:
+        self.regions.pop(region.weak.cdata, None)
+        for page in region.pages():
+            self.pages.get(page, set()).discard(region)
+        for other in region.aliases:
+            other.aliases.remove(region)

@@ -1,0 +1,134 @@
+"""Operators: what each reads and writes, on which lane it runs, and whether its caller waits."""
+
+from collections.abc import Iterator
+
+import torch
+from torch._subclasses.fake_tensor import FakeTensor
+from torch.utils._python_dispatch import TorchDispatchMode
+
+from rankproof.imports import called_by_recipe, frames
+from rankproof.streams.lanes import HostThread, Stream
+from rankproof.streams.lines import DISPATCHERS
+from rankproof.streams.recorder import Recorder
+
+NO_ACCESS = ("empty", "new_empty", "set_", "resize_", "detach", "is_pinned", "wait_tensor")
+HOST_WAITS = ("_local_scalar_dense", "equal", "nonzero", "is_nonzero")
+STAGING_FILES = ("_state_dict_utils.py", "_state_dict_stager.py")
+UNANNOTATED = ("c10d", "fsdp")  # their schemas do not mark what is written
+PLAIN = frozenset((torch.Tensor, torch.nn.Parameter))
+
+
+def tensors_in(value: object) -> Iterator[torch.Tensor]:
+    """The tensors in nested dicts, lists and tuples."""
+    if isinstance(value, torch.Tensor):
+        yield value
+    elif isinstance(value, dict):
+        yield from tensors_in(list(value.values()))
+    elif isinstance(value, list | tuple):
+        for item in value:
+            yield from tensors_in(item)
+
+
+def plain_tensors_in(value: object) -> list[torch.Tensor]:
+    return [tensor for tensor in tensors_in(value) if type(tensor) in PLAIN]
+
+
+class OrderMode(TorchDispatchMode):
+    """Gives the recorder every read and write of plain tensors; subclasses are unwrapped first."""
+
+    def __init__(self, recorder: Recorder) -> None:
+        super().__init__()
+        self.recorder = recorder
+
+    def __torch_dispatch__(self, func, types, args=(), kwargs=None):
+        kwargs = kwargs or {}
+        if FakeTensor in types:  # shapes only, no memory
+            return func(*args, **kwargs)
+        if not PLAIN.issuperset(types):
+            return NotImplemented
+        result = func(*args, **kwargs)
+        name = func._schema.name.partition("::")[2]
+        if name == "_foreach_copy_":
+            self.note_each_copy(args, kwargs)
+        elif name.startswith(("empty", "new_empty")):
+            for tensor in plain_tensors_in(result):
+                self.recorder.allocated(tensor, self.recorder.this_thread().current)
+        elif not func.is_view and not name.startswith(NO_ACCESS):
+            self.note(func, name, args, kwargs, result)
+        return result
+
+    def note_each_copy(self, args: tuple, kwargs: dict) -> None:
+        """One by one, since some pairs may be the device's and others the host's."""
+        targets, sources, *others = args
+        for target, source in zip(targets, sources, strict=True):
+            copy_args = (target, source, *others)
+            self.note(torch.ops.aten.copy_.default, "copy_", copy_args, kwargs, target)
+
+    def note(self, func, name: str, args: tuple, kwargs: dict, result: object) -> None:
+        """Launch the operator on its lane, note what it touches, and let its caller wait for it."""
+        recorder = self.recorder
+        host = recorder.this_thread()
+        where = host.line()
+        inputs = list(tensors_in([args, kwargs]))
+        with recorder.lock:
+            # Beside host memory, one of no dimensions (Adam's step count) is the host's as well.
+            on_host = [recorder.on_host(tensor) for tensor in inputs if tensor.dim() > 0]
+            touches_host = any(on_host)
+            touches_device = not all(on_host)
+            is_transfer = name == "copy_" and touches_host and touches_device
+            collective = host.collective
+            by_host = touches_host and not is_transfer and not collective
+            lane = lane_of(host, inputs, by_host)
+            if collective:
+                lane = collective.lane
+                name = collective.name
+                collective.blocks_host |= touches_host
+            if by_host and touches_device:
+                host.learn(host.current.clock)
+            lane.launch(host)
+            touched = set()
+            for tensor, writes in touched_inputs(func, args, kwargs):
+                touched.add(tensor.untyped_storage()._cdata)
+                if not (by_host and tensor.dim() == 0):
+                    if collective and func.namespace == "c10d":
+                        writes = writes and not collective.only_reads
+                    recorder.access(name, tensor, writes, lane, where, collective)
+            for tensor in plain_tensors_in(result):
+                if tensor.untyped_storage()._cdata not in touched:
+                    recorder.allocated(tensor, lane)
+                    recorder.access(name, tensor, True, lane, where)
+                    if by_host:
+                        recorder.region_of(tensor).on_host = True
+            reads_value = name in HOST_WAITS and called_by_recipe(DISPATCHERS)
+            if reads_value or (is_blocking_copy(name, args, kwargs) and waits_for(touches_host)):
+                host.learn(lane.clock)
+
+
+def lane_of(host: HostThread, inputs: list[torch.Tensor], by_host: bool) -> Stream:
+    """The lane that an operator of thread ``host`` runs on."""
+    makes_host_value = host.makes_host_values and not inputs
+    return host if by_host or makes_host_value else host.current
+
+
+def touched_inputs(func, args: tuple, kwargs: dict) -> Iterator[tuple[torch.Tensor, bool]]:
+    """Each tensor that an operator is given, and whether it writes it."""
+    for index, argument in enumerate(func._schema.arguments):
+        value = args[index] if index < len(args) else kwargs.get(argument.name)
+        for tensor in tensors_in(value):
+            yield tensor, is_written(func, argument)
+
+
+def is_written(func, argument) -> bool:
+    if func.namespace in UNANNOTATED:
+        return "out" in argument.name or argument.name in ("tensor", "tensors", "self")
+    return argument.alias_info is not None and argument.alias_info.is_write
+
+
+def is_blocking_copy(name: str, args: tuple, kwargs: dict) -> bool:
+    third = args[2] if len(args) > 2 else False
+    return name == "copy_" and not kwargs.get("non_blocking", third)
+
+
+def waits_for(touches_host: bool) -> bool:
+    """Whether a thread waits for a blocking copy: for transfers, and in torch's staging code."""
+    return touches_host or any(f.f_code.co_filename.endswith(STAGING_FILES) for f in frames())

@@ -1,0 +1,168 @@
+"""The recorder: takes every access, compares it with those before it, and keeps the conflicts."""
+
+import contextlib
+import itertools
+import threading
+from dataclasses import replace
+from typing import Any
+from unittest import mock
+
+import torch
+
+from rankproof.imports import around
+from rankproof.streams.accesses import Access, Conflict, byte_ranges, conflict_of
+from rankproof.streams.lanes import RECORDERS, Collective, HostThread, Stream, join
+from rankproof.streams.memory import Memory, Region
+
+MOST_CONFLICTS = 20
+
+
+def is_seen(tensor: torch.Tensor) -> bool:
+    """Whether ``tensor`` has bytes of the CPU that a range can name."""
+    strided = tensor.layout == torch.strided
+    return tensor.device.type == "cpu" and strided and tensor.numel() > 0
+
+
+class Recorder:
+    """The lanes and threads, the memory they touched, and the conflicts found."""
+
+    def __init__(self) -> None:
+        self.conflicts: list[Conflict] = []
+        self.count = 0
+        self.lock = threading.RLock()
+        self.lanes = itertools.count(1)
+        self.memory = Memory(when_freed=self.free)
+        self.threads = threading.local()
+        self.default_stream = Stream(recorder=self, name="the default stream")
+        self.streams = [self.default_stream]
+        self.collectives = 0  # asynchronous ones
+        self.collective_lanes: list[Stream] = []
+        self.freed: dict[tuple[int, int], list[list[Access]]] = {}  # by lane and bytes
+        self.undo = contextlib.ExitStack()
+
+    def watch(self, *args: Any, **kwargs: Any) -> None:
+        """:func:`rankproof.imports.around`, until the end."""
+        self.undo.callback(around(*args, **kwargs))
+
+    def replace(self, owner: object, name: str, by: object) -> None:
+        """Have ``by`` stand for ``owner.name`` until the end."""
+        self.undo.enter_context(mock.patch.object(owner, name, by))
+
+    # Threads
+
+    def this_thread(self) -> HostThread:
+        if not hasattr(self.threads, "state"):
+            self.enter_thread()
+        return self.threads.state
+
+    def enter_thread(self, thread: threading.Thread | None = None) -> None:
+        """Begin this thread's lane; ``thread`` is its object, if it was started while recording."""
+        self.threads.state = HostThread(self, thread)
+
+    # Accesses
+
+    def access(
+        self,
+        operator: str,
+        tensor: torch.Tensor,
+        writes: bool,
+        on: Stream,
+        where: str,
+        collective: Collective | None = None,
+    ) -> None:
+        """Note that ``operator``, running on ``on`` now, reads or writes ``tensor``."""
+        if not is_seen(tensor):
+            return
+        with self.lock:
+            self.count += 1
+            region = self.region_of(tensor)
+            time = on.clock[on.lane]
+            ranges = byte_ranges(tensor)
+            access = Access(operator, writes, where, on, time, ranges, collective)
+            self.compare(region, access)
+            for other in region.aliases:
+                if other.alive():
+                    self.compare(other, access)
+            region.add(access)
+
+    def read_at(self, operator: str, start: int, nbytes: int, on: Stream, where: str) -> None:
+        """Note that ``operator`` reads memory by its address, whichever tensors lie there."""
+        end = start + nbytes
+        with self.lock:
+            access = Access(operator, False, where, on, on.clock[on.lane], ((start, end),))
+            for region in self.memory.overlapping(start, end):
+                self.count += 1
+                self.compare(region, access)
+                region.add(access)
+
+    def compare(self, region: Region, later: Access) -> None:
+        """Keep the conflicts of ``later``, which begins now, with what touched ``region``."""
+        for earlier in region.accesses:
+            conflict = conflict_of(earlier, later)
+            if conflict is not None:
+                self.keep(conflict)
+
+    def keep(self, conflict: Conflict) -> None:
+        """Keep the first conflict of each two lines."""
+        lines = (conflict.earlier.where, conflict.later.where)
+        known = {(other.earlier.where, other.later.where) for other in self.conflicts}
+        if lines not in known and len(self.conflicts) < MOST_CONFLICTS:
+            self.conflicts.append(conflict)
+
+    # Memory
+
+    def region_of(self, tensor: torch.Tensor) -> Region:
+        return self.memory.region_of(tensor.untyped_storage())
+
+    def on_host(self, tensor: torch.Tensor) -> bool:
+        """Whether ``tensor`` is in memory that the program mapped, or was computed there."""
+        region = self.memory.regions.get(tensor.untyped_storage()._cdata)
+        return region is not None and region.on_host and region.alive()
+
+    def allocated(self, tensor: torch.Tensor, on: Stream) -> None:
+        """Note that the memory of ``tensor`` is new on ``on``: there it may be what was freed last.
+
+        A caching allocator gives a freed block to the next of its size on the same stream, whoever
+        else still uses it. Addresses here are another matter, so the accesses that were pending
+        when a block was freed are handed to the next block of its size.
+        """
+        if not is_seen(tensor):
+            return
+        with self.lock:
+            region = self.region_of(tensor)
+            region.home = on
+            pending = self.freed.get((on.lane, region.nbytes))
+            if pending:
+                whole = ((region.start, region.end),)
+                region.accesses += [replace(access, ranges=whole) for access in pending.pop()]
+
+    def free(self, region: Region) -> None:
+        """The last reference to ``region`` is gone: keep what its home stream does not wait for."""
+        home = region.home
+        if self not in RECORDERS or home is None or isinstance(home, HostThread) or region.on_host:
+            return
+        with self.lock:
+            known = dict(home.clock)
+            join(known, self.this_thread().clock)
+            pending = []
+            for access in region.accesses:
+                ordered = access.on is home or access.before(known)
+                has_returned = isinstance(access.on, HostThread)
+                is_kept = access.awaits_wait()  # its process group holds on to the memory
+                if not (ordered or has_returned or is_kept or access.on.lane in region.used_by):
+                    operator = f"{access.operator}, memory freed since"
+                    pending.append(replace(access, operator=operator))
+            if pending:
+                self.freed.setdefault((home.lane, region.nbytes), []).append(pending)
+
+    def report(self) -> dict:
+        """What was found, for a rank's record."""
+        unordered = [str(conflict) for conflict in self.conflicts if not conflict.before_wait]
+        early = [str(conflict) for conflict in self.conflicts if conflict.before_wait]
+        return {
+            "conflicts": unordered,
+            "used_before_wait": early,
+            "async_collectives": self.collectives,
+            "streams": len(self.streams) - 1,
+            "accesses": self.count,
+        }

@@ -1,0 +1,299 @@
+"""The recorder of stream order: a tensor is not used before its asynchronous collective was awaited.
+
+A program that uses one too early is found and both lines are named, whether or not the collective
+had ended by then. The same program is silent once it waits, in each of the ways that torch offers.
+"""
+
+import threading
+from concurrent.futures import ThreadPoolExecutor
+
+import pytest
+import torch
+import torch.distributed as dist
+from torch.distributed.algorithms.ddp_comm_hooks.default_hooks import allreduce_hook
+from torch.distributed.algorithms.ddp_comm_hooks.powerSGD_hook import PowerSGDState, powerSGD_hook
+from torch.distributed.fsdp import fully_shard
+from torch.nn.parallel import DistributedDataParallel
+
+from rankproof import streams
+
+pytestmark = pytest.mark.skipif(
+    torch.accelerator.is_available(), reason="an accelerator's streams are real"
+)
+
+
+@pytest.fixture
+def recorder():
+    dist.init_process_group("gloo", store=dist.HashStore(), rank=0, world_size=1)
+    try:
+        with streams.recording() as recording:
+            yield recording
+    finally:
+        dist.destroy_process_group()
+
+
+def use(tensor: torch.Tensor) -> torch.Tensor:
+    return tensor.mul_(2)
+
+
+def test_a_use_before_wait_names_the_collective_and_both_lines(recorder):
+    tensor = torch.ones(8)
+    work = dist.all_reduce(tensor, async_op=True)
+    use(tensor)
+    work.wait()
+    (conflict,) = recorder.conflicts
+    assert conflict.before_wait
+    issued = test_a_use_before_wait_names_the_collective_and_both_lines.__code__.co_firstlineno + 2
+    used = use.__code__.co_firstlineno + 1
+    text = str(conflict)
+    assert f"all_reduce, issued at test_async_collectives.py:{issued}, writes" in text
+    assert f"test_async_collectives.py:{used} " in text
+    assert recorder.report()["used_before_wait"] == [text]
+    assert recorder.report()["conflicts"] == []
+
+
+def all_reduce(tensor: torch.Tensor) -> dist.Work:
+    return dist.all_reduce(tensor, async_op=True)
+
+
+def all_gather(tensor: torch.Tensor) -> dist.Work:
+    return dist.all_gather([torch.empty(8)], tensor, async_op=True)
+
+
+def all_gather_into_tensor(tensor: torch.Tensor) -> dist.Work:
+    return dist.all_gather_into_tensor(torch.empty(8), tensor, async_op=True)
+
+
+def reduce_scatter_tensor(tensor: torch.Tensor) -> dist.Work:
+    return dist.reduce_scatter_tensor(torch.empty(8), tensor, async_op=True)
+
+
+def all_to_all_single(tensor: torch.Tensor) -> dist.Work:
+    return dist.all_to_all_single(torch.empty(8), tensor, async_op=True)
+
+
+def coalesced(tensor: torch.Tensor) -> dist.Work:
+    with dist._coalescing_manager(async_ops=True) as manager:
+        dist.all_reduce(tensor)
+        dist.all_reduce(torch.ones(3))
+    return manager
+
+
+def broadcast(tensor: torch.Tensor) -> dist.Work:
+    return dist.broadcast(tensor, src=0, async_op=True)
+
+
+ISSUES = [
+    *(all_reduce, all_gather, all_gather_into_tensor, reduce_scatter_tensor, all_to_all_single),
+    *(coalesced, broadcast),
+]
+
+
+@pytest.mark.parametrize("waits", [True, False])
+@pytest.mark.parametrize("issue", ISSUES)
+@pytest.mark.filterwarnings("ignore::FutureWarning")
+def test_each_collective_holds_its_tensors_until_wait(recorder, issue, waits):
+    tensor = torch.ones(8)
+    work = issue(tensor)
+    if waits:
+        work.wait()
+    use(tensor)
+    assert [conflict.before_wait for conflict in recorder.conflicts] == [True] * (not waits)
+    work.wait()
+
+
+def test_what_is_gathered_is_not_read_before_wait(recorder):
+    gathered = [torch.empty(8)]
+    work = dist.all_gather(gathered, torch.ones(8), async_op=True)
+    gathered[0].tolist()
+    work.wait()
+    assert [conflict.later.operator for conflict in recorder.conflicts] == ["tolist"]
+
+
+@pytest.mark.parametrize("issue", [all_gather, broadcast])
+def test_what_is_only_sent_may_be_read(recorder, issue):
+    tensor = torch.ones(8)
+    work = issue(tensor)
+    tensor.sum()
+    work.wait()
+    assert recorder.conflicts == []
+
+
+def test_each_of_two_works_is_waited_for(recorder):
+    tensors = [torch.ones(8), torch.ones(8)]
+    works = [dist.all_reduce(tensor, async_op=True) for tensor in tensors]
+    works[1].wait()
+    use(tensors[1])
+    assert recorder.conflicts == []
+    use(tensors[0])
+    assert len(recorder.conflicts) == 1
+    works[0].wait()
+
+
+def test_other_tensors_may_be_used_meanwhile(recorder):
+    tensor, other = torch.ones(8), torch.ones(8)
+    work = dist.all_reduce(tensor, async_op=True)
+    use(other)
+    work.wait()
+    use(tensor)
+    assert recorder.conflicts == []
+
+
+def by_future(work: dist.Work) -> None:
+    work.get_future().wait()
+
+
+def by_a_future_of_that(work: dist.Work) -> None:
+    work.get_future().then(lambda future: use(future.value()[0])).wait()
+
+
+def by_two_callbacks(work: dist.Work) -> None:
+    future = work.get_future().then(lambda future: use(future.value()[0]))
+    future.then(lambda future: use(future.value())).wait()
+
+
+def by_wait_all(work: dist.Work) -> None:
+    torch.futures.wait_all([work.get_future()])
+
+
+def by_collect_all(work: dist.Work) -> None:
+    torch.futures.collect_all([work.get_future()]).wait()
+
+
+def by_own_future(work: dist.Work) -> None:
+    own = torch.futures.Future()
+    work.get_future().then(lambda future: own.set_result(future.value()))
+    own.wait()
+
+
+def by_asking(work: dist.Work) -> None:
+    while not work.is_completed():
+        pass
+
+
+def by_asking_the_future(work: dist.Work) -> None:
+    future = work.get_future()
+    while not future.done():
+        pass
+
+
+def by_a_barrier(work: dist.Work) -> None:
+    dist.barrier()
+
+
+def by_a_thread_that_is_joined(work: dist.Work) -> None:
+    thread = threading.Thread(target=work.wait)
+    thread.start()
+    thread.join()
+
+
+def by_an_executor(work: dist.Work) -> None:
+    with ThreadPoolExecutor(1) as pool:
+        pool.submit(work.wait).result()
+
+
+WAYS = [
+    *(by_future, by_a_future_of_that, by_two_callbacks, by_wait_all, by_collect_all),
+    *(by_own_future, by_asking, by_asking_the_future, by_a_barrier),
+    *(by_a_thread_that_is_joined, by_an_executor),
+]
+
+
+@pytest.mark.parametrize("wait", WAYS)
+def test_whoever_waits_in_another_way_may_use_it(recorder, wait):
+    tensor = torch.ones(8)
+    work = dist.all_reduce(tensor, async_op=True)
+    wait(work)
+    use(tensor)
+    assert recorder.conflicts == []
+
+
+def test_a_callback_is_waited_for_itself(recorder):
+    """That it waits for the collective orders nothing with what its callback does."""
+    tensor = torch.ones(8)
+    work = dist.all_reduce(tensor, async_op=True)
+    changed = work.get_future().then(lambda future: use(future.value()[0]))
+    work.wait()
+    tensor.add_(1)
+    assert len(recorder.conflicts) == 1
+    changed.wait()
+
+
+@pytest.mark.parametrize("waits", [True, False])
+def test_a_stream_waits_for_the_work_of_another(recorder, waits):
+    tensor, side, user = torch.ones(8), torch.cpu.Stream(), torch.cpu.Stream()
+    side.wait_stream(torch.cpu.current_stream())
+    with torch.cpu.stream(side):
+        work = dist.all_reduce(tensor, async_op=True)
+    with torch.cpu.stream(user):
+        if waits:
+            work.wait()
+        use(tensor)
+    work.wait()
+    assert (recorder.conflicts == []) is waits
+
+
+def test_collectives_that_are_not_asynchronous_are_not_counted(recorder):
+    tensor = torch.ones(8)
+    dist.all_reduce(tensor)
+    use(tensor)
+    assert recorder.report()["async_collectives"] == 0
+    dist.all_reduce(tensor, async_op=True).wait()
+    assert recorder.report()["async_collectives"] == 1
+    assert recorder.conflicts == []
+
+
+def hook_of_allreduce(model: DistributedDataParallel) -> None:
+    model.register_comm_hook(None, allreduce_hook)
+
+
+def hook_with_callbacks(model: DistributedDataParallel) -> None:
+    state = PowerSGDState(None, matrix_approximation_rank=1, start_powerSGD_iter=2)
+    model.register_comm_hook(state, powerSGD_hook)
+
+
+def no_hook(model: DistributedDataParallel) -> None:
+    pass
+
+
+@pytest.mark.parametrize("views", [True, False])
+@pytest.mark.parametrize("register", [no_hook, hook_of_allreduce, hook_with_callbacks])
+def test_training_with_ddp_has_no_conflict(recorder, register, views):
+    layers = [torch.nn.Linear(16, 16) for _ in range(3)]
+    model = DistributedDataParallel(torch.nn.Sequential(*layers), gradient_as_bucket_view=views)
+    register(model)
+    optimizer = torch.optim.AdamW(model.parameters())
+    for _ in range(4):
+        model(torch.randn(4, 16)).sum().backward()
+        optimizer.step()
+        optimizer.zero_grad()
+    assert recorder.count > 0
+    assert [str(conflict) for conflict in recorder.conflicts] == []
+
+
+def test_training_with_fsdp2_has_no_conflict(recorder):
+    model = torch.nn.Sequential(*(torch.nn.Linear(16, 16) for _ in range(3)))
+    for layer in model:
+        fully_shard(layer)
+    fully_shard(model)
+    optimizer = torch.optim.AdamW(model.parameters())
+    for _ in range(3):
+        model(torch.randn(4, 16)).sum().backward()
+        optimizer.step()
+        optimizer.zero_grad()
+    assert recorder.count > 0
+    assert [str(conflict) for conflict in recorder.conflicts] == []
+
+
+def test_lanes_are_used_again(recorder):
+    tensor = torch.ones(8)
+    for _ in range(20):
+        dist.all_reduce(tensor, async_op=True).wait()
+    assert len(recorder.collective_lanes) == 1
+
+
+def test_everything_is_put_back():
+    before = (dist.Work.wait, dist.ProcessGroup.allreduce, torch._C.Future.then)
+    with streams.recording():
+        assert dist.Work.wait is not before[0]
+    assert before == (dist.Work.wait, dist.ProcessGroup.allreduce, torch._C.Future.then)
