@@ -15,6 +15,8 @@ from harness.run import Report, run
 
 CASES = Path(__file__).parent / "cases"
 DEADLINE_S = 60.0
+EXPORT = "checkpoint/export_for_transformers.py"
+ONE_RANK = "sharding/gradient_on_one_rank.py"
 
 
 class Defect(Exception):
