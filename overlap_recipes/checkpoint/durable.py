@@ -65,16 +65,18 @@ def faults(directory: Path, digests: bool = False) -> list[str]:
     return found
 
 
-def committed_steps(root: Path) -> list[int]:
+def committed_steps(root: Path | str) -> list[int]:
     """The steps whose checkpoints have their final name, the newest first."""
-    names = [path.name.removeprefix("step") for path in root.glob("step*")]
+    names = [path.name.removeprefix("step") for path in Path(root).glob("step*")]
     return sorted((int(name) for name in names if name.isdigit()), reverse=True)
 
 
-def newest_step(root: Path, digests: bool = False) -> int | None:
+def newest_step(root: Path | str, digests: bool = False) -> int | None:
     """The newest step whose checkpoint is complete, None if there is none."""
-    whole = (step for step in committed_steps(root) if not faults(root / f"step{step}", digests))
-    return next(whole, None)
+    for step in committed_steps(root):
+        if not faults(Path(root, f"step{step}"), digests):
+            return step
+    return None
 
 
 class DurableSaves(Saves):

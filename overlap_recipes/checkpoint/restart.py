@@ -53,12 +53,13 @@ def random_numbers() -> dict:
     return {"host": torch} | ({"device": torch.get_device_module(device)} if device else {})
 
 
-def choose(root: Path, step: int | None = None) -> int | None:
+def choose(root: Path | str, step: int | None = None) -> int | None:
     """The step to resume from, the same on all ranks; None if there is no complete checkpoint.
 
     Raises:
         RuntimeError: a rank does not see this checkpoint, or sees another content.
     """
+    root = Path(root)
     there = committed_steps(root)
     chosen = [step if step is not None else newest_step(root, digests=True)]
     dist.broadcast_object_list(chosen)
@@ -78,7 +79,7 @@ def choose(root: Path, step: int | None = None) -> int | None:
     return step
 
 
-def resume(run: Run, root: Path, step: int | None = None) -> int:
+def resume(run: Run, root: Path | str, step: int | None = None) -> int:
     """Load the newest complete checkpoint below ``root``, or that of ``step``; its step or 0.
 
     Raises:
@@ -87,7 +88,7 @@ def resume(run: Run, root: Path, step: int | None = None) -> int:
     step = choose(root, step)
     if step is None:
         return 0
-    directory = root / f"step{step}"
+    directory = Path(root, f"step{step}")
     saved = dcp.FileSystemReader(directory).read_metadata().state_dict_metadata
     run.ranks_saved = sum(key.startswith("run.random") and key.endswith("host") for key in saved)
     if wrong := differences(get_model_state_dict(run.model), directory, "run.model."):

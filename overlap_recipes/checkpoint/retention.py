@@ -72,11 +72,11 @@ class RetainedSaves(DurableSaves):
             resumed.
     """
 
-    def __init__(self, root: Path, *args, keep_last=3, keep_every=0, **kwargs) -> None:
+    def __init__(self, root: Path | str, *args, keep_last=3, keep_every=0, **kwargs) -> None:
         super().__init__(*args, **kwargs)
-        self.root, self.keep_last, self.keep_every = root.absolute(), keep_last, keep_every
+        self.root, self.keep_last, self.keep_every = Path(root).absolute(), keep_last, keep_every
         self.lease: int | None = None
-        to_delete(root, keep_last)  # raises now, and not at the first save
+        to_delete(self.root, keep_last)  # raises now, and not at the first save
 
     def __enter__(self) -> "RetainedSaves":
         self.together(self.open_root)
