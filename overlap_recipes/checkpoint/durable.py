@@ -66,15 +66,15 @@ def faults(directory: Path, digests: bool = False) -> list[str]:
     return found
 
 
-def committed_steps(root: Path) -> list[int]:
+def committed_steps(root: Path | str) -> list[int]:
     """The steps whose checkpoints have their final name, the newest first."""
-    return steps_of(path.name for path in root.glob("step*"))
+    return steps_of(path.name for path in Path(root).glob("step*"))
 
 
-def newest_step(root: Path, digests: bool = False) -> int | None:
+def newest_step(root: Path | str, digests: bool = False) -> int | None:
     """The newest step whose checkpoint is complete, None if there is none."""
     for step in committed_steps(root):
-        if not faults(root / name_of(step), digests):
+        if not faults(Path(root, name_of(step)), digests):
             return step
     return None
 

@@ -37,12 +37,13 @@ class Run(TrainingState):
         self.samples = 0
 
 
-def choose(root: Path, step: int | None = None) -> int | None:
+def choose(root: Path | str, step: int | None = None) -> int | None:
     """The step to resume from, the same on all ranks; None if there is no complete checkpoint.
 
     Raises:
         RuntimeError: a rank does not see this checkpoint, or sees another content.
     """
+    root = Path(root)
     there = committed_steps(root)  # before the choice: another job may save meanwhile
     is_first_rank = not dist.is_initialized() or dist.get_rank() == 0
     if step is None and is_first_rank:
@@ -71,7 +72,7 @@ def of_all_ranks(own: object) -> list:
     return found
 
 
-def resume(run: Run, root: Path, step: int | None = None, skip: Iterable[str] = ()) -> int:
+def resume(run: Run, root: Path | str, step: int | None = None, skip: Iterable[str] = ()) -> int:
     """Load the newest complete checkpoint below ``root``, or that of ``step``; its step or 0.
 
     Args:
@@ -83,7 +84,7 @@ def resume(run: Run, root: Path, step: int | None = None, skip: Iterable[str] = 
     step = choose(root, step)
     if step is None:
         return 0
-    load({"run": run}, root / name_of(step), skip=skip)
+    load({"run": run}, Path(root, name_of(step)), skip=skip)
     return run.step
 
 

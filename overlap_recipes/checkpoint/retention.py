@@ -71,9 +71,9 @@ class RetainedSaves(DurableSaves):
             resumed.
     """
 
-    def __init__(self, root: Path, *args, keep_last=3, keep_every=0, **kwargs) -> None:
+    def __init__(self, root: Path | str, *args, keep_last=3, keep_every=0, **kwargs) -> None:
         super().__init__(*args, **kwargs)
-        self.root, self.keep_last, self.keep_every = root.absolute(), keep_last, keep_every
+        self.root, self.keep_last, self.keep_every = Path(root).absolute(), keep_last, keep_every
         self.lease: int | None = None
         steps_left_out([], keep_last, keep_every)  # raises now, and not at the first save
 

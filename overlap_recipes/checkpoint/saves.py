@@ -86,6 +86,8 @@ class Saves:
             each time that a save is called before the one before it is written. More end sooner
             and cost training more: they take cores and memory from the thread that launches.
 
+    Relative directories are those below the working directory of when this object was made.
+
     Attributes:
         skipped: saves that were left out.
     """
@@ -104,6 +106,7 @@ class Saves:
         # Asked for at every plan: ``model.to`` replaces buffers.
         changing = changed_by_forward
         self.changing = changing if callable(changing) else list(changing).copy
+        self.working_directory = Path.cwd()
         self.if_busy = if_busy
         self.host_bytes = host_bytes
         self.write_threads = write_threads
@@ -191,7 +194,7 @@ class Saves:
             self.jobs.put((wanted.done, tensors, state))
 
     @torch.inference_mode(False)
-    def save(self, state_dict: dict, directory: Path) -> Future | None:
+    def save(self, state_dict: dict, directory: Path | str) -> Future | None:
         """Save ``state_dict`` as it is now to ``directory``; all ranks call it.
 
         Returns:
@@ -211,7 +214,7 @@ class Saves:
         began = time.monotonic()
         self.calls += 1
         interrupted = KeyboardInterrupt("in save")
-        path = Path(directory).absolute()
+        path = self.working_directory / directory
         job = Job(self.calls, path, interrupted, [], [], None, Future())
         self.uploads = [*self.uploads[-self.in_flight :], job.done]
         try:

@@ -32,12 +32,11 @@ on another machine, with the command below.
     AutoModelForCausalLM.from_pretrained("hf1000")  # somewhere else, without this package
 
 Your project needs the package ``overlap_recipes``: ``pip install .`` in this repository, or a copy
-of its folder ``overlap_recipes``. With the package installed, this page's file in the repository is
-a command, too:
+of its folder ``overlap_recipes``. The package is a command, too:
 
 .. code-block:: bash
 
-    python export.py step1000 hf1000  # export a DCP checkpoint that you have already
+    python -m overlap_recipes.checkpoint export step1000 hf1000  # of a DCP checkpoint that you have
 
 .. grid:: 1 1 2 2
 
@@ -229,16 +228,9 @@ def prove(root: Path, expected: dict[str, torch.Tensor], options: dict) -> None:
 
 if __name__ == "__main__":
     parser = argparse.ArgumentParser()
-    parser.add_argument("checkpoint", nargs="?", type=Path, help="of DCP, to be exported ...")
-    parser.add_argument("export", nargs="?", type=Path, help="... to this directory")
-    parser.add_argument("--prefix", default="app.model.", help="of the names that are exported")
     parser.add_argument("--dir", type=Path, help="where the proof writes (default: temporary)")
-    asked = parser.parse_args()
-    if asked.checkpoint:
-        convert(asked.checkpoint, asked.export, asked.prefix)
-    else:
-        with tempfile.TemporaryDirectory() as temporary:
-            main(asked.dir or Path(temporary))
+    with tempfile.TemporaryDirectory() as temporary:
+        main(parser.parse_args().dir or Path(temporary))
 
 # %%
 # What breaks if you remove a line

@@ -27,14 +27,13 @@ any. Or something else already deletes by age or by quota.
                 saves.save({"app": app}, root / f"step{step}")
 
 Your project needs the package ``overlap_recipes``: ``pip install .`` in this repository, or a copy
-of its folder ``overlap_recipes``. With the package installed, this page's file in the repository is
-a command, too:
+of its folder ``overlap_recipes``. The package is a command, too:
 
 .. code-block:: bash
 
-    python retention.py list ROOT
-    python retention.py verify ROOT     # reads every byte; exit code 1 if anything has changed
-    python retention.py prune ROOT --keep-last 3 --dry-run
+    python -m overlap_recipes.checkpoint list ROOT
+    python -m overlap_recipes.checkpoint verify ROOT  # every byte; exit code 1 if one has changed
+    python -m overlap_recipes.checkpoint prune ROOT --keep-last 3 --dry-run
 
 .. grid:: 1 1 2 2
 
@@ -77,7 +76,6 @@ what has no name is no checkpoint.
 #    :end-at: LEFTOVERS = ("*.incomplete", "*.deleted")
 
 import argparse
-import sys
 import tempfile
 from pathlib import Path
 
@@ -233,22 +231,9 @@ def main(directory: Path) -> None:
 
 if __name__ == "__main__":
     parser = argparse.ArgumentParser()
-    parser.add_argument("command", nargs="?", choices=["list", "verify", "prune"])
-    parser.add_argument("root", nargs="?", type=Path)
-    parser.add_argument("--keep-last", type=int, default=3)
-    parser.add_argument("--keep-every", type=int, default=0, help="keep steps that this divides")
-    parser.add_argument("--dry-run", action="store_true", help="only say what would be deleted")
     parser.add_argument("--dir", type=Path, help="where the proof writes (default: temporary)")
-    options = parser.parse_args()
-    if options.command and not (options.root and options.root.is_dir()):
-        parser.error(f"no directory {options.root}")
-    if options.command == "prune":
-        prune(options.root, options.keep_last, options.keep_every, options.dry_run)
-    elif options.command:
-        sys.exit(not show(options.root, digests=options.command == "verify"))
-    else:
-        with tempfile.TemporaryDirectory() as temporary:
-            main(options.dir or Path(temporary))
+    with tempfile.TemporaryDirectory() as temporary:
+        main(parser.parse_args().dir or Path(temporary))
 
 # %%
 # What breaks if you remove a line

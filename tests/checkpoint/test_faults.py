@@ -199,7 +199,6 @@ def test_a_save_that_cannot_be_written_says_so_on_every_rank(ask, name: str, say
 def test_the_command_lists_verifies_and_prunes(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture
 ) -> None:
-    monkeypatch.syspath_prepend(str(RECIPES))
     import torch
 
     from overlap_recipes.checkpoint import durable
@@ -210,10 +209,9 @@ def test_the_command_lists_verifies_and_prunes(
     root = tmp_path / "root"
 
     def command(*words: str) -> tuple[int, str]:
-        monkeypatch.setattr(sys, "argv", ["retention.py", *words])
+        monkeypatch.setattr(sys, "argv", ["checkpoint", *words])
         with pytest.raises(SystemExit) as ended:
-            runpy.run_path(str(RECIPES / "retention.py"), run_name="__main__")
-            sys.exit(0)
+            runpy.run_module("overlap_recipes.checkpoint", run_name="__main__")
         return ended.value.code, capsys.readouterr().out
 
     code, said = command("list", str(root))
@@ -224,6 +222,9 @@ def test_the_command_lists_verifies_and_prunes(
     assert not command("prune", str(root), "--keep-last", "2", "--keep-every", "2")[0]
     assert durable.committed_steps(root) == [5, 4, 2]
     assert not command("verify", str(root))[0]
+    exported = str(tmp_path / "hf")
+    assert not command("export", str(root / "step5"), exported, "--prefix", "")[0]
+    assert (tmp_path / "hf" / "model.safetensors").exists()
     shard = root / "step5" / "__0_0.distcp"
     content = bytearray(shard.read_bytes())
     content[-1] ^= 1
