@@ -148,7 +148,7 @@ def why_stock(group, shard_group: dist.ProcessGroup | None) -> str | None:
 
 
 def reasons_for_stock(groups: list) -> set[str]:
-    """Why FSDP2 must gather some or all of ``groups`` as before; empty if copies can. Collective."""
+    """Why FSDP2 must gather some of ``groups`` as before; empty if copies can. Collective."""
     shard_group = getattr(groups[0].mesh_info, "shard_process_group", None)
     reasons = [why_stock(group, shard_group) for group in groups]
     found = {reason for reason in reasons if reason is not None}

@@ -389,6 +389,9 @@ if __name__ == "__main__":
 #
 # Known limits
 # ------------
+# * **A weight with a gradient on one rank only (an expert without tokens) makes others wrong, without
+#   an error**: stock FSDP2 adds gradients of different weights if sizes are equal; else it dies or
+#   hangs. Call ``model.set_reduce_scatter_unused_params(True)`` (PyTorch 2.13).
 # * A deeper prefetch helps only where the host is late or a gather is longer than the compute
 #   beside it. Communication that is longer than all compute is hidden by no order.
 # * ``reshard_after_forward=<int>`` makes backward's gathers cheap where groups of that many ranks

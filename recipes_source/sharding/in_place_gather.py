@@ -12,20 +12,19 @@ straight to where they are used. On one and two ranks every bit is that of stock
    :field: efficiency
    :where: model=llama-8b-blocks loop=reads compiled=no reduce_dtype=float32 activation_checkpointing=no tokens=4096
 
-``fsdp2`` is stock FSDP2, without the two calls below; 100 % is a run that sends nothing.
+``fsdp2`` is stock FSDP2, without the call below; 100 % is a run that sends nothing.
 
 **When not to bother:** your ranks are on several hosts; or communication costs you little (compare
 ``fsdp2`` with ``no_communication`` below, at your tokens).
 
 .. code-block:: python
 
-   from overlap_recipes.fsdp2 import gather_in_place, reduce_in_place
+   from overlap_recipes.fsdp2 import use_peer_copies
 
    for layer in model.layers:
        fully_shard(layer)  # as before; each module that it is called with is a unit
    fully_shard(model)
-   gather_in_place(model)
-   reduce_in_place(model)
+   use_peer_copies(model)  # gather_in_place and reduce_in_place; an error where they cannot
 
 Stock FSDP2 casts a unit's shards, copies them into a buffer, gathers with a kernel that takes
 compute cores (SMs), and copies the result out, twice per unit and step. Here one cast per gather is
@@ -206,15 +205,14 @@ if __name__ == "__main__":
 #
 # **When do copy engines pay?** On two GPUs every interval (:doc:`/guide/measured`) of the speed
 # against stock FSDP2 is above 100 %. Below 4,096 tokens the host sets the pace. Above, the more
-# tokens, the less there is to gain. ``fsdp2_tuned`` and ``megatron-fsdp`` ran on another host.
-# There, in few pairs of windows, ``megatron-fsdp`` (no clipping, bfloat16 gradients) was ahead of
-# in place at 2,048 tokens, whose row is newer here, and behind it at 8,192. :doc:`/guide/results`
+# tokens, the less to gain. ``fsdp2_tuned`` and ``megatron-fsdp`` ran on another host.
+# There ``megatron-fsdp`` (no clipping, bfloat16 gradients) was ahead of in place at 2,048 tokens and
+# behind it at 8,192. :doc:`/guide/results`
 # also has loops that read nothing, other reductions and recomputation.
 #
 # **What changes with four GPUs?** Three quarters of each weight come from peers instead of half,
 # and each rank adds four parts. Against stock FSDP2 the gain is about that of two GPUs from 4,096
-# tokens on; at 2,048 little is left. Those rows have four pairs: approximate. Eight GPUs: not
-# measured.
+# tokens on; at 2,048 little is left. Those rows are approximate.
 #
 # What breaks if you remove a line
 # --------------------------------
@@ -231,37 +229,37 @@ if __name__ == "__main__":
 #
 # When it is not worth it
 # -----------------------
-# * One rank, several hosts, GPUs that cannot read each other: a warning says which, and FSDP2
-#   gathers as before. With HSDP it is the ranks of the sharding dimension that must share a host.
+# * One rank, several hosts, GPUs that cannot read each other: an error, or a warning of
+#   ``gather_in_place``, says which. With HSDP the ranks of the sharding dimension must share a host.
 # * PyTorch 2.13 or later with a recent NCCL: ``FSDPModule.set_symm_mem_for_comm()`` with NCCL's
 #   zero-CTA policy gathers by copy engines too. The copies around the gather stay.
+#
+# Limits that are silent
+# ----------------------
+# Weights that change inside a forward or its hooks, before its backward, or behind
+# ``begin_next_forward()`` are gathered anew if all ranks change them and PyTorch counts it
+# (:doc:`shared_slots`). Changes by ``.data``, ``dcp.load``, collectives or ``torch._foreach_*`` are not
+# counted: units gathered ahead, or kept for backward, have the old weights. Make them between steps.
 #
 # Known limits
 # ------------
 # * Pass the module that your loop calls. Its parts may be called too; they gather on demand.
-# * ``unshard(async_op=True)`` before a forward gains nothing: that unit is gathered anew.
-# * Weights that change inside a forward or its hooks, before its backward, or behind
-#   ``begin_next_forward()`` are gathered anew if all ranks change them and PyTorch counts it
-#   (:doc:`shared_slots`). Changes by ``.data``, ``dcp.load``, collectives or ``torch._foreach_*`` are not
-#   counted: units gathered ahead, or kept for backward, have the old weights, **without an error**.
 # * Call it between steps. Your own prefetch lists and collectives stay, if set before.
-# * Where stock FSDP2 raises since it has no hook on the tensor that a gradient comes by (a view that
-#   is changed in place, an object of your class, a tensor kept on the module), the unit is gathered
-#   in time. For a tensor that is kept elsewhere autograd raises, "modified by an inplace operation":
-#   return it from the unit's forward.
+# * A gradient that comes by a tensor without FSDP2's hook (a view changed in place, an object of your
+#   class, a tensor kept on the module) is right; stock FSDP2 raises. If that tensor is kept
+#   elsewhere, autograd raises "modified by an inplace operation": return it from forward.
 # * A reference to full weights that is kept beyond ``reshard()`` reads another unit's numbers.
 # * Two units that share a slot cannot both be full while a backward may come: an error. It comes with
 #   ``set_reshard_after_backward(False)``, with two forwards under reentrant checkpointing, or if you
 #   unshard all units after a forward without backward. More ``slots`` cure it.
 # * ``create_graph=True`` needs ``set_reshard_after_backward(False)``, or is an error: stock FSDP2's next
 #   backward fails.
-# * ``torch.func`` and compiled autograd raise errors. After Ctrl-C in a forward, call the whole model
-#   before its parts.
-# * Units that are offloaded, sharded on another dimension, over another group, or that bring an
-#   all-gather of their own (float8) stay FSDP2's, with a warning.
+# * ``torch.func`` and compiled autograd raise errors.
+# * Units that are offloaded, sharded on another dimension or over another group, or that bring an
+#   all-gather of their own (float8) are refused; with ``gather_in_place`` they stay FSDP2's.
 # * Full weights that you keep over the end of a forward (``set_reshard_after_forward(False)``, the
 #   root) are FSDP2's business: after an evaluation ``reshard()`` them before you change weights.
-# * It uses private names of FSDP2 (:doc:`peer_memory`). Without one of them the call is an error.
+# * Without one of FSDP2's private names (:doc:`peer_memory`) the call is an error.
 #
 # Further reading
 # ---------------

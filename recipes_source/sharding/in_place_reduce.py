@@ -211,10 +211,20 @@ if __name__ == "__main__":
 # * Many ranks: every rank writes to all others, where NCCL's ring adds while it passes parts on.
 # * One enormous unit, an embedding say, makes slots of its size.
 #
+# Limits that are silent
+# ----------------------
+# * A unit's gradient is in ``.grad`` one unit later than with stock FSDP2, the last unit's at the end
+#   of backward. So an optimizer in backward steps one unit later. A unit that runs twice under reentrant
+#   checkpointing is then recomputed with the weights of before that step.
+# * After an exception in backward, call ``zero_grad()`` before you go on. ``reset_iter_state()`` also
+#   drops gradients that were pushed and not summed: stock FSDP2 has them in
+#   ``.grad`` by then.
+#
 # Known limits
 # ------------
-# * All ranks must reduce the same gradients in the same order: one that skips a unit leaves the
-#   others waiting, as in FSDP2.
+# * Where a rank has no gradient of a weight, or reduces units in another order, all ranks raise before
+#   the sum. Ranks compare checksums in host memory: in 10 µs a unit if they come at once. With
+#   ``set_reduce_scatter_unused_params(True)`` (PyTorch 2.13) FSDP2 reduces zeros.
 # * A reduce-scatter of your own (``set_custom_reduce_scatter``) is kept, if it is set before the call;
 #   set later it is an error.
 # * Branches on streams of their own: each unit is summed on its own stream before the next stream's
@@ -224,14 +234,7 @@ if __name__ == "__main__":
 # * Two forwards, and the backward of the second raises: call ``model.reset_iter_state()`` (PyTorch 2.13
 #   on) before the backward of the first. Without it stock FSDP2 reduces no gradient of the root; here
 #   those of other units are missing, too.
-# * A unit's gradient is in ``.grad`` one unit later than with stock FSDP2, the last unit's at the end
-#   of backward. So an optimizer in backward steps one unit later. A unit that runs twice under reentrant
-#   checkpointing is then recomputed with the weights of before that step, **without an error**.
-# * After an exception in backward, call ``zero_grad()`` before you go on. ``reset_iter_state()`` also
-#   drops gradients that were pushed and not summed, **without an error**: stock FSDP2 has them in
-#   ``.grad`` by then.
-# * The barrier's kernel is one thread block, which holds its place on an SM until the last rank has
-#   pushed.
+# * The barrier's kernel holds a place on an SM until the last rank has pushed.
 #
 # Further reading
 # ---------------
