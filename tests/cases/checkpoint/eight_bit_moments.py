@@ -21,7 +21,6 @@ WIDTH = 128
 ODD_WIDTH = 137  # rows: one rank has one more
 
 
-
 def uncompiled(function: Callable, **how: object) -> Callable:
     return function
 
