@@ -257,8 +257,8 @@ class Fit:
         recipe = Recipe(*recipe)
         if tuple(shard_of(parameter).shape) != recipe.shape:
             name = ".".join(map(str, entry.path))
-            shape = recipe.shape
-            self.wrong.append(f"  {name}: shards were {shape}: use as many ranks as the save")
+            shards = f"shards of {recipe.shape} at the save"
+            self.wrong.append(f"  {name}: {shards}: use as many ranks")
             return None
         if not recipe.is_dtensor or entry.stored.size == parameter.shape:
             return room(entry.stored, parameter, is_step)
@@ -309,13 +309,15 @@ class Fit:
     def look_at_ranks(self) -> None:
         """Want this rank's items, or those of all ranks where another number of them has saved."""
         saved = {str(entry.path[2]) for entry in self.below(PER_RANK)}
+        of_this_rank = {str(entry.path[2]) for entry in self.below(PER_RANK, str(own_rank()))}
         items = self.job.per_rank if isinstance(self.job, TrainingState) else {}
         ranks = self.contents.get("ranks", world_size())
         for name, item in items.items():
             if self.is_skipped(name):
                 continue
             may_lack = self.is_old and name == RandomNumbers.NAME
-            if name not in saved and not may_lack:
+            there = of_this_rank if ranks == world_size() else saved
+            if name not in there and not may_lack:
                 self.wrong.append(f"  {name}, of each rank: only in the job")
             if ranks != world_size() and not hasattr(item, "load_state_dicts"):
                 self.wrong.append(OTHER_RANKS % (name, ranks, world_size()))

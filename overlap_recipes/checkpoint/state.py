@@ -84,7 +84,7 @@ def groups(optimizers: list[torch.optim.Optimizer]) -> list[dict]:
 
 
 def is_new(optimizer: torch.optim.Optimizer) -> bool:
-    """Whether it has no state. Some make an empty one of each parameter before the first step."""
+    """Whether it has no state; an empty one for each parameter is none."""
     return not any(not isinstance(own, dict) or own for own in optimizer.state.values())
 
 
@@ -126,7 +126,7 @@ class AppState(Stateful):
         self.own_model = {name: described(leaf) for name, leaf in model.items()}
         if self.trainable_only:
             self.leave_out(model)
-        self.has_state = json.dumps(self.contents(state))
+        self.has_state = json.dumps(self.contents(state), sort_keys=True)  # equal on all ranks
         state["has_state"] = self.has_state
         self.take_apart(state)
         self.given = id(state)
@@ -149,8 +149,8 @@ class AppState(Stateful):
             "model": {name: self.own_model[name] for name in state["model"]},
             "left_out": {name: self.own_model[name] for name in self.left_out},
             "digests": self.frozen_digests,
-            "int_keys": int_keys,
-            "empty": empty,
+            "int_keys": sorted(int_keys, key=repr),
+            "empty": sorted(empty, key=repr),
         }
 
     def leave_out(self, model: dict) -> None:
@@ -259,7 +259,7 @@ class AppState(Stateful):
                 raise ValueError("two optimizers hold one parameter: DCP has room for one state")
             real = {} if id(own) in made_up else optim["state"]
             for name in saved["params"]:
-                self.noted[name] = [str(key) for key in real.get(name, ())]
+                self.noted[name] = sorted(str(key) for key in real.get(name, ()))
             self.split.append(saved["params"])
             self.named.extend(zip(own["params"], saved["params"], strict=False))
         for parameter, name in self.named:

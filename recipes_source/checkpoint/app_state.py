@@ -64,11 +64,13 @@ why you can load the checkpoint on another number of ranks. Three things go wron
 * A load needs made-up state, too, because DCP fills tensors that exist. State in the checkpoint for
   which the new job has no tensor is left out. State that the checkpoint lacks makes DCP raise, or,
   in a partial load, stays made up.
-* ``set_state_dict`` leaves out the state of parameters that are frozen.
+* ``set_state_dict`` leaves out the state of parameters that are frozen, and torch's optimizers cast
+  state to the type of its parameter.
 
 So the checkpoint says in ``has_state`` which parameters the optimizers hold, and which state each
 really has. After a load, those have it, and no others. If the new job has no room for something,
-the load raises.
+the load raises. ``load`` of ``overlap_recipes.checkpoint`` reads that list first: it makes the room,
+lets no optimizer step, and says on all ranks what differs before anything changes.
 """
 
 # %%
@@ -93,8 +95,7 @@ import torch.distributed.checkpoint as dcp
 #
 # ``dcp.load`` calls ``state_dict()`` first, fills the tensors of that dict (``given`` is its ``id``),
 # and hands it to ``load_state_dict``. If ``has_state`` was not filled, other code has saved the
-# checkpoint, or there was none. While DCP sets the optimizer's state, ``load`` sets ``requires_grad``
-# of frozen parameters that have state, and lets no optimizer look new: DCP would make it step.
+# checkpoint, or there was none. ``compare`` raises for what differs, ``take`` loads.
 #
 # ``noted`` is what ``has_state`` says: parameter names, each with the keys of its state. ``split``
 # has the names of this job's groups, ``self.named`` pairs of parameter and name, ``room`` the state
@@ -102,22 +103,29 @@ import torch.distributed.checkpoint as dcp
 #
 # .. literalinclude:: /overlap_recipes/checkpoint/state.py
 #    :language: python
-#    :start-at: # what a save warns of
-#    :end-at: NO_ROOM = "no room here
+#    :pyobject: AppState.state_dict
 #
 # .. literalinclude:: /overlap_recipes/checkpoint/state.py
 #    :language: python
-#    :pyobject: groups
+#    :pyobject: AppState.ask_dcp
 #
 # .. literalinclude:: /overlap_recipes/checkpoint/state.py
 #    :language: python
-#    :pyobject: AppState
+#    :pyobject: AppState.compare
+#
+# .. literalinclude:: /overlap_recipes/checkpoint/state.py
+#    :language: python
+#    :pyobject: AppState.take
+#
+# .. literalinclude:: /overlap_recipes/checkpoint/state.py
+#    :language: python
+#    :pyobject: AppState.load_optimizers
 #
 # What is copied beside training
 # ------------------------------
 # :doc:`overlapped_stager` reads a state with ``read``: it lists dense tensors and DTensors, for a
-# ``CopyPlan``, and copies everything else (Python numbers, sparse tensors) at once. A DTensor of another
-# library's tensor is a ``TypeError``.
+# ``CopyPlan``, and copies everything else (Python numbers, sparse tensors) at once. Tensors that are
+# made of others (float8 weights, 8-bit moments) are in a state by their parts.
 #
 # .. literalinclude:: /overlap_recipes/checkpoint/state.py
 #    :language: python
@@ -179,34 +187,28 @@ if __name__ == "__main__":
 # What is not here
 # ----------------
 # The learning-rate schedule, the random number generators, the position in the data, an average of
-# the weights. Add each as another entry of the dict that you save: :doc:`resume_and_reshard` does
-# so. ``TrainingState`` takes them by name: ``TrainingState(model, optimizer, schedule=scheduler)``.
+# the weights. ``TrainingState`` has random numbers always, and takes the others by name:
+# ``TrainingState(model, optimizer, scheduler=scheduler, ema=ema, per_rank={"data": loader})``.
 #
 # Known limits
 # ------------
 # * On all ranks, the optimizers must hold the same parameters. If they do not (pipeline stages,
-#   experts of a rank), the load raises on some ranks, and the others wait for them. Give each rank's
-#   state a key of its own: ``{f"app{rank}": app}``.
-# * A parameter that no backward has reached has no optimizer state, so the checkpoint has none for
-#   it; the save logs a warning, if others of its group have some. The job that loads the checkpoint
-#   expects some, and ``dcp.load`` ends with ``Missing key``. Load with
-#   ``DefaultLoadPlanner(allow_partial_load=True)``.
-# * State that an optimizer adds after its first step makes a load into a new job raise. State that
-#   grows inside a list or a dict is cut to what the new job has.
-# * A load that raises may have overwritten weights and moments already.
+#   experts of a rank), ``Saves`` refuses them. Give each rank's state a key of its own:
+#   ``{f"app{rank}": app}``.
+# * What ``dcp.load`` of torch cannot do, and ``load`` does: a parameter that no backward has reached
+#   (``Missing key``), state that an optimizer adds after its first step, lists that are longer than in
+#   the new job, another number of ranks. A ``dcp.load`` that raises may have overwritten weights.
 # * An in-memory state is refused if it is the very dict that was returned: pass a deep copy.
 # * Optimizers that wrap another are refused. Pass what they wrap (``sam.base_optimizer``). Instead of
 #   ``ZeroRedundancyOptimizer``, use ``fully_shard``.
 # * An optimizer that keeps nothing in ``state``, and moments in attributes of its own, makes a step
 #   whenever the state is asked for: its moments shrink, and are not saved.
-# * ``SparseAdam`` and ``LBFGS`` cannot make the step of an optimizer that is new: a save before the
-#   first step, and a load into a new job, raise. With ``Adam(eps=0)`` that save makes weights NaN.
-#   Made in mid-accumulation with Accelerate's wrapped optimizer, that checkpoint never loads: pass
+# * ``SparseAdam`` and ``LBFGS`` cannot make the step of an optimizer that is new: use ``load``. With
+#   ``Adam(eps=0)`` a save before the first step makes weights NaN. Made in mid-accumulation with Accelerate's wrapped optimizer, that checkpoint never loads: pass
 #   ``optimizer.optimizer``.
 # * The step that ``get_state_dict`` makes runs the optimizer's hooks. If a hook updates an average
 #   of the weights, it counts the first weights once more.
-# * Torch's optimizers cast state to the dtype of its parameter at a load: float32 masters of a
-#   bfloat16 model, or NAdam's ``mu_product`` there, are rounded.
+# * Plain tensors in the state of a sharded parameter are refused: nobody knows whose they are.
 # * DCP assumes that plain tensors are replicated, and keeps one rank's copy of each. Under DDP,
 #   BatchNorm's statistics differ between ranks: use ``SyncBatchNorm``, or broadcast the buffers.
 # * DCP cannot write sparse or nested tensors and raises: save the dense tensors that they are made

@@ -193,11 +193,8 @@ def test_types_of_moments_are_those_of_the_save(tmp_path: Path) -> None:
 
 
 def test_lists_and_dicts_come_back_though_they_are_empty_here(tmp_path: Path) -> None:
-    state = {
-        "history": [torch.ones(2), torch.zeros(3)],
-        "seen": {},
-        "by": {7: {"a": torch.ones(1)}},
-    }
+    state = {"history": [torch.ones(2), torch.zeros(3)], "seen": {}}
+    state["by"] = {7: {"a": torch.ones(1)}}
     saved(tmp_path, layers(), ema=Kept(state))
     its = Kept({"history": [], "seen": {"not": 1}, "by": {}})
     load({"app": fresh(layers(), ema=its)}, tmp_path)
