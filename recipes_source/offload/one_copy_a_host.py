@@ -22,16 +22,16 @@ over them: use FSDP2.
 
 .. code-block:: python
 
-   from overlap_recipes.offload import Host, SharedAdamW, SharedModel
+   from overlap_recipes.offload import HostAdamW, stream_layers
 
-   streamed = SharedModel(model, layers, device, Host())  # layers: model.model.layers, say
-   optimizer = SharedAdamW(model.parameters(), streamed, lr=1e-3, max_norm=1.0)
-   for batch in batches:
-       inputs = {name: tensor.to(device) for name, tensor in batch.items()}
-       model(**inputs).loss.backward()
-       optimizer.step()
-   streamed.wait()
-   optimizer.close()
+   with (
+       stream_layers(model, layers, device, one_copy_a_host=True) as streamed,
+       HostAdamW(model.parameters(), streamed, lr=1e-3, max_norm=1.0) as optimizer,
+   ):
+       for batch in batches:
+           inputs = {name: tensor.to(device) for name, tensor in batch.items()}
+           model(**inputs).loss.backward()
+           optimizer.step()
 
 .. grid:: 1 1 2 2
 
@@ -79,7 +79,6 @@ gradients is known, and it is known when every rank has computed its last backwa
 #    :end-at: POLL_S = 1e-4
 
 import re
-from contextlib import closing
 from copy import deepcopy
 from pathlib import Path
 
@@ -91,7 +90,9 @@ from streamed_model import Model, loss_of
 from torch.nn.utils import clip_grads_with_norm_
 
 from overlap_recipes.offload import adam_in_pieces as pieces
-from overlap_recipes.offload.one_copy_a_host import Host, SharedAdamW, SharedModel
+from overlap_recipes.offload.one_copy_a_host import Host
+from overlap_recipes.offload.streaming import stream_layers
+from overlap_recipes.offload.whole_step import HostAdamW
 from overlap_recipes.ranks import start_rank
 
 # %%
@@ -124,10 +125,6 @@ from overlap_recipes.ranks import start_rank
 # .. literalinclude:: /overlap_recipes/offload/one_copy_a_host.py
 #    :language: python
 #    :pyobject: SharedUpdates
-#
-# .. literalinclude:: /overlap_recipes/offload/one_copy_a_host.py
-#    :language: python
-#    :pyobject: SharedAdamW
 #
 # Run it, and prove it
 # --------------------
@@ -180,10 +177,12 @@ def main() -> None:
         torch.manual_seed(0)
         model = Model().bfloat16()
         ordinary = deepcopy(model).to(device)
-        streamed = SharedModel(model, model.encoder.layers, device, Host())
         groups, trained = pieces.groups_of(model.parameters()), model.encoder.parameters()
         options = pieces.SETTINGS | {"max_norm": whole.MAX_NORM}
-        with closing(SharedAdamW(groups, streamed, **options)) as optimizer:
+        with (
+            stream_layers(model, model.encoder.layers, device, one_copy_a_host=True) as streamed,
+            HostAdamW(groups, streamed, **options) as optimizer,
+        ):
             whole.train(optimizer, device)
             streamed.wait_for_all()
             assert optimizer.skipped == 1
@@ -229,8 +228,8 @@ if __name__ == "__main__":
 #   them, though it updates a part.
 # * Shared memory has large pages only where the system allows it
 #   (``/sys/kernel/mm/transparent_hugepage/shmem_enabled``); without, locking takes longer.
-# * ``close()`` waits until the other ranks have written their parts of the last step, unless an
-#   error is on its way.
+# * The optimizer's end waits until the other ranks have written their parts of the last step,
+#   unless an error is on its way.
 # * After an update that failed, or a step that was interrupted, loading a checkpoint is not enough,
 #   whatever the error says: make model and optimizer anew, on all ranks.
 # * A rank that dies leaves the others waiting for its part, until ``torchrun`` ends them.

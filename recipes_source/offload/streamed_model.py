@@ -15,17 +15,21 @@ step faster. :doc:`whole_step` moves the optimizer to the host, too, and says wh
 
 .. code-block:: python
 
-   from overlap_recipes.offload import StreamedModel
+   from overlap_recipes.offload import check_first_step, stream_layers
 
-   streamed = StreamedModel(model, layers, device)  # layers: model.model.layers, say
-   optimizer = torch.optim.AdamW(model.parameters())
-   for batch in batches:
-       inputs = {name: tensor.to(device) for name, tensor in batch.items()}
-       model(**inputs).loss.backward()
-       torch.nn.utils.clip_grad_norm_(model.parameters(), 1.0)
-       optimizer.step()
-       optimizer.zero_grad()
-   streamed.close()
+   with stream_layers(model, layers, device) as streamed:  # layers: model.model.layers, say
+       optimizer = torch.optim.AdamW(model.parameters())
+       for step, batch in enumerate(batches):
+           inputs = {name: tensor.to(device) for name, tensor in batch.items()}
+           if step == 0:
+               check_first_step(streamed, lambda: model(**inputs))
+           model(**inputs).loss.backward()
+           torch.nn.utils.clip_grad_norm_(model.parameters(), 1.0)
+           optimizer.step()
+           optimizer.zero_grad()
+
+``check_first_step`` is not needed: it runs a batch streamed and resident, and raises where outputs,
+buffers or gradients differ. Leave it out when you trust your model.
 
 .. grid:: 1 1 2 2
 
@@ -70,14 +74,13 @@ them as one node of the graph, and has the next layers loaded.
 #    :start-at: OPTIMIZER_BYTES = 12
 #    :end-at: OPTIMIZER_BYTES = 12
 
-from contextlib import closing
-
 import torch
 import torch.distributed as dist
 from host_layers import WIDTH
 from torch import nn
 
 from overlap_recipes.offload.streamed_model import StreamedModel, resident_bytes
+from overlap_recipes.offload.streaming import stream_layers
 from overlap_recipes.offload.weight_streaming import SLOTS
 from overlap_recipes.ranks import start_rank
 
@@ -176,7 +179,7 @@ def main() -> None:
         torch.manual_seed(dist.get_rank())
         model, resident = Model(), Model().to(device)
         layers, budget = model.encoder.layers, resident_bytes(model.encoder.layers[0])
-        with closing(StreamedModel(model, layers, device, budget=budget)) as streamed:
+        with stream_layers(model, layers, device, budget=budget) as streamed:
             train(streamed, resident)
             assert streamed.loads == STEPS * MICROBATCHES * (2 * (LAYERS - 1) - SLOTS)
         print(f"{streamed.loads} loads, {streamed.stores} stores")
@@ -209,7 +212,7 @@ if __name__ == "__main__":
 #
 # Known limits
 # ------------
-# * Which parameters are trained, and their memory, is fixed when ``StreamedModel`` takes the model.
+# * Which parameters are trained, and their memory, is fixed when ``stream_layers`` takes the model.
 #   So ``model.to(...)`` and ``load_state_dict(assign=True)`` are an error in the next forward, and
 #   a later ``requires_grad_`` in the next one that is trained. Choose the dtype before; load by
 #   copy.
@@ -225,13 +228,12 @@ if __name__ == "__main__":
 #   ``torch.autograd.grad`` find none of them, and forward-mode derivatives end at the first layer.
 # * A trained parameter of a layer that backward does not use has a gradient of zeros, not none.
 # * Where several layers read one tensor, a loss takes hidden states, or a layer runs twice,
-#   gradients are added in another order: their last bits differ from the resident run's.
+#   gradients are added in another order: their last bits differ from the resident run's, and
+#   ``check_first_step`` returns False.
 # * Frozen layers are computed, but nothing of them is stored, and below the lowest trained one
 #   there is no backward.
 # * Leave the model's own gradient checkpointing off: each layer runs again anyway.
 # * A layer that is compiled must be so before, by ``layer.forward = torch.compile(layer.forward)``.
-# * Close one ``StreamedModel`` before you make the next, in a notebook too: until then its memory
-#   stays locked, and every optimizer's ``step()`` waits for it and gets its errors.
 # * A ``GradScaler`` is not tested here: train in bf16, which needs none.
 # * ``deepcopy(model)``, and so ``AveragedModel``, raises: average what ``state_dict()`` gives.
 # * ``DistributedDataParallel`` finds no gradients of the layers. It raises in the second step, but

@@ -21,18 +21,19 @@ host's memory decides (see the end of this page).
 
 .. code-block:: python
 
-   from overlap_recipes.offload import HostAdamW, StreamedModel
+   from overlap_recipes.offload import HostAdamW, stream_layers
 
-   streamed = StreamedModel(model, layers, device)  # layers: model.model.layers, say
-   optimizer = HostAdamW(model.parameters(), streamed, lr=1e-3, max_norm=1.0)
-   schedule = torch.optim.lr_scheduler.LambdaLR(optimizer, lambda step: 1 / (step + 1))
-   for batch in batches:
-       inputs = {name: tensor.to(device) for name, tensor in batch.items()}
-       model(**inputs).loss.backward()
-       optimizer.step()
-       schedule.step()
-   streamed.wait()  # before weights are read, and before anything else changes them
-   optimizer.close()
+   with (
+       stream_layers(model, layers, device) as streamed,  # layers: model.model.layers, say
+       HostAdamW(model.parameters(), streamed, lr=1e-3, max_norm=1.0) as optimizer,
+   ):
+       schedule = torch.optim.lr_scheduler.LambdaLR(optimizer, lambda step: 1 / (step + 1))
+       for batch in batches:
+           inputs = {name: tensor.to(device) for name, tensor in batch.items()}
+           model(**inputs).loss.backward()
+           optimizer.step()
+           schedule.step()
+       streamed.wait()  # before weights are read, and before anything else changes them
 
 .. grid:: 1 1 2 2
 
@@ -80,7 +81,6 @@ device decides by the same number. Layer 0 is updated first, and the next forwar
 #    :end-at: DEFAULTS = {
 
 from collections.abc import Iterator
-from contextlib import closing
 from copy import deepcopy
 
 import torch
@@ -89,7 +89,7 @@ from adam_in_pieces import schedule_of, train_resident
 from streamed_model import Model, loss_of
 
 from overlap_recipes.offload import adam_in_pieces as pieces
-from overlap_recipes.offload.streamed_model import StreamedModel
+from overlap_recipes.offload.streaming import stream_layers
 from overlap_recipes.offload.whole_step import HostAdamW
 from overlap_recipes.ranks import start_rank
 
@@ -159,9 +159,11 @@ def main() -> None:
         torch.manual_seed(0)
         model = Model().bfloat16()
         ordinary = deepcopy(model).to(device)
-        streamed = StreamedModel(model, model.encoder.layers, device)
         groups, settings = pieces.groups_of(model.parameters()), pieces.SETTINGS
-        with closing(HostAdamW(groups, streamed, max_norm=MAX_NORM, **settings)) as optimizer:
+        with (
+            stream_layers(model, model.encoder.layers, device) as streamed,
+            HostAdamW(groups, streamed, max_norm=MAX_NORM, **settings) as optimizer,
+        ):
             train(optimizer, device)
             assert optimizer.skipped == 1, f"{optimizer.skipped} steps skipped, not the bad one"
         train_resident(ordinary, losses(ordinary, device), MAX_NORM)
