@@ -34,6 +34,7 @@ from .frozen import sums_of_ranks
 LOG = logging.getLogger(__name__)
 PER_RANK = "per_rank"
 RECIPES = "made_of_tensors"
+PLAIN_TYPES = {torch.Tensor, nn.Parameter, int, float, bool, str, bytes, type(None)}
 TAKEN = {"model", "optim", "has_state", PER_RANK, RECIPES}  # keys of a state
 SEEDS_A_STEP = 1_000_003
 SEEDED_ANEW = "random numbers are seeded anew: %d ranks, %d at the save"
@@ -197,7 +198,9 @@ class AppState(Stateful):
 
     def take_apart(self, state: dict) -> None:
         """Put the tensors of which others are made in their place, and how to join them."""
-        recipes: dict[tuple, Recipe] = {}
+        if not has_parts(state):
+            return
+        recipes: dict[tuple, tuple] = {}
         for key in state.keys() - {PER_RANK}:
             if key != "model":
                 state[key] = in_parts(state[key], (key,), recipes)
@@ -565,7 +568,15 @@ def is_made_of_tensors(leaf: object) -> bool:
     return hasattr(type(local), "__tensor_flatten__") and not local.is_nested
 
 
-@torch.no_grad()
+def has_parts(tree: object) -> bool:
+    """Whether it has a tensor that is made of others: looked for in all states, and rarely there."""
+    if isinstance(tree, dict):
+        return any(map(has_parts, tree.values()))
+    if isinstance(tree, list):
+        return any(map(has_parts, tree))
+    return type(tree) not in PLAIN_TYPES and is_made_of_tensors(tree)
+
+
 def in_parts(tree: object, path: tuple, recipes: dict[tuple, tuple]) -> object:
     """``tree`` with the parts of tensors that are made of others; adds their ``recipes``."""
     if isinstance(tree, dict):
@@ -577,7 +588,8 @@ def in_parts(tree: object, path: tuple, recipes: dict[tuple, tuple]) -> object:
     if not is_made_of_tensors(tree):
         return tree
     local = shard_of(tree)
-    names, context = local.__tensor_flatten__()
+    with torch.no_grad():
+        names, context = local.__tensor_flatten__()
     cls = type(local)
     layout = tuple(local.shape), tuple(local.stride()), isinstance(tree, DTensor)
     recipes[path] = tuple(Recipe(cls.__module__, cls.__qualname__, context, *layout))
@@ -588,6 +600,7 @@ def in_parts(tree: object, path: tuple, recipes: dict[tuple, tuple]) -> object:
     return parts
 
 
+@torch.no_grad()
 def part_of(whole: torch.Tensor, part: torch.Tensor, path: tuple) -> torch.Tensor:
     """``part`` of this rank's ``whole``, sharded as that is; equal on all ranks if it is a number.
 
