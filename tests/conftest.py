@@ -21,7 +21,6 @@ def pytest_addoption(parser: pytest.Parser) -> None:
     group.addoption("--all-ranks", action="store_true", help="every world size of each recipe")
     group.addoption("--all-models", action="store_true", help="every stock model of the tables")
     group.addoption("--check", action="store_true", help="recipes at two ranks and the fast tests")
-    group.addoption("--all-models", action="store_true", help="every stock model, for minutes")
     parser.addini("declared_skips", "how many tests may be skipped where CI=true", default="0")
 
 

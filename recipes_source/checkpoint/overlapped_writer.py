@@ -140,7 +140,7 @@ from overlap_recipes.checkpoint.saves import Saves
 #
 # .. literalinclude:: /overlap_recipes/checkpoint/writer.py
 #    :language: python
-#    :pyobject: staged_items
+#    :pyobject: Planner
 #
 # .. literalinclude:: /overlap_recipes/checkpoint/writer.py
 #    :language: python

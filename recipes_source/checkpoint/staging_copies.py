@@ -146,7 +146,7 @@ from overlap_recipes.checkpoint.copies import CopyPlan, PinnedArena, shard_of
 #
 # .. literalinclude:: /overlap_recipes/checkpoint/copies.py
 #    :language: python
-#    :pyobject: in_host_memory
+#    :pyobject: HostDTensors
 #
 # The plan
 # --------

