@@ -24,21 +24,30 @@ NOT_IN_A_WHEEL = ("recipes_source", "tests", "harness", "benchmarks", "proofs")
 
 @pytest.fixture(scope="module")
 def wheel(tmp_path_factory: pytest.TempPathFactory) -> Path:
-    """Built from a copy, since building leaves files beside the source."""
     folder = tmp_path_factory.mktemp("wheel")
+    return built(copied_source(folder), folder)
+
+
+def copied_source(folder: Path) -> Path:
+    """A copy of what a wheel is built from, since building leaves files beside the source."""
     source = folder / "source"
     shutil.copytree(
         ROOT / "overlap_recipes",
         source / "overlap_recipes",
         ignore=shutil.ignore_patterns("__pycache__"),
     )
-    for name in ("pyproject.toml", "README.md", "LICENSE"):
+    for name in ("pyproject.toml", "setup.py", "README.md", "LICENSE"):
         shutil.copy(ROOT / name, source)
+    return source
+
+
+def built(source: Path, folder: Path) -> Path:
+    """The wheel of ``source``, in ``folder``."""
     pip = [sys.executable, "-m", "pip", "wheel", "-q", "--no-deps", "--no-build-isolation"]
     done = subprocess.run([*pip, "-w", str(folder), str(source)], capture_output=True, text=True)
     assert done.returncode == 0, done.stdout + done.stderr
-    (built,) = folder.glob("overlap_recipes-*.whl")
-    return built
+    (wheel,) = folder.glob("overlap_recipes-*.whl")
+    return wheel
 
 
 def take_the_wheel(wheel: Path, into: Path) -> str:
@@ -68,6 +77,17 @@ def losses(package: str, taken: Path, root: Path, *more: object, killed: bool = 
     assert (done.returncode != 0) == killed, done.stdout + done.stderr
     found = re.findall(r"rank (\d) step (\d+) (-?0x[0-9a-f.]+p[+-]\d+)", done.stdout)
     return {(int(rank), int(step)): loss for rank, step, loss in found}
+
+
+def test_a_module_that_is_gone_is_not_in_the_next_wheel(tmp_path: Path) -> None:
+    """A build keeps its copies in ``build``, and takes all that is there."""
+    source = copied_source(tmp_path)
+    gone = source / "overlap_recipes" / "gone.py"
+    gone.touch()
+    for is_there in (True, False):
+        with zipfile.ZipFile(built(source, tmp_path)) as files:
+            assert ("overlap_recipes/gone.py" in files.namelist()) == is_there
+        gone.unlink(missing_ok=True)
 
 
 def test_the_wheel_is_small_and_has_the_library_alone(wheel: Path) -> None:
