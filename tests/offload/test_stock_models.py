@@ -20,13 +20,12 @@ EVERY_RUN = {
     "wav2vec2",
     "whisper",
 }
-REFUSED = {"gemma3n_text": "a layer reads a tensor that is trained"}  # another layer's keys
 
 pytestmark = pytest.mark.usefixtures("one_thread")
 
 
 def check(stock: Stock) -> bool:
-    """Whether every bit is that of the resident model; raises what differs, or is refused."""
+    """Whether every bit is that of the resident model; raises what differs."""
     model = stock.model()
     inputs = stock.inputs()
     with stream_layers(model, stock.layers_of(model), "cpu") as streamed:
@@ -35,24 +34,17 @@ def check(stock: Stock) -> bool:
     return same
 
 
-def chosen(names: set[str]) -> list:
+def chosen() -> list:
     found = []
     for stock in STOCK:
-        if stock.name in names:
-            marks = [] if stock.name in EVERY_RUN else [pytest.mark.all_models]
-            found.append(pytest.param(stock, id=stock.name, marks=marks))
+        marks = [] if stock.name in EVERY_RUN else [pytest.mark.all_models]
+        found.append(pytest.param(stock, id=stock.name, marks=marks))
     return found
 
 
-@pytest.mark.parametrize("stock", chosen({stock.name for stock in STOCK} - REFUSED.keys()))
+@pytest.mark.parametrize("stock", chosen())
 def test_a_stock_model_computes_streamed_what_it_does_resident(stock):
     assert check(stock) is stock.every_bit
-
-
-@pytest.mark.parametrize("stock", chosen(set(REFUSED)))
-def test_a_stock_model_that_cannot_be_streamed_is_refused(stock):
-    with pytest.raises(RuntimeError, match=REFUSED[stock.name]):
-        check(stock)
 
 
 def test_the_table_has_each_family_once_and_those_of_every_run():
