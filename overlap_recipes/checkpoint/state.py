@@ -569,7 +569,7 @@ def is_made_of_tensors(leaf: object) -> bool:
 
 
 def has_parts(tree: object) -> bool:
-    """Whether it has a tensor that is made of others: looked for in all states, rarely there."""
+    """Whether it has a tensor that is made of others, which is rare."""
     if isinstance(tree, dict):
         return any(map(has_parts, tree.values()))
     if isinstance(tree, list):
