@@ -1,4 +1,4 @@
-"""The recorder of stream order: no tensor is used before its asynchronous collective was awaited.
+"""The recorder of stream order: who uses a tensor that an asynchronous collective still works on.
 
 A program that uses one too early is found and both lines are named, whether or not the collective
 had ended by then. The same program is silent once it waits, in each of the ways that torch offers.

@@ -131,7 +131,7 @@ BAD = {
         "used_before_wait", ":11 writes .fill_.(.|\n)*isend, issued at .*:10, reads", order=True
     ),
     "async_wrong_work": bad(
-        "used_before_wait", ":13 writes(.|\n)*all_reduce, issued at .*:11", order=True
+        "used_before_wait", ":13 reads(.|\n)*all_reduce, issued at .*:11", order=True
     ),
     "freed_without_record_stream": bad("unordered_access", "memory freed since", order=True),
 }

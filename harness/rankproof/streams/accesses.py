@@ -56,11 +56,10 @@ class Conflict:
 
     def __str__(self) -> str:
         if self.before_wait:
+            issued = f"{self.earlier.operator}, issued at {self.earlier.where}"
             return (
-                f"{self.later}, what {self.earlier.operator}, issued at {self.earlier.where}, "
-                f"{self.earlier.verb} until it is waited for: {self.nbytes} bytes in common; call "
-                f"wait() on what {self.earlier.operator} returned before line "
-                f"{self.later.where.rpartition(':')[2]}"
+                f"{self.later} what {issued}, {self.earlier.verb} until it is waited for: "
+                f"{self.nbytes} bytes in common; wait() for it before {self.later.where}"
             )
         return (
             f"{self.later}, {self.earlier}: {self.nbytes} bytes in common, and no event, wait or "

@@ -1,4 +1,4 @@
-"""FSDP2 gathers layers ahead, on request; a hook of DDP adds up with a collective of its own."""
+"""FSDP2 gathers the layers ahead, on request; a hook of DDP issues a collective."""
 
 import torch
 import torch.distributed as dist
