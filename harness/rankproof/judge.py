@@ -13,11 +13,13 @@ KINDS = {
     "exited_early": "a rank called sys.exit before the recipe's last line",
     "missing_record": "a rank ended without reaching the recipe's last line",
     "never_awaited": "a save is never awaited",
+    "child_died": "a process that the script started died, and nobody looked",
     "left_process": "a process outlived the recipe",
     "left_thread": "a thread outlived the recipe",
     "left_process_group": "a process group was not destroyed",
     "checkpoint_missing": "a save that was called is not on disk",
     "checkpoint_incomplete": "a checkpoint directory does not load",
+    "save_failed": "a save failed, and the script went on as if it had not",
     "checkpoint_wrong": "a checkpoint holds other values than were passed to the save",
     "overlapping_saves": "an upload began while another one was in flight",
     "wrote_elsewhere": "files were written outside --dir, the working directory and TMPDIR",
@@ -75,6 +77,9 @@ class SavedState:
     events: set[str] = field(default_factory=set)  # what was noted of it, see the ledger
     beside: list[str] = field(default_factory=list)  # directories of uploads in flight
     leaves: dict[int, dict] = field(default_factory=dict)  # by rank
+    callers: set[int] = field(default_factory=set)  # ranks that called it
+    failures: dict[int, str] = field(default_factory=dict)  # by rank: what it raised
+    called: str = ""  # the directory as it was called
 
     @property
     def name(self) -> str:
@@ -87,7 +92,15 @@ class SavedState:
 
     @property
     def failed(self) -> bool:
-        return "failed" in self.events
+        """On every rank that called it."""
+        return bool(self.failures) and self.failures.keys() >= self.callers
+
+    @property
+    def leaf_names(self) -> set[str]:
+        names = set()
+        for leaves in self.leaves.values():
+            names |= {leaf.get("of", name) for name, leaf in leaves.items()}
+        return names
 
 
 def read_ranks(run_dir: Path, count: int) -> list[Rank]:
@@ -125,8 +138,9 @@ def gather_saves(ranks: list[Rank]) -> list[SavedState]:
             if event == "save":
                 directories.append(directory := note["directory"])
                 key = directory, directories.count(directory)
-                new = SavedState(directory, note["kind"], note["unjudged"])
+                new = SavedState(directory, note["kind"], note["unjudged"], called=directory)
                 save = own[note["number"]] = saves.setdefault(key, new)
+                save.callers.add(rank.number)
                 save.shares_training_group |= note["shares_training_group"]
             elif "number" in note:
                 save = own[note["number"]]
@@ -135,6 +149,10 @@ def gather_saves(ranks: list[Rank]) -> list[SavedState]:
                     save.beside += [own[other].directory for other in note["beside"]]
                 elif event == "leaves":
                     save.leaves.setdefault(rank.number, {}).update(note["leaves"])
+                elif event == "failed":
+                    save.failures[rank.number] = note["error"]
+                elif event == "overwritten":
+                    save.directory = note["copy"]
     for rank in ranks:
         _follow(rank, saves)
     return list(saves.values())
@@ -165,7 +183,7 @@ def _found(run_dir: Path, name: str) -> set[str]:
     return {str(path.parent) for path in run_dir.rglob(name)}
 
 
-def _unfinished(directory: str) -> bool:
+def is_unfinished(directory: str) -> bool:
     return any(part.endswith(INCOMPLETE) for part in Path(directory).parts)
 
 
@@ -180,7 +198,7 @@ def checkpoint_directories(run_dir: Path, saves: list[SavedState]) -> list[str]:
         if "removed" in save.events and not Path(save.directory).exists():
             wanted.discard(save.directory)
     wanted -= {s.directory for s in saves if s.unjudged}
-    return sorted(directory for directory in wanted if not _unfinished(directory))
+    return sorted(directory for directory in wanted if not is_unfinished(directory))
 
 
 def chunks_by_directory(directories: list[str], saves: list[SavedState]) -> dict[str, dict]:
@@ -240,7 +258,7 @@ def judge_checkpoints(
         if missing:
             failures.append(Failure("checkpoint_missing", f"{path.name}: {missing}", hint=hint))
             continue
-        last = next((s for s in reversed(here) if not s.failed), None)
+        last = last_of(here)
         for world_size, answers in loaded.items():
             answer = answers.get(directory, {"error": "not tried"})
             where = f"{path.name}, loaded on {world_size} rank{'s' * (world_size > 1)}"
@@ -258,6 +276,67 @@ def judge_checkpoints(
     return failures
 
 
+def last_of(saves: list[SavedState]) -> SavedState | None:
+    """The save whose values a directory holds: the last one into it that a rank completed."""
+    return next((save for save in reversed(saves) if not save.failed), None)
+
+
+def compared(saves: list[SavedState], loaded: dict[int, dict]) -> list[SavedState]:
+    """The saves whose values were compared with what is on disk."""
+    found = []
+    for directory in dict.fromkeys(save.directory for save in saves):
+        last = last_of([save for save in saves if save.directory == directory])
+        answers = [by_directory.get(directory, {}) for by_directory in loaded.values()]
+        if last and any("leaves" in answer for answer in answers):
+            found.append(last)
+    return found
+
+
+def not_compared(saves: list[SavedState], loaded: dict[int, dict]) -> list[str]:
+    """What became of saves that nothing on disk is left of, for a person."""
+    notes = []
+    seen = compared(saves, loaded)
+    gone = [save for save in saves if save not in seen and not save.failed and not save.unjudged]
+    if gone:
+        names = some([save.name for save in gone])
+        notes.append(f"removed or replaced by the script, so not compared: {names}")
+    return notes
+
+
+def judge_replaced(saves: list[SavedState]) -> list[Failure]:
+    """Leaves that a directory held and lost, when a later save of other leaves replaced them."""
+    failures = []
+    complete = [save for save in saves if not save.failed and "removed" not in save.events]
+    for number, save in enumerate(complete):
+        later = [other for other in complete[number + 1 :] if other.called == save.called]
+        gone = sorted(save.leaf_names - later[0].leaf_names) if later else []
+        if gone and "renamed" not in save.events:
+            text = f"{Path(save.called).name}: a later save into it replaced {some(gone)}"
+            hint = "pass all of a checkpoint's state to one save, or save to two directories"
+            failures.append(Failure("checkpoint_wrong", text, hint=hint))
+    return failures
+
+
+def judge_failed_saves(saves: list[SavedState]) -> list[Failure]:
+    """Saves that failed where no later one into the same directory made up for it.
+
+    One under the name of an unfinished save does not pass for a checkpoint: whoever names it so
+    knows that it may fail.
+    """
+    failures = []
+    for number, save in enumerate(saves):
+        later = [other for other in saves[number + 1 :] if other.called == save.called]
+        made_up_for = any(not other.failures for other in later)
+        if is_unfinished(save.directory) or made_up_for:
+            continue
+        if save.failures and save.awaited:
+            rank, error = min(save.failures.items())
+            text = f"{save.name}: {error}, and the script went on"
+            hint = "let it raise, or save again"
+            failures.append(Failure("save_failed", text, rank, hint))
+    return failures
+
+
 def judge_saves(run_dir: Path, saves: list[SavedState], went_well: bool) -> list[Failure]:
     """Saves that nobody awaited, that run beside each other, or are left half done.
 
@@ -269,8 +348,10 @@ def judge_saves(run_dir: Path, saves: list[SavedState], went_well: bool) -> list
         known = {s.directory for s in saves if s.failed and s.awaited}
         left = _found(run_dir, "*.distcp") | {s.directory for s in saves}
         text = "it still has the name of an unfinished save, and the run went well"
-        for directory in sorted(d for d in left - known if _unfinished(d) and Path(d).exists()):
+        for directory in sorted(d for d in left - known if is_unfinished(d) and Path(d).exists()):
             failures.append(Failure("checkpoint_incomplete", f"{Path(directory).name}: {text}"))
+        failures += judge_failed_saves(saves)
+        failures += judge_replaced(saves)
     for save in saves:
         if "never_awaited" in save.events and not save.awaited:
             text = f"{save.name}: the recipe ended without having waited for it"
@@ -325,6 +406,8 @@ def judge_ranks(ranks: list[Rank], timed_out: bool, saves: list[SavedState]) -> 
             failures.append(Failure("misfit", record["misfit"], rank.number))
         kinds = {"deprecations": "deprecation_warning", "conflicts": "unordered_access"}
         kinds["used_before_wait"] = "used_before_wait"
+        if record["finished"]:
+            kinds["dead_children"] = "child_died"
         for key, kind in kinds.items():
             if found := record.get(key):
                 failures.append(Failure(kind, some(found), rank.number))

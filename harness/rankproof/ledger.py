@@ -6,16 +6,17 @@ Each line of a rank's ``.notes`` file is one event as JSON, written at once, so 
 abort.
 """
 
+import concurrent.futures
 import contextlib
 import ctypes
 import hashlib
 import json
 import os
 import pickle
+import shutil
 import threading
 from collections.abc import Callable, Iterable, Iterator
 from concurrent.futures import Future
-from concurrent.futures._base import _AcquireFutures
 from dataclasses import dataclass, field
 from functools import partial
 from pathlib import Path
@@ -24,11 +25,15 @@ from typing import Any
 import torch
 import torch.distributed as dist
 
+from rankproof.errors import summary
 from rankproof.imports import DCP, after_import, around, called_by_recipe
+from rankproof.judge import is_unfinished
 
 DONE, EXCEPTION = Future.done, Future.exception  # as they are when nobody sees who asks
 OWN_WRITER = "a writer of its own"
 GATE_KEY = "harness_gate"  # entries under it are the harness's own and are not compared
+ASKS_S = 1.0  # a wait that gives up sooner only asks, as done() does
+MOST_COPIED = 256 * 2**20  # bytes of a checkpoint that a later save is about to overwrite
 
 
 def tensor_sha256(tensor: torch.Tensor) -> str:
@@ -69,7 +74,8 @@ class Save:
     """One call of ``dcp.save`` or ``dcp.async_save`` on this rank.
 
     Its listeners are called when the recipe awaits its "staging" or "upload", has "asked" whether
-    that is done and heard no, or has asked "to be called".
+    that is done and heard no (by ``done()``, or by a wait that gave up), or has asked "to be
+    called".
     """
 
     number: int
@@ -79,6 +85,7 @@ class Save:
     uploading: bool = False
     end_known: bool = False  # whether the recipe waited for the upload, or saw that it is done
     called_back: bool = False
+    failed: bool = False
     writing: bool = False  # the call has not returned
     clones: dict[str, dict] = field(default_factory=dict)
     listeners: list[Callable[[str], None]] = field(default_factory=list)
@@ -118,6 +125,7 @@ class Ledger:
         self.futures: dict[Future, tuple[Save, str]] = {}  # and what it is the end of
         self.planned: tuple[dict, dict] | None = None  # leaves, clones: by hand, not written yet
         self.backend: str | None = None
+        self.overwritten = 0
         self.extra_state: Callable[[Save], dict[str, Any]] = lambda save: {}
         self.on_save: list[Callable[[Save], None]] = []
         self.on_upload: list[Callable[[Save], None]] = []
@@ -141,7 +149,9 @@ class Ledger:
     def install(self) -> None:
         """Replace the public entry points, in every module a recipe may take them from."""
         after_import(DCP, self._install_saves)
-        around(_AcquireFutures, "__init__", self._waits_for_some)  # wait() and as_completed()
+        self._wait, self._as_completed = concurrent.futures.wait, concurrent.futures.as_completed
+        for module in (concurrent.futures, concurrent.futures._base):
+            module.wait, module.as_completed = self._spy_wait, self._spy_as_completed
         for module in (dist, dist.distributed_c10d):
             around(module, "init_process_group", after=self._sees_backend)
 
@@ -155,8 +165,8 @@ class Ledger:
             module.async_save = self._spy_async_save
         state_dict_saver.save = self._spy_upload
         around(dcp.DefaultSavePlanner, "set_up_planner", self._plans)
-        around(Future, "result", self._waits)
-        around(Future, "exception", self._waits)
+        around(Future, "result", self._waits, self._has_waited)
+        around(Future, "exception", self._waits, self._has_waited)
         around(Future, "done", after=self._asks)
         around(Future, "add_done_callback", after=self._asks_to_be_called)
 
@@ -176,6 +186,8 @@ class Ledger:
         place = str(directory) if unjudged else os.path.abspath(os.fspath(directory))
         save = Save(len(self.saves), place, kind)
         shared = dist.is_initialized() and kwargs.get("process_group") in (None, dist.group.WORLD)
+        if kind != OWN_WRITER and not unjudged and self._leads(kwargs):
+            self._keep_what_is_overwritten(save.directory)
         self.note(
             "save",
             number=save.number,
@@ -193,12 +205,41 @@ class Ledger:
         spied = {k: _StatefulSpy(state_dict[k], k, save, self) for k in stateful}
         return save, self.extra_state(save) | state_dict | spied
 
+    def _leads(self, kwargs: dict) -> bool:
+        """Whether this rank completes the save, for all that take part."""
+        if not dist.is_initialized() or kwargs.get("no_dist"):
+            return True
+        return dist.get_rank(kwargs.get("process_group")) == 0
+
+    def _keep_what_is_overwritten(self, directory: str) -> None:
+        """Copy the checkpoint of an earlier save of this rank before a later one replaces it.
+
+        No rank writes yet: saves write once every rank has told its plan.
+        """
+        earlier = [save for save in self.saves if save.directory == directory]
+        if not earlier or is_unfinished(directory):
+            return
+        if earlier[-1].failed or earlier[-1].in_flight:
+            return
+        files = [file for file in Path(directory).rglob("*") if file.is_file()]
+        if not files or sum(file.stat().st_size for file in files) > MOST_COPIED:
+            return
+        self.overwritten += 1
+        folder = self.run_dir / "kept" / f"overwritten-{os.getpid()}-{self.overwritten}"
+        copy = folder / os.path.basename(directory)
+        try:
+            shutil.copytree(directory, copy)
+        except OSError:
+            shutil.rmtree(folder, ignore_errors=True)
+            return
+        self.note("overwritten", number=earlier[-1].number, copy=str(copy))
+
     @contextlib.contextmanager
     def _noting_failure(self, save: Save) -> Iterator[None]:
         try:
             yield
         except BaseException as error:
-            self.note("failed", number=save.number, error=repr(error))
+            self._failed(save, error)
             raise
 
     def _spy_save(self, state_dict: dict, **kwargs: Any) -> Any:
@@ -247,27 +288,68 @@ class Ledger:
 
     def _ended(self, save: Save, upload: Future) -> None:
         if (error := EXCEPTION(upload)) is not None:
-            self.note("failed", number=save.number, error=repr(error))
+            self._failed(save, error)
+
+    def _failed(self, save: Save, error: BaseException) -> None:
+        save.failed = True
+        self.note("failed", number=save.number, error=summary(error))
 
     # How the recipe learns of the end of a save
 
-    def _waits_for_some(self, _: object, futures: Iterable[Future]) -> None:
+    def _spy_wait(self, fs: Iterable[Future], timeout: float | None = None, *args: Any, **kw: Any):
+        futures = list(fs)
         for future in futures:
-            self._waits(future)
+            self._waits(future, timeout)
+        try:
+            return self._wait(futures, timeout, *args, **kw)
+        finally:
+            for future in futures:
+                self._has_waited(None, future)
 
-    def _waits(self, future: Future, *_: Any, **__: Any) -> None:
-        """For an upload, or on the main thread for staging: DCP's own thread waits for staging."""
+    def _spy_as_completed(self, fs: Iterable[Future], timeout: float | None = None):
+        futures = list(fs)
+        for future in futures:
+            self._waits(future, timeout)
+        try:
+            yield from self._as_completed(futures, timeout)
+        finally:
+            for future in futures:
+                self._has_waited(None, future)
+
+    def _awaits(self, future: Future) -> tuple[Save | None, str]:
+        """The save and phase that this wait is for: its upload, or on the main thread its staging.
+
+        DCP's own thread waits for staging, too.
+        """
         save, phase = self.futures.get(future, (None, ""))
-        if phase == "upload" or save and threading.current_thread() is threading.main_thread():
-            self.note("awaited", number=save.number, phase=phase)
-            save.end_known |= phase == "upload"
+        if phase == "staging" and threading.current_thread() is not threading.main_thread():
+            return None, ""
+        return save, phase
+
+    def _waits(self, future: Future, timeout: float | None = None) -> None:
+        save, phase = self._awaits(future)
+        if save is not None and (timeout is None or timeout >= ASKS_S):
             save.tell(phase)
+
+    def _has_waited(self, _: Any, future: Future, *__: Any, **___: Any) -> None:
+        save, phase = self._awaits(future)
+        if save is None:
+            return
+        if DONE(future):
+            self._learns_the_end(save, phase)
+        elif phase == "upload":
+            save.tell("asked")
+
+    def _learns_the_end(self, save: Save, phase: str) -> None:
+        self.note("awaited", number=save.number, phase=phase)
+        save.end_known |= phase == "upload"
+        save.tell(phase)
 
     def _asks(self, is_done: bool, future: Future) -> None:
         save, phase = self.futures.get(future, (None, ""))
         if phase == "upload" and called_by_recipe():
             if is_done:
-                self._waits(future)
+                self._learns_the_end(save, phase)
             else:
                 save.tell("asked")
 

@@ -16,8 +16,8 @@ from torch.distributed.checkpoint.metadata import BytesStorageMetadata, Metadata
 from torch.distributed.device_mesh import init_device_mesh
 from torch.distributed.tensor import DTensor, Shard, distribute_tensor
 
+from rankproof.errors import summary
 from rankproof.ledger import pickled_sha256, tensor_sha256
-from rankproof.rank import summary
 
 OWN_CLASSES = "on <module '__main__'"  # pickle's words
 

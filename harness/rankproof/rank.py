@@ -15,7 +15,7 @@ import contextlib
 import faulthandler
 import itertools
 import json
-import linecache
+import multiprocessing
 import os
 import signal
 import sys
@@ -25,12 +25,15 @@ import traceback
 import types
 import warnings
 from collections.abc import Callable
+from multiprocessing.process import BaseProcess
 from pathlib import Path
 from typing import Any
 
-from rankproof.imports import around, frames, recipe_line, torch_folder
+from rankproof.errors import summary
+from rankproof.imports import around, called_by_recipe, frames, recipe_line, torch_folder
 from rankproof.leader import die_with_parent, write_exit
 
+MULTIPROCESSING = os.path.dirname(multiprocessing.__file__)
 STARTERS = (threading.__file__, os.path.dirname(concurrent.futures.__file__))
 DEPRECATED = (DeprecationWarning, PendingDeprecationWarning, FutureWarning)
 AT_LAST: list[Callable[[], None]] = []  # called after everything else that is to be called at exit
@@ -118,6 +121,40 @@ class ThreadWatch:
         return sorted(thread.name + starts.get(thread, "") for thread in left)
 
 
+class ChildWatch:
+    """Knows how the processes ended that the recipe has started by ``multiprocessing.Process``."""
+
+    def __init__(self) -> None:
+        self.started: dict[BaseProcess, str] = {}  # the recipe's line
+        self.looked_at: set[BaseProcess] = set()  # ended by the recipe, or asked how they ended
+        self.exit_code = BaseProcess.exitcode.fget
+        around(BaseProcess, "start", self._starts)
+        for name in ("terminate", "kill"):
+            around(BaseProcess, name, self.looked_at.add)
+        BaseProcess.exitcode = property(self._look)
+
+    def _starts(self, process: BaseProcess) -> None:
+        if called_by_recipe((MULTIPROCESSING,)):
+            self.started[process] = recipe_line()
+
+    def _look(self, process: BaseProcess) -> int | None:
+        if called_by_recipe((MULTIPROCESSING,)):
+            self.looked_at.add(process)
+        return self.exit_code(process)
+
+    def died(self) -> list[str]:
+        """Those that ended badly, and the recipe never asked. Daemons are ended at the end."""
+        found = []
+        for process, line in self.started.items():
+            with contextlib.suppress(ValueError):  # it was closed
+                code = self.exit_code(process)
+                ended_as_a_daemon = process.daemon and code == -signal.SIGTERM
+                if code and process not in self.looked_at and not ended_as_a_daemon:
+                    how = signal.Signals(-code).name if code < 0 else f"exit code {code}"
+                    found.append(f"{process.name} ended with {how}, started at {line}")
+        return found
+
+
 def watch_deprecations(folders: list[str]) -> list[str]:
     """A list that fills with the deprecation warnings that point at the recipe's folders."""
     seen: list[str] = []
@@ -181,55 +218,6 @@ def _exits_at_its_end(error: SystemExit, recipe: str) -> bool:
     return True
 
 
-def _cleaning_up(error: BaseException) -> bool:
-    """Whether ``error`` was raised in a ``finally`` or by leaving a ``with``, not in an except."""
-    for frame, line in traceback.walk_tb(error.__traceback__):
-        if frame.f_code.co_name in ("__exit__", "__aexit__"):
-            return True
-        with contextlib.suppress(SyntaxError):
-            tree = ast.parse("".join(linecache.getlines(frame.f_code.co_filename)))
-            bodies = [node.finalbody for node in ast.walk(tree) if isinstance(node, ast.Try)]
-            if any(b and b[0].lineno <= line <= b[-1].end_lineno for b in bodies):
-                return True
-    return False
-
-
-def summary(error: BaseException) -> str:
-    """The error in a line; of a CheckpointException, the first rank's cause.
-
-    If it was raised while another one passed through a ``finally``, that one comes first.
-    """
-    hidden = error.__cause__ or error.__suppress_context__
-    if error.__context__ and not hidden and _cleaning_up(error):
-        first = summary(error.__context__)
-        return f"{first} (then {type(error).__name__} while cleaning up)"
-    failures = getattr(error, "failures", None)
-    if isinstance(failures, dict) and failures:
-        rank, failure = next(iter(failures.items()))
-        cause = failure[0] if isinstance(failure, tuple) else failure
-        return f"{type(error).__name__}, rank {rank}: {summary(cause)}"
-    text = str(error).strip()
-    if not text and isinstance(error, AssertionError):
-        text = failed_assertion(error)
-    if text.startswith("-- Process"):  # torch.multiprocessing quotes a traceback
-        text = f"{text.split(':')[0].strip('- ')}: {text.splitlines()[-1]}"
-    return f"{type(error).__name__}: {text.splitlines()[0][:300]}" if text else type(error).__name__
-
-
-def failed_assertion(error: AssertionError) -> str:
-    """The assertion that failed, on one line; empty where its source is not known."""
-    steps = list(traceback.walk_tb(error.__traceback__))
-    if not steps:
-        return ""
-    frame, line = steps[-1]
-    lines = linecache.getlines(frame.f_code.co_filename)
-    with contextlib.suppress(SyntaxError):
-        for node in ast.walk(ast.parse("".join(lines))):
-            if isinstance(node, ast.Assert) and node.lineno <= line <= node.end_lineno:
-                return f"assert {ast.unparse(node.test)}"
-    return ""
-
-
 def not_the_edited_file(edited: dict[str, str] | None) -> str:
     """What is wrong where a module was edited and another file, or none, was imported."""
     if edited is None:
@@ -290,7 +278,7 @@ def run(spec: dict) -> None:
     keep_temporary_directories(Path(spec["run_dir"]) / "kept")
     files = FileWatch([spec["run_dir"], *spec["through"]])
     deprecations = watch_deprecations(spec["own_folders"])
-    threads = ThreadWatch()
+    threads, children = ThreadWatch(), ChildWatch()
     book = ledger.Ledger(ranks_dir / f"rank{rank}.notes")
     files.on_written = book.written_to
     files.on_renamed = lambda old, new: book.note("renamed", path=old, to=new)
@@ -323,6 +311,7 @@ def run(spec: dict) -> None:
         if os.getpid() != own_pid:  # a process that the recipe has forked
             return
         record["left_process_group"] = record["finished"] and _group_is_left()
+        record["dead_children"] = children.died()
         record["wrote_elsewhere"] = sorted(files.elsewhere)
         book.close(finished=record["finished"])
         keep("json")

@@ -384,9 +384,44 @@ def _parse(path: Path) -> ast.Module:
 
 
 def is_helper(path: Path) -> bool:
-    """Whether a file only defines things: it has no main guard and calls nothing by itself."""
-    does = [node for node in _parse(path).body if not isinstance(node, DEFINING)]
-    return all(isinstance(getattr(node, "value", None), ast.Constant) for node in does)
+    """Whether a file only defines things: it has no main guard and calls nothing by itself.
+
+    ``logger = getLogger()`` defines; ``result = main()`` does not, where ``main`` is a function of
+    the file or of one beside it.
+    """
+    body = _parse(path).body
+    own = own_functions(body, path.parent)
+    for node in body:
+        if not isinstance(node, DEFINING):
+            if not isinstance(getattr(node, "value", None), ast.Constant):
+                return False
+        elif isinstance(node, ast.Assign | ast.AnnAssign) and _calls(node, own):
+            return False
+    return True
+
+
+def own_functions(body: list[ast.stmt], folder: Path) -> set[str]:
+    """Names of functions that a file defines, and of what it imports from a file beside it."""
+    names = set()
+    for node in body:
+        if isinstance(node, ast.FunctionDef | ast.AsyncFunctionDef):
+            names.add(node.name)
+        elif isinstance(node, ast.ImportFrom) and (folder / f"{node.module}.py").is_file():
+            names |= {alias.asname or alias.name for alias in node.names}
+        elif isinstance(node, ast.Import):
+            beside = [alias for alias in node.names if (folder / f"{alias.name}.py").is_file()]
+            names |= {alias.asname or alias.name for alias in beside}
+    return {name for name in names if name.islower()}  # classes are constants' makers
+
+
+def _calls(node: ast.stmt, names: set[str]) -> bool:
+    """Whether a function of ``names``, or of a module among them, is called in ``node``."""
+    for call in ast.walk(node):
+        function = getattr(call, "func", None)
+        owner = getattr(function, "value", function)
+        if isinstance(call, ast.Call) and getattr(owner, "id", "") in names:
+            return True
+    return False
 
 
 def python_files(root: Path) -> list[Path]:

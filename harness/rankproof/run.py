@@ -427,7 +427,8 @@ def _judge(
         failure.text = readable(failure.text)
     report.failures = failures
     report.unjudged = [readable(text) for text in judge.unjudged(saves, directories, loaded)]
-    report.checkpoints = [Path(d).name for d in directories]
+    report.checkpoints = list(dict.fromkeys(Path(d).name for d in directories))
+    report.notes += judge.not_compared(saves, loaded)
     report.judged = _judged(report, saves, loaded)
     records = [rank.record for rank in ranks if rank.record]
     if recorded := [record for record in records if "streams" in record]:
@@ -470,7 +471,7 @@ def _judged(report: Report, saves: list[SavedState], loaded: dict) -> dict[str, 
     """What a pass rests on."""
     answers = [answer for by_name in loaded.values() for answer in by_name.values()]
     leaves = [leaf for answer in answers for leaf in answer.get("leaves", {}).values()]
-    judged: dict[str, int | str] = {"saves": len(saves)}
+    judged: dict[str, int | str] = {"saves": len(judge.compared(saves, loaded))}
     if leaves:
         judged["leaves"] = len(leaves)
         judged["bytes"] = sum(leaf.get("bytes", 0) for leaf in leaves)

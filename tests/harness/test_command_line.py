@@ -12,7 +12,7 @@ from selection import REPO
 from written_recipes import write
 
 from rankproof.__main__ import main
-from rankproof.recipe import RecipeError, load_recipe
+from rankproof.recipe import RecipeError, is_helper, load_recipe
 from rankproof.run import Report, reproduce, run
 
 BAD_SCRIPTS = REPO / "tests" / "data" / "bad"
@@ -115,6 +115,24 @@ def test_a_folder_is_judged_as_its_settings_say(tmp_path, monkeypatch, capsys) -
     assert "train_wrong on 1 rank: FAILED" in capsys.readouterr().out
     failure = ElementTree.parse(report).find(".//testcase[@name='train_wrong-1']/failure")
     assert failure.get("message") == "ValueError: the loss is not finite"
+
+
+@pytest.mark.parametrize(
+    ("text", "runs"),
+    [
+        ("def main():\n    return 1\n\nresult = main()\n", True),
+        ("from work import train\nlosses: list = train(3)\n", True),
+        ("import work\nlosses = work.train(3)\n", True),
+        ("import logging\nlogger = logging.getLogger()\n", False),
+        ("from work import Config\nCONFIG = Config()\n", False),
+        ("def width():\n    return 3\n\nWIDTH = 3\n", False),
+    ],
+)
+def test_a_script_whose_work_stands_right_of_an_equals_sign_is_no_helper(
+    tmp_path, text: str, runs: bool
+) -> None:
+    write(tmp_path, "work.py", "def train(n):\n    return [n]\n\nclass Config:\n    pass\n")
+    assert is_helper(write(tmp_path, "script.py", text)) is not runs
 
 
 def test_it_says_its_version_and_that_it_needs_linux(tmp_path, monkeypatch, capsys) -> None:
