@@ -91,6 +91,8 @@ RIGHT = [
     ("recurrent_gemma", "offload/recurrent_gemma.py", 1, ()),
     ("decode_with_gradients", "offload/decode_with_gradients.py", 1, ()),
     ("gpt2_with_cache", "offload/gpt2_with_cache.py", 1, ()),
+    ("layer_drop", "offload/ranks_apart.py", 2, ("layer_drop",)),
+    ("other_seeds", "offload/ranks_apart.py", 2, ("seeds",)),
     ("view_in_place", "sharding/view_in_place.py", 2, ()),
     ("view_in_place_twice", "sharding/unseen_output.py", 2, ("twice",)),
     ("view_in_place_frozen", "sharding/unseen_output.py", 2, ("frozen",)),

@@ -176,7 +176,7 @@ def gradients_of(streamed: StreamedModel) -> dict[str, torch.Tensor]:
 @contextmanager
 def without_optimizer(streamed: StreamedModel) -> Iterator[None]:
     """In the block, gradients are neither averaged nor used."""
-    names = "after_gradients", "after_store"
+    names = "before_gradients", "after_gradients", "after_store"
     own = {name: vars(streamed)[name] for name in names if name in vars(streamed)}
     for name in own:
         delattr(streamed, name)
@@ -188,7 +188,7 @@ def without_optimizer(streamed: StreamedModel) -> Iterator[None]:
 
 def plain_layers(streamed: StreamedModel) -> list[Plain]:
     """Of all layers, those that stay on the device as well."""
-    return [*getattr(streamed.resident, "plain", streamed.resident), *streamed.plain]
+    return [*streamed.resident.plain, *streamed.plain]
 
 
 @contextmanager

@@ -34,7 +34,7 @@ class ResidentLayers:
         for index, layer in enumerate(layers):
             layer.forward = partial(self.call, index)
 
-    def call(self, index: int, *args, **kwargs):
+    def call(self, index: int, /, *args, **kwargs):
         """What ``layer.forward`` is now."""
         if not torch.is_grad_enabled():
             caches.refuse_going_on(args, kwargs)
@@ -75,10 +75,15 @@ class StreamedModel(StreamedLayers):
     """
 
     def __init__(self, model: nn.Module, layers: Iterable, device, *, budget=0, **settings) -> None:
+        device = torch.device(device)
         self.model, self.optimizer, self.hooks = model, None, []
         # Layers of whose gradients the host has a sum; those that this backward has stored.
         self.summed, self.stored = set(), set()
         streamed, resident = list(layers), []
+        modules = set(model.modules())
+        for number, layer in enumerate(streamed):
+            if layer not in modules:
+                raise ValueError(f"layer {number} is no part of the model")
         while streamed and resident_bytes(streamed[0]) <= budget:
             budget -= resident_bytes(streamed[0])
             resident.append(streamed.pop(0))

@@ -150,6 +150,8 @@ class StreamedLayers:
         """
         if not pairs:
             return [None] * len(begins)
+        if trains and self.totals[index]:
+            self.before_gradients(index)
         self.await_weights(index)
         ends, grads = zip(*pairs, strict=True)
         names = list(self.totals[index]) if trains else []
@@ -197,6 +199,9 @@ class StreamedLayers:
         self.stores += 1
 
     # The host's side
+
+    def before_gradients(self, layer: int) -> None:
+        """Called before a layer that is trained runs again; ``HostAdamW`` needs it."""
 
     def after_gradients(self, layer: int) -> None:
         """Called when a layer's gradients are in its slot; ``HostAdamW`` needs it."""

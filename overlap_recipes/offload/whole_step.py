@@ -2,6 +2,7 @@
 # Overlap Recipes 0.1.0, overlap_recipes/offload/whole_step.py
 """A whole optimizer step for a streamed model: clipped, scheduled, averaged over ranks."""
 
+import hashlib
 import sys
 from collections.abc import Iterator
 from contextlib import closing, contextmanager
@@ -14,6 +15,8 @@ import torch.distributed as dist
 from . import adam_in_pieces as pieces
 from . import host_adam as adam
 
+SAMPLE = 256  # elements of each parameter that are compared between ranks
+LAYER_DROP = "layerdrop", "layer_drop", "encoder_layerdrop", "decoder_layerdrop"
 DEFAULTS = {"lr": 1e-3, "betas": (0.9, 0.999), "eps": 1e-8, "weight_decay": 1e-2}
 
 
@@ -38,6 +41,8 @@ class HostAdamW(torch.optim.Optimizer):
     def __init__(self, params, streamed, *, max_norm=None, in_backward=False, threads=None, **more):
         if in_backward and max_norm is not None:
             raise ValueError("in backward the norm of all gradients is not known: drop max_norm")
+        if dist.is_initialized() and dist.get_world_size() > 1:
+            refuse_layer_drop(streamed.model)
         super().__init__(params, DEFAULTS | more)
         pieces.refuse_other_adams(self.param_groups, more.keys() - DEFAULTS.keys())
         self.streamed, self.max_norm, self.in_backward = streamed, max_norm, in_backward
@@ -52,6 +57,8 @@ class HostAdamW(torch.optim.Optimizer):
         self.hooks = []
         for m in streamed.model.modules():
             self.hooks.append(m.register_load_state_dict_post_hook(lambda m, _: self.reload(m)))
+        self.has_compared = False
+        streamed.before_gradients = self.before_gradients
         streamed.after_gradients, streamed.after_store = self.reduce, self.stored
         streamed.optimizer = self
         self.handled = id(sys.exc_info()[1])  # what is being handled where this one is made
@@ -63,12 +70,25 @@ class HostAdamW(torch.optim.Optimizer):
 
     # Backward
 
+    def before_gradients(self, layer: int) -> None:
+        if not self.has_compared:
+            self.has_compared = True
+            refuse_other_weights(list(self.group_of))
+        self.refuse_updated(layer)
+
+    def refuse_updated(self, layer: int) -> None:
+        """With ``in_backward``: a layer's weights must be those of its forward."""
+        trained = self.streamed.layers[layer].trained.values()
+        if self.in_backward and any(parameter in self.norms for parameter in trained):
+            raise RuntimeError(
+                "updated already: earlier microbatches go in no_sync(); a model that runs a layer "
+                "twice in a forward needs in_backward=False"
+            )
+
     def reduce(self, layer: int) -> None:
         """Average a layer's gradients over the ranks, and take their norms."""
         totals = self.streamed.totals[layer]
         for name, parameter in self.streamed.layers[layer].trained.items():
-            if self.in_backward and parameter in self.norms:
-                raise RuntimeError("updated already: earlier microbatches go in no_sync()")
             self.norms.pop(parameter, None)  # of earlier microbatches alone
             if self.synchronises:
                 self.average(parameter, totals[name])
@@ -229,7 +249,7 @@ class HostAdamW(torch.optim.Optimizer):
             self.host.close()
             for hook in self.hooks:
                 hook.remove()
-            for name in ("after_gradients", "after_store"):
+            for name in ("before_gradients", "after_gradients", "after_store"):
                 vars(self.streamed).pop(name, None)
             self.streamed.optimizer = None
 
@@ -237,3 +257,41 @@ class HostAdamW(torch.optim.Optimizer):
         """End this and the model's streaming; waits for the updates if no error is on its way."""
         with closing(self.streamed):
             self.end(waits=id(sys.exc_info()[1]) in (id(None), self.handled))
+
+
+def refuse_other_weights(parameters: list[torch.nn.Parameter]) -> None:
+    """Raise on every rank if ranks begin with different weights. Collective; reads a sample.
+
+    Raises:
+        RuntimeError: they differ.
+    """
+    if not dist.is_initialized() or dist.get_world_size() == 1:
+        return
+    own = hashlib.blake2b(digest_size=16)
+    for parameter in parameters:
+        sample = parameter.detach().reshape(-1)[:SAMPLE].contiguous().cpu()
+        own.update(sample.view(torch.uint8).numpy().tobytes())
+    of_ranks = [""] * dist.get_world_size()
+    dist.all_gather_object(of_ranks, own.hexdigest())
+    if len(set(of_ranks)) > 1:
+        raise RuntimeError(
+            "ranks begin with different weights: seed them alike before the model is made, "
+            "or load the same checkpoint on all"
+        )
+
+
+def refuse_layer_drop(model: torch.nn.Module) -> None:
+    """Raise if layers are left out by chance: ranks would average different ones.
+
+    Raises:
+        ValueError: names the setting.
+    """
+    for module in model.modules():
+        for holder in (module, getattr(module, "config", None)):
+            for name in LAYER_DROP:
+                share = getattr(holder, name, 0.0)
+                if isinstance(share, float) and share > 0:
+                    raise ValueError(
+                        f"{type(module).__name__} leaves layers out by chance ({name} is {share}), "
+                        f"other ones on each rank: set it to 0.0 before the first step"
+                    )

@@ -6,6 +6,9 @@ from copy import deepcopy
 import pytest
 import torch
 from host_training import RATE, Resident, batch, falling, llama, same, steps_of, streamed_of, whole
+from torch import nn
+
+from overlap_recipes.offload import HostAdamW, StreamedModel, stream_layers
 
 pytestmark = pytest.mark.usefixtures("one_thread")
 
@@ -30,6 +33,31 @@ def test_updates_in_backward_give_the_bits_of_updates_after_it():
             with pytest.raises(FloatingPointError, match="load a checkpoint"):
                 streamed.wait()
         optimizer.host.forget()
+
+
+class Twice(nn.Module):
+    """A layer that runs twice in a forward."""
+
+    def __init__(self):
+        super().__init__()
+        self.layers = nn.ModuleList([nn.Linear(4, 4), nn.Linear(4, 4)])
+
+    def forward(self, x):
+        first, second = self.layers
+        return second(first(second(first(x))))
+
+
+def test_a_layer_that_runs_twice_is_named_as_the_cause():
+    """Its first backward has updated what its second one would run with."""
+    model = Twice()
+    with (
+        stream_layers(model, model.layers, "cpu") as streamed,
+        HostAdamW(model.parameters(), streamed, in_backward=True) as optimizer,
+    ):
+        loss = model(torch.ones(2, 4)).sum()
+        with pytest.raises(RuntimeError, match="runs a layer twice .* needs in_backward=False"):
+            loss.backward()
+        optimizer.forget()
 
 
 def test_microbatches_in_backward_without_no_sync_are_refused():
@@ -103,3 +131,9 @@ def test_what_is_updated_in_backward_cannot_be_dropped():
         optimizer.step()
         streamed.wait()
         assert steps_of(optimizer) == {1}
+
+
+def test_layers_of_another_model_are_refused():
+    model, other = Twice(), Twice()
+    with pytest.raises(ValueError, match="layer 0 is no part of the model"):
+        StreamedModel(model, other.layers, "cpu")

@@ -1,0 +1,66 @@
+"""Two ranks that would train apart without a word: the library must say so before a step.
+
+The argument: ``layer_drop`` (wav2vec2, on by default there: each rank skips layers of its own) or
+``seeds`` (each rank has made weights of its own).
+"""
+
+import sys
+from contextlib import closing
+
+import resident
+import torch
+import torch.distributed as dist
+from torch import nn
+from transformers import Wav2Vec2Config, Wav2Vec2ForCTC
+
+from overlap_recipes.offload import HostAdamW, StreamedModel, stream_layers
+
+
+def wav2vec2() -> nn.Module:
+    sizes = {"hidden_size": 16, "intermediate_size": 16, "num_attention_heads": 2, "vocab_size": 8}
+    kernels = {"conv_dim": (8,), "conv_kernel": (10,), "conv_stride": (5,)}
+    config = Wav2Vec2Config(
+        **sizes,
+        **kernels,
+        num_hidden_layers=2,
+        num_feat_extract_layers=1,
+        num_conv_pos_embeddings=4,
+        num_conv_pos_embedding_groups=2,
+    )
+    assert config.layerdrop > 0, "wav2vec2 drops no layers by default any more"
+    return Wav2Vec2ForCTC(config).train()
+
+
+def layer_drop() -> None:
+    torch.manual_seed(0)
+    model = wav2vec2()
+    with stream_layers(model, model.wav2vec2.encoder.layers, resident.HOST) as streamed:
+        try:
+            HostAdamW(model.parameters(), streamed)
+        except ValueError as refusal:
+            assert "layerdrop is 0.1" in str(refusal), refusal
+        else:
+            raise AssertionError("ranks that skip different layers were not refused")
+        model.config.layerdrop = 0.0
+        with HostAdamW(model.parameters(), streamed) as optimizer:
+            model(torch.randn(2, 400)).logits.square().mean().backward()
+            optimizer.step()
+
+
+def seeds() -> None:
+    torch.manual_seed(dist.get_rank())
+    model = nn.Sequential(nn.Linear(8, 8), nn.Linear(8, 8))
+    streamed = StreamedModel(model, model, resident.HOST)
+    with closing(HostAdamW(model.parameters(), streamed)):
+        try:
+            model(torch.ones(2, 8)).sum().backward()
+        except RuntimeError as refusal:
+            assert "different weights" in str(refusal), refusal
+        else:
+            raise AssertionError("ranks with weights of their own were not refused")
+
+
+if __name__ == "__main__":
+    dist.init_process_group("gloo")
+    {"layer_drop": layer_drop, "seeds": seeds}[sys.argv[1]]()
+    dist.destroy_process_group()
