@@ -12,11 +12,10 @@ from pathlib import Path
 
 import torch
 import torch.distributed as dist
-import torch.distributed.checkpoint as dcp
 import transformers
 from torch import nn
 
-from overlap_recipes.checkpoint import Saves, TrainingState
+from overlap_recipes.checkpoint import Saves, TrainingState, load
 from overlap_recipes.offload import HostAdamW, resident_bytes, stream_layers
 
 CPU = torch.device("cpu")
@@ -113,7 +112,7 @@ def train_and_save(run: Run, folder: Path, killed: bool) -> list[float]:
 
 def resume(run: Run, folder: Path) -> list[float]:
     """The losses of the steps behind ``SAVED``."""
-    dcp.load({"state": run.state}, checkpoint_id=folder)
+    load({"state": run.state}, folder)
     return [run.train(step) for step in range(SAVED + 1, STEPS + 1)]
 
 
