@@ -223,7 +223,7 @@ if __name__ == "__main__":
 # Known limits
 # ------------
 # * Where a rank has no gradient of a weight, or reduces units in another order, all ranks raise before
-#   the sum. Ranks compare checksums in host memory: in 10 µs a unit if they come at once. With
+#   the sum. Ranks compare checksums in host memory. With
 #   ``set_reduce_scatter_unused_params(True)`` (PyTorch 2.13) FSDP2 reduces zeros.
 # * A reduce-scatter of your own (``set_custom_reduce_scatter``) is kept, if it is set before the call;
 #   set later it is an error.
