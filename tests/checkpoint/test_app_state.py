@@ -107,7 +107,7 @@ def test_a_job_that_is_frozen_before_its_load_is_told_what_it_would_lose(state, 
     job.save(tmp_path)
     later = Job(state)
     later.frozen.requires_grad_(False)
-    with pytest.raises(ValueError, match=r"\['0.weight', '0.bias'\]: frozen"):
+    with pytest.raises(ValueError, match=r"\['0.bias', '0.weight'\]: frozen"):
         later.load(tmp_path, 2)
 
 
