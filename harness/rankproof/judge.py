@@ -321,13 +321,13 @@ def judge_failed_saves(saves: list[SavedState]) -> list[Failure]:
     """Saves that failed where no later one into the same directory made up for it.
 
     One under the name of an unfinished save does not pass for a checkpoint: whoever names it so
-    knows that it may fail.
+    knows that it may fail. What a writer for other places than a directory has tried is not judged.
     """
     failures = []
     for number, save in enumerate(saves):
         later = [other for other in saves[number + 1 :] if other.called == save.called]
         made_up_for = any(not other.failures for other in later)
-        if is_unfinished(save.directory) or made_up_for:
+        if is_unfinished(save.directory) or made_up_for or save.unjudged:
             continue
         if save.failures and save.awaited:
             rank, error = min(save.failures.items())
