@@ -14,9 +14,10 @@ from torch.distributed.device_mesh import DeviceMesh
 from torch.distributed.tensor import DTensor
 
 from ..page_locked import PageLocked
+from .state import shard_of
 
-# Private by name: ``torch._foreach_copy_``, ``_local_tensor`` and ``_spec`` of DTensors and their
-# constructor, ``_cdata`` of storages.
+# Private by name: ``torch._foreach_copy_``, ``_spec`` of DTensors and their constructor, ``_cdata``
+# of storages.
 
 PIECE = 32 << 20  # bytes of copies in a row: a read of the training waits for one piece at most
 LOCKED = 1 << 30  # bytes of an arena that are page-locked at a time: no copy crosses a multiple
@@ -36,11 +37,6 @@ class PinnedArena(PageLocked):
             return torch.empty(like.shape, dtype=like.dtype, device="cpu")
         flat = torch.frombuffer(self.memory, dtype=like.dtype, count=like.numel(), offset=offset)
         return flat.view(like.shape)
-
-
-def shard_of(tensor: torch.Tensor) -> torch.Tensor:
-    """What this rank holds of ``tensor``."""
-    return getattr(tensor, "_local_tensor", tensor)
 
 
 def host_mesh(mesh: DeviceMesh) -> DeviceMesh:

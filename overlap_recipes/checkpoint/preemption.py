@@ -42,10 +42,10 @@ class Preemption:
         self.left = threading.Event()
         self.listener: threading.Thread | None = None
         self.vote: tuple[torch.Tensor, dist.Work] | None = None
-        self.hook = register_optimizer_step_post_hook(self.begin_step)
         self.process = os.getpid()
         self.before = signal.signal(signal.SIGTERM, self.on_signal) or signal.SIG_DFL
         os.register_at_fork(after_in_child=self.give_back_handler)
+        self.hook = register_optimizer_step_post_hook(self.begin_step)
 
     def __enter__(self) -> "Preemption":
         if dist.is_initialized():

@@ -932,7 +932,7 @@ def memory_of(leaf: object) -> object:
     """Where a tensor lies and how it is read; of all else, its type."""
     if not torch.is_tensor(leaf):
         return type(leaf)
-    x = leaf._local_tensor if isinstance(leaf, DTensor) else leaf
+    x = shard_of(leaf)
     if not is_staged(leaf):
         return type(x), x.shape
     return x.data_ptr(), leaf.shape, x.stride(), x.dtype, x.is_conj(), x.is_neg()
@@ -940,7 +940,7 @@ def memory_of(leaf: object) -> object:
 
 def is_staged(leaf: object) -> bool:
     """Whether ``leaf`` is a dense tensor or a DTensor of one."""
-    x = leaf._local_tensor if isinstance(leaf, DTensor) else leaf
+    x = shard_of(leaf)
     is_dense = type(x) in (torch.Tensor, nn.Parameter) and x.layout == torch.strided
     return is_dense and not (x.is_quantized or x.is_meta)
 

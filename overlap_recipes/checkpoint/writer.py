@@ -19,8 +19,8 @@ from torch.distributed.checkpoint.filesystem import WriteResult, _StorageInfo
 from torch.distributed.checkpoint.planner import WriteItem
 from torch.distributed.tensor import DTensor
 
-from .copies import form, shard_of
-from .state import is_staged
+from .copies import form
+from .state import is_staged, shard_of
 
 # Private by name: ``_StorageInfo``. ``.metadata`` is made of it, and DCP's reader expects it.
 

@@ -107,7 +107,8 @@ to the other streams: the read is served.
 
 import torch
 
-from overlap_recipes.checkpoint.copies import CopyPlan, PinnedArena, shard_of
+from overlap_recipes.checkpoint.copies import CopyPlan, PinnedArena
+from overlap_recipes.checkpoint.state import shard_of
 
 # %%
 # Page-locked memory of exact size
@@ -140,7 +141,7 @@ from overlap_recipes.checkpoint.copies import CopyPlan, PinnedArena, shard_of
 # bytes back to the GPU. So the recipe makes a mesh of type ``cpu`` over the process groups that
 # exist already.
 #
-# .. literalinclude:: /overlap_recipes/checkpoint/copies.py
+# .. literalinclude:: /overlap_recipes/checkpoint/state.py
 #    :language: python
 #    :pyobject: shard_of
 #
