@@ -551,7 +551,7 @@ def tasks_of(measurement: Measurement, model: str, pairs: int) -> Iterator[Task]
     for name in (DEFAULT_STAGERS[1], "torch_save"):
         yield cost(long, name, 1)
     yield cost(compiled, ours, 3)
-    for name in ("dcp_save", "async_save", "pinned", *DEFAULT_STAGERS):
+    for name in (ours, "dcp_save", "async_save", "pinned", *DEFAULT_STAGERS):
         yield Task(f"{name} trace", 30 + gb, partial(measurement.trace, long, name))
     for case in (free, compiled):
         yield cost(case, "torch_checkpointing", 1)

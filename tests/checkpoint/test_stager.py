@@ -535,17 +535,20 @@ def test_a_root_of_newer_steps_refuses_an_older_one_and_loses_neither(tmp_path) 
     assert (tmp_path / "step8" / ".metadata").exists()
 
 
-def test_a_relative_root_stays_where_it_was_and_takes_only_its_own(tmp_path, monkeypatch) -> None:
+def test_relative_paths_stay_where_they_were_and_a_root_takes_only_its_own(
+    tmp_path, monkeypatch
+) -> None:
     (tmp_path / "other").mkdir()
     monkeypatch.chdir(tmp_path)
     refused = pytest.raises(RuntimeError, match="is not in")
     with refused, RetainedSaves(Path("root"), CPU, keep_last=1) as saves:
         saves.save({"x": torch.ones(2)}, Path("root/step1")).result()
         monkeypatch.chdir("other")
-        saves.save({"x": torch.ones(2)}, tmp_path / "root" / "step2").result()
-        saves.save({"x": torch.ones(2)}, Path("root/step3"))
+        saves.save({"x": torch.ones(2)}, Path("root/step2")).result()
+        saves.save({"x": torch.ones(2)}, tmp_path / "other" / "step3")
     found = sorted(path.name for path in (tmp_path / "root").glob("step*"))
     assert found == ["step2"]
+    assert not (tmp_path / "other" / "step3").exists()
 
 
 class Quantized(torch.Tensor):
