@@ -17,6 +17,7 @@ import sys
 from collections import OrderedDict
 from collections.abc import Callable, Iterable
 from copy import deepcopy
+from functools import cache
 from itertools import chain
 from types import ModuleType
 from typing import NamedTuple
@@ -142,7 +143,8 @@ class AppState(Stateful):
         int_keys: list[list] = []
         empty: list[list] = []
         for key in state.keys() - {"model", PER_RANK}:
-            survey(state[key], [key], int_keys, empty)
+            if isinstance(state[key], (dict, list)):
+                survey(state[key], [key], int_keys, empty)
         return {
             "format": FORMAT,
             "ranks": world_size(),
@@ -514,18 +516,20 @@ def refuse_plain_tensors(name: str, moments: object) -> None:
 
 def survey(tree: object, path: list, int_keys: list[list], empty: list[list]) -> None:
     """List the paths that DCP's names do not tell: of keys that are numbers, and of empty dicts."""
-    if isinstance(tree, dict):
-        if not tree:
-            empty.append(path)
-        for key, value in tree.items():
-            if type(key) is int:
-                int_keys.append([*path, str(key)])
-            elif not isinstance(key, str):
-                raise TypeError(KEY % (key, ".".join(map(str, path))))
-            survey(value, [*path, str(key)], int_keys, empty)
-    elif isinstance(tree, list):
+    if isinstance(tree, list):
         for number, value in enumerate(tree):
-            survey(value, [*path, number], int_keys, empty)
+            if isinstance(value, (dict, list)):
+                survey(value, [*path, number], int_keys, empty)
+        return
+    if not tree:
+        empty.append(path)
+    for key, value in tree.items():
+        if type(key) is int:
+            int_keys.append([*path, str(key)])
+        elif not isinstance(key, str):
+            raise TypeError(KEY % (key, ".".join(map(str, path))))
+        if isinstance(value, (dict, list)):
+            survey(value, [*path, str(key)], int_keys, empty)
 
 
 def described(leaf: object) -> str:
@@ -538,6 +542,7 @@ def described(leaf: object) -> str:
     return spec
 
 
+@cache
 def spec_of(dtype: torch.dtype, shape: torch.Size) -> str:
     return f"{str(dtype).removeprefix('torch.')} {[*shape]}"
 
@@ -570,11 +575,16 @@ def is_made_of_tensors(leaf: object) -> bool:
 
 def has_parts(tree: object) -> bool:
     """Whether it has a tensor that is made of others, which is rare."""
+    values = tree
     if isinstance(tree, dict):
-        return any(map(has_parts, tree.values()))
-    if isinstance(tree, list):
-        return any(map(has_parts, tree))
-    return type(tree) not in PLAIN_TYPES and is_made_of_tensors(tree)
+        values = tree.values()
+    for value in values:
+        if isinstance(value, (dict, list)):
+            if has_parts(value):
+                return True
+        elif type(value) not in PLAIN_TYPES and is_made_of_tensors(value):
+            return True
+    return False
 
 
 def in_parts(tree: object, path: tuple, recipes: dict[tuple, tuple]) -> object:
@@ -970,7 +980,7 @@ def read(tree: object, tensors: list[torch.Tensor]) -> object:
     """Copy ``tree`` as it is now, except what will be staged: add that to ``tensors``."""
 
     def read_leaf(leaf: object) -> object:
-        if not is_staged(leaf) and torch.is_tensor(leaf):
+        if torch.is_tensor(leaf) and not is_staged(leaf):
             leaf = leaf.detach()  # a subclass of Parameter becomes a tensor
         if is_staged(leaf):
             tensors.append(leaf)
@@ -981,6 +991,9 @@ def read(tree: object, tensors: list[torch.Tensor]) -> object:
             return leaf.clone().to("cpu")
         return deepcopy(leaf)
 
+    if is_staged(tree):
+        tensors.append(tree)
+        return tree
     if hasattr(tree, "state_dict"):
         tree = state_of(tree)
     if isinstance(tree, dict):
