@@ -10,6 +10,7 @@ from pathlib import Path
 import pytest
 from fork_server import asking
 from selection import (
+    RECIPES,
     REPO,
     proofs_under_test,
     ranks_under_test,
@@ -22,11 +23,8 @@ from rankproof.recipe import Control, Recipe
 from rankproof.run import run
 
 MOST_RANKS = 3
-OF_PAGES = {  # what a reader does with a recipe; a proof has no reader
-    "test_recipe_runs_under_torchrun",
-    "test_plain_python_runs_one_rank",
-    "test_importing_a_recipe_does_nothing",
-}
+HELD = "hold_write"
+OF_PAGES = {"test_plain_python_runs_one_rank"}  # what a reader does; a proof has no reader
 LEDGER = REPO / "tests" / "controls" / "ledger" / "names.toml"
 
 
@@ -40,20 +38,15 @@ def pytest_generate_tests(metafunc: pytest.Metafunc) -> None:
     recipes = recipes_under_test()
     if metafunc.function.__name__ not in OF_PAGES:
         recipes = [*recipes, *proofs_under_test()]
-    asked = ranks_under_test(metafunc.config)
     names = set(metafunc.fixturenames)
     if {"recipe", "ranks"} <= names:
-        if "slow_the_disk" in metafunc.function.__name__:
-            recipes = [recipe for recipe in recipes if recipe.saves]
-            cases = [(r, n) for r in recipes for n in (asked or [max(2, r.min_ranks)])]
-        else:
-            cases = [(r, n) for r in recipes for n in (asked or ranks_of(r, metafunc.config))]
+        cases = [(r, n) for r in recipes for n in ranks_of(r, metafunc.config)]
         metafunc.parametrize("recipe,ranks", cases, ids=[f"{r.name}-{n}" for r, n in cases])
     elif {"recipe", "control"} <= names:
         cases = [(r, c) for r in recipes for c in r.controls]
         metafunc.parametrize("recipe,control", cases, ids=[f"{r.name}-{c.name}" for r, c in cases])
     elif {"recipe", "gate"} <= names:
-        cases = [(r, g) for r in recipes for g in sorted({c.gate for c in r.controls if c.gate})]
+        cases = [(r, g) for r in recipes for g in gates_of(r)]
         metafunc.parametrize("recipe,gate", cases, ids=[f"{r.name}-{name_of(g)}" for r, g in cases])
     elif "recipe" in names:
         metafunc.parametrize("recipe", recipes, ids=[r.name for r in recipes])
@@ -64,8 +57,19 @@ def name_of(gate: str) -> str:
     return gate.rpartition(":")[2]
 
 
+def gates_of(recipe: Recipe) -> list[str]:
+    """The gates of its controls; that of slow disks holds a run of each recipe that saves."""
+    gates = {control.gate for control in recipe.controls if control.gate}
+    if recipe.saves:
+        gates.discard(HELD)
+    return sorted(gates)
+
+
 def ranks_of(recipe: Recipe, config: pytest.Config) -> list[int]:
-    """The world sizes of ``make test``; a fourth rank asks what the third has asked."""
+    """Those asked for, or those of ``make test``: a fourth rank asks what the third has asked."""
+    asked = ranks_under_test(config)
+    if asked:
+        return asked
     few = [n for n in recipe.ranks if n <= MOST_RANKS or config.getoption("--all-ranks")]
     return few or [recipe.min_ranks]
 
@@ -80,33 +84,32 @@ def installed(request: pytest.FixtureRequest) -> None:
         pytest.skip(f"{recipe.name} needs {', '.join(recipe.missing)}, not installed")
 
 
-def test_recipe_proves_its_claim(recipe: Recipe, ranks: int, store: Path) -> None:
-    """On each world size, ranks forked from a warm process.
+def test_recipe_proves_its_claim(
+    recipe: Recipe, ranks: int, store: Path, pytestconfig: pytest.Config
+) -> None:
+    """On each world size.
 
-    A fresh run of the page stands for that on as many ranks.
+    The smallest is started by torchrun, as a reader starts a recipe; ranks of the others are forked
+    from a warm process. On the largest, each write is held until the recipe waits for it: a save
+    that is awaited however slow the disk is passes, one that is never awaited is never written. A
+    fresh run of the page stands for one that is neither.
     """
-    kept = KeptRun(store, recipe, ranks, launcher="warm")
-    report = kept.report() or run(
-        recipe.path, ranks, launcher="warm", order=recipe.order, deadline_s=recipe.deadline_s
-    )
+    sizes = ranks_of(recipe, pytestconfig)
+    launcher = "torchrun" if ranks == min(sizes) and recipe.path.is_relative_to(RECIPES) else "warm"
+    gate = HELD if ranks == max(sizes) and recipe.saves else None
+    kept = KeptRun(store, recipe, ranks, launcher=launcher)
+    report = kept.report() if gate is None else None
+    if report is None:
+        report = run(
+            recipe.path,
+            ranks,
+            launcher=launcher,
+            gate=gate,
+            order=recipe.order,
+            deadline_s=recipe.deadline_s,
+        )
     assert report.ok, report.describe()
     assert len(report.outputs) == ranks
-
-
-def test_every_save_is_awaited_however_slow_the_disk(recipe: Recipe, ranks: int) -> None:
-    """Each write is held until the recipe waits for it: what is never awaited is never written."""
-    report = run(
-        recipe.path, ranks, launcher="warm", gate="hold_write", deadline_s=recipe.deadline_s
-    )
-    assert report.ok, report.describe()
-
-
-def test_recipe_runs_under_torchrun(recipe: Recipe, pytestconfig: pytest.Config, store) -> None:
-    """As a reader starts it; all other runs fork their ranks from a warm process."""
-    ranks = max(ranks_under_test(pytestconfig) or (recipe.page_ranks,))
-    kept = KeptRun(store, recipe, ranks)
-    report = kept.report() or kept.run()
-    assert report.ok, report.describe()
 
 
 def test_recipe_passes_under_the_gates_of_its_controls(recipe: Recipe, gate: str) -> None:
@@ -169,11 +172,14 @@ def test_plain_python_runs_one_rank(recipe: Recipe, tmp_path, plain_python) -> N
         assert str(recipe.min_ranks) in said, "say how many ranks it needs"
 
 
-def test_importing_a_recipe_does_nothing(recipe: Recipe, tmp_path) -> None:
+def test_importing_recipes_does_nothing(tmp_path) -> None:
     """The harness sees what an import leaves: a thread, a process, a group, a file."""
+    recipes = [recipe for recipe in recipes_under_test() if not recipe.missing]
+    folders = {str(folder) for recipe in recipes for folder in recipe.import_path}
+    lines = ["import sys", f"sys.path[:0] = {sorted(folders)!r}"]
+    lines += [f"import {recipe.name}" for recipe in recipes]
     importer = tmp_path / "importer.py"
-    folders = [str(folder) for folder in recipe.import_path]
-    importer.write_text(f"import sys\nsys.path[:0] = {folders!r}\nimport {recipe.name}\n")
+    importer.write_text("\n".join(lines))
     report = run(importer, 1, launcher="warm")
     assert report.ok, report.describe()
     assert report.outputs == [""]

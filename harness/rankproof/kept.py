@@ -2,8 +2,8 @@
 
 The pages' build and the tests both run each recipe and each of its negative controls. Whoever comes
 second takes what the first has kept. A kept run is fresh as long as the recipe, what it imports
-from its project, the edit, the number of ranks, torch and the harness are what they were. Only runs
-that ended as they must are kept.
+from its project, the edit and its gate, the number of ranks, torch, the packages that it needs and
+the harness are what they were. Only runs that ended as they must are kept.
 """
 
 import dataclasses
@@ -12,6 +12,7 @@ import json
 import os
 import threading
 from functools import cache
+from importlib.metadata import PackageNotFoundError, version
 from pathlib import Path
 
 import torch
@@ -28,6 +29,20 @@ HERE = Path(__file__).parent
 def _harness_sha256() -> str:
     texts = (path.read_text(encoding="utf-8") for path in sorted(HERE.rglob("*.py")))
     return hashlib.sha256("\0".join(texts).encode()).hexdigest()
+
+
+def _gate_sha256(control: Control | None) -> str:
+    """Of the file of a gate of anybody's own; empty for the harness's own gates, and for none."""
+    file = (control.gate or "").rpartition(":")[0] if control else ""
+    return hashlib.sha256(Path(file).read_bytes()).hexdigest() if file else ""
+
+
+@cache
+def _version_of(package: str) -> str:
+    try:
+        return version(package)
+    except PackageNotFoundError:
+        return ""
 
 
 @cache
@@ -58,7 +73,9 @@ class KeptRun:
     def key(self) -> str:
         edit = self.control and repr(dataclasses.replace(self.control, says=""))
         code = _present_code(self.recipe.path, self.recipe.import_from)
-        what = json.dumps([code, self.ranks, torch.__version__, edit, _harness_sha256()])
+        versions = [torch.__version__, *map(_version_of, self.recipe.needs)]
+        gate = _gate_sha256(self.control)
+        what = json.dumps([code, self.ranks, versions, edit, gate, _harness_sha256()])
         return hashlib.sha256(what.encode()).hexdigest()
 
     def report(self) -> Report | None:

@@ -12,7 +12,8 @@ SCRIPT = Path(__file__).parents[1] / "stress_saves.py"
 @pytest.mark.parametrize(
     "saves,ways",
     [
-        (200, ["overlapped"]),
+        (60, ["overlapped"]),
+        pytest.param(200, ["overlapped"], marks=pytest.mark.all_models),
         (12, ["async_save", "pinned_staging", "default_stager"]),
     ],
 )

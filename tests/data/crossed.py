@@ -7,6 +7,7 @@ import torch.distributed as dist
 
 from rankproof.imports import DCP, after_import, around
 
+BY_STEPS = ("all_gather_single", "all_gather_into_tensor")  # FSDP2's, by torch version
 BY_UPLOADS = ("gather_object", "all_gather_object", "scatter_object_list", "broadcast_object_list")
 
 
@@ -36,7 +37,8 @@ def cross(ledger) -> None:
     def install() -> None:
         for name in BY_UPLOADS:
             around(dist, name, before_upload)
-        around(dist, "all_gather_into_tensor", before_gather)
+        for name in filter(lambda name: hasattr(dist, name), BY_STEPS):
+            around(dist, name, before_gather)
         around(dist.Work, "wait", launched)
         ledger.on_save.append(lambda _: saved.set())
 

@@ -29,6 +29,9 @@ RECIPES = [
 ]
 
 
+TOY = "toy"  # a model that needs no transformers
+
+
 def note(root: Path, what: str, when: float | None = None) -> None:
     """A line: which rank was where at what time."""
     line = {"rank": os.environ["RANK"], "at": what, "time": when or time.time()}
@@ -44,7 +47,6 @@ def train(root: Path, model_name: str, struck: str) -> int:
     import torch.distributed as dist
     from state_to_save import start_rank
 
-    from benchmarks.workloads import llama, shard
     from overlap_recipes.checkpoint import preemption, restart
     from overlap_recipes.checkpoint.restart import Run, resume
     from overlap_recipes.checkpoint.retention import RetainedSaves
@@ -55,7 +57,7 @@ def train(root: Path, model_name: str, struck: str) -> int:
     device = start_rank()
     note(root, "joined")
     try:
-        model = shard(llama(model_name, device))
+        model = built(model_name, device)
         optimizer = torch.optim.AdamW(model.parameters(), lr=1e-4)
         schedule = torch.optim.lr_scheduler.LambdaLR(optimizer, lambda step: min(1.0, step / 100))
         run = Run(model, optimizer, schedule)
@@ -75,7 +77,7 @@ def train(root: Path, model_name: str, struck: str) -> int:
             while run.step < STEPS:
                 torch.manual_seed(run.step)
                 tokens = torch.randint(256, (1, 32), device=device)
-                loss = model(input_ids=tokens, labels=tokens).loss
+                loss = loss_of(model, tokens)
                 loss.backward()
                 optimizer.step()
                 optimizer.zero_grad()
@@ -100,6 +102,28 @@ def train(root: Path, model_name: str, struck: str) -> int:
     finally:
         dist.destroy_process_group()
     return 0 if run.step == STEPS else preemption.AGAIN
+
+
+def built(name: str, device):
+    """A sharded model; that of the tests, where torchrun is what is tried, is a small one."""
+    import torch
+    from torch.distributed.fsdp import fully_shard
+
+    torch.manual_seed(0)
+    if name == TOY:
+        layers = torch.nn.Embedding(256, 16), torch.nn.Linear(16, 256)
+        return fully_shard(torch.nn.Sequential(*layers).to(device))
+    from benchmarks.workloads import llama, shard
+
+    return shard(llama(name, device))
+
+
+def loss_of(model, tokens):
+    import torch
+
+    if isinstance(model, torch.nn.Sequential):
+        return torch.nn.functional.cross_entropy(model(tokens).flatten(0, 1), tokens.flatten())
+    return model(input_ids=tokens, labels=tokens).loss
 
 
 def start(root: Path, model: str, ranks: int, restarts: int, struck: str = "kill"):

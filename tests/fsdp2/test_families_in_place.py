@@ -1,7 +1,7 @@
 """Stock transformers models train the same bits in place as on stock FSDP2.
 
-Small random configurations of ``tests/data/in_place_families.py``: ten of them, or all with
-``--all-models``.
+Small random configurations of ``tests/data/in_place_families.py``: six of them, one of
+each kind, or all with ``--all-models``.
 """
 
 import sys

@@ -20,7 +20,7 @@ def run_ranks(ranks: int, *args: str, order: bool = False, keep: Path | None = N
     return report
 
 
-@pytest.mark.parametrize("ranks", [1, 2, 3, 4])
+@pytest.mark.parametrize("ranks", [1, 2, 3, pytest.param(4, marks=pytest.mark.all_models)])
 def test_every_schedule_gives_the_weights_and_losses_of_the_unsharded_run(ranks: int) -> None:
     run_ranks(ranks, "train")
 

@@ -7,9 +7,11 @@ import pytest
 import sizes
 from written_recipes import CONTROL, write
 
+from rankproof import kept as kept_module
 from rankproof.judge import Failure
 from rankproof.kept import KeptRun
 from rankproof.kept import _present_code as kept_code
+from rankproof.kept import _version_of as version_of
 from rankproof.recipe import RecipeError, discover, load_recipe
 from rankproof.run import Report, run
 from rankproof.sources import code_sha256
@@ -61,6 +63,27 @@ def test_a_run_is_kept_until_code_edit_or_ranks_change_and_only_if_it_ended_as_i
     kept().keep(raised)
     kept(control="n").keep(passed)
     assert kept().report() is None and kept(control="n").report() is None
+
+
+def test_a_run_is_kept_until_its_gate_or_a_package_that_it_needs_changes(
+    tmp_path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    write(tmp_path, "r.toml", f'needs = ["psutil"]\n{CONTROL}')
+    gates = write(tmp_path, "gates.py", "def hold(ledger):\n    pass\n")
+    recipe = load_recipe(write(tmp_path, "r.py", "x = 1\n"), tmp_path)
+    held = dataclasses.replace(recipe.control("n"), gate=f"{gates}:hold")
+
+    def key() -> str:
+        return KeptRun(tmp_path / "store", recipe, 1, held).key
+
+    before = key()
+    gates.write_text("def hold(ledger):\n    return\n")
+    with_another_gate = key()
+    assert with_another_gate != before
+    version_of.cache_clear()
+    monkeypatch.setattr(kept_module, "version", lambda package: "0")
+    assert key() != with_another_gate
+    version_of.cache_clear()
 
 
 def test_hidden_folders_and_virtual_environments_hold_no_recipes(tmp_path) -> None:

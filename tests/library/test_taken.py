@@ -101,13 +101,20 @@ def test_the_wheel_is_small_and_has_the_library_alone(wheel: Path) -> None:
         assert not any(word in text for text in texts), f"the library speaks of {word}"
 
 
+@pytest.fixture(scope="module")
+def whole(wheel: Path, tmp_path_factory: pytest.TempPathFactory) -> dict:
+    """The losses of a run that nothing interrupts."""
+    folder = tmp_path_factory.mktemp("whole")
+    found = losses(take_the_wheel(wheel, folder), folder, folder / "run")
+    assert len(found) == 2 * STEPS
+    return found
+
+
 @pytest.mark.parametrize("take", [take_the_wheel, copy_the_folder])
 def test_a_stock_model_is_saved_killed_and_resumed_with_what_was_taken(
-    take, wheel: Path, tmp_path: Path
+    take, wheel: Path, whole: dict, tmp_path: Path
 ) -> None:
     package = take(wheel, tmp_path)
-    whole = losses(package, tmp_path, tmp_path / "whole")
-    assert len(whole) == 2 * STEPS
     before = losses(package, tmp_path, tmp_path / "run", KILLED_BEHIND, killed=True)
     behind = losses(package, tmp_path, tmp_path / "run")
     assert min(step for _, step in behind) == KILLED_BEHIND + 1, "not the last durable save"

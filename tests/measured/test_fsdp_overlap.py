@@ -28,8 +28,20 @@ def rows_of(folder: Path, *arguments: str, link: frozenset = frozenset()) -> dic
     return {(row["name"], row["model"], row["tokens"]): row for row in data["rows"]}
 
 
-def test_windows_of_all_ways_become_rows_and_a_second_run_adds_what_is_missing(tmp_path) -> None:
-    first = rows_of(tmp_path, "--tasks", "link,eager", link=LINK)
+@pytest.fixture(scope="module")
+def rehearsed(tmp_path_factory: pytest.TempPathFactory) -> tuple[dict, dict, dict]:
+    """The rows of one run, its file, and the rows when a second run has added its own."""
+    folder = tmp_path_factory.mktemp("rehearsed")
+    first = rows_of(folder, "--tasks", "link,eager", link=LINK)
+    (path,) = (folder / "results").glob("*.json")
+    data = json.loads(path.read_text())
+    compared = "bitwise,losses,sums,memory_fsdp2_in_place"
+    both = rows_of(folder, "--tasks", f"tuned,eager,synthetic,{compared}", link=LINK)
+    return first, data, both
+
+
+def test_windows_of_all_ways_become_rows_and_a_second_run_adds_what_is_missing(rehearsed) -> None:
+    first, data, both = rehearsed
     ways = {"no_communication", "fsdp2_no_collectives", "fsdp2", "fsdp2_in_place"}
     assert {name for name, *_ in first} == ways
     row = first["fsdp2_in_place", "llama-tiny", 64]
@@ -38,18 +50,15 @@ def test_windows_of_all_ways_become_rows_and_a_second_run_adds_what_is_missing(t
     assert row["speed_over_no_collectives"] > 0
     modules = [f"overlap_recipes.fsdp2.{name}" for name in ("in_place_gather", "in_place_reduce")]
     assert row["recipes"] == modules
-    data = json.loads(next((tmp_path / "results").glob("*.json")).read_text())
     assert {*modules, "overlap_recipes.fsdp2.shared_slots"} <= data["code_sha256"].keys()
-    both = rows_of(tmp_path, "--tasks", "tuned,eager,synthetic", link=LINK)
     kept = "fsdp2_no_collectives", "llama-tiny", 64  # no other task measures it
     assert both[kept]["samples"] == first[kept]["samples"]
     assert both["fsdp2_tuned", "llama-tiny", 64]["efficiency"] > 0
     assert both["prefetch_copy_engine", "synthetic", 64]["efficiency"] > 0
 
 
-def test_every_bit_is_compared(tmp_path) -> None:
-    rows = rows_of(tmp_path, "--tasks", "bitwise,losses,sums,memory_fsdp2_in_place")
-    row = rows["fsdp2_in_place", "llama-tiny", 64]
+def test_every_bit_is_compared(rehearsed) -> None:
+    row = rehearsed[-1]["fsdp2_in_place", "llama-tiny", 64]
     assert row["bitwise_steps"] == 5
     assert row["loss_difference"] == 0 and row["losses_steps"] == 20
     assert 0 <= row["sum_error"] < 1e-6

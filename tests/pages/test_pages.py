@@ -6,6 +6,7 @@ import re
 import shutil
 import subprocess
 import sys
+import tomllib
 from pathlib import Path
 from xml.etree import ElementTree
 
@@ -232,12 +233,23 @@ def test_the_upstream_scripts_are_short_and_recorded():
             assert script.stem in run["found"], f"{script.name} was not run on torch {version}"
 
 
+def build_requirements(file: Path) -> list[str]:
+    """What a project is built with, each as ``name==version  # reason``, one a line of its list."""
+    text = file.read_text(encoding="utf-8")
+    listed = re.search(r"^requires = \[\n(.*?)^\]", text, re.M | re.S)[1]
+    pins = [re.sub(r'^ *"(.*)", *#', r"\1  #", line) for line in listed.splitlines()]
+    names = [pin.partition("  #")[0] for pin in pins]
+    assert names == tomllib.loads(text)["build-system"]["requires"]
+    return pins
+
+
 def test_requirements_are_pinned_with_a_reason_and_cover_every_import():
     names = {"bs4": "beautifulsoup4", "sphinx_gallery": "sphinx-gallery", "yaml": "PyYAML"}
     names |= {"axe_playwright_python": "axe-playwright-python", "ckpt_chaos": "ckpt-chaos"}
     names |= {"sphinx_design": "sphinx-design", "pytorch_sphinx_theme2": "pytorch-sphinx-theme2"}
     lines = [line for line in (ROOT / "requirements.txt").read_text().splitlines() if line.strip()]
     pins = [line for line in lines if not line.startswith(("#", "-e . "))]
+    pins += build_requirements(ROOT / "pyproject.toml")
     assert not [line for line in pins if not re.fullmatch(r"[\w-]+==[\w.]+ +# \S.*", line)]
     pinned = {line.partition("==")[0] for line in pins}
     command = ["git", "ls-files", "*.py"]
