@@ -234,7 +234,11 @@ class Saves:
         """Raise on all ranks what no later save can mend, at the first save if it is known then."""
         if self.calls == 1:
             refuse_differing(self.together(self.digests_of, job, group=1))
-        for ended in self.uploads[: -self.in_flight]:
+        self.raise_differing(self.uploads[: -self.in_flight])
+
+    def raise_differing(self, uploads: list[Future]) -> None:
+        """Raise if ranks differed in one of ``uploads``, which have ended on all ranks."""
+        for ended in uploads:
             if ended.done() and isinstance(ended.exception(), DifferingRanks):
                 raise ended.exception()
 

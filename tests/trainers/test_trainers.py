@@ -1,9 +1,11 @@
 """What a trainer's own asynchronous save does, found without a GPU."""
 
 import shutil
+from concurrent.futures import Future
 from pathlib import Path
 from types import SimpleNamespace
 from typing import NamedTuple
+from unittest.mock import patch
 
 import pytest
 from selection import CONTROLS, REPO
@@ -147,3 +149,25 @@ def test_a_lightning_checkpoint_is_whole_until_its_successor_has_the_name(
         saves.commit(aside, last)
     shutil.rmtree(aside)
     assert [path.name for path in tmp_path.iterdir()] == ["last.ckpt"]
+
+
+def test_transformers_next_save_raises_that_ranks_differed_in_the_one_before() -> None:
+    pytest.importorskip("accelerate")
+    pytest.importorskip("transformers")
+    from transformers import Trainer
+
+    from overlap_recipes.checkpoint.saves import Saves
+    from overlap_recipes.checkpoint.state import DifferingRanks
+    from overlap_recipes.trainers.transformers import OverlappedTrainer
+
+    differed = Future()
+    differed.set_exception(DifferingRanks("a counter"))
+    trainer = object.__new__(OverlappedTrainer)
+    trainer.saves = object.__new__(Saves)
+    trainer.saves.uploads = [differed]
+    trainer.args = SimpleNamespace(output_dir="none", save_total_limit=0, should_save=False)
+    with (
+        patch.object(Trainer, "_save_checkpoint"),
+        pytest.raises(DifferingRanks, match="a counter"),
+    ):
+        trainer._save_checkpoint(None, None)
