@@ -423,6 +423,8 @@ def judge_ranks(ranks: list[Rank], timed_out: bool, saves: list[SavedState]) -> 
     failures = []
     shared = any(s.shares_training_group and s.kind == "async_save" for s in saves)
     hint = SHARED_GROUP_HINT if shared and len(ranks) > 1 else ""
+    records = [rank.record for rank in ranks if rank.record]
+    nobody_went_on = all(record.get("left_early") for record in records)
     for rank in ranks:
         record = rank.record
         if record is None:
@@ -434,6 +436,9 @@ def judge_ranks(ranks: list[Rank], timed_out: bool, saves: list[SavedState]) -> 
             failures += [Failure("raised", error, rank.number, hint)] if error else []
         if not record["finished"] and not record["error"]:
             text = f"sys.exit({record.get('exit', '')}) before the recipe's last line"
+            failures.append(Failure("exited_early", text, rank.number))
+        if record.get("left_early") and nobody_went_on:
+            text = f"{record['left_early']} before the recipe's last line, as on all ranks"
             failures.append(Failure("exited_early", text, rank.number))
         if record.get("misfit"):
             failures.append(Failure("misfit", record["misfit"], rank.number))
