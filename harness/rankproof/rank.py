@@ -158,7 +158,8 @@ class ChildWatch:
 class WorkWatch:
     """Knows whether a rank had left its process group when it called ``sys.exit`` or ``os._exit``.
 
-    ``joined`` says whether it was ever in one; ``leave_now`` is called before an ``os._exit(0)`` of a rank that had.
+    ``joined`` says whether it was ever in one; ``leave_now`` is called before an ``os._exit(0)``
+    of a rank that had left it.
     """
 
     def __init__(self, joined: Callable[[], bool], leave_now: Callable[[], None]) -> None:

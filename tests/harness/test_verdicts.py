@@ -131,7 +131,9 @@ BAD = {
     ),
     "left_unfinished": bad("checkpoint_incomplete", "still has the name of an unfinished save"),
     "metadata_removed": bad("checkpoint_incomplete", "No such file|metadata"),
-    "differs_between_ranks": bad("checkpoint_wrong", "x .rank 1.; the ranks passed different values of x"),
+    "differs_between_ranks": bad(
+        "checkpoint_wrong", "x .rank 1.; the ranks passed different values of x"
+    ),
     "thread_raises": bad("raised", "OSError: No space left on device .in thread"),
     "exits_with_an_error": bad("exited_early", "sys.exit.1. before"),
     "exits_at_once": bad("missing_record", "ended with exit code 0|no record of ranks"),
