@@ -170,6 +170,18 @@ class WorkWatch:
         around(sys, "exit", self._exits)
         around(os, "_exit", self._ends_at_once)
 
+    def is_behind_it(self, error: SystemExit, recipe: str) -> bool:
+        """The same for ``raise SystemExit``, where no ``finally`` may have left the group since."""
+        if not self.joined() or _group_is_left():
+            return False
+        tree = ast.parse(Path(recipe).read_text(encoding="utf-8"))
+        tries = [node for node in ast.walk(tree) if isinstance(node, ast.Try) and node.finalbody]
+        for frame in traceback.extract_tb(error.__traceback__):
+            inside = any(node.lineno <= frame.lineno <= node.end_lineno for node in tries)
+            if frame.filename == recipe and inside:
+                return False
+        return True
+
     def _exits(self, *_: object) -> None:
         self.was_behind_it = self.joined() and not _group_is_left()
 
@@ -179,6 +191,7 @@ class WorkWatch:
             return
         if self.joined() and not _group_is_left():
             self.leave_now()
+
 
 def watch_deprecations(folders: list[str]) -> list[str]:
     """A list that fills with the deprecation warnings that point at the recipe's folders."""
@@ -367,7 +380,8 @@ def run(spec: dict) -> None:
     except SystemExit as error:
         record["exit"] = repr(error.code)
         record["finished"] = _exits_at_its_end(error, recipe)
-        if not record["finished"] and error.code in (None, 0) and work.was_behind_it:
+        behind_it = work.was_behind_it or work.is_behind_it(error, recipe)
+        if not record["finished"] and error.code in (None, 0) and behind_it:
             record["left_early"] = f"sys.exit({error.code!r})"
             record["finished"] = True
         if not record["finished"]:

@@ -63,6 +63,8 @@ GOOD = {
     "port_is_taken": unknown("a port was taken, by this run or another program"),
     "one_rank_goes_on": good(),
     "one_rank_ends_at_once": good(),
+    "one_rank_raises_an_exit": good(),
+    "meets_nowhere_at_first": good(),
     "sets_its_port": unknown("sets its ranks' rendezvous itself .MASTER_PORT, line", deadline_s=5),
     "exits_like_click": good(),
     "exits_like_absl": good(),
@@ -100,7 +102,6 @@ GOOD = {
 }
 BAD = {
     "stores_its_rank": bad("raised", "ValueError: the loss is not finite"),
-    "group_without_a_backend": bad("raised", "ValueError: Invalid backend|goo"),
     "saves_elsewhere": bad("wrote_elsewhere", r"(?s)\A(?!.*checkpoint_missing)"),
     "raises": bad("raised", "ValueError: the loss is not finite"),
     "hangs": bad("hung", "still running at the deadline, in recv", deadline_s=3),
