@@ -5,13 +5,14 @@ Exit status: 0 passed, 1 judged bad, 2 not judged, and why. A bad option is a 2,
 
 import argparse
 import json
+import signal
 import sys
 from pathlib import Path
 from xml.etree import ElementTree
 
 from rankproof import __version__
-from rankproof.recipe import GATES, RecipeError, Settings, find_recipes
-from rankproof.run import COMMAND, LAUNCHERS, Report, run
+from rankproof.recipe import GATES, RecipeError, Settings, find_recipes, why_skipped
+from rankproof.run import COMMAND, LAUNCHERS, OPTIONAL, Report, run
 
 
 def judge(options: argparse.Namespace) -> int:
@@ -20,22 +21,29 @@ def judge(options: argparse.Namespace) -> int:
     scripts = find_recipes(path, settings) if path.is_dir() else [settings.load(path)]
     control = scripts[0].control(options.control) if options.control else None
     ranks = settings.ranks if path.is_dir() else [scripts[0].page_ranks]
-    reports = [
-        run(
-            script.path,
-            count,
-            launcher=options.launcher,
-            control=control,
-            gate=options.gate,
-            order=options.order or script.order,
-            deadline_s=options.deadline or (control or script).deadline_s,
-            args=tuple(options.args) or settings.args_of(script.path),
-            keep=options.keep,
-            through=tuple(options.allow),
-        )
-        for script in scripts
-        for count in options.ranks or ([control.ranks] if control else ranks)
-    ]
+    if path.is_dir():
+        for file, why in why_skipped(path, settings).items():
+            say(options, f"skips {file}: {why}")
+    reports = []
+    for script in scripts:
+        for count in options.ranks or ([control.ranks] if control else ranks):
+            if path.is_dir():
+                say(options, f"runs {script.path} on {count} rank{'s' * (count > 1)}")
+            report = run(
+                script.path,
+                count,
+                launcher=options.launcher,
+                control=control,
+                gate=options.gate,
+                order=options.order or script.order,
+                deadline_s=options.deadline or (control or script).deadline_s,
+                args=tuple(options.args) or settings.args_of(script.path),
+                keep=options.keep,
+                through=tuple(options.allow),
+                cwd=options.cwd,
+                off=tuple(options.off) or settings.off,
+            )
+            reports.append(report)
     status = tell(reports, options)
     if control is None:
         return status
@@ -43,6 +51,16 @@ def judge(options: argparse.Namespace) -> int:
     verdict = f"NOT caught: {missed[0]}; expected {control.expected}" if missed else "caught"
     print(f"control '{control.name}': {verdict}")
     return 1 if missed else 0
+
+
+def say(options: argparse.Namespace, line: str) -> None:
+    """Tell how far it is, as it goes; programs that read JSON find none of it there."""
+    print(line, file=sys.stderr if options.json else sys.stdout, flush=True)
+
+
+def end_by_signal(number: int, _: object) -> None:
+    """End as Python ends: what was begun is taken down on the way."""
+    sys.exit(128 + number)
 
 
 def tell(reports: list[Report], options: argparse.Namespace) -> int:
@@ -102,10 +120,20 @@ def main() -> int:
     one.add_argument("--deadline", type=float, metavar="SECONDS", help="from the first line on")
     one.add_argument("--keep", type=Path, help="keep the run's files here (a new directory)")
     one.add_argument("--allow", type=Path, action="append", default=[], help="it may write here")
+    one.add_argument("--cwd", type=Path, metavar="DIR", help="for scripts that read beside them")
+    one.add_argument(
+        "--off",
+        action="append",
+        default=[],
+        choices=OPTIONAL,
+        metavar="KIND",
+        help=f"do not count it, tell it as a note: {', '.join(OPTIONAL)}",
+    )
     one.add_argument("--json", action="store_true", help="print the reports as JSON")
     one.add_argument("--junit", type=Path, metavar="FILE", help="write JUnit's XML")
     at = sys.argv.index("--") if "--" in sys.argv else len(sys.argv)
     options = parser.parse_args(sys.argv[1:at], argparse.Namespace(args=sys.argv[at + 1 :]))
+    signal.signal(signal.SIGTERM, end_by_signal)
     try:
         return judge(options)
     except RecipeError as error:

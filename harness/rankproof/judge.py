@@ -33,6 +33,8 @@ SHARED_GROUP_HINT = (
     "likely cause: async_save ran on the process group that training uses, and their collectives "
     'mixed; pass process_group=dist.new_group(backend="gloo")'
 )
+NO_RENDEZVOUS = re.compile(r"Dist\w*Error|connect|timed? ?out|EADDR", re.IGNORECASE)
+TAKEN_PORT = re.compile(r"EADDRINUSE|address already in use", re.IGNORECASE)
 NOT_AWAITED_HINT = (
     "its future was never awaited: call result() on the last save's future before "
     "destroy_process_group()"
@@ -80,6 +82,7 @@ class SavedState:
     callers: set[int] = field(default_factory=set)  # ranks that called it
     failures: dict[int, str] = field(default_factory=dict)  # by rank: what it raised
     called: str = ""  # the directory as it was called
+    not_kept: str = ""  # why what it wrote was not looked at before it was overwritten
 
     @property
     def name(self) -> str:
@@ -151,6 +154,8 @@ def gather_saves(ranks: list[Rank]) -> list[SavedState]:
                     save.leaves.setdefault(rank.number, {}).update(note["leaves"])
                 elif event == "failed":
                     save.failures[rank.number] = note["error"]
+                elif event == "not kept":
+                    save.not_kept = note["why"]
                 elif event == "overwritten":
                     save.directory = note["copy"]
     for rank in ranks:
@@ -243,9 +248,15 @@ def _differences(save: SavedState, found: dict) -> list[str]:
 
 
 def judge_checkpoints(
-    saves: list[SavedState], directories: list[str], loaded: dict[int, dict]
+    saves: list[SavedState],
+    directories: list[str],
+    loaded: dict[int, dict],
+    elsewhere: tuple[str, ...] = (),
 ) -> list[Failure]:
-    """Compare what was loaded, per world size of the loading processes, with what was saved."""
+    """Compare what was loaded, per world size of the loading processes, with what was saved.
+
+    What was written elsewhere, and is named as such, is not missing as well.
+    """
     failures = []
     for directory in directories:
         path, here = Path(directory), [s for s in saves if s.directory == directory]
@@ -255,6 +266,8 @@ def judge_checkpoints(
             missing = f"the directory {'is empty' if path.exists() else 'does not exist'}"
         elif any("unfinished" in s.events for s in here):
             missing = "the recipe ended before it knew that the save had"
+        if missing and any(file.startswith(f"{directory}/") for file in elsewhere):
+            continue
         if missing:
             failures.append(Failure("checkpoint_missing", f"{path.name}: {missing}", hint=hint))
             continue
@@ -271,9 +284,24 @@ def judge_checkpoints(
             if last and (differing := _differences(last, answer["leaves"])):
                 count = f"{len(differing)} of {len(answer['leaves'])}"
                 text = f"{where}: {count} leaves are not what was passed to {last.kind}: "
-                failures.append(Failure("checkpoint_wrong", text + ", ".join(differing[:3])))
+                text += ", ".join(differing[:3])
+                if unequal := ranks_disagree_on(last):
+                    text += f"; the ranks passed different values of {some(unequal)}"
+                failures.append(Failure("checkpoint_wrong", text))
                 break
     return failures
+
+
+def ranks_disagree_on(save: SavedState) -> list[str]:
+    """Leaves of which ranks passed different values for the same part: one of them is on disk."""
+    passed: dict[tuple[str, str], set[str]] = {}  # by leaf and chunk
+    for leaves in save.leaves.values():
+        for name, leaf in leaves.items():
+            value = leaf.get("sha256") or leaf.get("value")
+            if value is not None:
+                part = leaf.get("of", name), json.dumps(leaf.get("chunk"))
+                passed.setdefault(part, set()).add(value)
+    return sorted({name for (name, _), values in passed.items() if len(values) > 1})
 
 
 def last_of(saves: list[SavedState]) -> SavedState | None:
@@ -296,7 +324,11 @@ def not_compared(saves: list[SavedState], loaded: dict[int, dict]) -> list[str]:
     """What became of saves that nothing on disk is left of, for a person."""
     notes = []
     seen = compared(saves, loaded)
-    gone = [save for save in saves if save not in seen and not save.failed and not save.unjudged]
+    gone = []
+    for save in saves:
+        said_elsewhere = save.failed or save.unjudged or save.not_kept
+        if save not in seen and not said_elsewhere:
+            gone.append(save)
     if gone:
         names = some([save.name for save in gone])
         notes.append(f"removed or replaced by the script, so not compared: {names}")
@@ -367,6 +399,7 @@ def judge_saves(run_dir: Path, saves: list[SavedState], went_well: bool) -> list
 def unjudged(saves: list[SavedState], directories: list[str], loaded: dict) -> list[str]:
     """What was not compared, and why."""
     found = [f"{s.name}: {s.unjudged}" for s in saves if s.unjudged]
+    found += [f"{s.name}: {s.not_kept}" for s in saves if s.not_kept]
     for directory in directories:
         name = Path(directory).name
         reasons = [answer.get(directory, {}).get("unjudged") for answer in loaded.values()]
@@ -390,6 +423,8 @@ def judge_ranks(ranks: list[Rank], timed_out: bool, saves: list[SavedState]) -> 
     failures = []
     shared = any(s.shares_training_group and s.kind == "async_save" for s in saves)
     hint = SHARED_GROUP_HINT if shared and len(ranks) > 1 else ""
+    records = [rank.record for rank in ranks if rank.record]
+    nobody_went_on = all(record.get("left_early") for record in records)
     for rank in ranks:
         record = rank.record
         if record is None:
@@ -401,6 +436,9 @@ def judge_ranks(ranks: list[Rank], timed_out: bool, saves: list[SavedState]) -> 
             failures += [Failure("raised", error, rank.number, hint)] if error else []
         if not record["finished"] and not record["error"]:
             text = f"sys.exit({record.get('exit', '')}) before the recipe's last line"
+            failures.append(Failure("exited_early", text, rank.number))
+        if record.get("left_early") and nobody_went_on:
+            text = f"{record['left_early']} before the recipe's last line, as on all ranks"
             failures.append(Failure("exited_early", text, rank.number))
         if record.get("misfit"):
             failures.append(Failure("misfit", record["misfit"], rank.number))

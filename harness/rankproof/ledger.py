@@ -171,6 +171,8 @@ class Ledger:
         around(Future, "add_done_callback", after=self._asks_to_be_called)
 
     def _sees_backend(self, *_: Any, **__: Any) -> None:
+        if not dist.is_initialized():  # it raised, and that is what the script is to see
+            return
         accelerator = torch.accelerator.current_accelerator(check_available=True)
         present = {"cpu", accelerator.type if accelerator else "cpu"}
         pairs = (pair.split(":") for pair in str(dist.get_backend_config()).split(","))
@@ -222,7 +224,13 @@ class Ledger:
         if earlier[-1].failed or earlier[-1].in_flight:
             return
         files = [file for file in Path(directory).rglob("*") if file.is_file()]
-        if not files or sum(file.stat().st_size for file in files) > MOST_COPIED:
+        if not files:
+            return
+        size = sum(file.stat().st_size for file in files)
+        if size > MOST_COPIED:
+            mib = MOST_COPIED // 2**20
+            why = f"overwritten by a later save, and larger than {mib} MiB: not compared"
+            self.note("not kept", number=earlier[-1].number, why=why)
             return
         self.overwritten += 1
         folder = self.run_dir / "kept" / f"overwritten-{os.getpid()}-{self.overwritten}"
@@ -242,17 +250,21 @@ class Ledger:
             self._failed(save, error)
             raise
 
-    def _spy_save(self, state_dict: dict, **kwargs: Any) -> Any:
-        save, state_dict = self._begin("save", state_dict, kwargs)
+    def _spy_save(self, state_dict: dict, *writer: Any, **kwargs: Any) -> Any:
+        """By position, torch takes a storage writer after the state dict, and warns."""
+        named = {"storage_writer": writer[0]} if len(writer) == 1 else {}
+        save, state_dict = self._begin("save", state_dict, kwargs | named)
         save.writing = True
         try:
             with self._noting_failure(save):
-                return self._save(state_dict, **kwargs)
+                return self._save(state_dict, *writer, **kwargs)
         finally:
             save.writing = False
 
-    def _spy_upload(self, state_dict: dict, **kwargs: Any) -> Any:
+    def _spy_upload(self, state_dict: dict, *positional: Any, **kwargs: Any) -> Any:
         """``state_dict_saver.save``: an upload thread calls it once its state is staged."""
+        if positional:  # DCP itself names what it passes
+            return self._spy_save(state_dict, *positional, **kwargs)
         writer, directory = kwargs.get("storage_writer"), kwargs.get("checkpoint_id")
         directory = os.path.abspath(os.fspath(directory or getattr(writer, "path", "")))
         uploads = [s for s in self.saves if s.directory == directory and s.kind == "async_save"]

@@ -43,7 +43,7 @@ def pytest_collection_modifyitems(
     except (RecipeError, ValueError) as error:
         raise pytest.UsageError(str(error)) from error
     launcher = config.getoption("--rankproof-launcher")
-    judge = partial(run, launcher=launcher, deadline_s=settings.deadline_s)
+    judge = partial(run, launcher=launcher, deadline_s=settings.deadline_s, off=settings.off)
     items[:] = [
         ScriptItem.from_parent(
             session,

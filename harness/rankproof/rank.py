@@ -155,6 +155,44 @@ class ChildWatch:
         return found
 
 
+class WorkWatch:
+    """Knows whether a rank had left its process group when it called ``sys.exit`` or ``os._exit``.
+
+    ``joined`` says whether it was ever in one; ``leave_now`` is called before an ``os._exit(0)``
+    of a rank that had left it.
+    """
+
+    def __init__(self, joined: Callable[[], bool], leave_now: Callable[[], None]) -> None:
+        self.was_behind_it = False
+        self.joined = joined
+        self.leave_now = leave_now
+        self.pid = os.getpid()
+        around(sys, "exit", self._exits)
+        around(os, "_exit", self._ends_at_once)
+
+    def is_behind_it(self, error: SystemExit, recipe: str) -> bool:
+        """The same for ``raise SystemExit``, where no ``finally`` may have left the group since."""
+        if not self.joined() or _group_is_left():
+            return False
+        tree = ast.parse(Path(recipe).read_text(encoding="utf-8"))
+        tries = [node for node in ast.walk(tree) if isinstance(node, ast.Try) and node.finalbody]
+        for frame in traceback.extract_tb(error.__traceback__):
+            inside = any(node.lineno <= frame.lineno <= node.end_lineno for node in tries)
+            if frame.filename == recipe and inside:
+                return False
+        return True
+
+    def _exits(self, *_: object) -> None:
+        self.was_behind_it = self.joined() and not _group_is_left()
+
+    def _ends_at_once(self, status: int) -> None:
+        """A process that the recipe has forked is no rank."""
+        if os.getpid() != self.pid or status != 0 or not called_by_recipe((MULTIPROCESSING,)):
+            return
+        if self.joined() and not _group_is_left():
+            self.leave_now()
+
+
 def watch_deprecations(folders: list[str]) -> list[str]:
     """A list that fills with the deprecation warnings that point at the recipe's folders."""
     seen: list[str] = []
@@ -307,9 +345,7 @@ def run(spec: dict) -> None:
         temporary.write_text(json.dumps(record))
         temporary.rename(ranks_dir / f"rank{rank}.{suffix}")
 
-    def at_last() -> None:
-        if os.getpid() != own_pid:  # a process that the recipe has forked
-            return
+    def write_record() -> None:
         record["left_process_group"] = record["finished"] and _group_is_left()
         record["dead_children"] = children.died()
         record["wrote_elsewhere"] = sorted(files.elsewhere)
@@ -317,9 +353,24 @@ def run(spec: dict) -> None:
         keep("json")
         sys.stdout.flush()
         sys.stderr.flush()
+
+    def at_last() -> None:
+        if os.getpid() != own_pid:  # a process that the recipe has forked
+            return
+        write_record()
         if spec["launcher"] == "warm":  # what this process was forked from need not be taken down
             os._exit(not record["finished"])
 
+    def leave_now() -> None:
+        record["device"], record["backend"] = book.device(), book.backend
+        record["finished"], record["left_early"] = True, "os._exit(0)"
+        record["misfit"], record["threads_at_the_end"] = not_the_edited_file(spec["edited"]), []
+        AT_LAST.remove(at_last)
+        book.last_line()
+        keep("ended")
+        write_record()
+
+    work = WorkWatch(lambda: book.backend is not None, leave_now)
     AT_LAST.append(at_last)
     (ranks_dir / f"rank{rank}.began").touch()  # the deadline counts from here
     started = time.perf_counter()
@@ -327,8 +378,12 @@ def run(spec: dict) -> None:
         _run_as_main(recipe)
         record["finished"] = True
     except SystemExit as error:
-        record["finished"] = _exits_at_its_end(error, recipe)
         record["exit"] = repr(error.code)
+        record["finished"] = _exits_at_its_end(error, recipe)
+        behind_it = work.was_behind_it or work.is_behind_it(error, recipe)
+        if not record["finished"] and error.code in (None, 0) and behind_it:
+            record["left_early"] = f"sys.exit({error.code!r})"
+            record["finished"] = True
         if not record["finished"]:
             print_from_recipe(error, recipe)
     except BaseException as error:

@@ -163,6 +163,7 @@ class Settings:
     ranks: tuple[int, ...] = (2,)
     deadline_s: float = DEFAULT_DEADLINE_S
     args: dict[str, str] = field(default_factory=dict)  # by file name or pattern
+    off: tuple[str, ...] = ()  # kinds of failure that do not count, see rankproof.run.OPTIONAL
 
     @classmethod
     def of(cls, path: Path) -> "Settings":
@@ -438,19 +439,28 @@ def python_files(root: Path) -> list[Path]:
     return sorted(paths)
 
 
+def why_skipped(root: Path, settings: Settings) -> dict[Path, str]:
+    """The Python files below ``root`` that are not run, each with the reason."""
+    skipped = {}
+    for path in python_files(root):
+        excluding = [pattern for pattern in settings.exclude if path.match(pattern)]
+        if not path.match(settings.pattern):
+            skipped[path] = f"its name does not match {settings.pattern}"
+        elif excluding:
+            skipped[path] = f"excluded by {excluding[0]}"
+        elif is_helper(path):
+            skipped[path] = "it only defines functions, classes and constants"
+    return skipped
+
+
 def find_recipes(root: Path, settings: Settings) -> list[Recipe]:
     """The scripts of anyone's folder: what its settings name, without files that only define.
 
     Raises:
         RecipeError: there is none.
     """
-    found = [
-        settings.load(path)
-        for path in python_files(root)
-        if path.match(settings.pattern)
-        and not any(path.match(pattern) for pattern in settings.exclude)
-        and not is_helper(path)
-    ]
+    skipped = why_skipped(root, settings)
+    found = [settings.load(path) for path in python_files(root) if path not in skipped]
     if not found:
         raise RecipeError(f"{root}: no scripts that match {settings.pattern} and do something")
     return found

@@ -1,10 +1,10 @@
 """Run a recipe on several ranks and report what it did: the harness's public face."""
 
-import ast
 import atexit
 import contextlib
 import json
 import os
+import re
 import shlex
 import shutil
 import site
@@ -27,15 +27,24 @@ from rankproof.recipe import (
     RecipeError,
     load_recipe,
 )
+from rankproof.starts import own_ranks, takes_dir
 
 HOME = str(Path(__file__).resolve().parent.parent)  # what to put on a path to import rankproof
 INSTALLED = HOME in map(os.path.realpath, site.getsitepackages())  # it is on every path already
 COMMAND = os.environ.get("RANKPROOF_COMMAND", "rankproof")  # how a person calls this
 TAIL_LINES = 25
+OPTIONAL = (  # kinds that a project may turn off: its habits, no lost work
+    "child_died",
+    "deprecation_warning",
+    "exited_early",
+    "left_process",
+    "left_process_group",
+    "left_thread",
+    "wrote_elsewhere",
+)
 LAUNCHERS = ("auto", "torchrun", "warm", "python")
+JUDGED = ("saves", "leaves", "streams", "accesses", "asynchronous collectives")
 VERDICTS = {"passed": 0, "failed": 1, "not judged": 2}  # and their exit statuses
-OWN_STARTS = ("spawn", "start_processes")
-RENDEZVOUS = ("MASTER_PORT", "MASTER_ADDR", "RANK", "WORLD_SIZE")
 LOAD_BACK = Path(__file__).with_name("load_back.py")
 SERVERS_OWN = "rankproof-server-"
 NO_MOUNTS = "not judged: what C++ code and subprocesses write elsewhere (no private mounts here)"
@@ -86,6 +95,11 @@ class Report:
         return "failed" if self.failures else "not judged" if self.unjudged else "passed"
 
     @property
+    def nothing_to_judge(self) -> bool:
+        """Whether the script saved nothing, and no order was recorded; it ended as it must."""
+        return not any(self.judged.get(what) for what in JUDGED)
+
+    @property
     def exit_code(self) -> int:
         return VERDICTS[self.verdict]
 
@@ -105,13 +119,15 @@ class Report:
         """A text for a person: what failed, the last lines of each rank, how to run it again."""
         plural = "s" if self.ranks > 1 else ""
         shown = self.verdict if self.verdict == "passed" else self.verdict.upper()
+        if self.verdict == "passed" and self.nothing_to_judge:
+            shown = "ran; nothing to judge"
         lines = [f"{self.recipe} on {self.ranks} rank{plural}: {shown}"]
         for failure in self.failures:
             where = "" if failure.rank is None else f" [rank {failure.rank}]"
             lines.append(f"  {failure.kind}{where}: {failure.text}")
             lines += [f"    {failure.hint}"] if failure.hint else []
         lines += [f"  not judged: {reason}" for reason in self.unjudged]
-        if self.ok and self.judged:
+        if self.ok and self.judged and not self.nothing_to_judge:
             said = ", ".join(f"{value} {what}" for what, value in self.judged.items())
             lines.append(f"  judged: {said}")
         lines += [f"  note: {note}" for note in self.notes]
@@ -243,23 +259,17 @@ def load_back(
     return {directory: {"error": error} for directory in request}
 
 
-def own_ranks(source: str) -> tuple[str, str]:
-    """Where a script starts its ranks itself, and where it sets their rendezvous; empty if not."""
-    starts = sets = ""
-    for node in ast.walk(ast.parse(source)):
-        if isinstance(node, ast.Call) and getattr(node.func, "attr", "") in OWN_STARTS:
-            starts = starts or f"{node.func.attr}, line {node.lineno}"
-        key = getattr(getattr(node, "slice", None), "value", "")
-        if key in RENDEZVOUS and isinstance(node.ctx, ast.Store):
-            sets = sets or f"{key}, line {node.lineno}"
-    return starts, sets
-
-
 def reproduce(path: Path, args: tuple[str, ...], **options: object) -> str:
     """The command that runs the same again."""
     with contextlib.suppress(ValueError):
         path = path.relative_to(Path.cwd())
-    said = [f"--{name}" + ("" if v is True else f" {v}") for name, v in options.items() if v]
+    said = []
+    for name, value in options.items():
+        for one in value if isinstance(value, tuple) else (value,):
+            if one is True:
+                said.append(f"--{name}")
+            elif one:
+                said.append(f"--{name} {shlex.quote(str(one))}")
     command = " ".join([COMMAND, "run", shlex.quote(str(path)), *said])
     return command + (f" -- {shlex.join(args)}" if args else "")
 
@@ -276,6 +286,8 @@ def run(
     args: tuple[str, ...] = (),
     keep: Path | None = None,
     through: tuple[Path, ...] = (),
+    cwd: Path | None = None,
+    off: tuple[str, ...] = (),
 ) -> Report:
     """Run the recipe at ``path`` on ``ranks`` ranks and judge it.
 
@@ -291,10 +303,13 @@ def run(
         args: more arguments for the recipe. ``--dir`` is added if its source knows it.
         keep: a directory that receives the run's files (created; must not exist).
         through: directories that the recipe may write to and that keep what it writes.
+        cwd: the working directory, for a script that reads files beside itself; an empty one,
+            where the script may write, if not given.
+        off: kinds of failure that are not to count, see :data:`OPTIONAL`; they become notes.
 
     Raises:
-        RecipeError: there is no such file or gate, ``ranks`` is not positive, ``keep`` exists, or
-            the edit does not fit.
+        RecipeError: there is no such file, gate or kind, ``ranks`` is not positive, ``keep``
+            exists, ``cwd`` does not, or the edit does not fit.
     """
     recipe = load_recipe(path)
     path, source = recipe.path, recipe.path.read_text(encoding="utf-8")
@@ -304,10 +319,22 @@ def run(
         (sys.platform != "linux", "ranks are judged on Linux only: it needs subreapers and /proc"),
         (gate not in (None, *GATES) and ":" not in gate, f"no gate '{gate}'; see --help"),
         (keep and keep.exists(), f"{keep} exists already; pass a directory that does not"),
+        (cwd and not cwd.is_dir(), f"--cwd {cwd}: no such directory"),
+        (set(off) - set(OPTIONAL), f"--off {', '.join(off)}: only {', '.join(OPTIONAL)} can be"),
     ):
         if wrong:
             raise RecipeError(message)
-    told = {"ranks": ranks, "control": control and control.name, "gate": gate, "order": order}
+    told = {
+        "ranks": ranks,
+        "control": control and control.name,
+        "gate": gate,
+        "order": order,
+        "launcher": launcher if launcher != "auto" else None,
+        "deadline": f"{deadline_s:g}" if deadline_s not in (None, recipe.deadline_s) else None,
+        "cwd": cwd,
+        "allow": through,
+        "off": off,
+    }
     if control is not None:
         order, told["order"] = control.order, False
         gate, deadline_s = gate or control.gate, deadline_s or control.deadline_s
@@ -352,6 +379,7 @@ def run(
             args=[*(["--dir", str(run_dir / "dir")] if accepts_dir(recipe) else []), *args],
             import_from=list(map(str, import_from)),
             own_folders=sorted(map(str, own_folders)),
+            cwd=str(cwd.resolve() if cwd else run_dir / "work"),
             edited=edited,
             deadline_s=deadline_s,
             gate=gate,
@@ -359,7 +387,15 @@ def run(
         )
         report.seconds = time.monotonic() - started
         _judge(report, run_dir, deadline_s, order, own_places(recipe))
-        if report.failures and sets and launcher != "python":
+        _turn_off(report, off)
+        if any(judge.TAKEN_PORT.search(failure.text) for failure in report.failures):
+            text = next(f.text for f in report.failures if judge.TAKEN_PORT.search(f.text))
+            report.unjudged = [f"a port was taken, by this run or another program: {text}"]
+            report.failures = []
+        elif report.kinds == {"raised"} and cwd is None:
+            _hint_at_files_beside(report, path.parent)
+        of_starting = all(_of_starting(failure) for failure in report.failures)
+        if report.failures and sets and launcher != "python" and of_starting:
             why = f"it sets its ranks' rendezvous itself ({sets}), which a launcher does for it"
             report.unjudged = [f"{why}; what came of it: {report.failures[0].text}"]
             report.failures = []
@@ -370,10 +406,31 @@ def run(
         shutil.rmtree(run_dir, ignore_errors=True)
 
 
+def _of_starting(failure: Failure) -> bool:
+    """Whether a failure may be that of ranks that did not find each other."""
+    if failure.kind == "raised":
+        return judge.NO_RENDEZVOUS.search(failure.text) is not None
+    return failure.kind in ("hung", "killed", "missing_record")
+
+
+def _turn_off(report: Report, off: tuple[str, ...]) -> None:
+    """Make notes of failures of kinds that are turned off."""
+    report.notes += [f"{f.kind} is turned off: {f.text}" for f in report.failures if f.kind in off]
+    report.failures = [failure for failure in report.failures if failure.kind not in off]
+
+
+def _hint_at_files_beside(report: Report, folder: Path) -> None:
+    """Say ``--cwd`` where a file was not found that lies beside the script."""
+    for failure in report.failures:
+        named = re.search(r"No such file or directory: '([^'/][^']*)'", failure.text)
+        if named and (folder / named[1]).exists():
+            failure.hint = f"it lies beside the script: run it with --cwd {folder}"
+
+
 def accepts_dir(recipe: Recipe) -> bool:
-    """Whether the script, or a file that it imports from beside it, knows the option ``--dir``."""
+    """Whether the script, or a file that it imports from beside it, takes ``--dir PATH``."""
     sources = [file.read_text(encoding="utf-8") for file in recipe.flat_files]
-    return any('"--dir"' in source or "'--dir'" in source for source in sources)
+    return any(takes_dir(source) for source in sources)
 
 
 def own_places(recipe: Recipe) -> tuple[str, ...]:
@@ -422,7 +479,7 @@ def _judge(
         sizes = (1, 2) if plain and report.ranks == 1 else (1,)  # reshard once a recipe
         limit = max(deadline_s, DEFAULT_DEADLINE_S)
         loaded = {size: load_back(request, size, run_dir, limit) for size in sizes}
-        failures += judge.judge_checkpoints(saves, directories, loaded)
+        failures += judge.judge_checkpoints(saves, directories, loaded, tuple(elsewhere))
     for failure in failures:
         failure.text = readable(failure.text)
     report.failures = failures

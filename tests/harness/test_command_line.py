@@ -1,7 +1,10 @@
 """The command line and ``run``: what they are asked, what they refuse, and what they tell."""
 
 import json
+import os
 import re
+import signal
+import subprocess
 import sys
 import time
 from pathlib import Path
@@ -27,7 +30,7 @@ def test_a_recipe_gets_its_own_arguments_and_so_does_the_command_that_runs_it_ag
     assert main() == 1
     printed = capsys.readouterr().out
     assert "ValueError: ['--layers', '4']" in printed
-    assert printed.rstrip().endswith("--ranks 1 -- --layers 4")
+    assert printed.rstrip().endswith("--ranks 1 --launcher warm -- --layers 4")
 
 
 def test_the_command_that_runs_it_again_is_complete(tmp_path) -> None:
@@ -37,12 +40,72 @@ def test_the_command_that_runs_it_again_is_complete(tmp_path) -> None:
     assert command.endswith(end)
     command = reproduce(path, (), ranks=2, control="n", gate="queue_work", order=False)
     assert command.endswith("--ranks 2 --control n --gate queue_work")
+    folders = (Path("a b"), Path("/data"))
+    command = reproduce(path, (), ranks=2, allow=folders, off=("left_thread",), deadline="5")
+    assert command.endswith("--ranks 2 --allow 'a b' --allow /data --off left_thread --deadline 5")
+
+
+def test_a_kind_that_is_turned_off_is_a_note_by_the_command_and_by_the_settings(
+    tmp_path, monkeypatch, capsys
+) -> None:
+    text = "import torch.distributed as dist\ndist.init_process_group('gloo')\n"
+    script = write(tmp_path, "leaves_it.py", text)
+    run_it = ("run", script, "--ranks", 1, "--launcher", "warm")
+    assert command(monkeypatch, *run_it, "--off", "left_process_group") == 0
+    assert "note: left_process_group is turned off: torch.dist" in capsys.readouterr().out
+    write(tmp_path, "rankproof.toml", 'off = ["left_process_group"]')
+    assert command(monkeypatch, *run_it) == 0
+    write(tmp_path, "rankproof.toml", 'off = ["checkpoint_wrong"]')
+    assert command(monkeypatch, *run_it) == 2
+    assert "--off checkpoint_wrong: only child_died, " in capsys.readouterr().err
+
+
+def test_a_script_that_reads_beside_itself_is_told_of_the_option(
+    tmp_path, monkeypatch, capsys
+) -> None:
+    write(tmp_path, "settings.txt", "width = 3")
+    script = write(tmp_path, "reads.py", "assert open('settings.txt').read() == 'width = 3'\n")
+    run_it = ("run", script, "--ranks", 1, "--launcher", "warm")
+    assert command(monkeypatch, *run_it) == 1
+    hint = f"it lies beside the script: run it with --cwd {tmp_path}"
+    assert hint in capsys.readouterr().out
+    assert command(monkeypatch, *run_it, "--cwd", tmp_path) == 0
+
+
+def test_the_command_ended_by_sigterm_leaves_no_directory_and_no_traceback(tmp_path) -> None:
+    tmp, began = tmp_path / "tmp", tmp_path / "began"
+    tmp.mkdir()
+    began.mkdir()
+    text = f"""
+        import pathlib, threading
+        pathlib.Path({str(began)!r}, "rank").touch()
+        threading.Event().wait()
+        """
+    script = write(tmp_path, "waits.py", text)
+    options = ["run", script, "--ranks", "1", "--launcher", "warm", "--allow", began]
+    process = subprocess.Popen(
+        [sys.executable, "-m", "harness", *options],
+        cwd=REPO,
+        env=os.environ | {"TMPDIR": str(tmp)},
+        stderr=subprocess.PIPE,
+        text=True,
+    )
+    until = time.monotonic() + 60
+    while not any(began.iterdir()) and time.monotonic() < until:
+        time.sleep(0.05)
+    assert any(began.iterdir())
+    process.terminate()
+    said = process.communicate(timeout=60)[1]
+    assert process.returncode == 128 + signal.SIGTERM
+    assert "Traceback" not in said, said
+    assert list(tmp.iterdir()) == []
 
 
 @pytest.mark.parametrize(
     ("options", "message"),
     [
         (["--ranks", "0"], "0 ranks: pass a number of 1 or more"),
+        (["--cwd", "nowhere"], "--cwd nowhere: no such directory"),
         (["--gate", "hold_all"], "no gate 'hold_all'; see --help"),
         (["--keep", "."], "exists already; pass a directory that does not"),
     ],
@@ -100,11 +163,17 @@ def test_a_folder_is_judged_as_its_settings_say(tmp_path, monkeypatch, capsys) -
     report, run_it = tmp_path / "report.xml", ("run", tmp_path, "--launcher", "warm")
 
     assert command(monkeypatch, *run_it, "--junit", report, "--json") == 2
-    told = json.loads(capsys.readouterr().out)
+    captured = capsys.readouterr()
+    told = json.loads(captured.out)
     assert [(r["recipe"], r["verdict"]) for r in told] == [
         ("train_small", "passed"),
         ("train_two", "not judged"),
     ]
+    said = captured.err
+    assert "other.py: its name does not match train_*.py" in said
+    assert "train_slow.py: excluded by *_slow.py" in said
+    assert "train_helper.py: it only defines functions, classes and constants" in said
+    assert re.search(r"runs .*train_small.py on 1 rank\n", said)
     cases = {
         case.get("name"): [c.tag for c in case] for case in ElementTree.parse(report).getroot()
     }

@@ -15,6 +15,7 @@ from rankproof.kept import _version_of as version_of
 from rankproof.recipe import RecipeError, discover, load_recipe
 from rankproof.run import Report, run
 from rankproof.sources import code_sha256
+from rankproof.starts import own_ranks, takes_dir
 
 
 @pytest.mark.parametrize(
@@ -171,3 +172,42 @@ def test_code_and_prose_are_counted(tmp_path) -> None:
     path = write(tmp_path, "r.py", text)
     assert sizes.statements(path) == 1
     assert sizes.words_of_prose(path) == 2 + 8 + 1 + 3 + 5
+
+
+@pytest.mark.parametrize(
+    ("text", "starts", "sets"),
+    [
+        ("import torch.multiprocessing as mp\nmp.spawn(work)\n", "spawn, line 2", ""),
+        ("from torch.multiprocessing import spawn as go\ngo(work)\n", "spawn, line 2", ""),
+        ("import torch\ntorch.multiprocessing.spawn(work)\n", "spawn, line 2", ""),
+        ("import numpy\nnumpy.random.SeedSequence(1).spawn(2)\n", "", ""),
+        ("import multiprocessing as mp\nmp.Process(target=work).start()\n", "", ""),
+        (
+            "import os, multiprocessing as mp\nos.environ['MASTER_PORT'] = '1'\n"
+            "mp.get_context('spawn').Process(target=work).start()\n",
+            "Process, line 3",
+            "MASTER_PORT, line 2",
+        ),
+        ("import os\nif 'RANK' not in os.environ:\n    os.environ['RANK'] = '0'\n", "", ""),
+        ("import os\nos.environ.setdefault('MASTER_PORT', '29500')\n", "", ""),
+    ],
+)
+def test_who_starts_the_ranks_is_read_from_what_a_script_imports(
+    text: str, starts: str, sets: str
+) -> None:
+    assert own_ranks(text) == (starts, sets)
+
+
+@pytest.mark.parametrize(
+    ("option", "takes"),
+    [
+        ('parser.add_argument("--dir", type=Path)', True),
+        ('parser.add_argument("-d", "--dir", default="out")', True),
+        ('click.option("--dir")', True),
+        ('parser.add_argument("--dir", action="store_true")', False),
+        ('parser.add_argument("--dir", type=int)', False),
+        ('subprocess.run(["ls", "--dir"])', False),
+    ],
+)
+def test_a_directory_is_passed_to_a_script_that_takes_one(option: str, takes: bool) -> None:
+    assert takes_dir(option) is takes

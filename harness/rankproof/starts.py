@@ -1,0 +1,130 @@
+"""How a script wants to be started, read from its source: its own ranks, its options.
+
+Only calls of torch's and Python's multiprocessing count, by the names under which a script has
+imported them: NumPy's ``SeedSequence.spawn`` starts nothing.
+"""
+
+import ast
+
+MULTIPROCESSING = ("multiprocessing", "torch.multiprocessing")
+STARTS_RANKS = ("spawn", "start_processes")
+RENDEZVOUS = ("MASTER_PORT", "MASTER_ADDR", "RANK", "WORLD_SIZE")
+OF_A_RANK = ("RANK", "LOCAL_RANK", "WORLD_SIZE", "LOCAL_WORLD_SIZE")
+OPTION_MAKERS = ("add_argument", "option")  # argparse's; click's and typer's
+NEEDS_NO_VALUE = ("store_true", "store_false", "count")
+NOT_A_PATH = ("int", "float", "bool")
+
+
+def own_ranks(source: str) -> tuple[str, str]:
+    """Where a script starts its ranks itself, and where it sets their rendezvous; empty if not.
+
+    What it stores only where it is missing does not count: a launcher's stands.
+    """
+    tree = ast.parse(source)
+    names = _imported_names(tree)
+    sets = _sets_rendezvous(tree)
+    by_name = ""
+    processes = ""
+    for node in ast.walk(tree):
+        if not isinstance(node, ast.Call):
+            continue
+        called = _full_name(node.func, names)
+        where = f"{called.rpartition('.')[2]}, line {node.lineno}"
+        module, _, function = called.rpartition(".")
+        if module in MULTIPROCESSING and function in STARTS_RANKS:
+            by_name = by_name or where
+        elif module in MULTIPROCESSING and function == "Process":
+            processes = processes or where
+    if by_name:
+        return by_name, sets
+    return (processes if sets else ""), sets
+
+
+def _imported_names(tree: ast.Module) -> dict[str, str]:
+    """What each name that the script imports stands for, contexts of multiprocessing among them."""
+    names: dict[str, str] = {}
+    for node in ast.walk(tree):
+        if isinstance(node, ast.Import):
+            for alias in node.names:
+                first = alias.name.partition(".")[0]
+                names[alias.asname or first] = alias.name if alias.asname else first
+        elif isinstance(node, ast.ImportFrom):
+            for alias in node.names:
+                names[alias.asname or alias.name] = f"{node.module}.{alias.name}"
+    for node in ast.walk(tree):
+        if isinstance(node, ast.Assign) and isinstance(node.value, ast.Call):
+            owner, _, last = _full_name(node.value.func, names).rpartition(".")
+            target = node.targets[0]
+            if last == "get_context" and owner in MULTIPROCESSING and isinstance(target, ast.Name):
+                names[target.id] = owner
+    return names
+
+
+def _full_name(node: ast.AST, names: dict[str, str]) -> str:
+    """The dotted name of what is called, from the module on; empty for what has none."""
+    parts = []
+    while isinstance(node, ast.Attribute):
+        parts.append(node.attr)
+        node = node.value
+    if isinstance(node, ast.Call):  # multiprocessing.get_context("spawn").Process
+        owner, _, last = _full_name(node.func, names).rpartition(".")
+        return ".".join([owner, *reversed(parts)]) if last == "get_context" else ""
+    if not isinstance(node, ast.Name) or node.id not in names:
+        return ""
+    return ".".join([names[node.id], *reversed(parts)])
+
+
+def _sets_rendezvous(tree: ast.Module) -> str:
+    """Where the script stores what a launcher stores, whether or not it is there already."""
+    only_if_missing = set()
+    for node in ast.walk(tree):
+        if isinstance(node, ast.If) and _asks_the_environment(node.test):
+            only_if_missing |= set(ast.walk(node))
+    for node in ast.walk(tree):
+        for keyword in getattr(node, "keywords", []):
+            method = getattr(keyword.value, "value", "")
+            if keyword.arg == "init_method" and str(method).startswith("tcp:"):
+                return f"init_method, line {node.lineno}"
+        if not isinstance(node, ast.Subscript) or not isinstance(node.ctx, ast.Store):
+            continue
+        key = getattr(node.slice, "value", "")
+        if key in RENDEZVOUS and node not in only_if_missing:
+            return f"{key}, line {node.lineno}"
+    return ""
+
+
+def _asks_the_environment(test: ast.expr) -> bool:
+    """Whether a condition names a variable of a launcher: ``"RANK" not in os.environ``."""
+    for node in ast.walk(test):
+        if isinstance(node, ast.Constant) and node.value in (*RENDEZVOUS, *OF_A_RANK):
+            return True
+    return False
+
+
+def takes_dir(source: str) -> bool:
+    """Whether a script has an option ``--dir`` that takes a path and leads nowhere else.
+
+    A flag of that name, or a number, is the script's own affair.
+    """
+    for node in ast.walk(ast.parse(source)):
+        if not isinstance(node, ast.Call):
+            continue
+        maker = getattr(node.func, "attr", getattr(node.func, "id", ""))
+        named = [getattr(argument, "value", None) for argument in node.args]
+        if maker.lower() in OPTION_MAKERS and "--dir" in named and _takes_a_path(node):
+            return True
+    return False
+
+
+def _takes_a_path(option: ast.Call) -> bool:
+    for keyword in option.keywords:
+        said = getattr(keyword.value, "value", getattr(keyword.value, "id", None))
+        if keyword.arg == "action" and said in NEEDS_NO_VALUE:
+            return False
+        if keyword.arg == "is_flag" and said:
+            return False
+        if keyword.arg == "type" and getattr(keyword.value, "id", "") in NOT_A_PATH:
+            return False
+        if keyword.arg in ("choices", "nargs"):
+            return False
+    return True

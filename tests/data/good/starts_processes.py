@@ -1,0 +1,28 @@
+"""Starts each rank as a process of its own."""
+
+import os
+import socket
+from multiprocessing import Process
+
+import torch
+import torch.distributed as dist
+
+
+def work(rank: int, ranks: int, port: int) -> None:
+    os.environ["MASTER_ADDR"] = "localhost"
+    os.environ["MASTER_PORT"] = str(port)
+    dist.init_process_group("gloo", rank=rank, world_size=ranks)
+    dist.all_reduce(torch.ones(1))
+    dist.destroy_process_group()
+
+
+if __name__ == "__main__":
+    with socket.socket() as probe:
+        probe.bind(("localhost", 0))
+        port = probe.getsockname()[1]
+    processes = [Process(target=work, args=(rank, 2, port)) for rank in range(2)]
+    for process in processes:
+        process.start()
+    for process in processes:
+        process.join()
+        assert process.exitcode == 0
