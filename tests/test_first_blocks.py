@@ -85,7 +85,7 @@ def included(page: Path) -> str:
 def with_blocks() -> list[Path]:
     """The pages whose first block runs here."""
     found = []
-    for page in sorted(SOURCE.glob("*/*.py")):
+    for page in sorted(SOURCE.glob("*/[!_]*.py")):
         begins = page.parent.name in ALWAYS or first_block(page)
         if begins and page.stem not in ELSEWHERE:
             found.append(page)

@@ -19,8 +19,9 @@ from torch.optim.optimizer import (
     register_optimizer_step_pre_hook,
 )
 
+from rankproof.gates import hold_write
 from rankproof.imports import DCP, after_import, around
-from rankproof.ledger import GATE_KEY, Ledger, Save
+from rankproof.ledger import EXCEPTION, GATE_KEY, Ledger, Save
 
 QUEUED_S = 1.0
 QUEUED_FLOP_PER_S = 600e12  # bf16 products of a large GPU; on a smaller one the queue is longer
@@ -66,6 +67,27 @@ def hold_staging(ledger: Ledger) -> None:
     ledger.extra_state = extra_state
     ledger.on_save.append(lambda save: after_step())
     register_optimizer_step_post_hook(after_step)
+
+
+def write_in_turn(ledger: Ledger) -> None:
+    """``hold_write``, and a write that was held begins when all saves before it have ended.
+
+    Where two saves are in flight, which of them ends first decides what a script finds later. Here
+    it is always the earlier one.
+    """
+
+    def before_write(writer: object, *_: object, **__: object) -> None:
+        path = os.path.abspath(writer.path)
+        number = max((s.number for s in ledger.saves if s.directory == path), default=0)
+        for save in ledger.saves[:number]:
+            if save.in_flight:
+                EXCEPTION(save.upload)  # waits
+
+    def install() -> None:
+        hold_write(ledger)
+        around(sys.modules[DCP].FileSystemWriter, "write_data", before_write)
+
+    after_import(DCP, install)
 
 
 def finish_staging_first(ledger: Ledger) -> None:
