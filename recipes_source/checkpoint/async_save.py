@@ -61,6 +61,7 @@ again.
 import argparse
 import copy
 import logging
+import operator
 import os
 import tempfile
 from collections.abc import Iterable, Iterator
@@ -196,14 +197,16 @@ class AsyncCheckpoints:
             state: what ``get_state_dict`` gives now, on this thread.
 
         Raises:
+            TypeError: ``step`` is no whole number.
             ValueError: on every rank; the state cannot be saved, or ranks differ where they may not.
             RuntimeError: an earlier save could not be staged on this rank. End the job.
         """
         if self.has_failed_alone:
             raise RuntimeError("an earlier save failed on this rank alone: end the job")
+        name = f"step{operator.index(step)}"
         self.end_last()
         self.compare(step, state)
-        self.uploading = f"step{step}"
+        self.uploading = name
         writer = NamedWhenComplete(self.root / self.uploading, self.group.size())
         try:
             self.upload = dcp.async_save(state, storage_writer=writer, process_group=self.group)

@@ -71,6 +71,7 @@ steps with three ways to save:
 import argparse
 import copy
 import logging
+import operator
 import os
 import tempfile
 from collections.abc import Iterable, Iterator
@@ -280,6 +281,7 @@ class StagedCheckpoints:
             state: what ``get_state_dict`` gives now, on this thread.
 
         Raises:
+            TypeError: ``step`` is no whole number.
             ValueError: on every rank; the state cannot be saved, or ranks differ where they may
                 not; or it has a key ``"step"``.
             RuntimeError: an earlier save could not be begun on this rank. End the job.
@@ -288,6 +290,7 @@ class StagedCheckpoints:
             raise RuntimeError("an earlier save failed on this rank alone: end the job")
         if "step" in state:
             raise ValueError("the key 'step' is taken: a checkpoint holds its step there")
+        name = f"step{operator.index(step)}"
         self.end_last()
         self.compare(step, state)
         if REUSE_CRASHES:
@@ -296,7 +299,7 @@ class StagedCheckpoints:
         cloned = with_clones(state, self.changing)
         after_step = torch.get_device_module(self.device).Event()
         after_step.record()
-        self.uploading = f"step{step}"
+        self.uploading = name
         directory = self.root / self.uploading
         try:
             response = dcp.async_save(

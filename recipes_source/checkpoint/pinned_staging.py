@@ -59,6 +59,7 @@ is slow: the system must touch and lock every page. So pin once, and keep the me
 import argparse
 import copy
 import logging
+import operator
 import os
 import tempfile
 import weakref
@@ -194,12 +195,14 @@ class PinnedCheckpoints:
             state: what ``get_state_dict`` gives now, on this thread.
 
         Raises:
+            TypeError: ``step`` is no whole number.
             ValueError: on every rank; the state cannot be saved, or ranks differ where they may
                 not; or it has another layout than the buffers.
             RuntimeError: an earlier save could not be staged on this rank. End the job.
         """
         if self.has_failed_alone:
             raise RuntimeError("an earlier save failed on this rank alone: end the job")
+        name = f"step{operator.index(step)}"
         self.end_last()
         self.compare(step, state)
         layout = layout_of(state)
@@ -209,7 +212,7 @@ class PinnedCheckpoints:
         if not torch.accelerator.is_available() and not self.layout:
             self.writer.state_dict_cache = copy.deepcopy(state)
         self.layout = layout
-        self.uploading = f"step{step}"
+        self.uploading = name
         self.writer.reset(self.root / f"{self.uploading}.incomplete")
         try:
             self.upload = dcp.async_save(

@@ -96,7 +96,7 @@ from torch.distributed.fsdp import fully_shard
 
 from overlap_recipes.checkpoint import AGAIN, CheckpointManager, TrainingState
 
-VOCABULARY, WIDTH, LENGTH, BATCH = 64, 32, 16, 4  # tokens, features, tokens, sequences of a rank
+VOCABULARY, WIDTH, LENGTH, BATCH = 16384, 64, 16, 4  # tokens, features, tokens, sequences
 LAST_STEP, SAVE_EVERY = 12, 4
 
 
