@@ -208,7 +208,7 @@ class DefaultStagerOrdered(RecipeWay):
     queued_s = 4.0
 
     def open(self) -> None:
-        self.checkpoints = StagedCheckpoints(Path(), self.device, self.app.model.buffers())
+        self.checkpoints = StagedCheckpoints(Path(), self.device, self.app.model.buffers)
         built = "a new stager a save" if REUSE_CRASHES else "one stager for all saves"
         self.note = f"{built}; its stream waits for an event behind the step"
 

@@ -167,7 +167,7 @@ def recipe_class(name: str, root: Path, job: Job) -> object:
         return PinnedCheckpoints(root)
     from default_stager import StagedCheckpoints
 
-    return StagedCheckpoints(root, job.device, job.model.buffers())
+    return StagedCheckpoints(root, job.device, job.model.buffers)
 
 
 def overlapped(name: str, job: Job) -> object:

@@ -10,9 +10,9 @@ writes that copy during the next steps. Used as it comes, it can lose the last c
 because one disk is full, or leave a directory that loads and is wrong. This file closes these gaps.
 
 **Scope.** A state dict of plain tensors, DTensors, numbers and text, on any number of ranks that
-share a file system, saved with one thread by torch 2.9 or later. What is no DTensor must be the same
-on all ranks. Everything else raises at the save, on every rank. How to get a state dict that can be
-resumed from, and how to load it, is the subject of :doc:`state_to_save`.
+share a file system. What is no DTensor must be the same on all ranks. Everything else raises at the
+save, on every rank. How to get a state dict that can be resumed from, and how to load it, is the
+subject of :doc:`state_to_save`.
 
 **When not to bother:** the state is small or you save rarely (call ``dcp.save``), or the host has
 no room for a second copy of what all its ranks hold. If the copy itself takes too long,

@@ -74,7 +74,7 @@ import logging
 import operator
 import os
 import tempfile
-from collections.abc import Iterable, Iterator
+from collections.abc import Callable, Iterable, Iterator
 from concurrent.futures import Future
 from datetime import timedelta
 from pathlib import Path
@@ -255,13 +255,15 @@ class StagedCheckpoints:
     Args:
         root: a directory that all ranks see.
         device: of this rank.
-        changing: tensors that forward changes: ``model.buffers()``.
+        changing: returns the tensors that forward changes: ``model.buffers``.
     """
 
-    def __init__(self, root: Path, device: torch.device, changing: Iterable[torch.Tensor]) -> None:
+    def __init__(
+        self, root: Path, device: torch.device, changing: Callable[[], Iterable[torch.Tensor]]
+    ) -> None:
         self.root = root
         self.device = device
-        self.changing = {address_of(tensor) for tensor in changing}
+        self.changing = changing
         self.group = dist.new_group(backend="gloo", timeout=PATIENCE)
         self.stager = new_stager(device)
         self.staged: Future | None = None
@@ -296,7 +298,8 @@ class StagedCheckpoints:
         if REUSE_CRASHES:
             self.stager.close()
             self.stager = new_stager(self.device)
-        cloned = with_clones(state, self.changing)
+        addresses = {address_of(tensor) for tensor in self.changing()}
+        cloned = with_clones(state, addresses)
         after_step = torch.get_device_module(self.device).Event()
         after_step.record()
         self.uploading = name
@@ -395,7 +398,7 @@ def train(
     root: Path,
     device: torch.device,
 ) -> None:
-    with StagedCheckpoints(root, device, changing=model.buffers()) as checkpoints:
+    with StagedCheckpoints(root, device, changing=model.buffers) as checkpoints:
         for step, batch in enumerate(batches, start=1):
             model(batch).square().mean().backward()
             optimizer.step()
@@ -472,7 +475,7 @@ class Unstageable(str):
 
 
 def assert_failed_staging_is_seen(root: Path, device: torch.device) -> None:
-    checkpoints = StagedCheckpoints(root, device, changing=[])
+    checkpoints = StagedCheckpoints(root, device, changing=list)
     checkpoints.save(STEPS + 1, {"text": Unstageable("a")})
     checkpoints.wait_staged()
     try:
@@ -549,7 +552,7 @@ if __name__ == "__main__":
 # * A device-to-host read in mid-step waits for the whole copy, on the device: see
 #   :doc:`staging_copies`. The limits of :doc:`async_save` hold here, too.
 # * Parameters that forward changes (spectral norm, some quantizers) need the clone that buffers
-#   get: pass them in ``changing``.
+#   get: ``changing`` returns them, too.
 #
 # Further reading
 # ---------------

@@ -322,11 +322,14 @@ STEPS = 3
 
 
 def train_and_save(
-    model: nn.Module, optimizer: torch.optim.Optimizer, checkpoints: PinnedCheckpoints
+    model: nn.Module,
+    optimizer: torch.optim.Optimizer,
+    checkpoints: PinnedCheckpoints,
+    device: torch.device,
 ) -> None:
     for step in range(1, STEPS + 1):
         torch.manual_seed(1000 * step + dist.get_rank())
-        model(torch.randn(64, WIDTH)).square().mean().backward()
+        model(torch.randn(64, WIDTH, device=device)).square().mean().backward()
         optimizer.step()
         optimizer.zero_grad()
         of_model, of_optimizer = get_state_dict(model, optimizer)
@@ -398,15 +401,14 @@ def prove_release(checkpoints: PinnedCheckpoints, device: torch.device) -> None:
 
 def main(directory: Path) -> None:
     device = start_rank()
-    torch.set_default_device(device)
     of_rank_0 = [directory]
     dist.broadcast_object_list(of_rank_0)  # a checkpoint is one directory for all ranks
     root = of_rank_0[0]
     torch.manual_seed(0)
-    model = fully_shard(nn.Sequential(nn.Linear(WIDTH, WIDTH), nn.GELU()))
+    model = fully_shard(nn.Sequential(nn.Linear(WIDTH, WIDTH), nn.GELU()).to(device))
     optimizer = torch.optim.AdamW(model.parameters())
     with Watched(root) as checkpoints:
-        train_and_save(model, optimizer, checkpoints)
+        train_and_save(model, optimizer, checkpoints, device)
         checkpoints.wait()
         for step, state in checkpoints.expected.items():
             assert_right(root / f"step{step}", state)

@@ -143,7 +143,7 @@ def leaves(tree: object, path: str = "") -> dict[str, object]:
 # %%
 # DCP takes a plain tensor for replicated, and keeps one rank's. BatchNorm's statistics differ
 # between ranks under DDP (use ``SyncBatchNorm``). ``check_buffers`` compares the buffers of all
-# ranks when the state is first asked for.
+# ranks at the first save of a job, a resumed one, too.
 #
 # A learning-rate schedule leaves ``initial_lr`` in the optimizer's groups. Its position is not in
 # this state, and a resumed schedule would begin anew, so that is refused, too.
@@ -184,6 +184,7 @@ class AppState(Stateful):
             optim_state_dict=state_dict["optimizer"],
         )
         self.step = state_dict["step"]
+        self.buffers_compared = False
 
     def check_optimizer(self) -> None:
         if not type(self.optimizer).__module__.startswith("torch.optim."):
@@ -368,7 +369,7 @@ if __name__ == "__main__":
 # ------------
 # * A run whose steps depend on more than model, optimizer and step (dropout's random numbers, the
 #   position in the data) does not go on as it would have. The second comparison shows it.
-# * Buffers are compared once. If they part later, one rank's are kept.
+# * Buffers are compared at a job's first save. If they part later, one rank's are kept.
 # * ``dcp.save`` into a directory that holds a checkpoint writes over it, file by file. If that
 #   fails half way, the directory loads, half old and half new: see :doc:`async_save`.
 # * ``dcp.save`` stops every rank until the last byte is on disk: see :doc:`async_save`.

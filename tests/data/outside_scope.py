@@ -48,7 +48,7 @@ class OfItsShard(torch.optim.SGD):
 def saving_classes(root: Path, device: torch.device) -> Iterator[async_save.AsyncCheckpoints]:
     yield async_save.AsyncCheckpoints(root / "async_save")
     yield pinned_staging.PinnedCheckpoints(root / "pinned_staging")
-    yield default_stager.StagedCheckpoints(root / "default_stager", device, changing=[])
+    yield default_stager.StagedCheckpoints(root / "default_stager", device, changing=list)
 
 
 def assert_refused(call: Callable[[], object], kind: type, why: str) -> None:
@@ -153,7 +153,11 @@ def jobs_that_do_not_come_back(root: Path, device: torch.device) -> None:
     model(batch).square().mean().backward()
     optimizer = adamw(model.parameters())
     optimizer.step()
-    assert_refused(AppState(model, optimizer).state_dict, ValueError, "differs between ranks")
+    app = AppState(model, optimizer)
+    assert_refused(app.state_dict, ValueError, "differs between ranks")
+    app.buffers_compared = True  # they were equal when the state was loaded
+    app.load_state_dict(app.state_dict())
+    assert_refused(app.state_dict, ValueError, "differs between ranks")
 
 
 class Renamed(nn.Module):
@@ -188,6 +192,7 @@ def checkpoints_of_other_jobs(root: Path, device: torch.device) -> None:
     twin = fully_shard(Renamed("head").to(device))
     job = load(AppState(twin, torch.optim.AdamW(twin.parameters())), root)
     assert torch.equal(twin.head.weight.to_local(), model.head.weight.to_local())
+    assert torch.equal(twin.first.weight.to_local(), model.first.weight.to_local())
     assert_refused(
         lambda: load(AppState(twin, torch.optim.SGD(twin.parameters(), momentum=0.9)), root),
         BaseException,

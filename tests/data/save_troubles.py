@@ -37,14 +37,13 @@ def ways(root: Path, device: torch.device) -> Iterator[async_save.AsyncCheckpoin
     """Each class that saves, with a directory of its own."""
     yield async_save.AsyncCheckpoints(root / "async_save")
     yield pinned_staging.PinnedCheckpoints(root / "pinned_staging")
-    yield default_stager.StagedCheckpoints(root / "default_stager", device, changing=[])
+    yield default_stager.StagedCheckpoints(root / "default_stager", device, changing=list)
 
 
 def save(checkpoints: async_save.AsyncCheckpoints, app: basic.AppState) -> None:
     """Save all of ``app`` behind its last step."""
     if isinstance(checkpoints, default_stager.StagedCheckpoints):
-        buffers = app.model.buffers()
-        checkpoints.changing = {default_stager.address_of(buffer) for buffer in buffers}
+        checkpoints.changing = app.model.buffers
     checkpoints.save(app.step, {"app": app.state_dict()})
 
 
@@ -494,7 +493,7 @@ def buffers_by_any_name(root: Path, device: torch.device) -> None:
 def staging_fails(root: Path, device: torch.device) -> None:
     """One state cannot be staged, the next one can."""
     app = basic.build_app(device)
-    with logged() as messages, default_stager.StagedCheckpoints(root, device, []) as checkpoints:
+    with logged() as messages, default_stager.StagedCheckpoints(root, device, list) as checkpoints:
         basic.train_step(app, device)
         settings = app.optimizer.param_groups[0]
         settings["log"] = default_stager.Unstageable("a")
