@@ -200,8 +200,8 @@ def train(
 #    :pyobject: Saves.before_update
 #
 # The thread that writes flushes the files, and waits for the other ranks. Rank 0 then gives the
-# directory its name in one rename. A directory that is called ``step<N>`` is whole, and each rank's
-# manifest has a digest of every file.
+# directory its name in one rename. A directory that is called ``step<N>`` is whole, and each rank has
+# left the digests of its files in it.
 #
 # A restart
 # ---------
@@ -336,7 +336,7 @@ if __name__ == "__main__":
 # * What changes saved tensors without an optimizer of torch (an average of weights, a custom
 #   kernel) calls ``checkpoints.before_update()`` first. Nothing tells you if it does not.
 # * What your loop depends on and ``TrainingState`` is not given is not saved: ``scheduler=``,
-#   ``ema=``, ``per_rank={"data": loader}``. A loader without ``state_dict`` begins anew.
+#   ``ema=``, ``per_rank={"data": loader}``. A loader that you do not pass begins anew.
 # * A step shorter than the copy waits for the rest of it.
 #
 # These raise, and say what to do:
