@@ -194,7 +194,8 @@ class AsyncCheckpoints:
 
         Args:
             step: how many steps have been taken. The checkpoint is named after it.
-            state: what ``get_state_dict`` gives now, on this thread.
+            state: what ``get_state_dict`` gives now, on this thread; of a ``Stateful`` object, what
+                its ``state_dict()`` gives.
 
         Raises:
             TypeError: ``step`` is no whole number.
@@ -215,6 +216,7 @@ class AsyncCheckpoints:
             raise
 
     def compare(self, step: int, state: dict) -> None:
+        """Raise on every rank unless all save this step, and agree where DCP keeps one copy."""
         mine = {"step": repr(step)}
         for path, leaf in leaves(state).items():
             mine[path] = fact_of(leaf, with_sum=not self.has_compared)

@@ -192,7 +192,8 @@ class PinnedCheckpoints:
 
         Args:
             step: how many steps have been taken. The checkpoint is named after it.
-            state: what ``get_state_dict`` gives now, on this thread.
+            state: what ``get_state_dict`` gives now, on this thread; of a ``Stateful`` object, what
+                its ``state_dict()`` gives.
 
         Raises:
             TypeError: ``step`` is no whole number.
@@ -229,6 +230,7 @@ class PinnedCheckpoints:
         self.layout = {}
 
     def compare(self, step: int, state: dict) -> None:
+        """Raise on every rank unless all save this step, and agree where DCP keeps one copy."""
         mine = {"step": repr(step)}
         for path, leaf in leaves(state).items():
             mine[path] = fact_of(leaf, with_sum=not self.has_compared)
