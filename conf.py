@@ -41,6 +41,7 @@ extensions = [
     "rankproof.sphinx_ext",
     "recipe_index",
     "markdown_code",
+    "moved",
     "guide",
     "notfound.extension",
     "sphinx_sitemap",

@@ -62,7 +62,7 @@ import torch.distributed as dist
 ROOT = Path(__file__).resolve().parents[1]
 sys.path[:0] = [str(ROOT), str(ROOT / "recipes_source" / "checkpoint")]
 
-from async_save import AppState, leaves, snapshot  # noqa: E402
+from _toys import AppState, leaves, snapshot  # noqa: E402
 
 from benchmarks import checkpoint_ways, measuring  # noqa: E402
 from benchmarks.checkpoint_ways import PIECES, WAYS, AllAtOnce, Save, Way  # noqa: E402

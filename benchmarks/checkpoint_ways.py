@@ -24,7 +24,8 @@ from torch.distributed.tensor import DTensor
 
 sys.path.insert(0, str(Path(__file__).resolve().parents[1] / "recipes_source" / "checkpoint"))
 
-from async_save import AppState, AsyncCheckpoints, leaves, same_bits  # noqa: E402
+from _toys import AppState, leaves, same_bits  # noqa: E402
+from async_save import AsyncCheckpoints  # noqa: E402
 from default_stager import REUSE_CRASHES, StagedCheckpoints  # noqa: E402
 from pinned_staging import PinnedCheckpoints  # noqa: E402
 
@@ -172,7 +173,7 @@ class RecipeWay(Way):
 
     def start(self, save: Save) -> None:
         self.checkpoints.root = save.directory
-        self.checkpoints.save(self.app)
+        self.checkpoints.save(self.app.step, {"app": self.app.state_dict()})
         save.watch(self.checkpoints.upload)
 
     def finish(self, save: Save) -> None:
@@ -207,7 +208,7 @@ class DefaultStagerOrdered(RecipeWay):
     queued_s = 4.0
 
     def open(self) -> None:
-        self.checkpoints = StagedCheckpoints(Path(), self.device)
+        self.checkpoints = StagedCheckpoints(Path(), self.device, self.app.model.buffers)
         built = "a new stager a save" if REUSE_CRASHES else "one stager for all saves"
         self.note = f"{built}; its stream waits for an event behind the step"
 

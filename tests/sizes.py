@@ -60,7 +60,7 @@ def main() -> int:
         files = sorted(ROOT.glob(pattern))
         print(f"{sum(map(statements, files)):6} statements in {len(files):3} files  {name}")
     status = 0
-    for file in sorted(ROOT.glob("recipes_source/*/*.py")):
+    for file in sorted(ROOT.glob("recipes_source/*/[!_]*.py")):
         words = words_of_prose(file)
         verdict = ""
         if words > PROSE:

@@ -26,7 +26,7 @@ from pathlib import Path
 ROOT = Path(__file__).parents[1]
 sys.path[:0] = [str(ROOT), str(ROOT / "recipes_source" / "checkpoint")]
 
-import async_save as basic  # noqa: E402
+import _toys as basic  # noqa: E402
 import torch  # noqa: E402
 import torch.distributed as dist  # noqa: E402
 import torch.distributed.checkpoint as dcp  # noqa: E402
@@ -143,7 +143,7 @@ class Way:
             self.saves = overlapped(name, job)
             self.before_change: Callable[[], None] = self.saves.before_update
         else:
-            self.saves = recipe_class(name, root, job.device)
+            self.saves = recipe_class(name, root, job)
             self.before_change = getattr(self.saves, "wait_staged", lambda: None)
         self.name = name
 
@@ -152,20 +152,22 @@ class Way:
         if self.name in ("overlapped", "overlapped_writer"):
             self.saves.save({"app": self.job}, directory)
         else:
-            self.saves.save(self.job)
+            self.saves.save(self.job.step, {"app": self.job.state_dict()})
         return directory
 
 
-def recipe_class(name: str, root: Path, device: torch.device) -> object:
+def recipe_class(name: str, root: Path, job: Job) -> object:
     if name == "async_save":
-        return basic.AsyncCheckpoints(root)
+        from async_save import AsyncCheckpoints
+
+        return AsyncCheckpoints(root)
     if name == "pinned_staging":
         from pinned_staging import PinnedCheckpoints
 
         return PinnedCheckpoints(root)
     from default_stager import StagedCheckpoints
 
-    return StagedCheckpoints(root, device)
+    return StagedCheckpoints(root, job.device, job.model.buffers)
 
 
 def overlapped(name: str, job: Job) -> object:

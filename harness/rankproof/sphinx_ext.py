@@ -406,7 +406,7 @@ def place(app: Sphinx, doctree: nodes.document) -> None:
     last = [block for block in doctree.findall(nodes.literal_block) if is_own_code(block)][-1]
     last.parent.insert(last.parent.index(last) + 1, output_of(runs.report))
     if app.config.rankproof_header:
-        add_header(runs.recipe, doctree, title_section)
+        add_header(runs.recipe, doctree, title_section, Path(app.srcdir))
     if runs.report is not None and not runs.report.ok:
         link = nodes.reference("", "what every rank printed", refid="recipe-failed", internal=True)
         text = nodes.Text("This recipe failed when this page was built: see ")
@@ -421,15 +421,22 @@ def is_own_code(block: nodes.literal_block) -> bool:
     return block.get("language", "").lower() == "python" and "source" not in block
 
 
-def add_header(recipe: Recipe, doctree: nodes.document, title_section: nodes.section) -> None:
-    """Put command and files under the title, and sphinx-gallery's own links away."""
+def add_header(
+    recipe: Recipe, doctree: nodes.document, title_section: nodes.section, root: Path
+) -> None:
+    """Put command and files under the title, and sphinx-gallery's own links away.
+
+    sphinx-gallery copies the recipe beside its page, and leaves files that are no pages where they
+    are: these are named from ``root``, the site's source.
+    """
     downloads = list(doctree.findall(addnodes.download_reference))
     own = next(node for node in downloads if node["reftarget"].endswith(".py"))
     line = nodes.paragraph("", "", classes=["recipe-files"])
     for number, path in enumerate(recipe.flat_files):
         line += nodes.Text(("", " and put beside it ", ", ")[min(number, 2)])
         line += (link := own.deepcopy())
-        link["reftarget"] = os.path.relpath(path, recipe.path.parent)
+        if path != recipe.path:
+            link["reftarget"] = f"/{os.path.relpath(path, root)}"
         link.children = [nodes.literal("", path.name)]
     link, *beside = line.findall(addnodes.download_reference)
     link.children = [nodes.inline("", f"Download {recipe.path.name}", classes=["download"])]

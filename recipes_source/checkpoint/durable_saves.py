@@ -85,7 +85,7 @@ import shutil
 import tempfile
 from pathlib import Path
 
-import state_to_save as basic
+import _toys as basic
 import torch
 import torch.distributed as dist
 from torch.distributed.checkpoint.format_utils import dcp_to_torch_save

@@ -86,7 +86,7 @@ import argparse
 import tempfile
 from pathlib import Path
 
-import state_to_save as basic
+import _toys as basic
 import torch
 import torch.distributed as dist
 

@@ -142,7 +142,7 @@ from overlap_recipes.checkpoint.saves import Saves
 
 
 def main(directory: Path) -> None:
-    import async_save as basic
+    import _toys as basic
 
     device = basic.start_rank()
     root, app, expected = basic.directory_of_rank_0(directory), basic.build_app(device), {}
@@ -212,7 +212,7 @@ if __name__ == "__main__":
 # * A directory of that name that holds anything but a checkpoint is left alone: the save fails, and
 #   its complete checkpoint stays in ``step100.incomplete``. Write a tokenizer elsewhere, or when
 #   the future is done.
-# * A state that calls ``get_state_dict`` at every save (:doc:`app_state`) works too; the call is longer.
+# * A state that calls ``get_state_dict`` at every save (``AppState``) works too; the call is longer.
 # * A program that ends without leaving the block loses what is not yet written, without a word.
 # * A directory is taken for a local path, even ``s3://...``: :doc:`object_storage` saves to a
 #   store.

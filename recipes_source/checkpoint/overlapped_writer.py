@@ -216,7 +216,7 @@ def history(step: int) -> list[float]:
 
 
 def main(directory: Path) -> None:
-    import state_to_save as basic  # a model, its training step and what compares bits
+    import _toys as basic  # a model, its training step and what compares bits
 
     device = basic.start_rank()
     root, app, expected = basic.directory_of_rank_0(directory), basic.build_app(device), {}

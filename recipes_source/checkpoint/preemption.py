@@ -104,7 +104,7 @@ import tempfile
 import time
 from pathlib import Path
 
-import state_to_save as basic
+import _toys as basic
 import torch
 import torch.distributed as dist
 

@@ -11,7 +11,7 @@ saves and loads all of these, makes all ranks agree on the checkpoint, goes back
 you ask, and lists the differences when a checkpoint does not fit.
 
 **When not to bother:** the result of your run does not depend on random numbers or on the order of
-the samples. Then seed anew, start the data where you like, and load with :doc:`app_state`.
+the samples. Then seed anew, start the data where you like, and load with ``load``.
 
 .. code-block:: python
 
@@ -71,7 +71,7 @@ import argparse
 import tempfile
 from pathlib import Path
 
-import state_to_save as basic
+import _toys as basic
 import torch
 import torch.distributed as dist
 from torch import nn

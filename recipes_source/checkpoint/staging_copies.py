@@ -200,7 +200,7 @@ from overlap_recipes.checkpoint.state import shard_of
 
 
 def main() -> None:
-    import async_save as basic
+    import _toys as basic
 
     from overlap_recipes.checkpoint.state import read
 

@@ -1,5 +1,6 @@
 """What a save may not do to training, to other ranks and to other checkpoints."""
 
+import re
 from pathlib import Path
 
 import pytest
@@ -15,6 +16,7 @@ SCRIPT = Path(__file__).parents[1] / "data" / "save_troubles.py"
     [
         "group_gone",  # an upload that finds no process group
         "ranks_disagree",
+        "one_rank_cannot_stage",
         "disk_full_once",
         "last_save_fails",
         "cut_off_before",
@@ -48,7 +50,7 @@ def test_what_cannot_be_written_raises_and_gets_no_name() -> None:
 
 
 def test_a_rank_that_raises_does_not_hang_the_job() -> None:
-    """It waits for a save that the others never come to, for as long as PATIENCE says."""
+    """It saves alone, and waits for the others for as long as PATIENCE says."""
     report = run(SCRIPT, 2, launcher="warm", args=("one_rank_raises",), deadline_s=40)
     assert "raised" in report.kinds and "hung" not in report.kinds, report.describe()
-    assert "the loss is not finite" in report.describe()
+    assert re.search("[Tt]imed out|closed by peer", report.describe())

@@ -51,7 +51,7 @@ class Saver:
     """An application state and its saves."""
 
     def __init__(self, module, root: Path) -> None:
-        self.basic, self.root = importlib.import_module("async_save"), root
+        self.basic, self.root = importlib.import_module("_toys"), root
         self.device = torch.device("cuda", torch.cuda.current_device())
         self.app = self.basic.build_app(self.device)
         self.saves = module.Saves(self.device, self.app.model.buffers())
@@ -223,7 +223,7 @@ def resident_bytes() -> int:
 
 
 def test_a_hundred_saves_with_random_pauses(saver, tmp_path, monkeypatch):
-    monkeypatch.setattr(importlib.import_module("state_to_save"), "HIDDEN", 1024)
+    monkeypatch.setattr(importlib.import_module("_toys"), "HIDDEN", 1024)
     made = saver()
     pause = random.Random(0)
     after_second = None

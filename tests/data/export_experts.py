@@ -9,7 +9,7 @@ from pathlib import Path
 RECIPES = Path(__file__).parents[2] / "recipes_source" / "checkpoint"
 sys.path.insert(0, str(RECIPES))
 
-import state_to_save as basic  # noqa: E402
+import _toys as basic  # noqa: E402
 import torch  # noqa: E402
 import torch.distributed as dist  # noqa: E402
 from export import read_all  # noqa: E402

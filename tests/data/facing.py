@@ -7,7 +7,7 @@ from pathlib import Path
 
 sys.path.insert(0, str(Path(__file__).parents[2] / "recipes_source" / "checkpoint"))
 
-import state_to_save as basic  # noqa: E402
+import _toys as basic  # noqa: E402
 import torch.distributed as dist  # noqa: E402
 
 

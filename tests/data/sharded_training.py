@@ -24,8 +24,9 @@ from torch.utils.checkpoint import checkpoint, set_checkpoint_early_stop
 RECIPES = Path(__file__).resolve().parents[2] / "recipes_source"
 sys.path[:0] = [str(RECIPES / "sharding"), str(RECIPES / "checkpoint")]
 
-import async_save  # noqa: E402
 import sharded_parameter as rows  # noqa: E402
+from _toys import AppState  # noqa: E402
+from async_save import AsyncCheckpoints  # noqa: E402
 from peer_schedule import PeerContext  # noqa: E402
 from prefetch_schedule import PrefetchContext  # noqa: E402
 from stream_context import FsdpContext  # noqa: E402
@@ -348,15 +349,15 @@ MODES = {
 }
 
 
-def build_app(seed: int) -> tuple[async_save.AppState, PrefetchContext]:
+def build_app(seed: int) -> tuple[AppState, PrefetchContext]:
     model = Model(False, seed)
     mesh = init_device_mesh("cpu", (dist.get_world_size(),))
     context = PrefetchContext(model, model.units(), mesh)
     optimizer = ADAMW([p for p in model.parameters() if p.requires_grad])
-    return async_save.AppState(model, optimizer), context
+    return AppState(model, optimizer), context
 
 
-def train_on(app: async_save.AppState, context: PrefetchContext, steps: int) -> None:
+def train_on(app: AppState, context: PrefetchContext, steps: int) -> None:
     """Every rank sees the same samples, so that the number of ranks changes rounding alone."""
     for _ in range(steps):
         context.backward(loss_of(app.model, app.step, 0, torch.float32))
@@ -380,8 +381,8 @@ def save(directory: Path) -> None:
     app, context = build_app(seed=0)
     train_on(app, context, 3)
     saved = full(app.state_dict())
-    checkpoints = async_save.AsyncCheckpoints(directory)
-    checkpoints.save(app)
+    checkpoints = AsyncCheckpoints(directory)
+    checkpoints.save(app.step, {"app": app.state_dict()})
     train_on(app, context, 2)
     checkpoints.close()
     later = full(app.state_dict())

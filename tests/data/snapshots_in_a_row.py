@@ -9,7 +9,7 @@ import torch.distributed as dist
 from torch import nn
 
 sys.path.insert(0, str(Path(__file__).parents[2] / "recipes_source" / "checkpoint"))
-import async_save as basic
+import _toys as basic
 
 from overlap_recipes.checkpoint.saves import Saves
 

@@ -10,8 +10,7 @@ from pathlib import Path
 RECIPES = Path(__file__).parents[2] / "recipes_source" / "checkpoint"
 sys.path[:0] = [str(RECIPES), str(Path(__file__).parent)]
 
-import async_save as basic  # noqa: E402
-import state_to_save  # noqa: E402
+import _toys as basic  # noqa: E402
 import torch  # noqa: E402
 import torch.distributed as dist  # noqa: E402
 import torch.distributed.checkpoint as dcp  # noqa: E402
@@ -24,7 +23,7 @@ from overlap_recipes.checkpoint import saves as saves_module  # noqa: E402
 from overlap_recipes.checkpoint.copies import PinnedArena  # noqa: E402
 from overlap_recipes.checkpoint.saves import Saves  # noqa: E402
 
-state_to_save.WIDTH, state_to_save.HIDDEN = 16, 64
+basic.WIDTH, basic.HIDDEN = 16, 64
 
 
 READ = saves_module.read

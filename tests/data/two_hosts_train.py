@@ -14,7 +14,7 @@ import torch.distributed as dist
 import torch.distributed.checkpoint as dcp
 
 sys.path.insert(0, str(Path(__file__).parents[2] / "recipes_source" / "checkpoint"))
-import state_to_save as basic  # noqa: E402
+import _toys as basic  # noqa: E402
 
 from overlap_recipes.checkpoint import saves as saves_module  # noqa: E402
 from overlap_recipes.checkpoint.restart import choose  # noqa: E402

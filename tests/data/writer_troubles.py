@@ -12,7 +12,7 @@ from pathlib import Path
 RECIPES = Path(__file__).parents[2] / "recipes_source" / "checkpoint"
 sys.path.insert(0, str(RECIPES))
 
-import state_to_save as basic  # noqa: E402
+import _toys as basic  # noqa: E402
 import torch  # noqa: E402
 import torch.distributed as dist  # noqa: E402
 import torch.distributed.checkpoint as dcp  # noqa: E402

@@ -23,7 +23,7 @@ from overlap_recipes.checkpoint import durable, restart, retention
 import torch.distributed as dist
 import torch.distributed.checkpoint as dcp
 from ckpt_chaos.targets.common import arm_from_env
-from state_to_save import build_app, start_rank, train_step
+from _toys import build_app, start_rank, train_step
 
 STEPS, SAVE_EVERY = 6, 2
 

@@ -5,7 +5,7 @@ import os
 from datetime import timedelta
 from pathlib import Path
 
-import state_to_save as basic
+import _toys as basic
 import torch
 import torch._dynamo  # noqa: F401 (imported here, not by each rank: that takes longer than it trains)
 import torch.distributed as dist

@@ -17,7 +17,7 @@ from contextlib import contextmanager
 from dataclasses import dataclass
 from pathlib import Path
 
-import state_to_save
+import _toys
 import torch
 from torch.distributed.checkpoint import DefaultSavePlanner
 from torch.distributed.checkpoint.filesystem import FileSystem
@@ -123,7 +123,7 @@ class Points:
         setattr(owner, name, call)
 
     def install(self) -> None:
-        self.around(state_to_save.AppState, "state_dict", lambda *_: "state_dict")
+        self.around(_toys.AppState, "state_dict", lambda *_: "state_dict")
         for name in ("create_local_plan", "create_global_plan", "finish_plan"):
             self.around(DefaultSavePlanner, name, lambda *_, **__: "planning")
         self.around(torch.Tensor, "copy_", self.staging)

@@ -5,7 +5,7 @@ import signal
 import time
 from pathlib import Path
 
-import state_to_save as basic
+import _toys as basic
 import torch
 import torch.distributed as dist
 import torch.distributed.checkpoint as dcp

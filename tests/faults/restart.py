@@ -45,7 +45,7 @@ def train(root: Path, model_name: str, struck: str) -> int:
     import torch
     import torch._dynamo  # noqa: F401 (what the first optimizer step imports)
     import torch.distributed as dist
-    from state_to_save import start_rank
+    from _toys import start_rank
 
     from overlap_recipes.checkpoint import preemption, restart
     from overlap_recipes.checkpoint.restart import Run, resume

@@ -16,7 +16,7 @@ from benchmarks.measuring import header, machine_label, recipe_hashes
 from faults import REPO
 
 STRUCK = [
-    "state_to_save",
+    "_toys",
     "overlap_recipes.checkpoint.state",
     "overlap_recipes.checkpoint.copies",
     "overlap_recipes.checkpoint.saves",

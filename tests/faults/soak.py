@@ -52,7 +52,7 @@ ALSO = (  # kinds beside kill, which strikes every point
 CASES = (*(("kill", point) for point in POINTS), *ALSO)
 DAMAGE = ("truncated", "flipped")
 STRUCK = (
-    "state_to_save",
+    "_toys",
     "overlap_recipes.checkpoint.state",
     "overlap_recipes.checkpoint.copies",
     "overlap_recipes.checkpoint.saves",

@@ -4,7 +4,7 @@ import hashlib
 import random
 from pathlib import Path
 
-import state_to_save
+import _toys
 import torch
 import torch.distributed as dist
 from torch.distributed.fsdp import fully_shard
@@ -69,7 +69,7 @@ def train_step(run: Run) -> float:
 def digest(run: Run) -> str:
     """Of the whole state but the random numbers: the same on any number of ranks."""
     sha256 = hashlib.sha256()
-    for path, leaf in sorted(state_to_save.leaves(whole(run.state_dict())).items()):
+    for path, leaf in sorted(_toys.leaves(whole(run.state_dict())).items()):
         if "per_rank" not in path and "has_state" not in path:
             content = leaf.numpy().tobytes() if torch.is_tensor(leaf) else repr(leaf)
             sha256.update(f"{path} {content!r}".encode())

@@ -11,7 +11,7 @@ from datetime import timedelta
 from multiprocessing.util import Finalize
 from pathlib import Path
 
-import state_to_save as basic
+import _toys as basic
 import torch
 import torch.distributed as dist
 import torch.distributed.checkpoint as dcp

@@ -12,6 +12,7 @@ from xml.etree import ElementTree
 
 import pytest
 from bs4 import BeautifulSoup
+from moved import MOVED
 from small_site import ROOT
 
 import overlap_recipes
@@ -46,7 +47,25 @@ def test_every_recipe_has_its_controls_and_every_controls_file_its_recipe():
 def test_every_recipe_has_a_page_and_every_page_a_recipe(built_site):
     pages = {path.relative_to(built_site) for path in built_site.glob("recipes/*/*.html")}
     pages = {path.with_suffix("") for path in pages if path.name != "index.html"}
+    pages -= {Path(old) for old in MOVED}
     assert pages == {Path("recipes", recipe.folder, recipe.name) for recipe in RECIPES}
+
+
+def test_no_address_is_lost():
+    """Each that was published is a page, or leads to one."""
+    there = {f"recipes/{recipe.folder}/{recipe.name}" for recipe in RECIPES}
+    there |= {f"recipes/{recipe.folder}/index" for recipe in RECIPES}
+    there |= {f"guide/{path.stem}" for path in (ROOT / "guide").glob("*.rst")} | {"index"}
+    addresses = set((ROOT / "tests" / "pages" / "addresses.txt").read_text().split())
+    assert addresses - there == set(MOVED), "a page has gone without an entry in _ext/moved.py"
+    assert set(MOVED.values()) <= there
+
+
+def test_an_old_address_leads_to_the_new_page(built_site):
+    for old, new in MOVED.items():
+        refresh = page(built_site, old).select_one('meta[http-equiv="refresh"]')["content"]
+        target = (built_site / old).parent / refresh.partition("url=")[2]
+        assert target.resolve() == (built_site / f"{new}.html").resolve()
 
 
 def test_index_and_section_pages_list_every_recipe_and_no_other(built_site):

@@ -1,0 +1,38 @@
+"""Leave a page at each address that a page of this site has had, which leads to its successor.
+
+A page that goes needs an entry in ``MOVED``; ``tests/pages/addresses.txt`` lists every address that
+was ever published.
+"""
+
+from pathlib import Path
+from posixpath import dirname, relpath
+
+from recipe_index import JINJA
+from sphinx.application import Sphinx
+
+MOVED = {  # by the names of documents
+    "recipes/checkpoint/app_state": "recipes/checkpoint/state_to_save",
+    "recipes/checkpoint/kept_state": "recipes/checkpoint/saves_beside_training",
+    "recipes/checkpoint/process_checkpointer": "recipes/checkpoint/overlapped_writer",
+    "recipes/offload/accumulate_and_average": "recipes/offload/whole_step",
+    "recipes/offload/pipelined_optimizer": "recipes/offload/host_adam",
+    "recipes/sharding/copy_engine_gather": "recipes/sharding/in_place_gather",
+    "recipes/sharding/copy_engine_reduce": "recipes/sharding/in_place_reduce",
+}
+
+
+def write_redirects(app: Sphinx, exception: Exception | None) -> None:
+    if exception is not None or app.builder.format != "html":
+        return
+    template = JINJA.get_template("moved.html")
+    for old, new in MOVED.items():
+        if new in app.env.found_docs:
+            page = Path(app.outdir, f"{old}.html")
+            page.parent.mkdir(parents=True, exist_ok=True)
+            there = relpath(f"{new}.html", dirname(old))
+            page.write_text(template.render(there=there), encoding="utf-8")
+
+
+def setup(app: Sphinx) -> dict:
+    app.connect("build-finished", write_redirects)
+    return {"version": "1", "parallel_read_safe": True, "parallel_write_safe": True}

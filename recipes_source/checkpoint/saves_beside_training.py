@@ -1,0 +1,353 @@
+# SPDX-License-Identifier: BSD-3-Clause
+# Overlap Recipes 0.1.0, checkpoint/saves_beside_training.py
+"""
+Saves beside training
+=====================
+
+Save, keep, resume and leave in time with one object around your loop. A save copies the state
+beside the next step's forward and backward, and a thread writes it beside the steps after that.
+Checkpoints are durable and verified, the newest ones stay, and a job that was killed goes on as if
+nothing had happened: same losses, same bits.
+
+.. result-gain:: checkpoint_stall
+   :rows: overlapped_writer
+   :field: cost_s
+   :where: model=llama-1b step=long loop=reads compiled=no storage=memory
+
+``overlapped_writer`` is this save without retention.
+
+**When not to bother:** your run is short enough to start anew, or its state is a few megabytes. To
+learn how such saves work, read :doc:`async_save`, :doc:`pinned_staging` and :doc:`default_stager`
+first: each is one file of torch alone.
+
+.. code-block:: python
+
+   import sys
+
+   from overlap_recipes.checkpoint import CheckpointManager, TrainingState
+
+   state = TrainingState(model, optimizer, scheduler=scheduler, per_rank={"data": loader})
+   with CheckpointManager("checkpoints", state, keep_last=2) as checkpoints:
+       done = checkpoints.resume()  # 0 in a new run
+       for step, batch in enumerate(loader, done + 1):
+           train_step(batch)  # ends with optimizer.step() and scheduler.step()
+           leave = checkpoints.preempted()  # SIGTERM has come to a rank
+           if leave or step % 100 == 0:
+               checkpoints.save(step)
+           if leave:
+               break
+   sys.exit(checkpoints.exit_code)
+
+Your project needs the package ``overlap_recipes``: ``pip install .`` in this repository, or a copy
+of its folder ``overlap_recipes``. It needs torch alone.
+
+.. grid:: 1 1 2 2
+
+   .. grid-item-card:: What you learn
+
+      * what has to come back for a resumed job to be the same job
+      * which two orderings let a copy run beside training
+      * what the manager does at a save, at a restart and at SIGTERM
+
+   .. grid-item-card:: What you need
+
+      * PyTorch 2.9 or later on Linux, any number of ranks, CPU or GPU
+      * page-locked host memory for two copies of each rank's shards
+      * a directory that all ranks see, or a URL such as ``s3://bucket/run``
+
+.. verification-badge::
+
+The idea
+--------
+
+Forward and backward only read the weights. So a copy that begins behind one optimizer step and ends
+before the next one sees the weights of a single step, whatever runs in between. The copy engine
+does it while the compute cores work. The optimizer waits for the copy, on the device; the host
+waits for nothing.
+
+.. lanes:: Schematic. The copy runs beside the next step, the write beside the steps after it.
+
+   training:  0-4 step 1; 4-4.4 save; 4.4-8 step 2; 8-12 step 3; 12-12.4 save; 12.4-16 step 4
+   copy:      4.4-6.5 to host memory ~; 12.4-14.5 to host memory ~
+   write:     6.5-11 files ~; 11-11.6 name ~; 14.5-18 files ~
+   @4.4 the copy waits for the step
+   @8 the optimizer waits for the copy
+"""
+
+# %%
+# The job
+# -------
+# A stock Transformer of torch with dropout, AdamW, a schedule, and a loader that knows where it is.
+# All four have to come back, and so do the random numbers that dropout draws: ``TrainingState``
+# saves those of each rank by itself. Your model takes the place of ``Job``.
+
+import argparse
+import os
+import signal
+import tempfile
+from collections.abc import Callable, Iterator
+from pathlib import Path
+
+import torch
+import torch.distributed as dist
+from torch import nn
+from torch.distributed.fsdp import fully_shard
+from torch.nn.attention import SDPBackend, sdpa_kernel
+
+from overlap_recipes.checkpoint import AGAIN, CheckpointManager, TrainingState
+
+VOCABULARY, WIDTH, LENGTH, BATCH = 16384, 64, 16, 4  # tokens, features, tokens, sequences
+LAST_STEP, SAVE_EVERY = 12, 4
+
+
+class Loader:
+    """Batches of token ids of this rank, (BATCH, LENGTH) int64, and how many have been taken."""
+
+    def __init__(self) -> None:
+        self.taken = 0
+
+    def __iter__(self) -> Iterator[torch.Tensor]:
+        while self.taken < LAST_STEP:
+            seed = 1000 * self.taken + dist.get_rank()
+            self.taken += 1
+            generator = torch.Generator().manual_seed(seed)
+            yield torch.randint(VOCABULARY, (BATCH, LENGTH), generator=generator)
+
+    def state_dict(self) -> dict[str, int]:
+        return {"taken": self.taken}
+
+    def load_state_dict(self, state_dict: dict[str, int]) -> None:
+        self.taken = state_dict["taken"]
+
+
+class Job:
+    """What a training script has."""
+
+    def __init__(self, device: torch.device, seed: int) -> None:
+        torch.manual_seed(seed)
+        layer = nn.TransformerEncoderLayer(WIDTH, nhead=4, dim_feedforward=64, batch_first=True)
+        encoder = nn.TransformerEncoder(layer, num_layers=2)
+        head = nn.Sequential(nn.Linear(WIDTH, VOCABULARY), nn.LogSoftmax(dim=-1))
+        self.model = nn.Sequential(nn.Embedding(VOCABULARY, WIDTH), encoder, head).to(device)
+        for unit in (*encoder.layers, self.model):
+            fully_shard(unit)
+        self.optimizer = torch.optim.AdamW(self.model.parameters(), lr=1e-2)
+        self.scheduler = torch.optim.lr_scheduler.CosineAnnealingLR(self.optimizer, LAST_STEP)
+        self.loader = Loader()
+
+    def step(self, tokens: torch.Tensor) -> float:
+        """Train on a batch; returns the loss."""
+        with sdpa_kernel(SDPBackend.MATH):  # a GPU's faster ones add in any order
+            scores = self.model(tokens[:, :-1])
+            loss = nn.functional.nll_loss(scores.flatten(0, 1), tokens[:, 1:].flatten())
+            loss.backward()
+        self.optimizer.step()
+        self.scheduler.step()
+        self.optimizer.zero_grad()
+        return loss.item()
+
+
+# %%
+# The loop
+# --------
+# ``before_step`` is the proof's: it interrupts the job. The rest is the block from the top.
+
+
+def train(
+    job: Job, root: Path, device: torch.device, before_step: Callable[[int], None]
+) -> tuple[int, dict[int, float]]:
+    """Train until LAST_STEP or SIGTERM; returns the exit code, and the losses by step."""
+    losses = {}
+    state = TrainingState(
+        job.model, job.optimizer, scheduler=job.scheduler, per_rank={"data": job.loader}
+    )
+    with CheckpointManager(root, state, keep_last=2) as checkpoints:
+        done = checkpoints.resume()
+        for step, batch in enumerate(job.loader, done + 1):
+            before_step(step)
+            losses[step] = job.step(batch.to(device))
+            leave = checkpoints.preempted()
+            if leave or step % SAVE_EVERY == 0:
+                checkpoints.save(step)
+            if leave:
+                break
+    return checkpoints.exit_code, losses
+
+
+# %%
+# A save
+# ------
+# ``save`` takes the step, not a path: so a checkpoint cannot have the name of another step. Two
+# wrong calls are told at once. A run that began anew beside the checkpoints of an older one has
+# not called ``resume``. A step that comes behind a later one would be pruned as the older.
+#
+# .. literalinclude:: /overlap_recipes/checkpoint/manager.py
+#    :language: python
+#    :pyobject: CheckpointManager.save
+#
+# Two orderings make it right, and the host waits for neither. The copies are queued on a stream of
+# their own, which waits for what training has queued: the optimizer step. And the next optimizer
+# step waits for the event behind the copies. ``Saves.stage`` has the first, a hook that torch calls
+# before every optimizer step has the second, so your loop cannot forget it. Small tensors that
+# forward changes are copied on the device first (``take_snapshots``).
+#
+# .. literalinclude:: /overlap_recipes/checkpoint/saves.py
+#    :language: python
+#    :pyobject: Saves.stage
+#
+# .. literalinclude:: /overlap_recipes/checkpoint/saves.py
+#    :language: python
+#    :pyobject: Saves.before_update
+#
+# The thread that writes flushes the files, and waits for the other ranks. Rank 0 then gives the
+# directory its name in one rename. A directory that is called ``step<N>`` is whole, and each rank has
+# left the digests of its files in it.
+#
+# A restart
+# ---------
+# All ranks agree on the newest checkpoint whose files have their digests, and load it. Newer ones,
+# which are damaged, get another name: the job is going to write those steps again.
+#
+# .. literalinclude:: /overlap_recipes/checkpoint/manager.py
+#    :language: python
+#    :pyobject: CheckpointManager.resume
+#
+# SIGTERM sets a flag. In the block, ``preempted()`` asks all ranks for it once a step, in a message
+# that was sent a step ago, so that nobody waits. All leave behind the same step, with ``exit_code``
+# 85: *start me again*.
+#
+# Run it, and prove it
+# --------------------
+# One job runs to its end. Another is interrupted twice, by SIGTERM to one rank, and by an exception
+# in the middle of a step, behind a save. Each time a new job, built with another seed, resumes from
+# the directory. Its losses must be those of the first job from there on, to the last bit, and so
+# must its weights at the end. (The tests also kill jobs by SIGKILL at each file operation.)
+
+
+class Interrupted(Exception):
+    """A job that ends in the middle of a step."""
+
+
+def undisturbed(step: int) -> None:
+    pass
+
+
+def terminated(step: int) -> None:
+    if step == 6 and dist.get_rank() == dist.get_world_size() - 1:
+        os.kill(os.getpid(), signal.SIGTERM)
+
+
+def raising(step: int) -> None:
+    if step == 10:
+        raise Interrupted
+
+
+def prove_same_job(directory: Path, device: torch.device) -> None:
+    first = Job(device, seed=0)
+    exit_code, losses = train(first, directory / "whole", device, undisturbed)
+    assert exit_code == 0
+
+    root = directory / "interrupted"
+    exit_code, until_signal = train(Job(device, seed=0), root, device, terminated)
+    assert exit_code == AGAIN, "the job did not say that it is to be started again"
+    left = max(until_signal)
+    print(f"SIGTERM in step 6 to one rank: all saved step {left} and left")
+    try:
+        train(Job(device, seed=1), root, device, raising)
+    except Interrupted:
+        print("the next job raised in step 10, two steps behind a save")
+    last = Job(device, seed=2)
+    exit_code, until_end = train(last, root, device, undisturbed)
+
+    assert exit_code == 0
+    assert min(until_end) == 9, f"resumed before step {min(until_end)}, not behind step 8"
+    for step, loss in (until_signal | until_end).items():
+        assert loss == losses[step], f"step {step}: loss {loss}, uninterrupted {losses[step]}"
+    for (name, one), other in zip(
+        first.model.named_parameters(), last.model.parameters(), strict=True
+    ):
+        assert torch.equal(one.to_local(), other.to_local()), f"{name} differs at the end"
+    print(
+        f"steps {min(until_end)} to {LAST_STEP} and the weights: every bit as without interruption"
+    )
+
+    kept = sorted(path.name for path in root.glob("step*") if path.is_dir())
+    assert kept == ["step12", "step8"], f"kept {kept}"
+
+
+def start_rank() -> torch.device:
+    """Join the group that torchrun describes, or a group of one; return this rank's device."""
+    device = torch.accelerator.current_accelerator(check_available=True) or torch.device("cpu")
+    if device.type != "cpu":
+        device = torch.device(device.type, int(os.environ.get("LOCAL_RANK", "0")))
+        torch.accelerator.set_device_index(device.index)
+    if "RANK" in os.environ:
+        dist.init_process_group()  # gloo for CPU tensors, NCCL for CUDA's, as far as built in
+    else:
+        dist.init_process_group(store=dist.HashStore(), rank=0, world_size=1)
+    return device
+
+
+def main(directory: Path) -> None:
+    device = start_rank()
+    of_rank_0 = [directory]
+    dist.broadcast_object_list(of_rank_0)  # a checkpoint is one directory for all ranks
+    prove_same_job(of_rank_0[0], device)
+    dist.barrier()
+    dist.destroy_process_group()
+
+
+if __name__ == "__main__":
+    parser = argparse.ArgumentParser()
+    parser.add_argument("--dir", type=Path, help="where checkpoints go (default: temporary)")
+    with tempfile.TemporaryDirectory() as temporary:
+        main(parser.parse_args().dir or Path(temporary))
+
+# %%
+# What it buys
+# ------------
+# What a save costs training, and how much slower steps are while it is written
+# (:doc:`/guide/measured`):
+#
+# .. result-table:: checkpoint_stall
+#    :rows: none dcp_save async_save pinned overlapped_writer
+#    :where: step=long storage=memory
+#
+# What breaks if you remove a line
+# --------------------------------
+# Each edit of the library was made and run when this page was built. Where a CPU hides a race, a
+# recorder that notes which stream touches which memory finds it.
+#
+# .. recipe-controls::
+#
+# Memory
+# ------
+# Page-locked host memory for two saves of each rank, to the byte: while one is written, the next is
+# copied. ``host_bytes`` bounds it; where only one fits, a save waits until the one before it is
+# written. On the device, copies of the small tensors that forward changes.
+#
+# For parameters and AdamW in float32, a save is 12 bytes per parameter, divided by the number of
+# ranks.
+#
+# Known limits
+# ------------
+# These can cost you a checkpoint or a result:
+#
+# * What changes saved tensors without an optimizer of torch (an average of weights, a custom
+#   kernel) calls ``checkpoints.before_update()`` first. Nothing tells you if it does not.
+# * What your loop depends on and ``TrainingState`` is not given is not saved: ``scheduler=``,
+#   ``ema=``, ``per_rank={"data": loader}``. A loader that you do not pass begins anew.
+# * A step shorter than the copy waits for the rest of it.
+#
+# These raise, and say what to do:
+#
+# * A state that cannot be brought back as it is raises at the first save, on all ranks.
+# * On another number of ranks, a loader that has no ``load_state_dicts`` raises at the restart. The
+#   random numbers of each rank are seeded anew.
+# * One job writes to a directory: a second one is refused.
+#
+# Further reading
+# ---------------
+# * :doc:`durable_saves`, :doc:`retention`, :doc:`resume_and_reshard`, :doc:`preemption`: each part
+#   by itself
+# * :doc:`state_to_save`: how to test that a checkpoint is right
