@@ -362,9 +362,12 @@ def run(spec: dict) -> None:
             os._exit(not record["finished"])
 
     def leave_now() -> None:
-        record["device"], record["backend"] = book.device(), book.backend
-        record["finished"], record["left_early"] = True, "os._exit(0)"
-        record["misfit"], record["threads_at_the_end"] = not_the_edited_file(spec["edited"]), []
+        record["device"] = book.device()
+        record["backend"] = book.backend
+        record["finished"] = True
+        record["left_early"] = "os._exit(0)"
+        record["misfit"] = not_the_edited_file(spec["edited"])
+        record["threads_at_the_end"] = []
         AT_LAST.remove(at_last)
         book.last_line()
         keep("ended")

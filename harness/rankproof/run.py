@@ -386,11 +386,11 @@ def run(
             order=order,
         )
         report.seconds = time.monotonic() - started
-        _judge(report, run_dir, deadline_s, order, own_places(recipe))
+        _judge(report, run_dir, deadline_s, order, own_places(recipe), off)
         _turn_off(report, off)
-        if any(judge.TAKEN_PORT.search(failure.text) for failure in report.failures):
-            text = next(f.text for f in report.failures if judge.TAKEN_PORT.search(f.text))
-            report.unjudged = [f"a port was taken, by this run or another program: {text}"]
+        taken = [f.text for f in report.failures if judge.TAKEN_PORT.search(f.text)]
+        if taken:
+            report.unjudged = [f"a port was taken, by this run or another program: {taken[0]}"]
             report.failures = []
         elif report.kinds == {"raised"} and cwd is None:
             _hint_at_files_beside(report, path.parent)
@@ -442,7 +442,12 @@ def own_places(recipe: Recipe) -> tuple[str, ...]:
 
 
 def _judge(
-    report: Report, run_dir: Path, deadline_s: float, order: bool, own: tuple[str, ...]
+    report: Report,
+    run_dir: Path,
+    deadline_s: float,
+    order: bool,
+    own: tuple[str, ...],
+    off: tuple[str, ...],
 ) -> None:
     """Fill in what the run left behind."""
 
@@ -479,7 +484,8 @@ def _judge(
         sizes = (1, 2) if plain and report.ranks == 1 else (1,)  # reshard once a recipe
         limit = max(deadline_s, DEFAULT_DEADLINE_S)
         loaded = {size: load_back(request, size, run_dir, limit) for size in sizes}
-        failures += judge.judge_checkpoints(saves, directories, loaded, tuple(elsewhere))
+        counted = () if "wrote_elsewhere" in off else tuple(elsewhere)
+        failures += judge.judge_checkpoints(saves, directories, loaded, counted)
     for failure in failures:
         failure.text = readable(failure.text)
     report.failures = failures

@@ -60,6 +60,8 @@ again.
 
 import argparse
 import copy
+import ctypes
+import hashlib
 import logging
 import operator
 import os
@@ -122,8 +124,8 @@ class NamedWhenComplete(FileSystemWriter):
 # DCP takes a tensor that is no DTensor for replicated, and keeps one rank's. The same holds for a
 # number. If the ranks hold different values (BatchNorm's statistics under DDP, a moment that an
 # optimizer made of its shard, the position of a data loader), the others are lost without an error.
-# So ``fact_of`` describes each leaf, and the ranks compare. Sums of tensors are compared at the
-# first save alone: they make the host wait for the device.
+# So ``fact_of`` describes each leaf, and the ranks compare. Digests of tensors are compared at the
+# first save alone: the host waits for the device, and reads every plain tensor.
 
 
 def leaves(tree: object, path: str = "") -> dict[str, object]:
@@ -140,7 +142,14 @@ def leaves(tree: object, path: str = "") -> dict[str, object]:
     return found
 
 
-def fact_of(leaf: object, with_sum: bool) -> str:
+def digest_of(tensor: torch.Tensor) -> str:
+    """SHA-256 of its bytes in row-major order; waits for the device."""
+    data = tensor.reshape(-1).view(torch.uint8).cpu()
+    memory = (ctypes.c_char * data.nbytes).from_address(data.data_ptr())
+    return hashlib.sha256(memory).hexdigest()
+
+
+def fact_of(leaf: object, with_digest: bool) -> str:
     """What must be the same on all ranks; begins with REFUSED if DCP would not save it as it is."""
     if isinstance(leaf, int | float | str | None):
         return repr(leaf)
@@ -153,8 +162,8 @@ def fact_of(leaf: object, with_sum: bool) -> str:
     if is_sharded and leaf.dim() == 0:
         return f"{REFUSED}: a DTensor without dimensions, which torch's stagers do not copy"
     fact = f"{leaf.dtype}, {tuple(leaf.shape)}"
-    if with_sum and not is_sharded:
-        fact += f", sum of bytes {local.reshape(-1).view(torch.uint8).sum()}"
+    if with_digest and not is_sharded:
+        fact += f", SHA-256 {digest_of(local)}"
     return fact
 
 
@@ -219,7 +228,7 @@ class AsyncCheckpoints:
         """Raise on every rank unless all save this step, and agree where DCP keeps one copy."""
         mine = {"step": repr(step)}
         for path, leaf in leaves(state).items():
-            mine[path] = fact_of(leaf, with_sum=not self.has_compared)
+            mine[path] = fact_of(leaf, with_digest=not self.has_compared)
         of_ranks = [mine] * self.group.size()
         dist.all_gather_object(of_ranks, mine, group=self.group)
         problems = []

@@ -70,6 +70,8 @@ steps with three ways to save:
 
 import argparse
 import copy
+import ctypes
+import hashlib
 import logging
 import operator
 import os
@@ -101,7 +103,7 @@ REUSE_CRASHES = "2.11" <= torch.__version__ < "2.13"
 # What every asynchronous save needs
 # ----------------------------------
 # A name for complete checkpoints alone, and a comparison of what DCP keeps one rank's copy of.
-# :doc:`async_save` explains these three definitions.
+# :doc:`async_save` explains these four definitions.
 
 
 class NamedWhenComplete(FileSystemWriter):
@@ -137,7 +139,14 @@ def leaves(tree: object, path: str = "") -> dict[str, object]:
     return found
 
 
-def fact_of(leaf: object, with_sum: bool) -> str:
+def digest_of(tensor: torch.Tensor) -> str:
+    """SHA-256 of its bytes in row-major order; waits for the device."""
+    data = tensor.reshape(-1).view(torch.uint8).cpu()
+    memory = (ctypes.c_char * data.nbytes).from_address(data.data_ptr())
+    return hashlib.sha256(memory).hexdigest()
+
+
+def fact_of(leaf: object, with_digest: bool) -> str:
     """What must be the same on all ranks; begins with REFUSED if DCP would not save it as it is."""
     if isinstance(leaf, int | float | str | None):
         return repr(leaf)
@@ -150,8 +159,8 @@ def fact_of(leaf: object, with_sum: bool) -> str:
     if is_sharded and leaf.dim() == 0:
         return f"{REFUSED}: a DTensor without dimensions, which torch's stagers do not copy"
     fact = f"{leaf.dtype}, {tuple(leaf.shape)}"
-    if with_sum and not is_sharded:
-        fact += f", sum of bytes {local.reshape(-1).view(torch.uint8).sum()}"
+    if with_digest and not is_sharded:
+        fact += f", SHA-256 {digest_of(local)}"
     return fact
 
 
@@ -330,7 +339,7 @@ class StagedCheckpoints:
         """Raise on every rank unless all save this step, and agree where DCP keeps one copy."""
         mine = {"step": repr(step)}
         for path, leaf in leaves(state).items():
-            mine[path] = fact_of(leaf, with_sum=not self.has_compared)
+            mine[path] = fact_of(leaf, with_digest=not self.has_compared)
         of_ranks = [mine] * self.group.size()
         dist.all_gather_object(of_ranks, mine, group=self.group)
         problems = []

@@ -58,6 +58,8 @@ is slow: the system must touch and lock every page. So pin once, and keep the me
 
 import argparse
 import copy
+import ctypes
+import hashlib
 import logging
 import operator
 import os
@@ -86,7 +88,7 @@ REFUSED = "cannot be saved"
 # What every asynchronous save needs
 # ----------------------------------
 # A name for complete checkpoints alone, and a comparison of what DCP keeps one rank's copy of.
-# :doc:`async_save` explains these three definitions.
+# :doc:`async_save` explains these four definitions.
 
 
 class NamedWhenComplete(FileSystemWriter):
@@ -122,7 +124,14 @@ def leaves(tree: object, path: str = "") -> dict[str, object]:
     return found
 
 
-def fact_of(leaf: object, with_sum: bool) -> str:
+def digest_of(tensor: torch.Tensor) -> str:
+    """SHA-256 of its bytes in row-major order; waits for the device."""
+    data = tensor.reshape(-1).view(torch.uint8).cpu()
+    memory = (ctypes.c_char * data.nbytes).from_address(data.data_ptr())
+    return hashlib.sha256(memory).hexdigest()
+
+
+def fact_of(leaf: object, with_digest: bool) -> str:
     """What must be the same on all ranks; begins with REFUSED if DCP would not save it as it is."""
     if isinstance(leaf, int | float | str | None):
         return repr(leaf)
@@ -135,8 +144,8 @@ def fact_of(leaf: object, with_sum: bool) -> str:
     if is_sharded and leaf.dim() == 0:
         return f"{REFUSED}: a DTensor without dimensions, which torch's stagers do not copy"
     fact = f"{leaf.dtype}, {tuple(leaf.shape)}"
-    if with_sum and not is_sharded:
-        fact += f", sum of bytes {local.reshape(-1).view(torch.uint8).sum()}"
+    if with_digest and not is_sharded:
+        fact += f", SHA-256 {digest_of(local)}"
     return fact
 
 
@@ -233,7 +242,7 @@ class PinnedCheckpoints:
         """Raise on every rank unless all save this step, and agree where DCP keeps one copy."""
         mine = {"step": repr(step)}
         for path, leaf in leaves(state).items():
-            mine[path] = fact_of(leaf, with_sum=not self.has_compared)
+            mine[path] = fact_of(leaf, with_digest=not self.has_compared)
         of_ranks = [mine] * self.group.size()
         dist.all_gather_object(of_ranks, mine, group=self.group)
         problems = []

@@ -14,7 +14,9 @@ nothing had happened: same losses, same bits.
    :field: cost_s
    :where: model=llama-1b step=long loop=reads compiled=no storage=memory
 
-``overlapped_writer`` is this save without retention.
+``overlapped_writer`` is this save without retention, beside a model that the GPU bounds. Where the
+host bounds the loop, as with most eager models, a save costs several times as much: the call alone
+takes its time from the thread that launches.
 
 **When not to bother:** your run is short enough to start anew, or its state is a few megabytes. To
 learn how such saves work, read :doc:`async_save`, :doc:`pinned_staging` and :doc:`default_stager`

@@ -70,12 +70,13 @@ def stepped(model: nn.Module, optimizer: torch.optim.Optimizer, device: torch.de
 
 
 def state_dicts_that_ranks_do_not_share(root: Path, device: torch.device) -> None:
-    """What DCP keeps one rank's copy of: a moment, BatchNorm's statistics, a loader's position."""
+    """What DCP keeps one rank's copy of: a moment, statistics, a loader's position and order."""
     rank = dist.get_rank()
     states = {
         "moment": {"moment": torch.ones(4, device=device) + rank},
         "statistics": nn.BatchNorm1d(4).to(device).state_dict() | {"mean": torch.full((2,), rank)},
         "position": {"data": {"taken": rank}},
+        "order": {"data": {"shuffled": torch.arange(300, device=device).roll(rank)}},
         "keys": {f"of_rank_{rank}": 1},
     }
     for name, state in states.items():

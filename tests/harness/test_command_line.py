@@ -60,6 +60,12 @@ def test_a_kind_that_is_turned_off_is_a_note_by_the_command_and_by_the_settings(
     assert "--off checkpoint_wrong: only child_died, " in capsys.readouterr().err
 
 
+def test_a_checkpoint_that_lies_elsewhere_is_missing_where_writing_there_does_not_count() -> None:
+    script = BAD_SCRIPTS / "saves_elsewhere.py"
+    report = run(script, 1, launcher="warm", off=("wrote_elsewhere",))
+    assert report.kinds == {"checkpoint_missing"}, report.describe()
+
+
 def test_a_script_that_reads_beside_itself_is_told_of_the_option(
     tmp_path, monkeypatch, capsys
 ) -> None:
