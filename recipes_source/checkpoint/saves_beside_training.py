@@ -9,14 +9,9 @@ beside the next step's forward and backward, and a thread writes it beside the s
 Checkpoints are durable and verified, the newest ones stay, and a job that was killed goes on as if
 nothing had happened: same losses, same bits.
 
-.. result-gain:: checkpoint_stall
-   :rows: overlapped_writer
-   :field: cost_s
-   :where: model=llama-1b step=long loop=reads compiled=no storage=memory
-
-``overlapped_writer`` is this save without retention, beside a model that the GPU bounds. Where the
-host bounds the loop, as with most eager models, a save costs several times as much: the call alone
-takes its time from the thread that launches.
+Beside a model that the GPU bounds, a save costs little (see *What it buys*). Where the host bounds
+the loop, as with most eager models, it costs several times as much: the call alone takes its time
+from the thread that launches.
 
 **When not to bother:** your run is short enough to start anew, or its state is a few megabytes. To
 learn how such saves work, read :doc:`async_save`, :doc:`pinned_staging` and :doc:`default_stager`
@@ -309,7 +304,7 @@ if __name__ == "__main__":
 # What it buys
 # ------------
 # What a save costs training, and how much slower steps are while it is written
-# (:doc:`/guide/measured`):
+# (:doc:`/guide/measured`). ``overlapped_writer`` is this save without retention:
 #
 # .. result-table:: checkpoint_stall
 #    :rows: none dcp_save async_save pinned overlapped_writer
