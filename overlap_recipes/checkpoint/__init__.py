@@ -5,11 +5,13 @@
 ``object_storage``, ``export`` and ``two_hosts`` are modules of their own: import them by name.
 """
 
+from .digests import DamagedCheckpoint
 from .durable import DurableSaves, committed_steps, faults, newest_step
 from .loading import load
 from .manager import CheckpointManager
 from .names import name_of
 from .preemption import AGAIN, TOO_LATE, Preemption
+from .reader import Reader
 from .restart import Run, resume
 from .retention import RetainedSaves
 from .saves import Saves
@@ -19,8 +21,10 @@ __all__ = [
     "AGAIN",
     "AppState",
     "CheckpointManager",
+    "DamagedCheckpoint",
     "DurableSaves",
     "Preemption",
+    "Reader",
     "RetainedSaves",
     "Run",
     "Saves",

@@ -2,8 +2,6 @@
 # Overlap Recipes 0.1.0, overlap_recipes/checkpoint/durable.py
 """A commit that is durable on every rank before the checkpoint has its name; manifests, faults."""
 
-import hashlib
-import json
 import os
 import shutil
 from concurrent.futures import Future
@@ -12,10 +10,10 @@ from pathlib import Path
 
 import torch.distributed as dist
 
+from .digests import MANIFEST, described, has_changed, manifest_text, read_manifest
 from .names import check_name, name_of, steps_of
 from .saves import Saves
 
-MANIFEST = "manifest.{}.json"  # of each rank, in each checkpoint: its files, sizes, digests
 POINTER = "latest"  # in the root: the name of the newest checkpoint, for people and other programs
 
 
@@ -37,17 +35,15 @@ def write_durably(path: Path, text: str) -> None:
     flush(path.parent)
 
 
-def described(file: Path) -> dict[str, object]:
-    with file.open("rb") as stream:
-        digest = hashlib.file_digest(stream, "sha256").hexdigest()
-    return {"bytes": file.stat().st_size, "sha256": digest}
-
-
 def faults(directory: Path, digests: bool = False) -> list[str]:
-    """What is wrong with the checkpoint ``directory``, one line per file; [] if it is complete."""
+    """What is wrong with the checkpoint ``directory``, one line per file; [] if it is complete.
+
+    Args:
+        digests: read every byte, too.
+    """
     parts = sorted(directory.glob(MANIFEST.format("*")))
     try:
-        manifests = [json.loads(part.read_text()) for part in parts]
+        manifests = [read_manifest(part) for part in parts]
         files = {name: what for part in manifests for name, what in part["files"].items()}
         ranks = {part["ranks"] for part in manifests}
     except (OSError, ValueError, KeyError, TypeError, AttributeError) as error:
@@ -61,7 +57,7 @@ def faults(directory: Path, digests: bool = False) -> list[str]:
             found.append(f"{name}: missing")
         elif file.stat().st_size != expected.get("bytes"):
             found.append(f"{name}: {file.stat().st_size} bytes, not {expected.get('bytes')}")
-        elif digests and described(file) != expected:
+        elif digests and has_changed(file, expected):
             found.append(f"{name}: its content has changed")
     return found
 
@@ -118,8 +114,8 @@ class DurableSaves(Saves):
         if self.rank == 0:
             files.append(directory / ".metadata")
         ranks = dist.get_world_size() if dist.is_initialized() else 1
-        manifest = {"ranks": ranks, "files": {file.name: described(file) for file in files}}
-        write_durably(directory / MANIFEST.format(self.rank), json.dumps(manifest, indent=1))
+        manifest = manifest_text(ranks, {file.name: described(file) for file in files})
+        write_durably(directory / MANIFEST.format(self.rank), manifest)
 
     def commit(self, aside: Path, directory: Path) -> None:
         """Give the checkpoint its name, durably; then update the pointer."""

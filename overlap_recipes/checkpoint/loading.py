@@ -18,6 +18,7 @@ from torch import nn
 from torch.distributed.checkpoint.metadata import Metadata, TensorStorageMetadata
 from torch.distributed.tensor import DTensor, Shard
 
+from .reader import Reader
 from .state import (
     NOT_LOADED,
     OTHER_GROUPS,
@@ -83,9 +84,12 @@ def load(
     Raises:
         ValueError: the checkpoint does not fit. The message lists what differs, on all ranks;
             nothing has changed then.
+        DamagedCheckpoint: the list of contents is not as saved.
+        CheckpointException: a rank could not read its part: a file is missing, short, or not as
+            saved. Raised on all ranks; what has been read till then stays.
     """
-    reader = source if isinstance(source, dcp.StorageReader) else dcp.FileSystemReader(source)
-    metadata = reader.read_metadata()
+    reader = source if isinstance(source, dcp.StorageReader) else Reader(source)
+    metadata = read_by_all(reader, process_group)
     fits = []
     for key, state in states.items():
         if isinstance(state, AppState):
@@ -111,6 +115,24 @@ def load(
         states[key] = targets[key]
     for fit in fits:
         fit.finish(targets)
+
+
+def read_by_all(reader: dcp.StorageReader, process_group: dist.ProcessGroup | None) -> Metadata:
+    """The list of contents; a rank that cannot read it raises on all of them."""
+    metadata = None
+    error = None
+    try:
+        metadata = reader.read_metadata()
+    except Exception as failure:
+        error = failure
+    errors = [error]
+    if dist.is_initialized():
+        errors = [error] * dist.get_world_size(process_group)
+        dist.all_gather_object(errors, error, group=process_group)
+    for failure in errors:
+        if failure is not None:
+            raise failure
+    return metadata
 
 
 def entries_below(metadata: Metadata, key: str) -> list[Entry]:

@@ -11,7 +11,6 @@ from pathlib import Path
 
 import torch
 
-from .loading import load
 from .preemption import AGAIN, Preemption
 from .state import TrainingState
 from .stores import store_of
@@ -120,7 +119,8 @@ class CheckpointManager:
         """Load the newest whole checkpoint; all ranks call it, before the first step.
 
         Checkpoints that are newer than what is loaded get another name (``.set-aside-``), under
-        which they are found no more.
+        which they are found no more. So does one whose bytes turn out to be others than were saved,
+        and the one before it is loaded.
 
         Args:
             step: load this one instead.
@@ -132,15 +132,16 @@ class CheckpointManager:
         Raises:
             RuntimeError: behind a save; outside the block; a rank does not see the checkpoint.
             ValueError: it does not fit this job; the message lists what differs.
+            DamagedCheckpoint: no checkpoint is as it was saved, or that of ``step`` is not.
+            CheckpointException: the storage has failed on a rank.
         """
         self.saves.check_is_open()
         if self.latest_step is not None:
             raise RuntimeError("resume once, before the first save")
-        chosen = self.store.choose(step)
+        chosen = self.store.load({"app": self.state}, step, skip)
         self.has_resumed = True
         if chosen is None:
             return 0
-        load({"app": self.state}, self.store.source(chosen), skip=skip)
         self.state.step = chosen
         self.latest_step = chosen
         self.latest = Future()

@@ -11,11 +11,14 @@ import torch
 import torch.distributed as dist
 import torch.distributed.checkpoint as dcp
 from torch import nn
+from torch.distributed.checkpoint.api import CheckpointException
 from torch.distributed.checkpoint.state_dict import get_model_state_dict
 
+from .digests import DamagedCheckpoint
 from .durable import committed_steps, faults, newest_step
 from .loading import load
 from .names import name_of
+from .reader import Reader
 from .state import TrainingState
 
 LOG = logging.getLogger(__name__)
@@ -40,6 +43,8 @@ class Run(TrainingState):
 def choose(root: Path | str, step: int | None = None) -> int | None:
     """The step to resume from, the same on all ranks; None if there is no complete checkpoint.
 
+    Names, sizes and manifests are looked at; the load checks the bytes that it reads.
+
     Raises:
         RuntimeError: a rank does not see this checkpoint, or sees another content.
     """
@@ -47,7 +52,7 @@ def choose(root: Path | str, step: int | None = None) -> int | None:
     there = committed_steps(root)  # before the choice: another job may save meanwhile
     is_first_rank = not dist.is_initialized() or dist.get_rank() == 0
     if step is None and is_first_rank:
-        step = newest_step(root, digests=True)
+        step = newest_step(root)
     step = of_all_ranks(step)[0]
     wrong = faults(root / name_of(step)) if step is not None else []
     seen = of_all_ranks(wrong)
@@ -56,11 +61,17 @@ def choose(root: Path | str, step: int | None = None) -> int | None:
     if is_first_rank:
         for newer in there:
             if step is None or newer > step:
-                aside = root / f"{name_of(newer)}.set-aside-{time.time_ns()}"
-                (root / name_of(newer)).rename(aside)
+                aside = set_aside(root, newer)
                 LOG.warning("%s: newer than what is resumed", aside.name)
     of_all_ranks(None)
     return step
+
+
+def set_aside(root: Path, step: int) -> Path:
+    """Give the checkpoint of ``step`` a name under which it is found no more."""
+    aside = root / f"{name_of(step)}.set-aside-{time.time_ns()}"
+    (root / name_of(step)).rename(aside)
+    return aside
 
 
 def of_all_ranks(own: object) -> list:
@@ -80,17 +91,58 @@ def resume(run: Run, root: Path | str, step: int | None = None, skip: Iterable[s
 
     Raises:
         ValueError: it does not fit; the message lists what differs.
+        DamagedCheckpoint: no checkpoint is as it was saved, or that of ``step`` is not.
     """
-    step = choose(root, step)
-    if step is None:
-        return 0
-    load({"run": run}, Path(root, name_of(step)), skip=skip)
-    return run.step
+    chosen = load_newest({"run": run}, Path(root), step, skip)
+    return 0 if chosen is None else run.step
+
+
+def load_newest(
+    states: dict[str, object], root: Path, step: int | None, skip: Iterable[str]
+) -> int | None:
+    """Load the newest checkpoint that is as it was saved, or that of ``step``; return its step.
+
+    A newer one that turns out to be damaged while it is read is set aside.
+    """
+    damage = None
+    while True:
+        chosen = choose(root, step)
+        if chosen is None and damage is not None:
+            raise DamagedCheckpoint(f"{damage}; there is no older checkpoint") from damage
+        if chosen is None:
+            return None
+        try:
+            load(states, root / name_of(chosen), skip=skip)
+        except (DamagedCheckpoint, CheckpointException) as error:
+            damage = damage_of(error)
+            if damage is None:
+                raise
+            if step is not None:
+                raise damage from error
+        else:
+            return chosen
+        LOG.error("%s is damaged, an older one is loaded: %s", name_of(chosen), damage)
+        if not dist.is_initialized() or dist.get_rank() == 0:
+            set_aside(root, chosen)
+        of_all_ranks(None)
+
+
+def damage_of(error: BaseException) -> DamagedCheckpoint | None:
+    """What is damaged, if that is all that made a load fail; the same on all ranks."""
+    if isinstance(error, DamagedCheckpoint):
+        return error
+    found = None
+    for rank in sorted(error.failures):
+        failure, _ = error.failures[rank]
+        if not isinstance(failure, DamagedCheckpoint):
+            return None
+        found = found or failure
+    return found
 
 
 def differences(tensors: dict[str, torch.Tensor], directory: Path, prefix: str) -> list[str]:
     """List what differs between ``tensors`` and the tensors of ``directory`` below ``prefix``."""
-    saved = dcp.FileSystemReader(directory).read_metadata().state_dict_metadata
+    saved = Reader(directory).read_metadata().state_dict_metadata
     saved = {key.removeprefix(prefix): m for key, m in saved.items() if key.startswith(prefix)}
     found = [f"  {key}: only in the model" for key in tensors if key not in saved]
     found += [f"  {key}: only in the checkpoint" for key in saved if key not in tensors]
@@ -103,4 +155,4 @@ def differences(tensors: dict[str, torch.Tensor], directory: Path, prefix: str) 
 def load_weights(model: nn.Module, directory: Path, old_names: dict[str, str]) -> None:
     """Load the weights alone. ``old_names`` maps their names to those in the checkpoint."""
     tensors = {old_names.get(key, key): x for key, x in get_model_state_dict(model).items()}
-    dcp.load({"run": {"model": tensors}}, checkpoint_id=directory)
+    dcp.load({"run": {"model": tensors}}, storage_reader=Reader(directory))

@@ -2,18 +2,19 @@
 # Overlap Recipes 0.1.0, overlap_recipes/checkpoint/stores.py
 """The three places of a job's checkpoints, as the manager sees them: alike but for where they are.
 
-Each has ``root``, ``saves``, and the same four methods; all ranks call ``choose`` and ``save``.
+Each has ``root``, ``saves``, and the same three methods; all ranks call ``load`` and ``save``.
 """
 
+from collections.abc import Iterable
 from concurrent.futures import Future
 from pathlib import Path
 
 import torch.distributed as dist
-from torch.distributed.checkpoint import StorageReader
 
 from .durable import committed_steps
+from .loading import load
 from .names import name_of
-from .restart import choose, of_all_ranks
+from .restart import load_newest, of_all_ranks
 from .retention import RetainedSaves
 from .two_hosts import PartnerSaves, gather, steps_in
 
@@ -29,20 +30,19 @@ class SharedDirectory:
         """The steps that have a checkpoint, the newest first."""
         return committed_steps(self.root)
 
-    def choose(self, step: int | None) -> int | None:
-        """The step to resume from, the same on all ranks; None if there is no checkpoint."""
-        return choose(self.root, step)
+    def load(self, state: dict, step: int | None, skip: Iterable[str]) -> int | None:
+        """Load the newest checkpoint, or that of ``step``; return its step, None if there is none.
 
-    def source(self, step: int) -> Path | StorageReader:
-        """What a load reads."""
-        return self.root / name_of(step)
+        All ranks get the same.
+        """
+        return load_newest(state, self.root, step, skip)
 
     def save(self, state: dict, step: int) -> Future:
         return self.saves.save(state, self.root / name_of(step))
 
 
 class DirectoryOfEachHost:
-    """A directory of each host's own disk; ``choose`` gathers what the hosts have between them."""
+    """A directory of each host's own disk; ``load`` gathers what the hosts have between them."""
 
     def __init__(self, root: Path | str, settings: dict) -> None:
         if not dist.is_initialized():
@@ -53,13 +53,13 @@ class DirectoryOfEachHost:
     def steps(self) -> list[int]:
         return steps_in(self.root)
 
-    def choose(self, step: int | None) -> int | None:
+    def load(self, state: dict, step: int | None, skip: Iterable[str]) -> int | None:
         if step is not None:
             raise ValueError("hosts gather the newest step that they have between them: give none")
-        return gather(self.root)
-
-    def source(self, step: int) -> Path | StorageReader:
-        return self.root / name_of(step)
+        chosen = gather(self.root)
+        if chosen is not None:
+            load(state, self.root / name_of(chosen), skip=skip)
+        return chosen
 
     def save(self, state: dict, step: int) -> Future:
         return self.saves.save(state, self.root / name_of(step))
@@ -78,7 +78,14 @@ class ObjectStore:
     def steps(self) -> list[int]:
         return list(self.objects.committed(self.root))
 
+    def load(self, state: dict, step: int | None, skip: Iterable[str]) -> int | None:
+        chosen = self.choose(step)
+        if chosen is not None:
+            load(state, self.objects.reader(self.root, chosen), skip=skip)
+        return chosen
+
     def choose(self, step: int | None) -> int | None:
+        """The step to load, the same on all ranks; None if there is no checkpoint."""
         error = None
         if not dist.is_initialized() or dist.get_rank() == 0:
             try:
@@ -108,9 +115,6 @@ class ObjectStore:
             if step is None or newer > step:
                 self.objects.set_aside(self.root, newer)
         return step
-
-    def source(self, step: int) -> Path | StorageReader:
-        return self.objects.reader(self.root, step)
 
     def save(self, state: dict, step: int) -> Future:
         return self.saves.save(state, step)

@@ -9,12 +9,17 @@ from concurrent.futures import Future, wait
 from contextlib import nullcontext
 from functools import partial
 from pathlib import Path
+from unittest import mock
 
 import torch
+import torch.distributed.checkpoint as dcp
 from lightning.pytorch.strategies import ModelParallelStrategy
 from torch.distributed.checkpoint.state_dict import get_model_state_dict, get_optimizer_state_dict
 
+from ..checkpoint.reader import Reader
 from ..checkpoint.saves import AskedLater, Saves
+
+LOADS_SHARDS = "lightning.fabric.strategies.model_parallel._distributed_checkpoint_load"
 
 
 class LightningSaves(Saves):
@@ -25,6 +30,10 @@ class LightningSaves(Saves):
 
     def prepare_files(self, states: list[dict]) -> None:
         super().prepare_files([state["sharded"] for state in states])
+
+
+def load_shards(state: dict, path: Path) -> None:
+    dcp.load(state, storage_reader=Reader(path))
 
 
 class OverlappedStrategy(ModelParallelStrategy):
@@ -68,6 +77,10 @@ class OverlappedStrategy(ModelParallelStrategy):
             raise TypeError("sharded in a callback: all ranks would load rank 0's; use full_tensor")
         self.saves.save({"sharded": parts, "meta": meta}, self.broadcast(filepath))
         wait(self.saves.uploads if sys.exc_info()[0] else [])  # training has raised: the last one
+
+    def load_checkpoint(self, checkpoint_path: str, weights_only: bool | None = None) -> dict:
+        with mock.patch(LOADS_SHARDS, load_shards):
+            return super().load_checkpoint(checkpoint_path, weights_only)
 
     def remove_checkpoint(self, filepath: str) -> None:
         # until the newest save is complete, this may be the only one

@@ -10,8 +10,11 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import Literal
 
+import torch.distributed.checkpoint as dcp
+from torchtitan.components.checkpointer.base import MODEL
 from torchtitan.components.checkpointer.dcp import AsyncMode, CheckpointManager
 
+from ..checkpoint.reader import Reader
 from ..checkpoint.saves import Saves
 
 
@@ -42,6 +45,15 @@ class OverlappedCheckpointManager(CheckpointManager):
             Path(checkpoint_id, ".metadata").unlink(missing_ok=True)  # of an older one
             return super().dcp_save(state_dict, checkpoint_id, async_mode, **options)
         return self.saves.save(state_dict, Path(checkpoint_id))
+
+    def dcp_load(
+        self, state_dict: dict, checkpoint_id: str, from_hf: bool, from_quantized: bool
+    ) -> None:
+        if from_hf or "://" in str(checkpoint_id):
+            return super().dcp_load(state_dict, checkpoint_id, from_hf, from_quantized)
+        dcp.load(state_dict, storage_reader=Reader(checkpoint_id))
+        if MODEL in self.states:
+            self.states[MODEL].load_state_dict(state_dict)
 
     def complete_steps(self, folder: str = "") -> list[int]:
         found = Path(folder or self.folder).glob("step-*/.metadata")

@@ -18,8 +18,11 @@ from torch.distributed.checkpoint.state_dict import (
 )
 from transformers import Trainer
 
+from ..checkpoint.reader import Reader
 from ..checkpoint.saves import AskedLater, Saves
 from ..checkpoint.writer import FileWriter
+
+STOCK_READER = "torch.distributed.checkpoint.FileSystemReader"  # accelerate makes one a load
 
 
 class TrainerSaves(Saves):
@@ -92,6 +95,14 @@ class OverlappedTrainer(Trainer):
         files = Path(self.aside, f"checkpoint-{self.state.global_step}")
         state = {"model": self.model_state(), "optimizer": self.optimizer_state(), "files": files}
         self.saves.save(state, root / files.name)
+
+    def _load_from_checkpoint(self, *args, **kwargs) -> None:
+        with mock.patch(STOCK_READER, Reader):
+            super()._load_from_checkpoint(*args, **kwargs)
+
+    def _load_optimizer_and_scheduler(self, *args, **kwargs) -> None:
+        with mock.patch(STOCK_READER, Reader):
+            super()._load_optimizer_and_scheduler(*args, **kwargs)
 
     def _get_output_dir(self, trial: None) -> str:
         return self.aside

@@ -122,11 +122,12 @@ STEPS, SAVE_EVERY = 10, 2  # of the run that proves it
 # torn between two ranks, or written over an older one, has a ``.metadata``, loads without an
 # error, and is wrong. So does a save with a file that a full disk cut short.
 #
-# The commit therefore writes a manifest of all files with size and digest, which ``faults`` reads.
+# The commit therefore writes a manifest of all files with size and digests, which ``faults`` reads.
 # Checking sizes costs next to nothing and finds what is missing or cut. Checking digests reads
-# every byte and finds what a disk or a copy changed.
+# every byte and finds what a disk or a copy changed. Each MiB has a digest, so a load checks the
+# bytes that it reads, and need not read the others.
 #
-# .. literalinclude:: /overlap_recipes/checkpoint/durable.py
+# .. literalinclude:: /overlap_recipes/checkpoint/digests.py
 #    :language: python
 #    :pyobject: described
 #

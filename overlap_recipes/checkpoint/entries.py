@@ -1,0 +1,288 @@
+# SPDX-License-Identifier: BSD-3-Clause
+# Overlap Recipes 0.1.0, overlap_recipes/checkpoint/entries.py
+"""Where the bytes of a tensor lie in what ``torch.save`` has made of it.
+
+That is a zip file: ``data.pkl`` describes the tensor, ``data/0`` has its bytes. Of ``data.pkl``
+nothing but numbers and known names is taken; no object is made of it.
+"""
+
+import io
+import pickle
+import struct
+import sys
+from collections import OrderedDict
+from collections.abc import Callable
+from dataclasses import dataclass
+from functools import lru_cache
+
+import torch
+
+HEAD = 4096  # bytes that hold all before the tensor's
+TAIL = 2048  # bytes that hold all behind it
+END = struct.Struct("<4s4H2IH")  # at the end of a zip file
+END_64 = struct.Struct("<4sQ2H2I4Q")
+LOCATOR_64 = struct.Struct("<4s1I1Q1I")
+LISTED = struct.Struct("<4s6H3I5H2I")  # one for each record, in the list at the end
+LOCAL = struct.Struct("<4s5H3I2H")  # in front of each record
+IS_IN_64 = 0xFFFFFFFF
+STORAGES = {
+    "BFloat16Storage": torch.bfloat16,
+    "BoolStorage": torch.bool,
+    "ByteStorage": torch.uint8,
+    "CharStorage": torch.int8,
+    "ComplexDoubleStorage": torch.complex128,
+    "ComplexFloatStorage": torch.complex64,
+    "DoubleStorage": torch.float64,
+    "FloatStorage": torch.float32,
+    "HalfStorage": torch.float16,
+    "IntStorage": torch.int32,
+    "LongStorage": torch.int64,
+    "ShortStorage": torch.int16,
+}
+
+
+class Unfamiliar(Exception):
+    """What is there is not one plain tensor; ``torch.load`` may know it."""
+
+
+@dataclass(frozen=True)
+class Description:
+    """What ``data.pkl`` says of a tensor.
+
+    Attributes:
+        first: its first element in the storage.
+    """
+
+    dtype: torch.dtype
+    shape: tuple[int, ...]
+    stride: tuple[int, ...]
+    first: int
+
+    def is_row_major(self) -> bool:
+        expected = 1
+        for size, stride in zip(reversed(self.shape), reversed(self.stride), strict=True):
+            if size != 1 and stride != expected:
+                return False
+            expected *= size
+        return True
+
+    def numel(self) -> int:
+        count = 1
+        for size in self.shape:
+            count *= size
+        return count
+
+
+@dataclass(frozen=True)
+class Place:
+    """Where a row-major tensor lies in an entry.
+
+    Attributes:
+        begin: of its bytes, in bytes from the begin of the entry.
+        head: the bytes of the entry that say so: those before ``begin``.
+        tail: and those behind the tensor.
+        tail_begin: where ``tail`` begins in the entry.
+    """
+
+    dtype: torch.dtype
+    shape: tuple[int, ...]
+    begin: int
+    head: bytes
+    tail: bytes
+    tail_begin: int
+
+
+@dataclass(frozen=True)
+class Record:
+    """A record of a zip file; ``header`` is where its own header begins."""
+
+    header: int
+    nbytes: int
+
+
+def tensor_v2(storage, first, size, stride, requires_grad, hooks, flags=None) -> Description:
+    kind, storage_type, key, _, _ = storage
+    if kind != "storage" or key != "0" or storage_type not in STORAGES:
+        raise Unfamiliar(f"storage {storage}")
+    return plain(STORAGES[storage_type], first, size, stride, hooks, flags)
+
+
+def tensor_v3(storage, first, size, stride, requires_grad, hooks, dtype, flags=None) -> Description:
+    kind, storage_type, key, _, _ = storage
+    if kind != "storage" or key != "0" or storage_type != "UntypedStorage":
+        raise Unfamiliar(f"storage {storage}")
+    return plain(dtype, first, size, stride, hooks, flags)
+
+
+def plain(dtype, first, size, stride, hooks, flags) -> Description:
+    if hooks or flags:  # flags: a conjugate or a negative view
+        raise Unfamiliar(f"hooks {hooks}, flags {flags}")
+    numbers = (first, *size, *stride)
+    are_numbers = all(type(number) is int and number >= 0 for number in numbers)
+    if not isinstance(dtype, torch.dtype) or not are_numbers or len(size) != len(stride):
+        raise Unfamiliar(f"{dtype}, {numbers}")
+    return Description(dtype, tuple(size), tuple(stride), first)
+
+
+class Names(pickle.Unpickler):
+    """Knows the few names that describe a plain tensor, and makes no other object."""
+
+    def find_class(self, module: str, name: str) -> object:
+        if (module, name) == ("torch._utils", "_rebuild_tensor_v2"):
+            return tensor_v2
+        if (module, name) == ("torch._utils", "_rebuild_tensor_v3"):
+            return tensor_v3
+        if (module, name) == ("collections", "OrderedDict"):
+            return OrderedDict
+        if module == "torch.storage" or (module == "torch" and name in STORAGES):
+            return name
+        dtype = getattr(torch, name, None) if module == "torch" else None
+        if isinstance(dtype, torch.dtype):
+            return dtype
+        raise Unfamiliar(f"{module}.{name}")
+
+    def persistent_load(self, storage: tuple) -> tuple:
+        return storage
+
+
+@lru_cache(maxsize=4096)
+def described(data: bytes) -> Description | None:
+    """What ``data``, a ``data.pkl``, says; None if that is not one strided tensor."""
+    try:
+        found = Names(io.BytesIO(data)).load()
+    except Exception:  # a pickle can fail in any way
+        return None
+    return found if isinstance(found, Description) else None
+
+
+class ZipFile:
+    """The records of a zip file.
+
+    Args:
+        read: bytes from an offset on, so many.
+        length: of the file, in bytes.
+
+    Raises:
+        Unfamiliar: it is no zip file, or records are compressed or encrypted.
+    """
+
+    def __init__(self, read: Callable[[int, int], bytes], length: int) -> None:
+        self.read = read
+        self.tail_begin = max(0, length - TAIL)
+        self.tail = read(self.tail_begin, length - self.tail_begin)
+        self.head = read(0, min(HEAD, length))
+        try:
+            self.records = self.listed()
+        except (struct.error, UnicodeDecodeError) as error:
+            raise Unfamiliar(str(error)) from error
+
+    def part(self, begin: int, nbytes: int) -> bytes:
+        if begin + nbytes <= len(self.head):
+            return self.head[begin : begin + nbytes]
+        if begin >= self.tail_begin:
+            begin -= self.tail_begin
+            return self.tail[begin : begin + nbytes]
+        return self.read(begin, nbytes)
+
+    def listed(self) -> dict[str, Record]:
+        at = self.tail.rfind(b"PK\5\6")
+        if at < 0:
+            raise Unfamiliar("no end of a zip file")
+        _, _, _, _, count, nbytes, begin, _ = END.unpack_from(self.tail, at)
+        if count == 0xFFFF or nbytes == IS_IN_64 or begin == IS_IN_64:
+            _, _, end_64, _ = LOCATOR_64.unpack_from(self.tail, at - LOCATOR_64.size)
+            fields = END_64.unpack(self.part(end_64, END_64.size))
+            count, nbytes, begin = fields[-3:]
+        self.list_begin = begin
+        data = self.part(begin, nbytes)
+        found: dict[str, Record] = {}
+        at = 0
+        for _ in range(count):
+            fields = LISTED.unpack_from(data, at)
+            if fields[0] != b"PK\1\2" or fields[4] != 0 or fields[3] & 1:
+                raise Unfamiliar("compressed or encrypted")
+            name_length, extra_length, comment_length = fields[10:13]
+            name_begin = at + LISTED.size
+            extra_begin = name_begin + name_length
+            name = data[name_begin:extra_begin].decode()
+            extra = data[extra_begin : extra_begin + extra_length]
+            numbers = in_64(extra, [fields[9], fields[8], fields[16]])
+            if numbers[0] != numbers[1]:
+                raise Unfamiliar("compressed")
+            found[name.partition("/")[2]] = Record(header=numbers[2], nbytes=numbers[0])
+            at = extra_begin + extra_length + comment_length
+        return found
+
+    def begin_of(self, record: Record) -> int:
+        header = self.part(record.header, LOCAL.size)
+        fields = LOCAL.unpack(header)
+        if fields[0] != b"PK\3\4":
+            raise Unfamiliar("no header of a record")
+        return record.header + LOCAL.size + fields[9] + fields[10]
+
+    def content(self, name: str) -> bytes:
+        record = self.records[name]
+        return self.part(self.begin_of(record), record.nbytes)
+
+
+def in_64(extra: bytes, numbers: list[int]) -> list[int]:
+    """``numbers`` of a listed record, of which those that need it stand in ``extra``."""
+    at = 0
+    wide = b""
+    while at + 4 <= len(extra):
+        kind, nbytes = struct.unpack_from("<HH", extra, at)
+        if kind == 1:
+            wide = extra[at + 4 : at + 4 + nbytes]
+        at += 4 + nbytes
+    found = []
+    for number in numbers:
+        if number == IS_IN_64:
+            number = struct.unpack_from("<Q", wide)[0]
+            wide = wide[8:]
+        found.append(number)
+    return found
+
+
+def place_of(read: Callable[[int, int], bytes], length: int) -> Place | None:
+    """Where the tensor of an entry lies; None if that is not one plain row-major tensor.
+
+    Args:
+        read: bytes of the entry from an offset on, so many.
+        length: of the entry, in bytes.
+    """
+    try:
+        return plain_place(read, length)
+    except (Unfamiliar, KeyError, struct.error):
+        return None
+
+
+def plain_place(read: Callable[[int, int], bytes], length: int) -> Place:
+    file = ZipFile(read, length)
+    others = [name for name in file.records if name.startswith("data/") and name != "data/0"]
+    if others:
+        raise Unfamiliar("several storages")
+    if "byteorder" in file.records and file.content("byteorder").decode() != sys.byteorder:
+        raise Unfamiliar("another byte order")
+    description = described(file.content("data.pkl"))
+    if description is None or not description.is_row_major():
+        raise Unfamiliar("not row-major, or a class of its own")
+    storage = file.records["data/0"]
+    itemsize = description.dtype.itemsize
+    first = description.first * itemsize
+    nbytes = description.numel() * itemsize
+    if nbytes and first + nbytes > storage.nbytes:
+        raise Unfamiliar("a tensor that is larger than its storage")
+    begin = file.begin_of(storage)
+    if begin > len(file.head) or begin + storage.nbytes > length:
+        raise Unfamiliar("bytes in another place")
+    end = begin + storage.nbytes
+    tail_begin = max(end, file.tail_begin)
+    tail = file.tail[tail_begin - file.tail_begin :]
+    return Place(
+        dtype=description.dtype,
+        shape=description.shape,
+        begin=begin + first,
+        head=file.head[:begin],
+        tail=tail,
+        tail_begin=tail_begin,
+    )

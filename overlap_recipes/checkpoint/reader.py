@@ -1,0 +1,537 @@
+# SPDX-License-Identifier: BSD-3-Clause
+# Overlap Recipes 0.1.0, overlap_recipes/checkpoint/reader.py
+"""Reads a DCP checkpoint at the rate of its storage.
+
+DCP's own reader takes one tensor after the other on one thread: ``torch.load`` on the CPU, then a
+copy from pageable memory. Here the bytes that are wanted are found first. Threads read them into a
+few page-locked buffers, check them, and queue their copies to the device beside the next read.
+"""
+
+import ctypes
+import io
+import logging
+import os
+from bisect import bisect_left
+from collections.abc import Iterator
+from contextlib import ExitStack, contextmanager, nullcontext
+from dataclasses import dataclass, field, replace
+from functools import partial
+from pathlib import Path
+from threading import Event
+
+import torch
+import torch.distributed.checkpoint as dcp
+from torch.distributed.checkpoint.filesystem import FileSystem
+from torch.distributed.checkpoint.metadata import Metadata, TensorStorageMetadata
+from torch.distributed.checkpoint.planner import LoadItemType, LoadPlan, LoadPlanner, ReadItem
+from torch.futures import Future
+
+from ..page_locked import PageLocked
+from .crew import share
+from .digests import DamagedCheckpoint, Digests, Manifests
+from .entries import Place, place_of
+from .metadata import unpickled_metadata
+
+LOG = logging.getLogger(__name__)
+THREADS = 8
+PIECE = 8 << 20  # bytes that are read at a time; a multiple of a digest's block
+BUFFERS = 2  # of a thread: one is read into while the other is copied to the device
+GAP = 64 << 10  # bytes between two wanted ranges that are read rather than skipped
+METADATA = ".metadata"
+
+
+@dataclass
+class Wanted:
+    """Bytes of a file, and where they go.
+
+    Attributes:
+        name: of the tensor, for messages.
+        target: 1-D, of bytes; or what the file has to have there.
+    """
+
+    name: str
+    begin: int
+    end: int
+    target: torch.Tensor | bytes
+
+
+@dataclass
+class Read:
+    """Bytes of a file that are read together, and the parts of them that are wanted."""
+
+    file: "OpenFile"
+    begin: int
+    end: int
+    parts: list[Wanted] = field(default_factory=list)
+
+    def place(self) -> str:
+        return f"{self.file.path} ({self.parts[0].name})"
+
+
+class OpenFile:
+    """A file of a checkpoint that is read in parts."""
+
+    def __init__(self, path: Path, digests: Digests | None) -> None:
+        self.path = path
+        self.digests = digests
+        self.block = digests.block if digests else 1
+        self.descriptor = os.open(path, os.O_RDONLY)
+        self.nbytes = os.fstat(self.descriptor).st_size
+        if digests is not None and self.nbytes != digests.nbytes:
+            self.close()
+            raise DamagedCheckpoint(f"{path}: {self.nbytes} bytes, {digests.nbytes} were saved")
+
+    def close(self) -> None:
+        os.close(self.descriptor)
+
+    def read_into(self, memory: memoryview, begin: int, name: str) -> None:
+        """Fill ``memory`` with the bytes from ``begin`` on: whole blocks.
+
+        Raises:
+            DamagedCheckpoint: the file ends before; it has changed since it was saved.
+        """
+        got = 0
+        while got < len(memory):
+            count = os.preadv(self.descriptor, [memory[got:]], begin + got)
+            if count == 0:
+                end = begin + got
+                raise DamagedCheckpoint(f"{self.path} ends at byte {end}, within {name}")
+            got += count
+        if self.digests is not None:
+            self.digests.check(str(self.path), begin, memory)
+
+    def bytes_at(self, name: str, begin: int, nbytes: int) -> bytes:
+        """So many bytes from ``begin`` on, not checked."""
+        data = os.pread(self.descriptor, nbytes, begin)
+        if len(data) < nbytes:
+            end = begin + len(data)
+            raise DamagedCheckpoint(f"{self.path} ends at byte {end}, within {name}")
+        return data
+
+    def whole_blocks(self, begin: int, end: int) -> tuple[int, int]:
+        """The blocks that have digests and hold the bytes from ``begin`` to ``end``."""
+        first = begin // self.block * self.block
+        last = -(-end // self.block) * self.block
+        return first, min(last, max(self.nbytes, end))
+
+
+class CheckedFile(io.RawIOBase):
+    """A file whose bytes are checked as they are read, for readers of a stream."""
+
+    def __init__(self, file: OpenFile, name: str) -> None:
+        self.file = file
+        self.name = name
+        self.at = 0
+
+    def readable(self) -> bool:
+        return True
+
+    def seekable(self) -> bool:
+        return True
+
+    def seek(self, offset: int, whence: int = os.SEEK_SET) -> int:
+        start = {os.SEEK_SET: 0, os.SEEK_CUR: self.at, os.SEEK_END: self.file.nbytes}[whence]
+        self.at = start + offset
+        return self.at
+
+    def tell(self) -> int:
+        return self.at
+
+    def readinto(self, memory) -> int:
+        memory = memoryview(memory).cast("B")
+        size = min(len(memory), max(0, self.file.nbytes - self.at), PIECE)
+        if size == 0:
+            return 0
+        begin, end = self.file.whole_blocks(self.at, self.at + size)
+        if (begin, end) == (self.at, self.at + size):
+            self.file.read_into(memory[:size], begin, self.name)
+        else:
+            data = bytearray(end - begin)
+            self.file.read_into(memoryview(data), begin, self.name)
+            first = self.at - begin
+            memory[:size] = data[first : first + size]
+        self.at += size
+        return size
+
+
+class CheckedFiles(FileSystem):
+    """What DCP's own reader opens files with: it gets checked bytes."""
+
+    def __init__(self, opened: dict[str, OpenFile]) -> None:
+        self.opened = opened
+
+    @contextmanager
+    def create_stream(self, path, mode: str) -> Iterator[io.IOBase]:
+        file = self.opened[Path(path).name]
+        yield io.BufferedReader(CheckedFile(file, "an entry"), buffer_size=file.block)
+
+
+class Reader(dcp.FileSystemReader):
+    """Reads any DCP checkpoint in a directory, for ``dcp.load(state, storage_reader=Reader(...))``.
+
+    One plain row-major tensor, of which contiguous bytes are wanted, is read by threads. All else
+    is read as ``dcp.FileSystemReader`` does it. Where the save has written digests, all bytes are
+    checked. Host memory above the model's: 128 MiB with an accelerator, 64 without, and one tensor
+    at a time that is read as DCP does.
+
+    Args:
+        path: the directory.
+
+    Attributes:
+        read_bytes: bytes of tensors that threads have read for the latest load.
+        other_bytes: bytes of tensors and other entries that were read as DCP does.
+
+    Raises:
+        DamagedCheckpoint: from a read: a file is shorter than its entries, or has changed since
+            it was saved. ``dcp.load`` raises a ``CheckpointException`` of it on all ranks.
+        TimeoutError: the storage has given nothing for five minutes; likewise.
+    """
+
+    def __init__(self, path: Path | str) -> None:
+        super().__init__(path)
+        self.manifests = Manifests(Path(self.path))
+        self.metadata: Metadata | None = None
+        self.read_bytes = 0
+        self.other_bytes = 0
+
+    def reset(self, checkpoint_id: Path | str | None = None) -> None:
+        super().reset(checkpoint_id)
+        self.manifests = Manifests(Path(self.path))
+        self.metadata = None
+
+    def read_metadata(self, *args, **kwargs) -> Metadata:
+        """The list of contents, also of a later torch than this one.
+
+        Raises:
+            DamagedCheckpoint: it has changed since it was saved.
+        """
+        rank = kwargs.get("rank")
+        if rank is not None:  # of checkpoints that each rank has written for itself
+            name = f"__{rank}{METADATA}"
+            return unpickled_metadata(Path(self.path, name).read_bytes())
+        if self.metadata is None:
+            path = Path(self.path, METADATA)
+            data = path.read_bytes()
+            digests = self.manifests.digests(METADATA)
+            if digests is not None:
+                if len(data) != digests.nbytes:
+                    raise DamagedCheckpoint(f"{path}: {len(data)} bytes, {digests.nbytes} saved")
+                digests.check(str(path), 0, memoryview(data))
+            try:
+                self.metadata = unpickled_metadata(data)
+            except Exception as error:
+                raise DamagedCheckpoint(f"{path} cannot be read: {error!r}") from error
+        return self.metadata
+
+    def set_up_storage_reader(self, metadata: Metadata, is_coordinator: bool, *args, **kwargs):
+        super().set_up_storage_reader(metadata, is_coordinator, *args, **kwargs)
+        self.metadata = metadata
+
+    def read_data(self, plan: LoadPlan, planner: LoadPlanner) -> Future[None]:
+        self.read_bytes = 0
+        self.other_bytes = 0
+        with ExitStack() as closing:
+            opened = self.open_files(plan, closing)
+            others = self.read_plain(plan, planner, opened)
+            self.read_others(replace(plan, items=others), planner, opened)
+        if self.other_bytes:
+            message = "%s: %d bytes read by threads, %d as DCP does: %s"
+            names = sorted({item.storage_index.fqn for item in others})
+            LOG.info(message, self.path, self.read_bytes, self.other_bytes, ", ".join(names[:9]))
+        else:
+            LOG.info("%s: %d bytes read by threads", self.path, self.read_bytes)
+        done: Future[None] = Future()
+        done.set_result(None)
+        return done
+
+    def open_files(self, plan: LoadPlan, closing: ExitStack) -> dict[str, OpenFile]:
+        opened: dict[str, OpenFile] = {}
+        for item in plan.items:
+            info = self.storage_data[item.storage_index]
+            name = info.relative_path
+            if name not in opened:
+                file = OpenFile(Path(self.path, name), self.manifests.digests(name))
+                closing.callback(file.close)
+                opened[name] = file
+            file = opened[name]
+            if info.offset + info.length > file.nbytes:
+                of = item.storage_index.fqn
+                raise DamagedCheckpoint(f"{file.path} ends at byte {file.nbytes}, within {of}")
+        return opened
+
+    def read_plain(
+        self, plan: LoadPlan, planner: LoadPlanner, opened: dict[str, OpenFile]
+    ) -> list[ReadItem]:
+        """Read what threads can; return the other items."""
+        places = self.find(plan, opened)
+        others: list[ReadItem] = []
+        wanted: dict[str, list[Wanted]] = {name: [] for name in opened}
+        found: list[tuple[ReadItem, torch.Tensor]] = []
+        device = torch.device("cpu")
+        for item in plan.items:
+            info = self.storage_data[item.storage_index]
+            place = places.get((info.relative_path, info.offset))
+            if place is None:
+                others.append(item)
+                continue
+            target = planner.resolve_tensor(item).detach()
+            if target.size() != torch.Size(item.lengths):
+                raise AssertionError(
+                    f"{item.storage_index.fqn}: {tuple(item.lengths)} for {tuple(target.size())}"
+                )
+            first = first_element(place.shape, item)
+            is_as_listed = self.chunk_of(item) == (place.shape, place.dtype)
+            if first is None or not is_as_listed or not can_take_bytes(target, place.dtype):
+                others.append(item)
+                continue
+            if target.device.type != "cpu":
+                if device.type == "cpu":
+                    device = target.device
+                if device != target.device:
+                    others.append(item)
+                    continue
+            found.append((item, target))
+            if target.numel():
+                file = opened[info.relative_path]
+                begin = info.offset + place.begin + first * place.dtype.itemsize
+                wanted[info.relative_path] += ranges(item, file, info.offset, begin, place, target)
+                self.read_bytes += target.nbytes
+        reads: list[Read] = []
+        for name, parts in wanted.items():
+            reads.extend(reads_of(opened[name], parts))
+        reads.sort(key=lambda read: read.begin - read.end)  # the longest first
+        if reads:
+            fill(reads, device)
+        for item, target in found:
+            if target.device.type == "cpu":
+                target.reshape(-1)[:0].zero_()  # autograd counts a change, as of any copy
+            planner.commit_tensor(item, target)
+        return others
+
+    def find(self, plan: LoadPlan, opened: dict[str, OpenFile]) -> dict[tuple[str, int], Place]:
+        """Where the plain tensors of ``plan`` lie in their entries, by file and offset."""
+        entries = {}
+        for item in plan.items:
+            info = self.storage_data[item.storage_index]
+            is_tensor = item.type == LoadItemType.TENSOR
+            if is_tensor and not getattr(info, "transform_descriptors", None):
+                entries[info.relative_path, info.offset] = item.storage_index.fqn, info.length
+        places: dict[tuple[str, int], Place] = {}
+
+        def look(key: tuple[str, int]) -> None:
+            name, offset = key
+            tensor, length = entries[key]
+            read = partial(bytes_of_entry, opened[name], tensor, offset)
+            place = place_of(read, length)
+            if place is not None:
+                places[key] = place
+
+        def path_of(key: tuple[str, int]) -> str:
+            return f"{opened[key[0]].path} ({entries[key][0]})"
+
+        share(sorted(entries), THREADS, lambda: look, path_of)
+        return places
+
+    def chunk_of(self, item: ReadItem) -> tuple[tuple[int, ...], torch.dtype] | None:
+        """Shape and type of what ``item`` reads of, as the list of contents has them."""
+        index = item.storage_index
+        stored = self.metadata.state_dict_metadata.get(index.fqn)
+        if not isinstance(stored, TensorStorageMetadata):
+            return None
+        chunks = stored.chunks
+        if index.index is not None and index.index < len(chunks):
+            chunk = chunks[index.index]
+            if chunk.offsets == index.offset:
+                return tuple(chunk.sizes), stored.properties.dtype
+        for chunk in chunks:
+            if index.offset is None or chunk.offsets == index.offset:
+                return tuple(chunk.sizes), stored.properties.dtype
+        return None
+
+    def read_others(
+        self, plan: LoadPlan, planner: LoadPlanner, opened: dict[str, OpenFile]
+    ) -> None:
+        """Let DCP's reader read what is left of ``plan``."""
+        if not plan.items:
+            return
+        for item in plan.items:
+            self.other_bytes += self.storage_data[item.storage_index].length
+        own = self.fs
+        stream = current_stream()
+        self.fs = CheckedFiles(opened)
+        base = super()
+
+        def read(item: ReadItem) -> None:
+            try:
+                with stream:
+                    base.read_data(replace(plan, items=[item]), planner)
+            except (DamagedCheckpoint, OSError):
+                raise
+            except Exception as error:
+                raise RuntimeError(f"{path_of(item)}: {error}") from error
+
+        def path_of(item: ReadItem) -> str:
+            name = self.storage_data[item.storage_index].relative_path
+            return f"{opened[name].path} ({item.storage_index.fqn})"
+
+        try:
+            share(plan.items, 1, lambda: read, path_of)
+        finally:
+            self.fs = own
+
+
+def current_stream():
+    """A context in which another thread queues its work where this one does."""
+    accelerator = torch.accelerator.current_accelerator(check_available=True)
+    if accelerator is None:
+        return nullcontext()
+    module = torch.get_device_module(accelerator)
+    return module.stream(module.current_stream())
+
+
+def bytes_of_entry(file: OpenFile, name: str, offset: int, begin: int, nbytes: int) -> bytes:
+    return file.bytes_at(name, offset + begin, nbytes)
+
+
+def first_element(shape: tuple[int, ...], item: ReadItem) -> int | None:
+    """The first element that ``item`` wants of a row-major tensor; None if it wants gaps, too."""
+    lengths, offsets = item.lengths, item.storage_offsets
+    if len(lengths) != len(shape):
+        return None
+    is_within_row = False  # a dimension behind this one is not wanted as a whole
+    first = 0
+    stride = 1
+    for size, length, offset in zip(
+        reversed(shape), reversed(lengths), reversed(offsets), strict=True
+    ):
+        if offset + length > size or (is_within_row and length != 1):
+            return None
+        is_within_row = is_within_row or length != size
+        first += offset * stride
+        stride *= size
+    return first
+
+
+def can_take_bytes(target: torch.Tensor, dtype: torch.dtype) -> bool:
+    return (
+        type(target) in (torch.Tensor, torch.nn.Parameter)
+        and target.dtype == dtype
+        and target.layout == torch.strided
+        and target.is_contiguous()
+        and not target.is_conj()
+        and not target.is_neg()
+        and not target.is_meta
+    )
+
+
+def ranges(
+    item: ReadItem, file: OpenFile, entry: int, begin: int, place: Place, target: torch.Tensor
+) -> list[Wanted]:
+    """What is read for ``item``: its bytes, and with digests those that say where they are."""
+    name = item.storage_index.fqn
+    flat = target.reshape(-1).view(torch.uint8)
+    found = [Wanted(name, begin, begin + target.nbytes, flat)]
+    if file.digests is not None:
+        for at, data in ((entry, place.head), (entry + place.tail_begin, place.tail)):
+            if data:
+                found.append(Wanted(name, at, at + len(data), data))
+    return found
+
+
+def reads_of(file: OpenFile, wanted: list[Wanted]) -> list[Read]:
+    """Pieces of ``file``, in whole blocks, that hold all that is wanted; each byte once."""
+    blocks: set[tuple[int, int]] = set()
+    for part in wanted:
+        begin, end = file.whole_blocks(part.begin, part.end)
+        for at in range(begin // PIECE * PIECE, end, PIECE):
+            blocks.add((max(at, begin), min(at + PIECE, end)))
+    reads: list[Read] = []
+    for begin, end in sorted(blocks):
+        last = reads[-1] if reads else None
+        is_near = last is not None and begin <= last.end + GAP
+        if is_near and max(end, last.end) - last.begin <= PIECE:
+            last.end = max(last.end, end)
+        elif last is None or end > last.end:
+            at = max(begin, last.end) if last is not None else begin
+            reads.append(Read(file, at, end))
+    begins = [read.begin for read in reads]
+    for part in wanted:
+        at = max(0, bisect_left(begins, part.begin + 1) - 1)
+        while at < len(reads) and reads[at].begin < part.end:
+            reads[at].parts.append(part)
+            at += 1
+    return reads
+
+
+class Ring:
+    """The buffers of one thread, which are read into and copied from in turns."""
+
+    def __init__(
+        self, memory: torch.Tensor, device: torch.device, stream: torch.Stream, given_up: Event
+    ) -> None:
+        self.module = torch.get_device_module(device)
+        self.device = device
+        self.stream = stream
+        self.given_up = given_up
+        self.buffers = memory.split(PIECE)
+        self.copied = [self.module.Event() for _ in self.buffers]
+        self.next = 0
+
+    def take(self, read: Read) -> None:
+        """Read, check, and copy to the targets or queue the copies."""
+        number = self.next
+        self.next = (number + 1) % len(self.buffers)
+        self.copied[number].synchronize()
+        buffer = self.buffers[number][: read.end - read.begin]
+        read.file.read_into(memoryview(buffer.numpy()), read.begin, read.parts[0].name)
+        if self.given_up.is_set():  # the load has failed meanwhile
+            return
+        with self.module.stream(self.stream):
+            for part in read.parts:
+                self.hand_out(part, read, buffer)
+            self.copied[number].record(self.stream)
+
+    def hand_out(self, part: Wanted, read: Read, buffer: torch.Tensor) -> None:
+        begin = max(part.begin, read.begin)
+        end = min(part.end, read.end)
+        source = buffer[begin - read.begin : end - read.begin]
+        if isinstance(part.target, bytes):
+            if source.numpy().tobytes() != part.target[begin - part.begin : end - part.begin]:
+                raise DamagedCheckpoint(f"{read.file.path}: {part.name} changes while it is read")
+            return
+        target = part.target[begin - part.begin : end - part.begin]
+        if target.device.type == "cpu":
+            ctypes.memmove(target.data_ptr(), source.data_ptr(), source.nbytes)  # on this thread
+        else:
+            target.copy_(source, non_blocking=True)
+
+
+def fill(reads: list[Read], device: torch.device) -> None:
+    """Do ``reads``, whose targets are on ``device`` or the CPU.
+
+    The copies wait for what the current stream has been given, and it waits for them.
+    """
+    module = torch.get_device_module(device)
+    threads = min(THREADS, len(reads))
+    buffers = 1 if device.type == "cpu" else BUFFERS
+    ring = PageLocked(threads * buffers * PIECE, device)
+    shares = list(ring.bytes.split(buffers * PIECE))
+    current = module.current_stream(device) if device.type != "cpu" else module.current_stream()
+    stream = module.Stream(device) if device.type != "cpu" else module.Stream()
+    stream.wait_stream(current)
+    given_up = Event()
+
+    def worker():
+        return Ring(shares.pop(), device, stream, given_up).take
+
+    try:
+        share(reads, threads, worker, Read.place)
+    except TimeoutError:
+        given_up.set()
+        raise
+    finally:
+        copied = module.Event()
+        copied.record(stream)
+        copied.synchronize()
+        ring.close()
+    current.wait_stream(stream)
