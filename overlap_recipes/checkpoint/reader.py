@@ -429,7 +429,8 @@ def ranges(
 ) -> list[Wanted]:
     """What is read for ``item``: its bytes, and with digests those that say where they are."""
     name = item.storage_index.fqn
-    flat = target.reshape(-1).view(torch.uint8)
+    # as_strided: a tensor of one element may have any stride, and a view of bytes asks for 1
+    flat = target.as_strided((target.numel(),), (1,)).view(torch.uint8)
     found = [Wanted(name, begin, begin + target.nbytes, flat)]
     if file.digests is not None:
         for at, data in ((entry, place.head), (entry + place.tail_begin, place.tail)):

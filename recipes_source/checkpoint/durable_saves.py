@@ -267,8 +267,8 @@ if __name__ == "__main__":
 # What it costs
 # -------------
 # None of this runs on the training thread. On the writing thread, the flush takes as long as the
-# storage needs to take the bytes; without a flush, that time only comes later. The digest reads the
-# files again, from memory, at the rate at which one core computes SHA-256. Each rank writes one
+# storage needs to take the bytes; without a flush, that time only comes later. The digests read the
+# files again, from memory, at the rate at which one core computes CRC-32. Each rank writes one
 # more small file.
 #
 # Known limits

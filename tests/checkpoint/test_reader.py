@@ -1,6 +1,7 @@
 """What the reader loads is what was saved, however it lies; what is damaged is refused by name."""
 
 import logging
+import math
 import os
 import subprocess
 import sys
@@ -28,6 +29,7 @@ from overlap_recipes.checkpoint.digests import BLOCK, read_manifest
 from overlap_recipes.checkpoint.restart import choose, load_newest
 
 DATA = Path(__file__).parents[1] / "data"
+STOCK = sorted((DATA / "golden_stock").iterdir())
 
 pytestmark = pytest.mark.filterwarnings("ignore:torch.distributed is disabled")
 
@@ -41,7 +43,7 @@ def rank() -> Iterator[None]:
 
 def bits(tensor: torch.Tensor) -> bytes:
     plain = tensor.detach().resolve_conj().resolve_neg().contiguous()
-    return plain.reshape(-1).view(torch.uint8).numpy().tobytes()
+    return plain.as_strided((plain.numel(),), (1,)).view(torch.uint8).numpy().tobytes()
 
 
 def loaded(directory: Path, targets: dict) -> Reader:
@@ -117,6 +119,13 @@ def test_another_type_or_stride_of_the_target_is_filled_as_dcp_does(tmp_path: Pa
     own = loaded(tmp_path, {"wide": wide, "turned": turned})
     assert torch.equal(wide, weights.double()) and torch.equal(turned, weights)
     assert own.read_bytes == 0
+
+
+def test_a_target_of_one_element_may_have_any_stride(tmp_path: Path) -> None:
+    dcp.save({"x": torch.ones(1)}, checkpoint_id=tmp_path)
+    target = torch.zeros(2)[::2]
+    assert loaded(tmp_path, {"x": target}).read_bytes == 4
+    assert target.item() == 1
 
 
 def test_what_dcp_reads_is_logged_with_its_bytes(
@@ -321,6 +330,28 @@ def test_a_manifest_of_an_earlier_version_is_read(tmp_path: Path) -> None:
     golden = DATA / "golden" / "2026-11-26" / "step3" / "manifest.0.json"
     files = read_manifest(golden)["files"]
     assert "sha256" in files["__0_0.distcp"]
+
+
+def numbers(*shape: int) -> torch.Tensor:
+    return torch.arange(math.prod(shape), dtype=torch.float32).reshape(shape)
+
+
+@pytest.mark.parametrize("golden", STOCK, ids=lambda folder: folder.name)
+def test_a_checkpoint_of_dcps_own_of_another_torch_loads(golden: Path) -> None:
+    """Saved on two ranks; up to 2.14 torch itself does not read what 2.15 writes."""
+    expected = {
+        "weight": numbers(7, 5),
+        "transposed": numbers(3, 4).t(),
+        "channels_last": numbers(2, 3, 4, 5),
+        "bias": numbers(6).to(torch.bfloat16),
+        "conjugate": torch.complex(numbers(4), -numbers(4) - 1),
+    }
+    targets = {name: torch.zeros_like(tensor) for name, tensor in expected.items()}
+    found = {**targets, "step": 0}
+    own = loaded(golden, found)
+    assert found["step"] == 3 and own.read_bytes == 7 * 5 * 4 + 6 * 2
+    for name, tensor in expected.items():
+        assert torch.equal(targets[name], tensor), name
 
 
 PEAK = """

@@ -111,7 +111,7 @@ def local(tensor: torch.Tensor) -> torch.Tensor:
 
 def bits(tensor: torch.Tensor) -> bytes:
     plain = local(tensor).detach().resolve_conj().resolve_neg().contiguous()
-    return plain.reshape(-1).view(torch.uint8).numpy().tobytes()
+    return plain.as_strided((plain.numel(),), (1,)).view(torch.uint8).numpy().tobytes()
 
 
 def loaded(targets: dict, reader: dcp.StorageReader) -> str:
@@ -119,7 +119,7 @@ def loaded(targets: dict, reader: dcp.StorageReader) -> str:
     try:
         dcp.load(targets, storage_reader=reader)
     except CheckpointException as error:
-        failures = {type(failure).__name__ for failure, _ in error.failures.values()}
+        failures = {repr(failure) for failure, _ in error.failures.values()}
         return f"raised {sorted(failures)}"
     return ""
 
