@@ -204,24 +204,32 @@ class Reader(dcp.FileSystemReader):
 
         Raises:
             DamagedCheckpoint: it has changed since it was saved.
+            RuntimeError: it is none, or of a torch that is not known here.
         """
         rank = kwargs.get("rank")
         if rank is not None:  # of checkpoints that each rank has written for itself
             name = f"__{rank}{METADATA}"
             return unpickled_metadata(Path(self.path, name).read_bytes())
         if self.metadata is None:
-            path = Path(self.path, METADATA)
-            data = path.read_bytes()
-            digests = self.manifests.digests(METADATA)
-            if digests is not None:
-                if len(data) != digests.nbytes:
-                    raise DamagedCheckpoint(f"{path}: {len(data)} bytes, {digests.nbytes} saved")
-                digests.check(str(path), 0, memoryview(data))
             try:
-                self.metadata = unpickled_metadata(data)
-            except Exception as error:
-                raise DamagedCheckpoint(f"{path} cannot be read: {error!r}") from error
+                self.metadata = self.checked_metadata()
+            except RuntimeError as error:
+                LOG.error("%s", error)  # dcp.load of torch 2.9 does not say it
+                raise
         return self.metadata
+
+    def checked_metadata(self) -> Metadata:
+        path = Path(self.path, METADATA)
+        data = path.read_bytes()
+        digests = self.manifests.digests(METADATA)
+        if digests is not None:
+            if len(data) != digests.nbytes:
+                raise DamagedCheckpoint(f"{path}: {len(data)} bytes, {digests.nbytes} were saved")
+            digests.check(str(path), 0, memoryview(data))
+        try:
+            return unpickled_metadata(data)
+        except Exception as error:
+            raise RuntimeError(f"{path} cannot be read: {error!r}") from error
 
     def set_up_storage_reader(self, metadata: Metadata, is_coordinator: bool, *args, **kwargs):
         super().set_up_storage_reader(metadata, is_coordinator, *args, **kwargs)

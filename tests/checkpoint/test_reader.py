@@ -288,6 +288,16 @@ def test_a_flipped_bit_is_found_and_named(tmp_path: Path) -> None:
     assert own.read_bytes == 3 * BLOCK
 
 
+def test_contents_that_this_torch_cannot_read_are_not_taken_for_damaged(tmp_path: Path) -> None:
+    """Else ``resume`` would set a later torch's checkpoint aside."""
+    dcp.save({"x": torch.ones(9)}, checkpoint_id=tmp_path)
+    file = tmp_path / ".metadata"
+    file.write_bytes(file.read_bytes().replace(b"TensorProperties", b"TensorNovelties2"))
+    with pytest.raises(RuntimeError, match="metadata cannot be read") as raised:
+        Reader(tmp_path).read_metadata()
+    assert not isinstance(raised.value, DamagedCheckpoint)
+
+
 def test_a_part_is_checked_without_the_rest(tmp_path: Path) -> None:
     """A damaged tensor that nobody wants costs nothing, one that is wanted is refused."""
     big = torch.arange(4 * BLOCK // 4, dtype=torch.float32)
