@@ -37,6 +37,7 @@ THREADS = 8
 PIECE = 8 << 20  # bytes that are read at a time; a multiple of a digest's block
 BUFFERS = 2  # of a thread: one is read into while the other is copied to the device
 GAP = 64 << 10  # bytes between two wanted ranges that are read rather than skipped
+ENTRIES = 32  # that a thread looks at in one job
 METADATA = ".metadata"
 
 
@@ -326,18 +327,23 @@ class Reader(dcp.FileSystemReader):
                 entries[info.relative_path, info.offset] = item.storage_index.fqn, info.length
         places: dict[tuple[str, int], Place] = {}
 
-        def look(key: tuple[str, int]) -> None:
-            name, offset = key
-            tensor, length = entries[key]
-            read = partial(bytes_of_entry, opened[name], tensor, offset)
-            place = place_of(read, length)
-            if place is not None:
-                places[key] = place
+        def look(keys: list[tuple[str, int]]) -> None:
+            for key in keys:
+                name, offset = key
+                tensor, length = entries[key]
+                read = partial(bytes_of_entry, opened[name], tensor, offset)
+                place = place_of(read, length)
+                if place is not None:
+                    places[key] = place
 
-        def path_of(key: tuple[str, int]) -> str:
-            return f"{opened[key[0]].path} ({entries[key][0]})"
+        def path_of(keys: list[tuple[str, int]]) -> str:
+            name, _ = keys[0]
+            tensor, _ = entries[keys[0]]
+            return f"{opened[name].path} ({tensor})"
 
-        share(sorted(entries), THREADS, lambda: look, path_of)
+        in_order = sorted(entries)
+        jobs = [in_order[at : at + ENTRIES] for at in range(0, len(in_order), ENTRIES)]
+        share(jobs, THREADS, lambda: look, path_of)
         return places
 
     def chunk_of(self, item: ReadItem) -> tuple[tuple[int, ...], torch.dtype] | None:
