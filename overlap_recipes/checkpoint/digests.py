@@ -2,9 +2,9 @@
 # Overlap Recipes 0.1.0, overlap_recipes/checkpoint/digests.py
 """Digests of blocks of a file, so that whoever reads a part of it can check what came.
 
-A block's digest is its CRC-32: 1.9 GB/s on one core of an AMD EPYC. Of the standard library's digests
-only Adler-32 is faster there (2.25), and it takes more kinds of damage for the original. SHA-1 and
-SHA-256 make 1.5 GB/s with the processor's instructions for them, BLAKE2 and MD5 .5.
+A block's digest is its CRC-32: 1.9 GB/s on one core of an AMD EPYC. Of the standard library's
+digests only Adler-32 is faster there (2.25), and it takes more kinds of damage for the original.
+SHA-1 and SHA-256 make 1.5 GB/s with the processor's instructions for them, BLAKE2 and MD5 .5.
 """
 
 import hashlib
