@@ -225,6 +225,7 @@ if __name__ == "__main__":
 #   time from the kill to the end of the first step:
 #
 # .. result-table:: restart
+#    :rows: max-restarts
 #
 # * torchrun keeps one store for all restarts (torch 2.13). A restarted rank may read there the
 #   address of a rank that has ended: ``Gloo connectFullMesh failed``.
