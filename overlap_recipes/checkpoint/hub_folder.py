@@ -1,0 +1,414 @@
+# SPDX-License-Identifier: BSD-3-Clause
+# Overlap Recipes 0.1.0, overlap_recipes/checkpoint/hub_folder.py
+"""Load a folder of safetensors into a sharded model on meta, each rank its rows.
+
+A file is a length, a header in JSON and the tensors' bytes. The threads of ``reader`` read what a
+rank holds; safetensors itself is not needed. What transformers calls a tensor in its files, and
+which blocks of it they hold, is asked as ``export`` does.
+"""
+
+import json
+import logging
+import math
+import time
+from collections.abc import Callable
+from contextlib import ExitStack
+from dataclasses import dataclass, field
+from pathlib import Path
+
+import torch
+import torch.distributed as dist
+from torch import nn
+from torch.distributed.checkpoint.metadata import ChunkStorageMetadata
+from torch.distributed.tensor import DTensor
+
+from .export import DTYPES, Part, parts_of, runs, weights
+from .reader import OpenFile, Wanted, fill, reads_of
+from .state import shard_of
+
+LOG = logging.getLogger(__name__)
+TORCH_DTYPES = {name: dtype for dtype, name in DTYPES.items()}
+STAGED = 256 << 20  # bytes on the device that wait for their cast, unless one tensor has more
+DIFFERS = "%s does not fit this model:\n%s"
+NOT_IN_FOLDER = "  %s: only in the model"
+NOT_IN_MODEL = "  %s: only in the folder"
+OTHER_COPY = "  %s: the model ties it to %s, and the folder has other values for it"
+UNFILLED = (
+    "no checkpoint has these buffers, and on meta nothing has filled them: %s. Pass "
+    "initialize=function, which is called with each module that owns one and fills it"
+)
+Initialize = Callable[[nn.Module], object]
+
+
+@dataclass
+class Stored:
+    """A tensor of a file; ``begin``: the first byte."""
+
+    file: Path
+    begin: int
+    shape: tuple[int, ...]
+    dtype: torch.dtype
+
+
+@dataclass
+class Staged:
+    """A block in the file's dtype or order, and the part of a tensor that takes it."""
+
+    block: torch.Tensor
+    target: torch.Tensor
+
+
+@dataclass
+class Pieces:
+    """What a rank reads: bytes by file, and blocks that are cast behind it."""
+
+    wanted: dict[Path, list[Wanted]] = field(default_factory=dict)
+    staged: list[Staged] = field(default_factory=list)
+
+    def want(self, stored: Stored, name: str, begin: int, target: torch.Tensor) -> None:
+        """Read ``target``, 1-D of bytes, from byte ``begin`` of the tensor on."""
+        at = stored.begin + begin
+        wanted = Wanted(name, at, at + target.nbytes, target)
+        self.wanted.setdefault(stored.file, []).append(wanted)
+
+
+@torch.no_grad()
+def load_folder(
+    model: nn.Module,
+    folder: Path | str,
+    device: torch.device | str | None = None,
+    initialize: Initialize | None = None,
+) -> None:
+    """Fill ``model`` from the safetensors in ``folder``; all ranks call it.
+
+    Give it the model on meta, behind ``fully_shard``; tensor-parallel, replicated and plain tensors
+    are filled as well. Weights keep the dtype that they have in the model. Host memory above the
+    model's is that of ``reader.Reader``, and on the device 256 MB more where a dtype differs.
+
+    Args:
+        model: on meta, or with memory already. Its tied weights stay tied.
+        folder: as ``save_pretrained`` and the Hub have it.
+        device: where a model on meta goes; the accelerator's current device, or the CPU.
+        initialize: fills the buffers that a module has and no checkpoint does. By default the
+            model's own way, as transformers has it (``_init_weights``), or the module's
+            ``reset_parameters``.
+
+    Raises:
+        ValueError: on all ranks, before anything has changed: folder and model differ in names,
+            shapes or kinds of dtypes, a file is cut, or transformers makes a tensor of the model
+            anew from those of the folder. Behind it: a buffer that no checkpoint has is not
+            filled; two copies of a tied weight differ.
+        OSError, TimeoutError: on all ranks: one cannot read a file.
+    """
+    begun = time.perf_counter()
+    stored, parts = on_all_ranks(lambda: compare(model, Path(folder)))
+    if device is None:
+        device = torch.accelerator.current_accelerator(check_available=True) or "cpu"
+    on_all_ranks(lambda: give_memory(model, torch.device(device), initialize))
+    nbytes = on_all_ranks(lambda: read(model, stored, parts, Path(folder)))
+    took = time.perf_counter() - begun
+    LOG.info("%s: %d bytes for this rank in %.2f s", folder, nbytes, took)
+
+
+def on_all_ranks(work: Callable[[], object]) -> object:
+    """What ``work`` returns here; raises its error on all ranks if it failed on one."""
+    result = None
+    error = None
+    try:
+        result = work()
+    except Exception as failure:
+        error = failure
+    errors: list[Exception | None] = [error]
+    if dist.is_initialized():
+        errors = [None] * dist.get_world_size()
+        dist.all_gather_object(errors, error)
+    if error is not None:
+        raise error
+    for failure in errors:
+        if failure is not None:
+            raise failure
+    return result
+
+
+# -- what there is ----------------------------------------------------------------------------
+
+
+def tensors_of(folder: Path) -> dict[str, Stored]:
+    """What is in the files, by name."""
+    found: dict[str, Stored] = {}
+    files = sorted(folder.glob("*.safetensors"))
+    if not files:
+        raise ValueError(f"there are no safetensors in {folder}")
+    index = folder / "model.safetensors.index.json"
+    if index.is_file():  # files of other exports may lie beside those that it names
+        names = json.loads(index.read_text())["weight_map"].values()
+        files = [folder / name for name in sorted(set(names))]
+    for file in files:
+        with file.open("rb") as stream:
+            length = int.from_bytes(stream.read(8), "little")
+            nbytes = file.stat().st_size
+            if length > nbytes:
+                raise ValueError(f"{file} is cut, or not of safetensors")
+            header = json.loads(stream.read(length))
+        header.pop("__metadata__", None)
+        for name, place in header.items():
+            if place["dtype"] not in TORCH_DTYPES:
+                raise ValueError(f"{file}: {name} is of {place['dtype']}, which is not read here")
+            dtype = TORCH_DTYPES[place["dtype"]]
+            begin, end = place["data_offsets"]
+            shape = tuple(place["shape"])
+            if end - begin != math.prod(shape) * dtype.itemsize:
+                raise ValueError(f"{file}: {name} has {end - begin} bytes for {shape}")
+            if 8 + length + end > nbytes:
+                raise ValueError(f"{file} ends at byte {nbytes}, within {name}")
+            if name in found:
+                raise ValueError(f"{name} is in {found[name].file} and in {file}")
+            found[name] = Stored(file, 8 + length + begin, shape, dtype)
+    return found
+
+
+def whole_part(name: str, tensor: torch.Tensor) -> Part:
+    shape = tuple(tensor.shape)
+    return Part(name, shape, (0,) * len(shape), shape)
+
+
+def compare(model: nn.Module, folder: Path) -> tuple[dict[str, Stored], dict[str, list[Part]]]:
+    """What is in the folder, and the parts that each tensor of the model has there.
+
+    Raises:
+        ValueError: folder and model differ.
+    """
+    stored = tensors_of(folder)
+    parts = dict(parts_of(model))
+    wrong: list[str] = []
+    expected: set[str] = set()
+    aliases = aliases_of(model)
+    for name, tensor in weights(model).items():
+        if name not in parts:
+            parts[name] = [whole_part(name, tensor)]
+            for alias in aliases.get(name, []):
+                if name not in stored and alias in stored:
+                    parts[name] = [whole_part(alias, tensor)]
+        for part in parts[name]:
+            expected.add(part.name)
+            if part.name not in stored:
+                wrong.append(NOT_IN_FOLDER % part.name)
+                continue
+            there = stored[part.name]
+            if there.shape != part.shape:
+                wrong.append(f"  {part.name}: {part.shape}, in the folder {there.shape}")
+            is_cast = there.dtype.is_floating_point and tensor.dtype.is_floating_point
+            is_small = min(there.dtype.itemsize, tensor.dtype.itemsize) == 1  # fp8 has scales
+            if there.dtype != tensor.dtype and (not is_cast or is_small):
+                wrong.append(f"  {part.name}: {tensor.dtype}, in the folder {there.dtype}")
+        for alias in aliases.get(name, []):
+            if alias in stored and alias not in expected:
+                if stored[alias].shape != tuple(tensor.shape):
+                    wrong.append(OTHER_COPY % (alias, name))
+                expected.add(alias)
+    for name in stored:
+        if name not in expected:
+            wrong.append(NOT_IN_MODEL % name)
+    if wrong:
+        raise ValueError(DIFFERS % (folder, "\n".join(sorted(wrong))))
+    return stored, parts
+
+
+def aliases_of(model: nn.Module) -> dict[str, list[str]]:
+    """The other names of tied parameters, by the first."""
+    first: dict[int, str] = {}
+    found: dict[str, list[str]] = {}
+    for name, parameter in model.named_parameters(remove_duplicate=False):
+        own = first.setdefault(id(parameter), name)
+        if own != name:
+            found.setdefault(own, []).append(name)
+    return found
+
+
+# -- memory -----------------------------------------------------------------------------------
+
+
+def give_memory(model: nn.Module, device: torch.device, initialize: Initialize | None) -> None:
+    """Move a model from meta to ``device``, its ties and what is in no checkpoint included."""
+    on_meta = [name for name, tensor in named_tensors(model) if tensor.is_meta]
+    if not on_meta:
+        return
+    aliases = aliases_of(model)
+    kept = {name: buffer for name, buffer in model.named_buffers() if not buffer.is_meta}
+    model.to_empty(device=device)
+    for name, others in aliases.items():
+        for other in others:
+            owner, _, own = other.rpartition(".")
+            module = model.get_submodule(owner)
+            if getattr(module, own) is not model.get_parameter(name):
+                setattr(module, own, model.get_parameter(name))
+    for name, buffer in kept.items():
+        model.get_buffer(name).copy_(buffer)
+    fill_buffers(model, kept.keys(), initialize or own_way(model))
+
+
+def named_tensors(model: nn.Module) -> list[tuple[str, torch.Tensor]]:
+    return [*model.named_parameters(), *model.named_buffers()]
+
+
+def own_way(model: nn.Module) -> Initialize:
+    """What the model itself does to fill a module's buffers."""
+
+    def initialize(module: nn.Module) -> None:
+        if hasattr(model, "_init_weights"):
+            model._init_weights(module)
+        elif hasattr(module, "reset_parameters"):
+            module.reset_parameters()
+
+    return initialize
+
+
+def fill_buffers(model: nn.Module, kept: object, initialize: Initialize) -> None:
+    """Fill the buffers that are in no checkpoint; those of ``kept`` are.
+
+    Raises:
+        ValueError: some are not filled as a whole, or not the same way twice.
+    """
+    unfilled: list[str] = []
+    for path, module in model.named_modules():
+        buffers: dict[str, torch.Tensor] = {}
+        for name in sorted(module._non_persistent_buffers_set):
+            full = f"{path}.{name}".removeprefix(".")
+            if module._buffers.get(name) is not None and full not in kept:
+                buffers[name] = module._buffers[name]
+        if not buffers:
+            continue
+        zeros = filled(module, buffers, 0, initialize)
+        ones = filled(module, buffers, 1, initialize)
+        for name in buffers:
+            if not same_bits(zeros[name], ones[name]):
+                unfilled.append(f"{path}.{name}".removeprefix("."))
+    if unfilled:
+        raise ValueError(UNFILLED % ", ".join(unfilled))
+
+
+def filled(
+    module: nn.Module, buffers: dict[str, torch.Tensor], before: int, initialize: Initialize
+) -> dict[str, torch.Tensor]:
+    """Copies of what ``initialize`` makes of buffers that hold ``before``."""
+    for buffer in buffers.values():
+        buffer.fill_(before)
+    initialize(module)
+    return {name: module._buffers[name].clone() for name in buffers}
+
+
+def same_bits(one: torch.Tensor, other: torch.Tensor) -> bool:
+    one, other = shard_of(one), shard_of(other)
+    return torch.equal(one.reshape(-1).view(torch.uint8), other.reshape(-1).view(torch.uint8))
+
+
+# -- bytes ------------------------------------------------------------------------------------
+
+
+def read(
+    model: nn.Module, stored: dict[str, Stored], parts: dict[str, list[Part]], folder: Path
+) -> int:
+    """Read this rank's rows of all tensors; return how many bytes they have in the model."""
+    nbytes = 0
+    aliases = aliases_of(model)
+    others: list[tuple[str, str, torch.Tensor]] = []
+    with ExitStack() as closing:
+        opened: dict[Path, OpenFile] = {}
+        for file in sorted({each.file for each in stored.values()}):
+            opened[file] = OpenFile(file, None)
+            closing.callback(opened[file].close)
+        pieces = Pieces()
+        waiting = 0
+        for name, tensor in weights(model).items():
+            nbytes += shard_of(tensor).nbytes
+            for part in parts[name]:
+                waiting += plan(pieces, stored[part.name], part, tensor)
+            if waiting >= STAGED:
+                carry_out(pieces, opened, tensor.device)
+                pieces = Pieces()
+                waiting = 0
+            read_names = {part.name for part in parts[name]}
+            for alias in aliases.get(name, []):
+                if alias in stored and alias not in read_names:
+                    others.append((alias, name, tensor))
+        carry_out(pieces, opened, device_of(model))
+        for alias, name, tensor in others:
+            compare_copy(alias, name, tensor, stored[alias], opened, folder)
+    return nbytes
+
+
+def device_of(model: nn.Module) -> torch.device:
+    for _, tensor in named_tensors(model):
+        return tensor.device
+    return torch.device("cpu")
+
+
+def compare_copy(
+    alias: str,
+    name: str,
+    tensor: torch.Tensor,
+    stored: Stored,
+    opened: dict[Path, OpenFile],
+    folder: Path,
+) -> None:
+    """Look whether the folder's second copy of a tied weight has the values of the first."""
+    own = shard_of(tensor)
+    found = torch.empty_like(own)
+    other = tensor
+    if isinstance(tensor, DTensor):
+        form = {"shape": tensor.shape, "stride": tensor.stride()}
+        mesh, placements = tensor.device_mesh, tensor.placements
+        other = DTensor.from_local(found, mesh, placements, run_check=False, **form)
+    else:
+        other = found
+    pieces = Pieces()
+    plan(pieces, stored, whole_part(alias, tensor), other)
+    carry_out(pieces, opened, own.device)
+    if not same_bits(own, found):
+        raise ValueError(DIFFERS % (folder, OTHER_COPY % (alias, name)))
+
+
+def chunks_of(tensor: torch.Tensor) -> list[ChunkStorageMetadata]:
+    """What this rank holds of ``tensor``."""
+    if isinstance(tensor, DTensor):
+        return tensor.__create_chunk_list__()
+    return [ChunkStorageMetadata(torch.Size([0] * tensor.dim()), tensor.shape)]
+
+
+def plan(pieces: Pieces, stored: Stored, part: Part, tensor: torch.Tensor) -> int:
+    """Add to ``pieces`` what this rank holds of ``part``; return the bytes that are staged."""
+    waiting = 0
+    for chunk in chunks_of(tensor):
+        found = part.of(chunk)
+        if 0 in found.sizes:
+            continue
+        target = shard_of(tensor).detach()
+        in_part = []
+        for n, size in enumerate(found.sizes):
+            target = target.narrow(n, found.offsets[n] - chunk.offsets[n], size)
+            in_part.append(found.offsets[n] - part.offsets[n])
+        block = target
+        if target.dtype != stored.dtype or not target.is_contiguous():
+            block = torch.empty(target.shape, dtype=stored.dtype, device=target.device)
+            pieces.staged.append(Staged(block, target))
+            waiting += block.nbytes
+        flat = block.reshape(-1).view(torch.uint8)
+        rows = ChunkStorageMetadata(torch.Size(in_part), found.sizes)
+        length, begins = runs(rows, torch.Size(part.sizes))
+        nbytes = length * stored.dtype.itemsize
+        for n, begin in enumerate(begins):
+            run = flat[n * nbytes : (n + 1) * nbytes]
+            pieces.want(stored, part.name, begin * stored.dtype.itemsize, run)
+    return waiting
+
+
+def carry_out(pieces: Pieces, opened: dict[Path, OpenFile], device: torch.device) -> None:
+    """Read ``pieces`` and cast what is staged."""
+    reads = []
+    for file, wanted in pieces.wanted.items():
+        reads.extend(reads_of(opened[file], wanted))
+    reads.sort(key=lambda read: read.begin - read.end)  # the longest first
+    if reads:
+        fill(reads, device)
+    for staged in pieces.staged:
+        staged.target.copy_(staged.block)

@@ -1,0 +1,144 @@
+"""Load folders that transformers has written into sharded models on meta; compare the logits."""
+
+import re
+import sys
+import tempfile
+from pathlib import Path
+
+RECIPES = Path(__file__).parents[2] / "recipes_source" / "checkpoint"
+sys.path.insert(0, str(RECIPES))
+
+import state_to_save as basic  # noqa: E402
+import torch  # noqa: E402
+import torch.distributed as dist  # noqa: E402
+from safetensors.torch import load_file, save_file  # noqa: E402
+from torch.distributed.fsdp import fully_shard  # noqa: E402
+from torch.distributed.tensor import Shard  # noqa: E402
+from transformers import (  # noqa: E402
+    AutoModelForCausalLM,
+    LlamaConfig,
+    MixtralConfig,
+    PreTrainedConfig,
+    Qwen3Config,
+)
+
+from overlap_recipes.checkpoint.hub_folder import load_folder  # noqa: E402
+
+SIZES = {"vocab_size": 61, "hidden_size": 16, "intermediate_size": 12, "num_hidden_layers": 2}
+HEADS = {"num_attention_heads": 2, "num_key_value_heads": 1, "head_dim": 8}
+EXPERTS = {"num_local_experts": 3, "num_experts_per_tok": 2}  # 3 on 2 ranks: one has more
+CONFIGS = {
+    "qwen3 tied": Qwen3Config(**SIZES, **HEADS, tie_word_embeddings=True),
+    "llama": LlamaConfig(**SIZES, **HEADS, tie_word_embeddings=False),
+    "mixtral": MixtralConfig(**SIZES, **HEADS, **EXPERTS),
+}
+
+
+def on_meta(config: PreTrainedConfig, by: int = 0) -> torch.nn.Module:
+    """A sharded model without memory; matrices are cut along dimension ``by``."""
+    with torch.device("meta"):
+        model = AutoModelForCausalLM.from_config(config, dtype=torch.float32).eval()
+    for layer in model.model.layers:
+        fully_shard(layer, shard_placement_fn=lambda p: Shard(by) if p.dim() > by else None)
+    return fully_shard(model)
+
+
+def refused(model: torch.nn.Module, folder: Path, said: str, **options: object) -> None:
+    try:
+        load_folder(model, folder, **options)
+    except ValueError as error:
+        assert re.search(said, str(error)), error
+        return
+    raise AssertionError(f"{folder} was loaded, and should have been refused: {said}")
+
+
+def written(root: Path, name: str, dtype: torch.dtype) -> Path:
+    """A folder of several files, with other numbers than a new model has."""
+    torch.manual_seed(1)
+    model = AutoModelForCausalLM.from_config(CONFIGS[name], dtype=dtype)
+    folder = root / f"{name} {dtype}"
+    model.save_pretrained(folder, max_shard_size="4KB")  # on rank 0
+    dist.barrier()
+    return folder
+
+
+def prove_logits(root: Path) -> None:
+    tokens = torch.arange(14).view(2, 7)
+    for name, config in CONFIGS.items():
+        for dtype in (torch.float32, torch.bfloat16):
+            folder = written(root, name, dtype)
+            stock = AutoModelForCausalLM.from_pretrained(folder, dtype=torch.float32).eval()
+            for by in (0, 1):
+                model = on_meta(config, by)
+                load_folder(model, folder)
+                with torch.no_grad():
+                    expected, found = stock(input_ids=tokens), model(input_ids=tokens)
+                assert torch.equal(found.logits, expected.logits), f"{name}, {dtype}, by {by}"
+            if config.tie_word_embeddings:
+                assert model.lm_head.weight is model.model.embed_tokens.weight
+
+
+def edited(root: Path, title: str, edit: object) -> Path:
+    """A folder in one file that ``edit`` has changed the tensors of."""
+    folder = root / title
+    if dist.get_rank() == 0:
+        tensors: dict[str, torch.Tensor] = {}
+        for file in (root / "qwen3 tied torch.float32").glob("*.safetensors"):
+            tensors.update(load_file(file))
+        edit(tensors)
+        folder.mkdir()
+        save_file(tensors, folder / "model.safetensors")
+    dist.barrier()
+    return folder
+
+
+def prove_refusals(root: Path) -> None:
+    config = CONFIGS["qwen3 tied"]
+    norm = "model.norm.weight"
+
+    def lose(tensors: dict) -> None:
+        tensors["model.nörm.weight"] = tensors.pop(norm)
+
+    both = f"{norm}: only in the model\n.*model.nörm.weight: only in the folder"
+    refused(on_meta(config), edited(root, "renamed", lose), both)
+
+    def shorten(tensors: dict) -> None:
+        tensors[norm] = tensors[norm][:5].clone()
+
+    said = rf"{norm}: \(16,\), in the folder \(5,\)"
+    refused(on_meta(config), edited(root, "short", shorten), said)
+
+    def count(tensors: dict) -> None:
+        tensors[norm] = tensors[norm].long()
+
+    said = f"{norm}: torch.float32, in the folder torch.int64"
+    refused(on_meta(config), edited(root, "counted", count), said)
+
+    def untie(tensors: dict) -> None:
+        tensors["lm_head.weight"] = tensors["model.embed_tokens.weight"] + 1
+
+    said = "lm_head.weight: the model ties it to model.embed_tokens.weight"
+    refused(on_meta(config), edited(root, "untied", untie), said)
+    whole = root / "qwen3 tied torch.float32"
+    said = "no checkpoint has these buffers.*: model.rotary_emb.inv_freq"
+    refused(on_meta(config), whole, said, initialize=lambda module: None)
+
+    file = edited(root, "cut", lambda tensors: None) / "model.safetensors"
+    if dist.get_rank() == 0:
+        file.write_bytes(file.read_bytes()[:-8])
+    dist.barrier()
+    refused(on_meta(config), file.parent, r"model.safetensors ends at byte \d+, within model\.")
+
+
+def main(root: Path) -> None:
+    prove_logits(root)
+    prove_refusals(root)
+
+
+if __name__ == "__main__":
+    basic.start_rank()
+    try:
+        with tempfile.TemporaryDirectory() as temporary:
+            main(basic.directory_of_rank_0(Path(temporary)))
+    finally:
+        dist.destroy_process_group()
