@@ -9,7 +9,7 @@ import torch
 from torch.distributed.fsdp import FSDPModule
 from torch.utils._pytree import tree_leaves
 
-from . import peer_memory, shared_slots, unseen_outputs
+from . import peer_memory, same_gradients, shared_slots, unseen_outputs
 
 # FSDP2 calls these methods of a unit's private ``FSDPParamGroup``: around its forward ``unshard``
 # (queue a gather, maybe ahead of the unit's turn), ``wait_for_unshard`` and ``reshard``, around its
@@ -26,9 +26,10 @@ class Gathers(shared_slots.Slots):
         self.groups, self.ahead, self.streams = groups, ahead, torch.get_device_module(device)
         self.stream = self.streams.Stream()
         self.gathers = self.forwards = 0
-        self.in_forward = self.with_graph = self.begun = False
+        self.in_forward = self.with_graph = self.begun = self.trusts = False
         self.order: list | None = []  # of the groups, in the first forward
         self.first: list = []  # of them, those that each forward begins with
+        self.changes = Changes(groups, device)
 
     def begin_next_forward(self) -> None:
         """Queue the next forward's first gathers; call it when no weight changes before that."""
@@ -39,8 +40,10 @@ class Gathers(shared_slots.Slots):
 
     @torch.compiler.disable
     def begin_forward(self, *_) -> None:
+        self.changes.refuse()
         if not self.begun:
             self.drop()
+        self.trusts = self.begun and not torch.is_grad_enabled()
         self.begun = False
         self.in_forward, self.with_graph = True, torch.is_grad_enabled()
         self.forwards += 1  # what an earlier one has left is not kept
@@ -51,6 +54,9 @@ class Gathers(shared_slots.Slots):
     def end_forward(self, *_) -> None:
         self.in_forward = self.with_graph = False
         self.drop()
+        self.changes.send()
+        if self.trusts or self.changes.noted.is_cpu:
+            self.changes.refuse()
         if self.order:  # of the first forward
             groups, self.order = list(dict.fromkeys(self.order)), None
             short = groups[0].embeds  # an embedding: its kernels are queued first
@@ -90,6 +96,51 @@ class Gathers(shared_slots.Slots):
         group._all_gather_result = SimpleNamespace(all_gather_event=event, all_gather_work=None)
 
 
+class Changes:
+    """Units that have run with weights that are not those of their shards any more.
+
+    A device notes them where a unit is used, the host reads that a forward later: nothing waits.
+    """
+
+    @torch.inference_mode(False)
+    def __init__(self, groups: Sequence, device: torch.device) -> None:
+        self.groups = groups
+        self.noted = torch.zeros(len(groups), dtype=torch.bool, device=device)
+        self.copy = torch.zeros(len(groups), dtype=torch.bool, pin_memory=device.type == "cuda")
+        self.arrived = torch.get_device_module(device).Event()
+
+    def of(self, group) -> torch.Tensor:
+        """Whether it is one of them."""
+        return self.noted[self.groups.index(group)]
+
+    @torch.no_grad()
+    def send(self) -> None:
+        """Queue the copy to the host of what was noted."""
+        self.copy.copy_(self.noted, non_blocking=True)
+        self.arrived.record()
+
+    def refuse(self) -> None:
+        """Raise for what was sent last.
+
+        Raises:
+            RuntimeError: names the units.
+        """
+        self.arrived.synchronize()
+        found = [g for g, changed in zip(self.groups, self.copy.tolist(), strict=True) if changed]
+        if not found:
+            return
+        self.noted.zero_()
+        self.copy.zero_()
+        names = ", ".join(same_gradients.title(group) for group in found)
+        raise RuntimeError(
+            f"{names} ran with other weights than its shards have: these were changed behind the "
+            "gather, in a way that PyTorch does not count (.data, dcp.load, a collective), so what "
+            "was computed since is wrong. Make such changes between steps and before "
+            "begin_next_forward(), or have them counted, on all ranks: "
+            "torch.autograd.graph.increment_version(parameters)"
+        )
+
+
 class InPlaceGather:
     """Methods of an FSDP2 group of parameters, in place of its own."""
 
@@ -99,6 +150,8 @@ class InPlaceGather:
     refused = False  # a prefetch found the slot in use, or came for a unit that has none
     then: Sequence = ()  # groups to gather when its forward is queued
     full_versions: tuple = ()  # of its full weights, as autograd counts changes
+    versions_in_use: tuple = ()  # the same, when its modules began to use them
+    sample: shared_slots.Sample | None = None  # of its shards
 
     def unshard(self, async_op: bool = False) -> None:
         if not self.all.in_forward and torch._C._current_graph_task_id() == -1:
@@ -120,6 +173,7 @@ class InPlaceGather:
             self.slot.stream = current
             self._to_unsharded()
             shared_slots.allow_reading(self)
+            self.all.note_changes(self, self.changed)
         self.in_graph |= self._training_state.name == "FORWARD" and torch.is_grad_enabled()
 
     def _to_sharded(self) -> None:
@@ -193,6 +247,7 @@ def gather_in_place(model: FSDPModule, ahead: int = 2, slots: int = 4) -> Gather
     peer_memory.become(chosen, InPlaceGather)
     for group in chosen:
         group.all, group.embeds = gathers, shared_slots.embeds(group)
+        group.changed = gathers.changes.of(group)
         group.keepers = unseen_outputs.own_modules(group)
     shared_slots.counted().update(chosen)
     model.register_forward_pre_hook(gathers.begin_forward, prepend=True)

@@ -22,6 +22,7 @@ from . import peer_memory
 
 ALIGNMENT, GRAIN = 512, 8 << 20  # bytes, of each weight in a slot and of a slot
 SMALL = 1 << 18  # bytes: smaller shards go by one kernel instead of a copy each
+SAMPLE = 64  # elements of each shard that are compared with what was gathered, where used
 
 
 @dataclass(eq=False)
@@ -77,6 +78,7 @@ class Slots:
             self.slots.append(fit[0])
         group.slot = min(fit, key=lambda slot: slot.of_ranks[0].nbytes)
         group.slot.number, copies = self.given, []
+        group.sample = None
         for p, n, place in zip(parameters, nbytes, places, strict=False):
             flat = [t.data[place:][: ranks * n].view(dtype_of(p)) for t in group.slot.of_ranks]
             rows = [t.data.view(ranks, -1) for t in flat]  # autograd does not see what fills it
@@ -90,6 +92,7 @@ class Slots:
             full = getattr(p._unsharded_param, "_local_tensor", p._unsharded_param)
             increment_version(full)  # a backward with views of where it was is an error
             group.full_versions = ()
+            group.versions_in_use = ()
             full.data = mine.as_strided(full.size(), full.stride(), mine.storage_offset())
             p.free_unsharded_param = lambda: None  # its memory is the slot's
         small = [pair for pair in copies if pair[1].nbytes <= SMALL]
@@ -137,6 +140,58 @@ class Slots:
             torch._foreach_copy_(group.small[0], group.small[1])
         self.last, group.slot.group = group.slot, group
 
+    def note_changes(self, group, noted: torch.Tensor) -> None:
+        """Queue, behind a gather: ``noted`` is true from here on if shards have changed since."""
+        shards = [p._sharded_param_data for p in group.fsdp_params]
+        if group.sample is None or not group.sample.is_of(shards):
+            group.sample = Sample([p.own for p in group.fsdp_params], shards)
+        group.sample.compare(noted)
+
+
+class Sample:
+    """A few elements of each shard of a unit, as it was gathered and as it is now.
+
+    Args:
+        gathered: what the shards were cast to, one flat tensor each.
+        shards: they themselves.
+    """
+
+    @torch.inference_mode(False)
+    def __init__(self, gathered: list[torch.Tensor], shards: list[torch.Tensor]) -> None:
+        self.shards = shards
+        self.pairs = []  # for each dtype that is gathered
+        for dtype in dict.fromkeys(own.dtype for own in gathered):
+            then, now = [], []
+            for own, shard in zip(gathered, shards, strict=True):
+                if own.dtype == dtype:
+                    every = -(-own.numel() // SAMPLE) or 1
+                    then.append(own.detach()[::every])
+                    now.append(shard.detach()[::every])
+            self.pairs.append((Copies(then, dtype), Copies(now, dtype)))
+
+    def is_of(self, shards: list[torch.Tensor]) -> bool:
+        return all(a is b for a, b in zip(self.shards, shards, strict=True))
+
+    @torch.no_grad()
+    def compare(self, noted: torch.Tensor) -> None:
+        for then, now in self.pairs:
+            noted.logical_or_(then.bytes().ne(now.bytes()).any())
+
+
+class Copies:
+    """Copies of a few elements, one behind the other, in one dtype."""
+
+    def __init__(self, sources: list[torch.Tensor], dtype: torch.dtype) -> None:
+        self.sources = sources
+        lengths = [len(source) for source in sources]
+        self.flat = sources[0].new_empty(sum(lengths), dtype=dtype)
+        self.parts = list(self.flat.split(lengths))
+
+    def bytes(self) -> torch.Tensor:
+        """As they are now; NaN is equal to itself."""
+        torch._foreach_copy_(self.parts, self.sources)
+        return self.flat.view(torch.uint8)
+
 
 def versions(group) -> list:
     """Counts of the changes of a unit's shards, and the memory that they are in."""
@@ -167,18 +222,28 @@ def forbid_reading(group) -> None:
     """Let a backward that reads the full weights of a unit, which lie there no more, be an error.
 
     It is the one that autograd raises for a tensor "modified by an inplace operation".
+
+    Raises:
+        RuntimeError: forward or its hooks have changed them, in memory that other ranks read.
     """
     weights = full_weights(group)
-    group.full_versions = tuple(weight._version for weight in weights)
+    found = tuple(weight._version for weight in weights)
+    if group.versions_in_use not in ((), found):
+        raise RuntimeError(
+            f"{type(group.modules[0]).__name__} changes its full weights in place (an embedding's "
+            "max_norm, a clamp), which peers copy and backward reads again: change the shards "
+            "behind step(), or leave the model to stock FSDP2"
+        )
+    group.full_versions = found
     increment_version(weights)
 
 
 def allow_reading(group) -> None:
     """The full weights of a unit lie where autograd knows them: take ``forbid_reading`` back."""
+    weights = tuple(full_weights(group))
     if group.full_versions:
-        torch._C._autograd._unsafe_set_version_counter(
-            tuple(full_weights(group)), group.full_versions
-        )
+        torch._C._autograd._unsafe_set_version_counter(weights, group.full_versions)
+    group.versions_in_use = tuple(weight._version for weight in weights)
 
 
 def storage_of(tensor: torch.Tensor) -> int:

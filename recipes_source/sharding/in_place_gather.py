@@ -234,12 +234,12 @@ if __name__ == "__main__":
 # * PyTorch 2.13 or later with a recent NCCL: ``FSDPModule.set_symm_mem_for_comm()`` with NCCL's
 #   zero-CTA policy gathers by copy engines too. The copies around the gather stay.
 #
-# Limits that are silent
-# ----------------------
-# Weights that change inside a forward or its hooks, before its backward, or behind
-# ``begin_next_forward()`` are gathered anew if all ranks change them and PyTorch counts it
-# (:doc:`shared_slots`). Changes by ``.data``, ``dcp.load``, collectives or ``torch._foreach_*`` are not
-# counted: units gathered ahead, or kept for backward, have the old weights. Make them between steps.
+# Limits that can be silent
+# -------------------------
+# Weights changed inside a forward, before its backward, or behind ``begin_next_forward()`` are gathered
+# anew if all ranks change them and PyTorch counts it (:doc:`shared_slots`). It does not count ``.data``,
+# ``dcp.load`` or collectives: a sample is compared instead, and the next forward raises on ranks that saw
+# a difference. Changes of few elements pass: make them between steps.
 #
 # Known limits
 # ------------

@@ -104,7 +104,8 @@ from overlap_recipes.fsdp2.shared_slots import Slots, outdated
 # A slot that was filled ahead is outdated if the weights change, or move to other memory, before it
 # is used. PyTorch counts the changes in place of each tensor. Most optimizers leave their own out,
 # so a hook adds them (``counted``). A change by ``.data``, by ``torch._foreach_*`` over DTensors,
-# by ``dcp.load`` into a state dict or by a collective is not counted.
+# by ``dcp.load`` into a state dict or by a collective is not counted. For those, up to 64 elements of
+# each shard are compared where a unit is used; the device notes a difference, the host reads it later.
 #
 # .. literalinclude:: /overlap_recipes/fsdp2/shared_slots.py
 #    :language: python
@@ -113,6 +114,10 @@ from overlap_recipes.fsdp2.shared_slots import Slots, outdated
 # .. literalinclude:: /overlap_recipes/fsdp2/shared_slots.py
 #    :language: python
 #    :pyobject: outdated
+#
+# .. literalinclude:: /overlap_recipes/fsdp2/shared_slots.py
+#    :language: python
+#    :pyobject: Sample
 #
 # .. literalinclude:: /overlap_recipes/fsdp2/shared_slots.py
 #    :language: python
@@ -208,8 +213,8 @@ if __name__ == "__main__":
 # ------------
 # * A unit's full weights are another unit's afterwards. FSDP2 frees them instead, so that a reference
 #   kept beyond ``reshard()`` is an error there; here it reads other numbers.
-# * A forward that changes its full weights in place (an embedding's ``max_norm``, a clamp) is not for
-#   slots: others may still copy them, and backward may read the changed ones, **without an error**.
+# * A forward that changes its full weights in place (an embedding's ``max_norm``, a clamp) is refused:
+#   others may still copy them, and backward may read the changed ones.
 # * An optimizer's step counts as a change of its weights (``counted``). So a backward that needs
 #   weights as they were before the step is an error. Stock FSDP2 lets it pass, with most optimizers.
 # * Private names of FSDP2: :doc:`peer_memory` lists them.

@@ -63,6 +63,53 @@ def called_before_backward() -> None:
     expect("call it between steps", loss.backward)
 
 
+def changed_by_data(model: nn.Module) -> None:
+    for p in model.shards:
+        p.data.copy_(p.data * 0.5)
+
+
+def changed_behind_the_gather() -> None:
+    """Where PyTorch counts no change, a sample of the shards tells: the error names units."""
+    model, _ = in_place(shard(FP32))
+    model.shards = list(model.parameters())
+    for turn in range(2):
+        step(model, turn)
+    gathers = param_groups(model)[0].all
+
+    def begun_then_changed() -> None:
+        gathers.begin_next_forward()
+        changed_by_data(model)
+        evaluate(model, torch.no_grad, 2)
+
+    def changed_in_forward() -> None:
+        hook = model.blocks[0].register_forward_pre_hook(lambda *_: changed_by_data(model))
+        try:
+            step(model, 3)
+        finally:
+            hook.remove()
+
+    def changed_before_backward() -> None:
+        loss = loss_of(model, 4)
+        changed_by_data(model)
+        loss.backward()
+        step(model, 5)
+
+    for way in (begun_then_changed, changed_in_forward, changed_before_backward):
+        expect("ran with other weights than its shards have", way)
+        model.zero_grad()
+        if hasattr(model, "reset_iter_state"):
+            model.reset_iter_state()
+        step(model, 6)
+
+
+def full_weights_changed_in_forward() -> None:
+    """An embedding's ``max_norm`` changes what peers copy."""
+    model = Model()
+    model.embed.max_norm = 0.5
+    model, _ = in_place(shard(PLAIN, model=model, grouped=True))
+    expect("Embedding changes its full weights", partial(step, model))
+
+
 def collectives_of_their_own() -> None:
     """Those of before the call are called, those of later an error."""
     for setter in ("set_custom_all_gather", "set_custom_reduce_scatter"):
@@ -454,6 +501,8 @@ TROUBLES = (
     called_before_backward,
     collectives_of_their_own,
     lists_of_their_own,
+    changed_behind_the_gather,
+    full_weights_changed_in_forward,
     begun_with_the_forward,
     begun_before_the_forward,
     slots_as_many_as_asked,
