@@ -238,8 +238,8 @@ if __name__ == "__main__":
 # -------------------------
 # Weights changed inside a forward, before its backward, or behind ``begin_next_forward()`` are gathered
 # anew if all ranks change them and PyTorch counts it (:doc:`shared_slots`). It does not count ``.data``,
-# ``dcp.load`` or collectives: a sample is compared instead, and the next forward raises on ranks that saw
-# a difference. Changes of few elements pass: make them between steps.
+# ``dcp.load`` or collectives: a sample is compared, and the next forward raises on ranks that saw
+# it. A few changed elements can pass.
 #
 # Known limits
 # ------------
