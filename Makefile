@@ -7,7 +7,7 @@ JOBS ?= 2
 export RANKS
 
 .DEFAULT_GOAL := help
-.PHONY: help html html-noplot serve test check soak installed verify lint new-recipe readme linkcheck
+.PHONY: help html html-noplot serve test check soak installed verify lint new-recipe calculator linkcheck
 .PHONY: clean environment
 
 ifeq ($(strip $(VENV)),)
@@ -60,7 +60,7 @@ lint: environment ## Check style, spelling, the freshness of results, the size o
 	@$(PY) -m ruff check .
 	@$(PY) -m ruff format --check .
 	@$(PY) -m codespell_lib
-	@PYTHONPATH=. $(PY) benchmarks/readme_table.py --check
+	@$(PY) -m benchmarks.first_tables
 	@$(PY) -m benchmarks.will_it_hide --check
 	@$(PY) tests/sizes.py
 	@if command -v actionlint >/dev/null; then actionlint; \
@@ -75,8 +75,7 @@ new-recipe: ## Start a recipe that passes at once: NAME=checkpoint/my_recipe
 	@echo "Edit recipes_source/$(NAME).py and tests/controls/$(notdir $(NAME)).toml, then:"
 	@echo "  $(PY) -m harness run recipes_source/$(NAME).py --ranks 2"
 
-readme: environment ## Write the README's table of results, and what the calculator predicts of them
-	@PYTHONPATH=. $(PY) benchmarks/readme_table.py
+calculator: environment ## Write what the calculator predicts of the measured rows
 	@$(PY) -m benchmarks.will_it_hide
 
 linkcheck: html ## Check every internal link and anchor of the built pages; no network

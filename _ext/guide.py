@@ -12,7 +12,7 @@ from results import link
 from sphinx.application import Sphinx
 from sphinx.util.docutils import SphinxDirective
 
-from benchmarks import result_files, will_it_hide
+from benchmarks import first_tables, result_files, will_it_hide
 
 ROOT = Path(__file__).parent.parent
 API = re.compile(
@@ -36,6 +36,7 @@ class Template(SphinxDirective):
             figures=result_files,
             calculator=will_it_hide,
             apis=apis(),
+            runs=first_tables.runs_of_recipes(ROOT),
             scripts=sorted((ROOT / "tests" / "upstream").glob("[!r]*.py")),
         )
         return [nodes.raw("", html, format="html")]

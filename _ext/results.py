@@ -31,6 +31,7 @@ from sphinx.util import logging
 from sphinx.util.docutils import SphinxDirective
 from sphinx_design.shared import create_component
 
+from benchmarks import first_tables
 from benchmarks.result_files import (
     BENCHMARKS,
     ROW_RECIPES,
@@ -125,6 +126,15 @@ class ResultDirective(SphinxDirective):
         kept = sorted((tab for tab in tabs if tab[2]), key=lambda tab: tab[2]) or tabs[-1:]
         return device_tabs([tab[:2] for tab in kept]) if kept else [not_measured(name)]
 
+    def _name(self, name: str) -> nodes.paragraph:
+        literal = nodes.literal("", name)
+        stem = ROW_RECIPES.get(name, name)
+        page = next((d for d in self.env.found_docs if d.endswith(f"/{stem}")), None)
+        if page is None:
+            return nodes.paragraph("", "", literal)
+        target = link(self.env.docname, "doc", f"/{page}", nodes.inline("", "", literal))
+        return nodes.paragraph("", "", target)
+
     def _wanted(self, row: dict) -> bool:
         rows, where = self.options.get("rows", "").split(), self.options.get("where", {})
         return (not rows or row["name"] in rows) and all(
@@ -161,15 +171,6 @@ class ResultTable(ResultDirective):
         same = {p: f.pop() for p, f in values.items() if len(f) == 1 and None not in f}
         origin = self._origin(result, rows, same, columns)
         return [table, *map(_small, below), *origin, self._others()]
-
-    def _name(self, name: str) -> nodes.paragraph:
-        literal = nodes.literal("", name)
-        stem = ROW_RECIPES.get(name, name)
-        page = next((d for d in self.env.found_docs if d.endswith(f"/{stem}")), None)
-        if page is None:
-            return nodes.paragraph("", "", literal)
-        target = link(self.env.docname, "doc", f"/{page}", nodes.inline("", "", literal))
-        return nodes.paragraph("", "", target)
 
     def _others(self) -> nodes.paragraph:
         """A way to the columns that the table leaves out."""
@@ -392,8 +393,8 @@ def _lines(field: str, rows: list[dict], title: str) -> Figure:
 class ResultGain(ResultDirective):
     """``.. result-gain:: <benchmark>``: rows of one field in a sentence, the first in bold.
 
-    Of the machines, the one that measured most of the rows; of several, one that measured the code
-    of today, then the latest, then that of most ranks.
+    Of the machines that measured the code of today, the one with most of the rows; of several, the
+    latest, then that of most ranks. Nothing is shown where there is none.
     """
 
     option_spec = ResultDirective.option_spec | {"field": directives.unchanged_required}
@@ -401,31 +402,54 @@ class ResultGain(ResultDirective):
     def run(self) -> list[nodes.Node]:
         repo, field = Path(self.config.results_repo), self.options["field"]
         results = [load(path) for path in remember(self.env, repo, "results", self.arguments[0])]
-        found = [
-            (result, [row for row in result.rows if self._wanted(row) and known(row, field)])
-            for result in reversed(results)  # most ranks first
-        ]
-
-        def key(of: tuple) -> tuple:
-            return len(of[1]), not changed_recipes(of[0].measured(of[1]), repo), of[0].data["date"]
-
-        result, rows = max(found, key=key, default=(None, []))
-        return self.show(result, rows) if rows else [not_measured(self.arguments[0])]
+        best, most = None, (0, "")
+        for result in reversed(results):  # most ranks first
+            rows = [row for row in result.rows if self._wanted(row) and known(row, field)]
+            changed = note_recipes(self.env, repo, result.measured(rows))
+            order = len(rows), result.data["date"]
+            if not changed and order > most:
+                best, most = (result, rows), order
+        return self.show(*best) if best else []
 
     def show(self, result: Result, found: list[dict]) -> list[nodes.Node]:
         field, order = self.options["field"], self.options["rows"].split()
         found.sort(key=lambda row: order.index(row["name"]))
-        changed = note_recipes(self.env, Path(self.config.results_repo), result.measured(found))
         text = nodes.paragraph("", f"{heading(field)}: ", classes=["result-gain"])
         for number, row in enumerate(found):
             text += nodes.Text(", " if number else "")
             text += (nodes.emphasis if number else nodes.strong)("", cell(row, field))
             text += [nodes.Text(" "), nodes.literal("", row["name"])]
-        earlier = ", by an earlier version of the recipe" if changed else ""
         tokens = {row.get("tokens") for row in found} - {None}
         at = f", {tokens.pop():,} tokens a step" if len(tokens) == 1 else ""
-        text += nodes.Text(f". Stock {found[0]['model']}{at}, {result.machine}{earlier}.")
+        text += nodes.Text(f". Stock {found[0]['model']}{at}, {result.machine}.")
         return [text]
+
+
+class FirstTableDirective(ResultDirective):
+    """``.. first-table:: <benchmark>``: what today's code measured on one kind of machine."""
+
+    option_spec: dict = {}
+
+    def run(self) -> list[nodes.Node]:
+        repo, name = Path(self.config.results_repo), self.arguments[0]
+        for path in remember(self.env, repo, "results", name):
+            note_recipes(self.env, repo, load(path).measured(load(path).rows))
+        table = first_tables.first_table(name, repo)
+        if table is None:
+            words = "The present code was not measured yet. Earlier code was: "
+            return [nodes.paragraph("", words, self._explorer(), nodes.Text("."))]
+        body = []
+        for row, cells in table.cells.items():
+            body.append([self._name(row), *(nodes.paragraph("", text) for text in cells)])
+        shown = [_table(["Way", *table.headings], body), _small(f"Measured on {table.origin}")]
+        if table.left_out:
+            names = ", ".join(table.left_out)
+            shown.append(_small(f"Left out, since their code has changed: {names}."))
+        return shown
+
+    def _explorer(self) -> nodes.reference:
+        up = "../" * self.env.docname.count("/")
+        return nodes.reference("", "every measured row", refuri=f"{up}guide/results.html")
 
 
 def _as_node(figure: Figure, alternative: str, text: list[str]) -> LanePicture:
@@ -520,6 +544,7 @@ def setup(app: Sphinx) -> dict[str, object]:
     app.add_directive("result-figure", ResultFigure)
     app.add_directive("result-table", ResultTable)
     app.add_directive("result-gain", ResultGain)
+    app.add_directive("first-table", FirstTableDirective)
     app.connect("env-get-outdated", _pages_with_new_files)
     app.add_css_file("results.css")
     return {"parallel_read_safe": True, "parallel_write_safe": True}

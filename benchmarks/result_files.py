@@ -1,6 +1,6 @@
 """The files that measurements leave: ``benchmarks/results`` and ``benchmarks/traces``.
 
-Reading, checking and naming what is in them, for the pages, the README's table and ``make lint``.
+Reading, checking and naming what is in them, for the pages and ``make lint``.
 Nothing here measures. ``shown.toml`` has the order, headings and columns of what pages show. What a
 value means is in the end of its field's name: ``_s``, ``_bytes``,
 ``_bytes_per_s``, ``_slowdown``; other whole numbers are counts and other fractions are shares.
@@ -150,15 +150,15 @@ class Benchmark:
 
     ``deciding`` fields are a table's columns, the first that rows have. ``bars`` is drawn by row,
     on a logarithmic axis where ``logarithmic``; where rows vary in tokens, ``lines`` is drawn over
-    them instead. ``readme`` names the columns of the README, or the field that it shows over tokens
-    where ``lines`` is; without any, the README leaves it out.
+    them instead. ``first_table`` names the columns of the first table, or the field that it
+    shows over tokens where ``lines`` is; without any, there is no first table.
     """
 
     title: str
     deciding: str
     bars: str
     lines: str = ""
-    readme: str = ""
+    first_table: str = ""
     logarithmic: bool = False
 
 

@@ -13,8 +13,4 @@ def repo(tmp_path) -> Path:
     for folder in ("benchmarks/results", "benchmarks/traces", "recipes_source/checkpoint"):
         (repo / folder).mkdir(parents=True)
     recipe_of(repo).write_text(RECIPE)
-    (repo / "README.md").write_text(
-        "# Title\n\n<!-- results:begin -->\n<!-- results:end -->\n"
-        "<!-- versions:begin -->\n<!-- versions:end -->\n\nAfter.\n"
-    )
     return repo

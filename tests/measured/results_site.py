@@ -114,8 +114,8 @@ def edit_prose(repo: Path) -> None:
     recipe_of(repo).write_text(prose.replace("A recipe.", "Another title.") + "\n# %%\n# Words.\n")
 
 
-def lint(repo: Path, *arguments: str) -> subprocess.CompletedProcess:
-    command = [sys.executable, "-m", "benchmarks.readme_table", "--repo", str(repo), *arguments]
+def lint(repo: Path) -> subprocess.CompletedProcess:
+    command = [sys.executable, "-m", "benchmarks.first_tables", "--repo", str(repo)]
     environment = os.environ | {"PYTHONPATH": str(REPO)}
     return subprocess.run(command, cwd=repo, env=environment, capture_output=True, text=True)
 

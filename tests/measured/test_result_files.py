@@ -30,7 +30,7 @@ def test_a_bad_result_file_fails_lint_and_page(repo, change, says):
     path.write_text(json.dumps(json.loads(path.read_text()) | change))
     with pytest.raises(result_files.ResultError, match=says):
         result_files.load(path)
-    process = lint(repo, "--check")
+    process = lint(repo)
     assert process.returncode == 1 and path.name in process.stderr
     _, warnings = render(repo, ".. result-table:: checkpoint_stall")
     assert path.name in warnings

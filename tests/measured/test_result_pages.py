@@ -131,7 +131,7 @@ def test_a_gain_is_of_the_machine_that_measured_most_of_its_rows(repo):
    :rows: overlapped a_peer
    :field: staging_cost_s
 """
-    assert "Not measured yet" in render(repo, gain)[0]
+    assert "Test GPU" not in render(repo, gain)[0]
     measure(repo, 4, rows[:1])
     assert "4 × Test GPU" in render(repo, gain)[0]
     measure(repo, 2, rows)
@@ -148,14 +148,6 @@ def test_a_gain_is_of_the_code_of_today_and_names_the_tokens_of_a_step(repo):
     gain = ".. result-gain:: checkpoint_stall\n   :rows: async_save\n   :field: staging_cost_s\n"
     html, _ = render(repo, gain)
     assert "Stock m, 4,096 tokens a step, 2 × Test GPU." in html
-
-
-def test_a_gain_of_earlier_code_alone_is_the_latest(repo):
-    earlier = {"code_sha256": {"async_save": "of an earlier version"}}
-    measure(repo, 4, [row("async_save", 1.0) | {"model": "m"}], date="2026-01-01", **earlier)
-    measure(repo, 2, [row("async_save", 1.0) | {"model": "m"}], date="2026-02-01", **earlier)
-    gain = ".. result-gain:: checkpoint_stall\n   :rows: async_save\n   :field: staging_cost_s\n"
-    assert "2 × Test GPU, by an earlier version" in render(repo, gain)[0]
 
 
 def test_rows_of_one_name_are_told_apart_by_what_differs(repo):

@@ -1,0 +1,189 @@
+"""The first tables of measured gains, and which torch the recipes ran on, for the site.
+
+    python -m benchmarks.first_tables   # list results of earlier code; exit 1 if a file is bad
+
+A first table shows figures of today's code alone, from one file: one kind of machine. Where the
+code of a row has changed since, the row is left out; the explorer of results still has it.
+"""
+
+import argparse
+import json
+import sys
+from dataclasses import dataclass
+from pathlib import Path
+
+from benchmarks.result_files import (
+    BENCHMARKS,
+    Result,
+    ResultError,
+    cell,
+    changed_recipes,
+    files,
+    heading,
+    in_words,
+    known,
+    load,
+    plain,
+    stale_results,
+)
+
+# Of rows over tokens, these alone are shown.
+USUAL = {
+    "loop": "reads",
+    "compiled": False,
+    "reduce_dtype": "float32",
+    "activation_checkpointing": False,
+}
+
+
+@dataclass(frozen=True)
+class FirstTable:
+    """A benchmark's figures of today's code on one kind of machine."""
+
+    headings: list[str]
+    cells: dict[str, list[str]]  # the name of a row, and its figures
+    origin: str  # one sentence
+    left_out: list[str]  # names of rows that measured earlier code
+
+
+def first_table(name: str, repo: Path) -> FirstTable | None:
+    """The table of a benchmark, from the latest file in which a row of ours is of today's code.
+
+    None if there is no such file.
+    """
+    found = [load(path) for path in files(repo, "results", name)]
+    found.sort(key=lambda result: (result.data["date"][:10], len(result.rows)), reverse=True)
+    for result in found:
+        rows = rows_over_tokens(result) if result.benchmark.lines else rows_of_first_case(result)
+        today = [row for row in rows if not changed_recipes(result.measured([row]), repo)]
+        if any(result.measured([row]) for row in today):
+            return table_of(result, rows, today)
+    return None
+
+
+def rows_of_first_case(result: Result) -> list[dict]:
+    """The rows that have the parameters of the first row."""
+    case = first_case(result)
+    return [row for row in result.rows if all(row.get(p) == v for p, v in case.items())]
+
+
+def first_case(result: Result) -> dict:
+    return {parameter: result.rows[0].get(parameter) for parameter in result.varied()}
+
+
+def rows_over_tokens(result: Result) -> list[dict]:
+    """The usual rows of stock models; those of the synthetic one where there are no others."""
+    field = result.benchmark.first_table
+    rows = [row for row in result.rows if known(row, field)]
+    stock = [row for row in rows if row.get("model") not in (None, "synthetic")]
+    rows = stock or rows
+    return [row for row in rows if all(row.get(p, value) == value for p, value in USUAL.items())]
+
+
+def table_of(result: Result, rows: list[dict], today: list[dict]) -> FirstTable:
+    if result.benchmark.lines:
+        headings, cells = cells_over_tokens(result, today)
+        case = ""
+    else:
+        headings, cells = cells_by_field(result, today)
+        parts = [f"; {p}: {plain(v)}" for p, v in first_case(result).items() if v is not None]
+        case = "".join(parts)
+    shown = [row for row in today if row["name"] in cells]
+    origin = f"{result.origin(shown)}; {in_words(result.data['workload'])}{case}."
+    names = [row["name"] for row in rows if row not in today]
+    return FirstTable(headings, cells, origin, list(dict.fromkeys(names)))
+
+
+def cells_by_field(result: Result, rows: list[dict]) -> tuple[list[str], dict[str, list[str]]]:
+    """A column for each field that a row has."""
+    asked = result.benchmark.first_table.split()
+    fields = [name for name in asked if any(known(row, name) for row in rows)]
+    cells = {}
+    for row in rows:
+        if any(known(row, name) for name in fields):
+            cells[row["name"]] = [cell(row, name) for name in fields]
+    return [heading(name) for name in fields], cells
+
+
+def cells_over_tokens(result: Result, rows: list[dict]) -> tuple[list[str], dict[str, list[str]]]:
+    """A column for each number of tokens; names that were measured at most of them."""
+    tokens = sorted({row["tokens"] for row in rows})
+    value = {(row["name"], row["tokens"]): cell(row, result.benchmark.first_table) for row in rows}
+    cells = {}
+    for row in rows:
+        line = [value.get((row["name"], count), "–") for count in tokens]
+        if 2 * line.count("–") < len(line):
+            cells[row["name"]] = line
+    return [f"{count:,}" for count in tokens], cells
+
+
+def first_tables(repo: Path) -> dict[str, FirstTable]:
+    """Each benchmark that has a first table, and the table."""
+    found = {}
+    for name, benchmark in BENCHMARKS.items():
+        if benchmark.first_table:
+            table = first_table(name, repo)
+            if table is not None:
+                found[name] = table
+    return found
+
+
+@dataclass(frozen=True)
+class RunOfRecipes:
+    """What ran on one machine and one version of torch."""
+
+    where: str
+    torch: str
+    passed: int
+    recipes: int
+    failed: list[str]
+    date: str
+    earlier: int  # recipes whose code has changed since
+
+
+def runs_of_recipes(repo: Path) -> list[RunOfRecipes]:
+    """From the records of ``make verify`` on accelerators, then of ``tests/versions.py``."""
+    runs = []
+    for path in sorted((repo / "harness" / "verified").glob("*.json")):
+        record = json.loads(path.read_text(encoding="utf-8"))
+        where = f"{record['ranks']} × {record['device']}"
+        runs.append(run_of(where, record["torch"], record["recipes"], repo))
+    path = repo / "guide" / "versions.json"
+    if path.exists():
+        for torch, record in json.loads(path.read_text(encoding="utf-8")).items():
+            where = f"CPU, {record['ranks']} ranks"
+            runs.append(run_of(where, torch, record["recipes"], repo))
+    return runs
+
+
+def run_of(where: str, torch: str, recipes: dict[str, dict], repo: Path) -> RunOfRecipes:
+    failed = [name for name, result in recipes.items() if not result["ok"]]
+    then = [(name, result["code_sha256"]) for name, result in recipes.items()]
+    return RunOfRecipes(
+        where=where,
+        torch=torch,
+        passed=len(recipes) - len(failed),
+        recipes=len(recipes),
+        failed=failed,
+        date=max(result["date"] for result in recipes.values()),
+        earlier=len(changed_recipes(then, repo)),
+    )
+
+
+def main(arguments: list[str] | None = None) -> int:
+    parser = argparse.ArgumentParser(description=__doc__.splitlines()[0])
+    parser.add_argument("--repo", type=Path, default=Path.cwd(), help=argparse.SUPPRESS)
+    options = parser.parse_args(arguments)
+    try:
+        first_tables(options.repo)
+        stale = stale_results(options.repo)
+    except ResultError as error:
+        print(f"error: {error}", file=sys.stderr)
+        return 1
+    for line in stale:
+        print(f"stale: {line}")
+    return 0
+
+
+if __name__ == "__main__":
+    sys.exit(main())
