@@ -407,7 +407,7 @@ class ResultGain(ResultDirective):
             rows = [row for row in result.rows if self._wanted(row) and known(row, field)]
             changed = note_recipes(self.env, repo, result.measured(rows))
             order = len(rows), result.data["date"]
-            if not changed and order > most:
+            if rows and not changed and order > most:
                 best, most = (result, rows), order
         return self.show(*best) if best else []
 

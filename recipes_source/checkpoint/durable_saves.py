@@ -74,9 +74,14 @@ All of this runs on the writing thread. It follows five rules, each of them a li
 # -----------------
 # The imports are the proof's. The names are the module's.
 #
-# .. literalinclude:: /overlap_recipes/checkpoint/durable.py
+# .. literalinclude:: /overlap_recipes/checkpoint/digests.py
 #    :language: python
 #    :start-at: MANIFEST = "manifest.{}.json"
+#    :end-at: MANIFEST = "manifest.{}.json"
+#
+# .. literalinclude:: /overlap_recipes/checkpoint/durable.py
+#    :language: python
+#    :start-at: POINTER = "latest"
 #    :end-at: POINTER = "latest"
 
 import argparse
