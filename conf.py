@@ -30,6 +30,8 @@ author = "the Overlap Recipes authors"
 copyright = author
 
 extensions = [
+    "sphinx.ext.autodoc",
+    "sphinx.ext.napoleon",
     "sphinx_gallery.gen_gallery",
     "sphinx_design",
     "sphinx_copybutton",
@@ -53,6 +55,19 @@ include_patterns = ["index.rst", "guide/**", "recipes/**"]
 exclude_patterns = ["_build", ".venv", ".git"]  # Sphinx need not walk through them
 templates_path = ["_templates"]
 nitpicky = True
+nitpick_ignore_regex = [("py:.*", ".*")]  # types in signatures: most are torch's
+
+# guide/reference.rst: the trainers' packages and the stores' need not be there.
+autodoc_mock_imports = [
+    "accelerate",
+    "fsspec",
+    "lightning",
+    "safetensors",
+    "torchtitan",
+    "transformers",
+]
+autodoc_member_order = "bysource"
+autodoc_preserve_defaults = True
 
 
 sphinx_gallery_conf = {
