@@ -55,7 +55,7 @@ class HostDTensors:
     """Makes DTensors in host memory with the shards of those on a device.
 
     One mesh for all, .5 ms of the interpreter each, and one ``DTensor.from_local`` for all of one
-    form, .15 ms each: GPT-2 XL has 1,740 tensors, and two buffers.
+    form, .15 ms each: GPT-2 XL has 1,740 tensors.
     """
 
     def __init__(self) -> None:

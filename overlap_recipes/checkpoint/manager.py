@@ -36,8 +36,8 @@ class CheckpointManager:
                     break
         sys.exit(checkpoints.exit_code)
 
-    From the second step on, memory for two saves is locked beside training, so the first save costs
-    no more than later ones.
+    From the second step on, memory for a save is locked beside training, so the first save does not
+    pay for it. A save that comes before the one before it is written waits until it is.
 
     Args:
         root: a directory that all ranks see, made if it is missing; or a URL that fsspec knows,
@@ -50,7 +50,8 @@ class CheckpointManager:
         grace_s: seconds from SIGTERM to SIGKILL. In the block SIGTERM does not end the process:
             ``preempted`` says that it came, and 2 s before the time is over the process ends by
             ``TOO_LATE`` (86). None: SIGTERM is left alone.
-        host_bytes: how much page-locked memory this rank may take for saves; None: twice its state.
+        host_bytes: how much page-locked memory this rank may take for saves; None: no bound. A save
+            takes as much as this rank's part of the state.
         write_threads: how many threads write; None: two, and more where a save comes before the one
             before it is written.
 

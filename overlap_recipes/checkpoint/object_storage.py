@@ -221,7 +221,7 @@ class ObjectSaves(Saves):
         """As ``Saves.save``; the checkpoint is ``step`` below ``url``."""
         return super().save(state_dict, Path("/dev/null", name_of(step)))  # no local directory
 
-    def prepare_files(self, states: list[dict]) -> None:
+    def prepare_files(self, state: dict) -> None:
         """There are none: DCP plans and writes each save."""
 
     def write(self, state: dict, directory: Path) -> None:

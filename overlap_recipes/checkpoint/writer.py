@@ -25,7 +25,6 @@ from .state import is_staged, shard_of
 # Private by name: ``_StorageInfo``. ``.metadata`` is made of it, and DCP's reader expects it.
 
 FILES = 8  # of a rank; a thread writes one at a time
-KEPT_CALLS = 2  # lists of system calls: one for each buffer
 PIECE = 256 << 20  # bytes that one system call writes at most
 
 
@@ -106,9 +105,8 @@ class Layout(dcp.FileSystemWriter):
         writers = min(FILES, 1 + sum(tensor.nbytes for tensor, _ in tensors) // PIECE)
         self.names = [f"{plan.storage_data.prefix}{n}.distcp" for n in range(writers)]
         self.files, self.ends = [[] for _ in self.names], [0 for _ in self.names]
-        self.keys: dict[tuple, tuple] = {}  # by the outline of a state
-        self.paths: dict[str, tuple] = {}  # of all leaves, by name
-        self.calls, self.last_others, places, results = {}, None, {}, []
+        self.forget()
+        self.last_others, places, results = None, {}, []
         for tensor, item in tensors:
             memory = memory_of(tensor)
             if memory not in places:
@@ -124,8 +122,10 @@ class Layout(dcp.FileSystemWriter):
 
     def forget(self) -> None:
         """Hold the memory of no state."""
-        self.calls.clear()
-        self.keys.clear()
+        self.outline: tuple | None = None  # of the state that ``calls`` write
+        self.leaves: dict[str, object] = {}  # of that state, by name
+        self.paths: dict[str, tuple] = {}  # of these, by name
+        self.calls: list[list] = []  # system calls of each file
 
     def finish(self, metadata, results) -> None:
         """On rank 0: keep the part of ``.metadata`` that does not change."""
@@ -274,12 +274,11 @@ class FileWriter:
         if self.is_first_rank:
             self.layout.write_metadata(directory, others)
 
-    def prepare(self, states: list[dict]) -> None:
-        """Plan before there is anything to write: ``states`` of one layout in other memory."""
+    def prepare(self, state: dict) -> None:
+        """Plan before there is anything to write."""
         directory = Path(tempfile.mkdtemp())
         try:
-            for state in states:
-                self.plan(state, directory)
+            self.plan(state, directory)
         finally:
             directory.rmdir()
 
@@ -300,18 +299,17 @@ class FileWriter:
     def arrange(self, state: dict) -> bool:
         """Whether this rank's state needs another layout than the kept one.
 
-        A state that has the outline of an earlier one is not taken apart: DCP's planner holds the
+        A state that has the outline of the last one is not taken apart: DCP's planner holds the
         interpreter for 30 ms to give names to 2,300 tensors, and training needs it.
         """
         layout = self.layout
         found: list = []
         outline(state, found)
         self.outline = tuple(found)
-        self.is_known = layout is not None and self.outline in layout.keys
+        self.is_known = layout is not None and self.outline == layout.outline
         if not self.is_known:
             self.take_apart(state)
             return layout is None or self.described() != layout.made_for
-        self.key = layout.keys[self.outline]
         self.planner = Planner(flatten_state_dict=False, flatten_sharded_tensors=False)
         self.planner.set_up_planner(state)
         names = [item.index.fqn for item in layout.others]
@@ -322,8 +320,6 @@ class FileWriter:
         """Let DCP's planner give names to all that is in ``state``."""
         self.planner = Planner()
         self.planner.set_up_planner(state)
-        values = self.planner.state_dict.values()
-        self.key = tuple(self.planner.mappings.items()), tuple(map(kind, values))
 
     def described(self) -> tuple:
         """All that a layout depends on: paths, forms, and which names have the same memory."""
@@ -338,24 +334,18 @@ class FileWriter:
         return tuple(self.planner.mappings.items()), forms, shared
 
     def remember(self) -> None:
-        """Keep the system calls that write this state, and its outline, for the next time."""
+        """Keep the system calls that write this state, for the next time."""
         layout = self.layout
-        if self.key not in layout.calls:
-            if len(layout.calls) == KEPT_CALLS:
-                layout.forget()
-            calls = [layout.pieces(self.planner, items) for items in layout.files]
-            layout.calls[self.key] = self.planner.state_dict, calls  # keeps the memory alive
-        if not self.is_known:
-            if len(layout.keys) == KEPT_CALLS:
-                layout.keys.clear()
-            layout.keys[self.outline] = self.key
-            layout.paths = self.planner.mappings
+        if self.outline == layout.outline:
+            return
+        layout.outline = self.outline
+        layout.leaves = self.planner.state_dict  # alive, so the ids in the outline stay theirs
+        layout.paths = self.planner.mappings
+        layout.calls = [layout.pieces(self.planner, items) for items in layout.files]
 
     def write_files(self, directory: Path, threads: int) -> list[WriteResult]:
         """Write this rank's files; return the places of what is serialised anew."""
         layout = self.layout
-        _, calls = layout.calls[self.key]
-
         tail = bytearray()
         places = []
         for item in layout.others:
@@ -363,9 +353,9 @@ class FileWriter:
             place = _StorageInfo(layout.names[0], layout.ends[0] + len(tail), len(data))
             places.append(WriteResult(item.index, len(data), place))
             tail += data
-        first = [*calls[0], (layout.ends[0], len(tail), [tail])]
+        first = [*layout.calls[0], (layout.ends[0], len(tail), [tail])]
 
         directory.mkdir(parents=True, exist_ok=True)
         paths = [directory / name for name in layout.names]
-        write_files(list(zip(paths, [first, *calls[1:]], strict=True)), threads)
+        write_files(list(zip(paths, [first, *layout.calls[1:]], strict=True)), threads)
         return places

@@ -28,8 +28,8 @@ class LightningSaves(Saves):
         if self.rank == 0:
             (directory / "meta.pt").write_bytes(state["meta"].getvalue())
 
-    def prepare_files(self, states: list[dict]) -> None:
-        super().prepare_files([state["sharded"] for state in states])
+    def prepare_files(self, state: dict) -> None:
+        super().prepare_files(state["sharded"])
 
 
 def load_shards(state: dict, path: Path) -> None:
@@ -75,8 +75,8 @@ class OverlappedStrategy(ModelParallelStrategy):
         torch.save(checkpoint, meta := io.BytesIO())
         if b"DTensor" in meta.getvalue():
             raise TypeError("sharded in a callback: all ranks would load rank 0's; use full_tensor")
-        self.saves.save({"sharded": parts, "meta": meta}, self.broadcast(filepath))
-        wait(self.saves.uploads if sys.exc_info()[0] else [])  # training has raised: the last one
+        saved = self.saves.save({"sharded": parts, "meta": meta}, self.broadcast(filepath))
+        wait([saved] if sys.exc_info()[0] else [])  # training has raised: the last one
 
     def load_checkpoint(self, checkpoint_path: str, weights_only: bool | None = None) -> dict:
         with mock.patch(LOADS_SHARDS, load_shards):
@@ -84,14 +84,14 @@ class OverlappedStrategy(ModelParallelStrategy):
 
     def remove_checkpoint(self, filepath: str) -> None:
         # until the newest save is complete, this may be the only one
-        self.saves.uploads[-1].add_done_callback(partial(self.remove_if_saved, Path(filepath)))
+        self.saves.latest.add_done_callback(partial(self.remove_if_saved, Path(filepath)))
 
     def remove_if_saved(self, old: Path, newest: Future) -> None:
         if self.is_global_zero and not newest.exception() and old.exists():
             super().remove_checkpoint(old.rename(f"{old}.{time.time_ns()}.replaced"))
 
     def file_exists(self, filepath: str, trainer) -> bool:
-        wait(self.saves.uploads)  # now it exists, or its save has failed
+        wait([self.saves.latest])  # now it exists, or its save has failed
         return self.broadcast(Path(filepath).exists())
 
     def optimizer_step(self, optimizer, closure, **rest):

@@ -39,9 +39,9 @@ class TrainerSaves(Saves):
         shutil.copytree(state["files"], directory, dirs_exist_ok=True)
         shutil.rmtree(state["files"])
 
-    def prepare_files(self, states: list[dict]) -> None:
-        super().prepare_files([{"model": state["model"]} for state in states])
-        self.optimizer_files.prepare([{"optimizer": state["optimizer"]} for state in states])
+    def prepare_files(self, state: dict) -> None:
+        super().prepare_files({"model": state["model"]})
+        self.optimizer_files.prepare({"optimizer": state["optimizer"]})
 
     def commit(self, aside: Path, directory: Path) -> None:
         if self.rank == 0 and directory.exists():  # of an earlier run, or a callback has made it
@@ -85,8 +85,8 @@ class OverlappedTrainer(Trainer):
         return [getattr(self.optimizer, "optimizer", self.optimizer)]
 
     def _save_checkpoint(self, model: torch.nn.Module, trial: None) -> None:
-        wait(self.saves.uploads)  # those before have ended: what is older than them may go
-        self.saves.raise_differing(self.saves.uploads)
+        wait([self.saves.latest])  # it has ended: what is older may go
+        self.saves.raise_differing(self.saves.latest)
         root, limit = Path(self.args.output_dir), self.args.save_total_limit or 0
         named = root.glob("checkpoint-*[0-9]") if self.args.should_save and limit > 0 else []
         for old in sorted(named, key=lambda x: (x.stat().st_mtime, len(x.name), x.name))[:-limit]:

@@ -17,7 +17,7 @@ A thread writes the copy. A directory gets its final name only when the checkpoi
 a package that stages in the background. ``none`` is the same measurement without a save: the noise.
 
 **When not to bother:** your state is a few megabytes, you save once an hour (:doc:`async_save`
-costs next to nothing then), or the host cannot spare two copies of each rank's shards.
+costs next to nothing then), or the host cannot spare a copy of each rank's shards.
 
 .. code-block:: python
 
@@ -56,7 +56,7 @@ some tensors from before the change and some from after it, and nothing reports 
    .. grid-item-card:: What you need
 
       * PyTorch 2.9 or later on Linux, any number of ranks, CPU or GPU
-      * page-locked host memory for two copies of each rank's shards
+      * page-locked host memory for one copy of each rank's shards
       * one file system that all ranks see
 
 .. verification-badge::
@@ -69,8 +69,8 @@ The idea
 .. lanes:: Schematic. The copy after step 1 runs beside the next forward and backward; the write beside all that follows.
 
    compute:  0-6 step 1; 6-14 forward, backward; 14-16 update 2; 16-24 forward, backward; 24-26 update 3
-   copy:     6-12 to arena A ~; 26-32 to arena B ~
-   write:    12-28 write state 1 ~; 32-40 write state 3 ~
+   copy:     6-12 to the arena ~; 26-32 to the arena ~
+   write:    12-24 write state 1 ~; 32-40 write state 3 ~
    @6 1: the copy waits for the step
    @14 2: the next update waits for the copy
 
@@ -80,9 +80,9 @@ The idea
 3. **Forward after snapshot**: buffers that forward changes are copied on the device first.
 4. **Refill after write**: host memory is filled again only when its write has ended.
 
-In the loop, the training thread waits for storage in two cases: writing a checkpoint takes longer
-than the time between two saves (``if_busy="skip"`` then leaves a save out), or a tensor of
-the state has moved. At its end, the ``with`` block waits for all writes.
+In the loop, the training thread waits for storage in one case: writing a checkpoint takes longer
+than the time between two saves. The log says how long (``if_busy="skip"`` leaves such a save out).
+At its end, the ``with`` block waits for all writes.
 
 A checkpoint is first written to ``step100.incomplete``. When all ranks have written their part,
 rank 0 renames the directory. **Trust the name, not** ``.metadata``. If the process group is
@@ -184,10 +184,11 @@ if __name__ == "__main__":
 #
 # Memory
 # ------
-# Page-locked host memory, from the first save until ``saves`` is deleted: twice the bytes of this
-# rank's shards. Where ``host_bytes`` allows no more than once, each save waits for the previous one.
-# The first save, and one whose tensors have moved, is a far longer
-# call: it locks this memory and waits for the device. ``prepare`` does it beside training.
+# Page-locked host memory, from the first save until ``saves`` is deleted: the bytes of this rank's
+# shards; ``host_bytes`` bounds it. The first save is a far longer call: it locks this memory, and
+# the driver launches no kernel of this process meanwhile. ``prepare`` does it behind the second
+# step. A save whose tensors have moved plans anew and waits for the device; it locks more memory
+# only if the state has grown.
 #
 # Under DDP every rank stages the whole state, though only one copy is written. Shard the optimizer's
 # state there.
@@ -208,7 +209,7 @@ if __name__ == "__main__":
 #   program's end waits for a second Ctrl-C.
 # * A child that is forked during a copy hangs in an optimizer's ``step``.
 # * A tensor that is new at every save, such as ``torch.get_rng_state()``, makes every save plan
-#   anew and wait for the one before. Save it as a list: ``.tolist()``.
+#   anew and wait for the device. Save it as a list: ``.tolist()``.
 # * A directory of that name that holds anything but a checkpoint is left alone: the save fails, and
 #   its complete checkpoint stays in ``step100.incomplete``. Write a tokenizer elsewhere, or when
 #   the future is done.

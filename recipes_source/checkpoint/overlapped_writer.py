@@ -54,7 +54,7 @@ Whatever writes weights without an optimizer calls ``saves.before_update()`` fir
    .. grid-item-card:: What you need
 
       * PyTorch 2.9 or later on Linux, any number of ranks, CPU or GPU
-      * page-locked host memory for two copies of each rank's shards
+      * page-locked host memory for one copy of each rank's shards
       * one file system that all ranks see
 
 .. verification-badge::
@@ -192,7 +192,7 @@ from overlap_recipes.checkpoint.saves import Saves
 # that.
 #
 # ``arrange`` decides whether the kept plan still holds. Staged tensors are the same objects at
-# every other save, because two sets of buffers alternate. So comparing their ids is enough. A state
+# every save, because they lie in one buffer. So comparing their ids is enough. A state
 # with other objects is compared as DCP sees it: names, shapes, shards, dtypes, and which names
 # share memory. If one rank finds a difference, all ranks plan again.
 #
@@ -288,8 +288,7 @@ if __name__ == "__main__":
 #
 # Memory
 # ------
-# The host memory of :doc:`overlapped_stager`. If the state's layout changes: twice that, until the
-# new plan is made. The kept plan takes about 1.5 kB for each *kind* of tensor (shape and dtype),
+# The host memory of :doc:`overlapped_stager`. The kept plan takes about 1.5 kB for each *kind* of tensor (shape and dtype),
 # some hundred bytes for each tensor and buffer, and on rank 0 the ``.metadata`` of all ranks.
 #
 # Known limits

@@ -49,7 +49,7 @@ of its folder ``overlap_recipes``. It needs torch alone.
    .. grid-item-card:: What you need
 
       * PyTorch 2.9 or later on Linux, any number of ranks, CPU or GPU
-      * page-locked host memory for two copies of each rank's shards
+      * page-locked host memory for one copy of each rank's shards
       * a directory that all ranks see, or a URL such as ``s3://bucket/run``
 
 .. verification-badge::
@@ -319,9 +319,9 @@ if __name__ == "__main__":
 #
 # Memory
 # ------
-# Page-locked host memory for two saves of each rank, to the byte: while one is written, the next is
-# copied. ``host_bytes`` bounds it; where only one fits, a save waits until the one before it is
-# written. On the device, copies of the small tensors that forward changes.
+# Page-locked host memory for one save of each rank, to the byte; ``host_bytes`` bounds it. A save
+# that comes before the one before it is written waits until it is, and the log says how long. On the
+# device, copies of the small tensors that forward changes.
 #
 # For parameters and AdamW in float32, a save is 12 bytes per parameter, divided by the number of
 # ranks.

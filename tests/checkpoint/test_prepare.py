@@ -116,10 +116,10 @@ def test_a_prepared_save_makes_no_plan_and_locks_no_memory(tmp_path) -> None:
         job.step()
         job.step()
         prepared.result(60)
-        plan, buffers, plans = saves.plan, saves.buffers, saves.files.plans
-        assert (len(buffers), plans) == (2, 1)
+        plan, arena, plans = saves.plan, saves.arena, saves.files.plans
+        assert plans == 1
         saves.save({"app": job.app}, tmp_path / "step2").result()
-        assert saves.plan is plan and saves.buffers is buffers and saves.files.plans == plans
+        assert saves.plan is plan and saves.arena is arena and saves.files.plans == plans
     assert loads(tmp_path / "step2", job)
 
 
@@ -253,20 +253,24 @@ def test_an_interrupted_preparation_keeps_no_save_waiting(tmp_path, monkeypatch)
 
 def bytes_of_a_save() -> int:
     with Saves(CPU) as saves:
-        saves.make_buffers([torch.ones(1 << 20)])
+        saves.make_buffer([torch.ones(1 << 20)])
         return saves.plan.nbytes
 
 
-def test_saves_within_the_memory_of_one_follow_each_other(tmp_path, caplog) -> None:
+def test_saves_lock_the_memory_of_one_whatever_moves(tmp_path, monkeypatch) -> None:
     nbytes = bytes_of_a_save()
-    x = torch.ones(1 << 20)
-    with Saves(CPU, host_bytes=2 * nbytes - 1) as saves:
+    assert 4 << 20 <= nbytes < (4 << 20) + 1000
+    locked = []
+
+    def counted(nbytes: int, device: torch.device) -> PinnedArena:
+        locked.append(nbytes)
+        return PinnedArena(nbytes, device)
+
+    monkeypatch.setattr(saves_module, "PinnedArena", counted)
+    with Saves(CPU, host_bytes=nbytes) as saves:
         for step in range(3):
-            saves.before_update()
-            x.fill_(step)
-            saves.save({"x": x}, tmp_path / f"step{step}")
-            assert len(saves.buffers) == 1 and saves.uploads[-2].done()
-    assert "one buffer of" in caplog.text
+            saves.save({"x": torch.full((1 << 20,), float(step))}, tmp_path / f"step{step}")
+    assert locked == [nbytes]
     for step in range(3):
         like = {"x": torch.ones(1 << 20)}
         dcp.load(like, checkpoint_id=tmp_path / f"step{step}")
@@ -279,31 +283,37 @@ def test_a_save_that_the_memory_does_not_hold_is_refused(tmp_path) -> None:
         lost = saves.save({"x": torch.ones(1 << 20)}, tmp_path / "step1")
         with pytest.raises(RuntimeError, match=f"needs {nbytes} bytes, host_bytes is {nbytes - 1}"):
             lost.result()
+        assert saves.arena is None
         saves.failures.clear()
-    with Saves(CPU, host_bytes=2 * nbytes) as saves:
-        saves.save({"x": torch.ones(1 << 20)}, tmp_path / "step1")
-        assert len(saves.buffers) == 2
 
 
-def test_twice_as_many_threads_write_where_saves_come_before_the_last_is_written(tmp_path) -> None:
+def test_a_save_waits_for_the_one_before_it_says_so_and_doubles_the_threads(
+    tmp_path, monkeypatch, caplog
+) -> None:
     class Held(Saves):
         def write(self, *args) -> None:
             assert go.wait(60)
             super().write(*args)
 
-    go, x = threading.Event(), torch.ones(3)
+    def open_and_wait(uploads: list) -> object:
+        go.set()
+        return wait(uploads)
+
+    go, wait, x = threading.Event(), saves_module.wait, torch.ones(3)
     go.set()
+    monkeypatch.setattr(saves_module, "wait", open_and_wait)
     with Held(CPU) as saves, Held(CPU, write_threads=1) as set_by_hand:
         for step in range(3):
             saves.save({"x": x}, tmp_path / f"a{step}").result()
-        assert saves.threads == 2
+        assert saves.threads == 2 and "a save waited" not in caplog.text
         for each, letter, threads in ((saves, "b", 4), (set_by_hand, "c", 1)):
             go.clear()
             each.save({"x": x}, tmp_path / f"{letter}0")
-            each.save({"x": x}, tmp_path / f"{letter}1")
+            with caplog.at_level(logging.WARNING):
+                each.save({"x": x}, tmp_path / f"{letter}1")
             assert each.threads == threads
-            go.set()
-            each.wait()
+            assert "until the last was written" in caplog.text
+            caplog.clear()
 
 
 @pytest.mark.parametrize("threads", [0, 9])

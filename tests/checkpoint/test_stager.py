@@ -25,8 +25,7 @@ from overlap_recipes.checkpoint.state import TrainingState, is_staged, read
 from overlap_recipes.checkpoint.writer import memory_of
 
 ONE_RANK = [
-    "writes_take_turns",
-    "one_set_of_buffers_is_not_filled_while_it_is_written",
+    "a_buffer_is_not_filled_while_it_is_written",
     "a_save_in_inference_mode_is_a_save",
     "a_directory_that_is_no_checkpoint_is_not_replaced",
     "other_strides_over_the_same_memory_are_noticed",
@@ -48,6 +47,7 @@ TWO_RANKS = [
     "ranks_that_name_other_directories_are_told",
     "a_busy_rank_makes_all_ranks_skip",
     "a_block_left_by_one_rank_does_not_hang_and_leaves_nothing_wrong",
+    "a_save_that_has_not_begun_when_one_rank_ends_is_told_to_all",
     "an_upload_that_outlives_its_group_has_no_name",
     "a_tensor_that_grew_is_planned_anew",
     "a_tensor_of_other_ranks_is_left_to_them",
@@ -92,16 +92,9 @@ def loaded(directory: Path, like: dict) -> dict:
 
 
 def test_an_interrupted_save_harms_no_earlier_checkpoint(tmp_path, monkeypatch) -> None:
-    go, write = threading.Event(), Saves.write
-
-    def write_late(self, *args) -> None:
-        assert go.wait(30)
-        write(self, *args)
-
     def interrupted(*_) -> None:
         raise KeyboardInterrupt
 
-    monkeypatch.setattr(Saves, "write", write_late)
     x = torch.zeros(1000)
     with Saves(CPU) as saves:
         saves.save({"x": x}, tmp_path / "step0")
@@ -109,7 +102,6 @@ def test_an_interrupted_save_harms_no_earlier_checkpoint(tmp_path, monkeypatch) 
         with monkeypatch.context() as patch, pytest.raises(KeyboardInterrupt):
             patch.setattr(Copies, "queue_rows", interrupted)
             saves.save({"x": x.fill_(1)}, tmp_path / "step1")
-        threading.Timer(0.3, go.set).start()  # a save that does not wait has damaged step0 by then
         saves.save({"x": x.fill_(2)}, tmp_path / "step2")
         with pytest.raises(RuntimeError, match="KeyboardInterrupt"):
             saves.wait()
@@ -497,16 +489,24 @@ def test_copies_that_cannot_be_queued_cost_that_save_alone(tmp_path, monkeypatch
 def test_an_interrupted_wait_for_buffers_costs_that_save_and_is_told(tmp_path, monkeypatch) -> None:
     """Uncounted, this rank's later saves would join those that the other ranks began before."""
 
+    go, write = threading.Event(), Saves.write
+
+    def held(self, *args) -> None:
+        assert go.wait(30)
+        write(self, *args)
+
     def interrupted(uploads) -> None:
         monkeypatch.undo()
         raise KeyboardInterrupt
 
+    monkeypatch.setattr(Saves, "write", held)
     with Saves(CPU) as saves:
         saves.save({"x": torch.ones(2)}, tmp_path / "step1")
         monkeypatch.setattr(saves_module, "wait", interrupted)
         with pytest.raises(KeyboardInterrupt):
             saves.save({"x": torch.ones(2)}, tmp_path / "step2")
         assert saves.calls == 2
+        go.set()
         with pytest.raises(RuntimeError, match="KeyboardInterrupt"):
             saves.wait()
         saves.save({"x": torch.ones(2)}, tmp_path / "step3")

@@ -20,6 +20,7 @@ import torch  # noqa: E402
 import torch.distributed as dist  # noqa: E402
 from raising import raised  # noqa: E402
 
+from overlap_recipes.checkpoint import saves as saves_module  # noqa: E402
 from overlap_recipes.checkpoint.saves import Saves  # noqa: E402
 from overlap_recipes.checkpoint.writer import FileWriter  # noqa: E402
 
@@ -50,24 +51,24 @@ class Plans:
         self.in_saves = 0
 
     def __enter__(self) -> "Plans":
-        self.make_buffers = Saves.make_buffers
+        self.make_buffer = Saves.make_buffer
         self.write = FileWriter.write
 
-        def make_buffers(saves: Saves, tensors: list) -> None:
+        def make_buffer(saves: Saves, tensors: list) -> None:
             self.made_by.append(threading.current_thread().name)
-            self.make_buffers(saves, tensors)
+            self.make_buffer(saves, tensors)
 
         def write(files: FileWriter, *args: object) -> None:
             before = files.plans
             self.write(files, *args)
             self.in_saves += files.plans - before
 
-        Saves.make_buffers = make_buffers
+        Saves.make_buffer = make_buffer
         FileWriter.write = write
         return self
 
     def __exit__(self, *error: object) -> None:
-        Saves.make_buffers = self.make_buffers
+        Saves.make_buffer = self.make_buffer
         FileWriter.write = self.write
 
     def were_made_beside_training(self) -> None:
@@ -350,28 +351,37 @@ def lightning() -> dict[str, Callable[[Path], None]]:
 
     def saved_on_exception_behind_another(root: Path) -> None:
         """It is written, too, if the save before it still is when training raises."""
-        go, wait, write = threading.Event(), library.wait, LightningSaves.write
+        first, last = threading.Event(), threading.Event()
+        wait, write = library.wait, LightningSaves.write
 
-        def held(self: LightningSaves, *args: object) -> None:
-            go.wait(60)
-            write(self, *args)
+        def held(self: LightningSaves, state: dict, directory: Path) -> None:
+            gate = last if "exception" in directory.name else first
+            assert gate.wait(60)
+            write(self, state, directory)
 
-        def go_and_wait(uploads: list) -> object:
+        def open_first_and_wait(uploads: list) -> object:
+            first.set()
+            return wait(uploads)
+
+        def open_and_wait(uploads: list) -> object:
             if not all(upload.done() for upload in uploads):
-                go.set()
+                first.set()
+                last.set()
             return wait(uploads)
 
         class Stops(Callback):
             def on_train_batch_end(self, trainer: recipe.Trainer, *_: object) -> None:
                 if trainer.global_step == 3:
-                    join = trainer.strategy.saves.writer.join
-                    trainer.strategy.saves.writer.join = lambda limit: (go.set(), join(limit))
+                    trainer.strategy.saves.writer.join = lambda limit: None
                     raise RuntimeError("stop")
 
-        library.wait, LightningSaves.write = go_and_wait, held
+        library.wait, saves_module.wait = open_and_wait, open_first_and_wait
+        LightningSaves.write = held
         checkpoints = ModelCheckpoint(root, "{step}", every_n_train_steps=2)
         error = raised(lambda: fit(trainer(Stops(), checkpoints, OnExceptionCheckpoint(root))))
-        library.wait, LightningSaves.write = wait, write
+        library.wait = saves_module.wait = wait
+        LightningSaves.write = write
+        last.set()
         assert "stop" in str(error), repr(error)
         assert names(root) == ["on_exception.ckpt", "step=2.ckpt"], names(root)
 
@@ -406,7 +416,7 @@ def lightning() -> dict[str, Callable[[Path], None]]:
         class Stops(Callback):
             def on_train_batch_end(self, trainer: recipe.Trainer, *_: object) -> None:
                 if trainer.global_step == 3:
-                    library.wait(trainer.strategy.saves.uploads)
+                    library.wait([trainer.strategy.saves.latest])
                     raise RuntimeError("stop")
 
         one = ModelCheckpoint(root, "{step}", every_n_train_steps=1)
@@ -573,18 +583,23 @@ def transformers() -> dict[str, Callable[[Path], None]]:
         trainer.train()
         own = SimpleNamespace(state_dict=lambda: {"call": call}, load_state_dict=None)
         trainer.accelerator.register_for_checkpointing(own)  # into a small file
-        held, write = threading.Event(), TrainerSaves.write
+        gate, wait = threading.Event(), saves_module.wait
 
         class Late(TrainerSaves):
             def write(self, state: dict, directory: Path) -> None:
-                held.wait(60)
-                write(self, state, directory)
+                assert gate.wait(60)
+                super().write(state, directory)
 
+        def open_and_wait(uploads: list) -> object:
+            gate.set()
+            return wait(uploads)
+
+        saves_module.wait = open_and_wait
         with tempfile.TemporaryDirectory() as aside, Late(trainer.args.device) as saves:
             for call in 1, 2:
                 parts = trainer.accelerator, saves, trainer.model, trainer.optimizer, aside
                 save_state(*parts, root / f"{call}")
-            held.set()
+        saves_module.wait = wait
         for call in 1, 2:
             saved = torch.load(root / f"{call}" / "custom_checkpoint_0.pkl")["call"]
             assert saved == call, f"the small files of call {call} are those of {saved}"
