@@ -17,11 +17,17 @@ fit before ``--until`` is left out, and rows are written as they come.
 * ``host_cores``: CPU seconds of the process over the seconds of the call.
 * ``host_peak_bytes``: the most resident memory of the process in the call, over that before;
   files that are mapped count, page-locked memory does not on every system (``pinned_bytes``).
+* ``reader`` checks no bytes, ``reader_digests`` all; ``reader_8_threads`` does so with half as many
+  threads and pieces of twice the size. ``reader`` of ``stock`` reads what ``dcp.save`` has written.
 * ``resume``: the library's call with its parts. ``resume_before`` is what it did in version 0.1.0:
   rank 0 hashes every file with SHA-256, then ``dcp.load`` with PyTorch's reader.
 * Storage ``memory`` is ``/dev/shm``. ``disk`` is read cold: ``posix_fadvise(DONTNEED)`` on each
   file before each load; that it is cold shows in its plain read.
 * ``loaded_back_bitwise``: every tensor has every bit, on all ranks.
+
+``--replicated``: every rank has the whole model, as under DDP, and loads that checkpoint. ``each``
+reads all of it; ``once_and_broadcast`` has each rank read a share of the tensors and send it to the
+others.
 
 ``--keep`` leaves the library's checkpoint. With another number of ranks, the same command then
 loads it (``saved_ranks``): two ranks to one, and back.
@@ -47,6 +53,7 @@ from threading import Thread
 from unittest import mock
 
 import torch
+import torch.distributed as dist
 import torch.distributed.checkpoint as dcp
 from torch.distributed.tensor import DTensor, Replicate
 
@@ -56,8 +63,16 @@ sys.path.insert(0, str(ROOT))
 from benchmarks import measuring  # noqa: E402
 from benchmarks.measuring import Task  # noqa: E402
 from benchmarks.workloads import HOST_BOUND, LLAMAS, rising_rate, shard, stock  # noqa: E402
-from overlap_recipes.checkpoint import DurableSaves, Run, faults, loading, name_of, restart  # noqa: E402
-from overlap_recipes.checkpoint.reader import Reader  # noqa: E402
+from overlap_recipes.checkpoint import (  # noqa: E402
+    DurableSaves,
+    Reader,
+    Run,
+    faults,
+    loading,
+    name_of,
+    reader,
+    restart,
+)
 from overlap_recipes.page_locked import PageLocked  # noqa: E402
 
 THREADS, PIECE = 8, 32 << 20  # of the plain read; bytes
@@ -95,9 +110,9 @@ def bits(tensor: torch.Tensor) -> torch.Tensor:
 class Job:
     """A stock model with Adam's state, and what every tensor of it should hold."""
 
-    def __init__(self, name: str, device: torch.device) -> None:
+    def __init__(self, name: str, device: torch.device, replicated: bool) -> None:
         self.device = device
-        self.model = shard(stock(name, device))
+        self.model = stock(name, device) if replicated else shard(stock(name, device))
         parameters = list(self.model.parameters())
         is_fused = device.type == "cuda"
         optimizer = torch.optim.AdamW(parameters, lr=1e-4, fused=is_fused)
@@ -160,19 +175,50 @@ def stock_reader(directory: Path) -> dcp.StorageReader:
 class ReaderWithoutDigests(Reader):
     """The library's, as it reads what other programs have saved: it checks no bytes."""
 
-    def reset(self, checkpoint_id: Path | str | None = None) -> None:
-        super().reset(checkpoint_id)
+    def __init__(self, path: Path | str) -> None:
+        super().__init__(path)
         self.manifests.are_there = False
 
 
 def load_by(reader_of: Callable[[Path], dcp.StorageReader], job: Job, directory: Path) -> dict:
     """``dcp.load`` into the job's tensors; seconds of the reader's part and of the rest."""
-    reader = reader_of(directory)
-    with timed_calls(job.device, {"read_s": (reader, "read_data")}) as seconds:
+    own = reader_of(directory)
+    with timed_calls(job.device, {"read_s": (own, "read_data")}) as seconds:
         begun = time.perf_counter()
-        dcp.load({"run": job.tree()}, storage_reader=reader)
+        dcp.load({"run": job.tree()}, storage_reader=own)
         took = time.perf_counter() - begun
+    if isinstance(own, ReaderWithoutDigests) and own.manifests.files:
+        raise RuntimeError("digests were compared")
     return {"read_s": seconds["read_s"], "planning_s": took - seconds["read_s"]}
+
+
+def load_by_8_threads(job: Job, directory: Path) -> dict:
+    with mock.patch.multiple(reader, THREADS=8, PIECE=8 << 20):
+        return load_by(Reader, job, directory)
+
+
+def load_once_and_broadcast(job: Job, directory: Path) -> dict:
+    """Each rank reads a share of the tensors, and sends it to the others."""
+    tensors = job.tensors()
+    by_size = sorted(tensors, key=lambda name: (-tensors[name].nbytes, name))
+    reads = {name: number % measuring.all_ranks() for number, name in enumerate(by_size)}
+    whole = job.tree()
+    weights: dict[str, torch.Tensor] = {}
+    moments: dict[str, dict[str, torch.Tensor]] = {}
+    for name, weight in whole["model"].items():
+        if reads[name] == measuring.own_rank():
+            weights[name] = weight
+        for key, moment in whole["optim"]["state"][name].items():
+            if reads[f"{name}.{key}"] == measuring.own_rank():
+                moments.setdefault(name, {})[key] = moment
+    share = {"run": {"model": weights, "optim": {"state": moments}}}
+    begun = time.perf_counter()
+    dcp.load(share, storage_reader=Reader(directory))
+    read = time.perf_counter()
+    for name in by_size:
+        dist.broadcast(tensors[name], reads[name])
+    measuring.synchronize(job.device)
+    return {"share_s": read - begun, "broadcast_s": time.perf_counter() - read}
 
 
 def torch_load(job: Job, directory: Path) -> dict:
@@ -352,10 +398,13 @@ def drop_from_cache(directory: Path) -> None:
 # -- tasks ------------------------------------------------------------------------------------
 
 LIBRARY = ("overlap_recipes.checkpoint.restart",)
-OURS = ("reader", "reader_digests")
+OURS = ("reader", "reader_digests", "reader_8_threads")
 WAYS: dict[str, Callable[[Job, Path], dict]] = {
     "reader": partial(load_by, ReaderWithoutDigests),
     "reader_digests": partial(load_by, Reader),
+    "reader_8_threads": load_by_8_threads,
+    "each": partial(load_by, Reader),
+    "once_and_broadcast": load_once_and_broadcast,
     "dcp_load": partial(load_by, stock_reader),
     "torch_load_mmap": torch_load,
     "torch_checkpointing": torch_checkpointing_load,
@@ -367,6 +416,9 @@ RECIPES = {
     "resume_before": LIBRARY,
     "reader": ("overlap_recipes.checkpoint.reader",),
     "reader_digests": ("overlap_recipes.checkpoint.reader",),
+    "reader_8_threads": ("overlap_recipes.checkpoint.reader",),
+    "each": ("overlap_recipes.checkpoint.reader",),
+    "once_and_broadcast": ("overlap_recipes.checkpoint.reader",),
 }
 
 
@@ -383,12 +435,13 @@ class Measurement:
             "memory": arguments.memory / "restart_benchmark",
             "disk": arguments.disk / "restart_benchmark",
         }
-        self.job = Job(self.model, device)
+        self.replicated = arguments.replicated
+        self.job = Job(self.model, device, self.replicated)
         self.job.fill()
         workload = {
             "model": f"stock {self.model}",
             "precision": "float32 weights and Adam state",
-            "sharding": "fully_shard, one group a layer",
+            "sharding": "fully_shard, one group a layer; none in rows of --replicated",
             "tensors": len(self.job.tensors()),
             "state_bytes_per_rank": self.job.nbytes,
         }
@@ -504,11 +557,11 @@ class Measurement:
     def read_plainly(self, storage: str, to_device: bool) -> None:
         place = self.place(storage, "ours")
         files = sorted(place.glob(f"__{measuring.own_rank()}_*"))
-        reader = PlainRead(self.device, to_device)
+        plain = PlainRead(self.device, to_device)
         nbytes = sum(file.stat().st_size for file in files)
 
         def read() -> dict:
-            reader.read(files)
+            plain.read(files)
             return {}
 
         samples = []
@@ -519,7 +572,7 @@ class Measurement:
         self.add(name, storage, "ours", samples, {"plain_read_bytes_per_s": rate})
         if not to_device:
             self.plain[storage] = rate
-        reader.memory.close()
+        plain.memory.close()
 
     def repeats_of(self, storage: str) -> int:
         return 1 if storage == "disk" else self.repeats
@@ -581,6 +634,12 @@ def tasks_of(measurement: Measurement) -> Iterator[Task]:
         title = f"{name} {storage} {checkpoint}" + f" of {saved} ranks" * (saved != ranks)
         return Task(title, 2 + repeats * seconds, work, done)
 
+    if measurement.replicated:
+        for storage in ("memory", "disk"):
+            for name in ("each", "once_and_broadcast"):
+                if measurement.is_written(storage, "ours"):
+                    yield load(name, storage, "ours", 2, 2 + gb / 5)
+        return
     yield write("ours", measurement.write_ours, 10 + 3 * gb)
     yield plain("memory")
     if measurement.device.type == "cuda":
@@ -632,6 +691,7 @@ def main() -> None:
     parser = measuring.command_line(__doc__)
     models = sorted([*HOST_BOUND, *LLAMAS])
     parser.add_argument("--model", choices=models, help="qwen3-1.7b; llama-tiny if --small")
+    parser.add_argument("--replicated", action="store_true", help="every rank has the whole model")
     parser.add_argument("--list", action="store_true", help="print the tasks and end")
     parser.add_argument("--keep", action="store_true", help="the checkpoints, for other ranks")
     parser.add_argument("--repeats", type=int, default=3, help="of a load that is fast")

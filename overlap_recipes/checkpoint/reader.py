@@ -33,8 +33,8 @@ from .entries import Place, place_of
 from .metadata import unpickled_metadata
 
 LOG = logging.getLogger(__name__)
-THREADS = 8
-PIECE = 8 << 20  # bytes that are read at a time; a multiple of a digest's block
+THREADS = 16  # one reads and checks 1.1 GB/s of a file in memory
+PIECE = 4 << 20  # bytes that are read at a time; a multiple of a digest's block
 BUFFERS = 2  # of a thread: one is read into while the other is copied to the device
 GAP = 64 << 10  # bytes between two wanted ranges that are read rather than skipped
 ENTRIES = 32  # that a thread looks at in one job
@@ -244,9 +244,8 @@ class Reader(dcp.FileSystemReader):
             others = self.read_plain(plan, planner, opened)
             self.read_others(replace(plan, items=others), planner, opened)
         if self.other_bytes:
-            message = "%s: %d bytes read by threads, %d as DCP does: %s"
-            names = sorted({item.storage_index.fqn for item in others})
-            LOG.info(message, self.path, self.read_bytes, self.other_bytes, ", ".join(names[:9]))
+            message = "%s: %d bytes read by threads, %d in %d entries as DCP does"
+            LOG.info(message, self.path, self.read_bytes, self.other_bytes, len(others))
         else:
             LOG.info("%s: %d bytes read by threads", self.path, self.read_bytes)
         done: Future[None] = Future()
