@@ -1,9 +1,9 @@
 """Every recipe and every proof of a module holds on every rank; every control is caught."""
 
 import os
-import shutil
 import sys
 import tomllib
+import zipfile
 from collections.abc import Callable, Iterator
 from pathlib import Path
 
@@ -18,6 +18,7 @@ from selection import (
     with_library,
 )
 
+from rankproof.bundles import write_bundle
 from rankproof.kept import KeptRun
 from rankproof.recipe import Control, Recipe
 from rankproof.run import run
@@ -154,14 +155,12 @@ def plain_python() -> Iterator[Callable[..., dict]]:
 
 
 def test_plain_python_runs_one_rank(recipe: Recipe, tmp_path, plain_python) -> None:
-    """As a reader does it: the file, and beside it what it imports, in a folder of their own."""
+    """As a reader does it: the bundle of its page, unpacked into an empty folder."""
     downloads, work = tmp_path / "downloads", tmp_path / "work"
     downloads.mkdir()
     work.mkdir()
-    for file in recipe.flat_files:
-        shutil.copy(file, downloads)
-    for package in recipe.packages:
-        shutil.copytree(package, downloads / package.name)
+    with zipfile.ZipFile(write_bundle(recipe, tmp_path)) as archive:
+        archive.extractall(downloads)
     reply = plain_python(str(downloads / recipe.path.name), str(work))
     code, said = reply["code"], reply["said"]
     assert not list(work.iterdir()), "it left files in the working directory"

@@ -4,7 +4,8 @@ sphinx-gallery renders a recipe and executes nothing. When the builder starts, t
 what is stale through the harness, which starts ranks as processes of their own: a recipe that
 aborts or hangs takes neither Sphinx nor another page along. A page then gets
 
-* under its title: how to run it, the file to download, where it was verified;
+* under its title: how to run it, the file to download, and an archive of it with all that it
+  imports from its project;
 * under its last code block: the output of every rank, the first one open;
 * where its prose says ``.. recipe-controls::``: each negative control, the edit and the failure
   that was observed.
@@ -36,6 +37,7 @@ from sphinx.util.console import bold
 from sphinx.util.docutils import SphinxDirective
 
 import rankproof
+from rankproof.bundles import is_more_than_a_file, write_bundle
 from rankproof.judge import KINDS, Failure
 from rankproof.kept import KeptRun
 from rankproof.recipe import Control, Recipe, Settings, find_recipes
@@ -53,6 +55,8 @@ NOT_EXECUTED = (
 ANSI = re.compile(r"\x1b\[[0-9;]*[A-Za-z]")
 # Where the packages and this project lie on the machine that builds; left out on the pages
 DIRECTORIES = [f"{Path(module.__file__).parent.parent}{os.sep}" for module in (torch, rankproof)]
+
+BUNDLES = "_downloads/bundles"  # below the site: an archive of each recipe that imports others
 
 VERIFIED = Path("verified")  # of the project that is built
 
@@ -406,7 +410,7 @@ def place(app: Sphinx, doctree: nodes.document) -> None:
     last = [block for block in doctree.findall(nodes.literal_block) if is_own_code(block)][-1]
     last.parent.insert(last.parent.index(last) + 1, output_of(runs.report))
     if app.config.rankproof_header:
-        add_header(runs.recipe, doctree, title_section, Path(app.srcdir))
+        add_header(runs.recipe, page, doctree, title_section, Path(app.srcdir))
     if runs.report is not None and not runs.report.ok:
         link = nodes.reference("", "what every rank printed", refid="recipe-failed", internal=True)
         text = nodes.Text("This recipe failed when this page was built: see ")
@@ -422,7 +426,7 @@ def is_own_code(block: nodes.literal_block) -> bool:
 
 
 def add_header(
-    recipe: Recipe, doctree: nodes.document, title_section: nodes.section, root: Path
+    recipe: Recipe, page: str, doctree: nodes.document, title_section: nodes.section, root: Path
 ) -> None:
     """Put command and files under the title, and sphinx-gallery's own links away.
 
@@ -445,11 +449,27 @@ def add_header(
         line += nodes.Text("; it imports the package ")
         line += nodes.literal("", package.name)
         line += nodes.Text(": install it, or put its folder beside the file")
+    if is_more_than_a_file(recipe):
+        archive = f"{recipe.path.stem}.zip"
+        up = "../" * page.count("/")
+        line += nodes.Text(". All in one archive: ")
+        line += nodes.reference("", archive, refuri=f"{up}{BUNDLES}/{archive}")
     command = f"torchrun --nproc-per-node={page_ranks(recipe)} {recipe.path.name}"
     title_section.insert(1, div("recipe-header", code(command, "bash", copy=True), line))
     for node in list(doctree.findall(nodes.Element)):
         if {"sphx-glr-download-link-note", "sphx-glr-download-zip"} & set(node.get("classes", ())):
             node.parent.remove(node)
+
+
+def write_bundles(app: Sphinx, exception: Exception | None) -> None:
+    """Put the archives that pages lead to beside the pages."""
+    if exception is not None or app.builder.format != "html" or not app.config.rankproof_header:
+        return
+    folder = Path(app.outdir, BUNDLES)
+    folder.mkdir(parents=True, exist_ok=True)
+    for runs in getattr(app, "recipe_runs", {}).values():
+        if is_more_than_a_file(runs.recipe):
+            write_bundle(runs.recipe, folder)
 
 
 def setup(app: Sphinx) -> dict:
@@ -467,5 +487,6 @@ def setup(app: Sphinx) -> dict:
     app.connect("builder-inited", run_stale_recipes, priority=600)  # after sphinx-gallery: 500
     app.connect("env-get-outdated", outdated_pages)
     app.connect("doctree-read", place, priority=400)  # before Sphinx collects downloads: 500
+    app.connect("build-finished", write_bundles)
     app.connect("build-finished", summarize, priority=900)
     return {"version": "1", "parallel_read_safe": True, "parallel_write_safe": True}

@@ -4,6 +4,7 @@ import dataclasses
 import json
 import re
 import shutil
+import zipfile
 from pathlib import Path
 
 import pytest
@@ -57,6 +58,10 @@ def test_a_recipe_of_another_folder_is_offered_with_the_one_that_imports_it(toy_
     assert "put beside it hello.py" in page.select_one(".recipe-files").get_text()
     names = [a["href"].rpartition("/")[2] for a in page.select(".recipe-files a[download]")]
     assert names == ["second.py", "hello.py"]
+    (archive,) = page.select('.recipe-files a[href$=".zip"]')
+    bundle = toy_site.root / "_build/html/recipes/more" / archive["href"]
+    with zipfile.ZipFile(bundle) as files:
+        assert sorted(files.namelist()) == ["hello.py", "second.py"]
 
 
 def test_what_is_broken_fails_the_build_and_shows_on_its_page(toy_site):
