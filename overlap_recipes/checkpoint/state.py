@@ -68,6 +68,10 @@ PLAIN = (
     "other's: make it with torch.zeros_like(parameter), or as a DTensor (DTensor.from_local)"
 )
 ON_META = "%s is frozen and still lies on meta: load the base first"
+NOT_OF_THE_MODEL = (
+    "an optimizer trains a parameter of shape %s that the model does not have: make the optimizer "
+    "behind what replaces parameters (fully_shard, model.to, to_empty, adapters)"
+)
 FROZEN_CHANGED = (
     "%s: frozen, left out of checkpoints, and changed since the first of them: no load would bring "
     "back what is here now. Let it require grad or leave out trainable_only; if this is the base "
@@ -356,8 +360,17 @@ class AppState(Stateful):
         return model, {"state": state, "param_groups": param_groups}
 
     def names_of_parameters(self) -> dict[int, str]:
-        """The names of parameters by their id; of a tied one the first."""
-        return {id(p): self.name_of(key) for key, p in self.model.named_parameters()}
+        """The names of parameters by their id; of a tied one the first.
+
+        Raises:
+            ValueError: an optimizer has one that is not the model's.
+        """
+        names = {id(p): self.name_of(key) for key, p in self.model.named_parameters()}
+        for group in groups(self.optimizers):
+            for parameter in group["params"]:
+                if id(parameter) not in names:
+                    raise ValueError(NOT_OF_THE_MODEL % list(parameter.shape))
+        return names
 
     def name_of(self, key: str) -> str:
         """``key`` without what DDP, ``torch.compile`` and ``checkpoint_wrapper`` add to it."""

@@ -429,6 +429,14 @@ def test_a_base_that_lies_on_meta_is_told(tmp_path: Path) -> None:
         job.state_dict()
 
 
+def test_an_optimizer_of_parameters_that_were_replaced_is_told_in_words(tmp_path: Path) -> None:
+    job = saved(tmp_path, adapted(1))
+    job.model[2].bias = nn.Parameter(torch.zeros(2))
+    for call in (job.state_dict, lambda: load({"app": job}, tmp_path)):
+        with pytest.raises(ValueError, match=r"trains a parameter of shape \[2\] that the model doe"):
+            call()
+
+
 def test_a_frozen_parameter_that_changes_is_told_without_the_other_ranks(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
