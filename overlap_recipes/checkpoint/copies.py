@@ -90,13 +90,6 @@ def layout(x: torch.Tensor) -> tuple:
     return identity(shard_of(x)), getattr(x, "_spec", None)
 
 
-def kinds(tensors: list[torch.Tensor], shards: list[torch.Tensor]) -> list:
-    """What ``is_set_to`` does not compare: addresses (a resized storage moves), flags, dtypes."""
-    asked = torch.Tensor.data_ptr, torch.Tensor.is_conj, torch.Tensor.is_neg
-    values = [x for ask in asked for x in map(ask, shards)] + [x.dtype for x in shards]
-    return [id(getattr(x, "_spec", x)) for x in tensors] + values
-
-
 Row = list[tuple[torch.Tensor, torch.Tensor]]
 """Copies without a gap between them: pairs (target, source)."""
 
@@ -179,7 +172,6 @@ class CopyPlan:
         self.tensors = tensors
         self.shards = [shard_of(x).detach() for x in tensors]
         self.layouts = [layout(x) for x in tensors]
-        self.known = kinds(tensors, self.shards)
         self.gap = torch.zeros(ALIGNMENT, dtype=torch.uint8, device=device)
         self.nbytes = ALIGNMENT  # the gap's place in the arena
         self.offsets: dict[tuple, int] = {}
@@ -237,10 +229,6 @@ class CopyPlan:
 
     def fits(self, tensors: list[torch.Tensor]) -> bool:
         """Whether these are the tensors of the plan, or others of the same memory and layout."""
-        shards = [shard_of(x) for x in tensors]
-        same = kinds(tensors, shards) == self.known
-        if same and all(map(torch.Tensor.is_set_to, shards, self.shards)):
-            return True
         return [layout(x) for x in tensors] == self.layouts
 
     def hosts(self, arena: PinnedArena) -> list[torch.Tensor]:

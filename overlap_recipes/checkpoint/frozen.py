@@ -12,21 +12,26 @@ WEIGHTS = (0x9E3779B97F4A7C15, 0xC2B2AE3D27D4EB4F, 0x165667B19E3779F9)  # odd, o
 MODULUS = 1 << 64
 
 
-def sums_of_ranks(tensors: dict[str, list[torch.Tensor]]) -> dict[str, str]:
-    """A digest of each list of tensors; all ranks call it, with parts of the same tensors.
+def own_sums(tensors: dict[str, list[torch.Tensor]]) -> dict[str, int]:
+    """What this rank adds to the digest of each list of tensors.
 
-    It is a sum over all elements, each weighted by its place in the whole tensor: it does not
+    A digest is a sum over all elements, each weighted by its place in the whole tensor: it does not
     depend on how the ranks share it.
     """
     own = {}
     for name, parts in tensors.items():
         own[name] = sum(weighted_sum(part) for part in parts)
+    return own
+
+
+def digests_of_ranks(own: dict[str, int]) -> dict[str, str]:
+    """The digests, from what each rank adds; all ranks call it, with the same names."""
     of_ranks = [own]
     if dist.is_initialized():
         of_ranks = [own] * dist.get_world_size()
         dist.all_gather_object(of_ranks, own)
     found = {}
-    for name in tensors:
+    for name in own:
         total = sum(sums.get(name, 0) for sums in of_ranks) % MODULUS
         found[name] = f"{total:016x}"
     return found

@@ -30,7 +30,7 @@ from torch.distributed.checkpoint.stateful import Stateful
 from torch.distributed.fsdp import FullyShardedDataParallel
 from torch.distributed.tensor import DTensor, Replicate, Shard
 
-from .frozen import sums_of_ranks
+from .frozen import digests_of_ranks, own_sums
 
 LOG = logging.getLogger(__name__)
 PER_RANK = "per_rank"
@@ -68,6 +68,15 @@ PLAIN = (
     "other's: make it with torch.zeros_like(parameter), or as a DTensor (DTensor.from_local)"
 )
 ON_META = "%s is frozen and still lies on meta: load the base first"
+NOT_OF_THE_MODEL = (
+    "an optimizer trains a parameter of shape %s that the model does not have: make the optimizer "
+    "behind what replaces parameters (fully_shard, model.to, to_empty, adapters)"
+)
+FROZEN_CHANGED = (
+    "%s: frozen, left out of checkpoints, and changed since the first of them: no load would bring "
+    "back what is here now. Let it require grad or leave out trainable_only; if this is the base "
+    "from now on, make a new TrainingState"
+)
 OTHER_VALUES = "%s: frozen, left out of the checkpoint, and of other values than at the save"
 PARTS = (
     "%s is a %s whose parts are of other sizes than its shards: shard it evenly along its first "
@@ -109,7 +118,8 @@ class AppState(Stateful):
         self.reads_as_dcp: bool | None = None
         self.trainable_only = False
         self.left_out: dict[str, torch.Tensor] = {}  # of the model
-        self.frozen_known: tuple = ()  # where the parameters lay of which there are digests
+        self.frozen_seen: list[tuple] = []  # where the parameters lay of which there are digests
+        self.frozen_sums: dict[str, int] = {}  # what this rank adds to them
         self.frozen_digests: dict[str, str] = {}
         self.keep_vars = False  # whether ``state_dict`` has the parameters themselves
         alone = isinstance(optimizer, torch.optim.Optimizer)
@@ -157,7 +167,11 @@ class AppState(Stateful):
         }
 
     def leave_out(self, model: dict) -> None:
-        """Take from ``model`` the parameters that are not trained; make digests of them once."""
+        """Take from ``model`` the parameters that are not trained; make digests of them once.
+
+        The ranks meet where other names are frozen than at the last call, as at the first: where
+        something has changed on one rank alone, the others do not come.
+        """
         frozen = {}
         for key, parameter in self.model.named_parameters(remove_duplicate=False):
             if not parameter.requires_grad:
@@ -167,15 +181,23 @@ class AppState(Stateful):
         for name, parameter in frozen.items():
             if shard_of(parameter).is_meta:
                 raise ValueError(ON_META % name)
-        known = []
+        seen = []
+        of_parts = {}
         for name, parameter in frozen.items():
-            for part in parts_of(parameter):
+            of_parts[name] = parts_of(parameter)
+            for part in of_parts[name]:
                 shard = shard_of(part)
-                known.append((name, shard.data_ptr(), shard._version))
-        if self.frozen_known != tuple(known):
-            of_parts = {name: parts_of(parameter) for name, parameter in frozen.items()}
-            self.frozen_digests = sums_of_ranks(of_parts)
-            self.frozen_known = tuple(known)
+                seen.append((name, shard.data_ptr(), shard._version, part._version))
+        if seen == self.frozen_seen:
+            return
+        sums = own_sums(of_parts)
+        if sums.keys() != self.frozen_sums.keys():
+            self.frozen_digests = digests_of_ranks(sums)
+        elif sums != self.frozen_sums:
+            changed = [name for name in sums if sums[name] != self.frozen_sums[name]]
+            raise ValueError(FROZEN_CHANGED % ", ".join(changed))
+        self.frozen_sums = sums
+        self.frozen_seen = seen
 
     def differing_frozen(self, contents: dict, is_skipped: Callable[[str], bool]) -> list[str]:
         """Lines for parameters that the checkpoint has left out, and that are others here."""
@@ -193,7 +215,7 @@ class AppState(Stateful):
                 found.append("  " + ON_META % name)
             elif described(parameters[name]) == spec:
                 of_parts[name] = parts_of(parameters[name])
-        for name, here in sums_of_ranks(of_parts).items():
+        for name, here in digests_of_ranks(own_sums(of_parts)).items():
             if here != contents["digests"][name]:
                 found.append("  " + OTHER_VALUES % name)
         return found
@@ -338,8 +360,17 @@ class AppState(Stateful):
         return model, {"state": state, "param_groups": param_groups}
 
     def names_of_parameters(self) -> dict[int, str]:
-        """The names of parameters by their id; of a tied one the first."""
-        return {id(p): self.name_of(key) for key, p in self.model.named_parameters()}
+        """The names of parameters by their id; of a tied one the first.
+
+        Raises:
+            ValueError: an optimizer has one that is not the model's.
+        """
+        names = {id(p): self.name_of(key) for key, p in self.model.named_parameters()}
+        for group in groups(self.optimizers):
+            for parameter in group["params"]:
+                if id(parameter) not in names:
+                    raise ValueError(NOT_OF_THE_MODEL % list(parameter.shape))
+        return names
 
     def name_of(self, key: str) -> str:
         """``key`` without what DDP, ``torch.compile`` and ``checkpoint_wrapper`` add to it."""
@@ -709,7 +740,9 @@ class TrainingState(AppState):
         trainable_only: leave out parameters without ``requires_grad``, as of LoRA's base; never
             buffers. The checkpoint has their names, shapes and digests, and a load raises if the
             base that is here is another one: load the base first. To make the digests, the first
-            save reads all that is left out once, and waits for all ranks.
+            save reads all that is left out once, and waits for all ranks. A save fails if what is
+            left out has changed since; writes that PyTorch does not count, through ``.data`` or in
+            ``torch._foreach_*`` over DTensors, are not seen.
         shared: what is equal on all ranks, by name: ``scheduler=scheduler``, or a list of them.
 
     Objects in ``per_rank`` and ``shared`` have ``state_dict`` and ``load_state_dict``.

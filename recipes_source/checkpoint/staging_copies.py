@@ -164,9 +164,7 @@ from overlap_recipes.checkpoint.state import shard_of
 # Tensors on another device, such as step counts on the CPU, are copied to the arena at the save.
 #
 # Optimizers, loads, resized storages and ``p.data = ...`` may give a tensor other memory, or another
-# shape over the same memory, or conjugate it. So call ``fits`` at every save. It is fast for objects
-# that the plan knows, as parameters are: ``kinds`` and ``is_set_to`` suffice. Where one
-# differs, ``layout`` decides.
+# shape over the same memory, or conjugate it. So call ``fits`` at every save.
 #
 # .. literalinclude:: /overlap_recipes/checkpoint/copies.py
 #    :language: python
@@ -175,10 +173,6 @@ from overlap_recipes.checkpoint.state import shard_of
 # .. literalinclude:: /overlap_recipes/checkpoint/copies.py
 #    :language: python
 #    :pyobject: layout
-#
-# .. literalinclude:: /overlap_recipes/checkpoint/copies.py
-#    :language: python
-#    :pyobject: kinds
 #
 # .. literalinclude:: /overlap_recipes/checkpoint/copies.py
 #    :language: python

@@ -12,6 +12,7 @@ import torch.distributed.checkpoint as dcp
 from torch import nn
 
 from overlap_recipes.checkpoint import frozen
+from overlap_recipes.checkpoint import state as state_module
 from overlap_recipes.checkpoint.loading import load
 from overlap_recipes.checkpoint.state import (
     AppState,
@@ -428,15 +429,33 @@ def test_a_base_that_lies_on_meta_is_told(tmp_path: Path) -> None:
         job.state_dict()
 
 
-def test_digests_are_made_again_only_where_something_has_changed(tmp_path: Path) -> None:
+def test_an_optimizer_of_parameters_that_were_replaced_is_told_in_words(tmp_path: Path) -> None:
+    job = saved(tmp_path, adapted(1))
+    job.model[2].bias = nn.Parameter(torch.zeros(2))
+    for call in (job.state_dict, lambda: load({"app": job}, tmp_path)):
+        with pytest.raises(ValueError, match=r"a parameter of shape \[2\] that the model does not"):
+            call()
+
+
+def test_a_frozen_parameter_that_changes_is_told_without_the_other_ranks(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """It may have changed on one rank alone: a collective would wait for those that do not come."""
     job = saved(tmp_path, adapted(1), trainable_only=True)
     first = job.frozen_digests
+    with monkeypatch.context() as patch:
+        patch.setattr(state_module, "digests_of_ranks", None)
+        job.state_dict()
+        job.model[0].weight.mul_(1)
+        job.model[0].bias.data = job.model[0].bias.data.clone()
+        job.state_dict()
+        assert job.frozen_digests is first
+        job.model[0].weight.add_(1)
+        with pytest.raises(ValueError, match="^0.weight: frozen, left out of checkpoints, and ch"):
+            job.state_dict()
+    job.model[0].weight.requires_grad_()
     job.state_dict()
-    assert job.frozen_digests is first
-    job.model[0].weight.add_(1)
-    job.state_dict()
-    assert job.frozen_digests["0.weight"] != first["0.weight"]
-    assert job.frozen_digests["0.bias"] == first["0.bias"]
+    assert job.frozen_digests == {"0.bias": first["0.bias"]}
 
 
 @pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16, torch.int8, torch.complex64])
