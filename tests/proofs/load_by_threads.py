@@ -1,13 +1,14 @@
 """``Reader``: threads read the bytes of any plain tensor, checked, and change no bit of any other.
 
 A state lies in many ways: sharded, whole, transposed, ``channels_last``, a part of a storage.
-PyTorch's ``dcp.save`` and the library's save write it, and the reader loads
-both into other shards. Then a bit flips in a file of the library's. The device's streams are played
-by ``Streams``, so that every rank proves on a CPU for what the copies to a GPU wait.
+PyTorch's ``dcp.save`` and the library's save write it, and the reader loads both into other shards.
+Then a bit flips in a file of the library's. The device's streams are played by ``Streams``, so that
+every rank proves on a CPU for what the copies to a GPU wait.
 """
 
 import argparse
 import os
+import shutil
 import tempfile
 from contextlib import contextmanager
 from pathlib import Path
@@ -85,9 +86,13 @@ def prove_every_bit(root: Path, device: torch.device, mesh) -> Path:
     return ours
 
 
-def prove_checked(directory: Path, device: torch.device, mesh) -> None:
+def prove_checked(ours: Path, device: torch.device, mesh) -> None:
+    """In a copy, of which a bit flips."""
+    directory = ours.with_name("damaged")
+    if dist.get_rank() == 0:
+        shutil.copytree(ours, directory)
+    dist.barrier()
     name = "bfloat16"
-    info = None
     for index, place in Reader(directory).read_metadata().storage_data.items():
         if index.fqn == name:
             info = place
