@@ -8,8 +8,7 @@ from harness.run import run
 SCRIPT = REPO / "tests" / "data" / "load_hub_folder.py"
 
 
-@pytest.mark.parametrize("ranks", [1, 2])
-def test_logits_are_those_of_from_pretrained_and_what_differs_is_named(ranks: int) -> None:
+def test_logits_are_those_of_from_pretrained_and_what_differs_is_named() -> None:
     pytest.importorskip("transformers", "5")
-    report = run(SCRIPT, ranks, launcher="warm", deadline_s=120)
+    report = run(SCRIPT, 2, launcher="warm", deadline_s=120)
     assert report.ok, report.describe()

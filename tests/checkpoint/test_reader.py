@@ -1,5 +1,7 @@
 """What the reader loads is what was saved, however it lies; what is damaged is refused by name."""
 
+import gzip
+import io
 import logging
 import math
 import os
@@ -13,8 +15,10 @@ import pytest
 import torch
 import torch.distributed as dist
 import torch.distributed.checkpoint as dcp
+from torch.distributed.checkpoint._extension import StreamTransformExtension
 from torch.distributed.checkpoint.api import CheckpointException
 from torch.distributed.checkpoint.filesystem import _StorageInfo
+from torch.testing._internal.two_tensor import TwoTensor
 
 from harness.run import run
 from overlap_recipes.checkpoint import (
@@ -145,18 +149,75 @@ def test_autograd_counts_a_load(tmp_path: Path) -> None:
     assert x._version == 1
 
 
-class TwoInner(torch.Tensor):
-    """Stands for a class of tensors with data of its own."""
+class Own(torch.Tensor):
+    """A class with a storage as any other."""
 
 
-def test_a_class_of_its_own_is_not_taken_for_its_storage(tmp_path: Path) -> None:
+@pytest.mark.filterwarnings("ignore:Sparse invariant checks")
+@pytest.mark.parametrize(
+    "tensor",
+    [
+        TwoTensor(torch.ones(4), torch.zeros(4)),
+        torch.ones(4).as_subclass(Own),
+        torch.sparse_coo_tensor([[0]], [1.0], (3,), check_invariants=False),
+    ],
+    ids=["two inner tensors", "class", "sparse"],
+)
+def test_a_class_of_its_own_is_not_taken_for_its_storage(
+    tmp_path: Path, tensor: torch.Tensor
+) -> None:
     """``data.pkl`` names another function than that of a plain tensor."""
-    torch.save(torch.ones(4).as_subclass(TwoInner), tmp_path / "file")
+    torch.save(tensor, tmp_path / "file")
     data = (tmp_path / "file").read_bytes()
     assert entries.place_of(lambda begin, size: data[begin : begin + size], len(data)) is None
-    torch.save(torch.sparse_coo_tensor([[0]], [1.0], (3,)), tmp_path / "file")
-    data = (tmp_path / "file").read_bytes()
-    assert entries.place_of(lambda begin, size: data[begin : begin + size], len(data)) is None
+
+
+def test_two_inner_tensors_come_back_or_their_name_is_said(tmp_path: Path) -> None:
+    """``torch.load`` makes no class that it does not know; ``add_safe_globals`` tells it."""
+    saved = TwoTensor(torch.arange(4.0), torch.arange(4.0) + 9)
+    dcp.save({"two": saved, "plain": torch.ones(3)}, checkpoint_id=tmp_path)
+    targets = {"two": TwoTensor(torch.zeros(4), torch.zeros(4)), "plain": torch.zeros(3)}
+    with pytest.raises(CheckpointException, match=r"(?s)__0_0.distcp \(two\).*TwoTensor"):
+        loaded(tmp_path, targets)
+    with torch.serialization.safe_globals([TwoTensor]):
+        own = loaded(tmp_path, targets)
+    assert torch.equal(targets["two"].a, saved.a) and torch.equal(targets["two"].b, saved.b)
+    assert own.read_bytes == 12
+
+
+class Deflated(StreamTransformExtension):
+    """Stands for DCP's zstd, which needs a package."""
+
+    @staticmethod
+    def registry_name() -> str:
+        return "stream.deflated"
+
+    @staticmethod
+    def from_descriptor(version: str) -> "Deflated":
+        return Deflated()
+
+    def get_descriptor(self) -> str:
+        return "stream.deflated/1"
+
+    def transform_to(self, output: io.IOBase) -> io.IOBase:
+        return gzip.GzipFile(fileobj=output, mode="wb")
+
+    def transform_from(self, input: io.IOBase) -> io.IOBase:
+        return gzip.GzipFile(fileobj=input)
+
+
+def test_compressed_entries_are_read_as_dcp_does(tmp_path: Path) -> None:
+    state = {"x": torch.randn(300), "o": {"n": 3}}
+    writer = dcp.FileSystemWriter(tmp_path, _extensions=[Deflated()])
+    dcp.save(state, storage_writer=writer)
+    targets = {"x": torch.zeros(300), "o": {"n": 0}}
+    with pytest.raises(CheckpointException, match="stream.deflated"):
+        loaded(tmp_path, targets)
+    own = Reader(tmp_path)
+    own.transforms.extension_registry.register(Deflated)
+    dcp.load(targets, storage_reader=own)
+    assert torch.equal(targets["x"], state["x"]) and targets["o"] == {"n": 3}
+    assert own.read_bytes == 0 and own.other_bytes > 0
 
 
 def test_no_object_of_data_pkl_is_made() -> None:
@@ -401,6 +462,11 @@ def test_host_memory_above_the_model_is_the_rings(tmp_path: Path) -> None:
 
 def test_states_by_chance_load_as_with_dcp() -> None:
     report = run(DATA / "fuzz_loads.py", 3, launcher="warm", args=("12", "1"), deadline_s=200)
+    assert report.ok, report.describe()
+
+
+def test_hsdp_and_tensor_parallel_load_under_each_other() -> None:
+    report = run(DATA / "load_meshes.py", 4, launcher="warm", deadline_s=200)
     assert report.ok, report.describe()
 
 

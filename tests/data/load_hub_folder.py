@@ -1,20 +1,15 @@
 """Load folders that transformers has written into sharded models on meta; compare the logits."""
 
 import re
-import sys
 import tempfile
 from pathlib import Path
 
-RECIPES = Path(__file__).parents[2] / "recipes_source" / "checkpoint"
-sys.path.insert(0, str(RECIPES))
-
-import state_to_save as basic  # noqa: E402
-import torch  # noqa: E402
-import torch.distributed as dist  # noqa: E402
-from safetensors.torch import load_file, save_file  # noqa: E402
-from torch.distributed.fsdp import fully_shard  # noqa: E402
-from torch.distributed.tensor import Shard  # noqa: E402
-from transformers import (  # noqa: E402
+import torch
+import torch.distributed as dist
+from safetensors.torch import load_file, save_file
+from torch.distributed.fsdp import fully_shard
+from torch.distributed.tensor import Shard
+from transformers import (
     AutoModelForCausalLM,
     LlamaConfig,
     MixtralConfig,
@@ -22,7 +17,7 @@ from transformers import (  # noqa: E402
     Qwen3Config,
 )
 
-from overlap_recipes.checkpoint.hub_folder import load_folder  # noqa: E402
+from overlap_recipes.checkpoint.hub_folder import load_folder
 
 SIZES = {"vocab_size": 61, "hidden_size": 16, "intermediate_size": 12, "num_hidden_layers": 2}
 HEADS = {"num_attention_heads": 2, "num_key_value_heads": 1, "head_dim": 8}
@@ -32,6 +27,13 @@ CONFIGS = {
     "llama": LlamaConfig(**SIZES, **HEADS, tie_word_embeddings=False),
     "mixtral": MixtralConfig(**SIZES, **HEADS, **EXPERTS),
 }
+CASES = [  # a model, the dtype of its folder, the dimension along which matrices are cut
+    ("qwen3 tied", torch.float32, 0),
+    ("qwen3 tied", torch.bfloat16, 1),
+    ("llama", torch.bfloat16, 0),
+    ("mixtral", torch.float32, 1),
+    ("mixtral", torch.bfloat16, 0),
+]
 
 
 def on_meta(config: PreTrainedConfig, by: int = 0) -> torch.nn.Module:
@@ -64,18 +66,17 @@ def written(root: Path, name: str, dtype: torch.dtype) -> Path:
 
 def prove_logits(root: Path) -> None:
     tokens = torch.arange(14).view(2, 7)
-    for name, config in CONFIGS.items():
-        for dtype in (torch.float32, torch.bfloat16):
-            folder = written(root, name, dtype)
-            stock = AutoModelForCausalLM.from_pretrained(folder, dtype=torch.float32).eval()
-            for by in (0, 1):
-                model = on_meta(config, by)
-                load_folder(model, folder)
-                with torch.no_grad():
-                    expected, found = stock(input_ids=tokens), model(input_ids=tokens)
-                assert torch.equal(found.logits, expected.logits), f"{name}, {dtype}, by {by}"
-            if config.tie_word_embeddings:
-                assert model.lm_head.weight is model.model.embed_tokens.weight
+    for name, dtype, by in CASES:
+        config = CONFIGS[name]
+        folder = written(root, name, dtype)
+        stock = AutoModelForCausalLM.from_pretrained(folder, dtype=torch.float32).eval()
+        model = on_meta(config, by)
+        load_folder(model, folder)
+        with torch.no_grad():
+            expected, found = stock(input_ids=tokens), model(input_ids=tokens)
+        assert torch.equal(found.logits, expected.logits), f"{name}, {dtype}, by {by}"
+        if config.tie_word_embeddings:
+            assert model.lm_head.weight is model.model.embed_tokens.weight
 
 
 def edited(root: Path, title: str, edit: object) -> Path:
@@ -136,9 +137,11 @@ def main(root: Path) -> None:
 
 
 if __name__ == "__main__":
-    basic.start_rank()
+    dist.init_process_group()
     try:
         with tempfile.TemporaryDirectory() as temporary:
-            main(basic.directory_of_rank_0(Path(temporary)))
+            of_rank_0 = [temporary]
+            dist.broadcast_object_list(of_rank_0)
+            main(Path(of_rank_0[0]))
     finally:
         dist.destroy_process_group()
