@@ -46,6 +46,7 @@ class Job:
         number: how many saves this rank has called.
         copied: the event behind its copies, or the error that came before it.
         tensors, hosts: of the state, and what is staged of them.
+        compared: done when ranks have compared what they share; it raises if they differ.
         done: what ``save`` has returned.
         call_s: how long ``save`` kept the training thread.
     """
@@ -56,6 +57,7 @@ class Job:
     tensors: list[torch.Tensor]
     hosts: list[torch.Tensor]
     state: object
+    compared: Future
     done: Future
     call_s: float = 0.0
 
@@ -121,9 +123,10 @@ class Saves:
         self.jobs: SimpleQueue = SimpleQueue()
         self.calls = 0
         self.skipped = 0
-        none_before = Future()
-        none_before.set_result(None)
-        self.uploads = [none_before]  # of the latest saves, the newest last
+        self.none_before = Future()
+        self.none_before.set_result(None)
+        self.uploads = [self.none_before]  # of the latest saves, the newest last
+        self.compared = self.none_before  # of the latest save
         self.failures: list[BaseException] = []
         self.hook = None
         self.abandoned = False
@@ -205,18 +208,20 @@ class Saves:
             RuntimeError: outside the ``with`` block; in a second block, if the first ended by an
                 exception or there is a process group; if ``init_process_group`` came after this
                 object; at the first save, if a rank's state cannot be saved or differs from
-                another's where they share it; behind a later save of such a state.
+                another's where they share it; of later ones, the next call raises that they differ.
         """
         self.check_is_open()
         if self.if_busy == "skip" and self.is_busy():
             self.skipped += 1
             return None
+        self.raise_difference()
         began = time.monotonic()
         self.calls += 1
         interrupted = KeyboardInterrupt("in save")
         path = self.working_directory / directory
-        job = Job(self.calls, path, interrupted, [], [], None, Future())
+        job = Job(self.calls, path, interrupted, [], [], None, Future(), Future())
         self.uploads = [*self.uploads[-self.in_flight :], job.done]
+        self.compared = job.compared
         try:
             self.wait_for_preparation()
             self.wait_for_buffer()
@@ -227,20 +232,23 @@ class Saves:
         finally:  # the other ranks are saving: they will be told
             job.call_s = time.monotonic() - began
             self.jobs.put(job)
-        self.raise_refusals(job)
+        if self.calls == 1:
+            self.raise_refusals(job)
         return job.done
 
     def raise_refusals(self, job: Job) -> None:
-        """Raise on all ranks what no later save can mend, at the first save if it is known then."""
-        if self.calls == 1:
-            refuse_differing(self.together(self.digests_of, job, group=1))
-        self.raise_differing(self.uploads[: -self.in_flight])
+        """Raise on all ranks, at the first save, what no later save can mend."""
+        refuse_differing(self.together(self.digests_of, job, group=1))
 
-    def raise_differing(self, uploads: list[Future]) -> None:
-        """Raise if ranks differed in one of ``uploads``, which have ended on all ranks."""
-        for ended in uploads:
-            if ended.done() and isinstance(ended.exception(), DifferingRanks):
-                raise ended.exception()
+    def raise_difference(self) -> None:
+        """Raise, once and on all ranks, if they differed in the latest save.
+
+        They compare before they write, so this waits for writes of saves before the latest alone.
+        """
+        latest = self.compared
+        if latest.exception() is not None:
+            self.compared = self.none_before
+            latest.result()
 
     def digests_of(self, job: Job) -> dict[str, str]:
         if job.state is None:
@@ -325,11 +333,13 @@ class Saves:
         """Return when all saves so far have ended.
 
         Raises:
-            RuntimeError: the first failure that no earlier ``wait`` has raised.
+            RuntimeError: the first failure that no earlier ``wait`` has raised; rather than
+                another one that the ranks differed in the latest save.
         """
         wait(self.uploads)
         failures = self.failures
         self.failures = []
+        self.raise_difference()
         if failures:
             raise failures[0]
 
@@ -392,7 +402,7 @@ class Saves:
             if len(set(self.together(self.begin, job, aside))) > 1:
                 raise RuntimeError(f"the ranks have called save for others than {directory}")
             has_begun = True
-            refuse_differing(self.together(shared_digests, job.state))
+            self.compare(job)
             copied = time.monotonic()
             self.together(self.write, job.state, aside)
             has_begun = False
@@ -410,8 +420,20 @@ class Saves:
             if self.rank == 0 and has_begun:
                 shutil.rmtree(aside, ignore_errors=True)  # a full disk needs the room
             LOG.error("no checkpoint in %s: %s", directory, failure)
+            if not job.compared.done():
+                job.compared.set_result(None)
             self.failures.append(failure)
             job.done.set_exception(failure)
+
+    def compare(self, job: Job) -> None:
+        """Raise on all ranks if they differ in what they share."""
+        of_ranks = self.together(shared_digests, job.state)
+        try:
+            refuse_differing(of_ranks)
+        except DifferingRanks as error:
+            job.compared.set_exception(error)
+            raise
+        job.compared.set_result(None)
 
     def together(self, work: Callable, *args: object, group: int = 0) -> list:
         """Call ``work`` on all ranks; return all results, or raise on all ranks if one failed."""

@@ -4,7 +4,9 @@ import os
 import shutil
 import signal
 import sys
+from concurrent.futures import Future
 from pathlib import Path
+from threading import Event
 
 RECIPES = Path(__file__).parents[2] / "recipes_source" / "checkpoint"
 sys.path[:0] = [str(RECIPES), str(Path(__file__).parent)]
@@ -103,6 +105,82 @@ def other_steps(root: Path, device: torch.device) -> None:
     assert sorted(path.name for path in root.glob("step*")) == ["step5", "step9"]
 
 
+def later_difference(root: Path, device: torch.device) -> None:
+    """What differs from the second save on raises on all ranks in the next call, and once."""
+    for kind in ("directory", "url"):
+        folder = root / kind
+        job = Job(sharded)
+        place = folder if kind == "directory" else f"file://{folder}"
+        with CheckpointManager(place, job.state) as checkpoints:
+            job.step()
+            checkpoints.save(1)
+            job.step()
+            job.scheduler.last_epoch += dist.get_rank()
+            checkpoints.save(2)
+            job.scheduler.last_epoch -= dist.get_rank()
+            raises(RuntimeError, "ranks differ in app.scheduler", checkpoints.save, 3)
+            checkpoints.save(4)
+            job.scheduler.last_epoch += dist.get_rank()
+            checkpoints.save(5)
+            raises(RuntimeError, "ranks differ in app.scheduler", checkpoints.wait)
+            job.scheduler.last_epoch -= dist.get_rank()
+            checkpoints.save(6)
+        found = CheckpointManager(place, job.state).store.steps()
+        assert sorted(found) == [1, 4, 6], found
+        dist.barrier()
+
+
+def failed_step(root: Path, device: torch.device) -> None:
+    """A step is saved again by all ranks if its save failed, though one of them learns it later."""
+    job = Job(sharded)
+    with CheckpointManager(root, job.state) as checkpoints:
+        job.step()
+        saves = checkpoints.saves
+        commit = saves.commit
+        may_fail = Event()
+
+        def fail(*args: object) -> None:
+            may_fail.wait()
+            saves.commit = commit
+            raise OSError(28, "No space left on device")
+
+        saves.commit = fail
+        first = checkpoints.save(1)
+        if dist.get_rank() > 0:
+            learn_when_asked(first)
+        may_fail.set()
+        if dist.get_rank() == 0:
+            assert first.exception() is not None
+        checkpoints.save(1).result()
+    dist.barrier()
+    assert [path.name for path in root.glob("step*")] == ["step1"]
+
+
+def learn_when_asked(upload: Future) -> None:
+    """Let ``upload`` end when its end is asked for."""
+    is_asked = Event()
+    done = upload.done
+    exception = upload.exception
+    set_exception = upload.set_exception
+
+    def done_then_end() -> bool:
+        answer = done()
+        is_asked.set()
+        return answer
+
+    def end_then_exception() -> BaseException | None:
+        is_asked.set()
+        return exception()
+
+    def set_when_asked(error: BaseException) -> None:
+        is_asked.wait()
+        set_exception(error)
+
+    upload.done = done_then_end
+    upload.exception = end_then_exception
+    upload.set_exception = set_when_asked
+
+
 def hosts(root: Path, device: torch.device) -> None:
     """Each rank is a host with a disk of its own; one is lost, and the others have its part."""
     os.environ["LOCAL_WORLD_SIZE"] = "1"  # as torchrun sets it where a host has one rank
@@ -120,7 +198,7 @@ def hosts(root: Path, device: torch.device) -> None:
     assert first + again == whole
 
 
-TROUBLES = (goes_on, ddp, other_steps, hosts)
+TROUBLES = (goes_on, ddp, other_steps, later_difference, failed_step, hosts)
 
 if __name__ == "__main__":
     face(TROUBLES)

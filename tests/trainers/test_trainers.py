@@ -165,6 +165,8 @@ def test_transformers_next_save_raises_that_ranks_differed_in_the_one_before() -
     trainer = object.__new__(OverlappedTrainer)
     trainer.saves = object.__new__(Saves)
     trainer.saves.uploads = [differed]
+    trainer.saves.compared = differed
+    trainer.saves.none_before = Future()
     trainer.args = SimpleNamespace(output_dir="none", save_total_limit=0, should_save=False)
     with (
         patch.object(Trainer, "_save_checkpoint"),
