@@ -20,7 +20,18 @@ import torch.distributed as dist
 from torch.optim.optimizer import register_optimizer_step_pre_hook
 
 from .copies import Copies, CopyPlan, PinnedArena
-from .state import DifferingRanks, is_staged, read, refuse_differing, shared_digests, walk
+from .state import (
+    PASS_PER_RANK,
+    REPLICAS_DIFFER,
+    DifferingRanks,
+    differing_names,
+    digests_of_replicas,
+    is_staged,
+    read,
+    refuse_differing,
+    shared_digests,
+    walk,
+)
 from .writer import FILES, FileWriter
 
 LOG = logging.getLogger(__name__)
@@ -93,6 +104,8 @@ class Saves:
     Attributes:
         skipped: saves that were left out.
     """
+
+    ADVICE = PASS_PER_RANK  # where ranks differ in what they share
 
     def __init__(
         self,
@@ -238,7 +251,7 @@ class Saves:
 
     def raise_refusals(self, job: Job) -> None:
         """Raise on all ranks, at the first save, what no later save can mend."""
-        refuse_differing(self.together(self.digests_of, job, group=1))
+        refuse_differing(self.together(self.digests_of, job, group=1), self.ADVICE)
 
     def raise_difference(self) -> None:
         """Raise, once and on all ranks, if they differed in the latest save.
@@ -253,7 +266,11 @@ class Saves:
     def digests_of(self, job: Job) -> dict[str, str]:
         if job.state is None:
             raise job.copied
-        return shared_digests(job.state)
+        return self.shared(job.state)
+
+    def shared(self, state: dict) -> dict[str, str]:
+        """Digests, by name, of what must be equal on all ranks. For subclasses."""
+        return shared_digests(state)
 
     def check_is_open(self) -> None:
         if self.hook is None or self.abandoned or dist.is_initialized() != bool(self.groups):
@@ -427,13 +444,18 @@ class Saves:
 
     def compare(self, job: Job) -> None:
         """Raise on all ranks if they differ in what they share."""
-        of_ranks = self.together(shared_digests, job.state)
+        of_ranks = self.together(self.shared, job.state)
         try:
-            refuse_differing(of_ranks)
+            refuse_differing(of_ranks, self.ADVICE)
         except DifferingRanks as error:
             job.compared.set_exception(error)
             raise
         job.compared.set_result(None)
+        if job.number == 1:
+            replicas = self.together(digests_of_replicas, job.state)
+            differing = differing_names(replicas)
+            if differing and self.rank == 0:
+                LOG.warning(REPLICAS_DIFFER, ", ".join(differing))
 
     def together(self, work: Callable, *args: object, group: int = 0) -> list:
         """Call ``work`` on all ranks; return all results, or raise on all ranks if one failed."""

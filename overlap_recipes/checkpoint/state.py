@@ -6,6 +6,7 @@
 state that the checkpoint lists. ``read`` tells what of a state is copied beside training.
 """
 
+import ctypes
 import hashlib
 import importlib
 import io
@@ -37,6 +38,7 @@ PER_RANK = "per_rank"
 RECIPES = "made_of_tensors"
 PLAIN_TYPES = {torch.Tensor, nn.Parameter, int, float, bool, str, bytes, type(None)}
 TAKEN = {"model", "optim", "has_state", PER_RANK, RECIPES}  # keys of a state
+SMALL = 1 << 20  # bytes of a tensor that rank 0 writes if all ranks have it
 SEEDS_A_STEP = 1_000_003
 SEEDED_ANEW = "random numbers are seeded anew: %d ranks, %d at the save"
 OTHER_RANKS = (
@@ -59,9 +61,11 @@ OTHER_GROUPS = "load into the groups of the save: change the groups after the lo
 OTHER_MODEL = "the checkpoint does not fit this model:\n"
 
 # why a save is refused
-DIFFERING = (
-    "ranks differ in %s, and all would resume with the state of one: pass what is of each rank as "
-    "TrainingState(..., per_rank={name: object})"
+DIFFERING = "ranks differ in %s, and all would resume with the state of one: %s"
+PASS_PER_RANK = "pass what is of each rank as TrainingState(..., per_rank={name: object})"
+REPLICAS_DIFFER = (
+    "ranks differ in %s: the checkpoint has those of rank 0, and all resume with them. "
+    "SyncBatchNorm keeps buffers alike that forward changes; DDP and FSDP2 do so for parameters"
 )
 PLAIN = (
     "the optimizer's state of %s is a plain tensor of this rank's shard, and ranks would get each "
@@ -894,8 +898,15 @@ class DifferingRanks(RuntimeError):
     """Ranks share what differs between them: all would resume with the state of one."""
 
 
-def refuse_differing(of_ranks: list[dict[str, str]]) -> None:
+def refuse_differing(of_ranks: list[dict[str, str]], advice: str = PASS_PER_RANK) -> None:
     """Raise ``DifferingRanks`` if a name has several digests."""
+    differing = differing_names(of_ranks)
+    if differing:
+        raise DifferingRanks(DIFFERING % (", ".join(differing), advice))
+
+
+def differing_names(of_ranks: list[dict[str, str]]) -> list[str]:
+    """The names that have several digests."""
     names: set[str] = set()
     for digests in of_ranks:
         names |= digests.keys()
@@ -903,8 +914,25 @@ def refuse_differing(of_ranks: list[dict[str, str]]) -> None:
     for name in sorted(names):
         if len({digests[name] for digests in of_ranks if name in digests}) > 1:
             differing.append(name)
-    if differing:
-        raise DifferingRanks(DIFFERING % ", ".join(differing))
+    return differing
+
+
+def digests_of_replicas(tree: dict) -> dict[str, str]:
+    """Digests of small tensors of a model that are no shards, by name.
+
+    Args:
+        tree: as of ``shared_digests``; its tensors lie in host memory.
+    """
+    digests = {}
+    for key, state in tree.items():
+        if not isinstance(state, dict) or "has_state" not in state:
+            continue
+        for name, leaf in state["model"].items():
+            is_replica = is_staged(leaf) and not isinstance(leaf, DTensor)
+            if is_replica and leaf.nbytes <= SMALL:
+                content = ctypes.string_at(leaf.data_ptr(), leaf.nbytes)
+                digests[f"{key}.model.{name}"] = hashlib.sha256(content).hexdigest()
+    return digests
 
 
 def digest(tree: object) -> str:

@@ -328,6 +328,17 @@ def test_nothing_is_left_out_twice_and_the_newest_never() -> None:
     assert steps_left_out([9], keep_last=2, keep_every=0) == []
 
 
-@pytest.mark.parametrize("trouble", ["goes_on", "ddp", "other_steps", "later_difference", "failed_step", "hosts"])
+TROUBLES = (
+    "goes_on",
+    "ddp",
+    "other_steps",
+    "later_difference",
+    "batch_norm",
+    "failed_step",
+    "hosts",
+)
+
+
+@pytest.mark.parametrize("trouble", TROUBLES)
 def test_ranks(trouble: str) -> None:
     survives("manager_troubles", trouble, ranks=2)

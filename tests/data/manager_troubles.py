@@ -1,10 +1,13 @@
 """What the manager does on several ranks; the argument names it."""
 
+import logging
 import os
 import shutil
 import signal
 import sys
+from collections.abc import Iterator
 from concurrent.futures import Future
+from contextlib import contextmanager
 from pathlib import Path
 from threading import Event
 
@@ -130,6 +133,42 @@ def later_difference(root: Path, device: torch.device) -> None:
         dist.barrier()
 
 
+def batch_norm(root: Path, device: torch.device) -> None:
+    """Buffers that each rank changes for itself come from rank 0, all of them, and are named."""
+    job = Job(sharded)
+    norms = [nn.Sequential(nn.Linear(4, 4), nn.BatchNorm1d(4)) for _ in range(4)]
+    job.model = sharded(nn.Sequential(*norms))
+    job.optimizer = torch.optim.SGD(job.model.parameters(), lr=1e-2)
+    job.state = TrainingState(job.model, job.optimizer)
+    job.step()
+    of_ranks = [None] * dist.get_world_size()
+    dist.all_gather_object(of_ranks, dict(job.model.named_buffers()))
+    with messages() as said, CheckpointManager(root, job.state) as checkpoints:
+        checkpoints.save(1)
+        checkpoints.save(2)
+    told = [line for line in said if "ranks differ in app.model.0.1.running_mean" in line]
+    assert len(told) == (dist.get_rank() == 0), said
+    for buffer in job.model.buffers():
+        buffer.zero_()
+    with CheckpointManager(root, job.state) as checkpoints:
+        checkpoints.resume()
+    for name, buffer in job.model.named_buffers():
+        assert torch.equal(buffer, of_ranks[0][name]), f"{name} is not that of rank 0"
+
+
+@contextmanager
+def messages() -> Iterator[list[str]]:
+    """The warnings that are logged meanwhile."""
+    found: list[str] = []
+    handler = logging.Handler(logging.WARNING)
+    handler.emit = lambda record: found.append(record.getMessage())
+    logging.getLogger("overlap_recipes").addHandler(handler)
+    try:
+        yield found
+    finally:
+        logging.getLogger("overlap_recipes").removeHandler(handler)
+
+
 def failed_step(root: Path, device: torch.device) -> None:
     """A step is saved again by all ranks if its save failed, though one of them learns it later."""
     job = Job(sharded)
@@ -198,7 +237,7 @@ def hosts(root: Path, device: torch.device) -> None:
     assert first + again == whole
 
 
-TROUBLES = (goes_on, ddp, other_steps, later_difference, failed_step, hosts)
+TROUBLES = (goes_on, ddp, other_steps, later_difference, batch_norm, failed_step, hosts)
 
 if __name__ == "__main__":
     face(TROUBLES)

@@ -1,9 +1,9 @@
 """Stock models are trained, saved beside training, killed in a save, and resumed; bits compared.
 
 ``python saved_models.py MODEL-OPTIMIZER ...`` or ``all``. A line for each says ``right``, or what
-is not. Two ranks train; step 2 is saved, step 5 is being saved when they are killed. Two other ranks
-resume: every tensor has the bits of before, gathered, and so have the losses up to step 5. And so do
-three ranks, and one, which train on with losses of their own.
+is not. Two ranks train; step 2 is saved, step 5 is being saved when they are killed. Two others
+resume: every tensor has the bits of before, gathered, and so have the losses up to step 5. And so
+do three ranks, and one, which train on with losses of their own.
 """
 
 import faulthandler
@@ -21,7 +21,7 @@ import schedulefree
 import torch
 import torch.distributed as dist
 import transformers
-from in_place_families import FAMILIES, VISION, Family, pictures
+from in_place_families import FAMILIES, Family, pictures
 from peft import LoraConfig, get_peft_model
 from torch import nn
 from torch.distributed.device_mesh import init_device_mesh

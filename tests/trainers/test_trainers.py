@@ -173,3 +173,16 @@ def test_transformers_next_save_raises_that_ranks_differed_in_the_one_before() -
         pytest.raises(DifferingRanks, match="a counter"),
     ):
         trainer._save_checkpoint(None, None)
+
+
+def test_lightning_refuses_positions_of_other_ranks() -> None:
+    pytest.importorskip("lightning")
+    from overlap_recipes.trainers.lightning import rest_of
+
+    rests = [{"loops": {"taken": rank}, "of": rank} for rank in range(2)]
+    path = Path("last.ckpt")
+    assert rest_of(rests, 1, 2, path)["of"] == 1
+    with pytest.raises(ValueError, match="saved on 2 ranks whose loaders were at other positions"):
+        rest_of(rests, 0, 3, path)
+    alike = [{"loops": {"taken": 4}, "of": rank} for rank in range(2)]
+    assert rest_of(alike, 2, 3, path)["of"] == 0
