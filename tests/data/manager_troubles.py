@@ -139,7 +139,8 @@ def batch_norm(root: Path, device: torch.device) -> None:
     norms = [nn.Sequential(nn.Linear(4, 4), nn.BatchNorm1d(4)) for _ in range(4)]
     job.model = sharded(nn.Sequential(*norms))
     job.optimizer = torch.optim.SGD(job.model.parameters(), lr=1e-2)
-    job.state = TrainingState(job.model, job.optimizer)
+    progress = {"batch": torch.full((2,), dist.get_rank())}
+    job.state = TrainingState(job.model, job.optimizer, progress=progress)
     job.step()
     of_ranks = [None] * dist.get_world_size()
     dist.all_gather_object(of_ranks, dict(job.model.named_buffers()))
@@ -148,6 +149,7 @@ def batch_norm(root: Path, device: torch.device) -> None:
         checkpoints.save(2)
     told = [line for line in said if "ranks differ in app.model.0.1.running_mean" in line]
     assert len(told) == (dist.get_rank() == 0), said
+    assert all("app.progress.batch" in line for line in told), said
     for buffer in job.model.buffers():
         buffer.zero_()
     with CheckpointManager(root, job.state) as checkpoints:
