@@ -115,6 +115,7 @@ class CheckpointManager:
 
         return self.saves.together(newest, group=1)[0]
 
+    @torch.inference_mode(False)
     def resume(self, step: int | None = None, skip: Iterable[str] = ()) -> int:
         """Load the newest whole checkpoint; all ranks call it, before the first step.
 

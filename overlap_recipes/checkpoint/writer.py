@@ -269,6 +269,8 @@ def outline(tree: object, found: list) -> None:
 
 def element(tree: object, path: tuple) -> object:
     for key in path:
+        if isinstance(tree, dict) and key not in tree:
+            key = int(key)  # a planner's paths have numbers as names
         tree = tree[key]
     return tree
 

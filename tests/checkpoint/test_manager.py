@@ -2,6 +2,7 @@
 
 import logging
 import signal
+from functools import partial
 from pathlib import Path
 
 import pytest
@@ -342,3 +343,28 @@ TROUBLES = (
 @pytest.mark.parametrize("trouble", TROUBLES)
 def test_ranks(trouble: str) -> None:
     survives("manager_troubles", trouble, ranks=2)
+
+
+def warmed_up(optimizer: torch.optim.Optimizer) -> torch.optim.lr_scheduler.LRScheduler:
+    return torch.optim.lr_scheduler.LambdaLR(optimizer, partial(min, 1.0))
+
+
+def in_steps(optimizer: torch.optim.Optimizer) -> torch.optim.lr_scheduler.LRScheduler:
+    return torch.optim.lr_scheduler.MultiStepLR(optimizer, [2, 2, 4])
+
+
+@pytest.mark.parametrize("schedule", [warmed_up, in_steps])
+def test_every_save_of_a_schedule_succeeds_and_comes_back(tmp_path: Path, schedule) -> None:
+    """States with a list of an empty dict, as transformers' schedules, and with numbers as keys."""
+    job = Job()
+    job.scheduler = schedule(job.optimizer)
+    job.state = TrainingState(job.model, job.optimizer, scheduler=job.scheduler)
+    with CheckpointManager(tmp_path, job.state) as checkpoints:
+        for step in range(1, 5):
+            job.step()
+            checkpoints.save(step).result()
+    wanted = job.scheduler.state_dict()
+    job.step()
+    with CheckpointManager(tmp_path, job.state) as checkpoints:
+        assert checkpoints.resume() == 4
+    assert job.scheduler.state_dict() == wanted
