@@ -363,8 +363,10 @@ class Fit:
         for entry in self.wanted:
             put(tree, entry.path, found[entry.name])
         for path in self.contents["empty"]:
-            whole = path[:1] if path[0] in self.shared else path[:-1]
-            if element(tree, whole) is not None:
+            is_wanted = element(tree, path[:-1]) is not None
+            if path[0] in self.shared:
+                is_wanted = not self.is_skipped(path[0])
+            if is_wanted:
                 put(tree, tuple(path), {})
         if self.packed_recipes is not None:
             tree[RECIPES] = self.packed_recipes

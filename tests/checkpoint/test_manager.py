@@ -10,6 +10,7 @@ import torch
 from torch import nn
 from troubles import survives
 
+from harness.run import run as run_ranks
 from overlap_recipes.checkpoint import CheckpointManager, DurableSaves, RetainedSaves, TrainingState
 from overlap_recipes.checkpoint.names import name_of, step_of, steps_left_out
 
@@ -334,7 +335,6 @@ TROUBLES = (
     "ddp",
     "other_steps",
     "later_difference",
-    "batch_norm",
     "failed_step",
     "hosts",
 )
@@ -343,6 +343,14 @@ TROUBLES = (
 @pytest.mark.parametrize("trouble", TROUBLES)
 def test_ranks(trouble: str) -> None:
     survives("manager_troubles", trouble, ranks=2)
+
+
+def test_buffers_that_ranks_change_for_themselves_come_from_rank_0() -> None:
+    """Which the harness says, too: what rank 1 passed is not what is loaded."""
+    program = Path(__file__).parents[1] / "data" / "manager_troubles.py"
+    report = run_ranks(program, 2, launcher="warm", args=("batch_norm",), deadline_s=120)
+    assert report.kinds == {"checkpoint_wrong"}, report.describe()
+    assert all("(rank 0)" not in failure.text for failure in report.failures), report.describe()
 
 
 def warmed_up(optimizer: torch.optim.Optimizer) -> torch.optim.lr_scheduler.LRScheduler:
