@@ -46,6 +46,7 @@ OTHER_RANKS = (
     "  %s: saved on %d ranks, here are %d: it needs a method load_state_dicts(states), which gets "
     "the states of all ranks"
 )
+EXTRA = "_extra_state"  # the end of a module's name for it
 OLD_RANDOM = "random_of_rank_"  # keys of random numbers in checkpoints of earlier versions
 
 
@@ -241,6 +242,8 @@ class Fit:
             saved[name] = self.contents.get("model", {}).get(name, "no tensor")
             if entry.stored is not None and len(entry.path) == 2:
                 saved[name] = spec_of(entry.stored.properties.dtype, entry.stored.size)
+            elif name.endswith(EXTRA):  # of any size: its module takes it
+                pass
             elif entry.stored is not None and own is not None and not is_like(own, entry.stored):
                 stored = spec_of(entry.stored.properties.dtype, entry.stored.size)
                 self.wrong.append(f"  {'.'.join(map(str, entry.path[1:]))}: saved {stored}")
@@ -360,7 +363,10 @@ class Fit:
         for entry in self.wanted:
             put(tree, entry.path, found[entry.name])
         for path in self.contents["empty"]:
-            if element(tree, path[:-1]) is not None:
+            is_wanted = element(tree, path[:-1]) is not None
+            if path[0] in self.shared:
+                is_wanted = not self.is_skipped(path[0])
+            if is_wanted:
                 put(tree, tuple(path), {})
         if self.packed_recipes is not None:
             tree[RECIPES] = self.packed_recipes

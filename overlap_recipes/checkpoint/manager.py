@@ -116,6 +116,7 @@ class CheckpointManager:
 
         return self.saves.together(newest, group=1)[0]
 
+    @torch.inference_mode(False)
     def resume(self, step: int | None = None, skip: Iterable[str] = ()) -> int:
         """Load the newest whole checkpoint; all ranks call it, before the first step.
 
@@ -153,7 +154,7 @@ class CheckpointManager:
     def save(self, step: int) -> Future:
         """Save the state as it is now, beside training; all ranks call it with the same step.
 
-        The step that was saved last is not saved again.
+        The step that was saved last is not saved again: the call returns when that save has ended.
 
         Returns:
             A future: done when the checkpoint is on the storage of all ranks. It raises if the save
@@ -163,7 +164,8 @@ class CheckpointManager:
             TypeError: ``step`` is no whole number.
             ValueError: it is negative, or below one that was saved.
             RuntimeError: there are checkpoints below the root, and ``resume`` was not called;
-                outside the block; this state can never be saved; ranks differ in what they share.
+                outside the block; this state can never be saved; ranks differ in what they share,
+                now at the first save, later at the save before this one.
         """
         number = checked_step(step)
         if not self.has_resumed and self.found is not None:
@@ -173,7 +175,7 @@ class CheckpointManager:
             )
         if self.latest_step is not None and number < self.latest_step:
             raise ValueError(f"step {number} comes behind step {self.latest_step}, which is saved")
-        if number == self.latest_step and not has_failed(self.latest):
+        if number == self.latest_step and self.latest.exception() is None:
             return self.latest
         self.state.step = number
         self.latest = self.store.save({"app": self.state}, number)

@@ -20,7 +20,18 @@ import torch.distributed as dist
 from torch.optim.optimizer import register_optimizer_step_pre_hook
 
 from .copies import Copies, CopyPlan, PinnedArena
-from .state import DifferingRanks, is_staged, read, refuse_differing, shared_digests, walk
+from .state import (
+    PASS_PER_RANK,
+    REPLICAS_DIFFER,
+    DifferingRanks,
+    differing_names,
+    digests_of_replicas,
+    is_staged,
+    read,
+    refuse_differing,
+    shared_digests,
+    walk,
+)
 from .writer import FILES, FileWriter
 
 LOG = logging.getLogger(__name__)
@@ -37,6 +48,7 @@ class Job:
         number: how many saves this rank has called.
         copied: the event behind its copies, or the error that came before it.
         tensors, hosts: of the state, and what is staged of them.
+        compared: done when ranks have compared what they share; it raises if they differ.
         done: what ``save`` has returned.
         call_s: how long ``save`` kept the training thread.
     """
@@ -47,6 +59,7 @@ class Job:
     tensors: list[torch.Tensor]
     hosts: list[torch.Tensor]
     state: object
+    compared: Future
     done: Future
     call_s: float = 0.0
 
@@ -87,6 +100,8 @@ class Saves:
         skipped: saves that were left out.
     """
 
+    ADVICE = PASS_PER_RANK  # where ranks differ in what they share
+
     def __init__(
         self,
         device: torch.device | str,
@@ -117,8 +132,10 @@ class Saves:
         self.jobs: SimpleQueue = SimpleQueue()
         self.calls = 0
         self.skipped = 0
-        self.latest = Future()  # of the latest save; those before it have ended when it has
-        self.latest.set_result(None)
+        self.none_before = Future()
+        self.none_before.set_result(None)
+        self.latest = self.none_before  # those before the latest have ended when it has
+        self.compared = self.none_before  # of the latest save
         self.failures: list[BaseException] = []
         self.hook = None
         self.abandoned = False
@@ -200,19 +217,21 @@ class Saves:
             RuntimeError: outside the ``with`` block; in a second block, if the first ended by an
                 exception or there is a process group; if ``init_process_group`` came after this
                 object; at the first save, if a rank's state cannot be saved or differs from
-                another's where they share it; behind a later save of such a state.
+                another's where they share it; of later ones, the next call raises that they differ.
         """
         self.check_is_open()
         if self.if_busy == "skip" and self.is_busy():
             self.skipped += 1
             return None
+        self.raise_difference()
         began = time.monotonic()
         self.calls += 1
         interrupted = KeyboardInterrupt("in save")
         path = self.working_directory / directory
-        job = Job(self.calls, path, interrupted, [], [], None, Future())
+        job = Job(self.calls, path, interrupted, [], [], None, Future(), Future())
         before = self.latest
         self.latest = job.done
+        self.compared = job.compared
         try:
             self.wait_for_preparation()
             self.wait_for_buffer(before)
@@ -224,19 +243,31 @@ class Saves:
             job.call_s = time.monotonic() - began
             self.jobs.put(job)
         if self.calls == 1:
-            refuse_differing(self.together(self.digests_of, job, group=1))
-        self.raise_differing(before)
+            self.raise_refusals(job)
         return job.done
 
-    def raise_differing(self, upload: Future) -> None:
-        """Raise on all ranks if they differed at ``upload``: no later save can mend that."""
-        if upload.done() and isinstance(upload.exception(), DifferingRanks):
-            raise upload.exception()
+    def raise_refusals(self, job: Job) -> None:
+        """Raise on all ranks, at the first save, what no later save can mend."""
+        refuse_differing(self.together(self.digests_of, job, group=1), self.ADVICE)
+
+    def raise_difference(self) -> None:
+        """Raise, once and on all ranks, if they differed in the latest save.
+
+        They compare before they write, so this waits for writes of saves before the latest alone.
+        """
+        latest = self.compared
+        if latest.exception() is not None:
+            self.compared = self.none_before
+            latest.result()
 
     def digests_of(self, job: Job) -> dict[str, str]:
         if job.state is None:
             raise job.copied
-        return shared_digests(job.state)
+        return self.shared(job.state)
+
+    def shared(self, state: dict) -> dict[str, str]:
+        """Digests, by name, of what must be equal on all ranks. For subclasses."""
+        return shared_digests(state)
 
     def check_is_open(self) -> None:
         if self.hook is None or self.abandoned or dist.is_initialized() != bool(self.groups):
@@ -312,11 +343,13 @@ class Saves:
         """Return when all saves so far have ended.
 
         Raises:
-            RuntimeError: the first failure that no earlier ``wait`` has raised.
+            RuntimeError: the first failure that no earlier ``wait`` has raised; rather than
+                another one that the ranks differed in the latest save.
         """
         wait([self.latest])
         failures = self.failures
         self.failures = []
+        self.raise_difference()
         if failures:
             raise failures[0]
 
@@ -379,7 +412,7 @@ class Saves:
             if len(set(self.together(self.begin, job, aside))) > 1:
                 raise RuntimeError(f"the ranks have called save for others than {directory}")
             has_begun = True
-            refuse_differing(self.together(shared_digests, job.state))
+            self.compare(job)
             copied = time.monotonic()
             self.together(self.write, job.state, aside)
             has_begun = False
@@ -397,8 +430,25 @@ class Saves:
             if self.rank == 0 and has_begun:
                 shutil.rmtree(aside, ignore_errors=True)  # a full disk needs the room
             LOG.error("no checkpoint in %s: %s", directory, failure)
+            if not job.compared.done():
+                job.compared.set_result(None)
             self.failures.append(failure)
             job.done.set_exception(failure)
+
+    def compare(self, job: Job) -> None:
+        """Raise on all ranks if they differ in what they share."""
+        of_ranks = self.together(self.shared, job.state)
+        try:
+            refuse_differing(of_ranks, self.ADVICE)
+        except DifferingRanks as error:
+            job.compared.set_exception(error)
+            raise
+        job.compared.set_result(None)
+        if job.number == 1:
+            replicas = self.together(digests_of_replicas, job.state)
+            differing = differing_names(replicas)
+            if differing and self.rank == 0:
+                LOG.warning(REPLICAS_DIFFER, ", ".join(differing))
 
     def together(self, work: Callable, *args: object, group: int = 0) -> list:
         """Call ``work`` on all ranks; return all results, or raise on all ranks if one failed."""

@@ -6,6 +6,7 @@
 state that the checkpoint lists. ``read`` tells what of a state is copied beside training.
 """
 
+import ctypes
 import hashlib
 import importlib
 import io
@@ -29,6 +30,7 @@ from torch.distributed.checkpoint import state_dict as dcp_state
 from torch.distributed.checkpoint.stateful import Stateful
 from torch.distributed.fsdp import FullyShardedDataParallel
 from torch.distributed.tensor import DTensor, Replicate, Shard
+from torch.utils.data import DataLoader
 
 from .frozen import digests_of_ranks, own_sums
 
@@ -37,6 +39,7 @@ PER_RANK = "per_rank"
 RECIPES = "made_of_tensors"
 PLAIN_TYPES = {torch.Tensor, nn.Parameter, int, float, bool, str, bytes, type(None)}
 TAKEN = {"model", "optim", "has_state", PER_RANK, RECIPES}  # keys of a state
+SMALL = 1 << 20  # bytes of a tensor that rank 0 writes if all ranks have it
 SEEDS_A_STEP = 1_000_003
 SEEDED_ANEW = "random numbers are seeded anew: %d ranks, %d at the save"
 OTHER_RANKS = (
@@ -59,9 +62,11 @@ OTHER_GROUPS = "load into the groups of the save: change the groups after the lo
 OTHER_MODEL = "the checkpoint does not fit this model:\n"
 
 # why a save is refused
-DIFFERING = (
-    "ranks differ in %s, and all would resume with the state of one: pass what is of each rank as "
-    "TrainingState(..., per_rank={name: object})"
+DIFFERING = "ranks differ in %s, and all would resume with the state of one: %s"
+PASS_PER_RANK = "pass what is of each rank as TrainingState(..., per_rank={name: object})"
+REPLICAS_DIFFER = (
+    "ranks differ in %s: the checkpoint has those of rank 0, and all resume with them. "
+    "SyncBatchNorm keeps buffers alike that forward changes; what is of each rank goes to per_rank"
 )
 PLAIN = (
     "the optimizer's state of %s is a plain tensor of this rank's shard, and ranks would get each "
@@ -84,6 +89,11 @@ PARTS = (
 )
 KEY = "a checkpoint keeps names and whole numbers as keys of a dict, not %r (in %s)"
 
+NO_POSITION = (
+    "%s is a DataLoader that does not know where it is: use torchdata's StatefulDataLoader "
+    "(accelerate: DataLoaderConfiguration(use_stateful_dataloader=True)), or skip batches yourself"
+)
+
 FORMAT = 2  # of ``has_state``; the first was the optimizers' keys alone
 
 # what ``torch.compile`` and ``checkpoint_wrapper`` add to names
@@ -92,6 +102,16 @@ WRAPPERS = "_orig_mod", "_checkpoint_wrapped_module"
 
 def groups(optimizers: list[torch.optim.Optimizer]) -> list[dict]:
     return [*chain.from_iterable(optimizer.param_groups for optimizer in optimizers)]
+
+
+def unwrapped(optimizer: torch.optim.Optimizer) -> torch.optim.Optimizer:
+    """Without what accelerate and Lightning put around it, which has no state of its own."""
+    package = type(optimizer).__module__.partition(".")[0]
+    if package == "accelerate":
+        return optimizer.optimizer
+    if package in ("lightning", "pytorch_lightning"):
+        return optimizer._optimizer
+    return optimizer
 
 
 def is_new(optimizer: torch.optim.Optimizer) -> bool:
@@ -122,8 +142,8 @@ class AppState(Stateful):
         self.frozen_sums: dict[str, int] = {}  # what this rank adds to them
         self.frozen_digests: dict[str, str] = {}
         self.keep_vars = False  # whether ``state_dict`` has the parameters themselves
-        alone = isinstance(optimizer, torch.optim.Optimizer)
-        self.optimizers = [optimizer] if alone else [*optimizer]
+        given = [optimizer] if isinstance(optimizer, torch.optim.Optimizer) else optimizer
+        self.optimizers = [unwrapped(each) for each in given]
         for outer in self.optimizers:
             for name, inner in vars(outer).items():
                 if isinstance(inner, torch.optim.Optimizer) and inner.state is not outer.state:
@@ -743,9 +763,13 @@ class TrainingState(AppState):
             save reads all that is left out once, and waits for all ranks. A save fails if what is
             left out has changed since; writes that PyTorch does not count, through ``.data`` or in
             ``torch._foreach_*`` over DTensors, are not seen.
-        shared: what is equal on all ranks, by name: ``scheduler=scheduler``, or a list of them.
+        shared: what is equal on all ranks, by name: ``scheduler=scheduler``, or a list of them. A
+            save fails if it is not; of tensors, the first save names in a warning those that are
+            not, up to 1 MiB each, and rank 0's are saved.
 
-    Objects in ``per_rank`` and ``shared`` have ``state_dict`` and ``load_state_dict``.
+    Objects in ``per_rank`` and ``shared`` have ``state_dict`` and ``load_state_dict``, or are dicts
+    of values: ``progress={"epoch": 0, "best": 0.0}``, which a load changes in place. PyTorch's own
+    ``dcp.load`` loads on as many ranks as have saved; on more it misses the keys of ``per_rank``.
 
     Raises:
         TypeError: an argument is not what it stands for.
@@ -861,6 +885,20 @@ class Several:
             item.load_state_dict(state[str(number)])
 
 
+class Values:
+    """A dict of a job's own values, such as its epoch; a load changes it in place."""
+
+    def __init__(self, values: dict) -> None:
+        self.values = values
+
+    def state_dict(self) -> dict:
+        return {**self.values}
+
+    def load_state_dict(self, state: dict) -> None:
+        self.values.clear()
+        self.values.update(state)
+
+
 def refuse_taken(names: Iterable[str], taken: set[str]) -> None:
     found = taken & set(names)
     if found:
@@ -881,8 +919,14 @@ def as_stateful(name: str, item: object) -> Stateful:
     if isinstance(item, (list, tuple)):
         items = [as_stateful(f"{name}[{number}]", each) for number, each in enumerate(item)]
         return Several(items)
+    if isinstance(item, dict):
+        return Values(item)
+    if isinstance(item, DataLoader):
+        inner = getattr(item, "base_dataloader", item)  # accelerate's has the methods, and no state
+        if not isinstance(inner, Stateful):
+            raise TypeError(NO_POSITION % name)
     if not isinstance(item, Stateful):
-        raise TypeError(f"{name} has no state_dict and load_state_dict")
+        raise TypeError(f"{name} has no state_dict and load_state_dict; a dict of values would do")
     return item
 
 
@@ -927,8 +971,15 @@ class DifferingRanks(RuntimeError):
     """Ranks share what differs between them: all would resume with the state of one."""
 
 
-def refuse_differing(of_ranks: list[dict[str, str]]) -> None:
+def refuse_differing(of_ranks: list[dict[str, str]], advice: str = PASS_PER_RANK) -> None:
     """Raise ``DifferingRanks`` if a name has several digests."""
+    differing = differing_names(of_ranks)
+    if differing:
+        raise DifferingRanks(DIFFERING % (", ".join(differing), advice))
+
+
+def differing_names(of_ranks: list[dict[str, str]]) -> list[str]:
+    """The names that have several digests."""
     names: set[str] = set()
     for digests in of_ranks:
         names |= digests.keys()
@@ -936,8 +987,33 @@ def refuse_differing(of_ranks: list[dict[str, str]]) -> None:
     for name in sorted(names):
         if len({digests[name] for digests in of_ranks if name in digests}) > 1:
             differing.append(name)
-    if differing:
-        raise DifferingRanks(DIFFERING % ", ".join(differing))
+    return differing
+
+
+def digests_of_replicas(tree: dict) -> dict[str, str]:
+    """Digests of small tensors that are no shards, of the model and of what is shared, by name.
+
+    Args:
+        tree: as of ``shared_digests``; its tensors lie in host memory.
+    """
+    digests: dict[str, str] = {}
+    for key, state in tree.items():
+        if isinstance(state, dict) and "has_state" in state:
+            for name in state.keys() - {"optim", PER_RANK, RECIPES}:
+                add_digests_of_replicas(state[name], f"{key}.{name}", digests)
+    return digests
+
+
+def add_digests_of_replicas(tree: object, name: str, digests: dict[str, str]) -> None:
+    if isinstance(tree, dict):
+        for key, value in tree.items():
+            add_digests_of_replicas(value, f"{name}.{key}", digests)
+    elif isinstance(tree, (list, tuple)):
+        for number, value in enumerate(tree):
+            add_digests_of_replicas(value, f"{name}.{number}", digests)
+    elif is_staged(tree) and not isinstance(tree, DTensor) and tree.nbytes <= SMALL:
+        content = ctypes.string_at(tree.data_ptr(), tree.nbytes)
+        digests[name] = hashlib.sha256(content).hexdigest()
 
 
 def digest(tree: object) -> str:

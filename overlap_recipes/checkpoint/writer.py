@@ -16,11 +16,12 @@ import torch
 import torch.distributed as dist
 import torch.distributed.checkpoint as dcp
 from torch.distributed.checkpoint.filesystem import WriteResult, _StorageInfo
-from torch.distributed.checkpoint.planner import WriteItem
+from torch.distributed.checkpoint.metadata import Metadata
+from torch.distributed.checkpoint.planner import SavePlan, WriteItem, WriteItemType
 from torch.distributed.tensor import DTensor
 
 from .copies import form
-from .state import is_staged, shard_of
+from .state import SMALL, is_staged, shard_of
 
 # Private by name: ``_StorageInfo``. ``.metadata`` is made of it, and DCP's reader expects it.
 
@@ -84,9 +85,38 @@ class Planner(dcp.DefaultSavePlanner):
         self.plan = replace(plan, items=items)
         return self.plan
 
+    def create_global_plan(self, plans: list[SavePlan]) -> tuple[list[SavePlan], Metadata]:
+        return super().create_global_plan(small_ones_of_first(plans))
+
     def shard(self, item: WriteItem) -> torch.Tensor:
         """What this rank writes for ``item``, a staged tensor."""
         return shard_of(self.state_dict[item.index.fqn]).detach()
+
+
+def small_ones_of_first(plans: list[SavePlan]) -> list[SavePlan]:
+    """``plans`` in which the first of the ranks that have a small tensor alone writes it.
+
+    DCP takes any of them, though they may differ: BatchNorm counts on each rank for itself.
+    """
+    seen = set()
+    found = []
+    for plan in plans:
+        items = []
+        for item in plan.items:
+            if is_small_replica(item):
+                if item.index in seen:
+                    continue
+                seen.add(item.index)
+            items.append(item)
+        found.append(replace(plan, items=items))
+    return found
+
+
+def is_small_replica(item: WriteItem) -> bool:
+    if item.type != WriteItemType.TENSOR:
+        return False
+    what = item.tensor_data
+    return what.size.numel() * what.properties.dtype.itemsize <= SMALL
 
 
 class Layout(dcp.FileSystemWriter):
@@ -239,6 +269,8 @@ def outline(tree: object, found: list) -> None:
 
 def element(tree: object, path: tuple) -> object:
     for key in path:
+        if isinstance(tree, dict) and key not in tree:
+            key = int(key)  # a planner's paths have numbers as names
         tree = tree[key]
     return tree
 

@@ -18,8 +18,14 @@ from torch.distributed.checkpoint.state_dict import get_model_state_dict, get_op
 
 from ..checkpoint.reader import Reader
 from ..checkpoint.saves import AskedLater, Saves
+from ..checkpoint.state import digest
 
 LOADS_SHARDS = "lightning.fabric.strategies.model_parallel._distributed_checkpoint_load"
+REST = "rest_of_ranks"  # what Lightning keeps in meta.pt, of each rank
+OTHER_RANKS = (
+    "%s was saved on %d ranks whose loaders were at other positions, here are %d: resume on as "
+    "many ranks, or load the weights alone"
+)
 
 
 class LightningSaves(Saves):
@@ -34,6 +40,31 @@ class LightningSaves(Saves):
 
 def load_shards(state: dict, path: Path) -> None:
     dcp.load(state, storage_reader=Reader(path))
+
+
+def rests_of_ranks(path: Path) -> list[bytes]:
+    """What each rank has saved beside tensors; none in a checkpoint of another strategy."""
+    reader = Reader(path)
+    names = reader.read_metadata().state_dict_metadata
+    ranks = sum(name.startswith(f"{REST}.") for name in names)
+    rests = {REST: {str(rank): None for rank in range(ranks)}}
+    if ranks > 0:
+        dcp.load(rests, storage_reader=reader)
+    return list(rests[REST].values())
+
+
+def rest_of(rests: list[dict], rank: int, ranks: int, path: Path) -> dict:
+    """What rank ``rank`` of ``ranks`` goes on with: its own, or on other ranks that of rank 0.
+
+    Raises:
+        ValueError: there are other ranks now, and loaders were at other positions.
+    """
+    if len(rests) == ranks:
+        return rests[rank]
+    loops = {digest(rest.get("loops")) for rest in rests}
+    if len(loops) > 1:
+        raise ValueError(OTHER_RANKS % (path, len(rests), ranks))
+    return rests[0]
 
 
 class OverlappedStrategy(ModelParallelStrategy):
@@ -55,11 +86,11 @@ class OverlappedStrategy(ModelParallelStrategy):
     def parts(self) -> dict:
         """What a save of now would write beside ``meta.pt``."""
         optimizers = [self.optimizer_state(optimizer) for optimizer in self.optimizers]
-        return self.named(optimizers, self.lightning_module_state_dict())
+        return self.named(optimizers, self.lightning_module_state_dict(), b"")
 
-    def named(self, optimizers: list[dict], model: dict) -> dict:
+    def named(self, optimizers: list[dict], model: dict, rest: bytes) -> dict:
         parts = {f"optimizer_{i}": state for i, state in enumerate(optimizers)}
-        return {**parts, "state_dict": model}
+        return {**parts, "state_dict": model, REST: {str(self.global_rank): rest}}
 
     def lightning_module_state_dict(self) -> dict:
         return get_model_state_dict(self.model)
@@ -71,16 +102,26 @@ class OverlappedStrategy(ModelParallelStrategy):
         if self.saves.hook is None:  # after fit
             return super().save_checkpoint(checkpoint, filepath, storage_options)
         optimizers = checkpoint.pop("optimizer_states", [])
-        parts = self.named(optimizers, checkpoint.pop("state_dict"))
+        model = checkpoint.pop("state_dict")
         torch.save(checkpoint, meta := io.BytesIO())
         if b"DTensor" in meta.getvalue():
             raise TypeError("sharded in a callback: all ranks would load rank 0's; use full_tensor")
+        parts = self.named(optimizers, model, meta.getvalue())
         saved = self.saves.save({"sharded": parts, "meta": meta}, self.broadcast(filepath))
         wait([saved] if sys.exc_info()[0] else [])  # training has raised: the last one
 
     def load_checkpoint(self, checkpoint_path: str, weights_only: bool | None = None) -> dict:
         with mock.patch(LOADS_SHARDS, load_shards):
-            return super().load_checkpoint(checkpoint_path, weights_only)
+            checkpoint = super().load_checkpoint(checkpoint_path, weights_only)
+        path = Path(self.broadcast(checkpoint_path))
+        if not (path / ".metadata").exists():
+            return checkpoint
+        rests = []
+        for rest in rests_of_ranks(path):
+            rests.append(torch.load(io.BytesIO(rest), weights_only=weights_only))
+        if not rests:
+            return checkpoint
+        return rest_of(rests, self.global_rank, self.world_size, path)
 
     def remove_checkpoint(self, filepath: str) -> None:
         # until the newest save is complete, this may be the only one

@@ -10,12 +10,33 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import Literal
 
+import torch
 import torch.distributed.checkpoint as dcp
-from torchtitan.components.checkpointer.base import MODEL
+from torchtitan.components.checkpointer.base import MODEL, OPTIMIZER
 from torchtitan.components.checkpointer.dcp import AsyncMode, CheckpointManager
 
 from ..checkpoint.reader import Reader
 from ..checkpoint.saves import Saves
+from ..checkpoint.state import digest
+
+
+class TorchtitanSaves(Saves):
+    ADVICE = "give each rank's state a name of its own, as torchtitan's loaders do (dp_rank_0)"
+
+    def shared(self, state: dict) -> dict[str, str]:
+        """Digests of what is no tensor; the optimizer's settings are those of the schedulers."""
+        found: dict[str, str] = {}
+        for name in state.keys() - {OPTIMIZER}:
+            add_digests(state[name], name, found)
+        return found
+
+
+def add_digests(tree: object, name: str, found: dict[str, str]) -> None:
+    if isinstance(tree, dict):
+        for key, value in tree.items():
+            add_digests(value, f"{name}.{key}", found)
+    elif not torch.is_tensor(tree):
+        found[name] = digest(tree)
 
 
 class OverlappedCheckpointManager(CheckpointManager):
@@ -32,7 +53,7 @@ class OverlappedCheckpointManager(CheckpointManager):
             if config.async_mode == "async_with_pinned_mem" or "://" in self.folder:
                 raise ValueError("needs async_mode 'async' or 'disabled', and a folder on disk")
             device = next(model_parts[0].parameters()).device
-            saves = Saves(device, lambda: [b for m in model_parts for b in m.buffers()])
+            saves = TorchtitanSaves(device, lambda: [b for m in model_parts for b in m.buffers()])
             self.saves = self.block.enter_context(saves)
             if self.async_mode != AsyncMode.DISABLED:
                 self.saves.prepare(self._flattened_model_states_sd())

@@ -86,7 +86,7 @@ class OverlappedTrainer(Trainer):
 
     def _save_checkpoint(self, model: torch.nn.Module, trial: None) -> None:
         wait([self.saves.latest])  # it has ended: what is older may go
-        self.saves.raise_differing(self.saves.latest)
+        self.saves.raise_difference()
         root, limit = Path(self.args.output_dir), self.args.save_total_limit or 0
         named = root.glob("checkpoint-*[0-9]") if self.args.should_save and limit > 0 else []
         for old in sorted(named, key=lambda x: (x.stat().st_mtime, len(x.name), x.name))[:-limit]:

@@ -334,6 +334,8 @@ if __name__ == "__main__":
 #   kernel) calls ``checkpoints.before_update()`` first. Nothing tells you if it does not.
 # * What your loop depends on and ``TrainingState`` is not given is not saved: ``scheduler=``,
 #   ``ema=``, ``per_rank={"data": loader}``. A loader that you do not pass begins anew.
+# * Buffers that each rank changes for itself, as BatchNorm's, come back from rank 0 on all ranks. The
+#   first save names them in a warning.
 # * A step shorter than the copy waits for the rest of it.
 #
 # These raise, and say what to do:

@@ -259,8 +259,9 @@ if __name__ == "__main__":
 #   example).
 # * The class needs ``save_distributed_checkpoint=True``, the default. It ignores
 #   ``storage_options``.
-# * Lightning keeps what callbacks save of rank 0 alone. So a callback must not save sharded weights,
-#   such as an average: that raises.
+# * What callbacks, loops and loaders save is kept of each rank, and each resumes with its own. On
+#   another number of ranks all get that of rank 0; if loaders were at other positions, that raises.
+#   So do sharded weights in a callback, such as an average, at the save.
 # * With ``accumulate_grad_batches``, Lightning's ``every_n_train_steps`` saves once more after a
 #   resume, in mid-accumulation. A resume from *that* checkpoint lacks the gradients so far.
 # * ``trainer.save_checkpoint`` within ``fit`` returns before the checkpoint has its name. So do not

@@ -255,6 +255,8 @@ if __name__ == "__main__":
 #   an ``except`` block: ``close`` then takes training for ended by that exception.
 # * ``keep_latest_k`` counts complete checkpoints. While a save is being written, the disk holds one
 #   more. What a killed run has left as ``.incomplete`` stays until that step is saved again.
+# * What is no tensor and differs between ranks fails the first save, or the call behind a later one:
+#   all ranks would get the state of one. A name of its own for each rank's is right.
 # * torchtitan collects garbage at each save, which takes tens of milliseconds with many objects.
 #   This recipe does not change that.
 # * ``folder`` must be on a file system. A remote URI is refused, and so is

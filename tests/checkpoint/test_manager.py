@@ -2,6 +2,7 @@
 
 import logging
 import signal
+from functools import partial
 from pathlib import Path
 
 import pytest
@@ -9,6 +10,7 @@ import torch
 from torch import nn
 from troubles import survives
 
+from harness.run import run as run_ranks
 from overlap_recipes.checkpoint import CheckpointManager, DurableSaves, RetainedSaves, TrainingState
 from overlap_recipes.checkpoint.names import name_of, step_of, steps_left_out
 
@@ -328,6 +330,49 @@ def test_nothing_is_left_out_twice_and_the_newest_never() -> None:
     assert steps_left_out([9], keep_last=2, keep_every=0) == []
 
 
-@pytest.mark.parametrize("trouble", ["goes_on", "ddp", "other_steps", "hosts"])
+TROUBLES = (
+    "goes_on",
+    "ddp",
+    "other_steps",
+    "later_difference",
+    "failed_step",
+    "hosts",
+)
+
+
+@pytest.mark.parametrize("trouble", TROUBLES)
 def test_ranks(trouble: str) -> None:
     survives("manager_troubles", trouble, ranks=2)
+
+
+def test_buffers_that_ranks_change_for_themselves_come_from_rank_0() -> None:
+    """Which the harness says, too: what rank 1 passed is not what is loaded."""
+    program = Path(__file__).parents[1] / "data" / "manager_troubles.py"
+    report = run_ranks(program, 2, launcher="warm", args=("batch_norm",), deadline_s=120)
+    assert report.kinds == {"checkpoint_wrong"}, report.describe()
+    assert all("(rank 0)" not in failure.text for failure in report.failures), report.describe()
+
+
+def warmed_up(optimizer: torch.optim.Optimizer) -> torch.optim.lr_scheduler.LRScheduler:
+    return torch.optim.lr_scheduler.LambdaLR(optimizer, partial(min, 1.0))
+
+
+def in_steps(optimizer: torch.optim.Optimizer) -> torch.optim.lr_scheduler.LRScheduler:
+    return torch.optim.lr_scheduler.MultiStepLR(optimizer, [2, 2, 4])
+
+
+@pytest.mark.parametrize("schedule", [warmed_up, in_steps])
+def test_every_save_of_a_schedule_succeeds_and_comes_back(tmp_path: Path, schedule) -> None:
+    """States with a list of an empty dict, as transformers' schedules, and with numbers as keys."""
+    job = Job()
+    job.scheduler = schedule(job.optimizer)
+    job.state = TrainingState(job.model, job.optimizer, scheduler=job.scheduler)
+    with CheckpointManager(tmp_path, job.state) as checkpoints:
+        for step in range(1, 5):
+            job.step()
+            checkpoints.save(step).result()
+    wanted = job.scheduler.state_dict()
+    job.step()
+    with CheckpointManager(tmp_path, job.state) as checkpoints:
+        assert checkpoints.resume() == 4
+    assert job.scheduler.state_dict() == wanted

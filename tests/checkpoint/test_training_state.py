@@ -17,6 +17,7 @@ from torch.distributed.device_mesh import init_device_mesh
 from torch.distributed.fsdp import fully_shard
 from torch.distributed.tensor import DTensor, Replicate
 
+from overlap_recipes.checkpoint.loading import load
 from overlap_recipes.checkpoint.saves import Saves
 from overlap_recipes.checkpoint.state import TrainingState, memory_of, read, walk
 
@@ -586,3 +587,39 @@ def test_a_change_of_returned_groups_changes_no_later_state() -> None:
         state["param_groups"].append(state["param_groups"].pop() | {"lr": 3.0})
         groups = app.state_dict()["optim"]["param_groups"]
         assert groups[0]["params"] == ["weight", "bias"] and groups[0]["lr"] == 0.1
+
+
+def test_a_dict_of_values_is_saved_and_changed_in_place(tmp_path: Path) -> None:
+    """What a plain loop keeps in variables, such as its epoch and the batch that it has fetched."""
+    model = nn.Linear(2, 2)
+    progress = {"epoch": 3, "best": 0.5, "history": [], "batch": torch.arange(4)}
+    own = {"place": 7}
+    state = TrainingState(model, per_rank={"own": own}, progress=progress)
+    dcp.save({"app": state}, checkpoint_id=tmp_path)
+    wanted = {**progress}
+    progress.update(epoch=0, best=0.0, history=[1], batch=torch.zeros(4, dtype=torch.int64))
+    own["place"] = 0
+    load({"app": state}, tmp_path)
+    assert own == {"place": 7}
+    assert torch.equal(progress.pop("batch"), wanted.pop("batch"))
+    assert progress == wanted
+
+
+def test_a_loader_without_a_position_is_named() -> None:
+    model = nn.Linear(2, 2)
+    loader = torch.utils.data.DataLoader([1, 2])
+    with pytest.raises(TypeError, match="data is a DataLoader that does not know where it is"):
+        TrainingState(model, per_rank={"data": loader})
+
+
+def test_accelerates_parts_are_what_they_wrap(tmp_path: Path) -> None:
+    """Its optimizer may leave out steps, and its loader has the methods of a state without one."""
+    accelerate = pytest.importorskip("accelerate")
+    accelerator = accelerate.Accelerator(cpu=True)
+    model = nn.Linear(2, 2)
+    optimizer = torch.optim.AdamW(model.parameters())
+    loader = torch.utils.data.DataLoader([1, 2])
+    model, wrapped, prepared = accelerator.prepare(model, optimizer, loader)
+    assert TrainingState(model, wrapped).optimizers == [optimizer]
+    with pytest.raises(TypeError, match="data is a DataLoader that does not know where it is"):
+        TrainingState(model, per_rank={"data": prepared})

@@ -1,10 +1,15 @@
 """What the manager does on several ranks; the argument names it."""
 
+import logging
 import os
 import shutil
 import signal
 import sys
+from collections.abc import Iterator
+from concurrent.futures import Future
+from contextlib import contextmanager
 from pathlib import Path
+from threading import Event
 
 RECIPES = Path(__file__).parents[2] / "recipes_source" / "checkpoint"
 sys.path[:0] = [str(RECIPES), str(Path(__file__).parent)]
@@ -103,6 +108,120 @@ def other_steps(root: Path, device: torch.device) -> None:
     assert sorted(path.name for path in root.glob("step*")) == ["step5", "step9"]
 
 
+def later_difference(root: Path, device: torch.device) -> None:
+    """What differs from the second save on raises on all ranks in the next call, and once."""
+    for kind in ("directory", "url"):
+        folder = root / kind
+        job = Job(sharded)
+        place = folder if kind == "directory" else f"file://{folder}"
+        with CheckpointManager(place, job.state) as checkpoints:
+            job.step()
+            checkpoints.save(1)
+            job.step()
+            job.scheduler.last_epoch += dist.get_rank()
+            checkpoints.save(2)
+            job.scheduler.last_epoch -= dist.get_rank()
+            raises(RuntimeError, "ranks differ in app.scheduler", checkpoints.save, 3)
+            checkpoints.save(4)
+            job.scheduler.last_epoch += dist.get_rank()
+            checkpoints.save(5)
+            raises(RuntimeError, "ranks differ in app.scheduler", checkpoints.wait)
+            job.scheduler.last_epoch -= dist.get_rank()
+            checkpoints.save(6)
+        found = CheckpointManager(place, job.state).store.steps()
+        assert sorted(found) == [1, 4, 6], found
+        dist.barrier()
+
+
+def batch_norm(root: Path, device: torch.device) -> None:
+    """Buffers that each rank changes for itself come from rank 0, all of them, and are named."""
+    job = Job(sharded)
+    norms = [nn.Sequential(nn.Linear(4, 4), nn.BatchNorm1d(4)) for _ in range(4)]
+    job.model = sharded(nn.Sequential(*norms))
+    job.optimizer = torch.optim.SGD(job.model.parameters(), lr=1e-2)
+    progress = {"batch": torch.full((2,), dist.get_rank())}
+    job.state = TrainingState(job.model, job.optimizer, progress=progress)
+    job.step()
+    of_ranks = [None] * dist.get_world_size()
+    dist.all_gather_object(of_ranks, dict(job.model.named_buffers()))
+    with messages() as said, CheckpointManager(root, job.state) as checkpoints:
+        checkpoints.save(1)
+        checkpoints.save(2)
+    told = [line for line in said if "ranks differ in app.model.0.1.running_mean" in line]
+    assert len(told) == (dist.get_rank() == 0), said
+    assert all("app.progress.batch" in line for line in told), said
+    for buffer in job.model.buffers():
+        buffer.zero_()
+    with CheckpointManager(root, job.state) as checkpoints:
+        checkpoints.resume()
+    for name, buffer in job.model.named_buffers():
+        assert torch.equal(buffer, of_ranks[0][name]), f"{name} is not that of rank 0"
+
+
+@contextmanager
+def messages() -> Iterator[list[str]]:
+    """The warnings that are logged meanwhile."""
+    found: list[str] = []
+    handler = logging.Handler(logging.WARNING)
+    handler.emit = lambda record: found.append(record.getMessage())
+    logging.getLogger("overlap_recipes").addHandler(handler)
+    try:
+        yield found
+    finally:
+        logging.getLogger("overlap_recipes").removeHandler(handler)
+
+
+def failed_step(root: Path, device: torch.device) -> None:
+    """A step is saved again by all ranks if its save failed, though one of them learns it later."""
+    job = Job(sharded)
+    with CheckpointManager(root, job.state) as checkpoints:
+        job.step()
+        saves = checkpoints.saves
+        commit = saves.commit
+        may_fail = Event()
+
+        def fail(*args: object) -> None:
+            may_fail.wait()
+            saves.commit = commit
+            raise OSError(28, "No space left on device")
+
+        saves.commit = fail
+        first = checkpoints.save(1)
+        if dist.get_rank() > 0:
+            learn_when_asked(first)
+        may_fail.set()
+        if dist.get_rank() == 0:
+            assert first.exception() is not None
+        checkpoints.save(1).result()
+    dist.barrier()
+    assert [path.name for path in root.glob("step*")] == ["step1"]
+
+
+def learn_when_asked(upload: Future) -> None:
+    """Let ``upload`` end when its end is asked for."""
+    is_asked = Event()
+    done = upload.done
+    exception = upload.exception
+    set_exception = upload.set_exception
+
+    def done_then_end() -> bool:
+        answer = done()
+        is_asked.set()
+        return answer
+
+    def end_then_exception() -> BaseException | None:
+        is_asked.set()
+        return exception()
+
+    def set_when_asked(error: BaseException) -> None:
+        is_asked.wait()
+        set_exception(error)
+
+    upload.done = done_then_end
+    upload.exception = end_then_exception
+    upload.set_exception = set_when_asked
+
+
 def hosts(root: Path, device: torch.device) -> None:
     """Each rank is a host with a disk of its own; one is lost, and the others have its part."""
     os.environ["LOCAL_WORLD_SIZE"] = "1"  # as torchrun sets it where a host has one rank
@@ -120,7 +239,7 @@ def hosts(root: Path, device: torch.device) -> None:
     assert first + again == whole
 
 
-TROUBLES = (goes_on, ddp, other_steps, hosts)
+TROUBLES = (goes_on, ddp, other_steps, later_difference, batch_norm, failed_step, hosts)
 
 if __name__ == "__main__":
     face(TROUBLES)

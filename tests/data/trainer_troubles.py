@@ -76,6 +76,14 @@ class Plans:
         assert self.in_saves == 0, f"saves made {self.in_saves} plans"
 
 
+class PlaceOfRank:
+    def state_dict(self) -> dict:
+        return {"place": dist.get_rank(), f"of_rank_{dist.get_rank()}": dist.get_rank()}
+
+    def load_state_dict(self, state: dict) -> None:
+        pass
+
+
 def torchtitan() -> dict[str, Callable[[Path], None]]:
     import torchtitan_checkpointer as recipe
 
@@ -163,8 +171,17 @@ def torchtitan() -> dict[str, Callable[[Path], None]]:
             training(root / "disabled", async_mode="disabled").train()
         assert not plans.made_by, "memory for saves that do not come"
 
+    def ranks_differ(root: Path) -> None:
+        """What torchtitan would give to all ranks, and differs, fails the first save."""
+        run = training(root)
+        run.checkpointer.states["mine"] = PlaceOfRank()
+        error = raised(run.train)
+        assert isinstance(error, RuntimeError) and "mine.place" in str(error), repr(error)
+        dist.barrier()
+
     recipe.start_rank.device = recipe.start_rank("troubles")
     troubles = (
+        ranks_differ,
         first_save_is_prepared,
         *(leftovers_do_not_count, refused, new_buffers, interrupted),
         killed_in_the_last_save,
@@ -468,9 +485,30 @@ def lightning() -> dict[str, Callable[[Path], None]]:
         error = raised(lambda: fit(trainer(Average(), checkpoints)))
         assert isinstance(error, TypeError) and "full_tensor" in str(error), repr(error)
 
+    class OfThisRank(Callback):
+        """Something that is at another place on each rank."""
+
+        def __init__(self) -> None:
+            self.place = 10 + dist.get_rank()
+
+        def state_dict(self) -> dict:
+            return {"place": self.place}
+
+        def load_state_dict(self, state: dict) -> None:
+            self.place = state["place"]
+
+    def each_rank_has_its_own(root: Path) -> None:
+        """Lightning keeps the callbacks and loops of rank 0 alone, and gives them to all ranks."""
+        fit(trainer(OfThisRank(), ModelCheckpoint(root, "{step}", every_n_train_steps=2)))
+        again = OfThisRank()
+        again.place = None
+        fit(trainer(again), resume=str(root / "step=4.ckpt"))
+        assert again.place == 10 + dist.get_rank(), f"resumed with {again.place}"
+
     recipe.start_rank("troubles")
     troubles = (
         first_save_is_prepared,
+        each_rank_has_its_own,
         sharded_in_a_callback,
         *(one_name, after_fit, another_name_on_each_rank, closure_called_again, failed_write),
         *(

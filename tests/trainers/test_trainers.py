@@ -165,9 +165,24 @@ def test_transformers_next_save_raises_that_ranks_differed_in_the_one_before() -
     trainer = object.__new__(OverlappedTrainer)
     trainer.saves = object.__new__(Saves)
     trainer.saves.latest = differed
+    trainer.saves.compared = differed
+    trainer.saves.none_before = Future()
     trainer.args = SimpleNamespace(output_dir="none", save_total_limit=0, should_save=False)
     with (
         patch.object(Trainer, "_save_checkpoint"),
         pytest.raises(DifferingRanks, match="a counter"),
     ):
         trainer._save_checkpoint(None, None)
+
+
+def test_lightning_refuses_positions_of_other_ranks() -> None:
+    pytest.importorskip("lightning")
+    from overlap_recipes.trainers.lightning import rest_of
+
+    rests = [{"loops": {"taken": rank}, "of": rank} for rank in range(2)]
+    path = Path("last.ckpt")
+    assert rest_of(rests, 1, 2, path)["of"] == 1
+    with pytest.raises(ValueError, match="saved on 2 ranks whose loaders were at other positions"):
+        rest_of(rests, 0, 3, path)
+    alike = [{"loops": {"taken": 4}, "of": rank} for rank in range(2)]
+    assert rest_of(alike, 2, 3, path)["of"] == 0
