@@ -3,6 +3,7 @@
 """AdamW in pieces that fit a core's cache: one pass over the memory, without Python's lock."""
 
 import os
+import warnings
 from collections.abc import Callable, Iterable
 
 import torch
@@ -68,8 +69,19 @@ def update_pieces(block: Tensors, parts: list[Tensors], step: Tensors, numbers: 
 
 
 def without_lock(function: Callable) -> Callable:
-    """A function as TorchScript; as it is, right and slower, where PyTorch has that no longer."""
-    return getattr(torch.jit, "script", lambda plain: plain)(function)
+    """A function as TorchScript; as it is, right and slower, where that cannot be had."""
+    script = getattr(torch.jit, "script", None)
+    if script is None:  # in a later PyTorch
+        return function
+    try:
+        return script(function)
+    except OSError:
+        warnings.warn(
+            "updates on the host are slower where the library is there without its source, which "
+            "TorchScript reads: install its .py files",
+            stacklevel=2,
+        )
+        return function
 
 
 def update_block(update: Callable, block: Tensors, step: torch.Tensor, numbers: list) -> None:
