@@ -182,6 +182,12 @@ class Owner:
     def sources(self, index: int) -> list[torch.Tensor]:
         return list(self.views[index].values())
 
+    def sample(self, index: int) -> torch.Tensor:
+        return torch.cat([weight.detach().flatten()[:4] for weight in self.sources(index)])
+
+    def title(self, index: int) -> str:
+        return f"layer {index}"
+
     def run(self, index: int, args: tuple, kwargs: dict):
         self.runs.append(index)
         return functional_call(self.plain[index], self.views[index], args, kwargs)
