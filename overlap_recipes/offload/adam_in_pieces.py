@@ -11,6 +11,7 @@ from torch import nn
 
 # Private by name: ``torch._fused_adamw_``.
 
+CHANGES = 2**24  # parameters: those that are compared with their masters at a time
 PIECE = 2**16  # parameters: what is read twice of a piece stays in the cache of one core
 SETTINGS = {"lr": 1e-2, "betas": (0.9, 0.95), "eps": 1e-8, "weight_decay": 0.1}
 Tensors = list[torch.Tensor]
@@ -149,10 +150,22 @@ def refuse_other_adams(groups: list[dict], others: Iterable[str] = ()) -> None:
         raise ValueError(f"this AdamW has no setting {', '.join(others)}")
 
 
+def take_changes(master: torch.Tensor, weight: torch.Tensor) -> None:
+    """Where a weight is not its rounded master, something else has changed it: it counts."""
+    rows = max(1, CHANGES // max(1, weight[:1].numel())) if weight.ndim else 1
+    parts = [(master, weight)]
+    if weight.ndim:
+        parts = zip(master.split(rows), weight.split(rows), strict=True)
+    for own, found in parts:
+        torch.where(own.to(found.dtype) == found, own, found, out=own)
+
+
 def update_on_device(settings: dict, parameter: nn.Parameter, state, scale, skip) -> None:
     """The same step there; ``scale`` and ``skip`` are on the device as well, nothing waits."""
     state["step"] += 1 - skip
     tensors = (state[name] for name in ("step", "master", *MOMENTS))
+    if parameter.dtype != torch.float32:
+        take_changes(state["master"], parameter.detach())
     fused_adamw(settings, parameter.grad.float().mul_(scale), *tensors, skip)
     if parameter.dtype != torch.float32:
         parameter.copy_(state["master"])

@@ -44,6 +44,9 @@ class HostUpdates:
         # By layer: how often each of its trained parameters has been updated.
         self.steps = [torch.zeros(len(x.trained), dtype=pieces.FP32) for x in streamed.layers]
         self.buffers = [*map(self.take, streamed.layers, self.steps)]
+        # By layer: some elements of weights and of their masters; how often weights were changed.
+        self.few = [self.few_of(buffers) for buffers in self.buffers]
+        self.seen = [self.versions(layer) for layer in range(len(self.few))]
         self.blocks = [self.cut(layer) for layer in range(len(streamed.layers))]
         # Layers that are due: a heap, the lowest first.
         self.due, self.lock, self.of_thread = [], threading.Lock(), threading.local()
@@ -93,6 +96,34 @@ class HostUpdates:
         return blocks
 
     # The training thread
+
+    def few_of(self, buffers: list[tuple]) -> list[tuple]:
+        """Of weights that have a master of their own: a few elements, beside the master's."""
+        apart = [(weights, master) for _, weights, master, *_ in buffers if master is not weights]
+        return [(weights.few_of_each(), master.few_of_each()) for weights, master in apart]
+
+    def versions(self, layer: int) -> list[int]:
+        """How often a layer's trained weights were changed, but by updates."""
+        return [parameter._version for parameter in self.streamed.layers[layer].trained.values()]
+
+    def is_changed(self, layer: int) -> bool:
+        """Whether something else has changed a layer's weights since its last update."""
+        if self.few[layer] and self.seen[layer] != self.versions(layer):
+            return True
+        for weights, masters in self.few[layer]:
+            here = torch.cat(weights)
+            if not torch.equal(here, torch.cat(masters).to(here.dtype)):
+                return True
+        return False
+
+    def take_changes(self, layer: int) -> None:
+        """Let masters be the weights where something else has changed these since the update."""
+        if not self.is_changed(layer):
+            return
+        self.seen[layer] = self.versions(layer)
+        for _, weights, master, *_ in self.buffers[layer]:
+            if master is not weights:
+                pieces.take_changes(master.flat, weights.flat)
 
     def announce(self, layers: Iterable[int], settings: list[dict]) -> dict[int, LayerUpdate]:
         """Layers that are going to be updated: from here on, their next load waits for it."""

@@ -10,7 +10,7 @@ import torch
 from torch import nn
 from torch.autograd.function import once_differentiable
 from torch.autograd.graph import get_gradient_edge
-from torch.utils.checkpoint import checkpoint
+from torch.utils.checkpoint import checkpoint, set_checkpoint_early_stop
 
 from .arguments import exchanged, handed_back, held_by, inputs_of, objects_in, tensors_in
 from .layer_state import LayerState, version_of
@@ -141,7 +141,8 @@ class Through(torch.autograd.Function):
         with torch.enable_grad():
             entered = {id(x): Entrance.apply(x.detach(), door, title) for x in inputs}
             args, kwargs = exchanged((call["args"], call["kwargs"]), entered)
-            returned = checkpoint(Run(owner, index), args, kwargs, use_reentrant=False)
+            with runs_to_its_end(owner.plain[index]):
+                returned = checkpoint(Run(owner, index), args, kwargs, use_reentrant=False)
         call["result"], left = returned
         # What the layer has put into lists and dicts leaves it as its result does.
         originals = {id(entered[id(x)]): x for x in inputs}
@@ -171,6 +172,14 @@ class Through(torch.autograd.Function):
         del ctx.ends, ctx.begins  # the graph inside is used once, and freed with its inputs
         trains = torch._C._will_engine_execute_node(ctx.door)  # not by torch.autograd.grad
         return None, None, None, None, *ctx.owner.backward(ctx.index, begins, pairs, trains)
+
+
+def runs_to_its_end(plain: "Plain"):
+    """In the block, a layer is checkpointed so that backward may leave off early, but for RReLU.
+
+    That would keep noise which its kernel has not written yet (pytorch#193671).
+    """
+    return set_checkpoint_early_stop(not any(isinstance(m, nn.RReLU) for m in plain.modules()))
 
 
 class Plain(nn.Module):

@@ -44,7 +44,8 @@ class ResidentLayers:
         inputs = arguments.inputs_of((args, kwargs))
         entered = {id(x): x.view_as(x) for x in inputs}
         given = arguments.exchanged((args, kwargs), entered)
-        result, left = node.checkpoint(node.Run(self, index), *given, use_reentrant=False)
+        with node.runs_to_its_end(self.plain[index]):
+            result, left = node.checkpoint(node.Run(self, index), *given, use_reentrant=False)
         originals = {id(entered[id(x)]): x for x in inputs}
         arguments.handed_back((args, kwargs), arguments.exchanged(left, originals))
         return result

@@ -16,7 +16,6 @@ from .layer_state import version_of
 
 SLOTS = 2  # layers whose weights are on the device at a time
 GRADIENT_SLOTS = 2  # one that compute writes, one that the copy to the host reads
-SAMPLE = 64  # elements of each weight on the host, to see changes that PyTorch does not count
 
 
 class StreamedLayers:
@@ -41,6 +40,7 @@ class StreamedLayers:
         # their backward.
         self.held, self.last, self.recorded = {}, -1, set()
         self.loaded_from = {}  # by layer: what its weights on the host were then
+        self.few_of_each = {}  # by layer: some elements of its weights, as they are now
         self.tried = set()  # layers, by their mode, whose first run left their weights alone
         self.streams = torch.get_device_module(device)
         self.h2d, self.d2h = self.streams.Stream(), self.streams.Stream()
@@ -55,7 +55,6 @@ class StreamedLayers:
         self.gradient_flats, self.totals = self.in_slots(buffers, GRADIENT_SLOTS)
         self.h2d.wait_stream(self.streams.current_stream())
         self.plain = [node.Plain(layer.module) for layer in self.layers]
-        self.few_of_each = [self.cut_sample(layer.weights) for layer in self.layers]
         for index, layer in enumerate(self.layers):
             refuse = partial(node.refuse, self.title(index))
             for name in self.totals[index]:
@@ -109,16 +108,10 @@ class StreamedLayers:
         self.held[slot] = layer
         self.loads += 1
 
-    def cut_sample(self, buffers: list[HostBuffer]) -> list[list[torch.Tensor]]:
-        """Some elements of each weight, for each dtype: they are what the weights are now."""
-        found = []
-        for host in buffers:
-            flats = [view.view(-1) for view in host.views.values()]
-            found.append([flat[:: -(-flat.numel() // SAMPLE) or 1] for flat in flats])
-        return found
-
     def sample(self, layer: int) -> torch.Tensor:
         """A few elements of a layer's weights on the host, in bytes."""
+        if layer not in self.few_of_each:
+            self.few_of_each[layer] = [host.few_of_each() for host in self.layers[layer].weights]
         few = [torch.cat(weights).view(torch.uint8) for weights in self.few_of_each[layer]]
         return torch.cat(few) if few else torch.empty(0, dtype=torch.uint8)
 

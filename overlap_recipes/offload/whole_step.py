@@ -75,6 +75,7 @@ class HostAdamW(torch.optim.Optimizer):
             self.has_compared = True
             refuse_other_weights(list(self.group_of))
         self.refuse_updated(layer)
+        self.host.take_changes(layer)  # before any rank of the host can update it
 
     def refuse_updated(self, layer: int) -> None:
         """With ``in_backward``: a layer's weights must be those of its forward."""
@@ -160,10 +161,19 @@ class HostAdamW(torch.optim.Optimizer):
         trained = list(self.streamed.layers[layer].trained.values())
         if any(p not in self.norms for p in trained):
             raise RuntimeError("a layer's last microbatch was in no_sync(): run it outside")
+        self.refuse_changed(layer)
         fixed = self.in_backward or self.max_norm is not None
         if fixed and self.written[layer] != self.as_now(layer):
             raise RuntimeError("gradients, or settings, were changed behind backward: see max_norm")
         return trained
+
+    def refuse_changed(self, layer: int) -> None:
+        """Weights must be those of backward, as far as that is counted."""
+        if self.host.seen[layer] != self.host.versions(layer):
+            raise RuntimeError(
+                "weights were changed between backward and step: change them behind step() and "
+                "wait()"
+            )
 
     def settings(self) -> list[dict]:
         """Of all groups, as they are now: a schedule may change them at once, tensors as well."""

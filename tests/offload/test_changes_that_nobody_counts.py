@@ -8,11 +8,11 @@ from pathlib import Path
 
 import pytest
 import torch
-from streamed_toys import CPU, WIDTH, Loop, one_after_the_other, same, train
+from streamed_toys import CPU, WIDTH, Loop, one_after_the_other, same, train, with_each_budget
 from torch import nn
 
 import overlap_recipes
-from overlap_recipes.offload import adam_in_pieces, stream_layers
+from overlap_recipes.offload import HostAdamW, adam_in_pieces, stream_layers
 from overlap_recipes.offload.streamed_model import StreamedModel
 
 pytestmark = pytest.mark.usefixtures("one_thread")
@@ -146,3 +146,114 @@ def test_updates_run_where_the_library_is_there_without_its_source(monkeypatch):
     with pytest.warns(UserWarning, match="without its source"):
         function = adam_in_pieces.without_lock(adam_in_pieces.update_pieces)
     assert function is adam_in_pieces.update_pieces
+
+
+class Half(nn.Linear):
+    """In bfloat16, of which the optimizer keeps masters in float32."""
+
+    def __init__(self) -> None:
+        super().__init__(WIDTH, WIDTH, dtype=torch.bfloat16)
+
+    def forward(self, x: torch.Tensor) -> torch.Tensor:
+        return super().forward(x.bfloat16()).float()
+
+
+@pytest.mark.parametrize("in_backward", [False, True])
+@pytest.mark.parametrize("change", [by_data, counted])
+def test_weights_that_a_loop_changes_between_steps_stay_changed(change, in_backward):
+    """The next step made them what their masters were."""
+    model = Loop(Half, one_after_the_other)
+    model.embedding.bfloat16()
+    model.embedding.register_forward_pre_hook(lambda _, given: (given[0].bfloat16(),))
+    changed = [model.embedding.weight, model.layers[1].weight]
+    with (
+        stream_layers(model, model.layers, CPU) as streamed,
+        HostAdamW(model.parameters(), streamed, lr=1e-5, in_backward=in_backward) as optimizer,
+    ):
+        for _ in range(2):
+            model(torch.ones(2, WIDTH)).sum().backward()
+            optimizer.step()
+            streamed.wait()
+            before = [weight.detach().clone() for weight in changed]
+            for weight in changed:
+                change(weight)
+        model(torch.ones(2, WIDTH)).sum().backward()
+        optimizer.step()
+        streamed.wait()
+        for weight, old in zip(changed, before, strict=True):
+            torch.testing.assert_close(weight.detach(), old / 2, rtol=0, atol=1e-2)
+
+
+def test_masters_of_weights_that_nobody_has_changed_keep_their_precision():
+    master = torch.tensor([1.0001, 2.0001, 3.0])
+    weight = master.bfloat16()
+    weight[1] = 5
+    adam_in_pieces.take_changes(master, weight)
+    assert torch.equal(master, torch.tensor([1.0001, 5.0, 3.0]))
+
+
+def test_weights_that_are_changed_between_backward_and_step_are_refused():
+    model = Loop(Half, one_after_the_other)
+    with (
+        stream_layers(model, model.layers, CPU) as streamed,
+        HostAdamW(model.parameters(), streamed) as optimizer,
+    ):
+        model(torch.ones(2, WIDTH)).sum().backward()
+        counted(model.layers[1].weight)
+        with pytest.raises(RuntimeError, match=r"changed between backward and step"):
+            optimizer.step()
+
+
+class Noisy(nn.Linear):
+    def __init__(self) -> None:
+        super().__init__(WIDTH, WIDTH)
+        self.noise = nn.RReLU()
+
+    def forward(self, x: torch.Tensor) -> torch.Tensor:
+        return self.noise(super().forward(x))
+
+
+def in_another_default_dtype(layers: nn.ModuleList, x: torch.Tensor) -> torch.Tensor:
+    torch.set_default_dtype(torch.float16)
+    try:
+        return one_after_the_other(layers, x)
+    finally:
+        torch.set_default_dtype(torch.float32)
+
+
+class Scaled(nn.Linear):
+    def __init__(self) -> None:
+        super().__init__(WIDTH, WIDTH)
+
+    def forward(self, x: torch.Tensor) -> torch.Tensor:
+        return super().forward(x) * torch.full((1,), 0.1).to(x.dtype)
+
+
+class Attends(nn.Linear):
+    def __init__(self) -> None:
+        super().__init__(WIDTH, WIDTH)
+
+    def forward(self, x: torch.Tensor) -> torch.Tensor:
+        y = super().forward(x)[:, None]
+        return nn.functional.scaled_dot_product_attention(y, y, y)[:, 0]
+
+
+def with_plain_attention(layers: nn.ModuleList, x: torch.Tensor) -> torch.Tensor:
+    with torch.nn.attention.sdpa_kernel(torch.nn.attention.SDPBackend.MATH):
+        return one_after_the_other(layers, x)
+
+
+@pytest.mark.parametrize(
+    ("make", "run"),
+    [
+        (Noisy, one_after_the_other),
+        (Scaled, in_another_default_dtype),
+        (Attends, with_plain_attention),
+    ],
+)
+def test_layers_run_again_under_the_settings_of_their_forward(make, run):
+    """Noise was read before it was written, or settings of forward alone were not those of both."""
+    model = Loop(make, run)
+    expected = [train(model, seed) for seed in (1, 2)]
+    for streamed in with_each_budget(model):
+        assert [same(train(streamed, seed), expected[seed - 1]) for seed in (1, 2)] == [True, True]
