@@ -7,6 +7,7 @@ from functools import partial
 
 import torch
 from torch import nn
+from torch.nn.parallel import DistributedDataParallel
 from torch.optim.optimizer import register_optimizer_step_pre_hook
 
 from . import arguments, caches
@@ -14,7 +15,8 @@ from . import layer_as_node as node
 from .weight_streaming import GRADIENT_SLOTS, StreamedLayers
 
 # Private by name: ``_parameters`` of modules, ``_backward_hooks`` and
-# ``_post_accumulate_grad_hooks`` of parameters, ``_execution_engine`` of autograd.
+# ``_post_accumulate_grad_hooks`` of parameters, ``_execution_engine`` of autograd,
+# ``_active_ddp_module`` of DDP.
 
 OPTIMIZER_BYTES = 12  # a trained parameter: fp32 master and two moments of Adam
 
@@ -119,11 +121,25 @@ class StreamedModel(StreamedLayers):
         with node.named(self.title(index)):
             self.check(self.layers[index])
         if torch.is_grad_enabled():
+            self.refuse_ddp()
             number = self.resident_below + index
             args, kwargs = caches.empty_copies(number, args, kwargs)
         else:
             caches.refuse_going_on(args, kwargs)
         return super().call(index, *args, **kwargs)
+
+    @staticmethod
+    def refuse_ddp() -> None:
+        """Refuse a model inside of DDP, which sees no gradient of a streamed layer.
+
+        Raises:
+            RuntimeError: the ranks' weights would grow apart.
+        """
+        if getattr(DistributedDataParallel, "_active_ddp_module", None) is not None:
+            raise RuntimeError(
+                "DistributedDataParallel sees no gradient of a streamed layer, and ranks would "
+                "grow apart: leave it out, HostAdamW averages gradients over the ranks"
+            )
 
     @staticmethod
     def check(layer) -> None:

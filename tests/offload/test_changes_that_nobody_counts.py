@@ -8,6 +8,7 @@ from pathlib import Path
 
 import pytest
 import torch
+import torch.distributed as dist
 from streamed_toys import CPU, WIDTH, Loop, one_after_the_other, same, train, with_each_budget
 from torch import nn
 
@@ -16,6 +17,13 @@ from overlap_recipes.offload import HostAdamW, adam_in_pieces, stream_layers
 from overlap_recipes.offload.streamed_model import StreamedModel
 
 pytestmark = pytest.mark.usefixtures("one_thread")
+
+
+@pytest.fixture
+def one_rank():
+    dist.init_process_group("gloo", store=dist.HashStore(), rank=0, world_size=1)
+    yield
+    dist.destroy_process_group()
 
 
 def linear() -> nn.Linear:
@@ -257,3 +265,15 @@ def test_layers_run_again_under_the_settings_of_their_forward(make, run):
     expected = [train(model, seed) for seed in (1, 2)]
     for streamed in with_each_budget(model):
         assert [same(train(streamed, seed), expected[seed - 1]) for seed in (1, 2)] == [True, True]
+
+
+@pytest.mark.parametrize("options", [{"find_unused_parameters": True}, {"static_graph": True}])
+def test_a_streamed_model_inside_of_ddp_is_refused(options, one_rank):
+    """It sees no gradient of a streamed layer: the ranks' weights grew apart."""
+    model = Loop(linear, one_after_the_other)
+    with stream_layers(model, model.layers, CPU):
+        parallel = nn.parallel.DistributedDataParallel(model, **options)
+        with pytest.raises(RuntimeError, match="HostAdamW averages gradients"):
+            parallel(torch.ones(2, WIDTH))
+        with torch.no_grad():
+            parallel(torch.ones(2, WIDTH))
