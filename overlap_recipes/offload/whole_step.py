@@ -169,7 +169,7 @@ class HostAdamW(torch.optim.Optimizer):
 
     def refuse_changed(self, layer: int) -> None:
         """Weights must be those of backward, as far as that is counted."""
-        if self.host.seen[layer] != self.host.versions(layer):
+        if self.host.is_counted(layer):
             raise RuntimeError(
                 "weights were changed between backward and step: change them behind step() and "
                 "wait()"
@@ -217,9 +217,13 @@ class HostAdamW(torch.optim.Optimizer):
 
     def reload(self, module: torch.nn.Module | None = None) -> None:
         """Make the masters the weights: something else has changed these after ``wait()``."""
-        for p in self.group_of if module is None else module.parameters(recurse=False):
+        parameters = list(self.group_of)
+        if module is not None:
+            parameters = list(module.parameters(recurse=False))
+        for p in parameters:
             if p in self.state and not torch.equal(self.state[p]["master"].to(p.dtype), p):
                 self.state[p]["master"].copy_(p.detach())
+        self.host.has_masters(parameters)
 
     @torch.no_grad()
     def load_state_dict(self, state_dict: dict) -> None:
