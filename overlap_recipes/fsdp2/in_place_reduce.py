@@ -69,7 +69,8 @@ class PushedGradients:
         for p, gradient in taken:
             dtype = group._reduce_dtype or getattr(p, "unsharded_grad_dtype", None)
             dtypes.append(dtype or gradient.dtype)  # before torch 2.15
-            if dtypes[-1].itemsize < gradient.itemsize:  # rounded before it is sent, as FSDP2 does
+            narrower = dtypes[-1].itemsize < gradient.itemsize
+            if narrower or group.accumulates:  # rounded before it is sent, as FSDP2 does
                 gradient = gradient.to(dtypes[-1])
             flat.append(gradient.contiguous().view(-1))
         numels, places, arrived = self.plan(parameters, tuple(g.dtype for g in flat))
@@ -98,7 +99,7 @@ class PushedGradients:
             self.running.add(backward)
             Variable._execution_engine.queue_callback(self.end)
         if parameters:
-            self.same.agree(group, parameters)
+            self.same.agree(group, parameters, group.accumulates)
 
     def end(self) -> None:
         backward = torch._C._current_graph_task_id()
@@ -163,30 +164,51 @@ class InPlaceReduce:
     """Methods of an FSDP2 group of parameters, around its own."""
 
     _reduce_scatter_comm = peer_memory.settled("_reduce_scatter_comm")
+    accumulates = False  # a backward since the last reduction has reduced nothing, on every rank
 
     def post_backward(self, *unused) -> None:
-        taken: list = []
-        if self.reduce_grads and self.why_stock():
+        if not self.reduce_grads:
+            self.accumulates = True
+            super().post_backward(*unused)
+            return
+        if self.why_stock():
             self.pushed.agree(self, self.reduced_by_fsdp2())
-        elif self.reduce_grads:
-            taken = self.take()  # FSDP2 finds no gradient, and reshards
+            super().post_backward(*unused)
+        else:
+            taken = self.take()
             self.pushed.agree(self, [p for p, _ in taken])
-        super().post_backward(*unused)
-        if taken:
-            self.pushed.reduce(self, taken)
+            self.reshard_alone(*unused)
+            if taken:
+                self.pushed.reduce(self, taken)
+        self.accumulates = False
 
     def take(self) -> list:
+        """The gradients that are to be reduced, beside their parameters."""
+        zeros = self.fills_with_zeros()
         taken: list = []
         for p in self.fsdp_params:
             if collect := getattr(p, "accumulate_unsharded_grad_if_needed", None):
                 collect()  # before torch 2.15, whose .grad holds all of it
+            if not hasattr(p, "_unsharded_param"):
+                continue
             if collect and p.unsharded_accumulated_grad is not None:
                 taken.append((p, p.unsharded_accumulated_grad_data))
                 p.unsharded_accumulated_grad = None
-            elif hasattr(p, "_unsharded_param") and p.unsharded_param.grad is not None:
+            elif p.unsharded_param.grad is not None:
                 taken.append((p, p.unsharded_grad_data))
                 p.unsharded_param.grad = None
+            elif zeros and p.unsharded_param.requires_grad:
+                taken.append((p, p.unsharded_zero_grad_data))
         return taken
+
+    def reshard_alone(self, *unused) -> None:
+        """What FSDP2 does behind a unit's backward, which finds no gradient to reduce."""
+        zeros = self.fills_with_zeros()
+        if zeros:
+            self.reduce_scatter_unused_params = False
+        super().post_backward(*unused)
+        if zeros:
+            self.reduce_scatter_unused_params = True
 
     def why_stock(self) -> bool:
         """Whether this backward's reduction is one that FSDP2 must do."""
@@ -194,7 +216,6 @@ class InPlaceReduce:
         return (
             self.gradient_divide_factor not in (None, 1, self.pushed.memory.ranks)
             or self._all_reduce_hook is not None
-            or self.fills_with_zeros()
             or dtype not in (torch.float32, torch.bfloat16)
         )
 
@@ -212,7 +233,7 @@ class InPlaceReduce:
         return found
 
     def fills_with_zeros(self) -> bool:
-        """Whether FSDP2 reduces zeros for parameters that have no gradient on this rank."""
+        """Whether parameters that have no gradient on this rank are reduced as zeros."""
         return getattr(self, "reduce_scatter_unused_params", False)
 
     def pre_forward(self, *arguments):

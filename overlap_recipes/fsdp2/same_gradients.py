@@ -26,7 +26,7 @@ class SameGradients:
 
     Each rank writes a word for each reduction and one for the end of a backward, and reads those of
     the others. A word has the number of its turn, that of a unit, and a checksum of which of the
-    unit's parameters have a gradient.
+    unit's parameters have a gradient, and whether it is that of several backward passes.
     """
 
     def __init__(self, group: dist.ProcessGroup, units: list) -> None:
@@ -35,18 +35,19 @@ class SameGradients:
         self.turn = 0
         self.words = shared_words(group, TURNS * group.size())
 
-    def agree(self, unit, taking_part: list) -> None:
+    def agree(self, unit, taking_part: list, accumulated: bool) -> None:
         """Wait for the other ranks' next reduction. Collective.
 
         Args:
             unit: FSDP2's group of parameters.
             taking_part: those of its parameters that have a gradient, in its order.
+            accumulated: whether a backward before this one has left its gradients unreduced.
 
         Raises:
             RuntimeError: it is another one on one of the ranks, or does not come in LIMIT_S.
         """
         known = set(map(id, taking_part))
-        flags = bytes(id(p) in known for p in unit.fsdp_params)
+        flags = bytes([accumulated, *(id(p) in known for p in unit.fsdp_params)])
         seen = self.exchange(self.number[id(unit)], zlib.crc32(flags))
         if seen.count(seen[0]) == len(seen):
             return
@@ -54,6 +55,8 @@ class SameGradients:
         here = f"{title(unit)} has gradients of all its weights"
         if missing:
             here = f"{title(unit)} has no gradient of {', '.join(missing)}"
+        if accumulated:
+            here += ", with what set_requires_gradient_sync(False) had left"
         self.compare(here, seen)
 
     def end(self) -> None:

@@ -3,6 +3,7 @@
 """AdamW in pieces that fit a core's cache: one pass over the memory, without Python's lock."""
 
 import os
+import warnings
 from collections.abc import Callable, Iterable
 
 import torch
@@ -10,6 +11,7 @@ from torch import nn
 
 # Private by name: ``torch._fused_adamw_``.
 
+CHANGES = 2**24  # parameters: those that are compared with their masters at a time
 PIECE = 2**16  # parameters: what is read twice of a piece stays in the cache of one core
 SETTINGS = {"lr": 1e-2, "betas": (0.9, 0.95), "eps": 1e-8, "weight_decay": 0.1}
 Tensors = list[torch.Tensor]
@@ -68,8 +70,19 @@ def update_pieces(block: Tensors, parts: list[Tensors], step: Tensors, numbers: 
 
 
 def without_lock(function: Callable) -> Callable:
-    """A function as TorchScript; as it is, right and slower, where PyTorch has that no longer."""
-    return getattr(torch.jit, "script", lambda plain: plain)(function)
+    """A function as TorchScript; as it is, right and slower, where that cannot be had."""
+    script = getattr(torch.jit, "script", None)
+    if script is None:  # in a later PyTorch
+        return function
+    try:
+        return script(function)
+    except OSError:
+        warnings.warn(
+            "updates on the host are slower where the library is there without its source, which "
+            "TorchScript reads: install its .py files",
+            stacklevel=2,
+        )
+        return function
 
 
 def update_block(update: Callable, block: Tensors, step: torch.Tensor, numbers: list) -> None:
@@ -137,10 +150,22 @@ def refuse_other_adams(groups: list[dict], others: Iterable[str] = ()) -> None:
         raise ValueError(f"this AdamW has no setting {', '.join(others)}")
 
 
+def take_changes(master: torch.Tensor, weight: torch.Tensor) -> None:
+    """Where a weight is not its rounded master, something else has changed it: it counts."""
+    rows = max(1, CHANGES // max(1, weight[:1].numel())) if weight.ndim else 1
+    parts = [(master, weight)]
+    if weight.ndim:
+        parts = zip(master.split(rows), weight.split(rows), strict=True)
+    for own, found in parts:
+        torch.where(own.to(found.dtype) == found, own, found, out=own)
+
+
 def update_on_device(settings: dict, parameter: nn.Parameter, state, scale, skip) -> None:
     """The same step there; ``scale`` and ``skip`` are on the device as well, nothing waits."""
     state["step"] += 1 - skip
     tensors = (state[name] for name in ("step", "master", *MOMENTS))
+    if parameter.dtype != torch.float32:
+        take_changes(state["master"], parameter.detach())
     fused_adamw(settings, parameter.grad.float().mul_(scale), *tensors, skip)
     if parameter.dtype != torch.float32:
         parameter.copy_(state["master"])

@@ -44,6 +44,10 @@ class HostUpdates:
         # By layer: how often each of its trained parameters has been updated.
         self.steps = [torch.zeros(len(x.trained), dtype=pieces.FP32) for x in streamed.layers]
         self.buffers = [*map(self.take, streamed.layers, self.steps)]
+        # By layer some elements of weights and of their masters; by parameter, how often something
+        # else had changed it when its master was the same.
+        self.few = [self.few_of(buffers) for buffers in self.buffers]
+        self.seen = {parameter: parameter._version for parameter in self.state}
         self.blocks = [self.cut(layer) for layer in range(len(streamed.layers))]
         # Layers that are due: a heap, the lowest first.
         self.due, self.lock, self.of_thread = [], threading.Lock(), threading.local()
@@ -94,6 +98,39 @@ class HostUpdates:
 
     # The training thread
 
+    def few_of(self, buffers: list[tuple]) -> list[tuple]:
+        """Of weights that have a master of their own: a few elements, beside the master's."""
+        apart = [(weights, master) for _, weights, master, *_ in buffers if master is not weights]
+        return [(weights.few_of_each(), master.few_of_each()) for weights, master in apart]
+
+    def is_counted(self, layer: int) -> bool:
+        """Whether PyTorch has counted a change of a layer's weights that is in no master yet."""
+        trained = self.streamed.layers[layer].trained.values()
+        return any(self.seen[parameter] != parameter._version for parameter in trained)
+
+    def has_masters(self, parameters: Iterable[torch.nn.Parameter]) -> None:
+        """Note that the masters of these are their weights, as they are now."""
+        self.seen |= {p: p._version for p in parameters if p in self.seen}
+
+    def is_changed(self, layer: int) -> bool:
+        """Whether something else has changed a layer's weights since its last update."""
+        if self.is_counted(layer):
+            return True
+        for weights, masters in self.few[layer]:
+            here = torch.cat(weights)
+            if not torch.equal(here, torch.cat(masters).to(here.dtype)):
+                return True
+        return False
+
+    def take_changes(self, layer: int) -> None:
+        """Let masters be the weights where something else has changed these since the update."""
+        if not self.is_changed(layer):
+            return
+        self.has_masters(self.streamed.layers[layer].trained.values())
+        for _, weights, master, *_ in self.buffers[layer]:
+            if master is not weights:
+                pieces.take_changes(master.flat, weights.flat)
+
     def announce(self, layers: Iterable[int], settings: list[dict]) -> dict[int, LayerUpdate]:
         """Layers that are going to be updated: from here on, their next load waits for it."""
         announced = {layer: LayerUpdate(settings) for layer in layers}
@@ -132,6 +169,7 @@ class HostUpdates:
 
     def end_load(self) -> None:
         """When they are loaded."""
+        self.has_masters(list(self.seen))
         self.forget()
 
     def forget(self) -> None:

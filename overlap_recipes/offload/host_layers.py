@@ -10,6 +10,7 @@ from torch import nn
 
 from ..page_locked import PageLocked, private_memory
 
+SAMPLE = 64  # elements of each tensor, to see changes that PyTorch does not count
 ALIGNMENT = 256  # elements: where a parameter may begin, 512 bytes of bf16 as on a CUDA device
 
 
@@ -44,6 +45,11 @@ class HostBuffer:
         """The parts of another 1-D tensor, at least as long, on any device, of any dtype."""
         parts = zip(self.shapes.items(), self.offsets, strict=True)
         return {name: flat[at : at + shape.numel()].view(shape) for (name, shape), at in parts}
+
+    def few_of_each(self) -> list[torch.Tensor]:
+        """Of each part some elements, 1-D views: they are what it is now."""
+        flats = [view.view(-1) for view in self.views.values()]
+        return [flat[:: -(-flat.numel() // SAMPLE) or 1] for flat in flats]
 
     def close(self) -> None:
         """Unlock the pages. The memory itself lives as long as a tensor that uses it."""

@@ -2,24 +2,53 @@
 # Overlap Recipes 0.1.0, overlap_recipes/offload/layer_as_node.py
 """Any layer as one node of autograd: run again in backward, differentiated there."""
 
+from collections.abc import Iterator
+from contextlib import contextmanager
+from functools import partial
+
 import torch
 from torch import nn
 from torch.autograd.function import once_differentiable
 from torch.autograd.graph import get_gradient_edge
-from torch.utils.checkpoint import checkpoint
+from torch.utils.checkpoint import checkpoint, set_checkpoint_early_stop
 
 from .arguments import exchanged, handed_back, held_by, inputs_of, objects_in, tensors_in
 from .layer_state import LayerState, version_of
 
 # Private by name: ``torch._C._will_engine_execute_node``; ``_version`` of tensors.
 
+MARK = "of_a_streamed_layer"  # an attribute of such a layer's forward
 
-def refuse(*_) -> None:
+
+def refuse(title: str, *_) -> None:
     raise RuntimeError(
-        "backward came into a layer past its result: what a loss is computed with, a layer must "
+        f"backward came into {title} past its result: what a loss is computed with, a layer must "
         "return (no hook may keep it). Detach what is only looked at; with transformers, pass "
         "output_router_logits=False and output_attentions=False, or keep such layers out"
     )
+
+
+@contextmanager
+def named(title: str) -> Iterator[None]:
+    """Errors in the block say in which layer they were."""
+    try:
+        yield
+    except Exception as error:
+        note = f"in {title} of a streamed model"
+        if note not in getattr(error, "__notes__", ()):
+            error.add_note(note)
+        raise
+
+
+def marked(forward: partial) -> partial:
+    """A forward that any copy of this library knows for one of a streamed layer."""
+    setattr(forward, MARK, True)
+    return forward
+
+
+def is_streamed(layer: nn.Module) -> bool:
+    """Whether this copy of the library, or another, streams a layer or a module of it."""
+    return any(hasattr(vars(m).get("forward"), MARK) for m in layer.modules())
 
 
 def leaves_of(ends: list, begins: list) -> list[torch.Tensor]:
@@ -41,17 +70,24 @@ class Run:
         self.owner = owner
         self.index = index
         self.versions = None  # of what the first run has read
+        self.sample = None  # of the weights that it has read
         self.state = None  # what the layer was before it
 
     def __call__(self, args: tuple, kwargs: dict) -> tuple:
         """The result, and the arguments as the layer has left its copy of them."""
+        with named(self.owner.title(self.index)):
+            return self.run(args, kwargs)
+
+    def run(self, args: tuple, kwargs: dict) -> tuple:
         read = [*tensors_in((args, kwargs)), *self.owner.sources(self.index)]
         versions = [version_of(x) for x in read]
+        sample = self.owner.sample(self.index)
         args, kwargs = exchanged((args, kwargs), {})
         if self.state is None:
             self.versions = versions
+            self.sample = sample
             result = self.first(args, kwargs)
-        elif self.versions == versions:
+        elif self.versions == versions and torch.equal(self.sample, sample):
             result = self.again(args, kwargs)
         else:
             raise RuntimeError(
@@ -85,12 +121,13 @@ class Entrance(torch.autograd.Function):
     """Where a layer's graph begins: a node that holds no memory, unlike a leaf."""
 
     @staticmethod
-    def forward(ctx, x: torch.Tensor, door: torch.Tensor) -> torch.Tensor:
+    def forward(ctx, x: torch.Tensor, door: torch.Tensor, title: str) -> torch.Tensor:
+        ctx.title = title
         return x.view_as(x)
 
     @staticmethod
     def backward(ctx, grad: torch.Tensor) -> None:
-        return refuse()
+        return refuse(ctx.title)
 
 
 class Through(torch.autograd.Function):
@@ -100,10 +137,12 @@ class Through(torch.autograd.Function):
     def forward(ctx, owner, index: int, call: dict, door, *inputs) -> tuple[torch.Tensor, ...]:
         ctx.owner, ctx.index, ctx.door = owner, index, get_gradient_edge(door).node
         ctx.set_materialize_grads(False)
+        title = owner.title(index)
         with torch.enable_grad():
-            entered = {id(x): Entrance.apply(x.detach(), door) for x in inputs}
+            entered = {id(x): Entrance.apply(x.detach(), door, title) for x in inputs}
             args, kwargs = exchanged((call["args"], call["kwargs"]), entered)
-            returned = checkpoint(Run(owner, index), args, kwargs, use_reentrant=False)
+            with runs_to_its_end(owner.plain[index]):
+                returned = checkpoint(Run(owner, index), args, kwargs, use_reentrant=False)
         call["result"], left = returned
         # What the layer has put into lists and dicts leaves it as its result does.
         originals = {id(entered[id(x)]): x for x in inputs}
@@ -135,6 +174,14 @@ class Through(torch.autograd.Function):
         return None, None, None, None, *ctx.owner.backward(ctx.index, begins, pairs, trains)
 
 
+def runs_to_its_end(plain: "Plain"):
+    """In the block, a layer is checkpointed so that backward may leave off early, but for RReLU.
+
+    That would keep noise which its kernel has not written yet (pytorch#193671).
+    """
+    return set_checkpoint_early_stop(not any(isinstance(m, nn.RReLU) for m in plain.modules()))
+
+
 class Plain(nn.Module):
     """A layer as it was: runs the forward that it had before ``layer.forward`` was exchanged."""
 
@@ -160,8 +207,9 @@ def as_node(owner, index: int, args: tuple, kwargs: dict):
             pairs, trains)`` gets where the inputs that require gradients enter the layer's graph,
             where its outputs leave it with their gradients, and whether the weights get theirs; it
             returns the gradients of the inputs. ``plain[index]`` is the layer, ``views[index]``
-            are the weights that ``run`` uses, ``sources(index)`` what they are made of: it must
-            not change before backward.
+            are the weights that ``run`` uses, ``sources(index)`` what they are made of, of which
+            ``sample(index)`` has a few elements: it must not change before backward.
+            ``title(index)`` is the layer's in errors.
 
     Raises:
         TypeError: tensors come or leave in other containers than tuples, lists and dicts.

@@ -77,14 +77,31 @@ def values_of(value):
     return value
 
 
+KERNELS = "flash_sdp", "mem_efficient_sdp", "math_sdp", "cudnn_sdp"  # of attention
+
+
+def settings_now() -> tuple:
+    """PyTorch's own that a layer computes by: the default dtype, and kernels of attention."""
+    allowed = [getattr(torch.backends.cuda, f"{name}_enabled")() for name in KERNELS]
+    return torch.get_default_dtype(), allowed
+
+
+def set_settings(settings: tuple) -> None:
+    dtype, allowed = settings
+    torch.set_default_dtype(dtype)
+    for name, enabled in zip(KERNELS, allowed, strict=True):
+        getattr(torch.backends.cuda, f"enable_{name}")(enabled)
+
+
 class LayerState:
-    """A layer's buffers, attributes and modes as they are now, and Python's random numbers.
+    """A layer's buffers, attributes and modes as they are now, settings, Python's random numbers.
 
     What a second run changes of them is gone behind it: forward has changed it already.
     """
 
     def __init__(self, layer: nn.Module) -> None:
         copies = {}
+        self.settings = settings_now()
         self.random = random.getstate()
         self.attributes = {m: kept(attributes_of(m), copies) for m in layer.modules()}
 
@@ -96,13 +113,16 @@ class LayerState:
     def put_back(self) -> Iterator[None]:
         """For this block, the layer is as it was."""
         random_now = random.getstate()
+        settings = settings_now()
         now = {module: attributes_of(module) for module in self.attributes}
         random.setstate(self.random)
+        set_settings(self.settings)
         exchange(self.attributes)
         try:
             yield
         finally:
             exchange(now)
+            set_settings(settings)
             random.setstate(random_now)
 
 

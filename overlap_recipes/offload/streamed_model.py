@@ -7,6 +7,7 @@ from functools import partial
 
 import torch
 from torch import nn
+from torch.nn.parallel import DistributedDataParallel
 from torch.optim.optimizer import register_optimizer_step_pre_hook
 
 from . import arguments, caches
@@ -14,7 +15,8 @@ from . import layer_as_node as node
 from .weight_streaming import GRADIENT_SLOTS, StreamedLayers
 
 # Private by name: ``_parameters`` of modules, ``_backward_hooks`` and
-# ``_post_accumulate_grad_hooks`` of parameters, ``_execution_engine`` of autograd.
+# ``_post_accumulate_grad_hooks`` of parameters, ``_execution_engine`` of autograd,
+# ``_active_ddp_module`` of DDP.
 
 OPTIMIZER_BYTES = 12  # a trained parameter: fp32 master and two moments of Adam
 
@@ -32,7 +34,7 @@ class ResidentLayers:
     def __init__(self, layers: list[nn.Module]) -> None:
         self.plain = [node.Plain(layer) for layer in layers]
         for index, layer in enumerate(layers):
-            layer.forward = partial(self.call, index)
+            layer.forward = node.marked(partial(self.call, index))
 
     def call(self, index: int, /, *args, **kwargs):
         """What ``layer.forward`` is now."""
@@ -44,7 +46,8 @@ class ResidentLayers:
         inputs = arguments.inputs_of((args, kwargs))
         entered = {id(x): x.view_as(x) for x in inputs}
         given = arguments.exchanged((args, kwargs), entered)
-        result, left = node.checkpoint(node.Run(self, index), *given, use_reentrant=False)
+        with node.runs_to_its_end(self.plain[index]):
+            result, left = node.checkpoint(node.Run(self, index), *given, use_reentrant=False)
         originals = {id(entered[id(x)]): x for x in inputs}
         arguments.handed_back((args, kwargs), arguments.exchanged(left, originals))
         return result
@@ -52,6 +55,13 @@ class ResidentLayers:
     def sources(self, index: int) -> list[torch.Tensor]:
         """A layer's weights."""
         return list(self.plain[index].parameters())
+
+    def sample(self, index: int) -> torch.Tensor:
+        """None of its elements: backward uses the weights that are there, as without us."""
+        return torch.empty(0)
+
+    def title(self, index: int) -> str:
+        return f"layer {index} ({type(self.plain[index].layer).__name__})"
 
     def run(self, index: int, args: tuple, kwargs: dict):
         return self.plain[index](*args, **kwargs)
@@ -91,6 +101,7 @@ class StreamedModel(StreamedLayers):
         taken = {*nn.ModuleList(streamed).parameters()}
         if any({*m._parameters.values()} & taken for m in {*model.modules()} - inside):
             raise ValueError("a layer and another module share a parameter: keep it out of layers")
+        self.resident_below = len(resident)
         super().__init__(streamed, device, **settings)
         for parameter in {*model.parameters()} - taken:
             parameter.data = parameter.data.to(device)
@@ -98,8 +109,8 @@ class StreamedModel(StreamedLayers):
             for name, buffer in module.named_buffers(recurse=False):
                 setattr(module, name, buffer.to(device))
         for m in inside:
-            self.hooks.append(m.register_state_dict_pre_hook(lambda *_: self.wait()))
-            self.hooks.append(m.register_load_state_dict_pre_hook(lambda *_: self.wait(False)))
+            self.hooks.append(m.register_state_dict_pre_hook(self.before_state_dict))
+            self.hooks.append(m.register_load_state_dict_pre_hook(self.before_load_state_dict))
         self.resident = ResidentLayers(resident)
         self.hooks.append(register_optimizer_step_pre_hook(self.before_step))
         for n, each in enumerate(self.layers):
@@ -107,13 +118,28 @@ class StreamedModel(StreamedLayers):
 
     def call(self, index: int, /, *args, **kwargs):
         """What ``layer.forward`` is now."""
-        self.check(self.layers[index])
+        with node.named(self.title(index)):
+            self.check(self.layers[index])
         if torch.is_grad_enabled():
-            number = len(self.resident.plain) + index
+            self.refuse_ddp()
+            number = self.resident_below + index
             args, kwargs = caches.empty_copies(number, args, kwargs)
         else:
             caches.refuse_going_on(args, kwargs)
         return super().call(index, *args, **kwargs)
+
+    @staticmethod
+    def refuse_ddp() -> None:
+        """Refuse a model inside of DDP, which sees no gradient of a streamed layer.
+
+        Raises:
+            RuntimeError: the ranks' weights would grow apart.
+        """
+        if getattr(DistributedDataParallel, "_active_ddp_module", None) is not None:
+            raise RuntimeError(
+                "DistributedDataParallel sees no gradient of a streamed layer, and ranks would "
+                "grow apart: leave it out, HostAdamW averages gradients over the ranks"
+            )
 
     @staticmethod
     def check(layer) -> None:
@@ -175,7 +201,9 @@ class StreamedModel(StreamedLayers):
     def outside(self, layer: int, _) -> None:
         """Refuse a gradient that autograd would add to one that is on its way to the host."""
         if layer in self.stored:
-            raise RuntimeError("a layer's weight is used outside of it: in a backward of its own")
+            raise RuntimeError(
+                f"a weight of {self.title(layer)} is used outside of it: in a backward of its own"
+            )
 
     # The host's side
 
@@ -192,6 +220,12 @@ class StreamedModel(StreamedLayers):
         self.held.clear()  # what the device has may be old then
         self.stored.clear()
         torch.clear_autocast_cache()
+
+    def before_state_dict(self, *_) -> None:
+        self.wait()
+
+    def before_load_state_dict(self, *_) -> None:
+        self.wait(raises=False)
 
     def before_step(self, optimizer: torch.optim.Optimizer, *_) -> None:
         """Before any optimizer's step, but that of one which waits by itself, layer by layer."""

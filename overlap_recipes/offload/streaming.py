@@ -4,16 +4,14 @@
 
 from collections.abc import Iterable, Iterator
 from contextlib import contextmanager
-from weakref import WeakSet
 
 import torch
 from torch import nn
 
+from .layer_as_node import is_streamed
 from .one_copy_a_host import Host, SharedModel
 from .streamed_model import StreamedModel
 from .weight_streaming import SLOTS
-
-STREAMED: WeakSet[nn.Module] = WeakSet()  # layers of the blocks that run
 
 
 @contextmanager
@@ -59,7 +57,6 @@ def stream_layers(
         streamed = SharedModel(model, taken, device, Host(), **settings)
     else:
         streamed = StreamedModel(model, taken, device, **settings)
-    STREAMED.update(taken)
     try:
         yield streamed
     except BaseException:
@@ -67,8 +64,6 @@ def stream_layers(
         raise
     else:
         close(streamed, waits=True)
-    finally:
-        STREAMED.difference_update(taken)
 
 
 def close(streamed: StreamedModel, waits: bool) -> None:
@@ -91,5 +86,5 @@ def refuse_other_layers(model: nn.Module, layers: list) -> None:
     for number, layer in enumerate(layers):
         if layer not in inside:
             raise ValueError(f"layer {number} is no part of the model")
-        if layer in STREAMED:
+        if is_streamed(layer):
             raise ValueError(f"layer {number} is streamed already: leave that block first")

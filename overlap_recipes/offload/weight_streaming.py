@@ -12,6 +12,7 @@ from torch.func import functional_call
 from . import arguments
 from . import layer_as_node as node
 from .host_layers import HostBuffer, move_to_host
+from .layer_state import version_of
 
 SLOTS = 2  # layers whose weights are on the device at a time
 GRADIENT_SLOTS = 2  # one that compute writes, one that the copy to the host reads
@@ -28,6 +29,8 @@ class StreamedLayers:
     device, ``totals[i]`` its gradients.
     """
 
+    resident_below = 0  # layers below the first of these, which stay on the device
+
     def __init__(self, layers: Iterable, device: torch.device, slots=SLOTS, gradient_dtype=None):
         if slots < 1:
             raise ValueError(f"slots must be 1 or more, not {slots}")
@@ -36,6 +39,9 @@ class StreamedLayers:
         # The layer that each slot was loaded with last; the one that ran last; those that wait for
         # their backward.
         self.held, self.last, self.recorded = {}, -1, set()
+        self.loaded_from = {}  # by layer: what its weights on the host were then
+        self.few_of_each = {}  # by layer: some elements of its weights, as they are now
+        self.tried = set()  # layers, by their mode, whose first run left their weights alone
         self.streams = torch.get_device_module(device)
         self.h2d, self.d2h = self.streams.Stream(), self.streams.Stream()
         # By slot: weights are loaded, and used; gradients are written, and stored; a sum is loaded.
@@ -50,14 +56,24 @@ class StreamedLayers:
         self.h2d.wait_stream(self.streams.current_stream())
         self.plain = [node.Plain(layer.module) for layer in self.layers]
         for index, layer in enumerate(self.layers):
+            refuse = partial(node.refuse, self.title(index))
             for name in self.totals[index]:
                 view = self.views[index][name].requires_grad_()
-                view.register_post_accumulate_grad_hook(node.refuse)
+                view.register_post_accumulate_grad_hook(refuse)
             # ``self`` is among the arguments, so that a copy of the layer meets ``__deepcopy__``.
-            layer.module.forward = partial(torch.compiler.disable(type(self).call), self, index)
+            call = partial(torch.compiler.disable(type(self).call), self, index)
+            layer.module.forward = node.marked(call)
 
     def __deepcopy__(self, memo: dict):
         raise TypeError("a copy of a streamed model would run this one: copy its state_dict()")
+
+    def __reduce_ex__(self, protocol: int):
+        raise TypeError("a streamed model is not pickled or copied: save its state_dict()")
+
+    def title(self, index: int) -> str:
+        """What a layer is called in errors: its number, those on the device counted, and class."""
+        kind = type(self.layers[index].module).__name__
+        return f"layer {self.resident_below + index} ({kind})"
 
     def in_slots(self, layers: list[list[HostBuffer]], count: int) -> tuple[list, list]:
         """Device tensors like each layer's buffers, and their parts by name; slots take turns."""
@@ -80,9 +96,10 @@ class StreamedLayers:
     def load(self, layer: int) -> None:
         """Queue the copy of a layer's weights into its slot, unless it holds them."""
         slot = layer % self.slots
-        if self.held.get(slot) == layer:
+        if self.held.get(slot) == layer and self.is_as_loaded(layer):
             return
         self.before_load(layer)
+        self.loaded_from[layer] = self.versions(layer), self.sample(layer)
         self.h2d.wait_event(self.free[slot])
         with self.streams.stream(self.h2d):
             for flat, host in zip(self.flats[layer], self.layers[layer].weights, strict=True):
@@ -90,6 +107,22 @@ class StreamedLayers:
         self.ready[slot].record(self.h2d)
         self.held[slot] = layer
         self.loads += 1
+
+    def sample(self, layer: int) -> torch.Tensor:
+        """A few elements of a layer's weights on the host, in bytes."""
+        if layer not in self.few_of_each:
+            self.few_of_each[layer] = [host.few_of_each() for host in self.layers[layer].weights]
+        few = [torch.cat(weights).view(torch.uint8) for weights in self.few_of_each[layer]]
+        return torch.cat(few) if few else torch.empty(0, dtype=torch.uint8)
+
+    def versions(self, layer: int) -> list[int]:
+        """How often a layer's weights on the host were changed, as far as PyTorch counts it."""
+        return [version_of(source) for source in self.sources(layer)]
+
+    def is_as_loaded(self, layer: int) -> bool:
+        """Whether the host's weights are those that the slot was loaded with."""
+        versions, sample = self.loaded_from[layer]
+        return versions == self.versions(layer) and torch.equal(sample, self.sample(layer))
 
     def await_weights(self, layer: int) -> None:
         """Make what is queued from here on wait for a layer's weights."""
@@ -104,6 +137,10 @@ class StreamedLayers:
 
     def call(self, index: int, /, *args, **kwargs):
         """What ``layer.forward`` is now."""
+        with node.named(self.title(index)):
+            return self.forward(index, args, kwargs)
+
+    def forward(self, index: int, args: tuple, kwargs: dict):
         if index <= self.last:  # a new forward: the host may have changed the weights
             self.held.clear()
         self.last = index
@@ -129,9 +166,16 @@ class StreamedLayers:
 
     def run(self, index: int, args: tuple, kwargs: dict):
         views = {f"layer.{name}": view for name, view in self.views[index].items()}
-        before = [flat._version for flat in self.flats[index]]
+        flats = self.flats[index]
+        before = [flat._version for flat in flats]
+        trial = index, self.plain[index].layer.training
+        sums = None if trial in self.tried else sums_of_bytes(flats)
         result = functional_call(self.plain[index], views, args, kwargs)
-        if [flat._version for flat in self.flats[index]] != before:
+        changed = [flat._version for flat in flats] != before
+        if sums is not None:
+            changed = changed or sums_of_bytes(flats) != sums
+            self.tried.add(trial)
+        if changed:
             raise RuntimeError(
                 "a layer changes its own weights in forward: the host's would not change; let the "
                 "training loop do it behind step(), or leave the layer out"
@@ -150,6 +194,10 @@ class StreamedLayers:
         """
         if not pairs:
             return [None] * len(begins)
+        with node.named(self.title(index)):
+            return self.backward_of(index, begins, pairs, trains)
+
+    def backward_of(self, index: int, begins: list, pairs: list, trains: bool) -> list:
         if trains and self.totals[index]:
             self.before_gradients(index)
         self.await_weights(index)
@@ -227,3 +275,8 @@ class StreamedLayers:
             self.plain.pop().give_back()
         self.streams.synchronize()
         [layer.close() for layer in self.layers]
+
+
+def sums_of_bytes(tensors: list[torch.Tensor]) -> list[int]:
+    """What tells that one has changed, whatever counts it; it waits for the device."""
+    return [int(tensor.view(torch.uint8).sum(dtype=torch.int64)) for tensor in tensors]

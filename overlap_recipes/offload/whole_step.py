@@ -75,6 +75,7 @@ class HostAdamW(torch.optim.Optimizer):
             self.has_compared = True
             refuse_other_weights(list(self.group_of))
         self.refuse_updated(layer)
+        self.host.take_changes(layer)  # before any rank of the host can update it
 
     def refuse_updated(self, layer: int) -> None:
         """With ``in_backward``: a layer's weights must be those of its forward."""
@@ -160,10 +161,19 @@ class HostAdamW(torch.optim.Optimizer):
         trained = list(self.streamed.layers[layer].trained.values())
         if any(p not in self.norms for p in trained):
             raise RuntimeError("a layer's last microbatch was in no_sync(): run it outside")
+        self.refuse_changed(layer)
         fixed = self.in_backward or self.max_norm is not None
         if fixed and self.written[layer] != self.as_now(layer):
             raise RuntimeError("gradients, or settings, were changed behind backward: see max_norm")
         return trained
+
+    def refuse_changed(self, layer: int) -> None:
+        """Weights must be those of backward, as far as that is counted."""
+        if self.host.is_counted(layer):
+            raise RuntimeError(
+                "weights were changed between backward and step: change them behind step() and "
+                "wait()"
+            )
 
     def settings(self) -> list[dict]:
         """Of all groups, as they are now: a schedule may change them at once, tensors as well."""
@@ -207,9 +217,13 @@ class HostAdamW(torch.optim.Optimizer):
 
     def reload(self, module: torch.nn.Module | None = None) -> None:
         """Make the masters the weights: something else has changed these after ``wait()``."""
-        for p in self.group_of if module is None else module.parameters(recurse=False):
+        parameters = list(self.group_of)
+        if module is not None:
+            parameters = list(module.parameters(recurse=False))
+        for p in parameters:
             if p in self.state and not torch.equal(self.state[p]["master"].to(p.dtype), p):
                 self.state[p]["master"].copy_(p.detach())
+        self.host.has_masters(parameters)
 
     @torch.no_grad()
     def load_state_dict(self, state_dict: dict) -> None:

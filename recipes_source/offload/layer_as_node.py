@@ -182,6 +182,12 @@ class Owner:
     def sources(self, index: int) -> list[torch.Tensor]:
         return list(self.views[index].values())
 
+    def sample(self, index: int) -> torch.Tensor:
+        return torch.cat([weight.detach().flatten()[:4] for weight in self.sources(index)])
+
+    def title(self, index: int) -> str:
+        return f"layer {index}"
+
     def run(self, index: int, args: tuple, kwargs: dict):
         self.runs.append(index)
         return functional_call(self.plain[index], self.views[index], args, kwargs)
@@ -242,6 +248,16 @@ if __name__ == "__main__":
 # ------
 # The inputs of each layer, and what autograd saves in one layer at a time.
 #
+# Limits that are silent
+# ----------------------
+# * Seen by the second run as the first one left it: what an object of another class holds that a
+#   layer keeps, or another module. Random numbers of NumPy, or of a generator that is no attribute of
+#   a module of the layer, are drawn anew.
+# * A ``TorchFunctionMode`` or dispatch mode that changes results must be on around backward, too. The
+#   default dtype and the kernels of attention are those of forward.
+# * ``torch.nn.functional.rrelu`` gives wrong gradients under any checkpoint that stops early
+#   (pytorch#193671). ``nn.RReLU`` is right here.
+#
 # Known limits
 # ------------
 # * The inner graph is used once: ``backward(retain_graph=True)`` twice raises.
@@ -253,8 +269,6 @@ if __name__ == "__main__":
 # * ``torch.autograd.grad`` gives gradients of inputs and leaves the weights alone, as anywhere.
 #   Here ``backward(inputs=...)`` leaves them alone, too: weights that are named there get no
 #   gradient.
-# * Seen by the second run as the first one left it: what an object of another class holds that a
-#   layer keeps, or another module. NumPy's random numbers are drawn anew.
 #
 # Further reading
 # ---------------

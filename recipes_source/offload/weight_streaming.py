@@ -233,11 +233,17 @@ if __name__ == "__main__":
 # Several devices of one host share its memory and sometimes its link: sharding the model over them
 # (FSDP2) may need no host at all.
 #
+# Limits that are silent
+# ----------------------
+# * What PyTorch does not count (``parameter.data``, a fused optimizer of torch) is looked for in 64
+#   elements of each weight. A change of other elements alone is not noticed, nor one that a layer
+#   makes to its own weights by ``.data`` in a later forward than its first.
+#
 # Known limits
 # ------------
-# * The weights must not change before ``wait()``, nor between a forward and its backward. The
-#   latter is an error in backward; but a change by ``parameter.data`` or by a fused optimizer of
-#   torch is not noticed.
+# * The weights must not change before ``wait()``. Before its layer runs, a change is taken in; between
+#   a forward and its backward it is an error there; a layer that changes its own in its first forward
+#   is one, too.
 # * A backward overwrites the gradients of the one before; :doc:`streamed_model` adds them up.
 # * Hooks on parameters do not run: gradients are asked for by ``torch.autograd.grad``.
 # * Under ``torch.autocast`` a layer's weights are cast at each use. Autocast's cache keeps no

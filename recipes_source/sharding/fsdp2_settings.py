@@ -376,10 +376,12 @@ if __name__ == "__main__":
 #
 #    \max(k,\; a + 1) \; U \quad (+\, U \text{ while a unit is copied out of its gather's buffer})
 #
-# Kept units allocate nothing more while :math:`k \le a + 1`: forward ends and backward begins with
-# them. What the allocator reserves may still grow by a unit.
 # Main weights, gradients and the state of Adam take 16 bytes a parameter over the number of ranks
 # in float32, with or without bfloat16 gathers.
+#
+# **Micro-batches.** With ``set_requires_gradient_sync(False)`` in all but the last, **each rank holds
+# the whole model's gradients**, 4 bytes a parameter in float32; else its shards', with HSDP's
+# ``set_requires_all_reduce(False)``, too. In place (:doc:`in_place_reduce`) it is the same.
 #
 # When it is not worth it
 # -----------------------
@@ -392,12 +394,11 @@ if __name__ == "__main__":
 # * **A weight with a gradient on one rank only (an expert without tokens) makes others wrong, without
 #   an error**: stock FSDP2 adds gradients of different weights if sizes are equal; else it dies or
 #   hangs. Call ``model.set_reduce_scatter_unused_params(True)`` (PyTorch 2.13).
+# * A weight that is first used in the last micro-batch is then an error: bfloat16 beside float32.
 # * A deeper prefetch helps only where the host is late or a gather is longer than the compute
 #   beside it. Communication that is longer than all compute is hidden by no order.
 # * ``reshard_after_forward=<int>`` makes backward's gathers cheap where groups of that many ranks
 #   share a host, and keeps each unit's weights divided by that number instead of by all ranks.
-# * From PyTorch 2.13 on, ``set_reduce_scatter_max_input_buffers(2)`` lets backward go on while a
-#   reduce-scatter is late, for one more buffer of gradients.
 # * ``to_empty`` leaves buffers that are not in the state dict (``persistent=False``, such as tables
 #   of positions) uninitialised: fill them yourself.
 # * A communication object replaces FSDP2's own, and so ``set_symm_mem_for_comm`` refuses to follow

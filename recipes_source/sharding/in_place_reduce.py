@@ -224,7 +224,7 @@ if __name__ == "__main__":
 # ------------
 # * Where a rank has no gradient of a weight, or reduces units in another order, all ranks raise before
 #   the sum. Ranks compare checksums in host memory. With
-#   ``set_reduce_scatter_unused_params(True)`` (PyTorch 2.13) FSDP2 reduces zeros.
+#   ``set_reduce_scatter_unused_params(True)`` (PyTorch 2.13) zeros are reduced.
 # * A reduce-scatter of your own (``set_custom_reduce_scatter``) is kept, if it is set before the call;
 #   set later it is an error.
 # * Branches on streams of their own: each unit is summed on its own stream before the next stream's

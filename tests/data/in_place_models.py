@@ -202,7 +202,10 @@ def on_meta(policy):
 
 def hybrid(policy):
     ranks = dist.get_world_size()
-    mesh = init_device_mesh(DEVICE.type, (1, ranks), mesh_dim_names=("replicate", "shard"))
+    hosts = 2 if ranks == 4 else 1
+    mesh = init_device_mesh(
+        DEVICE.type, (hosts, ranks // hosts), mesh_dim_names=("replicate", "shard")
+    )
     return shard(policy, mesh=mesh)
 
 

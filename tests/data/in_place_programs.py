@@ -5,6 +5,7 @@ from dataclasses import dataclass, field
 from functools import partial
 
 import torch
+from in_place_accumulation import all_reduced_late, some_units_reduced_late
 from in_place_loops import (
     accumulate,
     all_by_hand,
@@ -114,6 +115,9 @@ PROGRAMS = {
     "ignored": Program(ignoring, partial(train, clip=False), policies=("plain",)),
     "accumulation": Program(shard, partial(accumulate, sync=True), policies=EVERY),
     "accumulation_without_sync": Program(shard, partial(accumulate, sync=False), policies=EVERY),
+    "accumulation_of_some_units": Program(shard, some_units_reduced_late),
+    "accumulation_hsdp": Program(hybrid, all_reduced_late),
+    "accumulation_all_reduce_late": Program(shard, all_reduced_late),
     "kept": Program(partial(shard, reshard_after_forward=False), train),
     "one_kept": Program(one_kept, train),
     "one_kept_evaluated_first": Program(one_kept, partial(evaluating, how=NO_GRAD)),

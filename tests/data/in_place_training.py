@@ -17,6 +17,7 @@ import torch.distributed as dist
 HERE = Path(__file__).resolve().parent
 sys.path[:0] = [str(HERE), str(HERE.parents[1] / "recipes_source" / "sharding")]
 
+from in_place_accumulation import TROUBLES as OF_ACCUMULATION  # noqa: E402
 from in_place_models import DEVICE, POLICIES, SLOTS, state  # noqa: E402
 from in_place_programs import PROGRAMS, Program  # noqa: E402
 from in_place_streams import ON_STREAMS  # noqa: E402
@@ -77,7 +78,7 @@ def main() -> None:
         torch.accelerator.set_device_index(int(os.environ["LOCAL_RANK"]))
         torch.use_deterministic_algorithms(True)
     dist.init_process_group()
-    troubles = {trouble.__name__: trouble for trouble in TROUBLES}
+    troubles = {trouble.__name__: trouble for trouble in TROUBLES + OF_ACCUMULATION}
     known = [*PROGRAMS, *troubles]
     troubles |= ON_STREAMS
     wanted = sys.argv[1].split(",") if len(sys.argv) > 1 else known

@@ -87,6 +87,7 @@ def changed_behind_the_gather() -> None:
             step(model, 3)
         finally:
             hook.remove()
+        step(model, 5)  # a device's notes are read a forward later
 
     def changed_before_backward() -> None:
         loss = loss_of(model, 4)

@@ -69,3 +69,10 @@ def test_an_optimizer_looks_at_its_own_parameters(monkeypatch: pytest.MonkeyPatc
 def test_sums_of_three_ranks_are_as_near_to_those_in_float64_as_stocks() -> None:
     report = run(TRAINING, 3, launcher="warm", args=("sums_of_more_ranks",))
     assert report.ok, report.describe()
+
+
+def test_two_hosts_of_two_ranks_accumulate_the_bits_of_stock_hsdp() -> None:
+    """Reductions over the hosts come with each micro-batch, or with the last one alone."""
+    programs = "accumulation_hsdp,as_many_bytes_of_gradients_as_stock"
+    report = run(TRAINING, 4, launcher="warm", args=(programs,))
+    assert report.ok, report.describe()

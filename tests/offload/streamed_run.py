@@ -15,7 +15,7 @@ import torch.distributed as dist
 import transformers
 from torch import nn
 
-from overlap_recipes.checkpoint import Saves, TrainingState, load
+from overlap_recipes.checkpoint import CheckpointManager, TrainingState
 from overlap_recipes.offload import HostAdamW, resident_bytes, stream_layers
 
 CPU = torch.device("cpu")
@@ -95,25 +95,27 @@ def running(
 
 
 def train_and_save(run: Run, folder: Path, killed: bool) -> list[float]:
-    """The losses of all steps; ``SAVED`` is saved, and waited for, while the next ones train."""
+    """The losses of all steps; ``SAVED`` is saved while the next ones train."""
     losses = []
-    done = None
-    with Saves(CPU) as saves:
+    with CheckpointManager(folder, run.state, grace_s=None) as checkpoints:
+        assert checkpoints.resume() == 0
         for step in range(1, STEPS + 1):
             if killed and step == KILLED:
                 run.model(**batch(step)).loss.backward()
-                done.result()
+                checkpoints.latest.result()
                 os.kill(os.getpid(), signal.SIGKILL)
             losses.append(run.train(step))
             if step == SAVED:
-                done = saves.save({"state": run.state}, folder)
+                checkpoints.save(step)
     return losses
 
 
 def resume(run: Run, folder: Path) -> list[float]:
     """The losses of the steps behind ``SAVED``."""
-    load({"state": run.state}, folder)
-    return [run.train(step) for step in range(SAVED + 1, STEPS + 1)]
+    with CheckpointManager(folder, run.state, grace_s=None) as checkpoints:
+        done = checkpoints.resume()
+        assert done == SAVED, f"went on behind step {done}"
+        return [run.train(step) for step in range(done + 1, STEPS + 1)]
 
 
 def on_two_ranks(rank: int, folder: str, of_one: str) -> None:

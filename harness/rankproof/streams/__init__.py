@@ -47,6 +47,12 @@ The model, which is that of a CUDA program:
   still do with it then conflicts. Giving it back by ``untyped_storage().resize_`` is a write of it
   on the current lane.
 
+Limits that are silent:
+
+* Two mappings of one file (``torch.from_file`` twice, two ``mmap``) are different memory here, and
+  so is what another process does with a shared file: races between them are not found. Map a file
+  once a process.
+
 The files, from what is simple to what puts it together:
 
 * ``lanes``: streams, events and threads, and their clocks
