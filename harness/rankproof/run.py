@@ -217,6 +217,7 @@ def _launch(run_dir: Path, file: Path, ranks: int, modules: tuple[str, ...], **s
         (run_dir / name).mkdir()
     spec = {
         "run_dir": str(run_dir),
+        "callers_dir": str(run_dir),
         "file": str(file),
         "ranks": ranks,
         "cwd": str(run_dir / "work"),
@@ -251,6 +252,7 @@ def load_back(
         DCP,
         args=[str(asked), str(answered)],
         import_from=[HOME],
+        callers_dir=str(parent),
         deadline_s=deadline_s,
     )
     if answered.exists():

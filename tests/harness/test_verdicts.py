@@ -2,7 +2,8 @@
 
     python tests/harness/test_verdicts.py --times 5 --launchers warm torchrun --at-a-time 4
 
-prints the table after as many runs of each, four scripts beside each other. Not judged, with its cause, counts as right for what
+prints the table after as many runs of each, four scripts beside each other. Not judged, with its cause,
+counts as right for what
 the harness cannot know; passed without being judged does not.
 """
 
@@ -57,6 +58,7 @@ GOOD = {
     "spawns": good(launcher="python"),
     "starts_processes": good(launcher="auto"),
     "spawns_by_a_bare_name": good(launcher="auto"),
+    "processes_with_a_default_port": good(launcher="auto"),
     "spawns_seeds": good(),
     "dir_is_a_flag": good(),
     "saves_by_position": good("judged: 1 saves, 1 leaves"),
