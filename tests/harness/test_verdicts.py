@@ -2,9 +2,8 @@
 
     python tests/harness/test_verdicts.py --times 5 --launchers warm torchrun --at-a-time 4
 
-prints the table after as many runs of each, four scripts beside each other. Not judged, with its cause,
-counts as right for what
-the harness cannot know; passed without being judged does not.
+prints the table after as many runs of each, four scripts beside each other. Not judged, with its
+cause, counts as right for what the harness cannot know; passed without being judged does not.
 """
 
 import argparse
