@@ -11,27 +11,46 @@ from pathlib import Path
 from xml.etree import ElementTree
 
 from rankproof import __version__
-from rankproof.recipe import GATES, RecipeError, Settings, find_recipes, why_skipped
+from rankproof.recipe import (
+    GATES,
+    Recipe,
+    RecipeError,
+    Settings,
+    find_recipes,
+    load_module,
+    why_skipped,
+)
 from rankproof.run import COMMAND, LAUNCHERS, OPTIONAL, Report, run
+
+
+def scripts_of(options: argparse.Namespace, settings: Settings) -> list[Recipe]:
+    """The script, the module or the scripts of the folder that are to run."""
+    if options.module:
+        return [load_module(options.module, Path.cwd())]
+    if options.path.is_dir():
+        return find_recipes(options.path, settings)
+    return [settings.load(options.path)]
 
 
 def judge(options: argparse.Namespace) -> int:
     """Judge the script, or every script of the folder, as the settings of its project say."""
-    settings, path = Settings.of(options.path), options.path
-    scripts = find_recipes(path, settings) if path.is_dir() else [settings.load(path)]
+    settings = Settings.of(options.path or Path.cwd())
+    is_folder = options.path is not None and options.path.is_dir()
+    scripts = scripts_of(options, settings)
     control = scripts[0].control(options.control) if options.control else None
-    ranks = settings.ranks if path.is_dir() else [scripts[0].page_ranks]
-    if path.is_dir():
-        for file, why in why_skipped(path, settings).items():
+    ranks = settings.ranks if is_folder else [scripts[0].page_ranks]
+    if is_folder:
+        for file, why in why_skipped(options.path, settings).items():
             say(options, f"skips {file}: {why}")
     reports = []
     for script in scripts:
         for count in options.ranks or ([control.ranks] if control else ranks):
-            if path.is_dir():
+            if is_folder:
                 say(options, f"runs {script.path} on {count} rank{'s' * (count > 1)}")
             report = run(
-                script.path,
+                Path.cwd() if options.module else script.path,
                 count,
+                module=options.module,
                 launcher=options.launcher,
                 control=control,
                 gate=options.gate,
@@ -44,7 +63,7 @@ def judge(options: argparse.Namespace) -> int:
                 off=tuple(options.off) or settings.off,
             )
             reports.append(report)
-    status = tell(reports, options)
+    status = tell(reports, options, outputs=not is_folder)
     if control is None:
         return status
     missed = [why for report in reports if (why := control.missed(report.failures))]
@@ -63,14 +82,14 @@ def end_by_signal(number: int, _: object) -> None:
     sys.exit(128 + number)
 
 
-def tell(reports: list[Report], options: argparse.Namespace) -> int:
-    """Print the reports, write what was asked for, return the exit status."""
+def tell(reports: list[Report], options: argparse.Namespace, outputs: bool) -> int:
+    """Print the reports, with what ranks printed, write what was asked for, return the status."""
     if options.json:
         print(json.dumps([r.to_dict() | {"verdict": r.verdict} for r in reports], indent=1))
     else:
         for report in reports:
             print(report.describe())
-            shown = report.outputs if report.ok and not options.path.is_dir() else []
+            shown = report.outputs if report.ok and outputs else []
             for rank, output in enumerate(shown):
                 print(f"--- rank {rank}\n{output.rstrip()}")
     if options.junit:
@@ -111,7 +130,8 @@ def main() -> int:
         help="run one script, one of its negative controls, or all scripts of a folder",
         epilog="What follows -- is passed to the script.",
     )
-    one.add_argument("path", type=Path, help="a script or a folder")
+    one.add_argument("path", type=Path, nargs="?", help="a script or a folder")
+    one.add_argument("-m", dest="module", help="a module, from here, in place of a path")
     one.add_argument("--ranks", type=world_sizes, metavar="N,N", help="default: 2, or as set")
     one.add_argument("--control", help="the name of a control in the recipe's controls file")
     one.add_argument("--gate", help=f"hold a background step: {', '.join(GATES)}, FILE.py:FUNCTION")
@@ -133,6 +153,8 @@ def main() -> int:
     one.add_argument("--junit", type=Path, metavar="FILE", help="write JUnit's XML")
     at = sys.argv.index("--") if "--" in sys.argv else len(sys.argv)
     options = parser.parse_args(sys.argv[1:at], argparse.Namespace(args=sys.argv[at + 1 :]))
+    if (options.path is None) == (options.module is None):
+        one.error("pass a script, a folder or -m MODULE")
     signal.signal(signal.SIGTERM, end_by_signal)
     try:
         return judge(options)

@@ -13,6 +13,7 @@ import atexit
 import concurrent.futures
 import contextlib
 import faulthandler
+import importlib.util
 import itertools
 import json
 import multiprocessing
@@ -378,7 +379,7 @@ def run(spec: dict) -> None:
     (ranks_dir / f"rank{rank}.began").touch()  # the deadline counts from here
     started = time.perf_counter()
     try:
-        _run_as_main(recipe)
+        _run_as_main(recipe, spec["module"])
         record["finished"] = True
     except SystemExit as error:
         record["exit"] = repr(error.code)
@@ -406,10 +407,16 @@ def run(spec: dict) -> None:
     sys.exit(not record["finished"])
 
 
-def _run_as_main(recipe: str) -> None:
-    """Run the file as the interpreter would: its module is ``__main__`` until the very end."""
+def _run_as_main(recipe: str, name: str) -> None:
+    """Run the file as the interpreter would: its module is ``__main__`` until the very end.
+
+    A module of a package, which has a ``name``, runs as ``python -m`` runs it.
+    """
     module = types.ModuleType("__main__")
     module.__file__ = recipe
+    if name:
+        module.__package__ = name.rpartition(".")[0]
+        module.__spec__ = importlib.util.find_spec(name)  # imports its packages
     module.__builtins__ = __builtins__
     sys.modules["__main__"] = module
     exec(compile(Path(recipe).read_bytes(), recipe, "exec"), module.__dict__)

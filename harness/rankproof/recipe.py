@@ -18,6 +18,7 @@ from rankproof.sources import (
     PACKAGE_FILE,
     SourceError,
     Sources,
+    find_module,
     imported_modules,
     parse,
 )
@@ -216,6 +217,7 @@ class Recipe:
     controls: tuple[Control, ...] = field(default=())
     import_from: tuple[Path, ...] = ()
     root: Path | None = None  # of its project, where settings were found
+    module: str = ""  # its dotted name, where it runs as one, from the first of import_from
 
     @property
     def missing(self) -> list[str]:
@@ -225,6 +227,8 @@ class Recipe:
     @cached_property
     def sources(self) -> Sources:
         """Its own file and those of its project that it imports, directly or not."""
+        if self.module:
+            return Sources.of_module(self.module, self.import_from)
         return Sources.of_script(self.path, self.import_from)
 
     @property
@@ -269,7 +273,7 @@ class Recipe:
 
     @property
     def name(self) -> str:
-        return self.path.stem
+        return self.module.removesuffix(".__main__") or self.path.stem
 
     @property
     def folder(self) -> str:
@@ -375,6 +379,39 @@ def load_recipe(
         if script is None or (project.root / script).resolve() == path:
             settings = found
     return Recipe(path, **settings, import_from=project.import_folders, root=project.root)
+
+
+def load_module(name: str, folder: Path) -> Recipe:
+    """The module ``name``, as ``python -m`` finds it from ``folder``: a package by its main.
+
+    Raises:
+        RecipeError: there is no such module.
+    """
+    if not all(part.isidentifier() for part in name.split(".")):
+        raise RecipeError(f"{name}: -m takes a module's name, such as package.train")
+    main = find_module(f"{name}.__main__", folder)
+    path = main or find_module(name, folder)
+    if path is None:
+        raise RecipeError(f"no module {name} in {folder}")
+    if path.name == PACKAGE_FILE:
+        raise RecipeError(f"{name} is a package without a __main__.py")
+    project = Settings.of(path)
+    return Recipe(
+        path,
+        deadline_s=project.deadline_s,
+        import_from=(folder, *project.import_folders),
+        root=project.root,
+        module=f"{name}.__main__" if main else name,
+    )
+
+
+def package_of(path: Path) -> tuple[Path, str]:
+    """The folder that a file's package is imported from, and the name of its module there."""
+    folder, parts = path.parent, [path.stem]
+    while (folder / PACKAGE_FILE).is_file():
+        parts.insert(0, folder.name)
+        folder = folder.parent
+    return folder, ".".join(parts)
 
 
 def _parse(path: Path) -> ast.Module:

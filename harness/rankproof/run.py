@@ -25,7 +25,9 @@ from rankproof.recipe import (
     Control,
     Recipe,
     RecipeError,
+    load_module,
     load_recipe,
+    package_of,
 )
 from rankproof.starts import own_ranks, takes_dir
 
@@ -215,6 +217,7 @@ def _launch(run_dir: Path, file: Path, ranks: int, modules: tuple[str, ...], **s
         (run_dir / name).mkdir()
     spec = {
         "run_dir": str(run_dir),
+        "callers_dir": str(run_dir),
         "file": str(file),
         "ranks": ranks,
         "cwd": str(run_dir / "work"),
@@ -228,6 +231,7 @@ def _launch(run_dir: Path, file: Path, ranks: int, modules: tuple[str, ...], **s
         "order": False,
         "edited": None,
         "own_folders": [],
+        "module": "",
     } | settings
     (run_dir / "spec.json").write_text(json.dumps(spec))
     _server(modules).run(run_dir / "spec.json")
@@ -248,6 +252,7 @@ def load_back(
         DCP,
         args=[str(asked), str(answered)],
         import_from=[HOME],
+        callers_dir=str(parent),
         deadline_s=deadline_s,
     )
     if answered.exists():
@@ -259,10 +264,12 @@ def load_back(
     return {directory: {"error": error} for directory in request}
 
 
-def reproduce(path: Path, args: tuple[str, ...], **options: object) -> str:
-    """The command that runs the same again."""
-    with contextlib.suppress(ValueError):
-        path = path.relative_to(Path.cwd())
+def reproduce(path: Path | str, args: tuple[str, ...], **options: object) -> str:
+    """The command that runs the same again; a text stands there as it is."""
+    if isinstance(path, Path):
+        with contextlib.suppress(ValueError):
+            path = path.relative_to(Path.cwd())
+        path = shlex.quote(str(path))
     said = []
     for name, value in options.items():
         for one in value if isinstance(value, tuple) else (value,):
@@ -270,7 +277,7 @@ def reproduce(path: Path, args: tuple[str, ...], **options: object) -> str:
                 said.append(f"--{name}")
             elif one:
                 said.append(f"--{name} {shlex.quote(str(one))}")
-    command = " ".join([COMMAND, "run", shlex.quote(str(path)), *said])
+    command = " ".join([COMMAND, "run", path, *said])
     return command + (f" -- {shlex.join(args)}" if args else "")
 
 
@@ -288,6 +295,7 @@ def run(
     through: tuple[Path, ...] = (),
     cwd: Path | None = None,
     off: tuple[str, ...] = (),
+    module: str | None = None,
 ) -> Report:
     """Run the recipe at ``path`` on ``ranks`` ranks and judge it.
 
@@ -306,12 +314,14 @@ def run(
         cwd: the working directory, for a script that reads files beside itself; an empty one,
             where the script may write, if not given.
         off: kinds of failure that are not to count, see :data:`OPTIONAL`; they become notes.
+        module: run the module of this name, as ``python -m`` does; ``path`` is then the folder
+            that its package lies in.
 
     Raises:
         RecipeError: there is no such file, gate or kind, ``ranks`` is not positive, ``keep``
             exists, ``cwd`` does not, or the edit does not fit.
     """
-    recipe = load_recipe(path)
+    recipe = load_module(module, Path(path).resolve()) if module else load_recipe(path)
     path, source = recipe.path, recipe.path.read_text(encoding="utf-8")
     for wrong, message in (
         (ranks < 1, f"{ranks} ranks: pass a number of 1 or more"),
@@ -344,18 +354,18 @@ def run(
         launcher = "python" if starts else "torchrun"
     processes = 1 if launcher == "python" else ranks
     report = Report(
-        recipe=path.stem,
+        recipe=recipe.name,
         path=str(path),
         ranks=processes,
         launcher=launcher,
-        command=reproduce(path, args, **told),
+        command=reproduce(f"-m {module}" if module else path, args, **told),
         control=told["control"],
         gate=gate,
     )
     if starts and launcher != "python":
         report.unjudged = [f"it starts its ranks itself ({starts}): use --launcher python"]
         return report
-    run_dir = Path(tempfile.mkdtemp(prefix=f"rankproof-{path.stem}-"))
+    run_dir = Path(tempfile.mkdtemp(prefix=f"rankproof-{recipe.name}-"))
     try:
         file, edited = path, None
         import_from = list(recipe.import_path)
@@ -381,6 +391,7 @@ def run(
             own_folders=sorted(map(str, own_folders)),
             cwd=str(cwd.resolve() if cwd else run_dir / "work"),
             edited=edited,
+            module=recipe.module,
             deadline_s=deadline_s,
             gate=gate,
             order=order,
@@ -392,8 +403,10 @@ def run(
         if taken:
             report.unjudged = [f"a port was taken, by this run or another program: {taken[0]}"]
             report.failures = []
-        elif report.kinds == {"raised"} and cwd is None:
-            _hint_at_files_beside(report, path.parent)
+        elif report.kinds == {"raised"}:
+            if cwd is None:
+                _hint_at_files_beside(report, path.parent)
+            _hint_at_its_package(report, path)
         of_starting = all(_of_starting(failure) for failure in report.failures)
         if report.failures and sets and launcher != "python" and of_starting:
             why = f"it sets its ranks' rendezvous itself ({sets}), which a launcher does for it"
@@ -425,6 +438,14 @@ def _hint_at_files_beside(report: Report, folder: Path) -> None:
         named = re.search(r"No such file or directory: '([^'/][^']*)'", failure.text)
         if named and (folder / named[1]).exists():
             failure.hint = f"it lies beside the script: run it with --cwd {folder}"
+
+
+def _hint_at_its_package(report: Report, path: Path) -> None:
+    """Say ``-m`` where a file imports relative to a package that it was not started in."""
+    for failure in report.failures:
+        if "with no known parent package" in failure.text:
+            folder, name = package_of(path)
+            failure.hint = f"it is part of a package: in {folder}, -m {name}"
 
 
 def accepts_dir(recipe: Recipe) -> bool:

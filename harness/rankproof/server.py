@@ -4,12 +4,14 @@
 leader, and answers with one line when nothing of it is left. Before the first run by the launcher
 ``warm`` it imports torch and the modules named: a rank forked from there begins in about 1 s, not 4
 to 8. Under ``torchrun`` ranks are interpreters of their own; torchrun alone is such a fork. The
-server starts no thread and touches no accelerator.
+server starts no thread and touches no accelerator. When nobody can ask it any more, it removes its
+temporary directory, and that of the run which its caller did not live to see.
 """
 
 import importlib
 import json
 import os
+import shutil
 import signal
 import subprocess
 import sys
@@ -112,16 +114,23 @@ def serve(modules: list[str]) -> None:
     os.environ["PYTORCH_NVML_BASED_CUDA_CHECK"] = "1"  # a CUDA driver started here breaks forks
     me, answers = os.getpid(), open(os.dup(1), "w")  # noqa: SIM115 (open until the end)
     os.dup2(2, 1)  # what a module prints when it is imported is no answer
-    for line in sys.stdin:
-        spec = json.loads(Path(line.strip()).read_text())
-        wanted = {"warm": (*PRELOADED, *modules), "torchrun": (TORCHRUN,)}
-        for module in wanted.get(spec["launcher"], ()):
-            importlib.import_module(module)
-        child = os.fork()
-        if child == 0:
-            _lead(spec, me)
-        status = os.waitpid(child, 0)[1]
-        print(os.waitstatus_to_exitcode(status), file=answers, flush=True)
+    try:
+        for line in sys.stdin:
+            spec = json.loads(Path(line.strip()).read_text())
+            wanted = {"warm": (*PRELOADED, *modules), "torchrun": (TORCHRUN,)}
+            for module in wanted.get(spec["launcher"], ()):
+                importlib.import_module(module)
+            child = os.fork()
+            if child == 0:
+                _lead(spec, me)
+            status = os.waitpid(child, 0)[1]
+            if not leader.held_open(0):
+                shutil.rmtree(spec["callers_dir"], ignore_errors=True)
+                return
+            print(os.waitstatus_to_exitcode(status), file=answers, flush=True)
+    finally:
+        if os.getpid() == me:  # no rank, which ends here, too
+            shutil.rmtree(os.environ["TMPDIR"], ignore_errors=True)
 
 
 if __name__ == "__main__":

@@ -65,6 +65,15 @@ def imported_modules(path: Path) -> set[str]:
     return found
 
 
+def find_module(name: str, folder: Path) -> Path | None:
+    """The file of a module by its dotted name, if it is imported from ``folder``."""
+    base = folder.joinpath(*name.split("."))
+    for file in (base / PACKAGE_FILE, base.with_name(f"{base.name}.py")):
+        if file.is_file():
+            return file
+    return None
+
+
 class Sources:
     """The files of a script's own project that its code is in.
 
@@ -133,10 +142,9 @@ class Sources:
     def _find(self, name: str) -> tuple[Path, Path] | None:
         """The file of a module, and the folder in which its first name was found."""
         for folder in self.folders:
-            base = folder.joinpath(*name.split("."))
-            for file in (base / PACKAGE_FILE, base.with_name(f"{base.name}.py")):
-                if file.is_file():
-                    return file, folder
+            file = find_module(name, folder)
+            if file is not None:
+                return file, folder
         return None
 
     def _pass_through(self, name: str) -> None:

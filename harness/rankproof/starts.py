@@ -8,6 +8,7 @@ import ast
 
 MULTIPROCESSING = ("multiprocessing", "torch.multiprocessing")
 STARTS_RANKS = ("spawn", "start_processes")
+JOINS_A_GROUP = "init_process_group"
 RENDEZVOUS = ("MASTER_PORT", "MASTER_ADDR", "RANK", "WORLD_SIZE")
 OF_A_RANK = ("RANK", "LOCAL_RANK", "WORLD_SIZE", "LOCAL_WORLD_SIZE")
 OPTION_MAKERS = ("add_argument", "option")  # argparse's; click's and typer's
@@ -18,26 +19,60 @@ NOT_A_PATH = ("int", "float", "bool")
 def own_ranks(source: str) -> tuple[str, str]:
     """Where a script starts its ranks itself, and where it sets their rendezvous; empty if not.
 
-    What it stores only where it is missing does not count: a launcher's stands.
+    A ``Process`` is a rank if the script sets a rendezvous, or if what it runs joins a group. What
+    is stored only where it is missing sets none: a launcher's stands.
     """
     tree = ast.parse(source)
     names = _imported_names(tree)
     sets = _sets_rendezvous(tree)
-    by_name = ""
-    processes = ""
     for node in ast.walk(tree):
         if not isinstance(node, ast.Call):
             continue
         called = _full_name(node.func, names)
-        where = f"{called.rpartition('.')[2]}, line {node.lineno}"
         module, _, function = called.rpartition(".")
-        if module in MULTIPROCESSING and function in STARTS_RANKS:
-            by_name = by_name or where
-        elif module in MULTIPROCESSING and function == "Process":
-            processes = processes or where
-    if by_name:
-        return by_name, sets
-    return (processes if sets else ""), sets
+        if module not in MULTIPROCESSING:
+            continue
+        starts = function in STARTS_RANKS
+        if function == "Process":
+            starts = bool(sets) or _joins_a_group(_target(node), tree)
+        if starts:
+            return f"{function}, line {node.lineno}", sets
+    return "", sets
+
+
+def _target(process: ast.Call) -> str:
+    """The name of the function that a ``Process`` runs; empty if it has none."""
+    for keyword in process.keywords:
+        if keyword.arg == "target":
+            return getattr(keyword.value, "id", "")
+    return ""
+
+
+def _joins_a_group(function: str, tree: ast.Module) -> bool:
+    """Whether a function of the script, or one that it calls there, joins a process group."""
+    bodies = {}
+    for node in ast.walk(tree):
+        if isinstance(node, ast.FunctionDef):
+            bodies[node.name] = node
+    to_read = [function]
+    read = set()
+    while to_read:
+        name = to_read.pop()
+        if name == JOINS_A_GROUP:
+            return True
+        if name in bodies and name not in read:
+            read.add(name)
+            to_read += _called_in(bodies[name])
+    return False
+
+
+def _called_in(body: ast.FunctionDef) -> list[str]:
+    """The last names of what is called: ``init_process_group`` of ``dist.init_process_group()``."""
+    found = []
+    for node in ast.walk(body):
+        if isinstance(node, ast.Call):
+            found.append(getattr(node.func, "attr", getattr(node.func, "id", "")))
+    return found
 
 
 def _imported_names(tree: ast.Module) -> dict[str, str]:

@@ -110,6 +110,15 @@ def test_what_is_gathered_is_not_read_before_wait(recorder):
     assert [conflict.later.operator for conflict in recorder.conflicts] == ["tolist"]
 
 
+@pytest.mark.parametrize("show", [print, str, repr, "{}".format])
+def test_showing_a_tensor_before_wait_is_a_use(recorder, show):
+    tensor = torch.ones(8)
+    work = dist.all_reduce(tensor, async_op=True)
+    show(tensor)
+    work.wait()
+    assert [conflict.before_wait for conflict in recorder.conflicts] == [True]
+
+
 @pytest.mark.parametrize("issue", [all_gather, broadcast])
 def test_what_is_only_sent_may_be_read(recorder, issue):
     tensor = torch.ones(8)
@@ -205,6 +214,51 @@ def test_whoever_waits_in_another_way_may_use_it(recorder, wait):
     work = dist.all_reduce(tensor, async_op=True)
     wait(work)
     use(tensor)
+    assert recorder.conflicts == []
+
+
+@pytest.fixture
+def somebody_waits(monkeypatch: pytest.MonkeyPatch) -> threading.Event:
+    """Set once somebody waits for a future."""
+    begun = threading.Event()
+    plain = torch._C.Future.wait
+
+    def wait(future: torch.futures.Future) -> object:
+        begun.set()
+        return plain(future)
+
+    monkeypatch.setattr(torch._C.Future, "wait", wait)
+    return begun
+
+
+def itself(own: torch.futures.Future) -> torch.futures.Future:
+    return own
+
+
+def a_collection_of_it(own: torch.futures.Future) -> torch.futures.Future:
+    return torch.futures.collect_all([own])
+
+
+def what_follows_it(own: torch.futures.Future) -> torch.futures.Future:
+    return own.then(lambda future: future.value())
+
+
+@pytest.mark.parametrize("awaited", [itself, a_collection_of_it, what_follows_it])
+def test_a_future_that_is_set_while_it_is_waited_for_counts(somebody_waits, recorder, awaited):
+    tensor = torch.ones(8)
+    work = dist.all_reduce(tensor, async_op=True)
+    own = torch.futures.Future()
+
+    def set_it_meanwhile() -> None:
+        work.wait()
+        somebody_waits.wait()
+        own.set_result(None)
+
+    thread = threading.Thread(target=set_it_meanwhile)
+    thread.start()
+    awaited(own).wait()
+    use(tensor)
+    thread.join()
     assert recorder.conflicts == []
 
 

@@ -78,7 +78,10 @@ def test_a_script_that_reads_beside_itself_is_told_of_the_option(
     assert command(monkeypatch, *run_it, "--cwd", tmp_path) == 0
 
 
-def test_the_command_ended_by_sigterm_leaves_no_directory_and_no_traceback(tmp_path) -> None:
+@pytest.mark.parametrize("launcher", ["warm", "torchrun"])
+def test_the_command_ended_by_sigterm_leaves_no_directory_and_no_traceback(
+    tmp_path, launcher: str
+) -> None:
     tmp, began = tmp_path / "tmp", tmp_path / "began"
     tmp.mkdir()
     began.mkdir()
@@ -88,7 +91,7 @@ def test_the_command_ended_by_sigterm_leaves_no_directory_and_no_traceback(tmp_p
         threading.Event().wait()
         """
     script = write(tmp_path, "waits.py", text)
-    options = ["run", script, "--ranks", "1", "--launcher", "warm", "--allow", began]
+    options = ["run", script, "--ranks", "1", "--launcher", launcher, "--allow", began]
     process = subprocess.Popen(
         [sys.executable, "-m", "harness", *options],
         cwd=REPO,

@@ -64,8 +64,10 @@ def test_os_exit_leaves_no_record(tmp_path) -> None:
     assert report.kinds == {"missing_record"}, report.describe()
 
 
-def test_the_ranks_die_with_the_process_that_runs_them(tmp_path) -> None:
-    """SIGKILL of the supervisor, under either launcher, ends every rank."""
+def test_the_ranks_die_with_the_process_that_runs_them_and_nothing_is_left(tmp_path) -> None:
+    """SIGKILL of the supervisor, under either launcher, ends every rank and every directory."""
+    tmp = tmp_path / "tmp"
+    tmp.mkdir()
     for launcher in ("warm", "torchrun"):
         pids = tmp_path / launcher
         pids.mkdir()
@@ -80,10 +82,11 @@ def test_the_ranks_die_with_the_process_that_runs_them(tmp_path) -> None:
         )
         code = (
             f"from harness.run import run; "
-            f"run({str(recipe)!r}, 2, launcher={launcher!r}, through=[{str(tmp_path)!r}])"
+            f"run({str(recipe)!r}, 2, launcher={launcher!r}, through=[{str(pids)!r}])"
         )
-        supervisor = subprocess.Popen([sys.executable, "-c", code], cwd=REPO)
-        until = time.monotonic() + 60
+        env = os.environ | {"TMPDIR": str(tmp)}
+        supervisor = subprocess.Popen([sys.executable, "-c", code], cwd=REPO, env=env)
+        until = time.monotonic() + 300
         while len(list(pids.iterdir())) < 2 and time.monotonic() < until:
             time.sleep(0.05)
         ranks = [int(path.name) for path in pids.iterdir()]
@@ -93,6 +96,9 @@ def test_the_ranks_die_with_the_process_that_runs_them(tmp_path) -> None:
         while any(Path(f"/proc/{pid}").exists() for pid in ranks) and time.monotonic() < until:
             time.sleep(0.05)
         assert not any(Path(f"/proc/{pid}").exists() for pid in ranks), launcher
+        while any(tmp.iterdir()) and time.monotonic() < until:
+            time.sleep(0.05)
+        assert list(tmp.iterdir()) == [], launcher
 
 
 def test_caches_that_torch_set_in_the_caller_are_not_the_recipes(tmp_path, monkeypatch) -> None:

@@ -1,15 +1,16 @@
 """Other people's scripts, good and bad: the verdict, the exit status, the cause that is named.
 
-    PYTHONPATH=. python tests/harness/test_verdicts.py --times 5 --launchers warm torchrun
+    python tests/harness/test_verdicts.py --times 5 --launchers warm torchrun --at-a-time 4
 
-prints the table after as many runs of each. Not judged, with its cause, counts as right for what
-the harness cannot know; passed without being judged does not.
+prints the table after as many runs of each, four scripts beside each other. Not judged, with its
+cause, counts as right for what the harness cannot know; passed without being judged does not.
 """
 
 import argparse
 import re
 import sys
 from collections import Counter
+from concurrent.futures import ThreadPoolExecutor
 from dataclasses import dataclass
 from pathlib import Path
 
@@ -56,6 +57,7 @@ GOOD = {
     "spawns": good(launcher="python"),
     "starts_processes": good(launcher="auto"),
     "spawns_by_a_bare_name": good(launcher="auto"),
+    "processes_with_a_default_port": good(launcher="auto"),
     "spawns_seeds": good(),
     "dir_is_a_flag": good(),
     "saves_by_position": good("judged: 1 saves, 1 leaves"),
@@ -212,29 +214,40 @@ def test_a_script_that_starts_its_ranks_itself_is_not_judged_by_another_launcher
     )
 
 
+def line_of_the_table(folder: str, name: str, case: Case, launcher: str, times: int) -> str:
+    """One line: what must come of a script, and what did; below it, the reports that are wrong."""
+    reports = [judge(folder, name, case, launcher) for _ in range(times)]
+    wrong = [report for report in reports if not is_right(report, case)]
+    codes = dict(Counter(report.exit_code for report in reports))
+    seconds = sum(report.seconds for report in reports) / times
+    line = (
+        f"{folder:4} {name:32} {launcher:8} {case.verdict:10} {case.kind:21} "
+        f"{times - len(wrong)}/{times} right, exit {codes}, {seconds:.1f} s  /{case.cause}/"
+    )
+    for report in wrong:
+        line += "\n    " + report.describe()[:1500].replace("\n", "\n    ")
+    return line
+
+
 def main() -> int:
     parser = argparse.ArgumentParser()
     parser.add_argument("--times", type=int, default=1)
     parser.add_argument("--launchers", nargs="+", default=["warm"])
     parser.add_argument("--only", nargs="+", default=[])
-    options, wrong = parser.parse_args(), 0
-    for folder, name, case in CASES:
-        if options.only and name not in options.only:
-            continue
-        for launcher in [case.launcher] if case.launcher else options.launchers:
-            reports = [judge(folder, name, case, launcher) for _ in range(options.times)]
-            right = sum(is_right(report, case) for report in reports)
-            wrong += right < options.times
-            codes = dict(Counter(report.exit_code for report in reports))
-            seconds = sum(report.seconds for report in reports) / options.times
-            print(
-                f"{folder:4} {name:32} {launcher:8} {case.verdict:10} {case.kind:21} "
-                f"{right}/{options.times} right, exit {codes}, {seconds:.1f} s  /{case.cause}/",
-                flush=True,
-            )
-            for report in reports:
-                if not is_right(report, case):
-                    print("    " + report.describe()[:1500].replace("\n", "\n    "), flush=True)
+    parser.add_argument("--at-a-time", type=int, default=1, help="how many scripts run beside")
+    options = parser.parse_args()
+    wrong = 0
+    with ThreadPoolExecutor(options.at_a_time) as pool:
+        lines = []
+        for folder, name, case in CASES:
+            if options.only and name not in options.only:
+                continue
+            for launcher in [case.launcher] if case.launcher else options.launchers:
+                asked = (folder, name, case, launcher, options.times)
+                lines.append(pool.submit(line_of_the_table, *asked))
+        for line in lines:
+            print(line.result(), flush=True)
+            wrong += f"{options.times}/{options.times} right" not in line.result()
     return int(wrong > 0)
 
 

@@ -28,8 +28,9 @@ class BesideOperators:
         recorder.watch(torch, "frombuffer", after=self.mapped)
         recorder.watch(torch, "save", self.saved)
         recorder.watch(os, "pwritev", self.written)
-        for name in ("tolist", "numpy"):
-            recorder.watch(torch.Tensor, name, partial(self.read_by_python, name))
+        for name in ("tolist", "numpy", "__repr__", "__format__"):
+            shown = name.strip("_")
+            recorder.watch(torch.Tensor, name, partial(self.read_by_python, shown))
         recorder.watch(torch.UntypedStorage, "resize_", self.resized)
         recorder.replace(torch.Tensor, "record_stream", self.record_stream_instead())
         for name in FACTORIES:

@@ -152,7 +152,7 @@ class Collectives:
         original = getattr(owner, name)
 
         def wait(awaited, *args, **kwargs):
-            pending = self.pending.get(awaited)
+            pending = self.found(awaited)
             if pending is None:
                 return original(awaited, *args, **kwargs)
             with self.waiting_for(pending):
@@ -200,19 +200,25 @@ class Collectives:
 
     # Futures
 
+    def found(self, awaited: object) -> Pending | None:
+        """What ``awaited`` stands for; what a future of the script's own does is known once set."""
+        if isinstance(awaited, torch.futures.Future):
+            return self.pending.setdefault(awaited, Pending())
+        return self.pending.get(awaited)
+
     def future_of_work(self, future: object, work: object) -> None:
         if future is not None and work in self.pending:
             self.pending[future] = self.pending[work]
 
     def result_is_set(self, future: object, *_: object) -> None:
         thread = self.recorder.this_thread()
-        pending = Pending()
+        pending = self.pending.setdefault(future, Pending())
         join(pending.clock, thread.clock)
         join(pending.clock, thread.current.clock)
-        self.pending[future] = pending
 
     def pending_of_all(self, futures: list) -> Pending:
-        return Pending(*[self.pending[future] for future in futures if future in self.pending])
+        found = [self.found(future) for future in futures]
+        return Pending(*[pending for pending in found if pending is not None])
 
     def collected(self, collection: object, futures: list) -> None:
         if collection is not None:
@@ -226,7 +232,7 @@ class Collectives:
         original = getattr(torch._C.Future, name)
 
         def call(future, callback):
-            parent = self.pending.get(future)
+            parent = self.found(future)
             if parent is None:
                 return original(future, callback)
             child = Pending(parent)

@@ -7,6 +7,7 @@ import torch.distributed as dist
 
 def main() -> None:
     dist.init_process_group("gloo")
+    dist.barrier()  # else a rank that is slow finds no other to connect to
     print("training")
     dist.destroy_process_group()
     sys.exit(0)
