@@ -12,6 +12,8 @@ from activations import chain
 from loaded_recipes import load
 from torch import nn
 
+from overlap_recipes.profiled_copies import is_my_copy_asynchronous
+
 pytestmark = pytest.mark.usefixtures("importable")
 
 DELAY_CYCLES = 200_000_000  # of the device's clock: 0.1 s and more; queueing a step takes less
@@ -153,7 +155,7 @@ def test_every_edge_of_activation_offload_is_needed(tmp_path):
 
 
 @needs_cuda
-def test_a_step_holds_nobody_and_frees_memory(recipe, streams):
+def test_a_step_holds_nobody_and_frees_memory(recipe):
     device, layers, width, rows = torch.device("cuda"), 8, 16384, 4096  # products beat the link
     with device:
         layer = [nn.Sequential(nn.Linear(width, width), nn.Tanh()) for _ in range(layers)]
@@ -178,7 +180,7 @@ def test_a_step_holds_nobody_and_frees_memory(recipe, streams):
         moved = step(offload.saving())
         assert resident - moved >= (layers - 3) * batch.nbytes, (resident, moved)
         step(offload.saving())
-        verdict = streams.is_my_copy_asynchronous(lambda: step(offload.saving()))
+        verdict = is_my_copy_asynchronous(lambda: step(offload.saving()))
     assert not verdict.holds_host, verdict
     assert {*verdict.copies} >= {"HtoD", "DtoH"}
     for direction in ("HtoD", "DtoH"):
