@@ -16,7 +16,10 @@ FILES = [
     ROOT / "recipes_source" / "checkpoint" / f"{name}.py"
     for name in ("state_to_save", "async_save", "pinned_staging", "default_stager")
 ]
-OFFLOAD = [ROOT / "recipes_source" / "offload" / f"{name}.py" for name in ("three_streams",)]
+OFFLOAD = [
+    ROOT / "recipes_source" / "offload" / f"{name}.py"
+    for name in ("three_streams", "weight_streaming", "activation_offload")
+]
 TUTORIAL = ROOT / "tests" / "upstream" / "tutorial" / "distributed_async_checkpoint_recipe.py"
 OWN = {"train", "main"}  # each file has its own
 METHODS = {"compare", "wait", "end_last"}
