@@ -15,6 +15,8 @@ MOVED = {  # by the names of documents
     "recipes/checkpoint/kept_state": "recipes/checkpoint/saves_beside_training",
     "recipes/checkpoint/process_checkpointer": "recipes/checkpoint/overlapped_writer",
     "recipes/offload/accumulate_and_average": "recipes/offload/whole_step",
+    "recipes/offload/host_layers": "recipes/offload/weight_streaming",
+    "recipes/offload/layer_as_node": "recipes/offload/weight_streaming",
     "recipes/offload/pipelined_optimizer": "recipes/offload/host_adam",
     "recipes/sharding/copy_engine_gather": "recipes/sharding/in_place_gather",
     "recipes/sharding/copy_engine_reduce": "recipes/sharding/in_place_reduce",

@@ -21,8 +21,8 @@ How a number is made
 * ``checkpoint_unsloth`` follows the design of Unsloth: the input of a layer is copied without a
   stream of its own, from pageable memory back.
 
-Gradients are not compared here: the backward of flash attention adds in no fixed order. The recipe
-and ``tests/offload/test_activation_offload.py`` compare them, bit by bit.
+Gradients are not compared here: the backward of flash attention adds in no fixed order.
+``tests/proofs/activations.py`` compares them, bit by bit.
 """
 
 import importlib
@@ -38,12 +38,11 @@ import torch
 from torch.utils.checkpoint import checkpoint, create_selective_checkpoint_contexts
 
 ROOT = Path(__file__).resolve().parents[1]
-sys.path[:0] = [str(ROOT), str(ROOT / "recipes_source" / "offload")]
-
-from activation_offload import ActivationOffload  # noqa: E402
+sys.path[:0] = [str(ROOT)]
 
 from benchmarks import measuring  # noqa: E402
 from benchmarks.workloads import llama  # noqa: E402
+from overlap_recipes.offload import ActivationOffload  # noqa: E402
 
 LAYERS = 4
 TOKENS = (16384, 65536, 131072)
@@ -177,7 +176,8 @@ class Benchmark:
         }
         link = measuring.link_rates(self.device, 1 << (20 if small else 30))
         head = measuring.header("activation_offload", self.device, workload, link)
-        recipes = {name: ("activation_offload",) for name in WAYS if "activation" in name}
+        ours = ("overlap_recipes.offload.activations",)
+        recipes = {name: ours for name in WAYS if "activation" in name}
         self.results = measuring.Results(out, head, recipes, ("tokens",))
 
     def step(self, saving: Callable[[], AbstractContextManager], ids: torch.Tensor) -> None:

@@ -34,10 +34,11 @@ import torch
 ROOT = Path(__file__).resolve().parents[1]
 sys.path[:0] = [str(ROOT), str(ROOT / "recipes_source" / "offload")]
 
-from three_streams import CHUNKS, Pipeline, judge, one_stream  # noqa: E402
+from three_streams import CHUNKS, Pipeline, one_stream  # noqa: E402
 
 from benchmarks import measuring  # noqa: E402
 from benchmarks.measuring import Drawn, Task, blocks, synchronize  # noqa: E402
+from overlap_recipes.profiled_copies import judge  # noqa: E402
 
 SIDE, SIDE_SMALL = 11584, 64  # rows and columns of a chunk of bfloat16: just below 2**28 bytes
 LINK_BYTES, LINK_BYTES_SMALL = 2**30, 2**20

@@ -31,10 +31,8 @@ SOURCE = Path(__file__).parents[1] / "recipes_source"
 ALWAYS = "checkpoint", "trainers"  # folders whose pages all begin with lines to paste
 
 ELSEWHERE = {  # pages whose first block another test runs
-    "activation_offload": "tests/offload/test_pasted_blocks.py",
     "one_copy_a_host": "tests/offload/test_pasted_blocks.py",
     "streamed_model": "tests/offload/test_pasted_blocks.py",
-    "weight_streaming": "tests/offload/test_pasted_blocks.py",
     "whole_step": "tests/offload/test_pasted_blocks.py",
 }
 INSTEAD = {

@@ -1,7 +1,8 @@
 # SPDX-License-Identifier: BSD-3-Clause
 # Overlap Recipes 0.1.0, overlap_recipes/offload/__init__.py
-"""Train what does not fit on the device: its layers and its Adam live in host memory."""
+"""Train what does not fit on the device: layers, Adam and activations live in host memory."""
 
+from .activations import ActivationOffload
 from .first_step import check_first_step
 from .streamed_model import StreamedModel, resident_bytes
 from .streaming import stream_layers
@@ -9,6 +10,7 @@ from .weight_streaming import StreamedLayers
 from .whole_step import HostAdamW
 
 __all__ = [
+    "ActivationOffload",
     "HostAdamW",
     "StreamedLayers",
     "StreamedModel",

@@ -66,7 +66,8 @@ them as one node of the graph, and has the next layers loaded.
 # %%
 # Imports and sizes
 # -----------------
-# :doc:`weight_streaming` has the slots, the lanes and their events. The imports are the proof's.
+# :doc:`weight_streaming` builds the slots, the streams and their events from scratch. The imports are
+# the proof's.
 # The size is the module's.
 #
 # .. literalinclude:: /overlap_recipes/offload/streamed_model.py
@@ -76,7 +77,6 @@ them as one node of the graph, and has the next layers loaded.
 
 import torch
 import torch.distributed as dist
-from host_layers import WIDTH
 from torch import nn
 
 from overlap_recipes.offload.streamed_model import StreamedModel, resident_bytes
@@ -84,6 +84,7 @@ from overlap_recipes.offload.streaming import stream_layers
 from overlap_recipes.offload.weight_streaming import SLOTS
 from overlap_recipes.ranks import start_rank
 
+WIDTH = 32  # features
 LAYERS, WORDS, STEPS, MICROBATCHES = 4, 50, 3, 2
 
 # %%

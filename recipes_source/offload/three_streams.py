@@ -5,12 +5,24 @@ Three streams: copy in, compute and copy out at once
 ====================================================
 
 Hide the copies between host and device behind compute. Give copies in, compute and copies out a
-stream each, and all three happen **at the same time on one device**. This recipe builds that
-pipeline. It also has a function to call on a step of your own: from a profile, it tells whether
-your copies are asynchronous.
+stream each, and all three happen **at the same time on one device**.
+
+**Scope.** Chunks of one shape and dtype in page-locked host memory, and a computation that reads one
+chunk and writes one of the same shape: here, a product with a matrix on the device. Chunks do not
+depend on each other. ``Pipeline`` raises ``ValueError`` for other chunks, for pageable memory, and for
+a device that is not the current one. Layers of a model, whose gradients go out while weights come in:
+:doc:`weight_streaming`.
 
 **When not to bother:** the data fits the device; or one of the three takes much longer than the
 others together.
+
+This is a run of the pipeline:
+
+.. literalinclude:: three_streams.py
+   :pyobject: multiply
+
+The file needs torch alone. Copy ``Slot`` and ``Pipeline``, and put your computation in place of
+``torch.mm``.
 
 .. grid:: 1 1 2 2
 
@@ -38,10 +50,9 @@ A device that is held runs no next kernel.
 * **Page-locked ("pinned") memory** is read by the device itself. ``non_blocking=True`` then returns
   at once. Without it PyTorch waits right after the copy: the ``cudaStreamSynchronize`` in your
   trace.
-* **One stream holds the device**: a copy on the stream of the kernels runs between two kernels,
-  never beside one.
+* **One stream holds the device**: a copy on the stream of the kernels runs between two of them.
 * **Three streams hold nobody.** A GPU has copy engines for each direction, beside its compute
-  cores. Give each direction a stream of its own, and say by events what must wait for what.
+  cores. Give each direction a stream, and say by events what must wait for what.
 
 .. lanes:: Schematic. Three chunks in two slots of device memory: A holds the first and the third, B the second.
 
@@ -58,12 +69,7 @@ A device that is held runs no next kernel.
 # -----------------
 # On the CPU the chunks are tiny. On a device, a copy must take much longer than its launch.
 
-import json
 import os
-import tempfile
-from collections.abc import Callable
-from dataclasses import dataclass
-from pathlib import Path
 
 import torch
 
@@ -117,7 +123,9 @@ class Slot:
         with streams.stream(load):
             self.input = torch.empty_like(like)
         self.output = torch.empty_like(like)
-        self.ready, self.done, self.free = (streams.Event() for _ in range(3))
+        self.ready = streams.Event()
+        self.done = streams.Event()
+        self.free = streams.Event()
 
 
 # %%
@@ -127,14 +135,26 @@ class Slot:
 # *stream* ``a`` wait, on the device. Read the loop as three programs that run at the same time, one
 # a stream, held by events alone.
 #
-# With ``record_stream`` a tensor may be freed while another stream uses it, and its memory comes
-# back when the allocator next asks. A host that runs ahead allocates all its chunks before that:
-# right results, and device memory that depends on timing. Slots are never freed, so they need no
-# ``record_stream``.
+# Slots are never freed, so they need no ``record_stream``. With it, memory comes back when the
+# allocator next asks, and a host that runs ahead allocates all its chunks before that.
 #
-# Streams and events belong to the device that is **current** when they are made, whatever device
-# the tensors are on. Work on another device would be ordered by none of them, so a weight on
-# another device is refused.
+# Two things would break the promise without an error, so they are refused. Streams and events belong
+# to the device that is **current** when they are made: work on another device would be ordered by
+# none of them. And a copy of memory that is pageable, or not contiguous, holds the host.
+
+
+def problem_of(host: torch.Tensor, weight: torch.Tensor) -> str:
+    """Why a source or a result cannot be copied asynchronously; empty if it can."""
+    if host.device.type != "cpu":
+        return f"it is on {host.device}, not on the host"
+    if weight.is_cuda and not host.is_pinned():
+        return "a pageable copy holds the host: allocate with pin_memory=True"
+    if host.shape != weight.shape or host.dtype != weight.dtype:
+        wanted = f"{tuple(weight.shape)} of {weight.dtype}"
+        return f"slots hold {wanted}, not {tuple(host.shape)} of {host.dtype}"
+    if not host.is_contiguous():
+        return "it is not contiguous"
+    return ""
 
 
 class Pipeline:
@@ -150,7 +170,8 @@ class Pipeline:
             raise ValueError(f"make {at} current first: torch.accelerator.set_device_index")
         self.weight = weight
         self.streams = torch.get_device_module(weight.device)
-        self.load, self.store = self.streams.Stream(), self.streams.Stream()
+        self.load = self.streams.Stream()
+        self.store = self.streams.Stream()
         self.slots = [Slot(weight, self.streams, self.load) for _ in range(SLOTS)]
 
     def run(self, sources: list[torch.Tensor], results: list[torch.Tensor]):
@@ -162,14 +183,15 @@ class Pipeline:
         Raises:
             ValueError: host memory that is not pinned, or a chunk that does not fit the slots.
         """
-        for host in (*sources, *results):
-            if self.weight.is_cuda and not host.is_pinned():
-                raise ValueError("a pageable copy holds the host: allocate with pin_memory=True")
-            if host.shape != self.weight.shape or host.dtype != self.weight.dtype:
-                raise ValueError(f"slots hold {tuple(self.weight.shape)}, not {tuple(host.shape)}")
+        if len(sources) != len(results):
+            raise ValueError(f"{len(sources)} sources, {len(results)} results")
+        for number, host in enumerate(sources + results):
+            problem = problem_of(host, self.weight)
+            if problem:
+                raise ValueError(f"tensor {number} of sources and results: {problem}")
         compute = self.streams.current_stream()
-        for i, (source, result) in enumerate(zip(sources, results, strict=True)):
-            slot = self.slots[i % SLOTS]
+        for number, source in enumerate(sources):
+            slot = self.slots[number % SLOTS]
             with self.streams.stream(self.load):
                 self.load.wait_event(slot.done)
                 slot.input.copy_(source, non_blocking=True)
@@ -182,7 +204,7 @@ class Pipeline:
 
             with self.streams.stream(self.store):
                 self.store.wait_event(slot.done)
-                result.copy_(slot.output, non_blocking=True)
+                results[number].copy_(slot.output, non_blocking=True)
                 slot.free.record(self.store)
         finished = self.streams.Event()
         finished.record(self.store)
@@ -190,167 +212,99 @@ class Pipeline:
 
 
 # %%
-# Is my copy asynchronous?
-# ------------------------
-# Put this file beside your code and give it a step of yours. Run one step before: the first call of
-# a kernel loads it, and waits.
-#
-# .. code-block:: python
-#
-#    from three_streams import is_my_copy_asynchronous
-#
-#    train_step(batch)
-#    print(is_my_copy_asynchronous(lambda: train_step(batch)))
-#
-# The function profiles the call and reads the exported trace, in which you can see the same
-# yourself:
-#
-# * Each copy on the device names the memory it used, ``Memcpy HtoD (Pinned -> Device)`` or
-#   ``(Pageable -> Device)``, and the stream it ran on. If kernels run on that stream too, the copy
-#   holds the device.
-# * Each call of the CUDA runtime (``cudaMemcpyAsync``, ``cudaStreamSynchronize``) lasts as long as
-#   it held the host. The verdict is *held* if these calls took more than half of the copies' time
-#   on the device. A wait by ``.item()`` counts as well.
-# * ``hidden_share`` is the part of the copies' time during which a kernel ran. A stream of its own
-#   allows overlap, it does not promise it.
-
-
-@dataclass(frozen=True)
-class Copies:
-    """The copies of one direction during a call."""
-
-    pinned: bool  # every one of them
-    own_stream: bool  # no kernel ran on a stream of theirs
-    device_s: float  # seconds on the device
-    hidden_share: float  # of these, while a kernel ran
-
-    def __str__(self) -> str:
-        memory = "pinned" if self.pinned else "PAGEABLE"
-        stream = "own stream" if self.own_stream else "THE KERNELS' STREAM"
-        return f"{memory}, {stream}, {self.hidden_share:.0%} of {self.device_s:.1e} s hidden"
-
-
-@dataclass(frozen=True)
-class Verdict:
-    """``copies`` by direction ("HtoD", "DtoH"); the host spent ``host_s`` s in copies and waits."""
-
-    copies: dict[str, Copies]
-    host_s: float
-
-    @property
-    def holds_host(self) -> bool:
-        """Whether the host was held for more than half of the time that the copies took."""
-        return self.host_s > sum(copies.device_s for copies in self.copies.values()) / 2
-
-    def __str__(self) -> str:
-        if not self.copies:
-            return "no device copy to judge: no accelerator, or nothing was copied to or from it"
-        host = f"host {'HELD' if self.holds_host else 'free'}, {self.host_s:.1e} s in copy calls"
-        return "; ".join([host, *(f"{name} {found}" for name, found in self.copies.items())])
-
-
-def is_my_copy_asynchronous(function: Callable[[], object]) -> Verdict:
-    """Profile one call of ``function``, which was called before, and judge its copies."""
-    if not torch.accelerator.is_available():
-        return Verdict({}, 0.0)
-    torch.accelerator.synchronize()
-    with torch.profiler.profile(acc_events=True) as profile:
-        with torch.profiler.record_function("judged call"):
-            function()
-        torch.accelerator.synchronize()
-    with tempfile.TemporaryDirectory() as directory:
-        profile.export_chrome_trace(f"{directory}/trace.json")
-        return judge(json.loads(Path(directory, "trace.json").read_text())["traceEvents"])
-
-
-def judge(events: list[dict]) -> Verdict:
-    """Read the events of a Chrome trace in which ``judged call`` is annotated on the host."""
-    (call,) = (e for e in events if (e.get("cat"), e["name"]) == ("user_annotation", "judged call"))
-    calls = (e for e in events if e.get("cat") in ("cuda_runtime", "cuda_driver"))
-    during = (e for e in calls if call["ts"] <= e["ts"] <= call["ts"] + call["dur"])
-    waits = (e["dur"] for e in during if "Memcpy" in e["name"] or "Synchronize" in e["name"])
-    kernels = [event for event in events if event.get("cat") == "kernel"]
-    busy = {kernel["args"]["stream"] for kernel in kernels}
-    copies: dict[str, list[dict]] = {}
-    for event in events:
-        if event.get("cat") == "gpu_memcpy":
-            direction = event["name"].split()[1]  # of "Memcpy HtoD (Pinned -> Device)"
-            if direction in ("HtoD", "DtoH"):
-                copies.setdefault(direction, []).append(event)
-    found = {}
-    for direction, each in copies.items():
-        pinned = not any("Pageable" in event["name"] for event in each)
-        own_stream = busy.isdisjoint(event["args"]["stream"] for event in each)
-        total = sum(event["dur"] for event in each)
-        hidden = sum(beside(event, kernels) for event in each)
-        found[direction] = Copies(pinned, own_stream, total / 1e6, hidden / total)
-    return Verdict(found, sum(waits) / 1e6)
-
-
-def beside(copy: dict, kernels: list[dict]) -> float:
-    """Microseconds of ``copy`` during which at least one of ``kernels`` ran."""
-    begin, end, covered = copy["ts"], copy["ts"] + copy["dur"], 0.0
-    for kernel in sorted(kernels, key=lambda kernel: kernel["ts"]):
-        stop = min(end, kernel["ts"] + kernel["dur"])
-        covered += max(0.0, stop - max(begin, kernel["ts"]))
-        begin = max(begin, stop)
-    return covered
-
-
-# %%
 # Run it, and prove it
 # --------------------
-# The pipeline runs twice, so that slots are used again. Its results must be those of the serial
-# version, bit by bit. Then each way is judged; on the CPU there is no device copy to judge.
+# The results must be those of one stream, bit by bit, three times. On a GPU, events with a clock
+# time both ways, both from pinned memory: only the number of streams differs.
+
+
+def multiply(
+    pipeline: Pipeline, sources: list[torch.Tensor], results: list[torch.Tensor]
+) -> list[torch.Tensor]:
+    finished = pipeline.run(sources, results)
+    # Here the host goes on: it may do anything that touches neither sources nor results.
+    finished.synchronize()
+    return results
+
+
+def same_bits(ours: list[torch.Tensor], theirs: list[torch.Tensor]) -> bool:
+    for mine, other in zip(ours, theirs, strict=True):
+        if not torch.equal(mine.view(torch.int32), other.view(torch.int32)):
+            return False
+    return True
+
+
+def milliseconds(streams, queue, *arguments) -> float:
+    """What the device takes for what ``queue`` queues, all streams, by events."""
+    begin = streams.Event(enable_timing=True)
+    end = streams.Event(enable_timing=True)
+    streams.synchronize()
+    begin.record()
+    last = queue(*arguments)
+    if last is not None:
+        streams.current_stream().wait_event(last)
+    end.record()
+    end.synchronize()
+    return begin.elapsed_time(end)
 
 
 def main() -> None:
     device = torch.accelerator.current_accelerator(check_available=True) or torch.device("cpu")
-    if on_device := device.type != "cpu":
+    on_device = device.type != "cpu"
+    if on_device:
         torch.accelerator.set_device_index(int(os.environ.get("LOCAL_RANK", "0")))
     side = SIDE if on_device else SIDE_ON_CPU
     torch.manual_seed(0)
     weight = torch.randn(side, side, device=device)
-    pageable = [torch.randn(side, side) for _ in range(CHUNKS)]
-    expected = [torch.empty_like(chunk) for chunk in pageable]
-    pinned = [chunk.pin_memory() if on_device else chunk for chunk in pageable]
-    results = [torch.zeros_like(chunk, pin_memory=on_device) for chunk in pageable]
+    sources = [torch.randn(side, side, pin_memory=on_device) for _ in range(CHUNKS)]
+    results = [torch.zeros(side, side, pin_memory=on_device) for _ in range(CHUNKS)]
+    expected = [torch.empty(side, side) for _ in range(CHUNKS)]
+    one_stream(sources, expected, weight)
 
-    one_stream(pageable, expected, weight)
     pipeline = Pipeline(weight)
     pipeline.streams.synchronize()  # the sources are complete, whoever wrote them
-    for _ in range(2):
-        finished = pipeline.run(pinned, results)
-        finished.synchronize()
-        assert all(torch.equal(*pair) for pair in zip(results, expected, strict=True))
+    for _ in range(3):
         for result in results:
             result.zero_()
-    print(f"{CHUNKS} chunks through {SLOTS} slots, twice: every bit as in the serial version")
+        assert same_bits(multiply(pipeline, sources, results), expected), "other bits"
+    print(f"{CHUNKS} chunks through {SLOTS} slots, three times: bits of one stream")
 
-    naive = is_my_copy_asynchronous(lambda: one_stream(pageable, expected, weight))
-    queued = is_my_copy_asynchronous(lambda: one_stream(pinned, results, weight, True))
-    overlapped = is_my_copy_asynchronous(lambda: pipeline.run(pinned, results))
-    print(f"pageable:      {naive}\none stream:    {queued}\nthree streams: {overlapped}")
+    try:
+        pipeline.run(sources, [result.t() for result in results])
+        raise AssertionError("a copy that holds the host was queued")
+    except ValueError as error:
+        print("refused:", error)
+
     if on_device:
-        assert naive.holds_host and not any(found.pinned for found in naive.copies.values())
-        assert not queued.holds_host
-        assert not any(found.own_stream for found in queued.copies.values())
-        assert not overlapped.holds_host
-        for found in overlapped.copies.values():
-            assert found.pinned and found.own_stream and found.hidden_share > 0.5
+        serial = milliseconds(pipeline.streams, one_stream, sources, results, weight, True)
+        at_once = milliseconds(pipeline.streams, pipeline.run, sources, results)
+        print(f"three streams take {at_once / serial:.0%} of the time of one stream")
+        assert at_once < 0.9 * serial, "nothing ran at the same time"
 
 
 if __name__ == "__main__":
     main()
 
 # %%
+# Is my copy asynchronous?
+# ------------------------
+# A profile of your own step tells, and a function of the library reads it: which copies were from
+# pageable memory or on the stream of the kernels, how long the host was held, and what part of the
+# copies' time a kernel ran.
+#
+# .. code-block:: python
+#
+#    from overlap_recipes.profiled_copies import is_my_copy_asynchronous
+#
+#    train_step(batch)  # once before: the first call of a kernel loads it, and waits
+#    print(is_my_copy_asynchronous(lambda: train_step(batch)))
+#
 # What it buys
 # ------------
 # The same chunks, from pageable memory on one stream to pinned memory on three. *Call* is the time
 # until the call returned. *Bound* is what the link and the kernels allow: the slowest of the three
-# lanes, plus the first copy in and the last one out. Its rates were measured apart, so a row can
-# come out slightly below. Where a copy takes longer than the kernel, as here, the two directions
-# hide each other.
+# lanes, plus the first copy in and the last one out; its rates were measured apart.
+# ``record_stream`` is the pipeline with new device tensors for every chunk.
 #
 # .. result-figure:: three_streams
 #    :rows: pageable pageable_non_blocking pinned_blocking one_stream three_streams
@@ -361,10 +315,6 @@ if __name__ == "__main__":
 # From a profile of one call; the lane ``host`` shows when a copy or a wait holds the Python thread:
 #
 # .. timeline:: three_streams pageable one_stream three_streams
-#
-# If your pipeline loads and stores at the same time, plan with the duplex rates below the table.
-# ``record_stream`` is the same pipeline with new device tensors for every chunk: as fast, and the
-# memory that it reserves depends on how far the host ran ahead.
 #
 # What breaks if you remove a line
 # --------------------------------
@@ -383,18 +333,14 @@ if __name__ == "__main__":
 #
 # On the host, all sources and results are pinned, each rounded up to a power of two.
 #
-# When it is not worth it
-# -----------------------
-# Chunks are small: pack several tensors into one copy.
-#
 # Known limits
 # ------------
-# * ``is_my_copy_asynchronous`` reads the names that the CUDA profiler gives. Kernels and copies
-#   that a CUDA graph launches are counted; other accelerators name theirs differently.
-# * Copies within the device and between devices (``DtoD``, ``PtoP``) are not judged.
+# * **Results that are read before the event are garbage, without an error.** So are sources that
+#   another stream is still writing when ``run`` is called.
+# * Small chunks: a copy costs its launch. Pack several tensors into one.
+# * The pipeline pins nothing by itself: pinning takes longer than copying, so do it once.
 # * Where the device reads all host memory by itself (NVIDIA Grace Hopper), pageable memory behaves
 #   in another way.
-# * The pipeline pins nothing by itself: pinning takes longer than copying, so do it once.
 #
 # Further reading
 # ---------------

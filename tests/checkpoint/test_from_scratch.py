@@ -16,6 +16,10 @@ FILES = [
     ROOT / "recipes_source" / "checkpoint" / f"{name}.py"
     for name in ("state_to_save", "async_save", "pinned_staging", "default_stager")
 ]
+OFFLOAD = [
+    ROOT / "recipes_source" / "offload" / f"{name}.py"
+    for name in ("three_streams", "weight_streaming", "activation_offload")
+]
 TUTORIAL = ROOT / "tests" / "upstream" / "tutorial" / "distributed_async_checkpoint_recipe.py"
 OWN = {"train", "main"}  # each file has its own
 METHODS = {"compare", "wait", "end_last"}
@@ -31,7 +35,7 @@ def imports_of(file: Path) -> set[str]:
     return found
 
 
-@pytest.mark.parametrize("file", [*FILES, TUTORIAL], ids=lambda file: file.stem)
+@pytest.mark.parametrize("file", [*FILES, *OFFLOAD, TUTORIAL], ids=lambda file: file.stem)
 def test_a_file_from_scratch_needs_torch_alone(file: Path) -> None:
     assert imports_of(file) - sys.stdlib_module_names == {"torch"}
 

@@ -7,6 +7,8 @@ import pytest
 import torch
 from loaded_recipes import RECIPES, load
 
+from overlap_recipes.offload import activations
+
 
 @pytest.fixture
 def one_thread() -> Iterator[None]:
@@ -28,5 +30,15 @@ def streams(tmp_path, importable):
 
 
 @pytest.fixture
-def recipe(tmp_path, importable):
+def streaming(tmp_path, importable):
+    return load(tmp_path, "weight_streaming")
+
+
+@pytest.fixture
+def scratch(tmp_path, importable):
     return load(tmp_path, "activation_offload")
+
+
+@pytest.fixture
+def recipe():
+    return activations

@@ -1,16 +1,19 @@
-"""Three streams and activation offload on a CUDA device: every edge between streams is needed.
+"""The files from scratch on a CUDA device: every edge between streams is needed.
 
 The edits of ``tests/controls`` are made, and the stream that must be waited for is delayed, so that
 a missing wait gives wrong values every time.
 """
 
 from contextlib import closing, nullcontext
+from copy import deepcopy
 
 import pytest
 import torch
 from activations import chain
 from loaded_recipes import load
 from torch import nn
+
+from overlap_recipes.profiled_copies import is_my_copy_asynchronous
 
 pytestmark = pytest.mark.usefixtures("importable")
 
@@ -73,10 +76,7 @@ def gradients_are_right(module, delayed: str) -> bool:
         return *gradients, logged.detach()
 
     expected = [step(batch) for batch in batches]
-    nbytes = batches[0].nbytes
-    offload = module.ActivationOffload(
-        device, 3 * layers * nbytes, 2 * nbytes, stay=parameters, smallest=nbytes
-    )
+    offload = module.HostActivations(device, 2 * batches[0].nbytes)
     torch.cuda.synchronize()
     load_back = offload.load
 
@@ -86,14 +86,13 @@ def gradients_are_right(module, delayed: str) -> bool:
 
     if delayed == "h2d":
         offload.load = load_late
-    with closing(offload):
-        ours = []
-        for batch in batches:
-            if delayed != "h2d":
-                delay(torch.cuda.current_stream() if delayed == "compute" else offload.d2h)
-            with offload.saving():
-                ours.append(step(batch))
-        torch.cuda.synchronize()
+    ours = []
+    for batch in batches:
+        if delayed != "h2d":
+            delay(torch.cuda.current_stream() if delayed == "compute" else offload.d2h)
+        with offload.saving():
+            ours.append(step(batch))
+    torch.cuda.synchronize()
     return all(
         torch.equal(*pair)
         for mine, theirs in zip(ours, expected, strict=True)
@@ -113,7 +112,7 @@ def unread_copies_are_awaited(module) -> bool:
     """Whether memory that an unread copy back was given holds what is written to it next."""
     device, count = torch.device("cuda"), 1 << 22
     x = torch.randn(count, device=device, requires_grad=True)
-    offload = module.ActivationOffload(device, 1 << 28, 4 * count, smallest=4 * count)
+    offload = module.HostActivations(device, 4 * count)
     addresses: list[int] = []
     load_back = offload.load
 
@@ -123,17 +122,16 @@ def unread_copies_are_awaited(module) -> bool:
         addresses.append(storage.back.data_ptr())
 
     offload.load = load_late
-    with closing(offload):
-        with offload.saving():
-            unread = x.exp()  # no backward runs through it
-            used = chain(x, 3).sum()
-        used.backward()
-        del unread, used
-        with offload.saving():
-            claimed = [torch.empty(count, device=device) for _ in range(16)]
-            mine = next(tensor for tensor in claimed if tensor.data_ptr() == addresses[-1])
-            mine.fill_(1)
-        torch.cuda.synchronize()
+    with offload.saving():
+        unread = x.exp()  # no backward runs through it
+        used = chain(x, 3).sum()
+    used.backward()
+    del unread, used
+    with offload.saving():
+        claimed = [torch.empty(count, device=device) for _ in range(16)]
+        mine = next(tensor for tensor in claimed if tensor.data_ptr() == addresses[-1])
+        mine.fill_(1)
+    torch.cuda.synchronize()
     return bool((mine == 1).all())
 
 
@@ -146,14 +144,83 @@ def test_every_edge_of_activation_offload_is_needed(tmp_path):
         control: not gradients_are_right(load(tmp_path, "activation_offload", control), delayed)
         for control, delayed in OFFLOAD_EDGES.items()
     }
-    edited = load(tmp_path, "activation_offload", "pool_used_again_too_early")
+    edited = load(tmp_path, "activation_offload", "unread_given_up_too_early")
     assert unread_copies_are_awaited(whole)
-    needed["pool_used_again_too_early"] = not unread_copies_are_awaited(edited)
+    needed["unread_given_up_too_early"] = not unread_copies_are_awaited(edited)
     assert all(needed.values()), needed
 
 
+def streamed_gradients_are_right(module, delayed: str) -> bool:
+    """A step with a stream that is late; ``delayed`` is compute, or a stream of the stack."""
+    device, width = torch.device("cuda"), 1024
+    torch.manual_seed(0)
+    layers = [nn.Sequential(nn.Linear(width, width), nn.Tanh()) for _ in range(6)]
+    resident = deepcopy(nn.Sequential(*layers)).to(device)
+    batch = torch.randn(4096, width, device=device)
+    loss = resident(batch).square().mean()
+    expected = torch.autograd.grad(loss, list(resident.parameters()))
+    stack = module.StreamedStack(layers, device)
+    load = stack.load
+
+    def load_late(index: int) -> None:
+        delay(stack.h2d, DELAY_CYCLES // 20)
+        load(index)
+
+    if delayed == "h2d":
+        stack.load = load_late
+    torch.cuda.synchronize()
+    loss = stack(batch).square().mean()
+    if delayed != "h2d":
+        delay(stack.d2h if delayed == "d2h" else torch.cuda.current_stream())
+    loss.backward()
+    gradients = [parameter.grad.clone() for parameter in stack.parameters()]
+    torch.cuda.synchronize()
+    return all(
+        torch.equal(mine, theirs.cpu()) for mine, theirs in zip(gradients, expected, strict=True)
+    )
+
+
+def weights_may_change_behind_forward(module) -> bool:
+    """Whether an evaluation has read all weights when it returns, however late they came."""
+    device, width = torch.device("cuda"), 1024
+    torch.manual_seed(0)
+    layers = [nn.Linear(width, width) for _ in range(4)]
+    batch = torch.randn(64, width, device=device)
+    with torch.no_grad():
+        expected = deepcopy(nn.Sequential(*layers)).to(device)(batch)
+        stack = module.StreamedStack(layers, device)
+        delay(stack.h2d)
+        found = stack(batch)
+        for parameter in stack.parameters():
+            parameter.zero_()
+    torch.cuda.synchronize()
+    return torch.equal(found, expected)
+
+
+STREAMING_EDGES = {
+    "compute_not_ordered_after_load": "h2d",
+    "load_not_ordered_after_compute": "compute",
+    "store_not_ordered_after_gradients": "compute",
+    "gradients_not_ordered_after_store": "d2h",
+    "host_not_ordered_after_store": "d2h",
+}
+
+
 @needs_cuda
-def test_a_step_holds_nobody_and_frees_memory(recipe, streams):
+def test_every_edge_of_weight_streaming_is_needed(tmp_path):
+    whole = load(tmp_path, "weight_streaming")
+    right = {late: streamed_gradients_are_right(whole, late) for late in ("h2d", "compute", "d2h")}
+    assert all(right.values()), right
+    needed = {
+        control: not streamed_gradients_are_right(load(tmp_path, "weight_streaming", control), late)
+        for control, late in STREAMING_EDGES.items()
+    }
+    assert all(needed.values()), needed
+    assert weights_may_change_behind_forward(whole)
+
+
+@needs_cuda
+def test_a_step_of_the_library_holds_nobody_and_frees_memory(recipe):
     device, layers, width, rows = torch.device("cuda"), 8, 16384, 4096  # products beat the link
     with device:
         layer = [nn.Sequential(nn.Linear(width, width), nn.Tanh()) for _ in range(layers)]
@@ -178,7 +245,7 @@ def test_a_step_holds_nobody_and_frees_memory(recipe, streams):
         moved = step(offload.saving())
         assert resident - moved >= (layers - 3) * batch.nbytes, (resident, moved)
         step(offload.saving())
-        verdict = streams.is_my_copy_asynchronous(lambda: step(offload.saving()))
+        verdict = is_my_copy_asynchronous(lambda: step(offload.saving()))
     assert not verdict.holds_host, verdict
     assert {*verdict.copies} >= {"HtoD", "DtoH"}
     for direction in ("HtoD", "DtoH"):

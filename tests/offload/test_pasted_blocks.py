@@ -30,7 +30,7 @@ def snippets(page: str) -> list[str]:
 
 
 STOCK = ("streamed_model", "whole_step", "one_copy_a_host")  # pages that take a stock Llama
-PASTED = ["three_streams", "activation_offload", "weight_streaming", *STOCK]
+PASTED = ["activation_offload", *STOCK]
 
 
 @pytest.mark.parametrize("name", PASTED)

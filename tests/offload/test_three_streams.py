@@ -3,6 +3,8 @@
 import pytest
 import torch
 
+from overlap_recipes.profiled_copies import judge
+
 COMPUTE, LOAD, STORE = 7, 13, 17  # streams
 
 
@@ -24,8 +26,8 @@ def trace(call_us: float, *events: dict) -> list[dict]:
     return [call, {"ph": "M", "name": "process_name"}, *events]
 
 
-def test_pageable_copies_hold_the_host(streams):
-    verdict = streams.judge(
+def test_pageable_copies_hold_the_host():
+    verdict = judge(
         trace(
             400,
             called("cudaMemcpyAsync", 1, 190),
@@ -40,8 +42,8 @@ def test_pageable_copies_hold_the_host(streams):
     assert "PAGEABLE" in str(verdict) and "HELD" in str(verdict)
 
 
-def test_waiting_for_a_pinned_copy_holds_the_host(streams):
-    verdict = streams.judge(
+def test_waiting_for_a_pinned_copy_holds_the_host():
+    verdict = judge(
         trace(
             400,
             called("cudaMemcpyAsync", 1, 5),
@@ -54,8 +56,8 @@ def test_waiting_for_a_pinned_copy_holds_the_host(streams):
     assert verdict.copies["HtoD"].pinned and verdict.copies["HtoD"].own_stream
 
 
-def test_a_wait_after_the_call_is_not_the_copys(streams):
-    verdict = streams.judge(
+def test_a_wait_after_the_call_is_not_the_copys():
+    verdict = judge(
         trace(
             10,
             called("cudaMemcpyAsync", 1, 5),
@@ -70,8 +72,8 @@ def test_a_wait_after_the_call_is_not_the_copys(streams):
     assert verdict.copies["DtoH"].hidden_share == pytest.approx(130 / 200)
 
 
-def test_directions_are_judged_apart(streams):
-    verdict = streams.judge(
+def test_directions_are_judged_apart():
+    verdict = judge(
         trace(
             10,
             copied("HtoD (Pinned -> Device)", LOAD, 0, 100),
@@ -83,17 +85,28 @@ def test_directions_are_judged_apart(streams):
     assert not verdict.copies["DtoH"].own_stream and verdict.copies["DtoH"].hidden_share == 0
 
 
-def test_one_pageable_copy_among_pinned_ones_is_named(streams):
+def test_one_pageable_copy_among_pinned_ones_is_named():
     both = ("HtoD (Pinned -> Device)", "HtoD (Pageable -> Device)")
-    verdict = streams.judge(trace(10, *(copied(name, LOAD, 0, 10) for name in both)))
+    verdict = judge(trace(10, *(copied(name, LOAD, 0, 10) for name in both)))
     assert not verdict.copies["HtoD"].pinned
 
 
-def test_without_copies_there_is_nothing_to_judge(streams):
-    assert "no device copy to judge" in str(streams.judge(trace(10, kernel(0, 5))))
+def test_without_copies_there_is_nothing_to_judge():
+    assert "no device copy to judge" in str(judge(trace(10, kernel(0, 5))))
 
 
-def test_the_pipeline_refuses_a_chunk_that_does_not_fit_its_slots(streams):
+@pytest.mark.parametrize(
+    ("source", "result", "why"),
+    [
+        (torch.zeros(4, 5), torch.zeros(4, 5), r"tensor 0 .*slots hold \(4, 4\)"),
+        (torch.zeros(4, 4), torch.zeros(4, 4).double(), "tensor 1 .*float64"),
+        (torch.zeros(4, 4), torch.zeros(4, 4).t(), "tensor 1 .*not contiguous"),
+        (torch.zeros(4, 4, device="meta"), torch.zeros(4, 4), "tensor 0 .*not on the host"),
+    ],
+)
+def test_the_pipeline_refuses_what_is_outside_its_scope(streams, source, result, why):
     pipeline = streams.Pipeline(torch.zeros(4, 4))
-    with pytest.raises(ValueError, match=r"slots hold \(4, 4\), not \(4, 5\)"):
-        pipeline.run([torch.zeros(4, 5)], [torch.zeros(4, 5)])
+    with pytest.raises(ValueError, match=why):
+        pipeline.run([source], [result])
+    with pytest.raises(ValueError, match="1 sources, 0 results"):
+        pipeline.run([torch.zeros(4, 4)], [])
