@@ -20,6 +20,9 @@ MOVED = {  # by the names of documents
     "recipes/offload/pipelined_optimizer": "recipes/offload/host_adam",
     "recipes/sharding/copy_engine_gather": "recipes/sharding/in_place_gather",
     "recipes/sharding/copy_engine_reduce": "recipes/sharding/in_place_reduce",
+    "recipes/sharding/peer_schedule": "recipes/sharding/in_place_gather",
+    "recipes/sharding/sharded_parameter": "recipes/sharding/stream_context",
+    "recipes/sharding/update_in_order": "recipes/sharding/prefetch_schedule",
 }
 
 

@@ -14,7 +14,6 @@ ROOT = Path(__file__).resolve().parents[1]
 sys.path[:0] = [str(ROOT), str(ROOT / "recipes_source" / "sharding")]
 
 import fsdp2_settings  # noqa: E402
-import peer_schedule  # noqa: E402
 
 from benchmarks import measuring, workloads  # noqa: E402
 from overlap_recipes.fsdp2 import in_place_gather, in_place_reduce  # noqa: E402
@@ -264,9 +263,6 @@ class Stack(Way):
     def build_optimizer(self) -> torch.optim.Optimizer:
         return torch.optim.AdamW(self.model.parameters(), lr=3e-6, fused=True)
 
-    def backward(self, loss: torch.Tensor) -> None:
-        loss.backward()
-
     def update(self) -> None:
         self.optimizer.step()
         self.optimizer.zero_grad()
@@ -281,7 +277,7 @@ class Stack(Way):
         if len(self.ends) == 2:
             self.ends.pop(0).synchronize()
         loss = self.model(self.batch).square().mean()
-        self.backward(loss)
+        loss.backward()
         self.update()
         self.batch.grad = None
         self.ends.append(measuring.timing_event(self.device))
@@ -315,23 +311,10 @@ class StackInPlace(Stack):
         in_place_reduce.reduce_in_place(self.model)
 
 
-class OwnSchedule(Stack):
-    recipes = ("peer_schedule",)
-    note = "a static schedule without FSDP2, gathers and reductions by copies, three buffers"
-
-    def shard(self) -> None:
-        mesh = dist.init_device_mesh(self.device.type, (dist.get_world_size(),))
-        self.context = peer_schedule.PeerContext(self.model, list(self.model), mesh, buffers=3)
-
-    def backward(self, loss: torch.Tensor) -> None:
-        self.context.backward(loss)
-
-
 STACKS = {
     REFERENCE: StackWhole,
     "fsdp2": Stack,
     "fsdp2_in_place": StackInPlace,
-    "prefetch_copy_engine": OwnSchedule,
 }
 WAYS = {
     REFERENCE: NoCommunication,

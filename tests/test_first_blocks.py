@@ -24,7 +24,6 @@ import pytest
 import torch
 import torch.distributed as dist
 from torch import nn
-from torch.distributed.device_mesh import init_device_mesh
 from torch.distributed.fsdp import fully_shard
 
 SOURCE = Path(__file__).parents[1] / "recipes_source"
@@ -188,14 +187,6 @@ def yours_in(page: Path) -> dict[str, object]:
     name = page.stem
     if name in ("in_place_gather", "in_place_reduce"):
         return {"model": Blocks(), "fully_shard": fully_shard}
-    if name == "peer_schedule":
-        return {
-            "torch": torch,
-            "model": Blocks(),
-            "mesh": init_device_mesh("cpu", (1,)),
-            "batch": torch.ones(2, 4, dtype=torch.bfloat16),
-            "loss_of": lambda model, batch: model(batch).square().mean(),
-        }
     if name == "saves_beside_training":
         return {"loader": Loader(1000)}
     if name == "adam_in_pieces":

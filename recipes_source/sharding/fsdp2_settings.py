@@ -5,25 +5,40 @@ What FSDP2's own settings do, gather by gather
 ==============================================
 
 See what each setting of ``fully_shard`` does: when weights are gathered, how long they are kept,
-which group gradients are reduced in. This recipe writes down every gather of a training step under
-each setting, in its order beside the compute, and counts the units whose full weights exist at a
-time. To try three of them at once, call ``tune(list(model.layers))``.
+when and in which group gradients are reduced. This file writes down every gather of a training step
+under each setting, in its order beside the compute, and counts the units whose full weights exist
+at a time.
+
+**Scope.** Models whose units run in the same order each step, on every rank. All settings here but
+one change time and memory, and no result. The one:
+
+.. warning::
+
+   **Does each rank use every parameter in every step?** Where an expert gets no tokens on one rank,
+   FSDP2 adds gradients of *different* parameters, **without an error**, if they are of equal size.
+   ``model.set_reduce_scatter_unused_params(True)`` (PyTorch 2.13) is right:
+   `An expert without tokens`_.
 
 **When not to bother:** a profile of the default shows no gaps between the matmuls.
+
+To try three settings at once, take this function, and those that it calls, and give it your units
+in forward's order. The file needs torch alone.
+
+.. literalinclude:: fsdp2_settings.py
+   :pyobject: tune
 
 .. grid:: 1 1 2 2
 
    .. grid-item-card:: What you learn
 
-      * ``reshard_after_forward``, explicit prefetch, ``unshard(async_op=True)``: what each moves
-      * how many full units each setting keeps, next to the gathers it saves
+      * what each setting moves, and how many full units it keeps
       * an evaluation between steps costs a gather in the next backward, and what prevents it
-      * meta-device initialisation and mixed precision, with what is stored in which dtype
+      * what gradient accumulation gathers and reduces, and how to have less of it
+      * which setting a mixture of experts must not go without
 
    .. grid-item-card:: What you need
 
       * PyTorch 2.11 or later, any number of ranks, CPU or GPU
-      * a model whose units run in the same order each step
 
 .. verification-badge::
 
@@ -49,7 +64,7 @@ gathered again at the turn-around, where nothing hides it:
 
 import os
 from collections.abc import Callable, Sequence
-from typing import NamedTuple
+from dataclasses import dataclass
 
 import torch
 import torch.distributed as dist
@@ -58,8 +73,11 @@ from torch.distributed.checkpoint.state_dict import StateDictOptions, set_model_
 from torch.distributed.fsdp import FSDPModule, MixedPrecisionPolicy, fully_shard
 from torch.distributed.tensor import DTensor
 
-UNITS, WIDTH, HIDDEN = 5, 16, 40  # blocks, each an FSDP unit; features
-BATCH, STEPS = 4, 3  # samples per rank and step
+UNITS = 5  # blocks, each an FSDP unit
+WIDTH = 16  # features
+HIDDEN = 40
+BATCH = 4  # samples per rank and micro-batch
+STEPS = 3
 FLOAT32 = MixedPrecisionPolicy()
 BFLOAT16 = MixedPrecisionPolicy(param_dtype=torch.bfloat16, reduce_dtype=torch.float32)
 
@@ -70,27 +88,33 @@ reduce_scatter = getattr(dist, "reduce_scatter_single", None) or dist.reduce_sca
 # A model that no device holds in full
 # ------------------------------------
 # On the meta device a model has shapes and no memory. ``fully_shard`` cuts it, ``to_empty``
-# allocates the shards alone, and ``set_model_state_dict`` fills them from rank 0, one tensor at a
-# time; rank 0 alone has it in full, in host memory. The main weights, gradients and the optimizer's
-# state stay in float32 under mixed precision: only what is gathered and computed with is bfloat16.
+# allocates the shards alone, and ``set_model_state_dict`` fills them from rank 0, which alone has
+# the model in full, in host memory. Under mixed precision the main weights, gradients and the
+# optimizer's state stay in float32: only what is gathered and computed with is bfloat16.
 
 
 def blocks() -> nn.Sequential:
-    pairs = [(nn.Linear(WIDTH, HIDDEN), nn.Linear(HIDDEN, WIDTH)) for _ in range(UNITS)]
-    return nn.Sequential(*(nn.Sequential(up, nn.GELU(), down) for up, down in pairs))
+    """Blocks over (batch, WIDTH)."""
+    units = []
+    for _ in range(UNITS):
+        units.append(nn.Sequential(nn.Linear(WIDTH, HIDDEN), nn.GELU(), nn.Linear(HIDDEN, WIDTH)))
+    return nn.Sequential(*units)
 
 
 def build(
     device: torch.device, policy: MixedPrecisionPolicy, reshard: bool | int = True
 ) -> FSDPModule:
-    """Blocks over (batch, WIDTH), each a unit, the same weights each time; shards in float32."""
+    """Each block a unit; the same weights each time, float32 shards of rank 0's."""
     torch.manual_seed(0)
-    full = blocks().state_dict() if dist.get_rank() == 0 else {}
+    full = {}
+    if dist.get_rank() == 0:
+        full = blocks().state_dict()
     with torch.device("meta"):
         model = blocks()
     for unit in model:
         fully_shard(unit, mp_policy=policy, reshard_after_forward=reshard)
-    fully_shard(model, mp_policy=policy).to_empty(device=device)
+    fully_shard(model, mp_policy=policy)
+    model.to_empty(device=device)
     options = StateDictOptions(full_state_dict=True, broadcast_from_rank0=True)
     set_model_state_dict(model, full, options=options)
     return model
@@ -100,15 +124,16 @@ def build(
 # Written down
 # ------------
 # An all-gather of our own, set by ``set_custom_all_gather``, sees every gather. Hooks on the
-# activation between a unit's two layers mark its forward and its backward. A unit's weights count
-# as full from its gather until its parameters are shards again.
+# activation between a unit's two layers mark its forward and its backward. A unit's weights count as full from its
+# gather until its parameters are shards again.
 
 
 class Journal:
     """The order of gathers (g), forwards (f) and backwards (b) by unit, and how many are full."""
 
     def __init__(self, units: Sequence[FSDPModule]) -> None:
-        self.units, self.underway = units, set()
+        self.units = units
+        self.underway: set[int] = set()
         self.clear()
         for number, unit in enumerate(units):
             unit.set_custom_all_gather(NotedAllGather(self, number))
@@ -116,24 +141,31 @@ class Journal:
             unit[1].register_full_backward_pre_hook(lambda *_, n=number: self.note("b", n))
 
     def clear(self) -> None:
-        self.events, self.most_full, self.gathered_bytes = [], 0, 0
+        self.events: list[str] = []
+        self.most_full = 0
+        self.gathered_bytes = 0
 
     def note(self, what: str, number: int) -> None:
         self.events.append(f"{what}{number}")
-        self.underway |= {number} if what == "g" else set()
-        full = {n for n, unit in enumerate(self.units) if not isinstance(unit[0].weight, DTensor)}
+        if what == "g":
+            self.underway.add(number)
+        full = set()
+        for n, unit in enumerate(self.units):
+            if not isinstance(unit[0].weight, DTensor):
+                full.add(n)
         self.underway -= full
         self.most_full = max(self.most_full, len(full | self.underway))
 
     def count(self, what: str) -> int:
-        return sum(event.startswith(what) for event in self.events)
+        return len([event for event in self.events if event.startswith(what)])
 
 
 class NotedAllGather:
     """FSDP2's own all-gather, noted in a journal."""
 
     def __init__(self, journal: Journal, number: int) -> None:
-        self.journal, self.number = journal, number
+        self.journal = journal
+        self.number = number
 
     def allocate(self, size: Sequence[int], *, dtype: torch.dtype, device: torch.device):
         return torch.empty(size, dtype=dtype, device=device)
@@ -158,18 +190,17 @@ def keep(units: Sequence[FSDPModule]) -> None:
 
 
 # %%
-# **Prefetch.** By default, forward's gathers are queued by the host as it reaches each unit: early
-# enough while the host is ahead of the GPU. With a list, a unit's forward queues the gathers of the
-# next ones first. Backward prefetches one unit by default, in the reverse of the order in which the
-# units ran *since the last backward*. Forwards of an evaluation count as well, so that the first
-# unit then prefetches a unit that no one will use. A list of its own, if only of itself, prevents
-# it.
+# **Prefetch.** With a list, a unit's forward queues the gathers of the next ones first. Backward
+# prefetches one unit by default, in the reverse of the order in which the units ran *since the last
+# backward*. Forwards of an evaluation count as well, so that the first unit then prefetches a unit
+# that no one will use. A list of its own, if only of itself, prevents it.
 
 
 def prefetch(units: Sequence[FSDPModule], ahead: int) -> None:
     for number, unit in enumerate(units):
         unit.set_modules_to_forward_prefetch(list(units[number + 1 : number + 1 + ahead]))
-        before = list(units[max(0, number - ahead) : number][::-1])
+        before = list(units[max(0, number - ahead) : number])
+        before.reverse()
         unit.set_modules_to_backward_prefetch(before or [unit])
 
 
@@ -181,18 +212,20 @@ def prefetch(units: Sequence[FSDPModule], ahead: int) -> None:
 
 
 class ReduceScatterInGroup:
-    """FSDP2's own reduce-scatter, in ``group``."""
+    """FSDP2's own reduce-scatter, in ``group``, counted."""
 
     def __init__(self, group: dist.ProcessGroup) -> None:
-        self.group, self.calls = group, 0
+        self.group = group
+        self.calls = 0
 
     def allocate(self, size: Sequence[int], *, dtype: torch.dtype, device: torch.device):
         return torch.empty(size, dtype=dtype, device=device)
 
     def __call__(self, output_tensor, input_tensor, group, op, async_op: bool = False):
         self.calls += 1
-        arguments = {"op": op, "group": self.group, "async_op": async_op}
-        return reduce_scatter(output_tensor, input_tensor, **arguments)
+        return reduce_scatter(
+            output_tensor, input_tensor, op=op, group=self.group, async_op=async_op
+        )
 
 
 def reduce_in_own_group(units: Sequence[FSDPModule]) -> ReduceScatterInGroup:
@@ -203,15 +236,101 @@ def reduce_in_own_group(units: Sequence[FSDPModule]) -> ReduceScatterInGroup:
     return scatter
 
 
-# %%
-# All three together: what the tables below call ``fsdp2_tuned``.
-
-
 def tune(units: Sequence[FSDPModule], kept: int = 2, ahead: int = 2) -> ReduceScatterInGroup:
     """Hide more of the communication of ``units``, in forward order, for a few full units more."""
     keep(units[len(units) - kept :])
     prefetch(units, ahead)
     return reduce_in_own_group(units)
+
+
+# %%
+# Accumulate over micro-batches
+# -----------------------------
+# By default each micro-batch gathers and reduces as a step does. Two settings of the whole model
+# save that, if they are switched back before the last micro-batch:
+#
+# * ``set_requires_gradient_sync(False)`` reduces nothing. Full gradients stay on every rank and are
+#   summed there.
+# * ``set_reshard_after_backward(False)`` keeps full weights for the next forward. Where units are
+#   also kept over forward (``keep``), a step gathers once, however many micro-batches it has.
+
+
+def before_micro_batch(model: FSDPModule, is_last: bool) -> None:
+    """Reduce gradients and let weights go behind the last backward of a step alone."""
+    model.set_requires_gradient_sync(is_last)
+    model.set_reshard_after_backward(is_last)
+
+
+# %%
+# An expert without tokens
+# ------------------------
+# FSDP2 reduces those gradients of a unit that this rank *has*. Where ranks have those of different
+# parameters, the reduce-scatters of different parameters meet. If sizes differ, ranks die or hang.
+# **If sizes are equal, as experts' are, the sums are of different parameters, and nothing says so.**
+# With ``set_reduce_scatter_unused_params(True)`` a parameter without a gradient counts as zeros.
+
+
+class Experts(nn.Module):
+    """x + that of two layers of one size that ``used`` names."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.experts = nn.ModuleList([nn.Linear(WIDTH, WIDTH), nn.Linear(WIDTH, WIDTH)])
+
+    def forward(self, x: torch.Tensor, used: int) -> torch.Tensor:
+        return x + self.experts[used](x)
+
+
+def loss_of_experts(model: nn.Module, rank: int, device: torch.device) -> torch.Tensor:
+    """The tokens of one rank all go to one expert: that of its number, odd or even."""
+    torch.manual_seed(rank)
+    return model(torch.randn(BATCH, WIDTH, device=device), rank % 2).square().mean()
+
+
+def gradients_of_experts(device: torch.device, with_unused: bool) -> list[torch.Tensor]:
+    """Sharded; whole gradients."""
+    torch.manual_seed(0)
+    model = fully_shard(Experts().to(device))
+    if with_unused:
+        model.set_reduce_scatter_unused_params(True)
+    loss_of_experts(model, dist.get_rank(), device).backward()
+    found = []
+    for parameter in model.parameters():
+        gradient = torch.zeros_like(parameter)  # for a rank that has none
+        if parameter.grad is not None:
+            gradient = parameter.grad
+        found.append(gradient.detach().full_tensor())
+    return found
+
+
+def true_gradients_of_experts(device: torch.device) -> list[torch.Tensor]:
+    torch.manual_seed(0)
+    model = Experts().to(device)
+    ranks = dist.get_world_size()
+    for rank in range(ranks):
+        (loss_of_experts(model, rank, device) / ranks).backward()
+    found = []
+    for parameter in model.parameters():
+        gradient = torch.zeros_like(parameter)  # one rank alone uses one expert
+        if parameter.grad is not None:
+            gradient = parameter.grad
+        found.append(gradient)
+    return found
+
+
+def prove_experts(device: torch.device) -> None:
+    expected = true_gradients_of_experts(device)
+    wrong = 0
+    for mine, whole in zip(gradients_of_experts(device, False), expected, strict=True):
+        if not torch.allclose(mine, whole):
+            wrong += 1
+    print(f"experts without tokens: {wrong} of {len(expected)} gradients are wrong by default")
+    if not hasattr(FSDPModule, "set_reduce_scatter_unused_params"):
+        print("this version of PyTorch has no setting for it")
+        return
+    for mine, whole in zip(gradients_of_experts(device, True), expected, strict=True):
+        torch.testing.assert_close(mine, whole)  # rounded: means of ranks come in another order
+    print("with set_reduce_scatter_unused_params(True): none")
 
 
 # %%
@@ -221,7 +340,8 @@ def tune(units: Sequence[FSDPModule], kept: int = 2, ahead: int = 2) -> ReduceSc
 # nothing else hides, before the batch is there. And an evaluation may run before the step.
 
 
-class Case(NamedTuple):
+@dataclass(frozen=True)
+class Case:
     """A way to train, and what it must do a step if there is more than one rank."""
 
     gathers: int
@@ -232,6 +352,8 @@ class Case(NamedTuple):
     reshard: bool | int = True
     early: bool = False
     evaluate: bool = False
+    micro_batches: int = 1
+    reduce_each: bool = True  # micro-batch; if not, as ``before_micro_batch`` has it
 
 
 def train(case: Case, device: torch.device) -> tuple[Journal, list[torch.Tensor]]:
@@ -239,37 +361,51 @@ def train(case: Case, device: torch.device) -> tuple[Journal, list[torch.Tensor]
     model = build(device, case.policy, case.reshard)
     scatter = case.setting(list(model))
     optimizer = torch.optim.AdamW(model.parameters(), lr=1e-2)
-    journal, found = Journal(list(model)), []
+    journal = Journal(list(model))
+    found = []
     for number in range(STEPS):
         journal.clear()
         if case.early:
             model[0].unshard(async_op=True)
-        torch.manual_seed(1000 * number + dist.get_rank())
-        batch = torch.randn(BATCH, WIDTH, device=device)
-        journal.events.append("batch")
-        if case.evaluate:
-            with torch.no_grad():
-                model(batch)
-        found.append((model(batch) - batch).square().mean())
-        found[-1].backward()
-        stored = [*model.parameters(), *(p.grad for p in model.parameters())]
-        assert {tensor.dtype for tensor in stored} == {torch.float32}
+        for micro_batch in range(case.micro_batches):
+            torch.manual_seed(1000 * number + 100 * micro_batch + dist.get_rank())
+            batch = torch.randn(BATCH, WIDTH, device=device)
+            journal.events.append("batch")
+            if case.evaluate:
+                with torch.no_grad():
+                    model(batch)
+            if not case.reduce_each:
+                before_micro_batch(model, is_last=micro_batch == case.micro_batches - 1)
+            loss = (model(batch) - batch).square().mean()
+            loss.backward()
+            found.append(loss)
+        for parameter in model.parameters():
+            assert parameter.dtype == parameter.grad.dtype == torch.float32
         optimizer.step()
         optimizer.zero_grad()
     if scatter is not None and dist.get_world_size() > 1:
-        assert scatter.calls == UNITS * STEPS, "gradients went through the shared group"
-    return journal, found + [parameter.to_local() for parameter in model.parameters()]
+        wanted = UNITS * STEPS
+        if case.reduce_each:
+            wanted *= case.micro_batches
+        assert scatter.calls == wanted, f"{scatter.calls} reductions in the group"
+    found += [parameter.to_local() for parameter in model.parameters()]
+    return journal, found
 
 
 # %%
 # The proof: each setting has the numbers of gathers and of full units that ``cases`` states, and
-# none changes a bit of a loss or a weight. The printed lines show each step's order: ``g2`` is the
-# gather of unit 2, ``f2`` its forward, ``b2`` its backward. Mixed precision halves the bytes that
-# are gathered and changes the losses a little.
+# none changes a bit of a loss or a weight. Sums over micro-batches are rounded in another order, and
+# so compared with a tolerance. The printed lines show each step's order: ``g2`` is the gather of unit
+# 2, ``f2`` its forward, ``b2`` its backward.
 
 
-def prove(device: torch.device) -> None:
-    ranks, twice = dist.get_world_size(), 2 * UNITS
+def keep_all_and_count(units: Sequence[FSDPModule]) -> ReduceScatterInGroup:
+    keep(units)
+    return reduce_in_own_group(units)
+
+
+def cases_of(ranks: int) -> dict[str, Case]:
+    twice = 2 * UNITS
     cases = {
         "default": Case(twice, 2),
         "keep all": Case(UNITS, UNITS, setting=keep),
@@ -285,22 +421,42 @@ def prove(device: torch.device) -> None:
     }
     if ranks > 2 and ranks % 2 == 0:
         cases["reshard to pairs"] = Case(twice, 2, reshard=2)
+    return cases
+
+
+def prove_case(name: str, case: Case, device: torch.device) -> tuple[Journal, list[torch.Tensor]]:
+    journal, found = train(case, device)
+    counted = (journal.count("g"), journal.most_full)
+    order = " ".join(journal.events)
+    if dist.get_world_size() > 1:
+        assert counted == (case.gathers, case.most_full), f"{name}: {counted}"
+        assert order.startswith(case.begins), f"{name}: {order}"
+    print(f"{name}: {counted[0]} gathers, {counted[1]} full\n  {order}")
+    return journal, found
+
+
+def prove(device: torch.device) -> None:
+    cases = cases_of(dist.get_world_size())
     default, expected = train(cases["default"], device)
     for name, case in cases.items():
-        journal, found = train(case, device)
-        pairs = zip(found, expected, strict=True)
-        assert all(torch.equal(a, b) for a, b in pairs), f"{name}: another result"
-        counted, order = (journal.count("g"), journal.most_full), " ".join(journal.events)
-        if ranks > 1:
-            assert counted == (case.gathers, case.most_full), f"{name}: {counted}"
-            assert order.startswith(case.begins), f"{name}: {order}"
-        print(f"{name}: {counted[0]} gathers, {counted[1]} full\n  {order}")
+        _, found = prove_case(name, case, device)
+        for mine, other in zip(found, expected, strict=True):
+            assert torch.equal(mine, other), f"{name}: another result"
 
-    half, found = train(Case(twice, 2, policy=BFLOAT16), device)
+    half, found = train(Case(2 * UNITS, 2, policy=BFLOAT16), device)
     assert 2 * half.gathered_bytes == default.gathered_bytes
-    for loss, in_float32 in zip(found[:STEPS], expected, strict=False):
+    for loss, in_float32 in zip(found[:STEPS], expected[:STEPS], strict=True):
         torch.testing.assert_close(loss, in_float32, rtol=1e-2, atol=0)
     print(f"bfloat16: {half.gathered_bytes} bytes gathered instead of {default.gathered_bytes}")
+
+
+def prove_accumulation(device: torch.device) -> None:
+    each = Case(4 * UNITS, 2, setting=reduce_in_own_group, micro_batches=2)
+    once = Case(UNITS, UNITS, setting=keep_all_and_count, micro_batches=2, reduce_each=False)
+    _, expected = prove_case("two micro-batches", each, device)
+    _, found = prove_case("gathered and reduced once", once, device)
+    for mine, other in zip(found, expected, strict=True):
+        torch.testing.assert_close(mine, other, rtol=1e-3, atol=1e-5)
 
 
 def main() -> None:
@@ -308,10 +464,14 @@ def main() -> None:
     if device.type != "cpu":
         device = torch.device(device.type, int(os.environ.get("LOCAL_RANK", "0")))
         torch.accelerator.set_device_index(device.index)
-    alone = {"store": dist.HashStore(), "rank": 0, "world_size": 1}
-    dist.init_process_group(**({} if "RANK" in os.environ else alone))
+    if "RANK" in os.environ:
+        dist.init_process_group()
+    else:
+        dist.init_process_group(store=dist.HashStore(), rank=0, world_size=1)
     try:
         prove(device)
+        prove_accumulation(device)
+        prove_experts(device)
         dist.barrier()
     finally:
         dist.destroy_process_group()
@@ -323,38 +483,19 @@ if __name__ == "__main__":
 # %%
 # What it buys
 # ------------
-# ``fsdp2_tuned`` is ``tune`` as above: two units kept, two prefetched, gradients in a group of
-# their own. ``fsdp2_reduce_group`` has that group alone. ``no_communication`` is the same work on
-# weights that are never sharded (:doc:`/guide/measured`).
+# ``fsdp2_tuned`` is ``tune``. ``fsdp2_reduce_group`` has the group alone. ``no_communication`` is
+# the same work on weights that are never sharded (:doc:`/guide/measured`).
 #
 # .. result-table:: fsdp_overlap
 #    :rows: no_communication fsdp2 fsdp2_reduce_group fsdp2_tuned
 #    :where: model=llama-8b-blocks loop=reads compiled=no reduce_dtype=float32 activation_checkpointing=no
 #
-# **On a stock model the settings hardly pay.** ``fsdp2_tuned`` is less than a point from the
-# default, and on two GPUs at 2,048 tokens well behind it, on another host. Measure yours before you
-# keep them.
-#
-# On a synthetic stack of matrices the three together are ahead of the default at every size, most
-# at few tokens a step. They take more memory throughout (:doc:`/guide/results` has it).
+# **On a stock model the settings hardly pay.** Measure yours before you keep them. On a synthetic
+# stack of matrices they gain at every size, most at few tokens a step, for more memory:
 #
 # .. result-table:: fsdp_overlap
 #    :rows: no_communication fsdp2 fsdp2_tuned
 #    :where: model=synthetic loop=–
-#
-# .. timeline:: fsdp_overlap fsdp2 fsdp2_tuned
-#
-# Each of the three alone, on the same stack. These rows are of an earlier run, which timed steps
-# apart instead of windows in turn. The two methods differ by up to a few points, so compare the
-# three with each other and not with the table above.
-#
-# .. result-table:: fsdp_overlap
-#    :rows: fsdp2_kept_units fsdp2_prefetch_lists fsdp2_reduce_group
-#    :where: model=synthetic
-#
-# Of the three, the units that are kept are ahead: their gathers do not happen. Lists or the group
-# alone gain less. Where communication was hidden already, gathers and reduce-scatters that overlap
-# take more compute cores at a time and share the link, and the step can become longer.
 #
 # What no setting changes: NCCL's kernels take compute cores from the matmuls beside them
 # (:doc:`in_place_gather`), and each gather is copied into and out of a buffer
@@ -362,8 +503,8 @@ if __name__ == "__main__":
 #
 # What breaks if you remove a line
 # --------------------------------
-# Each edit was made and run when this page was built. No result becomes wrong: what is lost is a
-# claim about gathers, bytes or memory, and the count says so.
+# Each edit was made and run when this page was built. But for the experts, no result becomes wrong:
+# what is lost is a claim about gathers, bytes or memory, and the count says so.
 #
 # .. recipe-controls::
 #
@@ -376,9 +517,6 @@ if __name__ == "__main__":
 #
 #    \max(k,\; a + 1) \; U \quad (+\, U \text{ while a unit is copied out of its gather's buffer})
 #
-# Main weights, gradients and the state of Adam take 16 bytes a parameter over the number of ranks
-# in float32, with or without bfloat16 gathers.
-#
 # **Micro-batches.** With ``set_requires_gradient_sync(False)`` in all but the last, **each rank holds
 # the whole model's gradients**, 4 bytes a parameter in float32; else its shards', with HSDP's
 # ``set_requires_all_reduce(False)``, too. In place (:doc:`in_place_reduce`) it is the same.
@@ -386,17 +524,15 @@ if __name__ == "__main__":
 # When it is not worth it
 # -----------------------
 # * A profile of the default shows no gaps between the matmuls: everything is hidden already.
-# * The order of units changes from step to step. Lists are fixed: they then prefetch the wrong
-#   units and hold their memory. See :doc:`stream_context`, which needs no order.
+# * Communication that is longer than all compute is hidden by no order.
 #
 # Known limits
 # ------------
-# * **A weight with a gradient on one rank only (an expert without tokens) makes others wrong, without
-#   an error**: stock FSDP2 adds gradients of different weights if sizes are equal; else it dies or
-#   hangs. Call ``model.set_reduce_scatter_unused_params(True)`` (PyTorch 2.13).
+# * **Before PyTorch 2.13 nothing helps an expert without tokens** but a gradient for each parameter:
+#   add zero times its sum to the loss.
 # * A weight that is first used in the last micro-batch is then an error: bfloat16 beside float32.
-# * A deeper prefetch helps only where the host is late or a gather is longer than the compute
-#   beside it. Communication that is longer than all compute is hidden by no order.
+# * Lists are fixed. If the order of units changes from step to step, they prefetch the wrong units
+#   and hold their memory.
 # * ``reshard_after_forward=<int>`` makes backward's gathers cheap where groups of that many ranks
 #   share a host, and keeps each unit's weights divided by that number instead of by all ranks.
 # * ``to_empty`` leaves buffers that are not in the state dict (``persistent=False``, such as tables
@@ -410,3 +546,5 @@ if __name__ == "__main__":
 #   setting of ``FSDPModule``
 # * `TorchTitan <https://github.com/pytorch/torchtitan>`__ sets prefetch lists and keeps the last
 #   unit in production
+# * `pytorch#158719 <https://github.com/pytorch/pytorch/issues/158719>`__: parameters that only some
+#   ranks use

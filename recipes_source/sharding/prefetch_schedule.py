@@ -1,309 +1,562 @@
 # SPDX-License-Identifier: BSD-3-Clause
 # Overlap Recipes 0.1.0, sharding/prefetch_schedule.py
 """
-Look ahead: prefetch, fewer gathers, gradients reduced beside backward
-======================================================================
+Look ahead: gather early, gather less, reduce beside
+====================================================
 
-Gather a unit before it is asked for, keep what is needed again soon, and move the reduce-scatters
-out of the way of backward. A schedule that knows which unit comes next can do all three. This
-recipe puts such a schedule beside the delayed release of :doc:`stream_context`, on models whose
-units keep one order and on models whose order changes every pass.
+Gather the weights of a sharded layer several layers before they are needed, keep the last layers
+over the turn from forward to backward, and sum gradients on a stream of their own. What a step
+leaves exposed is its first gather and its last reduce-scatter. :doc:`stream_context` shards the
+model; this file has the same parameters and another schedule.
 
-**When not to bother:** your model uses FSDP2. :doc:`fsdp2_settings` and :doc:`in_place_gather` are
-for it.
+**Scope.** As there: a model of units that run once each, in one order, in every forward and on
+every rank. Each unit returns one tensor. Each parameter is trained, belongs to one unit, and gets a
+gradient in every backward on every rank. The model fits on one device before it is sharded, and
+computes in the dtype of its weights. No unit is recomputed in backward. Everything else raises.
+
+**When not to bother:** your model uses FSDP2. :doc:`in_place_gather` hides more for it with one
+call; :doc:`fsdp2_settings` shows what FSDP2 prefetches by itself.
+
+This is the loop:
+
+.. literalinclude:: prefetch_schedule.py
+   :pyobject: train_sharded
+
+The file needs torch alone. Copy it, and take its first half: down to ``PrefetchContext``.
 
 .. grid:: 1 1 2 2
 
    .. grid-item-card:: What you learn
 
-      * one rule for prefetching and for keeping: memory goes to what is needed soonest
-      * why the turn-around from forward to backward is the place to save gathers
-      * reduce-scatters on a stream of their own, and the memory that they hold
-      * what a wrong prediction costs, and why it must cost no bit
+      * the rule that decides what to gather and what to drop, in two methods of five lines
+      * why the units at the turn are gathered once in place of twice
+      * what must live until a reduce-scatter on another stream has ended
 
    .. grid-item-card:: What you need
 
-      * PyTorch 2.9 or later, any number of ranks; CPU runs everything, CUDA devices overlap it
-      * ``stream_context.py``, the recipe before: units, events and hooks come from it
-      * memory for three units' full weights and for a few full gradients
+      * PyTorch 2.9 or later, any number of ranks
+      * device memory for a few units' whole weights
 
 .. verification-badge::
 
 The idea
 --------
 
-Backward needs the units in the reverse order of forward. So the last units of forward are the first
-of backward, and whoever releases them in between gathers them twice in a row. Keep them, and let
-each release make room for the unit that is needed next:
+Units are needed in forward's order, then in the reverse: with four, 1 2 3 4 4 3 2 1. Keep in memory
+the units that are needed **soonest**, as many as there are buffers. When one has computed, it is
+taken off the list, and the rule says by itself what goes and what comes:
 
-.. lanes:: Schematic: four units, room for three. Only unit 1 is gathered a second time.
+.. lanes:: Schematic, three buffers. Units 3 and 4 stay over the turn; 2 is there as well.
 
-   compute:  4-8 fwd 1; 8-12 fwd 2; 12-16 fwd 3; 16-20 fwd 4; 20-28 bwd 4; 28-36 bwd 3; 36-44 bwd 2; 44-52 bwd 1
-   gather:   0-4 1 ~; 4-8 2 ~; 8-12 3 ~; 12-16 4 ~; 28-32 1 ~
-   reduce-scatter:  28-33 4 ~; 36-41 3 ~; 44-49 2 ~; 52-57 1 !
-   @20 2, 3 and 4 are kept
+   compute:  4-10 fwd 1; 10-16 fwd 2; 16-22 fwd 3; 22-28 fwd 4; 28-38 bwd 4; 38-48 bwd 3; 48-58 bwd 2; 58-68 bwd 1
+   gather:   0-4 1 ~; 4-8 2 ~; 8-12 3 ~; 12-16 4 ~; 38-42 1 ~
+   reduce-scatter:  38-43 4 ~; 48-53 3 ~; 58-63 2 ~; 68-73 1 !
 
-With room for :math:`B` of :math:`L` units, a pass gathers :math:`2L - B` units where delayed
-release gathers :math:`2L`. A gather that does not happen costs nothing: no bandwidth, no slower
-matmul beside it.
+That is Belady's rule for caches: drop what is needed last. It is optimal when the future is known,
+and here it is.
 """
 
 # %%
-# Imports and sizes
-# -----------------
-# ``BUFFERS`` and ``GRADIENTS`` bound the memory. More buffers mean fewer gathers and an earlier
-# start of each; more gradients in flight let backward run further ahead of a slow reduce-scatter.
+# Imports
+# -------
 
-from collections import deque
+import math
+import os
+import weakref
+from collections import Counter, deque
 from collections.abc import Iterable
 
 import torch
 import torch.distributed as dist
-from stream_context import FsdpContext, Unit, rows
 from torch import nn
 from torch.distributed.device_mesh import DeviceMesh, init_device_mesh
+from torch.distributed.tensor import DTensor, Shard
 
-BUFFERS = 3  # units whose full weights may be in memory at once
-GRADIENTS = 4  # full gradients that may wait for their reduce-scatter
+all_gather = getattr(dist, "all_gather_single", dist.all_gather_into_tensor)  # torch 2.13 renames
+reduce_scatter = getattr(dist, "reduce_scatter_single", dist.reduce_scatter_tensor)
+
+BUFFERS = 3  # units whose whole weights may be in memory at once
+WAITING = 1  # units whose whole gradients may wait for their reduce-scatter
+
+# %%
+# What is sharded
+# ---------------
+# A parameter in rows, a check of what this file is made for, and a unit. :doc:`stream_context`
+# explains these definitions.
+
+
+class ShardedParameter:
+    """A parameter of shape (rows, ...), of which each rank keeps ceil(rows / ranks) rows or fewer.
+
+    It takes the place of ``name`` in ``module``, with the values of rank 0.
+    """
+
+    def __init__(self, module: nn.Module, name: str, mesh: DeviceMesh) -> None:
+        whole = getattr(module, name).detach().contiguous()
+        dist.broadcast(whole, src=0)
+        self.module = module
+        self.name = name
+        self.mesh = mesh
+        self.shape = whole.shape
+        self.stride = whole.stride()
+
+        rows = math.ceil(len(whole) / mesh.size())
+        first = rows * mesh.get_local_rank()
+        mine = whole[first : first + rows]
+        self.shard = whole.new_zeros(rows, *self.shape[1:])
+        self.local = self.shard[: len(mine)]
+        self.local.copy_(mine)
+        self.sharded = nn.Parameter(self.distributed(self.local))
+
+        self.buffer = whole.new_empty(rows * mesh.size(), *self.shape[1:])
+        self.nbytes = self.buffer.nbytes
+        self.full = nn.Parameter(self.buffer.data[: len(whole)])
+        self.release()
+
+    def distributed(self, local: torch.Tensor) -> DTensor:
+        """``local``, known as this rank's rows of a tensor of the full shape."""
+        return DTensor.from_local(
+            local, self.mesh, [Shard(0)], run_check=False, shape=self.shape, stride=self.stride
+        )
+
+    def expose(self, parameter: nn.Parameter) -> None:
+        """Let the module see ``full`` or ``sharded``."""
+        setattr(self.module, self.name, parameter)
+
+    def gather(self, group: dist.ProcessGroup) -> None:
+        """Queue on the current stream: give ``full`` memory, and fill it."""
+        self.buffer.untyped_storage().resize_(self.nbytes)
+        all_gather(self.buffer, self.shard, group=group)
+
+    def release(self) -> None:
+        """Give the memory of ``full`` back to the current stream, from which it must be."""
+        self.buffer.untyped_storage().resize_(0)
+        self.full.grad = None  # of a backward that raised
+        self.expose(self.sharded)  # behind a forward that raised
+
+    def reduce(self, group: dist.ProcessGroup) -> None:
+        """Queue: add this rank's rows of the sum over ranks of ``full.grad`` to the shard's."""
+        gradient = self.full.grad
+        self.full.grad = None
+        missing = len(self.buffer) - len(gradient)
+        if missing > 0:
+            gradient = torch.cat([gradient, gradient.new_zeros(missing, *self.shape[1:])])
+        mine = torch.empty_like(self.shard)
+        reduce_scatter(mine, gradient.contiguous(), group=group)
+        total = self.distributed(mine[: len(self.local)])
+        if self.sharded.grad is None:
+            self.sharded.grad = total
+        else:
+            self.sharded.grad.add_(total)
+
+    def check(self) -> None:
+        """Raise RuntimeError if the module has another parameter, or one in other memory."""
+        parameter = getattr(self.module, self.name)
+        is_same = parameter is self.sharded and parameter.requires_grad
+        if not is_same or parameter.detach().to_local().data_ptr() != self.local.data_ptr():
+            raise RuntimeError(
+                f"{self.name} of {type(self.module).__name__} was replaced, moved or frozen: no "
+                "load_state_dict(assign=True), model.to(), requires_grad_() behind the sharding"
+            )
+
+
+ORDER = "units must run once each, in the order that the context was given, in every forward"
+
+
+def check_scope(model: nn.Module, units: list[nn.Module]) -> None:
+    """Raise ValueError unless each parameter is in one unit, trained, and can be cut into rows."""
+    in_model = Counter(p for _, p in model.named_parameters(remove_duplicate=False))
+    in_units: Counter[nn.Parameter] = Counter()
+    for unit in units:
+        in_units.update(p for _, p in unit.named_parameters(remove_duplicate=False))
+    for name, parameter in model.named_parameters():
+        if isinstance(parameter, DTensor):
+            raise ValueError(f"{name} is sharded already")
+        if in_model[parameter] != 1:
+            raise ValueError(f"{name} is shared by several modules")
+        if in_units[parameter] != 1:
+            raise ValueError(f"{name} is in {in_units[parameter]} units: put it in one")
+        if parameter.dim() == 0 or not parameter.requires_grad:
+            raise ValueError(f"{name} has no rows, or is frozen")
+
+
+class Unit:
+    """The parameters of one module, which are gathered and released together."""
+
+    def __init__(self, number: int, parameters: list[ShardedParameter], streams) -> None:
+        self.number = number
+        self.parameters = parameters
+        self.gathered = streams.Event()  # behind its gathers
+        self.consumed = streams.Event()  # behind the kernels that read its weights
+        self.is_full = False  # as the gather stream sees it
+        self.versions: list[int] = []  # of the shards that forward gathered
+
+    def versions_now(self) -> list[int]:
+        """Numbers that grow with each change in place, as far as PyTorch counts them."""
+        return [p.sharded._version for p in self.parameters]
 
 
 # %%
-# The schedule
-# ------------
-# ``future()`` is all that the schedule believes about what is to come, soonest first: what is left
-# of this forward, expected to be in the order of the last one (``upcoming``); the same in reverse;
-# and the units that have run already, the last first (``returning``). In backward only the last
-# part is left, and that part is no guess: it is the order in which this very forward ran.
+# What is in memory
+# -----------------
+# ``upcoming`` is what forward has still to run, ``returning`` what backward has. Both are known when
+# a forward begins. ``soonest`` reads the next units from them, and ``prefetch`` makes memory hold
+# just these: it releases the others, behind the kernels that read them, and gathers what is
+# missing. It runs at the begin of a forward and behind each unit.
 #
-# ``prefetch`` walks along the future and gathers what is not in memory. ``make_room`` decides what
-# must go for it: **the unit that is needed last**, and only if it is needed after the one to be
-# gathered; else nothing is done until more units have computed. That is Belady's rule for caches,
-# which is optimal when the future is known. Nothing else is needed for keeping units over the
-# turn-around: at the end of forward, the units needed soonest are those that ran last.
-#
-# A prediction may be wrong. When forward runs another unit than expected, the rest of the
-# prediction is dropped (``upcoming.clear()``) and units are gathered when they are asked for, as
-# under delayed release, until the pass is over. Units gathered in vain have no place in the future,
-# so they are the first to go. The price is time; a unit computes with its own weights or not at
-# all.
-#
-# ``release`` is the one of the recipe before: the gather stream waits for the ``consumed`` event of
-# the unit that goes, so a gather never overwrites weights that are still read.
+# Between the passes nothing special happens. When the last unit's forward has ended, the units that
+# are needed soonest are those that ran last, and they are there.
 #
 # Gradients on a stream of their own
 # ----------------------------------
-# ``reduce`` queues the reduce-scatter on ``reduce_stream``, behind the kernels that compute the
-# gradient. The gradient that it reads and the result that it writes must outlive it. Both belong to
-# the compute stream, whose next allocations would take their memory as soon as it is free. So they
-# stay in the queue ``reducing``, and before they are dropped, the compute stream waits for the
-# event behind the reduce-scatter. The queue's length bounds how much memory waits.
-#
-# The result belongs to the compute stream for a practical reason: a block of one stream's pool is
-# of no use to another stream. In a pool of the reduce stream, memory would lie idle whenever no
-# gradient is on its way.
+# A unit's gradients are summed on ``reduce_stream``, behind the kernels that computed them. They are
+# memory of the compute stream, whose next allocations would take it as soon as it is free. So they
+# stay in the queue ``reducing``, and before they are dropped the compute stream waits for the event
+# behind their reduce-scatters. ``WAITING`` bounds how many wait. The optimizer waits for all.
 
 
-class PrefetchContext(FsdpContext):
-    """An :class:`FsdpContext` that looks ahead.
+class PrefetchContext:
+    """Shard ``model`` over all ranks; keep the BUFFERS units in memory that are needed soonest.
+
+    All ranks construct it. Build the optimizer afterwards, from ``model.parameters()``.
 
     Args:
-        buffers: units whose full weights may be in memory at once, beside the root's; 2 or more.
-            Units inside units count as well.
-        gradients: full gradients that may wait for their reduce-scatter.
-        options: as for :class:`FsdpContext`.
+        model: on the device that it is trained on.
+        units: modules of ``model`` in the order in which every forward runs them, once each. Each
+            returns one tensor.
+
+    Raises:
+        ValueError: a parameter is shared, frozen, sharded already, or not in exactly one unit.
+        TypeError, in forward: a unit did not return one tensor.
+        RuntimeError, in forward: a unit ran out of turn, or a parameter was replaced.
     """
 
-    sum_dtype: torch.dtype | None = None  # of summed gradients; None: that of the gradients
-
-    def __init__(
-        self,
-        root: nn.Module,
-        units: Iterable[nn.Module],
-        mesh: DeviceMesh,
-        buffers: int = BUFFERS,
-        gradients: int = GRADIENTS,
-        **options,
-    ) -> None:
-        super().__init__(root, units, mesh, **options)
-        self.root, self.buffers, self.gradients = self.units[-1], buffers, gradients
+    def __init__(self, model: nn.Module, units: Iterable[nn.Module]) -> None:
+        modules = list(units)
+        check_scope(model, modules)
+        device = next(model.parameters()).device
+        self.streams = torch.get_device_module(device)
+        self.gather_stream = self.streams.Stream(priority=-1)
         self.reduce_stream = self.streams.Stream(priority=-1)
-        self.reducing: deque = deque()  # (event behind it, what it reads, what it writes)
-        self.order: list[Unit] = []  # of the units in this forward, or the last
-        self.upcoming: list[Unit] = []  # expected in what is left of this forward
-        self.returning: list[Unit] = []  # expected in backward: the last of forward first
-        self.busy: set[Unit] = set()  # computing now
-        self.late = self.mispredicted = 0  # gathers asked for when needed; units out of order
+        self.gather_group = dist.new_group()
+        self.mesh = init_device_mesh(device.type, (dist.get_world_size(),))
+        self.replaced = [weakref.ref(parameter) for parameter in model.parameters()]
+        self.units: list[Unit] = []
+        self.upcoming: list[Unit] = []  # what this forward has still to run, in order
+        self.returning: list[Unit] = []  # what its backward has
+        self.reducing: deque = deque()  # (event behind the reduce-scatters, what they read)
+        self.computing: Unit | None = None  # whose backward runs
+        self.in_backward = False
+        self.forwards = 0
+        for module in modules:
+            self.add(module)
 
-    # What will be needed, soonest first
+    def add(self, module: nn.Module) -> None:
+        parameters = []
+        for owner in module.modules():
+            for name, _ in list(owner.named_parameters(recurse=False)):
+                parameters.append(ShardedParameter(owner, name, self.mesh))
+        unit = Unit(len(self.units), parameters, self.streams)
+        self.units.append(unit)
+        module.register_forward_pre_hook(lambda *_: self.before_forward(unit))
+        module.register_forward_hook(lambda _, args, output: self.after_forward(unit, output))
 
-    def future(self) -> list[Unit]:
-        turn = self.upcoming[::-1] if self.training else []
-        return self.upcoming + turn + self.returning
+    # The schedule
 
-    def before_forward(self, unit: Unit) -> None:
-        if unit is not self.root and not unit.grads_missing:
-            if self.upcoming and self.upcoming[0] is not unit:
-                self.mispredicted += 1
-                self.upcoming.clear()
-            del self.upcoming[:1]
-            self.order.append(unit)
-        super().before_forward(unit)
-
-    def after_forward(self, unit: Unit, output: torch.Tensor) -> None:
-        if unit is not self.root and self.training and not unit.grads_missing:
-            self.returning.insert(0, unit)
-        super().after_forward(unit, output)
-
-    def before_backward(self, unit: Unit) -> None:
-        if unit is not self.root:
-            self.mispredicted += self.returning[:1] != [unit]
-            if unit in self.returning:
-                self.returning.remove(unit)
-        super().before_backward(unit)
-
-    # What is in memory
-
-    def before(self, unit: Unit) -> None:
-        self.busy.add(unit)
-        if not unit.resident:
-            self.late += 1
-            self.make_room([unit, *self.future()], unit)
-            self.unshard(unit)
-        self.compute_stream.wait_event(unit.gathered)
-
-    def after(self, unit: Unit) -> None:
-        unit.consumed.record(self.compute_stream)
-        self.busy.discard(unit)
-        self.prefetch()
-        if self.training and unit.resident and unit is not self.root and unit not in self.future():
-            self.release(unit)
+    def soonest(self) -> list[Unit]:
+        """The units that are needed next, as many as there are buffers."""
+        found: list[Unit] = []
+        for unit in self.upcoming + self.returning:
+            if unit not in found and len(found) < BUFFERS:
+                found.append(unit)
+        return found
 
     def prefetch(self) -> None:
-        """Gather what is needed next, as far as there is room."""
-        future = self.future()
-        for unit in future:
-            if not unit.resident:
-                if not self.make_room(future, unit):
-                    return
-                self.unshard(unit)
+        wanted = self.soonest()
+        for unit in self.units:
+            if unit.is_full and unit not in wanted:
+                self.release(unit)
+        for unit in wanted:
+            if not unit.is_full:
+                self.gather(unit)
 
-    def make_room(self, future: list[Unit], unit: Unit) -> bool:
-        """Have a free buffer: release the unit needed last, if ``unit`` is needed before it."""
-        resident = [u for u in self.units if u.resident and u is not self.root]
-        if len(resident) < self.buffers:
-            return True
+    # What it queues on the gather stream
 
-        def position(u: Unit) -> int:
-            return future.index(u) if u in future else len(future)
+    def gather(self, unit: Unit) -> None:
+        unit.is_full = True
+        with self.streams.stream(self.gather_stream):
+            for p in unit.parameters:
+                p.gather(self.gather_group)
+        unit.gathered.record(self.gather_stream)
 
-        last = max((u for u in resident if u not in self.busy), key=position, default=unit)
-        if position(last) <= position(unit):
-            return False
-        self.release(last)
-        return True
-
-    def begin_forward(self) -> None:
-        super().begin_forward()
-        self.training = torch.is_grad_enabled()
-        if not self.root.resident:
-            self.unshard(self.root)
-        self.prefetch()
-
-    def predict(self) -> None:
-        """Nothing in memory is up to date; expect the order of the last forward."""
-        self.release_all()
-        self.upcoming, self.order = self.order, []
-
-    def end_forward(self) -> None:
-        self.upcoming.clear()
-        if self.training:
-            self.prefetch()
-        else:
-            self.release_all()
+    def release(self, unit: Unit) -> None:
+        with self.streams.stream(self.gather_stream):
+            self.gather_stream.wait_event(unit.consumed)
+            for p in unit.parameters:
+                p.release()
+        unit.is_full = False
 
     def release_all(self) -> None:
-        self.returning.clear()
-        self.busy.clear()
-        super().release_all()
+        """Drop full weights, whatever pass they are from."""
+        for unit in self.units:
+            if unit.is_full:
+                unit.consumed.record(self.compute_stream)
+                self.release(unit)
+        self.computing = None
 
-    # Gradients
+    # Forward, called by hooks
 
-    def reduce(self, p: rows.ShardedParameter, grad: torch.Tensor) -> None:
-        reduced = torch.empty_like(p.shard, dtype=self.sum_dtype or grad.dtype)  # of its stream
-        ready, done = self.streams.Event(), self.streams.Event()
-        ready.record(self.compute_stream)
+    def before_forward(self, unit: Unit) -> None:
+        if self.in_backward:
+            raise RuntimeError("a unit ran inside backward: do not recompute activations")
+        if unit is self.units[0]:
+            self.begin_forward()
+        self.check_turn(unit, self.upcoming)
+        unit.versions = unit.versions_now()
+        self.compute_stream.wait_event(unit.gathered)
+        for p in unit.parameters:
+            p.expose(p.full)
+
+    def begin_forward(self) -> None:
+        """The weights are as the compute stream leaves them: gather behind the optimizer."""
+        self.release_all()  # what a forward without a backward has left
+        for unit in self.units:
+            for p in unit.parameters:
+                p.check()
+        self.compute_stream = self.streams.current_stream()
+        self.gather_stream.wait_stream(self.compute_stream)
+        self.upcoming = list(self.units)
+        self.returning = []
+        if torch.is_grad_enabled():
+            self.returning = self.units[::-1]
+        self.forwards += 1
+        self.prefetch()
+
+    def check_turn(self, unit: Unit, due: list[Unit]) -> None:
+        if not due or due[0] is not unit:
+            raise RuntimeError(f"unit {unit.number} ran out of turn: {ORDER}")
+
+    def after_forward(self, unit: Unit, output: torch.Tensor) -> None:
+        for p in unit.parameters:
+            p.expose(p.sharded)
+            if p.full._version > 0:
+                raise RuntimeError(f"{p.name} was changed in forward: its shards would not follow")
+        unit.consumed.record(self.compute_stream)
+        self.upcoming.pop(0)
+        self.prefetch()
+        if not isinstance(output, torch.Tensor):
+            raise TypeError(f"a unit gave a {type(output).__name__}: wrap it to return one tensor")
+        if output.requires_grad:
+            forward = self.forwards
+            output.register_hook(lambda _: self.before_backward(unit, forward))
+
+    # Backward
+
+    def backward(self, loss: torch.Tensor) -> None:
+        """Add the mean over ranks of the gradients of ``loss`` to the shards' ``.grad``.
+
+        Raises:
+            RuntimeError: a parameter has no gradient, a unit's output did not lead to ``loss``,
+                ``loss`` is not of the last forward, weights have changed since, or something still
+                holds the parameters that were there before the sharding.
+        """
+        if any(reference() is not None for reference in self.replaced):
+            raise RuntimeError(
+                "something holds parameters from before the sharding, an optimizer perhaps: build "
+                "it behind the context, and delete other references"
+            )
+        self.in_backward = True
+        try:
+            (loss / self.mesh.size()).backward()
+            self.reduce_computed()
+            self.drain_gradients(keep=0)
+        finally:
+            self.in_backward = False
+            self.release_all()
+        if self.returning:
+            raise RuntimeError(f"no gradient has come to unit {self.returning[0].number}: {ORDER}")
+
+    def before_backward(self, unit: Unit, forward: int) -> None:
+        """The gradient of the output of ``unit`` is complete, and all behind it has been queued."""
+        if not self.in_backward:
+            raise RuntimeError("call context.backward(loss) in place of loss.backward()")
+        if forward != self.forwards or unit.versions != unit.versions_now():
+            raise RuntimeError("this is not the last forward, or its weights have changed since")
+        self.reduce_computed()
+        self.check_turn(unit, self.returning)
+        self.compute_stream.wait_event(unit.gathered)
+        self.computing = unit
+
+    def reduce_computed(self) -> None:
+        """Reduce the gradients of the unit whose backward has ended, in one order on all ranks."""
+        unit = self.computing
+        if unit is None:
+            return
+        for p in unit.parameters:
+            if p.full.grad is None:
+                raise RuntimeError(f"{p.name} of unit {unit.number} has no gradient on this rank")
+        gradients = [p.full.grad for p in unit.parameters]
+        unit.consumed.record(self.compute_stream)
         with self.streams.stream(self.reduce_stream):
-            self.reduce_stream.wait_event(ready)
-            p.reduce(grad, reduced, self.reduce_scatter)
-        done.record(self.reduce_stream)
-        self.reducing.append((done, grad, reduced))
-        self.drain_gradients(keep=self.gradients)
+            self.reduce_stream.wait_event(unit.consumed)
+            for p in unit.parameters:
+                p.reduce(self.mesh.get_group())
+        reduced = self.streams.Event()
+        reduced.record(self.reduce_stream)
+        self.reducing.append((reduced, gradients))
+        self.drain_gradients(keep=WAITING)
+        self.returning.pop(0)
+        self.prefetch()
+        self.computing = None
 
     def drain_gradients(self, keep: int) -> None:
+        """Drop whole gradients when they have been read; wait for what was read last."""
         while len(self.reducing) > keep:
-            self.compute_stream.wait_event(self.reducing[0][0])
+            reduced, _ = self.reducing[0]
+            self.compute_stream.wait_event(reduced)
             self.reducing.popleft()  # the memory goes back to the compute stream
-
-    def end_backward(self) -> None:
-        self.drain_gradients(keep=0)
-        super().end_backward()
 
 
 # %%
 # Run it, and prove it
 # --------------------
-# Both schedules train two models, one whose blocks keep their order and one whose blocks run in
-# another order each pass. Whatever the prediction was, the weights must be those of the unsharded
-# run. The number of gathers is exact: with one order, all but the first pass know it, and every
-# pass saves the gathers of the units that are kept.
+# Sharded and unsharded runs see the same samples. On one and two ranks they must agree in **every
+# bit**, in gradients and weights; with more, the order of a sum of gradients is the collective's own,
+# and rounding is allowed for.
 
-PASSES = rows.STEPS * rows.MICRO_BATCHES  # forward and backward, each
-
-
-def watch(collective: rows.Collective, context: FsdpContext, used: list) -> rows.Collective:
-    """``collective``, noting the stream that it is queued on."""
-
-    def call(output: torch.Tensor, source: torch.Tensor) -> None:
-        used.append(context.streams.current_stream())
-        collective(output, source)
-
-    return call
+WIDTH = 64  # features
+HIDDEN = 509
+BLOCKS = 5
+BATCH = 8  # samples per rank and micro-batch
+STEPS = 2
+MICRO_BATCHES = 2  # whose gradients are added before a step
 
 
-def prove(schedule: type[FsdpContext], shuffled: bool, device: torch.device) -> FsdpContext:
-    """Train under ``schedule`` and unsharded; compare the weights, print what it took."""
-    mesh = init_device_mesh(device.type, (dist.get_world_size(),))
-    model, reference = rows.Stack(device, shuffled), rows.Stack(device, shuffled)
-    context, used = schedule(model, model.blocks, mesh), []
-    context.reduce_scatter = watch(context.reduce_scatter, context, used)
-    rows.train(model, context.backward)
-    rows.train(reference)
-    rows.prove_parity(model, reference)
-    stream = getattr(context, "reduce_stream", context.compute_stream)
-    assert all(where == stream for where in used) and context.live_bytes == 0
-    units = context.peak_bytes // context.units[0].nbytes
-    order = "another order each pass" if shuffled else "one order"
-    print(f"{schedule.__name__}, {order}: {context.gathers} gathers, {units} units in memory")
-    return context
+class Block(nn.Module):
+    """x + an MLP of x."""
+
+    def __init__(self, width: int, hidden: int) -> None:
+        super().__init__()
+        self.up = nn.Linear(width, hidden)
+        self.down = nn.Linear(hidden, width, bias=False)
+
+    def forward(self, x: torch.Tensor) -> torch.Tensor:
+        return x + self.down(nn.functional.gelu(self.up(x)))
+
+
+def build(device: torch.device, seed: int, width: int = WIDTH, hidden: int = HIDDEN) -> nn.Module:
+    torch.manual_seed(seed)
+    blocks = [Block(width, hidden) for _ in range(BLOCKS)]
+    return nn.Sequential(*blocks, nn.LayerNorm(width)).to(device)
+
+
+def loss_of(model: nn.Module, turn: int, rank: int, device: torch.device) -> torch.Tensor:
+    """The loss on one rank's samples of one micro-batch: to turn each sample around."""
+    generator = torch.Generator().manual_seed(1000 * turn + rank)
+    samples = torch.randn(BATCH, WIDTH, generator=generator).to(device)
+    return nn.functional.mse_loss(model(samples), samples.flip(1))
+
+
+def train_sharded(model: nn.Sequential, device: torch.device) -> list[torch.Tensor]:
+    """Return the gradients of the last step."""
+    context = PrefetchContext(model, list(model))
+    optimizer = torch.optim.AdamW(model.parameters(), lr=1e-3)
+    for step in range(STEPS):
+        optimizer.zero_grad()
+        for turn in range(MICRO_BATCHES * step, MICRO_BATCHES * (step + 1)):
+            loss = loss_of(model, turn, dist.get_rank(), device)
+            context.backward(loss)
+        optimizer.step()
+    return [parameter.grad for parameter in model.parameters()]
+
+
+def train_unsharded(model: nn.Sequential, device: torch.device) -> list[torch.Tensor]:
+    ranks = dist.get_world_size()
+    optimizer = torch.optim.AdamW(model.parameters(), lr=1e-3)
+    for step in range(STEPS):
+        optimizer.zero_grad()
+        for turn in range(MICRO_BATCHES * step, MICRO_BATCHES * (step + 1)):
+            total = sum(loss_of(model, turn, rank, device) for rank in range(ranks))
+            (total / ranks).backward()
+        optimizer.step()
+    return [parameter.grad for parameter in model.parameters()]
+
+
+def prove_equal(sharded: list[torch.Tensor], expected: list[torch.Tensor]) -> None:
+    tolerance = {"rtol": 0.0, "atol": 0.0}
+    if dist.get_world_size() > 2:
+        tolerance = {"rtol": 1e-4, "atol": 1e-5}
+    for mine, whole in zip(sharded, expected, strict=True):
+        assert isinstance(mine, DTensor), "not sharded"
+        torch.testing.assert_close(mine.detach().full_tensor(), whole.detach(), **tolerance)
+
+
+# %%
+# Then the schedule. Never are more units in memory than there are buffers. With as many units as
+# forward runs and :math:`B` buffers, a pass gathers all in forward and all but :math:`B` in backward.
+# Gradients are reduced on their own stream. And no gather was asked for late: when a unit begins, as
+# many gathers are queued as there are buffers.
+
+
+class Watched(PrefetchContext):
+    """Records gathers by the units that they are of, and how many are full."""
+
+    def __init__(self, model: nn.Module, units: Iterable[nn.Module]) -> None:
+        super().__init__(model, units)
+        self.gathers: list[int] = []
+        self.ahead: list[int] = []  # gathers before each forward of a unit
+        self.most_full = 0
+
+    def gather(self, unit: Unit) -> None:
+        super().gather(unit)
+        self.gathers.append(unit.number)
+        full = [unit for unit in self.units if unit.is_full]
+        self.most_full = max(self.most_full, len(full))
+
+    def before_forward(self, unit: Unit) -> None:
+        super().before_forward(unit)
+        self.ahead.append(len(self.gathers))
+
+
+def prove_schedule(device: torch.device) -> None:
+    model = build(device, seed=0)
+    context = Watched(model, list(model))
+    context.backward(loss_of(model, 0, dist.get_rank(), device))
+    count = len(context.units)
+    forward = list(range(count))
+    backward = forward[::-1][BUFFERS:]
+    assert context.most_full == BUFFERS, "another number of buffers"
+    assert context.gathers == forward + backward, "kept too few, or others"
+    assert context.ahead == [min(n + BUFFERS, count) for n in forward], "gathered late"
+    streams = {context.gather_stream, context.reduce_stream, context.compute_stream}
+    assert len(streams) == 3, "one stream for two"
+    print(f"{count} units, {BUFFERS} buffers: gathered were {context.gathers}")
+
+
+def start_rank() -> torch.device:
+    """Join the group that torchrun describes, or a group of one; return this rank's device."""
+    device = torch.accelerator.current_accelerator(check_available=True) or torch.device("cpu")
+    if device.type != "cpu":
+        device = torch.device(device.type, int(os.environ.get("LOCAL_RANK", "0")))
+        torch.accelerator.set_device_index(device.index)
+    if "RANK" in os.environ:
+        dist.init_process_group()
+    else:
+        dist.init_process_group(store=dist.HashStore(), rank=0, world_size=1)
+    return device
 
 
 def main() -> None:
-    device = rows.start_rank()
+    device = start_rank()
     try:
-        for shuffled in (False, True):
-            delayed = prove(FsdpContext, shuffled, device)
-            assert delayed.gathers == PASSES * 2 * (rows.BLOCKS + 1), (
-                "each unit twice, and the root"
-            )
-            ahead = prove(PrefetchContext, shuffled, device)
-            assert ahead.reduce_stream != ahead.compute_stream, "one stream for both"
-            assert ahead.peak_bytes <= BUFFERS * ahead.units[0].nbytes + ahead.root.nbytes
-            print(f"{ahead.late} gathers late, {ahead.mispredicted} units out of order")
-            if shuffled:
-                assert ahead.mispredicted > 0
-            else:
-                assert ahead.gathers == PASSES * (2 * rows.BLOCKS - BUFFERS + 1), "kept too few"
-                assert ahead.late == rows.BLOCKS, "all but the first forward knows the order"
+        model = build(device, seed=dist.get_rank())
+        reference = build(device, seed=0)
+        gradients = train_sharded(model, device)
+        expected = train_unsharded(reference, device)
+        prove_equal(gradients, expected)
+        prove_equal(list(model.parameters()), list(reference.parameters()))
+        print(f"{STEPS} steps: gradients and weights are those of the unsharded run")
+        prove_schedule(device)
     finally:
         dist.destroy_process_group()
 
@@ -314,31 +567,17 @@ if __name__ == "__main__":
 # %%
 # What it buys
 # ------------
-# All rows are of a synthetic stack of matrices (:doc:`/guide/measured`). ``prefetch_copy_engine``
-# is this schedule with copies between ranks in place of NCCL: ``gather=`` and ``reduce_scatter=``
-# take any function that queues its work on the current stream. Its rows here are of an earlier
-# version, which kept bfloat16 weights in memory that peers read. The present :doc:`peer_schedule`
-# takes float32 weights too, casts once per unit and pass, and is slower: that page has its rows.
-# ``megatron-fsdp`` is NVIDIA's package, with its stable and its experimental schedule
-# (``megatron_fsdp.experimental``).
-#
-# .. result-figure:: fsdp_overlap
-#    :rows: no_communication fsdp2 fsdp2_tuned delayed_release prefetch prefetch_copy_engine
-#    :where: model=synthetic loop=–
+# Rows are of a synthetic stack of matrices (:doc:`/guide/measured`). ``prefetch`` is this schedule,
+# ``delayed_release`` that of :doc:`stream_context`. ``megatron-fsdp`` is NVIDIA's package, with its
+# stable and its experimental schedule (``megatron_fsdp.experimental``).
 #
 # .. result-table:: fsdp_overlap
-#    :rows: no_communication fsdp2 fsdp2_tuned megatron-fsdp megatron-fsdp-experimental delayed_release prefetch prefetch_copy_engine
+#    :rows: no_communication fsdp2 fsdp2_tuned megatron-fsdp megatron-fsdp-experimental delayed_release prefetch
 #    :where: model=synthetic loop=–
 #
 # .. timeline:: fsdp_overlap delayed_release prefetch
 #
-# At every size ``prefetch`` is ahead of both FSDP2 rows, of delayed release and of the stable
-# ``megatron-fsdp``. The experimental one is the strongest peer: it is ahead of the other peers
-# throughout, and a little ahead of ``prefetch`` in the longest steps. ``prefetch_copy_engine`` is
-# ahead of them all at every size, with less of the device's memory than FSDP2 or either peer
-# (:doc:`/guide/results` has memory and bounds).
-#
-# Side by side:
+# Side by side, for :math:`L` units and :math:`B` buffers:
 #
 # .. list-table::
 #    :header-rows: 1
@@ -346,10 +585,7 @@ if __name__ == "__main__":
 #
 #    * - compared
 #      - delayed release
-#      - prefetch
-#    * - order of units
-#      - none needed
-#      - the last pass's, checked; wrong predictions cost time
+#      - look-ahead
 #    * - full weights in memory
 #      - 2 units
 #      - :math:`B` units
@@ -373,38 +609,36 @@ if __name__ == "__main__":
 #
 # Memory
 # ------
-# On each rank, beside shards, gradients and optimizer states:
+# On each rank, beside shards, gradients of shards and optimizer states:
 #
 # .. math::
 #
-#    \text{root's own weights} \;+\; B \, \max_{u} \text{bytes}(u) \;+\; (G + 1) \, \max_{p}
-#    \text{bytes}(\text{gradient of } p)
+#    B \, \max_{u} \text{bytes}(u) \;+\; 2 \, \max_{u} \text{bytes}(\text{gradients of } u)
 #
-# for :math:`B` buffers and :math:`G` gradients in flight. A unit that backward has done with is
-# released at once.
+# for :math:`B` buffers: one unit's gradients are computed while another's are summed.
 #
 # When it is not worth it
 # -----------------------
-# * Units run in another order each pass: every pass gathers in vain what it predicted, then falls
-#   back. :doc:`stream_context` does no worse with less memory.
-# * Communication is short beside compute (many tokens a step): the two schedules differ less then.
-# * Two units' weights are all that fits: ``buffers=2`` works, and keeps both over the turn-around.
+# * Communication is short beside compute (many samples a step): the two schedules differ less then.
+# * Two units' weights are all that fits. Two buffers work, and keep both over the turn; but while
+#   one unit computes, only one can arrive.
+# * Many small parameters: each has its own collective here.
 #
 # Known limits
 # ------------
-# * The prediction is the last pass's order. A model that alternates between two orders is
-#   mispredicted every time.
-# * Every rank must run the same units in the same order, and so make the same predictions:
-#   collectives are queued by them.
 # * Between micro-batches everything is released and gathered anew, although no weight has changed.
 # * The first gather waits for the whole optimizer step, and the optimizer for the last
-#   reduce-scatter: :doc:`update_in_order` hides both.
+#   reduce-scatter. An update unit by unit, in the order of the next forward, can hide both.
+# * Buffers of modules, such as the statistics of a batch norm, stay each rank's own.
+# * A change of weights that PyTorch does not count, as by ``fused=True`` optimizers, is not seen
+#   between a forward and its backward.
+# * A forward that raised, or has no backward, leaves full weights in memory until the next one.
 #
 # Further reading
 # ---------------
 # * `fully_shard <https://docs.pytorch.org/docs/stable/distributed.fsdp.fully_shard.html>`__:
 #   ``set_modules_to_forward_prefetch`` and ``set_modules_to_backward_prefetch`` do this for FSDP2,
-#   by lists that you write (:doc:`fsdp2_settings`)
+#   by lists that you write
 # * `Explicit prefetch in Megatron-LM <https://github.com/NVIDIA/Megatron-LM/pull/5719>`__, which
 #   took the place of delayed release there
 # * `A study of replacement algorithms for a virtual-storage computer

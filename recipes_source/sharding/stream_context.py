@@ -1,41 +1,53 @@
 # SPDX-License-Identifier: BSD-3-Clause
 # Overlap Recipes 0.1.0, sharding/stream_context.py
 """
-Own the stream: gathers beside compute, released late
-=====================================================
+Fully sharded training: gathers on a stream of their own, released late
+=======================================================================
 
-Gather the weights of a sharded layer while the layer before it computes. Whether a gather costs
-time depends on two things: which stream the gathers are on, and when a layer's memory is given
-back. This recipe is the object that decides both: one **context** for the whole model. It builds on
-:doc:`sharded_parameter`.
+Each rank keeps some rows of every weight, gradient and optimizer state. The weights of a layer are
+gathered while the layer before it computes, and go when their last kernel has read them. That is
+what FSDP does; this file does it in plain PyTorch.
 
-**When not to bother:** you want to train, not to look inside. ``fully_shard`` does the same with
-more care for corner cases, and :doc:`in_place_gather` makes it faster.
+**Scope.** A model of layers ("units") that run once each, in one order, in every forward and on
+every rank. Each unit returns one tensor. Each parameter is trained, belongs to one unit, and gets a
+gradient in every backward on every rank. The model fits on one device before it is sharded, and
+computes in the dtype of its weights. No unit is recomputed in backward. Everything else raises.
+
+**When not to bother:** you want to train, not to look inside. ``fully_shard`` stands on the same
+idea and has years of corner cases behind it; :doc:`in_place_gather` makes it faster.
+
+This is the loop:
+
+.. literalinclude:: stream_context.py
+   :pyobject: train_sharded
+
+The file needs torch alone. Copy it, and take its first half: down to ``FsdpContext``.
 
 .. grid:: 1 1 2 2
 
    .. grid-item-card:: What you learn
 
-      * why releasing a layer **late** is what lets the next gather run beside it
+      * a shard layout that needs no copy
+      * how autograd finds a weight again that was freed after forward
+      * why releasing a layer **late** lets the next gather run beside it
       * the three orderings between two streams, and what breaks without each
-      * memory that is freed on the stream that will use it next
-      * a schedule that needs no list of layers and no order known in advance
 
    .. grid-item-card:: What you need
 
-      * PyTorch 2.9 or later, any number of ranks; CPU runs everything, CUDA devices overlap it
-      * ``sharded_parameter.py``, the recipe before: shards, toy model and proof come from it
-      * layers ("units") that return one tensor each
+      * PyTorch 2.9 or later, any number of ranks
+      * CPU runs everything; CUDA devices overlap it
 
 .. verification-badge::
 
 The idea
 --------
 
-Memory decides the schedule. A unit's full weights may go when its last kernel has read them.
-Release them right behind the unit, and the next gather, which is queued behind that release, waits
-for the unit to end: nothing overlaps. Release them **one unit later**, and two units' weights are
-in memory: one computes, one arrives.
+An **all-gather** makes weights whole before they are used. A **reduce-scatter** sums gradients over
+the ranks and leaves each the rows that it updates.
+
+Memory decides the schedule. Release a unit's weights right behind the unit, and the next gather,
+which is queued behind that release, waits for the unit to end: nothing overlaps. Release them **one
+unit later**, and two units' weights are in memory: one computes, one arrives.
 
 .. lanes:: Schematic. Unit 3 is gathered into memory that unit 1 gave back, while unit 2 computes.
 
@@ -45,71 +57,175 @@ in memory: one computes, one arrives.
    @16 unit 2 has
 
 1. **Compute after gather**: the compute stream waits for a unit's ``gathered`` event.
-2. **Release after compute**: the gather stream waits for a unit's ``consumed`` event and frees
+2. **Release after compute**: the gather stream waits for a unit's ``consumed`` event, and frees
    there.
 3. **Gather after update**: the gather stream waits for the optimizer step.
-
-No list of units is needed. Each unit asks for its own weights when its turn comes; the host runs
-ahead of the device, so that it asks early.
 """
 
 # %%
 # Imports
 # -------
-# ``ShardedParameter``, from the recipe before, is a parameter in two forms: ``unshard`` and
-# ``release`` queue what they do on the current stream, ``reduce`` adds a gradient to the shard.
 
-from collections import deque
-from collections.abc import Callable, Iterable
-from functools import partial
-from weakref import finalize, ref
+import math
+import os
+import weakref
+from collections import Counter, deque
+from collections.abc import Iterable
 
-import sharded_parameter as rows
 import torch
 import torch.distributed as dist
-from sharded_parameter import Collective, ShardedParameter
 from torch import nn
 from torch.distributed.device_mesh import DeviceMesh, init_device_mesh
+from torch.distributed.tensor import DTensor, Shard
+
+all_gather = getattr(dist, "all_gather_single", dist.all_gather_into_tensor)  # torch 2.13 renames
+reduce_scatter = getattr(dist, "reduce_scatter_single", dist.reduce_scatter_tensor)
 
 # %%
-# One unit
-# --------
-# A unit is a module whose parameters are gathered and released together, as a rule one block of a
-# transformer. Two events tell the streams about each other: ``gathered`` stands behind its gathers,
-# ``consumed`` behind the kernels that read the weights.
+# One parameter, in two forms
+# ---------------------------
+# A rank keeps ``shard``: its rows, padded to the same number on every rank. ``sharded`` is that
+# memory without the padding, as a ``DTensor``: the optimizer updates it, and DCP saves it and loads
+# it on any number of ranks. ``full`` is what the layer computes with.
+#
+# All shards have one size. So the all-gather writes them one behind the other, and that **is** the
+# weight, with the padding at its end: nothing is copied in or out.
+#
+# Between its uses ``full`` has no memory: the storage is resized to zero, and back before the next
+# gather. The tensor object stays, and so do the views that autograd saved in forward: in backward
+# they find the weights that were gathered again. ``.data`` gives ``full`` a version counter of its
+# own; otherwise autograd would take the second gather for a change of a saved tensor.
+
+
+class ShardedParameter:
+    """A parameter of shape (rows, ...), of which each rank keeps ceil(rows / ranks) rows or fewer.
+
+    It takes the place of ``name`` in ``module``, with the values of rank 0.
+    """
+
+    def __init__(self, module: nn.Module, name: str, mesh: DeviceMesh) -> None:
+        whole = getattr(module, name).detach().contiguous()
+        dist.broadcast(whole, src=0)
+        self.module = module
+        self.name = name
+        self.mesh = mesh
+        self.shape = whole.shape
+        self.stride = whole.stride()
+
+        rows = math.ceil(len(whole) / mesh.size())
+        first = rows * mesh.get_local_rank()
+        mine = whole[first : first + rows]
+        self.shard = whole.new_zeros(rows, *self.shape[1:])
+        self.local = self.shard[: len(mine)]
+        self.local.copy_(mine)
+        self.sharded = nn.Parameter(self.distributed(self.local))
+
+        self.buffer = whole.new_empty(rows * mesh.size(), *self.shape[1:])
+        self.nbytes = self.buffer.nbytes
+        self.full = nn.Parameter(self.buffer.data[: len(whole)])
+        self.release()
+
+    def distributed(self, local: torch.Tensor) -> DTensor:
+        """``local``, known as this rank's rows of a tensor of the full shape."""
+        return DTensor.from_local(
+            local, self.mesh, [Shard(0)], run_check=False, shape=self.shape, stride=self.stride
+        )
+
+    def expose(self, parameter: nn.Parameter) -> None:
+        """Let the module see ``full`` or ``sharded``."""
+        setattr(self.module, self.name, parameter)
+
+    def gather(self, group: dist.ProcessGroup) -> None:
+        """Queue on the current stream: give ``full`` memory, and fill it."""
+        self.buffer.untyped_storage().resize_(self.nbytes)
+        all_gather(self.buffer, self.shard, group=group)
+
+    def release(self) -> None:
+        """Give the memory of ``full`` back to the current stream, from which it must be."""
+        self.buffer.untyped_storage().resize_(0)
+        self.full.grad = None  # of a backward that raised
+        self.expose(self.sharded)  # behind a forward that raised
+
+    def reduce(self, group: dist.ProcessGroup) -> None:
+        """Queue: add this rank's rows of the sum over ranks of ``full.grad`` to the shard's."""
+        gradient = self.full.grad
+        self.full.grad = None
+        missing = len(self.buffer) - len(gradient)
+        if missing > 0:
+            gradient = torch.cat([gradient, gradient.new_zeros(missing, *self.shape[1:])])
+        mine = torch.empty_like(self.shard)
+        reduce_scatter(mine, gradient.contiguous(), group=group)
+        total = self.distributed(mine[: len(self.local)])
+        if self.sharded.grad is None:
+            self.sharded.grad = total
+        else:
+            self.sharded.grad.add_(total)
+
+    def check(self) -> None:
+        """Raise RuntimeError if the module has another parameter, or one in other memory."""
+        parameter = getattr(self.module, self.name)
+        is_same = parameter is self.sharded and parameter.requires_grad
+        if not is_same or parameter.detach().to_local().data_ptr() != self.local.data_ptr():
+            raise RuntimeError(
+                f"{self.name} of {type(self.module).__name__} was replaced, moved or frozen: no "
+                "load_state_dict(assign=True), model.to(), requires_grad_() behind the sharding"
+            )
+
+
+# %%
+# What is in scope
+# ----------------
+# If one rank gathers unit 3 while another gathers unit 4, of the same
+# size, each computes with parts of two units, without an error. So the order is fixed from the
+# start, and each rank checks it by itself (``take_turn``, below). Likewise a parameter without a
+# gradient is an error, not a collective left out.
+
+ORDER = "units must run once each, in the order that the context was given, in every forward"
+
+
+def check_scope(model: nn.Module, units: list[nn.Module]) -> None:
+    """Raise ValueError unless each parameter is in one unit, trained, and can be cut into rows."""
+    in_model = Counter(p for _, p in model.named_parameters(remove_duplicate=False))
+    in_units: Counter[nn.Parameter] = Counter()
+    for unit in units:
+        in_units.update(p for _, p in unit.named_parameters(remove_duplicate=False))
+    for name, parameter in model.named_parameters():
+        if isinstance(parameter, DTensor):
+            raise ValueError(f"{name} is sharded already")
+        if in_model[parameter] != 1:
+            raise ValueError(f"{name} is shared by several modules")
+        if in_units[parameter] != 1:
+            raise ValueError(f"{name} is in {in_units[parameter]} units: put it in one")
+        if parameter.dim() == 0 or not parameter.requires_grad:
+            raise ValueError(f"{name} has no rows, or is frozen")
 
 
 class Unit:
-    """The parameters of one module, without those of units inside it."""
+    """The parameters of one module, which are gathered and released together."""
 
-    def __init__(self, parameters: list[ShardedParameter], streams) -> None:
+    def __init__(self, number: int, parameters: list[ShardedParameter], streams) -> None:
+        self.number = number
         self.parameters = parameters
-        self.nbytes = sum(p.nbytes for p in parameters)
-        self.gathered, self.consumed = streams.Event(), streams.Event()
-        # Whether it is gathered, as the gather stream sees it; gradients that backward still owes.
-        self.resident, self.grads_missing = False, 0
+        self.gathered = streams.Event()  # behind its gathers
+        self.consumed = streams.Event()  # behind the kernels that read its weights
+        self.is_full = False  # as the gather stream sees it
+        self.versions: list[int] = []  # of the shards that forward gathered
 
-    def expose(self, full: bool) -> None:
-        for p in self.parameters:
-            p.expose(full)
+    def versions_now(self) -> list[int]:
+        """Numbers that grow with each change in place, as far as PyTorch counts them."""
+        return [p.sharded._version for p in self.parameters]
 
 
 # %%
 # The context
 # -----------
-# All units of a model share one context. So a rank has one gather stream, and gathers never
-# compete. It has one queue of releases, and memory is bounded for the whole model. The schedule is
-# three methods.
-#
-# ``before`` a unit computes, in forward and in backward: drain the queue to one, gather, let the
-# compute stream wait. ``after`` it: record ``consumed``, queue the release. ``drain`` releases the
-# oldest.
+# A rank has one gather stream and one queue of releases, so memory is bounded for the whole model.
+# The schedule is the first three methods.
 #
 # **Where memory is freed** is the point of it. PyTorch's caching allocator hands a freed block to
 # the next allocation *of the same stream* at once, whatever other streams still do with it. Weights
-# are allocated on the gather stream, so they are freed there, behind a wait for ``consumed``.
-# Whatever comes into that memory comes after the wait. ``record_stream`` would free late and by
-# chance.
+# are allocated on the gather stream, so they are freed there, behind a wait for ``consumed``:
+# whatever comes into that memory comes after the wait.
 #
 # **Two communicators.** A communicator runs its collectives in the order in which the host launched
 # them, on whatever streams. With one for both, the next gather of backward waits for this unit's
@@ -118,76 +234,55 @@ class Unit:
 
 
 class FsdpContext:
-    """Shard ``root`` over ``mesh``, and gather each unit's weights on one stream when needed.
+    """Shard ``model`` over all ranks, and gather each unit's weights on one stream when needed.
 
-    Build the optimizer afterwards. Every rank must run the same units in the same order.
+    All ranks construct it. Build the optimizer afterwards, from ``model.parameters()``.
 
     Args:
-        root: a module whose parameters are on the mesh's device and equal on every rank.
-        units: modules inside ``root``, which like it return one tensor each; they may be nested. A
-            parameter belongs to the smallest unit that holds all of its owners, or to ``root``.
-        mesh: one-dimensional, over all ranks.
-        dtype: of gathered weights and their gradients; None: the parameter's own. The shards, which
-            the optimizer updates, keep theirs; inputs are not cast: pass them in it.
-        gather: queues on the current stream the filling of its first argument, (ranks * rows, ...),
-            from each rank's second, (rows, ...). None: ``all_gather`` on a communicator of its own.
-        reduce_scatter: queues the sum over ranks of its second argument, (ranks * rows, ...), of
-            which the first receives this rank's (rows, ...). None: on the mesh's communicator.
-        empty: allocates the shards, like ``torch.empty``.
+        model: on the device that it is trained on.
+        units: modules of ``model`` in the order in which every forward runs them, once each. Each
+            returns one tensor.
 
     Raises:
-        ValueError: a parameter has no dimension to shard, or is sharded.
-        TypeError: in forward, a unit or ``root`` did not return one tensor.
+        ValueError: a parameter is shared, frozen, sharded already, or not in exactly one unit.
+        TypeError, in forward: a unit did not return one tensor.
+        RuntimeError, in forward: a unit ran out of turn, or a parameter was replaced.
     """
 
-    def __init__(
-        self,
-        root: nn.Module,
-        units: Iterable[nn.Module],
-        mesh: DeviceMesh,
-        dtype: torch.dtype | None = None,
-        gather: Collective | None = None,
-        reduce_scatter: Collective | None = None,
-        empty: Callable[..., torch.Tensor] = torch.empty,
-    ) -> None:
-        self.streams = torch.get_device_module(mesh.device_type)
+    def __init__(self, model: nn.Module, units: Iterable[nn.Module]) -> None:
+        modules = list(units)
+        check_scope(model, modules)
+        device = next(model.parameters()).device
+        self.streams = torch.get_device_module(device)
         self.gather_stream = self.streams.Stream(priority=-1)
-        self.ranks, units = mesh.size(), set(units)
-        self.gather = gather or partial(rows.all_gather, group=dist.new_group())
-        self.reduce_scatter = reduce_scatter or partial(rows.reduce_scatter, group=mesh.get_group())
-        # A context that is dropped frees its shards: not before its last gathers have read them.
-        finalize(self, self.streams.current_stream().wait_stream, self.gather_stream).atexit = False
-        self.live_bytes = self.peak_bytes = self.gathers = 0  # of full weights; of units
-        self.units, self.releases = [], deque()  # the root's last; consumed, not yet released
-        owners = rows.owners_of_parameters(root)
-        if any(hasattr(p, "device_mesh") for p in owners):
-            raise ValueError("the model is sharded already: it can have one context")
-        root.register_forward_pre_hook(lambda *_: self.begin_forward())
-        for module in reversed(list(root.modules())):  # what is inside comes first
-            if module is root or module in units:
-                inside = set(module.modules())
-                mine = [p for p in owners if all(owner in inside for owner, _ in owners[p])]
-                shards = [ShardedParameter(p, owners.pop(p), mesh, dtype, empty) for p in mine]
-                self.add_unit(module, Unit(shards, self.streams))
-        root.register_forward_hook(lambda *_: self.end_forward())
+        self.gather_group = dist.new_group()
+        self.mesh = init_device_mesh(device.type, (dist.get_world_size(),))
+        self.replaced = [weakref.ref(parameter) for parameter in model.parameters()]
+        self.units: list[Unit] = []
+        self.due: list[Unit] = []  # what this pass has still to run, in order
+        self.releases: deque[Unit] = deque()  # consumed and not yet released, the oldest first
+        self.computing: Unit | None = None  # whose backward runs
+        self.in_backward = False
+        self.forwards = 0
+        for module in modules:
+            self.add(module)
 
-    def add_unit(self, module: nn.Module, unit: Unit) -> None:
+    def add(self, module: nn.Module) -> None:
+        parameters = []
+        for owner in module.modules():
+            for name, _ in list(owner.named_parameters(recurse=False)):
+                parameters.append(ShardedParameter(owner, name, self.mesh))
+        unit = Unit(len(self.units), parameters, self.streams)
         self.units.append(unit)
         module.register_forward_pre_hook(lambda *_: self.before_forward(unit))
         module.register_forward_hook(lambda _, args, output: self.after_forward(unit, output))
-        for p in filter(lambda p: p.full.requires_grad, unit.parameters):
-            p.take = partial(self.take_gradient, unit, p)
-            take = ref(p.take)  # what autograd holds is not seen by Python's garbage collector
-            p.full.register_post_accumulate_grad_hook(lambda full, take=take: take()(full))
 
     # The schedule
 
     def before(self, unit: Unit) -> None:
         """Let the compute stream have the full weights of ``unit`` from here on."""
-        self.releases = deque(u for u in self.releases if u is not unit)
         self.drain(keep=1)
-        if not unit.resident:
-            self.unshard(unit)
+        self.gather(unit)
         self.compute_stream.wait_event(unit.gathered)
 
     def after(self, unit: Unit) -> None:
@@ -201,147 +296,287 @@ class FsdpContext:
 
     # What it queues on the gather stream
 
-    def unshard(self, unit: Unit) -> None:
+    def gather(self, unit: Unit) -> None:
+        unit.is_full = True
         with self.streams.stream(self.gather_stream):
-            self.fill(unit)
+            for p in unit.parameters:
+                p.gather(self.gather_group)
         unit.gathered.record(self.gather_stream)
-        unit.resident = True
-        self.gathers += bool(unit.parameters)
-        self.live_bytes += unit.nbytes
-        self.peak_bytes = max(self.peak_bytes, self.live_bytes)
-
-    def fill(self, unit: Unit) -> None:
-        for p in unit.parameters:
-            p.unshard(self.gather)
 
     def release(self, unit: Unit) -> None:
         with self.streams.stream(self.gather_stream):
             self.gather_stream.wait_event(unit.consumed)
             for p in unit.parameters:
                 p.release()
-        unit.expose(full=False)  # still full behind a forward that raised
-        unit.resident, unit.grads_missing = False, 0
-        self.live_bytes -= unit.nbytes
-
-    # When: called by hooks
-
-    def begin_forward(self) -> None:
-        """The weights are as the compute stream leaves them: gather behind the optimizer."""
-        self.in_backward = False
-        self.compute_stream = self.streams.current_stream()
-        self.gather_stream.wait_stream(self.compute_stream)
-        self.check()
-        self.predict()
-
-    def predict(self) -> None:
-        """Nothing in memory is up to date, and what comes next is not known."""
-        self.release_all()
-
-    def check(self) -> None:
-        """Raise RuntimeError if a parameter was replaced, moved, frozen or thawed."""
-        for p in (p for unit in self.units for p in unit.parameters):
-            forms = {id(p.parameter), id(p.full)}  # the latter behind a forward that raised
-            same = forms.issuperset(id(getattr(module, name)) for module, name in p.owners)
-            same &= p.parameter._local_tensor.data_ptr() == p.local.data_ptr()
-            if not same or p.parameter.requires_grad != p.full.requires_grad:
-                raise RuntimeError(
-                    f"{p.owners[0][1]} of {type(p.owners[0][0]).__name__} was replaced or moved: no "
-                    "load_state_dict(assign=True), model.to(), requires_grad_() behind the sharding"
-                )
-
-    def before_forward(self, unit: Unit) -> None:
-        self.before(unit)
-        unit.expose(full=True)
-
-    def after_forward(self, unit: Unit, output: torch.Tensor) -> None:
-        unit.expose(full=False)
-        if not unit.grads_missing:  # else it is computed again, inside its own backward
-            self.after(unit)
-        if not isinstance(output, torch.Tensor):
-            raise TypeError(f"a unit gave a {type(output).__name__}: wrap it to return one tensor")
-        if output.requires_grad:
-            output.register_hook(lambda _: self.before_backward(unit))
-
-    def end_forward(self) -> None:
-        self.drain(keep=0)
-
-    def before_backward(self, unit: Unit) -> None:
-        if not self.in_backward:
-            raise RuntimeError("call context.backward(loss) in place of loss.backward()")
-        unit.grads_missing = len(unit.parameters)  # a frozen one's never comes
-        self.before(unit)
-
-    def take_gradient(self, unit: Unit, p: ShardedParameter, full: nn.Parameter) -> None:
-        grad, full.grad = full.grad, None
-        self.reduce(p, grad)
-        unit.grads_missing -= 1
-        if unit.grads_missing == 0:
-            self.after(unit)
-
-    def reduce(self, p: ShardedParameter, grad: torch.Tensor) -> None:
-        p.reduce(grad, torch.empty_like(p.shard, dtype=grad.dtype), self.reduce_scatter)
+        unit.is_full = False
 
     def release_all(self) -> None:
-        """Release whatever is in memory: behind backward, or when weights change in another way."""
+        """Drop full weights, whatever pass they are from."""
         for unit in self.units:
-            if unit.resident:  # in the queue, or not every one of its parameters got a gradient
+            if unit.is_full:
                 unit.consumed.record(self.compute_stream)
                 self.release(unit)
         self.releases.clear()
+        self.computing = None
 
-    def end_backward(self) -> None:
-        self.release_all()
+    # Forward, called by hooks
+
+    def before_forward(self, unit: Unit) -> None:
+        if self.in_backward:
+            raise RuntimeError("a unit ran inside backward: do not recompute activations")
+        if unit is self.units[0]:
+            self.begin_forward()
+        self.take_turn(unit)
+        self.before(unit)
+        unit.versions = unit.versions_now()
+        for p in unit.parameters:
+            p.expose(p.full)
+
+    def begin_forward(self) -> None:
+        """The weights are as the compute stream leaves them: gather behind the optimizer."""
+        self.release_all()  # what a forward that raised has left
+        for unit in self.units:
+            for p in unit.parameters:
+                p.check()
+        self.compute_stream = self.streams.current_stream()
+        self.gather_stream.wait_stream(self.compute_stream)
+        self.due = list(self.units)
+        self.forwards += 1
+
+    def take_turn(self, unit: Unit) -> None:
+        if not self.due or self.due[0] is not unit:
+            raise RuntimeError(f"unit {unit.number} ran out of turn: {ORDER}")
+        self.due.pop(0)
+
+    def after_forward(self, unit: Unit, output: torch.Tensor) -> None:
+        for p in unit.parameters:
+            p.expose(p.sharded)
+            if p.full._version > 0:
+                raise RuntimeError(f"{p.name} was changed in forward: its shards would not follow")
+        self.after(unit)
+        if not self.due:
+            self.drain(keep=0)
+        if not isinstance(output, torch.Tensor):
+            raise TypeError(f"a unit gave a {type(output).__name__}: wrap it to return one tensor")
+        if output.requires_grad:
+            forward = self.forwards
+            output.register_hook(lambda _: self.before_backward(unit, forward))
+
+    # Backward
 
     def backward(self, loss: torch.Tensor) -> None:
-        """Add the mean over ranks of the gradients of ``loss`` to the shards' ``.grad``."""
+        """Add the mean over ranks of the gradients of ``loss`` to the shards' ``.grad``.
+
+        Raises:
+            RuntimeError: a parameter has no gradient, a unit's output did not lead to ``loss``,
+                ``loss`` is not of the last forward, weights have changed since, or something still
+                holds the parameters that were there before the sharding.
+        """
+        if any(reference() is not None for reference in self.replaced):
+            raise RuntimeError(
+                "something holds parameters from before the sharding, an optimizer perhaps: build "
+                "it behind the context, and delete other references"
+            )
+        self.due = self.units[::-1]
         self.in_backward = True
-        loss.backward(torch.full_like(loss, 1 / self.ranks))
-        self.end_backward()
+        try:
+            (loss / self.mesh.size()).backward()
+            self.reduce_computed()
+        finally:
+            self.in_backward = False
+            self.release_all()
+        if self.due:
+            raise RuntimeError(f"no gradient has come to unit {self.due[0].number}: {ORDER}")
+
+    def before_backward(self, unit: Unit, forward: int) -> None:
+        """The gradient of the output of ``unit`` is complete, and all behind it has been queued."""
+        if not self.in_backward:
+            raise RuntimeError("call context.backward(loss) in place of loss.backward()")
+        if forward != self.forwards or unit.versions != unit.versions_now():
+            raise RuntimeError("this is not the last forward, or its weights have changed since")
+        self.reduce_computed()
+        self.take_turn(unit)
+        self.before(unit)
+        self.computing = unit
+
+    def reduce_computed(self) -> None:
+        """Reduce the gradients of the unit whose backward has ended, in one order on all ranks."""
+        unit = self.computing
+        if unit is None:
+            return
+        for p in unit.parameters:
+            if p.full.grad is None:
+                raise RuntimeError(f"{p.name} of unit {unit.number} has no gradient on this rank")
+        for p in unit.parameters:
+            p.reduce(self.mesh.get_group())
+        self.after(unit)
+        self.computing = None
 
 
 # %%
-# The hooks are the ordinary ones. Two on each module open and close its forward. A hook on the
-# *output* of a unit runs in backward when the output's gradient is complete, just before the unit's
-# own. A hook on each full parameter runs when its gradient is complete: the gradient is taken from
-# autograd, summed over the ranks, here still on the compute stream, and dropped; behind the last
-# one of a unit, its weights are not needed any more.
+# A hook on the *output* of a unit runs in backward, when the gradient of that output is complete:
+# then all gradients of the unit behind it are complete, too. They are summed over the ranks, here
+# still on the compute stream, and dropped.
 #
-# ``backward`` takes the place of ``loss.backward()``: it starts from 1/N, so that sums over ranks
-# are means, and afterwards releases whatever is left.
+# ``backward`` takes the place of ``loss.backward()``: it divides by the number of ranks first, so
+# that sums are means. A second one adds to the shards' gradients.
 #
 # Run it, and prove it
 # --------------------
-# The model runs its blocks in **another order each pass**, since nothing here knows an order: the
-# weights must be those of the unsharded run all the same.
-#
-# Then the schedule. Every gather was queued on the context's stream. In a forward, two units'
-# weights were in memory at once (with less, nothing could overlap) and never three.
+# In the sharded run each rank sees its own samples, and begins with weights of its own, which the
+# context replaces by rank 0's. In the unsharded run every rank sees all samples. A sum of two
+# gradients has one order, so one and two ranks agree in **every bit**, in gradients and weights.
+# From three ranks on the order of the sum is the collective's own, and rounding is allowed for.
+# 509 rows are a prime, so that every shard of them is uneven.
+
+WIDTH = 64  # features
+HIDDEN = 509
+BLOCKS = 3
+BATCH = 8  # samples per rank and micro-batch
+STEPS = 2
+MICRO_BATCHES = 2  # whose gradients are added before a step
 
 
-def prove_schedule(model: rows.Stack, context: FsdpContext) -> None:
-    gather, used, context.peak_bytes = context.gather, [], 0
-    stream = context.streams.current_stream
-    context.gather = lambda *tensors: (used.append(stream()), gather(*tensors))
-    with torch.no_grad():
-        rows.loss_of(model, 0, dist.get_rank())
-    context.gather = gather
+class Block(nn.Module):
+    """x + an MLP of x."""
+
+    def __init__(self, width: int, hidden: int) -> None:
+        super().__init__()
+        self.up = nn.Linear(width, hidden)
+        self.down = nn.Linear(hidden, width, bias=False)
+
+    def forward(self, x: torch.Tensor) -> torch.Tensor:
+        return x + self.down(nn.functional.gelu(self.up(x)))
+
+
+def build(device: torch.device, seed: int, width: int = WIDTH, hidden: int = HIDDEN) -> nn.Module:
+    torch.manual_seed(seed)
+    blocks = [Block(width, hidden) for _ in range(BLOCKS)]
+    return nn.Sequential(*blocks, nn.LayerNorm(width)).to(device)
+
+
+def loss_of(model: nn.Module, turn: int, rank: int, device: torch.device) -> torch.Tensor:
+    """The loss on one rank's samples of one micro-batch: to turn each sample around."""
+    generator = torch.Generator().manual_seed(1000 * turn + rank)
+    samples = torch.randn(BATCH, WIDTH, generator=generator).to(device)
+    return nn.functional.mse_loss(model(samples), samples.flip(1))
+
+
+def train_sharded(model: nn.Sequential, device: torch.device) -> list[torch.Tensor]:
+    """Return the gradients of the last step."""
+    context = FsdpContext(model, list(model))
+    optimizer = torch.optim.AdamW(model.parameters(), lr=1e-3)
+    for step in range(STEPS):
+        optimizer.zero_grad()
+        for turn in range(MICRO_BATCHES * step, MICRO_BATCHES * (step + 1)):
+            loss = loss_of(model, turn, dist.get_rank(), device)
+            context.backward(loss)
+        optimizer.step()
+    return [parameter.grad for parameter in model.parameters()]
+
+
+def train_unsharded(model: nn.Sequential, device: torch.device) -> list[torch.Tensor]:
+    ranks = dist.get_world_size()
+    optimizer = torch.optim.AdamW(model.parameters(), lr=1e-3)
+    for step in range(STEPS):
+        optimizer.zero_grad()
+        for turn in range(MICRO_BATCHES * step, MICRO_BATCHES * (step + 1)):
+            total = sum(loss_of(model, turn, rank, device) for rank in range(ranks))
+            (total / ranks).backward()
+        optimizer.step()
+    return [parameter.grad for parameter in model.parameters()]
+
+
+def prove_equal(sharded: list[torch.Tensor], expected: list[torch.Tensor]) -> None:
+    tolerance = {"rtol": 0.0, "atol": 0.0}
+    if dist.get_world_size() > 2:
+        tolerance = {"rtol": 1e-4, "atol": 1e-5}
+    for mine, whole in zip(sharded, expected, strict=True):
+        assert isinstance(mine, DTensor), "not sharded"
+        torch.testing.assert_close(mine.detach().full_tensor(), whole.detach(), **tolerance)
+
+
+# %%
+# Then the schedule. In a forward, two units' weights are in memory at once (with less, nothing could
+# overlap) and never three. On a device, events say when: with layers that keep it busy for longer
+# than the host needs, each gather begins before the unit before it has ended.
+
+LARGE = (4096, 8192)  # features; samples
+
+
+class Watched(FsdpContext):
+    """Records how many units are full, and on a device when gathers begin and units end."""
+
+    def __init__(self, model: nn.Module, units: Iterable[nn.Module]) -> None:
+        super().__init__(model, units)
+        self.most_full = 0
+        self.begun = []
+        self.ended = []
+
+    def gather(self, unit: Unit) -> None:
+        self.begun.append(self.mark(self.gather_stream))
+        super().gather(unit)
+        full = [unit for unit in self.units if unit.is_full]
+        self.most_full = max(self.most_full, len(full))
+
+    def after(self, unit: Unit) -> None:
+        super().after(unit)
+        self.ended.append(self.mark(self.compute_stream))
+
+    def mark(self, stream):
+        if self.mesh.device_type == "cpu":
+            return None
+        event = self.streams.Event(enable_timing=True)
+        event.record(stream)
+        return event
+
+
+def prove_schedule(device: torch.device) -> None:
+    width, samples = (WIDTH, BATCH)
+    if device.type != "cpu":
+        width, samples = LARGE
+    model = build(device, 0, width, width)
+    context = Watched(model, list(model))
+    batch = torch.randn(samples, width, device=device)
+    for _ in range(2):  # the first one finds nothing in the allocator's pools
+        context.begun.clear()
+        context.ended.clear()
+        with torch.no_grad():
+            model(batch)
     assert context.gather_stream != context.compute_stream, "one stream for both"
-    assert all(stream == context.gather_stream for stream in used), "gathered elsewhere"
-    units = context.peak_bytes / max(unit.nbytes for unit in context.units)
-    assert 2 <= units < 3 and not context.live_bytes, "released too early, or too late"
-    print(f"{len(used)} gathers on their stream; {units:.2f} units in memory")
+    assert context.most_full == 2, "released too early, or too late"
+    print(f"{len(context.units)} units, {context.most_full} of them full at a time")
+    if device.type != "cpu":
+        context.streams.synchronize()
+        for begun, ended in zip(context.begun[1:], context.ended, strict=False):
+            assert begun.elapsed_time(ended) > 0, "a gather waited for the unit before it"
+        print("each gather began before the unit before it had ended")
+
+
+def start_rank() -> torch.device:
+    """Join the group that torchrun describes, or a group of one; return this rank's device."""
+    device = torch.accelerator.current_accelerator(check_available=True) or torch.device("cpu")
+    if device.type != "cpu":
+        device = torch.device(device.type, int(os.environ.get("LOCAL_RANK", "0")))
+        torch.accelerator.set_device_index(device.index)
+    if "RANK" in os.environ:
+        dist.init_process_group()
+    else:
+        dist.init_process_group(store=dist.HashStore(), rank=0, world_size=1)
+    return device
 
 
 def main() -> None:
-    device = rows.start_rank()
+    device = start_rank()
     try:
-        mesh = init_device_mesh(device.type, (dist.get_world_size(),))
-        model, reference = rows.Stack(device, shuffled=True), rows.Stack(device, shuffled=True)
-        context = FsdpContext(model, model.blocks, mesh)
-        rows.train(model, context.backward)
-        rows.train(reference)
-        rows.prove_parity(model, reference)
-        prove_schedule(model, context)
+        model = build(device, seed=dist.get_rank())
+        reference = build(device, seed=0)
+        gradients = train_sharded(model, device)
+        expected = train_unsharded(reference, device)
+        prove_equal(gradients, expected)
+        prove_equal(list(model.parameters()), list(reference.parameters()))
+        print(f"{STEPS} steps: gradients and weights are those of the unsharded run")
+        prove_schedule(device)
     finally:
         dist.destroy_process_group()
 
@@ -352,77 +587,60 @@ if __name__ == "__main__":
 # %%
 # What it buys
 # ------------
-# ``sync`` is this recipe with its gathers on the compute stream: one thing after another. Delayed
-# release leaves exposed: the reduce-scatters, which are on the compute stream here; the first
-# gather of forward and of backward; and the ends of gathers that take longer than a unit computes.
-# :doc:`prefetch_schedule` moves the reduce-scatters to a stream of their own and gathers fewer
-# units.
+# Rows are of a synthetic stack of matrices. ``sync`` has its gathers on the compute stream: one
+# thing after another.
+# ``no_communication`` is the same work on weights that are never sharded
+# (:doc:`how it is measured </guide/measured>`).
 #
 # .. timeline:: fsdp_overlap sync delayed_release
-#
-# ``no_communication`` is the same work on weights that are never sharded
-# (:doc:`how it is measured </guide/measured>`). All rows are of a synthetic stack of matrices.
-#
-# .. result-figure:: fsdp_overlap
-#    :rows: no_communication fsdp2 delayed_release
-#    :where: model=synthetic loop=–
 #
 # .. result-table:: fsdp_overlap
 #    :rows: no_communication fsdp2 delayed_release
 #    :where: model=synthetic loop=–
 #
-# At few tokens a step, delayed release is ahead of ``fsdp2``; at many it is a little behind, since
-# it exposes every reduce-scatter and FSDP2 hides them. It takes less of the device's memory at
-# every size (:doc:`/guide/results` has it).
+# Exposed are the reduce-scatters, which are on the compute stream here; the first gather of forward
+# and of backward; and the ends of gathers that take longer than a unit computes.
+# :doc:`prefetch_schedule` hides these, for more memory.
 #
 # What breaks if you remove a line
 # --------------------------------
 # CPU streams do nothing, so the bits come out right even without the events. A recorder of stream
-# order finds what no event orders. It counts a release as a write: whatever comes next may use the
-# memory.
+# order finds what no event orders. It counts a release as a write.
 #
 # .. recipe-controls::
 #
 # Memory
 # ------
-# On each rank, beside shards, gradients and optimizer states:
+# On each of :math:`N` ranks, for :math:`P` parameters of :math:`b` bytes and AdamW:
 #
 # .. math::
 #
-#    \text{root's own weights} \;+\; 2 \, \max_{u} \text{bytes}(u) \;+\; \text{full gradients of one
-#    parameter}
+#    4 \, b \, \frac{P}{N} \;+\; 2 \, \max_{u} \text{bytes}(u) \;+\; \text{full gradients of one unit}
 #
-# The bound holds for forward and backward alike, and for any number of units. Units that enclose
-# the computing one come on top. So does every unit if two forwards share one backward.
+# A step moves, to and from each rank, :math:`2 \frac{N-1}{N}` of the weights and
+# :math:`\frac{N-1}{N}` of the gradients: one and a half times an all-reduce.
 #
 # When it is not worth it
 # -----------------------
-# * The order of the units is known: :doc:`prefetch_schedule` hides more, with less traffic.
-# * The host is slower than the device (small layers, few tokens). Then a gather is asked for late.
-#   Schedules that look ahead suffer less.
+# * All fits on each device: data parallelism moves less.
+# * Many small parameters: each has its own collective here.
+# * The host is slower than the device (small layers, few samples): a gather is asked for late.
 #
 # Known limits
 # ------------
-# * A unit returns one tensor, and so does the root. Wrap a module that returns several.
-# * A full gradient is dropped when its reduce-scatter is queued. On one stream that is right. On
-#   two it is not: :doc:`prefetch_schedule` keeps it longer.
-# * Every rank must run the same units in the same order; the order itself may change from pass to
-#   pass.
-# * Activation checkpointing inside a unit raises. Put it around each unit, with
-#   ``use_reentrant=False``.
-# * A unit with frozen parameters, alone or beside trained ones (LoRA), stays in memory until the
-#   end of backward: no gradient tells when they were read last.
-# * A forward that raised leaves full parameters in its modules and in memory; a unit that is called
-#   alone leaves them in memory. The root's next forward drops them. To save, read or change
-#   parameters before it, call ``release_all()`` first.
+# * Buffers, such as the statistics of a batch norm, stay each rank's own.
+# * A change of weights that PyTorch does not count, as by ``fused=True`` optimizers, is not seen
+#   between a forward and its backward.
+# * A forward that raised leaves full weights in its modules, until the next forward or
+#   ``release_all()``.
 #
 # Further reading
 # ---------------
 # * `Add FSDP stream context delayed release <https://github.com/NVIDIA/Megatron-LM/pull/5124>`__,
-#   the design that this recipe follows, and `what was merged
+#   the design that this file follows, and `what was merged
 #   <https://github.com/NVIDIA/Megatron-LM/pull/5513>`__
 # * `Rethinking PyTorch Fully Sharded Data Parallel from first principles
 #   <https://dev-discuss.pytorch.org/t/rethinking-pytorch-fully-sharded-data-parallel-fsdp-from-first-principles/1019>`__:
 #   why ``record_stream`` and a host that runs ahead do not go together
-# * `Memory of tensors passed between streams
-#   <https://docs.pytorch.org/docs/stable/generated/torch.Tensor.record_stream.html>`__
+# * `ZeRO: memory optimizations toward training trillion parameter models
+#   <https://arxiv.org/abs/1910.02054>`__: the three stages; this is the third

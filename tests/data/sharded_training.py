@@ -1,8 +1,8 @@
-"""Train toy models sharded and not, in one run of several ranks, for ``tests/fsdp2``.
+"""What ranks do with the contexts of ``stream_context`` and ``prefetch_schedule``.
 
-``train`` compares every schedule with the unsharded run. ``save`` and ``load`` go to and come from
-a checkpoint of ``async_save.py``, on world sizes that differ. The other modes train a small stack
-that a schedule must not trip over, or disturb it before each step.
+``few_rows`` and ``between_steps`` compare with the unsharded run. ``save`` and ``load`` go to and
+come from a checkpoint of ``async_save.py``, on world sizes that differ. The other modes are what
+the two files are not made for: each must raise on every rank.
 """
 
 import argparse
@@ -17,363 +17,322 @@ import torch
 import torch.distributed as dist
 import torch.distributed.checkpoint as dcp
 from torch import nn
-from torch.distributed.device_mesh import init_device_mesh
 from torch.distributed.tensor import DTensor
-from torch.utils.checkpoint import checkpoint, set_checkpoint_early_stop
+from torch.utils.checkpoint import checkpoint
 
 RECIPES = Path(__file__).resolve().parents[2] / "recipes_source"
-sys.path[:0] = [str(RECIPES / "sharding"), str(RECIPES / "checkpoint")]
+HERE = Path(__file__).parent
+sys.path[:0] = [str(RECIPES / "sharding"), str(RECIPES / "checkpoint"), str(HERE)]
 
-import sharded_parameter as rows  # noqa: E402
 from _toys import AppState  # noqa: E402
 from async_save import AsyncCheckpoints  # noqa: E402
-from peer_schedule import PeerContext  # noqa: E402
 from prefetch_schedule import PrefetchContext  # noqa: E402
-from stream_context import FsdpContext  # noqa: E402
-from update_in_order import UpdateContext  # noqa: E402
+from raising import raised  # noqa: E402
+from stream_context import FsdpContext, start_rank  # noqa: E402
 
-SCHEDULES = (FsdpContext, PrefetchContext, UpdateContext, PeerContext)
-PAIRS = 3
-PASSES = 20  # forward and backward: 20 steps in one order, 10 of two micro-batches if shuffled
-WIDTH = 10
+CONTEXTS = (FsdpContext, PrefetchContext)
+LAYERS = 4
+WIDTH = 6
+STEPS = 3
 ADAMW = partial(torch.optim.AdamW, lr=1e-2)  # fused rounds the last elements of a CPU tensor apart
 
 
-class Pair(nn.Module):
-    """Two layers, the second a unit inside the first's; a vector of 3 rows, fewer than 4 ranks."""
+class Layer(nn.Module):
+    """x + two linear layers of x; two rows between them, fewer than three ranks."""
 
     def __init__(self) -> None:
         super().__init__()
-        self.up, self.inner = nn.Linear(WIDTH, 3), nn.Linear(3, WIDTH)
+        self.up = nn.Linear(WIDTH, 2)
+        self.down = nn.Linear(2, WIDTH)
 
     def forward(self, x: torch.Tensor) -> torch.Tensor:
-        return x + self.inner(torch.tanh(self.up(x)))
+        return x + self.down(torch.tanh(self.up(x)))
 
 
-class Model(nn.Module):
-    """Pairs in an order of its own each turn, an embedding tied to the head in the root."""
-
-    def __init__(self, shuffled: bool, seed: int = 0) -> None:
-        super().__init__()
-        torch.manual_seed(seed)
-        self.shuffled = shuffled
-        self.pairs = nn.ModuleList(Pair() for _ in range(PAIRS))
-        self.embedding = nn.Linear(WIDTH, WIDTH, bias=False)
-        self.head = nn.Linear(WIDTH, WIDTH)
-        self.head.weight = self.embedding.weight
-        self.frozen = nn.Parameter(torch.full((WIDTH,), 0.5), requires_grad=False)
-
-    def forward(self, x: torch.Tensor, turn: int) -> torch.Tensor:
-        order = list(range(PAIRS))
-        if self.shuffled:
-            order = order[turn % PAIRS :] + order[: turn % PAIRS]
-        x = self.embedding(x) * self.frozen
-        for index in order:
-            x = self.pairs[index](x)
-        return self.head(x)
-
-    def units(self) -> list[nn.Module]:
-        return [*self.pairs, *(pair.inner for pair in self.pairs)]
+def layers(seed: int = 0, kind: type[nn.Module] = Layer) -> nn.Sequential:
+    torch.manual_seed(seed)
+    return nn.Sequential(*[kind() for _ in range(LAYERS)])
 
 
-def loss_of(model: nn.Module, turn: int, rank: int, dtype: torch.dtype) -> torch.Tensor:
-    samples = torch.randn(6, WIDTH, generator=torch.Generator().manual_seed(100 * turn + rank))
-    return (model(samples.to(dtype), turn) - samples.flip(1)).square().mean()
+def ones() -> torch.Tensor:
+    return torch.ones(1, WIDTH)
 
 
-def train_unsharded(shuffled: bool, dtype: torch.dtype) -> tuple[Model, list[torch.Tensor]]:
-    """Float32 weights and their losses; each forward and backward in ``dtype``."""
-    ranks = dist.get_world_size()
-    model, computing = Model(shuffled), Model(shuffled).to(dtype)
-    mains = [p for p in model.parameters() if p.requires_grad]
-    copies = [p for p in computing.parameters() if p.requires_grad]
-    optimizer, losses = ADAMW(mains), []
-    for turn in range(PASSES):
-        with torch.no_grad():
-            for main, copy in zip(mains, copies, strict=True):
-                copy.copy_(main)
-        parts = [loss_of(computing, turn, rank, dtype) for rank in range(ranks)]
-        losses.append(parts[dist.get_rank()].detach())
-        seed = torch.tensor(1 / ranks, dtype=dtype)
-        gradients = [torch.autograd.grad(part, copies, seed) for part in parts]
-        for main, *grads in zip(mains, *gradients, strict=True):
-            grad = sum(grads[1:], grads[0]).to(main.dtype)
-            main.grad = grad if main.grad is None else main.grad + grad
-        if turn % 2 or not shuffled:
-            optimizer.step()
-            optimizer.zero_grad()
-    return model, losses
+def loss_of(model: nn.Module, step: int, rank: int) -> torch.Tensor:
+    samples = torch.randn(6, WIDTH, generator=torch.Generator().manual_seed(100 * step + rank))
+    return (model(samples) - samples.flip(1)).square().mean()
 
 
-def shard(
-    model: nn.Module, schedule: type[FsdpContext], dtype: torch.dtype | None = None
-) -> tuple[FsdpContext, Callable[[], None]]:
-    """The context of ``model``, and an optimizer's step that drops the gradients."""
-    mesh = init_device_mesh("cpu", (dist.get_world_size(),))
-    context = schedule(model, model.units(), mesh, dtype=dtype)
-    if schedule is UpdateContext:
-        context.optimize(ADAMW)
-        return context, context.step
-    optimizer = ADAMW([p for p in model.parameters() if p.requires_grad])
-
-    def step() -> None:
+def follow(kind: type, disturb: Callable[[nn.Module], None]) -> None:
+    """Train sharded and not; ``disturb`` the sharded model before each update."""
+    ranks = range(dist.get_world_size())
+    model = layers()
+    reference = layers()
+    context = kind(model, list(model))
+    optimizer = ADAMW(model.parameters())
+    expected = ADAMW(reference.parameters())
+    exact = {"rtol": 0, "atol": 0} if len(ranks) <= 2 else {"rtol": 1e-4, "atol": 1e-5}
+    for step in range(STEPS):
+        losses = [loss_of(reference, step, rank) for rank in ranks]
+        loss = loss_of(model, step, dist.get_rank())
+        torch.testing.assert_close(loss, losses[dist.get_rank()], **exact)
+        context.backward(loss)
+        (sum(losses) / len(ranks)).backward()
+        disturb(model)
         optimizer.step()
         optimizer.zero_grad()
-
-    return context, step
-
-
-def train_sharded(
-    schedule: type[FsdpContext], shuffled: bool, dtype: torch.dtype
-) -> tuple[Model, list[torch.Tensor], FsdpContext]:
-    model = Model(shuffled)
-    context, step = shard(model, schedule, dtype)
-    losses = []
-    for turn in range(PASSES):
-        loss = loss_of(model, turn, dist.get_rank(), dtype)
-        losses.append(loss.detach())
-        context.backward(loss)
-        if turn % 2 or not shuffled:
-            step()
-    return model, losses, context
+        expected.step()
+        expected.zero_grad()
+    context.release_all()
+    for p, q in zip(model.parameters(), reference.parameters(), strict=True):
+        assert isinstance(p, DTensor), "a parameter is left whole"
+        torch.testing.assert_close(p.detach().full_tensor(), q.detach(), **exact)
+    moved = (q.detach() - list(layers().parameters())[-1].detach()).abs().max()
+    assert moved > 0.01, "nothing was learned, so nothing was compared"
 
 
-def compare(model: Model, reference: Model, losses: list, expected: list) -> None:
-    """One and two ranks agree in every bit; a sum over more has another order, hence rounding."""
-    exact = dist.get_world_size() <= 2
-    tolerance = {"rtol": 0, "atol": 0} if exact else {"rtol": 1e-4, "atol": 1e-5}
-    torch.testing.assert_close(torch.stack(losses), torch.stack(expected), **tolerance)
-    weights = dict(reference.named_parameters())
-    for name, parameter in model.named_parameters():
-        torch.testing.assert_close(parameter.full_tensor(), weights[name], **tolerance)
-    moved = (weights["embedding.weight"] - Model(False).embedding.weight).abs().max()
-    assert moved > 0.02, "nothing was learned, so nothing was compared"
-
-
-def train() -> None:
-    for shuffled in (False, True):
-        reference, expected = train_unsharded(shuffled, torch.float32)
-        for schedule in SCHEDULES:
-            model, losses, context = train_sharded(schedule, shuffled, torch.float32)
-            compare(model, reference, losses, expected)
-            if schedule is not FsdpContext:
-                assert (context.mispredicted > 0) == shuffled
-    if dist.get_world_size() == 2:  # with more, rounding in bfloat16 grows beyond any tolerance
-        reference, expected = train_unsharded(False, torch.bfloat16)
-        for schedule in (FsdpContext, UpdateContext):
-            model, losses, _ = train_sharded(schedule, False, torch.bfloat16)
-            compare(model, reference, losses, expected)
-
-
-class Adapted(nn.Module):
-    """x + a layer, frozen if asked, and beside it a trained one of low rank."""
-
-    def __init__(self, frozen: bool) -> None:
-        super().__init__()
-        self.base = nn.Linear(WIDTH, WIDTH).requires_grad_(not frozen)
-        self.down, self.up = nn.Linear(WIDTH, 2, bias=False), nn.Linear(2, WIDTH, bias=False)
-
-    def forward(self, x: torch.Tensor) -> torch.Tensor:
-        return x + self.base(x) + self.up(self.down(x))
-
-
-class Layers(nn.Module):
-    """``PAIRS`` units, with ``frozen`` parameters, ``shared`` ones, or ``recomputed``.
-
-    Shared are one weight by two units, another by a unit and, before or behind it, the root.
-    """
-
-    def __init__(
-        self, frozen: bool = False, shared: bool = False, recomputed: bool = False, depth=PAIRS
-    ) -> None:
-        super().__init__()
-        torch.manual_seed(0)
-        self.first = nn.Linear(WIDTH, WIDTH, bias=False)
-        self.layers = nn.ModuleList(Adapted(frozen) for _ in range(depth))
-        self.last, self.recomputed = nn.Linear(WIDTH, WIDTH), recomputed
-        if shared:
-            self.layers[0].base.weight = self.first.weight
-            self.last.weight = self.layers[1].base.weight
-            self.layers[2].up.weight = self.layers[1].up.weight
-
-    def forward(self, x: torch.Tensor, turn: int) -> torch.Tensor:
-        x = self.first(x)
-        for layer in self.layers:
-            x = checkpoint(layer, x, use_reentrant=False) if self.recomputed else layer(x)
-        return self.last(x)
-
-    def units(self) -> list[nn.Module]:
-        return list(self.layers)
-
-
-def follow(disturb: Callable[[Layers], None] = lambda model: None, **options: bool) -> None:
-    """Train under every schedule, ``disturb`` the model before each step; compare as it goes."""
-    ranks = range(dist.get_world_size())
-    for schedule in SCHEDULES:
-        model, reference = Layers(**options), Layers(**options)
-        context, step = shard(model, schedule)
-        optimizer = ADAMW([p for p in reference.parameters() if p.requires_grad])
-        for turn in range(4):
-            losses = [loss_of(reference, turn, rank, torch.float32) for rank in ranks]
-            loss = loss_of(model, turn, dist.get_rank(), torch.float32)
-            assert torch.equal(loss, losses[dist.get_rank()]), f"{schedule.__name__}: {turn}"
-            context.backward(loss)
-            for part in losses:
-                part.backward(torch.tensor(1 / len(ranks)))
-            disturb(model)
-            step()
-            optimizer.step()
-            optimizer.zero_grad()
-        context.release_all()
-        assert context.live_bytes == 0
-        for (name, p), q in zip(model.named_parameters(), reference.parameters(), strict=True):
-            assert isinstance(p, DTensor), f"{schedule.__name__}: {name} is left full"
-            assert torch.equal(p.full_tensor(), q), f"{schedule.__name__}: {name}"
-
-
-def raise_in_forward(model: Layers) -> None:
+def raise_in_forward(model: nn.Module) -> None:
     def fail(*_) -> None:
         raise MemoryError("of this test")
 
-    hook = model.layers[1].up.register_forward_pre_hook(fail)
-    try:
-        model(torch.ones(1, WIDTH), 0)
-    except MemoryError:
-        hook.remove()
+    hook = model[1].up.register_forward_pre_hook(fail)
+    assert isinstance(raised(lambda: model(ones())), MemoryError)
+    hook.remove()
 
 
-def call_a_unit(model: Layers) -> None:
+def evaluate(model: nn.Module) -> None:
     with torch.no_grad():
-        model.layers[0](torch.ones(1, WIDTH))
+        model(ones())
 
 
-def skip_backward(model: Layers) -> None:
-    assert model(torch.ones(1, WIDTH), 0).requires_grad
+def skip_backward(model: nn.Module) -> None:
+    assert model(ones()).requires_grad
 
 
-def refuse() -> None:
-    """A unit that returns two tensors is refused, with a way out."""
-    for schedule in SCHEDULES:
-        model = Layers()
-        model.layers[1].register_forward_hook(lambda *_: (_[-1], 0))
-        shard(model, schedule)
-        try:
-            model(torch.ones(1, WIDTH), 0)
-        except TypeError as error:
-            assert "tuple" in str(error) and "one tensor" in str(error), error
-        else:
-            raise AssertionError("two tensors were accepted")
+def load_in_place(model: nn.Module) -> None:
+    """There and back; DTensors are changed in place."""
+    state = {name: value.clone() for name, value in model.state_dict().items()}
+    model.load_state_dict({name: value * 0 for name, value in state.items()})
+    evaluate(model)
+    model.load_state_dict(state)
 
 
-def recompute_to_their_end() -> None:
-    """Layers recomputed as a whole are gathered as often as without, and none of them late."""
-    for schedule in SCHEDULES:
-        counts = []
-        for recomputed in (False, True):
-            model = Layers(recomputed=recomputed, depth=6)
-            context, step = shard(model, schedule)
-            with set_checkpoint_early_stop(False):
-                for turn in range(4):
-                    context.backward(loss_of(model, turn, dist.get_rank(), torch.float32))
-                    step()
-            looks_ahead = schedule is not FsdpContext
-            counts.append((context.late, context.mispredicted) if looks_ahead else ())
-            counts[-1] += (context.gathers, context.peak_bytes)
-        assert counts[0] == counts[1], f"{schedule.__name__}: {counts}"
+def between_steps() -> None:
+    for kind in CONTEXTS:
+        for disturb in (raise_in_forward, evaluate, skip_backward, load_in_place):
+            follow(kind, disturb)
 
 
-def expect(kind: type[Exception], words: str, what: Callable[[], object]) -> None:
-    try:
-        what()
-    except kind as error:
-        assert words in str(error), error
-    else:
-        raise AssertionError(f"no error of {words}")
+def few_rows() -> None:
+    for kind in CONTEXTS:
+        follow(kind, lambda model: None)
 
 
-def let_go() -> None:
-    """A model that is dropped, trained or not, leaves nothing in memory."""
-    for schedule in SCHEDULES:
-        for steps in (0, 1):
-            model = Layers()
-            context, step = shard(model, schedule)
-            for _ in range(steps):
-                context.backward(model(torch.ones(1, WIDTH), 0).sum())
-                step()
-            p = context.units[0].parameters[0]
-            kept = [weakref.ref(thing) for thing in (model, context, p.shard, p.full)]
-            del model, context, step, p
-            gc.collect()
-            alive = [thing() is not None for thing in kept]
-            assert not any(alive), f"{schedule.__name__}, {steps} steps: {alive}"
+# -- what the files are not made for -----------------------------------------------------------
 
 
-def misuse() -> None:
-    """What a context cannot follow is an error that says so."""
-    for schedule in SCHEDULES:
-        model = Layers()
-        context, step = shard(model, schedule)
-        ones = torch.ones(1, WIDTH)
-        expect(ValueError, "sharded already", lambda: shard(model, schedule))  # noqa: B023
-        expect(RuntimeError, "context.backward", model(ones, 0).sum().backward)
-        context.backward(model(ones, 0).sum())  # the context is still good
-        step()
+def assert_refused(call: Callable[[], object], kind: type, why: str) -> None:
+    error = raised(call)
+    assert isinstance(error, kind) and why in str(error), f"{why!r} wanted: {error!r}"
+
+
+def models() -> None:
+    """Refused when they are sharded."""
+    for kind in CONTEXTS:
+        shared = layers()
+        shared[2].up.weight = shared[0].up.weight
+        assert_refused(lambda: kind(shared, list(shared)), ValueError, "shared by several")  # noqa: B023
+        frozen = layers()
+        frozen[1].down.bias.requires_grad_(False)
+        assert_refused(lambda: kind(frozen, list(frozen)), ValueError, "1.down.bias has no rows")  # noqa: B023
+        scaled = layers()
+        scaled[1].scale = nn.Parameter(torch.ones(()))
+        assert_refused(lambda: kind(scaled, list(scaled)), ValueError, "1.scale has no rows")  # noqa: B023
+        model = layers()
+        nested = [model[0], model[0].up, *model[1:]]
+        assert_refused(lambda: kind(model, nested), ValueError, "0.up.weight is in 2 units")  # noqa: B023
+        assert_refused(lambda: kind(model, model[1:]), ValueError, "0.up.weight is in 0 units")  # noqa: B023
+        kind(model, list(model))
+        assert_refused(lambda: kind(model, list(model)), ValueError, "sharded already")  # noqa: B023
+
+
+class Pair(Layer):
+    def forward(self, x: torch.Tensor) -> torch.Tensor:
+        return super().forward(x), x
+
+
+class Renormed(Layer):
+    """Changes its weight, as an embedding with ``max_norm`` does."""
+
+    def forward(self, x: torch.Tensor) -> torch.Tensor:
+        with torch.no_grad():
+            self.up.weight.renorm_(2, 0, 1.0)
+        return super().forward(x)
+
+
+def forwards() -> None:
+    """Refused when a unit runs."""
+    for kind in CONTEXTS:
+        model = layers(kind=Pair)
+        kind(model, list(model))
+        assert_refused(lambda: model(ones()), TypeError, "wrap it to return one tensor")  # noqa: B023
+
+        model = layers()
+        kind(model, list(model))
+        assert_refused(lambda: model[2](ones()), RuntimeError, "unit 2 ran out of turn")  # noqa: B023
+        assert_refused(lambda: model[1:](ones()), RuntimeError, "unit 1 ran out of turn")  # noqa: B023
+        twice = lambda: model[1](model[1](model[0](ones())))  # noqa: B023, E731
+        assert_refused(twice, RuntimeError, "unit 1 ran out of turn")
+        assert model(ones()).isfinite().all(), "the context is no longer good"
+
+        model = layers(kind=Renormed)
+        kind(model, list(model))
+        assert_refused(lambda: model(ones()), RuntimeError, "weight was changed in forward")  # noqa: B023
+
         for change in (
-            lambda m: m.layers[1].requires_grad_(False),
+            lambda m: m[1].requires_grad_(False),
             lambda m: m.to(torch.bfloat16),
             lambda m: m.to("meta"),
             lambda m: m.load_state_dict(m.state_dict(), assign=True),
         ):
-            model = Layers()
-            shard(model, schedule)
-            model(ones, 0)
+            model = layers()
+            kind(model, list(model))
+            model(ones())
             change(model)
-            expect(RuntimeError, "behind the sharding", lambda: model(ones, 0))  # noqa: B023
-    model = Layers()
-    model.layers[1].to(torch.bfloat16)
-    expect(ValueError, "several dtypes", lambda: shard(model, PeerContext))
+            assert_refused(lambda: model(ones()), RuntimeError, "replaced, moved or frozen")  # noqa: B023
 
 
-MODES = {
-    "train": train,
-    "frozen": partial(follow, frozen=True),
-    "shared": partial(follow, shared=True),
-    "recomputed": partial(follow, recomputed=True),
-    "raised": partial(follow, raise_in_forward),
-    "called_alone": partial(follow, call_a_unit),
-    "no_backward": partial(follow, skip_backward),
-    "refused": refuse,
-    "recomputed_to_their_end": recompute_to_their_end,
-    "misused": misuse,
-    "let_go": let_go,
-}
+class OneOfTwo(Layer):
+    """A rank uses one of two experts of equal sizes: stock FSDP2 mixes their gradients."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.experts = nn.ModuleList(nn.Linear(WIDTH, WIDTH) for _ in range(2))
+
+    def forward(self, x: torch.Tensor) -> torch.Tensor:
+        return super().forward(x) + self.experts[dist.get_rank() % 2](x)
+
+
+class View(Layer):
+    """Returns a view, which the next one changes in place: autograd drops the hook on it."""
+
+    def forward(self, x: torch.Tensor) -> torch.Tensor:
+        x += 1.0
+        return super().forward(x).unsqueeze(0).squeeze(0)
+
+
+def backwards() -> None:
+    """Refused in backward."""
+    for kind in CONTEXTS:
+        model = layers(kind=OneOfTwo)
+        context = kind(model, list(model))
+        experts = lambda: context.backward(model(ones()).sum())  # noqa: B023, E731
+        assert_refused(experts, RuntimeError, "has no gradient on this rank")
+
+        model = layers(kind=View)
+        context = kind(model, list(model))
+        views = lambda: context.backward(model(ones()).sum())  # noqa: B023, E731
+        assert_refused(views, RuntimeError, "")
+
+        model = layers()
+        context = kind(model, list(model))
+        assert_refused(model(ones()).sum().backward, RuntimeError, "call context.backward")
+        detached = lambda: context.backward(model[3](model[:3](ones()).detach()).sum())  # noqa: B023, E731
+        assert_refused(detached, RuntimeError, "no gradient has come to unit 2")
+        first = model(ones()).sum()
+        model(ones())
+        assert_refused(lambda: context.backward(first), RuntimeError, "not the last forward")  # noqa: B023
+        loss = model(ones()).sum()
+        with torch.no_grad():
+            model[0].up.weight.mul_(2)
+        assert_refused(lambda: context.backward(loss), RuntimeError, "have changed since")  # noqa: B023
+        context.backward(model(ones()).sum())
+        for p in model.parameters():
+            assert p.grad.to_local().isfinite().all(), "the context is no longer good"
+        assert_refused(lambda: context.backward(model(ones())), RuntimeError, "scalar")  # noqa: B023
+
+        model = layers()
+        optimizer = ADAMW(model.parameters())
+        context = kind(model, list(model))
+        early = lambda: context.backward(model(ones()).sum())  # noqa: B023, E731
+        assert_refused(early, RuntimeError, "from before the sharding, an optimizer perhaps")
+        assert optimizer is not None
+        recomputed(kind)
+
+
+def recomputed(kind: type) -> None:
+    model = layers()
+    context = kind(model, list(model))
+    x = ones()
+    for layer in model:
+        x = checkpoint(layer, x, use_reentrant=False)
+    loss = x.sum()
+    assert_refused(lambda: context.backward(loss), RuntimeError, "do not recompute activations")
+
+
+def updates_between() -> None:
+    """An update of any kind between forward and backward is seen if PyTorch counts it."""
+    for kind in CONTEXTS:
+        for make in (torch.optim.SGD, torch.optim.AdamW, torch.optim.RMSprop):
+            model = layers()
+            context = kind(model, list(model))
+            optimizer = make(model.parameters(), lr=1e-2)
+            context.backward(model(ones()).sum())
+            loss = model(ones()).sum()
+            optimizer.step()
+            assert_refused(lambda: context.backward(loss), RuntimeError, "have changed since")  # noqa: B023
+
+
+def let_go() -> None:
+    """A model that is dropped, trained or not, leaves nothing in memory."""
+    for kind in CONTEXTS:
+        for steps in (0, 1):
+            model = layers()
+            context = kind(model, list(model))
+            for _ in range(steps):
+                context.backward(model(ones()).sum())
+            p = context.units[0].parameters[0]
+            kept = [weakref.ref(thing) for thing in (model, context, p.shard, p.full)]
+            del model, context, p
+            gc.collect()
+            alive = [thing() is not None for thing in kept]
+            assert not any(alive), f"{kind.__name__}, {steps} steps: {alive}"
+
+
+# -- checkpoints -------------------------------------------------------------------------------
 
 
 def build_app(seed: int) -> tuple[AppState, PrefetchContext]:
-    model = Model(False, seed)
-    mesh = init_device_mesh("cpu", (dist.get_world_size(),))
-    context = PrefetchContext(model, model.units(), mesh)
-    optimizer = ADAMW([p for p in model.parameters() if p.requires_grad])
-    return AppState(model, optimizer), context
+    model = layers(seed)
+    context = PrefetchContext(model, list(model))
+    return AppState(model, ADAMW(model.parameters())), context
 
 
 def train_on(app: AppState, context: PrefetchContext, steps: int) -> None:
     """Every rank sees the same samples, so that the number of ranks changes rounding alone."""
     for _ in range(steps):
-        context.backward(loss_of(app.model, app.step, 0, torch.float32))
+        context.backward(loss_of(app.model, app.step, 0))
         app.optimizer.step()
         app.optimizer.zero_grad()
         app.step += 1
 
 
-def full(tree: dict[str, object]) -> dict[str, torch.Tensor]:
+def full(tree: object) -> dict[str, torch.Tensor]:
     """Every tensor of a state by its path, whole."""
-    if isinstance(tree, dict | list):
-        items = tree.items() if isinstance(tree, dict) else enumerate(tree)
-        return {f"{k}/{path}": leaf for k, value in items for path, leaf in full(value).items()}
     if isinstance(tree, DTensor):
         return {"": tree.full_tensor().detach().clone()}
-    return {"": tree.detach().clone()} if torch.is_tensor(tree) else {}
+    if isinstance(tree, torch.Tensor):
+        return {"": tree.detach().clone()}
+    items = []
+    if isinstance(tree, dict):
+        items = tree.items()
+    elif isinstance(tree, list):
+        items = enumerate(tree)
+    found = {}
+    for key, value in items:
+        for path, leaf in full(value).items():
+            found[f"{key}/{path}"] = leaf
+    return found
 
 
 def save(directory: Path) -> None:
@@ -407,19 +366,23 @@ def load(directory: Path) -> None:
     assert sum(moved) > len(moved) / 2, "training changed nothing"
 
 
+MODES = (few_rows, between_steps, models, forwards, backwards, updates_between, let_go)
+
 if __name__ == "__main__":
+    modes = {mode.__name__: mode for mode in MODES}
     parser = argparse.ArgumentParser()
-    parser.add_argument("what", choices=(*MODES, "save", "load"))
+    parser.add_argument("what", choices=(*modes, "save", "load"))
     parser.add_argument("--dir", type=Path, help="of the checkpoint that is saved")
     parser.add_argument("--saved", type=Path, help="of the checkpoint that is loaded")
     asked = parser.parse_args()
-    rows.start_rank()
+    torch.set_num_threads(1)
+    start_rank()
     try:
-        if asked.what in MODES:
-            MODES[asked.what]()
-        elif asked.what == "save":
+        if asked.what == "save":
             save(asked.dir)
-        else:
+        elif asked.what == "load":
             load(asked.saved)
+        else:
+            modes[asked.what]()
     finally:
         dist.destroy_process_group()

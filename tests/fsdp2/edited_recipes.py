@@ -12,7 +12,6 @@ EDITED: list[Path] = []  # where edited copies go: the folder of the run
 KINDS = {
     "stream_context": "FsdpContext",
     "prefetch_schedule": "PrefetchContext",
-    "peer_schedule": "PeerContext",
 }
 
 

@@ -1,68 +1,82 @@
-"""Sharded training trains what unsharded training trains, and its checkpoints fit any world size.
+"""The articles on sharded training: right where they say so, an error on every rank elsewhere.
 
-``tests/data/sharded_training.py`` is what the ranks run: every schedule, uneven shards and shards
-of no row, nested units, tied and frozen parameters, gradient accumulation, units in another order
-each time, float32 weights with bfloat16 compute; and what may come between two steps.
+``tests/data/sharded_training.py`` is what the ranks run.
 """
 
+import ast
+import sys
 from pathlib import Path
 
 import pytest
 
 from harness.run import Report, run
 
-TRAINING = Path(__file__).parents[1] / "data" / "sharded_training.py"
+ROOT = Path(__file__).parents[2]
+TRAINING = ROOT / "tests" / "data" / "sharded_training.py"
+PAGES = ROOT / "recipes_source" / "sharding"
+SCHEDULES = [PAGES / "stream_context.py", PAGES / "prefetch_schedule.py"]
+OWN = {"Watched", "prove_schedule", "train_sharded"}  # each file has its own
+METHODS = {"add", "gather", "release"}
 
 
-def run_ranks(ranks: int, *args: str, order: bool = False, keep: Path | None = None) -> Report:
-    report = run(TRAINING, ranks, launcher="warm", args=args, order=order, keep=keep)
+def run_ranks(ranks: int, *args: str, keep: Path | None = None) -> Report:
+    report = run(TRAINING, ranks, launcher="warm", args=args, keep=keep)
     assert report.ok, report.describe()
     return report
 
 
-@pytest.mark.parametrize("ranks", [1, 2, 3, pytest.param(4, marks=pytest.mark.all_models)])
-def test_every_schedule_gives_the_weights_and_losses_of_the_unsharded_run(ranks: int) -> None:
-    run_ranks(ranks, "train")
+@pytest.mark.parametrize("name", ["stream_context", "prefetch_schedule", "fsdp2_settings"])
+def test_an_article_from_scratch_needs_torch_alone(name: str) -> None:
+    found = set()
+    for node in ast.walk(ast.parse((PAGES / f"{name}.py").read_text(encoding="utf-8"))):
+        if isinstance(node, ast.Import):
+            found |= {alias.name.partition(".")[0] for alias in node.names}
+        elif isinstance(node, ast.ImportFrom):
+            found.add((node.module or "a file beside it").partition(".")[0])
+    assert found - sys.stdlib_module_names == {"torch"}
 
 
-@pytest.mark.parametrize(("saving", "loading"), [(1, 2), (3, 2), (2, 4)])
+def test_what_the_two_schedules_share_is_the_same_in_each() -> None:
+    """So that a cure in one reaches the other."""
+    seen: dict[str, str] = {}
+    shared = set()
+    for file in SCHEDULES:
+        for node in ast.parse(file.read_text(encoding="utf-8")).body:
+            parts = [node]
+            if isinstance(node, ast.ClassDef) and node.name.endswith("Context"):
+                parts = [part for part in node.body if getattr(part, "name", "") in METHODS]
+            for part in parts:
+                if not isinstance(part, ast.FunctionDef | ast.ClassDef) or part.name in OWN:
+                    continue
+                text = ast.unparse(part)
+                if part.name in seen:
+                    shared.add(part.name)
+                assert seen.setdefault(part.name, text) == text, f"{part.name} of {file.stem}"
+    assert {"ShardedParameter", "Unit", "check_scope", "prove_equal", *METHODS} <= shared
+
+
+def test_a_parameter_of_fewer_rows_than_ranks_is_trained() -> None:
+    run_ranks(3, "few_rows")
+
+
+@pytest.mark.parametrize("ranks", [1, 2])
+def test_what_comes_between_two_steps_changes_no_bit(ranks: int) -> None:
+    """A forward that raised, an evaluation, a forward without backward, a load in place."""
+    run_ranks(ranks, "between_steps")
+
+
+@pytest.mark.parametrize("trouble", ["models", "forwards", "backwards", "updates_between"])
+def test_what_is_outside_the_scope_raises_on_every_rank(trouble: str) -> None:
+    run_ranks(2, trouble)
+
+
+def test_a_context_goes_with_its_model() -> None:
+    run_ranks(1, "let_go")
+
+
+@pytest.mark.parametrize(("saving", "loading"), [(1, 2), (3, 2)])
 def test_a_checkpoint_of_async_save_goes_on_at_another_world_size(
     saving: int, loading: int, tmp_path: Path
 ) -> None:
     run_ranks(saving, "save", keep=tmp_path / "saved")
     run_ranks(loading, "load", "--saved", str(tmp_path / "saved" / "dir"))
-
-
-@pytest.mark.parametrize("ranks", [1, 2])
-@pytest.mark.parametrize("parameters", ["frozen", "shared"])
-def test_units_with_frozen_beside_trained_or_with_shared_parameters_train_as_unsharded(
-    parameters: str, ranks: int
-) -> None:
-    run_ranks(ranks, parameters, order=True)
-
-
-@pytest.mark.parametrize("before_the_step", ["raised", "called_alone", "no_backward"])
-def test_no_forward_computes_with_weights_from_before_a_step(before_the_step: str) -> None:
-    run_ranks(2, before_the_step)
-
-
-def test_activations_of_a_unit_may_be_computed_again_in_backward() -> None:
-    run_ranks(2, "recomputed", order=True)
-
-
-def test_a_unit_that_returns_two_tensors_is_refused_with_a_way_out() -> None:
-    run_ranks(1, "refused")
-
-
-def test_activations_computed_again_to_their_end_cost_no_late_gather() -> None:
-    run_ranks(2, "recomputed_to_their_end")
-
-
-@pytest.mark.parametrize("ranks", [1, 2])
-def test_what_a_context_cannot_follow_is_an_error_that_says_so(ranks: int) -> None:
-    run_ranks(ranks, "misused")
-
-
-@pytest.mark.parametrize("ranks", [1, 2])
-def test_a_context_goes_with_its_model(ranks: int) -> None:
-    run_ranks(ranks, "let_go")

@@ -11,7 +11,6 @@ import torch.distributed as dist
 from edited_recipes import KINDS, load
 from overlap_in_traces import GATHER, REDUCE, SERIAL, STEPS, Overlap, read_overlap
 from torch import nn
-from torch.distributed.device_mesh import init_device_mesh
 from torch.distributed.fsdp import fully_shard
 from torch.profiler import ProfilerActivity, profile, record_function
 
@@ -87,10 +86,9 @@ def under_fsdp2(device: torch.device, watch: Watch, control: str | None):
 def under_context(name: str, device: torch.device, watch: Watch, control: str | None):
     module = load(name, control)
     model = products_only(device)
-    mesh = init_device_mesh(device.type, (dist.get_world_size(),))
-    context = getattr(module, KINDS[name])(model, list(model), mesh)
-    context.gather = watch(GATHER, context.gather)
-    context.reduce_scatter = watch(REDUCE, context.reduce_scatter)
+    context = getattr(module, KINDS[name])(model, list(model))
+    module.all_gather = watch(GATHER, module.all_gather)
+    module.reduce_scatter = watch(REDUCE, module.reduce_scatter)
     return model, context.backward
 
 

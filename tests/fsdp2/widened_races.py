@@ -8,14 +8,12 @@ import contextlib
 import sys
 from collections.abc import Callable, Iterator
 from dataclasses import dataclass
-from functools import partial
 from unittest import mock
 
 import torch
 import torch.distributed as dist
-from edited_recipes import KINDS, load, of_library
+from edited_recipes import load, of_library
 from torch import nn
-from torch.distributed.device_mesh import init_device_mesh
 from torch.optim.optimizer import register_optimizer_step_pre_hook
 
 PAUSE_MS = 5.0  # longer than any step of a toy without it
@@ -37,98 +35,50 @@ def on_any_rank(value: bool, device: torch.device) -> bool:
 def train_context(name: str, control: str | None, device: torch.device, widen: Callable) -> None:
     """Train under the context of ``name`` and compare with the unsharded model."""
     module = load(name, control)
-    rows = module.rows
-    model, reference = rows.Stack(device, shuffled=True), rows.Stack(device, shuffled=True)
-    mesh = init_device_mesh(device.type, (dist.get_world_size(),))
-    context = getattr(module, KINDS[name])(model, model.blocks, mesh)
-    with widen(model, context):
-        rows.train(model, context.backward)
-        rows.train(reference)
-    rows.prove_parity(model, reference)
+    model, reference = module.build(device, seed=0), module.build(device, seed=0)
+    with widen(module, model):
+        gradients = module.train_sharded(model, device)
+        expected = module.train_unsharded(reference, device)
+    module.prove_equal(gradients, expected)
+    module.prove_equal(list(model.parameters()), list(reference.parameters()))
 
 
 @contextlib.contextmanager
-def slow_units(model: nn.Module, context) -> Iterator[None]:
+def slow_units(module, model: nn.Module) -> Iterator[None]:
     """Pause in each unit, between the gather of its weights and their use."""
-    hooks = [block.up.register_forward_pre_hook(lambda *_: pause(1)) for block in model.blocks]
+    hooks = [block.up.register_forward_pre_hook(lambda *_: pause(1)) for block in model[:-1]]
     yield
     for hook in hooks:
         hook.remove()
 
 
 @contextlib.contextmanager
-def slow_optimizer(model: nn.Module, context) -> Iterator[None]:
+def slow_optimizer(module, model: nn.Module) -> Iterator[None]:
     """Pause before each update, with samples on the device: to copy them there holds the host."""
-    rows = sys.modules["sharded_parameter"]
-    original, turns = rows.loss_of, rows.STEPS * rows.MICRO_BATCHES
     torch.manual_seed(0)  # equal on every rank
-    shape = (turns, dist.get_world_size(), rows.BATCH, rows.WIDTH)
-    samples = torch.randn(shape).to(model.norm.weight.device)
+    turns = module.STEPS * module.MICRO_BATCHES
+    shape = (turns, dist.get_world_size(), module.BATCH, module.WIDTH)
+    samples = torch.randn(shape).to(next(model.parameters()).device)
 
-    def loss_of(model: nn.Module, turn: int, rank: int) -> torch.Tensor:
+    def loss_of(model: nn.Module, turn: int, rank: int, device: torch.device) -> torch.Tensor:
         mine = samples[turn, rank]
-        return nn.functional.mse_loss(model(mine, turn), mine.flip(1))
+        return nn.functional.mse_loss(model(mine), mine.flip(1))
 
-    rows.loss_of = loss_of
     hook = register_optimizer_step_pre_hook(lambda *_: pause())
-    yield
+    with mock.patch.object(module, "loss_of", loss_of):
+        yield
     hook.remove()
-    rows.loss_of = original
 
 
-@contextlib.contextmanager
-def slow_reductions(model: nn.Module, context) -> Iterator[None]:
+def slow_reductions(module, model: nn.Module):
     """Pause before each reduce-scatter, on its stream."""
-    original = context.reduce_scatter
+    original = module.reduce_scatter
 
-    def late(*args):
+    def late(*args, **kwargs):
         pause(1)
-        return original(*args)
+        return original(*args, **kwargs)
 
-    context.reduce_scatter = late
-    yield
-    context.reduce_scatter = original
-
-
-@contextlib.contextmanager
-def slow_rank_casts(model: nn.Module, context) -> Iterator[None]:
-    """Rank 0 casts late: the others copy what was there."""
-    original = context.fill
-
-    def late(unit) -> None:
-        pause(ranks=(0,))
-        original(unit)
-
-    with mock.patch.object(context, "fill", late):
-        yield
-
-
-@contextlib.contextmanager
-def slow_rank_pushes(model: nn.Module, context) -> Iterator[None]:
-    """Rank 0 pushes late."""
-    original = context.reduce_scatter
-
-    def late(*args) -> None:
-        pause(ranks=(0,))
-        original(*args)
-
-    with mock.patch.object(context, "reduce_scatter", late):
-        yield
-
-
-@contextlib.contextmanager
-def slow_rank_behind_barriers(model: nn.Module, context) -> Iterator[None]:
-    """Rank 1 is late behind each barrier, which rank 0 has passed as well."""
-    originals = {memory: memory.barrier for memory in (context.memory, context.pushes)}
-
-    def late(memory) -> None:
-        originals[memory]()
-        pause(ranks=(1,))
-
-    with contextlib.ExitStack() as patches:
-        for memory in originals:
-            patches.enter_context(mock.patch.object(memory, "barrier", partial(late, memory)))
-        yield
+    return mock.patch.object(module, "reduce_scatter", late)
 
 
 def before(owner: type, method: str, ranks: tuple[int, ...] = (0, 1)):
@@ -235,15 +185,6 @@ RACES = (
         train_context,
         slow_reductions,
     ),
-    Race("peer_schedule", "no_barrier_before_copies", train_context, slow_rank_casts),
-    Race(
-        "peer_schedule",
-        "cast_over_what_others_copy",
-        partial(prove_in_place, proof="prove_changes"),
-        late_behind_barriers,
-    ),
-    Race("peer_schedule", "no_barrier_before_the_sum", train_context, slow_rank_pushes),
-    Race("peer_schedule", "one_slot", train_context, slow_rank_behind_barriers),
 )
 IN_PLACE = (
     Race("shared_slots", "no_barrier_before_copies", prove_in_place, late_casts),

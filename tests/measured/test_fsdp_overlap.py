@@ -54,7 +54,7 @@ def test_windows_of_all_ways_become_rows_and_a_second_run_adds_what_is_missing(r
     kept = "fsdp2_no_collectives", "llama-tiny", 64  # no other task measures it
     assert both[kept]["samples"] == first[kept]["samples"]
     assert both["fsdp2_tuned", "llama-tiny", 64]["efficiency"] > 0
-    assert both["prefetch_copy_engine", "synthetic", 64]["efficiency"] > 0
+    assert both["fsdp2_in_place", "synthetic", 64]["efficiency"] > 0
 
 
 def test_every_bit_is_compared(rehearsed) -> None:

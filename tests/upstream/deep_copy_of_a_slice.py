@@ -1,6 +1,6 @@
 """On the CPU, a deep copy of a ``DTensor`` fails where its local tensor begins inside a storage.
 
-Avoided by recipes_source/sharding/sharded_parameter.py.
+Avoided by recipes_source/sharding/stream_context.py.
 """
 
 import copy
