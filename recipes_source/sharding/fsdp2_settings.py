@@ -530,7 +530,8 @@ if __name__ == "__main__":
 # ------------
 # * **Before PyTorch 2.13 nothing helps an expert without tokens** but a gradient for each parameter:
 #   add zero times its sum to the loss.
-# * A weight that is first used in the last micro-batch is then an error: bfloat16 beside float32.
+# * Without synchronisation between micro-batches, a weight first used in the last one is an error in
+#   bfloat16: its gradient stands beside float32 sums.
 # * Lists are fixed. If the order of units changes from step to step, they prefetch the wrong units
 #   and hold their memory.
 # * ``reshard_after_forward=<int>`` makes backward's gathers cheap where groups of that many ranks
