@@ -317,12 +317,12 @@ class FileWriter:
     def plan(self, state: dict, directory: Path) -> None:
         """Let DCP plan the write of ``state``, unless all ranks know its layout."""
         if any(self.together(self.arrange, state)):
+            if self.is_known:  # another rank needs a new one
+                self.take_apart(state)
             layout = Layout(directory)
             planner = Planner()
             group = {"process_group": self.group, "no_dist": self.group is None}
             dcp.save(state, storage_writer=layout, planner=planner, **group)
-            if self.is_known:  # another rank needs it
-                self.take_apart(state)
             layout.made_for = self.described()
             self.layout = layout
             self.plans += 1
