@@ -17,8 +17,8 @@ fit before ``--until`` is left out, and rows are written as they come.
 * ``host_cores``: CPU seconds of the process over the seconds of the call.
 * ``host_peak_bytes``: the most resident memory of the process in the call, over that before;
   files that are mapped count, page-locked memory does not on every system (``pinned_bytes``).
-* ``reader`` checks no bytes, ``reader_digests`` all; ``reader_8_threads`` does so with half as many
-  threads and pieces of twice the size. ``reader`` of ``stock`` reads what ``dcp.save`` has written.
+* ``reader`` checks no bytes, ``reader_digests`` all; ``reader_16_threads`` does so with twice
+  as many threads and pieces of half the size. ``reader`` of ``stock`` reads what ``dcp.save`` has written.
 * ``resume``: the library's call with its parts. ``resume_before`` is what it did in version 0.1.0:
   rank 0 hashes every file with SHA-256, then ``dcp.load`` with PyTorch's reader.
 * Storage ``memory`` is ``/dev/shm``. ``disk`` is read cold: ``posix_fadvise(DONTNEED)`` on each
@@ -192,8 +192,8 @@ def load_by(reader_of: Callable[[Path], dcp.StorageReader], job: Job, directory:
     return {"read_s": seconds["read_s"], "planning_s": took - seconds["read_s"]}
 
 
-def load_by_8_threads(job: Job, directory: Path) -> dict:
-    with mock.patch.multiple(reader, THREADS=8, PIECE=8 << 20):
+def load_by_16_threads(job: Job, directory: Path) -> dict:
+    with mock.patch.multiple(reader, THREADS=16, PIECE=4 << 20):
         return load_by(Reader, job, directory)
 
 
@@ -398,11 +398,11 @@ def drop_from_cache(directory: Path) -> None:
 # -- tasks ------------------------------------------------------------------------------------
 
 LIBRARY = ("overlap_recipes.checkpoint.restart",)
-OURS = ("reader", "reader_digests", "reader_8_threads")
+OURS = ("reader", "reader_digests", "reader_16_threads")
 WAYS: dict[str, Callable[[Job, Path], dict]] = {
     "reader": partial(load_by, ReaderWithoutDigests),
     "reader_digests": partial(load_by, Reader),
-    "reader_8_threads": load_by_8_threads,
+    "reader_16_threads": load_by_16_threads,
     "each": partial(load_by, Reader),
     "once_and_broadcast": load_once_and_broadcast,
     "dcp_load": partial(load_by, stock_reader),
@@ -416,7 +416,7 @@ RECIPES = {
     "resume_before": LIBRARY,
     "reader": ("overlap_recipes.checkpoint.reader",),
     "reader_digests": ("overlap_recipes.checkpoint.reader",),
-    "reader_8_threads": ("overlap_recipes.checkpoint.reader",),
+    "reader_16_threads": ("overlap_recipes.checkpoint.reader",),
     "each": ("overlap_recipes.checkpoint.reader",),
     "once_and_broadcast": ("overlap_recipes.checkpoint.reader",),
 }
