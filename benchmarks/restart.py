@@ -18,7 +18,8 @@ fit before ``--until`` is left out, and rows are written as they come.
 * ``host_peak_bytes``: the most resident memory of the process in the call, over that before;
   files that are mapped count, page-locked memory does not on every system (``pinned_bytes``).
 * ``reader`` checks no bytes, ``reader_digests`` all; ``reader_16_threads`` does so with twice
-  as many threads and pieces of half the size. ``reader`` of ``stock`` reads what ``dcp.save`` has written.
+  as many threads and pieces of half the size. ``reader`` of ``stock`` reads what
+  ``dcp.save`` has written.
 * ``resume``: the library's call with its parts. ``resume_before`` is what it did in version 0.1.0:
   rank 0 hashes every file with SHA-256, then ``dcp.load`` with PyTorch's reader.
 * Storage ``memory`` is ``/dev/shm``. ``disk`` is read cold: ``posix_fadvise(DONTNEED)`` on each
