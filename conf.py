@@ -67,7 +67,7 @@ autodoc_mock_imports = [
     "transformers",
 ]
 autodoc_member_order = "bysource"
-autodoc_preserve_defaults = True
+add_module_names = False  # headings of the page say where a name is
 
 
 sphinx_gallery_conf = {

@@ -394,7 +394,7 @@ class ResultGain(ResultDirective):
     """``.. result-gain:: <benchmark>``: rows of one field in a sentence, the first in bold.
 
     Of the machines that measured the code of today, the one with most of the rows; of several, the
-    latest, then that of most ranks. Nothing is shown where there is none.
+    latest, then that of most ranks. Nothing is shown where none has the first row.
     """
 
     option_spec = ResultDirective.option_spec | {"field": directives.unchanged_required}
@@ -407,7 +407,8 @@ class ResultGain(ResultDirective):
             rows = [row for row in result.rows if self._wanted(row) and known(row, field)]
             changed = note_recipes(self.env, repo, result.measured(rows))
             order = len(rows), result.data["date"]
-            if rows and not changed and order > most:
+            has_ours = self.options["rows"].split()[0] in {row["name"] for row in rows}
+            if has_ours and not changed and order > most:
                 best, most = (result, rows), order
         return self.show(*best) if best else []
 

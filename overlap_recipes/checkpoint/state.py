@@ -30,7 +30,7 @@ from torch.distributed.checkpoint import state_dict as dcp_state
 from torch.distributed.checkpoint.stateful import Stateful
 from torch.distributed.fsdp import FullyShardedDataParallel
 from torch.distributed.tensor import DTensor, Replicate, Shard
-from torch.utils.data import DataLoader
+from torch.utils.data import DataLoader, RandomSampler, SequentialSampler
 
 from .frozen import digests_of_ranks, own_sums
 
@@ -90,8 +90,14 @@ PARTS = (
 KEY = "a checkpoint keeps names and whole numbers as keys of a dict, not %r (in %s)"
 
 NO_POSITION = (
-    "%s is a DataLoader that does not know where it is: use torchdata's StatefulDataLoader "
-    "(accelerate: DataLoaderConfiguration(use_stateful_dataloader=True)), or skip batches yourself"
+    "%s is a DataLoader that does not know where it is: use torchdata's StatefulDataLoader, or "
+    "skip batches yourself; accelerate has "
+    "DataLoaderConfiguration(use_stateful_dataloader=True, use_seedable_sampler=True)"
+)
+NO_ORDER = (
+    "%s is a DataLoader whose %s draws another order after a restart: what it has drawn is in no "
+    "state. Use StatefulDataLoader(shuffle=True), or a sampler with a seed (accelerate: "
+    "DataLoaderConfiguration(use_seedable_sampler=True))"
 )
 
 FORMAT = 2  # of ``has_state``; the first was the optimizers' keys alone
@@ -925,9 +931,28 @@ def as_stateful(name: str, item: object) -> Stateful:
         inner = getattr(item, "base_dataloader", item)  # accelerate's has the methods, and no state
         if not isinstance(inner, Stateful):
             raise TypeError(NO_POSITION % name)
+        sampler = innermost_sampler(inner)
+        if draws_without_a_state(sampler):
+            raise TypeError(NO_ORDER % (name, type(sampler).__name__))
     if not isinstance(item, Stateful):
         raise TypeError(f"{name} has no state_dict and load_state_dict; a dict of values would do")
     return item
+
+
+def innermost_sampler(loader: DataLoader) -> object:
+    """What gives the order of the samples, below all that makes batches of them."""
+    found: object = loader
+    while True:
+        inner = getattr(found, "batch_sampler", None) or getattr(found, "sampler", None)
+        if inner is None:
+            return found
+        found = inner
+
+
+def draws_without_a_state(sampler: object) -> bool:
+    """Whether it is one of PyTorch's own samplers that draw; torchdata's RandomSampler is not."""
+    is_torchs_own = type(sampler).__module__ == RandomSampler.__module__
+    return is_torchs_own and not isinstance(sampler, SequentialSampler)
 
 
 def own_rank() -> int:

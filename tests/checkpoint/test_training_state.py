@@ -16,6 +16,7 @@ from torch.distributed.checkpoint.state_dict import get_state_dict
 from torch.distributed.device_mesh import init_device_mesh
 from torch.distributed.fsdp import fully_shard
 from torch.distributed.tensor import DTensor, Replicate
+from torch.utils.data import RandomSampler
 
 from overlap_recipes.checkpoint.loading import load
 from overlap_recipes.checkpoint.saves import Saves
@@ -610,6 +611,52 @@ def test_a_loader_without_a_position_is_named() -> None:
     loader = torch.utils.data.DataLoader([1, 2])
     with pytest.raises(TypeError, match="data is a DataLoader that does not know where it is"):
         TrainingState(model, per_rank={"data": loader})
+
+
+def shuffled_by(kind: str) -> object:
+    """A loader with a position, of 20 samples in another order each time."""
+    data = list(range(20))
+    if kind.startswith("torchdata"):
+        stateful = pytest.importorskip("torchdata.stateful_dataloader")
+        sampler = RandomSampler(data) if kind == "torchdata, torch's sampler" else None
+        return stateful.StatefulDataLoader(data, 2, shuffle=sampler is None, sampler=sampler)
+    accelerate = pytest.importorskip("accelerate")
+    settings = accelerate.utils.DataLoaderConfiguration(
+        use_stateful_dataloader=True, use_seedable_sampler=kind == "accelerate, with a seed"
+    )
+    accelerator = accelerate.Accelerator(cpu=True, dataloader_config=settings)
+    return accelerator.prepare(torch.utils.data.DataLoader(data, 2, shuffle=True))
+
+
+def order_behind_a_restart(kind: str) -> tuple[list, list]:
+    """The batches behind the fourth, and those of a new loader that goes on from there."""
+    torch.manual_seed(0)
+    batches = []
+    loader = shuffled_by(kind)
+    for number, batch in enumerate(loader):
+        if number == 4:
+            state = deepcopy(loader.state_dict())
+        batches.append(batch.tolist())
+    torch.manual_seed(0)
+    again = shuffled_by(kind)
+    again.load_state_dict(state)
+    torch.manual_seed(1)
+    return batches[5:], [batch.tolist() for batch in again]
+
+
+@pytest.mark.parametrize("kind", ["torchdata", "accelerate, with a seed"])
+def test_a_shuffled_loader_that_keeps_its_order_is_taken(kind: str) -> None:
+    whole, again = order_behind_a_restart(kind)
+    assert whole == again
+    TrainingState(nn.Linear(2, 2), per_rank={"data": shuffled_by(kind)})
+
+
+@pytest.mark.parametrize("kind", ["torchdata, torch's sampler", "accelerate"])
+def test_a_shuffled_loader_that_would_draw_another_order_is_refused(kind: str) -> None:
+    whole, again = order_behind_a_restart(kind)
+    assert whole != again
+    with pytest.raises(TypeError, match="data is a DataLoader whose RandomSampler draws another"):
+        TrainingState(nn.Linear(2, 2), per_rank={"data": shuffled_by(kind)})
 
 
 def test_accelerates_parts_are_what_they_wrap(tmp_path: Path) -> None:
