@@ -7,6 +7,7 @@ from functools import cache
 from pathlib import Path
 
 from docutils import nodes
+from docutils.statemachine import StringList
 from recipe_index import JINJA, SOURCE, recipes_of
 from results import link
 from sphinx.application import Sphinx
@@ -19,6 +20,9 @@ API = re.compile(
     r"torch\.(distributed\.(checkpoint|fsdp|tensor)|autograd|utils\.checkpoint|cuda)(\.[a-z]\w*)*"
     r"\.[A-Za-z]\w*|torch\.(get_device_module|distributed\.new_group)"
 )
+CHANGELOG = ROOT / "guide" / "changelog.rst"
+DATED = re.compile(r"^(\d{4}-\d\d-\d\d)\n-+\n\n(.*?)(?=^\d{4}-|\Z)", re.DOTALL | re.MULTILINE)
+MARK = "* **Wrong results.**"
 GLOSSARY = ROOT / "guide" / "glossary.rst"
 
 
@@ -40,6 +44,33 @@ class Template(SphinxDirective):
             scripts=sorted((ROOT / "tests" / "upstream").glob("[!r]*.py")),
         )
         return [nodes.raw("", html, format="html")]
+
+
+class WrongResults(SphinxDirective):
+    """``.. wrong-results::``: the changelog's entries that cured results, under their dates."""
+
+    def run(self) -> list[nodes.Node]:
+        self.env.note_dependency(str(CHANGELOG))
+        lines = StringList()
+        for date, entries in wrong_results(CHANGELOG.read_text(encoding="utf-8")).items():
+            text = f".. rubric:: {date}\n\n" + "\n".join(entries)
+            for line in text.splitlines():
+                lines.append(line, str(CHANGELOG))
+            lines.append("", str(CHANGELOG))
+        found = nodes.container()
+        self.state.nested_parse(lines, 0, found)
+        return found.children
+
+
+def wrong_results(changelog: str) -> dict[str, list[str]]:
+    """The marked entries of each date, without the mark."""
+    found: dict[str, list[str]] = {}
+    for date, section in DATED.findall(changelog):
+        entries = re.split(r"^(?=\* )", section, flags=re.MULTILINE)
+        marked = [entry for entry in entries if entry.startswith(MARK)]
+        if marked:
+            found[date] = ["* " + entry.removeprefix(MARK).lstrip() for entry in marked]
+    return found
 
 
 def apis() -> dict[str, list]:
@@ -108,5 +139,6 @@ def link_first_uses(app: Sphinx, doctree: nodes.document) -> None:
 
 def setup(app: Sphinx) -> dict:
     app.add_directive("template", Template)
+    app.add_directive("wrong-results", WrongResults)
     app.connect("doctree-read", link_first_uses)
     return {"version": "1", "parallel_read_safe": True, "parallel_write_safe": True}
