@@ -217,19 +217,20 @@ class Saves:
             RuntimeError: outside the ``with`` block; in a second block, if the first ended by an
                 exception or there is a process group; if ``init_process_group`` came after this
                 object; at the first save, if a rank's state cannot be saved or differs from
-                another's where they share it; of later ones, the next call raises that they differ.
+                another's where they share it; of later ones, the next call raises that they differ,
+                and makes its own save.
         """
         self.check_is_open()
         if self.if_busy == "skip" and self.is_busy():
             self.skipped += 1
             return None
-        self.raise_difference()
         began = time.monotonic()
         self.calls += 1
         interrupted = KeyboardInterrupt("in save")
         path = self.working_directory / directory
         job = Job(self.calls, path, interrupted, [], [], None, Future(), Future())
         before = self.latest
+        compared_before = self.compared
         self.latest = job.done
         self.compared = job.compared
         try:
@@ -244,6 +245,7 @@ class Saves:
             self.jobs.put(job)
         if self.calls == 1:
             self.raise_refusals(job)
+        compared_before.result()  # of a save that has ended: this one has waited for it
         return job.done
 
     def raise_refusals(self, job: Job) -> None:

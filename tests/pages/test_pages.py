@@ -25,7 +25,7 @@ from selection import proofs_under_test
 from sizes import statements
 
 RECIPES = discover(ROOT / "recipes_source", ROOT / "tests" / "controls")
-TARGETS = {"html", "html-noplot", "serve", "test", "check", "verify", "lint", "readme", "linkcheck"}
+TARGETS = {"html", "html-noplot", "serve", "test", "check", "verify", "lint", "calculator", "linkcheck"}
 TARGETS |= {"clean", "soak", "new-recipe", "installed"}
 
 
