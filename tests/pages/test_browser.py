@@ -246,6 +246,7 @@ def test_the_menu_of_a_narrow_page_leads_to_a_recipe(visit):
 # -- for everybody, and light -------------------------------------------------------------------
 
 LARGEST_PAGE = 250_000  # bytes of HTML
+EXPLORER, LARGEST_EXPLORER = "guide/results", 400_000  # every measured row with its samples
 LARGEST_VISIT = 1_000_000  # bytes, packed, of a page and all that it loads
 OF_EACH_FOLDER = list({recipe.folder: page for page, recipe in RECIPES.items()}.values())
 
@@ -288,6 +289,7 @@ def test_a_first_visit_is_light_and_soon_ready(visit, built_site, width):
     ready = "performance.getEntriesByType('navigation')[0].domContentLoadedEventEnd"
     assert min(visit(FIRST).evaluate(ready) for _ in range(3)) < 1000
     heavy = {p: (built_site / f"{p}.html").stat().st_size for p in PAGES}
+    assert heavy.pop(EXPLORER) <= LARGEST_EXPLORER
     assert {page: size for page, size in heavy.items() if size > LARGEST_PAGE} == {}
 
 
