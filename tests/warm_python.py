@@ -27,7 +27,7 @@ def run(file: str, work: str) -> int:
     sys.path[:] = [os.path.dirname(file), *(p for p in sys.path[1:] if p != REPO)]
     code = 0
     try:
-        _run_as_main(file)
+        _run_as_main(file, name="")
     except SystemExit as error:
         code = error.code or 0
         if not isinstance(code, int):
