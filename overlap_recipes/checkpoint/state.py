@@ -943,7 +943,9 @@ def innermost_sampler(loader: DataLoader) -> object:
     """What gives the order of the samples, below all that makes batches of them."""
     found: object = loader
     while True:
-        inner = getattr(found, "batch_sampler", None) or getattr(found, "sampler", None)
+        inner = getattr(found, "batch_sampler", None)
+        if inner is None:
+            inner = getattr(found, "sampler", None)
         if inner is None:
             return found
         found = inner

@@ -651,6 +651,18 @@ def test_a_shuffled_loader_that_keeps_its_order_is_taken(kind: str) -> None:
     TrainingState(nn.Linear(2, 2), per_rank={"data": shuffled_by(kind)})
 
 
+def test_a_loader_of_a_stream_is_taken() -> None:
+    """Its sampler has no length, nor anything that draws."""
+    stateful = pytest.importorskip("torchdata.stateful_dataloader")
+
+    class Stream(torch.utils.data.IterableDataset):
+        def __iter__(self) -> Iterator[int]:
+            return iter(range(4))
+
+    loader = stateful.StatefulDataLoader(Stream(), batch_size=2)
+    TrainingState(nn.Linear(2, 2), per_rank={"data": loader})
+
+
 @pytest.mark.parametrize("kind", ["torchdata, torch's sampler", "accelerate"])
 def test_a_shuffled_loader_that_would_draw_another_order_is_refused(kind: str) -> None:
     whole, again = order_behind_a_restart(kind)
