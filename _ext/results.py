@@ -135,6 +135,11 @@ class ResultDirective(SphinxDirective):
         target = link(self.env.docname, "doc", f"/{page}", nodes.inline("", "", literal))
         return nodes.paragraph("", "", target)
 
+    def _explorer(self, words: str) -> nodes.reference:
+        """A link to the page of all rows."""
+        up = "../" * self.env.docname.count("/")
+        return nodes.reference("", words, refuri=f"{up}guide/results.html")
+
     def _wanted(self, row: dict) -> bool:
         rows, where = self.options.get("rows", "").split(), self.options.get("where", {})
         return (not rows or row["name"] in rows) and all(
@@ -174,8 +179,7 @@ class ResultTable(ResultDirective):
 
     def _others(self) -> nodes.paragraph:
         """A way to the columns that the table leaves out."""
-        up = "../" * self.env.docname.count("/")
-        link = nodes.reference("", "Everything that was measured", refuri=f"{up}guide/results.html")
+        link = self._explorer("Everything that was measured")
         return nodes.paragraph("", "", link, nodes.Text("."), classes=["result-origin"])
 
     def _origin(self, result: Result, rows: list, same: dict, columns: list) -> list[nodes.Node]:
@@ -434,11 +438,13 @@ class FirstTableDirective(ResultDirective):
     def run(self) -> list[nodes.Node]:
         repo, name = Path(self.config.results_repo), self.arguments[0]
         for path in remember(self.env, repo, "results", name):
-            note_recipes(self.env, repo, load(path).measured(load(path).rows))
+            result = load(path)
+            note_recipes(self.env, repo, result.measured(result.rows))
         table = first_tables.first_table(name, repo)
         if table is None:
             words = "The present code was not measured yet. Earlier code was: "
-            return [nodes.paragraph("", words, self._explorer(), nodes.Text("."))]
+            link = self._explorer("every measured row")
+            return [nodes.paragraph("", "", nodes.Text(words), link, nodes.Text("."))]
         body = []
         for row, cells in table.cells.items():
             body.append([self._name(row), *(nodes.paragraph("", text) for text in cells)])
@@ -447,10 +453,6 @@ class FirstTableDirective(ResultDirective):
             names = ", ".join(table.left_out)
             shown.append(_small(f"Left out, since their code has changed: {names}."))
         return shown
-
-    def _explorer(self) -> nodes.reference:
-        up = "../" * self.env.docname.count("/")
-        return nodes.reference("", "every measured row", refuri=f"{up}guide/results.html")
 
 
 def _as_node(figure: Figure, alternative: str, text: list[str]) -> LanePicture:

@@ -36,8 +36,9 @@ class CheckpointManager:
                     break
         sys.exit(checkpoints.exit_code)
 
-    From the second step on, memory for a save is locked beside training, so the first save does not
-    pay for it. A save that comes before the one before it is written waits until it is.
+    At the second step, memory for a save is locked beside training, so the first save need not wait
+    for it; a driver may launch nothing while it locks, which can cost training seconds, once. A
+    save that comes before the one before it is written waits until it is.
 
     Args:
         root: a directory that all ranks see, made if it is missing; or a URL that fsspec knows,

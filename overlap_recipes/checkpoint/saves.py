@@ -157,8 +157,9 @@ class Saves:
     # -- on the training thread -------------------------------------------------------------------
 
     def prepare(self, state_dict: dict) -> Future:
-        """Make the first save like later ones: lock memory and plan beside the first steps.
+        """Lock memory and plan beside the first steps, so that the first save need not.
 
+        A driver may launch nothing while it locks memory, which can cost training seconds, once.
         The state is asked for once, on this thread, before an optimizer's second step from here
         on, when all optimizers have stepped: one that has no state yet would have to be made to
         step. All ranks call it, in the block, with what they will pass to ``save``.
