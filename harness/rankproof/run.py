@@ -49,6 +49,7 @@ JUDGED = ("saves", "leaves", "streams", "accesses", "asynchronous collectives")
 VERDICTS = {"passed": 0, "failed": 1, "not judged": 2}  # and their exit statuses
 LOAD_BACK = Path(__file__).with_name("load_back.py")
 SERVERS_OWN = "rankproof-server-"
+INTERRUPTED = "interrupted"  # a file beside a spec: its caller lives, and removes the run itself
 NO_MOUNTS = "not judged: what C++ code and subprocesses write elsewhere (no private mounts here)"
 _NOT_PASSED_ON = (
     "RANK",
@@ -166,6 +167,7 @@ class Server:
             if not self.process.stdout.readline():
                 raise RuntimeError("the harness's server ended; its error is above")
         except BaseException:
+            spec_path.with_name(INTERRUPTED).touch()  # what was run is still its caller's
             self.close()  # its answer to this spec would be taken for the answer to the next one
             raise
 

@@ -5,7 +5,8 @@ leader, and answers with one line when nothing of it is left. Before the first r
 ``warm`` it imports torch and the modules named: a rank forked from there begins in about 1 s, not 4
 to 8. Under ``torchrun`` ranks are interpreters of their own; torchrun alone is such a fork. The
 server starts no thread and touches no accelerator. When nobody can ask it any more, it removes its
-temporary directory, and that of the run which its caller did not live to see.
+temporary directory, and that of the run which its caller did not live to see (one that lives has put
+a file ``interrupted`` there first).
 """
 
 import importlib
@@ -125,7 +126,8 @@ def serve(modules: list[str]) -> None:
                 _lead(spec, me)
             status = os.waitpid(child, 0)[1]
             if not leader.held_open(0):
-                shutil.rmtree(spec["callers_dir"], ignore_errors=True)
+                if not Path(spec["run_dir"], "interrupted").exists():
+                    shutil.rmtree(spec["callers_dir"], ignore_errors=True)
                 return
             print(os.waitstatus_to_exitcode(status), file=answers, flush=True)
     finally:
