@@ -5,8 +5,8 @@ leader, and answers with one line when nothing of it is left. Before the first r
 ``warm`` it imports torch and the modules named: a rank forked from there begins in about 1 s, not 4
 to 8. Under ``torchrun`` ranks are interpreters of their own; torchrun alone is such a fork. The
 server starts no thread and touches no accelerator. When nobody can ask it any more, it removes its
-temporary directory, and that of the run which its caller did not live to see (one that lives has put
-a file ``interrupted`` there first).
+temporary directory, and that of a run whose caller did not live to see it: a caller that lives has
+put the file ``interrupted`` there.
 """
 
 import importlib
