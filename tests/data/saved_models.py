@@ -33,7 +33,7 @@ from overlap_recipes.checkpoint import CheckpointManager, TrainingState
 SAVED, LAST = 2, 5  # steps
 RANKS, OTHERS = 2, (3, 1)
 DEADLINE_S = 300.0  # of a machine that does much else; a rank needs 2
-RESNET = {"embedding_size": 8, "hidden_sizes": [8, 16], "depths": [1, 1], "num_labels": 2}
+RESNET = {"embedding_size": 8, "hidden_sizes": [8, 16], "depths": [1, 1], "num_labels": 6}
 MODELS = {
     "tied": FAMILIES["qwen2_tied"],
     "gpt2": FAMILIES["gpt2"],
@@ -77,9 +77,9 @@ def sgd(model: nn.Module) -> list[torch.optim.Optimizer]:
 
 
 def muon(model: nn.Module) -> list[torch.optim.Optimizer]:
-    """Muon for matrices, AdamW for the rest."""
-    matrices = [p for p in trained(model) if p.ndim == 2]
-    others = [p for p in trained(model) if p.ndim != 2]
+    """Muon for matrices, AdamW for the rest; torch's Muon cannot step fewer rows than ranks."""
+    matrices = [p for p in trained(model) if p.ndim == 2 and p.shape[0] >= max(OTHERS)]
+    others = [p for p in trained(model) if p.ndim != 2 or p.shape[0] < max(OTHERS)]
     optimizers = [torch.optim.Muon(matrices, lr=1e-2)]
     if others:
         optimizers.append(torch.optim.AdamW(others, lr=1e-2))

@@ -51,6 +51,7 @@ ALSO = (  # kinds beside kill, which strikes every point
 )
 CASES = (*(("kill", point) for point in POINTS), *ALSO)
 DAMAGE = ("truncated", "flipped")
+NOTHING_OLDER = r"^\S*DamagedCheckpoint: .*; there is no older checkpoint$"
 STRUCK = (
     "_toys",
     "overlap_recipes.checkpoint.state",
@@ -306,6 +307,14 @@ class Observer:
                 way=self.way,
                 deadline_s=self.deadline_s,
             )
+            if first.durable() == {damaged} and self.named_damage(number):
+                second = run_job(
+                    root,
+                    self.scratch / f"{number}.anew",
+                    edit=self.edit,
+                    way=self.way,
+                    deadline_s=self.deadline_s,
+                )
             outcome, wrong = self.judge(fault, first, second, damaged, root)
         finally:
             if mounted:
@@ -319,6 +328,15 @@ class Observer:
             for folder in (root, *self.scratch.glob(f"{number}.*")):
                 shutil.rmtree(folder)
         return result
+
+    def named_damage(self, number: int) -> bool:
+        """Whether every rank of the resumed job ended by naming damage, with nothing to go back to.
+
+        It had loaded a part of it. The next job, which this one told of, begins anew.
+        """
+        logs = [file.read_text() for file in (self.scratch / f"{number}.resumed").glob("*.log")]
+        said = [re.search(NOTHING_OLDER, log, re.MULTILINE) for log in logs]
+        return len(said) == RANKS and all(said)
 
     def judge_pointer(self, root: Path, damaged: int | None) -> list[str]:
         """The pointer may be late, it may not name what is no checkpoint."""

@@ -1,0 +1,1 @@
+../../recipes_source/checkpoint/_toys.py
