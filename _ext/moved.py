@@ -13,7 +13,10 @@ from sphinx.application import Sphinx
 MOVED = {  # by the names of documents
     "recipes/checkpoint/app_state": "recipes/checkpoint/state_to_save",
     "recipes/checkpoint/kept_state": "recipes/checkpoint/saves_beside_training",
-    "recipes/checkpoint/process_checkpointer": "recipes/checkpoint/overlapped_writer",
+    "recipes/checkpoint/process_checkpointer": "recipes/checkpoint/saves_beside_training",
+    "recipes/checkpoint/overlapped_stager": "recipes/checkpoint/saves_beside_training",
+    "recipes/checkpoint/overlapped_writer": "recipes/checkpoint/saves_beside_training",
+    "recipes/checkpoint/staging_copies": "recipes/checkpoint/saves_beside_training",
     "recipes/offload/accumulate_and_average": "recipes/offload/whole_step",
     "recipes/offload/host_layers": "recipes/offload/weight_streaming",
     "recipes/offload/layer_as_node": "recipes/offload/weight_streaming",

@@ -49,8 +49,6 @@ INSTEAD = {
 }
 LEAVES = {  # checkpoints that must be there behind the block
     "saves_beside_training": ["checkpoints/step1000"],
-    "overlapped_stager": ["checkpoints/step100"],
-    "overlapped_writer": ["checkpoints/step100"],
     "durable_saves": ["checkpoints/step1000"],
     "retention": ["checkpoints/step1000"],
     "resume_and_reshard": ["checkpoints/step1000"],

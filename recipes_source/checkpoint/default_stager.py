@@ -561,7 +561,7 @@ if __name__ == "__main__":
 #   of the weights. Nothing tells you if you forget it.
 # * The first save compares plain tensors, which makes the host wait for the device once.
 # * A device-to-host read in mid-step waits for the whole copy, on the device: see
-#   :doc:`staging_copies`. The limits of :doc:`async_save` hold here, too.
+#   :doc:`saves_beside_training`. The limits of :doc:`async_save` hold here, too.
 # * Parameters that forward changes (spectral norm, some quantizers) need the clone that buffers
 #   get: ``changing`` returns them, too.
 #

@@ -281,7 +281,7 @@ if __name__ == "__main__":
 # * ``fsync`` is a request. A disk with a volatile cache may lie about it, and a network file
 #   system may be mounted to ignore it. Both lose what they said they had.
 # * A rank that dies or hangs during a save fails that save on the others when the deadline of the
-#   group has passed (``DEADLINE_S`` of :doc:`overlapped_stager`). What it left keeps the suffix
+#   group has passed (``DEADLINE_S`` of :doc:`saves_beside_training`). What it left keeps the suffix
 #   ``.incomplete``.
 # * Digests are computed from what the file system returns right after the write. They find what
 #   changes later, not what memory changed before.

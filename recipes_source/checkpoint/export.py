@@ -143,7 +143,7 @@ except ImportError as error:
 #
 # Beside training
 # ---------------
-# Staging and the thread are those of :doc:`overlapped_stager`. The weights are copied beside the next
+# Staging and the thread are those of :doc:`saves_beside_training`. The weights are copied beside the next
 # step and written aside. The directory gets its name when all ranks have written. If a restarted
 # run comes to the same step again, the new export takes the place of the old one.
 #
@@ -273,4 +273,4 @@ if __name__ == "__main__":
 # Further reading
 # ---------------
 # * `The safetensors format <https://huggingface.co/docs/safetensors/index>`__
-# * :doc:`overlapped_stager`: staging, and when a directory gets its name
+# * :doc:`saves_beside_training`: staging, and when a directory gets its name

@@ -443,7 +443,7 @@ if __name__ == "__main__":
 # What it buys
 # ------------
 # Each save after the first one stalls training for one copy at the rate of the link. ``async_save``
-# is the save of :doc:`async_save`. ``overlapped_writer``, that of :doc:`overlapped_writer`, copies
+# is the save of :doc:`async_save`. ``overlapped_writer``, that of :doc:`saves_beside_training`, copies
 # during the next step, here a step longer than the copy. All of them save a stock model
 # (:doc:`/guide/measured` explains the columns).
 #

@@ -200,6 +200,25 @@ def train(
 # directory its name in one rename. A directory that is called ``step<N>`` is whole, and each rank has
 # left the digests of its files in it.
 #
+# Your loop may read a scalar (``loss.item()``) while the copies run. One copy engine serves each
+# direction, and stays with a stream that has another copy ready: the read would wait for all of
+# them. So before each piece a few bytes go *to* the device. That is the other engine's work, and
+# meanwhile the read is served. (TorchRec met the same: `4303
+# <https://github.com/meta-pytorch/torchrec/pull/4303>`__.)
+#
+# .. literalinclude:: /overlap_recipes/checkpoint/copies.py
+#    :language: python
+#    :pyobject: Copies.queue_rows
+#
+# DCP's own writer plans anew at each save, pickles and checksums every tensor, and holds Python's
+# interpreter lock meanwhile, which training needs for each kernel. Here DCP plans **once**. Shapes
+# and dtypes stay, so what stands around each tensor in the file stays, too: a later save is a few
+# system calls, which release the lock.
+#
+# .. literalinclude:: /overlap_recipes/checkpoint/writer.py
+#    :language: python
+#    :pyobject: write_file
+#
 # A restart
 # ---------
 # All ranks agree on the newest checkpoint whose files have their digests, and load it. Newer ones,
@@ -310,6 +329,10 @@ if __name__ == "__main__":
 #    :rows: none dcp_save async_save pinned overlapped_writer
 #    :where: step=long storage=memory
 #
+# The copies alone, in a loop that reads a scalar in every forward: at once, and with gaps.
+#
+# .. timeline:: staging_copies cure_at_once cure_gaps
+#
 # What breaks if you remove a line
 # --------------------------------
 # Each edit of the library was made and run when this page was built. Where a CPU hides a race, a
@@ -349,4 +372,5 @@ if __name__ == "__main__":
 # ---------------
 # * :doc:`durable_saves`, :doc:`retention`, :doc:`resume_and_reshard`, :doc:`preemption`: each part
 #   by itself
+# * :doc:`/guide/reference_checkpoint`: ``Saves``, for directories and names of your own
 # * :doc:`state_to_save`: how to test that a checkpoint is right

@@ -119,7 +119,7 @@ STEPS, SAVE_EVERY = 6, 2  # of the run that proves it
 # DCP allows each host to write to a directory of its own. It writes ``.metadata`` on rank 0. That
 # file is small and every host needs it, so every host gets it. The writing thread sends and
 # receives, in the process group of ``Saves``, so training's collectives are not
-# disturbed. If a partner is gone, the save fails after ``DEADLINE_S`` of :doc:`overlapped_stager`,
+# disturbed. If a partner is gone, the save fails after ``DEADLINE_S`` of :doc:`saves_beside_training`,
 # on every rank that is left.
 #
 # .. literalinclude:: /overlap_recipes/checkpoint/two_hosts.py
@@ -222,7 +222,7 @@ if __name__ == "__main__":
 # with a ``DistStoreError``.
 #
 # You decide how soon a loss is noticed: by the ``timeout`` of ``init_process_group``, by
-# ``DEADLINE_S`` of :doc:`overlapped_stager`, and by ``last_call_timeout`` in ``--rdzv-conf``,
+# ``DEADLINE_S`` of :doc:`saves_beside_training`, and by ``last_call_timeout`` in ``--rdzv-conf``,
 # which is how long a restart waits for more hosts.
 #
 # **Slurm** (nobody has run this file):

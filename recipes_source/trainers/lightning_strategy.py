@@ -15,7 +15,7 @@ the next step and writes them on a thread.
    :where: model=llama-1b step=long loop=reads compiled=no storage=memory
 
 That was measured in a loop without Lightning, with the faster writer of
-:doc:`/recipes/checkpoint/overlapped_writer`. ``none`` is the same measurement without a save: the
+:doc:`/recipes/checkpoint/saves_beside_training`. ``none`` is the same measurement without a save: the
 noise.
 
 **When not to bother:** a save takes a few seconds, and you save once per epoch.
@@ -254,7 +254,7 @@ if __name__ == "__main__":
 #
 # Memory and known limits
 # -----------------------
-# * :doc:`/recipes/checkpoint/overlapped_stager` says how much host memory a save takes, and what
+# * :doc:`/recipes/checkpoint/saves_beside_training` says how much host memory a save takes, and what
 #   else must call ``before_update()`` (a weight-averaging callback that swaps weights, for
 #   example).
 # * The class needs ``save_distributed_checkpoint=True``, the default. It ignores

@@ -14,7 +14,7 @@ thread, and renamed when complete.
    :where: model=llama-1b step=long loop=reads compiled=no storage=memory
 
 ``overlapped_writer`` was measured in a loop without torchtitan. It stages as this recipe does, and
-writes with the faster writer of :doc:`/recipes/checkpoint/overlapped_writer`.
+writes with the faster writer of :doc:`/recipes/checkpoint/saves_beside_training`.
 ``torchtitan_async_with_pinned_mem`` is the mode of torchtitan that stages into pinned memory.
 
 **When not to bother:** you save a few megabytes, or once an hour. torchtitan's
@@ -246,7 +246,7 @@ if __name__ == "__main__":
 #
 # Memory and known limits
 # -----------------------
-# * :doc:`/recipes/checkpoint/overlapped_stager` says how much host memory a save takes, and what
+# * :doc:`/recipes/checkpoint/saves_beside_training` says how much host memory a save takes, and what
 #   else must call ``before_update()``.
 # * torchtitan saves the last step synchronously, because its weights may be converted. It saves in
 #   safetensors (``last_save_in_hf``) synchronously, too: a resume does not find that one, and

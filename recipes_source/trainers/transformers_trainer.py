@@ -15,7 +15,7 @@ on a thread.
    :where: model=llama-1b step=long loop=reads compiled=no storage=memory
 
 ``overlapped_writer`` was measured in a loop without ``Trainer``, with the faster writer of
-:doc:`/recipes/checkpoint/overlapped_writer`. ``none`` is the same measurement without a save: the
+:doc:`/recipes/checkpoint/saves_beside_training`. ``none`` is the same measurement without a save: the
 noise.
 
 **When not to bother:** a save takes a few seconds, and you save once per epoch.
@@ -259,7 +259,7 @@ if __name__ == "__main__":
 #
 # Memory and known limits
 # -----------------------
-# * :doc:`/recipes/checkpoint/overlapped_stager` says how much host memory a save takes, and what
+# * :doc:`/recipes/checkpoint/saves_beside_training` says how much host memory a save takes, and what
 #   else must call ``before_update()``.
 # * ``load_best_model_at_end`` and ``push_to_hub`` would look for a checkpoint before it is
 #   complete: they are refused. ``save_total_limit`` may delete the best one. A hyperparameter

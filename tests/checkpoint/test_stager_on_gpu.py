@@ -24,7 +24,7 @@ from overlap_recipes.checkpoint import copies, saves
 pytestmark = pytest.mark.skipif(not torch.cuda.is_available(), reason="needs a CUDA device")
 
 ROOT = Path(__file__).parents[2]
-RECIPE = ROOT / "recipes_source" / "checkpoint" / "overlapped_stager.py"
+RECIPE = ROOT / "tests" / "proofs" / "overlapped_stager.py"
 QUEUED_S = 1.0  # of work before a save; staging takes milliseconds
 MATRIX = 8192  # rows and columns
 

@@ -1,6 +1,6 @@
 """``set_crc32_options(False)`` does not reach the thread in which DCP writes.
 
-Avoided by recipes_source/checkpoint/overlapped_writer.py.
+Avoided by overlap_recipes/checkpoint/writer.py.
 """
 
 from concurrent.futures import ThreadPoolExecutor
