@@ -1,6 +1,6 @@
 """``set_crc32_options(False)`` does not reach the thread in which DCP writes.
 
-Avoided by overlap_recipes/checkpoint/writer.py.
+Avoided by recipes_source/checkpoint/saves_beside_training.py.
 """
 
 from concurrent.futures import ThreadPoolExecutor

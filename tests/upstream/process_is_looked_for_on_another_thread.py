@@ -1,6 +1,6 @@
 """By source: two saves in a row may each start the daemon of the ``PROCESS`` checkpointer.
 
-Avoided by overlap_recipes/checkpoint/writer.py.
+Avoided by recipes_source/checkpoint/saves_beside_training.py.
 """
 
 import inspect
