@@ -45,6 +45,7 @@ extensions = [
     "markdown_code",
     "moved",
     "guide",
+    "site_wheel",
     "notfound.extension",
     "sphinx_sitemap",
     "sphinxext.opengraph",
@@ -173,7 +174,7 @@ def write_feed(app, exception):
 
     log = ROOT / "guide" / "changelog.rst"
     if exception is None and app.builder.format == "html" and log.exists():
-        entry = re.compile(r"^(\d{4}-\d\d-\d\d)\n-+\n\n(.*?)(?=\n\d{4}-|\Z)", re.S | re.M)
+        entry = re.compile(r"^(\d{4}-\d\d-\d\d)[^\n]*\n-+\n\n(.*?)(?=\n\d{4}-|\Z)", re.S | re.M)
         found = entry.findall(log.read_text(encoding="utf-8"))
         feed = JINJA.get_template("changelog.xml").render(entries=found, site=SITE)
         Path(app.outdir, "changelog.xml").write_text(feed, encoding="utf-8")

@@ -21,7 +21,7 @@ API = re.compile(
     r"\.[A-Za-z]\w*|torch\.(get_device_module|distributed\.new_group)"
 )
 CHANGELOG = ROOT / "guide" / "changelog.rst"
-DATED = re.compile(r"^(\d{4}-\d\d-\d\d)\n-+\n\n(.*?)(?=^\d{4}-|\Z)", re.DOTALL | re.MULTILINE)
+DATED = re.compile(r"^(\d{4}-\d\d-\d\d[^\n]*)\n-+\n\n(.*?)(?=^\d{4}-|\Z)", re.DOTALL | re.MULTILINE)
 MARK = "* **Wrong results.**"
 GLOSSARY = ROOT / "guide" / "glossary.rst"
 

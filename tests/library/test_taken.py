@@ -13,6 +13,7 @@ import zipfile
 from pathlib import Path
 
 import pytest
+from site_wheel import build_wheel, copy_source
 
 ROOT = Path(__file__).resolve().parents[2]
 JOB = ROOT / "tests" / "data" / "library_job.py"
@@ -25,24 +26,11 @@ NOT_IN_A_WHEEL = ("recipes_source", "tests", "harness", "benchmarks", "proofs")
 @pytest.fixture(scope="module")
 def wheel(tmp_path_factory: pytest.TempPathFactory) -> Path:
     folder = tmp_path_factory.mktemp("wheel")
-    return built(copied_source(folder), folder)
-
-
-def copied_source(folder: Path) -> Path:
-    """A copy of what a wheel is built from, since building leaves files beside the source."""
-    source = folder / "source"
-    shutil.copytree(
-        ROOT / "overlap_recipes",
-        source / "overlap_recipes",
-        ignore=shutil.ignore_patterns("__pycache__"),
-    )
-    for name in ("pyproject.toml", "setup.py", "README.md", "LICENSE"):
-        shutil.copy(ROOT / name, source)
-    return source
+    return build_wheel(folder)
 
 
 def built(source: Path, folder: Path) -> Path:
-    """The wheel of ``source``, in ``folder``."""
+    """The wheel of ``source`` by pip, in ``folder``."""
     pip = [sys.executable, "-m", "pip", "wheel", "-q", "--no-deps", "--no-build-isolation"]
     done = subprocess.run([*pip, "-w", str(folder), str(source)], capture_output=True, text=True)
     assert done.returncode == 0, done.stdout + done.stderr
@@ -81,7 +69,9 @@ def losses(package: str, taken: Path, root: Path, *more: object, killed: bool = 
 
 def test_a_module_that_is_gone_is_not_in_the_next_wheel(tmp_path: Path) -> None:
     """A build keeps its copies in ``build``, and takes all that is there."""
-    source = copied_source(tmp_path)
+    source = tmp_path / "source"
+    source.mkdir()
+    copy_source(source)
     gone = source / "overlap_recipes" / "gone.py"
     gone.touch()
     for is_there in (True, False):
