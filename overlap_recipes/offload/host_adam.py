@@ -97,12 +97,12 @@ class HostUpdates:
         # What is frozen comes last among the weights, and has no gradients.
         for weights, gradients in zip(layer.weights, layer.gradients, strict=False):
             like = {name: layer.trained[name] for name in weights.shapes}
-            no_device = torch.device("cpu")  # which reads what is new: it is not page-locked
-            exp_avg = HostBuffer(like, pieces.FP32, no_device)
-            exp_avg_sq = HostBuffer(like, pieces.FP32, no_device)
+            cpu = torch.device("cpu")  # no device reads what is new: it is not page-locked
+            exp_avg = HostBuffer(like, pieces.FP32, cpu)
+            exp_avg_sq = HostBuffer(like, pieces.FP32, cpu)
             master = weights
             if weights.flat.dtype != torch.float32:
-                master = HostBuffer(like, pieces.FP32, no_device)
+                master = HostBuffer(like, pieces.FP32, cpu)
                 master.flat.copy_(weights.flat)
             for name, parameter in like.items():
                 self.state[parameter] = {
