@@ -106,7 +106,7 @@ class Slots:
         return slot
 
     def may_share(self, slot: Slot, size: int) -> bool:
-        """Whether a slot is free for one more unit, far enough from the last one, and its size."""
+        """Whether a slot is free, its last unit far enough away, and its size right."""
         return (
             not (slot.busy() or slot.exclusive)
             and self.given - slot.number >= self.turns
@@ -126,9 +126,9 @@ class Slots:
         flat = []  # by rank: the full weight
         rows = []  # by rank: the same, by the rank that a row's shard is of
         for memory in group.slot.of_ranks:
-            full = memory.data[place:][: ranks * nbytes].view(dtype_of(p))
-            flat.append(full)
-            rows.append(full.data.view(ranks, -1))  # autograd does not see what fills it
+            whole = memory.data[place:][: ranks * nbytes].view(dtype_of(p))
+            flat.append(whole)
+            rows.append(whole.data.view(ranks, -1))  # autograd does not see what fills it
         p.own = rows[rank][rank]
 
         copies = []
