@@ -3,7 +3,7 @@
 """FSDP2's reductions by peer copies, from where backward leaves the gradients."""
 
 import importlib.util
-from itertools import accumulate
+from dataclasses import dataclass
 
 import torch
 from torch.autograd import Variable
@@ -19,16 +19,46 @@ SLOTS = 3  # that units take turns in
 NAMES = "post_backward pre_forward reduce_grads gradient_divide_factor _all_reduce_hook"
 
 
+def rounded_up(nbytes: int) -> int:
+    """With the gap behind it, so that the next part in a slot is aligned."""
+    return -(-nbytes // ALIGNMENT) * ALIGNMENT
+
+
+@dataclass
+class Plan:
+    """Where the gradients of a unit's parameters go in a slot; one tensor a parameter."""
+
+    numels: list[int]  # elements of one rank's part of each gradient, with padding
+    pushes: dict[int, list[torch.Tensor]]  # by owner: memory there for its parts
+    arrived: dict[int, list[torch.Tensor]]  # by sender: memory here for this rank's parts
+
+
+@dataclass
+class Pushed:
+    """Gradients of a unit that are on their way to the owners of their parts."""
+
+    computed_on: torch.Stream
+    event: torch.Event  # behind the pushes of all ranks
+    group: object
+    parameters: tuple
+    dtypes: list[torch.dtype]  # in which they are reduced
+    flat: list[torch.Tensor]  # this rank's gradients, whole
+    plan: Plan
+
+
 class PushedGradients:
     """Reduces gradients of one group of ranks by pushes into slots of their owners."""
 
     def __init__(self, memory: peer_memory.PeerMemory, groups: list) -> None:
-        self.memory, self.streams = memory, torch.get_device_module(memory.device)
+        self.memory = memory
+        self.streams = torch.get_device_module(memory.device)
         self.parameters = [group.fsdp_params for group in groups]
         self.stream = self.streams.Stream()
         self.slots: list[list[torch.Tensor]] = []  # each by rank: (ranks - 1, bytes)
-        self.waiting: list[tuple] = []  # pushed and not summed: one unit or none
-        self.plans, self.retired, self.calls = {}, [], 0
+        self.retired: list[list] = []  # smaller ones from before
+        self.calls = 0  # by which slots take turns
+        self.plans: dict[tuple, Plan] = {}
+        self.waiting: list[Pushed] = []  # pushed and not summed: one unit or none
         self.same = same_gradients.SameGradients(memory.group, groups)
         self.running: set[int] = set()  # numbers of backward passes whose end is to be agreed on
         fused = memory.device.type == "cuda" and importlib.util.find_spec("triton") is not None
@@ -38,50 +68,68 @@ class PushedGradients:
         """The slot whose turn it is, by rank. Larger ones, which are rare, are a collective."""
         if not self.slots or self.slots[0][0].shape[1] < nbytes:
             self.retired.append(self.slots)  # others may still write to them
-            size = (self.memory.ranks - 1, max(nbytes, *map(largest, self.parameters)))
+            row = nbytes
+            for parameters in self.parameters:
+                row = max(row, largest(parameters))
+            size = (self.memory.ranks - 1, row)
             self.slots = [self.memory.empty(size, torch.uint8) for _ in range(SLOTS)]
             self.plans.clear()
         return self.slots[self.calls % SLOTS]
 
-    def plan(self, parameters: tuple, dtypes: tuple) -> tuple[list[int], dict, dict]:
-        """Sizes of parts; where they go, by owner; where those for this rank arrive, by sender."""
-        rank, ranks = self.memory.rank, self.memory.ranks
-        numels = [p.padded_sharded_param_size.numel() for p in parameters]
-        nbytes = [n * dtype.itemsize for n, dtype in zip(numels, dtypes, strict=True)]
-        places = [0, *accumulate(-(-n // ALIGNMENT) * ALIGNMENT for n in nbytes)]
-        slot, key = self.slot(places[-1]), (*map(id, parameters), dtypes, self.calls % SLOTS)
-        if key not in self.plans:
+    def plan(self, parameters: tuple, dtypes: tuple) -> Plan:
+        """Where gradients of these dtypes go in the slot whose turn it is."""
+        rank = self.memory.rank
+        ranks = self.memory.ranks
+        numels = []
+        places = []  # of each parameter's part in a row: begin, end and dtype
+        begin = 0
+        for p, dtype in zip(parameters, dtypes, strict=True):
+            numel = p.padded_sharded_param_size.numel()
+            nbytes = numel * dtype.itemsize
+            numels.append(numel)
+            places.append((begin, begin + nbytes, dtype))
+            begin += rounded_up(nbytes)
+        slot = self.slot(begin)  # new slots drop all plans: before one is looked for
+        ids = tuple(id(p) for p in parameters)
+        key = (ids, dtypes, self.calls % SLOTS)
+        if key in self.plans:
+            return self.plans[key]
 
-            def parts(owner: int, sender: int) -> list[torch.Tensor]:
-                row = slot[owner][(sender - owner - 1) % ranks]
-                zipped = zip(places, nbytes, dtypes, strict=False)
-                return [row[at : at + n].view(dtype) for at, n, dtype in zipped]
+        def parts(owner: int, sender: int) -> list[torch.Tensor]:
+            """What a sender writes at an owner, which needs no row for itself."""
+            row = slot[owner][(sender - owner - 1) % ranks]
+            return [row[begin:end].view(dtype) for begin, end, dtype in places]
 
-            others = [(rank + step) % ranks for step in range(1, ranks)]
-            pushes = {owner: parts(owner, rank) for owner in others}
-            self.plans[key] = (numels, pushes, {sender: parts(rank, sender) for sender in others})
+        others = [(rank + step) % ranks for step in range(1, ranks)]
+        pushes = {owner: parts(owner, rank) for owner in others}
+        arrived = {sender: parts(rank, sender) for sender in others}
+        self.plans[key] = Plan(numels, pushes, arrived)
         return self.plans[key]
 
     @torch.no_grad()
     def reduce(self, group, taken: list) -> None:
         """Queue the pushes of ``taken``, a unit's parameters and gradients; then earlier sums."""
-        parameters, flat, dtypes = tuple(p for p, _ in taken), [], []
+        parameters = tuple(p for p, _ in taken)
+        dtypes = []
+        flat = []
         for p, gradient in taken:
             dtype = group._reduce_dtype or getattr(p, "unsharded_grad_dtype", None)
-            dtypes.append(dtype or gradient.dtype)  # before torch 2.15
-            narrower = dtypes[-1].itemsize < gradient.itemsize
+            if dtype is None:  # before torch 2.15
+                dtype = gradient.dtype
+            dtypes.append(dtype)
+            narrower = dtype.itemsize < gradient.itemsize
             if narrower or group.accumulates:  # rounded before it is sent, as FSDP2 does
-                gradient = gradient.to(dtypes[-1])
+                gradient = gradient.to(dtype)
             flat.append(gradient.contiguous().view(-1))
-        numels, places, arrived = self.plan(parameters, tuple(g.dtype for g in flat))
+        plan = self.plan(parameters, tuple(gradient.dtype for gradient in flat))
         if not self.waiting:
             Variable._execution_engine.queue_callback(self.finish)  # at the end of this backward
         current = self.streams.current_stream()
-        if self.waiting and self.waiting[0][0] != current:
+        if self.waiting and self.waiting[0].computed_on != current:
             self.finish()  # before others write to its slot
         self.stream.wait_stream(current)
         with self.streams.stream(self.stream):
-            self.push(flat, numels, places)
+            self.push(flat, plan)
             self.memory.barrier()
             event = self.stream.record_event()
         self.calls += 1  # first: a hook in `finish` may raise on one rank alone
@@ -90,7 +138,7 @@ class PushedGradients:
         except Exception:
             self.end()  # the other ranks do not wait for more
             raise
-        self.waiting.append((current, event, group, parameters, dtypes, flat, numels, arrived))
+        self.waiting.append(Pushed(current, event, group, parameters, dtypes, flat, plan))
 
     def agree(self, group, parameters: list) -> None:
         """Make sure that all ranks reduce gradients of the same parameters of a unit."""
@@ -107,9 +155,9 @@ class PushedGradients:
             self.running.remove(backward)
             self.same.end()
 
-    def push(self, flat: list[torch.Tensor], numels: list[int], places: dict) -> None:
-        for owner, parts in places.items():
-            for gradient, numel, part in zip(flat, numels, parts, strict=True):
+    def push(self, flat: list[torch.Tensor], plan: Plan) -> None:
+        for owner, parts in plan.pushes.items():
+            for gradient, numel, part in zip(flat, plan.numels, parts, strict=True):
                 its = gradient[owner * numel : (owner + 1) * numel]  # the last may be short
                 part[: len(its)].copy_(its, non_blocking=True)
 
@@ -117,31 +165,46 @@ class PushedGradients:
     def finish(self) -> None:
         """Sum what has been pushed, on the stream that its gradients were made on."""
         current = self.streams.current_stream()
-        if self.waiting and (before := self.waiting[0][0]) != current:
+        if self.waiting and self.waiting[0].computed_on != current:
+            before = self.waiting[0].computed_on
             with self.streams.stream(before):
                 self.finish()  # their memory goes back to that stream
             current.wait_stream(before)
         while self.waiting:
-            _, event, group, parameters, dtypes, flat, numels, arrived = self.waiting.pop()
-            current.wait_event(event)
-            rank, ranks = self.memory.rank, self.memory.ranks
-            for i, (p, dtype) in enumerate(zip(parameters, dtypes, strict=True)):
-                mine = flat[i][rank * numels[i] : (rank + 1) * numels[i]]
-                rows = [arrived[r][i][: len(mine)] if r != rank else mine for r in range(ranks)]
+            unit = self.waiting.pop()
+            current.wait_event(unit.event)
+            for number, (p, dtype) in enumerate(zip(unit.parameters, unit.dtypes, strict=True)):
+                rows = self.rows_of(unit, number)
+                mine = rows[self.memory.rank]
                 wider = dtype.itemsize < p.orig_dtype.itemsize
                 rounded = torch.empty_like(mine, dtype=dtype if wider else p.orig_dtype)
                 if len(mine):
-                    self.average(rounded, rows, group.gradient_divide_factor != 1)
+                    self.average(rounded, rows, unit.group.gradient_divide_factor != 1)
                 total = rounded.to(p.orig_dtype)
                 add(p, total.as_strided(p.sharded_size, p.contiguous_sharded_stride))
+
+    def rows_of(self, unit: Pushed, number: int) -> list[torch.Tensor]:
+        """By rank, what is to be summed of a parameter's gradient: this rank's part of it."""
+        numel = unit.plan.numels[number]
+        begin = self.memory.rank * numel
+        mine = unit.flat[number][begin : begin + numel]  # the last may be short
+        rows = []
+        for rank in range(self.memory.ranks):
+            if rank == self.memory.rank:
+                rows.append(mine)
+            else:
+                rows.append(unit.plan.arrived[rank][number][: len(mine)])
+        return rows
 
 
 def largest(parameters: list) -> int:
     """Bytes of a unit's row in a slot, if all its gradients come as its weights are gathered."""
-    trained = [p for p in parameters if p.sharded_param.requires_grad]
-    dtypes = [getattr(p, "param_dtype", None) or p.sharded_param.dtype for p in trained]
-    items = zip((p.padded_sharded_param_size.numel() for p in trained), dtypes, strict=True)
-    return sum(-(-n * dtype.itemsize // ALIGNMENT) * ALIGNMENT for n, dtype in items)
+    total = 0
+    for p in parameters:
+        if p.sharded_param.requires_grad:
+            dtype = getattr(p, "param_dtype", None) or p.sharded_param.dtype
+            total += rounded_up(p.padded_sharded_param_size.numel() * dtype.itemsize)
+    return total
 
 
 def average(total: torch.Tensor, rows: list[torch.Tensor], mean: bool) -> None:
@@ -156,8 +219,10 @@ def add(p, gradient: torch.Tensor) -> None:
         sharded.grad = p.to_sharded_dtensor(gradient)
     else:
         sharded.grad._local_tensor.add_(gradient)
-    for hook in (getattr(sharded, "_post_accumulate_grad_hooks", None) or {}).values():
-        hook(sharded)
+    hooks = getattr(sharded, "_post_accumulate_grad_hooks", None)
+    if hooks:
+        for hook in hooks.values():
+            hook(sharded)
 
 
 class InPlaceReduce:
@@ -187,11 +252,13 @@ class InPlaceReduce:
         zeros = self.fills_with_zeros()
         taken: list = []
         for p in self.fsdp_params:
-            if collect := getattr(p, "accumulate_unsharded_grad_if_needed", None):
-                collect()  # before torch 2.15, whose .grad holds all of it
+            # Before torch 2.15, which has all of it in ``.grad``, another tensor had sums.
+            has_sums = hasattr(p, "accumulate_unsharded_grad_if_needed")
+            if has_sums:
+                p.accumulate_unsharded_grad_if_needed()
             if not hasattr(p, "_unsharded_param"):
                 continue
-            if collect and p.unsharded_accumulated_grad is not None:
+            if has_sums and p.unsharded_accumulated_grad is not None:
                 taken.append((p, p.unsharded_accumulated_grad_data))
                 p.unsharded_accumulated_grad = None
             elif p.unsharded_param.grad is not None:
@@ -212,7 +279,8 @@ class InPlaceReduce:
 
     def why_stock(self) -> bool:
         """Whether this backward's reduction is one that FSDP2 must do."""
-        dtype = self._reduce_dtype or (p := self.fsdp_params[0]).param_dtype or p.orig_dtype
+        p = self.fsdp_params[0]
+        dtype = self._reduce_dtype or p.param_dtype or p.orig_dtype
         return (
             self.gradient_divide_factor not in (None, 1, self.pushed.memory.ranks)
             or self._all_reduce_hook is not None
@@ -253,7 +321,8 @@ def reduce_in_place(model: FSDPModule) -> PushedGradients | None:
     chosen = [g for g in groups if not hasattr(g.mesh_info, "replicate_process_group")]
     if not chosen:
         return None
-    if missing := [name for name in NAMES.split() if not hasattr(chosen[0], name)]:
+    missing = [name for name in NAMES.split() if not hasattr(chosen[0], name)]
+    if missing:
         raise RuntimeError(f"FSDP2 of torch {torch.__version__} has no {missing}: not for it")
     group = chosen[0].mesh_info.shard_process_group
     pushed = PushedGradients(peer_memory.PeerMemory(group, chosen[0].device), chosen)

@@ -24,8 +24,10 @@ class PeerMemory:
     """
 
     def __init__(self, group: dist.ProcessGroup, device: torch.device) -> None:
-        self.group, self.device = group, device
-        self.rank, self.ranks = group.rank(), group.size()
+        self.group = group
+        self.device = device
+        self.rank = group.rank()
+        self.ranks = group.size()
         if device.type == "cuda":
             signals = symmetric_memory.empty(1, dtype=torch.int32, device=device)
             self.signals = symmetric_memory.rendezvous(signals, group)
@@ -35,8 +37,9 @@ class PeerMemory:
         if self.device.type == "cuda":
             mine = symmetric_memory.empty(*size, dtype=dtype, device=self.device)
             handle = symmetric_memory.rendezvous(mine, self.group)
-            others = [handle.get_buffer(rank, mine.shape, dtype) for rank in range(self.ranks)]
-            return [mine if rank == self.rank else t for rank, t in enumerate(others)]
+            of_ranks = [handle.get_buffer(rank, mine.shape, dtype) for rank in range(self.ranks)]
+            of_ranks[self.rank] = mine
+            return of_ranks
         agreed = [tempfile.mkdtemp() if self.rank == 0 else None]
         dist.broadcast_object_list(agreed, group=self.group, group_src=0)
         wanted = {"shared": True, "size": torch.Size(size).numel(), "dtype": dtype}
@@ -61,27 +64,40 @@ HOSTS = "the ranks are on several hosts"
 
 def why_not(group: dist.ProcessGroup, device: torch.device) -> str | None:
     """Why the ranks of ``group`` cannot read each other's memory; None if they can. Collective."""
-    seen, mine = {}, None
+    mine = None  # the uuid of this rank's GPU
+    index_of = {}  # by the uuid of a GPU that this rank sees
     if device.type == "cuda":
         count = torch.cuda.device_count()
-        seen = {str(torch.cuda.get_device_properties(i).uuid): i for i in range(count)}
-        mine = next(uuid for uuid, index in seen.items() if index == device.index)
+        uuids = [str(torch.cuda.get_device_properties(index).uuid) for index in range(count)]
+        index_of = {uuid: index for index, uuid in enumerate(uuids)}
+        mine = uuids[device.index]
     answers: list = [None] * group.size()
     dist.all_gather_object(answers, (os.uname().nodename, mine), group=group)
-    others = [seen.get(uuid) for _, uuid in answers if uuid != mine]
-    apart = any(
-        not torch.cuda.can_device_access_peer(device.index, i) for i in others if i is not None
-    )
+
+    unseen = False  # another rank's GPU
+    apart = False  # one, to whose memory this GPU has no access
+    for _, uuid in answers:
+        if uuid == mine:
+            continue
+        if uuid not in index_of:
+            unseen = True
+        elif not torch.cuda.can_device_access_peer(device.index, index_of[uuid]):
+            apart = True
     verdicts: list = [None] * group.size()
-    dist.all_gather_object(verdicts, (None in others, apart), group=group)
-    reasons = {
-        ONE_RANK: group.size() == 1,
-        f"no symmetric memory on {device.type}": device.type not in ("cpu", "cuda"),
-        HOSTS: len({host for host, _ in answers}) > 1,
-        "a rank does not see the others' GPUs (CUDA_VISIBLE_DEVICES)": any(v[0] for v in verdicts),
-        "not every GPU has peer access to every other": any(v[1] for v in verdicts),
-    }
-    return next((reason for reason, holds in reasons.items() if holds), None)
+    dist.all_gather_object(verdicts, (unseen, apart), group=group)
+
+    hosts = {host for host, _ in answers}
+    if group.size() == 1:
+        return ONE_RANK
+    if device.type not in ("cpu", "cuda"):
+        return f"no symmetric memory on {device.type}"
+    if len(hosts) > 1:
+        return HOSTS
+    if any(unseen for unseen, _ in verdicts):
+        return "a rank does not see the others' GPUs (CUDA_VISIBLE_DEVICES)"
+    if any(apart for _, apart in verdicts):
+        return "not every GPU has peer access to every other"
+    return None
 
 
 # Private names of FSDP2, of its groups and of its parameters, in torch 2.11 to 2.15. They stand for
@@ -111,13 +127,21 @@ def param_groups(model: nn.Module) -> list:
         if isinstance(module, FSDPModule):
             state = module._get_fsdp_state()
             several = getattr(state, "_fsdp_param_groups", None)  # PyTorch 2.12 on
-            for group in [state._fsdp_param_group] if several is None else several:
-                groups |= {id(group): group} if group is not None else {}
+            if several is None:
+                several = [state._fsdp_param_group]
+            for group in several:
+                if group is not None:
+                    groups[id(group)] = group
     if not groups:
         raise RuntimeError("no parameter of the model is sharded: call fully_shard first")
     for group in groups.values():
-        missing = [n for n in GROUP_NAMES.split() if not hasattr(group, n)]
-        missing += [n for n in PARAMETER_NAMES.split() if not hasattr(group.fsdp_params[0], n)]
+        missing = []
+        for name in GROUP_NAMES.split():
+            if not hasattr(group, name):
+                missing.append(name)
+        for name in PARAMETER_NAMES.split():
+            if not hasattr(group.fsdp_params[0], name):
+                missing.append(name)
         if not hasattr(torch._C, "_current_graph_task_id"):
             missing.append("torch._C._current_graph_task_id")
         for name in AUTOGRAD_NAMES.split():
@@ -131,20 +155,20 @@ def param_groups(model: nn.Module) -> list:
 def why_stock(group, shard_group: dist.ProcessGroup | None) -> str | None:
     """Why FSDP2 must gather this group as before; None if copies can."""
     parameters = group.fsdp_params
-    own = [hasattr(p.sharded_param.to_local(), "fsdp_pre_all_gather") for p in parameters]
-    collectives = (group._all_gather_comm, group._reduce_scatter_comm)
-    reasons = {
-        "weights are replicated, not sharded": not hasattr(group.mesh_info, "shard_process_group"),
-        "another process group": getattr(group.mesh_info, "shard_process_group", None)
-        != shard_group,
-        "weights are offloaded to the CPU": any(p.offload_to_cpu for p in parameters),
-        "sharded on a dimension other than 0": any(p.fsdp_placement.dim != 0 for p in parameters),
-        "tensors with an all-gather of their own": any(own),
-        "a collective of your own (set_custom_all_gather, set_custom_reduce_scatter)": not all(
-            type(collective).__name__.startswith("Default") for collective in collectives
-        ),
-    }
-    return next((reason for reason, holds in reasons.items() if holds), None)
+    if not hasattr(group.mesh_info, "shard_process_group"):
+        return "weights are replicated, not sharded"
+    if group.mesh_info.shard_process_group != shard_group:
+        return "another process group"
+    if any(p.offload_to_cpu for p in parameters):
+        return "weights are offloaded to the CPU"
+    if any(p.fsdp_placement.dim != 0 for p in parameters):
+        return "sharded on a dimension other than 0"
+    if any(hasattr(p.sharded_param.to_local(), "fsdp_pre_all_gather") for p in parameters):
+        return "tensors with an all-gather of their own"
+    for collective in (group._all_gather_comm, group._reduce_scatter_comm):
+        if not type(collective).__name__.startswith("Default"):
+            return "a collective of your own (set_custom_all_gather, set_custom_reduce_scatter)"
+    return None
 
 
 def reasons_for_stock(groups: list) -> set[str]:
@@ -166,11 +190,19 @@ def copying_groups(model: nn.Module) -> list:
     """
     groups = param_groups(model)
     shard_group = getattr(groups[0].mesh_info, "shard_process_group", None)
-    reasons = {group: why_stock(group, shard_group) for group in groups}
-    chosen = [group for group, reason in reasons.items() if reason is None]
-    found = set(filter(None, reasons.values()))
-    if chosen and (reason := why_not(shard_group, chosen[0].device)):
-        chosen, found = [], {reason, *found}
+    chosen = []
+    found = set()
+    for group in groups:
+        reason = why_stock(group, shard_group)
+        if reason is None:
+            chosen.append(group)
+        else:
+            found.add(reason)
+    if chosen:
+        of_all = why_not(shard_group, chosen[0].device)
+        if of_all is not None:
+            chosen = []
+            found.add(of_all)
     for reason in sorted(found):
         warnings.warn(f"FSDP2 communicates as before: {reason}", stacklevel=3)
     return chosen

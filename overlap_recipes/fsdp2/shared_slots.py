@@ -6,7 +6,6 @@ import weakref
 from collections.abc import Sequence
 from dataclasses import dataclass
 from functools import cache
-from itertools import accumulate
 
 import torch
 from torch import nn
@@ -20,7 +19,8 @@ from . import peer_memory
 # ``_module_info``, ``_states_to_forward_prefetch`` and ``_states_to_backward_prefetch``; of
 # DTensors ``_local_tensor``, of storages ``_cdata``; ``torch._foreach_copy_``.
 
-ALIGNMENT, GRAIN = 512, 8 << 20  # bytes, of each weight in a slot and of a slot
+ALIGNMENT = 512  # bytes: where a weight may begin in a slot
+GRAIN = 8 << 20  # bytes: what the size of a slot is a multiple of
 SMALL = 1 << 18  # bytes: smaller shards go by one kernel instead of a copy each
 SAMPLE = 64  # elements of each shard that are compared with what was gathered, where used
 
@@ -40,17 +40,26 @@ class Slot:
         group = self.group
         return group is not None and (group.is_unsharded or group._all_gather_result is not None)
 
+    def nbytes(self) -> int:
+        return self.of_ranks[0].nbytes
+
 
 def dtype_of(p) -> torch.dtype:
     """What a parameter is gathered in."""
     return p.param_dtype or p.orig_dtype
 
 
+def rounded_up(nbytes: int, multiple: int) -> int:
+    return -(-nbytes // multiple) * multiple
+
+
 class Slots:
     """The slots of all units of one model."""
 
     def __init__(self, memory: peer_memory.PeerMemory, turns: int) -> None:
-        self.memory, self.turns, self.given = memory, turns, 0
+        self.memory = memory
+        self.turns = turns  # units in a row that share no slot
+        self.given = 0  # units that have been given a slot
         self.slots: list[Slot] = []
         self.last: Slot | None = None  # of the last gather
 
@@ -61,43 +70,86 @@ class Slots:
             group.lazy_init()  # once: it reads what is frozen, and reduces by that
         if getattr(group, "slot", None) is None:
             self.given += 1
-        exclusive |= group.post_forward_mesh_info is None  # FSDP2 keeps it full over the forward
-        parameters, rank, ranks = group.fsdp_params, self.memory.rank, self.memory.ranks
-        nbytes = [p.padded_sharded_param_size.numel() * dtype_of(p).itemsize for p in parameters]
-        places = [0, *accumulate(-(-ranks * n // ALIGNMENT) * ALIGNMENT for n in nbytes)]
-        size = -(-places[-1] // GRAIN) * GRAIN
-        fit = [
-            slot
-            for slot in self.slots
-            if not (slot.busy() or slot.exclusive or exclusive)
-            and self.given - slot.number >= self.turns
-            and size <= slot.of_ranks[0].nbytes <= 2 * size
-        ]
-        if not fit:
-            fit = [Slot(self.memory.empty([size], torch.uint8), 0, exclusive=exclusive)]
-            self.slots.append(fit[0])
-        group.slot = min(fit, key=lambda slot: slot.of_ranks[0].nbytes)
-        group.slot.number, copies = self.given, []
+        if group.post_forward_mesh_info is None:  # FSDP2 keeps it full over the forward
+            exclusive = True
+
+        shard_bytes = []  # of each weight, on each rank
+        places = []  # of each full weight in the slot
+        end = 0
+        for p in group.fsdp_params:
+            nbytes = p.padded_sharded_param_size.numel() * dtype_of(p).itemsize
+            shard_bytes.append(nbytes)
+            places.append(end)
+            end += rounded_up(self.memory.ranks * nbytes, ALIGNMENT)
+
+        group.slot = self.free_slot(rounded_up(end, GRAIN), exclusive)
+        group.slot.number = self.given
         group.sample = None
-        for p, n, place in zip(parameters, nbytes, places, strict=False):
-            flat = [t.data[place:][: ranks * n].view(dtype_of(p)) for t in group.slot.of_ranks]
-            rows = [t.data.view(ranks, -1) for t in flat]  # autograd does not see what fills it
-            p.own = rows[rank][rank]
-            for step in range(1, ranks):
-                source = (rank + step) % ranks  # no two ranks read from one at a time
-                copies.append((rows[rank][source], rows[source][source]))
-            mine, p.sharded_param.is_gathered = flat[rank], True
-            p.all_gather_outputs = [mine]
-            p.init_unsharded_param()
-            full = getattr(p._unsharded_param, "_local_tensor", p._unsharded_param)
-            increment_version(full)  # a backward with views of where it was is an error
-            group.full_versions = ()
-            group.versions_in_use = ()
-            full.data = mine.as_strided(full.size(), full.stride(), mine.storage_offset())
-            p.free_unsharded_param = lambda: None  # its memory is the slot's
-        small = [pair for pair in copies if pair[1].nbytes <= SMALL]
-        group.large = [pair for pair in copies if pair[1].nbytes > SMALL]
-        group.small = [list(tensors) for tensors in zip(*small, strict=True)]
+        group.full_versions = ()
+        group.versions_in_use = ()
+        group.large = []  # pairs: where to, and where from
+        group.small_to = []
+        group.small_from = []
+        for p, nbytes, place in zip(group.fsdp_params, shard_bytes, places, strict=True):
+            self.lay_out(group, p, nbytes, place)
+
+    def free_slot(self, size: int, exclusive: bool) -> Slot:
+        """The smallest slot that may be shared by one more unit; a new one if there is none."""
+        fit = []
+        for slot in self.slots:
+            if not exclusive and self.may_share(slot, size):
+                fit.append(slot)
+        if fit:
+            return min(fit, key=Slot.nbytes)
+        slot = Slot(self.memory.empty([size], torch.uint8), 0, exclusive=exclusive)
+        self.slots.append(slot)
+        return slot
+
+    def may_share(self, slot: Slot, size: int) -> bool:
+        """Whether a slot is free, its last unit far enough away, and its size right."""
+        return (
+            not (slot.busy() or slot.exclusive)
+            and self.given - slot.number >= self.turns
+            and size <= slot.nbytes() <= 2 * size
+        )
+
+    def lay_out(self, group, p, nbytes: int, place: int) -> None:
+        """Let a full weight be in its unit's slot, and note the copies that fill it.
+
+        Args:
+            p: FSDP2's parameter.
+            nbytes: of one rank's shard.
+            place: where the full weight begins in the slot.
+        """
+        rank = self.memory.rank
+        ranks = self.memory.ranks
+        flat = []  # by rank: the full weight
+        rows = []  # by rank: the same, by the rank that a row's shard is of
+        for memory in group.slot.of_ranks:
+            whole = memory.data[place:][: ranks * nbytes].view(dtype_of(p))
+            flat.append(whole)
+            rows.append(whole.data.view(ranks, -1))  # autograd does not see what fills it
+        p.own = rows[rank][rank]
+
+        copies = []
+        for step in range(1, ranks):
+            source = (rank + step) % ranks  # no two ranks read from one at a time
+            copies.append((rows[rank][source], rows[source][source]))
+        for to, shard in copies:
+            if shard.nbytes > SMALL:
+                group.large.append((to, shard))
+            else:
+                group.small_to.append(to)
+                group.small_from.append(shard)
+
+        mine = flat[rank]
+        p.sharded_param.is_gathered = True
+        p.all_gather_outputs = [mine]
+        p.init_unsharded_param()
+        full = getattr(p._unsharded_param, "_local_tensor", p._unsharded_param)
+        increment_version(full)  # a backward with views of where it was is an error
+        full.data = mine.as_strided(full.size(), full.stride(), mine.storage_offset())
+        p.free_unsharded_param = lambda: None  # its memory is the slot's
 
     def make_room(self, group) -> None:
         """Have the slot for ``group``, or another one.
@@ -105,7 +157,8 @@ class Slots:
         Raises:
             RuntimeError: another unit is in it, and autograd knows where this one is.
         """
-        other, in_backward = group.slot.group, torch._C._current_graph_task_id() != -1
+        other = group.slot.group
+        in_backward = torch._C._current_graph_task_id() != -1
         recomputed = group._training_state.name == "FORWARD" and in_backward
         if not other.is_unsharded:
             other.drop()
@@ -126,19 +179,24 @@ class Slots:
         if group.slot is self.last:
             self.memory.barrier()  # others may still copy from it
         group.filled_from = versions(group)
-        pairs = [(p.own, p._sharded_param_data) for p in group.fsdp_params]
-        casts = [(o, s) for o, s in pairs if o.dtype != s.dtype or o.nbytes <= SMALL]
-        for own, shard in pairs:
-            if own.dtype == shard.dtype and own.nbytes > SMALL:
-                own.copy_(shard, non_blocking=True)  # on a copy engine
-        if casts:
-            torch._foreach_copy_(*map(list, zip(*casts, strict=True)))
+        cast_to = []
+        cast_from = []
+        for p in group.fsdp_params:
+            shard = p._sharded_param_data
+            if p.own.dtype == shard.dtype and p.own.nbytes > SMALL:
+                p.own.copy_(shard, non_blocking=True)  # on a copy engine
+            else:
+                cast_to.append(p.own)
+                cast_from.append(shard)
+        if cast_to:
+            torch._foreach_copy_(cast_to, cast_from)
         self.memory.barrier()
         for full, shard in group.large:
             full.copy_(shard, non_blocking=True)
-        if group.small:
-            torch._foreach_copy_(group.small[0], group.small[1])
-        self.last, group.slot.group = group.slot, group
+        if group.small_to:
+            torch._foreach_copy_(group.small_to, group.small_from)
+        self.last = group.slot
+        group.slot.group = group
 
     def note_changes(self, group, noted: torch.Tensor) -> None:
         """Queue, behind a gather: ``noted`` is true from here on if shards have changed since."""
@@ -161,10 +219,11 @@ class Sample:
         self.shards = shards
         self.pairs = []  # for each dtype that is gathered
         for dtype in dict.fromkeys(own.dtype for own in gathered):
-            then, now = [], []
+            then = []
+            now = []
             for own, shard in zip(gathered, shards, strict=True):
                 if own.dtype == dtype:
-                    every = -(-own.numel() // SAMPLE) or 1
+                    every = max(1, -(-own.numel() // SAMPLE))
                     then.append(own.detach()[::every])
                     now.append(shard.detach()[::every])
             self.pairs.append((Copies(then, dtype), Copies(now, dtype)))
@@ -197,8 +256,12 @@ def versions(group) -> list:
     """Counts of the changes of a unit's shards, and the memory that they are in."""
     parameters = [p.sharded_param for p in group.fsdp_params]
     shards = [p._local_tensor for p in parameters]
-    counts = [0 if t.is_inference() else t._version for t in parameters + shards]
-    return counts + [StorageWeakRef(t.untyped_storage()) for t in shards]
+    found = []
+    for tensor in parameters + shards:
+        found.append(0 if tensor.is_inference() else tensor._version)
+    for shard in shards:
+        found.append(StorageWeakRef(shard.untyped_storage()))
+    return found
 
 
 def outdated(group) -> bool:
@@ -228,7 +291,8 @@ def forbid_reading(group) -> None:
     """
     weights = full_weights(group)
     found = tuple(weight._version for weight in weights)
-    if group.versions_in_use not in ((), found):
+    in_use = group.versions_in_use
+    if in_use and in_use != found:
         raise RuntimeError(
             f"{type(group.modules[0]).__name__} changes its full weights in place (an embedding's "
             "max_norm, a clamp), which peers copy and backward reads again: change the shards "
@@ -257,12 +321,18 @@ def counted() -> weakref.WeakSet:
 
     @torch.compiler.disable
     def count(optimizer: torch.optim.Optimizer, *_) -> None:
-        # A sparse one has no storage.
-        held = [p for g in optimizer.param_groups for p in g["params"] if p.layout is torch.strided]
-        known = [p for p in held if hasattr(p, "is_gathered")]
+        held = []
+        for settings in optimizer.param_groups:
+            for parameter in settings["params"]:
+                if parameter.layout is torch.strided:  # a sparse one has no storage
+                    held.append(parameter)
+        known = [parameter for parameter in held if hasattr(parameter, "is_gathered")]
         if len(known) < len(held):  # others may be views of ours
-            ours = {storage_of(p.sharded_param) for group in groups for p in group.fsdp_params}
-            known = [p for p in held if storage_of(p) in ours]
+            ours = set()
+            for group in groups:
+                for p in group.fsdp_params:
+                    ours.add(storage_of(p.sharded_param))
+            known = [parameter for parameter in held if storage_of(parameter) in ours]
         increment_version(known)
 
     groups.hook = register_optimizer_step_post_hook(count)  # for good: not to be removed in a step
@@ -275,15 +345,20 @@ def set_lists(groups: Sequence, ahead: int, first: int) -> None:
     for number, unit in enumerate(order):
         state = unit._get_fsdp_state()
         if not state._states_to_forward_prefetch:
-            last = number + 1 + min(ahead, max(first, number))
-            unit.set_modules_to_forward_prefetch(order[number + 1 : last])
+            count = min(ahead, max(first, number))  # fewer while the device waits for the host
+            unit.set_modules_to_forward_prefetch(order[number + 1 : number + 1 + count])
         if not state._states_to_backward_prefetch:
-            unit.set_modules_to_backward_prefetch([order[max(0, number - 1)]])
+            before = max(0, number - 1)
+            unit.set_modules_to_backward_prefetch([order[before]])
 
 
 def embeds(group) -> bool:
     """Whether all modules that use a unit's weights look up rows of them, and nothing else."""
-    infos = [p._module_info for p in group.fsdp_params]
-    users = [m for i in infos for m in (i.module, *i.shared_modules)]
-    forwards = [getattr(m.forward, "__func__", None) for m in (*group.modules, *users)]
-    return all(forward is nn.Embedding.forward for forward in forwards)
+    users = list(group.modules)
+    for p in group.fsdp_params:
+        users.append(p._module_info.module)
+        users += p._module_info.shared_modules
+    for module in users:
+        if getattr(module.forward, "__func__", None) is not nn.Embedding.forward:
+            return False
+    return True

@@ -19,10 +19,23 @@ Tensors = list[torch.Tensor]
 
 def fused_adamw(settings: dict, gradient, step, master, exp_avg, exp_avg_sq, skip=None) -> None:
     """One step of AdamW in fp32, the one that ``step`` counts; none if ``skip`` is 1."""
-    numbers = {"lr": float(settings["lr"]), "weight_decay": settings["weight_decay"]}
-    numbers |= dict(zip(("beta1", "beta2"), settings["betas"], strict=True), eps=settings["eps"])
-    tensors = [master], [gradient], [exp_avg], [exp_avg_sq], [], [step]
-    torch._fused_adamw_(*tensors, amsgrad=False, maximize=False, found_inf=skip, **numbers)
+    beta1, beta2 = settings["betas"]
+    torch._fused_adamw_(
+        [master],
+        [gradient],
+        [exp_avg],
+        [exp_avg_sq],
+        [],
+        [step],
+        lr=float(settings["lr"]),
+        beta1=beta1,
+        beta2=beta2,
+        eps=settings["eps"],
+        weight_decay=settings["weight_decay"],
+        amsgrad=False,
+        maximize=False,
+        found_inf=skip,
+    )
 
 
 def adamw(p: Tensors, g: Tensors, m: Tensors, v: Tensors, step: Tensors, numbers: list[float]):
@@ -46,27 +59,36 @@ def adamw(p: Tensors, g: Tensors, m: Tensors, v: Tensors, step: Tensors, numbers
 
 def numbers_of(settings: dict, scale: float) -> list[float]:
     """What a step computes with: rate, betas, eps, decay; gradients are multiplied by ``scale``."""
-    decay = settings["weight_decay"]
-    return [float(settings["lr"]), *settings["betas"], settings["eps"], decay, scale]
+    beta1, beta2 = settings["betas"]
+    rate = float(settings["lr"])
+    return [rate, beta1, beta2, settings["eps"], settings["weight_decay"], scale]
 
 
 def update_pieces(block: Tensors, parts: list[Tensors], step: Tensors, numbers: list[float]):
     """A step for a block: gradient, weight, master, two moments, and a scratch as long as a piece.
 
-    ``parts``: four lists of one tensor each, to be overwritten. A weight in fp32 is its own master.
+    ``parts``: four lists of one tensor each, to be overwritten, for a piece's master, moments and
+    gradient. A weight in fp32 is its own master.
     """
-    weight, scratch = block[1], block[5]
-    scale = scratch[0].clone().fill_(numbers[5])
-    pieces = [whole.split(scratch.numel()) for whole in block[:5]]
-    for i, gradient in enumerate(pieces[0]):
-        for part, cut in zip(parts, pieces[2:]):  # noqa: B905
-            part[0] = cut[i]
+    weight = block[1]
+    scratch = block[5]
+    length = scratch.numel()
+    scale = scratch[0].clone().fill_(numbers[5])  # a tensor, in TorchScript without torch.tensor
+    gradients = block[0].split(length)
+    weights = weight.split(length)
+    masters = block[2].split(length)
+    exp_avgs = block[3].split(length)
+    exp_avg_sqs = block[4].split(length)
+    for i, gradient in enumerate(gradients):
+        parts[0][0] = masters[i]
+        parts[1][0] = exp_avgs[i]
+        parts[2][0] = exp_avg_sqs[i]
         parts[3][0] = scratch[: gradient.numel()].copy_(gradient)
         if numbers[5] != 1.0:
             parts[3][0].mul_(scale)
         adamw(parts[0], parts[3], parts[1], parts[2], step, numbers)
         if weight.dtype != torch.float32:
-            pieces[1][i].copy_(parts[0][0])
+            weights[i].copy_(parts[0][0])
 
 
 def without_lock(function: Callable) -> Callable:
@@ -118,7 +140,9 @@ def state_on_device(parameter: nn.Parameter) -> dict[str, torch.Tensor]:
     """Of a parameter that stays on the device: step, fp32 master and moments."""
     master = parameter.detach().float()
     state = {name: torch.zeros_like(master) for name in MOMENTS}
-    return state | {"step": torch.zeros((), dtype=FP32, device=master.device), "master": master}
+    state["step"] = torch.zeros((), dtype=FP32, device=master.device)
+    state["master"] = master
+    return state
 
 
 def load_states(state: dict, parameters: Iterable[nn.Parameter], saved: dict) -> None:
@@ -126,7 +150,9 @@ def load_states(state: dict, parameters: Iterable[nn.Parameter], saved: dict) ->
 
     ``saved`` may hold the very tensors of ``state``, with new values: DCP loads in place.
     """
-    names = [name for group in saved["param_groups"] for name in group["params"]]  # or numbers
+    names = []  # or numbers
+    for group in saved["param_groups"]:
+        names += group["params"]
     for name, parameter in zip(names, parameters, strict=True):
         kept = state.get(parameter)
         if kept is None:
@@ -142,19 +168,24 @@ def load_states(state: dict, parameters: Iterable[nn.Parameter], saved: dict) ->
 
 def refuse_other_adams(groups: list[dict], others: Iterable[str] = ()) -> None:
     """Raise where groups have settings that this AdamW has not: it would train in another way."""
-    found = {name for group in groups for name in ("amsgrad", "maximize") if group.get(name)}
-    found |= {"momentum" for group in groups if "betas" not in group}
-    if any(not g.get("decoupled_weight_decay", True) and g["weight_decay"] for g in groups):
-        found.add("decoupled_weight_decay=False")
-    if others := sorted(found.union(others)):
-        raise ValueError(f"this AdamW has no setting {', '.join(others)}")
+    found = set(others)
+    for group in groups:
+        for name in ("amsgrad", "maximize"):
+            if group.get(name):
+                found.add(name)
+        if "betas" not in group:
+            found.add("momentum")
+        if not group.get("decoupled_weight_decay", True) and group["weight_decay"]:
+            found.add("decoupled_weight_decay=False")
+    if found:
+        raise ValueError(f"this AdamW has no setting {', '.join(sorted(found))}")
 
 
 def take_changes(master: torch.Tensor, weight: torch.Tensor) -> None:
     """Where a weight is not its rounded master, something else has changed it: it counts."""
-    rows = max(1, CHANGES // max(1, weight[:1].numel())) if weight.ndim else 1
     parts = [(master, weight)]
-    if weight.ndim:
+    if weight.ndim > 0:
+        rows = max(1, CHANGES // max(1, weight[:1].numel()))
         parts = zip(master.split(rows), weight.split(rows), strict=True)
     for own, found in parts:
         torch.where(own.to(found.dtype) == found, own, found, out=own)
@@ -162,20 +193,26 @@ def take_changes(master: torch.Tensor, weight: torch.Tensor) -> None:
 
 def update_on_device(settings: dict, parameter: nn.Parameter, state, scale, skip) -> None:
     """The same step there; ``scale`` and ``skip`` are on the device as well, nothing waits."""
-    state["step"] += 1 - skip
-    tensors = (state[name] for name in ("step", "master", *MOMENTS))
+    step = state["step"]
+    step += 1 - skip
+    master = state["master"]
     if parameter.dtype != torch.float32:
-        take_changes(state["master"], parameter.detach())
-    fused_adamw(settings, parameter.grad.float().mul_(scale), *tensors, skip)
+        take_changes(master, parameter.detach())
+    gradient = parameter.grad.float().mul_(scale)
+    fused_adamw(settings, gradient, step, master, state["exp_avg"], state["exp_avg_sq"], skip)
     if parameter.dtype != torch.float32:
-        parameter.copy_(state["master"])
+        parameter.copy_(master)
 
 
 def to_host(stream: torch.Stream, *numbers: torch.Tensor) -> tuple:
     """Queue the copy of numbers, after all that is queued; their event, copy and source."""
-    source, on_gpu = torch.stack(numbers), numbers[0].is_cuda
+    source = torch.stack(numbers)
+    on_gpu = source.is_cuda
     streams = torch.get_device_module(source.device)
-    arrived = streams.Event(**({"blocking": True} if on_gpu else {}))
+    if on_gpu:
+        arrived = streams.Event(blocking=True)  # a wait takes no core
+    else:
+        arrived = streams.Event()
     copy = torch.empty(len(numbers), dtype=FP32, pin_memory=on_gpu)
     stream.wait_stream(streams.current_stream())
     with streams.stream(stream):
@@ -186,6 +223,11 @@ def to_host(stream: torch.Stream, *numbers: torch.Tensor) -> tuple:
 
 def groups_of(parameters: Iterable[nn.Parameter]) -> list[dict]:
     """Matrices, and what is not decayed."""
-    both = list(parameters)
-    matrices, others = ([p for p in both if (p.ndim > 1) is wanted] for wanted in (True, False))
+    matrices = []
+    others = []
+    for parameter in parameters:
+        if parameter.ndim > 1:
+            matrices.append(parameter)
+        else:
+            others.append(parameter)
     return [{"params": matrices}, {"params": others, "weight_decay": 0.0}]

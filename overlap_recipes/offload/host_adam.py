@@ -6,8 +6,8 @@ import threading
 from collections.abc import Callable, Iterable, Iterator
 from concurrent.futures import Future, ThreadPoolExecutor
 from contextlib import contextmanager
-from functools import partial
 from heapq import heappop, heappush
+from typing import NamedTuple
 
 import torch
 
@@ -17,13 +17,27 @@ from .host_layers import HostBuffer
 BLOCK = 2**20  # parameters that a thread updates in one call
 
 
+class Buffers(NamedTuple):
+    """What an update of some of a layer's parameters, of one dtype, reads and writes."""
+
+    gradients: HostBuffer
+    weights: HostBuffer
+    master: HostBuffer  # the weights themselves where they are in fp32
+    exp_avg: HostBuffer
+    exp_avg_sq: HostBuffer
+
+
 class LayerUpdate:
     """A layer's update to come: its ``settings`` (by group), ``scale`` and ``steps``."""
 
     def __init__(self, settings: list[dict]) -> None:
-        self.settings, self.scale, self.steps, self.error = settings, 1.0, None, None
-        # Whether it is done; blocks that no thread has begun; blocks that have not ended.
-        self.ended, self.waiting, self.left = Future(), 0, 0
+        self.settings = settings
+        self.scale = 1.0  # of the gradients
+        self.steps = None  # by parameter: which update this is; None until it starts
+        self.waiting = 0  # blocks that no thread has begun
+        self.left = 0  # blocks that have not ended
+        self.error = None  # what kept a block from being updated
+        self.ended = Future()
 
 
 class HostUpdates:
@@ -40,44 +54,64 @@ class HostUpdates:
     def __init__(self, streamed, group_of: dict, threads: int | None = None) -> None:
         if streamed.optimizer:
             raise ValueError("this model has an optimizer: close it, and make both anew")
-        self.streamed, self.group_of, self.state = streamed, group_of, {}
+        self.streamed = streamed
+        self.group_of = group_of
+        self.state = {}
         # By layer: how often each of its trained parameters has been updated.
-        self.steps = [torch.zeros(len(x.trained), dtype=pieces.FP32) for x in streamed.layers]
-        self.buffers = [*map(self.take, streamed.layers, self.steps)]
+        self.steps = []
+        for layer in streamed.layers:
+            self.steps.append(torch.zeros(len(layer.trained), dtype=pieces.FP32))
+        self.buffers = []  # by layer
+        for layer, steps in zip(streamed.layers, self.steps, strict=True):
+            self.buffers.append(self.take(layer, steps))
         # By layer some elements of weights and of their masters; by parameter, how often something
         # else had changed it when its master was the same.
         self.few = [self.few_of(buffers) for buffers in self.buffers]
         self.seen = {parameter: parameter._version for parameter in self.state}
         self.blocks = [self.cut(layer) for layer in range(len(streamed.layers))]
-        # Layers that are due: a heap, the lowest first.
-        self.due, self.lock, self.of_thread = [], threading.Lock(), threading.local()
+
+        self.due = []  # a heap of layers whose blocks wait for a thread, the lowest first
+        self.lock = threading.Lock()
+        self.of_thread = threading.local()
         self.threads = threads or pieces.host_threads()
         self.update = pieces.without_lock(pieces.update_pieces)
         self.workers = ThreadPoolExecutor(self.threads, "adam", torch.set_num_threads, (1,))
         self.arrivals = ThreadPoolExecutor(1, "arrivals")
         self.arrivals.submit(streamed.streams.set_device, streamed.streams.current_device())
-        self.forget()
-        streamed.before_load, streamed.before_host = self.await_layer, self.wait
+
+        self.updates = {}  # by layer: its latest update
+        self.latest = Future()  # of the latest step: what its thread of arrivals did
+        self.latest.set_result(None)
+
+        streamed.before_load = self.await_layer
+        streamed.before_host = self.wait
         streamed.may_load = self.is_updated
 
-    def take(self, layer, steps: torch.Tensor) -> list[tuple]:
+    def take(self, layer, steps: torch.Tensor) -> list[Buffers]:
         """Buffers of a ``HostLayer``: gradients, weights, and new ones of masters and moments."""
-        if missing := [n for n, p in layer.trained.items() if p not in self.group_of]:
+        missing = [name for name, p in layer.trained.items() if p not in self.group_of]
+        if missing:
             raise ValueError(f"give all parameters that are trained; it lacks {missing}")
         taken = []
         step_of = dict(zip(layer.trained, steps.unbind(), strict=True))
+        # What is frozen comes last among the weights, and has no gradients.
         for weights, gradients in zip(layer.weights, layer.gradients, strict=False):
             like = {name: layer.trained[name] for name in weights.shapes}
-            # Buffers of zeros that no device reads.
-            in_fp32 = partial(HostBuffer, like, pieces.FP32, torch.device("cpu"))
-            kept = {"master": weights} | {name: in_fp32() for name in pieces.MOMENTS}
+            cpu = torch.device("cpu")  # no device reads what is new: it is not page-locked
+            exp_avg = HostBuffer(like, pieces.FP32, cpu)
+            exp_avg_sq = HostBuffer(like, pieces.FP32, cpu)
+            master = weights
             if weights.flat.dtype != torch.float32:
-                kept["master"] = in_fp32()
-                kept["master"].flat.copy_(weights.flat)
+                master = HostBuffer(like, pieces.FP32, cpu)
+                master.flat.copy_(weights.flat)
             for name, parameter in like.items():
-                views = {which: fp32.views[name] for which, fp32 in kept.items()}
-                self.state[parameter] = {"step": step_of[name], **views}
-            taken.append((gradients, weights, *kept.values()))
+                self.state[parameter] = {
+                    "step": step_of[name],
+                    "master": master.views[name],
+                    "exp_avg": exp_avg.views[name],
+                    "exp_avg_sq": exp_avg_sq.views[name],
+                }
+            taken.append(Buffers(gradients, weights, master, exp_avg, exp_avg_sq))
         return taken
 
     def cut(self, layer: int) -> list[tuple]:
@@ -86,8 +120,8 @@ class HostUpdates:
         trained = self.streamed.layers[layer].trained
         numbers = {name: number for number, name in enumerate(trained)}
         for buffers in self.buffers[layer]:
-            weights = buffers[1]
-            ends = [*weights.offsets[1:], weights.flat.numel()]
+            weights = buffers.weights
+            ends = weights.offsets[1:] + [weights.flat.numel()]
             for name, begin, end in zip(weights.shapes, weights.offsets, ends, strict=True):
                 group = self.group_of[trained[name]]
                 for at in range(begin, end, BLOCK):
@@ -98,10 +132,13 @@ class HostUpdates:
 
     # The training thread
 
-    def few_of(self, buffers: list[tuple]) -> list[tuple]:
+    def few_of(self, buffers: list[Buffers]) -> list[tuple]:
         """Of weights that have a master of their own: a few elements, beside the master's."""
-        apart = [(weights, master) for _, weights, master, *_ in buffers if master is not weights]
-        return [(weights.few_of_each(), master.few_of_each()) for weights, master in apart]
+        few = []
+        for each in buffers:
+            if each.master is not each.weights:
+                few.append((each.weights.few_of_each(), each.master.few_of_each()))
+        return few
 
     def is_counted(self, layer: int) -> bool:
         """Whether PyTorch has counted a change of a layer's weights that is in no master yet."""
@@ -110,7 +147,9 @@ class HostUpdates:
 
     def has_masters(self, parameters: Iterable[torch.nn.Parameter]) -> None:
         """Note that the masters of these are their weights, as they are now."""
-        self.seen |= {p: p._version for p in parameters if p in self.seen}
+        for parameter in parameters:
+            if parameter in self.seen:
+                self.seen[parameter] = parameter._version
 
     def is_changed(self, layer: int) -> bool:
         """Whether something else has changed a layer's weights since its last update."""
@@ -127,16 +166,17 @@ class HostUpdates:
         if not self.is_changed(layer):
             return
         self.has_masters(self.streamed.layers[layer].trained.values())
-        for _, weights, master, *_ in self.buffers[layer]:
-            if master is not weights:
-                pieces.take_changes(master.flat, weights.flat)
+        for buffers in self.buffers[layer]:
+            if buffers.master is not buffers.weights:
+                pieces.take_changes(buffers.master.flat, buffers.weights.flat)
 
     def announce(self, layers: Iterable[int], settings: list[dict]) -> dict[int, LayerUpdate]:
         """Layers that are going to be updated: from here on, their next load waits for it."""
         announced = {layer: LayerUpdate(settings) for layer in layers}
         self.updates |= announced
         # What the device has of these layers is old from here on.
-        self.streamed.held = {s: n for s, n in self.streamed.held.items() if n not in announced}
+        held = self.streamed.held.items()
+        self.streamed.held = {slot: layer for slot, layer in held if layer not in announced}
         return announced
 
     def is_updated(self, layer: int) -> bool:
@@ -158,10 +198,17 @@ class HostUpdates:
         """Wait until all that was announced is updated, or has failed."""
         error = self.latest.exception()
         with self.lock:  # what an interrupted step has announced may never begin
-            self.drop({n: u for n, u in self.updates.items() if u.steps is None}, error)
-        errors = [error, *(update.ended.exception() for update in self.updates.values())]
-        if raises and any(errors):
-            raise next(filter(None, errors))
+            updates = self.updates.items()
+            not_begun = {layer: update for layer, update in updates if update.steps is None}
+            self.drop(not_begun, error)
+        errors = [error]
+        for update in self.updates.values():
+            errors.append(update.ended.exception())
+        if not raises:
+            return
+        for error in errors:
+            if error:
+                raise error
 
     def begin_load(self) -> None:
         """Before weights and state are loaded: wait for updates, failed or not."""
@@ -174,7 +221,8 @@ class HostUpdates:
 
     def forget(self) -> None:
         """Go on as if nothing had been announced or gone wrong: all weights are others now."""
-        self.updates, self.latest = {}, Future()  # by layer; of the thread of arrivals
+        self.updates = {}
+        self.latest = Future()
         self.latest.set_result(None)
 
     @contextmanager
@@ -207,11 +255,16 @@ class HostUpdates:
                 if update.ended.done():  # a step that was interrupted
                     continue
                 self.steps[layer] += 1
-                torch.autograd.graph.increment_version([b[1].flat for b in self.buffers[layer]])
-                update.steps, update.scale = self.steps[layer].clone(), scale
-                update.waiting = update.left = len(self.blocks[layer])
-                due = layer, id(update), update
-                heappush(self.due, due) if update.left else self.end(layer, update)
+                weights = [buffers.weights.flat for buffers in self.buffers[layer]]
+                torch.autograd.graph.increment_version(weights)
+                update.steps = self.steps[layer].clone()
+                update.scale = scale
+                update.waiting = len(self.blocks[layer])
+                update.left = update.waiting
+                if update.left == 0:
+                    self.end(layer, update)
+                else:
+                    heappush(self.due, (layer, id(update), update))  # ``id`` for equal layers
         for _ in range(self.threads):
             self.workers.submit(self.work)
 
@@ -222,8 +275,12 @@ class HostUpdates:
 
     def end(self, layer: int, update: LayerUpdate, error: BaseException | None = None) -> None:
         """Let those go on who wait for a layer."""
-        if not update.ended.done():
-            update.ended.set_exception(error) if error else update.ended.set_result(None)
+        if update.ended.done():
+            return
+        if error:
+            update.ended.set_exception(error)
+        else:
+            update.ended.set_result(None)
 
     # The threads of the host
 
@@ -234,7 +291,8 @@ class HostUpdates:
                 if not self.due:
                     return
                 layer, _, update = self.due[0]
-                number = update.waiting = update.waiting - 1
+                update.waiting -= 1
+                number = update.waiting  # of the block: the last one is begun first
                 if number == 0:
                     heappop(self.due)
             try:
@@ -252,7 +310,8 @@ class HostUpdates:
         parameter, group, *block = self.blocks[layer][number]
         numbers = pieces.numbers_of(update.settings[group], update.scale)
         step = update.steps[parameter]
-        pieces.update_block(self.update, [*block, self.of_thread.scratch], step, numbers)
+        block.append(self.of_thread.scratch)
+        pieces.update_block(self.update, block, step, numbers)
 
     def close(self) -> None:
         """End the threads, and let the model stream without them."""

@@ -13,7 +13,6 @@ Locked memory does not exist in a forked process: give it a clone, or start it w
 """
 
 from collections.abc import Iterable
-from itertools import accumulate
 
 import torch
 from torch import nn
@@ -42,8 +41,11 @@ class HostBuffer:
 
     def __init__(self, like: dict, dtype: torch.dtype, device: torch.device) -> None:
         self.shapes = {name: tensor.shape for name, tensor in like.items()}
-        sizes = [-(-tensor.numel() // ALIGNMENT) * ALIGNMENT for tensor in like.values()]
-        *self.offsets, numel = accumulate(sizes, initial=0)
+        self.offsets = []  # elements: where each part begins
+        numel = 0
+        for shape in self.shapes.values():
+            self.offsets.append(numel)
+            numel += -(-shape.numel() // ALIGNMENT) * ALIGNMENT
         try:
             self.locked = PageLocked(numel * dtype.itemsize, device, self.memory)
         except RuntimeError as error:
@@ -53,13 +55,18 @@ class HostBuffer:
 
     def views_of(self, flat: torch.Tensor) -> dict[str, torch.Tensor]:
         """The parts of another 1-D tensor, at least as long, on any device, of any dtype."""
-        parts = zip(self.shapes.items(), self.offsets, strict=True)
-        return {name: flat[at : at + shape.numel()].view(shape) for (name, shape), at in parts}
+        views = {}
+        for (name, shape), begin in zip(self.shapes.items(), self.offsets, strict=True):
+            views[name] = flat[begin : begin + shape.numel()].view(shape)
+        return views
 
     def few_of_each(self) -> list[torch.Tensor]:
         """Of each part some elements, 1-D views: they are what it is now."""
-        flats = [view.view(-1) for view in self.views.values()]
-        return [flat[:: -(-flat.numel() // SAMPLE) or 1] for flat in flats]
+        few = []
+        for view in self.views.values():
+            every = max(1, -(-view.numel() // SAMPLE))
+            few.append(view.view(-1)[::every])
+        return few
 
     def close(self) -> None:
         """Unlock the pages. The memory itself lives as long as a tensor that uses it."""
@@ -77,13 +84,19 @@ class HostLayer:
     """
 
     def __init__(self, layer: nn.Module, device: torch.device, gradient_dtype=None) -> None:
-        self.module, groups = layer, {}
+        self.module = layer
+        groups = {}
         for name, parameter in layer.named_parameters():
-            kind = not parameter.requires_grad, str(parameter.dtype)
+            kind = (not parameter.requires_grad, str(parameter.dtype))
             groups.setdefault(kind, {})[name] = parameter
-        in_order = [groups[kind] for kind in sorted(groups)]
-        self.trained = {n: p for named in in_order for n, p in named.items() if p.requires_grad}
-        self.weights, self.gradients = [], []
+        in_order = [groups[kind] for kind in sorted(groups)]  # what is trained comes first
+        self.trained = {}
+        for named in in_order:
+            for name, parameter in named.items():
+                if parameter.requires_grad:
+                    self.trained[name] = parameter
+        self.weights = []
+        self.gradients = []
         try:
             for named in in_order:
                 some = next(iter(named.values()))
@@ -124,13 +137,15 @@ def move_to_host(layers: Iterable, device: torch.device, gradient_dtype=None) ->
         ValueError: a layer shares a parameter with one before it, or another device is current.
         RuntimeError: the host cannot lock as much memory.
     """
-    named = device.type != "cpu" and device.index is not None
-    if named and device.index != torch.accelerator.current_device_index():
+    has_index = device.type != "cpu" and device.index is not None
+    if has_index and device.index != torch.accelerator.current_device_index():
         raise ValueError(f"make {device} current: torch.accelerator.set_device_index")
-    moved, known = [], set()
+    moved = []
+    known = set()  # parameters of layers before
     try:
         for layer in layers:
-            if shared := [n for n, p in layer.named_parameters() if p in known]:
+            shared = [name for name, p in layer.named_parameters() if p in known]
+            if shared:
                 raise ValueError(
                     f"layer {len(moved)} shares {shared} with a layer before it: keep a shared "
                     "parameter on the device, in a module that is no layer"
@@ -138,6 +153,7 @@ def move_to_host(layers: Iterable, device: torch.device, gradient_dtype=None) ->
             known.update(layer.parameters())
             moved.append(HostLayer(layer, device, gradient_dtype))
     except BaseException:
-        [layer.close() for layer in moved]
+        for layer in moved:
+            layer.close()
         raise
     return moved

@@ -53,14 +53,29 @@ def is_streamed(layer: nn.Module) -> bool:
 
 def leaves_of(ends: list, begins: list) -> list[torch.Tensor]:
     """Tensors at the end of a graph, but for what is behind its entrances."""
-    nodes, seen, leaves = [end.node for end in ends if end], {end.node for end in begins}, []
+    nodes = [end.node for end in ends if end is not None]
+    seen = {begin.node for begin in begins}
+    leaves = []
     while nodes:
         node = nodes.pop()
-        if node not in seen:
-            seen.add(node)
-            nodes += [before for before, _ in node.next_functions if before]
-            leaves += [node.variable] if hasattr(node, "variable") else []
+        if node in seen:
+            continue
+        seen.add(node)
+        for before, _ in node.next_functions:
+            if before is not None:
+                nodes.append(before)
+        if hasattr(node, "variable"):
+            leaves.append(node.variable)
     return leaves
+
+
+def pairs_of(ends: list, grads: tuple) -> list[tuple]:
+    """Where a graph ends, beside the gradient that comes in there, where both are."""
+    pairs = []
+    for end, grad in zip(ends, grads, strict=True):
+        if end is not None and grad is not None:
+            pairs.append((end, grad))
+    return pairs
 
 
 class Run:
@@ -79,7 +94,8 @@ class Run:
             return self.run(args, kwargs)
 
     def run(self, args: tuple, kwargs: dict) -> tuple:
-        read = [*tensors_in((args, kwargs)), *self.owner.sources(self.index)]
+        read = tensors_in((args, kwargs))
+        read += self.owner.sources(self.index)
         versions = [version_of(x) for x in read]
         sample = self.owner.sample(self.index)
         args, kwargs = exchanged((args, kwargs), {})
@@ -135,31 +151,42 @@ class Through(torch.autograd.Function):
 
     @staticmethod
     def forward(ctx, owner, index: int, call: dict, door, *inputs) -> tuple[torch.Tensor, ...]:
-        ctx.owner, ctx.index, ctx.door = owner, index, get_gradient_edge(door).node
+        ctx.owner = owner
+        ctx.index = index
+        ctx.door = get_gradient_edge(door).node  # runs if the weights are to get gradients
         ctx.set_materialize_grads(False)
         title = owner.title(index)
         with torch.enable_grad():
-            entered = {id(x): Entrance.apply(x.detach(), door, title) for x in inputs}
+            entrances = [Entrance.apply(x.detach(), door, title) for x in inputs]
+            entered = {id(x): entrance for x, entrance in zip(inputs, entrances, strict=True)}
             args, kwargs = exchanged((call["args"], call["kwargs"]), entered)
             with runs_to_its_end(owner.plain[index]):
                 returned = checkpoint(Run(owner, index), args, kwargs, use_reentrant=False)
-        call["result"], left = returned
+        result, left = returned
         # What the layer has put into lists and dicts leaves it as its result does.
-        originals = {id(entered[id(x)]): x for x in inputs}
-        call["left"] = exchanged(left, originals)
-        known = {id(x) for x in tensors_in((call["args"], call["kwargs"]))}
-        put = [y for y in tensors_in(call["left"]) if id(y) not in known]
-        outputs = call["outputs"] = [*tensors_in(call["result"]), *put]
-        ctx.begins = [get_gradient_edge(entered[id(x)]) for x in inputs]
-        ctx.ends = [get_gradient_edge(y) if y.requires_grad else None for y in outputs]
-        known = {id(view) for view in owner.views[index].values()}
-        if any(id(x) not in known for x in leaves_of(ctx.ends, ctx.begins)):
-            raise RuntimeError(
-                "a layer reads a tensor that is trained, and is neither its parameter nor in its "
-                "arguments: pass it as an argument"
-            )
+        originals = {id(entrance): x for x, entrance in zip(inputs, entrances, strict=True)}
+        left = exchanged(left, originals)
+        given = {id(x) for x in tensors_in((call["args"], call["kwargs"]))}
+        put = [y for y in tensors_in(left) if id(y) not in given]
+        outputs = tensors_in(result) + put
+        call["result"] = result
+        call["left"] = left
+        call["outputs"] = outputs
+
+        ctx.begins = [get_gradient_edge(entrance) for entrance in entrances]
+        ctx.ends = []  # of each output; None if no gradient can come to it
+        for y in outputs:
+            ctx.ends.append(get_gradient_edge(y) if y.requires_grad else None)
+        weights = {id(view) for view in owner.views[index].values()}
+        for leaf in leaves_of(ctx.ends, ctx.begins):
+            if id(leaf) not in weights:
+                raise RuntimeError(
+                    "a layer reads a tensor that is trained, and is neither its parameter nor in "
+                    "its arguments: pass it as an argument"
+                )
         detached = tuple(y.detach() for y in outputs)
-        ctx.mark_non_differentiable(*(d for d, e in zip(detached, ctx.ends, strict=True) if not e))
+        constant = [y for y, end in zip(detached, ctx.ends, strict=True) if end is None]
+        ctx.mark_non_differentiable(*constant)
         return detached
 
     @staticmethod
@@ -167,11 +194,12 @@ class Through(torch.autograd.Function):
     def backward(ctx, *grads) -> tuple:
         if not hasattr(ctx, "ends"):
             raise RuntimeError("a layer's graph is used once: run forward again")
-        pairs = [(e, g) for e, g in zip(ctx.ends, grads, strict=True) if e and g is not None]
+        pairs = pairs_of(ctx.ends, grads)
         begins = ctx.begins
         del ctx.ends, ctx.begins  # the graph inside is used once, and freed with its inputs
         trains = torch._C._will_engine_execute_node(ctx.door)  # not by torch.autograd.grad
-        return None, None, None, None, *ctx.owner.backward(ctx.index, begins, pairs, trains)
+        gradients = ctx.owner.backward(ctx.index, begins, pairs, trains)
+        return None, None, None, None, *gradients
 
 
 def runs_to_its_end(plain: "Plain"):
@@ -179,7 +207,8 @@ def runs_to_its_end(plain: "Plain"):
 
     That would keep noise which its kernel has not written yet (pytorch#193671).
     """
-    return set_checkpoint_early_stop(not any(isinstance(m, nn.RReLU) for m in plain.modules()))
+    has_noise = any(isinstance(module, nn.RReLU) for module in plain.modules())
+    return set_checkpoint_early_stop(not has_noise)
 
 
 class Plain(nn.Module):
@@ -187,7 +216,8 @@ class Plain(nn.Module):
 
     def __init__(self, layer: nn.Module) -> None:
         super().__init__()
-        self.layer, self.original = layer, layer.forward
+        self.layer = layer
+        self.original = layer.forward
 
     def forward(self, *args, **kwargs):
         return self.original(*args, **kwargs)
@@ -220,6 +250,8 @@ def as_node(owner, index: int, args: tuple, kwargs: dict):
     outputs = Through.apply(owner, index, call, torch.empty(0, requires_grad=True), *inputs)
     if not outputs:
         raise TypeError("a layer must return tensors, in tuples, lists or dicts if there are more")
-    outer = {id(y): z for y, z in zip(call["outputs"], outputs, strict=True)}
+    outer = {}  # by the ``id`` of what the layer has returned, the model's tensor
+    for inner, output in zip(call["outputs"], outputs, strict=True):
+        outer[id(inner)] = output
     handed_back((args, kwargs), exchanged(call["left"], outer))
     return exchanged(call["result"], outer)

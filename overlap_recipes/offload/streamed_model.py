@@ -23,9 +23,12 @@ OPTIMIZER_BYTES = 12  # a trained parameter: fp32 master and two moments of Adam
 
 def resident_bytes(layer: nn.Module) -> int:
     """What a layer takes on the device, with its gradients and the state of Adam in fp32."""
-    trained = [p for p in layer.parameters() if p.requires_grad]
-    more = sum(p.nbytes + OPTIMIZER_BYTES * p.numel() for p in trained)
-    return more + sum(p.nbytes for p in layer.parameters())
+    total = 0
+    for parameter in layer.parameters():
+        total += parameter.nbytes
+        if parameter.requires_grad:
+            total += parameter.nbytes + OPTIMIZER_BYTES * parameter.numel()
+    return total
 
 
 class ResidentLayers:
@@ -43,13 +46,17 @@ class ResidentLayers:
             return self.run(index, args, kwargs)
         args, kwargs = caches.empty_copies(index, args, kwargs)
         # One gradient of each input leaves the layer, as from a layer that is streamed.
-        inputs = arguments.inputs_of((args, kwargs))
-        entered = {id(x): x.view_as(x) for x in inputs}
-        given = arguments.exchanged((args, kwargs), entered)
+        entrances = {}  # by the input's ``id``
+        inputs = {}  # by the ``id`` of the view in its place
+        for x in arguments.inputs_of((args, kwargs)):
+            view = x.view_as(x)
+            entrances[id(x)] = view
+            inputs[id(view)] = x
+        its_args, its_kwargs = arguments.exchanged((args, kwargs), entrances)
+        run = node.Run(self, index)
         with node.runs_to_its_end(self.plain[index]):
-            result, left = node.checkpoint(node.Run(self, index), *given, use_reentrant=False)
-        originals = {id(entered[id(x)]): x for x in inputs}
-        arguments.handed_back((args, kwargs), arguments.exchanged(left, originals))
+            result, left = node.checkpoint(run, its_args, its_kwargs, use_reentrant=False)
+        arguments.handed_back((args, kwargs), arguments.exchanged(left, inputs))
         return result
 
     def sources(self, index: int) -> list[torch.Tensor]:
@@ -86,10 +93,13 @@ class StreamedModel(StreamedLayers):
 
     def __init__(self, model: nn.Module, layers: Iterable, device, *, budget=0, **settings) -> None:
         device = torch.device(device)
-        self.model, self.optimizer, self.hooks = model, None, []
-        # Layers of whose gradients the host has a sum; those that this backward has stored.
-        self.summed, self.stored = set(), set()
-        streamed, resident = list(layers), []
+        self.model = model
+        self.optimizer = None  # a ``HostAdamW``, which waits for its layers by itself
+        self.hooks = []
+        self.summed = set()  # layers of whose gradients the host has a sum
+        self.stored = set()  # layers whose gradients this backward has stored
+        streamed = list(layers)
+        resident = []
         modules = set(model.modules())
         for number, layer in enumerate(streamed):
             if layer not in modules:
@@ -97,24 +107,31 @@ class StreamedModel(StreamedLayers):
         while streamed and resident_bytes(streamed[0]) <= budget:
             budget -= resident_bytes(streamed[0])
             resident.append(streamed.pop(0))
-        inside = {*(m for layer in streamed for m in layer.modules())}
-        taken = {*nn.ModuleList(streamed).parameters()}
-        if any({*m._parameters.values()} & taken for m in {*model.modules()} - inside):
-            raise ValueError("a layer and another module share a parameter: keep it out of layers")
+        inside = set()  # modules of streamed layers
+        for layer in streamed:
+            inside.update(layer.modules())
+        taken = set(nn.ModuleList(streamed).parameters())
+        for module in modules - inside:
+            if not taken.isdisjoint(module._parameters.values()):
+                raise ValueError(
+                    "a layer and another module share a parameter: keep it out of layers"
+                )
         self.resident_below = len(resident)
         super().__init__(streamed, device, **settings)
-        for parameter in {*model.parameters()} - taken:
+        for parameter in set(model.parameters()) - taken:
             parameter.data = parameter.data.to(device)
         for module in model.modules():
             for name, buffer in module.named_buffers(recurse=False):
                 setattr(module, name, buffer.to(device))
-        for m in inside:
-            self.hooks.append(m.register_state_dict_pre_hook(self.before_state_dict))
-            self.hooks.append(m.register_load_state_dict_pre_hook(self.before_load_state_dict))
+        for module in inside:
+            saves = module.register_state_dict_pre_hook(self.before_state_dict)
+            loads = module.register_load_state_dict_pre_hook(self.before_load_state_dict)
+            self.hooks += [saves, loads]
         self.resident = ResidentLayers(resident)
         self.hooks.append(register_optimizer_step_pre_hook(self.before_step))
-        for n, each in enumerate(self.layers):
-            self.hooks += [p.register_hook(partial(self.outside, n)) for p in each.trained.values()]
+        for index, layer in enumerate(self.layers):
+            for parameter in layer.trained.values():
+                self.hooks.append(parameter.register_hook(partial(self.outside, index)))
 
     def call(self, index: int, /, *args, **kwargs):
         """What ``layer.forward`` is now."""
@@ -144,15 +161,19 @@ class StreamedModel(StreamedLayers):
     @staticmethod
     def check(layer) -> None:
         """Refuse a ``HostLayer`` whose parameters are not those that were taken, or have hooks."""
-        taken = {name: view for weights in layer.weights for name, view in weights.views.items()}
+        taken = {}
+        for weights in layer.weights:
+            taken |= weights.views
         for name, p in layer.module.named_parameters():
-            trained, grads = name in layer.trained, torch.is_grad_enabled()
+            trained = name in layer.trained
             moved = name not in taken or p.data_ptr() != taken[name].data_ptr()
-            if moved or (grads and p.requires_grad is not trained):
+            retrained = torch.is_grad_enabled() and p.requires_grad is not trained
+            if moved or retrained:
                 raise RuntimeError(
                     f"{name}: its memory, or what is trained, has changed; take it anew"
                 )
-            if len(p._backward_hooks or ()) > trained or p._post_accumulate_grad_hooks:
+            ours = 1 if trained else 0  # ``outside``
+            if len(p._backward_hooks or ()) > ours or p._post_accumulate_grad_hooks:
                 raise RuntimeError(f"{name}: a parameter's hooks do not run here: use its grad")
 
     # Sums of microbatches
@@ -165,14 +186,23 @@ class StreamedModel(StreamedLayers):
         """
         if not self.plain:
             raise RuntimeError("this model is closed")
-        views = (view for host in self.layers[layer].gradients for view in host.views.values())
-        both = zip(self.layers[layer].trained.values(), views, strict=True)
-        found = [(p.grad, view, p.dtype == view.dtype) for p, view in both]
-        handed = [grad for grad, _, same in found if same]
-        if handed and all(grad is None for grad in handed):
+        trained = self.layers[layer].trained
+        handed_out = 0  # gradients, by ``hand_out_gradients``: those of their parameter's dtype
+        missing = 0  # of them, those that are not there
+        exchanged = False
+        for buffer in self.layers[layer].gradients:
+            for name, view in buffer.views.items():
+                grad = trained[name].grad
+                if grad is not None and grad is not view:
+                    exchanged = True
+                if trained[name].dtype == view.dtype:
+                    handed_out += 1
+                    if grad is None:
+                        missing += 1
+        if handed_out > 0 and missing == handed_out:
             self.summed.discard(layer)  # zero_grad() has forgotten it
-        gone = layer in self.summed and any(grad is None for grad in handed)
-        if gone or any(grad is not None and grad is not view for grad, view, _ in found):
+        gone_alone = layer in self.summed and missing > 0
+        if gone_alone or exchanged:
             raise RuntimeError(
                 "parameter.grad was exchanged: change it in place, or drop all; what uses a "
                 "layer's weights outside of it goes in a backward of its own, behind"
@@ -181,12 +211,14 @@ class StreamedModel(StreamedLayers):
 
     def load_sum(self, layer: int) -> bool:
         """Queue the copy of earlier microbatches' sum into the gradient slot, if there is one."""
-        slot, mine = layer % GRADIENT_SLOTS, self.layers[layer]
         if not self.has_sum(layer):
             return False
+        slot = layer % GRADIENT_SLOTS
+        here = self.gradient_flats[layer]
+        on_host = self.layers[layer].gradients
         self.h2d.wait_event(self.grad_free[slot])
         with self.streams.stream(self.h2d):
-            for flat, host in zip(self.gradient_flats[layer], mine.gradients, strict=True):
+            for flat, host in zip(here, on_host, strict=True):
                 flat.copy_(host.flat, non_blocking=True)
         self.sum_ready[slot].record(self.h2d)
         return True
@@ -195,6 +227,7 @@ class StreamedModel(StreamedLayers):
         super().store(layer)
         self.summed.add(layer)
         self.stored.add(layer)
+        # At the end of this backward:
         torch.autograd.Variable._execution_engine.queue_callback(self.host_done[layer].synchronize)
         torch.autograd.Variable._execution_engine.queue_callback(self.stored.clear)
 

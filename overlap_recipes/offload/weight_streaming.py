@@ -35,24 +35,37 @@ class StreamedLayers:
         if slots < 1:
             raise ValueError(f"slots must be 1 or more, not {slots}")
         self.layers = move_to_host(layers, device, gradient_dtype)
-        self.device, self.slots, self.loads, self.stores = device, slots, 0, 0
-        # The layer that each slot was loaded with last; the one that ran last; those that wait for
-        # their backward.
-        self.held, self.last, self.recorded = {}, -1, set()
-        self.loaded_from = {}  # by layer: what its weights on the host were then
+        self.device = device
+        self.slots = slots
+        self.loads = 0
+        self.stores = 0
+
+        self.last = -1  # the layer that ran last
+        self.held = {}  # by slot: the layer that it was loaded with last
+        self.recorded = set()  # layers that wait for their backward
+        self.loaded_from = {}  # by layer: versions and sample of its weights on the host then
         self.few_of_each = {}  # by layer: some elements of its weights, as they are now
         self.tried = set()  # layers, by their mode, whose first run left their weights alone
+
         self.streams = torch.get_device_module(device)
-        self.h2d, self.d2h = self.streams.Stream(), self.streams.Stream()
-        # By slot: weights are loaded, and used; gradients are written, and stored; a sum is loaded.
-        events = (defaultdict(self.streams.Event) for _ in range(5))
-        self.ready, self.free, self.grad_ready, self.grad_free, self.sum_ready = events
-        blocking = {} if device.type == "cpu" else {"blocking": True}  # a wait takes no core
-        # By layer: its gradients are on the host.
-        self.host_done = defaultdict(partial(self.streams.Event, **blocking))
-        self.flats, self.views = self.in_slots([x.weights for x in self.layers], slots)
-        buffers = [x.gradients for x in self.layers]
-        self.gradient_flats, self.totals = self.in_slots(buffers, GRADIENT_SLOTS)
+        self.h2d = self.streams.Stream()
+        self.d2h = self.streams.Stream()
+        # Events by slot:
+        self.ready = defaultdict(self.streams.Event)  # weights are loaded
+        self.free = defaultdict(self.streams.Event)  # weights have been used
+        self.grad_ready = defaultdict(self.streams.Event)  # gradients are written
+        self.grad_free = defaultdict(self.streams.Event)  # gradients are stored
+        self.sum_ready = defaultdict(self.streams.Event)  # a sum of gradients is loaded
+        # Events by layer: its gradients are on the host.
+        if device.type == "cpu":
+            self.host_done = defaultdict(self.streams.Event)
+        else:  # a wait takes no core
+            self.host_done = defaultdict(partial(self.streams.Event, blocking=True))
+
+        weights = [layer.weights for layer in self.layers]
+        self.flats, self.views = self.in_slots(weights, slots)
+        gradients = [layer.gradients for layer in self.layers]
+        self.gradient_flats, self.totals = self.in_slots(gradients, GRADIENT_SLOTS)
         self.h2d.wait_stream(self.streams.current_stream())
         self.plain = [node.Plain(layer.module) for layer in self.layers]
         for index, layer in enumerate(self.layers):
@@ -77,18 +90,25 @@ class StreamedLayers:
 
     def in_slots(self, layers: list[list[HostBuffer]], count: int) -> tuple[list, list]:
         """Device tensors like each layer's buffers, and their parts by name; slots take turns."""
-        size = max((sum(host.flat.nbytes for host in buffers) for buffers in layers), default=0)
+        size = 0
+        for buffers in layers:
+            size = max(size, sum(host.flat.nbytes for host in buffers))
         slots = [torch.empty(size, dtype=torch.uint8, device=self.device) for _ in range(count)]
-        flats, views = [], []
+        flats = []
+        views = []
         for layer, buffers in enumerate(layers):
-            at, mine, named = 0, [], {}
+            slot = slots[layer % count]
+            of_layer = []
+            by_name = {}
+            begin = 0
             for host in buffers:
-                part = slots[layer % count][at : at + host.flat.nbytes].view(host.flat.dtype)
-                at += part.nbytes
-                mine.append(part)
-                named |= host.views_of(part)
-            flats.append(mine)
-            views.append(named)
+                end = begin + host.flat.nbytes
+                part = slot[begin:end].view(host.flat.dtype)
+                begin = end
+                of_layer.append(part)
+                by_name |= host.views_of(part)
+            flats.append(of_layer)
+            views.append(by_name)
         return flats, views
 
     # Weights to the device
@@ -99,7 +119,9 @@ class StreamedLayers:
         if self.held.get(slot) == layer and self.is_as_loaded(layer):
             return
         self.before_load(layer)
-        self.loaded_from[layer] = self.versions(layer), self.sample(layer)
+        versions = self.versions(layer)
+        sample = self.sample(layer)
+        self.loaded_from[layer] = (versions, sample)
         self.h2d.wait_event(self.free[slot])
         with self.streams.stream(self.h2d):
             for flat, host in zip(self.flats[layer], self.layers[layer].weights, strict=True):
@@ -113,7 +135,9 @@ class StreamedLayers:
         if layer not in self.few_of_each:
             self.few_of_each[layer] = [host.few_of_each() for host in self.layers[layer].weights]
         few = [torch.cat(weights).view(torch.uint8) for weights in self.few_of_each[layer]]
-        return torch.cat(few) if few else torch.empty(0, dtype=torch.uint8)
+        if not few:
+            return torch.empty(0, dtype=torch.uint8)
+        return torch.cat(few)
 
     def versions(self, layer: int) -> list[int]:
         """How often a layer's weights on the host were changed, as far as PyTorch counts it."""
@@ -146,33 +170,35 @@ class StreamedLayers:
         self.last = index
         self.await_weights(index)
         inputs = arguments.tensors_in((args, kwargs))
-        wanted = self.layers[index].trained or any(x.requires_grad for x in inputs)
-        if torch.is_grad_enabled() and wanted:
+        trains = len(self.layers[index].trained) > 0
+        if torch.is_grad_enabled() and (trains or any(x.requires_grad for x in inputs)):
             result = node.as_node(self, index, args, kwargs)
             self.recorded.add(index)
         else:
             with torch.no_grad():
                 result = self.run(index, args, kwargs)
         self.release(index)
-        ahead = range(index + 1, min(index + self.slots + 1, len(self.layers)))
-        for later in filter(self.may_load, ahead):  # the others are loaded when they are called
-            self.load(later)
+        for later in range(index + 1, min(index + self.slots + 1, len(self.layers))):
+            if self.may_load(later):  # the others are loaded when they are called
+                self.load(later)
         return result
 
     def sources(self, index: int) -> list[torch.Tensor]:
         """What a layer's weights are loaded from, and what changes that."""
-        flats = (host.flat for host in self.layers[index].weights)
-        return [*flats, *self.plain[index].parameters()]
+        flats = [host.flat for host in self.layers[index].weights]
+        return flats + list(self.plain[index].parameters())
 
     def run(self, index: int, args: tuple, kwargs: dict):
         views = {f"layer.{name}": view for name, view in self.views[index].items()}
         flats = self.flats[index]
         before = [flat._version for flat in flats]
-        trial = index, self.plain[index].layer.training
-        sums = None if trial in self.tried else sums_of_bytes(flats)
+        trial = (index, self.plain[index].layer.training)
+        sums = None
+        if trial not in self.tried:
+            sums = sums_of_bytes(flats)
         result = functional_call(self.plain[index], views, args, kwargs)
         changed = [flat._version for flat in flats] != before
-        if sums is not None:
+        if sums is not None:  # the first run: a change that is not counted, too
             changed = changed or sums_of_bytes(flats) != sums
             self.tried.add(trial)
         if changed:
@@ -201,9 +227,13 @@ class StreamedLayers:
         if trains and self.totals[index]:
             self.before_gradients(index)
         self.await_weights(index)
-        ends, grads = zip(*pairs, strict=True)
-        names = list(self.totals[index]) if trains else []
-        adds = bool(names) and self.load_sum(index)
+        ends = [end for end, _ in pairs]
+        grads = [grad for _, grad in pairs]
+        names = []  # of weights that get gradients
+        adds = False
+        if trains and self.totals[index]:
+            names = list(self.totals[index])
+            adds = self.load_sum(index)
         wanted = [self.views[index][name] for name in names] + begins
         found = torch.autograd.grad(ends, wanted, grads, allow_unused=True)
         self.recorded.discard(index)
@@ -212,7 +242,8 @@ class StreamedLayers:
             if earlier in self.recorded:
                 self.load(earlier)
         if names:
-            self.write(index, dict(zip(names, found, strict=False)), adds)
+            of_weights = dict(zip(names, found[: len(names)], strict=True))
+            self.write(index, of_weights, adds)
             self.after_gradients(index)
             self.store(index)
             self.layers[index].hand_out_gradients()
@@ -231,16 +262,23 @@ class StreamedLayers:
         here = self.sum_ready[slot] if adds else self.grad_free[slot]
         self.streams.current_stream().wait_event(here)
         for name, total in self.totals[layer].items():
-            gradient = gradients[name] if gradients[name] is not None else torch.zeros_like(total)
-            total.add_(gradient) if adds else total.copy_(gradient)
+            gradient = gradients[name]
+            if gradient is None:
+                gradient = torch.zeros_like(total)
+            if adds:
+                total.add_(gradient)
+            else:
+                total.copy_(gradient)
 
     def store(self, layer: int) -> None:
         """Queue the copy of a layer's gradients to the host."""
-        slot, mine = layer % GRADIENT_SLOTS, self.layers[layer]
+        slot = layer % GRADIENT_SLOTS
+        here = self.gradient_flats[layer]
+        on_host = self.layers[layer].gradients
         self.grad_ready[slot].record(self.streams.current_stream())
         self.d2h.wait_event(self.grad_ready[slot])
         with self.streams.stream(self.d2h):
-            for flat, host in zip(self.gradient_flats[layer], mine.gradients, strict=True):
+            for flat, host in zip(here, on_host, strict=True):
                 host.flat.copy_(flat, non_blocking=True)
         self.grad_free[slot].record(self.d2h)
         self.host_done[layer].record(self.d2h)
@@ -266,7 +304,10 @@ class StreamedLayers:
 
     def wait(self) -> None:
         """Wait until all gradients are in host memory and no copy reads it: then it may change."""
-        for event in (*self.ready.values(), *self.host_done.values(), *self.sum_ready.values()):
+        events = list(self.ready.values())
+        events += self.host_done.values()
+        events += self.sum_ready.values()
+        for event in events:
             event.synchronize()
 
     def close(self) -> None:
@@ -274,7 +315,8 @@ class StreamedLayers:
         while self.plain:
             self.plain.pop().give_back()
         self.streams.synchronize()
-        [layer.close() for layer in self.layers]
+        for layer in self.layers:
+            layer.close()
 
 
 def sums_of_bytes(tensors: list[torch.Tensor]) -> list[int]:

@@ -7,7 +7,6 @@ import sys
 from collections.abc import Iterator
 from contextlib import closing, contextmanager
 from copy import deepcopy
-from functools import partial
 
 import torch
 import torch.distributed as dist
@@ -45,21 +44,37 @@ class HostAdamW(torch.optim.Optimizer):
             refuse_layer_drop(streamed.model)
         super().__init__(params, DEFAULTS | more)
         pieces.refuse_other_adams(self.param_groups, more.keys() - DEFAULTS.keys())
-        self.streamed, self.max_norm, self.in_backward = streamed, max_norm, in_backward
-        self.group_of = {p: i for i, group in enumerate(self.param_groups) for p in group["params"]}
-        make_updates = getattr(streamed, "updates", partial(adam.HostUpdates, streamed))
-        self.host = make_updates(self.group_of, threads)
-        self.synchronises, self.skipped, self.norms, self.written = True, 0, {}, {}
+        self.streamed = streamed
+        self.max_norm = max_norm
+        self.in_backward = in_backward
+        self.group_of = {}  # by parameter the number of its group, in the order of groups
+        for number, group in enumerate(self.param_groups):
+            for parameter in group["params"]:
+                self.group_of[parameter] = number
+        if hasattr(streamed, "updates"):  # a model that its host's ranks share
+            self.host = streamed.updates(self.group_of, threads)
+        else:
+            self.host = adam.HostUpdates(streamed, self.group_of, threads)
+        self.synchronises = True  # whether this backward is that of a step's last microbatch
+        self.skipped = 0  # steps
+        self.norms = {}  # of averaged gradients, by parameter
+        self.written = {}  # by layer: ``as_now`` when its gradients were stored
+        self.has_compared = False  # the ranks' weights
+
         self.state |= self.host.state
         self.residents = [p for p in self.group_of if p not in self.state]
-        self.state |= {p: pieces.state_on_device(p) for p in self.residents if p.requires_grad}
+        for parameter in self.residents:
+            if parameter.requires_grad:
+                self.state[parameter] = pieces.state_on_device(parameter)
         self.register_state_dict_pre_hook(lambda _: self.before_state_dict())
         self.hooks = []
-        for m in streamed.model.modules():
-            self.hooks.append(m.register_load_state_dict_post_hook(lambda m, _: self.reload(m)))
-        self.has_compared = False
+        for module in streamed.model.modules():
+            self.hooks.append(
+                module.register_load_state_dict_post_hook(lambda loaded, _: self.reload(loaded))
+            )
         streamed.before_gradients = self.before_gradients
-        streamed.after_gradients, streamed.after_store = self.reduce, self.stored
+        streamed.after_gradients = self.reduce
+        streamed.after_store = self.stored
         streamed.optimizer = self
         self.handled = id(sys.exc_info()[1])  # what is being handled where this one is made
 
@@ -95,7 +110,8 @@ class HostAdamW(torch.optim.Optimizer):
                 self.average(parameter, totals[name])
 
     def average(self, parameter: torch.nn.Parameter, gradient: torch.Tensor) -> None:
-        if dist.is_initialized() and (ranks := dist.get_world_size()) > 1:
+        ranks = dist.get_world_size() if dist.is_initialized() else 1
+        if ranks > 1:
             fp32 = gradient.float()
             dist.all_reduce(fp32)
             gradient.copy_(fp32.div_(ranks))
@@ -104,16 +120,23 @@ class HostAdamW(torch.optim.Optimizer):
     def stored(self, layer: int) -> None:
         """With ``in_backward``: have a layer updated when its gradients are on the host."""
         self.written[layer] = self.as_now(layer)
-        if self.in_backward and self.synchronises:
-            norm = torch.linalg.vector_norm(torch.stack([*map(self.norms.get, self.check(layer))]))
-            known = pieces.to_host(self.streamed.d2h, norm, norm.new_ones(()))
-            with self.host.later(self.arrive, [layer], self.settings(), *known):
-                pass
+        if not self.in_backward or not self.synchronises:
+            return
+        trained = self.check(layer)
+        norms = [self.norms[parameter] for parameter in trained]
+        norm = torch.linalg.vector_norm(torch.stack(norms))
+        scale = norm.new_ones(())
+        known = pieces.to_host(self.streamed.d2h, norm, scale)
+        with self.host.later(self.arrive, [layer], self.settings(), *known):
+            pass
 
     def as_now(self, layer: int) -> tuple:
         """How often a layer's gradients on the host have been written; settings that are used."""
         written = [buffer.flat._version for buffer in self.streamed.layers[layer].gradients]
-        return written, self.settings() if self.in_backward else None
+        settings = None  # a step uses those of its own time
+        if self.in_backward:
+            settings = self.settings()
+        return written, settings
 
     @contextmanager
     def no_sync(self) -> Iterator[None]:
@@ -135,22 +158,34 @@ class HostAdamW(torch.optim.Optimizer):
         if self.streamed.optimizer is not self:
             raise RuntimeError("this optimizer has ended: step in its block")
         self.host.check()
-        loss = torch.enable_grad()(closure)() if closure else None
+        loss = None
+        if closure:
+            with torch.enable_grad():
+                loss = closure()
+
         residents = [p for p in self.residents if p.grad is not None]
-        self.state |= {p: pieces.state_on_device(p) for p in residents if p not in self.state}
+        for p in residents:
+            if p not in self.state:  # it was frozen when this was made
+                self.state[p] = pieces.state_on_device(p)
         for p in residents:
             self.average(p, p.grad)
-        layers = [*filter(self.streamed.has_sum, range(len(self.streamed.layers)))]
-        trained = {*residents, *(p for n in layers for p in self.check(n))}
+        count = len(self.streamed.layers)
+        layers = [layer for layer in range(count) if self.streamed.has_sum(layer)]
+        trained = set(residents)
+        for layer in layers:
+            trained.update(self.check(layer))
         norms = [self.norms[p] for p in self.group_of if p in trained]
         if not norms:
             return loss
+
         norm = torch.linalg.vector_norm(torch.stack(norms))
         limit = torch.inf if self.max_norm is None else self.max_norm
-        scale, settings = (limit / (norm + 1e-6)).clamp(max=1.0), self.settings()
+        scale = (limit / (norm + 1e-6)).clamp(max=1.0)
+        settings = self.settings()
         skip = (~norm.isfinite()).float()
         known = pieces.to_host(self.streamed.d2h, norm, scale)
-        with self.host.later(self.arrive, [] if self.in_backward else layers, settings, *known):
+        to_update = [] if self.in_backward else layers  # in backward, they have been
+        with self.host.later(self.arrive, to_update, settings, *known):
             for p in residents:
                 pieces.update_on_device(settings[self.group_of[p]], p, self.state[p], scale, skip)
             self.forget()
@@ -177,7 +212,7 @@ class HostAdamW(torch.optim.Optimizer):
 
     def settings(self) -> list[dict]:
         """Of all groups, as they are now: a schedule may change them at once, tensors as well."""
-        return [{k: deepcopy(v) for k, v in g.items() if k != "params"} for g in self.param_groups]
+        return [copy_of_settings(group) for group in self.param_groups]
 
     def zero_grad(self, set_to_none: bool = True) -> None:
         """Drop gradients that are not to be used; too late where layers were updated by them."""
@@ -221,22 +256,27 @@ class HostAdamW(torch.optim.Optimizer):
         if module is not None:
             parameters = list(module.parameters(recurse=False))
         for p in parameters:
-            if p in self.state and not torch.equal(self.state[p]["master"].to(p.dtype), p):
-                self.state[p]["master"].copy_(p.detach())
+            if p not in self.state:
+                continue
+            master = self.state[p]["master"]
+            if not torch.equal(master.to(p.dtype), p):
+                master.copy_(p.detach())
         self.host.has_masters(parameters)
 
     @torch.no_grad()
     def load_state_dict(self, state_dict: dict) -> None:
         """Load what this or an AdamW of torch gave; weights become the rounded masters."""
         groups = state_dict["param_groups"]
-        if [len(g["params"]) for g in groups] != [len(g["params"]) for g in self.param_groups]:
+        found = [len(group["params"]) for group in groups]
+        expected = [len(group["params"]) for group in self.param_groups]
+        if found != expected:
             raise ValueError("the state is of other parameters")
         pieces.refuse_other_adams(groups)
         self.host.begin_load()
         if self.in_backward or self.host.latest.exception():
             self.forget()
         for ours, theirs in zip(self.param_groups, groups, strict=True):
-            ours |= {name: deepcopy(v) for name, v in theirs.items() if name != "params"}
+            ours |= copy_of_settings(theirs)
         pieces.load_states(self.state, self.group_of, state_dict)
         self.host.end_load()
 
@@ -269,8 +309,15 @@ class HostAdamW(torch.optim.Optimizer):
 
     def close(self) -> None:
         """End this and the model's streaming; waits for the updates if no error is on its way."""
+        error = sys.exc_info()[1]
+        is_on_its_way = error is not None and id(error) != self.handled
         with closing(self.streamed):
-            self.end(waits=id(sys.exc_info()[1]) in (id(None), self.handled))
+            self.end(waits=not is_on_its_way)
+
+
+def copy_of_settings(group: dict) -> dict:
+    """What a group of parameters has besides them; a later change of it does not reach the copy."""
+    return {name: deepcopy(value) for name, value in group.items() if name != "params"}
 
 
 def refuse_other_weights(parameters: list[torch.nn.Parameter]) -> None:

@@ -87,6 +87,10 @@ from overlap_recipes.ranks import start_rank
 #
 # .. literalinclude:: /overlap_recipes/offload/host_adam.py
 #    :language: python
+#    :pyobject: Buffers
+#
+# .. literalinclude:: /overlap_recipes/offload/host_adam.py
+#    :language: python
 #    :pyobject: LayerUpdate
 #
 # .. literalinclude:: /overlap_recipes/offload/host_adam.py

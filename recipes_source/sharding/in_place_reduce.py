@@ -111,6 +111,14 @@ from overlap_recipes.fsdp2 import gather_in_place, reduce_in_place
 #
 # .. literalinclude:: /overlap_recipes/fsdp2/in_place_reduce.py
 #    :language: python
+#    :pyobject: Plan
+#
+# .. literalinclude:: /overlap_recipes/fsdp2/in_place_reduce.py
+#    :language: python
+#    :pyobject: Pushed
+#
+# .. literalinclude:: /overlap_recipes/fsdp2/in_place_reduce.py
+#    :language: python
 #    :pyobject: largest
 #
 # .. literalinclude:: /overlap_recipes/fsdp2/in_place_reduce.py

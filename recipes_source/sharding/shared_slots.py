@@ -51,7 +51,7 @@ to allocate, for all ranks must exchange its addresses. So it stays, and units t
 #
 # .. literalinclude:: /overlap_recipes/fsdp2/shared_slots.py
 #    :language: python
-#    :start-at: ALIGNMENT, GRAIN = 512, 8 << 20
+#    :start-at: ALIGNMENT = 512
 #    :end-at: SMALL = 1 << 18
 
 from itertools import pairwise
