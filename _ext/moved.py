@@ -18,10 +18,14 @@ MOVED = {  # by the names of documents
     "recipes/offload/host_layers": "recipes/offload/weight_streaming",
     "recipes/offload/layer_as_node": "recipes/offload/weight_streaming",
     "recipes/offload/pipelined_optimizer": "recipes/offload/host_adam",
-    "recipes/sharding/copy_engine_gather": "recipes/sharding/in_place_gather",
-    "recipes/sharding/copy_engine_reduce": "recipes/sharding/in_place_reduce",
-    "recipes/sharding/peer_schedule": "recipes/sharding/in_place_gather",
+    "recipes/sharding/copy_engine_gather": "recipes/sharding/peer_copies",
+    "recipes/sharding/copy_engine_reduce": "recipes/sharding/peer_copies",
+    "recipes/sharding/in_place_gather": "recipes/sharding/peer_copies",
+    "recipes/sharding/in_place_reduce": "recipes/sharding/peer_copies",
+    "recipes/sharding/peer_memory": "recipes/sharding/peer_copies",
+    "recipes/sharding/peer_schedule": "recipes/sharding/peer_copies",
     "recipes/sharding/sharded_parameter": "recipes/sharding/stream_context",
+    "recipes/sharding/shared_slots": "recipes/sharding/peer_copies",
     "recipes/sharding/update_in_order": "recipes/sharding/prefetch_schedule",
 }
 

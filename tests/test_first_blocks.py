@@ -185,7 +185,7 @@ class Blocks(nn.Module):
 def yours_in(page: Path) -> dict[str, object]:
     """What else the block of this page asks for."""
     name = page.stem
-    if name in ("in_place_gather", "in_place_reduce"):
+    if name == "peer_copies":
         return {"model": Blocks(), "fully_shard": fully_shard}
     if name == "saves_beside_training":
         return {"loader": Loader(1000)}

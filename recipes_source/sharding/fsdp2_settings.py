@@ -498,7 +498,7 @@ if __name__ == "__main__":
 #    :where: model=synthetic loop=–
 #
 # What no setting changes: NCCL's kernels take compute cores from the matmuls beside them
-# (:doc:`in_place_gather`), and each gather is copied into and out of a buffer
+# (:doc:`peer_copies`), and each gather is copied into and out of a buffer
 # (:doc:`stream_context` gathers each parameter where it is used).
 #
 # What breaks if you remove a line
