@@ -519,7 +519,7 @@ if __name__ == "__main__":
 #
 # **Micro-batches.** With ``set_requires_gradient_sync(False)`` in all but the last, **each rank holds
 # the whole model's gradients**, 4 bytes a parameter in float32; else its shards', with HSDP's
-# ``set_requires_all_reduce(False)``, too. In place (:doc:`in_place_reduce`) it is the same.
+# ``set_requires_all_reduce(False)``, too. By peer copies (:doc:`peer_copies`) it is the same.
 #
 # When it is not worth it
 # -----------------------
