@@ -31,8 +31,7 @@ ALWAYS = "checkpoint", "trainers"  # folders whose pages all begin with lines to
 
 ELSEWHERE = {  # pages whose first block another test runs
     "one_copy_a_host": "tests/offload/test_pasted_blocks.py",
-    "streamed_model": "tests/offload/test_pasted_blocks.py",
-    "whole_step": "tests/offload/test_pasted_blocks.py",
+    "train_what_does_not_fit": "tests/offload/test_pasted_blocks.py",
 }
 INSTEAD = {
     "object_storage": {"s3://bucket/run": "memory://run"},
@@ -183,12 +182,10 @@ class Blocks(nn.Module):
 def yours_in(page: Path) -> dict[str, object]:
     """What else the block of this page asks for."""
     name = page.stem
-    if name in ("in_place_gather", "in_place_reduce"):
+    if name == "peer_copies":
         return {"model": Blocks(), "fully_shard": fully_shard}
     if name == "saves_beside_training":
         return {"loader": Loader(1000)}
-    if name == "adam_in_pieces":
-        return {"weight": torch.ones(64).bfloat16(), "gradient": torch.ones(64).bfloat16()}
     if name == "export":
         from transformers import LlamaConfig, LlamaForCausalLM
 

@@ -5,8 +5,8 @@ One copy per host: ranks share weights, Adam's state and its work
 =================================================================
 
 Let the ranks of a host share one copy of the layers, and the work of updating it. With
-:doc:`whole_step`, each rank keeps all weights of the layers in host memory, with masters and
-moments, and updates all of them. With this recipe they keep **one copy** in memory that all of them
+:doc:`train_what_does_not_fit`, each rank keeps all weights of the layers in host memory, with
+masters and moments, and updates all of them. With this recipe they keep **one copy** in memory that all of them
 map, and each rank updates its part: eight ranks hold it once, not eight times, and each does an
 eighth of the update. The model gets the bits of one rank that takes all batches as microbatches.
 
@@ -15,7 +15,7 @@ eighth of the update. The model gets the bits of one rank that takes all batches
    :field: held_bytes
    :where: model=llama-8b
 
-Two ranks train six layers. ``own_copy`` is :doc:`whole_step` on each of them.
+Two ranks train six layers. ``own_copy`` is :doc:`train_what_does_not_fit` on each of them.
 
 **When not to bother:** there is one rank per host; or the state fits the devices when it is sharded
 over them: use FSDP2.
@@ -71,7 +71,8 @@ gradients is known, and it is known when every rank has computed its last backwa
 # %%
 # Imports and sizes
 # -----------------
-# :doc:`whole_step` has the optimizer; this page shares what it keeps. The imports are the proof's.
+# :doc:`train_what_does_not_fit` has the optimizer; this page shares what it keeps. The imports are
+# the proof's.
 #
 # .. literalinclude:: /overlap_recipes/offload/one_copy_a_host.py
 #    :language: python
@@ -84,9 +85,16 @@ from pathlib import Path
 
 import torch
 import torch.distributed as dist
-import whole_step as whole
-from adam_in_pieces import schedule_of
-from streamed_model import Model, loss_of
+from _training import (
+    BAD_STEP,
+    MAX_NORM,
+    ON_DEVICE,
+    STEPS,
+    Model,
+    loss_of,
+    schedule_of,
+    train,
+)
 from torch.nn.utils import clip_grads_with_norm_
 
 from overlap_recipes.offload import adam_in_pieces as pieces
@@ -138,15 +146,15 @@ from overlap_recipes.ranks import start_rank
 
 
 def train_alone(model: torch.nn.Module, device: torch.device) -> None:
-    """Ordinary training on the batches of all ranks, with the steps of ``whole_step``."""
+    """Ordinary training on the batches of all ranks, with the same steps."""
     masters = {p: torch.nn.Parameter(p.detach().float()) for p in model.parameters()}
     groups, ranks = pieces.groups_of(masters.values()), dist.get_world_size()
     optimizer = torch.optim.AdamW(groups, fused=True, **pieces.SETTINGS)
     schedule, in_order = schedule_of(optimizer), [p for g in groups for p in g["params"]]
-    for step in range(whole.STEPS):
+    for step in range(STEPS):
         for rank in range(ranks):
             loss = loss_of(model, 1000 * rank + step, device)
-            (loss * (torch.nan if step == whole.BAD_STEP else 1)).backward()
+            (loss * (torch.nan if step == BAD_STEP else 1)).backward()
             for p, master in masters.items():
                 master.grad = p.grad.float() + (0 if rank == 0 else master.grad)
             model.zero_grad()
@@ -154,7 +162,7 @@ def train_alone(model: torch.nn.Module, device: torch.device) -> None:
             master.grad = (master.grad / ranks).to(p.dtype).float()
         norm = torch.linalg.vector_norm(torch.stack([p.grad.norm() for p in in_order]))
         if norm.isfinite():
-            clip_grads_with_norm_(in_order, whole.MAX_NORM, norm)
+            clip_grads_with_norm_(in_order, MAX_NORM, norm)
             optimizer.step()
         schedule.step()
         for p, master in masters.items():
@@ -178,12 +186,12 @@ def main() -> None:
         model = Model().bfloat16()
         ordinary = deepcopy(model).to(device)
         groups, trained = pieces.groups_of(model.parameters()), model.encoder.parameters()
-        options = pieces.SETTINGS | {"max_norm": whole.MAX_NORM}
+        options = pieces.SETTINGS | {"max_norm": MAX_NORM}
         with (
             stream_layers(model, model.encoder.layers, device, one_copy_a_host=True) as streamed,
             HostAdamW(groups, streamed, **options) as optimizer,
         ):
-            whole.train(optimizer, device)
+            train(optimizer, device)
             streamed.wait_for_all()
             assert optimizer.skipped == 1
             mapped, held = bytes_held(streamed.host)
@@ -191,10 +199,10 @@ def main() -> None:
         train_alone(ordinary, device)
         exact = device.type == "cpu" and dist.get_world_size() <= 2
         for ours, theirs in zip(model.parameters(), ordinary.parameters(), strict=True):
-            close = {"rtol": 0, "atol": 0 if exact else whole.ON_DEVICE}
+            close = {"rtol": 0, "atol": 0 if exact else ON_DEVICE}
             torch.testing.assert_close(ours.to(device), theirs, **close)
         print(f"{dist.get_world_size()} ranks map {mapped} bytes, the host holds {held}")
-        print(f"{whole.STEPS} steps: the weights of one rank that takes all batches")
+        print(f"{STEPS} steps: the weights of one rank that takes all batches")
     finally:
         dist.destroy_process_group()
 

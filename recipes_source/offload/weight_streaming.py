@@ -13,10 +13,10 @@ keeps the whole model on the device.
 dropout, no buffers, no frozen or shared weights, no hooks on them, one dtype, no autocast. One
 forward, one backward, one optimizer on the host; each rank by itself. ``StreamedStack`` raises for
 what is outside of that, when it is made or at the first call that shows it. The library streams
-models that you did not write, with all of these: :doc:`streamed_model`.
+models that you did not write, with all of these: :doc:`train_what_does_not_fit`.
 
 **When not to bother:** weights and gradients fit the device; or your steps have few tokens, so that
-the link to the host sets the pace. What whole steps cost is on :doc:`whole_step`.
+the link to the host sets the pace. What whole steps cost is on :doc:`train_what_does_not_fit`.
 
 The loop is an ordinary one. ``stack`` is a ``StreamedStack(layers, device)``, and the optimizer, made
 behind it, has ``stack.parameters()``:
@@ -485,7 +485,7 @@ if __name__ == "__main__":
 # %%
 # What it buys
 # ------------
-# Whole steps, with an optimizer, are on :doc:`whole_step`. Forward and backward alone are bound by
+# Whole steps, with an optimizer, are on :doc:`train_what_does_not_fit`. Forward and backward alone are bound by
 #
 # .. math::
 #

@@ -498,7 +498,7 @@ if __name__ == "__main__":
 #    :where: model=synthetic loop=–
 #
 # What no setting changes: NCCL's kernels take compute cores from the matmuls beside them
-# (:doc:`in_place_gather`), and each gather is copied into and out of a buffer
+# (:doc:`peer_copies`), and each gather is copied into and out of a buffer
 # (:doc:`stream_context` gathers each parameter where it is used).
 #
 # What breaks if you remove a line
@@ -519,7 +519,7 @@ if __name__ == "__main__":
 #
 # **Micro-batches.** With ``set_requires_gradient_sync(False)`` in all but the last, **each rank holds
 # the whole model's gradients**, 4 bytes a parameter in float32; else its shards', with HSDP's
-# ``set_requires_all_reduce(False)``, too. In place (:doc:`in_place_reduce`) it is the same.
+# ``set_requires_all_reduce(False)``, too. By peer copies (:doc:`peer_copies`) it is the same.
 #
 # When it is not worth it
 # -----------------------

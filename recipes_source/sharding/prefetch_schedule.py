@@ -14,7 +14,7 @@ every rank. Each unit returns one tensor. Each parameter is trained, belongs to 
 gradient in every backward on every rank. The model fits on one device before it is sharded, and
 computes in the dtype of its weights. No unit is recomputed in backward. Everything else raises.
 
-**When not to bother:** your model uses FSDP2. :doc:`in_place_gather` hides more for it with one
+**When not to bother:** your model uses FSDP2. :doc:`peer_copies` hides more for it with one
 call; :doc:`fsdp2_settings` shows what FSDP2 prefetches by itself.
 
 This is the loop:

@@ -14,7 +14,7 @@ gradient in every backward on every rank. The model fits on one device before it
 computes in the dtype of its weights. No unit is recomputed in backward. Everything else raises.
 
 **When not to bother:** you want to train, not to look inside. ``fully_shard`` stands on the same
-idea and has years of corner cases behind it; :doc:`in_place_gather` makes it faster.
+idea and has years of corner cases behind it; :doc:`peer_copies` makes it faster.
 
 This is the loop:
 

@@ -5,7 +5,7 @@ FSDP2 in place in torchtitan
 ============================
 
 With one call around your model's ``ModelSpec``, torchtitan's FSDP2 gathers weights and reduces
-gradients without the copies around them. :doc:`/recipes/sharding/in_place_gather` shows what you
+gradients without the copies around them. :doc:`/recipes/sharding/peer_copies` shows what you
 gain, and when.
 
 **When not to bother:** your ranks are on several hosts. torchtitan then trains as before, after a
@@ -180,7 +180,7 @@ if __name__ == "__main__":
 #
 # Memory and known limits
 # -----------------------
-# * Memory, and what a program may do: :doc:`/recipes/sharding/in_place_gather`.
+# * Memory, and what a program may do: :doc:`/recipes/sharding/peer_copies`.
 # * Not tried: pipeline parallelism, whose microbatches keep all units full; experts over a mesh of
 #   their own; torchtitan's ``Trainer`` on a GPU with this recipe.
 # * ``enable_fsdp_symm_mem`` of torchtitan puts NCCL's buffers into symmetric memory: leave it off.

@@ -28,6 +28,7 @@ QUEUED_FLOP_PER_S = 600e12  # bf16 products of a large GPU; on a smaller one the
 QUEUED_WIDTH = 8192
 TURN_LIMIT = timedelta(seconds=60)
 SAME_GRADIENTS = "overlap_recipes.fsdp2.same_gradients"
+FUNCTIONAL = "torch.distributed._functional_collectives"
 GATHERS = ("all_gather_single", "all_gather_into_tensor")  # FSDP2's, by torch version
 COLLECTIVES = ("barrier", "broadcast", "all_reduce", "all_gather", "reduce_scatter_tensor")
 COLLECTIVES += (*GATHERS, "reduce_scatter_single")
@@ -215,6 +216,11 @@ def _take_turns(waits: Callable[[int], bool]) -> None:
         for name in filter(lambda name: hasattr(module, name), COLLECTIVES):
             around(module, name, lambda *_, **__: enter(), held)
         around(module, "destroy_process_group", ends)
+
+    def of_dtensors() -> None:  # norms over all shards
+        around(sys.modules[FUNCTIONAL], "all_reduce", lambda *_, **__: enter(), held)
+
+    after_import(FUNCTIONAL, of_dtensors)
 
 
 def rank_0_first(ledger: Ledger) -> None:

@@ -15,7 +15,7 @@ import torch
 import torch.distributed as dist
 
 HERE = Path(__file__).resolve().parent
-sys.path[:0] = [str(HERE), str(HERE.parents[1] / "recipes_source" / "sharding")]
+sys.path[:0] = [str(HERE), str(HERE.parent / "proofs")]
 
 from in_place_accumulation import TROUBLES as OF_ACCUMULATION  # noqa: E402
 from in_place_models import DEVICE, POLICIES, SLOTS, state  # noqa: E402

@@ -12,7 +12,7 @@ from pathlib import Path
 import torch
 import torch.distributed as dist
 
-sys.path.insert(0, str(Path(__file__).parents[2] / "recipes_source" / "offload"))
+sys.path.insert(0, str(Path(__file__).parents[1] / "proofs"))
 
 
 def overlapped_stager(device: torch.device) -> None:

@@ -1,4 +1,4 @@
-"""The sharding recipes as modules, as they stand or with a control's edit, imported anew."""
+"""Recipes and proofs of sharding as modules, as they stand or with a control's edit."""
 
 import importlib.util
 import sys
@@ -7,12 +7,19 @@ from pathlib import Path
 
 ROOT = Path(__file__).parents[2]
 SHARDING = ROOT / "recipes_source" / "sharding"
+PROOFS = ROOT / "tests" / "proofs"
 CONTROLS = ROOT / "tests" / "controls"
 EDITED: list[Path] = []  # where edited copies go: the folder of the run
 KINDS = {
     "stream_context": "FsdpContext",
     "prefetch_schedule": "PrefetchContext",
 }
+
+
+def script(name: str) -> Path:
+    """A recipe's file, or a proof's."""
+    recipe = SHARDING / f"{name}.py"
+    return recipe if recipe.is_file() else PROOFS / f"{name}.py"
 
 
 def load(name: str, control: str | None = None):
@@ -22,7 +29,7 @@ def load(name: str, control: str | None = None):
     """
     from harness.recipe import load_recipe
 
-    recipe = load_recipe(SHARDING / f"{name}.py", CONTROLS)
+    recipe = load_recipe(script(name), CONTROLS)
     file = recipe.path
     first = []
     if control is not None:
@@ -34,7 +41,8 @@ def load(name: str, control: str | None = None):
     remove_hook_of_the_last_import()
     for module in list(sys.modules):
         where = getattr(sys.modules[module], "__file__", None) or ""
-        if module.partition(".")[0] == "overlap_recipes" or Path(where).parent == SHARDING:
+        ours = module.partition(".")[0] == "overlap_recipes"
+        if ours or Path(where).parent in (SHARDING, PROOFS):
             del sys.modules[module]
     sys.path[:0] = first
     try:

@@ -13,13 +13,13 @@ from pathlib import Path
 
 import torch
 import torch.distributed as dist
-from edited_recipes import EDITED, ROOT, SHARDING
+from edited_recipes import EDITED, PROOFS, ROOT, SHARDING
 from watched_schedules import RUNS, measure_overlaps
 from widened_races import IN_PLACE, RACES, Race, is_wrong
 
 
 def main(output: Path, runs: int = RUNS, races: tuple[Race, ...] = RACES + IN_PLACE) -> None:
-    sys.path[:0] = [str(ROOT), str(SHARDING)]
+    sys.path[:0] = [str(ROOT), str(SHARDING), str(PROOFS)]
     EDITED.append(output.parent)
     device = torch.device("cpu")
     if torch.cuda.is_available():

@@ -12,7 +12,7 @@ from pathlib import Path
 
 import pytest
 import torch
-from edited_recipes import CONTROLS, SHARDING, load, of_library
+from edited_recipes import CONTROLS, PROOFS, load, of_library, script
 from overlap_in_traces import Overlap, gain_us
 from torch.optim.optimizer import _global_optimizer_post_hooks
 from watched_schedules import BROKEN, RUNS, SCHEDULES, UNITS
@@ -91,13 +91,13 @@ def test_every_edit_still_fits_its_recipe():
     edits = {(race.recipe, race.control) for race in RACES + IN_PLACE}
     edits.add(("stream_context", BROKEN.control))
     for recipe, control in edits:
-        found = load_recipe(SHARDING / f"{recipe}.py", CONTROLS)
+        found = load_recipe(script(recipe), CONTROLS)
         edit = found.control(control)
         edit.apply((edit.file or found.path).read_text())
 
 
 def test_a_recipe_that_is_imported_anew_leaves_no_hook_of_optimizers_behind(monkeypatch):
-    monkeypatch.syspath_prepend(SHARDING)
+    monkeypatch.syspath_prepend(PROOFS)
     before = {id(optimizer_hook) for optimizer_hook in _global_optimizer_post_hooks.values()}
     for _ in range(3):
         load("in_place_gather")

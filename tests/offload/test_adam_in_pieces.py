@@ -11,7 +11,7 @@ pytestmark = pytest.mark.usefixtures("one_thread")
 
 @pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16])
 def test_adam_without_fp32_state_forgets_small_changes(dtype):
-    """What whole_step.py says of rows with bf16 moments; rates and betas as in the benchmark."""
+    """What pages say of rows with bf16 moments; rates and betas as in the benchmark."""
     weight = nn.Parameter(torch.ones(64, dtype=dtype))
     optimizer = torch.optim.AdamW([weight], lr=1e-4, weight_decay=0, fused=True)
     for step in range(2000):

@@ -29,7 +29,7 @@ def snippets(page: str) -> list[str]:
     return found
 
 
-STOCK = ("streamed_model", "whole_step", "one_copy_a_host")  # pages that take a stock Llama
+STOCK = ("train_what_does_not_fit", "one_copy_a_host")  # pages that take a stock Llama
 PASTED = ["activation_offload", *STOCK]
 
 

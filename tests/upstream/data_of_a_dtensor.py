@@ -1,6 +1,6 @@
 """``p.data = x`` on a parameter of ``fully_shard`` changes nothing, without an error.
 
-Avoided by recipes_source/sharding/in_place_gather.py.
+Avoided by recipes_source/sharding/peer_copies.py.
 """
 
 import torch

@@ -1,6 +1,6 @@
 """A model under ``fully_shard`` whose first forward is in ``inference_mode`` cannot be trained.
 
-Avoided by recipes_source/sharding/in_place_gather.py.
+Avoided by recipes_source/sharding/peer_copies.py.
 """
 
 import torch

@@ -1,6 +1,6 @@
 """A fused AdamW changes weights and leaves their version counters: a cache that asks sees nothing.
 
-Avoided by recipes_source/sharding/in_place_gather.py.
+Avoided by recipes_source/sharding/peer_copies.py.
 """
 
 import torch

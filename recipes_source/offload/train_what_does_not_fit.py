@@ -1,0 +1,370 @@
+# SPDX-License-Identifier: BSD-3-Clause
+# Overlap Recipes 0.1.0, offload/train_what_does_not_fit.py
+"""
+Train what does not fit
+=======================
+
+Keep the layers of a stock model and AdamW's state in host memory, and train with your own loop:
+accumulation, clipping by the norm of **all** gradients, a schedule, checkpoints, several ranks. A
+layer comes to the device when it is needed, and the host updates it while the device computes
+others. Losses and weights are those of a run that keeps everything on the device.
+
+.. result-gain:: offload_step
+   :rows: streamed_adam streamed_adam_in_backward
+   :field: kept
+   :where: model=llama-8b tokens=32768
+
+100 % is the speed of a **resident** run, which keeps everything on the device. ``streamed_adam``
+clips. ``streamed_adam_in_backward`` does not, and hides the update behind backward, too.
+
+**When not to bother:** weights, gradients and Adam's state fit the device: a resident run is faster.
+If they fit and activations do not, see :doc:`activation_offload`. To learn how layers are streamed,
+read :doc:`weight_streaming` first.
+
+.. code-block:: python
+
+   from overlap_recipes.offload import HostAdamW, check_first_step, stream_layers
+
+   with (
+       stream_layers(model, layers, device) as streamed,  # layers: model.model.layers, say
+       HostAdamW(model.parameters(), streamed, lr=1e-3, max_norm=1.0) as optimizer,
+   ):
+       schedule = torch.optim.lr_scheduler.LambdaLR(optimizer, lambda step: 1 / (step + 1))
+       for step, batch in enumerate(batches):
+           inputs = {name: tensor.to(device) for name, tensor in batch.items()}
+           if step == 0:
+               check_first_step(streamed, lambda: model(**inputs))  # leave it out if you trust us
+           model(**inputs).loss.backward()
+           optimizer.step()  # takes the gradients: there is none left to zero
+           schedule.step()
+       streamed.wait()  # before weights are read, and before anything else changes them
+
+``check_first_step`` runs a batch streamed and resident, and raises where outputs, buffers or
+gradients differ in a bit.
+
+.. grid:: 1 1 2 2
+
+   .. grid-item-card:: What you learn
+
+      * to exchange a layer's forward, and nothing else of the model
+      * a norm of everything, and a decision that no thread waits for
+      * why the host updates the lowest layer first
+
+   .. grid-item-card:: What you need
+
+      * PyTorch 2.9 or later on Linux, any number of ranks; CPU runs everything, a GPU overlaps it
+      * page-locked host memory: 16 bytes per parameter of the layers, for each rank
+      * the package ``overlap_recipes``: ``pip install .`` in this repository, or a copy of its
+        folder ``overlap_recipes``; this script trains a Llama of ``transformers``
+
+.. verification-badge::
+
+The idea
+--------
+
+Each layer stays where the model has it. Only ``layer.forward`` is another: it waits for the layer's
+weights, runs the layer's own forward as one node of the graph, and has the next layers loaded. In
+backward the node loads the weights again, and sends the gradients to the host.
+
+A layer's weights are read last by its own backward, and next by its own forward. Anywhere between
+the two the host can update them, and nothing is stale. Forward begins with layer 0, so the
+**lowest** layer that is due is updated first.
+
+.. lanes:: Schematic. A clipped step: the update hides behind the next forward. B2 is the backward of layer 2, F0 the forward of layer 0, n the norm.
+
+   compute: 0-4 B2; 4-8 B1; 8-12 B0; 12-13 norm; 19-24 F0; 25-30 F1; 31-36 F2
+   D2H:     4-6 2 ~; 8-10 1 ~; 12-14 0 ~; 14-15 n ~
+   host:    15-18 Adam 0; 18-21 Adam 1; 21-24 Adam 2
+   H2D:     18-19 0 ~; 24-25 1 ~; 30-31 2 ~
+"""
+
+# %%
+# The job
+# -------
+# A stock Llama of transformers, and batches that each rank makes from the number of the step. The
+# weights are float32 here, so that the resident run is plain AdamW of torch. In bfloat16 the host
+# keeps a **master** of each weight, in float32, as it would on the device.
+
+import argparse
+import tempfile
+from contextlib import nullcontext
+from pathlib import Path
+
+import torch
+import torch.distributed as dist
+from torch.nn.attention import SDPBackend, sdpa_kernel
+from torch.nn.utils import clip_grad_norm_
+from torch.optim.lr_scheduler import CosineAnnealingLR
+from transformers import LlamaConfig, LlamaForCausalLM
+
+from overlap_recipes.checkpoint import CheckpointManager, TrainingState
+from overlap_recipes.offload import HostAdamW, check_first_step, stream_layers
+from overlap_recipes.ranks import start_rank
+
+CONFIG = LlamaConfig(
+    vocab_size=64,
+    hidden_size=32,
+    intermediate_size=64,
+    num_hidden_layers=3,
+    num_attention_heads=4,
+    num_key_value_heads=2,
+)
+BATCH, LENGTH = 2, 8  # sequences of a micro-batch, tokens of each
+LAST_STEP, MICRO_BATCHES, SAVE_EVERY = 4, 2, 2
+RATE, MAX_NORM = 1e-2, 0.5
+
+
+def new_model(seed: int) -> LlamaForCausalLM:
+    torch.manual_seed(seed)
+    return LlamaForCausalLM(CONFIG)
+
+
+def loss_of(
+    model: LlamaForCausalLM, step: int, micro_batch: int, device: torch.device
+) -> torch.Tensor:
+    """Of this rank's tokens, (BATCH, LENGTH) int64."""
+    generator = torch.Generator().manual_seed(1000 * dist.get_rank() + 10 * step + micro_batch)
+    tokens = torch.randint(CONFIG.vocab_size, (BATCH, LENGTH), generator=generator).to(device)
+    with sdpa_kernel(SDPBackend.MATH):  # a GPU's faster ones add in any order
+        return model(input_ids=tokens, labels=tokens).loss
+
+
+# %%
+# The loop
+# --------
+# It is the block from the top with accumulation and checkpoints (:doc:`/recipes/checkpoint/index`).
+# Under ``no_sync()`` gradients are summed, and not averaged over the ranks. ``interrupted_in`` is the
+# proof's.
+
+
+class Interrupted(Exception):
+    """A job that ends in the middle of a step."""
+
+
+def train(
+    model: LlamaForCausalLM, device: torch.device, root: Path, interrupted_in: int = 0
+) -> dict[int, float]:
+    """Train until LAST_STEP; returns the last loss of each step."""
+    losses = {}
+    with (
+        stream_layers(model, model.model.layers, device) as streamed,
+        HostAdamW(model.parameters(), streamed, lr=RATE, max_norm=MAX_NORM) as optimizer,
+    ):
+        schedule = CosineAnnealingLR(optimizer, LAST_STEP)
+        state = TrainingState(model, optimizer, scheduler=schedule)
+        with CheckpointManager(root, state) as checkpoints:
+            done = checkpoints.resume()
+            if done == 0:
+                same = check_first_step(streamed, lambda: loss_of(model, 0, 0, device))
+                assert same, "sums had to be in another order"
+            for step in range(done + 1, LAST_STEP + 1):
+                for micro_batch in range(MICRO_BATCHES):
+                    is_last = micro_batch == MICRO_BATCHES - 1
+                    with nullcontext() if is_last else optimizer.no_sync():
+                        loss = loss_of(model, step, micro_batch, device)
+                        (loss / MICRO_BATCHES).backward()
+                if step == interrupted_in:
+                    raise Interrupted
+                optimizer.step()
+                schedule.step()
+                losses[step] = loss.item()
+                if step % SAVE_EVERY == 0:
+                    checkpoints.save(step)
+    return losses
+
+
+# %%
+# A layer's forward
+# -----------------
+# ``as_node`` makes one node of the graph of a layer: backward runs the layer again, with its weights
+# loaded again. A slot is free when the layer that was in it has run, and the next layers are loaded.
+#
+# .. literalinclude:: /overlap_recipes/offload/weight_streaming.py
+#    :language: python
+#    :pyobject: StreamedLayers.forward
+#
+# Gradients add up on the host until the step takes them. The sum of earlier micro-batches comes
+# back into the gradient slot beside the layer's backward, which adds to it there. So the order of
+# additions is that of a resident run, and no thread of the host adds.
+#
+# .. literalinclude:: /overlap_recipes/offload/streamed_model.py
+#    :language: python
+#    :pyobject: StreamedModel.load_sum
+#
+# A layer whose update is not over is not loaded. That is the only place where training waits for
+# the host's threads.
+#
+# .. literalinclude:: /overlap_recipes/offload/host_adam.py
+#    :language: python
+#    :pyobject: HostUpdates.await_layer
+#
+# A step that waits for nothing
+# -----------------------------
+# When a layer's gradients are in their slot, the device averages them over the ranks and takes
+# their norms. ``step()`` adds up the norms there, updates what stays on the device (embedding, head),
+# and sends two numbers to the host, behind the last gradients: the norm, and the factor of clipping.
+#
+# .. literalinclude:: /overlap_recipes/offload/whole_step.py
+#    :language: python
+#    :pyobject: HostAdamW.average
+#
+# .. literalinclude:: /overlap_recipes/offload/whole_step.py
+#    :language: python
+#    :pyobject: HostAdamW.step
+#
+# A thread waits for the two numbers, and has the layers updated or not. A norm that is not finite
+# changes nothing and counts in ``skipped``; the device decides by the same number.
+#
+# .. literalinclude:: /overlap_recipes/offload/whole_step.py
+#    :language: python
+#    :pyobject: HostAdamW.arrive
+#
+# Each core but one has a thread. A free thread takes the next block of the lowest layer that is
+# due, and updates it in one pass over its memory, without Python's lock.
+#
+# .. literalinclude:: /overlap_recipes/offload/host_adam.py
+#    :language: python
+#    :pyobject: HostUpdates.work
+#
+# Run it, and prove it
+# --------------------
+# The resident run is stock: AdamW of torch, a mean over the ranks, ``clip_grad_norm_``. On the CPU
+# every loss and weight must have its bits. A GPU's Adam rounds in another way than the host's: there
+# no weight may be further away than ``ON_DEVICE``. Then a job is interrupted in the middle of a step,
+# behind a save. A new one, built with another seed, resumes: its losses and weights must be those of
+# the uninterrupted one, to the last bit.
+
+ON_DEVICE = 1e-2
+
+
+def train_resident(model: LlamaForCausalLM, device: torch.device) -> dict[int, float]:
+    """The same training with everything on the device."""
+    losses = {}
+    model.to(device)
+    optimizer = torch.optim.AdamW(model.parameters(), lr=RATE, fused=True)
+    schedule = CosineAnnealingLR(optimizer, LAST_STEP)
+    for step in range(1, LAST_STEP + 1):
+        for micro_batch in range(MICRO_BATCHES):
+            loss = loss_of(model, step, micro_batch, device)
+            (loss / MICRO_BATCHES).backward()
+        for parameter in model.parameters():
+            dist.all_reduce(parameter.grad)
+            parameter.grad.div_(dist.get_world_size())
+        clip_grad_norm_(model.parameters(), MAX_NORM)
+        optimizer.step()
+        schedule.step()
+        optimizer.zero_grad()
+        losses[step] = loss.item()
+    return losses
+
+
+def prove(root: Path, device: torch.device) -> None:
+    resident, model = new_model(seed=0), new_model(seed=0)
+    expected = train_resident(resident, device)
+    losses = train(model, device, root / "whole")
+    tolerance = 0.0 if device.type == "cpu" else ON_DEVICE
+    for step, loss in losses.items():
+        assert abs(loss - expected[step]) <= tolerance, f"step {step}: loss {loss}, not resident's"
+    for name, theirs in resident.named_parameters():
+        apart = (model.get_parameter(name).to(device) - theirs).abs().max().item()
+        assert apart <= tolerance, f"{name} is {apart} from resident"
+    print(f"{len(losses)} losses and all weights: at most {tolerance} from the resident run")
+
+    try:
+        train(new_model(seed=0), device, root / "interrupted", interrupted_in=3)
+    except Interrupted:
+        print("interrupted in step 3, behind the save of step 2")
+    resumed = new_model(seed=1)
+    for step, loss in train(resumed, device, root / "interrupted").items():
+        assert loss == losses[step], f"step {step}: loss {loss}, uninterrupted {losses[step]}"
+        print(f"step {step}: the loss of the uninterrupted run")
+    for name, theirs in model.named_parameters():
+        same = torch.equal(resumed.get_parameter(name), theirs)
+        assert same, f"{name} is another than without interruption"
+
+
+def main(directory: Path) -> None:
+    device = start_rank()
+    try:
+        of_rank_0 = [directory]
+        dist.broadcast_object_list(of_rank_0)  # a checkpoint is one directory for all ranks
+        prove(of_rank_0[0], device)
+        dist.barrier()
+    finally:
+        dist.destroy_process_group()
+
+
+if __name__ == "__main__":
+    parser = argparse.ArgumentParser()
+    parser.add_argument("--dir", type=Path, help="where checkpoints go (default: temporary)")
+    with tempfile.TemporaryDirectory() as temporary:
+        main(parser.parse_args().dir or Path(temporary))
+
+# %%
+# What it buys
+# ------------
+# A stock Llama of 8 G parameters, clipped and with a schedule, with a budget of 24 GB for state on
+# the device (:doc:`/guide/measured`). ``torchao_clipped`` is torchao's offload, for which we clip as
+# cheaply as we know; its weights and moments are in bfloat16, without masters.
+#
+# .. result-table:: offload_step
+#    :rows: resident streamed_adam streamed_adam_in_backward torchao_clipped
+#    :where: model=llama-8b tokens=32768
+#
+# A deeper model, whose state is larger than the device:
+#
+# .. result-table:: offload_step
+#    :rows: larger_than_device
+#
+# With backward :math:`B`, forward :math:`F` and update :math:`U` a step takes at least
+# :math:`B + \max(F, U)`, and with ``in_backward=True``, which cannot clip, :math:`\max(B + F, U)`. So
+# **few tokens per step** do not pay: accumulate, or give the device a budget. :doc:`/guide/results`
+# has other tokens, and other packages.
+#
+# What breaks if you remove a line
+# --------------------------------
+# Each edit of the library was made and run when this page was built. CPU streams do nothing, so a
+# missing wait changes no bit there; a recorder of stream order finds what nothing orders.
+#
+# .. recipe-controls::
+#
+# Memory
+# ------
+# Host, for :math:`P` parameters of layers: :math:`16\,P` bytes (weights, gradients and moments in
+# float32, or bfloat16 weights and gradients beside float32 masters and moments), page-locked but for
+# the optimizer's. With several ranks on a host, ``stream_layers(..., one_copy_a_host=True)`` keeps one copy
+# for all: :doc:`one_copy_a_host`.
+#
+# Device: 16 bytes for each other parameter; slots for two layers' weights and two layers' gradients;
+# one input per layer; what one layer saves for backward. ``budget`` gives more: the lowest layers
+# then stay there, ``resident_bytes(layer)`` each.
+#
+# Limits that can be silent
+# -------------------------
+# * What changes weights calls ``streamed.wait()`` before. ``state_dict()``, loads and optimizers do so by
+#   hooks.
+# * A trained parameter that a step does not use (an expert without tokens) has a gradient of zeros,
+#   not none: its moments and its decay go on.
+# * bfloat16 sums of micro-batches are rounded each time, as ``parameter.grad`` is anywhere;
+#   ``gradient_dtype=torch.float32`` keeps them.
+# * Where several layers read one tensor, or a layer runs twice, sums have another order, and
+#   ``check_first_step`` returns False.
+#
+# Known limits
+# ------------
+# These raise, and say what to do:
+#
+# * ``DistributedDataParallel`` around the model, a model that leaves layers out by chance, ranks that begin
+#   with other weights
+# * hooks on parameters of layers; tensors from inside a layer in the loss (``output_attentions``,
+#   ``output_router_logits``); a weight that a layer shares with another module; ``deepcopy(model)``
+# * gradients or weights changed between backward and step, if ``max_norm`` is set
+# * ``model.to(...)``, and another choice of trained parameters, inside of the block
+#
+# Leave the model's own gradient checkpointing off: each layer runs again anyway.
+#
+# Further reading
+# ---------------
+# * :doc:`weight_streaming`: slots, streams and events from scratch
+# * `ZeRO-Offload <https://arxiv.org/abs/2101.06840>`__ and `SuperOffload
+#   <https://arxiv.org/abs/2509.21271>`__: Adam on the host, delayed by a step, or rolled back

@@ -1,0 +1,1 @@
+../../recipes_source/offload/_training.py
