@@ -12,8 +12,10 @@ from sphinx.application import Sphinx
 
 MOVED = {  # by the names of documents
     "recipes/checkpoint/app_state": "recipes/checkpoint/state_to_save",
+    "recipes/checkpoint/durable_saves": "recipes/checkpoint/keep_verify_prune",
     "recipes/checkpoint/kept_state": "recipes/checkpoint/saves_beside_training",
     "recipes/checkpoint/process_checkpointer": "recipes/checkpoint/overlapped_writer",
+    "recipes/checkpoint/retention": "recipes/checkpoint/keep_verify_prune",
     "recipes/offload/accumulate_and_average": "recipes/offload/whole_step",
     "recipes/offload/host_layers": "recipes/offload/weight_streaming",
     "recipes/offload/layer_as_node": "recipes/offload/weight_streaming",

@@ -37,7 +37,7 @@ costs next to nothing then), or the host cannot spare a copy of each rank's shar
 Your project needs the package ``overlap_recipes``: ``pip install .`` in this repository, or a copy
 of its folder ``overlap_recipes``. ``device`` is the rank's, such as
 ``torch.device("cuda", local_rank)``. To resume, call
-``dcp.load({"app": app}, checkpoint_id=root / "step100")`` before the block; :doc:`retention` finds
+``dcp.load({"app": app}, checkpoint_id=root / "step100")`` before the block; :doc:`keep_verify_prune` finds
 the newest.
 
 **Does anything but an optimizer's** ``step`` **write what you save**, such as an average of weights
@@ -218,9 +218,9 @@ if __name__ == "__main__":
 # * A directory is taken for a local path, even ``s3://...``: :doc:`object_storage` saves to a
 #   store.
 # * Call ``save`` on one thread. Two jobs that save to one path at once write over each other:
-#   :doc:`retention` locks the root. Give no path that is a symlink; a link above it is fine.
+#   :doc:`keep_verify_prune` locks the root. Give no path that is a symlink; a link above it is fine.
 # * The directory is not flushed, and an older checkpoint of the same name is replaced:
-#   :doc:`durable_saves`.
+#   :doc:`keep_verify_prune`.
 #
 # Further reading
 # ---------------

@@ -294,7 +294,7 @@ if __name__ == "__main__":
 # Known limits
 # ------------
 # * Those of :doc:`overlapped_stager`.
-# * The files are flushed, the directory's name is not: :doc:`durable_saves`.
+# * The files are flushed, the directory's name is not: :doc:`keep_verify_prune`.
 # * torch's documentation calls ``skip_data`` an early prototype, and ``_StorageInfo`` is private.
 #   The recipe runs on torch 2.9 to 2.15. If one disappears, the first save fails with an error and
 #   no checkpoint gets its name.

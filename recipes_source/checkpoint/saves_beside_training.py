@@ -347,6 +347,5 @@ if __name__ == "__main__":
 #
 # Further reading
 # ---------------
-# * :doc:`durable_saves`, :doc:`retention`, :doc:`resume_and_reshard`, :doc:`preemption`: each part
-#   by itself
+# * :doc:`keep_verify_prune`, :doc:`resume_and_reshard`, :doc:`preemption`: each part by itself
 # * :doc:`state_to_save`: how to test that a checkpoint is right
