@@ -347,5 +347,6 @@ if __name__ == "__main__":
 #
 # Further reading
 # ---------------
-# * :doc:`keep_verify_prune`, :doc:`resume_and_reshard`, :doc:`preemption`: each part by itself
+# * :doc:`keep_verify_prune`, :doc:`load`, :doc:`resume_and_reshard`, :doc:`preemption`: each part by
+#   itself
 # * :doc:`state_to_save`: how to test that a checkpoint is right
