@@ -65,7 +65,7 @@ What is called ``step8`` is whole. So a checkpoint gets its name last, and loses
    deletion:    19-21 rename step2; 21-23 flush; 23-28 delete files
    @13 all agree
    @17 step8 is durable
-   @23 step2 is none any more
+   @23 step2 has no name
 
 All of it runs on the writing thread, by five rules:
 

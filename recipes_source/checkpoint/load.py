@@ -54,8 +54,8 @@ checks it, and queues its copies to the device. While these run, it reads into t
 .. lanes:: Schematic, one of eight threads. A buffer is read into again when its copies have ended.
 
    read:        0-4 piece 1; 4.8-8.8 piece 2; 9.6-13.6 piece 3; 14.4-18.4 piece 4
-   check:       4-4.8 ; 8.8-9.6 ; 13.6-14.4 ; 18.4-19.2
-   to device:   4.8-7.3 from buffer 1 ~; 9.6-12.1 from buffer 2 ~; 14.4-16.9 from 1 ~; 19.2-21.7 from 2 ~
+   check:       4-4.8 ok; 8.8-9.6 ok; 13.6-14.4 ok; 18.4-19.2 ok
+   to device:   4.8-7.3 buffer 1 ~; 9.6-12.1 buffer 2 ~; 14.4-16.9 buffer 1 ~; 19.2-21.7 buffer 2 ~
    @9.6 buffer 1 is free
 
 Small tensors that lie near each other are one read: 64 kB between them are read rather than skipped.
