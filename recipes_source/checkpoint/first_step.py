@@ -245,8 +245,8 @@ def step(state: TrainingState, tokens: torch.Tensor) -> float:
 # --------------------
 # Rank 0 writes two folders, in float32 and in bfloat16. For each, the logits of the sharded model must
 # have the bits of ``from_pretrained``, and so must the rotary buffer. The model takes a step and is
-# saved. A new start resumes: its logits must have the bits of the trained model. A folder of another
-# width is refused before anything has changed.
+# saved. A new start resumes: its logits must have the bits of the trained model. A model that is not
+# sharded is filled as well. A folder of another width is refused before anything has changed.
 
 
 def written(root: Path, dtype: torch.dtype) -> Path:
@@ -296,6 +296,15 @@ def prove_resumed(
     print("resumed on meta: logits and the next loss have the bits of the job that saved")
 
 
+def prove_whole(folder: Path, device: torch.device) -> None:
+    with torch.device("meta"):
+        model = AutoModelForCausalLM.from_config(CONFIG, dtype=torch.float32)
+    load_folder(model, folder, device)
+    assert model.lm_head.weight is model.model.embed_tokens.weight, "the tie is gone"
+    stock = AutoModelForCausalLM.from_pretrained(folder, dtype=torch.float32).to(device)
+    assert torch.equal(logits_of(model), logits_of(stock)), "other logits of a whole model"
+
+
 def prove_refused(folder: Path, device: torch.device) -> None:
     with torch.device("meta"):
         wider = Qwen3Config(**{**CONFIG.to_dict(), "intermediate_size": 32})
@@ -337,6 +346,7 @@ def main(directory: Path) -> None:
     folder = written(root, torch.float32)
     state, batch = prove_folder(folder, device)
     prove_resumed(state, batch, folder, device)
+    prove_whole(folder, device)
     prove_refused(folder, device)
     dist.barrier()
     dist.destroy_process_group()
