@@ -12,10 +12,12 @@ from sphinx.application import Sphinx
 
 MOVED = {  # by the names of documents
     "recipes/checkpoint/app_state": "recipes/checkpoint/state_to_save",
+    "recipes/checkpoint/durable_saves": "recipes/checkpoint/keep_verify_prune",
     "recipes/checkpoint/kept_state": "recipes/checkpoint/saves_beside_training",
-    "recipes/checkpoint/process_checkpointer": "recipes/checkpoint/saves_beside_training",
     "recipes/checkpoint/overlapped_stager": "recipes/checkpoint/saves_beside_training",
     "recipes/checkpoint/overlapped_writer": "recipes/checkpoint/saves_beside_training",
+    "recipes/checkpoint/process_checkpointer": "recipes/checkpoint/saves_beside_training",
+    "recipes/checkpoint/retention": "recipes/checkpoint/keep_verify_prune",
     "recipes/checkpoint/staging_copies": "recipes/checkpoint/saves_beside_training",
     "recipes/offload/accumulate_and_average": "recipes/offload/train_what_does_not_fit",
     "recipes/offload/adam_in_pieces": "recipes/offload/train_what_does_not_fit",

@@ -23,8 +23,11 @@ from types import ModuleType, SimpleNamespace
 import pytest
 import torch
 import torch.distributed as dist
+import torch.distributed.checkpoint as dcp
 from torch import nn
 from torch.distributed.fsdp import fully_shard
+
+from overlap_recipes.checkpoint import TrainingState
 
 SOURCE = Path(__file__).parents[1] / "recipes_source"
 ALWAYS = "checkpoint", "trainers"  # folders whose pages all begin with lines to paste
@@ -48,8 +51,7 @@ INSTEAD = {
 }
 LEAVES = {  # checkpoints that must be there behind the block
     "saves_beside_training": ["checkpoints/step1000"],
-    "durable_saves": ["checkpoints/step1000"],
-    "retention": ["checkpoints/step1000"],
+    "keep_verify_prune": ["checkpoints/step1000"],
     "resume_and_reshard": ["checkpoints/step1000"],
     "preemption": ["checkpoints/step1000"],
     "two_hosts": ["checkpoints/step1000"],
@@ -186,12 +188,17 @@ def yours_in(page: Path) -> dict[str, object]:
         return {"model": Blocks(), "fully_shard": fully_shard}
     if name == "saves_beside_training":
         return {"loader": Loader(1000)}
+    if name == "load":
+        given = yours()
+        saved = TrainingState(given["model"], given["optimizer"])
+        dcp.save({"app": saved}, checkpoint_id="checkpoints/step1000")
+        dcp.save({"model": given["model"].state_dict()}, checkpoint_id="pretrained")
+        return {}
+    if name == "first_step":
+        small_llama().save_pretrained("folder")
+        return {"folder": "folder"}
     if name == "export":
-        from transformers import LlamaConfig, LlamaForCausalLM
-
-        sizes = dict.fromkeys(("hidden_size", "intermediate_size", "vocab_size"), 8)
-        config = LlamaConfig(**sizes, num_attention_heads=2, num_hidden_layers=1)
-        return {"model": LlamaForCausalLM(config)}
+        return {"model": small_llama()}
     if name == "torchtitan_fsdp2":
         recipe = module_of(page)
         fields = ("model", "pipelining_fn", "post_optimizer_build_fn", "state_dict_adapter")
@@ -217,6 +224,14 @@ def yours_in(page: Path) -> dict[str, object]:
         data = torch.utils.data.DataLoader(torch.ones(202, recipe.WIDTH), batch_size=2)
         return {"model": Model(), "data": data}
     return {}
+
+
+def small_llama() -> nn.Module:
+    from transformers import LlamaConfig, LlamaForCausalLM
+
+    sizes = dict.fromkeys(("hidden_size", "intermediate_size", "vocab_size"), 8)
+    config = LlamaConfig(**sizes, num_attention_heads=2, num_hidden_layers=1)
+    return LlamaForCausalLM(config)
 
 
 class Loader:

@@ -5,12 +5,12 @@ Checkpoints in an object store
 ==============================
 
 Save straight to S3 and its like, and never load half a checkpoint from there. An object store has
-no rename, no directory and no lock, so the steps of :doc:`durable_saves` do not work on it. It has
+no rename, no directory and no lock, so the steps of :doc:`keep_verify_prune` do not work on it. It has
 two things that are better: an object is there completely or not at all, and a write can fail if the
 name is taken. This recipe builds a commit on these two. It runs on whatever fsspec (Python's
 interface to remote file systems) reaches. The tests run it against an S3 server.
 
-**When not to bother:** your storage is a mounted file system. :doc:`durable_saves` needs no client
+**When not to bother:** your storage is a mounted file system. :doc:`keep_verify_prune` needs no client
 there; copy its checkpoints to the store afterwards, and commit each copy with ``commit_once``.
 
 .. code-block:: python
@@ -283,4 +283,4 @@ if __name__ == "__main__":
 #   threads
 # * `Conditional requests in S3
 #   <https://docs.aws.amazon.com/AmazonS3/latest/userguide/conditional-requests.html>`__
-# * :doc:`durable_saves`, :doc:`retention`: the same on a file system
+# * :doc:`keep_verify_prune`: the same on a file system

@@ -12,7 +12,7 @@ twice.
 
 **When not to bother:** you save every few minutes and a save is hidden; then the signal can save
 you one interval at most. If an upload takes longer than the time that you are given, save more
-often instead (:doc:`retention`). The exit code ``TOO_LATE`` then says that an older checkpoint
+often instead (:doc:`keep_verify_prune`). The exit code ``TOO_LATE`` then says that an older checkpoint
 counts.
 
 .. code-block:: python
@@ -60,7 +60,7 @@ of its folder ``overlap_recipes``. In a Slurm job:
    .. grid-item-card:: What you need
 
       * PyTorch 2.9 or later, any number of ranks
-      * the saves of :doc:`durable_saves`
+      * the saves of :doc:`keep_verify_prune`
 
 .. verification-badge::
 

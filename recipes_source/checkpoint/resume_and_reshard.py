@@ -43,7 +43,7 @@ of its folder ``overlap_recipes``.
    .. grid-item-card:: What you need
 
       * PyTorch 2.9 or later, any number of ranks in a process group (one rank, too)
-      * checkpoints of :doc:`durable_saves`
+      * checkpoints of :doc:`keep_verify_prune`
 
 .. verification-badge::
 

@@ -370,7 +370,7 @@ if __name__ == "__main__":
 #
 # Further reading
 # ---------------
-# * :doc:`durable_saves`, :doc:`retention`, :doc:`resume_and_reshard`, :doc:`preemption`: each part
-#   by itself
+# * :doc:`keep_verify_prune`, :doc:`load`, :doc:`resume_and_reshard`, :doc:`preemption`: each part by
+#   itself
 # * :doc:`/guide/reference_checkpoint`: ``Saves``, for directories and names of your own
 # * :doc:`state_to_save`: how to test that a checkpoint is right

@@ -8,7 +8,7 @@ Survive the loss of a machine without shared storage. Each rank writes to its ow
 copy to a partner host, beside training. Any one host may be lost. The job then continues on the
 other hosts, or with a new one, from the newest checkpoint that they have between them.
 
-**When not to bother:** your hosts share a directory that is fast enough. Take :doc:`durable_saves`
+**When not to bother:** your hosts share a directory that is fast enough. Take :doc:`keep_verify_prune`
 then. What stands below on starting jobs and on storage holds there, too.
 
 .. code-block:: python
@@ -205,7 +205,7 @@ if __name__ == "__main__":
 # link between them in the middle of a save. The first host continues alone, from a step that it
 # has. The link comes back, and the second host starts again with an empty disk. Both must end with
 # the bits of an uninterrupted run. They do the same with one directory that both hosts share and
-# the saves of :doc:`retention`.
+# the saves of :doc:`keep_verify_prune`.
 #
 # Starting it
 # -----------
@@ -300,7 +300,7 @@ if __name__ == "__main__":
 #   take both copies of a part with them.
 # * ``gather`` gives every host the whole checkpoint. With many hosts, let each fetch what its
 #   ranks read. For restarts with other numbers of ranks, use a shared directory.
-# * Sizes are compared, not digests: :doc:`durable_saves` has digests.
+# * Sizes are compared, not digests: :doc:`keep_verify_prune` has digests.
 #
 # What it costs
 # -------------

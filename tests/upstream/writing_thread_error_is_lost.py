@@ -1,6 +1,6 @@
 """With two writing threads, an error of the second is lost: the save succeeds (pytorch#191391).
 
-Avoided by recipes_source/checkpoint/durable_saves.py.
+Avoided by recipes_source/checkpoint/keep_verify_prune.py.
 """
 
 import tempfile

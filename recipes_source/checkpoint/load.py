@@ -1,0 +1,347 @@
+# SPDX-License-Identifier: BSD-3-Clause
+# Overlap Recipes 0.1.0, checkpoint/load.py
+"""
+Load at the rate of the storage
+===============================
+
+Read any DCP checkpoint by threads, each byte checked, with the copies to the device beside the
+reads. PyTorch's reader takes one tensor after the other on one thread. So a restart waits for a core
+of the CPU rather than for the storage (see *What it buys*). The bits are the same.
+
+**When not to bother:** you resume through ``CheckpointManager`` or one of the trainers' plugs: they
+load like this already. Or your checkpoints are a few hundred megabytes.
+
+.. code-block:: python
+
+    import torch.distributed.checkpoint as dcp
+
+    from overlap_recipes.checkpoint import Reader, TrainingState, load
+
+    # A checkpoint of this library. What does not fit is listed before anything changes.
+    load({"app": TrainingState(model, optimizer)}, "checkpoints/step1000")
+
+    # One that dcp.save has written, on any number of ranks: storage_reader= for checkpoint_id=.
+    tensors = {"model": model.state_dict()}
+    dcp.load(tensors, storage_reader=Reader("pretrained"))
+
+Your project needs the package ``overlap_recipes``: ``pip install .`` in this repository, or a copy
+of its folder ``overlap_recipes``. It needs torch alone.
+
+.. grid:: 1 1 2 2
+
+   .. grid-item-card:: What you learn
+
+      * why a load is slower than the disk, and what makes it as fast
+      * what happens to bytes that are not as they were saved
+      * how a rank that cannot read stops all ranks, instead of leaving them waiting
+
+   .. grid-item-card:: What you need
+
+      * PyTorch 2.9 or later on Linux, any number of ranks, CPU or GPU
+      * a checkpoint in a directory
+      * 128 MiB of page-locked memory a rank
+
+.. verification-badge::
+
+The idea
+--------
+
+A DCP file is a row of small archives, one a tensor, and a plain tensor's bytes lie in its archive in
+one run. So all that is wanted is known before the first read, and nothing is unpickled for it.
+Eight threads then take pieces of 8 MiB. Each has two page-locked buffers. It reads a piece into one,
+checks it, and queues its copies to the device. While these run, it reads into the other.
+
+.. lanes:: Schematic, one of eight threads. A buffer is read into again when its copies have ended.
+
+   read:        0-4 piece 1; 4.8-8.8 piece 2; 9.6-13.6 piece 3; 14.4-18.4 piece 4
+   check:       4-4.8 ok; 8.8-9.6 ok; 13.6-14.4 ok; 18.4-19.2 ok
+   to device:   4.8-7.3 buffer 1 ~; 9.6-12.1 buffer 2 ~; 14.4-16.9 buffer 1 ~; 19.2-21.7 buffer 2 ~
+   @9.6 buffer 1 is free
+
+Small tensors that lie near each other are one read: 64 kB between them are read rather than skipped.
+A shard of another cut is a part of a run, so another number of ranks is no other case.
+"""
+
+# %%
+# The job
+# -------
+# A stock Transformer, sharded, and its AdamW. Your model takes its place.
+
+import argparse
+import os
+import shutil
+import tempfile
+from pathlib import Path
+
+import torch
+import torch.distributed as dist
+import torch.distributed.checkpoint as dcp
+from torch import nn
+from torch.distributed.checkpoint.api import CheckpointException
+from torch.distributed.fsdp import fully_shard
+from torch.distributed.tensor import DTensor
+
+from overlap_recipes.checkpoint import (
+    CheckpointManager,
+    DamagedCheckpoint,
+    Reader,
+    TrainingState,
+    load,
+)
+
+WIDTH, LENGTH, BATCH = 64, 8, 4  # features, tokens, sequences
+STEPS = 3
+
+
+class Job:
+    """What a training script has."""
+
+    def __init__(self, device: torch.device, seed: int, width: int = WIDTH) -> None:
+        torch.manual_seed(seed)
+        layer = nn.TransformerEncoderLayer(width, nhead=4, dim_feedforward=96, batch_first=True)
+        self.device = device
+        self.model = nn.TransformerEncoder(layer, num_layers=2).to(device)
+        for unit in (*self.model.layers, self.model):
+            fully_shard(unit)
+        self.optimizer = torch.optim.AdamW(self.model.parameters(), lr=1e-2)
+        self.state = TrainingState(self.model, self.optimizer)
+
+    def step(self) -> None:
+        tokens = torch.randn(BATCH, LENGTH, WIDTH, device=self.device)
+        self.model(tokens).square().mean().backward()
+        self.optimizer.step()
+        self.optimizer.zero_grad()
+
+    def bits(self) -> list[torch.Tensor]:
+        """Weights and moments, each whole, on every rank."""
+        tensors = []
+        for parameter in self.model.parameters():
+            moments = self.optimizer.state[parameter]
+            tensors.append(parameter.detach())
+            tensors.extend(moments[name] for name in sorted(moments))
+        whole = [t.full_tensor() if isinstance(t, DTensor) else t for t in tensors]
+        return [tensor.cpu().clone() for tensor in whole]
+
+
+def save_both(job: Job, root: Path) -> list[Path]:
+    """Save by PyTorch and by the library; return the two directories."""
+    for _ in range(STEPS):
+        job.step()
+    stock = root / "stock"
+    dcp.save({"app": job.state}, checkpoint_id=stock)
+    with CheckpointManager(root / "ours", job.state) as checkpoints:
+        checkpoints.save(STEPS)
+    return [stock, root / "ours" / f"step{STEPS}"]
+
+
+# %%
+# Read
+# ----
+# ``Reader`` is a storage reader of DCP, so DCP plans as always: which rank needs which part of which
+# tensor. What is a plain, row-major tensor of which one run of bytes is wanted, goes to the threads.
+# All else, such as strided tensors and Python objects, PyTorch's own reader takes, from files that
+# are checked, too. The log says how many bytes each has read.
+#
+# .. literalinclude:: /overlap_recipes/checkpoint/reader.py
+#    :language: python
+#    :pyobject: Reader.read_data
+#
+# A thread with its buffers. ``self.copied`` are events: before a buffer is read into, the copies that
+# were queued from it must have ended.
+#
+# .. literalinclude:: /overlap_recipes/checkpoint/reader.py
+#    :language: python
+#    :pyobject: Ring.take
+#
+# Two orders make it right on a device. The copies wait for what has made the targets, and the loop
+# waits for the copies.
+#
+# .. literalinclude:: /overlap_recipes/checkpoint/reader.py
+#    :language: python
+#    :pyobject: fill
+#
+# Check
+# -----
+# A save of the library leaves a CRC-32 of each MiB (:doc:`keep_verify_prune`). A thread reads whole
+# blocks and compares them, at the rate of a core, before a byte goes on. So a load need not read a
+# file twice, and a resume need not hash a whole checkpoint to choose one.
+#
+# .. literalinclude:: /overlap_recipes/checkpoint/reader.py
+#    :language: python
+#    :pyobject: OpenFile.read_into
+#
+# .. literalinclude:: /overlap_recipes/checkpoint/digests.py
+#    :language: python
+#    :pyobject: Digests.check
+#
+# Whatever fails on one rank is raised on all: a file that is missing, short or changed, and a storage
+# that has given nothing for five minutes. The message names the file.
+#
+# ``load`` adds what a job needs. It compares names, shapes and dtypes first, and lists all that
+# differs, on all ranks, before anything has changed. And it makes the optimizer's state: ``dcp.load``
+# fills only what is there, so with it a new optimizer would have to take a step first.
+#
+# Run it, and prove it
+# --------------------
+# Both checkpoints are loaded twice into new jobs, by PyTorch and by the library: each tensor must have
+# each bit. A job of another width must be refused, and stay as it is. A bit flips in a file of the
+# last rank, in a copy: every rank must name that file. Then one rank leaves, the others form a new
+# job, and it must have the same bits.
+
+
+def prove_as_pytorch(directory: Path, device: torch.device, saved: list[torch.Tensor]) -> None:
+    job = Job(device, seed=1)
+    job.step()  # PyTorch loads into a state that is there
+    dcp.load({"app": job.state}, checkpoint_id=directory)
+    assert_same(job.bits(), saved, f"{directory.name}, read by PyTorch")
+
+
+def prove_by_threads(directory: Path, device: torch.device, saved: list[torch.Tensor]) -> None:
+    job = Job(device, seed=2)
+    reader = Reader(directory)
+    load({"app": job.state}, reader)
+    assert_same(job.bits(), saved, f"{directory.name}, read by threads")
+    assert reader.read_bytes > reader.other_bytes, "threads have read little of it"
+    ranks = dist.get_world_size()
+    print(f"{directory.name}, {ranks} ranks: every bit, {reader.read_bytes} bytes by threads")
+
+
+def assert_same(found: list[torch.Tensor], saved: list[torch.Tensor], what: str) -> None:
+    for one, other in zip(found, saved, strict=True):
+        assert torch.equal(one, other), f"{what}: other bits than were saved"
+
+
+def prove_refused(directory: Path, device: torch.device) -> None:
+    wider = Job(device, seed=1, width=2 * WIDTH)
+    before = [parameter.full_tensor().clone() for parameter in wider.model.parameters()]
+    try:
+        load({"app": wider.state}, directory)
+    except ValueError as error:
+        first, *differing = str(error).splitlines()
+        print(f"a wider job: {len(differing)} differ, such as {differing[0].strip()}")
+    else:
+        raise AssertionError("a job of another width was loaded")
+    after = [parameter.full_tensor() for parameter in wider.model.parameters()]
+    assert_same(after, before, "a job that was refused")
+
+
+def prove_damage_is_named(directory: Path, device: torch.device) -> None:
+    copy = directory.with_name("damaged")
+    file = copy / f"__{dist.get_world_size() - 1}_0.distcp"
+    if dist.get_rank() == 0:
+        shutil.copytree(directory, copy)
+        content = bytearray(file.read_bytes())
+        content[len(content) // 2] ^= 1
+        file.write_bytes(content)
+    dist.barrier()
+    try:
+        load({"app": Job(device, seed=1).state}, copy)
+    except CheckpointException as error:
+        failures = [failure for failure, _ in error.failures.values()]
+    else:
+        raise AssertionError("a flipped bit was loaded")
+    assert all(isinstance(failure, DamagedCheckpoint) for failure in failures), failures
+    assert file.name in str(failures[0]), failures
+    print(f"a flipped bit: {failures[0]}")
+    dist.barrier()
+    if dist.get_rank() == 0:
+        shutil.rmtree(copy)
+
+
+def start_rank() -> torch.device:
+    """Join the group that torchrun describes, or a group of one; return this rank's device."""
+    device = torch.accelerator.current_accelerator(check_available=True) or torch.device("cpu")
+    if device.type != "cpu":
+        device = torch.device(device.type, int(os.environ.get("LOCAL_RANK", "0")))
+        torch.accelerator.set_device_index(device.index)
+    if "RANK" in os.environ:
+        dist.init_process_group()  # gloo for CPU tensors, NCCL for CUDA's, as far as built in
+    else:
+        dist.init_process_group(store=dist.HashStore(), rank=0, world_size=1)
+    return device
+
+
+def main(directory: Path) -> None:
+    device = start_rank()
+    of_rank_0 = [directory]
+    dist.broadcast_object_list(of_rank_0)  # a checkpoint is one directory for all ranks
+    root = of_rank_0[0]
+    job = Job(device, seed=0)
+    directories = save_both(job, root)
+    saved = job.bits()
+    for directory in directories:
+        prove_as_pytorch(directory, device, saved)
+        prove_by_threads(directory, device, saved)
+    prove_refused(directories[1], device)
+    prove_damage_is_named(directories[1], device)
+
+    rank = dist.get_rank()
+    fewer = dist.get_world_size() - 1
+    dist.barrier()
+    dist.destroy_process_group()
+    if rank < fewer:  # one rank does not come back
+        store = dist.FileStore(str(root / "rendezvous"), fewer)
+        dist.init_process_group(store=store, rank=rank, world_size=fewer)
+        for directory in directories:
+            prove_by_threads(directory, device, saved)
+        dist.destroy_process_group()
+
+
+if __name__ == "__main__":
+    parser = argparse.ArgumentParser()
+    parser.add_argument("--dir", type=Path, help="where checkpoints go (default: temporary)")
+    with tempfile.TemporaryDirectory() as temporary:
+        main(parser.parse_args().dir or Path(temporary))
+
+# %%
+# What it buys
+# ------------
+# A model with Adam's state, from memory (``/dev/shm``). *Plain read* is eight threads that read the
+# same files and do nothing else. ``reader_digests`` and ``resume`` check every byte; ``resume_before``
+# is an earlier version that hashed the checkpoint first, then loaded it by PyTorch:
+#
+# .. result-table:: restart
+#    :rows: plain_read reader_digests resume dcp_load resume_before
+#    :where: storage=memory
+#
+# The same from a disk that is read cold:
+#
+# .. result-table:: restart
+#    :rows: plain_read reader_digests resume dcp_load
+#    :where: storage=disk
+#
+# What breaks if you remove a line
+# --------------------------------
+# Each edit of the library was made and run when this page was built. The orders on a device are
+# proven by ``tests/proofs/load_by_threads.py``, which plays its streams on a CPU.
+#
+# .. recipe-controls::
+#
+# Memory
+# ------
+# 128 MiB of page-locked memory a rank during a load, 64 MiB without an accelerator; they go behind it.
+# Tensors go straight to their targets, so nothing is there twice. What PyTorch's reader takes is one
+# tensor at a time. On the device, nothing is added.
+#
+# Known limits
+# ------------
+# These can give you other numbers than you expect:
+#
+# * A checkpoint without manifests (of ``dcp.save``) has no digests. Its files' lengths are compared,
+#   changed bytes are not found.
+# * A load that fails half way leaves in the targets what it had read. Load another checkpoint, or end.
+# * A load writes into the weights at once. Beside a save, call ``checkpoints.wait()`` first.
+#
+# These cost time, or raise:
+#
+# * Every rank reads what it needs. With replicated weights, each reads all of them.
+# * What is compressed, strided, or goes into another dtype is read by PyTorch's reader, on one thread.
+#   The log says how much.
+# * On another number of ranks, the random numbers of each rank are seeded anew; the log says so.
+# * It reads directories. For an object store see :doc:`object_storage`.
+#
+# Further reading
+# ---------------
+# * :doc:`first_step`: what else a restart waits for
+# * :doc:`resume_and_reshard`: all that has to come back, on another number of ranks
+# * `torch.distributed.checkpoint <https://docs.pytorch.org/docs/stable/distributed.checkpoint.html>`__
