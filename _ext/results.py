@@ -16,6 +16,7 @@ which none of the rows was measured, or only what they are compared with, has no
 
 import io
 import re
+from dataclasses import dataclass
 from pathlib import Path
 
 import matplotlib
@@ -65,13 +66,26 @@ PAGE_COLOURS = {
     TEXT: "currentColor",
     GRID: "var(--result-grid)",
     PEER: "var(--result-peer)",
-    **{colour: f"var(--result-series-{i})" for i, colour in enumerate(SERIES, 1)},
 }
+for number, colour in enumerate(SERIES, 1):
+    PAGE_COLOURS[colour] = f"var(--result-series-{number})"
+# What matplotlib writes into an SVG and a page does not need
+NEEDLESS = (
+    r"(?<=\d\.\d)\d{4,}",  # more digits than a screen shows
+    r"(?<=\n) +",  # indentation
+    r' font-family: [^;"]*;',
+    r' id="\w+_\d+"',  # of groups that nothing refers to
+    r"<metadata>.*?</metadata>",
+    r"<defs>\s*<style.*?</defs>",
+    r"<!--.*?-->",
+)
 
 
 DECIDING = 3  # columns of a table: the first that decide; page guide/results has all of them
 CASES = {  # parameters that stand below a row's name, and how; the others have a column
-    **dict.fromkeys(("model", "loop", "storage"), plain),
+    "model": plain,
+    "loop": plain,
+    "storage": plain,
     "compiled": lambda compiled: "compiled" if compiled else "eager",
     "reduce_dtype": lambda dtype: f"reduced in {dtype}",
     "activation_checkpointing": lambda recomputes: "with recomputation" if recomputes else "",
@@ -80,10 +94,23 @@ REFERENCES = {"none", "no_communication"}  # rows that others are compared with
 
 
 def _pairs(text: str) -> dict[str, str]:
-    pairs = dict(item.partition("=")[::2] for item in text.split())
+    pairs = {}
+    for item in text.split():
+        parameter, _, value = item.partition("=")
+        pairs[parameter] = value
     if not all(pairs.values()):
         raise ValueError("write it as 'storage=memory step=long'")
     return pairs
+
+
+@dataclass(frozen=True)
+class Tab:
+    """What a page shows of one file."""
+
+    machine: str
+    shown: list[nodes.Node]
+    is_measured: bool  # whether ``shown`` has rows, not only why there are none
+    worth: tuple[bool, int, str]  # whether its code is today's; its names; its date
 
 
 class ResultDirective(SphinxDirective):
@@ -102,29 +129,43 @@ class ResultDirective(SphinxDirective):
         repo = Path(self.config.results_repo)
         tabs = []
         for path in remember(self.env, repo, "results", name):
-            try:
-                result = load(path)
-                absent = result.missing(self.options.get("rows", "").split())
-            except ResultError as error:
-                raise self.error(str(error)) from error
-            rows = [row for row in result.rows if self._wanted(row)]
-            if "rows" in self.options and {row["name"] for row in rows} <= REFERENCES:
-                rows = []  # nothing to compare
-            changed = note_recipes(self.env, repo, result.measured(rows))
-            shown = self.show(result, rows) if rows else []
-            if measured := bool(shown):
-                shown = [*earlier_version(changed, repo), *shown]
-            why = result.data.get("not_run", {})
-            if unexplained := [row for row in absent if row not in why]:
-                shown.append(not_measured(f"{name}: {', '.join(unexplained)}"))
-            elif not shown:
-                shown.append(not_measured(name))
-                shown += [_small(not_run(row, why[row])) for row in absent]
-            names = len({row["name"] for row in rows})
-            order = measured and (not changed, names, result.data["date"])
-            tabs.append((result.machine, shown, order))
-        kept = sorted((tab for tab in tabs if tab[2]), key=lambda tab: tab[2]) or tabs[-1:]
-        return device_tabs([tab[:2] for tab in kept]) if kept else [not_measured(name)]
+            tabs.append(self._tab(path, name, repo))
+        measured = [tab for tab in tabs if tab.is_measured]
+        measured.sort(key=lambda tab: tab.worth)
+        kept = measured or tabs[-1:]
+        if not kept:
+            return [not_measured(name)]
+        return device_tabs([(tab.machine, tab.shown) for tab in kept])
+
+    def _tab(self, path: Path, name: str, repo: Path) -> Tab:
+        try:
+            result = load(path)
+            absent = result.missing(self.options.get("rows", "").split())
+        except ResultError as error:
+            raise self.error(str(error)) from error
+        rows = [row for row in result.rows if self._wanted(row)]
+        names = {row["name"] for row in rows}
+        if "rows" in self.options and names <= REFERENCES:  # nothing to compare
+            rows = []
+            names = set()
+        changed = note_recipes(self.env, repo, result.measured(rows))
+
+        drawn = []
+        if rows:
+            drawn = self.show(result, rows)
+        shown = list(drawn)
+        if drawn:
+            shown = earlier_version(changed, repo) + drawn
+        reasons = result.data.get("not_run", {})
+        unexplained = [row for row in absent if row not in reasons]
+        if unexplained:
+            shown.append(not_measured(f"{name}: {', '.join(unexplained)}"))
+        elif not drawn:
+            shown.append(not_measured(name))
+            for row in absent:
+                shown.append(_small(not_run(row, reasons[row])))
+        worth = (not changed, len(names), result.data["date"])
+        return Tab(result.machine, shown, is_measured=bool(drawn), worth=worth)
 
     def _name(self, name: str) -> nodes.paragraph:
         literal = nodes.literal("", name)
@@ -141,10 +182,11 @@ class ResultDirective(SphinxDirective):
         return nodes.reference("", words, refuri=f"{up}guide/results.html")
 
     def _wanted(self, row: dict) -> bool:
-        rows, where = self.options.get("rows", "").split(), self.options.get("where", {})
-        return (not rows or row["name"] in rows) and all(
-            plain(row.get(parameter)) == value for parameter, value in where.items()
-        )
+        names = self.options.get("rows", "").split()
+        if names and row["name"] not in names:
+            return False
+        where = self.options.get("where", {})
+        return all(plain(row.get(parameter)) == value for parameter, value in where.items())
 
 
 class ResultTable(ResultDirective):
@@ -153,29 +195,43 @@ class ResultTable(ResultDirective):
     def show(self, result: Result, rows: list[dict]) -> list[nodes.Node]:
         columns = columns_of(result, rows)
         rows = [row for row in rows if any(known(row, name) for name in columns)]
-        values = {p: {row.get(p) for row in rows} for p in result.varied()}
-        varied = [p for p, found in values.items() if len(found) > 1]
-        notes: list[str] = []
+        varied, same = parameters_of(result, rows)
+        with_column = [parameter for parameter in varied if parameter not in CASES]
+        notes = list(dict.fromkeys(row["note"] for row in rows if row.get("note")))
         body = []
         for row in rows:
-            name = self._name(row["name"])
-            if note := row.get("note"):
-                if note not in notes:
-                    notes.append(note)
-                name += nodes.superscript("", str(notes.index(note) + 1))
-            if changed_recipes(result.measured([row]), Path(self.config.results_repo)):
-                name += nodes.superscript("", " †")
-            cases = [CASES[p](row[p]) for p in varied if p in CASES and p in row]
-            if case := ", ".join(filter(None, cases)):
-                name += nodes.inline("", f" {case}", classes=["result-interval"])
-            numbers = [nodes.paragraph("", plain(row.get(p))) for p in varied if p not in CASES]
-            body.append([name, *numbers, *(cell_with_interval(row, c) for c in columns)])
-        of_case = [p for p in varied if p not in CASES]
-        table = _table(["Way", *map(heading, [*of_case, *columns])], body)
-        below = [f"{number}. {note}" for number, note in enumerate(notes, 1)]
-        same = {p: f.pop() for p, f in values.items() if len(f) == 1 and None not in f}
-        origin = self._origin(result, rows, same, columns)
-        return [table, *map(_small, below), *origin, self._others()]
+            line = [self._name_and_case(result, row, varied, notes)]
+            for parameter in with_column:
+                line.append(nodes.paragraph("", plain(row.get(parameter))))
+            for column in columns:
+                line.append(cell_with_interval(row, column))
+            body.append(line)
+        headings = [heading(name) for name in with_column + columns]
+        shown = [_table(["Way"] + headings, body)]
+        for number, note in enumerate(notes, 1):
+            shown.append(_small(f"{number}. {note}"))
+        shown += self._origin(result, rows, same, columns)
+        shown.append(self._others())
+        return shown
+
+    def _name_and_case(
+        self, result: Result, row: dict, varied: list[str], notes: list[str]
+    ) -> nodes.paragraph:
+        """The first cell of a row, with the number of its note and a dagger for earlier code."""
+        shown = self._name(row["name"])
+        if row.get("note"):
+            shown += nodes.superscript("", str(notes.index(row["note"]) + 1))
+        if changed_recipes(result.measured([row]), Path(self.config.results_repo)):
+            shown += nodes.superscript("", " †")
+        cases = []
+        for parameter in varied:
+            if parameter in CASES and parameter in row:
+                words = CASES[parameter](row[parameter])
+                if words:
+                    cases.append(words)
+        if cases:
+            shown += nodes.inline("", f" {', '.join(cases)}", classes=["result-interval"])
+        return shown
 
     def _others(self) -> nodes.paragraph:
         """A way to the columns that the table leaves out."""
@@ -185,10 +241,10 @@ class ResultTable(ResultDirective):
     def _origin(self, result: Result, rows: list, same: dict, columns: list) -> list[nodes.Node]:
         """Where the rows were measured; parameters that are the ``same`` in all have no column."""
         data = result.data
-        counts = all(isinstance(row.get(c), int | None) for row in rows for c in columns)
-        shared = f" ({', '.join(map(named, same.items()))})" if same else ""
-        lines = [f"{'Counts' if counts else 'Medians'}{shared}. {result.origin(rows)}."]
-        lines[0] += f" Workload: {in_words(data['workload'])}."
+        what = "Counts" if are_counts(rows, columns) else "Medians"
+        if same:
+            what += f" ({', '.join(named(parameter, value) for parameter, value in same.items())})"
+        lines = [f"{what}. {result.origin(rows)}. Workload: {in_words(data['workload'])}."]
         if data["link"]:
             lines.append(f"The link, measured in the same run: {in_words(data['link'])}.")
         bounds = dict.fromkeys(row["bound_from"] for row in rows if row.get("bound_from"))
@@ -201,19 +257,49 @@ class ResultTable(ResultDirective):
         return [_small(line) for line in lines]
 
 
+def parameters_of(result: Result, rows: list[dict]) -> tuple[list[str], dict[str, object]]:
+    """The parameters in which ``rows`` differ; and those that have one value in all, with it."""
+    varied = []
+    same = {}
+    for parameter in result.varied():
+        values = {row.get(parameter) for row in rows}
+        if len(values) > 1:
+            varied.append(parameter)
+        elif values and None not in values:
+            same[parameter] = values.pop()
+    return varied, same
+
+
+def are_counts(rows: list[dict], columns: list[str]) -> bool:
+    """Whether a table of ``rows`` has no values but whole numbers."""
+    for row in rows:
+        for column in columns:
+            if not isinstance(row.get(column), int | None):
+                return False
+    return True
+
+
 def columns_of(result: Result, rows: list[dict]) -> list[str]:
     """The fields that a table of ``rows`` shows: those that decide, or the first that rows have."""
     fields = result.benchmark.deciding.split()
     for row in rows:
-        fields += [f for f in fields_of(row) if len(rows) == 1 or len({r.get(f) for r in rows}) > 1]
-    present = [name for name in dict.fromkeys(fields) if any(known(row, name) for row in rows)]
-    return present[:DECIDING]
+        for field in fields_of(row):
+            values = {other.get(field) for other in rows}
+            if len(rows) == 1 or len(values) > 1:
+                fields.append(field)
+    shown = []
+    for field in dict.fromkeys(fields):
+        if any(known(row, field) for row in rows):
+            shown.append(field)
+    return shown[:DECIDING]
 
 
 def cell_with_interval(row: dict, name: str) -> nodes.paragraph:
     """A value, and below it the interval in which it lies, where the row has one."""
-    stem, unit = re.fullmatch(r"(.*?)(_s)?", name).groups(default="")
-    low, high = (row.get(f"{stem}_{end}{unit}") for end in ("low", "high"))
+    stem = name.removesuffix("_s")
+    unit = name.removeprefix(stem)
+    low = row.get(f"{stem}_low{unit}")
+    high = row.get(f"{stem}_high{unit}")
     paragraph = nodes.paragraph("", cell(row, name))
     if low is not None and high is not None and low != high:
         ends = f" ({written(name, low)} to {written(name, high)})"
@@ -240,13 +326,26 @@ def _table(headings: list[str], body: list[list[nodes.Node]]) -> nodes.table:
     def entry(child: nodes.Node, number: int) -> nodes.entry:
         return nodes.entry("", child, classes=["result-name" if number == 0 else "result-value"])
 
+    widths = [len(text) for text in headings]
+    for line in body:
+        lengths = [len(child.astext()) for child in line]
+        widths = [max(pair) for pair in zip(widths, lengths, strict=True)]
     group = nodes.tgroup("", cols=len(headings))
-    texts = zip(headings, *([cell.astext() for cell in row] for row in body), strict=True)
-    group += [nodes.colspec(colwidth=max(map(len, column)) + 1) for column in texts]
-    head = [entry(nodes.paragraph("", text), number) for number, text in enumerate(headings)]
-    group += nodes.thead("", nodes.row("", *head))
-    rows = (nodes.row("", *(entry(c, number) for number, c in enumerate(row))) for row in body)
-    group += nodes.tbody("", *rows)
+    for width in widths:
+        group += nodes.colspec(colwidth=width + 1)
+
+    head = nodes.row()
+    for number, text in enumerate(headings):
+        head += entry(nodes.paragraph("", text), number)
+    group += nodes.thead("", head)
+
+    rows = nodes.tbody()
+    for line in body:
+        row = nodes.row()
+        for number, child in enumerate(line):
+            row += entry(child, number)
+        rows += row
+    group += rows
     return nodes.table("", group, classes=["result-table"])
 
 
@@ -262,31 +361,40 @@ class ResultFigure(ResultDirective):
         if "field" in self.options and not any(field in row for row in result.rows):
             raise self.error(f"{self.name}: {benchmark.title} has no field {field!r}")
         rows = [row for row in rows if known(row, field)]
-        cases = [p for p in result.varied() if not (as_lines and p == "tokens")]
-        groups: dict[tuple, list[dict]] = {}
+        if not rows:
+            return []
+        parameters = result.varied()
+        if as_lines and "tokens" in parameters:
+            parameters.remove("tokens")
+        drawings: dict[tuple, list[dict]] = {}  # by case: parameters and values
         for row in rows:
-            groups.setdefault(tuple((p, row[p]) for p in cases if p in row), []).append(row)
+            case = tuple((name, row[name]) for name in parameters if name in row)
+            drawings.setdefault(case, []).append(row)
+        in_all = set(next(iter(drawings)))
+        for case in drawings:
+            in_all &= set(case)
+
         pictures = []
-        same = dict(set.intersection(*map(set, groups))) if groups else {}
-        for case, members in groups.items():
-            title = ", ".join(named(pair) for pair in case if pair[0] not in same)
+        for case, members in drawings.items():
+            title = ", ".join(named(*pair) for pair in case if pair not in in_all)
             if as_lines:
                 drawn = _lines(field, members, title)
             else:
                 drawn = _bars(field, members, title, rows, benchmark.logarithmic)
             pictures.append(_as_node(drawn, benchmark.title, _words(field, members)))
-        if not pictures:
-            return []
-        shared = ", ".join(named((p, same[p])) for p in cases if p in same)
-        shown = f"{_first_lower(heading(field))}{f' ({shared})' if shared else ''}"
+        shown = _first_lower(heading(field))
+        if in_all:
+            value_of = dict(in_all)
+            shared = [named(p, value_of[p]) for p in parameters if p in value_of]
+            shown += f" ({', '.join(shared)})"
         words = f"{benchmark.title}: {shown}. Measured on {result.origin(rows)}."
         caption = nodes.caption("", words)
         grid = nodes.container("", *pictures, classes=["result-grid"])
         return [nodes.figure("", grid, caption, classes=["result-figure"])]
 
 
-def named(parameter: tuple[str, object]) -> str:
-    return f"{parameter[0].replace('_', ' ')}: {plain(parameter[1])}"
+def named(parameter: str, value: object) -> str:
+    return f"{parameter.replace('_', ' ')}: {plain(value)}"
 
 
 def _first_lower(text: str) -> str:
@@ -327,20 +435,24 @@ def _bars(
     values = [row[field] for row in rows]
     kind = type(values[0])  # a whole number is a count
     ends = [row[field] for row in beside]
-    ends += [row.get("bound_s") or 0 for row in beside if in_seconds(field)]
+    if in_seconds(field):
+        ends += [row["bound_s"] for row in beside if row.get("bound_s")]
     positive = [end for end in ends if end > 0]
-    left = min(positive, default=1e-3) / 2 if logarithmic else 0.0
+    left = 0.0
     if logarithmic:
+        left = min(positive, default=1e-3) / 2
         axes.set_xscale("log")
     else:
         axes.xaxis.set_major_locator(MaxNLocator(4))
     # A stall of zero or below has no place on a logarithmic axis: its value is written, no bar.
     widths = [max(value - left, 0.0) for value in values]
-    ours = [row["name"] in ROW_RECIPES and row.get("recipes", True) for row in rows]
-    colours = [SERIES[0] if mine else PEER for mine in ours]
+    colours = []
+    for row in rows:
+        runs_a_recipe = row["name"] in ROW_RECIPES and row.get("recipes", True)
+        colours.append(SERIES[0] if runs_a_recipe else PEER)
     places = range(len(rows))
     axes.barh(places, widths, left=left, height=0.4, color=colours)
-    axes.set_xlim(left, max([*positive, left * 4]) * 1.15)
+    axes.set_xlim(left, max(positive + [left * 4]) * 1.15)
     axes.set_ylim(len(rows) - 0.6, -0.75)
     axes.set_yticks([])
     axes.grid(axis="y", visible=False)
@@ -354,12 +466,13 @@ def _bars(
             text, (0, place - 0.26), xycoords=("axes fraction", "data"),
             xytext=(3, 2), textcoords="offset points", color=TEXT, fontsize=10,
         )  # fmt: skip
-    bounds = [row.get("bound_s") if in_seconds(field) else None for row in rows]
-    for place, bound in zip(places, bounds, strict=True):
-        if bound:  # across its own bar, below the text
+    label = heading(field)
+    for place, row in zip(places, rows, strict=True):
+        bound = row.get("bound_s")
+        if bound and in_seconds(field):  # across its own bar, below the text
             axes.vlines(bound, place - 0.2, place + 0.32, color=TEXT, linestyle=(0, (2, 1)))
-    dashed = " (dashed: bound)" if any(bounds) else ""
-    axes.set_xlabel(heading(field) + dashed, color=TEXT)
+            label = f"{heading(field)} (dashed: bound)"
+    axes.set_xlabel(label, color=TEXT)
     return figure
 
 
@@ -377,11 +490,14 @@ def _lines(field: str, rows: list[dict], title: str) -> Figure:
     figure = _figure(3.6, title)
     (axes,) = figure.axes
     for number, name in enumerate(dict.fromkeys(row["name"] for row in rows)):
-        mine = sorted((row["tokens"], row[field]) for row in rows if row["name"] == name)
+        mine = [row for row in rows if row["name"] == name]
+        mine.sort(key=lambda row: (row["tokens"], row[field]))
+        tokens = [row["tokens"] for row in mine]
+        values = [row[field] for row in mine]
         style = {"color": SERIES[number % len(SERIES)], "marker": MARKERS[number % len(MARKERS)]}
         if number >= len(SERIES):
             style["linestyle"] = "--"
-        axes.plot(*zip(*mine, strict=True), **style, label=name, markersize=5)
+        axes.plot(tokens, values, **style, label=name, markersize=5)
     axes.set_xscale("log", base=2)
     axes.set_xticks(sorted({row["tokens"] for row in rows}))
     kind = type(rows[0][field])
@@ -404,26 +520,40 @@ class ResultGain(ResultDirective):
     option_spec = ResultDirective.option_spec | {"field": directives.unchanged_required}
 
     def run(self) -> list[nodes.Node]:
-        repo, field = Path(self.config.results_repo), self.options["field"]
+        repo = Path(self.config.results_repo)
+        field = self.options["field"]
         results = [load(path) for path in remember(self.env, repo, "results", self.arguments[0])]
-        best, most = None, (0, "")
+        best = None
+        rows_of_best = []
+        most = (0, "")
         for result in reversed(results):  # most ranks first
             rows = [row for row in result.rows if self._wanted(row) and known(row, field)]
             changed = note_recipes(self.env, repo, result.measured(rows))
-            order = len(rows), result.data["date"]
-            has_ours = self.options["rows"].split()[0] in {row["name"] for row in rows}
-            if has_ours and not changed and order > most:
-                best, most = (result, rows), order
-        return self.show(*best) if best else []
+            first = self.options["rows"].split()[0]
+            if changed or first not in {row["name"] for row in rows}:
+                continue
+            worth = (len(rows), result.data["date"])
+            if worth > most:
+                best = result
+                rows_of_best = rows
+                most = worth
+        if best is None:
+            return []
+        return self.show(best, rows_of_best)
 
     def show(self, result: Result, found: list[dict]) -> list[nodes.Node]:
-        field, order = self.options["field"], self.options["rows"].split()
+        field = self.options["field"]
+        order = self.options["rows"].split()
         found.sort(key=lambda row: order.index(row["name"]))
         text = nodes.paragraph("", f"{heading(field)}: ", classes=["result-gain"])
         for number, row in enumerate(found):
-            text += nodes.Text(", " if number else "")
-            text += (nodes.emphasis if number else nodes.strong)("", cell(row, field))
-            text += [nodes.Text(" "), nodes.literal("", row["name"])]
+            if number == 0:
+                text += nodes.strong("", cell(row, field))
+            else:
+                text += nodes.Text(", ")
+                text += nodes.emphasis("", cell(row, field))
+            text += nodes.Text(" ")
+            text += nodes.literal("", row["name"])
         tokens = {row.get("tokens") for row in found} - {None}
         at = f", {tokens.pop():,} tokens a step" if len(tokens) == 1 else ""
         text += nodes.Text(f". Stock {found[0]['model']}{at}, {result.machine}.")
@@ -436,7 +566,8 @@ class FirstTableDirective(ResultDirective):
     option_spec: dict = {}
 
     def run(self) -> list[nodes.Node]:
-        repo, name = Path(self.config.results_repo), self.arguments[0]
+        repo = Path(self.config.results_repo)
+        name = self.arguments[0]
         for path in remember(self.env, repo, "results", name):
             result = load(path)
             note_recipes(self.env, repo, result.measured(result.rows))
@@ -447,8 +578,11 @@ class FirstTableDirective(ResultDirective):
             return [nodes.paragraph("", "", nodes.Text(words), link, nodes.Text("."))]
         body = []
         for row, cells in table.cells.items():
-            body.append([self._name(row), *(nodes.paragraph("", text) for text in cells)])
-        shown = [_table(["Way", *table.headings], body), _small(f"Measured on {table.origin}")]
+            line = [self._name(row)]
+            for text in cells:
+                line.append(nodes.paragraph("", text))
+            body.append(line)
+        shown = [_table(["Way"] + table.headings, body), _small(f"Measured on {table.origin}")]
         if table.left_out:
             names = ", ".join(table.left_out)
             shown.append(_small(f"Left out, since their code has changed: {names}."))
@@ -462,11 +596,9 @@ def _as_node(figure: Figure, alternative: str, text: list[str]) -> LanePicture:
     with matplotlib.rc_context(settings):
         figure.savefig(buffer, format="svg", transparent=True, metadata={"Date": None})
     svg = buffer.getvalue()
-    needless = r"(\d\.\d)\d{4,}|(?<=\n) +| font-family: [^;\"]*;| id=\"\w+_\d+\""
-    svg = re.sub(needless, r"\1", svg[svg.index("<svg") :])
-    svg = re.sub(
-        r"<metadata>.*?</metadata>|<defs>\s*<style.*?</defs>|<!--.*?-->", "", svg, flags=re.S
-    )
+    svg = svg[svg.index("<svg") :]
+    for pattern in NEEDLESS:
+        svg = re.sub(pattern, "", svg, flags=re.DOTALL)
     for drawn, page in PAGE_COLOURS.items():
         svg = svg.replace(drawn, page)
     words = f'class="result-svg" role="img" aria-label="{alternative}"'
@@ -495,17 +627,19 @@ def _pages_with_new_files(
     app: Sphinx, env: BuildEnvironment, added: set, changed: set, removed: set
 ) -> list[str]:
     repo = Path(app.config.results_repo)
-    return [
-        page
-        for page, metadata in env.metadata.items()
-        for folder, benchmark, mode, names in metadata.get("measured_files", [])
-        if [path.name for path in files(repo, folder, benchmark, mode)] != names
-    ]
+    outdated = []
+    for page, metadata in env.metadata.items():
+        for folder, benchmark, mode, names in metadata.get("measured_files", []):
+            now = [path.name for path in files(repo, folder, benchmark, mode)]
+            if now != names:
+                outdated.append(page)
+    return outdated
 
 
 def note_recipes(env: BuildEnvironment, repo: Path, measured: list[Measured]) -> list[str]:
     """The recipes and modules that changed since; the page is read again when one of them does."""
-    for name in {name for name, _ in measured}:
+    names = {name for name, _ in measured}
+    for name in names:
         sources = code_of(name, repo)
         if sources is not None:
             for path in sources.files.values():
@@ -517,7 +651,10 @@ def earlier_version(changed: list[str], repo: Path) -> list[nodes.Node]:
     """The notice above what was measured with other code than the page shows."""
     if not changed:
         return []
-    names = [name if code_of(name, repo) else f"{name} (now replaced)" for name in changed]
+    names = []
+    for name in changed:
+        is_there = code_of(name, repo) is not None
+        names.append(name if is_there else f"{name} (now replaced)")
     words = nodes.strong("", "Measured on an earlier version")
     which = nodes.Text(f" of {', '.join(names)}: the code has changed since.")
     return [nodes.container("", nodes.paragraph("", "", words, which), classes=["result-stale"])]

@@ -110,14 +110,18 @@ def train(loop: StockLoop, steps: int, warm: int = 2) -> list[float]:
     for _ in range(warm + steps):
         loop.step()
         ends.append(time.perf_counter())
-    return [later - end for end, later in zip(ends[warm - 1 :], ends[warm:], strict=False)]
+    seconds = []
+    for number in range(warm, warm + steps):
+        seconds.append(ends[number] - ends[number - 1])
+    return seconds
 
 
 class PhaseClock:
     """Seconds of a step's forward, and of its backward, on the device."""
 
     def __init__(self, loop: StockLoop, device: torch.device) -> None:
-        self.device, self.marks = device, []
+        self.device = device
+        self.marks = []  # three a step: forward begins, forward ends, backward ends
         self.hooks = [
             loop.model.register_forward_pre_hook(lambda *_: self.mark()),
             loop.model.register_forward_hook(lambda *_: self.mark()),
@@ -125,18 +129,24 @@ class PhaseClock:
         ]
 
     def mark(self) -> None:
-        self.marks.append(measuring.timing_event(self.device))
-        self.marks[-1].record()
+        event = measuring.timing_event(self.device)
+        event.record()
+        self.marks.append(event)
 
     def close(self) -> tuple[float, float]:
+        """The medians over all steps."""
         for hook in self.hooks:
             hook.remove()
         measuring.synchronize(self.device)
-        phases = []
-        for first in (0, 1):
-            pairs = zip(self.marks[first::3], self.marks[first + 1 :: 3], strict=True)
-            phases.append(statistics.median([a.elapsed_time(b) / 1e3 for a, b in pairs]))
-        return phases[0], phases[1]
+        forward = []
+        backward = []
+        begins = self.marks[0::3]
+        turns = self.marks[1::3]
+        ends = self.marks[2::3]
+        for begin, turn, end in zip(begins, turns, ends, strict=True):
+            forward.append(begin.elapsed_time(turn) / 1e3)
+            backward.append(turn.elapsed_time(end) / 1e3)
+        return statistics.median(forward), statistics.median(backward)
 
 
 class Ours:
@@ -145,15 +155,21 @@ class Ours:
     def __init__(
         self, size: Size, device: torch.device, layers: int, budget: float, host: Host | None = None
     ) -> None:
-        self.size, self.device, self.memory = size, device, HostMemory()
+        self.size = size
+        self.device = device
+        self.memory = HostMemory()
         self.model = llama(size.name, device, layers=layers).bfloat16()
-        stack = partial(SharedModel, host=host) if host else StreamedModel
+        stack = StreamedModel
+        if host is not None:
+            stack = partial(SharedModel, host=host)
         self.streamed = stack(self.model, self.model.model.layers, device, budget=budget)
         if device.type == "cuda":
             torch.cuda.empty_cache()
-        groups, adamw = by_decay(self.model), HostAdamW
-        self.optimizer = adamw(groups, self.streamed, lr=1e-4, max_norm=LARGEST_NORM)
-        on_host, on_device = self.host_parameters / 1e9, self.device_state_bytes / 1e9
+        self.optimizer = HostAdamW(
+            by_decay(self.model), self.streamed, lr=1e-4, max_norm=LARGEST_NORM
+        )
+        on_host = self.host_parameters / 1e9
+        on_device = self.device_state_bytes / 1e9
         tell(f"{on_host:.2f} G parameters on the host, {on_device:.1f} GB of state on the device")
 
     def loop(self, tokens: int, clip: bool = True) -> StockLoop:
@@ -172,15 +188,20 @@ class Ours:
 
     @property
     def host_parameters(self) -> int:
-        layers = self.streamed.layers
-        return sum(p.numel() for layer in layers for p in layer.trained.values())
+        count = 0
+        for layer in self.streamed.layers:
+            count += sum(parameter.numel() for parameter in layer.trained.values())
+        return count
 
     @property
     def device_state_bytes(self) -> int:
-        flats = [*self.streamed.flats, *self.streamed.gradient_flats]
-        slots = {flat.untyped_storage().data_ptr(): flat for each in flats for flat in each}
+        slots = {}  # bytes by address: layers share them
+        for flats in self.streamed.flats + self.streamed.gradient_flats:  # of one layer
+            for flat in flats:
+                storage = flat.untyped_storage()
+                slots[storage.data_ptr()] = storage.nbytes()
         resident = sum(STATE_BYTES * p.numel() for p in self.optimizer.residents)
-        return resident + sum(flat.untyped_storage().nbytes() for flat in slots.values())
+        return resident + sum(slots.values())
 
     def close(self) -> None:
         self.streamed.wait()
@@ -193,13 +214,16 @@ class Ours:
 
 def processor() -> str:
     """The model of the host's processor."""
-    lines = Path("/proc/cpuinfo").read_text().splitlines()
-    return next((x.split(": ")[1] for x in lines if x.startswith("model name")), "unknown")
+    for line in Path("/proc/cpuinfo").read_text().splitlines():
+        if line.startswith("model name"):
+            return line.split(": ")[1]
+    return "unknown"
 
 
 def memory_of_process(name: str) -> int:
     """Bytes, by the system's account of all mappings."""
-    kib = dict(re.findall(r"^(\w+): +(\d+) kB", Path("/proc/self/smaps_rollup").read_text(), re.M))
+    account = Path("/proc/self/smaps_rollup").read_text()
+    kib = dict(re.findall(r"^(\w+): +(\d+) kB", account, re.MULTILINE))
     return 1024 * int(kib[name])
 
 
@@ -214,12 +238,17 @@ class UpdateClock:
     """Seconds from the first block of each clipped step's update to the last."""
 
     def __init__(self, host: host_adam.HostUpdates) -> None:
-        self.seconds, self.left, self.begun = [], 0, 0.0
-        self.start, self.end = host.start, host.end
-        host.start, host.end = self.started, self.ended
+        self.seconds = []
+        self.left = 0  # layers of this step's update that have not ended
+        self.begun = 0.0
+        self.start = host.start
+        self.end = host.end
+        host.start = self.started
+        host.end = self.ended
 
     def started(self, announced: dict, scale: float = 1.0) -> None:
-        self.left, self.begun = len(announced), time.perf_counter()
+        self.left = len(announced)
+        self.begun = time.perf_counter()
         self.start(announced, scale)
 
     def ended(self, *args) -> None:
@@ -231,14 +260,17 @@ class UpdateClock:
 
 class Benchmark:
     def __init__(self, options: argparse.Namespace, device: torch.device) -> None:
-        self.size, self.device = SMALL if options.small else FULL, device
-        self.host_state, self.until = options.host_state, options.until
+        self.size = SMALL if options.small else FULL
+        self.device = device
+        self.host_state = options.host_state
+        self.until = options.until
         self.depths = options.depths
-        shape, one = LLAMAS[self.size.name], llama(self.size.name, "meta", layers=1)
+        shape = LLAMAS[self.size.name]
+        one = llama(self.size.name, "meta", layers=1)
         self.layer_parameters = sum(p.numel() for p in one.model.layers.parameters())
         self.other_parameters = sum(p.numel() for p in one.parameters()) - self.layer_parameters
         # state on the device that is no layer's: of embedding and head, and slots
-        slots = 8 * self.layer_parameters
+        slots = 8 * self.layer_parameters  # two of weights and two of gradients, in bf16
         self.around_layers = STATE_BYTES * self.other_parameters + slots
         workload = {
             "model": f"{self.size.name}, vocabulary {shape.vocabulary:,}",
@@ -249,16 +281,24 @@ class Benchmark:
         }
         link = measuring.link_rates(device, 1 << (20 if options.small else 30))
         head = measuring.header("offload_step", device, workload, link)
-        ours = "host", "streamed_adam", "streamed_adam_in_backward", "larger_than_device"
-        recipes = dict.fromkeys((*ours, "own_copy"), RECIPES)
-        recipes["one_copy"] = ONE_COPY
+        recipes = {
+            "host": RECIPES,
+            "streamed_adam": RECIPES,
+            "streamed_adam_in_backward": RECIPES,
+            "larger_than_device": RECIPES,
+            "own_copy": RECIPES,
+            "one_copy": ONE_COPY,
+        }
         self.results = measuring.Results(options.out, head, recipes, ("model", "tokens"))
         self.ours: Ours | None = None
 
     def row(self, name: str, tokens: int | None, memory: HostMemory | None, **fields) -> None:
         row = {"name": name, "model": self.size.name, "loop": "reads", "compiled": False}
-        row |= {"tokens": tokens} if tokens else {}
-        row |= device_peaks(self.device) | (memory.peaks() if memory else {})
+        if tokens:
+            row["tokens"] = tokens
+        row |= device_peaks(self.device)
+        if memory is not None:
+            row |= memory.peaks()
         self.results.add(row | fields)
 
     def found(self, name: str, tokens: int | None = None) -> dict:
@@ -277,13 +317,16 @@ class Benchmark:
 
     def row_of_depths(self, name: str, tokens: int, by_depth: dict[int, dict], **more) -> None:
         """A row of straight lines through what was measured at two depths."""
-        fields, samples = {}, {}
+        fields = {}
+        samples = {}
         for field in ("step_s", "forward_s", "backward_s"):
             values = {depth: found[field] for depth, found in by_depth.items() if field in found}
             if values:
                 fields[field] = self.extrapolated(values)
-                samples |= {f"{field} of {depth} layers": [v] for depth, v in values.items()}
-        fields |= {"extrapolated": self.size.layers not in by_depth, "optimizer_in_step": True}
+            for depth, value in values.items():
+                samples[f"{field} of {depth} layers"] = [value]
+        fields["extrapolated"] = self.size.layers not in by_depth
+        fields["optimizer_in_step"] = True
         fields |= more
         self.row(name, tokens, None, **fields, samples=samples)
 
@@ -302,31 +345,43 @@ class Benchmark:
     def multiply(optimizer: HostAdamW, layers: range) -> None:
         """A plain pass over masters and moments; threads take the next block when they are free."""
         host = optimizer.host
-        blocks = iter([x for layer in layers for block in host.blocks[layer] for x in block[3:]])
+        tensors = []
+        for layer in layers:
+            for block in host.blocks[layer]:
+                tensors += block[3:]
+        left = iter(tensors)  # one for all threads
 
         def work() -> None:
-            for x in blocks:
-                x.mul_(1.0)
+            for tensor in left:
+                tensor.mul_(1.0)
 
         wait([host.workers.submit(work) for _ in range(host.threads)])
 
     def host(self) -> None:
         """The update of every third layer alone, and a plain pass over masters and moments."""
         optimizer = self.build().optimizer
-        every, layers = range(len(optimizer.host.blocks)), range(0, len(optimizer.host.blocks), 3)
-        numel = sum(block[3].numel() for layer in layers for block in optimizer.host.blocks[layer])
-        update, multiply = partial(self.update, optimizer), partial(self.multiply, optimizer)
+        blocks = optimizer.host.blocks
+        layers = range(0, len(blocks), 3)
+        numel = 0
+        for layer in layers:
+            numel += sum(block[3].numel() for block in blocks[layer])
+        update = partial(self.update, optimizer)
+        multiply = partial(self.multiply, optimizer)
         samples = {
             "update_s": measuring.seconds_of(partial(update, layers), CPU, 3),
             "clipped_s": measuring.seconds_of(partial(update, layers, FACTOR), CPU, 3),
             "multiply_s": measuring.seconds_of(partial(multiply, layers), CPU, 3),
         }
-        update_s, clipped_s, plain_s = map(statistics.median, samples.values())
-        for layer in every:
-            each = range(layer, layer + 1)
-            times = measuring.seconds_of(partial(multiply, each), CPU, 1)
-            samples.setdefault("multiply_s, layer by layer", []).extend(times)
-        rate, yardstick = UPDATE_BYTES * numel / update_s, 24 * numel / plain_s
+        update_s = statistics.median(samples["update_s"])
+        clipped_s = statistics.median(samples["clipped_s"])
+        plain_s = statistics.median(samples["multiply_s"])
+        by_layer = []
+        for layer in range(len(blocks)):
+            one = range(layer, layer + 1)
+            by_layer += measuring.seconds_of(partial(multiply, one), CPU, 1)
+        samples["multiply_s, layer by layer"] = by_layer
+        rate = UPDATE_BYTES * numel / update_s
+        yardstick = 24 * numel / plain_s
         fields = {
             "update_bytes_per_s": rate,
             "clipped_bytes_per_s": UPDATE_BYTES * numel / clipped_s,
@@ -358,8 +413,11 @@ class Benchmark:
                 clock = PhaseClock(loop, self.device)
                 steps = train(loop, self.size.steps, warm=1)
                 forward, backward = clock.close()
-                phases = {"forward_s": forward, "backward_s": backward}
-                seconds[tokens][depth] = {"step_s": min(steps)} | phases
+                seconds[tokens][depth] = {
+                    "step_s": min(steps),
+                    "forward_s": forward,
+                    "backward_s": backward,
+                }
             ours.close()
             del ours, loop
             self.clear()
@@ -370,37 +428,58 @@ class Benchmark:
     def build(self) -> Ours:
         if self.ours is None:
             self.clear()
-            budget = DEVICE_STATE - self.around_layers if self.size is FULL else 0
-            self.ours = Ours(self.size, self.device, self.size.layers, max(0, budget))
+            budget = 0
+            if self.size is FULL:
+                budget = max(0, DEVICE_STATE - self.around_layers)
+            self.ours = Ours(self.size, self.device, self.size.layers, budget)
         return self.ours
 
     def streamed(self, tokens: int, clip: bool) -> None:
         ours = self.build()
         self.clear()
-        loop, host = ours.loop(tokens, clip), ours.optimizer.host
+        loop = ours.loop(tokens, clip)
+        host = ours.optimizer.host
         clock = UpdateClock(host)
         steps = train(loop, self.size.steps)
         ours.streamed.wait()
-        del host.start, host.end
+        del host.start, host.end  # the clock's: the class's own are seen again
         step = statistics.median(steps)
-        resident, alone = self.found("resident", tokens), self.found("host")
         fields = {"step_s": step, "optimizer_in_step": True, "skipped": ours.optimizer.skipped}
-        in_step = {"in_step_s": clock.seconds[-len(steps) :]} if clip else {}
-        fields |= {name: statistics.median(seconds) for name, seconds in in_step.items()}
-        if alone and resident:
-            rate = max(alone["update_bytes_per_s"], alone["clipped_bytes_per_s"])
-            update_s = UPDATE_BYTES * ours.host_parameters / rate
-            forward, backward = resident["forward_s"], resident["backward_s"]
-            in_backward = max(forward + backward, update_s)
-            bound = backward + max(forward, update_s) if clip else in_backward
-            fields |= {"bound_s": bound, "of_bound": bound / step, "eta": bound / step}
-            fields |= {"bound_from": BOUND if clip else BOUND_IN_BACKWARD}
-            fields |= {"kept": resident["step_s"] / step, "update_s": update_s}
-        fields |= {"host_parameters": ours.host_parameters}
-        fields |= {"device_state_bytes": ours.device_state_bytes}
-        fields |= {"layers_on_device": len(ours.streamed.resident)}
+        samples = {"step_s": steps}
+        if clip:
+            samples["in_step_s"] = clock.seconds[-len(steps) :]
+            fields["in_step_s"] = statistics.median(samples["in_step_s"])
+        fields |= self.against_bound(ours, tokens, clip, step)
+        fields["host_parameters"] = ours.host_parameters
+        fields["device_state_bytes"] = ours.device_state_bytes
+        fields["layers_on_device"] = len(ours.streamed.resident)
         name = "streamed_adam" if clip else "streamed_adam_in_backward"
-        self.row(name, tokens, ours.memory, **fields, samples={"step_s": steps} | in_step)
+        self.row(name, tokens, ours.memory, **fields, samples=samples)
+
+    def against_bound(self, ours: Ours, tokens: int, clip: bool, step: float) -> dict:
+        """What a step could take at best, by this file's rows; empty where they are not there."""
+        resident = self.found("resident", tokens)
+        alone = self.found("host")
+        if not alone or not resident:
+            return {}
+        rate = max(alone["update_bytes_per_s"], alone["clipped_bytes_per_s"])
+        update = UPDATE_BYTES * ours.host_parameters / rate
+        forward = resident["forward_s"]
+        backward = resident["backward_s"]
+        if clip:
+            bound = backward + max(forward, update)
+            bound_from = BOUND
+        else:
+            bound = max(forward + backward, update)
+            bound_from = BOUND_IN_BACKWARD
+        return {
+            "bound_s": bound,
+            "of_bound": bound / step,
+            "eta": bound / step,
+            "bound_from": bound_from,
+            "kept": resident["step_s"] / step,
+            "update_s": update,
+        }
 
     # Larger than the device
 
@@ -422,29 +501,36 @@ class Benchmark:
 
     def larger(self) -> None:
         """Many steps: the loss, and whether memory grows."""
-        full, tokens = self.size is FULL, min(self.size.tokens)
-        on_device, layers, fields = 0, self.size.layers, {}
+        full = self.size is FULL  # on an accelerator alone
+        tokens = min(self.size.tokens)
+        on_device = 0
+        layers = self.size.layers
+        fields = {}
         if self.device.type == "cuda":
             total = torch.cuda.get_device_properties(0).total_memory
             fields["fits_resident"] = self.fits_resident(tokens)
         if full:
             state = STATE_BYTES * self.layer_parameters
-            budget = LARGER_SHARE * total - self.around_layers
-            layers = int(self.host_state // state) + int(budget // state)
-            on_device = budget
+            on_device = LARGER_SHARE * total - self.around_layers
+            layers = int(self.host_state // state) + int(on_device // state)
         self.clear()
         ours = Ours(self.size, self.device, layers, budget=on_device)
         self.clear()
         parameters = sum(p.numel() for p in ours.model.parameters())
-        fields |= {"parameters": parameters, "state_bytes": STATE_BYTES * parameters}
-        fields |= {"layers": layers, "layers_on_device": len(ours.streamed.resident)}
-        fields |= {"host_parameters": ours.host_parameters, "optimizer_in_step": True}
+        fields["parameters"] = parameters
+        fields["state_bytes"] = STATE_BYTES * parameters
+        fields["layers"] = layers
+        fields["layers_on_device"] = len(ours.streamed.resident)
+        fields["host_parameters"] = ours.host_parameters
+        fields["optimizer_in_step"] = True
         if self.device.type == "cuda":
-            fields |= {"state_over_device": STATE_BYTES * parameters / total}
-            fields |= {"over_resident": parameters / fields["fits_resident"]}
-        loop, begun = ours.loop(tokens), time.perf_counter()
+            fields["state_over_device"] = STATE_BYTES * parameters / total
+            fields["over_resident"] = parameters / fields["fits_resident"]
+        loop = ours.loop(tokens)
+        begun = time.perf_counter()
         samples: dict[str, list] = {"loss": [], "reserved_bytes": [], "process_bytes": []}
-        for step in range(1, 1 + (FIFTY if full else 10)):
+        count = FIFTY if full else 10
+        for step in range(1, count + 1):
             loop.step()
             samples["loss"].append(loop.loss)
             samples["process_bytes"].append(HostMemory.status("VmRSS"))
@@ -452,8 +538,10 @@ class Benchmark:
                 samples["reserved_bytes"].append(torch.cuda.memory_reserved())
             late = time.time() > self.until - 10
             if step % 10 == 0 or late:
-                fields |= {"step_s": (time.perf_counter() - begun) / step, "steps": step}
-                fields |= {"first_loss": samples["loss"][0], "last_loss": loop.loss}
+                fields["step_s"] = (time.perf_counter() - begun) / step
+                fields["steps"] = step
+                fields["first_loss"] = samples["loss"][0]
+                fields["last_loss"] = loop.loss
                 self.row("larger_than_device", tokens, ours.memory, **fields, samples=samples)
             if late:
                 break
@@ -463,7 +551,8 @@ class Benchmark:
 
     def copies(self, name: str) -> None:
         """Steps of some layers on all ranks of a host, and what the host holds for them."""
-        host, tokens = Host() if name == "one_copy" else None, min(self.size.tokens)
+        host = Host() if name == "one_copy" else None
+        tokens = min(self.size.tokens)
         held = held_by_ranks(self.device)
         ours = Ours(self.size, self.device, ONE_COPY_LAYERS, 0, host)
         loop = ours.loop(tokens)
@@ -488,8 +577,9 @@ class Benchmark:
 
     def peer(self, name: str) -> None:
         """Whole steps at two depths or one; one that does not clip by itself has rows with ours."""
-        seconds: dict[tuple, dict] = {}
-        state, depths = {}, self.depths or DEPTHS.get(name, self.size.depths)
+        seconds: dict[tuple, dict] = {}  # by row and tokens, and in it by depth
+        state = {}
+        depths = self.depths or DEPTHS.get(name, self.size.depths)
         for depth in depths:
             model = llama(self.size.name, self.device, layers=depth).bfloat16()
             model.gradient_checkpointing_enable({"use_reentrant": False})
@@ -497,8 +587,11 @@ class Benchmark:
             del model
             PEERS[name](loop)
             self.clear()  # the weights in fp32, from which it was built
-            for limited in (False, True) if loop.limit else (False,):
-                loop.limited, row = limited, f"{name}_clipped" if limited else name
+            rows = {name: False}  # and whether our clipping is added
+            if loop.limit is not None:
+                rows[f"{name}_clipped"] = True
+            for row, limited in rows.items():
+                loop.limited = limited
                 for tokens in self.size.tokens:
                     count = max(1, tokens // self.size.length) * self.size.length
                     loop.set_batch(count, self.size.length)
@@ -515,8 +608,10 @@ class Benchmark:
             self.clear()
 
     def row_of_peer(self, name: str, row: str, tokens: int, by_depth: dict, state: dict) -> None:
-        fields = {"device_state_bytes": round(self.extrapolated(state))} | note_of(name)
-        if resident := self.found("resident", tokens):
+        fields = {"device_state_bytes": round(self.extrapolated(state))}
+        fields |= note_of(name)
+        resident = self.found("resident", tokens)
+        if resident:
             step = self.extrapolated({depth: of["step_s"] for depth, of in by_depth.items()})
             fields["kept"] = resident["step_s"] / step
         self.row_of_depths(row, tokens, by_depth, **fields)
@@ -524,18 +619,25 @@ class Benchmark:
     def task(self, name: str, seconds: float, work: Callable[[], None], *tokens: int) -> Task:
         """``tokens``: of the rows that ``work`` adds; none for a row without."""
         title = f"{name} {tokens[0]}" if len(tokens) == 1 else name
+        if self.size is not FULL:
+            seconds = 15
 
         def done() -> bool:
-            return all(self.found(name, count) for count in tokens or (None,))
+            if not tokens:
+                return bool(self.found(name))
+            return all(self.found(name, count) for count in tokens)
 
-        return Task(title, seconds if self.size is FULL else 15, work, done)
+        return Task(title, seconds, work, done)
 
     def tasks(self, what: str, peers: list[str]) -> list[Task]:
-        every, least, found = self.size.tokens, min(self.size.tokens), []
+        every = self.size.tokens
+        least = min(every)
+        found = []
         if what in ("ours", "all"):
             found.append(self.task("resident", 35, self.resident, *every))
             found.append(self.task("host", 40, self.host))
-            for clip, name in ((False, "streamed_adam_in_backward"), (True, "streamed_adam")):
+            clips = {"streamed_adam_in_backward": False, "streamed_adam": True}
+            for name, clip in clips.items():
                 for tokens in every:
                     work = partial(self.streamed, tokens, clip)
                     found.append(self.task(name, 35, work, tokens))
@@ -546,7 +648,11 @@ class Benchmark:
                 found.append(self.task(name, 30, partial(self.copies, name), least))
         if what in ("peers", "all"):
             for name in peers:
-                seconds = 130 if name == "deepspeed_offload" else 100 if self.depths else 70
+                seconds = 70
+                if name == "deepspeed_offload":
+                    seconds = 130
+                elif self.depths:
+                    seconds = 100
                 found.append(self.task(name, seconds, partial(self.peer, name), *every))
         return found
 

@@ -32,7 +32,8 @@ from pathlib import Path
 import torch
 
 ROOT = Path(__file__).resolve().parents[1]
-sys.path[:0] = [str(ROOT), str(ROOT / "recipes_source" / "offload")]
+sys.path.insert(0, str(ROOT / "recipes_source" / "offload"))
+sys.path.insert(0, str(ROOT))
 
 from three_streams import CHUNKS, Pipeline, one_stream  # noqa: E402
 
@@ -40,8 +41,10 @@ from benchmarks import measuring  # noqa: E402
 from benchmarks.measuring import Drawn, Task, blocks, synchronize  # noqa: E402
 from overlap_recipes.profiled_copies import judge  # noqa: E402
 
-SIDE, SIDE_SMALL = 11584, 64  # rows and columns of a chunk of bfloat16: just below 2**28 bytes
-LINK_BYTES, LINK_BYTES_SMALL = 2**30, 2**20
+SIDE = 11584  # rows and columns of a chunk of bfloat16: just below 2**28 bytes
+SIDE_SMALL = 64
+LINK_BYTES = 2**30
+LINK_BYTES_SMALL = 2**20
 BOUND_FROM = "first load, slowest lane for each chunk, last store; rates of this run"
 RECIPE = ("three_streams",)
 REPEATS = 10
@@ -64,7 +67,8 @@ def host_memory(weight: torch.Tensor, pin: bool) -> tuple[list, list]:
     sources = [torch.zeros(weight.shape, **like) for _ in range(CHUNKS)]
     for source in sources:
         source.copy_(torch.randn_like(weight))
-    return sources, [torch.zeros(weight.shape, **like) for _ in range(CHUNKS)]
+    results = [torch.zeros(weight.shape, **like) for _ in range(CHUNKS)]
+    return sources, results
 
 
 def way(name: str, sources: list, results: list, weight: torch.Tensor) -> Callable[[], object]:
@@ -74,7 +78,9 @@ def way(name: str, sources: list, results: list, weight: torch.Tensor) -> Callab
         return partial(pipeline.run, sources, results)
     if name == "record_stream":
         streams = torch.get_device_module(weight.device)
-        return partial(recorded, sources, results, weight, streams.Stream(), streams.Stream())
+        load = streams.Stream()
+        store = streams.Stream()
+        return partial(recorded, sources, results, weight, load, store)
     non_blocking = name in ("pageable_non_blocking", "one_stream")
     return partial(one_stream, sources, results, weight, non_blocking)
 
@@ -102,36 +108,50 @@ def one_call(run: Callable[[], object], device: torch.device) -> dict[str, float
     run()
     returned = time.perf_counter()
     synchronize(device)
-    return {"step_s": time.perf_counter() - begin, "call_s": returned - begin}
+    ended = time.perf_counter()
+    return {"step_s": ended - begin, "call_s": returned - begin}
 
 
 def lanes_of(events: list[dict], begin: float, returned: float) -> list[Drawn]:
     """Kernels, copies, and what held the host, as a page draws them."""
 
-    def held(event: dict) -> bool:
-        called = event.get("cat") in ("cuda_runtime", "cuda_driver")
-        waits = "Memcpy" in event["name"] or "Synchronize" in event["name"]
-        return called and waits and event["dur"] >= MARKED_US and begin <= event["ts"] <= returned
-
     kernels = [event for event in events if event.get("cat") == "kernel"]
     drawn = blocks(kernels, "compute", 0.0, lambda event: "kernel")
-    for lane, direction in (("H2D", "HtoD"), ("D2H", "DtoH")):
-        copies = [e for e in events if e.get("cat") == "gpu_memcpy" and direction in e["name"]]
-        drawn += blocks(copies, lane, 0.0, lambda event: event["name"])
-    return drawn + blocks(filter(held, events), "host", GAP_US, lambda event: event["name"])
+    copies = [event for event in events if event.get("cat") == "gpu_memcpy"]
+    loads = [event for event in copies if "HtoD" in event["name"]]
+    stores = [event for event in copies if "DtoH" in event["name"]]
+    drawn += blocks(loads, "H2D", 0.0, lambda event: event["name"])
+    drawn += blocks(stores, "D2H", 0.0, lambda event: event["name"])
+    waits = []
+    for event in events:
+        if holds_the_host(event) and begin <= event["ts"] <= returned:
+            waits.append(event)
+    return drawn + blocks(waits, "host", GAP_US, lambda event: event["name"])
+
+
+def holds_the_host(event: dict) -> bool:
+    """Whether it is a call of the host that may wait, and long enough to be drawn."""
+    if event.get("cat") not in ("cuda_runtime", "cuda_driver"):
+        return False
+    waits = "Memcpy" in event["name"] or "Synchronize" in event["name"]
+    return waits and event["dur"] >= MARKED_US
 
 
 def kernel_seconds(weight: torch.Tensor) -> float:
-    chunk, product = torch.randn_like(weight), torch.empty_like(weight)
+    chunk = torch.randn_like(weight)
+    product = torch.empty_like(weight)
     multiply = partial(torch.mm, chunk, weight, out=product)
     return statistics.median(measuring.seconds_of(multiply, weight.device, 20))
 
 
 def bound_seconds(nbytes: int, kernel_s: float, link: dict[str, float]) -> float:
     """See ``bound_s`` above."""
-    load, store = (nbytes / link[f"pinned_{way}_bytes_per_s"] for way in ("h2d", "d2h"))
-    slowest = max(kernel_s, *(nbytes / link[f"duplex_{way}_bytes_per_s"] for way in ("h2d", "d2h")))
-    return load + (CHUNKS - 1) * slowest + kernel_s + store
+    first_load = nbytes / link["pinned_h2d_bytes_per_s"]
+    last_store = nbytes / link["pinned_d2h_bytes_per_s"]
+    load_beside_store = nbytes / link["duplex_h2d_bytes_per_s"]
+    store_beside_load = nbytes / link["duplex_d2h_bytes_per_s"]
+    slowest = max(kernel_s, load_beside_store, store_beside_load)
+    return first_load + (CHUNKS - 1) * slowest + kernel_s + last_store
 
 
 def hidden_share(run: Callable[[], object], name: str, folder: Path, head: dict) -> float:
@@ -142,9 +162,11 @@ def hidden_share(run: Callable[[], object], name: str, folder: Path, head: dict)
             run()
         torch.cuda.synchronize()
     events = measuring.profiled_events(profile)
-    (call,) = (e for e in events if e["name"] == "judged call" and e["cat"] == "user_annotation")
-    begin, returned = call["ts"], call["ts"] + call["dur"]
-    drawn, marks = lanes_of(events, begin, returned), [("call returns", returned)]
+    (call,) = [e for e in events if e["name"] == "judged call" and e["cat"] == "user_annotation"]
+    begin = call["ts"]
+    returned = begin + call["dur"]
+    drawn = lanes_of(events, begin, returned)
+    marks = [("call returns", returned)]
     measuring.write_trace(folder, head, name, RECIPE, drawn, begin, marks)
     found = judge(events).copies.values()
     total = sum(copies.device_s for copies in found)
@@ -154,7 +176,9 @@ def hidden_share(run: Callable[[], object], name: str, folder: Path, head: dict)
 def measure(results: measuring.Results, name: str, weight: torch.Tensor, out: Path) -> None:
     """The row of ``name``, and its trace."""
     pin, note = WAYS[name]
-    device, workload, link = weight.device, results.head["workload"], results.head["link"]
+    device = weight.device
+    workload = results.head["workload"]
+    link = results.head["link"]
     sources, targets = host_memory(weight, pin)
     measuring.forget_memory(device)
     before = torch.cuda.memory_reserved()
@@ -163,7 +187,9 @@ def measure(results: measuring.Results, name: str, weight: torch.Tensor, out: Pa
     row = {"name": name, "note": note} | measuring.medians(calls[2:])
     if link:
         bound = bound_seconds(weight.nbytes, workload["kernel_s"], link)
-        row |= {"bound_s": bound, "bound_from": BOUND_FROM, "eta": bound / row["step_s"]}
+        row["bound_s"] = bound
+        row["bound_from"] = BOUND_FROM
+        row["eta"] = bound / row["step_s"]
         row["peak_reserved_bytes"] = torch.cuda.max_memory_reserved() - before
         row["pinned_bytes"] = 2 * CHUNKS * weight.nbytes if pin else 0
         row["hidden_share"] = hidden_share(run, name, out, results.head)
@@ -187,9 +213,10 @@ def main() -> None:
         head = measuring.header("three_streams", device, workload, link)
         # Every way runs code of the recipe but record_stream, which is measured against it.
         results = measuring.Results(arguments.out, head, dict.fromkeys(WAYS, RECIPE), ())
-        tasks = [
-            Task(name, 15, partial(measure, results, name, weight, arguments.out)) for name in WAYS
-        ]
+        tasks = []
+        for name in WAYS:
+            work = partial(measure, results, name, weight, arguments.out)
+            tasks.append(Task(name, 15, work))
         tasks = measuring.chosen(tasks, arguments.only)
         measuring.run_tasks(tasks, results, arguments.until, measuring.Agreement())
 

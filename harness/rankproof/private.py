@@ -12,21 +12,31 @@ import os
 import stat
 from pathlib import Path
 
-CLONE_NEWNS, CLONE_NEWUSER = 0x20000, 0x10000000
-MS_BIND, MS_REC, MS_PRIVATE = 0x1000, 0x4000, 0x40000
+CLONE_NEWNS = 0x20000
+CLONE_NEWUSER = 0x10000000
+MS_BIND = 0x1000
+MS_REC = 0x4000
+MS_PRIVATE = 0x40000
 PLACES = ("/tmp", "/var/tmp", "/dev/shm")
 
 
 def _mount(source: str, target: str, kind: str, flags: int = 0, options: str = "") -> None:
     libc = ctypes.CDLL(None, use_errno=True)
-    texts = [text.encode() for text in (source, target, kind)]
-    if libc.mount(*texts, ctypes.c_ulong(flags), options.encode() or None) != 0:
+    failed = libc.mount(
+        source.encode(),
+        target.encode(),
+        kind.encode(),
+        ctypes.c_ulong(flags),
+        options.encode() or None,
+    )
+    if failed:
         raise OSError(ctypes.get_errno(), f"mount of {target}")
 
 
 def _enter_namespace() -> bool:
     libc = ctypes.CDLL(None, use_errno=True)
-    user, group = os.geteuid(), os.getegid()
+    user = os.geteuid()
+    group = os.getegid()
     if libc.unshare(CLONE_NEWNS) == 0:
         return True
     if libc.unshare(CLONE_NEWNS | CLONE_NEWUSER) != 0:
@@ -38,9 +48,17 @@ def _enter_namespace() -> bool:
 
 
 def _places() -> list[str]:
-    wanted = {os.path.realpath(p) for p in (*PLACES, os.path.expanduser("~")) if os.path.isdir(p)}
-    inside = {p for p in wanted for other in wanted if p.startswith(f"{other}/")}
-    return sorted(wanted - inside - {"/"})
+    """``PLACES`` and the home directory, as far as they are there; none that is in another."""
+    wanted = set()
+    for place in PLACES + (os.path.expanduser("~"),):
+        if os.path.isdir(place):
+            wanted.add(os.path.realpath(place))
+    wanted.discard("/")
+    inside = set()
+    for place in wanted:
+        if any(place.startswith(f"{other}/") for other in wanted):
+            inside.add(place)
+    return sorted(wanted - inside)
 
 
 def enter(run_dir: str, through: list[str]) -> dict[str, str]:
@@ -52,20 +70,25 @@ def enter(run_dir: str, through: list[str]) -> dict[str, str]:
     layers: dict[str, str] = {}
     if not _enter_namespace():
         return layers
-    kept = {path: os.open(path, os.O_PATH) for path in (*through, run_dir) if os.path.isdir(path)}
+    kept = {}  # opened before overlays hide them
+    for path in through + [run_dir]:
+        if os.path.isdir(path):
+            kept[path] = os.open(path, os.O_PATH)
     _mount("none", "/", "none", MS_REC | MS_PRIVATE)
     root = Path(run_dir, "layers")
     root.mkdir()
     _mount("tmpfs", str(root), "tmpfs")
     for number, place in enumerate(_places()):
-        upper, work = root / f"{number}", root / f"{number}.work"
+        upper = root / f"{number}"
+        work = root / f"{number}.work"
         upper.mkdir()
         work.mkdir()
         options = f"lowerdir={place},upperdir={upper},workdir={work}"
         with contextlib.suppress(OSError):  # a file system that cannot be a layer
             _mount("overlay", place, "overlay", 0, options)
             layers[place] = os.path.join(run_dir, "layers", str(number))
-        root = Path(f"/proc/self/fd/{kept[run_dir]}", "layers")  # /tmp may be another one by now
+        # From the second place on: /tmp, and ``run_dir`` in it, may be under an overlay by now.
+        root = Path(f"/proc/self/fd/{kept[run_dir]}", "layers")
     for path, descriptor in kept.items():
         _mount(f"/proc/self/fd/{descriptor}", path, "none", MS_BIND | MS_REC)
         os.close(descriptor)
@@ -82,5 +105,7 @@ def left_in(layers: dict[str, str]) -> list[str]:
                 own = place + path.removeprefix(upper)
                 status = os.lstat(path)
                 gone = stat.S_ISCHR(status.st_mode) and status.st_rdev == 0  # an overlay's mark
-                found.append(f"-{own}" if gone else own)
+                if gone:
+                    own = f"-{own}"
+                found.append(own)
     return sorted(found)
