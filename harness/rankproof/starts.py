@@ -10,6 +10,7 @@ MULTIPROCESSING = ("multiprocessing", "torch.multiprocessing")
 STARTS_RANKS = ("spawn", "start_processes")
 JOINS_A_GROUP = "init_process_group"
 RENDEZVOUS = ("MASTER_PORT", "MASTER_ADDR", "RANK", "WORLD_SIZE")
+NAMES_A_RENDEZVOUS = ("init_method", "default")  # init_process_group's; that of an option for it
 OF_A_RANK = ("RANK", "LOCAL_RANK", "WORLD_SIZE", "LOCAL_WORLD_SIZE")
 OPTION_MAKERS = ("add_argument", "option")  # argparse's; click's and typer's
 NEEDS_NO_VALUE = ("store_true", "store_false", "count")
@@ -117,15 +118,22 @@ def _sets_rendezvous(tree: ast.Module) -> str:
             only_if_missing |= set(ast.walk(node))
     for node in ast.walk(tree):
         for keyword in getattr(node, "keywords", []):
-            method = getattr(keyword.value, "value", "")
-            if keyword.arg == "init_method" and str(method).startswith("tcp:"):
-                return f"init_method, line {node.lineno}"
+            if keyword.arg in NAMES_A_RENDEZVOUS and _names_a_port(keyword.value):
+                return f"{keyword.arg}, line {node.lineno}"
         if not isinstance(node, ast.Subscript) or not isinstance(node.ctx, ast.Store):
             continue
         key = getattr(node.slice, "value", "")
         if key in RENDEZVOUS and node not in only_if_missing:
             return f"{key}, line {node.lineno}"
     return ""
+
+
+def _names_a_port(value: ast.expr) -> bool:
+    """Whether a text, or the parts that it is put together from, begins as ``tcp://...`` does."""
+    for node in ast.walk(value):
+        if isinstance(node, ast.Constant) and str(node.value).startswith("tcp:"):
+            return True
+    return False
 
 
 def _asks_the_environment(test: ast.expr) -> bool:

@@ -190,6 +190,10 @@ def test_code_and_prose_are_counted(tmp_path) -> None:
         ),
         ("import os\nif 'RANK' not in os.environ:\n    os.environ['RANK'] = '0'\n", "", ""),
         ("import os\nos.environ.setdefault('MASTER_PORT', '29500')\n", "", ""),
+        ("join('gloo', init_method='tcp://' + host + ':6585')\n", "", "init_method, line 1"),
+        ("join('gloo', init_method=f'tcp://{host}')\n", "", "init_method, line 1"),
+        ("option('--url', default='tcp://localhost:29500')\n", "", "default, line 1"),
+        ("join('gloo', init_method='env://')\n", "", ""),
     ],
 )
 def test_who_starts_the_ranks_is_read_from_what_a_script_imports(
