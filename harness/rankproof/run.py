@@ -32,6 +32,7 @@ from rankproof.recipe import (
 from rankproof.starts import own_ranks, takes_dir
 
 HOME = str(Path(__file__).resolve().parent.parent)  # what to put on a path to import rankproof
+MAY_WRITE_HINT = "if that is where it is to write: --allow DIR"
 INSTALLED = HOME in map(os.path.realpath, site.getsitepackages())  # it is on every path already
 COMMAND = os.environ.get("RANKPROOF_COMMAND", "rankproof")  # how a person calls this
 TAIL_LINES = 25
@@ -493,7 +494,7 @@ def _judge(
         failures.append(Failure("left_process", "; ".join(sorted(left))))
     cached, elsewhere = _written(outcome, ranks, own)
     if elsewhere:
-        failures.append(Failure("wrote_elsewhere", some(elsewhere)))
+        failures.append(Failure("wrote_elsewhere", some(elsewhere), hint=MAY_WRITE_HINT))
     report.notes += [f"written to caches: {some(cached)}"] if cached else []
     report.notes += [] if outcome["private"] else [NO_MOUNTS]
     if not failures and (missing := [str(r.number) for r in ranks if r.record is None]):
