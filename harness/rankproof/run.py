@@ -352,7 +352,10 @@ def run(
         order, told["order"] = control.order, False
         gate, deadline_s = gate or control.gate, deadline_s or control.deadline_s
     deadline_s = deadline_s or DEFAULT_DEADLINE_S
-    starts, sets = own_ranks(source)
+    beside = {}
+    for name, file in recipe.sources.files.items():
+        beside[name] = file.read_text(encoding="utf-8")
+    starts, sets = own_ranks(source, beside)
     if launcher == "auto":
         launcher = "python" if starts else "torchrun"
     processes = 1 if launcher == "python" else ranks

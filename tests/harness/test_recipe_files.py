@@ -203,6 +203,36 @@ def test_who_starts_the_ranks_is_read_from_what_a_script_imports(
 
 
 @pytest.mark.parametrize(
+    ("called", "starts"),
+    [("launching.launch(print)", "launch, line 2"), ("launching.describe()", "")],
+)
+def test_a_script_starts_the_ranks_that_a_function_beside_it_starts(
+    called: str, starts: str
+) -> None:
+    beside = """
+import torch.multiprocessing as mp
+
+def launch(work):
+    start(work)
+
+def start(work):
+    mp.spawn(work, nprocs=2)
+
+def describe():
+    print("starts two")
+"""
+    assert own_ranks(f"import launching\n{called}\n", {"launching": beside}) == (starts, "")
+
+
+def test_a_module_beside_a_script_is_looked_at(tmp_path) -> None:
+    beside = "import torch.multiprocessing as mp\n\ndef launch(f):\n    mp.spawn(f, nprocs=2)\n"
+    write(tmp_path, "launching.py", beside)
+    text = "import launching\n\nif __name__ == '__main__':\n    launching.launch(print)\n"
+    report = run(write(tmp_path, "trains.py", text), 2, launcher="auto")
+    assert (report.ok, report.launcher) == (True, "python"), report.describe()
+
+
+@pytest.mark.parametrize(
     ("option", "takes"),
     [
         ('parser.add_argument("--dir", type=Path)', True),
