@@ -12,7 +12,7 @@ import os
 import select
 import signal
 import time
-from collections.abc import Callable
+from collections.abc import Callable, Iterable
 from pathlib import Path
 
 import psutil
@@ -60,15 +60,28 @@ def _reap() -> dict[int, int]:
     return ended
 
 
+def _has_children() -> bool:
+    """Whether this process has a child, ended or not: a subreaper has one while it has any
+    descendant. :func:`descendants` may overlook one whose parent ends while it reads."""
+    try:
+        os.waitid(os.P_ALL, 0, os.WEXITED | os.WNOHANG | os.WNOWAIT)
+    except ChildProcessError:
+        return False
+    return True
+
+
+def _kill(pids: Iterable[int]) -> None:
+    for pid in pids:
+        with contextlib.suppress(ProcessLookupError):
+            os.kill(pid, signal.SIGKILL)
+
+
 def kill_all() -> None:
     """End every descendant of this process by id, and wait until none is left."""
-    while below := descendants():
-        for pid in below:
-            with contextlib.suppress(ProcessLookupError):
-                os.kill(pid, signal.SIGKILL)
+    while _has_children():
+        _kill(descendants())
         _reap()
         time.sleep(POLL_S)
-    _reap()
 
 
 def dump_stacks(ranks_dir: Path) -> None:
@@ -137,13 +150,18 @@ def lead(spec: dict, start: Callable[[], dict[int, int]], requests: int) -> None
         if running and now > min(deadline, exits_by):
             timed_out = not failed
             dump_stacks(ranks_dir)
-            kill_all()
+            if len(list(ranks_dir.glob("*.exit"))) == spec["processes"]:
+                _kill(running)  # torchrun alone: what the ranks have left is named below
+            else:
+                kill_all()
             running = {}
         time.sleep(POLL_S)
     until = time.monotonic() + LEFTOVER_GRACE_S
-    while (left := descendants()) and time.monotonic() < until:
+    left = descendants()
+    while _has_children() and (time.monotonic() < until or not left):
         _reap()
         time.sleep(POLL_S)
+        left = descendants()
     kill_all()
     outcome = {
         "timed_out": timed_out,

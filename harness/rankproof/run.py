@@ -32,6 +32,7 @@ from rankproof.recipe import (
 from rankproof.starts import own_ranks, takes_dir
 
 HOME = str(Path(__file__).resolve().parent.parent)  # what to put on a path to import rankproof
+MAY_WRITE_HINT = "if that is where it is to write: --allow DIR"
 INSTALLED = HOME in map(os.path.realpath, site.getsitepackages())  # it is on every path already
 COMMAND = os.environ.get("RANKPROOF_COMMAND", "rankproof")  # how a person calls this
 TAIL_LINES = 25
@@ -351,7 +352,10 @@ def run(
         order, told["order"] = control.order, False
         gate, deadline_s = gate or control.gate, deadline_s or control.deadline_s
     deadline_s = deadline_s or DEFAULT_DEADLINE_S
-    starts, sets = own_ranks(source)
+    beside = {}
+    for name, file in recipe.sources.files.items():
+        beside[name] = file.read_text(encoding="utf-8")
+    starts, sets = own_ranks(source, beside)
     if launcher == "auto":
         launcher = "python" if starts else "torchrun"
     processes = 1 if launcher == "python" else ranks
@@ -493,7 +497,7 @@ def _judge(
         failures.append(Failure("left_process", "; ".join(sorted(left))))
     cached, elsewhere = _written(outcome, ranks, own)
     if elsewhere:
-        failures.append(Failure("wrote_elsewhere", some(elsewhere)))
+        failures.append(Failure("wrote_elsewhere", some(elsewhere), hint=MAY_WRITE_HINT))
     report.notes += [f"written to caches: {some(cached)}"] if cached else []
     report.notes += [] if outcome["private"] else [NO_MOUNTS]
     if not failures and (missing := [str(r.number) for r in ranks if r.record is None]):

@@ -5,39 +5,75 @@ imported them: NumPy's ``SeedSequence.spawn`` starts nothing.
 """
 
 import ast
+from collections.abc import Mapping
 
 MULTIPROCESSING = ("multiprocessing", "torch.multiprocessing")
 STARTS_RANKS = ("spawn", "start_processes")
 JOINS_A_GROUP = "init_process_group"
 RENDEZVOUS = ("MASTER_PORT", "MASTER_ADDR", "RANK", "WORLD_SIZE")
+NAMES_A_RENDEZVOUS = ("init_method", "default")  # init_process_group's; that of an option for it
 OF_A_RANK = ("RANK", "LOCAL_RANK", "WORLD_SIZE", "LOCAL_WORLD_SIZE")
 OPTION_MAKERS = ("add_argument", "option")  # argparse's; click's and typer's
 NEEDS_NO_VALUE = ("store_true", "store_false", "count")
 NOT_A_PATH = ("int", "float", "bool")
 
 
-def own_ranks(source: str) -> tuple[str, str]:
+def own_ranks(source: str, beside: Mapping[str, str] = {}) -> tuple[str, str]:
     """Where a script starts its ranks itself, and where it sets their rendezvous; empty if not.
 
     A ``Process`` is a rank if the script sets a rendezvous, or if what it runs joins a group. What
     is stored only where it is missing sets none: a launcher's stands.
+
+    Args:
+        source: the script's text.
+        beside: the text, by name, of each module of the script's project: a function of these that
+            starts ranks, and that the script calls, starts the script's.
     """
     tree = ast.parse(source)
     names = _imported_names(tree)
     sets = _sets_rendezvous(tree)
+    starting = set()
+    for module, text in beside.items():
+        starting |= {f"{module}.{name}" for name in _functions_that_start(ast.parse(text))}
     for node in ast.walk(tree):
         if not isinstance(node, ast.Call):
             continue
         called = _full_name(node.func, names)
-        module, _, function = called.rpartition(".")
-        if module not in MULTIPROCESSING:
-            continue
-        starts = function in STARTS_RANKS
-        if function == "Process":
-            starts = bool(sets) or _joins_a_group(_target(node), tree)
-        if starts:
-            return f"{function}, line {node.lineno}", sets
+        if called in starting or _starts_a_rank(node, called, tree, sets):
+            return f"{called.rpartition('.')[2]}, line {node.lineno}", sets
     return "", sets
+
+
+def _starts_a_rank(call: ast.Call, called: str, tree: ast.Module, sets: str) -> bool:
+    module, _, function = called.rpartition(".")
+    if module not in MULTIPROCESSING:
+        return False
+    if function == "Process":
+        return bool(sets) or _joins_a_group(_target(call), tree)
+    return function in STARTS_RANKS
+
+
+def _functions_that_start(tree: ast.Module) -> set[str]:
+    """The functions of a module that start ranks, by others of it or by themselves."""
+    names = _imported_names(tree)
+    sets = _sets_rendezvous(tree)
+    found: set[str] = set()
+    callers: dict[str, set[str]] = {}  # by the name of what they call
+    for function in ast.walk(tree):
+        if not isinstance(function, ast.FunctionDef):
+            continue
+        for node in ast.walk(function):
+            if isinstance(node, ast.Call):
+                called = _full_name(node.func, names)
+                callers.setdefault(getattr(node.func, "id", ""), set()).add(function.name)
+                if _starts_a_rank(node, called, tree, sets):
+                    found.add(function.name)
+    to_read = list(found)
+    while to_read:
+        new = callers.get(to_read.pop(), set()) - found
+        found |= new
+        to_read += new
+    return found
 
 
 def _target(process: ast.Call) -> str:
@@ -117,15 +153,22 @@ def _sets_rendezvous(tree: ast.Module) -> str:
             only_if_missing |= set(ast.walk(node))
     for node in ast.walk(tree):
         for keyword in getattr(node, "keywords", []):
-            method = getattr(keyword.value, "value", "")
-            if keyword.arg == "init_method" and str(method).startswith("tcp:"):
-                return f"init_method, line {node.lineno}"
+            if keyword.arg in NAMES_A_RENDEZVOUS and _names_a_port(keyword.value):
+                return f"{keyword.arg}, line {node.lineno}"
         if not isinstance(node, ast.Subscript) or not isinstance(node.ctx, ast.Store):
             continue
         key = getattr(node.slice, "value", "")
         if key in RENDEZVOUS and node not in only_if_missing:
             return f"{key}, line {node.lineno}"
     return ""
+
+
+def _names_a_port(value: ast.expr) -> bool:
+    """Whether a text, or the parts that it is put together from, begins as ``tcp://...`` does."""
+    for node in ast.walk(value):
+        if isinstance(node, ast.Constant) and str(node.value).startswith("tcp:"):
+            return True
+    return False
 
 
 def _asks_the_environment(test: ast.expr) -> bool:

@@ -190,12 +190,46 @@ def test_code_and_prose_are_counted(tmp_path) -> None:
         ),
         ("import os\nif 'RANK' not in os.environ:\n    os.environ['RANK'] = '0'\n", "", ""),
         ("import os\nos.environ.setdefault('MASTER_PORT', '29500')\n", "", ""),
+        ("join('gloo', init_method='tcp://' + host + ':6585')\n", "", "init_method, line 1"),
+        ("join('gloo', init_method=f'tcp://{host}')\n", "", "init_method, line 1"),
+        ("option('--url', default='tcp://localhost:29500')\n", "", "default, line 1"),
+        ("join('gloo', init_method='env://')\n", "", ""),
     ],
 )
 def test_who_starts_the_ranks_is_read_from_what_a_script_imports(
     text: str, starts: str, sets: str
 ) -> None:
     assert own_ranks(text) == (starts, sets)
+
+
+@pytest.mark.parametrize(
+    ("called", "starts"),
+    [("launching.launch(print)", "launch, line 2"), ("launching.describe()", "")],
+)
+def test_a_script_starts_the_ranks_that_a_function_beside_it_starts(
+    called: str, starts: str
+) -> None:
+    beside = """
+import torch.multiprocessing as mp
+
+def launch(work):
+    start(work)
+
+def start(work):
+    mp.spawn(work, nprocs=2)
+
+def describe():
+    print("starts two")
+"""
+    assert own_ranks(f"import launching\n{called}\n", {"launching": beside}) == (starts, "")
+
+
+def test_a_module_beside_a_script_is_looked_at(tmp_path) -> None:
+    beside = "import torch.multiprocessing as mp\n\ndef launch(f):\n    mp.spawn(f, nprocs=2)\n"
+    write(tmp_path, "launching.py", beside)
+    text = "import launching\n\nif __name__ == '__main__':\n    launching.launch(print)\n"
+    report = run(write(tmp_path, "trains.py", text), 2, launcher="auto")
+    assert (report.ok, report.launcher) == (True, "python"), report.describe()
 
 
 @pytest.mark.parametrize(

@@ -41,6 +41,47 @@ def test_a_bad_recipe_is_reported_under_torchrun_and_nothing_of_it_is_left(name:
         assert "in wait_for_a_message" in described
 
 
+def test_a_process_that_is_left_is_named_however_slowly_torchrun_ends(tmp_path) -> None:
+    """A busy machine may take longer for torchrun's end than ranks get: here it never ends."""
+    text = """
+        import os, pathlib, signal, subprocess, sys
+
+        wait_forever = "import threading; threading.Event().wait()"
+        subprocess.Popen([sys.executable, "-c", wait_forever], start_new_session=True)
+        above = pathlib.Path(f"/proc/{os.getppid()}/stat").read_text()
+        torchrun = int(above.rpartition(")")[2].split()[1])
+        os.kill(torchrun, signal.SIGSTOP)
+    """
+    report = run(write(tmp_path, "leaves.py", text), 1, launcher="torchrun", deadline_s=5)
+    assert report.kinds == {"left_process"}, report.describe()
+
+
+def test_nothing_below_is_overlooked_when_it_is_looked_for_at_a_bad_moment(tmp_path) -> None:
+    """A list of processes is read one by one: what loses its parent meanwhile is not in it."""
+    text = """
+        import subprocess, sys
+        from rankproof import leader
+
+        wait_forever = "import threading; threading.Event().wait()"
+        quiet = dict(stdout=subprocess.DEVNULL, stderr=subprocess.DEVNULL)
+        child = subprocess.Popen([sys.executable, "-c", wait_forever], **quiet)
+        read, times = leader.descendants, []
+
+        def reads_at_a_bad_moment():
+            times.append(1)
+            return {} if len(times) == 1 else read()
+
+        leader.descendants = reads_at_a_bad_moment
+        leader.kill_all()
+        print("left" if read() else "nothing is left")
+        child.kill()
+    """
+    env = os.environ | {"PYTHONPATH": HOME}
+    file = write(tmp_path, "looks.py", text)
+    done = subprocess.run([sys.executable, file], env=env, capture_output=True, text=True)
+    assert done.stdout == "nothing is left\n", done.stderr
+
+
 def test_the_deadline_counts_from_the_recipes_first_line(tmp_path, monkeypatch) -> None:
     """However long a busy machine takes to import torch."""
     slow = write(tmp_path, "sitecustomize.py", "import time\ntime.sleep(2)\n")

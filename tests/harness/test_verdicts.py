@@ -112,7 +112,7 @@ BAD = {
     "leaves_a_process": bad("left_process", "Event"),
     "leaves_a_thread": bad("left_thread", "uploader", deadline_s=4),
     "leaves_a_process_group": bad("left_process_group", "still initialised"),
-    "writes_elsewhere": bad("wrote_elsewhere", "writes_elsewhere.log"),
+    "writes_elsewhere": bad("wrote_elsewhere", "writes_elsewhere.log(.|\n)*--allow DIR"),
     "deprecated": bad("deprecation_warning", "old_name is deprecated; use new_name"),
     "two_saves_in_flight": bad("overlapping_saves", "began while that of step1 was in flight"),
     "never_awaits": bad("never_awaited", "step1: the recipe ended without having waited for it"),
