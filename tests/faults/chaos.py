@@ -17,7 +17,6 @@ from pathlib import Path
 TRAIN, START = (Path(__file__).with_name(f"chaos_{what}.py") for what in ("train", "start"))
 FAIL_ON = "HARD_FAIL,SILENT_DIVERGENCE,LOST_WORK,CONTROL_FAIL"
 EVERY = 10_000  # points: more than there are
-A_SAVE = 11  # points: one at each of a save's events on rank 0, spread over three saves
 
 
 def crash(rank: int, points: int, work: Path, edit: str | None = None) -> str:
@@ -89,9 +88,9 @@ def forks(work: Path) -> Iterator[None]:
 
 def control(work: Path) -> None:
     """Jobs that trust the pointer outlive every crash; with the pointer first they do not."""
-    print(crash(0, A_SAVE, work, edit=""), flush=True)
+    print(crash(0, EVERY, work, edit=""), flush=True)
     try:
-        table = crash(0, A_SAVE, work, edit="pointer before rename")
+        table = crash(0, EVERY, work, edit="pointer before rename")
     except RuntimeError as failure:
         if "HARD_FAIL" not in str(failure):
             raise
