@@ -104,7 +104,9 @@ from overlap_recipes.offload.adam_in_pieces import (
 )
 from overlap_recipes.ranks import start_rank
 
-THREADS, STEPS, PARAMETERS = 2, 3, 2 * PIECE + 1000
+THREADS = 2
+STEPS = 3
+PARAMETERS = 2 * PIECE + 1000  # of each block
 
 
 # %%
@@ -198,13 +200,17 @@ def train_resident(model: nn.Module, losses: Iterable, max_norm: float) -> None:
     masters = {p: nn.Parameter(p.detach().float()) for p in model.parameters()}
     groups = groups_of(masters.values())
     optimizer = torch.optim.AdamW(groups, fused=True, **SETTINGS)
-    schedule, in_order = schedule_of(optimizer), [p for group in groups for p in group["params"]]
+    schedule = schedule_of(optimizer)
+    in_order = []
+    for group in groups:
+        in_order += group["params"]
     for loss in losses:  # each is computed when the step before is done
         loss.backward()
         for parameter, master in masters.items():
-            master.grad = parameter.grad.float()
-            dist.all_reduce(master.grad)
-            master.grad = (master.grad / dist.get_world_size()).to(parameter.dtype).float()
+            total = parameter.grad.float()
+            dist.all_reduce(total)
+            mean = (total / dist.get_world_size()).to(parameter.dtype)  # rounded, as ours arrive
+            master.grad = mean.float()
         norm = torch.linalg.vector_norm(torch.stack([p.grad.norm() for p in in_order]))
         if norm.isfinite():
             clip_grads_with_norm_(in_order, max_norm, norm)
@@ -226,24 +232,34 @@ def main() -> None:
     start_rank()
     try:
         torch.manual_seed(dist.get_rank())
-        update, scale = without_lock(update_pieces), 0.3
+        update = without_lock(update_pieces)
+        scale = 0.3
         weights = [torch.randn(PARAMETERS).bfloat16() for _ in range(THREADS)]
         masters = [nn.Parameter(weight.float()) for weight in weights]
         optimizer = torch.optim.AdamW(masters, fused=True, **SETTINGS)
-        blocks = [
-            [torch.empty_like(w), w, w.float(), *torch.zeros(2, PARAMETERS), torch.empty(PIECE)]
-            for w in weights
-        ]
+        blocks = []
+        for weight in weights:
+            gradient = torch.empty_like(weight)
+            exp_avg = torch.zeros(PARAMETERS)
+            exp_avg_sq = torch.zeros(PARAMETERS)
+            scratch = torch.empty(PIECE)
+            blocks.append([gradient, weight, weight.float(), exp_avg, exp_avg_sq, scratch])
         with ThreadPoolExecutor(THREADS, "adam", torch.set_num_threads, (1,)) as workers:
             for step in range(STEPS):
                 for block, master in zip(blocks, masters, strict=True):
-                    block[0].normal_()
-                    master.grad = block[0].float() * scale
+                    gradient = block[0]
+                    gradient.normal_()
+                    master.grad = gradient.float() * scale
                 optimizer.step()
-                count, numbers = torch.tensor(step + 1.0), numbers_of(SETTINGS, scale)
-                jobs = [workers.submit(update_block, update, b, count, numbers) for b in blocks]
-                [job.result() for job in jobs]
-        for (_, weight, mine, exp_avg, exp_avg_sq, _), master in zip(blocks, masters, strict=True):
+                count = torch.tensor(step + 1.0)
+                numbers = numbers_of(SETTINGS, scale)
+                jobs = []
+                for block in blocks:
+                    jobs.append(workers.submit(update_block, update, block, count, numbers))
+                for job in jobs:
+                    job.result()  # raises what the thread has raised
+        for block, master in zip(blocks, masters, strict=True):
+            _, weight, mine, exp_avg, exp_avg_sq, _ = block
             state = optimizer.state[master]
             assert torch.equal(mine, master) and torch.equal(weight, master.bfloat16())
             assert torch.equal(exp_avg, state["exp_avg"])
