@@ -40,6 +40,7 @@ comparison: FSDP2 in place with the stock one, where nothing but products hides 
 """
 
 import argparse
+import statistics
 import sys
 from dataclasses import asdict, dataclass, field
 from datetime import timedelta
@@ -50,7 +51,8 @@ import torch
 import torch.distributed as dist
 
 ROOT = Path(__file__).resolve().parents[1]
-sys.path[:0] = [str(ROOT), str(ROOT / "recipes_source" / "sharding")]
+sys.path.insert(0, str(ROOT / "recipes_source" / "sharding"))
+sys.path.insert(0, str(ROOT))
 
 import fsdp2_settings  # noqa: E402
 
@@ -79,7 +81,11 @@ class Windows:
 
 
 THREE = (REFERENCE, "fsdp2", "fsdp2_in_place")
+THREE_AND_TUNED = (REFERENCE, "fsdp2", "fsdp2_in_place", "fsdp2_tuned")
 FOUR = (REFERENCE, "fsdp2_no_collectives", "fsdp2", "fsdp2_in_place")
+FOUR_AND_TUNED = (REFERENCE, "fsdp2_no_collectives", "fsdp2", "fsdp2_in_place", "fsdp2_tuned")
+GROUP = (REFERENCE, "fsdp2", "fsdp2_reduce_group")
+TUNED = (REFERENCE, "fsdp2_tuned", "fsdp2_in_place")
 BEGUN = (REFERENCE, "fsdp2_in_place", "fsdp2_in_place_begun", "fsdp2_in_place_kept")
 MEGATRON = (REFERENCE, "fsdp2_in_place", "megatron-fsdp")
 GUIDE = (REFERENCE, "fsdp2_in_place", "megatron-fsdp-guide")
@@ -90,8 +96,8 @@ TASKS = {  # the most important first
     "small": Windows(60, THREE, (1024, 2048)),
     "compiled": Windows(75, THREE, (2048, 4096), {"compiled": True}, 6),
     "compiled_small": Windows(50, THREE, (1024,), {"compiled": True}, 6),
-    "group": Windows(45, (REFERENCE, "fsdp2", "fsdp2_reduce_group"), (2048, 4096), {}, 6),
-    "tuned": Windows(60, (REFERENCE, "fsdp2_tuned", "fsdp2_in_place"), (4096, 2048, 12_288), {}, 6),
+    "group": Windows(45, GROUP, (2048, 4096), {}, 6),
+    "tuned": Windows(60, TUNED, (4096, 2048, 12_288), {}, 6),
     "large": Windows(80, THREE, (8192, 16_384), {}, 6),
     "free_long": Windows(90, FOUR, (4096, 12_288), {"loop": "free"}),
     "synthetic": Windows(70, tuple(STACKS), (2048, 4096, 1024), SYNTHETIC),
@@ -100,14 +106,14 @@ TASKS = {  # the most important first
     "recompute": Windows(60, THREE, (2048, 8192), {"activation_checkpointing": True}, 6),
     "megatron": Windows(60, MEGATRON, (2048, 8192), {}, 4),
     "megatron_guide": Windows(60, GUIDE, (2048, 8192), {}, 4),
-    "four": Windows(60, (*FOUR, "fsdp2_tuned"), (4096, 2048), {}, 4),  # more GPUs than two
-    "four_long": Windows(50, (*THREE, "fsdp2_tuned"), (12_288,), {}, 4),
+    "four": Windows(60, FOUR_AND_TUNED, (4096, 2048), {}, 4),  # more GPUs than two
+    "four_long": Windows(50, THREE_AND_TUNED, (12_288,), {}, 4),
     "four_megatron": Windows(50, MEGATRON, (4096, 2048, 12_288), {}, 4),
     "four_guide": Windows(50, GUIDE, (4096, 2048, 12_288), {}, 4),
     "four_rest": Windows(60, THREE, (1024, 8192, 16_384), {}, 4),
 }
 RECIPES = {name: way.recipes for name, way in (STACKS | WAYS).items()}
-VARIED = ("tokens", *Case.__dataclass_fields__)
+VARIED = ("tokens",) + tuple(Case.__dataclass_fields__)
 
 
 # -- windows ----------------------------------------------------------------------------------
@@ -123,7 +129,8 @@ class Run:
     def __init__(self, arguments: argparse.Namespace, device: torch.device) -> None:
         if dist.get_world_size() == 1:
             raise ValueError("start at least two ranks: one has nothing to communicate")
-        self.arguments, self.device = arguments, device
+        self.arguments = arguments
+        self.device = device
         self.agreement = measuring.Agreement()
         workload = {
             "model": "stock blocks of Llama 3 8B (workloads.py), or a stack of matrices",
@@ -141,23 +148,25 @@ class Run:
 
     def row(self, name: str, case: Case, tokens: int) -> dict:
         """The row as it is known, or a new one."""
-        return self.results.find(name, tokens=tokens, **asdict(case)) or {
-            "name": name,
-            "tokens": tokens,
-            **asdict(case),
-            "samples": {},
-        }
+        known = self.results.find(name, tokens=tokens, **asdict(case))
+        if known:
+            return known
+        return {"name": name, "tokens": tokens} | asdict(case) | {"samples": {}}
 
     def measured(self, ways: tuple[str, ...], case: Case, sizes: list[int]) -> bool:
-        rows = [self.row(name, case, tokens) for name in ways for tokens in sizes]
-        return all("efficiency" in row for row in rows)
+        for name in ways:
+            for tokens in sizes:
+                if "efficiency" not in self.row(name, case, tokens):
+                    return False
+        return True
 
     def window(self, loop: object, count: int) -> float:
         """Seconds a step of ``count`` steps on the slowest rank, behind half as many."""
         dist.all_reduce(torch.zeros(1, device=self.device))
         for _ in range(max(1, count // 2)):
             loop.step()
-        begin, end = timing_event(self.device), timing_event(self.device)
+        begin = timing_event(self.device)
+        end = timing_event(self.device)
         begin.record()
         for _ in range(count):
             loop.step()
@@ -177,7 +186,9 @@ class Run:
             for name, loop in loops.items():
                 for _ in range(3):
                     loop.step()
-                losses[name] = float(loop.loss) if loop.loss is not None else 0.0
+                losses[name] = 0.0
+                if loop.loss is not None:
+                    losses[name] = float(loop.loss)
             tell(f"{case}, {tokens} tokens, losses {losses}")
             count = 1 if self.arguments.small else STEPS[tokens]
             windows = {name: partial(self.window, loop, count) for name, loop in loops.items()}
@@ -188,16 +199,25 @@ class Run:
             measuring.forget_memory(self.device)
 
     def add(self, name: str, note: str, case: Case, tokens: int, samples: list[dict]) -> None:
+        """A row of ``name``; ``samples`` are rounds: by way, the seconds of its window."""
         row = self.row(name, case, tokens) | {"note": note}
-        if other := samples[0].get("fsdp2_no_collectives"):
-            over = [s["fsdp2_no_collectives"] / s[name] for s in samples]
-            row |= summary("speed_over_no_collectives", over)
-        if other is None or "efficiency" not in row:  # else its windows beside FSDP2 count
-            row |= {"pairs": len(samples)} | summary("step_s", [s[name] for s in samples])
-            row |= summary("efficiency", [s[REFERENCE] / s[name] for s in samples])
-            row |= {"samples": {"window_s": [s[name] for s in samples]}}
+        own = [seconds[name] for seconds in samples]
+
+        def speed_over(way: str) -> list[float]:
+            return [seconds[way] / seconds[name] for seconds in samples]
+
+        beside_no_collectives = "fsdp2_no_collectives" in samples[0]
+        if beside_no_collectives:
+            speeds = speed_over("fsdp2_no_collectives")
+            row |= summary("speed_over_no_collectives", speeds)
+        # What a row has already is not replaced by windows beside that way.
+        if not beside_no_collectives or "efficiency" not in row:
+            row["pairs"] = len(samples)
+            row |= summary("step_s", own)
+            row |= summary("efficiency", speed_over(REFERENCE))
+            row["samples"] = {"window_s": own}
         if "fsdp2" in samples[0]:
-            row |= summary("speed_over_fsdp2", [s["fsdp2"] / s[name] for s in samples])
+            row |= summary("speed_over_fsdp2", speed_over("fsdp2"))
         self.results.add(row)
 
     def memory(self, name: str) -> None:
@@ -226,7 +246,8 @@ class Run:
 
     def trained(self, name: str, steps: int, layers: int, tokens: int) -> tuple[Way, list[float]]:
         way = WAYS[name](self.case(), self.device, layers=layers)
-        loop, losses = way.loop(tokens), []
+        loop = way.loop(tokens)
+        losses = []
         for _ in range(steps):
             loop.step()
             losses.append(loop.loss)
@@ -242,64 +263,79 @@ class Run:
         """
         torch.use_deterministic_algorithms(True)
         torch.utils.deterministic.fill_uninitialized_memory = False
-        tokens, found = self.sizes(512)[0], []
+        (tokens,) = self.sizes(512)
+        losses = {}
+        weights = {}
         for name in ("fsdp2", "fsdp2_in_place"):
-            way, losses = self.trained(name, steps, layers, tokens)
-            found.append((losses, {n: p.to_local().cpu() for n, p in way.model.named_parameters()}))
+            way, losses[name] = self.trained(name, steps, layers, tokens)
+            weights[name] = {n: p.to_local().cpu() for n, p in way.model.named_parameters()}
             del way
         torch.use_deterministic_algorithms(False)
-        (expected, weights), (losses, in_place) = found
-        different = [n for n, (a, b) in enumerate(zip(losses, expected, strict=True)) if a != b]
-        assert not different, f"losses differ from step {different[0]} on"
-        for name, weight in weights.items():
-            assert torch.equal(weight, in_place[name]), f"{name} differs"
+        for step in range(steps):
+            is_same = losses["fsdp2"][step] == losses["fsdp2_in_place"][step]
+            assert is_same, f"losses differ from step {step} on"
+        for name, weight in weights["fsdp2"].items():
+            assert torch.equal(weight, weights["fsdp2_in_place"][name]), f"{name} differs"
         row = self.row("fsdp2_in_place", self.case(), tokens)
         self.results.add(row | {"note": f"{layers} layers", "bitwise_steps": steps})
         tell(f"every bit of stock FSDP2 after {steps} steps")
 
     def losses(self, steps: int, layers: int = 2) -> None:
         """How far losses are from stock FSDP2's, beside those of a second stock run."""
-        tokens = self.sizes(512)[0]
+        (tokens,) = self.sizes(512)
         _, expected = self.trained("fsdp2", steps, layers, tokens)
         for name in ("fsdp2", "fsdp2_in_place"):
             _, losses = self.trained(name, steps, layers, tokens)
             apart = [abs(a - b) for a, b in zip(losses, expected, strict=True)]
             tail = apart[-max(1, steps // 10) :]
-            known = {"last_loss": losses[-1], "losses_steps": steps}
-            known["loss_difference"] = sum(tail) / len(tail)
-            row = self.row(name, self.case(), tokens) | known
+            row = self.row(name, self.case(), tokens) | {
+                "last_loss": losses[-1],
+                "losses_steps": steps,
+                "loss_difference": sum(tail) / len(tail),
+            }
             self.results.add({"note": f"{layers} layers"} | row)
             tell(f"{name}: losses differ by at most {max(apart)}")
 
     def sums(self, layers: int = 2) -> None:
         """Errors of reduced gradients against the float64 sum of all ranks'."""
-        tokens, ranks = self.sizes(512)[0], dist.get_world_size()
+        (tokens,) = self.sizes(512)
+        ranks = dist.get_world_size()
         for name in ("fsdp2", "fsdp2_in_place"):
             way = WAYS[name](self.case(), self.device, layers=layers)
-            loop, square = way.loop(tokens), torch.zeros(2, dtype=torch.float64)
+            loop = way.loop(tokens)
             loop.step()
             groups = peer_memory.param_groups(way.model)
-            parameters = [p for group in groups for p in group.fsdp_params]
-            whole: list = [None] * len(parameters)
-            for number, p in enumerate(parameters):
-                keep = partial(lambda n, kept, g: kept.__setitem__(n, g.double()), number, whole)
-                p.unsharded_param.register_hook(keep)
+            parameters = []
+            for group in groups:
+                parameters += group.fsdp_params
+            whole: dict = {}  # this rank's gradients before they are reduced, by number
+
+            def keep(number: int, kept: dict, gradient: torch.Tensor) -> None:
+                kept[number] = gradient.double()
+
+            for number, parameter in enumerate(parameters):
+                parameter.unsharded_param.register_hook(partial(keep, number, whole))
             loop.forward_backward()
-            for p, gradient in zip(parameters, whole, strict=True):
+            squares = torch.zeros(2, dtype=torch.float64)  # of errors, and of what is expected
+            for number, parameter in enumerate(parameters):
+                gradient = whole[number]
                 dist.all_reduce(gradient)
                 expected = rows_of(gradient / ranks)
-                found = p.sharded_param.grad.to_local().double()
-                square += torch.stack([(found - expected).norm(), expected.norm()]).cpu() ** 2
-            error = (square[0] / square[1]).sqrt().item()
-            row = self.row(name, self.case(), tokens) | {"sum_error": self.agreement.largest(error)}
+                found = parameter.sharded_param.grad.to_local().double()
+                norms = torch.stack([(found - expected).norm(), expected.norm()])
+                squares += norms.cpu() ** 2
+            error = (squares[0] / squares[1]).sqrt().item()
+            largest = self.agreement.largest(error)
+            row = self.row(name, self.case(), tokens) | {"sum_error": largest}
             self.results.add({"note": f"{layers} layers"} | row)
-            del way, loop, whole, groups, parameters
+            del way, loop, whole, groups, parameters, parameter, group
 
     def link(self) -> None:
         """Bytes a rank receives from its peers a second, by NCCL and by copies, nothing beside."""
-        nbytes = 1 << (12 if self.arguments.small else 28)
+        nbytes = 2**12 if self.arguments.small else 2**28
         memory = peer_memory.PeerMemory(dist.group.WORLD, self.device)
-        shards, ranks = memory.empty([nbytes], torch.uint8), memory.ranks
+        shards = memory.empty([nbytes], torch.uint8)
+        ranks = memory.ranks
         whole = torch.empty(ranks, nbytes, dtype=torch.uint8, device=self.device)
 
         def copies() -> None:
@@ -312,13 +348,16 @@ class Run:
             "copy_engine_gather": copies,
         }
         for name, work in works.items():
-            seconds = sorted(measuring.seconds_of(work, self.device, 9))[4]
+            seconds = statistics.median(measuring.seconds_of(work, self.device, 9))
             self.results.data["link"][f"{name}_bytes_per_s"] = (ranks - 1) * nbytes / seconds
         tell(f"link {self.results.data['link']}")
         self.results.write()
 
     def sizes(self, *tokens: int) -> list[int]:
-        return [64, 128, 192][: len(tokens)] if self.arguments.small else list(tokens)
+        """As many as ``tokens``, small ones in a rehearsal."""
+        if self.arguments.small:
+            return [64, 128, 192][: len(tokens)]
+        return list(tokens)
 
     def tasks(self) -> list[Task]:
         """What was asked for, in that order, or the link and all ``TASKS``."""
@@ -330,13 +369,16 @@ class Run:
             Task("sums", 25, self.sums),
         ]
         for name, wanted in TASKS.items():
-            case, sizes = self.case(**wanted.options), self.sizes(*wanted.tokens)
+            case = self.case(**wanted.options)
+            sizes = self.sizes(*wanted.tokens)
             rounds = 2 if small else wanted.rounds
             work = partial(self.compare, wanted.ways, case, sizes, rounds)
             done = partial(self.measured, wanted.ways, case, sizes)
             found.append(Task(name, wanted.seconds, work, done))
-        found += [Task(f"memory_{name}", 20, partial(self.memory, name)) for name in WAYS]
-        return measuring.chosen(found, self.arguments.only or ["link", *TASKS])
+        for name in WAYS:
+            found.append(Task(f"memory_{name}", 20, partial(self.memory, name)))
+        by_default = ["link"] + list(TASKS)
+        return measuring.chosen(found, self.arguments.only or by_default)
 
 
 def main() -> None:
