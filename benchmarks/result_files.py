@@ -124,7 +124,8 @@ def heading(name: str) -> str:
 def round_number(text: str) -> str:
     """``text`` without zeros after the point, for an axis: ``100 ms``, ``0.5 s``, ``95 %``."""
     number, _, unit = text.partition(" ")
-    number = number.rstrip("0").rstrip(".") if "." in number else number
+    if "." in number:
+        number = number.rstrip("0").rstrip(".")
     return f"{number} {unit}".rstrip()
 
 
@@ -393,7 +394,9 @@ def hashes_of(names: Iterable[str], repo: Path) -> dict[str, str]:
 
 
 def has_changed(name: str, then: dict[str, str], repo: Path) -> bool:
-    """Whether the code of ``name`` is not what was measured: a file is gone, new or another one."""
+    """Whether the code of ``name`` is not what was measured: it is gone, or a file of it is new or
+    another one.
+    """
     sources = code_of(name, repo)
     if sources is None:
         return True
