@@ -307,9 +307,11 @@ def _toml(path: Path) -> dict:
 def _control_from(table: dict, path: Path, root: Path, deadline_s: float) -> Control:
     where = f"{path}: control {table.get('name', '?')!r}"
     values = {"deadline_s": deadline_s} | _checked(table, {f.name for f in fields(Control)}, where)
-    if (gate := table.get("gate", GATES[0])) not in GATES:
+    gate = table.get("gate")
+    if gate is not None and gate not in GATES:  # one of its own
         values["gate"] = f"{path.with_name(OWN_GATES)}:{gate}"
-    if missing := {"name", "says", "find", "replace", "fails"} - table.keys():
+    missing = {"name", "says", "find", "replace", "fails"} - table.keys()
+    if missing:
         raise RecipeError(f"{where} lacks {sorted(missing)}")
     values["fails"] = _patterns(table["fails"], where)
     if "file" in table:
