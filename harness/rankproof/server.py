@@ -36,9 +36,12 @@ def _fork_ranks(spec: dict) -> dict[int, int]:
     """Fork the ranks; the store has threads, so they are told its port afterwards."""
     import torch.distributed as dist
 
-    pipes, pids, me = [os.pipe() for _ in range(spec["ranks"])], {}, os.getpid()
+    pipes = [os.pipe() for _ in range(spec["ranks"])]
+    pids = {}
+    me = os.getpid()
     for number, pipe in enumerate(pipes):
-        if child := os.fork():
+        child = os.fork()
+        if child:
             pids[child] = number
             continue
         leader.die_with_parent(me)
@@ -57,7 +60,7 @@ def _fork_ranks(spec: dict) -> dict[int, int]:
             "TORCHELASTIC_RUN_ID": "warm",
         }
         rank.run(spec)
-    global store
+    global store  # which serves until this process ends
     store = dist.TCPStore("localhost", 0, is_master=True, wait_for_workers=False)
     for reading, writing in pipes:
         os.write(writing, str(store.port).encode())
@@ -125,7 +128,7 @@ def serve(modules: list[str]) -> None:
             if child == 0:
                 _lead(spec, me)
             status = os.waitpid(child, 0)[1]
-            if not leader.held_open(0):
+            if not leader.held_open(0):  # nobody can ask any more
                 if not Path(spec["run_dir"], "interrupted").exists():
                     shutil.rmtree(spec["callers_dir"], ignore_errors=True)
                 return
