@@ -56,9 +56,12 @@ class FileWatch:
     WRITING_EVENTS = {"os.mkdir": 0, "os.rename": 1, "os.link": 1, "os.symlink": 1}
 
     def __init__(self, allowed: list[str]) -> None:
-        self.allowed = (*(os.path.realpath(p) for p in allowed), "/dev/", "/proc/", "/memfd:")
+        real = [os.path.realpath(path) for path in allowed]
+        self.allowed = tuple(real) + ("/dev/", "/proc/", "/memfd:")
         self.elsewhere: set[str] = set()
-        self.on_written = self.on_renamed = self.on_removed = lambda *paths: None
+        self.on_written: Callable[[str], None] = _ignore
+        self.on_renamed: Callable[[str, str], None] = _ignore
+        self.on_removed: Callable[[str], None] = _ignore
         self.inside_hook = threading.local()
         sys.addaudithook(self._hook)
 
@@ -73,19 +76,35 @@ class FileWatch:
 
     def _see(self, event: str, args: tuple) -> None:
         if event == "os.rename" and os.path.isdir(args[0]):
-            self.on_renamed(*(os.path.abspath(os.fsdecode(end)) for end in args[:2]))
+            self.on_renamed(_absolute(args[0]), _absolute(args[1]))
         if event in ("shutil.rmtree", "os.rmdir") and args[1] in (None, -1):
             # else relative to an open directory that rmtree empties
-            self.on_removed(os.path.abspath(os.fsdecode(args[0])))
+            self.on_removed(_absolute(args[0]))
+        path = self._written_by(event, args)
+        if not isinstance(path, (str, bytes, os.PathLike)):  # a descriptor, or nothing
+            return
+        self.on_written(_absolute(path))
+        real = os.path.realpath(os.fsdecode(path))
+        if not real.startswith(self.allowed):
+            self.elsewhere.add(real)
+
+    def _written_by(self, event: str, args: tuple) -> object:
+        """What an event writes; None if it writes nothing."""
         if event == "open":
             path, _, flags = args
-            writes = isinstance(flags, int) and flags & (os.O_WRONLY | os.O_RDWR | os.O_CREAT)
-        elif writes := event in self.WRITING_EVENTS:
-            path = args[self.WRITING_EVENTS[event]]
-        if writes and isinstance(path, (str, bytes, os.PathLike)):
-            self.on_written(os.path.abspath(os.fsdecode(path)))
-            if not (real := os.path.realpath(os.fsdecode(path))).startswith(self.allowed):
-                self.elsewhere.add(real)
+            if isinstance(flags, int) and flags & (os.O_WRONLY | os.O_RDWR | os.O_CREAT):
+                return path
+        elif event in self.WRITING_EVENTS:
+            return args[self.WRITING_EVENTS[event]]
+        return None
+
+
+def _ignore(*paths: str) -> None:
+    pass
+
+
+def _absolute(path: str | bytes | os.PathLike) -> str:
+    return os.path.abspath(os.fsdecode(path))
 
 
 class ThreadWatch:
@@ -132,7 +151,7 @@ class ChildWatch:
         around(BaseProcess, "start", self._starts)
         for name in ("terminate", "kill"):
             around(BaseProcess, name, self.looked_at.add)
-        BaseProcess.exitcode = property(self._look)
+        BaseProcess.exitcode = property(self._look)  # also sees who asks
 
     def _starts(self, process: BaseProcess) -> None:
         if called_by_recipe((MULTIPROCESSING,)):
@@ -178,8 +197,9 @@ class WorkWatch:
         tree = ast.parse(Path(recipe).read_text(encoding="utf-8"))
         tries = [node for node in ast.walk(tree) if isinstance(node, ast.Try) and node.finalbody]
         for frame in traceback.extract_tb(error.__traceback__):
-            inside = any(node.lineno <= frame.lineno <= node.end_lineno for node in tries)
-            if frame.filename == recipe and inside:
+            if frame.filename != recipe:
+                continue
+            if any(_holds(node, frame.lineno) for node in tries):
                 return False
         return True
 
@@ -228,12 +248,33 @@ def keep_temporary_directories(kept: Path) -> None:
 def _nothing_follows(body: list[ast.stmt], line: int) -> bool:
     """Whether ``line`` is in the last statement of ``body``, and only a ``finally`` comes after."""
     last = body[-1]
-    if not last.lineno <= line <= last.end_lineno or isinstance(last, ast.For | ast.While):
+    if not _holds(last, line):
         return False
-    parts = [last, *getattr(last, "handlers", []), *getattr(last, "cases", [])]
-    blocks = [getattr(p, name, []) for p in parts for name in ("body", "orelse", "finalbody")]
-    inner = [b for b in blocks if b and b[0].lineno <= line <= b[-1].end_lineno]
-    return all(_nothing_follows(block, line) for block in inner)
+    if isinstance(last, ast.For | ast.While):  # its next turn would follow
+        return False
+    for block in _blocks_of(last):
+        is_in_block = block[0].lineno <= line <= block[-1].end_lineno
+        if is_in_block and not _nothing_follows(block, line):
+            return False
+    return True
+
+
+def _holds(node: ast.stmt, line: int) -> bool:
+    return node.lineno <= line <= node.end_lineno
+
+
+def _blocks_of(statement: ast.stmt) -> list[list[ast.stmt]]:
+    """The blocks of statements in a statement, in its handlers and in its cases."""
+    parts = [statement]
+    parts += getattr(statement, "handlers", [])
+    parts += getattr(statement, "cases", [])
+    blocks = []
+    for part in parts:
+        for name in ("body", "orelse", "finalbody"):
+            block = getattr(part, name, [])
+            if block:
+                blocks.append(block)
+    return blocks
 
 
 def _exits_at_its_end(error: SystemExit, recipe: str) -> bool:
@@ -247,13 +288,14 @@ def _exits_at_its_end(error: SystemExit, recipe: str) -> bool:
     tree = ast.parse(Path(recipe).read_text(encoding="utf-8"))
     functions = [n for n in ast.walk(tree) if isinstance(n, ast.FunctionDef | ast.AsyncFunctionDef)]
     for frame in traceback.extract_tb(error.__traceback__):
-        if frame.filename == recipe:
-            line = frame.lineno
-            holding = [f for f in functions if f.lineno <= line <= f.end_lineno]
-            own = holding if frame.name != "<module>" else []
-            inner = max(own, key=lambda f: f.lineno, default=tree)
-            if not _nothing_follows(inner.body, line):
-                return False
+        if frame.filename != recipe:
+            continue
+        innermost = tree
+        if frame.name != "<module>":
+            holding = [function for function in functions if _holds(function, frame.lineno)]
+            innermost = max(holding, key=lambda function: function.lineno, default=tree)
+        if not _nothing_follows(innermost.body, frame.lineno):
+            return False
     return True
 
 
@@ -311,13 +353,16 @@ def run(spec: dict) -> None:
 
     from rankproof import ledger
 
-    recipe, own_pid, until_the_end = spec["file"], os.getpid(), contextlib.ExitStack()
+    recipe = spec["file"]
+    own_pid = os.getpid()
+    until_the_end = contextlib.ExitStack()
     sys.argv = [recipe, *spec["args"]]
     _callers_paths(spec)
     keep_temporary_directories(Path(spec["run_dir"]) / "kept")
     files = FileWatch([spec["run_dir"], *spec["through"]])
     deprecations = watch_deprecations(spec["own_folders"])
-    threads, children = ThreadWatch(), ChildWatch()
+    threads = ThreadWatch()
+    children = ChildWatch()
     book = ledger.Ledger(ranks_dir / f"rank{rank}.notes")
     files.on_written = book.written_to
     files.on_renamed = lambda old, new: book.note("renamed", path=old, to=new)
@@ -342,6 +387,7 @@ def run(spec: dict) -> None:
     }
 
     def keep(suffix: str) -> None:
+        """Write the record as it is now: ``ended`` with the recipe, ``json`` with the process."""
         temporary = ranks_dir / f"rank{rank}.tmp"
         temporary.write_text(json.dumps(record))
         temporary.rename(ranks_dir / f"rank{rank}.{suffix}")
@@ -394,7 +440,8 @@ def run(spec: dict) -> None:
         record["error"] = summary(error)
         print_from_recipe(error, recipe)
     record["seconds"] = time.perf_counter() - started
-    record["device"], record["backend"] = book.device(), book.backend
+    record["device"] = book.device()
+    record["backend"] = book.backend
     if recorder is not None:
         record |= recorder.report()
     until_the_end.close()
