@@ -11,7 +11,7 @@ import ctypes
 import io
 import logging
 import os
-from bisect import bisect_left
+from bisect import bisect_right
 from collections.abc import Iterator
 from contextlib import ExitStack, contextmanager, nullcontext
 from dataclasses import dataclass, field, replace
@@ -110,7 +110,11 @@ class OpenFile:
         return data
 
     def whole_blocks(self, begin: int, end: int) -> tuple[int, int]:
-        """The blocks that have digests and hold the bytes from ``begin`` to ``end``."""
+        """The blocks that have digests and hold the bytes from ``begin`` to ``end``.
+
+        The file's last block may be a shorter one. Bytes wanted behind the file's end are not left
+        out: to read them raises.
+        """
         first = begin // self.block * self.block
         last = -(-end // self.block) * self.block
         return first, min(last, max(self.nbytes, end))
@@ -352,7 +356,7 @@ class Reader(dcp.FileSystemReader):
         if not isinstance(stored, TensorStorageMetadata):
             return None
         chunks = stored.chunks
-        if index.index is not None and index.index < len(chunks):
+        if index.index is not None and index.index < len(chunks):  # where it should be
             chunk = chunks[index.index]
             if chunk.offsets == index.offset:
                 return tuple(chunk.sizes), stored.properties.dtype
@@ -470,10 +474,10 @@ def reads_of(file: OpenFile, wanted: list[Wanted]) -> list[Read]:
             reads.append(Read(file, at, end))
     begins = [read.begin for read in reads]
     for part in wanted:
-        at = max(0, bisect_left(begins, part.begin + 1) - 1)
-        while at < len(reads) and reads[at].begin < part.end:
-            reads[at].parts.append(part)
-            at += 1
+        number = max(0, bisect_right(begins, part.begin) - 1)  # the read that its first byte is in
+        while number < len(reads) and reads[number].begin < part.end:
+            reads[number].parts.append(part)
+            number += 1
     return reads
 
 
