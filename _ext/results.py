@@ -514,8 +514,11 @@ class ResultGain(ResultDirective):
     """``.. result-gain:: <benchmark>``: rows of one field in a sentence, the first in bold.
 
     Of the machines that measured the code of today, the one with most of the rows; of several, the
-    latest, then that of most ranks. Nothing is shown where none has the first row.
+    latest, then that of most ranks. Nothing is shown where none has the first row. What stands in
+    the directive explains the rows: it is shown behind them, or not either.
     """
+
+    has_content = True
 
     option_spec = ResultDirective.option_spec | {"field": directives.unchanged_required}
 
@@ -539,7 +542,10 @@ class ResultGain(ResultDirective):
                 most = worth
         if best is None:
             return []
-        return self.show(best, rows_of_best)
+        shown = self.show(best, rows_of_best)
+        explained = nodes.container()
+        self.state.nested_parse(self.content, self.content_offset, explained)
+        return shown + explained.children
 
     def show(self, result: Result, found: list[dict]) -> list[nodes.Node]:
         field = self.options["field"]

@@ -15,7 +15,7 @@ eighth of the update. The model gets the bits of one rank that takes all batches
    :field: held_bytes
    :where: model=llama-8b
 
-Two ranks train six layers. ``own_copy`` is :doc:`train_what_does_not_fit` on each of them.
+   Two ranks train six layers. ``own_copy`` is :doc:`train_what_does_not_fit` on each of them.
 
 **When not to bother:** there is one rank per host; or the state fits the devices when it is sharded
 over them: use FSDP2.

@@ -14,8 +14,8 @@ others. Losses and weights are those of a run that keeps everything on the devic
    :field: kept
    :where: model=llama-8b tokens=32768
 
-100 % is the speed of a **resident** run, which keeps everything on the device. ``streamed_adam``
-clips. ``streamed_adam_in_backward`` does not, and hides the update behind backward, too.
+   100 % is the speed of a **resident** run, which keeps everything on the device. ``streamed_adam``
+   clips. ``streamed_adam_in_backward`` does not, and hides the update behind backward, too.
 
 **When not to bother:** weights, gradients and Adam's state fit the device: a resident run is faster.
 If they fit and activations do not, see :doc:`activation_offload`. To learn how layers are streamed,

@@ -12,7 +12,7 @@ straight to where they are used. Your loop stays as it is. On two ranks so does 
    :field: efficiency
    :where: model=llama-8b-blocks loop=reads compiled=no reduce_dtype=float32 activation_checkpointing=no tokens=4096
 
-``fsdp2`` is stock FSDP2, without the call; 100 % is a run that sends nothing.
+   ``fsdp2`` is stock FSDP2, without the call; 100 % is a run that sends nothing.
 
 **When not to bother:** your ranks are on several hosts (the call refuses them); or communication
 costs you little (compare ``fsdp2`` with ``no_communication`` below, at your tokens). To learn how

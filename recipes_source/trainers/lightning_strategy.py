@@ -14,9 +14,9 @@ the next step and writes them on a thread.
    :field: cost_s
    :where: model=llama-1b step=long loop=reads compiled=no storage=memory
 
-That was measured in a loop without Lightning, with the faster writer of
-:doc:`/recipes/checkpoint/saves_beside_training`. ``none`` is the same measurement without a save: the
-noise.
+   That was measured in a loop without Lightning, with the faster writer of
+   :doc:`/recipes/checkpoint/saves_beside_training`. ``none`` is the same measurement without a save: the
+   noise.
 
 **When not to bother:** a save takes a few seconds, and you save once per epoch.
 
