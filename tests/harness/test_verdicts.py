@@ -58,6 +58,7 @@ GOOD = {
     "starts_processes": good(launcher="auto"),
     "spawns_by_a_bare_name": good(launcher="auto"),
     "processes_with_a_default_port": good(launcher="auto"),
+    "spawned_ranks_save": unknown("what the processes that it starts save", launcher="auto"),
     "spawns_seeds": good(),
     "dir_is_a_flag": good(),
     "saves_by_position": good("judged: 1 saves, 1 leaves"),
