@@ -33,14 +33,14 @@ read :doc:`weight_streaming` first.
        for step, batch in enumerate(batches):
            inputs = {name: tensor.to(device) for name, tensor in batch.items()}
            if step == 0:
-               check_first_step(streamed, lambda: model(**inputs))  # leave it out if you trust us
+               check_first_step(streamed, lambda: model(**inputs))  # not needed
            model(**inputs).loss.backward()
            optimizer.step()  # takes the gradients: there is none left to zero
            schedule.step()
        streamed.wait()  # before weights are read, and before anything else changes them
 
 ``check_first_step`` runs a batch streamed and resident, and raises where outputs, buffers or
-gradients differ in a bit.
+gradients differ in a bit. Leave it out when you trust your model.
 
 .. grid:: 1 1 2 2
 
@@ -53,7 +53,7 @@ gradients differ in a bit.
    .. grid-item-card:: What you need
 
       * PyTorch 2.9 or later on Linux, any number of ranks; CPU runs everything, a GPU overlaps it
-      * page-locked host memory: 16 bytes per parameter of the layers, for each rank
+      * host memory: 16 bytes per parameter of the layers, for each rank, a part of it page-locked
       * the package ``overlap_recipes``: ``pip install .`` in this repository, or a copy of its
         folder ``overlap_recipes``; this script trains a Llama of ``transformers``
 
@@ -191,8 +191,8 @@ def train(
 #    :language: python
 #    :pyobject: StreamedModel.load_sum
 #
-# A layer whose update is not over is not loaded. That is the only place where training waits for
-# the host's threads.
+# A layer whose update is not over is not loaded. Nowhere else does a step wait for the host's
+# threads.
 #
 # .. literalinclude:: /overlap_recipes/offload/host_adam.py
 #    :language: python
@@ -331,8 +331,8 @@ if __name__ == "__main__":
 # Memory
 # ------
 # Host, for :math:`P` parameters of layers: :math:`16\,P` bytes (weights, gradients and moments in
-# float32, or bfloat16 weights and gradients beside float32 masters and moments), page-locked but for
-# the optimizer's. With several ranks on a host, ``stream_layers(..., one_copy_a_host=True)`` keeps one copy
+# float32, or bfloat16 weights and gradients beside float32 masters and moments). Weights and
+# gradients are page-locked. With several ranks on a host, ``stream_layers(..., one_copy_a_host=True)`` keeps one copy
 # for all: :doc:`one_copy_a_host`.
 #
 # Device: 16 bytes for each other parameter; slots for two layers' weights and two layers' gradients;
@@ -341,8 +341,8 @@ if __name__ == "__main__":
 #
 # Limits that can be silent
 # -------------------------
-# * What changes weights calls ``streamed.wait()`` before. ``state_dict()``, loads and optimizers do so by
-#   hooks.
+# * What changes weights calls ``streamed.wait()`` before and ``optimizer.reload()`` behind it. Loads do
+#   both by hooks, and ``state_dict()`` waits.
 # * A trained parameter that a step does not use (an expert without tokens) has a gradient of zeros,
 #   not none: its moments and its decay go on.
 # * bfloat16 sums of micro-batches are rounded each time, as ``parameter.grad`` is anywhere;

@@ -354,7 +354,7 @@ if __name__ == "__main__":
 #
 # Memory
 # ------
-# Outside the allocator's statistics (look at ``torch.cuda.mem_get_info``), on each of :math:`N` ranks:
+# Outside the allocator's statistics, on each of :math:`N` ranks:
 #
 # * ``slots`` full units in the dtype that is gathered, and a slot for each size that differs much: an
 #   embedding, a head
@@ -367,8 +367,8 @@ if __name__ == "__main__":
 # ---------------
 # ``use_peer_copies`` raises on all ranks, before it changes anything:
 #
-# * ranks on several hosts (with HSDP, the ranks of the sharding dimension must share one), GPUs
-#   without peer access, or a rank that does not see the others' GPUs
+# * ranks on several hosts, GPUs without peer access, or a rank that does not see the others' GPUs.
+#   With HSDP the ranks of the sharding dimension must share a host; FSDP2 reduces its gradients.
 # * units that are offloaded, replicated, sharded on another dimension than the first, or over
 #   another group; tensors with an all-gather of their own (float8); your own collectives
 # * a torch that nobody has tried, or whose FSDP2 lacks a private name that it needs
