@@ -129,9 +129,8 @@ def part(name: str) -> Iterator[None]:
 # What waits for nothing
 # ----------------------
 # Each rank reads ahead its share of the files. Ranks of one host share the page cache. Do not do it
-# where the host has no room for them. Here the proof writes the folder first; in your script, call
-# ``begin_beside`` above the imports, with the environment's ``RANK`` and ``WORLD_SIZE``. To open a GPU,
-# a thread that makes one tensor on it suffices.
+# where the host has no room for them. Here the proof writes the folder first; in your script, start
+# ``read_ahead`` above the imports. To open a GPU, a thread that makes one tensor on it suffices.
 
 
 def read_ahead(files: list[Path]) -> None:

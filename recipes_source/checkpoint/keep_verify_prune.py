@@ -363,11 +363,13 @@ if __name__ == "__main__":
 # %%
 # What it buys
 # ------------
-# Jobs of two ranks were interrupted at a random moment of a save, and a second job resumed. *Lost or
-# wrong* counts second jobs that chose an older step than the last durable one, or had other bits
+# Jobs of two ranks were struck while they wrote, and a second job resumed. *Lost or wrong* counts
+# second jobs that chose an older step than the last durable one, or had other bits
 # (:doc:`/guide/measured`).
 #
 # .. result-table:: soak
+#    :rows: kill raise full truncated flipped
+#    :where: point=writing
 #
 # The same faults, other ways to save, each resumed by its own rules:
 #
