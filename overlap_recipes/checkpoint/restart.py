@@ -23,6 +23,10 @@ from .state import TrainingState
 
 LOG = logging.getLogger(__name__)
 
+NONE_IS_WHOLE = (
+    "%s: %s; there is no older checkpoint. To begin anew, remove it or take another directory"
+)
+
 
 class Run(TrainingState):
     """A ``TrainingState`` that counts the samples that all ranks have taken.
@@ -47,13 +51,20 @@ def choose(root: Path | str, step: int | None = None) -> int | None:
 
     Raises:
         RuntimeError: a rank does not see this checkpoint, or sees another content.
+        DamagedCheckpoint: there are checkpoints, and none is complete; they stay where they are.
     """
     root = Path(root)
     there = committed_steps(root)  # before the choice: another job may save meanwhile
     is_first_rank = not dist.is_initialized() or dist.get_rank() == 0
+    lost = None
     if step is None and is_first_rank:
         step = newest_step(root)
-    step = of_all_ranks(step)[0]
+        if step is None and there:
+            newest = root / name_of(there[0])
+            lost = NONE_IS_WHOLE % (newest, "; ".join(faults(newest)))
+    step, lost = of_all_ranks((step, lost))[0]
+    if lost is not None:
+        raise DamagedCheckpoint(lost)
     wrong = faults(root / name_of(step)) if step is not None else []
     seen = of_all_ranks(wrong)
     if any(seen):
@@ -102,13 +113,11 @@ def load_newest(
 ) -> int | None:
     """Load the newest checkpoint that is as it was saved, or that of ``step``; return its step.
 
-    A newer one that turns out to be damaged while it is read is set aside.
+    A newer one that turns out to be damaged while it is read is set aside, but the last stays: a
+    job that is started again would begin anew otherwise.
     """
-    damage = None
     while True:
         chosen = choose(root, step)
-        if chosen is None and damage is not None:
-            raise DamagedCheckpoint(f"{damage}; there is no older checkpoint") from damage
         if chosen is None:
             return None
         try:
@@ -119,12 +128,23 @@ def load_newest(
                 raise
             if step is not None:
                 raise damage from error
+            if not has_older(root, chosen):
+                raise DamagedCheckpoint(NONE_IS_WHOLE % (name_of(chosen), damage)) from error
         else:
             return chosen
         LOG.error("%s is damaged, an older one is loaded: %s", name_of(chosen), damage)
         if not dist.is_initialized() or dist.get_rank() == 0:
             set_aside(root, chosen)
         of_all_ranks(None)
+
+
+def has_older(root: Path, step: int) -> bool:
+    """Whether there is a complete checkpoint before that of ``step``; the same on all ranks."""
+    found = False
+    if not dist.is_initialized() or dist.get_rank() == 0:
+        older = [each for each in committed_steps(root) if each < step]
+        found = any(not faults(root / name_of(each)) for each in older)
+    return of_all_ranks(found)[0]
 
 
 def damage_of(error: BaseException) -> DamagedCheckpoint | None:

@@ -18,6 +18,11 @@ from .restart import load_newest, of_all_ranks
 from .retention import RetainedSaves
 from .two_hosts import PartnerSaves, gather, steps_in
 
+NONE_IS_WHOLE = (
+    "no checkpoint is what was committed, by step: %s. To begin anew, remove them or take another "
+    "root"
+)
+
 
 class SharedDirectory:
     """A directory that all ranks see."""
@@ -101,10 +106,14 @@ class ObjectStore:
         """On rank 0: the step to resume from; newer ones are set aside."""
         there = self.steps()
         if step is None:
+            wrong_by_step = {}
             for candidate in there:
-                if not self.objects.wrong_objects(self.root, candidate):
+                wrong_by_step[candidate] = self.objects.wrong_objects(self.root, candidate)
+                if not wrong_by_step[candidate]:
                     step = candidate
                     break
+            if there and step is None:
+                raise RuntimeError(NONE_IS_WHOLE % wrong_by_step)
         elif step not in there:
             raise RuntimeError(f"there is no step {step}, only {there}")
         else:

@@ -11,7 +11,13 @@ from torch import nn
 from troubles import survives
 
 from harness.run import run as run_ranks
-from overlap_recipes.checkpoint import CheckpointManager, DurableSaves, RetainedSaves, TrainingState
+from overlap_recipes.checkpoint import (
+    CheckpointManager,
+    DamagedCheckpoint,
+    DurableSaves,
+    RetainedSaves,
+    TrainingState,
+)
 from overlap_recipes.checkpoint.names import name_of, step_of, steps_left_out
 
 CPU = torch.device("cpu")
@@ -376,3 +382,41 @@ def test_every_save_of_a_schedule_succeeds_and_comes_back(tmp_path: Path, schedu
     with CheckpointManager(tmp_path, job.state) as checkpoints:
         assert checkpoints.resume() == 4
     assert job.scheduler.state_dict() == wanted
+
+
+@pytest.mark.parametrize("damage", ["a bit", "a file is short", "no metadata", "empty"])
+def test_a_job_does_not_begin_anew_because_its_only_checkpoint_is_damaged(
+    tmp_path: Path, damage: str
+) -> None:
+    """Nor when a scheduler starts it once more behind the error."""
+    root = tmp_path / "run"
+    run(Job(), root, 2, save_every=2)
+    files = [*(root / "step2").iterdir()]
+    data = root / "step2" / "__0_0.distcp"
+    if damage == "a bit":
+        content = bytearray(data.read_bytes())
+        content[len(content) // 2] ^= 1
+        data.write_bytes(content)
+    elif damage == "a file is short":
+        data.write_bytes(data.read_bytes()[:-1])
+    elif damage == "no metadata":
+        (root / "step2" / ".metadata").unlink()
+    else:
+        for file in files:
+            file.unlink()
+    for _ in range(2):
+        with pytest.raises(DamagedCheckpoint, match="step2.*there is no older checkpoint"):
+            run(Job(), root, 4)
+    assert names(root) == ["step2"]
+
+
+def test_a_job_does_not_begin_anew_because_the_only_one_in_a_store_is_damaged(
+    tmp_path: Path,
+) -> None:
+    url = f"file://{tmp_path}/run"
+    run(Job(), url, 2, save_every=2)
+    (data,) = (path for path in (tmp_path / "run").rglob("*.distcp"))
+    data.unlink()
+    for _ in range(2):
+        with pytest.raises(RuntimeError, match="no checkpoint is what was committed"):
+            run(Job(), url, 4)

@@ -51,7 +51,7 @@ ALSO = (  # kinds beside kill, which strikes every point
 )
 CASES = (*(("kill", point) for point in POINTS), *ALSO)
 DAMAGE = ("truncated", "flipped")
-NOTHING_OLDER = r"^\S*DamagedCheckpoint: .*; there is no older checkpoint$"
+NOTHING_OLDER = r"^\S*DamagedCheckpoint: .*; there is no older checkpoint\. To begin anew, remove it"
 STRUCK = (
     "_toys",
     "overlap_recipes.checkpoint.state",
@@ -308,6 +308,8 @@ class Observer:
                 deadline_s=self.deadline_s,
             )
             if first.durable() == {damaged} and self.named_damage(number):
+                for folder in root.glob(WAYS[self.way].checkpoints):
+                    shutil.rmtree(folder)  # as the error says
                 second = run_job(
                     root,
                     self.scratch / f"{number}.anew",
@@ -332,7 +334,7 @@ class Observer:
     def named_damage(self, number: int) -> bool:
         """Whether every rank of the resumed job ended by naming damage, with nothing to go back to.
 
-        It had loaded a part of it. The next job, which this one told of, begins anew.
+        The error says to remove it, to begin anew.
         """
         logs = [file.read_text() for file in (self.scratch / f"{number}.resumed").glob("*.log")]
         said = [re.search(NOTHING_OLDER, log, re.MULTILINE) for log in logs]
