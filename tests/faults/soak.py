@@ -51,7 +51,9 @@ ALSO = (  # kinds beside kill, which strikes every point
 )
 CASES = (*(("kill", point) for point in POINTS), *ALSO)
 DAMAGE = ("truncated", "flipped")
-NOTHING_OLDER = r"^\S*DamagedCheckpoint: .*; there is no older checkpoint\. To begin anew, remove it"
+NOTHING_OLDER = (
+    r"^\S*DamagedCheckpoint: .*; there is no older checkpoint\. To begin anew, remove it"
+)
 STRUCK = (
     "_toys",
     "overlap_recipes.checkpoint.state",
