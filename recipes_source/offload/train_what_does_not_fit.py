@@ -86,6 +86,7 @@ the two the host can update them, and nothing is stale. Forward begins with laye
 # keeps a **master** of each weight, in float32, as it would on the device.
 
 import argparse
+import logging
 import tempfile
 from contextlib import nullcontext
 from pathlib import Path
@@ -95,6 +96,9 @@ import torch.distributed as dist
 from torch.nn.attention import SDPBackend, sdpa_kernel
 from torch.nn.utils import clip_grad_norm_
 from torch.optim.lr_scheduler import CosineAnnealingLR
+
+for talkative in ("torchao", "torch.utils._pytree"):  # if torchao is there, transformers imports it
+    logging.getLogger(talkative).setLevel(logging.ERROR)
 from transformers import LlamaConfig, LlamaForCausalLM
 
 from overlap_recipes.checkpoint import CheckpointManager, TrainingState
