@@ -32,6 +32,7 @@ class ResidentLayers:
     """Layers that stay on the device; backward runs them again like the others."""
 
     def __init__(self, layers: list[nn.Module]) -> None:
+        self.alike = set()  # layers, by their mode, whose second run has given what the first had
         self.plain = [node.Plain(layer) for layer in layers]
         for index, layer in enumerate(layers):
             layer.forward = node.marked(partial(self.call, index))
@@ -46,8 +47,9 @@ class ResidentLayers:
         inputs = arguments.inputs_of((args, kwargs))
         entered = {id(x): x.view_as(x) for x in inputs}
         given = arguments.exchanged((args, kwargs), entered)
-        with node.runs_to_its_end(self.plain[index]):
+        with node.runs_to_its_end(self, index):
             result, left = node.checkpoint(node.Run(self, index), *given, use_reentrant=False)
+        node.hand_out_hooks((x, entered[id(x)]) for x in inputs)
         originals = {id(entered[id(x)]): x for x in inputs}
         arguments.handed_back((args, kwargs), arguments.exchanged(left, originals))
         return result
@@ -59,6 +61,10 @@ class ResidentLayers:
     def sample(self, index: int) -> torch.Tensor:
         """None of its elements: backward uses the weights that are there, as without us."""
         return torch.empty(0)
+
+    def is_differentiated(self, index: int) -> bool:
+        """Backward finds the weights in any case."""
+        return True
 
     def title(self, index: int) -> str:
         return f"layer {index} ({type(self.plain[index].layer).__name__})"
@@ -120,6 +126,7 @@ class StreamedModel(StreamedLayers):
         """What ``layer.forward`` is now."""
         with node.named(self.title(index)):
             self.check(self.layers[index])
+            self.before_forward(index)
         if torch.is_grad_enabled():
             self.refuse_ddp()
             number = self.resident_below + index
@@ -127,6 +134,18 @@ class StreamedModel(StreamedLayers):
         else:
             caches.refuse_going_on(args, kwargs)
         return super().call(index, *args, **kwargs)
+
+    def before_forward(self, layer: int) -> None:
+        """Called before a layer is run; ``HostAdamW`` needs it."""
+
+    def backward_of(self, index: int, begins: list, pairs: list, trains: bool) -> list:
+        frozen = [n for n, p in self.layers[index].trained.items() if not p.requires_grad]
+        if trains and frozen:
+            raise RuntimeError(
+                f"{frozen[0]} was frozen between forward and backward: behind backward, and take "
+                "the model anew"
+            )
+        return super().backward_of(index, begins, pairs, trains)
 
     @staticmethod
     def refuse_ddp() -> None:

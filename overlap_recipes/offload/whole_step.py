@@ -58,10 +58,16 @@ class HostAdamW(torch.optim.Optimizer):
         for m in streamed.model.modules():
             self.hooks.append(m.register_load_state_dict_post_hook(lambda m, _: self.reload(m)))
         self.has_compared = False
+        streamed.before_forward = self.refuse_updated
         streamed.before_gradients = self.before_gradients
         streamed.after_gradients, streamed.after_store = self.reduce, self.stored
         streamed.optimizer = self
         self.handled = id(sys.exc_info()[1])  # what is being handled where this one is made
+
+    @property
+    def _step_supports_amp_scaling(self) -> bool:
+        """Whether a ``GradScaler`` is to leave gradients as they are, and to set ``found_inf``."""
+        return self.in_backward
 
     def add_param_group(self, param_group: dict) -> None:
         if hasattr(self, "group_of"):
@@ -78,12 +84,13 @@ class HostAdamW(torch.optim.Optimizer):
         self.host.take_changes(layer)  # before any rank of the host can update it
 
     def refuse_updated(self, layer: int) -> None:
-        """With ``in_backward``: a layer's weights must be those of its forward."""
+        """With ``in_backward``: a layer's weights must be of the same step as all others."""
         trained = self.streamed.layers[layer].trained.values()
         if self.in_backward and any(parameter in self.norms for parameter in trained):
             raise RuntimeError(
-                "updated already: earlier microbatches go in no_sync(); a model that runs a layer "
-                "twice in a forward needs in_backward=False"
+                "updated already: step() comes before the next forward, an evaluation as well; "
+                "earlier microbatches go in no_sync(); a model that runs a layer twice in a "
+                "forward needs in_backward=False"
             )
 
     def reduce(self, layer: int) -> None:
@@ -135,6 +142,11 @@ class HostAdamW(torch.optim.Optimizer):
         if self.streamed.optimizer is not self:
             raise RuntimeError("this optimizer has ended: step in its block")
         self.host.check()
+        if self.in_backward and hasattr(self, "found_inf"):
+            raise RuntimeError(
+                "layers are updated already, by scaled gradients: load a checkpoint, and train "
+                "with no GradScaler, or with in_backward=False"
+            )
         loss = torch.enable_grad()(closure)() if closure else None
         residents = [p for p in self.residents if p.grad is not None]
         self.state |= {p: pieces.state_on_device(p) for p in residents if p not in self.state}
@@ -263,7 +275,7 @@ class HostAdamW(torch.optim.Optimizer):
             self.host.close()
             for hook in self.hooks:
                 hook.remove()
-            for name in ("before_gradients", "after_gradients", "after_store"):
+            for name in ("before_forward", "before_gradients", "after_gradients", "after_store"):
                 vars(self.streamed).pop(name, None)
             self.streamed.optimizer = None
 
