@@ -184,16 +184,22 @@ class StreamedLayers:
                 "a layer changes its own weights in forward: the host's would not change; let the "
                 "training loop do it behind step(), or leave the layer out"
             )
-        return self.without_slots(index, result)
+        return self.without_slots(index, args, kwargs, result)
 
-    def without_slots(self, index: int, result):
-        """A layer's result with copies of its weights, where it returns them or a part of them."""
+    def without_slots(self, index: int, args: tuple, kwargs: dict, result):
+        """A layer's result with copies of its weights, where it returns them or a part of them.
+
+        So have the lists and dicts among its arguments, if it puts weights into them.
+        """
         slots = {flat.untyped_storage().data_ptr() for flat in self.flats[index]}
         copies = {}
-        for y in arguments.tensors_in(result):
+        for y in arguments.tensors_in((result, args, kwargs)):
             if y.layout is torch.strided and y.untyped_storage().data_ptr() in slots:
                 copies[id(y)] = y.clone()
-        return arguments.exchanged(result, copies) if copies else result
+        if not copies:
+            return result
+        arguments.handed_back((args, kwargs), arguments.exchanged((args, kwargs), copies))
+        return arguments.exchanged(result, copies)
 
     # Backward
 

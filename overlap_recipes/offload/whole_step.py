@@ -46,6 +46,7 @@ class HostAdamW(torch.optim.Optimizer):
         super().__init__(params, DEFAULTS | more)
         pieces.refuse_other_adams(self.param_groups, more.keys() - DEFAULTS.keys())
         self.streamed, self.max_norm, self.in_backward = streamed, max_norm, in_backward
+        pieces.refuse_wide(p for group in self.param_groups for p in group["params"])
         self.group_of = {p: i for i, group in enumerate(self.param_groups) for p in group["params"]}
         make_updates = getattr(streamed, "updates", partial(adam.HostUpdates, streamed))
         self.host = make_updates(self.group_of, threads)

@@ -248,7 +248,8 @@ if __name__ == "__main__":
 # * A gradient that comes by a tensor without FSDP2's hook (a view changed in place, an object of your
 #   class, a tensor kept on the module) is right; stock FSDP2 raises. If that tensor is kept
 #   elsewhere, autograd raises "modified by an inplace operation": return it from forward.
-# * A reference to full weights that is kept beyond ``reshard()`` reads another unit's numbers.
+# * A reference to full weights that is kept beyond ``reshard()`` reads another unit's numbers; a unit
+#   that returns them is an error.
 # * Two units that share a slot cannot both be full while a backward may come: an error. It comes with
 #   ``set_reshard_after_backward(False)``, with two forwards under reentrant checkpointing, or if you
 #   unshard all units after a forward without backward. More ``slots`` cure it.

@@ -97,6 +97,30 @@ def test_a_weight_that_a_layer_returns_is_its_own(part, grads):
         assert close(found, resident)
 
 
+def test_a_weight_that_a_layer_puts_into_a_list_is_its_own():
+    """As one that is returned: without gradients it was the next layer's in silence."""
+
+    class Listing(Toy):
+        def forward(self, x: torch.Tensor, weights: list) -> torch.Tensor:
+            weights.append(self.weight.detach())
+            return super().forward(x)
+
+    def run(layers: nn.ModuleList, x: torch.Tensor) -> torch.Tensor:
+        weights = []
+        for layer in layers:
+            x = layer(x, weights)
+        return x + sum(weight.mean() for weight in weights)
+
+    def step(model: Loop) -> list[torch.Tensor]:
+        with torch.no_grad():
+            evaluated = model(torch.ones(2, WIDTH))
+        return [evaluated, *gradients(model)]
+
+    *ours, resident = of_all_and_resident(Loop(Listing, run), step)
+    for found in ours:
+        assert close(found, resident)
+
+
 def doubled(module, args, kwargs, result) -> torch.Tensor:
     return 2 * result
 
