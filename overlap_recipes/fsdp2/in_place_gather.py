@@ -200,6 +200,8 @@ class InPlaceGather:
 
     def post_forward(self, *arguments):
         output = super().post_forward(*arguments)
+        if not self.is_unsharded:
+            shared_slots.refuse_returned(self, output)
         unseen_outputs.gather_before(self, output)
         for group in self.then if self.all.in_forward else ():
             group.unshard()

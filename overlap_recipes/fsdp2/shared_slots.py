@@ -12,6 +12,7 @@ from torch import nn
 from torch.autograd.graph import increment_version
 from torch.multiprocessing.reductions import StorageWeakRef
 from torch.optim.optimizer import register_optimizer_step_post_hook
+from torch.utils._pytree import tree_leaves
 
 from . import peer_memory
 
@@ -247,8 +248,10 @@ class Copies:
         self.parts = list(self.flat.split(lengths))
 
     def bytes(self) -> torch.Tensor:
-        """As they are now; NaN is equal to itself."""
+        """As they are now; NaN is equal to itself, whichever NaN a cast has made of it."""
         torch._foreach_copy_(self.parts, self.sources)
+        if self.flat.is_floating_point() and self.flat.itemsize > 1:
+            self.flat.masked_fill_(self.flat.isnan(), torch.nan)
         return self.flat.view(torch.uint8)
 
 
@@ -312,6 +315,22 @@ def allow_reading(group) -> None:
 
 def storage_of(tensor: torch.Tensor) -> int:
     return getattr(tensor, "_local_tensor", tensor).untyped_storage()._cdata
+
+
+def refuse_returned(group, output: object) -> None:
+    """Refuse full weights in what a unit's forward has returned: the slot is another unit's next.
+
+    Raises:
+        RuntimeError: names the unit.
+    """
+    ours = {storage_of(weight) for weight in full_weights(group)}
+    for leaf in tree_leaves(output):
+        if isinstance(leaf, torch.Tensor) and leaf.layout is torch.strided:
+            if storage_of(leaf) in ours:
+                raise RuntimeError(
+                    f"{type(group.modules[0]).__name__} returns its full weights, or a view of "
+                    "them, where another unit's will be: return a copy, weight.clone()"
+                )
 
 
 @cache

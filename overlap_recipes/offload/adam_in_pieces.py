@@ -181,6 +181,13 @@ def refuse_other_adams(groups: list[dict], others: Iterable[str] = ()) -> None:
         raise ValueError(f"this AdamW has no setting {', '.join(sorted(found))}")
 
 
+def refuse_wide(parameters: Iterable[nn.Parameter]) -> None:
+    """Raise where masters and moments in float32 would not hold what is trained."""
+    for dtype in {p.dtype for p in parameters if p.requires_grad}:
+        if dtype.itemsize > torch.float32.itemsize:
+            raise ValueError(f"this AdamW computes in float32, and a parameter is in {dtype}")
+
+
 def take_changes(master: torch.Tensor, weight: torch.Tensor) -> None:
     """Where a weight is not its rounded master, something else has changed it: it counts."""
     parts = [(master, weight)]

@@ -32,6 +32,20 @@ def inputs_of(tree) -> list[torch.Tensor]:
     return list(found.values())
 
 
+def generators_in(tree) -> list[torch.Generator]:
+    """All generators of random numbers in nested tuples, lists and dicts."""
+    if isinstance(tree, torch.Generator):
+        return [tree]
+    if isinstance(tree, (dict, UserDict)):
+        tree = tree.values()
+    elif not isinstance(tree, (tuple, list)):
+        return []
+    found = []
+    for value in tree:
+        found += generators_in(value)
+    return found
+
+
 def exchanged(tree, others: dict[int, torch.Tensor]):
     """A copy of a nest: ``others`` maps ``id(tensor)`` to what takes its place.
 

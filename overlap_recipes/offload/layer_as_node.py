@@ -2,8 +2,9 @@
 # Overlap Recipes 0.1.0, overlap_recipes/offload/layer_as_node.py
 """Any layer as one node of autograd: run again in backward, differentiated there."""
 
-from collections.abc import Iterator
+from collections.abc import Iterable, Iterator
 from contextlib import contextmanager
+from contextvars import copy_context
 from functools import partial
 
 import torch
@@ -12,12 +13,23 @@ from torch.autograd.function import once_differentiable
 from torch.autograd.graph import get_gradient_edge
 from torch.utils.checkpoint import checkpoint, set_checkpoint_early_stop
 
-from .arguments import exchanged, handed_back, held_by, inputs_of, objects_in, tensors_in
+from .arguments import (
+    exchanged,
+    generators_in,
+    handed_back,
+    held_by,
+    inputs_of,
+    objects_in,
+    tensors_in,
+)
 from .layer_state import LayerState, version_of
 
-# Private by name: ``torch._C._will_engine_execute_node``; ``_version`` of tensors.
+# Private by name: ``torch._C._will_engine_execute_node``; ``_version`` and ``_backward_hooks`` of
+# tensors.
 
 MARK = "of_a_streamed_layer"  # an attribute of such a layer's forward
+FEW = 1024  # elements of a result that are compared between a layer's first two runs
+MOST = 2**-5  # by which these may differ, of the largest; the order of sums changes far less
 
 
 def refuse(title: str, *_) -> None:
@@ -38,6 +50,20 @@ def named(title: str) -> Iterator[None]:
         if note not in getattr(error, "__notes__", ()):
             error.add_note(note)
         raise
+
+
+@contextmanager
+def naming_changed_inputs() -> Iterator[None]:
+    """Where autograd refuses that a layer changes its input in place, say so."""
+    try:
+        yield
+    except RuntimeError as error:
+        if f"of {Entrance.__name__} is a view" not in str(error):
+            raise
+        raise RuntimeError(
+            "a layer changes an argument in place, and backward runs it again: have it change a "
+            "copy, x = x.clone()"
+        ) from error
 
 
 def marked(forward: partial) -> partial:
@@ -78,15 +104,39 @@ def pairs_of(ends: list, grads: tuple) -> list[tuple]:
     return pairs
 
 
+def few_of(result) -> list[torch.Tensor]:
+    """Some elements of each tensor of real numbers in a result, as they are now."""
+    found = []
+    for y in tensors_in(result):
+        if y.is_floating_point() and y.layout is torch.strided and y.numel():
+            flat = y.detach().flatten()
+            found.append(flat[:: -(-flat.numel() // FEW)].clone())
+    return found
+
+
+def are_alike(one: list[torch.Tensor], other: list[torch.Tensor]) -> bool:
+    """Whether two runs gave the same, but for the order of sums; waits for the device."""
+    if [x.shape for x in one] != [y.shape for y in other]:
+        return False
+    for x, y in zip(one, other, strict=True):
+        x, y = x.float().nan_to_num(), y.float().nan_to_num()
+        if (x - y).abs().max() > MOST * x.abs().max():
+            return False
+    return True
+
+
 class Run:
     """A layer's run in forward, and the same again in backward."""
 
     def __init__(self, owner, index: int) -> None:
         self.owner = owner
         self.index = index
+        self.trial = trial_of(owner, index)
         self.versions = None  # of what the first run has read
         self.sample = None  # of the weights that it has read
         self.state = None  # what the layer was before it
+        self.context = None  # Python's context variables in it
+        self.few = None  # of its result, unless a run in this mode has been compared
 
     def __call__(self, args: tuple, kwargs: dict) -> tuple:
         """The result, and the arguments as the layer has left its copy of them."""
@@ -102,7 +152,8 @@ class Run:
         if self.state is None:
             self.versions = versions
             self.sample = sample
-            result = self.first(args, kwargs)
+            with naming_changed_inputs():
+                result = self.first(args, kwargs)
         elif self.versions == versions and torch.equal(self.sample, sample):
             result = self.again(args, kwargs)
         else:
@@ -114,7 +165,8 @@ class Run:
 
     def first(self, args: tuple, kwargs: dict):
         """The run in forward."""
-        self.state = LayerState(self.owner.plain[self.index])
+        self.state = LayerState(self.owner.plain[self.index], generators_in((args, kwargs)))
+        self.context = copy_context()
         objects = objects_in((args, kwargs))
         before = held_by(objects)
         result = self.owner.run(self.index, args, kwargs)
@@ -125,12 +177,32 @@ class Run:
                 "use_cache=False if it is a cache, or decode under torch.no_grad"
             )
         self.state.forward_has_run()
+        if self.trial not in self.owner.alike:
+            self.few = few_of(result)
         return result
 
     def again(self, args: tuple, kwargs: dict):
         """The same run, in backward."""
+        # A hook that the layer gives its input is given to another tensor, not once more to that.
+        others = {id(x): Alias.apply(x) for x in inputs_of((args, kwargs))}
+        args, kwargs = exchanged((args, kwargs), others)
         with self.state.put_back():
-            return self.owner.run(self.index, args, kwargs)
+            result = self.context.run(self.owner.run, self.index, args, kwargs)
+        if self.few is not None and self.owner.is_differentiated(self.index):
+            self.compare(result)
+        return result
+
+    def compare(self, result) -> None:
+        """Raise if the second run gave something else: what it gives to backward is wrong then."""
+        if not are_alike(self.few, few_of(result)):
+            raise RuntimeError(
+                "a layer gave another result when backward ran it again: it reads what has "
+                "changed since (a global, another object's attribute, a tensor behind PyTorch's "
+                "back), or random numbers of a generator that is neither PyTorch's own, nor in "
+                "its arguments, nor an attribute of it. Pass it as an argument, or make it an "
+                "attribute of the layer"
+            )
+        self.owner.alike.add(self.trial)
 
 
 class Entrance(torch.autograd.Function):
@@ -144,6 +216,18 @@ class Entrance(torch.autograd.Function):
     @staticmethod
     def backward(ctx, grad: torch.Tensor) -> None:
         return refuse(ctx.title)
+
+
+class Alias(torch.autograd.Function):
+    """Another tensor of the same numbers; it saves nothing, which ``checkpoint`` would count."""
+
+    @staticmethod
+    def forward(ctx, x: torch.Tensor) -> torch.Tensor:
+        return x.view_as(x)
+
+    @staticmethod
+    def backward(ctx, gradient: torch.Tensor) -> torch.Tensor:
+        return gradient
 
 
 class Through(torch.autograd.Function):
@@ -160,9 +244,10 @@ class Through(torch.autograd.Function):
             entrances = [Entrance.apply(x.detach(), door, title) for x in inputs]
             entered = {id(x): entrance for x, entrance in zip(inputs, entrances, strict=True)}
             args, kwargs = exchanged((call["args"], call["kwargs"]), entered)
-            with runs_to_its_end(owner.plain[index]):
+            with runs_to_its_end(owner, index):
                 returned = checkpoint(Run(owner, index), args, kwargs, use_reentrant=False)
         result, left = returned
+        hand_out_hooks(zip(inputs, entrances, strict=True))
         # What the layer has put into lists and dicts leaves it as its result does.
         originals = {id(entrance): x for x, entrance in zip(inputs, entrances, strict=True)}
         left = exchanged(left, originals)
@@ -202,13 +287,32 @@ class Through(torch.autograd.Function):
         return None, None, None, None, *gradients
 
 
-def runs_to_its_end(plain: "Plain"):
-    """In the block, a layer is checkpointed so that backward may leave off early, but for RReLU.
+def trial_of(owner, index: int) -> tuple[int, bool]:
+    """A layer in a mode: what is looked at once for each."""
+    return index, owner.plain[index].layer.training
 
-    That would keep noise which its kernel has not written yet (pytorch#193671).
+
+def runs_to_its_end(owner, index: int):
+    """In the block, a layer is checkpointed so that backward may leave off early, but twice.
+
+    RReLU would keep noise which its kernel has not written yet (pytorch#193671). The first run of
+    all is compared with its second, which needs a result for that.
     """
-    has_noise = any(isinstance(module, nn.RReLU) for module in plain.modules())
-    return set_checkpoint_early_stop(not has_noise)
+    has_noise = any(isinstance(module, nn.RReLU) for module in owner.plain[index].modules())
+    has_been_compared = trial_of(owner, index) in owner.alike
+    return set_checkpoint_early_stop(has_been_compared and not has_noise)
+
+
+def hand_out_hooks(pairs: Iterable[tuple[torch.Tensor, torch.Tensor]]) -> None:
+    """Let inputs of a layer have the hooks that it gave to those that stand for them inside.
+
+    They get all of a tensor's gradient then, what comes from elsewhere as well.
+    """
+    for x, inside in pairs:
+        hooks = inside._backward_hooks or {}
+        for hook in list(hooks.values()):
+            x.register_hook(hook)
+        hooks.clear()
 
 
 class Plain(nn.Module):
@@ -238,12 +342,15 @@ def as_node(owner, index: int, args: tuple, kwargs: dict):
             where its outputs leave it with their gradients, and whether the weights get theirs; it
             returns the gradients of the inputs. ``plain[index]`` is the layer, ``views[index]``
             are the weights that ``run`` uses, ``sources(index)`` what they are made of, of which
-            ``sample(index)`` has a few elements: it must not change before backward.
+            ``sample(index)`` has a few elements: it must not change before backward. In ``alike``
+            are the trials whose second run has been compared with the first;
+            ``is_differentiated(index)`` says whether the weights are there for it.
             ``title(index)`` is the layer's in errors.
 
     Raises:
         TypeError: tensors come or leave in other containers than tuples, lists and dicts.
-        RuntimeError: here or in backward: gradients would be lost, or those of something else.
+        RuntimeError: here or in backward: gradients would be lost, or those of something else; the
+            layer's second run gave another result than its first.
     """
     call = {"args": args, "kwargs": kwargs}
     inputs = inputs_of((args, kwargs))

@@ -3,6 +3,7 @@
 """What a layer has besides its parameters, so that it runs again as it ran before."""
 
 import random
+import sys
 from collections import deque
 from collections.abc import Iterator
 from contextlib import contextmanager
@@ -15,11 +16,19 @@ SMALL = 2**20  # bytes: a tensor up to here is kept though it seems not to have 
 
 # Names that every module has; of them, those that can be another in the second run.
 OF_EVERY_MODULE = frozenset(vars(nn.Module()))
-CHANGEABLE = frozenset({"_buffers", "training"})
+HOOKS = frozenset(
+    {
+        "_forward_hooks",
+        "_forward_hooks_with_kwargs",
+        "_forward_pre_hooks",
+        "_forward_pre_hooks_with_kwargs",
+    }
+)
+CHANGEABLE = frozenset({"_buffers", "training"}) | HOOKS
 
 
 def attributes_of(module: nn.Module) -> dict:
-    """A module's buffers, its mode, and what its own class keeps on it."""
+    """A module's buffers, its mode, its forward's hooks, and what its own class keeps on it."""
     found = {}
     for name, value in vars(module).items():
         if name not in OF_EVERY_MODULE or name in CHANGEABLE:
@@ -93,16 +102,42 @@ def set_settings(settings: tuple) -> None:
         getattr(torch.backends.cuda, f"enable_{name}")(enabled)
 
 
+def draws_of_numpy() -> tuple | None:
+    """Where NumPy's own random numbers are, if somebody has imported it."""
+    numpy = sys.modules.get("numpy")
+    return None if numpy is None else numpy.random.get_state()
+
+
+def set_draws_of_numpy(state: tuple | None) -> None:
+    if state is not None:
+        sys.modules["numpy"].random.set_state(state)
+
+
+def random_now(generators: list[torch.Generator]) -> tuple:
+    """Where random numbers are, but for PyTorch's own: Python's, NumPy's, those of generators."""
+    return random.getstate(), draws_of_numpy(), [each.get_state() for each in generators]
+
+
+def set_random(state: tuple, generators: list[torch.Generator]) -> None:
+    of_python, of_numpy, of_generators = state
+    random.setstate(of_python)
+    set_draws_of_numpy(of_numpy)
+    for generator, its_state in zip(generators, of_generators, strict=True):
+        generator.set_state(its_state)
+
+
 class LayerState:
-    """A layer's buffers, attributes and modes as they are now, settings, Python's random numbers.
+    """A layer's buffers, attributes, modes and hooks as they are now, settings, random numbers.
 
     What a second run changes of them is gone behind it: forward has changed it already.
+    ``generators`` are others that the layer may draw from.
     """
 
-    def __init__(self, layer: nn.Module) -> None:
+    def __init__(self, layer: nn.Module, generators: list[torch.Generator]) -> None:
         copies = {}
         self.settings = settings_now()
-        self.random = random.getstate()
+        self.generators = generators
+        self.random = random_now(generators)
         self.attributes = {m: kept(attributes_of(m), copies) for m in layer.modules()}
 
     def forward_has_run(self) -> None:
@@ -112,10 +147,10 @@ class LayerState:
     @contextmanager
     def put_back(self) -> Iterator[None]:
         """For this block, the layer is as it was."""
-        random_now = random.getstate()
+        random_behind = random_now(self.generators)
         settings = settings_now()
         now = {module: attributes_of(module) for module in self.attributes}
-        random.setstate(self.random)
+        set_random(self.random, self.generators)
         set_settings(self.settings)
         exchange(self.attributes)
         try:
@@ -123,7 +158,7 @@ class LayerState:
         finally:
             exchange(now)
             set_settings(settings)
-            random.setstate(random_now)
+            set_random(random_behind, self.generators)
 
 
 def exchange(attributes: dict[nn.Module, dict]) -> None:

@@ -35,6 +35,7 @@ class ResidentLayers:
     """Layers that stay on the device; backward runs them again like the others."""
 
     def __init__(self, layers: list[nn.Module]) -> None:
+        self.alike = set()  # layers, by their mode, whose second run has given what the first had
         self.plain = [node.Plain(layer) for layer in layers]
         for index, layer in enumerate(layers):
             layer.forward = node.marked(partial(self.call, index))
@@ -47,16 +48,18 @@ class ResidentLayers:
         args, kwargs = caches.empty_copies(index, args, kwargs)
         # One gradient of each input leaves the layer, as from a layer that is streamed.
         entrances = {}  # by the input's ``id``
-        inputs = {}  # by the ``id`` of the view in its place
-        for x in arguments.inputs_of((args, kwargs)):
+        originals = {}  # by the ``id`` of the view in its place
+        inputs = arguments.inputs_of((args, kwargs))
+        for x in inputs:
             view = x.view_as(x)
             entrances[id(x)] = view
-            inputs[id(view)] = x
+            originals[id(view)] = x
         its_args, its_kwargs = arguments.exchanged((args, kwargs), entrances)
         run = node.Run(self, index)
-        with node.runs_to_its_end(self.plain[index]):
+        with node.runs_to_its_end(self, index):
             result, left = node.checkpoint(run, its_args, its_kwargs, use_reentrant=False)
-        arguments.handed_back((args, kwargs), arguments.exchanged(left, inputs))
+        node.hand_out_hooks((x, entrances[id(x)]) for x in inputs)
+        arguments.handed_back((args, kwargs), arguments.exchanged(left, originals))
         return result
 
     def sources(self, index: int) -> list[torch.Tensor]:
@@ -66,6 +69,10 @@ class ResidentLayers:
     def sample(self, index: int) -> torch.Tensor:
         """None of its elements: backward uses the weights that are there, as without us."""
         return torch.empty(0)
+
+    def is_differentiated(self, index: int) -> bool:
+        """Backward finds the weights in any case."""
+        return True
 
     def title(self, index: int) -> str:
         return f"layer {index} ({type(self.plain[index].layer).__name__})"
@@ -137,6 +144,7 @@ class StreamedModel(StreamedLayers):
         """What ``layer.forward`` is now."""
         with node.named(self.title(index)):
             self.check(self.layers[index])
+            self.before_forward(index)
         if torch.is_grad_enabled():
             self.refuse_ddp()
             number = self.resident_below + index
@@ -144,6 +152,18 @@ class StreamedModel(StreamedLayers):
         else:
             caches.refuse_going_on(args, kwargs)
         return super().call(index, *args, **kwargs)
+
+    def before_forward(self, layer: int) -> None:
+        """Called before a layer is run; ``HostAdamW`` needs it."""
+
+    def backward_of(self, index: int, begins: list, pairs: list, trains: bool) -> list:
+        frozen = [n for n, p in self.layers[index].trained.items() if not p.requires_grad]
+        if trains and frozen:
+            raise RuntimeError(
+                f"{frozen[0]} was frozen between forward and backward: behind backward, and take "
+                "the model anew"
+            )
+        return super().backward_of(index, begins, pairs, trains)
 
     @staticmethod
     def refuse_ddp() -> None:

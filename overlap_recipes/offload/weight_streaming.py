@@ -41,11 +41,13 @@ class StreamedLayers:
         self.stores = 0
 
         self.last = -1  # the layer that ran last
+        self.differentiated = -1  # the layer whose backward runs
         self.held = {}  # by slot: the layer that it was loaded with last
         self.recorded = set()  # layers that wait for their backward
-        self.loaded_from = {}  # by layer: versions and sample of its weights on the host then
+        self.loaded_from = {}  # by layer: what its weights on the host were then
         self.few_of_each = {}  # by layer: some elements of its weights, as they are now
         self.tried = set()  # layers, by their mode, whose first run left their weights alone
+        self.alike = set()  # layers, by their mode, whose second run has given what the first had
 
         self.streams = torch.get_device_module(device)
         self.h2d = self.streams.Stream()
@@ -190,9 +192,11 @@ class StreamedLayers:
 
     def run(self, index: int, args: tuple, kwargs: dict):
         views = {f"layer.{name}": view for name, view in self.views[index].items()}
+        for name, parameter in self.plain[index].named_parameters():
+            vars(views[name]).update(vars(parameter))  # what the model keeps on it
         flats = self.flats[index]
         before = [flat._version for flat in flats]
-        trial = (index, self.plain[index].layer.training)
+        trial = node.trial_of(self, index)
         sums = None
         if trial not in self.tried:
             sums = sums_of_bytes(flats)
@@ -206,9 +210,28 @@ class StreamedLayers:
                 "a layer changes its own weights in forward: the host's would not change; let the "
                 "training loop do it behind step(), or leave the layer out"
             )
-        return result
+        return self.without_slots(index, args, kwargs, result)
+
+    def without_slots(self, index: int, args: tuple, kwargs: dict, result):
+        """A layer's result with copies of its weights, where it returns them or a part of them.
+
+        So have the lists and dicts among its arguments, if it puts weights into them.
+        """
+        slots = {flat.untyped_storage().data_ptr() for flat in self.flats[index]}
+        copies = {}
+        for y in arguments.tensors_in((result, args, kwargs)):
+            if y.layout is torch.strided and y.untyped_storage().data_ptr() in slots:
+                copies[id(y)] = y.clone()
+        if not copies:
+            return result
+        arguments.handed_back((args, kwargs), arguments.exchanged((args, kwargs), copies))
+        return arguments.exchanged(result, copies)
 
     # Backward
+
+    def is_differentiated(self, index: int) -> bool:
+        """Whether a layer's backward runs: then its slot has its weights."""
+        return self.differentiated == index
 
     def backward(self, index: int, begins: list, pairs: list, trains: bool) -> list:
         """Run a layer again, send its gradients to the host; return those of its inputs.
@@ -235,7 +258,11 @@ class StreamedLayers:
             names = list(self.totals[index])
             adds = self.load_sum(index)
         wanted = [self.views[index][name] for name in names] + begins
-        found = torch.autograd.grad(ends, wanted, grads, allow_unused=True)
+        self.differentiated = index
+        try:
+            found = torch.autograd.grad(ends, wanted, grads, allow_unused=True)
+        finally:
+            self.differentiated = -1
         self.recorded.discard(index)
         self.release(index)
         for earlier in range(index - 1, max(index - self.slots, 0) - 1, -1):

@@ -49,6 +49,7 @@ class HostAdamW(torch.optim.Optimizer):
         self.in_backward = in_backward
         self.group_of = {}  # by parameter the number of its group, in the order of groups
         for number, group in enumerate(self.param_groups):
+            pieces.refuse_wide(group["params"])
             for parameter in group["params"]:
                 self.group_of[parameter] = number
         if hasattr(streamed, "updates"):  # a model that its host's ranks share
@@ -72,11 +73,17 @@ class HostAdamW(torch.optim.Optimizer):
             self.hooks.append(
                 module.register_load_state_dict_post_hook(lambda loaded, _: self.reload(loaded))
             )
+        streamed.before_forward = self.refuse_updated
         streamed.before_gradients = self.before_gradients
         streamed.after_gradients = self.reduce
         streamed.after_store = self.stored
         streamed.optimizer = self
         self.handled = id(sys.exc_info()[1])  # what is being handled where this one is made
+
+    @property
+    def _step_supports_amp_scaling(self) -> bool:
+        """Whether a ``GradScaler`` is to leave gradients as they are, and to set ``found_inf``."""
+        return self.in_backward
 
     def add_param_group(self, param_group: dict) -> None:
         if hasattr(self, "group_of"):
@@ -93,12 +100,13 @@ class HostAdamW(torch.optim.Optimizer):
         self.host.take_changes(layer)  # before any rank of the host can update it
 
     def refuse_updated(self, layer: int) -> None:
-        """With ``in_backward``: a layer's weights must be those of its forward."""
+        """With ``in_backward``: a layer's weights must be of the same step as all others."""
         trained = self.streamed.layers[layer].trained.values()
         if self.in_backward and any(parameter in self.norms for parameter in trained):
             raise RuntimeError(
-                "updated already: earlier microbatches go in no_sync(); a model that runs a layer "
-                "twice in a forward needs in_backward=False"
+                "updated already: step() comes before the next forward, an evaluation as well; "
+                "earlier microbatches go in no_sync(); a model that runs a layer twice in a "
+                "forward needs in_backward=False"
             )
 
     def reduce(self, layer: int) -> None:
@@ -158,6 +166,11 @@ class HostAdamW(torch.optim.Optimizer):
         if self.streamed.optimizer is not self:
             raise RuntimeError("this optimizer has ended: step in its block")
         self.host.check()
+        if self.in_backward and hasattr(self, "found_inf"):
+            raise RuntimeError(
+                "layers are updated already, by scaled gradients: load a checkpoint, and train "
+                "with no GradScaler, or with in_backward=False"
+            )
         loss = None
         if closure:
             with torch.enable_grad():
@@ -303,7 +316,7 @@ class HostAdamW(torch.optim.Optimizer):
             self.host.close()
             for hook in self.hooks:
                 hook.remove()
-            for name in ("before_gradients", "after_gradients", "after_store"):
+            for name in ("before_forward", "before_gradients", "after_gradients", "after_store"):
                 vars(self.streamed).pop(name, None)
             self.streamed.optimizer = None
 

@@ -379,7 +379,8 @@ if __name__ == "__main__":
 # * Weights changed between a gather and its use (inside a forward, before its backward, behind
 #   ``begin_next_forward()``) in a way that PyTorch does not count (``.data``, ``dcp.load``, collectives):
 #   a sample is compared, and the next forward raises. A few changed elements can pass.
-# * A reference to full weights that is kept beyond ``reshard()`` reads another unit's numbers.
+# * A reference to full weights that is kept beyond ``reshard()`` reads another unit's numbers;
+#   a unit that returns them is an error.
 # * A gradient is in ``.grad`` one unit later. So an optimizer in backward steps a unit later.
 # * After an exception in backward, call ``zero_grad()`` before you go on.
 #

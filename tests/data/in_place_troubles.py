@@ -25,6 +25,7 @@ from in_place_models import (
     POLICIES,
     SLOTS,
     WIDTH,
+    Block,
     Counted,
     Model,
     in_place,
@@ -489,7 +490,55 @@ def two_copies_of_the_library() -> None:
             step(model)
 
 
+class ReturnsWeights(Block):
+    """Returns a weight of its own beside what it has computed, or a view of it."""
+
+    def __init__(self, whole: bool) -> None:
+        super().__init__()
+        self.whole = whole
+
+    def forward(self, x: torch.Tensor) -> tuple[torch.Tensor, torch.Tensor]:
+        weight = self.up.weight
+        return super().forward(x), weight if self.whole else weight.t()[1:]
+
+
+class WithWeightsOfBlocks(Model):
+    def forward(self, ids: torch.Tensor) -> torch.Tensor:
+        x = self.embed(ids)
+        weights = []
+        for block in self.blocks:
+            x, weight = block(x)
+            weights.append(weight)
+        return self.output(self.norm(x)).float() + sum(weight.mean() for weight in weights)
+
+
+def full_weights_returned() -> None:
+    """They were another unit's by the time they were used; stock FSDP2 has freed them, an error."""
+    for whole in (True, False):
+        model = WithWeightsOfBlocks()
+        for number in range(len(model.blocks)):
+            model.blocks[number] = ReturnsWeights(whole)
+        model, _ = in_place(shard(FP32, model=model))
+        for grads in (True, False):
+            with torch.set_grad_enabled(grads):
+                expect("returns its full weights", partial(loss_of, model, 0))
+
+
+def weights_that_are_no_numbers() -> None:
+    """A cast may make another NaN of one: that was taken for a change behind the gather."""
+    model, _ = in_place(shard(FP32))
+    optimizer = torch.optim.SGD(model.parameters(), lr=0.1)
+    for turn in range(4):
+        loss = loss_of(model, turn) * (torch.nan if turn == 1 else 1.0)
+        loss.backward()
+        optimizer.step()
+        optimizer.zero_grad()
+    assert loss_of(model, 4).isnan()
+
+
 TROUBLES = (
+    full_weights_returned,
+    weights_that_are_no_numbers,
     by_one_call,
     one_call_refuses_and_changes_nothing,
     two_copies_of_the_library,

@@ -113,6 +113,14 @@ def test_what_is_trained_does_not_change_in_silence(change):
         model(**batch(0)).loss.backward()
 
 
+def test_parameters_that_float32_does_not_hold_are_refused():
+    """The first backward raised, of a norm's dtype."""
+    model = llama(torch.float64)
+    refused = pytest.raises(ValueError, match="computes in float32.* torch.float64")
+    with closing(streamed_of(model)) as streamed, refused:
+        whole(model, streamed)
+
+
 def test_an_adamw_that_this_is_not_is_refused():
     model = llama(torch.bfloat16)
     with closing(streamed_of(model)) as streamed:

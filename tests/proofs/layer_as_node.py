@@ -1,7 +1,7 @@
 """``as_node``: layers that run again in backward have the gradients of ordinary ones, bit by bit.
 
 With keyword arguments, dropout, a buffer that each forward changes and a result that is no tensor
-alone. Every layer must have run twice, the second time last first.
+alone. Every layer must have run twice, the second time last first, and given the same.
 """
 
 from copy import deepcopy
@@ -38,6 +38,7 @@ class Owner:
 
     def __init__(self, layers: nn.ModuleList) -> None:
         self.plain, self.runs, self.gradients = [Plain(layer) for layer in layers], [], {}
+        self.alike = set()
         self.views = [dict(plain.named_parameters()) for plain in self.plain]
         for index, layer in enumerate(layers):
             layer.forward = partial(self.call, index)
@@ -50,6 +51,9 @@ class Owner:
 
     def sample(self, index: int) -> torch.Tensor:
         return torch.cat([weight.detach().flatten()[:4] for weight in self.sources(index)])
+
+    def is_differentiated(self, index: int) -> bool:
+        return True
 
     def title(self, index: int) -> str:
         return f"layer {index}"
