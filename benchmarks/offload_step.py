@@ -348,7 +348,7 @@ class Benchmark:
         tensors = []
         for layer in layers:
             for block in host.blocks[layer]:
-                tensors += block[3:]
+                tensors += block[4:]
         left = iter(tensors)  # one for all threads
 
         def work() -> None:
@@ -414,7 +414,7 @@ class Benchmark:
                 steps = train(loop, self.size.steps, warm=1)
                 forward, backward = clock.close()
                 seconds[tokens][depth] = {
-                    "step_s": min(steps),
+                    "step_s": statistics.median(steps),
                     "forward_s": forward,
                     "backward_s": backward,
                 }
@@ -452,7 +452,7 @@ class Benchmark:
         fields |= self.against_bound(ours, tokens, clip, step)
         fields["host_parameters"] = ours.host_parameters
         fields["device_state_bytes"] = ours.device_state_bytes
-        fields["layers_on_device"] = len(ours.streamed.resident)
+        fields["layers_on_device"] = len(ours.streamed.resident.plain)
         name = "streamed_adam" if clip else "streamed_adam_in_backward"
         self.row(name, tokens, ours.memory, **fields, samples=samples)
 
@@ -520,7 +520,7 @@ class Benchmark:
         fields["parameters"] = parameters
         fields["state_bytes"] = STATE_BYTES * parameters
         fields["layers"] = layers
-        fields["layers_on_device"] = len(ours.streamed.resident)
+        fields["layers_on_device"] = len(ours.streamed.resident.plain)
         fields["host_parameters"] = ours.host_parameters
         fields["optimizer_in_step"] = True
         if self.device.type == "cuda":

@@ -252,6 +252,9 @@ def _nothing_follows(body: list[ast.stmt], line: int) -> bool:
         return False
     if isinstance(last, ast.For | ast.While):  # its next turn would follow
         return False
+    if isinstance(last, ast.Try | ast.TryStar) and last.orelse:
+        if line <= last.body[-1].end_lineno:  # its ``else`` would follow
+            return False
     for block in _blocks_of(last):
         is_in_block = block[0].lineno <= line <= block[-1].end_lineno
         if is_in_block and not _nothing_follows(block, line):

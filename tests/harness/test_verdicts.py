@@ -110,6 +110,7 @@ BAD = {
     "hangs": bad("hung", "still running at the deadline, in recv", deadline_s=3),
     "killed": bad("killed", "ended by SIGKILL"),
     "exits_early": bad("exited_early", r"sys.exit.0. before the recipe's last line"),
+    "exits_before_an_else": bad("exited_early", r"sys.exit.0. before the recipe's last line"),
     "leaves_a_process": bad("left_process", "Event"),
     "leaves_a_thread": bad("left_thread", "uploader", deadline_s=4),
     "leaves_a_process_group": bad("left_process_group", "still initialised"),
