@@ -230,8 +230,11 @@ def prove_damage_is_named(directory: Path, device: torch.device) -> None:
     file = copy / f"__{dist.get_world_size() - 1}_0.distcp"
     if dist.get_rank() == 0:
         shutil.copytree(directory, copy)
+        entries = dcp.FileSystemReader(copy).read_metadata().storage_data.values()
+        in_file = [entry for entry in entries if entry.relative_path == file.name]
+        longest = max(in_file, key=lambda entry: entry.length)
         content = bytearray(file.read_bytes())
-        content[len(content) // 2] ^= 1
+        content[longest.offset + longest.length // 2] ^= 1  # in the bytes of a tensor
         file.write_bytes(content)
     dist.barrier()
     try:
