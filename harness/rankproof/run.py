@@ -32,6 +32,7 @@ from rankproof.recipe import (
 from rankproof.starts import own_ranks, takes_dir
 
 HOME = str(Path(__file__).resolve().parent.parent)  # what to put on a path to import rankproof
+GROUPS_UNSEEN = "whether the ranks that it starts leave their process groups is not seen"
 SAVES_UNSEEN = "what the processes that it starts save is not seen"
 MAY_WRITE_HINT = "if that is where it is to write: --allow DIR"
 INSTALLED = HOME in map(os.path.realpath, site.getsitepackages())  # it is on every path already
@@ -406,8 +407,10 @@ def run(
         report.seconds = time.monotonic() - started
         _judge(report, run_dir, deadline_s, order, own_places(recipe), off)
         _turn_off(report, off)
-        if launcher == "python" and recipe.saves and report.nothing_to_judge:
-            report.unjudged = report.unjudged or [SAVES_UNSEEN]
+        if launcher == "python":
+            report.notes.append(GROUPS_UNSEEN)
+            if recipe.saves and report.nothing_to_judge:
+                report.unjudged = report.unjudged or [SAVES_UNSEEN]
         taken = [f.text for f in report.failures if judge.TAKEN_PORT.search(f.text)]
         if taken:
             report.unjudged = [f"a port was taken, by this run or another program: {taken[0]}"]

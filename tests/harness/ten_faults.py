@@ -9,6 +9,7 @@ accelerate's tests run scripts under torchrun. It prints what each says, and how
 
 import argparse
 import contextlib
+import importlib.util
 import os
 import re
 import runpy
@@ -40,6 +41,7 @@ FAULTS = (
 WITH_ORDER = ("async_used_before_wait",)
 PATIENCE_S = 60  # what each is told to wait for a script that hangs
 LIMIT_S = 90  # after which nobody waits any more
+ENDS_ITSELF_S = 5  # multiprocessing's resource tracker does, behind its parent
 SCRIPT = "SCRIPT_OF_THE_TEST"
 
 
@@ -115,14 +117,16 @@ def in_a_process(way: str, script: Path) -> str:
 
 
 def end_what_runs(work: str) -> int:
-    """End every process whose home is ``work``; how many there were."""
-    ended = 0
+    """End every process whose home is ``work``; how many there were that did not end themselves."""
+    left = []
     for process in psutil.process_iter():
         with contextlib.suppress(psutil.Error):
             if process.environ().get("HOME") == work:
-                process.kill()
-                ended += 1
-    return ended
+                left.append(process)
+    _, left = psutil.wait_procs(left, ENDS_ITSELF_S)
+    for process in left:
+        process.kill()
+    return len(left)
 
 
 def first_error(text: str) -> str:
@@ -145,7 +149,10 @@ WAYS = {
 def main() -> None:
     parser = argparse.ArgumentParser(description=__doc__)
     parser.add_argument("--only", nargs="+", default=FAULTS)
-    for name in parser.parse_args().only:
+    only = parser.parse_args().only
+    if importlib.util.find_spec("expecttest") is None:
+        sys.exit("torch's MultiProcessTestCase needs it: pip install expecttest")
+    for name in only:
         for way, judge in WAYS.items():
             started = time.monotonic()
             said = judge(BAD / f"{name}.py")

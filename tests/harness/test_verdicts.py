@@ -54,7 +54,7 @@ def unknown(cause: str, **settings) -> Case:
 GOOD = {
     "fsdp1": good("judged: 1 saves, 2 leaves"),
     "ddp": good("ran; nothing to judge"),
-    "spawns": good(launcher="python"),
+    "spawns": good("note: whether the ranks that it starts .* is not seen", launcher="python"),
     "starts_processes": good(launcher="auto"),
     "spawns_by_a_bare_name": good(launcher="auto"),
     "processes_with_a_default_port": good(launcher="auto"),
