@@ -16,10 +16,11 @@ import operator
 import random
 import sys
 from collections import OrderedDict
-from collections.abc import Callable, Iterable
+from collections.abc import Callable, Iterable, Iterator
 from copy import deepcopy
 from functools import cache
-from itertools import chain
+from inspect import isgeneratorfunction
+from itertools import chain, islice
 from types import ModuleType
 from typing import NamedTuple
 
@@ -30,7 +31,7 @@ from torch.distributed.checkpoint import state_dict as dcp_state
 from torch.distributed.checkpoint.stateful import Stateful
 from torch.distributed.fsdp import FullyShardedDataParallel
 from torch.distributed.tensor import DTensor, Replicate, Shard
-from torch.utils.data import DataLoader, RandomSampler, SequentialSampler
+from torch.utils.data import DataLoader, IterableDataset, RandomSampler, SequentialSampler
 
 from .frozen import digests_of_ranks, own_sums
 
@@ -98,6 +99,11 @@ NO_ORDER = (
     "%s is a DataLoader whose %s draws another order after a restart: what it has drawn is in no "
     "state. Use StatefulDataLoader(shuffle=True), or a sampler with a seed (accelerate: "
     "DataLoaderConfiguration(use_seedable_sampler=True))"
+)
+
+DRAWS_AT_ONCE = (
+    "%s: what %s draws in iter() is in no state, so a job that resumes would have another order: "
+    "make its __iter__ a generator (yield from ...), or let it draw from a seed and its epoch"
 )
 
 FORMAT = 2  # of ``has_state``; the first was the optimizers' keys alone
@@ -760,7 +766,9 @@ class TrainingState(AppState):
         model: the model.
         optimizers: one, several, a list of them, or none.
         per_rank: what is at another place on each rank, by name: ``{"data": loader}``. Each rank
-            saves its own and loads its own. On another number of ranks, an object with a method
+            saves its own and loads its own. A pass of a loader that goes on behind a load has the
+            order of its samples, and draws none of the job's random numbers; those of its workers
+            begin anew, from the same seeds. On another number of ranks, an object with a method
             ``load_state_dicts`` gets the list of what all ranks have saved; for any other the load
             raises.
         trainable_only: leave out parameters without ``requires_grad``, as of LoRA's base; never
@@ -805,7 +813,15 @@ class TrainingState(AppState):
         return state
 
     def of_this_rank(self) -> dict[str, bytes]:
-        return {name: packed(item.state_dict()) for name, item in self.per_rank.items()}
+        states = {}
+        for name, item in self.random_last():
+            states[name] = packed(item.state_dict())
+        return states
+
+    def random_last(self) -> list[tuple[str, Stateful]]:
+        """What each rank has for itself; others may draw random numbers as they save or load."""
+        others = [each for each in self.per_rank.items() if each[0] != RandomNumbers.NAME]
+        return [*others, (RandomNumbers.NAME, self.per_rank[RandomNumbers.NAME])]
 
     def take(
         self, state: dict, contents: dict, is_skipped: Callable[[str], bool] = lambda name: False
@@ -815,7 +831,7 @@ class TrainingState(AppState):
             if not is_skipped(name):
                 item.load_state_dict(state[name])
         of_ranks = state.get(PER_RANK, {})
-        for name, item in self.per_rank.items():
+        for name, item in self.random_last():
             if of_ranks and not is_skipped(name):
                 take_of_ranks(name, item, of_ranks, contents["ranks"])
 
@@ -841,19 +857,13 @@ class RandomNumbers:
         self.job = job
 
     def state_dict(self) -> dict:
-        numpy = sys.modules.get("numpy")
-        state = {"python": random.getstate()}
-        if numpy is not None:
-            state["numpy"] = numpy.random.get_state()
+        state = numbers_of_host()
         for name, source in torch_generators().items():
             state[name] = source.get_rng_state()
         return state
 
     def load_state_dict(self, state: dict) -> None:
-        if "python" in state:  # not in checkpoints of earlier versions
-            random.setstate(state["python"])
-        if "numpy" in state:
-            importlib.import_module("numpy.random").set_state(state["numpy"])
+        set_numbers_of_host(state)
         for name, source in torch_generators().items():
             if name in state:
                 source.set_rng_state(state[name])
@@ -866,6 +876,130 @@ class RandomNumbers:
         if numpy is not None:
             numpy.random.seed(seed % 2**32)
         LOG.warning(SEEDED_ANEW, world_size(), len(states))
+
+
+def numbers_of_host() -> dict:
+    """The random numbers of Python, NumPy (if it was imported) and torch on the host."""
+    numpy = sys.modules.get("numpy")
+    state = {"python": random.getstate(), "host": torch.get_rng_state()}
+    if numpy is not None:
+        state["numpy"] = numpy.random.get_state()
+    return state
+
+
+def set_numbers_of_host(state: dict) -> None:
+    """Take what ``numbers_of_host`` gave; checkpoints of earlier versions have fewer."""
+    if "python" in state:
+        random.setstate(state["python"])
+    if "numpy" in state:
+        importlib.import_module("numpy.random").set_state(state["numpy"])
+    if "host" in state:
+        torch.set_rng_state(state["host"])
+
+
+def has_drawn_more_than_a_seed(before: dict) -> bool:
+    """Whether random numbers were drawn since ``before``, but for what a loader draws itself."""
+    after = numbers_of_host()
+    if after["python"] != before["python"]:
+        return True
+    if "numpy" in before and value_of_numpy(after) != value_of_numpy(before):
+        return True
+    if torch.equal(after["host"], before["host"]):
+        return False
+    torch.set_rng_state(before["host"])
+    torch.empty((), dtype=torch.int64).random_()  # as ``DataLoader`` draws the seed of workers
+    of_seed = torch.get_rng_state()
+    torch.set_rng_state(after["host"])
+    return not torch.equal(after["host"], of_seed)
+
+
+def draw_first(iterator: Iterator) -> None:
+    """Let a sampler that is to skip what was taken do so now, with the numbers of its pass."""
+    rest = getattr(iterator, "_sampler_iter", None)
+    if isinstance(rest, islice):
+        first = [*islice(rest, 1)]
+        iterator._sampler_iter = chain(first, rest)
+
+
+def value_of_numpy(numbers: dict) -> tuple:
+    kind, keys, *position = numbers["numpy"]
+    return kind, keys.tobytes(), *position
+
+
+class LoaderInPass:
+    """A loader that knows where it is, with the random numbers from which its pass began.
+
+    The order of a sampler, the seeds of the workers and what a dataset draws come from them. A pass
+    that goes on behind a load begins with them again, and leaves the job's own as they are.
+    """
+
+    KEY = "overlap_recipes.pass"  # in the state of the loader
+
+    def __init__(self, name: str, item: Stateful, loader: DataLoader) -> None:
+        self.item = item
+        self.name = name
+        self.generator = loader.generator
+        sampler = type(innermost_sampler(loader))
+        has_sampler = not isinstance(loader.dataset, IterableDataset)
+        self.draws_at_once = has_sampler and not isgeneratorfunction(sampler.__iter__)
+        self.sampler = sampler.__name__
+        self.unknown_order = False
+        self.began: dict | None = None  # None: before this object was made
+        self.goes_on = False  # whether a load has given the pass that comes next
+        self.make_iterator = loader._get_iterator
+        loader._get_iterator = self.begin
+        if hasattr(item, "load_state_dicts"):
+            self.load_state_dicts = item.load_state_dicts
+
+    def begin(self) -> Iterator:
+        """Make the iterator of a pass, for the loader."""
+        own = self.numbers()
+        if not self.goes_on:
+            self.began = own
+            iterator = self.make_iterator()
+            if self.draws_at_once and has_drawn_more_than_a_seed(own):
+                self.unknown_order = True
+            return iterator
+        self.goes_on = False
+        try:
+            if self.began is not None:
+                self.set_numbers(self.began)
+            iterator = self.make_iterator()
+            draw_first(iterator)
+            return iterator
+        finally:
+            self.set_numbers(own)
+
+    def numbers(self) -> dict:
+        numbers = numbers_of_host()
+        if self.generator is not None:
+            numbers["generator"] = self.generator.get_state()
+        return numbers
+
+    def set_numbers(self, numbers: dict) -> None:
+        set_numbers_of_host(numbers)
+        if self.generator is not None and "generator" in numbers:
+            self.generator.set_state(numbers["generator"])
+
+    def state_dict(self) -> dict:
+        state = self.item.state_dict()  # may begin a pass
+        if self.unknown_order:
+            raise ValueError(DRAWS_AT_ONCE % (self.name, self.sampler))
+        if not isinstance(state, dict):
+            return state
+        of_pass = {"began": self.began, "now": self.numbers().get("generator")}
+        return {**state, self.KEY: of_pass}
+
+    def load_state_dict(self, state: dict) -> None:
+        of_pass = {}
+        if isinstance(state, dict):
+            of_pass = state.get(self.KEY, {})  # not in checkpoints of earlier versions
+            state = {key: value for key, value in state.items() if key != self.KEY}
+        self.item.load_state_dict(state)
+        self.goes_on = True
+        self.began = of_pass.get("began")
+        if self.generator is not None and of_pass.get("now") is not None:
+            self.generator.set_state(of_pass["now"])
 
 
 def torch_generators() -> dict[str, ModuleType]:
@@ -934,6 +1068,7 @@ def as_stateful(name: str, item: object) -> Stateful:
         sampler = innermost_sampler(inner)
         if draws_without_a_state(sampler):
             raise TypeError(NO_ORDER % (name, type(sampler).__name__))
+        return LoaderInPass(name, item, inner)
     if not isinstance(item, Stateful):
         raise TypeError(f"{name} has no state_dict and load_state_dict; a dict of values would do")
     return item
