@@ -76,7 +76,21 @@ PLAIN = (
 ON_META = "%s is frozen and still lies on meta: load the base first"
 NOT_OF_THE_MODEL = (
     "an optimizer trains a parameter of shape %s that the model does not have: make the optimizer "
-    "behind what replaces parameters (fully_shard, model.to, to_empty, adapters)"
+    "behind what replaces parameters (fully_shard, model.to, to_empty, adapters), and give "
+    "TrainingState a model that has all that is trained: nn.ModuleList([model, criterion])"
+)
+MORE_STATE = (
+    "%s has %s beside state and param_groups, which no checkpoint would have: give the optimizer "
+    "inside it, and what has the rest by a name of its own"
+)
+OTHER_KEYS = (
+    "%s keeps state under %r, which is no parameter: no checkpoint would have it. Keep it in an "
+    "object with state_dict and load_state_dict, and give that by a name"
+)
+OTHER_KIND = "the checkpoint is of another kind of optimizer: %s needs %s, which it does not have"
+REPLACED = (
+    "%s is a %s: a load would put another one into the dict, and what holds this one would not "
+    "know. Give it by a name of its own"
 )
 FROZEN_CHANGED = (
     "%s: frozen, left out of checkpoints, and changed since the first of them: no load would bring "
@@ -131,11 +145,21 @@ def is_new(optimizer: torch.optim.Optimizer) -> bool:
     return not any(not isinstance(own, dict) or own for own in optimizer.state.values())
 
 
+def refuse_more_state(optimizer: torch.optim.Optimizer) -> None:
+    """Raise if its state has more than PyTorch's, as that of PostLocalSGDOptimizer has."""
+    if type(optimizer).state_dict is torch.optim.Optimizer.state_dict:
+        return
+    more = sorted(optimizer.state_dict().keys() - {"state", "param_groups"})
+    if more:
+        raise TypeError(MORE_STATE % (type(optimizer).__name__, ", ".join(more)))
+
+
 class AppState(Stateful):
     """Model, optimizer or several, and the number of steps taken.
 
     Raises:
-        TypeError: an optimizer keeps its state in another one, or plain tensors of a shard.
+        TypeError: an optimizer keeps its state in another one or beside PyTorch's, or plain tensors
+            of a shard.
         ValueError: two optimizers share a parameter, or a checkpoint does not fit this job.
     """
 
@@ -160,6 +184,7 @@ class AppState(Stateful):
             for name, inner in vars(outer).items():
                 if isinstance(inner, torch.optim.Optimizer) and inner.state is not outer.state:
                     raise TypeError(f"{type(outer).__name__} keeps its state in {name}: pass that")
+            refuse_more_state(outer)
 
     def state_dict(self) -> dict:
         """What a checkpoint holds, and what ``dcp.load`` fills."""
@@ -301,6 +326,10 @@ class AppState(Stateful):
         A job whose optimizers have state is asked by ``read_states``, if that gives what DCP gives:
         580 parameters in 48 layers cost DCP about six times as long, most of it to find names.
         """
+        for optimizer in self.optimizers:
+            for key in optimizer.state:
+                if not torch.is_tensor(key):
+                    raise ValueError(OTHER_KEYS % (type(optimizer).__name__, key))
         new = [optimizer for optimizer in self.optimizers if is_new(optimizer)]
         if self.reads_as_dcp and not new:
             model, optim = self.read_states()
@@ -330,7 +359,9 @@ class AppState(Stateful):
         """DCP's answer; where a new optimizer cannot step at rate 0, states without its own."""
         try:
             return self.ask_dcp(new)
-        except Exception:
+        except Exception as error:
+            if isinstance(error, KeyError) and not self.has_flat_parameters():
+                self.names_of_parameters()  # raises what is wrong, where DCP gives a number
             if not new or self.has_flat_parameters():
                 raise
             return self.read_states()
@@ -495,7 +526,7 @@ class AppState(Stateful):
                 saved = take_group(left, wanted, is_skipped, group)
                 found.append(saved | {"params": [numbers[name] for name in wanted]})
             moments = {number: state[n] for n, number in numbers.items() if n in state}
-            optimizer.load_state_dict({"state": moments, "param_groups": found})
+            load_kind(optimizer, {"state": moments, "param_groups": found})
             if type(optimizer).load_state_dict is torch.optim.Optimizer.load_state_dict:
                 for number, saved in moments.items():
                     cast = optimizer.state[own[number]]
@@ -527,6 +558,26 @@ class AppState(Stateful):
                 parameter.requires_grad_(False)
 
 
+def load_kind(optimizer: torch.optim.Optimizer, state: dict) -> None:
+    """Load ``state``; raise if it is of an optimizer that steps with other settings."""
+    own: set[str] = set()
+    saved: set[str] = set()
+    for group in optimizer.param_groups:
+        own.update(group)
+    for group in state["param_groups"]:
+        saved.update(group)
+    needed = own & optimizer.defaults.keys()
+    unknown = {name for name in saved - own if not name.endswith("_lr")}  # a scheduler's
+    try:
+        optimizer.load_state_dict(state)
+    except KeyError as error:
+        raise ValueError(OTHER_KIND % (type(optimizer).__name__, error)) from error
+    for group in optimizer.param_groups:
+        lacking = sorted(needed - group.keys())
+        if lacking and unknown:  # a later version of an optimizer may need more
+            raise ValueError(OTHER_KIND % (type(optimizer).__name__, ", ".join(lacking)))
+
+
 def take_group(
     left: list[dict], wanted: list[str], is_skipped: Callable[[str], bool], own: dict
 ) -> dict:
@@ -550,6 +601,8 @@ def uncast(loaded: object, saved: object) -> object:
     if isinstance(saved, (list, tuple)):
         values = [uncast(cast, value) for cast, value in zip(loaded, saved, strict=True)]
         return type(saved)(*values) if hasattr(saved, "_fields") else type(saved)(values)
+    if isinstance(saved, str):
+        return saved  # torch takes its letters for a list
     if not torch.is_tensor(saved) or loaded.dtype == saved.dtype:
         return loaded
     return saved.to(loaded.device)
@@ -781,9 +834,10 @@ class TrainingState(AppState):
             save fails if it is not; of tensors, the first save names in a warning those that are
             not, up to 1 MiB each, and rank 0's are saved.
 
-    Objects in ``per_rank`` and ``shared`` have ``state_dict`` and ``load_state_dict``, or are dicts
-    of values: ``progress={"epoch": 0, "best": 0.0}``, which a load changes in place. PyTorch's own
-    ``dcp.load`` loads on as many ranks as have saved; on more it misses the keys of ``per_rank``.
+    Objects in ``per_rank`` and ``shared`` have ``state_dict`` and ``load_state_dict``, or are
+    generators of torch, Python or NumPy, or are dicts of values, which a load changes in place:
+    ``progress={"epoch": 0, "best": 0.0}``. PyTorch's own ``dcp.load`` loads on as many ranks as
+    have saved; on more it misses the keys of ``per_rank``.
 
     Raises:
         TypeError: an argument is not what it stands for.
@@ -1028,15 +1082,61 @@ class Several:
 class Values:
     """A dict of a job's own values, such as its epoch; a load changes it in place."""
 
-    def __init__(self, values: dict) -> None:
+    def __init__(self, name: str, values: dict) -> None:
+        refuse_objects(name, values)
+        self.name = name
         self.values = values
 
     def state_dict(self) -> dict:
+        refuse_objects(self.name, self.values)
         return {**self.values}
 
     def load_state_dict(self, state: dict) -> None:
         self.values.clear()
         self.values.update(state)
+
+
+def refuse_objects(name: str, value: object) -> None:
+    """Raise ``TypeError`` if ``value``, or what is in it, is more than a value."""
+    if isinstance(value, dict):
+        for key, inner in value.items():
+            refuse_objects(f"{name}[{key!r}]", inner)
+    elif isinstance(value, (list, tuple)):
+        for number, inner in enumerate(value):
+            refuse_objects(f"{name}[{number}]", inner)
+    elif isinstance(value, Stateful) or as_generator(value) is not None:
+        raise TypeError(REPLACED % (name, type(value).__name__))
+
+
+class Generator:
+    """A source of random numbers of the job's own."""
+
+    def __init__(self, read: Callable[[], object], write: Callable[[object], None]) -> None:
+        self.read = read
+        self.write = write
+
+    def state_dict(self) -> dict:
+        return {"numbers": self.read()}
+
+    def load_state_dict(self, state: dict) -> None:
+        self.write(state["numbers"])
+
+
+def as_generator(item: object) -> Generator | None:
+    """The state of ``item``, if it is a generator of torch, Python or NumPy."""
+    if isinstance(item, torch.Generator):
+        return Generator(item.get_state, item.set_state)
+    if isinstance(item, random.Random):
+        return Generator(item.getstate, item.setstate)
+    numpy = sys.modules.get("numpy")
+    if numpy is None:
+        return None
+    if isinstance(item, numpy.random.RandomState):
+        return Generator(item.get_state, item.set_state)
+    if isinstance(item, numpy.random.Generator):
+        bits = item.bit_generator
+        return Generator(lambda: bits.state, lambda state: setattr(bits, "state", state))
+    return None
 
 
 def refuse_taken(names: Iterable[str], taken: set[str]) -> None:
@@ -1060,7 +1160,10 @@ def as_stateful(name: str, item: object) -> Stateful:
         items = [as_stateful(f"{name}[{number}]", each) for number, each in enumerate(item)]
         return Several(items)
     if isinstance(item, dict):
-        return Values(item)
+        return Values(name, item)
+    generator = as_generator(item)
+    if generator is not None:
+        return generator
     if isinstance(item, DataLoader):
         inner = getattr(item, "base_dataloader", item)  # accelerate's has the methods, and no state
         if not isinstance(inner, Stateful):
