@@ -145,9 +145,19 @@ def is_new(optimizer: torch.optim.Optimizer) -> bool:
     return not any(not isinstance(own, dict) or own for own in optimizer.state.values())
 
 
+def prefixes_of_ddp(model: nn.Module) -> list[str]:
+    """What names of parameters begin with where DDP adds ``module.``; the innermost first."""
+    prefixes = []
+    for name, module in model.named_modules():
+        if isinstance(module, nn.parallel.DistributedDataParallel):
+            prefixes.append(f"{name}." if name else "")
+    return sorted(prefixes, key=len, reverse=True)
+
+
 def refuse_more_state(optimizer: torch.optim.Optimizer) -> None:
     """Raise if its state has more than PyTorch's, as that of PostLocalSGDOptimizer has."""
-    if type(optimizer).state_dict is torch.optim.Optimizer.state_dict:
+    is_torchs = type(optimizer).state_dict is torch.optim.Optimizer.state_dict
+    if is_torchs and not optimizer._optimizer_state_dict_post_hooks:
         return
     more = sorted(optimizer.state_dict().keys() - {"state", "param_groups"})
     if more:
@@ -168,6 +178,7 @@ class AppState(Stateful):
     def __init__(self, model: nn.Module, optimizer: torch.optim.Optimizer | list) -> None:
         self.model = model
         self.optimizer = optimizer
+        self.in_ddp = prefixes_of_ddp(model)
         self.step = 0
         self.given: int | None = None  # the id of the latest state
         self.has_state = ""
@@ -437,8 +448,9 @@ class AppState(Stateful):
 
     def name_of(self, key: str) -> str:
         """``key`` without what DDP, ``torch.compile`` and ``checkpoint_wrapper`` add to it."""
-        if isinstance(self.model, nn.parallel.DistributedDataParallel):
-            key = key.removeprefix("module.")
+        for outer in self.in_ddp:
+            if key.startswith(f"{outer}module."):
+                key = outer + key.removeprefix(f"{outer}module.")
         if not any(wrapper in key for wrapper in WRAPPERS):
             return key
         return ".".join(part for part in key.split(".") if part not in WRAPPERS)

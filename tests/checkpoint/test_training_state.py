@@ -748,6 +748,10 @@ def test_an_optimizer_with_state_that_no_checkpoint_would_have_is_refused() -> N
     model = nn.Linear(4, 4)
     with pytest.raises(TypeError, match="Averaging has count beside state and param_groups"):
         TrainingState(model, Averaging(model.parameters(), 0.1))
+    hooked = torch.optim.SGD(model.parameters(), 0.1)
+    hooked.register_state_dict_post_hook(lambda own, state: {**state, "count": 7})
+    with pytest.raises(TypeError, match="SGD has count beside state and param_groups"):
+        TrainingState(model, hooked)
     state = TrainingState(model, Counting(model.parameters(), 0.1))
     with pytest.raises(ValueError, match="Counting keeps state under 'all'"):
         state.state_dict()
@@ -785,3 +789,24 @@ def test_a_checkpoint_of_another_kind_of_optimizer_is_refused_by_name(
     dcp.save({"app": apps[0]}, checkpoint_id=tmp_path)
     with pytest.raises(ValueError, match=f"another kind of optimizer: {here} needs .*{lacking}"):
         load({"app": apps[1]}, tmp_path)
+
+
+def test_a_model_whose_parts_are_in_ddp_resumes(tmp_path: Path) -> None:
+    """As of a GAN: each of its two networks is wrapped by itself. Names are as without DDP."""
+
+    def job() -> TrainingState:
+        parts = {"made": nn.Linear(4, 4), "judged": nn.Sequential(nn.Linear(4, 4), nn.Linear(4, 1))}
+        ddp = nn.parallel.DistributedDataParallel
+        model = nn.ModuleDict({name: ddp(part) for name, part in parts.items()})
+        optimizer = torch.optim.AdamW(model.parameters())
+        model["judged"](model["made"](torch.ones(2, 4))).sum().backward()
+        optimizer.step()
+        return TrainingState(model, optimizer)
+
+    saved, other = job(), job()
+    dcp.save({"app": saved}, checkpoint_id=tmp_path)
+    assert "judged.0.weight" in saved.state_dict()["model"]
+    load({"app": other}, tmp_path)
+    assert right(other) and right(saved)
+    for own, wanted in zip(other.model.parameters(), saved.model.parameters(), strict=True):
+        assert torch.equal(own, wanted)
