@@ -489,3 +489,10 @@ def test_a_scheduler_that_was_not_given_is_warned_of(
         optimizer.step()
         checkpoints.save(1)
     assert (f"{SCHEDULER} SGD" in caplog.text) == (given == "none")
+
+
+def test_a_step_that_is_not_there_is_answered_with_those_that_are(tmp_path: Path) -> None:
+    run(Job(), tmp_path / "run", 2)
+    said = pytest.raises(RuntimeError, match=r"step 7 is not whole.*there is none, only \[2, 1\]")
+    with CheckpointManager(tmp_path / "run", Job().state) as checkpoints, said:
+        checkpoints.resume(7)
