@@ -1,11 +1,12 @@
 # SPDX-License-Identifier: BSD-3-Clause
 # Overlap Recipes 0.1.0, overlap_recipes/checkpoint/forgotten.py
-"""What a loop has and its checkpoints do not: gradients that wait for a step, a scheduler."""
+"""What a loop has and its checkpoints do not: gradients, a scheduler, what a DDP hook keeps."""
 
 import logging
 from collections.abc import Iterable
 
 import torch
+from torch import nn
 from torch.optim.lr_scheduler import LRScheduler
 
 from .state import TrainingState, shard_of
@@ -20,6 +21,10 @@ SCHEDULER = (
     "a scheduler sets the learning rate of %s and is in no checkpoint: a job that resumes would "
     "begin its schedule anew. Pass it: TrainingState(..., scheduler=scheduler)"
 )
+HOOK = (
+    "%s of DDP's communication hook is in no checkpoint: a job that resumes goes on without what "
+    "it has kept back. Give its parts to per_rank, in an object with state_dict and load_state_dict"
+)
 USED = "_overlap_recipes_used"  # of a gradient: its version when its optimizer stepped
 
 
@@ -29,7 +34,7 @@ class Forgotten:
     def __init__(self, state: TrainingState) -> None:
         self.state = state
         self.hooks: list = []
-        self.has_looked_for_scheduler = False
+        self.has_looked = False
         self.has_warned = False
 
     def __enter__(self) -> "Forgotten":
@@ -43,9 +48,10 @@ class Forgotten:
 
     def look(self, step: int) -> None:
         """Before the save of ``step``."""
-        if not self.has_looked_for_scheduler:
-            self.has_looked_for_scheduler = True
+        if not self.has_looked:
+            self.has_looked = True
             self.look_for_scheduler()
+            self.look_for_hooks()
         if not self.has_warned and has_unused_gradients(self.state.optimizers):
             self.has_warned = True
             LOG.warning(GRADIENTS, step)
@@ -57,6 +63,13 @@ class Forgotten:
             if hasattr(optimizer.step, "_wrapped_by_lr_sched"):  # as ``LRScheduler`` leaves it
                 LOG.warning(SCHEDULER, type(optimizer).__name__)
                 return
+
+    def look_for_hooks(self) -> None:
+        for module in self.state.model.modules():
+            if isinstance(module, nn.parallel.DistributedDataParallel):
+                for _, kept in module._comm_hooks:
+                    if hasattr(kept, "error_dict"):  # as PowerSGD's, for each rank another one
+                        LOG.warning(HOOK, type(kept).__name__)
 
 
 def first_gradient(optimizer: torch.optim.Optimizer) -> torch.Tensor | None:

@@ -14,12 +14,14 @@ import torch.distributed as dist
 import torch.distributed.checkpoint as dcp
 from torch import nn
 from torch.distributed.algorithms._checkpoint.checkpoint_wrapper import checkpoint_wrapper
+from torch.distributed.algorithms.ddp_comm_hooks import powerSGD_hook
 from torch.distributed.checkpoint.state_dict import get_state_dict
 from torch.distributed.device_mesh import init_device_mesh
 from torch.distributed.fsdp import fully_shard
 from torch.distributed.tensor import DTensor, Replicate
 from torch.utils.data import RandomSampler
 
+from overlap_recipes.checkpoint import CheckpointManager
 from overlap_recipes.checkpoint.loading import load
 from overlap_recipes.checkpoint.saves import Saves
 from overlap_recipes.checkpoint.state import TrainingState, memory_of, read, walk
@@ -810,3 +812,15 @@ def test_a_model_whose_parts_are_in_ddp_resumes(tmp_path: Path) -> None:
     assert right(other) and right(saved)
     for own, wanted in zip(other.model.parameters(), saved.model.parameters(), strict=True):
         assert torch.equal(own, wanted)
+
+
+def test_what_a_communication_hook_keeps_back_is_warned_of(
+    tmp_path: Path, caplog: pytest.LogCaptureFixture
+) -> None:
+    model = nn.parallel.DistributedDataParallel(nn.Linear(4, 4))
+    kept = powerSGD_hook.PowerSGDState(None)
+    model.register_comm_hook(kept, powerSGD_hook.powerSGD_hook)
+    optimizer = torch.optim.SGD(model.parameters(), 0.1)
+    with CheckpointManager(tmp_path, TrainingState(model, optimizer)) as checkpoints:
+        checkpoints.save(1)
+    assert "PowerSGDState of DDP's communication hook is in no checkpoint" in caplog.text
