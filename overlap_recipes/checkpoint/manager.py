@@ -11,6 +11,7 @@ from pathlib import Path
 
 import torch
 
+from .forgotten import Forgotten
 from .preemption import AGAIN, Preemption
 from .state import TrainingState
 from .stores import store_of
@@ -99,6 +100,7 @@ class CheckpointManager:
         self.has_resumed = False
         self.latest_step: int | None = None
         self.latest: Future | None = None
+        self.forgotten = Forgotten(state)
         self.block = ExitStack()
 
     def __enter__(self) -> "CheckpointManager":
@@ -106,6 +108,7 @@ class CheckpointManager:
             if self.preemption is not None:
                 block.enter_context(self.preemption)
             block.enter_context(self.saves)
+            block.enter_context(self.forgotten)
             self.found = self.newest_of_first_rank()
             self.saves.prepare({"app": self.state})
             self.block = block.pop_all()
@@ -156,6 +159,8 @@ class CheckpointManager:
         """Save the state as it is now, beside training; all ranks call it with the same step.
 
         The step that was saved last is not saved again: the call returns when that save has ended.
+        Gradients are not saved: a warning says if there are some that no optimizer has used, and
+        the first save warns of a scheduler that ``state`` does not have.
 
         Returns:
             A future: done when the checkpoint is on the storage of all ranks. It raises if the save
@@ -178,6 +183,7 @@ class CheckpointManager:
             raise ValueError(f"step {number} comes behind step {self.latest_step}, which is saved")
         if number == self.latest_step and self.latest.exception() is None:
             return self.latest
+        self.forgotten.look(number)
         self.state.step = number
         self.latest = self.store.save({"app": self.state}, number)
         self.latest_step = number

@@ -65,7 +65,11 @@ def choose(root: Path | str, step: int | None = None) -> int | None:
     step, lost = of_all_ranks((step, lost))[0]
     if lost is not None:
         raise DamagedCheckpoint(lost)
-    wrong = faults(root / name_of(step)) if step is not None else []
+    wrong = []
+    if step is not None and not (root / name_of(step)).exists():
+        wrong = [f"there is none, only {there}"]
+    elif step is not None:
+        wrong = faults(root / name_of(step))
     seen = of_all_ranks(wrong)
     if any(seen):
         raise RuntimeError(f"step {step} is not whole, by rank: {dict(enumerate(seen))}")

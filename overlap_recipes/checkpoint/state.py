@@ -16,10 +16,11 @@ import operator
 import random
 import sys
 from collections import OrderedDict
-from collections.abc import Callable, Iterable
+from collections.abc import Callable, Iterable, Iterator
 from copy import deepcopy
 from functools import cache
-from itertools import chain
+from inspect import isgeneratorfunction
+from itertools import chain, islice
 from types import ModuleType
 from typing import NamedTuple
 
@@ -30,7 +31,7 @@ from torch.distributed.checkpoint import state_dict as dcp_state
 from torch.distributed.checkpoint.stateful import Stateful
 from torch.distributed.fsdp import FullyShardedDataParallel
 from torch.distributed.tensor import DTensor, Replicate, Shard
-from torch.utils.data import DataLoader, RandomSampler, SequentialSampler
+from torch.utils.data import DataLoader, IterableDataset, RandomSampler, SequentialSampler
 
 from .frozen import digests_of_ranks, own_sums
 
@@ -75,7 +76,21 @@ PLAIN = (
 ON_META = "%s is frozen and still lies on meta: load the base first"
 NOT_OF_THE_MODEL = (
     "an optimizer trains a parameter of shape %s that the model does not have: make the optimizer "
-    "behind what replaces parameters (fully_shard, model.to, to_empty, adapters)"
+    "behind what replaces parameters (fully_shard, model.to, to_empty, adapters), and give "
+    "TrainingState a model that has all that is trained: nn.ModuleList([model, criterion])"
+)
+MORE_STATE = (
+    "%s has %s beside state and param_groups, which no checkpoint would have: give the optimizer "
+    "inside it, and what has the rest by a name of its own"
+)
+OTHER_KEYS = (
+    "%s keeps state under %r, which is no parameter: no checkpoint would have it. Keep it in an "
+    "object with state_dict and load_state_dict, and give that by a name"
+)
+OTHER_KIND = "the checkpoint is of another kind of optimizer: %s needs %s, which it does not have"
+REPLACED = (
+    "%s is a %s: a load would put another one into the dict, and what holds this one would not "
+    "know. Give it by a name of its own"
 )
 FROZEN_CHANGED = (
     "%s: frozen, left out of checkpoints, and changed since the first of them: no load would bring "
@@ -98,6 +113,11 @@ NO_ORDER = (
     "%s is a DataLoader whose %s draws another order after a restart: what it has drawn is in no "
     "state. Use StatefulDataLoader(shuffle=True), or a sampler with a seed (accelerate: "
     "DataLoaderConfiguration(use_seedable_sampler=True))"
+)
+
+DRAWS_AT_ONCE = (
+    "%s: what %s draws in iter() is in no state, so a job that resumes would have another order: "
+    "make its __iter__ a generator (yield from ...), or let it draw from a seed and its epoch"
 )
 
 FORMAT = 2  # of ``has_state``; the first was the optimizers' keys alone
@@ -125,11 +145,31 @@ def is_new(optimizer: torch.optim.Optimizer) -> bool:
     return not any(not isinstance(own, dict) or own for own in optimizer.state.values())
 
 
+def prefixes_of_ddp(model: nn.Module) -> list[str]:
+    """What names of parameters begin with where DDP adds ``module.``; the innermost first."""
+    prefixes = []
+    for name, module in model.named_modules():
+        if isinstance(module, nn.parallel.DistributedDataParallel):
+            prefixes.append(f"{name}." if name else "")
+    return sorted(prefixes, key=len, reverse=True)
+
+
+def refuse_more_state(optimizer: torch.optim.Optimizer) -> None:
+    """Raise if its state has more than PyTorch's, as that of PostLocalSGDOptimizer has."""
+    is_torchs = type(optimizer).state_dict is torch.optim.Optimizer.state_dict
+    if is_torchs and not optimizer._optimizer_state_dict_post_hooks:
+        return
+    more = sorted(optimizer.state_dict().keys() - {"state", "param_groups"})
+    if more:
+        raise TypeError(MORE_STATE % (type(optimizer).__name__, ", ".join(more)))
+
+
 class AppState(Stateful):
     """Model, optimizer or several, and the number of steps taken.
 
     Raises:
-        TypeError: an optimizer keeps its state in another one, or plain tensors of a shard.
+        TypeError: an optimizer keeps its state in another one or beside PyTorch's, or plain tensors
+            of a shard.
         ValueError: two optimizers share a parameter, or a checkpoint does not fit this job.
     """
 
@@ -138,6 +178,7 @@ class AppState(Stateful):
     def __init__(self, model: nn.Module, optimizer: torch.optim.Optimizer | list) -> None:
         self.model = model
         self.optimizer = optimizer
+        self.in_ddp = prefixes_of_ddp(model)
         self.step = 0
         self.given: int | None = None  # the id of the latest state
         self.has_state = ""
@@ -154,6 +195,7 @@ class AppState(Stateful):
             for name, inner in vars(outer).items():
                 if isinstance(inner, torch.optim.Optimizer) and inner.state is not outer.state:
                     raise TypeError(f"{type(outer).__name__} keeps its state in {name}: pass that")
+            refuse_more_state(outer)
 
     def state_dict(self) -> dict:
         """What a checkpoint holds, and what ``dcp.load`` fills."""
@@ -295,6 +337,10 @@ class AppState(Stateful):
         A job whose optimizers have state is asked by ``read_states``, if that gives what DCP gives:
         580 parameters in 48 layers cost DCP about six times as long, most of it to find names.
         """
+        for optimizer in self.optimizers:
+            for key in optimizer.state:
+                if not torch.is_tensor(key):
+                    raise ValueError(OTHER_KEYS % (type(optimizer).__name__, key))
         new = [optimizer for optimizer in self.optimizers if is_new(optimizer)]
         if self.reads_as_dcp and not new:
             model, optim = self.read_states()
@@ -324,7 +370,9 @@ class AppState(Stateful):
         """DCP's answer; where a new optimizer cannot step at rate 0, states without its own."""
         try:
             return self.ask_dcp(new)
-        except Exception:
+        except Exception as error:
+            if isinstance(error, KeyError) and not self.has_flat_parameters():
+                self.names_of_parameters()  # raises what is wrong, where DCP gives a number
             if not new or self.has_flat_parameters():
                 raise
             return self.read_states()
@@ -400,8 +448,9 @@ class AppState(Stateful):
 
     def name_of(self, key: str) -> str:
         """``key`` without what DDP, ``torch.compile`` and ``checkpoint_wrapper`` add to it."""
-        if isinstance(self.model, nn.parallel.DistributedDataParallel):
-            key = key.removeprefix("module.")
+        for outer in self.in_ddp:
+            if key.startswith(f"{outer}module."):
+                key = outer + key.removeprefix(f"{outer}module.")
         if not any(wrapper in key for wrapper in WRAPPERS):
             return key
         return ".".join(part for part in key.split(".") if part not in WRAPPERS)
@@ -489,7 +538,7 @@ class AppState(Stateful):
                 saved = take_group(left, wanted, is_skipped, group)
                 found.append(saved | {"params": [numbers[name] for name in wanted]})
             moments = {number: state[n] for n, number in numbers.items() if n in state}
-            optimizer.load_state_dict({"state": moments, "param_groups": found})
+            load_kind(optimizer, {"state": moments, "param_groups": found})
             if type(optimizer).load_state_dict is torch.optim.Optimizer.load_state_dict:
                 for number, saved in moments.items():
                     cast = optimizer.state[own[number]]
@@ -521,6 +570,26 @@ class AppState(Stateful):
                 parameter.requires_grad_(False)
 
 
+def load_kind(optimizer: torch.optim.Optimizer, state: dict) -> None:
+    """Load ``state``; raise if it is of an optimizer that steps with other settings."""
+    own: set[str] = set()
+    saved: set[str] = set()
+    for group in optimizer.param_groups:
+        own.update(group)
+    for group in state["param_groups"]:
+        saved.update(group)
+    needed = own & optimizer.defaults.keys()
+    unknown = {name for name in saved - own if not name.endswith("_lr")}  # a scheduler's
+    try:
+        optimizer.load_state_dict(state)
+    except KeyError as error:
+        raise ValueError(OTHER_KIND % (type(optimizer).__name__, error)) from error
+    for group in optimizer.param_groups:
+        lacking = sorted(needed - group.keys())
+        if lacking and unknown:  # a later version of an optimizer may need more
+            raise ValueError(OTHER_KIND % (type(optimizer).__name__, ", ".join(lacking)))
+
+
 def take_group(
     left: list[dict], wanted: list[str], is_skipped: Callable[[str], bool], own: dict
 ) -> dict:
@@ -544,6 +613,8 @@ def uncast(loaded: object, saved: object) -> object:
     if isinstance(saved, (list, tuple)):
         values = [uncast(cast, value) for cast, value in zip(loaded, saved, strict=True)]
         return type(saved)(*values) if hasattr(saved, "_fields") else type(saved)(values)
+    if isinstance(saved, str):
+        return saved  # torch takes its letters for a list
     if not torch.is_tensor(saved) or loaded.dtype == saved.dtype:
         return loaded
     return saved.to(loaded.device)
@@ -760,7 +831,9 @@ class TrainingState(AppState):
         model: the model.
         optimizers: one, several, a list of them, or none.
         per_rank: what is at another place on each rank, by name: ``{"data": loader}``. Each rank
-            saves its own and loads its own. On another number of ranks, an object with a method
+            saves its own and loads its own. A pass of a loader that goes on behind a load has the
+            order of its samples, and draws none of the job's random numbers; those of its workers
+            begin anew, from the same seeds. On another number of ranks, an object with a method
             ``load_state_dicts`` gets the list of what all ranks have saved; for any other the load
             raises.
         trainable_only: leave out parameters without ``requires_grad``, as of LoRA's base; never
@@ -773,9 +846,10 @@ class TrainingState(AppState):
             save fails if it is not; of tensors, the first save names in a warning those that are
             not, up to 1 MiB each, and rank 0's are saved.
 
-    Objects in ``per_rank`` and ``shared`` have ``state_dict`` and ``load_state_dict``, or are dicts
-    of values: ``progress={"epoch": 0, "best": 0.0}``, which a load changes in place. PyTorch's own
-    ``dcp.load`` loads on as many ranks as have saved; on more it misses the keys of ``per_rank``.
+    Objects in ``per_rank`` and ``shared`` have ``state_dict`` and ``load_state_dict``, or are
+    generators of torch, Python or NumPy, or are dicts of values, which a load changes in place:
+    ``progress={"epoch": 0, "best": 0.0}``. PyTorch's own ``dcp.load`` loads on as many ranks as
+    have saved; on more it misses the keys of ``per_rank``.
 
     Raises:
         TypeError: an argument is not what it stands for.
@@ -805,7 +879,15 @@ class TrainingState(AppState):
         return state
 
     def of_this_rank(self) -> dict[str, bytes]:
-        return {name: packed(item.state_dict()) for name, item in self.per_rank.items()}
+        states = {}
+        for name, item in self.random_last():
+            states[name] = packed(item.state_dict())
+        return states
+
+    def random_last(self) -> list[tuple[str, Stateful]]:
+        """What each rank has for itself; others may draw random numbers as they save or load."""
+        others = [each for each in self.per_rank.items() if each[0] != RandomNumbers.NAME]
+        return [*others, (RandomNumbers.NAME, self.per_rank[RandomNumbers.NAME])]
 
     def take(
         self, state: dict, contents: dict, is_skipped: Callable[[str], bool] = lambda name: False
@@ -815,7 +897,7 @@ class TrainingState(AppState):
             if not is_skipped(name):
                 item.load_state_dict(state[name])
         of_ranks = state.get(PER_RANK, {})
-        for name, item in self.per_rank.items():
+        for name, item in self.random_last():
             if of_ranks and not is_skipped(name):
                 take_of_ranks(name, item, of_ranks, contents["ranks"])
 
@@ -841,19 +923,13 @@ class RandomNumbers:
         self.job = job
 
     def state_dict(self) -> dict:
-        numpy = sys.modules.get("numpy")
-        state = {"python": random.getstate()}
-        if numpy is not None:
-            state["numpy"] = numpy.random.get_state()
+        state = numbers_of_host()
         for name, source in torch_generators().items():
             state[name] = source.get_rng_state()
         return state
 
     def load_state_dict(self, state: dict) -> None:
-        if "python" in state:  # not in checkpoints of earlier versions
-            random.setstate(state["python"])
-        if "numpy" in state:
-            importlib.import_module("numpy.random").set_state(state["numpy"])
+        set_numbers_of_host(state)
         for name, source in torch_generators().items():
             if name in state:
                 source.set_rng_state(state[name])
@@ -866,6 +942,130 @@ class RandomNumbers:
         if numpy is not None:
             numpy.random.seed(seed % 2**32)
         LOG.warning(SEEDED_ANEW, world_size(), len(states))
+
+
+def numbers_of_host() -> dict:
+    """The random numbers of Python, NumPy (if it was imported) and torch on the host."""
+    numpy = sys.modules.get("numpy")
+    state = {"python": random.getstate(), "host": torch.get_rng_state()}
+    if numpy is not None:
+        state["numpy"] = numpy.random.get_state()
+    return state
+
+
+def set_numbers_of_host(state: dict) -> None:
+    """Take what ``numbers_of_host`` gave; checkpoints of earlier versions have fewer."""
+    if "python" in state:
+        random.setstate(state["python"])
+    if "numpy" in state:
+        importlib.import_module("numpy.random").set_state(state["numpy"])
+    if "host" in state:
+        torch.set_rng_state(state["host"])
+
+
+def has_drawn_more_than_a_seed(before: dict) -> bool:
+    """Whether random numbers were drawn since ``before``, but for what a loader draws itself."""
+    after = numbers_of_host()
+    if after["python"] != before["python"]:
+        return True
+    if "numpy" in before and value_of_numpy(after) != value_of_numpy(before):
+        return True
+    if torch.equal(after["host"], before["host"]):
+        return False
+    torch.set_rng_state(before["host"])
+    torch.empty((), dtype=torch.int64).random_()  # as ``DataLoader`` draws the seed of workers
+    of_seed = torch.get_rng_state()
+    torch.set_rng_state(after["host"])
+    return not torch.equal(after["host"], of_seed)
+
+
+def draw_first(iterator: Iterator) -> None:
+    """Let a sampler that is to skip what was taken do so now, with the numbers of its pass."""
+    rest = getattr(iterator, "_sampler_iter", None)
+    if isinstance(rest, islice):
+        first = [*islice(rest, 1)]
+        iterator._sampler_iter = chain(first, rest)
+
+
+def value_of_numpy(numbers: dict) -> tuple:
+    kind, keys, *position = numbers["numpy"]
+    return kind, keys.tobytes(), *position
+
+
+class LoaderInPass:
+    """A loader that knows where it is, with the random numbers from which its pass began.
+
+    The order of a sampler, the seeds of the workers and what a dataset draws come from them. A pass
+    that goes on behind a load begins with them again, and leaves the job's own as they are.
+    """
+
+    KEY = "overlap_recipes.pass"  # in the state of the loader
+
+    def __init__(self, name: str, item: Stateful, loader: DataLoader) -> None:
+        self.item = item
+        self.name = name
+        self.generator = loader.generator
+        sampler = type(innermost_sampler(loader))
+        has_sampler = not isinstance(loader.dataset, IterableDataset)
+        self.draws_at_once = has_sampler and not isgeneratorfunction(sampler.__iter__)
+        self.sampler = sampler.__name__
+        self.unknown_order = False
+        self.began: dict | None = None  # None: before this object was made
+        self.goes_on = False  # whether a load has given the pass that comes next
+        self.make_iterator = loader._get_iterator
+        loader._get_iterator = self.begin
+        if hasattr(item, "load_state_dicts"):
+            self.load_state_dicts = item.load_state_dicts
+
+    def begin(self) -> Iterator:
+        """Make the iterator of a pass, for the loader."""
+        own = self.numbers()
+        if not self.goes_on:
+            self.began = own
+            iterator = self.make_iterator()
+            if self.draws_at_once and has_drawn_more_than_a_seed(own):
+                self.unknown_order = True
+            return iterator
+        self.goes_on = False
+        try:
+            if self.began is not None:
+                self.set_numbers(self.began)
+            iterator = self.make_iterator()
+            draw_first(iterator)
+            return iterator
+        finally:
+            self.set_numbers(own)
+
+    def numbers(self) -> dict:
+        numbers = numbers_of_host()
+        if self.generator is not None:
+            numbers["generator"] = self.generator.get_state()
+        return numbers
+
+    def set_numbers(self, numbers: dict) -> None:
+        set_numbers_of_host(numbers)
+        if self.generator is not None and "generator" in numbers:
+            self.generator.set_state(numbers["generator"])
+
+    def state_dict(self) -> dict:
+        state = self.item.state_dict()  # may begin a pass
+        if self.unknown_order:
+            raise ValueError(DRAWS_AT_ONCE % (self.name, self.sampler))
+        if not isinstance(state, dict):
+            return state
+        of_pass = {"began": self.began, "now": self.numbers().get("generator")}
+        return {**state, self.KEY: of_pass}
+
+    def load_state_dict(self, state: dict) -> None:
+        of_pass = {}
+        if isinstance(state, dict):
+            of_pass = state.get(self.KEY, {})  # not in checkpoints of earlier versions
+            state = {key: value for key, value in state.items() if key != self.KEY}
+        self.item.load_state_dict(state)
+        self.goes_on = True
+        self.began = of_pass.get("began")
+        if self.generator is not None and of_pass.get("now") is not None:
+            self.generator.set_state(of_pass["now"])
 
 
 def torch_generators() -> dict[str, ModuleType]:
@@ -894,15 +1094,61 @@ class Several:
 class Values:
     """A dict of a job's own values, such as its epoch; a load changes it in place."""
 
-    def __init__(self, values: dict) -> None:
+    def __init__(self, name: str, values: dict) -> None:
+        refuse_objects(name, values)
+        self.name = name
         self.values = values
 
     def state_dict(self) -> dict:
+        refuse_objects(self.name, self.values)
         return {**self.values}
 
     def load_state_dict(self, state: dict) -> None:
         self.values.clear()
         self.values.update(state)
+
+
+def refuse_objects(name: str, value: object) -> None:
+    """Raise ``TypeError`` if ``value``, or what is in it, is more than a value."""
+    if isinstance(value, dict):
+        for key, inner in value.items():
+            refuse_objects(f"{name}[{key!r}]", inner)
+    elif isinstance(value, (list, tuple)):
+        for number, inner in enumerate(value):
+            refuse_objects(f"{name}[{number}]", inner)
+    elif isinstance(value, Stateful) or as_generator(value) is not None:
+        raise TypeError(REPLACED % (name, type(value).__name__))
+
+
+class Generator:
+    """A source of random numbers of the job's own."""
+
+    def __init__(self, read: Callable[[], object], write: Callable[[object], None]) -> None:
+        self.read = read
+        self.write = write
+
+    def state_dict(self) -> dict:
+        return {"numbers": self.read()}
+
+    def load_state_dict(self, state: dict) -> None:
+        self.write(state["numbers"])
+
+
+def as_generator(item: object) -> Generator | None:
+    """The state of ``item``, if it is a generator of torch, Python or NumPy."""
+    if isinstance(item, torch.Generator):
+        return Generator(item.get_state, item.set_state)
+    if isinstance(item, random.Random):
+        return Generator(item.getstate, item.setstate)
+    numpy = sys.modules.get("numpy")
+    if numpy is None:
+        return None
+    if isinstance(item, numpy.random.RandomState):
+        return Generator(item.get_state, item.set_state)
+    if isinstance(item, numpy.random.Generator):
+        bits = item.bit_generator
+        return Generator(lambda: bits.state, lambda state: setattr(bits, "state", state))
+    return None
 
 
 def refuse_taken(names: Iterable[str], taken: set[str]) -> None:
@@ -926,7 +1172,10 @@ def as_stateful(name: str, item: object) -> Stateful:
         items = [as_stateful(f"{name}[{number}]", each) for number, each in enumerate(item)]
         return Several(items)
     if isinstance(item, dict):
-        return Values(item)
+        return Values(name, item)
+    generator = as_generator(item)
+    if generator is not None:
+        return generator
     if isinstance(item, DataLoader):
         inner = getattr(item, "base_dataloader", item)  # accelerate's has the methods, and no state
         if not isinstance(inner, Stateful):
@@ -934,6 +1183,7 @@ def as_stateful(name: str, item: object) -> Stateful:
         sampler = innermost_sampler(inner)
         if draws_without_a_state(sampler):
             raise TypeError(NO_ORDER % (name, type(sampler).__name__))
+        return LoaderInPass(name, item, inner)
     if not isinstance(item, Stateful):
         raise TypeError(f"{name} has no state_dict and load_state_dict; a dict of values would do")
     return item

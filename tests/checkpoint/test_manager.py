@@ -420,3 +420,79 @@ def test_a_job_does_not_begin_anew_because_the_only_one_in_a_store_is_damaged(
     for _ in range(2):
         with pytest.raises(RuntimeError, match="no checkpoint is what was committed"):
             run(Job(), url, 4)
+
+
+GRADIENTS = "gradients that no optimizer has used"
+SCHEDULER = "a scheduler sets the learning rate of"
+
+
+@pytest.mark.parametrize("to_none", [True, False])
+def test_a_save_in_mid_accumulation_warns_that_the_gradients_are_lost(
+    tmp_path: Path, caplog: pytest.LogCaptureFixture, to_none: bool
+) -> None:
+    model = nn.Linear(4, 4)
+    optimizer = torch.optim.AdamW(model.parameters())
+    with CheckpointManager(tmp_path, TrainingState(model, optimizer)) as checkpoints:
+        for step in range(1, 5):
+            model(torch.ones(2, 4)).sum().backward()
+            if step % 2 == 0:
+                optimizer.step()
+                checkpoints.save(step)
+                optimizer.zero_grad(set_to_none=to_none)
+        assert GRADIENTS not in caplog.text
+        model(torch.ones(2, 4)).sum().backward()
+        checkpoints.save(5)
+        assert f"step 5 is saved with {GRADIENTS}" in caplog.text
+
+
+def test_a_save_behind_a_step_that_was_left_out_or_another_optimizers_does_not_warn(
+    tmp_path: Path, caplog: pytest.LogCaptureFixture
+) -> None:
+    """The generator's loss leaves gradients in the discriminator, which its loop clears."""
+    model = nn.ModuleList([nn.Linear(4, 4), nn.Linear(4, 1)])
+    made, judged = (torch.optim.SGD(part.parameters(), 0.1) for part in model)
+    with CheckpointManager(tmp_path, TrainingState(model, made, judged)) as checkpoints:
+        model[1](model[0](torch.ones(2, 4))).sum().backward()
+        made.step()
+        checkpoints.save(1)
+        made.zero_grad()
+        judged.zero_grad()
+        loss = model[1](model[0](torch.ones(2, 4))).sum() * float("inf")
+        loss.backward()  # a GradScaler would leave the step out
+        checkpoints.save(2)
+    assert GRADIENTS not in caplog.text
+
+
+@pytest.mark.parametrize("given", ["none", "one", "a list", "in another object"])
+def test_a_scheduler_that_was_not_given_is_warned_of(
+    tmp_path: Path, caplog: pytest.LogCaptureFixture, given: str
+) -> None:
+    model = nn.Linear(4, 4)
+    optimizer = torch.optim.SGD(model.parameters(), 0.1)
+    scheduler = torch.optim.lr_scheduler.StepLR(optimizer, 1)
+
+    class Wrapper:
+        def __init__(self) -> None:
+            self.inner = scheduler
+            self.state_dict = scheduler.state_dict
+            self.load_state_dict = scheduler.load_state_dict
+
+    shared = {
+        "none": {"progress": {"epoch": 0}},
+        "one": {"scheduler": scheduler},
+        "a list": {"scheduler": [scheduler]},
+        "in another object": {"scheduler": Wrapper()},
+    }
+    state = TrainingState(model, optimizer, **shared[given])
+    with CheckpointManager(tmp_path, state) as checkpoints:
+        model(torch.ones(2, 4)).sum().backward()
+        optimizer.step()
+        checkpoints.save(1)
+    assert (f"{SCHEDULER} SGD" in caplog.text) == (given == "none")
+
+
+def test_a_step_that_is_not_there_is_answered_with_those_that_are(tmp_path: Path) -> None:
+    run(Job(), tmp_path / "run", 2)
+    said = pytest.raises(RuntimeError, match=r"step 7 is not whole.*there is none, only \[2, 1\]")
+    with CheckpointManager(tmp_path / "run", Job().state) as checkpoints, said:
+        checkpoints.resume(7)

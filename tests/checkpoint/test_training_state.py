@@ -1,23 +1,27 @@
 """A job's state is what modules and optimizers hold now, under the names that DCP gives it."""
 
+import random
 import threading
 from collections.abc import Callable, Iterator
 from copy import deepcopy
 from functools import wraps
 from pathlib import Path
 
+import numpy
 import pytest
 import torch
 import torch.distributed as dist
 import torch.distributed.checkpoint as dcp
 from torch import nn
 from torch.distributed.algorithms._checkpoint.checkpoint_wrapper import checkpoint_wrapper
+from torch.distributed.algorithms.ddp_comm_hooks import powerSGD_hook
 from torch.distributed.checkpoint.state_dict import get_state_dict
 from torch.distributed.device_mesh import init_device_mesh
 from torch.distributed.fsdp import fully_shard
 from torch.distributed.tensor import DTensor, Replicate
 from torch.utils.data import RandomSampler
 
+from overlap_recipes.checkpoint import CheckpointManager
 from overlap_recipes.checkpoint.loading import load
 from overlap_recipes.checkpoint.saves import Saves
 from overlap_recipes.checkpoint.state import TrainingState, memory_of, read, walk
@@ -682,3 +686,141 @@ def test_accelerates_parts_are_what_they_wrap(tmp_path: Path) -> None:
     assert TrainingState(model, wrapped).optimizers == [optimizer]
     with pytest.raises(TypeError, match="data is a DataLoader that does not know where it is"):
         TrainingState(model, per_rank={"data": prepared})
+
+
+def sources() -> dict[str, object]:
+    return {
+        "torch": torch.Generator().manual_seed(1),
+        "python": random.Random(1),
+        "numpy": numpy.random.default_rng(1),
+        "old": numpy.random.RandomState(1),
+    }
+
+
+def drawn(own: dict) -> list:
+    first = torch.rand(2, generator=own["torch"]).tolist()
+    return [*first, own["python"].random(), own["numpy"].random(), own["old"].rand()]
+
+
+def test_a_generator_of_the_jobs_own_goes_on_where_it_was(tmp_path: Path) -> None:
+    own = sources()
+    drawn(own)
+    dcp.save({"app": TrainingState(nn.Linear(2, 2), per_rank=own)}, checkpoint_id=tmp_path)
+    wanted = drawn(own)
+    other = sources()
+    load({"app": TrainingState(nn.Linear(2, 2), per_rank=other)}, tmp_path)
+    assert drawn(other) == wanted
+
+
+def test_an_object_in_a_dict_of_values_is_refused_since_a_load_would_replace_it() -> None:
+    """What draws from it, or steps it, would hold the one that is not loaded."""
+    model = nn.Linear(2, 2)
+    for name, item in sources().items():
+        with pytest.raises(TypeError, match=rf"own\['{name}'\]\[0\] is a .*by a name of its own"):
+            TrainingState(model, per_rank={"own": {name: [item]}})
+    progress: dict = {"epoch": 0}
+    state = TrainingState(model, progress=progress)
+    progress["model"] = nn.Linear(1, 1)
+    with pytest.raises(TypeError, match=r"progress\['model'\] is a Linear"):
+        state.state_dict()
+
+
+class Averaging(torch.optim.SGD):
+    """As ``PostLocalSGDOptimizer``, whose averager counts beside PyTorch's state."""
+
+    def state_dict(self) -> dict:
+        return {**super().state_dict(), "count": 7}
+
+
+class Counting(torch.optim.SGD):
+    def __init__(self, *args: object) -> None:
+        super().__init__(*args)
+        self.state["all"] = {"count": torch.zeros(())}
+
+
+class Naming(torch.optim.SGD):
+    def step(self, closure: Callable | None = None) -> None:
+        for group in self.param_groups:
+            for parameter in group["params"]:
+                self.state[parameter]["phase"] = "warm"
+        super().step(closure)
+
+
+def test_an_optimizer_with_state_that_no_checkpoint_would_have_is_refused() -> None:
+    model = nn.Linear(4, 4)
+    with pytest.raises(TypeError, match="Averaging has count beside state and param_groups"):
+        TrainingState(model, Averaging(model.parameters(), 0.1))
+    hooked = torch.optim.SGD(model.parameters(), 0.1)
+    hooked.register_state_dict_post_hook(lambda own, state: {**state, "count": 7})
+    with pytest.raises(TypeError, match="SGD has count beside state and param_groups"):
+        TrainingState(model, hooked)
+    state = TrainingState(model, Counting(model.parameters(), 0.1))
+    with pytest.raises(ValueError, match="Counting keeps state under 'all'"):
+        state.state_dict()
+
+
+def test_a_parameter_that_is_trained_and_not_of_the_model_is_named() -> None:
+    model, criterion = nn.Linear(4, 4), nn.Linear(4, 1)
+    optimizer = torch.optim.SGD([*model.parameters(), *criterion.parameters()], momentum=0.9)
+    criterion(model(torch.ones(2, 4))).sum().backward()
+    optimizer.step()
+    with pytest.raises(ValueError, match=r"shape \[1, 4\].*nn.ModuleList\(\[model, criterion\]\)"):
+        TrainingState(model, optimizer).state_dict()
+
+
+def test_a_word_in_the_state_of_an_optimizer_is_loaded_as_it_was(tmp_path: Path) -> None:
+    model = nn.Linear(4, 4)
+    app = trained(model, Naming(model.parameters(), 0.1))
+    dcp.save({"app": app}, checkpoint_id=tmp_path)
+    other = nn.Linear(4, 4)
+    fresh = trained(other, Naming(other.parameters(), 0.1))
+    load({"app": fresh}, tmp_path)
+    assert fresh.optimizers[0].state[other.weight]["phase"] == "warm"
+
+
+@pytest.mark.parametrize("saved, here, lacking", [("Adam", "SGD", "momentum"), ("SGD", "Adam", "")])
+def test_a_checkpoint_of_another_kind_of_optimizer_is_refused_by_name(
+    tmp_path: Path, saved: str, here: str, lacking: str
+) -> None:
+    model = nn.Linear(4, 4)
+    settings = {"Adam": {}, "SGD": {"momentum": 0.9}}
+    apps = []
+    for kind in (saved, here):
+        optimizer = getattr(torch.optim, kind)(model.parameters(), 0.1, **settings[kind])
+        apps.append(trained(model, optimizer))
+    dcp.save({"app": apps[0]}, checkpoint_id=tmp_path)
+    with pytest.raises(ValueError, match=f"another kind of optimizer: {here} needs .*{lacking}"):
+        load({"app": apps[1]}, tmp_path)
+
+
+def test_a_model_whose_parts_are_in_ddp_resumes(tmp_path: Path) -> None:
+    """As of a GAN: each of its two networks is wrapped by itself. Names are as without DDP."""
+
+    def job() -> TrainingState:
+        parts = {"made": nn.Linear(4, 4), "judged": nn.Sequential(nn.Linear(4, 4), nn.Linear(4, 1))}
+        ddp = nn.parallel.DistributedDataParallel
+        model = nn.ModuleDict({name: ddp(part) for name, part in parts.items()})
+        optimizer = torch.optim.AdamW(model.parameters())
+        model["judged"](model["made"](torch.ones(2, 4))).sum().backward()
+        optimizer.step()
+        return TrainingState(model, optimizer)
+
+    saved, other = job(), job()
+    dcp.save({"app": saved}, checkpoint_id=tmp_path)
+    assert "judged.0.weight" in saved.state_dict()["model"]
+    load({"app": other}, tmp_path)
+    assert right(other) and right(saved)
+    for own, wanted in zip(other.model.parameters(), saved.model.parameters(), strict=True):
+        assert torch.equal(own, wanted)
+
+
+def test_what_a_communication_hook_keeps_back_is_warned_of(
+    tmp_path: Path, caplog: pytest.LogCaptureFixture
+) -> None:
+    model = nn.parallel.DistributedDataParallel(nn.Linear(4, 4))
+    kept = powerSGD_hook.PowerSGDState(None)
+    model.register_comm_hook(kept, powerSGD_hook.powerSGD_hook)
+    optimizer = torch.optim.SGD(model.parameters(), 0.1)
+    with CheckpointManager(tmp_path, TrainingState(model, optimizer)) as checkpoints:
+        checkpoints.save(1)
+    assert "PowerSGDState of DDP's communication hook is in no checkpoint" in caplog.text

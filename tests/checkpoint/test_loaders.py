@@ -1,0 +1,130 @@
+"""A pass over the data that goes on behind a load is the one that was begun."""
+
+import random
+from collections.abc import Callable, Iterator
+from pathlib import Path
+
+import pytest
+import torch
+from torch import nn
+from torch.utils.data import BatchSampler, Dataset, IterableDataset, Sampler
+
+from overlap_recipes.checkpoint import CheckpointManager, TrainingState
+
+stateful = pytest.importorskip("torchdata.stateful_dataloader")
+
+SAMPLES = torch.arange(22.0)[:, None].expand(22, 4)  # six batches of four, the last of two
+STEPS = 14
+
+
+class Lazy(Sampler):
+    """Draws its order from Python's random numbers when its first number is asked for."""
+
+    def __len__(self) -> int:
+        return len(SAMPLES)
+
+    def __iter__(self) -> Iterator[int]:
+        yield from random.sample(range(len(SAMPLES)), len(SAMPLES))
+
+
+class AtOnce(Lazy):
+    def __iter__(self) -> Iterator[int]:
+        return iter(random.sample(range(len(SAMPLES)), len(SAMPLES)))
+
+
+class AtOnceFromTorch(Lazy):
+    def __iter__(self) -> Iterator[int]:
+        return iter(torch.randperm(len(SAMPLES)).tolist())
+
+
+class Shuffled(IterableDataset):
+    def __iter__(self) -> Iterator[torch.Tensor]:
+        yield from random.sample(list(SAMPLES), len(SAMPLES))
+
+
+class Noisy(Dataset):
+    def __len__(self) -> int:
+        return len(SAMPLES)
+
+    def __getitem__(self, number: int) -> torch.Tensor:
+        return SAMPLES[number] + torch.rand(4)
+
+
+def loader(data: object = SAMPLES, batch_size: int = 4, **settings: object):
+    return stateful.StatefulDataLoader(data, batch_size, **settings)
+
+
+def with_generator() -> object:
+    return loader(shuffle=True, generator=torch.Generator().manual_seed(3))
+
+
+def of_batches() -> object:
+    return loader(batch_size=1, batch_sampler=BatchSampler(Lazy(), 4, False))
+
+
+def of_accelerate() -> object:
+    accelerate = pytest.importorskip("accelerate")
+    utils = pytest.importorskip("accelerate.utils")
+    settings = utils.DataLoaderConfiguration(
+        use_stateful_dataloader=True, use_seedable_sampler=True, data_seed=3
+    )
+    accelerator = accelerate.Accelerator(cpu=True, dataloader_config=settings)
+    plain = torch.utils.data.DataLoader(SAMPLES, 4, shuffle=True)
+    return accelerator.prepare(plain)
+
+
+LOADERS = {
+    "shuffled": lambda: loader(shuffle=True),
+    "with a generator": with_generator,
+    "a dataset that draws": lambda: loader(Noisy(), shuffle=True),
+    "a sampler that draws late": lambda: loader(sampler=Lazy()),
+    "batches of its own": lambda: loader(
+        batch_size=1, batch_sampler=BatchSampler(Lazy(), 4, False)
+    ),
+    "a stream that shuffles": lambda: loader(Shuffled()),
+    "workers": lambda: loader(sampler=Lazy(), num_workers=1),
+    "of accelerate": of_accelerate,
+}
+
+
+def run(root: Path, make: Callable, steps: int, save_at: int, seed: int) -> list[float]:
+    """The losses of steps that draw random numbers themselves, from where ``root`` is."""
+    torch.manual_seed(seed)
+    random.seed(seed)
+    model = nn.Sequential(nn.Linear(4, 8), nn.Dropout(0.5))
+    optimizer = torch.optim.SGD(model.parameters(), lr=1e-3)
+    data = make()
+    losses = []
+    with CheckpointManager(root, TrainingState(model, optimizer, per_rank={"data": data})) as own:
+        step = own.resume()
+        while step < steps:
+            for batch in data:
+                loss = model(batch).square().mean()
+                loss.backward()
+                optimizer.step()
+                optimizer.zero_grad()
+                losses.append(loss.item())
+                step += 1
+                if step == save_at:
+                    own.save(step)
+                if step == steps:
+                    break
+    return losses
+
+
+@pytest.mark.parametrize("kind", LOADERS)
+def test_a_job_that_resumes_in_a_pass_has_the_batches_and_the_dropout_of_one_without_interruption(
+    tmp_path: Path, kind: str
+) -> None:
+    make = LOADERS[kind]
+    whole = run(tmp_path / "whole", make, STEPS, 5, seed=0)
+    run(tmp_path / "parted", make, 5, 5, seed=0)
+    assert run(tmp_path / "parted", make, STEPS, 0, seed=1) == whole[5:]
+
+
+@pytest.mark.parametrize("sampler", [AtOnce, AtOnceFromTorch])
+def test_a_sampler_whose_order_is_in_no_state_is_refused_at_the_first_save(
+    tmp_path: Path, sampler: type
+) -> None:
+    with pytest.raises(RuntimeError, match=f"{sampler.__name__} draws in iter.*in no state"):
+        run(tmp_path, lambda: loader(sampler=sampler()), 2, 1, seed=0)
