@@ -183,8 +183,8 @@ class Sample:
 class Copies:
     """Copies of a few elements, one behind the other, in one dtype.
 
-    ``casts`` says whether they, or others that they are compared with, were cast: NaN may be another
-    NaN then.
+    ``casts`` says whether they, or others that they are compared with, were cast: then NaN may
+    have become another NaN.
     """
 
     def __init__(self, sources: list[torch.Tensor], dtype: torch.dtype, casts: bool) -> None:
