@@ -227,7 +227,8 @@ class Sample:
                     every = max(1, -(-own.numel() // SAMPLE))
                     then.append(own.detach()[::every])
                     now.append(shard.detach()[::every])
-            self.pairs.append((Copies(then, dtype), Copies(now, dtype)))
+            casts = any(source.dtype != dtype for source in now)
+            self.pairs.append((Copies(then, dtype, casts), Copies(now, dtype, casts)))
 
     def is_of(self, shards: list[torch.Tensor]) -> bool:
         return all(a is b for a, b in zip(self.shards, shards, strict=True))
@@ -239,19 +240,25 @@ class Sample:
 
 
 class Copies:
-    """Copies of a few elements, one behind the other, in one dtype."""
+    """Copies of a few elements, one behind the other, in one dtype.
 
-    def __init__(self, sources: list[torch.Tensor], dtype: torch.dtype) -> None:
+    ``casts`` says whether they, or others that they are compared with, were cast: then NaN may
+    have become another NaN.
+    """
+
+    def __init__(self, sources: list[torch.Tensor], dtype: torch.dtype, casts: bool) -> None:
         self.sources = sources
+        self.has_other_nans = casts and dtype.is_floating_point and dtype.itemsize > 1
         lengths = [len(source) for source in sources]
         self.flat = sources[0].new_empty(sum(lengths), dtype=dtype)
         self.parts = list(self.flat.split(lengths))
 
     def bytes(self) -> torch.Tensor:
-        """As they are now; NaN is equal to itself, whichever NaN a cast has made of it."""
+        """As they are now; NaN is equal to itself."""
         torch._foreach_copy_(self.parts, self.sources)
-        if self.flat.is_floating_point() and self.flat.itemsize > 1:
-            self.flat.masked_fill_(self.flat.isnan(), torch.nan)
+        if self.has_other_nans:
+            largest = torch.finfo(self.flat.dtype).max
+            self.flat.nan_to_num_(largest, torch.inf, -torch.inf)
         return self.flat.view(torch.uint8)
 
 

@@ -13,6 +13,7 @@ Locked memory does not exist in a forked process: give it a clone, or start it w
 """
 
 from collections.abc import Iterable
+from itertools import pairwise
 
 import torch
 from torch import nn
@@ -124,6 +125,26 @@ class HostLayer:
         """Unlock the memory."""
         for buffer in self.weights + self.gradients:
             buffer.close()
+
+
+def refuse_shared_memory(model: nn.Module) -> None:
+    """Refuse a model of which two parameters lie in the same memory: they would not any more.
+
+    Raises:
+        ValueError: names them.
+    """
+    places = []
+    for name, parameter in model.named_parameters():
+        lies_somewhere = parameter.numel() > 0 and parameter.device.type != "meta"
+        if lies_somewhere and type(parameter) is nn.Parameter and parameter.is_contiguous():
+            begin = parameter.data_ptr()
+            places.append((str(parameter.device), begin, begin + parameter.nbytes, name))
+    for (device, _, end, one), (of_next, begin, _, other) in pairwise(sorted(places)):
+        if device == of_next and begin < end:
+            raise ValueError(
+                f"{one} and {other} are two parameters in the same memory, and would be apart: "
+                "make them one parameter, or give one a clone"
+            )
 
 
 def move_to_host(layers: Iterable, device: torch.device, gradient_dtype=None) -> list[HostLayer]:

@@ -2,10 +2,11 @@
 # Overlap Recipes 0.1.0, overlap_recipes/offload/layer_state.py
 """What a layer has besides its parameters, so that it runs again as it ran before."""
 
+import pickle
 import random
 import sys
 from collections import deque
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator
 from contextlib import contextmanager
 from copy import copy
 
@@ -102,28 +103,36 @@ def set_settings(settings: tuple) -> None:
         getattr(torch.backends.cuda, f"enable_{name}")(enabled)
 
 
-def draws_of_numpy() -> tuple | None:
-    """Where NumPy's own random numbers are, if somebody has imported it."""
+class Draws:
+    """A source of random numbers other than PyTorch's own: where it is now.
+
+    ``get()`` is its state, ``put(state)`` sets that.
+    """
+
+    def __init__(self, get: Callable, put: Callable) -> None:
+        self.get = get
+        self.put = put
+        self.before = get()
+        self.was_used = True
+
+    def forward_has_run(self) -> None:
+        """See whether forward has drawn: if not, another thread may, at any time."""
+        now = self.get()
+        if isinstance(now, torch.Tensor):
+            self.was_used = not torch.equal(now, self.before)
+        else:
+            self.was_used = pickle.dumps(now) != pickle.dumps(self.before)
+
+
+def draws_now(generators: list[torch.Generator]) -> list[Draws]:
+    """Those of Python, of NumPy if somebody has imported it, and of generators."""
+    found = [Draws(random.getstate, random.setstate)]
     numpy = sys.modules.get("numpy")
-    return None if numpy is None else numpy.random.get_state()
-
-
-def set_draws_of_numpy(state: tuple | None) -> None:
-    if state is not None:
-        sys.modules["numpy"].random.set_state(state)
-
-
-def random_now(generators: list[torch.Generator]) -> tuple:
-    """Where random numbers are, but for PyTorch's own: Python's, NumPy's, those of generators."""
-    return random.getstate(), draws_of_numpy(), [each.get_state() for each in generators]
-
-
-def set_random(state: tuple, generators: list[torch.Generator]) -> None:
-    of_python, of_numpy, of_generators = state
-    random.setstate(of_python)
-    set_draws_of_numpy(of_numpy)
-    for generator, its_state in zip(generators, of_generators, strict=True):
-        generator.set_state(its_state)
+    if numpy is not None:
+        found.append(Draws(numpy.random.get_state, numpy.random.set_state))
+    for generator in generators:
+        found.append(Draws(generator.get_state, generator.set_state))
+    return found
 
 
 class LayerState:
@@ -136,21 +145,24 @@ class LayerState:
     def __init__(self, layer: nn.Module, generators: list[torch.Generator]) -> None:
         copies = {}
         self.settings = settings_now()
-        self.generators = generators
-        self.random = random_now(generators)
+        self.draws = draws_now(generators)
         self.attributes = {m: kept(attributes_of(m), copies) for m in layer.modules()}
 
     def forward_has_run(self) -> None:
-        """Drop copies of large tensors that it has not changed."""
+        """Drop copies of large tensors that it has not changed, and what it has not drawn from."""
+        for source in self.draws:
+            source.forward_has_run()
+        self.draws = [source for source in self.draws if source.was_used]
         self.attributes = {m: values_of(found) for m, found in self.attributes.items()}
 
     @contextmanager
     def put_back(self) -> Iterator[None]:
         """For this block, the layer is as it was."""
-        random_behind = random_now(self.generators)
+        draws = [source.get() for source in self.draws]
         settings = settings_now()
         now = {module: attributes_of(module) for module in self.attributes}
-        set_random(self.random, self.generators)
+        for source in self.draws:
+            source.put(source.before)
         set_settings(self.settings)
         exchange(self.attributes)
         try:
@@ -158,7 +170,8 @@ class LayerState:
         finally:
             exchange(now)
             set_settings(settings)
-            set_random(random_behind, self.generators)
+            for source, state in zip(self.draws, draws, strict=True):
+                source.put(state)
 
 
 def exchange(attributes: dict[nn.Module, dict]) -> None:

@@ -12,6 +12,7 @@ from torch.optim.optimizer import register_optimizer_step_pre_hook
 
 from . import arguments, caches
 from . import layer_as_node as node
+from .host_layers import refuse_shared_memory
 from .weight_streaming import GRADIENT_SLOTS, StreamedLayers
 
 # Private by name: ``_parameters`` of modules, ``_backward_hooks`` and
@@ -123,6 +124,7 @@ class StreamedModel(StreamedLayers):
                 raise ValueError(
                     "a layer and another module share a parameter: keep it out of layers"
                 )
+        refuse_shared_memory(model)
         self.resident_below = len(resident)
         super().__init__(streamed, device, **settings)
         for parameter in set(model.parameters()) - taken:

@@ -46,7 +46,8 @@ def stream_layers(
 
     Raises:
         TypeError: what is given as a layer is no module.
-        ValueError: a layer is no part of the model, is streamed already, or shares a parameter.
+        ValueError: a layer is no part of the model, is streamed already, or shares a parameter; two
+            parameters share memory.
         RuntimeError: the host cannot lock as much memory.
     """
     taken = list(layers)

@@ -42,6 +42,20 @@ def test_a_second_backward_of_a_forward_says_what_it_needs():
             loss.backward()
 
 
+@pytest.mark.parametrize("with_the_rest", [False, True])
+def test_parameters_that_share_memory_are_refused(with_the_rest):
+    """They were apart, and trained apart, in silence."""
+    model = llama()
+    layers = model.model.layers
+    other = model if with_the_rest else layers[3].mlp
+    weight = layers[1].mlp.up_proj.weight.data
+    other.copied_from = nn.Parameter(weight[3:])
+    with pytest.raises(ValueError, match="up_proj.weight and .*copied_from are two parameters in"):
+        streamed_of(model)
+    other.copied_from = nn.Parameter(weight[3:].clone())
+    streamed_of(model).close()
+
+
 def test_weights_in_other_memory_are_refused():
     """Trained on, they would be the old ones."""
     for move in (

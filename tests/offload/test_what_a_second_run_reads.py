@@ -211,6 +211,24 @@ def test_random_numbers_of_numpy_and_of_a_generator_that_is_given_are_drawn_agai
         assert same(found, resident)
 
 
+def test_random_numbers_that_a_layer_does_not_draw_are_left_alone():
+    """Another thread draws them, for data: what it drew beside backward was to be drawn again."""
+    drawn = []
+
+    class Waiting(Toy):
+        """Draws none; in its second run another thread does."""
+
+        def forward(self, x: torch.Tensor) -> torch.Tensor:
+            if torch._C._current_graph_task_id() != -1:
+                drawn.append((random.random(), numpy.random.rand()))
+            return super().forward(x)
+
+    model = Loop(Waiting, one_after_the_other)
+    with closing(StreamedModel(model, model.layers, CPU)):
+        gradients(model)
+    assert len(set(drawn)) == len(drawn) == 3
+
+
 def test_context_variables_are_those_of_forward():
     """On a GPU autograd has a thread of its own, in which none was set."""
     scale = ContextVar("scale", default=1.0)
