@@ -40,7 +40,10 @@ from .state import (
     world_size,
 )
 
-DIFFERS = "%s does not fit this job:\n%s"
+DIFFERS = (
+    "%s does not fit this job: give TrainingState what it lacks, or leave names as they are here by "
+    "skip=[...]\n%s"
+)
 USELESS = "  %s: to be skipped, but neither the job nor the checkpoint has it"
 OTHER_RANKS = (
     "  %s: saved on %d ranks, here are %d: it needs a method load_state_dicts(states), which gets "

@@ -4,9 +4,10 @@
 Load at the rate of the storage
 ===============================
 
-Read any DCP checkpoint by threads, each byte checked, with the copies to the device beside the
-reads. PyTorch's reader takes one tensor after the other on one thread. So a restart waits for a core
-of the CPU rather than for the storage (see *What it buys*). The bits are the same.
+Read a DCP checkpoint by threads, with the copies to the device beside the reads; of one that this
+library wrote, each byte is checked. PyTorch's reader takes one tensor after the other on one thread.
+So a job that restarts waits for a core of the CPU rather than for the storage (see *What it buys*).
+The bits are the same.
 
 **When not to bother:** you resume through ``CheckpointManager`` or one of the trainers' plugs: they
 load like this already. Or your checkpoints are a few hundred megabytes.
@@ -17,10 +18,16 @@ load like this already. Or your checkpoints are a few hundred megabytes.
 
     from overlap_recipes.checkpoint import Reader, TrainingState, load
 
-    # A checkpoint of this library. What does not fit is listed before anything changes.
+    # A checkpoint of this library. What does not fit is listed before anything changes;
+    # skip=["scheduler", "data"] leaves these as they are here.
     load({"app": TrainingState(model, optimizer)}, "checkpoints/step1000")
 
-    # One that dcp.save has written, on any number of ranks: storage_reader= for checkpoint_id=.
+    # Its weights alone.
+    weights = {"app": {"model": model.state_dict()}}
+    dcp.load(weights, storage_reader=Reader("checkpoints/step1000"))
+
+    # One that dcp.save has written, on any number of ranks. With an optimizer: what
+    # get_state_dict(model, optimizer) gives, and set_state_dict behind it.
     tensors = {"model": model.state_dict()}
     dcp.load(tensors, storage_reader=Reader("pretrained"))
 
@@ -58,8 +65,8 @@ checks it, and queues its copies to the device. While these run, it reads into t
    to device:   4.8-7.3 buffer 1 ~; 9.6-12.1 buffer 2 ~; 14.4-16.9 buffer 1 ~; 19.2-21.7 buffer 2 ~
    @9.6 buffer 1 is free
 
-Small tensors that lie near each other are one read: 64 kB between them are read rather than skipped.
-A shard of another cut is a part of a run, so another number of ranks is no other case.
+Small tensors that lie near each other are one read, with what lies between them. A shard for another
+number of ranks is a part of such a run, too.
 """
 
 # %%

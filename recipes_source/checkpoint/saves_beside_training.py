@@ -35,8 +35,12 @@ first: each is one file of torch alone.
                break
    sys.exit(checkpoints.exit_code)
 
-Your project needs the package ``overlap_recipes``: ``pip install .`` in this repository, or a copy
-of its folder ``overlap_recipes``. It needs torch alone.
+``loader`` knows where it is, as torchdata's ``StatefulDataLoader`` does; a stock ``DataLoader`` is
+refused, with what to do. Exit code 85 is no crash, though ``torchrun`` prints it as one: have your
+scheduler start the job again.
+
+Your project needs the package ``overlap_recipes``: ``pip install .`` in the repository, or a copy of
+its folder ``overlap_recipes``. It needs torch alone.
 
 .. grid:: 1 1 2 2
 

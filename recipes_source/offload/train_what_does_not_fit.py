@@ -25,8 +25,9 @@ read :doc:`weight_streaming` first.
 
    from overlap_recipes.offload import HostAdamW, check_first_step, stream_layers
 
+   # The model is on the CPU; layers are its model.model.layers, or transformer.h, say.
    with (
-       stream_layers(model, layers, device) as streamed,  # layers: model.model.layers, say
+       stream_layers(model, layers, device) as streamed,
        HostAdamW(model.parameters(), streamed, lr=1e-3, max_norm=1.0) as optimizer,
    ):
        schedule = torch.optim.lr_scheduler.LambdaLR(optimizer, lambda step: 1 / (step + 1))
@@ -37,7 +38,7 @@ read :doc:`weight_streaming` first.
            model(**inputs).loss.backward()
            optimizer.step()  # takes the gradients: there is none left to zero
            schedule.step()
-       streamed.wait()  # before weights are read, and before anything else changes them
+       streamed.wait()  # before weights are read (save_pretrained), or changed by anything else
 
 ``check_first_step`` runs a batch streamed and resident, and raises where outputs, buffers or
 gradients differ in a bit. Leave it out when you trust your model.
