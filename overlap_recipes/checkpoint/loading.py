@@ -41,8 +41,8 @@ from .state import (
 )
 
 DIFFERS = (
-    "%s does not fit this job: give TrainingState what it lacks, or leave names as they are here by "
-    "skip=[...]\n%s"
+    "%s does not fit this job: give TrainingState what it lacks, or leave names as they are here "
+    "by skip=[...]\n%s"
 )
 USELESS = "  %s: to be skipped, but neither the job nor the checkpoint has it"
 OTHER_RANKS = (

@@ -53,8 +53,9 @@ UNKNOWN = (
     "the checkpoint knows no %s: add what is new after the load; all ranks need the same names"
 )
 NOT_LOADED = (
-    "no 'has_state': this is no checkpoint of a TrainingState. dcp.load it into what get_state_dict(model, "
-    "optimizer) gives, and call set_state_dict (a state in memory: load a deepcopy of it)"
+    "no 'has_state': this is no checkpoint of a TrainingState. dcp.load it into what "
+    "get_state_dict(model, optimizer) gives, and call set_state_dict (a state in memory: load a "
+    "deepcopy of it)"
 )
 NO_ROOM = (
     "no room here for the checkpoint's state of %s: frozen, left out, or added later? "

@@ -165,9 +165,10 @@ class Run:
 
     def first(self, args: tuple, kwargs: dict):
         """The run in forward."""
-        self.state = LayerState(self.owner.plain[self.index], generators_in((args, kwargs)))
-        self.context = copy_context()
         objects = objects_in((args, kwargs))
+        generators = generators_in((args, kwargs))
+        self.state = LayerState(self.owner.plain[self.index], generators, objects)
+        self.context = copy_context()
         before = held_by(objects)
         result = self.owner.run(self.index, args, kwargs)
         if held_by(objects) != before:

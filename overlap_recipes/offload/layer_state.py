@@ -139,11 +139,14 @@ class LayerState:
     """A layer's buffers, attributes, modes and hooks as they are now, settings, random numbers.
 
     What a second run changes of them is gone behind it: forward has changed it already.
-    ``generators`` are others that the layer may draw from.
+    ``generators`` are others that the layer may draw from, ``objects`` what it is given besides
+    tensors and numbers.
     """
 
-    def __init__(self, layer: nn.Module, generators: list[torch.Generator]) -> None:
+    def __init__(self, layer: nn.Module, generators: list[torch.Generator], objects: list) -> None:
         copies = {}
+        with_attributes = [each for each in objects if type(vars(each)) is dict]
+        self.of_objects = [(each, dict(vars(each))) for each in with_attributes]
         self.settings = settings_now()
         self.draws = draws_now(generators)
         self.attributes = {m: kept(attributes_of(m), copies) for m in layer.modules()}
@@ -161,17 +164,27 @@ class LayerState:
         draws = [source.get() for source in self.draws]
         settings = settings_now()
         now = {module: attributes_of(module) for module in self.attributes}
+        of_objects = [(each, dict(vars(each))) for each, _ in self.of_objects]
         for source in self.draws:
             source.put(source.before)
         set_settings(self.settings)
         exchange(self.attributes)
+        set_attributes(self.of_objects)
         try:
             yield
         finally:
+            set_attributes(of_objects)
             exchange(now)
             set_settings(settings)
             for source, state in zip(self.draws, draws, strict=True):
                 source.put(state)
+
+
+def set_attributes(of_objects: list[tuple[object, dict]]) -> None:
+    """Give objects these attributes in place of those that they have."""
+    for each, attributes in of_objects:
+        vars(each).clear()
+        vars(each).update(attributes)
 
 
 def exchange(attributes: dict[nn.Module, dict]) -> None:

@@ -13,6 +13,7 @@ from torch.optim.optimizer import register_optimizer_step_pre_hook
 from . import arguments, caches
 from . import layer_as_node as node
 from .host_layers import refuse_shared_memory
+from .layer_state import version_of
 from .weight_streaming import GRADIENT_SLOTS, StreamedLayers
 
 # Private by name: ``_parameters`` of modules, ``_backward_hooks`` and
@@ -57,11 +58,22 @@ class ResidentLayers:
             originals[id(view)] = x
         its_args, its_kwargs = arguments.exchanged((args, kwargs), entrances)
         run = node.Run(self, index)
+        gradients = self.gradients_of(index)
         with node.runs_to_its_end(self, index):
             result, left = node.checkpoint(run, its_args, its_kwargs, use_reentrant=False)
+        if self.gradients_of(index) != gradients:
+            raise RuntimeError(
+                f"{self.title(index)} calls backward in its forward, and would again when backward "
+                "runs it again: return what a loss is computed with, or keep such layers out"
+            )
         node.hand_out_hooks((x, entrances[id(x)]) for x in inputs)
         arguments.handed_back((args, kwargs), arguments.exchanged(left, originals))
         return result
+
+    def gradients_of(self, index: int) -> list[tuple[int, int]]:
+        """Which gradients a layer's weights have, and how often each has changed."""
+        gradients = [parameter.grad for parameter in self.plain[index].parameters()]
+        return [(id(g), version_of(g)) for g in gradients if g is not None]
 
     def sources(self, index: int) -> list[torch.Tensor]:
         """A layer's weights."""

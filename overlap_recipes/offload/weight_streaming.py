@@ -70,6 +70,8 @@ class StreamedLayers:
         self.gradient_flats, self.totals = self.in_slots(gradients, GRADIENT_SLOTS)
         self.h2d.wait_stream(self.streams.current_stream())
         self.plain = [node.Plain(layer.module) for layer in self.layers]
+        # By layer, as a layer itself has its views in their place while it runs.
+        self.parameters = [list(plain.parameters()) for plain in self.plain]
         for index, layer in enumerate(self.layers):
             refuse = partial(node.refuse, self.title(index))
             for name in self.totals[index]:
@@ -188,7 +190,7 @@ class StreamedLayers:
     def sources(self, index: int) -> list[torch.Tensor]:
         """What a layer's weights are loaded from, and what changes that."""
         flats = [host.flat for host in self.layers[index].weights]
-        return flats + list(self.plain[index].parameters())
+        return flats + self.parameters[index]
 
     def run(self, index: int, args: tuple, kwargs: dict):
         views = {f"layer.{name}": view for name, view in self.views[index].items()}

@@ -243,6 +243,67 @@ def test_context_variables_are_those_of_forward():
         assert same(found, resident)
 
 
+class Place:
+    """Where a model is in its layers; it tells them."""
+
+    def __init__(self) -> None:
+        self.layer = 0
+        self.scale = torch.ones(WIDTH)
+
+
+def test_attributes_of_an_object_that_is_given_are_those_of_forward():
+    """In the second runs they were those of the last layer."""
+
+    class Placed(nn.Linear):
+        def __init__(self) -> None:
+            super().__init__(WIDTH, WIDTH)
+
+        def forward(self, x: torch.Tensor, place: Place) -> torch.Tensor:
+            place.layer += 1
+            return super().forward((x * place.scale * place.layer).sin())
+
+    def run(layers: nn.ModuleList, x: torch.Tensor) -> torch.Tensor:
+        place = Place()
+        for layer in layers:
+            place.scale = place.scale + 1
+            x = layer(x, place)
+        assert place.layer == len(layers)
+        return x
+
+    *ours, resident = of_all_and_resident(Loop(Placed, run), gradients)
+    for found in ours:
+        assert same(found, resident)
+
+
+def test_a_layer_may_differentiate_by_its_input_in_forward():
+    """It was refused: its weights looked changed while it ran."""
+
+    class Descending(Toy):
+        def forward(self, x: torch.Tensor) -> torch.Tensor:
+            energy = super().forward(x).square().sum()
+            (slope,) = torch.autograd.grad(energy, x, create_graph=True)
+            return x - 0.1 * slope
+
+    *ours, resident = of_all_and_resident(Loop(Descending, one_after_the_other), gradients)
+    for found in ours:
+        assert close(found, resident)
+
+
+def test_a_layer_that_calls_backward_in_its_forward_is_refused():
+    """On the device it added its gradients twice."""
+
+    class OfItsOwn(Toy):
+        def forward(self, x: torch.Tensor) -> torch.Tensor:
+            if torch.is_grad_enabled():
+                super().forward(x.detach()).square().sum().backward()
+            return super().forward(x.detach())
+
+    model = Loop(OfItsOwn, one_after_the_other)
+    for each in with_each_budget(model):
+        with pytest.raises(RuntimeError, match="backward in its forward|came into layer"):
+            gradients(each)
+
+
 def test_what_is_kept_on_a_parameter_is_there():
     """The layer computed with another tensor, without what the loop keeps on its parameter."""
 
