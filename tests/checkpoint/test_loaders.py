@@ -1,6 +1,7 @@
 """A pass over the data that goes on behind a load is the one that was begun."""
 
 import random
+import weakref
 from collections.abc import Callable, Iterator
 from pathlib import Path
 
@@ -128,3 +129,29 @@ def test_a_sampler_whose_order_is_in_no_state_is_refused_at_the_first_save(
 ) -> None:
     with pytest.raises(RuntimeError, match=f"{sampler.__name__} draws in iter.*in no state"):
         run(tmp_path, lambda: loader(sampler=sampler()), 2, 1, seed=0)
+
+
+def test_a_loader_and_its_workers_end_with_the_job_that_has_them() -> None:
+    """Without a collection of garbage."""
+    data = loader(shuffle=True)
+    state = TrainingState(nn.Linear(4, 4), per_rank={"data": data})
+    assert next(iter(data)).shape == (4, 4)
+    state.state_dict()
+    own = weakref.ref(data)
+    del data, state
+    assert own() is None
+
+
+def test_a_second_state_of_a_job_takes_its_loader_too() -> None:
+    data = loader(shuffle=True)
+    first = TrainingState(nn.Linear(4, 4), per_rank={"data": data})
+    batches = iter(data)
+    next(batches)
+    second = TrainingState(nn.Linear(4, 4), per_rank={"data": data})
+    saved = second.per_rank["data"].state_dict()
+    wanted = next(batches)
+    del first
+    second.per_rank["data"].load_state_dict(saved)
+    before = torch.get_rng_state()
+    assert torch.equal(next(iter(data)), wanted)
+    assert torch.equal(torch.get_rng_state(), before)
