@@ -1,5 +1,7 @@
 """A pass over the data that goes on behind a load is the one that was begun."""
 
+import gc
+import multiprocessing
 import random
 import weakref
 from collections.abc import Callable, Iterator
@@ -16,6 +18,14 @@ stateful = pytest.importorskip("torchdata.stateful_dataloader")
 
 SAMPLES = torch.arange(22.0)[:, None].expand(22, 4)  # six batches of four, the last of two
 STEPS = 14
+
+
+@pytest.fixture(autouse=True)
+def no_worker_is_left() -> Iterator[None]:
+    """One would hold what the session's last lines wait for."""
+    yield
+    gc.collect()
+    assert not multiprocessing.active_children()
 
 
 class Lazy(Sampler):
