@@ -120,6 +120,7 @@ def run(root: Path, make: Callable, steps: int, save_at: int, seed: int) -> list
                     own.save(step)
                 if step == steps:
                     break
+    data._iterator = None  # its workers end
     return losses
 
 
