@@ -887,8 +887,7 @@ class TrainingState(AppState):
 
     def random_last(self) -> list[tuple[str, Stateful]]:
         """What each rank has for itself; others may draw random numbers as they save or load."""
-        others = [each for each in self.per_rank.items() if each[0] != RandomNumbers.NAME]
-        return [*others, (RandomNumbers.NAME, self.per_rank[RandomNumbers.NAME])]
+        return sorted(self.per_rank.items(), key=lambda item: item[0] == RandomNumbers.NAME)
 
     def take(
         self, state: dict, contents: dict, is_skipped: Callable[[str], bool] = lambda name: False
