@@ -14,8 +14,8 @@ from .state import TrainingState, shard_of
 LOG = logging.getLogger(__name__)
 
 GRADIENTS = (
-    "step %d is saved with gradients that no optimizer has used: they are in no checkpoint, and a "
-    "job that resumes goes on without them. Save where an optimizer has stepped"
+    "step %d is saved with gradients that no optimizer of TrainingState has used: they are in no "
+    "checkpoint, and a job that resumes goes on without them. Save where an optimizer has stepped"
 )
 SCHEDULER = (
     "a scheduler sets the learning rate of %s and is in no checkpoint: a job that resumes would "

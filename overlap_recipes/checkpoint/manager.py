@@ -13,6 +13,7 @@ import torch
 
 from .forgotten import Forgotten
 from .preemption import AGAIN, Preemption
+from .saves import is_end_of_job
 from .state import TrainingState
 from .stores import store_of
 
@@ -39,7 +40,8 @@ class CheckpointManager:
 
     At the second step, memory for a save is locked beside training, so the first save need not wait
     for it; a driver may launch nothing while it locks, which can cost training seconds, once. A
-    save that comes before the one before it is written waits until it is.
+    save that comes before the one before it is written waits until it is. The end of the block, by
+    ``sys.exit`` too, waits for the saves and raises if the last one failed.
 
     Args:
         root: a directory that all ranks see, made if it is missing; or a URL that fsspec knows,
@@ -225,7 +227,7 @@ class CheckpointManager:
 
     def __exit__(self, kind, error, trace) -> None:
         try:
-            if kind is None:
+            if is_end_of_job(kind):
                 self.wait()
         finally:
             self.block.__exit__(kind, error, trace)

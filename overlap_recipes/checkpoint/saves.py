@@ -73,6 +73,11 @@ class Preparation:
     done: Future
 
 
+def is_end_of_job(kind: type[BaseException] | None) -> bool:
+    """Whether a block that is left by ``kind`` has come to its end, as by ``sys.exit``."""
+    return kind is None or issubclass(kind, SystemExit)
+
+
 class Saves:
     """Save checkpoints of all ranks beside training; a context manager around the loop.
 
@@ -361,7 +366,7 @@ class Saves:
         if self.hook is not None:
             self.hook.remove()
             self.hook = None
-        self.abandoned = kind is not None
+        self.abandoned = not is_end_of_job(kind)
         if self.preparation is not None:
             self.preparation.done.cancel()  # unless it has begun
         self.jobs.put(None)
@@ -479,7 +484,7 @@ class Saves:
         Returns:
             What must be the same on all ranks.
         """
-        if self.abandoned:
+        if self.abandoned and self.groups:  # other ranks may not have called this save
             raise RuntimeError("training has ended by an exception")
         if isinstance(job.copied, BaseException):
             raise job.copied

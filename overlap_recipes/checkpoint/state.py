@@ -15,6 +15,7 @@ import logging
 import operator
 import random
 import sys
+import weakref
 from collections import OrderedDict
 from collections.abc import Callable, Iterable, Iterator
 from copy import deepcopy
@@ -888,8 +889,7 @@ class TrainingState(AppState):
 
     def random_last(self) -> list[tuple[str, Stateful]]:
         """What each rank has for itself; others may draw random numbers as they save or load."""
-        others = [each for each in self.per_rank.items() if each[0] != RandomNumbers.NAME]
-        return [*others, (RandomNumbers.NAME, self.per_rank[RandomNumbers.NAME])]
+        return sorted(self.per_rank.items(), key=lambda item: item[0] == RandomNumbers.NAME)
 
     def take(
         self, state: dict, contents: dict, is_skipped: Callable[[str], bool] = lambda name: False
@@ -922,7 +922,7 @@ class RandomNumbers:
     NAME = "random"
 
     def __init__(self, job: TrainingState) -> None:
-        self.job = job
+        self.job = weakref.proxy(job)  # which has this object, and loaders that end with it
 
     def state_dict(self) -> dict:
         state = numbers_of_host()
@@ -994,6 +994,28 @@ def value_of_numpy(numbers: dict) -> tuple:
     return kind, keys.tobytes(), *position
 
 
+def maker_of_iterators(loader: DataLoader) -> Callable[[], Iterator]:
+    """What makes them up to now. It does not keep ``loader``, whose workers end with it."""
+    own = weakref.ref(loader)
+    before = vars(loader).get("_get_iterator")  # of another state of the job
+
+    def make() -> Iterator:
+        alive = own()
+        return type(alive)._get_iterator(alive) if before is None else before()
+
+    return make
+
+
+def begun_by(owner: weakref.ref, make: Callable[[], Iterator]) -> Callable[[], Iterator]:
+    """``LoaderInPass.begin`` of ``owner`` as long as there is one."""
+
+    def begin() -> Iterator:
+        alive = owner()
+        return make() if alive is None else alive.begin()
+
+    return begin
+
+
 class LoaderInPass:
     """A loader that knows where it is, with the random numbers from which its pass began.
 
@@ -1014,8 +1036,8 @@ class LoaderInPass:
         self.unknown_order = False
         self.began: dict | None = None  # None: before this object was made
         self.goes_on = False  # whether a load has given the pass that comes next
-        self.make_iterator = loader._get_iterator
-        loader._get_iterator = self.begin
+        self.make_iterator = maker_of_iterators(loader)
+        loader._get_iterator = begun_by(weakref.ref(self), self.make_iterator)
         if hasattr(item, "load_state_dicts"):
             self.load_state_dicts = item.load_state_dicts
 

@@ -1,6 +1,9 @@
 """A pass over the data that goes on behind a load is the one that was begun."""
 
+import gc
+import multiprocessing
 import random
+import weakref
 from collections.abc import Callable, Iterator
 from pathlib import Path
 
@@ -15,6 +18,14 @@ stateful = pytest.importorskip("torchdata.stateful_dataloader")
 
 SAMPLES = torch.arange(22.0)[:, None].expand(22, 4)  # six batches of four, the last of two
 STEPS = 14
+
+
+@pytest.fixture(autouse=True)
+def no_worker_is_left() -> Iterator[None]:
+    """One would hold what the session's last lines wait for."""
+    yield
+    gc.collect()
+    assert not multiprocessing.active_children()
 
 
 class Lazy(Sampler):
@@ -109,6 +120,7 @@ def run(root: Path, make: Callable, steps: int, save_at: int, seed: int) -> list
                     own.save(step)
                 if step == steps:
                     break
+    data._iterator = None  # its workers end
     return losses
 
 
@@ -128,3 +140,29 @@ def test_a_sampler_whose_order_is_in_no_state_is_refused_at_the_first_save(
 ) -> None:
     with pytest.raises(RuntimeError, match=f"{sampler.__name__} draws in iter.*in no state"):
         run(tmp_path, lambda: loader(sampler=sampler()), 2, 1, seed=0)
+
+
+def test_a_loader_and_its_workers_end_with_the_job_that_has_them() -> None:
+    """Without a collection of garbage."""
+    data = loader(shuffle=True)
+    state = TrainingState(nn.Linear(4, 4), per_rank={"data": data})
+    assert next(iter(data)).shape == (4, 4)
+    state.state_dict()
+    own = weakref.ref(data)
+    del data, state
+    assert own() is None
+
+
+def test_a_second_state_of_a_job_takes_its_loader_too() -> None:
+    data = loader(shuffle=True)
+    first = TrainingState(nn.Linear(4, 4), per_rank={"data": data})
+    batches = iter(data)
+    next(batches)
+    second = TrainingState(nn.Linear(4, 4), per_rank={"data": data})
+    saved = second.per_rank["data"].state_dict()
+    wanted = next(batches)
+    del first
+    second.per_rank["data"].load_state_dict(saved)
+    before = torch.get_rng_state()
+    assert torch.equal(next(iter(data)), wanted)
+    assert torch.equal(torch.get_rng_state(), before)

@@ -2,6 +2,7 @@
 
 import logging
 import signal
+import threading
 from functools import partial
 from pathlib import Path
 
@@ -422,7 +423,7 @@ def test_a_job_does_not_begin_anew_because_the_only_one_in_a_store_is_damaged(
             run(Job(), url, 4)
 
 
-GRADIENTS = "gradients that no optimizer has used"
+GRADIENTS = "gradients that no optimizer of TrainingState has used"
 SCHEDULER = "a scheduler sets the learning rate of"
 
 
@@ -496,3 +497,35 @@ def test_a_step_that_is_not_there_is_answered_with_those_that_are(tmp_path: Path
     said = pytest.raises(RuntimeError, match=r"step 7 is not whole.*there is none, only \[2, 1\]")
     with CheckpointManager(tmp_path / "run", Job().state) as checkpoints, said:
         checkpoints.resume(7)
+
+
+@pytest.mark.parametrize("leave", [SystemExit(85), ValueError("of the loop")])
+def test_a_save_that_has_not_begun_when_the_block_is_left_is_finished(
+    tmp_path: Path, leave: BaseException
+) -> None:
+    """By ``sys.exit(checkpoints.exit_code)`` in the loop the job left without its save."""
+    job = Job()
+    is_left = threading.Event()
+    with pytest.raises(type(leave)), CheckpointManager(tmp_path, job.state) as checkpoints:
+        saves = checkpoints.saves
+        begin, jobs, wait = saves.begin, saves.jobs, checkpoints.wait
+
+        def held_back(*args: object) -> tuple:
+            assert is_left.wait(30)
+            return begin(*args)
+
+        class Jobs:
+            def put(self, item: object) -> None:
+                jobs.put(item)
+                if item is None:
+                    is_left.set()
+
+        def wait_too() -> None:
+            is_left.set()
+            wait()
+
+        saves.begin, saves.jobs, checkpoints.wait = held_back, Jobs(), wait_too
+        job.step()
+        checkpoints.save(1)
+        raise leave
+    assert names(tmp_path) == ["step1"]
