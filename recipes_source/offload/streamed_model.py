@@ -236,14 +236,13 @@ if __name__ == "__main__":
 # * Leave the model's own gradient checkpointing off: each layer runs again anyway.
 # * A layer that is compiled must be so before, by ``layer.forward = torch.compile(layer.forward)``.
 # * Backward runs a layer again, with its attributes, hooks, buffers and random numbers as they
-#   were. It knows nothing of globals, attributes of other objects, and generators that are neither
-#   the layer's own nor among its arguments: if they have changed, the first step raises, which
-#   compares results. Later ones do not. Hooks in a layer run both times.
+#   were, and those of objects that it is given. It knows nothing of globals, objects elsewhere, and
+#   generators that nobody hands over: if they have changed, the first step raises, which compares
+#   results. Later ones do not. Hooks in a layer run both times.
 # * A weight that a hook or a global keeps without a copy is, behind its turn, another layer's.
 # * With a ``GradScaler`` updates in backward are an error; train in bf16, which needs none.
 # * ``deepcopy(model)``, and so ``AveragedModel``, raises: average what ``state_dict()`` gives.
-# * ``DistributedDataParallel`` finds no gradients of the layers. It raises in the second step, but
-#   not with ``find_unused_parameters=True``.
+# * ``DistributedDataParallel`` finds no gradients of the layers: a forward inside of it is an error.
 # * Ranks know nothing of each other here: :doc:`whole_step` averages.
 #
 # Further reading
