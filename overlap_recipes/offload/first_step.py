@@ -301,6 +301,8 @@ def unchanged(streamed: StreamedModel) -> Iterator[None]:
         streamed.wait()
         streamed.summed.clear()
         streamed.recorded.clear()
+        for layers in (streamed, streamed.resident):
+            layers.alike.clear()  # the loop may change what ``run`` leaves alone
         streamed.model.zero_grad()
 
 

@@ -113,6 +113,17 @@ def with_scaled_gradients(streamed: StreamedModel) -> None:
 
 
 @pytest.mark.usefixtures("way")
+def test_the_loops_first_step_is_looked_at_behind_a_check_all_the_same():
+    """It may change between forward and backward what the check's run has left alone."""
+    model = Stack()
+    budget = resident_bytes(model.layers[0])
+    with stream_layers(model, model.layers, CPU, budget=budget) as streamed:
+        check(streamed)
+        assert not streamed.alike and not streamed.resident.alike
+        loss_of(model).backward()
+        assert streamed.alike and streamed.resident.alike
+
+
 def test_a_gradient_that_differs_is_named():
     model = Stack()
     with stream_layers(model, model.layers, CPU) as streamed:
