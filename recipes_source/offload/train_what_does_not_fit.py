@@ -354,7 +354,7 @@ if __name__ == "__main__":
 #   ``gradient_dtype=torch.float32`` keeps them.
 # * Backward runs a layer again. Globals, attributes of other objects and generators that are not the
 #   layer's must not change in between; the first step compares results and raises, later ones do not.
-# * A weight that a hook or a global keeps without a copy is, behind its turn, another layer's.
+# * A weight that a hook, a global or another layer reads behind its turn is another layer's.
 # * Where several layers read one tensor, or a layer runs twice, sums have another order, and
 #   ``check_first_step`` returns False.
 #

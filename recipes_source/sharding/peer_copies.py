@@ -381,6 +381,7 @@ if __name__ == "__main__":
 #   a sample is compared, and the next forward raises. A few changed elements can pass.
 # * A reference to full weights that is kept beyond ``reshard()`` reads another unit's numbers;
 #   a unit that returns them is an error.
+# * All ranks run units in the same order, in an evaluation, too.
 # * A gradient is in ``.grad`` one unit later. So an optimizer in backward steps a unit later.
 # * After an exception in backward, call ``zero_grad()`` before you go on.
 #
