@@ -19,6 +19,7 @@ from overlap_recipes.version import __version__
 ROOT = Path(__file__).resolve().parent.parent
 FOLDER = "_downloads"
 WHEEL = f"overlap_recipes-{__version__}-py3-none-any.whl"
+SHOWN = "shows_the_wheel"  # of a page
 SOURCES = ("pyproject.toml", "setup.py", "README.md", "LICENSE")
 BUILD = "import sys; from setuptools.build_meta import build_wheel; build_wheel(sys.argv[1])"
 
@@ -52,6 +53,7 @@ class WheelDirective(SphinxDirective):
     """``.. wheel::``: the line that installs the library from this site."""
 
     def run(self) -> list[nodes.Node]:
+        self.env.metadata[self.env.docname][SHOWN] = True
         site = self.env.config.html_baseurl
         line = f"pip install {site}{FOLDER}/{WHEEL}"
         if not site:
@@ -64,7 +66,9 @@ class WheelDirective(SphinxDirective):
 
 
 def write_wheel(app: Sphinx, exception: Exception | None) -> None:
-    if exception is None and app.builder.format == "html":
+    if exception is not None or app.builder.format != "html":
+        return
+    if any(SHOWN in page for page in app.env.metadata.values()):
         build_wheel(Path(app.outdir, FOLDER))
 
 
