@@ -94,9 +94,10 @@ from pathlib import Path
 import torch
 import torch.distributed as dist
 import transformers
+from torch import nn
 from torch.distributed.fsdp import fully_shard
 from torch.utils.data import DataLoader
-from transformers import AutoConfig, AutoModelForCausalLM, PreTrainedModel, Qwen3Config
+from transformers import AutoConfig, AutoModelForCausalLM, Qwen3Config
 
 from overlap_recipes.checkpoint import CheckpointManager, TrainingState
 from overlap_recipes.checkpoint.hub_folder import give_memory, load_folder
@@ -164,7 +165,7 @@ def begin_beside(pool: ThreadPoolExecutor, folder: Path) -> Future:
 # memory for its rows only.
 
 
-def on_meta(folder: Path) -> PreTrainedModel:
+def on_meta(folder: Path) -> nn.Module:
     """The sharded model of a folder, without memory."""
     config = AutoConfig.from_pretrained(folder)
     with torch.device("meta"):
@@ -225,7 +226,7 @@ def start_again(folder: Path, device: torch.device) -> TrainingState:
     return TrainingState(model, optimizer_of(model))
 
 
-def optimizer_of(model: PreTrainedModel) -> torch.optim.Optimizer:
+def optimizer_of(model: nn.Module) -> torch.optim.Optimizer:
     return torch.optim.AdamW(model.parameters(), lr=1e-2)
 
 
@@ -260,7 +261,7 @@ def written(root: Path, dtype: torch.dtype) -> Path:
 
 
 @torch.no_grad()
-def logits_of(model: PreTrainedModel) -> torch.Tensor:
+def logits_of(model: nn.Module) -> torch.Tensor:
     device = next(model.parameters()).device
     return model(input_ids=TOKENS.to(device)).logits
 
