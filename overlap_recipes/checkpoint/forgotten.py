@@ -57,7 +57,7 @@ class Forgotten:
             LOG.warning(GRADIENTS, step)
 
     def look_for_scheduler(self) -> None:
-        if has_scheduler([*self.state.shared.values(), *self.state.per_rank.values()]):
+        if has_scheduler(list(self.state.shared.values()) + list(self.state.per_rank.values())):
             return
         for optimizer in self.state.optimizers:
             if hasattr(optimizer.step, "_wrapped_by_lr_sched"):  # as ``LRScheduler`` leaves it

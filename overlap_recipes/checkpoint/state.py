@@ -985,7 +985,7 @@ def draw_first(iterator: Iterator) -> None:
     """Let a sampler that is to skip what was taken do so now, with the numbers of its pass."""
     rest = getattr(iterator, "_sampler_iter", None)
     if isinstance(rest, islice):
-        first = [*islice(rest, 1)]
+        first = list(islice(rest, 1))
         iterator._sampler_iter = chain(first, rest)
 
 

@@ -119,7 +119,8 @@ def are_alike(one: list[torch.Tensor], other: list[torch.Tensor]) -> bool:
     if [x.shape for x in one] != [y.shape for y in other]:
         return False
     for x, y in zip(one, other, strict=True):
-        x, y = x.float().nan_to_num(), y.float().nan_to_num()
+        x = x.float().nan_to_num()
+        y = y.float().nan_to_num()
         if (x - y).abs().max() > MOST * x.abs().max():
             return False
     return True

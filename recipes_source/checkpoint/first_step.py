@@ -101,6 +101,7 @@ from transformers import AutoConfig, AutoModelForCausalLM, Qwen3Config
 
 from overlap_recipes.checkpoint import CheckpointManager, TrainingState
 from overlap_recipes.checkpoint.hub_folder import give_memory, load_folder
+from overlap_recipes.ranks import start_rank
 
 LOG = logging.getLogger("start")
 PIECE = 32 << 20  # bytes that are read ahead at a time
@@ -316,19 +317,6 @@ def prove_refused(folder: Path, device: torch.device) -> None:
     else:
         raise AssertionError("a folder that does not fit was loaded")
     assert all(parameter.is_meta for parameter in model.parameters())
-
-
-def start_rank() -> torch.device:
-    """Join the group that torchrun describes, or a group of one; return this rank's device."""
-    device = torch.accelerator.current_accelerator(check_available=True) or torch.device("cpu")
-    if device.type != "cpu":
-        device = torch.device(device.type, int(os.environ.get("LOCAL_RANK", "0")))
-        torch.accelerator.set_device_index(device.index)
-    if "RANK" in os.environ:
-        dist.init_process_group()  # gloo for CPU tensors, NCCL for CUDA's, as far as built in
-    else:
-        dist.init_process_group(store=dist.HashStore(), rank=0, world_size=1)
-    return device
 
 
 def main(directory: Path) -> None:

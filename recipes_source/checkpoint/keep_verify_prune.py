@@ -109,6 +109,7 @@ from overlap_recipes.checkpoint import (
     name_of,
 )
 from overlap_recipes.checkpoint.__main__ import main as command
+from overlap_recipes.ranks import start_rank
 
 WIDTH, LENGTH, BATCH = 64, 8, 4  # features, tokens, sequences
 LAST_STEP, SAVE_EVERY, DISK_FULL_AT = 12, 2, 4
@@ -323,19 +324,6 @@ def copied_by_rank_0(root: Path, name: str) -> Path:
 def assert_same(found: list[torch.Tensor], saved: list[torch.Tensor], what: str) -> None:
     for one, other in zip(found, saved, strict=True):
         assert torch.equal(one, other), f"{what}: other bits than were saved"
-
-
-def start_rank() -> torch.device:
-    """Join the group that torchrun describes, or a group of one; return this rank's device."""
-    device = torch.accelerator.current_accelerator(check_available=True) or torch.device("cpu")
-    if device.type != "cpu":
-        device = torch.device(device.type, int(os.environ.get("LOCAL_RANK", "0")))
-        torch.accelerator.set_device_index(device.index)
-    if "RANK" in os.environ:
-        dist.init_process_group()  # gloo for CPU tensors, NCCL for CUDA's, as far as built in
-    else:
-        dist.init_process_group(store=dist.HashStore(), rank=0, world_size=1)
-    return device
 
 
 def main(directory: Path) -> None:

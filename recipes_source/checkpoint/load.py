@@ -75,7 +75,6 @@ number of ranks is a part of such a run, too.
 # A stock Transformer, sharded, and its AdamW. Your model takes its place.
 
 import argparse
-import os
 import shutil
 import tempfile
 from pathlib import Path
@@ -95,6 +94,7 @@ from overlap_recipes.checkpoint import (
     TrainingState,
     load,
 )
+from overlap_recipes.ranks import start_rank
 
 WIDTH, LENGTH, BATCH = 64, 8, 4  # features, tokens, sequences
 STEPS = 3
@@ -256,19 +256,6 @@ def prove_damage_is_named(directory: Path, device: torch.device) -> None:
     dist.barrier()
     if dist.get_rank() == 0:
         shutil.rmtree(copy)
-
-
-def start_rank() -> torch.device:
-    """Join the group that torchrun describes, or a group of one; return this rank's device."""
-    device = torch.accelerator.current_accelerator(check_available=True) or torch.device("cpu")
-    if device.type != "cpu":
-        device = torch.device(device.type, int(os.environ.get("LOCAL_RANK", "0")))
-        torch.accelerator.set_device_index(device.index)
-    if "RANK" in os.environ:
-        dist.init_process_group()  # gloo for CPU tensors, NCCL for CUDA's, as far as built in
-    else:
-        dist.init_process_group(store=dist.HashStore(), rank=0, world_size=1)
-    return device
 
 
 def main(directory: Path) -> None:

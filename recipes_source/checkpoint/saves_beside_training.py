@@ -96,6 +96,7 @@ from torch.distributed.fsdp import fully_shard
 from torch.nn.attention import SDPBackend, sdpa_kernel
 
 from overlap_recipes.checkpoint import AGAIN, CheckpointManager, TrainingState
+from overlap_recipes.ranks import start_rank
 
 VOCABULARY, WIDTH, LENGTH, BATCH = 16384, 64, 16, 4  # tokens, features, tokens, sequences
 LAST_STEP, SAVE_EVERY = 12, 4
@@ -293,19 +294,6 @@ def prove_same_job(directory: Path, device: torch.device) -> None:
 
     kept = sorted(path.name for path in root.glob("step*") if path.is_dir())
     assert kept == ["step12", "step8"], f"kept {kept}"
-
-
-def start_rank() -> torch.device:
-    """Join the group that torchrun describes, or a group of one; return this rank's device."""
-    device = torch.accelerator.current_accelerator(check_available=True) or torch.device("cpu")
-    if device.type != "cpu":
-        device = torch.device(device.type, int(os.environ.get("LOCAL_RANK", "0")))
-        torch.accelerator.set_device_index(device.index)
-    if "RANK" in os.environ:
-        dist.init_process_group()  # gloo for CPU tensors, NCCL for CUDA's, as far as built in
-    else:
-        dist.init_process_group(store=dist.HashStore(), rank=0, world_size=1)
-    return device
 
 
 def main(directory: Path) -> None:

@@ -11,15 +11,11 @@ import shutil
 import tempfile
 from pathlib import Path
 
+import _toys as basic
 import torch
 import torch.distributed as dist
-import torch.distributed.checkpoint as dcp
-from torch import nn
 from torch.distributed.checkpoint.format_utils import dcp_to_torch_save
-from torch.distributed.fsdp import fully_shard
-from torch.distributed.tensor import DTensor
 
-from overlap_recipes.checkpoint import AppState
 from overlap_recipes.checkpoint.durable import (
     POINTER,
     DurableSaves,
@@ -27,57 +23,21 @@ from overlap_recipes.checkpoint.durable import (
     faults,
     newest_step,
 )
-from overlap_recipes.ranks import start_rank
 
-WIDTH = 64
 STEPS, SAVE_EVERY = 10, 2
 
 
-def build(device: torch.device, seed: int = 0) -> AppState:
-    torch.manual_seed(seed)
-    layers = nn.Sequential(nn.Linear(WIDTH, WIDTH), nn.GELU(), nn.Linear(WIDTH, WIDTH))
-    model = fully_shard(layers.to(device))
-    return AppState(model, torch.optim.AdamW(model.parameters(), lr=1e-3))
-
-
-def train_step(app: AppState, device: torch.device) -> None:
-    torch.manual_seed(1000 * app.step + dist.get_rank())
-    app.model(torch.randn(8, WIDTH, device=device)).square().mean().backward()
-    app.optimizer.step()
-    app.optimizer.zero_grad()
-    app.step += 1
-
-
-def bits(app: AppState) -> list[torch.Tensor]:
-    """Copies of this rank's weights and moments."""
-    tensors = []
-    for parameter in app.model.parameters():
-        moments = app.optimizer.state[parameter]
-        tensors.append(parameter.detach())
-        tensors.extend(moments[name] for name in sorted(moments))
-    local = [tensor.to_local() if isinstance(tensor, DTensor) else tensor for tensor in tensors]
-    return [tensor.clone() for tensor in local]
-
-
-def assert_loads(directory: Path, device: torch.device, saved: list[torch.Tensor]) -> None:
-    app = build(device, seed=1)
-    dcp.load({"app": app}, checkpoint_id=directory)
-    found = bits(app)
-    assert len(found) == len(saved)
-    assert all(map(torch.equal, found, saved)), f"{directory.name} has other bits than were saved"
-
-
-def train(app: AppState, root: Path, device: torch.device) -> dict[int, list[torch.Tensor]]:
+def train(app: basic.AppState, root: Path, device: torch.device) -> dict[int, dict]:
     """Save every second step; return the bits of those whose save did not fail."""
     saved, uploads = {}, {}
     with DurableSaves(device, app.model.buffers) as saves:
         for _ in range(STEPS):
-            train_step(app, device)
+            basic.train_step(app, device)
             if app.step % SAVE_EVERY == 0:
                 state = {"app": app}
                 if app.step == 4 and dist.get_rank() == dist.get_world_size() - 1:
                     state["collate"] = lambda batch: batch
-                saved[app.step] = bits(app)
+                saved[app.step] = basic.snapshot(app)
                 name = "step6" if app.step == 8 else f"step{app.step}"
                 uploads[app.step] = saves.save(state, root / name)
         failed = {step for step, upload in uploads.items() if upload.exception()}
@@ -85,9 +45,9 @@ def train(app: AppState, root: Path, device: torch.device) -> dict[int, list[tor
     return {step: bits for step, bits in saved.items() if step not in failed}
 
 
-def prove(root: Path, device: torch.device, saved: dict[int, list[torch.Tensor]]) -> None:
+def prove(root: Path, device: torch.device, saved: dict[int, dict]) -> None:
     for step, expected in saved.items():
-        assert_loads(root / f"step{step}", device, expected)
+        basic.assert_same_bits(basic.load_app(root / f"step{step}", device), expected)
         assert not faults(root / f"step{step}", digests=True)
     assert committed_steps(root) == [10, 6, 2] and not list(root.glob("*.incomplete"))
     assert (root / POINTER).read_text() == "step10" and newest_step(root) == 10
@@ -111,12 +71,11 @@ def damage(root: Path) -> None:
 
 
 def main(directory: Path) -> None:
-    device = start_rank()
+    basic.HIDDEN = 512  # small: all of it is flushed, many times
+    device = basic.start_rank()
     try:
-        of_rank_0 = [directory]
-        dist.broadcast_object_list(of_rank_0)
-        root = of_rank_0[0]
-        saved = train(build(device), root, device)
+        root = basic.directory_of_rank_0(directory)
+        saved = train(basic.build_app(device), root, device)
         prove(root, device, saved)
         dist.barrier()
         if dist.get_rank() == 0:

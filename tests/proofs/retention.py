@@ -8,14 +8,10 @@ import tempfile
 from collections.abc import Callable
 from pathlib import Path
 
+import _toys as basic
 import torch
 import torch.distributed as dist
-import torch.distributed.checkpoint as dcp
-from torch import nn
-from torch.distributed.fsdp import fully_shard
-from torch.distributed.tensor import DTensor
 
-from overlap_recipes.checkpoint import AppState
 from overlap_recipes.checkpoint.durable import committed_steps
 from overlap_recipes.checkpoint.retention import (
     LEFTOVERS,
@@ -25,47 +21,11 @@ from overlap_recipes.checkpoint.retention import (
     show,
     take_lease,
 )
-from overlap_recipes.ranks import start_rank
 
-WIDTH = 64
 STEPS, SAVE_EVERY = 12, 2
 
 
-def build(device: torch.device, seed: int = 0) -> AppState:
-    torch.manual_seed(seed)
-    layers = nn.Sequential(nn.Linear(WIDTH, WIDTH), nn.GELU(), nn.Linear(WIDTH, WIDTH))
-    model = fully_shard(layers.to(device))
-    return AppState(model, torch.optim.AdamW(model.parameters(), lr=1e-3))
-
-
-def train_step(app: AppState, device: torch.device) -> None:
-    torch.manual_seed(1000 * app.step + dist.get_rank())
-    app.model(torch.randn(8, WIDTH, device=device)).square().mean().backward()
-    app.optimizer.step()
-    app.optimizer.zero_grad()
-    app.step += 1
-
-
-def bits(app: AppState) -> list[torch.Tensor]:
-    """Copies of this rank's weights and moments."""
-    tensors = []
-    for parameter in app.model.parameters():
-        moments = app.optimizer.state[parameter]
-        tensors.append(parameter.detach())
-        tensors.extend(moments[name] for name in sorted(moments))
-    local = [tensor.to_local() if isinstance(tensor, DTensor) else tensor for tensor in tensors]
-    return [tensor.clone() for tensor in local]
-
-
-def assert_loads(directory: Path, device: torch.device, saved: list[torch.Tensor]) -> None:
-    app = build(device, seed=1)
-    dcp.load({"app": app}, checkpoint_id=directory)
-    found = bits(app)
-    assert len(found) == len(saved)
-    assert all(map(torch.equal, found, saved)), f"{directory.name} has other bits than were saved"
-
-
-def train(app: AppState, root: Path, device: torch.device) -> dict[int, list[torch.Tensor]]:
+def train(app: basic.AppState, root: Path, device: torch.device) -> dict[int, dict]:
     """Save every second step; return the bits of each save."""
     saved = {}
     with RetainedSaves(root, device, app.model.buffers, keep_last=2, keep_every=6) as saves:
@@ -73,9 +33,9 @@ def train(app: AppState, root: Path, device: torch.device) -> dict[int, list[tor
         refused("a second job", take_lease, root)
         refused("no room", saves.look_for_room, {"x": torch.zeros(1).expand(10**15)})
         for _ in range(STEPS):
-            train_step(app, device)
+            basic.train_step(app, device)
             if app.step % SAVE_EVERY == 0:
-                saved[app.step] = bits(app)
+                saved[app.step] = basic.snapshot(app)
                 saves.save({"app": app}, root / f"step{app.step}")
     return saved
 
@@ -89,10 +49,10 @@ def refused(what: str, action: Callable, *args: object) -> None:
         raise AssertionError(f"{what} was not refused")
 
 
-def prove(root: Path, device: torch.device, saved: dict[int, list[torch.Tensor]]) -> None:
+def prove(root: Path, device: torch.device, saved: dict[int, dict]) -> None:
     assert committed_steps(root) == [12, 10, 6], committed_steps(root)
     for step in committed_steps(root):
-        assert_loads(root / f"step{step}", device, saved[step])
+        basic.assert_same_bits(basic.load_app(root / f"step{step}", device), saved[step])
     assert show(root, digests=True)
     prune(root, keep_last=1, keep_every=0, dry_run=True)
     assert committed_steps(root) == [12, 10, 6], "a dry run has deleted"
@@ -100,15 +60,14 @@ def prove(root: Path, device: torch.device, saved: dict[int, list[torch.Tensor]]
 
 
 def main(directory: Path) -> None:
-    device = start_rank()
+    basic.HIDDEN = 512  # small: all of it is flushed, many times
+    device = basic.start_rank()
     try:
-        of_rank_0 = [directory]
-        dist.broadcast_object_list(of_rank_0)
-        root = of_rank_0[0]
+        root = basic.directory_of_rank_0(directory)
         if dist.get_rank() == 0:
             (root / "step2.incomplete").mkdir(parents=True)
             (root / "step1.deleted").mkdir()
-        saved = train(build(device), root, device)
+        saved = train(basic.build_app(device), root, device)
         prove(root, device, saved)
         dist.barrier()
     finally:
