@@ -6,13 +6,18 @@
 # Each command goes on where it was cut off, so a part can be started again. SMALL=1 rehearses on a CPU.
 set -uo pipefail
 cd "$(dirname "$0")/.."
-part=${1:?name a part: verify saves first_saves loads first_step offload sharding activations}
+part=${1:?name a part: verify saves threads first_saves loads first_step offload sharding activations}
 seconds=${2:-540}
 out=${OUT:-benchmarks}
 until=$(($(date +%s) + seconds))
-gpus=$(python -c 'import torch; print(max(1, torch.accelerator.device_count()))')
+all=$(python -c 'import torch; print(max(1, torch.accelerator.device_count()))')
+gpus=$all
 options=(--out "$out")
-[ -z "${SMALL:-}" ] || options+=(--small)
+models=(qwen3-1.7b gpt2-xl mixtral-1.2b)
+if [ -n "${SMALL:-}" ]; then
+    options+=(--small)
+    models=(gpt2-tiny)
+fi
 
 left() { echo $((until - $(date +%s))); }
 
@@ -24,20 +29,34 @@ verify)
     python -m pytest -q tests -k on_gpu
     ;;
 saves)
-    for model in qwen3-1.7b gpt2-xl mixtral-1.2b; do
-        on_each checkpoint_stall --model "$model" --pairs 6 --until "$(left)"
+    rows="overlapped_writer,overlapped_writer loaded back"
+    peers="torch_checkpointing,default_stager_ordered"
+    on_each checkpoint_stall --pairs 6 --until "$(left)" \
+        --only "$rows,overlapped_writer every 20,overlapped_writer every 100,$peers"
+    for model in "${models[@]}"; do
+        on_each checkpoint_stall --model "$model" --pairs 6 --until "$(left)" --only "$rows"
     done
-    on_each checkpoint_stall --pairs 6 --until "$(left)"
+    ;;
+threads)
+    for model in "${models[@]:0:2}"; do
+        on_each checkpoint_stall --model "$model" --until "$(left)" \
+            --only "overlapped_writer_1_thread,overlapped_writer_7_threads"
+    done
     ;;
 first_saves)
-    for model in qwen3-1.7b qwen3-1.7b qwen3-1.7b gpt2-xl mixtral-1.2b gpt2-xl mixtral-1.2b qwen3-1.7b qwen3-1.7b; do
+    first=${models[0]}
+    for model in "${models[@]}" "$first" "$first" "${models[@]:1}" "$first" "$first"; do
         [ "$(left)" -gt 60 ] && on_each first_save --model "$model"
     done
-    on_each first_save --model qwen3-1.7b --unprepared
+    on_each first_save --model "$first" --unprepared
     ;;
 loads)
     on_each restart --keep --until "$(left)"
-    gpus=1 && on_each restart --keep --until "$(left)"
+    gpus=1
+    on_each restart --keep --until "$(left)"
+    gpus=$all
+    on_each restart --keep --until "$(left)"
+    on_each restart --replicated --until "$(left)"
     ;;
 first_step)
     for way in write in_turn beside folder from_pretrained in_turn beside remove; do
@@ -45,14 +64,16 @@ first_step)
     done
     ;;
 offload)
-    gpus=1 && on_each offload_step --until "$(left)"
-    python benchmarks/offload_step.py "${options[@]}" --what peers --until "$(left)"
+    gpus=1
+    on_each offload_step --until "$(left)"
+    on_each offload_step --what peers --peers torchao fsdp2_cpu_offload --until "$(left)"
     ;;
 sharding)
-    on_each fsdp_overlap --until "$(left)"
+    on_each fsdp_overlap --only link,eager,tuned,small,compiled --until "$(left)"
     ;;
 activations)
-    python benchmarks/activation_offload.py "${options[@]}" --until "$(left)"
+    gpus=1
+    on_each activation_offload --until "$(left)"
     ;;
 *)
     echo "no part $part" >&2
