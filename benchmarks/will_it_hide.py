@@ -34,6 +34,7 @@ CASE = tuple(PARAMETERS) + ("reduce_dtype", "activation_checkpointing")
 CASE_OF_A_STEP = ("model", "loop", "compiled", "step", "tokens", "layers")
 CASE_OF_A_STEP += ("activation_checkpointing", "reduce_dtype")
 RATES = {"pinned_d2h_bytes_per_s": "link", "nccl_gather_bytes_per_s": "peer"}  # as results have it
+LOCKED_BYTES_PER_S = 4e9  # where nobody has measured how fast memory is page-locked
 
 STOCK: dict[tuple[str, int], dict] = {}  # by the model's name and the number of ranks
 for model in DATA["models"]:
@@ -51,6 +52,7 @@ def predict(x: dict) -> dict[str, float]:
     step = x["step_s"] or step_from_flops(x)
     found = {"step_s": step}
     found |= predict_save(x, step)
+    found |= predict_start(x, found)
     found |= predict_streaming(x, step)
     found |= predict_sharding(x, step)
     return found
@@ -77,6 +79,15 @@ def predict_save(x: dict, step: float) -> dict[str, float]:
         "cost_s": cost,
         "interval_s": interval,
         "kept": 1 - cost / interval,
+    }
+
+
+def predict_start(x: dict, save: dict[str, float]) -> dict[str, float]:
+    """What a load takes, and the first save of a run that has prepared nothing."""
+    state = save["state_bytes"]
+    return {
+        "load_s": state / min(x["read"], x["link"]),
+        "first_save_s": save["cost_s"] + state / x["lock"],
     }
 
 
@@ -168,6 +179,10 @@ def machines(results: list[Result]) -> dict[str, dict]:
                 rates[RATES[field]] = value
         for update in rows_named(result, "host"):
             rates["adam"] = update["update_bytes_per_s"]
+        for plain in rows_named(result, "plain_read", storage="disk"):
+            rates["read"] = plain["plain_read_bytes_per_s"]
+        for first in rows_named(result, "unprepared"):
+            rates["lock"] = first["pinned_bytes"] / first["call_s"]
     return found
 
 
@@ -242,6 +257,8 @@ def inputs_of(result: Result, row: dict, step_s: float | None) -> dict | None:
         "link": link_rates.get("pinned_d2h_bytes_per_s", link),
         "peer": link_rates.get(peer_field, peer),
         "storage": data["workload"].get("memory_storage_bytes_per_s", 1e9),
+        "read": row.get("plain_read_bytes_per_s", 1e9),
+        "lock": LOCKED_BYTES_PER_S,
         "reads": row.get("loop") == "reads",
         "way": "at_once" if row["name"] == "cure_at_once" else "in_turn",
         "failure_s": 86_400.0,
@@ -319,6 +336,10 @@ def claims_of(
             timed.append((what, how))
         elif what in row and not x["recompute"]:
             memory.append((what, how))
+    if benchmark == "restart":
+        if row["storage"] == "memory":
+            return [], WHY["memory_load"]
+        return timed, ""
     if "step_s" not in row and "kept" not in row:
         return memory, WHY["no_time"]
     if step is None:

@@ -9,7 +9,7 @@ import torch
 from torch.nn import functional
 
 from benchmarks.will_it_hide import STOCK
-from benchmarks.workloads import VOCABULARY_ON_ONE, llama
+from benchmarks.workloads import HOST_BOUND, VOCABULARY_ON_ONE, llama, stock
 
 
 class Attention(torch.autograd.Function):
@@ -28,8 +28,12 @@ def attention(q: torch.Tensor, k: torch.Tensor, v: torch.Tensor, *_, **__) -> to
 def counts(name: str, ranks: int) -> dict[str, float]:
     torch.distributed.is_initialized = lambda: ranks > 1
     torch.distributed.get_world_size = lambda: ranks
-    vocabulary = VOCABULARY_ON_ONE if ranks == 1 and name == "llama-1b" else None
-    model = llama(name, "meta", vocabulary=vocabulary).to(torch.bfloat16)
+    if name in HOST_BOUND:
+        model = stock(name, "meta")
+    else:
+        vocabulary = VOCABULARY_ON_ONE if ranks == 1 and name == "llama-1b" else None
+        model = llama(name, "meta", vocabulary=vocabulary)
+    model = model.to(torch.bfloat16)
     kept = {}
 
     def pack(tensor: torch.Tensor) -> torch.Tensor:

@@ -33,7 +33,8 @@ def held_out() -> list[tuple[dict, dict]]:
     path = Path(__file__).parents[1] / "data" / "whole_steps_of_earlier_runs.json"
     model = STOCK["llama-8b", 1] | {"ranks": 1, "state_bytes": 12, "gather_bytes": 2}
     model |= {"reduce_bytes": 2, "units": 1, "recompute": True, "way": "in_turn", "reads": True}
-    rates = dict.fromkeys(("memory", "peer", "storage", "flops", "failure_s"), 1.0)
+    unused = ("memory", "peer", "storage", "read", "lock", "flops", "failure_s")
+    rates = dict.fromkeys(unused, 1.0)
     return [
         (model | rates | {"host_s": 0, "adam": run["adam"], "link": run["link"]} | row, row)
         for run in json.loads(path.read_text())
@@ -111,3 +112,12 @@ def test_a_save_that_nothing_delays_costs_nothing_and_a_blocking_one_all_of_it()
     assert reads["cost_s"] == reads["stage_s"]
     assert blocking["cost_s"] == blocking["stage_s"] + blocking["write_s"]
     assert blocking["interval_s"] > free["interval_s"]
+
+
+def test_a_load_waits_for_the_slower_of_storage_and_link_and_a_first_save_for_its_memory():
+    found = (will_it_hide.inputs_of(*row, 1.0) for row in will_it_hide.stock_rows())
+    x = next(filter(None, found)) | {"tokens": 1000, "link": 50e9, "lock": 4e9}
+    slow, fast = predict(x | {"read": 2e9}), predict(x | {"read": 200e9})
+    assert slow["load_s"] == slow["state_bytes"] / 2e9
+    assert fast["load_s"] == fast["state_bytes"] / 50e9
+    assert slow["first_save_s"] == slow["cost_s"] + slow["state_bytes"] / 4e9

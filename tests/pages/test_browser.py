@@ -338,6 +338,7 @@ def test_the_calculator_has_the_formulas_that_are_held_against_the_rows(visit):
                 "reads": draw.random() < 0.5,
                 "way": draw.choice(["blocking", "at_once", "in_turn"]),
             },
+            **{"read": 10 ** draw.uniform(8, 11), "lock": 10 ** draw.uniform(9, 10)},
             "failure_s": 10 ** draw.uniform(3, 6),
         }
         assert tab.evaluate("x => predict(x)", x) == pytest.approx(will_it_hide.predict(x))
