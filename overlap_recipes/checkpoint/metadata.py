@@ -5,7 +5,7 @@
 import io
 import pickle
 
-from torch.distributed.checkpoint.metadata import Metadata, StorageMeta, TensorProperties
+from torch.distributed.checkpoint.metadata import Metadata, TensorProperties
 
 FIELDS = 5  # of a tensor's properties up to torch 2.14; 2.15 has added the strides
 
@@ -30,7 +30,4 @@ class MetadataUnpickler(pickle.Unpickler):
 
 def unpickled_metadata(data: bytes) -> Metadata:
     """The list of contents that ``data``, a file ``.metadata``, holds."""
-    metadata = MetadataUnpickler(io.BytesIO(data)).load()
-    if getattr(metadata, "storage_meta", None) is None:
-        metadata.storage_meta = StorageMeta()
-    return metadata
+    return MetadataUnpickler(io.BytesIO(data)).load()

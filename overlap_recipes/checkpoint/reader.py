@@ -451,8 +451,7 @@ def ranges(
     found = [Wanted(name, begin, begin + target.nbytes, flat)]
     if file.digests is not None:
         for at, data in ((entry, place.head), (entry + place.tail_begin, place.tail)):
-            if data:
-                found.append(Wanted(name, at, at + len(data), data))
+            found.append(Wanted(name, at, at + len(data), data))
     return found
 
 

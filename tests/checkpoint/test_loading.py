@@ -10,6 +10,8 @@ import torch
 import torch.distributed as dist
 import torch.distributed.checkpoint as dcp
 from torch import nn
+from torch.distributed.fsdp import FullyShardedDataParallel
+from torch.testing._internal.two_tensor import TwoTensor
 
 from overlap_recipes.checkpoint import frozen
 from overlap_recipes.checkpoint import state as state_module
@@ -191,6 +193,56 @@ def test_types_of_moments_are_those_of_the_save(tmp_path: Path) -> None:
     found = its.optimizers[0].state[other[0].weight]
     assert found["master"].dtype == torch.float32
     assert torch.equal(found["master"], torch.full((4, 4), 1 / 3))
+
+
+def made_of_two(seed: int) -> tuple[nn.Linear, torch.optim.SGD]:
+    """Its weight is two tensors, and so is the momentum behind a step."""
+    torch.manual_seed(seed)
+    model = nn.Linear(4, 2, bias=False)
+    model.weight = nn.Parameter(TwoTensor(torch.randn(2, 4), torch.randn(2, 4)))
+    optimizer = torch.optim.SGD(model.parameters(), lr=0.1, momentum=0.9)
+    for number in range(2):
+        model(torch.full((3, 4), 1.0 + seed + number)).square().sum().backward()
+        optimizer.step()
+        optimizer.zero_grad()
+    return model, optimizer
+
+
+def test_weights_and_moments_that_are_made_of_tensors_come_back_as_one(tmp_path: Path) -> None:
+    model, optimizer = made_of_two(0)
+    dcp.save({"app": TrainingState(model, optimizer)}, checkpoint_id=tmp_path)
+    other, others = made_of_two(1)
+    load({"app": TrainingState(other, others)}, tmp_path)
+    momentum = optimizer.state[model.weight]["momentum_buffer"]
+    found = others.state[other.weight]["momentum_buffer"]
+    for expected, here in ((model.weight, other.weight), (momentum, found)):
+        assert isinstance(here, TwoTensor)
+        assert torch.equal(expected.a, here.a) and torch.equal(expected.b, here.b)
+
+
+def flat(seed: int) -> tuple[nn.Module, torch.optim.Optimizer]:
+    """FSDP1 with the names of its parameters; the second layer is frozen behind a step."""
+    torch.manual_seed(seed)
+    model = nn.Sequential(nn.Linear(4, 4), nn.Linear(4, 2))
+    model = FullyShardedDataParallel(model, device_id=torch.device("cpu"), use_orig_params=True)
+    optimizer = torch.optim.SGD(model.parameters(), lr=0.1, momentum=0.9)
+    step(model, optimizer)
+    model.module[1].requires_grad_(False)
+    return model, optimizer
+
+
+@pytest.mark.filterwarnings("ignore::FutureWarning", "ignore::UserWarning")
+def test_a_load_of_fsdp1_gives_frozen_layers_their_state_and_leaves_them_frozen(tmp_path) -> None:
+    model, optimizer = flat(0)
+    dcp.save({"app": TrainingState(model, optimizer)}, checkpoint_id=tmp_path)
+    other, others = flat(1)
+    load({"app": TrainingState(other, others)}, tmp_path)
+    pairs = list(zip(model.parameters(), other.parameters(), strict=True))
+    assert [mine.requires_grad for _, mine in pairs] == [True, True, False, False]
+    for expected, here in pairs:
+        assert torch.equal(expected, here)
+        momentum = optimizer.state[expected]["momentum_buffer"]
+        assert torch.equal(momentum, others.state[here]["momentum_buffer"])
 
 
 def test_lists_and_dicts_come_back_though_they_are_empty_here(tmp_path: Path) -> None:

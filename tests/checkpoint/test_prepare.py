@@ -287,6 +287,20 @@ def test_a_save_that_the_memory_does_not_hold_is_refused(tmp_path) -> None:
         saves.failures.clear()
 
 
+def test_a_state_is_saved_again_behind_one_that_the_memory_did_not_hold(tmp_path) -> None:
+    x = torch.ones(1 << 20)
+    with Saves(CPU, host_bytes=bytes_of_a_save()) as saves:
+        saves.save({"x": x}, tmp_path / "step1").result()
+        with pytest.raises(RuntimeError, match="host_bytes is"):
+            saves.save({"x": torch.ones(2 << 20)}, tmp_path / "step2").result()
+        saves.failures.clear()
+        x.fill_(3)
+        saves.save({"x": x}, tmp_path / "step3").result()
+    like = {"x": torch.zeros(1 << 20)}
+    dcp.load(like, checkpoint_id=tmp_path / "step3")
+    assert like["x"].eq(3).all()
+
+
 def test_a_save_waits_for_the_one_before_it_says_so_and_doubles_the_threads(
     tmp_path, monkeypatch, caplog
 ) -> None:

@@ -376,6 +376,26 @@ def test_a_part_is_checked_without_the_rest(tmp_path: Path) -> None:
     assert info_a.relative_path in str(damage_said(directory, {"a": torch.zeros_like(big)}))
 
 
+def test_what_says_where_rows_lie_is_checked_though_the_rows_lie_in_other_blocks(
+    tmp_path: Path,
+) -> None:
+    """A flipped bit of a length would give the bytes beside those that are wanted."""
+    rows = torch.arange(4 * BLOCK, dtype=torch.int64).to(torch.uint8).view(4, BLOCK)
+    directory = saved(tmp_path / "step1", {"x": rows})
+    index = stored_index("x")
+    info = Reader(directory).read_metadata().storage_data[index]
+    file = directory / info.relative_path
+    entry = file.read_bytes()[info.offset : info.offset + info.length]
+    place = entries.place_of(lambda begin, n: entry[begin : begin + n], len(entry))
+    header = entry.rfind(b"PK\3\4", 0, place.begin)
+    flip(file, info.offset + header + 28)  # how many bytes are between the name and the tensor
+    own = Reader(directory)
+    own.set_up_storage_reader(own.read_metadata(), is_coordinator=True)
+    target = torch.zeros(1, BLOCK, dtype=torch.uint8)
+    with pytest.raises(DamagedCheckpoint, match=file.name):
+        own.read_data(plan_of_rows(index, 3, BLOCK), OneTarget(target))
+
+
 def test_resume_takes_the_one_before_a_damaged_checkpoint(
     tmp_path: Path, caplog: pytest.LogCaptureFixture
 ) -> None:

@@ -193,13 +193,17 @@ class Noisy(nn.Linear):
         return super().forward((x * noise * numpy.random.rand()).sin())
 
 
-def test_random_numbers_of_numpy_and_of_a_generator_that_is_given_are_drawn_again():
+@pytest.mark.parametrize("by_keyword", [False, True])
+def test_random_numbers_of_numpy_and_of_a_generator_that_is_given_are_drawn_again(by_keyword):
     """The second run drew other ones."""
 
     def run(layers: nn.ModuleList, x: torch.Tensor) -> torch.Tensor:
         generator = torch.Generator().manual_seed(5)
         for layer in layers:
-            x = layer(x, [generator])
+            if by_keyword:
+                x = layer(x, generators=[generator])
+            else:
+                x = layer(x, [generator])
         return x + torch.rand(WIDTH, generator=generator)
 
     def step(model: Loop) -> list[torch.Tensor]:
