@@ -1,6 +1,7 @@
-"""Take the README's picture of a page: ``python tests/picture_of_a_page.py`` after ``make html``.
+"""Take the picture that a link to the site shows elsewhere: ``python tests/picture_of_a_page.py``.
 
-Needs Chromium. The picture shows the end of a recipe's code and what every rank printed.
+Needs Chromium, and the pages that ``make html`` has built. The picture shows the end of a recipe's
+code and what every rank printed.
 """
 
 import shutil
