@@ -37,8 +37,11 @@ MOST_COPIED = 256 * 2**20  # bytes of a checkpoint that a later save is about to
 
 
 def tensor_sha256(tensor: torch.Tensor) -> str:
-    """SHA-256 of a tensor's elements in row-major order, whatever its dtype or strides."""
-    tensor = tensor.detach().cpu().contiguous()
+    """SHA-256 of a tensor's elements in row-major order, whatever its dtype or strides.
+
+    A view that negates or conjugates has other bits in its storage than its elements have.
+    """
+    tensor = tensor.detach().cpu().resolve_conj().resolve_neg().contiguous()
     size = tensor.numel() * tensor.element_size()
     buffer = (ctypes.c_char * size).from_address(tensor.data_ptr()) if size else b""
     return hashlib.sha256(buffer).hexdigest()

@@ -16,9 +16,11 @@ import torch.distributed as dist
 import torch.distributed.checkpoint as dcp
 from torch import nn
 from torch.distributed.checkpoint.metadata import Metadata, TensorStorageMetadata
+from torch.distributed.checkpoint.stateful import Stateful
 from torch.distributed.tensor import DTensor, Shard
 
 from .reader import Reader
+from .shared_reads import SharedReads
 from .state import (
     NOT_LOADED,
     OTHER_GROUPS,
@@ -77,6 +79,9 @@ def load(
 ) -> None:
     """Load a checkpoint into the objects of ``states``; all ranks call it.
 
+    What several ranks hold, such as all of a model under DDP, is read once and broadcast, if there
+    is a GiB of it on a device for which the group has a backend.
+
     Args:
         states: as at the save: ``{"app": TrainingState(...)}``. What is no ``AppState`` is loaded
             as ``dcp.load`` does it.
@@ -112,11 +117,21 @@ def load(
         wrong.extend(fit.wrong)
     refuse_on_all_ranks(wrong, source, process_group)
 
-    others = {key: state for key, state in states.items() if not isinstance(state, AppState)}
+    others = {}
+    for key in sorted(states):  # on all ranks in one order, as dcp.load does it
+        state = states[key]
+        if not isinstance(state, AppState):
+            others[key] = state.state_dict() if isinstance(state, Stateful) else state
     targets = rooms | others
-    dcp.load(targets, storage_reader=reader, process_group=process_group)
+    planner = SharedReads(process_group) if dist.is_initialized() else None
+    dcp.load(targets, storage_reader=reader, planner=planner, process_group=process_group)
+    if planner is not None:
+        planner.send()
     for key in others:
-        states[key] = targets[key]
+        if isinstance(states[key], Stateful):
+            states[key].load_state_dict(targets[key])
+        else:
+            states[key] = targets[key]
     for fit in fits:
         fit.finish(targets)
 

@@ -198,9 +198,9 @@ class HostUpdates:
         """Wait until all that was announced is updated, or has failed."""
         error = self.latest.exception()
         with self.lock:  # what an interrupted step has announced may never begin
-            updates = self.updates.items()
-            not_begun = {layer: update for layer, update in updates if update.steps is None}
-            self.drop(not_begun, error)
+            for layer, update in self.updates.items():
+                if update.steps is None:
+                    self.end(layer, update, error)
         errors = [error]
         for update in self.updates.values():
             errors.append(update.ended.exception())
@@ -270,11 +270,12 @@ class HostUpdates:
 
     def drop(self, announced: dict, error: BaseException | None = None) -> None:
         """Update none of these layers; whoever waits for one gets the error, if there is one."""
-        for layer, update in announced.items():
-            self.end(layer, update, error)
+        with self.lock:  # a thread that waits may end them, too
+            for layer, update in announced.items():
+                self.end(layer, update, error)
 
     def end(self, layer: int, update: LayerUpdate, error: BaseException | None = None) -> None:
-        """Let those go on who wait for a layer."""
+        """Let those go on who wait for a layer; the caller holds the lock."""
         if update.ended.done():
             return
         if error:

@@ -115,6 +115,30 @@ def test_lists_tuples_and_bytes_that_are_as_passed_are_right(tmp_path) -> None:
     assert report.ok, report.describe()
 
 
+@pytest.mark.parametrize(
+    "view", ["numbers.conj()", "numbers.conj().imag", "torch._neg_view(torch.randn(4))"]
+)
+def test_a_view_that_negates_is_right_when_its_elements_are(tmp_path, view: str) -> None:
+    """What lies in its storage are other bits than a load gives back."""
+    recipe = write(
+        tmp_path,
+        "views.py",
+        f"""
+        import torch
+        import torch.distributed as dist
+        import torch.distributed.checkpoint as dcp
+
+        if __name__ == "__main__":
+            dist.init_process_group("gloo")
+            numbers = torch.randn(3, 4, dtype=torch.complex64)
+            dcp.save({{"view": {view}}}, checkpoint_id="step1")
+            dist.destroy_process_group()
+        """,
+    )
+    report = run(recipe, 1, launcher="warm")
+    assert report.ok, report.describe()
+
+
 def test_a_plain_tensor_that_differs_between_ranks_is_wrong(tmp_path) -> None:
     recipe = write(
         tmp_path,

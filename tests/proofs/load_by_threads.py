@@ -2,8 +2,9 @@
 
 A state lies in many ways: sharded, whole, transposed, ``channels_last``, a part of a storage.
 PyTorch's ``dcp.save`` and the library's save write it, and the reader loads both into other shards.
-Then a bit flips in a file of the library's. The device's streams are played by ``Streams``, so that
-every rank proves on a CPU for what the copies to a GPU wait.
+Then ``load`` gives every rank all of it, and each byte has been read once. A bit flips in a file of
+the library's. The device's streams are played by ``Streams``, so that every rank proves on a CPU for
+what the copies to a GPU wait.
 """
 
 import argparse
@@ -20,7 +21,13 @@ from torch.distributed.checkpoint.api import CheckpointException
 from torch.distributed.device_mesh import init_device_mesh
 from torch.distributed.tensor import DTensor, Placement, Replicate, Shard, distribute_tensor
 
-from overlap_recipes.checkpoint import DamagedCheckpoint, DurableSaves, Reader
+from overlap_recipes.checkpoint import (
+    DamagedCheckpoint,
+    DurableSaves,
+    Reader,
+    load,
+    shared_reads,
+)
 
 ROWS, COLUMNS = 37, 24
 
@@ -84,6 +91,23 @@ def prove_every_bit(root: Path, device: torch.device, mesh) -> Path:
             assert reader.read_bytes >= expected["bfloat16"].nbytes, "threads have read nothing"
         print(f"{directory.name}: every bit, {reader.read_bytes} bytes read by threads")
     return ours
+
+
+def prove_read_once(ours: Path, device: torch.device, mesh) -> None:
+    """Every rank holds all of it, as under DDP: one rank reads a tensor, the others receive it."""
+    shared_reads.WORTH = 1  # byte: these are small
+    expected = build(device, mesh, Replicate(), Replicate())
+    targets = empty_like(expected)
+    reader = Reader(ours)
+    load(targets, reader)
+    wrong = differing(targets, expected)
+    assert not wrong, f"broadcast with other bits: {wrong}"
+    read = torch.tensor(reader.read_bytes, device=device)
+    dist.all_reduce(read)
+    alone = Reader(ours)
+    dcp.load(empty_like(expected), storage_reader=alone)
+    assert read == alone.read_bytes, f"{read} bytes read, {alone.read_bytes} there are"
+    print(f"{read} bytes read by all ranks together, each once")
 
 
 def prove_checked(ours: Path, device: torch.device, mesh) -> None:
@@ -179,6 +203,7 @@ def main(directory: Path) -> None:
     root = of_rank_0[0]
     mesh = init_device_mesh(device.type, (dist.get_world_size(),))
     ours = prove_every_bit(root, device, mesh)
+    prove_read_once(ours, device, mesh)
     prove_checked(ours, device, mesh)
     prove_order(root)
     dist.destroy_process_group()
