@@ -13,7 +13,7 @@ import torch
 
 from .forgotten import Forgotten
 from .preemption import AGAIN, Preemption
-from .saves import is_end_of_job
+from .saves import CALLING, is_end_of_job
 from .state import TrainingState
 from .stores import store_of
 
@@ -98,7 +98,7 @@ class CheckpointManager:
         self.saves = self.store.saves
         self.preemption = None if grace_s is None else Preemption(grace_s)
         self.exit_code = 0
-        self.found: int | None = None  # the newest step below the root, on entry
+        self.newest_on_entry: int | None = None  # the step of a checkpoint below the root
         self.has_resumed = False
         self.latest_step: int | None = None
         self.latest: Future | None = None
@@ -111,16 +111,19 @@ class CheckpointManager:
                 block.enter_context(self.preemption)
             block.enter_context(self.saves)
             block.enter_context(self.forgotten)
-            self.found = self.newest_of_first_rank()
+            self.newest_on_entry = self.newest_of_first_rank()
             self.saves.prepare({"app": self.state})
             self.block = block.pop_all()
         return self
 
     def newest_of_first_rank(self) -> int | None:
         def newest() -> int | None:
-            return max(self.store.steps(), default=None) if self.saves.rank == 0 else None
+            if self.saves.rank != 0:
+                return None
+            return max(self.store.steps(), default=None)
 
-        return self.saves.together(newest, group=1)[0]
+        of_ranks = self.saves.together(newest, group=CALLING)
+        return of_ranks[0]
 
     @torch.inference_mode(False)
     def resume(self, step: int | None = None, skip: Iterable[str] = ()) -> int:
@@ -176,10 +179,10 @@ class CheckpointManager:
                 now at the first save, later at the save before this one.
         """
         number = checked_step(step)
-        if not self.has_resumed and self.found is not None:
+        if not self.has_resumed and self.newest_on_entry is not None:
             raise RuntimeError(
-                f"step {self.found} is below {self.store.root}: call resume() before the first "
-                f"save, or take another root"
+                f"step {self.newest_on_entry} is below {self.store.root}: call resume() before the "
+                f"first save, or take another root"
             )
         if self.latest_step is not None and number < self.latest_step:
             raise ValueError(f"step {number} comes behind step {self.latest_step}, which is saved")

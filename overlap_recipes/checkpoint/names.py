@@ -43,6 +43,18 @@ def check_name(directory: Path) -> None:
         )
 
 
+def check_kept(keep_last: int, keep_every: int) -> None:
+    """Refuse rules by which nothing would be kept.
+
+    Raises:
+        ValueError: of such a rule.
+    """
+    if keep_last < 1:
+        raise ValueError(f"keep_last is {keep_last}: keep one checkpoint at least")
+    if keep_every < 0:
+        raise ValueError(f"keep_every is {keep_every}: give the distance of steps, or 0")
+
+
 def steps_left_out(steps: list[int], keep_last: int, keep_every: int) -> list[int]:
     """Which of ``steps``, the newest first, neither rule keeps.
 
@@ -53,9 +65,6 @@ def steps_left_out(steps: list[int], keep_last: int, keep_every: int) -> list[in
     Raises:
         ValueError: nothing would be kept.
     """
-    if keep_last < 1:
-        raise ValueError(f"keep_last is {keep_last}: keep one checkpoint at least")
-    if keep_every < 0:
-        raise ValueError(f"keep_every is {keep_every}: give the distance of steps, or 0")
+    check_kept(keep_last, keep_every)
     older = steps[keep_last:]
     return [step for step in older if not keep_every or step % keep_every]

@@ -14,7 +14,7 @@ from urllib.parse import urlsplit
 import torch
 import torch.distributed.checkpoint as dcp
 
-from .names import name_of, steps_left_out, steps_of
+from .names import check_kept, name_of, steps_left_out, steps_of
 from .saves import Saves
 
 try:
@@ -208,7 +208,7 @@ class ObjectSaves(Saves):
     ) -> None:
         super().__init__(*args, **kwargs)
         if keep_last is not None:
-            steps_left_out([], keep_last, keep_every)  # raises now, and not at the first save
+            check_kept(keep_last, keep_every)  # now, and not at the first save
         self.url = url.rstrip("/")
         self.keep_last = keep_last
         self.keep_every = keep_every

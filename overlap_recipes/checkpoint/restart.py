@@ -55,31 +55,43 @@ def choose(root: Path | str, step: int | None = None) -> int | None:
     """
     root = Path(root)
     there = committed_steps(root)  # before the choice: another job may save meanwhile
-    is_first_rank = not dist.is_initialized() or dist.get_rank() == 0
-    lost = None
-    if step is None and is_first_rank:
+    step = chosen_by_first_rank(root, there, step)
+    if step is None:
+        return None
+    refuse_unless_whole(root, there, step)
+    if is_first_rank():
+        for newer in there:
+            if newer > step:
+                aside = set_aside(root, newer)
+                LOG.warning("%s: newer than what is resumed", aside.name)
+    wait_for_all_ranks()
+    return step
+
+
+def chosen_by_first_rank(root: Path, there: list[int], step: int | None) -> int | None:
+    """Rank 0's ``step``, or the newest complete one of ``there``; None if there is nothing."""
+    none_is_whole = None
+    if step is None and is_first_rank():
         step = newest_step(root)
         if step is None and there:
             newest = root / name_of(there[0])
-            lost = NONE_IS_WHOLE % (newest, "; ".join(faults(newest)))
-    step, lost = of_all_ranks((step, lost))[0]
-    if lost is not None:
-        raise DamagedCheckpoint(lost)
-    wrong = []
-    if step is not None and not (root / name_of(step)).exists():
-        wrong = [f"there is none, only {there}"]
-    elif step is not None:
-        wrong = faults(root / name_of(step))
-    seen = of_all_ranks(wrong)
-    if any(seen):
-        raise RuntimeError(f"step {step} is not whole, by rank: {dict(enumerate(seen))}")
-    if is_first_rank:
-        for newer in there:
-            if step is None or newer > step:
-                aside = set_aside(root, newer)
-                LOG.warning("%s: newer than what is resumed", aside.name)
-    of_all_ranks(None)
+            none_is_whole = NONE_IS_WHOLE % (newest, "; ".join(faults(newest)))
+    step, none_is_whole = of_all_ranks((step, none_is_whole))[0]
+    if none_is_whole is not None:
+        raise DamagedCheckpoint(none_is_whole)
     return step
+
+
+def refuse_unless_whole(root: Path, there: list[int], step: int) -> None:
+    """Raise on all ranks if one of them does not see a complete checkpoint of ``step``."""
+    directory = root / name_of(step)
+    if directory.exists():
+        wrong = faults(directory)
+    else:
+        wrong = [f"there is none, only {there}"]
+    wrong_by_rank = of_all_ranks(wrong)
+    if any(wrong_by_rank):
+        raise RuntimeError(f"step {step} is not whole, by rank: {dict(enumerate(wrong_by_rank))}")
 
 
 def set_aside(root: Path, step: int) -> Path:
@@ -87,6 +99,14 @@ def set_aside(root: Path, step: int) -> Path:
     aside = root / f"{name_of(step)}.set-aside-{time.time_ns()}"
     (root / name_of(step)).rename(aside)
     return aside
+
+
+def is_first_rank() -> bool:
+    return not dist.is_initialized() or dist.get_rank() == 0
+
+
+def wait_for_all_ranks() -> None:
+    of_all_ranks(None)
 
 
 def of_all_ranks(own: object) -> list:
@@ -137,37 +157,42 @@ def load_newest(
         else:
             return chosen
         LOG.error("%s is damaged, an older one is loaded: %s", name_of(chosen), damage)
-        if not dist.is_initialized() or dist.get_rank() == 0:
+        if is_first_rank():
             set_aside(root, chosen)
-        of_all_ranks(None)
+        wait_for_all_ranks()
 
 
 def has_older(root: Path, step: int) -> bool:
     """Whether there is a complete checkpoint before that of ``step``; the same on all ranks."""
-    found = False
-    if not dist.is_initialized() or dist.get_rank() == 0:
-        older = [each for each in committed_steps(root) if each < step]
-        found = any(not faults(root / name_of(each)) for each in older)
-    return of_all_ranks(found)[0]
+    has_one = False
+    if is_first_rank():
+        for older in committed_steps(root):
+            if older < step and not faults(root / name_of(older)):
+                has_one = True
+                break
+    return of_all_ranks(has_one)[0]
 
 
 def damage_of(error: BaseException) -> DamagedCheckpoint | None:
     """What is damaged, if that is all that made a load fail; the same on all ranks."""
     if isinstance(error, DamagedCheckpoint):
         return error
-    found = None
+    damages = []
     for rank in sorted(error.failures):
         failure, _ = error.failures[rank]
         if not isinstance(failure, DamagedCheckpoint):
             return None
-        found = found or failure
-    return found
+        damages.append(failure)
+    return damages[0] if damages else None
 
 
 def differences(tensors: dict[str, torch.Tensor], directory: Path, prefix: str) -> list[str]:
     """List what differs between ``tensors`` and the tensors of ``directory`` below ``prefix``."""
-    saved = Reader(directory).read_metadata().state_dict_metadata
-    saved = {key.removeprefix(prefix): m for key, m in saved.items() if key.startswith(prefix)}
+    listed = Reader(directory).read_metadata().state_dict_metadata
+    saved = {}
+    for key, entry in listed.items():
+        if key.startswith(prefix):
+            saved[key.removeprefix(prefix)] = entry
     found = [f"  {key}: only in the model" for key in tensors if key not in saved]
     found += [f"  {key}: only in the checkpoint" for key in saved if key not in tensors]
     for key in tensors.keys() & saved.keys():

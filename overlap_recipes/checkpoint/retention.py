@@ -14,8 +14,8 @@ import torch
 import torch.distributed as dist
 from torch.distributed.tensor import DTensor
 
-from .durable import DurableSaves, committed_steps, faults, flush, newest_step
-from .names import name_of, step_of, steps_left_out
+from .durable import DurableSaves, committed_steps, faults, flush
+from .names import check_kept, name_of, step_of, steps_left_out
 
 LOG = logging.getLogger(__name__)
 LEASE = "lease"  # in the root: locked by the job that writes here
@@ -73,9 +73,11 @@ class RetainedSaves(DurableSaves):
 
     def __init__(self, root: Path | str, *args, keep_last=3, keep_every=0, **kwargs) -> None:
         super().__init__(*args, **kwargs)
-        self.root, self.keep_last, self.keep_every = Path(root).absolute(), keep_last, keep_every
+        check_kept(keep_last, keep_every)  # now, and not at the first save
+        self.root = Path(root).absolute()
+        self.keep_last = keep_last
+        self.keep_every = keep_every
         self.lease: int | None = None
-        steps_left_out([], keep_last, keep_every)  # raises now, and not at the first save
 
     def __enter__(self) -> "RetainedSaves":
         self.together(self.open_root)
@@ -104,7 +106,8 @@ class RetainedSaves(DurableSaves):
         super().write(state, directory)
 
     def look_for_room(self, state: dict) -> None:
-        needed = nbytes(state) * (dist.get_world_size() if dist.is_initialized() else 1)
+        ranks = dist.get_world_size() if dist.is_initialized() else 1
+        needed = nbytes(state) * ranks  # the others' parts are about as large
         free = shutil.disk_usage(self.root).free  # raises if the root is gone
         if free < needed:
             raise OSError(errno.ENOSPC, f"{needed} bytes to write, {free} free", str(self.root))
@@ -142,20 +145,29 @@ def seconds_between_saves(cost_s: float, mtbf_s: float, upload_s: float) -> floa
 
 def show(root: Path, digests: bool) -> bool:
     """Print one line per checkpoint, the newest first; return whether all are complete."""
-    wrong = {step: faults(root / name_of(step), digests) for step in committed_steps(root)}
-    for step, found in wrong.items():
+    whole = []
+    damaged = []
+    for step in committed_steps(root):
+        found = faults(root / name_of(step), digests)
+        if found:
+            damaged.append(step)
+        else:
+            whole.append(step)
         files = list((root / name_of(step)).iterdir())
         size = sum(file.stat().st_size for file in files) / 1e9
         print(f"step{step}  {size:.3f} GB  {len(files)} files  {'; '.join(found) or 'whole'}")
-    leftovers = [path.name for pattern in LEFTOVERS for path in root.glob(pattern)]
-    print(f"resume from: {newest_step(root, digests)}; unfinished: {leftovers}")
-    return not any(wrong.values())
+    unfinished = []
+    for pattern in LEFTOVERS:
+        unfinished.extend(path.name for path in root.glob(pattern))
+    print(f"resume from: {max(whole, default=None)}; unfinished: {unfinished}")
+    return not damaged
 
 
 def prune(root: Path, keep_last: int, keep_every: int, dry_run: bool) -> None:
     if not dry_run:
         take_lease(root)  # until this process ends
+    outcome = "would be deleted" if dry_run else "deleted"
     for step in to_delete(root, keep_last, keep_every):
-        print(f"step{step}: {'would be deleted' if dry_run else 'deleted'}")
+        print(f"step{step}: {outcome}")
         if not dry_run:
             delete(root, step)

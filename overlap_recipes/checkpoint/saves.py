@@ -36,6 +36,7 @@ from .writer import FILES, FileWriter
 
 LOG = logging.getLogger(__name__)
 DEADLINE_S = 600.0  # how long a thread waits for the other ranks
+WRITING, CALLING = 0, 1  # process groups: of the writing threads, and of the threads that train
 EXIT_S = 30.0  # how long the end of the block waits for a write after an exception
 FEWEST_THREADS = 2  # that write, unless a save comes before the one before it is written
 
@@ -149,9 +150,9 @@ class Saves:
         if dist.is_initialized():
             self.rank = dist.get_rank()
             deadline = timedelta(seconds=DEADLINE_S)
-            for _ in range(2):  # one for the writing thread, one for this
+            for _ in (WRITING, CALLING):
                 self.groups.append(dist.new_group(backend="gloo", timeout=deadline))
-        self.files = FileWriter(self.together, self.groups[0] if self.groups else None)
+        self.files = FileWriter(self.together, self.groups[WRITING] if self.groups else None)
 
     def __enter__(self) -> "Saves":
         self.hook = register_optimizer_step_pre_hook(self.before_update)
@@ -256,7 +257,7 @@ class Saves:
 
     def raise_refusals(self, job: Job) -> None:
         """Raise on all ranks, at the first save, what no later save can mend."""
-        refuse_differing(self.together(self.digests_of, job, group=1), self.ADVICE)
+        refuse_differing(self.together(self.digests_of, job, group=CALLING), self.ADVICE)
 
     def raise_difference(self) -> None:
         """Raise, once and on all ranks, if they differed in the latest save.
@@ -284,7 +285,7 @@ class Saves:
     def is_busy(self) -> bool:
         """Whether a rank has a save that is not written."""
         under_way = not self.latest.done()
-        return any(self.together(lambda: under_way, group=1))
+        return any(self.together(lambda: under_way, group=CALLING))
 
     def wait_for_preparation(self) -> None:
         """Return when what ``prepare`` has begun has ended; drop it if it has not begun."""
@@ -458,7 +459,7 @@ class Saves:
             if differing and self.rank == 0:
                 LOG.warning(REPLICAS_DIFFER, ", ".join(differing))
 
-    def together(self, work: Callable, *args: object, group: int = 0) -> list:
+    def together(self, work: Callable, *args: object, group: int = WRITING) -> list:
         """Call ``work`` on all ranks; return all results, or raise on all ranks if one failed."""
         error = None
         report = None, None

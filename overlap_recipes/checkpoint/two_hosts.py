@@ -15,7 +15,7 @@ from pathlib import Path
 import torch
 import torch.distributed as dist
 
-from .names import check_name, name_of, steps_left_out, steps_of
+from .names import check_kept, check_name, name_of, steps_left_out, steps_of
 from .saves import Job, Saves
 
 PIECE = 64 << 20  # bytes that are sent at a time
@@ -73,7 +73,7 @@ class PartnerSaves(Saves):
         super().__init__(*args, **kwargs)
         if keep_last < FEWEST:
             raise ValueError(f"keep_last is {keep_last}: {FEWEST} at least, one may be half there")
-        steps_left_out([], keep_last, keep_every)  # raises now, and not at the first save
+        check_kept(keep_last, keep_every)  # now, and not at the first save
         self.keep_last = keep_last
         self.keep_every = keep_every
         self.per_host = per_host or int(os.environ.get("LOCAL_WORLD_SIZE", "1"))

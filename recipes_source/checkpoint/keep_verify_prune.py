@@ -24,14 +24,16 @@ as an object store does (:doc:`object_storage`).
             if step % 1000 == 0:
                 checkpoints.save(step)
 
-The three newest checkpoints stay, and those of steps 10,000, 20,000 and so on. The package is a
-command, too:
+The three newest checkpoints stay, and those of steps 10,000, 20,000 and so on. What else your run
+needs to go on, a scheduler or the place in the data, goes into ``TrainingState``, too
+(:doc:`saves_beside_training`). The package is a command:
 
 .. code-block:: bash
 
     python -m overlap_recipes.checkpoint list checkpoints
     python -m overlap_recipes.checkpoint verify checkpoints  # every byte; exit code 1: damaged
-    python -m overlap_recipes.checkpoint prune checkpoints --keep-last 3 --dry-run
+    # the rules of your job; without --dry-run it deletes, unless a job writes there
+    python -m overlap_recipes.checkpoint prune checkpoints --keep-last 3 --keep-every 10000 --dry-run
 
 Your project needs the package ``overlap_recipes``: ``pip install .`` in this repository, or a copy
 of its folder ``overlap_recipes``. It needs torch alone.
@@ -223,7 +225,8 @@ def refuse_second_job(root: Path, device: torch.device) -> None:
 #    :pyobject: faults
 #
 # If the newest checkpoint turns out to be damaged, ``resume`` gives it another name
-# (``.set-aside-``) and loads the one before it. If there is none, it raises.
+# (``.set-aside-``) and loads the one before it. If there is none, it raises. Nothing deletes what is
+# damaged: that is up to you.
 #
 # What stays, what goes
 # ---------------------

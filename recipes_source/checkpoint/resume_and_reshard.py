@@ -114,6 +114,10 @@ TOLERANCE = 1e-5  # of a loss, relative, on another number of ranks: sums in ano
 #
 # .. literalinclude:: /overlap_recipes/checkpoint/restart.py
 #    :language: python
+#    :pyobject: refuse_unless_whole
+#
+# .. literalinclude:: /overlap_recipes/checkpoint/restart.py
+#    :language: python
 #    :pyobject: resume
 #
 # Load a part, load under other names, list the differences
