@@ -26,9 +26,10 @@ fit before ``--until`` is left out, and rows are written as they come.
   file before each load; that it is cold shows in its plain read.
 * ``loaded_back_bitwise``: every tensor has every bit, on all ranks.
 
-``--replicated``: every rank has the whole model, as under DDP, and loads that checkpoint. ``each``
-reads all of it; ``once_and_broadcast`` has each rank read a share of the tensors and send it to the
-others.
+``--replicated``: every rank has the whole model, as under DDP, and loads that checkpoint, or its
+own if there is none. ``each`` reads all of it. ``once_and_broadcast`` is what the library's
+``load`` does with a GiB or more, here whatever the size: each rank reads a share (``share_s``) and
+sends it to the others (``broadcast_s``). ``resume`` is the whole call.
 
 ``--keep`` leaves the library's checkpoint. With another number of ranks, the same command then
 loads it (``saved_ranks``): two ranks to one, and back.
@@ -54,7 +55,6 @@ from threading import Thread
 from unittest import mock
 
 import torch
-import torch.distributed as dist
 import torch.distributed.checkpoint as dcp
 from torch.distributed.tensor import DTensor, Replicate
 
@@ -73,6 +73,7 @@ from overlap_recipes.checkpoint import (  # noqa: E402
     name_of,
     reader,
     restart,
+    shared_reads,
 )
 from overlap_recipes.page_locked import PageLocked  # noqa: E402
 
@@ -199,27 +200,18 @@ def load_by_16_threads(job: Job, directory: Path) -> dict:
 
 
 def load_once_and_broadcast(job: Job, directory: Path) -> dict:
-    """Each rank reads a share of the tensors, and sends it to the others."""
-    tensors = job.tensors()
-    by_size = sorted(tensors, key=lambda name: (-tensors[name].nbytes, name))
-    reads = {name: number % measuring.all_ranks() for number, name in enumerate(by_size)}
-    whole = job.tree()
-    weights: dict[str, torch.Tensor] = {}
-    moments: dict[str, dict[str, torch.Tensor]] = {}
-    for name, weight in whole["model"].items():
-        if reads[name] == measuring.own_rank():
-            weights[name] = weight
-        for key, moment in whole["optim"]["state"][name].items():
-            if reads[f"{name}.{key}"] == measuring.own_rank():
-                moments.setdefault(name, {})[key] = moment
-    share = {"run": {"model": weights, "optim": {"state": moments}}}
-    begun = time.perf_counter()
-    dcp.load(share, storage_reader=Reader(directory))
-    read = time.perf_counter()
-    for name in by_size:
-        dist.broadcast(tensors[name], reads[name])
-    measuring.synchronize(job.device)
-    return {"share_s": read - begun, "broadcast_s": time.perf_counter() - read}
+    """Each rank reads a share of the tensors, and sends it to the others, as ``load`` does it."""
+    own = Reader(directory)
+    planner = shared_reads.SharedReads(None)
+    timed = {"share_s": (own, "read_data"), "broadcast_s": (planner, "send")}
+    with mock.patch.object(shared_reads, "WORTH", 1), timed_calls(job.device, timed) as seconds:
+        begun = time.perf_counter()
+        dcp.load({"run": job.tree()}, storage_reader=own, planner=planner)
+        planner.send()
+        took = time.perf_counter() - begun
+    if measuring.all_ranks() > 1 and not planner.shares.bundles:
+        raise RuntimeError("nothing was broadcast")
+    return {**seconds, "planning_s": took - sum(seconds.values())}
 
 
 def torch_load(job: Job, directory: Path) -> dict:
@@ -250,6 +242,7 @@ PARTS = {
     "choose_s": (restart, "choose"),
     "state_dict_s": (loading.Fit, "look"),
     "dcp_load_s": (dcp, "load"),
+    "broadcast_s": (shared_reads.SharedReads, "send"),
     "set_state_dict_s": (loading.Fit, "finish"),
 }
 
@@ -419,7 +412,10 @@ RECIPES = {
     "reader_digests": ("overlap_recipes.checkpoint.reader",),
     "reader_16_threads": ("overlap_recipes.checkpoint.reader",),
     "each": ("overlap_recipes.checkpoint.reader",),
-    "once_and_broadcast": ("overlap_recipes.checkpoint.reader",),
+    "once_and_broadcast": (
+        "overlap_recipes.checkpoint.reader",
+        "overlap_recipes.checkpoint.shared_reads",
+    ),
 }
 
 
@@ -636,9 +632,10 @@ def tasks_of(measurement: Measurement) -> Iterator[Task]:
         return Task(title, 2 + repeats * seconds, work, done)
 
     if measurement.replicated:
+        yield write("ours", measurement.write_ours, 10 + 3 * gb)
         for storage in ("memory", "disk"):
-            for name in ("each", "once_and_broadcast"):
-                if measurement.is_written(storage, "ours"):
+            for name in ("each", "once_and_broadcast", "resume"):
+                if storage == "memory" or measurement.is_written(storage, "ours"):
                     yield load(name, storage, "ours", 2, 2 + gb / 5)
         return
     yield write("ours", measurement.write_ours, 10 + 3 * gb)

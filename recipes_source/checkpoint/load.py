@@ -188,6 +188,13 @@ def save_both(job: Job, root: Path) -> list[Path]:
 # differs, on all ranks, before anything has changed. And it makes the optimizer's state: ``dcp.load``
 # fills only what is there, so with it a new optimizer would have to take a step first.
 #
+# What several ranks hold, all of it under DDP, each shard under HSDP, leaves the storage once: its
+# bytes are divided among these ranks, each reads its share, and when all have, they broadcast.
+#
+# .. literalinclude:: /overlap_recipes/checkpoint/shared_reads.py
+#    :language: python
+#    :pyobject: SharedReads.send
+#
 # Run it, and prove it
 # --------------------
 # Both checkpoints are loaded twice into new jobs, by PyTorch and by the library: each tensor must have
@@ -331,7 +338,9 @@ if __name__ == "__main__":
 #
 # These cost time, or raise:
 #
-# * Every rank reads what it needs. With replicated weights, each reads all of them.
+# * ``dcp.load`` with ``Reader`` has every rank read what it needs, replicated weights, too. Only
+#   ``load`` reads them once, and only what the group can broadcast: a group with NCCL alone leaves
+#   tensors on the CPU to each rank. Tensors of less than a GiB in all stay with each rank, too.
 # * What is compressed, strided, or goes into another dtype is read by PyTorch's reader, on one thread.
 #   The log says how much.
 # * On another number of ranks, the random numbers of each rank are seeded anew; the log says so.

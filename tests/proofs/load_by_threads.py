@@ -2,9 +2,9 @@
 
 A state lies in many ways: sharded, whole, transposed, ``channels_last``, a part of a storage.
 PyTorch's ``dcp.save`` and the library's save write it, and the reader loads both into other shards.
-Then ``load`` gives every rank all of it, and each byte has been read once. A bit flips in a file of
-the library's. The device's streams are played by ``Streams``, so that every rank proves on a CPU for
-what the copies to a GPU wait.
+Then ``load`` gives every rank all of it, and each byte has been read once. A bit flips in a file
+of the library's. The device's streams are played by ``Streams``, so that every rank proves on a CPU
+for what the copies to a GPU wait.
 """
 
 import argparse
