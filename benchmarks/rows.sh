@@ -3,20 +3,26 @@
 #
 #     benchmarks/rows.sh PART [SECONDS]    # files go to $OUT, by default benchmarks
 #
-# Each command goes on where it was cut off, so a part can be started again. SMALL=1 rehearses on a CPU.
+# A part can be started again: commands with --until go on where they were cut off, the others add a
+# sample. One that fails says so, and the next one runs. SMALL=1 rehearses on a CPU.
 set -uo pipefail
 cd "$(dirname "$0")/.."
 part=${1:?name a part: verify saves first_saves loads first_step offload sharding activations}
 seconds=${2:-540}
 out=${OUT:-benchmarks}
-until=$(($(date +%s) + seconds))
+end=$(($(date +%s) + seconds))
 gpus=$(python -c 'import torch; print(max(1, torch.accelerator.device_count()))')
 options=(--out "$out")
-[ -z "${SMALL:-}" ] || options+=(--small)
+if [ -n "${SMALL:-}" ]; then
+    options+=(--small)
+fi
 
-left() { echo $((until - $(date +%s))); }
+seconds_left() { echo $((end - $(date +%s))); }
 
-on_each() { torchrun --nproc-per-node="$gpus" --max-restarts=2 "benchmarks/$1.py" "${options[@]}" "${@:2}"; }
+# on_ranks NUMBER BENCHMARK ARGUMENT...
+on_ranks() { torchrun --nproc-per-node="$1" --max-restarts=2 "benchmarks/$2.py" "${options[@]}" "${@:3}"; }
+
+on_each_gpu() { on_ranks "$gpus" "$@"; }
 
 case $part in
 verify)
@@ -25,34 +31,39 @@ verify)
     ;;
 saves)
     for model in qwen3-1.7b gpt2-xl mixtral-1.2b; do
-        on_each checkpoint_stall --model "$model" --pairs 6 --until "$(left)"
+        on_each_gpu checkpoint_stall --model "$model" --pairs 6 --until "$(seconds_left)"
     done
-    on_each checkpoint_stall --pairs 6 --until "$(left)"
+    on_each_gpu checkpoint_stall --pairs 6 --until "$(seconds_left)"
     ;;
 first_saves)
+    # A process has one first save, which is one sample. The rows that matter most come first.
     for model in qwen3-1.7b qwen3-1.7b qwen3-1.7b gpt2-xl mixtral-1.2b gpt2-xl mixtral-1.2b qwen3-1.7b qwen3-1.7b; do
-        [ "$(left)" -gt 60 ] && on_each first_save --model "$model"
+        if [ "$(seconds_left)" -gt 60 ]; then
+            on_each_gpu first_save --model "$model"
+        fi
     done
-    on_each first_save --model qwen3-1.7b --unprepared
+    on_each_gpu first_save --model qwen3-1.7b --unprepared
     ;;
 loads)
-    on_each restart --keep --until "$(left)"
-    gpus=1 && on_each restart --keep --until "$(left)"
+    on_each_gpu restart --keep --until "$(seconds_left)"
+    on_ranks 1 restart --keep --until "$(seconds_left)"
     ;;
 first_step)
-    for way in write in_turn beside folder from_pretrained in_turn beside remove; do
-        on_each first_step --way "$way"
+    on_each_gpu first_step --way write # what the others load
+    for way in in_turn beside folder from_pretrained in_turn beside; do
+        on_each_gpu first_step --way "$way"
     done
+    on_each_gpu first_step --way remove
     ;;
 offload)
-    gpus=1 && on_each offload_step --until "$(left)"
-    python benchmarks/offload_step.py "${options[@]}" --what peers --until "$(left)"
+    on_ranks 1 offload_step --until "$(seconds_left)"
+    python benchmarks/offload_step.py "${options[@]}" --what peers --until "$(seconds_left)"
     ;;
 sharding)
-    on_each fsdp_overlap --until "$(left)"
+    on_each_gpu fsdp_overlap --until "$(seconds_left)"
     ;;
 activations)
-    python benchmarks/activation_offload.py "${options[@]}" --until "$(left)"
+    python benchmarks/activation_offload.py "${options[@]}" --until "$(seconds_left)"
     ;;
 *)
     echo "no part $part" >&2
