@@ -160,7 +160,7 @@ def measured(
     model = None
     if chosen.way != "from_pretrained":
         model = shard(on_meta(chosen.small))
-        give_memory(model, device, None)
+        give_memory(model, device)
     clock.end("build_s")
     memory = measuring.HostMemory()
     lines.lines.clear()

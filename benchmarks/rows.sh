@@ -3,15 +3,15 @@
 #
 #     benchmarks/rows.sh PART [SECONDS]    # files go to $OUT, by default benchmarks
 #
-# Each command goes on where it was cut off, so a part can be started again. SMALL=1 rehearses on a CPU.
+# A part can be started again: commands with --until go on where they were cut off, the others add a
+# sample. One that fails says so, and the next one runs. SMALL=1 rehearses on a CPU.
 set -uo pipefail
 cd "$(dirname "$0")/.."
 part=${1:?name a part: verify saves threads first_saves loads first_step offload sharding activations}
 seconds=${2:-540}
 out=${OUT:-benchmarks}
-until=$(($(date +%s) + seconds))
-all=$(python -c 'import torch; print(torch.accelerator.device_count() or 2)')
-gpus=$all
+end=$(($(date +%s) + seconds))
+gpus=$(python -c 'import torch; print(torch.accelerator.device_count() or 2)')
 options=(--out "$out")
 models=(qwen3-1.7b gpt2-xl mixtral-1.2b)
 if [ -n "${SMALL:-}" ]; then
@@ -19,9 +19,12 @@ if [ -n "${SMALL:-}" ]; then
     models=(gpt2-tiny)
 fi
 
-left() { echo $((until - $(date +%s))); }
+seconds_left() { echo $((end - $(date +%s))); }
 
-on_each() { torchrun --nproc-per-node="$gpus" --max-restarts=2 "benchmarks/$1.py" "${options[@]}" "${@:2}"; }
+# on_ranks NUMBER BENCHMARK ARGUMENT...
+on_ranks() { torchrun --nproc-per-node="$1" --max-restarts=2 "benchmarks/$2.py" "${options[@]}" "${@:3}"; }
+
+on_each_gpu() { on_ranks "$gpus" "$@"; }
 
 case $part in
 verify)
@@ -30,50 +33,51 @@ verify)
     ;;
 saves)
     rows="overlapped_writer,overlapped_writer loaded back"
+    intervals="overlapped_writer every 20,overlapped_writer every 100"
     peers="torch_checkpointing,default_stager_ordered"
-    on_each checkpoint_stall --pairs 6 --until "$(left)" \
-        --only "$rows,overlapped_writer every 20,overlapped_writer every 100,$peers"
+    on_each_gpu checkpoint_stall --pairs 6 --until "$(seconds_left)" --only "$rows,$intervals,$peers"
     for model in "${models[@]}"; do
-        on_each checkpoint_stall --model "$model" --pairs 6 --until "$(left)" --only "$rows"
+        on_each_gpu checkpoint_stall --model "$model" --pairs 6 --until "$(seconds_left)" --only "$rows"
     done
     ;;
 threads)
     for model in "${models[@]:0:2}"; do
-        on_each checkpoint_stall --model "$model" --until "$(left)" \
+        on_each_gpu checkpoint_stall --model "$model" --until "$(seconds_left)" \
             --only "overlapped_writer_1_thread,overlapped_writer_7_threads"
     done
     ;;
 first_saves)
+    # A process has one first save, which is one sample. The rows that matter most come first.
     first=${models[0]}
     for model in "${models[@]}" "$first" "$first" "${models[@]:1}" "$first" "$first"; do
-        [ "$(left)" -gt 60 ] && on_each first_save --model "$model"
+        if [ "$(seconds_left)" -gt 60 ]; then
+            on_each_gpu first_save --model "$model"
+        fi
     done
-    on_each first_save --model "$first" --unprepared
+    on_each_gpu first_save --model "$first" --unprepared
     ;;
 loads)
-    on_each restart --keep --until "$(left)"
-    gpus=1
-    on_each restart --keep --until "$(left)"
-    gpus=$all
-    on_each restart --keep --until "$(left)"
-    on_each restart --replicated --until "$(left)"
+    on_each_gpu restart --keep --until "$(seconds_left)"
+    on_each_gpu restart --replicated --keep --until "$(seconds_left)"
+    on_ranks 1 restart --keep --until "$(seconds_left)"
+    on_each_gpu restart --until "$(seconds_left)" # what one rank has saved
     ;;
 first_step)
-    for way in write in_turn beside folder from_pretrained in_turn beside remove; do
-        on_each first_step --way "$way"
+    on_each_gpu first_step --way write # what the others load
+    for way in in_turn beside folder from_pretrained in_turn beside; do
+        on_each_gpu first_step --way "$way"
     done
+    on_each_gpu first_step --way remove
     ;;
 offload)
-    gpus=1
-    on_each offload_step --until "$(left)"
-    on_each offload_step --what peers --peers torchao fsdp2_cpu_offload --until "$(left)"
+    on_ranks 1 offload_step --until "$(seconds_left)"
+    on_ranks 1 offload_step --what peers --peers torchao fsdp2_cpu_offload --until "$(seconds_left)"
     ;;
 sharding)
-    on_each fsdp_overlap --only link,eager,tuned,small,compiled --until "$(left)"
+    on_each_gpu fsdp_overlap --only link,eager,tuned,small,compiled --until "$(seconds_left)"
     ;;
 activations)
-    gpus=1
-    on_each activation_offload --until "$(left)"
+    on_ranks 1 activation_offload --until "$(seconds_left)"
     ;;
 *)
     echo "no part $part" >&2

@@ -228,8 +228,13 @@ def aliases_of(model: nn.Module) -> dict[str, list[str]]:
 # -- memory -----------------------------------------------------------------------------------
 
 
-def give_memory(model: nn.Module, device: torch.device, initialize: Initialize | None) -> None:
-    """Move a model from meta to ``device``, its ties and what is in no checkpoint included."""
+def give_memory(
+    model: nn.Module, device: torch.device, initialize: Initialize | None = None
+) -> None:
+    """Move a model from meta to ``device``; fill what is in no checkpoint, and nothing else.
+
+    Tied weights stay tied. ``initialize``: as for ``load_folder``.
+    """
     on_meta = [name for name, tensor in named_tensors(model) if tensor.is_meta]
     if not on_meta:
         return

@@ -6,8 +6,8 @@ From start to first step
 
 See what a restart waits for, and make most of it wait for less. No rank builds the model in its own
 memory: it is made without memory, sharded, and each rank reads its rows alone, from a Hub folder or
-from a checkpoint. What depends on nothing else runs beside it. Bits are those of ``from_pretrained``,
-those of buffers that no file has included.
+from a checkpoint. What depends on nothing else runs beside it. Every bit is that of
+``from_pretrained``, in buffers that no file has, too.
 
 **When not to bother:** the model is small, or your jobs start once a week. Or the first step compiles
 for minutes: then keep the compiler's cache first, which this page does not show.
@@ -28,6 +28,9 @@ for minutes: then keep the compiler's cache first, which this page does not show
     fully_shard(model)
     load_folder(model, folder)  # memory, then this rank's rows of each tensor
 
+``torchrun`` starts it, and ``fully_shard`` joins the ranks if your script has not. ``folder`` is a
+path: ``snapshot_download`` of ``huggingface_hub`` returns that of a model's name.
+
 Your project needs ``transformers`` and the package ``overlap_recipes``: ``pip install .`` in this
 repository, or a copy of its folder ``overlap_recipes``.
 
@@ -42,7 +45,8 @@ repository, or a copy of its folder ``overlap_recipes``.
    .. grid-item-card:: What you need
 
       * PyTorch 2.9 or later on Linux, any number of ranks, CPU or GPU
-      * a folder of safetensors, as ``save_pretrained`` and the Hub have it, or a checkpoint
+      * a folder of safetensors, as ``save_pretrained`` and the Hub have it, or a checkpoint; each
+        host sees it
       * no network: nothing is fetched
 
 .. verification-badge::
@@ -130,9 +134,11 @@ def part(name: str) -> Iterator[None]:
 # %%
 # What waits for nothing
 # ----------------------
-# Each rank reads ahead its share of the files. Ranks of one host share the page cache. Do not do it
-# where the host has no room for them. Here the proof writes the folder first; in your script, start
-# ``read_ahead`` above the imports. To open a GPU, a thread that makes one tensor on it suffices.
+# Ranks of one host share the page cache, so each reads ahead its share of the files. Do not do it
+# where the host has no room for them. Here the proof writes the folder first; in your script, put
+# ``read_ahead`` above the imports, and start it there in a ``threading.Thread``. To open a GPU, a
+# thread that makes one tensor on it suffices. Keep your loader's iterator beside its first batch: a
+# new one begins with that batch again.
 
 
 def read_ahead(files: list[Path]) -> None:
@@ -154,8 +160,10 @@ def first_batch(rank: int) -> torch.Tensor:
 def begin_beside(pool: ThreadPoolExecutor, folder: Path) -> Future:
     """Start what waits for nothing; the first batch is the result."""
     rank = int(os.environ.get("RANK", "0"))
-    ranks = int(os.environ.get("WORLD_SIZE", "1"))
-    pool.submit(read_ahead, sorted(folder.iterdir())[rank::ranks])
+    rank_of_host = int(os.environ.get("LOCAL_RANK", "0"))
+    ranks_of_host = int(os.environ.get("LOCAL_WORLD_SIZE", "1"))
+    files = sorted(folder.iterdir())
+    pool.submit(read_ahead, files[rank_of_host::ranks_of_host])
     return pool.submit(first_batch, rank)
 
 
@@ -203,9 +211,10 @@ def on_meta(folder: Path) -> nn.Module:
 #
 # The start
 # ---------
-# A new run loads a folder. A run that goes on gives the model memory and resumes; its optimizer's
-# state comes with it. Make the optimizer before the first forward: FSDP2 leaves the outermost module's
-# weights whole behind a forward without a backward.
+# A new run loads a folder. A run that goes on gives the model memory, with whatever was in it, and
+# resumes; its optimizer's state comes with it. One script for both calls ``load_folder`` when
+# ``resume`` has returned 0. Make the optimizer before the first forward: FSDP2 leaves the outermost
+# module's weights whole behind a forward without a backward.
 
 
 def start_new(folder: Path, device: torch.device) -> tuple[TrainingState, torch.Tensor]:
@@ -223,7 +232,7 @@ def start_again(folder: Path, device: torch.device) -> TrainingState:
     """A job with memory, for ``resume``."""
     with part("building"):
         model = on_meta(folder)
-        give_memory(model, device, None)
+        give_memory(model, device)
     return TrainingState(model, optimizer_of(model))
 
 
@@ -371,6 +380,7 @@ if __name__ == "__main__":
 # ------------
 # These can give you another model than you expect:
 #
+# * ``give_memory`` leaves noise in the weights. Behind it, resume or load, or you train on noise.
 # * Weights keep the dtype that the model has on ``meta``. Say ``dtype=`` when you build it.
 # * ``from_pretrained`` also sets ``eval()`` and reads ``generation_config.json``; ``from_config`` makes
 #   a model in training mode. Call what you need.

@@ -5,7 +5,7 @@ FSDP2 by peer copies
 ====================
 
 One call behind ``fully_shard``, and the GPUs of a host copy weights and gradients from each other,
-straight to where they are used. Your loop stays as it is. On two ranks so does every bit.
+straight to where they are used. Your loop stays as it is, and on two ranks every bit of it.
 
 .. result-gain:: fsdp_overlap
    :rows: fsdp2_in_place fsdp2
@@ -113,8 +113,9 @@ def build(device: torch.device, offload: OffloadPolicy | None = None) -> FSDPMod
 # The loop
 # --------
 # Two micro-batches a step, clipping, a schedule, and an evaluation with averaged weights, which are
-# swapped in behind FSDP2's back. ``begin_next_forward`` is optional: if weights stay as they are until
-# the next forward, its first gathers run while the host reads the loss.
+# swapped in behind FSDP2's back. ``begin_next_forward`` of what ``use_peer_copies`` returns is
+# optional: if weights stay as they are until the next forward, its first gathers run while the host
+# reads the loss.
 
 
 class Average:
@@ -185,7 +186,7 @@ def train(
 # -------------------------
 # Each rank allocates symmetric memory in the same size, and the others read and write it.
 # ``rendezvous`` exchanges the handles. ``get_buffer`` gives another rank's part as a tensor of this
-# rank's device, so a copy from it is an ordinary ``copy_``. On the CPU these are files that all map.
+# rank's device, so a copy from it is an ordinary ``copy_``.
 #
 # .. literalinclude:: /overlap_recipes/fsdp2/peer_memory.py
 #    :language: python
@@ -356,11 +357,11 @@ if __name__ == "__main__":
 # ------
 # Outside the allocator's statistics, on each of :math:`N` ranks:
 #
-# * ``slots`` full units in the dtype that is gathered, and a slot for each size that differs much: an
+# * ``slots=4`` full units in the dtype that is gathered, and a slot for each size that differs much: an
 #   embedding, a head
 # * :math:`3 \frac{N - 1}{N}` times the gradients of the largest unit
 #
-# FSDP2's buffers are gone. Units that you keep full over the turn-around
+# FSDP2's buffers are gone. Units that stay full until their backward
 # (``set_reshard_after_forward(False)``, the root) have a slot each.
 #
 # What it refuses
@@ -389,11 +390,11 @@ if __name__ == "__main__":
 # ------------
 # These raise, and say what to do:
 #
-# * two units that share a slot and are full at the same time: more ``slots`` cure it
+# * two units that share a slot and are full at once: ``use_peer_copies(model, slots=6)`` cures it
 # * a forward that changes its full weights in place; ``create_graph=True``; ``torch.func``
 # * ranks that have gradients of different weights
 #
-# A rank that dies leaves the others waiting in a barrier: start ranks under a supervisor.
+# A rank that dies leaves the others waiting in a barrier; ``torchrun`` ends them.
 #
 # Further reading
 # ---------------
