@@ -50,7 +50,8 @@ class Job:
             fully_shard(self.model, mesh=mesh)
         if layout == "mixed":  # the first layer is sharded, the others are on every rank
             fully_shard(self.model[0], mesh=init_device_mesh(device.type, (ranks,)))
-        self.optimizer = torch.optim.AdamW(self.model.parameters(), lr=1e-2)
+        parameters = self.model.parameters()
+        self.optimizer = torch.optim.AdamW(parameters, lr=1e-2, foreach=False)
         torch.manual_seed(seed)
         for parameter in self.model.parameters():
             parameter.grad = torch.ones_like(parameter)
@@ -118,19 +119,21 @@ def save(root: Path, name: str, state: dict, device: torch.device) -> list[Path]
     return [ours, stock]
 
 
-def held_bytes(job: Job) -> int:
-    """Bytes of tensors, of which each counts once."""
+def wanted_bytes(job: Job, ranks: int) -> int:
+    """Bytes of tensors: each counts once, and for each rank where the group cannot broadcast it."""
     total = 0
+    devices = shared_reads.devices_of(None)
     for parameter in job.model.parameters():
         for tensor in (parameter, *job.optimizer.state[parameter].values()):
-            total += math.prod(tensor.shape) * tensor.element_size()
+            nbytes = math.prod(tensor.shape) * tensor.element_size()
+            total += nbytes * (1 if tensor.device in devices else ranks)
     return total
 
 
 def prove_layout(root: Path, device: torch.device, layout: str) -> None:
     saved = Job(layout, device, 0)
     ranks = dist.get_world_size()
-    whole = held_bytes(saved)
+    whole = wanted_bytes(saved, ranks)
     for directory in save(root, layout, {"app": saved.state}, device):
         stock = Job(layout, device, 1)
         dcp.load({"app": stock.state}, checkpoint_id=directory)
