@@ -93,6 +93,21 @@ def edited(root: Path, title: str, edit: object) -> Path:
     return folder
 
 
+def prove_a_tied_weight_has_either_name(root: Path) -> None:
+    """Some folders have the output layer's name for it."""
+
+    def rename(tensors: dict) -> None:
+        tensors["lm_head.weight"] = tensors.pop("model.embed_tokens.weight")
+
+    expected = on_meta(CONFIGS["qwen3 tied"])
+    load_folder(expected, root / "qwen3 tied torch.float32")
+    model = on_meta(CONFIGS["qwen3 tied"])
+    load_folder(model, edited(root, "output layer's name", rename))
+    assert model.lm_head.weight is model.model.embed_tokens.weight
+    found = model.lm_head.weight.to_local()
+    assert torch.equal(found, expected.lm_head.weight.to_local())
+
+
 def prove_refusals(root: Path) -> None:
     config = CONFIGS["qwen3 tied"]
     norm = "model.norm.weight"
@@ -133,6 +148,7 @@ def prove_refusals(root: Path) -> None:
 
 def main(root: Path) -> None:
     prove_logits(root)
+    prove_a_tied_weight_has_either_name(root)
     prove_refusals(root)
 
 

@@ -193,3 +193,28 @@ def test_a_loss_with_what_a_router_hands_out_is_refused_with_advice():
         for each in (resident, model):
             each(**batch(0), output_router_logits=False).loss.backward()
         assert same(gradients_of(model), gradients_of(resident))
+
+
+class Scored(nn.Linear):
+    """Gives a score beside its result, of another argument, as a router of experts does."""
+
+    def __init__(self) -> None:
+        super().__init__(WIDTH, WIDTH)
+
+    def forward(self, x: torch.Tensor, routed: torch.Tensor) -> tuple[torch.Tensor, torch.Tensor]:
+        return super().forward(x).relu(), routed.sin()
+
+
+def test_what_comes_before_a_result_that_nobody_uses_has_no_gradient():
+    """One of zeros would let AdamW decay it."""
+
+    def run(layers: nn.ModuleList, embedded: torch.Tensor) -> torch.Tensor:
+        x = torch.ones_like(embedded)
+        for layer in layers:
+            x, _ = layer(x, embedded)
+        return x
+
+    for model in with_each_budget(Loop(Scored, run)):
+        train(model)
+        assert model.embedding.weight.grad is None
+        assert model.layers[0].weight.grad is not None

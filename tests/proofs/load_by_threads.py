@@ -137,6 +137,9 @@ def prove_checked(ours: Path, device: torch.device, mesh) -> None:
     assert is_damage and all(is_damage), failures
     assert file.name in str(failures[0]), failures[0]
     print(f"a flipped bit: {failures[0]}")
+    dist.barrier()
+    if dist.get_rank() == 0:
+        shutil.rmtree(directory)
 
 
 class Streams:
