@@ -107,6 +107,7 @@ html_title = project
 html_static_path = ["_static", "benchmarks/results"]  # result files to download
 html_favicon = "_static/img/favicon.svg"
 html_use_index = False
+html_search_scorer = "_static/search_scorer.js"
 html_copy_source = False
 html_show_sourcelink = False
 html_show_sphinx = False
