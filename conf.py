@@ -68,6 +68,7 @@ autodoc_mock_imports = [
     "transformers",
 ]
 autodoc_member_order = "bysource"
+toc_object_entries_show_parents = "hide"  # a method of a class stands below its class
 add_module_names = False  # headings of the page say where a name is
 
 
