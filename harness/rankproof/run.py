@@ -546,24 +546,29 @@ def _judge(
         report.stacks = [rank.stacks for rank in ranks]
     saves = judge.gather_saves(ranks)
     failures = judge.judge_ranks(ranks, outcome["timed_out"], saves)
-    if left := outcome["left_processes"]:
+    left = outcome["left_processes"]
+    if left:
         failures.append(Failure("left_process", "; ".join(sorted(left))))
     cached, elsewhere = _written(outcome, ranks, own)
     if elsewhere:
         failures.append(Failure("wrote_elsewhere", some(elsewhere), hint=MAY_WRITE_HINT))
-    report.notes += [f"written to caches: {some(cached)}"] if cached else []
-    report.notes += [] if outcome["private"] else [NO_MOUNTS]
-    if not failures and (missing := [str(r.number) for r in ranks if r.record is None]):
+    if cached:
+        report.notes.append(f"written to caches: {some(cached)}")
+    if not outcome["private"]:
+        report.notes.append(NO_MOUNTS)
+    missing = [str(rank.number) for rank in ranks if rank.record is None]
+    if missing and not failures:
         text = f"no record of ranks {', '.join(missing)}; {log}"
         failures.append(Failure("missing_record", text))
     failures += judge.judge_saves(run_dir, saves, went_well=not failures)
-    directories, loaded = judge.checkpoint_directories(run_dir, saves), {}
+    directories = judge.checkpoint_directories(run_dir, saves)
+    loaded = {}  # by the number of loading ranks
     if directories:
         request = judge.chunks_by_directory(directories, saves)
-        plain = not (report.control or report.gate)
-        sizes = (1, 2) if plain and report.ranks == 1 else (1,)  # reshard once a recipe
         limit = max(deadline_s, DEFAULT_DEADLINE_S)
-        loaded = {size: load_back(request, size, run_dir, limit) for size in sizes}
+        loaded[1] = load_back(request, 1, run_dir, limit)
+        if report.ranks == 1 and not report.control and not report.gate:  # once a recipe
+            loaded[2] = load_back(request, 2, run_dir, limit)
         counted = () if "wrote_elsewhere" in off else tuple(elsewhere)
         failures += judge.judge_checkpoints(saves, directories, loaded, counted)
     for failure in failures:
@@ -574,20 +579,30 @@ def _judge(
     report.notes += judge.not_compared(saves, loaded)
     report.judged = _judged(report, saves, loaded)
     records = [rank.record for rank in ranks if rank.record]
-    if recorded := [record for record in records if "streams" in record]:
-        report.judged["streams"] = max(record["streams"] for record in recorded)
-        report.judged["accesses"] = sum(record["accesses"] for record in recorded)
-        collectives = max(record["async_collectives"] for record in recorded)
-        if collectives:
-            report.judged["asynchronous collectives"] = collectives
-        if not report.judged["streams"] and not collectives:
-            report.notes.append("no stream was made, so there was no order to judge")
-    elif order:
-        report.notes.append("stream order is not judged where there is an accelerator")
+    _say_what_order_was_judged(report, records, order)
     if records:
-        device, backend = records[0]["device"], records[0]["backend"] or "no process group"
+        device = records[0]["device"]
+        backend = records[0]["backend"] or "no process group"
         count = f"{len(records)} × " if device != "CPU" else ""
-        report.device, report.torch = f"{count}{device}, {backend}", records[0]["torch"]
+        report.device = f"{count}{device}, {backend}"
+        report.torch = records[0]["torch"]
+
+
+def _say_what_order_was_judged(report: Report, records: list[dict], order: bool) -> None:
+    """Counts of what ranks recorded of streams; ``order``: whether they were to."""
+    recorded = [record for record in records if "streams" in record]
+    if not recorded:
+        if order:
+            report.notes.append("stream order is not judged where there is an accelerator")
+        return
+    streams = max(record["streams"] for record in recorded)
+    collectives = max(record["async_collectives"] for record in recorded)
+    report.judged["streams"] = streams
+    report.judged["accesses"] = sum(record["accesses"] for record in recorded)
+    if collectives:
+        report.judged["asynchronous collectives"] = collectives
+    if not streams and not collectives:
+        report.notes.append("no stream was made, so there was no order to judge")
 
 
 def _written(outcome: dict, ranks: list[Rank], own: tuple[str, ...]) -> tuple[list[str], list[str]]:
@@ -597,11 +612,14 @@ def _written(outcome: dict, ranks: list[Rank], own: tuple[str, ...]) -> tuple[li
     script may use ``/tmp``. In its own project, what was opened counts, wherever that lies. A
     directory that torch 2.9 makes when it is imported is the server's: each forked rank removes it.
     """
-    servers_own = f"-{tempfile.gettempdir()}/{SERVERS_OWN}"
+    servers_own = f"-{tempfile.gettempdir()}/{SERVERS_OWN}"  # "-": it was removed
     written = {path for path in outcome["written"] if not path.startswith(servers_own)}
     private = tuple(f"{place}/" for place in outcome["private"])
     own = tuple(place for place in own if place not in private)  # a script in /tmp itself
-    seen = {path for rank in ranks for path in (rank.record or {}).get("wrote_elsewhere", [])}
+    seen = set()  # opened by ranks, to be written
+    for rank in ranks:
+        if rank.record is not None:
+            seen.update(rank.record.get("wrote_elsewhere", []))
     cached = {path for path in written | seen if path.startswith(_caches())}
     elsewhere = set(written)
     for path in seen:
@@ -612,8 +630,10 @@ def _written(outcome: dict, ranks: list[Rank], own: tuple[str, ...]) -> tuple[li
 
 def _judged(report: Report, saves: list[SavedState], loaded: dict) -> dict[str, int | str]:
     """What a pass rests on."""
-    answers = [answer for by_name in loaded.values() for answer in by_name.values()]
-    leaves = [leaf for answer in answers for leaf in answer.get("leaves", {}).values()]
+    leaves = []
+    for answers in loaded.values():
+        for answer in answers.values():
+            leaves += answer.get("leaves", {}).values()
     judged: dict[str, int | str] = {"saves": len(judge.compared(saves, loaded))}
     if leaves:
         judged["leaves"] = len(leaves)
