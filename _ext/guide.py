@@ -101,26 +101,43 @@ def shown_on_its_page(recipe: Path) -> list[Path]:
 
 def used_names(source: str) -> set[str]:
     """The names that ``API`` matches, as torch calls them, whatever they are imported as."""
-    known, used = {}, set()
     every = list(ast.walk(ast.parse(source)))
-    for node in every:
-        if isinstance(node, ast.ImportFrom):
-            known |= {a.asname or a.name: f"{node.module}.{a.name}" for a in node.names}
-        elif isinstance(node, ast.Import):
-            known |= {a.asname or "torch": a.name if a.asname else "torch" for a in node.names}
+    imported = imported_names(every)
+    used = set()
     for node in every:
         if isinstance(node, ast.Attribute | ast.Name):
             root, dot, rest = ast.unparse(node).partition(".")
-            used.add(known.get(root, root) + dot + rest)
-    modules = {name.rpartition(".")[0] for name in used if name.rpartition(".")[0].islower()}
+            used.add(imported.get(root, root) + dot + rest)
+    modules = set()  # what is only the way to a name: torch.distributed of torch.distributed.Work
+    for name in used:
+        parent = name.rpartition(".")[0]
+        if parent.islower():
+            modules.add(parent)
     return {name for name in used - modules if API.fullmatch(name)}
+
+
+def imported_names(nodes_of_file: list[ast.AST]) -> dict[str, str]:
+    """By the name that a file gives to what it imports: its whole name."""
+    found = {}
+    for node in nodes_of_file:
+        if isinstance(node, ast.ImportFrom):
+            for each in node.names:
+                found[each.asname or each.name] = f"{node.module}.{each.name}"
+        elif isinstance(node, ast.Import):
+            for each in node.names:
+                if each.asname:  # otherwise the file writes the whole name wherever it uses it
+                    found[each.asname] = each.name
+    return found
 
 
 @cache
 def terms() -> dict[str, str]:
     """Each term of the glossary and its plural, in lower case, and the term."""
-    found = re.findall(r"^   (\w.*)$", GLOSSARY.read_text(encoding="utf-8"), re.MULTILINE)
-    return {name.lower(): term for term in found for name in (term, f"{term}s")}
+    found = {}
+    for term in re.findall(r"^   (\w.*)$", GLOSSARY.read_text(encoding="utf-8"), re.MULTILINE):
+        found[term.lower()] = term
+        found[f"{term}s".lower()] = term
+    return found
 
 
 def link_first_uses(app: Sphinx, doctree: nodes.document) -> None:
@@ -132,9 +149,12 @@ def link_first_uses(app: Sphinx, doctree: nodes.document) -> None:
         sentence = isinstance(text.parent, nodes.paragraph) and not text.parent["classes"]
         if not sentence or isinstance(text.parent.parent, nodes.entry):
             continue
-        names = "|".join(sorted(map(re.escape, left), key=len, reverse=True))
+        if not left:
+            return
+        longest_first = sorted((re.escape(name) for name in left), key=len, reverse=True)
+        names = "|".join(longest_first)
         match = re.search(rf"(?<![\w-])({names})(?![\w-])", text, re.IGNORECASE)
-        if not left or match is None:
+        if match is None:
             continue
         term = left[match[0].lower()]
         left = {name: other for name, other in left.items() if other != term}

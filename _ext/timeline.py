@@ -29,6 +29,7 @@ from benchmarks.result_files import (
 
 US = 1e-6
 TINY = 1 / 400  # share of the axis below which neither a bar nor a gap can be told apart
+SLIVER = 4  # a bar below so many times that share is a sliver
 
 
 def end_of(event: dict) -> float:
@@ -39,46 +40,61 @@ def read_panel(title: str, trace: dict) -> Panel:
     """The drawn events of ``trace`` as lanes, in seconds from its start."""
     drawn = [event for event in trace["traceEvents"] if "lane" in event.get("args", {})]
     start = trace["otherData"].get("start_ts", min(event["ts"] for event in drawn))
-    finish = max(map(end_of, drawn))
+    finish = max(end_of(event) for event in drawn)
     tiny = (finish - start) * US * TINY
 
     def bar_of(event: dict, kind: str) -> Bar:
-        return Bar(
-            max(0.0, event["ts"] - start) * US, (end_of(event) - start) * US, event["name"], kind
-        )
+        begin_s = max(0.0, event["ts"] - start) * US
+        end_s = (end_of(event) - start) * US
+        return Bar(begin_s, end_s, event["name"], kind)
 
     lanes = []
     for name, kind in TRACE_LANES.items():
-        mine = [event for event in drawn if event["args"]["lane"] == name and end_of(event) > start]
-        stalls = [bar_of(event, "stall") for event in mine if event["args"].get("stall", False)]
-        others = [bar_of(event, kind) for event in mine if not event["args"].get("stall", False)]
-        stalls, others = merge(stalls, tiny), merge(others, tiny)
+        stalls = []
+        others = []
+        for event in drawn:
+            if event["args"]["lane"] != name or end_of(event) <= start:
+                continue
+            if event["args"].get("stall", False):
+                stalls.append(bar_of(event, "stall"))
+            else:
+                others.append(bar_of(event, kind))
+        stalls = merge(stalls, tiny)
+        others = merge(others, tiny)
         bars = stalls + [bar for bar in others if not hidden(bar, stalls, tiny)]
         if bars:
             lanes.append(Lane(name, tuple(sorted(bars, key=lambda bar: bar.start))))
-    marks = [
-        Mark((event["ts"] - start) * US, event["name"])
-        for event in trace["traceEvents"]
-        if event.get("args", {}).get("mark") is True
-    ]
+    marks = []
+    for event in trace["traceEvents"]:
+        if event.get("args", {}).get("mark") is True:
+            marks.append(Mark((event["ts"] - start) * US, event["name"]))
     return Panel(title, tuple(lanes), tuple(sorted(marks, key=lambda mark: mark.at)))
 
 
 def merge(bars: list[Bar], tiny: float) -> list[Bar]:
-    """Join bars that overlap, and slivers that a gap below ``tiny`` parts from their neighbour.
+    """Join neighbours that are drawn as one, see ``belong_together``.
 
     A joined bar keeps its name where all its parts have it.
     """
     merged: list[Bar] = []
     for bar in sorted(bars, key=lambda bar: bar.start):
-        last = merged[-1] if merged else None
-        sliver = last and min(bar.end - bar.start, last.end - last.start) < 4 * tiny
-        if last and (bar.start < last.end - tiny or (sliver and bar.start - last.end < tiny)):
+        if merged and belong_together(merged[-1], bar, tiny):
+            last = merged.pop()
             label = bar.label if bar.label == last.label else ""
-            merged[-1] = Bar(last.start, max(last.end, bar.end), label, last.kind)
-        else:
-            merged.append(bar)
+            bar = Bar(last.start, max(last.end, bar.end), label, last.kind)
+        merged.append(bar)
     return merged
+
+
+def belong_together(first: Bar, second: Bar, tiny: float) -> bool:
+    """Whether two bars overlap, or one is a sliver and the gap between them is below ``tiny``.
+
+    Two long bars that touch stay two.
+    """
+    if second.start < first.end - tiny:
+        return True
+    shorter = min(first.end - first.start, second.end - second.start)
+    return shorter < SLIVER * tiny and second.start - first.end < tiny
 
 
 def hidden(bar: Bar, stalls: list[Bar], tiny: float) -> bool:
@@ -102,9 +118,11 @@ class Timeline(SphinxDirective):
     final_argument_whitespace = True
 
     def run(self) -> list[nodes.Node]:
-        benchmark, modes = self.arguments[0], self.arguments[1].split()
+        benchmark = self.arguments[0]
+        modes = self.arguments[1].split()
         repo = Path(self.config.results_repo)
-        machines, absent = {}, []
+        machines: dict[tuple[str, int], list[tuple[str, Path]]] = {}  # modes and their traces
+        absent = []
         for mode in modes:
             found = remember(self.env, repo, "traces", benchmark, mode)
             for path in found:
@@ -115,10 +133,14 @@ class Timeline(SphinxDirective):
             return [not_measured(f"{benchmark}: {', '.join(modes)}")]
         tabs = [self._machine(machines[key], repo) for key in sorted(machines)]
         shown = device_tabs(tabs)
-        return [*shown, not_measured(f"{benchmark}: {', '.join(absent)}")] if absent else shown
+        if absent:
+            shown = shown + [not_measured(f"{benchmark}: {', '.join(absent)}")]
+        return shown
 
     def _machine(self, traces: list[tuple[str, Path]], repo: Path) -> tuple[str, list[nodes.Node]]:
-        panels, changed, origins = [], set(), {}
+        panels = []
+        changed = set()
+        origins = {}  # an ordered set of words
         downloads = nodes.bullet_list("", classes=["timeline-downloads"])
         for mode, path in traces:
             try:
@@ -133,14 +155,18 @@ class Timeline(SphinxDirective):
             origins[f"{model}; torch {other['torch']}, {other['date']}"] = None
             downloads += nodes.list_item("", nodes.paragraph("", "", self._download(path)))
         name = f"timeline-{self.env.new_serialno('lanes')}"
+        modes = [mode for mode, _ in traces]
         words = (
-            f"Measured on {machine} ({'; '.join(origins)}): {', '.join(m for m, _ in traces)}, "
+            f"Measured on {machine} ({'; '.join(origins)}): {', '.join(modes)}, "
             "rank 0, one time axis."
         )
         caption = nodes.caption("", words)
         text = listing(panels, seconds)
-        span = max(bar.end for panel in panels for lane in panel.lanes for bar in lane.bars)
-        length = scale_bar(span)
+        ends = []
+        for panel in panels:
+            for lane in panel.lanes:
+                ends += [bar.end for bar in lane.bars]
+        length = scale_bar(max(ends))
         scale = (length, round_number(seconds(length)))
         html = draw(panels, name=name, caption=words, text=text, scale=scale, label_every_bar=False)
         figure = nodes.figure("", picture(html, text), caption, classes=["lanes"])

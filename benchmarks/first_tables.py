@@ -56,15 +56,16 @@ def first_table(name: str, repo: Path) -> FirstTable | None:
     for result in found:
         rows = rows_over_tokens(result) if result.benchmark.lines else rows_of_first_case(result)
         today = [row for row in rows if not changed_recipes(result.measured([row]), repo)]
-        if any(result.measured([row]) for row in today):
+        ours = [row for row in today if result.measured([row])]  # a peer's has no code of ours
+        if ours:
             return table_of(result, rows, today)
     return None
 
 
 def rows_of_first_case(result: Result) -> list[dict]:
     """The rows that have the parameters of the first row."""
-    case = first_case(result)
-    return [row for row in result.rows if all(row.get(p) == v for p, v in case.items())]
+    wanted = first_case(result)
+    return [row for row in result.rows if wanted == {name: row.get(name) for name in wanted}]
 
 
 def first_case(result: Result) -> dict:
@@ -76,8 +77,12 @@ def rows_over_tokens(result: Result) -> list[dict]:
     field = result.benchmark.first_table
     rows = [row for row in result.rows if known(row, field)]
     stock = [row for row in rows if row.get("model") not in (None, "synthetic")]
-    rows = stock or rows
-    return [row for row in rows if all(row.get(p, value) == value for p, value in USUAL.items())]
+    return [row for row in stock or rows if is_usual(row)]
+
+
+def is_usual(row: dict) -> bool:
+    """Whether ``row`` has what is ``USUAL``, or does not say."""
+    return all(row.get(parameter, value) == value for parameter, value in USUAL.items())
 
 
 def table_of(result: Result, rows: list[dict], today: list[dict]) -> FirstTable:
@@ -86,8 +91,10 @@ def table_of(result: Result, rows: list[dict], today: list[dict]) -> FirstTable:
         case = ""
     else:
         headings, cells = cells_by_field(result, today)
-        parts = [f"; {p}: {plain(v)}" for p, v in first_case(result).items() if v is not None]
-        case = "".join(parts)
+        case = ""
+        for parameter, value in first_case(result).items():
+            if value is not None:
+                case += f"; {parameter}: {plain(value)}"
     shown = [row for row in today if row["name"] in cells]
     origin = f"{result.origin(shown)}; {in_words(result.data['workload'])}{case}."
     names = [row["name"] for row in rows if row not in today]
@@ -112,7 +119,8 @@ def cells_over_tokens(result: Result, rows: list[dict]) -> tuple[list[str], dict
     cells = {}
     for row in rows:
         line = [value.get((row["name"], count), "–") for count in tokens]
-        if 2 * line.count("–") < len(line):
+        measured = len(line) - line.count("–")
+        if measured > len(line) / 2:
             cells[row["name"]] = line
     return [f"{count:,}" for count in tokens], cells
 
@@ -175,7 +183,7 @@ def main(arguments: list[str] | None = None) -> int:
     parser.add_argument("--repo", type=Path, default=Path.cwd(), help=argparse.SUPPRESS)
     options = parser.parse_args(arguments)
     try:
-        first_tables(options.repo)
+        first_tables(options.repo)  # raises where a file is bad
         stale = stale_results(options.repo)
     except ResultError as error:
         print(f"error: {error}", file=sys.stderr)

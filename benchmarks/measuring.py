@@ -69,11 +69,12 @@ def refuse_shared_device(device: torch.device) -> None:
     """
     memory = torch.get_device_module(device).mem_get_info
     end = time.monotonic() + OTHERS_END_S
-    held = OTHERS_BYTES + 1
-    while held > OTHERS_BYTES:
+    while True:
         free, total = memory(device)
         held = total - free
-        if held > OTHERS_BYTES and time.monotonic() > end:
+        if held <= OTHERS_BYTES:
+            return
+        if time.monotonic() > end:
             raise RuntimeError(
                 f"another program holds {held / 1e9:.1f} GB of {device}: end it first, or its work "
                 f"is measured, too"
@@ -95,13 +96,15 @@ def started_rank(timeout: timedelta | None = None) -> Iterator[torch.device]:
         device = torch.device(device.type, int(os.environ.get("LOCAL_RANK", "0")))
         torch.accelerator.set_device_index(device.index)
         refuse_shared_device(device)
-    rank, ranks = int(os.environ.get("RANK", "0")), int(os.environ.get("WORLD_SIZE", "1"))
-    shared, port = shared_store(), f"port {os.environ.get('TORCHELASTIC_RESTART_COUNT')}"
+    rank = int(os.environ.get("RANK", "0"))
+    ranks = int(os.environ.get("WORLD_SIZE", "1"))
+    shared = shared_store()
+    key = f"port {os.environ.get('TORCHELASTIC_RESTART_COUNT')}"  # another after a restart
     if rank == 0:
         store = dist.TCPStore("localhost", 0, is_master=True, wait_for_workers=False)
-        shared.set(port, str(store.port))
+        shared.set(key, str(store.port))
     else:
-        store = dist.TCPStore("localhost", int(shared.get(port)))
+        store = dist.TCPStore("localhost", int(shared.get(key)))
     dist.init_process_group(store=store, rank=rank, world_size=ranks, timeout=timeout)
     try:
         yield device
@@ -110,9 +113,14 @@ def started_rank(timeout: timedelta | None = None) -> Iterator[torch.device]:
 
 
 def moment(seconds: str) -> float:
-    """From now or since the epoch; the same for all ranks, and for those started again."""
-    now = 0.0 if float(seconds) > 1e9 else time.time()
-    return float(shared_store().compare_set(f"in {seconds} s", "", str(now + float(seconds))))
+    """Seconds from now or since the epoch, as time since the epoch.
+
+    The rank that asks first says it for all ranks, and for those that are started again.
+    """
+    wanted = float(seconds)
+    if wanted <= 1e9:  # from now
+        wanted += time.time()
+    return float(shared_store().compare_set(f"in {seconds} s", "", str(wanted)))
 
 
 def own_rank() -> int:
@@ -194,7 +202,8 @@ class StepClock:
         origin = timing_event(self.device)
         origin.record()
         origin.synchronize()
-        self.origin_at, self.events = time.perf_counter(), [origin]
+        self.origin_at = time.perf_counter()
+        self.events = [origin]
 
     def tick(self) -> None:
         end = timing_event(self.device)
@@ -400,7 +409,8 @@ def storage_rates(
     data = memoryview(os.urandom(2**20) * (PIECE_BYTES // 2**20))
     rates = {}
     for writers in (1, 2, 4, 8):
-        directory, share = new_directory(), nbytes // writers
+        directory = new_directory()
+        share = nbytes // writers
         with ThreadPoolExecutor(writers) as pool:
             agreement.barrier()
             begun = time.perf_counter()
@@ -535,9 +545,12 @@ class Results:
 
     def present(self) -> list[dict]:
         """The rows that measure the present code of their recipes."""
-        known = self.data["code_sha256"]
-        rows = [(row, row.get("code_sha256", known)) for row in self.data["rows"]]
-        return [row for row, of in rows if self.hashes(row["name"]).items() <= of.items()]
+        found = []
+        for row in self.data["rows"]:
+            then = row.get("code_sha256", self.data["code_sha256"])
+            if self.hashes(row["name"]).items() <= then.items():
+                found.append(row)
+        return found
 
     def key(self, row: dict) -> tuple:
         return (row["name"], *(row.get(parameter) for parameter in self.varied))
@@ -599,9 +612,11 @@ def chosen(tasks: Iterable[Task], only: list[str] | None) -> list[Task]:
         SystemExit: there is none of a name.
     """
     known = {task.name: task for task in tasks}
-    if unknown := [name for name in only or () if name not in known]:
+    wanted = only or list(known)
+    unknown = [name for name in wanted if name not in known]
+    if unknown:
         raise SystemExit(f"no task is called {', '.join(unknown)}; there are {', '.join(known)}")
-    return [known[name] for name in only or known]
+    return [known[name] for name in wanted]
 
 
 CUT_OFF = "begun, and cut off"

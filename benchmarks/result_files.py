@@ -31,9 +31,11 @@ REQUIRED = {
     "rows": list,
 }
 SHOWN = tomllib.loads(Path(__file__).with_name("shown.toml").read_text(encoding="utf-8"))
-PARAMETERS, TRACE_LANES = SHOWN["parameters"], SHOWN["trace_lanes"]
-ROW_RECIPES = {row: name for name, rows in SHOWN["recipe_rows"].items() for row in rows.split()}
-
+PARAMETERS = SHOWN["parameters"]
+TRACE_LANES = SHOWN["trace_lanes"]
+ROW_RECIPES: dict[str, str] = {}
+for _name, _rows in SHOWN["recipe_rows"].items():
+    ROW_RECIPES |= dict.fromkeys(_rows.split(), _name)
 
 SCRIPTS = ("recipes_source", "tests/proofs")
 Measured = tuple[str, dict[str, str]]  # a recipe or a module; hashes by dotted name, of then
@@ -135,7 +137,9 @@ def in_words(facts: dict) -> str:
     for key, value in facts.items():
         unit = re.search(r"_bytes_per_s$|_bytes(?=_|$)|_s$", key)
         if unit and isinstance(value, int | float):
-            key, value = key.replace(unit[0], "", 1), UNITS[unit[0]](value)
+            key = key.replace(unit[0], "", 1)
+            write = UNITS[unit[0]]
+            value = write(value)
         if isinstance(value, dict):
             value = " or ".join(f"{v} ({case})" for case, v in value.items())
         parts.append(f"{key.replace('_', ' ')} {value}")
@@ -178,12 +182,13 @@ def cell(row: dict, name: str) -> str:
 
 def fields_of(row: dict) -> list[str]:
     """The fields that ``row`` has a number or a flag for, but for parameters and intervals."""
-    numbers = (name for name, value in row.items() if isinstance(value, int | float))
-    return [
-        name
-        for name in numbers
-        if known(row, name) and name not in PARAMETERS and not re.search("_(low|high)(_s)?$", name)
-    ]
+    found = []
+    for name, value in row.items():
+        ends_interval = re.search("_(low|high)(_s)?$", name)
+        if isinstance(value, int | float) and known(row, name):
+            if name not in PARAMETERS and not ends_interval:
+                found.append(name)
+    return found
 
 
 @dataclass(frozen=True)
@@ -206,10 +211,10 @@ class Result:
         """The rows in the order in which pages show them."""
 
         def key(row: dict) -> tuple:
-            case = tuple(
-                _place(row[parameter], order) if parameter in row else (-1, "")
-                for parameter, order in PARAMETERS.items()
-            )
+            case = []
+            for parameter, order in PARAMETERS.items():
+                is_there = parameter in row
+                case.append(_place(row[parameter], order) if is_there else (-1, ""))
             return case, _place(row["name"], SHOWN["row_order"])
 
         return sorted(self.data["rows"], key=key)
@@ -236,7 +241,8 @@ class Result:
         anywhere = {*SHOWN["row_order"].split(), *self.data.get("not_run", {})}
         for path in self.path.parent.glob(f"{self.data['benchmark']}.*.json"):
             anywhere.update(row.get("name") for row in _read(path)["rows"])
-        if unknown := [name for name in absent if name not in anywhere]:
+        unknown = [name for name in absent if name not in anywhere]
+        if unknown:
             raise ResultError(f"{self.path.name}: no row is called {', '.join(unknown)}")
         return absent
 
@@ -252,15 +258,20 @@ class Result:
         place = f"{self.machine}, torch {data['torch']}, {driver}{ranks}, {data['date']}"
         for other in dict.fromkeys(row["beside"] for row in rows if "beside" in row):
             beside = [row for row in rows if row.get("beside") == other]
-            names = ", ".join(dict.fromkeys(row["name"] for row in beside))
-            place += f", beside {other}" + (f" ({names})" if len(beside) < len(rows) else "")
+            place += f", beside {other}"
+            if len(beside) < len(rows):  # not all of them: which
+                names = ", ".join(dict.fromkeys(row["name"] for row in beside))
+                place += f" ({names})"
         return place
 
 
 def _place(value: object, order: str) -> tuple:
     """Sort key: the words of ``order`` first, all other values after them by themselves."""
     words = order.split()
-    return (words.index(plain(value)), "") if plain(value) in words else (len(words), value)
+    word = plain(value)
+    if word in words:
+        return words.index(word), ""
+    return len(words), value
 
 
 # -- reading ---------------------------------------------------------------------------------------

@@ -114,7 +114,6 @@ def one_call(run: Callable[[], object], device: torch.device) -> dict[str, float
 
 def lanes_of(events: list[dict], begin: float, returned: float) -> list[Drawn]:
     """Kernels, copies, and what held the host, as a page draws them."""
-
     kernels = [event for event in events if event.get("cat") == "kernel"]
     drawn = blocks(kernels, "compute", 0.0, lambda event: "kernel")
     copies = [event for event in events if event.get("cat") == "gpu_memcpy"]
@@ -155,22 +154,29 @@ def bound_seconds(nbytes: int, kernel_s: float, link: dict[str, float]) -> float
 
 
 def hidden_share(run: Callable[[], object], name: str, folder: Path, head: dict) -> float:
-    """Of the copies of a profiled call, annotated as ``judge`` wants it; its trace is written."""
+    """The share of its copies' time that kernels hide, by one profiled call; writes its trace, too.
+
+    The call has the annotation by which ``judge`` finds it.
+    """
     torch.cuda.synchronize()
     with torch.profiler.profile(acc_events=True) as profile:
         with torch.profiler.record_function("judged call"):
             run()
         torch.cuda.synchronize()
     events = measuring.profiled_events(profile)
-    (call,) = [e for e in events if e["name"] == "judged call" and e["cat"] == "user_annotation"]
+    annotations = [event for event in events if event.get("cat") == "user_annotation"]
+    (call,) = [event for event in annotations if event["name"] == "judged call"]
     begin = call["ts"]
     returned = begin + call["dur"]
     drawn = lanes_of(events, begin, returned)
     marks = [("call returns", returned)]
     measuring.write_trace(folder, head, name, RECIPE, drawn, begin, marks)
-    found = judge(events).copies.values()
-    total = sum(copies.device_s for copies in found)
-    return sum(copies.hidden_share * copies.device_s for copies in found) / total
+    all_s = 0.0
+    hidden_s = 0.0
+    for copies in judge(events).copies.values():
+        all_s += copies.device_s
+        hidden_s += copies.hidden_share * copies.device_s
+    return hidden_s / all_s
 
 
 def measure(results: measuring.Results, name: str, weight: torch.Tensor, out: Path) -> None:

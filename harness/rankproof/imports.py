@@ -18,7 +18,8 @@ THREAD_START = threading.Thread.start.__code__
 
 class _AfterImport(importlib.abc.MetaPathFinder):
     def __init__(self, name: str, call: Callable[[], None]) -> None:
-        self.name, self.call = name, call
+        self.name = name
+        self.call = call
 
     def find_spec(self, name, path, target=None):
         if name != self.name:
@@ -92,12 +93,18 @@ def called_by_recipe(passing: tuple[str, ...] = ()) -> bool:
 
 
 def main_thread_waits() -> bool:
-    """Whether the script's main thread called, to wait; for a new thread to begin is no waiting."""
-    if threading.current_thread() is not threading.main_thread() or not recipe_line():
-        return False  # of another thread, or of the harness when the script has ended
+    """Whether the script's main thread waits, and neither torch nor the harness for it.
+
+    To wait until a new thread has begun is no waiting.
+    """
+    if threading.current_thread() is not threading.main_thread():
+        return False
+    if not recipe_line():  # the script has ended: the harness waits
+        return False
     if any(frame.f_code is THREAD_START for frame in frames()):
         return False
-    return not next(frames((threading.__file__,))).f_code.co_filename.startswith(torch_folder())
+    waiting = next(frames((threading.__file__,)))  # what called threading's own code
+    return not waiting.f_code.co_filename.startswith(torch_folder())
 
 
 def line_of(frame: FrameType) -> str:
@@ -107,5 +114,7 @@ def line_of(frame: FrameType) -> str:
 def recipe_line() -> str:
     """The innermost line of the script, else of its libraries, empty if there is none."""
     lines = [frame for frame in frames() if is_recipe(frame)]
-    own = [frame for frame in lines if "-packages/" not in frame.f_code.co_filename]
-    return line_of((own or lines)[0]) if lines else ""
+    for frame in lines:
+        if "-packages/" not in frame.f_code.co_filename:
+            return line_of(frame)
+    return line_of(lines[0]) if lines else ""

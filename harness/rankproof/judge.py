@@ -42,6 +42,12 @@ NOT_AWAITED_HINT = (
 INCOMPLETE = ".incomplete"  # the end of the name of a save that is not complete
 MOST_SHOWN = 80  # characters of a value that differs
 LOST_PEER = re.compile(r"Connection (closed|reset) by peer|Broken pipe")
+LISTED = {  # what a rank's record lists, and the kind of failure that it is
+    "deprecations": "deprecation_warning",
+    "conflicts": "unordered_access",
+    "used_before_wait": "used_before_wait",
+    "dead_children": "child_died",
+}
 FROM_ABOVE = (None, -15, -10)  # ends that the leader made; -10: it was asked for its stacks
 
 
@@ -63,8 +69,8 @@ class Rank:
     output: str
     stacks: str
     exit: int | None  # exit code, minus the signal's number, None if it was ended from above
-    record: dict | None
-    ended: bool  # False: it reached its end, and the interpreter's was never reached
+    record: dict | None  # as it was at the process's end, else at the recipe's
+    process_ended: bool  # False: if there is a record, the interpreter hung or died at its exit
     notes: list[dict]
 
 
@@ -107,23 +113,28 @@ class SavedState:
 
 
 def read_ranks(run_dir: Path, count: int) -> list[Rank]:
-    def read(number: int) -> Rank:
-        stem = run_dir / "ranks" / f"rank{number}"
-        files = [stem.with_suffix(f".{s}") for s in ("out", "stacks", "exit", "json", "ended")]
-        texts = [file.read_text(errors="replace") if file.exists() else "" for file in files]
-        output, stacks, code, ended, at_last_line = texts
-        notes = stem.with_suffix(".notes")
-        return Rank(
-            number=number,
-            output=output,
-            stacks=stacks,
-            exit=int(code) if code else None,
-            record=json.loads(ended or at_last_line or "null"),
-            ended=bool(ended),
-            notes=[json.loads(n) for n in notes.read_text().splitlines()] if notes.exists() else [],
-        )
+    return [read_rank(run_dir / "ranks" / f"rank{number}", number) for number in range(count)]
 
-    return [read(number) for number in range(count)]
+
+def read_rank(stem: Path, number: int) -> Rank:
+    """What a rank left in the files whose names begin with ``stem``."""
+
+    def text_of(suffix: str) -> str:
+        file = stem.with_suffix(suffix)
+        return file.read_text(errors="replace") if file.exists() else ""
+
+    code = text_of(".exit")
+    at_recipe_end = text_of(".ended")
+    at_process_end = text_of(".json")
+    return Rank(
+        number=number,
+        output=text_of(".out"),
+        stacks=text_of(".stacks"),
+        exit=int(code) if code else None,
+        record=json.loads(at_process_end or at_recipe_end or "null"),
+        process_ended=bool(at_process_end),
+        notes=[json.loads(line) for line in text_of(".notes").splitlines()],
+    )
 
 
 def gather_saves(ranks: list[Rank]) -> list[SavedState]:
@@ -139,10 +150,12 @@ def gather_saves(ranks: list[Rank]) -> list[SavedState]:
         for note in rank.notes:
             event = note["event"]
             if event == "save":
-                directories.append(directory := note["directory"])
+                directory = note["directory"]
+                directories.append(directory)
                 key = directory, directories.count(directory)
                 new = SavedState(directory, note["kind"], note["unjudged"], called=directory)
-                save = own[note["number"]] = saves.setdefault(key, new)
+                save = saves.setdefault(key, new)
+                own[note["number"]] = save
                 save.callers.add(rank.number)
                 save.shares_training_group |= note["shares_training_group"]
             elif "number" in note:
@@ -259,7 +272,8 @@ def judge_checkpoints(
     """
     failures = []
     for directory in directories:
-        path, here = Path(directory), [s for s in saves if s.directory == directory]
+        path = Path(directory)
+        here = [s for s in saves if s.directory == directory]
         hint = "" if all(s.awaited for s in here) else NOT_AWAITED_HINT
         missing = ""
         if not path.exists() or not any(path.iterdir()):
@@ -281,11 +295,13 @@ def judge_checkpoints(
                 text = f"{where}: {answer['error']}"
                 failures.append(Failure("checkpoint_incomplete", text, hint=hint))
                 break
-            if last and (differing := _differences(last, answer["leaves"])):
+            differing = _differences(last, answer["leaves"]) if last else []
+            if differing:
                 count = f"{len(differing)} of {len(answer['leaves'])}"
                 text = f"{where}: {count} leaves are not what was passed to {last.kind}: "
                 text += ", ".join(differing[:3])
-                if unequal := ranks_disagree_on(last):
+                unequal = ranks_disagree_on(last)
+                if unequal:
                     text += f"; the ranks passed different values of {some(unequal)}"
                 failures.append(Failure("checkpoint_wrong", text))
                 break
@@ -380,8 +396,9 @@ def judge_saves(run_dir: Path, saves: list[SavedState], went_well: bool) -> list
         known = {s.directory for s in saves if s.failed and s.awaited}
         left = _found(run_dir, "*.distcp") | {s.directory for s in saves}
         text = "it still has the name of an unfinished save, and the run went well"
-        for directory in sorted(d for d in left - known if is_unfinished(d) and Path(d).exists()):
-            failures.append(Failure("checkpoint_incomplete", f"{Path(directory).name}: {text}"))
+        for directory in sorted(left - known):
+            if is_unfinished(directory) and Path(directory).exists():
+                failures.append(Failure("checkpoint_incomplete", f"{Path(directory).name}: {text}"))
         failures += judge_failed_saves(saves)
         failures += judge_replaced(saves)
     for save in saves:
@@ -408,13 +425,14 @@ def unjudged(saves: list[SavedState], directories: list[str], loaded: dict) -> l
             found.append(f"{name}: it loads; what was passed to its save was not seen")
     for save in saves:
         answers = [answer.get(save.directory, {}).get("leaves", {}) for answer in loaded.values()]
-        for name, leaf in [item for leaves in save.leaves.values() for item in leaves.items()]:
-            pickles = {a[name].get("pickle") for a in answers if name in a}
-            where = f"{save.name}: {name}"
-            if "unjudged" in leaf:
-                found.append(f"{where} is not compared: {leaf['unjudged']}")
-            elif "pickle" in leaf and pickles - {leaf["pickle"]}:
-                found.append(f"{where}, a {leaf['type']}, does not compare by its pickle")
+        for leaves in save.leaves.values():
+            for name, leaf in leaves.items():
+                pickles = {a[name].get("pickle") for a in answers if name in a}
+                where = f"{save.name}: {name}"
+                if "unjudged" in leaf:
+                    found.append(f"{where} is not compared: {leaf['unjudged']}")
+                elif "pickle" in leaf and pickles - {leaf["pickle"]}:
+                    found.append(f"{where}, a {leaf['type']}, does not compare by its pickle")
     return list(dict.fromkeys(found))
 
 
@@ -430,7 +448,8 @@ def judge_ranks(ranks: list[Rank], timed_out: bool, saves: list[SavedState]) -> 
         if record is None:
             failures += _judge_missing(rank, timed_out, hint)
             continue
-        if record["finished"] and (not rank.ended or rank.exit not in (0, *FROM_ABOVE)):
+        ended_well = rank.process_ended and rank.exit in (0, *FROM_ABOVE)
+        if record["finished"] and not ended_well:
             failures += _judge_exit(rank, timed_out, hint)
         for error in [record["error"], *record["thread_errors"]]:
             failures += [Failure("raised", error, rank.number, hint)] if error else []
@@ -442,12 +461,9 @@ def judge_ranks(ranks: list[Rank], timed_out: bool, saves: list[SavedState]) -> 
             failures.append(Failure("exited_early", text, rank.number))
         if record.get("misfit"):
             failures.append(Failure("misfit", record["misfit"], rank.number))
-        kinds = {"deprecations": "deprecation_warning", "conflicts": "unordered_access"}
-        kinds["used_before_wait"] = "used_before_wait"
-        if record["finished"]:
-            kinds["dead_children"] = "child_died"
-        for key, kind in kinds.items():
-            if found := record.get(key):
+        for key, kind in LISTED.items():
+            found = record.get(key)
+            if found and (key != "dead_children" or record["finished"]):
                 failures.append(Failure(kind, some(found), rank.number))
         if record.get("left_process_group"):
             text = "torch.distributed is still initialised at the recipe's end"

@@ -25,7 +25,9 @@ POLL_S = 0.02
 START_S = 120.0  # how long ranks may take to begin: the deadline counts from there
 STACK_DUMP_S = 3.0  # how long a rank gets to write its stacks after the deadline
 GRACE_AFTER_FAILURE_S = 10.0  # how long the other ranks get to fail by themselves
-GRACE_AT_EXIT_S = 5.0, 15.0  # least and most, by the deadline, that interpreters get to end
+# How long interpreters get to end behind the recipe's last line: the deadline, but within these.
+LEAST_AT_EXIT_S = 5.0
+MOST_AT_EXIT_S = 15.0
 LEFTOVER_GRACE_S = 3.0  # helpers such as multiprocessing's resource tracker end with their parent
 
 
@@ -55,8 +57,11 @@ def _reap() -> dict[int, int]:
     """Wait status by process id of every child that has ended."""
     ended = {}
     with contextlib.suppress(ChildProcessError):
-        while (pid_and_status := os.waitpid(-1, os.WNOHANG))[0]:
-            ended.update([pid_and_status])
+        while True:
+            pid, status = os.waitpid(-1, os.WNOHANG)
+            if pid == 0:  # those that are left still run
+                break
+            ended[pid] = status
     return ended
 
 
@@ -86,9 +91,11 @@ def kill_all() -> None:
 
 def dump_stacks(ranks_dir: Path) -> None:
     """Have every living rank write all its Python stacks to ``rank<r>.stacks``."""
-    asked, own = [], descendants()  # a process id may belong to somebody else by now
+    own = descendants()  # a process id may belong to somebody else by now
+    asked = []
     for file in ranks_dir.glob("*.pid"):
-        if (pid := int(file.read_text())) in own:
+        pid = int(file.read_text())
+        if pid in own:
             with contextlib.suppress(ProcessLookupError):
                 os.kill(pid, signal.SIGUSR1)
                 asked.append(file.with_suffix(".stacks"))
@@ -116,6 +123,41 @@ def held_open(pipe: int) -> bool:
     return not poll.poll(0)  # a hang-up is reported without being asked for
 
 
+class _Patience:
+    """Until when ranks may run: the deadline, or earlier if one has failed or all are at their end.
+
+    The deadline counts from when all have begun.
+    """
+
+    def __init__(self, ranks_dir: Path, processes: int, deadline_s: float) -> None:
+        self.ranks_dir = ranks_dir
+        self.processes = processes
+        self.deadline_s = deadline_s
+        self.deadline = time.monotonic() + START_S + deadline_s
+        self.have_begun = False
+        self.exits_by: float | None = None
+
+    def is_over(self, failed: bool) -> bool:
+        """To be asked again and again; ``failed``: whether a rank has."""
+        now = time.monotonic()
+        if not self.have_begun and self.all_have("began"):
+            self.have_begun = True
+            self.deadline = min(self.deadline, now + self.deadline_s)
+        if self.exits_by is None:
+            if failed:
+                self.exits_by = now + GRACE_AFTER_FAILURE_S
+            elif self.all_have("ended"):
+                at_least = max(self.deadline_s, LEAST_AT_EXIT_S)
+                self.exits_by = now + min(at_least, MOST_AT_EXIT_S)
+        if self.exits_by is not None and now > self.exits_by:
+            return True
+        return now > self.deadline
+
+    def all_have(self, suffix: str) -> bool:
+        """Whether all ranks have written their file of that name."""
+        return len(list(self.ranks_dir.glob(f"*.{suffix}"))) == self.processes
+
+
 def lead(spec: dict, start: Callable[[], dict[int, int]], requests: int) -> None:
     """Start ranks, wait for them, judge nothing, write ``outcome.json``.
 
@@ -125,29 +167,23 @@ def lead(spec: dict, start: Callable[[], dict[int, int]], requests: int) -> None
         requests: a pipe; once nobody holds its other end everything ends at once.
     """
     prctl(PR_SET_CHILD_SUBREAPER, 1)
-    run_dir, ranks_dir = Path(spec["run_dir"]), Path(spec["run_dir"], "ranks")
+    run_dir = Path(spec["run_dir"])
+    ranks_dir = run_dir / "ranks"
     layers = private.enter(spec["run_dir"], spec["through"])
     os.chdir(spec["cwd"])
-    started = time.monotonic()
-    deadline, exits_by = started + START_S + spec["deadline_s"], float("inf")
-    began = timed_out = False
+    patience = _Patience(ranks_dir, spec["processes"], spec["deadline_s"])
+    timed_out = False
     running = start()
     while running:
         for pid, status in _reap().items():
-            if (rank := running.pop(pid, -1)) >= 0:
+            rank = running.pop(pid, -1)
+            if rank >= 0:
                 write_exit(ranks_dir, rank, status)
         if not held_open(requests):
             kill_all()
             return
-        now, failed = time.monotonic(), failed_already(ranks_dir)
-        if not began and len(list(ranks_dir.glob("*.began"))) == spec["processes"]:
-            began, deadline = True, min(deadline, now + spec["deadline_s"])
-        if exits_by == float("inf"):
-            if failed:
-                exits_by = now + GRACE_AFTER_FAILURE_S
-            elif len(list(ranks_dir.glob("*.ended"))) == spec["processes"]:
-                exits_by = now + sorted((*GRACE_AT_EXIT_S, spec["deadline_s"]))[1]
-        if running and now > min(deadline, exits_by):
+        failed = failed_already(ranks_dir)
+        if running and patience.is_over(failed):
             timed_out = not failed
             dump_stacks(ranks_dir)
             if len(list(ranks_dir.glob("*.exit"))) == spec["processes"]:

@@ -98,11 +98,13 @@ class Report:
     @property
     def verdict(self) -> str:
         """A key of VERDICTS; ``not judged`` where something was not, see ``unjudged``."""
-        return "failed" if self.failures else "not judged" if self.unjudged else "passed"
+        if self.failures:
+            return "failed"
+        return "not judged" if self.unjudged else "passed"
 
     @property
     def nothing_to_judge(self) -> bool:
-        """Whether the script saved nothing, and no order was recorded; it ended as it must."""
+        """Whether the script saved nothing and no order was recorded, however it ended."""
         return not any(self.judged.get(what) for what in JUDGED)
 
     @property
@@ -131,7 +133,8 @@ class Report:
         for failure in self.failures:
             where = "" if failure.rank is None else f" [rank {failure.rank}]"
             lines.append(f"  {failure.kind}{where}: {failure.text}")
-            lines += [f"    {failure.hint}"] if failure.hint else []
+            if failure.hint:
+                lines.append(f"    {failure.hint}")
         lines += [f"  not judged: {reason}" for reason in self.unjudged]
         if self.ok and self.judged and not self.nothing_to_judge:
             said = ", ".join(f"{value} {what}" for what, value in self.judged.items())
@@ -265,25 +268,33 @@ def load_back(
     error = f"did not load within {deadline_s:g} s"
     if not json.loads((run_dir / "outcome.json").read_text())["timed_out"]:
         said = [rank.output.strip() for rank in judge.read_ranks(run_dir, world_size)]
-        error = next(filter(None, said), "the loading process wrote nothing").splitlines()[-1]
+        written = [text for text in said if text] or ["the loading process wrote nothing"]
+        error = written[0].splitlines()[-1]
     return {directory: {"error": error} for directory in request}
 
 
 def reproduce(path: Path | str, args: tuple[str, ...], **options: object) -> str:
-    """The command that runs the same again; a text stands there as it is."""
+    """The command that runs the same again.
+
+    ``path`` is a file, or a text that stands there as it is, such as ``-m package.module``. An
+    option that is a tuple is given once for each of its values; True needs no value; what is
+    empty is left out.
+    """
     if isinstance(path, Path):
         with contextlib.suppress(ValueError):
             path = path.relative_to(Path.cwd())
         path = shlex.quote(str(path))
-    said = []
+    words = [COMMAND, "run", path]
     for name, value in options.items():
-        for one in value if isinstance(value, tuple) else (value,):
+        values = value if isinstance(value, tuple) else (value,)
+        for one in values:
             if one is True:
-                said.append(f"--{name}")
+                words.append(f"--{name}")
             elif one:
-                said.append(f"--{name} {shlex.quote(str(one))}")
-    command = " ".join([COMMAND, "run", path, *said])
-    return command + (f" -- {shlex.join(args)}" if args else "")
+                words.append(f"--{name} {shlex.quote(str(one))}")
+    if args:
+        words.append(f"-- {shlex.join(args)}")
+    return " ".join(words)
 
 
 def run(
@@ -327,37 +338,30 @@ def run(
             exists, ``cwd`` does not, or the edit does not fit.
     """
     recipe = load_module(module, Path(path).resolve()) if module else load_recipe(path)
-    path, source = recipe.path, recipe.path.read_text(encoding="utf-8")
-    for wrong, message in (
-        (ranks < 1, f"{ranks} ranks: pass a number of 1 or more"),
-        (launcher not in LAUNCHERS, f"no launcher '{launcher}'; there are {', '.join(LAUNCHERS)}"),
-        (sys.platform != "linux", "ranks are judged on Linux only: it needs subreapers and /proc"),
-        (gate not in (None, *GATES) and ":" not in gate, f"no gate '{gate}'; see --help"),
-        (keep and keep.exists(), f"{keep} exists already; pass a directory that does not"),
-        (cwd and not cwd.is_dir(), f"--cwd {cwd}: no such directory"),
-        (set(off) - set(OPTIONAL), f"--off {', '.join(off)}: only {', '.join(OPTIONAL)} can be"),
-    ):
-        if wrong:
-            raise RecipeError(message)
-    told = {
-        "ranks": ranks,
-        "control": control and control.name,
-        "gate": gate,
-        "order": order,
-        "launcher": launcher if launcher != "auto" else None,
-        "deadline": f"{deadline_s:g}" if deadline_s not in (None, recipe.deadline_s) else None,
-        "cwd": cwd,
-        "allow": through,
-        "off": off,
-    }
+    path = recipe.path
+    _refuse(ranks, launcher, gate, keep, cwd, off)
+    command = reproduce(
+        f"-m {module}" if module else path,
+        args,
+        ranks=ranks,
+        control=control.name if control is not None else None,
+        gate=gate,
+        order=order and control is None,  # a control says that itself
+        launcher=launcher if launcher != "auto" else None,
+        deadline=f"{deadline_s:g}" if deadline_s not in (None, recipe.deadline_s) else None,
+        cwd=cwd,
+        allow=through,
+        off=off,
+    )
     if control is not None:
-        order, told["order"] = control.order, False
-        gate, deadline_s = gate or control.gate, deadline_s or control.deadline_s
+        order = control.order
+        gate = gate or control.gate
+        deadline_s = deadline_s or control.deadline_s
     deadline_s = deadline_s or DEFAULT_DEADLINE_S
     beside = {}
     for name, file in recipe.sources.files.items():
         beside[name] = file.read_text(encoding="utf-8")
-    starts, sets = own_ranks(source, beside)
+    starts, sets_rendezvous = own_ranks(path.read_text(encoding="utf-8"), beside)
     if launcher == "auto":
         launcher = "python" if starts else "torchrun"
     processes = 1 if launcher == "python" else ranks
@@ -366,8 +370,8 @@ def run(
         path=str(path),
         ranks=processes,
         launcher=launcher,
-        command=reproduce(f"-m {module}" if module else path, args, **told),
-        control=told["control"],
+        command=command,
+        control=control.name if control is not None else None,
         gate=gate,
     )
     if starts and launcher != "python":
@@ -375,7 +379,8 @@ def run(
         return report
     run_dir = Path(tempfile.mkdtemp(prefix=f"rankproof-{recipe.name}-"))
     try:
-        file, edited = path, None
+        file = path
+        edited = None
         import_from = list(recipe.import_path)
         if control is not None:
             name, edited_file = control.edited(recipe, run_dir / "edited")
@@ -384,7 +389,9 @@ def run(
                 file = edited_file
             else:
                 edited = {"name": name, "file": str(edited_file)}
-        own_folders = {source.parent for source in [file, *recipe.files]} | {run_dir / "edited"}
+        own_folders = {source.parent for source in recipe.files}
+        own_folders |= {file.parent, run_dir / "edited"}
+        own_args = ["--dir", str(run_dir / "dir")] if accepts_dir(recipe) else []
         started = time.monotonic()
         _launch(
             run_dir,
@@ -394,9 +401,9 @@ def run(
             launcher=launcher,
             processes=processes,
             through=[str(Path(folder).resolve()) for folder in through],
-            args=[*(["--dir", str(run_dir / "dir")] if accepts_dir(recipe) else []), *args],
-            import_from=list(map(str, import_from)),
-            own_folders=sorted(map(str, own_folders)),
+            args=own_args + list(args),
+            import_from=[str(folder) for folder in import_from],
+            own_folders=sorted(str(folder) for folder in own_folders),
             cwd=str(cwd.resolve() if cwd else run_dir / "work"),
             edited=edited,
             module=recipe.module,
@@ -411,24 +418,64 @@ def run(
             report.notes.append(GROUPS_UNSEEN)
             if recipe.saves and report.nothing_to_judge:
                 report.unjudged = report.unjudged or [SAVES_UNSEEN]
-        taken = [f.text for f in report.failures if judge.TAKEN_PORT.search(f.text)]
-        if taken:
-            report.unjudged = [f"a port was taken, by this run or another program: {taken[0]}"]
-            report.failures = []
-        elif report.kinds == {"raised"}:
+        _do_not_judge_a_taken_port(report)
+        if report.kinds == {"raised"}:
             if cwd is None:
                 _hint_at_files_beside(report, path.parent)
             _hint_at_its_package(report, path)
-        of_starting = all(_of_starting(failure) for failure in report.failures)
-        if report.failures and sets and launcher != "python" and of_starting:
-            why = f"it sets its ranks' rendezvous itself ({sets}), which a launcher does for it"
-            report.unjudged = [f"{why}; what came of it: {report.failures[0].text}"]
-            report.failures = []
+        if sets_rendezvous and launcher != "python":
+            _do_not_judge_its_rendezvous(report, sets_rendezvous)
         return report
     finally:
         if keep is not None:
             shutil.copytree(run_dir, keep, symlinks=True)
         shutil.rmtree(run_dir, ignore_errors=True)
+
+
+def _refuse(
+    ranks: int,
+    launcher: str,
+    gate: str | None,
+    keep: Path | None,
+    cwd: Path | None,
+    off: tuple[str, ...],
+) -> None:
+    """Raise a RecipeError for what no run can be started with."""
+    if ranks < 1:
+        raise RecipeError(f"{ranks} ranks: pass a number of 1 or more")
+    if launcher not in LAUNCHERS:
+        raise RecipeError(f"no launcher '{launcher}'; there are {', '.join(LAUNCHERS)}")
+    if sys.platform != "linux":
+        raise RecipeError("ranks are judged on Linux only: it needs subreapers and /proc")
+    if gate is not None and gate not in GATES and ":" not in gate:
+        raise RecipeError(f"no gate '{gate}'; see --help")
+    if keep and keep.exists():
+        raise RecipeError(f"{keep} exists already; pass a directory that does not")
+    if cwd and not cwd.is_dir():
+        raise RecipeError(f"--cwd {cwd}: no such directory")
+    if set(off) - set(OPTIONAL):
+        raise RecipeError(f"--off {', '.join(off)}: only {', '.join(OPTIONAL)} can be")
+
+
+def _do_not_judge_a_taken_port(report: Report) -> None:
+    """Drop all failures where one is that a port was taken: it is not the script's."""
+    for failure in report.failures:
+        if judge.TAKEN_PORT.search(failure.text):
+            why = "a port was taken, by this run or another program"
+            report.unjudged = [f"{why}: {failure.text}"]
+            report.failures = []
+            return
+
+
+def _do_not_judge_its_rendezvous(report: Report, sets: str) -> None:
+    """Drop failures that all may come of ranks that did not find each other.
+
+    ``sets`` says where the script sets the rendezvous itself.
+    """
+    if report.failures and all(_of_starting(failure) for failure in report.failures):
+        why = f"it sets its ranks' rendezvous itself ({sets}), which a launcher does for it"
+        report.unjudged = [f"{why}; what came of it: {report.failures[0].text}"]
+        report.failures = []
 
 
 def _of_starting(failure: Failure) -> bool:
@@ -499,24 +546,29 @@ def _judge(
         report.stacks = [rank.stacks for rank in ranks]
     saves = judge.gather_saves(ranks)
     failures = judge.judge_ranks(ranks, outcome["timed_out"], saves)
-    if left := outcome["left_processes"]:
+    left = outcome["left_processes"]
+    if left:
         failures.append(Failure("left_process", "; ".join(sorted(left))))
     cached, elsewhere = _written(outcome, ranks, own)
     if elsewhere:
         failures.append(Failure("wrote_elsewhere", some(elsewhere), hint=MAY_WRITE_HINT))
-    report.notes += [f"written to caches: {some(cached)}"] if cached else []
-    report.notes += [] if outcome["private"] else [NO_MOUNTS]
-    if not failures and (missing := [str(r.number) for r in ranks if r.record is None]):
+    if cached:
+        report.notes.append(f"written to caches: {some(cached)}")
+    if not outcome["private"]:
+        report.notes.append(NO_MOUNTS)
+    missing = [str(rank.number) for rank in ranks if rank.record is None]
+    if missing and not failures:
         text = f"no record of ranks {', '.join(missing)}; {log}"
         failures.append(Failure("missing_record", text))
     failures += judge.judge_saves(run_dir, saves, went_well=not failures)
-    directories, loaded = judge.checkpoint_directories(run_dir, saves), {}
+    directories = judge.checkpoint_directories(run_dir, saves)
+    loaded = {}  # by the number of loading ranks
     if directories:
         request = judge.chunks_by_directory(directories, saves)
-        plain = not (report.control or report.gate)
-        sizes = (1, 2) if plain and report.ranks == 1 else (1,)  # reshard once a recipe
         limit = max(deadline_s, DEFAULT_DEADLINE_S)
-        loaded = {size: load_back(request, size, run_dir, limit) for size in sizes}
+        loaded[1] = load_back(request, 1, run_dir, limit)
+        if report.ranks == 1 and not report.control and not report.gate:  # once a recipe
+            loaded[2] = load_back(request, 2, run_dir, limit)
         counted = () if "wrote_elsewhere" in off else tuple(elsewhere)
         failures += judge.judge_checkpoints(saves, directories, loaded, counted)
     for failure in failures:
@@ -527,20 +579,30 @@ def _judge(
     report.notes += judge.not_compared(saves, loaded)
     report.judged = _judged(report, saves, loaded)
     records = [rank.record for rank in ranks if rank.record]
-    if recorded := [record for record in records if "streams" in record]:
-        report.judged["streams"] = max(record["streams"] for record in recorded)
-        report.judged["accesses"] = sum(record["accesses"] for record in recorded)
-        collectives = max(record["async_collectives"] for record in recorded)
-        if collectives:
-            report.judged["asynchronous collectives"] = collectives
-        if not report.judged["streams"] and not collectives:
-            report.notes.append("no stream was made, so there was no order to judge")
-    elif order:
-        report.notes.append("stream order is not judged where there is an accelerator")
+    _say_what_order_was_judged(report, records, order)
     if records:
-        device, backend = records[0]["device"], records[0]["backend"] or "no process group"
+        device = records[0]["device"]
+        backend = records[0]["backend"] or "no process group"
         count = f"{len(records)} × " if device != "CPU" else ""
-        report.device, report.torch = f"{count}{device}, {backend}", records[0]["torch"]
+        report.device = f"{count}{device}, {backend}"
+        report.torch = records[0]["torch"]
+
+
+def _say_what_order_was_judged(report: Report, records: list[dict], order: bool) -> None:
+    """Counts of what ranks recorded of streams; ``order``: whether they were to."""
+    recorded = [record for record in records if "streams" in record]
+    if not recorded:
+        if order:
+            report.notes.append("stream order is not judged where there is an accelerator")
+        return
+    streams = max(record["streams"] for record in recorded)
+    collectives = max(record["async_collectives"] for record in recorded)
+    report.judged["streams"] = streams
+    report.judged["accesses"] = sum(record["accesses"] for record in recorded)
+    if collectives:
+        report.judged["asynchronous collectives"] = collectives
+    if not streams and not collectives:
+        report.notes.append("no stream was made, so there was no order to judge")
 
 
 def _written(outcome: dict, ranks: list[Rank], own: tuple[str, ...]) -> tuple[list[str], list[str]]:
@@ -550,11 +612,14 @@ def _written(outcome: dict, ranks: list[Rank], own: tuple[str, ...]) -> tuple[li
     script may use ``/tmp``. In its own project, what was opened counts, wherever that lies. A
     directory that torch 2.9 makes when it is imported is the server's: each forked rank removes it.
     """
-    servers_own = f"-{tempfile.gettempdir()}/{SERVERS_OWN}"
+    servers_own = f"-{tempfile.gettempdir()}/{SERVERS_OWN}"  # "-": it was removed
     written = {path for path in outcome["written"] if not path.startswith(servers_own)}
     private = tuple(f"{place}/" for place in outcome["private"])
     own = tuple(place for place in own if place not in private)  # a script in /tmp itself
-    seen = {path for rank in ranks for path in (rank.record or {}).get("wrote_elsewhere", [])}
+    seen = set()  # opened by ranks, to be written
+    for rank in ranks:
+        if rank.record is not None:
+            seen.update(rank.record.get("wrote_elsewhere", []))
     cached = {path for path in written | seen if path.startswith(_caches())}
     elsewhere = set(written)
     for path in seen:
@@ -565,8 +630,10 @@ def _written(outcome: dict, ranks: list[Rank], own: tuple[str, ...]) -> tuple[li
 
 def _judged(report: Report, saves: list[SavedState], loaded: dict) -> dict[str, int | str]:
     """What a pass rests on."""
-    answers = [answer for by_name in loaded.values() for answer in by_name.values()]
-    leaves = [leaf for answer in answers for leaf in answer.get("leaves", {}).values()]
+    leaves = []
+    for answers in loaded.values():
+        for answer in answers.values():
+            leaves += answer.get("leaves", {}).values()
     judged: dict[str, int | str] = {"saves": len(judge.compared(saves, loaded))}
     if leaves:
         judged["leaves"] = len(leaves)

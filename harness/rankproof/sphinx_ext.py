@@ -123,14 +123,20 @@ def page_ranks(recipe: Recipe) -> int:
 
 def kept_run(runs: RecipeRuns, kept: KeptRun) -> Report:
     """The report of one run, as it is kept if that is fresh, else by running it now."""
-    if report := kept.report():
+    report = kept.report()
+    if report:
         return report
-    started, control = time.monotonic(), kept.control
+    started = time.monotonic()
     report = kept.run()
     seconds = time.monotonic() - started
-    verdict = ("caught" if control else "passed") if kept.as_it_must(report) else "FAILED"
-    on = f"on {kept.ranks} rank{'s' * (kept.ranks > 1)}"
-    what = f"with the edit {control.name!r}" if control else on
+    if kept.control:
+        what = f"with the edit {kept.control.name!r}"
+        verdict = "caught"
+    else:
+        what = f"on {kept.ranks} rank{'s' * (kept.ranks > 1)}"
+        verdict = "passed"
+    if not kept.as_it_must(report):
+        verdict = "FAILED"
     logger.info(f"  {runs.recipe.name} {what}: {bold(verdict)} in {seconds:.1f} s")
     runs.executed += 1
     runs.seconds += seconds
@@ -139,9 +145,12 @@ def kept_run(runs: RecipeRuns, kept: KeptRun) -> Report:
 
 def galleries(app: Sphinx) -> list[tuple[Path, str]]:
     """Each folder of scripts and the folder of its pages, as sphinx-gallery is told them."""
-    conf = app.config.sphinx_gallery_conf
-    pairs = [conf["examples_dirs"], conf["gallery_dirs"]]
-    sources, pages = ([value] if isinstance(value, str) else value for value in pairs)
+    sources = app.config.sphinx_gallery_conf["examples_dirs"]
+    pages = app.config.sphinx_gallery_conf["gallery_dirs"]
+    if isinstance(sources, str):  # one folder
+        sources = [sources]
+    if isinstance(pages, str):
+        pages = [pages]
     return [(Path(app.srcdir, s), p) for s, p in zip(sources, pages, strict=True)]
 
 
@@ -175,7 +184,9 @@ def run_stale(runs: RecipeRuns, store: Path, launcher: str) -> None:
     """Run one recipe and, if it passes, its negative controls, as far as they are stale."""
     ranks = page_ranks(runs.recipe)
     runs.report = kept_run(runs, KeptRun(store, runs.recipe, ranks, None, launcher))
-    for control in runs.recipe.controls if runs.report.ok else ():
+    if not runs.report.ok:
+        return
+    for control in runs.recipe.controls:
         kept = KeptRun(store, runs.recipe, control.ranks, control)
         runs.controls[control.name] = kept_run(runs, kept)
 
@@ -204,7 +215,10 @@ def summarize(app: Sphinx, exception: Exception | None) -> None:
     logger.info(bold(done if executed else f"{len(all_runs)} recipes, all unchanged: none ran"))
     for runs in sorted(executed, key=lambda runs: -runs.seconds):
         logger.info(f"  {runs.seconds:6.1f} s  {runs.executed:2} runs  {runs.recipe.name}")
-    if problems := [problem for runs in all_runs for problem in runs.problems()]:
+    problems = []
+    for runs in all_runs:
+        problems += runs.problems()
+    if problems:
         raise RecipesFailed("\n\n".join(problems))
 
 
@@ -238,9 +252,13 @@ def paragraph(text: str, css: str = "") -> nodes.paragraph:
 
 def conditions(report: Report) -> str:
     """Where and how long a run took, in one line; ranks that all died left no device."""
-    parts = [f"{report.ranks} rank{'s' * (report.ranks > 1)}", report.device]
-    parts += [report.torch and f"torch {report.torch}", f"{report.seconds:.1f} s"]
-    return " · ".join(filter(None, parts))
+    parts = [f"{report.ranks} rank{'s' * (report.ranks > 1)}"]
+    if report.device:
+        parts.append(report.device)
+    if report.torch:
+        parts.append(f"torch {report.torch}")
+    parts.append(f"{report.seconds:.1f} s")
+    return " · ".join(parts)
 
 
 def rank_blocks(report: Report, opened: set[int]) -> list[nodes.Node]:
@@ -296,13 +314,16 @@ def verified_records() -> list[dict]:
 
 
 def badge(recipe: Recipe) -> nodes.Node:
-    current, lines = recipe.hashes, []
+    current = recipe.hashes
+    lines = []
     for record in verified_records():
         mine = record["recipes"].get(recipe.name, {"ok": False, "code_sha256": ""})
         where = f"{record['ranks']} × {record['device']}, torch {record['torch']}"
         if mine["code_sha256"] == current:
-            css, says = ("verified", "Verified on") if mine["ok"] else ("failed", "Fails on")
-            lines.append((css, f"{says} {where}, this code, {mine['date']}"))
+            if mine["ok"]:
+                lines.append(("verified", f"Verified on {where}, this code, {mine['date']}"))
+            else:
+                lines.append(("failed", f"Fails on {where}, this code, {mine['date']}"))
         elif mine["ok"]:
             lines.append(("earlier", f"Verified on an earlier version: {where}, {mine['date']}"))
     unseen = "Not yet verified: “make verify” has not run this code on an accelerator"
@@ -320,7 +341,9 @@ class BuildSummary(SphinxDirective):
         if not reports:
             return [paragraph("Nothing was executed for these pages.", "build-summary")]
         passed = sum(report.ok for report in reports)
-        caught = [runs.caught(control) for runs in all_runs for control in runs.recipe.controls]
+        caught = []
+        for runs in all_runs:
+            caught += [runs.caught(control) for control in runs.recipe.controls]
         ranks = " or ".join(str(n) for n in sorted({report.ranks for report in reports}))
         devices = {report.device.partition(",")[0] for report in reports}  # without the backend
         torches = {report.torch and f"torch {report.torch}" for report in reports}
@@ -435,16 +458,20 @@ def add_header(
     """
     downloads = list(doctree.findall(addnodes.download_reference))
     own = next(node for node in downloads if node["reftarget"].endswith(".py"))
-    line = nodes.paragraph("", "", classes=["recipe-files"])
-    for number, path in enumerate(recipe.flat_files):
-        line += nodes.Text(("", " and put beside it ", ", ")[min(number, 2)])
-        line += (link := own.deepcopy())
-        if path != recipe.path:
-            link["reftarget"] = f"/{os.path.relpath(path, root)}"
-        link.children = [nodes.literal("", path.name)]
-    link, *beside = line.findall(addnodes.download_reference)
+    link = own.deepcopy()
     link.children = [nodes.inline("", f"Download {recipe.path.name}", classes=["download"])]
-    line += nodes.Text(", which it imports" if beside else "")
+    line = nodes.paragraph("", "", link, classes=["recipe-files"])
+    beside = [path for path in recipe.flat_files if path != recipe.path]
+    before = " and put beside it "
+    for path in beside:
+        line += nodes.Text(before)
+        link = own.deepcopy()
+        link["reftarget"] = f"/{os.path.relpath(path, root)}"
+        link.children = [nodes.literal("", path.name)]
+        line += link
+        before = ", "
+    if beside:
+        line += nodes.Text(", which it imports")
     for package in recipe.packages:
         line += nodes.Text("; it imports the package ")
         line += nodes.literal("", package.name)

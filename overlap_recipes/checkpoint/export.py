@@ -5,7 +5,6 @@
 import copy
 import ctypes
 import dataclasses
-import itertools
 import json
 import math
 import os
@@ -21,17 +20,35 @@ from torch.distributed.checkpoint.state_dict import get_model_state_dict
 
 from .saves import Saves
 
-NAMES = "F64 F32 F16 BF16 F8_E4M3 F8_E5M2 I64 I32 I16 I8 U8 BOOL"  # in a header, and in torch:
-KINDS = "double float half bfloat16 float8_e4m3fn float8_e5m2 long int short int8 uint8 bool"
-DTYPES = {getattr(torch, k): n for k, n in zip(KINDS.split(), NAMES.split(), strict=True)}
+DTYPES = {  # and their names in a header
+    torch.float64: "F64",
+    torch.float32: "F32",
+    torch.float16: "F16",
+    torch.bfloat16: "BF16",
+    torch.float8_e4m3fn: "F8_E4M3",
+    torch.float8_e5m2: "F8_E5M2",
+    torch.int64: "I64",
+    torch.int32: "I32",
+    torch.int16: "I16",
+    torch.int8: "I8",
+    torch.uint8: "U8",
+    torch.bool: "BOOL",
+}
 
 
 def weights(model: nn.Module) -> dict[str, torch.Tensor]:
     """Parameters and persistent buffers by name, each tied one once; shards stay shards."""
-    once, every = dict(model.named_parameters()), model.named_parameters(remove_duplicate=False)
-    tied = {name.replace("_orig_mod.", "") for name, _ in every if name not in once}
-    state = get_model_state_dict(model)  # its names are those of a model that is not compiled
-    return {name: x for name, x in state.items() if torch.is_tensor(x) and name not in tied}
+    first_names = dict(model.named_parameters())
+    tied = set()
+    for name, _ in model.named_parameters(remove_duplicate=False):
+        if name not in first_names:
+            tied.add(name.replace("_orig_mod.", ""))
+    found = {}
+    # The names of the state are those of a model that is not compiled.
+    for name, value in get_model_state_dict(model).items():
+        if torch.is_tensor(value) and name not in tied:
+            found[name] = value
+    return found
 
 
 @dataclasses.dataclass(frozen=True)
@@ -138,15 +155,22 @@ def part(stored: str, view: torch.Tensor, base: torch.Tensor) -> Part:
 
 def lay_out(tensors: dict[str, tuple], file_bytes: int) -> dict[str, dict]:
     """The header of each file, by file name. ``tensors``: shape and dtype by tensor name."""
-    headers, end = [{}], 0
+    headers: list[dict] = [{}]
+    end = 0  # of the last file's tensors
     for name, (shape, dtype) in tensors.items():
         nbytes = math.prod(shape) * dtype.itemsize
         if end and end + nbytes > file_bytes:
-            headers, end = [*headers, {}], 0
+            headers.append({})
+            end = 0
         place = {"dtype": DTYPES[dtype], "shape": list(shape), "data_offsets": [end, end + nbytes]}
-        headers[-1][name], end = place, end + nbytes
-    names = [f"model-{n + 1:05}-of-{len(headers):05}.safetensors" for n in range(len(headers))]
-    return dict(zip(names if len(names) > 1 else ["model.safetensors"], headers, strict=True))
+        headers[-1][name] = place
+        end += nbytes
+    if len(headers) == 1:
+        return {"model.safetensors": headers[0]}
+    found = {}
+    for number, header in enumerate(headers, 1):
+        found[f"model-{number:05}-of-{len(headers):05}.safetensors"] = header
+    return found
 
 
 def encoded(header: dict) -> bytes:
@@ -161,12 +185,17 @@ def runs(chunk, shape: torch.Size) -> tuple[int, list[int]]:
     whole = len(shape)
     while whole and chunk.sizes[whole - 1] == shape[whole - 1]:
         whole -= 1
-    outer = max(whole - 1, 0)  # the dimensions behind this one lie together
+    outer = max(whole - 1, 0)  # what the chunk has of this dimension and those behind is one run
     strides = [math.prod(shape[d + 1 :]) for d in range(len(shape))]
     last = chunk.offsets[outer] * strides[outer] if shape else 0
-    rows = zip(chunk.offsets[:outer], chunk.sizes[:outer], strides, strict=False)
-    begins = itertools.product(*([i * s for i in range(o, o + n)] for o, n, s in rows))
-    return math.prod(chunk.sizes[outer:]), [last + sum(begin) for begin in begins]
+    begins = [last]
+    for d in range(outer):  # one run for each index in the dimensions before
+        of_indices = []
+        for begin in begins:
+            for index in range(chunk.offsets[d], chunk.offsets[d] + chunk.sizes[d]):
+                of_indices.append(begin + index * strides[d])
+        begins = of_indices
+    return math.prod(chunk.sizes[outer:]), begins
 
 
 class SafetensorsWriter(dcp.HuggingFaceStorageWriter):
@@ -273,13 +302,18 @@ class SafetensorsWriter(dcp.HuggingFaceStorageWriter):
             at = offset + begin * tensor.itemsize
             while run:  # a call takes two gigabytes at most
                 written = os.pwrite(file, run[: 1 << 30], at)
-                run, at = run[written:], at + written
+                run = run[written:]
+                at += written
 
     def finish(self, metadata, results) -> None:
         """On rank 0, when all have written: the small files."""
-        index = {name: file for file, header in self.files.items() for name in header}
-        small = {"model.safetensors.index.json": {"metadata": {}, "weight_map": index}}
-        small |= {"config.json": self.config} if self.config else {}
+        file_of = {}
+        for file, header in self.files.items():
+            for name in header:
+                file_of[name] = file
+        small = {"model.safetensors.index.json": {"metadata": {}, "weight_map": file_of}}
+        if self.config:
+            small["config.json"] = self.config
         for name, content in small.items():
             (self.path / name).write_text(json.dumps(content, indent=2))
 
@@ -299,7 +333,9 @@ class Exports(Saves):
 
     def commit(self, aside: Path, directory: Path) -> None:
         if self.rank == 0 and any(directory.glob("*.safetensors")):  # as after a restart
-            shutil.rmtree(directory.rename(tempfile.mkdtemp(dir=directory.parent)))
+            older = tempfile.mkdtemp(dir=directory.parent)
+            directory.rename(older)  # an empty folder gives way
+            shutil.rmtree(older)
         super().commit(aside, directory)
 
 

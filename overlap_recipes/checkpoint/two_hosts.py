@@ -9,6 +9,7 @@ import uuid
 from collections.abc import Iterator
 from concurrent.futures import Future
 from contextlib import suppress
+from dataclasses import dataclass
 from functools import partial
 from pathlib import Path
 
@@ -24,8 +25,11 @@ LISTING = "files.json"  # which save it is, names and sizes of all its files on 
 
 
 def pieces_of(file: Path) -> tuple[torch.Tensor, ...]:
+    """The bytes of ``file``, which is mapped, as tensors."""
     size = file.stat().st_size
-    return torch.from_file(str(file), size=size, dtype=torch.uint8).split(PIECE) if size else ()
+    if size == 0:
+        return ()
+    return torch.from_file(str(file), size=size, dtype=torch.uint8).split(PIECE)
 
 
 def arriving(size: int, receive) -> Iterator[bytearray]:
@@ -97,27 +101,41 @@ class PartnerSaves(Saves):
 
     def write(self, state: dict, directory: Path) -> None:
         super().write(state, directory)
-        names = directory.glob(f"__{self.rank}_*.distcp")
-        files = self.together(lambda: {file.name: file.stat().st_size for file in names})
-        copy = ((directory / ".metadata").read_bytes(), uuid.uuid4().hex) if self.rank == 0 else ()
-        metadata, save = self.together(lambda: copy)[0]
+        files = self.together(self.own_files, directory)
+        metadata, save = self.together(self.metadata_and_name, directory)[0]
         if len(files) > self.per_host:
             self.exchange(directory, files)
         if self.first_of_host:
             write_file(directory / ".metadata", iter([metadata]))
-            files.append({".metadata": len(metadata)})
-            listing = {name: size for own in files for name, size in own.items()}
+            listing: dict[str, int] = {}
+            for of_rank in files:
+                listing |= of_rank
+            listing[".metadata"] = len(metadata)
             write_listing(directory, save, listing)
+
+    def own_files(self, directory: Path) -> dict[str, int]:
+        """Names and sizes of this rank's files."""
+        files = directory.glob(f"__{self.rank}_*.distcp")
+        return {file.name: file.stat().st_size for file in files}
+
+    def metadata_and_name(self, directory: Path) -> tuple[bytes, str] | None:
+        """On rank 0: the bytes of ``.metadata``, and a name that no other save has."""
+        if self.rank != 0:
+            return None
+        return (directory / ".metadata").read_bytes(), uuid.uuid4().hex
 
     def exchange(self, directory: Path, files: list[dict[str, int]]) -> None:
         """Send this rank's files to the next host, and take those of the host before."""
-        group, ranks = self.groups[0], len(files)
-        to, source = (self.rank + self.per_host) % ranks, (self.rank - self.per_host) % ranks
-        sends, failures = [], []
+        group = self.groups[0]
+        ranks = len(files)
+        to = (self.rank + self.per_host) % ranks
+        source = (self.rank - self.per_host) % ranks
+        sends = []
+        failures = []
         for name in files[self.rank]:
             sends += [dist.isend(piece, to, group) for piece in pieces_of(directory / name)]
         for name, size in files[source].items():
-            pieces = arriving(size, lambda piece: dist.recv(piece, source, group))
+            pieces = arriving(size, partial(dist.recv, src=source, group=group))
             try:
                 write_file(directory / name, pieces)
             except OSError as failure:
@@ -158,6 +176,32 @@ def held(local: Path) -> dict[tuple[int, str], tuple[dict, dict]]:
     return found
 
 
+@dataclass(frozen=True)
+class WholeSave:
+    """A save of which every file is on some host."""
+
+    step: int
+    save: str
+    sizes: dict[str, int]
+    owners: dict[str, list[int]]  # by file, the ranks on whose host it is
+
+
+def newest_whole(hosts: list[dict]) -> WholeSave | None:
+    """The newest save of which ``hosts`` have every file between them; by rank, what is held."""
+    every = set()
+    for host in hosts:
+        every.update(host)
+    for step, save in sorted(every, reverse=True):
+        views = [host.get((step, save), ({}, {})) for host in hosts]
+        sizes = next(listing for listing, _ in views if listing)
+        owners = {}
+        for name, size in sizes.items():
+            owners[name] = [rank for rank, (_, here) in enumerate(views) if here.get(name) == size]
+        if all(owners.values()):
+            return WholeSave(step, save, sizes, owners)
+    return None
+
+
 def gather(local: Path) -> int | None:
     """Bring the newest checkpoint that the hosts have between them to ``local`` of every host.
 
@@ -168,35 +212,28 @@ def gather(local: Path) -> int | None:
     hosts: list[dict] = [{}] * dist.get_world_size()
     own = held(local)
     dist.all_gather_object(hosts, own, group)
-    for chosen in sorted({save for host in hosts for save in host}, reverse=True):
-        views = [host.get(chosen, ({}, {})) for host in hosts]
-        listing = next(listing for listing, _ in views if listing)
-        owners = [
-            (name, size, [rank for rank, (_, sizes) in enumerate(views) if sizes.get(name) == size])
-            for name, size in listing.items()
-        ]
-        if all(ranks for _, _, ranks in owners):
-            break
-    else:
+    newest = newest_whole(hosts)
+    if newest is None:
+        dist.destroy_process_group(group)
         return None
-    directory = local / name_of(chosen[0])
-    if chosen not in own:  # parts, or another save of the same step
+    directory = local / name_of(newest.step)
+    if (newest.step, newest.save) not in own:  # parts, or another save of the same step
         shutil.rmtree(directory, ignore_errors=True)
     dist.barrier(group)
     directory.mkdir(parents=True, exist_ok=True)
-    for name, size, ranks in owners:
-        send = partial(dist.broadcast, src=ranks[0], group=group)
+    for name, ranks in newest.owners.items():
+        broadcast = partial(dist.broadcast, src=ranks[0], group=group)
         if len(ranks) == len(hosts):
             continue
         if dist.get_rank() == ranks[0]:
             for piece in pieces_of(directory / name):
-                send(piece)
+                broadcast(piece)
         else:
-            write_file(directory / name, arriving(size, send))
-    write_listing(directory, chosen[1], listing)
+            write_file(directory / name, arriving(newest.sizes[name], broadcast))
+    write_listing(directory, newest.save, newest.sizes)
     dist.barrier(group)
     for other in local.glob("step*"):  # newer ones that nobody has all of, and what is older
         if other != directory:
             shutil.rmtree(other, ignore_errors=True)
     dist.destroy_process_group(group)
-    return chosen[0]
+    return newest.step

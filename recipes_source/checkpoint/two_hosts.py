@@ -146,6 +146,10 @@ STEPS, SAVE_EVERY = 6, 2  # of the run that proves it
 #
 # .. literalinclude:: /overlap_recipes/checkpoint/two_hosts.py
 #    :language: python
+#    :pyobject: newest_whole
+#
+# .. literalinclude:: /overlap_recipes/checkpoint/two_hosts.py
+#    :language: python
 #    :pyobject: gather
 #
 # Run it, and prove it
