@@ -20,8 +20,8 @@ from torch.distributed.checkpoint.metadata import MetadataIndex
 from torch.distributed.checkpoint.planner import LoadItemType, LoadPlan, ReadItem
 
 LOG = logging.getLogger(__name__)
-# Less than this that the same ranks hold, on devices of one type, each reads for itself. A NCCL
-# communicator takes .3 to 1 s; a network file system of 1 GB/s gives so much in a second.
+# Bytes. If what the same ranks hold on devices of one type is less than this, each rank reads all
+# of it: a NCCL communicator takes .3 to 1 s, and a network file system of 1 GB/s reads it in one.
 WORTH = 1 << 30
 PACK = 8 << 20  # bytes; smaller items are sent together, up to about this
 ALIGNED = 16  # bytes; where an item begins in what is sent together: a multiple for any dtype
@@ -49,7 +49,8 @@ class Bundle:
         device: the type of the device that they are on.
         nbytes: that are sent.
         owner: the rank that reads them.
-        numbers: which items they are of the plan of the rank that is told.
+        numbers: the places of its items in the list of all that this rank wants. They differ by
+            rank, so each rank is told its own.
     """
 
     ranks: tuple[int, ...]
@@ -90,7 +91,7 @@ class SharedReads(DefaultLoadPlanner):
         self.received_bytes = 0
         self.shares = Shares([], [])
         self.items: list[ReadItem] = []  # all that this rank wants
-        self.rooms: dict[str, torch.Tensor] = {}  # by type of device, bytes to send from
+        self.rooms: dict[str, torch.Tensor] = {}  # a buffer to send and receive, by type of device
 
     # -- the plan: what each rank wants, who reads it
 
