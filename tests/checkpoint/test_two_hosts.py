@@ -9,8 +9,11 @@ import sys
 from pathlib import Path
 
 import pytest
+import torch.distributed as dist
 from selection import REPO, with_library
 from troubles import survives
+
+from overlap_recipes.checkpoint.two_hosts import gather
 
 DATA = REPO / "tests" / "data"
 NAMESPACES = ["unshare", "-nm" if os.geteuid() == 0 else "-Urnm"]
@@ -22,6 +25,16 @@ def why_not() -> str | None:
     make = "mount -t tmpfs none /run && ip netns add a && ip link add type veth"
     tried = subprocess.run([*NAMESPACES, "sh", "-c", make], capture_output=True, text=True)
     return f"no network namespaces here: {tried.stderr.strip()}" if tried.returncode else None
+
+
+def test_a_gather_that_finds_nothing_leaves_no_process_group(tmp_path: Path) -> None:
+    dist.init_process_group("gloo", store=dist.HashStore(), rank=0, world_size=1)
+    try:
+        groups = dist.distributed_c10d._world.pg_map
+        assert gather(tmp_path) is None
+        assert list(groups) == [dist.group.WORLD]
+    finally:
+        dist.destroy_process_group()
 
 
 @pytest.mark.parametrize("trouble", ["two_saves_of_one_step", "failed_saves", "power_cut"])
