@@ -11,7 +11,7 @@ import torch.distributed as dist
 def start_rank(run: str = "") -> torch.device:
     """Join the group that torchrun describes, or a group of one; return this rank's device.
 
-    The group has gloo for CPU tensors and NCCL for CUDA's, as far as they are built in.
+    The group has one backend: the accelerator's, NCCL where there are GPUs, and gloo without one.
 
     Args:
         run: a name, where one torchrun starts several groups after each other: the keys that one

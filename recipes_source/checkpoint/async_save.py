@@ -311,7 +311,7 @@ def start_rank() -> torch.device:
         device = torch.device(device.type, int(os.environ.get("LOCAL_RANK", "0")))
         torch.accelerator.set_device_index(device.index)
     if "RANK" in os.environ:
-        dist.init_process_group()  # gloo for CPU tensors, NCCL for CUDA's, as far as built in
+        dist.init_process_group()  # NCCL where there are GPUs, else gloo
     else:
         dist.init_process_group(store=dist.HashStore(), rank=0, world_size=1)
     return device
