@@ -78,8 +78,8 @@ tensor. Other divisions (columns, two dimensions) work too, with one call per ro
 #
 # .. literalinclude:: /overlap_recipes/checkpoint/export.py
 #    :language: python
-#    :start-at: NAMES = "F64 F32
-#    :end-at: DTYPES = {
+#    :start-at: DTYPES = {
+#    :end-at: }
 
 import argparse
 import tempfile
