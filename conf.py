@@ -68,6 +68,7 @@ autodoc_mock_imports = [
     "transformers",
 ]
 autodoc_member_order = "bysource"
+toc_object_entries_show_parents = "hide"  # a method of a class stands below its class
 add_module_names = False  # headings of the page say where a name is
 
 
@@ -107,6 +108,7 @@ html_title = project
 html_static_path = ["_static", "benchmarks/results"]  # result files to download
 html_favicon = "_static/img/favicon.svg"
 html_use_index = False
+html_search_scorer = "_static/search_scorer.js"
 html_copy_source = False
 html_show_sourcelink = False
 html_show_sphinx = False

@@ -26,6 +26,7 @@ Gradients are not compared here: the backward of flash attention adds in no fixe
 """
 
 import importlib
+import inspect
 import statistics
 import sys
 from collections.abc import Callable
@@ -83,10 +84,16 @@ class InputOnHost(torch.autograd.Function):
 
 
 SELECTIVE = partial(create_selective_checkpoint_contexts, ATTENTION)
+# What selective checkpointing keeps stays on the device, on every torch. 2.14 and 2.15 warn beside
+# hooks where it is not said, and a later torch is to hand such tensors to the hooks by default
+# (pytorch#191236): the row would then copy attention's results, too, and measure something else.
+BESIDE_HOOKS = {}
+if "respect_saved_tensors_hooks" in inspect.signature(checkpoint).parameters:
+    BESIDE_HOOKS = {"respect_saved_tensors_hooks": False}
 RUNS: dict[str, Callable | None] = {
     "": None,
     "checkpoint": partial(checkpoint, use_reentrant=False),
-    "selective": partial(checkpoint, use_reentrant=False, context_fn=SELECTIVE),
+    "selective": partial(checkpoint, use_reentrant=False, context_fn=SELECTIVE, **BESIDE_HOOKS),
     "unsloth": InputOnHost.apply,
 }
 

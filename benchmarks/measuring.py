@@ -57,17 +57,44 @@ def shared_store() -> dist.Store:
     return dist.HashStore()
 
 
+OTHERS_BYTES = 2 * 10**9  # a context of CUDA takes half a GB
+OTHERS_END_S = 20.0  # ranks that torchrun has just ended give their memory back
+
+
+def refuse_shared_device(device: torch.device) -> None:
+    """Wait a moment until no other program holds memory of ``device``.
+
+    Raises:
+        RuntimeError: one does. Its kernels would run between those that are measured.
+    """
+    memory = torch.get_device_module(device).mem_get_info
+    end = time.monotonic() + OTHERS_END_S
+    held = OTHERS_BYTES + 1
+    while held > OTHERS_BYTES:
+        free, total = memory(device)
+        held = total - free
+        if held > OTHERS_BYTES and time.monotonic() > end:
+            raise RuntimeError(
+                f"another program holds {held / 1e9:.1f} GB of {device}: end it first, or its work "
+                f"is measured, too"
+            )
+
+
 @contextmanager
 def started_rank(timeout: timedelta | None = None) -> Iterator[torch.device]:
     """This rank's device, in the group that torchrun describes, or in a group of one.
 
     The group has a store of its own: in torchrun's, ranks that are started again would find the
     addresses and the time-outs of those before.
+
+    Raises:
+        RuntimeError: another program works on the device.
     """
     device = torch.accelerator.current_accelerator(check_available=True) or torch.device("cpu")
     if device.type != "cpu":
         device = torch.device(device.type, int(os.environ.get("LOCAL_RANK", "0")))
         torch.accelerator.set_device_index(device.index)
+        refuse_shared_device(device)
     rank, ranks = int(os.environ.get("RANK", "0")), int(os.environ.get("WORLD_SIZE", "1"))
     shared, port = shared_store(), f"port {os.environ.get('TORCHELASTIC_RESTART_COUNT')}"
     if rank == 0:

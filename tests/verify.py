@@ -32,7 +32,7 @@ from harness.run import Report, run  # noqa: E402
 WORLD_SIZES = (1, 2, 4)
 ON_DEVICE = frozenset({"raised", "checkpoint_wrong"})  # how a missing order shows in real streams
 GATE = f"{REPO / 'tests/controls/gates.py'}:queue_work"
-CORES_A_RANK = 2  # as many recipes run side by side as there are cores for
+CORES_A_RANK = 4  # as many recipes run side by side as there are cores for
 
 _PROBE = (
     "import json, torch\n"

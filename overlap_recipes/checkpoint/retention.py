@@ -144,7 +144,10 @@ def seconds_between_saves(cost_s: float, mtbf_s: float, upload_s: float) -> floa
 
 
 def show(root: Path, digests: bool) -> bool:
-    """Print one line per checkpoint, the newest first; return whether all are complete."""
+    """Print one line per checkpoint, the newest first; return whether all are complete.
+
+    Without a checkpoint that is false: ``root`` may be another directory than was meant.
+    """
     whole = []
     damaged = []
     for step in committed_steps(root):
@@ -160,6 +163,9 @@ def show(root: Path, digests: bool) -> bool:
     for pattern in LEFTOVERS:
         unfinished.extend(path.name for path in root.glob(pattern))
     print(f"resume from: {max(whole, default=None)}; unfinished: {unfinished}")
+    if not whole and not damaged:
+        print(f"no checkpoint in {root}: give the directory that holds step<N>")
+        return False
     return not damaged
 
 

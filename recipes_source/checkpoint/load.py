@@ -308,7 +308,14 @@ if __name__ == "__main__":
 #    :rows: plain_read reader_digests resume dcp_load resume_before
 #    :where: storage=memory
 #
-# The same from a disk that is read cold:
+# Where every rank holds the whole model, as under DDP, ``each`` rank reads all of it, or it is read
+# ``once_and_broadcast``:
+#
+# .. result-table:: restart
+#    :rows: each once_and_broadcast
+#    :where: storage=memory
+#
+# The same as the first table from a disk that is read cold:
 #
 # .. result-table:: restart
 #    :rows: plain_read reader_digests resume dcp_load

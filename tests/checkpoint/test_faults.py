@@ -232,6 +232,8 @@ def test_the_command_lists_verifies_and_prunes(
     code, said = command("verify", str(root))
     assert code == 1 and "has changed" in said and "resume from: 4" in said, said
     assert command("verify", str(tmp_path / "mistyped"))[0]
+    code, said = command("verify", str(root / "step4"))
+    assert code == 1 and "no checkpoint in" in said, said
 
 
 def test_a_checkpoint_that_cannot_be_deleted_fails_no_save(ask) -> None:

@@ -6,10 +6,12 @@ import subprocess
 import sys
 import time
 from pathlib import Path
+from types import SimpleNamespace
 
 import pytest
 import torch
 
+from benchmarks import measuring
 from benchmarks.measuring import (
     CUT_OFF,
     Agreement,
@@ -154,3 +156,19 @@ with started_rank():
     lines = [line for line in run.stdout.splitlines() if line.startswith("until")]
     assert len(lines) == 4 and len(set(lines)) == 1, "no rank and no restart has more time"
     assert results_in(tmp_path).data["not_run"] == {"hangs": CUT_OFF}
+
+
+def test_a_device_on_which_another_program_works_is_not_measured(
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    total = 80 * 10**9
+    held = [30 * 10**9, 30 * 10**9, 10**9]  # bytes, at each look
+    memory = SimpleNamespace(mem_get_info=lambda device: (total - held.pop(0), total))
+    monkeypatch.setattr(torch, "get_device_module", lambda device: memory)
+    measuring.refuse_shared_device(torch.device("cpu"))
+    assert not held, "it has not waited until the memory was given back"
+
+    monkeypatch.setattr(measuring, "OTHERS_END_S", 0.0)
+    held.extend([30 * 10**9] * 2)
+    with pytest.raises(RuntimeError, match=r"another program holds 30\.0 GB of cpu: end it first"):
+        measuring.refuse_shared_device(torch.device("cpu"))

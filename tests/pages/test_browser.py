@@ -11,11 +11,12 @@ import shutil
 import threading
 from collections.abc import Iterator
 from pathlib import Path
-from urllib.parse import unquote, urlsplit
+from urllib.parse import quote, unquote, urlsplit
 
 import pytest
 from axe_playwright_python.sync_playwright import Axe
 from playwright.sync_api import Browser, Page, sync_playwright
+from searches import SEARCHES
 from small_site import ROOT
 
 from benchmarks import will_it_hide
@@ -233,6 +234,18 @@ def test_the_search_finds_a_recipe_without_asking_anybody(visit):
     tab.goto(tab.url + "?q=checkpoint")
     tab.locator("ul.search li a").first.wait_for()
     assert visit.seen == []
+
+
+@pytest.mark.parametrize(("words", "page", "heading"), SEARCHES)
+def test_a_first_search_finds_the_symptom(look, words, page, heading):
+    look.tab.goto(f"{look.served}/search.html?q={quote(words)}")
+    first = look.tab.locator("ul.search li a").first
+    first.wait_for()
+    assert urlsplit(first.get_attribute("href")).path == f"{page}.html"
+    first.click()
+    look.tab.wait_for_url(f"**/{page}.html*")
+    headings = look.tab.locator("article :is(h1, h2)").all_text_contents()
+    assert [text for text in headings if heading in text]
 
 
 def test_the_menu_of_a_narrow_page_leads_to_a_recipe(visit):

@@ -2,9 +2,10 @@
 
     python tests/upstream/record.py    # in any environment; torch alone is enough
 
-A reproducer is a script of at most 20 lines of code that prints ``holds`` or ``fixed``. The page
-guide/defects is drawn from ``guide/defects.json``, which this writes: never in CI, a version at a
-time.
+A reproducer is a script that prints ``holds`` or ``fixed``, of at most 20 lines of code; of at most
+30 in ``two_ranks``, where it starts two ranks by itself. The page guide/defects is drawn from
+``guide/defects.json``, which this writes: never in CI, a version at a time.
+``tests/test_upstream.py`` runs them, too, and compares.
 """
 
 import json
@@ -15,6 +16,12 @@ from pathlib import Path
 
 HERE = Path(__file__).resolve().parent
 RECORD = HERE.parents[1] / "guide" / "defects.json"
+
+
+def scripts() -> list[Path]:
+    """The reproducers, in the order of the page."""
+    one_rank = [path for path in sorted(HERE.glob("*.py")) if path.name != "record.py"]
+    return one_rank + sorted(HERE.glob("two_ranks/*.py"))
 
 
 def outcome(script: Path) -> str:
@@ -32,10 +39,9 @@ def main() -> None:
     version = torch.__version__.partition("+")[0]
     record = json.loads(RECORD.read_text(encoding="utf-8")) if RECORD.exists() else {}
     found = {}
-    for script in sorted(HERE.glob("*.py")):
-        if script != Path(__file__).resolve():
-            found[script.stem] = outcome(script)
-            print(f"{version}  {script.stem:40} {found[script.stem]}", flush=True)
+    for script in scripts():
+        found[script.stem] = outcome(script)
+        print(f"{version}  {script.stem:40} {found[script.stem]}", flush=True)
     record[version] = {"date": date.today().isoformat(), "platform": "CPU", "found": found}
     in_order = dict(sorted(record.items(), key=lambda item: [*map(int, item[0].split("."))]))
     RECORD.write_text(json.dumps(in_order, indent=1) + "\n", encoding="utf-8")

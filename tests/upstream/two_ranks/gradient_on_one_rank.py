@@ -2,7 +2,9 @@
 
 Of two layers of one unit rank 0 uses the first, rank 1 the second. Each reduces what it has: one
 gradient, of equal size. ``set_reduce_scatter_unused_params(True)`` is right. The documentation of
-``fully_shard`` does not say that it is needed. Avoided by overlap_recipes/fsdp2/same_gradients.py.
+``fully_shard`` does not say that it is needed.
+
+Avoided by recipes_source/sharding/fsdp2_settings.py.
 """
 
 import tempfile
