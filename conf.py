@@ -46,6 +46,7 @@ extensions = [
     "moved",
     "guide",
     "site_wheel",
+    "kept_index",
     "notfound.extension",
     "sphinx_sitemap",
     "sphinxext.opengraph",

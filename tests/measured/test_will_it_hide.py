@@ -51,7 +51,11 @@ def test_whole_steps_of_runs_that_no_formula_knew_are_within_the_tolerance(how):
 
 
 def test_four_fifths_of_the_rows_of_the_ways_that_are_listed_are_claimed():
-    mine = [line for line in table() if (line["benchmark"], line["row"]) in CLAIMS]
+    mine = []
+    for line in table():
+        is_listed = (line["benchmark"], line["row"]) in CLAIMS
+        if is_listed and line.get("reason") != will_it_hide.WHY["memory_load"]:
+            mine.append(line)  # loads are listed from a disk alone
     keys = {json.dumps({k: v for k, v in line.items() if k in KEY}) for line in mine}
     claimed = {
         json.dumps({k: v for k, v in line.items() if k in KEY}) for line in mine if "what" in line
