@@ -29,7 +29,7 @@ on_each_gpu() { on_ranks "$gpus" "$@"; }
 case $part in
 verify)
     python tests/verify.py
-    python -m pytest -q tests -k on_gpu
+    python -m pytest -q tests/*/test_*_on_gpu.py
     ;;
 saves)
     rows="overlapped_writer,overlapped_writer loaded back"

@@ -34,7 +34,6 @@ CASE = tuple(PARAMETERS) + ("reduce_dtype", "activation_checkpointing")
 CASE_OF_A_STEP = ("model", "loop", "compiled", "step", "tokens", "layers")
 CASE_OF_A_STEP += ("activation_checkpointing", "reduce_dtype")
 RATES = {"pinned_d2h_bytes_per_s": "link", "nccl_gather_bytes_per_s": "peer"}  # as results have it
-LOCKED_BYTES_PER_S = 4e9  # where nobody has measured how fast memory is page-locked
 
 STOCK: dict[tuple[str, int], dict] = {}  # by the model's name and the number of ranks
 for model in DATA["models"]:
@@ -257,8 +256,8 @@ def inputs_of(result: Result, row: dict, step_s: float | None) -> dict | None:
         "link": link_rates.get("pinned_d2h_bytes_per_s", link),
         "peer": link_rates.get(peer_field, peer),
         "storage": data["workload"].get("memory_storage_bytes_per_s", 1e9),
-        "read": row.get("plain_read_bytes_per_s", 1e9),
-        "lock": LOCKED_BYTES_PER_S,
+        "read": row.get("plain_read_bytes_per_s", math.inf),
+        "lock": math.inf,  # nothing is claimed of first saves
         "reads": row.get("loop") == "reads",
         "way": "at_once" if row["name"] == "cure_at_once" else "in_turn",
         "failure_s": 86_400.0,
