@@ -316,7 +316,7 @@ class Reader(dcp.FileSystemReader):
             fill(reads, device)
         for item, target in found:
             if target.device.type == "cpu":
-                target.reshape(-1)[:0].zero_()  # autograd counts a change, as of any copy
+                torch.autograd.graph.increment_version(target)  # as any copy does
             planner.commit_tensor(item, target)
         return others
 
