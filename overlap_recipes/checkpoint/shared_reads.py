@@ -241,8 +241,19 @@ def can_be_sent(target: torch.Tensor) -> bool:
     """Whether its elements are its own bytes, each in one place."""
     if type(target.detach()) is not torch.Tensor or target.layout != torch.strided:
         return False
-    is_expanded = 0 in target.stride() and not target.is_contiguous()
-    return target.numel() > 0 and not is_expanded
+    if target.is_quantized:  # torch views none as bytes
+        return False
+    return target.numel() > 0 and not may_overlap(target)
+
+
+def may_overlap(target: torch.Tensor) -> bool:
+    """Whether two elements may be in one place, as in an expanded tensor or an unfolded one."""
+    reach = 0  # of the dimensions with smaller strides: the last place that they come to
+    for stride, size in sorted(zip(target.stride(), target.size(), strict=True)):
+        if size > 1 and stride <= reach:
+            return True
+        reach += stride * (size - 1)
+    return False
 
 
 def has_bytes_in_order(target: torch.Tensor) -> bool:

@@ -363,6 +363,27 @@ def prove_others_stay(root: Path, device: torch.device) -> None:
     dist.barrier()
 
 
+def prove_unlike_memory_stays(root: Path, device: torch.device) -> None:
+    """What a rank's memory cannot hold is not sent to others, nor what has no bytes of its own."""
+    weights = {"x": torch.arange(48.0, device=device).view(6, 8)}
+    for directory in save(root, "overlapping", weights, device):
+        for rank in range(dist.get_world_size()):
+            found = {"x": torch.zeros(6, 8, device=device)}
+            if dist.get_rank() == rank:
+                found["x"] = torch.zeros(13, device=device).unfold(0, 8, 1)  # rows share memory
+            load(found, directory)
+            wrong = differing(found, weights)
+            assert dist.get_rank() == rank or not wrong, f"rank {rank} has sent what it holds"
+    saved = torch.quantize_per_tensor(torch.arange(16.0), 0.5, 0, torch.qint8)
+    dcp.save({"q": saved, "x": torch.ones(3)}, checkpoint_id=root / "quantized")
+    for pack in (0, 8 << 20):
+        fresh = torch.quantize_per_tensor(torch.zeros(16), 0.5, 0, torch.qint8)
+        found = {"q": fresh, "x": torch.zeros(3)}
+        with mock.patch.object(shared_reads, "PACK", pack):
+            load(found, root / "quantized")
+        assert torch.equal(found["q"].int_repr(), saved.int_repr())
+
+
 def prove_state_of_objects(root: Path, device: torch.device) -> None:
     """An object that takes its state gets it with all that was broadcast."""
 
@@ -396,6 +417,7 @@ def prove_each(root: Path, device: torch.device, what: str) -> None:
         "trouble": prove_one_rank_stops_all,
         "small": prove_small_ones_stay,
         "others": prove_others_stay,
+        "unlike": prove_unlike_memory_stays,
         "objects": prove_state_of_objects,
     }
     if what in proofs:
