@@ -4,7 +4,6 @@
 
 Under DDP each rank holds the whole model, under HSDP each shard is held by the ranks of a replicate
 group. DCP has each of them read it: with N ranks N times the traffic of a network file system.
-``benchmarks/restart.py --replicated`` measures both.
 """
 
 import logging

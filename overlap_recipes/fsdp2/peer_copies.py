@@ -29,7 +29,11 @@ class PeerCopies:
     pushed: PushedGradients | None  # None with HSDP, whose gradients FSDP2 reduces
 
     def begin_next_forward(self) -> None:
-        """Queue the next forward's first gathers; call it when no weight changes before that."""
+        """Queue the next forward's first gathers; call it when no weight changes before that.
+
+        Not behind the last step: nobody waits for these gathers then, and they may still read
+        shards when the model is gone and their memory is used anew.
+        """
         if self.gathers is not None:
             self.gathers.begin_next_forward()
 

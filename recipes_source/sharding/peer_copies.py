@@ -115,7 +115,7 @@ def build(device: torch.device, offload: OffloadPolicy | None = None) -> FSDPMod
 # Two micro-batches a step, clipping, a schedule, and an evaluation with averaged weights, which are
 # swapped in behind FSDP2's back. ``begin_next_forward`` of what ``use_peer_copies`` returns is
 # optional: if weights stay as they are until the next forward, its first gathers run while the host
-# reads the loss.
+# reads the loss. Not behind the last step: nobody would wait for what they read.
 
 
 class Average:
@@ -177,7 +177,8 @@ def train(
         average.update()
         if step % 2 == 0:
             found.append(evaluate(model, average, device))
-        begin_next_forward()
+        if step < STEPS - 1:
+            begin_next_forward()
     return found + average.weights
 
 
@@ -214,7 +215,7 @@ def train(
 # What FSDP2 calls
 # ----------------
 # FSDP2's hooks call methods of a unit's group of parameters. Prefetch is ``unshard`` of another unit,
-# ahead of its turn. The order of these calls stays FSDP2's.
+# ahead of its turn.
 #
 # .. list-table::
 #    :header-rows: 1
