@@ -89,7 +89,7 @@ class SharedReads(DefaultLoadPlanner):
         self.group = group
         self.received_bytes = 0
         self.shares = Shares([], [])
-        self.items: list[ReadItem] = []  # all that this rank wants
+        self.items: list[ReadItem] = []  # all that this rank wants; a bundle has their numbers
         self.rooms: dict[str, torch.Tensor] = {}  # a buffer to send and receive, by type of device
 
     # -- the plan: what each rank wants, who reads it
@@ -97,6 +97,7 @@ class SharedReads(DefaultLoadPlanner):
     def create_local_plan(self) -> LoadPlan:
         plan = super().create_local_plan()
         devices = devices_of(self.group)
+        self.items = plan.items
         sent = [self.sent_of(item, devices) for item in plan.items]
         return replace(plan, planner_data=sent)
 
@@ -130,12 +131,21 @@ class SharedReads(DefaultLoadPlanner):
 
     def place_of(self, sent: Sent) -> tuple[str, int]:
         """File and offset: what lies together is read by one rank."""
-        info = self.metadata.storage_data.get(sent.storage_index)
+        places = self.metadata.storage_data or {}  # a reader need not have any
+        info = places.get(sent.storage_index)
         return getattr(info, "relative_path", ""), getattr(info, "offset", 0)
 
     def finish_plan(self, new_plan: LoadPlan) -> LoadPlan:
-        """Leave out what this rank gets from others."""
-        self.items = new_plan.items
+        """Leave out what this rank gets from others.
+
+        Raises:
+            RuntimeError: the reader has changed the plan, so numbers of items mean others.
+        """
+        if new_plan.items != self.items or not isinstance(new_plan.planner_data, Shares):
+            raise RuntimeError(
+                "the storage reader has changed the items or the planner_data of the plan: what it "
+                "adds belongs in storage_data, by dataclasses.replace(plan, storage_data=...)"
+            )
         self.shares = new_plan.planner_data
         rank = dist.get_rank(self.group)
         of_others: set[int] = set()
@@ -277,7 +287,7 @@ def wanted_by(plans: list[LoadPlan]) -> dict[Sent, dict[int, int]]:
     """By which ranks, and which item of each one's plan it is."""
     wanted: dict[Sent, dict[int, int]] = defaultdict(dict)
     for rank, plan in enumerate(plans):
-        for number, sent in enumerate(plan.planner_data):
+        for number, sent in enumerate(plan.planner_data or []):
             if sent is not None:
                 wanted[sent][rank] = number
     return wanted

@@ -24,7 +24,7 @@ MIB = 1 << 20
     [
         (2, ("ddp", "mixed", "targets")),
         (2, ("damage", "trouble", "small", "objects")),
-        (3, ("ddp", "trouble", "others", "unlike")),
+        (3, ("ddp", "trouble", "reordered", "others", "unlike")),
         (4, ("hsdp", "mixed")),
     ],
 )

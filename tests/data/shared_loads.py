@@ -10,6 +10,7 @@ import sys
 import tempfile
 import warnings
 from collections.abc import Callable
+from dataclasses import replace
 from pathlib import Path
 from unittest import mock
 
@@ -18,6 +19,7 @@ import torch.distributed as dist
 import torch.distributed.checkpoint as dcp
 from torch import nn
 from torch.distributed.checkpoint.api import CheckpointException
+from torch.distributed.checkpoint.planner import LoadPlan
 from torch.distributed.device_mesh import init_device_mesh
 from torch.distributed.fsdp import fully_shard
 from torch.distributed.tensor import DTensor, Replicate, Shard, distribute_tensor
@@ -317,6 +319,39 @@ def prove_one_rank_stops_all(root: Path, device: torch.device) -> None:
         assert f"no memory on rank {rank}" in said, said
 
 
+class ReordersOn(Reader):
+    """On one rank it reads in an order of its own."""
+
+    def __init__(self, path: Path, rank: int, when: str) -> None:
+        super().__init__(path)
+        self.is_here = dist.get_rank() == rank
+        self.when = when
+
+    def prepare_local_plan(self, plan: LoadPlan) -> LoadPlan:
+        if self.is_here and self.when == "before the plans meet":
+            return LoadPlan(plan.items[::-1])
+        return super().prepare_local_plan(plan)
+
+    def prepare_global_plan(self, plans: list[LoadPlan]) -> list[LoadPlan]:
+        if self.when == "behind it":
+            return [replace(plan, items=plan.items[::-1]) for plan in plans]
+        return super().prepare_global_plan(plans)
+
+
+def prove_changed_plans_are_refused(root: Path, device: torch.device) -> None:
+    """A bundle names its items by their numbers: in another order, one would be taken for another."""
+    weights = {"x": torch.ones(50, device=device), "y": torch.ones(50, device=device) * 2}
+    directory, _ = save(root, "reordered", weights, device)
+    for when in ("before the plans meet", "behind it"):
+        found = {name: torch.zeros_like(tensor) for name, tensor in weights.items()}
+        try:
+            load(found, ReordersOn(directory, 0, when))
+        except CheckpointException as error:
+            assert "has changed the items" in str(error), error
+        else:
+            raise AssertionError(f"not refused: {when}, {found}")
+
+
 def no_memory(rank: int, make_room: Callable) -> Callable:
     def made(own: shared_reads.SharedReads, bundle: shared_reads.Bundle) -> None:
         if dist.get_rank() == rank:
@@ -415,6 +450,7 @@ def prove_each(root: Path, device: torch.device, what: str) -> None:
         "targets": prove_targets,
         "damage": prove_all_raise,
         "trouble": prove_one_rank_stops_all,
+        "reordered": prove_changed_plans_are_refused,
         "small": prove_small_ones_stay,
         "others": prove_others_stay,
         "unlike": prove_unlike_memory_stays,
