@@ -339,7 +339,7 @@ class ReordersOn(Reader):
 
 
 def prove_changed_plans_are_refused(root: Path, device: torch.device) -> None:
-    """A bundle names its items by their numbers: in another order, one would be taken for another."""
+    """A bundle has the numbers of its items: in another order these are others."""
     weights = {"x": torch.ones(50, device=device), "y": torch.ones(50, device=device) * 2}
     directory, _ = save(root, "reordered", weights, device)
     for when in ("before the plans meet", "behind it"):
