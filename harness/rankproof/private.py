@@ -41,10 +41,35 @@ def _enter_namespace() -> bool:
         return True
     if libc.unshare(CLONE_NEWNS | CLONE_NEWUSER) != 0:
         return False
+    _map_users(user, group)
+    return True
+
+
+def _map_users(user: int, group: int) -> None:
+    """Have this process be, in its new namespace, who it was outside."""
     Path("/proc/self/setgroups").write_text("deny")
     Path("/proc/self/uid_map").write_text(f"{user} {user} 1")
     Path("/proc/self/gid_map").write_text(f"{group} {group} 1")
-    return True
+
+
+def _is_allowed(folder: str) -> bool:
+    """Whether a child of this process may make a namespace and mount: a trial changes nothing here.
+
+    Ubuntu lets anyone make a user namespace and then refuses what it is for, as AppArmor does in
+    containers. A process that has got so far cannot go back.
+    """
+    child = os.fork()
+    if child == 0:
+        refused = 1
+        try:
+            if _enter_namespace():
+                _mount("none", "/", "none", MS_REC | MS_PRIVATE)
+                _mount("tmpfs", folder, "tmpfs")
+                refused = 0
+        finally:
+            os._exit(refused)
+    _, status = os.waitpid(child, 0)
+    return status == 0
 
 
 def _places() -> list[str]:
@@ -68,7 +93,7 @@ def enter(run_dir: str, through: list[str]) -> dict[str, str]:
     allowed, and then nothing has changed.
     """
     layers: dict[str, str] = {}
-    if not _enter_namespace():
+    if not _is_allowed(run_dir) or not _enter_namespace():
         return layers
     kept = {}  # opened before overlays hide them
     for path in through + [run_dir]:
