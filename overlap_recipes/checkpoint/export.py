@@ -18,7 +18,7 @@ from torch import nn
 from torch.distributed.checkpoint.metadata import ChunkStorageMetadata
 from torch.distributed.checkpoint.state_dict import get_model_state_dict
 
-from .saves import Saves
+from .saves import Job, Saves
 
 DTYPES = {  # and their names in a header
     torch.float64: "F64",
@@ -34,6 +34,8 @@ DTYPES = {  # and their names in a header
     torch.uint8: "U8",
     torch.bool: "BOOL",
 }
+# Of the files: what ``from_pretrained`` asks for, and that they are exports.
+METADATA = {"__metadata__": {"format": "pt", "written_by": "overlap_recipes"}}
 
 
 def weights(model: nn.Module) -> dict[str, torch.Tensor]:
@@ -175,7 +177,7 @@ def lay_out(tensors: dict[str, tuple], file_bytes: int) -> dict[str, dict]:
 
 def encoded(header: dict) -> bytes:
     """The bytes of the file before the tensors."""
-    text = json.dumps({"__metadata__": {"format": "pt"}, **header}).encode()
+    text = json.dumps(METADATA | header).encode()
     text += b" " * (-len(text) % 8)
     return len(text).to_bytes(8, "little") + text
 
@@ -319,7 +321,11 @@ class SafetensorsWriter(dcp.HuggingFaceStorageWriter):
 
 
 class Exports(Saves):
-    """``Saves`` whose saves are exports, with the options of ``SafetensorsWriter``."""
+    """``Saves`` whose saves are exports, with the options of ``SafetensorsWriter``.
+
+    An export takes the place of an older one in its directory, and leaves other files there. A save
+    fails if the directory has safetensors that are no export, such as a model of the Hub.
+    """
 
     def __init__(self, device: torch.device, changed_by_forward=(), **options) -> None:
         super().__init__(device, changed_by_forward)
@@ -331,12 +337,46 @@ class Exports(Saves):
         group = self.groups[0] if self.groups else None
         dcp.save(state, storage_writer=writer, process_group=group, no_dist=group is None)
 
+    def begin(self, job: Job, aside: Path) -> tuple:
+        if self.rank == 0:
+            refuse_models_of_others(job.directory)
+        return super().begin(job, aside)
+
     def commit(self, aside: Path, directory: Path) -> None:
-        if self.rank == 0 and any(directory.glob("*.safetensors")):  # as after a restart
-            older = tempfile.mkdtemp(dir=directory.parent)
-            directory.rename(older)  # an empty folder gives way
-            shutil.rmtree(older)
+        """Give the export its name, in place of an older one, as after a restart.
+
+        What else lies in the directory, such as a tokenizer, stays there.
+        """
+        if self.rank != 0 or not any(directory.glob("*.safetensors")):
+            super().commit(aside, directory)
+            return
+        copy_what_is_beside(directory, aside)
+        older = tempfile.mkdtemp(dir=directory.parent)
+        directory.rename(older)  # an empty folder gives way
         super().commit(aside, directory)
+        shutil.rmtree(older)
+
+
+def refuse_models_of_others(directory: Path) -> None:
+    """Raise if ``directory`` has safetensors that are no export: it would take their place."""
+    for file in sorted(directory.glob("*.safetensors")):
+        with file.open("rb") as stream:
+            length = int.from_bytes(stream.read(8), "little")
+            header = stream.read(length)
+        if json.dumps(METADATA)[:-1].encode() not in header:
+            raise FileExistsError(f"{file} is no export: move it, or export to another directory")
+
+
+def copy_what_is_beside(export: Path, to: Path) -> None:
+    """Copy all but tensors of ``export`` that ``to`` has nothing of."""
+    for path in export.iterdir():
+        copy = to / path.name
+        if path.suffix == ".safetensors" or copy.exists():
+            continue
+        if path.is_dir():
+            shutil.copytree(path, copy, symlinks=True)
+        else:
+            shutil.copy2(path, copy, follow_symlinks=False)
 
 
 def convert(checkpoint: Path, directory: Path, prefix: str = "app.model.", **options) -> None:

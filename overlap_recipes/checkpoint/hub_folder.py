@@ -271,25 +271,45 @@ def own_way(model: nn.Module) -> Initialize:
 def fill_buffers(model: nn.Module, kept: object, initialize: Initialize) -> None:
     """Fill the buffers that are in no checkpoint; those of ``kept`` are.
 
+    What could not be filled is on meta again, so that nothing computes with it.
+
     Raises:
         ValueError: some are not filled as a whole, or not the same way twice.
     """
-    unfilled: list[str] = []
+    modules: dict[str, nn.Module] = {}
+    empty: dict[str, list[str]] = {}  # names of buffers, by their module's
     for path, module in model.named_modules():
-        buffers: dict[str, torch.Tensor] = {}
+        names: list[str] = []
         for name in sorted(module._non_persistent_buffers_set):
-            full = f"{path}.{name}".removeprefix(".")
-            if module._buffers.get(name) is not None and full not in kept:
-                buffers[name] = module._buffers[name]
-        if not buffers:
-            continue
-        zeros = filled(module, buffers, 0, initialize)
-        ones = filled(module, buffers, 1, initialize)
-        for name in buffers:
-            if not same_bits(zeros[name], ones[name]):
-                unfilled.append(f"{path}.{name}".removeprefix("."))
+            if module._buffers.get(name) is not None and full_name(path, name) not in kept:
+                names.append(name)
+        if names:
+            modules[path] = module
+            empty[path] = names
+    try:
+        for path, names in empty.items():
+            empty[path] = unfilled_by(initialize, modules[path], names)
+    finally:
+        unfilled: list[str] = []
+        for path, names in empty.items():
+            for name in names:
+                buffers = modules[path]._buffers
+                buffers[name] = buffers[name].to("meta")
+                unfilled.append(full_name(path, name))
     if unfilled:
         raise ValueError(UNFILLED % ", ".join(unfilled))
+
+
+def full_name(path: str, name: str) -> str:
+    return f"{path}.{name}".removeprefix(".")
+
+
+def unfilled_by(initialize: Initialize, module: nn.Module, names: list[str]) -> list[str]:
+    """Those of a module's buffers ``names`` that hold something of before behind ``initialize``."""
+    buffers = {name: module._buffers[name] for name in names}
+    zeros = filled(module, buffers, 0, initialize)
+    ones = filled(module, buffers, 1, initialize)
+    return [name for name in names if not same_bits(zeros[name], ones[name])]
 
 
 def filled(

@@ -18,6 +18,7 @@ pytest.importorskip("safetensors")
 sys.path.insert(0, str(REPO / "recipes_source" / "checkpoint"))
 
 from export import read_all  # noqa: E402
+from safetensors.torch import load_file, save_file  # noqa: E402
 
 from overlap_recipes.checkpoint.export import (  # noqa: E402
     DTYPES,
@@ -155,6 +156,33 @@ def test_an_export_takes_the_place_of_an_older_one(tmp_path: Path) -> None:
     exported({"x": torch.zeros(3), "y": torch.zeros(3)}, tmp_path / "hf", file_bytes=12)
     assert exported({"x": torch.ones(3)}, tmp_path / "hf")["x"].sum() == 3
     assert [path.name for path in tmp_path.iterdir()] == ["hf"]
+
+
+def test_what_lies_beside_an_older_export_stays(tmp_path: Path) -> None:
+    hf = tmp_path / "hf"
+    exported({"x": torch.zeros(3)}, hf, config={"layers": 1})
+    (hf / "tokenizer.json").write_text("{}")
+    (hf / "original").mkdir()
+    (hf / "original" / "params.json").write_text("[]")
+    exported({"x": torch.ones(3)}, hf)
+    assert (hf / "tokenizer.json").read_text() == "{}"
+    assert (hf / "original" / "params.json").read_text() == "[]"
+    assert (hf / "config.json").read_text() == '{\n  "layers": 1\n}'
+    assert exported({"x": torch.ones(3)}, hf, config={"layers": 2})["x"].sum() == 3
+    assert (hf / "config.json").read_text() == '{\n  "layers": 2\n}'
+    assert [path.name for path in tmp_path.iterdir()] == ["hf"]
+
+
+def test_a_model_that_is_no_export_is_not_written_over(tmp_path: Path) -> None:
+    """A base model of the Hub: nobody else may have it."""
+    save_file({"x": torch.zeros(3)}, tmp_path / "model.safetensors", {"format": "pt"})
+    with Exports("cpu") as exports:
+        saving = exports.save({"x": torch.ones(3)}, tmp_path)
+        with pytest.raises(RuntimeError, match="model.safetensors is no export: move it"):
+            saving.result()
+        exports.failures.clear()
+    assert not load_file(tmp_path / "model.safetensors")["x"].any()
+    assert [path.name for path in tmp_path.iterdir()] == ["model.safetensors"]
 
 
 def test_a_conversion_of_nothing_or_over_something_is_refused(tmp_path: Path) -> None:
