@@ -16,12 +16,17 @@ from pathlib import Path
 import torch
 import torch.distributed as dist
 
-from .names import check_kept, check_name, name_of, steps_left_out, steps_of
+from .digests import DamagedCheckpoint
+from .names import check_kept, check_name, name_of, step_of, steps_left_out, steps_of
 from .saves import Job, Saves
 
 PIECE = 64 << 20  # bytes that are sent at a time
 FEWEST = 2  # checkpoints on each host: the newest may have its name on some hosts only
 LISTING = "files.json"  # which save it is, names and sizes of all its files on any host
+NONE_IS_WHOLE = (
+    "of no checkpoint have the hosts every file between them, by step: %s. Start with those that "
+    "wrote them; to begin anew, remove them or take another directory"
+)
 
 
 def pieces_of(file: Path) -> tuple[torch.Tensor, ...]:
@@ -60,7 +65,7 @@ class PartnerSaves(Saves):
     Args:
         per_host: ranks per host, by default as many as torchrun has started here.
         keep_last: how many of the newest checkpoints stay on each host, two at least.
-        keep_every: steps that it divides stay, too, until ``gather`` has brought a newer one.
+        keep_every: steps that it divides stay, too.
 
     Raises:
         ValueError: ``keep_last`` is below 2.
@@ -94,6 +99,9 @@ class PartnerSaves(Saves):
 
     def begin(self, job: Job, aside: Path) -> tuple:
         super().begin(job, aside)
+        newest = max(steps_in(aside.parent), default=0)
+        if step_of(job.directory.name) < newest:  # it would be deleted as the older one
+            raise RuntimeError(f"step{newest} is there: gather it, or take another directory")
         if self.first_of_host:  # what a job that died, or a save that failed, has left here
             for leftover in aside.parent.glob("step*.incomplete"):
                 shutil.rmtree(leftover)
@@ -205,16 +213,35 @@ def newest_whole(hosts: list[dict]) -> WholeSave | None:
 def gather(local: Path) -> int | None:
     """Bring the newest checkpoint that the hosts have between them to ``local`` of every host.
 
-    All ranks call it. Other checkpoints are deleted when all hosts have this one. Returns its step;
-    None if there is none.
+    All ranks call it. When all hosts have this one, newer ones are deleted: nobody has all of them,
+    and training takes these steps again. Older ones stay.
+
+    Returns:
+        Its step; None if no host has a checkpoint.
+
+    Raises:
+        DamagedCheckpoint: there are checkpoints, and of none the hosts have every file.
     """
     group = dist.new_group(backend="gloo")
-    hosts: list[dict] = [{}] * dist.get_world_size()
+    try:
+        return gather_in(group, local)
+    finally:
+        dist.destroy_process_group(group)
+
+
+def gather_in(group: dist.ProcessGroup, local: Path) -> int | None:
     own = held(local)
-    dist.all_gather_object(hosts, own, group)
+    seen = steps_of(path.name for path in local.glob("step*"))
+    of_ranks: list = [None] * dist.get_world_size()
+    dist.all_gather_object(of_ranks, (own, seen), group)
+    hosts = [of_rank for of_rank, _ in of_ranks]
     newest = newest_whole(hosts)
     if newest is None:
-        dist.destroy_process_group(group)
+        steps = set()
+        for _, seen_there in of_ranks:
+            steps.update(seen_there)
+        if steps:
+            raise DamagedCheckpoint(NONE_IS_WHOLE % sorted(steps))
         return None
     directory = local / name_of(newest.step)
     if (newest.step, newest.save) not in own:  # parts, or another save of the same step
@@ -232,8 +259,7 @@ def gather(local: Path) -> int | None:
             write_file(directory / name, arriving(newest.sizes[name], broadcast))
     write_listing(directory, newest.save, newest.sizes)
     dist.barrier(group)
-    for other in local.glob("step*"):  # newer ones that nobody has all of, and what is older
-        if other != directory:
-            shutil.rmtree(other, ignore_errors=True)
-    dist.destroy_process_group(group)
+    for step in seen:
+        if step > newest.step:
+            shutil.rmtree(local / name_of(step), ignore_errors=True)
     return newest.step

@@ -6,14 +6,17 @@ import re
 import shutil
 import subprocess
 import sys
+from collections.abc import Iterator
 from pathlib import Path
 
 import pytest
+import torch
 import torch.distributed as dist
 from selection import REPO, with_library
 from troubles import survives
 
-from overlap_recipes.checkpoint.two_hosts import gather
+from overlap_recipes.checkpoint import CheckpointManager, DamagedCheckpoint, TrainingState
+from overlap_recipes.checkpoint.two_hosts import LISTING, PartnerSaves, gather
 
 DATA = REPO / "tests" / "data"
 NAMESPACES = ["unshare", "-nm" if os.geteuid() == 0 else "-Urnm"]
@@ -27,14 +30,60 @@ def why_not() -> str | None:
     return f"no network namespaces here: {tried.stderr.strip()}" if tried.returncode else None
 
 
-def test_a_gather_that_finds_nothing_leaves_no_process_group(tmp_path: Path) -> None:
+@pytest.fixture
+def host() -> Iterator[None]:
     dist.init_process_group("gloo", store=dist.HashStore(), rank=0, world_size=1)
-    try:
-        groups = dist.distributed_c10d._world.pg_map
-        assert gather(tmp_path) is None
-        assert list(groups) == [dist.group.WORLD]
-    finally:
-        dist.destroy_process_group()
+    yield
+    dist.destroy_process_group()
+
+
+def test_a_gather_that_finds_nothing_leaves_no_process_group(host: None, tmp_path: Path) -> None:
+    groups = dist.distributed_c10d._world.pg_map
+    assert gather(tmp_path) is None
+    assert list(groups) == [dist.group.WORLD]
+
+
+def job(seed: int) -> TrainingState:
+    torch.manual_seed(seed)
+    model = torch.nn.Linear(3, 3)
+    return TrainingState(model, torch.optim.AdamW(model.parameters()))
+
+
+def test_a_resume_deletes_neither_what_is_kept_nor_what_is_no_checkpoint(
+    host: None, tmp_path: Path
+) -> None:
+    (tmp_path / "step_logs").mkdir()
+    for first in (1, 7):
+        settings = {"on_each_host": True, "keep_last": 2, "keep_every": 3, "grace_s": None}
+        with CheckpointManager(tmp_path, job(0), **settings) as checkpoints:
+            assert checkpoints.resume() == first - 1
+            for step in range(first, first + 6):
+                checkpoints.save(step)
+    kept = {f"step{step}" for step in (3, 6, 9, 11, 12)}
+    assert {path.name for path in tmp_path.iterdir()} == kept | {"step_logs"}
+
+
+def test_a_job_does_not_begin_anew_where_no_checkpoint_is_whole(host: None, tmp_path: Path) -> None:
+    with PartnerSaves("cpu", per_host=1) as saves:
+        saves.save({"app": job(0)}, tmp_path / "step5")
+    (tmp_path / "step5" / LISTING).write_text("")  # as behind a power cut
+    with pytest.raises(DamagedCheckpoint, match="by step: \\[5\\].*to begin anew, remove them"):
+        gather(tmp_path)
+    (tmp_path / "step5").rename(tmp_path / "other")
+    assert gather(tmp_path) is None
+
+
+def test_a_step_before_one_that_is_there_is_not_saved_to_be_deleted(
+    host: None, tmp_path: Path
+) -> None:
+    with PartnerSaves("cpu", per_host=1) as saves:
+        saves.save({"app": job(0)}, tmp_path / "step5").result()
+        saves.save({"app": job(0)}, tmp_path / "step6").result()
+        early = saves.save({"app": job(1)}, tmp_path / "step3")
+        assert "step6 is there: gather it" in str(early.exception())
+        saves.failures.clear()
+        saves.save({"app": job(1)}, tmp_path / "step7").result()
+    assert sorted(path.name for path in tmp_path.iterdir()) == ["step6", "step7"]
 
 
 @pytest.mark.parametrize("trouble", ["two_saves_of_one_step", "failed_saves", "power_cut"])
