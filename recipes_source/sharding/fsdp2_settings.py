@@ -497,7 +497,7 @@ if __name__ == "__main__":
 #    :rows: no_communication fsdp2 fsdp2_tuned
 #    :where: model=synthetic loop=–
 #
-# What no setting changes: NCCL's kernels take compute cores from the matmuls beside them
+# What none of these settings changes: NCCL's kernels take compute cores from the matmuls beside them
 # (:doc:`peer_copies`), and each gather is copied into and out of a buffer
 # (:doc:`stream_context` gathers each parameter where it is used).
 #
@@ -529,7 +529,8 @@ if __name__ == "__main__":
 # Known limits
 # ------------
 # * **Before PyTorch 2.13 nothing helps an expert without tokens** but a gradient for each parameter:
-#   add zero times its sum to the loss.
+#   in its unit's forward, add zero times its sum to the result. Outside of the unit, the sum is its
+#   shard's, and does not help.
 # * Without synchronisation between micro-batches, a weight first used in the last one is an error in
 #   bfloat16: its gradient stands beside float32 sums.
 # * Lists are fixed. If the order of units changes from step to step, they prefetch the wrong units
