@@ -475,7 +475,8 @@ if __name__ == "__main__":
 #
 # Below that the link sets the pace, and below half of it (:math:`8\,F/B`) recomputation
 # (``torch.utils.checkpoint``) is cheaper. Put this class around a checkpointed model, and only the
-# layers' inputs move: :math:`2\,d` bytes per token. That frees memory where the inputs outweigh the gradients: from :math:`12\,d` tokens on.
+# layers' inputs move: :math:`2\,d` bytes per token. That frees memory where the inputs outweigh the
+# gradients: from :math:`12\,d` tokens on.
 #
 # Known limits
 # ------------

@@ -127,8 +127,8 @@ from overlap_recipes.ranks import start_rank
 # An update in parts
 # ------------------
 # ``done[layer, rank]`` counts the updates of a layer that a rank has ended. A step that is skipped
-# counts as well. What goes wrong on one rank is raised on all: a rank that waits for a part that
-# does not come would wait for ever.
+# counts as well. An update that fails on one rank is raised on all of the host: a rank that waits for
+# a part that does not come would wait for ever.
 #
 # .. literalinclude:: /overlap_recipes/offload/one_copy_a_host.py
 #    :language: python

@@ -500,7 +500,8 @@ def prove_equal(sharded: list[torch.Tensor], expected: list[torch.Tensor]) -> No
 
 # %%
 # Then the schedule. In a forward, two units' weights are in memory at once, never three. On a device,
-# events say when: with layers that keep it busy for longer than the host needs, each gather begins before the unit before it has ended.
+# events say when: with layers that keep it busy for longer than the host needs, each gather begins
+# before the unit before it has ended.
 
 LARGE = (4096, 8192)  # features; samples
 
