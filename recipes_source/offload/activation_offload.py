@@ -487,6 +487,7 @@ if __name__ == "__main__":
 #   saved again after it has left.
 # * A part of a graph that gets no backward is copied back as well if more was saved after it, and
 #   stays on the device until the next forward.
+# * ``retain_graph=True`` keeps on the device all that came back.
 # * Forward without backward: use ``torch.no_grad()``, which saves nothing.
 #
 # Further reading
