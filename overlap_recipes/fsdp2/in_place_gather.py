@@ -234,14 +234,16 @@ def gather_in_place(model: FSDPModule, ahead: int = 2, slots: int = 4) -> Gather
     Args:
         model: the module that the training loop calls.
         ahead: units that forward gathers before they are needed; 0 leaves FSDP2's own settings.
-        slots: that equal units take turns in, at least ``ahead + 1``; the more, the fewer gathers
-            in backward.
+        slots: that equal units take turns in; there are ``ahead + 1`` and 2 at least. The more, the
+            fewer gathers in backward.
 
     Returns:
-        The slots; None, after a warning that says why, if FSDP2 gathers as before.
+        The slots; None if FSDP2 gathers all units as before. A warning says for which reason it
+        gathers some or all.
 
     Raises:
-        RuntimeError: nothing is sharded, or this PyTorch's FSDP2 is another one.
+        RuntimeError: nothing is sharded, this PyTorch's FSDP2 is another one, or it was called for
+            one of the units before.
     """
     if not (chosen := peer_memory.copying_groups(model)):
         return None

@@ -316,7 +316,16 @@ class InPlaceReduce:
 
 
 def reduce_in_place(model: FSDPModule) -> PushedGradients | None:
-    """Have every unit of ``model`` reduce its gradients by pushes, from now on. Collective."""
+    """Have every unit of ``model`` reduce its gradients by pushes, from now on. Collective.
+
+    Returns:
+        What reduces them; None if FSDP2 reduces all as before: with HSDP, or after a warning that
+        says why.
+
+    Raises:
+        RuntimeError: nothing is sharded, this PyTorch's FSDP2 is another one, or it was called for
+            one of the units before.
+    """
     groups = peer_memory.copying_groups(model)
     chosen = [g for g in groups if not hasattr(g.mesh_info, "replicate_process_group")]
     if not chosen:

@@ -46,15 +46,16 @@ def use_peer_copies(model: FSDPModule, ahead: int = 2, slots: int = 4) -> PeerCo
 
     Args:
         model: the module that the training loop calls.
-        ahead: units that forward gathers before they are needed.
+        ahead: units that forward gathers before they are needed; 0 leaves FSDP2's own settings.
         slots: that equal units take turns in; the more, the fewer gathers in backward.
 
     Raises:
         RuntimeError: on every rank, before anything is changed: the ranks are on several hosts or
-            cannot read each other's memory; a unit is offloaded, replicated, in another group, or
-            has collectives of its own; the model's units have been given to peer copies before, by
-            this copy of the library or another; nobody has tried this torch, or it has another
-            FSDP2. The message says which, and what of stock FSDP2 would do instead.
+            cannot read each other's memory; a unit is offloaded, replicated, sharded on another
+            dimension than the first, in another group, or has collectives or tensors with an
+            all-gather of its own; nothing is sharded; the model's units have been given to peer
+            copies before, by this copy of the library or another; nobody has tried this torch, or
+            it has another FSDP2. The message says which, and what of stock FSDP2 would do instead.
     """
     version = ".".join(torch.__version__.split(".")[:2])
     if version not in TRIED:

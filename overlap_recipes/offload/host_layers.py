@@ -77,8 +77,8 @@ class HostBuffer:
 class HostLayer:
     """A layer whose parameters and gradients are in page-locked host memory.
 
-    ``weights`` are its buffers, one for each dtype, what is trained first; ``gradients`` are laid
-    out as the first of them. ``trained`` are parameters by name.
+    ``weights`` are its buffers, one for each dtype of what is trained, then of what is not;
+    ``gradients`` are laid out as the first of them. ``trained`` are parameters by name.
 
     Raises:
         RuntimeError: the host cannot lock as much memory as weights and gradients take.

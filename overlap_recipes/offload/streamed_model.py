@@ -24,7 +24,7 @@ OPTIMIZER_BYTES = 12  # a trained parameter: fp32 master and two moments of Adam
 
 
 def resident_bytes(layer: nn.Module) -> int:
-    """What a layer takes on the device, with its gradients and the state of Adam in fp32."""
+    """What a layer takes on the device at most, with gradients and the state of Adam in fp32."""
     total = 0
     for parameter in layer.parameters():
         total += parameter.nbytes

@@ -47,8 +47,10 @@ def stream_layers(
     Raises:
         TypeError: what is given as a layer is no module.
         ValueError: a layer is no part of the model, is streamed already, or shares a parameter; two
-            parameters share memory.
+            parameters share memory; ``slots`` is below 1; another device is current; or, with
+            ``one_copy_a_host``, there is no process group or no LOCAL_WORLD_SIZE.
         RuntimeError: the host cannot lock as much memory.
+        Exception: at the end of the block, what kept the last updates from being made.
     """
     taken = list(layers)
     refuse_other_layers(model, taken)

@@ -29,12 +29,19 @@ class HostAdamW(torch.optim.Optimizer):
         streamed: the model, from ``stream_layers``.
         max_norm: limit of the norm of all gradients, or None.
         in_backward: update each layer as its gradients arrive; no ``max_norm`` then.
-        threads: of the host, for updates.
+        threads: of the host, for updates; all cores of this rank but one if None.
         more: ``lr``, ``betas``, ``eps`` and ``weight_decay``, as for ``torch.optim.AdamW``.
 
     ``step`` takes the gradients: none is left to zero. A step whose gradients are not finite
     changes nothing and is counted in ``skipped``; with ``in_backward`` whatever waits next raises
     ``FloatingPointError``. Every rank of the default process group must build one.
+
+    Raises:
+        ValueError: ``max_norm`` with ``in_backward``, a setting that this AdamW has not, what is
+            trained in float64; a trained parameter of a layer is missing; the model has an
+            optimizer or, on several ranks, leaves layers out by chance.
+        RuntimeError: in backward or ``step``: ranks began with other weights; weights, or gradients
+            that are used already, were changed; the last microbatch was in ``no_sync``.
     """
 
     def __init__(self, params, streamed, *, max_norm=None, in_backward=False, threads=None, **more):
@@ -278,7 +285,11 @@ class HostAdamW(torch.optim.Optimizer):
 
     @torch.no_grad()
     def load_state_dict(self, state_dict: dict) -> None:
-        """Load what this or an AdamW of torch gave; weights become the rounded masters."""
+        """Load what this or an AdamW of torch gave; weights become the rounded masters.
+
+        Raises:
+            ValueError: it is of other parameters, or of another Adam.
+        """
         groups = state_dict["param_groups"]
         found = [len(group["params"]) for group in groups]
         expected = [len(group["params"]) for group in self.param_groups]

@@ -14,8 +14,8 @@ parameters, small tensors, subclasses, sparse and nested tensors. What would giv
 raises: a saved tensor that is changed in place or freed while it is copied, another stream, a device
 that is not the current one.
 
-**When not to bother:** the step fits the device; or ``torch.utils.checkpoint`` frees enough. Below
-a length that grows with the model's width, recomputation is cheaper: see the end of this page.
+**When not to bother:** the step fits the device; or ``torch.utils.checkpoint`` frees enough. In
+narrow models and short sequences recomputation is cheaper: see the end of this page.
 
 The loop; ``activations`` is a ``HostActivations(device, window)``. The window, in bytes of device
 memory, is what two layers save:
@@ -473,9 +473,10 @@ if __name__ == "__main__":
 #
 #    12\,d + T \;\ge\; 16\,\frac{F}{B}
 #
-# Below that the link sets the pace, and recomputation (``torch.utils.checkpoint``) is cheaper. Put
-# this class around a checkpointed model, and only the layers' inputs move: :math:`2\,d` bytes per
-# token. That frees memory where the inputs outweigh the gradients: from :math:`12\,d` tokens on.
+# Below that the link sets the pace, and below half of it (:math:`8\,F/B`) recomputation
+# (``torch.utils.checkpoint``) is cheaper. Put this class around a checkpointed model, and only the
+# layers' inputs move: :math:`2\,d` bytes per token. That frees memory where the inputs outweigh the
+# gradients: from :math:`12\,d` tokens on.
 #
 # Known limits
 # ------------
@@ -486,6 +487,7 @@ if __name__ == "__main__":
 #   saved again after it has left.
 # * A part of a graph that gets no backward is copied back as well if more was saved after it, and
 #   stays on the device until the next forward.
+# * ``retain_graph=True`` keeps on the device all that came back.
 # * Forward without backward: use ``torch.no_grad()``, which saves nothing.
 #
 # Further reading

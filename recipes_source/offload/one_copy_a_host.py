@@ -127,8 +127,8 @@ from overlap_recipes.ranks import start_rank
 # An update in parts
 # ------------------
 # ``done[layer, rank]`` counts the updates of a layer that a rank has ended. A step that is skipped
-# counts as well. What goes wrong on one rank is raised on all: a rank that waits for a part that
-# does not come would wait for ever.
+# counts as well. An update that fails on one rank is raised on all of the host: a rank that waits for
+# a part that does not come would wait for ever.
 #
 # .. literalinclude:: /overlap_recipes/offload/one_copy_a_host.py
 #    :language: python
@@ -242,8 +242,8 @@ if __name__ == "__main__":
 #   whatever the error says: make model and optimizer anew, on all ranks.
 # * A rank that dies leaves the others waiting for its part, until ``torchrun`` ends them.
 # * Ranks of a host must be numbered one after the other, as ``torchrun`` does.
-# * A change of weights by other means than ``load_state_dict`` needs ``wait_for_all()`` before, by
-#   all ranks, and ``reload()`` and a barrier behind it.
+# * A change of weights by other means than ``load_state_dict`` needs ``streamed.wait_for_all()``
+#   before, by all ranks, and ``optimizer.reload()`` and a barrier behind it.
 # * It relies on a processor on which others see writes in their order, as on x86-64. On another
 #   (Arm, say) a rank may load a part that is not complete, **without an error**.
 #

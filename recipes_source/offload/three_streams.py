@@ -181,7 +181,8 @@ class Pipeline:
         with, keep the pipeline, do not read results, and change or free neither these nor sources.
 
         Raises:
-            ValueError: host memory that is not pinned, or a chunk that does not fit the slots.
+            ValueError: host memory that is not pinned or not contiguous, a chunk that does not
+                fit the slots, or not as many results as sources.
         """
         if len(sources) != len(results):
             raise ValueError(f"{len(sources)} sources, {len(results)} results")

@@ -41,7 +41,8 @@ read :doc:`weight_streaming` first.
        streamed.wait()  # before weights are read (save_pretrained), or changed by anything else
 
 ``check_first_step`` runs a batch streamed and resident, and raises where outputs, buffers or
-gradients differ in a bit. Leave it out when you trust your model.
+gradients differ in a bit; it returns False if only sums came in another order. Leave it out when
+you trust your model.
 
 .. grid:: 1 1 2 2
 
@@ -224,8 +225,8 @@ def train(
 #    :language: python
 #    :pyobject: HostAdamW.arrive
 #
-# Each core but one has a thread. A free thread takes the next block of the lowest layer that is
-# due, and updates it in one pass over its memory, without Python's lock.
+# Each of a rank's cores but one has a thread. A free thread takes the next block of the lowest layer
+# that is due, and updates it in one pass over its memory, without Python's lock.
 #
 # .. literalinclude:: /overlap_recipes/offload/host_adam.py
 #    :language: python
@@ -366,7 +367,7 @@ if __name__ == "__main__":
 #   with other weights
 # * hooks on parameters of layers; tensors from inside a layer in the loss (``output_attentions``,
 #   ``output_router_logits``); a weight that a layer shares with another module; ``deepcopy(model)``
-# * gradients or weights changed between backward and step, if ``max_norm`` is set
+# * weights changed between backward and step; gradients, too, with ``max_norm`` or ``in_backward``
 # * ``model.to(...)``, and another choice of trained parameters, inside of the block
 #
 # Leave the model's own gradient checkpointing off: each layer runs again anyway.

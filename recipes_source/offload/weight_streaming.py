@@ -213,7 +213,8 @@ class StreamedStack(nn.Module):
         device: where they run; it must be the current device.
 
     Raises:
-        ValueError: the layers, or the device, are outside the scope of this file.
+        ValueError: the layers, the device or an input are outside the scope of this file.
+        TypeError: in forward, a layer does not return a tensor.
         RuntimeError: in forward or backward, where gradients would be wrong.
     """
 
@@ -521,6 +522,8 @@ if __name__ == "__main__":
 # ----------------------
 # * Weights that are changed between forward and backward by ``.data`` or by a fused optimizer of
 #   torch are not noticed: neither counts as a change. Nor is Python's own ``random`` in a layer.
+# * A layer that changes its own weights in forward does so in the slot alone: the host's stay, and
+#   gradients can be wrong.
 #
 # Known limits
 # ------------

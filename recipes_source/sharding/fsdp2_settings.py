@@ -497,8 +497,8 @@ if __name__ == "__main__":
 #    :rows: no_communication fsdp2 fsdp2_tuned
 #    :where: model=synthetic loop=–
 #
-# What no setting changes: NCCL's kernels take compute cores from the matmuls beside them
-# (:doc:`peer_copies`), and each gather is copied into and out of a buffer
+# What none of these settings changes: NCCL's kernels take compute cores from the matmuls beside
+# them (:doc:`peer_copies`), and each gather is copied into and out of a buffer
 # (:doc:`stream_context` gathers each parameter where it is used).
 #
 # What breaks if you remove a line
@@ -529,9 +529,11 @@ if __name__ == "__main__":
 # Known limits
 # ------------
 # * **Before PyTorch 2.13 nothing helps an expert without tokens** but a gradient for each parameter:
-#   add zero times its sum to the loss.
-# * Without synchronisation between micro-batches, a weight first used in the last one is an error in
-#   bfloat16: its gradient stands beside float32 sums.
+#   in its unit's forward, add zero times its sum to the result. Outside of the unit, the sum is its
+#   shard's, and does not help.
+# * Without synchronisation between micro-batches, before PyTorch 2.15, a weight first used in the
+#   last one is an error in bfloat16: its gradient stands beside float32 sums. So do the zeros of
+#   ``set_reduce_scatter_unused_params(True)``.
 # * Lists are fixed. If the order of units changes from step to step, they prefetch the wrong units
 #   and hold their memory.
 # * ``reshard_after_forward=<int>`` makes backward's gathers cheap where groups of that many ranks

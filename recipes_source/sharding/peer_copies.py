@@ -266,8 +266,8 @@ def train(
 #    :pyobject: PushedGradients.push
 #
 # One unit later, when the parts have arrived, the compute stream sums, in float32, and rounds once,
-# as FSDP2 does. Three such slots take turns: a push's barrier tells that what lay in its slot has
-# been summed everywhere.
+# as FSDP2 does. Three such slots take turns: a push's barrier tells that what lies in the next slot
+# has been summed everywhere.
 #
 # .. literalinclude:: /overlap_recipes/fsdp2/in_place_reduce.py
 #    :language: python

@@ -12,7 +12,8 @@ model; this file has the same parameters and another schedule.
 **Scope.** As there: a model of units that run once each, in one order, in every forward and on
 every rank. Each unit returns one tensor. Each parameter is trained, belongs to one unit, and gets a
 gradient in every backward on every rank. The model fits on one device before it is sharded, and
-computes in the dtype of its weights. No unit is recomputed in backward. Everything else raises.
+computes in the dtype of its weights. No unit is recomputed in backward. Most else raises:
+`Known limits`_ has what does not.
 
 **When not to bother:** your model uses FSDP2. :doc:`peer_copies` hides more for it with one
 call; :doc:`fsdp2_settings` shows what FSDP2 prefetches by itself.
@@ -28,7 +29,7 @@ The file needs torch alone. Copy it, and take its first half: down to ``Prefetch
 
    .. grid-item-card:: What you learn
 
-      * the rule that decides what to gather and what to drop, in two methods of five lines
+      * the rule that decides what to gather and what to drop, in two short methods
       * why the units at the turn are gathered once in place of twice
       * what must live until a reduce-scatter on another stream has ended
 
@@ -228,7 +229,8 @@ class PrefetchContext:
     Raises:
         ValueError: a parameter is shared, frozen, sharded already, or not in exactly one unit.
         TypeError, in forward: a unit did not return one tensor.
-        RuntimeError, in forward: a unit ran out of turn, or a parameter was replaced.
+        RuntimeError, in forward: a unit ran out of turn or in backward, a parameter was replaced, or
+            a unit changed its weights.
     """
 
     def __init__(self, model: nn.Module, units: Iterable[nn.Module]) -> None:
@@ -630,8 +632,11 @@ if __name__ == "__main__":
 # * The first gather waits for the whole optimizer step, and the optimizer for the last
 #   reduce-scatter. An update unit by unit, in the order of the next forward, can hide both.
 # * Buffers of modules, such as the statistics of a batch norm, stay each rank's own.
-# * A change of weights that PyTorch does not count, as by ``fused=True`` optimizers, is not seen
-#   between a forward and its backward.
+# * **Without an error**: weights changed between forward and backward by an optimizer with
+#   ``foreach`` (on GPUs the default) or ``fused``, or by ``to_local()``. Weights changed inside of
+#   forward: what has been gathered is old.
+# * **Without an error**: a loss computed with a tensor that a unit keeps beside its result. Backward
+#   may read that unit's weights before they are there. Hooks on parameters do not run.
 # * A forward that raised, or has no backward, leaves full weights in memory until the next one.
 #
 # Further reading

@@ -11,7 +11,8 @@ what FSDP does; this file does it in plain PyTorch.
 **Scope.** A model of layers ("units") that run once each, in one order, in every forward and on
 every rank. Each unit returns one tensor. Each parameter is trained, belongs to one unit, and gets a
 gradient in every backward on every rank. The model fits on one device before it is sharded, and
-computes in the dtype of its weights. No unit is recomputed in backward. Everything else raises.
+computes in the dtype of its weights. No unit is recomputed in backward. Most else raises:
+`Known limits`_ has what does not.
 
 **When not to bother:** you want to train, not to look inside. ``fully_shard`` stands on the same
 idea and has years of corner cases behind it; :doc:`peer_copies` makes it faster.
@@ -246,7 +247,8 @@ class FsdpContext:
     Raises:
         ValueError: a parameter is shared, frozen, sharded already, or not in exactly one unit.
         TypeError, in forward: a unit did not return one tensor.
-        RuntimeError, in forward: a unit ran out of turn, or a parameter was replaced.
+        RuntimeError, in forward: a unit ran out of turn or in backward, a parameter was replaced, or
+            a unit changed its weights.
     """
 
     def __init__(self, model: nn.Module, units: Iterable[nn.Module]) -> None:
@@ -427,7 +429,7 @@ class FsdpContext:
 # context replaces by rank 0's. In the unsharded run every rank sees all samples. A sum of two
 # gradients has one order, so one and two ranks agree in **every bit**, in gradients and weights.
 # From three ranks on the order of the sum is the collective's own, and rounding is allowed for.
-# 509 rows are a prime, so that every shard of them is uneven.
+# 509 is a prime: the last shard is shorter.
 
 WIDTH = 64  # features
 HIDDEN = 509
@@ -497,9 +499,9 @@ def prove_equal(sharded: list[torch.Tensor], expected: list[torch.Tensor]) -> No
 
 
 # %%
-# Then the schedule. In a forward, two units' weights are in memory at once (with less, nothing could
-# overlap) and never three. On a device, events say when: with layers that keep it busy for longer
-# than the host needs, each gather begins before the unit before it has ended.
+# Then the schedule. In a forward, two units' weights are in memory at once, never three. On a device,
+# events say when: with layers that keep it busy for longer than the host needs, each gather begins
+# before the unit before it has ended.
 
 LARGE = (4096, 8192)  # features; samples
 
@@ -587,8 +589,7 @@ if __name__ == "__main__":
 # %%
 # What it buys
 # ------------
-# Rows are of a synthetic stack of matrices. ``sync`` has its gathers on the compute stream: one
-# thing after another.
+# Rows are of a synthetic stack of matrices. ``sync`` has its gathers on the compute stream.
 # ``no_communication`` is the same work on weights that are never sharded
 # (:doc:`how it is measured </guide/measured>`).
 #
@@ -598,9 +599,9 @@ if __name__ == "__main__":
 #    :rows: no_communication fsdp2 delayed_release
 #    :where: model=synthetic loop=–
 #
-# Exposed are the reduce-scatters, which are on the compute stream here; the first gather of forward
+# Exposed are the reduce-scatters, on the compute stream here; the first gather of forward
 # and of backward; and the ends of gathers that take longer than a unit computes.
-# :doc:`prefetch_schedule` hides these, for more memory.
+# :doc:`prefetch_schedule` hides most of them, for more memory.
 #
 # What breaks if you remove a line
 # --------------------------------
@@ -629,18 +630,19 @@ if __name__ == "__main__":
 # Known limits
 # ------------
 # * Buffers, such as the statistics of a batch norm, stay each rank's own.
-# * A change of weights that PyTorch does not count, as by ``fused=True`` optimizers, is not seen
-#   between a forward and its backward.
+# * **Without an error**: weights changed between forward and backward by an optimizer with
+#   ``foreach`` (on GPUs the default) or ``fused``, or by ``to_local()``, or inside of forward, beside
+#   their gather. Hooks on parameters do not run.
 # * A forward that raised leaves full weights in its modules, until the next forward or
 #   ``release_all()``.
 #
 # Further reading
 # ---------------
 # * `Add FSDP stream context delayed release <https://github.com/NVIDIA/Megatron-LM/pull/5124>`__,
-#   the design that this file follows, and `what was merged
+#   which this file follows, and `what was merged
 #   <https://github.com/NVIDIA/Megatron-LM/pull/5513>`__
 # * `Rethinking PyTorch Fully Sharded Data Parallel from first principles
 #   <https://dev-discuss.pytorch.org/t/rethinking-pytorch-fully-sharded-data-parallel-fsdp-from-first-principles/1019>`__:
 #   why ``record_stream`` and a host that runs ahead do not go together
 # * `ZeRO: memory optimizations toward training trillion parameter models
-#   <https://arxiv.org/abs/1910.02054>`__: the three stages; this is the third
+#   <https://arxiv.org/abs/1910.02054>`__: this is stage three
