@@ -104,6 +104,9 @@ class Saves:
 
     Attributes:
         skipped: saves that were left out.
+
+    Raises:
+        ValueError: ``write_threads`` is not between 1 and 8.
     """
 
     ADVICE = PASS_PER_RANK  # where ranks differ in what they share

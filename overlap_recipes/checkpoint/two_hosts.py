@@ -205,8 +205,8 @@ def newest_whole(hosts: list[dict]) -> WholeSave | None:
 def gather(local: Path) -> int | None:
     """Bring the newest checkpoint that the hosts have between them to ``local`` of every host.
 
-    All ranks call it. Other checkpoints are deleted when all hosts have this one. Returns its step;
-    None if there is none.
+    All ranks call it. When all hosts have this one, all else in ``local`` whose name begins with
+    ``step`` is deleted. Returns its step; None if there is none.
     """
     group = dist.new_group(backend="gloo")
     hosts: list[dict] = [{}] * dist.get_world_size()

@@ -139,8 +139,8 @@ STEPS, SAVE_EVERY, ASKED_IN = 8, 5, 4  # of the run that proves it
 # --------
 # At the end of its block, ``saves`` waits for the upload, so the last save is on disk before the
 # process gives its exit code. The signal can also come during an earlier upload. That upload ends
-# first, and the last save follows. A step that would be saved anyway is saved once, because a
-# complete checkpoint keeps its name.
+# first, and the last save follows. A step that would be saved anyway is saved once, by one
+# call: a second save of it would fail, since a complete checkpoint keeps its name.
 
 
 def train(app: basic.AppState, root: Path, device: torch.device, on_step) -> int:
@@ -238,7 +238,7 @@ if __name__ == "__main__":
 # ------------
 # * Python handles a signal between two instructions. A rank that hangs in a kernel hears nothing.
 #   The scheduler's SIGKILL ends it, and the newest checkpoint is that of the last save.
-# * The time between the signals must hold two steps and a save. An evaluation between two steps does
+# * The time between the signals must hold two steps, the rest of an earlier save, and a save. An evaluation between two steps does
 #   not end early.
 # * A loop without torch's optimizers, or a rank without one, must ask once a step.
 # * With ``if_busy="skip"``, set ``saves.if_busy = "wait"`` before the last save, or it may be left out.
