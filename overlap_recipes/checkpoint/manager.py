@@ -41,11 +41,12 @@ class CheckpointManager:
     At the second step, memory for a save is locked beside training, so the first save need not wait
     for it; a driver may launch nothing while it locks, which can cost training seconds, once. A
     save that comes before the one before it is written waits until it is. The end of the block, by
-    ``sys.exit`` too, waits for the saves and raises if the last one failed.
+    ``sys.exit`` too, waits for the saves and raises if the last one failed. Behind any other
+    exception it waits for 30 s at most.
 
     Args:
-        root: a directory that all ranks see, made if it is missing; or a URL that fsspec knows,
-            such as ``s3://bucket/run``. Checkpoints are ``step<N>`` below it.
+        root: a directory that all ranks see, made if it is missing; or a URL, as text, that
+            fsspec knows, such as ``s3://bucket/run``. Checkpoints are ``step<N>`` below it.
         state: what is saved.
         keep_last: how many of the newest checkpoints stay.
         keep_every: steps that it divides stay, too; 0: none.

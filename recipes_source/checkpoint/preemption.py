@@ -45,6 +45,7 @@ of its folder ``overlap_recipes``. In a Slurm job:
 
     #SBATCH --requeue --signal=TERM@120   # SIGTERM to srun's tasks 120 s before the end
     export TORCH_DISABLE_SHARE_RDZV_TCP_STORE=1  # or a restart may not connect: see below
+    # --shutdown-timeout: from torch 2.12 on
     srun torchrun --shutdown-timeout 118 --max-restarts 3 ... train.py
     test -e $ROOT/finished || scontrol requeue $SLURM_JOB_ID
 
@@ -216,10 +217,10 @@ if __name__ == "__main__":
 #
 # What torchrun does
 # ------------------
-# * torchrun passes SIGTERM on to its ranks. After ``--shutdown-timeout`` seconds (30 by default) it
-#   kills them. torchrun itself then ends with code 1, whatever codes its ranks ended with. So a
-#   batch script cannot check for ``AGAIN``; it checks whether the job has finished. ``srun``
-#   without torchrun passes the ranks' code on.
+# * torchrun passes SIGTERM on to its ranks. After ``--shutdown-timeout`` seconds (30 by default, and
+#   always before torch 2.12: give ``grace_s=30`` then) it kills them. torchrun itself then ends with
+#   code 1, whatever codes its ranks ended with. So a batch script cannot check for ``AGAIN``; it
+#   checks whether the job has finished. ``srun`` without torchrun passes the ranks' code on.
 # * When a rank dies, torchrun ends the others. With ``--max-restarts`` it starts all of them again
 #   at once, on the same machine, and each resumes from the newest checkpoint. The table gives the
 #   time from the kill to the end of the first step:

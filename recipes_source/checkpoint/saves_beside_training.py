@@ -352,6 +352,7 @@ if __name__ == "__main__":
 # * Buffers that each rank changes for itself, as BatchNorm's, come back from rank 0 on all ranks. The
 #   first save names them in a warning.
 # * A step shorter than the copy waits for the rest of it.
+# * An exception that leaves the block waits for a write, but 30 s at most.
 #
 # These raise, and say what to do:
 #

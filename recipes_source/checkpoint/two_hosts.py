@@ -20,7 +20,7 @@ then. What stands below on starting jobs and on storage holds there, too.
     from overlap_recipes.checkpoint.two_hosts import PartnerSaves, gather
 
     app, local = AppState(model, optimizer), Path("/local/run")  # of this host alone
-    newest = gather(local)                        # on all ranks; None: start from the beginning
+    newest = gather(local)                        # on all ranks; None: none is whole
     if newest is not None:
         dcp.load({"app": app}, checkpoint_id=local / f"step{newest}")
     with PartnerSaves(device, model.buffers) as saves:
@@ -306,6 +306,8 @@ if __name__ == "__main__":
 #   checkpoints, those of ``keep_every``, and folders of yours.
 # * ``gather`` gives every host the whole checkpoint. With many hosts, let each fetch what its
 #   ranks read. For restarts with other numbers of ranks, use a shared directory.
+# * ``gather`` returns None where there are checkpoints, and none is whole. If you begin anew then, empty
+#   ``local`` first: their higher numbers make ``PartnerSaves`` delete each new one as the older.
 # * Sizes are compared, not digests: :doc:`keep_verify_prune` has digests.
 #
 # What it costs
