@@ -80,7 +80,8 @@ class DurableSaves(Saves):
 
     The future of a save that failed raises a ``RuntimeError`` on every rank. Nothing of a save that
     could not be written stays on disk; one whose commit failed may stay as ``.incomplete``. Older
-    checkpoints are untouched, training goes on, and the next save can succeed.
+    checkpoints are untouched, training goes on, and the next save can succeed, unless a rank has
+    died or was ten minutes late.
     """
 
     latest: Future | None = None

@@ -177,6 +177,7 @@ class CheckpointManager:
         Returns:
             A future: done when the checkpoint is on the storage of all ranks. It raises if the save
             failed on one of them. Such a save is logged and is no checkpoint; training may go on.
+            Where a rank came to a save ten minutes behind another, all later saves fail, too.
 
         Raises:
             TypeError: ``step`` is no whole number.
