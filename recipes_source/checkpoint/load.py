@@ -340,8 +340,8 @@ if __name__ == "__main__":
 # ------------
 # These can give you other numbers than you expect:
 #
-# * A checkpoint without manifests (of ``dcp.save``, ``Saves`` or ``on_each_host``) has no digests. Its files' lengths are compared,
-#   changed bytes are not found.
+# * A checkpoint without manifests (of ``dcp.save``, ``Saves`` or ``on_each_host``) has no digests. Its
+#   files' lengths are compared, changed bytes are not found.
 # * A load that fails half way leaves in the targets what it had read. Load another checkpoint, or end.
 # * A load writes into the weights at once. Beside a save, call ``checkpoints.wait()`` first.
 #

@@ -239,8 +239,8 @@ if __name__ == "__main__":
 # ------------
 # * Python handles a signal between two instructions. A rank that hangs in a kernel hears nothing.
 #   The scheduler's SIGKILL ends it, and the newest checkpoint is that of the last save.
-# * The time between the signals must hold two steps, the rest of an earlier save, and a save. An evaluation between two steps does
-#   not end early.
+# * The time between the signals must hold two steps, the rest of an earlier save, and a save. An
+#   evaluation between two steps does not end early.
 # * A loop without torch's optimizers, or a rank without one, must ask once a step.
 # * With ``if_busy="skip"``, set ``saves.if_busy = "wait"`` before the last save, or it may be left out.
 # * NCCL's watchdog may end a rank whose peers have left. All ranks leave in the same step here, so
