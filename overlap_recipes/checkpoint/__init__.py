@@ -2,7 +2,8 @@
 # Overlap Recipes 0.2.0, overlap_recipes/checkpoint/__init__.py
 """Save checkpoints beside training, keep them, and resume from them.
 
-``object_storage``, ``export`` and ``two_hosts`` are modules of their own: import them by name.
+``object_storage``, ``export``, ``hub_folder`` and ``two_hosts`` are modules of their own: import
+them by name.
 """
 
 from .digests import DamagedCheckpoint

@@ -14,7 +14,7 @@ def options_of(words: list[str]) -> argparse.Namespace:
     parser = argparse.ArgumentParser(prog="python -m overlap_recipes.checkpoint")
     commands = parser.add_subparsers(dest="command", required=True)
     lists = commands.add_parser("list", help="names and sizes of the checkpoints below ROOT")
-    verifies = commands.add_parser("verify", help="read every byte; exit code 1 if one has changed")
+    verifies = commands.add_parser("verify", help="read every byte; exit code 1: changed, or none")
     prunes = commands.add_parser("prune", help="delete old checkpoints")
     prunes.add_argument("--keep-last", type=int, default=3, help="default: 3")
     prunes.add_argument("--keep-every", type=int, default=0, help="keep steps that this divides")

@@ -78,8 +78,10 @@ def newest_step(root: Path | str, digests: bool = False) -> int | None:
 class DurableSaves(Saves):
     """Overlapped saves that are durable once their future is done.
 
-    The future of a save that failed raises a ``RuntimeError`` on every rank. Nothing of such a save
-    stays on disk, older checkpoints are untouched, training goes on, and the next save can succeed.
+    The future of a save that failed raises a ``RuntimeError`` on every rank. Nothing of a save that
+    could not be written stays on disk; one whose commit failed may stay as ``.incomplete``. Older
+    checkpoints are untouched, training goes on, and the next save can succeed, unless a rank has
+    died or was ten minutes late.
     """
 
     latest: Future | None = None

@@ -386,6 +386,7 @@ def convert(checkpoint: Path, directory: Path, prefix: str = "app.model.", **opt
 
     Raises:
         ValueError: no tensor's name begins with ``prefix``; the message has those that there are.
+        CheckpointException: there is another export in ``directory``; a dtype has no name there.
     """
     saved = dcp.FileSystemReader(checkpoint).read_metadata().state_dict_metadata
     tensors = {name: x for name, x in saved.items() if hasattr(x, "size")}

@@ -28,7 +28,7 @@ from .state import shard_of
 
 LOG = logging.getLogger(__name__)
 TORCH_DTYPES = {name: dtype for dtype, name in DTYPES.items()}
-STAGED = 256 << 20  # bytes on the device that wait for their cast, unless one tensor has more
+STAGED = 256 << 20  # bytes on the device that wait for their cast, but for one tensor more
 DIFFERS = "%s does not fit this model:\n%s"
 NOT_IN_FOLDER = "  %s: only in the model"
 NOT_IN_MODEL = "  %s: only in the folder"
@@ -83,7 +83,8 @@ def load_folder(
 
     Give it the model on meta, behind ``fully_shard``; tensor-parallel, replicated and plain tensors
     are filled as well. Weights keep the dtype that they have in the model. Host memory above the
-    model's is that of ``reader.Reader``, and on the device 256 MB more where a dtype differs.
+    model's is that of ``reader.Reader``, and on the device 256 MiB and a tensor more where a dtype
+    differs.
 
     Args:
         model: on meta, or with memory already. Its tied weights stay tied.
@@ -97,7 +98,7 @@ def load_folder(
         ValueError: on all ranks, before anything has changed: folder and model differ in names,
             shapes or kinds of dtypes, a file is cut, or transformers makes a tensor of the model
             anew from those of the folder. Behind it: a buffer that no checkpoint has is not
-            filled; two copies of a tied weight differ.
+            filled; two copies of a tied weight differ. Load into a new model then.
         OSError, TimeoutError: on all ranks: one cannot read a file.
     """
     begun = time.perf_counter()

@@ -92,8 +92,10 @@ def load(
 
     Raises:
         ValueError: the checkpoint does not fit. The message lists what differs, on all ranks;
-            nothing has changed then.
+            nothing has changed then. A state of another kind of optimizer is told behind the read:
+            the weights are the checkpoint's then.
         DamagedCheckpoint: the list of contents is not as saved.
+        OSError, RuntimeError: it is not there; it cannot be read.
         CheckpointException: a rank could not read its part: a file is missing, short, or not as
             saved. Raised on all ranks; what has been read till then stays.
     """

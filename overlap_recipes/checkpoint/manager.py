@@ -41,19 +41,21 @@ class CheckpointManager:
     At the second step, memory for a save is locked beside training, so the first save need not wait
     for it; a driver may launch nothing while it locks, which can cost training seconds, once. A
     save that comes before the one before it is written waits until it is. The end of the block, by
-    ``sys.exit`` too, waits for the saves and raises if the last one failed.
+    ``sys.exit`` too, waits for the saves and raises if the last one failed. Behind any other
+    exception it waits for 30 s at most.
 
     Args:
-        root: a directory that all ranks see, made if it is missing; or a URL that fsspec knows,
-            such as ``s3://bucket/run``. Checkpoints are ``step<N>`` below it.
+        root: a directory that all ranks see, made if it is missing; or a URL, as text, that
+            fsspec knows, such as ``s3://bucket/run``. Checkpoints are ``step<N>`` below it.
         state: what is saved.
         keep_last: how many of the newest checkpoints stay.
         keep_every: steps that it divides stay, too; 0: none.
         on_each_host: ``root`` is a directory of each host's own disk. Each host holds the files of
-            its ranks and a copy of those of the host before, and a restart gathers them.
-        grace_s: seconds from SIGTERM to SIGKILL. In the block SIGTERM does not end the process:
-            ``preempted`` says that it came, and 2 s before the time is over the process ends by
-            ``TOO_LATE`` (86). None: SIGTERM is left alone.
+            its ranks and a copy of those of the host before. A restart gathers the newest
+            checkpoint and deletes all others, those of ``keep_every``, too.
+        grace_s: seconds from SIGTERM to SIGKILL. From here to the end of the block SIGTERM does
+            not end the process: ``preempted`` says that it came, and 2 s before the time is over
+            the process ends by ``TOO_LATE`` (86). None: SIGTERM is left alone.
         host_bytes: how much page-locked memory this rank may take for saves; None: no bound. A save
             takes as much as this rank's part of the state.
         write_threads: how many threads write; None: two, and more where a save comes before the one
@@ -66,9 +68,10 @@ class CheckpointManager:
     Raises:
         TypeError: ``state`` is no ``TrainingState``.
         ValueError: a setting has no meaning; on another than the main thread, ``grace_s`` must be
-            None.
-        RuntimeError: on entry, on all ranks: another job writes to ``root``, or the store cannot be
-            reached.
+            None; ``on_each_host`` needs a process group, and no URL.
+        ImportError: ``root`` is a URL, and fsspec is not installed.
+        RuntimeError: on entry, on all ranks: another job writes to the directory ``root`` (neither
+            asked of a URL nor ``on_each_host``), or the store cannot be reached.
     """
 
     def __init__(
@@ -130,8 +133,9 @@ class CheckpointManager:
         """Load the newest whole checkpoint; all ranks call it, before the first step.
 
         Checkpoints that are newer than what is loaded get another name (``.set-aside-``), under
-        which they are found no more. So does one whose bytes turn out to be others than were saved,
-        and the one before it is loaded.
+        which they are found no more. So does one in a shared directory whose bytes turn out to be
+        others than were saved, and the one before it is loaded. ``on_each_host`` looks at sizes
+        alone, and all but the newest are deleted.
 
         Args:
             step: load this one instead.
@@ -141,9 +145,12 @@ class CheckpointManager:
             The step of the checkpoint; 0 if there is none.
 
         Raises:
-            RuntimeError: behind a save; outside the block; a rank does not see the checkpoint.
-            ValueError: it does not fit this job; the message lists what differs.
-            DamagedCheckpoint: no checkpoint is as it was saved, or that of ``step`` is not.
+            RuntimeError: behind a save; outside the block; a rank does not see the checkpoint, or
+                not all files of that of ``step``; of a URL, no checkpoint is as it was saved.
+            ValueError: it does not fit this job; the message lists what differs. ``step`` was
+                given ``on_each_host``.
+            DamagedCheckpoint: in a directory, no checkpoint is as it was saved, or bytes of that of
+                ``step`` are not.
             CheckpointException: the storage has failed on a rank.
         """
         self.saves.check_is_open()
@@ -169,7 +176,8 @@ class CheckpointManager:
 
         Returns:
             A future: done when the checkpoint is on the storage of all ranks. It raises if the save
-            failed on one of them. Such a save is logged and leaves nothing; training may go on.
+            failed on one of them. Such a save is logged and is no checkpoint; training may go on.
+            Where a rank came to a save ten minutes behind another, all later saves fail, too.
 
         Raises:
             TypeError: ``step`` is no whole number.
@@ -219,7 +227,7 @@ class CheckpointManager:
         an optimizer steps, and true is for good.
 
         Raises:
-            RuntimeError: ``grace_s`` is None.
+            RuntimeError: ``grace_s`` is None; outside the block.
         """
         if self.preemption is None:
             raise RuntimeError("give grace_s, the seconds from SIGTERM to SIGKILL")

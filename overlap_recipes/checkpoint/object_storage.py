@@ -200,6 +200,7 @@ class ObjectSaves(Saves):
         keep_every: steps that it divides stay, too.
 
     Raises:
+        ValueError: nothing would be kept.
         RuntimeError: on entry, on every rank, if the store cannot be reached or takes two commits.
     """
 

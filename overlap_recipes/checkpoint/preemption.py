@@ -30,6 +30,9 @@ class Preemption:
     Construct it on the main thread of every rank, as early as you can. Enter it when the process
     group exists. It acts in this process alone: in a forked child, such as a worker of a pool or of
     a data loader, SIGTERM does what it did before.
+
+    Raises:
+        ValueError: this is not the main thread.
     """
 
     def __init__(self, grace_s: float, margin_s: float = 2.0) -> None:

@@ -210,6 +210,7 @@ class Reader(dcp.FileSystemReader):
         Raises:
             DamagedCheckpoint: it has changed since it was saved.
             RuntimeError: it is none, or of a torch that is not known here.
+            OSError: there is none.
         """
         rank = kwargs.get("rank")
         if rank is not None:  # of checkpoints that each rank has written for itself

@@ -126,7 +126,9 @@ def resume(run: Run, root: Path | str, step: int | None = None, skip: Iterable[s
 
     Raises:
         ValueError: it does not fit; the message lists what differs.
-        DamagedCheckpoint: no checkpoint is as it was saved, or that of ``step`` is not.
+        DamagedCheckpoint: no checkpoint is as it was saved, or bytes of that of ``step`` are not.
+        RuntimeError: a rank does not see the checkpoint, or files of that of ``step`` are missing.
+        CheckpointException: the storage has failed on a rank.
     """
     chosen = load_newest({"run": run}, Path(root), step, skip)
     return 0 if chosen is None else run.step
@@ -202,6 +204,9 @@ def differences(tensors: dict[str, torch.Tensor], directory: Path, prefix: str) 
 
 
 def load_weights(model: nn.Module, directory: Path, old_names: dict[str, str]) -> None:
-    """Load the weights alone. ``old_names`` maps their names to those in the checkpoint."""
+    """Load the weights alone from a checkpoint of ``{"run": run}``.
+
+    ``old_names`` maps their names to those in the checkpoint.
+    """
     tensors = {old_names.get(key, key): x for key, x in get_model_state_dict(model).items()}
     dcp.load({"run": {"model": tensors}}, storage_reader=Reader(directory))

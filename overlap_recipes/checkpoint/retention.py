@@ -66,8 +66,9 @@ class RetainedSaves(DurableSaves):
     ``keep_every`` divides are kept.
 
     Raises:
-        RuntimeError: another job writes to ``root``; on every rank. In a save's future: its
-            directory is not in ``root``, or ``root`` holds a newer step, whose run has not been
+        ValueError: nothing would be kept.
+        RuntimeError: on entry, on every rank: another job writes to ``root``. In a save's future:
+            its directory is not in ``root``, or ``root`` holds a newer step, whose run has not been
             resumed.
     """
 

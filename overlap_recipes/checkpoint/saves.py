@@ -100,10 +100,15 @@ class Saves:
             each time that a save is called before the one before it is written. More end sooner
             and cost training more: they take cores and memory from the thread that launches.
 
-    Relative directories are those below the working directory of when this object was made.
+    Relative directories are those below the working directory of when this object was made. Ranks
+    wait for each other for ten minutes: if one comes to a save later, that save and all later ones
+    fail. The log says so, and ``wait`` raises.
 
     Attributes:
         skipped: saves that were left out.
+
+    Raises:
+        ValueError: ``write_threads`` is not between 1 and 8.
     """
 
     ADVICE = PASS_PER_RANK  # where ranks differ in what they share

@@ -827,8 +827,9 @@ def parse(has_state: str) -> dict:
 class TrainingState(AppState):
     """The state of a job: model, optimizers, scheduler, step, random numbers, position in the data.
 
-    ``step`` is saved and loaded, and set by the caller. The random numbers of each rank are always
-    in it: of Python, NumPy (if it was imported), torch, and this rank's accelerator.
+    ``step`` is saved and loaded, and set by the caller or by ``CheckpointManager``. The random
+    numbers of each rank are always in it: of Python, NumPy (if it was imported), torch, and this
+    rank's accelerator.
 
     Args:
         model: the model.

@@ -436,8 +436,8 @@ if __name__ == "__main__":
 #
 # Known limits
 # ------------
-# * Plain tensors are compared at the first save alone, by the sum of their bytes. If they part
-#   later, one rank's are kept.
+# * Plain tensors are compared at the first save alone, by their SHA-256. If they part later, one
+#   rank's are kept.
 # * A checkpoint of the same name makes the save fail: a job that goes back to an earlier step moves
 #   the later checkpoints away first. ``CheckpointManager`` of :doc:`saves_beside_training` does.
 # * A rank that dies during the upload fails that upload on the other ranks too (``Connection

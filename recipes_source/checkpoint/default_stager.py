@@ -35,7 +35,8 @@ The file needs torch alone. Copy it, and take its first half: down to ``StagedCh
    .. grid-item-card:: What you need
 
       * PyTorch 2.9 or later, any number of ranks in a process group
-      * page-locked host memory for one copy of each rank's shards
+      * page-locked host memory for one copy of each rank's shards; it is shared memory, so with a GPU
+        ``/dev/shm`` must be as large (a container's is often 64 MB)
 
 .. verification-badge::
 

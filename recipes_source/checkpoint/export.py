@@ -38,6 +38,9 @@ of its folder ``overlap_recipes``. The package is a command, too:
 
     python -m overlap_recipes.checkpoint export step1000 hf1000  # of a DCP checkpoint that you have
 
+The command writes the tensors as they are called in the model, and no ``config.json``. For
+``from_pretrained`` call ``convert(checkpoint, directory, **for_transformers(model))``.
+
 .. grid:: 1 1 2 2
 
    .. grid-item-card:: What you learn
@@ -252,8 +255,8 @@ if __name__ == "__main__":
 #
 # What it costs
 # -------------
-# On the training thread: as much as a save. Host memory: the staged weights twice
-# (``Saves`` has two), and one tensor of this rank if the dtype changes. Storage: the weights once, in
+# On the training thread: as much as a save. Host memory: the staged weights once, and one tensor of
+# this rank if the dtype changes. Storage: the weights once, in
 # the dtype of the export, without the optimizer.
 #
 # Known limits
@@ -263,11 +266,12 @@ if __name__ == "__main__":
 #   load experts that were saved apart.
 # * A model with adapters has names of its own, and ``from_pretrained`` starts what it misses from
 #   random weights, with a report and no error: export a merged copy (PEFT's ``merge_and_unload``).
-# * A directory that holds anything but an export is refused only when all is written.
+# * A directory that holds files and no safetensors is refused only when all is written. One that holds
+#   safetensors is taken for an older export: **all** that is in it is deleted, a base model, too.
 # * ``weights`` leaves out an average that an optimizer keeps. Export the average's model instead.
 # * The tokenizer and the generation settings are small files of rank 0. Write them beside the
-#   export.
-# * ``posix_fallocate`` reserves the room of all files before a byte is written. A file system that
+#   export, again when it is replaced.
+# * ``posix_fallocate`` reserves the room of a file before a tensor is written. A file system that
 #   cannot reserve gets zeros written instead: there, use a copy of the package without that line.
 #
 # Further reading

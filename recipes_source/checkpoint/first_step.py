@@ -373,7 +373,7 @@ if __name__ == "__main__":
 # Memory
 # ------
 # Host: that of :doc:`load`, whatever the model's size; ``from_pretrained`` takes the whole model on
-# each rank. Device: this rank's shards, and where the folder has another dtype, 256 MB or the largest
+# each rank. Device: this rank's shards, and where the folder has another dtype, 256 MiB and one
 # tensor beside them. Files that are read ahead lie in the page cache, which gives way.
 #
 # Known limits
@@ -391,8 +391,12 @@ if __name__ == "__main__":
 #
 # * Names, shapes or kinds of dtypes that differ, and a file that is cut. A folder has no digests:
 #   bytes that have changed are not found.
-# * A buffer that the model's initialisation does not fill: pass ``initialize=``.
 # * Tensors that transformers transposes or joins when it loads.
+#
+# These raise on all ranks when the model has its memory; load into a new one then:
+#
+# * A buffer that the model's initialisation does not fill: pass ``initialize=``.
+# * A tied weight of which the folder has two copies that differ.
 #
 # Further reading
 # ---------------

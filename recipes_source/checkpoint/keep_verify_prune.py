@@ -9,8 +9,8 @@ Lose no checkpoint to a kill, a full disk, a power cut, or to your own cleaning 
 found before a job trains on it. An old one goes when a newer one is durable. All of this happens
 beside training.
 
-**When not to bother:** you would simply start a lost run again. Or your storage commits by itself,
-as an object store does (:doc:`object_storage`).
+**When not to bother:** you would start a lost run again. Or your storage commits by itself, as an
+object store does (:doc:`object_storage`).
 
 .. code-block:: python
 
@@ -31,7 +31,7 @@ needs to go on, a scheduler or the place in the data, goes into ``TrainingState`
 .. code-block:: bash
 
     python -m overlap_recipes.checkpoint list checkpoints
-    python -m overlap_recipes.checkpoint verify checkpoints  # every byte; exit code 1: damaged
+    python -m overlap_recipes.checkpoint verify checkpoints  # every byte; exit code 1: damaged, or none
     # the rules of your job; without --dry-run it deletes, unless a job writes there
     python -m overlap_recipes.checkpoint prune checkpoints --keep-last 3 --keep-every 10000 --dry-run
 
@@ -78,7 +78,7 @@ All of it runs on the writing thread, by five rules:
    failed, the save fails on all. What was written is removed, so that a full disk has room again.
 4. **Rename once,** then flush the directory above. Else a power cut may undo the rename.
 5. **Write the pointer last.** The file ``latest`` names the newest checkpoint, for people and other
-   programs. It may be one save late, never early.
+   programs. It may be one save late. Behind a rollback its checkpoint is set aside.
 """
 
 # %%
@@ -243,8 +243,8 @@ def refuse_second_job(root: Path, device: torch.device) -> None:
 #
 # Two jobs in one directory would remove each other's unfinished saves. It happens when a scheduler
 # starts a job twice, or when old ranks still write. So a job locks a file, its *lease*. The kernel
-# gives the lock back when the process ends, for whatever reason. Whoever holds the lease may remove
-# every leftover of a crash.
+# gives the lock back when the process ends. Whoever holds the lease may remove every leftover of a
+# crash.
 #
 # .. literalinclude:: /overlap_recipes/checkpoint/retention.py
 #    :language: python
@@ -377,9 +377,9 @@ if __name__ == "__main__":
 # Memory and room
 # ---------------
 # Memory as :doc:`saves_beside_training` has it, and none for digests: the writing thread reads the
-# files again, from the page cache, at the rate at which a core computes CRC-32. On disk, room for
+# files again, from the page cache, at a core's rate of CRC-32. On disk, room for
 # ``keep_last`` + 1 checkpoints, since the new one is written before the oldest goes, and for those of
-# ``keep_every``. A save looks for room before its first byte.
+# ``keep_every``. A save looks for room before its first byte, under DDP for a copy a rank.
 #
 # Known limits
 # ------------
@@ -388,7 +388,7 @@ if __name__ == "__main__":
 # * ``fsync`` is a request. A disk with a volatile cache may lie about it, and a network file system
 #   may be mounted to ignore it.
 # * The lease is a file lock. On NFS it holds between hosts from version 4 on, on Lustre if it is
-#   mounted with ``flock``. Elsewhere a second job on another host is not refused.
+#   mounted with ``flock``. Elsewhere a second job on another host is not refused, or each job is.
 # * Digests are of what the file system returns right behind the write. They find what changes later,
 #   not what memory had changed before.
 # * ``list`` and ``prune`` look at names and sizes. A checkpoint whose bytes have changed counts as
@@ -397,8 +397,8 @@ if __name__ == "__main__":
 # These are told:
 #
 # * A save of an older step than the newest in the directory raises: resume from it, or take another.
-# * A rank that dies in a save fails it on the others when the group's deadline has passed. What it
-#   left has the suffix ``.incomplete``.
+# * A rank that dies in a save, or comes ten minutes late, fails it and all later ones. What it left has
+#   the suffix ``.incomplete``.
 # * Others may take the room between the look and the write. Then the save fails as step 4's here.
 #
 # Further reading
@@ -406,4 +406,4 @@ if __name__ == "__main__":
 # * :doc:`resume_and_reshard`, :doc:`preemption`: how a job resumes, and how it stops
 # * :doc:`two_hosts`: local disks, with a copy on a second host
 # * Young, J. W.: *A first order approximation to the optimum checkpoint interval*, 1974
-# * `fsync(2) <https://man7.org/linux/man-pages/man2/fsync.2.html>`__, on files and directories
+# * `fsync(2) <https://man7.org/linux/man-pages/man2/fsync.2.html>`__

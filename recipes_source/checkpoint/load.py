@@ -4,8 +4,8 @@
 Load at the rate of the storage
 ===============================
 
-Read a DCP checkpoint by threads, with the copies to the device beside the reads; of one that this
-library wrote, each byte is checked. PyTorch's reader takes one tensor after the other on one thread.
+Read a DCP checkpoint by threads, with the copies to the device beside the reads; where the
+save has left digests, each byte is checked. PyTorch's reader takes one tensor after the other on one thread.
 So a job that restarts waits for a core of the CPU rather than for the storage (see *What it buys*).
 The bits are the same.
 
@@ -169,7 +169,8 @@ def save_both(job: Job, root: Path) -> list[Path]:
 #
 # Check
 # -----
-# A save of the library leaves a CRC-32 of each MiB (:doc:`keep_verify_prune`). A thread reads whole
+# A save of ``CheckpointManager`` to a directory that all ranks see leaves a CRC-32 of each MiB
+# (:doc:`keep_verify_prune`). A thread reads whole
 # blocks and compares them, at the rate of a core, before a byte goes on. So a load need not read a
 # file twice, and a resume need not hash a whole checkpoint to choose one.
 #
@@ -185,7 +186,8 @@ def save_both(job: Job, root: Path) -> list[Path]:
 # that has given nothing for five minutes. The message names the file.
 #
 # ``load`` adds what a job needs. It compares names, shapes and dtypes first, and lists all that
-# differs, on all ranks, before anything has changed. And it makes the optimizer's state: ``dcp.load``
+# differs, on all ranks, before anything has changed; a state of another kind of optimizer is refused
+# behind that. And it makes the optimizer's state: ``dcp.load``
 # fills only what is there, so with it a new optimizer would have to take a step first.
 #
 # What several ranks hold, all of it under DDP, each shard under HSDP, leaves the storage once: its
@@ -338,8 +340,8 @@ if __name__ == "__main__":
 # ------------
 # These can give you other numbers than you expect:
 #
-# * A checkpoint without manifests (of ``dcp.save``) has no digests. Its files' lengths are compared,
-#   changed bytes are not found.
+# * A checkpoint without manifests (of ``dcp.save``, ``Saves`` or ``on_each_host``) has no digests. Its
+#   files' lengths are compared, changed bytes are not found.
 # * A load that fails half way leaves in the targets what it had read. Load another checkpoint, or end.
 # * A load writes into the weights at once. Beside a save, call ``checkpoints.wait()`` first.
 #

@@ -261,7 +261,7 @@ if __name__ == "__main__":
 # What it costs
 # -------------
 # Host memory beside the staged state: the pieces in flight, about twice ``PIECE`` per rank.
-# Requests: one per piece, and about ten per save. Storage: every checkpoint, and what failed
+# Requests: one per piece, and about ten per save. Storage: every checkpoint that is kept, and what failed
 # attempts have left.
 #
 # Known limits
@@ -270,8 +270,9 @@ if __name__ == "__main__":
 #   Microsoft.
 # * Each rank uses one connection, though a store answers many at once. Several ranks per host use
 #   several.
-# * Nothing is deleted here. To delete a checkpoint, delete its commit first, then its objects.
-#   Objects that no commit names may go when a commit of their step or a later step exists.
+# * Without ``keep_last=`` nothing is deleted. To delete a checkpoint, delete its commit first, then its
+#   objects. What failed attempts have left stays: objects that no commit names may go when a commit of
+#   their step or a later step exists.
 # * A bucket with versioning keeps what you delete. Add a rule that ends old versions.
 # * Before torch 2.15 the module of the fsspec reader and writer is private by name:
 #   ``torch.distributed.checkpoint._fsspec_filesystem``. From then on its ``_FileSystem`` is.

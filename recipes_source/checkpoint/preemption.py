@@ -45,6 +45,7 @@ of its folder ``overlap_recipes``. In a Slurm job:
 
     #SBATCH --requeue --signal=TERM@120   # SIGTERM to srun's tasks 120 s before the end
     export TORCH_DISABLE_SHARE_RDZV_TCP_STORE=1  # or a restart may not connect: see below
+    # --shutdown-timeout: from torch 2.12 on
     srun torchrun --shutdown-timeout 118 --max-restarts 3 ... train.py
     test -e $ROOT/finished || scontrol requeue $SLURM_JOB_ID
 
@@ -139,8 +140,8 @@ STEPS, SAVE_EVERY, ASKED_IN = 8, 5, 4  # of the run that proves it
 # --------
 # At the end of its block, ``saves`` waits for the upload, so the last save is on disk before the
 # process gives its exit code. The signal can also come during an earlier upload. That upload ends
-# first, and the last save follows. A step that would be saved anyway is saved once, because a
-# complete checkpoint keeps its name.
+# first, and the last save follows. A step that would be saved anyway is saved once, by one
+# call: a second save of it would fail, since a complete checkpoint keeps its name.
 
 
 def train(app: basic.AppState, root: Path, device: torch.device, on_step) -> int:
@@ -216,10 +217,10 @@ if __name__ == "__main__":
 #
 # What torchrun does
 # ------------------
-# * torchrun passes SIGTERM on to its ranks. After ``--shutdown-timeout`` seconds (30 by default) it
-#   kills them. torchrun itself then ends with code 1, whatever codes its ranks ended with. So a
-#   batch script cannot check for ``AGAIN``; it checks whether the job has finished. ``srun``
-#   without torchrun passes the ranks' code on.
+# * torchrun passes SIGTERM on to its ranks. After ``--shutdown-timeout`` seconds (30 by default, and
+#   always before torch 2.12: give ``grace_s=30`` then) it kills them. torchrun itself then ends with
+#   code 1, whatever codes its ranks ended with. So a batch script cannot check for ``AGAIN``; it
+#   checks whether the job has finished. ``srun`` without torchrun passes the ranks' code on.
 # * When a rank dies, torchrun ends the others. With ``--max-restarts`` it starts all of them again
 #   at once, on the same machine, and each resumes from the newest checkpoint. The table gives the
 #   time from the kill to the end of the first step:
@@ -238,8 +239,8 @@ if __name__ == "__main__":
 # ------------
 # * Python handles a signal between two instructions. A rank that hangs in a kernel hears nothing.
 #   The scheduler's SIGKILL ends it, and the newest checkpoint is that of the last save.
-# * The time between the signals must hold two steps and a save. An evaluation between two steps does
-#   not end early.
+# * The time between the signals must hold two steps, the rest of an earlier save, and a save. An
+#   evaluation between two steps does not end early.
 # * A loop without torch's optimizers, or a rank without one, must ask once a step.
 # * With ``if_busy="skip"``, set ``saves.if_busy = "wait"`` before the last save, or it may be left out.
 # * NCCL's watchdog may end a rank whose peers have left. All ranks leave in the same step here, so

@@ -276,5 +276,5 @@ if __name__ == "__main__":
 #   instead. A loader with workers also saves what the workers have prefetched (``torchdata``'s
 #   ``StatefulDataLoader``).
 # * The random numbers are those of Python, NumPy and torch, of the host and of the rank's accelerator.
-#   A generator of your own goes in ``TrainingState(..., per_rank={"noise": generator})``, as an object
-#   with ``state_dict`` and ``load_state_dict``.
+#   A generator of your own goes in ``TrainingState(..., per_rank={"noise": generator})``; on another
+#   number of ranks its load raises.

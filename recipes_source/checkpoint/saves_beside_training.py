@@ -190,8 +190,8 @@ def train(
 # Two orderings make it right, and the host waits for neither. The copies are queued on a stream of
 # their own, which waits for what training has queued: the optimizer step. And the next optimizer
 # step waits for the event behind the copies. ``Saves.stage`` has the first, a hook that torch calls
-# before every optimizer step has the second, so your loop cannot forget it. Small tensors that
-# forward changes are copied on the device first (``take_snapshots``).
+# before every optimizer step has the second, so your loop cannot forget it. Tensors below
+# 1 MiB, and those that forward changes, are copied on the device first (``take_snapshots``).
 #
 # .. literalinclude:: /overlap_recipes/checkpoint/saves.py
 #    :language: python
@@ -226,8 +226,8 @@ def train(
 #
 # A restart
 # ---------
-# All ranks agree on the newest checkpoint whose files have their digests, and load it. Newer ones,
-# which are damaged, get another name: the job is going to write those steps again.
+# All ranks agree on the newest checkpoint whose files have their sizes, and load it; the load compares
+# digests. Newer ones, which are damaged, get another name: the job is going to write those steps again.
 #
 # .. literalinclude:: /overlap_recipes/checkpoint/manager.py
 #    :language: python
@@ -334,9 +334,9 @@ if __name__ == "__main__":
 #
 # Memory
 # ------
-# Page-locked host memory for one save of each rank, to the byte; ``host_bytes`` bounds it. A save
+# Page-locked host memory for one save of each rank, not rounded up; ``host_bytes`` bounds it. A save
 # that comes before the one before it is written waits until it is, and the log says how long. On the
-# device, copies of the small tensors that forward changes.
+# device, copies of the tensors below 1 MiB and of those that forward changes.
 #
 # For parameters and AdamW in float32, a save is 12 bytes per parameter, divided by the number of
 # ranks.
@@ -352,6 +352,7 @@ if __name__ == "__main__":
 # * Buffers that each rank changes for itself, as BatchNorm's, come back from rank 0 on all ranks. The
 #   first save names them in a warning.
 # * A step shorter than the copy waits for the rest of it.
+# * An exception that leaves the block waits for a write, but 30 s at most.
 #
 # These raise, and say what to do:
 #

@@ -20,7 +20,7 @@ then. What stands below on starting jobs and on storage holds there, too.
     from overlap_recipes.checkpoint.two_hosts import PartnerSaves, gather
 
     app, local = AppState(model, optimizer), Path("/local/run")  # of this host alone
-    newest = gather(local)                        # on all ranks; None: start from the beginning
+    newest = gather(local)                        # on all ranks; None: none is whole
     if newest is not None:
         dcp.load({"app": app}, checkpoint_id=local / f"step{newest}")
     with PartnerSaves(device, model.buffers) as saves:
@@ -119,8 +119,8 @@ STEPS, SAVE_EVERY = 6, 2  # of the run that proves it
 # DCP allows each host to write to a directory of its own. It writes ``.metadata`` on rank 0. That
 # file is small and every host needs it, so every host gets it. The writing thread sends and
 # receives, in the process group of ``Saves``, so training's collectives are not
-# disturbed. If a partner is gone, the save fails after ``DEADLINE_S`` of :doc:`saves_beside_training`,
-# on every rank that is left.
+# disturbed. If a partner is gone, the save fails on every rank that is left, after
+# ``DEADLINE_S`` of ``overlap_recipes/checkpoint/saves.py`` at the latest.
 #
 # .. literalinclude:: /overlap_recipes/checkpoint/two_hosts.py
 #    :language: python
@@ -230,7 +230,7 @@ if __name__ == "__main__":
 # with a ``DistStoreError``.
 #
 # You decide how soon a loss is noticed: by the ``timeout`` of ``init_process_group``, by
-# ``DEADLINE_S`` of :doc:`saves_beside_training`, and by ``last_call_timeout`` in ``--rdzv-conf``,
+# ``DEADLINE_S`` of ``overlap_recipes/checkpoint/saves.py``, and by ``last_call_timeout`` in ``--rdzv-conf``,
 # which is how long a restart waits for more hosts.
 #
 # **Slurm** (nobody has run this file):
@@ -306,8 +306,12 @@ if __name__ == "__main__":
 # ------------
 # * One host may be lost, or several that are not neighbors. Two neighbors that are lost together
 #   take both copies of a part with them.
+# * ``gather`` deletes, on every host, all else in ``local`` whose name begins with ``step``: older
+#   checkpoints, those of ``keep_every``, and folders of yours.
 # * ``gather`` gives every host the whole checkpoint. With many hosts, let each fetch what its
 #   ranks read. For restarts with other numbers of ranks, use a shared directory.
+# * ``gather`` returns None where there are checkpoints, and none is whole. If you begin anew then, empty
+#   ``local`` first: their higher numbers make ``PartnerSaves`` delete each new one as the older.
 # * Sizes are compared, not digests: :doc:`keep_verify_prune` has digests.
 #
 # What it costs
