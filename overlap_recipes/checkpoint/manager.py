@@ -52,7 +52,7 @@ class CheckpointManager:
         keep_every: steps that it divides stay, too; 0: none.
         on_each_host: ``root`` is a directory of each host's own disk. Each host holds the files of
             its ranks and a copy of those of the host before. A restart gathers the newest
-            checkpoint and deletes all others, those of ``keep_every``, too.
+            checkpoint that the hosts have between them.
         grace_s: seconds from SIGTERM to SIGKILL. From here to the end of the block SIGTERM does
             not end the process: ``preempted`` says that it came, and 2 s before the time is over
             the process ends by ``TOO_LATE`` (86). None: SIGTERM is left alone.
@@ -135,7 +135,7 @@ class CheckpointManager:
         Checkpoints that are newer than what is loaded get another name (``.set-aside-``), under
         which they are found no more. So does one in a shared directory whose bytes turn out to be
         others than were saved, and the one before it is loaded. ``on_each_host`` looks at sizes
-        alone, and all but the newest are deleted.
+        alone, and deletes newer ones that the hosts have no more between them.
 
         Args:
             step: load this one instead.
