@@ -14,7 +14,7 @@ import torch
 from .forgotten import Forgotten
 from .preemption import AGAIN, Preemption
 from .saves import CALLING, is_end_of_job
-from .state import TrainingState
+from .state import DifferingRanks, TrainingState
 from .stores import store_of
 
 LOG = logging.getLogger(__name__)
@@ -177,14 +177,14 @@ class CheckpointManager:
         Returns:
             A future: done when the checkpoint is on the storage of all ranks. It raises if the save
             failed on one of them. Such a save is logged and is no checkpoint; training may go on.
-            Where a rank came to a save ten minutes behind another, all later saves fail, too.
 
         Raises:
             TypeError: ``step`` is no whole number.
             ValueError: it is negative, or below one that was saved.
             RuntimeError: there are checkpoints below the root, and ``resume`` was not called;
                 outside the block; this state can never be saved; ranks differ in what they share,
-                now at the first save, later at the save before this one.
+                now at the first save, later at the save before this one; a rank died or came ten
+                minutes late, so that no later save can succeed.
         """
         number = checked_step(step)
         if not self.has_resumed and self.newest_on_entry is not None:
@@ -198,7 +198,12 @@ class CheckpointManager:
             return self.latest
         self.forgotten.look(number)
         self.state.step = number
-        self.latest = self.store.save({"app": self.state}, number)
+        try:
+            self.latest = self.store.save({"app": self.state}, number)
+        except DifferingRanks:  # of the save before; this one is under way
+            self.latest = self.saves.latest
+            self.latest_step = number
+            raise
         self.latest_step = number
         return self.latest
 

@@ -341,6 +341,7 @@ TROUBLES = (
     "goes_on",
     "ddp",
     "other_steps",
+    "late_rank",
     "later_difference",
     "failed_step",
     "hosts",
