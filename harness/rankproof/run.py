@@ -326,7 +326,8 @@ def run(
             control's, or 120, if not given.
         args: more arguments for the recipe. ``--dir`` is added if its source knows it.
         keep: a directory that receives the run's files (created; must not exist).
-        through: directories that the recipe may write to and that keep what it writes.
+        through: directories that are there, that the recipe may write to and that keep what it
+            writes.
         cwd: the working directory, for a script that reads files beside itself; an empty one,
             where the script may write, if not given.
         off: kinds of failure that are not to count, see :data:`OPTIONAL`; they become notes.
@@ -334,8 +335,8 @@ def run(
             that its package lies in.
 
     Raises:
-        RecipeError: there is no such file, gate or kind, ``ranks`` is not positive, ``keep``
-            exists, ``cwd`` does not, or the edit does not fit.
+        RecipeError: there is no such file or kind, no gate of that name, ``ranks`` is not
+            positive, ``keep`` exists, ``cwd`` does not, or the edit does not fit.
     """
     recipe = load_module(module, Path(path).resolve()) if module else load_recipe(path)
     path = recipe.path

@@ -4,14 +4,14 @@ sphinx-gallery renders a recipe and executes nothing. When the builder starts, t
 what is stale through the harness, which starts ranks as processes of their own: a recipe that
 aborts or hangs takes neither Sphinx nor another page along. A page then gets
 
-* under its title: how to run it, the file to download, and an archive of it with all that it
-  imports from its project;
+* under its title, with ``rankproof_header = True``: how to run it, the file to download, and an
+  archive of it with all that it imports from its project;
 * under its last code block: the output of every rank, the first one open;
 * where its prose says ``.. recipe-controls::``: each negative control, the edit and the failure
   that was observed.
 
 A run is kept in ``<outdir>/../recipe_runs/`` and is stale when the code, what it imports from its
-folder, the controls, the ranks, torch or the harness changes. A failed run is never kept. When a
+project, the controls, the ranks, torch or the harness changes. A failed run is never kept. When a
 recipe fails or a control is not caught, all pages are rendered, the page shows it, and the build
 ends with an error. ``-D execute_recipes=0`` executes nothing, and the pages say so.
 """
