@@ -24,6 +24,7 @@ from .shared_reads import SharedReads
 from .state import (
     NOT_LOADED,
     OTHER_GROUPS,
+    OTHER_KIND,
     PER_RANK,
     RECIPES,
     AppState,
@@ -33,6 +34,7 @@ from .state import (
     described,
     differences,
     in_parts,
+    lacking_settings,
     own_rank,
     parse,
     shard_of,
@@ -92,8 +94,8 @@ def load(
 
     Raises:
         ValueError: the checkpoint does not fit. The message lists what differs, on all ranks;
-            nothing has changed then. A state of another kind of optimizer is told behind the read:
-            the weights are the checkpoint's then.
+            nothing has changed then. What an optimizer's own ``load_state_dict`` refuses is told
+            behind the read: the weights are the checkpoint's then.
         DamagedCheckpoint: the list of contents is not as saved.
         OSError, RuntimeError: it is not there; it cannot be read.
         CheckpointException: a rank could not read its part: a file is missing, short, or not as
@@ -310,15 +312,31 @@ class Fit:
         return room_of_part(entry.stored, parameter)
 
     def look_at_groups(self, lists: dict[str, object]) -> None:
-        saved: list[set[str]] = []
+        names: dict[int, set[str]] = {}  # of the parameters, by the number of the group
+        settings: dict[int, set[str]] = {}
         for entry in self.below("optim", "param_groups"):
-            if entry.path[-1] == "params":
-                saved.append(self.not_skipped(lists[entry.name]))
             self.want(entry, element(self.optim, entry.path[1:]))
-        for group in self.optim["param_groups"]:
-            names = self.not_skipped(group["params"])
-            if names and names not in saved:
-                self.wrong.append(f"  the group of {min(names)}: {OTHER_GROUPS}")
+            if len(entry.path) < 4:
+                continue  # the list is empty
+            number = int(entry.path[2])
+            settings.setdefault(number, set()).add(str(entry.path[3]))
+            if entry.path[-1] == "params":
+                names[number] = self.not_skipped(lists[entry.name])
+        optimizers = []  # of each group
+        for optimizer in self.job.optimizers:
+            optimizers.extend([optimizer] * len(optimizer.param_groups))
+        for optimizer, group in zip(optimizers, self.optim["param_groups"], strict=True):
+            wanted = self.not_skipped(group["params"])
+            alike = [number for number in names if names[number] == wanted]
+            if not wanted:
+                continue
+            if not alike:
+                self.wrong.append(f"  the group of {min(wanted)}: {OTHER_GROUPS}")
+                continue
+            lacking = lacking_settings(optimizer, group, settings[alike[0]])
+            if lacking:
+                kind = type(optimizer).__name__
+                self.wrong.append("  " + OTHER_KIND % (kind, ", ".join(lacking)))
 
     def not_skipped(self, names: Iterable[str]) -> set[str]:
         return {name for name in names if not self.is_skipped(name)}

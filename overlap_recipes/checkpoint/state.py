@@ -593,6 +593,25 @@ def load_kind(optimizer: torch.optim.Optimizer, state: dict) -> None:
             raise ValueError(OTHER_KIND % (type(optimizer).__name__, ", ".join(lacking)))
 
 
+def lacking_settings(optimizer: torch.optim.Optimizer, group: dict, saved: set[str]) -> list[str]:
+    """What ``group`` steps with and a saved one of another kind lacks; [] if that is of its kind.
+
+    Later versions of an optimizer have more switches, so ``None`` and bools do not count.
+
+    Args:
+        saved: the names of the settings of the saved group.
+    """
+    unknown = {name for name in saved - group.keys() if not name.endswith("_lr")}  # a scheduler's
+    if not unknown:
+        return []
+    lacking = []
+    for name in sorted(optimizer.defaults.keys() & group.keys() - saved):
+        is_switch = group[name] is None or isinstance(group[name], bool)
+        if not is_switch:
+            lacking.append(name)
+    return lacking
+
+
 def take_group(
     left: list[dict], wanted: list[str], is_skipped: Callable[[str], bool], own: dict
 ) -> dict:
