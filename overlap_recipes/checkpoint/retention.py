@@ -16,6 +16,7 @@ from torch.distributed.tensor import DTensor
 
 from .durable import DurableSaves, committed_steps, faults, flush
 from .names import check_kept, name_of, step_of, steps_left_out
+from .saves import Job
 
 LOG = logging.getLogger(__name__)
 LEASE = "lease"  # in the root: locked by the job that writes here
@@ -102,6 +103,15 @@ class RetainedSaves(DurableSaves):
         finally:
             self.give_back()
 
+    def begin(self, job: Job, aside: Path) -> tuple:
+        ours = super().begin(job, aside)
+        newest = max(committed_steps(self.root), default=0)
+        if job.directory.parent != self.root:
+            raise RuntimeError(f"{job.directory} is not in {self.root}")
+        if step_of(job.directory.name) < newest:
+            raise RuntimeError(f"step{newest} is there: resume from it, or take another root")
+        return ours
+
     def write(self, state: dict, directory: Path) -> None:
         self.together(self.look_for_room, state)
         super().write(state, directory)
@@ -114,11 +124,6 @@ class RetainedSaves(DurableSaves):
             raise OSError(errno.ENOSPC, f"{needed} bytes to write, {free} free", str(self.root))
 
     def commit(self, aside: Path, directory: Path) -> None:
-        newest = max(committed_steps(self.root), default=0)
-        if directory.parent != self.root:
-            raise RuntimeError(f"{directory} is not in {self.root}")
-        if step_of(directory.name) < newest:
-            raise RuntimeError(f"step{newest} is there: resume from it, or take another root")
         super().commit(aside, directory)
         if self.rank == 0:
             for step in to_delete(self.root, self.keep_last, self.keep_every):
