@@ -11,8 +11,6 @@ import shutil
 from pathlib import Path
 
 import torch
-import torch.distributed as dist
-from torch.distributed.tensor import DTensor
 
 from .durable import DurableSaves, committed_steps, faults, flush
 from .names import check_kept, name_of, step_of, steps_left_out
@@ -117,8 +115,7 @@ class RetainedSaves(DurableSaves):
         super().write(state, directory)
 
     def look_for_room(self, state: dict) -> None:
-        ranks = dist.get_world_size() if dist.is_initialized() else 1
-        needed = nbytes(state) * ranks  # the others' parts are about as large
+        needed = bytes_of_whole(state)
         free = shutil.disk_usage(self.root).free  # raises if the root is gone
         if free < needed:
             raise OSError(errno.ENOSPC, f"{needed} bytes to write, {free} free", str(self.root))
@@ -133,15 +130,19 @@ class RetainedSaves(DurableSaves):
                     LOG.error("step%d cannot be deleted: %s", step, error)
 
 
-def nbytes(state: object) -> int:
-    """Bytes of this rank's part of the tensors in nested dicts and lists."""
+def bytes_of_whole(state: object) -> int:
+    """Bytes that a checkpoint has of the tensors in nested dicts and lists.
+
+    Of a DTensor it has the shards of all ranks, of any other tensor one rank's, whose name it is.
+    What only other ranks hold, as in a pipeline, does not count.
+    """
     if isinstance(state, dict):
-        return sum(nbytes(value) for value in state.values())
+        return sum(bytes_of_whole(value) for value in state.values())
     if isinstance(state, list | tuple):
-        return sum(nbytes(value) for value in state)
-    if isinstance(state, DTensor):
-        state = state.to_local()
-    return state.nbytes if torch.is_tensor(state) else 0
+        return sum(bytes_of_whole(value) for value in state)
+    if torch.is_tensor(state):
+        return state.shape.numel() * state.dtype.itemsize  # a DTensor has the shape of the whole
+    return 0
 
 
 def seconds_between_saves(cost_s: float, mtbf_s: float, upload_s: float) -> float:

@@ -379,7 +379,7 @@ if __name__ == "__main__":
 # Memory as :doc:`saves_beside_training` has it, and none for digests: the writing thread reads the
 # files again, from the page cache, at a core's rate of CRC-32. On disk, room for
 # ``keep_last`` + 1 checkpoints, since the new one is written before the oldest goes, and for those of
-# ``keep_every``. A save looks for room before its first byte, under DDP for a copy a rank.
+# ``keep_every``. A save looks for room before its first byte.
 #
 # Known limits
 # ------------

@@ -340,6 +340,7 @@ def test_nothing_is_left_out_twice_and_the_newest_never() -> None:
 TROUBLES = (
     "goes_on",
     "ddp",
+    "room_for_one_checkpoint",
     "other_steps",
     "later_difference",
     "failed_step",

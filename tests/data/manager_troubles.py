@@ -10,6 +10,8 @@ from concurrent.futures import Future
 from contextlib import contextmanager
 from pathlib import Path
 from threading import Event
+from types import SimpleNamespace
+from unittest import mock
 
 RECIPES = Path(__file__).parents[2] / "recipes_source" / "checkpoint"
 sys.path[:0] = [str(RECIPES), str(Path(__file__).parent)]
@@ -91,6 +93,22 @@ def ddp(root: Path, device: torch.device) -> None:
     whole = run(Job(DistributedDataParallel), root / "whole", 6)
     first = run(Job(DistributedDataParallel), root / "run", 3)
     assert first + run(Job(DistributedDataParallel, seed=1), root / "run", 6) == whole
+
+
+def room_for_one_checkpoint(root: Path, device: torch.device) -> None:
+    """A save needs the room that its checkpoint takes, whether ranks hold copies or shards."""
+    numbers = 4 * 8 + 8 + 8 * 4 + 4
+    size = 4 * (3 * numbers + 4)  # weights and two moments, and the steps of four parameters
+    for wrap in (DistributedDataParallel, sharded):
+        job = Job(wrap)
+        job.step()
+        with CheckpointManager(root / wrap.__name__, job.state) as checkpoints:
+            for step, free in enumerate((size - 1, size), 1):
+                usage = SimpleNamespace(free=free)
+                with mock.patch.object(shutil, "disk_usage", lambda _, usage=usage: usage):
+                    error = checkpoints.save(step).exception()
+                lacks = f"{size} bytes to write, {free} free"
+                assert (lacks in str(error)) == (free < size), error
 
 
 def other_steps(root: Path, device: torch.device) -> None:
@@ -239,7 +257,16 @@ def hosts(root: Path, device: torch.device) -> None:
     assert first + again == whole
 
 
-TROUBLES = (goes_on, ddp, other_steps, later_difference, batch_norm, failed_step, hosts)
+TROUBLES = (
+    goes_on,
+    ddp,
+    room_for_one_checkpoint,
+    other_steps,
+    later_difference,
+    batch_norm,
+    failed_step,
+    hosts,
+)
 
 if __name__ == "__main__":
     face(TROUBLES)
