@@ -106,7 +106,8 @@ def load(
     fits = []
     for key, state in states.items():
         if isinstance(state, AppState):
-            fits.append(Fit(key, state, entries_below(metadata, key), set(skip)))
+            entries = entries_below(metadata, key)
+            fits.append(Fit(key, state, entries, set(skip), process_group))
     lists: dict[str, object] = {}
     for fit in fits:
         lists.update(fit.lists())
@@ -191,11 +192,19 @@ class Fit:
         wrong: a line for each difference.
     """
 
-    def __init__(self, key: str, job: AppState, entries: list[Entry], skip: set[str]) -> None:
+    def __init__(
+        self,
+        key: str,
+        job: AppState,
+        entries: list[Entry],
+        skip: set[str],
+        process_group: dist.ProcessGroup | None,
+    ) -> None:
         self.key = key
         self.job = job
         self.entries = entries
         self.skip = skip
+        self.process_group = process_group
         self.skipped: set[str] = set()  # of ``skip``, what has been found
         self.wanted: list[Entry] = []
         self.rooms: dict[str, object] = {}
@@ -273,7 +282,8 @@ class Fit:
         for name, spec in self.contents.get("left_out", {}).items():
             if not self.is_skipped(name):
                 saved[name] = spec
-        self.wrong.extend(self.job.differing_frozen(self.contents, self.is_skipped))
+        frozen = self.job.differing_frozen(self.contents, self.is_skipped, self.process_group)
+        self.wrong.extend(frozen)
         here: dict[str, str] = {}
         for name, leaf in self.whole_model.items():
             is_empty = isinstance(leaf, dict) and not leaf  # no checkpoint has it

@@ -270,8 +270,16 @@ class AppState(Stateful):
         self.frozen_sums = sums
         self.frozen_seen = seen
 
-    def differing_frozen(self, contents: dict, is_skipped: Callable[[str], bool]) -> list[str]:
-        """Lines for parameters that the checkpoint has left out, and that are others here."""
+    def differing_frozen(
+        self,
+        contents: dict,
+        is_skipped: Callable[[str], bool],
+        group: dist.ProcessGroup | None = None,
+    ) -> list[str]:
+        """Lines for parameters that the checkpoint has left out, and that are others here.
+
+        All ranks of ``group`` call it.
+        """
         if not contents.get("left_out"):
             return []
         parameters = {}
@@ -286,7 +294,8 @@ class AppState(Stateful):
                 found.append("  " + ON_META % name)
             elif described(parameters[name]) == spec:
                 of_parts[name] = parts_of(parameters[name])
-        for name, here in digests_of_ranks(own_sums(of_parts)).items():
+        sums = own_sums(of_parts, group)
+        for name, here in digests_of_ranks(sums, group).items():
             if here != contents["digests"][name]:
                 found.append("  " + OTHER_VALUES % name)
         return found

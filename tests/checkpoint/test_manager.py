@@ -341,6 +341,7 @@ TROUBLES = (
     "goes_on",
     "ddp",
     "room_for_one_checkpoint",
+    "load_in_a_group",
     "other_steps",
     "later_difference",
     "failed_step",

@@ -24,7 +24,7 @@ from torch.distributed.device_mesh import init_device_mesh  # noqa: E402
 from torch.distributed.fsdp import fully_shard  # noqa: E402
 from torch.nn.parallel import DistributedDataParallel  # noqa: E402
 
-from overlap_recipes.checkpoint import CheckpointManager, TrainingState  # noqa: E402
+from overlap_recipes.checkpoint import CheckpointManager, TrainingState, load  # noqa: E402
 
 
 class Job:
@@ -109,6 +109,35 @@ def room_for_one_checkpoint(root: Path, device: torch.device) -> None:
                     error = checkpoints.save(step).exception()
                 lacks = f"{size} bytes to write, {free} free"
                 assert (lacks in str(error)) == (free < size), error
+
+
+def frozen_base(seed: int) -> TrainingState:
+    torch.manual_seed(seed)
+    trained = nn.Linear(4, 4)
+    torch.manual_seed(0)
+    base = nn.Linear(4, 4).requires_grad_(False)
+    model = nn.Sequential(base, trained)
+    return TrainingState(model, torch.optim.AdamW(trained.parameters()), trainable_only=True)
+
+
+def load_in(group: dist.ProcessGroup, state: TrainingState, directory: Path) -> None:
+    load({"app": state}, directory, process_group=group)
+
+
+def load_in_a_group(root: Path, device: torch.device) -> None:
+    """The last rank loads alone: what is frozen is compared in its group, and not in all."""
+    saved = frozen_base(seed=1)
+    with CheckpointManager(root, saved) as checkpoints:
+        checkpoints.save(1)
+    last = dist.get_world_size() - 1
+    group = dist.new_group([last])
+    if dist.get_rank() == last:
+        other = frozen_base(seed=2)
+        load_in(group, other, root / "step1")
+        assert torch.equal(other.model[1].weight, saved.model[1].weight)
+        with torch.no_grad():
+            other.model[0].weight.add_(1)
+        raises(ValueError, "of other values", load_in, group, other, root / "step1")
 
 
 def other_steps(root: Path, device: torch.device) -> None:
@@ -261,6 +290,7 @@ TROUBLES = (
     goes_on,
     ddp,
     room_for_one_checkpoint,
+    load_in_a_group,
     other_steps,
     later_difference,
     batch_norm,
