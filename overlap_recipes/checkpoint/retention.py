@@ -18,6 +18,11 @@ from .saves import Job
 
 LOG = logging.getLogger(__name__)
 LEASE = "lease"  # in the root: locked by the job that writes here
+HELD = (errno.EWOULDBLOCK, errno.EAGAIN, errno.EACCES)  # of a lock that another process has
+NO_LOCKS = (
+    "cannot lock %s: %s. If its file system has no locks, mount it with locks (Lustre: -o flock; "
+    "NFS: version 4, or with lockd) or take another root"
+)
 LEFTOVERS = ("*.incomplete", "*.deleted")  # what a crash can leave behind
 
 
@@ -42,7 +47,7 @@ def take_lease(root: Path) -> int:
     """Lock ``root`` for this process; return the file descriptor that holds the lock until closed.
 
     Raises:
-        RuntimeError: another process holds it.
+        RuntimeError: another process holds it; the file system has no locks.
     """
     root.mkdir(parents=True, exist_ok=True)
     lease = os.open(root / LEASE, os.O_RDWR | os.O_CREAT, 0o644)
@@ -50,7 +55,10 @@ def take_lease(root: Path) -> int:
         fcntl.flock(lease, fcntl.LOCK_EX | fcntl.LOCK_NB)
     except OSError as error:
         os.close(lease)
-        raise RuntimeError(f"another job writes to {root}: end it or use another root") from error
+        if error.errno in HELD:
+            held = f"another job writes to {root}: end it or use another root"
+            raise RuntimeError(held) from error
+        raise RuntimeError(NO_LOCKS % (root, error)) from error
     return lease
 
 
@@ -66,9 +74,9 @@ class RetainedSaves(DurableSaves):
 
     Raises:
         ValueError: nothing would be kept.
-        RuntimeError: on entry, on every rank: another job writes to ``root``. In a save's future:
-            its directory is not in ``root``, or ``root`` holds a newer step, whose run has not been
-            resumed.
+        RuntimeError: on entry, on every rank: another job writes to ``root``, or its file system
+            has no locks. In a save's future: its directory is not in ``root``, or ``root`` holds a
+            newer step, whose run has not been resumed.
     """
 
     def __init__(self, root: Path | str, *args, keep_last=3, keep_every=0, **kwargs) -> None:

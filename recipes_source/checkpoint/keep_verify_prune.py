@@ -388,7 +388,8 @@ if __name__ == "__main__":
 # * ``fsync`` is a request. A disk with a volatile cache may lie about it, and a network file system
 #   may be mounted to ignore it.
 # * The lease is a file lock. On NFS it holds between hosts from version 4 on, on Lustre if it is
-#   mounted with ``flock``. Elsewhere a second job on another host is not refused, or each job is.
+#   mounted with ``flock``. Elsewhere a second job on another host is not refused, or each job is, by
+#   an error that says so.
 # * Digests are of what the file system returns right behind the write. They find what changes later,
 #   not what memory had changed before.
 # * ``list`` and ``prune`` look at names and sizes. A checkpoint whose bytes have changed counts as

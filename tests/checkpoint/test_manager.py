@@ -1,6 +1,9 @@
 """One object saves, keeps, resumes and leaves in time, and no checkpoint is lost without a word."""
 
+import errno
+import fcntl
 import logging
+import os
 import signal
 import threading
 from functools import partial
@@ -246,6 +249,22 @@ def test_a_second_job_is_refused_on_entry(tmp_path: Path) -> None:
     with (
         CheckpointManager(tmp_path, Job().state),
         pytest.raises(RuntimeError, match="another job writes to"),
+        CheckpointManager(tmp_path, Job().state, grace_s=None),
+    ):
+        pass
+
+
+@pytest.mark.parametrize("number", [errno.ENOSYS, errno.ENOLCK, errno.EOPNOTSUPP])
+def test_a_file_system_without_locks_is_not_told_as_another_job(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, number: int
+) -> None:
+    def flock(*_: object) -> None:
+        raise OSError(number, os.strerror(number))
+
+    monkeypatch.setattr(fcntl, "flock", flock)
+    told = rf"cannot lock .*Errno {number}.*mount it with locks"
+    with (
+        pytest.raises(RuntimeError, match=told),
         CheckpointManager(tmp_path, Job().state, grace_s=None),
     ):
         pass
