@@ -12,24 +12,26 @@ WEIGHTS = (0x9E3779B97F4A7C15, 0xC2B2AE3D27D4EB4F, 0x165667B19E3779F9)  # odd, o
 MODULUS = 1 << 64
 
 
-def own_sums(tensors: dict[str, list[torch.Tensor]]) -> dict[str, int]:
-    """What this rank adds to the digest of each list of tensors.
+def own_sums(
+    tensors: dict[str, list[torch.Tensor]], group: dist.ProcessGroup | None = None
+) -> dict[str, int]:
+    """What this rank adds to the digest of each list of tensors, as one of ``group``.
 
     A digest is a sum over all elements, each weighted by its place in the whole tensor: it does not
     depend on how the ranks share it.
     """
     own = {}
     for name, parts in tensors.items():
-        own[name] = sum(weighted_sum(part) for part in parts)
+        own[name] = sum(weighted_sum(part, group) for part in parts)
     return own
 
 
-def digests_of_ranks(own: dict[str, int]) -> dict[str, str]:
-    """The digests, from what each rank adds; all ranks call it, with the same names."""
+def digests_of_ranks(own: dict[str, int], group: dist.ProcessGroup | None = None) -> dict[str, str]:
+    """The digests, from what each rank adds; all of ``group`` call it, with the same names."""
     of_ranks = [own]
     if dist.is_initialized():
-        of_ranks = [own] * dist.get_world_size()
-        dist.all_gather_object(of_ranks, own)
+        of_ranks = [own] * dist.get_world_size(group)
+        dist.all_gather_object(of_ranks, own, group=group)
     found = {}
     for name in own:
         total = sum(sums.get(name, 0) for sums in of_ranks) % MODULUS
@@ -38,10 +40,10 @@ def digests_of_ranks(own: dict[str, int]) -> dict[str, str]:
 
 
 @torch.no_grad()
-def weighted_sum(tensor: torch.Tensor) -> int:
+def weighted_sum(tensor: torch.Tensor, group: dist.ProcessGroup | None) -> int:
     """What this rank adds; of what several ranks hold, one adds it."""
     if not isinstance(tensor, DTensor):
-        is_first = not dist.is_initialized() or dist.get_rank() == 0
+        is_first = not dist.is_initialized() or dist.get_rank(group) == 0
         return sum_at(tensor, (0,) * tensor.dim()) if is_first else 0
     coordinate = tensor.device_mesh.get_coordinate()
     if coordinate is None:

@@ -24,6 +24,7 @@ from .shared_reads import SharedReads
 from .state import (
     NOT_LOADED,
     OTHER_GROUPS,
+    OTHER_KIND,
     PER_RANK,
     RECIPES,
     AppState,
@@ -33,6 +34,7 @@ from .state import (
     described,
     differences,
     in_parts,
+    lacking_settings,
     own_rank,
     parse,
     shard_of,
@@ -92,8 +94,8 @@ def load(
 
     Raises:
         ValueError: the checkpoint does not fit. The message lists what differs, on all ranks;
-            nothing has changed then. A state of another kind of optimizer is told behind the read:
-            the weights are the checkpoint's then.
+            nothing has changed then. What an optimizer's own ``load_state_dict`` refuses is told
+            behind the read: the weights are the checkpoint's then.
         DamagedCheckpoint: the list of contents is not as saved.
         OSError, RuntimeError: it is not there; it cannot be read.
         CheckpointException: a rank could not read its part: a file is missing, short, or not as
@@ -104,7 +106,8 @@ def load(
     fits = []
     for key, state in states.items():
         if isinstance(state, AppState):
-            fits.append(Fit(key, state, entries_below(metadata, key), set(skip)))
+            entries = entries_below(metadata, key)
+            fits.append(Fit(key, state, entries, set(skip), process_group))
     lists: dict[str, object] = {}
     for fit in fits:
         lists.update(fit.lists())
@@ -189,11 +192,19 @@ class Fit:
         wrong: a line for each difference.
     """
 
-    def __init__(self, key: str, job: AppState, entries: list[Entry], skip: set[str]) -> None:
+    def __init__(
+        self,
+        key: str,
+        job: AppState,
+        entries: list[Entry],
+        skip: set[str],
+        process_group: dist.ProcessGroup | None,
+    ) -> None:
         self.key = key
         self.job = job
         self.entries = entries
         self.skip = skip
+        self.process_group = process_group
         self.skipped: set[str] = set()  # of ``skip``, what has been found
         self.wanted: list[Entry] = []
         self.rooms: dict[str, object] = {}
@@ -271,7 +282,8 @@ class Fit:
         for name, spec in self.contents.get("left_out", {}).items():
             if not self.is_skipped(name):
                 saved[name] = spec
-        self.wrong.extend(self.job.differing_frozen(self.contents, self.is_skipped))
+        frozen = self.job.differing_frozen(self.contents, self.is_skipped, self.process_group)
+        self.wrong.extend(frozen)
         here: dict[str, str] = {}
         for name, leaf in self.whole_model.items():
             is_empty = isinstance(leaf, dict) and not leaf  # no checkpoint has it
@@ -310,15 +322,31 @@ class Fit:
         return room_of_part(entry.stored, parameter)
 
     def look_at_groups(self, lists: dict[str, object]) -> None:
-        saved: list[set[str]] = []
+        names: dict[int, set[str]] = {}  # of the parameters, by the number of the group
+        settings: dict[int, set[str]] = {}
         for entry in self.below("optim", "param_groups"):
-            if entry.path[-1] == "params":
-                saved.append(self.not_skipped(lists[entry.name]))
             self.want(entry, element(self.optim, entry.path[1:]))
-        for group in self.optim["param_groups"]:
-            names = self.not_skipped(group["params"])
-            if names and names not in saved:
-                self.wrong.append(f"  the group of {min(names)}: {OTHER_GROUPS}")
+            if len(entry.path) < 4:
+                continue  # the list is empty
+            number = int(entry.path[2])
+            settings.setdefault(number, set()).add(str(entry.path[3]))
+            if entry.path[-1] == "params":
+                names[number] = self.not_skipped(lists[entry.name])
+        optimizers = []  # of each group
+        for optimizer in self.job.optimizers:
+            optimizers.extend([optimizer] * len(optimizer.param_groups))
+        for optimizer, group in zip(optimizers, self.optim["param_groups"], strict=True):
+            wanted = self.not_skipped(group["params"])
+            alike = [number for number in names if names[number] == wanted]
+            if not wanted:
+                continue
+            if not alike:
+                self.wrong.append(f"  the group of {min(wanted)}: {OTHER_GROUPS}")
+                continue
+            lacking = lacking_settings(optimizer, group, settings[alike[0]])
+            if lacking:
+                kind = type(optimizer).__name__
+                self.wrong.append("  " + OTHER_KIND % (kind, ", ".join(lacking)))
 
     def not_skipped(self, names: Iterable[str]) -> set[str]:
         return {name for name in names if not self.is_skipped(name)}

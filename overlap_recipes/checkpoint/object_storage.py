@@ -14,8 +14,8 @@ from urllib.parse import urlsplit
 import torch
 import torch.distributed.checkpoint as dcp
 
-from .names import check_kept, name_of, steps_left_out, steps_of
-from .saves import Saves
+from .names import check_kept, name_of, step_of, steps_left_out, steps_of
+from .saves import Job, Saves
 
 try:
     from fsspec.core import url_to_fs
@@ -202,6 +202,8 @@ class ObjectSaves(Saves):
     Raises:
         ValueError: nothing would be kept.
         RuntimeError: on entry, on every rank, if the store cannot be reached or takes two commits.
+            In a save's future: with ``keep_last``, there is a newer step, whose run has not been
+            resumed.
     """
 
     def __init__(
@@ -224,6 +226,14 @@ class ObjectSaves(Saves):
 
     def prepare_files(self, state: dict) -> None:
         """There are none: DCP plans and writes each save."""
+
+    def begin(self, job: Job, aside: Path) -> tuple:
+        ours = super().begin(job, aside)
+        if self.rank == 0 and self.keep_last is not None:
+            newest = max(committed(self.url), default=0)
+            if step_of(job.directory.name) < newest:  # it would be deleted as the older one
+                raise RuntimeError(f"step{newest} is there: resume from it, or take another root")
+        return ours
 
     def write(self, state: dict, directory: Path) -> None:
         torch.serialization.set_crc32_options(False)  # nothing reads the sums

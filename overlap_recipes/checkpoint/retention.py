@@ -11,14 +11,18 @@ import shutil
 from pathlib import Path
 
 import torch
-import torch.distributed as dist
-from torch.distributed.tensor import DTensor
 
 from .durable import DurableSaves, committed_steps, faults, flush
 from .names import check_kept, name_of, step_of, steps_left_out
+from .saves import Job
 
 LOG = logging.getLogger(__name__)
 LEASE = "lease"  # in the root: locked by the job that writes here
+HELD = (errno.EWOULDBLOCK, errno.EAGAIN, errno.EACCES)  # of a lock that another process has
+NO_LOCKS = (
+    "cannot lock %s: %s. If its file system has no locks, mount it with locks (Lustre: -o flock; "
+    "NFS: version 4, or with lockd) or take another root"
+)
 LEFTOVERS = ("*.incomplete", "*.deleted")  # what a crash can leave behind
 
 
@@ -43,7 +47,7 @@ def take_lease(root: Path) -> int:
     """Lock ``root`` for this process; return the file descriptor that holds the lock until closed.
 
     Raises:
-        RuntimeError: another process holds it.
+        RuntimeError: another process holds it; the file system has no locks.
     """
     root.mkdir(parents=True, exist_ok=True)
     lease = os.open(root / LEASE, os.O_RDWR | os.O_CREAT, 0o644)
@@ -51,7 +55,10 @@ def take_lease(root: Path) -> int:
         fcntl.flock(lease, fcntl.LOCK_EX | fcntl.LOCK_NB)
     except OSError as error:
         os.close(lease)
-        raise RuntimeError(f"another job writes to {root}: end it or use another root") from error
+        if error.errno in HELD:
+            held = f"another job writes to {root}: end it or use another root"
+            raise RuntimeError(held) from error
+        raise RuntimeError(NO_LOCKS % (root, error)) from error
     return lease
 
 
@@ -67,9 +74,9 @@ class RetainedSaves(DurableSaves):
 
     Raises:
         ValueError: nothing would be kept.
-        RuntimeError: on entry, on every rank: another job writes to ``root``. In a save's future:
-            its directory is not in ``root``, or ``root`` holds a newer step, whose run has not been
-            resumed.
+        RuntimeError: on entry, on every rank: another job writes to ``root``, or its file system
+            has no locks. In a save's future: its directory is not in ``root``, or ``root`` holds a
+            newer step, whose run has not been resumed.
     """
 
     def __init__(self, root: Path | str, *args, keep_last=3, keep_every=0, **kwargs) -> None:
@@ -102,23 +109,26 @@ class RetainedSaves(DurableSaves):
         finally:
             self.give_back()
 
+    def begin(self, job: Job, aside: Path) -> tuple:
+        ours = super().begin(job, aside)
+        newest = max(committed_steps(self.root), default=0)
+        if job.directory.parent != self.root:
+            raise RuntimeError(f"{job.directory} is not in {self.root}")
+        if step_of(job.directory.name) < newest:
+            raise RuntimeError(f"step{newest} is there: resume from it, or take another root")
+        return ours
+
     def write(self, state: dict, directory: Path) -> None:
         self.together(self.look_for_room, state)
         super().write(state, directory)
 
     def look_for_room(self, state: dict) -> None:
-        ranks = dist.get_world_size() if dist.is_initialized() else 1
-        needed = nbytes(state) * ranks  # the others' parts are about as large
+        needed = bytes_of_whole(state)
         free = shutil.disk_usage(self.root).free  # raises if the root is gone
         if free < needed:
             raise OSError(errno.ENOSPC, f"{needed} bytes to write, {free} free", str(self.root))
 
     def commit(self, aside: Path, directory: Path) -> None:
-        newest = max(committed_steps(self.root), default=0)
-        if directory.parent != self.root:
-            raise RuntimeError(f"{directory} is not in {self.root}")
-        if step_of(directory.name) < newest:
-            raise RuntimeError(f"step{newest} is there: resume from it, or take another root")
         super().commit(aside, directory)
         if self.rank == 0:
             for step in to_delete(self.root, self.keep_last, self.keep_every):
@@ -128,15 +138,19 @@ class RetainedSaves(DurableSaves):
                     LOG.error("step%d cannot be deleted: %s", step, error)
 
 
-def nbytes(state: object) -> int:
-    """Bytes of this rank's part of the tensors in nested dicts and lists."""
+def bytes_of_whole(state: object) -> int:
+    """Bytes that a checkpoint has of the tensors in nested dicts and lists.
+
+    Of a DTensor it has the shards of all ranks, of any other tensor one rank's, whose name it is.
+    What only other ranks hold, as in a pipeline, does not count.
+    """
     if isinstance(state, dict):
-        return sum(nbytes(value) for value in state.values())
+        return sum(bytes_of_whole(value) for value in state.values())
     if isinstance(state, list | tuple):
-        return sum(nbytes(value) for value in state)
-    if isinstance(state, DTensor):
-        state = state.to_local()
-    return state.nbytes if torch.is_tensor(state) else 0
+        return sum(bytes_of_whole(value) for value in state)
+    if torch.is_tensor(state):
+        return state.shape.numel() * state.dtype.itemsize  # a DTensor has the shape of the whole
+    return 0
 
 
 def seconds_between_saves(cost_s: float, mtbf_s: float, upload_s: float) -> float:

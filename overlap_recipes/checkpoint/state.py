@@ -270,8 +270,16 @@ class AppState(Stateful):
         self.frozen_sums = sums
         self.frozen_seen = seen
 
-    def differing_frozen(self, contents: dict, is_skipped: Callable[[str], bool]) -> list[str]:
-        """Lines for parameters that the checkpoint has left out, and that are others here."""
+    def differing_frozen(
+        self,
+        contents: dict,
+        is_skipped: Callable[[str], bool],
+        group: dist.ProcessGroup | None = None,
+    ) -> list[str]:
+        """Lines for parameters that the checkpoint has left out, and that are others here.
+
+        All ranks of ``group`` call it.
+        """
         if not contents.get("left_out"):
             return []
         parameters = {}
@@ -286,7 +294,8 @@ class AppState(Stateful):
                 found.append("  " + ON_META % name)
             elif described(parameters[name]) == spec:
                 of_parts[name] = parts_of(parameters[name])
-        for name, here in digests_of_ranks(own_sums(of_parts)).items():
+        sums = own_sums(of_parts, group)
+        for name, here in digests_of_ranks(sums, group).items():
             if here != contents["digests"][name]:
                 found.append("  " + OTHER_VALUES % name)
         return found
@@ -591,6 +600,25 @@ def load_kind(optimizer: torch.optim.Optimizer, state: dict) -> None:
         lacking = sorted(needed - group.keys())
         if lacking and unknown:  # a later version of an optimizer may need more
             raise ValueError(OTHER_KIND % (type(optimizer).__name__, ", ".join(lacking)))
+
+
+def lacking_settings(optimizer: torch.optim.Optimizer, group: dict, saved: set[str]) -> list[str]:
+    """What ``group`` steps with and a saved one of another kind lacks; [] if that is of its kind.
+
+    Later versions of an optimizer have more switches, so ``None`` and bools do not count.
+
+    Args:
+        saved: the names of the settings of the saved group.
+    """
+    unknown = {name for name in saved - group.keys() if not name.endswith("_lr")}  # a scheduler's
+    if not unknown:
+        return []
+    lacking = []
+    for name in sorted(optimizer.defaults.keys() & group.keys() - saved):
+        is_switch = group[name] is None or isinstance(group[name], bool)
+        if not is_switch:
+            lacking.append(name)
+    return lacking
 
 
 def take_group(

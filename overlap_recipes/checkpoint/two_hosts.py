@@ -5,6 +5,7 @@
 import json
 import os
 import shutil
+import socket
 import uuid
 from collections.abc import Iterator
 from concurrent.futures import Future
@@ -18,7 +19,7 @@ import torch.distributed as dist
 
 from .digests import DamagedCheckpoint
 from .names import check_kept, check_name, name_of, step_of, steps_left_out, steps_of
-from .saves import Job, Saves
+from .saves import CALLING, Job, Saves
 
 PIECE = 64 << 20  # bytes that are sent at a time
 FEWEST = 2  # checkpoints on each host: the newest may have its name on some hosts only
@@ -26,6 +27,10 @@ LISTING = "files.json"  # which save it is, names and sizes of all its files on 
 NONE_IS_WHOLE = (
     "of no checkpoint have the hosts every file between them, by step: %s. Start with those that "
     "wrote them; to begin anew, remove them or take another directory"
+)
+OTHER_HOSTS = (
+    "hosts need equal numbers of ranks, that follow each other; by name they are on %s: give "
+    "PartnerSaves per_host, or set LOCAL_WORLD_SIZE"
 )
 
 
@@ -63,12 +68,14 @@ class PartnerSaves(Saves):
     """Overlapped saves to directories of each host, with copies on the next host.
 
     Args:
-        per_host: ranks per host, by default as many as torchrun has started here.
+        per_host: ranks per host. None: as many as torchrun has started here; without it, as many
+            as are on hosts of one name.
         keep_last: how many of the newest checkpoints stay on each host, two at least.
         keep_every: steps that it divides stay, too.
 
     Raises:
-        ValueError: ``keep_last`` is below 2.
+        ValueError: ``keep_last`` is below 2; or, without ``per_host`` and torchrun, hosts have
+            other numbers of ranks, or ranks that do not follow each other.
     """
 
     def __init__(
@@ -85,8 +92,14 @@ class PartnerSaves(Saves):
         check_kept(keep_last, keep_every)  # now, and not at the first save
         self.keep_last = keep_last
         self.keep_every = keep_every
-        self.per_host = per_host or int(os.environ.get("LOCAL_WORLD_SIZE", "1"))
+        self.per_host = per_host or self.count_ranks()
         self.first_of_host = self.rank % self.per_host == 0
+
+    def count_ranks(self) -> int:
+        """Ranks per host: as torchrun says, else by the names of the hosts."""
+        if "LOCAL_WORLD_SIZE" in os.environ:
+            return int(os.environ["LOCAL_WORLD_SIZE"])
+        return ranks_of_a_host(self.together(socket.gethostname, group=CALLING))
 
     def save(self, state_dict: dict, directory: Path) -> Future | None:
         """As ``Saves.save``; ``directory`` is ``local / name_of(step)``, on each host its own.
@@ -160,6 +173,23 @@ class PartnerSaves(Saves):
             there = steps_in(directory.parent)
             for step in steps_left_out(there, self.keep_last, self.keep_every):
                 shutil.rmtree(directory.with_name(name_of(step)))
+
+
+def ranks_of_a_host(hosts: list[str]) -> int:
+    """How many ranks each host has.
+
+    Args:
+        hosts: the name of each rank's host.
+
+    Raises:
+        ValueError: they have other numbers, or ranks that do not follow each other.
+    """
+    per_host = hosts.count(hosts[0])
+    for rank, host in enumerate(hosts):
+        first = rank - rank % per_host
+        if host != hosts[first] or hosts.count(host) != per_host:
+            raise ValueError(OTHER_HOSTS % (hosts,))
+    return per_host
 
 
 def steps_in(local: Path) -> list[int]:

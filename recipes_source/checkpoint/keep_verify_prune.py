@@ -379,7 +379,7 @@ if __name__ == "__main__":
 # Memory as :doc:`saves_beside_training` has it, and none for digests: the writing thread reads the
 # files again, from the page cache, at a core's rate of CRC-32. On disk, room for
 # ``keep_last`` + 1 checkpoints, since the new one is written before the oldest goes, and for those of
-# ``keep_every``. A save looks for room before its first byte, under DDP for a copy a rank.
+# ``keep_every``. A save looks for room before its first byte.
 #
 # Known limits
 # ------------
@@ -388,7 +388,8 @@ if __name__ == "__main__":
 # * ``fsync`` is a request. A disk with a volatile cache may lie about it, and a network file system
 #   may be mounted to ignore it.
 # * The lease is a file lock. On NFS it holds between hosts from version 4 on, on Lustre if it is
-#   mounted with ``flock``. Elsewhere a second job on another host is not refused, or each job is.
+#   mounted with ``flock``. Elsewhere a second job on another host is not refused, or each job is, by
+#   an error that says so.
 # * Digests are of what the file system returns right behind the write. They find what changes later,
 #   not what memory had changed before.
 # * ``list`` and ``prune`` look at names and sizes. A checkpoint whose bytes have changed counts as

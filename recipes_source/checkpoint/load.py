@@ -186,9 +186,9 @@ def save_both(job: Job, root: Path) -> list[Path]:
 # that has given nothing for five minutes. The message names the file.
 #
 # ``load`` adds what a job needs. It compares names, shapes and dtypes first, and lists all that
-# differs, on all ranks, before anything has changed; a state of another kind of optimizer is refused
-# behind that. And it makes the optimizer's state: ``dcp.load``
-# fills only what is there, so with it a new optimizer would have to take a step first.
+# differs, on all ranks, before anything has changed; a checkpoint of another kind of optimizer, too.
+# And it makes the optimizer's state: ``dcp.load`` fills only what is there, so with it a new optimizer
+# would have to take a step first.
 #
 # What several ranks hold, all of it under DDP, each shard under HSDP, leaves the storage once: its
 # bytes are divided among these ranks, each reads its share, and when all have, they broadcast.

@@ -13,7 +13,7 @@ from torch import nn
 from torch.distributed.fsdp import FullyShardedDataParallel
 from torch.testing._internal.two_tensor import TwoTensor
 
-from overlap_recipes.checkpoint import frozen
+from overlap_recipes.checkpoint import CheckpointManager, frozen
 from overlap_recipes.checkpoint import state as state_module
 from overlap_recipes.checkpoint.loading import load
 from overlap_recipes.checkpoint.state import (
@@ -243,6 +243,16 @@ def test_a_load_of_fsdp1_gives_frozen_layers_their_state_and_leaves_them_frozen(
         assert torch.equal(expected, here)
         momentum = optimizer.state[expected]["momentum_buffer"]
         assert torch.equal(momentum, others.state[here]["momentum_buffer"])
+
+
+@pytest.mark.filterwarnings("ignore::FutureWarning", "ignore::UserWarning")
+def test_a_manager_saves_sharded_tensors_of_fsdp1(tmp_path: Path) -> None:
+    """They have a shape and a type, and neither ``numel`` nor ``nbytes``."""
+    model = FullyShardedDataParallel(nn.Linear(4, 4), device_id=torch.device("cpu"))
+    optimizer = adam(model)
+    step(model, optimizer)
+    with CheckpointManager(tmp_path, TrainingState(model, optimizer)) as checkpoints:
+        checkpoints.save(1).result()
 
 
 def test_lists_and_dicts_come_back_though_they_are_empty_here(tmp_path: Path) -> None:

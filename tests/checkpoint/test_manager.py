@@ -1,6 +1,9 @@
 """One object saves, keeps, resumes and leaves in time, and no checkpoint is lost without a word."""
 
+import errno
+import fcntl
 import logging
+import os
 import signal
 import threading
 from functools import partial
@@ -251,6 +254,22 @@ def test_a_second_job_is_refused_on_entry(tmp_path: Path) -> None:
         pass
 
 
+@pytest.mark.parametrize("number", [errno.ENOSYS, errno.ENOLCK, errno.EOPNOTSUPP])
+def test_a_file_system_without_locks_is_not_told_as_another_job(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, number: int
+) -> None:
+    def flock(*_: object) -> None:
+        raise OSError(number, os.strerror(number))
+
+    monkeypatch.setattr(fcntl, "flock", flock)
+    told = rf"cannot lock .*Errno {number}.*mount it with locks"
+    with (
+        pytest.raises(RuntimeError, match=told),
+        CheckpointManager(tmp_path, Job().state, grace_s=None),
+    ):
+        pass
+
+
 def test_a_call_outside_the_block_is_refused(tmp_path: Path) -> None:
     checkpoints = CheckpointManager(tmp_path, Job().state, grace_s=None)
     with pytest.raises(RuntimeError, match="in one `with"):
@@ -340,6 +359,8 @@ def test_nothing_is_left_out_twice_and_the_newest_never() -> None:
 TROUBLES = (
     "goes_on",
     "ddp",
+    "room_for_one_checkpoint",
+    "load_in_a_group",
     "other_steps",
     "late_rank",
     "later_difference",

@@ -321,3 +321,17 @@ def test_a_name_may_have_the_signs_of_a_pattern(proxy: Proxy, url: str) -> None:
     url = f"{url}[lr=1e-3]*"
     assert save(url, 1, 2) == [None, None]
     assert list(object_storage.committed(url)) == [2, 1] and is_there(url, 2)
+
+
+def test_a_step_below_a_newer_one_is_refused_and_not_saved_to_be_deleted(tmp_path: Path) -> None:
+    url = f"file://{tmp_path}/store"
+    for steps, refused in (((900, 1000), []), ((10, 1000, 1001), [10, 1000])):
+        with object_storage.ObjectSaves(url, "cpu", keep_last=2) as saves:
+            uploads = {n: saves.save({"x": torch.full((10,), float(n))}, n) for n in steps}
+            failed = {n: str(upload.exception()) for n, upload in uploads.items()}
+            saves.failures.clear()
+        assert [n for n in failed if failed[n] != "None"] == refused, failed
+    assert "step1000 is there: resume from it, or take another root" in failed[10]
+    assert list(object_storage.committed(url)) == [1001, 1000]
+    folders = {path.name.partition(".")[0] for path in (tmp_path / "store").iterdir()}
+    assert folders == {"step1000", "step1001"}  # nothing of step 10 was written

@@ -533,6 +533,20 @@ def test_a_root_of_newer_steps_refuses_an_older_one_and_loses_neither(tmp_path) 
     assert (tmp_path / "step8" / ".metadata").exists()
 
 
+def test_what_a_root_refuses_is_not_written_first(tmp_path) -> None:
+    root, other = tmp_path / "root", tmp_path / "other"
+    other.mkdir()
+    with RetainedSaves(root, CPU) as saves:
+        saves.save({"x": torch.ones(2)}, root / "step8").result()
+        assert "step8 is there" in str(saves.save({"x": torch.ones(2)}, root / "step7").exception())
+        assert "is not in" in str(saves.save({"x": torch.ones(2)}, other / "step9").exception())
+        saves.failures.clear()
+        saves.save({"x": torch.ones(2)}, root / "step10").result()
+    left = {path.name for path in root.iterdir()}
+    assert left == {"step8", "step10", "latest", "lease"}
+    assert not list(other.iterdir())
+
+
 def test_relative_paths_stay_where_they_were_and_a_root_takes_only_its_own(
     tmp_path, monkeypatch
 ) -> None:

@@ -793,6 +793,24 @@ def test_a_checkpoint_of_another_kind_of_optimizer_is_refused_by_name(
         load({"app": apps[1]}, tmp_path)
 
 
+@pytest.mark.parametrize("saved, here", [("Adam", "SGD"), ("SGD", "AdamW"), ("SGD", "Adagrad")])
+def test_a_checkpoint_of_another_kind_of_optimizer_changes_nothing(
+    tmp_path: Path, saved: str, here: str
+) -> None:
+    apps = []
+    for kind in (saved, here):
+        model = nn.Linear(4, 4)
+        apps.append(trained(model, getattr(torch.optim, kind)(model.parameters(), 0.1)))
+    dcp.save({"app": apps[0]}, checkpoint_id=tmp_path)
+    before = deepcopy(apps[1].state_dict())
+    with pytest.raises(ValueError, match=f"another kind of optimizer: {here} needs "):
+        load({"app": apps[1]}, tmp_path)
+    after = apps[1].state_dict()
+    assert torch.equal(after["model"]["weight"], before["model"]["weight"])
+    assert after["optim"]["param_groups"] == before["optim"]["param_groups"]
+    trained(apps[1].model, apps[1].optimizers[0])
+
+
 def test_a_model_whose_parts_are_in_ddp_resumes(tmp_path: Path) -> None:
     """As of a GAN: each of its two networks is wrapped by itself. Names are as without DDP."""
 

@@ -16,7 +16,12 @@ from selection import REPO, with_library
 from troubles import survives
 
 from overlap_recipes.checkpoint import CheckpointManager, DamagedCheckpoint, TrainingState
-from overlap_recipes.checkpoint.two_hosts import LISTING, PartnerSaves, gather
+from overlap_recipes.checkpoint.two_hosts import (
+    LISTING,
+    PartnerSaves,
+    gather,
+    ranks_of_a_host,
+)
 
 DATA = REPO / "tests" / "data"
 NAMESPACES = ["unshare", "-nm" if os.geteuid() == 0 else "-Urnm"]
@@ -86,7 +91,22 @@ def test_a_step_before_one_that_is_there_is_not_saved_to_be_deleted(
     assert sorted(path.name for path in tmp_path.iterdir()) == ["step6", "step7"]
 
 
-@pytest.mark.parametrize("trouble", ["two_saves_of_one_step", "failed_saves", "power_cut"])
+@pytest.mark.parametrize(
+    ("hosts", "per_host"), [("a", 1), ("ab", 1), ("aabb", 2), ("abab", 0), ("aab", 0), ("abba", 0)]
+)
+def test_ranks_are_counted_by_their_hosts_which_must_have_as_many(
+    hosts: str, per_host: int
+) -> None:
+    if per_host:
+        assert ranks_of_a_host(list(hosts)) == per_host
+    else:
+        with pytest.raises(ValueError, match="give PartnerSaves per_host"):
+            ranks_of_a_host(list(hosts))
+
+
+@pytest.mark.parametrize(
+    "trouble", ["two_saves_of_one_step", "failed_saves", "power_cut", "one_host"]
+)
 def test_disks_of_hosts(trouble: str) -> None:
     """Nothing is mixed, a failed save leaves nothing, a listing that is lost stops nobody."""
     survives("host_troubles", trouble, ranks=3)

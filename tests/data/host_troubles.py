@@ -1,5 +1,6 @@
 """What can go wrong on the disks of hosts; each rank is a host, the argument names the trouble."""
 
+import os
 import shutil
 import sys
 from pathlib import Path
@@ -87,7 +88,21 @@ def power_cut(root: Path, device: torch.device) -> None:
     shutil.rmtree(local / "step1")  # no host has all of it
 
 
-TROUBLES = two_saves_of_one_step, failed_saves, power_cut
+def one_host(root: Path, device: torch.device) -> None:
+    """Ranks that srun or ``mp.spawn`` has started on one host do not take each other for hosts."""
+    os.environ.pop("LOCAL_WORLD_SIZE", None)
+    app = basic.build_app(device)
+    with PartnerSaves(device, app.model.buffers()) as saves:
+        for _ in range(2):
+            basic.train_step(app, device)
+            saves.save({"app": app}, root / f"step{app.step}").result()
+        dist.barrier()
+    assert saves.per_host == dist.get_world_size()
+    assert gather(root) == 2
+    basic.assert_same_bits(basic.load_app(root / "step2", device), basic.snapshot(app))
+
+
+TROUBLES = two_saves_of_one_step, failed_saves, power_cut, one_host
 
 if __name__ == "__main__":
     face(TROUBLES)

@@ -10,6 +10,8 @@ from concurrent.futures import Future
 from contextlib import contextmanager
 from pathlib import Path
 from threading import Event
+from types import SimpleNamespace
+from unittest import mock
 
 RECIPES = Path(__file__).parents[2] / "recipes_source" / "checkpoint"
 sys.path[:0] = [str(RECIPES), str(Path(__file__).parent)]
@@ -22,7 +24,7 @@ from torch.distributed.device_mesh import init_device_mesh  # noqa: E402
 from torch.distributed.fsdp import fully_shard  # noqa: E402
 from torch.nn.parallel import DistributedDataParallel  # noqa: E402
 
-from overlap_recipes.checkpoint import CheckpointManager, TrainingState, saves  # noqa: E402
+from overlap_recipes.checkpoint import CheckpointManager, TrainingState, load, saves  # noqa: E402
 
 
 class Job:
@@ -91,6 +93,51 @@ def ddp(root: Path, device: torch.device) -> None:
     whole = run(Job(DistributedDataParallel), root / "whole", 6)
     first = run(Job(DistributedDataParallel), root / "run", 3)
     assert first + run(Job(DistributedDataParallel, seed=1), root / "run", 6) == whole
+
+
+def room_for_one_checkpoint(root: Path, device: torch.device) -> None:
+    """A save needs the room that its checkpoint takes, whether ranks hold copies or shards."""
+    numbers = 4 * 8 + 8 + 8 * 4 + 4
+    size = 4 * (3 * numbers + 4)  # weights and two moments, and the steps of four parameters
+    for wrap in (DistributedDataParallel, sharded):
+        job = Job(wrap)
+        job.step()
+        with CheckpointManager(root / wrap.__name__, job.state) as checkpoints:
+            for step, free in enumerate((size - 1, size), 1):
+                usage = SimpleNamespace(free=free)
+                with mock.patch.object(shutil, "disk_usage", lambda _, usage=usage: usage):
+                    error = checkpoints.save(step).exception()
+                lacks = f"{size} bytes to write, {free} free"
+                assert (lacks in str(error)) == (free < size), error
+
+
+def frozen_base(seed: int) -> TrainingState:
+    torch.manual_seed(seed)
+    trained = nn.Linear(4, 4)
+    torch.manual_seed(0)
+    base = nn.Linear(4, 4).requires_grad_(False)
+    model = nn.Sequential(base, trained)
+    return TrainingState(model, torch.optim.AdamW(trained.parameters()), trainable_only=True)
+
+
+def load_in(group: dist.ProcessGroup, state: TrainingState, directory: Path) -> None:
+    load({"app": state}, directory, process_group=group)
+
+
+def load_in_a_group(root: Path, device: torch.device) -> None:
+    """The last rank loads alone: what is frozen is compared in its group, and not in all."""
+    saved = frozen_base(seed=1)
+    with CheckpointManager(root, saved) as checkpoints:
+        checkpoints.save(1)
+    last = dist.get_world_size() - 1
+    group = dist.new_group([last])
+    if dist.get_rank() == last:
+        other = frozen_base(seed=2)
+        load_in(group, other, root / "step1")
+        assert torch.equal(other.model[1].weight, saved.model[1].weight)
+        with torch.no_grad():
+            other.model[0].weight.add_(1)
+        raises(ValueError, "of other values", load_in, group, other, root / "step1")
 
 
 def other_steps(root: Path, device: torch.device) -> None:
@@ -262,7 +309,18 @@ def hosts(root: Path, device: torch.device) -> None:
     assert first + again == whole
 
 
-TROUBLES = (goes_on, ddp, other_steps, late_rank, later_difference, batch_norm, failed_step, hosts)
+TROUBLES = (
+    goes_on,
+    ddp,
+    room_for_one_checkpoint,
+    load_in_a_group,
+    other_steps,
+    late_rank,
+    later_difference,
+    batch_norm,
+    failed_step,
+    hosts,
+)
 
 if __name__ == "__main__":
     face(TROUBLES)
