@@ -557,11 +557,13 @@ def _judge(
         report.notes.append(f"written to caches: {some(cached)}")
     if not outcome["private"]:
         report.notes.append(NO_MOUNTS)
+    went_well = all(failure.kind in off for failure in failures)
     missing = [str(rank.number) for rank in ranks if rank.record is None]
-    if missing and not failures:
+    if missing and went_well:
         text = f"no record of ranks {', '.join(missing)}; {log}"
         failures.append(Failure("missing_record", text))
-    failures += judge.judge_saves(run_dir, saves, went_well=not failures)
+        went_well = False
+    failures += judge.judge_saves(run_dir, saves, went_well)
     directories = judge.checkpoint_directories(run_dir, saves)
     loaded = {}  # by the number of loading ranks
     if directories:

@@ -60,6 +60,50 @@ def test_a_kind_that_is_turned_off_is_a_note_by_the_command_and_by_the_settings(
     assert "--off checkpoint_wrong: only child_died, " in capsys.readouterr().err
 
 
+LEAVES_ITS_GROUP = """
+import torch
+import torch.distributed as dist
+import torch.distributed.checkpoint as dcp
+
+dist.init_process_group("gloo")
+"""
+SWALLOWS_A_FAILED_SAVE = """
+open("step1", "w").close()
+try:
+    dcp.save({"weight": torch.ones(4)}, checkpoint_id="step1")
+except BaseException:
+    print("goes on")
+"""
+REPLACES_A_SAVE = """
+dcp.save({"model": torch.ones(4)}, checkpoint_id="step1")
+dcp.save({"optimizer": torch.zeros(4)}, checkpoint_id="step1")
+"""
+
+
+@pytest.mark.parametrize(
+    ("saves", "kind"),
+    [(SWALLOWS_A_FAILED_SAVE, "save_failed"), (REPLACES_A_SAVE, "checkpoint_wrong")],
+)
+def test_lost_work_counts_beside_a_kind_that_is_turned_off(tmp_path, saves: str, kind: str) -> None:
+    script = write(tmp_path, "loses_work.py", LEAVES_ITS_GROUP + saves)
+    report = run(script, 1, launcher="warm", off=("left_process_group",))
+    assert report.kinds == {kind}, report.describe()
+    assert any("left_process_group is turned off" in note for note in report.notes)
+
+
+def test_a_rank_without_a_record_counts_beside_a_kind_that_is_turned_off(tmp_path) -> None:
+    text = """
+        import os, signal, subprocess, sys
+
+        wait_forever = "import threading; threading.Event().wait()"
+        subprocess.Popen([sys.executable, "-c", wait_forever], start_new_session=True)
+        os.kill(os.getpid(), signal.SIGTERM)
+    """
+    script = write(tmp_path, "is_ended.py", text)
+    report = run(script, 1, launcher="warm", off=("left_process",))
+    assert report.kinds == {"missing_record"}, report.describe()
+
+
 def test_a_checkpoint_that_lies_elsewhere_is_missing_where_writing_there_does_not_count() -> None:
     script = BAD_SCRIPTS / "saves_elsewhere.py"
     report = run(script, 1, launcher="warm", off=("wrote_elsewhere",))
