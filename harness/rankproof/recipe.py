@@ -218,6 +218,8 @@ class Recipe:
     import_from: tuple[Path, ...] = ()
     root: Path | None = None  # of its project, where settings were found
     module: str = ""  # its dotted name, where it runs as one, from the first of import_from
+    args: tuple[str, ...] = ()  # as the settings of its project say
+    off: tuple[str, ...] = ()  # so are these: kinds of failure that do not count
 
     @property
     def missing(self) -> list[str]:
@@ -380,7 +382,14 @@ def load_recipe(
         script = found.pop("script", None)
         if script is None or (project.root / script).resolve() == path:
             settings = found
-    return Recipe(path, **settings, import_from=project.import_folders, root=project.root)
+    return Recipe(
+        path,
+        **settings,
+        import_from=project.import_folders,
+        root=project.root,
+        args=project.args_of(path),
+        off=project.off,
+    )
 
 
 def load_module(name: str, folder: Path) -> Recipe:

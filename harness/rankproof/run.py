@@ -71,7 +71,7 @@ _NOT_PASSED_ON = (
 
 @dataclass
 class Report:
-    """What a run did. ``failures`` is empty if every rank proved its claim."""
+    """What a run did. ``ok`` if every rank proved its claim."""
 
     recipe: str
     path: str
@@ -90,10 +90,20 @@ class Report:
     judged: dict[str, int | str] = field(default_factory=dict)
     unjudged: list[str] = field(default_factory=list)
     notes: list[str] = field(default_factory=list)
+    conclusive: bool = True  # False: it was not run, or what failed may not be the script's
 
     @property
     def ok(self) -> bool:
-        return not self.failures
+        """Whether every rank ended as it must; of what it saved, a part may be ``unjudged``."""
+        return self.conclusive and not self.failures
+
+    @property
+    def why_not_ok(self) -> list[str]:
+        """What failed, or why nothing is known of it; empty if ``ok``."""
+        found = [f"{failure.kind}: {failure.text}" for failure in self.failures]
+        if not self.conclusive:
+            found += [f"not judged: {reason}" for reason in self.unjudged]
+        return found
 
     @property
     def verdict(self) -> str:
@@ -140,7 +150,7 @@ class Report:
             said = ", ".join(f"{value} {what}" for what, value in self.judged.items())
             lines.append(f"  judged: {said}")
         lines += [f"  note: {note}" for note in self.notes]
-        if self.ok:
+        if not self.failures:
             return "\n".join(lines)
         for title, texts in (("last lines", self.outputs), ("stacks at the deadline", self.stacks)):
             for rank, text in enumerate(texts):
@@ -377,6 +387,7 @@ def run(
     )
     if starts and launcher != "python":
         report.unjudged = [f"it starts its ranks itself ({starts}): use --launcher python"]
+        report.conclusive = False
         return report
     run_dir = Path(tempfile.mkdtemp(prefix=f"rankproof-{recipe.name}-"))
     try:
@@ -465,6 +476,7 @@ def _do_not_judge_a_taken_port(report: Report) -> None:
             why = "a port was taken, by this run or another program"
             report.unjudged = [f"{why}: {failure.text}"]
             report.failures = []
+            report.conclusive = False
             return
 
 
@@ -477,6 +489,7 @@ def _do_not_judge_its_rendezvous(report: Report, sets: str) -> None:
         why = f"it sets its ranks' rendezvous itself ({sets}), which a launcher does for it"
         report.unjudged = [f"{why}; what came of it: {report.failures[0].text}"]
         report.failures = []
+        report.conclusive = False
 
 
 def _of_starting(failure: Failure) -> bool:
