@@ -48,7 +48,7 @@ OPTIONAL = (  # kinds that a project may turn off: its habits, no lost work
     "wrote_elsewhere",
 )
 LAUNCHERS = ("auto", "torchrun", "warm", "python")
-JUDGED = ("saves", "leaves", "streams", "accesses", "asynchronous collectives")
+JUDGED = ("saves", "leaves", "streams", "asynchronous collectives")
 VERDICTS = {"passed": 0, "failed": 1, "not judged": 2}  # and their exit statuses
 LOAD_BACK = Path(__file__).with_name("load_back.py")
 SERVERS_OWN = "rankproof-server-"

@@ -276,3 +276,10 @@ def test_it_says_its_version_and_that_it_needs_linux(tmp_path, monkeypatch, caps
 def test_bad_arguments_say_what_to_do(arguments: tuple, message: str) -> None:
     with pytest.raises(RecipeError, match=message):
         run(*arguments)
+
+
+def test_with_order_accesses_on_no_stream_are_nothing_to_judge(tmp_path) -> None:
+    script = write(tmp_path, "adds.py", "import torch\nprint((torch.ones(4) + 1).sum())\n")
+    report = run(script, 1, launcher="warm", order=True)
+    assert report.judged["accesses"] > 0
+    assert report.describe().startswith("adds on 1 rank: ran; nothing to judge")
