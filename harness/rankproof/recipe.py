@@ -432,6 +432,31 @@ def _parse(path: Path) -> ast.Module:
         raise RecipeError(str(error)) from error
 
 
+def find_gate(name: str) -> str:
+    """The gate of this name: one of ``GATES``, or ``FILE.py:FUNCTION`` with the file's full path.
+
+    Raises:
+        RecipeError: there is none.
+    """
+    if name in GATES:
+        return name
+    file, _, function = name.rpartition(":")
+    if not file:
+        raise RecipeError(f"no gate '{name}'; see --help")
+    path = Path(file).resolve()
+    if not path.is_file():
+        raise RecipeError(f"--gate {name}: no file {path}")
+    found = set()
+    for node in _parse(path).body:
+        if isinstance(node, ast.FunctionDef):
+            found.add(node.name)
+        elif isinstance(node, ast.ImportFrom):
+            found |= {alias.asname or alias.name for alias in node.names}
+    if function not in found:
+        raise RecipeError(f"--gate {name}: no function '{function}' in {path}")
+    return f"{path}:{function}"
+
+
 def is_helper(path: Path) -> bool:
     """Whether a file only defines things: it has no main guard and calls nothing by itself.
 

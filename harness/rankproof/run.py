@@ -21,10 +21,10 @@ from rankproof.judge import Failure, Rank, SavedState, some
 from rankproof.recipe import (
     DCP,
     DEFAULT_DEADLINE_S,
-    GATES,
     Control,
     Recipe,
     RecipeError,
+    find_gate,
     load_module,
     load_recipe,
     package_of,
@@ -350,7 +350,7 @@ def run(
     """
     recipe = load_module(module, Path(path).resolve()) if module else load_recipe(path)
     path = recipe.path
-    _refuse(ranks, launcher, gate, keep, cwd, off)
+    _refuse(ranks, launcher, keep, cwd, off)
     command = reproduce(
         f"-m {module}" if module else path,
         args,
@@ -368,6 +368,8 @@ def run(
         order = control.order
         gate = gate or control.gate
         deadline_s = deadline_s or control.deadline_s
+    if gate is not None:
+        gate = find_gate(gate)
     deadline_s = deadline_s or DEFAULT_DEADLINE_S
     beside = {}
     for name, file in recipe.sources.files.items():
@@ -447,7 +449,6 @@ def run(
 def _refuse(
     ranks: int,
     launcher: str,
-    gate: str | None,
     keep: Path | None,
     cwd: Path | None,
     off: tuple[str, ...],
@@ -459,8 +460,6 @@ def _refuse(
         raise RecipeError(f"no launcher '{launcher}'; there are {', '.join(LAUNCHERS)}")
     if sys.platform != "linux":
         raise RecipeError("ranks are judged on Linux only: it needs subreapers and /proc")
-    if gate is not None and gate not in GATES and ":" not in gate:
-        raise RecipeError(f"no gate '{gate}'; see --help")
     if keep and keep.exists():
         raise RecipeError(f"{keep} exists already; pass a directory that does not")
     if cwd and not cwd.is_dir():

@@ -173,6 +173,38 @@ def test_a_bad_option_is_refused_before_anything_runs(
     assert not ran.exists()
 
 
+def test_a_gate_of_ones_own_is_found_from_where_the_command_is_called(
+    tmp_path, monkeypatch, capsys
+) -> None:
+    write(tmp_path, "gate.py", "def own(ledger):\n    print('the gate is there')\n")
+    script = write(tmp_path, "hello.py", "print('hello')\n")
+    run_it = ("run", script, "--ranks", 1, "--launcher", "warm", "--gate")
+    monkeypatch.chdir(tmp_path)
+    assert command(monkeypatch, *run_it, "gate.py:own") == 0
+    assert "the gate is there\nhello" in capsys.readouterr().out
+
+
+@pytest.mark.parametrize(
+    ("gate", "message"),
+    [
+        ("missing.py:own", "error: --gate missing.py:own: no file "),
+        ("gate.py:nix", "error: --gate gate.py:nix: no function 'nix' in "),
+        ("broken.py:own", "broken.py:1: not valid Python: "),
+    ],
+)
+def test_a_gate_that_is_not_there_is_refused_before_anything_runs(
+    tmp_path, monkeypatch, capsys, gate: str, message: str
+) -> None:
+    write(tmp_path, "gate.py", "nix = 1\n\ndef own(ledger):\n    pass\n")
+    write(tmp_path, "broken.py", "def own(:\n")
+    script = write(tmp_path, "hello.py", "print('hello')\n")
+    monkeypatch.chdir(tmp_path)
+    assert command(monkeypatch, "run", script, "--launcher", "warm", "--gate", gate) == 2
+    told = capsys.readouterr()
+    assert message in told.err
+    assert told.out == ""
+
+
 def test_the_command_line_takes_a_recipes_own_deadline(tmp_path, monkeypatch, capsys) -> None:
     write(tmp_path, "waits.toml", "deadline_s = 0.5")
     recipe = write(tmp_path, "waits.py", "import threading\nthreading.Event().wait()\n")
