@@ -89,7 +89,7 @@ def tell(reports: list[Report], options: argparse.Namespace, outputs: bool) -> i
     else:
         for report in reports:
             print(report.describe())
-            shown = report.outputs if report.ok and outputs else []
+            shown = report.outputs if outputs and not report.failures else []
             for rank, output in enumerate(shown):
                 print(f"--- rank {rank}\n{output.rstrip()}")
     if options.junit:
