@@ -318,6 +318,16 @@ def test_a_setting_without_a_meaning_is_refused(
     assert signal.getsignal(signal.SIGTERM) is before
 
 
+@pytest.mark.parametrize("url", ["s3://bucket/run", "memory://run", "file:///run"])
+def test_a_url_as_a_path_is_refused_since_it_has_lost_a_slash(
+    tmp_path: Path, url: str, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.chdir(tmp_path)
+    with pytest.raises(ValueError, match="give the URL as text"):
+        CheckpointManager(Path(url), Job().state)
+    assert not list(tmp_path.iterdir())
+
+
 def test_the_state_is_a_training_state(tmp_path: Path) -> None:
     with pytest.raises(TypeError, match=r"state is a dict: pass TrainingState\(model"):
         CheckpointManager(tmp_path, {})
