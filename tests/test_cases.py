@@ -93,6 +93,7 @@ RIGHT = [
     ("gpt2_with_cache", "offload/gpt2_with_cache.py", 1, ()),
     ("layer_drop", "offload/ranks_apart.py", 2, ("layer_drop",)),
     ("other_seeds", "offload/ranks_apart.py", 2, ("seeds",)),
+    ("gradients_before_the_check", "offload/ranks_apart.py", 2, ("gradients",)),
     ("view_in_place", "sharding/view_in_place.py", 2, ()),
     ("view_in_place_twice", "sharding/unseen_output.py", 2, ("twice",)),
     ("view_in_place_frozen", "sharding/unseen_output.py", 2, ("frozen",)),

@@ -1,6 +1,7 @@
 """Every recipe and every proof of a module holds on every rank; every control is caught."""
 
 import os
+import re
 import sys
 import tomllib
 import zipfile
@@ -21,11 +22,16 @@ from selection import (
 from rankproof.bundles import write_bundle
 from rankproof.kept import KeptRun
 from rankproof.recipe import Control, Recipe
-from rankproof.run import run
+from rankproof.run import Report, run
 
 MOST_RANKS = 3
 HELD = "hold_write"
 OF_PAGES = {"test_plain_python_runs_one_rank"}  # what a reader does; a proof has no reader
+NOT_COMPARED = {  # of what these save, the harness does not compare all: they prove it themselves
+    "default_stager": r"step\d: step, a NumberAfter, does not compare by its pickle",
+    "export": r"\w+: written by SafetensorsWriter, not loaded back",
+    "object_storage": r"step\S+: (written by FsspecWriter, not loaded back|it loads; what was .*)",
+}
 LEDGER = REPO / "tests" / "controls" / "ledger" / "names.toml"
 
 
@@ -110,7 +116,14 @@ def test_recipe_proves_its_claim(
             deadline_s=recipe.deadline_s,
         )
     assert report.ok, report.describe()
+    assert not left_unjudged(report), report.describe()
     assert len(report.outputs) == ranks
+
+
+def left_unjudged(report: Report) -> list[str]:
+    """What was not judged, but for what is known of this recipe."""
+    known = NOT_COMPARED.get(report.recipe, "")
+    return [reason for reason in report.unjudged if not re.fullmatch(known, reason)]
 
 
 def test_recipe_passes_under_the_gates_of_its_controls(recipe: Recipe, gate: str) -> None:

@@ -27,7 +27,7 @@ sys.path.insert(0, str(REPO))
 
 from benchmarks.measuring import machine_label  # noqa: E402
 from harness.recipe import Recipe, RecipeError, discover  # noqa: E402
-from harness.run import Report, run  # noqa: E402
+from harness.run import run  # noqa: E402
 
 WORLD_SIZES = (1, 2, 4)
 ON_DEVICE = frozenset({"raised", "checkpoint_wrong"})  # how a missing order shows in real streams
@@ -58,14 +58,10 @@ def usable_cores() -> int:
     return os.cpu_count() or 1
 
 
-def _failures(report: Report) -> list[str]:
-    return [f"{f.kind}: {f.text}" for f in report.failures]
-
-
 def verify_recipe(recipe: Recipe, ranks: int) -> dict:
     """What the record keeps of one run of a recipe: its code, whether it passed, what did not."""
     report = run(recipe.path, ranks, launcher="warm", gate=GATE, deadline_s=recipe.deadline_s)
-    lines, failures, caught = [report.describe()], _failures(report), []
+    lines, failures, caught = [report.describe()], report.why_not_ok, []
     for control in recipe.controls:
         if not control.order_on_device:
             continue

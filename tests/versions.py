@@ -39,7 +39,7 @@ def judged(recipe: Recipe, launcher: str) -> dict:
         "date": date.today().isoformat(),
         "ok": report.ok,
         "runs": len(reports),
-        "failures": [without_paths(f"{f.kind}: {f.text}") for f in report.failures],
+        "failures": [without_paths(reason) for reason in report.why_not_ok],
     }
 
 

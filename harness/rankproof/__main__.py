@@ -1,6 +1,6 @@
 """Run scripts on several ranks and judge them by what they did: the command line.
 
-Exit status: 0 passed, 1 judged bad, 2 not judged, and why. A bad option is a 2, too.
+Exit status: 0 passed, or nothing to judge; 1 judged bad; 2 not judged, and why, or a bad option.
 """
 
 import argparse
@@ -89,7 +89,7 @@ def tell(reports: list[Report], options: argparse.Namespace, outputs: bool) -> i
     else:
         for report in reports:
             print(report.describe())
-            shown = report.outputs if report.ok and outputs else []
+            shown = report.outputs if outputs and not report.failures else []
             for rank, output in enumerate(shown):
                 print(f"--- rank {rank}\n{output.rstrip()}")
     if options.junit:
@@ -132,15 +132,18 @@ def main() -> int:
     )
     one.add_argument("path", type=Path, nargs="?", help="a script or a folder")
     one.add_argument("-m", dest="module", help="a module, from here, in place of a path")
-    one.add_argument("--ranks", type=world_sizes, metavar="N,N", help="default: 2, or as set")
+    one.add_argument("--ranks", type=world_sizes, metavar="N,N", help="default: 2; folder: as set")
     one.add_argument("--control", help="the name of a control in the recipe's controls file")
     one.add_argument("--gate", help=f"hold a background step: {', '.join(GATES)}, FILE.py:FUNCTION")
     one.add_argument("--order", action="store_true", help="record stream order (CPU)")
-    one.add_argument("--launcher", choices=LAUNCHERS, default="auto")
+    starts = "auto: python if the script starts its ranks itself, else torchrun; warm: forks them"
+    one.add_argument("--launcher", choices=LAUNCHERS, default="auto", help=starts)
     one.add_argument("--deadline", type=float, metavar="SECONDS", help="from the first line on")
-    one.add_argument("--keep", type=Path, help="keep the run's files here (a new directory)")
-    one.add_argument("--allow", type=Path, action="append", default=[], help="it may write here")
-    one.add_argument("--cwd", type=Path, metavar="DIR", help="for scripts that read beside them")
+    one.add_argument("--keep", type=Path, help="keep the files of one run here (a new directory)")
+    may = "it may write here (a directory that is there)"
+    one.add_argument("--allow", type=Path, action="append", default=[], help=may)
+    where = "its working directory, for a script that reads files beside itself"
+    one.add_argument("--cwd", type=Path, metavar="DIR", help=where)
     one.add_argument(
         "--off",
         action="append",

@@ -2,8 +2,9 @@
 
 The pages' build and the tests both run each recipe and each of its negative controls. Whoever comes
 second takes what the first has kept. A kept run is fresh as long as the recipe, what it imports
-from its project, the edit and its gate, the number of ranks, torch, the packages that it needs and
-the harness are what they were. Only runs that ended as they must are kept.
+from its project, the edit and its gate, the number of ranks, its arguments and what is turned off,
+torch, the packages that it needs and the harness are what they were. Only runs that ended as they
+must are kept.
 """
 
 import dataclasses
@@ -75,7 +76,8 @@ class KeptRun:
         code = _present_code(self.recipe.path, self.recipe.import_from)
         versions = [torch.__version__, *map(_version_of, self.recipe.needs)]
         gate = _gate_sha256(self.control)
-        what = json.dumps([code, self.ranks, versions, edit, gate, _harness_sha256()])
+        settings = [self.recipe.args, self.recipe.off]
+        what = json.dumps([code, self.ranks, settings, versions, edit, gate, _harness_sha256()])
         return hashlib.sha256(what.encode()).hexdigest()
 
     def report(self) -> Report | None:
@@ -86,7 +88,7 @@ class KeptRun:
         return Report.from_dict(content["report"]) if content["key"] == self.key else None
 
     def as_it_must(self, report: Report) -> bool:
-        """Whether the recipe passed, or the control was caught."""
+        """Whether the recipe ended as it must, or the control was caught."""
         return self.control.caught(report.failures) if self.control else report.ok
 
     def keep(self, report: Report) -> None:
@@ -104,8 +106,15 @@ class KeptRun:
         """Run it now, whatever was kept, and keep what is observed."""
         path, launcher = self.recipe.path, "warm" if self.control else self.launcher
         try:
-            patience = {"deadline_s": (self.control or self.recipe).deadline_s}
-            report = run(path, self.ranks, launcher=launcher, control=self.control, **patience)
+            report = run(
+                path,
+                self.ranks,
+                launcher=launcher,
+                control=self.control,
+                deadline_s=(self.control or self.recipe).deadline_s,
+                args=self.recipe.args,
+                off=self.recipe.off,
+            )
         except RecipeError as error:  # the edit does not fit
             report = Report(path.stem, str(path), self.ranks, launcher, "bring it up to date")
             report.failures = [Failure("misfit", str(error))]

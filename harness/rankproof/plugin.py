@@ -17,7 +17,8 @@ from rankproof.run import Report, run
 def pytest_addoption(parser: pytest.Parser) -> None:
     group = parser.getgroup("rankproof")
     group.addoption("--rankproof", metavar="DIR", help="judge the scripts below DIR on ranks")
-    group.addoption("--rankproof-ranks", metavar="N,N", help="numbers of ranks (default 2)")
+    ranks = "numbers of ranks (default: 2, or as set)"
+    group.addoption("--rankproof-ranks", metavar="N,N", help=ranks)
     group.addoption("--rankproof-launcher", default="auto", help="auto, torchrun, warm or python")
 
 

@@ -218,6 +218,8 @@ class Recipe:
     import_from: tuple[Path, ...] = ()
     root: Path | None = None  # of its project, where settings were found
     module: str = ""  # its dotted name, where it runs as one, from the first of import_from
+    args: tuple[str, ...] = ()  # as the settings of its project say
+    off: tuple[str, ...] = ()  # so are these: kinds of failure that do not count
 
     @property
     def missing(self) -> list[str]:
@@ -380,7 +382,14 @@ def load_recipe(
         script = found.pop("script", None)
         if script is None or (project.root / script).resolve() == path:
             settings = found
-    return Recipe(path, **settings, import_from=project.import_folders, root=project.root)
+    return Recipe(
+        path,
+        **settings,
+        import_from=project.import_folders,
+        root=project.root,
+        args=project.args_of(path),
+        off=project.off,
+    )
 
 
 def load_module(name: str, folder: Path) -> Recipe:
@@ -421,6 +430,31 @@ def _parse(path: Path) -> ast.Module:
         return parse(path)
     except SourceError as error:
         raise RecipeError(str(error)) from error
+
+
+def find_gate(name: str) -> str:
+    """The gate of this name: one of ``GATES``, or ``FILE.py:FUNCTION`` with the file's full path.
+
+    Raises:
+        RecipeError: there is none.
+    """
+    if name in GATES:
+        return name
+    file, _, function = name.rpartition(":")
+    if not file:
+        raise RecipeError(f"no gate '{name}'; see --help")
+    path = Path(file).resolve()
+    if not path.is_file():
+        raise RecipeError(f"--gate {name}: no file {path}")
+    found = set()
+    for node in _parse(path).body:
+        if isinstance(node, ast.FunctionDef):
+            found.add(node.name)
+        elif isinstance(node, ast.ImportFrom):
+            found |= {alias.asname or alias.name for alias in node.names}
+    if function not in found:
+        raise RecipeError(f"--gate {name}: no function '{function}' in {path}")
+    return f"{path}:{function}"
 
 
 def is_helper(path: Path) -> bool:

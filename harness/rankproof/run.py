@@ -21,10 +21,10 @@ from rankproof.judge import Failure, Rank, SavedState, some
 from rankproof.recipe import (
     DCP,
     DEFAULT_DEADLINE_S,
-    GATES,
     Control,
     Recipe,
     RecipeError,
+    find_gate,
     load_module,
     load_recipe,
     package_of,
@@ -48,7 +48,7 @@ OPTIONAL = (  # kinds that a project may turn off: its habits, no lost work
     "wrote_elsewhere",
 )
 LAUNCHERS = ("auto", "torchrun", "warm", "python")
-JUDGED = ("saves", "leaves", "streams", "accesses", "asynchronous collectives")
+JUDGED = ("saves", "leaves", "streams", "asynchronous collectives")
 VERDICTS = {"passed": 0, "failed": 1, "not judged": 2}  # and their exit statuses
 LOAD_BACK = Path(__file__).with_name("load_back.py")
 SERVERS_OWN = "rankproof-server-"
@@ -71,7 +71,7 @@ _NOT_PASSED_ON = (
 
 @dataclass
 class Report:
-    """What a run did. ``failures`` is empty if every rank proved its claim."""
+    """What a run did. ``ok`` if every rank proved its claim."""
 
     recipe: str
     path: str
@@ -90,10 +90,20 @@ class Report:
     judged: dict[str, int | str] = field(default_factory=dict)
     unjudged: list[str] = field(default_factory=list)
     notes: list[str] = field(default_factory=list)
+    conclusive: bool = True  # False: it was not run, or what failed may not be the script's
 
     @property
     def ok(self) -> bool:
-        return not self.failures
+        """Whether every rank ended as it must; of what it saved, a part may be ``unjudged``."""
+        return self.conclusive and not self.failures
+
+    @property
+    def why_not_ok(self) -> list[str]:
+        """What failed, or why nothing is known of it; empty if ``ok``."""
+        found = [f"{failure.kind}: {failure.text}" for failure in self.failures]
+        if not self.conclusive:
+            found += [f"not judged: {reason}" for reason in self.unjudged]
+        return found
 
     @property
     def verdict(self) -> str:
@@ -140,7 +150,7 @@ class Report:
             said = ", ".join(f"{value} {what}" for what, value in self.judged.items())
             lines.append(f"  judged: {said}")
         lines += [f"  note: {note}" for note in self.notes]
-        if self.ok:
+        if not self.failures:
             return "\n".join(lines)
         for title, texts in (("last lines", self.outputs), ("stacks at the deadline", self.stacks)):
             for rank, text in enumerate(texts):
@@ -326,7 +336,8 @@ def run(
             control's, or 120, if not given.
         args: more arguments for the recipe. ``--dir`` is added if its source knows it.
         keep: a directory that receives the run's files (created; must not exist).
-        through: directories that the recipe may write to and that keep what it writes.
+        through: directories that are there, that the recipe may write to and that keep what it
+            writes.
         cwd: the working directory, for a script that reads files beside itself; an empty one,
             where the script may write, if not given.
         off: kinds of failure that are not to count, see :data:`OPTIONAL`; they become notes.
@@ -334,12 +345,12 @@ def run(
             that its package lies in.
 
     Raises:
-        RecipeError: there is no such file, gate or kind, ``ranks`` is not positive, ``keep``
-            exists, ``cwd`` does not, or the edit does not fit.
+        RecipeError: there is no such file or kind, no gate of that name, ``ranks`` is not
+            positive, ``keep`` exists, ``cwd`` does not, or the edit does not fit.
     """
     recipe = load_module(module, Path(path).resolve()) if module else load_recipe(path)
     path = recipe.path
-    _refuse(ranks, launcher, gate, keep, cwd, off)
+    _refuse(ranks, launcher, keep, cwd, off)
     command = reproduce(
         f"-m {module}" if module else path,
         args,
@@ -357,6 +368,8 @@ def run(
         order = control.order
         gate = gate or control.gate
         deadline_s = deadline_s or control.deadline_s
+    if gate is not None:
+        gate = find_gate(gate)
     deadline_s = deadline_s or DEFAULT_DEADLINE_S
     beside = {}
     for name, file in recipe.sources.files.items():
@@ -376,6 +389,7 @@ def run(
     )
     if starts and launcher != "python":
         report.unjudged = [f"it starts its ranks itself ({starts}): use --launcher python"]
+        report.conclusive = False
         return report
     run_dir = Path(tempfile.mkdtemp(prefix=f"rankproof-{recipe.name}-"))
     try:
@@ -435,7 +449,6 @@ def run(
 def _refuse(
     ranks: int,
     launcher: str,
-    gate: str | None,
     keep: Path | None,
     cwd: Path | None,
     off: tuple[str, ...],
@@ -447,8 +460,6 @@ def _refuse(
         raise RecipeError(f"no launcher '{launcher}'; there are {', '.join(LAUNCHERS)}")
     if sys.platform != "linux":
         raise RecipeError("ranks are judged on Linux only: it needs subreapers and /proc")
-    if gate is not None and gate not in GATES and ":" not in gate:
-        raise RecipeError(f"no gate '{gate}'; see --help")
     if keep and keep.exists():
         raise RecipeError(f"{keep} exists already; pass a directory that does not")
     if cwd and not cwd.is_dir():
@@ -464,6 +475,7 @@ def _do_not_judge_a_taken_port(report: Report) -> None:
             why = "a port was taken, by this run or another program"
             report.unjudged = [f"{why}: {failure.text}"]
             report.failures = []
+            report.conclusive = False
             return
 
 
@@ -476,6 +488,7 @@ def _do_not_judge_its_rendezvous(report: Report, sets: str) -> None:
         why = f"it sets its ranks' rendezvous itself ({sets}), which a launcher does for it"
         report.unjudged = [f"{why}; what came of it: {report.failures[0].text}"]
         report.failures = []
+        report.conclusive = False
 
 
 def _of_starting(failure: Failure) -> bool:
@@ -556,11 +569,13 @@ def _judge(
         report.notes.append(f"written to caches: {some(cached)}")
     if not outcome["private"]:
         report.notes.append(NO_MOUNTS)
+    went_well = all(failure.kind in off for failure in failures)
     missing = [str(rank.number) for rank in ranks if rank.record is None]
-    if missing and not failures:
+    if missing and went_well:
         text = f"no record of ranks {', '.join(missing)}; {log}"
         failures.append(Failure("missing_record", text))
-    failures += judge.judge_saves(run_dir, saves, went_well=not failures)
+        went_well = False
+    failures += judge.judge_saves(run_dir, saves, went_well)
     directories = judge.checkpoint_directories(run_dir, saves)
     loaded = {}  # by the number of loading ranks
     if directories:

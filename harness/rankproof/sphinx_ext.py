@@ -4,14 +4,14 @@ sphinx-gallery renders a recipe and executes nothing. When the builder starts, t
 what is stale through the harness, which starts ranks as processes of their own: a recipe that
 aborts or hangs takes neither Sphinx nor another page along. A page then gets
 
-* under its title: how to run it, the file to download, and an archive of it with all that it
-  imports from its project;
+* under its title, with ``rankproof_header = True``: how to run it, the file to download, and an
+  archive of it with all that it imports from its project;
 * under its last code block: the output of every rank, the first one open;
 * where its prose says ``.. recipe-controls::``: each negative control, the edit and the failure
   that was observed.
 
 A run is kept in ``<outdir>/../recipe_runs/`` and is stale when the code, what it imports from its
-folder, the controls, the ranks, torch or the harness changes. A failed run is never kept. When a
+project, the controls, the ranks, torch or the harness changes. A failed run is never kept. When a
 recipe fails or a control is not caught, all pages are rendered, the page shows it, and the build
 ends with an error. ``-D execute_recipes=0`` executes nothing, and the pages say so.
 """
@@ -134,7 +134,7 @@ def kept_run(runs: RecipeRuns, kept: KeptRun) -> Report:
         verdict = "caught"
     else:
         what = f"on {kept.ranks} rank{'s' * (kept.ranks > 1)}"
-        verdict = "passed"
+        verdict = "passed, judged in part" if report.unjudged else "passed"
     if not kept.as_it_must(report):
         verdict = "FAILED"
     logger.info(f"  {runs.recipe.name} {what}: {bold(verdict)} in {seconds:.1f} s")
@@ -284,6 +284,8 @@ def output_of(report: Report | None) -> nodes.Node:
     title = "Output" if report.ok else "This recipe failed"
     shown: list[nodes.Node] = [paragraph(f"{title} · {conditions(report)}", "output-conditions")]
     shown += [failure_block(failure) for failure in report.failures]
+    if not report.conclusive:
+        shown += [paragraph(f"Not judged: {plain(reason)}") for reason in report.unjudged]
     shown += rank_blocks(report, opened=failed_on or {0})
     if report.ok:
         return div("sphx-glr-script-out", *shown)
@@ -352,6 +354,9 @@ class BuildSummary(SphinxDirective):
             f"{sum(caught)} of {len(caught)} deliberate faults in them were caught "
             f"({', '.join(sorted(filter(None, devices | torches)))})."
         )
+        in_part = [report for report in reports if report.ok and report.unjudged]
+        if in_part:
+            text += f" What {len(in_part)} of them save is judged in part."
         css = "build-summary" if passed == len(all_runs) and all(caught) else "bad"
         return [paragraph(text, f"build-summary {css}")]
 
@@ -507,7 +512,8 @@ def setup(app: Sphinx) -> dict:
     app.add_config_value("execute_recipes", True, "env")
     app.add_config_value("rankproof_ranks", None, "env")  # of recipes without settings: 2
     app.add_config_value("rankproof_header", False, "env")  # how to run it, the file, its imports
-    app.add_config_value("rank_launcher", "torchrun", "env")  # or "warm": forks, much sooner
+    # Or "warm": forks, much sooner; "auto": scripts may start their ranks themselves.
+    app.add_config_value("rank_launcher", "torchrun", "env")
     app.add_directive("build-summary", BuildSummary)
     app.add_directive("recipe-controls", RecipeControls)
     app.add_directive("verification-badge", VerificationBadge)

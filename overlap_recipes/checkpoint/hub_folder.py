@@ -98,7 +98,7 @@ def load_folder(
         ValueError: on all ranks, before anything has changed: folder and model differ in names,
             shapes or kinds of dtypes, a file is cut, or transformers makes a tensor of the model
             anew from those of the folder. Behind it: a buffer that no checkpoint has is not
-            filled; two copies of a tied weight differ. Load into a new model then.
+            filled, and is on meta again; two copies of a tied weight differ.
         OSError, TimeoutError: on all ranks: one cannot read a file.
     """
     begun = time.perf_counter()

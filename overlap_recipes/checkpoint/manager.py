@@ -14,7 +14,7 @@ import torch
 from .forgotten import Forgotten
 from .preemption import AGAIN, Preemption
 from .saves import CALLING, is_end_of_job
-from .state import TrainingState
+from .state import DifferingRanks, TrainingState
 from .stores import store_of
 
 LOG = logging.getLogger(__name__)
@@ -52,7 +52,7 @@ class CheckpointManager:
         keep_every: steps that it divides stay, too; 0: none.
         on_each_host: ``root`` is a directory of each host's own disk. Each host holds the files of
             its ranks and a copy of those of the host before. A restart gathers the newest
-            checkpoint and deletes all others, those of ``keep_every``, too.
+            checkpoint that the hosts have between them.
         grace_s: seconds from SIGTERM to SIGKILL. From here to the end of the block SIGTERM does
             not end the process: ``preempted`` says that it came, and 2 s before the time is over
             the process ends by ``TOO_LATE`` (86). None: SIGTERM is left alone.
@@ -135,7 +135,7 @@ class CheckpointManager:
         Checkpoints that are newer than what is loaded get another name (``.set-aside-``), under
         which they are found no more. So does one in a shared directory whose bytes turn out to be
         others than were saved, and the one before it is loaded. ``on_each_host`` looks at sizes
-        alone, and all but the newest are deleted.
+        alone, and deletes newer ones that the hosts have no more between them.
 
         Args:
             step: load this one instead.
@@ -177,14 +177,14 @@ class CheckpointManager:
         Returns:
             A future: done when the checkpoint is on the storage of all ranks. It raises if the save
             failed on one of them. Such a save is logged and is no checkpoint; training may go on.
-            Where a rank came to a save ten minutes behind another, all later saves fail, too.
 
         Raises:
             TypeError: ``step`` is no whole number.
             ValueError: it is negative, or below one that was saved.
             RuntimeError: there are checkpoints below the root, and ``resume`` was not called;
                 outside the block; this state can never be saved; ranks differ in what they share,
-                now at the first save, later at the save before this one.
+                now at the first save, later at the save before this one; a rank died or came ten
+                minutes late, so that no later save can succeed.
         """
         number = checked_step(step)
         if not self.has_resumed and self.newest_on_entry is not None:
@@ -198,7 +198,12 @@ class CheckpointManager:
             return self.latest
         self.forgotten.look(number)
         self.state.step = number
-        self.latest = self.store.save({"app": self.state}, number)
+        try:
+            self.latest = self.store.save({"app": self.state}, number)
+        except DifferingRanks:  # of the save before; this one is under way
+            self.latest = self.saves.latest
+            self.latest_step = number
+            raise
         self.latest_step = number
         return self.latest
 

@@ -39,6 +39,10 @@ DEADLINE_S = 600.0  # how long a thread waits for the other ranks
 WRITING, CALLING = 0, 1  # process groups: of the writing threads, and of the threads that train
 EXIT_S = 30.0  # how long the end of the block waits for a write after an exception
 FEWEST_THREADS = 2  # that write, unless a save comes before the one before it is written
+LOST = (
+    "the ranks have lost each other: one has died, or came to a save more than %d s behind the "
+    "others. No later save can succeed: end the job, and resume from its latest checkpoint"
+)
 
 
 @dataclass
@@ -101,8 +105,8 @@ class Saves:
             and cost training more: they take cores and memory from the thread that launches.
 
     Relative directories are those below the working directory of when this object was made. Ranks
-    wait for each other for ten minutes: if one comes to a save later, that save and all later ones
-    fail. The log says so, and ``wait`` raises.
+    wait for each other for ten minutes: if one comes to a save later, that save fails, and the next
+    call raises.
 
     Attributes:
         skipped: saves that were left out.
@@ -148,6 +152,7 @@ class Saves:
         self.latest = self.none_before  # those before the latest have ended when it has
         self.compared = self.none_before  # of the latest save
         self.failures: list[BaseException] = []
+        self.lost: Exception | None = None  # what has ended the talk with the other ranks
         self.hook = None
         self.abandoned = False
         self.rank = 0
@@ -230,7 +235,7 @@ class Saves:
                 exception or there is a process group; if ``init_process_group`` came after this
                 object; at the first save, if a rank's state cannot be saved or differs from
                 another's where they share it; of later ones, the next call raises that they differ,
-                and makes its own save.
+                and makes its own save; the ranks have lost each other.
         """
         self.check_is_open()
         if self.if_busy == "skip" and self.is_busy():
@@ -286,6 +291,8 @@ class Saves:
     def check_is_open(self) -> None:
         if self.hook is None or self.abandoned or dist.is_initialized() != bool(self.groups):
             raise RuntimeError("save in one `with Saves(...)`, behind init_process_group")
+        if self.lost is not None:
+            raise RuntimeError(LOST % DEADLINE_S) from self.lost
 
     def is_busy(self) -> bool:
         """Whether a rank has a save that is not written."""
@@ -478,7 +485,11 @@ class Saves:
         reports = [report]
         if self.groups:
             reports = [report] * dist.get_world_size()
-            dist.all_gather_object(reports, report, group=self.groups[group])
+            try:
+                dist.all_gather_object(reports, report, group=self.groups[group])
+            except Exception as failure:
+                self.lost = failure
+                raise
         failures = [failure for _, failure in reports if failure]
         if failures:
             raise RuntimeError("; ".join(failures)) from error

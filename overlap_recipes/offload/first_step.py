@@ -60,15 +60,16 @@ def check_first_step(streamed: StreamedModel, run: Callable[[], object]) -> bool
             whose first is the loss: ``lambda: model(**batch)`` of a stock model with labels.
 
     Raises:
-        AssertionError: on every rank, if something differs on one: what, and where first. Where
-            two resident runs differ there as well, it says so.
+        AssertionError: something differs: what, and where first. Where two resident runs differ
+            there as well, it says so. Or another rank has an error: which, and what.
         RuntimeError: there are gradients already.
         ValueError: ``run`` returns no loss.
+        Exception: what ``run`` raised.
     """
-    refuse_gradients(streamed)
     error = None
     same = False
     try:
+        refuse_gradients(streamed)
         same = compare_runs(streamed, run)
     except Exception as failure:
         error = failure
@@ -80,7 +81,9 @@ def refuse_gradients(streamed: StreamedModel) -> None:
     there = any(parameter.grad is not None for parameter in streamed.model.parameters())
     sums = any(streamed.has_sum(layer) for layer in range(len(streamed.layers)))
     if there or sums:
-        raise RuntimeError("there are gradients: check before the first backward, or drop them")
+        raise RuntimeError(
+            "there are gradients already: check before the first backward, or drop them"
+        )
 
 
 def raise_on_every_rank(error: Exception | None) -> None:

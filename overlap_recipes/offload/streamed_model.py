@@ -20,16 +20,19 @@ from .weight_streaming import GRADIENT_SLOTS, StreamedLayers
 # ``_post_accumulate_grad_hooks`` of parameters, ``_execution_engine`` of autograd,
 # ``_active_ddp_module`` of DDP.
 
-OPTIMIZER_BYTES = 12  # a trained parameter: fp32 master and two moments of Adam
+MOMENTS_BYTES = 8  # of a trained parameter: two of Adam in fp32
+MASTER_BYTES = 4  # of one in another dtype: fp32 is its own master
 
 
 def resident_bytes(layer: nn.Module) -> int:
-    """What a layer takes on the device at most, with gradients and the state of Adam in fp32."""
+    """What a layer takes on the device, with its gradients and the state of Adam in fp32."""
     total = 0
     for parameter in layer.parameters():
         total += parameter.nbytes
         if parameter.requires_grad:
-            total += parameter.nbytes + OPTIMIZER_BYTES * parameter.numel()
+            total += parameter.nbytes + MOMENTS_BYTES * parameter.numel()
+            if parameter.dtype != torch.float32:
+                total += MASTER_BYTES * parameter.numel()
     return total
 
 

@@ -29,7 +29,8 @@ class HostAdamW(torch.optim.Optimizer):
         streamed: the model, from ``stream_layers``.
         max_norm: limit of the norm of all gradients, or None.
         in_backward: update each layer as its gradients arrive; no ``max_norm`` then.
-        threads: of the host, for updates; all cores of this rank but one if None.
+        threads: of the host, for updates; if None, all cores but one that are this rank's: those
+            it is bound to, or its part of what the ranks of the host share.
         more: ``lr``, ``betas``, ``eps`` and ``weight_decay``, as for ``torch.optim.AdamW``.
 
     ``step`` takes the gradients: none is left to zero. A step whose gradients are not finite

@@ -148,7 +148,8 @@ except ImportError as error:
 # ---------------
 # Staging and the thread are those of :doc:`saves_beside_training`. The weights are copied beside the next
 # step and written aside. The directory gets its name when all ranks have written. If a restarted
-# run comes to the same step again, the new export takes the place of the old one.
+# run comes to the same step again, the new export takes the place of the old one. Other files that
+# lie there stay.
 #
 # .. literalinclude:: /overlap_recipes/checkpoint/export.py
 #    :language: python
@@ -267,10 +268,10 @@ if __name__ == "__main__":
 # * A model with adapters has names of its own, and ``from_pretrained`` starts what it misses from
 #   random weights, with a report and no error: export a merged copy (PEFT's ``merge_and_unload``).
 # * A directory that holds files and no safetensors is refused only when all is written. One that holds
-#   safetensors is taken for an older export: **all** that is in it is deleted, a base model, too.
+#   safetensors that are no export, such as a base model, is refused at once.
 # * ``weights`` leaves out an average that an optimizer keeps. Export the average's model instead.
 # * The tokenizer and the generation settings are small files of rank 0. Write them beside the
-#   export, again when it is replaced.
+#   export: they stay there when it is replaced.
 # * ``posix_fallocate`` reserves the room of a file before a tensor is written. A file system that
 #   cannot reserve gets zeros written instead: there, use a copy of the package without that line.
 #

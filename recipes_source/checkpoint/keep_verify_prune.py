@@ -398,9 +398,9 @@ if __name__ == "__main__":
 # These are told:
 #
 # * A save of an older step than the newest in the directory raises: resume from it, or take another.
-# * A rank that dies in a save, or comes ten minutes late, fails it and all later ones. What it left has
-#   the suffix ``.incomplete``.
-# * Others may take the room between the look and the write. Then the save fails as step 4's here.
+# * A rank that dies in a save, or comes ten minutes late, fails it; the next save raises. What it
+#   left has the suffix ``.incomplete``.
+# * Others may take the room between look and write. Then the save fails as step 4's here.
 #
 # Further reading
 # ---------------

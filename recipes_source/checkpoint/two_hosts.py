@@ -20,7 +20,7 @@ then. What stands below on starting jobs and on storage holds there, too.
     from overlap_recipes.checkpoint.two_hosts import PartnerSaves, gather
 
     app, local = AppState(model, optimizer), Path("/local/run")  # of this host alone
-    newest = gather(local)                        # on all ranks; None: none is whole
+    newest = gather(local)                        # on all ranks; None: there are none
     if newest is not None:
         dcp.load({"app": app}, checkpoint_id=local / f"step{newest}")
     with PartnerSaves(device, model.buffers) as saves:
@@ -306,12 +306,9 @@ if __name__ == "__main__":
 # ------------
 # * One host may be lost, or several that are not neighbors. Two neighbors that are lost together
 #   take both copies of a part with them.
-# * ``gather`` deletes, on every host, all else in ``local`` whose name begins with ``step``: older
-#   checkpoints, those of ``keep_every``, and folders of yours.
 # * ``gather`` gives every host the whole checkpoint. With many hosts, let each fetch what its
 #   ranks read. For restarts with other numbers of ranks, use a shared directory.
-# * ``gather`` returns None where there are checkpoints, and none is whole. If you begin anew then, empty
-#   ``local`` first: their higher numbers make ``PartnerSaves`` delete each new one as the older.
+# * Where there are checkpoints and none is whole, ``gather`` raises. To begin anew, empty ``local``.
 # * Sizes are compared, not digests: :doc:`keep_verify_prune` has digests.
 #
 # What it costs

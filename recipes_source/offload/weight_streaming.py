@@ -295,8 +295,11 @@ class StreamedStack(nn.Module):
             weights[name] = part.detach().requires_grad_()
             weights[name].register_post_accumulate_grad_hook(refuse)
         before = self.random_state()
+        version = slot.weights._version
         with torch.enable_grad():
             y = functional_call(self.layers[index], weights, (x,))
+        if slot.weights._version != version:
+            raise RuntimeError(f"layer {index} changes its own weights: the host's would stay")
         if not torch.equal(before, self.random_state()):
             raise RuntimeError(f"layer {index} draws random numbers: backward would draw others")
         if not isinstance(y, torch.Tensor):
@@ -520,10 +523,9 @@ if __name__ == "__main__":
 #
 # Limits that are silent
 # ----------------------
-# * Weights that are changed between forward and backward by ``.data`` or by a fused optimizer of
-#   torch are not noticed: neither counts as a change. Nor is Python's own ``random`` in a layer.
-# * A layer that changes its own weights in forward does so in the slot alone: the host's stay, and
-#   gradients can be wrong.
+# * Weights that are changed between forward and backward, or by a layer in forward, with ``.data``, or
+#   by a fused optimizer of torch, are not noticed: neither counts as a change. Nor is Python's own
+#   ``random`` in a layer.
 #
 # Known limits
 # ------------

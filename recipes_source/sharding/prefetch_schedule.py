@@ -10,8 +10,9 @@ leaves exposed is its first gather and its last reduce-scatter. :doc:`stream_con
 model; this file has the same parameters and another schedule.
 
 **Scope.** As there: a model of units that run once each, in one order, in every forward and on
-every rank. Each unit returns one tensor. Each parameter is trained, belongs to one unit, and gets a
-gradient in every backward on every rank. The model fits on one device before it is sharded, and
+every rank. Each unit returns one tensor, and the loss has no other of it. Each parameter is trained,
+belongs to one unit, has no hooks, and gets a gradient in every backward on every rank. Weights change
+between steps. The model fits on one device before it is sharded, and
 computes in the dtype of its weights. No unit is recomputed in backward. Most else raises:
 `Known limits`_ has what does not.
 
@@ -66,12 +67,15 @@ import os
 import weakref
 from collections import Counter, deque
 from collections.abc import Iterable
+from functools import cache
 
 import torch
 import torch.distributed as dist
 from torch import nn
+from torch.autograd.graph import get_gradient_edge, increment_version
 from torch.distributed.device_mesh import DeviceMesh, init_device_mesh
 from torch.distributed.tensor import DTensor, Shard
+from torch.optim.optimizer import register_optimizer_step_post_hook
 
 all_gather = getattr(dist, "all_gather_single", dist.all_gather_into_tensor)  # torch 2.13 renames
 reduce_scatter = getattr(dist, "reduce_scatter_single", dist.reduce_scatter_tensor)
@@ -108,6 +112,8 @@ class ShardedParameter:
         self.local = self.shard[: len(mine)]
         self.local.copy_(mine)
         self.sharded = nn.Parameter(self.distributed(self.local))
+        self.sharded.is_shard = True  # for ``count_updates``
+        self.counted = self.sharded.to_local().detach()  # counts changes behind the DTensor's back
 
         self.buffer = whole.new_empty(rows * mesh.size(), *self.shape[1:])
         self.nbytes = self.buffer.nbytes
@@ -137,6 +143,8 @@ class ShardedParameter:
 
     def reduce(self, group: dist.ProcessGroup) -> None:
         """Queue: add this rank's rows of the sum over ranks of ``full.grad`` to the shard's."""
+        if has_hook(self.sharded):
+            raise RuntimeError(f"{self.name} has a hook, which does not run: use its grad")
         gradient = self.full.grad
         self.full.grad = None
         missing = len(self.buffer) - len(gradient)
@@ -164,6 +172,10 @@ class ShardedParameter:
 ORDER = "units must run once each, in the order that the context was given, in every forward"
 
 
+def has_hook(parameter: nn.Parameter) -> bool:
+    return bool(parameter._backward_hooks or parameter._post_accumulate_grad_hooks)
+
+
 def check_scope(model: nn.Module, units: list[nn.Module]) -> None:
     """Raise ValueError unless each parameter is in one unit, trained, and can be cut into rows."""
     in_model = Counter(p for _, p in model.named_parameters(remove_duplicate=False))
@@ -179,6 +191,8 @@ def check_scope(model: nn.Module, units: list[nn.Module]) -> None:
             raise ValueError(f"{name} is in {in_units[parameter]} units: put it in one")
         if parameter.dim() == 0 or not parameter.requires_grad:
             raise ValueError(f"{name} has no rows, or is frozen")
+        if has_hook(parameter):
+            raise ValueError(f"{name} has a hook, which would not run")
 
 
 class Unit:
@@ -190,11 +204,52 @@ class Unit:
         self.gathered = streams.Event()  # behind its gathers
         self.consumed = streams.Event()  # behind the kernels that read its weights
         self.is_full = False  # as the gather stream sees it
-        self.versions: list[int] = []  # of the shards that forward gathered
+        self.versions: list[int] = []  # of the shards when forward began
 
     def versions_now(self) -> list[int]:
         """Numbers that grow with each change in place, as far as PyTorch counts them."""
-        return [p.sharded._version for p in self.parameters]
+        of_parameters = [p.sharded._version for p in self.parameters]
+        of_memory = [p.counted._version for p in self.parameters]
+        return of_parameters + of_memory
+
+
+@cache
+def count_updates() -> None:
+    """Let a step of any optimizer count as a change: with ``foreach`` or ``fused`` it does not."""
+
+    def count(optimizer: torch.optim.Optimizer, *_) -> None:
+        for group in optimizer.param_groups:
+            increment_version([p for p in group["params"] if hasattr(p, "is_shard")])
+
+    register_optimizer_step_post_hook(count)
+
+
+def check_graph(loss: torch.Tensor, units: list[Unit]) -> None:
+    """Raise RuntimeError if backward can reach weights by another way than their unit's output.
+
+    The hook on that output has them gathered: by another way they may be read before.
+    """
+    number_of = {}
+    for unit in units:
+        for p in unit.parameters:
+            number_of[p.full] = unit.number
+    seen = set()
+    waiting = [(loss.grad_fn, None)]  # nodes, with the unit whose output was last on the way there
+    while waiting:
+        step = waiting.pop()
+        node, last = step
+        if node is None or step in seen:
+            continue
+        seen.add(step)
+        last = node.metadata.get("output of", last)
+        weight = getattr(node, "variable", None)
+        if number_of.get(weight, last) != last:
+            raise RuntimeError(
+                f"the loss was computed with a tensor that unit {number_of[weight]} kept beside its "
+                "result: return it within the result, or detach it"
+            )
+        for after, _ in node.next_functions:
+            waiting.append((after, last))
 
 
 # %%
@@ -227,10 +282,11 @@ class PrefetchContext:
             returns one tensor.
 
     Raises:
-        ValueError: a parameter is shared, frozen, sharded already, or not in exactly one unit.
+        ValueError: a parameter is shared, frozen, sharded already, not in exactly one unit, or has
+            a hook.
         TypeError, in forward: a unit did not return one tensor.
         RuntimeError, in forward: a unit ran out of turn or in backward, a parameter was replaced, or
-            a unit changed its weights.
+            weights were changed in forward.
     """
 
     def __init__(self, model: nn.Module, units: Iterable[nn.Module]) -> None:
@@ -252,6 +308,7 @@ class PrefetchContext:
         self.forwards = 0
         for module in modules:
             self.add(module)
+        count_updates()
 
     def add(self, module: nn.Module) -> None:
         parameters = []
@@ -314,7 +371,7 @@ class PrefetchContext:
         if unit is self.units[0]:
             self.begin_forward()
         self.check_turn(unit, self.upcoming)
-        unit.versions = unit.versions_now()
+        self.check_unchanged(unit)
         self.compute_stream.wait_event(unit.gathered)
         for p in unit.parameters:
             p.expose(p.full)
@@ -325,6 +382,7 @@ class PrefetchContext:
         for unit in self.units:
             for p in unit.parameters:
                 p.check()
+            unit.versions = unit.versions_now()
         self.compute_stream = self.streams.current_stream()
         self.gather_stream.wait_stream(self.compute_stream)
         self.upcoming = list(self.units)
@@ -333,6 +391,11 @@ class PrefetchContext:
             self.returning = self.units[::-1]
         self.forwards += 1
         self.prefetch()
+
+    def check_unchanged(self, unit: Unit) -> None:
+        """What was queued behind the begin of this forward, the gather stream has not waited for."""
+        if unit.versions != unit.versions_now():
+            raise RuntimeError(f"weights of unit {unit.number} have changed in this forward")
 
     def check_turn(self, unit: Unit, due: list[Unit]) -> None:
         if not due or due[0] is not unit:
@@ -350,6 +413,7 @@ class PrefetchContext:
             raise TypeError(f"a unit gave a {type(output).__name__}: wrap it to return one tensor")
         if output.requires_grad:
             forward = self.forwards
+            get_gradient_edge(output).node.metadata["output of"] = unit.number
             output.register_hook(lambda _: self.before_backward(unit, forward))
 
     # Backward
@@ -359,14 +423,16 @@ class PrefetchContext:
 
         Raises:
             RuntimeError: a parameter has no gradient, a unit's output did not lead to ``loss``,
-                ``loss`` is not of the last forward, weights have changed since, or something still
-                holds the parameters that were there before the sharding.
+                ``loss`` is not of the last forward or was computed with what a unit kept, weights
+                have changed since, a parameter has a hook, or something still holds the parameters
+                that were there before the sharding.
         """
         if any(reference() is not None for reference in self.replaced):
             raise RuntimeError(
                 "something holds parameters from before the sharding, an optimizer perhaps: build "
                 "it behind the context, and delete other references"
             )
+        check_graph(loss, self.units)
         self.in_backward = True
         try:
             (loss / self.mesh.size()).backward()
@@ -632,11 +698,8 @@ if __name__ == "__main__":
 # * The first gather waits for the whole optimizer step, and the optimizer for the last
 #   reduce-scatter. An update unit by unit, in the order of the next forward, can hide both.
 # * Buffers of modules, such as the statistics of a batch norm, stay each rank's own.
-# * **Without an error**: weights changed between forward and backward by an optimizer with
-#   ``foreach`` (on GPUs the default) or ``fused``, or by ``to_local()``. Weights changed inside of
-#   forward: what has been gathered is old.
-# * **Without an error**: a loss computed with a tensor that a unit keeps beside its result. Backward
-#   may read that unit's weights before they are there. Hooks on parameters do not run.
+# * **Without an error**: weights changed between the begin of forward and backward by ``.data``,
+#   ``detach()`` or ``torch._foreach_*``.
 # * A forward that raised, or has no backward, leaves full weights in memory until the next one.
 #
 # Further reading

@@ -30,9 +30,11 @@ the next step and writes them on a thread.
    trainer = Trainer(strategy=OverlappedStrategy(), callbacks=[checkpoints])
    trainer.fit(model, data)  # to resume: trainer.fit(model, data, ckpt_path="last")
 
-``configure_model`` divides ``model`` over the ranks, as ``ModelParallelStrategy`` asks. Your
-project needs the package ``overlap_recipes``: ``pip install .`` in this repository, or a copy of
-its folder ``overlap_recipes``.
+``configure_model`` divides ``model`` over the ranks, as ``ModelParallelStrategy`` asks. The
+arguments are that strategy's, too: without any, the GPUs of a host are its dimension
+``tensor_parallel``. For FSDP2 alone, give it the number of ranks and ``tensor_parallel_size=1``.
+Your project needs the package ``overlap_recipes``: ``pip install .`` in this repository, or a copy
+of its folder ``overlap_recipes``.
 
 .. verification-badge::
 """
@@ -72,7 +74,8 @@ its folder ``overlap_recipes``.
 # ``file_exists``
 #    ``ModelCheckpoint`` asks this before it chooses a name. It must not miss the checkpoint that
 #    is being written: two callbacks would share its name, and one would delete what the other
-#    keeps. ``save_last="link"`` asks it, too, and so never links to what is not complete.
+#    keeps. ``save_last="link"`` asks it, too, and so never links to what is not complete. With
+#    ``enable_version_counter=False``, Lightning asks in neither case.
 # ``LightningSaves``
 #    Writes ``meta.pt`` beside the shards. ``save_last=True`` replaces ``last.ckpt`` at every save. If
 #    other files lie in it, the save fails and leaves them alone.
@@ -89,8 +92,8 @@ its folder ``overlap_recipes``.
 #    has raised, and nothing is left to end then. ``trainer.save_checkpoint`` after ``fit`` saves as
 #    Lightning does.
 #
-# A checkpoint gets its name when it is complete. ``fit(ckpt_path="last")`` looks for files called
-# ``last-{step}`` that end in ``.ckpt``. What a killed run leaves ends in ``.incomplete`` or
+# A checkpoint gets its name when it is complete. ``fit(ckpt_path="last")`` looks for names
+# that begin with ``last`` and end in ``.ckpt``. What a killed run leaves ends in ``.incomplete`` or
 # ``.replaced``. Remains of a deletion stay until you remove them.
 #
 # Something to train

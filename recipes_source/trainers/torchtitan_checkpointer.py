@@ -253,8 +253,9 @@ if __name__ == "__main__":
 #   ``keep_latest_k`` does not count it.
 # * At each save, torchtitan waits for the previous save and raises its error. Do not train inside
 #   an ``except`` block: ``close`` then takes training for ended by that exception.
-# * ``keep_latest_k`` counts complete checkpoints. While a save is being written, the disk holds one
-#   more. What a killed run has left as ``.incomplete`` stays until that step is saved again.
+# * ``keep_latest_k`` counts complete checkpoints. The disk holds one more until the next save, and
+#   two more at the end: torchtitan deletes none at the last step. What a killed run has left as
+#   ``.incomplete`` stays until that step is saved again.
 # * What is no tensor and differs between ranks fails the first save, or the call behind a later one:
 #   all ranks would get the state of one. A name of its own for each rank's is right.
 # * torchtitan collects garbage at each save, which takes tens of milliseconds with many objects.

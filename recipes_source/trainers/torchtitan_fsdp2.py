@@ -36,9 +36,10 @@ of its folder ``overlap_recipes``.
 # torchtitan calls ``parallelize_fn`` with a model without memory (on the device ``meta``). That
 # function wraps blocks for checkpointing, compiles them, and ends in ``apply_fsdp_to_decoder``.
 # This one calls ``fully_shard`` for the embedding, for each block, and for norm and head as one
-# unit of two modules. After it, all groups of parameters exist. The weights get their memory later
-# (``to_empty``, ``init_weights``). That does not matter: ``gather_in_place`` reads FSDP2's shards
-# at each gather, wherever they lie.
+# unit of two modules; where head and embedding share weights, the embedding is in that unit. After
+# it, all groups of parameters exist. The weights get their memory later (``to_empty``,
+# ``init_weights``). That does not matter: ``gather_in_place`` reads FSDP2's shards at each gather,
+# wherever they lie.
 #
 # torchtitan divides by its own count of tokens, so it asks FSDP2 for sums of gradients and not for
 # means (``disable_fsdp_gradient_division``). ``reduce_in_place`` makes such sums as well.

@@ -87,8 +87,8 @@ of its folder ``overlap_recipes``.
 #
 # ``save_total_limit`` counts complete checkpoints. ``Trainer`` deletes old ones when a save has
 # returned, and here the new one is not there yet. It would also count ``checkpoint-4.incomplete``,
-# which a killed run has left, and delete a complete one in its place. While a save is being
-# written, the disk holds one checkpoint more than the limit.
+# which a killed run has left, and delete a complete one in its place. The oldest goes when
+# the next save is called, so the disk holds one checkpoint more than the limit, also at the end.
 #
 # You need no hook before the optimizer: ``Saves`` orders every ``optimizer.step()`` in
 # the process after its copies.

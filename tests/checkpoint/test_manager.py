@@ -392,6 +392,7 @@ TROUBLES = (
     "room_for_one_checkpoint",
     "load_in_a_group",
     "other_steps",
+    "late_rank",
     "later_difference",
     "failed_step",
     "hosts",

@@ -24,7 +24,7 @@ from torch.distributed.device_mesh import init_device_mesh  # noqa: E402
 from torch.distributed.fsdp import fully_shard  # noqa: E402
 from torch.nn.parallel import DistributedDataParallel  # noqa: E402
 
-from overlap_recipes.checkpoint import CheckpointManager, TrainingState, load  # noqa: E402
+from overlap_recipes.checkpoint import CheckpointManager, TrainingState, load, saves  # noqa: E402
 
 
 class Job:
@@ -155,6 +155,28 @@ def other_steps(root: Path, device: torch.device) -> None:
     assert sorted(path.name for path in root.glob("step*")) == ["step5", "step9"]
 
 
+def late_rank(root: Path, device: torch.device) -> None:
+    """Behind a deadline the ranks do not understand each other: the next save says so."""
+    saves.DEADLINE_S = 5.0
+    job = Job(sharded)
+    try:
+        with CheckpointManager(root, job.state) as checkpoints:
+            checkpoints.save(1).result()
+            if dist.get_rank() == 0:
+                assert checkpoints.save(2).exception() is not None  # it has waited for rank 1
+            dist.barrier()
+            if dist.get_rank() == 1:
+                assert checkpoints.save(2).exception() is not None
+            job.step()
+            raises(RuntimeError, "No later save can succeed", checkpoints.save, 3)
+            raises(RuntimeError, "No later save can succeed", checkpoints.save, 3)
+    except RuntimeError as error:
+        assert "no checkpoint" not in str(error)
+    else:
+        raise AssertionError("the block has not told of the save that failed")
+    assert sorted(path.name for path in root.glob("step?")) == ["step1"]
+
+
 def later_difference(root: Path, device: torch.device) -> None:
     """What differs from the second save on raises on all ranks in the next call, and once."""
     for kind in ("directory", "url"):
@@ -169,6 +191,7 @@ def later_difference(root: Path, device: torch.device) -> None:
             checkpoints.save(2)
             job.scheduler.last_epoch -= dist.get_rank()
             raises(RuntimeError, "ranks differ in app.scheduler", checkpoints.save, 3)
+            checkpoints.save(3).result()  # what has raised was the save before
             checkpoints.save(4)
             job.scheduler.last_epoch += dist.get_rank()
             checkpoints.save(5)
@@ -292,6 +315,7 @@ TROUBLES = (
     room_for_one_checkpoint,
     load_in_a_group,
     other_steps,
+    late_rank,
     later_difference,
     batch_norm,
     failed_step,

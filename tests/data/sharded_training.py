@@ -154,6 +154,10 @@ def models() -> None:
         assert_refused(lambda: kind(model, model[1:]), ValueError, "0.up.weight is in 0 units")  # noqa: B023
         kind(model, list(model))
         assert_refused(lambda: kind(model, list(model)), ValueError, "sharded already")  # noqa: B023
+        for hook in ("register_hook", "register_post_accumulate_grad_hook"):
+            model = layers()
+            getattr(model[1].up.weight, hook)(lambda x: None)
+            assert_refused(lambda: kind(model, list(model)), ValueError, "1.up.weight has a hook")  # noqa: B023
 
 
 class Pair(Layer):
@@ -168,6 +172,18 @@ class Renormed(Layer):
         with torch.no_grad():
             self.up.weight.renorm_(2, 0, 1.0)
         return super().forward(x)
+
+
+class Rescaling(nn.Sequential):
+    """Changes a weight of a later unit in forward, as spectral normalization may."""
+
+    def forward(self, x: torch.Tensor) -> torch.Tensor:
+        x = self[0](x)
+        with torch.no_grad():
+            self.change(self[2].up.weight)
+        for layer in self[1:]:
+            x = layer(x)
+        return x
 
 
 def forwards() -> None:
@@ -188,6 +204,12 @@ def forwards() -> None:
         model = layers(kind=Renormed)
         kind(model, list(model))
         assert_refused(lambda: model(ones()), RuntimeError, "weight was changed in forward")  # noqa: B023
+
+        for change in (lambda p: p.mul_(2), lambda p: p.to_local().mul_(2)):
+            model = Rescaling(*layers())
+            model.change = change
+            kind(model, list(model))
+            assert_refused(lambda: model(ones()), RuntimeError, "weights of unit 2 have changed")  # noqa: B023
 
         for change in (
             lambda m: m[1].requires_grad_(False),
@@ -219,6 +241,89 @@ class View(Layer):
     def forward(self, x: torch.Tensor) -> torch.Tensor:
         x += 1.0
         return super().forward(x).unsqueeze(0).squeeze(0)
+
+
+KEPT: list[torch.Tensor] = []
+
+
+class Kept(Layer):
+    """Keeps a second result beside the first, computed with weights of its own."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.second = nn.Linear(WIDTH, WIDTH)
+
+    def forward(self, x: torch.Tensor) -> torch.Tensor:
+        y = super().forward(x)
+        self.kept = self.second(x).square().sum()
+        return y
+
+
+class KeptOfUsed(Layer):
+    """Keeps a second result that is computed with a weight of the first."""
+
+    def forward(self, x: torch.Tensor) -> torch.Tensor:
+        y = super().forward(x)
+        self.kept = self.down(self.up(x)).square().sum()
+        return y
+
+
+class KeptForLater(Layer):
+    """Adds to its result what the unit before it has computed with other weights and kept."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.second = nn.Linear(WIDTH, WIDTH)
+
+    def forward(self, x: torch.Tensor) -> torch.Tensor:
+        y = super().forward(x)
+        KEPT.append(self.second(x))
+        return y + KEPT[-2]
+
+
+class KeptOnTheWay(Layer):
+    """Keeps what its result is computed from, as a router's logits are."""
+
+    def forward(self, x: torch.Tensor) -> torch.Tensor:
+        h = self.up(x)
+        self.kept = h.square().sum()
+        return x + self.down(torch.tanh(h))
+
+
+class Detached(Kept):
+    """Keeps numbers to look at."""
+
+    def forward(self, x: torch.Tensor) -> torch.Tensor:
+        y = super().forward(x)
+        self.kept = self.kept.detach()
+        return y + self.second(x)
+
+
+def with_kept(model: nn.Module) -> torch.Tensor:
+    return model(ones()).sum() + sum(layer.kept for layer in model)
+
+
+def tensors_kept_beside_results() -> None:
+    """Refused where the loss is computed with them: backward might read weights early."""
+    for kind in CONTEXTS:
+        for unit in (Kept, KeptOfUsed, KeptOnTheWay):
+            model = layers(kind=unit)
+            context = kind(model, list(model))
+            assert_refused(lambda: context.backward(with_kept(model)), RuntimeError, "kept beside")  # noqa: B023
+
+        model = layers(kind=KeptForLater)
+        context = kind(model, list(model))
+        KEPT.append(ones())
+        loss = model(ones()).sum()
+        assert_refused(lambda: context.backward(loss), RuntimeError, "kept beside")  # noqa: B023
+
+        model = layers(kind=Detached)
+        expected = layers(kind=Detached)
+        context = kind(model, list(model))
+        context.backward(with_kept(model))
+        with_kept(expected).backward()
+        for p, q in zip(model.parameters(), expected.parameters(), strict=True):
+            torch.testing.assert_close(p.grad.full_tensor(), q.grad, rtol=0, atol=0)
 
 
 def backwards() -> None:
@@ -274,13 +379,36 @@ def updates_between() -> None:
     """An update of any kind between forward and backward is seen if PyTorch counts it."""
     for kind in CONTEXTS:
         for make in (torch.optim.SGD, torch.optim.AdamW, torch.optim.RMSprop):
+            for foreach in (False, True):
+                model = layers()
+                context = kind(model, list(model))
+                optimizer = make(model.parameters(), lr=1e-2, foreach=foreach)
+                context.backward(model(ones()).sum())
+                loss = model(ones()).sum()
+                optimizer.step()
+                assert_refused(lambda: context.backward(loss), RuntimeError, "have changed since")  # noqa: B023
+        model = layers()
+        context = kind(model, list(model))
+        loss = model(ones()).sum()
+        with torch.no_grad():
+            model[1].up.weight.to_local().mul_(2)
+        assert_refused(lambda: context.backward(loss), RuntimeError, "have changed since")  # noqa: B023
+        others = [nn.Parameter(ones())]
+        others[0].grad = ones()
+        loss = model(ones()).sum()
+        torch.optim.AdamW(others, foreach=True).step()
+        context.backward(loss)  # an update of other weights is none
+
+
+def hooks_behind() -> None:
+    """A hook on a parameter of a context would never run."""
+    for kind in CONTEXTS:
+        for hook in ("register_hook", "register_post_accumulate_grad_hook"):
             model = layers()
             context = kind(model, list(model))
-            optimizer = make(model.parameters(), lr=1e-2)
-            context.backward(model(ones()).sum())
-            loss = model(ones()).sum()
-            optimizer.step()
-            assert_refused(lambda: context.backward(loss), RuntimeError, "have changed since")  # noqa: B023
+            getattr(model[1].up.weight, hook)(lambda x: None)
+            backward = lambda: context.backward(model(ones()).sum())  # noqa: B023, E731
+            assert_refused(backward, RuntimeError, "weight has a hook")
 
 
 def let_go() -> None:
@@ -366,7 +494,17 @@ def load(directory: Path) -> None:
     assert sum(moved) > len(moved) / 2, "training changed nothing"
 
 
-MODES = (few_rows, between_steps, models, forwards, backwards, updates_between, let_go)
+MODES = (
+    few_rows,
+    between_steps,
+    models,
+    forwards,
+    backwards,
+    tensors_kept_beside_results,
+    updates_between,
+    hooks_behind,
+    let_go,
+)
 
 if __name__ == "__main__":
     modes = {mode.__name__: mode for mode in MODES}

@@ -60,6 +60,50 @@ def test_a_kind_that_is_turned_off_is_a_note_by_the_command_and_by_the_settings(
     assert "--off checkpoint_wrong: only child_died, " in capsys.readouterr().err
 
 
+LEAVES_ITS_GROUP = """
+import torch
+import torch.distributed as dist
+import torch.distributed.checkpoint as dcp
+
+dist.init_process_group("gloo")
+"""
+SWALLOWS_A_FAILED_SAVE = """
+open("step1", "w").close()
+try:
+    dcp.save({"weight": torch.ones(4)}, checkpoint_id="step1")
+except BaseException:
+    print("goes on")
+"""
+REPLACES_A_SAVE = """
+dcp.save({"model": torch.ones(4)}, checkpoint_id="step1")
+dcp.save({"optimizer": torch.zeros(4)}, checkpoint_id="step1")
+"""
+
+
+@pytest.mark.parametrize(
+    ("saves", "kind"),
+    [(SWALLOWS_A_FAILED_SAVE, "save_failed"), (REPLACES_A_SAVE, "checkpoint_wrong")],
+)
+def test_lost_work_counts_beside_a_kind_that_is_turned_off(tmp_path, saves: str, kind: str) -> None:
+    script = write(tmp_path, "loses_work.py", LEAVES_ITS_GROUP + saves)
+    report = run(script, 1, launcher="warm", off=("left_process_group",))
+    assert report.kinds == {kind}, report.describe()
+    assert any("left_process_group is turned off" in note for note in report.notes)
+
+
+def test_a_rank_without_a_record_counts_beside_a_kind_that_is_turned_off(tmp_path) -> None:
+    text = """
+        import os, signal, subprocess, sys
+
+        wait_forever = "import threading; threading.Event().wait()"
+        subprocess.Popen([sys.executable, "-c", wait_forever], start_new_session=True)
+        os.kill(os.getpid(), signal.SIGTERM)
+    """
+    script = write(tmp_path, "is_ended.py", text)
+    report = run(script, 1, launcher="warm", off=("left_process",))
+    assert report.kinds == {"missing_record"}, report.describe()
+
+
 def test_a_checkpoint_that_lies_elsewhere_is_missing_where_writing_there_does_not_count() -> None:
     script = BAD_SCRIPTS / "saves_elsewhere.py"
     report = run(script, 1, launcher="warm", off=("wrote_elsewhere",))
@@ -127,6 +171,38 @@ def test_a_bad_option_is_refused_before_anything_runs(
     assert command(monkeypatch, "run", recipe, "--launcher", "warm", *options) == 2
     assert message in capsys.readouterr().err
     assert not ran.exists()
+
+
+def test_a_gate_of_ones_own_is_found_from_where_the_command_is_called(
+    tmp_path, monkeypatch, capsys
+) -> None:
+    write(tmp_path, "gate.py", "def own(ledger):\n    print('the gate is there')\n")
+    script = write(tmp_path, "hello.py", "print('hello')\n")
+    run_it = ("run", script, "--ranks", 1, "--launcher", "warm", "--gate")
+    monkeypatch.chdir(tmp_path)
+    assert command(monkeypatch, *run_it, "gate.py:own") == 0
+    assert "the gate is there\nhello" in capsys.readouterr().out
+
+
+@pytest.mark.parametrize(
+    ("gate", "message"),
+    [
+        ("missing.py:own", "error: --gate missing.py:own: no file "),
+        ("gate.py:nix", "error: --gate gate.py:nix: no function 'nix' in "),
+        ("broken.py:own", "broken.py:1: not valid Python: "),
+    ],
+)
+def test_a_gate_that_is_not_there_is_refused_before_anything_runs(
+    tmp_path, monkeypatch, capsys, gate: str, message: str
+) -> None:
+    write(tmp_path, "gate.py", "nix = 1\n\ndef own(ledger):\n    pass\n")
+    write(tmp_path, "broken.py", "def own(:\n")
+    script = write(tmp_path, "hello.py", "print('hello')\n")
+    monkeypatch.chdir(tmp_path)
+    assert command(monkeypatch, "run", script, "--launcher", "warm", "--gate", gate) == 2
+    told = capsys.readouterr()
+    assert message in told.err
+    assert told.out == ""
 
 
 def test_the_command_line_takes_a_recipes_own_deadline(tmp_path, monkeypatch, capsys) -> None:
@@ -232,3 +308,10 @@ def test_it_says_its_version_and_that_it_needs_linux(tmp_path, monkeypatch, caps
 def test_bad_arguments_say_what_to_do(arguments: tuple, message: str) -> None:
     with pytest.raises(RecipeError, match=message):
         run(*arguments)
+
+
+def test_with_order_accesses_on_no_stream_are_nothing_to_judge(tmp_path) -> None:
+    script = write(tmp_path, "adds.py", "import torch\nprint((torch.ones(4) + 1).sum())\n")
+    report = run(script, 1, launcher="warm", order=True)
+    assert report.judged["accesses"] > 0
+    assert report.describe().startswith("adds on 1 rank: ran; nothing to judge")

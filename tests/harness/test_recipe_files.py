@@ -87,6 +87,39 @@ def test_a_run_is_kept_until_its_gate_or_a_package_that_it_needs_changes(
     version_of.cache_clear()
 
 
+def test_a_kept_run_has_the_arguments_and_the_habits_of_its_settings(tmp_path) -> None:
+    settings = 'off = ["left_process_group"]\nargs = {"trains.py" = "--steps 3"}\n'
+    write(tmp_path, "rankproof.toml", settings)
+    text = """
+        import sys
+        import torch.distributed as dist
+
+        dist.init_process_group("gloo")
+        assert sys.argv[1:] == ["--steps", "3"]
+    """
+    script = write(tmp_path, "trains.py", text)
+    kept = KeptRun(tmp_path / "store", load_recipe(script), 1, launcher="warm")
+    report = kept.run()
+    assert report.verdict == "passed", report.describe()
+    assert kept.report() == report
+    write(tmp_path, "rankproof.toml", settings.replace("3", "4"))
+    assert KeptRun(tmp_path / "store", load_recipe(script), 1, launcher="warm").report() is None
+    write(tmp_path, "rankproof.toml", settings.partition("\n")[2])
+    assert KeptRun(tmp_path / "store", load_recipe(script), 1, launcher="warm").report() is None
+
+
+def test_a_script_that_was_not_run_has_not_passed_and_is_not_kept(tmp_path) -> None:
+    text = "import torch.multiprocessing as mp\n\nif __name__ == '__main__':\n    mp.spawn(print)\n"
+    recipe = load_recipe(write(tmp_path, "spawns.py", text))
+    kept = KeptRun(tmp_path / "store", recipe, 2, launcher="warm")
+    report = kept.run()
+    assert report.verdict == "not judged"
+    assert not kept.as_it_must(report)
+    assert kept.report() is None
+    as_it_needs = KeptRun(tmp_path / "store", recipe, 2, launcher="auto")
+    assert as_it_needs.as_it_must(as_it_needs.run())
+
+
 def test_hidden_folders_and_virtual_environments_hold_no_recipes(tmp_path) -> None:
     for folder in ("recipes", ".hidden", "environment"):
         (tmp_path / folder).mkdir()

@@ -216,6 +216,18 @@ def test_a_script_that_starts_its_ranks_itself_is_not_judged_by_another_launcher
     )
 
 
+@pytest.mark.parametrize("name", ["port_is_taken", "sets_its_port"])
+def test_a_run_that_tells_nothing_of_its_script_is_not_ok(name: str) -> None:
+    """Of what ran to its end and is judged in part, the rest is known."""
+    report = judge("good", name, GOOD[name], "warm")
+    assert (report.verdict, report.ok) == ("not judged", False), report.describe()
+
+
+def test_a_run_that_is_judged_in_part_is_ok() -> None:
+    report = judge("good", "fsspec_writer", GOOD["fsspec_writer"], "warm")
+    assert (report.verdict, report.ok) == ("not judged", True), report.describe()
+
+
 def line_of_the_table(folder: str, name: str, case: Case, launcher: str, times: int) -> str:
     """One line: what must come of a script, and what did; below it, the reports that are wrong."""
     reports = [judge(folder, name, case, launcher) for _ in range(times)]

@@ -7,9 +7,10 @@ from threading import Barrier
 
 import pytest
 import verify as verification
+import versions
 
 from rankproof.judge import Failure
-from rankproof.recipe import RecipeError
+from rankproof.recipe import RecipeError, load_recipe
 from rankproof.run import Report
 
 
@@ -71,6 +72,20 @@ def test_a_failure_is_recorded_and_ends_with_an_error(machine):
     assert status == 1 and record["first"]["ok"]
     assert record["second"]["failures"] == ["raised: it broke beside []"]
     assert ran == EVERYTHING, "it was alone already: a second run would be a second chance"
+
+
+def test_what_could_not_be_judged_has_not_passed(machine, monkeypatch):
+    """A port that was taken drops all failures, and says nothing of the recipe."""
+    taken = Report("first", "first.py", 1, "warm", "command", unjudged=["a port was taken"])
+    taken.conclusive = False
+    monkeypatch.setattr(verification, "run", lambda *_, **__: taken)
+    status, _, record = machine()
+    assert status == 1
+    assert record["first"]["failures"] == ["not judged: a port was taken"]
+    monkeypatch.setattr(versions, "run", lambda *_, **__: taken)
+    kept = versions.judged(load_recipe(machine.recipes / "first.py"), "warm")
+    assert (kept["ok"], kept["runs"]) == (False, 2)
+    assert kept["failures"] == ["not judged: a port was taken"]
 
 
 def test_what_failed_beside_others_is_judged_by_a_run_of_its_own(machine, capsys):

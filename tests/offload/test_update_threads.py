@@ -1,5 +1,6 @@
 """Threads that update: who waits for them, and what their errors and Ctrl-C leave behind."""
 
+import os
 import threading
 from concurrent.futures import Future
 from contextlib import closing
@@ -14,6 +15,27 @@ from overlap_recipes.offload.host_adam import HostUpdates
 from overlap_recipes.offload.streamed_model import resident_bytes
 
 pytestmark = pytest.mark.usefixtures("one_thread")
+
+
+@pytest.mark.parametrize(
+    ("ranks", "own", "of_launcher", "threads"),
+    [
+        (1, 64, 64, 63),
+        (8, 64, 64, 7),  # nothing is bound
+        (8, 8, 64, 7),  # each to its own cores
+        (8, 32, 64, 7),  # each four to a half, NUMA nodes
+        (8, 32, 32, 3),  # a container with a part of the host
+        (8, 8, 8, 1),
+        (2, 8, 64, 7),
+        (8, 8, 1, 1),  # a launcher that was bound by itself
+    ],
+)
+def test_a_rank_takes_its_part_of_the_cores_once(ranks, own, of_launcher, threads, monkeypatch):
+    """Cores that a rank was bound to were divided among ranks again: one thread of eight."""
+    cores = {0: set(range(own)), os.getppid(): set(range(of_launcher))}
+    monkeypatch.setenv("LOCAL_WORLD_SIZE", str(ranks))
+    monkeypatch.setattr(os, "sched_getaffinity", cores.get)
+    assert pieces.host_threads() == threads
 
 
 @pytest.mark.parametrize("slots", [2, 9])

@@ -26,6 +26,15 @@ class Twice(nn.Linear):
         return super().forward(x), x
 
 
+class Clamped(nn.Linear):
+    """Changes its weight in forward, in the slot alone."""
+
+    def forward(self, x: torch.Tensor) -> torch.Tensor:
+        with torch.no_grad():
+            self.weight.clamp_(-0.1, 0.1)
+        return super().forward(x)
+
+
 class InPlace(nn.Linear):
     def forward(self, x: torch.Tensor) -> torch.Tensor:
         return super().forward(x.mul_(2))
@@ -136,6 +145,7 @@ def under_autocast(stack: nn.Module) -> None:
         (lambda stack: stack(torch.ones(2, dtype=torch.int64)), nn.Linear, "torch.int64 on cpu"),
         (read_what_it_kept, Aside, "what a layer had kept"),
         (lambda stack: stack(X), Twice, "returns a tuple"),
+        (lambda stack: stack(X), Clamped, "changes its own weights"),
         (lambda stack: stack(X), InPlace, "in-place operation"),
     ],
 )

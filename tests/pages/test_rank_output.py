@@ -6,6 +6,7 @@ import re
 import shutil
 import zipfile
 from pathlib import Path
+from types import SimpleNamespace
 
 import pytest
 import torch
@@ -15,6 +16,7 @@ from sphinx.errors import SphinxError
 
 from rankproof import sphinx_ext as rank_output
 from rankproof.recipe import load_recipe
+from rankproof.run import Report
 from rankproof.sources import code_sha256
 
 EDIT = "with the edit 'rank_denied'"
@@ -160,6 +162,34 @@ def test_ranks_is_a_number_and_never_fewer_than_a_recipe_needs(tmp_path, monkeyp
     monkeypatch.setenv("RANKS", "many")
     with pytest.raises(SphinxError, match="RANKS='many': give a number of ranks, for example"):
         rank_output.page_ranks(recipe)
+
+
+def test_a_recipe_that_was_not_run_fails_the_build_and_its_page_says_why(tmp_path):
+    why = "it starts its ranks itself (spawn, line 4): use --launcher python"
+    report = Report("hello", "hello.py", 2, "torchrun", "command", unjudged=[why])
+    report.conclusive = False
+    runs = rank_output.RecipeRuns(hello(tmp_path), report)
+    assert why in "".join(runs.problems())
+    page = rank_output.output_of(report)
+    assert page.astext().startswith("This recipe failed")
+    assert why in page.astext()
+    assert summary_of(runs).startswith("For these pages 0 of 1 recipes passed")
+
+
+def test_the_summary_says_of_how_many_recipes_a_part_is_judged(tmp_path):
+    report = Report("hello", "hello.py", 2, "torchrun", "command", unjudged=["not loaded back"])
+    runs = rank_output.RecipeRuns(hello(tmp_path), report)
+    assert runs.problems() == []
+    said = summary_of(runs)
+    assert said.startswith("For these pages 1 of 1 recipes passed")
+    assert said.endswith("What 1 of them save is judged in part.")
+
+
+def summary_of(runs: rank_output.RecipeRuns) -> str:
+    app = SimpleNamespace(recipe_runs={"page": runs})
+    env = SimpleNamespace(app=app, note_reread=lambda: None)
+    (paragraph,) = rank_output.BuildSummary.run(SimpleNamespace(env=env))
+    return paragraph.astext()
 
 
 def test_the_badge_tells_this_code_from_an_earlier_one(tmp_path, monkeypatch):

@@ -1,7 +1,8 @@
 """Two ranks that would train apart without a word: the library must say so before a step.
 
-The argument: ``layer_drop`` (wav2vec2, on by default there: each rank skips layers of its own) or
-``seeds`` (each rank has made weights of its own).
+The argument: ``layer_drop`` (wav2vec2, on by default there: each rank skips layers of its own),
+``seeds`` (each rank has made weights of its own) or ``gradients`` (one rank has some before the
+check of the first step: the other waited for it until the time-out).
 """
 
 import sys
@@ -13,7 +14,7 @@ import torch.distributed as dist
 from torch import nn
 from transformers import Wav2Vec2Config, Wav2Vec2ForCTC
 
-from overlap_recipes.offload import HostAdamW, StreamedModel, stream_layers
+from overlap_recipes.offload import HostAdamW, StreamedModel, check_first_step, stream_layers
 
 
 def wav2vec2() -> nn.Module:
@@ -60,7 +61,24 @@ def seeds() -> None:
             raise AssertionError("ranks with weights of their own were not refused")
 
 
+def gradients() -> None:
+    torch.manual_seed(0)
+    model = nn.Sequential(nn.Linear(8, 8), nn.Linear(8, 8))
+    if dist.get_rank() == 0:
+        model[0].weight.grad = torch.ones(8, 8)
+    with stream_layers(model, model[1:], resident.HOST) as streamed:
+        found = None
+        try:
+            check_first_step(streamed, lambda: model(torch.ones(2, 8)).sum())
+        except (AssertionError, RuntimeError) as refusal:
+            found = f"{type(refusal).__name__}: {refusal}"
+    expected = "RuntimeError: there are gradients already"
+    if dist.get_rank() == 1:
+        expected = f"AssertionError: rank 0: {expected}"
+    assert found is not None and found.startswith(expected), found
+
+
 if __name__ == "__main__":
     dist.init_process_group("gloo")
-    {"layer_drop": layer_drop, "seeds": seeds}[sys.argv[1]]()
+    {"layer_drop": layer_drop, "seeds": seeds, "gradients": gradients}[sys.argv[1]]()
     dist.destroy_process_group()
