@@ -4,6 +4,7 @@
 
 import os
 import shutil
+import time
 from concurrent.futures import Future
 from contextlib import suppress
 from pathlib import Path
@@ -127,7 +128,7 @@ class DurableSaves(Saves):
             if not faults(directory, digests=True):
                 shutil.rmtree(aside)
                 raise FileExistsError(f"{directory} is there and whole")
-            directory.rename(directory.with_name(directory.name + ".damaged"))
+            directory.rename(f"{directory}.damaged-{time.time_ns()}")
         aside.rename(directory)
         flush(directory.parent)
         write_durably(directory.with_name(POINTER), directory.name)

@@ -15,7 +15,7 @@ from torch.distributed.checkpoint.api import CheckpointException
 from torch.distributed.checkpoint.state_dict import get_model_state_dict
 
 from .digests import DamagedCheckpoint
-from .durable import committed_steps, faults, newest_step
+from .durable import POINTER, committed_steps, faults, newest_step, write_durably
 from .loading import load
 from .names import name_of
 from .reader import Reader
@@ -95,9 +95,17 @@ def refuse_unless_whole(root: Path, there: list[int], step: int) -> None:
 
 
 def set_aside(root: Path, step: int) -> Path:
-    """Give the checkpoint of ``step`` a name under which it is found no more."""
+    """Give the checkpoint of ``step`` a name under which it is found no more.
+
+    The pointer then names the newest that is left.
+    """
     aside = root / f"{name_of(step)}.set-aside-{time.time_ns()}"
     (root / name_of(step)).rename(aside)
+    pointer = root / POINTER
+    if pointer.exists() and pointer.read_text() == name_of(step):
+        newest = newest_step(root)
+        if newest is not None:
+            write_durably(pointer, name_of(newest))
     return aside
 
 

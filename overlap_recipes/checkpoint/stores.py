@@ -133,9 +133,12 @@ def store_of(root: Path | str, on_each_host: bool, settings: dict):
     """The store of ``root``.
 
     Raises:
-        ValueError: ``root`` is a URL and of each host.
+        ValueError: ``root`` is a URL and of each host, or a URL as a ``Path``.
     """
     is_url = "://" in str(root)
+    first, _, _ = str(root).partition("/")
+    if first.endswith(":") and not is_url:
+        raise ValueError(f"{root} has lost a slash, as a Path does: give the URL as text")
     if is_url and on_each_host:
         raise ValueError(f"{root} is a store that all hosts see: leave out on_each_host")
     if is_url:

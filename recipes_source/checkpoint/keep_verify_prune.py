@@ -78,7 +78,7 @@ All of it runs on the writing thread, by five rules:
    failed, the save fails on all. What was written is removed, so that a full disk has room again.
 4. **Rename once,** then flush the directory above. Else a power cut may undo the rename.
 5. **Write the pointer last.** The file ``latest`` names the newest checkpoint, for people and other
-   programs. It may be one save late. Behind a rollback its checkpoint is set aside.
+   programs. It may be one save late.
 """
 
 # %%

@@ -50,6 +50,14 @@ def names(root: Path) -> list[str]:
     return sorted(path.name for path in root.iterdir() if path.is_dir())
 
 
+def flip(checkpoint: Path) -> None:
+    """Change a bit of a file."""
+    shard = next(checkpoint.glob("*.distcp"))
+    content = bytearray(shard.read_bytes())
+    content[len(content) // 2] ^= 1
+    shard.write_bytes(content)
+
+
 def run(job: Job, root: Path | str, steps: int, save_every: int = 1, **settings) -> list[float]:
     """Train as README says; the losses."""
     losses = []
@@ -107,6 +115,21 @@ def test_an_older_step_is_resumed_by_name_and_newer_ones_are_set_aside(
         checkpoints.resume(step=5)
 
 
+def test_the_pointer_names_what_is_there_behind_a_rollback_or_damage(tmp_path: Path) -> None:
+    pointer = tmp_path / "latest"
+    run(Job(), tmp_path, steps=4, keep_last=4)
+    flip(tmp_path / "step4")
+    with CheckpointManager(tmp_path, Job().state) as checkpoints:
+        assert checkpoints.resume() == 3
+    assert pointer.read_text() == "step3"
+    with CheckpointManager(tmp_path, Job().state) as checkpoints:
+        assert checkpoints.resume(step=1) == 1
+    assert pointer.read_text() == "step1"
+    pointer.unlink()
+    run(Job(), tmp_path, steps=2)
+    assert pointer.read_text() == "step2"
+
+
 @pytest.mark.parametrize("kind", ["directory", "url"])
 def test_a_run_that_would_collide_with_an_older_one_is_told_at_its_first_save(
     tmp_path: Path, kind: str
@@ -123,10 +146,7 @@ def test_a_run_that_would_collide_with_an_older_one_is_told_at_its_first_save(
 
 def test_a_damaged_checkpoint_is_not_resumed(tmp_path: Path) -> None:
     run(Job(), tmp_path, steps=3)
-    shard = next((tmp_path / "step3").glob("*.distcp"))
-    content = bytearray(shard.read_bytes())
-    content[len(content) // 2] ^= 1
-    shard.write_bytes(content)
+    flip(tmp_path / "step3")
     with CheckpointManager(tmp_path, Job().state) as checkpoints:
         assert checkpoints.resume() == 2
 
@@ -296,6 +316,16 @@ def test_a_setting_without_a_meaning_is_refused(
     with pytest.raises(ValueError, match=message):
         CheckpointManager(root, Job().state, **settings)
     assert signal.getsignal(signal.SIGTERM) is before
+
+
+@pytest.mark.parametrize("url", ["s3://bucket/run", "memory://run", "file:///run"])
+def test_a_url_as_a_path_is_refused_since_it_has_lost_a_slash(
+    tmp_path: Path, url: str, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.chdir(tmp_path)
+    with pytest.raises(ValueError, match="give the URL as text"):
+        CheckpointManager(Path(url), Job().state)
+    assert not list(tmp_path.iterdir())
 
 
 def test_the_state_is_a_training_state(tmp_path: Path) -> None:

@@ -19,6 +19,7 @@ from torch.distributed.tensor import DTensor, Replicate, Shard
 from overlap_recipes.checkpoint import copies as copies_module
 from overlap_recipes.checkpoint import saves as saves_module
 from overlap_recipes.checkpoint.copies import Copies, CopyPlan, PinnedArena
+from overlap_recipes.checkpoint.durable import DurableSaves
 from overlap_recipes.checkpoint.retention import RetainedSaves
 from overlap_recipes.checkpoint.saves import Saves
 from overlap_recipes.checkpoint.state import TrainingState, is_staged, read
@@ -545,6 +546,16 @@ def test_what_a_root_refuses_is_not_written_first(tmp_path) -> None:
     left = {path.name for path in root.iterdir()}
     assert left == {"step8", "step10", "latest", "lease"}
     assert not list(other.iterdir())
+
+
+def test_a_step_that_is_damaged_time_and_again_is_saved_anew(tmp_path) -> None:
+    with DurableSaves(CPU) as saves:
+        for number in range(3):
+            saves.save({"x": torch.full((2,), float(number))}, tmp_path / "step5").result()
+            if number < 2:
+                (tmp_path / "step5" / "__0_0.distcp").write_bytes(b"x")
+    assert loaded(tmp_path / "step5", {"x": torch.zeros(2)})["x"].tolist() == [2, 2]
+    assert len(list(tmp_path.glob("step5.damaged-*"))) == 2
 
 
 def test_relative_paths_stay_where_they_were_and_a_root_takes_only_its_own(
