@@ -305,9 +305,14 @@ class HostActivations:
         self.arriving.clear()
 
     def __del__(self) -> None:
-        """No copy may outlive the memory that goes with this object."""
-        self.release(0)
-        self.give_up_unread()
+        """No copy may outlive the memory that goes with this object.
+
+        It calls no function of this file: at the end of a program Python may have cleared these.
+        """
+        for saved in self.leaving.values():
+            self.compute.wait_event(saved.stored)
+        for saved in self.arriving:
+            self.compute.wait_event(saved.loaded)
 
     def note_peak(self) -> None:
         on_their_way = bytes_of(self.leaving.values()) + bytes_of(self.arriving)

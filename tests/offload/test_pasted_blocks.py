@@ -1,5 +1,7 @@
 """The first code block of a page on offload runs as a reader pastes it, and it trains."""
 
+import subprocess
+import sys
 from pathlib import Path
 from textwrap import dedent
 
@@ -72,3 +74,24 @@ def test_what_a_reader_copies_runs(name):
         dist.destroy_process_group()
     assert not any(map(torch.equal, before, (p.cpu() for p in model.parameters())))
     assert not dist.is_initialized()
+
+
+TRAINS = """
+model = nn.Sequential(nn.Linear(512, 512), nn.GELU(), nn.Linear(512, 512))
+activations = HostActivations(torch.device("cpu"), 8 << 20)
+with activations.saving():
+    loss = model(torch.randn(1024, 512)).square().mean()
+loss.backward()
+print(activations.moved > 0)
+"""
+
+
+def test_activations_of_a_script_that_ends_say_nothing(tmp_path):
+    """The class in the script itself, as its page says, and the object global: Python clears both."""
+    page = (PAGES / "activation_offload.py").read_text()
+    end = page.index("# %%\n# Run it, and prove it")
+    script = tmp_path / "train.py"
+    script.write_text(page[:end] + TRAINS)
+    ran = subprocess.run([sys.executable, str(script)], capture_output=True, text=True, check=True)
+    assert ran.stdout == "True\n"
+    assert "Exception ignored" not in ran.stderr
