@@ -140,7 +140,7 @@ def main() -> int:
     one.add_argument("--launcher", choices=LAUNCHERS, default="auto", help=starts)
     one.add_argument("--deadline", type=float, metavar="SECONDS", help="from the first line on")
     one.add_argument("--keep", type=Path, help="keep the files of one run here (a new directory)")
-    may = "it may write here (a directory that is there)"
+    may = "it may write here, a directory that is there or that it makes"
     one.add_argument("--allow", type=Path, action="append", default=[], help=may)
     where = "its working directory, for a script that reads files beside itself"
     one.add_argument("--cwd", type=Path, metavar="DIR", help=where)

@@ -122,6 +122,39 @@ def test_a_script_that_reads_beside_itself_is_told_of_the_option(
     assert command(monkeypatch, *run_it, "--cwd", tmp_path) == 0
 
 
+def test_a_script_may_make_the_directory_that_it_is_allowed(tmp_path, monkeypatch, capsys) -> None:
+    out = tmp_path / "runs" / "first"
+    text = f"""
+        import os
+        import torch
+        import torch.distributed.checkpoint as dcp
+
+        os.makedirs({str(out)!r})
+        open({str(out / "log.txt")!r}, "w").write("trained")
+        os.symlink("log.txt", {str(out / "last")!r})
+        dcp.save({{"weight": torch.ones(4)}}, checkpoint_id={str(out / "step1")!r})
+    """
+    script = write(tmp_path, "makes_it.py", text)
+    run_it = ("run", script, "--ranks", 1, "--launcher", "warm", "--allow", out)
+    assert command(monkeypatch, *run_it) == 0, capsys.readouterr().out
+    assert "judged: 1 saves, 2 leaves" in capsys.readouterr().out
+    assert (out / "log.txt").read_text() == "trained"
+    assert (out / "last").is_symlink()
+    assert (out / "step1" / ".metadata").exists()
+
+
+def test_what_is_written_beside_an_allowed_directory_still_counts(tmp_path) -> None:
+    text = f"""
+        import os
+
+        os.makedirs({str(tmp_path / "out")!r})
+        open({str(tmp_path / "outside.txt")!r}, "w").close()
+    """
+    script = write(tmp_path, "writes_more.py", text)
+    report = run(script, 1, launcher="warm", through=(tmp_path / "out",))
+    assert report.kinds == {"wrote_elsewhere"}, report.describe()
+
+
 @pytest.mark.parametrize("launcher", ["warm", "torchrun"])
 def test_the_command_ended_by_sigterm_leaves_no_directory_and_no_traceback(
     tmp_path, launcher: str
