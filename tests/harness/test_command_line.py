@@ -12,7 +12,7 @@ from xml.etree import ElementTree
 
 import pytest
 from selection import REPO
-from written_recipes import write
+from written_recipes import CONTROL, write
 
 from rankproof.__main__ import main
 from rankproof.recipe import RecipeError, is_helper, load_recipe
@@ -194,6 +194,9 @@ def test_the_command_ended_by_sigterm_leaves_no_directory_and_no_traceback(
         (["--cwd", "nowhere"], "--cwd nowhere: no such directory"),
         (["--gate", "hold_all"], "no gate 'hold_all'; see --help"),
         (["--keep", "."], "exists already; pass a directory that does not"),
+        (["--ranks", "1,2", "--keep", "kept"], "--keep is for one run, and these are 2"),
+        (["--junit", "missing/ranks.xml"], "--junit missing/ranks.xml: no folder missing"),
+        (["--junit", "/tmp"], "--junit /tmp: a folder is there"),
     ],
 )
 def test_a_bad_option_is_refused_before_anything_runs(
@@ -201,6 +204,7 @@ def test_a_bad_option_is_refused_before_anything_runs(
 ) -> None:
     ran = tmp_path / "ran"
     recipe = write(tmp_path, "runs.py", f"open({str(ran)!r}, 'w').close()\n")
+    monkeypatch.chdir(tmp_path)
     assert command(monkeypatch, "run", recipe, "--launcher", "warm", *options) == 2
     assert message in capsys.readouterr().err
     assert not ran.exists()
@@ -236,6 +240,17 @@ def test_a_gate_that_is_not_there_is_refused_before_anything_runs(
     told = capsys.readouterr()
     assert message in told.err
     assert told.out == ""
+
+
+def test_json_is_all_that_is_printed_beside_a_control_too(tmp_path, monkeypatch, capsys) -> None:
+    write(tmp_path, "rankproof.toml", 'controls = "."\n')
+    write(tmp_path, "r.toml", CONTROL)
+    script = write(tmp_path, "r.py", "x = 1\nassert x == 1, f'x is {x}'\n")
+    run_it = ("run", script, "--control", "n", "--launcher", "warm")
+    assert command(monkeypatch, *run_it, "--json") == 0
+    told = capsys.readouterr()
+    assert json.loads(told.out)[0]["control"] == "n"
+    assert told.err.endswith("control 'n': caught\n")
 
 
 def test_the_command_line_takes_a_recipes_own_deadline(tmp_path, monkeypatch, capsys) -> None:
