@@ -39,12 +39,14 @@ def judge(options: argparse.Namespace) -> int:
     scripts = scripts_of(options, settings)
     control = scripts[0].control(options.control) if options.control else None
     ranks = settings.ranks if is_folder else [scripts[0].page_ranks]
+    counts = options.ranks or ([control.ranks] if control else ranks)
+    refuse(options, runs=len(scripts) * len(counts))
     if is_folder:
         for file, why in why_skipped(options.path, settings).items():
             say(options, f"skips {file}: {why}")
     reports = []
     for script in scripts:
-        for count in options.ranks or ([control.ranks] if control else ranks):
+        for count in counts:
             if is_folder:
                 say(options, f"runs {script.path} on {count} rank{'s' * (count > 1)}")
             report = run(
@@ -68,8 +70,18 @@ def judge(options: argparse.Namespace) -> int:
         return status
     missed = [why for report in reports if (why := control.missed(report.failures))]
     verdict = f"NOT caught: {missed[0]}; expected {control.expected}" if missed else "caught"
-    print(f"control '{control.name}': {verdict}")
+    say(options, f"control '{control.name}': {verdict}")
     return 1 if missed else 0
+
+
+def refuse(options: argparse.Namespace, runs: int) -> None:
+    """Raise a RecipeError for what could not be written when all has run."""
+    if options.keep and runs > 1:
+        raise RecipeError(f"--keep is for one run, and these are {runs}")
+    if options.junit and options.junit.is_dir():
+        raise RecipeError(f"--junit {options.junit}: a folder is there")
+    if options.junit and not options.junit.parent.is_dir():
+        raise RecipeError(f"--junit {options.junit}: no folder {options.junit.parent}")
 
 
 def say(options: argparse.Namespace, line: str) -> None:
@@ -140,7 +152,7 @@ def main() -> int:
     one.add_argument("--launcher", choices=LAUNCHERS, default="auto", help=starts)
     one.add_argument("--deadline", type=float, metavar="SECONDS", help="from the first line on")
     one.add_argument("--keep", type=Path, help="keep the files of one run here (a new directory)")
-    may = "it may write here (a directory that is there)"
+    may = "it may write here, a directory that is there or that it makes"
     one.add_argument("--allow", type=Path, action="append", default=[], help=may)
     where = "its working directory, for a script that reads files beside itself"
     one.add_argument("--cwd", type=Path, metavar="DIR", help=where)

@@ -9,6 +9,7 @@ needed where the system lets users make namespaces; where it does not, :func:`en
 import contextlib
 import ctypes
 import os
+import shutil
 import stat
 from pathlib import Path
 
@@ -89,8 +90,8 @@ def _places() -> list[str]:
 def enter(run_dir: str, through: list[str]) -> dict[str, str]:
     """Give this process, of one thread, and its children private layers; by place, the layer.
 
-    ``run_dir`` and the directories in ``through`` stay what they are. Empty where that is not
-    allowed, and then nothing has changed.
+    ``run_dir`` and the directories in ``through`` that are there stay what they are; for others see
+    :func:`move_made`. Empty where that is not allowed, and then nothing has changed.
     """
     layers: dict[str, str] = {}
     if not _is_allowed(run_dir) or not _enter_namespace():
@@ -118,6 +119,19 @@ def enter(run_dir: str, through: list[str]) -> dict[str, str]:
         _mount(f"/proc/self/fd/{descriptor}", path, "none", MS_BIND | MS_REC)
         os.close(descriptor)
     return layers
+
+
+def move_made(layers: dict[str, str], through: list[str], to: Path) -> None:
+    """Move directories of ``through`` that ranks have made in a layer to ``to``, by their numbers.
+
+    A layer is gone with its namespace.
+    """
+    for number, path in enumerate(through):
+        for place, upper in layers.items():
+            made = upper + path.removeprefix(place)
+            if path.startswith(f"{place}/") and os.path.isdir(made):
+                to.mkdir(exist_ok=True)
+                shutil.move(made, to / str(number))
 
 
 def left_in(layers: dict[str, str]) -> list[str]:

@@ -56,7 +56,7 @@ class FileWatch:
     WRITING_EVENTS = {"os.mkdir": 0, "os.rename": 1, "os.link": 1, "os.symlink": 1}
 
     def __init__(self, allowed: list[str]) -> None:
-        real = [os.path.realpath(path) for path in allowed]
+        real = [f"{os.path.realpath(path)}/" for path in allowed]
         self.allowed = tuple(real) + ("/dev/", "/proc/", "/memfd:")
         self.elsewhere: set[str] = set()
         self.on_written: Callable[[str], None] = _ignore
@@ -85,7 +85,9 @@ class FileWatch:
             return
         self.on_written(_absolute(path))
         real = os.path.realpath(os.fsdecode(path))
-        if not real.startswith(self.allowed):
+        if event == "os.mkdir" and any(place.startswith(f"{real}/") for place in self.allowed):
+            return  # it leads to a directory that is allowed
+        if not f"{real}/".startswith(self.allowed):
             self.elsewhere.add(real)
 
     def _written_by(self, event: str, args: tuple) -> object:

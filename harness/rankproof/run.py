@@ -336,8 +336,7 @@ def run(
             control's, or 120, if not given.
         args: more arguments for the recipe. ``--dir`` is added if its source knows it.
         keep: a directory that receives the run's files (created; must not exist).
-        through: directories that are there, that the recipe may write to and that keep what it
-            writes.
+        through: directories that the recipe may write to, or make, and that keep what it writes.
         cwd: the working directory, for a script that reads files beside itself; an empty one,
             where the script may write, if not given.
         off: kinds of failure that are not to count, see :data:`OPTIONAL`; they become notes.
@@ -426,6 +425,7 @@ def run(
             order=order,
         )
         report.seconds = time.monotonic() - started
+        _keep_made(run_dir / "made", through)
         _judge(report, run_dir, deadline_s, order, own_places(recipe), off)
         _turn_off(report, off)
         if launcher == "python":
@@ -466,6 +466,15 @@ def _refuse(
         raise RecipeError(f"--cwd {cwd}: no such directory")
     if set(off) - set(OPTIONAL):
         raise RecipeError(f"--off {', '.join(off)}: only {', '.join(OPTIONAL)} can be")
+
+
+def _keep_made(made: Path, through: tuple[Path, ...]) -> None:
+    """Put directories that the script was allowed, and has made, where they belong."""
+    for number, folder in enumerate(through):
+        own = made / str(number)
+        if own.is_dir():
+            shutil.copytree(own, Path(folder).resolve(), symlinks=True, dirs_exist_ok=True)
+            shutil.rmtree(own)  # else its checkpoints would be found twice
 
 
 def _do_not_judge_a_taken_port(report: Report) -> None:

@@ -12,7 +12,7 @@ from xml.etree import ElementTree
 
 import pytest
 from selection import REPO
-from written_recipes import write
+from written_recipes import CONTROL, write
 
 from rankproof.__main__ import main
 from rankproof.recipe import RecipeError, is_helper, load_recipe
@@ -122,6 +122,39 @@ def test_a_script_that_reads_beside_itself_is_told_of_the_option(
     assert command(monkeypatch, *run_it, "--cwd", tmp_path) == 0
 
 
+def test_a_script_may_make_the_directory_that_it_is_allowed(tmp_path, monkeypatch, capsys) -> None:
+    out = tmp_path / "runs" / "first"
+    text = f"""
+        import os
+        import torch
+        import torch.distributed.checkpoint as dcp
+
+        os.makedirs({str(out)!r})
+        open({str(out / "log.txt")!r}, "w").write("trained")
+        os.symlink("log.txt", {str(out / "last")!r})
+        dcp.save({{"weight": torch.ones(4)}}, checkpoint_id={str(out / "step1")!r})
+    """
+    script = write(tmp_path, "makes_it.py", text)
+    run_it = ("run", script, "--ranks", 1, "--launcher", "warm", "--allow", out)
+    assert command(monkeypatch, *run_it) == 0, capsys.readouterr().out
+    assert "judged: 1 saves, 2 leaves" in capsys.readouterr().out
+    assert (out / "log.txt").read_text() == "trained"
+    assert (out / "last").is_symlink()
+    assert (out / "step1" / ".metadata").exists()
+
+
+def test_what_is_written_beside_an_allowed_directory_still_counts(tmp_path) -> None:
+    text = f"""
+        import os
+
+        os.makedirs({str(tmp_path / "out")!r})
+        open({str(tmp_path / "outside.txt")!r}, "w").close()
+    """
+    script = write(tmp_path, "writes_more.py", text)
+    report = run(script, 1, launcher="warm", through=(tmp_path / "out",))
+    assert report.kinds == {"wrote_elsewhere"}, report.describe()
+
+
 @pytest.mark.parametrize("launcher", ["warm", "torchrun"])
 def test_the_command_ended_by_sigterm_leaves_no_directory_and_no_traceback(
     tmp_path, launcher: str
@@ -161,6 +194,9 @@ def test_the_command_ended_by_sigterm_leaves_no_directory_and_no_traceback(
         (["--cwd", "nowhere"], "--cwd nowhere: no such directory"),
         (["--gate", "hold_all"], "no gate 'hold_all'; see --help"),
         (["--keep", "."], "exists already; pass a directory that does not"),
+        (["--ranks", "1,2", "--keep", "kept"], "--keep is for one run, and these are 2"),
+        (["--junit", "missing/ranks.xml"], "--junit missing/ranks.xml: no folder missing"),
+        (["--junit", "/tmp"], "--junit /tmp: a folder is there"),
     ],
 )
 def test_a_bad_option_is_refused_before_anything_runs(
@@ -168,6 +204,7 @@ def test_a_bad_option_is_refused_before_anything_runs(
 ) -> None:
     ran = tmp_path / "ran"
     recipe = write(tmp_path, "runs.py", f"open({str(ran)!r}, 'w').close()\n")
+    monkeypatch.chdir(tmp_path)
     assert command(monkeypatch, "run", recipe, "--launcher", "warm", *options) == 2
     assert message in capsys.readouterr().err
     assert not ran.exists()
@@ -203,6 +240,17 @@ def test_a_gate_that_is_not_there_is_refused_before_anything_runs(
     told = capsys.readouterr()
     assert message in told.err
     assert told.out == ""
+
+
+def test_json_is_all_that_is_printed_beside_a_control_too(tmp_path, monkeypatch, capsys) -> None:
+    write(tmp_path, "rankproof.toml", 'controls = "."\n')
+    write(tmp_path, "r.toml", CONTROL)
+    script = write(tmp_path, "r.py", "x = 1\nassert x == 1, f'x is {x}'\n")
+    run_it = ("run", script, "--control", "n", "--launcher", "warm")
+    assert command(monkeypatch, *run_it, "--json") == 0
+    told = capsys.readouterr()
+    assert json.loads(told.out)[0]["control"] == "n"
+    assert told.err.endswith("control 'n': caught\n")
 
 
 def test_the_command_line_takes_a_recipes_own_deadline(tmp_path, monkeypatch, capsys) -> None:
