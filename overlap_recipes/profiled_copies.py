@@ -1,5 +1,5 @@
 # SPDX-License-Identifier: BSD-3-Clause
-# Overlap Recipes 0.2.0, overlap_recipes/profiled_copies.py
+# Overlap Recipes 0.2.1, overlap_recipes/profiled_copies.py
 """Whether the copies of a call were asynchronous, read from a profile of it.
 
 A trace of PyTorch's profiler tells it, and you can look at it yourself:

@@ -1,5 +1,5 @@
 # SPDX-License-Identifier: BSD-3-Clause
-# Overlap Recipes 0.2.0, overlap_recipes/checkpoint/__init__.py
+# Overlap Recipes 0.2.1, overlap_recipes/checkpoint/__init__.py
 """Save checkpoints beside training, keep them, and resume from them.
 
 ``object_storage``, ``export``, ``hub_folder`` and ``two_hosts`` are modules of their own: import

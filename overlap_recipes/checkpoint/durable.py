@@ -1,5 +1,5 @@
 # SPDX-License-Identifier: BSD-3-Clause
-# Overlap Recipes 0.2.0, overlap_recipes/checkpoint/durable.py
+# Overlap Recipes 0.2.1, overlap_recipes/checkpoint/durable.py
 """A commit that is durable on every rank before the checkpoint has its name; manifests, faults."""
 
 import os

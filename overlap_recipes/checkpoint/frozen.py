@@ -1,5 +1,5 @@
 # SPDX-License-Identifier: BSD-3-Clause
-# Overlap Recipes 0.2.0, overlap_recipes/checkpoint/frozen.py
+# Overlap Recipes 0.2.1, overlap_recipes/checkpoint/frozen.py
 """Digests of parameters that a checkpoint leaves out, equal for any number of ranks."""
 
 import torch

@@ -1,5 +1,5 @@
 # SPDX-License-Identifier: BSD-3-Clause
-# Overlap Recipes 0.2.0, overlap_recipes/checkpoint/names.py
+# Overlap Recipes 0.2.1, overlap_recipes/checkpoint/names.py
 """The names of checkpoints: ``step5`` is the checkpoint of step 5, and no other name is."""
 
 import re

@@ -1,5 +1,5 @@
 # SPDX-License-Identifier: BSD-3-Clause
-# Overlap Recipes 0.2.0, overlap_recipes/checkpoint/object_storage.py
+# Overlap Recipes 0.2.1, overlap_recipes/checkpoint/object_storage.py
 """Saves to an object store, by any URL that fsspec knows; needs fsspec, and s3fs for ``s3://``."""
 
 import io

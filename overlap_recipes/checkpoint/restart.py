@@ -1,5 +1,5 @@
 # SPDX-License-Identifier: BSD-3-Clause
-# Overlap Recipes 0.2.0, overlap_recipes/checkpoint/restart.py
+# Overlap Recipes 0.2.1, overlap_recipes/checkpoint/restart.py
 """Resume from the newest complete checkpoint, on the same or another number of ranks."""
 
 import logging

@@ -1,5 +1,5 @@
 # SPDX-License-Identifier: BSD-3-Clause
-# Overlap Recipes 0.2.0, overlap_recipes/checkpoint/retention.py
+# Overlap Recipes 0.2.1, overlap_recipes/checkpoint/retention.py
 """Which checkpoints stay: one job a directory, room for the next save, listing and pruning."""
 
 import errno

@@ -1,5 +1,5 @@
 # SPDX-License-Identifier: BSD-3-Clause
-# Overlap Recipes 0.2.0, overlap_recipes/checkpoint/state.py
+# Overlap Recipes 0.2.1, overlap_recipes/checkpoint/state.py
 """The state of a job: asked for, undone where asking changes training, and loaded.
 
 ``AppState`` gets from DCP what a restart reads, and raises where a load would leave out optimizer

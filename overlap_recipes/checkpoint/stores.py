@@ -1,5 +1,5 @@
 # SPDX-License-Identifier: BSD-3-Clause
-# Overlap Recipes 0.2.0, overlap_recipes/checkpoint/stores.py
+# Overlap Recipes 0.2.1, overlap_recipes/checkpoint/stores.py
 """The three places of a job's checkpoints, as the manager sees them: alike but for where they are.
 
 Each has ``root``, ``saves``, and the same three methods; all ranks call ``load`` and ``save``.

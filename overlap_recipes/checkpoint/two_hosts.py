@@ -1,5 +1,5 @@
 # SPDX-License-Identifier: BSD-3-Clause
-# Overlap Recipes 0.2.0, overlap_recipes/checkpoint/two_hosts.py
+# Overlap Recipes 0.2.1, overlap_recipes/checkpoint/two_hosts.py
 """Saves to each host's own disk, with a copy at a partner; a restart gathers what is left."""
 
 import json

@@ -1,5 +1,5 @@
 # SPDX-License-Identifier: BSD-3-Clause
-# Overlap Recipes 0.2.0, checkpoint/first_step.py
+# Overlap Recipes 0.2.1, checkpoint/first_step.py
 """
 From start to first step
 ========================

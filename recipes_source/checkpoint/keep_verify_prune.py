@@ -1,5 +1,5 @@
 # SPDX-License-Identifier: BSD-3-Clause
-# Overlap Recipes 0.2.0, checkpoint/keep_verify_prune.py
+# Overlap Recipes 0.2.1, checkpoint/keep_verify_prune.py
 """
 Keep, verify and prune checkpoints
 ==================================

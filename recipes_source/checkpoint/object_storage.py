@@ -1,5 +1,5 @@
 # SPDX-License-Identifier: BSD-3-Clause
-# Overlap Recipes 0.2.0, checkpoint/object_storage.py
+# Overlap Recipes 0.2.1, checkpoint/object_storage.py
 """
 Checkpoints in an object store
 ==============================

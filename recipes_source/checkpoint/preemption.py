@@ -1,5 +1,5 @@
 # SPDX-License-Identifier: BSD-3-Clause
-# Overlap Recipes 0.2.0, checkpoint/preemption.py
+# Overlap Recipes 0.2.1, checkpoint/preemption.py
 """
 Preemption: save and leave before the deadline
 ==============================================

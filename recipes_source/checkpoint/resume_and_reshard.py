@@ -1,5 +1,5 @@
 # SPDX-License-Identifier: BSD-3-Clause
-# Overlap Recipes 0.2.0, checkpoint/resume_and_reshard.py
+# Overlap Recipes 0.2.1, checkpoint/resume_and_reshard.py
 """
 Resume: the same run, on the same or another number of ranks
 ============================================================

@@ -1,5 +1,5 @@
 # SPDX-License-Identifier: BSD-3-Clause
-# Overlap Recipes 0.2.0, checkpoint/two_hosts.py
+# Overlap Recipes 0.2.1, checkpoint/two_hosts.py
 """
 Two hosts: local disks, a partner's copy, restart with fewer
 ============================================================

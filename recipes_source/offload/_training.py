@@ -1,5 +1,5 @@
 # SPDX-License-Identifier: BSD-3-Clause
-# Overlap Recipes 0.2.0, offload/_training.py
+# Overlap Recipes 0.2.1, offload/_training.py
 """A small model, its losses and its training by ``HostAdamW``, for proofs; no page of its own."""
 
 from collections.abc import Iterator

@@ -1,5 +1,5 @@
 # SPDX-License-Identifier: BSD-3-Clause
-# Overlap Recipes 0.2.0, offload/one_copy_a_host.py
+# Overlap Recipes 0.2.1, offload/one_copy_a_host.py
 """
 One copy per host: ranks share weights, Adam's state and its work
 =================================================================

@@ -1,5 +1,5 @@
 # SPDX-License-Identifier: BSD-3-Clause
-# Overlap Recipes 0.2.0, sharding/prefetch_schedule.py
+# Overlap Recipes 0.2.1, sharding/prefetch_schedule.py
 """
 Look ahead: gather early, gather less, reduce beside
 ====================================================
