@@ -35,7 +35,7 @@ from contextlib import contextmanager
 import torch
 from torch import nn
 
-from .host_layers import HostBuffer
+from ..page_locked import PageLocked
 
 __all__ = ["ActivationOffload"]
 
@@ -113,8 +113,10 @@ class ActivationOffload:
         self.stay = list(stay)
         self.streams = torch.get_device_module(device)
         self.h2d, self.d2h = lanes or (self.streams.Stream(), self.streams.Stream())
-        pool = torch.empty(budget, dtype=torch.uint8, device="meta")
-        self.pool = HostBuffer({"pool": pool}, torch.uint8, self.device)
+        try:
+            self.pool = PageLocked(budget, self.device)
+        except RuntimeError as error:
+            raise RuntimeError(f"{error}, or pass a smaller budget") from error
         self.used = 0
         self.wanted = 0
         self.peak = 0
@@ -194,7 +196,7 @@ class ActivationOffload:
             self.leave_out(source)
             return None
         self.wanted += memory.nbytes()
-        host = self.pool.flat[self.used : self.used + memory.nbytes()]
+        host = self.pool.bytes[self.used : self.used + memory.nbytes()]
         self.used += host.nbytes
         self.release(self.window - host.nbytes)
         storage = Storage(source, host, len(self.in_order), self.streams)
