@@ -11,12 +11,11 @@ from torch.distributed.fsdp import FSDPModule
 
 from . import peer_memory, same_gradients
 
-# Private by name, beside what ``peer_memory`` looks for and ``NAMES``: ``_reduce_dtype`` of groups,
+# Private by name, beside what ``peer_memory`` looks for: ``_reduce_dtype`` of groups,
 # ``_post_accumulate_grad_hooks`` of parameters, ``_local_tensor`` of DTensors.
 
 ALIGNMENT = 512  # bytes, of each gradient's part in a slot
 SLOTS = 3  # that units take turns in
-NAMES = "post_backward pre_forward reduce_grads gradient_divide_factor _all_reduce_hook"
 
 
 def rounded_up(nbytes: int) -> int:
@@ -330,9 +329,6 @@ def reduce_in_place(model: FSDPModule) -> PushedGradients | None:
     chosen = [g for g in groups if not hasattr(g.mesh_info, "replicate_process_group")]
     if not chosen:
         return None
-    missing = [name for name in NAMES.split() if not hasattr(chosen[0], name)]
-    if missing:
-        raise RuntimeError(f"FSDP2 of torch {torch.__version__} has no {missing}: not for it")
     group = chosen[0].mesh_info.shard_process_group
     pushed = PushedGradients(peer_memory.PeerMemory(group, chosen[0].device), chosen)
     peer_memory.become(chosen, InPlaceReduce)

@@ -101,13 +101,14 @@ def why_not(group: dist.ProcessGroup, device: torch.device) -> str | None:
 
 
 # Private names of FSDP2, of its groups and of its parameters, in torch 2.11 to 2.15. They stand for
-# gathers (replaced) and the end of backward (wrapped), for full weights and padded shards, and for
-# what the user has set and where the step is.
+# gathers and reductions (replaced) and the end of backward (wrapped), for full weights and padded
+# shards, and for what the user has set and where the step is.
 GROUP_NAMES = """
     unshard wait_for_unshard finalize_backward lazy_init fsdp_params is_sharded is_unsharded
     _to_unsharded _all_gather_result _training_state unshard_in_backward mesh_info comm_ctx modules
     _all_gather_comm _reduce_scatter_comm post_forward_mesh_info _to_sharded
-    _to_sharded_post_forward post_forward
+    _to_sharded_post_forward post_forward pre_forward post_backward reduce_grads
+    gradient_divide_factor _all_reduce_hook
 """
 PARAMETER_NAMES = """
     sharded_param padded_sharded_param_size _sharded_param_data fsdp_placement all_gather_outputs
@@ -231,7 +232,8 @@ def refuse_twice(groups: Sequence, mixin: type) -> None:
         for kind in type(group).__mro__:
             if kind is mixin:
                 raise RuntimeError(
-                    f"{mixin.__name__} was called for this model before: call it once"
+                    "units of this model have been given to peer copies before, by "
+                    "use_peer_copies, gather_in_place or reduce_in_place: call it once"
                 )
             if kind.__name__ in MIXINS and kind not in ours:
                 raise RuntimeError(

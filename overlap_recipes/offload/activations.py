@@ -35,7 +35,7 @@ from contextlib import contextmanager
 import torch
 from torch import nn
 
-from .host_layers import HostBuffer
+from ..page_locked import PageLocked
 
 __all__ = ["ActivationOffload"]
 
@@ -113,12 +113,16 @@ class ActivationOffload:
         self.stay = list(stay)
         self.streams = torch.get_device_module(device)
         self.h2d, self.d2h = lanes or (self.streams.Stream(), self.streams.Stream())
-        pool = torch.empty(budget, dtype=torch.uint8, device="meta")
-        self.pool = HostBuffer({"pool": pool}, torch.uint8, self.device)
+        try:
+            self.pool = PageLocked(budget, self.device)
+        except RuntimeError as error:
+            raise RuntimeError(f"{error}, or pass a smaller budget") from error
         self.used = 0
         self.wanted = 0
         self.peak = 0
         self.known = weakref.WeakKeyDictionary()  # storage in memory -> reference to its Storage
+        # Storage in memory -> reference to what autograd keeps of it on the device, its version.
+        self.left_out = weakref.WeakKeyDictionary()
         self.in_order: list[weakref.ref[Storage]] = []
         self.leaving = deque[Storage]()
         self.arriving = set[Storage]()
@@ -135,6 +139,7 @@ class ActivationOffload:
             self.used = 0
             self.known = weakref.WeakKeyDictionary()
         self.wanted = self.used
+        self.left_out.clear()
         self.staying = {tensor.untyped_storage().data_ptr() for tensor in self.stay}
         with torch.autograd.graph.saved_tensors_hooks(self.pack, self.unpack):
             yield
@@ -187,11 +192,11 @@ class ActivationOffload:
     def store(self, source: torch.Tensor) -> Storage | None:
         """Queue the copy of a storage to the host; None if the budget does not hold it."""
         memory = source.untyped_storage()
-        self.wanted += 0 if memory in self.known else memory.nbytes()
-        self.known[memory] = lambda: None
         if self.used + memory.nbytes() > self.budget:
+            self.leave_out(source)
             return None
-        host = self.pool.flat[self.used : self.used + memory.nbytes()]
+        self.wanted += memory.nbytes()
+        host = self.pool.bytes[self.used : self.used + memory.nbytes()]
         self.used += host.nbytes
         self.release(self.window - host.nbytes)
         storage = Storage(source, host, len(self.in_order), self.streams)
@@ -205,6 +210,16 @@ class ActivationOffload:
         self.leaving.append(storage)
         self.peak = max(self.peak, total(self.leaving) + total(self.arriving))
         return storage
+
+    def leave_out(self, source: torch.Tensor) -> None:
+        """Count in ``wanted`` what the budget does not hold, once for all that is saved of it."""
+        memory = source.untyped_storage()
+        if memory in self.left_out:
+            before, version = self.left_out[memory]
+            if before() is not None and version == source._version:
+                return
+        self.wanted += memory.nbytes()
+        self.left_out[memory] = (weakref.ref(source), source._version)
 
     def release(self, most: int) -> None:
         """Drop the oldest sources until at most ``most`` bytes are on their way to the host."""

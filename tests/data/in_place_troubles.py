@@ -452,7 +452,10 @@ def by_one_call() -> None:
     assert copies.gathers.gathers and copies.pushed.calls
     for found, expected in zip(model.parameters(), stock.parameters(), strict=True):
         assert torch.equal(found.grad.to_local(), expected.grad.to_local())
-    expect("call it once", partial(use_peer_copies, model))
+    expect(
+        "by use_peer_copies, gather_in_place or reduce_in_place: call it once",
+        partial(use_peer_copies, model),
+    )
 
 
 def one_call_refuses_and_changes_nothing() -> None:
@@ -471,6 +474,14 @@ def one_call_refuses_and_changes_nothing() -> None:
         with under:
             expect(words, partial(use_peer_copies, model))
         assert [type(group) for group in param_groups(model)] == before
+    for name in ("reduce_grads", "unshard_in_backward"):  # of reductions, of gathers
+        model = shard(PLAIN)
+        groups = param_groups(model)
+        before = [type(group) for group in groups]
+        for group in groups:
+            delattr(group, name)
+        expect(f"has no ['{name}']", partial(use_peer_copies, model))
+        assert [type(group) for group in groups] == before
 
 
 def two_copies_of_the_library() -> None:

@@ -267,6 +267,34 @@ def test_what_exceeds_the_budget_stays_and_is_wanted_once(recipe):
         z.backward()
 
 
+def changed_and_saved_again(x: torch.Tensor) -> torch.Tensor:
+    h = x * 1
+    logged = h.square().mean()
+    h.sigmoid_()  # h in place; it saves its result
+    return h.square().sum() + 0 * logged.detach()
+
+
+def saved_again_when_a_graph_is_gone(x: torch.Tensor) -> torch.Tensor:
+    h = x * 1
+    h.square().mean()  # a metric, as is the next one, for which its copy is released
+    x.exp().mean()
+    return h.square().sum()
+
+
+@pytest.mark.parametrize("loss_of", [changed_and_saved_again, saved_again_when_a_graph_is_gone])
+def test_a_budget_of_what_is_wanted_holds_all(recipe, loss_of):
+    """Bytes of a storage that is saved anew were not counted: that budget was short."""
+    wanted = []
+    for budget in (0, 9 * NBYTES):
+        with offloading(recipe, budget=budget, window=1) as offload:
+            with offload.saving():
+                loss = loss_of(activation())
+            wanted.append(offload.wanted)
+            loss.backward()
+    assert offload.used == offload.wanted
+    assert min(wanted) >= offload.used
+
+
 def test_a_storage_larger_than_the_window_goes_alone_and_ahead(recipe):
     there: list[bool] = []
     with offloading(recipe, window=1) as offload:

@@ -15,6 +15,14 @@ STAYS = {
 }
 
 
+def test_a_budget_that_the_host_has_not_is_refused(recipe):
+    """It said to keep fewer layers on the host."""
+    told = f"cannot lock {2**60} more bytes.*or pass a smaller budget$"
+    with pytest.raises(RuntimeError, match=told) as refused:
+        recipe.ActivationOffload("cpu", 2**60, 1 << 20)
+    assert "layers" not in str(refused.value)
+
+
 @pytest.mark.parametrize("why", STAYS)
 def test_a_change_in_place_of_what_the_device_holds_is_an_error(recipe, why):
     x = activation()

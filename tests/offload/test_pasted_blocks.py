@@ -87,7 +87,7 @@ print(activations.moved > 0)
 
 
 def test_activations_of_a_script_that_ends_say_nothing(tmp_path):
-    """The class in the script itself, as its page says, and the object global: Python clears both."""
+    """The class in the script itself, as its page says, the object global: Python clears both."""
     page = (PAGES / "activation_offload.py").read_text()
     end = page.index("# %%\n# Run it, and prove it")
     script = tmp_path / "train.py"
