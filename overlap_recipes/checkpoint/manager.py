@@ -68,10 +68,14 @@ class CheckpointManager:
     Raises:
         TypeError: ``state`` is no ``TrainingState``.
         ValueError: a setting has no meaning; on another than the main thread, ``grace_s`` must be
-            None; ``on_each_host`` needs a process group, and no URL.
+            None; ``root`` is a URL as a ``Path``. ``on_each_host`` needs a process group, no URL,
+            and two checkpoints to keep; without torchrun's LOCAL_WORLD_SIZE, hosts need equal
+            numbers of ranks, that follow each other.
         ImportError: ``root`` is a URL, and fsspec is not installed.
-        RuntimeError: on entry, on all ranks: another job writes to the directory ``root`` (neither
-            asked of a URL nor ``on_each_host``), or the store cannot be reached.
+        RuntimeError: on entry, on all ranks. Of a directory: it cannot be made, another job writes
+            to it, or its file system has no locks. Of a URL: the store cannot be reached, or would
+            take two checkpoints of one step. Neither a URL nor a directory ``on_each_host`` is
+            asked whether another job writes there.
     """
 
     def __init__(
@@ -145,12 +149,13 @@ class CheckpointManager:
             The step of the checkpoint; 0 if there is none.
 
         Raises:
-            RuntimeError: behind a save; outside the block; a rank does not see the checkpoint, or
-                not all files of that of ``step``; of a URL, no checkpoint is as it was saved.
+            RuntimeError: behind a save; outside the block. In a directory: a rank does not see the
+                checkpoint, or not all files of that of ``step``. Of a URL: ``step`` is not there or
+                not as it was committed, no checkpoint is, or the store cannot be reached.
             ValueError: it does not fit this job; the message lists what differs. ``step`` was
                 given ``on_each_host``.
             DamagedCheckpoint: in a directory, no checkpoint is as it was saved, or bytes of that of
-                ``step`` are not.
+                ``step`` are not. ``on_each_host``, of no checkpoint have the hosts every file.
             CheckpointException: the storage has failed on a rank.
         """
         self.saves.check_is_open()

@@ -481,7 +481,10 @@ class Saves:
             error = failure
             # DCP's error has those of all ranks in ``failures``
             cause = next((c for c, _ in getattr(failure, "failures", {}).values()), failure)
-            report = None, f"rank {self.rank}: {type(cause).__name__}: {cause}"
+            text = str(cause)
+            if not text.startswith("rank "):  # else an inner call has told of all ranks
+                text = f"rank {self.rank}: {type(cause).__name__}: {text}"
+            report = None, text
         reports = [report]
         if self.groups:
             reports = [report] * dist.get_world_size()
@@ -492,7 +495,7 @@ class Saves:
                 raise
         failures = [failure for _, failure in reports if failure]
         if failures:
-            raise RuntimeError("; ".join(failures)) from error
+            raise RuntimeError("; ".join(dict.fromkeys(failures))) from error
         return [result for result, _ in reports]
 
     def begin(self, job: Job, aside: Path) -> tuple:

@@ -395,6 +395,7 @@ TROUBLES = (
     "late_rank",
     "later_difference",
     "failed_step",
+    "full_disk",
     "hosts",
 )
 

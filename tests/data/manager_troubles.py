@@ -1,5 +1,6 @@
 """What the manager does on several ranks; the argument names it."""
 
+import errno
 import logging
 import os
 import shutil
@@ -267,6 +268,19 @@ def failed_step(root: Path, device: torch.device) -> None:
     assert [path.name for path in root.glob("step*")] == ["step1"]
 
 
+def full_disk(root: Path, device: torch.device) -> None:
+    """What failed on all ranks is told once for each, and not by each for all."""
+    job = Job(sharded)
+    job.step()
+    with CheckpointManager(root, job.state) as checkpoints:
+        full = OSError(errno.ENOSPC, os.strerror(errno.ENOSPC))
+        with mock.patch.object(os, "pwritev", side_effect=full):
+            told = str(checkpoints.save(1).exception())
+        checkpoints.save(2)
+    ranks = range(dist.get_world_size())
+    assert told == "; ".join(f"rank {rank}: OSError: {full}" for rank in ranks), told
+
+
 def learn_when_asked(upload: Future) -> None:
     """Let ``upload`` end when its end is asked for."""
     is_asked = Event()
@@ -319,6 +333,7 @@ TROUBLES = (
     later_difference,
     batch_norm,
     failed_step,
+    full_disk,
     hosts,
 )
 
