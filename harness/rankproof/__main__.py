@@ -1,6 +1,6 @@
 """Run scripts on several ranks and judge them by what they did: the command line.
 
-Exit status: 0 passed, or nothing to judge; 1 judged bad; 2 not judged, and why, or a bad option or file.
+Exit status: 0 passed, or nothing to judge; 1 judged bad; 2 not judged, or a bad option or file.
 """
 
 import argparse
