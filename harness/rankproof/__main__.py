@@ -1,6 +1,6 @@
 """Run scripts on several ranks and judge them by what they did: the command line.
 
-Exit status: 0 passed, or nothing to judge; 1 judged bad; 2 not judged, and why, or a bad option.
+Exit status: 0 passed, or nothing to judge; 1 judged bad; 2 not judged, or a bad option or file.
 """
 
 import argparse
@@ -21,6 +21,7 @@ from rankproof.recipe import (
     why_skipped,
 )
 from rankproof.run import COMMAND, LAUNCHERS, OPTIONAL, Report, run
+from rankproof.sources import SourceError
 
 
 def scripts_of(options: argparse.Namespace, settings: Settings) -> list[Recipe]:
@@ -173,7 +174,7 @@ def main() -> int:
     signal.signal(signal.SIGTERM, end_by_signal)
     try:
         return judge(options)
-    except RecipeError as error:
+    except SourceError as error:
         print(f"error: {error}", file=sys.stderr)
         return 2
 

@@ -21,6 +21,7 @@ from rankproof.sources import (
     find_module,
     imported_modules,
     parse,
+    read,
 )
 
 DEFAULT_RANKS = (1, 2, 3, 4)
@@ -301,7 +302,7 @@ def _checked(table: dict, known: set[str], where: str) -> dict:
 
 def _toml(path: Path) -> dict:
     try:
-        return tomllib.loads(path.read_text(encoding="utf-8"))
+        return tomllib.loads(read(path))
     except tomllib.TOMLDecodeError as error:
         raise RecipeError(f"{path}: {error}") from error
 

@@ -29,6 +29,7 @@ from rankproof.recipe import (
     load_recipe,
     package_of,
 )
+from rankproof.sources import parse, read
 from rankproof.starts import own_ranks, takes_dir
 
 HOME = str(Path(__file__).resolve().parent.parent)  # what to put on a path to import rankproof
@@ -346,6 +347,7 @@ def run(
     Raises:
         RecipeError: there is no such file or kind, no gate of that name, ``ranks`` is not
             positive, ``keep`` exists, ``cwd`` does not, or the edit does not fit.
+        SourceError: what the recipe imports from its project is not UTF-8, or not valid Python.
     """
     recipe = load_module(module, Path(path).resolve()) if module else load_recipe(path)
     path = recipe.path
@@ -372,8 +374,9 @@ def run(
     deadline_s = deadline_s or DEFAULT_DEADLINE_S
     beside = {}
     for name, file in recipe.sources.files.items():
-        beside[name] = file.read_text(encoding="utf-8")
-    starts, sets_rendezvous = own_ranks(path.read_text(encoding="utf-8"), beside)
+        parse(file)  # that of a package on the way to a module has not been read yet
+        beside[name] = read(file)
+    starts, sets_rendezvous = own_ranks(read(path), beside)
     if launcher == "auto":
         launcher = "python" if starts else "torchrun"
     processes = 1 if launcher == "python" else ranks

@@ -19,14 +19,27 @@ class SourceError(ValueError):
     """A file is not valid Python, or there is none of that name."""
 
 
+def read(path: Path) -> str:
+    """The text of a file.
+
+    Raises:
+        SourceError: the file is not UTF-8.
+    """
+    try:
+        return path.read_text(encoding="utf-8")
+    except UnicodeDecodeError as error:
+        byte = error.object[error.start]
+        raise SourceError(f"{path}: not UTF-8: byte {error.start} is {byte:#x}") from error
+
+
 def parse(path: Path) -> ast.Module:
     """The syntax tree of a file.
 
     Raises:
-        SourceError: the file is not valid Python.
+        SourceError: the file is not UTF-8, or not valid Python.
     """
     try:
-        return ast.parse(path.read_text(encoding="utf-8"), str(path))
+        return ast.parse(read(path), str(path))
     except SyntaxError as error:
         raise SourceError(f"{path}:{error.lineno}: not valid Python: {error.msg}") from error
 

@@ -253,6 +253,32 @@ def test_json_is_all_that_is_printed_beside_a_control_too(tmp_path, monkeypatch,
     assert told.err.endswith("control 'n': caught\n")
 
 
+@pytest.mark.parametrize(
+    ("name", "content", "message"),
+    [
+        ("script.py", b"print('caf\xe9')", "script.py: not UTF-8: byte 10 is 0xe9"),
+        ("beside.py", b"x = 'caf\xe9'", "beside.py: not UTF-8: byte 8 is 0xe9"),
+        ("beside.py", b"def f(:", "beside.py:1: not valid Python: invalid syntax"),
+        ("package/__init__.py", b"def f(:", "__init__.py:1: not valid Python: invalid syntax"),
+        ("rankproof.toml", b"# caf\xe9", "rankproof.toml: not UTF-8: byte 5 is 0xe9"),
+    ],
+)
+def test_a_file_that_cannot_be_read_is_an_error_in_one_line(
+    tmp_path, monkeypatch, capsys, name: str, content: bytes, message: str
+) -> None:
+    write(tmp_path, "script.py", "import beside\nfrom package import module\n")
+    write(tmp_path, "beside.py", "x = 1\n")
+    (tmp_path / "package").mkdir()
+    write(tmp_path, "package/module.py", "y = 1\n")
+    (tmp_path / name).write_bytes(content)
+    script = tmp_path / "script.py"
+    assert command(monkeypatch, "run", script, "--ranks", 1, "--launcher", "warm") == 2
+    told = capsys.readouterr().err
+    assert told.startswith("error: ")
+    assert message in told
+    assert told.count("\n") == 1
+
+
 def test_the_command_line_takes_a_recipes_own_deadline(tmp_path, monkeypatch, capsys) -> None:
     write(tmp_path, "waits.toml", "deadline_s = 0.5")
     recipe = write(tmp_path, "waits.py", "import threading\nthreading.Event().wait()\n")
