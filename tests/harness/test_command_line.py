@@ -256,11 +256,11 @@ def test_json_is_all_that_is_printed_beside_a_control_too(tmp_path, monkeypatch,
 @pytest.mark.parametrize(
     ("name", "content", "message"),
     [
-        ("script.py", b"print('caf\xe9')", "script.py: not UTF-8: byte 10 is 0xe9"),
-        ("beside.py", b"x = 'caf\xe9'", "beside.py: not UTF-8: byte 8 is 0xe9"),
+        ("script.py", b"print('\xe9')", "script.py: not UTF-8: byte 7 is 0xe9"),
+        ("beside.py", b"x = '\xe9'", "beside.py: not UTF-8: byte 5 is 0xe9"),
         ("beside.py", b"def f(:", "beside.py:1: not valid Python: invalid syntax"),
         ("package/__init__.py", b"def f(:", "__init__.py:1: not valid Python: invalid syntax"),
-        ("rankproof.toml", b"# caf\xe9", "rankproof.toml: not UTF-8: byte 5 is 0xe9"),
+        ("rankproof.toml", b"# \xe9", "rankproof.toml: not UTF-8: byte 2 is 0xe9"),
     ],
 )
 def test_a_file_that_cannot_be_read_is_an_error_in_one_line(
