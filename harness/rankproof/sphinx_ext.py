@@ -356,7 +356,7 @@ class BuildSummary(SphinxDirective):
         )
         in_part = [report for report in reports if report.ok and report.unjudged]
         if in_part:
-            text += f" What {len(in_part)} of them save is judged in part."
+            text += f" Of {len(in_part)} of these recipes, what is saved is judged in part."
         css = "build-summary" if passed == len(all_runs) and all(caught) else "bad"
         return [paragraph(text, f"build-summary {css}")]
 

@@ -182,7 +182,7 @@ def test_the_summary_says_of_how_many_recipes_a_part_is_judged(tmp_path):
     assert runs.problems() == []
     said = summary_of(runs)
     assert said.startswith("For these pages 1 of 1 recipes passed")
-    assert said.endswith("What 1 of them save is judged in part.")
+    assert said.endswith("Of 1 of these recipes, what is saved is judged in part.")
 
 
 def summary_of(runs: rank_output.RecipeRuns) -> str:
