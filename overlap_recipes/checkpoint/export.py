@@ -182,6 +182,20 @@ def encoded(header: dict) -> bytes:
     return len(text).to_bytes(8, "little") + text
 
 
+def header_of(file: Path) -> tuple[dict, int]:
+    """The header of a file of safetensors, and the byte at which its tensors begin.
+
+    Raises:
+        ValueError: the file is cut, or not of safetensors.
+    """
+    with file.open("rb") as stream:
+        length = int.from_bytes(stream.read(8), "little")
+        begin = 8 + length
+        if begin > file.stat().st_size:
+            raise ValueError(f"{file} is cut, or not of safetensors")
+        return json.loads(stream.read(length)), begin
+
+
 def runs(chunk, shape: torch.Size) -> tuple[int, list[int]]:
     """How many elements of ``chunk`` lie together in a tensor of ``shape``; where runs begin."""
     whole = len(shape)
@@ -360,23 +374,21 @@ class Exports(Saves):
 def refuse_models_of_others(directory: Path) -> None:
     """Raise if ``directory`` has safetensors that are no export: it would take their place."""
     for file in sorted(directory.glob("*.safetensors")):
-        with file.open("rb") as stream:
-            length = int.from_bytes(stream.read(8), "little")
-            header = stream.read(length)
-        if json.dumps(METADATA)[:-1].encode() not in header:
+        header, _ = header_of(file)
+        if header.get("__metadata__") != METADATA["__metadata__"]:
             raise FileExistsError(f"{file} is no export: move it, or export to another directory")
 
 
 def copy_what_is_beside(export: Path, to: Path) -> None:
-    """Copy all but tensors of ``export`` that ``to`` has nothing of."""
+    """Copy what lies in ``export``, but for its tensors and files whose names ``to`` has, too."""
     for path in export.iterdir():
-        copy = to / path.name
-        if path.suffix == ".safetensors" or copy.exists():
+        target = to / path.name
+        if path.suffix == ".safetensors" or target.exists():
             continue
         if path.is_dir():
-            shutil.copytree(path, copy, symlinks=True)
+            shutil.copytree(path, target, symlinks=True)
         else:
-            shutil.copy2(path, copy, follow_symlinks=False)
+            shutil.copy2(path, target, follow_symlinks=False)
 
 
 def convert(checkpoint: Path, directory: Path, prefix: str = "app.model.", **options) -> None:

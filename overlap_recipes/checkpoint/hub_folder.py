@@ -22,7 +22,7 @@ from torch import nn
 from torch.distributed.checkpoint.metadata import ChunkStorageMetadata
 from torch.distributed.tensor import DTensor
 
-from .export import DTYPES, Part, parts_of, runs, weights
+from .export import DTYPES, Part, header_of, parts_of, runs, weights
 from .reader import OpenFile, Wanted, fill, reads_of
 from .state import shard_of
 
@@ -145,12 +145,8 @@ def tensors_of(folder: Path) -> dict[str, Stored]:
         names = json.loads(index.read_text())["weight_map"].values()
         files = [folder / name for name in sorted(set(names))]
     for file in files:
-        with file.open("rb") as stream:
-            length = int.from_bytes(stream.read(8), "little")
-            nbytes = file.stat().st_size
-            if length > nbytes:
-                raise ValueError(f"{file} is cut, or not of safetensors")
-            header = json.loads(stream.read(length))
+        header, tensors_begin = header_of(file)
+        nbytes = file.stat().st_size
         header.pop("__metadata__", None)
         for name, place in header.items():
             if place["dtype"] not in TORCH_DTYPES:
@@ -160,11 +156,11 @@ def tensors_of(folder: Path) -> dict[str, Stored]:
             shape = tuple(place["shape"])
             if end - begin != math.prod(shape) * dtype.itemsize:
                 raise ValueError(f"{file}: {name} has {end - begin} bytes for {shape}")
-            if 8 + length + end > nbytes:
+            if tensors_begin + end > nbytes:
                 raise ValueError(f"{file} ends at byte {nbytes}, within {name}")
             if name in found:
                 raise ValueError(f"{name} is in {found[name].file} and in {file}")
-            found[name] = Stored(file, 8 + length + begin, shape, dtype)
+            found[name] = Stored(file, tensors_begin + begin, shape, dtype)
     return found
 
 

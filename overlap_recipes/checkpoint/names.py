@@ -43,6 +43,17 @@ def check_name(directory: Path) -> None:
         )
 
 
+def refuse_below(steps: Iterable[int], directory: Path) -> None:
+    """Refuse a save that rules of ``steps_left_out`` would delete at once, as the older one.
+
+    Raises:
+        RuntimeError: one of ``steps``, which are there, is above that of ``directory``.
+    """
+    newest = max(steps, default=0)
+    if step_of(directory.name) < newest:
+        raise RuntimeError(f"step{newest} is there: resume from it, or take another root")
+
+
 def check_kept(keep_last: int, keep_every: int) -> None:
     """Refuse rules by which nothing would be kept.
 

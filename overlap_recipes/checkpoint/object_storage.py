@@ -14,7 +14,7 @@ from urllib.parse import urlsplit
 import torch
 import torch.distributed.checkpoint as dcp
 
-from .names import check_kept, name_of, step_of, steps_left_out, steps_of
+from .names import check_kept, name_of, refuse_below, steps_left_out, steps_of
 from .saves import Job, Saves
 
 try:
@@ -230,9 +230,7 @@ class ObjectSaves(Saves):
     def begin(self, job: Job, aside: Path) -> tuple:
         ours = super().begin(job, aside)
         if self.rank == 0 and self.keep_last is not None:
-            newest = max(committed(self.url), default=0)
-            if step_of(job.directory.name) < newest:  # it would be deleted as the older one
-                raise RuntimeError(f"step{newest} is there: resume from it, or take another root")
+            refuse_below(committed(self.url), job.directory)
         return ours
 
     def write(self, state: dict, directory: Path) -> None:

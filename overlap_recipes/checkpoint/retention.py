@@ -13,7 +13,7 @@ from pathlib import Path
 import torch
 
 from .durable import DurableSaves, committed_steps, faults, flush
-from .names import check_kept, name_of, step_of, steps_left_out
+from .names import check_kept, name_of, refuse_below, steps_left_out
 from .saves import Job
 
 LOG = logging.getLogger(__name__)
@@ -111,11 +111,9 @@ class RetainedSaves(DurableSaves):
 
     def begin(self, job: Job, aside: Path) -> tuple:
         ours = super().begin(job, aside)
-        newest = max(committed_steps(self.root), default=0)
         if job.directory.parent != self.root:
             raise RuntimeError(f"{job.directory} is not in {self.root}")
-        if step_of(job.directory.name) < newest:
-            raise RuntimeError(f"step{newest} is there: resume from it, or take another root")
+        refuse_below(committed_steps(self.root), job.directory)
         return ours
 
     def write(self, state: dict, directory: Path) -> None:
@@ -141,8 +139,8 @@ class RetainedSaves(DurableSaves):
 def bytes_of_whole(state: object) -> int:
     """Bytes that a checkpoint has of the tensors in nested dicts and lists.
 
-    Of a DTensor it has the shards of all ranks, of any other tensor one rank's, whose name it is.
-    What only other ranks hold, as in a pipeline, does not count.
+    A DTensor counts with the shards of all ranks, and any other tensor once, since one rank writes
+    it. What only other ranks hold, as in a pipeline, does not count.
     """
     if isinstance(state, dict):
         return sum(bytes_of_whole(value) for value in state.values())

@@ -18,7 +18,7 @@ import torch
 import torch.distributed as dist
 
 from .digests import DamagedCheckpoint
-from .names import check_kept, check_name, name_of, step_of, steps_left_out, steps_of
+from .names import check_kept, check_name, name_of, refuse_below, steps_left_out, steps_of
 from .saves import CALLING, Job, Saves
 
 PIECE = 64 << 20  # bytes that are sent at a time
@@ -112,9 +112,7 @@ class PartnerSaves(Saves):
 
     def begin(self, job: Job, aside: Path) -> tuple:
         super().begin(job, aside)
-        newest = max(steps_in(aside.parent), default=0)
-        if step_of(job.directory.name) < newest:  # it would be deleted as the older one
-            raise RuntimeError(f"step{newest} is there: gather it, or take another directory")
+        refuse_below(steps_in(aside.parent), job.directory)
         if self.first_of_host:  # what a job that died, or a save that failed, has left here
             for leftover in aside.parent.glob("step*.incomplete"):
                 shutil.rmtree(leftover)
@@ -260,6 +258,7 @@ def gather(local: Path) -> int | None:
 
 
 def gather_in(group: dist.ProcessGroup, local: Path) -> int | None:
+    """``gather``, by a group of all ranks."""
     own = held(local)
     seen = steps_of(path.name for path in local.glob("step*"))
     of_ranks: list = [None] * dist.get_world_size()

@@ -12,9 +12,8 @@ model; this file has the same parameters and another schedule.
 **Scope.** As there: a model of units that run once each, in one order, in every forward and on
 every rank. Each unit returns one tensor, and the loss has no other of it. Each parameter is trained,
 belongs to one unit, has no hooks, and gets a gradient in every backward on every rank. Weights change
-between steps. The model fits on one device before it is sharded, and
-computes in the dtype of its weights. No unit is recomputed in backward. Most else raises:
-`Known limits`_ has what does not.
+between steps. The model fits on one device before it is sharded, and computes in the dtype of its
+weights. No unit is recomputed in backward. Most else raises: `Known limits`_ has what does not.
 
 **When not to bother:** your model uses FSDP2. :doc:`peer_copies` hides more for it with one
 call; :doc:`fsdp2_settings` shows what FSDP2 prefetches by itself.

@@ -11,9 +11,8 @@ what FSDP does; this file does it in plain PyTorch.
 **Scope.** A model of layers ("units") that run once each, in one order, in every forward and on
 every rank. Each unit returns one tensor, and the loss has no other of it. Each parameter is trained,
 belongs to one unit, has no hooks, and gets a gradient in every backward on every rank. Weights change
-between steps. The model fits on one device before it is sharded, and
-computes in the dtype of its weights. No unit is recomputed in backward. Most else raises:
-`Known limits`_ has what does not.
+between steps. The model fits on one device before it is sharded, and computes in the dtype of its
+weights. No unit is recomputed in backward. Most else raises: `Known limits`_ has what does not.
 
 **When not to bother:** you want to train, not to look inside. ``fully_shard`` stands on the same
 idea and has years of corner cases behind it; :doc:`peer_copies` makes it faster.

@@ -85,7 +85,7 @@ def test_a_step_before_one_that_is_there_is_not_saved_to_be_deleted(
         saves.save({"app": job(0)}, tmp_path / "step5").result()
         saves.save({"app": job(0)}, tmp_path / "step6").result()
         early = saves.save({"app": job(1)}, tmp_path / "step3")
-        assert "step6 is there: gather it" in str(early.exception())
+        assert "step6 is there: resume from it" in str(early.exception())
         saves.failures.clear()
         saves.save({"app": job(1)}, tmp_path / "step7").result()
     assert sorted(path.name for path in tmp_path.iterdir()) == ["step6", "step7"]
