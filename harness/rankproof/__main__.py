@@ -41,7 +41,7 @@ def judge(options: argparse.Namespace) -> int:
     control = scripts[0].control(options.control) if options.control else None
     ranks = settings.ranks if is_folder else [scripts[0].page_ranks]
     counts = options.ranks or ([control.ranks] if control else ranks)
-    refuse(options, runs=len(scripts) * len(counts))
+    refuse_outputs(options, runs=len(scripts) * len(counts))
     if is_folder:
         for file, why in why_skipped(options.path, settings).items():
             say(options, f"skips {file}: {why}")
@@ -59,11 +59,11 @@ def judge(options: argparse.Namespace) -> int:
                 gate=options.gate,
                 order=options.order or script.order,
                 deadline_s=options.deadline or (control or script).deadline_s,
-                args=tuple(options.args) or settings.args_of(script.path),
+                args=tuple(options.args) or script.args,
                 keep=options.keep,
                 through=tuple(options.allow),
                 cwd=options.cwd,
-                off=tuple(options.off) or settings.off,
+                off=tuple(options.off) or script.off,
             )
             reports.append(report)
     status = tell(reports, options, outputs=not is_folder)
@@ -75,7 +75,7 @@ def judge(options: argparse.Namespace) -> int:
     return 1 if missed else 0
 
 
-def refuse(options: argparse.Namespace, runs: int) -> None:
+def refuse_outputs(options: argparse.Namespace, runs: int) -> None:
     """Raise a RecipeError for what could not be written when all has run."""
     if options.keep and runs > 1:
         raise RecipeError(f"--keep is for one run, and these are {runs}")

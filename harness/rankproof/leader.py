@@ -199,6 +199,7 @@ def lead(spec: dict, start: Callable[[], dict[int, int]], requests: int) -> None
         time.sleep(POLL_S)
         left = descendants()
     kill_all()
+    # Behind the last writer, and before what is in the layers is listed as left.
     private.move_made(layers, spec["through"], run_dir / "made")
     outcome = {
         "timed_out": timed_out,

@@ -44,13 +44,13 @@ def pytest_collection_modifyitems(
     except (RecipeError, ValueError) as error:
         raise pytest.UsageError(str(error)) from error
     launcher = config.getoption("--rankproof-launcher")
-    judge = partial(run, launcher=launcher, deadline_s=settings.deadline_s, off=settings.off)
+    judge = partial(run, launcher=launcher, deadline_s=settings.deadline_s)
     items[:] = [
         ScriptItem.from_parent(
             session,
             name=f"{script.path.relative_to(root)}-{n}{gate or ''}",
             script=script.path,
-            judge=partial(judge, script.path, n, gate=gate, args=settings.args_of(script.path)),
+            judge=partial(judge, script.path, n, gate=gate, args=script.args, off=script.off),
         )
         for script in scripts
         for n in ranks

@@ -53,8 +53,8 @@ def _map_users(user: int, group: int) -> None:
     Path("/proc/self/gid_map").write_text(f"{group} {group} 1")
 
 
-def _is_allowed(folder: str) -> bool:
-    """Whether a child of this process may make a namespace and mount: a trial changes nothing here.
+def _may_mount(folder: str) -> bool:
+    """Whether this process may make a namespace and mount. A child tries it: it cannot be undone.
 
     Ubuntu lets anyone make a user namespace and then refuses what it is for, as AppArmor does in
     containers. A process that has got so far cannot go back.
@@ -94,7 +94,7 @@ def enter(run_dir: str, through: list[str]) -> dict[str, str]:
     :func:`move_made`. Empty where that is not allowed, and then nothing has changed.
     """
     layers: dict[str, str] = {}
-    if not _is_allowed(run_dir) or not _enter_namespace():
+    if not _may_mount(run_dir) or not _enter_namespace():
         return layers
     kept = {}  # opened before overlays hide them
     for path in through + [run_dir]:
@@ -122,7 +122,7 @@ def enter(run_dir: str, through: list[str]) -> dict[str, str]:
 
 
 def move_made(layers: dict[str, str], through: list[str], to: Path) -> None:
-    """Move directories of ``through`` that ranks have made in a layer to ``to``, by their numbers.
+    """Move directories of ``through`` that ranks have made in a layer to ``to / <its number>``.
 
     A layer is gone with its namespace.
     """

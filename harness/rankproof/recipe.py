@@ -413,6 +413,8 @@ def load_module(name: str, folder: Path) -> Recipe:
         deadline_s=project.deadline_s,
         import_from=(folder, *project.import_folders),
         root=project.root,
+        args=project.args_of(path),
+        off=project.off,
         module=f"{name}.__main__" if main else name,
     )
 
@@ -447,13 +449,13 @@ def find_gate(name: str) -> str:
     path = Path(file).resolve()
     if not path.is_file():
         raise RecipeError(f"--gate {name}: no file {path}")
-    found = set()
+    defined = set()
     for node in _parse(path).body:
         if isinstance(node, ast.FunctionDef):
-            found.add(node.name)
+            defined.add(node.name)
         elif isinstance(node, ast.ImportFrom):
-            found |= {alias.asname or alias.name for alias in node.names}
-    if function not in found:
+            defined |= {alias.asname or alias.name for alias in node.names}
+    if function not in defined:
         raise RecipeError(f"--gate {name}: no function '{function}' in {path}")
     return f"{path}:{function}"
 

@@ -98,6 +98,12 @@ class Report:
         """Whether every rank ended as it must; of what it saved, a part may be ``unjudged``."""
         return self.conclusive and not self.failures
 
+    def give_up(self, why: str) -> None:
+        """Say that nothing is known of the script."""
+        self.unjudged = [why]
+        self.failures = []
+        self.conclusive = False
+
     @property
     def why_not_ok(self) -> list[str]:
         """What failed, or why nothing is known of it; empty if ``ok``."""
@@ -374,7 +380,7 @@ def run(
     deadline_s = deadline_s or DEFAULT_DEADLINE_S
     beside = {}
     for name, file in recipe.sources.files.items():
-        parse(file)  # that of a package on the way to a module has not been read yet
+        parse(file)  # raises: a package on the way to a module is parsed nowhere else
         beside[name] = read(file)
     starts, sets_rendezvous = own_ranks(read(path), beside)
     if launcher == "auto":
@@ -390,8 +396,7 @@ def run(
         gate=gate,
     )
     if starts and launcher != "python":
-        report.unjudged = [f"it starts its ranks itself ({starts}): use --launcher python"]
-        report.conclusive = False
+        report.give_up(f"it starts its ranks itself ({starts}): use --launcher python")
         return report
     run_dir = Path(tempfile.mkdtemp(prefix=f"rankproof-{recipe.name}-"))
     try:
@@ -485,9 +490,7 @@ def _do_not_judge_a_taken_port(report: Report) -> None:
     for failure in report.failures:
         if judge.TAKEN_PORT.search(failure.text):
             why = "a port was taken, by this run or another program"
-            report.unjudged = [f"{why}: {failure.text}"]
-            report.failures = []
-            report.conclusive = False
+            report.give_up(f"{why}: {failure.text}")
             return
 
 
@@ -498,9 +501,7 @@ def _do_not_judge_its_rendezvous(report: Report, sets: str) -> None:
     """
     if report.failures and all(_of_starting(failure) for failure in report.failures):
         why = f"it sets its ranks' rendezvous itself ({sets}), which a launcher does for it"
-        report.unjudged = [f"{why}; what came of it: {report.failures[0].text}"]
-        report.failures = []
-        report.conclusive = False
+        report.give_up(f"{why}; what came of it: {report.failures[0].text}")
 
 
 def _of_starting(failure: Failure) -> bool:
@@ -581,7 +582,7 @@ def _judge(
         report.notes.append(f"written to caches: {some(cached)}")
     if not outcome["private"]:
         report.notes.append(NO_MOUNTS)
-    went_well = all(failure.kind in off for failure in failures)
+    went_well = all(failure.kind in off for failure in failures)  # what is off excuses no lost save
     missing = [str(rank.number) for rank in ranks if rank.record is None]
     if missing and went_well:
         text = f"no record of ranks {', '.join(missing)}; {log}"

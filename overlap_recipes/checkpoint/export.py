@@ -9,7 +9,6 @@ import json
 import math
 import os
 import shutil
-import tempfile
 from pathlib import Path
 
 import torch
@@ -338,7 +337,8 @@ class Exports(Saves):
     """``Saves`` whose saves are exports, with the options of ``SafetensorsWriter``.
 
     An export takes the place of an older one in its directory, and leaves other files there. A save
-    fails if the directory has safetensors that are no export, such as a model of the Hub.
+    fails if there are other files and no export, or safetensors that are none, such as a model of
+    the Hub.
     """
 
     def __init__(self, device: torch.device, changed_by_forward=(), **options) -> None:
@@ -352,43 +352,58 @@ class Exports(Saves):
         dcp.save(state, storage_writer=writer, process_group=group, no_dist=group is None)
 
     def begin(self, job: Job, aside: Path) -> tuple:
+        ours = super().begin(job, aside)
         if self.rank == 0:
-            refuse_models_of_others(job.directory)
-        return super().begin(job, aside)
+            end_replacement(job.directory)
+            refuse_unless_export(job.directory)
+        return ours
 
     def commit(self, aside: Path, directory: Path) -> None:
         """Give the export its name, in place of an older one, as after a restart.
 
         What else lies in the directory, such as a tokenizer, stays there.
         """
-        if self.rank != 0 or not any(directory.glob("*.safetensors")):
-            super().commit(aside, directory)
-            return
-        copy_what_is_beside(directory, aside)
-        older = tempfile.mkdtemp(dir=directory.parent)
-        directory.rename(older)  # an empty folder gives way
+        if self.rank == 0:
+            refuse_unless_export(directory)  # once more: others may have written meanwhile
+            if directory.exists():
+                directory.rename(older_of(directory))
         super().commit(aside, directory)
-        shutil.rmtree(older)
+        if self.rank == 0:
+            end_replacement(directory)
 
 
-def refuse_models_of_others(directory: Path) -> None:
-    """Raise if ``directory`` has safetensors that are no export: it would take their place."""
-    for file in sorted(directory.glob("*.safetensors")):
+def refuse_unless_export(directory: Path) -> None:
+    """Raise if ``directory`` has files and no export, or safetensors that are none."""
+    files = sorted(directory.glob("*.safetensors"))
+    for file in files:
         header, _ = header_of(file)
         if header.get("__metadata__") != METADATA["__metadata__"]:
             raise FileExistsError(f"{file} is no export: move it, or export to another directory")
+    if not files and directory.exists() and any(directory.iterdir()):
+        raise FileExistsError(f"{directory} has files and no export: export to another directory")
 
 
-def copy_what_is_beside(export: Path, to: Path) -> None:
-    """Copy what lies in ``export``, but for its tensors and files whose names ``to`` has, too."""
-    for path in export.iterdir():
-        target = to / path.name
-        if path.suffix == ".safetensors" or target.exists():
-            continue
-        if path.is_dir():
-            shutil.copytree(path, target, symlinks=True)
-        else:
-            shutil.copy2(path, target, follow_symlinks=False)
+def older_of(directory: Path) -> Path:
+    """Where the older export lies while a new one takes its place."""
+    return directory.with_name(f"{directory.name}.replaced-by-export")
+
+
+def end_replacement(directory: Path) -> None:
+    """Move what lay beside an older export to the new one, and delete the rest of the older.
+
+    A job that died between the two renames has left the older export alone: it comes back.
+    """
+    older = older_of(directory)
+    if not older.exists():
+        return
+    if not directory.exists():
+        older.rename(directory)
+        return
+    for path in older.iterdir():
+        is_tensors = path.suffix == ".safetensors"
+        if not is_tensors and not (directory / path.name).exists():
+            path.rename(directory / path.name)
+    shutil.rmtree(older)
 
 
 def convert(checkpoint: Path, directory: Path, prefix: str = "app.model.", **options) -> None:

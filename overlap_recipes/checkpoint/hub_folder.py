@@ -28,7 +28,7 @@ from .state import shard_of
 
 LOG = logging.getLogger(__name__)
 TORCH_DTYPES = {name: dtype for dtype, name in DTYPES.items()}
-STAGED = 256 << 20  # bytes on the device that wait for their cast, but for one tensor more
+STAGED = 256 << 20  # bytes on the device that wait for their cast, plus at most one tensor
 DIFFERS = "%s does not fit this model:\n%s"
 NOT_IN_FOLDER = "  %s: only in the model"
 NOT_IN_MODEL = "  %s: only in the folder"
@@ -98,7 +98,8 @@ def load_folder(
         ValueError: on all ranks, before anything has changed: folder and model differ in names,
             shapes or kinds of dtypes, a file is cut, or transformers makes a tensor of the model
             anew from those of the folder. Behind it: a buffer that no checkpoint has is not
-            filled, and is on meta again; two copies of a tied weight differ.
+            filled, and is on meta again, while the weights have memory and no values; two copies of
+            a tied weight differ.
         OSError, TimeoutError: on all ranks: one cannot read a file.
     """
     begun = time.perf_counter()
@@ -274,7 +275,7 @@ def fill_buffers(model: nn.Module, kept: object, initialize: Initialize) -> None
         ValueError: some are not filled as a whole, or not the same way twice.
     """
     modules: dict[str, nn.Module] = {}
-    empty: dict[str, list[str]] = {}  # names of buffers, by their module's
+    unfilled: dict[str, list[str]] = {}  # names of buffers, by their module's
     for path, module in model.named_modules():
         names: list[str] = []
         for name in sorted(module._non_persistent_buffers_set):
@@ -282,19 +283,23 @@ def fill_buffers(model: nn.Module, kept: object, initialize: Initialize) -> None
                 names.append(name)
         if names:
             modules[path] = module
-            empty[path] = names
+            unfilled[path] = names
     try:
-        for path, names in empty.items():
-            empty[path] = unfilled_by(initialize, modules[path], names)
+        for path, names in unfilled.items():
+            unfilled[path] = unfilled_by(initialize, modules[path], names)
     finally:
-        unfilled: list[str] = []
-        for path, names in empty.items():
-            for name in names:
-                buffers = modules[path]._buffers
-                buffers[name] = buffers[name].to("meta")
-                unfilled.append(full_name(path, name))
-    if unfilled:
-        raise ValueError(UNFILLED % ", ".join(unfilled))
+        for path, names in unfilled.items():
+            back_to_meta(modules[path], names)
+    missing: list[str] = []
+    for path, names in unfilled.items():
+        missing.extend(full_name(path, name) for name in names)
+    if missing:
+        raise ValueError(UNFILLED % ", ".join(missing))
+
+
+def back_to_meta(module: nn.Module, names: list[str]) -> None:
+    for name in names:
+        module._buffers[name] = module._buffers[name].to("meta")
 
 
 def full_name(path: str, name: str) -> str:
@@ -302,7 +307,7 @@ def full_name(path: str, name: str) -> str:
 
 
 def unfilled_by(initialize: Initialize, module: nn.Module, names: list[str]) -> list[str]:
-    """Those of a module's buffers ``names`` that hold something of before behind ``initialize``."""
+    """Those of a module's buffers ``names`` that ``initialize`` does not fill as a whole."""
     buffers = {name: module._buffers[name] for name in names}
     zeros = filled(module, buffers, 0, initialize)
     ones = filled(module, buffers, 1, initialize)

@@ -322,28 +322,30 @@ class Fit:
         return room_of_part(entry.stored, parameter)
 
     def look_at_groups(self, lists: dict[str, object]) -> None:
-        names: dict[int, set[str]] = {}  # of the parameters, by the number of the group
-        settings: dict[int, set[str]] = {}
+        """Compare the optimizers' groups with those that were saved."""
+        saved_names: dict[int, set[str]] = {}  # of the parameters, by the number of the group
+        saved_settings: dict[int, set[str]] = {}  # their names
         for entry in self.below("optim", "param_groups"):
             self.want(entry, element(self.optim, entry.path[1:]))
             if len(entry.path) < 4:
                 continue  # the list is empty
             number = int(entry.path[2])
-            settings.setdefault(number, set()).add(str(entry.path[3]))
+            setting = str(entry.path[3])
+            saved_settings.setdefault(number, set()).add(setting)
             if entry.path[-1] == "params":
-                names[number] = self.not_skipped(lists[entry.name])
+                saved_names[number] = self.not_skipped(lists[entry.name])
         optimizers = []  # of each group
         for optimizer in self.job.optimizers:
             optimizers.extend([optimizer] * len(optimizer.param_groups))
         for optimizer, group in zip(optimizers, self.optim["param_groups"], strict=True):
-            wanted = self.not_skipped(group["params"])
-            alike = [number for number in names if names[number] == wanted]
-            if not wanted:
+            names = self.not_skipped(group["params"])
+            if not names:
                 continue
-            if not alike:
-                self.wrong.append(f"  the group of {min(wanted)}: {OTHER_GROUPS}")
+            numbers = [number for number in saved_names if saved_names[number] == names]
+            if not numbers:
+                self.wrong.append(f"  the group of {min(names)}: {OTHER_GROUPS}")
                 continue
-            lacking = lacking_settings(optimizer, group, settings[alike[0]])
+            lacking = lacking_settings(optimizer, group, saved_settings[numbers[0]])
             if lacking:
                 kind = type(optimizer).__name__
                 self.wrong.append("  " + OTHER_KIND % (kind, ", ".join(lacking)))

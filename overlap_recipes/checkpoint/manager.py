@@ -41,7 +41,7 @@ class CheckpointManager:
     At the second step, memory for a save is locked beside training, so the first save need not wait
     for it; a driver may launch nothing while it locks, which can cost training seconds, once. A
     save that comes before the one before it is written waits until it is. The end of the block, by
-    ``sys.exit`` too, waits for the saves and raises if the last one failed. Behind any other
+    ``sys.exit`` too, waits for the saves and raises if the last one failed. After any other
     exception it waits for 30 s at most.
 
     Args:
@@ -152,10 +152,10 @@ class CheckpointManager:
             RuntimeError: behind a save; outside the block. In a directory: a rank does not see the
                 checkpoint, or not all files of that of ``step``. Of a URL: ``step`` is not there or
                 not as it was committed, no checkpoint is, or the store cannot be reached.
-            ValueError: it does not fit this job; the message lists what differs. ``step`` was
-                given ``on_each_host``.
+            ValueError: it does not fit this job; the message lists what differs. ``step``
+                cannot be chosen ``on_each_host``.
             DamagedCheckpoint: in a directory, no checkpoint is as it was saved, or bytes of that of
-                ``step`` are not. ``on_each_host``, of no checkpoint have the hosts every file.
+                ``step`` are not. ``on_each_host``, the hosts have none with all of its files.
             CheckpointException: the storage has failed on a rank.
         """
         self.saves.check_is_open()

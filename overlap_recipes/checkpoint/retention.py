@@ -56,8 +56,8 @@ def take_lease(root: Path) -> int:
     except OSError as error:
         os.close(lease)
         if error.errno in HELD:
-            held = f"another job writes to {root}: end it or use another root"
-            raise RuntimeError(held) from error
+            message = f"another job writes to {root}: end it or use another root"
+            raise RuntimeError(message) from error
         raise RuntimeError(NO_LOCKS % (root, error)) from error
     return lease
 

@@ -603,7 +603,7 @@ def load_kind(optimizer: torch.optim.Optimizer, state: dict) -> None:
 
 
 def lacking_settings(optimizer: torch.optim.Optimizer, group: dict, saved: set[str]) -> list[str]:
-    """What ``group`` steps with and a saved one of another kind lacks; [] if that is of its kind.
+    """Settings of ``group`` that the saved group lacks; [] if both are of one kind of optimizer.
 
     Later versions of an optimizer have more switches, so ``None`` and bools do not count.
 

@@ -136,8 +136,8 @@ def store_of(root: Path | str, on_each_host: bool, settings: dict):
         ValueError: ``root`` is a URL and of each host, or a URL as a ``Path``.
     """
     is_url = "://" in str(root)
-    first, _, _ = str(root).partition("/")
-    if first.endswith(":") and not is_url:
+    scheme, _, _ = str(root).partition("/")  # Path("s3://b") is "s3:/b"
+    if scheme.endswith(":") and not is_url:
         raise ValueError(f"{root} has lost a slash, as a Path does: give the URL as text")
     if is_url and on_each_host:
         raise ValueError(f"{root} is a store that all hosts see: leave out on_each_host")

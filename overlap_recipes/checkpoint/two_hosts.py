@@ -6,7 +6,9 @@ import json
 import os
 import shutil
 import socket
+import time
 import uuid
+from collections import defaultdict
 from collections.abc import Iterator
 from concurrent.futures import Future
 from contextlib import suppress
@@ -25,8 +27,8 @@ PIECE = 64 << 20  # bytes that are sent at a time
 FEWEST = 2  # checkpoints on each host: the newest may have its name on some hosts only
 LISTING = "files.json"  # which save it is, names and sizes of all its files on any host
 NONE_IS_WHOLE = (
-    "of no checkpoint have the hosts every file between them, by step: %s. Start with those that "
-    "wrote them; to begin anew, remove them or take another directory"
+    "the hosts have no checkpoint with all of its files between them, by step: %s. Start with "
+    "those that wrote them; to begin anew, remove them or take another directory"
 )
 OTHER_HOSTS = (
     "hosts need equal numbers of ranks, that follow each other; by name they are on %s: give "
@@ -138,10 +140,12 @@ class PartnerSaves(Saves):
         return {file.name: file.stat().st_size for file in files}
 
     def metadata_and_name(self, directory: Path) -> tuple[bytes, str] | None:
-        """On rank 0: the bytes of ``.metadata``, and a name that no other save has."""
+        """On rank 0: the bytes of ``.metadata``, and a name that no other save has; later ones sort
+        behind it."""
         if self.rank != 0:
             return None
-        return (directory / ".metadata").read_bytes(), uuid.uuid4().hex
+        name = f"{time.time_ns()}-{uuid.uuid4().hex}"
+        return (directory / ".metadata").read_bytes(), name
 
     def exchange(self, directory: Path, files: list[dict[str, int]]) -> None:
         """Send this rank's files to the next host, and take those of the host before."""
@@ -180,7 +184,7 @@ def ranks_of_a_host(hosts: list[str]) -> int:
         hosts: the name of each rank's host.
 
     Raises:
-        ValueError: they have other numbers, or ranks that do not follow each other.
+        ValueError: hosts have different numbers of ranks, or ranks that do not follow each other.
     """
     per_host = hosts.count(hosts[0])
     for rank, host in enumerate(hosts):
@@ -222,8 +226,15 @@ class WholeSave:
     owners: dict[str, list[int]]  # by file, the ranks on whose host it is
 
 
-def newest_whole(hosts: list[dict]) -> WholeSave | None:
-    """The newest save of which ``hosts`` have every file between them; by rank, what is held."""
+def whole_saves(hosts: list[dict]) -> list[WholeSave]:
+    """Saves of which ``hosts`` have every file between them, the newest first.
+
+    Of two saves of one step, the later one is the newer.
+
+    Args:
+        hosts: what is ``held``, by rank.
+    """
+    found = []
     every = set()
     for host in hosts:
         every.update(host)
@@ -234,21 +245,22 @@ def newest_whole(hosts: list[dict]) -> WholeSave | None:
         for name, size in sizes.items():
             owners[name] = [rank for rank, (_, here) in enumerate(views) if here.get(name) == size]
         if all(owners.values()):
-            return WholeSave(step, save, sizes, owners)
-    return None
+            found.append(WholeSave(step, save, sizes, owners))
+    return found
 
 
 def gather(local: Path) -> int | None:
     """Bring the newest checkpoint that the hosts have between them to ``local`` of every host.
 
     All ranks call it. When all hosts have this one, newer ones are deleted: nobody has all of them,
-    and training takes these steps again. Older ones stay.
+    and training takes these steps again. Older ones stay; of two saves of one step, by a job that
+    lost a host and by the one that went on, only the later whole one does.
 
     Returns:
         Its step; None if no host has a checkpoint.
 
     Raises:
-        DamagedCheckpoint: there are checkpoints, and of none the hosts have every file.
+        DamagedCheckpoint: there are checkpoints, and the hosts have none with all of its files.
     """
     group = dist.new_group(backend="gloo")
     try:
@@ -260,18 +272,19 @@ def gather(local: Path) -> int | None:
 def gather_in(group: dist.ProcessGroup, local: Path) -> int | None:
     """``gather``, by a group of all ranks."""
     own = held(local)
-    seen = steps_of(path.name for path in local.glob("step*"))
+    named = steps_of(path.name for path in local.glob("step*"))  # some may have lost their listing
     of_ranks: list = [None] * dist.get_world_size()
-    dist.all_gather_object(of_ranks, (own, seen), group)
-    hosts = [of_rank for of_rank, _ in of_ranks]
-    newest = newest_whole(hosts)
-    if newest is None:
+    dist.all_gather_object(of_ranks, (own, named), group)
+    hosts = [held_there for held_there, _ in of_ranks]
+    wholes = whole_saves(hosts)
+    if not wholes:
         steps = set()
-        for _, seen_there in of_ranks:
-            steps.update(seen_there)
+        for _, named_there in of_ranks:
+            steps.update(named_there)
         if steps:
             raise DamagedCheckpoint(NONE_IS_WHOLE % sorted(steps))
         return None
+    newest = wholes[0]
     directory = local / name_of(newest.step)
     if (newest.step, newest.save) not in own:  # parts, or another save of the same step
         shutil.rmtree(directory, ignore_errors=True)
@@ -288,7 +301,26 @@ def gather_in(group: dist.ProcessGroup, local: Path) -> int | None:
             write_file(directory / name, arriving(newest.sizes[name], broadcast))
     write_listing(directory, newest.save, newest.sizes)
     dist.barrier(group)
-    for step in seen:
+    for step in steps_in(local):
         if step > newest.step:
             shutil.rmtree(local / name_of(step), ignore_errors=True)
+    for step in mixed_steps(own, hosts, wholes):
+        if step < newest.step:
+            shutil.rmtree(local / name_of(step), ignore_errors=True)
     return newest.step
+
+
+def mixed_steps(own: dict, hosts: list[dict], wholes: list[WholeSave]) -> list[int]:
+    """Steps of which ``own`` has another save than other hosts, and not the latest whole one."""
+    saves: dict[int, set[str]] = defaultdict(set)
+    for host in hosts:
+        for step, save in host:
+            saves[step].add(save)
+    latest: dict[int, str] = {}
+    for whole in reversed(wholes):
+        latest[whole.step] = whole.save
+    found = []
+    for step, save in own:
+        if len(saves[step]) > 1 and save != latest.get(step):
+            found.append(step)
+    return found

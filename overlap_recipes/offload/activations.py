@@ -121,7 +121,7 @@ class ActivationOffload:
         self.wanted = 0
         self.peak = 0
         self.known = weakref.WeakKeyDictionary()  # storage in memory -> reference to its Storage
-        # Storage in memory -> reference to what autograd keeps of it on the device, its version.
+        # Storage in memory -> (reference to the saved tensor that stays on the device, version)
         self.left_out = weakref.WeakKeyDictionary()
         self.in_order: list[weakref.ref[Storage]] = []
         self.leaving = deque[Storage]()

@@ -130,13 +130,13 @@ def host_threads() -> int:
     """This rank's part of the cores, less one for the thread that trains.
 
     The cores of the launcher, the process that started this one, are those of all LOCAL_WORLD_SIZE
-    ranks, a container's with them. A rank that is bound to some of them has no more than these. A
-    launcher that may use fewer cores than its ranks, or more than the job, is not seen through.
+    ranks, a container's with them. A rank that is bound to some of them has no more than these.
+    Where the launcher is bound to other cores than the job, the number is wrong.
     """
     ranks = int(os.environ.get("LOCAL_WORLD_SIZE", "1"))
     own = os.sched_getaffinity(0)
-    of_all = own | os.sched_getaffinity(os.getppid())
-    return max(1, min(len(own), len(of_all) // ranks) - 1)
+    of_host = own | os.sched_getaffinity(os.getppid())
+    return max(1, min(len(own), len(of_host) // ranks) - 1)
 
 
 MOMENTS = ("exp_avg", "exp_avg_sq")

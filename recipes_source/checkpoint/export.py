@@ -267,8 +267,7 @@ if __name__ == "__main__":
 #   load experts that were saved apart.
 # * A model with adapters has names of its own, and ``from_pretrained`` starts what it misses from
 #   random weights, with a report and no error: export a merged copy (PEFT's ``merge_and_unload``).
-# * A directory that holds files and no safetensors is refused only when all is written. One that holds
-#   safetensors that are no export, such as a base model, is refused at once.
+# * A directory that holds files and no export, or a model that is none, is refused.
 # * ``weights`` leaves out an average that an optimizer keeps. Export the average's model instead.
 # * The tokenizer and the generation settings are small files of rank 0. Write them beside the
 #   export: they stay there when it is replaced.

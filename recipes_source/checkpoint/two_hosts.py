@@ -130,7 +130,8 @@ STEPS, SAVE_EVERY = 6, 2  # of the run that proves it
 # -----------
 # A step may have been saved twice: by the job that lost a host, and by the one that went on without
 # it. When the host comes back, its files have the names of the others' and maybe their sizes. So
-# each save has a name of its own in its listing, and files of two saves are never mixed.
+# each save has a name of its own in its listing, and files of two saves are never mixed. The later of
+# two whole ones counts.
 #
 # .. literalinclude:: /overlap_recipes/checkpoint/two_hosts.py
 #    :language: python
@@ -146,7 +147,7 @@ STEPS, SAVE_EVERY = 6, 2  # of the run that proves it
 #
 # .. literalinclude:: /overlap_recipes/checkpoint/two_hosts.py
 #    :language: python
-#    :pyobject: newest_whole
+#    :pyobject: whole_saves
 #
 # .. literalinclude:: /overlap_recipes/checkpoint/two_hosts.py
 #    :language: python

@@ -532,8 +532,8 @@ if __name__ == "__main__":
 #   in its unit's forward, add zero times its sum to the result. Outside of the unit, the sum is its
 #   shard's, and does not help.
 # * Without synchronisation between micro-batches, before PyTorch 2.15, a weight first used in the
-#   last one is an error in bfloat16: its gradient stands beside float32 sums. So do the zeros of
-#   ``set_reduce_scatter_unused_params(True)``.
+#   last one is an error in bfloat16: its gradient stands beside float32 sums. The zeros of
+#   ``set_reduce_scatter_unused_params(True)`` raise the same error.
 # * Lists are fixed. If the order of units changes from step to step, they prefetch the wrong units
 #   and hold their memory.
 # * ``reshard_after_forward=<int>`` makes backward's gathers cheap where groups of that many ranks

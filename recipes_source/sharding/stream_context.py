@@ -9,7 +9,7 @@ gathered while the layer before it computes, and go when their last kernel has r
 what FSDP does; this file does it in plain PyTorch.
 
 **Scope.** A model of layers ("units") that run once each, in one order, in every forward and on
-every rank. Each unit returns one tensor, and the loss has no other of it. Each parameter is trained,
+every rank. Each unit returns one tensor, and the loss uses no other of it. Each parameter is trained,
 belongs to one unit, has no hooks, and gets a gradient in every backward on every rank. Weights change
 between steps. The model fits on one device before it is sharded, and computes in the dtype of its
 weights. No unit is recomputed in backward. Most else raises: `Known limits`_ has what does not.
@@ -232,7 +232,7 @@ class Unit:
         return of_parameters + of_memory
 
 
-@cache
+@cache  # registered once
 def count_updates() -> None:
     """Let a step of any optimizer count as a change: with ``foreach`` or ``fused`` it does not."""
 
@@ -255,17 +255,17 @@ def check_graph(loss: torch.Tensor, units: list[Unit]) -> None:
     seen = set()
     waiting = [(loss.grad_fn, None)]  # nodes, with the unit whose output was last on the way there
     while waiting:
-        step = waiting.pop()
-        node, last = step
-        if node is None or step in seen:
+        visit = waiting.pop()
+        node, last = visit
+        if node is None or visit in seen:
             continue
-        seen.add(step)
+        seen.add(visit)
         last = node.metadata.get("output of", last)
         weight = getattr(node, "variable", None)
-        if number_of.get(weight, last) != last:
+        if weight in number_of and number_of[weight] != last:
             raise RuntimeError(
-                f"the loss was computed with a tensor that unit {number_of[weight]} kept beside its "
-                "result: return it within the result, or detach it"
+                f"the loss comes to weights of unit {number_of[weight]} not by the unit's result: a "
+                "tensor was kept beside it, or the result was changed in place or is the next unit's"
             )
         for after, _ in node.next_functions:
             waiting.append((after, last))
@@ -403,7 +403,7 @@ class FsdpContext:
         self.forwards += 1
 
     def check_unchanged(self, unit: Unit) -> None:
-        """What was queued behind the begin of this forward, the gather stream has not waited for."""
+        """Raise RuntimeError if weights have changed since forward began: the gather did not wait."""
         if unit.versions != unit.versions_now():
             raise RuntimeError(f"weights of unit {unit.number} have changed in this forward")
 

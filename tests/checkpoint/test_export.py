@@ -4,6 +4,7 @@ import re
 import subprocess
 import sys
 from pathlib import Path
+from unittest import mock
 
 import pytest
 import torch
@@ -20,6 +21,7 @@ sys.path.insert(0, str(REPO / "recipes_source" / "checkpoint"))
 from export import read_all  # noqa: E402
 from safetensors.torch import load_file, save_file  # noqa: E402
 
+from overlap_recipes.checkpoint import Saves  # noqa: E402
 from overlap_recipes.checkpoint.export import (  # noqa: E402
     DTYPES,
     Exports,
@@ -170,6 +172,52 @@ def test_what_lies_beside_an_older_export_stays(tmp_path: Path) -> None:
     assert (hf / "config.json").read_text() == '{\n  "layers": 1\n}'
     assert exported({"x": torch.ones(3)}, hf, config={"layers": 2})["x"].sum() == 3
     assert (hf / "config.json").read_text() == '{\n  "layers": 2\n}'
+    assert [path.name for path in tmp_path.iterdir()] == ["hf"]
+
+
+def test_a_file_beside_an_export_is_the_same_file_behind_the_next(tmp_path: Path) -> None:
+    """A log that is open goes on, and a link to a folder stays a link."""
+    hf = tmp_path / "hf"
+    exported({"x": torch.zeros(3)}, hf)
+    (hf / "above").symlink_to("..")
+    with (hf / "log").open("w") as log:
+        log.write("before, ")
+        log.flush()
+        exported({"x": torch.ones(3)}, hf)
+        log.write("behind")
+    assert (hf / "log").read_text() == "before, behind"
+    assert (hf / "above").is_symlink()
+
+
+@pytest.mark.parametrize("struck", ["between the renames", "behind them"])
+def test_a_job_that_died_in_a_commit_loses_nothing(tmp_path: Path, struck: str) -> None:
+    hf = tmp_path / "hf"
+    exported({"x": torch.zeros(3)}, hf)
+    (hf / "tokenizer.json").write_text("{}")
+    owner, step = {
+        "between the renames": (Saves, "commit"),
+        "behind them": (Path, "iterdir"),
+    }[struck]
+    exports = Exports("cpu")
+    with mock.patch.object(owner, step, side_effect=KeyboardInterrupt), exports:
+        with pytest.raises(RuntimeError, match="KeyboardInterrupt"):
+            exports.save({"x": torch.ones(3)}, hf).result()
+        exports.failures.clear()
+    assert hf.exists() == (struck == "behind them")
+    assert exported({"x": torch.ones(3) * 2}, hf)["x"].sum() == 6
+    assert (hf / "tokenizer.json").read_text() == "{}"
+    assert [path.name for path in tmp_path.iterdir()] == ["hf"]
+
+
+def test_a_directory_of_other_files_is_refused_before_a_byte_is_written(tmp_path: Path) -> None:
+    (tmp_path / "hf").mkdir()
+    (tmp_path / "hf" / "tokenizer.json").write_text("{}")
+    with Exports("cpu") as exports, mock.patch.object(Exports, "write") as write:
+        saving = exports.save({"x": torch.ones(3)}, tmp_path / "hf")
+        with pytest.raises(RuntimeError, match="has files and no export: export to another"):
+            saving.result()
+        exports.failures.clear()
+    assert not write.called
     assert [path.name for path in tmp_path.iterdir()] == ["hf"]
 
 

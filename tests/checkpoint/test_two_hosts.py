@@ -20,7 +20,9 @@ from overlap_recipes.checkpoint.two_hosts import (
     LISTING,
     PartnerSaves,
     gather,
+    held,
     ranks_of_a_host,
+    whole_saves,
 )
 
 DATA = REPO / "tests" / "data"
@@ -104,9 +106,30 @@ def test_ranks_are_counted_by_their_hosts_which_must_have_as_many(
             ranks_of_a_host(list(hosts))
 
 
-@pytest.mark.parametrize(
-    "trouble", ["two_saves_of_one_step", "failed_saves", "power_cut", "one_host"]
-)
+def test_of_two_saves_of_a_step_the_later_one_is_taken(host: None, tmp_path: Path) -> None:
+    """A host was lost, and comes back with all of its step 5; the others have saved that anew."""
+    listings = []
+    for place in ("lost", "went_on"):
+        with PartnerSaves("cpu", per_host=1) as saves:
+            saves.save({"app": job(0)}, tmp_path / place / "step5").result()
+        listings.append(held(tmp_path / place))
+    lost, went_on = listings
+    for hosts in (listings, listings[::-1]):
+        assert [(5, whole.save) for whole in whole_saves(hosts)] == [*went_on, *lost]
+
+
+def test_a_directory_of_others_stays_beside_what_is_gathered(host: None, tmp_path: Path) -> None:
+    with PartnerSaves("cpu", per_host=1) as saves:
+        saves.save({"app": job(0)}, tmp_path / "step5")
+    (tmp_path / "step9").mkdir()  # as of ``Saves``: it has no listing
+    assert gather(tmp_path) == 5
+    assert (tmp_path / "step9").exists()
+
+
+TROUBLES = ("two_saves_of_one_step", "older_timelines", "failed_saves", "power_cut", "one_host")
+
+
+@pytest.mark.parametrize("trouble", TROUBLES)
 def test_disks_of_hosts(trouble: str) -> None:
     """Nothing is mixed, a failed save leaves nothing, a listing that is lost stops nobody."""
     survives("host_troubles", trouble, ranks=3)

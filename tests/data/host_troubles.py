@@ -55,6 +55,26 @@ def two_saves_of_one_step(root: Path, device: torch.device) -> None:
     shutil.rmtree(local / "step1")  # no host has all of it
 
 
+def older_timelines(root: Path, device: torch.device) -> None:
+    """One host went on alone and saved step 4 anew; the other comes back with its own step 4."""
+    local, anew = of_rank(root, "host"), of_rank(root, "anew")
+    saved(local, device, 4, seed=0)  # steps 3 and 4 stay
+    saved(anew, device, 4, seed=1)
+    if dist.get_rank() == 0:
+        shutil.rmtree(local / "step3")
+        shutil.copytree(anew / "step3", local / "step3")
+    shutil.rmtree(anew)
+    dist.barrier()
+    assert gather(local) == 4
+    left = two_hosts.held(local)
+    of_ranks = [left] * dist.get_world_size()
+    dist.all_gather_object(of_ranks, left)
+    assert {step for host in of_ranks for step, _ in host} <= {3, 4}
+    saves = {save for host in of_ranks for step, save in host if step == 3}
+    assert len(saves) == 1, f"two saves have the name step3: {saves}"
+    shutil.rmtree(local / "step3", ignore_errors=True)  # no host has all of it
+
+
 def failed_saves(root: Path, device: torch.device) -> None:
     """A disk that cannot take the partner's copy costs that save alone, and no room on any host."""
 
@@ -102,7 +122,7 @@ def one_host(root: Path, device: torch.device) -> None:
     basic.assert_same_bits(basic.load_app(root / "step2", device), basic.snapshot(app))
 
 
-TROUBLES = two_saves_of_one_step, failed_saves, power_cut, one_host
+TROUBLES = two_saves_of_one_step, older_timelines, failed_saves, power_cut, one_host
 
 if __name__ == "__main__":
     face(TROUBLES)
