@@ -30,7 +30,7 @@ import torch.distributed as dist
 from torch import nn
 from torch.distributed.checkpoint import state_dict as dcp_state
 from torch.distributed.checkpoint.stateful import Stateful
-from torch.distributed.fsdp import FullyShardedDataParallel
+from torch.distributed.fsdp import FlatParameter, FullyShardedDataParallel
 from torch.distributed.tensor import DTensor, Replicate, Shard
 from torch.utils.data import DataLoader, IterableDataset, RandomSampler, SequentialSampler
 
@@ -85,6 +85,10 @@ NOT_OF_THE_MODEL = (
 MORE_STATE = (
     "%s has %s beside state and param_groups, which no checkpoint would have: give the optimizer "
     "inside it, and what has the rest by a name of its own"
+)
+FLAT = (
+    "an optimizer trains a FlatParameter, whose state no job could load: make the model by "
+    "FullyShardedDataParallel(..., use_orig_params=True), or by fully_shard"
 )
 OTHER_KEYS = (
     "%s keeps state under %r, which is no parameter: no checkpoint would have it. Keep it in an "
@@ -167,12 +171,20 @@ def refuse_more_state(optimizer: torch.optim.Optimizer) -> None:
         raise TypeError(MORE_STATE % (type(optimizer).__name__, ", ".join(more)))
 
 
+def refuse_flat_parameters(optimizer: torch.optim.Optimizer) -> None:
+    """Raise if it trains what ``FullyShardedDataParallel`` makes without ``use_orig_params``."""
+    for group in optimizer.param_groups:
+        for parameter in group["params"]:
+            if isinstance(parameter, FlatParameter):
+                raise TypeError(FLAT)
+
+
 class AppState(Stateful):
     """Model, optimizer or several, and the number of steps taken.
 
     Raises:
         TypeError: an optimizer keeps its state in another one or beside PyTorch's, or plain tensors
-            of a shard.
+            of a shard, or trains a ``FlatParameter``.
         ValueError: two optimizers share a parameter, or a checkpoint does not fit this job.
     """
 
@@ -199,6 +211,7 @@ class AppState(Stateful):
                 if isinstance(inner, torch.optim.Optimizer) and inner.state is not outer.state:
                     raise TypeError(f"{type(outer).__name__} keeps its state in {name}: pass that")
             refuse_more_state(outer)
+            refuse_flat_parameters(outer)
 
     def state_dict(self) -> dict:
         """What a checkpoint holds, and what ``dcp.load`` fills."""

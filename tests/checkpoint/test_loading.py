@@ -248,11 +248,25 @@ def test_a_load_of_fsdp1_gives_frozen_layers_their_state_and_leaves_them_frozen(
 @pytest.mark.filterwarnings("ignore::FutureWarning", "ignore::UserWarning")
 def test_a_manager_saves_sharded_tensors_of_fsdp1(tmp_path: Path) -> None:
     """They have a shape and a type, and neither ``numel`` nor ``nbytes``."""
-    model = FullyShardedDataParallel(nn.Linear(4, 4), device_id=torch.device("cpu"))
+    wrapped = {"device_id": torch.device("cpu"), "use_orig_params": True}
+    model = FullyShardedDataParallel(nn.Linear(4, 4), **wrapped)
     optimizer = adam(model)
     step(model, optimizer)
     with CheckpointManager(tmp_path, TrainingState(model, optimizer)) as checkpoints:
         checkpoints.save(1).result()
+
+
+@pytest.mark.filterwarnings("ignore::FutureWarning", "ignore::UserWarning")
+@pytest.mark.parametrize("wrapped", ["a layer", "the model"])
+def test_flat_parameters_are_refused_before_a_save_that_no_job_could_load(wrapped: str) -> None:
+    model = nn.Sequential(nn.Linear(4, 4), nn.Linear(4, 2))
+    flat_ones = FullyShardedDataParallel(model[0], device_id=torch.device("cpu"))
+    if wrapped == "a layer":
+        model[0] = flat_ones
+    else:
+        model = FullyShardedDataParallel(model, device_id=torch.device("cpu"))
+    with pytest.raises(TypeError, match="FullyShardedDataParallel.*use_orig_params=True"):
+        TrainingState(model, adam(model))
 
 
 def test_lists_and_dicts_come_back_though_they_are_empty_here(tmp_path: Path) -> None:

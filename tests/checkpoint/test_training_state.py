@@ -298,7 +298,8 @@ def test_what_is_no_tensor_of_the_model_is_asked_for_at_every_save(
 def test_a_flat_parameter_is_no_tensor_of_the_state(tmp_path: Path) -> None:
     from torch.distributed.fsdp import FullyShardedDataParallel
 
-    model = FullyShardedDataParallel(nn.Linear(4, 4), device_id=torch.device("cpu"))
+    wrapped = {"device_id": torch.device("cpu"), "use_orig_params": True}
+    model = FullyShardedDataParallel(nn.Linear(4, 4), **wrapped)
     optimizer = torch.optim.SGD(model.parameters(), lr=0.1, momentum=0.9)
     app = TrainingState(model, optimizer)
     for _ in range(3):
