@@ -192,7 +192,22 @@ def header_of(file: Path) -> tuple[dict, int]:
         begin = 8 + length
         if begin > file.stat().st_size:
             raise ValueError(f"{file} is cut, or not of safetensors")
-        return json.loads(stream.read(length)), begin
+        text = stream.read(length)
+    try:
+        return json.loads(text), begin
+    except ValueError as error:
+        raise ValueError(f"{file} is cut, or not of safetensors") from error
+
+
+def shapes_in(directory: Path) -> dict[str, list[int]]:
+    """The shape of each tensor in the files of safetensors of ``directory``."""
+    found = {}
+    for file in directory.glob("*.safetensors"):
+        header, _ = header_of(file)
+        for name, place in header.items():
+            if name != "__metadata__":
+                found[name] = place["shape"]
+    return found
 
 
 def runs(chunk, shape: torch.Size) -> tuple[int, list[int]]:
@@ -338,7 +353,7 @@ class Exports(Saves):
 
     An export takes the place of an older one in its directory, and leaves other files there. A save
     fails if there are other files and no export, or safetensors that are none, such as a model of
-    the Hub.
+    the Hub, or if the directory is a symbolic link.
     """
 
     def __init__(self, device: torch.device, changed_by_forward=(), **options) -> None:
@@ -373,7 +388,9 @@ class Exports(Saves):
 
 
 def refuse_unless_export(directory: Path) -> None:
-    """Raise if ``directory`` has files and no export, or safetensors that are none."""
+    """Raise if ``directory`` has files and no export, safetensors that are none, or is a link."""
+    if directory.is_symlink():
+        raise FileExistsError(f"{directory} is a symbolic link: export to where it leads")
     files = sorted(directory.glob("*.safetensors"))
     for file in files:
         header, _ = header_of(file)
@@ -391,7 +408,8 @@ def older_of(directory: Path) -> Path:
 def end_replacement(directory: Path) -> None:
     """Move what lay beside an older export to the new one, and delete the rest of the older.
 
-    A job that died between the two renames has left the older export alone: it comes back.
+    Of another model the older ``config.json`` goes, too. A job that died between the two renames
+    has left the older export alone: it comes back.
     """
     older = older_of(directory)
     if not older.exists():
@@ -399,9 +417,10 @@ def end_replacement(directory: Path) -> None:
     if not directory.exists():
         older.rename(directory)
         return
+    of_older_model = {"config.json"} if shapes_in(older) != shapes_in(directory) else set()
     for path in older.iterdir():
-        is_tensors = path.suffix == ".safetensors"
-        if not is_tensors and not (directory / path.name).exists():
+        is_old = path.suffix == ".safetensors" or path.name in of_older_model
+        if not is_old and not (directory / path.name).exists():
             path.rename(directory / path.name)
     shutil.rmtree(older)
 

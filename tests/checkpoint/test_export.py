@@ -26,6 +26,7 @@ from overlap_recipes.checkpoint.export import (  # noqa: E402
     DTYPES,
     Exports,
     convert,
+    header_of,
     parts_of,
     weights,
 )
@@ -173,6 +174,30 @@ def test_what_lies_beside_an_older_export_stays(tmp_path: Path) -> None:
     assert exported({"x": torch.ones(3)}, hf, config={"layers": 2})["x"].sum() == 3
     assert (hf / "config.json").read_text() == '{\n  "layers": 2\n}'
     assert [path.name for path in tmp_path.iterdir()] == ["hf"]
+
+
+def test_the_config_of_an_older_export_goes_with_its_model(tmp_path: Path) -> None:
+    """A loader would read the old settings with the new weights."""
+    hf = tmp_path / "hf"
+    exported({"x": torch.zeros(3)}, hf, config={"width": 3})
+    exported({"x": torch.ones(4)}, hf)
+    assert not (hf / "config.json").exists()
+
+
+def test_a_link_is_refused_as_the_directory_of_an_export(tmp_path: Path) -> None:
+    hf = tmp_path / "hf"
+    exported({"x": torch.zeros(3)}, hf)
+    (tmp_path / "link").symlink_to(hf)
+    with pytest.raises(RuntimeError, match="link is a symbolic link: export to where it leads"):
+        exported({"x": torch.ones(3)}, tmp_path / "link")
+    assert [path.name for path in sorted(tmp_path.iterdir())] == ["hf", "link"]
+
+
+def test_a_header_that_cannot_be_read_names_its_file(tmp_path: Path) -> None:
+    file = tmp_path / "model.safetensors"
+    file.write_bytes((4).to_bytes(8, "little") + b"\xff{{{")
+    with pytest.raises(ValueError, match="model.safetensors is cut, or not of safetensors"):
+        header_of(file)
 
 
 def test_a_file_beside_an_export_is_the_same_file_behind_the_next(tmp_path: Path) -> None:
