@@ -12,7 +12,7 @@ others. Losses and weights are those of a run that keeps everything on the devic
 .. result-gain:: offload_step
    :rows: streamed_adam streamed_adam_in_backward
    :field: kept
-   :where: model=llama-8b tokens=32768
+   :where: model=llama-8b tokens=16384
 
    100 % is the speed of a **resident** run, which keeps everything on the device. ``streamed_adam``
    clips. ``streamed_adam_in_backward`` does not, and hides the update behind backward, too.
@@ -315,7 +315,7 @@ if __name__ == "__main__":
 #
 # .. result-table:: offload_step
 #    :rows: streamed_adam streamed_adam_in_backward torchao_clipped
-#    :where: model=llama-8b tokens=32768
+#    :where: model=llama-8b tokens=16384
 #
 # A deeper model, whose state is larger than the device:
 #
