@@ -247,8 +247,9 @@ def usual_steps(rounds: list[list[float]], number: int, own: bool = True) -> lis
 class Measurement:
     """The results and everything that adds to them; a method a kind of task."""
 
-    def __init__(self, training: Training, out: Path, head: dict) -> None:
+    def __init__(self, training: Training, out: Path, head: dict, state: list[int]) -> None:
         self.training, self.out, self.head = training, out, head
+        self.state = state  # bytes of each tensor of this rank
         self.results = self.results_of("checkpoint_stall")
         self.intervals = self.results_of("save_interval", "every")
         self.pieces = self.results_of("staging_copies")
@@ -270,11 +271,11 @@ class Measurement:
         return bool(row) and len(row["samples"].get("step_s", ())) >= samples
 
     def fixed(self, case: Case, name: str, way: Way | None) -> dict:
-        workload, link = self.head["workload"], self.head["link"]
+        link = self.head["link"]
         fixed = {"name": name, **self.key(case), "note": way.note if way else None}
-        fixed["tensors"] = workload["tensors"]
+        fixed["tensors"] = len(self.state)
         if link:
-            bound_s = workload["state_bytes_per_rank"] / link["pinned_d2h_bytes_per_s"]
+            bound_s = sum(self.state) / link["pinned_d2h_bytes_per_s"]
             fixed |= {"bound_s": bound_s, "bound_from": BOUND_FROM}
         return fixed
 
@@ -470,6 +471,7 @@ class Measurement:
             drawn.append(measuring.Drawn("write", "write", max(staged, returned), end))
         marks = [("save called", called), ("call returns", returned)]
         head = (self.pieces if name in PIECES else self.results).data
+        head = head | {"workload": {"model": f"stock {case.model}"}}
         measuring.write_trace(self.out, head, name, RECIPES[name], drawn, begin, marks)
 
     def copies(self, case: Case) -> None:
@@ -566,19 +568,16 @@ def run(arguments: argparse.Namespace, device: torch.device) -> None:
     training = Training(size, device, storages)
     state = leaves(training.app.state_dict()).values()
     state = {x.data_ptr(): x.nbytes for x in state if isinstance(x, torch.Tensor)}
+    state = list(state.values())
     training.agreement.barrier()  # ranks share the host's memory: all copy at once, as saves do
     link = training.agreement.from_rank_0(measuring.link_rates(device, size.link_bytes))
-    workload = {
-        "model": f"stock {size.model}, vocabulary {training.loop.model.config.vocab_size}",
+    workload = {  # of all models whose rows the file has
         "precision": "float32 weights and Adam state, bfloat16 compute",
         "optimizer": "AdamW, fused; gradients clipped, another rate each step",
         "sharding": "fully_shard, one group a layer",
-        "tensors": len(state),
-        "state_bytes_per_rank": sum(state.values()),
-        "tokens_per_step": {name: count * ranks for name, count in size.tokens.items()},
     }
     head = measuring.header("checkpoint_stall", device, workload, link)
-    measurement = Measurement(training, arguments.out, head)
+    measurement = Measurement(training, arguments.out, head, state)
     if arguments.retry:
         measurement.results.data["not_run"].clear()
     tasks = tasks_of(measurement, size.model, arguments.pairs)
@@ -587,7 +586,7 @@ def run(arguments: argparse.Namespace, device: torch.device) -> None:
         for task in tasks:
             print(f"{task.seconds:6.0f} s  {task.name}{' (done)' if task.done() else ''}")
         return
-    measuring.tell(f"{sum(state.values()) / 1e9:.2f} GB of state a rank, link {link}")
+    measuring.tell(f"{sum(state) / 1e9:.2f} GB of state a rank, link {link}")
     measuring.run_tasks(tasks, measurement.results, arguments.until, training.agreement)
     measurement.close()
 

@@ -126,7 +126,7 @@ def main() -> None:
     name = "unprepared" if arguments.unprepared else "prepared"
     with measuring.started_rank() as device:
         loop = StockLoop(shard(stock(arguments.model, device)), tokens, length)
-        workload = {"model": f"stock {arguments.model}", "tokens_per_step": tokens}
+        workload = {"sharding": "fully_shard, one group a layer"}  # of all models of the file
         head = measuring.header("first_save", device, workload, {})
         memory = measuring.HostMemory()
         found = sample(loop, device, not arguments.unprepared, arguments.memory)
