@@ -567,8 +567,8 @@ def run(arguments: argparse.Namespace, device: torch.device) -> None:
     storages = {"memory": arguments.memory, "disk": arguments.disk}
     training = Training(size, device, storages)
     state = leaves(training.app.state_dict()).values()
-    state = {x.data_ptr(): x.nbytes for x in state if isinstance(x, torch.Tensor)}
-    state = list(state.values())
+    by_address = {x.data_ptr(): x.nbytes for x in state if isinstance(x, torch.Tensor)}
+    state = list(by_address.values())
     training.agreement.barrier()  # ranks share the host's memory: all copy at once, as saves do
     link = training.agreement.from_rank_0(measuring.link_rates(device, size.link_bytes))
     workload = {  # of all models whose rows the file has

@@ -2,6 +2,8 @@
 
 import collections
 import random
+import subprocess
+import sys
 from collections.abc import Callable, Iterator
 from pathlib import Path
 
@@ -9,11 +11,12 @@ import pytest
 import torch
 import torch.distributed as dist
 import torch.distributed.checkpoint as dcp
+from selection import with_library
 from torch import nn
 from torch.distributed.fsdp import FullyShardedDataParallel
 from torch.testing._internal.two_tensor import TwoTensor
 
-from overlap_recipes.checkpoint import CheckpointManager, frozen
+from overlap_recipes.checkpoint import frozen
 from overlap_recipes.checkpoint import state as state_module
 from overlap_recipes.checkpoint.loading import load
 from overlap_recipes.checkpoint.state import (
@@ -245,15 +248,38 @@ def test_a_load_of_fsdp1_gives_frozen_layers_their_state_and_leaves_them_frozen(
         assert torch.equal(momentum, others.state[here]["momentum_buffer"])
 
 
-@pytest.mark.filterwarnings("ignore::FutureWarning", "ignore::UserWarning")
-def test_a_manager_saves_sharded_tensors_of_fsdp1(tmp_path: Path) -> None:
-    """They have a shape and a type, and neither ``numel`` nor ``nbytes``."""
-    wrapped = {"device_id": torch.device("cpu"), "use_orig_params": True}
+SHARDED_BY_FSDP1 = """
+import torch
+import torch.distributed as dist
+from torch import nn
+from torch.distributed._shard.sharded_tensor import ShardedTensor
+from torch.distributed.fsdp import FullyShardedDataParallel
+
+from overlap_recipes.checkpoint import CheckpointManager, TrainingState
+
+dist.init_process_group("gloo")
+wrapped = {"device_id": torch.device("cpu"), "use_orig_params": True}
+for resumed in (0, 1):
     model = FullyShardedDataParallel(nn.Linear(4, 4), **wrapped)
-    optimizer = adam(model)
-    step(model, optimizer)
-    with CheckpointManager(tmp_path, TrainingState(model, optimizer)) as checkpoints:
-        checkpoints.save(1).result()
+    optimizer = torch.optim.AdamW(model.parameters())
+    state = TrainingState(model, optimizer)
+    with CheckpointManager(ROOT, state, grace_s=None) as checkpoints:
+        assert checkpoints.resume() == resumed
+        model(torch.ones(2, 4)).sum().backward()
+        optimizer.step()
+        assert isinstance(state.state_dict()["model"]["weight"], ShardedTensor)
+        checkpoints.save(resumed + 1).result()
+dist.destroy_process_group()
+"""
+
+
+def test_a_manager_saves_and_resumes_sharded_tensors_of_fsdp1(tmp_path: Path) -> None:
+    """They have a shape and a type, and neither ``numel`` nor ``nbytes``."""
+    script = tmp_path / "sharded_by_fsdp1.py"
+    script.write_text(f"ROOT = {str(tmp_path / 'run')!r}\n{SHARDED_BY_FSDP1}")
+    command = ["-m", "torch.distributed.run", "--standalone", "--nproc-per-node=2", str(script)]
+    ran = subprocess.run([sys.executable, *command], env=with_library(), capture_output=True)
+    assert ran.returncode == 0, ran.stderr.decode()
 
 
 @pytest.mark.filterwarnings("ignore::FutureWarning", "ignore::UserWarning")

@@ -295,7 +295,7 @@ def test_what_is_no_tensor_of_the_model_is_asked_for_at_every_save(
                 assert inner["sum"] == step + 1
 
 
-def test_a_flat_parameter_is_no_tensor_of_the_state(tmp_path: Path) -> None:
+def test_what_fsdp1_is_asked_for_is_what_its_weights_are_at_every_save(tmp_path: Path) -> None:
     from torch.distributed.fsdp import FullyShardedDataParallel
 
     wrapped = {"device_id": torch.device("cpu"), "use_orig_params": True}
