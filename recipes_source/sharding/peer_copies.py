@@ -14,9 +14,10 @@ straight to where they are used. Your loop stays as it is, and on two ranks ever
 
    ``fsdp2`` is stock FSDP2, without the call; 100 % is a run that sends nothing.
 
-**When not to bother:** your ranks are on several hosts (the call refuses them); or communication
-costs you little (compare ``fsdp2`` with ``no_communication`` below, at your tokens). To learn how
-sharded training works, read :doc:`stream_context` first.
+**When not to bother:** your ranks are on several hosts (the call refuses them); communication costs
+you little (compare ``fsdp2`` with ``no_communication`` below, at your tokens); or the host sets the
+pace of your steps, as it does with few tokens: nothing is gained then (:doc:`/guide/gains`). To learn
+how sharded training works, read :doc:`stream_context` first.
 
 .. code-block:: python
 
