@@ -508,15 +508,17 @@ def end_replacement(directory: Path) -> None:
 
 
 def convert(checkpoint: Path, directory: Path, prefix: str = "app.model.", **options) -> None:
-    """Export the tensors of a DCP checkpoint whose names begin with ``prefix``, in this process.
+    """Export the tensors of a DCP checkpoint below ``prefix``, in this process.
 
-    ``options`` are those of ``SafetensorsWriter``.
+    Its last dot may be left out. ``options`` are those of ``SafetensorsWriter``.
 
     Raises:
-        ValueError: no tensor's name begins with ``prefix``; the message has those that there are.
+        ValueError: no tensor is below ``prefix``; the message has those that there are.
         CheckpointException: there is another export in ``directory``, or a file of settings that
             would be written; a dtype has no name there.
     """
+    if prefix:
+        prefix = f"{prefix.removesuffix('.')}."
     saved = dcp.FileSystemReader(checkpoint).read_metadata().state_dict_metadata
     tensors = {name: x for name, x in saved.items() if hasattr(x, "size")}
     state = {}

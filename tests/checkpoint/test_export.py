@@ -457,3 +457,7 @@ def test_a_conversion_below_another_prefix_says_which_there_are(tmp_path: Path) 
         convert(tmp_path / "saved", tmp_path / "hf")
     convert(tmp_path / "saved", tmp_path / "hf", prefix="run.model.")
     assert list(read_all(tmp_path / "hf")) == ["0.w"]
+    convert(tmp_path / "saved", tmp_path / "without_dot", prefix="run.model")
+    assert list(read_all(tmp_path / "without_dot")) == ["0.w"]
+    with pytest.raises(ValueError, match="no tensor below 'run.mod.'"):
+        convert(tmp_path / "saved", tmp_path / "cut", prefix="run.mod")
