@@ -166,3 +166,22 @@ def test_a_second_state_of_a_job_takes_its_loader_too() -> None:
     before = torch.get_rng_state()
     assert torch.equal(next(iter(data)), wanted)
     assert torch.equal(torch.get_rng_state(), before)
+
+
+@pytest.mark.parametrize(("is_saved_in_the_loop", "batches_left"), [(True, 0), (False, 6)])
+def test_a_job_that_ended_has_no_batch_left_if_its_last_step_was_saved_in_the_loop(
+    tmp_path: Path, is_saved_in_the_loop: bool, batches_left: int
+) -> None:
+    """``guide/symptoms_loads``: behind the loop the loader stands at its next epoch."""
+    for expected in (6, batches_left):
+        data = loader(shuffle=True)
+        state = TrainingState(nn.Linear(4, 4), per_rank={"data": data})
+        with CheckpointManager(tmp_path, state) as own:
+            step = begun_at = own.resume()
+            for _ in data:
+                step += 1
+                if is_saved_in_the_loop and step == 6:
+                    own.save(step)
+            if not is_saved_in_the_loop:
+                own.save(step)
+        assert step - begun_at == expected

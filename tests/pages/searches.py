@@ -28,6 +28,8 @@ SEARCHES = [
     ("uniform gradient dtype", "guide/symptoms_sharding", "uniform gradient dtype"),
     ("torch 2.15 checkpoint older torch", "guide/symptoms_loads", "too many values to unpack"),
     ("too many values to unpack", "guide/symptoms_loads", "too many values to unpack"),
+    ("finished job trains another epoch", "guide/symptoms_loads", "trains another epoch"),
+    ("StatefulDataLoader another epoch", "guide/symptoms_loads", "trains another epoch"),
     ("slow recovery after a fault", "guide/symptoms_loads", "fifteen minutes"),
     ("recovery fifteen minutes", "guide/symptoms_loads", "fifteen minutes"),
     ("torchft recovery", "guide/symptoms_loads", "fifteen minutes"),
