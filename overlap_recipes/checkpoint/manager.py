@@ -2,6 +2,7 @@
 # Overlap Recipes 0.2.1, overlap_recipes/checkpoint/manager.py
 """Checkpoints of a job in one object: saves beside training, retention, resume, preemption."""
 
+import atexit
 import logging
 import operator
 from collections.abc import Iterable
@@ -121,6 +122,7 @@ class CheckpointManager:
             self.newest_on_entry = self.newest_of_first_rank()
             self.saves.prepare({"app": self.state})
             self.block = block.pop_all()
+        atexit.register(self.end_at_exit)
         return self
 
     def newest_of_first_rank(self) -> int | None:
@@ -247,7 +249,19 @@ class CheckpointManager:
             self.exit_code = AGAIN
         return leave
 
+    def end_at_exit(self) -> None:
+        """Wait for the save under way of a script that ends inside the block, and say so."""
+        if self.latest is None or self.latest.done():
+            return
+        LOG.error(
+            "the script ends while step %s is saved, and nobody has left the manager: use `with`",
+            self.latest_step,
+        )
+        with suppress(Exception):  # the save logs why it failed
+            self.latest.result()
+
     def __exit__(self, kind, error, trace) -> None:
+        atexit.unregister(self.end_at_exit)
         try:
             if is_end_of_job(kind):
                 self.wait()

@@ -5,6 +5,8 @@ import fcntl
 import logging
 import os
 import signal
+import subprocess
+import sys
 import threading
 from functools import partial
 from pathlib import Path
@@ -582,3 +584,37 @@ def test_a_save_that_has_not_begun_when_the_block_is_left_is_finished(
         checkpoints.save(1)
         raise leave
     assert names(tmp_path) == ["step1"]
+
+
+NEVER_LEFT = """
+import logging, os, sys, threading
+from torch import nn
+from overlap_recipes.checkpoint import CheckpointManager, TrainingState
+
+told = threading.Event()
+
+
+class Tells(logging.Handler):
+    def emit(self, record):
+        if "nobody has left the manager" in record.getMessage():
+            told.set()
+
+
+def synced_when_told(file):
+    told.wait()
+
+
+os.fsync = synced_when_told  # the save has not ended when the script does
+logging.getLogger("overlap_recipes").addHandler(Tells())
+checkpoints = CheckpointManager(sys.argv[1], TrainingState(nn.Linear(4, 4)), grace_s=None)
+checkpoints.__enter__()
+checkpoints.resume()
+checkpoints.save(3)
+"""
+
+
+def test_a_save_of_a_manager_that_nobody_leaves_ends_with_the_script(tmp_path):
+    script = [sys.executable, "-c", NEVER_LEFT, str(tmp_path)]
+    ended = subprocess.run(script, capture_output=True, text=True, timeout=120)
+    assert ended.returncode == 0, ended.stderr
+    assert (tmp_path / name_of(3)).is_dir()
