@@ -10,12 +10,12 @@ KINDS = {
     "raised": "a rank raised an exception",
     "hung": "ranks were still running at the deadline",
     "killed": "a rank was ended by a signal",
-    "exited_early": "a rank called sys.exit before the recipe's last line",
-    "missing_record": "a rank ended without reaching the recipe's last line",
+    "exited_early": "a rank called sys.exit before the script's last line",
+    "missing_record": "a rank ended without reaching the script's last line",
     "never_awaited": "a save is never awaited",
     "child_died": "a process that the script started died, and nobody looked",
-    "left_process": "a process outlived the recipe",
-    "left_thread": "a thread outlived the recipe",
+    "left_process": "a process outlived the script",
+    "left_thread": "a thread outlived the script",
     "left_process_group": "a process group was not destroyed",
     "checkpoint_missing": "a save that was called is not on disk",
     "checkpoint_incomplete": "a checkpoint directory does not load",
@@ -23,7 +23,7 @@ KINDS = {
     "checkpoint_wrong": "a checkpoint holds other values than were passed to the save",
     "overlapping_saves": "an upload began while another one was in flight",
     "wrote_elsewhere": "files were written outside --dir, the working directory and TMPDIR",
-    "deprecation_warning": "the recipe uses something deprecated",
+    "deprecation_warning": "the script uses something deprecated",
     "misfit": "a control's edit does not fit the recipe",
     "unordered_access": "two streams touch the same memory in no order",
     "used_before_wait": "a tensor is used while an asynchronous collective works on it",
@@ -279,7 +279,7 @@ def judge_checkpoints(
         if not path.exists() or not any(path.iterdir()):
             missing = f"the directory {'is empty' if path.exists() else 'does not exist'}"
         elif any("unfinished" in s.events for s in here):
-            missing = "the recipe ended before it knew that the save had"
+            missing = "the script ended before it knew that the save had"
         if missing and any(file.startswith(f"{directory}/") for file in elsewhere):
             continue
         if missing:
@@ -347,7 +347,7 @@ def not_compared(saves: list[SavedState], loaded: dict[int, dict]) -> list[str]:
             gone.append(save)
     if gone:
         names = some([save.name for save in gone])
-        notes.append(f"removed or replaced by the script, so not compared: {names}")
+        notes.append(f"removed or replaced before the end, so not compared: {names}")
     return notes
 
 
@@ -403,7 +403,7 @@ def judge_saves(run_dir: Path, saves: list[SavedState], went_well: bool) -> list
         failures += judge_replaced(saves)
     for save in saves:
         if "never_awaited" in save.events and not save.awaited:
-            text = f"{save.name}: the recipe ended without having waited for it"
+            text = f"{save.name}: the script ended without having waited for it"
             failures.append(Failure("never_awaited", text, hint=NOT_AWAITED_HINT))
         if save.beside:
             other = Path(min(save.beside)).name
@@ -454,10 +454,10 @@ def judge_ranks(ranks: list[Rank], timed_out: bool, saves: list[SavedState]) -> 
         for error in [record["error"], *record["thread_errors"]]:
             failures += [Failure("raised", error, rank.number, hint)] if error else []
         if not record["finished"] and not record["error"]:
-            text = f"sys.exit({record.get('exit', '')}) before the recipe's last line"
+            text = f"sys.exit({record.get('exit', '')}) before the script's last line"
             failures.append(Failure("exited_early", text, rank.number))
         if record.get("left_early") and nobody_went_on:
-            text = f"{record['left_early']} before the recipe's last line, as on all ranks"
+            text = f"{record['left_early']} before the script's last line, as on all ranks"
             failures.append(Failure("exited_early", text, rank.number))
         if record.get("misfit"):
             failures.append(Failure("misfit", record["misfit"], rank.number))
@@ -466,7 +466,7 @@ def judge_ranks(ranks: list[Rank], timed_out: bool, saves: list[SavedState]) -> 
             if found and (key != "dead_children" or record["finished"]):
                 failures.append(Failure(kind, some(found), rank.number))
         if record.get("left_process_group"):
-            text = "torch.distributed is still initialised at the recipe's end"
+            text = "torch.distributed is still initialised at the script's end"
             advice = "call dist.destroy_process_group() in a finally block"
             failures.append(Failure("left_process_group", text, rank.number, advice))
     return sorted(failures, key=lambda failure: bool(LOST_PEER.search(failure.text)))
@@ -487,13 +487,13 @@ def _judge_missing(rank: Rank, timed_out: bool, hint: str) -> list[Failure]:
 
 
 def _judge_exit(rank: Rank, timed_out: bool, hint: str) -> list[Failure]:
-    """What kept an interpreter from ending well after the recipe's last line."""
+    """What kept an interpreter from ending well after the script's last line."""
     threads = rank.record.get("threads_at_the_end")
     if rank.exit in FROM_ABOVE and timed_out and threads and "in _shutdown" in _main(rank.stacks):
         return [Failure("left_thread", some(threads), rank.number)]
     failures = _judge_missing(rank, timed_out, hint)
     for failure in failures:
-        failure.text += ", after the recipe's last line"
+        failure.text += ", after the script's last line"
     return failures
 
 

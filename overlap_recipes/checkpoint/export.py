@@ -8,6 +8,7 @@ import dataclasses
 import json
 import math
 import os
+import re
 import shutil
 from pathlib import Path
 
@@ -18,6 +19,7 @@ from torch.distributed.checkpoint.metadata import ChunkStorageMetadata
 from torch.distributed.checkpoint.state_dict import get_model_state_dict
 
 from .saves import Job, Saves
+from .state import WRAPPERS, is_made_of_tensors, prefixes_of_ddp
 
 DTYPES = {  # and their names in a header
     torch.float64: "F64",
@@ -35,21 +37,37 @@ DTYPES = {  # and their names in a header
 }
 # Of the files: what ``from_pretrained`` asks for, and that they are exports.
 METADATA = {"__metadata__": {"format": "pt", "written_by": "overlap_recipes"}}
+INDEX = "model.safetensors.index.json"
+OF_MODEL = re.compile(r"model(-\d+-of-\d+)?\.safetensors")  # as ``lay_out`` names files
+SETTINGS = {"config.json", "generation_config.json"}
 
 
 def weights(model: nn.Module) -> dict[str, torch.Tensor]:
     """Parameters and persistent buffers by name, each tied one once; shards stay shards."""
     first_names = dict(model.named_parameters())
+    in_ddp = prefixes_of_ddp(model)
     tied = set()
     for name, _ in model.named_parameters(remove_duplicate=False):
         if name not in first_names:
-            tied.add(name.replace("_orig_mod.", ""))
+            tied.add(name_in_state(name, in_ddp))
     found = {}
-    # The names of the state are those of a model that is not compiled.
     for name, value in get_model_state_dict(model).items():
         if torch.is_tensor(value) and name not in tied:
             found[name] = value
     return found
+
+
+def name_in_state(name: str, in_ddp: list[str]) -> str:
+    """What a parameter is called in the state of its model, which does not tell of wrappers.
+
+    Args:
+        in_ddp: as of ``prefixes_of_ddp``.
+    """
+    for outer in in_ddp:
+        if name.startswith(f"{outer}module."):
+            name = outer + name.removeprefix(f"{outer}module.")
+    wrappers = (*WRAPPERS, "_fsdp_wrapped_module")
+    return ".".join(word for word in name.split(".") if word not in wrappers)
 
 
 @dataclasses.dataclass(frozen=True)
@@ -84,23 +102,39 @@ def for_transformers(model: nn.Module, dtype: torch.dtype | None = None) -> dict
     """Options of ``SafetensorsWriter``: what ``model.save_pretrained`` would write.
 
     Args:
-        model: of transformers; it may be sharded or compiled, or lie on meta.
+        model: of transformers; it may be sharded, compiled or in DDP, or lie on meta.
         dtype: as there.
 
     Returns:
-        ``config`` with architecture and dtype, ``dtype``, and ``parts``: transformers 5 fuses
-        the experts of a mixture when it loads them, and saves them apart.
+        ``config`` with architecture and dtype, ``generation_config`` if the model generates,
+        ``dtype``, and ``parts``: transformers 5 fuses the experts of a mixture when it loads them,
+        and saves them apart.
 
     Raises:
-        ValueError: transformers saves a tensor that is no block of one of the model's.
+        ValueError: transformers saves a tensor that is no block of one of the model's; the model
+            has an adapter of peft.
     """
-    model = getattr(model, "_orig_mod", model)
-    model = getattr(model, "module", model)
-    config = copy.deepcopy(model.config)
-    config.architectures = [type(model).__name__.removeprefix("FSDP")]
-    config.dtype = str(dtype or model.dtype).removeprefix("torch.")
-    described = json.loads(config.to_json_string())
-    return {"config": described, "dtype": dtype, "parts": parts_of(model)}
+    inner = inside_wrappers(model)
+    if getattr(inner, "peft_config", None):
+        raise ValueError("the model has an adapter: export what merge_and_unload() of it returns")
+    config = copy.deepcopy(inner.config)
+    config.architectures = [type(inner).__name__.removeprefix("FSDP")]
+    config.dtype = str(dtype or inner.dtype).removeprefix("torch.")
+    options = {"config": json.loads(config.to_json_string()), "dtype": dtype}
+    if inner.can_generate():
+        options["generation_config"] = json.loads(inner.generation_config.to_json_string())
+    return {**options, "parts": parts_of(model)}
+
+
+def inside_wrappers(model: nn.Module) -> nn.Module:
+    """The model in what ``torch.compile``, DDP and FSDP1 have put around it, in any order."""
+    while True:
+        inner = getattr(model, "_orig_mod", None)
+        if inner is None:
+            inner = getattr(model, "module", None)
+        if not isinstance(inner, nn.Module):
+            return model
+        model = inner
 
 
 class NeverCopied(torch.Tensor):
@@ -123,7 +157,8 @@ def parts_of(model: nn.Module) -> dict[str, list[Part]]:
         whole[name] = empty.as_subclass(NeverCopied)  # a view, of which others are made
         names[id(empty)] = name
     parts: dict[str, list[Part]] = {}
-    for stored, view in revert_weight_conversion(model, dict(whole)).items():
+    inner = inside_wrappers(model)
+    for stored, view in revert_weight_conversion(inner, dict(whole)).items():
         name = names.get(id(view._base))
         if name is None:
             raise ValueError(f"{stored} is made of tensors anew: export it by save_pretrained")
@@ -194,15 +229,24 @@ def header_of(file: Path) -> tuple[dict, int]:
             raise ValueError(f"{file} is cut, or not of safetensors")
         text = stream.read(length)
     try:
-        return json.loads(text), begin
-    except ValueError as error:
-        raise ValueError(f"{file} is cut, or not of safetensors") from error
+        header = json.loads(text)
+    except ValueError:
+        header = None
+    if not isinstance(header, dict):
+        raise ValueError(f"{file} is cut, or not of safetensors")
+    return header, begin
+
+
+def files_in(directory: Path) -> list[Path]:
+    """The files of ``directory`` that have the tensors of an export, and no others beside them."""
+    files = sorted(directory.glob("*.safetensors"))
+    return [file for file in files if OF_MODEL.fullmatch(file.name)]
 
 
 def shapes_in(directory: Path) -> dict[str, list[int]]:
-    """The shape of each tensor in the files of safetensors of ``directory``."""
+    """The shape of each tensor of the export in ``directory``."""
     found = {}
-    for file in directory.glob("*.safetensors"):
+    for file in files_in(directory):
         header, _ = header_of(file)
         for name, place in header.items():
             if name != "__metadata__":
@@ -231,15 +275,20 @@ def runs(chunk, shape: torch.Size) -> tuple[int, list[int]]:
 class SafetensorsWriter(dcp.HuggingFaceStorageWriter):
     """For ``dcp.save`` of ``weights``: files that ``from_pretrained`` loads, in ``directory``.
 
+    Until all ranks have written, the files of tensors have other names, under which none loads
+    them.
+
     Args:
         config: goes to ``config.json``. A model of transformers needs more: pass what
             ``for_transformers`` returns.
         dtype: what floating-point tensors are written in, by default their own dtype.
         file_bytes: how many bytes of tensors a file may have, unless one tensor is larger.
         parts: of tensors that are stored in parts, or under another name.
+        generation_config: goes to ``generation_config.json``.
 
     Raises:
-        ValueError: ``config`` is of transformers, and there are no ``parts``.
+        ValueError: ``config`` is of transformers, and there are no ``parts``; ``dtype`` is none of
+            floating-point numbers that safetensors has.
     """
 
     def __init__(
@@ -249,6 +298,7 @@ class SafetensorsWriter(dcp.HuggingFaceStorageWriter):
         dtype: torch.dtype | None = None,
         file_bytes: int = 5_000_000_000,
         parts: dict[str, list[Part]] | None = None,
+        generation_config: dict | None = None,
     ) -> None:
         super().__init__(str(directory))
         if parts is None and "transformers_version" in (config or {}):
@@ -256,7 +306,14 @@ class SafetensorsWriter(dcp.HuggingFaceStorageWriter):
                 "this config alone does not say what transformers calls the tensors: "
                 "pass **for_transformers(model) in place of config"
             )
-        self.config = config
+        floating = [each for each in DTYPES if each.is_floating_point]
+        if dtype is not None and dtype not in floating:
+            raise ValueError(f"dtype is {dtype!r}: give one of {floating}")
+        self.settings = {}
+        if config:
+            self.settings["config.json"] = config
+        if generation_config:
+            self.settings["generation_config.json"] = generation_config
         self.dtype = dtype
         self.file_bytes = file_bytes
         self.parts = parts or {}
@@ -274,14 +331,21 @@ class SafetensorsWriter(dcp.HuggingFaceStorageWriter):
             raise ValueError("there are no tensors to export")
         if any(self.path.glob("*.safetensors")):
             raise ValueError(f"there is another export in {self.path}")
+        for name in (INDEX, *self.settings):
+            if (self.path / name).exists():
+                raise ValueError(f"{self.path / name} is there: export to another directory")
         tensors = dict(sorted(tensors.items()))
         self.files = lay_out(tensors, self.file_bytes)
         for name, header in self.files.items():
-            with (self.path / name).open("wb") as file:
+            with self.unfinished(name).open("wb") as file:
                 file.write(encoded(header))
                 nbytes = max(place["data_offsets"][1] for place in header.values())
                 os.posix_fallocate(file.fileno(), 0, file.tell() + nbytes)
         return [dataclasses.replace(plan, storage_data=self.files) for plan in plans]
+
+    def unfinished(self, name: str) -> Path:
+        """Where the file ``name`` lies until all ranks have written."""
+        return self.path / f"{name}.unfinished"
 
     def add(self, item, tensors: dict[str, tuple]) -> None:
         """Note shape and dtype of what is stored of ``item``."""
@@ -301,7 +365,7 @@ class SafetensorsWriter(dcp.HuggingFaceStorageWriter):
     def write_data(self, plan, planner) -> torch.futures.Future:
         for name, header in plan.storage_data.items():
             begin = len(encoded(header))
-            with (self.path / name).open("r+b") as file:
+            with self.unfinished(name).open("r+b") as file:
                 for item in plan.items:
                     for each in self.parts_in(item):
                         if each.name not in header:
@@ -315,6 +379,9 @@ class SafetensorsWriter(dcp.HuggingFaceStorageWriter):
 
     def write_part(self, file: int, offset: int, part: Part, item, tensor: torch.Tensor) -> None:
         """Write what ``part`` has of ``tensor``, which is this rank's chunk of a larger one."""
+        if is_made_of_tensors(tensor):
+            kind = type(tensor).__name__
+            raise TypeError(f"{part.name} is a {kind}: export plain tensors, such as dequantized")
         chunk = item.tensor_data.chunk
         found = part.of(chunk)
         if 0 in found.sizes:
@@ -323,6 +390,7 @@ class SafetensorsWriter(dcp.HuggingFaceStorageWriter):
         for n, size in enumerate(found.sizes):
             tensor = tensor.narrow(n, found.offsets[n] - chunk.offsets[n], size)
             in_part.append(found.offsets[n] - part.offsets[n])
+        tensor = tensor.resolve_neg()
         tensor = tensor.detach().to("cpu", self.stored(tensor.dtype)).contiguous()
         memory = memoryview((ctypes.c_char * tensor.nbytes).from_address(tensor.data_ptr()))
         rows = ChunkStorageMetadata(torch.Size(in_part), found.sizes)
@@ -336,24 +404,24 @@ class SafetensorsWriter(dcp.HuggingFaceStorageWriter):
                 at += written
 
     def finish(self, metadata, results) -> None:
-        """On rank 0, when all have written: the small files."""
+        """On rank 0, when all have written: the names of the files, and the small files."""
         file_of = {}
         for file, header in self.files.items():
+            self.unfinished(file).rename(self.path / file)
             for name in header:
                 file_of[name] = file
-        small = {"model.safetensors.index.json": {"metadata": {}, "weight_map": file_of}}
-        if self.config:
-            small["config.json"] = self.config
-        for name, content in small.items():
+        small = {INDEX: {"metadata": {}, "weight_map": file_of}}
+        for name, content in (small | self.settings).items():
             (self.path / name).write_text(json.dumps(content, indent=2))
 
 
 class Exports(Saves):
     """``Saves`` whose saves are exports, with the options of ``SafetensorsWriter``.
 
-    An export takes the place of an older one in its directory, and leaves other files there. A save
-    fails if there are other files and no export, or safetensors that are none, such as a model of
-    the Hub, or if the directory is a symbolic link.
+    An export takes the place of an older one in its directory, which is a new one then, and leaves
+    other files there; of another model's export ``config.json`` and ``generation_config.json`` go,
+    too. A save fails if there are other files and no export, or safetensors that are none, such as
+    a model of the Hub, or if the directory is a symbolic link or the working directory.
     """
 
     def __init__(self, device: torch.device, changed_by_forward=(), **options) -> None:
@@ -388,16 +456,26 @@ class Exports(Saves):
 
 
 def refuse_unless_export(directory: Path) -> None:
-    """Raise if ``directory`` has files and no export, safetensors that are none, or is a link."""
+    """Raise if no export may take the place of ``directory``.
+
+    It is a link or the working directory, or has files and no export, or foreign safetensors.
+    """
     if directory.is_symlink():
         raise FileExistsError(f"{directory} is a symbolic link: export to where it leads")
-    files = sorted(directory.glob("*.safetensors"))
-    for file in files:
+    if Path.cwd().is_relative_to(directory.resolve()):
+        raise ValueError(f"{directory} is the working directory, or has it: export to another")
+    refuse_foreign_weights(directory)
+    has_weights = any(directory.glob("*.safetensors"))
+    if not has_weights and directory.exists() and any(directory.iterdir()):
+        raise FileExistsError(f"{directory} has files and no export: export to another directory")
+
+
+def refuse_foreign_weights(directory: Path) -> None:
+    """Raise if ``directory`` has safetensors that no export has written."""
+    for file in sorted(directory.glob("*.safetensors")):
         header, _ = header_of(file)
         if header.get("__metadata__") != METADATA["__metadata__"]:
             raise FileExistsError(f"{file} is no export: move it, or export to another directory")
-    if not files and directory.exists() and any(directory.iterdir()):
-        raise FileExistsError(f"{directory} has files and no export: export to another directory")
 
 
 def older_of(directory: Path) -> Path:
@@ -408,8 +486,8 @@ def older_of(directory: Path) -> Path:
 def end_replacement(directory: Path) -> None:
     """Move what lay beside an older export to the new one, and delete the rest of the older.
 
-    Of another model the older ``config.json`` goes, too. A job that died between the two renames
-    has left the older export alone: it comes back.
+    Of another model the older settings go, too. A job that died between the two renames has left
+    the older export alone: it comes back, to what may have been put in its place meanwhile.
     """
     older = older_of(directory)
     if not older.exists():
@@ -417,23 +495,30 @@ def end_replacement(directory: Path) -> None:
     if not directory.exists():
         older.rename(directory)
         return
-    of_older_model = {"config.json"} if shapes_in(older) != shapes_in(directory) else set()
+    refuse_foreign_weights(directory)
+    replaced = set()
+    if files_in(directory):
+        replaced = {file.name for file in files_in(older)}
+        if shapes_in(older) != shapes_in(directory):
+            replaced |= SETTINGS
     for path in older.iterdir():
-        is_old = path.suffix == ".safetensors" or path.name in of_older_model
-        if not is_old and not (directory / path.name).exists():
+        if path.name not in replaced and not (directory / path.name).exists():
             path.rename(directory / path.name)
     shutil.rmtree(older)
 
 
 def convert(checkpoint: Path, directory: Path, prefix: str = "app.model.", **options) -> None:
-    """Export the tensors of a DCP checkpoint whose names begin with ``prefix``, in this process.
+    """Export the tensors of a DCP checkpoint below ``prefix``, in this process.
 
-    ``options`` are those of ``SafetensorsWriter``.
+    Its last dot may be left out. ``options`` are those of ``SafetensorsWriter``.
 
     Raises:
-        ValueError: no tensor's name begins with ``prefix``; the message has those that there are.
-        CheckpointException: there is another export in ``directory``; a dtype has no name there.
+        ValueError: no tensor is below ``prefix``; the message has those that there are.
+        CheckpointException: there is another export in ``directory``, or a file of settings that
+            would be written; a dtype has no name there.
     """
+    if prefix:
+        prefix = f"{prefix.removesuffix('.')}."
     saved = dcp.FileSystemReader(checkpoint).read_metadata().state_dict_metadata
     tensors = {name: x for name, x in saved.items() if hasattr(x, "size")}
     state = {}

@@ -10,6 +10,7 @@ which blocks of it they hold, is asked as ``export`` does.
 import json
 import logging
 import math
+import pickle
 import time
 from collections.abc import Callable
 from contextlib import ExitStack
@@ -123,7 +124,7 @@ def on_all_ranks(work: Callable[[], object]) -> object:
     errors: list[Exception | None] = [error]
     if dist.is_initialized():
         errors = [None] * dist.get_world_size()
-        dist.all_gather_object(errors, error)
+        dist.all_gather_object(errors, sendable(error))
     if error is not None:
         raise error
     for failure in errors:
@@ -132,37 +133,87 @@ def on_all_ranks(work: Callable[[], object]) -> object:
     return result
 
 
+def sendable(error: Exception | None) -> Exception | None:
+    """``error`` if other ranks can unpickle it, or one that has its text."""
+    try:
+        pickle.loads(pickle.dumps(error))
+    except Exception:  # whatever the error's own methods raise
+        return RuntimeError(f"{type(error).__name__}: {error}")
+    return error
+
+
 # -- what there is ----------------------------------------------------------------------------
 
 
 def tensors_of(folder: Path) -> dict[str, Stored]:
     """What is in the files, by name."""
     found: dict[str, Stored] = {}
+    for file in files_of(folder):
+        header, tensors_begin = header_of(file)
+        header.pop("__metadata__", None)
+        for name, place in header.items():
+            if name in found:
+                raise ValueError(f"{name} is in {found[name].file} and in {file}")
+            found[name] = stored_at(file, tensors_begin, name, place)
+    return found
+
+
+def files_of(folder: Path) -> list[Path]:
+    """The files that have the tensors: files of other exports may lie beside them.
+
+    Raises:
+        ValueError: there are none; it is not clear which; the index is cut.
+    """
     files = sorted(folder.glob("*.safetensors"))
     if not files:
         raise ValueError(f"there are no safetensors in {folder}")
     index = folder / "model.safetensors.index.json"
-    if index.is_file():  # files of other exports may lie beside those that it names
-        names = json.loads(index.read_text())["weight_map"].values()
-        files = [folder / name for name in sorted(set(names))]
-    for file in files:
-        header, tensors_begin = header_of(file)
-        nbytes = file.stat().st_size
-        header.pop("__metadata__", None)
-        for name, place in header.items():
-            if place["dtype"] not in TORCH_DTYPES:
-                raise ValueError(f"{file}: {name} is of {place['dtype']}, which is not read here")
-            dtype = TORCH_DTYPES[place["dtype"]]
-            begin, end = place["data_offsets"]
-            shape = tuple(place["shape"])
-            if end - begin != math.prod(shape) * dtype.itemsize:
-                raise ValueError(f"{file}: {name} has {end - begin} bytes for {shape}")
-            if tensors_begin + end > nbytes:
-                raise ValueError(f"{file} ends at byte {nbytes}, within {name}")
-            if name in found:
-                raise ValueError(f"{name} is in {found[name].file} and in {file}")
-            found[name] = Stored(file, tensors_begin + begin, shape, dtype)
-    return found
+    if not index.is_file():
+        return files
+    named = named_in(index)
+    whole = folder / "model.safetensors"
+    if whole in files and whole not in named:
+        raise ValueError(
+            f"from_pretrained would load {whole}, and {index} names other files: "
+            "remove one of the two"
+        )
+    return named
+
+
+def named_in(index: Path) -> list[Path]:
+    """The files that an index names."""
+    try:
+        content = json.loads(index.read_text())
+    except ValueError:
+        content = None
+    places = None
+    if isinstance(content, dict):
+        places = content.get("weight_map")
+    if not isinstance(places, dict):
+        raise ValueError(f"{index} is cut, or no index of safetensors")
+    return [index.parent / name for name in sorted(set(places.values()))]
+
+
+def stored_at(file: Path, tensors_begin: int, name: str, place: dict) -> Stored:
+    """The tensor ``name``, of which the header of ``file`` says ``place``.
+
+    Raises:
+        ValueError: its dtype is not read here; the header or the file is cut or wrong.
+    """
+    for key in ("dtype", "shape", "data_offsets"):
+        if key not in place:
+            raise ValueError(f"{file} does not say the {key} of {name}")
+    if place["dtype"] not in TORCH_DTYPES:
+        raise ValueError(f"{file}: {name} is of {place['dtype']}, which is not read here")
+    dtype = TORCH_DTYPES[place["dtype"]]
+    begin, end = place["data_offsets"]
+    shape = tuple(place["shape"])
+    if begin < 0 or end - begin != math.prod(shape) * dtype.itemsize:
+        raise ValueError(f"{file}: {name} has bytes {begin} to {end} for {shape}")
+    nbytes = file.stat().st_size
+    if tensors_begin + end > nbytes:
+        raise ValueError(f"{file} ends at byte {nbytes}, within {name}")
+    return Stored(file, tensors_begin + begin, shape, dtype)
 
 
 def whole_part(name: str, tensor: torch.Tensor) -> Part:

@@ -143,7 +143,8 @@ class CheckpointManager:
 
         Args:
             step: load this one instead.
-            skip: names of parameters, buffers or modules that stay as they are here.
+            skip: names of parameters, buffers, modules, or of parts of the state such as ``data``,
+                that stay as they are here.
 
         Returns:
             The step of the checkpoint; 0 if there is none.

@@ -265,12 +265,13 @@ if __name__ == "__main__":
 # * Nothing is quantized. A model that is not of ``transformers`` and has other names needs a table.
 # * ``for_transformers`` refuses what ``transformers`` would transpose or join. ``load_export`` does not
 #   load experts that were saved apart.
-# * A model with adapters has names of its own, and ``from_pretrained`` starts what it misses from
-#   random weights, with a report and no error: export a merged copy (PEFT's ``merge_and_unload``).
-# * A directory that holds files and no export, or a model that is none, is refused.
+# * ``for_transformers`` refuses a model with adapters, which has names of its own: export a merged
+#   copy (PEFT's ``merge_and_unload``).
+# * A directory that holds files and no export, or a model that is none, is refused. So is the working
+#   directory: each export is a new directory, and has the mode of one.
 # * ``weights`` leaves out an average that an optimizer keeps. Export the average's model instead.
-# * The tokenizer and the generation settings are small files of rank 0. Write them beside the
-#   export: they stay there when it is replaced.
+# * The tokenizer is small files of rank 0. Write them beside the export: they stay there when it is
+#   replaced.
 # * ``posix_fallocate`` reserves the room of a file before a tensor is written. A file system that
 #   cannot reserve gets zeros written instead: there, use a copy of the package without that line.
 #

@@ -36,8 +36,8 @@ first: each is one file of torch alone.
    sys.exit(checkpoints.exit_code)
 
 ``loader`` knows where it is, as torchdata's ``StatefulDataLoader`` does; a stock ``DataLoader`` is
-refused, with what to do. Exit code 85 is no crash, though ``torchrun`` prints it as one: have your
-scheduler start the job again.
+refused, with what to do. Exit code 85 is no crash, but ``torchrun`` prints one and ends with 1:
+:doc:`preemption` has lines for a scheduler.
 
 Your project needs the package ``overlap_recipes``: ``pip install .`` in the repository, or a copy of
 its folder ``overlap_recipes``. It needs torch alone.

@@ -14,9 +14,9 @@ straight to where they are used. Your loop stays as it is, and on two ranks ever
 
    ``fsdp2`` is stock FSDP2, without the call; 100 % is a run that sends nothing.
 
-**When not to bother:** your ranks are on several hosts (the call refuses them); or communication
-costs you little (compare ``fsdp2`` with ``no_communication`` below, at your tokens). To learn how
-sharded training works, read :doc:`stream_context` first.
+**When not to bother:** your ranks are on several hosts (the call refuses them); communication costs
+you little (compare ``fsdp2`` with ``no_communication`` below); or the host sets the pace, as with few
+tokens: nothing is gained then. To learn how sharded training works, read :doc:`stream_context` first.
 
 .. code-block:: python
 
@@ -339,8 +339,8 @@ if __name__ == "__main__":
 #    :rows: no_communication fsdp2 fsdp2_tuned fsdp2_in_place
 #    :where: model=llama-8b-blocks loop=reads compiled=no reduce_dtype=float32 activation_checkpointing=no tokens=4096
 #
-# With few tokens the host sets the pace; with many, there is less to gain. :doc:`/guide/results` has
-# other tokens, ranks and reductions, compiled blocks and ``begin_next_forward``. A stock Llama trained
+# With many tokens there is less to gain. :doc:`/guide/results` has other tokens and ranks, compiled
+# blocks and ``begin_next_forward``. A stock Llama trained
 # for this many steps under deterministic algorithms with every bit of stock FSDP2:
 #
 # .. result-gain:: fsdp_overlap

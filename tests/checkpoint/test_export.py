@@ -1,17 +1,23 @@
 """What was exported beside training is loaded by those who have none of our code."""
 
+import json
 import re
+import shutil
 import subprocess
 import sys
+from collections.abc import Iterator
 from pathlib import Path
 from unittest import mock
 
 import pytest
 import torch
+import torch.distributed as dist
 import torch.distributed.checkpoint as dcp
 from selection import REPO, with_library
 from torch import nn
 from torch.distributed.algorithms._checkpoint.checkpoint_wrapper import checkpoint_wrapper
+from torch.distributed.fsdp import FullyShardedDataParallel
+from torch.nn.parallel import DistributedDataParallel
 
 from harness.run import run
 
@@ -25,13 +31,23 @@ from overlap_recipes.checkpoint import Saves  # noqa: E402
 from overlap_recipes.checkpoint.export import (  # noqa: E402
     DTYPES,
     Exports,
+    SafetensorsWriter,
     convert,
+    end_replacement,
+    for_transformers,
     header_of,
     parts_of,
     weights,
 )
 
 SCRIPT = REPO / "tests" / "data" / "export_llama.py"
+
+
+@pytest.fixture
+def one_rank() -> Iterator[None]:
+    dist.init_process_group("gloo", store=dist.HashStore(), rank=0, world_size=1)
+    yield
+    dist.destroy_process_group()
 
 
 def test_from_pretrained_gives_the_logits_of_the_trained_model(tmp_path: Path) -> None:
@@ -122,6 +138,101 @@ def test_a_model_in_wrappers_loses_no_weight() -> None:
         assert weights(model).keys() == expected
 
 
+def test_tied_weights_are_written_once_in_whatever_wrapper(one_rank: None) -> None:
+    recomputed = Tied()
+    recomputed.head = checkpoint_wrapper(recomputed.head)
+    in_fsdp1 = {"device_id": torch.device("cpu"), "use_orig_params": True}
+    for model in (
+        recomputed,
+        DistributedDataParallel(Tied()),
+        DistributedDataParallel(torch.compile(Tied())),
+        FullyShardedDataParallel(Tied(), **in_fsdp1),
+    ):
+        assert weights(model).keys() == weights(Tied()).keys(), type(model)
+
+
+def mixture() -> nn.Module:
+    transformers = pytest.importorskip("transformers", "5")
+    sizes = {"vocab_size": 16, "hidden_size": 8, "intermediate_size": 4, "num_hidden_layers": 1}
+    heads = {"num_attention_heads": 2, "num_key_value_heads": 1, "num_local_experts": 2}
+    return transformers.MixtralForCausalLM(transformers.MixtralConfig(**sizes, **heads))
+
+
+def test_a_model_of_transformers_is_found_in_whatever_wrapper(one_rank: None) -> None:
+    expected = for_transformers(mixture())
+    in_fsdp1 = {"device_id": torch.device("cpu"), "use_orig_params": True}
+    for model in (
+        DistributedDataParallel(torch.compile(mixture())),
+        torch.compile(DistributedDataParallel(mixture())),
+        FullyShardedDataParallel(mixture(), **in_fsdp1),
+    ):
+        assert for_transformers(model) == expected, type(model)
+
+
+def test_an_adapter_is_refused_as_a_model_of_transformers() -> None:
+    """Its weights have names of their own: ``from_pretrained`` would begin with random ones."""
+    peft = pytest.importorskip("peft")
+    settings = peft.LoraConfig(target_modules=["q_proj"])
+    adapted = peft.get_peft_model(mixture(), settings)
+    for model in (adapted, adapted.base_model.model):
+        with pytest.raises(ValueError, match="merge_and_unload"):
+            for_transformers(model)
+    assert for_transformers(adapted.merge_and_unload()) == for_transformers(mixture())
+
+
+def test_how_a_model_generates_is_exported(tmp_path: Path) -> None:
+    model = mixture()
+    model.generation_config.eos_token_id = [1, 7]
+    model.save_pretrained(tmp_path / "reference")
+    exported(weights(model), tmp_path / "hf", **for_transformers(model))
+    found = {}
+    for directory in ("reference", "hf"):
+        found[directory] = json.loads((tmp_path / directory / "generation_config.json").read_text())
+    assert found["hf"] == found["reference"]
+    exported({"x": torch.ones(3)}, tmp_path / "hf")
+    assert not (tmp_path / "hf" / "generation_config.json").exists(), "it is of another model"
+
+
+@pytest.mark.parametrize("dtype", [torch.int8, torch.complex64, "bfloat16"])
+def test_a_dtype_that_holds_no_weights_is_refused_at_once(dtype: object) -> None:
+    with pytest.raises(ValueError, match=re.escape(f"dtype is {dtype!r}: give one of")):
+        Exports("cpu", dtype=dtype)
+
+
+class Wrapper(torch.Tensor):
+    """A tensor around another, without memory of its own, as quantized weights are."""
+
+    __torch_function__ = torch._C._disabled_torch_function_impl
+
+    @staticmethod
+    def __new__(cls, inner: torch.Tensor) -> "Wrapper":
+        return torch.Tensor._make_wrapper_subclass(cls, inner.shape, dtype=inner.dtype)
+
+    def __init__(self, inner: torch.Tensor) -> None:
+        self.inner = inner
+
+    def __tensor_flatten__(self) -> tuple[list[str], None]:
+        return ["inner"], None
+
+    @classmethod
+    def __torch_dispatch__(cls, function, types, args=(), kwargs=None) -> object:
+        inner = [x.inner if isinstance(x, Wrapper) else x for x in args]
+        out = function(*inner, **(kwargs or {}))
+        return Wrapper(out) if isinstance(out, torch.Tensor) else out
+
+
+def test_a_weight_that_is_made_of_others_is_refused_by_name(tmp_path: Path) -> None:
+    with pytest.raises(RuntimeError, match="x is a Wrapper.*export plain tensors"):
+        exported({"x": Wrapper(torch.ones(3))}, tmp_path / "hf")
+
+
+def test_a_negated_view_is_written_with_its_sign(tmp_path: Path) -> None:
+    view = torch.tensor([1 + 2j]).conj().imag
+    assert view.is_neg()
+    dcp.save({"x": view}, storage_writer=SafetensorsWriter(tmp_path / "hf"), no_dist=True)
+    assert load_file(tmp_path / "hf" / "model.safetensors")["x"].item() == -2
+
+
 def exported(state: dict, directory: Path, **options) -> dict[str, torch.Tensor]:
     with Exports(torch.device("cpu"), **options) as exports:
         exports.save(state, directory)
@@ -195,9 +306,10 @@ def test_a_link_is_refused_as_the_directory_of_an_export(tmp_path: Path) -> None
 
 def test_a_header_that_cannot_be_read_names_its_file(tmp_path: Path) -> None:
     file = tmp_path / "model.safetensors"
-    file.write_bytes((4).to_bytes(8, "little") + b"\xff{{{")
-    with pytest.raises(ValueError, match="model.safetensors is cut, or not of safetensors"):
-        header_of(file)
+    for header in (b"\xff{{{", b"[{}]"):
+        file.write_bytes((4).to_bytes(8, "little") + header)
+        with pytest.raises(ValueError, match="model.safetensors is cut, or not of safetensors"):
+            header_of(file)
 
 
 def test_a_file_beside_an_export_is_the_same_file_behind_the_next(tmp_path: Path) -> None:
@@ -258,6 +370,71 @@ def test_a_model_that_is_no_export_is_not_written_over(tmp_path: Path) -> None:
     assert [path.name for path in tmp_path.iterdir()] == ["model.safetensors"]
 
 
+def test_what_was_put_where_an_export_had_been_costs_no_weights(tmp_path: Path) -> None:
+    """A job died between the renames; the next one put its tokenizer there before it exported."""
+    hf = tmp_path / "hf"
+    exported({"x": torch.ones(3)}, hf)
+    hf.rename(tmp_path / "hf.replaced-by-export")
+    hf.mkdir()
+    (hf / "tokenizer.json").write_text("new")
+    (tmp_path / "hf.replaced-by-export" / "tokenizer.json").write_text("old")
+    end_replacement(hf)
+    assert read_all(hf)["x"].sum() == 3
+    assert (hf / "tokenizer.json").read_text() == "new"
+    assert exported({"x": torch.ones(3) * 2}, hf)["x"].sum() == 6
+    assert [path.name for path in tmp_path.iterdir()] == ["hf"]
+
+
+def test_a_copy_of_an_older_export_under_another_name_stays(tmp_path: Path) -> None:
+    hf = tmp_path / "hf"
+    exported({"x": torch.zeros(3)}, hf, config={"width": 3})
+    shutil.copy(hf / "model.safetensors", hf / "best.safetensors")
+    for value in (1, 2):
+        exported({"x": torch.full((4,), value)}, hf, config={"width": 4})
+    exported({"x": torch.full((4,), 3)}, hf)
+    assert not load_file(hf / "best.safetensors")["x"].any()
+    assert load_file(hf / "model.safetensors")["x"].sum() == 12
+    assert (hf / "config.json").read_text() == '{\n  "width": 4\n}', "it is of this model"
+
+
+def test_the_working_directory_is_refused(tmp_path: Path, monkeypatch) -> None:
+    """A new directory would take its place, and the job would stand in a deleted one."""
+    (tmp_path / "hf" / "logs").mkdir(parents=True)
+    for inside in (tmp_path / "hf", tmp_path / "hf" / "logs"):
+        monkeypatch.chdir(inside)
+        with pytest.raises(RuntimeError, match="hf is the working directory, or has it"):
+            exported({"x": torch.zeros(3)}, tmp_path / "hf")
+    assert Path.cwd() == tmp_path / "hf" / "logs"
+
+
+def test_a_conversion_that_died_leaves_nothing_that_could_be_taken_for_weights(
+    tmp_path: Path,
+) -> None:
+    state = {"app": {"model": {"w": torch.ones(3)}}}
+    dcp.save(state, checkpoint_id=tmp_path / "saved", no_dist=True)
+    interrupted = mock.patch.object(SafetensorsWriter, "write_part", side_effect=KeyboardInterrupt)
+    with interrupted, pytest.raises(BaseException, match="KeyboardInterrupt"):
+        convert(tmp_path / "saved", tmp_path / "hf")
+    assert not list((tmp_path / "hf").glob("*.safetensors"))
+    convert(tmp_path / "saved", tmp_path / "hf")
+    assert read_all(tmp_path / "hf")["w"].sum() == 3
+    names = sorted(path.name for path in (tmp_path / "hf").iterdir())
+    assert names == ["model.safetensors", "model.safetensors.index.json"]
+
+
+def test_a_conversion_writes_over_no_other_file(tmp_path: Path) -> None:
+    state = {"app": {"model": {"w": torch.ones(3)}}}
+    dcp.save(state, checkpoint_id=tmp_path / "saved", no_dist=True)
+    hf = tmp_path / "hf"
+    hf.mkdir()
+    (hf / "config.json").write_text("mine")
+    with pytest.raises(BaseException, match="config.json is there"):
+        convert(tmp_path / "saved", hf, config={"width": 3})
+    assert [path.name for path in hf.iterdir()] == ["config.json"]
+    convert(tmp_path / "saved", hf)
+    assert (hf / "config.json").read_text() == "mine"
+
+
 def test_a_conversion_of_nothing_or_over_something_is_refused(tmp_path: Path) -> None:
     state = {"app": {"model": {"w": torch.ones(3), "w._extra_state": [1, 2]}}}
     dcp.save(state, checkpoint_id=tmp_path / "saved", no_dist=True)
@@ -280,3 +457,7 @@ def test_a_conversion_below_another_prefix_says_which_there_are(tmp_path: Path) 
         convert(tmp_path / "saved", tmp_path / "hf")
     convert(tmp_path / "saved", tmp_path / "hf", prefix="run.model.")
     assert list(read_all(tmp_path / "hf")) == ["0.w"]
+    convert(tmp_path / "saved", tmp_path / "without_dot", prefix="run.model")
+    assert list(read_all(tmp_path / "without_dot")) == ["0.w"]
+    with pytest.raises(ValueError, match="no tensor below 'run.mod.'"):
+        convert(tmp_path / "saved", tmp_path / "cut", prefix="run.mod")

@@ -74,7 +74,7 @@ def test_a_row_that_is_not_claimed_says_why():
 @pytest.mark.parametrize(
     ("field", "factor", "off_in"),
     [
-        ("state_bytes", 2 / 3, {"staging_copies", "fsdp_overlap"}),
+        ("state_bytes", 2 / 3, {"staging_copies"}),
         ("adam", 2, {"offload_step"}),
         ("memory", 1 / 4, {"fsdp_overlap"}),
         ("host_s", 1.3, {"fsdp_overlap"}),

@@ -306,14 +306,29 @@ def test_a_first_visit_is_light_and_soon_ready(visit, built_site, width):
     assert {page: size for page, size in heavy.items() if size > LARGEST_PAGE} == {}
 
 
+TABLES_CUT_OFF = """() => {
+    const shown = [...document.querySelectorAll('article table')].filter((t) => t.checkVisibility())
+    const sticksOut = (t) => t.getBoundingClientRect().right
+        > t.closest('article').getBoundingClientRect().right + 1
+    const scrollsByItself = (t) => t.scrollWidth > t.clientWidth + 1
+    const cut = shown.filter((t) => sticksOut(t) || scrollsByItself(t))
+    return cut.map((t) => t.innerText.slice(0, 80))
+}"""
+
+
 @pytest.mark.parametrize("width", [1280])
 def test_no_column_of_a_table_is_cut_off(look, width):
-    cut = """() => [...document.querySelectorAll('article table')]
-        .filter((t) => t.checkVisibility() && t.getBoundingClientRect().right
-            > document.querySelector('article').getBoundingClientRect().right + 1)
-        .map((t) => t.innerText.slice(0, 80))"""
-    found = {page: look(page).evaluate(cut) for page in PAGES}
+    found = {page: look(page).evaluate(TABLES_CUT_OFF) for page in PAGES}
     assert {page: tables for page, tables in found.items() if tables} == {}
+
+
+@pytest.mark.parametrize("width", [1280])
+@pytest.mark.parametrize("page", ["guide/gains", EXPLORER])
+def test_a_cell_that_is_too_wide_is_seen(visit, page, width):
+    tab = visit(page)
+    tab.evaluate("""document.querySelector('article table td').insertAdjacentHTML('beforeend',
+        '<div style="width: 3000px">wide</div>')""")
+    assert tab.evaluate(TABLES_CUT_OFF)
 
 
 # -- what moves ---------------------------------------------------------------------------------
