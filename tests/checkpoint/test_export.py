@@ -18,6 +18,7 @@ from torch import nn
 from torch.distributed.algorithms._checkpoint.checkpoint_wrapper import checkpoint_wrapper
 from torch.distributed.fsdp import FullyShardedDataParallel
 from torch.nn.parallel import DistributedDataParallel
+from wrapped_tensors import Wrapper
 
 from harness.run import run
 
@@ -199,31 +200,16 @@ def test_a_dtype_that_holds_no_weights_is_refused_at_once(dtype: object) -> None
         Exports("cpu", dtype=dtype)
 
 
-class Wrapper(torch.Tensor):
-    """A tensor around another, without memory of its own, as quantized weights are."""
-
-    __torch_function__ = torch._C._disabled_torch_function_impl
-
-    @staticmethod
-    def __new__(cls, inner: torch.Tensor) -> "Wrapper":
-        return torch.Tensor._make_wrapper_subclass(cls, inner.shape, dtype=inner.dtype)
-
-    def __init__(self, inner: torch.Tensor) -> None:
-        self.inner = inner
+class Quantized(Wrapper):
+    """As ``torch.compile`` and checkpoints ask for its parts."""
 
     def __tensor_flatten__(self) -> tuple[list[str], None]:
         return ["inner"], None
 
-    @classmethod
-    def __torch_dispatch__(cls, function, types, args=(), kwargs=None) -> object:
-        inner = [x.inner if isinstance(x, Wrapper) else x for x in args]
-        out = function(*inner, **(kwargs or {}))
-        return Wrapper(out) if isinstance(out, torch.Tensor) else out
-
 
 def test_a_weight_that_is_made_of_others_is_refused_by_name(tmp_path: Path) -> None:
-    with pytest.raises(RuntimeError, match="x is a Wrapper.*export plain tensors"):
-        exported({"x": Wrapper(torch.ones(3))}, tmp_path / "hf")
+    with pytest.raises(RuntimeError, match="x is a Quantized.*export plain tensors"):
+        exported({"x": Quantized(torch.ones(3))}, tmp_path / "hf")
 
 
 def test_a_negated_view_is_written_with_its_sign(tmp_path: Path) -> None:

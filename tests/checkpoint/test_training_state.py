@@ -20,6 +20,7 @@ from torch.distributed.device_mesh import init_device_mesh
 from torch.distributed.fsdp import fully_shard
 from torch.distributed.tensor import DTensor, Replicate
 from torch.utils.data import RandomSampler
+from wrapped_tensors import Wrapper
 
 from overlap_recipes.checkpoint import CheckpointManager
 from overlap_recipes.checkpoint.loading import load
@@ -308,25 +309,6 @@ def test_what_fsdp1_is_asked_for_is_what_its_weights_are_at_every_save(tmp_path:
         kept = {key: x.clone() for key, x in app.state_dict()["model"].items()}
         fresh, _ = get_state_dict(model, optimizer)
         assert all(torch.equal(kept[key], fresh[key]) for key in fresh)
-
-
-class Wrapper(torch.Tensor):
-    """A tensor around another, without memory of its own, as quantized weights are."""
-
-    __torch_function__ = torch._C._disabled_torch_function_impl
-
-    @staticmethod
-    def __new__(cls, inner: torch.Tensor) -> "Wrapper":
-        return torch.Tensor._make_wrapper_subclass(cls, inner.shape, dtype=inner.dtype)
-
-    def __init__(self, inner: torch.Tensor) -> None:
-        self.inner = inner
-
-    @classmethod
-    def __torch_dispatch__(cls, function, types, args=(), kwargs=None) -> object:
-        inner = [x.inner if isinstance(x, Wrapper) else x for x in args]
-        out = function(*inner, **(kwargs or {}))
-        return Wrapper(out) if isinstance(out, torch.Tensor) else out
 
 
 def wrapped(value: float) -> DTensor:
