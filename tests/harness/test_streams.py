@@ -12,6 +12,7 @@ import pytest
 import torch
 import torch.distributed as dist
 import torch.distributed.checkpoint as dcp
+from torch._ops import OpOverloadPacket
 from torch.distributed.checkpoint.staging import DefaultStager, StagingOptions
 from torch.distributed.fsdp import fully_shard
 
@@ -393,6 +394,33 @@ def test_training_with_fsdp2_has_no_conflict(recorder):
         dist.destroy_process_group()
     assert recorder.memory.regions, "no operator was seen"
     assert recorder.conflicts == []
+
+
+def test_an_operator_that_two_threads_use_first_is_made_once(recorder, monkeypatch):
+    """A second would replace the first, to which torch's dispatcher keeps a bare pointer."""
+    makers = []
+    plain_init = OpOverloadPacket.__init__
+
+    def use() -> None:
+        torch.binomial(torch.ones(2), torch.ones(2))
+
+    first = threading.Thread(target=use)
+    second = threading.Thread(target=use)
+
+    def init_beside_second(packet, qualified_name, *others):
+        plain_init(packet, qualified_name, *others)
+        if qualified_name == "aten::binomial":
+            makers.append(threading.current_thread())
+            if len(makers) == 1:
+                second.start()
+                second.join(timeout=1)  # it ends only if it need not wait for the first
+
+    assert "binomial" not in vars(torch.ops.aten)
+    monkeypatch.setattr(OpOverloadPacket, "__init__", init_beside_second)
+    first.start()
+    first.join()
+    second.join()
+    assert makers == [first]
 
 
 def test_everything_is_put_back():

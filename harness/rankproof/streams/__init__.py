@@ -75,7 +75,7 @@ from rankproof.streams import lanes
 from rankproof.streams.beside_operators import BesideOperators
 from rankproof.streams.collectives import Collectives
 from rankproof.streams.lanes import RECORDERS
-from rankproof.streams.operators import OrderMode
+from rankproof.streams.operators import OrderMode, make_each_operator_once
 from rankproof.streams.recorder import Recorder
 from rankproof.streams.threads import Handovers
 
@@ -94,6 +94,7 @@ def recording() -> Iterator[Recorder]:
     with recorder.undo:
         recorder.undo.callback(RECORDERS.remove, recorder)
         lanes.stand_in(recorder)
+        make_each_operator_once(recorder)
         Handovers(recorder).watch()
         BesideOperators(recorder).watch()
         Collectives(recorder).watch()

@@ -1,8 +1,10 @@
 """Operators: what each reads and writes, on which lane it runs, and whether its caller waits."""
 
-from collections.abc import Iterator
+import threading
+from collections.abc import Callable, Iterator
 
 import torch
+from torch._ops import OpOverloadPacket, _OpNamespace
 from torch._subclasses.fake_tensor import FakeTensor
 from torch.utils._python_dispatch import TorchDispatchMode
 
@@ -31,6 +33,30 @@ def tensors_in(value: object) -> Iterator[torch.Tensor]:
 
 def plain_tensors_in(value: object) -> list[torch.Tensor]:
     return [tensor for tensor in tensors_in(value) if type(tensor) in PLAIN]
+
+
+def make_each_operator_once(recorder: Recorder) -> None:
+    """Have one thread at a time make the operators of ``torch.ops``.
+
+    A mode is handed operators, which torch (2.9 to 2.15) makes at their first use, without a lock.
+    Two threads may make one each. ``torch.ops`` holds the last, while the dispatcher may keep a
+    bare pointer to the other: once that is collected, the next use ends the process by SIGSEGV.
+    Up to 2.12 the second thread's use raises "INTERNAL ASSERT FAILED".
+    """
+    lock = threading.RLock()
+    for owner in (_OpNamespace, OpOverloadPacket):
+        recorder.replace(owner, "__getattr__", made_once(owner.__getattr__, lock))
+
+
+def made_once(make: Callable, lock: threading.RLock) -> Callable:
+    def found_or_made(owner: object, name: str) -> object:
+        with lock:
+            made_meanwhile = vars(owner).get(name)
+            if made_meanwhile is not None:
+                return made_meanwhile
+            return make(owner, name)
+
+    return found_or_made
 
 
 class OrderMode(TorchDispatchMode):
