@@ -1,16 +1,14 @@
 """Two threads that first use an operator under a mode make one each, and torch keeps a freed one.
 
 ``torch.ops`` holds the last, the dispatcher a bare pointer to the other, whose next use ends the
-process by SIGSEGV; up to 2.12 the other thread fails.
+process by SIGSEGV; up to 2.12 the first thread fails.
 
 Avoided by harness/rankproof/streams/operators.py.
 """
 
-import contextlib
 import threading
 
 import torch
-from torch._ops import OpOverloadPacket
 from torch.utils._python_dispatch import TorchDispatchMode
 
 
@@ -32,8 +30,8 @@ def init_beside_second(packet, name, *others):
         second.join(timeout=60)
 
 
-operators, ones, second = [], torch.ones(1), threading.Thread(target=use)
-plain_init, OpOverloadPacket.__init__ = OpOverloadPacket.__init__, init_beside_second
-with contextlib.suppress(RuntimeError):  # up to 2.12: INTERNAL ASSERT FAILED
-    use(), use()
+operators, ones, packets = [], torch.ones(1), torch._ops.OpOverloadPacket
+first, second = threading.Thread(target=use), threading.Thread(target=use)
+plain_init, packets.__init__ = packets.__init__, init_beside_second
+first.start(), first.join(), use()
 print("fixed" if operators[-1] is torch.ops.aten.binomial.default else "holds")

@@ -41,7 +41,7 @@ def make_each_operator_once(recorder: Recorder) -> None:
     A mode is handed operators, which torch (2.9 to 2.15) makes at their first use, without a lock.
     Two threads may make one each. ``torch.ops`` holds the last, while the dispatcher may keep a
     bare pointer to the other: once that is collected, the next use ends the process by SIGSEGV.
-    Up to 2.12 the second thread's use raises "INTERNAL ASSERT FAILED".
+    Up to 2.12 the slower thread's use raises "INTERNAL ASSERT FAILED".
     """
     lock = threading.RLock()
     for owner in (_OpNamespace, OpOverloadPacket):
