@@ -2,6 +2,7 @@
 
 import importlib.abc
 import importlib.util
+import os
 import sys
 import sysconfig
 import threading
@@ -71,19 +72,32 @@ def torch_folder() -> str:
 def frames(passing: tuple[str, ...] = ()) -> Iterator[FrameType]:
     """This thread's frames, innermost first, without the harness's and those of files ``passing``
     names by their beginning."""
+    hidden = (HARNESS, *passing)
     frame = sys._getframe(1)
     while frame is not None:
-        if not frame.f_code.co_filename.startswith((HARNESS, *passing)):
+        if not frame.f_code.co_filename.startswith(hidden):
             yield frame
         frame = frame.f_back
 
 
+SCRIPT = "script"
+LIBRARY = "library"
+BELOW = "below"  # torch, the standard library, the harness
+
+
+@cache
+def belongs_to(file: str) -> str:
+    """Whose code a file has."""
+    if file.startswith((torch_folder(), HARNESS, "<")):
+        return BELOW
+    if "-packages/" in file:
+        return LIBRARY
+    return BELOW if file.startswith(STDLIB) else SCRIPT
+
+
 def is_recipe(frame: FrameType) -> bool:
     """Whether a frame belongs neither to torch, the standard library nor the harness."""
-    file = frame.f_code.co_filename
-    if file.startswith((torch_folder(), HARNESS, "<")):
-        return False
-    return "-packages/" in file or not file.startswith(STDLIB)
+    return belongs_to(frame.f_code.co_filename) != BELOW
 
 
 def called_by_recipe(passing: tuple[str, ...] = ()) -> bool:
@@ -108,13 +122,18 @@ def main_thread_waits() -> bool:
 
 
 def line_of(frame: FrameType) -> str:
-    return f"{Path(frame.f_code.co_filename).name}:{frame.f_lineno}"
+    return f"{os.path.basename(frame.f_code.co_filename)}:{frame.f_lineno}"
 
 
 def recipe_line() -> str:
     """The innermost line of the script, else of its libraries, empty if there is none."""
-    lines = [frame for frame in frames() if is_recipe(frame)]
-    for frame in lines:
-        if "-packages/" not in frame.f_code.co_filename:
+    library = None
+    frame = sys._getframe(1)
+    while frame is not None:
+        owner = belongs_to(frame.f_code.co_filename)
+        if owner == SCRIPT:
             return line_of(frame)
-    return line_of(lines[0]) if lines else ""
+        if owner == LIBRARY and library is None:
+            library = frame
+        frame = frame.f_back
+    return line_of(library) if library else ""

@@ -54,6 +54,7 @@ class FileWatch:
     """
 
     WRITING_EVENTS = {"os.mkdir": 0, "os.rename": 1, "os.link": 1, "os.symlink": 1}
+    EVENTS = frozenset(("open", "os.rmdir", "shutil.rmtree", *WRITING_EVENTS))
 
     def __init__(self, allowed: list[str]) -> None:
         real = [f"{os.path.realpath(path)}/" for path in allowed]
@@ -66,7 +67,7 @@ class FileWatch:
         sys.addaudithook(self._hook)
 
     def _hook(self, event: str, args: tuple) -> None:
-        if getattr(self.inside_hook, "busy", False):
+        if event not in self.EVENTS or getattr(self.inside_hook, "busy", False):
             return
         self.inside_hook.busy = True
         try:

@@ -80,6 +80,10 @@ def conflict_of(earlier: Access, later: Access) -> Conflict | None:
 
 def byte_ranges(tensor: torch.Tensor) -> tuple[Range, ...]:
     """The addresses that ``tensor`` covers, ascending and disjoint."""
+    item = tensor.element_size()
+    base = tensor.data_ptr()
+    if tensor.is_contiguous():
+        return ((base, base + tensor.numel() * item),)
     steps = zip(tensor.stride(), tensor.shape, strict=True)
     dims = sorted((stride, size) for stride, size in steps if stride * (size - 1))
     run = 1  # elements that lie side by side
@@ -93,8 +97,6 @@ def byte_ranges(tensor: torch.Tensor) -> tuple[Range, ...]:
             run += sum(stride * (size - 1) for stride, size in dims)
             break
         starts = [first + step * stride for step in range(size) for first in starts]
-    item = tensor.element_size()
-    base = tensor.data_ptr()
     return tuple((base + first * item, base + (first + run) * item) for first in sorted(starts))
 
 

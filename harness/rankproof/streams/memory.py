@@ -9,11 +9,11 @@ from torch.multiprocessing.reductions import StorageWeakRef
 from rankproof.streams.accesses import Access
 from rankproof.streams.lanes import Stream
 
-PAGE_BITS = 20  # storages are looked up by the megabytes that they lie in
+PAGE_BITS = 16  # storages are looked up by the pages of 64 KiB that they lie in
 
 
 def pages_of(start: int, end: int) -> range:
-    """The megabytes that the addresses from ``start`` to before ``end`` lie in."""
+    """The pages that the addresses from ``start`` to before ``end`` lie in."""
     return range(start >> PAGE_BITS, ((end - 1) >> PAGE_BITS) + 1)
 
 
@@ -80,10 +80,15 @@ class Memory:
         found: set[Region] = set()
         for page in pages_of(start, end):
             found |= self.pages.get(page, set())
-        gone = {region for region in found if not region.alive()}
-        for region in gone:
-            self.forget(region)
-        return [region for region in found - gone if region.overlaps(start, end)]
+        living = []
+        for region in found:
+            if not region.overlaps(start, end):
+                continue
+            if region.alive():
+                living.append(region)
+            else:
+                self.forget(region)
+        return living
 
     def forget(self, region: Region) -> None:
         self.regions.pop(region.weak.cdata, None)

@@ -2,6 +2,7 @@
 
 import threading
 from collections.abc import Callable, Iterator
+from functools import cache
 
 import torch
 from torch._ops import OpOverloadPacket, _OpNamespace
@@ -157,4 +158,9 @@ def is_blocking_copy(name: str, args: tuple, kwargs: dict) -> bool:
 
 def waits_for(touches_host: bool) -> bool:
     """Whether a thread waits for a blocking copy: for transfers, and in torch's staging code."""
-    return touches_host or any(f.f_code.co_filename.endswith(STAGING_FILES) for f in frames())
+    return touches_host or any(is_staging(frame.f_code.co_filename) for frame in frames())
+
+
+@cache
+def is_staging(file: str) -> bool:
+    return file.endswith(STAGING_FILES)
