@@ -5,12 +5,16 @@
 import atexit
 import logging
 import operator
+import os
 from collections.abc import Iterable
 from concurrent.futures import Future
 from contextlib import ExitStack, suppress
 from pathlib import Path
 
 import torch
+import torch.distributed as dist
+from torch import nn
+from torch.distributed.fsdp import FullyShardedDataParallel
 
 from .forgotten import Forgotten
 from .preemption import AGAIN, Preemption
@@ -20,6 +24,16 @@ from .stores import store_of
 
 LOG = logging.getLogger(__name__)
 GRACE_S = 30.0  # from SIGTERM to SIGKILL, as in Kubernetes and Slurm
+
+WRAPPED = (
+    "%s is checkpoint_wrapper around FullyShardedDataParallel: torch saves the state of its "
+    "optimizer and cannot load it. Wrap the layer first: "
+    "FullyShardedDataParallel(checkpoint_wrapper(layer))"
+)
+NO_GROUP = (
+    "this is one of %s ranks, as WORLD_SIZE says, without a process group, and each would save as "
+    "if it were the only one: call torch.distributed.init_process_group first"
+)
 
 
 class CheckpointManager:
@@ -67,13 +81,15 @@ class CheckpointManager:
             and is to be started again.
 
     Raises:
-        TypeError: ``state`` is no ``TrainingState``.
+        TypeError: ``state`` is no ``TrainingState``, or its model has ``checkpoint_wrapper`` around
+            ``FullyShardedDataParallel``.
         ValueError: a setting has no meaning; on another than the main thread, ``grace_s`` must be
             None; ``root`` is a URL as a ``Path``. ``on_each_host`` needs a process group, no URL,
             and two checkpoints to keep; without torchrun's LOCAL_WORLD_SIZE, hosts need equal
             numbers of ranks, that follow each other.
         ImportError: ``root`` is a URL, and fsspec is not installed.
-        RuntimeError: on entry, on all ranks. Of a directory: it cannot be made, another job writes
+        RuntimeError: on entry, on all ranks. WORLD_SIZE is above 1, and there is no process group.
+            Of a directory: it cannot be made, another job writes
             to it, or its file system has no locks. Of a URL: the store cannot be reached, or would
             take two checkpoints of one step. Neither a URL nor a directory ``on_each_host`` is
             asked whether another job writes there.
@@ -93,6 +109,7 @@ class CheckpointManager:
     ) -> None:
         if not isinstance(state, TrainingState):
             raise TypeError(f"state is a {type(state).__name__}: pass TrainingState(model, ...)")
+        refuse_wrapped_fsdp(state.model)
         settings = {
             "device": device_of(state),
             "changed_by_forward": state.model.buffers,
@@ -114,6 +131,9 @@ class CheckpointManager:
         self.block = ExitStack()
 
     def __enter__(self) -> "CheckpointManager":
+        ranks = os.environ.get("WORLD_SIZE", "1")
+        if ranks.isdigit() and int(ranks) > 1 and not dist.is_initialized():
+            raise RuntimeError(NO_GROUP % ranks)
         with ExitStack() as block:
             if self.preemption is not None:
                 block.enter_context(self.preemption)
@@ -267,6 +287,16 @@ class CheckpointManager:
                 self.wait()
         finally:
             self.block.__exit__(kind, error, trace)
+
+
+def refuse_wrapped_fsdp(model: nn.Module) -> None:
+    """Raise where ``checkpoint_wrapper`` is right around what ``FullyShardedDataParallel`` made."""
+    for name, module in model.named_modules():
+        wrapper, _, own_name = name.rpartition(".")
+        if own_name != "_checkpoint_wrapped_module":
+            continue
+        if isinstance(module, FullyShardedDataParallel):
+            raise TypeError(WRAPPED % (wrapper or "the model"))
 
 
 def checked_step(step: int) -> int:

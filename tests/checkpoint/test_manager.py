@@ -8,12 +8,16 @@ import signal
 import subprocess
 import sys
 import threading
+from collections.abc import Iterator
 from functools import partial
 from pathlib import Path
 
 import pytest
 import torch
+import torch.distributed as dist
 from torch import nn
+from torch.distributed.algorithms._checkpoint.checkpoint_wrapper import checkpoint_wrapper
+from torch.distributed.fsdp import FullyShardedDataParallel
 from troubles import survives
 
 from harness.run import run as run_ranks
@@ -333,6 +337,67 @@ def test_a_url_as_a_path_is_refused_since_it_has_lost_a_slash(
 def test_the_state_is_a_training_state(tmp_path: Path) -> None:
     with pytest.raises(TypeError, match=r"state is a dict: pass TrainingState\(model"):
         CheckpointManager(tmp_path, {})
+
+
+@pytest.mark.parametrize("kind", ["directory", "url"])
+def test_ranks_without_a_process_group_are_refused(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, kind: str
+) -> None:
+    """Each would be a job of its own, and a store cannot be asked whether another one writes."""
+    root = tmp_path if kind == "directory" else f"file://{tmp_path}"
+    monkeypatch.setenv("WORLD_SIZE", "2")
+    with (
+        pytest.raises(RuntimeError, match="one of 2 ranks.*call torch.distributed.init_process"),
+        CheckpointManager(root, Job().state, grace_s=None),
+    ):
+        pass
+    assert not list(tmp_path.iterdir())
+
+
+@pytest.mark.parametrize("world_size", ["1", ""])
+def test_one_rank_needs_no_process_group(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, world_size: str
+) -> None:
+    monkeypatch.setenv("WORLD_SIZE", world_size)
+    run(Job(), tmp_path, 1)
+    assert names(tmp_path) == ["step1"]
+
+
+@pytest.fixture
+def one_rank() -> Iterator[None]:
+    dist.init_process_group("gloo", store=dist.HashStore(), rank=0, world_size=1)
+    yield
+    dist.destroy_process_group()
+
+
+def in_fsdp1(module: nn.Module) -> nn.Module:
+    return FullyShardedDataParallel(module, device_id=CPU, use_orig_params=True)
+
+
+def test_a_wrapper_around_fsdp1_is_refused_since_its_optimizer_could_not_be_resumed(
+    tmp_path: Path, one_rank: None
+) -> None:
+    model = nn.Sequential(checkpoint_wrapper(in_fsdp1(nn.Linear(2, 2))))
+    state = TrainingState(model, torch.optim.AdamW(model.parameters()))
+    with pytest.raises(TypeError, match=r"^0 is checkpoint_wrapper around Fully.*the layer first"):
+        CheckpointManager(tmp_path, state)
+
+
+def test_a_wrapper_inside_of_fsdp1_is_resumed(tmp_path: Path, one_rank: None) -> None:
+    weights = []
+    for steps in (1, 2):
+        model = in_fsdp1(nn.Sequential(in_fsdp1(checkpoint_wrapper(nn.Linear(2, 2)))))
+        optimizer = torch.optim.AdamW(model.parameters())
+        with CheckpointManager(tmp_path, TrainingState(model, optimizer)) as checkpoints:
+            done = checkpoints.resume()
+            assert done == steps - 1
+            weights.append(next(model.parameters()).detach().clone())
+            model(torch.ones(1, 2)).sum().backward()
+            optimizer.step()
+            optimizer.zero_grad()
+            weights.append(next(model.parameters()).detach().clone())
+            checkpoints.save(steps)
+    assert torch.equal(weights[1], weights[2])
 
 
 def test_a_relative_root_is_that_of_the_beginning(
