@@ -221,6 +221,24 @@ def test_memory_that_is_used_again_is_other_memory(recorder):
     assert recorder.conflicts == []
 
 
+def test_what_a_storage_grows_to_again_is_other_memory(recorder):
+    """An allocator takes it from the pool of the stream that is current then."""
+    tensor = torch.zeros(1 << 16)
+    storage = tensor.untyped_storage()
+    nbytes = storage.nbytes()
+    addresses = []
+    for _ in range(4):
+        with torch.cpu.stream(torch.cpu.Stream()):
+            storage.resize_(0)
+            storage.resize_(nbytes)
+            write(tensor)
+            addresses.append(tensor.data_ptr())
+            storage.resize_(0)
+        storage.resize_(nbytes)
+    assert len(set(addresses)) < len(addresses), "the allocator gave new memory each time"
+    assert recorder.conflicts == []
+
+
 def in_thread(work, handed_over: str) -> None:
     """Run ``work`` in another thread and learn of its end in the way named, or not at all."""
     if handed_over == "join":

@@ -71,7 +71,11 @@ class BesideOperators:
                     recorder.read_at("os.pwritev", start, buffer.nbytes, thread, thread.line())
 
     def resized(self, storage: torch.UntypedStorage, size: int) -> None:
-        """Shrinking a storage gives its memory back, in the order of the current lane."""
+        """Shrinking a storage gives its memory back, in the order of the current lane.
+
+        What it grows to is other memory: an allocator takes it from another stream's pool, though
+        a CPU may give the same address again.
+        """
         recorder = self.recorder
         if size >= storage.nbytes() or storage.device.type != "cpu":
             return
@@ -80,7 +84,9 @@ class BesideOperators:
         with recorder.lock:
             thread.current.launch(thread)
             recorder.access("resize_", whole, True, thread.current, thread.line())
-            recorder.memory.region_of(storage).home = None  # given back, in order, now
+            region = recorder.memory.region_of(storage)
+            region.home = None  # given back, in order, now
+            recorder.memory.forget(region)
 
     def record_stream_instead(self) -> Callable[[torch.Tensor, Stream], None]:
         recorder = self.recorder
