@@ -3,6 +3,7 @@
 import os
 import sys
 from collections import Counter
+from collections.abc import Iterator
 from pathlib import Path
 
 import pytest
@@ -22,6 +23,16 @@ def pytest_addoption(parser: pytest.Parser) -> None:
     group.addoption("--all-models", action="store_true", help="every stock model of the tables")
     group.addoption("--check", action="store_true", help="recipes at two ranks and the fast tests")
     parser.addini("declared_skips", "how many tests may be skipped where CI=true", default="0")
+
+
+@pytest.fixture
+def one_rank() -> Iterator[None]:
+    """A process group of this process alone."""
+    import torch.distributed as dist
+
+    dist.init_process_group("gloo", store=dist.HashStore(), rank=0, world_size=1)
+    yield
+    dist.destroy_process_group()
 
 
 def pytest_ignore_collect(collection_path: Path) -> bool | None:

@@ -15,6 +15,9 @@ HARNESS = str(Path(__file__).parent)
 STDLIB = sysconfig.get_path("stdlib") + "/"
 DCP = "torch.distributed.checkpoint"
 THREAD_START = threading.Thread.start.__code__
+SCRIPT = "script"
+LIBRARY = "library"  # that the script uses
+BELOW = "below"  # torch, the standard library, the harness
 
 
 class _AfterImport(importlib.abc.MetaPathFinder):
@@ -80,14 +83,9 @@ def frames(passing: tuple[str, ...] = ()) -> Iterator[FrameType]:
         frame = frame.f_back
 
 
-SCRIPT = "script"
-LIBRARY = "library"
-BELOW = "below"  # torch, the standard library, the harness
-
-
 @cache
 def belongs_to(file: str) -> str:
-    """Whose code a file has."""
+    """Whose code a file has: ``SCRIPT``, ``LIBRARY`` or ``BELOW``."""
     if file.startswith((torch_folder(), HARNESS, "<")):
         return BELOW
     if "-packages/" in file:

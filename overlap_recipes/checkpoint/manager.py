@@ -89,10 +89,10 @@ class CheckpointManager:
             numbers of ranks, that follow each other.
         ImportError: ``root`` is a URL, and fsspec is not installed.
         RuntimeError: on entry, on all ranks. WORLD_SIZE is above 1, and there is no process group.
-            Of a directory: it cannot be made, another job writes
-            to it, or its file system has no locks. Of a URL: the store cannot be reached, or would
-            take two checkpoints of one step. Neither a URL nor a directory ``on_each_host`` is
-            asked whether another job writes there.
+            Of a directory: it cannot be made, another job writes to it, or its file system has no
+            locks. Of a URL: the store cannot be reached, or would take two checkpoints of one step.
+            Neither a URL nor a directory ``on_each_host`` is asked whether another job writes
+            there.
     """
 
     def __init__(

@@ -5,13 +5,11 @@ import re
 import shutil
 import subprocess
 import sys
-from collections.abc import Iterator
 from pathlib import Path
 from unittest import mock
 
 import pytest
 import torch
-import torch.distributed as dist
 import torch.distributed.checkpoint as dcp
 from selection import REPO, with_library
 from torch import nn
@@ -42,13 +40,6 @@ from overlap_recipes.checkpoint.export import (  # noqa: E402
 )
 
 SCRIPT = REPO / "tests" / "data" / "export_llama.py"
-
-
-@pytest.fixture
-def one_rank() -> Iterator[None]:
-    dist.init_process_group("gloo", store=dist.HashStore(), rank=0, world_size=1)
-    yield
-    dist.destroy_process_group()
 
 
 def test_from_pretrained_gives_the_logits_of_the_trained_model(tmp_path: Path) -> None:

@@ -8,13 +8,11 @@ import signal
 import subprocess
 import sys
 import threading
-from collections.abc import Iterator
 from functools import partial
 from pathlib import Path
 
 import pytest
 import torch
-import torch.distributed as dist
 from torch import nn
 from torch.distributed.algorithms._checkpoint.checkpoint_wrapper import checkpoint_wrapper
 from torch.distributed.fsdp import FullyShardedDataParallel
@@ -361,13 +359,6 @@ def test_one_rank_needs_no_process_group(
     monkeypatch.setenv("WORLD_SIZE", world_size)
     run(Job(), tmp_path, 1)
     assert names(tmp_path) == ["step1"]
-
-
-@pytest.fixture
-def one_rank() -> Iterator[None]:
-    dist.init_process_group("gloo", store=dist.HashStore(), rank=0, world_size=1)
-    yield
-    dist.destroy_process_group()
 
 
 def in_fsdp1(module: nn.Module) -> nn.Module:

@@ -213,7 +213,7 @@ def test_memory_that_is_used_again_is_other_memory(recorder):
     addresses = []
     for _ in range(16):
         with torch.cpu.stream(torch.cpu.Stream()):
-            tensor = torch.zeros(1 << 16)
+            tensor = torch.zeros(1 << 24)  # mapped by itself, whatever lies in the heap
             write(tensor)
             addresses.append(tensor.data_ptr())
             del tensor
@@ -223,7 +223,7 @@ def test_memory_that_is_used_again_is_other_memory(recorder):
 
 def test_what_a_storage_grows_to_again_is_other_memory(recorder):
     """An allocator takes it from the pool of the stream that is current then."""
-    tensor = torch.zeros(1 << 16)
+    tensor = torch.zeros(1 << 24)
     storage = tensor.untyped_storage()
     nbytes = storage.nbytes()
     addresses = []

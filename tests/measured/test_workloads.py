@@ -2,19 +2,11 @@
 
 import pytest
 import torch
-import torch.distributed as dist
 from torch.utils._python_dispatch import TorchDispatchMode
 
 from benchmarks.workloads import LLAMAS, StockLoop, compile_blocks, llama, shard
 
 LENGTH = 16  # tokens
-
-
-@pytest.fixture
-def one_rank():
-    dist.init_process_group("gloo", store=dist.HashStore(), rank=0, world_size=1)
-    yield
-    dist.destroy_process_group()
 
 
 class Reads(TorchDispatchMode):

@@ -45,13 +45,15 @@ The model, which is that of a CUDA program:
 * Memory is given back, with the last reference to it, to the stream that allocated it, and goes to
   that stream's next allocation of its size, as a caching allocator would have it: what other lanes
   still do with it then conflicts. Giving it back by ``untyped_storage().resize_`` is a write of it
-  on the current lane.
+  on the current lane; what it grows to again is other memory.
 
 Limits that are silent:
 
 * Two mappings of one file (``torch.from_file`` twice, two ``mmap``) are different memory here, and
   so is what another process does with a shared file: races between them are not found. Map a file
   once a process.
+* A storage that ``resize_`` shrinks on another lane than it grew on: what the stream that it goes
+  back to allocates next is not compared with what that other lane still does with it.
 
 The files, from what is simple to what puts it together:
 

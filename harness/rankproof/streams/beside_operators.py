@@ -73,8 +73,8 @@ class BesideOperators:
     def resized(self, storage: torch.UntypedStorage, size: int) -> None:
         """Shrinking a storage gives its memory back, in the order of the current lane.
 
-        What it grows to is other memory: an allocator takes it from another stream's pool, though
-        a CPU may give the same address again.
+        What it grows to is other memory, even where the CPU gives the same address again: a caching
+        allocator may take it from another stream's pool.
         """
         recorder = self.recorder
         if size >= storage.nbytes() or storage.device.type != "cpu":

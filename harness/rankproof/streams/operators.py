@@ -50,6 +50,8 @@ def make_each_operator_once(recorder: Recorder) -> None:
 
 
 def made_once(make: Callable, lock: threading.RLock) -> Callable:
+    """A ``__getattr__`` that looks again, behind ``lock``, before it calls ``make``."""
+
     def found_or_made(owner: object, name: str) -> object:
         with lock:
             made_meanwhile = vars(owner).get(name)
