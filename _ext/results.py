@@ -35,6 +35,8 @@ from sphinx_design.shared import create_component
 from benchmarks import first_tables
 from benchmarks.result_files import (
     BENCHMARKS,
+    FIRST_TABLE_NOTES,
+    REFERENCES,
     ROW_RECIPES,
     Measured,
     Result,
@@ -90,7 +92,6 @@ CASES = {  # parameters that stand below a row's name, and how; the others have 
     "reduce_dtype": lambda dtype: f"reduced in {dtype}",
     "activation_checkpointing": lambda recomputes: "with recomputation" if recomputes else "",
 }
-REFERENCES = {"none", "no_communication"}  # rows that others are compared with
 
 
 def _pairs(text: str) -> dict[str, str]:
@@ -145,7 +146,8 @@ class ResultDirective(SphinxDirective):
             raise self.error(str(error)) from error
         rows = [row for row in result.rows if self._wanted(row)]
         names = {row["name"] for row in rows}
-        if "rows" in self.options and names <= REFERENCES:  # nothing to compare
+        asked = set(self.options.get("rows", "").split())
+        if names <= REFERENCES and not asked <= REFERENCES:  # nothing to compare
             rows = []
             names = set()
         changed = note_recipes(self.env, repo, result.measured(rows))
@@ -583,12 +585,20 @@ class FirstTableDirective(ResultDirective):
             link = self._explorer("every measured row")
             return [nodes.paragraph("", "", nodes.Text(words), link, nodes.Text("."))]
         body = []
+        notes = []
         for row, cells in table.cells.items():
-            line = [self._name(row)]
+            way = self._name(row)
+            if row in FIRST_TABLE_NOTES:
+                notes.append(FIRST_TABLE_NOTES[row])
+                way += nodes.superscript("", str(len(notes)))
+            line = [way]
             for text in cells:
                 line.append(nodes.paragraph("", text))
             body.append(line)
-        shown = [_table(["Way"] + table.headings, body), _small(f"Measured on {table.origin}")]
+        shown = [_table(["Way"] + table.headings, body)]
+        for number, note in enumerate(notes, 1):
+            shown.append(_small(f"{number}. {note}"))
+        shown.append(_small(f"Measured on {table.origin}"))
         if table.left_out:
             names = ", ".join(table.left_out)
             shown.append(_small(f"Left out, since their code has changed: {names}."))

@@ -3,7 +3,8 @@
     python -m benchmarks.first_tables   # list results of earlier code; exit 1 if a file is bad
 
 A first table shows figures of today's code alone, from one file: one kind of machine. Where the
-code of a row has changed since, the row is left out; the explorer of results still has it.
+code of a row has changed since, the row is left out; the explorer of results still has it. A row
+that others are compared with is on the page on method.
 """
 
 import argparse
@@ -14,6 +15,7 @@ from pathlib import Path
 
 from benchmarks.result_files import (
     BENCHMARKS,
+    REFERENCES,
     Result,
     ResultError,
     cell,
@@ -55,6 +57,7 @@ def first_table(name: str, repo: Path) -> FirstTable | None:
     found.sort(key=lambda result: (result.data["date"][:10], len(result.rows)), reverse=True)
     for result in found:
         rows = rows_over_tokens(result) if result.benchmark.lines else rows_of_first_case(result)
+        rows = [row for row in rows if row["name"] not in REFERENCES]
         today = [row for row in rows if not changed_recipes(result.measured([row]), repo)]
         ours = [row for row in today if result.measured([row])]  # a peer's has no code of ours
         if ours:

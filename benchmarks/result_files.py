@@ -33,6 +33,8 @@ REQUIRED = {
 SHOWN = tomllib.loads(Path(__file__).with_name("shown.toml").read_text(encoding="utf-8"))
 PARAMETERS = SHOWN["parameters"]
 TRACE_LANES = SHOWN["trace_lanes"]
+FIRST_TABLE_NOTES = SHOWN["first_table_notes"]
+REFERENCES = {"none", "no_communication"}  # rows that others are compared with
 ROW_RECIPES: dict[str, str] = {}
 for _name, _rows in SHOWN["recipe_rows"].items():
     ROW_RECIPES |= dict.fromkeys(_rows.split(), _name)

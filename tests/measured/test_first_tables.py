@@ -26,7 +26,6 @@ def test_a_first_table_has_the_rows_of_the_first_case_with_their_figures(repo):
     measure(repo)
     table = first_table("checkpoint_stall", repo)
     assert table.cells["overlapped"][0] == "1.20 ms"
-    assert "none" not in table.cells  # nothing of it is known
     assert table.origin.startswith("2 × Test GPU, torch 2.11.0") and table.left_out == []
 
 
@@ -46,6 +45,25 @@ def test_a_row_of_earlier_code_is_left_out_and_named(repo):
     assert set(table.cells) == {"pinned", "a_peer"} and table.left_out == ["async_save"]
     html, warnings = render(repo, PAGE)
     assert warnings == "" and "Left out, since their code has changed: async_save." in html
+
+
+def test_a_note_stands_below_a_first_table_that_has_its_row(repo):
+    hashes = {"async_save": code_sha256(recipe_of(repo))}
+    note = result_files.FIRST_TABLE_NOTES["torchao"]
+    measure(repo, rows=[row("async_save", 3.8), row("a_peer", 0.3)], code_sha256=hashes)
+    assert note not in render(repo, PAGE)[0]
+    measure(repo, rows=[row("async_save", 3.8), row("torchao", 0.3)], code_sha256=hashes)
+    assert f"1. {note}" in render(repo, PAGE)[0]
+
+
+def test_what_others_are_compared_with_is_in_no_first_table_and_shown_where_it_alone_is_asked_for(
+    repo,
+):
+    measure(repo, rows=[row("async_save", 3.8), row("none", 0.0271)])
+    assert "none" not in first_table("checkpoint_stall", repo).cells
+    alone = ".. result-table:: checkpoint_stall\n   :rows: none\n"
+    assert "27.1 ms" in render(repo, alone)[0]
+    assert "27.1 ms" not in render(repo, alone.replace("none", "none pinned"))[0]
 
 
 def test_peers_alone_are_no_first_table(repo):
