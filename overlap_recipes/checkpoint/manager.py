@@ -14,7 +14,6 @@ from pathlib import Path
 import torch
 import torch.distributed as dist
 from torch import nn
-from torch.distributed.fsdp import FullyShardedDataParallel
 
 from .forgotten import Forgotten
 from .preemption import AGAIN, Preemption
@@ -25,14 +24,23 @@ from .stores import store_of
 LOG = logging.getLogger(__name__)
 GRACE_S = 30.0  # from SIGTERM to SIGKILL, as in Kubernetes and Slurm
 
+WRAPPERS = {  # by the private name of what is inside, in the order in which torch can load them
+    "_checkpoint_wrapped_module": "checkpoint_wrapper",
+    "_fsdp_wrapped_module": "FullyShardedDataParallel",
+    "_orig_mod": "torch.compile",
+}
 WRAPPED = (
-    "%s is checkpoint_wrapper around FullyShardedDataParallel: torch saves the state of its "
-    "optimizer and cannot load it. Wrap the layer first: "
-    "FullyShardedDataParallel(checkpoint_wrapper(layer))"
+    "%s is %s around %s: torch saves it under names that it cannot load. Wrap it in another order: "
+    "torch.compile(FullyShardedDataParallel(checkpoint_wrapper(layer))) can be loaded"
+)
+NOTHING_TO_TRAIN = (
+    "rank %s holds nothing of what an optimizer trains, so that FullyShardedDataParallel has state "
+    "on other ranks alone: shard each layer by itself, or use fully_shard"
 )
 NO_GROUP = (
     "this is one of %s ranks, as WORLD_SIZE says, without a process group, and each would save as "
-    "if it were the only one: call torch.distributed.init_process_group first"
+    "if it were the only one: call torch.distributed.init_process_group first. A job of one rank "
+    "that a launcher has started beside others takes WORLD_SIZE out of os.environ"
 )
 
 
@@ -81,14 +89,15 @@ class CheckpointManager:
             and is to be started again.
 
     Raises:
-        TypeError: ``state`` is no ``TrainingState``, or its model has ``checkpoint_wrapper`` around
-            ``FullyShardedDataParallel``.
+        TypeError: ``state`` is no ``TrainingState``, or its model has ``checkpoint_wrapper`` right
+            around ``FullyShardedDataParallel``, or one of both right around ``torch.compile``.
         ValueError: a setting has no meaning; on another than the main thread, ``grace_s`` must be
             None; ``root`` is a URL as a ``Path``. ``on_each_host`` needs a process group, no URL,
             and two checkpoints to keep; without torchrun's LOCAL_WORLD_SIZE, hosts need equal
             numbers of ranks, that follow each other.
         ImportError: ``root`` is a URL, and fsspec is not installed.
         RuntimeError: on entry, on all ranks. WORLD_SIZE is above 1, and there is no process group.
+            Of ``FullyShardedDataParallel``: a rank holds nothing of what an optimizer trains.
             Of a directory: it cannot be made, another job writes to it, or its file system has no
             locks. Of a URL: the store cannot be reached, or would take two checkpoints of one step.
             Neither a URL nor a directory ``on_each_host`` is asked whether another job writes
@@ -109,7 +118,9 @@ class CheckpointManager:
     ) -> None:
         if not isinstance(state, TrainingState):
             raise TypeError(f"state is a {type(state).__name__}: pass TrainingState(model, ...)")
-        refuse_wrapped_fsdp(state.model)
+        refuse_wrappers(state.model)
+        if state.has_flat_parameters():
+            state.reads_as_dcp = False  # to find it out gathers the model, on some ranks alone
         settings = {
             "device": device_of(state),
             "changed_by_forward": state.model.buffers,
@@ -139,11 +150,18 @@ class CheckpointManager:
                 block.enter_context(self.preemption)
             block.enter_context(self.saves)
             block.enter_context(self.forgotten)
+            self.refuse_ranks_without_state()
             self.newest_on_entry = self.newest_of_first_rank()
             self.saves.prepare({"app": self.state})
             self.block = block.pop_all()
         atexit.register(self.end_at_exit)
         return self
+
+    def refuse_ranks_without_state(self) -> None:
+        """Raise on all ranks where one has no part of what an optimizer trains, under FSDP1."""
+        of_ranks = self.saves.together(lambda: trains_nothing(self.state), group=CALLING)
+        if True in of_ranks and False in of_ranks:
+            raise RuntimeError(NOTHING_TO_TRAIN % of_ranks.index(True))
 
     def newest_of_first_rank(self) -> int | None:
         def newest() -> int | None:
@@ -289,14 +307,40 @@ class CheckpointManager:
             self.block.__exit__(kind, error, trace)
 
 
-def refuse_wrapped_fsdp(model: nn.Module) -> None:
-    """Raise where ``checkpoint_wrapper`` is right around what ``FullyShardedDataParallel`` made."""
+def refuse_wrappers(model: nn.Module) -> None:
+    """Raise where a wrapper is right around another from which torch cannot load it."""
+    from_inside = [*WRAPPERS]
     for name, module in model.named_modules():
-        wrapper, _, own_name = name.rpartition(".")
-        if own_name != "_checkpoint_wrapped_module":
-            continue
-        if isinstance(module, FullyShardedDataParallel):
-            raise TypeError(WRAPPED % (wrapper or "the model"))
+        outer = name_inside(module)
+        for inner_module in module.children():
+            inner = name_inside(inner_module)
+            if outer is None or inner is None:
+                continue
+            if from_inside.index(outer) < from_inside.index(inner):
+                shown = [part for part in name.split(".") if part not in WRAPPERS]
+                where = ".".join(shown) or "the model"
+                raise TypeError(WRAPPED % (where, WRAPPERS[outer], WRAPPERS[inner]))
+
+
+def name_inside(module: nn.Module) -> str | None:
+    """The name under which ``module`` holds what it wraps; None if it is no wrapper."""
+    for name, _ in module.named_children():
+        if name in WRAPPERS:
+            return name
+    return None
+
+
+def trains_nothing(state: TrainingState) -> bool:
+    """Whether all that one of the optimizers trains lies on other ranks, under FSDP1."""
+    if not state.has_flat_parameters():
+        return False
+    for optimizer in state.optimizers:
+        trained = 0
+        for group in optimizer.param_groups:
+            trained += sum(p.numel() for p in group["params"] if p.requires_grad)
+        if trained == 0:
+            return True
+    return False
 
 
 def checked_step(step: int) -> int:

@@ -365,19 +365,58 @@ def in_fsdp1(module: nn.Module) -> nn.Module:
     return FullyShardedDataParallel(module, device_id=CPU, use_orig_params=True)
 
 
-def test_a_wrapper_around_fsdp1_is_refused_since_its_optimizer_could_not_be_resumed(
-    tmp_path: Path, one_rank: None
+def compiled(module: nn.Module) -> nn.Module:
+    return torch.compile(module, backend="eager")
+
+
+WRONG_ORDERS = {
+    "checkpoint_wrapper around FullyShardedDataParallel": (checkpoint_wrapper, in_fsdp1),
+    "checkpoint_wrapper around torch.compile": (checkpoint_wrapper, compiled),
+    "FullyShardedDataParallel around torch.compile": (in_fsdp1, compiled),
+}
+
+
+@pytest.mark.parametrize("said", WRONG_ORDERS)
+def test_wrappers_that_torch_could_not_load_in_this_order_are_refused(
+    said: str, tmp_path: Path, one_rank: None
 ) -> None:
-    model = nn.Sequential(checkpoint_wrapper(in_fsdp1(nn.Linear(2, 2))))
+    around, inside = WRONG_ORDERS[said]
+    model = in_fsdp1(nn.Sequential(nn.Linear(2, 2), around(inside(nn.Linear(2, 2)))))
     state = TrainingState(model, torch.optim.AdamW(model.parameters()))
-    with pytest.raises(TypeError, match=r"^0 is checkpoint_wrapper around Fully.*the layer first"):
+    with pytest.raises(TypeError, match=f"^1 is {said}: .* another order"):
         CheckpointManager(tmp_path, state)
 
 
-def test_a_wrapper_inside_of_fsdp1_is_resumed(tmp_path: Path, one_rank: None) -> None:
+def test_a_compiled_model_in_fsdp1_is_refused_by_itself(tmp_path: Path, one_rank: None) -> None:
+    model = in_fsdp1(compiled(nn.Linear(2, 2)))
+    state = TrainingState(model, torch.optim.AdamW(model.parameters()))
+    with pytest.raises(TypeError, match=r"^the model is FullyShardedDataParallel around torch\."):
+        CheckpointManager(tmp_path, state)
+
+
+def test_fsdp1_is_saved_without_gathering_the_model(
+    tmp_path: Path, one_rank: None, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    read = []
+    monkeypatch.setattr(TrainingState, "read_states", lambda state: read.append(state))
+    model = in_fsdp1(nn.Linear(2, 2))
+    optimizer = torch.optim.AdamW(model.parameters())
+    with CheckpointManager(tmp_path, TrainingState(model, optimizer)) as checkpoints:
+        for step in range(1, 4):
+            model(torch.ones(1, 2)).sum().backward()
+            optimizer.step()
+            optimizer.zero_grad()
+            checkpoints.save(step)
+    assert read == []
+
+
+def test_wrappers_in_an_order_that_torch_can_load_are_resumed(
+    tmp_path: Path, one_rank: None
+) -> None:
     weights = []
     for steps in (1, 2):
-        model = in_fsdp1(nn.Sequential(in_fsdp1(checkpoint_wrapper(nn.Linear(2, 2)))))
+        layer = compiled(in_fsdp1(checkpoint_wrapper(nn.Linear(2, 2))))
+        model = in_fsdp1(nn.Sequential(layer))
         optimizer = torch.optim.AdamW(model.parameters())
         with CheckpointManager(tmp_path, TrainingState(model, optimizer)) as checkpoints:
             done = checkpoints.resume()
@@ -455,6 +494,7 @@ TROUBLES = (
     "failed_step",
     "full_disk",
     "hosts",
+    "nothing_to_train",
 )
 
 

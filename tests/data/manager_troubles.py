@@ -22,7 +22,7 @@ import torch.distributed as dist  # noqa: E402
 from facing import face  # noqa: E402
 from torch import nn  # noqa: E402
 from torch.distributed.device_mesh import init_device_mesh  # noqa: E402
-from torch.distributed.fsdp import fully_shard  # noqa: E402
+from torch.distributed.fsdp import FullyShardedDataParallel, fully_shard  # noqa: E402
 from torch.nn.parallel import DistributedDataParallel  # noqa: E402
 
 from overlap_recipes.checkpoint import CheckpointManager, TrainingState, load, saves  # noqa: E402
@@ -323,6 +323,17 @@ def hosts(root: Path, device: torch.device) -> None:
     assert first + again == whole
 
 
+def nothing_to_train(root: Path, device: torch.device) -> None:
+    """What is trained lies on rank 0 alone: every rank is told, before any waits for the other."""
+    layers = nn.Sequential(nn.Linear(8, 8), nn.Linear(8, 8))
+    layers[1].requires_grad_(False)
+    model = FullyShardedDataParallel(layers, use_orig_params=True, device_id=device)
+    trained = [p for p in model.parameters() if p.requires_grad]
+    state = TrainingState(model, torch.optim.AdamW(trained))
+    manager = CheckpointManager(root, state)
+    raises(RuntimeError, "rank 1 holds nothing of what an optimizer trains", manager.__enter__)
+
+
 TROUBLES = (
     goes_on,
     ddp,
@@ -335,6 +346,7 @@ TROUBLES = (
     failed_step,
     full_disk,
     hosts,
+    nothing_to_train,
 )
 
 if __name__ == "__main__":
