@@ -137,6 +137,22 @@ def read_rank(stem: Path, number: int) -> Rank:
     )
 
 
+class _NumberedSaves:
+    """The saves of a rank and of the processes that it forks, each of which numbers its own."""
+
+    def __init__(self) -> None:
+        self.by_process: dict[tuple[int, int], SavedState] = {}
+        self.latest: dict[int, SavedState] = {}
+
+    def add(self, note: dict, save: SavedState) -> None:
+        self.by_process[note["pid"], note["number"]] = save
+        self.latest[note["number"]] = save
+
+    def get(self, note: dict, number: int) -> SavedState:
+        """The save of that number, of the process that noted this or of the one that forked it."""
+        return self.by_process.get((note["pid"], number), self.latest[number])
+
+
 def gather_saves(ranks: list[Rank]) -> list[SavedState]:
     """The saves of a run, in the order they were called.
 
@@ -145,7 +161,7 @@ def gather_saves(ranks: list[Rank]) -> list[SavedState]:
     """
     saves: dict[tuple[str, int], SavedState] = {}  # by directory and n
     for rank in ranks:
-        own: dict[int, SavedState] = {}  # by number; a process that the rank forks begins anew
+        own = _NumberedSaves()
         directories: list[str] = []
         for note in rank.notes:
             event = note["event"]
@@ -155,14 +171,14 @@ def gather_saves(ranks: list[Rank]) -> list[SavedState]:
                 key = directory, directories.count(directory)
                 new = SavedState(directory, note["kind"], note["unjudged"], called=directory)
                 save = saves.setdefault(key, new)
-                own[note["number"]] = save
+                own.add(note, save)
                 save.callers.add(rank.number)
                 save.shares_training_group |= note["shares_training_group"]
             elif "number" in note:
-                save = own[note["number"]]
+                save = own.get(note, note["number"])
                 save.events.add(event if note.get("phase") != "staging" else "staging awaited")
                 if event == "upload":
-                    save.beside += [own[other].directory for other in note["beside"]]
+                    save.beside += [own.get(note, other).directory for other in note["beside"]]
                 elif event == "leaves":
                     save.leaves.setdefault(rank.number, {}).update(note["leaves"])
                 elif event == "failed":

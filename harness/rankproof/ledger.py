@@ -137,7 +137,8 @@ class Ledger:
     def note(self, event: str, **values: Any) -> None:
         with self.lock:
             if not self.notes.closed:
-                self.notes.write(json.dumps({"event": event, **values}) + "\n")
+                line = {"event": event, "pid": os.getpid(), **values}
+                self.notes.write(json.dumps(line) + "\n")
                 self.notes.flush()
 
     def device(self) -> str:

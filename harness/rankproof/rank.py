@@ -407,8 +407,12 @@ def run(spec: dict) -> None:
         sys.stdout.flush()
         sys.stderr.flush()
 
+    def is_forked() -> bool:
+        """Whether this is a process that the recipe has forked, which is no rank."""
+        return os.getpid() != own_pid
+
     def at_last() -> None:
-        if os.getpid() != own_pid:  # a process that the recipe has forked
+        if is_forked():
             return
         write_record()
         if spec["launcher"] == "warm":  # what this process was forked from need not be taken down
@@ -434,6 +438,8 @@ def run(spec: dict) -> None:
         _run_as_main(recipe, spec["module"])
         record["finished"] = True
     except SystemExit as error:
+        if is_forked():
+            raise
         record["exit"] = repr(error.code)
         record["finished"] = _exits_at_its_end(error, recipe)
         behind_it = work.was_behind_it or work.is_behind_it(error, recipe)
@@ -445,6 +451,8 @@ def run(spec: dict) -> None:
     except BaseException as error:
         record["error"] = summary(error)
         print_from_recipe(error, recipe)
+    if is_forked():
+        sys.exit(not record["finished"])
     record["seconds"] = time.perf_counter() - started
     record["device"] = book.device()
     record["backend"] = book.backend

@@ -228,6 +228,55 @@ def test_to_ask_once_or_to_be_called_back_is_not_to_wait(tmp_path, ending, write
     assert "never awaited" in missing[0].hint
 
 
+def test_a_process_forked_meanwhile_does_not_end_a_save_in_its_ranks_name(tmp_path) -> None:
+    text = """
+        import os
+        import torch
+        import torch.distributed.checkpoint as dcp
+
+        if __name__ == "__main__":
+            saved = dcp.async_save({"weight": torch.ones(4)}, checkpoint_id="step1", no_dist=True)
+            assert not saved.done()
+            child = os.fork()
+            if child:
+                os.waitpid(child, 0)
+                saved.result()
+    """
+    recipe = write(tmp_path, "forks.py", text)
+    report = run(recipe, 1, launcher="warm", gate="hold_write", deadline_s=30)
+    assert report.ok, report.describe()
+
+
+def test_what_a_forked_process_saves_meanwhile_is_not_taken_for_its_ranks_save(tmp_path) -> None:
+    """Both count their saves from the same number on."""
+    text = """
+        import os
+        import torch
+        import torch.distributed.checkpoint as dcp
+
+        class SavedLast:
+            def state_dict(self):
+                os.write(writing, b"go")
+                os.waitpid(child, 0)
+                return {"weight": torch.zeros(4)}
+
+            def load_state_dict(self, state_dict):
+                pass
+
+        if __name__ == "__main__":
+            reading, writing = os.pipe()
+            child = os.fork()
+            if child == 0:
+                os.read(reading, 2)
+                dcp.save({"weight": torch.ones(4)}, checkpoint_id="childs", no_dist=True)
+                os._exit(0)
+            dcp.save({"own": SavedLast()}, checkpoint_id="parents", no_dist=True)
+    """
+    report = run(write(tmp_path, "forks.py", text), 1, launcher="warm")
+    assert report.ok, report.describe()
+    assert report.judged["saves"] == 2
+
+
 def test_a_poll_orders_what_the_recipe_does_next_after_the_upload(tmp_path) -> None:
     report = save_in_background(tmp_path, "while not saved.done(): pass", order=True)
     assert report.ok, report.describe()

@@ -259,6 +259,34 @@ def test_what_a_thread_raises_unseen_is_reported(tmp_path) -> None:
     assert "OSError: No space left on device (in thread Thread-" in report.failures[0].text
 
 
+def test_a_forked_process_that_ends_as_the_script_does_writes_nothing_in_its_ranks_name(
+    tmp_path,
+) -> None:
+    text = """
+        import os
+
+        child = os.fork()
+        if child:
+            os.waitpid(child, 0)
+            assert os.listdir("../ranks/").count("rank0.ended") == 0, "it ended for its parent"
+    """
+    report = run(write(tmp_path, "forks.py", text), 1, launcher="warm")
+    assert report.ok, report.describe()
+
+
+def test_a_forked_process_ends_with_the_status_that_the_script_gives_it(tmp_path) -> None:
+    text = """
+        import os, sys
+
+        child = os.fork()
+        if child == 0:
+            sys.exit(3)
+        assert os.waitstatus_to_exitcode(os.waitpid(child, 0)[1]) == 3
+    """
+    report = run(write(tmp_path, "forks.py", text), 1, launcher="warm")
+    assert report.ok, report.describe()
+
+
 def test_a_process_of_somebody_else_is_never_asked_for_its_stacks(tmp_path, monkeypatch) -> None:
     child = subprocess.Popen([sys.executable, "-c", "input()"], stdin=subprocess.PIPE)
     asked = []
