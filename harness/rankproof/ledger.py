@@ -77,8 +77,8 @@ class Save:
     """One call of ``dcp.save`` or ``dcp.async_save`` on this rank.
 
     Its listeners are called when the recipe awaits its "staging" or "upload", has "asked" whether
-    that is done and heard no (by ``done()``, or by a wait that gave up), or has asked "to be
-    called".
+    that is done and heard no (by ``done()``, by ``running()``, or by a wait that gave up), or has
+    asked "to be called".
     """
 
     number: int
@@ -172,6 +172,7 @@ class Ledger:
         around(Future, "result", self._waits, self._has_waited)
         around(Future, "exception", self._waits, self._has_waited)
         around(Future, "done", after=self._asks)
+        around(Future, "running", after=self._asks_if_running)
         around(Future, "add_done_callback", after=self._asks_to_be_called)
 
     def _sees_backend(self, *_: Any, **__: Any) -> None:
@@ -368,6 +369,10 @@ class Ledger:
                 self._learns_the_end(save, phase)
             else:
                 save.tell("asked")
+
+    def _asks_if_running(self, is_running: bool, future: Future) -> None:
+        """One that has not begun is not running either."""
+        self._asks(not is_running and DONE(future), future)
 
     def _asks_to_be_called(self, _: None, future: Future, *__: Any) -> None:
         save, phase = self.futures.get(future, (None, ""))

@@ -200,6 +200,7 @@ def save_in_background(
     "ending",
     [
         "while not saved.done(): pass",
+        f"{UNTIL_BEGUN}\n        while saved.running(): pass",
         "for future in concurrent.futures.as_completed([saved]): future.result()",
         f"{CALL_BACK}; ended.wait()",
         f"{CALL_BACK}\n        while not ended.is_set(): pass",
@@ -215,6 +216,7 @@ def test_a_recipe_may_learn_of_the_end_of_a_held_write_in_any_way(tmp_path, endi
     ("ending", "writer", "text"),
     [
         (f"saved.done(); {UNTIL_BEGUN}", "dcp.FileSystemWriter", "the directory is empty"),
+        (f"{UNTIL_BEGUN}; saved.running()", "dcp.FileSystemWriter", "the directory is empty"),
         (f"saved.done(); saved.done(); {UNTIL_FINISHING}", "NeverFinished", "before it knew"),
         (f"{CALL_BACK}; {UNTIL_BEGUN}", "dcp.FileSystemWriter", "the directory is empty"),
         (f"{CALL_BACK}; time.sleep(0); {UNTIL_FINISHING}", "NeverFinished", "before it knew"),
