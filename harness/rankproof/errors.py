@@ -33,7 +33,9 @@ def summary(error: BaseException) -> str:
         rank, failure = next(iter(failures.items()))
         cause = failure[0] if isinstance(failure, tuple) else failure
         return f"{type(error).__name__}, rank {rank}: {summary(cause)}"
-    text = str(error).strip()
+    text = ""
+    with contextlib.suppress(Exception):  # a class of the recipe's says what it is
+        text = str(error).strip()
     if not text and isinstance(error, AssertionError):
         text = failed_assertion(error)
     if text.startswith("-- Process"):  # torch.multiprocessing quotes a traceback

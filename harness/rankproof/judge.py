@@ -452,6 +452,20 @@ def unjudged(saves: list[SavedState], directories: list[str], loaded: dict) -> l
     return list(dict.fromkeys(found))
 
 
+def without_record(ranks: list[Rank]) -> str:
+    """Which ranks left no record, and what signal ended them; empty if all left one."""
+    found = []
+    silent = []
+    for rank in ranks:
+        if rank.record is None and rank.exit is not None and rank.exit < 0:
+            found.append(f"rank {rank.number} was ended by {Signals(-rank.exit).name}")
+        elif rank.record is None:
+            silent.append(str(rank.number))
+    if silent:
+        found.append(f"no record of ranks {', '.join(silent)}")
+    return "; ".join(found)
+
+
 def judge_ranks(ranks: list[Rank], timed_out: bool, saves: list[SavedState]) -> list[Failure]:
     """What ended each rank, and what it left behind; ranks that only lost a peer come last."""
     failures = []

@@ -583,9 +583,9 @@ def _judge(
     if not outcome["private"]:
         report.notes.append(NO_MOUNTS)
     went_well = all(failure.kind in off for failure in failures)  # what is off excuses no lost save
-    missing = [str(rank.number) for rank in ranks if rank.record is None]
+    missing = judge.without_record(ranks)
     if missing and went_well:
-        text = f"no record of ranks {', '.join(missing)}; {log}"
+        text = f"{missing}; {log}" if log else missing
         failures.append(Failure("missing_record", text))
         went_well = False
     failures += judge.judge_saves(run_dir, saves, went_well)

@@ -287,6 +287,31 @@ def test_a_forked_process_ends_with_the_status_that_the_script_gives_it(tmp_path
     assert report.ok, report.describe()
 
 
+def test_a_rank_that_was_ended_by_a_signal_is_said_to_be(tmp_path) -> None:
+    """By SIGTERM, with which torchrun ends the other ranks."""
+    text = """
+        import os, signal
+
+        if os.environ["RANK"] == "1":
+            os.kill(os.getpid(), signal.SIGTERM)
+    """
+    report = run(write(tmp_path, "ends.py", text), 2, launcher="warm")
+    assert report.kinds == {"missing_record"}, report.describe()
+    assert report.failures[0].text == "rank 1 was ended by SIGTERM"
+
+
+def test_an_exception_that_cannot_say_what_it_is_is_told_by_its_type(tmp_path) -> None:
+    text = """
+        class Mute(Exception):
+            def __str__(self):
+                raise ValueError("no words")
+
+        raise Mute
+    """
+    (failure,) = run(write(tmp_path, "raises.py", text), 1, launcher="warm").failures
+    assert (failure.kind, failure.text) == ("raised", "Mute")
+
+
 def test_a_process_of_somebody_else_is_never_asked_for_its_stacks(tmp_path, monkeypatch) -> None:
     child = subprocess.Popen([sys.executable, "-c", "input()"], stdin=subprocess.PIPE)
     asked = []
