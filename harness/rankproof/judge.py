@@ -352,14 +352,18 @@ def compared(saves: list[SavedState], loaded: dict[int, dict]) -> list[SavedStat
     return found
 
 
-def not_compared(saves: list[SavedState], loaded: dict[int, dict]) -> list[str]:
-    """What became of saves that nothing on disk is left of, for a person."""
+def not_compared(saves: list[SavedState], directories: list[str]) -> list[str]:
+    """What became of saves that nothing on disk is left of, for a person.
+
+    What is on disk, or should be, is judged, or said not to be.
+    """
     notes = []
-    seen = compared(saves, loaded)
     gone = []
     for save in saves:
         said_elsewhere = save.failed or save.unjudged or save.not_kept
-        if save not in seen and not said_elsewhere:
+        last = last_of([other for other in saves if other.directory == save.directory])
+        is_removed = save.directory not in directories and not Path(save.directory).exists()
+        if not said_elsewhere and (save is not last or is_removed):
             gone.append(save)
     if gone:
         names = some([save.name for save in gone])

@@ -604,7 +604,7 @@ def _judge(
     report.failures = failures
     report.unjudged = [readable(text) for text in judge.unjudged(saves, directories, loaded)]
     report.checkpoints = list(dict.fromkeys(Path(d).name for d in directories))
-    report.notes += judge.not_compared(saves, loaded)
+    report.notes += judge.not_compared(saves, directories)
     report.judged = _judged(report, saves, loaded)
     records = [rank.record for rank in ranks if rank.record]
     _say_what_order_was_judged(report, records, order)
