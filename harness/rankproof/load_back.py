@@ -6,6 +6,7 @@ and puts them together, so a checkpoint is read at another world size than it wa
 
 import json
 import os
+import re
 import sys
 from pathlib import Path
 
@@ -19,7 +20,11 @@ from torch.distributed.tensor import DTensor, Shard, distribute_tensor
 from rankproof.errors import summary
 from rankproof.ledger import pickled_sha256, tensor_sha256
 
-OWN_CLASSES = "on <module '__main__'"  # pickle's words
+NOT_KNOWN_HERE = (  # pickle's words, and torch.load's
+    r"attribute '(\S+)' on <module '__main__'",
+    r"No module named '(\S+)'",
+    r"GLOBAL (\S+) was not an allowed global",
+)
 
 
 def empty_state(metadata: Metadata, world_size: int) -> dict:
@@ -62,10 +67,24 @@ def load(directory: str, chunks: dict[str, list], world_size: int) -> dict:
         state = empty_state(metadata, world_size)
         dcp.load(state, checkpoint_id=directory, no_dist=world_size == 1)
     except (Exception, dcp.CheckpointException) as error:
-        if OWN_CLASSES in str(error):
-            return {"unjudged": "it holds objects of the script's own classes, not loaded back"}
+        own_class = not_known_here(str(error))
+        if own_class:
+            what = f"objects of the script's own classes ({own_class})"
+            return {"unjudged": f"it holds {what}, not loaded back"}
         return {"error": summary(error)[:500]}
     return {"leaves": hashes(state, chunks)}
+
+
+def not_known_here(error: str) -> str:
+    """The class, or its module, that a process that is not the script cannot load; empty if none.
+
+    A script may allow ``torch.load`` its own classes.
+    """
+    for words in NOT_KNOWN_HERE:
+        found = re.search(words, error)
+        if found:
+            return found[1].removeprefix("__main__.")
+    return ""
 
 
 def main(request: Path, answer: Path) -> None:

@@ -1,5 +1,7 @@
 """The harness judges every save: where it is, that it loads, and that it has what was passed."""
 
+import re
+import textwrap
 from pathlib import Path
 
 import pytest
@@ -356,6 +358,29 @@ def test_ranks_may_save_alone(tmp_path, does: str) -> None:
     report = save_and_move(tmp_path, does)
     assert report.ok, report.describe()
     assert len(report.checkpoints) == 2
+
+
+@pytest.mark.parametrize("defined_in", ["its own file", "a module beside it"])
+@pytest.mark.parametrize(
+    ("defines", "makes", "named"),
+    [
+        ("class Own(torch.Tensor): pass", "torch.ones(3).as_subclass(Own)", "Own"),
+        ("class Own: pass", "Own()", "Own|own_classes"),
+    ],
+)
+def test_what_only_the_script_can_load_is_not_judged_and_named(
+    tmp_path, defined_in, defines, makes, named
+) -> None:
+    if defined_in == "a module beside it":
+        write(tmp_path, "own_classes.py", f"import torch\n{defines}\n")
+        defines = "from own_classes import Own"
+    does = f"dcp.save({{'own': {makes}}}, checkpoint_id='step1')"
+    text = textwrap.dedent(SAVES_AND_MOVES).format(does=does)
+    script = write(tmp_path, "saves_own.py", f"import torch\n{defines}\n{text}")
+    report = run(script, 1, launcher="warm")
+    assert report.verdict == "not judged", report.describe()
+    assert re.search(rf"step1: it holds objects .*({named})", report.unjudged[0])
+    assert "removed or replaced" not in report.describe()
 
 
 def test_a_directory_emptied_before_the_save_excuses_nothing(tmp_path) -> None:
