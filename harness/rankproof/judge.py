@@ -284,10 +284,14 @@ def judge_checkpoints(
 ) -> list[Failure]:
     """Compare what was loaded, per world size of the loading processes, with what was saved.
 
-    What was written elsewhere, and is named as such, is not missing as well.
+    What was written elsewhere, and is named as such, is not missing as well. Nor is what another
+    process seems to have moved.
     """
     failures = []
+    moved = moved_by_others(saves, directories, loaded)
     for directory in directories:
+        if directory in moved:
+            continue
         path = Path(directory)
         here = [s for s in saves if s.directory == directory]
         hint = "" if all(s.awaited for s in here) else NOT_AWAITED_HINT
@@ -322,6 +326,33 @@ def judge_checkpoints(
                 failures.append(Failure("checkpoint_wrong", text))
                 break
     return failures
+
+
+def moved_by_others(
+    saves: list[SavedState], directories: list[str], loaded: dict[int, dict]
+) -> dict[str, str]:
+    """By directory of a save that is gone: the one that no rank named and that is there instead.
+
+    It has the leaves that were saved, or is not loaded back.
+    """
+    named = {save.directory for save in saves}
+    unnamed = [directory for directory in directories if directory not in named]
+    moved = {}
+    for directory in directories:
+        last = last_of([save for save in saves if save.directory == directory])
+        if last is None or not last.awaited or Path(directory).exists():
+            continue
+        for candidate in unnamed:
+            answers = [by_directory.get(candidate, {}) for by_directory in loaded.values()]
+            if all(_may_hold(answer, last) for answer in answers):
+                moved[directory] = candidate
+                unnamed.remove(candidate)  # it is what one of them has become
+                break
+    return moved
+
+
+def _may_hold(answer: dict, save: SavedState) -> bool:
+    return "unjudged" in answer or answer.get("leaves", {}).keys() == save.leaf_names
 
 
 def ranks_disagree_on(save: SavedState) -> list[str]:
@@ -437,11 +468,16 @@ def unjudged(saves: list[SavedState], directories: list[str], loaded: dict) -> l
     """What was not compared, and why."""
     found = [f"{s.name}: {s.unjudged}" for s in saves if s.unjudged]
     found += [f"{s.name}: {s.not_kept}" for s in saves if s.not_kept]
+    moved = moved_by_others(saves, directories, loaded)
+    for old, new in moved.items():
+        to = Path(new).name
+        found.append(f"{Path(old).name}: another process seems to have moved it to {to}")
     for directory in directories:
         name = Path(directory).name
         reasons = [answer.get(directory, {}).get("unjudged") for answer in loaded.values()]
         found += [f"{name}: {reason}" for reason in reasons if reason]
-        if directory not in {s.directory for s in saves}:
+        is_named = directory in {s.directory for s in saves}
+        if not is_named and directory not in moved.values():
             found.append(f"{name}: it loads; what was passed to its save was not seen")
     for save in saves:
         answers = [answer.get(save.directory, {}).get("leaves", {}) for answer in loaded.values()]

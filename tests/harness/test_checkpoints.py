@@ -360,6 +360,45 @@ def test_ranks_may_save_alone(tmp_path, does: str) -> None:
     assert len(report.checkpoints) == 2
 
 
+MOVED_BY_ANOTHER = "import subprocess; subprocess.run(['mv', 'aside', 'step1'], check=True)"
+
+
+def test_a_checkpoint_that_another_process_moved_is_not_judged_and_said_to_be_moved(
+    tmp_path,
+) -> None:
+    does = f"save(1, 'aside')\ndist.barrier()\nif rank == 0: {MOVED_BY_ANOTHER}"
+    report = save_and_move(tmp_path, does)
+    assert report.verdict == "not judged", report.describe()
+    assert report.unjudged == ["aside: another process seems to have moved it to step1"]
+    assert "removed or replaced" not in report.describe()
+
+
+@pytest.mark.parametrize(
+    "loses",
+    [
+        "subprocess.run(['rm', '-r', 'lost'], check=True)",
+        "subprocess.run(['rm', 'step1/.metadata'], check=True)",
+    ],
+)
+def test_what_was_moved_excuses_no_checkpoint_that_is_gone(tmp_path, loses) -> None:
+    does = f"save(1, 'lost')\nsave(1, 'aside')\n{MOVED_BY_ANOTHER}\n{loses}"
+    report = save_and_move(tmp_path, does, ranks=1)
+    assert "checkpoint_missing" in report.kinds, report.describe()
+
+
+def test_a_checkpoint_of_other_leaves_is_not_one_that_was_moved(tmp_path) -> None:
+    does = """
+        save(1, 'aside')
+        dcp.save({'other': torch.ones(1)}, checkpoint_id='step1')
+        import subprocess
+        subprocess.run(['mv', 'step1', 'step2'], check=True)
+        subprocess.run(['rm', '-r', 'aside'], check=True)
+    """
+    report = save_and_move(tmp_path, textwrap.dedent(does).strip(), ranks=1)
+    assert report.kinds == {"checkpoint_missing"}, report.describe()
+    assert "aside: the directory does not exist" in report.failures[0].text
+
+
 @pytest.mark.parametrize("defined_in", ["its own file", "a module beside it"])
 @pytest.mark.parametrize(
     ("defines", "makes", "named"),
