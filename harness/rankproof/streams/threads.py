@@ -1,7 +1,7 @@
 """Threads: what one knew when it gave something, whoever takes that will know.
 
 What is given carries the giver's clock in its ``order_clock``: a thread that starts, a future, a
-``threading.Event``, a ``queue.Queue``.
+``threading.Event``, a ``threading.Barrier``. A ``queue.Queue`` has a clock for each item.
 """
 
 import concurrent.futures
@@ -9,6 +9,7 @@ import queue
 import threading
 from collections.abc import Callable
 from concurrent.futures import Future, ThreadPoolExecutor
+from functools import wraps
 
 from rankproof.imports import called_by_recipe
 from rankproof.streams.lanes import Clock, join
@@ -19,18 +20,21 @@ GIVES = (
     (Future, "set_result"),
     (Future, "set_exception"),
     (threading.Event, "set"),
-    (queue.Queue, "put"),
 )
 TAKES = (
     (Future, "result"),
     (Future, "exception"),
     (threading.Thread, "join"),
-    (queue.Queue, "get"),
 )
 
 
 def clock_of(carrier: object) -> Clock:
     return getattr(carrier, "order_clock", {})
+
+
+def clocks_of_items(items: queue.Queue) -> list[tuple[int, Clock]]:
+    """The address of each item in a queue, and what its putter knew: the first one put first."""
+    return items.__dict__.setdefault("order_clocks", [])
 
 
 class Handovers:
@@ -51,6 +55,13 @@ class Handovers:
             recorder.watch(threading.Event, name, after=self.take_if_set)
         for owner, name in TAKES:
             recorder.watch(owner, name, after=self.take)
+        # All of the last round have left then, and none of this round has:
+        recorder.watch(threading.Barrier, "_enter", after=self.entered)
+        recorder.watch(threading.Barrier, "_exit", after=self.take)
+        recorder.replace(queue.Queue, "put", self.put_knowing())
+        recorder.replace(queue.Queue, "get", self.get_knowing())
+        recorder.watch(queue.Queue, "task_done", self.done_with_one)
+        recorder.watch(queue.Queue, "join", after=self.done_with_all)
 
     def give(self, carrier: object, *_: object, **__: object) -> None:
         thread = self.recorder.this_thread()
@@ -66,6 +77,52 @@ class Handovers:
     def take_if_set(self, is_set: bool, event: threading.Event, *_: object, **__: object) -> None:
         if is_set:
             self.take(None, event)
+
+    def entered(self, _: object, barrier: threading.Barrier) -> None:
+        self.give(barrier)
+
+    def put_knowing(self) -> Callable[..., None]:
+        """A ``put`` whose item knows what its putter knew."""
+        recorder = self.recorder
+        plain_put = queue.Queue.put
+
+        @wraps(plain_put)
+        def put(target, item, *args, **kwargs):
+            known = (id(item), dict(recorder.this_thread().clock))
+            with recorder.lock:
+                clocks_of_items(target).append(known)
+            try:
+                plain_put(target, item, *args, **kwargs)
+            except queue.Full:
+                with recorder.lock:
+                    clocks_of_items(target).remove(known)
+                raise
+
+        return put
+
+    def get_knowing(self) -> Callable[..., object]:
+        """A ``get`` whose caller learns what the putter of that item knew."""
+        recorder = self.recorder
+        plain_get = queue.Queue.get
+
+        @wraps(plain_get)
+        def get(source, *args, **kwargs):
+            item = plain_get(source, *args, **kwargs)
+            with recorder.lock:
+                for known in clocks_of_items(source):
+                    if known[0] == id(item):
+                        clocks_of_items(source).remove(known)
+                        recorder.this_thread().learn(known[1])
+                        break
+            return item
+
+        return get
+
+    def done_with_one(self, source: queue.Queue) -> None:
+        self.give(source.all_tasks_done)
+
+    def done_with_all(self, _: object, source: queue.Queue) -> None:
+        self.take(None, source.all_tasks_done)
 
     def waited_for_some(self, result: object, *_: object, **__: object) -> None:
         for future in getattr(result, "done", ()):
