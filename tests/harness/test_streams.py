@@ -4,10 +4,14 @@ A true positive is a program without one edge; its true negative is the same pro
 """
 
 import os
+import pickle
 import queue
+import signal
 import threading
+from collections.abc import Callable
 from concurrent.futures import ThreadPoolExecutor
 
+import numpy as np
 import pytest
 import torch
 import torch.distributed as dist
@@ -239,6 +243,49 @@ def test_what_a_storage_grows_to_again_is_other_memory(recorder):
     assert recorder.conflicts == []
 
 
+GROWTHS = {
+    "Tensor.resize_": lambda tensor: tensor.resize_(16),
+    "UntypedStorage.resize_": lambda tensor: tensor.untyped_storage().resize_(64),
+    "to a part": lambda tensor: tensor.untyped_storage().resize_(16),
+}
+
+
+@pytest.mark.parametrize("earlier", [write, read])
+@pytest.mark.parametrize("resize", GROWTHS.values(), ids=GROWTHS.keys())
+@pytest.mark.parametrize("ordered", [True, False])
+def test_a_resize_that_keeps_bytes_comes_after_who_uses_them(recorder, earlier, resize, ordered):
+    """It reads the old memory, and gives it back."""
+    tensor, other = torch.zeros(8), torch.cpu.Stream()
+    other.wait_stream(recorder.default_stream)
+    with torch.cpu.stream(other):
+        earlier(tensor)
+    if ordered:
+        recorder.default_stream.wait_stream(other)
+    resize(tensor)
+    assert bool(recorder.conflicts) is not ordered
+    assert all(conflict.later.operator == "resize_" for conflict in recorder.conflicts)
+
+
+@pytest.mark.parametrize("resize", GROWTHS.values(), ids=GROWTHS.keys())
+def test_what_a_resize_keeps_is_written_where_it_runs(recorder, resize):
+    tensor, other = torch.zeros(8), torch.cpu.Stream()
+    other.wait_stream(recorder.default_stream)
+    with torch.cpu.stream(other):
+        resize(tensor)
+    kept = torch.empty(0).set_(tensor.untyped_storage(), 0, (4,))
+    read(kept)
+    (conflict,) = recorder.conflicts
+    assert (conflict.earlier.operator, conflict.nbytes) == ("resize_", 16)
+
+
+def test_what_a_resize_adds_is_written_by_nobody(recorder):
+    tensor, other = torch.zeros(8), torch.cpu.Stream()
+    tensor.resize_(16)
+    with torch.cpu.stream(other):
+        write(tensor[8:])
+    assert recorder.conflicts == []
+
+
 def in_thread(work, handed_over: str) -> None:
     """Run ``work`` in another thread and learn of its end in the way named, or not at all."""
     if handed_over == "join":
@@ -303,6 +350,89 @@ def test_what_a_thread_did_is_unknown_if_it_was_not_waited_for(recorder):
     write(tensor)
     thread.join()
     assert len(recorder.conflicts) == 1
+
+
+def test_who_joins_a_queue_knows_what_was_done_with_its_items(recorder):
+    tensors, tensor = queue.Queue(), torch.zeros(8)
+    torch.cpu.synchronize()
+
+    def work() -> None:
+        read(tensors.get())
+        tensors.task_done()
+
+    thread = threading.Thread(target=work)
+    thread.start()
+    tensors.put(tensor)
+    tensors.join()
+    write(tensor)
+    thread.join()
+    assert recorder.conflicts == []
+
+
+@pytest.mark.parametrize("taken", [1, 2])
+def test_an_item_of_a_queue_knows_what_was_done_before_it_was_put(recorder, taken):
+    tensor, numbers, both_put = torch.zeros(8), queue.Queue(), threading.Semaphore(0)
+    torch.cpu.synchronize()
+
+    def work() -> None:
+        numbers.put(0)
+        write(tensor)
+        numbers.put(1)
+        both_put.release()
+
+    thread = threading.Thread(target=work)
+    thread.start()
+    both_put.acquire()  # a semaphore teaches the recorder nothing
+    for _ in range(taken):
+        numbers.get()
+    read(tensor)
+    thread.join()
+    assert bool(recorder.conflicts) is (taken == 1)
+
+
+def test_an_item_that_a_full_queue_refused_was_not_put(recorder):
+    tensor, items, item = torch.zeros(8), queue.Queue(maxsize=1), object()
+    torch.cpu.synchronize()
+    items.put("first")
+    with pytest.raises(queue.Full):
+        items.put_nowait(item)
+    items.get()
+    written = threading.Semaphore(0)
+
+    def work() -> None:
+        write(tensor)
+        items.put(item)
+        written.release()
+
+    thread = threading.Thread(target=work)
+    thread.start()
+    written.acquire()
+    items.get()
+    read(tensor)
+    thread.join()
+    assert recorder.conflicts == []
+
+
+@pytest.mark.parametrize("rounds", [1, 2])
+def test_who_passes_a_barrier_knows_what_was_done_before_it(recorder, rounds):
+    tensor, barrier, ended = torch.zeros(8), threading.Barrier(2), threading.Semaphore(0)
+    torch.cpu.synchronize()
+
+    def work() -> None:
+        barrier.wait()
+        read(tensor)
+        if rounds == 2:
+            barrier.wait()
+        ended.release()
+
+    thread = threading.Thread(target=work)
+    thread.start()
+    for _ in range(rounds):
+        barrier.wait()
+    ended.acquire()  # a semaphore teaches the recorder nothing
+    write(tensor)
+    thread.join()
+    assert bool(recorder.conflicts) is (rounds == 1)
 
 
 def test_a_thread_is_not_in_order_with_the_default_stream(recorder):
@@ -441,6 +571,149 @@ def test_an_operator_that_two_threads_use_first_is_made_once(recorder, monkeypat
     first.join()
     second.join()
     assert makers == [first]
+
+
+def sparse(values: torch.Tensor) -> torch.Tensor:
+    indices = torch.arange(len(values)).reshape(1, -1)
+    return torch.sparse_coo_tensor(indices, values, check_invariants=True)
+
+
+@pytest.mark.parametrize("ordered", [True, False])
+def test_a_sparse_tensor_is_its_values(recorder, ordered):
+    values, other = torch.ones(8), torch.cpu.Stream()
+    tensor = sparse(values)
+    other.wait_stream(recorder.default_stream)
+    with torch.cpu.stream(other):
+        write(values)
+    if ordered:
+        recorder.default_stream.wait_stream(other)
+    read(tensor)
+    assert bool(recorder.conflicts) is not ordered
+
+
+def test_training_with_sparse_gradients_has_no_conflict(recorder):
+    embedding = torch.nn.Embedding(10, 4, sparse=True)
+    optimizer = torch.optim.SparseAdam(embedding.parameters())
+    for _ in range(2):
+        embedding(torch.tensor([1, 2])).sum().backward()
+        optimizer.step()
+        optimizer.zero_grad()
+    assert recorder.conflicts == []
+
+
+STORELESS = {
+    "sparse CSR": lambda: torch.eye(3).to_sparse_csr(),
+    "MKLDNN": lambda: torch.eye(3).to_mkldnn(),
+}
+
+
+@pytest.mark.filterwarnings("ignore:Sparse CSR tensor support")
+@pytest.mark.parametrize("make", STORELESS.values(), ids=STORELESS.keys())
+def test_what_has_no_storage_runs_unseen(recorder, make):
+    tensor = make()
+    assert torch.equal((tensor * tensor).to_dense(), torch.eye(3))
+    assert str(tensor)
+    assert recorder.conflicts == []
+
+
+def test_a_forked_process_waits_for_no_lock_and_records_nothing(recorder):
+    started, held, forked = (threading.Semaphore(0) for _ in range(3))
+    write(torch.ones(2))
+    count = recorder.count
+
+    def hold_locks() -> None:
+        started.acquire()
+        with recorder.lock, recorder.makes_operator:
+            held.release()
+            forked.acquire()
+
+    thread = threading.Thread(target=hold_locks)
+    thread.start()  # it needs the lock
+    started.release()
+    held.acquire()
+    pid = os.fork()
+    if pid == 0:
+        signal.alarm(5)  # ends it if it hangs
+        write(torch.ones(2))
+        torch.cpu.synchronize()
+        hasattr(torch.ops.aten, "no_such_operator")
+        os._exit(recorder.count - count)
+    _, status = os.waitpid(pid, 0)
+    forked.release()
+    thread.join()
+    assert status == 0
+
+
+REPLACED = ["zeros", "randn", "tensor", "save", "frombuffer", "compile", "Tensor.numpy"]
+
+
+@pytest.mark.parametrize("name", REPLACED)
+def test_what_stands_for_a_function_is_pickled_as_that(name):
+    with streams.recording():
+        stand_in = eval(f"torch.{name}")
+        pickled = pickle.dumps(stand_in)
+        assert pickle.loads(pickled) is stand_in
+    assert pickle.loads(pickled) is eval(f"torch.{name}")
+
+
+@pytest.mark.filterwarnings("ignore:`torch.jit.script` is deprecated")
+def test_a_scripted_function_makes_tensors(recorder):
+    def add_zeros(tensor: torch.Tensor) -> torch.Tensor:
+        return tensor + torch.zeros(2) + torch.full((2,), 0.0)
+
+    assert torch.equal(torch.jit.script(add_zeros)(torch.ones(2)), torch.ones(2))
+
+
+def test_a_stream_has_a_device_and_an_identity(recorder):
+    first, second = torch.Stream(device="cpu"), torch.Stream(device="cpu")
+    assert first.device == torch.device("cpu")
+    assert first.stream_id != second.stream_id
+
+
+@pytest.mark.parametrize("ordered", [True, False])
+def test_an_operator_of_operators_reads_what_it_is_given(recorder, ordered):
+    tensor, other = torch.zeros(8), torch.cpu.Stream()
+    predicate = torch.tensor(True)
+    other.wait_stream(recorder.default_stream)
+    with torch.cpu.stream(other):
+        write(tensor)
+    if ordered:
+        recorder.default_stream.wait_stream(other)
+    result = torch.cond(predicate, lambda x: x + 1, lambda x: x - 1, (tensor,))
+    assert torch.equal(result, torch.full((8,), 2.0))
+    assert bool(recorder.conflicts) is not ordered
+
+
+@pytest.mark.parametrize("fullgraph", [True, False])
+def test_what_torch_compiles_is_recorded_operator_by_operator(recorder, fullgraph):
+    tensor, other = torch.zeros(8), torch.cpu.Stream()
+    compiled = torch.compile(read, backend="eager", fullgraph=fullgraph)
+    write(tensor)
+    with torch.cpu.stream(other):
+        compiled(tensor)
+    (conflict,) = recorder.conflicts
+    assert conflict.later.operator == "mul"
+
+
+HOST_READS: dict[str, Callable] = {
+    "numpy": lambda tensor: tensor.numpy(),
+    "asarray": np.asarray,
+    "from_dlpack": np.from_dlpack,
+    "save": lambda tensor: np.save(os.devnull, tensor),
+}
+
+
+@pytest.mark.parametrize("host_reads", HOST_READS.values(), ids=HOST_READS.keys())
+@pytest.mark.parametrize("ordered", [True, False])
+def test_numpy_reads_as_the_host_does(recorder, host_reads, ordered):
+    tensor, other = torch.zeros(8), torch.cpu.Stream()
+    other.wait_stream(recorder.default_stream)
+    with torch.cpu.stream(other):
+        write(tensor)
+    if ordered:
+        other.synchronize()
+    host_reads(tensor)
+    assert bool(recorder.conflicts) is not ordered
 
 
 def test_everything_is_put_back():

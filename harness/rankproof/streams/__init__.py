@@ -22,10 +22,12 @@ The model, which is that of a CUDA program:
   make itself wait for an event. ``DefaultStager``'s thread, which has a stream of its own only
   where there is an accelerator, is judged here as it behaves there.
 * Threads know what their starter, the submitter of their work item, a future, a ``threading.Event``
-  or a ``queue.Queue`` they waited for knew. ``future.done()`` teaches only the recipe's own code;
-  where a library asks, it teaches those who wait for the futures that this thread then completes.
-  Locks and conditions order nothing here: a program that relies on them alone may be blamed
-  wrongly.
+  or a ``threading.Barrier`` they waited for knew, and who put the item that they get from a
+  ``queue.Queue``. ``Queue.join()`` teaches what those knew who called ``task_done()``.
+  ``future.done()`` teaches only the recipe's own code; where a library asks, it teaches those who
+  wait for the futures that this thread then completes. Locks, conditions and semaphores order
+  nothing here: a program that relies on them alone may be blamed wrongly.
+* A forked process is not recorded.
 * ``os.pwritev`` reads the memory of its buffers as it is by then, whichever tensors lie there.
 * What ``torch.frombuffer`` maps is *host memory*, as page-locked memory is on any machine, and so
   is what is computed from it. An operator that touches host memory runs in its thread's own lane
@@ -40,12 +42,14 @@ The model, which is that of a CUDA program:
   nobody waits is found only if somebody uses its tensors. ``collectives`` says what counts as
   waiting. Collectives that torch issues in C++, or as ``_functional_collectives``, run on the lane
   that launches them.
-* ``torch.save``, ``Tensor.numpy()`` and ``tolist()`` read their tensors on the calling thread.
+* ``torch.save``, NumPy, ``Tensor.numpy()`` and ``tolist()`` read their tensors on the calling
+  thread.
 * What ``torch.randn`` and the like make without a ``device`` is made by the host, as a batch is.
 * Memory is given back, with the last reference to it, to the stream that allocated it, and goes to
   that stream's next allocation of its size, as a caching allocator would have it: what other lanes
   still do with it then conflicts. Giving it back by ``untyped_storage().resize_`` is a write of it
-  on the current lane; what it grows to again is other memory.
+  on the current lane; what it grows to again is other memory. What ``resize_`` keeps of a storage
+  that it moves is read and written on the current lane.
 
 Limits that are silent:
 
@@ -77,7 +81,7 @@ from rankproof.streams import lanes
 from rankproof.streams.beside_operators import BesideOperators
 from rankproof.streams.collectives import Collectives
 from rankproof.streams.lanes import RECORDERS
-from rankproof.streams.operators import OrderMode, make_each_operator_once
+from rankproof.streams.operators import OrderMode, allow_graph_breaks, make_each_operator_once
 from rankproof.streams.recorder import Recorder
 from rankproof.streams.threads import Handovers
 
@@ -97,8 +101,10 @@ def recording() -> Iterator[Recorder]:
         recorder.undo.callback(RECORDERS.remove, recorder)
         lanes.stand_in(recorder)
         make_each_operator_once(recorder)
+        allow_graph_breaks(recorder)
         Handovers(recorder).watch()
         BesideOperators(recorder).watch()
         Collectives(recorder).watch()
         recorder.undo.enter_context(OrderMode(recorder))
+        torch.empty(0)  # the first operator imports torch._dynamo: no fork may find that half done
         yield recorder

@@ -3,9 +3,10 @@
 import ctypes
 import os
 from collections.abc import Callable
-from functools import partial
+from functools import partial, wraps
 
 import torch
+from torch.jit._builtins import _find_builtin, _register_builtin
 
 from rankproof.imports import called_by_recipe
 from rankproof.streams.lanes import Stream
@@ -28,13 +29,16 @@ class BesideOperators:
         recorder.watch(torch, "frombuffer", after=self.mapped)
         recorder.watch(torch, "save", self.saved)
         recorder.watch(os, "pwritev", self.written)
-        for name in ("tolist", "numpy", "__repr__", "__format__"):
+        for name in ("tolist", "numpy", "__array__", "__dlpack__", "__repr__", "__format__"):
             shown = name.strip("_")
             recorder.watch(torch.Tensor, name, partial(self.read_by_python, shown))
-        recorder.watch(torch.UntypedStorage, "resize_", self.resized)
+        recorder.replace(torch.UntypedStorage, "resize_", self.resize_storage_instead())
         recorder.replace(torch.Tensor, "record_stream", self.record_stream_instead())
         for name in FACTORIES:
-            recorder.replace(torch, name, self.makes_host_values(getattr(torch, name)))
+            original = getattr(torch, name)
+            by = self.makes_host_values(original)
+            recorder.replace(torch, name, by)
+            self.have_torchscript_know(by, original)
 
     def mapped(self, tensor: torch.Tensor | None, *_: object, **__: object) -> None:
         if tensor is not None:
@@ -46,7 +50,7 @@ class BesideOperators:
 
     def read_by_python(self, name: str, tensor: torch.Tensor, *_: object, **__: object) -> None:
         if type(tensor) in PLAIN and called_by_recipe(DISPATCHERS):
-            self.read(name, [tensor], waits=True)
+            self.read(name, list(tensors_in(tensor)), waits=True)
 
     def read(self, name: str, tensors: list[torch.Tensor], waits: bool) -> None:
         """On the calling thread: host memory as it is by now, a device's after waiting."""
@@ -70,23 +74,15 @@ class BesideOperators:
                     start = ctypes.addressof(ctypes.c_char.from_buffer(buffer))
                     recorder.read_at("os.pwritev", start, buffer.nbytes, thread, thread.line())
 
-    def resized(self, storage: torch.UntypedStorage, size: int) -> None:
-        """Shrinking a storage gives its memory back, in the order of the current lane.
-
-        What it grows to is other memory, even where the CPU gives the same address again: a caching
-        allocator may take it from another stream's pool.
-        """
+    def resize_storage_instead(self) -> Callable[[torch.UntypedStorage, int], object]:
         recorder = self.recorder
-        if size >= storage.nbytes() or storage.device.type != "cpu":
-            return
-        thread = recorder.this_thread()
-        whole = torch.empty(0, dtype=torch.uint8).set_(storage)
-        with recorder.lock:
-            thread.current.launch(thread)
-            recorder.access("resize_", whole, True, thread.current, thread.line())
-            region = recorder.memory.region_of(storage)
-            region.home = None  # given back, in order, now
-            recorder.memory.forget(region)
+        plain_resize = torch.UntypedStorage.resize_
+
+        def resize_(storage: torch.UntypedStorage, size: int) -> object:
+            with recorder.resizing(storage):
+                return plain_resize(storage, size)
+
+        return resize_
 
     def record_stream_instead(self) -> Callable[[torch.Tensor, Stream], None]:
         recorder = self.recorder
@@ -101,6 +97,7 @@ class BesideOperators:
         """``factory``, whose tensor the host makes where no device is named."""
         recorder = self.recorder
 
+        @wraps(factory)
         def call(*args, **kwargs):
             thread = recorder.this_thread()
             before = thread.makes_host_values
@@ -111,3 +108,10 @@ class BesideOperators:
                 thread.makes_host_values = before
 
         return call
+
+    def have_torchscript_know(self, by: Callable, original: Callable) -> None:
+        """A scripted function that names ``by`` gets the operator of ``original``."""
+        operator = _find_builtin(original)
+        if operator is not None:
+            _register_builtin(by, operator)
+            self.recorder.undo.callback(_register_builtin, by, None)

@@ -49,6 +49,8 @@ class Awaited:
 class Stream(Awaited):
     """A lane that operators run on in order. Same methods as a CUDA stream."""
 
+    device = torch.device("cpu")
+
     def __init__(
         self,
         device=None,
@@ -63,6 +65,10 @@ class Stream(Awaited):
         self.name = name or f"the stream made at {recipe_line() or torch_line()}"
         if recorder is None:
             self.recorder.streams.append(self)
+
+    @property
+    def stream_id(self) -> int:
+        return self.lane
 
     def launch(self, host: "HostThread") -> None:
         """Begin an operator: after all before it on this lane and all that ``host`` knows."""

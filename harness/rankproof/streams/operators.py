@@ -1,11 +1,10 @@
 """Operators: what each reads and writes, on which lane it runs, and whether its caller waits."""
 
-import threading
 from collections.abc import Callable, Iterator
-from functools import cache
+from functools import cache, wraps
 
 import torch
-from torch._ops import OpOverloadPacket, _OpNamespace
+from torch._ops import HigherOrderOperator, OpOverloadPacket, _OpNamespace
 from torch._subclasses.fake_tensor import FakeTensor
 from torch.utils._python_dispatch import TorchDispatchMode
 
@@ -22,14 +21,22 @@ PLAIN = frozenset((torch.Tensor, torch.nn.Parameter))
 
 
 def tensors_in(value: object) -> Iterator[torch.Tensor]:
-    """The tensors in nested dicts, lists and tuples."""
+    """The tensors that have a storage in nested dicts, lists and tuples."""
     if isinstance(value, torch.Tensor):
-        yield value
+        yield from stored_parts(value)
     elif isinstance(value, dict):
         yield from tensors_in(list(value.values()))
     elif isinstance(value, list | tuple):
         for item in value:
             yield from tensors_in(item)
+
+
+def stored_parts(tensor: torch.Tensor) -> tuple[torch.Tensor, ...]:
+    """``tensor``, or the parts of a sparse one; nothing of one whose memory has no address."""
+    if tensor.layout == torch.sparse_coo:
+        return tensor._indices(), tensor._values()
+    has_storage = tensor.layout in (torch.strided, torch.jagged)
+    return (tensor,) if has_storage else ()
 
 
 def plain_tensors_in(value: object) -> list[torch.Tensor]:
@@ -44,16 +51,15 @@ def make_each_operator_once(recorder: Recorder) -> None:
     bare pointer to the other: once that is collected, the next use ends the process by SIGSEGV.
     Up to 2.12 the slower thread's use raises "INTERNAL ASSERT FAILED".
     """
-    lock = threading.RLock()
     for owner in (_OpNamespace, OpOverloadPacket):
-        recorder.replace(owner, "__getattr__", made_once(owner.__getattr__, lock))
+        recorder.replace(owner, "__getattr__", made_once(owner.__getattr__, recorder))
 
 
-def made_once(make: Callable, lock: threading.RLock) -> Callable:
-    """A ``__getattr__`` that looks again, behind ``lock``, before it calls ``make``."""
+def made_once(make: Callable, recorder: Recorder) -> Callable:
+    """A ``__getattr__`` that looks again, behind a lock, before it calls ``make``."""
 
     def found_or_made(owner: object, name: str) -> object:
-        with lock:
+        with recorder.makes_operator:
             made_meanwhile = vars(owner).get(name)
             if made_meanwhile is not None:
                 return made_meanwhile
@@ -62,8 +68,21 @@ def made_once(make: Callable, lock: threading.RLock) -> Callable:
     return found_or_made
 
 
+def allow_graph_breaks(recorder: Recorder) -> None:
+    """Have ``torch.compile`` run functions as they are: under a mode, it refuses ``fullgraph``."""
+    plain_compile = torch.compile
+
+    @wraps(plain_compile)
+    def compile_in_parts(model=None, *, fullgraph=False, **options):
+        return plain_compile(model, **options)
+
+    recorder.replace(torch, "compile", compile_in_parts)
+
+
 class OrderMode(TorchDispatchMode):
     """Gives the recorder every read and write of plain tensors; subclasses are unwrapped first."""
+
+    supports_higher_order_operators = True
 
     def __init__(self, recorder: Recorder) -> None:
         super().__init__()
@@ -71,11 +90,17 @@ class OrderMode(TorchDispatchMode):
 
     def __torch_dispatch__(self, func, types, args=(), kwargs=None):
         kwargs = kwargs or {}
-        if FakeTensor in types:  # shapes only, no memory
+        if FakeTensor in types or self.recorder.is_forked:  # shapes only, no memory
             return func(*args, **kwargs)
         if not PLAIN.issuperset(types):
             return NotImplemented
+        if func is torch.ops.aten.resize_.default:
+            with self.recorder.resizing(args[0].untyped_storage()):
+                return func(*args, **kwargs)
         result = func(*args, **kwargs)
+        if isinstance(func, HigherOrderOperator):
+            self.note(func, func.name(), args, kwargs, result)
+            return result
         name = func._schema.name.partition("::")[2]
         if name == "_foreach_copy_":
             self.note_each_copy(args, kwargs)
@@ -141,6 +166,10 @@ def lane_of(host: HostThread, inputs: list[torch.Tensor], by_host: bool) -> Stre
 
 def touched_inputs(func, args: tuple, kwargs: dict) -> Iterator[tuple[torch.Tensor, bool]]:
     """Each tensor that an operator is given, and whether it writes it."""
+    if isinstance(func, HigherOrderOperator):  # it has no schema
+        for tensor in plain_tensors_in([args, kwargs]):
+            yield tensor, False
+        return
     for index, argument in enumerate(func._schema.arguments):
         value = args[index] if index < len(args) else kwargs.get(argument.name)
         for tensor in tensors_in(value):

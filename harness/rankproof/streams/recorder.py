@@ -2,7 +2,10 @@
 
 import contextlib
 import itertools
+import os
 import threading
+import types
+from collections.abc import Iterator
 from dataclasses import replace
 from typing import Any
 from unittest import mock
@@ -23,6 +26,21 @@ def is_seen(tensor: torch.Tensor) -> bool:
     return tensor.device.type == "cpu" and strided and tensor.numel() > 0
 
 
+def resize_of(region: Region, nbytes: int, lane: Stream, where: str) -> Access:
+    """The write of the first ``nbytes`` of ``region`` by ``resize_``."""
+    ranges = ((region.start, region.start + nbytes),)
+    return Access("resize_", True, where, lane, lane.clock[lane.lane], ranges)
+
+
+def call_as_found(owner: Any, name: str) -> None:
+    """Have what stands for ``owner.name`` be pickled as that."""
+    stand_in = getattr(owner, name)
+    if isinstance(stand_in, types.FunctionType):
+        is_class = isinstance(owner, type)
+        stand_in.__module__ = owner.__module__ if is_class else owner.__name__
+        stand_in.__qualname__ = f"{owner.__qualname__}.{name}" if is_class else name
+
+
 class Recorder:
     """The lanes and threads, the memory they touched, and the conflicts found."""
 
@@ -30,6 +48,8 @@ class Recorder:
         self.conflicts: list[Conflict] = []
         self.count = 0
         self.lock = threading.RLock()
+        self.makes_operator = threading.RLock()
+        self.is_forked = False
         self.lanes = itertools.count(1)
         self.memory = Memory(when_freed=self.free)
         self.threads = threading.local()
@@ -40,13 +60,23 @@ class Recorder:
         self.freed: dict[tuple[int, int], list[list[Access]]] = {}  # by lane and bytes
         self.undo = contextlib.ExitStack()
 
-    def watch(self, *args: Any, **kwargs: Any) -> None:
+    def watch(self, owner: Any, name: str, *args: Any, **kwargs: Any) -> None:
         """:func:`rankproof.imports.around`, until the end."""
-        self.undo.callback(around(*args, **kwargs))
+        self.undo.callback(around(owner, name, *args, **kwargs))
+        call_as_found(owner, name)
 
-    def replace(self, owner: object, name: str, by: object) -> None:
+    def replace(self, owner: Any, name: str, by: object) -> None:
         """Have ``by`` stand for ``owner.name`` until the end."""
         self.undo.enter_context(mock.patch.object(owner, name, by))
+        call_as_found(owner, name)
+
+    def begin_in_fork(self) -> None:
+        """Nothing is recorded in a forked process, whose locks threads may hold that it has not."""
+        self.lock = threading.RLock()
+        self.makes_operator = threading.RLock()
+        self.is_forked = True
+        self.memory = Memory(when_freed=self.free)
+        self.freed = {}
 
     # Threads
 
@@ -71,7 +101,7 @@ class Recorder:
         collective: Collective | None = None,
     ) -> None:
         """Note that ``operator``, running on ``on`` now, reads or writes ``tensor``."""
-        if not is_seen(tensor):
+        if not is_seen(tensor) or self.is_forked:
             return
         with self.lock:
             self.count += 1
@@ -79,11 +109,14 @@ class Recorder:
             time = on.clock[on.lane]
             ranges = byte_ranges(tensor)
             access = Access(operator, writes, where, on, time, ranges, collective)
-            self.compare(region, access)
-            for other in region.aliases:
-                if other.alive():
-                    self.compare(other, access)
-            region.add(access)
+            self.touch(region, access)
+
+    def touch(self, region: Region, access: Access) -> None:
+        self.compare(region, access)
+        for other in region.aliases:
+            if other.alive():
+                self.compare(other, access)
+        region.add(access)
 
     def read_at(self, operator: str, start: int, nbytes: int, on: Stream, where: str) -> None:
         """Note that ``operator`` reads memory by its address, whichever tensors lie there."""
@@ -136,6 +169,36 @@ class Recorder:
                 whole = ((region.start, region.end),)
                 region.accesses += [replace(access, ranges=whole) for access in pending.pop()]
 
+    @contextlib.contextmanager
+    def resizing(self, storage: torch.UntypedStorage) -> Iterator[None]:
+        """A storage that ``resize_`` moves gives its memory back, in the order of the current lane.
+
+        What it keeps is read there before, and written to other memory. That is other memory even
+        where the CPU gives the same address again: a caching allocator may take it from another
+        stream's pool.
+        """
+        if storage.device.type != "cpu" or not storage.nbytes():
+            yield
+            return
+        region = self.memory.region_of(storage)
+        yield
+        if storage.nbytes() == region.nbytes:
+            return
+        thread = self.this_thread()
+        lane = thread.current
+        with self.lock:
+            lane.launch(thread)
+            self.count += 1
+            self.touch(region, resize_of(region, region.nbytes, lane, thread.line()))
+            region.home = None  # given back, in order, now
+            self.memory.forget(region)
+            kept = min(region.nbytes, storage.nbytes())
+            if kept:
+                moved = self.memory.region_of(storage)
+                moved.home = lane
+                moved.on_host = region.on_host
+                moved.add(resize_of(moved, kept, lane, thread.line()))
+
     def free(self, region: Region) -> None:
         """The last reference to ``region`` is gone: keep what its home stream does not wait for."""
         home = region.home
@@ -166,3 +229,11 @@ class Recorder:
             "streams": len(self.streams) - 1,
             "accesses": self.count,
         }
+
+
+def begin_in_fork() -> None:
+    for recorder in RECORDERS:
+        recorder.begin_in_fork()
+
+
+os.register_at_fork(after_in_child=begin_in_fork)
