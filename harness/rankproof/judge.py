@@ -352,6 +352,8 @@ def moved_by_others(
 
 
 def _may_hold(answer: dict, save: SavedState) -> bool:
+    if "error" in answer:
+        return False
     return "unjudged" in answer or answer.get("leaves", {}).keys() == save.leaf_names
 
 
@@ -492,13 +494,20 @@ def unjudged(saves: list[SavedState], directories: list[str], loaded: dict) -> l
     return list(dict.fromkeys(found))
 
 
+def signal_name(number: int) -> str:
+    """``SIGTERM``; of a real-time signal, its number."""
+    if number in {*Signals}:
+        return Signals(number).name
+    return f"signal {number}"
+
+
 def without_record(ranks: list[Rank]) -> str:
     """Which ranks left no record, and what signal ended them; empty if all left one."""
     found = []
     silent = []
     for rank in ranks:
         if rank.record is None and rank.exit is not None and rank.exit < 0:
-            found.append(f"rank {rank.number} was ended by {Signals(-rank.exit).name}")
+            found.append(f"rank {rank.number} was ended by {signal_name(-rank.exit)}")
         elif rank.record is None:
             silent.append(str(rank.number))
     if silent:
@@ -550,7 +559,7 @@ def _judge_missing(rank: Rank, timed_out: bool, hint: str) -> list[Failure]:
             return []
         kind, text = "hung", f"still running at the deadline{_innermost(rank.stacks)}"
     elif rank.exit < 0:
-        signal = Signals(-rank.exit).name
+        signal = signal_name(-rank.exit)
         cause = re.search(r"what\(\):\s*(.*)", rank.output)
         kind, text = "killed", f"ended by {signal}" + (f": {cause[1]}" if cause else "")
     return [Failure(kind, text, rank.number, hint)]

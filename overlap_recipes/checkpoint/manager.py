@@ -34,13 +34,14 @@ WRAPPED = (
     "torch.compile(FullyShardedDataParallel(checkpoint_wrapper(layer))) can be loaded"
 )
 NOTHING_TO_TRAIN = (
-    "rank %s holds nothing of what an optimizer trains, so that FullyShardedDataParallel has state "
-    "on other ranks alone: shard each layer by itself, or use fully_shard"
+    "rank %s holds nothing of what optimizer %s trains, so that it has no state there, and "
+    "FullyShardedDataParallel cannot save it: shard each layer by itself (auto_wrap_policy), or "
+    "use fully_shard"
 )
 NO_GROUP = (
     "this is one of %s ranks, as WORLD_SIZE says, without a process group, and each would save as "
-    "if it were the only one: call torch.distributed.init_process_group first. A job of one rank "
-    "that a launcher has started beside others takes WORLD_SIZE out of os.environ"
+    "if it were the only one: call torch.distributed.init_process_group first. If this job is "
+    "alone, and its launcher has started others beside it: del os.environ['WORLD_SIZE']"
 )
 
 
@@ -140,6 +141,7 @@ class CheckpointManager:
         self.latest: Future | None = None
         self.forgotten = Forgotten(state)
         self.block = ExitStack()
+        self.entered_by = 0  # a process
 
     def __enter__(self) -> "CheckpointManager":
         ranks = os.environ.get("WORLD_SIZE", "1")
@@ -154,14 +156,18 @@ class CheckpointManager:
             self.newest_on_entry = self.newest_of_first_rank()
             self.saves.prepare({"app": self.state})
             self.block = block.pop_all()
+        self.entered_by = os.getpid()
         atexit.register(self.end_at_exit)
         return self
 
     def refuse_ranks_without_state(self) -> None:
         """Raise on all ranks where one has no part of what an optimizer trains, under FSDP1."""
-        of_ranks = self.saves.together(lambda: trains_nothing(self.state), group=CALLING)
-        if True in of_ranks and False in of_ranks:
-            raise RuntimeError(NOTHING_TO_TRAIN % of_ranks.index(True))
+        if not self.state.has_flat_parameters():
+            return
+        of_ranks = self.saves.together(lambda: elements_trained(self.state), group=CALLING)
+        for number, of_optimizer in enumerate(zip(*of_ranks, strict=True)):
+            if any(of_optimizer) and not all(of_optimizer):
+                raise RuntimeError(NOTHING_TO_TRAIN % (of_optimizer.index(0), number))
 
     def newest_of_first_rank(self) -> int | None:
         def newest() -> int | None:
@@ -291,8 +297,10 @@ class CheckpointManager:
         """Wait for the save under way of a script that ends inside the block, and say so."""
         if self.latest is None or self.latest.done():
             return
+        if os.getpid() != self.entered_by:  # a forked process, which has no thread that saves
+            return
         LOG.error(
-            "the script ends while step %s is saved, and nobody has left the manager: use `with`",
+            "the script ends beside the save of step %s; nobody has left the manager: use `with`",
             self.latest_step,
         )
         with suppress(Exception):  # the save logs why it failed
@@ -330,17 +338,15 @@ def name_inside(module: nn.Module) -> str | None:
     return None
 
 
-def trains_nothing(state: TrainingState) -> bool:
-    """Whether all that one of the optimizers trains lies on other ranks, under FSDP1."""
-    if not state.has_flat_parameters():
-        return False
+def elements_trained(state: TrainingState) -> list[int]:
+    """How many elements of parameters each optimizer trains on this rank."""
+    found = []
     for optimizer in state.optimizers:
         trained = 0
         for group in optimizer.param_groups:
             trained += sum(p.numel() for p in group["params"] if p.requires_grad)
-        if trained == 0:
-            return True
-    return False
+        found.append(trained)
+    return found
 
 
 def checked_step(step: int) -> int:

@@ -10,6 +10,7 @@ import sys
 import threading
 from functools import partial
 from pathlib import Path
+from unittest import mock
 
 import pytest
 import torch
@@ -680,6 +681,18 @@ def test_a_save_that_has_not_begun_when_the_block_is_left_is_finished(
         checkpoints.save(1)
         raise leave
     assert names(tmp_path) == ["step1"]
+
+
+def test_a_forked_process_ends_without_the_save_of_the_one_that_entered(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    with CheckpointManager(tmp_path, Job().state) as checkpoints:
+        checkpoints.latest = under_way = mock.Mock()
+        under_way.done.return_value = False
+        monkeypatch.setattr(os, "getpid", lambda: 0)
+        checkpoints.end_at_exit()
+        under_way.result.assert_not_called()
+        checkpoints.latest = None
 
 
 NEVER_LEFT = """

@@ -324,14 +324,20 @@ def hosts(root: Path, device: torch.device) -> None:
 
 
 def nothing_to_train(root: Path, device: torch.device) -> None:
-    """What is trained lies on rank 0 alone: every rank is told, before any waits for the other."""
+    """One rank has all that an optimizer trains: each is told, before any waits for the other."""
     layers = nn.Sequential(nn.Linear(8, 8), nn.Linear(8, 8))
-    layers[1].requires_grad_(False)
     model = FullyShardedDataParallel(layers, use_orig_params=True, device_id=device)
-    trained = [p for p in model.parameters() if p.requires_grad]
-    state = TrainingState(model, torch.optim.AdamW(trained))
-    manager = CheckpointManager(root, state)
-    raises(RuntimeError, "rank 1 holds nothing of what an optimizer trains", manager.__enter__)
+    first, second = (torch.optim.AdamW(layer.parameters()) for layer in layers)
+
+    def refused(optimizers: list, words: str) -> None:
+        manager = CheckpointManager(root, TrainingState(model, optimizers))
+        raises(RuntimeError, words, manager.__enter__)
+
+    refused([first], "rank 1 holds nothing of what optimizer 0 trains")
+    refused([second], "rank 0 holds nothing of what optimizer 0 trains")
+    refused([second, first], "rank 0 holds nothing of what optimizer 0 trains")
+    layers[0].requires_grad_(False)
+    refused([first, second], "rank 0 holds nothing of what optimizer 1 trains")
 
 
 TROUBLES = (

@@ -21,6 +21,7 @@ from torch.distributed.checkpoint.staging import DefaultStager, StagingOptions
 from torch.distributed.fsdp import fully_shard
 
 from rankproof import streams
+from rankproof.streams.threads import clocks_of_items
 
 pytestmark = pytest.mark.skipif(
     torch.accelerator.is_available(), reason="an accelerator's streams are real"
@@ -276,6 +277,55 @@ def test_what_a_resize_keeps_is_written_where_it_runs(recorder, resize):
     read(kept)
     (conflict,) = recorder.conflicts
     assert (conflict.earlier.operator, conflict.nbytes) == ("resize_", 16)
+
+
+def test_host_memory_is_resized_by_the_host(recorder):
+    on_host = torch.frombuffer(bytearray(16), dtype=torch.float32) + 1
+    on_host.resize_(8)
+    on_host.add_(1)
+    assert recorder.conflicts == []
+
+
+def test_resize_as_moves_what_another_stream_writes(recorder):
+    tensor, other = torch.zeros(8), torch.cpu.Stream()
+    other.wait_stream(recorder.default_stream)
+    with torch.cpu.stream(other):
+        write(tensor)
+    tensor.resize_as_(torch.zeros(4096))
+    (conflict,) = recorder.conflicts
+    assert conflict.later.operator == "resize_"
+
+
+def test_an_item_that_was_never_put_teaches_nobody(recorder):
+    items = queue.Queue(maxsize=1)
+    with pytest.raises(ValueError, match="timeout"):
+        items.put(object(), timeout=-1)
+    assert clocks_of_items(items) == []
+
+
+def test_a_copy_by_detach_reads(recorder):
+    tensor, other = torch.zeros(8), torch.cpu.Stream()
+    other.wait_stream(recorder.default_stream)
+    with torch.cpu.stream(other):
+        write(tensor)
+    torch.detach_copy(tensor)
+    (conflict,) = recorder.conflicts
+    assert conflict.later.operator == "detach_copy"
+
+
+def test_a_sparse_matrix_by_rows_is_resized_unseen(recorder):
+    by_rows = torch.ones(2, 2).to_sparse_csr()
+    assert by_rows.resize_(3, 3).shape == (3, 3)
+    assert recorder.conflicts == []
+
+
+def test_the_meta_device_makes_what_it_makes_without_a_recorder():
+    from torch.utils._device import _device_constructors
+
+    _device_constructors.cache_clear()  # as in a process that has used no such device yet
+    with streams.recording(), torch.device("meta"):
+        assert torch.zeros(3).device.type == "meta"
+        assert torch.nn.BatchNorm1d(3).running_mean.device.type == "meta"
 
 
 def test_what_a_resize_adds_is_written_by_nobody(recorder):

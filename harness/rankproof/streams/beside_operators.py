@@ -7,6 +7,7 @@ from functools import partial, wraps
 
 import torch
 from torch.jit._builtins import _find_builtin, _register_builtin
+from torch.utils._device import _device_constructors
 
 from rankproof.imports import called_by_recipe
 from rankproof.streams.lanes import Stream
@@ -34,6 +35,7 @@ class BesideOperators:
             recorder.watch(torch.Tensor, name, partial(self.read_by_python, shown))
         recorder.replace(torch.UntypedStorage, "resize_", self.resize_storage_instead())
         recorder.replace(torch.Tensor, "record_stream", self.record_stream_instead())
+        _device_constructors()  # torch.device("meta") keeps those that its first use finds
         for name in FACTORIES:
             original = getattr(torch, name)
             by = self.makes_host_values(original)

@@ -13,7 +13,8 @@ from rankproof.streams.lanes import HostThread, Stream
 from rankproof.streams.lines import DISPATCHERS
 from rankproof.streams.recorder import Recorder
 
-NO_ACCESS = ("empty", "new_empty", "set_", "resize_", "detach", "is_pinned", "wait_tensor")
+NO_ACCESS = {"set_", "resize_", "resize_as_", "detach", "detach_", "is_pinned", "wait_tensor"}
+RESIZES = {torch.ops.aten.resize_.default, torch.ops.aten.resize_as_.default}
 HOST_WAITS = ("_local_scalar_dense", "equal", "nonzero", "is_nonzero")
 STAGING_FILES = ("_state_dict_utils.py", "_state_dict_stager.py")
 UNANNOTATED = ("c10d", "fsdp")  # their schemas do not mark what is written
@@ -94,7 +95,7 @@ class OrderMode(TorchDispatchMode):
             return func(*args, **kwargs)
         if not PLAIN.issuperset(types):
             return NotImplemented
-        if func is torch.ops.aten.resize_.default:
+        if func in RESIZES and args[0].layout == torch.strided:
             with self.recorder.resizing(args[0].untyped_storage()):
                 return func(*args, **kwargs)
         result = func(*args, **kwargs)
@@ -107,7 +108,7 @@ class OrderMode(TorchDispatchMode):
         elif name.startswith(("empty", "new_empty")):
             for tensor in plain_tensors_in(result):
                 self.recorder.allocated(tensor, self.recorder.this_thread().current)
-        elif not func.is_view and not name.startswith(NO_ACCESS):
+        elif not func.is_view and name not in NO_ACCESS:
             self.note(func, name, args, kwargs, result)
         return result
 

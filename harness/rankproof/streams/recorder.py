@@ -185,7 +185,7 @@ class Recorder:
         if storage.nbytes() == region.nbytes:
             return
         thread = self.this_thread()
-        lane = thread.current
+        lane = thread if region.on_host else thread.current
         with self.lock:
             lane.launch(thread)
             self.count += 1

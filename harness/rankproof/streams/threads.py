@@ -93,7 +93,7 @@ class Handovers:
                 clocks_of_items(target).append(known)
             try:
                 plain_put(target, item, *args, **kwargs)
-            except queue.Full:
+            except BaseException:  # it is in the queue of nobody
                 with recorder.lock:
                     clocks_of_items(target).remove(known)
                 raise
