@@ -74,17 +74,21 @@ def write_in_turn(ledger: Ledger) -> None:
     """``hold_write``, and a write that was held begins when all saves before it have ended.
 
     Where two saves are in flight, which of them ends first decides what a script finds later. Here
-    it is always the earlier one.
+    it is always the earlier one. A writer that both share has the later one's path by then, so the
+    thread tells which save it writes.
     """
+    of_thread = threading.local()
 
-    def before_write(writer: object, *_: object, **__: object) -> None:
-        path = os.path.abspath(writer.path)
-        number = max((s.number for s in ledger.saves if s.directory == path), default=0)
-        for save in ledger.saves[:number]:
+    def on_upload(begun: Save) -> None:
+        of_thread.number = begun.number
+
+    def before_write(*_: object, **__: object) -> None:
+        for save in ledger.saves[: getattr(of_thread, "number", 0)]:
             if save.in_flight:
                 EXCEPTION(save.upload)  # waits
 
     def install() -> None:
+        ledger.on_upload.append(on_upload)
         hold_write(ledger)
         around(sys.modules[DCP].FileSystemWriter, "write_data", before_write)
 

@@ -274,7 +274,7 @@ def test_what_a_forked_process_saves_meanwhile_is_not_taken_for_its_ranks_save(t
             child = os.fork()
             if child == 0:
                 os.read(reading, 2)
-                dcp.save({"weight": torch.ones(4)}, checkpoint_id="childs", no_dist=True)
+                dcp.save({"weight": torch.ones(4)}, checkpoint_id="of_child", no_dist=True)
                 os._exit(0)
             dcp.save({"own": SavedLast()}, checkpoint_id="parents", no_dist=True)
     """
