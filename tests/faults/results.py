@@ -72,7 +72,7 @@ def save_faults(results: list[dict]) -> list[dict]:
             row[outcome.replace(" ", "_")] = sum(r["outcome"] == outcome for r in group)
         row["hung"] = sum(bool(result["hung"]) for result in group)
         row["training_ended"] = sum(not result["goes_on"] for result in group)
-        rows.append(row | ({"recipes": STRUCK} if way == "retention" else {}))
+        rows.append(row | {"recipes": STRUCK if way == "retention" else []})
     return rows
 
 
