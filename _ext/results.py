@@ -210,8 +210,7 @@ class ResultTable(ResultDirective):
             body.append(line)
         headings = [heading(name) for name in with_column + columns]
         shown = [_table(["Way"] + headings, body)]
-        for number, note in enumerate(notes, 1):
-            shown.append(_small(f"{number}. {note}"))
+        shown += _numbered(notes)
         shown += self._origin(result, rows, same, columns)
         shown.append(self._others())
         return shown
@@ -317,6 +316,10 @@ def link(page: str, kind: str, target: str, shown: nodes.Node) -> addnodes.pendi
 
 def not_run(name: str, reason: str) -> str:
     return f"Not run: {name}: {reason.rstrip('.')}."
+
+
+def _numbered(notes: list[str]) -> list[nodes.Node]:
+    return [_small(f"{number}. {note}") for number, note in enumerate(notes, 1)]
 
 
 def _small(text: str) -> nodes.paragraph:
@@ -596,8 +599,7 @@ class FirstTableDirective(ResultDirective):
                 line.append(nodes.paragraph("", text))
             body.append(line)
         shown = [_table(["Way"] + table.headings, body)]
-        for number, note in enumerate(notes, 1):
-            shown.append(_small(f"{number}. {note}"))
+        shown += _numbered(notes)
         shown.append(_small(f"Measured on {table.origin}"))
         if table.left_out:
             names = ", ".join(table.left_out)

@@ -7,6 +7,7 @@ from pathlib import Path
 import pytest
 from written_recipes import write
 
+from rankproof.judge import SavedState, moved_by_others
 from rankproof.run import Report, load_back, run
 
 SAVES = """
@@ -384,6 +385,14 @@ def test_what_was_moved_excuses_no_checkpoint_that_is_gone(tmp_path, loses) -> N
     does = f"save(1, 'lost')\nsave(1, 'aside')\n{MOVED_BY_ANOTHER}\n{loses}"
     report = save_and_move(tmp_path, does, ranks=1)
     assert "checkpoint_missing" in report.kinds, report.describe()
+
+
+def test_what_does_not_load_is_not_what_was_moved(tmp_path) -> None:
+    """Of a save whose leaves nobody has noted, either."""
+    gone, torn = str(tmp_path / "gone"), str(tmp_path / "torn")
+    save = SavedState(gone, "save")
+    answers = {1: {torn: {"error": "no metadata"}}}
+    assert moved_by_others([save], [gone, torn], answers) == {}
 
 
 def test_a_checkpoint_of_other_leaves_is_not_one_that_was_moved(tmp_path) -> None:

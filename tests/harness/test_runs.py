@@ -300,6 +300,17 @@ def test_a_rank_that_was_ended_by_a_signal_is_said_to_be(tmp_path) -> None:
     assert report.failures[0].text == "rank 1 was ended by SIGTERM"
 
 
+def test_a_rank_that_a_real_time_signal_ended_is_judged(tmp_path) -> None:
+    """Such signals have no names of their own."""
+    text = """
+        import os
+
+        os.kill(os.getpid(), 35)
+    """
+    report = run(write(tmp_path, "ends.py", text), 1, launcher="warm")
+    assert "ended by signal 35" in report.describe()
+
+
 def test_an_exception_that_cannot_say_what_it_is_is_told_by_its_type(tmp_path) -> None:
     text = """
         class Mute(Exception):
