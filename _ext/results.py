@@ -50,6 +50,7 @@ from benchmarks.result_files import (
     in_words,
     known,
     load,
+    of_other_runs,
     plain,
     round_number,
     written,
@@ -567,7 +568,8 @@ class ResultGain(ResultDirective):
             text += nodes.literal("", row["name"])
         tokens = {row.get("tokens") for row in found} - {None}
         at = f", {tokens.pop():,} tokens a step" if len(tokens) == 1 else ""
-        text += nodes.Text(f". Stock {found[0]['model']}{at}, {result.machine}.")
+        machine = "; ".join([result.machine, *of_other_runs(found)])
+        text += nodes.Text(f". Stock {found[0]['model']}{at}, {machine}.")
         return [text]
 
 
@@ -604,6 +606,9 @@ class FirstTableDirective(ResultDirective):
         if table.left_out:
             names = ", ".join(table.left_out)
             shown.append(_small(f"Left out, since their code has changed: {names}."))
+        if table.of_other_runs:
+            names = ", ".join(table.of_other_runs)
+            shown.append(_small(f"Left out, since they were measured in another run: {names}."))
         return shown
 
 

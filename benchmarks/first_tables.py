@@ -3,8 +3,9 @@
     python -m benchmarks.first_tables   # list results of earlier code; exit 1 if a file is bad
 
 A first table shows figures of today's code alone, from one file: one kind of machine. Where the
-code of a row has changed since, the row is left out; the explorer of results still has it. A row
-that others are compared with is on the page on method.
+code of a row has changed since, or the row was measured in another run than the others, it is left
+out; the explorer of results still has it. A row that others are compared with is on the page on
+method.
 """
 
 import argparse
@@ -46,6 +47,7 @@ class FirstTable:
     cells: dict[str, list[str]]  # the name of a row, and its figures
     origin: str  # one sentence
     left_out: list[str]  # names of rows that measured earlier code
+    of_other_runs: list[str]  # names of rows that were not measured beside the others
 
 
 def first_table(name: str, repo: Path) -> FirstTable | None:
@@ -58,10 +60,12 @@ def first_table(name: str, repo: Path) -> FirstTable | None:
     for result in found:
         rows = rows_over_tokens(result) if result.benchmark.lines else rows_of_first_case(result)
         rows = [row for row in rows if row["name"] not in REFERENCES]
+        apart = [row for row in rows if "run" in row]
+        rows = [row for row in rows if "run" not in row]
         today = [row for row in rows if not changed_recipes(result.measured([row]), repo)]
         ours = [row for row in today if result.measured([row])]  # a peer's has no code of ours
         if ours:
-            return table_of(result, rows, today)
+            return table_of(result, rows, today, apart)
     return None
 
 
@@ -88,7 +92,7 @@ def is_usual(row: dict) -> bool:
     return all(row.get(parameter, value) == value for parameter, value in USUAL.items())
 
 
-def table_of(result: Result, rows: list[dict], today: list[dict]) -> FirstTable:
+def table_of(result: Result, rows: list[dict], today: list[dict], apart: list[dict]) -> FirstTable:
     if result.benchmark.lines:
         headings, cells = cells_over_tokens(result, today)
         case = ""
@@ -100,8 +104,14 @@ def table_of(result: Result, rows: list[dict], today: list[dict]) -> FirstTable:
                 case += f"; {parameter}: {plain(value)}"
     shown = [row for row in today if row["name"] in cells]
     origin = f"{result.origin(shown)}; {in_words(result.data['workload'])}{case}."
-    names = [row["name"] for row in rows if row not in today]
-    return FirstTable(headings, cells, origin, list(dict.fromkeys(names)))
+    earlier = [row["name"] for row in rows if row not in today]
+    return FirstTable(
+        headings=headings,
+        cells=cells,
+        origin=origin,
+        left_out=list(dict.fromkeys(earlier)),
+        of_other_runs=list(dict.fromkeys(row["name"] for row in apart)),
+    )
 
 
 def cells_by_field(result: Result, rows: list[dict]) -> tuple[list[str], dict[str, list[str]]]:

@@ -90,9 +90,16 @@ class PeerLoop(StockLoop):
         self.loss = loss.item()
 
 
+def use_all_cores() -> None:
+    """An Adam on the host gets this rank's share of the cores; the environment may say one."""
+    cores = len(os.sched_getaffinity(0))
+    torch.set_num_threads(cores // dist.get_world_size() or 1)
+
+
 def torchao(loop: PeerLoop) -> None:
     from torchao.optim import CPUOffloadOptimizer
 
+    use_all_cores()
     norms: dict[torch.nn.Parameter, torch.Tensor] = {}
 
     def take_norm(parameter: torch.nn.Parameter) -> None:
@@ -123,8 +130,7 @@ def torchao_fp32(loop: PeerLoop) -> None:
 
 def fsdp2_cpu_offload(loop: PeerLoop) -> None:
     model, device = loop.model.float(), loop.device
-    ranks = dist.get_world_size()
-    torch.set_num_threads(len(os.sched_getaffinity(0)) // ranks or 1)  # torchrun leaves one
+    use_all_cores()
     # norms are summed on the host, over a backend of its own
     group = dist.new_group(backend="cpu:gloo,cuda:nccl" if device.type == "cuda" else "gloo")
     options = {

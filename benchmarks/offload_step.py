@@ -457,11 +457,17 @@ class Benchmark:
         self.row(name, tokens, ours.memory, **fields, samples=samples)
 
     def against_bound(self, ours: Ours, tokens: int, clip: bool, step: float) -> dict:
-        """What a step could take at best, by this file's rows; empty where they are not there."""
+        """What is kept of a resident run's throughput, and what a step could take at best.
+
+        Both by this file's rows, as far as they are there.
+        """
         resident = self.found("resident", tokens)
-        alone = self.found("host")
-        if not alone or not resident:
+        if not resident:
             return {}
+        kept = {"kept": resident["step_s"] / step}
+        alone = self.found("host")
+        if not alone:
+            return kept
         rate = max(alone["update_bytes_per_s"], alone["clipped_bytes_per_s"])
         update = UPDATE_BYTES * ours.host_parameters / rate
         forward = resident["forward_s"]
@@ -472,12 +478,11 @@ class Benchmark:
         else:
             bound = max(forward + backward, update)
             bound_from = BOUND_IN_BACKWARD
-        return {
+        return kept | {
             "bound_s": bound,
             "of_bound": bound / step,
             "eta": bound / step,
             "bound_from": bound_from,
-            "kept": resident["step_s"] / step,
             "update_s": update,
         }
 

@@ -264,7 +264,18 @@ class Result:
             if len(beside) < len(rows):  # not all of them: which
                 names = ", ".join(dict.fromkeys(row["name"] for row in beside))
                 place += f" ({names})"
-        return place
+        return place + "".join(f"; {run}" for run in of_other_runs(rows))
+
+
+def of_other_runs(rows: list[dict]) -> list[str]:
+    """``torchao, torchao_clipped: another host, 2026-11-23``: what was not in the file's run."""
+    runs: dict[str, list[str]] = {}
+    for row in rows:
+        if "run" in row:
+            names = runs.setdefault(row["run"], [])
+            if row["name"] not in names:
+                names.append(row["name"])
+    return [f"{', '.join(names)}: {run}" for run, names in runs.items()]
 
 
 def _place(value: object, order: str) -> tuple:

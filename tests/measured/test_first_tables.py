@@ -47,6 +47,18 @@ def test_a_row_of_earlier_code_is_left_out_and_named(repo):
     assert warnings == "" and "Left out, since their code has changed: async_save." in html
 
 
+def test_a_row_of_another_run_is_left_out_and_named(repo):
+    hashes = {"async_save": code_sha256(recipe_of(repo))}
+    apart = row("a_peer", 0.3) | {"run": "another host, 2026-07-01"}
+    measure(repo, rows=[row("async_save", 3.8), row("pinned", 0.4), apart], code_sha256=hashes)
+    table = first_table("checkpoint_stall", repo)
+    assert "a_peer" not in table.cells and "pinned" in table.cells
+    assert table.of_other_runs == ["a_peer"] and "another host" not in table.origin
+    html, warnings = render(repo, PAGE)
+    words = "Left out, since they were measured in another run: a_peer."
+    assert warnings == "" and words in html
+
+
 def test_a_note_stands_below_a_first_table_that_has_its_row(repo):
     hashes = {"async_save": code_sha256(recipe_of(repo))}
     note = result_files.FIRST_TABLE_NOTES["torchao"]

@@ -92,7 +92,9 @@ def test_rows_that_are_joined_leave_the_others_as_old_as_they_are(tmp_path) -> N
 @pytest.mark.parametrize("order", ["ab", "ba"])
 def test_of_two_folders_one_has_the_windows_and_the_other_the_memory(tmp_path, order) -> None:
     older = "benchmarks", {"pairs": 8, "step_s": 2.0, "peak_device_bytes": 1}
-    windows, memory = ("a", {"pairs": 8, "step_s": 1.0}), ("b", {"peak_device_bytes": 2})
+    samples = {"window_s": [1.0, 1.1]}
+    windows = "a", {"pairs": 8, "step_s": 1.0, "samples": samples}
+    memory = "b", {"peak_device_bytes": 2}
     for folder, fields in (older, windows, memory):
         row = {"name": "fsdp2", "tokens": 4096, "samples": {}} | fields
         path = tmp_path / folder / "results" / "fsdp_overlap.h200-x2.json"
@@ -104,3 +106,4 @@ def test_of_two_folders_one_has_the_windows_and_the_other_the_memory(tmp_path, o
     both = tmp_path / "benchmarks" / "results" / path.name
     (row,) = json.loads(both.read_text())["rows"]
     assert row["pairs"] == 8 and row["step_s"] == 1.0 and row["peak_device_bytes"] == 2
+    assert row["samples"] == samples

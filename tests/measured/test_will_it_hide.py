@@ -21,8 +21,9 @@ def test_the_committed_table_is_what_the_formulas_say_and_within_its_tolerance()
 
 
 def test_a_row_is_listed_as_missed_if_it_is_and_else_not():
-    missed = [line for line in table() if "missed" in line]
-    assert len(missed) == len(will_it_hide.DATA["missed"]) < 3
+    predicted = [line for line in table() if "error" in line]
+    missed = [line for line in predicted if "missed" in line]
+    assert len(missed) == len(will_it_hide.DATA["missed"]) <= len(predicted) / 15
     assert surprises([{"error": 0.2}, {"error": 0.1}, {"reason": ""}]) == [{"error": 0.2}]
     listed = [{"error": error, "missed": "known"} for error in (-0.2, 0.1)]
     assert surprises(listed) == listed[1:]
@@ -74,7 +75,7 @@ def test_a_row_that_is_not_claimed_says_why():
 @pytest.mark.parametrize(
     ("field", "factor", "off_in"),
     [
-        ("state_bytes", 2 / 3, {"staging_copies"}),
+        ("state_bytes", 2 / 3, {"staging_copies", "fsdp_overlap"}),
         ("adam", 2, {"offload_step"}),
         ("memory", 1 / 4, {"fsdp_overlap"}),
         ("host_s", 1.3, {"fsdp_overlap"}),
