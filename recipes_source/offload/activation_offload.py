@@ -444,7 +444,9 @@ if __name__ == "__main__":
 # ------------
 # Forward and backward of the layers named below the table, with the library's class. Under
 # ``checkpoint`` each layer runs again in backward; ``selective`` also keeps what attention returned.
-# The name behind them says what moves the layers' inputs to the host. None makes a step faster.
+# The name behind them says what moves the layers' inputs to the host. None makes a step faster. Where
+# those inputs alone move, ``checkpoint_unsloth`` does as well or better: this class moves whatever
+# autograd saves.
 #
 # .. result-table:: activation_offload
 #
