@@ -52,6 +52,17 @@ def test_the_origin_says_what_else_the_machine_did_and_for_which_rows(repo):
     assert "2026-01-02. Workload" in html
 
 
+def test_the_origin_names_the_rows_of_other_runs(repo):
+    stock = {"model": "llama-1b"}
+    apart = row("a_peer", 0.3, **stock, run="another host, 2025-12-31")
+    measure(repo, rows=[row("overlapped", 0.001, **stock), apart, row("b_peer", 0.2)])
+    html, _ = render(repo, ".. result-table:: checkpoint_stall")
+    assert "2026-01-02; a_peer: another host, 2025-12-31. Workload" in html
+    gain = ".. result-gain:: checkpoint_stall\n   :rows: overlapped a_peer b_peer\n"
+    html, _ = render(repo, gain + "   :field: staging_cost_s\n")
+    assert "2 × Test GPU; a_peer: another host, 2025-12-31." in html
+
+
 def test_the_figure_takes_its_colours_from_the_page(repo):
     measure(repo)
     html, warnings = render(repo, ".. result-figure:: checkpoint_stall")
