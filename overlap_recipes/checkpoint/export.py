@@ -10,6 +10,8 @@ import math
 import os
 import re
 import shutil
+from collections.abc import Iterator
+from contextlib import contextmanager
 from pathlib import Path
 
 import torch
@@ -17,6 +19,7 @@ import torch.distributed.checkpoint as dcp
 from torch import nn
 from torch.distributed.checkpoint.metadata import ChunkStorageMetadata
 from torch.distributed.checkpoint.state_dict import get_model_state_dict
+from torch.distributed.fsdp import FSDPModule
 
 from .saves import Job, Saves
 from .state import WRAPPERS, is_made_of_tensors, prefixes_of_ddp
@@ -118,7 +121,7 @@ def for_transformers(model: nn.Module, dtype: torch.dtype | None = None) -> dict
     if getattr(inner, "peft_config", None):
         raise ValueError("the model has an adapter: export what merge_and_unload() of it returns")
     config = copy.deepcopy(inner.config)
-    config.architectures = [type(inner).__name__.removeprefix("FSDP")]
+    config.architectures = [own_class(type(inner)).__name__]
     config.dtype = str(dtype or inner.dtype).removeprefix("torch.")
     options = {"config": json.loads(config.to_json_string()), "dtype": dtype}
     if inner.can_generate():
@@ -158,7 +161,9 @@ def parts_of(model: nn.Module) -> dict[str, list[Part]]:
         names[id(empty)] = name
     parts: dict[str, list[Part]] = {}
     inner = inside_wrappers(model)
-    for stored, view in revert_weight_conversion(inner, dict(whole)).items():
+    with own_classes(inner):
+        stored_views = revert_weight_conversion(inner, dict(whole))
+    for stored, view in stored_views.items():
         name = names.get(id(view._base))
         if name is None:
             raise ValueError(f"{stored} is made of tensors anew: export it by save_pretrained")
@@ -170,6 +175,30 @@ def parts_of(model: nn.Module) -> dict[str, list[Part]]:
                 f"transformers stores {elements} of {tensor.numel()} elements of {name}"
             )
     return {name: found for name, found in parts.items() if found[0].name != name}
+
+
+@contextmanager
+def own_classes(model: nn.Module) -> Iterator[None]:
+    """Give modules the classes back that ``fully_shard`` has put others around, for a while.
+
+    By their names, and where they are defined, transformers knows what it stores under other names.
+    """
+    sharded = {}
+    for module in model.modules():
+        if isinstance(module, FSDPModule):
+            sharded[module] = type(module)
+    try:
+        for module, around in sharded.items():
+            module.__class__ = own_class(around)
+        yield
+    finally:
+        for module, around in sharded.items():
+            module.__class__ = around
+
+
+def own_class(around: type) -> type:
+    """The class that ``fully_shard`` has put ``around`` around; ``around`` itself of others."""
+    return next(parent for parent in around.__mro__ if not issubclass(parent, FSDPModule))
 
 
 def part(stored: str, view: torch.Tensor, base: torch.Tensor) -> Part:

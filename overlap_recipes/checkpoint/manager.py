@@ -6,7 +6,7 @@ import atexit
 import logging
 import operator
 import os
-from collections.abc import Iterable
+from collections.abc import Callable, Iterable
 from concurrent.futures import Future
 from contextlib import ExitStack, suppress
 from pathlib import Path
@@ -37,6 +37,11 @@ NOTHING_TO_TRAIN = (
     "rank %s holds nothing of what optimizer %s trains, so that it has no state there, and "
     "FullyShardedDataParallel cannot save it: shard each layer by itself (auto_wrap_policy), or "
     "use fully_shard"
+)
+NOT_SHARED = (
+    "ranks %s do not see in %s what rank 0 has written there, and no checkpoint would be whole: "
+    "give a directory that all ranks see, or a URL of a store; of each host's own disk, say "
+    "on_each_host=True"
 )
 NO_GROUP = (
     "this is one of %s ranks, as WORLD_SIZE says, without a process group, and each would save as "
@@ -99,8 +104,9 @@ class CheckpointManager:
         ImportError: ``root`` is a URL, and fsspec is not installed.
         RuntimeError: on entry, on all ranks. WORLD_SIZE is above 1, and there is no process group.
             Of ``FullyShardedDataParallel``: a rank holds nothing of what an optimizer trains.
-            Of a directory: it cannot be made, another job writes to it, or its file system has no
-            locks. Of a URL: the store cannot be reached, or would take two checkpoints of one step.
+            Of a directory or a URL: a rank does not see what rank 0 writes there. Of a directory:
+            it cannot be made, another job writes to it, or its file system has no locks. Of a URL:
+            the store cannot be reached, or would take two checkpoints of one step.
             Neither a URL nor a directory ``on_each_host`` is asked whether another job writes
             there.
     """
@@ -153,6 +159,7 @@ class CheckpointManager:
             block.enter_context(self.saves)
             block.enter_context(self.forgotten)
             self.refuse_ranks_without_state()
+            self.refuse_ranks_elsewhere()
             self.newest_on_entry = self.newest_of_first_rank()
             self.saves.prepare({"app": self.state})
             self.block = block.pop_all()
@@ -168,6 +175,22 @@ class CheckpointManager:
         for number, of_optimizer in enumerate(zip(*of_ranks, strict=True)):
             if any(of_optimizer) and not all(of_optimizer):
                 raise RuntimeError(NOTHING_TO_TRAIN % (of_optimizer.index(0), number))
+
+    def refuse_ranks_elsewhere(self) -> None:
+        """Raise on all ranks where one has another place than rank 0 under the name of the root."""
+
+        def on_first_rank(work: Callable, *args: object) -> object:
+            return work(*args) if self.saves.rank == 0 else None
+
+        together = self.saves.together
+        probe = together(on_first_rank, self.store.leave_probe, group=CALLING)[0]
+        try:
+            seen = together(self.store.sees, probe, group=CALLING)
+        finally:
+            together(on_first_rank, self.store.remove, probe, group=CALLING)
+        elsewhere = [str(rank) for rank, sees in enumerate(seen) if not sees]
+        if elsewhere:
+            raise RuntimeError(NOT_SHARED % (", ".join(elsewhere), self.store.root))
 
     def newest_of_first_rank(self) -> int | None:
         def newest() -> int | None:

@@ -112,6 +112,24 @@ def commit_once(fs, path: str, content: dict) -> None:
             raise FileExistsError(f"{path}: another writer was first") from error
 
 
+def leave_probe(url: str) -> str:
+    """Write an object for other ranks to look for; return its name."""
+    fs, root = open_root(url)
+    name = f"probe.{uuid.uuid4().hex}"
+    fs.pipe_file(f"{root}/{name}", b"probe")
+    return name
+
+
+def sees(url: str, name: str) -> bool:
+    fs, root = open_root(url)
+    return fs.exists(f"{root}/{name}")
+
+
+def remove(url: str, name: str) -> None:
+    fs, root = open_root(url)
+    fs.rm_file(f"{root}/{name}")
+
+
 def check_store(url: str) -> None:
     """Check that the store accepts a write and refuses a second commit.
 
@@ -131,15 +149,37 @@ def check_store(url: str) -> None:
         fs.rm_file(probe)
 
 
-def committed(url: str) -> dict[int, dict]:
-    """The commits below ``url`` by their step, the newest first."""
+def committed(url: str) -> list[int]:
+    """The steps that have a commit below ``url``, the newest first; a torn one is a commit, too."""
     fs, root = open_root(url)
     names = []
     with suppress(FileNotFoundError):
         names = fs.ls(root, detail=False)
     commits = [name.rpartition("/")[2] for name in names if name.endswith(COMMIT)]
     steps = steps_of(name.removesuffix(COMMIT) for name in commits)
-    return {step: json.loads(fs.cat_file(commit_of(root, step))) for step in steps}
+    return [step for step in steps if is_ours(fs.cat_file(commit_of(root, step)))]
+
+
+def is_ours(content: bytes) -> bool:
+    """Whether it is a commit, whole or torn, and no JSON of the user's own."""
+    try:
+        found = json.loads(content)
+    except ValueError:
+        return True
+    return isinstance(found, dict) and found.keys() >= {"data", "objects"}
+
+
+def read_commit(fs, root: str, step: int) -> dict:
+    """What the commit of ``step`` says.
+
+    Raises:
+        RuntimeError: it is torn.
+    """
+    path = commit_of(root, step)
+    try:
+        return json.loads(fs.cat_file(path))
+    except ValueError as error:
+        raise RuntimeError(f"{path} is torn: {error}") from error
 
 
 def commit_of(root: str, step: int) -> str:
@@ -158,7 +198,7 @@ def set_aside(url: str, step: int) -> None:
 def delete(url: str, step: int) -> None:
     """Delete the checkpoint of ``step``, its commit first: what is left is no checkpoint."""
     fs, root = open_root(url)
-    data = json.loads(fs.cat_file(commit_of(root, step)))["data"]
+    data = read_commit(fs, root, step)["data"]
     fs.rm_file(commit_of(root, step))
     fs.rm(f"{root}/{data}", recursive=True)
 
@@ -166,7 +206,10 @@ def delete(url: str, step: int) -> None:
 def wrong_objects(url: str, step: int) -> list[str]:
     """What differs between the objects of ``step`` and those that its commit names; [] if none."""
     fs, root = open_root(url)
-    commit = json.loads(fs.cat_file(commit_of(root, step)))
+    try:
+        commit = read_commit(fs, root, step)
+    except RuntimeError as error:
+        return [str(error)]
     found = {}
     for path in fs.find(f"{root}/{commit['data']}"):
         found[path.rpartition("/")[2]] = fs.size(path)
@@ -176,7 +219,7 @@ def wrong_objects(url: str, step: int) -> list[str]:
 def reader(url: str, step: int) -> dcp.StorageReader:
     """What ``dcp.load`` reads ``step`` with."""
     fs, root = open_root(url)
-    data = json.loads(fs.cat_file(commit_of(root, step)))["data"]
+    data = read_commit(fs, root, step)["data"]
     return dcp_fsspec.FsspecReader(f"{url.rstrip('/')}/{data}")
 
 
@@ -252,11 +295,19 @@ class ObjectSaves(Saves):
             self.prune()
 
     def prune(self) -> None:
-        """Delete what neither rule keeps; on rank 0."""
+        """Delete what neither rule keeps; on rank 0.
+
+        What fails is logged, whatever a store raises: the new checkpoint is there all the same.
+        """
         if self.keep_last is None:
             return
-        for step in steps_left_out(list(committed(self.url)), self.keep_last, self.keep_every):
+        try:
+            there = committed(self.url)
+        except Exception as error:
+            LOG.error("older steps cannot be deleted now: %s", error)
+            return
+        for step in steps_left_out(there, self.keep_last, self.keep_every):
             try:
                 delete(self.url, step)
-            except OSError as error:  # the new checkpoint is there all the same
+            except Exception as error:
                 LOG.error("step %d cannot be deleted: %s", step, error)

@@ -2,9 +2,10 @@
 # Overlap Recipes 0.2.1, overlap_recipes/checkpoint/stores.py
 """The three places of a job's checkpoints, as the manager sees them: alike but for where they are.
 
-Each has ``root``, ``saves``, and the same three methods; all ranks call ``load`` and ``save``.
+Each has ``root``, ``saves``, and the same methods; all ranks call ``load`` and ``save``.
 """
 
+import uuid
 from collections.abc import Iterable
 from concurrent.futures import Future
 from pathlib import Path
@@ -35,6 +36,18 @@ class SharedDirectory:
         """The steps that have a checkpoint, the newest first."""
         return committed_steps(self.root)
 
+    def leave_probe(self) -> str:
+        """Write a file for other ranks to look for; return its name."""
+        name = f"probe.{uuid.uuid4().hex}"
+        (self.root / name).touch()
+        return name
+
+    def sees(self, probe: str) -> bool:
+        return (self.root / probe).exists()
+
+    def remove(self, probe: str) -> None:
+        (self.root / probe).unlink()
+
     def load(self, state: dict, step: int | None, skip: Iterable[str]) -> int | None:
         """Load the newest checkpoint, or that of ``step``; return its step, None if there is none.
 
@@ -57,6 +70,15 @@ class DirectoryOfEachHost:
 
     def steps(self) -> list[int]:
         return steps_in(self.root)
+
+    def leave_probe(self) -> None:
+        """There is nothing that other ranks should see."""
+
+    def sees(self, probe: None) -> bool:
+        return True
+
+    def remove(self, probe: None) -> None:
+        """There is nothing."""
 
     def load(self, state: dict, step: int | None, skip: Iterable[str]) -> int | None:
         if step is not None:
@@ -81,7 +103,16 @@ class ObjectStore:
         self.saves = object_storage.ObjectSaves(url, **settings)
 
     def steps(self) -> list[int]:
-        return list(self.objects.committed(self.root))
+        return self.objects.committed(self.root)
+
+    def leave_probe(self) -> str:
+        return self.objects.leave_probe(self.root)
+
+    def sees(self, probe: str) -> bool:
+        return self.objects.sees(self.root, probe)
+
+    def remove(self, probe: str) -> None:
+        self.objects.remove(self.root, probe)
 
     def load(self, state: dict, step: int | None, skip: Iterable[str]) -> int | None:
         chosen = self.choose(step)
@@ -95,7 +126,7 @@ class ObjectStore:
         if not dist.is_initialized() or dist.get_rank() == 0:
             try:
                 step = self.newest_whole(step)
-            except (OSError, RuntimeError) as failure:
+            except Exception as failure:  # whatever a store raises: other ranks wait for the answer
                 error = failure
         step, error = of_all_ranks((step, error))[0]
         if error is not None:

@@ -199,7 +199,7 @@ def train(app: basic.AppState, url: str, device: torch.device) -> dict[int, dict
 
 def prove(url: str, device: torch.device, saved: dict[int, dict]) -> None:
     fs, root = open_root(url)
-    assert list(committed(url)) == [10, 6, 2]
+    assert committed(url) == [10, 6, 2]
     for step in (10, 6, 2):
         app = basic.build_app(device, seed=1)
         load({"app": app}, url, step)

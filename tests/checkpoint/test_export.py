@@ -14,7 +14,7 @@ import torch.distributed.checkpoint as dcp
 from selection import REPO, with_library
 from torch import nn
 from torch.distributed.algorithms._checkpoint.checkpoint_wrapper import checkpoint_wrapper
-from torch.distributed.fsdp import FullyShardedDataParallel
+from torch.distributed.fsdp import FSDPModule, FullyShardedDataParallel, fully_shard
 from torch.nn.parallel import DistributedDataParallel
 from wrapped_tensors import Wrapper
 
@@ -159,6 +159,25 @@ def test_a_model_of_transformers_is_found_in_whatever_wrapper(one_rank: None) ->
         FullyShardedDataParallel(mixture(), **in_fsdp1),
     ):
         assert for_transformers(model) == expected, type(model)
+
+
+def neox() -> nn.Module:
+    transformers = pytest.importorskip("transformers")
+    sizes = {"vocab_size": 16, "hidden_size": 8, "intermediate_size": 4, "num_hidden_layers": 1}
+    config = transformers.GPTNeoXConfig(**sizes, num_attention_heads=2)
+    return transformers.GPTNeoXForCausalLM(config)
+
+
+def test_a_sharded_model_has_the_names_that_transformers_stores(one_rank: None) -> None:
+    """Which it finds by the class of the model, and ``fully_shard`` gives it another."""
+    model = neox()
+    expected = for_transformers(model)
+    names = [each.name for parts in expected["parts"].values() for each in parts]
+    assert "embed_out.weight" in names
+    fully_shard(model)
+    around = type(model)
+    assert for_transformers(model) == expected
+    assert type(model) is around and isinstance(model, FSDPModule)
 
 
 def test_an_adapter_is_refused_as_a_model_of_transformers() -> None:

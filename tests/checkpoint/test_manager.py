@@ -496,6 +496,8 @@ TROUBLES = (
     "full_disk",
     "hosts",
     "nothing_to_train",
+    "not_shared",
+    "foreign_step",
 )
 
 
@@ -572,6 +574,25 @@ def test_a_job_does_not_begin_anew_because_the_only_one_in_a_store_is_damaged(
     data.unlink()
     for _ in range(2):
         with pytest.raises(RuntimeError, match="no checkpoint is what was committed"):
+            run(Job(), url, 4)
+
+
+def test_a_torn_commit_is_set_aside_and_the_checkpoint_before_it_resumed(tmp_path: Path) -> None:
+    url = f"file://{tmp_path}/run"
+    run(Job(), url, 4, save_every=2)
+    torn = tmp_path / "run" / "step4.json"
+    torn.write_bytes(torn.read_bytes()[:-9])
+    with CheckpointManager(url, Job().state) as checkpoints:
+        assert checkpoints.resume() == 2
+    assert not torn.exists() and [*torn.parent.glob("step4.json.set-aside-*")]
+
+
+def test_a_job_does_not_begin_anew_because_the_only_commit_is_torn(tmp_path: Path) -> None:
+    url = f"file://{tmp_path}/run"
+    run(Job(), url, 2, save_every=2)
+    (tmp_path / "run" / "step2.json").write_bytes(b"")
+    for _ in range(2):
+        with pytest.raises(RuntimeError, match=r"step2\.json is torn"):
             run(Job(), url, 4)
 
 

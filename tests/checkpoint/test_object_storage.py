@@ -102,7 +102,7 @@ def test_the_recipe_proves_its_claim_on_s3(proxy: Proxy, url: str) -> None:
     )
     assert done.returncode == 0, done.stderr[-3000:]
     assert "every bit equal" in done.stdout
-    assert sorted(object_storage.committed(url)) == [2, 6, 10]
+    assert object_storage.committed(url) == [10, 6, 2]
     assert SECRET not in done.stdout + done.stderr + repr(object_storage.committed(url))
 
 
@@ -163,7 +163,7 @@ def test_an_error_that_stays_fails_one_save(proxy: Proxy, url: str) -> None:
     proxy.trouble = trouble
     *failed, taken = save(url, *range(len(errors) + 1))
     assert all(ERRORS[e][1] in str(f) for e, f in zip(errors, failed, strict=True)), failed
-    assert taken is None and list(object_storage.committed(url)) == [3] and is_there(url, 3)
+    assert taken is None and object_storage.committed(url) == [3] and is_there(url, 3)
     fs, root = object_storage.open_root(url)
     assert not fs.glob(f"{root}/step[012].*/*") and not unfinished(url)
 
@@ -178,7 +178,7 @@ def test_an_upload_that_breaks_leaves_nothing(proxy: Proxy, url: str) -> None:
     proxy.trouble = trouble
     failed = save(url, 1, 2, numbers=BIG)
     assert failed[0] is not None and failed[1] is None
-    assert list(object_storage.committed(url)) == [2] and is_there(url, 2, BIG)
+    assert object_storage.committed(url) == [2] and is_there(url, 2, BIG)
     fs, root = object_storage.open_root(url)
     assert not fs.glob(f"{root}/step1.*/*.distcp") and not unfinished(url)
 
@@ -203,7 +203,7 @@ def test_a_kill_in_an_upload_leaves_what_only_the_rule_removes(proxy: Proxy, url
         job.send_signal(signal.SIGKILL)
         job.wait()
     proxy.trouble = lambda method, path: None
-    assert list(object_storage.committed(url)) == [1] and is_there(url, 1)
+    assert object_storage.committed(url) == [1] and is_there(url, 1)
     assert len(unfinished(url)) == 1, "parts that no listing shows"
     assert save(url, 2, numbers=BIG) == [None] and is_there(url, 2, BIG)
 
@@ -313,14 +313,37 @@ def test_a_listing_that_fails_is_no_empty_store(proxy: Proxy, url: str, error: s
     with pytest.raises(OSError):
         object_storage.committed(url)
     proxy.trouble = lambda method, path: None
-    assert list(object_storage.committed(url)) == [1]
-    assert object_storage.committed(f"{url}-empty") == {}
+    assert object_storage.committed(url) == [1]
+    assert object_storage.committed(f"{url}-empty") == []
 
 
 def test_a_name_may_have_the_signs_of_a_pattern(proxy: Proxy, url: str) -> None:
     url = f"{url}[lr=1e-3]*"
     assert save(url, 1, 2) == [None, None]
-    assert list(object_storage.committed(url)) == [2, 1] and is_there(url, 2)
+    assert object_storage.committed(url) == [2, 1] and is_there(url, 2)
+
+
+@pytest.mark.parametrize("failing", ["committed", "delete"])
+def test_what_fails_behind_a_commit_fails_no_save(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture, failing: str
+) -> None:
+    url = f"file://{tmp_path}/store"
+
+    def commit_and_fail(*arguments: object) -> None:
+        commit_once(*arguments)
+        monkeypatch.setattr(object_storage, failing, trouble)
+
+    def trouble(*arguments: object) -> None:
+        raise KeyError("whatever a store raises")
+
+    with object_storage.ObjectSaves(url, "cpu", keep_last=1) as saves:
+        saves.save({"x": torch.ones(3)}, 1).result()
+        commit_once = object_storage.commit_once
+        monkeypatch.setattr(object_storage, "commit_once", commit_and_fail)
+        saves.save({"x": torch.ones(3)}, 2).result()
+    assert "cannot be deleted" in caplog.text and "whatever a store raises" in caplog.text
+    monkeypatch.undo()
+    assert object_storage.committed(url) == [2, 1]
 
 
 def test_a_step_below_a_newer_one_is_refused_and_not_saved_to_be_deleted(tmp_path: Path) -> None:
@@ -332,6 +355,6 @@ def test_a_step_below_a_newer_one_is_refused_and_not_saved_to_be_deleted(tmp_pat
             saves.failures.clear()
         assert [n for n in failed if failed[n] != "None"] == refused, failed
     assert "step1000 is there: resume from it, or take another root" in failed[10]
-    assert list(object_storage.committed(url)) == [1001, 1000]
+    assert object_storage.committed(url) == [1001, 1000]
     folders = {path.name.partition(".")[0] for path in (tmp_path / "store").iterdir()}
     assert folders == {"step1000", "step1001"}  # nothing of step 10 was written

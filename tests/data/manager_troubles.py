@@ -25,7 +25,13 @@ from torch.distributed.device_mesh import init_device_mesh  # noqa: E402
 from torch.distributed.fsdp import FullyShardedDataParallel, fully_shard  # noqa: E402
 from torch.nn.parallel import DistributedDataParallel  # noqa: E402
 
-from overlap_recipes.checkpoint import CheckpointManager, TrainingState, load, saves  # noqa: E402
+from overlap_recipes.checkpoint import (  # noqa: E402
+    CheckpointManager,
+    TrainingState,
+    load,
+    object_storage,
+    saves,
+)
 
 
 class Job:
@@ -340,6 +346,31 @@ def nothing_to_train(root: Path, device: torch.device) -> None:
     refused([first, second], "rank 0 holds nothing of what optimizer 1 trains")
 
 
+def not_shared(root: Path, device: torch.device) -> None:
+    """Each host has another directory under the root's name; and a store in each one's memory."""
+    own = root / f"host{dist.get_rank()}"
+    for place in (own, f"file://{own}", "memory://run"):
+        words = f"ranks 1 do not see in {place} what rank 0 has written"
+        raises(RuntimeError, words, CheckpointManager(place, Job(sharded).state).__enter__)
+    dist.barrier()
+    left = [path.name for path in root.rglob("*") if path.is_file()]
+    assert not [name for name in left if name.startswith("probe")], left
+
+
+def foreign_step(root: Path, device: torch.device) -> None:
+    """A file of the user's own beside the commits is none; behind any error no rank waits."""
+    url = f"file://{root}"
+    run(Job(sharded), url, 2)
+    if dist.get_rank() == 0:
+        (root / "step7.json").write_text('{"loss": 1.0}')
+    dist.barrier()
+    with CheckpointManager(url, Job(sharded).state) as checkpoints:
+        assert checkpoints.resume() == 2
+    broken = mock.patch.object(object_storage, "wrong_objects", side_effect=KeyError("data"))
+    with broken, CheckpointManager(url, Job(sharded).state) as checkpoints:
+        raises(RuntimeError, f"cannot resume from {url}: 'data'", checkpoints.resume)
+
+
 TROUBLES = (
     goes_on,
     ddp,
@@ -353,6 +384,8 @@ TROUBLES = (
     full_disk,
     hosts,
     nothing_to_train,
+    not_shared,
+    foreign_step,
 )
 
 if __name__ == "__main__":
