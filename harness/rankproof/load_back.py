@@ -5,6 +5,7 @@ and puts them together, so a checkpoint is read at another world size than it wa
 """
 
 import json
+import math
 import os
 import re
 import sys
@@ -42,6 +43,22 @@ def empty_state(metadata: Metadata, world_size: int) -> dict:
     return state
 
 
+def unfilled(metadata: Metadata) -> str:
+    """The first tensor of which the checkpoint does not have all elements, and how many; or empty.
+
+    A load leaves the others as they are, and says nothing.
+    """
+    for name, entry in metadata.state_dict_metadata.items():
+        if isinstance(entry, BytesStorageMetadata):
+            continue
+        chunks = {(tuple(chunk.offsets), tuple(chunk.sizes)) for chunk in entry.chunks}
+        there = sum(math.prod(sizes) for _, sizes in chunks)
+        whole = math.prod(entry.size)
+        if there < whole:
+            return f"{name}: {there} of {whole} elements are in the checkpoint"
+    return ""
+
+
 def hashes(state: dict, chunks: dict[str, list]) -> dict:
     """By leaf: SHA-256 of each chunk (offsets, sizes) asked for, or the repr of a plain value."""
     found = {}
@@ -64,6 +81,9 @@ def load(directory: str, chunks: dict[str, list], world_size: int) -> dict:
     """What the checkpoint holds, or why it cannot be loaded."""
     try:
         metadata = dcp.FileSystemReader(directory).read_metadata()
+        missing = unfilled(metadata)
+        if missing:
+            return {"error": missing}
         state = empty_state(metadata, world_size)
         dcp.load(state, checkpoint_id=directory, no_dist=world_size == 1)
     except (Exception, dcp.CheckpointException) as error:

@@ -629,7 +629,8 @@ def _say_what_order_was_judged(report: Report, records: list[dict], order: bool)
     report.judged["accesses"] = sum(record["accesses"] for record in recorded)
     if collectives:
         report.judged["asynchronous collectives"] = collectives
-    if not streams and not collectives:
+    is_judged = any(failure.kind == "unordered_access" for failure in report.failures)
+    if not streams and not collectives and not is_judged:
         report.notes.append("no stream was made, so there was no order to judge")
 
 

@@ -3,6 +3,7 @@
 A true positive is a program without one edge; its true negative is the same program with the edge.
 """
 
+import concurrent.futures
 import os
 import pickle
 import queue
@@ -531,6 +532,19 @@ def test_what_the_recipe_asks_of_a_future_teaches_it(recorder):
     assert recorder.conflicts == []
 
 
+def test_a_future_that_was_done_before_as_completed_teaches_all_the_same(recorder):
+    tensor = torch.zeros(8)
+    torch.cpu.synchronize()
+    with ThreadPoolExecutor(1) as pool:
+        future = pool.submit(read, tensor)
+        while pool._work_queue.qsize() or future._state != "FINISHED":
+            pass
+        for done in concurrent.futures.as_completed([future]):
+            assert done is future
+            write(tensor)
+    assert recorder.conflicts == []
+
+
 @pytest.mark.parametrize("waits", [True, False])
 def test_a_staging_that_ends_before_async_save_looks_is_waited_for_all_the_same(
     recorder, tmp_path, waits
@@ -649,6 +663,29 @@ def test_training_with_sparse_gradients_has_no_conflict(recorder):
         optimizer.step()
         optimizer.zero_grad()
     assert recorder.conflicts == []
+
+
+@pytest.mark.parametrize("training", [True, False])
+@pytest.mark.parametrize("ordered", [True, False])
+def test_batch_norm_writes_its_averages_in_training_alone(recorder, training, ordered):
+    """Which its operator's schema does not mark."""
+    norm, batch = torch.nn.BatchNorm1d(8), torch.ones(4, 8)
+    norm.train(training)
+    norm(batch)
+    other = torch.cpu.Stream()
+    other.wait_stream(recorder.default_stream)
+    with torch.cpu.stream(other):
+        norm.running_mean.clone()
+    if ordered:
+        recorder.default_stream.wait_stream(other)
+    norm(batch)
+    assert bool(recorder.conflicts) is (training and not ordered)
+
+
+def test_a_lazy_layer_gets_its_memory_at_its_first_batch(recorder):
+    layers = torch.nn.Sequential(torch.nn.LazyLinear(4), torch.nn.LazyBatchNorm1d())
+    layers(torch.ones(3, 8)).sum().backward()
+    assert layers[0].weight.shape == (4, 8) and recorder.conflicts == []
 
 
 STORELESS = {

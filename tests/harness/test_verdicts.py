@@ -117,6 +117,9 @@ BAD = {
     "writes_elsewhere": bad("wrote_elsewhere", "writes_elsewhere.log(.|\n)*--allow DIR"),
     "deprecated": bad("deprecation_warning", "old_name is deprecated; use new_name"),
     "two_saves_in_flight": bad("overlapping_saves", "began while that of step1 was in flight"),
+    "one_rank_saves_its_shards": bad(
+        "checkpoint_incomplete", "weight: 32 of 64 elements are in the checkpoint"
+    ),
     "never_awaits": bad("never_awaited", "step1: the script ended without having waited for it"),
     "atexit_hangs": bad("hung", "after the script's last line", deadline_s=4),
     "atexit_raises": bad("raised", "OSError: the last log was not written .in a callback of atexi"),

@@ -6,6 +6,7 @@ from functools import cache, wraps
 import torch
 from torch._ops import HigherOrderOperator, OpOverloadPacket, _OpNamespace
 from torch._subclasses.fake_tensor import FakeTensor
+from torch.nn.parameter import UninitializedTensorMixin
 from torch.utils._python_dispatch import TorchDispatchMode
 
 from rankproof.imports import called_by_recipe, frames
@@ -18,7 +19,17 @@ RESIZES = {torch.ops.aten.resize_.default, torch.ops.aten.resize_as_.default}
 HOST_WAITS = ("_local_scalar_dense", "equal", "nonzero", "is_nonzero")
 STAGING_FILES = ("_state_dict_utils.py", "_state_dict_stager.py")
 UNANNOTATED = ("c10d", "fsdp")  # their schemas do not mark what is written
+BATCH_NORMS = {  # nor do theirs: in training they write the running averages
+    "native_batch_norm",
+    "cudnn_batch_norm",
+    "miopen_batch_norm",
+    "batch_norm_update_stats",
+    "batch_norm_gather_stats",
+    "batch_norm_gather_stats_with_counts",
+}
+AVERAGES = ("running_mean", "running_var")
 PLAIN = frozenset((torch.Tensor, torch.nn.Parameter))
+WITHOUT_MEMORY = (FakeTensor, UninitializedTensorMixin)  # shapes only, or not even these
 
 
 def tensors_in(value: object) -> Iterator[torch.Tensor]:
@@ -91,7 +102,7 @@ class OrderMode(TorchDispatchMode):
 
     def __torch_dispatch__(self, func, types, args=(), kwargs=None):
         kwargs = kwargs or {}
-        if FakeTensor in types or self.recorder.is_forked:  # shapes only, no memory
+        if self.recorder.is_forked or has_no_memory(types):
             return func(*args, **kwargs)
         if not PLAIN.issuperset(types):
             return NotImplemented
@@ -159,6 +170,10 @@ class OrderMode(TorchDispatchMode):
                 host.learn(lane.clock)
 
 
+def has_no_memory(types: tuple[type, ...]) -> bool:
+    return any(issubclass(kind, WITHOUT_MEMORY) for kind in types)
+
+
 def lane_of(host: HostThread, inputs: list[torch.Tensor], by_host: bool) -> Stream:
     """The lane that an operator of thread ``host`` runs on."""
     makes_host_value = host.makes_host_values and not inputs
@@ -171,15 +186,22 @@ def touched_inputs(func, args: tuple, kwargs: dict) -> Iterator[tuple[torch.Tens
         for tensor in plain_tensors_in([args, kwargs]):
             yield tensor, False
         return
+    values = {}
     for index, argument in enumerate(func._schema.arguments):
-        value = args[index] if index < len(args) else kwargs.get(argument.name)
-        for tensor in tensors_in(value):
-            yield tensor, is_written(func, argument)
+        is_given = index < len(args)
+        values[argument.name] = args[index] if is_given else kwargs.get(argument.name)
+    for argument in func._schema.arguments:
+        for tensor in tensors_in(values[argument.name]):
+            yield tensor, is_written(func, argument, values)
 
 
-def is_written(func, argument) -> bool:
+def is_written(func, argument, values: dict[str, object]) -> bool:
+    """``values``: what the operator is given, by the names of its arguments."""
     if func.namespace in UNANNOTATED:
         return "out" in argument.name or argument.name in ("tensor", "tensors", "self")
+    name = func._schema.name.partition("::")[2]
+    if name in BATCH_NORMS and argument.name in AVERAGES:
+        return values.get("training") is not False
     return argument.alias_info is not None and argument.alias_info.is_write
 
 

@@ -7,7 +7,7 @@ What is given carries the giver's clock in its ``order_clock``: a thread that st
 import concurrent.futures
 import queue
 import threading
-from collections.abc import Callable
+from collections.abc import Callable, Iterator
 from concurrent.futures import Future, ThreadPoolExecutor
 from functools import wraps
 
@@ -48,6 +48,7 @@ class Handovers:
         recorder.replace(ThreadPoolExecutor, "submit", self.submit_knowing(ThreadPoolExecutor))
         recorder.watch(threading.Thread, "start", self.start)
         recorder.watch(concurrent.futures, "wait", after=self.waited_for_some)
+        recorder.replace(concurrent.futures, "as_completed", self.completed_knowing())
         recorder.watch(Future, "done", after=self.asked_if_done)
         for owner, name in GIVES:
             recorder.watch(owner, name, self.give)
@@ -127,6 +128,18 @@ class Handovers:
     def waited_for_some(self, result: object, *_: object, **__: object) -> None:
         for future in getattr(result, "done", ()):
             self.take(None, future)
+
+    def completed_knowing(self) -> Callable[..., Iterator[Future]]:
+        """An ``as_completed`` whose caller learns what the threads of done futures knew."""
+        plain_as_completed = concurrent.futures.as_completed
+
+        @wraps(plain_as_completed)
+        def as_completed(*args, **kwargs):
+            for future in plain_as_completed(*args, **kwargs):
+                self.take(None, future)
+                yield future
+
+        return as_completed
 
     def asked_if_done(self, is_done: bool, future: Future) -> None:
         """The recipe's own code knows it from now on; a library only tells it on."""
