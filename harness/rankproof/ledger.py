@@ -88,6 +88,8 @@ class Save:
     uploading: bool = False
     end_known: bool = False  # whether the recipe waited for the upload, or saw that it is done
     called_back: bool = False
+    group_gone: bool = False  # this rank left its process group beside the upload
+    own_planner: bool = False
     failed: bool = False
     writing: bool = False  # the call has not returned
     clones: dict[str, dict] = field(default_factory=dict)
@@ -100,6 +102,15 @@ class Save:
     def tell(self, event: str) -> None:
         for listener in self.listeners:
             listener(event)
+
+
+def is_own_planner(planner: Any) -> bool:
+    """Whether a save's planner may write other leaves than DCP's, or under other names."""
+    if planner is None:
+        return False
+    from torch.distributed import checkpoint as dcp
+
+    return type(planner) is not dcp.DefaultSavePlanner or not planner.flatten_state_dict
 
 
 class _StatefulSpy:
@@ -158,6 +169,7 @@ class Ledger:
             module.wait, module.as_completed = self._spy_wait, self._spy_as_completed
         for module in (dist, dist.distributed_c10d):
             around(module, "init_process_group", after=self._sees_backend)
+            around(module, "destroy_process_group", self._leaves_group)
 
     def _install_saves(self) -> None:
         import torch.distributed.checkpoint as dcp
@@ -174,6 +186,10 @@ class Ledger:
         around(Future, "done", after=self._asks)
         around(Future, "running", after=self._asks_if_running)
         around(Future, "add_done_callback", after=self._asks_to_be_called)
+
+    def _leaves_group(self, *_: Any, **__: Any) -> None:
+        for save in self.saves:
+            save.group_gone |= save.in_flight
 
     def _sees_backend(self, *_: Any, **__: Any) -> None:
         if not dist.is_initialized():  # it raised, and that is what the script is to see
@@ -192,6 +208,7 @@ class Ledger:
         unjudged = why_not_loaded(writer, directory)
         place = str(directory) if unjudged else os.path.abspath(os.fspath(directory))
         save = Save(len(self.saves), place, kind)
+        save.own_planner = is_own_planner(kwargs.get("planner"))
         shared = dist.is_initialized() and kwargs.get("process_group") in (None, dist.group.WORLD)
         if kind != OWN_WRITER and not unjudged and self._leads(kwargs):
             self._keep_what_is_overwritten(save.directory)
@@ -412,7 +429,11 @@ class Ledger:
         An accelerator's tensors are cloned in stream order and hashed when the recipe has ended:
         copying them now would synchronise, and synchronising hides the very error looked for.
         """
-        self.note("leaves", number=save.number, leaves=self.leaves_of(state_dict, save.clones))
+        if save.own_planner:
+            leaves = {"(all)": {"unjudged": "its planner decides what is written"}}
+        else:
+            leaves = self.leaves_of(state_dict, save.clones)
+        self.note("leaves", number=save.number, leaves=leaves)
 
     def leaves_of(self, state_dict: dict[str, Any], clones: dict[str, dict]) -> dict[str, Any]:
         from torch.distributed.checkpoint._nested_dict import flatten_state_dict
@@ -467,7 +488,8 @@ class Ledger:
         """The interpreter ends: what was not awaited by now never is."""
         self.hash_clones()
         for save in self.saves:
-            known = save.end_known or (save.called_back and not save.in_flight)
+            was_called = save.called_back and not save.in_flight and not save.group_gone
+            known = save.end_known or was_called
             if finished and save.upload is not None and not known:
                 self.note("never_awaited", number=save.number)
         with self.lock:

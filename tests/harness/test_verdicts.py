@@ -85,6 +85,7 @@ GOOD = {
     "fsspec_writer": unknown("step1: written by FsspecWriter, not loaded back"),
     "writer_without_a_path": unknown("written by Memory, not loaded back"),
     "saves_own_class": unknown("holds objects of the script's own classes"),
+    "plans_for_itself": unknown("its planner decides what is written"),
     "saves_from_a_thread": good("judged: 1 saves, 1 leaves"),
     "forked_process_saves_too": good("judged: 4 saves, 4 leaves"),
     "writes_its_plan_itself": good("judged: 2 saves, 2 leaves"),
@@ -117,6 +118,7 @@ BAD = {
     "writes_elsewhere": bad("wrote_elsewhere", "writes_elsewhere.log(.|\n)*--allow DIR"),
     "deprecated": bad("deprecation_warning", "old_name is deprecated; use new_name"),
     "two_saves_in_flight": bad("overlapping_saves", "began while that of step1 was in flight"),
+    "only_a_callback": bad("never_awaited", "step1: the script ended without having waited for it"),
     "one_rank_saves_its_shards": bad(
         "checkpoint_incomplete", "weight: 32 of 64 elements are in the checkpoint"
     ),
