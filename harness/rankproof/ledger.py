@@ -89,7 +89,7 @@ class Save:
     end_known: bool = False  # whether the recipe waited for the upload, or saw that it is done
     called_back: bool = False
     group_gone: bool = False  # this rank left its process group beside the upload
-    own_planner: bool = False
+    keeps_nested: bool = False
     failed: bool = False
     writing: bool = False  # the call has not returned
     clones: dict[str, dict] = field(default_factory=dict)
@@ -104,13 +104,9 @@ class Save:
             listener(event)
 
 
-def is_own_planner(planner: Any) -> bool:
-    """Whether a save's planner may write other leaves than DCP's, or under other names."""
-    if planner is None:
-        return False
-    from torch.distributed import checkpoint as dcp
-
-    return type(planner) is not dcp.DefaultSavePlanner or not planner.flatten_state_dict
+def keeps_nested(planner: Any) -> bool:
+    """Whether a save's planner stores a nested dict as one object, and not leaf by leaf."""
+    return not getattr(planner, "flatten_state_dict", True)
 
 
 class _StatefulSpy:
@@ -208,7 +204,7 @@ class Ledger:
         unjudged = why_not_loaded(writer, directory)
         place = str(directory) if unjudged else os.path.abspath(os.fspath(directory))
         save = Save(len(self.saves), place, kind)
-        save.own_planner = is_own_planner(kwargs.get("planner"))
+        save.keeps_nested = keeps_nested(kwargs.get("planner"))
         shared = dist.is_initialized() and kwargs.get("process_group") in (None, dist.group.WORLD)
         if kind != OWN_WRITER and not unjudged and self._leads(kwargs):
             self._keep_what_is_overwritten(save.directory)
@@ -429,8 +425,8 @@ class Ledger:
         An accelerator's tensors are cloned in stream order and hashed when the recipe has ended:
         copying them now would synchronise, and synchronising hides the very error looked for.
         """
-        if save.own_planner:
-            leaves = {"(all)": {"unjudged": "its planner decides what is written"}}
+        if save.keeps_nested:
+            leaves = {"(all)": {"unjudged": "its planner stores a nested dict as one object"}}
         else:
             leaves = self.leaves_of(state_dict, save.clones)
         self.note("leaves", number=save.number, leaves=leaves)

@@ -85,7 +85,7 @@ GOOD = {
     "fsspec_writer": unknown("step1: written by FsspecWriter, not loaded back"),
     "writer_without_a_path": unknown("written by Memory, not loaded back"),
     "saves_own_class": unknown("holds objects of the script's own classes"),
-    "plans_for_itself": unknown("its planner decides what is written"),
+    "keeps_a_dict_whole": unknown("its planner stores a nested dict as one object"),
     "saves_from_a_thread": good("judged: 1 saves, 1 leaves"),
     "forked_process_saves_too": good("judged: 4 saves, 4 leaves"),
     "writes_its_plan_itself": good("judged: 2 saves, 2 leaves"),
