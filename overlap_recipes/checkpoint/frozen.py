@@ -6,6 +6,8 @@ import torch
 import torch.distributed as dist
 from torch.distributed.tensor import DTensor, Replicate
 
+from ..ranks import on_all_ranks, own_rank
+
 BLOCK = 1 << 22  # elements that are looked at together
 INTEGERS = {1: torch.int8, 2: torch.int16, 4: torch.int32, 8: torch.int64}
 WEIGHTS = (0x9E3779B97F4A7C15, 0xC2B2AE3D27D4EB4F, 0x165667B19E3779F9)  # odd, one for a dimension
@@ -28,10 +30,7 @@ def own_sums(
 
 def digests_of_ranks(own: dict[str, int], group: dist.ProcessGroup | None = None) -> dict[str, str]:
     """The digests, from what each rank adds; all of ``group`` call it, with the same names."""
-    of_ranks = [own]
-    if dist.is_initialized():
-        of_ranks = [own] * dist.get_world_size(group)
-        dist.all_gather_object(of_ranks, own, group=group)
+    of_ranks = on_all_ranks(lambda: own, group)
     found = {}
     for name in own:
         total = sum(sums.get(name, 0) for sums in of_ranks) % MODULUS
@@ -43,8 +42,7 @@ def digests_of_ranks(own: dict[str, int], group: dist.ProcessGroup | None = None
 def weighted_sum(tensor: torch.Tensor, group: dist.ProcessGroup | None) -> int:
     """What this rank adds; of what several ranks hold, one adds it."""
     if not isinstance(tensor, DTensor):
-        is_first = not dist.is_initialized() or dist.get_rank(group) == 0
-        return sum_at(tensor, (0,) * tensor.dim()) if is_first else 0
+        return sum_at(tensor, (0,) * tensor.dim()) if own_rank(group) == 0 else 0
     coordinate = tensor.device_mesh.get_coordinate()
     if coordinate is None:
         return 0

@@ -10,7 +10,6 @@ which blocks of it they hold, is asked as ``export`` does.
 import json
 import logging
 import math
-import pickle
 import time
 from collections.abc import Callable
 from contextlib import ExitStack
@@ -18,11 +17,11 @@ from dataclasses import dataclass, field
 from pathlib import Path
 
 import torch
-import torch.distributed as dist
 from torch import nn
 from torch.distributed.checkpoint.metadata import ChunkStorageMetadata
 from torch.distributed.tensor import DTensor
 
+from ..ranks import own_result
 from .export import DTYPES, Part, header_of, parts_of, runs, weights
 from .reader import OpenFile, Wanted, fill, reads_of
 from .state import shard_of
@@ -104,42 +103,13 @@ def load_folder(
         OSError, TimeoutError: on all ranks: one cannot read a file.
     """
     begun = time.perf_counter()
-    stored, parts = on_all_ranks(lambda: compare(model, Path(folder)))
+    stored, parts = own_result(lambda: compare(model, Path(folder)))
     if device is None:
         device = torch.accelerator.current_accelerator(check_available=True) or "cpu"
-    on_all_ranks(lambda: give_memory(model, torch.device(device), initialize))
-    nbytes = on_all_ranks(lambda: read(model, stored, parts, Path(folder)))
+    own_result(lambda: give_memory(model, torch.device(device), initialize))
+    nbytes = own_result(lambda: read(model, stored, parts, Path(folder)))
     took = time.perf_counter() - begun
     LOG.info("%s: %d bytes for this rank in %.2f s", folder, nbytes, took)
-
-
-def on_all_ranks(work: Callable[[], object]) -> object:
-    """What ``work`` returns here; raises its error on all ranks if it failed on one."""
-    result = None
-    error = None
-    try:
-        result = work()
-    except Exception as failure:
-        error = failure
-    errors: list[Exception | None] = [error]
-    if dist.is_initialized():
-        errors = [None] * dist.get_world_size()
-        dist.all_gather_object(errors, sendable(error))
-    if error is not None:
-        raise error
-    for failure in errors:
-        if failure is not None:
-            raise failure
-    return result
-
-
-def sendable(error: Exception | None) -> Exception | None:
-    """``error`` if other ranks can unpickle it, or one that has its text."""
-    try:
-        pickle.loads(pickle.dumps(error))
-    except Exception:  # whatever the error's own methods raise
-        return RuntimeError(f"{type(error).__name__}: {error}")
-    return error
 
 
 # -- what there is ----------------------------------------------------------------------------

@@ -19,6 +19,7 @@ from torch.distributed.checkpoint.metadata import Metadata, TensorStorageMetadat
 from torch.distributed.checkpoint.stateful import Stateful
 from torch.distributed.tensor import DTensor, Shard
 
+from ..ranks import on_all_ranks, own_rank, own_result, world_size
 from .reader import Reader
 from .shared_reads import SharedReads
 from .state import (
@@ -35,13 +36,11 @@ from .state import (
     differences,
     in_parts,
     lacking_settings,
-    own_rank,
     parse,
     shard_of,
     spec_of,
     survey,
     unpacked,
-    world_size,
 )
 
 DIFFERS = (
@@ -102,7 +101,7 @@ def load(
             saved. Raised on all ranks; what has been read till then stays.
     """
     reader = source if isinstance(source, dcp.StorageReader) else Reader(source)
-    metadata = read_by_all(reader, process_group)
+    metadata = own_result(reader.read_metadata, process_group)
     fits = []
     for key, state in states.items():
         if isinstance(state, AppState):
@@ -141,24 +140,6 @@ def load(
         fit.finish(targets)
 
 
-def read_by_all(reader: dcp.StorageReader, process_group: dist.ProcessGroup | None) -> Metadata:
-    """The list of contents; a rank that cannot read it raises on all of them."""
-    metadata = None
-    error = None
-    try:
-        metadata = reader.read_metadata()
-    except Exception as failure:
-        error = failure
-    errors = [error]
-    if dist.is_initialized():
-        errors = [error] * dist.get_world_size(process_group)
-        dist.all_gather_object(errors, error, group=process_group)
-    for failure in errors:
-        if failure is not None:
-            raise failure
-    return metadata
-
-
 def entries_below(metadata: Metadata, key: str) -> list[Entry]:
     found = []
     for name, stored in metadata.state_dict_metadata.items():
@@ -172,12 +153,8 @@ def entries_below(metadata: Metadata, key: str) -> list[Entry]:
 def refuse_on_all_ranks(
     wrong: list[str], source: object, process_group: dist.ProcessGroup | None
 ) -> None:
-    of_ranks: list[list[str]] = [wrong]
-    if dist.is_initialized():
-        of_ranks = [wrong] * dist.get_world_size(process_group)
-        dist.all_gather_object(of_ranks, wrong, group=process_group)
     lines: dict[str, None] = {}  # each once, in order
-    for found in of_ranks:
+    for found in on_all_ranks(lambda: wrong, process_group):
         lines.update(dict.fromkeys(found))
     if lines:
         name = getattr(source, "checkpoint_id", source)

@@ -34,6 +34,7 @@ from torch.distributed.fsdp import FlatParameter, FullyShardedDataParallel
 from torch.distributed.tensor import DTensor, Replicate, Shard
 from torch.utils.data import DataLoader, IterableDataset, RandomSampler, SequentialSampler
 
+from ..ranks import own_rank, world_size
 from .frozen import digests_of_ranks, own_sums
 
 LOG = logging.getLogger(__name__)
@@ -1271,14 +1272,6 @@ def draws_without_a_state(sampler: object) -> bool:
     """Whether it is one of PyTorch's own samplers that draw; torchdata's RandomSampler is not."""
     is_torchs_own = type(sampler).__module__ == RandomSampler.__module__
     return is_torchs_own and not isinstance(sampler, SequentialSampler)
-
-
-def own_rank() -> int:
-    return dist.get_rank() if dist.is_initialized() else 0
-
-
-def world_size() -> int:
-    return dist.get_world_size() if dist.is_initialized() else 1
 
 
 def packed(state: object) -> bytes:

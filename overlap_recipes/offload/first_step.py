@@ -10,9 +10,9 @@ from dataclasses import dataclass
 from functools import partial
 
 import torch
-import torch.distributed as dist
 from torch.func import functional_call
 
+from ..ranks import own_result
 from .layer_as_node import Plain, exchanged, tensors_in
 from .streamed_model import StreamedModel
 
@@ -61,20 +61,19 @@ def check_first_step(streamed: StreamedModel, run: Callable[[], object]) -> bool
 
     Raises:
         AssertionError: something differs: what, and where first. Where two resident runs differ
-            there as well, it says so. Or another rank has an error: which, and what.
+            there as well, it says so.
         RuntimeError: there are gradients already.
         ValueError: ``run`` returns no loss.
         Exception: what ``run`` raised.
+
+    All ranks raise the error of one, whose text says which rank that is.
     """
-    error = None
-    same = False
-    try:
+
+    def look() -> bool:
         refuse_gradients(streamed)
-        same = compare_runs(streamed, run)
-    except Exception as failure:
-        error = failure
-    raise_on_every_rank(error)
-    return same
+        return compare_runs(streamed, run)
+
+    return own_result(look)
 
 
 def refuse_gradients(streamed: StreamedModel) -> None:
@@ -84,20 +83,6 @@ def refuse_gradients(streamed: StreamedModel) -> None:
         raise RuntimeError(
             "there are gradients already: check before the first backward, or drop them"
         )
-
-
-def raise_on_every_rank(error: Exception | None) -> None:
-    """Raise this rank's error, or say which rank has one."""
-    found = [error and f"{type(error).__name__}: {error}"]
-    if dist.is_initialized():
-        mine = found[0]
-        found = [None] * dist.get_world_size()
-        dist.all_gather_object(found, mine)
-    if error is not None:
-        raise error
-    for rank, text in enumerate(found):
-        if text is not None:
-            raise AssertionError(f"rank {rank}: {text}")
 
 
 def compare_runs(streamed: StreamedModel, run: Callable[[], object]) -> bool:

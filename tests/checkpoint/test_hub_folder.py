@@ -1,7 +1,6 @@
 """A folder of safetensors becomes a sharded model, each rank its rows, or the load is refused."""
 
 import json
-import logging
 from pathlib import Path
 
 import pytest
@@ -10,7 +9,7 @@ from selection import REPO
 from torch import nn
 
 from harness.run import run
-from overlap_recipes.checkpoint.hub_folder import load_folder, sendable
+from overlap_recipes.checkpoint.hub_folder import load_folder
 
 SCRIPT = REPO / "tests" / "data" / "load_hub_folder.py"
 INDEX = "model.safetensors.index.json"
@@ -71,32 +70,3 @@ def test_a_header_with_a_wrong_place_names_its_file(tmp_path, place):
     write(tmp_path / "a.safetensors", place)
     with pytest.raises(ValueError, match=r"a\.safetensors"):
         loaded(tmp_path)
-
-
-class OfTwoWords(Exception):
-    """Pickles, and cannot be unpickled, as many errors of packages do."""
-
-    def __init__(self, one: str, other: str) -> None:
-        super().__init__(f"{one} {other}")
-
-
-class OfALock(Exception):
-    """Cannot be pickled."""
-
-    def __init__(self) -> None:
-        super().__init__("locked")
-        self.logger = logging.StreamHandler()
-
-
-@pytest.mark.parametrize(
-    ("error", "kind", "text"),
-    [
-        (ValueError("no rows"), ValueError, "no rows"),
-        (OfTwoWords("no", "rows"), RuntimeError, "OfTwoWords: no rows"),
-        (OfALock(), RuntimeError, "OfALock: locked"),
-    ],
-)
-def test_an_error_that_cannot_travel_is_told_to_the_other_ranks(error, kind, text):
-    told = sendable(error)
-    assert type(told) is kind
-    assert str(told) == text

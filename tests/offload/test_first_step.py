@@ -11,6 +11,7 @@ import torch.distributed as dist
 from host_training import CPU, RATE, batch, llama, same
 from torch import nn
 
+from overlap_recipes import ranks
 from overlap_recipes.offload import (
     HostAdamW,
     StreamedModel,
@@ -237,11 +238,11 @@ def group():
 def test_what_differs_on_one_rank_is_raised_on_all(monkeypatch):
     """Or the others would wait for it in their first step."""
 
-    def gather(found: list, mine: str | None) -> None:
+    def gather(found: list, mine: object, group: None) -> None:
         found[0] = mine
-        found[1] = "AssertionError: buffer b"
+        found[1] = ranks._failed(AssertionError("buffer b"))
 
-    monkeypatch.setattr(dist, "get_world_size", lambda: 2)
+    monkeypatch.setattr(dist, "get_world_size", lambda group: 2)
     monkeypatch.setattr(dist, "all_gather_object", gather)
     model = Stack()
     with (
