@@ -94,7 +94,7 @@ TOLERANCE = 1e-5  # of a loss, relative, on another number of ranks: sums in ano
 #    :language: python
 #    :pyobject: Run
 #
-# .. literalinclude:: /overlap_recipes/checkpoint/state.py
+# .. literalinclude:: /overlap_recipes/checkpoint/state/random_numbers.py
 #    :language: python
 #    :pyobject: RandomNumbers
 #

@@ -17,7 +17,7 @@ from torch.distributed.fsdp import FullyShardedDataParallel
 from torch.testing._internal.two_tensor import TwoTensor
 
 from overlap_recipes.checkpoint import frozen
-from overlap_recipes.checkpoint import state as state_module
+from overlap_recipes.checkpoint.state import state as state_module
 from overlap_recipes.checkpoint.loading import load
 from overlap_recipes.checkpoint.state import (
     AppState,
@@ -373,7 +373,7 @@ class Resharding(Kept):
 
 def saved_on_two_ranks(directory: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     """A checkpoint of two ranks of one replicated model."""
-    from overlap_recipes.checkpoint import state
+    from overlap_recipes.checkpoint.state import state
 
     monkeypatch.setattr(state, "world_size", lambda: 2)
     model = layers()

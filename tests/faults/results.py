@@ -17,7 +17,7 @@ from faults import REPO
 
 STRUCK = [
     "_toys",
-    "overlap_recipes.checkpoint.state",
+    "overlap_recipes.checkpoint.state.state",
     "overlap_recipes.checkpoint.copies",
     "overlap_recipes.checkpoint.saves",
     "overlap_recipes.checkpoint.durable",

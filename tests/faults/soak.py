@@ -56,7 +56,7 @@ NOTHING_OLDER = (
 )
 STRUCK = (
     "_toys",
-    "overlap_recipes.checkpoint.state",
+    "overlap_recipes.checkpoint.state.state",
     "overlap_recipes.checkpoint.copies",
     "overlap_recipes.checkpoint.saves",
     "overlap_recipes.checkpoint.durable",

@@ -1,0 +1,97 @@
+# SPDX-License-Identifier: BSD-3-Clause
+# Overlap Recipes 0.2.1, overlap_recipes/checkpoint/state/random_numbers.py
+"""A rank's random numbers."""
+
+import importlib
+import logging
+import random
+import sys
+import weakref
+from types import ModuleType
+
+import torch
+
+from ...ranks import own_rank, world_size
+
+LOG = logging.getLogger(__name__)
+SEEDS_A_STEP = 1_000_003
+SEEDED_ANEW = "random numbers are seeded anew: %d ranks, %d at the save"
+
+
+def torch_generators() -> dict[str, ModuleType]:
+    """What has torch's random numbers: the host, and this rank's accelerator if there is one."""
+    generators = {"host": torch}
+    device = torch.accelerator.current_accelerator(check_available=True)
+    if device is not None:
+        generators["device"] = torch.get_device_module(device)
+    return generators
+
+
+class RandomNumbers:
+    """The state of this rank's random numbers; on another number of ranks, all seed anew."""
+
+    NAME = "random"
+
+    def __init__(self, job: object) -> None:
+        self.job = weakref.proxy(job)  # which has this object, and loaders that end with it
+
+    def state_dict(self) -> dict:
+        state = numbers_of_host()
+        for name, source in torch_generators().items():
+            state[name] = source.get_rng_state()
+        return state
+
+    def load_state_dict(self, state: dict) -> None:
+        set_numbers_of_host(state)
+        for name, source in torch_generators().items():
+            if name in state:
+                source.set_rng_state(state[name])
+
+    def load_state_dicts(self, states: list[dict]) -> None:
+        seed = SEEDS_A_STEP * self.job.step + own_rank()
+        random.seed(seed)
+        torch.manual_seed(seed)
+        numpy = sys.modules.get("numpy")
+        if numpy is not None:
+            numpy.random.seed(seed % 2**32)
+        LOG.warning(SEEDED_ANEW, world_size(), len(states))
+
+
+def numbers_of_host() -> dict:
+    """The random numbers of Python, NumPy (if it was imported) and torch on the host."""
+    numpy = sys.modules.get("numpy")
+    state = {"python": random.getstate(), "host": torch.get_rng_state()}
+    if numpy is not None:
+        state["numpy"] = numpy.random.get_state()
+    return state
+
+
+def set_numbers_of_host(state: dict) -> None:
+    """Take what ``numbers_of_host`` gave; checkpoints of earlier versions have fewer."""
+    if "python" in state:
+        random.setstate(state["python"])
+    if "numpy" in state:
+        importlib.import_module("numpy.random").set_state(state["numpy"])
+    if "host" in state:
+        torch.set_rng_state(state["host"])
+
+
+def has_drawn_more_than_a_seed(before: dict) -> bool:
+    """Whether random numbers were drawn since ``before``, but for what a loader draws itself."""
+    after = numbers_of_host()
+    if after["python"] != before["python"]:
+        return True
+    if "numpy" in before and value_of_numpy(after) != value_of_numpy(before):
+        return True
+    if torch.equal(after["host"], before["host"]):
+        return False
+    torch.set_rng_state(before["host"])
+    torch.empty((), dtype=torch.int64).random_()  # as ``DataLoader`` draws the seed of workers
+    of_seed = torch.get_rng_state()
+    torch.set_rng_state(after["host"])
+    return not torch.equal(after["host"], of_seed)
+
+
+def value_of_numpy(numbers: dict) -> tuple:
+    kind, keys, *position = numbers["numpy"]
+    return kind, keys.tobytes(), *position
