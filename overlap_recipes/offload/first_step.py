@@ -13,6 +13,7 @@ import torch
 from torch.func import functional_call
 
 from ..ranks import own_result
+from .follower import Follower
 from .layer_as_node import Plain, exchanged, tensors_in
 from .streamed_model import StreamedModel
 
@@ -164,14 +165,12 @@ def gradients_of(streamed: StreamedModel) -> dict[str, torch.Tensor]:
 @contextmanager
 def without_optimizer(streamed: StreamedModel) -> Iterator[None]:
     """In the block, gradients are neither averaged nor used."""
-    names = "before_gradients", "after_gradients", "after_store"
-    own = {name: vars(streamed)[name] for name in names if name in vars(streamed)}
-    for name in own:
-        delattr(streamed, name)
+    optimizer = streamed.follower
+    streamed.follower = Follower()  # no update is due: ``unchanged`` has waited
     try:
         yield
     finally:
-        vars(streamed).update(own)
+        streamed.follower = optimizer
 
 
 def plain_layers(streamed: StreamedModel) -> list[Plain]:

@@ -12,6 +12,7 @@ from typing import NamedTuple
 import torch
 
 from . import adam_in_pieces as pieces
+from .follower import Follower
 from .host_layers import HostBuffer
 
 BLOCK = 2**20  # parameters that a thread updates in one call
@@ -40,7 +41,7 @@ class LayerUpdate:
         self.ended = Future()
 
 
-class HostUpdates:
+class HostUpdates(Follower):
     """AdamW for the layers of a streamed model, on threads of the host.
 
     Args:
@@ -83,9 +84,7 @@ class HostUpdates:
         self.latest = Future()  # of the latest step: what its thread of arrivals did
         self.latest.set_result(None)
 
-        streamed.before_load = self.await_layer
-        streamed.before_host = self.wait
-        streamed.may_load = self.is_updated
+        streamed.follower = self
 
     def take(self, layer, steps: torch.Tensor) -> list[Buffers]:
         """Buffers of a ``HostLayer``: gradients, weights, and new ones of masters and moments."""
@@ -179,11 +178,11 @@ class HostUpdates:
         self.streamed.held = {slot: layer for slot, layer in held if layer not in announced}
         return announced
 
-    def is_updated(self, layer: int) -> bool:
+    def may_load(self, layer: int) -> bool:
         """Whether a load would not wait; if it would, the layers before it are queued first."""
         return layer not in self.updates or self.updates[layer].ended.done()
 
-    def await_layer(self, layer: int) -> None:
+    def before_load(self, layer: int) -> None:
         """Wait until a layer is updated; raises what kept it from that."""
         self.check()
         if layer in self.updates:
@@ -194,7 +193,7 @@ class HostUpdates:
         if self.latest.done():
             self.latest.result()
 
-    def wait(self, raises: bool = True) -> None:
+    def before_host(self, raises: bool) -> None:
         """Wait until all that was announced is updated, or has failed."""
         error = self.latest.exception()
         with self.lock:  # what an interrupted step has announced may never begin
@@ -318,5 +317,4 @@ class HostUpdates:
         """End the threads, and let the model stream without them."""
         self.arrivals.shutdown()
         self.workers.shutdown()
-        for name in ("before_load", "before_host", "may_load"):
-            vars(self.streamed).pop(name, None)
+        self.streamed.follower = Follower()

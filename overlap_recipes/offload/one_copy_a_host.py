@@ -128,15 +128,15 @@ class SharedUpdates(adam.HostUpdates):
                 raise RuntimeError(f"a rank of this host could not update layer {layer}")
             time.sleep(POLL_S)
 
-    def is_updated(self, layer: int) -> bool:
-        return super().is_updated(layer) and bool((self.done[layer] >= self.announced[layer]).all())
+    def may_load(self, layer: int) -> bool:
+        return super().may_load(layer) and bool((self.done[layer] >= self.announced[layer]).all())
 
-    def await_layer(self, layer: int) -> None:
-        super().await_layer(layer)
+    def before_load(self, layer: int) -> None:
+        super().before_load(layer)
         self.await_others(layer)
 
-    def wait(self, raises: bool = True) -> None:
-        super().wait(raises)
+    def before_host(self, raises: bool) -> None:
+        super().before_host(raises)
         for layer in self.updates:
             self.await_others(layer)
 

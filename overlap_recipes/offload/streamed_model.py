@@ -161,7 +161,7 @@ class StreamedModel(StreamedLayers):
         """What ``layer.forward`` is now."""
         with node.named(self.title(index)):
             self.check(self.layers[index])
-            self.before_forward(index)
+            self.follower.before_forward(index)
         if torch.is_grad_enabled():
             self.refuse_ddp()
             number = self.resident_below + index
@@ -169,9 +169,6 @@ class StreamedModel(StreamedLayers):
         else:
             caches.refuse_going_on(args, kwargs)
         return super().call(index, *args, **kwargs)
-
-    def before_forward(self, layer: int) -> None:
-        """Called before a layer is run; ``HostAdamW`` needs it."""
 
     def backward_of(self, index: int, begins: list, pairs: list, trains: bool) -> list:
         frozen = [n for n, p in self.layers[index].trained.items() if not p.requires_grad]
@@ -277,15 +274,12 @@ class StreamedModel(StreamedLayers):
 
     # The host's side
 
-    def before_host(self, raises: bool) -> None:
-        """Called before the host reads or writes weights; ``HostUpdates`` ends its updates."""
-
     def wait(self, raises: bool = True) -> None:
         """Wait for updates and copies: then the host may read gradients, and change weights.
 
         A failed update is raised, unless weights are going to be loaded.
         """
-        self.before_host(raises)
+        self.follower.before_host(raises)
         super().wait()
         self.held.clear()  # what the device has may be old then
         self.stored.clear()

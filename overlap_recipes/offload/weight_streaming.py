@@ -11,6 +11,7 @@ from torch.func import functional_call
 
 from . import arguments
 from . import layer_as_node as node
+from .follower import Follower
 from .host_layers import HostBuffer, move_to_host
 from .layer_state import version_of
 
@@ -37,6 +38,7 @@ class StreamedLayers:
         self.layers = move_to_host(layers, device, gradient_dtype)
         self.device = device
         self.slots = slots
+        self.follower = Follower()  # an optimizer on the host, if there is one
         self.loads = 0
         self.stores = 0
 
@@ -122,7 +124,7 @@ class StreamedLayers:
         slot = layer % self.slots
         if self.held.get(slot) == layer and self.is_as_loaded(layer):
             return
-        self.before_load(layer)
+        self.follower.before_load(layer)
         versions = self.versions(layer)
         sample = self.sample(layer)
         self.loaded_from[layer] = (versions, sample)
@@ -183,7 +185,7 @@ class StreamedLayers:
                 result = self.run(index, args, kwargs)
         self.release(index)
         for later in range(index + 1, min(index + self.slots + 1, len(self.layers))):
-            if self.may_load(later):  # the others are loaded when they are called
+            if self.follower.may_load(later):  # the others are loaded when they are called
                 self.load(later)
         return result
 
@@ -250,7 +252,7 @@ class StreamedLayers:
 
     def backward_of(self, index: int, begins: list, pairs: list, trains: bool) -> list:
         if trains and self.totals[index]:
-            self.before_gradients(index)
+            self.follower.before_gradients(index)
         self.await_weights(index)
         ends = [end for end, _ in pairs]
         grads = [grad for _, grad in pairs]
@@ -273,10 +275,10 @@ class StreamedLayers:
         if names:
             of_weights = dict(zip(names, found[: len(names)], strict=True))
             self.write(index, of_weights, adds)
-            self.after_gradients(index)
+            self.follower.after_gradients(index)
             self.store(index)
             self.layers[index].hand_out_gradients()
-            self.after_store(index)
+            self.follower.after_store(index)
         return list(found[len(names) :])
 
     # Gradients to the host
@@ -314,22 +316,6 @@ class StreamedLayers:
         self.stores += 1
 
     # The host's side
-
-    def before_gradients(self, layer: int) -> None:
-        """Called before a layer that is trained runs again; ``HostAdamW`` needs it."""
-
-    def after_gradients(self, layer: int) -> None:
-        """Called when a layer's gradients are in its slot; ``HostAdamW`` needs it."""
-
-    def after_store(self, layer: int) -> None:
-        """Called when their copy to the host is queued; ``HostAdamW`` needs it."""
-
-    def may_load(self, layer: int) -> bool:
-        """Whether to load a layer ahead of its call; ``HostUpdates`` has some updated first."""
-        return True
-
-    def before_load(self, layer: int) -> None:
-        """Called before the host's weights of a layer are read; ``HostUpdates`` ends an update."""
 
     def wait(self) -> None:
         """Wait until all gradients are in host memory and no copy reads it: then it may change."""

@@ -13,13 +13,14 @@ import torch.distributed as dist
 
 from . import adam_in_pieces as pieces
 from . import host_adam as adam
+from .follower import Follower
 
 SAMPLE = 256  # elements of each parameter that are compared between ranks
 LAYER_DROP = "layerdrop", "layer_drop", "encoder_layerdrop", "decoder_layerdrop"
 DEFAULTS = {"lr": 1e-3, "betas": (0.9, 0.999), "eps": 1e-8, "weight_decay": 1e-2}
 
 
-class HostAdamW(torch.optim.Optimizer):
+class HostAdamW(torch.optim.Optimizer, Follower):
     """AdamW in fp32 for a streamed model: layers on threads of the host, the rest on the device.
 
     A context manager: its end waits for the last updates, and the model stays streamed.
@@ -81,10 +82,7 @@ class HostAdamW(torch.optim.Optimizer):
             self.hooks.append(
                 module.register_load_state_dict_post_hook(lambda loaded, _: self.reload(loaded))
             )
-        streamed.before_forward = self.refuse_updated
-        streamed.before_gradients = self.before_gradients
-        streamed.after_gradients = self.reduce
-        streamed.after_store = self.stored
+        streamed.follower = self
         streamed.optimizer = self
         self.handled = id(sys.exc_info()[1])  # what is being handled where this one is made
 
@@ -98,7 +96,19 @@ class HostAdamW(torch.optim.Optimizer):
             raise ValueError("what is trained is fixed: close this one, make another optimizer")
         super().add_param_group(param_group)
 
-    # Backward
+    # Forward and backward: what a ``Follower`` is told
+
+    def before_load(self, layer: int) -> None:
+        self.host.before_load(layer)
+
+    def may_load(self, layer: int) -> bool:
+        return self.host.may_load(layer)
+
+    def before_host(self, raises: bool) -> None:
+        self.host.before_host(raises)
+
+    def before_forward(self, layer: int) -> None:
+        self.refuse_updated(layer)
 
     def before_gradients(self, layer: int) -> None:
         if not self.has_compared:
@@ -117,7 +127,7 @@ class HostAdamW(torch.optim.Optimizer):
                 "forward needs in_backward=False"
             )
 
-    def reduce(self, layer: int) -> None:
+    def after_gradients(self, layer: int) -> None:
         """Average a layer's gradients over the ranks, and take their norms."""
         totals = self.streamed.totals[layer]
         for name, parameter in self.streamed.layers[layer].trained.items():
@@ -133,7 +143,7 @@ class HostAdamW(torch.optim.Optimizer):
             gradient.copy_(fp32.div_(ranks))
         self.norms[parameter] = torch.linalg.vector_norm(gradient, dtype=torch.float32)
 
-    def stored(self, layer: int) -> None:
+    def after_store(self, layer: int) -> None:
         """With ``in_backward``: have a layer updated when its gradients are on the host."""
         self.written[layer] = self.as_now(layer)
         if not self.in_backward or not self.synchronises:
@@ -328,8 +338,6 @@ class HostAdamW(torch.optim.Optimizer):
             self.host.close()
             for hook in self.hooks:
                 hook.remove()
-            for name in ("before_forward", "before_gradients", "after_gradients", "after_store"):
-                vars(self.streamed).pop(name, None)
             self.streamed.optimizer = None
 
     def close(self) -> None:

@@ -202,7 +202,7 @@ def train(
 #
 # .. literalinclude:: /overlap_recipes/offload/host_adam.py
 #    :language: python
-#    :pyobject: HostUpdates.await_layer
+#    :pyobject: HostUpdates.before_load
 #
 # A step that waits for nothing
 # -----------------------------

@@ -37,13 +37,13 @@ def test_a_layer_is_loaded_when_all_ranks_of_the_host_have_updated_it():
         optimizer.step()
 
         def second_rank() -> None:
-            HostUpdates.wait(host)  # the first rank's part is done
+            HostUpdates.before_host(host, True)  # the first rank's part is done
             waited.set()
             host.done[0, 1] = 1
 
         late = threading.Thread(target=second_rank)
         late.start()
-        host.await_layer(0)
+        host.before_load(0)
         assert waited.is_set()
         late.join()
         host.done[1, 1] = FAILED

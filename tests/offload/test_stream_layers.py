@@ -76,15 +76,15 @@ def held_back(optimizer: HostAdamW) -> None:
     start = optimizer.host.start
     due = []
     optimizer.host.start = lambda *args: due.append(args)
-    wait = optimizer.streamed.before_host
+    ends = optimizer.host.before_host
 
-    def waits(raises: bool = True) -> None:
+    def starts_and_ends(raises: bool) -> None:
         optimizer.host.latest.exception()
         while due:
             start(*due.pop())
-        wait(raises)
+        ends(raises)
 
-    optimizer.streamed.before_host = waits
+    optimizer.host.before_host = starts_and_ends
 
 
 def one_step(closes: bool) -> torch.nn.Module:

@@ -260,6 +260,6 @@ def test_a_layer_with_a_failed_block_is_awaited_to_its_last():
         model(**batch(0)).loss.backward()
         optimizer.step()
         with pytest.raises(ZeroDivisionError):
-            host.wait()
+            host.before_host(raises=True)
         assert ended == [False]
         host.forget()
