@@ -11,19 +11,27 @@ from recipe_index import JINJA
 from sphinx.application import Sphinx
 
 MOVED = {  # by the names of documents
+    "guide/affected": "guide/versions",
     "recipes/checkpoint/app_state": "recipes/checkpoint/state_to_save",
-    "recipes/checkpoint/durable_saves": "recipes/checkpoint/keep_verify_prune",
+    "recipes/checkpoint/durable_saves": "recipes/checkpoint/saves_beside_training",
+    "recipes/checkpoint/first_step": "recipes/checkpoint/load",
+    "recipes/checkpoint/keep_verify_prune": "recipes/checkpoint/saves_beside_training",
     "recipes/checkpoint/kept_state": "recipes/checkpoint/saves_beside_training",
+    "recipes/checkpoint/object_storage": "recipes/checkpoint/saves_beside_training",
     "recipes/checkpoint/overlapped_stager": "recipes/checkpoint/saves_beside_training",
     "recipes/checkpoint/overlapped_writer": "recipes/checkpoint/saves_beside_training",
+    "recipes/checkpoint/preemption": "recipes/checkpoint/saves_beside_training",
     "recipes/checkpoint/process_checkpointer": "recipes/checkpoint/saves_beside_training",
-    "recipes/checkpoint/retention": "recipes/checkpoint/keep_verify_prune",
+    "recipes/checkpoint/resume_and_reshard": "recipes/checkpoint/load",
+    "recipes/checkpoint/retention": "recipes/checkpoint/saves_beside_training",
     "recipes/checkpoint/staging_copies": "recipes/checkpoint/saves_beside_training",
+    "recipes/checkpoint/two_hosts": "recipes/checkpoint/saves_beside_training",
     "recipes/offload/accumulate_and_average": "recipes/offload/train_what_does_not_fit",
     "recipes/offload/adam_in_pieces": "recipes/offload/train_what_does_not_fit",
     "recipes/offload/host_adam": "recipes/offload/train_what_does_not_fit",
     "recipes/offload/host_layers": "recipes/offload/weight_streaming",
     "recipes/offload/layer_as_node": "recipes/offload/weight_streaming",
+    "recipes/offload/one_copy_a_host": "recipes/offload/train_what_does_not_fit",
     "recipes/offload/pipelined_optimizer": "recipes/offload/train_what_does_not_fit",
     "recipes/offload/streamed_model": "recipes/offload/train_what_does_not_fit",
     "recipes/offload/whole_step": "recipes/offload/train_what_does_not_fit",
@@ -33,9 +41,10 @@ MOVED = {  # by the names of documents
     "recipes/sharding/in_place_reduce": "recipes/sharding/peer_copies",
     "recipes/sharding/peer_memory": "recipes/sharding/peer_copies",
     "recipes/sharding/peer_schedule": "recipes/sharding/peer_copies",
+    "recipes/sharding/prefetch_schedule": "recipes/sharding/stream_context",
     "recipes/sharding/sharded_parameter": "recipes/sharding/stream_context",
     "recipes/sharding/shared_slots": "recipes/sharding/peer_copies",
-    "recipes/sharding/update_in_order": "recipes/sharding/prefetch_schedule",
+    "recipes/sharding/update_in_order": "recipes/sharding/stream_context",
 }
 
 

@@ -1,9 +1,9 @@
 """The first code block of each page runs as it stands, with a small model in its place.
 
-One process, on the CPU, in an empty folder. A block can import what its page says that a project
+So do the later block of ``load``, and what a page has our command do. One process, on the CPU, in an empty folder. A block can import what its page says that a project
 needs: the package ``overlap_recipes``, or the files of the page's own folder if it imports its own.
 It finds in its namespace what its page leaves to the reader: a model, an optimizer, data, a step.
-What needs a GPU, a bucket or a host of its own is replaced by ``INSTEAD``; nothing else of a block
+What needs a GPU is replaced by ``INSTEAD``; nothing else of a block
 is changed. A page that includes a function of its own file in place of a block has run it: the
 recipe's proof calls it.
 """
@@ -13,6 +13,7 @@ import contextlib
 import importlib.util
 import os
 import re
+import shlex
 import signal
 import sys
 import textwrap
@@ -27,18 +28,16 @@ import torch.distributed.checkpoint as dcp
 from torch import nn
 from torch.distributed.fsdp import fully_shard
 
-from overlap_recipes.checkpoint import TrainingState
+from overlap_recipes.checkpoint import CheckpointManager, TrainingState
+from overlap_recipes.checkpoint.__main__ import main as command
 
 SOURCE = Path(__file__).parents[1] / "recipes_source"
 ALWAYS = "checkpoint", "trainers"  # folders whose pages all begin with lines to paste
 
 ELSEWHERE = {  # pages whose first block another test runs
-    "one_copy_a_host": "tests/offload/test_pasted_blocks.py",
     "train_what_does_not_fit": "tests/offload/test_pasted_blocks.py",
 }
 INSTEAD = {
-    "object_storage": {"s3://bucket/run": "memory://run"},
-    "two_hosts": {"/local/run": "checkpoints"},
     "torchtitan_fsdp2": {  # torchtitan's own models need Triton
         "from torchtitan.models.llama3 import model_registry\n": "",
     },
@@ -51,10 +50,6 @@ INSTEAD = {
 }
 LEAVES = {  # checkpoints that must be there behind the block
     "saves_beside_training": ["checkpoints/step1000"],
-    "keep_verify_prune": ["checkpoints/step1000"],
-    "resume_and_reshard": ["checkpoints/step1000"],
-    "preemption": ["checkpoints/step1000"],
-    "two_hosts": ["checkpoints/step1000"],
     "torchtitan_checkpointer": ["checkpoint/step-100"],
     "transformers_trainer": ["run/checkpoint-2/pytorch_model_fsdp_0"],
     "lightning_strategy": ["run/last-step=100.ckpt"],
@@ -70,6 +65,17 @@ def first_block(page: Path) -> str:
     text = introduction(page) + "\n"
     block = re.search(r"^\.\. code-block:: python\n\n((?: +.*\n|\n)+)", text, re.MULTILINE)
     return textwrap.dedent(block[1]) if block else ""
+
+
+def later_blocks(page: Path, language: str) -> list[str]:
+    """The blocks of the page's prose, behind its introduction."""
+    text = page.read_text(encoding="utf-8")
+    pattern = rf"^# \.\. code-block:: {language}\n#\n((?:#   .*\n|#\n)+)"
+    found = []
+    for block in re.findall(pattern, text, re.MULTILINE):
+        lines = [line.removeprefix("#") for line in block.splitlines()]
+        found.append(textwrap.dedent("\n".join(lines)))
+    return found
 
 
 def included(page: Path) -> str:
@@ -194,9 +200,6 @@ def yours_in(page: Path) -> dict[str, object]:
         dcp.save({"app": saved}, checkpoint_id="checkpoints/step1000")
         dcp.save({"model": given["model"].state_dict()}, checkpoint_id="pretrained")
         return {}
-    if name == "first_step":
-        small_llama().save_pretrained("folder")
-        return {"folder": "folder"}
     if name == "export":
         return {"model": small_llama()}
     if name == "torchtitan_fsdp2":
@@ -301,7 +304,7 @@ def test_a_first_block_runs(page: Path, rank, no_recipes, monkeypatch: pytest.Mo
         block = block.replace(theirs, ours)
     if f"from {page.stem} import" in block:
         monkeypatch.syspath_prepend(page.parent)
-    exits = page.stem in ("preemption", "saves_beside_training")
+    exits = page.stem == "saves_beside_training"
     with pytest.raises(SystemExit) if exits else contextlib.nullcontext():
         exec(compile(block, page.name, "exec"), names)
     if page.stem == "torchtitan_checkpointer":
@@ -311,3 +314,29 @@ def test_a_first_block_runs(page: Path, rank, no_recipes, monkeypatch: pytest.Mo
         assert build(names["config"].model_spec, False, torch.device("cpu")).in_place
     for left in LEAVES.get(page.stem, []):
         assert any(Path(left).iterdir()), left
+
+
+def test_a_folder_of_the_hub_is_loaded_by_the_later_block_of_its_page(rank, no_recipes) -> None:
+    (block,) = later_blocks(SOURCE / "checkpoint" / "load.py", "python")
+    saved = small_llama()
+    saved.save_pretrained("folder")
+    names = {"folder": "folder"}
+    exec(block, names)
+    loaded = dict(names["model"].named_parameters())
+    for name, parameter in saved.named_parameters():
+        assert torch.equal(loaded[name].full_tensor(), parameter), name
+
+
+def test_what_a_page_has_our_command_do_ends_well(rank) -> None:
+    given = yours()
+    state = TrainingState(given["model"], given["optimizer"])
+    with CheckpointManager("checkpoints", state) as checkpoints:
+        checkpoints.save(1)
+    done = []
+    for block in later_blocks(SOURCE / "checkpoint" / "saves_beside_training.py", "bash"):
+        for line in block.splitlines():
+            words = shlex.split(line, comments=True)
+            if words[:3] == ["python", "-m", "overlap_recipes.checkpoint"]:
+                assert command(words[3:]) == 0, line
+                done.append(words[3])
+    assert done == ["list", "verify", "prune"]

@@ -30,7 +30,6 @@ OF_PAGES = {"test_plain_python_runs_one_rank"}  # what a reader does; a proof ha
 NOT_COMPARED = {  # of what these save, the harness does not compare all: they prove it themselves
     "default_stager": r"step\d: step, a NumberAfter, does not compare by its pickle",
     "export": r"\w+: written by SafetensorsWriter, not loaded back",
-    "object_storage": r"step\S+: (written by FsspecWriter, not loaded back|it loads; what was .*)",
 }
 LEDGER = REPO / "tests" / "controls" / "ledger" / "names.toml"
 

@@ -4,10 +4,10 @@
 Load at the rate of the storage
 ===============================
 
-Read a DCP checkpoint by threads, with the copies to the device beside the reads; where the
-save has left digests, each byte is checked. PyTorch's reader takes one tensor after the other on one thread.
-So a job that restarts waits for a core of the CPU rather than for the storage (see *What it buys*).
-The bits are the same.
+Read a DCP checkpoint by threads, and copy to the device meanwhile; where the save has left digests, each
+byte is checked. PyTorch's reader takes one tensor after the other on one thread, so a job that restarts
+waits for a core of the CPU rather than for the storage (see *What it buys*). The bits are the same, on any
+number of ranks. A sharded model starts from a folder of the Hub by the same threads.
 
 **When not to bother:** you resume through ``CheckpointManager`` or one of the trainers' plugs: they
 load like this already. Or your checkpoints are a few hundred megabytes.
@@ -27,7 +27,7 @@ load like this already. Or your checkpoints are a few hundred megabytes.
     dcp.load(weights, storage_reader=Reader("checkpoints/step1000"))
 
     # One that dcp.save has written, on any number of ranks. With an optimizer: what
-    # get_state_dict(model, optimizer) gives, and set_state_dict behind it.
+    # get_state_dict(model, optimizer) gives, and set_state_dict after it.
     tensors = {"model": model.state_dict()}
     dcp.load(tensors, storage_reader=Reader("pretrained"))
 
@@ -40,7 +40,7 @@ of its folder ``overlap_recipes``. It needs torch alone.
 
       * why a load is slower than the disk, and what makes it as fast
       * what happens to bytes that are not as they were saved
-      * how a rank that cannot read stops all ranks, instead of leaving them waiting
+      * what comes back on another number of ranks, and how a new run starts
 
    .. grid-item-card:: What you need
 
@@ -169,10 +169,9 @@ def save_both(job: Job, root: Path) -> list[Path]:
 #
 # Check
 # -----
-# A save of ``CheckpointManager`` to a directory that all ranks see leaves a CRC-32 of each MiB
-# (:doc:`keep_verify_prune`). A thread reads whole
-# blocks and compares them, at the rate of a core, before a byte goes on. So a load need not read a
-# file twice, and a resume need not hash a whole checkpoint to choose one.
+# A save of ``CheckpointManager`` to a directory leaves a CRC-32 of each MiB. A thread reads whole blocks
+# and compares them, at the rate of a core, before a byte goes on. So a load need not read a file twice,
+# and a resume need not hash a whole checkpoint to choose one.
 #
 # .. literalinclude:: /overlap_recipes/checkpoint/reader.py
 #    :language: python
@@ -186,12 +185,11 @@ def save_both(job: Job, root: Path) -> list[Path]:
 # that has given nothing for five minutes. The message names the file.
 #
 # ``load`` adds what a job needs. It compares names, shapes and dtypes first, and lists all that
-# differs, on all ranks, before anything has changed; a checkpoint of another kind of optimizer, too.
-# And it makes the optimizer's state: ``dcp.load`` fills only what is there, so with it a new optimizer
-# would have to take a step first.
+# differs, on all ranks, before anything has changed. And it makes the optimizer's state: ``dcp.load``
+# fills only what is there, so with it a new optimizer would have to take a step first.
 #
-# What several ranks hold, all of it under DDP, each shard under HSDP, leaves the storage once: its
-# bytes are divided among these ranks, each reads its share, and when all have, they broadcast.
+# What several ranks hold, all of it under DDP, each shard under HSDP, leaves the storage once: each of
+# these ranks reads a share, and broadcasts it.
 #
 # .. literalinclude:: /overlap_recipes/checkpoint/shared_reads.py
 #    :language: python
@@ -300,6 +298,45 @@ if __name__ == "__main__":
         main(parser.parse_args().dir or Path(temporary))
 
 # %%
+# Resume, on the same or another number of ranks
+# ----------------------------------------------
+# ``checkpoints.resume()`` of :doc:`saves_beside_training` chooses the newest checkpoint that is whole, on
+# all ranks, and loads it like this. ``resume(step=40_000)`` goes back: newer ones are set aside, not
+# deleted. On another number:
+#
+# * **sharded** state (weights, optimizer) is divided for the new number;
+# * **shared** state (step, schedule) comes back on every rank;
+# * state **of one rank** cannot. Random numbers are seeded from the step and the rank, and the log says so.
+#   What ``per_rank=`` has needs a ``load_state_dicts``, which gets that of all ranks; else it raises.
+#
+# On the same number of ranks every bit of the run is as without an interruption. On another, sums come
+# in another order: the losses are close.
+#
+# Start from a folder of the Hub
+# ------------------------------
+# No rank builds the model in its own memory. It is made without memory and sharded, and each rank reads
+# its rows alone. Every bit is that of ``from_pretrained``, in buffers that no file has, too.
+#
+# .. code-block:: python
+#
+#     import torch
+#     from torch.distributed.fsdp import fully_shard
+#     from transformers import AutoConfig, AutoModelForCausalLM
+#
+#     from overlap_recipes.checkpoint.hub_folder import load_folder
+#
+#     config = AutoConfig.from_pretrained(folder)
+#     with torch.device("meta"):  # shapes alone
+#         model = AutoModelForCausalLM.from_config(config, dtype=torch.float32)
+#     for layer in model.model.layers:
+#         fully_shard(layer)
+#     fully_shard(model)
+#     load_folder(model, folder)  # memory, then this rank's rows of each tensor
+#
+# A job that resumes calls ``give_memory(model, device)`` of the same module in its place: the weights are
+# noise until ``resume``. ``from_config`` makes a model in training mode. What your code changes in a
+# model (new tokens, adapters) comes after ``load_folder``.
+#
 # What it buys
 # ------------
 # A model with Adam's state, from memory (``/dev/shm``). *Plain read* is eight threads that read the
@@ -326,38 +363,38 @@ if __name__ == "__main__":
 #
 # What breaks if you remove a line
 # --------------------------------
-# Each edit of the library was made and run when this page was built. The orders on a device are
-# proven by ``tests/proofs/load_by_threads.py``, which plays its streams on a CPU.
+# Each edit of the library was made and run when this page was built. ``tests/proofs/load_by_threads.py``
+# proves the orders on a device.
 #
 # .. recipe-controls::
 #
 # Memory
 # ------
-# 128 MiB of page-locked memory a rank during a load, 64 MiB without an accelerator; they go behind it.
-# Tensors go straight to their targets, so nothing is there twice. What PyTorch's reader takes is one
-# tensor at a time. On the device, nothing is added.
+# 128 MiB of page-locked memory a rank during a load, 64 MiB without an accelerator. Tensors go straight to
+# their targets, so nothing is there twice. On the device, nothing is added; where a folder has another
+# dtype than the model, 256 MiB and one tensor.
 #
 # Known limits
 # ------------
 # These can give you other numbers than you expect:
 #
-# * A checkpoint without manifests (of ``dcp.save``, ``Saves`` or ``on_each_host``) has no digests. Its
+# * A checkpoint without manifests (of ``dcp.save`` or a trainer) and a folder have no digests. Their
 #   files' lengths are compared, changed bytes are not found.
 # * A load that fails half way leaves in the targets what it had read. Load another checkpoint, or end.
-# * A load writes into the weights at once. Beside a save, call ``checkpoints.wait()`` first.
+# * A load writes into the weights at once. During a save, call ``checkpoints.wait()`` first.
+# * Loading a checkpoint **runs code**: ``.metadata`` and what is no tensor are pickles. Digests say that a
+#   file has not changed, not who wrote it. Safetensors have no code: :doc:`export`.
 #
 # These cost time, or raise:
 #
-# * ``dcp.load`` with ``Reader`` has every rank read what it needs, replicated weights, too. Only
-#   ``load`` reads them once, and only what the group can broadcast: a group with NCCL alone leaves
-#   tensors on the CPU to each rank. Tensors of less than a GiB in all stay with each rank, too.
+# * ``dcp.load`` with ``Reader`` has every rank read replicated weights. ``load`` reads them once, from a
+#   GiB in all on, where the group can broadcast.
 # * What is compressed, strided, or goes into another dtype is read by PyTorch's reader, on one thread.
 #   The log says how much.
-# * On another number of ranks, the random numbers of each rank are seeded anew; the log says so.
-# * It reads directories. For an object store see :doc:`object_storage`.
+# * A folder whose tensors transformers transposes or joins when it loads, a buffer that the model's
+#   initialisation does not fill, tied weights that differ.
 #
 # Further reading
 # ---------------
-# * :doc:`first_step`: what else a restart waits for
-# * :doc:`resume_and_reshard`: all that has to come back, on another number of ranks
+# * :doc:`saves_beside_training`: what is saved, and what stays
 # * `torch.distributed.checkpoint <https://docs.pytorch.org/docs/stable/distributed.checkpoint.html>`__

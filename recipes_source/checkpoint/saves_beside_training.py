@@ -1,19 +1,18 @@
 # SPDX-License-Identifier: BSD-3-Clause
 # Overlap Recipes 0.2.1, checkpoint/saves_beside_training.py
 """
-Saves beside training
+Saves during training
 =====================
 
 Save, keep, resume and leave in time with one object around your loop. A save copies the state
-beside the next step's forward and backward, and a thread writes it beside the steps after that.
+during the next step's forward and backward, and a thread writes it during the steps after that.
 Checkpoints are durable and verified, the newest ones stay, and a job that was killed goes on as if
 nothing had happened: same losses, same bits.
 
-Beside a model that the GPU bounds, a save costs little (see *What it buys*). Where the host bounds
-the loop, as with most eager models, it costs several times as much: the call alone takes its time
-from the thread that launches.
+Where the GPU bounds the loop, a save costs little (see *What it buys*). Where the host does, as with
+most eager models, it costs several times as much.
 
-**When not to bother:** your run is short enough to start anew, or its state is a few megabytes. To
+**When not to bother:** your run is short enough to start again, or its state is a few megabytes. To
 learn how such saves work, read :doc:`async_save`, :doc:`pinned_staging` and :doc:`default_stager`
 first: each is one file of torch alone.
 
@@ -37,7 +36,7 @@ first: each is one file of torch alone.
 
 ``loader`` knows where it is, as torchdata's ``StatefulDataLoader`` does; a stock ``DataLoader`` is
 refused, with what to do. Exit code 85 is no crash, but ``torchrun`` prints one and ends with 1:
-:doc:`preemption` has lines for a scheduler.
+`Leave in time`_ has lines for a scheduler.
 
 Your project needs the package ``overlap_recipes``: ``pip install .`` in the repository, or a copy of
 its folder ``overlap_recipes``. It needs torch alone.
@@ -47,8 +46,8 @@ its folder ``overlap_recipes``. It needs torch alone.
    .. grid-item-card:: What you learn
 
       * what has to come back for a resumed job to be the same job
-      * which two orderings let a copy run beside training
-      * what the manager does at a save, at a restart and at SIGTERM
+      * which two orderings let a copy run during training
+      * how to keep, check and delete checkpoints, and to leave before SIGKILL
 
    .. grid-item-card:: What you need
 
@@ -61,12 +60,11 @@ its folder ``overlap_recipes``. It needs torch alone.
 The idea
 --------
 
-Forward and backward only read the weights. So a copy that begins behind one optimizer step and ends
-before the next one sees the weights of a single step, whatever runs in between. The copy engine
-does it while the compute cores work. The optimizer waits for the copy, on the device; the host
-waits for nothing.
+Forward and backward only read the weights. So a copy that begins after one optimizer step and ends
+before the next one sees the weights of a single step. The copy engine does it while the compute cores
+work. The optimizer waits for the copy, on the device; the host waits for nothing.
 
-.. lanes:: Schematic. The copy runs beside the next step, the write beside the steps after it.
+.. lanes:: Schematic. The copy runs during the next step, the write during the steps after it.
 
    training:  0-4 step 1; 4-4.4 save; 4.4-8 step 2; 8-12 step 3; 12-12.4 save; 12.4-16 step 4
    copy:      4.4-6.5 to host memory ~; 12.4-14.5 to host memory ~
@@ -78,9 +76,9 @@ waits for nothing.
 # %%
 # The job
 # -------
-# A stock Transformer of torch with dropout, AdamW, a schedule, and a loader that knows where it is.
-# All four have to come back, and so do the random numbers that dropout draws: ``TrainingState``
-# saves those of each rank by itself. Your model takes the place of ``Job``.
+# A stock Transformer with dropout, AdamW, a schedule, and a loader that knows where it is. All four have
+# to come back, and the random numbers of dropout, which ``TrainingState`` saves by itself. Your model
+# takes the place of ``Job``.
 
 import argparse
 import os
@@ -179,19 +177,16 @@ def train(
 # %%
 # A save
 # ------
-# ``save`` takes the step, not a path: so a checkpoint cannot have the name of another step. Two
-# wrong calls are told at once. A run that began anew beside the checkpoints of an older one has
-# not called ``resume``. A step that comes behind a later one would be pruned as the older.
+# ``save`` takes the step, not a path: so a checkpoint cannot have the name of another step.
 #
 # .. literalinclude:: /overlap_recipes/checkpoint/manager.py
 #    :language: python
 #    :pyobject: CheckpointManager.save
 #
-# Two orderings make it right, and the host waits for neither. The copies are queued on a stream of
-# their own, which waits for what training has queued: the optimizer step. And the next optimizer
-# step waits for the event behind the copies. ``Saves.stage`` has the first, a hook that torch calls
-# before every optimizer step has the second, so your loop cannot forget it. Tensors below
-# 1 MiB, and those that forward changes, are copied on the device first (``take_snapshots``).
+# Two orderings make it right. The copies are queued on a stream of their own, which waits for what
+# training has queued: the optimizer step. And the next optimizer step waits for the event after the
+# copies, by a hook that torch calls. Tensors below 1 MiB, and those that forward changes, are copied on
+# the device first.
 #
 # .. literalinclude:: /overlap_recipes/checkpoint/saves.py
 #    :language: python
@@ -201,24 +196,20 @@ def train(
 #    :language: python
 #    :pyobject: Saves.before_update
 #
-# The thread that writes flushes the files, and waits for the other ranks. Rank 0 then gives the
-# directory its name in one rename. A directory that is called ``step<N>`` is whole, and each rank has
-# left the digests of its files in it.
+# The thread that writes flushes the files and leaves their digests. When **every** rank has, rank 0
+# gives the directory its name in one rename. So what is called ``step<N>`` is whole.
 #
-# Your loop may read a scalar (``loss.item()``) while the copies run. One copy engine serves each
-# direction, and stays with a stream that has another copy ready: the read would wait for all of
-# them. So before each piece a few bytes go *to* the device. That is the other engine's work, and
-# meanwhile the read is served. (TorchRec met the same: `4303
-# <https://github.com/meta-pytorch/torchrec/pull/4303>`__.)
+# Your loop may read a scalar (``loss.item()``) meanwhile. A copy engine stays with a stream that has
+# another copy ready, so the read would wait for all of them. So before each piece a few bytes go *to* the
+# device: the other engine's work, during which the read is served (`as TorchRec saw
+# <https://github.com/meta-pytorch/torchrec/pull/4303>`__).
 #
 # .. literalinclude:: /overlap_recipes/checkpoint/copies.py
 #    :language: python
 #    :pyobject: Copies.queue_rows
 #
-# DCP's own writer plans anew at each save, pickles and checksums every tensor, and holds Python's
-# interpreter lock meanwhile, which training needs for each kernel. Here DCP plans **once**. Shapes
-# and dtypes stay, so what stands around each tensor in the file stays, too: a later save is a few
-# system calls, which release the lock.
+# DCP's own writer plans at each save, and holds Python's interpreter lock, which training needs for each
+# kernel. Here DCP plans **once**: a later save is a few system calls, which release the lock.
 #
 # .. literalinclude:: /overlap_recipes/checkpoint/writer.py
 #    :language: python
@@ -227,22 +218,20 @@ def train(
 # A restart
 # ---------
 # All ranks agree on the newest checkpoint whose files have their sizes, and load it; the load compares
-# digests. Newer ones, which are damaged, get another name: the job is going to write those steps again.
+# digests. Newer ones are set aside. :doc:`load` has more.
 #
 # .. literalinclude:: /overlap_recipes/checkpoint/manager.py
 #    :language: python
 #    :pyobject: CheckpointManager.resume
 #
-# SIGTERM sets a flag. In the block, ``preempted()`` asks all ranks for it once a step, in a message
-# that was sent a step ago, so that nobody waits. All leave behind the same step, with ``exit_code``
-# 85: *start me again*.
+# SIGTERM sets a flag. ``preempted()`` asks all ranks for it, in a message that was sent a step ago, so
+# that nobody waits. All leave after the same step.
 #
 # Run it, and prove it
 # --------------------
 # One job runs to its end. Another is interrupted twice, by SIGTERM to one rank, and by an exception
-# in the middle of a step, behind a save. Each time a new job, built with another seed, resumes from
-# the directory. Its losses must be those of the first job from there on, to the last bit, and so
-# must its weights at the end. (The tests also kill jobs by SIGKILL at each file operation.)
+# in the middle of a step. Each time a new job, built with another seed, resumes. Its losses and its
+# weights at the end must be those of the first job, to the last bit.
 
 
 class Interrupted(Exception):
@@ -312,6 +301,56 @@ if __name__ == "__main__":
         main(parser.parse_args().dir or Path(temporary))
 
 # %%
+# Keep, list, verify, prune
+# -------------------------
+# ``keep_last=2`` keeps the two newest, ``keep_every=10_000`` those of steps 10,000, 20,000 and so on, too.
+# An old one goes when a newer one is durable.
+#
+# .. code-block:: bash
+#
+#     python -m overlap_recipes.checkpoint list checkpoints
+#     python -m overlap_recipes.checkpoint verify checkpoints  # every byte; exit code 1: damaged, or none
+#     # the rules of your job; without --dry-run it deletes, unless a job writes there
+#     python -m overlap_recipes.checkpoint prune checkpoints --keep-last 3 --keep-every 10000 --dry-run
+#
+# ``prune`` looks at names and sizes, not at bytes: ``verify`` first. What is set aside
+# (``.set-aside-``) nobody deletes but you.
+#
+# Leave in time
+# -------------
+# Slurm, torch 2.12 or later. Your script makes ``finished`` when ``exit_code`` is 0.
+#
+# .. code-block:: bash
+#
+#     #SBATCH --requeue --signal=TERM@120   # SIGTERM to srun's tasks 120 s before the end
+#     export TORCH_DISABLE_SHARE_RDZV_TCP_STORE=1  # or restarted ranks read addresses of ended ones
+#     srun torchrun --shutdown-timeout 118 --max-restarts 3 ... train.py  # grace_s=118
+#     test -e finished || scontrol requeue $SLURM_JOB_ID
+#
+# ``grace_s`` (30 by default) must hold two steps, the rest of an earlier save, and a save. Else the rank
+# ends with 86, and the save before counts. Signal ``torchrun``, not its ranks, which it would restart.
+#
+# Where checkpoints lie
+# ---------------------
+# In a directory that all ranks see, or, where hosts share none, in a store: ``"s3://bucket/run"`` needs
+# ``fsspec`` and ``s3fs`` of one version, and credentials in the environment.
+#
+# * ``fsync`` is a request: a disk or a mount may lie about it.
+# * A second job is refused by a file lock, which NFS holds between hosts from version 4 on, Lustre if
+#   mounted with ``flock``.
+# * A store that writes a name twice in spite of ``If-None-Match`` is refused on entry. We ran SeaweedFS,
+#   and none of Amazon, Google or Microsoft.
+# * A killed upload leaves parts that no listing shows and that you pay for. Add this rule to the bucket's:
+#
+# .. code-block:: json
+#
+#     {"Rules": [{
+#         "ID": "uploads that never end",
+#         "Status": "Enabled",
+#         "Filter": {"Prefix": "run/"},
+#         "AbortIncompleteMultipartUpload": {"DaysAfterInitiation": 2}
+#     }]}
+#
 # What it buys
 # ------------
 # What a save costs training, and how much slower steps are while it is written
@@ -321,25 +360,32 @@ if __name__ == "__main__":
 #    :rows: none dcp_save async_save pinned overlapped_writer
 #    :where: step=long storage=memory
 #
-# The copies alone, in a loop that reads a scalar in every forward: at once, and with gaps.
+# Jobs were struck while they wrote, and second jobs resumed. *Lost or wrong*: from an older step than the
+# last durable one, or with other bits.
+#
+# .. result-table:: soak
+#    :rows: kill raise full truncated flipped
+#    :where: point=writing
+#
+# The same faults, other ways to save:
+#
+# .. result-table:: save_faults
+#
+# The copies alone, at once and with gaps:
 #
 # .. timeline:: staging_copies cure_at_once cure_gaps
 #
 # What breaks if you remove a line
 # --------------------------------
-# Each edit of the library was made and run when this page was built. Where a CPU hides a race, a
-# recorder that notes which stream touches which memory finds it.
+# Each edit of the library was made and run when this page was built.
 #
 # .. recipe-controls::
 #
 # Memory
 # ------
-# Page-locked host memory for one save of each rank, not rounded up; ``host_bytes`` bounds it. A save
-# that comes before the one before it is written waits until it is, and the log says how long. On the
-# device, copies of the tensors below 1 MiB and of those that forward changes.
-#
-# For parameters and AdamW in float32, a save is 12 bytes per parameter, divided by the number of
-# ranks.
+# Page-locked host memory for one save of each rank (``host_bytes`` bounds it): for parameters and AdamW in
+# float32, 12 bytes per parameter, divided by the number of ranks. A save that comes before the one before
+# it is written waits. On storage, room for ``keep_last`` + 1 checkpoints.
 #
 # Known limits
 # ------------
@@ -348,22 +394,18 @@ if __name__ == "__main__":
 # * What changes saved tensors without an optimizer of torch (an average of weights, a custom
 #   kernel) calls ``checkpoints.before_update()`` first. Nothing tells you if it does not.
 # * What your loop depends on and ``TrainingState`` is not given is not saved: ``scheduler=``,
-#   ``ema=``, ``per_rank={"data": loader}``. A loader that you do not pass begins anew.
+#   ``ema=``, ``per_rank={"data": loader}``. A loader that you do not pass begins again.
 # * Buffers that each rank changes for itself, as BatchNorm's, come back from rank 0 on all ranks. The
 #   first save names them in a warning.
-# * A step shorter than the copy waits for the rest of it.
 # * An exception that leaves the block waits for a write, but 30 s at most.
 #
 # These raise, and say what to do:
 #
-# * A state that cannot be brought back as it is raises at the first save, on all ranks.
-# * On another number of ranks, a loader that has no ``load_state_dicts`` raises at the restart. The
-#   random numbers of each rank are seeded anew.
-# * One job writes to a directory: a second one is refused.
+# * a state that cannot be brought back as it is, at the first save
+# * a step older than the newest; a save after one that failed
 #
 # Further reading
 # ---------------
-# * :doc:`keep_verify_prune`, :doc:`load`, :doc:`resume_and_reshard`, :doc:`preemption`: each part by
-#   itself
+# * :doc:`load`: how the bytes come back, on any number of ranks
 # * :doc:`/guide/reference_checkpoint`: ``Saves``, for directories and names of your own
 # * :doc:`state_to_save`: how to test that a checkpoint is right

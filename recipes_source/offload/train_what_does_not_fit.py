@@ -83,9 +83,8 @@ the two the host can update them, and nothing is stale. Forward begins with laye
 # %%
 # The job
 # -------
-# A stock Llama of transformers, and batches that each rank makes from the number of the step. The
-# weights are float32 here, so that the resident run is plain AdamW of torch. In bfloat16 the host
-# keeps a **master** of each weight, in float32, as it would on the device.
+# A stock Llama of transformers, and batches of each rank. The weights are float32, so that the resident run
+# is plain AdamW of torch. Of bfloat16 the host keeps a **master** of each weight, in float32.
 
 import argparse
 import logging
@@ -138,7 +137,7 @@ def loss_of(
 # %%
 # The loop
 # --------
-# It is the block from the top with accumulation and checkpoints (:doc:`/recipes/checkpoint/index`).
+# It is the block from the top with accumulation and checkpoints.
 # Under ``no_sync()`` gradients are summed, and not averaged over the ranks. ``interrupted_in`` is the
 # proof's.
 
@@ -190,15 +189,14 @@ def train(
 #    :pyobject: StreamedLayers.forward
 #
 # Gradients add up on the host until the step takes them. The sum of earlier micro-batches comes
-# back into the gradient slot beside the layer's backward, which adds to it there. So the order of
-# additions is that of a resident run, and no thread of the host adds.
+# back into the gradient slot during the layer's backward, which adds to it there. So the order of
+# additions is that of a resident run.
 #
 # .. literalinclude:: /overlap_recipes/offload/streamed_model.py
 #    :language: python
 #    :pyobject: StreamedModel.load_sum
 #
-# A layer whose update is not over is not loaded. Nowhere else does a step wait for the host's
-# threads.
+# A layer whose update is not over is not loaded. Nowhere else does a step wait for the host.
 #
 # .. literalinclude:: /overlap_recipes/offload/host_adam.py
 #    :language: python
@@ -218,15 +216,15 @@ def train(
 #    :language: python
 #    :pyobject: HostAdamW.step
 #
-# A thread waits for the two numbers, and has the layers updated or not. A norm that is not finite
-# changes nothing and counts in ``skipped``; the device decides by the same number.
+# A thread waits for the two numbers, and has the layers updated or not. A norm that is not finite changes
+# nothing and counts in ``skipped``.
 #
 # .. literalinclude:: /overlap_recipes/offload/whole_step.py
 #    :language: python
 #    :pyobject: HostAdamW.arrive
 #
-# Each of a rank's cores but one has a thread. A free thread takes the next block of the lowest layer
-# that is due, and updates it in one pass over its memory, without Python's lock.
+# Each of a rank's cores but one has a thread. A free one takes the next block of the lowest layer that is
+# due, and updates it in one pass, without Python's lock.
 #
 # .. literalinclude:: /overlap_recipes/offload/host_adam.py
 #    :language: python
@@ -235,10 +233,9 @@ def train(
 # Run it, and prove it
 # --------------------
 # The resident run is stock: AdamW of torch, a mean over the ranks, ``clip_grad_norm_``. On the CPU
-# every loss and weight must have its bits. A GPU's Adam rounds in another way than the host's: there
-# no weight may be further away than ``ON_DEVICE``. Then a job is interrupted in the middle of a step,
-# behind a save. A new one, built with another seed, resumes: its losses and weights must be those of
-# the uninterrupted one, to the last bit.
+# every loss and weight must have its bits. A GPU's Adam rounds otherwise than the host's: there no weight
+# may be further away than ``ON_DEVICE``. Then a job is interrupted in the middle of a step. A new one,
+# built with another seed, resumes, and must have the bits of the uninterrupted one.
 
 ON_DEVICE = 1e-2
 
@@ -329,8 +326,8 @@ if __name__ == "__main__":
 #
 # What breaks if you remove a line
 # --------------------------------
-# Each edit of the library was made and run when this page was built. CPU streams do nothing, so a
-# missing wait changes no bit there; a recorder of stream order finds what nothing orders.
+# Each edit of the library was made and run when this page was built. A recorder finds what no event
+# orders.
 #
 # .. recipe-controls::
 #
@@ -338,12 +335,23 @@ if __name__ == "__main__":
 # ------
 # Host, for :math:`P` parameters of layers: :math:`16\,P` bytes (weights, gradients and moments in
 # float32, or bfloat16 weights and gradients beside float32 masters and moments). Weights and
-# gradients are page-locked. With several ranks on a host, ``stream_layers(..., one_copy_a_host=True)`` keeps one copy
-# for all: :doc:`one_copy_a_host`.
+# gradients are page-locked.
 #
 # Device: 16 bytes for each other parameter; slots for two layers' weights and two layers' gradients;
 # one input per layer; what one layer saves for backward. ``budget`` gives more: the lowest layers
 # then stay there, ``resident_bytes(layer)`` each.
+#
+# One copy for all ranks of a host
+# --------------------------------
+# ``stream_layers(..., one_copy_a_host=True)``, under ``torchrun``: :math:`n` ranks of a host share weights,
+# masters and moments, and each updates its part. The host then holds, with bfloat16 weights,
+# :math:`14\,P` bytes once, and :math:`2\,n\,P` of gradients. Two ranks train as one that takes all batches.
+#
+# .. result-table:: offload_step
+#    :rows: one_copy own_copy
+#
+# **It can be wrong without an error** where a processor shows its writes to others in another order, as
+# Arm may.
 #
 # Limits that can be silent
 # -------------------------

@@ -399,7 +399,7 @@ if __name__ == "__main__":
 #
 # Further reading
 # ---------------
-# * :doc:`prefetch_schedule`: what to gather, and when
+# * :doc:`stream_context`: what to gather, and when
 # * `Symmetric memory <https://docs.pytorch.org/docs/stable/symmetric_memory.html>`__ in PyTorch
 # * `FSDP2 with NCCL's copy engines <https://github.com/pytorch/pytorch/pull/176613>`__: PyTorch 2.12
 #   gathers so by ``set_symm_mem_for_comm()``; the copies around the gather stay

@@ -665,13 +665,18 @@ if __name__ == "__main__":
 #    :where: model=synthetic loop=–
 #
 # Exposed are the reduce-scatters, on the compute stream here; the first gather of forward
-# and of backward; and the ends of gathers that take longer than a unit computes.
-# :doc:`prefetch_schedule` hides most of them, for more memory.
+# and of backward; and the ends of gathers longer than a unit's compute.
+#
+# A look-ahead
+# ------------
+# More memory hides most of these: gather the units that are needed **soonest**, as many as there are
+# buffers (the last stay over the turn to backward), and reduce on another stream. In FSDP2:
+# :doc:`fsdp2_settings`.
 #
 # What breaks if you remove a line
 # --------------------------------
-# CPU streams do nothing, so the bits come out right even without the events. A recorder of stream
-# order finds what no event orders. It counts a release as a write.
+# On a CPU the bits come out right even without the events. A recorder finds what no event orders. It
+# counts a release as a write.
 #
 # .. recipe-controls::
 #
@@ -689,8 +694,7 @@ if __name__ == "__main__":
 # When it is not worth it
 # -----------------------
 # * All fits on each device: data parallelism moves less.
-# * Many small parameters: each has its own collective here.
-# * The host is slower than the device (small layers, few samples): a gather is asked for late.
+# * Many small parameters, each with a collective; a host that asks late.
 #
 # Known limits
 # ------------
@@ -703,10 +707,10 @@ if __name__ == "__main__":
 # Further reading
 # ---------------
 # * `Add FSDP stream context delayed release <https://github.com/NVIDIA/Megatron-LM/pull/5124>`__,
-#   which this file follows, and `what was merged
-#   <https://github.com/NVIDIA/Megatron-LM/pull/5513>`__
+#   `what was merged <https://github.com/NVIDIA/Megatron-LM/pull/5513>`__, `explicit prefetch
+#   <https://github.com/NVIDIA/Megatron-LM/pull/5719>`__
 # * `Rethinking PyTorch Fully Sharded Data Parallel from first principles
 #   <https://dev-discuss.pytorch.org/t/rethinking-pytorch-fully-sharded-data-parallel-fsdp-from-first-principles/1019>`__:
-#   why ``record_stream`` and a host that runs ahead do not go together
+#   why not ``record_stream``
 # * `ZeRO: memory optimizations toward training trillion parameter models
 #   <https://arxiv.org/abs/1910.02054>`__: this is stage three

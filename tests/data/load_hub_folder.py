@@ -79,6 +79,18 @@ def prove_logits(root: Path) -> None:
             assert model.lm_head.weight is model.model.embed_tokens.weight
 
 
+def prove_a_model_that_is_not_sharded(root: Path) -> None:
+    """``to_empty`` makes two of its tied weights, of which the folder has one."""
+    folder = root / "qwen3 tied torch.float32"
+    with torch.device("meta"):
+        model = AutoModelForCausalLM.from_config(CONFIGS["qwen3 tied"], dtype=torch.float32)
+    load_folder(model, folder)
+    assert model.lm_head.weight is model.model.embed_tokens.weight
+    stock = AutoModelForCausalLM.from_pretrained(folder, dtype=torch.float32)
+    for name, parameter in stock.named_parameters():
+        assert torch.equal(model.get_parameter(name), parameter), name
+
+
 def edited(root: Path, title: str, edit: object) -> Path:
     """A folder in one file that ``edit`` has changed the tensors of."""
     folder = root / title
@@ -148,6 +160,7 @@ def prove_refusals(root: Path) -> None:
 
 def main(root: Path) -> None:
     prove_logits(root)
+    prove_a_model_that_is_not_sharded(root)
     prove_a_tied_weight_has_either_name(root)
     prove_refusals(root)
 

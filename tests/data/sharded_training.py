@@ -1,4 +1,4 @@
-"""What ranks do with the contexts of ``stream_context`` and ``prefetch_schedule``.
+"""What ranks do with the context of ``stream_context``.
 
 ``few_rows`` and ``between_steps`` compare with the unsharded run. ``save`` and ``load`` go to and
 come from a checkpoint of ``async_save.py``, on world sizes that differ. The other modes are what
@@ -26,11 +26,10 @@ sys.path[:0] = [str(RECIPES / "sharding"), str(RECIPES / "checkpoint"), str(HERE
 
 from _toys import AppState  # noqa: E402
 from async_save import AsyncCheckpoints  # noqa: E402
-from prefetch_schedule import PrefetchContext  # noqa: E402
 from raising import raised  # noqa: E402
 from stream_context import FsdpContext, start_rank  # noqa: E402
 
-CONTEXTS = (FsdpContext, PrefetchContext)
+CONTEXTS = (FsdpContext,)
 LAYERS = 4
 WIDTH = 6
 STEPS = 3
@@ -430,13 +429,13 @@ def let_go() -> None:
 # -- checkpoints -------------------------------------------------------------------------------
 
 
-def build_app(seed: int) -> tuple[AppState, PrefetchContext]:
+def build_app(seed: int) -> tuple[AppState, FsdpContext]:
     model = layers(seed)
-    context = PrefetchContext(model, list(model))
+    context = FsdpContext(model, list(model))
     return AppState(model, ADAMW(model.parameters())), context
 
 
-def train_on(app: AppState, context: PrefetchContext, steps: int) -> None:
+def train_on(app: AppState, context: FsdpContext, steps: int) -> None:
     """Every rank sees the same samples, so that the number of ranks changes rounding alone."""
     for _ in range(steps):
         context.backward(loss_of(app.model, app.step, 0))

@@ -10,10 +10,7 @@ SHARDING = ROOT / "recipes_source" / "sharding"
 PROOFS = ROOT / "tests" / "proofs"
 CONTROLS = ROOT / "tests" / "controls"
 EDITED: list[Path] = []  # where edited copies go: the folder of the run
-KINDS = {
-    "stream_context": "FsdpContext",
-    "prefetch_schedule": "PrefetchContext",
-}
+KINDS = {"stream_context": "FsdpContext"}
 
 
 def script(name: str) -> Path:

@@ -14,9 +14,6 @@ from harness.run import Report, run
 ROOT = Path(__file__).parents[2]
 TRAINING = ROOT / "tests" / "data" / "sharded_training.py"
 PAGES = ROOT / "recipes_source" / "sharding"
-SCHEDULES = [PAGES / "stream_context.py", PAGES / "prefetch_schedule.py"]
-OWN = {"Watched", "prove_schedule", "train_sharded"}  # each file has its own
-METHODS = {"add", "gather", "release"}
 
 
 def run_ranks(ranks: int, *args: str, keep: Path | None = None) -> Report:
@@ -25,7 +22,7 @@ def run_ranks(ranks: int, *args: str, keep: Path | None = None) -> Report:
     return report
 
 
-@pytest.mark.parametrize("name", ["stream_context", "prefetch_schedule", "fsdp2_settings"])
+@pytest.mark.parametrize("name", ["stream_context", "fsdp2_settings"])
 def test_an_article_from_scratch_needs_torch_alone(name: str) -> None:
     found = set()
     for node in ast.walk(ast.parse((PAGES / f"{name}.py").read_text(encoding="utf-8"))):
@@ -34,25 +31,6 @@ def test_an_article_from_scratch_needs_torch_alone(name: str) -> None:
         elif isinstance(node, ast.ImportFrom):
             found.add((node.module or "a file beside it").partition(".")[0])
     assert found - sys.stdlib_module_names == {"torch"}
-
-
-def test_what_the_two_schedules_share_is_the_same_in_each() -> None:
-    """So that a cure in one reaches the other."""
-    seen: dict[str, str] = {}
-    shared = set()
-    for file in SCHEDULES:
-        for node in ast.parse(file.read_text(encoding="utf-8")).body:
-            parts = [node]
-            if isinstance(node, ast.ClassDef) and node.name.endswith("Context"):
-                parts = [part for part in node.body if getattr(part, "name", "") in METHODS]
-            for part in parts:
-                if not isinstance(part, ast.FunctionDef | ast.ClassDef) or part.name in OWN:
-                    continue
-                text = ast.unparse(part)
-                if part.name in seen:
-                    shared.add(part.name)
-                assert seen.setdefault(part.name, text) == text, f"{part.name} of {file.stem}"
-    assert {"ShardedParameter", "Unit", "check_scope", "prove_equal", *METHODS} <= shared
 
 
 def test_a_parameter_of_fewer_rows_than_ranks_is_trained() -> None:

@@ -115,15 +115,11 @@ class Schedule:
 FROM_SCRATCH = partial(under_context, "stream_context")
 # Without prefetch, nothing hides the first gather of forward and the first of backward. Where the
 # reduce-scatters are on the compute stream, a gather of backward may run beside one of them instead
-# of a product. The buffers that stay over the turn-around are not gathered again.
+# of a product.
 ON_DEMAND = {"gathers": 2 * UNITS, "behind": 2 * UNITS - 2}
-KEPT = 3
 SCHEDULES = {
     "fsdp2": Schedule(under_fsdp2, **ON_DEMAND, calls=1),
     "stream_context": Schedule(FROM_SCRATCH, 2 * UNITS, UNITS - 1, calls=2),
-    "prefetch_schedule": Schedule(
-        partial(under_context, "prefetch_schedule"), 2 * UNITS - KEPT, 2 * UNITS - KEPT - 1, calls=2
-    ),
 }
 BROKEN = replace(SCHEDULES["stream_context"], control="gather_on_the_compute_stream")
 

@@ -70,17 +70,6 @@ def slow_optimizer(module, model: nn.Module) -> Iterator[None]:
     hook.remove()
 
 
-def slow_reductions(module, model: nn.Module):
-    """Pause before each reduce-scatter, on its stream."""
-    original = module.reduce_scatter
-
-    def late(*args, **kwargs):
-        pause(1)
-        return original(*args, **kwargs)
-
-    return mock.patch.object(module, "reduce_scatter", late)
-
-
 def before(owner: type, method: str, ranks: tuple[int, ...] = (0, 1)):
     """Pause on ``ranks`` before each call of ``method``, on the stream that it uses."""
     original = getattr(owner, method)
@@ -173,18 +162,6 @@ class Race:
 RACES = (
     Race("stream_context", "released_without_waiting_for_the_consumer", train_context, slow_units),
     Race("stream_context", "gather_before_the_optimizer_step", train_context, slow_optimizer),
-    Race(
-        "prefetch_schedule",
-        "gradient_freed_before_its_reduce_scatter",
-        train_context,
-        slow_reductions,
-    ),
-    Race(
-        "prefetch_schedule",
-        "optimizer_before_the_last_reduce_scatter",
-        train_context,
-        slow_reductions,
-    ),
 )
 IN_PLACE = (
     Race("shared_slots", "no_barrier_before_copies", prove_in_place, late_casts),

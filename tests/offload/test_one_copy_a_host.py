@@ -1,9 +1,11 @@
 """Ranks of one host with one copy of the weights: each waits for the parts of the others."""
 
 import os
+import re
 import threading
 from collections.abc import Iterator
 from contextlib import closing
+from pathlib import Path
 
 import pytest
 import torch
@@ -130,6 +132,17 @@ def test_a_model_on_the_host_is_shared_where_ranks_have_a_group_of_devices_alone
         dist.destroy_process_group()
 
 
+def shared_bytes() -> tuple[int, int]:
+    """Of what ranks share: the bytes that this one maps, and its part of those that the host holds."""
+    maps = Path("/proc/self/smaps").read_text()
+    found = re.findall(
+        r"one_copy_a_host.*?\nSize: +(\d+) kB.*?\nPss: +(\d+) kB", maps, re.DOTALL
+    )  # a page that n processes map counts as the n-th part of one in Pss
+    mapped = sum(int(size) for size, _ in found)
+    held = sum(int(part) for _, part in found)
+    return 1024 * mapped, 1024 * held
+
+
 def train_shared(rank: int, store: str, weights: str) -> None:
     """One of two ranks: a bad batch, an evaluation behind each step, a load in mid-run."""
     os.environ["LOCAL_WORLD_SIZE"] = "2"
@@ -149,6 +162,13 @@ def train_shared(rank: int, store: str, weights: str) -> None:
                 with torch.no_grad():
                     model(**batch(9))
         streamed.wait_for_all()
+        dist.barrier()
+        mapped, held = shared_bytes()
+        of_host = torch.tensor(held)
+        dist.all_reduce(of_host)
+        elements = sum(parameter.numel() for parameter in model.model.layers.parameters())
+        assert mapped >= 14 * elements, "weights, masters or moments are not shared"
+        assert of_host.item() <= mapped, "the host holds more than one copy"
         if rank == 1:
             torch.save([p.detach().clone() for p in model.parameters()], weights)
         dist.barrier()

@@ -42,7 +42,7 @@ def test_what_a_page_shows_of_a_file_is_in_the_file(page: Path) -> None:
 
 
 def test_a_renamed_function_and_a_changed_line_are_missed(tmp_path: Path) -> None:
-    page = ROOT / "recipes_source" / "checkpoint" / "keep_verify_prune.py"
+    page = ROOT / "recipes_source" / "checkpoint" / "saves_beside_training.py"
     assert len(excerpts(page)) > 3, "the page's excerpts are not found"
     module = tmp_path / "module.py"
     module.write_text("def renamed():\n    pass\n")

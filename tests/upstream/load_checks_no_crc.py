@@ -1,6 +1,6 @@
 """``torch.load`` reads a file with a flipped bit, though its checksum is wrong.
 
-Avoided by recipes_source/checkpoint/keep_verify_prune.py.
+Avoided by recipes_source/checkpoint/load.py.
 """
 
 import io

@@ -1,6 +1,6 @@
 """A checkpoint of torch 2.15 is not read by earlier versions: ``too many values to unpack``.
 
-Avoided by recipes_source/checkpoint/resume_and_reshard.py.
+Avoided by recipes_source/checkpoint/load.py.
 """
 
 import torch

@@ -1,6 +1,6 @@
 """With two writing threads, an error of the second is lost: the save succeeds (pytorch#191391).
 
-Avoided by recipes_source/checkpoint/keep_verify_prune.py.
+Avoided by recipes_source/checkpoint/saves_beside_training.py.
 """
 
 import tempfile
