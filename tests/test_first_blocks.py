@@ -1,11 +1,11 @@
 """The first code block of each page runs as it stands, with a small model in its place.
 
-So do the later block of ``load``, and what a page has our command do. One process, on the CPU, in an empty folder. A block can import what its page says that a project
-needs: the package ``overlap_recipes``, or the files of the page's own folder if it imports its own.
-It finds in its namespace what its page leaves to the reader: a model, an optimizer, data, a step.
-What needs a GPU is replaced by ``INSTEAD``; nothing else of a block
-is changed. A page that includes a function of its own file in place of a block has run it: the
-recipe's proof calls it.
+So do the later block of ``load``, and what a page has our command do. One process, on the CPU, in
+an empty folder. A block can import what its page says that a project needs: the package
+``overlap_recipes``, or the files of the page's own folder if it imports its own. It finds in its
+namespace what its page leaves to the reader: a model, an optimizer, data, a step. What needs a GPU
+is replaced by ``INSTEAD``; nothing else of a block is changed. A page that includes a function of
+its own file in place of a block has run it: the recipe's proof calls it.
 """
 
 import ast

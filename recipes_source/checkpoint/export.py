@@ -278,5 +278,5 @@ if __name__ == "__main__":
 # Further reading
 # ---------------
 # * `The safetensors format <https://huggingface.co/docs/safetensors/index>`__
-# * :doc:`first_step`: load such a folder into a sharded model
+# * :doc:`load`: load such a folder into a sharded model
 # * :doc:`saves_beside_training`: staging, and when a directory gets its name

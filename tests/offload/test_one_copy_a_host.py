@@ -133,7 +133,7 @@ def test_a_model_on_the_host_is_shared_where_ranks_have_a_group_of_devices_alone
 
 
 def shared_bytes() -> tuple[int, int]:
-    """Of what ranks share: the bytes that this one maps, and its part of those that the host holds."""
+    """Of what ranks share: bytes that this one maps, and its part of those that the host holds."""
     maps = Path("/proc/self/smaps").read_text()
     found = re.findall(
         r"one_copy_a_host.*?\nSize: +(\d+) kB.*?\nPss: +(\d+) kB", maps, re.DOTALL
