@@ -7,11 +7,11 @@
        :where: storage=memory
 
 Both read ``benchmarks/results/<benchmark>.<device>-x<ranks>.json``, one tab a file: first those
-that measured the code of today, then those with most of the names, then the latest. ``rows`` keeps
-rows by name, ``where`` those with these parameters. A dagger marks earlier code. A figure draws the
-benchmark's own field, or another with ``:field: step_s``. A page whose result was measured with
-other recipe code than the present says so; without a file it says "Not measured yet". A machine on
-which none of the rows was measured, or only what they are compared with, has no tab.
+without outdated rows, then those with most of the names, then the latest. ``rows`` keeps rows by
+name, ``where`` those with these parameters. A dagger marks a row that is outdated: the changelog
+has a change of its cost since. A figure draws the benchmark's own field, or another with
+``:field: step_s``. Without a file the page says "Not measured yet". A machine on which none of the
+rows was measured, or only what they are compared with, has no tab.
 """
 
 import io
@@ -33,17 +33,15 @@ from sphinx.util.docutils import SphinxDirective
 from sphinx_design.shared import create_component
 
 from benchmarks import first_tables
+from benchmarks.code_versions import CHANGELOG, CostChange, code_in_words, cost_changes
 from benchmarks.result_files import (
     BENCHMARKS,
     FIRST_TABLE_NOTES,
     REFERENCES,
     ROW_RECIPES,
-    Measured,
     Result,
     ResultError,
     cell,
-    changed_recipes,
-    code_of,
     fields_of,
     files,
     heading,
@@ -112,7 +110,7 @@ class Tab:
     machine: str
     shown: list[nodes.Node]
     is_measured: bool  # whether ``shown`` has rows, not only why there are none
-    worth: tuple[bool, int, str]  # whether its code is today's; its names; its date
+    worth: tuple[bool, int, str]  # whether no row is outdated; its names; its date
 
 
 class ResultDirective(SphinxDirective):
@@ -151,14 +149,15 @@ class ResultDirective(SphinxDirective):
         if names <= REFERENCES and not asked <= REFERENCES:  # nothing to compare
             rows = []
             names = set()
-        changed = note_recipes(self.env, repo, result.measured(rows))
+        changes = note_changes(self.env, repo)
+        outdated = [row for row in rows if result.is_outdated(row, changes)]
 
         drawn = []
         if rows:
             drawn = self.show(result, rows)
         shown = list(drawn)
         if drawn:
-            shown = earlier_version(changed, repo) + drawn
+            shown = earlier_version(outdated) + drawn
         reasons = result.data.get("not_run", {})
         unexplained = [row for row in absent if row not in reasons]
         if unexplained:
@@ -167,7 +166,7 @@ class ResultDirective(SphinxDirective):
             shown.append(not_measured(name))
             for row in absent:
                 shown.append(_small(not_run(row, reasons[row])))
-        worth = (not changed, len(names), result.data["date"])
+        worth = (not outdated, len(names), result.data["date"])
         return Tab(result.machine, shown, is_measured=bool(drawn), worth=worth)
 
     def _name(self, name: str) -> nodes.paragraph:
@@ -219,11 +218,11 @@ class ResultTable(ResultDirective):
     def _name_and_case(
         self, result: Result, row: dict, varied: list[str], notes: list[str]
     ) -> nodes.paragraph:
-        """The first cell of a row, with the number of its note and a dagger for earlier code."""
+        """The first cell of a row, with the number of its note, and a dagger if it is outdated."""
         shown = self._name(row["name"])
         if row.get("note"):
             shown += nodes.superscript("", str(notes.index(row["note"]) + 1))
-        if changed_recipes(result.measured([row]), Path(self.config.results_repo)):
+        if result.is_outdated(row, note_changes(self.env, Path(self.config.results_repo))):
             shown += nodes.superscript("", " †")
         cases = []
         for parameter in varied:
@@ -454,7 +453,7 @@ def _bars(
     widths = [max(value - left, 0.0) for value in values]
     colours = []
     for row in rows:
-        runs_a_recipe = row["name"] in ROW_RECIPES and row.get("recipes", True)
+        runs_a_recipe = row["name"] in ROW_RECIPES and row["ours"]
         colours.append(SERIES[0] if runs_a_recipe else PEER)
     places = range(len(rows))
     axes.barh(places, widths, left=left, height=0.4, color=colours)
@@ -519,9 +518,9 @@ def _lines(field: str, rows: list[dict], title: str) -> Figure:
 class ResultGain(ResultDirective):
     """``.. result-gain:: <benchmark>``: rows of one field in a sentence, the first in bold.
 
-    Of the machines that measured the code of today, the one with most of the rows; of several, the
+    Of the machines where none of the rows is outdated, the one with most of them; of several, the
     latest, then that of most ranks. Nothing is shown where none has the first row. What stands in
-    the directive explains the rows: it is shown behind them, or not either.
+    the directive explains the rows: it is shown after them, or not either.
     """
 
     has_content = True
@@ -532,14 +531,15 @@ class ResultGain(ResultDirective):
         repo = Path(self.config.results_repo)
         field = self.options["field"]
         results = [load(path) for path in remember(self.env, repo, "results", self.arguments[0])]
+        changes = note_changes(self.env, repo)
         best = None
         rows_of_best = []
         most = (0, "")
         for result in reversed(results):  # most ranks first
             rows = [row for row in result.rows if self._wanted(row) and known(row, field)]
-            changed = note_recipes(self.env, repo, result.measured(rows))
+            outdated = any(result.is_outdated(row, changes) for row in rows)
             first = self.options["rows"].split()[0]
-            if changed or first not in {row["name"] for row in rows}:
+            if outdated or first not in {row["name"] for row in rows}:
                 continue
             worth = (len(rows), result.data["date"])
             if worth > most:
@@ -574,19 +574,18 @@ class ResultGain(ResultDirective):
 
 
 class FirstTableDirective(ResultDirective):
-    """``.. first-table:: <benchmark>``: what today's code measured on one kind of machine."""
+    """``.. first-table:: <benchmark>``: rows that are not outdated, of one kind of machine."""
 
     option_spec: dict = {}
 
     def run(self) -> list[nodes.Node]:
         repo = Path(self.config.results_repo)
         name = self.arguments[0]
-        for path in remember(self.env, repo, "results", name):
-            result = load(path)
-            note_recipes(self.env, repo, result.measured(result.rows))
+        remember(self.env, repo, "results", name)
+        note_changes(self.env, repo)
         table = first_tables.first_table(name, repo)
         if table is None:
-            words = "The present code was not measured yet. Earlier code was: "
+            words = "Not measured since its cost changed. What was measured before: "
             link = self._explorer("every measured row")
             return [nodes.paragraph("", "", nodes.Text(words), link, nodes.Text("."))]
         body = []
@@ -605,7 +604,7 @@ class FirstTableDirective(ResultDirective):
         shown.append(_small(f"Measured on {table.origin}"))
         if table.left_out:
             names = ", ".join(table.left_out)
-            shown.append(_small(f"Left out, since their code has changed: {names}."))
+            shown.append(_small(f"Left out, since their cost has changed: {names}."))
         if table.of_other_runs:
             names = ", ".join(table.of_other_runs)
             shown.append(_small(f"Left out, since they were measured in another run: {names}."))
@@ -659,27 +658,22 @@ def _pages_with_new_files(
     return outdated
 
 
-def note_recipes(env: BuildEnvironment, repo: Path, measured: list[Measured]) -> list[str]:
-    """The recipes and modules that changed since; the page is read again when one of them does."""
-    names = {name for name, _ in measured}
-    for name in names:
-        sources = code_of(name, repo)
-        if sources is not None:
-            for path in sources.files.values():
-                env.note_dependency(str(path))
-    return changed_recipes(measured, repo)
+def note_changes(env: BuildEnvironment, repo: Path) -> list[CostChange]:
+    """The changelog's changes of costs; the page is read again when the changelog is edited."""
+    file = repo / CHANGELOG
+    if file.exists():
+        env.note_dependency(str(file))
+    return cost_changes(repo)
 
 
-def earlier_version(changed: list[str], repo: Path) -> list[nodes.Node]:
-    """The notice above what was measured with other code than the page shows."""
-    if not changed:
+def earlier_version(outdated: list[dict]) -> list[nodes.Node]:
+    """The notice above rows, or a trace, whose cost has changed since."""
+    if not outdated:
         return []
-    names = []
-    for name in changed:
-        is_there = code_of(name, repo) is not None
-        names.append(name if is_there else f"{name} (now replaced)")
+    names = ", ".join(dict.fromkeys(row["name"] for row in outdated))
+    codes = ", ".join(dict.fromkeys(code_in_words(row) for row in outdated))
     words = nodes.strong("", "Measured on an earlier version")
-    which = nodes.Text(f" of {', '.join(names)}: the code has changed since.")
+    which = nodes.Text(f", {codes}: {names}. The cost has changed since: see the changelog.")
     return [nodes.container("", nodes.paragraph("", "", words, which), classes=["result-stale"])]
 
 

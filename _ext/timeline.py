@@ -12,17 +12,17 @@ from pathlib import Path
 
 from docutils import nodes
 from lanes import Bar, Lane, Mark, Panel, draw, listing, picture
-from results import device_tabs, earlier_version, not_measured, note_recipes, remember
+from results import device_tabs, earlier_version, not_measured, note_changes, remember
 from sphinx import addnodes
 from sphinx.application import Sphinx
 from sphinx.util.docutils import SphinxDirective
 
+from benchmarks.code_versions import code_in_words
 from benchmarks.result_files import (
     TRACE_LANES,
     ResultError,
     device_and_ranks,
     load_trace,
-    measured_by_trace,
     round_number,
     seconds,
 )
@@ -139,7 +139,7 @@ class Timeline(SphinxDirective):
 
     def _machine(self, traces: list[tuple[str, Path]], repo: Path) -> tuple[str, list[nodes.Node]]:
         panels = []
-        changed = set()
+        outdated = []
         origins = {}  # an ordered set of words
         downloads = nodes.bullet_list("", classes=["timeline-downloads"])
         for mode, path in traces:
@@ -149,10 +149,14 @@ class Timeline(SphinxDirective):
                 raise self.error(str(error)) from error
             other = trace["otherData"]
             panels.append(read_panel(mode, trace))
-            changed.update(note_recipes(self.env, repo, measured_by_trace(trace)))
+            row = {"name": mode, **other}
+            benchmark = self.arguments[0]
+            if any(change.outdates(benchmark, row) for change in note_changes(self.env, repo)):
+                outdated.append(row)
             machine = f"{other['ranks']} × {other['device']}"
             model = other.get("model", "synthetic")
-            origins[f"{model}; torch {other['torch']}, {other['date']}"] = None
+            code = f", version {code_in_words(other)}" if other["ours"] else ""
+            origins[f"{model}; torch {other['torch']}, {other['date']}{code}"] = None
             downloads += nodes.list_item("", nodes.paragraph("", "", self._download(path)))
         name = f"timeline-{self.env.new_serialno('lanes')}"
         modes = [mode for mode, _ in traces]
@@ -175,7 +179,7 @@ class Timeline(SphinxDirective):
             "The traces, in Chrome's format: open one in Perfetto or in chrome://tracing.",
             classes=["result-origin"],
         )
-        return machine, [*earlier_version(sorted(changed), repo), figure, hint, downloads]
+        return machine, [*earlier_version(outdated), figure, hint, downloads]
 
     def _download(self, path: Path) -> addnodes.download_reference:
         # Sphinx reads a leading slash as its source folder, so the path is relative to the page.

@@ -77,7 +77,7 @@ PREFIX = f"checkpoint_stall_{os.getppid()}_"  # names of its directories: torchr
 READ_US = 5000.0  # a read of the forward that takes longer waits for more than the forward
 INTERVALS = ("staging_cost_s", "cost_s", "upload_slowdown")  # get a bootstrap interval
 DEFAULT_STAGERS = "default_stager_as_published", "default_stager_ordered"
-RECIPES = {name: way.recipes for name, way in (WAYS | PIECES).items()}
+OURS = [name for name, way in (WAYS | PIECES).items() if way.ours]
 PARAMETERS = ("model", "loop", "compiled", "storage", "step", "tokens")
 
 
@@ -260,7 +260,7 @@ class Measurement:
 
     def results_of(self, benchmark: str, *varied: str) -> Results:
         head = self.head | {"benchmark": benchmark}
-        return Results(self.out, head, RECIPES, (*PARAMETERS, *varied))
+        return Results(self.out, head, OURS, (*PARAMETERS, *varied))
 
     def key(self, case: Case) -> dict:
         tokens = self.training.size.tokens[case.step] * dist.get_world_size()
@@ -472,7 +472,7 @@ class Measurement:
         marks = [("save called", called), ("call returns", returned)]
         head = (self.pieces if name in PIECES else self.results).data
         head = head | {"workload": {"model": f"stock {case.model}"}}
-        measuring.write_trace(self.out, head, name, RECIPES[name], drawn, begin, marks)
+        measuring.write_trace(self.out, head, name, name in OURS, drawn, begin, marks)
 
     def copies(self, case: Case) -> None:
         """The rows of the ways to queue copies, and a trace of the worst and of the best."""
@@ -501,7 +501,7 @@ def tasks_of(measurement: Measurement, model: str, pairs: int) -> Iterator[Task]
         other = [v for k, v in vars(case).items() if v != getattr(long, k) and k != "compiled"]
         title = " ".join([name, *other] + ["compiled"] * case.compiled)
         work = partial(measurement.cost, case, name, rounds, results)
-        upload = 0.5 * gb if RECIPES[name] else 2.5 * gb  # others write slowly
+        upload = 0.5 * gb if name in OURS else 2.5 * gb  # others write slowly
         seconds = 4 + gb + rounds * (3 + upload) + 20 * case.compiled
         return Task(title, seconds, work, partial(measurement.has, case, name, rounds, results))
 

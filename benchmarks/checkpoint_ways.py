@@ -59,7 +59,7 @@ class Save:
 class Way:
     """A way of saving ``app``. ``start`` is timed as the call."""
 
-    recipes: tuple[str, ...] = ()  # what is measured: recipes by stem, modules by dotted name
+    ours: bool = False  # whether it is a recipe or the library
     note: str | None = None
     queued_s = 1.0  # of work before the save that is loaded back: more than staging takes to begin
 
@@ -190,21 +190,21 @@ class RecipeWay(Way):
 
 
 class AsyncSave(RecipeWay):
-    recipes = ("async_save",)
+    ours = True
 
     def open(self) -> None:
         self.checkpoints = AsyncCheckpoints(Path())
 
 
 class Pinned(RecipeWay):
-    recipes = ("pinned_staging",)
+    ours = True
 
     def open(self) -> None:
         self.checkpoints = PinnedCheckpoints(Path())
 
 
 class DefaultStagerOrdered(RecipeWay):
-    recipes = ("default_stager",)
+    ours = True
     queued_s = 4.0
 
     def open(self) -> None:
@@ -231,7 +231,7 @@ class LibraryApp(Stateful):
 class OverlappedWriter(Way):
     """``Saves``: staged beside training, written by its two threads."""
 
-    recipes = ("overlap_recipes.checkpoint.saves",)
+    ours = True
     options: dict[str, object] = {}
 
     def open(self) -> None:
@@ -498,7 +498,7 @@ class InTurns(AllAtOnce):
 class WithGaps(AllAtOnce):
     """The recipe's: a few bytes in the other direction between the pieces."""
 
-    recipes = ("overlap_recipes.checkpoint.copies",)
+    ours = True
 
     def open(self) -> None:
         super().open()

@@ -38,7 +38,7 @@ from benchmarks.workloads import HOST_BOUND, LLAMAS, StockLoop, shard, stock  # 
 from overlap_recipes.checkpoint.saves import Saves  # noqa: E402
 from overlap_recipes.checkpoint.state import TrainingState  # noqa: E402
 
-RECIPES = dict.fromkeys(("prepared", "unprepared"), ("overlap_recipes.checkpoint.saves",))
+OURS = ("prepared", "unprepared")
 WARM = 6  # steps that are not counted
 QUIET = 60
 BETWEEN = 60  # steps from ``prepare`` to the save
@@ -132,7 +132,7 @@ def main() -> None:
         found = sample(loop, device, not arguments.unprepared, arguments.memory)
         found |= memory.peaks()
         memory.close()
-        results = Results(arguments.out, head, RECIPES, ("model", "tokens"))
+        results = Results(arguments.out, head, OURS, ("model", "tokens"))
         key = {"model": arguments.model, "tokens": tokens * dist.get_world_size()}
         before = results.find(name, **key).get("samples", {})
         count = len(before.get("step_s", ()))

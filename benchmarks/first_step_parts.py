@@ -20,11 +20,7 @@ from overlap_recipes.checkpoint import DurableSaves, Run, name_of, resume
 from overlap_recipes.checkpoint.hub_folder import give_memory, load_folder
 
 STEP = 1  # the name of the checkpoint
-RECIPES = {
-    "in_turn": ("overlap_recipes.checkpoint.restart",),
-    "beside": ("overlap_recipes.checkpoint.restart",),
-    "folder": ("overlap_recipes.checkpoint.hub_folder",),
-}
+OURS = ("in_turn", "beside", "folder")
 
 
 class Clock(Protocol):
@@ -203,7 +199,7 @@ def add(
     workload = {"model": f"stock {model}", "precision": "float32 weights and Adam state"}
     head = measuring.header("first_step", device, workload, {})
     head["driver"] = head["driver"] or "none"
-    results = measuring.Results(chosen.out, head, RECIPES, ("model", "compiled", "storage"))
+    results = measuring.Results(chosen.out, head, OURS, ("model", "compiled", "storage"))
     storage = "disk" if chosen.cold else "memory"
     key = {"model": model, "compiled": chosen.compile, "storage": storage}
     before = results.find(chosen.way, **key).get("samples", {})

@@ -1,33 +1,34 @@
 """The first tables of measured gains, and which torch the recipes ran on, for the site.
 
-    python -m benchmarks.first_tables   # list results of earlier code; exit 1 if a file is bad
+    python -m benchmarks.first_tables   # exit 1 if a file is bad
 
-A first table shows figures of today's code alone, from one file: one kind of machine. Where the
-code of a row has changed since, or the row was measured in another run than the others, it is left
-out; the explorer of results still has it. A row that others are compared with is on the page on
-method.
+A first table has rows of one file: one kind of machine. A row whose cost has changed since, or that
+was measured in another run than the others, is left out; the page of results still has it. A row
+that others are compared with is on the page on method.
 """
 
 import argparse
 import json
 import sys
+from collections import Counter
 from dataclasses import dataclass
 from pathlib import Path
 
+from benchmarks.code_versions import ChangelogError, code_in_words, cost_changes
 from benchmarks.result_files import (
     BENCHMARKS,
     REFERENCES,
+    SHOWN,
     Result,
     ResultError,
     cell,
-    changed_recipes,
     files,
     heading,
     in_words,
     known,
     load,
+    load_trace,
     plain,
-    stale_results,
 )
 
 # Of rows over tokens, these alone are shown.
@@ -41,30 +42,30 @@ USUAL = {
 
 @dataclass(frozen=True)
 class FirstTable:
-    """A benchmark's figures of today's code on one kind of machine."""
+    """A benchmark's figures on one kind of machine."""
 
     headings: list[str]
     cells: dict[str, list[str]]  # the name of a row, and its figures
     origin: str  # one sentence
-    left_out: list[str]  # names of rows that measured earlier code
+    left_out: list[str]  # names of rows that are outdated
     of_other_runs: list[str]  # names of rows that were not measured beside the others
 
 
 def first_table(name: str, repo: Path) -> FirstTable | None:
-    """The table of a benchmark, from the latest file in which a row of ours is of today's code.
+    """The table of a benchmark, from the latest file in which a row of ours is not outdated.
 
     None if there is no such file.
     """
     found = [load(path) for path in files(repo, "results", name)]
     found.sort(key=lambda result: (result.data["date"][:10], len(result.rows)), reverse=True)
+    changes = cost_changes(repo)
     for result in found:
         rows = rows_over_tokens(result) if result.benchmark.lines else rows_of_first_case(result)
         rows = [row for row in rows if row["name"] not in REFERENCES]
         apart = [row for row in rows if "run" in row]
         rows = [row for row in rows if "run" not in row]
-        today = [row for row in rows if not changed_recipes(result.measured([row]), repo)]
-        ours = [row for row in today if result.measured([row])]  # a peer's has no code of ours
-        if ours:
+        today = [row for row in rows if not result.is_outdated(row, changes)]
+        if any(row["ours"] for row in today):
             return table_of(result, rows, today, apart)
     return None
 
@@ -159,7 +160,7 @@ class RunOfRecipes:
     recipes: int
     failed: list[str]
     date: str
-    earlier: int  # recipes whose code has changed since
+    codes: list[str]  # versions, and how many recipes ran in each
 
 
 def runs_of_recipes(repo: Path) -> list[RunOfRecipes]:
@@ -168,18 +169,18 @@ def runs_of_recipes(repo: Path) -> list[RunOfRecipes]:
     for path in sorted((repo / "harness" / "verified").glob("*.json")):
         record = json.loads(path.read_text(encoding="utf-8"))
         where = f"{record['ranks']} × {record['device']}"
-        runs.append(run_of(where, record["torch"], record["recipes"], repo))
+        runs.append(run_of(where, record["torch"], record["recipes"]))
     path = repo / "guide" / "versions.json"
     if path.exists():
         for torch, record in json.loads(path.read_text(encoding="utf-8")).items():
             where = f"CPU, {record['ranks']} ranks"
-            runs.append(run_of(where, torch, record["recipes"], repo))
+            runs.append(run_of(where, torch, record["recipes"]))
     return runs
 
 
-def run_of(where: str, torch: str, recipes: dict[str, dict], repo: Path) -> RunOfRecipes:
+def run_of(where: str, torch: str, recipes: dict[str, dict]) -> RunOfRecipes:
     failed = [name for name, result in recipes.items() if not result["ok"]]
-    then = [(name, result["code_sha256"]) for name, result in recipes.items()]
+    of_code = Counter(code_in_words(result) for result in recipes.values())
     return RunOfRecipes(
         where=where,
         torch=torch,
@@ -187,7 +188,7 @@ def run_of(where: str, torch: str, recipes: dict[str, dict], repo: Path) -> RunO
         recipes=len(recipes),
         failed=failed,
         date=max(result["date"] for result in recipes.values()),
-        earlier=len(changed_recipes(then, repo)),
+        codes=[f"{count} of {code}" for code, count in of_code.most_common()],
     )
 
 
@@ -196,14 +197,34 @@ def main(arguments: list[str] | None = None) -> int:
     parser.add_argument("--repo", type=Path, default=Path.cwd(), help=argparse.SUPPRESS)
     options = parser.parse_args(arguments)
     try:
-        first_tables(options.repo)  # raises where a file is bad
-        stale = stale_results(options.repo)
-    except ResultError as error:
+        for path in (options.repo / "benchmarks" / "results").glob("*.json"):
+            load(path)
+        for path in (options.repo / "benchmarks" / "traces").glob("*.json"):
+            load_trace(path)
+        check_changes(options.repo)
+    except (ResultError, ChangelogError) as error:
         print(f"error: {error}", file=sys.stderr)
         return 1
-    for line in stale:
-        print(f"stale: {line}")
     return 0
+
+
+def check_changes(repo: Path) -> None:
+    """That each benchmark and row that the changelog names as changed in its cost is known.
+
+    Raises:
+        ChangelogError: one is not.
+    """
+    names = set(SHOWN["row_order"].split())
+    for path in (repo / "benchmarks" / "results").glob("*.json"):
+        names.update(row["name"] for row in load(path).rows)
+    for path in (repo / "benchmarks" / "traces").glob("*.json"):
+        names.add(path.name.split(".")[1])  # its mode
+    for change in cost_changes(repo):
+        for name in change.names:
+            if name not in names:
+                raise ChangelogError(f"a change of a cost names no row: {name}")
+        if change.benchmark not in BENCHMARKS:
+            raise ChangelogError(f"a change of a cost names no benchmark: {change.benchmark}")
 
 
 if __name__ == "__main__":

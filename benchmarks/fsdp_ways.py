@@ -41,7 +41,7 @@ def rows_of(tensor: torch.Tensor) -> torch.Tensor:
 class Way:
     """A sharded Llama; a subclass's ``shard`` says how. ``loop(tokens)`` trains it."""
 
-    recipes: tuple[str, ...] = ()  # what is measured: recipes by stem, modules by dotted name
+    ours: bool = False  # whether it is a recipe or the library
     note = ""
 
     def __init__(self, case: Case, device: torch.device, layers: int | None = None) -> None:
@@ -86,7 +86,7 @@ class Fsdp2(Way):
 
 
 class Tuned(Way):
-    recipes = ("fsdp2_settings",)
+    ours = True
     note = "fsdp2, two units kept, two prefetched, reduce-scatters in a group of their own"
 
     def tune(self, units: list[FSDPModule]) -> None:
@@ -94,7 +94,7 @@ class Tuned(Way):
 
 
 class ReduceGroup(Way):
-    recipes = ("fsdp2_settings",)
+    ours = True
     note = "fsdp2, reduce-scatters in a group of their own"
 
     def tune(self, units: list[FSDPModule]) -> None:
@@ -102,7 +102,7 @@ class ReduceGroup(Way):
 
 
 class InPlace(Way):
-    recipes = ("overlap_recipes.fsdp2.in_place_gather", "overlap_recipes.fsdp2.in_place_reduce")
+    ours = True
     note = "fsdp2, gathered by peer copies and reduced by pushes, without copies around them"
     options: dict = {}
 
@@ -302,7 +302,7 @@ class StackWhole(Stack):
 
 
 class StackInPlace(Stack):
-    recipes = InPlace.recipes
+    ours = True
     note = InPlace.note
 
     def shard(self) -> None:

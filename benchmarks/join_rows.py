@@ -3,9 +3,7 @@
     python benchmarks/join_rows.py FOLDER...
 
 Each folder has a ``results/``. Of two rows with one key that of more pairs is added, or the first;
-what it does not measure stays as it was known.
-The file keeps its hashes of the code that was measured, rows that are new in all get their own:
-pages say where code has changed since, rather too often than too seldom.
+what it does not measure stays as it was known, and the row is then of the older version.
 """
 
 import json
@@ -30,14 +28,14 @@ def join(folder: Path, joined: dict, repo: Path = ROOT) -> None:
             fewer = "pairs" in row and row["pairs"] <= joined.get(here, -1)
             if here not in joined or not fewer:
                 # what it does not measure, memory or bits, is another task's
-                old = {k: v for k, v in old.items() if k not in ("beside", "code_sha256")}
-                measured = row.pop("code_sha256", theirs["code_sha256"])
-                hashes = {} if old.keys() - row.keys() else {"code_sha256": measured}
-                samples = old.get("samples", {}) | row.get("samples", {})
-                rows[key(row)] = old | row | hashes | {"samples": samples}
+                old = {k: v for k, v in old.items() if k != "beside"}
+                new = old | row
+                new["samples"] = old.get("samples", {}) | row.get("samples", {})
+                if old.keys() - row.keys():
+                    new |= {"version": old["version"], "commit": old["commit"]}
+                rows[key(row)] = new
                 joined[here] = row.get("pairs", joined.get(here, -1))
         ours |= {"rows": list(rows.values()), "date": theirs["date"]}
-        ours["code_sha256"] = theirs["code_sha256"] | ours["code_sha256"]
         ours_path.write_text(json.dumps(ours, indent=1) + "\n")
         print(f"{path.name}: {len(theirs['rows'])} rows read, {len(rows)} in all")
 

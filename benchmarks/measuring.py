@@ -17,7 +17,7 @@ import subprocess
 import tempfile
 import time
 import traceback
-from collections.abc import Callable, Iterable, Iterator, Mapping
+from collections.abc import Callable, Collection, Iterable, Iterator, Mapping
 from concurrent.futures import ThreadPoolExecutor
 from contextlib import contextmanager
 from dataclasses import dataclass, field
@@ -28,7 +28,7 @@ from pathlib import Path
 import torch
 import torch.distributed as dist
 
-from benchmarks.result_files import hashes_of
+from benchmarks.code_versions import code_of_today
 
 ROOT = Path(__file__).resolve().parents[1]
 SOURCE = ROOT / "recipes_source"
@@ -499,34 +499,24 @@ def machine_label(head: dict) -> str:
     return f"{short}-x{head['ranks']}"
 
 
-def recipe_hashes(recipes: Iterable[str]) -> dict[str, str]:
-    """Code hashes of recipes or modules of the library and of what they import, by dotted name.
-
-    Raises:
-        ResultError: there is no such recipe or module.
-    """
-    return hashes_of(recipes, ROOT)
-
-
 @dataclass
 class Results:
     """A result file that is written row by row; rank 0 writes.
 
-    Rows of an earlier run stay, but where a recipe that they measure has changed, they are measured
-    again. What else the machine did, by ``MEASURED_BESIDE`` in the environment, goes to each row
-    as ``beside``.
+    Each row says which version and commit it is of. Rows of an earlier run stay; those of our own
+    code at another commit are measured again. What else the machine did, by ``MEASURED_BESIDE`` in
+    the environment, goes to each row as ``beside``.
 
     Args:
         folder: ``benchmarks`` or another folder; the file goes to its ``results/``.
         head: see :func:`header`.
-        recipes: row name → the recipes, by stem, and the modules of the library, by dotted name,
-            that it measures; names without an entry measure none.
+        ours: the names of rows that measure a recipe or the library.
         varied: the parameters that, beside the name, tell rows apart.
     """
 
     folder: Path
     head: dict
-    recipes: dict[str, tuple[str, ...]]
+    ours: Collection[str]
     varied: tuple[str, ...]
     data: dict = field(init=False)
 
@@ -534,21 +524,16 @@ class Results:
         name = f"{self.head['benchmark']}.{machine_label(self.head)}.json"
         self.path = self.folder / "results" / name
         old = json.loads(self.path.read_text()) if self.path.exists() else {}
-        self.data = self.head | {key: old.get(key, {}) for key in ("code_sha256", "not_run")}
+        self.data = self.head | {"not_run": old.get("not_run", {})}
         self.data["link"] = self.head.get("link") or old.get("link", {})
         self.data["rows"] = old.get("rows", [])
-        self.now = {names: recipe_hashes(names) for names in self.recipes.values()}
-
-    def hashes(self, name: str) -> dict[str, str]:
-        """Code hashes of what row ``name`` measures; empty for what is no recipe's."""
-        return self.now.get(self.recipes.get(name, ()), {})
+        self.code = code_of_today()
 
     def present(self) -> list[dict]:
-        """The rows that measure the present code of their recipes."""
+        """The rows of others, and those of our code at this commit."""
         found = []
         for row in self.data["rows"]:
-            then = row.get("code_sha256", self.data["code_sha256"])
-            if self.hashes(row["name"]).items() <= then.items():
+            if not row["ours"] or row["commit"] == self.code["commit"]:
                 found.append(row)
         return found
 
@@ -556,7 +541,7 @@ class Results:
         return (row["name"], *(row.get(parameter) for parameter in self.varied))
 
     def find(self, name: str, **parameters: object) -> dict:
-        """The row of ``name`` with these parameters; empty where there is none of present code."""
+        """The present row of ``name`` with these parameters; empty where there is none."""
         wanted = self.key({"name": name} | parameters)
         return next((row for row in self.present() if self.key(row) == wanted), {})
 
@@ -567,12 +552,8 @@ class Results:
         """Add ``row``, or replace the one with its name and parameters; write and print it."""
         rows = [old for old in self.data["rows"] if self.key(old) != self.key(row)]
         beside = os.environ.get("MEASURED_BESIDE")
-        row = row | {"recipes": list(self.recipes.get(row["name"], ()))}
+        row = {"name": row["name"], **self.code, "ours": row["name"] in self.ours} | row
         row |= {"beside": beside} if beside else {}
-        hashes = self.hashes(row["name"])
-        self.data["code_sha256"] = hashes | self.data["code_sha256"]  # as the oldest rows have it
-        if not hashes.items() <= self.data["code_sha256"].items():
-            row["code_sha256"] = hashes
         self.data["rows"] = [*rows, row]
         self.data["not_run"].pop(row["name"], None)
         self.write()
@@ -725,7 +706,7 @@ def write_trace(
     folder: Path,
     head: dict,
     mode: str,
-    recipes: Iterable[str],
+    ours: bool,
     drawn: Iterable[Drawn],
     begin: float,
     marks: Iterable[tuple[str, float]] = (),
@@ -734,7 +715,7 @@ def write_trace(
 
     Args:
         head: see :func:`header`.
-        recipes: the recipes that ``mode`` measures.
+        ours: whether ``mode`` is a recipe's or the library's.
         begin: µs, on the clock of ``drawn`` and ``marks``; becomes 0.
         marks: texts and µs, drawn across all lanes.
     """
@@ -756,8 +737,7 @@ def write_trace(
     kept = ("benchmark", "device", "ranks", "torch", "date")
     other = {"mode": mode, "rank": 0, "model": head["workload"].get("model", "synthetic")}
     other |= {key: head[key] for key in kept}
-    other["recipes"] = list(recipes)
-    other["code_sha256"] = recipe_hashes(recipes)
+    other |= code_of_today() | {"ours": ours}
     path = folder / "traces" / f"{head['benchmark']}.{mode}.{machine_label(head)}.json"
     path.parent.mkdir(parents=True, exist_ok=True)
     data = {"displayTimeUnit": "ms", "otherData": other, "traceEvents": events}

@@ -72,8 +72,14 @@ from overlap_recipes.offload.one_copy_a_host import Host, SharedModel  # noqa: E
 from overlap_recipes.offload.streamed_model import StreamedModel  # noqa: E402
 from overlap_recipes.offload.whole_step import HostAdamW  # noqa: E402
 
-RECIPES = ("overlap_recipes.offload.streamed_model", "overlap_recipes.offload.whole_step")
-ONE_COPY = ("overlap_recipes.offload.one_copy_a_host",)
+OURS = (
+    "host",
+    "streamed_adam",
+    "streamed_adam_in_backward",
+    "larger_than_device",
+    "own_copy",
+    "one_copy",
+)
 CPU = torch.device("cpu")
 UPDATE_BYTES = 28  # a parameter: gradient, master and moments read; master, moments, weight written
 STATE_BYTES = 16  # a parameter: bf16 weight and gradient, fp32 master and moments
@@ -281,15 +287,7 @@ class Benchmark:
         }
         link = measuring.link_rates(device, 1 << (20 if options.small else 30))
         head = measuring.header("offload_step", device, workload, link)
-        recipes = {
-            "host": RECIPES,
-            "streamed_adam": RECIPES,
-            "streamed_adam_in_backward": RECIPES,
-            "larger_than_device": RECIPES,
-            "own_copy": RECIPES,
-            "one_copy": ONE_COPY,
-        }
-        self.results = measuring.Results(options.out, head, recipes, ("model", "tokens"))
+        self.results = measuring.Results(options.out, head, OURS, ("model", "tokens"))
         self.ours: Ours | None = None
 
     def row(self, name: str, tokens: int | None, memory: HostMemory | None, **fields) -> None:

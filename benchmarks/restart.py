@@ -20,8 +20,7 @@ fit before ``--until`` is left out, and rows are written as they come.
 * ``reader`` checks no bytes, ``reader_digests`` all; ``reader_16_threads`` does so with twice
   as many threads and pieces of half the size. ``reader`` of ``stock`` reads what
   ``dcp.save`` has written.
-* ``resume``: the library's call with its parts. ``resume_before`` is what it did in version 0.1.0:
-  rank 0 hashes every file with SHA-256, then ``dcp.load`` with PyTorch's reader.
+* ``resume``: the library's call with its parts.
 * Storage ``memory`` is ``/dev/shm``. ``disk`` is read cold: ``posix_fadvise(DONTNEED)`` on each
   file before each load; that it is cold shows in its plain read.
 * ``loaded_back_bitwise``: every tensor has every bit, on all ranks.
@@ -36,7 +35,6 @@ loads it (``saved_ranks``): two ranks to one, and back.
 """
 
 import argparse
-import hashlib
 import json
 import os
 import queue
@@ -251,24 +249,6 @@ def resume(job: Job, directory: Path) -> dict:
     return resumed_in_parts(job, restart.resume, job.run, directory.parent)
 
 
-def hash_as_before(root: Path, step: int | None = None) -> int:
-    """What ``choose`` read in version 0.1.0: rank 0 hashes every file, and the others wait."""
-    if measuring.own_rank() == 0:
-        for file in sorted((root / name_of(STEP)).iterdir()):
-            with file.open("rb") as stream:
-                hashlib.file_digest(stream, "sha256")
-    restart.of_all_ranks(None)
-    return STEP
-
-
-def resume_before(job: Job, directory: Path) -> dict:
-    def stock_load(states: dict, source: Path, **options: object) -> None:
-        loading.load(states, stock_reader(Path(source)), **options)
-
-    with mock.patch.multiple(restart, choose=hash_as_before, load=stock_load):
-        return resumed_in_parts(job, restart.resume, job.run, directory.parent)
-
-
 def resumed_in_parts(job: Job, call: Callable, *arguments: object) -> dict:
     readers = {"reader_s": (Reader, "read_data"), "stock_s": (dcp.FileSystemReader, "read_data")}
     with timed_calls(job.device, PARTS | readers) as seconds:
@@ -391,8 +371,8 @@ def drop_from_cache(directory: Path) -> None:
 
 # -- tasks ------------------------------------------------------------------------------------
 
-LIBRARY = ("overlap_recipes.checkpoint.restart",)
-OURS = ("reader", "reader_digests", "reader_16_threads")
+READERS = ("reader", "reader_digests", "reader_16_threads")
+OURS = (*READERS, "each", "once_and_broadcast", "resume")
 WAYS: dict[str, Callable[[Job, Path], dict]] = {
     "reader": partial(load_by, ReaderWithoutDigests),
     "reader_digests": partial(load_by, Reader),
@@ -403,19 +383,6 @@ WAYS: dict[str, Callable[[Job, Path], dict]] = {
     "torch_load_mmap": torch_load,
     "torch_checkpointing": torch_checkpointing_load,
     "resume": resume,
-    "resume_before": resume_before,
-}
-RECIPES = {
-    "resume": LIBRARY,
-    "resume_before": LIBRARY,
-    "reader": ("overlap_recipes.checkpoint.reader",),
-    "reader_digests": ("overlap_recipes.checkpoint.reader",),
-    "reader_16_threads": ("overlap_recipes.checkpoint.reader",),
-    "each": ("overlap_recipes.checkpoint.reader",),
-    "once_and_broadcast": (
-        "overlap_recipes.checkpoint.reader",
-        "overlap_recipes.checkpoint.shared_reads",
-    ),
 }
 
 
@@ -445,7 +412,7 @@ class Measurement:
         link = {} if arguments.list else measuring.link_rates(device, 2**30)
         head = measuring.header("restart", device, workload, link)
         head["driver"] = head["driver"] or "none"
-        self.results = measuring.Results(arguments.out, head, RECIPES, VARIED)
+        self.results = measuring.Results(arguments.out, head, OURS, VARIED)
         self.plain: dict[str, float] = {}  # byte/s by storage
 
     def root(self, storage: str, checkpoint: str, ranks: int | None = None) -> Path:
@@ -593,7 +560,7 @@ class Measurement:
         more |= {"load_bytes_per_s": rate}
         if plain := self.plain.get(storage):
             more |= {"plain_read_bytes_per_s": plain, "of_bound": rate / plain}
-        if name in RECIPES and "set_state_dict_s" in medians:
+        if name in OURS and "set_state_dict_s" in medians:
             parts = ("state_dict_s", "planning_s", "set_state_dict_s")
             more |= {"around_read_s": sum(medians[part] for part in parts)}
         if name == "torch_checkpointing":
@@ -642,14 +609,13 @@ def tasks_of(measurement: Measurement) -> Iterator[Task]:
     yield plain("memory")
     if measurement.device.type == "cuda":
         yield plain("memory", to_device=True)
-    for name in OURS:
+    for name in READERS:
         yield load(name, "memory", "ours", repeats, 2 + gb / 5)
     yield load("resume", "memory", "ours", repeats, 4 + gb / 5)
     for saved in (1, 2, 4, 8):
         if saved != ranks and measurement.is_written("memory", "ours", saved):
             yield load("resume", "memory", "ours", repeats, 4 + gb / 5, saved)
     yield load("dcp_load", "memory", "ours", 2, 2 + gb)
-    yield load("resume_before", "memory", "ours", 1, 2 + 2.5 * gb * ranks)
     yield Task(
         "ours on disk",
         10 + 2 * gb * ranks,
@@ -657,7 +623,7 @@ def tasks_of(measurement: Measurement) -> Iterator[Task]:
         partial(measurement.is_written, "disk", "ours"),
     )
     yield plain("disk")
-    for name in (*OURS, "resume", "dcp_load"):
+    for name in (*READERS, "resume", "dcp_load"):
         yield load(name, "disk", "ours", 1, 2 + 2 * gb)
     yield write("stock", measurement.write_stock, 10 + 2 * gb)
     yield load("reader", "memory", "stock", repeats, 2 + gb / 5)

@@ -10,17 +10,14 @@ import json
 import math
 import re
 import tomllib
-from collections.abc import Iterable
 from dataclasses import dataclass
 from datetime import date
-from functools import cache
 from pathlib import Path
 
-from harness.sources import SourceError, Sources
+from benchmarks.code_versions import BEFORE_VERSIONS, CostChange, code_in_words
 
 REQUIRED = {
     "benchmark": str,
-    "code_sha256": dict,
     "torch": str,
     "device": str,
     "driver": str,
@@ -38,9 +35,6 @@ REFERENCES = {"none", "no_communication"}  # rows that others are compared with
 ROW_RECIPES: dict[str, str] = {}
 for _name, _rows in SHOWN["recipe_rows"].items():
     ROW_RECIPES |= dict.fromkeys(_rows.split(), _name)
-
-SCRIPTS = ("recipes_source", "tests/proofs")
-Measured = tuple[str, dict[str, str]]  # a recipe or a module; hashes by dotted name, of then
 
 
 class ResultError(ValueError):
@@ -221,17 +215,9 @@ class Result:
 
         return sorted(self.data["rows"], key=key)
 
-    def measured(self, rows: list[dict]) -> list[Measured]:
-        """What ``rows`` measured: recipes or modules of the library, each with the hashes of then.
-
-        A row of another run than the file's has hashes of its own.
-        """
-        found = []
-        for row in rows:
-            hashes = row.get("code_sha256", self.data["code_sha256"])
-            names = row.get("recipes", [ROW_RECIPES.get(row["name"])])
-            found += [(name, hashes) for name in names if name is not None]
-        return found
+    def is_outdated(self, row: dict, changes: list[CostChange]) -> bool:
+        """Whether one of the changelog's ``changes`` of costs is later than ``row``."""
+        return any(change.outdates(self.data["benchmark"], row) for change in changes)
 
     def missing(self, names: list[str]) -> list[str]:
         """Those of ``names`` that have no row.
@@ -258,6 +244,7 @@ class Result:
         driver = "" if data["driver"] == "none" else f"driver {data['driver']}, "
         ranks = f"{data['ranks']} {'rank' if data['ranks'] == 1 else 'ranks'}"
         place = f"{self.machine}, torch {data['torch']}, {driver}{ranks}, {data['date']}"
+        place += code_of_rows(rows)
         for other in dict.fromkeys(row["beside"] for row in rows if "beside" in row):
             beside = [row for row in rows if row.get("beside") == other]
             place += f", beside {other}"
@@ -265,6 +252,13 @@ class Result:
                 names = ", ".join(dict.fromkeys(row["name"] for row in beside))
                 place += f" ({names})"
         return place + "".join(f"; {run}" for run in of_other_runs(rows))
+
+
+def code_of_rows(rows: list[dict]) -> str:
+    """``, version 0.2.1 (2d0af2d821)``: which code of ours ``rows`` measured; empty for none."""
+    ours = [row for row in rows if row["ours"]]
+    codes = dict.fromkeys(code_in_words(row) for row in ours)
+    return f", version {' and '.join(codes)}" if codes else ""
 
 
 def of_other_runs(rows: list[dict]) -> list[str]:
@@ -344,10 +338,19 @@ def load(path: Path) -> Result:
     for number, row in enumerate(data["rows"]):
         if not isinstance(row.get("name"), str) or not isinstance(row.get("samples"), dict):
             raise ResultError(f"{path.name}: row {number} needs 'name' (str), 'samples' (dict)")
+        check_code(path, row, f"row {row['name']}")
         for name, value in row.items():
             if name.endswith(tuple(UNITS)) and isinstance(value, str):
                 raise ResultError(f"{path.name}: '{name}' of row {row['name']} is not a number")
     return Result(path, data)
+
+
+def check_code(path: Path, of: dict, which: str) -> None:
+    """That a row or a trace says whether it is of our code, and of which."""
+    if not isinstance(of.get("ours"), bool) or not isinstance(of.get("version"), str):
+        raise ResultError(f"{path.name}: {which} needs 'ours' (bool) and 'version' (str)")
+    if of["version"] != BEFORE_VERSIONS and not of.get("commit"):
+        raise ResultError(f"{path.name}: {which} lacks 'commit'")
 
 
 def load_trace(path: Path) -> dict:
@@ -361,6 +364,7 @@ def load_trace(path: Path) -> dict:
     for name in ("device", "ranks", "torch", "date"):
         if name not in other:
             raise ResultError(f"{path.name}: 'otherData' lacks '{name}'")
+    check_code(path, other, "'otherData'")
     drawn = [event for event in data.get("traceEvents", []) if "lane" in event.get("args", {})]
     if not drawn:
         raise ResultError(f"{path.name}: no event has 'args.lane'")
@@ -371,90 +375,3 @@ def load_trace(path: Path) -> dict:
                 f"'args.lane' in {', '.join(TRACE_LANES)}"
             )
     return data
-
-
-def code_of(name: str, repo: Path) -> Sources | None:
-    """The files of a recipe or a proof, by its stem, or of a module of the library, by its name.
-
-    With all that it imports of the project; None where there is no such name any more.
-    """
-    files = []
-    for folder in (*SCRIPTS, "overlap_recipes"):
-        files += sorted((repo / folder).rglob("*.py"))
-    return _code_of(name, repo, tuple((file, file.stat().st_mtime_ns) for file in files))
-
-
-@cache
-def _code_of(name: str, repo: Path, files: tuple[tuple[Path, int], ...]) -> Sources | None:
-    """As ``code_of``; ``files`` are there to be compared, since an edit changes their times."""
-    scripts = tuple(repo / folder for folder in SCRIPTS)
-    for file, _ in files:
-        if file.stem == name and any(folder in file.parents for folder in scripts):
-            return Sources.of_script(file, (repo,))
-    try:
-        return Sources.of_module(name, (repo,))
-    except SourceError:
-        return None
-
-
-@cache
-def _hashes(sources: Sources) -> dict[str, str]:
-    return sources.hashes()
-
-
-def hashes_of(names: Iterable[str], repo: Path) -> dict[str, str]:
-    """The hashes of today of all files of ``names``, recipes or modules, by dotted name.
-
-    Raises:
-        ResultError: there is none of that name.
-    """
-    found: dict[str, str] = {}
-    for name in names:
-        sources = code_of(name, repo)
-        if sources is None:
-            raise ResultError(f"no recipe and no module of the library is called {name}")
-        found |= _hashes(sources)
-    return found
-
-
-def has_changed(name: str, then: dict[str, str], repo: Path) -> bool:
-    """Whether the code of ``name`` is not what was measured: it is gone, or a file of it is new or
-    another one.
-    """
-    sources = code_of(name, repo)
-    if sources is None:
-        return True
-    return any(then.get(file) != now for file, now in _hashes(sources).items())
-
-
-def changed_recipes(measured: Iterable[Measured], repo: Path) -> list[str]:
-    """The recipes and modules among ``measured`` whose code is not what was measured."""
-    return sorted({name for name, then in measured if has_changed(name, then, repo)})
-
-
-def measured_by_trace(trace: dict) -> list[Measured]:
-    """What a trace measured; one that does not name its recipes has the hash of each."""
-    other = trace["otherData"]
-    hashes = other.get("code_sha256", {})
-    return [(name, hashes) for name in other.get("recipes", hashes)]
-
-
-def stale_results(repo: Path) -> list[str]:
-    """One line for each committed result or trace whose recipes' code has changed since.
-
-    Raises:
-        ResultError: a file cannot be read.
-    """
-    measured = {}
-    for path in sorted((repo / "benchmarks" / "results").glob("*.json")):
-        result = load(path)
-        measured[path] = result.measured(result.rows)
-    for path in sorted((repo / "benchmarks" / "traces").glob("*.json")):
-        measured[path] = measured_by_trace(load_trace(path))
-    lines = []
-    for path, of in measured.items():
-        changed = changed_recipes(of, repo)
-        if changed:
-            where = path.relative_to(repo)
-            lines.append(f"{where}: measured on an earlier version of {', '.join(changed)}")
-    return lines

@@ -46,7 +46,6 @@ SIDE_SMALL = 64
 LINK_BYTES = 2**30
 LINK_BYTES_SMALL = 2**20
 BOUND_FROM = "first load, slowest lane for each chunk, last store; rates of this run"
-RECIPE = ("three_streams",)
 REPEATS = 10
 GAP_US = 20.0  # calls of the host closer than this are one block of a picture
 MARKED_US = 1.0  # a call of the host that is shorter is not drawn
@@ -170,7 +169,7 @@ def hidden_share(run: Callable[[], object], name: str, folder: Path, head: dict)
     returned = begin + call["dur"]
     drawn = lanes_of(events, begin, returned)
     marks = [("call returns", returned)]
-    measuring.write_trace(folder, head, name, RECIPE, drawn, begin, marks)
+    measuring.write_trace(folder, head, name, True, drawn, begin, marks)
     all_s = 0.0
     hidden_s = 0.0
     for copies in judge(events).copies.values():
@@ -218,7 +217,7 @@ def main() -> None:
             workload["kernel_s"] = kernel_seconds(weight)
         head = measuring.header("three_streams", device, workload, link)
         # Every way runs code of the recipe but record_stream, which is measured against it.
-        results = measuring.Results(arguments.out, head, dict.fromkeys(WAYS, RECIPE), ())
+        results = measuring.Results(arguments.out, head, WAYS, ())
         tasks = []
         for name in WAYS:
             work = partial(measure, results, name, weight, arguments.out)

@@ -1,6 +1,6 @@
-"""Run recipes and proofs on the accelerators that are there, and write down which code passed.
+"""Run recipes and proofs on the accelerators that are there, and write down what passed.
 
-    python tests/verify.py [--ranks 1 2 4] [--stale]    # make verify
+    python tests/verify.py [--ranks 1 2 4] [--go-on]    # make verify
 
 Torch and the standard library are enough. The saves run behind queued work
 (``queue_work`` of ``tests/controls/gates.py``), which no CPU can imitate: a copy that is not
@@ -25,6 +25,7 @@ from pathlib import Path
 REPO = Path(__file__).resolve().parent.parent
 sys.path.insert(0, str(REPO))
 
+from benchmarks.code_versions import code_of_today  # noqa: E402
 from benchmarks.measuring import machine_label  # noqa: E402
 from harness.recipe import Recipe, RecipeError, discover  # noqa: E402
 from harness.run import run  # noqa: E402
@@ -59,7 +60,7 @@ def usable_cores() -> int:
 
 
 def verify_recipe(recipe: Recipe, ranks: int) -> dict:
-    """What the record keeps of one run of a recipe: its code, whether it passed, what did not."""
+    """What the record keeps of one run of a recipe: its version, whether it passed, why not."""
     report = run(recipe.path, ranks, launcher="warm", gate=GATE, deadline_s=recipe.deadline_s)
     lines, failures, caught = [report.describe()], report.why_not_ok, []
     for control in recipe.controls:
@@ -74,7 +75,7 @@ def verify_recipe(recipe: Recipe, ranks: int) -> dict:
         lines.append(f"  control {control.name}: {verdict} {sorted(broken.kinds)}")
     print("\n".join(lines), flush=True)
     return {
-        "code_sha256": recipe.hashes,
+        **code_of_today(),
         "date": date.today().isoformat(),
         "ok": not failures,
         "failures": failures,
@@ -83,9 +84,9 @@ def verify_recipe(recipe: Recipe, ranks: int) -> dict:
     }
 
 
-def fresh(kept: dict, recipe: Recipe) -> bool:
-    """Whether ``kept``, a recipe's part of a record, says that its present code passed."""
-    return kept.get("ok", False) and kept["code_sha256"] == recipe.hashes
+def passed_here(kept: dict) -> bool:
+    """Whether ``kept``, a recipe's part of a record, says that it passed at this commit."""
+    return kept.get("ok", False) and kept["commit"] == code_of_today()["commit"]
 
 
 def verify_all(recipes: list[Recipe], ranks: int) -> Iterator[tuple[str, dict]]:
@@ -116,13 +117,13 @@ def verify(
     controls: Path,
     out: Path,
     sizes: tuple[int, ...],
-    stale_only: bool = False,
+    go_on: bool = False,
 ) -> int:
     """Write ``out/<device>-x<ranks>.json`` for each world size; return the exit status.
 
     Args:
-        stale_only: keep what a record of the same device and torch says of unchanged recipes that
-            passed, and run the others.
+        go_on: keep what a record of the same device and torch says of recipes that passed at this
+            commit, and run the others.
 
     Raises:
         RecipeError: there is no accelerator.
@@ -139,10 +140,10 @@ def verify(
         found = {script.name: script for script in scripts if script.min_ranks <= ranks}
         for name in [name for name, recipe in found.items() if recipe.missing]:
             print(f"left out: {name} needs {', '.join(found.pop(name).missing)}, not installed")
-        old = json.loads(file.read_text()) if stale_only and file.exists() else {}
+        old = json.loads(file.read_text()) if go_on and file.exists() else {}
         if (old.get("device"), old.get("torch")) == (device, torch_version):
             kept = old["recipes"].items()
-            record["recipes"] = {k: v for k, v in kept if k in found and fresh(v, found[k])}
+            record["recipes"] = {k: v for k, v in kept if k in found and passed_here(v)}
         to_run = [recipe for name, recipe in found.items() if name not in record["recipes"]]
         for name, result in verify_all(to_run, ranks):
             record["recipes"] = dict(sorted((record["recipes"] | {name: result}).items()))
@@ -156,12 +157,12 @@ def verify(
 def main() -> int:
     parser = argparse.ArgumentParser(description=__doc__.splitlines()[0])
     parser.add_argument("--ranks", type=int, nargs="+", default=WORLD_SIZES, help="world sizes")
-    parser.add_argument("--stale", action="store_true", help="only what changed since it passed")
+    parser.add_argument("--go-on", action="store_true", help="not what passed at this commit")
     options = parser.parse_args()
     recipes = REPO / "recipes_source", REPO / "tests" / "proofs"
     places = recipes, REPO / "tests" / "controls", REPO / "harness" / "verified"
     try:
-        return verify(*places, tuple(options.ranks), options.stale)
+        return verify(*places, tuple(options.ranks), options.go_on)
     except RecipeError as error:
         print(f"error: {error}", file=sys.stderr)
         return 2

@@ -1,6 +1,6 @@
 """Run every recipe on two ranks with the torch that is here; add what came to the record.
 
-    python tests/versions.py [--stale] [--launcher torchrun]    # torch alone is enough for most
+    python tests/versions.py [--go-on] [--launcher torchrun]    # torch alone is enough for most
 
 README's table "What was run where" is drawn from ``guide/versions.json``, which this writes: a
 version at a time, on a CPU, never in CI. A recipe that failed beside other work of the machine is
@@ -18,6 +18,7 @@ from pathlib import Path
 ROOT = Path(__file__).resolve().parents[1]
 sys.path.insert(0, str(ROOT))
 
+from benchmarks.code_versions import code_of_today  # noqa: E402
 from harness.recipe import Recipe, discover  # noqa: E402
 from harness.run import run  # noqa: E402
 
@@ -27,7 +28,7 @@ PATIENCE = 3  # deadlines are for a machine that does nothing else
 
 
 def judged(recipe: Recipe, launcher: str) -> dict:
-    """What the record keeps of a recipe: its code, whether it passed, what did not."""
+    """What the record keeps of a recipe: its version, whether it passed, what did not."""
     reports = []
     while len(reports) < 2 and not (reports and reports[-1].ok):
         deadline_s = recipe.deadline_s * PATIENCE
@@ -35,7 +36,7 @@ def judged(recipe: Recipe, launcher: str) -> dict:
         print(reports[-1].describe(), flush=True)
     report = reports[-1]
     return {
-        "code_sha256": recipe.hashes,
+        **code_of_today(),
         "date": date.today().isoformat(),
         "ok": report.ok,
         "runs": len(reports),
@@ -55,15 +56,15 @@ def without_paths(text: str) -> str:
     return re.sub(r"/\S*/site-packages/", "", text)
 
 
-def fresh(kept: dict, recipe: Recipe) -> bool:
-    return kept.get("ok", False) and kept["code_sha256"] == recipe.hashes
+def passed_here(kept: dict) -> bool:
+    return kept.get("ok", False) and kept["commit"] == code_of_today()["commit"]
 
 
 def main() -> int:
     import torch
 
     parser = argparse.ArgumentParser(description=__doc__.splitlines()[0])
-    parser.add_argument("--stale", action="store_true", help="only what changed since it passed")
+    parser.add_argument("--go-on", action="store_true", help="not what passed at this commit")
     parser.add_argument("--launcher", choices=("warm", "torchrun"), default="warm")
     options = parser.parse_args()
     version = torch.__version__.partition("+")[0]
@@ -71,8 +72,8 @@ def main() -> int:
     found = {r.name: r for r in every_script()}
     old = record.get(version, {}).get("recipes", {})
     kept = {name: result for name, result in old.items() if name in found and found[name].missing}
-    if options.stale:
-        kept |= {name: old[name] for name in old.keys() & found if fresh(old[name], found[name])}
+    if options.go_on:
+        kept |= {name: old[name] for name in old.keys() & found if passed_here(old[name])}
     missing = {name: list(recipe.missing) for name, recipe in found.items() if recipe.missing}
     left_out = {name: packages for name, packages in missing.items() if name not in kept}
     entry = {"python": platform.python_version(), "ranks": RANKS, "left_out": left_out}

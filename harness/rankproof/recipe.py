@@ -264,11 +264,6 @@ class Recipe:
         return list(dict.fromkeys([*beside, *self.import_from]))
 
     @property
-    def hashes(self) -> dict[str, str]:
-        """The code hash of each of its files, by dotted name."""
-        return self.sources.hashes()
-
-    @property
     def saves(self) -> bool:
         """Whether one of its files imports torch's checkpointing."""
         modules = {module for file in self.files for module in imported_modules(file)}

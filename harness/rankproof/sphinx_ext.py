@@ -316,19 +316,20 @@ def verified_records() -> list[dict]:
 
 
 def badge(recipe: Recipe) -> nodes.Node:
-    current = recipe.hashes
+    """Where the recipe ran on an accelerator, of which version it was then, and how it ended."""
     lines = []
     for record in verified_records():
-        mine = record["recipes"].get(recipe.name, {"ok": False, "code_sha256": ""})
+        mine = record["recipes"].get(recipe.name)
+        if mine is None:
+            continue
         where = f"{record['ranks']} × {record['device']}, torch {record['torch']}"
-        if mine["code_sha256"] == current:
-            if mine["ok"]:
-                lines.append(("verified", f"Verified on {where}, this code, {mine['date']}"))
-            else:
-                lines.append(("failed", f"Fails on {where}, this code, {mine['date']}"))
-        elif mine["ok"]:
-            lines.append(("earlier", f"Verified on an earlier version: {where}, {mine['date']}"))
-    unseen = "Not yet verified: “make verify” has not run this code on an accelerator"
+        commit = f" ({mine['commit']})" if mine["commit"] else ""
+        ran = f"{where}, version {mine['version']}{commit}, {mine['date']}"
+        if mine["ok"]:
+            lines.append(("verified", f"Verified on {ran}"))
+        else:
+            lines.append(("failed", f"Fails on {ran}"))
+    unseen = "Not yet verified: “make verify” has not run it on an accelerator"
     lines = lines or [("unverified", unseen)]
     return div("verification", *(paragraph(text, f"badge badge-{css}") for css, text in lines))
 

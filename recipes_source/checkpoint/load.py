@@ -340,12 +340,11 @@ if __name__ == "__main__":
 # What it buys
 # ------------
 # A model with Adam's state, from memory (``/dev/shm``). *Plain read* is eight threads that read the
-# same files and do nothing else. ``reader_digests`` and ``resume`` check every byte; ``resume_before``
-# is an earlier version that hashed the checkpoint first, then loaded it by PyTorch. ``torch_load_mmap``
+# same files and do nothing else. ``reader_digests`` and ``resume`` check every byte. ``torch_load_mmap``
 # maps a file of ``torch.save``, and ``torch_checkpointing`` reads what it has written:
 #
 # .. result-table:: restart
-#    :rows: plain_read reader_digests resume torch_load_mmap torch_checkpointing dcp_load resume_before
+#    :rows: plain_read reader_digests resume torch_load_mmap torch_checkpointing dcp_load
 #    :where: storage=memory
 #
 # Where every rank holds the whole model, as under DDP, ``each`` rank reads all of it, or it is read

@@ -22,13 +22,6 @@ REPO = Path(__file__).resolve().parents[2]
 STEPS, SAVE_EVERY, KILLED_AT = 10, 2, 7
 PARTS = ("noticed_s", "import_s", "join_s", "build_s", "choose_s", "load_s", "first_step_s")
 
-RECIPES = [
-    "overlap_recipes.checkpoint.preemption",
-    "overlap_recipes.checkpoint.restart",
-    "overlap_recipes.checkpoint.retention",
-]
-
-
 TOY = "toy"  # a model that needs no transformers
 
 
@@ -185,9 +178,9 @@ def main() -> None:
         medians = {part: statistics.median(s[part] for s in samples) for part in samples[0]}
         each = {part: [sample[part] for sample in samples] for part in samples[0]}
         row = {"name": "max-restarts", "model": options.model, **medians, "samples": each}
-        row["recipes"] = RECIPES
+        row["ours"] = True
         workload = {"killed": "one rank, in a step, beside an upload"}
-        results.write("restart", options.ranks, [row], row["recipes"], workload)
+        results.write("restart", options.ranks, [row], workload)
 
 
 if __name__ == "__main__":

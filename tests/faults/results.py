@@ -12,25 +12,17 @@ from pathlib import Path
 
 import torch
 
-from benchmarks.measuring import header, machine_label, recipe_hashes
+from benchmarks.code_versions import code_of_today
+from benchmarks.measuring import header, machine_label
 from faults import REPO
 
-STRUCK = [
-    "_toys",
-    "overlap_recipes.checkpoint.state.state",
-    "overlap_recipes.checkpoint.copies",
-    "overlap_recipes.checkpoint.saves",
-    "overlap_recipes.checkpoint.durable",
-    "overlap_recipes.checkpoint.retention",
-]
 
-
-def write(benchmark: str, ranks: int, rows: list[dict], recipes: list[str], workload: dict) -> None:
+def write(benchmark: str, ranks: int, rows: list[dict], workload: dict) -> None:
     """Write ``benchmarks/results/<benchmark>.<device>-x<ranks>.json``."""
     device = torch.accelerator.current_accelerator(check_available=True) or torch.device("cpu")
     head = header(benchmark, device, workload, {}) | {"ranks": ranks}
     head["driver"] = head["driver"] or "none"
-    head["code_sha256"] = recipe_hashes(recipes)
+    rows = [{"name": row["name"], **code_of_today()} | row for row in rows]
     file = REPO / "benchmarks" / "results" / f"{benchmark}.{machine_label(head)}.json"
     if benchmark == "save_faults" and file.exists():
         before, measured = json.loads(file.read_text()), {row["name"] for row in rows}
@@ -54,7 +46,7 @@ def soak(results: list[dict]) -> list[dict]:
     rows = []
     for (kind, point), group in sorted(groups.items()):
         row = {"name": kind, "point": point, "trials": len(group), "samples": {}}
-        row |= {"lost": sum(bool(result["wrong"]) for result in group), "recipes": STRUCK}
+        row |= {"lost": sum(bool(result["wrong"]) for result in group), "ours": True}
         row |= {what: sum(bool(result[what]) for result in group) for what in ("hung", "left")}
         rows.append(row | {"longest_s": max(result["seconds"] for result in group)})
     return rows
@@ -72,7 +64,7 @@ def save_faults(results: list[dict]) -> list[dict]:
             row[outcome.replace(" ", "_")] = sum(r["outcome"] == outcome for r in group)
         row["hung"] = sum(bool(result["hung"]) for result in group)
         row["training_ended"] = sum(not result["goes_on"] for result in group)
-        rows.append(row | {"recipes": STRUCK if way == "retention" else []})
+        rows.append(row | {"ours": way == "retention"})
     return rows
 
 
@@ -88,7 +80,7 @@ def main() -> None:
         results = [result for result in results if result["trial"] <= common]
     rows = globals()[options.benchmark](results)
     workload = {"seed": ", ".join(map(str, seeds)), "steps": 10, "saves": 5}
-    write(options.benchmark, 2, rows, STRUCK, workload)
+    write(options.benchmark, 2, rows, workload)
 
 
 if __name__ == "__main__":

@@ -7,7 +7,6 @@ counted and not run again. The last line counts.
 
 import argparse
 import faulthandler
-import hashlib
 import json
 import os
 import random
@@ -24,10 +23,11 @@ import traceback
 from collections import Counter
 from collections.abc import Callable
 from dataclasses import asdict, dataclass, field
+from functools import cache
 from pathlib import Path
 
-from benchmarks.result_files import hashes_of
-from faults import REPO, job
+from benchmarks.code_versions import code_of_today
+from faults import job
 from faults.edits import Edit
 from faults.points import BALLAST, POINTS, Fault
 from faults.power_cut import OperationLog
@@ -53,14 +53,6 @@ CASES = (*(("kill", point) for point in POINTS), *ALSO)
 DAMAGE = ("truncated", "flipped")
 NOTHING_OLDER = (
     r"^\S*DamagedCheckpoint: .*; there is no older checkpoint\. To begin anew, remove it"
-)
-STRUCK = (
-    "_toys",
-    "overlap_recipes.checkpoint.state.state",
-    "overlap_recipes.checkpoint.copies",
-    "overlap_recipes.checkpoint.saves",
-    "overlap_recipes.checkpoint.durable",
-    "overlap_recipes.checkpoint.retention",
 )
 
 
@@ -397,10 +389,10 @@ def scratch_directory() -> Path:
     return Path(tempfile.mkdtemp(prefix="soak-", dir=memory if memory.is_dir() else None))
 
 
+@cache
 def code() -> str:
-    """The hash of the code that is struck: trials of other code are no trials of this."""
-    hashes = json.dumps(hashes_of(STRUCK, REPO), sort_keys=True)
-    return hashlib.sha256(hashes.encode()).hexdigest()
+    """The commit that is struck: trials of another are no trials of this."""
+    return code_of_today()["commit"]
 
 
 def earlier_results(file: Path | None, seed: int, way: str) -> list[dict]:

@@ -5,7 +5,6 @@ from pathlib import Path
 
 import pytest
 
-from rankproof import sphinx_ext
 from rankproof.kept import KeptRun
 from rankproof.kept import _present_code as kept_code
 from rankproof.recipe import RecipeError, Settings, load_recipe
@@ -68,7 +67,7 @@ def edit(project: Path, name: str, old: str, new: str) -> None:
 
 def test_dotted_and_relative_imports_are_followed_and_named(project: Path) -> None:
     """A package that is only passed through counts without what it imports."""
-    assert list(recipe_of(project).hashes) == [
+    assert list(recipe_of(project).sources.files) == [
         "uses",
         "library",
         "library.arithmetic",
@@ -136,23 +135,6 @@ def test_an_edit_of_a_module_makes_kept_runs_stale(project: Path, tmp_path: Path
     assert KeptRun(tmp_path / "store", recipe_of(project), 1, launcher="warm").report()
     edit(project, "library/factors.py", "TWO = 2", "TWO = 1 + 1")
     assert not KeptRun(tmp_path / "store", recipe_of(project), 1, launcher="warm").report()
-
-
-def test_an_edit_of_a_module_takes_the_badge_away(
-    project: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
-) -> None:
-    record = {
-        "device": "TEST",
-        "ranks": 1,
-        "torch": "2.11.0",
-        "recipes": {
-            "uses": {"code_sha256": recipe_of(project).hashes, "ok": True, "date": "2026-01-02"}
-        },
-    }
-    monkeypatch.setattr(sphinx_ext, "verified_records", lambda: [record])
-    assert "this code" in sphinx_ext.badge(recipe_of(project)).astext()
-    edit(project, "library/factors.py", "TWO = 2", "TWO = 1 + 1")
-    assert "earlier version" in sphinx_ext.badge(recipe_of(project)).astext()
 
 
 def test_a_control_edits_a_module_of_the_package(project: Path) -> None:

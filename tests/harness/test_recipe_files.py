@@ -160,12 +160,12 @@ def gallery(root: Path) -> Path:
 
 def test_a_recipe_may_import_one_of_another_folder_of_its_gallery(tmp_path) -> None:
     path = gallery(tmp_path)
-    before = load_recipe(path).hashes
+    before = load_recipe(path).sources.hashes()
     assert before.keys() == {"takes", "taken"}
     report = run(path, 1, launcher="warm")
     assert report.ok, report.describe()
     (tmp_path / "first" / "taken.py").write_text("value = 2\n")
-    assert load_recipe(path).hashes != before
+    assert load_recipe(path).sources.hashes() != before
 
 
 def test_what_a_recipe_needs_and_is_not_there_is_named(tmp_path) -> None:

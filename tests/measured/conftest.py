@@ -13,4 +13,6 @@ def repo(tmp_path) -> Path:
     for folder in ("benchmarks/results", "benchmarks/traces", "recipes_source/checkpoint"):
         (repo / folder).mkdir(parents=True)
     recipe_of(repo).write_text(RECIPE)
+    (repo / "guide").mkdir()
+    (repo / "guide" / "changelog.rst").touch()
     return repo

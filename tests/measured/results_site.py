@@ -9,8 +9,6 @@ from pathlib import Path
 from sphinx.application import Sphinx
 from sphinx.util.docutils import docutils_namespace
 
-from harness.sources import code_sha256
-
 REPO = Path(__file__).resolve().parents[2]
 RECIPE = '''"""A recipe."""
 
@@ -25,11 +23,16 @@ def recipe_of(repo: Path) -> Path:
     return repo / "recipes_source" / "checkpoint" / "async_save.py"
 
 
+OURS = ("async_save", "pinned", "overlapped")
+OF_TODAY = {"version": "0.2.1", "commit": "abc"}
+
+
 def row(name: str, stall: float | None, **more) -> dict:
     return {"name": name, "staging_cost_s": stall, "samples": {"staging_cost_s": [stall] * 3}} | {
         "storage": "memory",
         "step": "long",
-        "recipes": ["async_save"] if name == "async_save" else [],
+        **OF_TODAY,
+        "ours": name in OURS,
         **more,
     }
 
@@ -44,7 +47,6 @@ def measure(repo: Path, ranks: int = 2, rows: list[dict] | None = None, **more) 
     ]
     data = {
         "benchmark": "checkpoint_stall",
-        "code_sha256": {"async_save": code_sha256(recipe_of(repo))},
         "torch": "2.11.0",
         "device": "Test GPU",
         "driver": "1.2",
@@ -68,6 +70,8 @@ def trace(repo: Path, mode: str, **other) -> Path:
 
     data = {
         "otherData": {"device": "Test GPU", "ranks": 2, "torch": "2.11.0", "date": "2026-01-02"}
+        | OF_TODAY
+        | {"ours": True}
         | other,
         "traceEvents": [
             event("step", "compute", 1000, 40_000),
@@ -105,13 +109,13 @@ def render(repo: Path, page: str) -> tuple[str, str]:
     return (repo / "out" / "index.html").read_text(), warnings.read_text()
 
 
-def edit_code(repo: Path) -> None:
-    recipe_of(repo).write_text(RECIPE.replace("return app", "return [app]"))
-
-
-def edit_prose(repo: Path) -> None:
-    prose = RECIPE.replace("Save it.", "Save it, once.").replace("# at once", "# later")
-    recipe_of(repo).write_text(prose.replace("A recipe.", "Another title.") + "\n# %%\n# Words.\n")
+def change_cost(repo: Path, rows: str, version: str = "0.3.0") -> None:
+    """Give the changelog a version since which ``rows`` cost otherwise, on top of what it has."""
+    changelog = repo / "guide" / "changelog.rst"
+    before = changelog.read_text()
+    title = f"2026-07-01, version {version}"
+    entry = f"{title}\n{'-' * len(title)}\n\n* **Changes a cost** ({rows}). Two threads write.\n\n"
+    changelog.write_text(entry + before)
 
 
 def lint(repo: Path) -> subprocess.CompletedProcess:
@@ -131,7 +135,8 @@ def measured_steps(repo: Path) -> None:
             "step_s": tokens / 1e4,
             "eta": 0.9,
             "samples": {},
-            "recipes": [],
+            **OF_TODAY,
+            "ours": name == "streamed",
         }
         for name in ("resident", "streamed")
         for tokens in (2048, 4096)

@@ -8,6 +8,7 @@ from pathlib import Path
 import pytest
 
 from benchmarks import join_rows
+from benchmarks.code_versions import code_of_today
 
 ROOT = Path(__file__).resolve().parents[2]
 # The names by which the calculator reads them
@@ -48,9 +49,9 @@ def test_windows_of_all_ways_become_rows_and_a_second_run_adds_what_is_missing(r
     assert len(row["samples"]["window_s"]) == row["pairs"] == 2
     assert row["efficiency"] > 0 and row["speed_over_fsdp2"] > 0
     assert row["speed_over_no_collectives"] > 0
-    modules = [f"overlap_recipes.fsdp2.{name}" for name in ("in_place_gather", "in_place_reduce")]
-    assert row["recipes"] == modules
-    assert {*modules, "overlap_recipes.fsdp2.shared_slots"} <= data["code_sha256"].keys()
+    code = code_of_today()
+    assert row["ours"] and (row["version"], row["commit"]) == (code["version"], code["commit"])
+    assert not first["fsdp2", "llama-tiny", 64]["ours"]
     kept = "fsdp2_no_collectives", "llama-tiny", 64  # no other task measures it
     assert both[kept]["samples"] == first[kept]["samples"]
     assert both["fsdp2_tuned", "llama-tiny", 64]["efficiency"] > 0
@@ -65,28 +66,19 @@ def test_every_bit_is_compared(rehearsed) -> None:
 
 
 def test_rows_that_are_joined_leave_the_others_as_old_as_they_are(tmp_path) -> None:
-    def write(folder: Path, sha: str, *tokens: int, **more: int) -> Path:
-        row = {"name": "fsdp2_in_place", "recipes": ["shared_slots"]} | more
+    def write(folder: Path, commit: str, *tokens: int, **more: int) -> Path:
+        row = {"name": "fsdp2_in_place", "version": "0.2.1", "commit": commit} | more
         rows = [row | {"tokens": number} for number in tokens]
         path = folder / "results" / "fsdp_overlap.h200-x2.json"
         path.parent.mkdir(parents=True)
-        hashes = {"shared_slots": sha}
-        path.write_text(json.dumps({"rows": rows, "date": sha, "code_sha256": hashes}))
+        path.write_text(json.dumps({"rows": rows, "date": commit}))
         return path
 
     ours = write(tmp_path / "benchmarks", "old", 1024, 4096, peak_device_bytes=1)
-    theirs = write(tmp_path / "elsewhere", "new", 4096, 8192, 12_288)
-    data = json.loads(theirs.read_text())  # as Results writes it, where it began with older rows
-    data["rows"][-1]["code_sha256"] = {"shared_slots": "newer"}
-    theirs.write_text(json.dumps(data))
+    write(tmp_path / "elsewhere", "new", 4096, 8192)
     join_rows.join(tmp_path / "elsewhere", {}, tmp_path)
-    data = json.loads(ours.read_text())
-    hashes = {
-        row["tokens"]: row.get("code_sha256", data["code_sha256"])["shared_slots"]
-        for row in data["rows"]
-    }
-    expected = {1024: "old", 4096: "old", 8192: "new", 12_288: "newer"}
-    assert hashes == expected, "at 4096 the memory is older"
+    commits = {row["tokens"]: row["commit"] for row in json.loads(ours.read_text())["rows"]}
+    assert commits == {1024: "old", 4096: "old", 8192: "new"}, "at 4096 the memory is older"
 
 
 @pytest.mark.parametrize("order", ["ab", "ba"])
@@ -96,10 +88,11 @@ def test_of_two_folders_one_has_the_windows_and_the_other_the_memory(tmp_path, o
     windows = "a", {"pairs": 8, "step_s": 1.0, "samples": samples}
     memory = "b", {"peak_device_bytes": 2}
     for folder, fields in (older, windows, memory):
-        row = {"name": "fsdp2", "tokens": 4096, "samples": {}} | fields
+        code = {"version": "0.2.1", "commit": "abc"}
+        row = {"name": "fsdp2", **code, "tokens": 4096, "samples": {}} | fields
         path = tmp_path / folder / "results" / "fsdp_overlap.h200-x2.json"
         path.parent.mkdir(parents=True)
-        path.write_text(json.dumps({"rows": [row], "date": "now", "code_sha256": {}}))
+        path.write_text(json.dumps({"rows": [row], "date": "now"}))
     joined: dict = {}
     for folder in order:
         join_rows.join(tmp_path / folder, joined, tmp_path)

@@ -21,7 +21,6 @@ from benchmarks.measuring import (
     chosen,
     in_turn,
     median_interval,
-    recipe_hashes,
     run_tasks,
     summary,
     trimmed_mean,
@@ -78,31 +77,30 @@ def test_the_clock_gives_the_ends_of_steps() -> None:
 
 def results_in(folder: Path) -> Results:
     head = {"benchmark": "any", "device": "CPU", "ranks": 1}
-    return Results(folder, head, {}, varied=())
+    return Results(folder, head, ours=(), varied=())
 
 
-def test_rows_of_earlier_code_stay_until_they_are_measured_again(tmp_path: Path) -> None:
-    def results() -> Results:
+def test_rows_of_another_commit_stay_until_they_are_measured_again(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    def results(commit: str) -> Results:
+        monkeypatch.setenv("MEASURED_COMMIT", commit)
         head = {"benchmark": "any", "device": "CPU", "ranks": 1}
-        recipes = {"ours": ("async_save",), "both": ("async_save", "pinned_staging")}
-        return Results(tmp_path, head, recipes, varied=("tokens",))
+        return Results(tmp_path, head, ours=("ours",), varied=("tokens",))
 
-    first = results()
-    for row in ({"name": "ours", "tokens": 1}, {"name": "both"}, {"name": "theirs"}):
+    first = results("abc")
+    for row in ({"name": "ours", "tokens": 1}, {"name": "theirs"}):
         first.add(row)
-    assert results().data == first.data and not any("code_sha256" in r for r in first.data["rows"])
-    now = recipe_hashes(["async_save"])
-    first.data["code_sha256"]["async_save"] = "earlier"
-    first.write()
-    second = results()
-    assert [row["name"] for row in second.present()] == ["theirs"]
+    assert results("abc").data == first.data and results("abc").has("ours", tokens=1)
+    second = results("def")
+    assert [row["name"] for row in second.present()] == ["theirs"], "a peer's is of any commit"
     second.add({"name": "ours", "tokens": 2})
-    second.add({"name": "ours", "tokens": 2, "again": True})
-    third = results()
-    assert len(third.data["rows"]) == 4 and third.data["code_sha256"]["async_save"] == "earlier"
-    assert not third.has("ours", tokens=1) and not third.has("both")
-    assert third.find("ours", tokens=2)["code_sha256"] == now
-    assert third.find("ours", tokens=2)["again"]
+    third = results("def")
+    codes = {row.get("tokens"): row["commit"] for row in third.data["rows"] if row["ours"]}
+    assert codes == {1: "abc", 2: "def"}
+    assert not third.has("ours", tokens=1) and third.has("ours", tokens=2)
+    third.add({"name": "ours", "tokens": 1})
+    assert len(third.data["rows"]) == 3 and third.find("ours", tokens=1)["commit"] == "def"
 
 
 def test_a_name_that_no_task_has_is_an_error() -> None:

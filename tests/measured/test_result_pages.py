@@ -4,7 +4,9 @@ import json
 import re
 
 import pytest
-from results_site import STALE, measure, measured_steps, render, row
+from results_site import OF_TODAY, STALE, change_cost, measure, measured_steps, render, row
+
+PEER = OF_TODAY | {"ours": False}
 
 
 @pytest.mark.parametrize(
@@ -44,12 +46,12 @@ def test_the_origin_says_what_else_the_machine_did_and_for_which_rows(repo):
     job = {"beside": "another job on two other GPUs"}
     measure(repo, rows=[row("overlapped", 0.001, **job), row("async_save", 3.8, **job)])
     html, _ = render(repo, ".. result-table:: checkpoint_stall")
-    assert "2026-01-02, beside another job on two other GPUs." in html
+    assert "2026-01-02, version 0.2.1 (abc), beside another job on two other GPUs." in html
     measure(repo, rows=[row("overlapped", 0.001, **job), row("async_save", 3.8)])
     html, _ = render(repo, ".. result-table:: checkpoint_stall")
-    assert "2026-01-02, beside another job on two other GPUs (overlapped)." in html
+    assert "(abc), beside another job on two other GPUs (overlapped)." in html
     html, _ = render(repo, ".. result-table:: checkpoint_stall\n   :rows: async_save\n")
-    assert "2026-01-02. Workload" in html
+    assert "(abc). Workload" in html
 
 
 def test_the_origin_names_the_rows_of_other_runs(repo):
@@ -57,7 +59,7 @@ def test_the_origin_names_the_rows_of_other_runs(repo):
     apart = row("a_peer", 0.3, **stock, run="another host, 2025-12-31")
     measure(repo, rows=[row("overlapped", 0.001, **stock), apart, row("b_peer", 0.2)])
     html, _ = render(repo, ".. result-table:: checkpoint_stall")
-    assert "2026-01-02; a_peer: another host, 2025-12-31. Workload" in html
+    assert "(abc); a_peer: another host, 2025-12-31. Workload" in html
     gain = ".. result-gain:: checkpoint_stall\n   :rows: overlapped a_peer b_peer\n"
     html, _ = render(repo, gain + "   :field: staging_cost_s\n")
     assert "2 × Test GPU; a_peer: another host, 2025-12-31." in html
@@ -102,7 +104,7 @@ def test_a_stall_of_zero_or_below_is_written_without_a_bar(repo):
 
 def test_rows_over_tokens_are_lines(repo):
     rows = [
-        {"name": name, "tokens": tokens, "efficiency": 0.9, "step_s": 0.1, "samples": {}}
+        {"name": name, "tokens": tokens, "efficiency": 0.9, "step_s": 0.1, "samples": {}} | PEER
         for name in ("fsdp2", "prefetch")
         for tokens in (1024, 2048)
     ]
@@ -114,9 +116,9 @@ def test_rows_over_tokens_are_lines(repo):
 
 
 def test_pairs_are_shown_with_their_spread_and_rows_without_them_as_before(repo):
-    paired = {"efficiency": 0.951, "pairs": 8, "efficiency_spread": 0.0042}
+    paired = PEER | {"efficiency": 0.951, "pairs": 8, "efficiency_spread": 0.0042}
     rows = [
-        {"name": "fsdp2", "tokens": 8192, "efficiency": 0.8, "samples": {"step_s": [0.3]}},
+        PEER | {"name": "fsdp2", "tokens": 8192, "efficiency": 0.8, "samples": {"step_s": [0.3]}},
         {"name": "update_in_order", "tokens": 8192, "samples": {"mode_window_s": [[0.3, 0.3]] * 8}},
     ]
     path = measure(repo, rows=[rows[0], rows[1] | paired], benchmark="fsdp_overlap")
@@ -152,9 +154,13 @@ def test_a_gain_is_of_the_machine_that_measured_most_of_its_rows(repo):
     assert "4 × Test GPU" in render(repo, gain)[0]
 
 
-def test_a_gain_is_of_the_code_of_today_and_names_the_tokens_of_a_step(repo):
+EARLIER = {"version": "before 0.2.1", "commit": None}
+
+
+def test_a_gain_is_of_rows_that_are_not_outdated_and_names_the_tokens_of_a_step(repo):
+    change_cost(repo, "checkpoint_stall", "0.2.0")
     rows = [row("async_save", 1.0) | {"model": "m", "tokens": 4096}]
-    measure(repo, 4, rows, code_sha256={"async_save": "of an earlier version"})
+    measure(repo, 4, [rows[0] | EARLIER])
     measure(repo, 2, rows)
     gain = ".. result-gain:: checkpoint_stall\n   :rows: async_save\n   :field: staging_cost_s\n"
     html, _ = render(repo, gain)
@@ -162,12 +168,12 @@ def test_a_gain_is_of_the_code_of_today_and_names_the_tokens_of_a_step(repo):
 
 
 def test_rows_of_one_name_are_told_apart_by_what_differs(repo):
-    case = {"tokens": 2048, "efficiency": 0.8, "samples": {}}
+    case = PEER | {"tokens": 2048, "efficiency": 0.8, "samples": {}}
     rows = [
         {"name": "fsdp2", "reduce_dtype": dtype, "activation_checkpointing": again} | case
         for dtype, again in (("float32", False), ("bfloat16", False), ("float32", True))
     ]
-    only_bits = {"name": "fsdp2", "tokens": 512, "reduce_dtype": "float32", "samples": {}}
+    only_bits = PEER | {"name": "fsdp2", "tokens": 512, "reduce_dtype": "float32", "samples": {}}
     path = measure(repo, rows=[*rows, only_bits], benchmark="fsdp_overlap")
     path.rename(path.with_name("fsdp_overlap.test-x2.json"))
     html, warnings = render(repo, ".. result-table:: fsdp_overlap")
@@ -192,17 +198,18 @@ def test_one_tab_a_file_most_ranks_first(repo):
     assert labels == ["2 × Test GPU", "1 × Test GPU"]
 
 
-def test_of_tabs_of_earlier_code_the_latest_comes_first(repo):
-    earlier = {"code_sha256": {"async_save": "of an earlier version"}}
-    measure(repo, 2, date="2026-02-01", **earlier)
-    measure(repo, 4, date="2026-01-01", **earlier)
+def test_of_outdated_tabs_the_latest_comes_first(repo):
+    change_cost(repo, "checkpoint_stall", "0.2.0")
+    measure(repo, 2, [row("async_save", 3.8) | EARLIER], date="2026-02-01")
+    measure(repo, 4, [row("async_save", 3.8) | EARLIER], date="2026-01-01")
     html, _ = render(repo, ".. result-table:: checkpoint_stall")
     labels = re.findall(r'class="sd-tab-label"[^>]*>\s*([^<]+?)\s*<', html)
     assert labels == ["2 × Test GPU", "4 × Test GPU"]
 
 
-def test_a_tab_of_todays_code_comes_before_one_of_an_earlier_version(repo):
-    measure(repo, 4, code_sha256={"async_save": "of an earlier version"})
+def test_a_tab_comes_before_one_that_is_outdated(repo):
+    change_cost(repo, "checkpoint_stall", "0.2.0")
+    measure(repo, 4, [row("async_save", 3.8) | EARLIER])
     measure(repo, 1)
     measure(repo, 2)
     html, _ = render(repo, ".. result-table:: checkpoint_stall")
@@ -218,9 +225,9 @@ def test_the_tab_with_most_of_the_rows_comes_first(repo):
     assert labels == ["1 × Test GPU", "2 × Test GPU"]
 
 
-def test_a_table_marks_the_rows_of_an_earlier_version(repo):
-    earlier = {"code_sha256": {"async_save": "of an earlier version"}}
-    rows = [row("async_save", 1.0), row("async_save", 2.0, storage="disk") | earlier]
+def test_a_table_marks_the_rows_that_are_outdated(repo):
+    change_cost(repo, "checkpoint_stall", "0.2.0")
+    rows = [row("async_save", 1.0), row("async_save", 2.0, storage="disk") | EARLIER]
     measure(repo, rows=rows)
     html, _ = render(repo, ".. result-table:: checkpoint_stall")
     lines = re.findall(r"<tr[^>]*>.*?</tr>", html, re.DOTALL)
@@ -294,17 +301,17 @@ def test_why_a_row_was_not_run_is_said_where_it_is_asked_for(repo):
 
 
 @pytest.mark.parametrize(
-    ("name", "recipes", "colour"),
+    ("name", "ours", "colour"),
     [
-        ("default_stager_as_published", [], "peer"),
-        ("default_stager_ordered", ["default_stager"], "series-1"),
-        ("one_stream", ["weight_streaming"], "peer"),
+        ("default_stager_as_published", False, "peer"),
+        ("default_stager_ordered", True, "series-1"),
+        ("one_stream", True, "peer"),
     ],
 )
 def test_a_bar_is_in_the_recipes_colour_where_the_row_is_what_the_recipe_shows(
-    repo, name, recipes, colour
+    repo, name, ours, colour
 ):
-    measure(repo, rows=[row(name, 1.2, recipes=recipes, bound_s=0.1)])
+    measure(repo, rows=[row(name, 1.2, ours=ours, bound_s=0.1)])
     html, _ = render(repo, ".. result-figure:: checkpoint_stall")
     assert f"var(--result-{colour})" in html and "(dashed: bound)" in html
 

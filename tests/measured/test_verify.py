@@ -1,4 +1,4 @@
-"""The verification record: what passed on an accelerator, tied to the code that ran."""
+"""The verification record: what passed on an accelerator, and at which commit."""
 
 import json
 import os
@@ -45,13 +45,15 @@ def machine(tmp_path: Path, monkeypatch: pytest.MonkeyPatch):
     monkeypatch.setattr(verification, "run", run)
     monkeypatch.setattr(verification, "accelerators", lambda: ("Test T1", 2, "2.11.0"))
 
-    def verify(stale_only: bool = False) -> tuple[int, list, dict]:
+    def verify(go_on: bool = False) -> tuple[int, list, dict]:
         ran.clear()
         out = tmp_path / "verified"
-        status = verification.verify((recipes,), tmp_path, out, (1, 2, 4), stale_only)
+        status = verification.verify((recipes,), tmp_path, out, (1, 2, 4), go_on)
         return status, sorted(ran), json.loads((out / "t1-x2.json").read_text())["recipes"]
 
     verify.recipes, verify.broken, verify.busy, verify.side_by_side = recipes, broken, busy, False
+    verify.code = {"version": "0.2.1", "commit": "abc"}
+    monkeypatch.setattr(verification, "code_of_today", lambda: verify.code)
     monkeypatch.setattr(verification, "usable_cores", lambda: 64 if verify.side_by_side else 1)
     return verify
 
@@ -63,7 +65,7 @@ def test_every_recipe_runs_on_as_many_ranks_as_there_are_accelerators(machine):
     status, ran, record = machine()
     assert (status, ran) == (0, EVERYTHING)
     assert all(result["ok"] for result in record.values())
-    assert list(record["second"]["code_sha256"]) == ["second", "first"]
+    assert all(result["commit"] == "abc" for result in record.values())
 
 
 def test_a_failure_is_recorded_and_ends_with_an_error(machine):
@@ -111,17 +113,17 @@ def test_what_fails_by_itself_too_stays_failed(machine):
     assert record["first"]["ok"] and "alone" not in record["first"]
     machine.broken.clear()
     machine.side_by_side = False
-    assert machine(stale_only=True)[1] == [("second", 1), ("second", 2)]
+    assert machine(go_on=True)[1] == [("second", 1), ("second", 2)]
 
 
-def test_stale_runs_what_changed_what_imports_it_and_what_failed(machine):
+def test_go_on_runs_what_failed_and_all_at_another_commit(machine):
     machine.broken.add("second")
     machine()
     machine.broken.clear()
-    assert machine(stale_only=True)[1] == [("second", 1), ("second", 2)]
-    assert machine(stale_only=True)[1] == []
-    (machine.recipes / "first.py").write_text('"""First."""\nCHANGED = 1\n')
-    assert machine(stale_only=True)[1] == EVERYTHING
+    assert machine(go_on=True)[1] == [("second", 1), ("second", 2)]
+    assert machine(go_on=True)[1] == []
+    machine.code["commit"] = "def"
+    assert machine(go_on=True)[1] == EVERYTHING
     assert machine()[1] == EVERYTHING
 
 

@@ -17,7 +17,6 @@ from sphinx.errors import SphinxError
 from rankproof import sphinx_ext as rank_output
 from rankproof.recipe import load_recipe
 from rankproof.run import Report
-from rankproof.sources import code_sha256
 
 EDIT = "with the edit 'rank_denied'"
 
@@ -192,24 +191,24 @@ def summary_of(runs: rank_output.RecipeRuns) -> str:
     return paragraph.astext()
 
 
-def test_the_badge_tells_this_code_from_an_earlier_one(tmp_path, monkeypatch):
+def test_the_badge_says_which_version_ran_and_how_it_ended(tmp_path, monkeypatch):
     recipe = hello(tmp_path)
     monkeypatch.setattr(rank_output, "VERIFIED", tmp_path)
 
     def badge(*record: object) -> str:
         if record:
-            sha, ok = record
-            mine = {"code_sha256": {"hello": sha}, "ok": ok, "date": "2026-01-02"}
+            version, commit, ok = record
+            mine = {"version": version, "commit": commit, "ok": ok, "date": "2026-01-02"}
             content = {"device": "TEST", "ranks": 2, "torch": "2.11.0", "recipes": {"hello": mine}}
             (tmp_path / "device-x2.json").write_text(json.dumps(content))
         rank_output.verified_records.cache_clear()
         return rank_output.badge(recipe).astext()
 
-    sha = code_sha256(recipe.path)
-    unseen = "Not yet verified: “make verify” has not run this code on an accelerator"
-    assert badge() == unseen
-    assert badge(sha, True) == "Verified on 2 × TEST, torch 2.11.0, this code, 2026-01-02"
-    earlier = "Verified on an earlier version: 2 × TEST, torch 2.11.0, 2026-01-02"
-    assert badge("another", True) == earlier
-    assert badge(sha, False) == "Fails on 2 × TEST, torch 2.11.0, this code, 2026-01-02"
+    assert badge() == "Not yet verified: “make verify” has not run it on an accelerator"
+    where = "2 × TEST, torch 2.11.0"
+    said = f"Verified on {where}, version 0.2.1 (abc), 2026-01-02"
+    assert badge("0.2.1", "abc", True) == said
+    said = f"Verified on {where}, version before 0.2.1, 2026-01-02"
+    assert badge("before 0.2.1", None, True) == said
+    assert badge("0.2.1", "abc", False) == f"Fails on {where}, version 0.2.1 (abc), 2026-01-02"
     rank_output.verified_records.cache_clear()
