@@ -124,7 +124,7 @@ def main(pip_options: list[str]) -> None:
 
         assert "rankproof 0." in call(bin / "rankproof", "--version", cwd=root)
         judged = call(bin / "rankproof", "run", "scripts", "--ranks", "2", cwd=root, status=1)
-        assert "saves on 2 ranks: passed\n  judged: 1 saves, 1 leaves" in judged
+        assert "saves on 2 ranks: passed\n  judged: 1 save, 1 leaf" in judged
         assert "never_awaited: step1: the script ended without having waited for it" in judged
         assert "run it again: rankproof run scripts/never_awaits.py --ranks 2" in judged
         one = ("run", "scripts/saves.py", "--ranks", "1", "--json")

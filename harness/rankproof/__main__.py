@@ -20,7 +20,8 @@ from rankproof.recipe import (
     load_module,
     why_skipped,
 )
-from rankproof.run import COMMAND, LAUNCHERS, OPTIONAL, Report, run
+from rankproof.report import COMMAND, Report
+from rankproof.run import LAUNCHERS, OPTIONAL, run
 from rankproof.sources import SourceError
 
 

@@ -20,7 +20,7 @@ def _cleaning_up(error: BaseException) -> bool:
 
 
 def summary(error: BaseException) -> str:
-    """The error in a line; of a CheckpointException, the first rank's cause.
+    """The error in a line; of a CheckpointException or ChildFailedError, the first rank's cause.
 
     If it was raised while another one passed through a ``finally``, that one comes first.
     """
@@ -31,8 +31,7 @@ def summary(error: BaseException) -> str:
     failures = getattr(error, "failures", None)
     if isinstance(failures, dict) and failures:
         rank, failure = next(iter(failures.items()))
-        cause = failure[0] if isinstance(failure, tuple) else failure
-        return f"{type(error).__name__}, rank {rank}: {summary(cause)}"
+        return f"{type(error).__name__}, rank {rank}: {cause_of(failure)}"
     text = ""
     with contextlib.suppress(Exception):  # a class of the recipe's says what it is
         text = str(error).strip()
@@ -41,6 +40,15 @@ def summary(error: BaseException) -> str:
     if text.startswith("-- Process"):  # torch.multiprocessing quotes a traceback
         text = f"{text.split(':')[0].strip('- ')}: {text.splitlines()[-1]}"
     return f"{type(error).__name__}: {text.splitlines()[0][:300]}" if text else type(error).__name__
+
+
+def cause_of(failure: object) -> str:
+    """Of what an error keeps for a rank: DCP an exception with its traceback, torchrun a record."""
+    cause = failure[0] if isinstance(failure, tuple) else failure
+    if isinstance(cause, BaseException):
+        return summary(cause)
+    lines = str(getattr(cause, "message", cause)).splitlines()
+    return lines[-1][:300] if lines else "it says nothing"
 
 
 def failed_assertion(error: AssertionError) -> str:

@@ -20,7 +20,8 @@ import torch
 
 from rankproof.judge import Failure
 from rankproof.recipe import Control, Recipe, RecipeError
-from rankproof.run import Report, run
+from rankproof.report import Report
+from rankproof.run import run
 from rankproof.sources import Sources
 
 HERE = Path(__file__).parent

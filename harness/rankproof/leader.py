@@ -7,7 +7,6 @@ for each run.
 
 import contextlib
 import ctypes
-import json
 import os
 import select
 import signal
@@ -18,6 +17,7 @@ from pathlib import Path
 import psutil
 
 from rankproof import private
+from rankproof.protocol import Outcome, Record, Spec
 
 PR_SET_PDEATHSIG = 1
 PR_SET_CHILD_SUBREAPER = 36
@@ -108,7 +108,7 @@ def failed_already(ranks_dir: Path) -> bool:
     """Whether a rank has ended otherwise than it must, or is on its way to."""
     if any(path.read_text() not in ("0", "") for path in ranks_dir.glob("*.exit")):
         return True
-    return any(not json.loads(p.read_text())["finished"] for p in ranks_dir.glob("*.ended"))
+    return any(not Record.read(p.read_text()).finished for p in ranks_dir.glob("*.ended"))
 
 
 def write_exit(ranks_dir: Path, rank: int, status: int) -> None:
@@ -158,20 +158,20 @@ class _Patience:
         return len(list(self.ranks_dir.glob(f"*.{suffix}"))) == self.processes
 
 
-def lead(spec: dict, start: Callable[[], dict[int, int]], requests: int) -> None:
+def lead(spec: Spec, start: Callable[[], dict[int, int]], requests: int) -> None:
     """Start ranks, wait for them, judge nothing, write ``outcome.json``.
 
     Args:
-        spec: the run's description, see :func:`rankproof.run.run`.
+        spec: what to run.
         start: starts the processes and returns ``{pid: rank}``; rank -1 is torchrun.
         requests: a pipe; once nobody holds its other end everything ends at once.
     """
     prctl(PR_SET_CHILD_SUBREAPER, 1)
-    run_dir = Path(spec["run_dir"])
-    ranks_dir = run_dir / "ranks"
-    layers = private.enter(spec["run_dir"], spec["through"])
-    os.chdir(spec["cwd"])
-    patience = _Patience(ranks_dir, spec["processes"], spec["deadline_s"])
+    run_dir = Path(spec.run_dir)
+    ranks_dir = spec.ranks_dir
+    layers = private.enter(spec.run_dir, spec.through)
+    os.chdir(spec.cwd)
+    patience = _Patience(ranks_dir, spec.processes, spec.deadline_s)
     timed_out = False
     running = start()
     while running:
@@ -186,7 +186,7 @@ def lead(spec: dict, start: Callable[[], dict[int, int]], requests: int) -> None
         if running and patience.is_over(failed):
             timed_out = not failed
             dump_stacks(ranks_dir)
-            if len(list(ranks_dir.glob("*.exit"))) == spec["processes"]:
+            if len(list(ranks_dir.glob("*.exit"))) == spec.processes:
                 _kill(running)  # torchrun alone: what the ranks have left is named below
             else:
                 kill_all()
@@ -200,11 +200,11 @@ def lead(spec: dict, start: Callable[[], dict[int, int]], requests: int) -> None
         left = descendants()
     kill_all()
     # Behind the last writer, and before what is in the layers is listed as left.
-    private.move_made(layers, spec["through"], run_dir / "made")
-    outcome = {
-        "timed_out": timed_out,
-        "left_processes": [f"{pid}: {command}" for pid, command in left.items()],
-        "private": sorted(layers),  # places where what was written lay aside
-        "written": private.left_in(layers),  # what was left there
-    }
-    (run_dir / "outcome.json").write_text(json.dumps(outcome))
+    private.move_made(layers, spec.through, run_dir / "made")
+    outcome = Outcome(
+        timed_out=timed_out,
+        left_processes=[f"{pid}: {command}" for pid, command in left.items()],
+        private=sorted(layers),
+        written=private.left_in(layers),
+    )
+    outcome.write(run_dir)

@@ -27,7 +27,7 @@ import torch.distributed as dist
 
 from rankproof.errors import summary
 from rankproof.imports import DCP, after_import, around, called_by_recipe
-from rankproof.judge import is_unfinished
+from rankproof.saves import is_unfinished
 
 DONE, EXCEPTION = Future.done, Future.exception  # as they are when nobody sees who asks
 OWN_WRITER = "a writer of its own"
@@ -147,6 +147,10 @@ class Ledger:
                 line = {"event": event, "pid": os.getpid(), **values}
                 self.notes.write(json.dumps(line) + "\n")
                 self.notes.flush()
+
+    def has_joined(self) -> bool:
+        """Whether this rank was ever in a process group."""
+        return self.backend is not None
 
     def device(self) -> str:
         """This rank's accelerator by name, or "CPU"."""

@@ -11,7 +11,8 @@ from pathlib import Path
 import pytest
 
 from rankproof.recipe import RecipeError, Settings, find_recipes
-from rankproof.run import Report, run
+from rankproof.report import Report
+from rankproof.run import run
 
 
 def pytest_addoption(parser: pytest.Parser) -> None:

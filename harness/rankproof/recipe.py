@@ -95,7 +95,7 @@ class Control:
         kinds = {failure.kind for failure in failures}
         unexpected = kinds - expected
         if kinds & expected & STOPPED:
-            unexpected -= UNFINISHED | NOT_AWAITED
+            unexpected -= UNFINISHED | NOT_AWAITED | {"save_failed"}
         return f"it failed by {', '.join(sorted(unexpected))}, too" if unexpected else ""
 
     @property

@@ -10,7 +10,6 @@ put the file ``interrupted`` there.
 """
 
 import importlib
-import json
 import os
 import shutil
 import signal
@@ -21,6 +20,7 @@ import traceback
 from pathlib import Path
 
 from rankproof import leader, rank
+from rankproof.protocol import INTERRUPTED, Spec
 
 TORCHRUN = "torch.distributed.run"
 PRELOADED = (
@@ -32,11 +32,11 @@ PRELOADED = (
 )
 
 
-def _fork_ranks(spec: dict) -> dict[int, int]:
+def _fork_ranks(spec: Spec) -> dict[int, int]:
     """Fork the ranks; the store has threads, so they are told its port afterwards."""
     import torch.distributed as dist
 
-    pipes = [os.pipe() for _ in range(spec["ranks"])]
+    pipes = [os.pipe() for _ in range(spec.ranks)]
     pids = {}
     me = os.getpid()
     for number, pipe in enumerate(pipes):
@@ -52,8 +52,8 @@ def _fork_ranks(spec: dict) -> dict[int, int]:
             "RANK": str(number),
             "LOCAL_RANK": str(number),
             "GROUP_RANK": "0",
-            "WORLD_SIZE": str(spec["ranks"]),
-            "LOCAL_WORLD_SIZE": str(spec["ranks"]),
+            "WORLD_SIZE": str(spec.ranks),
+            "LOCAL_WORLD_SIZE": str(spec.ranks),
             "MASTER_ADDR": "localhost",
             "MASTER_PORT": port,
             "TORCHELASTIC_USE_AGENT_STORE": "True",
@@ -69,14 +69,15 @@ def _fork_ranks(spec: dict) -> dict[int, int]:
     return pids
 
 
-def _start(spec: dict) -> dict[int, int]:
+def _start(spec: Spec) -> dict[int, int]:
     """Start ``torchrun``, in a fork that has it imported, or the file as one process."""
-    rank_of, me = ["-m", "rankproof.rank", str(Path(spec["run_dir"], "spec.json"))], os.getpid()
-    if spec["launcher"] == "python":
+    rank_of = ["-m", "rankproof.rank", str(spec.path)]
+    me = os.getpid()
+    if spec.launcher == "python":
         started = subprocess.Popen(
             [sys.executable, *rank_of],
-            cwd=spec["cwd"],
-            env=spec["env"],
+            cwd=spec.cwd,
+            env=spec.env,
             preexec_fn=lambda: leader.die_with_parent(me),
         )
         started.returncode = 0  # the leader waits for all its children itself
@@ -86,14 +87,15 @@ def _start(spec: dict) -> dict[int, int]:
     leader.die_with_parent(me)
     tempfile.tempdir = None  # the server's own
     torchrun = importlib.import_module(TORCHRUN)
-    torchrun.main(["--standalone", f"--nproc-per-node={spec['ranks']}", *rank_of])
+    torchrun.main(["--standalone", f"--nproc-per-node={spec.ranks}", *rank_of])
     sys.exit()
 
 
-def _lead(spec: dict, server: int) -> None:
+def _lead(spec: Spec, server: int) -> None:
     """In a forked process: run the spec and end."""
-    requests, null = os.dup(0), os.open(os.devnull, os.O_RDWR)
-    log = os.open(Path(spec["run_dir"]) / "leader.out", os.O_WRONLY | os.O_CREAT)
+    requests = os.dup(0)
+    null = os.open(os.devnull, os.O_RDWR)
+    log = os.open(Path(spec.run_dir) / "leader.out", os.O_WRONLY | os.O_CREAT)
     for target, source in ((0, null), (1, log), (2, log)):
         os.dup2(source, target)
     signal.signal(signal.SIGINT, signal.SIG_DFL)
@@ -101,9 +103,9 @@ def _lead(spec: dict, server: int) -> None:
         os.setsid()
         leader.die_with_parent(server)
         os.environ.clear()
-        os.environ |= spec["env"]
-        os.chdir(spec["cwd"])
-        start = _fork_ranks if spec["launcher"] == "warm" else _start
+        os.environ |= spec.env
+        os.chdir(spec.cwd)
+        start = _fork_ranks if spec.launcher == "warm" else _start
         leader.lead(spec, lambda: start(spec), requests)
         os._exit(0)
     except SystemExit:
@@ -116,21 +118,22 @@ def _lead(spec: dict, server: int) -> None:
 
 def serve(modules: list[str]) -> None:
     os.environ["PYTORCH_NVML_BASED_CUDA_CHECK"] = "1"  # a CUDA driver started here breaks forks
-    me, answers = os.getpid(), open(os.dup(1), "w")  # noqa: SIM115 (open until the end)
+    me = os.getpid()
+    answers = open(os.dup(1), "w")  # noqa: SIM115 (open until the end)
     os.dup2(2, 1)  # what a module prints when it is imported is no answer
     try:
         for line in sys.stdin:
-            spec = json.loads(Path(line.strip()).read_text())
+            spec = Spec.read(line.strip())
             wanted = {"warm": (*PRELOADED, *modules), "torchrun": (TORCHRUN,)}
-            for module in wanted.get(spec["launcher"], ()):
+            for module in wanted.get(spec.launcher, ()):
                 importlib.import_module(module)
             child = os.fork()
             if child == 0:
                 _lead(spec, me)
             status = os.waitpid(child, 0)[1]
             if not leader.held_open(0):  # nobody can ask any more
-                if not Path(spec["run_dir"], "interrupted").exists():
-                    shutil.rmtree(spec["callers_dir"], ignore_errors=True)
+                if not Path(spec.run_dir, INTERRUPTED).exists():
+                    shutil.rmtree(spec.callers_dir, ignore_errors=True)
                 return
             print(os.waitstatus_to_exitcode(status), file=answers, flush=True)
     finally:

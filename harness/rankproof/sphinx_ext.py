@@ -41,7 +41,7 @@ from rankproof.bundles import is_more_than_a_file, write_bundle
 from rankproof.judge import KINDS, Failure
 from rankproof.kept import KeptRun
 from rankproof.recipe import Control, Recipe, Settings, find_recipes
-from rankproof.run import Report
+from rankproof.report import Report
 
 logger = logging.getLogger(__name__)
 

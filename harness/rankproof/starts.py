@@ -1,7 +1,7 @@
 """How a script wants to be started, read from its source: its own ranks, its options.
 
-Only calls of torch's and Python's multiprocessing count, by the names under which a script has
-imported them: NumPy's ``SeedSequence.spawn`` starts nothing.
+Calls of torch's and Python's multiprocessing and of launchers count, by the names under which a
+script has imported them: NumPy's ``SeedSequence.spawn`` starts nothing.
 """
 
 import ast
@@ -9,6 +9,18 @@ from collections.abc import Mapping
 
 MULTIPROCESSING = ("multiprocessing", "torch.multiprocessing")
 STARTS_RANKS = ("spawn", "start_processes")
+LAUNCHERS = (  # what starts ranks by itself, by its full name
+    "torch.distributed.launcher.elastic_launch",
+    "torch.distributed.launcher.launch_agent",
+    "torch.distributed.launcher.api.elastic_launch",
+    "torch.distributed.launcher.api.launch_agent",
+    "torch.distributed.run.main",
+    "torch.distributed.run.run",
+    "accelerate.notebook_launcher",
+    "accelerate.debug_launcher",
+    "accelerate.launchers.notebook_launcher",
+    "accelerate.launchers.debug_launcher",
+)
 JOINS_A_GROUP = "init_process_group"
 RENDEZVOUS = ("MASTER_PORT", "MASTER_ADDR", "RANK", "WORLD_SIZE")
 NAMES_A_RENDEZVOUS = ("init_method", "default")  # init_process_group's; that of an option for it
@@ -45,6 +57,8 @@ def own_ranks(source: str, beside: Mapping[str, str] = {}) -> tuple[str, str]:
 
 
 def _starts_a_rank(call: ast.Call, called: str, tree: ast.Module, sets: str) -> bool:
+    if called in LAUNCHERS:
+        return True
     module, _, function = called.rpartition(".")
     if module not in MULTIPROCESSING:
         return False

@@ -48,8 +48,8 @@ def test_a_use_before_wait_names_the_collective_and_both_lines(recorder):
     text = str(conflict)
     assert f"all_reduce, issued at test_async_collectives.py:{issued}, writes" in text
     assert f"test_async_collectives.py:{used} " in text
-    assert recorder.report()["used_before_wait"] == [text]
-    assert recorder.report()["conflicts"] == []
+    assert recorder.report().used_before_wait == [text]
+    assert recorder.report().conflicts == []
 
 
 def all_reduce(tensor: torch.Tensor) -> dist.Work:
@@ -291,9 +291,9 @@ def test_collectives_that_are_not_asynchronous_are_not_counted(recorder):
     tensor = torch.ones(8)
     dist.all_reduce(tensor)
     use(tensor)
-    assert recorder.report()["async_collectives"] == 0
+    assert recorder.report().async_collectives == 0
     dist.all_reduce(tensor, async_op=True).wait()
-    assert recorder.report()["async_collectives"] == 1
+    assert recorder.report().async_collectives == 1
     assert recorder.conflicts == []
 
 

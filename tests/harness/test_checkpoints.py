@@ -7,8 +7,11 @@ from pathlib import Path
 import pytest
 from written_recipes import write
 
-from rankproof.judge import SavedState, moved_by_others
-from rankproof.run import Report, load_back, run
+from rankproof.checkpoints import moved_by_others
+from rankproof.launch import load_back
+from rankproof.report import Report
+from rankproof.run import run
+from rankproof.saves import SavedState
 
 SAVES = """
     import os
@@ -447,7 +450,7 @@ def test_a_checkpoint_removed_after_its_save_is_not_missed(tmp_path) -> None:
 
 def test_a_checkpoint_that_takes_too_long_to_load_says_so(tmp_path, monkeypatch) -> None:
     waits = write(tmp_path, "waits.py", "import threading\nthreading.Event().wait()\n")
-    monkeypatch.setattr("rankproof.run.LOAD_BACK", waits)
+    monkeypatch.setattr("rankproof.launch.LOAD_BACK", waits)
     answer = load_back({"step1": {}}, 1, tmp_path, deadline_s=0.5)
     assert answer == {"step1": {"error": "did not load within 0.5 s"}}
 
@@ -462,7 +465,7 @@ def test_a_checkpoint_has_as_long_to_load_as_its_recipe(
         limits.append(deadline_s)
         return {}
 
-    monkeypatch.setattr("rankproof.run.load_back", record)
+    monkeypatch.setattr("rankproof.verdict.load_back", record)
     recipe = write(tmp_path, "saves.py", SAVES.format(after="pass"))
     run(recipe, 1, launcher="warm", deadline_s=deadline_s)
     assert set(limits) == {loads_within_s}
@@ -480,3 +483,59 @@ def test_a_save_is_seen_by_whatever_name_it_is_imported(tmp_path) -> None:
     """
     report = run(write(tmp_path, "recipe.py", text), 2, launcher="warm")
     assert report.kinds == {"checkpoint_wrong"}, report.describe()
+
+
+MOVES_ALL_BUT_METADATA = """
+    import shutil
+    from pathlib import Path
+    import torch
+    import torch.distributed as dist
+    import torch.distributed.checkpoint as dcp
+
+    dist.init_process_group("gloo")
+    dcp.save({"w": torch.ones(4)}, checkpoint_id="step1.partial")
+    if dist.get_rank() == 0:
+        Path("step1").mkdir()
+        for file in Path("step1.partial").glob("[!.]*"):
+            shutil.move(str(file), Path("step1") / file.name)
+        shutil.rmtree("step1.partial")
+    dist.destroy_process_group()
+"""
+
+
+def test_it_is_never_said_to_load_what_does_not(tmp_path) -> None:
+    report = run(write(tmp_path, "moves.py", MOVES_ALL_BUT_METADATA), 1, launcher="warm")
+    assert report.kinds == {"checkpoint_incomplete"}, report.describe()
+    assert report.unjudged == []
+
+
+FAILS_ONE_SAVE = """
+    from concurrent.futures import ThreadPoolExecutor
+    from pathlib import Path
+    import threading
+    import torch
+    import torch.distributed as dist
+    import torch.distributed.checkpoint as dcp
+
+    dist.init_process_group("gloo")
+    Path("step1").write_text("a log file of that name")
+    with ThreadPoolExecutor(1) as pool:
+        pool.submit(dcp.save, {"w": torch.ones(4)}, checkpoint_id="step1")
+"""
+
+
+@pytest.mark.parametrize(
+    ("end", "kinds"),
+    [
+        ("", {"save_failed", "left_process_group"}),
+        ("threading.Event().wait()", {"save_failed", "hung"}),
+        ("raise ValueError('the loss is not finite')", {"raised"}),
+    ],
+)
+def test_a_failed_save_that_nobody_saw_is_told_with_another_failure(
+    tmp_path, end: str, kinds: set
+) -> None:
+    """Where the script raised, that may be what it raised of."""
+    script = write(tmp_path, "saves.py", FAILS_ONE_SAVE + f"    {end}\n")
+    report = run(script, 1, launcher="warm", deadline_s=5)
+    assert report.kinds == kinds, report.describe()

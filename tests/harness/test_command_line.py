@@ -16,7 +16,8 @@ from written_recipes import CONTROL, write
 
 from rankproof.__main__ import main
 from rankproof.recipe import RecipeError, is_helper, load_recipe
-from rankproof.run import Report, reproduce, run
+from rankproof.report import Report, reproduce
+from rankproof.run import run
 
 BAD_SCRIPTS = REPO / "tests" / "data" / "bad"
 
@@ -137,7 +138,7 @@ def test_a_script_may_make_the_directory_that_it_is_allowed(tmp_path, monkeypatc
     script = write(tmp_path, "makes_it.py", text)
     run_it = ("run", script, "--ranks", 1, "--launcher", "warm", "--allow", out)
     assert command(monkeypatch, *run_it) == 0, capsys.readouterr().out
-    assert "judged: 1 saves, 2 leaves" in capsys.readouterr().out
+    assert "judged: 1 save, 2 leaves" in capsys.readouterr().out
     assert (out / "log.txt").read_text() == "trained"
     assert (out / "last").is_symlink()
     assert (out / "step1" / ".metadata").exists()

@@ -15,8 +15,11 @@ from test_verdicts import BAD, is_right, judge
 from written_recipes import write
 
 from rankproof.judge import Rank
+from rankproof.launch import HOME, servers
 from rankproof.leader import descendants, dump_stacks
-from rankproof.run import HOME, _own, _written, run
+from rankproof.protocol import Outcome, Record
+from rankproof.run import run
+from rankproof.verdict import written
 
 
 def harness_processes() -> list[str]:
@@ -31,7 +34,7 @@ def test_a_bad_recipe_is_reported_under_torchrun_and_nothing_of_it_is_left(name:
     assert is_right(report, case), report.describe()
     left = harness_processes()
     assert all("rankproof.server" in line for line in left), left
-    assert len(left) == len(servers()), "a leader is a fork of its server"
+    assert len(left) == len(living_servers()), "a leader is a fork of its server"
     described = report.describe()
     for wanted in (f"{name} on 2 ranks: FAILED", "rank 0, last lines", "rank 1, last lines"):
         assert wanted in described
@@ -90,8 +93,8 @@ def test_the_deadline_counts_from_the_recipes_first_line(tmp_path, monkeypatch) 
     assert report.ok, report.describe()
 
 
-def servers() -> list:
-    return [s for s in _own.__dict__.values() if s.process.poll() is None]
+def living_servers() -> list:
+    return [s for s in servers.by_modules.values() if s.process.poll() is None]
 
 
 @pytest.mark.parametrize("ending", ["sys.exit(0)", "raise SystemExit(main())", "sys.exit(main())"])
@@ -100,9 +103,31 @@ def test_exiting_by_the_last_line_is_no_early_exit(tmp_path, ending: str) -> Non
     assert run(write(tmp_path, "exits.py", text), 1, launcher="warm").ok
 
 
-def test_os_exit_leaves_no_record(tmp_path) -> None:
-    report = run(write(tmp_path, "gone.py", "import os\nos._exit(0)\n"), 2, launcher="warm")
-    assert report.kinds == {"missing_record"}, report.describe()
+@pytest.mark.parametrize(
+    ("text", "kinds"),
+    [
+        ("os._exit(0)", set()),
+        ("os._exit(0)\nprint()", {"missing_record"}),
+        ("os._exit(1)", {"missing_record"}),
+        ("[os._exit(0) for _ in range(1)]", set()),
+        ("for _ in range(2):\n    os._exit(0)", {"missing_record"}),
+    ],
+)
+def test_os_exit_is_the_end_by_the_last_line_alone(tmp_path, text: str, kinds: set) -> None:
+    report = run(write(tmp_path, "gone.py", f"import os\n{text}\n"), 2, launcher="warm")
+    assert report.kinds == kinds, report.describe()
+
+
+def test_os_exit_by_the_last_line_destroys_no_group(tmp_path) -> None:
+    text = """
+        import os
+        import torch.distributed as dist
+
+        dist.init_process_group("gloo")
+        os._exit(0)
+    """
+    report = run(write(tmp_path, "gone.py", text), 1, launcher="warm")
+    assert report.kinds == {"left_process_group"}, report.describe()
 
 
 def test_the_ranks_die_with_the_process_that_runs_them_and_nothing_is_left(tmp_path) -> None:
@@ -344,15 +369,16 @@ def test_an_assertion_without_a_message_is_told_by_its_source(tmp_path) -> None:
 
 def test_what_is_written_in_the_scripts_own_folder_counts_wherever_that_lies() -> None:
     """Written and removed: in /tmp that is any script's right, in its own project it is not."""
-    rank = Rank(0, "", "", 0, {"wrote_elsewhere": ["/tmp/project/a.log", "/tmp/other"]}, True, [])
-    private = {"private": ["/tmp"], "written": []}
-    nowhere = {"private": [], "written": []}
-    assert _written(private, [rank], ("/tmp/project/",)) == ([], ["/tmp/project/a.log"])
-    assert _written(private, [rank], ("/tmp/",)) == ([], []), "a script that lies in /tmp itself"
-    assert _written(nowhere, [rank], ()) == ([], ["/tmp/other", "/tmp/project/a.log"])
+    record = Record(wrote_elsewhere=["/tmp/project/a.log", "/tmp/other"])
+    rank = Rank(0, "", "", 0, record, True, [])
+    private = Outcome(False, [], private=["/tmp"], written=[])
+    nowhere = Outcome(False, [], private=[], written=[])
+    assert written(private, [rank], ("/tmp/project/",)) == ([], ["/tmp/project/a.log"])
+    assert written(private, [rank], ("/tmp/",)) == ([], []), "a script that lies in /tmp itself"
+    assert written(nowhere, [rank], ()) == ([], ["/tmp/other", "/tmp/project/a.log"])
 
 
 def test_what_a_library_makes_at_its_import_is_not_a_ranks_to_leave():
     """torch 2.9 makes a temporary directory when it is imported; each forked rank removes it."""
     gone = [f"-{tempfile.gettempdir()}/rankproof-server-x/tmp1", "-/elsewhere/file"]
-    assert _written({"private": [], "written": gone}, [], ()) == ([], ["-/elsewhere/file"])
+    assert written(Outcome(False, [], [], written=gone), [], ()) == ([], ["-/elsewhere/file"])

@@ -13,6 +13,7 @@ from unittest import mock
 import torch
 
 from rankproof.imports import around
+from rankproof.protocol import OrderRecord
 from rankproof.streams.accesses import Access, Conflict, byte_ranges, conflict_of
 from rankproof.streams.lanes import RECORDERS, Collective, HostThread, Stream, join
 from rankproof.streams.memory import Memory, Region
@@ -218,17 +219,17 @@ class Recorder:
             if pending:
                 self.freed.setdefault((home.lane, region.nbytes), []).append(pending)
 
-    def report(self) -> dict:
+    def report(self) -> OrderRecord:
         """What was found, for a rank's record."""
         unordered = [str(conflict) for conflict in self.conflicts if not conflict.before_wait]
         early = [str(conflict) for conflict in self.conflicts if conflict.before_wait]
-        return {
-            "conflicts": unordered,
-            "used_before_wait": early,
-            "async_collectives": self.collectives,
-            "streams": len(self.streams) - 1,
-            "accesses": self.count,
-        }
+        return OrderRecord(
+            conflicts=unordered,
+            used_before_wait=early,
+            async_collectives=self.collectives,
+            streams=len(self.streams) - 1,
+            accesses=self.count,
+        )
 
 
 def begin_in_fork() -> None:
