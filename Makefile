@@ -7,7 +7,7 @@ JOBS ?= 2
 export RANKS
 
 .DEFAULT_GOAL := help
-.PHONY: help html html-noplot serve test check soak installed verify lint new-recipe calculator linkcheck
+.PHONY: help html html-noplot serve test check soak installed verify lint new-recipe linkcheck
 .PHONY: clean environment
 
 ifeq ($(strip $(VENV)),)
@@ -56,12 +56,11 @@ installed: environment ## Install the harness into a bare environment and use it
 verify: environment ## Run the recipes on the accelerators present; write harness/verified/
 	@$(PY) tests/verify.py
 
-lint: environment ## Check style, spelling, the freshness of results, the size of rooms and pages
+lint: environment ## Check style, spelling, the files of results, the size of rooms and pages
 	@$(PY) -m ruff check .
 	@$(PY) -m ruff format --check .
 	@$(PY) -m codespell_lib
 	@$(PY) -m benchmarks.first_tables
-	@$(PY) -m benchmarks.will_it_hide --check
 	@$(PY) tests/sizes.py
 	@if command -v actionlint >/dev/null; then actionlint; \
 	else echo "actionlint is not installed: .github/workflows is not checked"; fi
@@ -74,9 +73,6 @@ new-recipe: ## Start a recipe that passes at once: NAME=checkpoint/my_recipe
 	@cp tests/data/template/recipe.toml "tests/controls/$(notdir $(NAME)).toml"
 	@echo "Edit recipes_source/$(NAME).py and tests/controls/$(notdir $(NAME)).toml, then:"
 	@echo "  $(PY) -m harness run recipes_source/$(NAME).py --ranks 2"
-
-calculator: environment ## Write what the calculator predicts of the measured rows
-	@$(PY) -m benchmarks.will_it_hide
 
 linkcheck: html ## Check every internal link and anchor of the built pages; no network
 	@$(PY) tests/check_links.py _build/html

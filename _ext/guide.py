@@ -1,4 +1,4 @@
-"""The guide: templates with what was measured in them, and words that lead to the glossary."""
+"""The guide: templates with data in them, and words that lead to the glossary."""
 
 import ast
 import json
@@ -13,7 +13,7 @@ from results import link
 from sphinx.application import Sphinx
 from sphinx.util.docutils import SphinxDirective
 
-from benchmarks import first_tables, result_files, will_it_hide
+from benchmarks import first_tables
 
 ROOT = Path(__file__).parent.parent
 API = re.compile(
@@ -27,18 +27,14 @@ GLOSSARY = ROOT / "guide" / "glossary.rst"
 
 
 class Template(SphinxDirective):
-    """``.. template:: <name>``: a template of ``_templates/guide`` with results and data in it."""
+    """``.. template:: <name>``: a template of ``_templates/guide`` with data in it."""
 
     required_arguments = 1
 
     def run(self) -> list[nodes.Node]:
         self.env.note_reread()  # what it shows changes without an edit of this page
-        found = sorted((ROOT / "benchmarks" / "results").glob("*.json"))
         html = JINJA.get_template(f"guide/{self.arguments[0]}").render(
-            results=[result_files.load(path) for path in found],
             data=lambda name: json.loads((ROOT / "guide" / name).read_text(encoding="utf-8")),
-            figures=result_files,
-            calculator=will_it_hide,
             apis=apis(),
             runs=first_tables.runs_of_recipes(ROOT),
             scripts=reproducers(),

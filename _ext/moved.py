@@ -11,6 +11,7 @@ from recipe_index import JINJA
 from sphinx.application import Sphinx
 
 MOVED = {  # by the names of documents
+    "guide/will_it_hide": "guide/what_to_use",
     "guide/affected": "guide/versions",
     "recipes/checkpoint/app_state": "recipes/checkpoint/state_to_save",
     "recipes/checkpoint/durable_saves": "recipes/checkpoint/saves_beside_training",

@@ -82,7 +82,8 @@ NEEDLESS = (
 )
 
 
-DECIDING = 3  # columns of a table: the first that decide; page guide/results has all of them
+DECIDING = 3  # columns of a table: the first that decide; the result's file has all of them
+ALL_ROWS = "guide/results"
 CASES = {  # parameters that stand below a row's name, and how; the others have a column
     "model": plain,
     "loop": plain,
@@ -178,10 +179,10 @@ class ResultDirective(SphinxDirective):
         target = link(self.env.docname, "doc", f"/{page}", nodes.inline("", "", literal))
         return nodes.paragraph("", "", target)
 
-    def _explorer(self, words: str) -> nodes.reference:
+    def _all_rows(self, words: str) -> nodes.reference:
         """A link to the page of all rows."""
         up = "../" * self.env.docname.count("/")
-        return nodes.reference("", words, refuri=f"{up}guide/results.html")
+        return nodes.reference("", words, refuri=f"{up}{ALL_ROWS}.html")
 
     def _wanted(self, row: dict) -> bool:
         names = self.options.get("rows", "").split()
@@ -212,7 +213,7 @@ class ResultTable(ResultDirective):
         shown = [_table(["Way"] + headings, body)]
         shown += _numbered(notes)
         shown += self._origin(result, rows, same, columns)
-        shown.append(self._others())
+        shown.append(self._others(result))
         return shown
 
     def _name_and_case(
@@ -234,9 +235,13 @@ class ResultTable(ResultDirective):
             shown += nodes.inline("", f" {', '.join(cases)}", classes=["result-interval"])
         return shown
 
-    def _others(self) -> nodes.paragraph:
-        """A way to the columns that the table leaves out."""
-        link = self._explorer("Everything that was measured")
+    def _others(self, result: Result) -> nodes.paragraph:
+        """A way to what the table leaves out: the page of all rows, and there the file itself."""
+        if self.env.docname == ALL_ROWS:
+            file = f"../_static/{result.path.name}"
+            link = nodes.reference("", "All columns and samples", refuri=file)
+        else:
+            link = self._all_rows("Everything that was measured")
         return nodes.paragraph("", "", link, nodes.Text("."), classes=["result-origin"])
 
     def _origin(self, result: Result, rows: list, same: dict, columns: list) -> list[nodes.Node]:
@@ -586,7 +591,7 @@ class FirstTableDirective(ResultDirective):
         table = first_tables.first_table(name, repo)
         if table is None:
             words = "Not measured since its cost changed. What was measured before: "
-            link = self._explorer("every measured row")
+            link = self._all_rows("every measured row")
             return [nodes.paragraph("", "", nodes.Text(words), link, nodes.Text("."))]
         body = []
         notes = []

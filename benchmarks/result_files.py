@@ -177,12 +177,12 @@ def cell(row: dict, name: str) -> str:
 
 
 def fields_of(row: dict) -> list[str]:
-    """The fields that ``row`` has a number or a flag for, but for parameters and intervals."""
+    """What ``row`` has measured, numbers and flags; no parameter and no end of an interval."""
     found = []
     for name, value in row.items():
         ends_interval = re.search("_(low|high)(_s)?$", name)
         if isinstance(value, int | float) and known(row, name):
-            if name not in PARAMETERS and not ends_interval:
+            if name not in PARAMETERS and name != "ours" and not ends_interval:
                 found.append(name)
     return found
 

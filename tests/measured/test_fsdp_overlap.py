@@ -11,7 +11,7 @@ from benchmarks import join_rows
 from benchmarks.code_versions import code_of_today
 
 ROOT = Path(__file__).resolve().parents[2]
-# The names by which the calculator reads them
+# Names of rates in the file
 LINK = frozenset({"nccl_gather_bytes_per_s", "copy_engine_gather_bytes_per_s"})
 
 

@@ -4,7 +4,7 @@ import json
 import re
 
 import pytest
-from results_site import OF_TODAY, STALE, change_cost, measure, measured_steps, render, row
+from results_site import OF_TODAY, REPO, STALE, change_cost, measure, measured_steps, render, row
 
 PEER = OF_TODAY | {"ours": False}
 
@@ -318,3 +318,16 @@ def test_a_bar_is_in_the_recipes_colour_where_the_row_is_what_the_recipe_shows(
 
 def test_an_unknown_benchmark_is_reported(repo):
     assert "unknown benchmark 'stalls'" in render(repo, ".. result-table:: stalls")[1]
+
+
+def test_the_page_of_all_rows_has_every_benchmark_that_was_measured():
+    page = (REPO / "guide" / "results.rst").read_text()
+    files = (REPO / "benchmarks" / "results").glob("*.json")
+    shown = re.findall(r"^\.\. result-table:: (\w+)$", page, re.MULTILINE)
+    assert sorted(shown) == sorted({path.name.split(".")[0] for path in files})
+
+
+def test_whose_a_row_is_and_of_which_version_are_no_columns(repo):
+    measure(repo, rows=[row("async_save", 1.0), row("a_peer", 2.0)])
+    html, _ = render(repo, ".. result-table:: checkpoint_stall")
+    assert re.findall(r"<th[^>]*><p>(.*?)</p>", html) == ["Way", "Staging costs"]

@@ -4,9 +4,7 @@ import contextlib
 import functools
 import gzip
 import http.server
-import json
 import os
-import random
 import shutil
 import threading
 from collections.abc import Iterator
@@ -19,7 +17,6 @@ from playwright.sync_api import Browser, Page, sync_playwright
 from searches import SEARCHES
 from small_site import ROOT
 
-from benchmarks import will_it_hide
 from harness.recipe import discover
 
 pytestmark = pytest.mark.browser
@@ -259,7 +256,7 @@ def test_the_menu_of_a_narrow_page_leads_to_a_recipe(visit):
 # -- for everybody, and light -------------------------------------------------------------------
 
 LARGEST_PAGE = 250_000  # bytes of HTML
-EXPLORER, LARGEST_EXPLORER = "guide/results", 400_000  # every measured row with its samples
+RESULTS, LARGEST_RESULTS = "guide/results", 400_000  # every measured row
 LARGEST_VISIT = 1_000_000  # bytes, packed, of a page and all that it loads
 OF_EACH_FOLDER = list({recipe.folder: page for page, recipe in RECIPES.items()}.values())
 
@@ -302,7 +299,7 @@ def test_a_first_visit_is_light_and_soon_ready(visit, built_site, width):
     ready = "performance.getEntriesByType('navigation')[0].domContentLoadedEventEnd"
     assert min(visit(FIRST).evaluate(ready) for _ in range(3)) < 1000
     heavy = {p: (built_site / f"{p}.html").stat().st_size for p in PAGES}
-    assert heavy.pop(EXPLORER) <= LARGEST_EXPLORER
+    assert heavy.pop(RESULTS) <= LARGEST_RESULTS
     assert {page: size for page, size in heavy.items() if size > LARGEST_PAGE} == {}
 
 
@@ -323,7 +320,7 @@ def test_no_column_of_a_table_is_cut_off(look, width):
 
 
 @pytest.mark.parametrize("width", [1280])
-@pytest.mark.parametrize("page", ["guide/gains", EXPLORER])
+@pytest.mark.parametrize("page", ["guide/gains", RESULTS])
 def test_a_cell_that_is_too_wide_is_seen(visit, page, width):
     tab = visit(page)
     tab.evaluate("""document.querySelector('article table td').insertAdjacentHTML('beforeend',
@@ -346,85 +343,6 @@ def test_from_the_landing_page_to_copied_code_in_two_clicks(visit, question, wid
     block.hover()
     block.locator("button.copybtn").click()
     assert tab.evaluate(CLIPBOARD_ONCE_FILLED).strip() == block.locator("pre").inner_text().strip()
-
-
-def test_the_calculator_has_the_formulas_that_are_held_against_the_rows(visit):
-    tab = visit("guide/will_it_hide")
-    draw = random.Random(0)
-    for _ in range(200):
-        x = {
-            **{"parameters": 10 ** draw.uniform(7, 12), "ranks": draw.choice([1, 2, 8, 512])},
-            **{"layer_parameters": 10 ** draw.uniform(7, 12), "adam": 10 ** draw.uniform(9, 12)},
-            **{"host_s": draw.choice([0, 0.1]), "recompute": draw.random() < 0.5},
-            **{"tokens": draw.randint(1, 10**6), "state_bytes": draw.choice([4, 8, 12])},
-            **{"gather_bytes": draw.choice([1, 2, 4]), "reduce_bytes": draw.choice([2, 4])},
-            **{"units": draw.randint(1, 100), "activation_bytes": draw.uniform(0, 1e7)},
-            **{"flops": 10 ** draw.uniform(13, 16), "memory": 10 ** draw.uniform(11, 13)},
-            **{"link": 10 ** draw.uniform(9, 12), "peer": 10 ** draw.uniform(9, 12)},
-            **{"storage": 10 ** draw.uniform(8, 11), "step_s": draw.choice([0, 0.01, 1.0])},
-            **{
-                "reads": draw.random() < 0.5,
-                "way": draw.choice(["blocking", "at_once", "in_turn"]),
-            },
-            **{"read": 10 ** draw.uniform(8, 11), "lock": 10 ** draw.uniform(9, 10)},
-            "failure_s": 10 ** draw.uniform(3, 6),
-        }
-        assert tab.evaluate("x => predict(x)", x) == pytest.approx(will_it_hide.predict(x))
-
-
-def test_the_calculator_by_keyboard_and_its_address(visit):
-    tab = visit("guide/will_it_hide")
-    cost = tab.locator("#hide-out tr", has_text="A save costs training").locator("td")
-    tab.get_by_label("Way of saving").focus()
-    tab.keyboard.press("End")  # blocking
-    blocking = cost.inner_text()
-    tab.keyboard.press("Home")  # in turn
-    assert cost.inner_text() != blocking
-    tab.get_by_label("Ranks").focus()
-    tab.keyboard.press("Control+A")
-    tab.keyboard.type("64")
-    state = tab.locator("#hide-out tr", has_text="State of a rank").locator("td").inner_text()
-    again = tab.context.new_page()
-    again.goto(tab.url)
-    assert again.get_by_label("Ranks").input_value() == "64"
-    there = again.locator("#hide-out tr", has_text="State of a rank").locator("td").inner_text()
-    assert there == state
-    tab.get_by_label("Ranks").fill("none")
-    assert tab.get_by_label("Ranks").get_attribute("aria-invalid") == "true"
-    assert "number above 0" in tab.locator("#hide-note").inner_text()
-    assert visit.seen == []
-
-
-def test_every_preset_of_the_calculator_fills_the_form(visit):
-    tab = visit("guide/will_it_hide")
-    presets = json.loads(tab.locator("#hide-presets").text_content())
-    assert set(presets["sheets"]) == set(will_it_hide.DATA_SHEETS) and presets["machines"]
-    for machine, (flops, *_) in presets["sheets"].items():
-        tab.get_by_label("Preset").first.select_option(machine)
-        assert float(tab.locator("[name=flops]").input_value()) == pytest.approx(flops / 1e12)
-        assert "upper limits" in tab.locator("#hide-note").inner_text()
-    for machine in presets["machines"]:
-        tab.get_by_label("Preset").first.select_option(machine)
-        assert tab.locator("#hide-note").inner_text() == ""
-    assert visit.seen == []
-
-
-@pytest.mark.parametrize("width", [1280])
-def test_the_explorer_filters_and_sorts(visit, width):
-    tab = visit("guide/results")
-    rows = tab.locator("#explorer-rows tbody tr")
-    everything = rows.count()
-    tab.get_by_label("Model").select_option("llama-1b")
-    shown = rows.locator("visible=true")
-    assert 0 < shown.count() < everything
-    models = [shown.nth(i).locator("td").nth(3).inner_text() for i in range(shown.count())]
-    assert {model.removesuffix(", compiled") for model in models} == {"llama-1b"}
-    assert tab.locator("#explorer-count").inner_text() == f"{shown.count()} of {everything} rows"
-    tab.get_by_role("button", name="Value").click()
-    values = [float(v) for v in shown.locator("td:nth-child(2)").evaluate_all(
-        "cells => cells.map((c) => c.dataset.value).filter((v) => v !== '')")]  # fmt: skip
-    assert values == sorted(values)
-    assert visit.seen == []
 
 
 TIMELINES = [p for p, r in RECIPES.items() if ".. timeline::" in r.path.read_text()]
