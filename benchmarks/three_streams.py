@@ -39,7 +39,6 @@ from three_streams import CHUNKS, Pipeline, one_stream  # noqa: E402
 
 from benchmarks import measuring  # noqa: E402
 from benchmarks.measuring import Drawn, Task, blocks, synchronize  # noqa: E402
-from overlap_recipes.profiled_copies import judge  # noqa: E402
 
 SIDE = 11584  # rows and columns of a chunk of bfloat16: just below 2**28 bytes
 SIDE_SMALL = 64
@@ -47,6 +46,7 @@ LINK_BYTES = 2**30
 LINK_BYTES_SMALL = 2**20
 BOUND_FROM = "first load, slowest lane for each chunk, last store; rates of this run"
 REPEATS = 10
+CALL = "the call"  # its name in a profile
 GAP_US = 20.0  # calls of the host closer than this are one block of a picture
 MARKED_US = 1.0  # a call of the host that is shorter is not drawn
 
@@ -153,29 +153,46 @@ def bound_seconds(nbytes: int, kernel_s: float, link: dict[str, float]) -> float
 
 
 def hidden_share(run: Callable[[], object], name: str, folder: Path, head: dict) -> float:
-    """The share of its copies' time that kernels hide, by one profiled call; writes its trace, too.
-
-    The call has the annotation by which ``judge`` finds it.
-    """
+    """The share of its copies' time that kernels hide, by one profiled call; writes its trace."""
     torch.cuda.synchronize()
     with torch.profiler.profile(acc_events=True) as profile:
-        with torch.profiler.record_function("judged call"):
+        with torch.profiler.record_function(CALL):
             run()
         torch.cuda.synchronize()
     events = measuring.profiled_events(profile)
     annotations = [event for event in events if event.get("cat") == "user_annotation"]
-    (call,) = [event for event in annotations if event["name"] == "judged call"]
+    (call,) = [event for event in annotations if event["name"] == CALL]
     begin = call["ts"]
     returned = begin + call["dur"]
     drawn = lanes_of(events, begin, returned)
     marks = [("call returns", returned)]
     measuring.write_trace(folder, head, name, True, drawn, begin, marks)
-    all_s = 0.0
-    hidden_s = 0.0
-    for copies in judge(events).copies.values():
-        all_s += copies.device_s
-        hidden_s += copies.hidden_share * copies.device_s
-    return hidden_s / all_s
+    kernels = [event for event in events if event.get("cat") == "kernel"]
+    copies = between_host_and_device(events)
+    hidden_us = sum(microseconds_hidden(copy, kernels) for copy in copies)
+    return hidden_us / sum(copy["dur"] for copy in copies)
+
+
+def between_host_and_device(events: list[dict]) -> list[dict]:
+    """The copies of a profile, such as "Memcpy HtoD (Pinned -> Device)"; none on the device."""
+    found = []
+    for event in events:
+        is_copy = event.get("cat") == "gpu_memcpy"
+        if is_copy and ("HtoD" in event["name"] or "DtoH" in event["name"]):
+            found.append(event)
+    return found
+
+
+def microseconds_hidden(copy: dict, kernels: list[dict]) -> float:
+    """The time of ``copy`` during which at least one of ``kernels`` ran."""
+    begin = copy["ts"]
+    end = copy["ts"] + copy["dur"]
+    covered = 0.0
+    for kernel in sorted(kernels, key=lambda kernel: kernel["ts"]):
+        stop = min(end, kernel["ts"] + kernel["dur"])
+        covered += max(0.0, stop - max(begin, kernel["ts"]))
+        begin = max(begin, stop)
+    return covered
 
 
 def measure(results: measuring.Results, name: str, weight: torch.Tensor, out: Path) -> None:

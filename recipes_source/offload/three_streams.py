@@ -287,19 +287,6 @@ if __name__ == "__main__":
     main()
 
 # %%
-# Is my copy asynchronous?
-# ------------------------
-# A profile of your own step tells, and a function of the library reads it: which copies were from
-# pageable memory or on the stream of the kernels, how long the host was held, and what part of the
-# copies' time a kernel ran.
-#
-# .. code-block:: python
-#
-#    from overlap_recipes.profiled_copies import is_my_copy_asynchronous
-#
-#    train_step(batch)  # once before: the first call of a kernel loads it, and waits
-#    print(is_my_copy_asynchronous(lambda: train_step(batch)))
-#
 # What it buys
 # ------------
 # The same chunks, from pageable memory on one stream to pinned memory on three. *Call* is the time
