@@ -436,7 +436,9 @@ def place(app: Sphinx, doctree: nodes.document) -> None:
     if runs is None:
         return
     title_section = next(doctree.findall(nodes.section))  # sphinx-gallery demands a title
-    last = [block for block in doctree.findall(nodes.literal_block) if is_own_code(block)][-1]
+    own = [block for block in doctree.findall(nodes.literal_block) if is_own_code(block)]
+    written = [block for block in own if block["language"] == "Python"]  # as sphinx-gallery has it
+    last = (written or own)[-1]  # a block of the page's text is "python", and may come later
     last.parent.insert(last.parent.index(last) + 1, output_of(runs.report))
     if app.config.rankproof_header:
         add_header(runs.recipe, page, doctree, title_section, Path(app.srcdir))

@@ -265,12 +265,12 @@ def prove_same_job(directory: Path, device: torch.device) -> None:
     try:
         train(Job(device, seed=1), root, device, raising)
     except Interrupted:
-        print("the next job raised in step 10, two steps behind a save")
+        print("the next job raised in step 10, two steps after a save")
     last = Job(device, seed=2)
     exit_code, until_end = train(last, root, device, undisturbed)
 
     assert exit_code == 0
-    assert min(until_end) == 9, f"resumed before step {min(until_end)}, not behind step 8"
+    assert min(until_end) == 9, f"resumed before step {min(until_end)}, not after step 8"
     for step, loss in (until_signal | until_end).items():
         assert loss == losses[step], f"step {step}: loss {loss}, uninterrupted {losses[step]}"
     for (name, one), other in zip(

@@ -15,7 +15,7 @@ others. Losses and weights are those of a run that keeps everything on the devic
    :where: model=llama-8b tokens=16384
 
    100 % is the speed of a **resident** run, which keeps everything on the device. ``streamed_adam``
-   clips. ``streamed_adam_in_backward`` does not, and hides the update behind backward, too.
+   clips. ``streamed_adam_in_backward`` does not, and updates during backward, too.
 
 **When not to bother:** weights, gradients and Adam's state fit the device: a resident run is faster.
 If they fit and activations do not, see :doc:`activation_offload`. To learn how layers are streamed,
@@ -72,7 +72,7 @@ A layer's weights are read last by its own backward, and next by its own forward
 the two the host can update them, and nothing is stale. Forward begins with layer 0, so the
 **lowest** layer that is due is updated first.
 
-.. lanes:: Schematic. A clipped step: the update hides behind the next forward. B2 is the backward of layer 2, F0 the forward of layer 0, n the norm.
+.. lanes:: Schematic. A clipped step: the update runs during the next forward. B2 is the backward of layer 2, F0 the forward of layer 0, n the norm.
 
    compute: 0-4 B2; 4-8 B1; 8-12 B0; 12-13 norm; 19-24 F0; 25-30 F1; 31-36 F2
    D2H:     4-6 2 ~; 8-10 1 ~; 12-14 0 ~; 14-15 n ~
@@ -206,7 +206,7 @@ def train(
 # -----------------------------
 # When a layer's gradients are in their slot, the device averages them over the ranks and takes
 # their norms. ``step()`` adds up the norms there, updates what stays on the device (embedding, head),
-# and sends two numbers to the host, behind the last gradients: the norm, and the factor of clipping.
+# and sends two numbers to the host, after the last gradients: the norm, and the factor of clipping.
 #
 # .. literalinclude:: /overlap_recipes/offload/whole_step.py
 #    :language: python
@@ -276,7 +276,7 @@ def prove(root: Path, device: torch.device) -> None:
     try:
         train(new_model(seed=0), device, root / "interrupted", interrupted_in=3)
     except Interrupted:
-        print("interrupted in step 3, behind the save of step 2")
+        print("interrupted in step 3, after the save of step 2")
     resumed = new_model(seed=1)
     for step, loss in train(resumed, device, root / "interrupted").items():
         assert loss == losses[step], f"step {step}: loss {loss}, uninterrupted {losses[step]}"
@@ -334,7 +334,7 @@ if __name__ == "__main__":
 # Memory
 # ------
 # Host, for :math:`P` parameters of layers: :math:`16\,P` bytes (weights, gradients and moments in
-# float32, or bfloat16 weights and gradients beside float32 masters and moments). Weights and
+# float32, or bfloat16 weights and gradients with float32 masters and moments). Weights and
 # gradients are page-locked.
 #
 # Device: 16 bytes for each other parameter; slots for two layers' weights and two layers' gradients;
@@ -355,7 +355,7 @@ if __name__ == "__main__":
 #
 # Limits that can be silent
 # -------------------------
-# * What changes weights calls ``streamed.wait()`` before and ``optimizer.reload()`` behind it. Loads do
+# * What changes weights calls ``streamed.wait()`` before and ``optimizer.reload()`` after it. Loads do
 #   both by hooks, and ``state_dict()`` waits.
 # * A trained parameter that a step does not use (an expert without tokens) has a gradient of zeros,
 #   not none: its moments and its decay go on.
@@ -363,7 +363,7 @@ if __name__ == "__main__":
 #   ``gradient_dtype=torch.float32`` keeps them.
 # * Backward runs a layer again. Globals, attributes of other objects and generators that are not the
 #   layer's must not change in between; the first step compares results and raises, later ones do not.
-# * A weight that a hook, a global or another layer reads behind its turn is another layer's.
+# * A weight that a hook, a global or another layer reads after its turn is another layer's.
 # * Where several layers read one tensor, or a layer runs twice, sums have another order, and
 #   ``check_first_step`` returns False.
 #

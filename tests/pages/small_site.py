@@ -41,6 +41,13 @@ if __name__ == "__main__":
 # --------------------------------
 #
 # .. recipe-controls::
+#
+# Say it elsewhere
+# ----------------
+#
+# .. code-block:: python
+#
+#     print("hello")
 '''
 
 HELLO_CONTROLS = """
