@@ -16,11 +16,10 @@ from .reader import Reader
 from .restart import Run, resume
 from .retention import RetainedSaves
 from .saves import Saves
-from .state import AppState, TrainingState
+from .state import TrainingState
 
 __all__ = [
     "AGAIN",
-    "AppState",
     "CheckpointManager",
     "DamagedCheckpoint",
     "DurableSaves",

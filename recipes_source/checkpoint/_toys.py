@@ -15,7 +15,7 @@ from torch import nn
 from torch.distributed.fsdp import fully_shard
 from torch.distributed.tensor import DTensor
 
-from overlap_recipes.checkpoint.state import AppState
+from overlap_recipes.checkpoint import TrainingState
 
 WIDTH, HIDDEN = 512, 2048  # features
 BATCH = 64  # samples per rank and step
@@ -39,6 +39,14 @@ def directory_of_rank_0(directory: Path) -> Path:
     agreed = [directory]
     dist.broadcast_object_list(agreed)
     return agreed[0]
+
+
+class AppState(TrainingState):
+    """Of a model and its one optimizer."""
+
+    def __init__(self, model: nn.Module, optimizer: torch.optim.Optimizer) -> None:
+        super().__init__(model, optimizer)
+        self.optimizer = optimizer
 
 
 class SampleCounter(nn.Module):

@@ -11,14 +11,9 @@ import torch.distributed.checkpoint as dcp
 from torch import nn
 from torch.distributed.optim import ZeroRedundancyOptimizer
 
-from overlap_recipes.checkpoint.state import AppState, TrainingState
+from overlap_recipes.checkpoint.state import TrainingState
 
 PARTIAL = {"planner": dcp.DefaultLoadPlanner(allow_partial_load=True)}
-State = Callable[[nn.Module, list], AppState]
-
-
-def training_state(model: nn.Module, optimizers: list) -> TrainingState:
-    return TrainingState(model, *optimizers)
 
 
 @pytest.fixture(autouse=True)
@@ -26,11 +21,6 @@ def rank() -> Iterator[None]:
     dist.init_process_group("gloo", store=dist.HashStore(), rank=0, world_size=1)
     yield
     dist.destroy_process_group()
-
-
-@pytest.fixture(params=[AppState, training_state], ids=["app", "training"])
-def state(request: pytest.FixtureRequest) -> State:
-    return request.param
 
 
 class Late(torch.optim.SGD):
@@ -49,13 +39,13 @@ class Late(torch.optim.SGD):
 class Job:
     """A small training; ``frozen`` is its first layer."""
 
-    def __init__(self, state: State, optimizers: Callable = torch.optim.AdamW) -> None:
+    def __init__(self, optimizers: Callable = torch.optim.AdamW) -> None:
         torch.manual_seed(0)
         self.model = nn.Sequential(nn.Linear(4, 4), nn.Tanh(), nn.Linear(4, 2))
         self.frozen = self.model[0]
         made = optimizers(self.model.parameters())
         self.optimizers = made if isinstance(made, list) else [made]
-        self.app = state(self.model, self.optimizers)
+        self.app = TrainingState(self.model, *self.optimizers)
         self.steps = 0
 
     def train(self, last_step: int) -> "Job":
@@ -88,12 +78,12 @@ class Job:
         return len(mine) == len(others) and all(map(torch.equal, mine, others))
 
 
-def test_a_load_keeps_the_state_of_a_layer_that_is_frozen_by_then(state: State, tmp_path) -> None:
-    job = Job(state).train(2)
+def test_a_load_keeps_the_state_of_a_layer_that_is_frozen_by_then(tmp_path) -> None:
+    job = Job().train(2)
     job.frozen.requires_grad_(False)
     job.train(3).save(tmp_path).load(tmp_path, 3)
     assert not job.frozen.weight.requires_grad and len(job.optimizers[0].state) == 4
-    later = Job(state).load(tmp_path, 3)
+    later = Job().load(tmp_path, 3)
     later.frozen.requires_grad_(False)
     assert later.train(5).equals(job.train(5))
     for each in (job, later):
@@ -101,37 +91,37 @@ def test_a_load_keeps_the_state_of_a_layer_that_is_frozen_by_then(state: State, 
     assert later.train(6).equals(job.train(6))
 
 
-def test_a_job_that_is_frozen_before_its_load_is_told_what_it_would_lose(state, tmp_path) -> None:
-    job = Job(state).train(2)
+def test_a_job_that_is_frozen_before_its_load_is_told_what_it_would_lose(tmp_path) -> None:
+    job = Job().train(2)
     job.frozen.requires_grad_(False)
     job.save(tmp_path)
-    later = Job(state)
+    later = Job()
     later.frozen.requires_grad_(False)
     with pytest.raises(ValueError, match=r"\['0.bias', '0.weight'\]: frozen"):
         later.load(tmp_path, 2)
 
 
-def test_state_that_an_optimizer_gets_later_is_not_left_out_in_silence(state, tmp_path) -> None:
-    Job(state, Late).train(3).save(tmp_path)
+def test_state_that_an_optimizer_gets_later_is_not_left_out_in_silence(tmp_path) -> None:
+    Job(Late).train(3).save(tmp_path)
     with pytest.raises(ValueError, match="no room here for the checkpoint's state of"):
-        Job(state, Late).load(tmp_path, 3)
+        Job(Late).load(tmp_path, 3)
 
 
 @pytest.mark.parametrize("when", ["fresh", "in mid-run"])
-def test_a_parameter_without_state_has_none_after_a_load(state: State, tmp_path, when) -> None:
-    job = Job(state)
+def test_a_parameter_without_state_has_none_after_a_load(tmp_path, when) -> None:
+    job = Job()
     job.frozen.requires_grad_(False)
     job.train(3)
     job.frozen.requires_grad_()
     job.save(tmp_path)
-    later = Job(state) if when == "fresh" else Job(state).train(2)
+    later = Job() if when == "fresh" else Job().train(2)
     assert later.load(tmp_path, 3, **PARTIAL).equals(job)
     assert len(later.optimizers[0].state) == 2
     assert later.train(5).equals(job.train(5))
 
 
-def test_a_job_goes_back_to_a_save_before_a_layers_first_gradient(state: State, tmp_path) -> None:
-    job = Job(state)
+def test_a_job_goes_back_to_a_save_before_a_layers_first_gradient(tmp_path) -> None:
+    job = Job()
     job.frozen.requires_grad_(False)
     job.train(3)
     job.frozen.requires_grad_()
@@ -139,34 +129,34 @@ def test_a_job_goes_back_to_a_save_before_a_layers_first_gradient(state: State, 
     assert len(job.optimizers[0].state) == 2
 
 
-def test_optimizers_without_state_come_back_with_their_rates(state: State, tmp_path) -> None:
+def test_optimizers_without_state_come_back_with_their_rates(tmp_path) -> None:
     def two(parameters) -> list:
         first, *others = parameters
         return [torch.optim.SGD([first], lr=0.1), torch.optim.SGD(others, lr=0.2)]
 
-    job = Job(state, two).train(2)
+    job = Job(two).train(2)
     job.optimizers[1].param_groups[0]["lr"] = 0.3
     job.save(tmp_path)
-    later = Job(state, two).load(tmp_path, 2)
+    later = Job(two).load(tmp_path, 2)
     assert [o.param_groups[0]["lr"] for o in later.optimizers] == [0.1, 0.3]
     assert later.train(3).equals(job.train(3))
 
 
-def test_two_optimizers_of_one_parameter_are_refused(state: State, tmp_path) -> None:
+def test_two_optimizers_of_one_parameter_are_refused(tmp_path) -> None:
     def two(parameters) -> list:
         shared = [*parameters]
         return [torch.optim.SGD(shared, lr=0.1, momentum=0.9), torch.optim.AdamW(shared)]
 
     with pytest.raises(ValueError, match="two optimizers hold one parameter"):
-        Job(state, two).train(2).app.state_dict()
+        Job(two).train(2).app.state_dict()
 
 
-def test_a_weight_that_is_twice_in_one_group_is_no_second_optimizer(state: State) -> None:
-    job = Job(state, lambda parameters: torch.optim.AdamW([p := next(parameters), p]))
+def test_a_weight_that_is_twice_in_one_group_is_no_second_optimizer() -> None:
+    job = Job(lambda parameters: torch.optim.AdamW([p := next(parameters), p]))
     assert list(job.train(2).app.state_dict()["optim"]["state"]) == ["0.weight"]
 
 
-def test_groups_are_as_at_the_save_or_the_load_says_so(state: State, tmp_path) -> None:
+def test_groups_are_as_at_the_save_or_the_load_says_so(tmp_path) -> None:
     def two(parameters) -> torch.optim.Optimizer:
         first, *others = parameters
         return torch.optim.SGD([{"params": [first], "lr": 0.1}, {"params": others, "lr": 0.2}])
@@ -177,43 +167,36 @@ def test_groups_are_as_at_the_save_or_the_load_says_so(state: State, tmp_path) -
     def some(parameters) -> torch.optim.Optimizer:
         return torch.optim.SGD([next(parameters)], lr=0.3)
 
-    Job(state, two).train(2).save(tmp_path)
+    Job(two).train(2).save(tmp_path)
     with pytest.raises(ValueError, match="load into the groups of the save"):
-        Job(state, one).load(tmp_path, 2)
+        Job(one).load(tmp_path, 2)
     with pytest.raises(ValueError, match="no room here for the checkpoint's state of"):
-        Job(state, some).load(tmp_path, 2)
+        Job(some).load(tmp_path, 2)
 
 
-def test_a_parameter_that_the_checkpoint_does_not_know_is_told(state: State, tmp_path) -> None:
+def test_a_parameter_that_the_checkpoint_does_not_know_is_told(tmp_path) -> None:
     """As where another rank, without that parameter, has said what there is."""
 
     def some(parameters) -> torch.optim.Optimizer:
         return torch.optim.AdamW([*parameters][:2])
 
-    Job(state, some).train(2).save(tmp_path)
+    Job(some).train(2).save(tmp_path)
     with pytest.raises(ValueError, match=r"knows no \['2.bias', '2.weight'\]"):
-        Job(state).load(tmp_path, 2, **PARTIAL)
+        Job().load(tmp_path, 2, **PARTIAL)
 
 
 @pytest.mark.parametrize("when", ["fresh", "in mid-run"])
-def test_a_checkpoint_of_other_code_is_refused(state: State, tmp_path, when) -> None:
-    job = Job(state, lambda parameters: torch.optim.SGD(parameters, lr=0.1)).train(2)
+def test_a_checkpoint_of_other_code_is_refused(tmp_path, when) -> None:
+    job = Job(lambda parameters: torch.optim.SGD(parameters, lr=0.1)).train(2)
     model = {"model": job.model.state_dict()}
     dcp.save({"app": model}, checkpoint_id=tmp_path)
-    later = Job(state) if when == "fresh" else Job(state).train(2)
+    later = Job() if when == "fresh" else Job().train(2)
     with pytest.raises(ValueError, match="no 'has_state'"):
         later.load(tmp_path, 2, **PARTIAL)
 
 
-def test_each_of_both_loads_what_the_other_has_saved(tmp_path) -> None:
-    for n, (one, other) in enumerate([(AppState, training_state), (training_state, AppState)]):
-        job = Job(one).train(2).save(tmp_path / str(n))
-        later = Job(other).load(tmp_path / str(n), 2, **PARTIAL)
-        assert later.equals(job) and later.train(4).equals(job.train(4))
-
-
-def test_a_deep_copy_of_a_state_loads_and_the_state_itself_is_refused(state: State) -> None:
-    job = Job(state).train(2)
+def test_a_deep_copy_of_a_state_loads_and_the_state_itself_is_refused() -> None:
+    job = Job().train(2)
     with pytest.raises(ValueError, match="a deepcopy"):
         job.app.load_state_dict(job.app.state_dict())
     copied = deepcopy(job.app.state_dict())
@@ -221,17 +204,17 @@ def test_a_deep_copy_of_a_state_loads_and_the_state_itself_is_refused(state: Sta
     job.app.load_state_dict(copied)
     job.steps = 2
     assert all(map(torch.equal, job.train(4).held(), ended))
-    fresh = Job(state)
+    fresh = Job()
     fresh.app.load_state_dict(copied)
     assert fresh.optimizers[0].state
 
 
-def test_a_load_changes_no_weight_by_the_step_that_makes_state(state: State, tmp_path) -> None:
+def test_a_load_changes_no_weight_by_the_step_that_makes_state(tmp_path) -> None:
     def without_eps(parameters) -> torch.optim.Optimizer:
         return torch.optim.Adam(parameters, lr=0.1, eps=0.0)
 
-    job = Job(state, without_eps).train(2).save(tmp_path)
-    assert Job(state, without_eps).load(tmp_path, 2).equals(job)
+    job = Job(without_eps).train(2).save(tmp_path)
+    assert Job(without_eps).load(tmp_path, 2).equals(job)
 
 
 class Failing(torch.optim.SGD):
@@ -239,19 +222,19 @@ class Failing(torch.optim.SGD):
         raise RuntimeError("no step without a closure")
 
 
-def test_a_first_state_that_fails_leaves_the_rate_as_it_was(state: State) -> None:
-    job = Job(state, lambda parameters: Failing(parameters, lr=0.1))
+def test_a_first_state_that_fails_leaves_the_rate_as_it_was() -> None:
+    job = Job(lambda parameters: Failing(parameters, lr=0.1))
     saved = job.app.state_dict()["optim"]
     assert saved["param_groups"][0]["lr"] == 0.1 and not saved["state"]
     assert job.optimizers[0].param_groups[0]["lr"] == 0.1
 
 
-def test_frozen_parameters_without_state_stay_as_they_are(state: State, tmp_path) -> None:
+def test_frozen_parameters_without_state_stay_as_they_are(tmp_path) -> None:
     """They may be of a dtype that takes no gradient, and so many that a moment is no room."""
-    job = Job(state).train(0)
+    job = Job().train(0)
     job.frozen.requires_grad_(False)
     job.train(2).save(tmp_path)
-    later = Job(state)
+    later = Job()
     later.frozen.requires_grad_(False)
     thawed, grad = [], torch.nn.Parameter.requires_grad_
 
@@ -269,7 +252,7 @@ def test_frozen_parameters_without_state_stay_as_they_are(state: State, tmp_path
 def test_optimizers_come_as_a_list_or_a_tuple() -> None:
     model = nn.Linear(2, 2)
     optimizers = torch.optim.SGD([model.weight]), torch.optim.SGD([model.bias])
-    assert len(AppState(model, optimizers).state_dict()["optim"]["param_groups"]) == 2
+    assert len(TrainingState(model, optimizers).state_dict()["optim"]["param_groups"]) == 2
 
 
 class Wrapping(torch.optim.Optimizer):
@@ -288,6 +271,6 @@ class Wrapping(torch.optim.Optimizer):
     ],
     ids=["sam", "zero"],
 )
-def test_an_optimizer_whose_state_is_in_another_is_refused(state, wrapping, name) -> None:
+def test_an_optimizer_whose_state_is_in_another_is_refused(wrapping, name) -> None:
     with pytest.raises(TypeError, match=f"keeps its state in {name}"):
-        Job(state, wrapping)
+        Job(wrapping)

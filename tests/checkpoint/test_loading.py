@@ -16,13 +16,11 @@ from torch import nn
 from torch.distributed.fsdp import FullyShardedDataParallel
 from torch.testing._internal.two_tensor import TwoTensor
 
-from overlap_recipes.checkpoint import frozen
-from overlap_recipes.checkpoint.state import state as state_module
 from overlap_recipes.checkpoint.loading import load
 from overlap_recipes.checkpoint.state import (
-    AppState,
     DifferingRanks,
     TrainingState,
+    frozen,
     refuse_differing,
     shared_digests,
 )
@@ -76,7 +74,7 @@ def fresh(model: nn.Module, **how: object) -> TrainingState:
     return TrainingState(model, adam(model), **how)
 
 
-def refusal(job: AppState, directory: Path, **how: object) -> list[str]:
+def refusal(job: TrainingState, directory: Path, **how: object) -> list[str]:
     """The lines of the error; nothing of the job has changed."""
     before = [p.detach().clone() for p in job.model.parameters()]
     with pytest.raises(ValueError, match="does not fit this job") as raised:
@@ -373,7 +371,7 @@ class Resharding(Kept):
 
 def saved_on_two_ranks(directory: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     """A checkpoint of two ranks of one replicated model."""
-    from overlap_recipes.checkpoint.state import state
+    from overlap_recipes.checkpoint.state import state, trees
 
     monkeypatch.setattr(state, "world_size", lambda: 2)
     model = layers()
@@ -381,7 +379,7 @@ def saved_on_two_ranks(directory: Path, monkeypatch: pytest.MonkeyPatch) -> None
     tree = job.state_dict()
     tree["per_rank"]["1"] = {
         "random": tree["per_rank"]["0"]["random"],
-        "data": state.packed({"at": 1}),
+        "data": trees.packed({"at": 1}),
     }
     dcp.save({"app": tree}, checkpoint_id=directory)
     monkeypatch.undo()
@@ -544,32 +542,32 @@ def test_a_frozen_parameter_that_changes_is_told_without_the_other_ranks(
 ) -> None:
     """It may have changed on one rank alone: a collective would wait for those that do not come."""
     job = saved(tmp_path, adapted(1), trainable_only=True)
-    first = job.frozen_digests
+    first = job.left_out.digests
     with monkeypatch.context() as patch:
-        patch.setattr(state_module, "digests_of_ranks", None)
+        patch.setattr(frozen, "digests_of_ranks", None)
         job.state_dict()
         job.model[0].weight.mul_(1)
         job.model[0].bias.data = job.model[0].bias.data.clone()
         job.state_dict()
-        assert job.frozen_digests is first
+        assert job.left_out.digests == first
         job.model[0].weight.add_(1)
         with pytest.raises(ValueError, match="^0.weight: frozen, left out of checkpoints, and ch"):
             job.state_dict()
     job.model[0].weight.requires_grad_()
     job.state_dict()
-    assert job.frozen_digests == {"0.bias": first["0.bias"]}
+    assert job.left_out.digests == {"0.bias": first["0.bias"]}
 
 
 @pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16, torch.int8, torch.complex64])
 def test_a_digest_does_not_depend_on_how_ranks_share_a_tensor(
     dtype: torch.dtype, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    monkeypatch.setattr(frozen, "BLOCK", 8)
+    monkeypatch.setattr(frozen, "_BLOCK", 8)
     whole = (100 * torch.randn(7, 5, 3)).to(dtype)
     total = frozen.sum_at(whole, (0, 0, 0))
     rows = frozen.sum_at(whole[:3], (0, 0, 0)) + frozen.sum_at(whole[3:], (3, 0, 0))
     columns = frozen.sum_at(whole[:, :1], (0, 0, 0)) + frozen.sum_at(whole[:, 1:], (0, 1, 0))
-    assert rows % frozen.MODULUS == columns % frozen.MODULUS == total
+    assert rows % frozen._MODULUS == columns % frozen._MODULUS == total
     swapped = whole.clone()
     swapped[[0, 1]] = whole[[1, 0]]
     assert frozen.sum_at(swapped, (0, 0, 0)) != total

@@ -28,6 +28,7 @@ from overlap_recipes.checkpoint import (
     TrainingState,
 )
 from overlap_recipes.checkpoint.names import name_of, step_of, steps_left_out
+from overlap_recipes.checkpoint.state.trained import Trained
 
 CPU = torch.device("cpu")
 
@@ -399,7 +400,7 @@ def test_fsdp1_is_saved_without_gathering_the_model(
     tmp_path: Path, one_rank: None, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     read = []
-    monkeypatch.setattr(TrainingState, "read_states", lambda state: read.append(state))
+    monkeypatch.setattr(Trained, "read_states", lambda *asked: read.append(asked))
     model = in_fsdp1(nn.Linear(2, 2))
     optimizer = torch.optim.AdamW(model.parameters())
     with CheckpointManager(tmp_path, TrainingState(model, optimizer)) as checkpoints:

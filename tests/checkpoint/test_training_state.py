@@ -25,7 +25,8 @@ from wrapped_tensors import Wrapper
 from overlap_recipes.checkpoint import CheckpointManager
 from overlap_recipes.checkpoint.loading import load
 from overlap_recipes.checkpoint.saves import Saves
-from overlap_recipes.checkpoint.state import TrainingState, memory_of, read, walk
+from overlap_recipes.checkpoint.state import TrainingState, read, walk
+from overlap_recipes.checkpoint.state.trees import memory_of
 
 
 class Gated(Saves):
@@ -103,8 +104,11 @@ WAYS = [plain, compiled, compiled_inside, parametrized, recomputed, sharded, tie
 def test_a_state_that_is_read_without_dcp_is_what_dcp_gives(way: Callable) -> None:
     model = way(nn.Sequential(nn.Linear(4, 4), nn.LayerNorm(4), nn.Linear(4, 4)))
     app = trained(model, torch.optim.AdamW(model.parameters()))
-    assert app.reads_as_dcp
-    assert walk(app.read_states(), memory_of) == walk(app.ask_dcp([]), memory_of)
+    assert app.trained.reads_as_dcp
+    own = app.trained.read_states()
+    of_dcp = app.trained.ask_dcp([])
+    assert walk(own.model, memory_of) == walk(of_dcp.model, memory_of)
+    assert walk(own.optim, memory_of) == walk(of_dcp.optim, memory_of)
 
 
 def test_a_block_that_is_compiled_behind_the_first_save_keeps_its_names() -> None:
@@ -124,7 +128,7 @@ class Doubles(nn.Linear):
 def test_a_model_whose_own_code_makes_its_state_is_asked_through_dcp() -> None:
     model = Doubles(4, 4)
     app = trained(model, torch.optim.AdamW(model.parameters()))
-    assert app.reads_as_dcp is False and right(app)
+    assert app.trained.reads_as_dcp is False and right(app)
     assert torch.equal(app.state_dict()["model"]["weight"], 2 * model.weight)
 
 

@@ -11,7 +11,7 @@ import streamed_run
 import torch
 from streamed_run import SAVED, STEPS, resume, running, train_and_save
 
-from overlap_recipes.checkpoint import AppState
+from overlap_recipes.checkpoint import TrainingState
 from overlap_recipes.offload import HostAdamW, stream_layers
 
 SCRIPT = Path(streamed_run.__file__)
@@ -88,17 +88,17 @@ def test_a_state_is_asked_for_without_dcps_search_for_names():
     with running() as run:
         for step in range(SAVED):
             run.train(step)
-        state = AppState(run.model, run.optimizer)
+        state = TrainingState(run.model, run.optimizer)
         state.state_dict()
-        assert state.reads_as_dcp
+        assert state.trained.reads_as_dcp
 
 
 def test_a_load_in_memory_takes_what_was_saved():
     with running() as run, running(seed=7) as other:
         for step in range(SAVED):
             run.train(step)
-        saved = AppState(run.model, run.optimizer).state_dict()
-        AppState(other.model, other.optimizer).load_state_dict(saved)
+        saved = TrainingState(run.model, run.optimizer).state_dict()
+        TrainingState(other.model, other.optimizer).load_state_dict(saved)
         assert_same(([], other.results()), ([], run.results()))
 
 

@@ -11,10 +11,12 @@ from torch.distributed.tensor import DTensor
 from .trees import is_staged
 
 PER_RANK = "per_rank"
-RECIPES = "made_of_tensors"
+RECIPES = "made_of_tensors"  # how tensors of classes of their own are joined
 SMALL = 1 << 20  # bytes of a tensor that rank 0 writes if all ranks have it
-# why a save is refused
-DIFFERING = "ranks differ in %s, and all would resume with the state of one: %s"
+REPLICAS_DIFFER = (
+    "ranks differ in %s: the checkpoint has those of rank 0, and all resume with them. "
+    "SyncBatchNorm keeps buffers alike that forward changes; what is of each rank goes to per_rank"
+)
 PASS_PER_RANK = "pass what is of each rank as TrainingState(..., per_rank={name: object})"
 
 
@@ -22,8 +24,7 @@ def shared_digests(tree: dict) -> dict[str, str]:
     """Digests of what ``tree`` shares between ranks, by name: of all that is no tensor.
 
     Args:
-        tree: what ``read`` has returned. Of its entries, those of ``AppState`` and its subclasses
-            count.
+        tree: what ``read`` has returned. Of its entries, those of a ``TrainingState`` count.
     """
     digests = {}
     for key, state in tree.items():
@@ -44,7 +45,10 @@ def refuse_differing(of_ranks: list[dict[str, str]], advice: str = PASS_PER_RANK
     """Raise ``DifferingRanks`` if a name has several digests."""
     differing = differing_names(of_ranks)
     if differing:
-        raise DifferingRanks(DIFFERING % (", ".join(differing), advice))
+        raise DifferingRanks(
+            f"ranks differ in {', '.join(differing)}, and all would resume with the state of one: "
+            f"{advice}"
+        )
 
 
 def differing_names(of_ranks: list[dict[str, str]]) -> list[str]:
@@ -69,17 +73,17 @@ def digests_of_replicas(tree: dict) -> dict[str, str]:
     for key, state in tree.items():
         if isinstance(state, dict) and "has_state" in state:
             for name in state.keys() - {"optim", PER_RANK, RECIPES}:
-                add_digests_of_replicas(state[name], f"{key}.{name}", digests)
+                _add_digests_of_replicas(state[name], f"{key}.{name}", digests)
     return digests
 
 
-def add_digests_of_replicas(tree: object, name: str, digests: dict[str, str]) -> None:
+def _add_digests_of_replicas(tree: object, name: str, digests: dict[str, str]) -> None:
     if isinstance(tree, dict):
         for key, value in tree.items():
-            add_digests_of_replicas(value, f"{name}.{key}", digests)
+            _add_digests_of_replicas(value, f"{name}.{key}", digests)
     elif isinstance(tree, (list, tuple)):
         for number, value in enumerate(tree):
-            add_digests_of_replicas(value, f"{name}.{number}", digests)
+            _add_digests_of_replicas(value, f"{name}.{number}", digests)
     elif is_staged(tree) and not isinstance(tree, DTensor) and tree.nbytes <= SMALL:
         content = ctypes.string_at(tree.data_ptr(), tree.nbytes)
         digests[name] = hashlib.sha256(content).hexdigest()
@@ -87,11 +91,11 @@ def add_digests_of_replicas(tree: object, name: str, digests: dict[str, str]) ->
 
 def digest(tree: object) -> str:
     found = hashlib.blake2b(digest_size=16)
-    add_to_digest(tree, found)
+    _add_to_digest(tree, found)
     return found.hexdigest()
 
 
-def add_to_digest(tree: object, found: "hashlib._Hash") -> None:
+def _add_to_digest(tree: object, found: "hashlib._Hash") -> None:
     """Equal values have equal digests, in any process; tensors do not count."""
     if torch.is_tensor(tree):
         return
@@ -99,11 +103,11 @@ def add_to_digest(tree: object, found: "hashlib._Hash") -> None:
     if isinstance(tree, dict):
         for key in sorted(tree, key=repr):
             found.update(repr(key).encode())
-            add_to_digest(tree[key], found)
+            _add_to_digest(tree[key], found)
     elif isinstance(tree, (list, tuple)):
         found.update(str(len(tree)).encode())
         for value in tree:
-            add_to_digest(value, found)
+            _add_to_digest(value, found)
     elif isinstance(tree, (set, frozenset)):
         found.update(repr(sorted(tree, key=repr)).encode())
     elif hasattr(tree, "tobytes"):  # an array of NumPy
@@ -113,4 +117,4 @@ def add_to_digest(tree: object, found: "hashlib._Hash") -> None:
     elif type(tree).__repr__ is not object.__repr__:
         found.update(repr(tree).encode())
     else:
-        add_to_digest(getattr(tree, "__dict__", None), found)
+        _add_to_digest(getattr(tree, "__dict__", None), found)

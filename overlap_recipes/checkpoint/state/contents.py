@@ -3,6 +3,7 @@
 """What a checkpoint says of itself: what a load compares, and what DCP's names do not tell."""
 
 import json
+from dataclasses import dataclass, field, fields
 from functools import cache
 
 import torch
@@ -10,26 +11,86 @@ import torch
 from .tensor_classes import is_made_of_tensors
 from .trees import shard_of
 
-FORMAT = 2  # of ``has_state``; the first was the optimizers' keys alone
-KEY = "a checkpoint keeps names and whole numbers as keys of a dict, not %r (in %s)"
+_FORMAT = 3  # of 0.3.0; 2 lacks ``frozen``, ``ties`` and ``kinds``, and digests are of another sum
 
 
-def survey(tree: object, path: list, int_keys: list[list], empty: list[list]) -> None:
-    """List the paths that DCP's names do not tell: of keys that are numbers, and of empty dicts."""
-    if isinstance(tree, list):
-        for number, value in enumerate(tree):
+@dataclass
+class Contents:
+    """What stands under ``has_state``, as JSON, equal on all ranks.
+
+    Attributes:
+        optim: of each parameter that an optimizer has, the names of its state.
+        ranks: how many have saved.
+        model: a description of each part of the model that is in the checkpoint.
+        left_out: the same of parameters that it leaves out.
+        digests: of those that it leaves out, by name.
+        frozen: the parameters that required no gradient.
+        ties: the name of the parameter that it is, of each that has several names.
+        kinds: what steps each group of the optimizers, under ``optim``; of what has a name, which
+            of torch's schedulers it is, and how many are in a list.
+        int_keys: paths of keys that are numbers.
+        empty: paths of dicts that have nothing in them.
+        format: which of these a checkpoint has.
+    """
+
+    optim: dict[str, list[str]]
+    ranks: int | None = None
+    model: dict[str, str] = field(default_factory=dict)
+    left_out: dict[str, str] = field(default_factory=dict)
+    digests: dict[str, str] = field(default_factory=dict)
+    frozen: list[str] | None = None
+    ties: dict[str, str] | None = None
+    kinds: dict[str, object] = field(default_factory=dict)
+    int_keys: list[list] = field(default_factory=list)
+    empty: list[list] = field(default_factory=list)
+    format: int = _FORMAT
+
+    def as_text(self) -> str:
+        return json.dumps(vars(self), sort_keys=True)
+
+    @classmethod
+    def of_text(cls, text: str) -> "Contents":
+        """What ``as_text`` has written; before November 27 the keys of optimizers stood alone."""
+        found = json.loads(text)
+        if not isinstance(found.get("format"), int):
+            return cls(optim=found, format=1)
+        known = {each.name for each in fields(cls)}
+        return cls(**{name: value for name, value in found.items() if name in known})
+
+
+class Survey:
+    """The paths in a state that DCP's names do not tell: of keys that are numbers, of empty dicts.
+
+    Raises:
+        TypeError: a key is neither a name nor a whole number.
+    """
+
+    def __init__(self) -> None:
+        self.int_keys: list[list] = []
+        self.empty: list[list] = []
+
+    def look(self, tree: object, path: list) -> None:
+        """Add those of ``tree``, which stands at ``path``."""
+        if isinstance(tree, list):
+            for number, value in enumerate(tree):
+                if isinstance(value, (dict, list)):
+                    self.look(value, [*path, number])
+            return
+        if not isinstance(tree, dict):
+            return
+        if not tree:
+            self.empty.append(path)
+        for key, value in tree.items():
+            if type(key) is int:
+                self.int_keys.append([*path, str(key)])
+            elif not isinstance(key, str):
+                place = ".".join(map(str, path))
+                raise TypeError(
+                    f"a checkpoint keeps names and whole numbers as keys of a dict, not {key!r} "
+                    f"(in {place})"
+                )
             if isinstance(value, (dict, list)):
-                survey(value, [*path, number], int_keys, empty)
-        return
-    if not tree:
-        empty.append(path)
-    for key, value in tree.items():
-        if type(key) is int:
-            int_keys.append([*path, str(key)])
-        elif not isinstance(key, str):
-            raise TypeError(KEY % (key, ".".join(map(str, path))))
-        if isinstance(value, (dict, list)):
-            survey(value, [*path, str(key)], int_keys, empty)
+                self.look(value, [*path, str(key)])
 
 
 def described(leaf: object) -> str:
@@ -58,11 +119,3 @@ def differences(saved: dict[str, str], here: dict[str, str]) -> list[str]:
         elif saved[name] != here[name]:
             found.append(f"  {name}: {here[name]}, saved {saved[name]}")
     return found
-
-
-def parse(has_state: str) -> dict:
-    """What ``contents`` gave; of an old checkpoint, the optimizers' keys alone."""
-    contents = json.loads(has_state)
-    if isinstance(contents.get("format"), int):
-        return contents
-    return {"optim": contents, "int_keys": [], "empty": []}

@@ -4,37 +4,32 @@
 
 import random
 import sys
-from collections.abc import Callable, Iterable
+from collections.abc import Callable, Iterable, Iterator
 
 import torch
 from torch.distributed.checkpoint.stateful import Stateful
+from torch.optim.lr_scheduler import LRScheduler
 from torch.utils.data import DataLoader
 
-from .loaders import NO_ORDER, NO_POSITION, LoaderInPass, draws_without_a_state, innermost_sampler
-
-REPLACED = (
-    "%s is a %s: a load would put another one into the dict, and what holds this one would not "
-    "know. Give it by a name of its own"
-)
+from .loaders import LoaderInPass
 
 
 def as_stateful(name: str, item: object) -> Stateful:
+    """What saves and loads ``item``, which is given by ``name``.
+
+    Raises:
+        TypeError: nothing does.
+    """
     if isinstance(item, (list, tuple)):
         items = [as_stateful(f"{name}[{number}]", each) for number, each in enumerate(item)]
         return Several(items)
     if isinstance(item, dict):
         return Values(name, item)
-    generator = as_generator(item)
+    generator = _as_generator(item)
     if generator is not None:
         return generator
     if isinstance(item, DataLoader):
-        inner = getattr(item, "base_dataloader", item)  # accelerate's has the methods, and no state
-        if not isinstance(inner, Stateful):
-            raise TypeError(NO_POSITION % name)
-        sampler = innermost_sampler(inner)
-        if draws_without_a_state(sampler):
-            raise TypeError(NO_ORDER % (name, type(sampler).__name__))
-        return LoaderInPass(name, item, inner)
+        return LoaderInPass(name, item)
     if not isinstance(item, Stateful):
         raise TypeError(f"{name} has no state_dict and load_state_dict; a dict of values would do")
     return item
@@ -58,12 +53,12 @@ class Values:
     """A dict of a job's own values, such as its epoch; a load changes it in place."""
 
     def __init__(self, name: str, values: dict) -> None:
-        refuse_objects(name, values)
+        _refuse_objects(name, values)
         self.name = name
         self.values = values
 
     def state_dict(self) -> dict:
-        refuse_objects(self.name, self.values)
+        _refuse_objects(self.name, self.values)
         return {**self.values}
 
     def load_state_dict(self, state: dict) -> None:
@@ -71,60 +66,103 @@ class Values:
         self.values.update(state)
 
 
-def refuse_objects(name: str, value: object) -> None:
+def _refuse_objects(name: str, value: object) -> None:
     """Raise ``TypeError`` if ``value``, or what is in it, is more than a value."""
     if isinstance(value, dict):
         for key, inner in value.items():
-            refuse_objects(f"{name}[{key!r}]", inner)
+            _refuse_objects(f"{name}[{key!r}]", inner)
     elif isinstance(value, (list, tuple)):
         for number, inner in enumerate(value):
-            refuse_objects(f"{name}[{number}]", inner)
-    elif isinstance(value, Stateful) or as_generator(value) is not None:
-        raise TypeError(REPLACED % (name, type(value).__name__))
+            _refuse_objects(f"{name}[{number}]", inner)
+    elif isinstance(value, Stateful) or _as_generator(value) is not None:
+        raise TypeError(
+            f"{name} is a {type(value).__name__}: a load would put another one into the dict, and "
+            "what holds this one would not know. Give it by a name of its own"
+        )
 
 
-class Generator:
+class _Generator:
     """A source of random numbers of the job's own."""
 
     def __init__(self, read: Callable[[], object], write: Callable[[object], None]) -> None:
-        self.read = read
-        self.write = write
+        self._read = read
+        self._write = write
 
     def state_dict(self) -> dict:
-        return {"numbers": self.read()}
+        return {"numbers": self._read()}
 
     def load_state_dict(self, state: dict) -> None:
-        self.write(state["numbers"])
+        self._write(state["numbers"])
 
 
-def as_generator(item: object) -> Generator | None:
+def _as_generator(item: object) -> _Generator | None:
     """The state of ``item``, if it is a generator of torch, Python or NumPy."""
     if isinstance(item, torch.Generator):
-        return Generator(item.get_state, item.set_state)
+        return _Generator(item.get_state, item.set_state)
     if isinstance(item, random.Random):
-        return Generator(item.getstate, item.setstate)
+        return _Generator(item.getstate, item.setstate)
     numpy = sys.modules.get("numpy")
     if numpy is None:
         return None
     if isinstance(item, numpy.random.RandomState):
-        return Generator(item.get_state, item.set_state)
+        return _Generator(item.get_state, item.set_state)
     if isinstance(item, numpy.random.Generator):
         bits = item.bit_generator
-        return Generator(lambda: bits.state, lambda state: setattr(bits, "state", state))
+        return _Generator(lambda: bits.state, lambda state: setattr(bits, "state", state))
     return None
 
 
-def in_one_list(optimizers: tuple) -> list[torch.optim.Optimizer]:
-    """The optimizers of a call with one, several, or a list of them."""
-    if len(optimizers) == 1 and isinstance(optimizers[0], (list, tuple)):
-        optimizers = optimizers[0]
-    for optimizer in optimizers:
-        if not isinstance(optimizer, torch.optim.Optimizer):
-            raise TypeError(f"{type(optimizer).__name__} is no optimizer: pass it by a name")
-    return [*optimizers]
+def each_of(items: Iterable[Stateful]) -> Iterator[Stateful]:
+    """``items``, with what lists of them hold."""
+    for item in items:
+        if isinstance(item, Several):
+            yield from each_of(item.items)
+        else:
+            yield item
 
 
 def refuse_taken(names: Iterable[str], taken: set[str]) -> None:
     found = taken & set(names)
     if found:
         raise ValueError(f"name it otherwise: {found} is taken in the checkpoint")
+
+
+# -- kinds ------------------------------------------------------------------------------------
+
+
+def kind_of(item: Stateful) -> object:
+    """What a load compares of ``item``: how many are in a list, and which schedulers of torch.
+
+    Others may be of another class by the time of the load, and know how to read what they saved.
+    """
+    if isinstance(item, Several):
+        return [kind_of(each) for each in item.items]
+    if isinstance(item, LRScheduler) and type(item).__module__.startswith("torch."):
+        inner = getattr(item, "_schedulers", [])
+        if inner:
+            return {type(item).__name__: [kind_of(each) for each in inner]}
+        return type(item).__name__
+    return None
+
+
+def in_words(kind: object) -> str:
+    """A kind, for a message."""
+    if kind is None:
+        return "an object"
+    if isinstance(kind, dict):
+        ((name, inner),) = kind.items()
+        return f"{name} of {in_words(inner)}"
+    if isinstance(kind, list):
+        return f"{len(kind)} ({', '.join(map(in_words, kind))})"
+    return str(kind)
+
+
+def is_same_kind(saved: object, here: object) -> bool:
+    """Whether a state of the one may go into the other; what has no kind may be any."""
+    if saved is None or here is None:
+        return not isinstance(saved or here, list)
+    if isinstance(saved, list) and isinstance(here, list):
+        if len(saved) != len(here):
+            return False
+        return all(is_same_kind(one, other) for one, other in zip(saved, here, strict=True))
+    return saved == here

@@ -2,131 +2,190 @@
 # Overlap Recipes 0.2.1, overlap_recipes/checkpoint/state/loaders.py
 """A loader's place in its data, and the random numbers of its pass."""
 
+import logging
 import weakref
 from collections.abc import Callable, Iterator
+from functools import cache
 from inspect import isgeneratorfunction
 from itertools import chain, islice
 
+import torch
 from torch.distributed.checkpoint.stateful import Stateful
 from torch.utils.data import DataLoader, IterableDataset, RandomSampler, SequentialSampler
 
 from .random_numbers import has_drawn_more_than_a_seed, numbers_of_host, set_numbers_of_host
 
-NO_POSITION = (
-    "%s is a DataLoader that does not know where it is: use torchdata's StatefulDataLoader, or "
-    "skip batches yourself; accelerate has "
-    "DataLoaderConfiguration(use_stateful_dataloader=True, use_seedable_sampler=True)"
-)
-NO_ORDER = (
-    "%s is a DataLoader whose %s draws another order after a restart: what it has drawn is in no "
-    "state. Use StatefulDataLoader(shuffle=True), or a sampler with a seed (accelerate: "
-    "DataLoaderConfiguration(use_seedable_sampler=True))"
-)
-DRAWS_AT_ONCE = (
-    "%s: what %s draws in iter() is in no state, so a job that resumes would have another order: "
-    "make its __iter__ a generator (yield from ...), or let it draw from a seed and its epoch"
-)
+LOG = logging.getLogger(__name__)
+_KEY = "overlap_recipes.pass"  # in the state of a loader
+
+# who is told of the passes of a loader; private by name: ``_get_iterator``, ``_iterator``
+_LISTENERS: "weakref.WeakKeyDictionary[DataLoader, list[weakref.ref[LoaderInPass]]]"
+_LISTENERS = weakref.WeakKeyDictionary()
 
 
 class LoaderInPass:
     """A loader that knows where it is, with the random numbers from which its pass began.
 
     The order of a sampler, the seeds of the workers and what a dataset draws come from them. A pass
-    that goes on behind a load begins with them again, and leaves the job's own as they are.
+    that goes on after a load begins with them again, and leaves the job's own as they are.
+
+    As long as this object lives, the loader is of a subclass of its class, which tells when a pass
+    begins. A copy of the loader, and what is unpickled, is of the class itself, and has nothing to
+    do with this object.
+
+    Raises:
+        TypeError: the loader does not know where it is, or draws an order that is in no state.
     """
 
-    KEY = "overlap_recipes.pass"  # in the state of the loader
-
-    def __init__(self, name: str, item: Stateful, loader: DataLoader) -> None:
-        self.item = item
+    def __init__(self, name: str, item: DataLoader) -> None:
+        loader = getattr(item, "base_dataloader", item)  # accelerate's has the methods, no state
+        if not isinstance(loader, Stateful):
+            raise TypeError(
+                f"{name} is a DataLoader that does not know where it is: use torchdata's "
+                "StatefulDataLoader, or skip batches yourself; accelerate has "
+                "DataLoaderConfiguration(use_stateful_dataloader=True, use_seedable_sampler=True)"
+            )
+        sampler = _innermost_sampler(loader)
+        if _draws_without_a_state(sampler):
+            raise TypeError(
+                f"{name} is a DataLoader whose {type(sampler).__name__} draws another order after "
+                "a restart: what it has drawn is in no state. Use "
+                "StatefulDataLoader(shuffle=True), or a sampler with a seed (accelerate: "
+                "DataLoaderConfiguration(use_seedable_sampler=True))"
+            )
         self.name = name
-        self.generator = loader.generator
-        sampler = type(innermost_sampler(loader))
+        self.item = item
+        self.sampler = type(sampler).__name__
         has_sampler = not isinstance(loader.dataset, IterableDataset)
-        self.draws_at_once = has_sampler and not isgeneratorfunction(sampler.__iter__)
-        self.sampler = sampler.__name__
-        self.unknown_order = False
-        self.began: dict | None = None  # None: before this object was made
+        self.draws_at_once = has_sampler and not isgeneratorfunction(type(sampler).__iter__)
+        self.order_is_unknown = False
+        self.began: dict | None = None  # with which numbers; None: before this object was made
+        self.began_by_reset = False  # workers that persist begin another pass, and no iterator does
         self.goes_on = False  # whether a load has given the pass that comes next
-        self.make_iterator = maker_of_iterators(loader)
-        loader._get_iterator = begun_by(weakref.ref(self), self.make_iterator)
+        self.has_begun = _has_begun(loader)  # whether the job has taken batches since the last load
+        _warn_of_workers_that_persist(name, loader)
+        _listen(loader, self)
         if hasattr(item, "load_state_dicts"):
             self.load_state_dicts = item.load_state_dicts
 
-    def begin(self) -> Iterator:
-        """Make the iterator of a pass, for the loader."""
-        own = self.numbers()
+    # -- told by the loader -----------------------------------------------------------------------
+
+    def make_iterator(self, loader: DataLoader, make: Callable[[], Iterator]) -> Iterator:
+        """Make the iterator of a pass by ``make``."""
+        own = self._numbers()
         if not self.goes_on:
             self.began = own
-            iterator = self.make_iterator()
+            self.began_by_reset = False
+            iterator = make()
             if self.draws_at_once and has_drawn_more_than_a_seed(own):
-                self.unknown_order = True
+                self.order_is_unknown = True
             return iterator
         self.goes_on = False
+        generator = loader.generator
         try:
             if self.began is not None:
-                self.set_numbers(self.began)
-            iterator = self.make_iterator()
-            draw_first(iterator)
-            return iterator
+                self._set_numbers(self.began)
+            if self.began_by_reset:  # which has drawn no seed for workers
+                loader.generator = torch.Generator()
+            iterator = make()
+            _draw_first(iterator)
         finally:
-            self.set_numbers(own)
+            loader.generator = generator
+            self._set_numbers(own)
+        if getattr(iterator, "_finished", False):  # the pass that was saved had ended: the next
+            self.began = own
+        return iterator
 
-    def numbers(self) -> dict:
-        numbers = numbers_of_host()
-        if self.generator is not None:
-            numbers["generator"] = self.generator.get_state()
-        return numbers
+    def reset_iterator(self, reset: Callable[[], Iterator]) -> Iterator:
+        """Begin another pass of an iterator whose workers persist."""
+        self.began = self._numbers()
+        self.began_by_reset = True
+        return reset()
 
-    def set_numbers(self, numbers: dict) -> None:
-        set_numbers_of_host(numbers)
-        if self.generator is not None and "generator" in numbers:
-            self.generator.set_state(numbers["generator"])
+    # -- told by the job --------------------------------------------------------------------------
 
     def state_dict(self) -> dict:
-        state = self.item.state_dict()  # may begin a pass
-        if self.unknown_order:
-            raise ValueError(DRAWS_AT_ONCE % (self.name, self.sampler))
+        state = self.item.state_dict()  # may make an iterator
+        if self.order_is_unknown:
+            raise ValueError(
+                f"{self.name}: what {self.sampler} draws in iter() is in no state, so a job that "
+                "resumes would have another order: make its __iter__ a generator (yield from ...), "
+                "or let it draw from a seed and its epoch"
+            )
         if not isinstance(state, dict):
             return state
-        of_pass = {"began": self.began, "now": self.numbers().get("generator")}
-        return {**state, self.KEY: of_pass}
+        of_pass = {
+            "began": self.began,
+            "by_reset": self.began_by_reset,
+            "now": self._numbers().get("generator"),
+            "iteration": _next_iteration(self.item, state),
+        }
+        return {**state, _KEY: of_pass}
 
     def load_state_dict(self, state: dict) -> None:
         of_pass = {}
         if isinstance(state, dict):
-            of_pass = state.get(self.KEY, {})  # not in checkpoints of earlier versions
-            state = {key: value for key, value in state.items() if key != self.KEY}
+            of_pass = state.get(_KEY, {})  # not in checkpoints of earlier versions
+            state = {key: value for key, value in state.items() if key != _KEY}
         self.item.load_state_dict(state)
         self.goes_on = True
+        self.has_begun = False
         self.began = of_pass.get("began")
-        if self.generator is not None and of_pass.get("now") is not None:
-            self.generator.set_state(of_pass["now"])
+        self.began_by_reset = of_pass.get("by_reset", False)
+        if of_pass.get("iteration") is not None:
+            self.item.iteration = of_pass["iteration"]
+        generator = self._loader.generator
+        if generator is not None and of_pass.get("now") is not None:
+            generator.set_state(of_pass["now"])
+
+    @property
+    def _loader(self) -> DataLoader:
+        return getattr(self.item, "base_dataloader", self.item)
+
+    def _numbers(self) -> dict:
+        numbers = numbers_of_host()
+        generator = self._loader.generator
+        if generator is not None:
+            numbers["generator"] = generator.get_state()
+        return numbers
+
+    def _set_numbers(self, numbers: dict) -> None:
+        set_numbers_of_host(numbers)
+        generator = self._loader.generator
+        if generator is not None and "generator" in numbers:
+            generator.set_state(numbers["generator"])
 
 
-def maker_of_iterators(loader: DataLoader) -> Callable[[], Iterator]:
-    """What makes them up to now. It does not keep ``loader``, whose workers end with it."""
-    own = weakref.ref(loader)
-    before = vars(loader).get("_get_iterator")  # of another state of the job
-
-    def make() -> Iterator:
-        alive = own()
-        return type(alive)._get_iterator(alive) if before is None else before()
-
-    return make
+def _next_iteration(item: DataLoader, state: dict) -> int | None:
+    """The number of the pass that a prepared loader of accelerate orders by, which it saves not."""
+    if item is getattr(item, "base_dataloader", item):
+        return None
+    number = getattr(item, "iteration", None)
+    if number is not None and state.get("_iterator_finished"):
+        number += 1
+    return number
 
 
-def begun_by(owner: weakref.ref, make: Callable[[], Iterator]) -> Callable[[], Iterator]:
-    """``LoaderInPass.begin`` of ``owner`` as long as there is one."""
-
-    def begin() -> Iterator:
-        alive = owner()
-        return make() if alive is None else alive.begin()
-
-    return begin
+def _has_begun(loader: DataLoader) -> bool:
+    """Whether somebody has asked for its batches."""
+    iterator = getattr(loader, "_iterator", None)
+    return iterator is not None and not getattr(loader, "_initial_iter_for_state_dict", False)
 
 
-def draw_first(iterator: Iterator) -> None:
+def _warn_of_workers_that_persist(name: str, loader: DataLoader) -> None:
+    dataset = loader.dataset
+    persists = loader.persistent_workers and loader.num_workers > 0
+    if persists and isinstance(dataset, IterableDataset) and not isinstance(dataset, Stateful):
+        LOG.warning(
+            "%s: workers that persist go on with their random numbers from pass to pass, and a job "
+            "that resumes starts others. If %s draws an order, give it state_dict and "
+            "load_state_dict, or set persistent_workers=False",
+            name,
+            type(dataset).__name__,
+        )
+
+
+def _draw_first(iterator: Iterator) -> None:
     """Let a sampler that is to skip what was taken do so now, with the numbers of its pass."""
     rest = getattr(iterator, "_sampler_iter", None)
     if isinstance(rest, islice):
@@ -134,7 +193,7 @@ def draw_first(iterator: Iterator) -> None:
         iterator._sampler_iter = chain(first, rest)
 
 
-def innermost_sampler(loader: DataLoader) -> object:
+def _innermost_sampler(loader: DataLoader) -> object:
     """What gives the order of the samples, below all that makes batches of them."""
     found: object = loader
     while True:
@@ -146,7 +205,81 @@ def innermost_sampler(loader: DataLoader) -> object:
         found = inner
 
 
-def draws_without_a_state(sampler: object) -> bool:
+def _draws_without_a_state(sampler: object) -> bool:
     """Whether it is one of PyTorch's own samplers that draw; torchdata's RandomSampler is not."""
     is_torchs_own = type(sampler).__module__ == RandomSampler.__module__
     return is_torchs_own and not isinstance(sampler, SequentialSampler)
+
+
+# -- a loader that tells when a pass begins ---------------------------------------------------
+
+
+def _listen(loader: DataLoader, listener: LoaderInPass) -> None:
+    """Tell ``listener`` of the passes of ``loader``, as long as both live."""
+    if loader not in _LISTENERS:
+        _LISTENERS[loader] = []
+        loader.__class__ = _telling(type(loader))
+    reference = weakref.ref(listener)
+    _LISTENERS[loader].append(reference)
+    end = weakref.finalize(listener, _forget, weakref.ref(loader), reference)
+    end.atexit = False
+
+
+def _forget(loader: weakref.ref, reference: weakref.ref) -> None:
+    """Take the loader's own class again, when nobody listens any more."""
+    alive = loader()
+    if alive is None:
+        return
+    listeners = _LISTENERS[alive]
+    listeners.remove(reference)
+    if not listeners:
+        del _LISTENERS[alive]
+        alive.__class__ = type(alive).__bases__[0]
+
+
+def _listeners_of(loader: DataLoader) -> list[LoaderInPass]:
+    found = [reference() for reference in _LISTENERS.get(loader, [])]
+    return [listener for listener in found if listener is not None]
+
+
+@cache
+def _telling(cls: type) -> type:
+    """A subclass of a loader's class ``cls``, of which no copy and no pickle is."""
+
+    class Telling(cls):
+        def _get_iterator(self) -> Iterator:
+            make = super()._get_iterator
+            for listener in _listeners_of(self):
+                make = _made_by(listener, self, make)
+            return make()
+
+        def __iter__(self) -> Iterator:
+            listeners = _listeners_of(self)
+            for listener in listeners:
+                listener.has_begun = True
+            begin = super().__iter__
+            persists = self.persistent_workers and self.num_workers > 0
+            if persists and _has_begun(self):
+                for listener in listeners:
+                    begin = _reset_by(listener, begin)
+            return begin()
+
+        def __reduce_ex__(self, protocol: int) -> tuple:
+            make, arguments, *rest = super().__reduce_ex__(protocol)
+            of_own_class = [cls if each is type(self) else each for each in arguments]
+            return (make, tuple(of_own_class), *rest)
+
+    Telling.__name__ = cls.__name__
+    Telling.__qualname__ = cls.__qualname__
+    Telling.__module__ = cls.__module__
+    return Telling
+
+
+def _made_by(
+    listener: LoaderInPass, loader: DataLoader, make: Callable[[], Iterator]
+) -> Callable[[], Iterator]:
+    return lambda: listener.make_iterator(loader, make)
+
+
+def _reset_by(listener: LoaderInPass, reset: Callable[[], Iterator]) -> Callable[[], Iterator]:
+    return lambda: listener.reset_iterator(reset)

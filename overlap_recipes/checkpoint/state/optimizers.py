@@ -1,35 +1,54 @@
 # SPDX-License-Identifier: BSD-3-Clause
 # Overlap Recipes 0.2.1, overlap_recipes/checkpoint/state/optimizers.py
-"""Optimizers: what is refused, and how a state of one is loaded as it was saved."""
+"""Optimizers: which are refused, and how one gets its state as it was saved."""
 
 from collections.abc import Callable
-from itertools import chain
+from dataclasses import dataclass
 
 import torch
 from torch.distributed.fsdp import FlatParameter
 from torch.distributed.tensor import DTensor, Replicate
 
 OTHER_GROUPS = "load into the groups of the save: change the groups after the load"
-OTHER_KIND = "the checkpoint is of another kind of optimizer: %s needs %s, which it does not have"
-PLAIN = (
-    "the optimizer's state of %s is a plain tensor of this rank's shard, and ranks would get each "
-    "other's: make it with torch.zeros_like(parameter), or as a DTensor (DTensor.from_local)"
-)
-MORE_STATE = (
-    "%s has %s beside state and param_groups, which no checkpoint would have: give the optimizer "
-    "inside it, and what has the rest by a name of its own"
-)
-FLAT = (
-    "an optimizer trains a FlatParameter, whose state no job could load: make the model by "
-    "FullyShardedDataParallel(..., use_orig_params=True), or by fully_shard"
-)
 
 
 def groups(optimizers: list[torch.optim.Optimizer]) -> list[dict]:
-    return [*chain.from_iterable(optimizer.param_groups for optimizer in optimizers)]
+    """Their parameter groups, in order."""
+    found: list[dict] = []
+    for optimizer in optimizers:
+        found.extend(optimizer.param_groups)
+    return found
 
 
-def unwrapped(optimizer: torch.optim.Optimizer) -> torch.optim.Optimizer:
+def parameters_of(optimizer: torch.optim.Optimizer) -> list[torch.nn.Parameter]:
+    """What it trains, in the order of its ``state_dict``."""
+    found = []
+    for group in optimizer.param_groups:
+        found.extend(group["params"])
+    return found
+
+
+def in_one_list(optimizers: tuple) -> list[torch.optim.Optimizer]:
+    """The optimizers of a call with one, several, or a list of them.
+
+    Raises:
+        TypeError: one is none, or its state cannot be saved.
+    """
+    if len(optimizers) == 1 and isinstance(optimizers[0], (list, tuple)):
+        optimizers = optimizers[0]
+    found = []
+    for each in optimizers:
+        if not isinstance(each, torch.optim.Optimizer):
+            raise TypeError(f"{type(each).__name__} is no optimizer: pass it by a name")
+        optimizer = _unwrapped(each)
+        _refuse_inner_state(optimizer)
+        _refuse_more_state(optimizer)
+        _refuse_flat_parameters(optimizer)
+        found.append(optimizer)
+    return found
+
+
+def _unwrapped(optimizer: torch.optim.Optimizer) -> torch.optim.Optimizer:
     """Without what accelerate and Lightning put around it, which has no state of its own."""
     package = type(optimizer).__module__.partition(".")[0]
     if package == "accelerate":
@@ -39,47 +58,88 @@ def unwrapped(optimizer: torch.optim.Optimizer) -> torch.optim.Optimizer:
     return optimizer
 
 
-def is_new(optimizer: torch.optim.Optimizer) -> bool:
-    """Whether it has no state; an empty one for each parameter is none."""
-    return not any(not isinstance(own, dict) or own for own in optimizer.state.values())
+def _refuse_inner_state(outer: torch.optim.Optimizer) -> None:
+    """Raise if the state is in an optimizer inside, as in SAM's."""
+    for name, inner in vars(outer).items():
+        if isinstance(inner, torch.optim.Optimizer) and inner.state is not outer.state:
+            raise TypeError(f"{type(outer).__name__} keeps its state in {name}: pass that")
 
 
-def refuse_more_state(optimizer: torch.optim.Optimizer) -> None:
+def _refuse_more_state(optimizer: torch.optim.Optimizer) -> None:
     """Raise if its state has more than PyTorch's, as that of PostLocalSGDOptimizer has."""
     is_torchs = type(optimizer).state_dict is torch.optim.Optimizer.state_dict
     if is_torchs and not optimizer._optimizer_state_dict_post_hooks:
         return
     more = sorted(optimizer.state_dict().keys() - {"state", "param_groups"})
     if more:
-        raise TypeError(MORE_STATE % (type(optimizer).__name__, ", ".join(more)))
+        raise TypeError(
+            f"{type(optimizer).__name__} has {', '.join(more)} beside state and param_groups, "
+            "which no checkpoint would have: give the optimizer inside it, and what has the rest "
+            "by a name of its own"
+        )
 
 
-def refuse_flat_parameters(optimizer: torch.optim.Optimizer) -> None:
+def _refuse_flat_parameters(optimizer: torch.optim.Optimizer) -> None:
     """Raise if it trains what ``FullyShardedDataParallel`` makes without ``use_orig_params``."""
-    for group in optimizer.param_groups:
-        for parameter in group["params"]:
-            if isinstance(parameter, FlatParameter):
-                raise TypeError(FLAT)
+    for parameter in parameters_of(optimizer):
+        if isinstance(parameter, FlatParameter):
+            raise TypeError(
+                "an optimizer trains a FlatParameter, whose state no job could load: make the "
+                "model by FullyShardedDataParallel(..., use_orig_params=True), or by fully_shard"
+            )
 
 
-def load_kind(optimizer: torch.optim.Optimizer, state: dict) -> None:
-    """Load ``state``; raise if it is of an optimizer that steps with other settings."""
-    own: set[str] = set()
-    saved: set[str] = set()
-    for group in optimizer.param_groups:
-        own.update(group)
-    for group in state["param_groups"]:
-        saved.update(group)
-    needed = own & optimizer.defaults.keys()
-    unknown = {name for name in saved - own if not name.endswith("_lr")}  # a scheduler's
-    try:
-        optimizer.load_state_dict(state)
-    except KeyError as error:
-        raise ValueError(OTHER_KIND % (type(optimizer).__name__, error)) from error
-    for group in optimizer.param_groups:
-        lacking = sorted(needed - group.keys())
-        if lacking and unknown:  # a later version of an optimizer may need more
-            raise ValueError(OTHER_KIND % (type(optimizer).__name__, ", ".join(lacking)))
+def refuse_other_keys(optimizer: torch.optim.Optimizer) -> None:
+    """Raise if it keeps state under what is no parameter."""
+    for key in optimizer.state:
+        if not torch.is_tensor(key):
+            raise ValueError(
+                f"{type(optimizer).__name__} keeps state under {key!r}, which is no parameter: no "
+                "checkpoint would have it. Keep it in an object with state_dict and "
+                "load_state_dict, and give that by a name"
+            )
+
+
+def refuse_plain_tensors(name: str, moments: object) -> None:
+    """Raise if the state of a sharded parameter has tensors that do not say whose they are."""
+    if isinstance(moments, dict):
+        for value in moments.values():
+            refuse_plain_tensors(name, value)
+    elif isinstance(moments, (list, tuple)):
+        for value in moments:
+            refuse_plain_tensors(name, value)
+    elif torch.is_tensor(moments) and not isinstance(moments, DTensor) and moments.numel() > 1:
+        raise TypeError(
+            f"the optimizer's state of {name} is a plain tensor of this rank's shard, and ranks "
+            "would get each other's: make it with torch.zeros_like(parameter), or as a DTensor "
+            "(DTensor.from_local)"
+        )
+
+
+def is_sharded(tensor: torch.Tensor) -> bool:
+    """Whether ranks hold different parts of it."""
+    if not isinstance(tensor, DTensor):
+        return False
+    for dim, placement in enumerate(tensor.placements):
+        if not isinstance(placement, Replicate) and tensor.device_mesh.size(dim) > 1:
+            return True
+    return False
+
+
+def is_new(optimizer: torch.optim.Optimizer) -> bool:
+    """Whether it has no state; an empty one for each parameter is none."""
+    return not any(not isinstance(own, dict) or own for own in optimizer.state.values())
+
+
+def kind_of_steps(optimizer: torch.optim.Optimizer) -> str | None:
+    """The optimizer of torch that it is, or is made from; None of others, which may be any."""
+    for cls in type(optimizer).__mro__:
+        if cls.__module__.startswith("torch.optim.") and cls is not torch.optim.Optimizer:
+            return cls.__name__
+    return None
+
+
+# -- loading ----------------------------------------------------------------------------------
 
 
 def lacking_settings(optimizer: torch.optim.Optimizer, group: dict, saved: set[str]) -> list[str]:
@@ -101,6 +161,86 @@ def lacking_settings(optimizer: torch.optim.Optimizer, group: dict, saved: set[s
     return lacking
 
 
+def _other_kind(optimizer: torch.optim.Optimizer, lacking: str) -> str:
+    """Why a checkpoint is not loaded into ``optimizer``."""
+    kind = type(optimizer).__name__
+    return (
+        f"the checkpoint is of another kind of optimizer: {kind} needs {lacking}, "
+        "which it does not have"
+    )
+
+
+@dataclass
+class SavedGroup:
+    """A group of parameters in a checkpoint.
+
+    Attributes:
+        names: of its parameters.
+        settings: their names.
+        kind: the optimizer of torch that has stepped it; None if it is of others, or not known.
+    """
+
+    names: set[str]
+    settings: set[str]
+    kind: str | None
+
+
+def wrong_groups(
+    optimizers: list[torch.optim.Optimizer],
+    param_groups: list[dict],
+    saved: list[SavedGroup],
+    is_skipped: Callable[[str], bool],
+) -> list[str]:
+    """A line for each group that the checkpoint has otherwise, or that something else has stepped.
+
+    Args:
+        param_groups: of the optimizers, with names of parameters.
+    """
+    stepped_by: list[torch.optim.Optimizer] = []
+    for optimizer in optimizers:
+        stepped_by.extend([optimizer] * len(optimizer.param_groups))
+    found = []
+    for optimizer, group in zip(stepped_by, param_groups, strict=True):
+        names = {name for name in group["params"] if not is_skipped(name)}
+        if not names:
+            continue
+        matching = [each for each in saved if each.names == names]
+        if not matching:
+            found.append(f"  the group of {min(names)}: {OTHER_GROUPS}")
+            continue
+        here = kind_of_steps(optimizer)
+        there = matching[0].kind
+        lacking = lacking_settings(optimizer, group, matching[0].settings)
+        if lacking:
+            found.append("  " + _other_kind(optimizer, ", ".join(lacking)))
+        elif here is not None and there is not None and here != there:
+            found.append(
+                f"  the group of {min(names)}: the checkpoint is of another kind of optimizer: "
+                f"saved with {there}, here is {here}: resume with {there}, and change it then"
+            )
+    return found
+
+
+def load_as_saved(
+    optimizer: torch.optim.Optimizer, moments: dict[int, dict], param_groups: list[dict]
+) -> None:
+    """Give it a state; of PyTorch's own optimizers, tensors keep the types that they had.
+
+    Args:
+        moments: by the number of the parameter.
+    """
+    try:
+        optimizer.load_state_dict({"state": moments, "param_groups": param_groups})
+    except KeyError as error:
+        raise ValueError(_other_kind(optimizer, str(error))) from error
+    if type(optimizer).load_state_dict is not torch.optim.Optimizer.load_state_dict:
+        return
+    parameters = parameters_of(optimizer)
+    for number, saved in moments.items():
+        cast = optimizer.state[parameters[number]]
+        optimizer.state[parameters[number]] = _uncast(cast, saved)
+
+
 def take_group(
     left: list[dict], wanted: list[str], is_skipped: Callable[[str], bool], own: dict
 ) -> dict:
@@ -117,37 +257,15 @@ def take_group(
     return own
 
 
-def uncast(loaded: object, saved: object) -> object:
+def _uncast(loaded: object, saved: object) -> object:
     """``loaded`` in the types of ``saved``: torch's optimizers cast to the parameter's type."""
     if isinstance(saved, dict):
-        return {key: uncast(loaded[key], value) for key, value in saved.items()}
+        return {key: _uncast(loaded[key], value) for key, value in saved.items()}
     if isinstance(saved, (list, tuple)):
-        values = [uncast(cast, value) for cast, value in zip(loaded, saved, strict=True)]
+        values = [_uncast(cast, value) for cast, value in zip(loaded, saved, strict=True)]
         return type(saved)(*values) if hasattr(saved, "_fields") else type(saved)(values)
     if isinstance(saved, str):
         return saved  # torch takes its letters for a list
     if not torch.is_tensor(saved) or loaded.dtype == saved.dtype:
         return loaded
     return saved.to(loaded.device)
-
-
-def is_sharded(tensor: torch.Tensor) -> bool:
-    """Whether ranks hold different parts of it."""
-    if not isinstance(tensor, DTensor):
-        return False
-    for dim, placement in enumerate(tensor.placements):
-        if not isinstance(placement, Replicate) and tensor.device_mesh.size(dim) > 1:
-            return True
-    return False
-
-
-def refuse_plain_tensors(name: str, moments: object) -> None:
-    """Raise if the state of a sharded parameter has tensors that do not say whose they are."""
-    if isinstance(moments, dict):
-        for value in moments.values():
-            refuse_plain_tensors(name, value)
-    elif isinstance(moments, (list, tuple)):
-        for value in moments:
-            refuse_plain_tensors(name, value)
-    elif torch.is_tensor(moments) and not isinstance(moments, DTensor) and moments.numel() > 1:
-        raise TypeError(PLAIN % name)

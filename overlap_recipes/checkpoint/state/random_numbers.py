@@ -1,6 +1,6 @@
 # SPDX-License-Identifier: BSD-3-Clause
 # Overlap Recipes 0.2.1, overlap_recipes/checkpoint/state/random_numbers.py
-"""A rank's random numbers."""
+"""A rank's random numbers: of Python, NumPy, torch, and the accelerator."""
 
 import importlib
 import logging
@@ -14,47 +14,50 @@ import torch
 from ...ranks import own_rank, world_size
 
 LOG = logging.getLogger(__name__)
-SEEDS_A_STEP = 1_000_003
-SEEDED_ANEW = "random numbers are seeded anew: %d ranks, %d at the save"
-
-
-def torch_generators() -> dict[str, ModuleType]:
-    """What has torch's random numbers: the host, and this rank's accelerator if there is one."""
-    generators = {"host": torch}
-    device = torch.accelerator.current_accelerator(check_available=True)
-    if device is not None:
-        generators["device"] = torch.get_device_module(device)
-    return generators
+_SEEDS_A_STEP = 1_000_003
 
 
 class RandomNumbers:
-    """The state of this rank's random numbers; on another number of ranks, all seed anew."""
+    """The state of this rank's random numbers; on another number of ranks, all are seeded again.
+
+    Args:
+        job: has ``step``. It has this object, and loaders that are to end with it.
+    """
 
     NAME = "random"
 
     def __init__(self, job: object) -> None:
-        self.job = weakref.proxy(job)  # which has this object, and loaders that end with it
+        self._job = weakref.proxy(job)
 
     def state_dict(self) -> dict:
         state = numbers_of_host()
-        for name, source in torch_generators().items():
-            state[name] = source.get_rng_state()
+        accelerator = _accelerator()
+        if accelerator is not None:
+            state["device"] = accelerator.get_rng_state()
         return state
 
     def load_state_dict(self, state: dict) -> None:
         set_numbers_of_host(state)
-        for name, source in torch_generators().items():
-            if name in state:
-                source.set_rng_state(state[name])
+        accelerator = _accelerator()
+        if accelerator is not None and "device" in state:
+            accelerator.set_rng_state(state["device"])
 
     def load_state_dicts(self, states: list[dict]) -> None:
-        seed = SEEDS_A_STEP * self.job.step + own_rank()
+        seed = _SEEDS_A_STEP * self._job.step + own_rank()
         random.seed(seed)
         torch.manual_seed(seed)
         numpy = sys.modules.get("numpy")
         if numpy is not None:
             numpy.random.seed(seed % 2**32)
-        LOG.warning(SEEDED_ANEW, world_size(), len(states))
+        LOG.warning(
+            "random numbers are seeded again: %d ranks, %d at the save", world_size(), len(states)
+        )
+
+
+def _accelerator() -> ModuleType | None:
+    """What has the random numbers of this rank's accelerator, if there is one."""
+    device = torch.accelerator.current_accelerator(check_available=True)
+    return None if device is None else torch.get_device_module(device)
 
 
 def numbers_of_host() -> dict:
@@ -81,7 +84,7 @@ def has_drawn_more_than_a_seed(before: dict) -> bool:
     after = numbers_of_host()
     if after["python"] != before["python"]:
         return True
-    if "numpy" in before and value_of_numpy(after) != value_of_numpy(before):
+    if "numpy" in before and _value_of_numpy(after) != _value_of_numpy(before):
         return True
     if torch.equal(after["host"], before["host"]):
         return False
@@ -92,6 +95,6 @@ def has_drawn_more_than_a_seed(before: dict) -> bool:
     return not torch.equal(after["host"], of_seed)
 
 
-def value_of_numpy(numbers: dict) -> tuple:
+def _value_of_numpy(numbers: dict) -> tuple:
     kind, keys, *position = numbers["numpy"]
     return kind, keys.tobytes(), *position

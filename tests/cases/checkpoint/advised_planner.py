@@ -12,7 +12,7 @@ import torch.distributed.checkpoint as dcp
 from torch import nn
 from torch.distributed.checkpoint import DefaultLoadPlanner
 
-from overlap_recipes.checkpoint.state import AppState
+from overlap_recipes.checkpoint.state import TrainingState
 
 WIDTH = 8
 OLD_NAMES = {"base": "base_layer", "buffer": "scale"}
@@ -48,11 +48,11 @@ def main(renamed: str) -> None:
         model(torch.ones(WIDTH)).sum().backward()
         optimizer.step()
         optimizer.zero_grad()
-        dcp.save({"app": AppState(model, optimizer)}, checkpoint_id=root / "step1")
+        dcp.save({"app": TrainingState(model, optimizer)}, checkpoint_id=root / "step1")
 
         names = OLD_NAMES | {renamed: NEW_NAMES[renamed]}
         again, its_optimizer = build(1, names)
-        state = {"app": AppState(again, its_optimizer)}
+        state = {"app": TrainingState(again, its_optimizer)}
         planner = DefaultLoadPlanner(allow_partial_load=True)
         try:
             dcp.load(state, checkpoint_id=root / "step1", planner=planner)

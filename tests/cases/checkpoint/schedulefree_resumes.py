@@ -2,7 +2,7 @@
 
 The argument says how: ``trains`` (saved while its optimizer trains), ``evaluates`` (saved after
 ``optimizer.eval()``), ``not_entered`` (a fresh job has not called ``optimizer.train()`` before it
-loads), ``plain`` (``AppState`` and ``dcp.save``).
+loads), ``plain`` (``TrainingState`` and ``dcp.save``).
 """
 
 import sys
@@ -12,7 +12,7 @@ import schedulefree
 import torch.distributed.checkpoint as dcp
 from torch import nn
 
-from overlap_recipes.checkpoint.state import AppState
+from overlap_recipes.checkpoint.state import TrainingState
 
 
 def build(seed: int) -> tuple[nn.Module, schedulefree.AdamWScheduleFree]:
@@ -35,9 +35,9 @@ def plain() -> None:
     with roundtrip.job() as root:
         model, optimizer = build(0)
         step(model, optimizer, 0)
-        dcp.save({"app": AppState(model, optimizer)}, checkpoint_id=root / "step1")
+        dcp.save({"app": TrainingState(model, optimizer)}, checkpoint_id=root / "step1")
         again, its_optimizer = build(1)
-        dcp.load({"app": AppState(again, its_optimizer)}, checkpoint_id=root / "step1")
+        dcp.load({"app": TrainingState(again, its_optimizer)}, checkpoint_id=root / "step1")
         saved = roundtrip.all_state(model, optimizer)
         loaded = roundtrip.all_state(again, its_optimizer)
         roundtrip.none_of_any_rank(roundtrip.differences(loaded, saved))
