@@ -165,6 +165,7 @@ class Fit:
     def _all_names(self) -> set[str]:
         """The names that may be skipped."""
         found = {*self._own.model, *self._parameters, *self._shared, *self.job.per_rank}
+        found.update(self.job.COUNTERS)
         found.update(self.contents.optim)
         found.update(self.contents.left_out)
         for entry in self._entries:

@@ -19,6 +19,8 @@ from torch.distributed.tensor import DTensor
 from overlap_recipes.checkpoint import Run, TrainingState, load, resume
 
 WIDTH, HIDDEN = 8, 12
+# counters and random numbers, which these have by other names or not at all
+OLD = {"step2": ["random", "step"], "step3": ["random", "random_of_rank_0", "random_of_rank_1"]}
 
 
 class SampleCounter(nn.Module):
@@ -79,10 +81,10 @@ def main(golden: Path) -> None:
     try:
         model, optimizer, schedule = build()
         state = TrainingState(model, optimizer, schedule=schedule)
-        load({"app": state}, golden / "step2")
+        load({"app": state}, golden / "step2", skip=OLD["step2"])
         compare(state.state_dict(), expected["step2"])
         run = Run(*build())
-        assert resume(run, golden) == 3
+        assert resume(run, golden, skip=OLD["step3"]) == 3
         compare(run.state_dict(), expected["step3"])
     finally:
         dist.destroy_process_group()
