@@ -188,6 +188,24 @@ def refuse_other_adams(groups: list[dict], others: Iterable[str] = ()) -> None:
         raise ValueError(f"this AdamW has no setting {', '.join(sorted(found))}")
 
 
+def refuse_bad_numbers(groups: list[dict]) -> None:
+    """Raise where groups have a rate, betas, eps or decay that torch's AdamW would not take."""
+    for group in groups:
+        numbers = {name: group[name] for name in ("eps", "weight_decay")}
+        betas = tuple(float(beta) for beta in group["betas"])
+        of_torch = [torch.zeros((), device="cpu")]
+        torch.optim.AdamW(of_torch, lr=float(group["lr"]), betas=betas, **numbers)
+
+
+def refuse_sparse(parameter: nn.Parameter) -> None:
+    """Raise where a gradient is not dense, as torch's AdamW does."""
+    if parameter.grad.layout is not torch.strided:
+        raise RuntimeError(
+            f"a parameter has a sparse gradient: make its module with sparse=False (its shape is "
+            f"{tuple(parameter.shape)})"
+        )
+
+
 def refuse_wide(parameters: Iterable[nn.Parameter]) -> None:
     """Raise where masters and moments in float32 would not hold what is trained."""
     for dtype in {p.dtype for p in parameters if p.requires_grad}:
@@ -205,8 +223,18 @@ def take_changes(master: torch.Tensor, weight: torch.Tensor) -> None:
         torch.where(own.to(found.dtype) == found, own, found, out=own)
 
 
+def follow_memory(parameter: nn.Parameter, state: dict[str, torch.Tensor]) -> None:
+    """Let a weight in fp32 be its own master, where it got other memory, too."""
+    if parameter.dtype == torch.float32:
+        if parameter.data_ptr() != state["master"].data_ptr():
+            state["master"] = parameter.detach()
+    elif parameter.data_ptr() == state["master"].data_ptr():
+        state["master"] = parameter.detach().float()
+
+
 def update_on_device(settings: dict, parameter: nn.Parameter, state, scale, skip) -> None:
     """The same step there; ``scale`` and ``skip`` are on the device as well, nothing waits."""
+    follow_memory(parameter, state)
     step = state["step"]
     step += 1 - skip
     master = state["master"]
@@ -227,7 +255,7 @@ def to_host(stream: torch.Stream, *numbers: torch.Tensor) -> tuple:
         arrived = streams.Event(blocking=True)  # a wait takes no core
     else:
         arrived = streams.Event()
-    copy = torch.empty(len(numbers), dtype=FP32, pin_memory=on_gpu)
+    copy = torch.empty(len(numbers), dtype=FP32, device="cpu", pin_memory=on_gpu)
     stream.wait_stream(streams.current_stream())
     with streams.stream(stream):
         copy.copy_(source, non_blocking=True)

@@ -7,12 +7,16 @@ copies are dropped: kept, they would hold the keys and values of all layers unti
 cache itself stays empty, and whoever goes on with it is refused.
 """
 
+import torch
+
+from .kept_things import attributes_of_object, is_object, set_attributes
+
 GIVEN = "_given_to_layers_in_training"  # an attribute of such a cache: the layers' numbers
 
 
 def is_cache(value) -> bool:
-    """Whether this is a cache, or the part of one that belongs to a layer."""
-    return hasattr(value, "get_seq_length")
+    """Whether this is a cache, or the part of one that belongs to a layer; a class is none."""
+    return hasattr(value, "get_seq_length") and not isinstance(value, type)
 
 
 def caches_in(args: tuple, kwargs: dict) -> list:
@@ -20,18 +24,32 @@ def caches_in(args: tuple, kwargs: dict) -> list:
     return [x for x in (*args, *kwargs.values()) if is_cache(x)]
 
 
-def copy_of(value):
-    """A copy of a cache that shares its tensors, if it has some, and nothing else."""
-    if type(value) is list:
-        return [copy_of(item) for item in value]
-    if type(value) is dict:
-        return {key: copy_of(item) for key, item in value.items()}
-    if not is_cache(value):
+def copy_of(cache):
+    """A copy of a cache: of its parts and their tensors, too, of convolutions' and scans' states.
+
+    Its parts are what has attributes and belongs to no module: a hybrid's cache has some that are
+    no caches by themselves. A configuration stays the same.
+    """
+    return _copy(cache, {})
+
+
+def _copy(value, copies: dict[int, object]):
+    if id(value) in copies:
+        return copies[id(value)]
+    if isinstance(value, torch.Tensor):
+        copies[id(value)] = value.clone()
+    elif type(value) in (list, tuple, set):
+        copies[id(value)] = type(value)(_copy(item, copies) for item in value)
+    elif type(value) is dict:
+        copies[id(value)] = {key: _copy(item, copies) for key, item in value.items()}
+    elif is_cache(value) or is_object(value):
+        other = object.__new__(type(value))
+        copies[id(value)] = other
+        attributes = attributes_of_object(value)
+        set_attributes(other, {name: _copy(item, copies) for name, item in attributes.items()})
+    else:
         return value
-    other = object.__new__(type(value))
-    for name, item in vars(value).items():
-        vars(other)[name] = copy_of(item)
-    return other
+    return copies[id(value)]
 
 
 def refuse_going_on(args: tuple, kwargs: dict) -> None:

@@ -14,7 +14,9 @@ from torch.func import functional_call
 
 from ..ranks import own_result
 from .follower import Follower
+from .kept_things import Contents
 from .layer_as_node import Plain, exchanged, tensors_in
+from .layer_state import attributes_of, exchange, own_values
 from .streamed_model import StreamedModel
 
 # Private by name: ``_buffers`` of modules.
@@ -79,8 +81,9 @@ def check_first_step(streamed: StreamedModel, run: Callable[[], object]) -> bool
 
 def refuse_gradients(streamed: StreamedModel) -> None:
     there = any(parameter.grad is not None for parameter in streamed.model.parameters())
-    sums = any(streamed.has_sum(layer) for layer in range(len(streamed.layers)))
-    if there or sums:
+    for layer in range(len(streamed.layers)):
+        streamed.look_at_gradients(layer)
+    if there or streamed.summed:
         raise RuntimeError(
             "there are gradients already: check before the first backward, or drop them"
         )
@@ -162,11 +165,17 @@ def gradients_of(streamed: StreamedModel) -> dict[str, torch.Tensor]:
     return found
 
 
+class Comparison(Follower):
+    """Compares gradients, whatever their dtype, and does nothing with them."""
+
+    takes_sums = True
+
+
 @contextmanager
 def without_optimizer(streamed: StreamedModel) -> Iterator[None]:
     """In the block, gradients are neither averaged nor used."""
     optimizer = streamed.follower
-    streamed.follower = Follower()  # no update is due: ``unchanged`` has waited
+    streamed.follower = Comparison()  # no update is due: ``unchanged`` has waited
     try:
         yield
     finally:
@@ -268,23 +277,23 @@ def run_with_copies(plain: Plain, device: torch.device, /, *args, **kwargs):
 
 @contextmanager
 def unchanged(streamed: StreamedModel) -> Iterator[None]:
-    """Behind the block, buffers and random numbers are what they were; there are no gradients."""
+    """After the block, what modules keep and random numbers are as before; no gradients are there.
+
+    What modules keep are their buffers, attributes, and what these hold.
+    """
     streamed.wait()
-    buffers = []
-    for module in streamed.model.modules():
-        for name, buffer in module._buffers.items():
-            value = None if buffer is None else buffer.clone()
-            buffers.append((module, name, buffer, value))
+    modules = {module: attributes_of(module) for module in streamed.model.modules()}
+    contents = []
+    for attributes in modules.values():
+        contents.append(Contents([*own_values(attributes), attributes["_buffers"]]))
     restore_numbers = random_numbers(streamed.device)
     try:
         yield
     finally:
+        exchange(modules)
+        for each in contents:
+            each.put_back()
         restore_numbers()
-        with torch.no_grad():
-            for module, name, buffer, value in buffers:
-                module._buffers[name] = buffer
-                if buffer is not None:
-                    buffer.copy_(value)
         streamed.wait()
         streamed.summed.clear()
         streamed.recorded.clear()

@@ -10,6 +10,8 @@ class Follower:
     whoever waits raises.
     """
 
+    takes_sums = False  # uses gradients that are in no ``parameter.grad``
+
     def before_forward(self, layer: int) -> None:
         """A layer is going to run."""
 

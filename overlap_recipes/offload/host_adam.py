@@ -52,6 +52,8 @@ class HostUpdates(Follower):
     ``state[parameter]`` are in fp32 its ``step``, its ``master`` and its moments.
     """
 
+    takes_sums = True
+
     def __init__(self, streamed, group_of: dict, threads: int | None = None) -> None:
         if streamed.optimizer:
             raise ValueError("this model has an optimizer: close it, and make both anew")
@@ -61,7 +63,7 @@ class HostUpdates(Follower):
         # By layer: how often each of its trained parameters has been updated.
         self.steps = []
         for layer in streamed.layers:
-            self.steps.append(torch.zeros(len(layer.trained), dtype=pieces.FP32))
+            self.steps.append(torch.zeros(len(layer.trained), dtype=pieces.FP32, device="cpu"))
         self.buffers = []  # by layer
         for layer, steps in zip(streamed.layers, self.steps, strict=True):
             self.buffers.append(self.take(layer, steps))
@@ -144,8 +146,8 @@ class HostUpdates(Follower):
         trained = self.streamed.layers[layer].trained.values()
         return any(self.seen[parameter] != parameter._version for parameter in trained)
 
-    def has_masters(self, parameters: Iterable[torch.nn.Parameter]) -> None:
-        """Note that the masters of these are their weights, as they are now."""
+    def note_masters(self, parameters: Iterable[torch.nn.Parameter]) -> None:
+        """From here on, masters of these count as their weights, as they are now."""
         for parameter in parameters:
             if parameter in self.seen:
                 self.seen[parameter] = parameter._version
@@ -164,7 +166,7 @@ class HostUpdates(Follower):
         """Let masters be the weights where something else has changed these since the update."""
         if not self.is_changed(layer):
             return
-        self.has_masters(self.streamed.layers[layer].trained.values())
+        self.note_masters(self.streamed.layers[layer].trained.values())
         for buffers in self.buffers[layer]:
             if buffers.master is not buffers.weights:
                 pieces.take_changes(buffers.master.flat, buffers.weights.flat)
@@ -215,7 +217,7 @@ class HostUpdates(Follower):
 
     def end_load(self) -> None:
         """When they are loaded."""
-        self.has_masters(list(self.seen))
+        self.note_masters(list(self.seen))
         self.forget()
 
     def forget(self) -> None:
@@ -306,7 +308,7 @@ class HostUpdates(Follower):
 
     def update_block(self, layer: int, number: int, update: LayerUpdate) -> None:
         if not hasattr(self.of_thread, "scratch"):
-            self.of_thread.scratch = torch.empty(pieces.PIECE, dtype=pieces.FP32)
+            self.of_thread.scratch = torch.empty(pieces.PIECE, dtype=pieces.FP32, device="cpu")
         parameter, group, *block = self.blocks[layer][number]
         numbers = pieces.numbers_of(update.settings[group], update.scale)
         step = update.steps[parameter]

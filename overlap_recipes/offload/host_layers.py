@@ -13,7 +13,6 @@ Locked memory does not exist in a forked process: give it a clone, or start it w
 """
 
 from collections.abc import Iterable
-from itertools import pairwise
 
 import torch
 from torch import nn
@@ -53,6 +52,7 @@ class HostBuffer:
             raise RuntimeError(f"{error}, or keep fewer layers on the host") from error
         self.flat = self.locked.bytes.view(dtype)
         self.views = self.views_of(self.flat)
+        self.addresses = {name: view.data_ptr() for name, view in self.views.items()}
 
     def views_of(self, flat: torch.Tensor) -> dict[str, torch.Tensor]:
         """The parts of another 1-D tensor, at least as long, on any device, of any dtype."""
@@ -72,6 +72,20 @@ class HostBuffer:
     def close(self) -> None:
         """Unlock the pages. The memory itself lives as long as a tensor that uses it."""
         self.locked.close()
+
+
+class Sample:
+    """Some elements of all tensors in host buffers: what changes most of them is seen by these."""
+
+    def __init__(self, buffers: list[HostBuffer]) -> None:
+        self.few_of_each = [buffer.few_of_each() for buffer in buffers]
+
+    def now(self) -> torch.Tensor:
+        """The elements as they are now, in bytes: one that is no number equals itself."""
+        found = [torch.cat(few).view(torch.uint8) for few in self.few_of_each]
+        if not found:
+            return torch.empty(0, dtype=torch.uint8, device="cpu")
+        return torch.cat(found)
 
 
 class HostLayer:
@@ -121,30 +135,18 @@ class HostLayer:
                 if view.dtype == self.trained[name].dtype:
                     self.trained[name].grad = view
 
+    def sums_in_other_dtype(self) -> torch.dtype | None:
+        """That of gradients which are no ``parameter.grad``, since their dtype is another."""
+        for buffer in self.gradients:
+            for name, view in buffer.views.items():
+                if view.dtype != self.trained[name].dtype:
+                    return view.dtype
+        return None
+
     def close(self) -> None:
         """Unlock the memory."""
         for buffer in self.weights + self.gradients:
             buffer.close()
-
-
-def refuse_shared_memory(model: nn.Module) -> None:
-    """Refuse a model of which two parameters lie in the same memory: they would not any more.
-
-    Raises:
-        ValueError: names them.
-    """
-    places = []
-    for name, parameter in model.named_parameters():
-        lies_somewhere = parameter.numel() > 0 and parameter.device.type != "meta"
-        if lies_somewhere and type(parameter) is nn.Parameter and parameter.is_contiguous():
-            begin = parameter.data_ptr()
-            places.append((str(parameter.device), begin, begin + parameter.nbytes, name))
-    for (device, _, end, one), (of_next, begin, _, other) in pairwise(sorted(places)):
-        if device == of_next and begin < end:
-            raise ValueError(
-                f"{one} and {other} are two parameters in the same memory, and would be apart: "
-                "make them one parameter, or give one a clone"
-            )
 
 
 def move_to_host(layers: Iterable, device: torch.device, gradient_dtype=None) -> list[HostLayer]:

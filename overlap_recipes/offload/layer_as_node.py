@@ -6,11 +6,12 @@ from collections.abc import Iterable, Iterator
 from contextlib import contextmanager
 from contextvars import copy_context
 from functools import partial
+from typing import Protocol
 
 import torch
 from torch import nn
 from torch.autograd.function import once_differentiable
-from torch.autograd.graph import get_gradient_edge
+from torch.autograd.graph import GradientEdge, get_gradient_edge
 from torch.utils.checkpoint import checkpoint, set_checkpoint_early_stop
 
 from .arguments import (
@@ -24,8 +25,8 @@ from .arguments import (
 )
 from .layer_state import LayerState, version_of
 
-# Private by name: ``torch._C._will_engine_execute_node``; ``_version`` and ``_backward_hooks`` of
-# tensors.
+# Private by name: ``_will_engine_execute_node`` and ``_are_functorch_transforms_active`` of
+# ``torch._C``; ``_version`` and ``_backward_hooks`` of tensors.
 
 MARK = "of_a_streamed_layer"  # an attribute of such a layer's forward
 FEW = 1024  # elements of a result that are compared between a layer's first two runs
@@ -77,6 +78,15 @@ def is_streamed(layer: nn.Module) -> bool:
     return any(hasattr(vars(m).get("forward"), MARK) for m in layer.modules())
 
 
+def refuse_func() -> None:
+    """Refuse a transform of ``torch.func``, which takes a node of autograd apart."""
+    if torch._C._are_functorch_transforms_active():
+        raise RuntimeError(
+            "torch.func does not go through a streamed layer: use backward(), or keep such layers "
+            "out"
+        )
+
+
 def leaves_of(ends: list, begins: list) -> list[torch.Tensor]:
     """Tensors at the end of a graph, but for what is behind its entrances."""
     nodes = [end.node for end in ends if end is not None]
@@ -126,10 +136,50 @@ def are_alike(one: list[torch.Tensor], other: list[torch.Tensor]) -> bool:
     return True
 
 
+class Owner(Protocol):
+    """What ``as_node`` asks of whoever has the layers; ``index`` is the number of one."""
+
+    plain: list["Plain"]
+    """The layers as they are without us."""
+    views: list[dict[str, torch.Tensor]]
+    """By layer the weights that ``run`` uses."""
+    alike: set[tuple[int, bool]]
+    """Layers, by their mode, whose second run has been compared with the first."""
+
+    def title(self, index: int) -> str:
+        """What the layer is called in errors."""
+
+    def trained(self, index: int) -> list[nn.Parameter]:
+        """Its parameters that ``backward`` gives gradients to."""
+
+    def sources(self, index: int) -> list[torch.Tensor]:
+        """What its weights are made of: must not change between forward and backward."""
+
+    def sample(self, index: int) -> torch.Tensor:
+        """A few elements of the sources: changes that PyTorch does not count are seen by them."""
+
+    def run(self, index: int, args: tuple, kwargs: dict) -> object:
+        """Compute the layer."""
+
+    def is_differentiated(self, index: int) -> bool:
+        """Whether its backward runs now, and so the weights are there for a second run."""
+
+    def backward(
+        self, index: int, begins: list[GradientEdge], pairs: list[tuple], trains: bool
+    ) -> list[torch.Tensor | None]:
+        """Run the layer's own backward; return the gradients of its inputs.
+
+        Args:
+            begins: where the inputs that require gradients enter the layer's graph.
+            pairs: where its outputs leave it, with their gradients.
+            trains: whether its parameters get gradients, too.
+        """
+
+
 class Run:
     """A layer's run in forward, and the same again in backward."""
 
-    def __init__(self, owner, index: int) -> None:
+    def __init__(self, owner: Owner, index: int) -> None:
         self.owner = owner
         self.index = index
         self.trial = trial_of(owner, index)
@@ -233,14 +283,20 @@ class Alias(torch.autograd.Function):
 
 
 class Through(torch.autograd.Function):
-    """A layer as one node of the model's graph; ``call`` holds its arguments, then its result."""
+    """A layer as one node of the model's graph; ``call`` holds its arguments, then its result.
+
+    Its trained parameters are inputs, though they are not read: so autograd knows whether a
+    backward goes to them. They come first, then the inputs that require gradients.
+    """
 
     @staticmethod
-    def forward(ctx, owner, index: int, call: dict, door, *inputs) -> tuple[torch.Tensor, ...]:
+    def forward(ctx, owner: Owner, index: int, call: dict, *tensors) -> tuple[torch.Tensor, ...]:
         ctx.owner = owner
         ctx.index = index
-        ctx.door = get_gradient_edge(door).node  # runs if the weights are to get gradients
+        ctx.parameters = len(tensors) - call["inputs"]
+        inputs = tensors[ctx.parameters :]
         ctx.set_materialize_grads(False)
+        door = torch.empty(0, device="cpu", requires_grad=True)  # lets each entrance have a node
         title = owner.title(index)
         with torch.enable_grad():
             entrances = [Entrance.apply(x.detach(), door, title) for x in inputs]
@@ -284,17 +340,43 @@ class Through(torch.autograd.Function):
         pairs = pairs_of(ctx.ends, grads)
         begins = ctx.begins
         del ctx.ends, ctx.begins  # the graph inside is used once, and freed with its inputs
-        trains = torch._C._will_engine_execute_node(ctx.door)  # not by torch.autograd.grad
+        of_parameters = [node for node, _ in ctx.next_functions[: ctx.parameters]]
+        trains = is_trained_now(ctx.owner.title(ctx.index), of_parameters)
         gradients = ctx.owner.backward(ctx.index, begins, pairs, trains)
-        return None, None, None, None, *gradients
+        return None, None, None, *[None] * ctx.parameters, *gradients
 
 
-def trial_of(owner, index: int) -> tuple[int, bool]:
+def is_trained_now(title: str, nodes: list) -> bool:
+    """Whether the backward that runs adds to the gradients of a layer's parameters.
+
+    Args:
+        nodes: what adds to them, in autograd's graph.
+
+    Raises:
+        RuntimeError: to a part of them; or ``torch.autograd.grad`` would return them.
+    """
+    try:
+        runs = [torch._C._will_engine_execute_node(node) for node in nodes]
+    except RuntimeError as error:
+        if "autograd.grad" not in str(error):
+            raise
+        raise RuntimeError(
+            "torch.autograd.grad gives no gradients of streamed weights: call backward(), and take "
+            "parameter.grad"
+        ) from error
+    if any(runs) and not all(runs):
+        raise RuntimeError(
+            f"backward(inputs=...) names some weights of {title}: name all of a layer, or none"
+        )
+    return any(runs)
+
+
+def trial_of(owner: Owner, index: int) -> tuple[int, bool]:
     """A layer in a mode: what is looked at once for each."""
     return index, owner.plain[index].layer.training
 
 
-def runs_to_its_end(owner, index: int):
+def runs_to_its_end(owner: Owner, index: int):
     """In the block, a layer is checkpointed so that backward may leave off early, but twice.
 
     RReLU would keep noise which its kernel has not written yet (pytorch#193671). The first run of
@@ -335,28 +417,17 @@ class Plain(nn.Module):
             self.layer.forward = self.original
 
 
-def as_node(owner, index: int, args: tuple, kwargs: dict):
+def as_node(owner: Owner, index: int, args: tuple, kwargs: dict):
     """Run a layer so that backward runs it again and is ``owner``'s.
-
-    Args:
-        owner: its ``run(index, args, kwargs)`` computes the layer; its ``backward(index, begins,
-            pairs, trains)`` gets where the inputs that require gradients enter the layer's graph,
-            where its outputs leave it with their gradients, and whether the weights get theirs; it
-            returns the gradients of the inputs. ``plain[index]`` is the layer, ``views[index]``
-            are the weights that ``run`` uses, ``sources(index)`` what they are made of, of which
-            ``sample(index)`` has a few elements: it must not change before backward. In ``alike``
-            are the trials whose second run has been compared with the first;
-            ``is_differentiated(index)`` says whether the weights are there for it.
-            ``title(index)`` is the layer's in errors.
 
     Raises:
         TypeError: tensors come or leave in other containers than tuples, lists and dicts.
         RuntimeError: here or in backward: gradients would be lost, or those of something else; the
             layer's second run gave another result than its first.
     """
-    call = {"args": args, "kwargs": kwargs}
     inputs = inputs_of((args, kwargs))
-    outputs = Through.apply(owner, index, call, torch.empty(0, requires_grad=True), *inputs)
+    call = {"args": args, "kwargs": kwargs, "inputs": len(inputs)}
+    outputs = Through.apply(owner, index, call, *owner.trained(index), *inputs)
     if not outputs:
         raise TypeError("a layer must return tensors, in tuples, lists or dicts if there are more")
     outer = {}  # by the ``id`` of what the layer has returned, the model's tensor

@@ -2,16 +2,26 @@
 # Overlap Recipes 0.2.1, overlap_recipes/offload/layer_state.py
 """What a layer has besides its parameters, so that it runs again as it ran before."""
 
-import pickle
 import random
 import sys
 from collections import deque
-from collections.abc import Callable, Iterator
+from collections.abc import Iterator
 from contextlib import contextmanager
 from copy import copy
 
 import torch
 from torch import nn
+
+from .kept_things import (
+    Draws,
+    attributes_of_object,
+    draws_of,
+    is_array,
+    is_object,
+    is_source,
+    set_attributes,
+    things_in,
+)
 
 SMALL = 2**20  # bytes: a tensor up to here is kept though it seems not to have changed
 
@@ -35,6 +45,11 @@ def attributes_of(module: nn.Module) -> dict:
         if name not in OF_EVERY_MODULE or name in CHANGEABLE:
             found[name] = value
     return found
+
+
+def own_values(attributes: dict) -> list:
+    """Of a module's attributes those that its own class keeps on it."""
+    return [value for name, value in attributes.items() if name not in CHANGEABLE]
 
 
 def version_of(tensor: torch.Tensor) -> int:
@@ -65,8 +80,10 @@ def kept(value, copies: dict[int, Kept]):
         if id(value) not in copies:
             copies[id(value)] = Kept(value)
         return copies[id(value)]
-    if isinstance(value, torch.Generator):
-        return value.clone_state()
+    if is_array(value):
+        if id(value) not in copies:
+            copies[id(value)] = value.copy()
+        return copies[id(value)]
     if type(value) in (list, tuple):
         return type(value)(kept(item, copies) for item in value)
     if type(value) is dict:
@@ -103,53 +120,41 @@ def set_settings(settings: tuple) -> None:
         getattr(torch.backends.cuda, f"enable_{name}")(enabled)
 
 
-class Draws:
-    """A source of random numbers other than PyTorch's own: where it is now.
-
-    ``get()`` is its state, ``put(state)`` sets that.
-    """
-
-    def __init__(self, get: Callable, put: Callable) -> None:
-        self.get = get
-        self.put = put
-        self.before = get()
-        self.was_used = True
-
-    def forward_has_run(self) -> None:
-        """See whether forward has drawn: if not, another thread may, at any time."""
-        now = self.get()
-        if isinstance(now, torch.Tensor):
-            self.was_used = not torch.equal(now, self.before)
-        else:
-            self.was_used = pickle.dumps(now) != pickle.dumps(self.before)
-
-
-def draws_now(generators: list[torch.Generator]) -> list[Draws]:
-    """Those of Python, of NumPy if somebody has imported it, and of generators."""
+def draws_now(sources: list) -> list[Draws]:
+    """Those of Python, of NumPy if somebody has imported it, and of other sources."""
     found = [Draws(random.getstate, random.setstate)]
     numpy = sys.modules.get("numpy")
     if numpy is not None:
         found.append(Draws(numpy.random.get_state, numpy.random.set_state))
-    for generator in generators:
-        found.append(Draws(generator.get_state, generator.set_state))
+    for source in sources:
+        found.append(draws_of(source))
     return found
 
 
 class LayerState:
     """A layer's buffers, attributes, modes and hooks as they are now, settings, random numbers.
 
-    What a second run changes of them is gone behind it: forward has changed it already.
-    ``generators`` are others that the layer may draw from, ``objects`` what it is given besides
-    tensors and numbers.
+    So are objects and arrays that it keeps. What a second run changes of them is gone after it:
+    forward has changed it already. ``generators`` are others that the layer may draw from,
+    ``objects`` what it is given besides tensors and numbers.
     """
 
     def __init__(self, layer: nn.Module, generators: list[torch.Generator], objects: list) -> None:
+        of_modules = {m: attributes_of(m) for m in layer.modules()}
+        values = []
+        for attributes in of_modules.values():
+            values += own_values(attributes)
+        things = things_in(values)
         copies = {}
-        with_attributes = [each for each in objects if type(vars(each)) is dict]
-        self.of_objects = [(each, dict(vars(each))) for each in with_attributes]
+        sources = generators + [thing for thing in things if is_source(thing)]
         self.settings = settings_now()
-        self.draws = draws_now(generators)
-        self.attributes = {m: kept(attributes_of(m), copies) for m in layer.modules()}
+        self.draws = draws_now(sources)
+        self.attributes = {m: kept(found, copies) for m, found in of_modules.items()}
+        with_attributes = [each for each in objects if type(vars(each)) is dict]
+        with_attributes += [thing for thing in things if is_object(thing)]
+        self.of_objects = []
+        for each in with_attributes:
+            self.of_objects.append((each, kept(attributes_of_object(each), copies)))
 
     def forward_has_run(self) -> None:
         """Drop copies of large tensors that it has not changed, and what it has not drawn from."""
@@ -157,6 +162,7 @@ class LayerState:
             source.forward_has_run()
         self.draws = [source for source in self.draws if source.was_used]
         self.attributes = {m: values_of(found) for m, found in self.attributes.items()}
+        self.of_objects = [(each, values_of(found)) for each, found in self.of_objects]
 
     @contextmanager
     def put_back(self) -> Iterator[None]:
@@ -164,27 +170,22 @@ class LayerState:
         draws = [source.get() for source in self.draws]
         settings = settings_now()
         now = {module: attributes_of(module) for module in self.attributes}
-        of_objects = [(each, dict(vars(each))) for each, _ in self.of_objects]
+        of_objects = [(each, attributes_of_object(each)) for each, _ in self.of_objects]
         for source in self.draws:
             source.put(source.before)
         set_settings(self.settings)
         exchange(self.attributes)
-        set_attributes(self.of_objects)
+        for each, attributes in self.of_objects:
+            set_attributes(each, attributes)
         try:
             yield
         finally:
-            set_attributes(of_objects)
+            for each, attributes in of_objects:
+                set_attributes(each, attributes)
             exchange(now)
             set_settings(settings)
             for source, state in zip(self.draws, draws, strict=True):
                 source.put(state)
-
-
-def set_attributes(of_objects: list[tuple[object, dict]]) -> None:
-    """Give objects these attributes in place of those that they have."""
-    for each, attributes in of_objects:
-        vars(each).clear()
-        vars(each).update(attributes)
 
 
 def exchange(attributes: dict[nn.Module, dict]) -> None:

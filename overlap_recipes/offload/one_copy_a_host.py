@@ -14,6 +14,7 @@ import torch.distributed as dist
 from . import host_adam as adam
 from . import streamed_model as streaming
 from .host_layers import HostBuffer
+from .streamable import refuse_unfit
 
 FAILED = -1  # in place of the number of updates
 POLL_S = 1e-4  # seconds between two looks at what other ranks have done
@@ -66,6 +67,8 @@ class SharedModel(streaming.StreamedModel):
     """
 
     def __init__(self, model, layers: Iterable, device, host: Host, **settings) -> None:
+        layers = list(layers)
+        refuse_unfit(model, layers)
         self.host = host
         for parameter in model.parameters():
             dist.broadcast(parameter.data, 0, host.everyone if parameter.is_cpu else None)

@@ -12,13 +12,13 @@ from torch.optim.optimizer import register_optimizer_step_pre_hook
 
 from . import arguments, caches
 from . import layer_as_node as node
-from .host_layers import refuse_shared_memory
 from .layer_state import version_of
+from .streamable import refuse_shared_parameters, refuse_unfit
 from .weight_streaming import GRADIENT_SLOTS, StreamedLayers
 
 # Private by name: ``_parameters`` of modules, ``_backward_hooks`` and
 # ``_post_accumulate_grad_hooks`` of parameters, ``_execution_engine`` of autograd,
-# ``_active_ddp_module`` of DDP.
+# ``_active_ddp_module`` of DDP, ``torch._C._current_graph_task_id``.
 
 MOMENTS_BYTES = 8  # of a trained parameter: two of Adam in fp32
 MASTER_BYTES = 4  # of one in another dtype: fp32 is its own master
@@ -39,10 +39,14 @@ def resident_bytes(layer: nn.Module) -> int:
 class ResidentLayers:
     """Layers that stay on the device; backward runs them again like the others."""
 
-    def __init__(self, layers: list[nn.Module]) -> None:
+    def __init__(self) -> None:
         self.alike = set()  # layers, by their mode, whose second run has given what the first had
-        self.plain = [node.Plain(layer) for layer in layers]
+        self.plain = []
+
+    def take(self, layers: list[nn.Module]) -> None:
+        """Run these by ``call`` from here on."""
         for index, layer in enumerate(layers):
+            self.plain.append(node.Plain(layer))
             layer.forward = node.marked(partial(self.call, index))
 
     def call(self, index: int, /, *args, **kwargs):
@@ -50,6 +54,7 @@ class ResidentLayers:
         if not torch.is_grad_enabled():
             caches.refuse_going_on(args, kwargs)
             return self.run(index, args, kwargs)
+        node.refuse_func()
         args, kwargs = caches.empty_copies(index, args, kwargs)
         # One gradient of each input leaves the layer, as from a layer that is streamed.
         entrances = {}  # by the input's ``id``
@@ -115,43 +120,43 @@ class StreamedModel(StreamedLayers):
     """
 
     def __init__(self, model: nn.Module, layers: Iterable, device, *, budget=0, **settings) -> None:
-        device = torch.device(device)
+        streamed = list(layers)
+        refuse_unfit(model, streamed)
+        resident = []
+        while streamed and resident_bytes(streamed[0]) <= budget:
+            budget -= resident_bytes(streamed[0])
+            resident.append(streamed.pop(0))
+        refuse_shared_parameters(model, streamed)
         self.model = model
         self.optimizer = None  # a ``HostAdamW``, which waits for its layers by itself
         self.hooks = []
         self.summed = set()  # layers of whose gradients the host has a sum
-        self.stored = set()  # layers whose gradients this backward has stored
-        streamed = list(layers)
-        resident = []
-        modules = set(model.modules())
-        for number, layer in enumerate(streamed):
-            if layer not in modules:
-                raise ValueError(f"layer {number} is no part of the model")
-        while streamed and resident_bytes(streamed[0]) <= budget:
-            budget -= resident_bytes(streamed[0])
-            resident.append(streamed.pop(0))
-        inside = set()  # modules of streamed layers
-        for layer in streamed:
-            inside.update(layer.modules())
-        taken = set(nn.ModuleList(streamed).parameters())
-        for module in modules - inside:
-            if not taken.isdisjoint(module._parameters.values()):
-                raise ValueError(
-                    "a layer and another module share a parameter: keep it out of layers"
-                )
-        refuse_shared_memory(model)
+        self.stored_by = {}  # by layer: the number of the backward that has stored its gradients
+        self.resident = ResidentLayers()
         self.resident_below = len(resident)
-        super().__init__(streamed, device, **settings)
-        for parameter in set(model.parameters()) - taken:
-            parameter.data = parameter.data.to(device)
-        for module in model.modules():
+        try:
+            super().__init__(streamed, torch.device(device), **settings)
+            self.move_the_rest(set(nn.ModuleList(streamed).parameters()))
+            self.resident.take(resident)
+            self.register_hooks(streamed)
+        except BaseException:
+            self.give_back()
+            raise
+
+    def move_the_rest(self, of_layers: set[nn.Parameter]) -> None:
+        """What is no weight of a streamed layer goes to the device."""
+        for parameter in set(self.model.parameters()) - of_layers:
+            parameter.data = parameter.data.to(self.device)
+        for module in self.model.modules():
             for name, buffer in module.named_buffers(recurse=False):
-                setattr(module, name, buffer.to(device))
-        for module in inside:
+                setattr(module, name, buffer.to(self.device))
+
+    def register_hooks(self, layers: list[nn.Module]) -> None:
+        """Be told of saves and loads of weights, of steps, and of gradients from outside."""
+        for module in nn.ModuleList(layers).modules():
             saves = module.register_state_dict_pre_hook(self.before_state_dict)
             loads = module.register_load_state_dict_pre_hook(self.before_load_state_dict)
             self.hooks += [saves, loads]
-        self.resident = ResidentLayers(resident)
         self.hooks.append(register_optimizer_step_pre_hook(self.before_step))
         for index, layer in enumerate(self.layers):
             for parameter in layer.trained.values():
@@ -159,24 +164,27 @@ class StreamedModel(StreamedLayers):
 
     def call(self, index: int, /, *args, **kwargs):
         """What ``layer.forward`` is now."""
-        with node.named(self.title(index)):
+        with node.named(self.title(index)), self.alone():
+            node.refuse_func()
             self.check(self.layers[index])
             self.follower.before_forward(index)
-        if torch.is_grad_enabled():
-            self.refuse_ddp()
-            number = self.resident_below + index
-            args, kwargs = caches.empty_copies(number, args, kwargs)
-        else:
-            caches.refuse_going_on(args, kwargs)
-        return super().call(index, *args, **kwargs)
+            if torch.is_grad_enabled():
+                self.refuse_ddp()
+                number = self.resident_below + index
+                args, kwargs = caches.empty_copies(number, args, kwargs)
+            else:
+                caches.refuse_going_on(args, kwargs)
+            return self.forward(index, args, kwargs)
 
     def backward_of(self, index: int, begins: list, pairs: list, trains: bool) -> list:
         frozen = [n for n, p in self.layers[index].trained.items() if not p.requires_grad]
         if trains and frozen:
             raise RuntimeError(
-                f"{frozen[0]} was frozen between forward and backward: behind backward, and take "
-                "the model anew"
+                f"{frozen[0]} was frozen between forward and backward: freeze it after backward, "
+                "and stream the model again"
             )
+        if trains:
+            self.refuse_sums_that_nobody_takes(index)
         return super().backward_of(index, begins, pairs, trains)
 
     @staticmethod
@@ -210,10 +218,23 @@ class StreamedModel(StreamedLayers):
             if len(p._backward_hooks or ()) > ours or p._post_accumulate_grad_hooks:
                 raise RuntimeError(f"{name}: a parameter's hooks do not run here: use its grad")
 
+    def refuse_sums_that_nobody_takes(self, layer: int) -> None:
+        """Gradients in another dtype are in no ``parameter.grad``: only ``HostAdamW`` sees them.
+
+        Raises:
+            RuntimeError: there is none: an optimizer of torch would not train the layers.
+        """
+        dtype = self.layers[layer].sums_in_other_dtype()
+        if dtype is not None and not self.follower.takes_sums:
+            raise RuntimeError(
+                f"gradients in {dtype} are for HostAdamW: build it before backward, or leave "
+                "gradient_dtype out"
+            )
+
     # Sums of microbatches
 
-    def has_sum(self, layer: int) -> bool:
-        """Whether the host has a sum of a layer; none if ``zero_grad()`` has dropped it.
+    def look_at_gradients(self, layer: int) -> None:
+        """Forget the host's sum of a layer if ``zero_grad()`` has dropped it.
 
         Raises:
             RuntimeError: a ``parameter.grad`` is another tensor now, or gone alone; all is closed.
@@ -227,25 +248,33 @@ class StreamedModel(StreamedLayers):
         for buffer in self.layers[layer].gradients:
             for name, view in buffer.views.items():
                 grad = trained[name].grad
-                if grad is not None and grad is not view:
-                    exchanged = True
+                if grad is not None:
+                    moved = grad.data_ptr() != buffer.addresses[name]
+                    exchanged = exchanged or moved or grad is not view
                 if trained[name].dtype == view.dtype:
                     handed_out += 1
                     if grad is None:
                         missing += 1
         if handed_out > 0 and missing == handed_out:
             self.summed.discard(layer)  # zero_grad() has forgotten it
+        if exchanged and layer not in self.summed:
+            raise RuntimeError(
+                f"weights of {self.title(layer)} got gradients outside of its forward (its parts "
+                "are called, or its weights used, elsewhere), or parameter.grad was exchanged: "
+                "change it in place, or drop all; what uses a layer's weights outside of it goes "
+                "in a backward of its own, after that"
+            )
         gone_alone = layer in self.summed and missing > 0
         if gone_alone or exchanged:
             raise RuntimeError(
                 "parameter.grad was exchanged: change it in place, or drop all; what uses a "
-                "layer's weights outside of it goes in a backward of its own, behind"
+                "layer's weights outside of it goes in a backward of its own, after that"
             )
-        return layer in self.summed
 
     def load_sum(self, layer: int) -> bool:
         """Queue the copy of earlier microbatches' sum into the gradient slot, if there is one."""
-        if not self.has_sum(layer):
+        self.look_at_gradients(layer)
+        if layer not in self.summed:
             return False
         slot = layer % GRADIENT_SLOTS
         here = self.gradient_flats[layer]
@@ -260,14 +289,18 @@ class StreamedModel(StreamedLayers):
     def store(self, layer: int) -> None:
         super().store(layer)
         self.summed.add(layer)
-        self.stored.add(layer)
+        self.stored_by[layer] = torch._C._current_graph_task_id()
         # At the end of this backward:
         torch.autograd.Variable._execution_engine.queue_callback(self.host_done[layer].synchronize)
-        torch.autograd.Variable._execution_engine.queue_callback(self.stored.clear)
 
-    def outside(self, layer: int, _) -> None:
-        """Refuse a gradient that autograd would add to one that is on its way to the host."""
-        if layer in self.stored:
+    def outside(self, layer: int, gradient: torch.Tensor | None) -> None:
+        """Refuse a gradient that autograd would add to one that is on its way to the host.
+
+        The layer's own node gives none to its weights here: it has stored theirs.
+        """
+        if gradient is None:
+            return
+        if self.stored_by.get(layer) == torch._C._current_graph_task_id():
             raise RuntimeError(
                 f"a weight of {self.title(layer)} is used outside of it: in a backward of its own"
             )
@@ -282,7 +315,6 @@ class StreamedModel(StreamedLayers):
         self.follower.before_host(raises)
         super().wait()
         self.held.clear()  # what the device has may be old then
-        self.stored.clear()
         torch.clear_autocast_cache()
 
     def before_state_dict(self, *_) -> None:
@@ -297,9 +329,9 @@ class StreamedModel(StreamedLayers):
         if optimizer is not self.optimizer:
             self.wait()
 
-    def close(self) -> None:
-        """Give the layers their forward back, and unlock the host's memory."""
+    def give_back(self) -> None:
+        """Let the layers run as they did before, and nothing be told any more."""
         for hook in self.hooks:
             hook.remove()
         self.resident.close()
-        super().close()
+        super().give_back()

@@ -8,7 +8,6 @@ from contextlib import contextmanager
 import torch
 from torch import nn
 
-from .layer_as_node import is_streamed
 from .one_copy_a_host import Host, SharedModel
 from .streamed_model import StreamedModel
 from .weight_streaming import SLOTS
@@ -45,15 +44,16 @@ def stream_layers(
             All ranks of the job say the same. Weights become those of rank 0.
 
     Raises:
-        TypeError: what is given as a layer is no module.
+        TypeError: what is given as a layer is no module, has no forward, or has weights that are
+            not plain, dense tensors.
         ValueError: a layer is no part of the model, is streamed already, or shares a parameter; two
-            parameters share memory; ``slots`` is below 1; another device is current; or, with
-            ``one_copy_a_host``, there is no process group or no LOCAL_WORLD_SIZE.
+            parameters share memory; something is on the meta device, or lazy; ``slots`` is below 1;
+            another device is current; or, with ``one_copy_a_host``, there is no process group or no
+            LOCAL_WORLD_SIZE.
         RuntimeError: the host cannot lock as much memory.
         Exception: at the end of the block, what kept the last updates from being made.
     """
     taken = list(layers)
-    refuse_other_layers(model, taken)
     device = torch.device(device)
     settings = {"budget": budget, "slots": slots, "gradient_dtype": gradient_dtype}
     if one_copy_a_host:
@@ -78,16 +78,3 @@ def close(streamed: StreamedModel, waits: bool) -> None:
             streamed.wait()
     finally:
         streamed.close()
-
-
-def refuse_other_layers(model: nn.Module, layers: list) -> None:
-    """Raise where ``layers`` are not modules of ``model`` that run as they are."""
-    for layer in layers:
-        if not isinstance(layer, nn.Module):
-            raise TypeError(f"{layer!r} is no module: give the layers, such as model.model.layers")
-    inside = set(model.modules())
-    for number, layer in enumerate(layers):
-        if layer not in inside:
-            raise ValueError(f"layer {number} is no part of the model")
-        if is_streamed(layer):
-            raise ValueError(f"layer {number} is streamed already: leave that block first")

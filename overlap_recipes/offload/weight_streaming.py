@@ -2,8 +2,10 @@
 # Overlap Recipes 0.2.1, overlap_recipes/offload/weight_streaming.py
 """Layers in host memory, loaded, computed and their gradients stored on three streams."""
 
+import threading
 from collections import defaultdict
-from collections.abc import Iterable
+from collections.abc import Iterable, Iterator
+from contextlib import contextmanager
 from functools import partial
 
 import torch
@@ -12,7 +14,7 @@ from torch.func import functional_call
 from . import arguments
 from . import layer_as_node as node
 from .follower import Follower
-from .host_layers import HostBuffer, move_to_host
+from .host_layers import HostBuffer, Sample, move_to_host
 from .layer_state import version_of
 
 SLOTS = 2  # layers whose weights are on the device at a time
@@ -33,6 +35,9 @@ class StreamedLayers:
     resident_below = 0  # layers below the first of these, which stay on the device
 
     def __init__(self, layers: Iterable, device: torch.device, slots=SLOTS, gradient_dtype=None):
+        self.plain = []  # layers as they are without us
+        self.layers = []
+        self.used = threading.RLock()
         if slots < 1:
             raise ValueError(f"slots must be 1 or more, not {slots}")
         self.layers = move_to_host(layers, device, gradient_dtype)
@@ -46,8 +51,8 @@ class StreamedLayers:
         self.differentiated = -1  # the layer whose backward runs
         self.held = {}  # by slot: the layer that it was loaded with last
         self.recorded = set()  # layers that wait for their backward
+        self.samples = {}  # by layer: of its weights
         self.loaded_from = {}  # by layer: what its weights on the host were then
-        self.few_of_each = {}  # by layer: some elements of its weights, as they are now
         self.tried = set()  # layers, by their mode, whose first run left their weights alone
         self.alike = set()  # layers, by their mode, whose second run has given what the first had
 
@@ -138,12 +143,9 @@ class StreamedLayers:
 
     def sample(self, layer: int) -> torch.Tensor:
         """A few elements of a layer's weights on the host, in bytes."""
-        if layer not in self.few_of_each:
-            self.few_of_each[layer] = [host.few_of_each() for host in self.layers[layer].weights]
-        few = [torch.cat(weights).view(torch.uint8) for weights in self.few_of_each[layer]]
-        if not few:
-            return torch.empty(0, dtype=torch.uint8)
-        return torch.cat(few)
+        if layer not in self.samples:
+            self.samples[layer] = Sample(self.layers[layer].weights)
+        return self.samples[layer].now()
 
     def versions(self, layer: int) -> list[int]:
         """How often a layer's weights on the host were changed, as far as PyTorch counts it."""
@@ -167,8 +169,25 @@ class StreamedLayers:
 
     def call(self, index: int, /, *args, **kwargs):
         """What ``layer.forward`` is now."""
-        with node.named(self.title(index)):
+        with node.named(self.title(index)), self.alone():
             return self.forward(index, args, kwargs)
+
+    @contextmanager
+    def alone(self) -> Iterator[None]:
+        """The block is run by one thread at a time: slots and streams are of one.
+
+        Raises:
+            RuntimeError: another thread is in such a block.
+        """
+        if not self.used.acquire(blocking=False):
+            raise RuntimeError(
+                "another thread runs this model: one thread at a time may run a streamed model; "
+                "take a lock around forward and backward"
+            )
+        try:
+            yield
+        finally:
+            self.used.release()
 
     def forward(self, index: int, args: tuple, kwargs: dict):
         if index <= self.last:  # a new forward: the host may have changed the weights
@@ -188,6 +207,10 @@ class StreamedLayers:
             if self.follower.may_load(later):  # the others are loaded when they are called
                 self.load(later)
         return result
+
+    def trained(self, index: int) -> list[torch.nn.Parameter]:
+        """A layer's parameters that get gradients."""
+        return list(self.layers[index].trained.values())
 
     def sources(self, index: int) -> list[torch.Tensor]:
         """What a layer's weights are loaded from, and what changes that."""
@@ -247,7 +270,7 @@ class StreamedLayers:
         """
         if not pairs:
             return [None] * len(begins)
-        with node.named(self.title(index)):
+        with node.named(self.title(index)), self.alone():
             return self.backward_of(index, begins, pairs, trains)
 
     def backward_of(self, index: int, begins: list, pairs: list, trains: bool) -> list:
@@ -294,6 +317,10 @@ class StreamedLayers:
         self.streams.current_stream().wait_event(here)
         for name, total in self.totals[layer].items():
             gradient = gradients[name]
+            if gradient is not None and gradient.layout is not torch.strided:
+                raise RuntimeError(
+                    f"{name} has a sparse gradient: make its module with sparse=False"
+                )
             if gradient is None:
                 gradient = torch.zeros_like(total)
             if adds:
@@ -325,13 +352,17 @@ class StreamedLayers:
         for event in events:
             event.synchronize()
 
-    def close(self) -> None:
-        """Give the layers their forward back, wait for the device, unlock the host's memory."""
+    def give_back(self) -> None:
+        """Let the layers run as they did before; unlock the host's memory."""
         while self.plain:
             self.plain.pop().give_back()
-        self.streams.synchronize()
         for layer in self.layers:
             layer.close()
+
+    def close(self) -> None:
+        """Wait for the device, and give everything back."""
+        self.streams.synchronize()
+        self.give_back()
 
 
 def sums_of_bytes(tensors: list[torch.Tensor]) -> list[int]:

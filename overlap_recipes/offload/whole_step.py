@@ -7,16 +7,22 @@ import sys
 from collections.abc import Iterator
 from contextlib import closing, contextmanager
 from copy import deepcopy
+from datetime import timedelta
+from functools import partial
 
 import torch
 import torch.distributed as dist
 
+from ..ranks import on_all_ranks, world_size
 from . import adam_in_pieces as pieces
 from . import host_adam as adam
 from .follower import Follower
+from .host_layers import Sample
+from .streamable import is_plain
 
 SAMPLE = 256  # elements of each parameter that are compared between ranks
 LAYER_DROP = "layerdrop", "layer_drop", "encoder_layerdrop", "decoder_layerdrop"
+PATIENCE = timedelta(days=1)  # the job's own group ends a rank that hangs
 DEFAULTS = {"lr": 1e-3, "betas": (0.9, 0.999), "eps": 1e-8, "weight_decay": 1e-2}
 
 
@@ -34,7 +40,8 @@ class HostAdamW(torch.optim.Optimizer, Follower):
             it is bound to, or its part of what the ranks of the host share.
         more: ``lr``, ``betas``, ``eps`` and ``weight_decay``, as for ``torch.optim.AdamW``.
 
-    ``step`` takes the gradients: none is left to zero. A step whose gradients are not finite
+    ``step`` takes the gradients: none is left to zero. A ``GradScaler`` steps by itself, without
+    ``unscale_`` where ``max_norm`` clips. A step whose gradients are not finite
     changes nothing and is counted in ``skipped``; with ``in_backward`` whatever waits next raises
     ``FloatingPointError``. Every rank of the default process group must build one.
 
@@ -46,6 +53,12 @@ class HostAdamW(torch.optim.Optimizer, Follower):
             that are used already, were changed; the last microbatch was in ``no_sync``.
     """
 
+    takes_sums = True
+    # A ``GradScaler`` leaves gradients as they are, and sets these for the time of its step:
+    _step_supports_amp_scaling = True
+    grad_scale = 1  # a tensor then: by how much gradients are too large
+    found_inf = None
+
     def __init__(self, params, streamed, *, max_norm=None, in_backward=False, threads=None, **more):
         if in_backward and max_norm is not None:
             raise ValueError("in backward the norm of all gradients is not known: drop max_norm")
@@ -53,6 +66,7 @@ class HostAdamW(torch.optim.Optimizer, Follower):
             refuse_layer_drop(streamed.model)
         super().__init__(params, DEFAULTS | more)
         pieces.refuse_other_adams(self.param_groups, more.keys() - DEFAULTS.keys())
+        pieces.refuse_bad_numbers(self.param_groups)
         self.streamed = streamed
         self.max_norm = max_norm
         self.in_backward = in_backward
@@ -68,12 +82,22 @@ class HostAdamW(torch.optim.Optimizer, Follower):
         self.synchronises = True  # whether this backward is that of a step's last microbatch
         self.skipped = 0  # steps
         self.norms = {}  # of averaged gradients, by parameter
-        self.written = {}  # by layer: ``as_now`` when its gradients were stored
+        self.written = {}  # by layer: ``as_now`` when backward had stored its gradients
+        self.samples = []  # by layer: of its gradients
+        for layer in streamed.layers:
+            self.samples.append(Sample(layer.gradients))
         self.has_compared = False  # the ranks' weights
+        self.averaged = []  # layers of this step, in the order in which ranks averaged them
+        self.words = None  # the ranks' group for words: no device waits for it
+        if world_size() > 1:
+            self.words = dist.new_group(backend="gloo", timeout=PATIENCE)
 
         self.state |= self.host.state
         self.residents = [p for p in self.group_of if p not in self.state]
         for parameter in self.residents:
+            if not is_plain(parameter):
+                kind = type(parameter.data).__name__
+                raise TypeError(f"a parameter is {kind}: this AdamW updates plain, dense weights")
             if parameter.requires_grad:
                 self.state[parameter] = pieces.state_on_device(parameter)
         self.register_state_dict_pre_hook(lambda _: self.before_state_dict())
@@ -85,11 +109,6 @@ class HostAdamW(torch.optim.Optimizer, Follower):
         streamed.follower = self
         streamed.optimizer = self
         self.handled = id(sys.exc_info()[1])  # what is being handled where this one is made
-
-    @property
-    def _step_supports_amp_scaling(self) -> bool:
-        """Whether a ``GradScaler`` is to leave gradients as they are, and to set ``found_inf``."""
-        return self.in_backward
 
     def add_param_group(self, param_group: dict) -> None:
         if hasattr(self, "group_of"):
@@ -113,7 +132,10 @@ class HostAdamW(torch.optim.Optimizer, Follower):
     def before_gradients(self, layer: int) -> None:
         if not self.has_compared:
             self.has_compared = True
-            refuse_other_weights(list(self.group_of))
+            self.refuse_other_weights()
+        if self.synchronises and not self.averaged:
+            layers = sorted(self.streamed.recorded)
+            self.refuse_other_layers("forward", self.heard("backward", layers))
         self.refuse_updated(layer)
         self.host.take_changes(layer)  # before any rank of the host can update it
 
@@ -130,6 +152,8 @@ class HostAdamW(torch.optim.Optimizer, Follower):
     def after_gradients(self, layer: int) -> None:
         """Average a layer's gradients over the ranks, and take their norms."""
         totals = self.streamed.totals[layer]
+        if self.synchronises:
+            self.averaged.append(layer)
         for name, parameter in self.streamed.layers[layer].trained.items():
             self.norms.pop(parameter, None)  # of earlier microbatches alone
             if self.synchronises:
@@ -145,10 +169,12 @@ class HostAdamW(torch.optim.Optimizer, Follower):
 
     def after_store(self, layer: int) -> None:
         """With ``in_backward``: have a layer updated when its gradients are on the host."""
-        self.written[layer] = self.as_now(layer)
+        noted = partial(self.note_written, layer)
+        torch.autograd.Variable._execution_engine.queue_callback(noted)  # at backward's end
         if not self.in_backward or not self.synchronises:
             return
-        trained = self.check(layer)
+        self.refuse_changed_weights(layer)
+        trained = self.streamed.layers[layer].trained.values()
         norms = [self.norms[parameter] for parameter in trained]
         norm = torch.linalg.vector_norm(torch.stack(norms))
         scale = norm.new_ones(())
@@ -156,13 +182,68 @@ class HostAdamW(torch.optim.Optimizer, Follower):
         with self.host.later(self.arrive, [layer], self.settings(), *known):
             pass
 
+    def note_written(self, layer: int) -> None:
+        """Backward has stored a layer's gradients: note what they are."""
+        if self.in_backward or self.max_norm is not None:
+            self.written[layer] = self.as_now(layer)
+
     def as_now(self, layer: int) -> tuple:
-        """How often a layer's gradients on the host have been written; settings that are used."""
+        """Of a layer's gradients on the host: how often they were written, a sample; settings."""
         written = [buffer.flat._version for buffer in self.streamed.layers[layer].gradients]
+        sample = self.samples[layer].now().tolist()
         settings = None  # a step uses those of its own time
         if self.in_backward:
             settings = self.settings()
-        return written, settings
+        return written, sample, settings
+
+    def heard(self, where: str, value: object) -> list:
+        """What each rank says ``where`` it is, by rank; all must be there.
+
+        Raises:
+            RuntimeError: on all ranks, where they are at different places.
+        """
+        if self.words is None:
+            return [value]
+        said = on_all_ranks(lambda: (where, value), self.words)
+        for rank, (place, _) in enumerate(said):
+            if place != said[0][0]:
+                raise RuntimeError(
+                    f"rank 0 is in {said[0][0]}, rank {rank} in {place}: "
+                    "run every layer on every rank, as often"
+                )
+        return [value for _, value in said]
+
+    def refuse_other_weights(self) -> None:
+        """Raise on every rank if ranks begin with different weights; reads a sample.
+
+        Raises:
+            RuntimeError: they differ.
+        """
+        if self.words is None:
+            return
+        own = hashlib.blake2b(digest_size=16)
+        for parameter in self.group_of:
+            sample = parameter.detach().reshape(-1)[:SAMPLE].contiguous().cpu()
+            own.update(sample.view(torch.uint8).numpy().tobytes())
+        if len(set(self.heard("its first backward", own.hexdigest()))) > 1:
+            raise RuntimeError(
+                "ranks begin with different weights: seed them alike before the model is made, "
+                "or load the same checkpoint on all"
+            )
+
+    def refuse_other_layers(self, where: str, layers: list[list[int]]) -> None:
+        """Raise where ranks, which average gradients layer by layer, have not run the same ones.
+
+        Raises:
+            RuntimeError: which layers each rank has run.
+        """
+        for rank, theirs in enumerate(layers):
+            if theirs != layers[0]:
+                raise RuntimeError(
+                    f"in {where} rank 0 has layers {layers[0]}, rank {rank} {theirs}, and ranks "
+                    "average their gradients together: run every layer on every rank, as often and "
+                    "in the same order"
+                )
 
     @contextmanager
     def no_sync(self) -> Iterator[None]:
@@ -184,34 +265,36 @@ class HostAdamW(torch.optim.Optimizer, Follower):
         if self.streamed.optimizer is not self:
             raise RuntimeError("this optimizer has ended: step in its block")
         self.host.check()
-        if self.in_backward and hasattr(self, "found_inf"):
-            raise RuntimeError(
-                "layers are updated already, by scaled gradients: load a checkpoint, and train "
-                "with no GradScaler, or with in_backward=False"
-            )
+        self.refuse_scaler()
         loss = None
         if closure:
             with torch.enable_grad():
                 loss = closure()
 
-        residents = [p for p in self.residents if p.grad is not None]
+        residents = self.residents_with_gradients()
         for p in residents:
             if p not in self.state:  # it was frozen when this was made
                 self.state[p] = pieces.state_on_device(p)
         for p in residents:
             self.average(p, p.grad)
-        count = len(self.streamed.layers)
-        layers = [layer for layer in range(count) if self.streamed.has_sum(layer)]
+        for layer in range(len(self.streamed.layers)):
+            self.streamed.look_at_gradients(layer)
+        layers = sorted(self.streamed.summed)
         trained = set(residents)
         for layer in layers:
-            trained.update(self.check(layer))
+            self.check(layer)
+            trained.update(self.streamed.layers[layer].trained.values())
         norms = [self.norms[p] for p in self.group_of if p in trained]
         if not norms:
             return loss
 
         norm = torch.linalg.vector_norm(torch.stack(norms))
+        unscale = torch.ones_like(norm)
+        if isinstance(self.grad_scale, torch.Tensor):
+            unscale = self.grad_scale.double().reciprocal().float().to(norm.device)
+        norm = norm * unscale
         limit = torch.inf if self.max_norm is None else self.max_norm
-        scale = (limit / (norm + 1e-6)).clamp(max=1.0)
+        scale = (limit / (norm + 1e-6)).clamp(max=1.0) * unscale
         settings = self.settings()
         skip = (~norm.isfinite()).float()
         known = pieces.to_host(self.streamed.d2h, norm, scale)
@@ -222,22 +305,66 @@ class HostAdamW(torch.optim.Optimizer, Follower):
             self.forget()
         return loss
 
-    def check(self, layer: int) -> list[torch.nn.Parameter]:
-        """What is trained of a layer; refuses gradients that are not what backward left."""
-        trained = list(self.streamed.layers[layer].trained.values())
+    def residents_with_gradients(self) -> list[torch.nn.Parameter]:
+        """Parameters on the device that this step trains: those that a rank has a gradient of.
+
+        On a rank that has none, it is zeros, as ``DistributedDataParallel`` has it that finds
+        unused parameters.
+
+        Raises:
+            RuntimeError: a gradient is sparse; or, on all ranks, they have averaged other layers.
+        """
+        own = [number for number, p in enumerate(self.residents) if p.grad is not None]
+        for number in own:
+            pieces.refuse_sparse(self.residents[number])
+        said = self.heard("step", (self.averaged, own))
+        self.refuse_other_layers("backward", [averaged for averaged, _ in said])
+        found = set()
+        for _, numbers in said:
+            found.update(numbers)
+        residents = [self.residents[number] for number in sorted(found)]
+        for p in residents:
+            if p.grad is None:
+                p.grad = torch.zeros_like(p)
+        return residents
+
+    def refuse_scaler(self) -> None:
+        """Refuse a ``GradScaler`` that would not scale as it does with an AdamW of torch.
+
+        Raises:
+            RuntimeError: says what to do.
+        """
+        if self.found_inf is None:
+            return
+        if self.in_backward:
+            raise RuntimeError(
+                "layers are updated already, by scaled gradients: load a checkpoint, and train "
+                "with no GradScaler, or with in_backward=False"
+            )
+        if world_size() > 1:
+            raise RuntimeError(
+                "a GradScaler of each rank would scale by what its own rank has found: train in "
+                "bfloat16 or float32 without one, or on one rank"
+            )
+
+    def check(self, layer: int) -> None:
+        """Refuse gradients of a layer that are not what backward left."""
+        trained = self.streamed.layers[layer].trained.values()
         if any(p not in self.norms for p in trained):
             raise RuntimeError("a layer's last microbatch was in no_sync(): run it outside")
-        self.refuse_changed(layer)
+        self.refuse_changed_weights(layer)
         fixed = self.in_backward or self.max_norm is not None
-        if fixed and self.written[layer] != self.as_now(layer):
-            raise RuntimeError("gradients, or settings, were changed behind backward: see max_norm")
-        return trained
+        if fixed and self.written.get(layer) != self.as_now(layer):
+            raise RuntimeError(
+                "gradients, or settings, were changed after backward: see max_norm, which clips; a "
+                "GradScaler steps without unscale_"
+            )
 
-    def refuse_changed(self, layer: int) -> None:
+    def refuse_changed_weights(self, layer: int) -> None:
         """Weights must be those of backward, as far as that is counted."""
         if self.host.is_counted(layer):
             raise RuntimeError(
-                "weights were changed between backward and step: change them behind step() and "
+                "weights were changed between backward and step: change them after step() and "
                 "wait()"
             )
 
@@ -255,6 +382,8 @@ class HostAdamW(torch.optim.Optimizer, Follower):
         """Forget all gradients, sums on the host as well."""
         super().zero_grad()
         self.norms.clear()
+        self.written.clear()
+        self.averaged.clear()
         self.streamed.summed.clear()
 
     def arrive(self, announced: dict, arrived, copy, source) -> None:
@@ -292,7 +421,7 @@ class HostAdamW(torch.optim.Optimizer, Follower):
             master = self.state[p]["master"]
             if not torch.equal(master.to(p.dtype), p):
                 master.copy_(p.detach())
-        self.host.has_masters(parameters)
+        self.host.note_masters(parameters)
 
     @torch.no_grad()
     def load_state_dict(self, state_dict: dict) -> None:
@@ -351,27 +480,6 @@ class HostAdamW(torch.optim.Optimizer, Follower):
 def copy_of_settings(group: dict) -> dict:
     """What a group of parameters has besides them; a later change of it does not reach the copy."""
     return {name: deepcopy(value) for name, value in group.items() if name != "params"}
-
-
-def refuse_other_weights(parameters: list[torch.nn.Parameter]) -> None:
-    """Raise on every rank if ranks begin with different weights. Collective; reads a sample.
-
-    Raises:
-        RuntimeError: they differ.
-    """
-    if not dist.is_initialized() or dist.get_world_size() == 1:
-        return
-    own = hashlib.blake2b(digest_size=16)
-    for parameter in parameters:
-        sample = parameter.detach().reshape(-1)[:SAMPLE].contiguous().cpu()
-        own.update(sample.view(torch.uint8).numpy().tobytes())
-    of_ranks = [""] * dist.get_world_size()
-    dist.all_gather_object(of_ranks, own.hexdigest())
-    if len(set(of_ranks)) > 1:
-        raise RuntimeError(
-            "ranks begin with different weights: seed them alike before the model is made, "
-            "or load the same checkpoint on all"
-        )
 
 
 def refuse_layer_drop(model: torch.nn.Module) -> None:

@@ -107,7 +107,7 @@ def test_a_rate_that_is_set_behind_backward_is_refused_where_that_used_the_old_o
     with closing(whole(model, streamed, max_norm=None, in_backward=True)) as optimizer:
         model(**batch(0)).loss.backward()
         optimizer.param_groups[0]["lr"] = RATE / 2
-        with pytest.raises(RuntimeError, match="settings, were changed behind backward"):
+        with pytest.raises(RuntimeError, match="settings, were changed after backward"):
             optimizer.step()
 
 

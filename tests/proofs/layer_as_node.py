@@ -46,6 +46,9 @@ class Owner:
     def call(self, index: int, *args, **kwargs):
         return as_node(self, index, args, kwargs)
 
+    def trained(self, index: int) -> list[nn.Parameter]:
+        return list(self.views[index].values())
+
     def sources(self, index: int) -> list[torch.Tensor]:
         return list(self.views[index].values())
 
