@@ -408,7 +408,7 @@ class HostAdamW(torch.optim.Optimizer, Follower):
         """
         self.streamed.wait()
         if self.in_backward and self.norms:
-            raise RuntimeError("layers are updated, and the rest is not: save behind step()")
+            raise RuntimeError("layers are updated, and the rest is not: save after step()")
 
     def reload(self, module: torch.nn.Module | None = None) -> None:
         """Make the masters the weights: something else has changed these after ``wait()``."""

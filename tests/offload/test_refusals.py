@@ -7,6 +7,7 @@ import threading
 from collections.abc import Callable
 from contextlib import contextmanager
 from copy import deepcopy
+from typing import NamedTuple
 
 import pytest
 import torch
@@ -16,7 +17,7 @@ from torch.distributed.tensor import DeviceMesh, Replicate, distribute_tensor
 from torch.func import functional_call
 from wrapped_tensors import Wrapper
 
-from overlap_recipes.offload import HostAdamW, stream_layers
+from overlap_recipes.offload import HostAdamW, resident_bytes, stream_layers
 
 pytestmark = pytest.mark.usefixtures("one_thread")
 
@@ -362,6 +363,417 @@ def sparse_gradient_outside_of_layers(model: Net) -> None:
     with trained(model) as (_, optimizer):
         loss_of(model).backward()
         optimizer.step()
+
+
+@refuses(RuntimeError, CHANGED, clipped={"max_norm": 0.5}, used={"in_backward": True})
+def gradients_clipped_by_the_loop(model: Net, options: dict) -> None:
+    with trained(model, **options) as (_, optimizer):
+        loss_of(model).backward()
+        nn.utils.clip_grad_norm_(model.parameters(), 1e-3)
+        optimizer.step()
+
+
+def step(model: Net, optimizer: HostAdamW) -> None:
+    optimizer.step()
+
+
+def another_backward(model: Net, optimizer: HostAdamW) -> None:
+    loss_of(model).backward()
+
+
+@refuses(
+    RuntimeError,
+    "exchanged: change it in place",
+    gone_at_step=(None, step),
+    gone_at_backward=(None, another_backward),
+    another_at_step=(torch.ones, step),
+    another_at_backward=(torch.ones, another_backward),
+)
+def gradient_exchanged(model: Net, how: tuple) -> None:
+    make, then = how
+    with trained(model) as (_, optimizer):
+        loss_of(model).backward()
+        weight = model.blocks[2].weight
+        weight.grad = make(weight.shape) if make else None
+        then(model, optimizer)
+
+
+@refuses(
+    RuntimeError,
+    r"layer \d \(Linear\) got gradients outside of its forward.*change it in place",
+    at_step=step,
+    at_backward=another_backward,
+)
+def gradients_set_by_hand(model: Net, then: Callable) -> None:
+    with trained(model) as (_, optimizer):
+        for parameter in model.parameters():
+            parameter.grad = torch.ones_like(parameter)
+        then(model, optimizer)
+
+
+class Called(nn.Module):
+    """A layer of which a model calls the parts alone."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.part = nn.Linear(WIDTH, WIDTH)
+
+    def forward(self, x: torch.Tensor) -> torch.Tensor:
+        return self.part(x)
+
+
+@refuses(RuntimeError, r"layer 1 \(Called\) got gradients outside of its forward \(its parts")
+def parts_of_a_layer_called(model: Net) -> None:
+    model.blocks[1] = Called()
+    model.head = nn.Sequential(model.head)
+    with trained(model) as (_, optimizer):
+        model.blocks[1].part(model.embedding(WORDS)).sum().backward()
+        optimizer.step()
+
+
+@refuses(RuntimeError, "run it outside")
+def step_after_no_sync_alone(model: Net) -> None:
+    with trained(model) as (_, optimizer):
+        loss_of(model).backward()
+        with optimizer.no_sync():
+            loss_of(model).backward()
+        optimizer.step()
+
+
+@refuses(RuntimeError, "run forward again")
+def second_backward_of_a_graph(model: Net) -> None:
+    with stream_layers(model, model.blocks, "cpu"):
+        loss = loss_of(model)
+        loss.backward(retain_graph=True)
+        loss.backward()
+
+
+@refuses(RuntimeError, "once_differentiable")
+def gradients_of_gradients(model: Net) -> None:
+    """They were taken for constants: a penalty had no effect."""
+    with stream_layers(model, model.blocks, "cpu"):
+        x = model.embedding(WORDS).detach().requires_grad_()
+        y = x
+        for block in model.blocks:
+            y = block(y).tanh()
+        gradient = torch.autograd.grad(y.sum(), x, create_graph=True)[0]
+        (loss_of(model) + gradient.square().sum()).backward()
+
+
+@refuses(RuntimeError, "a layer must return", trained=True, frozen=False)
+def loss_with_what_a_hook_took_out(model: Net, is_trained: bool) -> None:
+    """Its gradients went nowhere."""
+    kept = []
+    model.embedding.requires_grad_(is_trained)
+    model.blocks[1] = nn.Sequential(model.blocks[1], nn.Tanh())
+    with stream_layers(model, model.blocks, "cpu"):
+        model.blocks[1][0].register_forward_hook(lambda module, args, y: kept.append(y))
+        loss_of(model)
+        kept[0].square().mean().backward()
+
+
+# Weights
+
+
+def cast(model: Net) -> None:
+    model.blocks[2].bfloat16()
+
+
+def assigned(model: Net) -> None:
+    model.blocks[2].load_state_dict(deepcopy(model.blocks[2].state_dict()), assign=True)
+
+
+def another_parameter(model: Net) -> None:
+    model.blocks[1].scale = nn.Parameter(torch.ones(()))
+
+
+def frozen(model: Net) -> None:
+    model.blocks[1].weight.requires_grad_(False)
+
+
+MOVED = "its memory, or what is trained, has changed"
+
+
+@refuses(RuntimeError, MOVED, cast=cast, assigned=assigned, added=another_parameter, frozen=frozen)
+def weights_in_other_memory(model: Net, change: Callable) -> None:
+    """Trained on, they would be the old ones."""
+    with trained(model):
+        change(model)
+        loss_of(model)
+
+
+@refuses(RuntimeError, MOVED)
+def weight_released_after_the_optimizer_was_made(model: Net) -> None:
+    model.blocks[1].weight.requires_grad_(False)
+    with trained(model):
+        model.blocks[1].weight.requires_grad_(True)
+        loss_of(model)
+
+
+@refuses(RuntimeError, MOVED)
+def evaluation_of_weights_in_other_memory(model: Net) -> None:
+    with stream_layers(model, model.blocks, "cpu"):
+        model.load_state_dict(Net().state_dict(), assign=True)
+        with torch.no_grad():
+            model(WORDS)
+
+
+def a_load(model: Net, optimizer: HostAdamW) -> None:
+    model.blocks[1].load_state_dict(model.blocks[1].state_dict())
+
+
+def a_step(model: Net, optimizer: HostAdamW) -> None:
+    loss_of(model).backward()
+    optimizer.step()
+    optimizer.zero_grad()
+
+
+def plain(model: Net) -> Net:
+    return model
+
+
+@refuses(
+    RuntimeError,
+    "changed between forward and backward",
+    load=(plain, a_load),
+    step=(plain, a_step),
+    load_bf16=(nn.Module.bfloat16, a_load),
+    step_bf16=(nn.Module.bfloat16, a_step),
+)
+def weights_changed_before_backward(model: Net, how: tuple) -> None:
+    """A graph that was kept got gradients of two sets of weights."""
+    convert, change = how
+    model = convert(model)
+    model.embedding.requires_grad_(False)
+    model.head.requires_grad_(False)
+    with trained(model) as (_, optimizer):
+        kept = loss_of(model)
+        change(model, optimizer)
+        kept.backward()
+
+
+@refuses(RuntimeError, "hooks do not run here", before=True, after=False)
+def hooks_of_parameters(model: Net, before: bool) -> None:
+    weight = model.blocks[1].weight
+    with stream_layers(model, model.blocks, "cpu"):
+        add = weight.register_hook if before else weight.register_post_accumulate_grad_hook
+        add(lambda tensor: None)
+        loss_of(model)
+
+
+@refuses(ValueError, r"blocks\.1\.weight and .*copied are two parameters in", layer=0, head=None)
+def parameters_that_share_memory(model: Net, number: int | None) -> None:
+    """They were apart, and trained apart, in silence."""
+    other = model.head if number is None else model.blocks[number]
+    other.copied = nn.Parameter(model.blocks[1].weight.data[3:])
+    if number == 0:
+        model.blocks[0], model.blocks[2] = model.blocks[2], model.blocks[0]
+    streams(model)
+
+
+@refuses(ValueError, "share a parameter", with_the_head=False, with_a_resident_layer=True)
+def parameter_shared_with_what_is_not_streamed(model: Net, is_layer: bool) -> None:
+    """It lost the other module's gradient."""
+    other = model.blocks[0] if is_layer else model.head
+    other.weight = model.blocks[1].weight
+    budget = resident_bytes(model.blocks[0]) if is_layer else 0
+    with stream_layers(model, model.blocks, "cpu", budget=budget):
+        pass
+
+
+@refuses(ValueError, r"layer 2 shares \['weight'\] with a layer before it")
+def parameter_shared_by_layers(model: Net) -> None:
+    model.blocks[2].weight = model.blocks[0].weight
+    streams(model)
+
+
+@refuses(ValueError, "layer 0 is streamed already", streamed=0, resident=10**6)
+def layers_that_are_streamed_already(model: Net, budget: int) -> None:
+    """They were streamed twice: updates went to memory that nobody read."""
+    with stream_layers(model, model.blocks, "cpu", budget=budget):
+        streams(model)
+
+
+@refuses(ValueError, "layer 0 is no part of the model")
+def layers_of_another_model(model: Net) -> None:
+    streams(model, Net().blocks)
+
+
+@refuses(TypeError, "'0' is no module")
+def names_of_layers(model: Net) -> None:
+    streams(model, nn.ModuleDict({"0": model.blocks[0]}))
+
+
+@refuses(ValueError, "slots must be 1 or more, not 0")
+def no_slots(model: Net) -> None:
+    with stream_layers(model, model.blocks, "cpu", slots=0):
+        pass
+
+
+@refuses(TypeError, r"state_dict\(\)")
+def copy_of_a_streamed_model(model: Net) -> None:
+    """It ran the layers that it was copied from: an average of weights was never evaluated."""
+    with stream_layers(model, model.blocks, "cpu"):
+        torch.optim.swa_utils.AveragedModel(model)
+
+
+# An optimizer's arguments
+
+
+@refuses(ValueError, "drop max_norm")
+def norm_of_what_is_updated_in_backward(model: Net) -> None:
+    with trained(model, max_norm=1.0, in_backward=True):
+        pass
+
+
+@refuses(ValueError, "all parameters that are trained")
+def optimizer_of_the_head(model: Net) -> None:
+    with stream_layers(model, model.blocks, "cpu") as streamed:
+        HostAdamW(model.head.parameters(), streamed)
+
+
+@refuses(ValueError, "make another optimizer")
+def group_that_comes_later(model: Net) -> None:
+    model.head.requires_grad_(False)
+    with stream_layers(model, model.blocks, "cpu") as streamed:
+        there = [*model.embedding.parameters(), *model.blocks.parameters()]
+        with HostAdamW(there, streamed) as optimizer:
+            optimizer.add_param_group({"params": list(model.head.parameters())})
+
+
+@refuses(ValueError, "has an optimizer: close it")
+def two_optimizers(model: Net) -> None:
+    """The second made masters of weights that the first was about to change."""
+    with trained(model) as (streamed, _):
+        HostAdamW(model.parameters(), streamed)
+
+
+@refuses(ValueError, r"computes in float32.* torch\.float64")
+def parameters_that_float32_does_not_hold(model: Net) -> None:
+    with trained(model.double()):
+        pass
+
+
+@refuses(
+    ValueError,
+    "no setting .*amsgrad|no setting .*learning_rate",
+    amsgrad={"amsgrad": True},
+    unknown={"learning_rate": 1.0},
+)
+def setting_that_this_adamw_has_not(model: Net, setting: dict) -> None:
+    with trained(model, **setting):
+        pass
+
+
+@refuses(ValueError, "no setting .*maximize")
+def setting_of_a_group_that_this_adamw_has_not(model: Net) -> None:
+    with stream_layers(model, model.blocks, "cpu") as streamed:
+        HostAdamW([{"params": list(model.parameters()), "maximize": True}], streamed)
+
+
+@refuses(RuntimeError, r"save after step\(\)")
+def state_between_backward_and_step(model: Net) -> None:
+    """It held layers of this step beside an embedding of the last one."""
+    with trained(model, in_backward=True) as (_, optimizer):
+        loss_of(model).backward()
+        optimizer.state_dict()
+
+
+@refuses(TypeError, "a parameter is Wrapper: this AdamW updates plain, dense weights")
+def head_of_another_class(model: Net) -> None:
+    model.head = nn.Linear(WIDTH, WIDTH, bias=False)
+    model.head.weight = nn.Parameter(Wrapper(model.head.weight.detach()))
+    with trained(model):
+        pass
+
+
+# What layers take and return
+
+
+class Named(NamedTuple):
+    x: torch.Tensor
+
+
+class Attributes:
+    def __init__(self, x: torch.Tensor) -> None:
+        self.x = x
+
+
+class Returning(nn.Linear):
+    def __init__(self, kind: Callable) -> None:
+        super().__init__(WIDTH, WIDTH)
+        self.kind = kind
+
+    def forward(self, x: torch.Tensor):
+        return self.kind(super().forward(x))
+
+
+def output_of_transformers(x: torch.Tensor):
+    return pytest.importorskip("transformers").utils.ModelOutput(x=x)
+
+
+@refuses(TypeError, "layer", tuple=Named, output=output_of_transformers, object=Attributes)
+def result_that_is_no_plain_nest(model: Net, kind: Callable) -> None:
+    """Nothing of them was trained: gradients stayed on the device."""
+    model.blocks[0] = Returning(kind)
+    with stream_layers(model, model.blocks, "cpu"):
+        model.blocks[0](torch.ones(2, WIDTH))
+
+
+class Scaled(nn.Linear):
+    def forward(self, x: torch.Tensor, scale: torch.Tensor) -> torch.Tensor:
+        return super().forward(x) * scale
+
+
+@refuses(RuntimeError, "changed between forward and backward")
+def argument_changed_before_backward(model: Net) -> None:
+    """Layers ran again with what it was then."""
+    model.blocks[0] = Scaled(WIDTH, WIDTH)
+    scale = torch.ones(WIDTH)
+    with stream_layers(model, model.blocks, "cpu"):
+        loss = model.blocks[0](torch.ones(2, WIDTH), scale).sum()
+        scale.mul_(2)
+        loss.backward()
+
+
+class Reading(nn.Linear):
+    def forward(self, x: torch.Tensor) -> torch.Tensor:
+        return super().forward(x) * self.by[0]
+
+
+@refuses(RuntimeError, "pass it as an argument")
+def trained_tensor_that_is_no_argument(model: Net) -> None:
+    """It got no gradient."""
+    model.blocks[1] = Reading(WIDTH, WIDTH)
+    model.blocks[1].by = [2 * model.head.weight[0]]
+    with stream_layers(model, model.blocks, "cpu"):
+        loss_of(model)
+
+
+class Remembering:
+    """A cache of another kind than transformers'."""
+
+    def __init__(self) -> None:
+        self.keys = {}
+
+
+class Remembered(nn.Linear):
+    def forward(self, x: torch.Tensor, *, memory: Remembering) -> torch.Tensor:
+        y = super().forward(x)
+        memory.keys[id(self)] = y.detach()
+        return y
+
+
+@refuses(TypeError, r"\(Remembering\).*use_cache=False.*no_grad", streamed=0, resident=10**6)
+def object_that_a_layer_changes(model: Net, budget: int) -> None:
+    """Both runs changed it."""
+    model.blocks[0] = Remembered(WIDTH, WIDTH)
+    memory = Remembering()
+    with stream_layers(model, model.blocks, "cpu", budget=budget):
+        with torch.no_grad():
+            model.blocks[0](torch.ones(2, WIDTH), memory=memory)
+        assert list(memory.keys) == [id(model.blocks[0])]
+        model.blocks[0](torch.ones(2, WIDTH), memory=memory)
 
 
 # Who runs it
