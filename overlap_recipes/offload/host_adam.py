@@ -2,6 +2,7 @@
 # Overlap Recipes 0.2.1, overlap_recipes/offload/host_adam.py
 """AdamW on threads of the host, the lowest layer first, since the next forward begins with it."""
 
+import gc
 import threading
 from collections.abc import Callable, Iterable, Iterator
 from concurrent.futures import Future, ThreadPoolExecutor
@@ -14,6 +15,7 @@ import torch
 from . import adam_in_pieces as pieces
 from .follower import Follower
 from .host_layers import HostBuffer
+from .host_memory import ranks_of_host, refuse_more_than_free
 
 BLOCK = 2**20  # parameters that a thread updates in one call
 
@@ -57,6 +59,7 @@ class HostUpdates(Follower):
     def __init__(self, streamed, group_of: dict, threads: int | None = None) -> None:
         if streamed.optimizer:
             raise ValueError("this model has an optimizer: close it, and make both anew")
+        self.refuse_without_room(streamed)
         self.streamed = streamed
         self.group_of = group_of
         self.state = {}
@@ -87,6 +90,29 @@ class HostUpdates(Follower):
         self.latest.set_result(None)
 
         streamed.follower = self
+
+    def refuse_without_room(self, streamed) -> None:
+        """Raise where the host has not the memory that masters and moments will take.
+
+        Raises:
+            RuntimeError: says what to do.
+        """
+        nbytes = 0
+        for layer in streamed.layers:
+            for parameter in layer.trained.values():
+                nbytes += 2 * pieces.FP32.itemsize * parameter.numel()
+                if parameter.dtype != pieces.FP32:
+                    nbytes += pieces.FP32.itemsize * parameter.numel()
+        gc.collect()  # an optimizer that nobody has any more is in cycles yet
+        advice = "free some, or keep more layers on the device by budget="
+        if len(streamed.ended) > 0:
+            advice = "an earlier HostAdamW of this model is held yet: del it; or " + advice
+        copies = self.copies_of_state()
+        refuse_more_than_free(nbytes * copies, "masters and moments of layers", advice)
+
+    def copies_of_state(self) -> int:
+        """How many ranks of this host have a copy."""
+        return ranks_of_host()
 
     def take(self, layer, steps: torch.Tensor) -> list[Buffers]:
         """Buffers of a ``HostLayer``: gradients, weights, and new ones of masters and moments."""

@@ -110,6 +110,9 @@ class SharedUpdates(adam.HostUpdates):
         self.done = torch.frombuffer(memory, dtype=torch.int64).view(-1, self.host.ranks)
         self.announced = [0] * layers
 
+    def copies_of_state(self) -> int:
+        return 1
+
     def announce(self, layers: Iterable[int], settings: list[dict]) -> dict:
         announced = super().announce(layers, settings)
         for layer, update in announced.items():

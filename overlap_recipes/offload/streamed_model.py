@@ -4,13 +4,14 @@
 
 from collections.abc import Iterable
 from functools import partial
+from weakref import WeakSet
 
 import torch
 from torch import nn
 from torch.nn.parallel import DistributedDataParallel
 from torch.optim.optimizer import register_optimizer_step_pre_hook
 
-from . import arguments, caches
+from . import arguments, caches, host_memory
 from . import layer_as_node as node
 from .layer_state import version_of
 from .streamable import refuse_shared_parameters, refuse_unfit
@@ -127,8 +128,10 @@ class StreamedModel(StreamedLayers):
             budget -= resident_bytes(streamed[0])
             resident.append(streamed.pop(0))
         refuse_shared_parameters(model, streamed)
+        self.refuse_without_room(streamed, settings.get("gradient_dtype"))
         self.model = model
         self.optimizer = None  # a ``HostAdamW``, which waits for its layers by itself
+        self.ended = WeakSet()  # optimizers whose state is in the host's memory as long as they are
         self.hooks = []
         self.summed = set()  # layers of whose gradients the host has a sum
         self.stored_by = {}  # by layer: the number of the backward that has stored its gradients
@@ -142,6 +145,27 @@ class StreamedModel(StreamedLayers):
         except BaseException:
             self.give_back()
             raise
+
+    @staticmethod
+    def refuse_without_room(layers: list[nn.Module], gradient_dtype: torch.dtype | None) -> None:
+        """Raise where the host has not the memory that layers will take, with their gradients.
+
+        Weights that are on the host give their memory back. Ranks of a host take theirs together.
+
+        Raises:
+            RuntimeError: says what to do.
+        """
+        nbytes = 0
+        for parameter in nn.ModuleList(layers).parameters():
+            if not parameter.is_cpu:
+                nbytes += parameter.nbytes
+            if parameter.requires_grad:
+                nbytes += parameter.numel() * (gradient_dtype or parameter.dtype).itemsize
+        host_memory.refuse_more_than_free(
+            nbytes * host_memory.ranks_of_host(),
+            "weights and gradients of layers",
+            "free some, keep more layers on the device by budget=, or take a host with more",
+        )
 
     def move_the_rest(self, of_layers: set[nn.Parameter]) -> None:
         """What is no weight of a streamed layer goes to the device."""

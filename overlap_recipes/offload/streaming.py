@@ -23,6 +23,7 @@ def stream_layers(
     slots: int = SLOTS,
     gradient_dtype: torch.dtype | None = None,
     one_copy_a_host: bool = False,
+    unified_memory: bool = False,
 ) -> Iterator[StreamedModel]:
     """Stream layers from host memory while the block runs; all else of the model is on the device.
 
@@ -42,6 +43,7 @@ def stream_layers(
             parameters if None.
         one_copy_a_host: whether the ranks of a host share one copy of weights and of Adam's state.
             All ranks of the job say the same. Weights become those of rank 0.
+        unified_memory: stream though the device computes in the host's memory.
 
     Raises:
         TypeError: what is given as a layer is no module, has no forward, or has weights that are
@@ -50,11 +52,16 @@ def stream_layers(
             parameters share memory; something is on the meta device, or lazy; ``slots`` is below 1;
             another device is current; or, with ``one_copy_a_host``, there is no process group or no
             LOCAL_WORLD_SIZE.
-        RuntimeError: the host cannot lock as much memory.
+        RuntimeError: the host has not, or cannot lock, as much memory; or the device shares it.
         Exception: at the end of the block, what kept the last updates from being made.
     """
     taken = list(layers)
     device = torch.device(device)
+    if has_unified_memory(device) and not unified_memory:
+        raise RuntimeError(
+            f"{device} shares the host's memory: a layer on the host frees none, and its copies take "
+            "time. Train the model as it is; or pass unified_memory=True, to see what it does"
+        )
     settings = {"budget": budget, "slots": slots, "gradient_dtype": gradient_dtype}
     if one_copy_a_host:
         streamed = SharedModel(model, taken, device, Host(), **settings)
@@ -78,3 +85,10 @@ def close(streamed: StreamedModel, waits: bool) -> None:
             streamed.wait()
     finally:
         streamed.close()
+
+
+def has_unified_memory(device: torch.device) -> bool:
+    """Whether a GPU is part of a chip that has one memory for both, as GB10 or a Jetson."""
+    if device.type != "cuda":
+        return False
+    return bool(torch.cuda.get_device_properties(device).is_integrated)

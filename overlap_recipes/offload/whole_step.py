@@ -468,6 +468,7 @@ class HostAdamW(torch.optim.Optimizer, Follower):
             for hook in self.hooks:
                 hook.remove()
             self.streamed.optimizer = None
+            self.streamed.ended.add(self)
 
     def close(self) -> None:
         """End this and the model's streaming; waits for the updates if no error is on its way."""
