@@ -202,6 +202,11 @@ def layers_add_first(streamed: StreamedModel) -> Iterator[None]:
 
 
 def run_with_views(forward: Callable, /, *args, **kwargs):
+    """Run a layer on views of its tensors, each a tensor of its own in autograd's graph.
+
+    Autograd adds up all gradients that reach one tensor before it goes on. So what a layer has of a
+    gradient is added up at its view, and then added to the other layers' at the tensor.
+    """
     views = {id(x): x.view_as(x) for x in tensors_in((args, kwargs)) if x.requires_grad}
     args, kwargs = exchanged((args, kwargs), views)
     return forward(*args, **kwargs)
@@ -248,9 +253,14 @@ def one_on_device(streamed: StreamedModel) -> Iterator[None]:
 
 
 def run_with_copies(plain: Plain, device: torch.device, /, *args, **kwargs):
-    """Run a layer; of its weights' copies autograd keeps nothing, and copies them again."""
+    """Run a layer; of its weights' copies autograd keeps nothing, and copies them again.
+
+    Autograd saves tensors for backward, copies of weights and views of these among them. In place
+    of such a one, ``pack`` keeps the parameter and where in it the tensor lies; ``unpack`` copies
+    the parameter to the device again, and takes the same place in that.
+    """
     copies = {}
-    copied_from = {}
+    copied_from = {}  # by the address of a copy's memory: the parameter
     for name, parameter in plain.layer.named_parameters():
         copy = parameter.to(device, copy=True)
         copies[f"layer.{name}"] = copy

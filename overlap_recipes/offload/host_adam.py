@@ -3,6 +3,7 @@
 """AdamW on threads of the host, the lowest layer first, since the next forward begins with it."""
 
 import gc
+import mmap
 import threading
 from collections.abc import Callable, Iterable, Iterator
 from concurrent.futures import Future, ThreadPoolExecutor
@@ -12,6 +13,7 @@ from typing import NamedTuple
 
 import torch
 
+from ..page_locked import private_memory
 from . import adam_in_pieces as pieces
 from .follower import Follower
 from .host_layers import HostBuffer
@@ -40,6 +42,7 @@ class LayerUpdate:
         self.waiting = 0  # blocks that no thread has begun
         self.left = 0  # blocks that have not ended
         self.error = None  # what kept a block from being updated
+        self.number = 0  # which update of its layer it is, where ranks of a host share that
         self.ended = Future()
 
 
@@ -50,18 +53,26 @@ class HostUpdates(Follower):
         streamed: the model.
         group_of: for each trained parameter of the layers the number of its settings.
         threads: of the host; all cores of this rank but one if None.
+        allocate: where the memory of masters and moments comes from, bytes -> mmap.
 
     ``state[parameter]`` are in fp32 its ``step``, its ``master`` and its moments.
     """
 
     takes_sums = True
 
-    def __init__(self, streamed, group_of: dict, threads: int | None = None) -> None:
+    def __init__(
+        self,
+        streamed,
+        group_of: dict,
+        threads: int | None = None,
+        allocate: Callable[[int], mmap.mmap] = private_memory,
+    ) -> None:
         if streamed.optimizer:
             raise ValueError("this model has an optimizer: close it, and make both anew")
         self.refuse_without_room(streamed)
         self.streamed = streamed
         self.group_of = group_of
+        self.allocate = allocate
         self.state = {}
         # By layer: how often each of its trained parameters has been updated.
         self.steps = []
@@ -125,11 +136,11 @@ class HostUpdates(Follower):
         for weights, gradients in zip(layer.weights, layer.gradients, strict=False):
             like = {name: layer.trained[name] for name in weights.shapes}
             cpu = torch.device("cpu")  # no device reads what is new: it is not page-locked
-            exp_avg = HostBuffer(like, pieces.FP32, cpu)
-            exp_avg_sq = HostBuffer(like, pieces.FP32, cpu)
+            exp_avg = HostBuffer(like, pieces.FP32, cpu, self.allocate)
+            exp_avg_sq = HostBuffer(like, pieces.FP32, cpu, self.allocate)
             master = weights
             if weights.flat.dtype != torch.float32:
-                master = HostBuffer(like, pieces.FP32, cpu)
+                master = HostBuffer(like, pieces.FP32, cpu, self.allocate)
                 master.flat.copy_(weights.flat)
             for name, parameter in like.items():
                 self.state[parameter] = {
@@ -254,9 +265,11 @@ class HostUpdates(Follower):
 
     @contextmanager
     def later(self, work: Callable, layers: Iterable[int], settings: list[dict], *args) -> Iterator:
-        """Announce, and have the thread of arrivals start; what fails, whoever waits is told.
+        """Have layers updated when ``work(announced, *args)`` starts it on the thread of arrivals.
 
-        The block is a part of the same step. Until it ends, the step counts as interrupted.
+        From here on, loads of these layers wait for their updates. If ``work`` raises, whoever
+        waits gets that error. The block is a part of the same step: until it ends without an error,
+        the step counts as interrupted, and whoever waits is told to load a checkpoint.
         """
 
         def arrival() -> None:

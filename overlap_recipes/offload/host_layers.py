@@ -12,7 +12,8 @@ device goes on with the old weights. Which parameters are trained is fixed when 
 Locked memory does not exist in a forked process: give it a clone, or start it with ``spawn``.
 """
 
-from collections.abc import Iterable
+import mmap
+from collections.abc import Callable, Iterable
 
 import torch
 from torch import nn
@@ -32,14 +33,19 @@ class HostBuffer:
         like: names and shapes of the parts; their values are not taken.
         dtype: of the elements.
         device: the device whose copies will read or write the buffer.
+        allocate: where its memory comes from, bytes -> mmap; ``one_copy_a_host`` shares it.
 
     Raises:
         RuntimeError: the host has not that much memory, or will not lock it.
     """
 
-    memory = staticmethod(private_memory)  # bytes -> mmap; ``one_copy_a_host`` shares it
-
-    def __init__(self, like: dict, dtype: torch.dtype, device: torch.device) -> None:
+    def __init__(
+        self,
+        like: dict,
+        dtype: torch.dtype,
+        device: torch.device,
+        allocate: Callable[[int], mmap.mmap] = private_memory,
+    ) -> None:
         self.shapes = {name: tensor.shape for name, tensor in like.items()}
         self.offsets = []  # elements: where each part begins
         numel = 0
@@ -47,7 +53,7 @@ class HostBuffer:
             self.offsets.append(numel)
             numel += -(-shape.numel() // ALIGNMENT) * ALIGNMENT
         try:
-            self.locked = PageLocked(numel * dtype.itemsize, device, self.memory)
+            self.locked = PageLocked(numel * dtype.itemsize, device, allocate)
         except RuntimeError as error:
             raise RuntimeError(f"{error}, or keep fewer layers on the host") from error
         self.flat = self.locked.bytes.view(dtype)

@@ -5,8 +5,7 @@
 import mmap
 import os
 import time
-from collections.abc import Iterable, Iterator
-from contextlib import contextmanager
+from collections.abc import Iterable
 
 import torch
 import torch.distributed as dist
@@ -46,17 +45,6 @@ class Host:
         os.close(file)
         return memory
 
-    @contextmanager
-    def shares(self) -> Iterator[None]:
-        """Host buffers made in here are shared."""
-        buffer = HostBuffer
-        private, buffer.memory = buffer.memory, staticmethod(self.memory)
-        try:
-            yield
-        finally:
-            buffer.memory = staticmethod(private)
-            self.barrier()  # every rank has filled them, all with the same values
-
 
 class SharedModel(streaming.StreamedModel):
     """A streamed model of which a host holds one copy.
@@ -74,15 +62,15 @@ class SharedModel(streaming.StreamedModel):
             dist.broadcast(parameter.data, 0, host.everyone if parameter.is_cpu else None)
         super().__init__(model, layers, device, **settings)
         for layer in self.layers:
-            with host.shares():
-                for number, own in enumerate(layer.weights):
-                    shared = HostBuffer(own.views, own.flat.dtype, device)
-                    shared.flat.copy_(own.flat)
-                    named = dict(layer.module.named_parameters())
-                    for name, view in shared.views.items():
-                        named[name].data = view
-                    layer.weights[number] = shared
-                    own.close()
+            for number, own in enumerate(layer.weights):
+                shared = HostBuffer(own.views, own.flat.dtype, device, host.memory)
+                shared.flat.copy_(own.flat)
+                named = dict(layer.module.named_parameters())
+                for name, view in shared.views.items():
+                    named[name].data = view
+                layer.weights[number] = shared
+                own.close()
+            host.barrier()  # every rank has filled them, all with the same values
         self.hooks += [
             model.register_load_state_dict_pre_hook(lambda *_: self.wait_for_all()),
             model.register_load_state_dict_post_hook(lambda *_: host.barrier()),
@@ -102,10 +90,11 @@ class SharedUpdates(adam.HostUpdates):
     """Updates this rank's blocks of each layer, in memory of all ranks of the host."""
 
     def __init__(self, streamed: SharedModel, group_of: dict, threads: int | None = None) -> None:
-        self.host, layers = streamed.host, len(streamed.layers)
-        with self.host.shares():
-            super().__init__(streamed, group_of, threads)
-            memory = self.host.memory(8 * max(1, layers) * self.host.ranks)
+        self.host = streamed.host
+        layers = len(streamed.layers)
+        super().__init__(streamed, group_of, threads, self.host.memory)
+        memory = self.host.memory(8 * max(1, layers) * self.host.ranks)
+        self.host.barrier()  # every rank has filled masters and moments, all with the same values
         self.blocks = [blocks[self.host.rank :: self.host.ranks] for blocks in self.blocks]
         self.done = torch.frombuffer(memory, dtype=torch.int64).view(-1, self.host.ranks)
         self.announced = [0] * layers

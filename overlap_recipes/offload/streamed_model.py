@@ -51,13 +51,17 @@ class ResidentLayers:
             layer.forward = node.marked(partial(self.call, index))
 
     def call(self, index: int, /, *args, **kwargs):
-        """What ``layer.forward`` is now."""
+        """What ``layer.forward`` is now: the layer, checkpointed.
+
+        It runs on views of its inputs. So its own gradients of an input are added up before they
+        are added to what comes from elsewhere, as from a layer that is streamed. The lists and
+        dicts that it was given get what it has put into their copies.
+        """
         if not torch.is_grad_enabled():
             caches.refuse_going_on(args, kwargs)
             return self.run(index, args, kwargs)
         node.refuse_func()
         args, kwargs = caches.empty_copies(index, args, kwargs)
-        # One gradient of each input leaves the layer, as from a layer that is streamed.
         entrances = {}  # by the input's ``id``
         originals = {}  # by the ``id`` of the view in its place
         inputs = arguments.inputs_of((args, kwargs))

@@ -59,8 +59,8 @@ def stream_layers(
     device = torch.device(device)
     if has_unified_memory(device) and not unified_memory:
         raise RuntimeError(
-            f"{device} shares the host's memory: a layer on the host frees none, and its copies take "
-            "time. Train the model as it is; or pass unified_memory=True, to see what it does"
+            f"{device} shares the host's memory: a layer on the host frees none, and its copies "
+            "take time. Train the model as it is; or pass unified_memory=True, to see what it does"
         )
     settings = {"budget": budget, "slots": slots, "gradient_dtype": gradient_dtype}
     if one_copy_a_host:
