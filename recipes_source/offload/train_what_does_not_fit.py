@@ -361,11 +361,9 @@ if __name__ == "__main__":
 #   not none: its moments and its decay go on.
 # * bfloat16 sums of micro-batches are rounded each time, as ``parameter.grad`` is anywhere;
 #   ``gradient_dtype=torch.float32`` keeps them.
-# * Backward runs a layer again. Globals, and what no module of the layer keeps, must not change in
-#   between; iterators, configurations and objects of compiled classes must not change in forward. The
-#   first step compares results and raises, later ones do not.
-# * Of each gradient 64 elements are compared after backward: what changes a few rows through ``.data``
-#   is clipped by the old norm. Ranks that run a layer not equally often wait for each other.
+# * Backward runs a layer again. Globals, iterators and objects that no module of it keeps must not change
+#   in between; the first step alone compares results.
+# * A few rows of a gradient, changed through ``.data``, are clipped by the old norm.
 # * A weight that a hook, a global or another layer reads after its turn is another layer's.
 # * Where several layers read one tensor, or a layer runs twice, sums have another order, and
 #   ``check_first_step`` returns False.
@@ -378,8 +376,7 @@ if __name__ == "__main__":
 #   with other weights
 # * hooks on parameters of layers; tensors from inside a layer in the loss (``output_attentions``,
 #   ``output_router_logits``); a weight that a layer shares with another module; ``deepcopy(model)``
-# * weights changed between backward and step; gradients, too, with ``max_norm`` or ``in_backward``; a
-#   ``GradScaler`` on several ranks; more host memory than there is; a GPU that shares the host's memory
+# * weights changed between backward and step; gradients, too, with ``max_norm`` or ``in_backward``
 # * ``model.to(...)``, and another choice of trained parameters, inside of the block
 #
 # Leave the model's own gradient checkpointing off: each layer runs again anyway.
