@@ -361,9 +361,9 @@ if __name__ == "__main__":
 #   not none: its moments and its decay go on.
 # * bfloat16 sums of micro-batches are rounded each time, as ``parameter.grad`` is anywhere;
 #   ``gradient_dtype=torch.float32`` keeps them.
-# * Backward runs a layer again. Globals, iterators and objects that no module of it keeps must not change
-#   in between; the first step alone compares results.
-# * A few rows of a gradient, changed through ``.data``, are clipped by the old norm.
+# * Backward runs a layer again. Globals, iterators and objects that no module keeps must not change
+#   in between: the first step alone compares.
+# * Rows of a gradient, changed through ``.data``, are clipped by the old norm.
 # * A weight that a hook, a global or another layer reads after its turn is another layer's.
 # * Where several layers read one tensor, or a layer runs twice, sums have another order, and
 #   ``check_first_step`` returns False.
