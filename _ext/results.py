@@ -34,6 +34,8 @@ from sphinx_design.shared import create_component
 
 from benchmarks import first_tables
 from benchmarks.code_versions import CHANGELOG, CostChange, code_in_words, cost_changes
+from benchmarks.fair import Column, columns, headline, how, interval, is_peer, with_better_peers
+from benchmarks.first_tables import first_lower
 from benchmarks.result_files import (
     BENCHMARKS,
     FIRST_TABLE_NOTES,
@@ -82,6 +84,7 @@ NEEDLESS = (
 )
 
 
+HIDDEN = ("tokens",)  # a table of one number of tokens has peers that are ahead at another, too
 DECIDING = 3  # columns of a table: the first that decide; the result's file has all of them
 ALL_ROWS = "guide/results"
 CASES = {  # parameters that stand below a row's name, and how; the others have a column
@@ -123,6 +126,10 @@ class ResultDirective(SphinxDirective):
     def show(self, result: Result, rows: list[dict]) -> list[nodes.Node]:
         raise NotImplementedError
 
+    def chosen(self, result: Result) -> list[dict]:
+        """The rows that the directive asks for."""
+        return [row for row in result.rows if self._wanted(row)]
+
     def run(self) -> list[nodes.Node]:
         name = self.arguments[0]
         if name not in BENCHMARKS:
@@ -144,7 +151,7 @@ class ResultDirective(SphinxDirective):
             absent = result.missing(self.options.get("rows", "").split())
         except ResultError as error:
             raise self.error(str(error)) from error
-        rows = [row for row in result.rows if self._wanted(row)]
+        rows = self.chosen(result)
         names = {row["name"] for row in rows}
         asked = set(self.options.get("rows", "").split())
         if names <= REFERENCES and not asked <= REFERENCES:  # nothing to compare
@@ -184,16 +191,27 @@ class ResultDirective(SphinxDirective):
         up = "../" * self.env.docname.count("/")
         return nodes.reference("", words, refuri=f"{up}{ALL_ROWS}.html")
 
-    def _wanted(self, row: dict) -> bool:
+    def _wanted(self, row: dict, whatever: tuple[str, ...] = ()) -> bool:
+        """Whether ``row`` is asked for, ``whatever`` its values of these parameters are."""
         names = self.options.get("rows", "").split()
         if names and row["name"] not in names:
             return False
-        where = self.options.get("where", {})
-        return all(plain(row.get(parameter)) == value for parameter, value in where.items())
+        for parameter, value in self.options.get("where", {}).items():
+            if parameter not in whatever and plain(row.get(parameter)) != value:
+                return False
+        return True
 
 
 class ResultTable(ResultDirective):
-    """``.. result-table:: <benchmark>``: every median with its unit, and where it was measured."""
+    """``.. result-table:: <benchmark>``: medians with their units, and where they were measured.
+
+    Peers that beat a row of ours are shown unasked, those of other tokens a step, too.
+    """
+
+    def chosen(self, result: Result) -> list[dict]:
+        rows = super().chosen(result)
+        of_ours = [row for row in result.rows if self._wanted(row, whatever=HIDDEN)]
+        return with_better_peers(rows, of_ours, result)
 
     def show(self, result: Result, rows: list[dict]) -> list[nodes.Node]:
         columns = columns_of(result, rows)
@@ -231,6 +249,8 @@ class ResultTable(ResultDirective):
                 words = CASES[parameter](row[parameter])
                 if words:
                     cases.append(words)
+        if how(row):
+            cases.append(how(row))
         if cases:
             shown += nodes.inline("", f" {', '.join(cases)}", classes=["result-interval"])
         return shown
@@ -302,12 +322,9 @@ def columns_of(result: Result, rows: list[dict]) -> list[str]:
 
 def cell_with_interval(row: dict, name: str) -> nodes.paragraph:
     """A value, and below it the interval in which it lies, where the row has one."""
-    stem = name.removesuffix("_s")
-    unit = name.removeprefix(stem)
-    low = row.get(f"{stem}_low{unit}")
-    high = row.get(f"{stem}_high{unit}")
     paragraph = nodes.paragraph("", cell(row, name))
-    if low is not None and high is not None and low != high:
+    low, high = interval(row, name) or (None, None)
+    if low != high:
         ends = f" ({written(name, low)} to {written(name, high)})"
         paragraph += nodes.inline("", ends, classes=["result-interval"])
     return paragraph
@@ -392,7 +409,7 @@ class ResultFigure(ResultDirective):
             else:
                 drawn = _bars(field, members, title, rows, benchmark.logarithmic)
             pictures.append(_as_node(drawn, benchmark.title, _words(field, members)))
-        shown = _first_lower(heading(field))
+        shown = first_lower(heading(field))
         if in_all:
             value_of = dict(in_all)
             shared = [named(p, value_of[p]) for p in parameters if p in value_of]
@@ -407,16 +424,12 @@ def named(parameter: str, value: object) -> str:
     return f"{parameter.replace('_', ' ')}: {plain(value)}"
 
 
-def _first_lower(text: str) -> str:
-    return text[0].lower() + text[1:]
-
-
 def _words(field: str, rows: list[dict]) -> list[str]:
     """A drawing in words, a line a row."""
     lines = []
     for row in rows:
         at = f" at {row['tokens']} tokens" if "tokens" in row else ""
-        lines.append(f"{row['name']}{at}: {_first_lower(heading(field))} {cell(row, field)}")
+        lines.append(f"{row['name']}{at}: {first_lower(heading(field))} {cell(row, field)}")
     return lines
 
 
@@ -523,6 +536,10 @@ def _lines(field: str, rows: list[dict], title: str) -> Figure:
 class ResultGain(ResultDirective):
     """``.. result-gain:: <benchmark>``: rows of one field in a sentence, the first in bold.
 
+    The first of ``rows`` is ours. Where it was measured at several numbers of tokens a step, the
+    sentence has those at which it is furthest ahead of the best peer, and then all at which a peer
+    is ahead. The others of ``rows`` and every peer that beats ours are named there, and the best.
+
     Of the machines where none of the rows is outdated, the one with most of them; of several, the
     latest, then that of most ranks. Nothing is shown where none has the first row. What stands in
     the directive explains the rows: it is shown after them, or not either.
@@ -535,18 +552,19 @@ class ResultGain(ResultDirective):
     def run(self) -> list[nodes.Node]:
         repo = Path(self.config.results_repo)
         field = self.options["field"]
+        names = self.options["rows"].split()
         results = [load(path) for path in remember(self.env, repo, "results", self.arguments[0])]
         changes = note_changes(self.env, repo)
         best = None
         rows_of_best = []
         most = (0, "")
         for result in reversed(results):  # most ranks first
-            rows = [row for row in result.rows if self._wanted(row) and known(row, field)]
-            outdated = any(result.is_outdated(row, changes) for row in rows)
-            first = self.options["rows"].split()[0]
-            if outdated or first not in {row["name"] for row in rows}:
+            rows = [row for row in result.rows if self._in_case(row) and known(row, field)]
+            asked = [row for row in rows if row["name"] in names]
+            outdated = any(result.is_outdated(row, changes) for row in asked)
+            if outdated or names[0] not in {row["name"] for row in asked}:
                 continue
-            worth = (len(rows), result.data["date"])
+            worth = (len({row["name"] for row in asked}), result.data["date"])
             if worth > most:
                 best = result
                 rows_of_best = rows
@@ -558,24 +576,55 @@ class ResultGain(ResultDirective):
         self.state.nested_parse(self.content, self.content_offset, explained)
         return shown + explained.children
 
-    def show(self, result: Result, found: list[dict]) -> list[nodes.Node]:
+    def show(self, result: Result, rows: list[dict]) -> list[nodes.Node]:
         field = self.options["field"]
-        order = self.options["rows"].split()
-        found.sort(key=lambda row: order.index(row["name"]))
+        name = self.options["rows"].split()[0]
+        first, *others = columns(rows, name, field)
+        behind = sorted(
+            (column for column in others if column.better), key=lambda column: column.ours["tokens"]
+        )
         text = nodes.paragraph("", f"{heading(field)}: ", classes=["result-gain"])
-        for number, row in enumerate(found):
-            if number == 0:
-                text += nodes.strong("", cell(row, field))
-            else:
+        shown = self._column(text, result, first, nodes.strong)
+        if first.better and not others:
+            text += nodes.Text(" (a peer is ahead)")
+        for number, column in enumerate(behind):
+            words = "a peer is ahead at" if number == 0 else "at"
+            text += nodes.Text(f"; {words} {column.ours['tokens']:,} tokens a step: ")
+            shown += self._column(text, result, column, nodes.emphasis)
+        at = f", {first.ours['tokens']:,} tokens a step" if "tokens" in first.ours else ""
+        if behind:
+            at += " where no other is said"
+        machine = "; ".join([result.machine, *of_other_runs(shown)])
+        text += nodes.Text(f". Stock {first.ours['model']}{at}, {machine}.")
+        return [text]
+
+    def _column(
+        self, text: nodes.paragraph, result: Result, column: Column, emphasis: type
+    ) -> list[dict]:
+        """Add a column's figures to ``text``; the rows that it names."""
+        field = self.options["field"]
+        asked = self.options["rows"].split()
+        peers = [row for row in column.others if is_peer(row)]
+        named: dict[str, dict] = {}  # the best row of each name
+        for row in column.others:
+            if row in column.better or row["name"] in asked or row in peers[:1]:
+                named.setdefault(row["name"], row)
+        for number, row in enumerate([column.ours, *named.values()]):
+            kind = emphasis if number == 0 else nodes.emphasis
+            if number > 0:
                 text += nodes.Text(", ")
-                text += nodes.emphasis("", cell(row, field))
+            text += kind("", headline(row, field, result.rows))
             text += nodes.Text(" ")
             text += nodes.literal("", row["name"])
-        tokens = {row.get("tokens") for row in found} - {None}
-        at = f", {tokens.pop():,} tokens a step" if len(tokens) == 1 else ""
-        machine = "; ".join([result.machine, *of_other_runs(found)])
-        text += nodes.Text(f". Stock {found[0]['model']}{at}, {machine}.")
-        return [text]
+            differs = how(row) != how(column.ours)
+            if how(row) and differs:
+                text += nodes.Text(f" ({how(row)})")
+        return [column.ours, *named.values()]
+
+    def _in_case(self, row: dict) -> bool:
+        """Whether ``row`` has the parameters of ``where``."""
+        where = self.options.get("where", {})
+        return all(plain(row.get(parameter)) == value for parameter, value in where.items())
 
 
 class FirstTableDirective(ResultDirective):
@@ -598,21 +647,27 @@ class FirstTableDirective(ResultDirective):
         for row, cells in table.cells.items():
             way = self._name(row)
             if row in FIRST_TABLE_NOTES:
-                notes.append(FIRST_TABLE_NOTES[row])
-                way += nodes.superscript("", str(len(notes)))
+                note = FIRST_TABLE_NOTES[row]
+                if note not in notes:
+                    notes.append(note)
+                way += nodes.superscript("", str(notes.index(note) + 1))
+            if how(table.rows[row]):
+                way += nodes.inline("", f" {how(table.rows[row])}", classes=["result-interval"])
             line = [way]
-            for text in cells:
-                line.append(nodes.paragraph("", text))
+            for cell_of_row in cells:
+                kind = nodes.strong if cell_of_row.is_best else nodes.inline
+                line.append(nodes.paragraph("", "", kind("", cell_of_row.text)))
             body.append(line)
         shown = [_table(["Way"] + table.headings, body)]
         shown += _numbered(notes)
+        if table.behind:
+            shown.append(_small(f"A peer is ahead of {'; of '.join(table.behind)}."))
+        if table.elsewhere:
+            shown.append(_small(f"With other models: {'; '.join(table.elsewhere)}."))
         shown.append(_small(f"Measured on {table.origin}"))
         if table.left_out:
             names = ", ".join(table.left_out)
             shown.append(_small(f"Left out, since their cost has changed: {names}."))
-        if table.of_other_runs:
-            names = ", ".join(table.of_other_runs)
-            shown.append(_small(f"Left out, since they were measured in another run: {names}."))
         return shown
 
 

@@ -2,9 +2,9 @@
 
     python -m benchmarks.first_tables   # exit 1 if a file is bad
 
-A first table has rows of one file: one kind of machine. A row whose cost has changed since, or that
-was measured in another run than the others, is left out; the page of results still has it. A row
-that others are compared with is on the page on method.
+A first table has rows of one file: one kind of machine. It leaves out a row whose cost has changed
+since, which the page of results still has, and no peer. What others are compared with is on the
+page on method.
 """
 
 import argparse
@@ -15,6 +15,7 @@ from dataclasses import dataclass
 from pathlib import Path
 
 from benchmarks.code_versions import ChangelogError, code_in_words, cost_changes
+from benchmarks.fair import beats, columns, headline, interval, same_case
 from benchmarks.result_files import (
     BENCHMARKS,
     REFERENCES,
@@ -29,6 +30,7 @@ from benchmarks.result_files import (
     load,
     load_trace,
     plain,
+    written,
 )
 
 # Of rows over tokens, these alone are shown.
@@ -41,14 +43,22 @@ USUAL = {
 
 
 @dataclass(frozen=True)
+class Cell:
+    text: str
+    is_best: bool = False  # of its column
+
+
+@dataclass(frozen=True)
 class FirstTable:
     """A benchmark's figures on one kind of machine."""
 
     headings: list[str]
-    cells: dict[str, list[str]]  # the name of a row, and its figures
+    cells: dict[str, list[Cell]]  # the name of a row, and its figures
+    rows: dict[str, dict]  # by name: one row of it, which says how it trains
     origin: str  # one sentence
+    behind: list[str]  # where a peer is ahead of a row of ours
+    elsewhere: list[str]  # what ours costs with other models on that machine
     left_out: list[str]  # names of rows that are outdated
-    of_other_runs: list[str]  # names of rows that were not measured beside the others
 
 
 def first_table(name: str, repo: Path) -> FirstTable | None:
@@ -62,11 +72,9 @@ def first_table(name: str, repo: Path) -> FirstTable | None:
     for result in found:
         rows = rows_over_tokens(result) if result.benchmark.lines else rows_of_first_case(result)
         rows = [row for row in rows if row["name"] not in REFERENCES]
-        apart = [row for row in rows if "run" in row]
-        rows = [row for row in rows if "run" not in row]
         today = [row for row in rows if not result.is_outdated(row, changes)]
         if any(row["ours"] for row in today):
-            return table_of(result, rows, today, apart)
+            return table_of(result, rows, today)
     return None
 
 
@@ -93,13 +101,12 @@ def is_usual(row: dict) -> bool:
     return all(row.get(parameter, value) == value for parameter, value in USUAL.items())
 
 
-def table_of(result: Result, rows: list[dict], today: list[dict], apart: list[dict]) -> FirstTable:
+def table_of(result: Result, rows: list[dict], today: list[dict]) -> FirstTable:
+    case = ""
     if result.benchmark.lines:
         headings, cells = cells_over_tokens(result, today)
-        case = ""
     else:
         headings, cells = cells_by_field(result, today)
-        case = ""
         for parameter, value in first_case(result).items():
             if value is not None:
                 case += f"; {parameter}: {plain(value)}"
@@ -109,34 +116,84 @@ def table_of(result: Result, rows: list[dict], today: list[dict], apart: list[di
     return FirstTable(
         headings=headings,
         cells=cells,
+        rows={row["name"]: row for row in shown},
         origin=origin,
+        behind=where_behind(result, today),
+        elsewhere=other_models(result, today),
         left_out=list(dict.fromkeys(earlier)),
-        of_other_runs=list(dict.fromkeys(row["name"] for row in apart)),
     )
 
 
-def cells_by_field(result: Result, rows: list[dict]) -> tuple[list[str], dict[str, list[str]]]:
-    """A column for each field that a row has."""
+def cells_by_field(result: Result, rows: list[dict]) -> tuple[list[str], dict[str, list[Cell]]]:
+    """A column for each field that a row has; what is below the noise says so."""
     asked = result.benchmark.first_table.split()
     fields = [name for name in asked if any(known(row, name) for row in rows)]
     cells = {}
     for row in rows:
         if any(known(row, name) for name in fields):
-            cells[row["name"]] = [cell(row, name) for name in fields]
+            cells[row["name"]] = [Cell(headline(row, name, result.rows)) for name in fields]
     return [heading(name) for name in fields], cells
 
 
-def cells_over_tokens(result: Result, rows: list[dict]) -> tuple[list[str], dict[str, list[str]]]:
-    """A column for each number of tokens; names that were measured at most of them."""
-    tokens = sorted({row["tokens"] for row in rows})
-    value = {(row["name"], row["tokens"]): cell(row, result.benchmark.first_table) for row in rows}
+def cells_over_tokens(result: Result, rows: list[dict]) -> tuple[list[str], dict[str, list[Cell]]]:
+    """A column for each number of tokens."""
+    field = result.benchmark.first_table
+    counts = sorted({row["tokens"] for row in rows})
+    by_place = {(row["name"], row["tokens"]): row for row in rows}
     cells = {}
     for row in rows:
-        line = [value.get((row["name"], count), "–") for count in tokens]
-        measured = len(line) - line.count("–")
-        if measured > len(line) / 2:
-            cells[row["name"]] = line
-    return [f"{count:,}" for count in tokens], cells
+        line = []
+        for count in counts:
+            here = by_place.get((row["name"], count))
+            column = [other for other in rows if other["tokens"] == count]
+            if here is None:
+                line.append(Cell("–"))
+            else:
+                is_best = not any(beats(other, here, field) for other in column)
+                line.append(Cell(cell(here, field), is_best))
+        cells[row["name"]] = line
+    return [f"{count:,}" for count in counts], cells
+
+
+def where_behind(result: Result, rows: list[dict]) -> list[str]:
+    """``fsdp2_in_place at 1,024 tokens a step (fsdp2)``: a row of ours, the peers that beat it."""
+    if not result.benchmark.lines:
+        return []
+    found = []
+    for name in dict.fromkeys(row["name"] for row in rows if row["ours"]):
+        found_here = columns(rows, name, result.benchmark.first_table)
+        for column in sorted(found_here, key=lambda column: column.ours["tokens"]):
+            if column.better:
+                peers = ", ".join(row["name"] for row in column.better)
+                found.append(f"{name} at {column.ours['tokens']:,} tokens a step ({peers})")
+    return found
+
+
+def other_models(result: Result, rows: list[dict]) -> list[str]:
+    """``overlapped_writer, gpt2-xl: the whole save costs 465 ms (289 ms to 649 ms)``."""
+    if result.benchmark.lines:
+        return []
+    found = []
+    for ours in (row for row in rows if row["ours"]):
+        for row in result.rows:
+            alike = {"model": row.get("model"), "tokens": row.get("tokens")}
+            if row["name"] == ours["name"] and row not in rows and same_case(row, ours | alike):
+                fields = [f for f in result.benchmark.first_table.split()[:2] if known(row, f)]
+                said = [f"{first_lower(heading(f))} {with_interval(row, f)}" for f in fields]
+                found.append(f"{row['name']}, {row.get('model')}: {', '.join(said)}")
+    return found
+
+
+def first_lower(text: str) -> str:
+    return text[0].lower() + text[1:]
+
+
+def with_interval(row: dict, field: str) -> str:
+    """A figure as it is, with its interval: what is worst is not hidden in the noise."""
+    ends = interval(row, field)
+    if ends is None:
+        return cell(row, field)
+    return f"{cell(row, field)} ({written(field, ends[0])} to {written(field, ends[1])})"
 
 
 def first_tables(repo: Path) -> dict[str, FirstTable]:

@@ -194,13 +194,13 @@ class Run:
             windows = {name: partial(self.window, loop, count) for name, loop in loops.items()}
             samples = list(measuring.in_turn(windows, rounds))
             for name in ways:
-                self.add(name, built[name].note, case, tokens, samples)
+                self.add(name, built[name].how(), case, tokens, samples)
             del loops, windows
             measuring.forget_memory(self.device)
 
-    def add(self, name: str, note: str, case: Case, tokens: int, samples: list[dict]) -> None:
+    def add(self, name: str, how: dict, case: Case, tokens: int, samples: list[dict]) -> None:
         """A row of ``name``; ``samples`` are rounds: by way, the seconds of its window."""
-        row = self.row(name, case, tokens) | {"note": note}
+        row = self.row(name, case, tokens) | how
         own = [seconds[name] for seconds in samples]
 
         def speed_over(way: str) -> list[float]:
@@ -236,7 +236,7 @@ class Run:
             row = self.row(name, case, tokens) | measuring.device_peaks(self.device)
             if self.device.type == "cuda":  # the allocator still holds its peak
                 row["peak_device_bytes"] = self.in_use() - before
-            self.results.add({"note": way.note} | row)
+            self.results.add(way.how() | row)
 
     def in_use(self) -> int:
         if self.device.type != "cuda":

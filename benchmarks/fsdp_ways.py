@@ -43,6 +43,12 @@ class Way:
 
     ours: bool = False  # whether it is a recipe or the library
     note = ""
+    clips = True
+    precision = "float32 weights, bfloat16 compute"
+
+    def how(self) -> dict[str, object]:
+        """The fields of a row that say how it trains."""
+        return {"note": self.note, "clips": self.clips, "precision": self.precision}
 
     def __init__(self, case: Case, device: torch.device, layers: int | None = None) -> None:
         self.case, self.device = case, device
@@ -137,7 +143,9 @@ class MegatronFsdp(Way):
     """NVIDIA's package; ``options`` as its guide for speed sets them."""
 
     options: dict = {}
-    note = "megatron-fsdp, settings as they come, bfloat16 gradients, without clipping"
+    note = "megatron-fsdp, settings as they come"
+    clips = False
+    precision = "bfloat16 gradients"
 
     def shard(self) -> None:
         package = importlib.import_module("megatron_fsdp")
@@ -157,13 +165,13 @@ class MegatronFsdp(Way):
 
     def loop(self, tokens: int) -> workloads.StockLoop:
         loop = super().loop(tokens)
-        loop.clip = False
+        loop.clip = self.clips
         return loop
 
 
 class MegatronFsdpGuide(MegatronFsdp):
     options = {"nccl_ub": True, "fsdp_double_buffer": True, "disable_symmetric_registration": True}
-    note = "megatron-fsdp, registered double buffers, no multicast, without clipping"
+    note = "megatron-fsdp, registered double buffers, no multicast"
 
 
 class LocalCopies:
@@ -246,6 +254,8 @@ class Stack(Way):
     """Eight units of 0.47 G parameters, bfloat16 throughout, and its own loop."""
 
     note = "fully_shard on each unit and the root"
+    clips = False
+    precision = "bfloat16 throughout"
 
     def build(self, layers: int | None) -> nn.Module:
         small = self.device.type == "cpu"

@@ -175,6 +175,22 @@ PEERS = {
 DEPTHS = {"deepspeed_offload": (2, 4)}  # eight layers take more than 128 GiB of host memory
 
 
+MASTERS = "float32 masters and moments"
+FLOAT32 = "float32 weights and moments"
+BFLOAT16 = "bfloat16 weights and moments, no masters"
+HOW: dict[str, dict[str, object]] = {  # fields of a row: whether it clips, and its precision
+    "streamed_adam": {"clips": True, "precision": MASTERS},
+    "streamed_adam_in_backward": {"clips": False, "precision": MASTERS},
+    "larger_than_device": {"clips": True, "precision": MASTERS},
+    "torchao": {"clips": False, "precision": BFLOAT16},
+    "torchao_clipped": {"clips": True, "precision": BFLOAT16},
+    "torchao_fp32": {"clips": False, "precision": FLOAT32},
+    "torchao_fp32_clipped": {"clips": True, "precision": FLOAT32},
+    "fsdp2_cpu_offload": {"clips": True, "precision": FLOAT32},
+    "deepspeed_offload": {"clips": True},
+}
+
+
 def note_of(name: str) -> dict[str, str]:
     """Field of a row: the version of the package."""
     package = name.split("_")[0]

@@ -64,7 +64,7 @@ sys.path.insert(0, str(ROOT))
 
 from benchmarks import measuring  # noqa: E402
 from benchmarks.measuring import HostMemory, Task, device_peaks, tell  # noqa: E402
-from benchmarks.offload_peers import DEPTHS, PEERS, PeerLoop, by_decay, note_of  # noqa: E402
+from benchmarks.offload_peers import DEPTHS, HOW, PEERS, PeerLoop, by_decay, note_of  # noqa: E402
 from benchmarks.workloads import LARGEST_NORM, LLAMAS, StockLoop, llama  # noqa: E402
 from overlap_recipes.offload import host_adam  # noqa: E402
 from overlap_recipes.offload.host_adam import LayerUpdate  # noqa: E402
@@ -297,7 +297,7 @@ class Benchmark:
         row |= device_peaks(self.device)
         if memory is not None:
             row |= memory.peaks()
-        self.results.add(row | fields)
+        self.results.add(row | HOW.get(name, {}) | fields)
 
     def found(self, name: str, tokens: int | None = None) -> dict:
         """A row of this file; empty where there is none."""

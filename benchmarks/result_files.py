@@ -31,7 +31,7 @@ SHOWN = tomllib.loads(Path(__file__).with_name("shown.toml").read_text(encoding=
 PARAMETERS = SHOWN["parameters"]
 TRACE_LANES = SHOWN["trace_lanes"]
 FIRST_TABLE_NOTES = SHOWN["first_table_notes"]
-REFERENCES = {"none", "no_communication"}  # rows that others are compared with
+REFERENCES = set(SHOWN["references"].split())
 ROW_RECIPES: dict[str, str] = {}
 for _name, _rows in SHOWN["recipe_rows"].items():
     ROW_RECIPES |= dict.fromkeys(_rows.split(), _name)
@@ -182,7 +182,7 @@ def fields_of(row: dict) -> list[str]:
     for name, value in row.items():
         ends_interval = re.search("_(low|high)(_s)?$", name)
         if isinstance(value, int | float) and known(row, name):
-            if name not in PARAMETERS and name != "ours" and not ends_interval:
+            if name not in PARAMETERS and name not in ("ours", "clips") and not ends_interval:
                 found.append(name)
     return found
 

@@ -12,7 +12,7 @@ others. Losses and weights are those of a run that keeps everything on the devic
 .. result-gain:: offload_step
    :rows: streamed_adam streamed_adam_in_backward
    :field: kept
-   :where: model=llama-8b tokens=16384
+   :where: model=llama-8b
 
    100 % is the speed of a **resident** run, which keeps everything on the device. ``streamed_adam``
    clips. ``streamed_adam_in_backward`` does not, and updates during backward, too.

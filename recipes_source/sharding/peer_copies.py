@@ -10,7 +10,7 @@ straight to where they are used. Your loop stays as it is, and on two ranks ever
 .. result-gain:: fsdp_overlap
    :rows: fsdp2_in_place fsdp2
    :field: efficiency
-   :where: model=llama-8b-blocks loop=reads compiled=no reduce_dtype=float32 activation_checkpointing=no tokens=4096
+   :where: model=llama-8b-blocks loop=reads compiled=no reduce_dtype=float32 activation_checkpointing=no
 
    ``fsdp2`` is stock FSDP2, without the call; 100 % is a run that sends nothing.
 

@@ -1,6 +1,7 @@
 """The first tables show rows of one kind of machine that are not outdated, and nothing else."""
 
 import json
+import re
 
 from results_site import (
     OF_TODAY,
@@ -12,9 +13,15 @@ from results_site import (
 )
 
 from benchmarks import result_files
-from benchmarks.first_tables import first_table, runs_of_recipes
+from benchmarks.first_tables import FirstTable, first_table, runs_of_recipes
 
 PAGE = ".. first-table:: checkpoint_stall"
+
+
+def texts(table: FirstTable, name: str) -> list[str]:
+    return [cell.text for cell in table.cells[name]]
+
+
 NOTHING = "Not measured since its cost changed"
 
 
@@ -22,7 +29,7 @@ def test_a_first_table_has_the_rows_of_the_first_case_with_their_figures(repo):
     assert first_table("checkpoint_stall", repo) is None
     measure(repo)
     table = first_table("checkpoint_stall", repo)
-    assert table.cells["overlapped"][0] == "1.20 ms"
+    assert texts(table, "overlapped")[0] == "1.20 ms"
     assert table.origin.startswith("2 × Test GPU, torch 2.11.0") and table.left_out == []
 
 
@@ -37,22 +44,47 @@ def test_an_outdated_row_is_left_out_and_named(repo):
     assert warnings == "" and "Left out, since their cost has changed: async_save." in html
 
 
-def test_a_row_of_another_run_is_left_out_and_named(repo):
+def test_a_peer_of_another_run_is_shown_and_said_to_be(repo):
     apart = row("a_peer", 0.3) | {"run": "another host, 2026-07-01"}
     measure(repo, rows=[row("async_save", 3.8), row("pinned", 0.4), apart])
-    table = first_table("checkpoint_stall", repo)
-    assert "a_peer" not in table.cells and "pinned" in table.cells
-    assert table.of_other_runs == ["a_peer"] and "another host" not in table.origin
     html, warnings = render(repo, PAGE)
-    words = "Left out, since they were measured in another run: a_peer."
-    assert warnings == "" and words in html
+    assert warnings == "" and ">a_peer<" in html
+    assert "; a_peer: another host, 2026-07-01" in html
+
+
+def test_a_row_says_whether_it_clips_and_in_which_precision(repo):
+    peer = row("a_peer", 0.3) | {"clips": False, "precision": "bfloat16 gradients"}
+    measure(
+        repo, rows=[row("async_save", 3.8) | {"clips": True, "model": "m"}, peer | {"model": "m"}]
+    )
+    said = "does not clip, bfloat16 gradients"
+    assert said in render(repo, PAGE)[0]
+    assert said in render(repo, ".. result-table:: checkpoint_stall")[0]
+    gain = ".. result-gain:: checkpoint_stall\n   :rows: async_save\n   :field: staging_cost_s\n"
+    assert f"({said})" in render(repo, gain)[0]
+
+
+def test_a_headline_within_the_interval_of_none_is_below_the_noise(repo):
+    noise = {"staging_cost_low_s": -0.1, "staging_cost_high_s": 0.05}
+    gain = ".. result-gain:: checkpoint_stall\n   :rows: async_save\n   :field: staging_cost_s\n"
+    for cost, said in ((0.049, "below noise (±100 ms)"), (-0.2, "below noise"), (0.051, "51.0 ms")):
+        ours = row("async_save", cost) | {"model": "m"}
+        measure(repo, rows=[ours, row("none", 0.01, model="m") | noise])
+        assert texts(first_table("checkpoint_stall", repo), "async_save")[0].startswith(said)
+        assert said in render(repo, gain)[0]
+    measure(repo, rows=[ours, row("none", 0.01, model="m")])
+    assert texts(first_table("checkpoint_stall", repo), "async_save") == [
+        "51.0 ms (noise not measured)"
+    ]
+    measure(repo, rows=[ours, row("none", 0.01, model="other") | noise])
+    assert texts(first_table("checkpoint_stall", repo), "async_save") == ["51.0 ms"]
 
 
 def test_a_note_stands_below_a_first_table_that_has_its_row(repo):
-    note = result_files.FIRST_TABLE_NOTES["torchao"]
+    note = result_files.FIRST_TABLE_NOTES["torchao_clipped"]
     measure(repo, rows=[row("async_save", 3.8), row("a_peer", 0.3)])
     assert note not in render(repo, PAGE)[0]
-    measure(repo, rows=[row("async_save", 3.8), row("torchao", 0.3)])
+    measure(repo, rows=[row("async_save", 3.8), row("torchao_clipped", 0.3)])
     assert f"1. {note}" in render(repo, PAGE)[0]
 
 
@@ -96,7 +128,58 @@ def test_what_varies_in_tokens_has_a_column_for_each_number(repo):
     path.rename(path.with_name("offload_step.test-x2.json"))
     table = first_table("offload_step", repo)
     assert table.headings == ["2,048", "4,096"]
-    assert table.cells["streamed"] == ["25.0 %", "50.0 %"]
+    assert texts(table, "streamed") == ["25.0 %", "50.0 %"]
+
+
+def test_a_first_table_has_what_a_save_costs_with_other_models(repo):
+    ends = {"staging_cost_low_s": 0.3, "staging_cost_high_s": 0.5}
+    rows = [row("async_save", 0.1, model="llama-1b"), row("none", 0.1, model="gpt2-xl") | ends]
+    rows.append(row("async_save", 0.4, model="gpt2-xl", tokens=8) | ends)
+    measure(repo, rows=rows)
+    (line,) = first_table("checkpoint_stall", repo).elsewhere
+    assert line == "async_save, gpt2-xl: staging costs 400 ms (300 ms to 500 ms)"
+    assert line in render(repo, PAGE)[0]
+
+
+def test_a_first_table_says_where_a_peer_is_ahead_and_needs_one_column_of_it(repo):
+    step = {"ours": False, "samples": {}} | OF_TODAY
+    rows = [
+        step | {"name": "streamed", "ours": True, "tokens": tokens, "kept": kept}
+        for tokens, kept in ((1024, 0.5), (2048, 0.6), (4096, 0.7))
+    ]
+    rows.append(step | {"name": "a_peer", "tokens": 2048, "kept": 0.65})
+    path = measure(repo, rows=rows, benchmark="offload_step")
+    path.rename(path.with_name("offload_step.test-x2.json"))
+    table = first_table("offload_step", repo)
+    assert table.behind == ["streamed at 2,048 tokens a step (a_peer)"]
+    assert texts(table, "a_peer") == ["–", "65.0 %", "–"]
+    assert [cell.is_best for cell in table.cells["streamed"]] == [True, False, True]
+    html, warnings = render(repo, ".. first-table:: offload_step")
+    assert warnings == "" and "A peer is ahead of streamed at 2,048 tokens a step (a_peer)." in html
+
+
+def test_a_gain_has_the_best_column_and_all_at_which_a_peer_is_ahead(repo):
+    step = {"ours": False, "samples": {}, "model": "m"} | OF_TODAY
+    rows = [
+        step | {"name": name, "ours": name == "streamed", "tokens": tokens, "kept": kept}
+        for name, tokens, kept in (
+            ("streamed", 1024, 0.5),
+            ("a_peer", 1024, 0.51),
+            ("streamed", 2048, 0.6),
+            ("a_peer", 2048, 0.3),
+            ("streamed", 4096, 0.7),
+            ("a_peer", 4096, 0.6),
+            ("b_peer", 4096, 0.1),
+        )
+    ]
+    path = measure(repo, rows=rows, benchmark="offload_step")
+    path.rename(path.with_name("offload_step.test-x2.json"))
+    gain = ".. result-gain:: offload_step\n   :rows: streamed\n   :field: kept\n"
+    html = re.sub(r"\s+", " ", re.sub(r"<[^>]+>", "", render(repo, gain)[0]))
+    assert (
+        "Throughput kept: 60.0 % streamed, 30.0 % a_peer; a peer is ahead at 1,024 tokens a step: "
+        "50.0 % streamed, 51.0 % a_peer. Stock m, 2,048 tokens a step where no other is said"
+    ) in html
 
 
 def test_a_single_outdated_figure_is_a_dash(repo):
@@ -107,7 +190,7 @@ def test_a_single_outdated_figure_is_a_dash(repo):
     change_cost(repo, "offload_step", "0.2.0")
     path = measure(repo, rows=rows, benchmark="offload_step")
     path.rename(path.with_name("offload_step.test-x2.json"))
-    assert first_table("offload_step", repo).cells["async_save"] == ["20.0 %", "–", "20.0 %"]
+    assert texts(first_table("offload_step", repo), "async_save") == ["20.0 %", "–", "20.0 %"]
 
 
 def test_a_sentence_on_the_landing_page_disappears_when_its_row_is_outdated(repo):
